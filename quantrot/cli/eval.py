@@ -1,0 +1,218 @@
+"""quantrot eval: MMLU, perplexity, and divergence from a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from quantrot.evals.mmlu import Mmlu, Score
+    from quantrot.evals.statistics import Paired
+
+app = typer.Typer(help="Measure a model: MMLU, perplexity, divergence from a baseline.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Argument(help="A converted directory, any local or hub model, or demo.")]
+Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 file; without it WikiText-2, or Python's own topics.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")]
+Output = Annotated[Path | None, typer.Option("--output", help="Write the whole result to this JSON file.")]
+
+
+@app.command()
+def mmlu(
+    model: Model,
+    fewshot: Annotated[int, typer.Option(help="Examples before each question, 0 to 5.")] = 5,
+    limit: Annotated[int | None, typer.Option(help="Only the first N questions of each subject.")] = None,
+    batch_size: Annotated[str, typer.Option(help="A number, or auto: 1 on a CPU, what fits on a GPU.")] = "auto",
+    data: Annotated[Path | None, typer.Option(help="Local parquet or CSV files, read without a network.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="Compare with this model, question by question.")] = None,
+    output: Output = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """MMLU by lm-eval's own task: 57 subjects, accuracy and standard errors."""
+    from quantrot.evals import mmlu as evals
+    from quantrot.evals import report
+
+    report.check_output(output)
+    evals.check_options(fewshot, limit, batch_size)
+    if data is not None:
+        evals.check_data(data, fewshot)
+
+    def run(name: str) -> tuple[Mmlu, dict[str, Any]]:
+        loaded, tokenizer = _open(name, device, dtype)
+        with _progress("MMLU") as progress:
+            result = evals.mmlu(
+                loaded, tokenizer, fewshot=fewshot, limit=limit, batch_size=batch_size, data=data, progress=progress
+            )
+        return result, report.model_entry(name, loaded)
+
+    result, entry = run(model)
+    against, against_entry = run(baseline) if baseline else (None, None)  # the first model is freed by now
+    difference = evals.compare(result, against) if against else None
+    if output:
+        results = {"mmlu": result, "baseline": against, "difference": difference}
+        settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit, "seed": result.seed}
+        report.write(report.report("mmlu", entry, settings, results, against_entry), output)
+    _print(*_mmlu_tables(model, result, against, difference))
+    if result.truncated:
+        _note(f"{result.truncated} of {result.overall.n} prompts were cut: the model's context is shorter")
+
+
+@app.command()
+def ppl(
+    model: Model,
+    text: Text = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a window.")] = 2048,
+    windows: Annotated[int | None, typer.Option(help="At most N windows; all by default.")] = None,
+    output: Output = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Perplexity on non-overlapping windows of a text (GPTQ's protocol)."""
+    from quantrot.evals import report
+    from quantrot.evals.perplexity import perplexity
+
+    report.check_output(output)
+    content, origin = _text(text)
+    loaded, tokenizer = _open(model, device, dtype)
+    ids = _windows(loaded, tokenizer, content, seq_len, windows)
+    with _progress("perplexity") as progress:
+        result = perplexity(loaded, ids, progress)
+    if output:
+        settings = {"text": origin, "seq_len": seq_len, "windows": windows, "seed": None}
+        report.write(report.report("ppl", report.model_entry(model, loaded), settings, {"ppl": result}), output)
+    rows = [
+        ["perplexity", report.number(result.ppl), report.number(result.ppl_stderr)],
+        ["nats per token", report.number(result.nll, 5), report.number(result.nll_stderr, 5)],
+    ]
+    _print(report.table(f"{model}, {_extent(result)}", ["", "value", "± stderr"], rows))
+
+
+@app.command()
+def compare(
+    model: Model,
+    baseline: Annotated[str, typer.Option(help="The model to compare with, usually the unconverted one.")],
+    text: Text = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
+    windows: Annotated[int, typer.Option(help="At most N windows.")] = 24,
+    output: Output = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Mean KL, top-1 agreement and perplexity ratio against a baseline, on the same tokens."""
+    from quantrot.evals import report
+    from quantrot.evals.divergence import divergence
+
+    report.check_output(output)
+    content, origin = _text(text)
+    loaded, tokenizer = _open(model, device, dtype)
+    reference, _ = _open(baseline, device, dtype)
+    ids = _windows(loaded, tokenizer, content, seq_len, windows)
+    with _progress("divergence") as progress:
+        result = divergence(loaded, reference, ids, progress)
+    if output:
+        entries = report.model_entry(model, loaded), report.model_entry(baseline, reference)
+        settings = {"text": origin, "seq_len": seq_len, "windows": windows, "seed": None}
+        report.write(report.report("compare", entries[0], settings, {"divergence": result}, entries[1]), output)
+    rows = [
+        ["mean KL(baseline || model), nats per token", report.number(result.kl, 5), report.number(result.kl_stderr, 5)],
+        ["top-1 agreement", report.number(result.top1), report.number(result.top1_stderr)],
+        ["perplexity ratio", report.number(result.ppl_ratio), report.number(result.ppl_ratio_stderr)],
+        ["perplexity", report.number(result.ppl), "-"],
+        ["perplexity of the baseline", report.number(result.baseline_ppl), "-"],
+        ["max logit error / max logit", report.number(result.max_logit_error), "-"],
+    ]
+    title = f"{model} against {baseline}, {_extent(result)}"
+    _print(report.table(title, ["", "value", "± stderr"], rows))
+
+
+def _open(name: str, device: str, dtype: str) -> tuple[Any, Any]:
+    from quantrot.load import open_model
+
+    return open_model(name, device=device, dtype=dtype)
+
+
+def _text(path: Path | None) -> tuple[str, str]:
+    from quantrot.evals.text import evaluation_text
+
+    content, origin = evaluation_text(path)
+    _note(f"text: {origin}")
+    return content, origin
+
+
+def _windows(model: Any, tokenizer: Any, text: str, seq_len: int, limit: int | None) -> Any:
+    from quantrot.evals.text import windows
+
+    return windows(tokenizer, text, seq_len, limit, getattr(model.config, "max_position_embeddings", None))
+
+
+def _extent(result: Any) -> str:
+    return f"{result.windows} windows of {result.seq_len} tokens"
+
+
+def _mmlu_tables(name: str, result: Mmlu, against: Mmlu | None, difference: Paired | None) -> list[Any]:
+    from quantrot.evals.report import number, table
+
+    baseline = dict(_mmlu_scores(against)) if against else {}
+    rows = []
+    for label, score in _mmlu_scores(result):
+        row = [label, str(score.n), number(score.acc), number(score.stderr)]
+        if baseline:
+            row += [number(baseline[label].acc), f"{score.acc - baseline[label].acc:+.4f}"]
+        rows.append(row)
+    columns = ["", "n", "acc", "± stderr", *(["baseline", "difference"] if against else [])]
+    tables = [table(f"MMLU, {result.fewshot}-shot, {name}", columns, rows)]
+    if difference:
+        row = ["overall", f"{difference.difference:+.4f}", number(difference.stderr), str(difference.only_model)]
+        row += [str(difference.only_baseline), number(difference.p_value)]
+        columns = ["", "difference", "± stderr", "only model", "only baseline", "McNemar p"]
+        tables.append(table("The same questions, model minus baseline", columns, [row]))
+    return tables
+
+
+def _mmlu_scores(result: Mmlu) -> Iterator[tuple[str, Score]]:
+    """The table's lines: the whole, then each group before its subjects."""
+    yield "overall", result.overall
+    for group, subjects in result.members.items():
+        yield f"  {group}", result.groups[group]
+        for subject in subjects:
+            yield f"    {subject}", result.subjects[subject]
+
+
+def _print(*tables: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a pipe or a file has no width; rich would cut at 80
+    for table in tables:
+        console.print(table)
+
+
+def _note(text: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+@contextmanager
+def _progress(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr; yields the function that moves it to (done, total)."""
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(description, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -1,0 +1,135 @@
+"""How far a model is from a baseline on the same tokens: KL, top-1 agreement, perplexity ratio, logit error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quantrot.evals.logits import Progress, default_chunk, next_token_logits
+from quantrot.evals.perplexity import safe_exp
+from quantrot.evals.statistics import mean_and_stderr
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Means over predicted tokens; standard errors take a window as one observation (None for one window).
+
+    kl is KL(baseline || model) in nats per token; top1 the share of tokens with the same most likely next token;
+    max_logit_error is max |model - baseline| / max |baseline| over every logit.
+    """
+
+    kl: float
+    kl_stderr: float | None
+    top1: float
+    top1_stderr: float | None
+    ppl: float
+    baseline_ppl: float
+    ppl_ratio: float
+    ppl_ratio_stderr: float | None
+    max_logit_error: float
+    tokens: int
+    windows: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class TokenDivergence:
+    """One piece of tokens: kl float32 [n] in nats, agree bool [n], and the two maxima of the logit error."""
+
+    kl: torch.Tensor
+    agree: torch.Tensor
+    max_error: float
+    max_baseline: float
+
+
+@torch.no_grad()
+def logit_divergence(baseline: torch.Tensor, model: torch.Tensor) -> TokenDivergence:
+    """Compare two models' logits [n, vocab] for the same n tokens; the arithmetic is float32.
+
+    Raises ValueError where the shapes differ.
+    """
+    if baseline.shape != model.shape:
+        raise ValueError(
+            f"baseline: its logits are {list(baseline.shape)}, the model's {list(model.shape)}; "
+            "compare a model with the checkpoint that it was made from"
+        )
+    expected, actual = baseline.float(), model.to(baseline.device).float()
+    log_p, log_q = F.log_softmax(expected, dim=-1), F.log_softmax(actual, dim=-1)
+    return TokenDivergence(
+        kl=F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=-1),
+        agree=expected.argmax(dim=-1) == actual.argmax(dim=-1),
+        max_error=(actual - expected).abs().max().item(),
+        max_baseline=expected.abs().max().item(),
+    )
+
+
+def divergence(
+    model: Any, baseline: Any, windows: torch.Tensor, progress: Progress | None = None, chunk: int | None = None
+) -> Divergence:
+    """Run both models over `windows` (int64 [n, seq_len]), one window at a time.
+
+    `progress(done, total)` is called after each window; `chunk` bounds the float32 logits held, in tokens.
+    Raises ValueError where the vocabularies differ.
+    """
+    seen = []
+    for done, ids in enumerate(windows, start=1):
+        seen.append(_window(model, baseline, ids, chunk))
+        if progress:
+            progress(done, len(windows))
+    kl, kl_stderr = mean_and_stderr([w.kl for w in seen])
+    top1, top1_stderr = mean_and_stderr([w.agree for w in seen])
+    log_ratio, log_ratio_stderr = mean_and_stderr([w.nll - w.baseline_nll for w in seen])
+    ratio = safe_exp(log_ratio)
+    n, seq_len = windows.shape
+    return Divergence(
+        kl=kl,
+        kl_stderr=kl_stderr,
+        top1=top1,
+        top1_stderr=top1_stderr,
+        ppl=safe_exp(mean_and_stderr([w.nll for w in seen])[0]),
+        baseline_ppl=safe_exp(mean_and_stderr([w.baseline_nll for w in seen])[0]),
+        ppl_ratio=ratio,
+        ppl_ratio_stderr=None if log_ratio_stderr is None else ratio * log_ratio_stderr,
+        max_logit_error=_largest([w.max_error for w in seen]) / (_largest([w.max_baseline for w in seen]) or 1.0),
+        tokens=n * (seq_len - 1),
+        windows=n,
+        seq_len=seq_len,
+    )
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Per-token means of one window, and its maxima."""
+
+    kl: float
+    agree: float
+    nll: float
+    baseline_nll: float
+    max_error: float
+    max_baseline: float
+
+
+def _window(model: Any, baseline: Any, ids: torch.Tensor, chunk: int | None) -> _Window:
+    sums = torch.zeros(4, dtype=torch.float64)
+    max_error, max_baseline, start = [], [], 1
+    rows = chunk or default_chunk(model, baseline)  # one for both: pieces must hold the same tokens
+    pieces = zip(next_token_logits(baseline, ids, rows), next_token_logits(model, ids, rows), strict=True)
+    for expected, actual in pieces:
+        piece = logit_divergence(expected, actual)
+        targets = ids[start : start + len(expected)]
+        nll = F.cross_entropy(actual, targets.to(actual.device), reduction="none")
+        baseline_nll = F.cross_entropy(expected, targets.to(expected.device), reduction="none")
+        sums += torch.stack([x.double().sum().cpu() for x in (piece.kl, piece.agree, nll, baseline_nll)])
+        max_error.append(piece.max_error)
+        max_baseline.append(piece.max_baseline)
+        start += len(expected)
+    kl, agree, nll_mean, baseline_mean = (sums / (len(ids) - 1)).tolist()
+    return _Window(kl, agree, nll_mean, baseline_mean, _largest(max_error), _largest(max_baseline))
+
+
+def _largest(values: list[float]) -> float:
+    """The maximum, NaN if any is NaN (Python's max() would hide it)."""
+    return torch.tensor(values, dtype=torch.float64).max().item()

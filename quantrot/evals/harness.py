@@ -1,0 +1,167 @@
+"""lm-eval as a guest in this process: its MMLU task over any data, its noise silenced, its global changes undone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from quantrot.evals import hub
+from quantrot.evals.logits import Progress
+from quantrot.evals.mmlu_data import read_data, write_dataset
+
+
+@contextlib.contextmanager
+def mmlu_task(data: Path | None, fewshot: int) -> Iterator[tuple[Any, Any]]:
+    """lm-eval's group `mmlu` with its documents loaded, and the manager that made it."""
+    with contextlib.ExitStack() as stack:
+        if data is None:
+            if not hub.reachable():
+                stack.enter_context(hub.offline())
+            manager = task_manager(None)
+            try:
+                loaded = _load(manager, "mmlu")
+            except OSError as error:
+                raise ValueError(f"data: MMLU cannot be fetched ({error}); pass --data DIR with local files") from error
+        else:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantrot-mmlu-")))
+            stack.enter_context(hub.offline())
+            write_dataset(read_data(data, subject_names(), fewshot), directory / "dataset")
+            _write_group(directory)
+            manager = task_manager(directory)
+            loaded = _load(manager, "mmlu_local")
+        yield loaded["groups"]["mmlu"], manager
+
+
+def _write_group(directory: Path) -> None:
+    """A group that only overrides where the official one reads its documents: all else stays lm-eval's own."""
+    overrides = {
+        "group": "mmlu",
+        "dataset_path": str(directory / "dataset"),
+        "dataset_kwargs": {"cache_dir": str(directory / "cache")},  # converted rows are gone with the directory
+    }
+    text = yaml.safe_dump({"group": "mmlu_local", "task": [overrides], "metadata": {"version": 2}})
+    (directory / "mmlu_local.yaml").write_text(text, encoding="utf-8")
+
+
+def _load(manager: Any, name: str) -> Any:
+    import datasets
+
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        return manager.load([name])
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def task_manager(include: Path | None) -> Any:
+    """A TaskManager over lm-eval's MMLU alone: its whole index takes seconds to parse."""
+    import lm_eval.tasks
+
+    own = Path(lm_eval.tasks.__file__).parent / "mmlu" / "default"
+    return lm_eval.tasks.TaskManager(include_defaults=False, include_path=[own, *([include] if include else [])])
+
+
+def subject_names() -> list[str]:
+    """The 57 subjects of lm-eval's task, sorted."""
+    entries = task_manager(None).task_index.values()
+    return sorted(entry.cfg["dataset_name"] for entry in entries if entry.cfg and "dataset_name" in entry.cfg)
+
+
+def private_tokenizer(tokenizer: Any) -> Any:
+    """A copy for lm-eval, which sets a pad token; without the remark about long prompts, which are counted instead."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
+def report_progress(lm: Any, total: int, progress: Progress) -> None:
+    """Count the rows of each forward pass: the four choices of a question share one."""
+    forward, done = lm._model_call, 0
+
+    def counted(inps: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        nonlocal done
+        logits = forward(inps, **kwargs)
+        done = min(total, done + len(inps))
+        progress(done, total)
+        return logits
+
+    lm._model_call = counted
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[Callable[[], int]]:
+    """Silence lm-eval's bars and remarks; yields a function that tells how many prompts it has truncated."""
+    import lm_eval.api.model
+    import lm_eval.api.task
+    import lm_eval.evaluator
+    import lm_eval.models.huggingface as huggingface
+
+    truncated = 0
+
+    def keep(record: logging.LogRecord) -> bool:
+        nonlocal truncated
+        truncated += "Truncating" in record.getMessage()
+        return record.levelno >= logging.ERROR
+
+    def bar(*args: Any, **kwargs: Any) -> Any:
+        return tqdm(*args, **{**kwargs, "disable": True})
+
+    tqdm = huggingface.tqdm
+    everything, models = logging.getLogger("lm_eval"), huggingface.eval_logger
+    levels = everything.level, models.level
+    everything.setLevel(logging.ERROR)
+    models.setLevel(logging.WARNING)
+    models.addFilter(keep)
+    try:
+        with hub.attributes(
+            (lm_eval.api.model, "tqdm", bar),
+            (lm_eval.api.task, "tqdm", bar),
+            (huggingface, "tqdm", bar),
+            # Both start subprocesses (git, pip) that may print, for facts that the report takes from elsewhere.
+            (lm_eval.evaluator, "get_git_commit_hash", lambda: None),
+            (lm_eval.evaluator, "add_env_info", lambda storage: None),
+        ):
+            yield lambda: truncated
+    finally:
+        models.removeFilter(keep)
+        everything.setLevel(levels[0])
+        models.setLevel(levels[1])
+
+
+@contextlib.contextmanager
+def random_state_restored() -> Iterator[None]:
+    """lm-eval seeds Python, numpy and torch for the whole process; put back what was there."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def without_quantization_config(model: Any) -> Iterator[None]:
+    """HFLM parses a dict `quantization_config` even of a loaded model, and fails where its package is missing."""
+    config = model.config
+    if not isinstance(getattr(config, "quantization_config", None), dict):
+        yield
+        return
+    hidden = config.quantization_config
+    del config.quantization_config
+    try:
+        yield
+    finally:
+        config.quantization_config = hidden

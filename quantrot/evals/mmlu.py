@@ -1,0 +1,180 @@
+"""MMLU: lm-eval's own task (57 subjects in 4 groups, few-shot examples from dev), run on a loaded model."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from quantrot.evals import harness
+from quantrot.evals.logits import Progress
+from quantrot.evals.mmlu_data import read_data
+from quantrot.evals.statistics import Paired, paired
+
+SEED = 1234  # lm-eval's own default; MMLU draws nothing at random, so it changes no number
+
+
+@dataclass(frozen=True)
+class Score:
+    """Accuracy over n questions; stderr is lm-eval's (None for one question)."""
+
+    n: int
+    acc: float
+    stderr: float | None
+
+
+@dataclass(frozen=True)
+class Mmlu:
+    """`overall` is the one number, `groups` the four (subjects weighted by their questions), `subjects` the 57.
+
+    `members` maps a group to its subjects. `answers` holds one character a question, in order, for each subject: 1
+    where the model was right. `task_hashes` are lm-eval's (over documents, prompts and targets): where they are equal,
+    so were the questions. `truncated` counts prompts cut from the left because the model's context is shorter.
+    """
+
+    overall: Score
+    groups: dict[str, Score]
+    subjects: dict[str, Score]
+    members: dict[str, list[str]]
+    answers: dict[str, str]
+    task_hashes: dict[str, str]
+    task_version: Any
+    lm_eval: str
+    fewshot: int
+    limit: int | None
+    batch_size: int
+    seed: int
+    truncated: int
+
+
+def mmlu(
+    model: Any,
+    tokenizer: Any,
+    *,
+    fewshot: int = 5,
+    limit: int | None = None,
+    batch_size: int | str = "auto",
+    data: Path | None = None,
+    progress: Progress | None = None,
+) -> Mmlu:
+    """Run MMLU on a transformers causal model, with lm-eval's prompts, scores and aggregation.
+
+    `limit` takes the first questions of each subject. `batch_size` "auto" lets lm-eval find the largest that fits a
+    GPU, and is 1 on a CPU; memory holds two batch x length x vocabulary arrays. `data` is a directory of local files
+    (see mmlu_data.read_data), used without any network; without it the data comes from the hub or its cache.
+    `progress(done, total)` counts questions. Process-wide state (random generators, offline flags, loggers) is
+    restored. Raises ValueError for a bad option, incomplete data, or an unreachable hub.
+    """
+    check_options(fewshot, limit, batch_size)
+    from lm_eval.models.huggingface import HFLM
+
+    resolved = _batch_size(batch_size, model)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(harness.random_state_restored())
+        group, manager = stack.enter_context(harness.mmlu_task(data, fewshot))
+        truncated = stack.enter_context(harness.quiet())
+        stack.enter_context(harness.without_quantization_config(model))
+        lm = HFLM(pretrained=model, tokenizer=harness.private_tokenizer(tokenizer), batch_size=resolved)
+        tasks = group.get_all_tasks()
+        if progress:
+            harness.report_progress(lm, sum(min(limit or len(t.eval_docs), len(t.eval_docs)) for t in tasks), progress)
+        results = _simple_evaluate(lm, group, manager, fewshot, limit)
+        found = [resolved, *lm.batch_sizes.values()]  # the last one was measured, where lm-eval had to find it
+        return _result(results, fewshot, limit, int(found[-1]), truncated())
+
+
+def check_options(fewshot: int, limit: int | None, batch_size: int | str) -> None:
+    """Raise ValueError where an option of `mmlu` is out of range."""
+    if not 0 <= fewshot <= 5:
+        raise ValueError(f"fewshot: {fewshot}; MMLU's dev split has 5 examples: 0 to 5")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit: {limit}; at least 1 question per subject, or leave it out for all")
+    if batch_size != "auto" and not (str(batch_size).isdecimal() and int(batch_size) > 0):
+        raise ValueError(f"batch_size: {batch_size!r}; a positive number or auto")
+
+
+def check_data(data: Path, fewshot: int) -> None:
+    """Raise ValueError where `data` is not a complete MMLU: to be asked before a model is loaded."""
+    read_data(data, harness.subject_names(), fewshot)
+
+
+def compare(model: Mmlu, baseline: Mmlu) -> Paired:
+    """The difference in accuracy over the same questions.
+
+    Raises ValueError where the two runs did not see the same questions and prompts.
+    """
+    if model.task_hashes != baseline.task_hashes:
+        differing = [name for name, value in model.task_hashes.items() if baseline.task_hashes.get(name) != value]
+        raise ValueError(
+            f"baseline: not the same questions in {', '.join(differing)}; use equal data, fewshot and limit"
+        )
+    return paired(_correct(model), _correct(baseline))
+
+
+def _correct(result: Mmlu) -> list[bool]:
+    return [mark == "1" for subject in sorted(result.answers) for mark in result.answers[subject]]
+
+
+def _batch_size(batch_size: int | str, model: Any) -> int | str:
+    if batch_size != "auto":
+        return int(batch_size)
+    # lm-eval's search grows a batch until the device refuses; a CPU does not refuse, the kernel kills the process.
+    return "auto" if model.device.type == "cuda" else 1
+
+
+def _simple_evaluate(lm: Any, group: Any, manager: Any, fewshot: int, limit: int | None) -> Any:
+    import lm_eval
+
+    with contextlib.redirect_stdout(sys.stderr):  # the batch-size search prints
+        return lm_eval.simple_evaluate(
+            model=lm,
+            tasks=[group],
+            task_manager=manager,
+            num_fewshot=fewshot,
+            limit=limit,
+            log_samples=True,
+            random_seed=SEED,
+            numpy_random_seed=SEED,
+            torch_random_seed=SEED,
+            fewshot_random_seed=SEED,
+        )
+
+
+def _result(results: Any, fewshot: int, limit: int | None, batch_size: int, truncated: int) -> Mmlu:
+    scores = {name: _score(values) for name, values in results["results"].items()}
+    samples = {_subject(name): rows for name, rows in results["samples"].items()}
+    members = {g: results["group_subtasks"][g] for g in results["group_subtasks"]["mmlu"]}
+    return Mmlu(
+        overall=scores["mmlu"],
+        groups={_subject(name): scores[name] for name in members},
+        subjects={_subject(name): scores[name] for name in results["samples"]},
+        members={_subject(name): [_subject(task) for task in tasks] for name, tasks in members.items()},
+        answers={subject: "".join(str(int(row["acc"])) for row in rows) for subject, rows in samples.items()},
+        task_hashes={subject: _task_hash(rows) for subject, rows in samples.items()},
+        task_version=results["versions"]["mmlu"],
+        lm_eval=metadata.version("lm_eval"),
+        fewshot=fewshot,
+        limit=limit,
+        batch_size=batch_size,
+        seed=SEED,
+        truncated=truncated,
+    )
+
+
+def _subject(task: str) -> str:
+    return task.removeprefix("mmlu_")
+
+
+def _score(values: dict[str, Any]) -> Score:
+    stderr = values["acc_stderr,none"]
+    return Score(values["sample_len"], float(values["acc,none"]), None if stderr == "N/A" else float(stderr))
+
+
+def _task_hash(rows: list[dict[str, Any]]) -> str:
+    """What lm-eval writes as `task_hashes` beside its results."""
+    from lm_eval.utils import hash_string
+
+    return hash_string("".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows))

@@ -1,0 +1,159 @@
+"""What every evaluation reports: one JSON shape for machines, tables for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+SCHEMA = 1
+MANIFEST = "quantrot.json"
+PACKAGES = ("quantrot", "torch", "transformers", "lm_eval", "safetensors")
+
+
+def report(
+    evaluation: str,
+    model: dict[str, Any],
+    settings: dict[str, Any],
+    results: dict[str, Any],
+    baseline: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The report of one run, as plain JSON values.
+
+    `evaluation` is mmlu, ppl or compare; `model` and `baseline` are from model_entry; `settings` is what was asked
+    (text, windows, seed, ...); `results` maps names to plain values or to dataclasses.
+    """
+    return {
+        "schema": SCHEMA,
+        "evaluation": evaluation,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["quantrot", *sys.argv[1:]]),
+        "model": model,
+        "baseline": baseline,
+        "settings": settings,
+        "results": {name: _plain(value) for name, value in results.items()},
+        "versions": versions(),
+    }
+
+
+def model_entry(name: str, model: Any) -> dict[str, Any]:
+    """Who the model is and how it ran. `manifest` is None for a model that quantrot did not convert."""
+    return {
+        "name": name,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "manifest": manifest(name),
+    }
+
+
+def manifest(name: str) -> dict[str, Any] | None:
+    """Recipe, source and file hashes from the manifest of a converted directory, None where there is no manifest.
+
+    Raises ValueError where the manifest is not a JSON object.
+    """
+    path = Path(name) / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"manifest: {path} is not JSON ({error}); convert the model again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"manifest: {path} is not a JSON object; convert the model again")
+    return {key: content[key] for key in ("recipe", "source", "files") if key in content}
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that a number depends on; None for one that is not installed."""
+    return {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
+
+
+def check_output(path: Path | None) -> None:
+    """Raise ValueError where a report could not be written to `path`: to be asked before the work, not after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"output: {path} is a directory; name a file, such as {path / 'report.json'}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"output: {path.absolute().parent} does not exist; create it first")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ValueError(f"output: no permission to write in {path.absolute().parent}")
+
+
+def write(content: dict[str, Any], path: Path) -> None:
+    """Write a report as JSON, whole or not at all: nobody reads half a file, and an old one survives a failure."""
+    text = json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    descriptor, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes it private
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Group:
+    """A titled table whose first column is text and whose others are numbers, aligned to the right."""
+    body = Table(box=SIMPLE)
+    for index, column in enumerate(columns):
+        body.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        body.add_row(*map(Text, row))  # Text: a path may hold what rich takes for [markup]
+    return Group(Text(title, style="bold"), body)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A figure for a table: fixed digits, or significant ones where fixed digits would hide it; "-" for none."""
+    if value is None:
+        return "-"
+    if value and math.isfinite(value) and abs(value) < 10**-digits:
+        return f"{value:.1e}"
+    return f"{value:.{digits}f}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no nan or inf; a broken model's report says them as text."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,91 @@
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quantrot.cli.eval import app
+
+
+@pytest.fixture
+def run(monkeypatch, model, other_model, tokenizer):
+    """Runs a command with the two models under the names `one` and `two`."""
+    models = {"one": model, "two": other_model}
+
+    def open_model(name, device="auto", dtype="auto"):
+        opened.append((name, device, dtype))
+        return models[name], tokenizer
+
+    opened = []
+    stub = types.ModuleType("quantrot.load")
+    stub.open_model = open_model
+    monkeypatch.setitem(sys.modules, "quantrot.load", stub)
+
+    def run(*args):
+        result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+        return result, list(opened)
+
+    return run
+
+
+def test_ppl_prints_and_writes_the_same_number(run, tmp_path):
+    (tmp_path / "t.txt").write_text("some words, " * 100)
+    args = ["--text", tmp_path / "t.txt", "--seq-len", 32, "--windows", 4, "--output", tmp_path / "r.json"]
+    result, opened = run("ppl", "one", *args, "--device", "cpu", "--dtype", "float32")
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert opened == [("one", "cpu", "float32")]
+    assert f"{report['results']['ppl']['ppl']:.4f}" in result.stdout
+    assert report["results"]["ppl"]["windows"] == 4 and report["model"]["name"] == "one"
+    assert "t.txt" in report["settings"]["text"]
+
+
+def test_compare_measures_both_models(run, tmp_path):
+    (tmp_path / "t.txt").write_text("some words, " * 100)
+    args = ["--text", tmp_path / "t.txt", "--seq-len", 32, "--windows", 4, "--output", tmp_path / "r.json"]
+    result, opened = run("compare", "one", "--baseline", "two", *args)
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [name for name, _, _ in opened] == ["one", "two"]
+    assert report["baseline"]["name"] == "two" and report["results"]["divergence"]["kl"] > 0
+    assert f"{report['results']['divergence']['kl']:.5f}" in result.stdout
+
+
+def test_mmlu_with_a_baseline_reports_the_paired_difference(run, mmlu_dir, tmp_path):
+    args = ["--fewshot", 2, "--limit", 2, "--data", mmlu_dir, "--baseline", "two", "--output", tmp_path / "r.json"]
+    result, _ = run("mmlu", "one", *args)
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    gain = results["mmlu"]["overall"]["acc"] - results["baseline"]["overall"]["acc"]
+    assert results["difference"]["difference"] == pytest.approx(gain)
+    assert "McNemar p" in result.stdout and "high_school_government_and_politics" in result.stdout
+
+
+def test_bad_options_are_refused_before_a_model_is_opened(run, tmp_path):
+    with pytest.raises(ValueError, match="output: .* is a directory"):
+        run("ppl", "one", "--output", tmp_path)
+    with pytest.raises(ValueError, match="lacks 114 of 114 splits"):
+        run("mmlu", "missing", "--data", tmp_path)
+    with pytest.raises(ValueError, match="batch_size: 'x'"):
+        run("mmlu", "missing", "--batch-size", "x")
+
+
+def test_the_surface_is_what_is_documented():
+    import typer
+
+    commands = typer.main.get_command(app).commands
+    surface = {name: sorted(o for p in c.params for o in p.opts if o.startswith("--")) for name, c in commands.items()}
+    run = ["--device", "--dtype", "--output"]
+    text = ["--seq-len", "--text", "--windows"]
+    assert surface == {
+        "mmlu": sorted(["--baseline", "--batch-size", "--data", "--fewshot", "--limit", *run]),
+        "ppl": sorted([*text, *run]),
+        "compare": sorted(["--baseline", *text, *run]),
+    }
+
+
+def test_the_command_line_imports_nothing_heavy():
+    code = (
+        "import sys, quantrot.cli.eval; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'lm_eval')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

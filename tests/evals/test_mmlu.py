@@ -1,0 +1,165 @@
+import csv
+import dataclasses
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from quantrot.evals import hub
+from quantrot.evals.mmlu import Score, check_options, compare, mmlu
+
+
+@pytest.fixture(scope="module")
+def result(model, tokenizer, mmlu_dir):
+    return mmlu(model, tokenizer, fewshot=2, data=mmlu_dir)
+
+
+@pytest.fixture(scope="module")
+def lm_evals_own(model_dir, mmlu_dir, tmp_path_factory):
+    """lm-eval run as its users run it: the model by its path, the whole task index, a group that renames the data."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    include = tmp_path_factory.mktemp("include")
+    group = {"group": "mmlu", "dataset_path": str(mmlu_dir)}
+    group["dataset_kwargs"] = {"cache_dir": str(tmp_path_factory.mktemp("cache"))}
+    metrics = [{"metric": "acc", "weight_by_size": True}]
+    local = {"group": "local", "task": [group], "aggregate_metric_list": metrics, "metadata": {"version": 2}}
+    (include / "local.yaml").write_text(yaml.safe_dump(local))
+    lm = HFLM(pretrained=str(model_dir), device="cpu", batch_size=1)
+    with hub.offline():
+        return lm_eval.simple_evaluate(
+            model=lm, tasks=["local"], num_fewshot=2, task_manager=TaskManager(include_path=str(include))
+        )
+
+
+def test_every_number_is_lm_evals_own(result, lm_evals_own):
+    def own(name):
+        values = lm_evals_own["results"][name]
+        return Score(values["sample_len"], values["acc,none"], values["acc_stderr,none"])
+
+    assert len(result.subjects) == 57 and len(result.groups) == 4
+    assert result.subjects == {name: own(f"mmlu_{name}") for name in result.subjects}
+    assert result.groups == {name: own(f"mmlu_{name}") for name in result.groups}
+    assert result.overall == own("mmlu")
+    assert 0.1 < result.overall.acc < 0.5 and len({score.acc for score in result.subjects.values()}) > 2
+
+
+def test_prompts_and_answers_are_lm_evals_own(result, lm_evals_own):
+    for name, answers in result.answers.items():
+        assert answers == "".join(str(int(row["acc"])) for row in lm_evals_own["samples"][f"mmlu_{name}"])
+    prompt = lm_evals_own["samples"]["mmlu_anatomy"][0]["arguments"][0][0]
+    assert prompt.startswith("The following are multiple choice questions (with answers) about anatomy.")
+    assert prompt.count("Answer:") == 3
+
+
+def test_the_batch_size_changes_nothing_in_float32(result, model, tokenizer, mmlu_dir):
+    assert mmlu(model, tokenizer, fewshot=2, data=mmlu_dir, batch_size=8).answers == result.answers
+
+
+def test_csv_gives_what_parquet_gives(model, tokenizer, questions, result, tmp_path):
+    for subject, splits in questions.items():
+        (tmp_path / subject).mkdir()
+        for split, rows in splits.items():
+            with (tmp_path / subject / f"{split}.csv").open("w", newline="") as stream:
+                csv.writer(stream).writerows([[r["question"], *r["choices"], "ABCD"[r["answer"]]] for r in rows])
+    assert mmlu(model, tokenizer, fewshot=2, data=tmp_path) == result
+
+
+def test_limit_takes_the_first_questions_and_counts_them(model, tokenizer, mmlu_dir, result):
+    seen = []
+    few = mmlu(
+        model, tokenizer, fewshot=2, limit=1, data=mmlu_dir, progress=lambda done, total: seen.append((done, total))
+    )
+    assert few.answers == {subject: answers[:1] for subject, answers in result.answers.items()}
+    assert few.overall.n == 57 and few.subjects["anatomy"].stderr is None
+    assert seen == [(i, 57) for i in range(1, 58)]
+
+
+def test_the_process_is_left_as_it_was(model, tokenizer, mmlu_dir):
+    import datasets
+    import huggingface_hub
+    import lm_eval.models.huggingface as huggingface
+
+    def state():
+        loggers = [logging.getLogger(name) for name in ("lm_eval", "lm_eval.models.huggingface")]
+        return (
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+            torch.get_rng_state().tolist(),
+            huggingface_hub.constants.HF_HUB_OFFLINE,
+            datasets.config.HF_HUB_OFFLINE,
+            datasets.are_progress_bars_disabled(),
+            huggingface.tqdm,
+            [(logger.level, list(logger.filters)) for logger in loggers],
+            tokenizer.pad_token,
+            model.config.quantization_config,
+        )
+
+    # a format whose package may be missing: lm-eval would try to build it
+    model.config.quantization_config = {"quant_method": "no-such-method"}
+    try:
+        before = state()
+        mmlu(model, tokenizer, fewshot=0, limit=1, data=mmlu_dir)
+        assert state() == before
+    finally:
+        del model.config.quantization_config
+
+
+def test_local_data_needs_no_network(model, tokenizer, mmlu_dir, monkeypatch):
+    import socket
+
+    def refuse(*args):
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert mmlu(model, tokenizer, fewshot=0, limit=1, data=mmlu_dir).overall.n == 57
+
+
+def test_prompts_longer_than_the_context_are_counted(model, tokenizer, mmlu_dir, monkeypatch, result):
+    assert result.truncated == 0
+    monkeypatch.setattr(model.config, "max_position_embeddings", 64)
+    assert mmlu(model, tokenizer, fewshot=2, limit=1, data=mmlu_dir).truncated == 57
+
+
+def test_an_unreachable_hub_is_said_with_the_remedy(model, tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="cannot be fetched .* pass --data DIR"):
+        mmlu(model, tokenizer)
+
+
+def test_compare_pairs_the_same_questions(result):
+    flipped = dict(result.answers)
+    flipped["anatomy"] = "".join("10"[int(mark)] for mark in flipped["anatomy"])
+    right, n = result.answers["anatomy"].count("1"), result.overall.n
+    difference = compare(result, dataclasses.replace(result, answers=flipped))
+    assert (difference.only_model, difference.only_baseline, difference.n) == (right, 3 - right, n)
+    assert difference.difference == pytest.approx((2 * right - 3) / n)
+
+
+def test_compare_refuses_other_questions(result):
+    other = dataclasses.replace(result, task_hashes={**result.task_hashes, "virology": "0"})
+    with pytest.raises(ValueError, match="not the same questions in virology"):
+        compare(result, other)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ((6, None, 1), "fewshot: 6; .* 0 to 5"),
+        ((-1, None, 1), "fewshot: -1"),
+        ((5, 0, 1), "limit: 0; at least 1"),
+        ((5, None, 0), "batch_size: 0; a positive number or auto"),
+        ((5, None, "many"), "batch_size: 'many'; a positive number or auto"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        check_options(*options)
