@@ -1,0 +1,106 @@
+"""The model card (README.md) that every output carries: what it is, which engine runs it how, and what it cost."""
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantrot import engines, formats, llama
+from quantrot.plan import Plan
+from quantrot.version import __version__
+
+
+def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
+    """The card's text. The licence is the source card's own."""
+    front = {"base_model": plan.source.name, "base_model_relation": "quantized", "library_name": "transformers"}
+    front |= {"pipeline_tag": "text-generation", **_inherited(plan.source.path), "tags": ["quantrot", *_tags(plan)]}
+    title = Path(plan.source.name).name
+    rows = engines.support(plan.linears, plan.online, plan.attention)
+    return "\n".join(
+        [
+            "---",
+            yaml.safe_dump(front, sort_keys=False).rstrip(),
+            "---",
+            "",
+            f"# {title}, {plan.recipe.name}",
+            "",
+            plan.recipe.description or "Converted by quantrot.",
+            "",
+            "| linears | count | format | bits a weight | mean SQNR of the weights (dB) |",
+            "|---|---|---|---|---|",
+            *_scheme_rows(plan, manifest),
+            "",
+            _rotations(plan),
+            "",
+            "| engine | runs it | as |",
+            "|---|---|---|",
+            *(f"| {row.engine} | {row.runs} | {row.note} |" for row in rows),
+            "",
+            "```",
+            engines.serve_command(plan.linears, plan.online, plan.attention),
+            "```",
+            "",
+            "Measure it with `quantrot eval mmlu .` and `quantrot eval compare . --baseline "
+            f"{plan.source.name}`; `quantrot verify .` checks the files.",
+            "",
+            f"Made by quantrot {__version__} from `{plan.source.name}`"
+            + (f" at revision `{plan.source.revision}`" if plan.source.revision else "")
+            + f". Recipe (`{plan.recipe.name}`):",
+            "",
+            "```yaml",
+            yaml.safe_dump(plan.recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False).rstrip(),
+            "```",
+            "",
+        ]
+    )
+
+
+def _scheme_rows(plan: Plan, manifest: dict[str, Any]) -> list[str]:
+    """One row a kind of linear and format."""
+    shapes = {linear.fqn: (linear.out_features, linear.in_features) for linear in llama.linears(plan.llama)}
+    counts: Counter[tuple[str, str, str]] = Counter()
+    noise: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for fqn, fmt in plan.linears.items():
+        if fmt is None:
+            continue
+        bits = f"{formats.bits_per_weight(fmt.weights, *shapes[fqn]):.2f}"
+        key = fqn.rpartition(".")[2], formats.label(fmt), bits
+        counts[key] += 1
+        sqnr = manifest["linears"][fqn]["sqnr_db"]
+        if sqnr is not None:
+            noise[key].append(sqnr)
+    rows = []
+    for key, count in counts.items():
+        mean = f"{sum(noise[key]) / len(noise[key]):.1f}" if noise[key] else "-"
+        rows.append(f"| {key[0]} | {count} | {key[1]} | {key[2]} | {mean} |")
+    wide = Counter(fqn.rpartition(".")[2] for fqn, fmt in plan.linears.items() if fmt is None)
+    return rows + [f"| {name} | {count} | as the original | | |" for name, count in wide.items()]
+
+
+def _rotations(plan: Plan) -> str:
+    named = dict(plan.rotations)
+    if plan.online and "R4" not in named:
+        named["Hadamard"] = next(iter(plan.online.values()))
+    if not named:
+        return "No rotation."
+    words = []
+    for name, r in named.items():
+        where = "fused" if name in ("R1", "R2") else "online"
+        words.append(f"{name} {r.kind}, {'full width' if r.block == r.width else f'blocks of {r.block}'}, {where}")
+    return "Rotations: " + "; ".join(words) + "."
+
+
+def _tags(plan: Plan) -> list[str]:
+    return sorted({fmt.weights.kind for fmt in plan.linears.values() if fmt is not None}) or ["rotated"]
+
+
+def _inherited(source: Path) -> dict[str, Any]:
+    """license, license_name, license_link and language of the source's own card, where it has one."""
+    try:
+        text = (source / "README.md").read_text(encoding="utf-8")
+        front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, IndexError):
+        return {}
+    keys = ("license", "license_name", "license_link", "language")
+    return {key: front[key] for key in keys if isinstance(front, dict) and key in front}

@@ -1,0 +1,430 @@
+"""Run a plan: stream rows of the source through fold, turn and quantize into laid-out shards.
+
+Work goes into `<out>.partial`; a journal there has a line for each finished step, with the sha256 of its tensors'
+bytes. A killed conversion resumes by checking those hashes and doing the rest, so it needs no fsync on the way and ends
+with the same bytes. Only a complete directory gets the output's name.
+
+Chunks are independent and their size does not depend on the number of threads; each runs on one thread, so that the
+bytes do not either (a multi-threaded GEMM may sum in another order).
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from quantrot import formats
+from quantrot.card import model_card
+from quantrot.checkpoint import (
+    DTYPES,
+    INDEX,
+    TensorInfo,
+    index_json,
+    read_json,
+    read_rows,
+    sha256_range,
+    tensor_bytes,
+)
+from quantrot.manifest import MANIFEST, VERSION, dump, rotation_entry
+from quantrot.orthogonal import sylvester
+from quantrot.plan import BUDGET, CHUNK, LOOK_AHEAD, Plan, Step, make_plan, working_bytes
+from quantrot.recipe import ONLINE
+from quantrot.rotation import turn_input, turn_output
+from quantrot.version import __version__
+
+JOURNAL = "journal.jsonl"
+Progress = Callable[[str, int, int], None]  # current tensor, source bytes done, source bytes in all
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A finished conversion: what was planned, the manifest that was written, and what it took."""
+
+    out: Path
+    plan: Plan
+    manifest: dict[str, Any]
+    seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk's output rows, the source bytes they came from, and its part of the step's signal and error energy."""
+
+    outputs: list[Tensor]
+    source: memoryview
+    signal: float = 0.0
+    error: float = 0.0
+
+
+def convert(
+    model: str | Path,
+    recipe: Any,
+    out: str | Path,
+    *,
+    device: str = "cpu",
+    resume: bool = False,
+    overwrite: bool = False,
+    max_shard_size: int = 5_000_000_000,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Convert a checkpoint by a recipe into the directory `out`. The source is only read.
+
+    model: a directory, hub id or "demo"; recipe: a shipped name, a YAML file, a dict or a `Recipe`; threads: chunks at
+    a time (default: the CPUs this process may use). ValueError for anything a user can mend, before a weight is read
+    wherever headers show it; OSError from the file system passes through, and what was done stays resumable.
+    """
+    started = time.monotonic()
+    target = Path(out).expanduser().absolute()
+    plan = make_plan(model, recipe, device, max_shard_size)
+    workers = threads or len(os.sched_getaffinity(0))
+    partial = _prepare(target, plan, resume, overwrite)
+    if partial is not None:  # None: resumed after the last rename, nothing is left to do
+        with (partial / JOURNAL).open("a+b") as journal:
+            _lock(journal, partial)
+            if not (partial / MANIFEST).exists():
+                _write_rest(plan, partial, _run(plan, partial, journal, workers, progress))
+        _finish(partial, target)
+    shutil.rmtree(_replaced(target), ignore_errors=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Conversion(target, plan, read_json(target / MANIFEST), time.monotonic() - started, peak)
+
+
+# --- Directories -----------------------------------------------------------------------------------------------------
+
+
+def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | None:
+    """The directory to work in, checked and ready, or None if the output already is this conversion's."""
+    partial = target.with_name(target.name + ".partial")
+    source = plan.source.path.resolve()
+    if target.resolve() == source or source in target.resolve().parents:
+        raise ValueError(f"output {target} is inside the source {source}; choose another directory")
+    if resume and not partial.exists() and _conversion(target) == plan.fingerprint():
+        return None
+    if target.exists() and not overwrite:
+        raise ValueError(f"output {target} exists; choose another, or give --overwrite to replace it when done")
+    if partial.exists() and not resume:
+        if not overwrite:
+            raise ValueError(f"{partial} is left from an unfinished conversion; --resume goes on, --overwrite starts again")
+        shutil.rmtree(partial)
+    if (partial / MANIFEST).exists() and _conversion(partial) != plan.fingerprint():
+        raise ValueError(_other_conversion(partial))
+    partial.mkdir(parents=True, exist_ok=True)
+    written = sum(f.stat().st_blocks * 512 for f in partial.iterdir())
+    free = shutil.disk_usage(partial).free
+    if free + written < plan.output_bytes:
+        raise ValueError(
+            f"output {target}: the disk has {free / 1e9:.2f} GB free and the conversion writes "
+            f"{plan.output_bytes / 1e9:.2f} GB; free some space or choose another disk"
+        )
+    return partial
+
+
+def _conversion(directory: Path) -> str:
+    """The fingerprint of the conversion that made a directory, "" if there is none to read."""
+    try:
+        return str(read_json(directory / MANIFEST).get("conversion", ""))
+    except (ValueError, OSError):
+        return ""
+
+
+def _other_conversion(partial: Path) -> str:
+    return (
+        f"{partial} holds an unfinished conversion of another source, recipe, shard size, device or version of quantrot; "
+        "repeat that one's arguments with --resume, or start again with --overwrite alone"
+    )
+
+
+def _lock(journal: BinaryIO, partial: Path) -> None:
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{partial}: another process is converting into it; wait, or choose another output") from None
+
+
+def _replaced(target: Path) -> Path:
+    """Where an output that is being overwritten waits for the moment of the rename."""
+    return target.with_name(target.name + ".replaced")
+
+
+def _finish(partial: Path, target: Path) -> None:
+    """Give the complete directory its name; an older output steps aside only now. Safe to repeat after a kill."""
+    (partial / JOURNAL).unlink(missing_ok=True)
+    _sync(partial)
+    if target.exists():
+        shutil.rmtree(_replaced(target), ignore_errors=True)
+        target.rename(_replaced(target))
+    partial.rename(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- Steps -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Open:
+    """A step whose chunks are being written: hashes so far, the next byte of each output, energies."""
+
+    offsets: list[int]
+    digests: list[Any]
+    source: Any = field(default_factory=hashlib.sha256)
+    signal: float = 0.0
+    error: float = 0.0
+
+
+def _run(
+    plan: Plan, partial: Path, journal: BinaryIO, workers: int, progress: Progress | None
+) -> list[dict[str, Any]]:
+    """Do every step that the journal does not hold yet; returns the records of all steps, in order."""
+    places = {info.name: info for shard in plan.shards for info in shard.tensors}
+    records = _resume(plan, partial, journal, places)
+    sizes = [plan.checkpoint.tensors[step.source].nbytes if step.source else 0 for step in plan.steps]
+    done, total = sum(sizes[i] for i in records), sum(sizes)
+    handles = {shard.name: _open_shard(partial / shard.name, shard.header, shard.nbytes) for shard in plan.shards}
+    try:
+        for i, chunk, last in _stream(plan, [i for i in range(len(plan.steps)) if i not in records], workers):
+            step = plan.steps[i]
+            outputs = [places[name] for name, _, _ in step.outputs]
+            if i not in records:
+                records[i] = {}
+                state = _Open([place.start for place in outputs], [hashlib.sha256() for _ in outputs])
+                if progress is not None:
+                    progress(step.name, done, total)
+            _write_chunk(chunk, outputs, handles, state)
+            done += len(chunk.source)
+            if last:
+                hashes = {place.name: digest.hexdigest() for place, digest in zip(outputs, state.digests, strict=True)}
+                records[i] = {"step": i, "sha256": hashes, "source": state.source.hexdigest()}
+                records[i] |= {"signal": state.signal, "error": state.error}
+                journal.write(json.dumps(records[i]).encode() + b"\n")
+                journal.flush()
+                if progress is not None:
+                    progress(step.name, done, total)
+        for handle in handles.values():
+            os.fsync(handle.fileno())
+    finally:
+        for handle in handles.values():
+            handle.close()
+    return [records[i] for i in range(len(plan.steps))]
+
+
+def _resume(plan: Plan, partial: Path, journal: BinaryIO, places: dict[str, TensorInfo]) -> dict[int, dict[str, Any]]:
+    """The journal's steps whose bytes still are what their hashes say; a new journal gets its first line."""
+    files = sorted({info.file for info in plan.checkpoint.tensors.values()})
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    first = {"conversion": plan.fingerprint(), "source": stats}
+    journal.seek(0)
+    whole = [line for line in journal.read().splitlines(keepends=True) if line.endswith(b"\n")]
+    journal.truncate(sum(map(len, whole)))  # drops a torn last line
+    if not whole:
+        journal.write(json.dumps(first).encode() + b"\n")
+        journal.flush()
+        return {}
+    lines = [json.loads(line) for line in whole]
+    if lines[0] != first:
+        raise ValueError(_other_conversion(partial))
+    return {line["step"]: line for line in lines[1:] if _intact(partial, line["sha256"], places)}
+
+
+def _intact(partial: Path, hashes: dict[str, str], places: dict[str, TensorInfo]) -> bool:
+    for name, expected in hashes.items():
+        place = places[name]
+        file = partial / place.file
+        if not file.exists() or sha256_range(file, place.start, place.start + place.nbytes) != expected:
+            return False
+    return True
+
+
+def _open_shard(path: Path, header: bytes, nbytes: int) -> BinaryIO:
+    handle = path.open("r+b" if path.exists() else "w+b", buffering=0)
+    handle.write(header)
+    handle.truncate(nbytes)
+    return handle
+
+
+def _write_chunk(chunk: _Chunk, outputs: list[TensorInfo], handles: dict[str, BinaryIO], state: _Open) -> None:
+    """Write a chunk's rows where the ones before it ended, and bring the step's hashes and energies up to date."""
+    for k, (tensor, place) in enumerate(zip(chunk.outputs, outputs, strict=True)):
+        data = tensor_bytes(tensor)
+        state.digests[k].update(data)
+        descriptor = handles[place.file.name].fileno()
+        while data:
+            count = os.pwrite(descriptor, data, state.offsets[k])
+            state.offsets[k] += count
+            data = data[count:]
+    state.source.update(chunk.source)
+    state.signal += chunk.signal
+    state.error += chunk.error
+
+
+def _stream(plan: Plan, todo: list[int], workers: int) -> Iterator[tuple[int, _Chunk, bool]]:
+    """(step, chunk, whether it is the step's last) in order, computed a few ahead by one-threaded workers."""
+    chunks = ((i, row, row + max(plan.steps[i].rows, 1)) for i in todo for row in _starts(plan.steps[i]))
+    pending: deque[tuple[int, bool, int, Future[_Chunk]]] = deque()
+    following = next(chunks, None)
+    in_flight = 0
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        while following or pending:
+            while following and len(pending) < workers + LOOK_AHEAD:
+                i, start, stop = following
+                cost = working_bytes(plan.steps[i])
+                if pending and in_flight + cost > BUDGET:
+                    break
+                last = stop >= (plan.steps[i].shape[0] if plan.steps[i].shape else 1)
+                pending.append((i, last, cost, pool.submit(_transform, plan, plan.steps[i], start)))
+                in_flight += cost
+                following = next(chunks, None)
+            i, last, cost, future = pending.popleft()
+            yield i, future.result(), last
+            in_flight -= cost
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+
+
+def _starts(step: Step) -> range:
+    return range(0, max(step.shape[0] if step.shape else 1, 1), max(step.rows, 1))
+
+
+# --- One chunk -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def _gain(info: TensorInfo, device: str) -> Tensor:
+    return read_rows(info).to(device, torch.float32)
+
+
+def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
+    """Rows of one step, from `start` on: read, fold, turn, quantize."""
+    if step.kind == "hadamard":
+        return _Chunk([sylvester(step.shape[0]).to(torch.bfloat16)], memoryview(b""))
+    if step.kind == "shape":
+        return _Chunk([torch.tensor(step.shape, dtype=torch.int64)], memoryview(b""))
+    info = plan.checkpoint.tensors[step.source]
+    rows = read_rows(info, start, min(start + step.rows, info.shape[0]))
+    source = tensor_bytes(rows)
+    if not torch.isfinite(rows).all():
+        raise ValueError(f"{info.file.name}: {info.name} holds NaN or infinity; repair the checkpoint before converting")
+    if step.kind == "copy":
+        return _Chunk([rows], source)
+    if step.kind == "ones":
+        return _Chunk([torch.ones_like(rows)], source)
+    w = rows.to(plan.device, torch.float32)
+    if step.kind == "vector":
+        assert step.output_turn is not None
+        return _Chunk([turn_input(w, step.output_turn).to(rows.dtype).cpu()], source)
+    if step.norm:
+        w = w * _gain(plan.checkpoint.tensors[step.norm], plan.device)
+    for rotation in step.input_turns:
+        w = turn_input(w, rotation)
+    if step.output_turn is not None:
+        w = turn_output(w.clone() if w.data_ptr() == rows.data_ptr() else w, step.output_turn, start)
+    if step.format is None:
+        return _Chunk([w.to(DTYPES[step.dtype]).cpu()], source)
+    return _quantize(step.format.weights, w, source, CHUNK[plan.device])
+
+
+def _quantize(weights: formats.WeightFormat, w: Tensor, source: memoryview, elements: int) -> _Chunk:
+    """Quantize rows piece by piece, each small enough for the cache, and add up what it costs."""
+    unit = weights.block[0] or 1
+    size = unit * max(1, elements // (unit * w.shape[1]))
+    pieces, signal, error = [], 0.0, 0.0
+    for piece in w.split(size):
+        stored = formats.quantize_rows(weights, piece)
+        back = formats.dequantize(weights, stored, w.shape[1], torch.float32)
+        signal += piece.square().sum(dtype=torch.float64).item()
+        error += back.sub_(piece).square_().sum(dtype=torch.float64).item()
+        pieces.append([tensor.cpu() for tensor in stored])
+    return _Chunk([torch.cat(parts) for parts in zip(*pieces, strict=True)], source, signal, error)
+
+
+# --- The files beside the shards -------------------------------------------------------------------------------------
+
+
+def sqnr_db(signal: float, error: float) -> float | None:
+    """Signal to quantization noise in decibels; None for a lossless or all-zero tensor."""
+    return round(10 * math.log10(signal / error), 2) if signal > 0 and error > 0 else None
+
+
+def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> None:
+    """Config, tokenizer, model card and, last, the manifest: its presence says that all else is there."""
+
+    for path in plan.copied:
+        shutil.copyfile(path, partial / path.name)
+    (partial / "config.json").write_bytes((json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode())
+    if len(plan.shards) > 1:
+        (partial / INDEX).write_bytes(index_json(list(plan.shards)))
+    manifest = _manifest(plan, records)
+    (partial / "README.md").write_text(model_card(plan, manifest), encoding="utf-8")
+    names = [*(p.name for p in plan.copied), "config.json", "README.md", *(shard.name for shard in plan.shards)]
+    names += [INDEX] if len(plan.shards) > 1 else []
+    manifest["files"] = {
+        name: {"size": (partial / name).stat().st_size, "sha256": sha256_range(partial / name)} for name in sorted(names)
+    }
+    temporary = partial / (MANIFEST + ".tmp")
+    temporary.write_bytes(dump(manifest))
+    _sync(temporary)
+    temporary.replace(partial / MANIFEST)
+
+
+def _manifest(plan: Plan, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Everything but the files' hashes, which come when all files are written."""
+    by_name = {
+        step.name: (step, record)
+        for step, record in zip(plan.steps, records, strict=True)
+        if step.kind in ("matrix", "copy") and len(step.shape) == 2
+    }
+    sources = sorted({step.source: r["source"] for step, r in zip(plan.steps, records, strict=True) if step.source}.items())
+    linears = {}
+    for fqn, fmt in plan.linears.items():
+        step, record = by_name.get(fqn, (None, {}))
+        online = plan.online.get(fqn)
+        linears[fqn] = {
+            "format": asdict(fmt) if fmt else None,
+            "shape": list(step.shape) if step else None,
+            "sqnr_db": sqnr_db(record["signal"], record["error"]) if step and fmt else None,
+            "online": rotation_entry(online, True) if online else None,
+        }
+    return {
+        "layout": VERSION,
+        "quantrot": __version__,
+        "conversion": plan.fingerprint(),
+        "recipe_name": plan.recipe.name,
+        "recipe": plan.recipe.resolved(),
+        "source": {
+            "model": plan.source.name,
+            "revision": plan.source.revision,
+            "weights_sha256": hashlib.sha256(json.dumps(sources).encode()).hexdigest(),
+            "tensors": dict(sources),
+        },
+        "rotations": {name: rotation_entry(r, name in ONLINE) for name, r in plan.rotations.items()},
+        "attention": rotation_entry(plan.attention, True) if plan.attention else None,
+        "linears": linears,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }

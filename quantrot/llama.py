@@ -1,0 +1,140 @@
+"""What a Llama checkpoint is: its tensors, and which rotation turns which side of each. The only file that knows names.
+
+The residual stream h is turned to h R1 by the embedding, by every o_proj and down_proj (output side), and turned back
+by every linear that reads it (input side). A norm's gain must first be folded into the linears that read the norm,
+because RMSNorm commutes with a rotation only without it. R2 turns each value head, and o_proj turns it back. R4 turns
+down_proj's input and needs an online half; R3 touches no weight at all. QuaRot, arXiv:2404.00456.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+SUPPORTED = {
+    "llama": "LlamaForCausalLM (Llama 1 to 3.3, SmolLM2, TinyLlama, and what shares their tensors)",
+    "mistral": "MistralForCausalLM (Mistral 7B and its kind)",
+}
+EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
+
+
+@dataclass(frozen=True)
+class Llama:
+    """The sizes that name every tensor of a checkpoint."""
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    attention_bias: bool
+    mlp_bias: bool
+    max_positions: int
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One matrix [out_features, in_features] and its place among norms and rotations.
+
+    norm: the norm whose gain folds into its columns. input_side / output_side: the rotation ("R1", "R2", "R4") that
+    turns the side, or "". bias: whether `fqn.bias` exists. group: linears that an engine fuses share one.
+    """
+
+    fqn: str
+    out_features: int
+    in_features: int
+    norm: str
+    input_side: str
+    output_side: str
+    bias: bool
+    group: str
+
+
+def from_config(config: dict[str, Any]) -> Llama:
+    """Read a Hugging Face config.json. ValueError names what is missing, malformed or not supported."""
+    kind = config.get("model_type")
+    if kind not in SUPPORTED:
+        known = "; ".join(f"{k}: {v}" for k, v in SUPPORTED.items())
+        raise ValueError(f"config.json: model_type {kind!r} is not supported. Supported: {known}")
+    if config.get("quantization_config") or config.get("compression_config"):
+        raise ValueError("config.json: the checkpoint is already quantized (quantization_config); convert its original")
+    heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
+    if not config.get("head_dim") and hidden % heads:
+        raise ValueError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set head_dim")
+    head_dim = _count(config, "head_dim") if config.get("head_dim") else hidden // heads
+    kv_heads = _count(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
+    if heads % kv_heads:
+        raise ValueError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    return Llama(
+        model_type=kind,
+        hidden_size=hidden,
+        intermediate_size=_count(config, "intermediate_size"),
+        layers=_count(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=_count(config, "vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        max_positions=_count(config, "max_position_embeddings") if "max_position_embeddings" in config else 2048,
+    )
+
+
+def _count(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: {key} is {value!r}; a positive integer is needed")
+    return value
+
+
+def linears(model: Llama) -> list[Linear]:
+    """Every linear in the order of the network, lm_head last (present whether or not it is tied)."""
+    h, inner, a, m = model.hidden_size, model.intermediate_size, model.attention_bias, model.mlp_bias
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    found = []
+    for i in range(model.layers):
+        layer = f"model.layers.{i}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        norm1, norm2 = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
+        found += [
+            Linear(f"{attention}.q_proj", q, h, norm1, "R1", "", a, f"{attention}.qkv"),
+            Linear(f"{attention}.k_proj", kv, h, norm1, "R1", "", a, f"{attention}.qkv"),
+            Linear(f"{attention}.v_proj", kv, h, norm1, "R1", "R2", a, f"{attention}.qkv"),
+            Linear(f"{attention}.o_proj", h, q, "", "R2", "R1", a, f"{attention}.o_proj"),
+            Linear(f"{mlp}.gate_proj", inner, h, norm2, "R1", "", m, f"{mlp}.gate_up"),
+            Linear(f"{mlp}.up_proj", inner, h, norm2, "R1", "", m, f"{mlp}.gate_up"),
+            Linear(f"{mlp}.down_proj", h, inner, "", "R4", "R1", m, f"{mlp}.down_proj"),
+        ]
+    found.append(Linear(HEAD, model.vocab_size, h, FINAL_NORM, "R1", "", False, HEAD))
+    return found
+
+
+def norms(model: Llama) -> list[str]:
+    """Every RMSNorm's name, in the order of the network."""
+    kinds = "input_layernorm", "post_attention_layernorm"
+    return [f"model.layers.{i}.{kind}" for i in range(model.layers) for kind in kinds] + [FINAL_NORM]
+
+
+def tensors(model: Llama) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that the checkpoint must hold. A tied head is absent."""
+    shapes: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (model.vocab_size, model.hidden_size)}
+    for linear in linears(model):
+        if linear.fqn == HEAD and model.tied:
+            continue
+        shapes[f"{linear.fqn}.weight"] = (linear.out_features, linear.in_features)
+        if linear.bias:
+            shapes[f"{linear.fqn}.bias"] = (linear.out_features,)
+    return shapes | {f"{norm}.weight": (model.hidden_size,) for norm in norms(model)}
+
+
+def may_be_dropped(name: str) -> bool:
+    """Whether a tensor may be dropped without loss: what old checkpoints store of the rotary embedding."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def width(model: Llama, rotation: str) -> int:
+    """The width that a rotation turns: R1 the residual stream, R2 and R3 a head, R4 the MLP's inside."""
+    return {"R1": model.hidden_size, "R2": model.head_dim, "R3": model.head_dim, "R4": model.intermediate_size}[rotation]

@@ -1,0 +1,419 @@
+"""What a conversion will do, as data: recipe x checkpoint headers -> steps, shards, sizes, notes. No weight is read.
+
+A step makes the output tensors of one source tensor: rows of the source are cut off, the norm's gain is folded in, the
+input side is turned, the output side is turned, the result is quantized, and the rows go to their place in a shard.
+Each step needs only its tensor, its norm's gain and rotations regenerated from seeds, so weights stream.
+(A calibrated quantizer would add a field to `Step` that names its per-layer statistics, and read it in one place.)
+"""
+
+import copy
+import difflib
+import hashlib
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from quantrot import engines, formats, llama
+from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, open_checkpoint
+from quantrot.formats import LinearFormat
+from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
+from quantrot.recipe import ONLINE, ROTATIONS, Recipe, Rule, load_recipe
+from quantrot.rotation import Rotation, rotation_from_spec
+from quantrot.source import Source, open_source
+from quantrot.version import __version__
+
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements: 1 MB in float32 stays in a core's cache; a GPU wants long rows
+LOOK_AHEAD = 2  # chunks in flight besides one a thread
+BUDGET = 384 << 20  # bytes that chunks in flight may take together; a larger chunk goes alone
+OVERHEAD = 64 << 20  # thread pools, GEMM packing buffers, allocator slack
+COPIED = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "generation_config")
+LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One source tensor's way to the output.
+
+    kind: "matrix" (2-D; folded, turned, quantized), "vector" (a bias; turned), "copy", "ones" (a folded norm),
+    "hadamard" (the stored matrix of an online rotation), "shape" (int8's weight_shape).
+    source: the tensor read ("" for none), of this dtype and shape. outputs: (name, dtype, shape).
+    norm: the gain to fold, or "". rows: how many source rows are handled at a time, a multiple of what the output
+    side's rotation and the format need together.
+    """
+
+    kind: Literal["matrix", "vector", "copy", "ones", "hadamard", "shape"]
+    source: str
+    dtype: str
+    shape: tuple[int, ...]
+    outputs: tuple[tuple[str, str, tuple[int, ...]], ...]
+    norm: str = ""
+    input_turns: tuple[Rotation, ...] = ()
+    output_turn: Rotation | None = None
+    format: LinearFormat | None = None
+    rows: int = 0
+
+    @property
+    def name(self) -> str:
+        """What progress, reports and the manifest call it: the output without `.weight` and the like."""
+        return self.outputs[0][0].rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything `convert` will do.
+
+    rotations: the active ones by name. linears: every linear's format, None for its own dtype. online: the rotation
+    that runs on a linear's input. config: the config.json to write. notes: what a user should know before starting.
+    working_bytes: memory that the largest chunk takes while it is in flight.
+    """
+
+    source: Source
+    checkpoint: Checkpoint
+    llama: Llama
+    recipe: Recipe
+    device: str
+    rotations: dict[str, Rotation]
+    linears: dict[str, LinearFormat | None]
+    online: dict[str, Rotation]
+    steps: tuple[Step, ...]
+    shards: tuple[Shard, ...]
+    config: dict[str, Any]
+    copied: tuple[Path, ...]
+    notes: tuple[str, ...]
+    working_bytes: int
+
+    @property
+    def attention(self) -> Rotation | None:
+        """R3, the rotation of queries and keys after RoPE."""
+        return self.rotations.get("R3")
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+    def peak_bytes(self, threads: int) -> int:
+        """Predicted peak resident set: this process as it is now, and the chunks in flight."""
+        in_flight = max(self.working_bytes, min(BUDGET, (threads + LOOK_AHEAD) * self.working_bytes))
+        return psutil.Process().memory_info().rss + OVERHEAD + in_flight
+
+    def fingerprint(self) -> str:
+        """sha256 of all that determines the output's bytes: recipe, source headers, layout, device."""
+        tensors = sorted((t.name, t.dtype, t.shape, t.file.name, t.start) for t in self.checkpoint.tensors.values())
+        steps = [asdict(replace(step, rows=0)) for step in self.steps]
+        layout = [shard.header.hex() for shard in self.shards]
+        parts = [__version__, self.recipe.resolved(), tensors, steps, layout, self.config, self.device]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def make_plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: int = 5_000_000_000) -> Plan:
+    """Plan a conversion. ValueError lists every error that the headers and the recipe can show, one a line."""
+    recipe = load_recipe(recipe)
+    if device.split(":")[0] not in CHUNK:
+        raise ValueError(f"device is {device!r}; allowed: {', '.join(CHUNK)}")
+    source = open_source(model)
+    checkpoint = open_checkpoint(source.path)
+    arch = llama.from_config(checkpoint.config)
+    errors: list[str] = []
+    notes: list[str] = []
+    _check_tensors(checkpoint, arch, errors, notes)
+    _check_unbuilt(recipe, errors)
+    rotations = _rotations(recipe, arch, errors)
+    linears = _assign(recipe, arch, rotations, errors, notes)
+    if errors:
+        raise ValueError("\n".join(errors))
+    online = _online(arch, linears, rotations)
+    _note_online(online, rotations, notes)
+    untied = arch.tied and ("R1" in rotations or linears[HEAD] is not None)
+    if untied:
+        notes.append("the tied embedding is untied: lm_head.weight is written, tie_word_embeddings becomes false")
+    native = engines.is_native(linears, bool(online) or "R3" in rotations)
+    steps = _steps(checkpoint, arch, rotations, linears, online, untied, native, CHUNK[device.split(":")[0]])
+    shards = lay_out([output for step in steps for output in step.outputs], max_shard_size)
+    return Plan(
+        source=source,
+        checkpoint=checkpoint,
+        llama=arch,
+        recipe=recipe,
+        device=device.split(":")[0],
+        rotations=rotations,
+        linears=linears,
+        online=online,
+        steps=tuple(steps),
+        shards=tuple(shards),
+        config=_config(checkpoint.config, untied, linears, online, rotations.get("R3")),
+        copied=tuple(_copied(source.path)),
+        notes=tuple(notes),
+        working_bytes=max(working_bytes(step) for step in steps),
+    )
+
+
+# --- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_tensors(checkpoint: Checkpoint, arch: Llama, errors: list[str], notes: list[str]) -> None:
+    """The checkpoint holds exactly a Llama's tensors, in float dtypes and the shapes that its config implies."""
+    wanted = llama.tensors(arch)
+    found = checkpoint.tensors
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        errors.append(f"{checkpoint.root}: {len(missing)} tensors are missing: {shown}")
+    for name, info in found.items():
+        if name not in wanted:
+            if name == f"{HEAD}.weight" and arch.tied:
+                notes.append("lm_head.weight is stored although tie_word_embeddings is true; the embedding is used")
+            elif not llama.may_be_dropped(name):
+                errors.append(f"{info.file.name}: tensor {name!r} is not part of a {arch.model_type} model")
+        elif info.shape != wanted[name]:
+            errors.append(f"{info.file.name}: {name} has shape {info.shape}; config.json implies {wanted[name]}")
+        elif info.dtype not in FLOATS:
+            errors.append(f"{info.file.name}: {name} has dtype {info.dtype}; allowed: {', '.join(FLOATS)}")
+
+
+def _check_unbuilt(recipe: Recipe, errors: list[str]) -> None:
+    for field in ("attention", "kv_cache"):
+        if getattr(recipe, field) != "bf16":
+            errors.append(
+                f"{recipe.where(field)}: {field}: {getattr(recipe, field)} cannot be executed by this version; use bf16"
+            )
+
+
+def _rotations(recipe: Recipe, arch: Llama, errors: list[str]) -> dict[str, Rotation]:
+    found = {}
+    for name in ROTATIONS:
+        try:
+            rotation = rotation_from_spec(name, getattr(recipe.rotations, name), llama.width(arch, name))
+        except ValueError as error:
+            errors.append(f"{recipe.where('rotations', name)}: {error}")
+            continue
+        if rotation is not None:
+            found[name] = rotation
+    return found
+
+
+# --- Which linear gets what ------------------------------------------------------------------------------------------
+
+
+def _names(fqn: str) -> tuple[str, ...]:
+    """The names a pattern may mean: full, without the layer's prefix, and the last component."""
+    parts = fqn.split(".")
+    short = ".".join(parts[3:]) if parts[:2] == ["model", "layers"] else fqn
+    return fqn, short, parts[-1]
+
+
+def _matches(pattern: str, fqn: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in _names(fqn))
+
+
+def _assign(
+    recipe: Recipe, arch: Llama, rotations: dict[str, Rotation], errors: list[str], notes: list[str]
+) -> dict[str, LinearFormat | None]:
+    """Every linear's format. Members of a group that an engine fuses fall back together."""
+    all_linears = llama.linears(arch)
+    _check_patterns(recipe, [*(linear.fqn for linear in all_linears), EMBEDDING], errors)
+    rules: dict[str, Rule] = {}
+    for linear in all_linears:
+        skipped = any(_matches(pattern, linear.fqn) for pattern in recipe.skip)
+        rule = next((r for r in recipe.linear if _matches(r.match, linear.fqn)), None)
+        if rule is not None and not skipped:
+            rules[linear.fqn] = rule
+            if linear.input_side == "R4" and "R4" in rotations and rule.hadamard != "none":
+                where = recipe.where("linear", recipe.linear.index(rule), "hadamard")
+                errors.append(f"{where}: hadamard {rule.hadamard} and R4 both turn {linear.fqn}'s input; drop one")
+    misfit = {linear.group for linear in all_linears if linear.fqn in rules and not _fits(linear, rules[linear.fqn])}
+    assigned: dict[str, LinearFormat | None] = {}
+    fallen: Counter[str] = Counter()
+    for linear in all_linears:
+        rule = rules.get(linear.fqn)
+        assigned[linear.fqn] = None if rule is None else formats.from_rule(rule)
+        if rule is not None and linear.group in misfit:
+            wanted = formats.from_rule(rule)
+            hadamard_fits = linear.in_features % max(wanted.hadamard, 1) == 0
+            got = assigned[linear.fqn] = formats.fallback(wanted, rule, hadamard_fits)
+            result = formats.label(got) if got else "its own dtype"
+            shape = f"[{linear.out_features}, {linear.in_features}]"
+            fallen[f"{linear.fqn.rpartition('.')[2]} {shape} does not fit {formats.label(wanted)}: {result}"] += 1
+    notes += [f"{count} x {what}" for what, count in fallen.items()]
+    return assigned
+
+
+def _fits(linear: Linear, rule: Rule) -> bool:
+    fmt = formats.from_rule(rule)
+    hadamard = linear.in_features % max(fmt.hadamard, 1) == 0
+    groups = fmt.activations.kind != "mxfp4" or linear.in_features % 32 == 0
+    return hadamard and groups and formats.fits(fmt.weights, linear.out_features, linear.in_features)
+
+
+def _check_patterns(recipe: Recipe, names: list[str], errors: list[str]) -> None:
+    """Every pattern of the recipe names something."""
+    patterns = [(("linear", i, "match"), rule.match) for i, rule in enumerate(recipe.linear)]
+    patterns += [(("skip", i), pattern) for i, pattern in enumerate(recipe.skip)]
+    words = sorted({_names(name)[-1] for name in names})
+    for loc, pattern in patterns:
+        if not any(_matches(pattern, name) for name in names):
+            close = difflib.get_close_matches(pattern, words, n=1, cutoff=0.6)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(words)}"
+            errors.append(f"{recipe.where(*loc)}: {pattern!r} matches no module of this model ({hint})")
+
+
+def _online(
+    arch: Llama, linears: dict[str, LinearFormat | None], rotations: dict[str, Rotation]
+) -> dict[str, Rotation]:
+    """fqn -> the rotation that runs on that linear's input: R4, or its rule's block Hadamard."""
+    found = {}
+    for linear in llama.linears(arch):
+        fmt = linears[linear.fqn]
+        if linear.input_side in ONLINE and linear.input_side in rotations:
+            found[linear.fqn] = rotations[linear.input_side]
+        elif fmt is not None and fmt.hadamard:
+            found[linear.fqn] = Rotation("hadamard", "hadamard", linear.in_features, fmt.hadamard, 0)
+    return found
+
+
+def _note_online(online: dict[str, Rotation], rotations: dict[str, Rotation], notes: list[str]) -> None:
+    if "R3" in rotations or not all(engines.is_stored(r) for r in online.values()):
+        notes.append("an online rotation that no other engine can execute: only quantrot will load the result")
+    elif online:
+        notes.append("online Hadamards: quantrot and vLLM (tensor parallel size 1) run the result, transformers refuses it")
+
+
+# --- Steps -----------------------------------------------------------------------------------------------------------
+
+
+def _steps(
+    checkpoint: Checkpoint,
+    arch: Llama,
+    rotations: dict[str, Rotation],
+    linears: dict[str, LinearFormat | None],
+    online: dict[str, Rotation],
+    untied: bool,
+    native: bool,
+    chunk: int,
+) -> list[Step]:
+    """All steps, in the order of the network."""
+    r1 = rotations.get("R1")
+    embedding = checkpoint.tensors[f"{EMBEDDING}.weight"]
+    table = (f"{EMBEDDING}.weight", embedding.dtype, embedding.shape)
+    turns = (r1,) if r1 else ()
+    kind: Literal["matrix", "copy"] = "matrix" if r1 else "copy"
+    steps = [Step(kind, embedding.name, embedding.dtype, embedding.shape, (table,), input_turns=turns)]
+    for norm in llama.norms(arch):
+        info = checkpoint.tensors[f"{norm}.weight"]
+        output = ((info.name, info.dtype, info.shape),)
+        steps.append(Step("ones" if r1 else "copy", info.name, info.dtype, info.shape, output))
+    for linear in llama.linears(arch):
+        if linear.fqn != HEAD or not arch.tied or untied:
+            steps += _linear_steps(checkpoint, arch, linear, rotations, linears[linear.fqn], online.get(linear.fqn), native)
+    return [replace(step, rows=_rows(step, chunk)) for step in sorted(steps, key=_network_order)]
+
+
+def _network_order(step: Step) -> tuple[int, int]:
+    """Embedding, layers in order, final norm, head."""
+    name = step.outputs[0][0]
+    if name.startswith("model.layers."):
+        return 1, int(name.split(".")[2])
+    return (0, 0) if name.startswith(EMBEDDING) else (2, 0 if name.startswith(llama.FINAL_NORM) else 1)
+
+
+def _linear_steps(
+    checkpoint: Checkpoint,
+    arch: Llama,
+    linear: Linear,
+    rotations: dict[str, Rotation],
+    fmt: LinearFormat | None,
+    online: Rotation | None,
+    native: bool,
+) -> list[Step]:
+    source = checkpoint.tensors[f"{EMBEDDING if linear.fqn == HEAD and arch.tied else linear.fqn}.weight"]
+    fused = rotations.get(linear.input_side) if linear.input_side not in ONLINE else None
+    turns = tuple(r for r in (fused, online) if r is not None)
+    output_turn = rotations.get(linear.output_side)
+    norm = f"{linear.norm}.weight" if linear.norm and "R1" in rotations else ""
+    weight = f"{linear.fqn}.weight"
+    outputs: tuple[tuple[str, str, tuple[int, ...]], ...] = ((weight, source.dtype, source.shape),)
+    if fmt is not None:
+        stored = formats.stored_tensors(fmt.weights, linear.out_features, linear.in_features, native)
+        outputs = tuple((f"{linear.fqn}.{suffix}", dtype, shape) for suffix, dtype, shape in stored)
+    touched = bool(fmt or turns or output_turn or norm)
+    steps = [
+        Step(
+            "matrix" if touched else "copy",
+            source.name,
+            source.dtype,
+            source.shape,
+            outputs,
+            norm=norm,
+            input_turns=turns,
+            output_turn=output_turn,
+            format=fmt,
+        )
+    ]
+    if fmt is not None and fmt.weights.kind == "int8":
+        steps.append(Step("shape", "", "I64", source.shape, ((f"{linear.fqn}.weight_shape", "I64", (2,)),)))
+    if linear.bias:
+        bias = checkpoint.tensors[f"{linear.fqn}.bias"]
+        output = ((bias.name, bias.dtype, bias.shape),)
+        steps.append(
+            Step("vector" if output_turn else "copy", bias.name, bias.dtype, bias.shape, output, output_turn=output_turn)
+        )
+    if online is not None and engines.is_stored(online):
+        matrix = (engines.matrix_name(linear.fqn, online), "BF16", (online.block, online.block))
+        steps.append(Step("hadamard", "", "BF16", (online.block, online.block), (matrix,)))
+    return steps
+
+
+def _rows(step: Step, chunk: int) -> int:
+    """Source rows handled at a time: about `chunk` elements, whole blocks of the output rotation and the format."""
+    total = step.shape[0] if step.shape else 1
+    if step.kind in ("vector", "ones", "hadamard", "shape"):
+        return total
+    unit = step.output_turn.block if step.output_turn else 1
+    if step.format is not None:
+        unit = math.lcm(unit, step.format.weights.block[0] or 1)
+    width = math.prod(step.shape[1:])
+    return min(total, unit * max(1, chunk // max(unit * width, 1)))
+
+
+def working_bytes(step: Step) -> int:
+    """What a chunk of this step holds at its worst: source, float32, its turned copy, temporaries, outputs."""
+    elements = step.rows * math.prod(step.shape[1:])
+    source = DTYPES[step.dtype].itemsize
+    wide = 0 if step.kind == "copy" else 4
+    copies = 2 if step.input_turns else 1
+    small = min(elements, CHUNK["cpu"]) * 40  # the quantizer's temporaries, at most a cache-sized piece
+    return elements * (source + wide * copies + source) + small
+
+
+# --- Files -----------------------------------------------------------------------------------------------------------
+
+
+def _config(
+    source: dict[str, Any],
+    untied: bool,
+    linears: dict[str, LinearFormat | None],
+    online: dict[str, Rotation],
+    attention: Rotation | None,
+) -> dict[str, Any]:
+    """The source's config.json as it is, plus quantization_config; only an untied head changes a key of it."""
+    config = copy.deepcopy(source)
+    if untied:
+        config["tie_word_embeddings"] = False
+    fragment = engines.quantization_config(linears, online, attention)
+    if fragment is not None:
+        config["quantization_config"] = fragment
+    return config
+
+
+def _copied(root: Path) -> list[Path]:
+    """Tokenizer, chat template, generation config and licence files: copied byte for byte."""
+    return sorted(
+        path
+        for path in root.iterdir()
+        if path.is_file() and (path.name.startswith(COPIED) or path.name.upper().startswith(LICENCES))
+    )

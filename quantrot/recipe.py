@@ -1,0 +1,329 @@
+"""Recipes: one YAML tree that says which rotations, formats and exceptions a conversion uses.
+
+Everything is checked when it is read: an unknown key, a wrong value or a malformed file is a `ValueError` that gives
+the file, the line, what is allowed and, where one is close, the word that was probably meant.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+
+from quantrot.kernels.fp8 import Fp8ScaleRule
+from quantrot.kernels.mxfp4 import ScaleRule
+
+SHIPPED = Path(__file__).parent / "recipes"
+MAX_BYTES = 1 << 20
+
+RotationName = Literal["R1", "R2", "R3", "R4"]
+ROTATIONS: tuple[RotationName, ...] = get_args(RotationName)
+ONLINE: tuple[RotationName, ...] = ("R3", "R4")  # executed at run time; R1 and R2 are fused into weights
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RotationSpec(Strict):
+    """One rotation: which matrix, on the full width or in blocks, from which seed."""
+
+    kind: Literal["none", "hadamard", "random-hadamard", "random-orthogonal"] = Field(description="which orthogonal matrix; none: no rotation")
+    block: Literal["full"] | Annotated[int, Field(ge=2)] = Field("full", description="full width, or a block's width")
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="of the random kinds")
+
+
+NO_ROTATION = RotationSpec(kind="none")
+
+
+class Rotations(Strict):
+    """R1 residual stream (fused), R2 value heads (fused), R3 queries and keys (online), R4 down_proj input (online)."""
+
+    R1: RotationSpec = NO_ROTATION
+    R2: RotationSpec = NO_ROTATION
+    R3: RotationSpec = NO_ROTATION
+    R4: RotationSpec = NO_ROTATION
+
+    @model_validator(mode="after")
+    def _online_rotations_are_fast(self) -> "Rotations":
+        for name in ONLINE:
+            if getattr(self, name).kind == "random-orthogonal":
+                raise ValueError(
+                    f"{name} runs online, where random-orthogonal is a dense product; use hadamard or random-hadamard"
+                )
+        return self
+
+
+class Fp8Weights(Strict):
+    """e4m3 with one float32 scale a block; `channel` is one scale an output feature and fits any shape."""
+
+    format: Literal["fp8"]
+    block: tuple[int, int] | Literal["channel"]
+    scale_rule: Fp8ScaleRule = Fp8ScaleRule.bf16
+    fallback: Literal["channel", "keep"] = Field("channel", description="for a shape that the block does not divide")
+
+    @field_validator("block")
+    @classmethod
+    def _known_block(cls, block: Any) -> Any:
+        return _one_of("block", block, ["channel", (128, 128), (256, 256)])
+
+
+class Mxfp4Weights(Strict):
+    """MXFP4: groups of 32 along in_features share an e8m0 scale."""
+
+    format: Literal["mxfp4"]
+    scale_rule: ScaleRule = ScaleRule.mse
+    fallback: Literal["keep"] = Field("keep", description="for in_features that are no multiple of 32")
+
+    @field_validator("scale_rule")
+    @classmethod
+    def _storable(cls, rule: ScaleRule) -> ScaleRule:
+        return _stored_rule(rule)
+
+
+class Int8Weights(Strict):
+    """Symmetric int8, one bfloat16 scale per group of in_features or per channel."""
+
+    format: Literal["int8"]
+    group: Literal[64, 128, "channel"]
+    fallback: Literal["channel", "keep"] = Field("channel", description="for in_features that the group does not divide")
+
+
+class NoActivations(Strict):
+    """Activations stay in the model's dtype (weight-only)."""
+
+    format: Literal["none"]
+
+
+class Fp8Activations(Strict):
+    """e4m3, scaled at run time per block [tokens, features]; `token` is one scale a token."""
+
+    format: Literal["fp8"]
+    block: tuple[int, int] | Literal["token"]
+    scale_rule: Fp8ScaleRule = Fp8ScaleRule.exact
+
+    @field_validator("block")
+    @classmethod
+    def _known_block(cls, block: Any) -> Any:
+        return _one_of("block", block, ["token", (1, 128), (1, 256), (128, 128), (256, 256)])
+
+
+class Mxfp4Activations(Strict):
+    """MXFP4, scaled at run time per token and group of 32 features."""
+
+    format: Literal["mxfp4"]
+    scale_rule: ScaleRule = ScaleRule.even
+
+    @field_validator("scale_rule")
+    @classmethod
+    def _storable(cls, rule: ScaleRule) -> ScaleRule:
+        return _stored_rule(rule)
+
+
+Weights = Annotated[Union[Fp8Weights, Mxfp4Weights, Int8Weights], Field(discriminator="format")]  # noqa: UP007
+Activations = Annotated[Union[NoActivations, Fp8Activations, Mxfp4Activations], Field(discriminator="format")]  # noqa: UP007
+
+PAIRS = {"fp8": ("none", "fp8"), "mxfp4": ("none", "fp8", "mxfp4"), "int8": ("none",)}
+
+
+class Rule(Strict):
+    """Linears that `match` names get these formats. `hadamard`: an online block Hadamard on each one's input."""
+
+    match: str = Field(min_length=1, description="down_proj, self_attn.q_proj, a full name, or a glob over any of them")
+    weights: Weights
+    activations: Activations = NoActivations(format="none")
+    hadamard: Literal["none", 32, 64, 128] = "none"
+
+    @model_validator(mode="after")
+    def _pair_exists(self) -> "Rule":
+        allowed = PAIRS[self.weights.format]
+        if self.activations.format not in allowed:
+            raise ValueError(
+                f"{self.weights.format} weights do not go with {self.activations.format} activations; "
+                f"allowed: {', '.join(allowed)}"
+            )
+        return self
+
+
+class Recipe(Strict):
+    """A whole conversion. The first rule that matches a linear wins; what no rule matches keeps its dtype."""
+
+    description: str = Field("", description="one line for `quantrot recipes`")
+    rotations: Rotations = Rotations()
+    linear: tuple[Rule, ...] = ()
+    skip: tuple[str, ...] = Field(("lm_head", "embed_tokens"), description="modules that no rule may touch")
+    attention: Literal["bf16", "fp8"] = "bf16"
+    kv_cache: Literal["bf16", "fp8", "int4"] = "bf16"
+
+    _name: str = PrivateAttr("recipe")
+    _file: str = PrivateAttr("recipe")
+    _tree: Any = PrivateAttr(None)
+
+    @property
+    def name(self) -> str:
+        """The shipped name or the file's stem: a label, not part of the recipe's content."""
+        return self._name
+
+    def where(self, *loc: str | int) -> str:
+        """`file:line` of a field, for messages."""
+        return f"{self._file}:{_line(self._tree, loc)}" if self._tree is not None else self._file
+
+    def resolved(self) -> dict[str, Any]:
+        """The recipe with every default written out, as plain JSON values."""
+        return self.model_dump(mode="json")
+
+
+def _one_of(field: str, value: Any, allowed: list[Any]) -> Any:
+    if value not in allowed:
+        shown = ", ".join(str(list(a) if isinstance(a, tuple) else a) for a in allowed)
+        raise ValueError(f"{field} is {list(value) if isinstance(value, tuple) else value}; allowed: {shown}")
+    return value
+
+
+def _stored_rule(rule: ScaleRule) -> ScaleRule:
+    if rule is ScaleRule.absmax34:
+        raise ValueError(
+            "scale_rule absmax34 holds 3/4 of each value and is for the backward pass of training: no checkpoint format "
+            "records the factor 4/3. Allowed: floor, even, rceil, quest, mse"
+        )
+    return rule
+
+
+# --- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes that come with quantrot."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def load_recipe(recipe: "str | Path | dict[str, Any] | Recipe") -> Recipe:
+    """A recipe from a shipped name, a YAML file, a dict, or itself. ValueError tells what is wrong and where."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, dict):
+        return _validate(recipe, "recipe", "recipe", None)
+    text = str(recipe)
+    if text in shipped_recipes():
+        path = SHIPPED / f"{text}.yaml"
+    else:
+        path = Path(text)
+        if not path.is_file():
+            raise ValueError(
+                f"recipe {text!r} is neither a file nor a shipped recipe"
+                f"{_did_you_mean(text, shipped_recipes())}; shipped: {', '.join(shipped_recipes())}"
+            )
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes; a recipe has at most {MAX_BYTES}")
+    return parse_recipe(path.read_bytes(), str(path), path.stem)
+
+
+def parse_recipe(text: bytes, file: str = "recipe", name: str = "recipe") -> Recipe:
+    """A recipe from YAML bytes; `file` is what messages call it."""
+    try:
+        decoded = text.decode()
+        for event in yaml.parse(decoded, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"{file}:{event.start_mark.line + 1}: aliases (*name) are not allowed; write the value")
+        tree = yaml.compose(decoded, Loader=yaml.SafeLoader)
+        _refuse_duplicates(tree, file)
+        data = yaml.safe_load(decoded)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ValueError(f"{file}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    except RecursionError:
+        raise ValueError(f"{file}: nested too deeply to be a recipe") from None
+    except (ValueError, OverflowError) as error:
+        if str(error).startswith(file):
+            raise
+        raise ValueError(f"{file}: not valid YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{file}: a recipe is a mapping with the keys {', '.join(Recipe.model_fields)}")
+    return _validate(data, file, name, tree)
+
+
+def _refuse_duplicates(node: yaml.Node | None, file: str) -> None:
+    """YAML readers keep the last of two equal keys; here that is an error."""
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key.value, str) and key.value in seen:
+                raise ValueError(f"{file}:{line}: {key.value!r} is given twice (first on line {seen[key.value]}); keep one")
+            seen[str(key.value)] = line
+            _refuse_duplicates(value, file)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _refuse_duplicates(value, file)
+
+
+def _validate(data: dict[str, Any], file: str, name: str, tree: Any) -> Recipe:
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(e, file, tree) for e in error.errors(include_url=False))) from None
+    recipe._name, recipe._file, recipe._tree = name, file, tree
+    return recipe
+
+
+def _explain(error: Any, file: str, tree: Any) -> str:
+    """One pydantic error as `file:line: field: what is wrong, what is allowed`."""
+    loc = tuple(part for part in error["loc"])
+    place = f"{file}:{_line(tree, loc)}" if tree is not None else file
+    tags = {"fp8", "mxfp4", "int8", "none", "tuple[int, int]", "constrained-int", "int"}
+    field = ".".join(str(p) for p in loc if p not in tags and not str(p).startswith(("literal[", "function-")))
+    if error["type"] == "extra_forbidden":
+        known = sorted(_known_keys(loc[:-1]))
+        return f"{place}: unknown key {field!r}; allowed: {', '.join(known)}{_did_you_mean(str(loc[-1]), known)}"
+    if error["type"] in ("literal_error", "enum"):
+        allowed = str(error["ctx"]["expected"])
+        words = allowed.replace("'", "").replace(" or ", ", ").split(", ")
+        return f"{place}: {field} is {error['input']!r}; allowed: {allowed}{_did_you_mean(str(error['input']), words)}"
+    if error["type"] == "union_tag_invalid":
+        tag, allowed = error["ctx"]["tag"], error["ctx"]["expected_tags"]
+        return f"{place}: {field}.format is {tag!r}; allowed: {allowed}{_did_you_mean(tag, allowed.replace(chr(39), '').split(', '))}"
+    if error["type"] == "union_tag_not_found":
+        return f"{place}: {field} needs a format; write e.g. {{format: fp8, ...}}"
+    if error["type"] == "missing":
+        return f"{place}: {field} is missing; it has no default"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{place}: {field}: {message}" + ("" if error["type"] == "value_error" else f" (got {error['input']!r:.80})")
+
+
+def _known_keys(loc: tuple[str | int, ...]) -> set[str]:
+    """The keys that the model at `loc` takes, found by walking the pydantic tree."""
+    models: dict[str, type[BaseModel]] = {"rotations": Rotations, "linear": Rule} | dict.fromkeys(ROTATIONS, RotationSpec)
+    formats = {
+        "weights": {"fp8": Fp8Weights, "mxfp4": Mxfp4Weights, "int8": Int8Weights},
+        "activations": {"none": NoActivations, "fp8": Fp8Activations, "mxfp4": Mxfp4Activations},
+    }
+    words = [part for part in loc if isinstance(part, str)]
+    if not words:
+        return set(Recipe.model_fields)
+    if len(words) >= 2 and words[-2] in formats:
+        return set(formats[words[-2]][words[-1]].model_fields)
+    return set(models[words[-1]].model_fields)
+
+
+def _line(node: Any, loc: tuple[str | int, ...]) -> int:
+    """The 1-based line of the deepest part of `loc` that the YAML tree has."""
+    line = node.start_mark.line + 1
+    for part in loc:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.value == part:
+                    node, line = value, key.start_mark.line + 1
+                    break
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+    return line
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""

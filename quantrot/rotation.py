@@ -1,0 +1,113 @@
+"""Rotations as exact operations on weights: fold a norm's gain, turn an input side, turn an output side.
+
+A rotation of width n is a block-diagonal orthogonal matrix R = diag(signs) blockdiag(Q, Q, ...), with Q a normalised
+Hadamard or a random orthogonal matrix of order `block`. A row vector x becomes x R. So that a network's function stays,
+
+    a linear that reads x R:  W -> W R      (its input side)       y = (x R)(W R)^T = x W^T
+    a linear that writes y R: W -> R^T W    (its output side)      x (R^T W)^T = (x W^T) R
+
+A side longer than the width (heads side by side) is turned width by width. QuaRot, arXiv:2404.00456.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels.hadamard import hadamard_transform
+from quantrot.orthogonal import (
+    RotationKind,
+    hadamard_base,
+    hadamard_factors,
+    largest_block,
+    random_orthogonal,
+    random_signs,
+)
+from quantrot.recipe import RotationSpec
+
+SLAB = 1 << 20  # elements of a transposed slab in `turn_output`: 4 MB in float32, so it stays in cache
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A rotation by name; its matrix is regenerated from these values, never stored."""
+
+    name: str
+    kind: RotationKind
+    width: int
+    block: int
+    seed: int
+
+
+def rotation_from_spec(name: str, spec: RotationSpec, width: int) -> Rotation | None:
+    """The recipe's rotation on a side of this width; None for kind none. ValueError if the block does not fit."""
+    if spec.kind == "none":
+        return None
+    block = width if spec.block == "full" else spec.block
+    if width % block:
+        raise ValueError(f"{name}.block is {block}, which does not divide the width {width}; use a divisor, or full")
+    if spec.kind != "random-orthogonal":
+        try:
+            hadamard_factors(block)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return Rotation(name, spec.kind, width, block, spec.seed)
+
+
+def fits(width: int) -> int:
+    """The largest Hadamard block that a side of this width takes."""
+    return largest_block(width)
+
+
+@lru_cache(maxsize=8)
+def _orthogonal(order: int, seed: int) -> Tensor:
+    return random_orthogonal(order, seed).to(torch.float32)
+
+
+@lru_cache(maxsize=32)
+def signs(rotation: Rotation) -> Tensor | None:
+    """The rotation's signs, int8 [width], or None where it has none."""
+    return random_signs(rotation.width, rotation.seed) if rotation.kind == "random-hadamard" else None
+
+
+def checksum(rotation: Rotation) -> str:
+    """sha256 over what determines the matrix: its base matrices or its entries, and its signs."""
+    digest = hashlib.sha256(f"{rotation.kind} {rotation.width} {rotation.block}".encode())
+    if rotation.kind == "random-orthogonal":
+        digest.update(_orthogonal(rotation.block, rotation.seed).numpy().tobytes())
+    else:
+        for factor in hadamard_factors(rotation.block):
+            digest.update(hadamard_base(factor).numpy().tobytes() if factor & (factor - 1) else f"S{factor}".encode())
+    s = signs(rotation)
+    if s is not None:
+        digest.update(s.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def turn_input(x: Tensor, rotation: Rotation, start: int = 0) -> Tensor:
+    """x R over the last dimension, whose elements are columns start, start + 1, ... of the whole side.
+
+    x: [..., m] float32 or float64, m and start multiples of the block. Also what an activation or a bias needs.
+    """
+    if rotation.kind == "random-orthogonal":
+        q = _orthogonal(rotation.block, rotation.seed).to(x.device, x.dtype)
+        return (x.unflatten(-1, (-1, rotation.block)) @ q).flatten(-2)
+    s = signs(rotation)
+    if s is not None:
+        index = torch.arange(start, start + x.shape[-1]) % rotation.width
+        s = s[index].to(x.device, x.dtype)
+    return hadamard_transform(x, block=rotation.block, signs=s)
+
+
+def turn_output(w: Tensor, rotation: Rotation, start: int = 0) -> Tensor:
+    """R^T w in place over the first dimension of w [m, K]; w's rows are rows start, start + 1, ... of the whole side.
+
+    By slabs of columns, so that the transposed copy stays small next to w.
+    """
+    columns = max(1, SLAB // max(w.shape[0], 1))
+    for first in range(0, w.shape[1], columns):
+        slab = w[:, first : first + columns]
+        slab.copy_(turn_input(slab.T.contiguous(), rotation, start).T)
+    return w

@@ -1,0 +1,50 @@
+"""Where a model comes from: a local directory, a Hugging Face hub id, or `demo`."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer*", "LICENSE*", "NOTICE*", "USE_POLICY*"]
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk: the name it was asked for by, the hub's revision ("" for others), and its directory."""
+
+    name: str
+    revision: str
+    path: Path
+
+
+def open_source(model: str | Path) -> Source:
+    """Find a model: an existing directory, `demo`, or a hub id `owner/name`, optionally `owner/name@revision`."""
+    text = str(model)
+    if text == "demo":
+        from quantrot.demo import demo_model
+
+        return Source("SmolLM2-135M-Instruct", "", demo_model())
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return Source(str(model), "", path)
+    if path.exists():
+        raise ValueError(f"model {text!r} is a file; give the directory that holds config.json and the weights")
+    if not HUB_ID.fullmatch(text) or text.count("/") != 1:
+        raise ValueError(f"model {text!r} is no directory; give one, a hub id such as meta-llama/Llama-3.2-1B, or demo")
+    return _from_hub(text)
+
+
+def _from_hub(text: str) -> Source:
+    """Download what a conversion reads (no pickles, no code) into the hub's own cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name, _, revision = text.partition("@")
+    try:
+        path = Path(snapshot_download(name, revision=revision or None, allow_patterns=WEIGHTS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise ValueError(f"model {name!r} is no local directory and the hub did not give it{offline}: {reason}") from None
+    return Source(name, path.name, path)
