@@ -3,9 +3,12 @@
     quantrot.convert("meta-llama/Llama-3.1-8B-Instruct", "quarot-mxfp4", "out/")
     model = quantrot.load("out/", device_map="auto")
 
-Names are imported when first used, so that `import quantrot` and the command line's help stay fast.
+Names are imported when first used, so that the command line's help does not wait for torch.
 """
 
+import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from quantrot.version import __version__
@@ -13,25 +16,27 @@ from quantrot.version import __version__
 if TYPE_CHECKING:
     from quantrot.convert import convert as convert
     from quantrot.load import load as load
-    from quantrot.plan import make_plan as plan
+    from quantrot.plan import plan as plan
     from quantrot.recipe import Recipe as Recipe
     from quantrot.verify import verify as verify
 
 __all__ = ["Recipe", "__version__", "convert", "load", "plan", "verify"]
 
-_HOMES = {
-    "Recipe": ("quantrot.recipe", "Recipe"),
-    "plan": ("quantrot.plan", "make_plan"),
-    "convert": ("quantrot.convert", "convert"),
-    "load": ("quantrot.load", "load"),
-    "verify": ("quantrot.verify", "verify"),
-}
+_FUNCTIONS = ("plan", "convert", "load", "verify")  # each lives in the module of its own name
+
+
+class _Package(ModuleType):
+    """Keeps `quantrot.convert` the function: importing the module of that name would put the module there."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _FUNCTIONS and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in (*_FUNCTIONS, "Recipe"):
         raise AttributeError(f"module 'quantrot' has no attribute {name!r}")
-    import importlib
-
-    module, attribute = _HOMES[name]
-    return getattr(importlib.import_module(module), attribute)
+    return getattr(importlib.import_module(f"quantrot.{name.lower()}"), name)

@@ -42,7 +42,8 @@ from quantrot.checkpoint import (
 )
 from quantrot.manifest import MANIFEST, VERSION, dump, rotation_entry
 from quantrot.orthogonal import sylvester
-from quantrot.plan import BUDGET, CHUNK, LOOK_AHEAD, Plan, Step, make_plan, working_bytes
+from quantrot.plan import BUDGET, CHUNK, LOOK_AHEAD, Plan, Step, working_bytes
+from quantrot.plan import plan as make_plan
 from quantrot.recipe import ONLINE
 from quantrot.rotation import turn_input, turn_output
 from quantrot.version import __version__

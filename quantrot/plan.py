@@ -111,7 +111,7 @@ class Plan:
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def make_plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: int = 5_000_000_000) -> Plan:
+def plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: int = 5_000_000_000) -> Plan:
     """Plan a conversion. ValueError lists every error that the headers and the recipe can show, one a line."""
     recipe = load_recipe(recipe)
     if device.split(":")[0] not in CHUNK:

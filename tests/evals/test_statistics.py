@@ -2,7 +2,6 @@ import pytest
 
 from quantrot.evals.statistics import mcnemar, mean_and_stderr, paired
 
-
 # by hand: 2 (C(n, 0) + ... + C(n, min)) / 2^n, at most 1
 BY_HAND = [(0, 0, 1), (1, 0, 1), (5, 0, 2 / 32), (0, 5, 2 / 32), (1, 7, 18 / 256), (4, 4, 1), (2, 6, 74 / 256)]
 

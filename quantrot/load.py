@@ -1,0 +1,141 @@
+"""A converted directory -> a transformers model made of quantrot's modules.
+
+The architecture is built without memory, linears are swapped as the manifest says, and weights stream in through
+accelerate, so `device_map`, several GPUs and offloading work as they do in transformers. A directory is refused when a
+file's hash, an online rotation's checksum or the set of tensors is not what the manifest says.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
+from accelerate.utils import get_balanced_memory, load_checkpoint_in_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from quantrot import engines
+from quantrot.checkpoint import read_json
+from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest
+from quantrot.modules import LINEARS, OnlineHadamard, QuantizedLinear, RotatedAttention, RotatedLinear
+from quantrot.source import open_source
+
+DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
+
+
+def load(
+    path: str | Path,
+    *,
+    device_map: str | dict[str, Any] = "auto",
+    dtype: str | torch.dtype = "auto",
+    check_hashes: bool = True,
+) -> Any:
+    """Load a directory that `quantrot.convert` wrote, as a transformers causal language model in eval mode.
+
+    device_map: "auto", a device such as "cpu" or "cuda:1", or accelerate's dict. dtype: of what is not quantized
+    ("auto": as on disk). check_hashes=False skips reading all files once more. ValueError for a directory that is
+    incomplete, altered or newer than this version.
+    """
+    root = Path(path).expanduser()
+    manifest = read_manifest(root)
+    if check_hashes:
+        check_files(root, manifest.data)
+    model = _skeleton(root, manifest, _dtype(dtype))
+    placed = _place(model, device_map)
+    load_checkpoint_in_model(model, str(root), device_map=placed, strict=True)
+    missing = [name for name, p in model.named_parameters() if p.device.type == "meta" and not _offloaded(name, placed)]
+    if missing:
+        raise ValueError(f"{root}: {len(missing)} tensors are not in its shards, e.g. {missing[0]}; convert again")
+    model.tie_weights()
+    if (root / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(root)
+    if len(set(map(str, placed.values()))) == 1:
+        _decode_where_memory_allows(model)
+    return dispatch_model(model, placed) if len(placed) > 1 else model
+
+
+def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:
+    """(model, tokenizer) of a converted directory, any transformers directory, a hub id, or `demo`."""
+    source = open_source(name)
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if (source.path / MANIFEST).exists():
+        model = load(source.path, device_map=where, dtype=dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source.path, dtype=_dtype(dtype) or "auto").to(where).eval()
+    return model, AutoTokenizer.from_pretrained(source.path)
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """None for "auto"."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in known:
+        raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(known)}")
+    return known[dtype]
+
+
+def _skeleton(root: Path, manifest: Manifest, dtype: torch.dtype | None) -> nn.Module:
+    """The model on the meta device, with the manifest's modules in place. Buffers (RoPE) are real."""
+    config_dict = {k: v for k, v in read_json(root / "config.json").items() if k != "quantization_config"}
+    config = AutoConfig.for_model(**config_dict)
+    config._name_or_path = str(root)
+    dtype = dtype or config.dtype or torch.float32
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        native = engines.is_native(manifest.linears, bool(manifest.online) or manifest.attention is not None)
+        for fqn, fmt in manifest.linears.items():
+            rotation = manifest.online.get(fqn)
+            if fmt is None and rotation is None:
+                continue
+            old = model.get_submodule(fqn)
+            shape = old.in_features, old.out_features, old.bias is not None, dtype
+            online = OnlineHadamard(rotation, engines.is_stored(rotation)) if rotation else None
+            if fmt is not None:
+                name = f"{rotation.name}_input" if rotation else ""
+                linear = LINEARS[fmt.weights.kind]
+                new: nn.Module = linear(*shape, fmt, native_fp8=native, online=online, online_name=name)
+            else:
+                new = RotatedLinear(*shape, online)
+            model.set_submodule(fqn, new)
+        if manifest.attention is not None:
+            for layer in model.model.layers:
+                layer.self_attn = RotatedAttention(layer.self_attn, manifest.attention)
+    model.tie_weights()
+    return model.eval()
+
+
+def _place(model: Any, device_map: str | dict[str, Any]) -> dict[str, Any]:
+    """accelerate's map from module names to devices (names, or numbers of GPUs)."""
+    if isinstance(device_map, dict):
+        return device_map
+    if device_map not in ("auto", "balanced", "sequential"):
+        return {"": device_map}
+    if torch.cuda.device_count() <= 1 and device_map == "auto":
+        needed = sum(p.numel() * p.element_size() for p in model.parameters())
+        if not torch.cuda.is_available():
+            return {"": "cpu"}
+        if needed < 0.8 * torch.cuda.mem_get_info()[0]:
+            return {"": 0}
+    whole = model._no_split_modules
+    memory = get_balanced_memory(model, no_split_module_classes=whole) if device_map != "sequential" else None
+    return infer_auto_device_map(model, max_memory=memory, no_split_module_classes=whole)
+
+
+def _offloaded(name: str, placed: dict[str, Any]) -> bool:
+    return any(device == "disk" and name.startswith(prefix) for prefix, device in placed.items())
+
+
+def _decode_where_memory_allows(model: nn.Module) -> None:
+    """Keep dequantized weights if half of the device's free memory holds them all: a forward then only multiplies."""
+    quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    if not quantized:
+        return
+    dtype = next(p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16, torch.float32))
+    needed = sum(m.in_features * m.out_features for m in quantized) * dtype.itemsize
+    device = next(quantized[0].parameters()).device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if needed <= DECODE_FRACTION * free:
+        for module in quantized:
+            module.decode(dtype)
