@@ -76,7 +76,7 @@ def questions():
                 {
                     "question": f'{subject[:9]} {split} {i}: "a, b"\n or c?',
                     "subject": subject,
-                    "choices": [f"{(7 * s + 3 * i + k) % 11}" for k in range(3)] + ["None, of these"],
+                    "choices": [f"{(7 * s + 3 * i + k) % 11}" for k in range(3)] + ["None, of these 🙂"],
                     "answer": (s + i) % 4,
                 }
                 for i in range(rows)

@@ -55,6 +55,7 @@ def test_windows_are_the_text_in_order_without_its_tail(tokenizer):
     ids = text.windows(tokenizer, content, 10)
     assert ids.shape == (4, 10)
     assert tokenizer.decode(ids.flatten()) == content[:40]
+    assert text.windows(tokenizer, content[:40], 10).equal(ids)
     assert text.windows(tokenizer, content, 10, limit=2).equal(ids[:2])
     assert text.windows(tokenizer, content, 10, limit=99).equal(ids)
 
