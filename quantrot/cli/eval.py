@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantrot.cli.common import console, grid
+
 if TYPE_CHECKING:
     from quantrot.evals.mmlu import Mmlu, Score
     from quantrot.evals.statistics import Paired
 
 app = typer.Typer(help="Measure a model: MMLU, perplexity, divergence from a baseline.", no_args_is_help=True)
 
-Model = Annotated[str, typer.Argument(help="A converted directory, any local or hub model, or demo.")]
+Model = Annotated[str, typer.Argument(help="A converted directory, any local or hub model, or demo.", metavar="MODEL")]
 Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 file; without it WikiText-2, or Python's own topics.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")]
@@ -58,7 +60,7 @@ def mmlu(
         results = {"mmlu": result, "baseline": against, "difference": difference}
         settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit, "seed": result.seed}
         report.write(report.report("mmlu", entry, settings, results, against_entry), output)
-    _print(*_mmlu_tables(model, result, against, difference))
+    _print_mmlu(model, result, against, difference)
     if result.truncated:
         _note(f"{result.truncated} of {result.overall.n} prompts were cut: the model's context is shorter")
 
@@ -90,7 +92,7 @@ def ppl(
         ["perplexity", report.number(result.ppl), report.number(result.ppl_stderr)],
         ["nats per token", report.number(result.nll, 5), report.number(result.nll_stderr, 5)],
     ]
-    _print(report.table(f"{model}, {_extent(result)}", ["", "value", "± stderr"], rows))
+    _table(f"{model}, {_extent(result)}", ["", "value", "± stderr"], rows)
 
 
 @app.command()
@@ -127,8 +129,7 @@ def compare(
         ["perplexity of the baseline", report.number(result.baseline_ppl), "-"],
         ["max logit error / max logit", report.number(result.max_logit_error), "-"],
     ]
-    title = f"{model} against {baseline}, {_extent(result)}"
-    _print(report.table(title, ["", "value", "± stderr"], rows))
+    _table(f"{model} against {baseline}, {_extent(result)}", ["", "value", "± stderr"], rows)
 
 
 def _open(name: str, device: str, dtype: str) -> tuple[Any, Any]:
@@ -155,8 +156,8 @@ def _extent(result: Any) -> str:
     return f"{result.windows} windows of {result.seq_len} tokens"
 
 
-def _mmlu_tables(name: str, result: Mmlu, against: Mmlu | None, difference: Paired | None) -> list[Any]:
-    from quantrot.evals.report import number, table
+def _print_mmlu(name: str, result: Mmlu, against: Mmlu | None, difference: Paired | None) -> None:
+    from quantrot.evals.report import number
 
     baseline = dict(_mmlu_scores(against)) if against else {}
     rows = []
@@ -166,13 +167,12 @@ def _mmlu_tables(name: str, result: Mmlu, against: Mmlu | None, difference: Pair
             row += [number(baseline[label].acc), f"{score.acc - baseline[label].acc:+.4f}"]
         rows.append(row)
     columns = ["", "n", "acc", "± stderr", *(["baseline", "difference"] if against else [])]
-    tables = [table(f"MMLU, {result.fewshot}-shot, {name}", columns, rows)]
+    _table(f"MMLU, {result.fewshot}-shot, {name}", columns, rows)
     if difference:
         row = ["overall", f"{difference.difference:+.4f}", number(difference.stderr), str(difference.only_model)]
         row += [str(difference.only_baseline), number(difference.p_value)]
         columns = ["", "difference", "± stderr", "only model", "only baseline", "McNemar p"]
-        tables.append(table("The same questions, model minus baseline", columns, [row]))
-    return tables
+        _table("The same questions, model minus baseline", columns, [row])
 
 
 def _mmlu_scores(result: Mmlu) -> Iterator[tuple[str, Score]]:
@@ -184,27 +184,20 @@ def _mmlu_scores(result: Mmlu) -> Iterator[tuple[str, Score]]:
             yield f"    {subject}", result.subjects[subject]
 
 
-def _print(*tables: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)  # a pipe or a file has no width; rich would cut at 80
-    for table in tables:
-        console.print(table)
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    out = console()
+    out.print(title, markup=False, soft_wrap=True)  # not the table's own title: that is wrapped at the table's width
+    out.print(grid("", columns, rows))
 
 
 def _note(text: str) -> None:
-    from rich.console import Console
-
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+    console(stderr=True).print(text, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def _progress(description: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr; yields the function that moves it to (done, total)."""
     from rich import progress
-    from rich.console import Console
 
     columns = (
         progress.TextColumn("{task.description}"),
@@ -213,6 +206,6 @@ def _progress(description: str) -> Iterator[Callable[[int, int], None]]:
         progress.TimeElapsedColumn(),
         progress.TimeRemainingColumn(),
     )
-    with progress.Progress(*columns, console=Console(stderr=True)) as bars:
+    with progress.Progress(*columns, console=console(stderr=True)) as bars:
         task = bars.add_task(description, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -26,6 +26,8 @@ def read_data(directory: Path, subjects: list[str], fewshot: int) -> dict[str, d
     if not directory.is_dir():
         raise ValueError(f"data: {directory} is not a directory; name one that holds MMLU as parquet or CSV files")
     found = {(subject, split): _find(directory, subject, split) for subject in subjects for split in SPLITS}
+    if not any(found.values()):
+        raise ValueError(f"data: {directory} holds no subject of MMLU; expected DIR/<subject>/<split>.parquet or .csv")
     missing = [f"{subject} ({split})" for (subject, split), files in found.items() if not files]
     if missing:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What every evaluation reports: one JSON shape for machines, tables for people."""
+"""What every evaluation reports: one JSON shape, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+from quantrot.checkpoint import read_json
+from quantrot.manifest import MANIFEST
+from quantrot.version import __version__
 
 SCHEMA = 1
-MANIFEST = "quantrot.json"
-PACKAGES = ("quantrot", "torch", "transformers", "lm_eval", "safetensors")
+PACKAGES = ("torch", "transformers", "lm_eval", "safetensors")
 
 
 def report(
@@ -70,18 +67,14 @@ def manifest(name: str) -> dict[str, Any] | None:
     path = Path(name) / MANIFEST
     if not path.is_file():
         return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"manifest: {path} is not JSON ({error}); convert the model again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"manifest: {path} is not a JSON object; convert the model again")
+    content = read_json(path)
     return {key: content[key] for key in ("recipe", "source", "files") if key in content}
 
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that a number depends on; None for one that is not installed."""
-    return {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
+    ours = {"quantrot": __version__, "python": platform.python_version()}
+    return {**ours, **{package: _version(package) for package in PACKAGES}}
 
 
 def check_output(path: Path | None) -> None:
@@ -112,18 +105,8 @@ def write(content: dict[str, Any], path: Path) -> None:
         raise
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Group:
-    """A titled table whose first column is text and whose others are numbers, aligned to the right."""
-    body = Table(box=SIMPLE)
-    for index, column in enumerate(columns):
-        body.add_column(column, justify="right" if index else "left", no_wrap=True)
-    for row in rows:
-        body.add_row(*map(Text, row))  # Text: a path may hold what rich takes for [markup]
-    return Group(Text(title, style="bold"), body)
-
-
 def number(value: float | None, digits: int = 4) -> str:
-    """A figure for a table: fixed digits, or significant ones where fixed digits would hide it; "-" for none."""
+    """A figure for people: fixed digits, or significant ones where fixed digits would hide it; "-" for none."""
     if value is None:
         return "-"
     if value and math.isfinite(value) and abs(value) < 10**-digits:
