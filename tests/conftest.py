@@ -1,0 +1,116 @@
+"""Fixtures for all tests: small random checkpoints, `torch.empty` full of NaN, gpu tests skipped and counted."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+GPU_REASON = "needs a CUDA GPU"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*:UserWarning")
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=GPU_REASON))
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if GPU_REASON in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} gpu tests skipped: no CUDA GPU here")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nan_filled_empty():
+    """What is allocated and never written becomes NaN (or the largest integer), so that a test sees it."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the filling works in this mode only
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(2).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def save_tokenizer(path: Path, vocab: int) -> None:
+    """One token a byte: <s>, </s>, and every byte that UTF-8 has, as far as `vocab` reaches."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"þ", "ÿ"})  # 0xFE and 0xFF never occur in UTF-8
+    words = ["<s>", "</s>", *letters][:vocab]
+    backend = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="</s>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(path)
+
+
+def save_tiny(
+    path: Path | str,
+    *,
+    hidden: int = 64,
+    intermediate: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    vocab: int = 256,
+    tied: bool = False,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    dtype: torch.dtype = torch.float32,
+    model_type: str = "llama",
+    max_shard_size: str = "5GB",
+    seed: int = 0,
+) -> Path:
+    """Write a random checkpoint with transformers' own save_pretrained: every gain, bias and weight matters."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": tied,
+    }
+    if head_dim is not None:
+        sizes["head_dim"] = head_dim
+    if model_type == "mistral":
+        assert not attention_bias and not mlp_bias, "Mistral has no biases"
+        config, model_class = MistralConfig(**sizes, sliding_window=None), MistralForCausalLM
+    else:
+        assert model_type == "llama", model_type
+        config, model_class = LlamaConfig(**sizes, attention_bias=attention_bias, mlp_bias=mlp_bias), LlamaForCausalLM
+    with torch.device("meta"):
+        model = model_class(config)
+    model.to(dtype).to_empty(device="cpu")
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                values = 1 + 0.3 * values
+            elif parameter.dim() == 2 and "embed_tokens" not in name:
+                values /= math.sqrt(parameter.shape[1])
+            parameter.copy_(values)
+    path = Path(path)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    save_tokenizer(path, vocab)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """`tiny(path, hidden=..., ...) -> Path`: see `save_tiny`."""
+    return save_tiny
