@@ -86,18 +86,26 @@ def private_tokenizer(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def report_progress(lm: Any, total: int, progress: Progress) -> None:
-    """Count the rows of each forward pass: the four choices of a question share one."""
-    forward, done = lm._model_call, 0
+def report_progress(lm: Any, questions: int, progress: Progress) -> None:
+    """Call progress(done, questions) as `lm` scores a question's last choice.
 
-    def counted(inps: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        nonlocal done
-        logits = forward(inps, **kwargs)
-        done = min(total, done + len(inps))
-        progress(done, total)
-        return logits
+    It listens where a cache of answers would: forward passes are no measure, the search for a batch size makes some.
+    """
+    lm.set_cache_hook(_Listener(questions, progress))
 
-    lm._model_call = counted
+
+class _Listener:
+    """lm-eval's CacheHook: add_partial is called once for each choice of each question."""
+
+    CHOICES = 4
+
+    def __init__(self, questions: int, progress: Progress) -> None:
+        self.questions, self.progress, self.scored = questions, progress, 0
+
+    def add_partial(self, attribute: str, request: Any, answer: Any) -> None:
+        self.scored += 1
+        if self.scored % self.CHOICES == 0:
+            self.progress(self.scored // self.CHOICES, self.questions)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@ import csv
 import dataclasses
 import logging
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ def result(model, tokenizer, mmlu_dir):
 
 @pytest.fixture(scope="module")
 def lm_evals_own(model_dir, mmlu_dir, tmp_path_factory):
-    """lm-eval run as its users run it: the model by its path, the whole task index, a group that renames the data."""
-    import lm_eval
+    """lm-eval run as its users run it: the model by its path, its own task files, a group that renames the data."""
+    import lm_eval.tasks
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -31,10 +32,10 @@ def lm_evals_own(model_dir, mmlu_dir, tmp_path_factory):
     local = {"group": "local", "task": [group], "aggregate_metric_list": metrics, "metadata": {"version": 2}}
     (include / "local.yaml").write_text(yaml.safe_dump(local))
     lm = HFLM(pretrained=str(model_dir), device="cpu", batch_size=1)
+    task_files = Path(lm_eval.tasks.__file__).parent / "mmlu" / "default"  # all tasks would take seconds to parse
+    manager = TaskManager(include_defaults=False, include_path=[task_files, include])
     with hub.offline():
-        return lm_eval.simple_evaluate(
-            model=lm, tasks=["local"], num_fewshot=2, task_manager=TaskManager(include_path=str(include))
-        )
+        return lm_eval.simple_evaluate(model=lm, tasks=["local"], num_fewshot=2, task_manager=manager)
 
 
 def test_every_number_is_lm_evals_own(result, lm_evals_own):
@@ -59,6 +60,16 @@ def test_prompts_and_answers_are_lm_evals_own(result, lm_evals_own):
 
 def test_the_batch_size_changes_nothing_in_float32(result, model, tokenizer, mmlu_dir):
     assert mmlu(model, tokenizer, fewshot=2, data=mmlu_dir, batch_size=8).answers == result.answers
+
+
+def test_a_batch_size_that_lm_eval_had_to_find_is_recorded(result, model, tokenizer, mmlu_dir, monkeypatch, capfd):
+    monkeypatch.setattr("quantrot.evals.mmlu._batch_size", lambda asked, model: "auto")  # as on a GPU
+    seen = []
+    found = mmlu(model, tokenizer, fewshot=2, limit=1, data=mmlu_dir, progress=lambda *counts: seen.append(counts))
+    assert found.batch_size == 64  # the largest that lm-eval tries
+    assert found.answers == {subject: answers[:1] for subject, answers in result.answers.items()}
+    assert seen == [(i, 57) for i in range(1, 58)]
+    assert capfd.readouterr().out == ""
 
 
 def test_csv_gives_what_parquet_gives(model, tokenizer, questions, result, tmp_path):
