@@ -13,9 +13,9 @@ from quantrot.version import __version__
 
 def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
     """The card's text. The licence is the source card's own."""
-    front = {"base_model": plan.source.name, "base_model_relation": "quantized", "library_name": "transformers"}
+    front = {"base_model": plan.source.base_model, "base_model_relation": "quantized", "library_name": "transformers"}
     front |= {"pipeline_tag": "text-generation", **_inherited(plan.source.path), "tags": ["quantrot", *_tags(plan)]}
-    title = Path(plan.source.name).name
+    title = Path(plan.source.base_model).name
     rows = engines.support(plan.linears, plan.online, plan.attention)
     return "\n".join(
         [
@@ -44,7 +44,7 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
             "Measure it with `quantrot eval mmlu .` and `quantrot eval compare . --baseline "
             f"{plan.source.name}`; `quantrot verify .` checks the files.",
             "",
-            f"Made by quantrot {__version__} from `{plan.source.name}`"
+            f"Made by quantrot {__version__} from `{plan.source.base_model}`"
             + (f" at revision `{plan.source.revision}`" if plan.source.revision else "")
             + f". Recipe (`{plan.recipe.name}`):",
             "",

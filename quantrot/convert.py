@@ -336,19 +336,24 @@ def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
         return _Chunk([rows], source)
     if step.kind == "ones":
         return _Chunk([torch.ones_like(rows)], source)
-    w = rows.to(plan.device, torch.float32)
     if step.kind == "vector":
         assert step.output_turn is not None
-        return _Chunk([turn_input(w, step.output_turn).to(rows.dtype).cpu()], source)
-    if step.norm:
-        w = w * _gain(plan.checkpoint.tensors[step.norm], plan.device)
-    for rotation in step.input_turns:
-        w = turn_input(w, rotation)
-    if step.output_turn is not None:
-        w = turn_output(w.clone() if w.data_ptr() == rows.data_ptr() else w, step.output_turn, start)
+        bias = turn_input(rows.to(plan.device, torch.float32), step.output_turn)
+        return _Chunk([bias.to(rows.dtype).cpu()], source)
+    w = turned_rows(plan, step, rows, start)
     if step.format is None:
         return _Chunk([w.to(DTYPES[step.dtype]).cpu()], source)
     return _quantize(step.format.weights, w, source, CHUNK[plan.device])
+
+
+def turned_rows(plan: Plan, step: Step, rows: Tensor, start: int = 0) -> Tensor:
+    """What a step makes of its source's rows before they are quantized or rounded: float32, on the plan's device."""
+    w = rows.to(plan.device, torch.float32, copy=True)
+    if step.norm:
+        w.mul_(_gain(plan.checkpoint.tensors[step.norm], plan.device))
+    for rotation in step.input_turns:
+        w = turn_input(w, rotation)
+    return w if step.output_turn is None else turn_output(w, step.output_turn, start)
 
 
 def _quantize(weights: formats.WeightFormat, w: Tensor, source: memoryview, elements: int) -> _Chunk:

@@ -51,3 +51,4 @@ def _write(gguf: Path, out: Path) -> None:
         del model.config.quantization_config
     model.save_pretrained(out)
     transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+    (out / "README.md").write_text("---\nlicense: apache-2.0\nlanguage:\n- en\n---\n", encoding="utf-8")

@@ -5,6 +5,8 @@ accelerate, so `device_map`, several GPUs and offloading work as they do in tran
 file's hash, an online rotation's checksum or the set of tensors is not what the manifest says.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
 from accelerate.utils import get_balanced_memory, load_checkpoint_in_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging
 
 from quantrot import engines
 from quantrot.checkpoint import read_json
@@ -62,8 +65,21 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
     if (source.path / MANIFEST).exists():
         model = load(source.path, device_map=where, dtype=dtype)
     else:
-        model = AutoModelForCausalLM.from_pretrained(source.path, dtype=_dtype(dtype) or "auto").to(where).eval()
+        with _no_bars():
+            model = AutoModelForCausalLM.from_pretrained(source.path, dtype=_dtype(dtype) or "auto").to(where).eval()
     return model, AutoTokenizer.from_pretrained(source.path)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without transformers' own progress bars, which would run into ours."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -91,13 +107,14 @@ def _skeleton(root: Path, manifest: Manifest, dtype: torch.dtype | None) -> nn.M
                 continue
             old = model.get_submodule(fqn)
             shape = old.in_features, old.out_features, old.bias is not None, dtype
+            name = f"{rotation.name}_input" if rotation else ""
             online = OnlineHadamard(rotation, engines.is_stored(rotation)) if rotation else None
             if fmt is not None:
-                name = f"{rotation.name}_input" if rotation else ""
                 linear = LINEARS[fmt.weights.kind]
                 new: nn.Module = linear(*shape, fmt, native_fp8=native, online=online, online_name=name)
             else:
-                new = RotatedLinear(*shape, online)
+                assert online is not None
+                new = RotatedLinear(*shape, online=online, online_name=name)
             model.set_submodule(fqn, new)
         if manifest.attention is not None:
             for layer in model.model.layers:

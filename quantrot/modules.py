@@ -44,14 +44,24 @@ class OnlineHadamard(nn.Module):
 
 
 class RotatedLinear(nn.Linear):
-    """A linear in its own dtype whose input is turned online."""
+    """A linear in its own dtype whose input is turned by `online`, held under the name `online_name`."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, online: nn.Module) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        *,
+        online: OnlineHadamard,
+        online_name: str = "online",
+    ) -> None:
         super().__init__(in_features, out_features, bias, dtype=dtype)
-        self.online = online
+        self.online_name = online_name
+        self.add_module(online_name, online)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.online(x), self.weight, self.bias)
+        return F.linear(self.get_submodule(self.online_name)(x), self.weight, self.bias)
 
 
 class QuantizedLinear(nn.Module):

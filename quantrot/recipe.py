@@ -31,7 +31,14 @@ class RotationSpec(Strict):
 
     kind: Literal["none", "hadamard", "random-hadamard", "random-orthogonal"] = Field(description="which orthogonal matrix; none: no rotation")
     block: Literal["full"] | Annotated[int, Field(ge=2)] = Field("full", description="full width, or a block's width")
-    seed: Annotated[int, Field(ge=0)] = Field(0, description="of the random kinds")
+    seed: Annotated[int, Field(ge=0, lt=1 << 63, strict=True)] = Field(0, description="of the random kinds")
+
+    @field_validator("block", mode="before")
+    @classmethod
+    def _known_block(cls, block: Any) -> Any:
+        if block != "full" and (type(block) is not int or not 2 <= block < 1 << 31):
+            raise ValueError(f"block is {_shown(block)}; allowed: full, or a whole number from 2 up")
+        return block
 
 
 NO_ROTATION = RotationSpec(kind="none")
@@ -63,7 +70,7 @@ class Fp8Weights(Strict):
     scale_rule: Fp8ScaleRule = Fp8ScaleRule.bf16
     fallback: Literal["channel", "keep"] = Field("channel", description="for a shape that the block does not divide")
 
-    @field_validator("block")
+    @field_validator("block", mode="before")
     @classmethod
     def _known_block(cls, block: Any) -> Any:
         return _one_of("block", block, ["channel", (128, 128), (256, 256)])
@@ -103,7 +110,7 @@ class Fp8Activations(Strict):
     block: tuple[int, int] | Literal["token"]
     scale_rule: Fp8ScaleRule = Fp8ScaleRule.exact
 
-    @field_validator("block")
+    @field_validator("block", mode="before")
     @classmethod
     def _known_block(cls, block: Any) -> Any:
         return _one_of("block", block, ["token", (1, 128), (1, 256), (128, 128), (256, 256)])
@@ -175,10 +182,19 @@ class Recipe(Strict):
 
 
 def _one_of(field: str, value: Any, allowed: list[Any]) -> Any:
-    if value not in allowed:
+    if (tuple(value) if isinstance(value, list) else value) not in allowed:
         shown = ", ".join(str(list(a) if isinstance(a, tuple) else a) for a in allowed)
-        raise ValueError(f"{field} is {list(value) if isinstance(value, tuple) else value}; allowed: {shown}")
+        hint = _did_you_mean(value, [a for a in allowed if isinstance(a, str)]) if isinstance(value, str) else ""
+        raise ValueError(f"{field} is {_shown(value)}; allowed: {shown}{hint}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """A value as messages show it: short, and whatever it is."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python prints no integer of more than 4300 digits
+        return "a number of thousands of digits"
 
 
 def _stored_rule(rule: ScaleRule) -> ScaleRule:
@@ -224,8 +240,7 @@ def parse_recipe(text: bytes, file: str = "recipe", name: str = "recipe") -> Rec
     try:
         decoded = text.decode()
         for event in yaml.parse(decoded, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                raise ValueError(f"{file}:{event.start_mark.line + 1}: aliases (*name) are not allowed; write the value")
+            _refuse_tricks(event, f"{file}:{event.start_mark.line + 1}")
         tree = yaml.compose(decoded, Loader=yaml.SafeLoader)
         _refuse_duplicates(tree, file)
         data = yaml.safe_load(decoded)
@@ -234,7 +249,11 @@ def parse_recipe(text: bytes, file: str = "recipe", name: str = "recipe") -> Rec
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise ValueError(f"{file}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        problem = getattr(error, "problem", None) or str(error)
+        if isinstance(error, yaml.reader.ReaderError):
+            line = f":{decoded.count(chr(10), 0, error.position) + 1}"
+            problem = f"character {error.character:#x} is not allowed"
+        raise ValueError(f"{file}{line}: not valid YAML: {problem}") from None
     except RecursionError:
         raise ValueError(f"{file}: nested too deeply to be a recipe") from None
     except (ValueError, OverflowError) as error:
@@ -244,6 +263,19 @@ def parse_recipe(text: bytes, file: str = "recipe", name: str = "recipe") -> Rec
     if not isinstance(data, dict):
         raise ValueError(f"{file}: a recipe is a mapping with the keys {', '.join(Recipe.model_fields)}")
     return _validate(data, file, name, tree)
+
+
+def _refuse_tricks(event: Any, place: str) -> None:
+    """Aliases, tags and merge keys could hide what a recipe says; a lone surrogate cannot be written anywhere."""
+    if isinstance(event, yaml.AliasEvent):
+        raise ValueError(f"{place}: aliases (*name) are not allowed; write the value")
+    if getattr(event, "tag", None):
+        raise ValueError(f"{place}: tags are not allowed (here {event.tag!r:.80}); write the plain value")
+    if isinstance(event, yaml.ScalarEvent):
+        if event.value == "<<":
+            raise ValueError(f"{place}: merge keys (<<) are not allowed; write the keys themselves")
+        if any("\ud800" <= letter <= "\udfff" for letter in event.value):
+            raise ValueError(f"{place}: {event.value!r:.80} holds half of a surrogate pair; write the character itself")
 
 
 def _refuse_duplicates(node: yaml.Node | None, file: str) -> None:
@@ -275,14 +307,16 @@ def _explain(error: Any, file: str, tree: Any) -> str:
     loc = tuple(part for part in error["loc"])
     place = f"{file}:{_line(tree, loc)}" if tree is not None else file
     tags = {"fp8", "mxfp4", "int8", "none", "tuple[int, int]", "constrained-int", "int"}
-    field = ".".join(str(p) for p in loc if p not in tags and not str(p).startswith(("literal[", "function-")))
+    words = [str(p) for p in loc[:-1] if p not in tags and not str(p).startswith(("literal[", "function-"))]
     if error["type"] == "extra_forbidden":
+        field = ".".join([*words, str(loc[-1])])
         known = sorted(_known_keys(loc[:-1]))
         return f"{place}: unknown key {field!r}; allowed: {', '.join(known)}{_did_you_mean(str(loc[-1]), known)}"
+    field = ".".join(words if loc[-1] in tags else [*words, str(loc[-1])])
     if error["type"] in ("literal_error", "enum"):
         allowed = str(error["ctx"]["expected"])
         words = allowed.replace("'", "").replace(" or ", ", ").split(", ")
-        return f"{place}: {field} is {error['input']!r}; allowed: {allowed}{_did_you_mean(str(error['input']), words)}"
+        return f"{place}: {field} is {_shown(error['input'])}; allowed: {allowed}{_did_you_mean(error['input'], words)}"
     if error["type"] == "union_tag_invalid":
         tag, allowed = error["ctx"]["tag"], error["ctx"]["expected_tags"]
         return f"{place}: {field}.format is {tag!r}; allowed: {allowed}{_did_you_mean(tag, allowed.replace(chr(39), '').split(', '))}"
@@ -290,8 +324,12 @@ def _explain(error: Any, file: str, tree: Any) -> str:
         return f"{place}: {field} needs a format; write e.g. {{format: fp8, ...}}"
     if error["type"] == "missing":
         return f"{place}: {field} is missing; it has no default"
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return f"{place}: {field} is {_shown(error['input'])}; a mapping (key: value) is needed"
+    if error["type"] == "tuple_type":
+        return f"{place}: {field} is {_shown(error['input'])}; a list is needed"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{place}: {field}: {message}" + ("" if error["type"] == "value_error" else f" (got {error['input']!r:.80})")
+    return f"{place}: {field}: {message}" + ("" if error["type"] == "value_error" else f" (got {_shown(error['input'])})")
 
 
 def _known_keys(loc: tuple[str | int, ...]) -> set[str]:
@@ -324,6 +362,6 @@ def _line(node: Any, loc: tuple[str | int, ...]) -> int:
     return line
 
 
-def _did_you_mean(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+def _did_you_mean(word: Any, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6) if isinstance(word, str) else []
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -5,17 +5,23 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer*", "LICENSE*", "NOTICE*", "USE_POLICY*"]
+DEMO = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the embedded demo model is
+WEIGHTS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model on disk: the name it was asked for by, the hub's revision ("" for others), and its directory."""
+    """A model on disk: the name that finds it again, the hub's revision ("" for others), and its directory."""
 
     name: str
     revision: str
     path: Path
+
+    @property
+    def base_model(self) -> str:
+        """What a model card calls it."""
+        return DEMO if self.name == "demo" else self.name
 
 
 def open_source(model: str | Path) -> Source:
@@ -24,7 +30,7 @@ def open_source(model: str | Path) -> Source:
     if text == "demo":
         from quantrot.demo import demo_model
 
-        return Source("SmolLM2-135M-Instruct", "", demo_model())
+        return Source("demo", "", demo_model())
     path = Path(text).expanduser()
     if path.is_dir():
         return Source(str(model), "", path)
@@ -46,5 +52,5 @@ def _from_hub(text: str) -> Source:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise ValueError(f"model {name!r} is no local directory and the hub did not give it{offline}: {reason}") from None
+        raise ValueError(f"model {name!r}: no such directory, and the hub did not give it{offline}: {reason}") from None
     return Source(name, path.name, path)

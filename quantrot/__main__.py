@@ -1,0 +1,5 @@
+"""python -m quantrot"""
+
+from quantrot.cli.main import app
+
+app()

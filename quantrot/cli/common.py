@@ -1,0 +1,79 @@
+"""What several commands share: argument types, size arithmetic, consoles, progress bars."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="A directory, a hub id, or demo.", metavar="MODEL")]
+Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A shipped name (see `quantrot recipes`) or a YAML file.")]
+Device = Annotated[str, typer.Option(help="Where the arithmetic runs: cpu or cuda.")]
+ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest output file: 5GB, 500MB.")]
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of 5GB, 500MB, 1GiB or a plain number."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in UNITS or float(match[1]) * UNITS[match[2].upper()] < 1:
+        raise ValueError(f"max-shard-size is {text!r}; write a size such as 5GB, 500MB or 1GiB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def size(nbytes: float) -> str:
+    """1.23 GB, 45.6 MB."""
+    unit = next((u for u in ("GB", "MB", "KB") if nbytes >= UNITS[u]), "")
+    return f"{nbytes / UNITS[unit]:.3g} {unit or 'bytes'}"
+
+
+def console(stderr: bool = False) -> Any:
+    """A rich console; a pipe or a file gets 120 columns instead of rich's 80."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=120)
+
+
+@contextmanager
+def byte_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr with bytes, rate and time left; yields progress(current, done, total)."""
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("{task.description:<44}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console(stderr=True)) as bars:
+        task = bars.add_task("", total=None)
+        yield lambda name, done, total: bars.update(task, description=name, completed=done, total=total)
+
+
+@contextmanager
+def count_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr that counts; yields progress(what, done, total)."""
+    from rich import progress
+
+    columns = progress.TextColumn("{task.description:<12}"), progress.BarColumn(), progress.MofNCompleteColumn()
+    with progress.Progress(*columns, progress.TimeElapsedColumn(), console=console(stderr=True)) as bars:
+        task = bars.add_task("", total=None)
+        yield lambda name, done, total: bars.update(task, description=name, completed=done, total=total)
+
+
+def grid(title: str, columns: list[str], rows: list[list[str]]) -> Any:
+    """A table; columns of numbers are flush right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
+    for i, column in enumerate(columns):
+        numbers = all(re.fullmatch(r"[-+]?[\d.,]*", row[i]) for row in rows)
+        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

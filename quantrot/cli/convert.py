@@ -1,0 +1,79 @@
+"""quantrot convert: rewrite a checkpoint by a recipe."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantrot.cli.common import (
+    Device,
+    Model,
+    Recipe,
+    ShardSize,
+    byte_progress,
+    console,
+    grid,
+    parse_size,
+    size,
+)
+
+if TYPE_CHECKING:
+    from quantrot.convert import Conversion
+
+WORST = 5
+
+
+def command(
+    model: Model,
+    recipe: Recipe,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The directory to write.")] = None,
+    device: Device = "cpu",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a killed conversion stopped.")] = False,
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output when the new one is done.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Chunks at a time; all CPUs by default.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
+) -> None:
+    """Rotate, quantize and write a checkpoint, streaming: memory does not grow with the model."""
+    if dry_run:
+        from quantrot.cli import plan
+
+        return plan.command(model, recipe, device, max_shard_size)
+    if output is None:
+        raise ValueError("--output is missing; give the directory to write, or --dry-run")
+    from quantrot.convert import convert
+
+    with byte_progress() as progress:
+        done = convert(
+            model,
+            recipe,
+            output,
+            device=device,
+            resume=resume,
+            overwrite=overwrite,
+            max_shard_size=parse_size(max_shard_size),
+            threads=threads,
+            progress=progress,
+        )
+    show(done)
+
+
+def show(done: "Conversion") -> None:
+    """Print what a conversion made: sizes, bits, worst layers, time, memory, notes."""
+    from quantrot import formats
+
+    plan = done.plan
+    before = sum(plan.checkpoint.tensors[n].nbytes for n in {s.source for s in plan.steps if s.source})
+    shapes = [(fmt, done.manifest["linears"][fqn]["shape"]) for fqn, fmt in plan.linears.items() if fmt is not None]
+    weights = sum(n * k for _, (n, k) in shapes)
+    bits = sum(formats.bits_per_weight(fmt.weights, n, k) * n * k for fmt, (n, k) in shapes) / max(weights, 1)
+    rows = [["size", f"{size(before)} -> {size(plan.output_bytes)}"]]
+    if shapes:
+        rows.append(["quantized weights", f"{weights / 1e6:.0f} M at {bits:.2f} bits"])
+    worst = sorted((v["sqnr_db"], k) for k, v in done.manifest["linears"].items() if v["sqnr_db"] is not None)
+    rows += [[f"worst weights {i}", f"{name}, SQNR {db:.2f} dB"] for i, (db, name) in enumerate(worst[:WORST], 1)]
+    rows += [["time", f"{done.seconds:.1f} s"], ["peak memory", size(done.peak_bytes)]]
+    out = console()
+    out.print(grid(f"{plan.source.name} by {plan.recipe.name} -> {done.out}", ["", ""], rows))
+    for note in plan.notes:
+        out.print(f"note: {note}", markup=False)

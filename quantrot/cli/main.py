@@ -1,0 +1,52 @@
+"""The command line. One file a command; each parses, calls the library and prints.
+
+A `ValueError` or `OSError` is the user's to mend and becomes one message and exit status 2; anything else is a bug and
+keeps its traceback.
+"""
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from quantrot.cli import convert, eval, inspect, plan, recipes, verify
+
+
+class Commands(TyperGroup):
+    """Turns errors that a user can mend into messages."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError) as error:
+            for line in str(error).splitlines() or [type(error).__name__]:
+                print(f"error: {line}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Put a Llama model into few bits: rotate, quantize, verify, evaluate.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+app.command("convert")(convert.command)
+app.command("plan")(plan.command)
+app.command("verify")(verify.command)
+app.command("inspect")(inspect.command)
+app.add_typer(recipes.app, name="recipes")
+app.add_typer(eval.app, name="eval")
+
+
+def _version(show: bool) -> None:
+    if show:
+        from quantrot.version import __version__
+
+        print(f"quantrot {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")) -> None:
+    """Put a Llama model into few bits: rotate, quantize, verify, evaluate."""

@@ -1,0 +1,44 @@
+"""quantrot plan: everything that convert would do, before any weight is read."""
+
+import os
+from typing import TYPE_CHECKING
+
+from quantrot.cli.common import Device, Model, Recipe, ShardSize, console, grid, parse_size, size
+
+if TYPE_CHECKING:
+    from quantrot.plan import Plan
+
+
+def command(model: Model, recipe: Recipe, device: Device = "cpu", max_shard_size: ShardSize = "5GB") -> None:
+    """Show what convert would do, and every error at once, before any weight is read."""
+    from quantrot.plan import plan
+
+    show(plan(model, recipe, device, parse_size(max_shard_size)))
+
+
+def show(planned: "Plan") -> None:
+    """Print a plan: formats by kind of linear, rotations, sizes, memory, notes."""
+    out = console()
+    out.print(grid(f"{planned.source.name} by {planned.recipe.name}", ["linears", "count", "shape", "becomes"], _kinds(planned)))
+    for name, r in planned.rotations.items():
+        where = "fused into the weights" if name in ("R1", "R2") else "online"
+        width = "full width" if r.block == r.width else f"blocks of {r.block}"
+        out.print(f"{name}: {r.kind}, width {r.width}, {width}, seed {r.seed}, {where}")
+    source = sum(planned.checkpoint.tensors[n].nbytes for n in {s.source for s in planned.steps if s.source})
+    threads = len(os.sched_getaffinity(0))
+    out.print(f"{len(planned.steps)} steps, {len(planned.shards)} shard(s): {size(source)} -> {size(planned.output_bytes)}")
+    out.print(f"predicted peak memory {size(planned.peak_bytes(threads))} with {threads} threads")
+    for note in planned.notes:
+        out.print(f"note: {note}", markup=False)
+
+
+def _kinds(planned: "Plan") -> list[list[str]]:
+    from collections import Counter
+
+    from quantrot import formats, llama
+
+    shapes = {linear.fqn: f"{linear.out_features} x {linear.in_features}" for linear in llama.linears(planned.llama)}
+    kinds: Counter[tuple[str, str, str]] = Counter()
+    for fqn, fmt in planned.linears.items():
+        kinds[fqn.rpartition(".")[2], shapes[fqn], formats.label(fmt) if fmt else "its own dtype"] += 1
+    return [[name, str(count), shape, label] for (name, shape, label), count in kinds.items()]

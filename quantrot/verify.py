@@ -1,0 +1,192 @@
+"""Prove a conversion: files against their hashes, the model against its source, each linear against its exact self.
+
+A linear's SQNR compares what its module computes from the inputs that really reach it with the exact product of the
+same inputs and the unquantized, rotated weight. Where a rotation turned the linear, the same number is taken from the
+source model without any rotation, so that a rotation which cost more than it gained shows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quantrot import formats
+from quantrot.checkpoint import read_rows
+from quantrot.convert import sqnr_db, turned_rows
+from quantrot.evals.divergence import Divergence, divergence
+from quantrot.evals.text import python_topics, windows
+from quantrot.formats import LinearFormat
+from quantrot.load import load, open_model
+from quantrot.manifest import read_manifest
+from quantrot.modules import QuantizedLinear, quantize_dequantize
+from quantrot.plan import Plan, Step
+from quantrot.plan import plan as make_plan
+
+EXACT_KL = 0.01  # nats: what rounding rotated weights to bfloat16 may cost; SmolLM2-135M measures 0.0005
+BROKEN_KL = 4.0  # no shipped recipe comes near; a model that lost a rotation measures above 8
+WORSE_DB = 0.5  # a rotation that costs a linear more than this is reported
+
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One quantized linear: output SQNR in dB as converted, and without rotation (None where none turned it)."""
+
+    fqn: str
+    format: str
+    sqnr_db: float
+    unrotated_db: float | None
+
+    @property
+    def worse(self) -> bool:
+        """Whether its rotation made it worse by more than WORSE_DB."""
+        return self.unrotated_db is not None and self.sqnr_db < self.unrotated_db - WORSE_DB
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found. failures: why the conversion is not acceptable; warnings: what to think about."""
+
+    divergence: Divergence
+    layers: tuple[Layer, ...]
+    failures: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+@torch.no_grad()
+def verify(
+    path: str | Path,
+    against: str | Path | None = None,
+    *,
+    text: str | None = None,
+    seq_len: int = 256,
+    count: int = 4,
+    max_kl: float | None = None,
+    min_top1: float | None = None,
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> Verification:
+    """Check a converted directory against its source, both in float32.
+
+    against: the unconverted model (default: the source that the manifest names). text: what is run through both
+    (default: Python's own help topics), `count` windows of `seq_len` tokens. max_kl: nats per token (default 0.01 where
+    nothing is quantized, else 4). min_top1: least agreement. ValueError for files that do not match their hashes.
+    """
+    root = Path(path).expanduser()
+    manifest = read_manifest(root)
+    source = str(against) if against is not None else _source_name(manifest.data)
+    try:
+        plan = make_plan(source, manifest.data["recipe"], "cpu")
+    except ValueError as error:
+        raise ValueError(f"{error}\n(the source to compare with; --against names another place of it)") from None
+    model = load(root, device_map=_device(device), dtype=torch.float32)
+    baseline, tokenizer = open_model(source, device, "float32")
+    ids = windows(tokenizer, text or python_topics(), min(seq_len, plan.llama.max_positions), count)
+    report = progress or (lambda what, done, total: None)
+    found = divergence(model, baseline, ids, lambda done, total: report("logits", done, total))
+    layers = _layers(plan, model, baseline, ids[:1], report)
+    exact = not any(manifest.linears.values())
+    limit = max_kl if max_kl is not None else EXACT_KL if exact else BROKEN_KL
+    failures = []
+    if not found.kl <= limit:  # NaN fails too
+        failures.append(f"KL to the source is {found.kl:.4g} nats per token, above {limit:g}")
+    if min_top1 is not None and not found.top1 >= min_top1:
+        failures.append(f"top-1 agreement with the source is {found.top1:.4f}, below {min_top1:g}")
+    return Verification(found, tuple(layers), tuple(failures), tuple(_warnings(layers)))
+
+
+def _source_name(data: dict[str, Any]) -> str:
+    name, revision = data["source"]["model"], data["source"]["revision"]
+    return f"{name}@{revision}" if revision else name
+
+
+def _device(device: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def _warnings(layers: list[Layer]) -> list[str]:
+    worse = sorted((layer for layer in layers if layer.worse), key=_gain)
+    if not worse:
+        return []
+    first = worse[0]
+    return [
+        f"rotation made {len(worse)} of {len(layers)} linears worse by more than {WORSE_DB} dB; most: {first.fqn}, "
+        f"{first.unrotated_db:.1f} dB without, {first.sqnr_db:.1f} dB with"
+    ]
+
+
+def _gain(layer: Layer) -> float:
+    return layer.sqnr_db - (layer.unrotated_db or layer.sqnr_db)
+
+
+# --- Per layer -------------------------------------------------------------------------------------------------------
+
+
+def _layers(plan: Plan, model: nn.Module, baseline: nn.Module, ids: Tensor, report: Progress) -> list[Layer]:
+    """Run one window through both models and measure every quantized linear where it stands."""
+    steps = {step.name: step for step in plan.steps if step.format is not None}
+    rotated: dict[str, float] = {}
+    plain: dict[str, float] = {}
+    turned = {fqn for fqn, step in steps.items() if step.input_turns or step.output_turn or step.norm}
+    total = len(steps) + len(turned)
+
+    def converted(fqn: str, module: QuantizedLinear, x: Tensor, y: Tensor) -> None:
+        exact = turned_rows(plan, steps[fqn], _source_rows(plan, steps[fqn])).to(x.device)
+        inner = x
+        if module.online_name:
+            inner = module.get_submodule(module.online_name)(x)
+        rotated[fqn] = _sqnr(F.linear(inner, exact, module.bias), y)
+        report("layers", len(rotated) + len(plain), total)
+
+    def original(fqn: str, module: nn.Linear, x: Tensor, y: Tensor) -> None:
+        fmt = steps[fqn].format
+        assert fmt is not None
+        plain[fqn] = _sqnr(y, F.linear(quantize_dequantize(x, fmt.activations), _rounded(fmt, module.weight), module.bias))
+        report("layers", len(rotated) + len(plain), total)
+
+    _with_hooks(model, {fqn: converted for fqn in steps}, ids)
+    _with_hooks(baseline, {fqn: original for fqn in turned}, ids)
+    return [Layer(fqn, formats.label(_format(steps[fqn])), rotated[fqn], plain.get(fqn)) for fqn in steps]
+
+
+def _format(step: Step) -> LinearFormat:
+    assert step.format is not None
+    return step.format
+
+
+def _source_rows(plan: Plan, step: Step) -> Tensor:
+    return read_rows(plan.checkpoint.tensors[step.source])
+
+
+def _rounded(fmt: LinearFormat, weight: Tensor) -> Tensor:
+    """The weight through its format and back, float32."""
+    stored = formats.quantize_rows(fmt.weights, weight.float())
+    return formats.dequantize(fmt.weights, stored, weight.shape[1], torch.float32)
+
+
+def _sqnr(exact: Tensor, got: Tensor) -> float:
+    """Output SQNR in dB; infinite where nothing was lost."""
+    signal, error = exact.double().square().sum().item(), (got.double() - exact.double()).square().sum().item()
+    value = sqnr_db(signal, error)
+    return float("inf") if value is None else value
+
+
+def _with_hooks(model: nn.Module, hooks: dict[str, Callable[..., None]], ids: Tensor) -> None:
+    """One forward pass over ids int64 [1, S], calling hooks[fqn](fqn, module, input, output) for each named module."""
+    handles = []
+    for fqn, function in hooks.items():
+        module = model.get_submodule(fqn)
+        handles.append(
+            module.register_forward_hook(lambda m, args, y, fqn=fqn, function=function: function(fqn, m, args[0], y))
+        )
+    try:
+        model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+

@@ -1,0 +1,118 @@
+"""Rotations are exact: in float32 they change a model's logits by rounding alone."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quantrot import convert, load
+from quantrot.orthogonal import hadamard, random_orthogonal
+from quantrot.recipe import RotationSpec
+from quantrot.rotation import Rotation, checksum, rotation_from_spec, signs, turn_input, turn_output
+
+FUSED = {"R1": {"kind": "random-hadamard"}, "R2": {"kind": "hadamard"}}
+ONLINE = {"R3": {"kind": "random-hadamard", "seed": 3}, "R4": {"kind": "random-hadamard", "seed": 4}}
+TOLERANCE = 1e-4  # of the largest logit; float32 rounding alone measures 2e-6 to 2e-5
+
+# Every hidden and intermediate size of the families, each once, at a size that a laptop converts in a second
+SHAPES = [
+    dict(hidden=576, intermediate=28672, heads=9, kv_heads=3, tied=True),
+    dict(hidden=2048, intermediate=1536, heads=32, kv_heads=8, tied=True),
+    dict(hidden=3072, intermediate=1536, heads=24, kv_heads=8),
+    dict(hidden=5120, intermediate=1536, heads=40, kv_heads=8, attention_bias=True),
+    dict(hidden=576, intermediate=11008, heads=9, kv_heads=9, mlp_bias=True),
+    dict(hidden=576, intermediate=13824, heads=9, kv_heads=3, attention_bias=True, mlp_bias=True),
+    dict(hidden=576, intermediate=14336, heads=9, kv_heads=1),
+    dict(hidden=576, intermediate=18944, heads=4, kv_heads=2, head_dim=96, attention_bias=True, tied=True),
+]
+
+
+def matrix(rotation):
+    """The rotation as a dense float64 matrix, from its definition."""
+    if rotation.kind == "random-orthogonal":
+        block = random_orthogonal(rotation.block, rotation.seed)
+    else:
+        block = hadamard(rotation.block).double() / rotation.block**0.5
+    dense = torch.block_diag(*[block] * (rotation.width // rotation.block))
+    s = signs(rotation)
+    return dense if s is None else s.double()[:, None] * dense
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def relative_change(a, b):
+    return ((a - b).abs().max() / a.abs().max()).item()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['hidden']}x{s['intermediate']}")
+@pytest.mark.parametrize("rotations", [FUSED, FUSED | ONLINE], ids=["fused", "online"])
+def test_logits_stay(tiny, tmp_path, shape, rotations):
+    source = tiny(tmp_path / "model", layers=1, **shape)
+    convert(source, {"rotations": rotations}, tmp_path / "out")
+    ids = torch.arange(20).view(2, 10) * 7 % 256
+    before = logits(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), ids)
+    after = logits(load(tmp_path / "out", device_map="cpu", check_hashes=False), ids)
+    assert relative_change(before, after) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "random-hadamard", "random-orthogonal"])
+@pytest.mark.parametrize("block", ["full", 16])
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_every_kind_and_block_keeps_a_deep_model(tiny, tmp_path, kind, block, model_type):
+    source = tiny(tmp_path / "model", layers=3, model_type=model_type)
+    spec = {"kind": kind, "block": block, "seed": 5}
+    online = {"kind": "hadamard", "block": block}
+    recipe = {"rotations": {"R1": spec, "R2": {"kind": kind}, "R3": {"kind": "hadamard"}, "R4": online}}
+    convert(source, recipe, tmp_path / "out")
+    ids = torch.arange(30).view(1, 30)
+    before = logits(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), ids)
+    assert relative_change(before, logits(load(tmp_path / "out", device_map="cpu"), ids)) < TOLERANCE
+
+
+def test_a_rotation_left_out_is_seen(tiny, tmp_path):
+    """The bound above means something: one missing half breaks it by orders of magnitude."""
+    source = tiny(tmp_path / "model")
+    convert(source, {"rotations": FUSED | ONLINE}, tmp_path / "out")
+    model = load(tmp_path / "out", device_map="cpu")
+    ids = torch.arange(30).view(1, 30)
+    right = logits(model, ids)
+    down = model.model.layers[0].mlp.down_proj
+    setattr(down, down.online_name, torch.nn.Identity())
+    assert relative_change(right, logits(model, ids)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "random-hadamard", "random-orthogonal"])
+@pytest.mark.parametrize("width, block", [(48, 48), (96, 12), (64, 32)])
+def test_turns_are_products_with_the_matrix(kind, width, block):
+    rotation = Rotation("R1", kind, width, block, 1)
+    r = matrix(rotation)
+    assert (r @ r.T - torch.eye(width, dtype=torch.float64)).abs().max() < 1e-12
+    w = torch.randn(2 * width, width)
+    assert (turn_input(w, rotation) - w.double() @ r).abs().max() < 1e-5
+    twice = torch.block_diag(r, r)
+    assert (turn_output(w.clone(), rotation) - twice.T @ w.double()).abs().max() < 1e-5
+
+
+def test_rows_can_be_turned_block_by_block():
+    rotation = Rotation("R1", "random-hadamard", 96, 12, 1)
+    w = torch.randn(96, 40)
+    pieces = [turn_output(w[start : start + 24].clone(), rotation, start) for start in range(0, 96, 24)]
+    assert torch.equal(torch.cat(pieces), turn_output(w.clone(), rotation))
+
+
+def test_checksum_tells_matrices_apart():
+    base = Rotation("R4", "random-hadamard", 96, 32, 1)
+    others = [Rotation("R4", "random-hadamard", 96, 32, 2), Rotation("R4", "hadamard", 96, 32, 1)]
+    others += [Rotation("R4", "random-hadamard", 96, 96, 1), Rotation("R4", "random-orthogonal", 96, 32, 1)]
+    assert len({checksum(r) for r in [base, *others]}) == 5
+    assert checksum(base) == checksum(Rotation("R4", "random-hadamard", 96, 32, 1))
+
+
+def test_spec_with_a_block_that_does_not_fit():
+    with pytest.raises(ValueError, match="R1.block is 48, which does not divide the width 64"):
+        rotation_from_spec("R1", RotationSpec(kind="hadamard", block=48), 64)
+    with pytest.raises(ValueError, match=r"R4: no Hadamard matrix of order 172 .*`block: 4`"):
+        rotation_from_spec("R4", RotationSpec(kind="hadamard"), 172)
+    assert rotation_from_spec("R1", RotationSpec(kind="none"), 7) is None
