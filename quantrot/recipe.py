@@ -307,19 +307,20 @@ def _explain(error: Any, file: str, tree: Any) -> str:
     loc = tuple(part for part in error["loc"])
     place = f"{file}:{_line(tree, loc)}" if tree is not None else file
     tags = {"fp8", "mxfp4", "int8", "none", "tuple[int, int]", "constrained-int", "int"}
-    words = [str(p) for p in loc[:-1] if p not in tags and not str(p).startswith(("literal[", "function-"))]
+    outer = [str(p) for p in loc[:-1] if p not in tags]
     if error["type"] == "extra_forbidden":
-        field = ".".join([*words, str(loc[-1])])
+        field = ".".join([*outer, str(loc[-1])])
         known = sorted(_known_keys(loc[:-1]))
         return f"{place}: unknown key {field!r}; allowed: {', '.join(known)}{_did_you_mean(str(loc[-1]), known)}"
-    field = ".".join(words if loc[-1] in tags else [*words, str(loc[-1])])
+    field = ".".join(outer if loc[-1] in tags else [*outer, str(loc[-1])])
     if error["type"] in ("literal_error", "enum"):
         allowed = str(error["ctx"]["expected"])
         words = allowed.replace("'", "").replace(" or ", ", ").split(", ")
         return f"{place}: {field} is {_shown(error['input'])}; allowed: {allowed}{_did_you_mean(error['input'], words)}"
     if error["type"] == "union_tag_invalid":
         tag, allowed = error["ctx"]["tag"], error["ctx"]["expected_tags"]
-        return f"{place}: {field}.format is {tag!r}; allowed: {allowed}{_did_you_mean(tag, allowed.replace(chr(39), '').split(', '))}"
+        hint = _did_you_mean(tag, allowed.replace("'", "").split(", "))
+        return f"{place}: {field}.format is {_shown(tag)}; allowed: {allowed}{hint}"
     if error["type"] == "union_tag_not_found":
         return f"{place}: {field} needs a format; write e.g. {{format: fp8, ...}}"
     if error["type"] == "missing":
@@ -329,7 +330,8 @@ def _explain(error: Any, file: str, tree: Any) -> str:
     if error["type"] == "tuple_type":
         return f"{place}: {field} is {_shown(error['input'])}; a list is needed"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{place}: {field}: {message}" + ("" if error["type"] == "value_error" else f" (got {_shown(error['input'])})")
+    got = "" if error["type"] == "value_error" else f" (got {_shown(error['input'])})"
+    return f"{place}: {field}: {message}{got}"
 
 
 def _known_keys(loc: tuple[str | int, ...]) -> set[str]:
@@ -353,7 +355,7 @@ def _line(node: Any, loc: tuple[str | int, ...]) -> int:
     for part in loc:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
-                if key.value == part:
+                if key.value == str(part):
                     node, line = value, key.start_mark.line + 1
                     break
         elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
