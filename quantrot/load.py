@@ -33,12 +33,13 @@ def load(
     device_map: str | dict[str, Any] = "auto",
     dtype: str | torch.dtype = "auto",
     check_hashes: bool = True,
+    offload_folder: str | Path | None = None,
 ) -> Any:
     """Load a directory that `quantrot.convert` wrote, as a transformers causal language model in eval mode.
 
     device_map: "auto", a device such as "cpu" or "cuda:1", or accelerate's dict. dtype: of what is not quantized
-    ("auto": as on disk). check_hashes=False skips reading all files once more. ValueError for a directory that is
-    incomplete, altered or newer than this version.
+    ("auto": as on disk). check_hashes=False skips reading all files once more. offload_folder: where modules that the map
+    sends to "disk" are kept. ValueError for a directory that is incomplete, altered or newer than this version.
     """
     root = Path(path).expanduser()
     manifest = read_manifest(root)
@@ -46,7 +47,7 @@ def load(
         check_files(root, manifest.data)
     model = _skeleton(root, manifest, _dtype(dtype))
     placed = _place(model, device_map)
-    load_checkpoint_in_model(model, str(root), device_map=placed, strict=True)
+    load_checkpoint_in_model(model, str(root), device_map=placed, offload_folder=offload_folder, strict=True)
     missing = [name for name, p in model.named_parameters() if p.device.type == "meta" and not _offloaded(name, placed)]
     if missing:
         raise ValueError(f"{root}: {len(missing)} tensors are not in its shards, e.g. {missing[0]}; convert again")
@@ -55,7 +56,7 @@ def load(
         model.generation_config = GenerationConfig.from_pretrained(root)
     if len(set(map(str, placed.values()))) == 1:
         _decode_where_memory_allows(model)
-    return dispatch_model(model, placed) if len(placed) > 1 else model
+    return dispatch_model(model, placed, offload_dir=offload_folder) if len(placed) > 1 else model
 
 
 def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:

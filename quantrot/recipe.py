@@ -5,6 +5,7 @@ the file, the line, what is allowed and, where one is close, the word that was p
 """
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args
 
@@ -29,15 +30,20 @@ class Strict(BaseModel):
 class RotationSpec(Strict):
     """One rotation: which matrix, on the full width or in blocks, from which seed."""
 
-    kind: Literal["none", "hadamard", "random-hadamard", "random-orthogonal"] = Field(description="which orthogonal matrix; none: no rotation")
-    block: Literal["full"] | Annotated[int, Field(ge=2)] = Field("full", description="full width, or a block's width")
+    kind: Literal["none", "hadamard", "random-hadamard", "random-orthogonal"] = Field(
+        description="which orthogonal matrix; none: no rotation"
+    )
+    block: int | str = Field(
+        "full", description="full width, a block's width, or '<=32': the largest block up to 32 that divides the width"
+    )
     seed: Annotated[int, Field(ge=0, lt=1 << 63, strict=True)] = Field(0, description="of the random kinds")
 
     @field_validator("block", mode="before")
     @classmethod
     def _known_block(cls, block: Any) -> Any:
-        if block != "full" and (type(block) is not int or not 2 <= block < 1 << 31):
-            raise ValueError(f"block is {_shown(block)}; allowed: full, or a whole number from 2 up")
+        bounded = isinstance(block, str) and re.fullmatch(r"<=[1-9][0-9]{0,5}", block)
+        if block != "full" and not bounded and (type(block) is not int or not 2 <= block < 1 << 31):
+            raise ValueError(f"block is {_shown(block)}; allowed: full, or a whole number from 2 up, or a bound as '<=32'")
         return block
 
 

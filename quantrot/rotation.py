@@ -45,9 +45,7 @@ def rotation_from_spec(name: str, spec: RotationSpec, width: int) -> Rotation | 
     """The recipe's rotation on a side of this width; None for kind none. ValueError if the block does not fit."""
     if spec.kind == "none":
         return None
-    block = width if spec.block == "full" else spec.block
-    if width % block:
-        raise ValueError(f"{name}.block is {block}, which does not divide the width {width}; use a divisor, or full")
+    block = _block(name, spec.block, width)
     if spec.kind != "random-orthogonal":
         try:
             hadamard_factors(block)
@@ -56,9 +54,19 @@ def rotation_from_spec(name: str, spec: RotationSpec, width: int) -> Rotation | 
     return Rotation(name, spec.kind, width, block, spec.seed)
 
 
-def fits(width: int) -> int:
-    """The largest Hadamard block that a side of this width takes."""
-    return largest_block(width)
+def _block(name: str, wanted: int | str, width: int) -> int:
+    """The block's width that a recipe asks for on a side of this width."""
+    if wanted == "full":
+        return width
+    if isinstance(wanted, str):
+        limit = int(wanted.removeprefix("<="))
+        block = next((b for b in range(min(limit, width), 1, -1) if width % b == 0 and largest_block(b) == b), 0)
+        if not block:
+            raise ValueError(f"{name}.block is {wanted}, and no Hadamard block up to {limit} divides the width {width}")
+        return block
+    if width % wanted:
+        raise ValueError(f"{name}.block is {wanted}, which does not divide the width {width}; use a divisor, or full")
+    return wanted
 
 
 @lru_cache(maxsize=8)

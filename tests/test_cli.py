@@ -1,0 +1,84 @@
+"""The command line's surface and its behaviour on a small model."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from quantrot.cli.common import parse_size, size
+from quantrot.cli.main import app
+
+run = CliRunner().invoke
+
+OPTIONS = {
+    "convert": "--recipe --output --device --resume --max-shard-size --overwrite --threads --dry-run",
+    "plan": "--recipe --device --max-shard-size",
+    "verify": "--against --text --max-kl --min-top1 --device",
+    "inspect": "",
+    "eval mmlu": "--fewshot --limit --batch-size --data --baseline --output --device --dtype",
+    "eval ppl": "--text --seq-len --windows --output --device --dtype",
+    "eval compare": "--baseline --text --seq-len --windows --output --device --dtype",
+    "recipes show": "",
+    "recipes schema": "",
+}
+
+
+@pytest.fixture(scope="module")
+def source(tiny, tmp_path_factory):
+    return str(tiny(tmp_path_factory.mktemp("model") / "source", hidden=128, intermediate=256, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_the_surface_is_frozen(command):
+    import typer.main
+
+    found = typer.main.get_command(app)
+    for word in command.split():
+        found = found.commands[word]
+    options = {name for p in found.params for name in p.opts if name.startswith("--")}
+    assert options == set(OPTIONS[command].split())
+
+
+def test_convert_inspect_verify(source, tmp_path):
+    out = str(tmp_path / "out")
+    result = run(app, ["convert", source, "-r", "quarot-mxfp4", "-o", out])
+    assert result.exit_code == 0, result.output
+    assert "at 4.25 bits" in result.output and "worst weights 1" in result.output and "peak memory" in result.output
+    result = run(app, ["inspect", out])
+    assert result.exit_code == 0 and "MXFP4 x MXFP4" in result.output and "blocks of 32, fused" in result.output
+    text = tmp_path / "text.txt"
+    text.write_text("Some words to run through both models, again and again. " * 40)
+    result = run(app, ["verify", out, "--text", str(text), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert "mean KL to the source" in result.output and "files match their hashes; ok" in result.output
+    assert run(app, ["verify", out, "--text", str(text), "--max-kl", "1e-9"]).exit_code == 1
+
+
+def test_dry_run_is_plan_and_writes_nothing(source, tmp_path):
+    planned = run(app, ["plan", source, "-r", "fp8-block"])
+    assert planned.exit_code == 0 and "FP8 128x128" in planned.output and "predicted peak memory" in planned.output
+    dry = run(app, ["convert", source, "-r", "fp8-block", "-o", str(tmp_path / "out"), "--dry-run"])
+    assert dry.output == planned.output and not list(tmp_path.iterdir())
+
+
+def test_recipes_list_show_schema():
+    assert "quarot-mxfp4-full" in run(app, ["recipes"]).output
+    assert run(app, ["recipes", "show", "mxfp4"]).output.startswith("# MXFP4 weights and activations")
+    schema = json.loads(run(app, ["recipes", "schema"]).output)
+    assert set(schema["properties"]) == {"description", "rotations", "linear", "skip", "attention", "kv_cache"}
+    assert run(app, ["recipes", "show", "mxfp5"]).exit_code == 2
+
+
+def test_missing_output_says_what_to_do(source):
+    result = run(app, ["convert", source, "-r", "mxfp4"])
+    assert result.exit_code == 2 and "--output is missing" in result.output
+
+
+@pytest.mark.parametrize("text, nbytes", [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("1GiB", 2**30), ("4096", 4096)])
+def test_sizes_are_read(text, nbytes):
+    assert parse_size(text) == nbytes
+
+
+def test_sizes_are_written():
+    assert [size(n) for n in (12, 34_500, 1.5e9)] == ["12 bytes", "34.5 KB", "1.5 GB"]

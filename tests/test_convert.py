@@ -1,0 +1,204 @@
+"""Conversions are complete or absent, resumable at every moment, and the same to the byte."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quantrot import convert, load
+from quantrot.checkpoint import open_checkpoint, read_rows
+from quantrot.formats import dequantize
+from quantrot.manifest import read_manifest
+from quantrot.plan import plan
+from quantrot.rotation import turn_input, turn_output
+
+RECIPE = "quarot-mxfp4-online"
+
+
+def tree(path):
+    """name -> sha256 of every file below a directory."""
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(path.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def source(tiny, tmp_path_factory):
+    return tiny(
+        tmp_path_factory.mktemp("model") / "source",
+        hidden=128,
+        intermediate=384,
+        layers=3,
+        tied=True,
+        attention_bias=True,
+        mlp_bias=True,
+        dtype=torch.bfloat16,
+        max_shard_size="300KB",
+    )
+
+
+def test_threads_and_chunks_do_not_change_a_byte(source, tmp_path, monkeypatch):
+    convert(source, RECIPE, tmp_path / "one", threads=1)
+    convert(source, RECIPE, tmp_path / "two", threads=2)
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    monkeypatch.setitem(sys.modules["quantrot.plan"].CHUNK, "cpu", 1 << 10)
+    convert(source, RECIPE, tmp_path / "small", threads=2)
+    assert load_file(tmp_path / "one/model.safetensors").keys() == load_file(tmp_path / "small/model.safetensors").keys()
+    for name, tensor in load_file(tmp_path / "one/model.safetensors").items():
+        other = load_file(tmp_path / "small/model.safetensors")[name]
+        assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), name
+
+
+def test_sharded_output_holds_the_same_tensors(source, tmp_path):
+    convert(source, RECIPE, tmp_path / "whole")
+    convert(source, RECIPE, tmp_path / "parts", max_shard_size=40_000)
+    shards = sorted((tmp_path / "parts").glob("*.safetensors"))
+    index = json.loads((tmp_path / "parts/model.safetensors.index.json").read_text())
+    assert len(shards) > 5 and {p.name for p in shards} == set(index["weight_map"].values())
+    merged = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    whole = load_file(tmp_path / "whole/model.safetensors")
+    assert merged.keys() == whole.keys() == index["weight_map"].keys()
+    assert all(torch.equal(merged[k].view(torch.uint8), whole[k].view(torch.uint8)) for k in whole)
+    assert sum(t.nbytes for t in whole.values()) == index["metadata"]["total_size"]
+    ids = torch.arange(10).view(1, 10)
+    with torch.no_grad():
+        a, b = (load(tmp_path / d, device_map="cpu")(ids).logits for d in ("whole", "parts"))
+    assert torch.equal(a, b)
+
+
+def test_a_linear_is_fold_turn_turn_quantize(source, tmp_path):
+    """One v_proj and one down_proj, from the source's tensors by hand."""
+    convert(source, RECIPE, tmp_path / "out")
+    planned, stored = plan(source, RECIPE), load_file(tmp_path / "out/model.safetensors")
+    tensors = planned.checkpoint.tensors
+    r1, r2, r4 = (planned.rotations[name] for name in ("R1", "R2", "R4"))
+    gain = read_rows(tensors["model.layers.1.input_layernorm.weight"]).float()
+    v = read_rows(tensors["model.layers.1.self_attn.v_proj.weight"]).float()
+    down = read_rows(tensors["model.layers.1.mlp.down_proj.weight"]).float()
+    expected = {
+        "model.layers.1.self_attn.v_proj": turn_output(turn_input(v * gain, r1), r2),
+        "model.layers.1.mlp.down_proj": turn_output(turn_input(down, r4), r1),
+    }
+    for fqn, exact in expected.items():
+        weights = planned.linears[fqn].weights
+        data = [stored[f"{fqn}.weight_packed"], stored[f"{fqn}.weight_scale"]]
+        got = dequantize(weights, data, exact.shape[1], torch.float32)
+        sqnr = 10 * torch.log10(exact.square().sum() / (got - exact).square().sum())
+        assert sqnr > 18, fqn  # MXFP4's own noise; a wrong order of operations gives about 0
+        assert abs(sqnr - read_manifest(tmp_path / "out").data["linears"][fqn]["sqnr_db"]) < 0.01
+    assert (stored["model.layers.1.input_layernorm.weight"] == 1).all()
+    assert "lm_head.weight" in stored
+
+
+def test_memory_and_sizes_are_planned_exactly(source, tmp_path):
+    planned = plan(source, RECIPE, max_shard_size=100_000)
+    convert(source, RECIPE, tmp_path / "out", max_shard_size=100_000)
+    for shard in planned.shards:
+        assert (tmp_path / "out" / shard.name).stat().st_size == shard.nbytes
+    written = open_checkpoint(tmp_path / "out")
+    assert [(n, t.shape) for n, t in written.tensors.items()] == [
+        (t.name, t.shape) for shard in planned.shards for t in shard.tensors
+    ]
+
+
+KILLED = """
+import os, signal, sys
+import quantrot.convert
+from quantrot.convert import convert
+source, out, recipe, call, moment = sys.argv[1:6]
+seen = 0
+real = getattr(os, call)
+def counted(*args, **kwargs):
+    global seen
+    seen += 1
+    if seen == int(moment):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **kwargs)
+setattr(os, call, counted)
+convert(source, recipe, out, resume="--resume" in sys.argv, overwrite="--overwrite" in sys.argv)
+"""
+
+
+def run_killed(source, out, call, moment, *flags):
+    command = [sys.executable, "-c", KILLED, source, out, RECIPE, call, str(moment), *flags]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=os.getcwd())
+
+
+@pytest.mark.parametrize("call, moment", [("pwrite", 1), ("pwrite", 40), ("fsync", 1), ("fsync", 2), ("rename", 1)])
+def test_killed_and_resumed_is_the_same_to_the_byte(source, tmp_path, call, moment):
+    convert(source, RECIPE, tmp_path / "unbroken")
+    died = run_killed(source, tmp_path / "out", call, moment)
+    assert died.returncode == -9, died.stderr
+    assert not (tmp_path / "out").exists()
+    convert(source, RECIPE, tmp_path / "out", resume=True)
+    assert tree(tmp_path / "out") == tree(tmp_path / "unbroken")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "unbroken"]
+
+
+def test_resume_does_only_what_is_left_and_mends_what_was_damaged(source, tmp_path):
+    convert(source, RECIPE, tmp_path / "unbroken")
+    assert run_killed(source, tmp_path / "out", "pwrite", 60).returncode == -9
+    partial = tmp_path / "out.partial"
+    lines = (partial / "journal.jsonl").read_bytes().splitlines()
+    finished = {json.loads(line)["step"] for line in lines[1:]}
+    assert 5 < len(finished) < len(plan(source, RECIPE).steps)
+    with (partial / "journal.jsonl").open("ab") as journal:
+        journal.write(b'{"step": 9999, "sha2')  # a torn line
+    with next(partial.glob("*.safetensors")).open("r+b") as shard:  # damage the first finished tensor
+        shard.seek(-1000, os.SEEK_END)
+        shard.write(b"\xff" * 10)
+    seen = []
+    convert(source, RECIPE, tmp_path / "out", resume=True, progress=lambda name, done, total: seen.append(done))
+    assert seen[0] > 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "unbroken")
+
+
+def test_overwrite_keeps_the_old_output_until_the_new_one_is_done(source, tmp_path):
+    convert(source, "int8-weight-only", tmp_path / "out")
+    old = tree(tmp_path / "out")
+    assert run_killed(source, tmp_path / "out", "pwrite", 30, "--overwrite").returncode == -9
+    assert tree(tmp_path / "out") == old
+    convert(source, RECIPE, tmp_path / "out", resume=True, overwrite=True)
+    convert(source, RECIPE, tmp_path / "fresh")
+    assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fresh", "out"]
+
+
+def test_resuming_a_finished_conversion_does_nothing(source, tmp_path):
+    convert(source, RECIPE, tmp_path / "out")
+    before = (tmp_path / "out/quantrot.json").stat().st_mtime_ns
+    convert(source, RECIPE, tmp_path / "out", resume=True)
+    assert (tmp_path / "out/quantrot.json").stat().st_mtime_ns == before
+
+
+def test_two_conversions_into_one_place_are_refused(source, tmp_path):
+    import fcntl
+
+    run_killed(source, tmp_path / "out", "pwrite", 5)
+    with (tmp_path / "out.partial/journal.jsonl").open("rb") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process is converting into it"):
+            convert(source, RECIPE, tmp_path / "out", resume=True)
+
+
+def test_a_changed_source_is_noticed_on_resume(tiny, tmp_path):
+    source = tiny(tmp_path / "model", hidden=128, intermediate=384, layers=3, tied=True)
+    run_killed(source, tmp_path / "out", "pwrite", 5)
+    file = source / "model.safetensors"
+    os.utime(file, ns=(0, 0))
+    with pytest.raises(ValueError, match="unfinished conversion of another source"):
+        convert(source, RECIPE, tmp_path / "out", resume=True)
+
+
+def test_manifest_records_source_and_rotations(source, tmp_path):
+    convert(source, RECIPE, tmp_path / "out")
+    data = read_manifest(tmp_path / "out").data
+    assert data["rotations"].keys() == {"R1", "R2", "R4"} and data["rotations"]["R4"]["online"]
+    assert data["recipe"]["linear"][0]["weights"]["scale_rule"] == "mse"  # resolved: defaults written out
+    embedding = open_checkpoint(source).tensors["model.embed_tokens.weight"]
+    digest = hashlib.sha256(read_rows(embedding).view(torch.uint8).numpy().tobytes()).hexdigest()
+    assert data["source"]["tensors"]["model.embed_tokens.weight"] == digest
+    assert set(data["files"]) == {p.name for p in (tmp_path / "out").iterdir()} - {"quantrot.json"}

@@ -1,0 +1,183 @@
+"""Outputs load unchanged in plain transformers with compressed-tensors, and never silently wrong."""
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from quantrot import convert, load
+from quantrot.engines import support
+from quantrot.formats import WIDE, compressed_tensors_group, from_rule
+from quantrot.kernels.mixed import dequantize_int8, quantize_int8
+from quantrot.kernels.mxfp4 import dequantize_mxfp4, power_of_two, quantize_mxfp4
+from quantrot.manifest import read_manifest
+from quantrot.modules import QuantizedLinear
+from quantrot.recipe import load_recipe
+
+MXFP4_BOTH = {"weights": {"format": "mxfp4"}, "activations": {"format": "mxfp4"}}
+FP8_BLOCK = {"weights": {"format": "fp8", "block": [128, 128]}, "activations": {"format": "fp8", "block": [1, 128]}}
+COMPRESSED = ["rotate-only", "fp8-dynamic", "mxfp4-weight-only", "mxfp4", "quarot-mxfp4", "int8-weight-only"]
+MIXED = {
+    "fp8 and mxfp4": [{"match": "down_proj", **FP8_BLOCK}, {"match": "*", **MXFP4_BOTH}],
+    "some layers": [{"match": "model.layers.0.*", "weights": {"format": "mxfp4"}}],
+    "int8 per channel and a quantized head": [{"match": "*", "weights": {"format": "int8", "group": "channel"}}],
+}
+
+
+@pytest.fixture(scope="module")
+def source(tiny, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "source"
+    return tiny(path, hidden=256, intermediate=512, kv_heads=4, dtype=torch.bfloat16, attention_bias=True, max_shard_size="1MB")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(40).view(2, 20)).logits.float()
+
+
+def plain(path, dtype):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+def difference(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def convert_named(source, recipe, out):
+    skip = [] if "head" in recipe else ["lm_head"]
+    convert(source, {"linear": MIXED[recipe], "skip": skip} if recipe in MIXED else recipe, out)
+
+
+@pytest.mark.parametrize("recipe", ["rotate-only", "fp8-dynamic", "int8-weight-only", "int8 per channel and a quantized head"])
+def test_compressed_tensors_outputs_give_our_logits(source, tmp_path, recipe):
+    """In float32, because in bfloat16 the engine's emulation of FP8 activations rounds their scales too."""
+    convert_named(source, recipe, tmp_path / "out")
+    ours = logits(load(tmp_path / "out", device_map="cpu", dtype=torch.float32))
+    assert difference(logits(plain(tmp_path / "out", torch.float32)), ours) < 1e-6
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-weight-only", "mxfp4", "quarot-mxfp4", "int8-weight-only", "some layers"])
+def test_the_same_in_bfloat16_to_the_bit(source, tmp_path, recipe):
+    convert_named(source, recipe, tmp_path / "out")
+    assert torch.equal(logits(plain(tmp_path / "out", "auto")), logits(load(tmp_path / "out", device_map="cpu")))
+
+
+def widen_activations(model):
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.format = type(module.format)(module.format.weights, WIDE)
+    return model
+
+
+def test_mixed_formats_hold_our_weights_to_the_bit(source, tmp_path):
+    convert_named(source, "fp8 and mxfp4", tmp_path / "out")
+    model = widen_activations(load(tmp_path / "out", device_map="cpu"))
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["input_activations"] = None
+    (tmp_path / "out/config.json").write_text(json.dumps(config))
+    assert config["quantization_config"]["format"] == "mixed-precision"
+    assert torch.equal(logits(plain(tmp_path / "out", "auto")), logits(model))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "gridquant-fp8", "quarot-fp8"])
+def test_native_fp8_outputs_give_our_logits(source, tmp_path, recipe):
+    """Without a GPU transformers dequantizes these to bfloat16 and leaves activations wide: so do we here."""
+    convert(source, recipe, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
+    model = widen_activations(load(tmp_path / "out", device_map="cpu"))
+    assert torch.equal(logits(plain(tmp_path / "out", "auto")), logits(model))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "hadamard-mxfp4",
+        "quarot-mxfp4-online",
+        {"rotations": {"R3": {"kind": "hadamard"}}},
+        {"rotations": {"R4": {"kind": "hadamard", "block": 32}}},
+        {"rotations": {"R4": {"kind": "random-hadamard"}}, "linear": [{"match": "*", **FP8_BLOCK}]},
+    ],
+    ids=lambda r: r if isinstance(r, str) else "+".join(r["rotations"]),
+)
+def test_plain_transformers_refuses_an_online_rotation(source, tmp_path, recipe):
+    convert(source, recipe, tmp_path / "out")
+    with pytest.raises(ValueError, match="online-hadamard"):
+        plain(tmp_path / "out", "auto")
+    assert logits(load(tmp_path / "out", device_map="cpu")).isfinite().all()
+    manifest = read_manifest(tmp_path / "out")
+    verdicts = {row.engine: row.runs for row in support(manifest.linears, manifest.online, manifest.attention)}
+    assert verdicts["transformers"] == "no" and verdicts["quantrot"] == "yes"
+
+
+def test_an_inexpressible_rotation_breaks_every_compressed_tensors_schema(source, tmp_path):
+    """vLLM validates transform_config with the package's own model: it must refuse what it cannot run."""
+    from compressed_tensors.transform import TransformConfig
+
+    convert(source, {"rotations": {"R3": {"kind": "hadamard"}}}, tmp_path / "r3")
+    convert(source, "quarot-mxfp4-online", tmp_path / "r4")
+    configs = [json.loads((tmp_path / d / "config.json").read_text())["quantization_config"] for d in ("r3", "r4")]
+    with pytest.raises(ValueError, match="needs_quantrot"):
+        TransformConfig.model_validate(configs[0]["transform_config"])
+    TransformConfig.model_validate(configs[1]["transform_config"])
+
+
+def test_stored_matrix_and_fold_are_inverse(source, tmp_path):
+    """The engine's own recipe, x H / sqrt(B) by W H / sqrt(B), read from the file's tensors, is the plain product."""
+    convert(source, "quarot-mxfp4-online", tmp_path / "out")
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as f:
+        h = f.get_tensor("model.layers.0.mlp.down_proj.R4_input.weight").double()
+    assert torch.equal(h @ h.T, 32 * torch.eye(32, dtype=torch.float64))
+
+
+def scheme(rule):
+    group = compressed_tensors_group(from_rule(load_recipe({"linear": [rule]}).linear[0]), ["Linear"], "")
+    return QuantizationScheme.model_validate(group)
+
+
+@pytest.mark.parametrize("rule", ["even", "mse", "rceil"])
+def test_mxfp4_bytes_equal_compressed_tensors(rule):
+    w = torch.randn(96, 256, generator=torch.Generator().manual_seed(0))
+    packed, scale = quantize_mxfp4(w, rule)
+    state = {"weight": w, "weight_scale": power_of_two(scale.int() - 127)}
+    theirs = MXFP4PackedCompressor.compress(state, scheme({"match": "*", **MXFP4_BOTH}))
+    assert torch.equal(theirs["weight_packed"], packed)
+    assert torch.equal(theirs["weight_scale"], scale)
+    back = MXFP4PackedCompressor.decompress(theirs, scheme({"match": "*", **MXFP4_BOTH}))
+    assert torch.equal(back["weight"].float(), dequantize_mxfp4(packed, scale, torch.float32))
+
+
+@pytest.mark.parametrize("group", [64, 128, "channel"])
+def test_int8_bytes_equal_compressed_tensors(group):
+    from quantrot.kernels.mixed import pack_int8
+
+    w = torch.randn(96, 256, generator=torch.Generator().manual_seed(1))
+    q, scale = quantize_int8(w, 256 if group == "channel" else group)
+    rule = {"match": "*", "weights": {"format": "int8", "group": group}}
+    theirs = PackedQuantizationCompressor.compress({"weight": w, "weight_scale": scale.float()}, scheme(rule))
+    assert torch.equal(theirs["weight_packed"], pack_int8(q))
+    assert theirs["weight_shape"].tolist() == [96, 256]
+    assert dequantize_int8(q, scale).shape == (96, 256)
+
+
+@pytest.mark.parametrize("recipe", [*COMPRESSED[1:], *MIXED])
+def test_config_passes_compressed_tensors_own_schema(source, tmp_path, recipe):
+    convert_named(source, recipe, tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    for key in ("sparsity_config", "transform_config", "quant_method"):
+        config.pop(key)
+    QuantizationConfig.model_validate(config)
+
+
+def test_config_is_the_sources_own_plus_quantization(source, tmp_path):
+    convert(source, "mxfp4", tmp_path / "out")
+    before, after = (json.loads((d / "config.json").read_text()) for d in (source, tmp_path / "out"))
+    after.pop("quantization_config")
+    assert before == after and list(before) == list(after)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (source / name).read_bytes() == (tmp_path / "out" / name).read_bytes()

@@ -1,0 +1,87 @@
+"""The house rules that a machine can check: names at the root, imports, what may import what."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "quantrot"
+# Each may import only what stands below it
+LAYERS = [
+    {"cli"},
+    {"verify"},
+    {"evals"},
+    {"load", "convert"},
+    {"card"},
+    {"plan", "manifest"},
+    {"engines"},
+    {"modules"},
+    {"formats", "rotation"},
+    {"recipe"},
+    {"kernels", "llama", "checkpoint", "source"},
+    {"demo"},
+    {"orthogonal", "version"},
+]
+
+
+@pytest.mark.parametrize("name", ["kernels", "cli", "evals", "recipes"])
+def test_root_entries_are_links_into_the_package(name):
+    assert (ROOT / name).is_symlink() and (ROOT / name).resolve() == PACKAGE / name
+
+
+def test_kernels_never_shadows_another_package():
+    """A package named `kernels` at the root would be imported by transformers in place of Hugging Face's."""
+    assert not (PACKAGE / "kernels" / "__init__.py").exists()
+    for file in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        assert not re.search(r"^\s*(from|import) kernels\b", file.read_text(), re.MULTILINE), file
+
+
+def test_tests_are_no_package():
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def level(module):
+    return next(i for i, names in enumerate(LAYERS) if module in names)
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_point_down(file):
+    own = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if own in ("__init__", "__main__"):
+        return
+    imported = set(re.findall(r"^\s*(?:from|import) quantrot\.(\w+)", file.read_text(), re.MULTILINE))
+    for line in re.findall(r"^\s*from quantrot import (.*)$", file.read_text(), re.MULTILINE):
+        imported |= set(re.findall(r"\w+", line))
+    for module in imported - {own, "as"}:
+        assert level(own) < level(module) or {own, module} <= {"load", "convert"}, f"{own} imports {module}"
+
+
+def test_only_kernels_import_gpu_compilers():
+    for file in PACKAGE.rglob("*.py"):
+        if "kernels" not in file.relative_to(PACKAGE).parts:
+            assert not re.search(r"^\s*(from|import) (triton|cuda)\b", file.read_text(), re.MULTILINE), file
+
+
+def test_help_does_not_import_torch():
+    code = "import sys; from quantrot.cli.main import app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_public_names_are_functions_even_after_their_modules_are_imported():
+    code = (
+        "import quantrot, quantrot.convert, quantrot.plan, quantrot.load, quantrot.verify\n"
+        "assert all(callable(getattr(quantrot, n)) for n in ('Recipe', 'plan', 'convert', 'load', 'verify'))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_the_project_speaks_of_itself_alone():
+    words = re.compile(r"(?<![\w-])/work/|\bissue #?\d|\bthis session\b", re.IGNORECASE)
+    listed = ["git", "ls-files", "*.py", "*.md", "*.yaml", "*.cu", "*.cuh"]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True)
+    for name in files.stdout.split():
+        if name != "tests/test_house.py" and (ROOT / name).is_file():
+            assert not words.search((ROOT / name).read_text()), name

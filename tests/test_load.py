@@ -1,0 +1,104 @@
+"""Loading: ready to use, and refused where it could be wrong. (Damaged files are in test_bad_checkpoints.)"""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quantrot import convert, load
+from quantrot.load import open_model
+from quantrot.modules import Fp8Linear, Int8Linear, Mxfp4Linear, QuantizedLinear
+
+IDS = torch.arange(2, 26).view(2, 12)  # without 0, which generate would take for padding
+
+
+@pytest.fixture(scope="module")
+def source(tiny, tmp_path_factory):
+    return tiny(
+        tmp_path_factory.mktemp("model") / "source", hidden=128, intermediate=256, kv_heads=4, dtype=torch.bfloat16
+    )
+
+
+@pytest.fixture(scope="module")
+def converted(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "online"
+    return convert(source, "quarot-mxfp4-online", out).out
+
+
+@pytest.mark.parametrize(
+    "recipe, kind", [("fp8-block", Fp8Linear), ("mxfp4", Mxfp4Linear), ("int8-weight-only", Int8Linear)]
+)
+def test_modules_hold_what_is_on_disk(source, tmp_path, recipe, kind):
+    from safetensors.torch import load_file
+
+    convert(source, recipe, tmp_path / "out")
+    model = load(tmp_path / "out", device_map="cpu")
+    linears = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    assert len(linears) == 14 and all(type(m) is kind for m in linears)
+    stored = load_file(tmp_path / "out/model.safetensors")
+    state = model.state_dict()
+    assert state.keys() == stored.keys()
+    assert all(torch.equal(state[k].view(torch.uint8), stored[k].view(torch.uint8)) for k in stored)
+
+
+def test_generate_continues_as_the_forward_says(converted):
+    model = load(converted, device_map="cpu", dtype="float32")
+    out = model.generate(IDS[:1], max_new_tokens=5, do_sample=False, pad_token_id=0)
+    for position in range(IDS.shape[1], out.shape[1]):
+        with torch.no_grad():
+            full = model(out[:, :position], use_cache=False).logits[0, -1]
+        assert full.argmax() == out[0, position]
+
+
+def test_generate_is_exact_with_r3_in_the_cache(tiny, tmp_path):
+    source = tiny(tmp_path / "model")
+    convert(source, {"rotations": {"R3": {"kind": "hadamard"}}}, tmp_path / "out")
+    model, base = load(tmp_path / "out", device_map="cpu"), AutoModelForCausalLM.from_pretrained(source)
+    options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(model.generate(IDS[:1], **options), base.generate(IDS[:1], **options))
+
+
+def test_torch_compile_gives_eager_logits(converted):
+    model = load(converted, device_map="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        eager = model(IDS, use_cache=False).logits
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(IDS, use_cache=False).logits
+    assert (eager - compiled).abs().max() <= 1e-4 * eager.abs().max()
+
+
+def test_decoding_ahead_changes_nothing(converted):
+    model = load(converted, device_map="cpu")
+    with torch.no_grad():
+        ahead = model(IDS).logits
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                assert module._decoded is not None
+                module._decoded = None
+        assert torch.equal(model(IDS).logits, ahead)
+
+
+def test_accelerate_device_map_with_offload(converted, tmp_path):
+    """A map of several devices goes through accelerate's hooks; the disk is the second device a CPU has."""
+    whole = load(converted, device_map="cpu")
+    split = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
+    split |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    model = load(converted, device_map=split, offload_folder=tmp_path)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, whole(IDS).logits)
+
+
+def test_dtype_is_of_what_is_not_quantized(converted):
+    model = load(converted, device_map="cpu", dtype="float32")
+    assert model.model.embed_tokens.weight.dtype == torch.float32
+    assert model.model.layers[0].mlp.down_proj.weight_packed.dtype == torch.uint8
+    with pytest.raises(ValueError, match="dtype is 'int3'; allowed: auto, float32, bfloat16, float16"):
+        load(converted, dtype="int3")
+
+
+def test_open_model_takes_converted_and_plain(source, converted):
+    for path in (source, converted):
+        model, tokenizer = open_model(path, device="cpu")
+        ids = tokenizer("hello", return_tensors="pt").input_ids
+        with torch.no_grad():
+            assert model(ids).logits.isfinite().all()
+    assert not model.training

@@ -1,0 +1,122 @@
+"""A plan says everything beforehand: which linear gets what, what falls back, how large, and why not."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from quantrot.plan import plan
+from quantrot.recipe import SHIPPED, load_recipe, shipped_recipes
+
+FP8 = {"weights": {"format": "fp8", "block": [128, 128]}, "activations": {"format": "fp8", "block": [1, 128]}}
+MXFP4 = {"weights": {"format": "mxfp4"}}
+
+
+@pytest.fixture(scope="module")
+def source(tiny, tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("model") / "source", hidden=192, intermediate=256, heads=2, kv_heads=1)
+
+
+def kinds(planned):
+    """last component -> weight kind and block, of layer 0."""
+    short = {}
+    for fqn, fmt in planned.linears.items():
+        if ".1." not in fqn:
+            short[fqn.rpartition(".")[2]] = None if fmt is None else (fmt.weights.kind, fmt.weights.block)
+    return short
+
+
+def test_first_matching_rule_wins_and_skip_wins_over_all(source):
+    rules = [
+        {"match": "down_proj", "weights": {"format": "int8", "group": 64}},
+        {"match": "mlp.*", **MXFP4},
+        {"match": "model.layers.0.self_attn.q_proj", "weights": {"format": "fp8", "block": "channel"}},
+    ]
+    found = kinds(plan(source, {"linear": rules, "skip": ["gate_proj", "lm_head"]}))
+    assert found["down_proj"] == ("int8", (1, 64))
+    assert found["up_proj"] == ("mxfp4", (1, 32))
+    assert found["q_proj"] == ("fp8", (1, 0))
+    assert found["gate_proj"] is None and found["k_proj"] is None and found["lm_head"] is None
+
+
+def test_a_misfit_falls_back_with_all_that_an_engine_fuses(source):
+    """192 is no multiple of 128: q (192 x 192) does not fit, so k and v follow it; gate and up (256 x 192) neither."""
+    planned = plan(source, {"linear": [{"match": "*", **FP8}]})
+    assert set(kinds(planned).values()) == {("fp8", (1, 0)), None}
+    assert any("2 x q_proj [192, 192] does not fit FP8 128x128" in note for note in planned.notes)
+    keep = {"format": "fp8", "block": [128, 128], "fallback": "keep"}
+    kept = plan(source, {"linear": [{"match": "*", "weights": keep, "activations": FP8["activations"]}]})
+    assert set(kinds(kept).values()) == {None}
+
+
+def test_native_fp8_needs_every_linear_to_be_block_scaled(tiny, tmp_path):
+    source = tiny(tmp_path / "model", hidden=256, intermediate=512, kv_heads=4)
+    config = plan(source, "fp8-block").config["quantization_config"]
+    assert config["quant_method"] == "fp8" and config["modules_to_not_convert"] == ["lm_head"]
+    mixed = plan(source, {"linear": [{"match": "mlp.*", **FP8}, {"match": "*", **MXFP4}]})
+    assert mixed.config["quantization_config"]["format"] == "mixed-precision"
+    names = {name for step in mixed.steps for name, _, _ in step.outputs}
+    assert "model.layers.0.mlp.down_proj.weight_scale" in names
+    assert "model.layers.0.mlp.down_proj.weight_scale_inv" not in names
+
+
+def test_targets_are_names_where_layers_differ(source):
+    rules = [{"match": "model.layers.1.mlp.down_proj", **MXFP4}, {"match": "q_proj", "weights": {"format": "int8", "group": 64}}]
+    groups = plan(source, {"linear": rules}).config["quantization_config"]["config_groups"]
+    targets = {tuple(group["targets"]) for group in groups.values()}
+    assert targets == {("model.layers.1.mlp.down_proj",), ("re:.*q_proj$",)}
+
+
+def test_every_tensor_of_the_source_is_accounted_for(source):
+    for recipe in shipped_recipes():
+        planned = plan(source, recipe)
+        assert {step.source for step in planned.steps} - {""} == set(planned.checkpoint.tensors)
+        names = [name for step in planned.steps for name, _, _ in step.outputs]
+        assert len(names) == len(set(names))
+        assert sum(s.nbytes for s in planned.shards) == planned.output_bytes
+
+
+def test_tied_head_is_untied_only_where_something_changes_it(tiny, tmp_path):
+    source = tiny(tmp_path / "model", tied=True)
+    assert "lm_head.weight" not in {n for s in plan(source, "mxfp4").steps for n, _, _ in s.outputs}
+    for recipe in ("quarot-mxfp4", {"linear": [{"match": "lm_head", **MXFP4}], "skip": []}):
+        planned = plan(source, recipe)
+        assert planned.config["tie_word_embeddings"] is False
+        assert any(n.startswith("lm_head.weight") for s in planned.steps for n, _, _ in s.outputs)
+    assert plan(source, "mxfp4").config["tie_word_embeddings"] is True
+
+
+def test_the_fingerprint_follows_everything_that_changes_bytes(source, tiny, tmp_path):
+    base = plan(source, "quarot-mxfp4").fingerprint()
+    assert base == plan(source, "quarot-mxfp4").fingerprint()
+    recipe = load_recipe("quarot-mxfp4").resolved()
+    recipe["rotations"]["R1"]["seed"] = 1
+    others = [
+        plan(source, recipe),
+        plan(source, "mxfp4"),
+        plan(source, "quarot-mxfp4", max_shard_size=1 << 16),
+        plan(tiny(tmp_path / "other", hidden=192, intermediate=512, heads=2, kv_heads=1), "quarot-mxfp4"),
+    ]
+    assert base not in {other.fingerprint() for other in others}
+
+
+def test_predicted_memory_does_not_grow_with_depth(tiny, tmp_path):
+    shallow = plan(tiny(tmp_path / "a", layers=1), "quarot-mxfp4")
+    deep = plan(tiny(tmp_path / "b", layers=9), "quarot-mxfp4")
+    assert shallow.working_bytes == deep.working_bytes
+
+
+def test_shipped_recipes_say_what_they_are_for_and_round_trip():
+    assert len(shipped_recipes()) == 12
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        comment = (SHIPPED / f"{name}.yaml").read_text()
+        assert recipe.description and comment.startswith("# ") and re.search(r"[Ee]ngine", comment), name
+        assert load_recipe(json.loads(json.dumps(recipe.resolved()))).resolved() == recipe.resolved()
+
+
+def test_source_dtypes_are_kept(tiny, tmp_path):
+    for dtype, name in ((torch.float16, "F16"), (torch.bfloat16, "BF16"), (torch.float32, "F32")):
+        planned = plan(tiny(tmp_path / name, dtype=dtype), "rotate-only")
+        assert {d for s in planned.steps for _, d, _ in s.outputs} == {name}

@@ -1,0 +1,86 @@
+"""verify tells a good conversion from a broken one."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantrot import convert, verify
+from quantrot.checkpoint import sha256_range
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 40
+OPTIONS = dict(text=TEXT, seq_len=64, count=2, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def source(tiny, tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("model") / "source", hidden=128, intermediate=256)
+
+
+def damage(out, name, change):
+    """Change a tensor and the manifest's hash with it: a conversion that is wrong, in files that are intact."""
+    tensors = load_file(out / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    manifest = json.loads((out / "quantrot.json").read_text())
+    file = out / "model.safetensors"
+    manifest["files"][file.name] = {"size": file.stat().st_size, "sha256": sha256_range(file)}
+    (out / "quantrot.json").write_text(json.dumps(manifest))
+
+
+def test_lossless_conversion_passes_with_tiny_divergence(source, tmp_path):
+    convert(source, "rotate-only", tmp_path / "out")
+    found = verify(tmp_path / "out", **OPTIONS)
+    assert found.divergence.kl < 1e-9 and found.divergence.top1 == 1 and not found.failures and not found.layers
+
+
+def test_a_wrong_weight_fails(source, tmp_path):
+    convert(source, "rotate-only", tmp_path / "out")
+    damage(tmp_path / "out", "model.layers.0.mlp.down_proj.weight", lambda t: t.flip(0).contiguous())
+    found = verify(tmp_path / "out", **OPTIONS)
+    assert len(found.failures) == 1 and "nats per token, above 0.01" in found.failures[0]
+
+
+def test_limits_are_the_callers(source, tmp_path):
+    convert(source, "int8-weight-only", tmp_path / "out")
+    assert not verify(tmp_path / "out", **OPTIONS).failures
+    found = verify(tmp_path / "out", max_kl=0.0, min_top1=1.1, **OPTIONS)
+    assert [f.split(" with")[0].split(" to")[0] for f in found.failures] == ["KL", "top-1 agreement"]
+
+
+def test_layer_sqnr_is_the_formats_noise(source, tmp_path):
+    convert(source, "int8-weight-only", tmp_path / "int8")
+    convert(source, "mxfp4", tmp_path / "mxfp4")
+    int8 = verify(tmp_path / "int8", **OPTIONS).layers
+    mxfp4 = verify(tmp_path / "mxfp4", **OPTIONS).layers
+    assert len(int8) == len(mxfp4) == 14
+    assert all(35 < layer.sqnr_db < 50 and layer.unrotated_db is None for layer in int8)
+    assert all(12 < layer.sqnr_db < 22 for layer in mxfp4)
+
+
+def test_a_rotation_that_costs_more_than_it_gains_is_named(source, tmp_path, tiny):
+    """Weights that MXFP4 holds exactly lose by any rotation: there the warning must come."""
+    from quantrot.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+
+    exact = tiny(tmp_path / "exact", hidden=128, intermediate=256)
+    tensors = load_file(exact / "model.safetensors")
+    for name, t in tensors.items():
+        if name.endswith("proj.weight"):
+            tensors[name] = dequantize_mxfp4(*quantize_mxfp4(t), torch.float32)
+    save_file(tensors, exact / "model.safetensors", metadata={"format": "pt"})
+    recipe = {"rotations": {"R1": {"kind": "hadamard"}}, "linear": [{"match": "*", "weights": {"format": "mxfp4"}}]}
+    convert(exact, recipe, tmp_path / "out")
+    found = verify(tmp_path / "out", **OPTIONS)
+    assert len(found.warnings) == 1 and "rotation made 14 of 14 linears worse" in found.warnings[0]
+    convert(source, "int8-weight-only", tmp_path / "plain")
+    assert not verify(tmp_path / "plain", **OPTIONS).warnings
+
+
+def test_a_source_that_moved_is_asked_for(tiny, tmp_path):
+    source = tiny(tmp_path / "model", hidden=64)
+    convert(source, "mxfp4", tmp_path / "out")
+    source.rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="--against"):
+        verify(tmp_path / "out", **OPTIONS)
+    assert verify(tmp_path / "out", tmp_path / "moved", **OPTIONS).divergence.tokens == 126
