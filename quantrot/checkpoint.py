@@ -81,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path}: missing; a Hugging Face checkpoint directory has a {path.name}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: a JSON object is needed, found a {type(data).__name__}")
@@ -96,9 +96,9 @@ def _shards(root: Path) -> list[Path]:
             raise ValueError(f"{root / INDEX}: weight_map is missing or does not map tensor names to file names")
         names = sorted(set(weight_map.values()))
         for name in names:
-            if Path(name).name != name:
+            if Path(name).name != name or name in ("", ".."):
                 raise ValueError(f"{root / INDEX}: {name!r} points outside the directory; only plain file names are read")
-        missing = [name for name in names if not (root / name).exists()]
+        missing = [name for name in names if not (root / name).is_file()]
         if missing:
             raise ValueError(f"{root}: missing {len(missing)} of {len(names)} shards: {', '.join(missing[:5])}; download again")
         return [root / name for name in names]
@@ -124,7 +124,7 @@ def read_header(file: Path) -> list[TensorInfo]:
         raw = handle.read(length)
     try:
         header = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: the safetensors header is not valid JSON: {error}") from None
     if not isinstance(header, dict):
         raise ValueError(f"{file}: the safetensors header is not a JSON object")

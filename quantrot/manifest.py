@@ -16,6 +16,9 @@ from quantrot.rotation import Rotation, checksum
 
 MANIFEST = "quantrot.json"
 VERSION = 1  # of the file's layout
+WEIGHT_KINDS, ACTIVATION_KINDS = ("fp8", "mxfp4", "int8"), ("none", "fp8", "mxfp4")
+ONLINE_KINDS = ("hadamard", "random-hadamard")
+MAX_WIDTH = 1 << 24  # past every model's
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,12 @@ def read_manifest(root: Path) -> Manifest:
         attention = _rotation(data["attention"]) if data["attention"] else None
         rotations = data["rotations"].values()
         stored = [*rotations, *(e["online"] for e in data["linears"].values() if e["online"])]
-        checksums = {_rotation(entry): entry["checksum"] for entry in stored if entry["online"]}
-        if data["attention"]:
-            checksums[_rotation(data["attention"])] = data["attention"]["checksum"]
-    except (KeyError, TypeError, AttributeError) as error:
+        stored += [data["attention"]] if data["attention"] else []
+        checksums = [(_rotation(entry), str(entry["checksum"])) for entry in stored if entry["online"]]
+        wanted = [(rotation, checksum(rotation), expected) for rotation, expected in dict.fromkeys(checksums)]
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: malformed: {type(error).__name__} at {error}; convert again") from None
-    for rotation, expected in checksums.items():
-        actual = checksum(rotation)
+    for rotation, actual, expected in wanted:
         if actual != expected:
             raise ValueError(
                 f"{path}: the matrix of the online rotation {rotation.name} ({rotation.kind}, block {rotation.block}, seed "
@@ -63,25 +65,44 @@ def read_manifest(root: Path) -> Manifest:
 def _format(entry: dict[str, Any] | None) -> LinearFormat | None:
     if entry is None:
         return None
-    weights, activations = entry["weights"], entry["activations"]
+    weights, activations, hadamard = entry["weights"], entry["activations"], entry["hadamard"]
+    if weights["kind"] not in WEIGHT_KINDS or activations["kind"] not in ACTIVATION_KINDS:
+        raise ValueError(f"weights of kind {weights['kind']!r:.40}, activations of kind {activations['kind']!r:.40}")
+    (m, k), (t, f) = weights["block"], activations["block"]
+    if any(type(n) is not int or not 0 <= n <= MAX_WIDTH for n in (m, k, t, f, hadamard)):
+        raise ValueError(f"blocks [{m!r:.20}, {k!r:.20}] and [{t!r:.20}, {f!r:.20}], hadamard {hadamard!r:.20}")
     return LinearFormat(
-        WeightFormat(weights["kind"], (weights["block"][0], weights["block"][1]), weights["scale_rule"]),
-        ActivationFormat(activations["kind"], (activations["block"][0], activations["block"][1]), activations["scale_rule"]),
-        entry["hadamard"],
+        WeightFormat(weights["kind"], (m, k), str(weights["scale_rule"])),
+        ActivationFormat(activations["kind"], (t, f), str(activations["scale_rule"])),
+        hadamard,
     )
 
 
 def _rotation(entry: dict[str, Any]) -> Rotation:
-    return Rotation(entry["name"], entry["kind"], entry["width"], entry["block"], entry["seed"])
+    """An online rotation from its entry, whose values an edited file may have made anything."""
+    name, kind, width, block, seed = (entry[key] for key in ("name", "kind", "width", "block", "seed"))
+    if not isinstance(name, str) or kind not in ONLINE_KINDS:
+        raise ValueError(f"rotation {name!r:.40}, kind {kind!r:.40}; online kinds: {', '.join(ONLINE_KINDS)}")
+    sizes = width, block, seed
+    if any(type(n) is not int or not 0 <= n < 1 << 63 for n in sizes) or not 2 <= block <= width <= MAX_WIDTH:
+        raise ValueError(f"rotation {name!r:.40}, width {width!r:.40}, block {block!r:.40}, seed {seed!r:.40}")
+    if width % block:
+        raise ValueError(f"rotation {name!r:.40}, block {block}, which does not divide the width {width}")
+    return Rotation(name, kind, width, block, seed)
 
 
 def check_files(root: Path, data: dict[str, Any]) -> None:
     """Every file that the manifest lists is there with its size and sha256; ValueError names the first that is not."""
-    for name, entry in data["files"].items():
+    try:
+        listed = {str(name): (entry["size"], entry["sha256"]) for name, entry in data["files"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        where = f"{root / MANIFEST}: malformed: {type(error).__name__} at {error}"
+        raise ValueError(f"{where}, in files; convert again") from None
+    for name, (size, sha256) in listed.items():
         path = root / name
         if not path.is_file():
             raise ValueError(f"{path}: missing, although {MANIFEST} lists it; convert again")
-        if path.stat().st_size != entry["size"] or sha256_range(path) != entry["sha256"]:
+        if path.stat().st_size != size or sha256_range(path) != sha256:
             raise ValueError(f"{path}: differs from what {MANIFEST} lists (size or sha256); convert or download again")
 
 

@@ -71,7 +71,7 @@ CASES = [
     ("fp8-activation-block", rule(FP8 + b"\nactivations: {format: fp8, block: [1, 64]}"), r"r\.yaml:4: linear\.0\.activations\.block: block is \[1, 64\]; allowed: token, \[1, 128\], \[1, 256\], \[128, 128\], \[256, 256\]$"),
     *((f"block-{name}", spec(b"{kind: hadamard, block: %s}" % text), rf"r\.yaml:3: rotations\.R1\.block: block is {shown}; {ANY_BLOCK}") for name, text, shown in [
         ("one", b"1", "1"), ("zero", b"0", "0"), ("negative", b"-4", "-4"), ("half", b"half", "'half'"), ("float", b"32.0", r"32\.0"),
-        ("true", b"true", "True"), ("null", b"", "None"), ("nan", b".nan", "nan"), ("huge", b"9" * 400, "9{80}"),
+        ("true", b"true", "True"), ("null", b"", "None"), ("bound-zero", b"'<=0'", "'<=0'"), ("bound-above", b"'>=32'", "'>=32'"), ("nan", b".nan", "nan"), ("huge", b"9" * 400, "9{80}"),
         ("unprintable", b"0x" + b"f" * 8000, "a number of thousands of digits"),
     ]),
     ("seed-negative", spec(b"{kind: random-hadamard, seed: -1}"), r"r\.yaml:3: rotations\.R1\.seed: Input should be greater than or equal to 0 \(got -1\)$"),
