@@ -13,8 +13,9 @@ from quantrot.version import __version__
 
 def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
     """The card's text. The licence is the source card's own."""
-    front = {"base_model": plan.source.base_model, "base_model_relation": "quantized", "library_name": "transformers"}
-    front |= {"pipeline_tag": "text-generation", **_inherited(plan.source.path), "tags": ["quantrot", *_tags(plan)]}
+    front: dict[str, Any] = {"base_model": plan.source.base_model, "base_model_relation": "quantized"}
+    front |= {"library_name": "transformers", "pipeline_tag": "text-generation", **_inherited(plan.source.path)}
+    front |= {"tags": ["quantrot", *_tags(plan)]}
     title = Path(plan.source.base_model).name
     rows = engines.support(plan.linears, plan.online, plan.attention)
     return "\n".join(

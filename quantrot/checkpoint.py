@@ -97,10 +97,14 @@ def _shards(root: Path) -> list[Path]:
         names = sorted(set(weight_map.values()))
         for name in names:
             if Path(name).name != name or name in ("", ".."):
-                raise ValueError(f"{root / INDEX}: {name!r} points outside the directory; only plain file names are read")
+                raise ValueError(
+                    f"{root / INDEX}: {name!r} points outside the directory; only plain file names are read"
+                )
         missing = [name for name in names if not (root / name).is_file()]
         if missing:
-            raise ValueError(f"{root}: missing {len(missing)} of {len(names)} shards: {', '.join(missing[:5])}; download again")
+            raise ValueError(
+                f"{root}: missing {len(missing)} of {len(names)} shards: {', '.join(missing[:5])}; download again"
+            )
         return [root / name for name in names]
     if (root / SINGLE).exists():
         return [root / SINGLE]
@@ -120,7 +124,9 @@ def read_header(file: Path) -> list[TensorInfo]:
         first = handle.read(8)
         length = int.from_bytes(first, "little")
         if len(first) < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
-            raise ValueError(f"{file}: not a safetensors file, or truncated: header of {length} bytes in a file of {size}")
+            raise ValueError(
+                f"{file}: not a safetensors file, or truncated: header of {length} bytes in a file of {size}"
+            )
         raw = handle.read(length)
     try:
         header = json.loads(raw)
@@ -155,7 +161,9 @@ def _entry(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
     for dim in shape:
         nbytes *= dim
     if stop - start != nbytes:
-        raise ValueError(f"{file}: tensor {name!r} {dtype} {shape} needs {nbytes} bytes, its offsets span {stop - start}")
+        raise ValueError(
+            f"{file}: tensor {name!r} {dtype} {shape} needs {nbytes} bytes, its offsets span {stop - start}"
+        )
     return TensorInfo(name, file, dtype, tuple(shape), base + start, nbytes)
 
 
@@ -165,7 +173,7 @@ def read_rows(info: TensorInfo, start: int = 0, stop: int | None = None) -> Tens
     stop = rows if stop is None else stop
     row = info.nbytes // max(rows, 1)
     raw = torch.empty((stop - start) * row, dtype=torch.uint8)
-    _read_into(info, memoryview(raw.numpy()), info.start + start * row)
+    _read_into(info, raw.numpy().data, info.start + start * row)
     return raw.view(DTYPES[info.dtype]).view(stop - start if info.shape else 1, *info.shape[1:])
 
 
@@ -239,12 +247,14 @@ def index_json(shards: list[Shard]) -> bytes:
     """model.safetensors.index.json for the shards."""
     total = sum(t.nbytes for shard in shards for t in shard.tensors)
     weight_map = {t.name: shard.name for shard in shards for t in shard.tensors}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2).encode()
+    return json.dumps(
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2
+    ).encode()
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def sha256_range(file: Path, start: int = 0, stop: int | None = None) -> str:

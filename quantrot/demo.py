@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def cache_dir() -> Path:
@@ -46,7 +47,8 @@ def _write(gguf: Path, out: Path) -> None:
     options: dict[str, object] = {"gguf_file": gguf.name, "dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # newer releases keep GGUF blocks packed unless told otherwise
         options["quantization_config"] = transformers.GgufConfig(gguf_file=gguf.name, dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options).to(torch.bfloat16)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
+    model = model.to(torch.bfloat16)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(out)

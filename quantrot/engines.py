@@ -91,12 +91,16 @@ def _transforms(online: dict[str, Rotation], attention: Rotation | None, all_nam
     by_rotation: dict[tuple[str, int], list[str]] = defaultdict(list)
     for fqn, rotation in online.items():
         by_rotation[rotation.name, rotation.block].append(fqn)
-    return {
-        "config_groups": {
-            name: formats.transform_group(name, block, _patterns(names, all_names))
-            for (name, block), names in by_rotation.items()
+    return (
+        {
+            "config_groups": {
+                name: formats.transform_group(name, block, _patterns(names, all_names))
+                for (name, block), names in by_rotation.items()
+            }
         }
-    } if by_rotation else {}
+        if by_rotation
+        else {}
+    )
 
 
 def _patterns(names: list[str], all_names: list[str]) -> list[str]:
@@ -142,12 +146,18 @@ def support(
     sglang = "yes" if kinds <= {"fp8"} else "no"
     return rows + [
         Support("vLLM", "yes", precision),
-        Support("transformers", "yes", f"{'emulated, dequantized weights' if quantized else 'as the original'}{package}"),
-        Support("SGLang", sglang, precision if sglang == "yes" else f"{', '.join(sorted(kinds))} in this layout: not known"),
+        Support(
+            "transformers", "yes", f"{'emulated, dequantized weights' if quantized else 'as the original'}{package}"
+        ),
+        Support(
+            "SGLang", sglang, precision if sglang == "yes" else f"{', '.join(sorted(kinds))} in this layout: not known"
+        ),
     ]
 
 
-def serve_command(linears: dict[str, LinearFormat | None], online: dict[str, Rotation], attention: Rotation | None) -> str:
+def serve_command(
+    linears: dict[str, LinearFormat | None], online: dict[str, Rotation], attention: Rotation | None
+) -> str:
     """The exact command that serves the directory, or how quantrot loads it."""
     if any(row.engine == "vLLM" and row.runs == "yes" for row in support(linears, online, attention)):
         return "vllm serve ." + (" --tensor-parallel-size 1" if online else "")

@@ -62,11 +62,15 @@ def from_config(config: dict[str, Any]) -> Llama:
         raise ValueError("config.json: the checkpoint is already quantized (quantization_config); convert its original")
     heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
     if not config.get("head_dim") and hidden % heads:
-        raise ValueError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set head_dim")
+        raise ValueError(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set head_dim"
+        )
     head_dim = _count(config, "head_dim") if config.get("head_dim") else hidden // heads
     kv_heads = _count(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
     if heads % kv_heads:
-        raise ValueError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        raise ValueError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
     return Llama(
         model_type=kind,
         hidden_size=hidden,
@@ -137,4 +141,6 @@ def may_be_dropped(name: str) -> bool:
 
 def width(model: Llama, rotation: str) -> int:
     """The width that a rotation turns: R1 the residual stream, R2 and R3 a head, R4 the MLP's inside."""
-    return {"R1": model.hidden_size, "R2": model.head_dim, "R3": model.head_dim, "R4": model.intermediate_size}[rotation]
+    return {"R1": model.hidden_size, "R2": model.head_dim, "R3": model.head_dim, "R4": model.intermediate_size}[
+        rotation
+    ]

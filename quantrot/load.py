@@ -35,11 +35,11 @@ def load(
     check_hashes: bool = True,
     offload_folder: str | Path | None = None,
 ) -> Any:
-    """Load a directory that `quantrot.convert` wrote, as a transformers causal language model in eval mode.
+    """Load a directory that `quantrot.convert` wrote as a causal language model of transformers, in eval mode.
 
     device_map: "auto", a device such as "cpu" or "cuda:1", or accelerate's dict. dtype: of what is not quantized
-    ("auto": as on disk). check_hashes=False skips reading all files once more. offload_folder: where modules that the map
-    sends to "disk" are kept. ValueError for a directory that is incomplete, altered or newer than this version.
+    ("auto": as on disk). check_hashes=False skips reading all files once more. offload_folder: where modules that the
+    map sends to "disk" are kept. ValueError for a directory that is incomplete, altered or newer than this version.
     """
     root = Path(path).expanduser()
     manifest = read_manifest(root)
@@ -63,11 +63,13 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
     """(model, tokenizer) of a converted directory, any transformers directory, a hub id, or `demo`."""
     source = open_source(name)
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    model: Any
     if (source.path / MANIFEST).exists():
         model = load(source.path, device_map=where, dtype=dtype)
     else:
         with _no_bars():
-            model = AutoModelForCausalLM.from_pretrained(source.path, dtype=_dtype(dtype) or "auto").to(where).eval()
+            model = AutoModelForCausalLM.from_pretrained(source.path, dtype=_dtype(dtype) or "auto")
+            model = model.to(where).eval()
     return model, AutoTokenizer.from_pretrained(source.path)
 
 
@@ -93,12 +95,12 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return known[dtype]
 
 
-def _skeleton(root: Path, manifest: Manifest, dtype: torch.dtype | None) -> nn.Module:
+def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any:
     """The model on the meta device, with the manifest's modules in place. Buffers (RoPE) are real."""
     config_dict = {k: v for k, v in read_json(root / "config.json").items() if k != "quantization_config"}
     config = AutoConfig.for_model(**config_dict)
     config._name_or_path = str(root)
-    dtype = dtype or config.dtype or torch.float32
+    dtype: Any = wanted or config.dtype or torch.float32
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         native = engines.is_native(manifest.linears, bool(manifest.online) or manifest.attention is not None)

@@ -1,8 +1,8 @@
 """quantrot.json: the contract between convert and load.
 
 It holds the resolved recipe, what the source was, every rotation with the checksum of its matrix, every linear's
-format, each file's hash, and versions. It has no times and no paths of the output, so that the same conversion gives the
-same bytes.
+format, each file's hash, and versions. It has no times and no paths of the output, so that the same conversion gives
+the same bytes.
 """
 
 import json
@@ -56,8 +56,9 @@ def read_manifest(root: Path) -> Manifest:
     for rotation, actual, expected in wanted:
         if actual != expected:
             raise ValueError(
-                f"{path}: the matrix of the online rotation {rotation.name} ({rotation.kind}, block {rotation.block}, seed "
-                f"{rotation.seed}) has checksum {actual[:12]}, the weights were turned with {expected[:12]}; convert again"
+                f"{path}: the matrix of the online rotation {rotation.name} ({rotation.kind}, block {rotation.block}, "
+                f"seed {rotation.seed}) has checksum {actual[:12]}, the weights were turned with {expected[:12]}; "
+                "convert again"
             )
     return Manifest(data, linears, online, attention)
 

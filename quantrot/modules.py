@@ -28,6 +28,8 @@ class OnlineHadamard(nn.Module):
     stored: whether the checkpoint carries the matrix (for engines that read it); it is held, the transform is fast.
     """
 
+    signs: Tensor | None
+
     def __init__(self, rotation: Rotation, stored: bool = False) -> None:
         super().__init__()
         self.block = rotation.block

@@ -185,7 +185,7 @@ def _check_unbuilt(recipe: Recipe, errors: list[str]) -> None:
 
 
 def _rotations(recipe: Recipe, arch: Llama, errors: list[str]) -> dict[str, Rotation]:
-    found = {}
+    found: dict[str, Rotation] = {}
     for name in ROTATIONS:
         try:
             rotation = rotation_from_spec(name, getattr(recipe.rotations, name), llama.width(arch, name))
@@ -252,6 +252,7 @@ def _fits(linear: Linear, rule: Rule) -> bool:
 
 def _check_patterns(recipe: Recipe, names: list[str], errors: list[str]) -> None:
     """Every pattern of the recipe names something."""
+    patterns: list[tuple[tuple[str | int, ...], str]]
     patterns = [(("linear", i, "match"), rule.match) for i, rule in enumerate(recipe.linear)]
     patterns += [(("skip", i), pattern) for i, pattern in enumerate(recipe.skip)]
     words = sorted({_names(name)[-1] for name in names})
@@ -280,7 +281,9 @@ def _note_online(online: dict[str, Rotation], rotations: dict[str, Rotation], no
     if "R3" in rotations or not all(engines.is_stored(r) for r in online.values()):
         notes.append("an online rotation that no other engine can execute: only quantrot will load the result")
     elif online:
-        notes.append("online Hadamards: quantrot and vLLM (tensor parallel size 1) run the result, transformers refuses it")
+        notes.append(
+            "online Hadamards: quantrot and vLLM (tensor parallel size 1) run the result, transformers refuses it"
+        )
 
 
 # --- Steps -----------------------------------------------------------------------------------------------------------
@@ -309,7 +312,9 @@ def _steps(
         steps.append(Step("ones" if r1 else "copy", info.name, info.dtype, info.shape, output))
     for linear in llama.linears(arch):
         if linear.fqn != HEAD or not arch.tied or untied:
-            steps += _linear_steps(checkpoint, arch, linear, rotations, linears[linear.fqn], online.get(linear.fqn), native)
+            steps += _linear_steps(
+                checkpoint, arch, linear, rotations, linears[linear.fqn], online.get(linear.fqn), native
+            )
     return [replace(step, rows=_rows(step, chunk)) for step in sorted(steps, key=_network_order)]
 
 
@@ -360,7 +365,9 @@ def _linear_steps(
         bias = checkpoint.tensors[f"{linear.fqn}.bias"]
         output = ((bias.name, bias.dtype, bias.shape),)
         steps.append(
-            Step("vector" if output_turn else "copy", bias.name, bias.dtype, bias.shape, output, output_turn=output_turn)
+            Step(
+                "vector" if output_turn else "copy", bias.name, bias.dtype, bias.shape, output, output_turn=output_turn
+            )
         )
     if online is not None and engines.is_stored(online):
         matrix = (engines.matrix_name(linear.fqn, online), "BF16", (online.block, online.block))

@@ -43,7 +43,9 @@ class RotationSpec(Strict):
     def _known_block(cls, block: Any) -> Any:
         bounded = isinstance(block, str) and re.fullmatch(r"<=[1-9][0-9]{0,5}", block)
         if block != "full" and not bounded and (type(block) is not int or not 2 <= block < 1 << 31):
-            raise ValueError(f"block is {_shown(block)}; allowed: full, or a whole number from 2 up, or a bound as '<=32'")
+            raise ValueError(
+                f"block is {_shown(block)}; allowed: full, or a whole number from 2 up, or a bound as '<=32'"
+            )
         return block
 
 
@@ -100,7 +102,9 @@ class Int8Weights(Strict):
 
     format: Literal["int8"]
     group: Literal[64, 128, "channel"]
-    fallback: Literal["channel", "keep"] = Field("channel", description="for in_features that the group does not divide")
+    fallback: Literal["channel", "keep"] = Field(
+        "channel", description="for in_features that the group does not divide"
+    )
 
 
 class NoActivations(Strict):
@@ -206,8 +210,8 @@ def _shown(value: Any) -> str:
 def _stored_rule(rule: ScaleRule) -> ScaleRule:
     if rule is ScaleRule.absmax34:
         raise ValueError(
-            "scale_rule absmax34 holds 3/4 of each value and is for the backward pass of training: no checkpoint format "
-            "records the factor 4/3. Allowed: floor, even, rceil, quest, mse"
+            "scale_rule absmax34 holds 3/4 of each value and is for the backward pass of training: no checkpoint "
+            "format records the factor 4/3. Allowed: floor, even, rceil, quest, mse"
         )
     return rule
 
@@ -246,7 +250,7 @@ def parse_recipe(text: bytes, file: str = "recipe", name: str = "recipe") -> Rec
     try:
         decoded = text.decode()
         for event in yaml.parse(decoded, Loader=yaml.SafeLoader):
-            _refuse_tricks(event, f"{file}:{event.start_mark.line + 1}")
+            _refuse_tricks(event, f"{file}:{event.start_mark.line + 1}" if event.start_mark else file)
         tree = yaml.compose(decoded, Loader=yaml.SafeLoader)
         _refuse_duplicates(tree, file)
         data = yaml.safe_load(decoded)
@@ -291,7 +295,9 @@ def _refuse_duplicates(node: yaml.Node | None, file: str) -> None:
         for key, value in node.value:
             line = key.start_mark.line + 1
             if isinstance(key.value, str) and key.value in seen:
-                raise ValueError(f"{file}:{line}: {key.value!r} is given twice (first on line {seen[key.value]}); keep one")
+                raise ValueError(
+                    f"{file}:{line}: {key.value!r} is given twice (first on line {seen[key.value]}); keep one"
+                )
             seen[str(key.value)] = line
             _refuse_duplicates(value, file)
     elif isinstance(node, yaml.SequenceNode):
@@ -342,8 +348,9 @@ def _explain(error: Any, file: str, tree: Any) -> str:
 
 def _known_keys(loc: tuple[str | int, ...]) -> set[str]:
     """The keys that the model at `loc` takes, found by walking the pydantic tree."""
-    models: dict[str, type[BaseModel]] = {"rotations": Rotations, "linear": Rule} | dict.fromkeys(ROTATIONS, RotationSpec)
-    formats = {
+    models: dict[str, type[BaseModel]] = {"rotations": Rotations, "linear": Rule}
+    models |= dict.fromkeys(ROTATIONS, RotationSpec)
+    formats: dict[str, dict[str, type[BaseModel]]] = {
         "weights": {"fp8": Fp8Weights, "mxfp4": Mxfp4Weights, "int8": Int8Weights},
         "activations": {"none": NoActivations, "fp8": Fp8Activations, "mxfp4": Mxfp4Activations},
     }

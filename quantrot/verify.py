@@ -146,7 +146,9 @@ def _layers(plan: Plan, model: nn.Module, baseline: nn.Module, ids: Tensor, repo
     def original(fqn: str, module: nn.Linear, x: Tensor, y: Tensor) -> None:
         fmt = steps[fqn].format
         assert fmt is not None
-        plain[fqn] = _sqnr(y, F.linear(quantize_dequantize(x, fmt.activations), _rounded(fmt, module.weight), module.bias))
+        plain[fqn] = _sqnr(
+            y, F.linear(quantize_dequantize(x, fmt.activations), _rounded(fmt, module.weight), module.bias)
+        )
         report("layers", len(rotated) + len(plain), total)
 
     _with_hooks(model, {fqn: converted for fqn in steps}, ids)
@@ -189,4 +191,3 @@ def _with_hooks(model: nn.Module, hooks: dict[str, Callable[..., None]], ids: Te
     finally:
         for handle in handles:
             handle.remove()
-

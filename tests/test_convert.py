@@ -46,7 +46,9 @@ def test_threads_and_chunks_do_not_change_a_byte(source, tmp_path, monkeypatch):
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
     monkeypatch.setitem(sys.modules["quantrot.plan"].CHUNK, "cpu", 1 << 10)
     convert(source, RECIPE, tmp_path / "small", threads=2)
-    assert load_file(tmp_path / "one/model.safetensors").keys() == load_file(tmp_path / "small/model.safetensors").keys()
+    assert (
+        load_file(tmp_path / "one/model.safetensors").keys() == load_file(tmp_path / "small/model.safetensors").keys()
+    )
     for name, tensor in load_file(tmp_path / "one/model.safetensors").items():
         other = load_file(tmp_path / "small/model.safetensors")[name]
         assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), name

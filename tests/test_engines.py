@@ -32,7 +32,9 @@ MIXED = {
 @pytest.fixture(scope="module")
 def source(tiny, tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "source"
-    return tiny(path, hidden=256, intermediate=512, kv_heads=4, dtype=torch.bfloat16, attention_bias=True, max_shard_size="1MB")
+    return tiny(
+        path, hidden=256, intermediate=512, kv_heads=4, dtype=torch.bfloat16, attention_bias=True, max_shard_size="1MB"
+    )
 
 
 def logits(model):
@@ -53,7 +55,9 @@ def convert_named(source, recipe, out):
     convert(source, {"linear": MIXED[recipe], "skip": skip} if recipe in MIXED else recipe, out)
 
 
-@pytest.mark.parametrize("recipe", ["rotate-only", "fp8-dynamic", "int8-weight-only", "int8 per channel and a quantized head"])
+@pytest.mark.parametrize(
+    "recipe", ["rotate-only", "fp8-dynamic", "int8-weight-only", "int8 per channel and a quantized head"]
+)
 def test_compressed_tensors_outputs_give_our_logits(source, tmp_path, recipe):
     """In float32, because in bfloat16 the engine's emulation of FP8 activations rounds their scales too."""
     convert_named(source, recipe, tmp_path / "out")

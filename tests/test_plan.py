@@ -62,7 +62,10 @@ def test_native_fp8_needs_every_linear_to_be_block_scaled(tiny, tmp_path):
 
 
 def test_targets_are_names_where_layers_differ(source):
-    rules = [{"match": "model.layers.1.mlp.down_proj", **MXFP4}, {"match": "q_proj", "weights": {"format": "int8", "group": 64}}]
+    rules = [
+        {"match": "model.layers.1.mlp.down_proj", **MXFP4},
+        {"match": "q_proj", "weights": {"format": "int8", "group": 64}},
+    ]
     groups = plan(source, {"linear": rules}).config["quantization_config"]["config_groups"]
     targets = {tuple(group["targets"]) for group in groups.values()}
     assert targets == {("model.layers.1.mlp.down_proj",), ("re:.*q_proj$",)}

@@ -30,7 +30,9 @@ def command(
     device: Device = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a killed conversion stopped.")] = False,
     max_shard_size: ShardSize = "5GB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output when the new one is done.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the output when the new one is done.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Chunks at a time; all CPUs by default.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
 ) -> None:

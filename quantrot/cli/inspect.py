@@ -30,13 +30,17 @@ def command(output: Annotated[Path, typer.Argument(help="A directory that conver
     out = console()
     data = manifest.data
     rows = [[name, str(count), label, each] for (name, label, each), count in kinds.items()]
-    title = f"{data['source']['model']} by {data['recipe_name']} (quantrot {data['quantrot']}), {size(checkpoint.nbytes)}"
+    title = (
+        f"{data['source']['model']} by {data['recipe_name']} (quantrot {data['quantrot']}), {size(checkpoint.nbytes)}"
+    )
     out.print(grid(title, ["linears", "count", "format", "bits a weight"], rows))
     if weights:
         out.print(f"{weights / 1e6:.0f} M quantized weights at {bits / weights:.3f} bits")
     for name, r in data["rotations"].items():
         width = "full width" if r["block"] == r["width"] else f"blocks of {r['block']}"
-        out.print(f"{name}: {r['kind']}, {width}, {'online' if r['online'] else 'fused'}, checksum {r['checksum'][:12]}")
+        out.print(
+            f"{name}: {r['kind']}, {width}, {'online' if r['online'] else 'fused'}, checksum {r['checksum'][:12]}"
+        )
     support = engines.support(manifest.linears, manifest.online, manifest.attention)
     out.print(grid("Engines", ["engine", "runs it", "as"], [[s.engine, s.runs, s.note] for s in support]))
     out.print(engines.serve_command(manifest.linears, manifest.online, manifest.attention), markup=False)

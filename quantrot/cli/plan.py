@@ -19,14 +19,20 @@ def command(model: Model, recipe: Recipe, device: Device = "cpu", max_shard_size
 def show(planned: "Plan") -> None:
     """Print a plan: formats by kind of linear, rotations, sizes, memory, notes."""
     out = console()
-    out.print(grid(f"{planned.source.name} by {planned.recipe.name}", ["linears", "count", "shape", "becomes"], _kinds(planned)))
+    out.print(
+        grid(
+            f"{planned.source.name} by {planned.recipe.name}", ["linears", "count", "shape", "becomes"], _kinds(planned)
+        )
+    )
     for name, r in planned.rotations.items():
         where = "fused into the weights" if name in ("R1", "R2") else "online"
         width = "full width" if r.block == r.width else f"blocks of {r.block}"
         out.print(f"{name}: {r.kind}, width {r.width}, {width}, seed {r.seed}, {where}")
     source = sum(planned.checkpoint.tensors[n].nbytes for n in {s.source for s in planned.steps if s.source})
     threads = len(os.sched_getaffinity(0))
-    out.print(f"{len(planned.steps)} steps, {len(planned.shards)} shard(s): {size(source)} -> {size(planned.output_bytes)}")
+    out.print(
+        f"{len(planned.steps)} steps, {len(planned.shards)} shard(s): {size(source)} -> {size(planned.output_bytes)}"
+    )
     out.print(f"predicted peak memory {size(planned.peak_bytes(threads))} with {threads} threads")
     for note in planned.notes:
         out.print(f"note: {note}", markup=False)

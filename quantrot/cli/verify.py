@@ -12,7 +12,9 @@ WORST = 10
 
 def command(
     output: Annotated[Path, typer.Argument(help="A directory that convert wrote.", metavar="OUT")],
-    against: Annotated[str | None, typer.Option(help="The unconverted model; the manifest's source by default.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The unconverted model; the manifest's source by default.")
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to run; Python's help topics by default.")] = None,
     max_kl: Annotated[float | None, typer.Option(help="Fail above this KL (nats per token).")] = None,
     min_top1: Annotated[float | None, typer.Option(help="Fail below this top-1 agreement (0 to 1).")] = None,
@@ -39,9 +41,12 @@ def command(
     worst = sorted(found.layers, key=lambda layer: layer.sqnr_db)[:WORST]
     if worst:
         table = [
-            [w.fqn, w.format, f"{w.sqnr_db:.2f}", "-" if w.unrotated_db is None else f"{w.unrotated_db:.2f}"] for w in worst
+            [w.fqn, w.format, f"{w.sqnr_db:.2f}", "-" if w.unrotated_db is None else f"{w.unrotated_db:.2f}"]
+            for w in worst
         ]
-        out.print(grid("Worst linears by output SQNR (dB)", ["linear", "format", "converted", "without rotation"], table))
+        out.print(
+            grid("Worst linears by output SQNR (dB)", ["linear", "format", "converted", "without rotation"], table)
+        )
     for warning in found.warnings:
         out.print(f"warning: {warning}", markup=False)
     for failure in found.failures:

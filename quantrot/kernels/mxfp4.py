@@ -45,6 +45,7 @@ class ScaleRule(StrEnum):
     absmax34 = "absmax34"
     mse = "mse"
 
+
 def power_of_two(exponent: Tensor) -> Tensor:
     """2.0^exponent as float32, exact, for int32 exponents in [-126, 127]: the bits are built, no libm is called."""
     return ((exponent + 127) << 23).view(torch.float32)
@@ -70,17 +71,22 @@ def _exponents(groups: Tensor, amax: Tensor, rule: ScaleRule) -> Tensor:
 
 
 def _round_e2m1(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """Round float32 magnitudes to e2m1: (value float32, code int32).
+    """Round float32 magnitudes to e2m1 in a form that has both answers: (shifted, magic).
 
-    Adding 1.5 * 2^23 steps makes the adder round to a multiple of the step, ties to even, and leaves the multiple in
-    the low mantissa bits: on a CPU a dozen vector operations, 1.5 ns an element against 13 ns through a table search.
+    Adding magic = 1.5 * 2^23 steps makes the adder round to a multiple of the step, ties to even, and leaves the
+    multiple in the low mantissa bits: shifted - magic is the value, `_code` reads the code. On a CPU that is half a
+    dozen vector operations, under 1 ns an element against 13 ns through a table search.
     """
     y = magnitude.clamp(max=E2M1_MAX)
-    binade = (y.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32)  # 1, 2 or 4; the step is half of it
-    magic = binade * (0.75 * 2**23)
-    shifted = y.add_(magic)
-    code = (shifted.view(torch.int32) & 15).add_((binade.view(torch.int32) >> 22) - 254)
-    return shifted.sub_(magic), code
+    binade = y.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)
+    magic = binade.mul_(0.75 * 2**23)  # binade is 1, 2 or 4, and the step is half of it
+    return y.add_(magic), magic
+
+
+def _code(shifted: Tensor, magic: Tensor) -> Tensor:
+    """The unsigned codes, int32, of `_round_e2m1`'s result: the multiple of the step, plus 2 for each binade."""
+    twice_binade = magic.view(torch.int32) >> 22  # 299 + 2 * log2(binade)
+    return shifted.view(torch.int32).bitwise_and_(15).add_(twice_binade).sub_(299)
 
 
 def _least_error(magnitude: Tensor, centre: Tensor) -> Tensor:
@@ -88,8 +94,9 @@ def _least_error(magnitude: Tensor, centre: Tensor) -> Tensor:
     scaled = magnitude * power_of_two(-centre).unsqueeze(-1)
     best, least = centre, torch.full_like(magnitude[..., 0], torch.inf)
     for step in (0, 1, -1):
-        value = _round_e2m1(scaled * 2.0**-step)[0].mul_(2.0**step)
-        error = value.sub_(scaled).square_().sum(-1)
+        candidate = scaled * 2.0**-step
+        shifted, magic = _round_e2m1(candidate)
+        error = shifted.sub_(magic).sub_(candidate).square_().sum(-1).mul_(4.0**step)
         best = torch.where(error < least, centre + step, best)
         least = torch.minimum(error, least)
     return best
@@ -112,7 +119,7 @@ def quantize_mxfp4(x: Tensor, scale_rule: ScaleRule | str = ScaleRule.even) -> t
         exponents = _least_error(magnitude, exponents.clamp_(MIN_EXPONENT + 1, MAX_EXPONENT - 1))
     elif rule is ScaleRule.absmax34:
         magnitude.mul_(0.75)
-    code = _round_e2m1(magnitude.mul_(power_of_two(-exponents).unsqueeze(-1)))[1]
+    code = _code(*_round_e2m1(magnitude.mul_(power_of_two(-exponents).unsqueeze(-1))))
     code = code.bitwise_or_((groups.view(torch.int32) >> 28) & 8).flatten(-2)
     packed = (code[..., 0::2] | (code[..., 1::2] << 4)).to(torch.uint8)
     return packed, torch.where(torch.isfinite(amax), exponents + 127, 255).to(torch.uint8)
