@@ -9,9 +9,15 @@ weights are the same matrix; with `block=B` it is block-diagonal, H of order B r
     y       x's shape and dtype, contiguous; sums in float32 (float64 for float64), rounded once to nearest even
     inf, nan reach every output of their own block and no other, as sums of +-x do; a zero's sign is not specified
 
-The operators are torch.library's (`quantrot::hadamard`, and the mutating `quantrot::hadamard_`): autograd, torch.compile and
-CUDA graphs see one opaque function. QuaRot, arXiv:2404.00456; HadaCore, arXiv:2412.08832.
+Backends, on CUDA devices: "hopper" (CUDA C++, sm_90, needs cuda.core), "triton", "reference" (plain torch); "auto" takes
+the first that the device and the installation have. The operators are torch.library's, `quantrot::hadamard` and the mutating
+`quantrot::hadamard_`: autograd, torch.compile and CUDA graphs see one opaque function, with the same bits in all of them.
+QuaRot, arXiv:2404.00456; HadaCore, arXiv:2412.08832.
 """
+
+import os
+import warnings
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,7 +26,8 @@ from quantrot.kernels.hadamard.reference import hadamard_reference
 from quantrot.orthogonal import hadamard_factors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-SCHEMA = "Tensor? signs, int order, float scale, bool transpose"
+BACKENDS = ("auto", "hopper", "triton", "reference")
+SCHEMA = "Tensor? signs, int order, float scale, bool transpose, str backend"
 
 torch.library.define("quantrot::hadamard", f"(Tensor x, {SCHEMA}) -> Tensor")
 torch.library.define("quantrot::hadamard_", f"(Tensor(a!) x, {SCHEMA}) -> ()")
@@ -33,16 +40,18 @@ def hadamard_transform(
     block: int | None = None,
     signs: Tensor | None = None,
     scale: float | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """scale * (x * signs) H over the last dimension of x; a new contiguous tensor of x's shape and dtype.
 
     order: of H; x.shape[-1] when left out, and equal to it unless `block` is given. block: H is this order's, repeated
     along the last dimension. signs: +-1, [block or order] or [x.shape[-1]]. scale: 1 / sqrt(block or order) when left
     out. Differentiable in x; the gradient is scale * (g H^T) * signs. Raises ValueError for an order that has no known
-    Hadamard matrix, a block that does not divide the last dimension, or a dtype it does not support.
+    Hadamard matrix, a block that does not divide the last dimension, a dtype it does not support, or a backend that
+    cannot run here.
     """
-    size, signs, scale = _check(x, order, block, signs, scale)
-    return torch.ops.quantrot.hadamard(x, signs, size, scale, False)
+    size, signs, scale = _check(x, order, block, signs, scale, backend)
+    return torch.ops.quantrot.hadamard(x, signs, size, scale, False, backend)
 
 
 def hadamard_transform_(
@@ -52,12 +61,13 @@ def hadamard_transform_(
     block: int | None = None,
     signs: Tensor | None = None,
     scale: float | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """hadamard_transform in place: overwrites x (any strides, no element twice in memory) and returns it."""
-    size, signs, scale = _check(x, order, block, signs, scale)
+    size, signs, scale = _check(x, order, block, signs, scale, backend)
     if torch.is_grad_enabled() and x.requires_grad:
-        return x.copy_(torch.ops.quantrot.hadamard(x, signs, size, scale, False))
-    torch.ops.quantrot.hadamard_(x, signs, size, scale, False)
+        return x.copy_(torch.ops.quantrot.hadamard(x, signs, size, scale, False, backend))
+    torch.ops.quantrot.hadamard_(x, signs, size, scale, False, backend)
     return x
 
 
@@ -70,28 +80,35 @@ def hadamard_ref(
     scale: float | None = None,
 ) -> Tensor:
     """The definition of hadamard_transform, in plain torch on any device: same arguments, same errors."""
-    size, signs, scale = _check(x, order, block, signs, scale)
+    size, signs, scale = _check(x, order, block, signs, scale, "auto")
     return hadamard_reference(x, signs, size, scale)
 
 
+@torch.compiler.assume_constant_result
+def _known(order: int) -> bool:
+    return bool(hadamard_factors(order))  # raises for an order with no known matrix
+
+
 def _check(
-    x: Tensor, order: int | None, block: int | None, signs: Tensor | None, scale: float | None
+    x: Tensor, order: int | None, block: int | None, signs: Tensor | None, scale: float | None, backend: str
 ) -> tuple[int, Tensor | None, float]:
     """(order of the repeated matrix, signs as int8, scale), or ValueError."""
     if x.dtype not in DTYPES:
-        raise ValueError(f"x: dtype {x.dtype} is not supported; allowed: {', '.join(map(str, DTYPES))}; convert it first")
+        raise ValueError(f"x: dtype {x.dtype}; allowed: {', '.join(map(str, DTYPES))}; convert it first")
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x: shape {tuple(x.shape)} has no last dimension to transform; give it at least one column")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
     width = x.shape[-1]
-    if order is not None and order != (width if block is None else block):
-        raise ValueError(
-            f"order: {order} is not the transformed width {width if block is None else block}; leave it out, or give "
-            f"`block={order}` to transform blocks of that width"
-        )
     if block is not None and (block < 1 or width % block):
         raise ValueError(f"block: {block} does not divide the last dimension {width}; give a divisor of it")
     size = width if block is None else block
-    hadamard_factors(size)  # raises for an order with no known matrix
+    if order is not None and order != size:
+        raise ValueError(
+            f"order: {order} is not the transformed width {size}; leave it out, or give `block={order}` to transform "
+            "blocks of that width"
+        )
+    _known(size)
     if signs is not None:
         if signs.dim() != 1 or signs.numel() not in (size, width):
             allowed = f"[{size}]" if size == width else f"[{size}] or [{width}]"
@@ -102,32 +119,105 @@ def _check(
     return size, signs, size**-0.5 if scale is None else float(scale)
 
 
-@torch.library.impl("quantrot::hadamard", "CPU")
-def _hadamard_cpu(x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool) -> Tensor:
+# --- Backends --------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def _best(device: torch.device) -> str:
+    """What "auto" means on this CUDA device; says so once where it is not the fastest."""
+    from quantrot.kernels.hadamard import hopper
+
+    if hopper.available(device):
+        return "hopper"
+    hopper_here = torch.cuda.get_device_capability(device) == (9, 0)
+    try:
+        import quantrot.kernels.hadamard.triton  # noqa: F401
+    except ImportError:
+        warnings.warn("hadamard_transform: no Triton, so it runs as plain torch; `pip install triton`", stacklevel=2)
+        return "reference"
+    if hopper_here:
+        warnings.warn("hadamard_transform: no cuda.core, so it runs in Triton; `pip install quantrot[gpu]`", stacklevel=2)
+    return "triton"
+
+
+def _backend(x: Tensor, order: int, asked: str) -> str:
+    """The backend that runs, or ValueError where the one that was asked for cannot."""
+    plain = x.dtype == torch.float64 or order == 1
+    if asked == "auto":
+        if plain or x.device.type != "cuda":
+            return "reference"
+        best = _best(x.device)
+        return best if best != "triton" or _triton_axes(order) else "reference"
+    if asked != "reference" and plain:
+        raise ValueError(f"backend: {asked!r} has no float64 and no order 1; allowed here: auto, reference")
+    if asked == "hopper":
+        from quantrot.kernels.hadamard import hopper
+
+        if x.device.type != "cuda" or not hopper.available(x.device):
+            raise ValueError(f"backend: 'hopper' needs a CUDA device of capability 9.0 and cuda.core, x is on {x.device}")
+    if asked == "triton":
+        if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(f"backend: 'triton' needs a CUDA device, x is on {x.device}; allowed here: auto, reference")
+        if _triton_axes(order) is None:
+            raise ValueError(f"backend: 'triton' has no order {order}; allowed here: auto, hopper, reference")
+    return asked
+
+
+def _triton_axes(order: int) -> tuple[int, int, int] | None:
+    from quantrot.kernels.hadamard import triton
+
+    return triton.axes(order)
+
+
+def _run(x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool, backend: str) -> Tensor:
+    backend = _backend(x, order, backend)
+    if backend == "hopper":
+        from quantrot.kernels.hadamard import hopper
+
+        return hopper.transform(x, signs, order, scale, transpose)
+    if backend == "triton":
+        from quantrot.kernels.hadamard import triton
+
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if x.numel():
+            before = None if transpose or signs is None else signs.contiguous()
+            triton.transform(x.contiguous().view(-1, order), y.view(-1, order), before, order, scale, transpose)
+        return y.mul_(signs.repeat(x.shape[-1] // signs.numel())) if signs is not None and transpose else y
     return hadamard_reference(x, signs, order, scale, transpose)
 
 
-@torch.library.impl("quantrot::hadamard_", "CPU")
-def _hadamard_cpu_(x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool) -> None:
-    x.copy_(hadamard_reference(x, signs, order, scale, transpose))
+@torch.library.impl("quantrot::hadamard", ("CPU", "CUDA"))
+def _hadamard(x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool, backend: str) -> Tensor:
+    return _run(x, signs, order, scale, transpose, backend)
+
+
+@torch.library.impl("quantrot::hadamard_", ("CPU", "CUDA"))
+def _hadamard_(x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool, backend: str) -> None:
+    if _backend(x, order, backend) == "hopper":
+        from quantrot.kernels.hadamard import hopper
+
+        hopper.transform(x, signs, order, scale, transpose, into=x)
+    else:
+        x.copy_(_run(x, signs, order, scale, transpose, backend))
 
 
 @torch.library.register_fake("quantrot::hadamard")
-def _hadamard_fake(x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool) -> Tensor:
+def _hadamard_fake(x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool, backend: str) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @torch.library.register_fake("quantrot::hadamard_")
-def _hadamard_fake_(x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool) -> None:
+def _hadamard_fake_(x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool, backend: str) -> None:
     return None
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    _, ctx.signs, ctx.order, ctx.scale, ctx.transpose = inputs
+    _, ctx.signs, ctx.order, ctx.scale, ctx.transpose, ctx.backend = inputs
 
 
 def _backward(ctx, grad: Tensor):
-    return torch.ops.quantrot.hadamard(grad, ctx.signs, ctx.order, ctx.scale, not ctx.transpose), None, None, None, None
+    dx = torch.ops.quantrot.hadamard(grad, ctx.signs, ctx.order, ctx.scale, not ctx.transpose, ctx.backend)
+    return dx, None, None, None, None, None
 
 
 torch.library.register_autograd("quantrot::hadamard", _backward, setup_context=_save_for_backward)

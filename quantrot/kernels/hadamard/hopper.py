@@ -1,16 +1,17 @@
 """The Hadamard transform for Hopper: CUDA C++ (hadamard.cuh) compiled at first use and kept on disk.
 
-One kernel a (Plan, width, dtype, signs): the source is hadamard.cuh and one line that names the instance. NVRTC compiles it
-through cuda.core, so no CUDA toolkit is needed; the cubin is kept under $QUANTROT_CACHE (default ~/.cache/quantrot),
-named by the hash of source, options and compiler version.
+One kernel a (Plan, order, dtype, signs, adjoint): the source is hadamard.cuh, the signs of the bases, and one line that names
+the instance. NVRTC compiles it through cuda.core, so no CUDA toolkit is needed; the cubin is kept under $QUANTROT_CACHE
+(default ~/.cache/quantrot), named by the hash of source, target and compiler version.
 """
 
 import ctypes
 import hashlib
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -21,64 +22,249 @@ from quantrot.orthogonal import hadamard_base, hadamard_factors
 
 ARCH = "sm_90a"
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-MAX_SHARED = 227 * 1024  # bytes a block may ask for on sm_90
+STREAM_HINTS = '#define LOAD ".L1::no_allocate"\n#define STREAM ".cs"\n#define KEEP "first"\n'
+CACHE_HINTS = '#define LOAD ""\n#define STREAM ""\n#define KEEP "normal"\n'
+STREAM_BYTES = 40 << 20  # input and output past this do not both fit in the 60 MB L2: mark them as passing through
+MAX_SHARED = 227 << 10  # bytes a thread block may ask for on sm_90
+SM_SHARED = 228 << 10  # and a multiprocessor has, of which every block takes another 1 KiB
+SM_REGISTERS = 65536
+LARGEST_POWER = 32768  # of two, in one kernel
+ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) hadamard(const void* x, void* y,
+    const signed char* signs, long long rows, long long x_stride, long long y_stride, int sign_rows, float scale) {{
+  quantrot::{call}({{x, y, signs, rows, x_stride, y_stride, sign_rows, scale}});
+}}
+"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one width is run. kind: lanes | quad | warp (a row in a warp), block (a row in a thread block, persistent)."""
+    """How one order is run.
 
-    kind: Literal["lanes", "quad", "warp", "block"]
+    lanes   a row in one warp by lane exchanges, or in `share` warps          any dtype, powers of two
+    turn    32 ... 128 elements, one product                                  16 bits
+    warp    256 ... 2048 elements in a warp, two products                     16 bits
+    share   a row in a thread block's registers                               16 bits, 1024 ... 32768
+    block   a base of at most 32 rows, persistent thread blocks               16 bits, K * 2^m
+    dense   a larger base, and up to two small ones                           16 bits
+    axis    a base of a float32 tensor, one of several passes                 any
+    """
+
+    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "axis"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
-    vectors: int = 1  # 16-byte vectors a lane (lanes, quad, warp)
-    tiles: int = 1  # T of K * T * 256 (block)
-    stages: int = 1  # input buffers (block)
+    vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share)
+    share: int = 1  # warps that share a row (lanes)
+    stages: int = 0  # rows prefetched by a persistent block (share: 0 is one row a block; block: at least 1)
+    tiles: int = 8  # groups of eight columns a warp (block), row tiles times column groups of a task (dense)
+    part: int = 8  # neighbouring columns a lane finishes (block: 4 or 8), column groups of a task (dense)
+    precision: Literal["CUT", "NEAREST", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share)
+    stream: bool = True  # cache hints: mark the data as not used again soon
 
-    def source(self, width: int, dtype: torch.dtype, signs: bool) -> str:
-        """The text to compile: the device functions and one entry point, `hadamard`."""
-        head = (Path(__file__).parent / "hadamard.cuh").read_text()
-        d, flag = "quantrot::" + DTYPES[dtype], str(signs).lower()
+    def call(self, order: int, dtype: torch.dtype, signs: bool, out: torch.dtype) -> str:
+        """The device function that runs this plan, with its template arguments."""
+        d, flag = f"quantrot::{DTYPES[dtype]}", str(signs).lower()
+        precision = f"quantrot::{self.precision}"
+        if self.kind == "axis":
+            return f"axis_kernel<{d}, quantrot::{DTYPES[out]}, {order}>"
         if self.kind == "block":
-            base = width // (self.tiles * 256)
-            head += _base_source(base)
-            call = f"block_kernel<{d}, {base}, {self.tiles}, {self.warps}, {self.stages}, {flag}>"
-        else:
-            call = f"{self.kind}_kernel<{d}, {width}, {self.vectors}, {self.warps}, {flag}>"
-        return head + (
-            f'extern "C" __global__ void __launch_bounds__({self.warps * 32}, {self.resident}) hadamard(const void* x, void* y,\n'
-            "    const signed char* signs, long long rows, long long x_stride, long long y_stride, int sign_rows,\n"
-            "    float scale) {\n"
-            f"  quantrot::{call}({{x, y, signs, rows, x_stride, y_stride, sign_rows, scale}});\n}}\n"
+            base = order // (8 * self.tiles * self.warps)
+            return f"block_kernel<{d}, {base}, {self.tiles}, {self.warps}, {self.part}, {self.stages}, {flag}>"
+        if self.kind == "dense":
+            base, _, power = dense_shape(order)
+            inner = order // base // power
+            return f"dense_kernel<{d}, {base}, {inner}, {power}, {self.warps}, {self.tiles}, {self.part}, {flag}>"
+        extra = {
+            "lanes": f"{self.share}, ",
+            "turn": "",
+            "warp": f"{precision}, ",
+            "share": f"{self.stages}, {precision}, ",
+        }[self.kind]
+        return f"{self.kind}_kernel<{d}, {order}, {self.vectors}, {self.warps}, {extra}{flag}>"
+
+    def bases(self, order: int, transpose: bool) -> str:
+        """C++ for the signs of the bases that this plan needs."""
+        if self.kind == "axis":
+            return _axis_base(order, transpose)
+        if self.kind == "block":
+            base = order // (8 * self.tiles * self.warps)
+            return _block_base(base, transpose) if base & (base - 1) else ""
+        if self.kind == "dense":
+            base, small, power = dense_shape(order)
+            return _dense_base(base, transpose) + _small_bases(base, small, order // base, power, transpose)
+        return ""
+
+    def source(
+        self, order: int, dtype: torch.dtype, signs: bool, transpose: bool = False, out: torch.dtype | None = None
+    ) -> str:
+        """The text to compile."""
+        return (
+            (STREAM_HINTS if self.stream else CACHE_HINTS)
+            + (Path(__file__).parent / "hadamard.cuh").read_text()
+            + f"namespace quantrot {{\n{self.bases(order, transpose)}}}\n"
+            + ENTRY.format(
+                threads=self.warps * 32, resident=self.resident, call=self.call(order, dtype, signs, out or dtype)
+            )
         )
 
-    def shared_bytes(self, width: int) -> int:
-        if self.kind != "block":
-            return 0
-        base = width // (self.tiles * 256)
-        rows_in = (base * (self.tiles * 512 + 16) + 127) // 128 * 128
-        return 128 + self.stages * rows_in + base * (self.tiles * 1024 + 32)
-
-    def grid(self, rows: int, width: int, dtype: torch.dtype, processors: int) -> int:
+    def shared_bytes(self, order: int) -> int:
+        """Dynamic shared memory of a thread block."""
+        if self.kind == "share":
+            return order * (4 + 2 * self.stages) + (128 if self.stages else 0)
+        if self.kind == "lanes" and self.share > 1:
+            return order * 4
         if self.kind == "block":
+            columns = 8 * self.tiles * self.warps
+            base = order // columns
+            one_input = (base * (columns * 2 + 16) + 127) // 128 * 128
+            return 128 + self.stages * one_input + base * (columns * 4 + 32)
+        if self.kind == "dense":
+            base = dense_shape(order)[0]
+            return 128 + base * (order // base * 4 + 32)
+        return 0
+
+    def grid(self, rows: int, inner: int, order: int, dtype: torch.dtype, processors: int) -> int:
+        """Thread blocks for this many rows (axis: of `inner` columns)."""
+        if self.kind == "axis":
+            return -(-rows * inner // 256)
+        if self.kind == "block" or (self.kind == "share" and self.stages):
             return min(rows, processors * self.resident)
+        if self.kind in ("share", "dense") or self.share > 1:
+            return rows
         a_warp = 32 * self.vectors * (16 // dtype.itemsize)
-        return -(-rows * width // (a_warp * self.warps))
+        return -(-rows * order // (a_warp * self.warps))
 
 
-def _base_source(base: int) -> str:
-    """The sign bits of a Paley base, transposed: row m holds bit k where H[k, m] is -1."""
-    if base & (base - 1) == 0:
-        return ""
-    words = -(-base // 32)
-    padded = torch.zeros(-(-base // 16) * 16, words * 32, dtype=torch.int64)
-    padded[:base, :base] = hadamard_base(base).T < 0
-    bits = (padded.view(-1, words, 32) << torch.arange(32)).sum(-1)
-    table = ", ".join(f"{int(b)}u" for b in bits[:, 0])
+# --- Plans -----------------------------------------------------------------------------------------------------------
+
+
+def plan_for(order: int, dtype: torch.dtype) -> Plan | None:
+    """The measured plan of this order, else one by rule, else None: it is run in passes."""
+    from quantrot.kernels.hadamard.tuned import PLANS
+
+    name = str(dtype).removeprefix("torch.")
+    if (name, order) in PLANS:
+        return PLANS[name, order]
+    *bases, power = hadamard_factors(order)
+    if dtype.itemsize == 4 or not bases or (order // bases[0]) % 16:
+        return None
+    return _block_plan(bases[0], power) if len(bases) == 1 and bases[0] <= 32 and power >= 16 else _dense_plan(order)
+
+
+def _fitting(plan: Plan, order: int, registers: int) -> Plan | None:
+    """The plan with as many resident blocks as shared memory and about this many registers a thread allow."""
+    shared = plan.shared_bytes(order)
+    resident = min(SM_SHARED // (shared + 1024), SM_REGISTERS // (plan.warps * 32 * registers), 64 // plan.warps, 16)
+    return replace(plan, resident=resident) if resident and shared <= MAX_SHARED else None
+
+
+def _block_plan(base: int, power: int) -> Plan | None:
+    tiles = min(power // 8, 8 if base > 16 else 16)
+    warps = power // 8 // tiles
+    if warps > 16:
+        return None
+    part = 8 if warps <= 8 else 4
+    return _fitting(Plan("block", warps, 1, tiles=tiles, part=part, stages=1), base * power, 120 if warps > 4 else 96)
+
+
+def dense_shape(order: int) -> tuple[int, tuple[int, ...], int]:
+    """(the largest base, the others, the power of two)."""
+    *bases, power = hadamard_factors(order)
+    return max(bases), tuple(sorted(bases, reverse=True)[1:]), power
+
+
+def _dense_plan(order: int) -> Plan | None:
+    base, small, power = dense_shape(order)
+    groups, down = order // base // 8, -(-base // 16)
+    if power > 256 or any(b > 32 for b in small):
+        return None
+    across = 4 if groups % 4 == 0 else 2
+    tall = 2 if down > 2 else 1
+    tasks = groups // across * -(-down // tall)
+    for each in (1, 2, 3, 4):  # tasks a warp, which keeps their sums in registers
+        sums = each * tall * across * 4
+        warps = -(-tasks // each)
+        if warps <= 32 and warps * 32 * (sums + 56) <= SM_REGISTERS:
+            return _fitting(Plan("dense", warps, 1, tiles=tall, part=across), order, sums + 56)
+    return None
+
+
+# --- Bases as C++ ----------------------------------------------------------------------------------------------------
+
+
+def _negative(base: int, transpose: bool) -> Tensor:
+    """bool [in, out]: where the matrix that multiplies a row from the right is -1."""
+    h = hadamard_base(base)
+    return (h.T if transpose else h) < 0
+
+
+def _words(bits: Tensor) -> str:
+    """bool [n, 32] -> n words, bit 0 first."""
+    return ", ".join(f"{int(w)}u" for w in (bits.to(torch.int64) << torch.arange(32)).sum(-1).flatten())
+
+
+def _padded(bits: Tensor, rows: int, columns: int) -> Tensor:
+    full = torch.zeros(rows, columns, dtype=torch.bool)
+    full[: bits.shape[0], : bits.shape[1]] = bits
+    return full
+
+
+def _block_base(base: int, transpose: bool) -> str:
+    """Row m of the operand: bit k."""
+    words = _words(_padded(_negative(base, transpose).T, 32, 32))
     return (
-        f"namespace quantrot {{\n__device__ const u32 BASE_{base}[] = {{{table}}};\ntemplate <>\nstruct Base<{base}> {{\n"
-        f"  __device__ __forceinline__ static u32 row(u32 m) {{ return BASE_{base}[m]; }}\n}};\n}}\n"
+        f"__device__ const u32 BASE_{base}[] = {{{words}}};\ntemplate <>\nstruct Base<{base}> {{\n"
+        f"  __device__ __forceinline__ static u32 row(u32 m) {{ return BASE_{base}[m]; }}\n}};\n"
     )
+
+
+def _dense_base(base: int, transpose: bool) -> str:
+    """The signs of the m16n8k16 operand in the order of its registers; see DenseBase."""
+    steps = -(-base // 16)
+    words = -(-steps // 4)
+    bits = _padded(_negative(base, transpose).T, steps * 16, words * 64)
+    # [i, half row, g, word, step, half column, q, pair] -> [i, word, g, q, pair, step, half column, half row]
+    bits = bits.view(steps, 2, 8, words, 4, 2, 4, 2).permute(0, 3, 2, 6, 7, 4, 5, 1).reshape(-1, 2, 16)
+    return (
+        f"__device__ const u32 DENSE_{base}[] = {{{_words(bits.reshape(-1, 32))}}};\ntemplate <>\n"
+        f"struct DenseBase<{base}> {{\n  __device__ __forceinline__ static u32 signs(int i, int j, u32 lane) {{\n"
+        f"    return __ldg(DENSE_{base} + (i * {words} + j) * 32 + lane);\n  }}\n}};\n"
+    )
+
+
+def _small_bases(base: int, small: tuple[int, ...], columns: int, power: int, transpose: bool) -> str:
+    text, order_of_axes = "", hadamard_factors(base * columns)[:-1]
+    for b in sorted(set(small)):
+        sums = "".join(
+            f"    o[{j}] = " + "".join(f"{'-' if n else '+'} v[{i}] " for i, n in enumerate(column)) + ";\n"
+            for j, column in enumerate(_negative(b, transpose).T.tolist())
+        )
+        text += (
+            f"template <>\nstruct SmallBase<{b}> {{\n"
+            f"  __device__ __forceinline__ static void run(float (&o)[{b}], const float (&v)[{b}]) {{\n{sums}  }}\n}};\n"
+        )
+    left = list(order_of_axes)
+    left.remove(base)  # equal bases commute
+    calls, stride = "", columns
+    for b in left:
+        stride //= b
+        calls += f"  small_base<{b}, {stride}, K, COLUMNS, WARPS>(data);\n"
+    return text + (
+        "template <int K, int COLUMNS, int WARPS>\n__device__ __forceinline__ void inner_bases(u32 data) {\n"
+        f"{calls}}}\n"
+    )
+
+
+def _axis_base(base: int, transpose: bool) -> str:
+    """Column k: bit m of word m / 32."""
+    words = -(-base // 32)
+    bits = _words(_padded(_negative(base, transpose), base, words * 32).view(-1, 32))
+    return (
+        f"__device__ const u32 AXIS_{base}[] = {{{bits}}};\ntemplate <>\nstruct Axis<{base}> {{\n"
+        f"  __device__ __forceinline__ static u32 signs(int k, int w) {{ return AXIS_{base}[k * {words} + w]; }}\n}};\n"
+    )
+
+
+# --- Compile and launch ----------------------------------------------------------------------------------------------
 
 
 def compile_cubin(source: str) -> bytes:
@@ -121,46 +307,145 @@ def _checked(result: tuple):
     return result[1] if len(result) > 1 else None
 
 
-@lru_cache(maxsize=512)
-def _kernel(plan: Plan, width: int, dtype: torch.dtype, signs: bool, device: int):
+@lru_cache(maxsize=1024)
+def _kernel(
+    plan: Plan, order: int, dtype: torch.dtype, signs: bool, transpose: bool, out: torch.dtype, device: int
+) -> tuple:
     """(function, shared bytes, multiprocessors), ready to launch on this device."""
     from cuda.bindings import driver
 
-    cubin = compile_cubin(plan.source(width, dtype, signs))
+    cubin = compile_cubin(plan.source(order, dtype, signs, transpose, out))
     library = _checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
     kernel = _checked(driver.cuLibraryGetKernel(library, b"hadamard"))
-    shared = plan.shared_bytes(width)
+    shared = plan.shared_bytes(order)
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     if shared:
         _checked(driver.cuKernelSetAttribute(attribute, shared, kernel, driver.CUdevice(device)))
     return driver.CUfunction(int(kernel)), shared, torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch(x: Tensor, y: Tensor, signs: Tensor | None, scale: float, plan: Plan) -> None:
-    """Transform the rows of x [rows, width] into y (which may be x). 16-byte aligned rows; contiguous columns."""
+def launch(
+    x: Tensor,
+    y: Tensor,
+    signs: Tensor | None,
+    scale: float,
+    plan: Plan,
+    *,
+    transpose: bool = False,
+) -> None:
+    """Transform the rows of x [rows, order] into y, which may be x. Contiguous columns, rows aligned to 16 bytes.
+
+    axis: x and y are [rows, order, inner], contiguous and not the same.
+    """
     from cuda.bindings import driver
 
-    rows, width = x.shape
+    rows, order = x.shape[0], x.shape[1]
     if rows == 0:
         return
     device = x.get_device()
-    function, shared, processors = _kernel(plan, width, x.dtype, signs is not None, device)
+    function, shared, processors = _kernel(plan, order, x.dtype, signs is not None, transpose, y.dtype, device)
+    inner = x.shape[2] if plan.kind == "axis" else 1
     arguments = _Arguments(
         x.data_ptr(),
         y.data_ptr(),
         signs.data_ptr() if signs is not None else None,
         rows,
-        x.stride(0),
+        inner if plan.kind == "axis" else x.stride(0),
         y.stride(0),
-        signs.numel() // width if signs is not None else 1,
+        signs.numel() // order if signs is not None else 1,
         scale,
     )
     start = ctypes.addressof(arguments)
     pointers = (ctypes.c_void_p * 8)(*(start + getattr(_Arguments, name).offset for name, _ in _Arguments._fields_))
+    grid = plan.grid(rows, inner, order, x.dtype, processors)
     with torch.cuda.device(device):
-        _checked(
-            driver.cuLaunchKernel(
-                function, plan.grid(rows, width, x.dtype, processors), 1, 1, plan.warps * 32, 1, 1, shared,
-                torch.cuda.current_stream().cuda_stream, ctypes.addressof(pointers), 0,
-            )
+        stream = torch.cuda.current_stream().cuda_stream
+        where = ctypes.addressof(pointers)
+        _checked(driver.cuLaunchKernel(function, grid, 1, 1, plan.warps * 32, 1, 1, shared, stream, where, 0))
+
+
+# --- The operator ----------------------------------------------------------------------------------------------------
+
+
+def available(device: torch.device) -> bool:
+    """Whether this device and installation can run the kernels."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        import cuda.bindings.driver
+        import cuda.core  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def transform(
+    x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool, into: Tensor | None = None
+) -> Tensor:
+    """x [..., k * order] -> a new contiguous tensor, or `into` (x itself, in place)."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
+    if x.numel() == 0:
+        return y
+    rows = _rows(x, order)
+    if into is not None and rows.data_ptr() == x.data_ptr():
+        out = rows
+    else:
+        out = (y if into is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)).view(-1, order)
+    after = signs if transpose else None
+    before = None if transpose or signs is None else signs.contiguous()
+    plan = plan_for(order, x.dtype)
+    if plan is not None and (order * x.dtype.itemsize % 16 == 0 or rows.numel() * x.dtype.itemsize % 16 == 0):
+        plan = replace(plan, stream=2 * x.nbytes > STREAM_BYTES) if into is None else replace(plan, stream=False)
+        launch(rows, out, before, scale, plan, transpose=transpose)
+    else:
+        _passes(rows, out, before, order, scale, transpose)
+    if into is not None and out is not rows:
+        y.copy_(out.view(y.shape))
+    if after is not None:
+        y.mul_(after.repeat(x.shape[-1] // after.numel()))
+    return y
+
+
+def _rows(x: Tensor, order: int) -> Tensor:
+    """x as [rows, order], contiguous columns and 16-byte aligned rows; a copy only where x is not."""
+    if x.is_contiguous():
+        rows = x.view(-1, order)
+    else:
+        try:
+            rows = x.view(-1, x.shape[-1])
+        except RuntimeError:
+            rows = x.contiguous().view(-1, order)
+        if rows.shape[-1] != order or rows.stride(-1) != 1:
+            rows = x.contiguous().view(-1, order)
+    spaced = order * x.dtype.itemsize % 16 == 0 and rows.stride(0) * x.dtype.itemsize % 16 == 0
+    aligned = rows.data_ptr() % 16 == 0 and (rows.is_contiguous() or spaced)
+    return rows if aligned else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _passes(x: Tensor, y: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool) -> None:
+    """One pass a base, the power of two first, float32 between them and one rounding at the end."""
+    *bases, power = hadamard_factors(order)
+    data = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if signs is not None:
+        data.view(-1, signs.numel()).mul_(signs)
+    while power > LARGEST_POWER or (power > 1 and power * 4 % 16):
+        factor = min(power, max(2, power // LARGEST_POWER))
+        bases.append(factor)
+        power //= factor
+    if power > 1:
+        rows = data.view(-1, power)
+        launch(rows, rows, None, 1.0, plan_for(power, torch.float32))
+    outer, inner = x.shape[0], order
+    for i, base in enumerate(bases):
+        inner //= base
+        out = y.view(outer, base, inner) if i + 1 == len(bases) and y.is_contiguous() else torch.empty_like(data)
+        last = i + 1 == len(bases)
+        launch(
+            data.view(outer, base, inner), out.view(outer, base, inner), None, scale if last else 1.0,
+            Plan("axis", 8, 1), transpose=transpose,
         )  # fmt: skip
+        data, outer = out, outer * base
+    if not bases:
+        y.copy_(data.mul_(scale))
+    elif data.data_ptr() != y.data_ptr():
+        y.copy_(data.view(y.shape))

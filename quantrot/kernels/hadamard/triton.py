@@ -1,0 +1,101 @@
+"""The Hadamard transform in Triton: any GPU that Triton supports, orders whose padded factors fit one program.
+
+The order is a product of up to three axes (bases and pieces of the power of two), each padded to a power of two of at
+least 16. A program holds whole rows and multiplies by one axis' matrix after another with `tl.dot`. The first product takes
+16-bit input as it is (exact, float32 sums); the others are float32 by three tf32 products, or IEEE where there is no tf32.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantrot.orthogonal import hadamard_base, hadamard_factors
+
+TILE = 4096  # elements of a program that has several rows
+LARGEST = 32768  # padded elements of a row
+LARGEST_AXIS = 128
+
+
+@triton.jit
+def _hadamard_kernel(
+    x_ptr, y_ptr, signs_ptr, h1_ptr, h2_ptr, h3_ptr, rows, x_stride, sign_rows, scale,
+    N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr,
+    ROWS: tl.constexpr, SIGNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    i1, i2, i3 = tl.arange(0, P1), tl.arange(0, P2), tl.arange(0, P3)
+    column = (i1[:, None, None] * N2 + i2[None, :, None]) * N3 + i3[None, None, :]
+    inside = (i1[:, None, None] < N1) & (i2[None, :, None] < N2) & (i3[None, None, :] < N3)
+    mask = (row < rows)[:, None, None, None] & inside[None]
+    x = tl.load(x_ptr + row[:, None, None, None] * x_stride + column[None], mask=mask, other=0.0)
+    if SIGNS:
+        at = (row % sign_rows)[:, None, None, None] * (N1 * N2 * N3) + column[None]
+        x = (x * tl.load(signs_ptr + at, mask=mask, other=1)).to(x.dtype)
+
+    h3 = tl.load(h3_ptr + i3[:, None] * P3 + i3[None, :])
+    y = tl.dot(tl.reshape(x, (ROWS * P1 * P2, P3)), h3.to(x.dtype), input_precision=PRECISION, out_dtype=tl.float32)
+    if P2 > 1:
+        h2 = tl.load(h2_ptr + i2[:, None] * P2 + i2[None, :])
+        y = tl.reshape(tl.permute(tl.reshape(y, (ROWS * P1, P2, P3)), (0, 2, 1)), (ROWS * P1 * P3, P2))
+        y = tl.dot(y, h2, input_precision=PRECISION, out_dtype=tl.float32)
+        y = tl.reshape(tl.permute(tl.reshape(y, (ROWS * P1, P3, P2)), (0, 2, 1)), (ROWS * P1 * P2, P3))
+    if P1 > 1:
+        h1 = tl.load(h1_ptr + i1[:, None] * P1 + i1[None, :])
+        y = tl.reshape(tl.permute(tl.reshape(y, (ROWS, P1, P2 * P3)), (0, 2, 1)), (ROWS * P2 * P3, P1))
+        y = tl.dot(y, h1, input_precision=PRECISION, out_dtype=tl.float32)
+        y = tl.permute(tl.reshape(y, (ROWS, P2 * P3, P1)), (0, 2, 1))
+    y = tl.reshape(y, (ROWS, P1, P2, P3)) * scale
+    out = y_ptr + row[:, None, None, None] * (N1 * N2 * N3) + column[None]
+    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def _padded(n: int) -> int:
+    return 1 if n == 1 else max(16, 1 << (n - 1).bit_length())
+
+
+def axes(order: int) -> tuple[int, int, int] | None:
+    """Three factors of the order, 1s first, none above LARGEST_AXIS, padded to at most LARGEST; None if there are none."""
+    *bases, power = hadamard_factors(order)
+    pieces = 1 if power <= LARGEST_AXIS else 2 if power <= LARGEST_AXIS**2 else 3
+    if power == 1 and bases:
+        pieces = 0
+    bits = power.bit_length() - 1
+    powers = [1 << (bits * (i + 1) // pieces - bits * i // pieces) for i in range(pieces)]
+    found = [*bases, *powers]
+    padded = 1
+    for n in found:
+        padded *= _padded(n)
+    if len(found) > 3 or max(found) > LARGEST_AXIS or padded > LARGEST:
+        return None
+    return (*[1] * (3 - len(found)), *found)
+
+
+@lru_cache(maxsize=64)
+def _matrix(n: int, transpose: bool, device: torch.device) -> Tensor:
+    """One axis' matrix, zero-padded, float32."""
+    p = _padded(n)
+    h = torch.zeros(p, p)
+    h[:n, :n] = hadamard_base(n).T if transpose else hadamard_base(n)
+    return h.to(device)
+
+
+def transform(x: Tensor, y: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool) -> None:
+    """x [rows, order], contiguous columns -> y [rows, order], contiguous (or x, if that is). `axes(order)` must exist."""
+    rows = x.shape[0]
+    n = axes(order)
+    assert n is not None, order
+    p = tuple(map(_padded, n))
+    size = p[0] * p[1] * p[2]
+    a_program = max(1, TILE // size)
+    if size * a_program < 256:  # a dot needs 16 rows
+        a_program = 256 // size
+    matrices = [_matrix(k, transpose, x.device) for k in n]
+    cuda = x.device.type == "cuda" and torch.version.hip is None
+    _hadamard_kernel[(triton.cdiv(rows, a_program),)](
+        x, y, x if signs is None else signs, *matrices, rows, x.stride(0), 1 if signs is None else signs.numel() // order,
+        scale, *n, *p, ROWS=a_program, SIGNS=signs is not None, PRECISION="tf32x3" if cuda else "ieee",
+        num_warps=4 if size <= TILE else 8 if size <= 2 * TILE else 16,
+    )  # fmt: skip
