@@ -1,0 +1,396 @@
+"""The laws of the Hadamard transform, on the CPU and, where there is a GPU, on every backend."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantrot.kernels.hadamard import hadamard_ref, hadamard_transform, hadamard_transform_
+from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR
+from quantrot.orthogonal import hadamard, hadamard_factors, random_signs
+
+SMALL = [1, 2, 4, 8, 12, 16, 20, 32, 64, 96, 128, 192, 256, 512, 576, 768, 1024, 1152]
+LARGE = [2048, 3072, 4096, 4864, 5120, 8192, 11008, 12288, 13824, 14336, 16384, 18944, 28672, 32768]
+RARE = [1536, 17408, 24576, 25600, 29568, 40960, 53248, 65536]
+ROWS = [0, 1, 3, 63, 257]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+gpu = pytest.mark.gpu
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.manual_seed(0)
+
+
+def relative(y: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((y.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+
+
+def exact(x: torch.Tensor, **kwargs) -> torch.Tensor:
+    return hadamard_ref(x.double(), **kwargs)
+
+
+def signs_of(n: int, device: str = "cpu") -> torch.Tensor:
+    return random_signs(n, seed=n).to(device)
+
+
+# --- The definition --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 12, 20, 64, 96, 576, 1536, 4864])
+def test_the_definition_is_a_product_with_the_matrix_of_orthogonal(n):
+    x, h, s = torch.randn(3, n, dtype=torch.float64), hadamard(n).double(), signs_of(n)
+    torch.testing.assert_close(hadamard_ref(x, signs=s, scale=0.5), (x * s) @ h * 0.5)
+    y = torch.ops.quantrot.hadamard(x, s, n, 0.5, True, "auto")
+    torch.testing.assert_close(y, (x @ h.T) * s * 0.5)
+
+
+@pytest.mark.parametrize(("n", "block"), [(96, 12), (256, 32), (1152, 576), (64, 64)])
+def test_a_block_transform_is_the_transform_of_each_block(n, block):
+    x, s = torch.randn(5, n), signs_of(n)
+    y = hadamard_transform(x, block=block, signs=s)
+    parts = [hadamard_ref(x[:, i : i + block], signs=s[i : i + block]) for i in range(0, n, block)]
+    assert torch.equal(y, torch.cat(parts, 1))
+    assert torch.equal(hadamard_transform(x, block=block, signs=s[:block]), hadamard_ref(x, block=block, signs=s[:block]))
+
+
+# --- Laws, on every device ---------------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", SMALL + LARGE)
+def test_error_to_float64_is_one_rounding(device, dtype, n):
+    x = torch.randn(max(2, (1 << 16) // n), n, device=device).to(dtype)
+    assert relative(hadamard_transform(x), exact(x)) <= MAX_RELATIVE_ERROR[dtype]
+
+
+@gpu
+@pytest.mark.parametrize("n", RARE)
+def test_orders_that_run_in_passes_are_as_exact(n):
+    for dtype in DTYPES:
+        x = torch.randn(5, n, device="cuda").to(dtype)
+        assert relative(hadamard_transform(x), exact(x)) <= MAX_RELATIVE_ERROR[dtype]
+
+
+@devices
+@pytest.mark.parametrize("n", SMALL + LARGE[:3])
+def test_the_adjoint_undoes_the_transform(device, n):
+    x, s = torch.randn(3, n, device=device), signs_of(n, device)
+    y = hadamard_transform(x, signs=s)
+    back = torch.ops.quantrot.hadamard(y, s, n, n**-0.5, True, "auto")
+    torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-5)
+
+
+@devices
+@pytest.mark.parametrize("n", [2, 16, 128, 1024, 4096])
+def test_a_power_of_two_is_its_own_inverse(device, n):
+    x = torch.randn(3, n, device=device)
+    torch.testing.assert_close(hadamard_transform(hadamard_transform(x)), x, rtol=1e-5, atol=1e-5)
+
+
+@devices
+@pytest.mark.parametrize("n", SMALL)
+def test_parseval_the_norm_is_kept(device, n):
+    x = torch.randn(7, n, device=device)
+    torch.testing.assert_close(hadamard_transform(x).norm(dim=1), x.norm(dim=1), rtol=1e-5, atol=0)
+
+
+@devices
+@pytest.mark.parametrize("n", SMALL)
+def test_linearity(device, n):
+    x, y = torch.randn(2, 5, n, device=device)
+    left = hadamard_transform(2 * x - 3 * y)
+    torch.testing.assert_close(left, 2 * hadamard_transform(x) - 3 * hadamard_transform(y), rtol=1e-4, atol=1e-4)
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [8, 64, 256, 576, 3072, 4096])
+def test_equivariance_a_row_does_not_know_its_neighbours(device, dtype, n):
+    x = torch.randn(63, n, device=device).to(dtype)
+    order = torch.randperm(63, device=device)
+    y = hadamard_transform(x)
+    assert torch.equal(hadamard_transform(x[order]), y[order])
+    assert torch.equal(hadamard_transform(x[17:18]), y[17:18])
+
+
+@devices
+@pytest.mark.parametrize("n", [4, 32, 512, 3072])
+def test_powers_of_two_scale_exactly(device, n):
+    x = torch.randn(3, n, device=device)
+    assert torch.equal(hadamard_transform(x * 4), hadamard_transform(x) * 4)
+    assert torch.equal(hadamard_transform(x, scale=0.25), hadamard_transform(x * 0.5, scale=0.5))
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [8, 32, 64, 128, 256, 1024, 3072, 4096, 8192])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_special_values_reach_their_own_row_and_no_other(device, dtype, n, value):
+    x = torch.randn(9, n, device=device).to(dtype)
+    clean = hadamard_transform(x)
+    x[4, n // 3] = value
+    y, sums = hadamard_transform(x), hadamard_ref(x)
+    others = [i for i in range(9) if i != 4]
+    assert torch.equal(y[others], clean[others])
+    assert torch.equal(y[4].isnan(), sums[4].isnan()) and torch.equal(y[4].isinf(), sums[4].isinf())
+    if value == value:
+        assert torch.equal(y[4].sign(), sums[4].sign())
+
+
+@devices
+def test_two_infinities_are_nan_where_their_signs_differ(device):
+    x = torch.zeros(1, 64, device=device)
+    x[0, 0] = x[0, 1] = float("inf")
+    y = hadamard_transform(x)
+    assert y[0, ::2].isinf().all() and y[0, 1::2].isnan().all()
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zeros_stay_zero_and_large_sums_become_inf(device, dtype):
+    zeros = torch.zeros(3, 256, device=device, dtype=dtype)
+    assert (hadamard_transform(zeros) == 0).all() and (hadamard_transform(-zeros) == 0).all()
+    top = torch.full((1, 256), torch.finfo(dtype).max, device=device, dtype=dtype)
+    y = hadamard_transform(top, scale=1.0)
+    assert y[0, 0].isinf() and not y.isnan()[0, 0]
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [2, 12, 64, 256, 576, 1024])
+@pytest.mark.parametrize("rows", ROWS)
+def test_odd_row_counts(device, dtype, n, rows):
+    x = torch.randn(rows, n, device=device).to(dtype)
+    y = hadamard_transform(x)
+    assert y.shape == x.shape and y.dtype == dtype
+    if rows * n > 2048:
+        assert relative(y, exact(x)) <= MAX_RELATIVE_ERROR[dtype]
+    torch.testing.assert_close(y, hadamard_ref(x))
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [2, 16, 64, 256, 576, 3072, 4096])
+def test_layout_does_not_change_bits(device, dtype, n):
+    flat = torch.randn(7 * n + 3, device=device).to(dtype)
+    unaligned = flat[3:].view(7, n)
+    assert torch.equal(hadamard_transform(unaligned), hadamard_transform(unaligned.clone()))
+    wide = torch.randn(7, 2 * n + 16, device=device).to(dtype)
+    for rows in (wide[:, 16 : 16 + n], wide[::2, :n], wide[:, 1 : n + 1], wide[:, : 2 * n : 2]):
+        assert torch.equal(hadamard_transform(rows), hadamard_transform(rows.contiguous()))
+    cube = torch.randn(2, n, 3, device=device).to(dtype).transpose(1, 2)
+    assert torch.equal(hadamard_transform(cube), hadamard_transform(cube.contiguous()))
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [2, 16, 64, 256, 576, 3072, 4096, 16384])
+def test_in_place_is_out_of_place(device, dtype, n):
+    x, s = torch.randn(7, 2 * n + 16, device=device).to(dtype), signs_of(n, device)
+    for rows in (x[:, :n].contiguous(), x[:, 16 : 16 + n], x[:, 3 : 3 + n]):
+        y = hadamard_transform(rows.contiguous(), signs=s)
+        assert hadamard_transform_(rows, signs=s) is rows
+        assert torch.equal(rows, y)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.sampled_from([1, 2, 4, 12, 20, 24, 32, 36, 64, 76, 96, 128, 256, 576]),
+    rows=st.integers(1, 9),
+    seed=st.integers(0, 9),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_any_order_matches_the_dense_product(n, rows, seed, dtype):
+    x = torch.randn(rows, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    dense = (x.double() * signs_of(n)) @ hadamard(n).double() * n**-0.5
+    error = (hadamard_transform(x, signs=signs_of(n)).double() - dense).norm() / dense.norm()
+    assert error <= (torch.finfo(dtype).eps if dtype.itemsize < 4 else 4 * MAX_RELATIVE_ERROR[dtype])
+
+
+# --- Autograd, compile, graphs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "block"), [(8, None), (12, None), (36, 12), (20, 20)])
+def test_gradients_are_the_adjoint(n, block):
+    x = torch.randn(2, n, dtype=torch.float64, requires_grad=True)
+    s = signs_of(n)
+    assert torch.autograd.gradcheck(lambda x: hadamard_transform(x, block=block, signs=s), x)
+    assert torch.autograd.gradgradcheck(lambda x: hadamard_transform(x, block=block, signs=s), x)
+
+
+@gpu
+@pytest.mark.parametrize("n", [12 * 256, 28 * 512, 148 * 128])
+def test_gradients_on_the_gpu_use_the_transposed_base(n):
+    s = signs_of(n, "cuda")
+    x = torch.randn(3, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randn_like(x)
+    hadamard_transform(x, signs=s).backward(g)
+    expected = torch.ops.quantrot.hadamard(g.double(), s, n, n**-0.5, True, "reference")
+    assert relative(x.grad, expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+
+
+@devices
+def test_the_operators_are_functional_and_registered(device):
+    x, s = torch.randn(3, 64, device=device, requires_grad=True), signs_of(64, device)
+    torch.library.opcheck(torch.ops.quantrot.hadamard, (x, s, 64, 0.125, False, "auto"))
+    torch.library.opcheck(torch.ops.quantrot.hadamard_, (x.detach().clone(), s, 64, 0.125, False, "auto"))
+
+
+@devices
+def test_compiled_bits_are_eager_bits(device):
+    s = signs_of(64, device)
+
+    def step(x):
+        return hadamard_transform(hadamard_transform(x + 1, signs=s), block=16) * 2
+
+    x = torch.randn(5, 64, device=device)
+    backend = "inductor" if device == "cuda" else "aot_eager"  # inductor on the CPU needs a C++ compiler
+    assert torch.equal(torch.compile(step, fullgraph=True, backend=backend)(x), step(x))
+
+
+@gpu
+@pytest.mark.parametrize("n", [64, 4096, 14336])
+def test_graph_bits_are_eager_bits(n):
+    x = torch.randn(63, n, device="cuda", dtype=torch.bfloat16)
+    eager = hadamard_transform(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = hadamard_transform(x)
+    captured.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(captured, eager)
+
+
+@gpu
+@pytest.mark.parametrize("n", [32, 64, 128, 256, 1024, 3072, 4096, 14336, 16384, 18944, 32768])
+def test_a_hundred_runs_are_bit_equal(n):
+    x = torch.randn(2 * 132 * 17 + 1 if n < 8192 else 601, n, device="cuda", dtype=torch.bfloat16)
+    first = hadamard_transform(x)
+    for _ in range(100):
+        assert torch.equal(hadamard_transform(x), first)
+
+
+@gpu
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [2, 12, 64, 256, 576, 3072, 4096, 14336, 16384])
+def test_every_backend_meets_the_reference(backend, dtype, n):
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    x, s = torch.randn(257, n, device="cuda").to(dtype), signs_of(n, "cuda")
+    y = hadamard_transform(x, signs=s, backend=backend)
+    limit = 2 * MAX_RELATIVE_ERROR[dtype] if n < 64 else MAX_RELATIVE_ERROR[dtype]
+    assert relative(y, exact(x, signs=s)) <= limit
+
+
+@gpu
+def test_more_than_2_31_elements():
+    if torch.cuda.get_device_properties(0).total_memory < 12 << 30:
+        pytest.skip("needs 12 GiB of GPU memory")
+    x = torch.zeros((1 << 31) // 256 + 5, 256, device="cuda", dtype=torch.bfloat16)
+    x[-3:] = torch.randn(3, 256, device="cuda")
+    tail = hadamard_transform(x[-3:].clone())
+    hadamard_transform_(x)
+    assert torch.equal(x[-3:], tail) and not x[:-3].any()
+
+
+# --- Errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "kwargs", "says"),
+    [
+        (torch.zeros(2, 6), {}, "no Hadamard matrix of order 6"),
+        (torch.zeros(2, 8), {"block": 3}, "block: 3 does not divide"),
+        (torch.zeros(2, 8), {"order": 4}, "block=4"),
+        (torch.zeros(2, 8, dtype=torch.int32), {}, "dtype torch.int32"),
+        (torch.tensor(1.0), {}, "no last dimension"),
+        (torch.zeros(2, 8), {"signs": torch.ones(3)}, "signs: shape"),
+        (torch.zeros(2, 8), {"backend": "cuda"}, "allowed: auto, hopper"),
+        (torch.zeros(2, 8), {"backend": "hopper"}, "needs a CUDA device of capability 9.0"),
+        (torch.zeros(2, 8, dtype=torch.float64), {"backend": "triton"}, "no float64"),
+    ],
+)
+def test_errors_name_the_field_and_the_remedy(x, kwargs, says):
+    with pytest.raises(ValueError, match=says):
+        hadamard_transform(x, **kwargs)
+
+
+# --- The kernels, without a GPU ----------------------------------------------------------------------------------------
+
+INTERPRETED = """
+import torch
+from quantrot.kernels.hadamard import hadamard_ref, hadamard_transform
+from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR
+torch.manual_seed(0)
+for n in (2, 8, 12, 32, 64, 128, 256, 576, 1024, 3072, 4096, 14336):
+    signs = torch.randint(0, 2, (n,)) * 2 - 1
+    for dtype in (torch.float32, torch.float16):
+        for rows in (1, 3, max(17, 16384 // n)):
+            x = torch.randn(rows, n).to(dtype)
+            exact = hadamard_ref(x.double(), signs=signs)
+            y = hadamard_transform(x, signs=signs, backend="triton")
+            error = ((y.double() - exact).norm() / exact.norm()).item()
+            assert error <= MAX_RELATIVE_ERROR[dtype] * (1 if rows * n > 8192 else 3), (n, rows, dtype, error)
+print("agrees")
+"""
+
+
+def test_the_triton_kernel_agrees_when_interpreted():
+    pytest.importorskip("triton", reason="triton is not installed")
+    root = Path(__file__).parents[2]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    run = subprocess.run([sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True, timeout=300)
+    assert run.stdout.strip() == "agrees", run.stderr[-2000:]
+
+
+def _programs() -> list[tuple[str, str]]:
+    from dataclasses import replace
+
+    from quantrot.kernels.hadamard.hopper import Plan, plan_for
+
+    found = []
+    for n in [2, 8, 32, 64, 128, 256, 1024, 2048, 4096, 8192, 16384, 32768, 576, 3072, 13824, 14336, 18944, 28672]:
+        plan = plan_for(n, torch.bfloat16)
+        found.append((f"{plan.kind}-{n}", plan.source(n, torch.bfloat16, True, True)))
+    for n in (128, 4096):
+        plan = replace(plan_for(n, torch.float32), stream=False)
+        found.append((f"float32-{plan.kind}-{n}", plan.source(n, torch.float32, False)))
+    found.append(("axis-20", Plan("axis", 8, 1).source(20, torch.float32, False, False, torch.float16)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "source"), _programs(), ids=lambda v: v if len(v) < 40 else "")
+def test_every_cuda_source_compiles_for_sm_90a(name, source, tmp_path):
+    if shutil.which("nvcc"):
+        (tmp_path / "kernel.cu").write_text(source)
+        target = ["-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v", "-cubin", "-o", "/dev/null"]
+        run = subprocess.run(["nvcc", *target, str(tmp_path / "kernel.cu")], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-2000:]
+        assert "0 bytes spill stores" in run.stderr, "registers spill:\n" + run.stderr[-400:]
+        return
+    pytest.importorskip("cuda.core", reason="neither nvcc nor cuda.core is installed")
+    from quantrot.kernels.hadamard.hopper import compile_cubin
+
+    os.environ["QUANTROT_CACHE"] = str(tmp_path)
+    assert len(compile_cubin(source)) > 1000
+
+
+def test_plans_fit_the_multiprocessor():
+    from quantrot.kernels.hadamard.hopper import MAX_SHARED, SM_SHARED
+    from quantrot.kernels.hadamard.tuned import PLANS
+
+    for (_, n), plan in PLANS.items():
+        assert hadamard_factors(n)
+        assert plan.shared_bytes(n) <= MAX_SHARED and plan.resident * plan.warps <= 64
+        assert plan.resident * (plan.shared_bytes(n) + 1024) <= SM_SHARED
