@@ -1,7 +1,7 @@
-"""The Hadamard transform for Hopper: CUDA C++ (hadamard.cuh) compiled at first use and kept on disk.
+"""The Hadamard transform for Hopper: CUDA C++ (*.cuh) compiled at first use and kept on disk.
 
-One kernel a (Plan, order, dtype, signs, adjoint): the source is hadamard.cuh, the signs of the bases, and one line that names
-the instance. NVRTC compiles it through cuda.core, so no CUDA toolkit is needed; the cubin is kept under $QUANTROT_CACHE
+One kernel a (Plan, order, dtype, signs, adjoint): the source is the device functions, the signs of the bases, and one line
+that names the instance. NVRTC compiles it through cuda.core, so no CUDA toolkit is needed; the cubin is kept under $QUANTROT_CACHE
 (default ~/.cache/quantrot), named by the hash of source, target and compiler version.
 """
 
@@ -11,7 +11,6 @@ import os
 import tempfile
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -99,7 +98,7 @@ class Plan:
         """The text to compile."""
         return (
             (STREAM_HINTS if self.stream else CACHE_HINTS)
-            + (Path(__file__).parent / "hadamard.cuh").read_text()
+            + _device_functions("common.cuh", "bases.cuh" if self.kind in ("block", "dense", "axis") else "rows.cuh")
             + f"namespace quantrot {{\n{self.bases(order, transpose)}}}\n"
             + ENTRY.format(
                 threads=self.warps * 32, resident=self.resident, call=self.call(order, dtype, signs, out or dtype)
@@ -132,6 +131,11 @@ class Plan:
             return rows
         a_warp = 32 * self.vectors * (16 // dtype.itemsize)
         return -(-rows * order // (a_warp * self.warps))
+
+
+@lru_cache(maxsize=4)
+def _device_functions(*files: str) -> str:
+    return "".join((Path(__file__).parent / file).read_text() for file in files)
 
 
 # --- Plans -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,387 @@
+"""The Hadamard transform against a copy of the same tensor, the fast-hadamard-transform package and a dense rotation.
+
+    python benchmarks/bench_hadamard.py                  # the table, and benchmarks/results/bench_hadamard-<gpu>.json
+    python benchmarks/bench_hadamard.py --tune           # also times every candidate plan and writes kernels/hadamard/tuned.py
+    python benchmarks/bench_hadamard.py --render         # no GPU: the tables of docs/hadamard.md from the json
+
+Every time is the median of replays of one CUDA graph that holds calls on different random tensors, together past the 60 MB of
+L2 (the smallest tensors: 512 of them), outputs included; the copy is timed the same way in the same run. `of copy` is the copy's
+time over ours. `error` is the relative error to the float64 reference. Cases with "inplace" work on one tensor that stays
+in L2, and their copy is out of place. A missing package leaves its column empty.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from quantrot.kernels.hadamard import hadamard_transform, hadamard_transform_  # noqa: E402
+from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR, hadamard_reference  # noqa: E402
+from quantrot.orthogonal import hadamard_base, hadamard_factors  # noqa: E402
+
+POWERS = [32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+BASES = [576, 1536, 3072, 4864, 5120, 11008, 12288, 13824, 14336, 17408, 18944, 25600, 28672, 29568, 53248]
+ELEMENTS = [1 << 13, 1 << 17, 1 << 20, 1 << 23, 1 << 25, 1 << 27]
+ROTATE_BYTES = 256 << 20
+DOC = ROOT / "docs" / "hadamard.md"
+TUNED = ROOT / "quantrot" / "kernels" / "hadamard" / "tuned.py"
+
+
+# --- Timing ----------------------------------------------------------------------------------------------------------
+
+
+def time_us(calls: list, replays: int = 7) -> float:
+    """Median microseconds a call: all calls in one graph, their results kept so that each has its own memory."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.synchronize()
+    graph, kept = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            kept.append(call())
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def tensors(n: int, elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Random tensors of about this many elements, as many as it takes to pass L2."""
+    rows = max(1, elements // n)
+    rows -= rows % 16 if rows > 64 else 0  # a copy of a size that is no multiple of 512 bytes is not the fastest copy
+    count = max(2, min(512, -(-ROTATE_BYTES // (rows * n * dtype.itemsize))))
+    spaced = -(-rows * n // 128) * 128
+    pool = torch.randn(count, spaced, device="cuda", dtype=dtype if count * spaced > 1 << 28 else torch.float32).to(dtype)
+    return [x[: rows * n].view(rows, n) for x in pool]
+
+
+def copy_us(xs: list[torch.Tensor]) -> float:
+    ys = [torch.empty_like(x) for x in xs]
+    return time_us([lambda x=x, y=y: y.copy_(x) for x, y in zip(xs, ys, strict=True)])
+
+
+def error_of(n: int, dtype: torch.dtype, backend: str = "auto") -> float:
+    x = torch.randn(max(3, (1 << 20) // n), n, device="cuda").to(dtype)
+    exact = hadamard_reference(x.double(), None, n, n**-0.5)
+    return ((hadamard_transform(x, backend=backend).double() - exact).norm() / exact.norm()).item()
+
+
+def dense_matrix(n: int, dtype: torch.dtype) -> torch.Tensor:
+    h = torch.ones(1, 1, device="cuda", dtype=dtype)
+    for factor in hadamard_factors(n):
+        h = torch.kron(h, hadamard_base(factor).to(device="cuda", dtype=dtype))
+    return h.mul_(n**-0.5)
+
+
+def package():
+    """hadamard_transform of the fast-hadamard-transform package, or None."""
+    try:
+        from fast_hadamard_transform import hadamard_transform as theirs
+    except ImportError:
+        return None
+    return theirs
+
+
+# --- The table -------------------------------------------------------------------------------------------------------
+
+
+def cases() -> list[tuple[int, int, torch.dtype, bool]]:
+    found = []
+    for dtype in (torch.bfloat16, torch.float16):
+        found += [(n, e, dtype, False) for n in POWERS for e in ELEMENTS if e >= n and (n >= 128 or e >= 1 << 25)]
+        found += [(n, 1 << 25, dtype, False) for n in BASES]
+    found += [(n, 1 << 25, torch.float32, False) for n in POWERS]
+    return found + [(n, 1 << 24, torch.bfloat16, True) for n in (32, 128, 1024, 4096, 16384)]
+
+
+def run_case(n: int, elements: int, dtype: torch.dtype, inplace: bool, copies: dict) -> dict:
+    peers: dict[str, float | None] = {}
+    if inplace:
+        x = torch.randn(elements // n, n, device="cuda").to(dtype)
+        y = torch.empty_like(x)
+        us = time_us([lambda: hadamard_transform_(x)] * 20)
+        peers["copy"] = time_us([lambda: y.copy_(x)] * 20)
+    else:
+        xs = tensors(n, elements, dtype)
+        us = time_us([lambda x=x: hadamard_transform(x) for x in xs])
+        size = xs[0].numel() * dtype.itemsize
+        if size not in copies:
+            copies[size] = copy_us(xs)
+        peers["copy"] = copies[size]
+        theirs = package()
+        if theirs and n & (n - 1) == 0 and n >= 8:
+            peers["fast_hadamard_transform"] = time_us([lambda x=x: theirs(x, n**-0.5) for x in xs])
+        if n & (n - 1):
+            h = dense_matrix(n, dtype)
+            peers["dense_gemm"] = time_us([lambda x=x: x @ h for x in xs[:2]], replays=3)
+    size = max(1, elements // n) * n * dtype.itemsize
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "op": "hadamard",
+        "case": {"n": n, "elements": elements, "dtype": name, "inplace": inplace},
+        "us": us,
+        "floor_us": 2 * size,  # bytes; main() divides by the copy's speed
+        "peers_us": peers,
+        "error": error_of(n, dtype),
+    }
+
+
+def line(row: dict) -> str:
+    case, peers = row["case"], row["peers_us"]
+    copy = peers["copy"] / row["us"]
+    others = "".join(f"{peers[p]:10.1f}" if peers.get(p) else " " * 10 for p in ("fast_hadamard_transform", "dense_gemm"))
+    place = "in place" if case["inplace"] else ""
+    return (
+        f"{case['n']:6d} {case['elements']:10d} {case['dtype']:9s} {place:8s} {row['us']:9.2f} {row['floor_us']:9.2f} "
+        f"{peers['copy']:9.2f} {copy:7.3f}{others} {row['error']:9.2e}"
+    )
+
+
+HEADER = (
+    "     n   elements dtype     place           us     floor      copy  of copy   package     dense     error\n" + "-" * 106
+)
+
+
+def main(out: Path) -> None:
+    import triton
+
+    copies: dict[int, float] = {}
+    big = tensors(4096, 1 << 27, torch.bfloat16)
+    gbps = 4 * big[0].numel() / copy_us(big) / 1e3
+    del big
+    rows = []
+    print(HEADER)
+    for case in cases():
+        row = run_case(*case, copies)
+        row["floor_us"] /= gbps * 1e3
+        print(line(row), flush=True)
+        rows.append(row)
+    name = torch.cuda.get_device_name().split()[-1].lower()
+    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": subprocess.run(smi, capture_output=True, text=True).stdout.strip(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit(),
+        "command": "python benchmarks/bench_hadamard.py",
+        "copy_gbps": gbps,
+        "rows": rows,
+    }
+    out = out or ROOT / "benchmarks" / "results" / f"bench_hadamard-{name}.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"copy {gbps:.0f} GB/s; wrote {out}")
+
+
+def commit() -> str:
+    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return run.stdout.strip() or "unknown"
+
+
+# --- Tuning ----------------------------------------------------------------------------------------------------------
+
+
+def candidates(n: int, dtype: torch.dtype) -> list:
+    """Plans worth timing for this order; the compiler or the multiprocessor may still refuse some."""
+    from quantrot.kernels.hadamard.hopper import MAX_SHARED, SM_SHARED, Plan, dense_shape
+
+    found = []
+    power = n & -n
+    precisions = ("SPLIT", "CUT") if dtype == torch.bfloat16 else ("SPLIT",)  # cutting costs float16 4.5e-4
+    if n == power and dtype == torch.float32:
+        for vectors in (1, 2, 4, 8, 16):
+            for warps in (1, 2, 4, 8, 16):
+                share = n // (128 * vectors)
+                if share <= 1 and vectors <= 8:
+                    found += [Plan("lanes", warps, r // warps, vectors) for r in (16, 24) if warps <= 8]
+                elif share == warps and 4 * vectors // warps in (4, 8):
+                    found += [Plan("lanes", warps, r, vectors, share=share) for r in (1, 2, 3, 4, 6)]
+    elif n == power:
+        if n <= 16:
+            found += [Plan("lanes", w, 28 // w, v) for w in (4, 8) for v in (1, 2)]
+        elif n <= 128:
+            found += [Plan("turn", w, 28 // w, v) for w in (2, 4, 8) for v in (1, 2)]
+        elif n <= 2048:
+            for w, v, r in ((4, 2, 28), (2, 2, 28), (2, 4, 20), (1, 4, 20), (4, 4, 20), (1, 8, 20), (2, 8, 20)):
+                found += [Plan("warp", w, r // w, v, precision=p) for p in precisions if v * 256 >= n]
+        if n >= 2048:
+            for v, w in ((2, 4), (2, 8), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16)):
+                if 256 * v * w == n:
+                    shapes = [(0, r) for r in (1, 2, 3, 4, 6, 8)] + [(1, r) for r in (1, 2, 4)]
+                    found += [Plan("share", w, r, v, stages=s, precision=p) for s, r in shapes for p in precisions]
+    else:
+        base, small, _ = dense_shape(n)
+        if base <= 32 and not small:
+            for tiles in (4, 8, 16):
+                warps = power // 8 // tiles
+                for part in (4, 8):
+                    if 1 <= warps <= 16 and (part == 4 or warps <= 8):
+                        rs, stages = (1, 2, 3, 4, 5, 6, 7, 8), (1, 2)
+                        found += [Plan("block", warps, r, tiles=tiles, part=part, stages=s) for r in rs for s in stages]
+        elif power <= 256:
+            steps, groups = -(-base // 16), n // base // 8
+            for tall in (1, 2, 3, 4, 5):
+                for wide in (2, 4, 8):
+                    if groups % wide == 0:
+                        tasks = groups // wide * -(-steps // tall)
+                        for each in (1, 2, 3, 4):
+                            warps = -(-tasks // each)
+                            if warps <= 32 and each * tall * wide <= 20:
+                                for r in (1, 2, 3, 4):
+                                    found.append(Plan("dense", warps, r, tiles=tall, part=wide))
+    fits = []
+    for plan in found:
+        shared = plan.shared_bytes(n)
+        threads = plan.resident * plan.warps * 32
+        if plan.resident and threads <= 2048 and shared <= MAX_SHARED and plan.resident * (shared + 1024) <= SM_SHARED:
+            fits.append(plan)
+    return fits
+
+
+def plan_error(plan, n: int, dtype: torch.dtype) -> float:
+    from quantrot.kernels.hadamard.hopper import launch
+
+    x = torch.randn(max(257, (1 << 22) // n) | 1, n, device="cuda").to(dtype)
+    y = torch.full_like(x, float("nan"))
+    launch(x, y, None, n**-0.5, plan)
+    exact = hadamard_reference(x.double(), None, n, n**-0.5)
+    return ((y.double() - exact).norm() / exact.norm()).item()
+
+
+def tune(orders: list[int]) -> None:
+    """Time the candidates of each order at 2^25 elements, the best six also at 2^27, and rewrite tuned.py."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import cuda.core  # noqa: F401  (imported before the threads do)
+    from cuda.bindings import nvrtc  # noqa: F401
+
+    from quantrot.kernels.hadamard.hopper import compile_cubin, launch
+    from quantrot.kernels.hadamard.tuned import PLANS
+
+    chosen = dict(PLANS)
+    notes = dict(re.findall(r'\((".*?", \d+)\): .*?  # (.*)', TUNED.read_text()))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        for n in orders:
+            plans = candidates(n, dtype)
+
+            def compiled(plan, n=n, dtype=dtype):
+                try:
+                    compile_cubin(plan.source(n, dtype, False))
+                    compile_cubin(replace(plan, stream=False).source(n, dtype, False))
+                    return plan
+                except Exception:  # a shape that the kernel's own assertions refuse
+                    return None
+
+            with ThreadPoolExecutor(16) as pool:
+                plans = [p for p in pool.map(compiled, plans) if p]
+
+            def fraction(plan, xs, copy, n=n):
+                ys = [torch.empty_like(x) for x in xs]
+                us = time_us([lambda x=x, y=y: launch(x, y, None, n**-0.5, plan) for x, y in zip(xs, ys, strict=True)], 3)
+                return copy / us
+
+            plans = [p for p in plans if plan_error(p, n, dtype) <= MAX_RELATIVE_ERROR[dtype]]
+            if not plans:
+                continue
+            xs = tensors(n, 1 << 25, dtype)
+            copy = copy_us(xs)
+            small = {p: fraction(p, xs, copy) for p in plans}
+            best = sorted(plans, key=small.__getitem__, reverse=True)[:5]
+            xs = tensors(n, 1 << 27, dtype)
+            copy = copy_us(xs)
+            large = {p: fraction(p, xs, copy) for p in best}
+            plan = max(best, key=lambda p: small[p] * large[p])
+            chosen[name, n] = plan
+            notes[f'"{name}", {n}'] = f"{small[plan]:.2f} of copy at 2^25 elements, {large[plan]:.2f} at 2^27"
+            print(name, n, len(plans), plan, notes[f'"{name}", {n}'], flush=True)
+    write_tuned(chosen, notes)
+
+
+def write_tuned(chosen: dict, notes: dict) -> None:
+    text = (
+        '"""The plan of each order on an NVIDIA H200 and what it reached; written by bench_hadamard.py --tune."""\n\n'
+        "from quantrot.kernels.hadamard.hopper import Plan\n\nPLANS = {\n"
+    )
+    for (name, n), plan in sorted(chosen.items(), key=lambda item: (item[0][0], item[0][1])):
+        plain = type(plan)(plan.kind, plan.warps, plan.resident)
+        extra = "".join(
+            f", {field}={value!r}".replace("'", '"')
+            for field, value in vars(plan).items()
+            if value != getattr(plain, field) and field != "stream"
+        )
+        note = notes.get(f'"{name}", {n}', "")
+        text += f'    ("{name}", {n}): Plan("{plan.kind}", {plan.warps}, {plan.resident}{extra}),' + (
+            f"  # {note}\n" if note else "\n"
+        )
+    TUNED.write_text(text + "}\n")
+
+
+# --- The tables of docs/hadamard.md ------------------------------------------------------------------------------------
+
+
+def render(path: Path) -> None:
+    result = json.loads(path.read_text())
+    rows = {tuple(r["case"].values()): r for r in result["rows"]}
+
+    def of_copy(*case) -> str:
+        row = rows.get(case)
+        return f"{row['peers_us']['copy'] / row['us']:.2f}" if row else ""
+
+    text = f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}: copy {result['copy_gbps']:.0f} GB/s. "
+    text += f"`{result['command']}`, commit {result['commit']}.\n\nPowers of two, fraction of the speed of a copy:\n\n"
+    columns = [("bfloat16", e) for e in ELEMENTS[2:]] + [("float16", 1 << 25), ("float16", 1 << 27), ("float32", 1 << 25)]
+    text += "| n | " + " | ".join(f"{d}, 2^{e.bit_length() - 1}" for d, e in columns) + " | package, bfloat16, 2^25 |\n"
+    text += "|---" * (len(columns) + 2) + "|\n"
+    for n in POWERS:
+        row = rows[n, 1 << 25, "bfloat16", False]["peers_us"]
+        theirs = row.get("fast_hadamard_transform")
+        last = f"{row['copy'] / theirs:.2f}" if theirs else ""
+        text += f"| {n} | " + " | ".join(of_copy(n, e, d, False) for d, e in columns) + f" | {last} |\n"
+    text += "\nK * 2^m, 2^25 elements of bfloat16:\n\n| n | factors | us | of copy | dense product / ours | error |\n"
+    text += "|---|---|---|---|---|---|\n"
+    for n in BASES:
+        row = rows[n, 1 << 25, "bfloat16", False]
+        factors = " x ".join(map(str, hadamard_factors(n)))
+        dense = row["peers_us"]["dense_gemm"] / row["us"]
+        text += f"| {n} | {factors} | {row['us']:.1f} | {of_copy(n, 1 << 25, 'bfloat16', False)} | {dense:.0f} | "
+        text += f"{row['error']:.2e} |\n"
+    inplace = [r for case, r in rows.items() if case[3]]
+    text += "\nIn place, 2^24 elements of bfloat16 that stay in L2, over the out-of-place copy: "
+    text += ", ".join(f"{r['peers_us']['copy'] / r['us']:.2f} (n = {r['case']['n']})" for r in inplace) + ".\n"
+    doc = DOC.read_text()
+    mark = "<!-- table: bench_hadamard.py --render -->"
+    head, _, tail = doc.partition(mark + "\n")
+    _, _, tail = tail.partition("<!-- end -->\n")
+    DOC.write_text(f"{head}{mark}\n{text}<!-- end -->\n{tail}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", nargs="*", type=int, help="orders to tune (none: all)")
+    parser.add_argument("--render", action="store_true")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    if asked.render:
+        render(asked.out or ROOT / "benchmarks" / "results" / "bench_hadamard-h200.json")
+    else:
+        if asked.tune is not None:
+            tune(asked.tune or [2, 4, 8, 16, *POWERS, *BASES])
+        main(asked.out)

@@ -1,0 +1,418 @@
+// The Hadamard transform for sm_90a as device functions, compiled at first use by NVRTC and callable from fused kernels.
+//
+// A row index is split into bits, and each bit is transformed where it already is:
+//   - a bit held in registers: one butterfly addition an element, in float32;
+//   - four bits spread over the lanes of a warp: one tensor core product with a 16 x 16 Hadamard matrix whose operand is
+//     built from the lane number, never loaded. With the data as the B operand the product also exchanges lane/4 with
+//     lane%4, so two products transform the eight bits of 256 contiguous elements and leave each lane with the eight
+//     neighbours it loaded: no shuffle, no shared memory;
+//   - bits spread over warps, and a dense base of K rows: a product that reads the 16-bit input from shared memory
+//     (brought there by bulk copies), then one exchange through shared memory in float32.
+// The first product takes the 16-bit input as it is, so it is exact; later ones take float32 sums split into two tf32
+// parts, which keeps 22 bits. The only rounding to 16 bits is the last.
+
+namespace quantrot {
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+enum Dtype { BF16 = 0, FP16 = 1, FP32 = 2 };
+
+struct Args {
+  const void* x;
+  void* y;
+  const signed char* signs;  // [sign_rows][n], row r of x takes row r % sign_rows
+  i64 rows, x_stride, y_stride;  // strides in elements
+  int sign_rows;
+  float scale;
+};
+
+// --- Words ---------------------------------------------------------------------------------------------------------
+
+// The warp's number, in a way that lets the compiler see that it is the same in all lanes (a lane exchange inside a loop over
+// it otherwise costs two more instructions).
+__device__ __forceinline__ u32 warp_number() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0); }
+
+struct alignas(16) Vec {
+  u32 w[4];
+};
+
+// LOAD and STREAM are the cache hints of the program: read and written once, or left in L2 for the next kernel. Not .nc,
+// because the in-place operator reads what it writes.
+__device__ __forceinline__ Vec load16(const void* p) {
+  Vec v;
+  asm volatile("ld.global" LOAD ".v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ void store16(void* p, const Vec& v) {
+  asm volatile("st.global" STREAM ".v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void store8(void* p, u32 a, u32 b) {
+  asm volatile("st.global" STREAM ".v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(a), "r"(b) : "memory");
+}
+
+__device__ __forceinline__ void store4(void* p, u32 a) {
+  asm volatile("st.global" STREAM ".u32 [%0], %1;" ::"l"(p), "r"(a) : "memory");
+}
+
+template <int D>
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  u32 r;
+  if constexpr (D == BF16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  }
+  return r;
+}
+
+template <int D>
+__device__ __forceinline__ void unpack(u32 w, float& lo, float& hi) {
+  if constexpr (D == BF16) {
+    lo = __uint_as_float(w << 16);
+    hi = __uint_as_float(w & 0xFFFF0000u);
+  } else {
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(lo), "=f"(hi) : "r"(w));
+  }
+}
+
+// Two int8 signs (bytes 2 * i and 2 * i + 1 of s) as the sign bits of two 16-bit lanes.
+__device__ __forceinline__ u32 sign_mask(u32 s, int i) {
+  return __byte_perm(s, 0, i ? 0x3424 : 0x1404) & 0x80008000u;
+}
+
+__device__ __forceinline__ void apply_signs16(Vec& v, const signed char* signs) {
+  const uint2 s = *reinterpret_cast<const uint2*>(signs);
+  v.w[0] ^= sign_mask(s.x, 0);
+  v.w[1] ^= sign_mask(s.x, 1);
+  v.w[2] ^= sign_mask(s.y, 0);
+  v.w[3] ^= sign_mask(s.y, 1);
+}
+
+// --- Tensor core products with constant Hadamard operands --------------------------------------------------------------
+
+template <int D>
+__device__ __forceinline__ void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if constexpr (D == BF16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
+// How float32 sums enter a tf32 product: as they are, cut to 10 fraction bits by the hardware; rounded to them; or as the
+// sum of two parts, which loses nothing that 16 bits could show.
+enum Precision { CUT = 0, NEAREST = 1, SPLIT = 2 };
+
+// f as the tf32 number below it in magnitude (the product cuts f to it by itself), and the rest. An infinity's rest would
+// be inf - inf; the minimum replaces that NaN by a number too small to matter (a true rest is at most 2^117), while a NaN
+// stays one in f.
+__device__ __forceinline__ float rest_tf32(float f) {
+  return fminf(f - __uint_as_float(__float_as_uint(f) & 0xFFFFE000u), 0x1p118f);
+}
+
+__device__ __forceinline__ float nearest_tf32(float f) {
+  u32 r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(f));
+  return __uint_as_float(r);
+}
+
+// Sylvester's 16 x 16 matrix as an m16n8k16 operand. Each half of a register is the same +-1 in all but the last.
+struct Sylvester16 {
+  u32 a[4];
+};
+
+template <int D>
+__device__ __forceinline__ Sylvester16 sylvester16() {
+  const u32 lane = threadIdx.x & 31, g = lane >> 2, k = (lane & 3) * 2;
+  const u32 one = D == BF16 ? 0x3F80u : 0x3C00u;
+  const u32 lo = one | ((__popc(g & k) & 1) << 15), hi = one | ((__popc(g & (k + 1)) & 1) << 15);
+  const u32 w = lo | (hi << 16);
+  return {w, w, w, w ^ 0x80008000u};
+}
+
+// The same matrix with its index bits in the order that leaves data in place (row bits 0 1 2 3 against column bits
+// 2 0 1 3), as two m16n8k8 operands.
+struct Sylvester8 {
+  u32 a[2][4];
+};
+
+__device__ __forceinline__ Sylvester8 sylvester8() {
+  const u32 lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  const u32 p = ((g >> 1) & q & 1) ^ ((g >> 2) & (q >> 1) & 1), minus = 0x80000000u;
+  const u32 f0 = 0x3F800000u | (p << 31), f2 = f0 ^ (g << 31);
+  return {{{f0, f0, f2, f2},
+           {f0, f0 ^ minus, f2, f2 ^ minus}}};
+}
+
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+// One 16 x 16 step on float32 data, four values in and out.
+template <int P>
+__device__ __forceinline__ void step_tf32(float (&d)[4], const Sylvester8& h, float p0, float p1, float r0, float r1) {
+  d[0] = d[1] = d[2] = d[3] = 0.f;
+  if constexpr (P == SPLIT) {
+    mma_tf32(d, h.a[0], rest_tf32(p0), rest_tf32(p1));
+    mma_tf32(d, h.a[1], rest_tf32(r0), rest_tf32(r1));
+  }
+  if constexpr (P == NEAREST) {
+    p0 = nearest_tf32(p0), p1 = nearest_tf32(p1), r0 = nearest_tf32(r0), r1 = nearest_tf32(r1);
+  }
+  mma_tf32(d, h.a[0], p0, p1);
+  mma_tf32(d, h.a[1], r0, r1);
+}
+
+// --- 256 contiguous elements in a warp ---------------------------------------------------------------------------------
+//
+// Lane l holds elements 8 l ... 8 l + 7. Element bits e0 e1 e2, lane bits l0 ... l4. The first product transforms
+// e0 l0 l1 e1 and leaves them in l2 l3 l4 and a register: d[e2][2 e1 + l2], l3 l4 in the low lane bits. The second
+// transforms l3 l4 l2 e2 and puts everything back.
+
+template <int D>
+__device__ __forceinline__ void first_product(float (&d)[2][4], const Sylvester16& h, const Vec& v) {
+#pragma unroll
+  for (int e2 = 0; e2 < 2; e2++) {
+    d[e2][0] = d[e2][1] = d[e2][2] = d[e2][3] = 0.f;
+    mma16<D>(d[e2], h.a[0], h.a[1], h.a[2], h.a[3], v.w[2 * e2], v.w[2 * e2 + 1]);
+  }
+}
+
+// The same on float32 data: p[h] holds elements 4 h ... 4 h + 3 of the eight at 8 (l%4) of the 32 at 32 (l/4).
+template <int P>
+__device__ __forceinline__ void first_product(float (&d)[2][4], const Sylvester8& h, const float4 (&p)[2]) {
+  step_tf32<P>(d[0], h, p[0].x, p[0].y, p[0].z, p[0].w);
+  step_tf32<P>(d[1], h, p[1].x, p[1].y, p[1].z, p[1].w);
+}
+
+template <int P>
+__device__ __forceinline__ void second_product(float (&y)[8], const Sylvester8& h, const float (&d)[2][4]) {
+#pragma unroll
+  for (int e1 = 0; e1 < 2; e1++) {
+    float o[4];
+    step_tf32<P>(o, h, d[0][2 * e1], d[0][2 * e1 + 1], d[1][2 * e1], d[1][2 * e1 + 1]);
+#pragma unroll
+    for (int j = 0; j < 4; j++) y[2 * e1 + j % 2 + j / 2 * 4] = o[j];
+  }
+}
+
+template <int D>
+__device__ __forceinline__ Vec pack8(const float* y) {
+  Vec v;
+#pragma unroll
+  for (int j = 0; j < 4; j++) v.w[j] = pack<D>(y[2 * j], y[2 * j + 1]);
+  return v;
+}
+
+template <int D>
+__device__ __forceinline__ Vec pack8(const float* y, float scale) {
+  Vec v;
+#pragma unroll
+  for (int j = 0; j < 4; j++) v.w[j] = pack<D>(y[2 * j] * scale, y[2 * j + 1] * scale);
+  return v;
+}
+
+// Butterflies within y, at distances 1, 2 ... below LAST.
+template <int W, int LAST>
+__device__ __forceinline__ void butterflies_within(float (&y)[W]) {
+#pragma unroll
+  for (int s = 1; s < W && s < LAST; s *= 2) {
+#pragma unroll
+    for (int j = 0; j < W; j++) {
+      if (j & s) continue;
+      const float p = y[j], q = y[j + s];
+      y[j] = p + q;
+      y[j + s] = p - q;
+    }
+  }
+}
+
+// Butterflies over the index r of y[r][...], at distances FIRST, 2 FIRST ... below LAST.
+template <int R, int W, int FIRST, int LAST>
+__device__ __forceinline__ void butterflies(float (&y)[R][W]) {
+#pragma unroll
+  for (int s = FIRST; s < LAST; s *= 2) {
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      if (r & s) continue;
+#pragma unroll
+      for (int j = 0; j < W; j++) {
+        const float a = y[r][j], b = y[r + s][j];
+        y[r][j] = a + b;
+        y[r + s][j] = a - b;
+      }
+    }
+  }
+}
+
+// The last level of butterflies over r, with the scale: a product and two fused additions for two additions and two products.
+template <int R, int W>
+__device__ __forceinline__ void last_butterfly(float (&y)[R][W], float scale) {
+#pragma unroll
+  for (int r = 0; r < R / 2; r++) {
+#pragma unroll
+    for (int j = 0; j < W; j++) {
+      const float a = y[r][j] * scale, b = y[r + R / 2][j];
+      y[r][j] = fmaf(b, scale, a);
+      y[r + R / 2][j] = fmaf(-b, scale, a);
+    }
+  }
+}
+
+// --- Shared memory, bulk copies and barriers ---------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(u32 bar, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra.uni leave;\nbra.uni again;\nleave:\n}\n"
+      ::"r"(bar), "r"(parity) : "memory");
+}
+
+// Stores and loads must agree on how long L2 keeps a line: 0.93 of copy against 0.91 where they do not, and for plain
+// loads with L1::no_allocate, which L2 takes as a hint too, 1.00 against 0.95.
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_" KEEP ".b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+      : "memory");
+}
+
+// A buffer is handed back to the bulk copies. Without the fence an arrival can overtake the reads before it, and the next
+// row lands under them (seen: 2 rows in 65536, only while the load queue was full).
+__device__ __forceinline__ void release(u32 bar) {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) barrier_arrive(bar);
+}
+
+__device__ __forceinline__ void load_matrices_transposed(u32 (&b)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+               : "r"(address));
+}
+
+__device__ __forceinline__ Vec load_vec_shared(u32 address) {
+  Vec v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ float4 load_shared16(u32 address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ void load_shared4(u32 address, float& a) {
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(a) : "r"(address));
+}
+
+__device__ __forceinline__ void store_shared4(u32 address, float a) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
+}
+
+__device__ __forceinline__ void load_shared8(u32 address, float& a, float& b) {
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(a), "=f"(b) : "r"(address));
+}
+
+__device__ __forceinline__ void store_shared16(u32 address, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+__device__ __forceinline__ void store_shared8(u32 address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+
+// --- Butterflies across the warps of a block -----------------------------------------------------------------------------
+//
+// Every warp holds R vectors of E neighbouring floats a lane, a piece of R * 32 * E. They cross through shared memory, after
+// which a lane holds the same E * R / WARPS neighbours of every warp's piece, and the warp's number is a register index.
+
+// 16-byte units swap within pairs in every other 128 bytes, so that lanes 32 bytes apart meet different banks.
+__device__ __forceinline__ u32 swapped(u32 unit) { return (unit ^ ((unit >> 3) & 1)) * 16; }
+
+template <int R, int E, int WARPS>
+__device__ __forceinline__ void across_warps(float (&z)[WARPS][E * R / WARPS], const float (&y)[R][E], u32 sums,
+                                             float scale) {
+  constexpr int PART = E * R / WARPS;
+  static_assert(PART == 2 || PART == 4 || PART == 8, "a lane must be left with 8 to 32 neighbouring bytes");
+  const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+#pragma unroll
+    for (int j = 0; j < E; j += 4)
+      store_shared16(sums + (warp * R + r) * 128 * E + swapped(lane * (E / 4) + j / 4), y[r][j], y[r][j + 1], y[r][j + 2],
+                     y[r][j + 3]);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) {
+    const u32 from = sums + w * R * 128 * E;
+    if constexpr (PART == 2) {
+      const u32 pair = warp * 32 + lane;
+      load_shared8(from + swapped(pair / 2) + pair % 2 * 8, z[w][0], z[w][1]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < PART; j += 4) {
+        const float4 f = load_shared16(from + swapped((warp * 32 + lane) * (PART / 4) + j / 4));
+        z[w][j] = f.x, z[w][j + 1] = f.y, z[w][j + 2] = f.z, z[w][j + 3] = f.w;
+      }
+    }
+  }
+  butterflies<WARPS, PART, 1, WARPS / 2>(z);
+  last_butterfly(z, scale);
+}
+
+// PART results of a lane, neighbours in memory, as 16 bits or 32.
+template <int D, int PART>
+__device__ __forceinline__ void store_part(void* p, const float (&z)[PART]) {
+  if constexpr (D == FP32) {
+    static_assert(PART % 4 == 0, "whole vectors");
+#pragma unroll
+    for (int j = 0; j < PART; j += 4) {
+      Vec v;
+#pragma unroll
+      for (int i = 0; i < 4; i++) v.w[i] = __float_as_uint(z[j + i]);
+      store16((char*)p + j * 4, v);
+    }
+  } else if constexpr (PART == 8) {
+    store16(p, pack8<D>(z));
+  } else if constexpr (PART == 4) {
+    store8(p, pack<D>(z[0], z[1]), pack<D>(z[2], z[3]));
+  } else {
+    store4(p, pack<D>(z[0], z[1]));
+  }
+}
+
+}  // namespace quantrot

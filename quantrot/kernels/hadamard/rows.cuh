@@ -1,0 +1,264 @@
+// Rows whose length is a power of two: see common.cuh for how their bits are divided.
+
+namespace quantrot {
+
+// --- Rows of 2 ... 128 elements, any dtype: registers and lane exchanges, float32 throughout -----------------------------
+//
+// R vectors of 16 bytes a lane; a row lies in neighbouring lanes of one vector (N <= 32 * E) or also in R.
+
+template <int D, int N, int R, int WARPS, int SHARE, bool SIGNS>
+__device__ __forceinline__ void lanes_kernel(const Args& a) {
+  constexpr int E = D == FP32 ? 4 : 8;         // elements of a vector
+  constexpr int IN_R = SHARE > 1 ? R : N > 32 * E ? N / (32 * E) : 1;  // vectors of a row in one lane
+  static_assert(SHARE == 1 ? IN_R <= R : SHARE == WARPS && N == 32 * E * R * SHARE, "how rows are divided");
+  constexpr int BYTES = D == FP32 ? 4 : 2;
+  const u32 lane = threadIdx.x & 31;
+  const i64 unit = (i64)blockIdx.x * WARPS + (threadIdx.x >> 5);
+  const i64 first = unit * (32 * E * R);       // of the flat index row * N + column
+  const i64 total = a.rows * N;
+  float y[R][E];
+  i64 offset[R];
+  Vec v[R];
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    const i64 flat = first + (r * 32 + lane) * E;
+    const i64 row = flat / N;
+    offset[r] = flat % N;
+    v[r] = Vec{{0, 0, 0, 0}};
+    if (flat < total) {
+      const char* p = (const char*)a.x + (row * a.x_stride + offset[r]) * BYTES;
+      v[r] = load16(p);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    if constexpr (D == FP32) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) y[r][j] = __uint_as_float(v[r].w[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; j++) unpack<D>(v[r].w[j], y[r][2 * j], y[r][2 * j + 1]);
+    }
+    if constexpr (SIGNS) {
+      const i64 flat = first + (r * 32 + lane) * E;
+      if (flat < total) {
+#pragma unroll
+        for (int j = 0; j < E; j++)
+          y[r][j] = a.signs[(flat + j) / N % a.sign_rows * N + (flat + j) % N] < 0 ? -y[r][j] : y[r][j];
+      }
+    }
+    butterflies_within<E, N>(y[r]);
+#pragma unroll
+    for (int s = 1; s < 32 && s * E < N; s *= 2) {
+      const float sign = lane & s ? -1.f : 1.f;
+#pragma unroll
+      for (int j = 0; j < E; j++) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, y[r][j], s);
+        y[r][j] = fmaf(y[r][j], sign, other);
+      }
+    }
+  }
+  butterflies<R, E, 1, IN_R>(y);
+  if constexpr (SHARE > 1) {
+    constexpr int PART = E * R / WARPS;
+    extern __shared__ __align__(128) unsigned char shared[];
+    float z[WARPS][PART];
+    across_warps(z, y, shared_address(shared), a.scale);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const int column = w * R * 32 * E + threadIdx.x * PART;
+      store_part<D>((char*)a.y + (blockIdx.x * a.y_stride + column) * BYTES, z[w]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    const i64 flat = first + (r * 32 + lane) * E;
+    Vec out;
+    if constexpr (D == FP32) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) out.w[j] = __float_as_uint(y[r][j] * a.scale);
+    } else {
+      out = pack8<D>(y[r], a.scale);
+    }
+    if (flat < total) store16((char*)a.y + (flat / N * a.y_stride + flat % N) * BYTES, out);
+  }
+}
+
+// --- Rows of 32, 64, 128 elements in 16 bits: one exact product, the other bits in registers ----------------------------
+//
+// A warp's piece is contiguous. The product takes the data as its B operand, which leaves the row's bits e2 and l2 in registers and l3 in a neighbour
+// lane. Rounded pairs then go back to their lanes by transposing 8 x 8 matrices of 16-bit words.
+
+__device__ __forceinline__ u32 transpose8(u32 w) {
+  u32 r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(w));
+  return r;
+}
+
+template <int D, int N, int R, int WARPS, bool SIGNS>
+__device__ __forceinline__ void turn_kernel(const Args& a) {
+  static_assert(N == 32 || N == 64 || N == 128, "rows of one, two or four lane groups");
+  const u32 lane = threadIdx.x & 31;
+  const i64 unit = (i64)blockIdx.x * WARPS + (threadIdx.x >> 5);
+  const i64 first_row = unit * (R * 256 / N) + lane * 8 / N;
+  const int column = lane * 8 % N;
+  const Sylvester16 h = sylvester16<D>();
+  Vec v[R];
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    const i64 row = first_row + r * (256 / N);
+    v[r] = Vec{{0, 0, 0, 0}};
+    if (row < a.rows) {
+      v[r] = load16((const char*)a.x + (row * a.x_stride + column) * 2);
+      if constexpr (SIGNS) apply_signs16(v[r], a.signs + (row % a.sign_rows) * N + column);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    float d[2][4];
+    first_product<D>(d, h, v[r]);
+    butterflies<2, 4, 1, 2>(d);  // e2
+#pragma unroll
+    for (int e2 = 0; e2 < 2; e2++) {
+#pragma unroll
+      for (int e1 = 0; e1 < 2; e1++) {
+        float p = d[e2][2 * e1], q = d[e2][2 * e1 + 1];
+        if constexpr (N >= 64) {  // l2
+          const float t = p + q;
+          q = p - q;
+          p = t;
+        }
+        if constexpr (N >= 128) {  // l3, in lane bit 0
+          const float sign = lane & 1 ? -1.f : 1.f;
+          p = fmaf(p, sign, __shfl_xor_sync(0xFFFFFFFFu, p, 1));
+          q = fmaf(q, sign, __shfl_xor_sync(0xFFFFFFFFu, q, 1));
+        }
+        v[r].w[e1 + 2 * e2] = transpose8(pack<D>(p * a.scale, q * a.scale));
+      }
+    }
+    const i64 row = first_row + r * (256 / N);
+    if (row < a.rows) store16((char*)a.y + (row * a.y_stride + column) * 2, v[r]);
+  }
+}
+
+// --- Rows of 256 ... 2048 elements in 16 bits in a warp's registers -----------------------------------------------------
+
+template <int D, int R>
+struct WarpTransform {  // 256 elements in each of R vectors; the bits of the vector's number are the caller's
+  const Sylvester16 h = sylvester16<D>();
+  const Sylvester8 h8 = sylvester8();
+
+  template <int P>
+  __device__ __forceinline__ void run(float (&y)[R][8], const Vec (&v)[R]) const {
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      float d[2][4];
+      first_product<D>(d, h, v[r]);
+      second_product<P>(y[r], h8, d);
+    }
+  }
+};
+
+template <int D, int N, int R, int WARPS, int P, bool SIGNS>
+__device__ __forceinline__ void warp_kernel(const Args& a) {
+  constexpr int IN_R = N / 256;
+  static_assert(IN_R >= 1 && IN_R <= R, "a row must fit in a lane's vectors");
+  const u32 lane = threadIdx.x & 31;
+  const i64 first_row = ((i64)blockIdx.x * WARPS + (threadIdx.x >> 5)) * (R / IN_R);
+  const WarpTransform<D, R> transform;
+  Vec v[R];
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    const i64 row = first_row + r / IN_R;
+    const int column = r % IN_R * 256 + lane * 8;
+    v[r] = Vec{{0, 0, 0, 0}};
+    if (row < a.rows) {
+      v[r] = load16((const char*)a.x + (row * a.x_stride + column) * 2);
+      if constexpr (SIGNS) apply_signs16(v[r], a.signs + (row % a.sign_rows) * N + column);
+    }
+  }
+  float y[R][8];
+  transform.template run<P>(y, v);
+  butterflies<R, 8, 1, IN_R>(y);
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    const i64 row = first_row + r / IN_R;
+    const int column = r % IN_R * 256 + lane * 8;
+    if (row < a.rows) store16((char*)a.y + (row * a.y_stride + column) * 2, pack8<D>(y[r], a.scale));
+  }
+}
+
+// --- Rows of 1024 ... 32768 elements in 16 bits in a block's registers ----------------------------------------------------
+
+// A warp holds 256 * R neighbours. Without STAGES a block has one row and reads it straight into registers; with them it is
+// persistent, and bulk copies bring its next rows to shared memory while it works on this one.
+template <int D, int N, int R, int WARPS, int STAGES, int P, bool SIGNS>
+__device__ __forceinline__ void share_kernel(const Args& a) {
+  static_assert(N == 256 * R * WARPS, "how a row is divided");
+  constexpr int PART = 8 * R / WARPS, HEAD = STAGES ? 128 : 0, EMPTY = 64;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const u32 base = shared_address(shared), inputs = base + HEAD, sums = inputs + STAGES * N * 2;
+  const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+
+  auto fetch = [&](i64 row, int stage) {  // by one thread
+    barrier_expect(base + stage * 8, N * 2);
+    bulk_load(inputs + stage * N * 2, (const char*)a.x + row * a.x_stride * 2, N * 2, base + stage * 8);
+  };
+  if (STAGES && threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(base + s * 8, 1);
+      barrier_init(base + EMPTY + s * 8, WARPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int s = 0; s < STAGES; s++) {
+      const i64 row = blockIdx.x + (i64)s * gridDim.x;
+      if (row < a.rows) fetch(row, s);
+    }
+  }
+  const WarpTransform<D, R> transform;
+  if constexpr (STAGES > 0) __syncthreads();
+
+  int stage = 0;
+  u32 parity = 0;
+  for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    Vec v[R];
+    if constexpr (STAGES > 0) barrier_wait(base + stage * 8, parity);
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      const int column = (warp * R + r) * 256 + lane * 8;
+      if constexpr (STAGES > 0) {
+        v[r] = load_vec_shared(inputs + stage * N * 2 + column * 2);
+      } else {
+        v[r] = load16((const char*)a.x + (row * a.x_stride + column) * 2);
+      }
+      if constexpr (SIGNS) apply_signs16(v[r], a.signs + (row % a.sign_rows) * N + column);
+    }
+    if constexpr (STAGES > 0) {
+      release(base + EMPTY + stage * 8);
+      if (threadIdx.x == 0) {
+        const i64 next = row + (i64)STAGES * gridDim.x;
+        if (next < a.rows) {
+          barrier_wait(base + EMPTY + stage * 8, parity);
+          fetch(next, stage);
+        }
+      }
+      __syncwarp();
+    }
+    float y[R][8], z[WARPS][PART];
+    transform.template run<P>(y, v);
+    butterflies<R, 8, 1, R>(y);
+    if constexpr (STAGES > 0) __syncthreads();  // every warp has read the previous row's sums
+    across_warps(z, y, sums, a.scale);
+    char* out = (char*)a.y + (row * a.y_stride + threadIdx.x * PART) * 2;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) store_part<D>(out + w * R * 512, z[w]);
+    if constexpr (STAGES == 0) return;
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+}
+
+}  // namespace quantrot
