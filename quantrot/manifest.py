@@ -33,7 +33,9 @@ class Manifest:
 
 def rotation_entry(rotation: Rotation, online: bool) -> dict[str, Any]:
     """A rotation as JSON, with the checksum that a loader regenerates and compares."""
-    return asdict(rotation) | {"online": online, "checksum": checksum(rotation)}
+    entry = asdict(rotation)
+    entry["channels"] = "by-gain" if entry.pop("permutation") else "natural"
+    return entry | {"online": online, "checksum": checksum(rotation)}
 
 
 def read_manifest(root: Path) -> Manifest:

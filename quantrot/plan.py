@@ -1,4 +1,4 @@
-"""What a conversion will do, as data: recipe x checkpoint headers -> steps, shards, sizes, notes. No weight is read.
+"""What a conversion will do, as data: recipe x checkpoint headers -> steps, shards, sizes, notes. No matrix is read.
 
 A step makes the output tensors of one source tensor: rows of the source are cut off, the norm's gain is folded in, the
 input side is turned, the output side is turned, the result is quantized, and the rows go to their place in a shard.
@@ -12,19 +12,21 @@ import hashlib
 import json
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import torch
+from torch import Tensor
 
 from quantrot import engines, formats, llama
-from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, open_checkpoint
+from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, open_checkpoint, read_rows
 from quantrot.formats import LinearFormat
 from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
 from quantrot.recipe import ONLINE, ROTATIONS, Recipe, Rule, load_recipe
-from quantrot.rotation import Rotation, rotation_from_spec
+from quantrot.rotation import Rotation, by_gain, checksum, rotation_from_spec
 from quantrot.source import Source, open_source
 from quantrot.version import __version__
 
@@ -105,9 +107,9 @@ class Plan:
     def fingerprint(self) -> str:
         """sha256 of all that determines the output's bytes: recipe, source headers, layout, device."""
         tensors = sorted((t.name, t.dtype, t.shape, t.file.name, t.start) for t in self.checkpoint.tensors.values())
-        steps = [asdict(replace(step, rows=0)) for step in self.steps]
         layout = [shard.header.hex() for shard in self.shards]
-        parts = [__version__, self.recipe.resolved(), tensors, steps, layout, self.config, self.device]
+        turns = {rotation.name: checksum(rotation) for rotation in [*self.rotations.values(), *self.online.values()]}
+        parts = [__version__, self.recipe.resolved(), tensors, turns, layout, self.config, self.device]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -124,6 +126,8 @@ def plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: in
     _check_tensors(checkpoint, arch, errors, notes)
     _check_unbuilt(recipe, errors)
     rotations = _rotations(recipe, arch, errors)
+    if recipe.rotations.R1.channels == "by-gain" and "R1" in rotations and not errors:
+        rotations["R1"] = by_gain(rotations["R1"], _gains(checkpoint, arch))
     linears = _assign(recipe, arch, rotations, errors, notes)
     if errors:
         raise ValueError("\n".join(errors))
@@ -195,6 +199,12 @@ def _rotations(recipe: Recipe, arch: Llama, errors: list[str]) -> dict[str, Rota
         if rotation is not None:
             found[name] = rotation
     return found
+
+
+def _gains(checkpoint: Checkpoint, arch: Llama) -> Tensor:
+    """The gain of every norm before an attention or an MLP, float32 [2 * layers, hidden]: the only values a plan reads."""
+    names = [name for name in llama.norms(arch) if name != llama.FINAL_NORM]
+    return torch.stack([read_rows(checkpoint.tensors[f"{name}.weight"]).float() for name in names])
 
 
 # --- Which linear gets what ------------------------------------------------------------------------------------------
@@ -380,7 +390,9 @@ def _rows(step: Step, chunk: int) -> int:
     total = step.shape[0] if step.shape else 1
     if step.kind in ("vector", "ones", "hadamard", "shape"):
         return total
-    unit = step.output_turn.block if step.output_turn else 1
+    unit = 1
+    if step.output_turn is not None:  # a permutation takes rows from everywhere
+        unit = total if step.output_turn.permutation else step.output_turn.block
     if step.format is not None:
         unit = math.lcm(unit, step.format.weights.block[0] or 1)
     width = math.prod(step.shape[1:])

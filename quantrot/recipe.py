@@ -37,6 +37,9 @@ class RotationSpec(Strict):
         "full", description="full width, a block's width, or '<=32': the largest block up to 32 that divides the width"
     )
     seed: Annotated[int, Field(ge=0, lt=1 << 63, strict=True)] = Field(0, description="of the random kinds")
+    channels: Literal["natural", "by-gain"] = Field(
+        "natural", description="R1 only; by-gain: blocks of channels whose norm gains are alike in every layer"
+    )
 
     @field_validator("block", mode="before")
     @classmethod
@@ -62,6 +65,9 @@ class Rotations(Strict):
 
     @model_validator(mode="after")
     def _online_rotations_are_fast(self) -> "Rotations":
+        for name in ("R2", "R3", "R4"):
+            if getattr(self, name).channels != "natural":
+                raise ValueError(f"{name}.channels is by-gain, which R1 alone can have: only it turns what norms scale")
         for name in ONLINE:
             if getattr(self, name).kind == "random-orthogonal":
                 raise ValueError(

@@ -1,7 +1,8 @@
 """Rotations as exact operations on weights: fold a norm's gain, turn an input side, turn an output side.
 
-A rotation of width n is a block-diagonal orthogonal matrix R = diag(signs) blockdiag(Q, Q, ...), with Q a normalised
-Hadamard or a random orthogonal matrix of order `block`. A row vector x becomes x R. So that a network's function stays,
+A rotation of width n is an orthogonal matrix R = P diag(signs) blockdiag(Q, Q, ...), with Q a normalised Hadamard or a
+random orthogonal matrix of order `block` and P a permutation, usually none. A row vector x becomes x R. So that a
+network's function stays,
 
     a linear that reads x R:  W -> W R      (its input side)       y = (x R)(W R)^T = x W^T
     a linear that writes y R: W -> R^T W    (its output side)      x (R^T W)^T = (x W^T) R
@@ -10,7 +11,7 @@ A side longer than the width (heads side by side) is turned width by width. QuaR
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -39,6 +40,7 @@ class Rotation:
     width: int
     block: int
     seed: int
+    permutation: bytes = b""  # int32, column j of x P is column permutation[j] of x; empty for none
 
 
 def rotation_from_spec(name: str, spec: RotationSpec, width: int) -> Rotation | None:
@@ -69,6 +71,41 @@ def _block(name: str, wanted: int | str, width: int) -> int:
     return wanted
 
 
+def by_gain(rotation: Rotation, gains: Tensor) -> Rotation:
+    """The same rotation with the channels ordered so that each block holds those whose gains are alike.
+
+    gains: float [norms, width], of every norm that is folded. Folding a gain takes it from the activations: within a
+    block, a channel that a small gain kept small then sets the scale of its neighbours. Where all gains of a block are
+    alike, the fold only rescales the block, which a block-scaled format does not notice. Channels are halved along
+    the principal component of their log gains until a half is one block. SmolLM2-135M, MXFP4 W4A4 in blocks of 32: KL
+    1.44 in the natural order, 1.29 sorted by the mean gain, 1.16 so.
+    """
+    logs = gains.double().abs().clamp_min(1e-6).log().T
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that the order does not depend on how many there are
+    try:
+        order = _halve(logs, torch.arange(rotation.width), rotation.block)
+    finally:
+        torch.set_num_threads(threads)
+    return replace(rotation, permutation=order.to(torch.int32).numpy().tobytes())
+
+
+def _halve(logs: Tensor, channels: Tensor, block: int) -> Tensor:
+    """The channels, split into blocks along their first principal components."""
+    if len(channels) <= block:
+        return channels
+    centred = logs[channels] - logs[channels].mean(0)
+    axis = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -1]
+    axis = axis * axis[axis.abs().argmax()].sign()
+    order = channels[(centred @ axis).to(torch.float32).argsort(stable=True)]
+    first = (len(channels) // block + 1) // 2 * block
+    return torch.cat([_halve(logs, order[:first], block), _halve(logs, order[first:], block)])
+
+
+def _permutation(rotation: Rotation) -> Tensor:
+    return torch.frombuffer(bytearray(rotation.permutation), dtype=torch.int32).long()
+
+
 @lru_cache(maxsize=8)
 def _orthogonal(order: int, seed: int) -> Tensor:
     return random_orthogonal(order, seed).to(torch.float32)
@@ -91,6 +128,7 @@ def checksum(rotation: Rotation) -> str:
     s = signs(rotation)
     if s is not None:
         digest.update(s.numpy().tobytes())
+    digest.update(rotation.permutation)
     return digest.hexdigest()
 
 
@@ -99,6 +137,9 @@ def turn_input(x: Tensor, rotation: Rotation, start: int = 0) -> Tensor:
 
     x: [..., m] float32 or float64, m and start multiples of the block. Also what an activation or a bias needs.
     """
+    if rotation.permutation:
+        assert start == 0 and x.shape[-1] == rotation.width, "a permuted side is turned whole"
+        x = x[..., _permutation(rotation).to(x.device)]
     if rotation.kind == "random-orthogonal":
         q = _orthogonal(rotation.block, rotation.seed).to(x.device, x.dtype)
         return (x.unflatten(-1, (-1, rotation.block)) @ q).flatten(-2)
