@@ -94,7 +94,11 @@ def convert(
     started = time.monotonic()
     target = Path(out).expanduser().absolute()
     plan = make_plan(model, recipe, device, max_shard_size)
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads is {threads}; a positive integer is needed")
     workers = threads or len(os.sched_getaffinity(0))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', and there is no CUDA GPU that this PyTorch can use; use cpu")
     partial = _prepare(target, plan, resume, overwrite)
     if partial is not None:  # None: resumed after the last rename, nothing is left to do
         with (partial / JOURNAL).open("a+b") as journal:
@@ -112,19 +116,29 @@ def convert(
 
 def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | None:
     """The directory to work in, checked and ready, or None if the output already is this conversion's."""
+    if not target.name:
+        raise ValueError(f"output {target} has no name of its own; give a directory to create")
     partial = target.with_name(target.name + ".partial")
     source = plan.source.path.resolve()
     if target.resolve() == source or source in target.resolve().parents:
         raise ValueError(f"output {target} is inside the source {source}; choose another directory")
+    for taken in (target, partial, _replaced(target)):  # all three may be deleted
+        if taken.resolve() == source or taken.resolve() in source.parents:
+            raise ValueError(f"the source {source} is in {taken}, which the output would replace; choose another output")
     if resume and not partial.exists() and _conversion(target) == plan.fingerprint():
         return None
     if target.exists() and not overwrite:
         raise ValueError(f"output {target} exists; choose another, or give --overwrite to replace it when done")
+    if target.exists() and any(target.iterdir() if target.is_dir() else [target]) and not (target / MANIFEST).is_file():
+        raise ValueError(f"output {target} was not written by quantrot and is not replaced; choose another directory")
     if partial.exists() and not resume:
         if not overwrite:
             raise ValueError(
                 f"{partial} is left from an unfinished conversion; --resume goes on, --overwrite starts again"
             )
+        if (partial / JOURNAL).exists():
+            with (partial / JOURNAL).open("rb") as journal:
+                _lock(journal, partial)  # it may not be unfinished but running
         shutil.rmtree(partial)
     if (partial / MANIFEST).exists() and _conversion(partial) != plan.fingerprint():
         raise ValueError(_other_conversion(partial))
@@ -245,10 +259,18 @@ def _resume(plan: Plan, partial: Path, journal: BinaryIO, places: dict[str, Tens
         journal.write(json.dumps(first).encode() + b"\n")
         journal.flush()
         return {}
-    lines = [json.loads(line) for line in whole]
-    if lines[0] != first:
-        raise ValueError(_other_conversion(partial))
-    return {line["step"]: line for line in lines[1:] if _intact(partial, line["sha256"], places)}
+    try:
+        lines = [json.loads(line) for line in whole]
+        if lines[0] != first:
+            raise ValueError(_other_conversion(partial))
+        for line in lines[1:]:
+            if set(line["sha256"]) != {name for name, _, _ in plan.steps[line["step"]].outputs}:
+                raise KeyError(line["step"])
+            float(line["signal"]), float(line["error"]), str(line["source"])
+        return {line["step"]: line for line in lines[1:] if _intact(partial, line["sha256"], places)}
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, IndexError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{partial / JOURNAL}: malformed ({what}); start again with --overwrite alone") from None
 
 
 def _intact(partial: Path, hashes: dict[str, str], places: dict[str, TensorInfo]) -> bool:
@@ -343,8 +365,11 @@ def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
         bias = turn_input(rows.to(plan.device, torch.float32), step.output_turn)
         return _Chunk([bias.to(rows.dtype).cpu()], source)
     w = turned_rows(plan, step, rows, start)
+    result = w.to(DTYPES[step.dtype]) if step.format is None else w
+    if not torch.isfinite(torch.stack(result.aminmax())).all():
+        raise ValueError(f"{info.file.name}: {info.name} holds values that overflow {result.dtype} once folded and turned")
     if step.format is None:
-        return _Chunk([w.to(DTYPES[step.dtype]).cpu()], source)
+        return _Chunk([result.cpu()], source)
     return _quantize(step.format.weights, w, source, CHUNK[plan.device])
 
 
@@ -377,8 +402,9 @@ def _quantize(weights: formats.WeightFormat, w: Tensor, source: memoryview, elem
 
 
 def sqnr_db(signal: float, error: float) -> float | None:
-    """Signal to quantization noise in decibels; None for a lossless or all-zero tensor."""
-    return round(10 * math.log10(signal / error), 2) if signal > 0 and error > 0 else None
+    """Signal to quantization noise in decibels; None for a lossless or all-zero tensor, and past float32's range."""
+    measurable = signal > 0 and error > 0 and math.isfinite(signal) and math.isfinite(error)
+    return round(10 * math.log10(signal / error), 2) if measurable else None
 
 
 def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ SUPPORTED = {
     "llama": "LlamaForCausalLM (Llama 1 to 3.3, SmolLM2, TinyLlama, and what shares their tensors)",
     "mistral": "MistralForCausalLM (Mistral 7B and its kind)",
 }
+MAX_LAYERS, MAX_SIZE = 10_000, 1 << 24  # past every model's
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
 
 
@@ -55,7 +56,7 @@ class Linear:
 def from_config(config: dict[str, Any]) -> Llama:
     """Read a Hugging Face config.json. ValueError names what is missing, malformed or not supported."""
     kind = config.get("model_type")
-    if kind not in SUPPORTED:
+    if not isinstance(kind, str) or kind not in SUPPORTED:
         known = "; ".join(f"{k}: {v}" for k, v in SUPPORTED.items())
         raise ValueError(f"config.json: model_type {kind!r} is not supported. Supported: {known}")
     if config.get("quantization_config") or config.get("compression_config"):
@@ -75,22 +76,31 @@ def from_config(config: dict[str, Any]) -> Llama:
         model_type=kind,
         hidden_size=hidden,
         intermediate_size=_count(config, "intermediate_size"),
-        layers=_count(config, "num_hidden_layers"),
+        layers=_count(config, "num_hidden_layers", MAX_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=_count(config, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        tied=_flag(config, "tie_word_embeddings"),
+        attention_bias=_flag(config, "attention_bias"),
+        mlp_bias=_flag(config, "mlp_bias"),
         max_positions=_count(config, "max_position_embeddings") if "max_position_embeddings" in config else 2048,
     )
 
 
-def _count(config: dict[str, Any], key: str) -> int:
+def _flag(config: dict[str, Any], key: str) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"config.json: {key} is {value!r:.80}; true or false is needed")
+    return value
+
+
+def _count(config: dict[str, Any], key: str, most: int = MAX_SIZE) -> int:
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json: {key} is {value!r}; a positive integer is needed")
+        raise ValueError(f"config.json: {key} is {value!r:.80}; a positive integer is needed")
+    if value > most:
+        raise ValueError(f"config.json: {key} is {value}; at most {most} is supported")
     return value
 
 

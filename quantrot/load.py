@@ -104,11 +104,14 @@ def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         native = engines.is_native(manifest.linears, bool(manifest.online) or manifest.attention is not None)
+        modules = dict(model.named_modules())
         for fqn, fmt in manifest.linears.items():
             rotation = manifest.online.get(fqn)
             if fmt is None and rotation is None:
                 continue
-            old = model.get_submodule(fqn)
+            old = modules.get(fqn)
+            if not isinstance(old, nn.Linear):
+                raise ValueError(f"{root / MANIFEST}: {fqn!r} is not a linear of this model; convert again")
             shape = old.in_features, old.out_features, old.bias is not None, dtype
             name = f"{rotation.name}_input" if rotation else ""
             online = OnlineHadamard(rotation, engines.is_stored(rotation)) if rotation else None

@@ -116,8 +116,10 @@ class Plan:
 def plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: int = 5_000_000_000) -> Plan:
     """Plan a conversion. ValueError lists every error that the headers and the recipe can show, one a line."""
     recipe = load_recipe(recipe)
-    if device.split(":")[0] not in CHUNK:
+    if device not in CHUNK:
         raise ValueError(f"device is {device!r}; allowed: {', '.join(CHUNK)}")
+    if max_shard_size < 1:
+        raise ValueError(f"max_shard_size is {max_shard_size}; a positive number of bytes is needed")
     source = open_source(model)
     checkpoint = open_checkpoint(source.path)
     arch = llama.from_config(checkpoint.config)
@@ -137,14 +139,14 @@ def plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: in
     if untied:
         notes.append("the tied embedding is untied: lm_head.weight is written, tie_word_embeddings becomes false")
     native = engines.is_native(linears, bool(online) or "R3" in rotations)
-    steps = _steps(checkpoint, arch, rotations, linears, online, untied, native, CHUNK[device.split(":")[0]])
+    steps = _steps(checkpoint, arch, rotations, linears, online, untied, native, CHUNK[device])
     shards = lay_out([output for step in steps for output in step.outputs], max_shard_size)
     return Plan(
         source=source,
         checkpoint=checkpoint,
         llama=arch,
         recipe=recipe,
-        device=device.split(":")[0],
+        device=device,
         rotations=rotations,
         linears=linears,
         online=online,

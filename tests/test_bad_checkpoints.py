@@ -182,6 +182,7 @@ BROKEN = [
     ("config-number-of-5000-digits", config_bytes(b'{"hidden_size": %s}' % (b"9" * 5000)), r"config\.json: not valid JSON: Exceeds the limit"),
     ("model-type", config(model_type="qwen2"), rf"config\.json: model_type 'qwen2' {SUPPORTED}"),
     ("model-type-missing", config(drop=["model_type"]), rf"config\.json: model_type None {SUPPORTED}"),
+    ("model-type-a-list", config(model_type=["llama"]), rf"config\.json: model_type \['llama'\] {SUPPORTED}"),
     ("already-quantized", config(quantization_config={"quant_method": "fp8"}), r"config\.json: the checkpoint is already quantized \(quantization_config\); convert its original$"),
     ("heads-do-not-divide", config(num_attention_heads=5, drop=["head_dim"]), r"config\.json: hidden_size 64 is not a multiple of num_attention_heads 5; set head_dim$"),
     ("kv-heads-do-not-divide", config(num_key_value_heads=3), r"config\.json: num_attention_heads 4 is not a multiple of num_key_value_heads 3$"),
@@ -263,6 +264,8 @@ def linear(**fields):
 REQUESTS = [
     ("recipe-unknown", "mxfp5", {}, r"recipe 'mxfp5' is neither a file nor a shipped recipe \(did you mean 'mxfp4'\?\)"),
     ("device-unknown", ROTATE, {"device": "tpu"}, r"device is 'tpu'; allowed: cpu, cuda$"),
+    ("device-with-a-number", ROTATE, {"device": "cpu:7"}, r"device is 'cpu:7'; allowed: cpu, cuda$"),
+    ("shard-size-zero", ROTATE, {"max_shard_size": 0}, r"max_shard_size is 0; a positive number of bytes is needed$"),
     ("kv-cache", {"kv_cache": "fp8"}, {}, r"recipe: kv_cache: fp8 cannot be executed by this version; use bf16$"),
     ("attention", {"attention": "fp8"}, {}, r"recipe: attention: fp8 cannot be executed by this version; use bf16$"),
     ("pattern-matches-nothing", linear(match="down_porj"), {}, r"recipe: 'down_porj' matches no module of this model \(did you mean 'down_proj'\?\)$"),
@@ -311,6 +314,12 @@ def test_request_that_cannot_be_met(single, tmp_path, recipe, arguments, message
 def test_order_without_a_hadamard_matrix_offers_the_largest_block(tiny, tmp_path):
     root = tiny(tmp_path / "model", hidden=4 * 23 * 2, heads=4, kv_heads=2, layers=1, intermediate=32)
     check_refused(root, tmp_path, r"recipe: R1: .*184.*(92|8)\b", {"rotations": {"R1": {"kind": "hadamard"}}})
+
+
+def test_sizes_that_no_model_has_are_refused_at_once(single, tmp_path):
+    root = copy(single, tmp_path)
+    config(num_hidden_layers=10**9)(root)
+    check_refused(root, tmp_path, r"num_hidden_layers is 1000000000")
 
 
 @pytest.mark.parametrize(
@@ -497,6 +506,75 @@ def test_output_inside_the_source(single, tmp_path, place):
     assert contents(root) == before
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(("model", "out"), [("a/b", "a"), ("a/b/c", "a"), ("a.partial", "a"), ("a.replaced", "a")])
+def test_source_that_the_output_would_delete(single, tmp_path, model, out, resumed):
+    root = shutil.copytree(single, tmp_path / model)
+    with pytest.raises(
+        ValueError, match=r"^the source .* is in .*, which the output would replace; choose another output$"
+    ):
+        convert(root, FP8, tmp_path / out, overwrite=not resumed, resume=resumed)
+    assert contents(root) == contents(single)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_overwrite_replaces_only_what_quantrot_wrote(single, tmp_path, kind):
+    out = tmp_path / "out"
+    precious = out if kind == "file" else out / "precious"
+    precious.parent.mkdir(exist_ok=True)
+    precious.write_text("mine")
+    with pytest.raises(
+        ValueError, match=r"^output .*out was not written by quantrot and is not replaced; choose another"
+    ):
+        convert(single, FP8, out, overwrite=True)
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"garbage\n",
+        b"\0\0\n",
+        b"\xff\xfe\n",
+        b"GOODgarbage\n",
+        b"GOOD[1]\n",
+        b"GOOD{}\n",
+        b'GOOD{"step": 999, "sha256": {}}\n',
+    ]
+    + [b'GOOD{"step": 0, "sha256": {"x": ""}}\n', b"GOOD" + b"[" * 100_000 + b"\n"],
+)
+def test_journal_that_is_malformed(single, tmp_path, monkeypatch, text):
+    out, journal = tmp_path / "out", tmp_path / "out.partial" / "journal.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(OSError, match="full"):
+            convert(single, FP8, out, threads=1)
+    journal.write_bytes(text.replace(b"GOOD", journal.read_bytes()))
+    with pytest.raises(ValueError, match=r"journal\.jsonl: malformed \(.*\); start again with --overwrite alone$"):
+        convert(single, FP8, out, resume=True)
+    assert not out.exists()
+    convert(single, FP8, out, overwrite=True)
+    assert (out / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_threads_below_one(single, tmp_path, threads):
+    with pytest.raises(ValueError, match=rf"^threads is {threads}; a positive integer is needed$"):
+        convert(single, FP8, tmp_path / "out", threads=threads)
+
+
+def test_output_at_the_root(single):
+    with pytest.raises(ValueError, match=r"^output / has no name of its own"):
+        convert(single, FP8, "/")
+
+
+def test_cuda_without_a_gpu(single, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^device is 'cuda', and there is no CUDA GPU"):
+        convert(single, FP8, tmp_path / "out", device="cuda")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("text", ["", "5XB", "GB", "-1GB", "0", "0GB", "1e3MB", "5 G B", "nan", "inf", "5,5GB", "0x10"])
 def test_shard_size_that_is_no_size(text):
     with pytest.raises(
@@ -535,6 +613,7 @@ ALTERED = [
     ("manifest-of-the-future", edit_manifest(lambda data: data.update(layout=VERSION + 1)), rf"quantrot\.json: layout is {VERSION + 1}; this version reads {VERSION}: upgrade quantrot$"),
     ("manifest-without-linears", edit_manifest(lambda data: data.pop("linears")), r"quantrot\.json: malformed: .*linears.*; convert again$"),
     ("manifest-without-files", edit_manifest(lambda data: data.pop("files")), r"quantrot\.json: malformed: .*files.*; convert again$"),
+    ("manifest-names-another-module", edit_manifest(lambda data: data["linears"].update({"model.norm": data["linears"][Q_PROJ.removesuffix(".weight")]})), r"quantrot\.json: 'model\.norm' is not a linear of this model; convert again$"),
     ("manifest-linears-a-list", edit_manifest(lambda data: data.update(linears=[])), r"quantrot\.json: malformed: .*; convert again$"),
 ]  # fmt: skip
 

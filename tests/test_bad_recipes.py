@@ -29,7 +29,7 @@ CASES = [
     # unknown keys, at each level
     ("unknown-top-level-key", HEAD + b"rotation: {}\n", r"r\.yaml:2: unknown key 'rotation'; allowed: attention, .*skip \(did you mean 'rotations'\?\)$"),
     ("unknown-rotation", HEAD + b"rotations: {R5: {kind: hadamard}}\n", r"r\.yaml:2: unknown key 'rotations\.R5'; allowed: R1, R2, R3, R4"),
-    ("unknown-rotation-field", spec(b"{kind: hadamard, sed: 3}"), r"r\.yaml:3: unknown key 'rotations\.R1\.sed'; allowed: block, kind, seed \(did you mean 'seed'\?\)$"),
+    ("unknown-rotation-field", spec(b"{kind: hadamard, sed: 3}"), r"r\.yaml:3: unknown key 'rotations\.R1\.sed'; allowed: block, channels, kind, seed \(did you mean 'seed'\?\)$"),
     ("unknown-rule-key", rule(FP8 + b"\nactivation: {format: none}"), r"r\.yaml:4: unknown key 'linear\.0\.activation'; allowed: activations, hadamard, match, weights \(did you mean 'activations'\?\)$"),
     ("unknown-weights-key", rule(b"weights:\n  format: fp8\n  block: channel\n  scale_rul: exact"), r"r\.yaml:6: unknown key 'linear\.0\.weights\.scale_rul'; allowed: block, fallback, format, scale_rule \(did you mean 'scale_rule'\?\)$"),
     ("unknown-activations-key", rule(FP8 + b"\nactivations: {format: fp8, block: token, group: 3}"), r"r\.yaml:4: unknown key 'linear\.0\.activations\.group'; allowed: block, format, scale_rule$"),

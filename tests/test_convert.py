@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quantrot import convert, load
 from quantrot.checkpoint import open_checkpoint, read_rows
@@ -204,3 +204,32 @@ def test_manifest_records_source_and_rotations(source, tmp_path):
     digest = hashlib.sha256(read_rows(embedding).view(torch.uint8).numpy().tobytes()).hexdigest()
     assert data["source"]["tensors"]["model.embed_tokens.weight"] == digest
     assert set(data["files"]) == {p.name for p in (tmp_path / "out").iterdir()} - {"quantrot.json"}
+
+
+@pytest.mark.parametrize(
+    "dtype, value, recipe",
+    [
+        (torch.float32, 3e38, "rotate-only"),  # sums of a Hadamard row pass float32's largest number
+        (torch.float16, 6e4, "rotate-only"),  # within float16 before the rotation, beyond it after
+        (torch.float64, 1e300, "mxfp4"),
+    ],
+)
+def test_weights_that_overflow_on_the_way_are_refused(tiny, tmp_path, dtype, value, recipe):
+    source = tiny(tmp_path / "model", dtype=dtype)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][:] = value
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="down_proj.weight holds values that overflow"):
+        convert(source, recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_large_finite_weights_keep_a_readable_manifest(tiny, tmp_path):
+    source = tiny(tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 1e25  # its squares are past float32
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, "fp8-dynamic", tmp_path / "out")
+    data = read_manifest(tmp_path / "out").data
+    assert data["linears"]["model.layers.0.mlp.down_proj"]["sqnr_db"] is None
+    assert data["linears"]["model.layers.1.mlp.down_proj"]["sqnr_db"] > 25

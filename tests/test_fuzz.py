@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quantrot.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint, read_header
 from quantrot.convert import convert
+from quantrot.llama import Llama, from_config
 from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest
 from quantrot.recipe import SHIPPED, Recipe, parse_recipe
 
@@ -226,6 +227,34 @@ def test_checkpoint_reader_takes_any_config(checkpoint, place, text):
     (root / SINGLE).write_bytes((checkpoint / SINGLE).read_bytes())
     (root / "config.json").write_bytes(text)
     ends_well(lambda: open_checkpoint(root), "config.json", Checkpoint)
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 512,
+}
+
+
+@fuzz
+@given(st.dictionaries(st.sampled_from([*CONFIG, "quantization_config"]) | st.text(max_size=4), JSON))
+def test_config_reader_takes_any_object(config):
+    ends_well(lambda: from_config(config), "config.json", Llama)
+
+
+@fuzz
+@given(mutated([CONFIG]))
+def test_config_reader_takes_mutated_configs(config):
+    model = ends_well(lambda: from_config(config), "config.json", Llama)
+    if model is not None:
+        assert model.heads % model.kv_heads == 0 and model.head_dim > 0
 
 
 # --- Manifests -------------------------------------------------------------------------------------------------------

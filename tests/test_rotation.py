@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from quantrot import convert, load
 from quantrot.orthogonal import hadamard, random_orthogonal
-from quantrot.recipe import RotationSpec
-from quantrot.rotation import Rotation, checksum, rotation_from_spec, signs, turn_input, turn_output
+from quantrot.recipe import RotationSpec, load_recipe
+from quantrot.rotation import Rotation, by_gain, checksum, rotation_from_spec, signs, turn_input, turn_output
 
 FUSED = {"R1": {"kind": "random-hadamard"}, "R2": {"kind": "hadamard"}}
 ONLINE = {"R3": {"kind": "random-hadamard", "seed": 3}, "R4": {"kind": "random-hadamard", "seed": 4}}
@@ -123,3 +123,24 @@ def test_spec_with_a_block_that_does_not_fit():
 @pytest.mark.parametrize("width, block", [(64, 32), (48, 24), (16, 16), (576, 32), (20, 20), (172, 4)])
 def test_a_bounded_block_is_the_largest_that_fits(width, block):
     assert rotation_from_spec("R1", RotationSpec(kind="hadamard", block="<=32"), width).block == block
+
+
+def test_channels_by_gain_are_exact_and_alike_within_blocks(tiny, tmp_path):
+    source = tiny(tmp_path / "model", layers=3, hidden=128, tied=True, mlp_bias=True)
+    spec = {"kind": "random-hadamard", "block": 16, "channels": "by-gain"}
+    convert(source, {"rotations": {"R1": spec, "R2": {"kind": "hadamard"}}}, tmp_path / "out")
+    ids = torch.arange(30).view(1, 30)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert relative_change(logits(model, ids), logits(load(tmp_path / "out", device_map="cpu"), ids)) < TOLERANCE
+
+    gains = torch.rand(1, 128, generator=torch.Generator().manual_seed(0)) + 0.1
+    turned = by_gain(Rotation("R1", "hadamard", 128, 16, 0), gains)
+    order = torch.frombuffer(bytearray(turned.permutation), dtype=torch.int32).long()
+    assert torch.equal(order.sort().values, torch.arange(128))
+    assert gains[0, order].view(8, 16).std(1).mean() < 0.2 * gains[0].view(8, 16).std(1).mean()
+    assert checksum(turned) != checksum(Rotation("R1", "hadamard", 128, 16, 0))
+
+
+def test_channels_by_gain_are_for_r1_alone():
+    with pytest.raises(ValueError, match="R2.channels is by-gain, which R1 alone can have"):
+        load_recipe({"rotations": {"R2": {"kind": "hadamard", "channels": "by-gain"}}})

@@ -49,9 +49,8 @@ def byte_progress() -> Iterator[Callable[[str, int, int], None]]:
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
     )
-    with progress.Progress(*columns, console=console(stderr=True)) as bars:
-        task = bars.add_task("", total=None)
-        yield lambda name, done, total: bars.update(task, description=name, completed=done, total=total)
+    with _bars(columns) as show:
+        yield show
 
 
 @contextmanager
@@ -60,9 +59,26 @@ def count_progress() -> Iterator[Callable[[str, int, int], None]]:
     from rich import progress
 
     columns = progress.TextColumn("{task.description:<12}"), progress.BarColumn(), progress.MofNCompleteColumn()
-    with progress.Progress(*columns, progress.TimeElapsedColumn(), console=console(stderr=True)) as bars:
-        task = bars.add_task("", total=None)
-        yield lambda name, done, total: bars.update(task, description=name, completed=done, total=total)
+    with _bars((*columns, progress.TimeElapsedColumn())) as show:
+        yield show
+
+
+@contextmanager
+def _bars(columns: tuple[Any, ...]) -> Iterator[Callable[[str, int, int], None]]:
+    """One bar on stderr, which appears with the first progress: an error before it is not preceded by an empty bar."""
+    from rich import progress
+
+    bars = progress.Progress(*columns, console=console(stderr=True))
+    task = bars.add_task("", total=None)
+
+    def show(name: str, done: int, total: int) -> None:
+        bars.start()
+        bars.update(task, description=name, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        bars.stop()
 
 
 def grid(title: str, columns: list[str], rows: list[list[str]]) -> Any:
