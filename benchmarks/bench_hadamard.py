@@ -1,13 +1,13 @@
 """The Hadamard transform against a copy of the same tensor, the fast-hadamard-transform package and a dense rotation.
 
-    python benchmarks/bench_hadamard.py                  # the table, and benchmarks/results/bench_hadamard-<gpu>.json
-    python benchmarks/bench_hadamard.py --tune           # also times every candidate plan and writes kernels/hadamard/tuned.py
-    python benchmarks/bench_hadamard.py --render         # no GPU: the tables of docs/hadamard.md from the json
+    python benchmarks/bench_hadamard.py            # the table, and results/bench_hadamard-<gpu>.json
+    python benchmarks/bench_hadamard.py --tune     # first times every candidate plan and writes tuned.py
+    python benchmarks/bench_hadamard.py --render   # no GPU: docs/hadamard.md and the notes in tuned.py, from the json
 
-Every time is the median of replays of one CUDA graph that holds calls on different random tensors, together past the 60 MB of
-L2 (the smallest tensors: 512 of them), outputs included; the copy is timed the same way in the same run. `of copy` is the copy's
-time over ours. `error` is the relative error to the float64 reference. Cases with "inplace" work on one tensor that stays
-in L2, and their copy is out of place. A missing package leaves its column empty.
+Every time is the median of replays of one CUDA graph that holds calls on different random tensors, together past the
+60 MB of L2 (the smallest tensors: 512 of them), outputs included; the copy is timed the same way in the same run. `of
+copy` is the copy's time over ours. `error` is the relative error to the float64 reference. Cases with "inplace" work
+on one tensor that stays in L2, and their copy is out of place. A missing package leaves its column empty.
 """
 
 import argparse
@@ -28,7 +28,8 @@ from quantrot.kernels.hadamard import hadamard_transform, hadamard_transform_  #
 from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR, hadamard_reference  # noqa: E402
 from quantrot.orthogonal import hadamard_base, hadamard_factors  # noqa: E402
 
-POWERS = [32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+SMALL = [8, 16, 32, 64]
+POWERS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 BASES = [576, 1536, 3072, 4864, 5120, 11008, 12288, 13824, 14336, 17408, 18944, 25600, 28672, 29568, 53248]
 ELEMENTS = [1 << 13, 1 << 17, 1 << 20, 1 << 23, 1 << 25, 1 << 27]
 ROTATE_BYTES = 256 << 20
@@ -39,8 +40,9 @@ TUNED = ROOT / "quantrot" / "kernels" / "hadamard" / "tuned.py"
 # --- Timing ----------------------------------------------------------------------------------------------------------
 
 
-def time_us(calls: list, replays: int = 7) -> float:
-    """Median microseconds a call: all calls in one graph, their results kept so that each has its own memory."""
+def time_us(calls: list, replays: int = 5) -> float:
+    """Median microseconds a call: at least eight calls in one graph, results kept so that each has its own memory."""
+    calls = calls * -(-8 // len(calls))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:
@@ -62,19 +64,22 @@ def time_us(calls: list, replays: int = 7) -> float:
     return statistics.median(times)
 
 
-def tensors(n: int, elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Random tensors of about this many elements, as many as it takes to pass L2."""
+def tensors(n: int, elements: int, dtype: torch.dtype, fill: bool = True) -> list[torch.Tensor]:
+    """Random tensors (or uninitialised ones) of about this many elements, as many as it takes to pass L2."""
     rows = max(1, elements // n)
     rows -= rows % 16 if rows > 64 else 0  # a copy of a size that is no multiple of 512 bytes is not the fastest copy
     count = max(2, min(512, -(-ROTATE_BYTES // (rows * n * dtype.itemsize))))
     spaced = -(-rows * n // 128) * 128
-    pool = torch.randn(count, spaced, device="cuda", dtype=dtype if count * spaced > 1 << 28 else torch.float32).to(dtype)
-    return [x[: rows * n].view(rows, n) for x in pool]
+    pool = torch.empty(count, spaced, device="cuda", dtype=dtype)
+    return [x[: rows * n].view(rows, n) for x in (pool.normal_() if fill else pool)]
 
 
 def copy_us(xs: list[torch.Tensor]) -> float:
-    ys = [torch.empty_like(x) for x in xs]
-    return time_us([lambda x=x, y=y: y.copy_(x) for x, y in zip(xs, ys, strict=True)])
+    """The faster of torch's copy and its elementwise kernel: the copy alone varies by 8% with where its tensors lie."""
+    ys = tensors(xs[0].shape[1], xs[0].numel(), xs[0].dtype, fill=False)
+    pairs = list(zip(xs, ys, strict=True))
+    copied = time_us([lambda x=x, y=y: y.copy_(x) for x, y in pairs])
+    return min(copied, time_us([lambda x=x, y=y: torch.neg(x, out=y) for x, y in pairs]))
 
 
 def error_of(n: int, dtype: torch.dtype, backend: str = "auto") -> float:
@@ -105,9 +110,10 @@ def package():
 def cases() -> list[tuple[int, int, torch.dtype, bool]]:
     found = []
     for dtype in (torch.bfloat16, torch.float16):
-        found += [(n, e, dtype, False) for n in POWERS for e in ELEMENTS if e >= n and (n >= 128 or e >= 1 << 25)]
+        found += [(n, e, dtype, False) for n in SMALL for e in ELEMENTS[-2:]]
+        found += [(n, e, dtype, False) for n in POWERS for e in ELEMENTS if e >= n]
         found += [(n, 1 << 25, dtype, False) for n in BASES]
-    found += [(n, 1 << 25, torch.float32, False) for n in POWERS]
+    found += [(n, 1 << 25, torch.float32, False) for n in SMALL + POWERS]
     return found + [(n, 1 << 24, torch.bfloat16, True) for n in (32, 128, 1024, 4096, 16384)]
 
 
@@ -146,7 +152,9 @@ def run_case(n: int, elements: int, dtype: torch.dtype, inplace: bool, copies: d
 def line(row: dict) -> str:
     case, peers = row["case"], row["peers_us"]
     copy = peers["copy"] / row["us"]
-    others = "".join(f"{peers[p]:10.1f}" if peers.get(p) else " " * 10 for p in ("fast_hadamard_transform", "dense_gemm"))
+    others = "".join(
+        f"{peers[p]:10.1f}" if peers.get(p) else " " * 10 for p in ("fast_hadamard_transform", "dense_gemm")
+    )
     place = "in place" if case["inplace"] else ""
     return (
         f"{case['n']:6d} {case['elements']:10d} {case['dtype']:9s} {place:8s} {row['us']:9.2f} {row['floor_us']:9.2f} "
@@ -155,13 +163,15 @@ def line(row: dict) -> str:
 
 
 HEADER = (
-    "     n   elements dtype     place           us     floor      copy  of copy   package     dense     error\n" + "-" * 106
+    "     n   elements dtype     place           us     floor      copy  of copy   package     dense     error\n"
+    + "-" * 106
 )
 
 
 def main(out: Path) -> None:
     import triton
 
+    compile_plans()
     copies: dict[int, float] = {}
     big = tensors(4096, 1 << 27, torch.bfloat16)
     gbps = 4 * big[0].numel() / copy_us(big) / 1e3
@@ -190,6 +200,25 @@ def main(out: Path) -> None:
     print(f"copy {gbps:.0f} GB/s; wrote {out}")
 
 
+def compile_plans() -> None:
+    """All kernels of the table at once; compiled one by one at first use they would take longer than the table."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import cuda.core  # noqa: F401  (imported before the threads do)
+    from cuda.bindings import nvrtc  # noqa: F401
+
+    from quantrot.kernels.hadamard.hopper import compile_cubin, plan_for
+
+    def one(case: tuple) -> None:
+        n, dtype, stream = case
+        plan = plan_for(n, dtype)
+        if plan:
+            compile_cubin(replace(plan, stream=stream).source(n, dtype, False))
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, sorted({(n, d, s) for n, _, d, _ in cases() for s in (False, True)}, key=str)))
+
+
 def commit() -> str:
     run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return run.stdout.strip() or "unknown"
@@ -203,14 +232,14 @@ def candidates(n: int, dtype: torch.dtype) -> list:
     from quantrot.kernels.hadamard.hopper import MAX_SHARED, SM_SHARED, Plan, dense_shape
 
     found = []
-    power = n & -n
+    base, small, power = (1, (), n) if n & (n - 1) == 0 else dense_shape(n)
     precisions = ("SPLIT", "CUT") if dtype == torch.bfloat16 else ("SPLIT",)  # cutting costs float16 4.5e-4
     if n == power and dtype == torch.float32:
-        for vectors in (1, 2, 4, 8, 16):
-            for warps in (1, 2, 4, 8, 16):
+        for vectors in (2, 4, 8, 16):
+            for warps in (2, 4, 8, 16):
                 share = n // (128 * vectors)
                 if share <= 1 and vectors <= 8:
-                    found += [Plan("lanes", warps, r // warps, vectors) for r in (16, 24) if warps <= 8]
+                    found += [Plan("lanes", warps, r // warps, vectors) for r in (16, 24) if warps <= 4]
                 elif share == warps and 4 * vectors // warps in (4, 8):
                     found += [Plan("lanes", warps, r, vectors, share=share) for r in (1, 2, 3, 4, 6)]
     elif n == power:
@@ -224,55 +253,54 @@ def candidates(n: int, dtype: torch.dtype) -> list:
         if n >= 2048:
             for v, w in ((2, 4), (2, 8), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16)):
                 if 256 * v * w == n:
-                    shapes = [(0, r) for r in (1, 2, 3, 4, 6, 8)] + [(1, r) for r in (1, 2, 4)]
+                    shapes = [(0, r) for r in (1, 2, 3, 4, 6, 7)] + ([(1, 1), (1, 2)] if n >= 16384 else [])
                     found += [Plan("share", w, r, v, stages=s, precision=p) for s, r in shapes for p in precisions]
-    else:
-        base, small, _ = dense_shape(n)
+            for v, w in ((2, 4), (2, 8), (4, 8), (4, 16)):
+                if 512 * v * w == n:
+                    found += [Plan("pair", w, r, v, precision=p) for r in (1, 2, 3, 4, 6, 8) for p in precisions]
+    elif dtype != torch.float32:
         if base <= 32 and not small:
             for tiles in (4, 8, 16):
                 warps = power // 8 // tiles
-                for part in (4, 8):
-                    if 1 <= warps <= 16 and (part == 4 or warps <= 8):
+                for part in (2, 4, 8):
+                    if 1 <= warps <= 16 and (part < 8 or warps <= 8):
                         rs, stages = (1, 2, 3, 4, 5, 6, 7, 8), (1, 2)
                         found += [Plan("block", warps, r, tiles=tiles, part=part, stages=s) for r in rs for s in stages]
         elif power <= 256:
             steps, groups = -(-base // 16), n // base // 8
-            for tall in (1, 2, 3, 4, 5):
-                for wide in (2, 4, 8):
-                    if groups % wide == 0:
-                        tasks = groups // wide * -(-steps // tall)
-                        for each in (1, 2, 3, 4):
-                            warps = -(-tasks // each)
-                            if warps <= 32 and each * tall * wide <= 20:
-                                for r in (1, 2, 3, 4):
-                                    found.append(Plan("dense", warps, r, tiles=tall, part=wide))
+            for tall in range(1, 6):
+                for wide in (2, 4, 6, 8):
+                    sums = tall * wide * 4
+                    if groups % wide or steps % tall or sums > 96:
+                        continue
+                    tasks = groups // wide * (steps // tall)
+                    for warps in {tasks, -(-tasks // 2)} - set(range(33, 999)):
+                        registers = sums * -(-tasks // warps) + 48
+                        r = min(8, 65536 // (warps * 32 * min(registers, 255)))
+                        found += [Plan("dense", warps, r, tiles=tall, part=wide)] if registers < 255 else []
+                    warps = min(16, tasks)
+                    r = min(4, 65536 // (warps * 32 * (sums + 48)))
+                    found.append(Plan("dense", warps, r, tiles=tall, part=wide, stages=1))
     fits = []
     for plan in found:
         shared = plan.shared_bytes(n)
+        if plan.kind == "dense":
+            plan = replace(plan, resident=min(plan.resident, SM_SHARED // (shared + 1024)))
         threads = plan.resident * plan.warps * 32
+        if plan.kind in ("share", "pair", "block") and not (384 <= threads <= 1024 or plan.resident == 1):
+            continue  # more leave too few registers, fewer too few bytes in flight
         if plan.resident and threads <= 2048 and shared <= MAX_SHARED and plan.resident * (shared + 1024) <= SM_SHARED:
             fits.append(plan)
     return fits
 
 
-def plan_error(plan, n: int, dtype: torch.dtype) -> float:
-    from quantrot.kernels.hadamard.hopper import launch
-
-    x = torch.randn(max(257, (1 << 22) // n) | 1, n, device="cuda").to(dtype)
-    y = torch.full_like(x, float("nan"))
-    launch(x, y, None, n**-0.5, plan)
-    exact = hadamard_reference(x.double(), None, n, n**-0.5)
-    return ((y.double() - exact).norm() / exact.norm()).item()
-
-
 def tune(orders: list[int]) -> None:
-    """Time the candidates of each order at 2^25 elements, the best six also at 2^27, and rewrite tuned.py."""
+    """Time the candidates of each order at 2^25 elements, the best five also at 2^27, and rewrite tuned.py."""
     from concurrent.futures import ThreadPoolExecutor
 
     import cuda.core  # noqa: F401  (imported before the threads do)
     from cuda.bindings import nvrtc  # noqa: F401
 
-    from quantrot.kernels.hadamard.hopper import compile_cubin, launch
     from quantrot.kernels.hadamard.tuned import PLANS
 
     chosen = dict(PLANS)
@@ -280,39 +308,66 @@ def tune(orders: list[int]) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         for n in orders:
-            plans = candidates(n, dtype)
-
-            def compiled(plan, n=n, dtype=dtype):
-                try:
-                    compile_cubin(plan.source(n, dtype, False))
-                    compile_cubin(replace(plan, stream=False).source(n, dtype, False))
-                    return plan
-                except Exception:  # a shape that the kernel's own assertions refuse
-                    return None
-
+            if dtype == torch.float16 and (n <= 1024 or n & (n - 1)):  # the same instructions as bfloat16
+                if ("bfloat16", n) in chosen:
+                    chosen[name, n] = chosen["bfloat16", n]
+                    notes[f'"{name}", {n}'] = "as bfloat16"
+                continue
             with ThreadPoolExecutor(16) as pool:
-                plans = [p for p in pool.map(compiled, plans) if p]
-
-            def fraction(plan, xs, copy, n=n):
-                ys = [torch.empty_like(x) for x in xs]
-                us = time_us([lambda x=x, y=y: launch(x, y, None, n**-0.5, plan) for x, y in zip(xs, ys, strict=True)], 3)
-                return copy / us
-
-            plans = [p for p in plans if plan_error(p, n, dtype) <= MAX_RELATIVE_ERROR[dtype]]
+                plans = [p for p in pool.map(lambda p, n=n, d=dtype: compiled(p, n, d), candidates(n, dtype)) if p]
+            plans = accurate(plans, n, dtype)
             if not plans:
                 continue
             xs = tensors(n, 1 << 25, dtype)
-            copy = copy_us(xs)
-            small = {p: fraction(p, xs, copy) for p in plans}
+            small = fractions(plans, xs)
             best = sorted(plans, key=small.__getitem__, reverse=True)[:5]
             xs = tensors(n, 1 << 27, dtype)
-            copy = copy_us(xs)
-            large = {p: fraction(p, xs, copy) for p in best}
+            large = fractions(best, xs)
             plan = max(best, key=lambda p: small[p] * large[p])
             chosen[name, n] = plan
             notes[f'"{name}", {n}'] = f"{small[plan]:.2f} of copy at 2^25 elements, {large[plan]:.2f} at 2^27"
             print(name, n, len(plans), plan, notes[f'"{name}", {n}'], flush=True)
-    write_tuned(chosen, notes)
+            write_tuned(chosen, notes)
+
+
+def compiled(plan, n: int, dtype: torch.dtype):
+    from quantrot.kernels.hadamard.hopper import compile_cubin
+
+    try:
+        compile_cubin(plan.source(n, dtype, False))
+    except Exception:  # a shape that the kernel's own assertions refuse
+        return None
+    return plan
+
+
+def accurate(plans: list, n: int, dtype: torch.dtype) -> list:
+    """Those whose error is within the bar, on an odd number of rows and outputs that start as NaN."""
+    from quantrot.kernels.hadamard.hopper import launch
+
+    x = torch.randn(max(257, (1 << 22) // n) | 1, n, device="cuda").to(dtype)
+    exact = hadamard_reference(x.double(), None, n, n**-0.5)
+    found = []
+    for plan in plans:
+        y = torch.full_like(x, float("nan"))
+        launch(x, y, None, n**-0.5, plan)
+        if ((y.double() - exact).norm() / exact.norm()).item() <= MAX_RELATIVE_ERROR[dtype]:
+            found.append(plan)
+        else:
+            print("refused for its error:", n, dtype, plan)
+    return found
+
+
+def fractions(plans: list, xs: list[torch.Tensor]) -> dict:
+    from quantrot.kernels.hadamard.hopper import launch
+
+    n = xs[0].shape[1]
+    ys = [torch.empty_like(x) for x in xs]
+    copy = copy_us(xs)
+
+    def us(plan):
+        return time_us([lambda x=x, y=y: launch(x, y, None, n**-0.5, plan) for x, y in zip(xs, ys, strict=True)], 3)
+
+    return {plan: copy / us(plan) for plan in plans}
 
 
 def write_tuned(chosen: dict, notes: dict) -> None:
@@ -334,7 +389,8 @@ def write_tuned(chosen: dict, notes: dict) -> None:
     TUNED.write_text(text + "}\n")
 
 
-# --- The tables of docs/hadamard.md ------------------------------------------------------------------------------------
+# --- The tables of docs/hadamard.md
+# ------------------------------------------------------------------------------------
 
 
 def render(path: Path) -> None:
@@ -347,10 +403,14 @@ def render(path: Path) -> None:
 
     text = f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}: copy {result['copy_gbps']:.0f} GB/s. "
     text += f"`{result['command']}`, commit {result['commit']}.\n\nPowers of two, fraction of the speed of a copy:\n\n"
-    columns = [("bfloat16", e) for e in ELEMENTS[2:]] + [("float16", 1 << 25), ("float16", 1 << 27), ("float32", 1 << 25)]
+    columns = [("bfloat16", e) for e in ELEMENTS[2:]] + [
+        ("float16", 1 << 25),
+        ("float16", 1 << 27),
+        ("float32", 1 << 25),
+    ]
     text += "| n | " + " | ".join(f"{d}, 2^{e.bit_length() - 1}" for d, e in columns) + " | package, bfloat16, 2^25 |\n"
     text += "|---" * (len(columns) + 2) + "|\n"
-    for n in POWERS:
+    for n in SMALL + POWERS:
         row = rows[n, 1 << 25, "bfloat16", False]["peers_us"]
         theirs = row.get("fast_hadamard_transform")
         last = f"{row['copy'] / theirs:.2f}" if theirs else ""
@@ -372,6 +432,15 @@ def render(path: Path) -> None:
     _, _, tail = tail.partition("<!-- end -->\n")
     DOC.write_text(f"{head}{mark}\n{text}<!-- end -->\n{tail}")
 
+    from quantrot.kernels.hadamard.tuned import PLANS
+
+    notes = {}
+    for name, n in PLANS:
+        found = [(of_copy(n, 1 << bits, name, False), bits) for bits in (25, 27)]
+        note = ", ".join(f"{fraction} of copy at 2^{bits} elements" for fraction, bits in found if fraction)
+        notes[f'"{name}", {n}'] = note
+    write_tuned(PLANS, notes)
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -383,5 +452,5 @@ if __name__ == "__main__":
         render(asked.out or ROOT / "benchmarks" / "results" / "bench_hadamard-h200.json")
     else:
         if asked.tune is not None:
-            tune(asked.tune or [2, 4, 8, 16, *POWERS, *BASES])
+            tune(asked.tune or [*SMALL, *POWERS, *BASES])
         main(asked.out)

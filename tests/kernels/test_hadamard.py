@@ -59,10 +59,13 @@ def test_a_block_transform_is_the_transform_of_each_block(n, block):
     y = hadamard_transform(x, block=block, signs=s)
     parts = [hadamard_ref(x[:, i : i + block], signs=s[i : i + block]) for i in range(0, n, block)]
     assert torch.equal(y, torch.cat(parts, 1))
-    assert torch.equal(hadamard_transform(x, block=block, signs=s[:block]), hadamard_ref(x, block=block, signs=s[:block]))
+    assert torch.equal(
+        hadamard_transform(x, block=block, signs=s[:block]), hadamard_ref(x, block=block, signs=s[:block])
+    )
 
 
-# --- Laws, on every device ---------------------------------------------------------------------------------------------
+# --- Laws, on every device
+# ---------------------------------------------------------------------------------------------
 
 
 @devices
@@ -217,7 +220,8 @@ def test_any_order_matches_the_dense_product(n, rows, seed, dtype):
     assert error <= (torch.finfo(dtype).eps if dtype.itemsize < 4 else 4 * MAX_RELATIVE_ERROR[dtype])
 
 
-# --- Autograd, compile, graphs -----------------------------------------------------------------------------------------
+# --- Autograd, compile, graphs
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "block"), [(8, None), (12, None), (36, 12), (20, 20)])
@@ -287,6 +291,10 @@ def test_a_hundred_runs_are_bit_equal(n):
 def test_every_backend_meets_the_reference(backend, dtype, n):
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
+    if backend == "triton" and n > 8192:
+        with pytest.raises(ValueError, match="'triton' has no order"):
+            hadamard_transform(torch.randn(1, n, device="cuda"), backend=backend)
+        return
     x, s = torch.randn(257, n, device="cuda").to(dtype), signs_of(n, "cuda")
     y = hadamard_transform(x, signs=s, backend=backend)
     limit = 2 * MAX_RELATIVE_ERROR[dtype] if n < 64 else MAX_RELATIVE_ERROR[dtype]
@@ -304,7 +312,8 @@ def test_more_than_2_31_elements():
     assert torch.equal(x[-3:], tail) and not x[:-3].any()
 
 
-# --- Errors ------------------------------------------------------------------------------------------------------------
+# --- Errors
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -326,14 +335,15 @@ def test_errors_name_the_field_and_the_remedy(x, kwargs, says):
         hadamard_transform(x, **kwargs)
 
 
-# --- The kernels, without a GPU ----------------------------------------------------------------------------------------
+# --- The kernels, without a GPU
+# ----------------------------------------------------------------------------------------
 
 INTERPRETED = """
 import torch
 from quantrot.kernels.hadamard import hadamard_ref, hadamard_transform
 from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR
 torch.manual_seed(0)
-for n in (2, 8, 12, 32, 64, 128, 256, 576, 1024, 3072, 4096, 14336):
+for n in (2, 8, 12, 32, 64, 128, 256, 576, 1024, 3072, 4096, 5120):
     signs = torch.randint(0, 2, (n,)) * 2 - 1
     for dtype in (torch.float32, torch.float16):
         for rows in (1, 3, max(17, 16384 // n)):
@@ -374,7 +384,16 @@ def _programs() -> list[tuple[str, str]]:
 def test_every_cuda_source_compiles_for_sm_90a(name, source, tmp_path):
     if shutil.which("nvcc"):
         (tmp_path / "kernel.cu").write_text(source)
-        target = ["-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v", "-cubin", "-o", "/dev/null"]
+        target = [
+            "-gencode",
+            "arch=compute_90a,code=sm_90a",
+            "-std=c++17",
+            "-Xptxas",
+            "-v",
+            "-cubin",
+            "-o",
+            "/dev/null",
+        ]
         run = subprocess.run(["nvcc", *target, str(tmp_path / "kernel.cu")], capture_output=True, text=True)
         assert run.returncode == 0, run.stderr[-2000:]
         assert "0 bytes spill stores" in run.stderr, "registers spill:\n" + run.stderr[-400:]

@@ -9,10 +9,10 @@ weights are the same matrix; with `block=B` it is block-diagonal, H of order B r
     y       x's shape and dtype, contiguous; sums in float32 (float64 for float64), rounded once to nearest even
     inf, nan reach every output of their own block and no other, as sums of +-x do; a zero's sign is not specified
 
-Backends, on CUDA devices: "hopper" (CUDA C++, sm_90, needs cuda.core), "triton", "reference" (plain torch); "auto" takes
-the first that the device and the installation have. The operators are torch.library's, `quantrot::hadamard` and the mutating
-`quantrot::hadamard_`: autograd, torch.compile and CUDA graphs see one opaque function, with the same bits in all of them.
-QuaRot, arXiv:2404.00456; HadaCore, arXiv:2412.08832.
+Backends, on CUDA devices: "hopper" (CUDA C++, sm_90, needs cuda.core), "triton", "reference" (plain torch); "auto"
+takes the first that the device and the installation have. The operators are torch.library's, `quantrot::hadamard` and
+the mutating `quantrot::hadamard_`: autograd, torch.compile and CUDA graphs see one opaque function, with the same
+bits in all of them. QuaRot, arXiv:2404.00456; HadaCore, arXiv:2412.08832.
 """
 
 import os
@@ -136,7 +136,9 @@ def _best(device: torch.device) -> str:
         warnings.warn("hadamard_transform: no Triton, so it runs as plain torch; `pip install triton`", stacklevel=2)
         return "reference"
     if hopper_here:
-        warnings.warn("hadamard_transform: no cuda.core, so it runs in Triton; `pip install quantrot[gpu]`", stacklevel=2)
+        warnings.warn(
+            "hadamard_transform: no cuda.core, so it runs in Triton; `pip install quantrot[gpu]`", stacklevel=2
+        )
     return "triton"
 
 
@@ -154,10 +156,14 @@ def _backend(x: Tensor, order: int, asked: str) -> str:
         from quantrot.kernels.hadamard import hopper
 
         if x.device.type != "cuda" or not hopper.available(x.device):
-            raise ValueError(f"backend: 'hopper' needs a CUDA device of capability 9.0 and cuda.core, x is on {x.device}")
+            raise ValueError(
+                f"backend: 'hopper' needs a CUDA device of capability 9.0 and cuda.core, x is on {x.device}"
+            )
     if asked == "triton":
         if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError(f"backend: 'triton' needs a CUDA device, x is on {x.device}; allowed here: auto, reference")
+            raise ValueError(
+                f"backend: 'triton' needs a CUDA device, x is on {x.device}; allowed here: auto, reference"
+            )
         if _triton_axes(order) is None:
             raise ValueError(f"backend: 'triton' has no order {order}; allowed here: auto, hopper, reference")
     return asked

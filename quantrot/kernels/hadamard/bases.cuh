@@ -2,13 +2,13 @@
 
 namespace quantrot {
 
-// --- Rows of K * C elements in 16 bits: a row in a thread block, C = 8 * TILES * WARPS a power of two --------------------------
+// --- Rows of K * C elements in 16 bits: a row in a thread block, C = 8 * TILES * WARPS a power of two ----------------
 //
-// The row is K x C in memory. Bulk copies bring its K pieces to shared memory, 16 bytes apart so that eight of them meet
-// different banks, as soon as the previous row has left that buffer. Phase 1: a warp takes TILES groups of eight columns,
-// H_K is the constant operand of the products (exact), and the bits of the group's number are butterflies in registers.
-// The sums cross in float32. Phase 2: a lane takes PART neighbouring columns of all WARPS column ranges, which leaves only
-// butterflies in registers (and one lane exchange where PART is 4).
+// The row is K x C in memory. Bulk copies bring its K pieces to shared memory, 16 bytes apart so that eight of them
+// meet different banks, as soon as the previous row has left that buffer. Phase 1: a warp takes TILES groups of eight
+// columns, H_K is the constant operand of the products (exact), and the bits of the group's number are butterflies in
+// registers. The sums cross in float32. Phase 2: a lane takes PART neighbouring columns of all WARPS column ranges,
+// which leaves only butterflies in registers (and one lane exchange where PART is 4, two where it is 2).
 
 // Bit k of row(m) is set where H[k][m] is -1; defined by the program for a K that is no power of two.
 template <int K>
@@ -57,7 +57,7 @@ __device__ __forceinline__ void block_kernel(const Args& a) {
   constexpr int C = 8 * TILES * WARPS;
   constexpr int STEPS = (K + 15) / 16;
   using L = BlockLayout<K, C, STAGES>;
-  static_assert(K <= 32 && TILES % 2 == 0 && (PART == 4 || PART == 8), "sizes this kernel is made for");
+  static_assert(K <= 32 && TILES % 2 == 0 && (PART == 2 || PART == 4 || PART == 8), "sizes this kernel is made for");
   extern __shared__ __align__(128) unsigned char shared[];
   const u32 base = shared_address(shared);
   const u32 lane = threadIdx.x & 31, warp = warp_number(), g = lane >> 2, q = lane & 3;
@@ -89,8 +89,8 @@ __device__ __forceinline__ void block_kernel(const Args& a) {
   const BaseOperand<D, K> h;
   __syncthreads();
 
-  // Each lane names one of 32 matrix rows of 16 bytes: row k of two column groups where K <= 16, else of one. Rows past K
-  // are the zeros.
+  // Each lane names one of 32 matrix rows of 16 bytes: row k of two column groups where K <= 16, else of one. Rows
+  // past K are the zeros.
   const u32 k_lane = STEPS == 1 ? (lane & 15) : lane;
   const bool real = k_lane < K;
   const u32 from_lane = real ? k_lane * L::IN_ROW + warp * TILES * 16 + (STEPS == 1 ? lane >> 4 : 0) * 16 : 0;
@@ -164,34 +164,37 @@ __device__ __forceinline__ void block_kernel(const Args& a) {
       const u32 item = first + lane, k = item / LANES_A_ROW, part = item % LANES_A_ROW, tile = part * PART / 8;
       const bool mine = K * LANES_A_ROW % 32 == 0 || k < K;
       const u32 swap = tile & 4 ? 16 : 0;
-      const u32 at = sums + (mine ? k : 0) * L::OUT_ROW + (PART == 8 ? part * 32 + swap : (part * 16) ^ swap);
+      const u32 at = sums + (mine ? k : 0) * L::OUT_ROW + (PART == 8 ? part * 32 + swap : (part * PART * 4) ^ swap);
       float y[WARPS][PART];
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
+        if constexpr (PART == 2) {
+          load_shared8(at + w * TILES * 32, y[w][0], y[w][1]);
+        } else {
 #pragma unroll
-        for (int j = 0; j < PART; j += 4) {
-          const float4 v = load_shared16(PART == 8 && j ? (at + w * TILES * 32) ^ 16 : at + w * TILES * 32);
-          y[w][j] = v.x, y[w][j + 1] = v.y, y[w][j + 2] = v.z, y[w][j + 3] = v.w;
+          for (int j = 0; j < PART; j += 4) {
+            const float4 v = load_shared16(j ? (at + w * TILES * 32) ^ 16 : at + w * TILES * 32);
+            y[w][j] = v.x, y[w][j + 1] = v.y, y[w][j + 2] = v.z, y[w][j + 3] = v.w;
+          }
         }
         butterflies_within<PART, PART>(y[w]);
       }
       if constexpr (WARPS > 1) {
         butterflies<WARPS, PART, 1, WARPS / 2>(y);
         last_butterfly(y, a.scale);
+      } else {
+#pragma unroll
+        for (int j = 0; j < PART; j++) y[0][j] *= a.scale;
       }
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        const float scale = WARPS > 1 ? 1.f : a.scale;
-        char* p = out + (k * C + w * TILES * 8 + part * PART) * 2;
-        if constexpr (PART == 8) {
-          if (mine) store16(p, WARPS > 1 ? pack8<D>(y[w]) : pack8<D>(y[w], scale));
-        } else {
-          const float sign = lane & 1 ? -1.f : 1.f;
 #pragma unroll
-          for (int j = 0; j < 4; j++)
-            y[w][j] = fmaf(y[w][j], sign, __shfl_xor_sync(0xFFFFFFFFu, y[w][j], 1)) * scale;
-          if (mine) store8(p, pack<D>(y[w][0], y[w][1]), pack<D>(y[w][2], y[w][3]));
+        for (int s = 1; s * PART < 8; s *= 2) {
+          const float sign = lane & s ? -1.f : 1.f;
+#pragma unroll
+          for (int j = 0; j < PART; j++) y[w][j] = fmaf(y[w][j], sign, __shfl_xor_sync(0xFFFFFFFFu, y[w][j], s));
         }
+        if (mine) store_part<D>(out + (k * C + w * TILES * 8 + part * PART) * 2, y[w]);
       }
     }
     if (++stage == STAGES) {
@@ -201,13 +204,14 @@ __device__ __forceinline__ void block_kernel(const Args& a) {
   }
 }
 
-// --- Rows of K * INNER * C elements in 16 bits with a dense base K: a row in a thread block -------------------------------------
+// --- Rows of K * INNER * C elements in 16 bits with a dense base K: a row in a thread block --------------------------
 //
-// Signs of the K x K base come as bits, two instructions a register of the operand, used for WN column groups. A warp keeps
-// all its sums, so that they can take the input's place in shared memory. INNER is the product of smaller bases, done
-// there by additions; the power of two C is done in registers and lane exchanges on the way out.
+// Signs of the K x K base come as bits, two instructions a register of the operand, used for WN column groups. With
+// OVER a warp keeps all its sums, so that they can take the input's place in shared memory. INNER is the product of
+// smaller bases, done there by additions; the power of two C is done in registers and lane exchanges on the way out.
 
-// signs(i, j, lane): of the product of rows 16 i and columns 64 j, bit 4 s + r for step s and register r, and 16 above it.
+// signs(i, j, lane): of the product of rows 16 i and columns 64 j, bit 4 s + r for step s and register r, and 16
+// above it.
 template <int K>
 struct DenseBase;
 
@@ -227,58 +231,51 @@ __device__ __forceinline__ void small_base(u32 data) {
     const u32 row = data + k * OUT_ROW, first = rest / STRIDE * STRIDE * B + rest % STRIDE;
     float v[B], o[B];
 #pragma unroll
-    for (int i = 0; i < B; i++) load_shared4(row + swapped((first + i * STRIDE) / 4) + (first + i * STRIDE) % 4 * 4, v[i]);
+    for (int i = 0; i < B; i++)
+      load_shared4(row + swapped((first + i * STRIDE) / 4) + (first + i * STRIDE) % 4 * 4, v[i]);
     SmallBase<B>::run(o, v);
 #pragma unroll
-    for (int i = 0; i < B; i++) store_shared4(row + swapped((first + i * STRIDE) / 4) + (first + i * STRIDE) % 4 * 4, o[i]);
+    for (int i = 0; i < B; i++)
+      store_shared4(row + swapped((first + i * STRIDE) / 4) + (first + i * STRIDE) % 4 * 4, o[i]);
   }
   __syncthreads();
 }
 
-template <int D, int K, int INNER, int C, int WARPS, int WM, int WN, bool SIGNS>
+template <int D, int K, int INNER, int C, int WARPS, int WM, int WN, bool OVER, bool SIGNS>
 __device__ __forceinline__ void dense_kernel(const Args& a) {
   constexpr int COLUMNS = INNER * C, STEPS = (K + 15) / 16, WORDS = (STEPS + 3) / 4;
-  constexpr int IN_ROW = COLUMNS * 2 + 16, OUT_ROW = COLUMNS * 4 + 32, HEAD = 128, ZEROS = 64;
-  constexpr int ACROSS = COLUMNS / 8 / WN, DOWN = (STEPS + WM - 1) / WM, TASKS = (ACROSS * DOWN + WARPS - 1) / WARPS;
+  constexpr int IN_ROW = COLUMNS * 2 + 16, OUT_ROW = COLUMNS * 4 + 32, ZEROS = 128;
+  constexpr int ACROSS = COLUMNS / 8 / WN, DOWN = (STEPS + WM - 1) / WM;
   static_assert(COLUMNS % (8 * WN) == 0 && WN % 2 == 0, "whole tasks");
+  // Column groups of a task whose number is transformed while its sums are in registers, where they lie within one C.
+  constexpr int TREE = (WN & (WN - 1)) == 0 && C % (8 * WN) == 0 ? WN : 1;
   extern __shared__ __align__(128) unsigned char shared[];
-  const u32 base = shared_address(shared), data = base + HEAD;
+  const u32 zeros = shared_address(shared), input = zeros + ZEROS;
+  const u32 data = OVER ? input : input + (K * IN_ROW + 127) / 128 * 128;  // of the float32 sums
   const u32 lane = threadIdx.x & 31, warp = warp_number(), g = lane >> 2, q = lane & 3;
   const i64 row = blockIdx.x;
 
-  if (threadIdx.x == 0) {
-    barrier_init(base, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    barrier_expect(base, K * COLUMNS * 2);
+  // Plain loads: bulk copies of as little as 64 bytes, one for each of 344 rows, took longer than the products.
+  if (threadIdx.x == 0) store_shared16(zeros, 0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+  for (int i = threadIdx.x; i < K * COLUMNS / 8; i += WARPS * 32) {
+    Vec v = load16((const char*)a.x + (row * a.x_stride + i * 8) * 2);
+    if constexpr (SIGNS) apply_signs16(v, a.signs + (row % a.sign_rows) * K * COLUMNS + i * 8);
+    store_shared16(input + i / (COLUMNS / 8) * IN_ROW + i % (COLUMNS / 8) * 16, __uint_as_float(v.w[0]),
+                   __uint_as_float(v.w[1]), __uint_as_float(v.w[2]), __uint_as_float(v.w[3]));
   }
-  if (threadIdx.x < 4) reinterpret_cast<u32*>(shared + ZEROS)[threadIdx.x] = 0;
   __syncthreads();
-  for (int k = threadIdx.x; k < K; k += WARPS * 32)
-    bulk_load(data + k * IN_ROW, (const char*)a.x + (row * a.x_stride + k * COLUMNS) * 2, COLUMNS * 2, base);
-  barrier_wait(base, 0);
-  if constexpr (SIGNS) {
-    const signed char* signs = a.signs + (row % a.sign_rows) * K * COLUMNS;
-    for (int i = threadIdx.x; i < K * COLUMNS / 8; i += WARPS * 32) {
-      Vec* p = reinterpret_cast<Vec*>(shared + HEAD + i / (COLUMNS / 8) * IN_ROW + i % (COLUMNS / 8) * 16);
-      Vec v = *p;
-      apply_signs16(v, signs + i * 8);
-      *p = v;
-    }
-    __syncthreads();
-  }
 
   const u32 one = D == BF16 ? 0x3F803F80u : 0x3C003C00u;
-  float d[TASKS][WM][WN][4];
-#pragma unroll
-  for (int task = 0; task < TASKS; task++) {
-    const int id = warp + task * WARPS, across = id % ACROSS, down = id / ACROSS;
+  // A task is WM row tiles of WN column groups: down = id / ACROSS, across = id % ACROSS.
+  auto products = [&](float (&d)[WM][WN][4], int id) {
+    const int across = id % ACROSS, down = id / ACROSS;
 #pragma unroll
     for (int i = 0; i < WM; i++)
 #pragma unroll
       for (int n = 0; n < WN; n++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) d[task][i][n][j] = 0.f;
-    if (down >= DOWN) continue;
+        for (int j = 0; j < 4; j++) d[i][n][j] = 0.f;
 #pragma unroll 1
     for (int word = 0; word < WORDS; word++) {
       u32 bits[WM];
@@ -288,7 +285,7 @@ __device__ __forceinline__ void dense_kernel(const Args& a) {
       for (int s = 0; s < 4; s++) {
         if (word * 4 + s >= STEPS) break;
         const u32 k = (word * 4 + s) * 16 + (lane & 15);
-        const u32 from = k < K ? data + k * IN_ROW + (across * WN + (lane >> 4)) * 16 : base + ZEROS;
+        const u32 from = k < K ? input + k * IN_ROW + (across * WN + (lane >> 4)) * 16 : zeros;
         u32 f[WN / 2][4];
 #pragma unroll
         for (int n = 0; n < WN / 2; n++) load_matrices_transposed(f[n], k < K ? from + n * 32 : from);
@@ -299,15 +296,15 @@ __device__ __forceinline__ void dense_kernel(const Args& a) {
           for (int r = 0; r < 4; r++) h[r] = ((bits[i] << (15 - 4 * s - r)) & 0x80008000u) | one;
 #pragma unroll
           for (int n = 0; n < WN; n++)
-            mma16<D>(d[task][i][n], h[0], h[1], h[2], h[3], f[n / 2][n % 2 * 2], f[n / 2][n % 2 * 2 + 1]);
+            mma16<D>(d[i][n], h[0], h[1], h[2], h[3], f[n / 2][n % 2 * 2], f[n / 2][n % 2 * 2 + 1]);
         }
       }
     }
-  }
-  __syncthreads();
 #pragma unroll
-  for (int task = 0; task < TASKS; task++) {
-    const int id = warp + task * WARPS, across = id % ACROSS, down = id / ACROSS;
+    for (int i = 0; i < WM; i++) butterflies<WN, 4, 1, TREE>(d[i]);
+  };
+  auto keep = [&](const float (&d)[WM][WN][4], int id) {
+    const int across = id % ACROSS, down = id / ACROSS;
 #pragma unroll
     for (int i = 0; i < WM; i++)
 #pragma unroll
@@ -317,9 +314,26 @@ __device__ __forceinline__ void dense_kernel(const Args& a) {
 #pragma unroll
         for (int n = 0; n < WN; n++) {
           const u32 unit = 2 * (across * WN + n) + (q >> 1);
-          store_shared8(data + m * OUT_ROW + swapped(unit) + (q & 1) * 8, d[task][i][n][2 * half], d[task][i][n][2 * half + 1]);
+          store_shared8(data + m * OUT_ROW + swapped(unit) + (q & 1) * 8, d[i][n][2 * half], d[i][n][2 * half + 1]);
         }
       }
+  };
+  if constexpr (OVER) {
+    constexpr int TASKS = (ACROSS * DOWN + WARPS - 1) / WARPS;
+    float d[TASKS][WM][WN][4];
+#pragma unroll
+    for (int task = 0; task < TASKS; task++)
+      if (warp + task * WARPS < ACROSS * DOWN) products(d[task], warp + task * WARPS);
+    __syncthreads();
+#pragma unroll
+    for (int task = 0; task < TASKS; task++)
+      if (warp + task * WARPS < ACROSS * DOWN) keep(d[task], warp + task * WARPS);
+  } else {
+    for (int id = warp; id < ACROSS * DOWN; id += WARPS) {
+      float d[WM][WN][4];
+      products(d, id);
+      keep(d, id);
+    }
   }
   __syncthreads();
   inner_bases<K, COLUMNS, WARPS>(data);  // defined by the program: small_base of each base of INNER
@@ -333,7 +347,7 @@ __device__ __forceinline__ void dense_kernel(const Args& a) {
     float y[1][8] = {{u.x, u.y, u.z, u.w, v.x, v.y, v.z, v.w}};
     butterflies_within<8, C>(y[0]);
 #pragma unroll
-    for (int s = 1; s * 8 < C; s *= 2) {
+    for (int s = TREE; s * 8 < C; s *= 2) {
       const float sign = lane & s ? -1.f : 1.f;
 #pragma unroll
       for (int j = 0; j < 8; j++) y[0][j] = fmaf(y[0][j], sign, __shfl_xor_sync(0xFFFFFFFFu, y[0][j], s));
@@ -342,7 +356,7 @@ __device__ __forceinline__ void dense_kernel(const Args& a) {
   }
 }
 
-// --- Any base, one axis of a tensor, by additions: the fallback of sizes and dtypes without a kernel of their own --------------
+// --- Any base, one axis of a tensor, by additions: the fallback of sizes and dtypes without a kernel of their own ----
 
 template <int D>
 __device__ __forceinline__ float load_one(const void* p, i64 i) {
@@ -355,7 +369,8 @@ __device__ __forceinline__ float load_one(const void* p, i64 i) {
   }
 }
 
-// x [rows, K, x_stride] -> y, one thread a column; Axis<K>::signs(k, w) has bit m where H[k][32 w + m] is -1. x is not y.
+// x [rows, K, x_stride] -> y, one thread a column; Axis<K>::signs(k, w) has bit m where H[k][32 w + m] is -1. x is
+// not y.
 template <int K>
 struct Axis;
 

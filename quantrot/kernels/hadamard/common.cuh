@@ -1,14 +1,16 @@
 // The Hadamard transform for sm_90a as device functions, compiled at first use by NVRTC and callable from fused kernels.
 //
 // A row index is split into bits, and each bit is transformed where it already is:
-//   - a bit held in registers: one butterfly addition an element, in float32;
-//   - four bits spread over the lanes of a warp: one tensor core product with a 16 x 16 Hadamard matrix whose operand is
-//     built from the lane number, never loaded. With the data as the B operand the product also exchanges lane/4 with
-//     lane%4, so two products transform the eight bits of 256 contiguous elements and leave each lane with the eight
-//     neighbours it loaded: no shuffle, no shared memory;
-//   - bits spread over warps, and a dense base of K rows: a product that reads the 16-bit input from shared memory
-//     (brought there by bulk copies), then one exchange through shared memory in float32.
-// The first product takes the 16-bit input as it is, so it is exact; later ones take float32 sums split into two tf32
+//
+//   registers   a bit held in a lane's registers is one butterfly addition an element, in float32.
+//   lanes       four bits spread over a warp are one tensor core product with a 16 x 16 Hadamard matrix, whose operand
+//               is built from the lane number, never loaded. With the data as the B operand the product also exchanges
+//               lane/4 with lane%4, so two products transform the eight bits of 256 contiguous elements and leave each
+//               lane with the eight neighbours it loaded: no shuffle, no shared memory.
+//   warps       bits spread over warps cross once through shared memory, in float32.
+//   a base      of K rows is a product that reads the 16-bit input from shared memory.
+//
+// The first product takes the 16-bit input as it is, so it is exact; a later one takes float32 sums split into two tf32
 // parts, which keeps 22 bits. The only rounding to 16 bits is the last.
 
 namespace quantrot {
@@ -28,18 +30,18 @@ struct Args {
   float scale;
 };
 
-// --- Words ---------------------------------------------------------------------------------------------------------
+// --- Words -----------------------------------------------------------------------------------------------------------
 
-// The warp's number, in a way that lets the compiler see that it is the same in all lanes (a lane exchange inside a loop over
-// it otherwise costs two more instructions).
+// The warp's number, in a way that lets the compiler see that it is the same in all lanes (a lane exchange inside a
+// loop over it otherwise costs two more instructions).
 __device__ __forceinline__ u32 warp_number() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0); }
 
 struct alignas(16) Vec {
   u32 w[4];
 };
 
-// LOAD and STREAM are the cache hints of the program: read and written once, or left in L2 for the next kernel. Not .nc,
-// because the in-place operator reads what it writes.
+// LOAD and STREAM are the cache hints of the program: read and written once, or left in L2 for the next kernel. Not
+// .nc, because the in-place operator reads what it writes.
 __device__ __forceinline__ Vec load16(const void* p) {
   Vec v;
   asm volatile("ld.global" LOAD ".v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -49,7 +51,8 @@ __device__ __forceinline__ Vec load16(const void* p) {
 }
 
 __device__ __forceinline__ void store16(void* p, const Vec& v) {
-  asm volatile("st.global" STREAM ".v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])
+  asm volatile("st.global" STREAM ".v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]),
+               "r"(v.w[3])
                : "memory");
 }
 
@@ -95,7 +98,7 @@ __device__ __forceinline__ void apply_signs16(Vec& v, const signed char* signs) 
   v.w[3] ^= sign_mask(s.y, 1);
 }
 
-// --- Tensor core products with constant Hadamard operands --------------------------------------------------------------
+// --- Tensor core products with constant Hadamard operands ------------------------------------------------------------
 
 template <int D>
 __device__ __forceinline__ void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -110,13 +113,13 @@ __device__ __forceinline__ void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32
   }
 }
 
-// How float32 sums enter a tf32 product: as they are, cut to 10 fraction bits by the hardware; rounded to them; or as the
-// sum of two parts, which loses nothing that 16 bits could show.
+// How float32 sums enter a tf32 product: as they are, cut to 10 fraction bits by the hardware; rounded to them; or as
+// the sum of two parts, which loses nothing that 16 bits could show.
 enum Precision { CUT = 0, NEAREST = 1, SPLIT = 2 };
 
-// f as the tf32 number below it in magnitude (the product cuts f to it by itself), and the rest. An infinity's rest would
-// be inf - inf; the minimum replaces that NaN by a number too small to matter (a true rest is at most 2^117), while a NaN
-// stays one in f.
+// f as the tf32 number below it in magnitude (the product cuts f to it by itself), and the rest. An infinity's rest
+// would be inf - inf; the minimum replaces that NaN by a number too small to matter (a true rest is at most 2^117),
+// while a NaN stays one in f.
 __device__ __forceinline__ float rest_tf32(float f) {
   return fminf(f - __uint_as_float(__float_as_uint(f) & 0xFFFFE000u), 0x1p118f);
 }
@@ -127,6 +130,14 @@ __device__ __forceinline__ float nearest_tf32(float f) {
   return __uint_as_float(r);
 }
 
+// Parity of (lane / 4) & 2 (lane % 4), and of the same with the next column: the signs of Sylvester's matrix that a
+// lane holds.
+__device__ __forceinline__ void lane_signs(u32& even, u32& odd) {
+  const u32 lane = threadIdx.x & 31, g = lane >> 2;
+  even = ((g >> 1 & lane) ^ (g >> 2 & lane >> 1)) & 1;
+  odd = even ^ (g & 1);
+}
+
 // Sylvester's 16 x 16 matrix as an m16n8k16 operand. Each half of a register is the same +-1 in all but the last.
 struct Sylvester16 {
   u32 a[4];
@@ -134,10 +145,9 @@ struct Sylvester16 {
 
 template <int D>
 __device__ __forceinline__ Sylvester16 sylvester16() {
-  const u32 lane = threadIdx.x & 31, g = lane >> 2, k = (lane & 3) * 2;
-  const u32 one = D == BF16 ? 0x3F80u : 0x3C00u;
-  const u32 lo = one | ((__popc(g & k) & 1) << 15), hi = one | ((__popc(g & (k + 1)) & 1) << 15);
-  const u32 w = lo | (hi << 16);
+  u32 even, odd;
+  lane_signs(even, odd);
+  const u32 w = (D == BF16 ? 0x3F803F80u : 0x3C003C00u) | even << 15 | odd << 31;
   return {w, w, w, w ^ 0x80008000u};
 }
 
@@ -148,11 +158,10 @@ struct Sylvester8 {
 };
 
 __device__ __forceinline__ Sylvester8 sylvester8() {
-  const u32 lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const u32 p = ((g >> 1) & q & 1) ^ ((g >> 2) & (q >> 1) & 1), minus = 0x80000000u;
-  const u32 f0 = 0x3F800000u | (p << 31), f2 = f0 ^ (g << 31);
-  return {{{f0, f0, f2, f2},
-           {f0, f0 ^ minus, f2, f2 ^ minus}}};
+  u32 even, odd;
+  lane_signs(even, odd);
+  const u32 f0 = 0x3F800000u | even << 31, f2 = 0x3F800000u | odd << 31, minus = 0x80000000u;
+  return {{{f0, f0, f2, f2}, {f0, f0 ^ minus, f2, f2 ^ minus}}};
 }
 
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], float b0, float b1) {
@@ -176,7 +185,7 @@ __device__ __forceinline__ void step_tf32(float (&d)[4], const Sylvester8& h, fl
   mma_tf32(d, h.a[1], r0, r1);
 }
 
-// --- 256 contiguous elements in a warp ---------------------------------------------------------------------------------
+// --- 256 contiguous elements in a warp -------------------------------------------------------------------------------
 //
 // Lane l holds elements 8 l ... 8 l + 7. Element bits e0 e1 e2, lane bits l0 ... l4. The first product transforms
 // e0 l0 l1 e1 and leaves them in l2 l3 l4 and a register: d[e2][2 e1 + l2], l3 l4 in the low lane bits. The second
@@ -258,7 +267,8 @@ __device__ __forceinline__ void butterflies(float (&y)[R][W]) {
   }
 }
 
-// The last level of butterflies over r, with the scale: a product and two fused additions for two additions and two products.
+// The last level of butterflies over r, with the scale: a product and two fused additions for two additions and two
+// products.
 template <int R, int W>
 __device__ __forceinline__ void last_butterfly(float (&y)[R][W], float scale) {
 #pragma unroll
@@ -272,7 +282,7 @@ __device__ __forceinline__ void last_butterfly(float (&y)[R][W], float scale) {
   }
 }
 
-// --- Shared memory, bulk copies and barriers ---------------------------------------------------------------------------
+// --- Shared memory, bulk copies and barriers -------------------------------------------------------------------------
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -301,13 +311,13 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_" KEEP ".b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 }
 
-// A buffer is handed back to the bulk copies. Without the fence an arrival can overtake the reads before it, and the next
-// row lands under them (seen: 2 rows in 65536, only while the load queue was full).
+// A buffer is handed back to the bulk copies. Without the fence an arrival can overtake the reads before it, and the
+// next row lands under them (seen: 2 rows in 65536, only while the load queue was full).
 __device__ __forceinline__ void release(u32 bar) {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
@@ -354,17 +364,36 @@ __device__ __forceinline__ void store_shared8(u32 address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 
-// --- Butterflies across the warps of a block -----------------------------------------------------------------------------
+// The address of our neighbour's shared memory in a cluster of two.
+__device__ __forceinline__ u32 neighbour_address(u32 address, u32 rank) {
+  u32 r;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
+  return r;
+}
+
+template <int PART>
+__device__ __forceinline__ void send_neighbour(u32 address, const float (&v)[PART]) {
+  static_assert(PART == 2 || PART == 4, "8 or 16 bytes");
+  if constexpr (PART == 2) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(v[0]), "f"(v[1]) : "memory");
+  } else {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]),
+                 "f"(v[3])
+                 : "memory");
+  }
+}
+
+// --- Butterflies across the warps of a block -------------------------------------------------------------------------
 //
-// Every warp holds R vectors of E neighbouring floats a lane, a piece of R * 32 * E. They cross through shared memory, after
-// which a lane holds the same E * R / WARPS neighbours of every warp's piece, and the warp's number is a register index.
+// Every warp holds R vectors of E neighbouring floats a lane, a piece of R * 32 * E. They cross through shared
+// memory, after which a lane holds the same E * R / WARPS neighbours of every warp's piece, and the warp's number is
+// a register index.
 
 // 16-byte units swap within pairs in every other 128 bytes, so that lanes 32 bytes apart meet different banks.
 __device__ __forceinline__ u32 swapped(u32 unit) { return (unit ^ ((unit >> 3) & 1)) * 16; }
 
 template <int R, int E, int WARPS>
-__device__ __forceinline__ void across_warps(float (&z)[WARPS][E * R / WARPS], const float (&y)[R][E], u32 sums,
-                                             float scale) {
+__device__ __forceinline__ void exchange_warps(float (&z)[WARPS][E * R / WARPS], const float (&y)[R][E], u32 sums) {
   constexpr int PART = E * R / WARPS;
   static_assert(PART == 2 || PART == 4 || PART == 8, "a lane must be left with 8 to 32 neighbouring bytes");
   const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -372,7 +401,8 @@ __device__ __forceinline__ void across_warps(float (&z)[WARPS][E * R / WARPS], c
   for (int r = 0; r < R; r++) {
 #pragma unroll
     for (int j = 0; j < E; j += 4)
-      store_shared16(sums + (warp * R + r) * 128 * E + swapped(lane * (E / 4) + j / 4), y[r][j], y[r][j + 1], y[r][j + 2],
+      store_shared16(sums + (warp * R + r) * 128 * E + swapped(lane * (E / 4) + j / 4), y[r][j], y[r][j + 1],
+                     y[r][j + 2],
                      y[r][j + 3]);
   }
   __syncthreads();
@@ -390,8 +420,58 @@ __device__ __forceinline__ void across_warps(float (&z)[WARPS][E * R / WARPS], c
       }
     }
   }
-  butterflies<WARPS, PART, 1, WARPS / 2>(z);
+}
+
+template <int R, int E, int WARPS>
+__device__ __forceinline__ void across_warps(float (&z)[WARPS][E * R / WARPS], const float (&y)[R][E], u32 sums,
+                                             float scale) {
+  exchange_warps(z, y, sums);
+  butterflies<WARPS, E * R / WARPS, 1, WARPS / 2>(z);
   last_butterfly(z, scale);
+}
+
+// The same and one bit more, of the number of the block in its pair: each block keeps the results of one half of
+// WARPS and sends the other half's to its neighbour, into `mailbox`. Leaves the row's first half in z[0 ... WARPS / 2
+// - 1].
+template <int R, int E, int WARPS>
+__device__ __forceinline__ void across_pair(float (&z)[WARPS][E * R / WARPS], const float (&y)[R][E], u32 sums,
+                                            u32 mailbox,
+                                            u32 rank, float scale) {
+  constexpr int PART = E * R / WARPS, HALF = WARPS / 2;
+  exchange_warps(z, y, sums);
+  butterflies<WARPS, PART, 1, HALF>(z);
+  const float sign = rank ? -1.f : 1.f;
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the neighbour runs
+  const u32 theirs = neighbour_address(mailbox, rank ^ 1) + threadIdx.x * PART * 4;
+#pragma unroll
+  for (int w = 0; w < HALF; w++) {
+    float send[PART];
+#pragma unroll
+    for (int j = 0; j < PART; j++) {
+      const float p = z[w][j], q = z[w + HALF][j];
+      z[w][j] = fmaf(q, sign, p);
+      send[j] = fmaf(q, -sign, p);
+    }
+    send_neighbour<PART>(theirs + w * WARPS * 32 * PART * 4, send);
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  const float first = scale * sign;
+#pragma unroll
+  for (int w = 0; w < HALF; w++) {
+    float got[PART];
+    const u32 from = mailbox + (w * WARPS * 32 + threadIdx.x) * PART * 4;
+    if constexpr (PART == 2) {
+      load_shared8(from, got[0], got[1]);
+    } else {
+      const float4 f = load_shared16(from);
+      got[0] = f.x, got[1] = f.y, got[2] = f.z, got[3] = f.w;
+    }
+#pragma unroll
+    for (int j = 0; j < PART; j++) {
+      z[w + HALF][j] = fmaf(got[j], -first, z[w][j] * first);
+      z[w][j] = fmaf(got[j], scale, z[w][j] * scale);
+    }
+  }
 }
 
 // PART results of a lane, neighbours in memory, as 16 bits or 32.

@@ -1,8 +1,8 @@
 """The Hadamard transform for Hopper: CUDA C++ (*.cuh) compiled at first use and kept on disk.
 
-One kernel a (Plan, order, dtype, signs, adjoint): the source is the device functions, the signs of the bases, and one line
-that names the instance. NVRTC compiles it through cuda.core, so no CUDA toolkit is needed; the cubin is kept under $QUANTROT_CACHE
-(default ~/.cache/quantrot), named by the hash of source, target and compiler version.
+One kernel a (Plan, order, dtype, signs, adjoint): the source is the device functions, the signs of the bases, and one
+line that names the instance. NVRTC compiles it through cuda.core, so no CUDA toolkit is needed; the cubin is kept
+under $QUANTROT_CACHE (default ~/.cache/quantrot), named by the hash of source, target and compiler version.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ MAX_SHARED = 227 << 10  # bytes a thread block may ask for on sm_90
 SM_SHARED = 228 << 10  # and a multiprocessor has, of which every block takes another 1 KiB
 SM_REGISTERS = 65536
 LARGEST_POWER = 32768  # of two, in one kernel
-ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) hadamard(const void* x, void* y,
+ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) hadamard(const void* x, void* y,
     const signed char* signs, long long rows, long long x_stride, long long y_stride, int sign_rows, float scale) {{
   quantrot::{call}({{x, y, signs, rows, x_stride, y_stride, sign_rows, scale}});
 }}
@@ -43,19 +43,20 @@ class Plan:
     turn    32 ... 128 elements, one product                                  16 bits
     warp    256 ... 2048 elements in a warp, two products                     16 bits
     share   a row in a thread block's registers                               16 bits, 1024 ... 32768
+    pair    a row in the registers of two thread blocks                       16 bits, 8192 ... 32768
     block   a base of at most 32 rows, persistent thread blocks               16 bits, K * 2^m
     dense   a larger base, and up to two small ones                           16 bits
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
-    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "axis"]
+    kind: Literal["lanes", "turn", "warp", "share", "pair", "block", "dense", "axis"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
     vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share)
     share: int = 1  # warps that share a row (lanes)
-    stages: int = 0  # rows prefetched by a persistent block (share: 0 is one row a block; block: at least 1)
+    stages: int = 0  # input buffers (share: 0 is one row a block, no prefetch; dense: 0 is sums in the input's place)
     tiles: int = 8  # groups of eight columns a warp (block), row tiles times column groups of a task (dense)
-    part: int = 8  # neighbouring columns a lane finishes (block: 4 or 8), column groups of a task (dense)
+    part: int = 8  # neighbouring columns a lane finishes (block: 2, 4 or 8), column groups of a task (dense)
     precision: Literal["CUT", "NEAREST", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share)
     stream: bool = True  # cache hints: mark the data as not used again soon
 
@@ -70,12 +71,15 @@ class Plan:
             return f"block_kernel<{d}, {base}, {self.tiles}, {self.warps}, {self.part}, {self.stages}, {flag}>"
         if self.kind == "dense":
             base, _, power = dense_shape(order)
-            inner = order // base // power
-            return f"dense_kernel<{d}, {base}, {inner}, {power}, {self.warps}, {self.tiles}, {self.part}, {flag}>"
+            inner, over = order // base // power, str(self.stages == 0).lower()
+            return (
+                f"dense_kernel<{d}, {base}, {inner}, {power}, {self.warps}, {self.tiles}, {self.part}, {over}, {flag}>"
+            )
         extra = {
             "lanes": f"{self.share}, ",
             "turn": "",
             "warp": f"{precision}, ",
+            "pair": f"{precision}, ",
             "share": f"{self.stages}, {precision}, ",
         }[self.kind]
         return f"{self.kind}_kernel<{d}, {order}, {self.vectors}, {self.warps}, {extra}{flag}>"
@@ -101,12 +105,17 @@ class Plan:
             + _device_functions("common.cuh", "bases.cuh" if self.kind in ("block", "dense", "axis") else "rows.cuh")
             + f"namespace quantrot {{\n{self.bases(order, transpose)}}}\n"
             + ENTRY.format(
-                threads=self.warps * 32, resident=self.resident, call=self.call(order, dtype, signs, out or dtype)
+                cluster="__cluster_dims__(2, 1, 1) " if self.kind == "pair" else "",
+                threads=self.warps * 32,
+                resident=self.resident,
+                call=self.call(order, dtype, signs, out or dtype),
             )
         )
 
     def shared_bytes(self, order: int) -> int:
         """Dynamic shared memory of a thread block."""
+        if self.kind == "pair":
+            return order * 3
         if self.kind == "share":
             return order * (4 + 2 * self.stages) + (128 if self.stages else 0)
         if self.kind == "lanes" and self.share > 1:
@@ -118,7 +127,8 @@ class Plan:
             return 128 + self.stages * one_input + base * (columns * 4 + 32)
         if self.kind == "dense":
             base = dense_shape(order)[0]
-            return 128 + base * (order // base * 4 + 32)
+            inputs = (base * (order // base * 2 + 16) + 127) // 128 * 128
+            return 128 + base * (order // base * 4 + 32) + (inputs if self.stages else 0)
         return 0
 
     def grid(self, rows: int, inner: int, order: int, dtype: torch.dtype, processors: int) -> int:
@@ -127,6 +137,8 @@ class Plan:
             return -(-rows * inner // 256)
         if self.kind == "block" or (self.kind == "share" and self.stages):
             return min(rows, processors * self.resident)
+        if self.kind == "pair":
+            return 2 * rows
         if self.kind in ("share", "dense") or self.share > 1:
             return rows
         a_warp = 32 * self.vectors * (16 // dtype.itemsize)
@@ -181,15 +193,14 @@ def _dense_plan(order: int) -> Plan | None:
     groups, down = order // base // 8, -(-base // 16)
     if power > 256 or any(b > 32 for b in small):
         return None
-    across = 4 if groups % 4 == 0 else 2
-    tall = 2 if down > 2 else 1
-    tasks = groups // across * -(-down // tall)
-    for each in (1, 2, 3, 4):  # tasks a warp, which keeps their sums in registers
-        sums = each * tall * across * 4
-        warps = -(-tasks // each)
-        if warps <= 32 and warps * 32 * (sums + 56) <= SM_REGISTERS:
-            return _fitting(Plan("dense", warps, 1, tiles=tall, part=across), order, sums + 56)
-    return None
+    wide = next((w for w in (4, 6, 2) if groups % w == 0), None)
+    tall = next(t for t in (5, 4, 3, 2, 1) if down % t == 0)
+    if wide is None:
+        return None
+    tasks, sums = groups // wide * (down // tall), tall * wide * 4
+    if tasks <= 20 and (plan := _fitting(Plan("dense", tasks, 1, tiles=tall, part=wide), order, sums + 48)):
+        return plan
+    return _fitting(Plan("dense", min(tasks, 16), 1, tiles=tall, part=wide, stages=1), order, sums + 48)
 
 
 # --- Bases as C++ ----------------------------------------------------------------------------------------------------
@@ -244,7 +255,8 @@ def _small_bases(base: int, small: tuple[int, ...], columns: int, power: int, tr
         )
         text += (
             f"template <>\nstruct SmallBase<{b}> {{\n"
-            f"  __device__ __forceinline__ static void run(float (&o)[{b}], const float (&v)[{b}]) {{\n{sums}  }}\n}};\n"
+            f"  __device__ __forceinline__ static void run(float (&o)[{b}], const float (&v)[{b}]) {{\n"
+            f"{sums}  }}\n}};\n"
         )
     left = list(order_of_axes)
     left.remove(base)  # equal bases commute
@@ -303,7 +315,7 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def _checked(result: tuple):
+def _checked(result: tuple) -> Any:
     from cuda.bindings import driver
 
     if result[0] != driver.CUresult.CUDA_SUCCESS:
@@ -360,7 +372,7 @@ def launch(
         scale,
     )
     start = ctypes.addressof(arguments)
-    pointers = (ctypes.c_void_p * 8)(*(start + getattr(_Arguments, name).offset for name, _ in _Arguments._fields_))
+    pointers = (ctypes.c_void_p * 8)(*(start + getattr(_Arguments, field[0]).offset for field in _Arguments._fields_))
     grid = plan.grid(rows, inner, order, x.dtype, processors)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
@@ -438,7 +450,9 @@ def _passes(x: Tensor, y: Tensor, signs: Tensor | None, order: int, scale: float
         power //= factor
     if power > 1:
         rows = data.view(-1, power)
-        launch(rows, rows, None, 1.0, plan_for(power, torch.float32))
+        plan = plan_for(power, torch.float32)
+        assert plan is not None, power
+        launch(rows, rows, None, 1.0, plan)
     outer, inner = x.shape[0], order
     for i, base in enumerate(bases):
         inner //= base

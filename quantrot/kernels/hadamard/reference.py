@@ -1,6 +1,6 @@
 """The Hadamard transform in plain torch: the definition every kernel is held to, and the CPU implementation.
 
-    y = scale * (x * signs) H,    H = H_K1 (x) ... (x) H_Kr (x) S_(2^m),    over the last dimension, in blocks of `order`
+    y = scale * (x * signs) H,    H = H_K1 (x) ... (x) H_Kr (x) S_(2^m),    over the last dimension, in `order`s
 
 Sylvester's factor is a butterfly (Yates 1937), one addition an element and level, so a row's bits do not depend on the
 rows beside it; each Paley base is one small product. Everything accumulates in float32 (float64 for float64 input) and
@@ -14,7 +14,7 @@ from torch import Tensor
 from quantrot.orthogonal import hadamard_base, hadamard_factors
 
 CHUNK = 1 << 17  # elements worked on at a time: three float32 copies stay in a core's L2 cache
-MAX_RELATIVE_ERROR = {  # ||y - exact|| / ||exact|| of every implementation, at every order; one rounding alone: see right
+MAX_RELATIVE_ERROR = {  # ||y - exact|| / ||exact|| of every implementation and order; right: one rounding alone
     torch.bfloat16: 1.9e-3,  # 1.66e-3
     torch.float16: 3.0e-4,  # 2.07e-4
     torch.float32: 5e-7,

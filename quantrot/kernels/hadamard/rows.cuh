@@ -2,7 +2,7 @@
 
 namespace quantrot {
 
-// --- Rows of 2 ... 128 elements, any dtype: registers and lane exchanges, float32 throughout -----------------------------
+// --- Rows of 2 ... 128 elements, any dtype: registers and lane exchanges, float32 throughout -------------------------
 //
 // R vectors of 16 bytes a lane; a row lies in neighbouring lanes of one vector (N <= 32 * E) or also in R.
 
@@ -85,10 +85,11 @@ __device__ __forceinline__ void lanes_kernel(const Args& a) {
   }
 }
 
-// --- Rows of 32, 64, 128 elements in 16 bits: one exact product, the other bits in registers ----------------------------
+// --- Rows of 32, 64, 128 elements in 16 bits: one exact product, the other bits in registers -------------------------
 //
-// A warp's piece is contiguous. The product takes the data as its B operand, which leaves the row's bits e2 and l2 in registers and l3 in a neighbour
-// lane. Rounded pairs then go back to their lanes by transposing 8 x 8 matrices of 16-bit words.
+// A warp's piece is contiguous. The product takes the data as its B operand, which leaves the row's bits e2 and l2 in
+// registers and l3 in a neighbour lane. Rounded pairs then go back to their lanes by transposing 8 x 8 matrices of
+// 16-bit words.
 
 __device__ __forceinline__ u32 transpose8(u32 w) {
   u32 r;
@@ -142,7 +143,7 @@ __device__ __forceinline__ void turn_kernel(const Args& a) {
   }
 }
 
-// --- Rows of 256 ... 2048 elements in 16 bits in a warp's registers -----------------------------------------------------
+// --- Rows of 256 ... 2048 elements in 16 bits in a warp's registers --------------------------------------------------
 
 template <int D, int R>
 struct WarpTransform {  // 256 elements in each of R vectors; the bits of the vector's number are the caller's
@@ -189,10 +190,10 @@ __device__ __forceinline__ void warp_kernel(const Args& a) {
   }
 }
 
-// --- Rows of 1024 ... 32768 elements in 16 bits in a block's registers ----------------------------------------------------
+// --- Rows of 1024 ... 32768 elements in 16 bits in a block's registers -----------------------------------------------
 
-// A warp holds 256 * R neighbours. Without STAGES a block has one row and reads it straight into registers; with them it is
-// persistent, and bulk copies bring its next rows to shared memory while it works on this one.
+// A warp holds 256 * R neighbours. Without STAGES a block has one row and reads it straight into registers; with them
+// it is persistent, and bulk copies bring its next rows to shared memory while it works on this one.
 template <int D, int N, int R, int WARPS, int STAGES, int P, bool SIGNS>
 __device__ __forceinline__ void share_kernel(const Args& a) {
   static_assert(N == 256 * R * WARPS, "how a row is divided");
@@ -258,6 +259,38 @@ __device__ __forceinline__ void share_kernel(const Args& a) {
       stage = 0;
       parity ^= 1;
     }
+  }
+}
+
+// --- Rows of 8192 ... 32768 elements in 16 bits in the registers of two blocks ---------------------------------------
+
+// Half a row a block: four blocks of 8 warps on a multiprocessor are in four phases, where two of 16 are in two.
+template <int D, int N, int R, int WARPS, int P, bool SIGNS>
+__device__ __forceinline__ void pair_kernel(const Args& a) {
+  static_assert(N == 512 * R * WARPS, "how a row is divided");
+  constexpr int PART = 8 * R / WARPS;
+  extern __shared__ __align__(128) unsigned char shared[];
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  const u32 sums = shared_address(shared), mailbox = sums + N * 2;
+  const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = blockIdx.x & 1;
+  const i64 row = blockIdx.x >> 1;
+  Vec v[R];
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    const int column = rank * (N / 2) + (warp * R + r) * 256 + lane * 8;
+    v[r] = load16((const char*)a.x + (row * a.x_stride + column) * 2);
+    if constexpr (SIGNS) apply_signs16(v[r], a.signs + (row % a.sign_rows) * N + column);
+  }
+  const WarpTransform<D, R> transform;
+  float y[R][8], z[WARPS][PART];
+  transform.template run<P>(y, v);
+  butterflies<R, 8, 1, R>(y);
+  across_pair(z, y, sums, mailbox, rank, a.scale);
+  char* out = (char*)a.y + (row * a.y_stride + rank * (N / 4) + threadIdx.x * PART) * 2;
+#pragma unroll
+  for (int w = 0; w < WARPS / 2; w++) {
+    store_part<D>(out + w * R * 512, z[w]);
+    store_part<D>(out + N + w * R * 512, z[w + WARPS / 2]);
   }
 }
 

@@ -1,8 +1,9 @@
 """The Hadamard transform in Triton: any GPU that Triton supports, orders whose padded factors fit one program.
 
 The order is a product of up to three axes (bases and pieces of the power of two), each padded to a power of two of at
-least 16. A program holds whole rows and multiplies by one axis' matrix after another with `tl.dot`. The first product takes
-16-bit input as it is (exact, float32 sums); the others are float32 by three tf32 products, or IEEE where there is no tf32.
+least 16. A program holds whole rows and multiplies by one axis' matrix after another with `tl.dot`. The first product
+takes 16-bit input as it is (exact, float32 sums); the others are float32 by three tf32 products, or IEEE where there
+is no tf32.
 """
 
 from functools import lru_cache
@@ -15,7 +16,7 @@ from torch import Tensor
 from quantrot.orthogonal import hadamard_base, hadamard_factors
 
 TILE = 4096  # elements of a program that has several rows
-LARGEST = 32768  # padded elements of a row
+LARGEST = 8192  # padded elements of a row: 16384 takes 256 KiB of shared memory, more than an H200 has
 LARGEST_AXIS = 128
 
 
@@ -57,7 +58,7 @@ def _padded(n: int) -> int:
 
 
 def axes(order: int) -> tuple[int, int, int] | None:
-    """Three factors of the order, 1s first, none above LARGEST_AXIS, padded to at most LARGEST; None if there are none."""
+    """Three factors of the order, 1s first, none above LARGEST_AXIS, padded to at most LARGEST; or None."""
     *bases, power = hadamard_factors(order)
     pieces = 1 if power <= LARGEST_AXIS else 2 if power <= LARGEST_AXIS**2 else 3
     if power == 1 and bases:
@@ -70,7 +71,8 @@ def axes(order: int) -> tuple[int, int, int] | None:
         padded *= _padded(n)
     if len(found) > 3 or max(found) > LARGEST_AXIS or padded > LARGEST:
         return None
-    return (*[1] * (3 - len(found)), *found)
+    n1, n2, n3 = [*[1] * (3 - len(found)), *found]
+    return n1, n2, n3
 
 
 @lru_cache(maxsize=64)
@@ -83,7 +85,7 @@ def _matrix(n: int, transpose: bool, device: torch.device) -> Tensor:
 
 
 def transform(x: Tensor, y: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool) -> None:
-    """x [rows, order], contiguous columns -> y [rows, order], contiguous (or x, if that is). `axes(order)` must exist."""
+    """x [rows, order], contiguous columns -> y [rows, order], contiguous. `axes(order)` must exist."""
     rows = x.shape[0]
     n = axes(order)
     assert n is not None, order
@@ -95,7 +97,7 @@ def transform(x: Tensor, y: Tensor, signs: Tensor | None, order: int, scale: flo
     matrices = [_matrix(k, transpose, x.device) for k in n]
     cuda = x.device.type == "cuda" and torch.version.hip is None
     _hadamard_kernel[(triton.cdiv(rows, a_program),)](
-        x, y, x if signs is None else signs, *matrices, rows, x.stride(0), 1 if signs is None else signs.numel() // order,
-        scale, *n, *p, ROWS=a_program, SIGNS=signs is not None, PRECISION="tf32x3" if cuda else "ieee",
+        x, y, x if signs is None else signs, *matrices, rows, x.stride(0), 1 if signs is None else signs.numel() //
+        order, scale, *n, *p, ROWS=a_program, SIGNS=signs is not None, PRECISION="tf32x3" if cuda else "ieee",
         num_warps=4 if size <= TILE else 8 if size <= 2 * TILE else 16,
     )  # fmt: skip
