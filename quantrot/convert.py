@@ -124,7 +124,7 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
         raise ValueError(f"output {target} is inside the source {source}; choose another directory")
     for taken in (target, partial, _replaced(target)):  # all three may be deleted
         if taken.resolve() == source or taken.resolve() in source.parents:
-            raise ValueError(f"the source {source} is in {taken}, which the output would replace; choose another output")
+            raise ValueError(f"the source {source} is in {taken}, which would be replaced; choose another output")
     if resume and not partial.exists() and _conversion(target) == plan.fingerprint():
         return None
     if target.exists() and not overwrite:
@@ -367,7 +367,8 @@ def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
     w = turned_rows(plan, step, rows, start)
     result = w.to(DTYPES[step.dtype]) if step.format is None else w
     if not torch.isfinite(torch.stack(result.aminmax())).all():
-        raise ValueError(f"{info.file.name}: {info.name} holds values that overflow {result.dtype} once folded and turned")
+        what = f"{info.file.name}: {info.name} holds values that overflow {result.dtype} once folded and turned"
+        raise ValueError(f"{what}; repair the checkpoint, or convert without rotations")
     if step.format is None:
         return _Chunk([result.cpu()], source)
     return _quantize(step.format.weights, w, source, CHUNK[plan.device])

@@ -204,7 +204,7 @@ def _rotations(recipe: Recipe, arch: Llama, errors: list[str]) -> dict[str, Rota
 
 
 def _gains(checkpoint: Checkpoint, arch: Llama) -> Tensor:
-    """The gain of every norm before an attention or an MLP, float32 [2 * layers, hidden]: the only values a plan reads."""
+    """The gain of every norm before an attention or MLP, float32 [2 * layers, hidden]: the only values a plan reads."""
     names = [name for name in llama.norms(arch) if name != llama.FINAL_NORM]
     return torch.stack([read_rows(checkpoint.tensors[f"{name}.weight"]).float() for name in names])
 

@@ -179,7 +179,7 @@ def test_resuming_a_finished_conversion_does_nothing(source, tmp_path):
 def test_two_conversions_into_one_place_are_refused(source, tmp_path):
     import fcntl
 
-    run_killed(source, tmp_path / "out", "pwrite", 5)
+    assert run_killed(source, tmp_path / "out", "pwrite", 5).returncode == -9
     with (tmp_path / "out.partial/journal.jsonl").open("rb") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="another process is converting into it"):
@@ -188,7 +188,7 @@ def test_two_conversions_into_one_place_are_refused(source, tmp_path):
 
 def test_a_changed_source_is_noticed_on_resume(tiny, tmp_path):
     source = tiny(tmp_path / "model", hidden=128, intermediate=384, layers=3, tied=True)
-    run_killed(source, tmp_path / "out", "pwrite", 5)
+    assert run_killed(source, tmp_path / "out", "pwrite", 5).returncode == -9
     file = source / "model.safetensors"
     os.utime(file, ns=(0, 0))
     with pytest.raises(ValueError, match="unfinished conversion of another source"):
