@@ -284,6 +284,30 @@ def test_a_hundred_runs_are_bit_equal(n):
         assert torch.equal(hadamard_transform(x), first)
 
 
+SANITIZED = """
+import torch
+from quantrot.kernels.hadamard import hadamard_transform, hadamard_transform_
+for n in (8, 32, 64, 128, 256, 1024, 2048, 4096, 8192, 16384, 32768, 576, 3072, 5120, 13824, 14336, 18944, 28672):
+    for rows in (1, 3, 601 if n in (3072, 14336, 32768) else 5):  # 601: every persistent block has a second row
+        x = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
+        torch.ops.quantrot.hadamard(x, None, n, 1.0, False, "hopper")
+        hadamard_transform_(x, backend="hopper")
+torch.cuda.synchronize()
+"""
+
+
+@gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_sanitizer_finds_nothing_on_odd_rows(tool):
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(sanitizer).exists() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute-sanitizer and sm_90")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SANITIZED]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+
+
 @gpu
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

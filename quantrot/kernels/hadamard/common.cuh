@@ -113,21 +113,15 @@ __device__ __forceinline__ void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32
   }
 }
 
-// How float32 sums enter a tf32 product: as they are, cut to 10 fraction bits by the hardware; rounded to them; or as
-// the sum of two parts, which loses nothing that 16 bits could show.
-enum Precision { CUT = 0, NEAREST = 1, SPLIT = 2 };
+// How float32 sums enter a tf32 product: as they are, cut to 10 fraction bits by the hardware, or as the sum of two parts,
+// which loses nothing that 16 bits could show.
+enum Precision { CUT = 0, SPLIT = 1 };
 
 // f as the tf32 number below it in magnitude (the product cuts f to it by itself), and the rest. An infinity's rest
 // would be inf - inf; the minimum replaces that NaN by a number too small to matter (a true rest is at most 2^117),
 // while a NaN stays one in f.
 __device__ __forceinline__ float rest_tf32(float f) {
   return fminf(f - __uint_as_float(__float_as_uint(f) & 0xFFFFE000u), 0x1p118f);
-}
-
-__device__ __forceinline__ float nearest_tf32(float f) {
-  u32 r;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(f));
-  return __uint_as_float(r);
 }
 
 // Parity of (lane / 4) & 2 (lane % 4), and of the same with the next column: the signs of Sylvester's matrix that a
@@ -177,9 +171,6 @@ __device__ __forceinline__ void step_tf32(float (&d)[4], const Sylvester8& h, fl
   if constexpr (P == SPLIT) {
     mma_tf32(d, h.a[0], rest_tf32(p0), rest_tf32(p1));
     mma_tf32(d, h.a[1], rest_tf32(r0), rest_tf32(r1));
-  }
-  if constexpr (P == NEAREST) {
-    p0 = nearest_tf32(p0), p1 = nearest_tf32(p1), r0 = nearest_tf32(r0), r1 = nearest_tf32(r1);
   }
   mma_tf32(d, h.a[0], p0, p1);
   mma_tf32(d, h.a[1], r0, r1);
@@ -364,25 +355,6 @@ __device__ __forceinline__ void store_shared8(u32 address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 
-// The address of our neighbour's shared memory in a cluster of two.
-__device__ __forceinline__ u32 neighbour_address(u32 address, u32 rank) {
-  u32 r;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
-  return r;
-}
-
-template <int PART>
-__device__ __forceinline__ void send_neighbour(u32 address, const float (&v)[PART]) {
-  static_assert(PART == 2 || PART == 4, "8 or 16 bytes");
-  if constexpr (PART == 2) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(v[0]), "f"(v[1]) : "memory");
-  } else {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]),
-                 "f"(v[3])
-                 : "memory");
-  }
-}
-
 // --- Butterflies across the warps of a block -------------------------------------------------------------------------
 //
 // Every warp holds R vectors of E neighbouring floats a lane, a piece of R * 32 * E. They cross through shared
@@ -393,7 +365,8 @@ __device__ __forceinline__ void send_neighbour(u32 address, const float (&v)[PAR
 __device__ __forceinline__ u32 swapped(u32 unit) { return (unit ^ ((unit >> 3) & 1)) * 16; }
 
 template <int R, int E, int WARPS>
-__device__ __forceinline__ void exchange_warps(float (&z)[WARPS][E * R / WARPS], const float (&y)[R][E], u32 sums) {
+__device__ __forceinline__ void across_warps(float (&z)[WARPS][E * R / WARPS], const float (&y)[R][E], u32 sums,
+                                             float scale) {
   constexpr int PART = E * R / WARPS;
   static_assert(PART == 2 || PART == 4 || PART == 8, "a lane must be left with 8 to 32 neighbouring bytes");
   const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -420,58 +393,8 @@ __device__ __forceinline__ void exchange_warps(float (&z)[WARPS][E * R / WARPS],
       }
     }
   }
-}
-
-template <int R, int E, int WARPS>
-__device__ __forceinline__ void across_warps(float (&z)[WARPS][E * R / WARPS], const float (&y)[R][E], u32 sums,
-                                             float scale) {
-  exchange_warps(z, y, sums);
-  butterflies<WARPS, E * R / WARPS, 1, WARPS / 2>(z);
+  butterflies<WARPS, PART, 1, WARPS / 2>(z);
   last_butterfly(z, scale);
-}
-
-// The same and one bit more, of the number of the block in its pair: each block keeps the results of one half of
-// WARPS and sends the other half's to its neighbour, into `mailbox`. Leaves the row's first half in z[0 ... WARPS / 2
-// - 1].
-template <int R, int E, int WARPS>
-__device__ __forceinline__ void across_pair(float (&z)[WARPS][E * R / WARPS], const float (&y)[R][E], u32 sums,
-                                            u32 mailbox,
-                                            u32 rank, float scale) {
-  constexpr int PART = E * R / WARPS, HALF = WARPS / 2;
-  exchange_warps(z, y, sums);
-  butterflies<WARPS, PART, 1, HALF>(z);
-  const float sign = rank ? -1.f : 1.f;
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the neighbour runs
-  const u32 theirs = neighbour_address(mailbox, rank ^ 1) + threadIdx.x * PART * 4;
-#pragma unroll
-  for (int w = 0; w < HALF; w++) {
-    float send[PART];
-#pragma unroll
-    for (int j = 0; j < PART; j++) {
-      const float p = z[w][j], q = z[w + HALF][j];
-      z[w][j] = fmaf(q, sign, p);
-      send[j] = fmaf(q, -sign, p);
-    }
-    send_neighbour<PART>(theirs + w * WARPS * 32 * PART * 4, send);
-  }
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-  const float first = scale * sign;
-#pragma unroll
-  for (int w = 0; w < HALF; w++) {
-    float got[PART];
-    const u32 from = mailbox + (w * WARPS * 32 + threadIdx.x) * PART * 4;
-    if constexpr (PART == 2) {
-      load_shared8(from, got[0], got[1]);
-    } else {
-      const float4 f = load_shared16(from);
-      got[0] = f.x, got[1] = f.y, got[2] = f.z, got[3] = f.w;
-    }
-#pragma unroll
-    for (int j = 0; j < PART; j++) {
-      z[w + HALF][j] = fmaf(got[j], -first, z[w][j] * first);
-      z[w][j] = fmaf(got[j], scale, z[w][j] * scale);
-    }
-  }
 }
 
 // PART results of a lane, neighbours in memory, as 16 bits or 32.

@@ -28,7 +28,7 @@ MAX_SHARED = 227 << 10  # bytes a thread block may ask for on sm_90
 SM_SHARED = 228 << 10  # and a multiprocessor has, of which every block takes another 1 KiB
 SM_REGISTERS = 65536
 LARGEST_POWER = 32768  # of two, in one kernel
-ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) hadamard(const void* x, void* y,
+ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) hadamard(const void* x, void* y,
     const signed char* signs, long long rows, long long x_stride, long long y_stride, int sign_rows, float scale) {{
   quantrot::{call}({{x, y, signs, rows, x_stride, y_stride, sign_rows, scale}});
 }}
@@ -43,13 +43,12 @@ class Plan:
     turn    32 ... 128 elements, one product                                  16 bits
     warp    256 ... 2048 elements in a warp, two products                     16 bits
     share   a row in a thread block's registers                               16 bits, 1024 ... 32768
-    pair    a row in the registers of two thread blocks                       16 bits, 8192 ... 32768
     block   a base of at most 32 rows, persistent thread blocks               16 bits, K * 2^m
     dense   a larger base, and up to two small ones                           16 bits
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
-    kind: Literal["lanes", "turn", "warp", "share", "pair", "block", "dense", "axis"]
+    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "axis"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
     vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share)
@@ -57,7 +56,7 @@ class Plan:
     stages: int = 0  # input buffers (share: 0 is one row a block, no prefetch; dense: 0 is sums in the input's place)
     tiles: int = 8  # groups of eight columns a warp (block), row tiles times column groups of a task (dense)
     part: int = 8  # neighbouring columns a lane finishes (block: 2, 4 or 8), column groups of a task (dense)
-    precision: Literal["CUT", "NEAREST", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share)
+    precision: Literal["CUT", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share)
     stream: bool = True  # cache hints: mark the data as not used again soon
 
     def call(self, order: int, dtype: torch.dtype, signs: bool, out: torch.dtype) -> str:
@@ -79,7 +78,6 @@ class Plan:
             "lanes": f"{self.share}, ",
             "turn": "",
             "warp": f"{precision}, ",
-            "pair": f"{precision}, ",
             "share": f"{self.stages}, {precision}, ",
         }[self.kind]
         return f"{self.kind}_kernel<{d}, {order}, {self.vectors}, {self.warps}, {extra}{flag}>"
@@ -105,7 +103,6 @@ class Plan:
             + _device_functions("common.cuh", "bases.cuh" if self.kind in ("block", "dense", "axis") else "rows.cuh")
             + f"namespace quantrot {{\n{self.bases(order, transpose)}}}\n"
             + ENTRY.format(
-                cluster="__cluster_dims__(2, 1, 1) " if self.kind == "pair" else "",
                 threads=self.warps * 32,
                 resident=self.resident,
                 call=self.call(order, dtype, signs, out or dtype),
@@ -114,8 +111,6 @@ class Plan:
 
     def shared_bytes(self, order: int) -> int:
         """Dynamic shared memory of a thread block."""
-        if self.kind == "pair":
-            return order * 3
         if self.kind == "share":
             return order * (4 + 2 * self.stages) + (128 if self.stages else 0)
         if self.kind == "lanes" and self.share > 1:
@@ -137,8 +132,6 @@ class Plan:
             return -(-rows * inner // 256)
         if self.kind == "block" or (self.kind == "share" and self.stages):
             return min(rows, processors * self.resident)
-        if self.kind == "pair":
-            return 2 * rows
         if self.kind in ("share", "dense") or self.share > 1:
             return rows
         a_warp = 32 * self.vectors * (16 // dtype.itemsize)
@@ -153,6 +146,7 @@ def _device_functions(*files: str) -> str:
 # --- Plans -----------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1024)
 def plan_for(order: int, dtype: torch.dtype) -> Plan | None:
     """The measured plan of this order, else one by rule, else None: it is run in passes."""
     from quantrot.kernels.hadamard.tuned import PLANS
@@ -411,7 +405,7 @@ def transform(
     before = None if transpose or signs is None else signs.contiguous()
     plan = plan_for(order, x.dtype)
     if plan is not None and (order * x.dtype.itemsize % 16 == 0 or rows.numel() * x.dtype.itemsize % 16 == 0):
-        plan = replace(plan, stream=2 * x.nbytes > STREAM_BYTES) if into is None else replace(plan, stream=False)
+        plan = plan if into is None and 2 * x.nbytes > STREAM_BYTES else replace(plan, stream=False)
         launch(rows, out, before, scale, plan, transpose=transpose)
     else:
         _passes(rows, out, before, order, scale, transpose)

@@ -262,36 +262,4 @@ __device__ __forceinline__ void share_kernel(const Args& a) {
   }
 }
 
-// --- Rows of 8192 ... 32768 elements in 16 bits in the registers of two blocks ---------------------------------------
-
-// Half a row a block: four blocks of 8 warps on a multiprocessor are in four phases, where two of 16 are in two.
-template <int D, int N, int R, int WARPS, int P, bool SIGNS>
-__device__ __forceinline__ void pair_kernel(const Args& a) {
-  static_assert(N == 512 * R * WARPS, "how a row is divided");
-  constexpr int PART = 8 * R / WARPS;
-  extern __shared__ __align__(128) unsigned char shared[];
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  const u32 sums = shared_address(shared), mailbox = sums + N * 2;
-  const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = blockIdx.x & 1;
-  const i64 row = blockIdx.x >> 1;
-  Vec v[R];
-#pragma unroll
-  for (int r = 0; r < R; r++) {
-    const int column = rank * (N / 2) + (warp * R + r) * 256 + lane * 8;
-    v[r] = load16((const char*)a.x + (row * a.x_stride + column) * 2);
-    if constexpr (SIGNS) apply_signs16(v[r], a.signs + (row % a.sign_rows) * N + column);
-  }
-  const WarpTransform<D, R> transform;
-  float y[R][8], z[WARPS][PART];
-  transform.template run<P>(y, v);
-  butterflies<R, 8, 1, R>(y);
-  across_pair(z, y, sums, mailbox, rank, a.scale);
-  char* out = (char*)a.y + (row * a.y_stride + rank * (N / 4) + threadIdx.x * PART) * 2;
-#pragma unroll
-  for (int w = 0; w < WARPS / 2; w++) {
-    store_part<D>(out + w * R * 512, z[w]);
-    store_part<D>(out + N + w * R * 512, z[w + WARPS / 2]);
-  }
-}
-
 }  // namespace quantrot
