@@ -34,7 +34,8 @@ class RotationSpec(Strict):
         description="which orthogonal matrix; none: no rotation"
     )
     block: int | str = Field(
-        "full", description="full width, a block's width, or '<=32': the largest block up to 32 that divides the width"
+        "full",
+        description="full width, a block's width (1 only folds norms), or '<=32': the largest up to 32 that divides it",
     )
     seed: Annotated[int, Field(ge=0, lt=1 << 63, strict=True)] = Field(0, description="of the random kinds")
     channels: Literal["natural", "by-gain"] = Field(
@@ -45,9 +46,9 @@ class RotationSpec(Strict):
     @classmethod
     def _known_block(cls, block: Any) -> Any:
         bounded = isinstance(block, str) and re.fullmatch(r"<=[1-9][0-9]{0,5}", block)
-        if block != "full" and not bounded and (type(block) is not int or not 2 <= block < 1 << 31):
+        if block != "full" and not bounded and (type(block) is not int or not 1 <= block < 1 << 31):
             raise ValueError(
-                f"block is {_shown(block)}; allowed: full, or a whole number from 2 up, or a bound as '<=32'"
+                f"block is {_shown(block)}; allowed: full, or a whole number from 1 up, or a bound as '<=32'"
             )
         return block
 

@@ -9,7 +9,7 @@ from quantrot.recipe import MAX_BYTES, load_recipe, parse_recipe
 
 HEAD = b"description: x\n"
 RULE = b"linear:\n  - match: down_proj\n"
-ANY_BLOCK = r"allowed: full, or a whole number from 2 up, or a bound as '<=32'$"
+ANY_BLOCK = r"allowed: full, or a whole number from 1 up, or a bound as '<=32'$"
 ROTATION_KINDS = r"allowed: 'none', 'hadamard', 'random-hadamard' or 'random-orthogonal'"
 FORMATS = r"allowed: 'fp8', 'mxfp4', 'int8'"
 
@@ -70,7 +70,7 @@ CASES = [
     ("fp8-block-missing", rule(b"weights: {format: fp8}"), r"r\.yaml:3: linear\.0\.weights\.block is missing; it has no default$"),
     ("fp8-activation-block", rule(FP8 + b"\nactivations: {format: fp8, block: [1, 64]}"), r"r\.yaml:4: linear\.0\.activations\.block: block is \[1, 64\]; allowed: token, \[1, 128\], \[1, 256\], \[128, 128\], \[256, 256\]$"),
     *((f"block-{name}", spec(b"{kind: hadamard, block: %s}" % text), rf"r\.yaml:3: rotations\.R1\.block: block is {shown}; {ANY_BLOCK}") for name, text, shown in [
-        ("one", b"1", "1"), ("zero", b"0", "0"), ("negative", b"-4", "-4"), ("half", b"half", "'half'"), ("float", b"32.0", r"32\.0"),
+        ("zero", b"0", "0"), ("negative", b"-4", "-4"), ("half", b"half", "'half'"), ("float", b"32.0", r"32\.0"),
         ("true", b"true", "True"), ("null", b"", "None"), ("bound-zero", b"'<=0'", "'<=0'"), ("bound-above", b"'>=32'", "'>=32'"), ("nan", b".nan", "nan"), ("huge", b"9" * 400, "9{80}"),
         ("unprintable", b"0x" + b"f" * 8000, "a number of thousands of digits"),
     ]),
@@ -128,7 +128,7 @@ def test_every_error_of_a_recipe_is_reported_at_once():
 description: many errors
 rotations:
   R1: {kind: hadamrd}
-  R2: {kind: hadamard, block: 1}
+  R2: {kind: hadamard, block: 0}
 linear:
   - {match: down_proj, weights: {format: fp8, block: [64, 64]}}
   - {match: q_proj, weights: {format: mxfp4}, hadamrd: 32}

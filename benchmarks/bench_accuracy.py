@@ -1,0 +1,135 @@
+"""What each recipe costs in accuracy: perplexity, KL, top-1, bits and seconds, on the same tokens for all.
+
+    python benchmarks/bench_accuracy.py --model demo --name smollm2-135m [--text FILE] [--device cpu] [--windows 24]
+        [--seq-len 1024] [--recipes NAME ...] [--even]
+
+--even adds the schemes with the `even` rule on both sides, which isolate a rotation from the scale search.
+Writes benchmarks/results/bench_accuracy-<name>.json; `python benchmarks/render.py` makes the tables.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from quantrot import convert
+from quantrot.evals.divergence import divergence
+from quantrot.evals.text import evaluation_text, windows
+from quantrot.formats import bits_per_weight
+from quantrot.load import open_model
+from quantrot.recipe import shipped_recipes
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def _w4a4(blocks: str | int | None, online: bool = False, activations: bool = True) -> dict[str, Any]:
+    """MXFP4 with the even rule, rotated in blocks or not at all."""
+    rule: dict[str, Any] = {"match": "*", "weights": {"format": "mxfp4", "scale_rule": "even"}}
+    if activations:
+        rule["activations"] = {"format": "mxfp4", "scale_rule": "even"}
+    recipe: dict[str, Any] = {"linear": [rule]}
+    if blocks is not None:
+        recipe["rotations"] = {
+            "R1": {"kind": "random-hadamard", "block": blocks},
+            "R2": {"kind": "hadamard", "block": blocks},
+        }
+        if online:
+            recipe["rotations"]["R4"] = {"kind": "hadamard", "block": blocks}
+    return recipe
+
+
+EVEN: dict[str, dict[str, Any]] = {
+    "even: none": _w4a4(None),
+    "even: norms folded only": _w4a4(1),
+    "even: full R1 R2 R4": _w4a4("full", online=True),
+    "even: 32 R1 R2 R4": _w4a4("<=32", online=True),
+    "even: 32 R1 R2": _w4a4("<=32"),
+    "even: weights only": _w4a4(None, activations=False),
+    "even: weights only 32 R1 R2 R4": _w4a4("<=32", online=True, activations=False),
+    "fp8: 32 R1 R2 R4": {
+        "rotations": _w4a4("<=32", online=True)["rotations"],
+        "linear": [
+            {
+                "match": "*",
+                "weights": {"format": "fp8", "block": "channel"},
+                "activations": {"format": "fp8", "block": "token"},
+            }
+        ],
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--name", default="smollm2-135m")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--convert-device", default="cpu")
+    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--recipes", nargs="*", default=shipped_recipes())
+    parser.add_argument("--even", nargs="?", const=",".join(EVEN), default="")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    logging.disable_progress_bar()
+    text, origin = evaluation_text(options.text)
+    baseline, tokenizer = open_model(options.model, options.device, "float32")
+    ids = windows(tokenizer, text, options.seq_len, options.windows)
+    recipes: dict[str, Any] = {name: name for name in options.recipes} | {k: EVEN[k] for k in options.even.split(",") if k}
+    rows = []
+    for name, recipe in recipes.items():
+        rows.append(measure(options.model, name, recipe, baseline, ids, options.device, options.convert_device))
+        print(json.dumps(rows[-1]), flush=True)
+    result = {
+        "model": options.name,
+        "text": origin.replace(str(options.text), options.text.name) if options.text else origin,
+        "windows": len(ids),
+        "seq_len": options.seq_len,
+        "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu",
+        "torch": torch.__version__,
+        "command": "python benchmarks/bench_accuracy.py " + " ".join(sys.argv[1:]),
+        "rows": rows,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"bench_accuracy-{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure(
+    model: str, name: str, recipe: Any, baseline: Any, ids: torch.Tensor, device: str, convert_device: str
+) -> dict[str, Any]:
+    """Convert, load in float32, compare with the baseline on the same windows."""
+    work = Path(tempfile.mkdtemp())
+    try:
+        started = time.monotonic()
+        done = convert(model, recipe, work / "out", device=convert_device)
+        seconds = time.monotonic() - started
+        converted, _ = open_model(work / "out", device, "float32")
+        shapes = [(f.weights, done.manifest["linears"][n]["shape"]) for n, f in done.plan.linears.items() if f]
+        weights = sum(n * k for _, (n, k) in shapes)
+        bits = sum(bits_per_weight(f, n, k) * n * k for f, (n, k) in shapes) / weights if weights else 16.0
+        d = divergence(converted, baseline, ids)
+    finally:
+        shutil.rmtree(work)
+    return {
+        "op": "accuracy",
+        "case": {"recipe": name},
+        "ppl": d.ppl,
+        "baseline_ppl": d.baseline_ppl,
+        "kl": d.kl,
+        "kl_stderr": d.kl_stderr,
+        "top1": d.top1,
+        "bits": bits,
+        "seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()
