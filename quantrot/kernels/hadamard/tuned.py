@@ -9,73 +9,73 @@ PLANS = {
     ("bfloat16", 2): Plan("lanes", 4, 7),
     ("bfloat16", 4): Plan("lanes", 4, 7),
     ("bfloat16", 8): Plan("lanes", 4, 7),  # 1.00, 1.00
-    ("bfloat16", 16): Plan("lanes", 4, 7, vectors=2),  # 0.99, 0.99
-    ("bfloat16", 32): Plan("turn", 2, 14, vectors=2),  # 0.99, 0.99
-    ("bfloat16", 64): Plan("turn", 8, 3),  # 0.99, 1.00
+    ("bfloat16", 16): Plan("lanes", 4, 7, vectors=2),  # 0.99, 1.00
+    ("bfloat16", 32): Plan("turn", 2, 14, vectors=2),  # 0.99, 1.00
+    ("bfloat16", 64): Plan("turn", 8, 3),  # 1.00, 1.00
     ("bfloat16", 128): Plan("turn", 4, 7, vectors=2),  # 1.00, 1.00
-    ("bfloat16", 256): Plan("warp", 1, 20, vectors=4),  # 0.99, 0.99
-    ("bfloat16", 512): Plan("warp", 2, 14, vectors=2),  # 0.99, 0.99
+    ("bfloat16", 256): Plan("warp", 1, 20, vectors=4),  # 0.99, 1.00
+    ("bfloat16", 512): Plan("warp", 2, 14, vectors=2),  # 1.00, 1.00
     ("bfloat16", 576): Plan("dense", 1, 8, tiles=3, part=2),  # 0.59
-    ("bfloat16", 1024): Plan("warp", 1, 20, vectors=4),  # 1.00, 0.99
-    ("bfloat16", 1536): Plan("block", 4, 8, stages=2, tiles=4, part=4),  # 0.83
-    ("bfloat16", 2048): Plan("share", 4, 3, vectors=2, precision="CUT"),  # 1.00, 1.00
-    ("bfloat16", 3072): Plan("block", 2, 6, stages=1, tiles=16),  # 0.87
-    ("bfloat16", 4096): Plan("share", 4, 7, vectors=4),  # 0.99, 0.99
-    ("bfloat16", 4864): Plan("dense", 2, 8, tiles=5, part=4),  # 0.61
-    ("bfloat16", 5120): Plan("block", 4, 4, stages=2),  # 0.85
-    ("bfloat16", 8192): Plan("share", 8, 1, vectors=4, precision="CUT"),  # 0.99, 0.98
+    ("bfloat16", 1024): Plan("warp", 1, 20, vectors=4),  # 0.99, 1.00
+    ("bfloat16", 1536): Plan("block", 4, 8, stages=2, tiles=4, part=4),  # 0.84
+    ("bfloat16", 2048): Plan("share", 4, 3, vectors=2, precision="CUT"),  # 1.00, 1.01
+    ("bfloat16", 3072): Plan("block", 2, 6, stages=1, tiles=16),  # 0.88
+    ("bfloat16", 4096): Plan("share", 4, 7, vectors=4),  # 0.99, 1.00
+    ("bfloat16", 4864): Plan("dense", 2, 8, tiles=5, part=4),  # 0.60
+    ("bfloat16", 5120): Plan("block", 4, 4, stages=2),  # 0.72
+    ("bfloat16", 8192): Plan("share", 8, 1, vectors=4, precision="CUT"),  # 0.98, 0.98
     ("bfloat16", 11008): Plan("dense", 11, 2, stages=1, tiles=2, part=4),  # 0.31
-    ("bfloat16", 12288): Plan("block", 8, 2, stages=1, tiles=16),  # 0.77
-    ("bfloat16", 13824): Plan("dense", 6, 2, stages=1, tiles=3),  # 0.39
-    ("bfloat16", 14336): Plan("block", 8, 2, stages=1),  # 0.77
-    ("bfloat16", 16384): Plan("share", 16, 1, vectors=4, precision="CUT"),  # 0.90, 0.93
-    ("bfloat16", 17408): Plan("dense", 8, 2, stages=1, tiles=5, part=4),  # 0.45
-    ("bfloat16", 18944): Plan("dense", 8, 2, tiles=5, part=4),  # 0.40
-    ("bfloat16", 25600): Plan("dense", 10, 1, tiles=2),  # 0.28
-    ("bfloat16", 28672): Plan("block", 8, 1, stages=2, tiles=16),  # 0.58
-    ("bfloat16", 29568): Plan("dense", 16, 1, stages=1, tiles=1, part=6),  # 0.20
-    ("bfloat16", 32768): Plan("share", 16, 1, vectors=8, stages=1, precision="CUT"),  # 0.85, 0.89
+    ("bfloat16", 12288): Plan("block", 8, 2, stages=1, tiles=16),  # 0.80
+    ("bfloat16", 13824): Plan("dense", 6, 2, stages=1, tiles=3),  # 0.38
+    ("bfloat16", 14336): Plan("block", 8, 2, stages=1),  # 0.68
+    ("bfloat16", 16384): Plan("share", 16, 1, vectors=4, precision="CUT"),  # 0.91, 0.93
+    ("bfloat16", 17408): Plan("dense", 8, 2, stages=1, tiles=5, part=4),  # 0.48
+    ("bfloat16", 18944): Plan("dense", 8, 2, tiles=5, part=4),  # 0.38
+    ("bfloat16", 25600): Plan("dense", 10, 1, tiles=2),  # 0.27
+    ("bfloat16", 28672): Plan("block", 8, 1, stages=2, tiles=16),  # 0.59
+    ("bfloat16", 29568): Plan("dense", 16, 1, stages=1, tiles=1, part=6),  # 0.18
+    ("bfloat16", 32768): Plan("share", 16, 1, vectors=8, stages=1, precision="CUT"),  # 0.86, 0.89
     ("float16", 2): Plan("lanes", 4, 7),
     ("float16", 4): Plan("lanes", 4, 7),
-    ("float16", 8): Plan("lanes", 4, 7),  # 1.00, 1.00
-    ("float16", 16): Plan("lanes", 4, 7, vectors=2),  # 0.99, 0.99
-    ("float16", 32): Plan("turn", 2, 14, vectors=2),  # 0.99, 0.99
-    ("float16", 64): Plan("turn", 8, 3),  # 0.99, 1.00
-    ("float16", 128): Plan("turn", 4, 7, vectors=2),  # 0.99, 1.00
-    ("float16", 256): Plan("warp", 1, 20, vectors=4),  # 0.99, 1.00
+    ("float16", 8): Plan("lanes", 4, 7),  # 0.91, 1.00
+    ("float16", 16): Plan("lanes", 4, 7, vectors=2),  # 0.99, 1.00
+    ("float16", 32): Plan("turn", 2, 14, vectors=2),  # 1.00, 1.00
+    ("float16", 64): Plan("turn", 8, 3),  # 1.00, 1.00
+    ("float16", 128): Plan("turn", 4, 7, vectors=2),  # 1.00, 1.00
+    ("float16", 256): Plan("warp", 1, 20, vectors=4),  # 1.00, 1.00
     ("float16", 512): Plan("warp", 2, 14, vectors=2),  # 0.99, 1.00
     ("float16", 576): Plan("dense", 1, 8, tiles=3, part=2),  # 0.60
-    ("float16", 1024): Plan("warp", 1, 20, vectors=4),  # 0.99, 1.00
+    ("float16", 1024): Plan("warp", 1, 20, vectors=4),  # 1.00, 1.00
     ("float16", 1536): Plan("block", 4, 8, stages=2, tiles=4, part=4),  # 0.85
     ("float16", 2048): Plan("warp", 1, 20, vectors=8),  # 0.97, 0.99
-    ("float16", 3072): Plan("block", 2, 6, stages=1, tiles=16),  # 0.86
-    ("float16", 4096): Plan("share", 4, 7, vectors=4),  # 0.98, 0.99
-    ("float16", 4864): Plan("dense", 2, 8, tiles=5, part=4),  # 0.61
-    ("float16", 5120): Plan("block", 4, 4, stages=2),  # 0.86
+    ("float16", 3072): Plan("block", 2, 6, stages=1, tiles=16),  # 0.89
+    ("float16", 4096): Plan("share", 4, 7, vectors=4),  # 0.98, 1.00
+    ("float16", 4864): Plan("dense", 2, 8, tiles=5, part=4),  # 0.60
+    ("float16", 5120): Plan("block", 4, 4, stages=2),  # 0.83
     ("float16", 8192): Plan("share", 8, 4, vectors=4),  # 0.96, 0.97
-    ("float16", 11008): Plan("dense", 11, 2, stages=1, tiles=2, part=4),  # 0.31
-    ("float16", 12288): Plan("block", 8, 2, stages=1, tiles=16),  # 0.78
+    ("float16", 11008): Plan("dense", 11, 2, stages=1, tiles=2, part=4),  # 0.29
+    ("float16", 12288): Plan("block", 8, 2, stages=1, tiles=16),  # 0.83
     ("float16", 13824): Plan("dense", 6, 2, stages=1, tiles=3),  # 0.40
-    ("float16", 14336): Plan("block", 8, 2, stages=1),  # 0.66
-    ("float16", 16384): Plan("share", 8, 2, vectors=8, stages=1),  # 0.85, 0.88
-    ("float16", 17408): Plan("dense", 8, 2, stages=1, tiles=5, part=4),  # 0.44
-    ("float16", 18944): Plan("dense", 8, 2, tiles=5, part=4),  # 0.37
-    ("float16", 25600): Plan("dense", 10, 1, tiles=2),  # 0.25
-    ("float16", 28672): Plan("block", 8, 1, stages=2, tiles=16),  # 0.56
+    ("float16", 14336): Plan("block", 8, 2, stages=1),  # 0.73
+    ("float16", 16384): Plan("share", 8, 2, vectors=8, stages=1),  # 0.86, 0.87
+    ("float16", 17408): Plan("dense", 8, 2, stages=1, tiles=5, part=4),  # 0.48
+    ("float16", 18944): Plan("dense", 8, 2, tiles=5, part=4),  # 0.41
+    ("float16", 25600): Plan("dense", 10, 1, tiles=2),  # 0.28
+    ("float16", 28672): Plan("block", 8, 1, stages=2, tiles=16),  # 0.58
     ("float16", 29568): Plan("dense", 16, 1, stages=1, tiles=1, part=6),  # 0.19
-    ("float16", 32768): Plan("share", 16, 1, vectors=8, stages=1),  # 0.77, 0.85
+    ("float16", 32768): Plan("share", 16, 1, vectors=8, stages=1),  # 0.76, 0.85
     ("float32", 4): Plan("lanes", 4, 6, vectors=2),
-    ("float32", 8): Plan("lanes", 2, 12, vectors=2),  # 1.00
-    ("float32", 16): Plan("lanes", 2, 8, vectors=4),  # 1.10
-    ("float32", 32): Plan("lanes", 4, 4, vectors=2),  # 1.10
-    ("float32", 64): Plan("lanes", 4, 6, vectors=2),  # 1.11
-    ("float32", 128): Plan("lanes", 4, 4, vectors=2),  # 1.11
-    ("float32", 256): Plan("lanes", 4, 6, vectors=2),  # 1.10
-    ("float32", 512): Plan("lanes", 2, 3, vectors=2, share=2),  # 1.11
-    ("float32", 1024): Plan("lanes", 2, 6, vectors=4, share=2),  # 1.10
-    ("float32", 2048): Plan("lanes", 4, 6, vectors=4, share=4),  # 1.09
-    ("float32", 4096): Plan("lanes", 4, 3, vectors=8, share=4),  # 1.04
-    ("float32", 8192): Plan("lanes", 8, 1, vectors=8, share=8),  # 1.08
-    ("float32", 16384): Plan("lanes", 8, 3, vectors=16, share=8),  # 0.80
-    ("float32", 32768): Plan("lanes", 16, 1, vectors=16, share=16),  # 0.86
+    ("float32", 8): Plan("lanes", 2, 12, vectors=2),  # 0.95
+    ("float32", 16): Plan("lanes", 2, 8, vectors=4),  # 1.00
+    ("float32", 32): Plan("lanes", 4, 4, vectors=2),  # 1.00
+    ("float32", 64): Plan("lanes", 4, 6, vectors=2),  # 1.00
+    ("float32", 128): Plan("lanes", 4, 4, vectors=2),  # 1.00
+    ("float32", 256): Plan("lanes", 4, 6, vectors=2),  # 1.00
+    ("float32", 512): Plan("lanes", 2, 3, vectors=2, share=2),  # 1.00
+    ("float32", 1024): Plan("lanes", 2, 6, vectors=4, share=2),  # 1.00
+    ("float32", 2048): Plan("lanes", 4, 6, vectors=4, share=4),  # 0.98
+    ("float32", 4096): Plan("lanes", 4, 3, vectors=8, share=4),  # 0.94
+    ("float32", 8192): Plan("lanes", 8, 1, vectors=8, share=8),  # 0.97
+    ("float32", 16384): Plan("lanes", 8, 3, vectors=16, share=8),  # 0.72
+    ("float32", 32768): Plan("lanes", 16, 1, vectors=16, share=16),  # 0.78
 }
