@@ -83,7 +83,8 @@ def main() -> None:
     text, origin = evaluation_text(options.text)
     baseline, tokenizer = open_model(options.model, options.device, "float32")
     ids = windows(tokenizer, text, options.seq_len, options.windows)
-    recipes: dict[str, Any] = {name: name for name in options.recipes} | {k: EVEN[k] for k in options.even.split(",") if k}
+    recipes: dict[str, Any] = {name: name for name in options.recipes}
+    recipes |= {name: EVEN[name] for name in options.even.split(",") if name}
     rows = []
     for name, recipe in recipes.items():
         rows.append(measure(options.model, name, recipe, baseline, ids, options.device, options.convert_device))

@@ -45,7 +45,7 @@ from quantrot.orthogonal import sylvester
 from quantrot.plan import BUDGET, CHUNK, LOOK_AHEAD, Plan, Step, working_bytes
 from quantrot.plan import plan as make_plan
 from quantrot.recipe import ONLINE
-from quantrot.rotation import turn_input, turn_output
+from quantrot.rotation import Rotation, split_gain, turn_input, turn_output
 from quantrot.version import __version__
 
 JOURNAL = "journal.jsonl"
@@ -339,8 +339,8 @@ def _starts(step: Step) -> range:
 
 
 @lru_cache(maxsize=8)
-def _gain(info: TensorInfo, device: str) -> Tensor:
-    return read_rows(info).to(device, torch.float32)
+def _folded_gain(info: TensorInfo, rotation: Rotation, device: str) -> Tensor:
+    return split_gain(read_rows(info).float(), rotation)[0].to(device)
 
 
 def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
@@ -358,8 +358,8 @@ def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
         )
     if step.kind == "copy":
         return _Chunk([rows], source)
-    if step.kind == "ones":
-        return _Chunk([torch.ones_like(rows)], source)
+    if step.kind == "norm":
+        return _Chunk([split_gain(rows.float(), step.input_turns[0])[1].to(rows.dtype)], source)
     if step.kind == "vector":
         assert step.output_turn is not None
         bias = turn_input(rows.to(plan.device, torch.float32), step.output_turn)
@@ -378,7 +378,7 @@ def turned_rows(plan: Plan, step: Step, rows: Tensor, start: int = 0) -> Tensor:
     """What a step makes of its source's rows before they are quantized or rounded: float32, on the plan's device."""
     w = rows.to(plan.device, torch.float32, copy=True)
     if step.norm:
-        w.mul_(_gain(plan.checkpoint.tensors[step.norm], plan.device))
+        w.mul_(_folded_gain(plan.checkpoint.tensors[step.norm], step.input_turns[0], plan.device))
     for rotation in step.input_turns:
         w = turn_input(w, rotation)
     return w if step.output_turn is None else turn_output(w, step.output_turn, start)

@@ -35,6 +35,7 @@ def rotation_entry(rotation: Rotation, online: bool) -> dict[str, Any]:
     """A rotation as JSON, with the checksum that a loader regenerates and compares."""
     entry = asdict(rotation)
     entry["channels"] = "by-gain" if entry.pop("permutation") else "natural"
+    entry["turned"] = entry["turned"] if entry["turned"] >= 0 else entry["width"]
     return entry | {"online": online, "checksum": checksum(rotation)}
 
 

@@ -42,14 +42,14 @@ LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 class Step:
     """One source tensor's way to the output.
 
-    kind: "matrix" (2-D; folded, turned, quantized), "vector" (a bias; turned), "copy", "ones" (a folded norm),
+    kind: "matrix" (2-D; folded, turned, quantized), "vector" (a bias; turned), "copy", "norm" (what a fold leaves),
     "hadamard" (the stored matrix of an online rotation), "shape" (int8's weight_shape).
     source: the tensor read ("" for none), of this dtype and shape. outputs: (name, dtype, shape).
     norm: the gain to fold, or "". rows: how many source rows are handled at a time, a multiple of what the output
     side's rotation and the format need together.
     """
 
-    kind: Literal["matrix", "vector", "copy", "ones", "hadamard", "shape"]
+    kind: Literal["matrix", "vector", "copy", "norm", "hadamard", "shape"]
     source: str
     dtype: str
     shape: tuple[int, ...]
@@ -321,7 +321,7 @@ def _steps(
     for norm in llama.norms(arch):
         info = checkpoint.tensors[f"{norm}.weight"]
         output = ((info.name, info.dtype, info.shape),)
-        steps.append(Step("ones" if r1 else "copy", info.name, info.dtype, info.shape, output))
+        steps.append(Step("norm" if r1 else "copy", info.name, info.dtype, info.shape, output, input_turns=turns))
     for linear in llama.linears(arch):
         if linear.fqn != HEAD or not arch.tied or untied:
             steps += _linear_steps(
@@ -390,7 +390,7 @@ def _linear_steps(
 def _rows(step: Step, chunk: int) -> int:
     """Source rows handled at a time: about `chunk` elements, whole blocks of the output rotation and the format."""
     total = step.shape[0] if step.shape else 1
-    if step.kind in ("vector", "ones", "hadamard", "shape"):
+    if step.kind in ("vector", "norm", "hadamard", "shape"):
         return total
     unit = 1
     if step.output_turn is not None:  # a permutation takes rows from everywhere

@@ -1,8 +1,8 @@
 """Rotations as exact operations on weights: fold a norm's gain, turn an input side, turn an output side.
 
 A rotation of width n is an orthogonal matrix R = P diag(signs) blockdiag(Q, Q, ...), with Q a normalised Hadamard or a
-random orthogonal matrix of order `block` and P a permutation, usually none. A row vector x becomes x R. So that a
-network's function stays,
+random orthogonal matrix of order `block` and P a permutation, usually none. Blocks past `turned` are left as they are.
+A row vector x becomes x R. So that a network's function stays,
 
     a linear that reads x R:  W -> W R      (its input side)       y = (x R)(W R)^T = x W^T
     a linear that writes y R: W -> R^T W    (its output side)      x (R^T W)^T = (x W^T) R
@@ -28,6 +28,7 @@ from quantrot.orthogonal import (
 )
 from quantrot.recipe import RotationSpec
 
+UNLIKE = 0.5  # spread of log gains within a block, past which it is left alone; a quarter of that is usual
 SLAB = 1 << 20  # elements of a transposed slab in `turn_output`: 4 MB in float32, so it stays in cache
 
 
@@ -41,6 +42,7 @@ class Rotation:
     block: int
     seed: int
     permutation: bytes = b""  # int32, column j of x P is column permutation[j] of x; empty for none
+    turned: int = -1  # how many leading columns of x P are turned, whole blocks; -1 for all
 
 
 def rotation_from_spec(name: str, spec: RotationSpec, width: int) -> Rotation | None:
@@ -72,22 +74,27 @@ def _block(name: str, wanted: int | str, width: int) -> int:
 
 
 def by_gain(rotation: Rotation, gains: Tensor) -> Rotation:
-    """The same rotation with the channels ordered so that each block holds those whose gains are alike.
+    """The same rotation with the channels ordered so that each block holds those whose gains are alike, and not turning
+    blocks in which they are not.
 
     gains: float [norms, width], of every norm that is folded. Folding a gain takes it from the activations: within a
     block, a channel that a small gain kept small then sets the scale of its neighbours. Where all gains of a block are
     alike, the fold only rescales the block, which a block-scaled format does not notice. Channels are halved along
     the principal component of their log gains until a half is one block. SmolLM2-135M, MXFP4 W4A4 in blocks of 32: KL
-    1.44 in the natural order, 1.29 sorted by the mean gain, 1.16 so.
+    1.44 in the natural order, 1.29 sorted by the mean gain, 1.16 so. What is left over, channels unlike all others,
+    often those of massive activations, comes last and keeps its gains.
     """
     logs = gains.double().abs().clamp_min(1e-6).log().T
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so that the order does not depend on how many there are
     try:
-        order = _halve(logs, torch.arange(rotation.width), rotation.block)
+        order = _halve(logs, torch.arange(rotation.width), rotation.block).view(-1, rotation.block)
     finally:
         torch.set_num_threads(threads)
-    return replace(rotation, permutation=order.to(torch.int32).numpy().tobytes())
+    spread = logs[order].std(1).mean(-1)
+    alike, unlike = order[spread <= UNLIKE], order[spread > UNLIKE]
+    permutation = torch.cat([alike, unlike]).flatten().to(torch.int32).numpy().tobytes()
+    return replace(rotation, permutation=permutation, turned=alike.numel())
 
 
 def _halve(logs: Tensor, channels: Tensor, block: int) -> Tensor:
@@ -104,6 +111,20 @@ def _halve(logs: Tensor, channels: Tensor, block: int) -> Tensor:
 
 def _permutation(rotation: Rotation) -> Tensor:
     return torch.frombuffer(bytearray(rotation.permutation), dtype=torch.int32).long()
+
+
+def split_gain(gain: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """(what folds into the columns of the linears that read the norm, what stays in the norm), both [width].
+
+    The first is in the source's order of channels, the second in the rotation's. Where nothing is turned a gain stays.
+    """
+    if rotation.turned < 0:
+        return gain, torch.ones_like(gain)
+    order = _permutation(rotation).to(gain.device)
+    folds, stays = gain.clone(), gain[order]
+    folds[order[rotation.turned :]] = 1
+    stays[: rotation.turned] = 1
+    return folds, stays
 
 
 @lru_cache(maxsize=8)
@@ -128,7 +149,7 @@ def checksum(rotation: Rotation) -> str:
     s = signs(rotation)
     if s is not None:
         digest.update(s.numpy().tobytes())
-    digest.update(rotation.permutation)
+    digest.update(rotation.permutation + (str(rotation.turned).encode() if rotation.turned >= 0 else b""))
     return digest.hexdigest()
 
 
@@ -140,6 +161,9 @@ def turn_input(x: Tensor, rotation: Rotation, start: int = 0) -> Tensor:
     if rotation.permutation:
         assert start == 0 and x.shape[-1] == rotation.width, "a permuted side is turned whole"
         x = x[..., _permutation(rotation).to(x.device)]
+    if 0 <= rotation.turned < x.shape[-1]:
+        left = replace(rotation, permutation=b"", turned=-1)
+        return torch.cat([turn_input(x[..., : rotation.turned], left), x[..., rotation.turned :]], dim=-1)
     if rotation.kind == "random-orthogonal":
         q = _orthogonal(rotation.block, rotation.seed).to(x.device, x.dtype)
         return (x.unflatten(-1, (-1, rotation.block)) @ q).flatten(-2)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantrot import convert, load
@@ -139,6 +140,24 @@ def test_channels_by_gain_are_exact_and_alike_within_blocks(tiny, tmp_path):
     assert torch.equal(order.sort().values, torch.arange(128))
     assert gains[0, order].view(8, 16).std(1).mean() < 0.2 * gains[0].view(8, 16).std(1).mean()
     assert checksum(turned) != checksum(Rotation("R1", "hadamard", 128, 16, 0))
+
+
+def test_blocks_of_unlike_gains_keep_them_and_are_not_turned(tiny, tmp_path):
+    source = tiny(tmp_path / "model", layers=2, hidden=128)
+    tensors = load_file(source / "model.safetensors")
+    odd = torch.tensor([3, 17, 40, 41, 77, 90, 101, 120])
+    for name, tensor in tensors.items():
+        if name.endswith("layernorm.weight"):
+            tensors[name] = 1 + 0.05 * (tensor - 1)
+            tensors[name][odd] = torch.logspace(-4, -1, 8)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    spec = {"kind": "random-hadamard", "block": 8, "channels": "by-gain"}
+    convert(source, {"rotations": {"R1": spec}}, tmp_path / "out")
+    norm = load_file(tmp_path / "out/model.safetensors")["model.layers.0.input_layernorm.weight"]
+    assert (norm[:120] == 1).all() and set(norm[120:].tolist()) == set(torch.logspace(-4, -1, 8).tolist())
+    ids = torch.arange(30).view(1, 30)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert relative_change(logits(model, ids), logits(load(tmp_path / "out", device_map="cpu"), ids)) < TOLERANCE
 
 
 def test_channels_by_gain_are_for_r1_alone():

@@ -1,0 +1,80 @@
+"""Render the tables of README.md and docs/ from benchmarks/results/*.json, in place, between their markers.
+
+    python benchmarks/render.py [--check]
+
+A marker names the table, `<!-- table: accuracy smollm2-135m -->`, and `<!-- end -->` closes it. --check writes nothing
+and fails if a table is not what the results say.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def accuracy(result: dict[str, Any]) -> list[str]:
+    """A recipe a row, best KL first."""
+    lines = [
+        "| recipe | bits a weight | perplexity | KL (nats a token) | top-1 | seconds to convert |",
+        "|---|---|---|---|---|---|",
+        f"| the original | 16 | {result['rows'][0]['baseline_ppl']:.2f} | 0 | 1 | |",
+    ]
+    for row in sorted(result["rows"], key=lambda row: row["kl"]):
+        name = row["case"]["recipe"]
+        shown = name if ":" in name else f"`{name}`"
+        lines.append(
+            f"| {shown} | {row['bits']:.2f} | {row['ppl']:.2f} | {row['kl']:.4f} ± {row['kl_stderr']:.4f} "
+            f"| {row['top1']:.3f} | {row['seconds']:.1f} |"
+        )
+    source = f"{result['windows']} windows of {result['seq_len']} tokens of {result['text']}; {result['device']}"
+    return [*lines, "", f"{source}, torch {result['torch']}: `{result['command']}`"]
+
+
+def conversion(result: dict[str, Any]) -> list[str]:
+    """A tool and shape a row: time, peak memory, the plan's prediction."""
+    lines = ["| checkpoint | tool | seconds | CPU seconds | peak MB | predicted MB |", "|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        predicted = f"{row['predicted_mb']:.0f}" if "predicted_mb" in row else ""
+        lines.append(
+            f"| {row['case']['shape']} | {row['case']['tool']} | {row['seconds']:.0f} | {row['cpu_seconds']:.0f} "
+            f"| {row['peak_mb']:.0f} | {predicted} |"
+        )
+    return [*lines, "", f"Whole processes on {result['cores']} cores: `{result['command']}`"]
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {"accuracy": accuracy, "convert": conversion}
+
+
+def render(text: str) -> str:
+    """The text with every marked table made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        kind, name = match[1], match[2]
+        result = json.loads((RESULTS / f"bench_{kind}-{name}.json").read_text())
+        return "\n".join([f"<!-- table: {kind} {name} -->", *TABLES[kind](result), "<!-- end -->"])
+
+    pattern = r"<!-- table: (" + "|".join(TABLES) + r") ([\w.-]+) -->\n.*?<!-- end -->"
+    return re.sub(pattern, table, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    stale = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        old = path.read_text()
+        new = render(old)
+        if new != old:
+            stale.append(path.name)
+            if "--check" not in sys.argv:
+                path.write_text(new)
+    print(f"{', '.join(stale) or 'nothing'} {'stale' if '--check' in sys.argv else 'rewritten'}")
+    if stale and "--check" in sys.argv:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
