@@ -101,8 +101,8 @@ class Plan:
 
     def peak_bytes(self, threads: int) -> int:
         """Predicted peak resident set: this process as it is now, and the chunks in flight."""
-        in_flight = max(self.working_bytes, min(BUDGET, (threads + LOOK_AHEAD) * self.working_bytes))
-        return psutil.Process().memory_info().rss + OVERHEAD + in_flight
+        chunks = max(1, min(threads + LOOK_AHEAD, BUDGET // self.working_bytes))
+        return psutil.Process().memory_info().rss + OVERHEAD + chunks * self.working_bytes
 
     def fingerprint(self) -> str:
         """sha256 of all that determines the output's bytes: recipe, source headers, layout, device."""
