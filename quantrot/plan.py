@@ -205,8 +205,14 @@ def _rotations(recipe: Recipe, arch: Llama, errors: list[str]) -> dict[str, Rota
 
 def _gains(checkpoint: Checkpoint, arch: Llama) -> Tensor:
     """The gain of every norm before an attention or MLP, float32 [2 * layers, hidden]: the only values a plan reads."""
-    names = [name for name in llama.norms(arch) if name != llama.FINAL_NORM]
-    return torch.stack([read_rows(checkpoint.tensors[f"{name}.weight"]).float() for name in names])
+    infos = [checkpoint.tensors[f"{name}.weight"] for name in llama.norms(arch) if name != llama.FINAL_NORM]
+    gains = [read_rows(info).float() for info in infos]
+    for info, gain in zip(infos, gains, strict=True):
+        if not torch.isfinite(gain).all():
+            raise ValueError(
+                f"{info.file.name}: {info.name} holds NaN or infinity; repair the checkpoint before converting"
+            )
+    return torch.stack(gains)
 
 
 # --- Which linear gets what ------------------------------------------------------------------------------------------

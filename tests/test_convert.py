@@ -233,3 +233,13 @@ def test_large_finite_weights_keep_a_readable_manifest(tiny, tmp_path):
     data = read_manifest(tmp_path / "out").data
     assert data["linears"]["model.layers.0.mlp.down_proj"]["sqnr_db"] is None
     assert data["linears"]["model.layers.1.mlp.down_proj"]["sqnr_db"] > 25
+
+
+def test_a_broken_norm_is_named_before_anything_is_written(tiny, tmp_path):
+    source = tiny(tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"][3] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="model.layers.1.input_layernorm.weight holds NaN"):
+        convert(source, "quarot-mxfp4", tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
