@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--peer-runs", type=int, default=1)
     parser.add_argument("--shapes", nargs="+", default=["1b"], choices=list(SHAPES))
     parser.add_argument("--recipes", nargs="+", default=["quarot-mxfp4", "quarot-mxfp4-full"])
+    parser.add_argument("--name", default="cpu", help="of the results file")
     options = parser.parse_args()
     rows = []
     for shape in options.shapes:
@@ -144,7 +145,7 @@ def main() -> None:
         "command": "python benchmarks/bench_convert.py " + " ".join(sys.argv[1:]),
         "rows": rows,
     }
-    (RESULTS / "bench_convert-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"bench_convert-{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
     for row in rows:
         print(json.dumps(row))
 
