@@ -112,11 +112,18 @@ def main() -> None:
     parser.add_argument("--peer-runs", type=int, default=1)
     parser.add_argument("--shapes", nargs="+", default=["1b"], choices=list(SHAPES))
     parser.add_argument("--recipes", nargs="+", default=["quarot-mxfp4", "quarot-mxfp4-full"])
+    parser.add_argument("--only-make", action="store_true", help="write the checkpoints and stop")
     parser.add_argument("--name", default="cpu", help="of the results file")
     options = parser.parse_args()
+    if options.only_make:
+        for shape in options.shapes:
+            make_checkpoint(options.work / shape, shape)
+        return
+    # In a process of its own: a child's peak memory starts from its parent's.
+    subprocess.run([sys.executable, __file__, "--only-make", *sys.argv[1:]], check=True)
     rows = []
     for shape in options.shapes:
-        source, out = make_checkpoint(options.work / shape, shape), options.work / "out"
+        source, out = options.work / shape, options.work / "out"
         largest = max(dims[0] * dims[1] * 2 for dims in _shapes(source).values() if len(dims) == 2) / 2**20
         timings: dict[str, list[tuple[float, float, float, str]]] = {}
         for turn in range(max(options.runs, options.peer_runs)):
