@@ -352,7 +352,7 @@ def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
     info = plan.checkpoint.tensors[step.source]
     rows = read_rows(info, start, min(start + step.rows, info.shape[0]))
     source = tensor_bytes(rows)
-    if rows.numel() and not torch.isfinite(torch.stack(rows.aminmax())).all():  # 10 times as fast as rows.isfinite()
+    if step.kind != "matrix" and not _is_finite(rows):
         raise ValueError(
             f"{info.file.name}: {info.name} holds NaN or infinity; repair the checkpoint before converting"
         )
@@ -366,12 +366,23 @@ def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
         return _Chunk([bias.to(rows.dtype).cpu()], source)
     w = turned_rows(plan, step, rows, start)
     result = w.to(DTYPES[step.dtype]) if step.format is None else w
-    if not torch.isfinite(torch.stack(result.aminmax())).all():
+    if not _is_finite(result):
+        if not _is_finite(rows):
+            raise ValueError(_broken(info))
         what = f"{info.file.name}: {info.name} holds values that overflow {result.dtype} once folded and turned"
         raise ValueError(f"{what}; repair the checkpoint, or convert without rotations")
     if step.format is None:
         return _Chunk([result.cpu()], source)
     return _quantize(step.format.weights, w, source, CHUNK[plan.device])
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Ten times as fast as `values.isfinite().all()`."""
+    return values.numel() == 0 or bool(torch.isfinite(torch.stack(values.aminmax())).all())
+
+
+def _broken(info: TensorInfo) -> str:
+    return f"{info.file.name}: {info.name} holds NaN or infinity; repair the checkpoint before converting"
 
 
 def turned_rows(plan: Plan, step: Step, rows: Tensor, start: int = 0) -> Tensor:

@@ -30,7 +30,7 @@ from quantrot.rotation import Rotation, by_gain, checksum, rotation_from_spec
 from quantrot.source import Source, open_source
 from quantrot.version import __version__
 
-CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements: 1 MB in float32 stays in a core's cache; a GPU wants long rows
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements: 1 MB in float32 stays in cache; smaller ones wait for Python
 LOOK_AHEAD = 2  # chunks in flight besides one a thread
 BUDGET = 384 << 20  # bytes that chunks in flight may take together; a larger chunk goes alone
 OVERHEAD = 64 << 20  # thread pools, GEMM packing buffers, allocator slack
@@ -412,7 +412,8 @@ def working_bytes(step: Step) -> int:
     elements = step.rows * math.prod(step.shape[1:])
     source = DTYPES[step.dtype].itemsize
     wide = 0 if step.kind == "copy" else 4
-    copies = 2 if step.input_turns else 1
+    permuted = step.output_turn is not None and step.output_turn.permutation
+    copies = 2 if step.input_turns or permuted else 1
     small = min(elements, CHUNK["cpu"]) * 40  # the quantizer's temporaries, at most a cache-sized piece
     return elements * (source + wide * copies + source) + small
 
