@@ -22,7 +22,7 @@ def test_a_report_holds_what_is_needed_to_repeat_the_run(model, tmp_path):
     assert content["model"]["manifest"] is None
     assert content["settings"] == {"seed": 1}
     assert {"python", "quantrot", "torch", "transformers", "lm_eval", "safetensors"} == set(content["versions"])
-    assert content["command"].startswith("quantrot ")
+    assert content["command"] == "quantrot eval ppl 'a model'"
 
 
 def test_a_converted_model_brings_its_recipe_and_hashes(model, tmp_path):
