@@ -14,7 +14,8 @@ class Result:
     stderr: float | None
 
 
-def test_a_report_holds_what_is_needed_to_repeat_the_run(model, tmp_path):
+def test_a_report_holds_what_is_needed_to_repeat_the_run(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/usr/bin/quantrot", "eval", "ppl", "a model"])
     entry = report.model_entry(str(tmp_path), model)
     content = report.report("ppl", entry, {"seed": 1}, {"ppl": Result(2.5, None)})
     assert content["results"] == {"ppl": {"ppl": 2.5, "stderr": None}}
