@@ -26,7 +26,7 @@ def accuracy(result: dict[str, Any]) -> list[str]:
     ]
     for row in sorted(result["rows"], key=lambda row: row["kl"]):
         name = row["case"]["recipe"]
-        shown = name if ":" in name else f"`{name}`"
+        shown = (name if ":" in name else f"`{name}`") + (f" ({row['device']})" if "device" in row else "")
         lines.append(
             f"| {shown} | {row['bits']:.2f} | {row['ppl']:.2f} | {row['kl']:.4f} ± {row['kl_stderr']:.4f} "
             f"| {row['top1']:.3f} | {row['seconds']:.1f} |"
