@@ -10,7 +10,6 @@ from typing import Any
 
 from quantrot import formats
 from quantrot.formats import LinearFormat
-from quantrot.llama import HEAD
 from quantrot.rotation import Rotation
 
 GUARD = "+online-hadamard"  # no such compressed-tensors format exists: transformers raises on it
@@ -162,8 +161,3 @@ def serve_command(
     if any(row.engine == "vLLM" and row.runs == "yes" for row in support(linears, online, attention)):
         return "vllm serve ." + (" --tensor-parallel-size 1" if online else "")
     return "python -c \"import quantrot; model = quantrot.load('.')\""
-
-
-def kept_besides_head(linears: dict[str, LinearFormat | None]) -> list[str]:
-    """Linears other than lm_head that stay in their own dtype."""
-    return [fqn for fqn, fmt in linears.items() if fmt is None and fqn != HEAD]
