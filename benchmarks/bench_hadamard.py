@@ -13,8 +13,6 @@ on one tensor that stays in L2, and their copy is out of place. A missing packag
 import argparse
 import json
 import re
-import statistics
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from timing import copy_gbps, copy_us, random_tensors, time_us, write_results  # noqa: E402
+
 from quantrot.kernels.hadamard import hadamard_transform, hadamard_transform_  # noqa: E402
 from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR, hadamard_reference  # noqa: E402
 from quantrot.orthogonal import hadamard_base, hadamard_factors  # noqa: E402
@@ -32,58 +32,18 @@ SMALL = [8, 16, 32, 64]
 POWERS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 BASES = [576, 1536, 3072, 4864, 5120, 11008, 12288, 13824, 14336, 17408, 18944, 25600, 28672, 29568, 53248]
 ELEMENTS = [1 << 13, 1 << 17, 1 << 20, 1 << 23, 1 << 25, 1 << 27]
-ROTATE_BYTES = 256 << 20
-WARM_US = 10_000  # before a timing: n = 28672 read 0.58 of copy after an idle gap, 0.75 in a run of timings
 DOC = ROOT / "docs" / "hadamard.md"
 TUNED = ROOT / "quantrot" / "kernels" / "hadamard" / "tuned.py"
 
 
-# --- Timing ----------------------------------------------------------------------------------------------------------
+# --- Cases ------------------------------------------------------------------------------------------------------------
 
 
-def time_us(calls: list, replays: int = 5) -> float:
-    """Median microseconds a call: at least eight calls in one graph, results kept so that each has its own memory."""
-    calls = calls * -(-8 // len(calls))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.synchronize()
-    graph, kept = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            kept.append(call())
-
-    def replay_us() -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3
-
-    warm = 0.0
-    while warm < WARM_US:
-        warm += replay_us()
-    return statistics.median(replay_us() for _ in range(replays)) / len(calls)
-
-
-def tensors(n: int, elements: int, dtype: torch.dtype, fill: bool = True) -> list[torch.Tensor]:
-    """Random tensors (or uninitialised ones) of about this many elements, as many as it takes to pass L2."""
+def tensors(n: int, elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Random tensors of about this many elements, in rows of n."""
     rows = max(1, elements // n)
     rows -= rows % 16 if rows > 64 else 0  # a copy of a size that is no multiple of 512 bytes is not the fastest copy
-    count = max(2, min(512, -(-ROTATE_BYTES // (rows * n * dtype.itemsize))))
-    spaced = -(-rows * n // 128) * 128
-    pool = torch.empty(count, spaced, device="cuda", dtype=dtype)
-    return [x[: rows * n].view(rows, n) for x in (pool.normal_() if fill else pool)]
-
-
-def copy_us(xs: list[torch.Tensor]) -> float:
-    """The faster of torch's copy and its elementwise kernel: the copy alone varies by 8% with where its tensors lie."""
-    ys = tensors(xs[0].shape[1], xs[0].numel(), xs[0].dtype, fill=False)
-    pairs = list(zip(xs, ys, strict=True))
-    copied = time_us([lambda x=x, y=y: y.copy_(x) for x, y in pairs])
-    return min(copied, time_us([lambda x=x, y=y: torch.neg(x, out=y) for x, y in pairs]))
+    return random_tensors((rows, n), dtype)
 
 
 def error_of(n: int, dtype: torch.dtype, backend: str = "auto") -> float:
@@ -173,13 +133,9 @@ HEADER = (
 
 
 def main(out: Path) -> None:
-    import triton
-
     compile_plans()
     copies: dict[int, float] = {}
-    big = tensors(4096, 1 << 27, torch.bfloat16)
-    gbps = 4 * big[0].numel() / copy_us(big) / 1e3
-    del big
+    gbps = copy_gbps()
     rows = []
     print(HEADER)
     for case in cases():
@@ -187,21 +143,7 @@ def main(out: Path) -> None:
         row["floor_us"] /= gbps * 1e3
         print(line(row), flush=True)
         rows.append(row)
-    name = torch.cuda.get_device_name().split()[-1].lower()
-    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    result = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": subprocess.run(smi, capture_output=True, text=True).stdout.strip(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit(),
-        "command": "python benchmarks/bench_hadamard.py",
-        "copy_gbps": gbps,
-        "rows": rows,
-    }
-    out = out or ROOT / "benchmarks" / "results" / f"bench_hadamard-{name}.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"copy {gbps:.0f} GB/s; wrote {out}")
+    write_results("bench_hadamard", gbps, rows, out)
 
 
 def compile_plans() -> None:
@@ -211,7 +153,8 @@ def compile_plans() -> None:
     import cuda.core  # noqa: F401  (imported before the threads do)
     from cuda.bindings import nvrtc  # noqa: F401
 
-    from quantrot.kernels.hadamard.hopper import compile_cubin, plan_for
+    from quantrot.kernels.hadamard.hopper import plan_for
+    from quantrot.kernels.nvrtc import compile_cubin
 
     def one(case: tuple) -> None:
         n, dtype, stream = case
@@ -223,17 +166,13 @@ def compile_plans() -> None:
         list(pool.map(one, sorted({(n, d, s) for n, _, d, _ in cases() for s in (False, True)}, key=str)))
 
 
-def commit() -> str:
-    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return run.stdout.strip() or "unknown"
-
-
 # --- Tuning ----------------------------------------------------------------------------------------------------------
 
 
 def candidates(n: int, dtype: torch.dtype) -> list:
     """Plans worth timing for this order; the compiler or the multiprocessor may still refuse some."""
-    from quantrot.kernels.hadamard.hopper import MAX_SHARED, SM_SHARED, Plan, dense_shape
+    from quantrot.kernels.hadamard.hopper import Plan, dense_shape
+    from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
 
     found = []
     base, small, power = (1, (), n) if n & (n - 1) == 0 else dense_shape(n)
@@ -332,7 +271,7 @@ def tune(orders: list[int]) -> None:
 
 
 def compiled(plan, n: int, dtype: torch.dtype):
-    from quantrot.kernels.hadamard.hopper import compile_cubin
+    from quantrot.kernels.nvrtc import compile_cubin
 
     try:
         compile_cubin(plan.source(n, dtype, False))

@@ -423,15 +423,15 @@ def test_every_cuda_source_compiles_for_sm_90a(name, source, tmp_path):
         assert "0 bytes spill stores" in run.stderr, "registers spill:\n" + run.stderr[-400:]
         return
     pytest.importorskip("cuda.core", reason="neither nvcc nor cuda.core is installed")
-    from quantrot.kernels.hadamard.hopper import compile_cubin
+    from quantrot.kernels.nvrtc import compile_cubin
 
     os.environ["QUANTROT_CACHE"] = str(tmp_path)
     assert len(compile_cubin(source)) > 1000
 
 
 def test_plans_fit_the_multiprocessor():
-    from quantrot.kernels.hadamard.hopper import MAX_SHARED, SM_SHARED
     from quantrot.kernels.hadamard.tuned import PLANS
+    from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
 
     for (_, n), plan in PLANS.items():
         assert hadamard_factors(n)

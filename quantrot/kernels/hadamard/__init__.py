@@ -22,6 +22,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from quantrot.kernels import nvrtc
 from quantrot.kernels.hadamard.reference import hadamard_reference
 from quantrot.orthogonal import hadamard_factors
 
@@ -125,9 +126,7 @@ def _check(
 @lru_cache(maxsize=16)
 def _best(device: torch.device) -> str:
     """What "auto" means on this CUDA device; says so once where it is not the fastest."""
-    from quantrot.kernels.hadamard import hopper
-
-    if hopper.available(device):
+    if nvrtc.available(device):
         return "hopper"
     hopper_here = torch.cuda.get_device_capability(device) == (9, 0)
     try:
@@ -153,9 +152,7 @@ def _backend(x: Tensor, order: int, asked: str) -> str:
     if asked != "reference" and plain:
         raise ValueError(f"backend: {asked!r} has no float64 and no order 1; allowed here: auto, reference")
     if asked == "hopper":
-        from quantrot.kernels.hadamard import hopper
-
-        if x.device.type != "cuda" or not hopper.available(x.device):
+        if x.device.type != "cuda" or not nvrtc.available(x.device):
             raise ValueError(
                 f"backend: 'hopper' needs a CUDA device of capability 9.0 and cuda.core, x is on {x.device}"
             )

@@ -1,14 +1,10 @@
 """The Hadamard transform for Hopper: CUDA C++ (*.cuh) compiled at first use and kept on disk.
 
 One kernel a (Plan, order, dtype, signs, adjoint): the source is the device functions, the signs of the bases, and one
-line that names the instance. NVRTC compiles it through cuda.core, so no CUDA toolkit is needed; the cubin is kept
-under $QUANTROT_CACHE (default ~/.cache/quantrot), named by the hash of source, target and compiler version.
+line that names the instance.
 """
 
 import ctypes
-import hashlib
-import os
-import tempfile
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,16 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from quantrot.kernels import nvrtc
+from quantrot.kernels.nvrtc import MAX_SHARED, SM_REGISTERS, SM_SHARED, load_kernel, processors
 from quantrot.orthogonal import hadamard_base, hadamard_factors
 
-ARCH = "sm_90a"
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 STREAM_HINTS = '#define LOAD ".L1::no_allocate"\n#define STREAM ".cs"\n#define KEEP "first"\n'
 CACHE_HINTS = '#define LOAD ""\n#define STREAM ""\n#define KEEP "normal"\n'
 STREAM_BYTES = 40 << 20  # input and output past this do not both fit in the 60 MB L2: mark them as passing through
-MAX_SHARED = 227 << 10  # bytes a thread block may ask for on sm_90
-SM_SHARED = 228 << 10  # and a multiprocessor has, of which every block takes another 1 KiB
-SM_REGISTERS = 65536
 LARGEST_POWER = 32768  # of two, in one kernel
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) hadamard(const void* x, void* y,
     const signed char* signs, long long rows, long long x_stride, long long y_stride, int sign_rows, float scale) {{
@@ -274,26 +268,7 @@ def _axis_base(base: int, transpose: bool) -> str:
     )
 
 
-# --- Compile and launch ----------------------------------------------------------------------------------------------
-
-
-def compile_cubin(source: str) -> bytes:
-    """source -> cubin for sm_90a, by NVRTC, through the cache on disk. Raises ImportError without cuda.core."""
-    from cuda.bindings import nvrtc
-    from cuda.core import Program, ProgramOptions
-
-    version = nvrtc.nvrtcVersion()[1:]
-    key = hashlib.sha256(f"{ARCH} {version}\n{source}".encode()).hexdigest()
-    folder = Path(os.environ.get("QUANTROT_CACHE", Path.home() / ".cache" / "quantrot"))
-    path = folder / f"hadamard-{key[:32]}.cubin"
-    if path.exists():
-        return path.read_bytes()
-    code = Program(source, "c++", ProgramOptions(arch=ARCH, std="c++17")).compile("cubin").code
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        file.write(code)
-    os.replace(file.name, path)  # whole or not at all: another process may compile the same kernel
-    return code
+# --- Launch -----------------------------------------------------------------------------------------------------------
 
 
 class _Arguments(ctypes.Structure):
@@ -309,29 +284,13 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def _checked(result: tuple) -> Any:
-    from cuda.bindings import driver
-
-    if result[0] != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA driver: {result[0].name}")
-    return result[1] if len(result) > 1 else None
-
-
 @lru_cache(maxsize=1024)
 def _kernel(
     plan: Plan, order: int, dtype: torch.dtype, signs: bool, transpose: bool, out: torch.dtype, device: int
-) -> tuple:
-    """(function, shared bytes, multiprocessors), ready to launch on this device."""
-    from cuda.bindings import driver
-
-    cubin = compile_cubin(plan.source(order, dtype, signs, transpose, out))
-    library = _checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
-    kernel = _checked(driver.cuLibraryGetKernel(library, b"hadamard"))
-    shared = plan.shared_bytes(order)
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    if shared:
-        _checked(driver.cuKernelSetAttribute(attribute, shared, kernel, driver.CUdevice(device)))
-    return driver.CUfunction(int(kernel)), shared, torch.cuda.get_device_properties(device).multi_processor_count
+) -> Any:
+    """The function, ready to launch on this device."""
+    source = plan.source(order, dtype, signs, transpose, out)
+    return load_kernel(source, "hadamard", plan.shared_bytes(order), device)
 
 
 def launch(
@@ -347,13 +306,11 @@ def launch(
 
     axis: x and y are [rows, order, inner], contiguous and not the same.
     """
-    from cuda.bindings import driver
-
     rows, order = x.shape[0], x.shape[1]
     if rows == 0:
         return
     device = x.get_device()
-    function, shared, processors = _kernel(plan, order, x.dtype, signs is not None, transpose, y.dtype, device)
+    function = _kernel(plan, order, x.dtype, signs is not None, transpose, y.dtype, device)
     inner = x.shape[2] if plan.kind == "axis" else 1
     arguments = _Arguments(
         x.data_ptr(),
@@ -365,28 +322,11 @@ def launch(
         signs.numel() // order if signs is not None else 1,
         scale,
     )
-    start = ctypes.addressof(arguments)
-    pointers = (ctypes.c_void_p * 8)(*(start + getattr(_Arguments, field[0]).offset for field in _Arguments._fields_))
-    grid = plan.grid(rows, inner, order, x.dtype, processors)
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream().cuda_stream
-        where = ctypes.addressof(pointers)
-        _checked(driver.cuLaunchKernel(function, grid, 1, 1, plan.warps * 32, 1, 1, shared, stream, where, 0))
+    grid = plan.grid(rows, inner, order, x.dtype, processors(device))
+    nvrtc.launch(function, (grid,), plan.warps * 32, plan.shared_bytes(order), arguments, device)
 
 
 # --- The operator ----------------------------------------------------------------------------------------------------
-
-
-def available(device: torch.device) -> bool:
-    """Whether this device and installation can run the kernels."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        import cuda.bindings.driver
-        import cuda.core  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def transform(

@@ -1,0 +1,91 @@
+"""How every GPU benchmark here times, and what its results file says.
+
+A time is the median of replays of one CUDA graph that holds calls on different random tensors, together past the 60 MB
+of L2 (the smallest tensors: 512 of them), outputs included. The copy is timed the same way in the same run.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+ROTATE_BYTES = 256 << 20
+WARM_US = 10_000  # before a timing: one kernel read 0.58 of copy after an idle gap, 0.75 in a run of timings
+
+
+def time_us(calls: Sequence[Callable[[], Any]], replays: int = 5) -> float:
+    """Median microseconds a call: at least eight calls in one graph, results kept so that each has its own memory."""
+    calls = list(calls) * -(-8 // len(calls))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.synchronize()
+    graph, kept = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            kept.append(call())
+
+    def replay_us() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    warm = 0.0
+    while warm < WARM_US:
+        warm += replay_us()
+    return statistics.median(replay_us() for _ in range(replays)) / len(calls)
+
+
+def random_tensors(shape: tuple[int, ...], dtype: torch.dtype, fill: bool = True) -> list[torch.Tensor]:
+    """Normal (or uninitialised) tensors of this shape, as many as it takes to pass L2; each 256-byte aligned."""
+    numel = torch.Size(shape).numel()
+    count = max(2, min(512, -(-ROTATE_BYTES // (numel * dtype.itemsize))))
+    pool = torch.empty(count, -(-numel // 128) * 128, device="cuda", dtype=dtype)
+    return [x[:numel].view(shape) for x in (pool.normal_() if fill else pool)]
+
+
+def copy_us(xs: list[torch.Tensor]) -> float:
+    """The faster of torch's copy and its elementwise kernel: the copy alone varies by 8% with where its tensors lie."""
+    ys = random_tensors(tuple(xs[0].shape), xs[0].dtype, fill=False)
+    pairs = list(zip(xs, ys, strict=True))
+    copied = time_us([lambda x=x, y=y: y.copy_(x) for x, y in pairs])
+    return min(copied, time_us([lambda x=x, y=y: torch.neg(x, out=y) for x, y in pairs]))
+
+
+def copy_gbps() -> float:
+    """Bytes read plus bytes written per nanosecond by the copy of 2^27 bfloat16 elements: the byte floors' speed."""
+    xs = random_tensors((1 << 15, 1 << 12), torch.bfloat16)
+    return 4 * xs[0].numel() / copy_us(xs) / 1e3
+
+
+def write_results(script: str, gbps: float, rows: list[dict[str, Any]], out: Path | None = None) -> Path:
+    """benchmarks/results/<script>-<gpu>.json with what was run where; rows: op, case, us, floor_us, peers_us, error."""
+    import triton
+
+    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": subprocess.run(smi, capture_output=True, text=True).stdout.strip(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": head.stdout.strip() or "unknown",
+        "command": " ".join(["python", f"benchmarks/{script}.py", *sys.argv[1:]]),
+        "copy_gbps": gbps,
+        "rows": rows,
+    }
+    name = torch.cuda.get_device_name().split()[-1].lower()
+    out = out or ROOT / "benchmarks" / "results" / f"{script}-{name}.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"copy {gbps:.0f} GB/s; wrote {out}")
+    return out

@@ -1,0 +1,26 @@
+"""What a converted model is made of: state as it is on disk, and a forward. No policy, no files, no names of models.
+
+A quantized linear holds exactly its tensors of the checkpoint. Its forward turns the input (where a rotation runs
+online), quantizes it, and multiplies. Without a kernel for the device the multiplication uses the dequantized weight:
+`decode()` keeps that weight, in the dtype of the model, instead of making it in every forward.
+"""
+
+from quantrot.modules.attention import RotatedAttention
+from quantrot.modules.fp8 import Fp8Linear
+from quantrot.modules.int8 import Int8Linear
+from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, RotatedLinear, quantize_dequantize
+from quantrot.modules.mxfp4 import Mxfp4Linear
+
+LINEARS: dict[str, type[QuantizedLinear]] = {"fp8": Fp8Linear, "mxfp4": Mxfp4Linear, "int8": Int8Linear}
+
+__all__ = [
+    "LINEARS",
+    "Fp8Linear",
+    "Int8Linear",
+    "Mxfp4Linear",
+    "OnlineHadamard",
+    "QuantizedLinear",
+    "RotatedAttention",
+    "RotatedLinear",
+    "quantize_dequantize",
+]
