@@ -1,0 +1,330 @@
+"""The mixed product in Triton: y = narrow operand [R, K] times the transpose of the wide operand [C, K].
+
+With the weight narrow, R counts output features and C tokens; with the activations narrow it is the other way round.
+Either way the narrow operand is the product's first, because that is the one which the tensor cores of Hopper take
+from registers: codes go from memory to shared memory as they are, from there to registers, are widened in place
+(`conversions`) and multiplied. The wide operand goes from shared memory straight into the tensor core.
+
+    decode   C <= 16, bound by reading the codes. A program owns some rows and all of K: its warps share K out among
+             themselves in a fixed pattern and add their sums up in a fixed order. One launch, and a token's bits do not
+             depend on the other tokens, nor on their number.
+    prefill  otherwise: tiles of R by C, with K split over several programs where there are few tiles; their sums are
+             then added in order by a second kernel.
+    expand   (code - zero) * scale, rounded to the wide type: for cuBLAS, and for the backward pass.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantrot.kernels.mixed.conversions import program, widen
+
+DECODE_COLUMNS = 16
+WIDE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+TILES_BESIDE = 8  # tiles of R that share a tile of C, and so its way through L2
+
+
+@dataclass(frozen=True)
+class Decode:
+    """rows a program, slices of K (one warp each), columns of K a slice takes at a time, and how many loads ahead."""
+
+    rows: int = 16
+    slices: int = 4
+    depth: int = 128
+    stages: int = 4
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A tile is rows x columns, fed `depth` of K at a time; K is split over `split` programs."""
+
+    rows: int = 128
+    columns: int = 128
+    depth: int = 64
+    warps: int = 8
+    stages: int = 4
+    split: int = 1
+
+
+@triton.jit
+def _scaled(total, scale):
+    return total * scale.to(tl.float32)
+
+
+@triton.jit
+def _decode_kernel(
+    codes_ptr, wide_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, R, C, K, codes_stride, wide_stride, out_r, out_c,
+    KIND: tl.constexpr, PROGRAM: tl.constexpr, ARCH: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """GROUP: columns of K that share a scale, or 0 for the whole of K. EVEN: no step reaches past K."""
+    WIDE: tl.constexpr = wide_ptr.dtype.element_ty
+    r, c, slices = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, SLICES)
+    row = tl.minimum(r, R - 1).to(tl.int64)
+    k = slices[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
+    codes = codes_ptr + row[None, :, None] * codes_stride + k[:, None, :]
+    wide = wide_ptr + c[None, :, None] * wide_stride + k[:, None, :]
+    present = (c < C)[None, :, None]
+    groups = K // GROUP if GROUP else 1
+    if GROUP:  # of the step to come: a scale is too narrow for an asynchronous copy, so it is loaded a step ahead
+        g = tl.minimum(slices * DEPTH // GROUP, groups - 1)
+        scale = tl.load(scale_ptr + row[None, :] * groups + g[:, None])
+        if ZERO:
+            zero = tl.load(zero_ptr + row[None, :] * groups + g[:, None])
+    elif ZERO:
+        zero = tl.load(zero_ptr + row)[None, :]
+    total = tl.zeros((SLICES, ROWS, COLUMNS), tl.float32)
+    for start in tl.range(0, K, SLICES * DEPTH, num_stages=STAGES):
+        if EVEN:
+            u = tl.load(codes)
+            x = tl.load(wide, mask=present, other=0.0)
+        else:
+            inside = (start + k < K)[:, None, :]
+            u = tl.load(codes, mask=inside, other=0)
+            x = tl.load(wide, mask=inside & present, other=0.0)
+        w = widen(u, KIND, WIDE, PROGRAM, 2, ARCH)
+        if ZERO:
+            w -= zero.to(WIDE)[:, :, None]
+        if GROUP:
+            partial = tl.dot(w, tl.permute(x, (0, 2, 1)))
+            current = scale
+            g = tl.minimum((start + (SLICES + slices) * DEPTH) // GROUP, groups - 1)
+            scale = tl.load(scale_ptr + row[None, :] * groups + g[:, None])
+            if ZERO:
+                zero = tl.load(zero_ptr + row[None, :] * groups + g[:, None])
+            total += _scaled(partial, current[:, :, None])
+        else:
+            total = tl.dot(w, tl.permute(x, (0, 2, 1)), total)
+        codes += SLICES * DEPTH
+        wide += SLICES * DEPTH
+    y = tl.sum(total, 0)
+    if not GROUP:
+        y = _scaled(y, tl.load(scale_ptr + row)[:, None])
+    if BIAS:
+        y += tl.load(bias_ptr + row)[:, None].to(tl.float32)
+    out = out_ptr + r.to(tl.int64)[:, None] * out_r + c[None, :] * out_c
+    tl.store(out, y.to(WIDE), mask=(r < R)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def _prefill_kernel(
+    codes_ptr, wide_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, R, C, K, codes_stride, wide_stride, out_r, out_c,
+    part_k, part_out, KIND: tl.constexpr, PROGRAM: tl.constexpr, ARCH: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, BESIDE: tl.constexpr,
+):  # fmt: skip
+    """GROUP, EVEN as above. BIAS: 0, 1 along R, 2 along C. A program of `part_k` columns of K; with SPLIT, it leaves
+    its float32 sum, and the scale of whole rows and the bias, to `_sum_kernel`."""
+    WIDE: tl.constexpr = wide_ptr.dtype.element_ty
+    tiles_r, tiles_c = tl.cdiv(R, ROWS), tl.cdiv(C, COLUMNS)
+    tile, part = tl.program_id(0), tl.program_id(1)
+    first = tile // (BESIDE * tiles_c) * BESIDE
+    height = tl.minimum(tiles_r - first, BESIDE)
+    tile_r, tile_c = first + tile % (BESIDE * tiles_c) % height, tile % (BESIDE * tiles_c) // height
+    r, c = tile_r * ROWS + tl.arange(0, ROWS), tile_c * COLUMNS + tl.arange(0, COLUMNS)
+    row, column = tl.minimum(r, R - 1).to(tl.int64), tl.minimum(c, C - 1).to(tl.int64)
+    k = tl.arange(0, DEPTH)
+    begin = part * part_k
+    end = tl.minimum(begin + part_k, K)
+    codes = codes_ptr + row[:, None] * codes_stride + (begin + k)[None, :]
+    wide = wide_ptr + column[:, None] * wide_stride + (begin + k)[None, :]
+    groups = K // GROUP if GROUP else 1
+    if GROUP:
+        scales = scale_ptr + row * groups
+        zeros = zero_ptr + row * groups
+        scale = tl.load(scales + begin // GROUP)
+        if ZERO:
+            zero = tl.load(zeros + begin // GROUP)
+    elif ZERO:
+        zero = tl.load(zero_ptr + row)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(begin, end, DEPTH, num_stages=STAGES):
+        if EVEN:
+            u, x = tl.load(codes), tl.load(wide)
+        else:
+            inside = (start + k < end)[None, :]
+            u, x = tl.load(codes, mask=inside, other=0), tl.load(wide, mask=inside, other=0.0)
+        w = widen(u, KIND, WIDE, PROGRAM, 1, ARCH)
+        if ZERO:
+            w -= zero.to(WIDE)[:, None]
+        if GROUP:
+            partial = tl.dot(w, tl.trans(x))
+            current = scale
+            g = tl.minimum((start + DEPTH) // GROUP, groups - 1)
+            scale = tl.load(scales + g)
+            if ZERO:
+                zero = tl.load(zeros + g)
+            total += _scaled(partial, current[:, None])
+        else:
+            total = tl.dot(w, tl.trans(x), total)
+        codes += DEPTH
+        wide += DEPTH
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    out = out_ptr + r.to(tl.int64)[:, None] * out_r + c.to(tl.int64)[None, :] * out_c
+    if SPLIT:
+        tl.store(out + part.to(tl.int64) * part_out, total, mask=inside)
+    else:
+        if not GROUP:
+            total = _scaled(total, tl.load(scale_ptr + row)[:, None])
+        if BIAS == 1:
+            total += tl.load(bias_ptr + row)[:, None].to(tl.float32)
+        elif BIAS == 2:
+            total += tl.load(bias_ptr + column)[None, :].to(tl.float32)
+        tl.store(out, total.to(WIDE), mask=inside)
+
+
+@triton.jit
+def _sum_kernel(
+    sums_ptr, scale_ptr, bias_ptr, out_ptr, size, width, SPLIT: tl.constexpr, SCALE: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [size / width, width] = the SPLIT sums added in order, scaled and biased. SCALE: 0 none, 1 one a column of
+    out, 2 one a row."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.load(sums_ptr + at, mask=inside, other=0.0)
+    for part in tl.static_range(1, SPLIT):
+        total += tl.load(sums_ptr + size * part + at, mask=inside, other=0.0)
+    if SCALE == 1:
+        total = _scaled(total, tl.load(scale_ptr + at % width, mask=inside, other=0.0))
+    elif SCALE == 2:
+        total = _scaled(total, tl.load(scale_ptr + at // width, mask=inside, other=0.0))
+    if BIAS:
+        total += tl.load(bias_ptr + at % width, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _expand_kernel(
+    codes_ptr, scale_ptr, zero_ptr, out_ptr, K, codes_stride, GROUP: tl.constexpr, KIND: tl.constexpr,
+    ARCH: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < K
+    u = tl.load(codes_ptr + row * codes_stride + k, mask=inside, other=0)
+    exact = widen(u, KIND, tl.float32, "", 1, ARCH)
+    g = row * (K // GROUP) + k // GROUP
+    if ZERO:
+        exact -= tl.load(zero_ptr + g, mask=inside, other=0).to(tl.float32)
+    y = exact * tl.load(scale_ptr + g, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * K + k, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+# --- Launches --------------------------------------------------------------------------------------------------------
+
+
+def architecture() -> int:
+    """The compute capability that kernels are compiled for, 90 for 9.0; 0 in the interpreter and on other makes."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return 0
+    target = triton.runtime.driver.active.get_current_target()
+    return int(target.arch) if target.backend == "cuda" else 0
+
+
+def decode_plan(rows: int, columns: int, group: int) -> Decode:
+    """By rule: K is shared out alike for any number of tokens, so that a token's bits depend on the weight alone; rows
+    are few enough for two programs a multiprocessor, and many enough for the tokens' trips through L2."""
+    few = 16 if columns == 1 or rows < 8192 else 32
+    return Decode(rows=few, depth=128 if group % 128 == 0 else 64, stages=4 if few * columns <= 256 else 3)
+
+
+def prefill_plan(rows: int, columns: int, depth: int, group: int, processors: int) -> Prefill:
+    """By rule: the largest tile that leaves every multiprocessor work, then a split of K."""
+    wide = 16
+    while wide < min(columns, 128):
+        wide *= 2
+    tall = 64 if rows <= 64 else 128
+    tiles = triton.cdiv(rows, tall) * triton.cdiv(columns, wide)
+    if not group and tall == 128 and wide == 128 and columns > 128 and tiles >= 4 * processors:
+        return Prefill(128, 256, 64, 8, 4)
+    split = 1
+    while tiles * split * 2 <= 2 * processors and depth // (split * 2) >= 512 and split < 8:
+        split *= 2
+    return Prefill(tall, wide, 64, 8 if tall == 128 else 4, 4, split)
+
+
+def launch_decode(
+    y: Tensor, wide: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, kind: str,
+    plan: Decode,
+) -> None:  # fmt: skip
+    """y [C, R] = wide [C, K] times the transpose of the codes' values [R, K]."""
+    (columns, depth), rows = wide.shape, scale.shape[0]
+    group = 0 if scale.shape[1] == 1 else depth // scale.shape[1]
+    arch = architecture()
+    step = plan.slices * plan.depth
+    _decode_kernel[(triton.cdiv(rows, plan.rows),)](
+        codes, wide, scale, scale if zero is None else zero, scale if bias is None else bias, y, rows, columns, depth,
+        codes.stride(0), wide.stride(0), y.stride(1), y.stride(0), KIND=kind,
+        PROGRAM=program(kind, WIDE_NAMES[wide.dtype], 2, arch), ARCH=arch, GROUP=group, ZERO=zero is not None,
+        BIAS=bias is not None, EVEN=depth % step == 0, ROWS=plan.rows, COLUMNS=8 if columns <= 8 else 16,
+        SLICES=plan.slices, DEPTH=plan.depth, STAGES=plan.stages, num_warps=plan.slices,
+    )  # fmt: skip
+
+
+def launch_prefill(
+    y: Tensor, wide: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, kind: str,
+    narrow_weight: bool, plan: Prefill,
+) -> None:  # fmt: skip
+    """y [M, N] contiguous; the narrow operand [R, K] is the weight (R = N) or the activations (R = M)."""
+    (columns, depth), rows = wide.shape, scale.shape[0]
+    group = 0 if scale.shape[1] == 1 else depth // scale.shape[1]
+    arch = architecture()
+    part = triton.cdiv(triton.cdiv(depth, plan.depth), plan.split) * plan.depth
+    split = triton.cdiv(depth, part)
+    sums = torch.empty(split, *y.shape, dtype=torch.float32, device=y.device) if split > 1 else y[None]
+    out_r, out_c = (1, y.shape[1]) if narrow_weight else (y.shape[1], 1)
+    some_bias = 0 if bias is None or split > 1 else 1 if narrow_weight else 2
+    tiles = triton.cdiv(rows, plan.rows) * triton.cdiv(columns, plan.columns)
+    _prefill_kernel[(tiles, split)](
+        codes, wide, scale, scale if zero is None else zero, scale if bias is None else bias, sums, rows, columns,
+        depth, codes.stride(0), wide.stride(0), out_r, out_c, part, sums.stride(0), KIND=kind,
+        PROGRAM=program(kind, WIDE_NAMES[wide.dtype], 1, arch), ARCH=arch, GROUP=group, ZERO=zero is not None,
+        BIAS=some_bias, EVEN=depth % plan.depth == 0, ROWS=plan.rows, COLUMNS=plan.columns, DEPTH=plan.depth,
+        STAGES=plan.stages, SPLIT=split > 1, BESIDE=TILES_BESIDE, num_warps=plan.warps,
+    )  # fmt: skip
+    if split > 1:
+        block = 1024
+        _sum_kernel[(triton.cdiv(y.numel(), block),)](
+            sums, scale, scale if bias is None else bias, y, y.numel(), y.shape[1], SPLIT=split,
+            SCALE=0 if group else 1 if narrow_weight else 2, BIAS=bias is not None, BLOCK=block,
+        )  # fmt: skip
+
+
+def expand(codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, out: Tensor) -> None:
+    """out [R, K], contiguous, = (codes - zero) * scale, rounded once."""
+    rows, depth = out.shape
+    block = min(4096, triton.next_power_of_2(depth))
+    _expand_kernel[(rows, triton.cdiv(depth, block))](
+        codes, scale, scale if zero is None else zero, out, depth, codes.stride(0), GROUP=depth // scale.shape[1],
+        KIND=kind, ARCH=architecture(), ZERO=zero is not None, BLOCK=block, num_warps=max(1, min(8, block // 512)),
+    )  # fmt: skip
+
+
+def multiply(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, kind: str,
+    narrow_weight: bool, plan: Any = None,
+) -> Tensor:  # fmt: skip
+    """mixed_gemm for 16-bit wide operands, x [M, K], weight [N, K] (codes as bytes). plan: a `Decode` or `Prefill`."""
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=(x if narrow_weight else weight).dtype, device=x.device)
+    wide, codes = (x, weight) if narrow_weight else (weight, x)
+    if not y.numel():
+        return y
+    (columns, depth), rows = wide.shape, codes.shape[0]
+    group = 0 if scale.shape[1] == 1 else depth // scale.shape[1]
+    if plan is None and narrow_weight and columns <= DECODE_COLUMNS:
+        plan = decode_plan(rows, columns, group)
+    elif plan is None:
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
+        plan = prefill_plan(rows, columns, depth, group, processors)
+    if isinstance(plan, Decode):
+        launch_decode(y, wide, codes, scale, zero, bias, kind, plan)
+    else:
+        launch_prefill(y, wide, codes, scale, zero, bias, kind, narrow_weight, plan)
+    return y
