@@ -20,7 +20,7 @@ multiply-add does on the way:
     int8              (43bb & ff7f) - (43bb & ff80)        128 + l minus 128 (clear) or 256 (set: 4380)
 
 Every intermediate has at most eight significant bits, so nothing rounds. e4m3 codes go through the hardware's own
-conversion to float16 where there is one; without, seven bits are moved under float16's exponent and a multiplication
+conversion to float16 where there is one, and through float32 to bfloat16; without, seven bits are moved under float16's exponent and a multiplication
 by 2^8 moves the exponent's bias (exact for subnormals too), with NaN put back by hand. From there to bfloat16 is exact.
 
 A zero point is an integer of the codes' range: |code - zero| <= 255 has eight significant bits, so subtracting it in
@@ -80,12 +80,24 @@ def _program(pairs: int, high: int, constants: dict[str, int], *steps: str) -> s
     return "{ " + " ".join(lines) + " }"
 
 
+def _hardware(pairs: int) -> str:
+    """PTX for e4m3 to bfloat16: the hardware's float16, then float32, rounded (exactly) to packed bfloat16."""
+    lines = [".reg .b16 c0, c1, lo, hi;", ".reg .b32 t;", ".reg .f32 a, b;"]
+    lines += ["mov.b16 c0, $1;"] if pairs == 1 else ["mov.b32 {c0, c1}, $2;"]
+    for pair in range(pairs):
+        lines += [f"cvt.rn.f16x2.e4m3x2 t, c{pair};", "mov.b32 {lo, hi}, t;", "cvt.f32.f16 a, lo;", "cvt.f32.f16 b, hi;"]
+        lines += [f"cvt.rn.bf16x2.f32 ${pair}, b, a;"]
+    return "{ " + " ".join(lines) + " }"
+
+
 def program(kind: str, wide: str, pairs: int, arch: int) -> str:
     """The PTX that `widen` runs for codes of this kind on this compute capability (90 for 9.0; 0: not NVIDIA).
 
     pairs: 1 or 2 pairs of codes come in one register. "": none, `widen` uses the compiler's own conversions.
     """
-    if arch < 80 or kind == "e4m3" or wide not in ("fp16", "bf16"):
+    if kind == "e4m3":
+        return _hardware(pairs) if arch >= 89 and wide == "bf16" else ""
+    if arch < 80 or wide not in ("fp16", "bf16"):
         return ""
     return _program(pairs, *_RECIPES[kind, wide])
 
@@ -95,9 +107,9 @@ def widen(u, KIND: tl.constexpr, WIDE: tl.constexpr, PROGRAM: tl.constexpr, PAIR
     """Codes u, bytes of any shape -> their values as WIDE, exactly. PROGRAM: `program(...)` of the same arguments."""
     if PROGRAM != "":
         if PAIRS == 1:
-            wide = tl.inline_asm_elementwise(PROGRAM, "=r,h", [u], WIDE, is_pure=True, pack=2)
+            wide = tl.inline_asm_elementwise(PROGRAM, "=r,h", [u], WIDE.value, is_pure=True, pack=2)
         else:
-            wide = tl.inline_asm_elementwise(PROGRAM, "=r,=r,r", [u], WIDE, is_pure=True, pack=4)
+            wide = tl.inline_asm_elementwise(PROGRAM, "=r,=r,r", [u], WIDE.value, is_pure=True, pack=4)
     elif KIND == "int8":
         wide = u.to(tl.int8, bitcast=True).to(WIDE)
     elif KIND == "uint8":

@@ -132,6 +132,7 @@ def _prefill_kernel(
     k = tl.arange(0, DEPTH)
     begin = part * part_k
     end = tl.minimum(begin + part_k, K)
+    tl.assume(end > begin)
     codes = codes_ptr + row[:, None] * codes_stride + (begin + k)[None, :]
     wide = wide_ptr + column[:, None] * wide_stride + (begin + k)[None, :]
     groups = K // GROUP if GROUP else 1
