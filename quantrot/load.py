@@ -153,6 +153,7 @@ def _offloaded(name: str, placed: dict[str, Any]) -> bool:
 def _decode_where_memory_allows(model: nn.Module) -> None:
     """Keep dequantized weights if half of the device's free memory holds them all: a forward then only multiplies."""
     quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    quantized = [m for m in quantized if not m.runs_packed(next(m.parameters()).device)]
     if not quantized:
         return
     dtype = next(p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16, torch.float32))

@@ -97,6 +97,10 @@ class QuantizedLinear(nn.Module):
         """Keep the dequantized weight for the forwards to come."""
         self._decoded = self.dequantized(dtype)
 
+    def runs_packed(self, device: torch.device) -> bool:
+        """Whether `multiply` works on the stored tensors on this device, so that `decode` would only cost memory."""
+        return False
+
     def turned(self, x: Tensor) -> Tensor:
         """x after the online rotation, or x."""
         return self.get_submodule(self.online_name)(x) if self.online_name else x

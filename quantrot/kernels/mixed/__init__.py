@@ -3,7 +3,7 @@
     x           [..., K] and weight [N, K]: one of them is narrow, the other bfloat16, float16, float32 or float64
     narrow      int8, uint8 or float8_e4m3fn; a weight also int32 [N, ceil(K / 4)], as `pack_int8` and the on-disk
                 layout of compressed-tensors have it: a view of bytes q + 128, never repacked
-    scale       [R] or [R, G], any float type, of the narrow operand's R rows: G divides K, a scale for each K / G columns
+    scale       [R] or [R, G], any float type, for the narrow operand's R rows: each K / G columns share one
     zero_point  as scale, int8 (uint8 for uint8 codes), or None: what is subtracted from the codes; not with e4m3
     bias        [N] or None
     y           [..., N] in the wide operand's dtype
@@ -44,16 +44,20 @@ from quantrot.kernels.mixed.reference import (
 
 __all__ = ["dequantize_int8", "has_kernels", "mixed_gemm", "mixed_ref", "pack_int8", "quantize_int8", "unpack_int8"]
 
+HAS_TRITON = find_spec("triton") is not None
 KINDS = {torch.int8: "int8", torch.uint8: "uint8", torch.float8_e4m3fn: "e4m3", torch.int32: "packed"}
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BACKENDS = ("auto", "triton", "expand", "reference")
 GROUP_STEP = 64  # the kernels' groups are multiples of it
-EXPAND_FROM = 2048  # rows of the wide operand: three bytes a code at copy speed are then 12% of the product, or less
+# Rows of the wide operand from which "auto" expands. Three bytes a code at copy speed are 247 / rows of a product at
+# 700 TFLOP/s; with groups, "triton" has the sums of each to scale, which the tensor cores wait for.
+EXPAND_FROM = {"channel": 2048, "group": 512}
 
 OPERANDS = "Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? bias"
 torch.library.define("quantrot::mixed_gemm", f"({OPERANDS}, str backend) -> Tensor")
 torch.library.define(
-    "quantrot::mixed_expand", "(Tensor codes, Tensor scale, Tensor? zero_point, int columns, ScalarType dtype) -> Tensor"
+    "quantrot::mixed_expand",
+    "(Tensor codes, Tensor scale, Tensor? zero_point, int columns, ScalarType dtype) -> Tensor",
 )
 
 
@@ -88,7 +92,7 @@ def mixed_ref(
 
 def has_kernels(device: torch.device) -> bool:
     """Whether products on this device run from the codes, without a wide copy of the weight kept beside them."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    return device.type == "cuda" and HAS_TRITON
 
 
 def _shape(t: Tensor) -> str:
@@ -114,8 +118,8 @@ def _check(
     expected = -(-columns // 4) if codes.dtype == torch.int32 else columns
     if codes.shape[-1] != expected:
         raise ValueError(
-            f"weight: {_shape(weight)} does not go with x: {_shape(x)}; allowed: as many columns in both (packed int32: "
-            "a quarter of them); check which weight this is"
+            f"weight: {_shape(weight)} does not go with x: {_shape(x)}; allowed: as many columns in both (packed "
+            "int32: a quarter of them); check which weight this is"
         )
     rows = codes.shape[0] if narrow_weight else x.numel() // max(columns, 1)
     scale = _per_group("scale", scale, rows, columns)
@@ -151,28 +155,27 @@ def _per_group(name: str, t: Tensor, rows: int, columns: int) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    """Whether Triton is there; says so once where it is not."""
-    if find_spec("triton") is None:
-        warnings.warn("mixed_gemm: no Triton, so weights are expanded; `pip install triton`", stacklevel=2)
-        return False
-    return True
+def _no_triton() -> bool:
+    """Whether Triton is missing; says so once."""
+    if not HAS_TRITON:
+        warnings.warn("mixed_gemm: no Triton, so weights are expanded in torch; `pip install triton`", stacklevel=2)
+    return not HAS_TRITON
 
 
 def _backend(wide: Tensor, scale: Tensor, asked: str) -> str:
     """The backend that runs, or ValueError where the one that was asked for cannot."""
     groups = scale.shape[1]
-    kernel_has_it = (
-        wide.dtype in (torch.bfloat16, torch.float16) and (groups == 1 or wide.shape[1] // groups % GROUP_STEP == 0)
-    )  # fmt: skip
+    fits = groups == 1 or wide.shape[1] // groups % GROUP_STEP == 0
+    kernel_has_it = fits and wide.dtype in (torch.bfloat16, torch.float16)
     if asked == "auto":
         if not wide.is_cuda or wide.dtype == torch.float64:
             return "reference"
-        return "triton" if kernel_has_it and wide.shape[0] < EXPAND_FROM and _has_triton() else "expand"
+        few = wide.shape[0] < EXPAND_FROM["channel" if groups == 1 else "group"]
+        return "triton" if kernel_has_it and few and not _no_triton() else "expand"
     if asked == "triton" and not kernel_has_it:
         raise ValueError(
-            f"backend: 'triton' has no {wide.dtype} with {groups} scales for {wide.shape[1]} columns; allowed: bfloat16 "
-            f"or float16, and one scale a row or groups in multiples of {GROUP_STEP}; use 'auto' for others"
+            f"backend: 'triton' has no {wide.dtype} with {groups} scales for {wide.shape[1]} columns; allowed: "
+            f"bfloat16 or float16, and one scale a row or groups in multiples of {GROUP_STEP}; use 'auto' for others"
         )
     if asked == "triton" and not wide.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"backend: 'triton' needs a CUDA device, x is on {wide.device}; use 'auto' or 'reference'")
@@ -186,7 +189,7 @@ def _bytes(codes: Tensor) -> Tensor:
 
 def _expand(codes: Tensor, scale: Tensor, zero_point: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not (codes.is_cuda or interpreted) or dtype == torch.float64 or not _has_triton():
+    if not (codes.is_cuda or interpreted) or dtype == torch.float64 or _no_triton():
         return dequantize(codes, scale, zero_point, columns, dtype)
     from quantrot.kernels.mixed import triton
 
@@ -224,9 +227,7 @@ def _mixed_gemm_fake(
 
 
 @torch.library.impl("quantrot::mixed_expand", ("CPU", "CUDA"))
-def _mixed_expand(
-    codes: Tensor, scale: Tensor, zero_point: Tensor | None, columns: int, dtype: torch.dtype
-) -> Tensor:
+def _mixed_expand(codes: Tensor, scale: Tensor, zero_point: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
     return _expand(codes, scale, zero_point, columns, dtype)
 
 

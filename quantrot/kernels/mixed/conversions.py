@@ -20,8 +20,9 @@ multiply-add does on the way:
     int8              (43bb & ff7f) - (43bb & ff80)        128 + l minus 128 (clear) or 256 (set: 4380)
 
 Every intermediate has at most eight significant bits, so nothing rounds. e4m3 codes go through the hardware's own
-conversion to float16 where there is one, and through float32 to bfloat16; without, seven bits are moved under float16's exponent and a multiplication
-by 2^8 moves the exponent's bias (exact for subnormals too), with NaN put back by hand. From there to bfloat16 is exact.
+conversion to float16 where there is one, and through float32 to bfloat16; without, seven bits are moved under
+float16's exponent and a multiplication by 2^8 moves the exponent's bias (exact for subnormals too), with NaN put back
+by hand.
 
 A zero point is an integer of the codes' range: |code - zero| <= 255 has eight significant bits, so subtracting it in
 the wide type is exact as well.
@@ -35,38 +36,35 @@ import re
 import triton
 import triton.language as tl
 
-
 _F16 = 0x64646464
 _BF16 = 0x43434343
-_RECIPES = {
-    ("uint8", "fp16"): (_F16, {"base": 0x6400}, "sub.rn.f16x2 out, t, base"),
-    ("packed", "fp16"): (_F16, {"base": 0x6480}, "sub.rn.f16x2 out, t, base"),
-    ("int8", "fp16"): (_F16, {"base": 0x6480, "sign": 0x0080}, "xor.b32 t, t, sign", "sub.rn.f16x2 out, t, base"),
+_STEPS: dict[tuple[str, str], tuple[int, dict[str, int], tuple[str, ...]]] = {
+    ("uint8", "fp16"): (_F16, {"base": 0x6400}, ("sub.rn.f16x2 out, t, base",)),
+    ("packed", "fp16"): (_F16, {"base": 0x6480}, ("sub.rn.f16x2 out, t, base",)),
+    ("int8", "fp16"): (_F16, {"base": 0x6480, "sign": 0x0080}, ("xor.b32 t, t, sign", "sub.rn.f16x2 out, t, base")),
     ("uint8", "bf16"): (
         _BF16,
         {"half": 0x3F00, "minus_half": 0xBF00, "base": 0x4300},
-        "fma.rn.relu.bf16x2 r, t, minus_half, base",
-        "neg.bf16x2 r, r",
-        "fma.rn.bf16x2 out, t, half, r",
+        ("fma.rn.relu.bf16x2 r, t, minus_half, base", "neg.bf16x2 r, r", "fma.rn.bf16x2 out, t, half, r"),
     ),
     ("packed", "bf16"): (
         _BF16,
         {"half": 0x3F00, "minus_half": 0xBF00, "base": 0x4300, "minus_base": 0xC300, "minus_one": 0xBF80},
-        "fma.rn.relu.bf16x2 r, t, minus_half, base",
-        "fma.rn.bf16x2 t, t, half, minus_base",
-        "fma.rn.bf16x2 out, r, minus_one, t",
+        (
+            "fma.rn.relu.bf16x2 r, t, minus_half, base",
+            "fma.rn.bf16x2 t, t, half, minus_base",
+            "fma.rn.bf16x2 out, r, minus_one, t",
+        ),
     ),
     ("int8", "bf16"): (
         _BF16,
         {"magnitude": 0xFF7F, "sign": 0xFF80, "minus_one": 0xBF80},
-        "and.b32 r, t, sign",
-        "and.b32 t, t, magnitude",
-        "fma.rn.bf16x2 out, r, minus_one, t",
+        ("and.b32 r, t, sign", "and.b32 t, t, magnitude", "fma.rn.bf16x2 out, r, minus_one, t"),
     ),
 }
 
 
-def _program(pairs: int, high: int, constants: dict[str, int], *steps: str) -> str:
+def _program(pairs: int, high: int, constants: dict[str, int], steps: tuple[str, ...]) -> str:
     """PTX for a register of 2 * pairs codes: t becomes two floats with the constant high byte and a code in the low
     one, then the steps turn t into out, for each pair."""
     lines = [f".reg .b32 high, r, t0, t1, {', '.join(constants)};", f"mov.b32 high, {high:#x};"]
@@ -85,7 +83,12 @@ def _hardware(pairs: int) -> str:
     lines = [".reg .b16 c0, c1, lo, hi;", ".reg .b32 t;", ".reg .f32 a, b;"]
     lines += ["mov.b16 c0, $1;"] if pairs == 1 else ["mov.b32 {c0, c1}, $2;"]
     for pair in range(pairs):
-        lines += [f"cvt.rn.f16x2.e4m3x2 t, c{pair};", "mov.b32 {lo, hi}, t;", "cvt.f32.f16 a, lo;", "cvt.f32.f16 b, hi;"]
+        lines += [
+            f"cvt.rn.f16x2.e4m3x2 t, c{pair};",
+            "mov.b32 {lo, hi}, t;",
+            "cvt.f32.f16 a, lo;",
+            "cvt.f32.f16 b, hi;",
+        ]
         lines += [f"cvt.rn.bf16x2.f32 ${pair}, b, a;"]
     return "{ " + " ".join(lines) + " }"
 
@@ -99,7 +102,7 @@ def program(kind: str, wide: str, pairs: int, arch: int) -> str:
         return _hardware(pairs) if arch >= 89 and wide == "bf16" else ""
     if arch < 80 or wide not in ("fp16", "bf16"):
         return ""
-    return _program(pairs, *_RECIPES[kind, wide])
+    return _program(pairs, *_STEPS[kind, wide])
 
 
 @triton.jit

@@ -63,7 +63,11 @@ def _decode_kernel(
     BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
     DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """GROUP: columns of K that share a scale, or 0 for the whole of K. EVEN: no step reaches past K."""
+    """GROUP: columns of K that share a scale, or 0 for the whole of K. EVEN: no step reaches past K.
+
+    A group's sum is scaled a step late: the load of its scale, too narrow for an asynchronous copy, has a step's time,
+    and the multiplications interleave with the next codes' conversion.
+    """
     WIDE: tl.constexpr = wide_ptr.dtype.element_ty
     r, c, slices = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, SLICES)
     row = tl.minimum(r, R - 1).to(tl.int64)
@@ -72,10 +76,11 @@ def _decode_kernel(
     wide = wide_ptr + c[None, :, None] * wide_stride + k[:, None, :]
     present = (c < C)[None, :, None]
     groups = K // GROUP if GROUP else 1
-    if GROUP:  # of the step to come: a scale is too narrow for an asynchronous copy, so it is loaded a step ahead
-        g = tl.minimum(slices * DEPTH // GROUP, groups - 1)
-        scale = tl.load(scale_ptr + row[None, :] * groups + g[:, None])
+    if GROUP:
+        partial = tl.zeros((SLICES, ROWS, COLUMNS), tl.float32)
+        scale = tl.zeros((SLICES, ROWS), scale_ptr.dtype.element_ty)
         if ZERO:
+            g = tl.minimum(slices * DEPTH // GROUP, groups - 1)
             zero = tl.load(zero_ptr + row[None, :] * groups + g[:, None])
     elif ZERO:
         zero = tl.load(zero_ptr + row)[None, :]
@@ -92,17 +97,21 @@ def _decode_kernel(
         if ZERO:
             w -= zero.to(WIDE)[:, :, None]
         if GROUP:
+            total += _scaled(partial, scale[:, :, None])
             partial = tl.dot(w, tl.permute(x, (0, 2, 1)))
-            current = scale
-            g = tl.minimum((start + (SLICES + slices) * DEPTH) // GROUP, groups - 1)
-            scale = tl.load(scale_ptr + row[None, :] * groups + g[:, None])
+            at = start + slices * DEPTH
+            scale = tl.load(
+                scale_ptr + row[None, :] * groups + (at // GROUP)[:, None], mask=(at < K)[:, None], other=0.0
+            )
             if ZERO:
+                g = tl.minimum((start + (SLICES + slices) * DEPTH) // GROUP, groups - 1)
                 zero = tl.load(zero_ptr + row[None, :] * groups + g[:, None])
-            total += _scaled(partial, current[:, :, None])
         else:
             total = tl.dot(w, tl.permute(x, (0, 2, 1)), total)
         codes += SLICES * DEPTH
         wide += SLICES * DEPTH
+    if GROUP:
+        total += _scaled(partial, scale[:, :, None])
     y = tl.sum(total, 0)
     if not GROUP:
         y = _scaled(y, tl.load(scale_ptr + row)[:, None])
@@ -132,14 +141,15 @@ def _prefill_kernel(
     k = tl.arange(0, DEPTH)
     begin = part * part_k
     end = tl.minimum(begin + part_k, K)
-    tl.assume(end > begin)
+    tl.assume(end > begin)  # without it, the loop's guard makes the assembler wait for every tensor core instruction
     codes = codes_ptr + row[:, None] * codes_stride + (begin + k)[None, :]
     wide = wide_ptr + column[:, None] * wide_stride + (begin + k)[None, :]
     groups = K // GROUP if GROUP else 1
     if GROUP:
         scales = scale_ptr + row * groups
         zeros = zero_ptr + row * groups
-        scale = tl.load(scales + begin // GROUP)
+        partial = tl.zeros((ROWS, COLUMNS), tl.float32)
+        scale = tl.zeros((ROWS,), scale_ptr.dtype.element_ty)
         if ZERO:
             zero = tl.load(zeros + begin // GROUP)
     elif ZERO:
@@ -155,17 +165,17 @@ def _prefill_kernel(
         if ZERO:
             w -= zero.to(WIDE)[:, None]
         if GROUP:
+            total += _scaled(partial, scale[:, None])
             partial = tl.dot(w, tl.trans(x))
-            current = scale
-            g = tl.minimum((start + DEPTH) // GROUP, groups - 1)
-            scale = tl.load(scales + g)
+            scale = tl.load(scales + start // GROUP)
             if ZERO:
-                zero = tl.load(zeros + g)
-            total += _scaled(partial, current[:, None])
+                zero = tl.load(zeros + tl.minimum((start + DEPTH) // GROUP, groups - 1))
         else:
             total = tl.dot(w, tl.trans(x), total)
         codes += DEPTH
         wide += DEPTH
+    if GROUP:
+        total += _scaled(partial, scale[:, None])
     inside = (r < R)[:, None] & (c < C)[None, :]
     out = out_ptr + r.to(tl.int64)[:, None] * out_r + c.to(tl.int64)[None, :] * out_c
     if SPLIT:
@@ -204,18 +214,19 @@ def _sum_kernel(
 @triton.jit
 def _expand_kernel(
     codes_ptr, scale_ptr, zero_ptr, out_ptr, K, codes_stride, GROUP: tl.constexpr, KIND: tl.constexpr,
-    ARCH: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr,
+    ARCH: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
+    """PIECE: columns that certainly share a scale, as many as a thread reads at once."""
     row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < K
-    u = tl.load(codes_ptr + row * codes_stride + k, mask=inside, other=0)
+    start = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK // PIECE) * PIECE
+    k = start[:, None] + tl.arange(0, PIECE)[None, :]
+    u = tl.load(codes_ptr + row * codes_stride + k, mask=k < K, other=0)
     exact = widen(u, KIND, tl.float32, "", 1, ARCH)
-    g = row * (K // GROUP) + k // GROUP
+    g = row * (K // GROUP) + start // GROUP
     if ZERO:
-        exact -= tl.load(zero_ptr + g, mask=inside, other=0).to(tl.float32)
-    y = exact * tl.load(scale_ptr + g, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * K + k, y.to(out_ptr.dtype.element_ty), mask=inside)
+        exact -= tl.load(zero_ptr + g, mask=start < K, other=0).to(tl.float32)[:, None]
+    y = exact * tl.load(scale_ptr + g, mask=start < K, other=0.0).to(tl.float32)[:, None]
+    tl.store(out_ptr + row * K + k, y.to(out_ptr.dtype.element_ty), mask=k < K)
 
 
 # --- Launches --------------------------------------------------------------------------------------------------------
@@ -238,17 +249,19 @@ def decode_plan(rows: int, columns: int, group: int) -> Decode:
 
 def prefill_plan(rows: int, columns: int, depth: int, group: int, processors: int) -> Prefill:
     """By rule: the largest tile that leaves every multiprocessor work, then a split of K."""
-    wide = 16
-    while wide < min(columns, 128):
-        wide *= 2
-    tall = 64 if rows <= 64 else 128
+    wide = min(128, max(16, triton.next_power_of_2(columns)))
+    tall, warps = (64, 4) if rows <= 64 else (128, 8)
     tiles = triton.cdiv(rows, tall) * triton.cdiv(columns, wide)
-    if not group and tall == 128 and wide == 128 and columns > 128 and tiles >= 4 * processors:
-        return Prefill(128, 256, 64, 8, 4)
+    if group:
+        step, stages = (128, 3) if group % 128 == 0 else (64, 4)
+    else:
+        step, stages = 64, 4
+        if tall == wide == 128 and tiles >= 4 * processors:
+            return Prefill(tall, 256, step, warps, stages)
     split = 1
     while tiles * split * 2 <= 2 * processors and depth // (split * 2) >= 512 and split < 8:
         split *= 2
-    return Prefill(tall, wide, 64, 8 if tall == 128 else 4, 4, split)
+    return Prefill(tall, wide, step, warps, stages, split)
 
 
 def launch_decode(
@@ -301,10 +314,12 @@ def launch_prefill(
 def expand(codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, out: Tensor) -> None:
     """out [R, K], contiguous, = (codes - zero) * scale, rounded once."""
     rows, depth = out.shape
-    block = min(4096, triton.next_power_of_2(depth))
+    group = depth // scale.shape[1]
+    block = max(16, min(4096, triton.next_power_of_2(depth)))
     _expand_kernel[(rows, triton.cdiv(depth, block))](
-        codes, scale, scale if zero is None else zero, out, depth, codes.stride(0), GROUP=depth // scale.shape[1],
-        KIND=kind, ARCH=architecture(), ZERO=zero is not None, BLOCK=block, num_warps=max(1, min(8, block // 512)),
+        codes, scale, scale if zero is None else zero, out, depth, codes.stride(0), GROUP=group, KIND=kind,
+        ARCH=architecture(), ZERO=zero is not None, BLOCK=block, PIECE=16 if group % 16 == 0 else 1,
+        num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
 
 
