@@ -470,8 +470,9 @@ import torch
 from itertools import product
 from test_mixed import operands
 from quantrot.kernels.mixed import mixed_gemm, mixed_ref
-from quantrot.kernels.mixed.triton import Decode, Prefill, multiply
 from quantrot.kernels.mixed import KINDS, _bytes
+from quantrot.kernels.mixed.plans import Prefill
+from quantrot.kernels.mixed.triton import multiply
 torch.manual_seed(0)
 
 def same(y, expected, *what):
@@ -514,7 +515,7 @@ def test_the_triton_kernels_agree_when_interpreted(interpreted):
 COMPILED = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from quantrot.kernels.mixed.triton import Decode, Prefill, decode_plan, expand, multiply, prefill_plan
+from quantrot.kernels.mixed.triton import expand, multiply
 
 def launch(m, n, k, groups, kind, dtype, narrow=True, zero=False, plan=None):
     r = n if narrow else m

@@ -41,6 +41,7 @@ from quantrot.kernels.mixed.reference import (
     quantize_int8,
     unpack_int8,
 )
+from quantrot.kernels.mixed.tuned import EXPAND_FROM
 
 __all__ = ["dequantize_int8", "has_kernels", "mixed_gemm", "mixed_ref", "pack_int8", "quantize_int8", "unpack_int8"]
 
@@ -49,9 +50,6 @@ KINDS = {torch.int8: "int8", torch.uint8: "uint8", torch.float8_e4m3fn: "e4m3", 
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BACKENDS = ("auto", "triton", "expand", "reference")
 GROUP_STEP = 64  # the kernels' groups are multiples of it
-# Rows of the wide operand from which "auto" expands. Three bytes a code at copy speed are 247 / rows of a product at
-# 700 TFLOP/s; with groups, "triton" has the sums of each to scale, which the tensor cores wait for.
-EXPAND_FROM = {"channel": 2048, "group": 512}
 
 OPERANDS = "Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? bias"
 torch.library.define("quantrot::mixed_gemm", f"({OPERANDS}, str backend) -> Tensor")
@@ -195,7 +193,8 @@ def _expand(codes: Tensor, scale: Tensor, zero_point: Tensor | None, columns: in
 
     out = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
     if out.numel():
-        triton.expand(_bytes(codes), scale, zero_point, KINDS[codes.dtype], out)
+        with torch.cuda.device_of(codes):
+            triton.expand(_bytes(codes), scale, zero_point, KINDS[codes.dtype], out)
     return out
 
 
@@ -216,7 +215,8 @@ def _mixed_gemm(
 
     wide = wide if wide.stride(-1) == 1 else wide.contiguous()
     left, right = (wide, _bytes(codes)) if narrow_weight else (_bytes(codes), wide)
-    return triton.multiply(left, right, scale, zero_point, bias, KINDS[codes.dtype], narrow_weight)
+    with torch.cuda.device_of(x):
+        return triton.multiply(left, right, scale, zero_point, bias, KINDS[codes.dtype], narrow_weight)
 
 
 @torch.library.register_fake("quantrot::mixed_gemm")

@@ -32,6 +32,7 @@ optimizations", Google Research, 2024; the bfloat16 formulas here need no detour
 """
 
 import re
+from functools import lru_cache
 
 import triton
 import triton.language as tl
@@ -93,6 +94,7 @@ def _hardware(pairs: int) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
+@lru_cache(maxsize=64)
 def program(kind: str, wide: str, pairs: int, arch: int) -> str:
     """The PTX that `widen` runs for codes of this kind on this compute capability (90 for 9.0; 0: not NVIDIA).
 

@@ -14,8 +14,7 @@ from registers: codes go from memory to shared memory as they are, from there to
 """
 
 import os
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import torch
 import triton
@@ -23,32 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quantrot.kernels.mixed.conversions import program, widen
+from quantrot.kernels.mixed.plans import Decode, Prefill, plan_for
 
-DECODE_COLUMNS = 16
 WIDE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 TILES_BESIDE = 8  # tiles of R that share a tile of C, and so its way through L2
-
-
-@dataclass(frozen=True)
-class Decode:
-    """rows a program, slices of K (one warp each), columns of K a slice takes at a time, and how many loads ahead."""
-
-    rows: int = 16
-    slices: int = 4
-    depth: int = 128
-    stages: int = 4
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """A tile is rows x columns, fed `depth` of K at a time; K is split over `split` programs."""
-
-    rows: int = 128
-    columns: int = 128
-    depth: int = 64
-    warps: int = 8
-    stages: int = 4
-    split: int = 1
 
 
 @triton.jit
@@ -232,36 +209,13 @@ def _expand_kernel(
 # --- Launches --------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1)
 def architecture() -> int:
     """The compute capability that kernels are compiled for, 90 for 9.0; 0 in the interpreter and on other makes."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return 0
     target = triton.runtime.driver.active.get_current_target()
     return int(target.arch) if target.backend == "cuda" else 0
-
-
-def decode_plan(rows: int, columns: int, group: int) -> Decode:
-    """By rule: K is shared out alike for any number of tokens, so that a token's bits depend on the weight alone; rows
-    are few enough for two programs a multiprocessor, and many enough for the tokens' trips through L2."""
-    few = 16 if columns == 1 or rows < 8192 else 32
-    return Decode(rows=few, depth=128 if group % 128 == 0 else 64, stages=4 if few * columns <= 256 else 3)
-
-
-def prefill_plan(rows: int, columns: int, depth: int, group: int, processors: int) -> Prefill:
-    """By rule: the largest tile that leaves every multiprocessor work, then a split of K."""
-    wide = min(128, max(16, triton.next_power_of_2(columns)))
-    tall, warps = (64, 4) if rows <= 64 else (128, 8)
-    tiles = triton.cdiv(rows, tall) * triton.cdiv(columns, wide)
-    if group:
-        step, stages = (128, 3) if group % 128 == 0 else (64, 4)
-    else:
-        step, stages = 64, 4
-        if tall == wide == 128 and tiles >= 4 * processors:
-            return Prefill(tall, 256, step, warps, stages)
-    split = 1
-    while tiles * split * 2 <= 2 * processors and depth // (split * 2) >= 512 and split < 8:
-        split *= 2
-    return Prefill(tall, wide, step, warps, stages, split)
 
 
 def launch_decode(
@@ -325,20 +279,18 @@ def expand(codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, out: Te
 
 def multiply(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, kind: str,
-    narrow_weight: bool, plan: Any = None,
+    narrow_weight: bool, plan: Decode | Prefill | None = None,
 ) -> Tensor:  # fmt: skip
-    """mixed_gemm for 16-bit wide operands, x [M, K], weight [N, K] (codes as bytes). plan: a `Decode` or `Prefill`."""
+    """mixed_gemm for 16-bit wide operands, x [M, K], weight [N, K] (codes as bytes), by the plan or the best known."""
     y = torch.empty(x.shape[0], weight.shape[0], dtype=(x if narrow_weight else weight).dtype, device=x.device)
     wide, codes = (x, weight) if narrow_weight else (weight, x)
     if not y.numel():
         return y
-    (columns, depth), rows = wide.shape, codes.shape[0]
-    group = 0 if scale.shape[1] == 1 else depth // scale.shape[1]
-    if plan is None and narrow_weight and columns <= DECODE_COLUMNS:
-        plan = decode_plan(rows, columns, group)
-    elif plan is None:
+    if plan is None:
+        (columns, depth), rows = wide.shape, codes.shape[0]
+        group = 0 if scale.shape[1] == 1 else depth // scale.shape[1]
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
-        plan = prefill_plan(rows, columns, depth, group, processors)
+        plan = plan_for(rows, columns, depth, group, narrow_weight, processors)
     if isinstance(plan, Decode):
         launch_decode(y, wide, codes, scale, zero, bias, kind, plan)
     else:
