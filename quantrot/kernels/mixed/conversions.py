@@ -27,8 +27,8 @@ by hand.
 A zero point is an integer of the codes' range: |code - zero| <= 255 has eight significant bits, so subtracting it in
 the wide type is exact as well.
 
-Source of the permutation and of the register-level design: Gupta et al., "Mixed-input matrix multiplication performance
-optimizations", Google Research, 2024; the bfloat16 formulas here need no detour through float32.
+Source of the permutation and of widening in registers: Manish Gupta, "Mixed-input matrix multiplication performance
+optimizations", Google Research, 2024. The bfloat16 formulas here need no detour through float32.
 """
 
 import re
