@@ -20,7 +20,8 @@ class Decode:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A tile is rows x columns, fed `depth` of K at a time; K is split over `split` programs."""
+    """A tile is rows x columns, fed `depth` of K at a time, `bulk`: by the tensor memory accelerator where the operands'
+    rows are aligned to 16 bytes; K is split over `split` programs."""
 
     rows: int = 128
     columns: int = 128
@@ -28,6 +29,7 @@ class Prefill:
     warps: int = 8
     stages: int = 4
     split: int = 1
+    bulk: bool = True
 
 
 def bucket(columns: int) -> int:

@@ -20,10 +20,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quantrot.kernels.mixed.conversions import program, widen
 from quantrot.kernels.mixed.plans import Decode, Prefill, plan_for
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 TILES_BESIDE = 8  # tiles of R that share a tile of C, and so its way through L2
 
@@ -100,10 +102,10 @@ def _decode_kernel(
 
 @triton.jit
 def _prefill_kernel(
-    codes_ptr, wide_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, R, C, K, codes_stride, wide_stride, out_r, out_c,
+    codes_tiles, wide_tiles, codes_ptr, wide_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, R, C, K, codes_stride, wide_stride, out_r, out_c,
     part_k, part_out, KIND: tl.constexpr, PROGRAM: tl.constexpr, ARCH: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, BESIDE: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, BESIDE: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """GROUP, EVEN as above. BIAS: 0, 1 along R, 2 along C. A program of `part_k` columns of K; with SPLIT, it leaves
     its float32 sum, and the scale of whole rows and the bias, to `_sum_kernel`."""
@@ -133,7 +135,10 @@ def _prefill_kernel(
         zero = tl.load(zero_ptr + row)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in tl.range(begin, end, DEPTH, num_stages=STAGES):
-        if EVEN:
+        if BULK:  # by the tensor memory accelerator, which pads with zeros
+            u = codes_tiles.load([tile_r * ROWS, start])
+            x = wide_tiles.load([tile_c * COLUMNS, start])
+        elif EVEN:
             u, x = tl.load(codes), tl.load(wide)
         else:
             inside = (start + k < end)[None, :]
@@ -149,8 +154,9 @@ def _prefill_kernel(
                 zero = tl.load(zeros + tl.minimum((start + DEPTH) // GROUP, groups - 1))
         else:
             total = tl.dot(w, tl.trans(x), total)
-        codes += DEPTH
-        wide += DEPTH
+        if not BULK:
+            codes += DEPTH
+            wide += DEPTH
     if GROUP:
         total += _scaled(partial, scale[:, None])
     inside = (r < R)[:, None] & (c < C)[None, :]
@@ -212,7 +218,7 @@ def _expand_kernel(
 @lru_cache(maxsize=1)
 def architecture() -> int:
     """The compute capability that kernels are compiled for, 90 for 9.0; 0 in the interpreter and on other makes."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if INTERPRETED:
         return 0
     target = triton.runtime.driver.active.get_current_target()
     return int(target.arch) if target.backend == "cuda" else 0
@@ -236,6 +242,15 @@ def launch_decode(
     )  # fmt: skip
 
 
+def _tileable(t: Tensor) -> bool:
+    """Whether the tensor memory accelerator can address it."""
+    return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
+
+
+def _tiles(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
+
+
 def launch_prefill(
     y: Tensor, wide: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, kind: str,
     narrow_weight: bool, plan: Prefill,
@@ -250,12 +265,14 @@ def launch_prefill(
     out_r, out_c = (1, y.shape[1]) if narrow_weight else (y.shape[1], 1)
     some_bias = 0 if bias is None or split > 1 else 1 if narrow_weight else 2
     tiles = triton.cdiv(rows, plan.rows) * triton.cdiv(columns, plan.columns)
+    bulk = plan.bulk and (arch >= 90 or INTERPRETED) and _tileable(codes) and _tileable(wide)
+    tiled = [_tiles(codes, plan.rows, plan.depth), _tiles(wide, plan.columns, plan.depth)] if bulk else [None, None]
     _prefill_kernel[(tiles, split)](
-        codes, wide, scale, scale if zero is None else zero, scale if bias is None else bias, sums, rows, columns,
+        *tiled, codes, wide, scale, scale if zero is None else zero, scale if bias is None else bias, sums, rows, columns,
         depth, codes.stride(0), wide.stride(0), out_r, out_c, part, sums.stride(0), KIND=kind,
         PROGRAM=program(kind, WIDE_NAMES[wide.dtype], 1, arch), ARCH=arch, GROUP=group, ZERO=zero is not None,
         BIAS=some_bias, EVEN=depth % plan.depth == 0, ROWS=plan.rows, COLUMNS=plan.columns, DEPTH=plan.depth,
-        STAGES=plan.stages, SPLIT=split > 1, BESIDE=TILES_BESIDE, num_warps=plan.warps,
+        STAGES=plan.stages, SPLIT=split > 1, BESIDE=TILES_BESIDE, BULK=bulk, num_warps=plan.warps,
     )  # fmt: skip
     if split > 1:
         block = 1024
