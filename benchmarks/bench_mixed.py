@@ -224,19 +224,22 @@ def candidates(m: int, n: int, k: int, group: int, first: Decode | None) -> list
             tokens = 8 if m <= 8 else 16
             shared = stages * slices * depth * (rows + 2 * tokens)
             kept = first is None or (first.slices, first.depth) == (slices, depth)
-            if kept and shared <= 200 << 10 and rows * slices <= 256:
+            spills = group and rows * tokens == 1024
+            if kept and shared <= 200 << 10 and rows * slices <= 256 and not spills:
                 found.append(Decode(rows, slices, depth, stages))
         return found
-    for (rows, columns, warps), depth, stages in product(TILES, (64, 128), (3, 4)):
+    for (rows, columns, warps), depth, stages, bulk in product(TILES, (64, 128), (3, 4), (True, False)):
         sums = rows * columns // (warps * 32) * (2 if group else 1)  # registers a thread
         if sums > 128 or not m / 4 <= columns <= 2 * m and not (m > 256 and columns >= 128):
             continue
-        if depth == 128 and (group % 128 or not group):  # without groups, the assembler then runs out of registers
+        if depth == 128 and (group % 128 or not bulk):  # copies by the threads then run out of registers
             continue
-        if stages * depth * (rows + 2 * columns) <= 200 << 10:
+        if not bulk and (columns < 128 or m < 1024):
+            continue
+        if stages * depth * (rows + 2 * columns) <= 225 << 10:
             tiles = -(-n // rows) * -(-m // columns)
             splits = [s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= 300 and k // s >= 512)]
-            found += [Prefill(rows, columns, depth, warps, stages, s) for s in splits]
+            found += [Prefill(rows, columns, depth, warps, stages, s, bulk) for s in splits]
     return found
 
 

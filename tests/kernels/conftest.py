@@ -42,6 +42,7 @@ def keep(self):
                   "wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"),
                   "loads128": len(re.findall(r"ld\\.global[.\\w:]*\\.v4", ptx)),
                   "copies128": len(re.findall(r"cp\\.async\\.c[ag]\\.shared\\.global.*0x10", ptx)),
+                  "bulk": ptx.count("cp.async.bulk.tensor"),
                   "stalls": usage.stdout.count("DEPBAR.LE gsb0, 0x0") - ptx.count("wgmma.wait_group.sync.aligned 0")})
 
 class Nothing:
@@ -76,8 +77,8 @@ def compiled_for_hopper():
     """`compiled_for_hopper(code) -> [{name, registers, local, shared, warps, wgmma, mma, loads128, ...}]`.
 
     The script launches Triton kernels on CPU tensors, or on fake ones; each is compiled for sm_90 and not run, so its
-    outputs are meaningless. `local` is the bytes a thread spills, `copies128` the asynchronous copies of 16 bytes, and
-    `stalls` the waits for all of wgmma that the assembler added to those of the program.
+    outputs are meaningless. `local` is the bytes a thread spills, `copies128` the asynchronous copies of 16 bytes,
+    `bulk` those of tiles, and `stalls` the waits for all of wgmma that the assembler added to those of the program.
     """
     pytest.importorskip("triton", reason="triton is not installed")
     return lambda code: json.loads(_run(COMPILE_ONLY + code).splitlines()[-1])

@@ -383,7 +383,8 @@ def test_the_operators_are_functional_and_registered(device, kind):
 
 
 @devices
-def test_compiled_bits_are_eager_bits(device):
+def test_compiled_bits_are_eager_bits(device, monkeypatch):
+    monkeypatch.setattr(Int8Linear, "runs_packed", lambda self, device: True)  # as on a GPU
     linear = int8_linear(64, 128, bias=True).to(device)
 
     def step(x):
@@ -439,7 +440,8 @@ X, Q, S = torch.zeros(2, 8), torch.zeros(4, 8, dtype=torch.int8), torch.ones(4)
         ((Q, Q, S), {}, "one of them int8, uint8 or float8_e4m3fn"),
         ((Q.int(), X, S), {}, "a weight also packed int32"),
         ((X, Q.long(), S), {}, "convert one"),
-        ((X, Q[None], S), {}, r"\[N, K\]; reshape"),
+        ((X, Q[None], S), {}, r"\[N, K\], K >= 1; reshape"),
+        ((X[:, :0], Q[:, :0], S), {}, "K >= 1"),
         ((X, Q[:, :6], S), {}, "check which weight this is"),
         ((X, Q.int(), S), {}, "a quarter of them"),
         ((X, Q, S[:3]), {}, r"scale: shape \[3, 1\]; allowed: \[4\] or \[4, G\]"),
@@ -515,6 +517,7 @@ def test_the_triton_kernels_agree_when_interpreted(interpreted):
 COMPILED = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from quantrot.kernels.mixed.plans import Prefill
 from quantrot.kernels.mixed.triton import expand, multiply
 
 def launch(m, n, k, groups, kind, dtype, narrow=True, zero=False, plan=None):
@@ -530,6 +533,7 @@ with FakeTensorMode():
         launch(4096, 4096, 4096, 1, kind, torch.bfloat16)
         launch(1, 4096, 4096, 1, kind, torch.bfloat16)
     launch(3456, 4096, 2048, 1, "int8", torch.bfloat16, False)
+    launch(4096, 4096, 4096, 1, "packed", torch.bfloat16, plan=Prefill(128, 256, bulk=False))
     launch(17, 4096, 4096, 1, "packed", torch.bfloat16)
     launch(64, 4096, 4096, 64, "packed", torch.bfloat16)
     launch(1024, 8192, 8192, 64, "packed", torch.float16)
@@ -549,7 +553,7 @@ def test_every_kernel_compiles_for_an_h200_without_spills(compiled_for_hopper):
         if kernel["name"] == "_decode_kernel":
             assert kernel["mma"] and kernel["copies128"], kernel
         elif kernel["name"] == "_prefill_kernel":
-            assert kernel["wgmma"] and kernel["copies128"] and kernel["stalls"] <= 0, kernel
+            assert kernel["wgmma"] and (kernel["bulk"] or kernel["copies128"]) and kernel["stalls"] <= 0, kernel
         else:
             assert kernel["loads128"], kernel
 

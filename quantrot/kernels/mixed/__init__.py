@@ -103,8 +103,10 @@ def _check(
     """(scale, zero_point) as [R, G], or ValueError."""
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
-    if x.dim() < 1 or weight.dim() != 2:
-        raise ValueError(f"x: {_shape(x)}, weight: {_shape(weight)}; allowed: [..., K] and [N, K]; reshape them")
+    if x.dim() < 1 or weight.dim() != 2 or not x.shape[-1]:
+        raise ValueError(
+            f"x: {_shape(x)}, weight: {_shape(weight)}; allowed: [..., K] and [N, K], K >= 1; reshape them"
+        )
     narrow_weight = x.dtype in WIDE
     wide, codes = (x, weight) if narrow_weight else (weight, x)
     if wide.dtype not in WIDE or codes.dtype not in KINDS or (codes.dtype == torch.int32 and not narrow_weight):

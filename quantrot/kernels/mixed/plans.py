@@ -20,8 +20,10 @@ class Decode:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A tile is rows x columns, fed `depth` of K at a time, `bulk`: by the tensor memory accelerator where the operands'
-    rows are aligned to 16 bytes; K is split over `split` programs."""
+    """A tile is rows x columns, fed `depth` of K at a time; K is split over `split` programs.
+
+    bulk: the tensor memory accelerator copies, where there is one and the operands' rows are aligned to 16 bytes.
+    """
 
     rows: int = 128
     columns: int = 128

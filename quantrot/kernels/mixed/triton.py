@@ -102,7 +102,8 @@ def _decode_kernel(
 
 @triton.jit
 def _prefill_kernel(
-    codes_tiles, wide_tiles, codes_ptr, wide_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, R, C, K, codes_stride, wide_stride, out_r, out_c,
+    codes_tiles, wide_tiles, codes_ptr, wide_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, R, C, K, codes_stride,
+    wide_stride, out_r, out_c,
     part_k, part_out, KIND: tl.constexpr, PROGRAM: tl.constexpr, ARCH: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, BESIDE: tl.constexpr, BULK: tl.constexpr,
@@ -247,10 +248,6 @@ def _tileable(t: Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
 
 
-def _tiles(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
-
-
 def launch_prefill(
     y: Tensor, wide: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, kind: str,
     narrow_weight: bool, plan: Prefill,
@@ -266,10 +263,11 @@ def launch_prefill(
     some_bias = 0 if bias is None or split > 1 else 1 if narrow_weight else 2
     tiles = triton.cdiv(rows, plan.rows) * triton.cdiv(columns, plan.columns)
     bulk = plan.bulk and (arch >= 90 or INTERPRETED) and _tileable(codes) and _tileable(wide)
-    tiled = [_tiles(codes, plan.rows, plan.depth), _tiles(wide, plan.columns, plan.depth)] if bulk else [None, None]
+    boxes = (codes, plan.rows), (wide, plan.columns)
+    tiled = [TensorDescriptor(t, list(t.shape), list(t.stride()), [n, plan.depth]) if bulk else None for t, n in boxes]
     _prefill_kernel[(tiles, split)](
-        *tiled, codes, wide, scale, scale if zero is None else zero, scale if bias is None else bias, sums, rows, columns,
-        depth, codes.stride(0), wide.stride(0), out_r, out_c, part, sums.stride(0), KIND=kind,
+        *tiled, codes, wide, scale, scale if zero is None else zero, scale if bias is None else bias, sums, rows,
+        columns, depth, codes.stride(0), wide.stride(0), out_r, out_c, part, sums.stride(0), KIND=kind,
         PROGRAM=program(kind, WIDE_NAMES[wide.dtype], 1, arch), ARCH=arch, GROUP=group, ZERO=zero is not None,
         BIAS=some_bias, EVEN=depth % plan.depth == 0, ROWS=plan.rows, COLUMNS=plan.columns, DEPTH=plan.depth,
         STAGES=plan.stages, SPLIT=split > 1, BESIDE=TILES_BESIDE, BULK=bulk, num_warps=plan.warps,
