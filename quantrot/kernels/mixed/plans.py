@@ -6,6 +6,7 @@ Sizes are the kernels' (`triton`): R rows of the narrow operand, C of the wide o
 from dataclasses import dataclass
 
 DECODE_COLUMNS = 16
+HOPPER_SHARED = 227 << 10
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,21 @@ def bucket(columns: int) -> int:
     return 1 if columns == 1 else 8 if columns <= 8 else min(4096, 1 << (columns - 1).bit_length())
 
 
-def plan_for(rows: int, columns: int, depth: int, group: int, narrow_weight: bool, processors: int) -> Decode | Prefill:
-    """The plan for R, C and K. group: columns of K that share a scale, 0: all. narrow_weight: C counts tokens."""
+def plan_for(
+    rows: int, columns: int, depth: int, group: int, narrow_weight: bool, processors: int, shared: int
+) -> Decode | Prefill:
+    """The plan for R, C and K. group: columns of K that share a scale, 0: all. narrow_weight: C counts tokens.
+
+    processors: the GPU's; shared: bytes of shared memory that a program may have.
+    """
     from quantrot.kernels.mixed.tuned import PLANS
 
-    if narrow_weight and (rows, depth, group, bucket(columns)) in PLANS:
-        return PLANS[rows, depth, group, bucket(columns)]
+    measured = PLANS.get((rows, depth, group, bucket(columns)))
+    if measured and narrow_weight and shared >= HOPPER_SHARED:
+        return measured
     if narrow_weight and columns <= DECODE_COLUMNS:
         return decode_plan(rows, columns, group)
-    return prefill_plan(rows, columns, depth, group, processors)
+    return prefill_plan(rows, columns, depth, group, processors, shared)
 
 
 def decode_plan(rows: int, columns: int, group: int) -> Decode:
@@ -57,17 +64,17 @@ def decode_plan(rows: int, columns: int, group: int) -> Decode:
     return Decode(rows=few, depth=128 if group % 128 == 0 else 64, stages=4 if few * columns <= 256 else 3)
 
 
-def prefill_plan(rows: int, columns: int, depth: int, group: int, processors: int) -> Prefill:
+def prefill_plan(
+    rows: int, columns: int, depth: int, group: int, processors: int, shared: int = HOPPER_SHARED
+) -> Prefill:
     """By rule: the largest tile that leaves every multiprocessor work, then a split of K."""
     wide = min(128, max(16, 1 << (columns - 1).bit_length()))
     tall, warps = (64, 4) if rows <= 64 else (128, 8)
     tiles = -(-rows // tall) * -(-columns // wide)
-    if group:
-        step, stages = (128, 3) if group % 128 == 0 else (64, 4)
-    else:
-        step, stages = 64, 4
-        if tall == wide == 128 and tiles >= 4 * processors:
-            return Prefill(tall, 256, step, warps, stages)
+    if not group and tall == wide == 128 and tiles >= 4 * processors and shared >= HOPPER_SHARED:
+        return Prefill(tall, 256, 64, warps, 4)
+    step = 128 if group and group % 128 == 0 and shared >= HOPPER_SHARED else 64
+    stages = max(2, min(4 if step == 64 else 3, shared // (step * (tall + 2 * wide))))
     split = 1
     while tiles * split * 2 <= 2 * processors and depth // (split * 2) >= 512 and split < 8:
         split *= 2

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quantrot.kernels.mixed.conversions import program, widen
-from quantrot.kernels.mixed.plans import Decode, Prefill, plan_for
+from quantrot.kernels.mixed.plans import HOPPER_SHARED, Decode, Prefill, plan_for
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -243,6 +243,15 @@ def launch_decode(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=16)
+def _machine(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and the shared memory that a program may have; an H200's where there is no GPU."""
+    if device.type != "cuda":
+        return 132, HOPPER_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+
+
 def _tileable(t: Tensor) -> bool:
     """Whether the tensor memory accelerator can address it."""
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
@@ -304,8 +313,7 @@ def multiply(
     if plan is None:
         (columns, depth), rows = wide.shape, codes.shape[0]
         group = 0 if scale.shape[1] == 1 else depth // scale.shape[1]
-        processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
-        plan = plan_for(rows, columns, depth, group, narrow_weight, processors)
+        plan = plan_for(rows, columns, depth, group, narrow_weight, *_machine(x.device))
     if isinstance(plan, Decode):
         launch_decode(y, wide, codes, scale, zero, bias, kind, plan)
     else:
