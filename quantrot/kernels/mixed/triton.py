@@ -249,7 +249,8 @@ def _machine(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 132, HOPPER_SHARED
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return properties.multi_processor_count, shared
 
 
 def _tileable(t: Tensor) -> bool:
