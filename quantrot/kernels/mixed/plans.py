@@ -67,8 +67,11 @@ def decode_plan(rows: int, columns: int, group: int) -> Decode:
 def prefill_plan(
     rows: int, columns: int, depth: int, group: int, processors: int, shared: int = HOPPER_SHARED
 ) -> Prefill:
-    """By rule: the largest tile that leaves every multiprocessor work, then a split of K."""
-    wide = min(128, max(16, 1 << (columns - 1).bit_length()))
+    """By rule: the largest tile that leaves every multiprocessor work, then a split of K.
+
+    With groups, tiles small enough that a multiprocessor has two programs: one scales sums while the other multiplies.
+    """
+    wide = min(64 if group else 128, max(16, 1 << (columns - 1).bit_length()))
     tall, warps = (64, 4) if rows <= 64 else (128, 8)
     tiles = -(-rows // tall) * -(-columns // wide)
     if not group and tall == wide == 128 and tiles >= 4 * processors and shared >= HOPPER_SHARED:
