@@ -106,6 +106,7 @@ def run_case(n: int, elements: int, dtype: torch.dtype, inplace: bool, copies: d
     return {
         "op": "hadamard",
         "case": {"n": n, "elements": elements, "dtype": name, "inplace": inplace},
+        "factors": hadamard_factors(n),
         "us": us,
         "floor_us": 2 * size,  # bytes; main() divides by the copy's speed
         "peers_us": peers,
@@ -360,7 +361,7 @@ def render(path: Path) -> None:
     text += "|---|---|---|---|---|---|\n"
     for n in BASES:
         row = rows[n, 1 << 25, "bfloat16", False]
-        factors = " x ".join(map(str, hadamard_factors(n)))
+        factors = " x ".join(map(str, row["factors"]))
         dense = row["peers_us"]["dense_gemm"] / row["us"]
         text += f"| {n} | {factors} | {row['us']:.1f} | {of_copy(n, 1 << 25, 'bfloat16', False)} | {dense:.0f} | "
         text += f"{row['error']:.2e} |\n"
