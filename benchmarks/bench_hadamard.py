@@ -222,6 +222,11 @@ def candidates(n: int, dtype: torch.dtype) -> list:
                     warps = min(16, tasks)
                     r = min(4, 65536 // (warps * 32 * (sums + 48)))
                     found.append(Plan("dense", warps, r, tiles=tall, part=wide, stages=1))
+    if dtype != torch.float32 and n >= 1024 and not small:
+        for columns in (64, 128, 256):
+            for rows in (1, 2, 4):
+                if n // columns % base == 0 and 32 <= n // columns <= 512 and columns * rows <= 256:
+                    found += [Plan("wgmma", 4, r, tiles=columns // 8, share=rows) for r in (2, 3, 4, 5)]
     fits = []
     for plan in found:
         shared = plan.shared_bytes(n)
