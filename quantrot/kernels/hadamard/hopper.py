@@ -21,6 +21,7 @@ DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 STREAM_HINTS = '#define LOAD ".L1::no_allocate"\n#define STREAM ".cs"\n#define KEEP "first"\n'
 CACHE_HINTS = '#define LOAD ""\n#define STREAM ""\n#define KEEP "normal"\n'
 STREAM_BYTES = 40 << 20  # input and output past this do not both fit in the 60 MB L2: mark them as passing through
+SMALL_ELEMENTS = 1 << 18  # a tensor up to this is a few microseconds: how soon the first bytes come decides
 LARGEST_POWER = 32768  # of two, in one kernel
 FILES = {
     **dict.fromkeys(("lanes", "turn", "warp", "share"), ("words.cuh", "common.cuh", "rows.cuh")),
@@ -157,11 +158,13 @@ def _device_functions(*files: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def plan_for(order: int, dtype: torch.dtype) -> Plan | None:
-    """The measured plan of this order, else one by rule, else None: it is run in passes."""
-    from quantrot.kernels.hadamard.tuned import PLANS
+def plan_for(order: int, dtype: torch.dtype, small: bool = False) -> Plan | None:
+    """The measured plan of this order (of a small tensor), else one by rule, else None: it is run in passes."""
+    from quantrot.kernels.hadamard.tuned import PLANS, SMALL_PLANS
 
     name = str(dtype).removeprefix("torch.")
+    if small and (name, order) in SMALL_PLANS:
+        return SMALL_PLANS[name, order]
     if (name, order) in PLANS:
         return PLANS[name, order]
     *bases, power = hadamard_factors(order)
@@ -372,7 +375,7 @@ def transform(
         out = (y if into is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)).view(-1, order)
     after = signs if transpose else None
     before = None if transpose or signs is None else signs.contiguous()
-    plan = plan_for(order, x.dtype)
+    plan = plan_for(order, x.dtype, x.numel() <= SMALL_ELEMENTS)
     if plan is not None and (order * x.dtype.itemsize % 16 == 0 or rows.numel() * x.dtype.itemsize % 16 == 0):
         plan = plan if into is None and 2 * x.nbytes > STREAM_BYTES else replace(plan, stream=False)
         launch(rows, out, before, scale, plan, transpose=transpose)

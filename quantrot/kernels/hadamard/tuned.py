@@ -1,6 +1,6 @@
 """The plan of each order on an NVIDIA H200; written by bench_hadamard.py --tune.
 
-The comment is the fraction of copy speed reached at 2^25 and at 2^27 elements.
+The comment is the fraction of copy speed reached at 2^25 and at 2^27 elements; of small tensors, 2^13 and 2^17.
 """
 
 from quantrot.kernels.hadamard.hopper import Plan
@@ -73,3 +73,5 @@ PLANS = {
     ("float32", 16384): Plan("lanes", 8, 3, vectors=16, share=8),  # 0.72
     ("float32", 32768): Plan("lanes", 16, 1, vectors=16, share=16),  # 0.78
 }
+
+SMALL_PLANS: dict[tuple[str, int], Plan] = {}
