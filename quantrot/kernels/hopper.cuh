@@ -64,8 +64,10 @@ __device__ __forceinline__ void barrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive_cluster(u32 mapped) {  // of in_block
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
+// The barrier of another block (an address of in_block). It orders nothing between the blocks' memories: what it hands
+// back has been read by products that were waited for. (.release.cluster is a fence of all memory, in every stage.)
+__device__ __forceinline__ void barrier_arrive_cluster(u32 mapped) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
 }
 
 __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {  // and arrive
@@ -79,20 +81,17 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
       ::"r"(bar), "r"(parity) : "memory");
 }
 
-// The same where other blocks of the cluster arrive.
-__device__ __forceinline__ void barrier_wait_cluster(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@done bra.uni leave;\nbra.uni again;\n"
-      "leave:\n}\n" ::"r"(bar), "r"(parity) : "memory");
-}
-
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
 __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 
 // Every thread of the cluster; orders shared memory between its blocks.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The same for barriers that were just made (after barrier_init_done); orders nothing else.
+__device__ __forceinline__ void cluster_start() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // Barriers 1 to 15 of a block, among `threads` of them.
@@ -271,6 +270,7 @@ struct Bf16 {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
     return r;
   }
+  __device__ __forceinline__ static float value(unsigned short bits) { return __uint_as_float((u32)bits << 16); }
 };
 
 struct Fp16 {
@@ -278,6 +278,11 @@ struct Fp16 {
     u32 r;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
     return r;
+  }
+  __device__ __forceinline__ static float value(unsigned short bits) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+    return f;
   }
 };
 
@@ -287,14 +292,19 @@ struct Fp16 {
 namespace quantrot {
 
 // A wgmma operand of rows of 128 bytes along K as the copy engine lays it down with the 128-byte swizzle: 16-byte unit u
-// of row r lies at u ^ (r % 8), eight rows are 1024 bytes. `address` is the tile's, plus 32 bytes for each product of 32
-// along K: the swizzle is of address bits, so the hardware finds the units again.
-__device__ __forceinline__ u64 operand(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+// of row r lies at u ^ (r % 8), eight rows are 1024 bytes. `address` is the tile's; `k` is the product's number along K,
+// 32 bytes each: the swizzle is of address bits, so the hardware finds the units again.
+__device__ __forceinline__ u64 operand(u32 address, int k) {
+  const u32 low = ((address & 0x3FFFF) >> 4 | 1 << 16) + k * 2, high = 1024 >> 4 | 1 << 30;
+  return (u64)high << 32 | low;
 }
 
 // Where the 128-byte swizzle puts byte `column` of row `row` of a tile of 128-byte rows.
 __device__ __forceinline__ u32 swizzled(u32 row, u32 column) { return row * 128 + (column ^ (row & 7) << 4); }
+
+struct alignas(16) Quad {
+  u32 w[4];
+};
 
 // A ring of buffers: `stage` of STAGES, and the parity of its next phase.
 template <int STAGES>

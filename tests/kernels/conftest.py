@@ -83,7 +83,7 @@ def compiled_for_hopper():
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory):
-    """`emulated(source) -> ctypes library`: CUDA C++ written on kernels/hopper.cuh, compiled for the host's emulator."""
+    """`emulated(source) -> ctypes library` of CUDA C++ on kernels/hopper.cuh, compiled for the host's emulator."""
     if not shutil.which("g++"):
         pytest.skip("the emulator of Hopper kernels needs g++")
 

@@ -68,6 +68,7 @@ inline u32 to_fp16(float f) {
   const float m = std::fabs(f);
   if (f != f) return 0x7FFF;
   if (m >= 65520.f) return sign | 0x7C00;
+  if (m == 0.f) return sign;
   int e;
   std::frexp(m, &e);  // ulp of 11 significant bits, at least 2^-24
   const int ulp = std::max(e - 11, -24);
@@ -199,7 +200,6 @@ inline void barrier_wait(u32 bar, u32 parity) {
   const emulator::Barrier& b = self().block->barrier(bar);
   emulator::wait_until("a barrier", [&] { return b.ended(parity); });
 }
-inline void barrier_wait_cluster(u32 bar, u32 parity) { barrier_wait(bar, parity); }
 
 inline void block_sync() { self().block->named[0].meet(emulator::block_size.x, "the block"); }
 inline void warp_sync() { self().block->warps[self().warp()].meeting.meet(32, "the warp"); }
@@ -207,6 +207,7 @@ inline void cluster_sync() {
   emulator::Cluster& cluster = *self().block->cluster;
   cluster.meeting.meet(emulator::block_size.x * cluster.blocks.size(), "the cluster");
 }
+inline void cluster_start() { cluster_sync(); }
 inline void named_sync(u32 id, u32 threads) { self().block->named[id].meet(threads, "a named barrier"); }
 inline void named_arrive(u32 id, u32 threads) { self().block->named[id].arrive(threads); }
 
@@ -403,9 +404,21 @@ inline void product(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
 
 struct Bf16 {
   static u32 pack(float lo, float hi) { return emulator::to_bf16(lo) | emulator::to_bf16(hi) << 16; }
+  static float value(unsigned short bits) {
+    const u32 wide = (u32)bits << 16;
+    float f;
+    memcpy(&f, &wide, 4);
+    return f;
+  }
 };
 struct Fp16 {
   static u32 pack(float lo, float hi) { return emulator::to_fp16(lo) | emulator::to_fp16(hi) << 16; }
+  static float value(unsigned short bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float m = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
+    if (exponent == 31) m = fraction ? NAN : INFINITY;
+    return bits >> 15 ? -m : m;
+  }
 };
 
 }  // namespace quantrot

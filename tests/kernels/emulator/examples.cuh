@@ -42,7 +42,7 @@ void tiles(const TensorMap* a, const TensorMap* b, const TensorMap* y, int count
       const u32 from = base + ring.stage * 10240;
       if (BUG != NO_LOAD_WAIT) barrier_wait(full + ring.stage * 8, ring.parity);
       if (BUG != NO_PRODUCT_FENCE) product_fence();
-      for (int k = 0; k < 4; k++) product(d, operand(from + k * 32), operand(from + 8192 + k * 32), k > 0);
+      for (int k = 0; k < 4; k++) product(d, operand(from, k), operand(from + 8192, k), k > 0);
       product_commit();
       if (BUG == EARLY_RELEASE && lane_number() == 0) barrier_arrive(empty + ring.stage * 8);
       if (BUG != NO_PRODUCT_WAIT) product_wait<0>();
@@ -76,7 +76,7 @@ void shared_tile(const TensorMap* b, const unsigned char* a, float* y) {
     barrier_expect(full, 2048);
     tensor_load_all(base + rank * 1024, b, 0, rank * 8, full, 0, 3);
   }
-  barrier_wait_cluster(full, 0);
+  barrier_wait(full, 0);
   const u32 row = warp_number() * 16 + lane_number() / 4;
   float d[8];
   product_fence();
@@ -84,7 +84,7 @@ void shared_tile(const TensorMap* b, const unsigned char* a, float* y) {
     u32 r[4];
     for (int i = 0; i < 4; i++)
       r[i] = *(const u32*)(a + (row + i % 2 * 8) * 128 + k * 32 + i / 2 * 16 + lane_number() % 4 * 4);
-    product(d, r, operand(base + k * 32), k > 0);
+    product(d, r, operand(base, k), k > 0);
   }
   product_commit();
   product_wait<0>();
