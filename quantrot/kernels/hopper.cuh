@@ -70,8 +70,13 @@ __device__ __forceinline__ void barrier_arrive_cluster(u32 mapped) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
 }
 
-__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {  // and arrive
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+#define QR_ONE_LANE "{.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\n@one "
+
+// `bytes` more are to come, and an arrival. This and the loads below are for a whole warp, of which one lane acts: the
+// compiler then knows that there is one, and keeps addresses in uniform registers.
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+  asm volatile(QR_ONE_LANE "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n}" ::"r"(bar), "r"(bytes)
+               : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
@@ -128,21 +133,22 @@ __device__ __forceinline__ u64 cache_policy() {
 }
 
 // The map's box at element column x, row y -> shared memory; its bytes (all of the box, zeros past the edges) count on
-// the barrier. By one thread.
+// the barrier.
 __device__ __forceinline__ void tensor_load(u32 to, const TensorMap* map, int x, int y, u32 bar, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], "
-      "[%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y), "l"(policy)
-      : "memory");
+  asm volatile(QR_ONE_LANE
+               "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+               "[%1, {%3, %4}], [%2], %5;\n}" ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y), "l"(policy)
+               : "memory");
 }
 
 // The same into every block of the cluster whose bit is set in `blocks`, at the same address and on the same barrier.
 __device__ __forceinline__ void tensor_load_all(u32 to, const TensorMap* map, int x, int y, u32 bar, u64 policy,
                                                 unsigned short blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-      "[%0], [%1, {%3, %4}], [%2], %6, %5;" ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y), "l"(policy), "h"(blocks)
-      : "memory");
+  asm volatile(QR_ONE_LANE
+               "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+               ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %6, %5;\n}" ::"r"(to), "l"(map), "r"(bar), "r"(x),
+               "r"(y), "l"(policy), "h"(blocks)
+               : "memory");
 }
 
 // Shared memory -> the map's box; nothing is written past the edges.

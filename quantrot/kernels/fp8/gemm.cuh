@@ -313,9 +313,8 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   if (warp >= GROUPS * 4) {
     if constexpr (GROUPS == 2) give_registers<40>();
     if constexpr (GROUPS == 3) give_registers<32>();
-    if (warp == GROUPS * 4 && lane_number() == 0)
+    if (warp == GROUPS * 4)
       prefill_load<Shape, STAGES, CLUSTER>(a, b, args, tiles, blocks, base, full, empty);
-    warp_sync();
   } else {
     if constexpr (GROUPS == 2) take_registers<232>();
     if constexpr (GROUPS == 3) take_registers<160>();
@@ -473,10 +472,8 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
     block_sync();
   }
   if (warp == GROUPS * 4) {
-    if (lane_number() == 0)
-      decode_load<Shape, TOKENS, STAGES, SHARE>(a, b, token, column, first, first + count, token_tiles == 1, rank, base,
-                                                full, empty);
-    warp_sync();
+    decode_load<Shape, TOKENS, STAGES, SHARE>(a, b, token, column, first, first + count, token_tiles == 1, rank, base,
+                                              full, empty);
   } else {
     const u32 b_row = args.b.row(min(column, args.n - 1));
     for (int i = threadIdx.x; i < count * TOKENS; i += 128 * GROUPS) {

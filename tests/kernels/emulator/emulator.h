@@ -80,7 +80,9 @@ inline u32 to_fp16(float f) {
 inline Block& block_of(u32& address) {
   const u32 rank = address >> 24;
   address &= 0xFFFFFF;
-  return rank ? *self().block->cluster->blocks.at(rank - 1) : *self().block;
+  Block& block = rank ? *self().block->cluster->blocks.at(rank - 1) : *self().block;
+  block.must_run();
+  return block;
 }
 
 inline void ordinary_write(u32 address, const void* from, u32 bytes) {
@@ -179,6 +181,14 @@ inline u32 shared_memory() { return emulator::SHARED_START; }
 inline u32 cluster_rank() { return self().block->rank; }
 inline u32 in_block(u32 address, u32 rank) { return address | (rank + 1) << 24; }
 
+inline void warp_sync() { self().block->warps[self().warp()].meeting.meet(32, "the warp"); }
+
+// Of a whole warp, one lane acts.
+inline bool elect_one() {
+  warp_sync();
+  return lane_number() == 0;
+}
+
 // --- Barriers --------------------------------------------------------------------------------------------------------
 
 inline void barrier_init(u32 bar, u32 arrivals) {
@@ -192,6 +202,7 @@ inline void barrier_arrive_cluster(u32 mapped) {
   block.barrier(mapped).arrive();
 }
 inline void barrier_expect(u32 bar, u32 bytes) {
+  if (!elect_one()) return;
   emulator::Barrier& b = self().block->barrier(bar);
   b.bytes += bytes;
   b.arrive();
@@ -202,7 +213,6 @@ inline void barrier_wait(u32 bar, u32 parity) {
 }
 
 inline void block_sync() { self().block->named[0].meet(emulator::block_size.x, "the block"); }
-inline void warp_sync() { self().block->warps[self().warp()].meeting.meet(32, "the warp"); }
 inline void cluster_sync() {
   emulator::Cluster& cluster = *self().block->cluster;
   cluster.meeting.meet(emulator::block_size.x * cluster.blocks.size(), "the cluster");
@@ -262,6 +272,7 @@ inline void check_map(const TensorMap& map, u32 address) {
 }
 
 inline void tensor_load_all(u32 to, const TensorMap* map, int x, int y, u32 bar, u64, unsigned short blocks) {
+  if (!elect_one()) return;
   check_map(*map, to);
   for (auto& owner : self().block->cluster->blocks) {
     emulator::Block* block = owner.get();
@@ -362,6 +373,8 @@ inline void product_wait() {
   emulator::Thread& t = self();
   warp_sync();
   const u32 before = t.group < N ? 0 : t.group - N;
+  if (emulator::pick(32) == 0)  // a late part: others run far ahead
+    for (int i = 0; i < 256; i++) emulator::yield();
   emulator::execute_before(before);
   warp_sync();
   std::set<float*> busy;

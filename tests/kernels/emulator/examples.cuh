@@ -3,8 +3,8 @@
 
 namespace quantrot {
 
-// y [64, 16] = sum over tiles of a [64, 128 tiles] b [16, 128 tiles]^T, through a ring of two stages filled by thread
-// 128, by a warpgroup; y leaves by the copy engine. BUG names what is wrong.
+// y [64, 16] = sum over tiles of a [64, 128 tiles] b [16, 128 tiles]^T, through a ring of two stages filled by a warp,
+// by a warpgroup; y leaves by the copy engine. BUG names what is wrong.
 enum Bug {
   NONE,
   NO_LOAD_WAIT,     // reads a stage before it is full
@@ -26,7 +26,7 @@ void tiles(const TensorMap* a, const TensorMap* b, const TensorMap* y, int count
     barrier_init_done();
   }
   block_sync();
-  if (threadIdx.x == 128) {
+  if (threadIdx.x >= 128) {
     Ring<2> ring;
     for (int i = 0; i < count; i++, ring.next()) {
       const u32 bar = full + ring.stage * 8, to = base + ring.stage * 10240;
@@ -35,7 +35,7 @@ void tiles(const TensorMap* a, const TensorMap* b, const TensorMap* y, int count
       tensor_load(to, a, i * 128, 0, bar, 0);
       tensor_load(to + 8192, b, i * 128, 0, bar, 0);
     }
-  } else if (threadIdx.x < 128) {
+  } else {
     float sum[8] = {}, d[8];
     Ring<2> ring;
     for (int i = 0; i < count; i++, ring.next()) {
@@ -72,7 +72,7 @@ void shared_tile(const TensorMap* b, const unsigned char* a, float* y) {
     barrier_init_done();
   }
   cluster_sync();
-  if (threadIdx.x == 0) {
+  if (warp_number() == 0) {
     barrier_expect(full, 2048);
     tensor_load_all(base + rank * 1024, b, 0, rank * 8, full, 0, 3);
   }

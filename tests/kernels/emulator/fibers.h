@@ -21,6 +21,7 @@ struct Fiber {
   ucontext_t entry;
   std::function<void()> body;
   bool started = false, done = false;
+  bool lazy = false;  // runs when no other can, mostly: what it should have done before others is missed
   bool (*ready)(void*) = nullptr;  // of what it waits for, null when it can run
   void* awaited = nullptr;
   const char* what = "";
@@ -33,7 +34,7 @@ struct Scheduler {
   std::string error;
   Fiber* current = nullptr;
   jmp_buf home;
-  unsigned delay = 16;  // an event happens before a step once in so many steps
+  unsigned delay = 16;  // an event happens before a step once in so many steps, and when no fiber can run
 };
 
 inline Scheduler scheduler;
@@ -122,14 +123,15 @@ inline void run() {
   auto& live = scheduler.live;
   while (scheduler.error.empty() && (!live.empty() || !scheduler.events.empty())) {
     if (!scheduler.events.empty() && pick(scheduler.delay) == 0) happen();
-    size_t chosen = live.size();
-    if (!live.empty()) {
-      const size_t first = pick(live.size());
-      for (size_t i = 0; i < live.size() && chosen == live.size(); i++) {
-        Fiber* f = live[(first + i) % live.size()];
-        if (!f->ready || f->ready(f->awaited)) chosen = (first + i) % live.size();
-      }
+    size_t chosen = live.size(), lazy = live.size();
+    const size_t first = live.empty() ? 0 : pick(live.size());
+    const bool fair = pick(64) == 0;
+    for (size_t i = 0; i < live.size() && chosen == live.size(); i++) {
+      const size_t at = first + i < live.size() ? first + i : first + i - live.size();
+      if (live[at]->ready && !live[at]->ready(live[at]->awaited)) continue;
+      (live[at]->lazy && !fair ? lazy : chosen) = at;
     }
+    if (chosen == live.size()) chosen = lazy;
     if (chosen < live.size()) {
       resume(live[chosen]);
       if (live[chosen]->done) {

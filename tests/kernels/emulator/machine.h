@@ -63,7 +63,7 @@ struct Cluster;
 
 struct Block {
   Cluster* cluster;
-  u32 rank, index[3];
+  u32 rank, index[3], running;
   std::vector<unsigned char> memory;
   std::vector<uint16_t> unfenced;  // a 4-byte word's last ordinary writer + 1, until that thread fences
   u32 unfenced_words = 0;
@@ -77,7 +77,11 @@ struct Block {
       fail("shared memory: address " + std::to_string(address) + " for " + std::to_string(bytes) + " bytes");
     return memory.data() + (address - SHARED_START);
   }
+  void must_run() const {
+    if (running == 0) fail("shared memory of a block that has ended");
+  }
   Barrier& barrier(u32 address) {
+    must_run();
     auto found = barriers.find(address);
     if (found == barriers.end()) fail("no barrier was made at " + std::to_string(address));
     return found->second;
@@ -134,7 +138,7 @@ inline std::string launch(Dim3 grid, u32 cluster_size, u32 threads, u32 shared, 
                           const std::function<void()>& kernel) {
   scheduler.random.seed(seed);
   scheduler.error.clear();
-  scheduler.delay = 1 << (seed % 3 * 3);  // copies that land at once, soon, late
+  scheduler.delay = 1 << (seed % 3 * 8);  // copies that land at once, late, when everything waits for them
   block_size = {threads, 1, 1}, grid_size = grid;
   std::vector<u32> order(grid.x * grid.y * grid.z / cluster_size);
   for (u32 i = 0; i < order.size(); i++) order[i] = i;
@@ -146,22 +150,25 @@ inline std::string launch(Dim3 grid, u32 cluster_size, u32 threads, u32 shared, 
       cluster.blocks.push_back(std::make_unique<Block>());
       Block& block = *cluster.blocks.back();
       const u32 flat = number * cluster_size + rank;
-      block.cluster = &cluster, block.rank = rank;
+      block.cluster = &cluster, block.rank = rank, block.running = threads;
       block.index[0] = flat % grid.x, block.index[1] = flat / grid.x % grid.y, block.index[2] = flat / grid.x / grid.y;
       block.memory.assign(shared, 0xFF);
       block.unfenced.assign(shared / 4 + 1, 0);
       block.warps.resize((threads + 31) / 32);
       block.products.resize((threads + 127) / 128);
+      bool lazy_warp = false;
       for (u32 i = 0; i < threads; i++) {
+        if (i % 32 == 0) lazy_warp = pick(8) == 0;
         all.push_back(std::make_unique<Thread>());
         Thread& thread = *all.back();
-        thread.block = &block, thread.index = i;
+        thread.block = &block, thread.index = i, thread.lazy = lazy_warp || pick(64) == 0;
         thread.body = [&kernel] {
           kernel();
           if (!self().products.empty()) fail("a thread ended before its products");
           for (auto& group : self().stores)
             if (*group) fail("a thread ended before its stores had read shared memory");
           if (!self().open.empty()) fail("a thread ended with stores that it did not commit");
+          self().block->running--;
         };
         start(&thread);
       }
