@@ -46,6 +46,12 @@ __device__ __forceinline__ u32 in_block(u32 address, u32 rank) {
   return mapped;
 }
 
+// Launched as a programmatic dependent, a kernel starts while the one before it still runs. What comes before the wait
+// must not touch global memory; the kernel after this one may start from here on. Otherwise it does nothing.
+__device__ __forceinline__ void grid_wait() {
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // --- Barriers --------------------------------------------------------------------------------------------------------
 //
 // A barrier's phase ends when as many arrivals as it was made for and all the expected bytes have come. Waiting on

@@ -310,6 +310,7 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   } else {
     block_sync();
   }
+  grid_wait();
   if (warp >= GROUPS * 4) {
     if constexpr (GROUPS == 2) give_registers<40>();
     if constexpr (GROUPS == 3) give_registers<32>();
@@ -354,6 +355,30 @@ __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap*
                       ((1 << SHARE) - 1) << (rank - share));
     } else {
       tensor_load(to + Shape::B_BYTES, a, k * 128, token, bar, keep);
+    }
+  }
+}
+
+// a_scale * b_scale of every token and block of k of this part -> shared memory [count, TOKENS]. Many loads at once: the
+// stages fill meanwhile, and should not wait.
+template <int TOKENS, int GROUPS>
+__device__ __forceinline__ void decode_scales(const GemmArgs& args, int token, int column, int first, int count,
+                                              u32 scales) {
+  constexpr int BATCH = TOKENS <= 16 ? 8 : 16, THREADS = 128 * GROUPS;
+  const float* b = args.b.data + args.b.row(min(column, args.n - 1));
+  for (int start = threadIdx.x; start < count * TOKENS; start += THREADS * BATCH) {
+    float left[BATCH], right[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const int i = start + j * THREADS, k = first + i / TOKENS, t = token + i % TOKENS;
+      const bool real = i < count * TOKENS && t < args.m;
+      left[j] = real ? __ldg(args.a.data + (args.a.row(t) + args.a.column(k))) : 0.f;
+      right[j] = real ? __ldg(b + args.b.column(k)) : 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const int i = start + j * THREADS;
+      if (i < count * TOKENS) store_shared(scales + i * 4, left[j] * right[j]);
     }
   }
 }
@@ -471,18 +496,12 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
   } else {
     block_sync();
   }
+  grid_wait();
   if (warp == GROUPS * 4) {
     decode_load<Shape, TOKENS, STAGES, SHARE>(a, b, token, column, first, first + count, token_tiles == 1, rank, base,
                                               full, empty);
   } else {
-    const u32 b_row = args.b.row(min(column, args.n - 1));
-    for (int i = threadIdx.x; i < count * TOKENS; i += 128 * GROUPS) {
-      const int k = first + i / TOKENS, t = token + i % TOKENS;
-      float scale = 0.f;
-      if (t < args.m)
-        scale = __ldg(args.a.data + (args.a.row(t) + args.a.column(k))) * __ldg(args.b.data + (b_row + args.b.column(k)));
-      store_shared(scales + i * 4, scale);
-    }
+    decode_scales<TOKENS, GROUPS>(args, token, column, first, count, scales);
     named_sync(1, 128 * GROUPS);
     float sum[TOKENS / 2];
 #pragma unroll

@@ -26,7 +26,8 @@ from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel, processor
 
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 E4M3 = torch.float8_e4m3fn
-PROCESSORS = 132  # of the device that the rules are for; the number of parts must not follow the device
+PROCESSORS = 132  # of the device that the rules are for
+FULL = 64  # tiles of 64 columns that keep the memory busy; fewer, and K is split
 WHOLE = 31  # the shift of a block that is the whole dimension
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap a, const __grid_constant__ quantrot::TensorMap b,
@@ -51,6 +52,7 @@ class Prefill:
     cluster: int = 2  # thread blocks that share the tokens of a tile
     ordered: bool = True  # warpgroups take turns to multiply
     tile_group: int = 8  # rows of tiles that run together
+    overlap: bool = False  # launched while the kernel before it ends
 
     @property
     def rows(self) -> int:
@@ -90,8 +92,7 @@ class Decode:
     stages: int = 8  # blocks of K in shared memory
     share: int = 1  # neighbouring thread blocks that read the tokens once
     resident: int = 2  # thread blocks a multiprocessor
-
-    cluster_of_parts = True
+    overlap: bool = False  # launched while the kernel before it ends
 
     @property
     def threads(self) -> int:
@@ -145,7 +146,7 @@ def entry(plan: Plan, parts: int, out: torch.dtype, bias: int, name: str = "gemm
 def parts_of(n: int, k: int) -> int:
     """Into how many parts K is split, for every number of tokens."""
     parts, tiles, blocks = 1, _ceil(n, 64), _ceil(k, 128)
-    while parts < 8 and 2 * parts * tiles <= PROCESSORS and blocks >= 8 * parts:
+    while parts < 8 and parts * tiles < FULL and blocks >= 8 * parts:
         parts *= 2
     return parts
 
@@ -171,7 +172,7 @@ def plan_for(m: int, n: int, k: int, parts: int) -> Plan:
         waves = {rows: _ceil(_ceil(m, rows) * _ceil(n, 128), PROCESSORS) * rows for rows in (128, 256)}
         if parts == 1 and waves[256] <= waves[128]:
             return Prefill()
-        if _ceil(m, 128) * _ceil(n, 128) > PROCESSORS // 2:
+        if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
             return Prefill(slabs=1, stages=6)
     plan = _decode_plan(m, n, k, parts)
     return plan if plan.stages >= 2 else Prefill(slabs=1, stages=6)
@@ -180,12 +181,9 @@ def plan_for(m: int, n: int, k: int, parts: int) -> Plan:
 # --- What can be run -------------------------------------------------------------------------------------------------
 
 
-def _shift(block: int, least: int) -> int | None:
-    """log2(block / least) of a power of two, WHOLE for 0."""
-    if block == 0:
-        return WHOLE
-    units = block // least
-    return None if units * least != block or units & (units - 1) else units.bit_length() - 1
+def _allowed(block: int, least: int) -> bool:
+    """A power of two from `least` on, or 0: the whole dimension."""
+    return block == 0 or (block >= least and block & (block - 1) == 0)
 
 
 def _grid_of(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
@@ -214,8 +212,8 @@ def unsupported(
     if max(m, n, k) >= 1 << 30:
         return f"a size of {max(m, n, k)}; allowed: below 2^30"
     for name, block, least in (("a_block", a_block, 1), ("b_block", b_block, 128)):
-        if _shift(block[0], least) is None or _shift(block[1], 128) is None:
-            return f"{name} is {block}; allowed: powers of two times ({least}, 128), or 0 for the whole dimension"
+        if not _allowed(block[0], least) or not _allowed(block[1], 128):
+            return f"{name} is {block}; allowed: powers of two from ({least}, 128) on, or 0 for the whole dimension"
     for name, x, scale, block in (("a_scale", a, a_scale, a_block), ("b_scale", b, b_scale, b_block)):
         if scale.dtype != torch.float32 or tuple(scale.shape) != _grid_of(x.shape, block):
             return f"{name} is {scale.dtype} {list(scale.shape)}; it must be float32 {list(_grid_of(x.shape, block))}"
@@ -286,16 +284,13 @@ def arguments(
     """The kernel's last parameter."""
     (m, k), n = a.shape, b.shape[0]
 
-    def scales(scale: Tensor, block: tuple[int, int], least: int) -> Scales:
-        shifts = _shift(block[0], least), _shift(block[1], 128)
-        assert None not in shifts
-        return Scales(
-            scale.data_ptr(), shifts[0] + least.bit_length() - 1 if block[0] else WHOLE, shifts[1], *scale.stride()
-        )
+    def scales(scale: Tensor, block: tuple[int, int]) -> Scales:
+        rows, columns = (WHOLE if size == 0 else size.bit_length() - 1 for size in block)
+        return Scales(scale.data_ptr(), rows, columns if columns == WHOLE else columns - 7, *scale.stride())
 
     return GemmArgs(
-        scales(a_scale, a_block, 1),
-        scales(b_scale, b_block, 128),
+        scales(a_scale, a_block),
+        scales(b_scale, b_block),
         bias.data_ptr() if bias is not None else None,
         c.data_ptr(),
         m,
@@ -384,5 +379,5 @@ def gemm(
         ctypes.memmove(getattr(values, field), value, 128)
     function = _kernel(plan, parts, out_dtype, bias.itemsize if bias is not None else 0, segment, device)
     blocks = plan.grid(m, n, processors(device) if isinstance(plan, Prefill) else parts)
-    nvrtc.launch(function, (blocks,), plan.threads, plan.shared_bytes(segment), values, device)
+    nvrtc.launch(function, (blocks,), plan.threads, plan.shared_bytes(segment), values, device, overlap=plan.overlap)
     return c
