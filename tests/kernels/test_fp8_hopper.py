@@ -14,18 +14,20 @@ from quantrot.kernels.fp8.hopper import Decode, Prefill
 gpu = pytest.mark.gpu
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
-# plan, parts, output, bytes of a bias element: every branch of the source
+# plan, parts, a scale of b a row, output, bytes of a bias element: every branch of the source
 CASES = {
-    "prefill": (Prefill(stages=3), 1, BF16, 0),
-    "prefill_alone": (Prefill(slabs=1, stages=4, cluster=1, ordered=False), 1, FP16, 2),
-    "prefill_parts": (Prefill(slabs=1, stages=2), 2, BF16, 4),
-    "prefill_sets": (Prefill(slabs=1, sets=2, stages=3), 1, BF16, 0),
-    "prefill_three": (Prefill(groups=3, slabs=1, stages=2, cluster=1), 1, BF16, 0),
-    "decode8": (Decode(8, stages=4), 1, BF16, 4),
-    "decode16_parts": (Decode(16, stages=3), 2, FP16, 0),
-    "decode32_share": (Decode(32, stages=3, share=2), 1, BF16, 2),
-    "decode64_both": (Decode(64, stages=2, share=2), 2, BF16, 4),
-    "decode64_two": (Decode(64, groups=2, stages=2, resident=1), 1, BF16, 0),
+    "prefill": (Prefill(stages=3), 1, False, BF16, 0),
+    "prefill_alone": (Prefill(slabs=1, stages=4, cluster=1, ordered=False), 1, False, FP16, 2),
+    "prefill_parts": (Prefill(slabs=1, stages=2), 2, False, BF16, 4),
+    "prefill_sets": (Prefill(slabs=1, sets=2, stages=3), 1, False, BF16, 0),
+    "prefill_channel": (Prefill(slabs=1, stages=3, cluster=1), 1, True, BF16, 4),
+    "decode_channel": (Decode(16, stages=3), 1, True, BF16, 0),
+    "prefill_three": (Prefill(groups=3, slabs=1, stages=2, cluster=1), 1, False, BF16, 0),
+    "decode8": (Decode(8, stages=4), 1, False, BF16, 4),
+    "decode16_parts": (Decode(16, stages=3), 2, False, FP16, 0),
+    "decode32_share": (Decode(32, stages=3, share=2), 1, False, BF16, 2),
+    "decode64_both": (Decode(64, stages=2, share=2), 2, False, BF16, 4),
+    "decode64_two": (Decode(64, groups=2, stages=2, resident=1), 1, False, BF16, 0),
 }
 DRIVER = """
 static std::string message;
@@ -56,9 +58,10 @@ def emulator(emulated):
     library.run.restype = ctypes.c_char_p
 
     def run(name, a, a_scale, b, b_scale, a_block=(1, 128), b_block=(128, 128), bias=None, seed=0, processors=4):
-        plan, parts, out, _ = CASES[name]
+        plan, parts, channel, out, _ = CASES[name]
         (m, k), n = a.shape, b.shape[0]
-        assert hopper.supports(a, a_scale, b, b_scale, a_block, b_block, out, bias)
+        b_block = (1, 0) if channel else b_block
+        assert hopper.unsupported(a, a_scale, b, b_scale, a_block, b_block, out, bias) is None
         c = torch.full((m, n), float("nan"), dtype=out)
         args = hopper.arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts)
         maps = (ctypes.c_ulonglong * 21)()
@@ -96,7 +99,7 @@ def exact(a, a_scale, b, b_scale, a_block=(1, 128), b_block=(128, 128), bias=Non
 
 
 def bias_of(name: str, n: int) -> torch.Tensor | None:
-    _, _, out, size = CASES[name]
+    *_, out, size = CASES[name]
     return torch.randint(-8, 9, (n,)).to(torch.float32 if size == 4 else out) if size else None
 
 
@@ -115,9 +118,10 @@ def reals(m: int, n: int, k: int):
 def test_every_kernel_is_exact_on_integers(emulator, name, m, n, k):
     m = 65 if name.startswith("decode") and m == 257 else m
     torch.manual_seed(m)
-    operands, bias = integers(m, n, k), bias_of(name, n)
+    b_block = (1, 0) if CASES[name][2] else (128, 128)
+    operands, bias = integers(m, n, k, b_block=b_block), bias_of(name, n)
     c = emulator(name, *operands, bias=bias, seed=m)
-    assert torch.equal(c.double(), exact(*operands, bias=bias).to(c.dtype).double())
+    assert torch.equal(c.double(), exact(*operands, b_block=b_block, bias=bias).to(c.dtype).double())
 
 
 @pytest.mark.parametrize("name", ["prefill", "prefill_sets", "decode16_parts", "decode64_both"])
@@ -156,6 +160,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch_and_kernel(emulator, nam
         ((1, 256), (128, 256)),
         ((1, 0), (256, 0)),
         ((0, 0), (0, 0)),
+        ((32, 528), (512, 1024)),
     ],
 )
 def test_scales_of_any_block_and_stride(emulator, name, a_block, b_block):
@@ -214,6 +219,7 @@ def test_what_it_does_not_take_is_named():
     assert "K must" in why(a=a[:, :200], b=b[:, :200])
     assert "a_block is (1, 32)" in why(a_block=(1, 32))
     assert "b_block is (64, 128)" in why(b_block=(64, 128))
+    assert why(b_scale=torch.ones(128, 1), b_block=(1, 256)) is None  # covers K: a scale a row
     assert "must be float32 [4, 2]" in why(a_scale=a_scale[:, :1])
     assert "torch.float32" in why(out=torch.float32)
     assert "bias is" in why(bias=torch.zeros(4))
@@ -232,7 +238,7 @@ def test_no_kernel_spills_or_serializes_its_products(tmp_path):
     for n, k in ((8192, 8192), (1024, 4096)):
         parts = hopper.parts_of(n, k)
         for m in (64, 257, 4096):
-            kernels[hopper.plan_for(m, n, k, parts), parts, BF16, 0] = None
+            kernels[hopper.plan_for(m, n, k, parts), parts, False, BF16, 0] = None
     entries = "".join(hopper.entry(*kernel, name=f"gemm{i}") for i, kernel in enumerate(kernels))
     (tmp_path / "gemm.cu").write_text(hopper.device_functions() + entries)
     target = ["-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v"]
@@ -280,12 +286,12 @@ def test_gpu_rows_have_the_same_bits_in_any_batch(n, k):
 @gpu
 @pytest.mark.parametrize("name", CASES)
 def test_gpu_kernels_agree_with_the_exact_product(name):
-    plan, parts, out, _ = CASES[name]
+    plan, parts, channel, out, _ = CASES[name]
+    blocks = (1, 128), (1, 0) if channel else (128, 128)
     for m in (1, 63, 65, 300):
-        operands, bias = integers(m, 520, 1040), bias_of(name, 520)
-        expected = exact(*operands, bias=bias).to(out)
+        operands, bias = integers(m, 520, 1040, *blocks), bias_of(name, 520)
+        expected = exact(*operands, *blocks, bias).to(out)
         bias = bias if bias is None else bias.cuda()
-        blocks = (1, 128), (128, 128)
         c = hopper.gemm(*on_gpu(*operands), *blocks, out, bias, plan=plan, parts=parts)
         assert torch.equal(c.cpu(), expected)
 

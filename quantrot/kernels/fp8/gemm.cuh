@@ -5,6 +5,8 @@
 //
 //   sum = fma(block, a_scale * b_scale, sum)    for the blocks in order
 //
+// With a scale of b for each of its rows, constant along k (CHANNEL), the last step is sum * b_scale instead.
+//
 // Both kernels below do exactly this for every element, whatever the shape of their tiles, so that a token's result has
 // the same bits in any batch. Where k is split between thread blocks for a few tokens, the parts are added in order,
 // and the kernel for many tokens adds the same parts (SEGMENTED).
@@ -38,12 +40,14 @@ struct GemmArgs {
 
 __device__ __forceinline__ int blocks_of(int size, int block) { return (size + block - 1) / block; }
 
-// The bias of a column: BIAS is the bytes of an element, 4 (float32), 2 (Out) or 0 (there is none).
-template <class Out, int BIAS>
-__device__ __forceinline__ float bias_at(const GemmArgs& args, int column) {
-  if constexpr (BIAS == 4) return __ldg((const float*)args.bias + column);
-  if constexpr (BIAS == 2) return Out::value(__ldg((const unsigned short*)args.bias + column));
-  return 0.f;
+// A column's sum -> its result in float32. CHANNEL: it has its own scale of b. BIAS: bytes of an element of the bias, 4
+// (float32), 2 (Out) or 0 (there is none).
+template <bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ float finished(const GemmArgs& args, float sum, int column) {
+  const float y = CHANNEL ? sum * __ldg(args.b.data + args.b.row(column)) : sum;
+  if constexpr (BIAS == 4) return y + __ldg((const float*)args.bias + column);
+  if constexpr (BIAS == 2) return y + Out::value(__ldg((const unsigned short*)args.bias + column));
+  return y;
 }
 
 // d = a tile of 64 rows times `W * 2` rows of b, over 128 of k.
@@ -117,7 +121,7 @@ __device__ __forceinline__ void release(u32 bar) {
 }
 
 // A slab of sums -> 16 bits -> shared memory -> c.
-template <class Out, int BIAS>
+template <bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& args, const float (&sum)[64], int row,
                                            int column, u32 output, u32 barrier) {
   const u32 lane = lane_number(), inside = warp_number() % 4 * 16 + lane / 4;
@@ -126,16 +130,16 @@ __device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& a
   named_sync(barrier, 128);
 #pragma unroll
   for (int j = 0; j < 16; j++) {
-    float bias[2] = {0.f, 0.f};
+    float y[4] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
     const int first = column + j * 8 + lane % 4 * 2;
-    if constexpr (BIAS > 0) {
-      if (first < args.n) bias[0] = bias_at<Out, BIAS>(args, first), bias[1] = bias_at<Out, BIAS>(args, first + 1);
+    if (first < args.n) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) y[i] = finished<CHANNEL, Out, BIAS>(args, y[i], first + i % 2);
     }
     const u32 box = output + j / 8 * 8192, byte = j % 8 * 16 + lane % 4 * 4;
 #pragma unroll
     for (int h = 0; h < 2; h++)
-      store_shared(box + swizzled(inside + 8 * h, byte),
-                   Out::pack(sum[4 * j + 2 * h] + bias[0], sum[4 * j + 2 * h + 1] + bias[1]));
+      store_shared(box + swizzled(inside + 8 * h, byte), Out::pack(y[2 * h], y[2 * h + 1]));
   }
   fence_async();
   named_sync(barrier, 128);
@@ -152,7 +156,7 @@ struct RowScales {
   float a[SLABS][2], b;
 };
 
-template <int SLABS>
+template <bool CHANNEL, int SLABS>
 __device__ __forceinline__ void load_scales(RowScales<SLABS>& s, const GemmArgs& args, const u32 (&rows)[SLABS][2],
                                             u32 column, int k) {
   const u32 along = args.a.column(k);
@@ -161,7 +165,7 @@ __device__ __forceinline__ void load_scales(RowScales<SLABS>& s, const GemmArgs&
     s.a[i][0] = __ldg(args.a.data + (rows[i][0] + along));
     s.a[i][1] = __ldg(args.a.data + (rows[i][1] + along));
   }
-  s.b = __ldg(args.b.data + (column + args.b.column(k)));
+  s.b = CHANNEL ? 1.f : __ldg(args.b.data + (column + args.b.column(k)));
 }
 
 __device__ __forceinline__ void promote(float (&sum)[64], const float (&d)[64], const float (&a)[2], float b) {
@@ -171,7 +175,7 @@ __device__ __forceinline__ void promote(float (&sum)[64], const float (&d)[64], 
 }
 
 template <class Shape, int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, bool ORDERED, bool SEGMENTED,
-          class Out, int BIAS>
+          bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmArgs& args, Tiles tiles, int blocks,
                                                  u32 base, u32 full, u32 empty, u32 output) {
   const u32 group = warp_number() / 4, rank = CLUSTER > 1 ? cluster_rank() : 0;
@@ -216,10 +220,10 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
     if constexpr (SETS == 1) {
       float d[64];
       RowScales<SLABS> scales, later;
-      load_scales(later, args, rows, b_row, 0);
+      load_scales<CHANNEL>(later, args, rows, b_row, 0);
       for (int k = 0; k < blocks; k++, ring.next()) {
         scales = later;
-        load_scales(later, args, rows, b_row, min(k + 1, blocks - 1));
+        load_scales<CHANNEL>(later, args, rows, b_row, min(k + 1, blocks - 1));
         barrier_wait(full + ring.stage * 8, ring.parity);
 #pragma unroll
         for (int slab = 0; slab < SLABS; slab++) {
@@ -236,7 +240,7 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
       RowScales<1> scales[2];
       u32 previous = 0;
       auto open = [&](float (&s)[64], RowScales<1>& its, int k) {
-        load_scales(its, args, rows, b_row, k);
+        load_scales<CHANNEL>(its, args, rows, b_row, k);
         barrier_wait(full + ring.stage * 8, ring.parity);
         begin(s, 0);
       };
@@ -282,13 +286,14 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
     }
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++)
-      store_slab<Out, BIAS>(c, args, sum[slab], row + slab * 64, column, output + group * Shape::OUTPUT, own);
+      store_slab<CHANNEL, Out, BIAS>(c, args, sum[slab], row + slab * 64, column, output + group * Shape::OUTPUT, own);
   }
   if (ORDERED && group == 0) named_sync(turn, 256);
   if (threadIdx.x % 128 == 0) tensor_store_wait<0>();
 }
 
-template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, bool ORDERED, bool SEGMENTED, class Out, int BIAS>
+template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, bool ORDERED, bool SEGMENTED, bool CHANNEL,
+          class Out, int BIAS>
 __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, const TensorMap* c,
                                         const GemmArgs& args) {
   using Shape = PrefillShape<GROUPS, SLABS, SETS, STAGES, CLUSTER>;
@@ -319,7 +324,7 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   } else {
     if constexpr (GROUPS == 2) take_registers<232>();
     if constexpr (GROUPS == 3) take_registers<160>();
-    prefill_multiply<Shape, GROUPS, SLABS, SETS, STAGES, CLUSTER, ORDERED, SEGMENTED, Out, BIAS>(
+    prefill_multiply<Shape, GROUPS, SLABS, SETS, STAGES, CLUSTER, ORDERED, SEGMENTED, CHANNEL, Out, BIAS>(
         c, args, tiles, blocks, base, full, empty, output);
   }
   if constexpr (CLUSTER > 1) cluster_sync();  // a block that ended could still be written to
@@ -361,7 +366,7 @@ __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap*
 
 // a_scale * b_scale of every token and block of k of this part -> shared memory [count, TOKENS]. Many loads at once: the
 // stages fill meanwhile, and should not wait.
-template <int TOKENS, int GROUPS>
+template <int TOKENS, int GROUPS, bool CHANNEL>
 __device__ __forceinline__ void decode_scales(const GemmArgs& args, int token, int column, int first, int count,
                                               u32 scales) {
   constexpr int BATCH = TOKENS <= 16 ? 8 : 16, THREADS = 128 * GROUPS;
@@ -373,7 +378,7 @@ __device__ __forceinline__ void decode_scales(const GemmArgs& args, int token, i
       const int i = start + j * THREADS, k = first + i / TOKENS, t = token + i % TOKENS;
       const bool real = i < count * TOKENS && t < args.m;
       left[j] = real ? __ldg(args.a.data + (args.a.row(t) + args.a.column(k))) : 0.f;
-      right[j] = real ? __ldg(b + args.b.column(k)) : 0.f;
+      right[j] = CHANNEL ? 1.f : real ? __ldg(b + args.b.column(k)) : 0.f;
     }
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
@@ -449,7 +454,7 @@ __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int co
 }
 
 // The parts of the cluster's blocks, added in the order of k -> c.
-template <class Shape, int TOKENS, int GROUPS, int SPLIT, int SHARE, class Out, int BIAS>
+template <class Shape, int TOKENS, int GROUPS, int SPLIT, int SHARE, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, int column, u32 rank, u32 parts) {
   constexpr int UNITS = Shape::COLUMNS / 8;  // of eight columns, a token
   for (int i = rank / SHARE * 128 * GROUPS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * 128 * GROUPS) {
@@ -467,14 +472,14 @@ __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, in
     }
     Quad out;
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-      out.w[j] = Out::pack(y[2 * j] + bias_at<Out, BIAS>(args, column + c + 2 * j),
-                           y[2 * j + 1] + bias_at<Out, BIAS>(args, column + c + 2 * j + 1));
+    for (int j = 0; j < 8; j++) y[j] = finished<CHANNEL, Out, BIAS>(args, y[j], column + c + j);
+#pragma unroll
+    for (int j = 0; j < 4; j++) out.w[j] = Out::pack(y[2 * j], y[2 * j + 1]);
     *(Quad*)((unsigned short*)args.c + (i64)(token + t) * args.n + column + c) = out;
   }
 }
 
-template <int TOKENS, int GROUPS, int STAGES, int SPLIT, int SHARE, class Out, int BIAS>
+template <int TOKENS, int GROUPS, int STAGES, int SPLIT, int SHARE, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
   using Shape = DecodeShape<TOKENS, GROUPS, STAGES, SPLIT, SHARE>;
   const u32 base = shared_memory(), full = base + STAGES * Shape::STAGE, empty = full + STAGES * 8;
@@ -501,7 +506,7 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
     decode_load<Shape, TOKENS, STAGES, SHARE>(a, b, token, column, first, first + count, token_tiles == 1, rank, base,
                                               full, empty);
   } else {
-    decode_scales<TOKENS, GROUPS>(args, token, column, first, count, scales);
+    decode_scales<TOKENS, GROUPS, CHANNEL>(args, token, column, first, count, scales);
     named_sync(1, 128 * GROUPS);
     float sum[TOKENS / 2];
 #pragma unroll
@@ -516,7 +521,7 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
   }
   if constexpr (Shape::CLUSTER > 1) cluster_sync();
   if (warp < GROUPS * 4)
-    decode_store<Shape, TOKENS, GROUPS, SPLIT, SHARE, Out, BIAS>(args, token, column, rank, base);
+    decode_store<Shape, TOKENS, GROUPS, SPLIT, SHARE, CHANNEL, Out, BIAS>(args, token, column, rank, base);
   if constexpr (SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 

@@ -4,9 +4,10 @@
     unsupported  why these operands are not for it, or None; `supports` is the same as a bool
 
 Order of operations, the same for every tile shape: 128 products are added by the tensor cores, that sum times
-(a_scale * b_scale) is added to a float32 sum in the order of K, the bias is added, the result is rounded once. K is one
-chain, or as many parts as `parts_of(N, K)` says, each a chain, added in order; never a matter of M, so a row has the
-same bits alone and in any batch.
+(a_scale * b_scale) is added to a float32 sum in the order of K, the bias is added, the result is rounded once. With a
+b_scale a row, block (1, 0), that sum times a_scale is added, and the whole is multiplied by b_scale before the bias. K
+is one chain, or as many parts as `parts_of(N, K)` says, each a chain, added in order; never a matter of M, so a row has
+the same bits alone and in any batch.
 
 Layouts: K contiguous, rows (and the data) aligned to 16 bytes: K a multiple of 16, N of 8. Scales in any strides; an
 a_scale [M, K / 128] is read fastest with its rows adjacent (stride (1, M): a [K / 128, M] tensor, transposed).
@@ -67,8 +68,8 @@ class Prefill:
     def shared_bytes(self, segment: int) -> int:
         return self.stages * ((self.rows + 128) * 128 + 16) + self.groups * (16 << 10)
 
-    def call(self, parts: int, out: torch.dtype, bias: int) -> str:
-        flags = f"{str(self.ordered).lower()}, {str(parts > 1).lower()}"
+    def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
+        flags = ", ".join(str(flag).lower() for flag in (self.ordered, parts > 1, channel))
         return (
             f"prefill<{self.groups}, {self.slabs}, {self.sets}, {self.stages}, {self.cluster}, {flags}, "
             f"quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
@@ -104,10 +105,10 @@ class Decode:
     def shared_bytes(self, segment: int) -> int:
         return self.stages * (self.stage_bytes() + 16) + segment * self.tokens * 4
 
-    def call(self, parts: int, out: torch.dtype, bias: int) -> str:
+    def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
         return (
-            f"decode<{self.tokens}, {self.groups}, {self.stages}, {parts}, {self.share}, quantrot::{OUT[out]}, {bias}>"
-            "(&a, &b, args)"
+            f"decode<{self.tokens}, {self.groups}, {self.stages}, {parts}, {self.share}, {str(channel).lower()}, "
+            f"quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
         )
 
     def grid(self, m: int, n: int, parts: int) -> int:
@@ -128,15 +129,15 @@ def device_functions() -> str:
     return (here.parent / "hopper.cuh").read_text() + (here / "gemm.cuh").read_text()
 
 
-def entry(plan: Plan, parts: int, out: torch.dtype, bias: int, name: str = "gemm") -> str:
-    """C++ of the kernel `name`; bias is the bytes of an element of it, 0 for none."""
+def entry(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, name: str = "gemm") -> str:
+    """C++ of the kernel `name`. channel: b has a scale a row; bias: the bytes of an element of it, 0 for none."""
     cluster = plan.cluster if isinstance(plan, Prefill) else plan.share * parts
     return ENTRY.format(
         cluster=f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else "",
         threads=plan.threads,
         resident=plan.resident,
         name=name,
-        call=plan.call(parts, out, bias),
+        call=plan.call(parts, channel, out, bias),
     )
 
 
@@ -180,6 +181,17 @@ def plan_for(m: int, n: int, k: int, parts: int) -> Plan:
 
 # --- What can be run -------------------------------------------------------------------------------------------------
 
+NEEDS = (
+    "an NVIDIA GPU of capability 9.0 and cuda.core; powers of two from (1, 128) on for a, from (128, 128) on for b, or 0 "
+    "for the whole dimension, or (1, 0) for b; K a multiple of 16, N of 8; a bfloat16 or float16 result"
+)
+
+
+def _whole(block: tuple[int, int], shape: torch.Size) -> tuple[int, int]:
+    """The block with 0 for a dimension that it covers."""
+    rows, columns = (0 if b >= size else b for b, size in zip(block, shape, strict=True))
+    return rows, columns
+
 
 def _allowed(block: int, least: int) -> bool:
     """A power of two from `least` on, or 0: the whole dimension."""
@@ -199,7 +211,7 @@ def unsupported(
     a_block: tuple[int, int],
     b_block: tuple[int, int],
     out_dtype: torch.dtype,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
 ) -> str | None:
     """Why `gemm` does not take these operands (whatever the device), or None."""
     (m, k), n = a.shape, b.shape[0]
@@ -211,14 +223,16 @@ def unsupported(
         return f"a is [{m}, {k}], b is {list(b.shape)}; K must be a multiple of 16, N of 8"
     if max(m, n, k) >= 1 << 30:
         return f"a size of {max(m, n, k)}; allowed: below 2^30"
-    for name, block, least in (("a_block", a_block, 1), ("b_block", b_block, 128)):
-        if not _allowed(block[0], least) or not _allowed(block[1], 128):
-            return f"{name} is {block}; allowed: powers of two from ({least}, 128) on, or 0 for the whole dimension"
-    for name, x, scale, block in (("a_scale", a, a_scale, a_block), ("b_scale", b, b_scale, b_block)):
-        if scale.dtype != torch.float32 or tuple(scale.shape) != _grid_of(x.shape, block):
-            return f"{name} is {scale.dtype} {list(scale.shape)}; it must be float32 {list(_grid_of(x.shape, block))}"
+    for name, x, scale, block in (("a", a, a_scale, a_block), ("b", b, b_scale, b_block)):
+        rows, columns = _whole(block, x.shape)
+        by_row = name == "a" or (rows, columns) == (1, 0)
+        if not _allowed(rows, 1 if by_row else 128) or not _allowed(columns, 128):
+            return f"{name}_block is {block}; allowed: {NEEDS.split('; ')[1]}"
+        grid = _grid_of(x.shape, block)
+        if scale.dtype != torch.float32 or tuple(scale.shape) != grid:
+            return f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(grid)}"
         if sum((size - 1) * stride for size, stride in zip(scale.shape, scale.stride(), strict=True)) >= 1 << 32:
-            return f"{name} spans 2^32 elements or more"
+            return f"{name}_scale spans 2^32 elements or more"
     if bias is not None and (bias.shape != (n,) or bias.dtype not in (torch.float32, out_dtype)):
         return f"bias is {bias.dtype} {list(bias.shape)}; it must be [{n}], float32 or {out_dtype}"
     return None
@@ -234,8 +248,9 @@ def supports(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> bool:
-    """Whether `gemm` takes these operands on a device that `nvrtc.available` names."""
-    return unsupported(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias) is None
+    """Whether `gemm` takes this product: operands, device and installation."""
+    on_device = a.device.type == "cuda" and nvrtc.available(a.device)
+    return on_device and unsupported(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias) is None
 
 
 # --- Launch ----------------------------------------------------------------------------------------------------------
@@ -284,13 +299,13 @@ def arguments(
     """The kernel's last parameter."""
     (m, k), n = a.shape, b.shape[0]
 
-    def scales(scale: Tensor, block: tuple[int, int]) -> Scales:
-        rows, columns = (WHOLE if size == 0 else size.bit_length() - 1 for size in block)
+    def scales(x: Tensor, scale: Tensor, block: tuple[int, int]) -> Scales:
+        rows, columns = (WHOLE if size == 0 else size.bit_length() - 1 for size in _whole(block, x.shape))
         return Scales(scale.data_ptr(), rows, columns if columns == WHOLE else columns - 7, *scale.stride())
 
     return GemmArgs(
-        scales(a_scale, a_block),
-        scales(b_scale, b_block),
+        scales(a, a_scale, a_block),
+        scales(b, b_scale, b_block),
         bias.data_ptr() if bias is not None else None,
         c.data_ptr(),
         m,
@@ -299,6 +314,11 @@ def arguments(
         segment_of(k, parts),
         plan.tile_group if isinstance(plan, Prefill) else 0,
     )
+
+
+def is_channel(b: Tensor, block: tuple[int, int]) -> bool:
+    """Whether b has a scale for each row, constant along K."""
+    return block[0] == 1 and _whole(block, b.shape) == (1, 0)
 
 
 @lru_cache(maxsize=4096)
@@ -330,9 +350,9 @@ def _tensor_map(data: int, rows: int, columns: int, pitch: int, box: tuple[int, 
 
 
 @lru_cache(maxsize=1024)
-def _kernel(plan: Plan, parts: int, out: torch.dtype, bias: int, segment: int, device: int) -> Any:
+def _kernel(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, segment: int, device: int) -> Any:
     """The function, ready to launch on this device."""
-    source = device_functions() + entry(plan, parts, out, bias)
+    source = device_functions() + entry(plan, parts, channel, out, bias)
     return load_kernel(source, "gemm", plan.shared_bytes(segment), device)
 
 
@@ -369,7 +389,7 @@ def gemm(
     a, b, bias = _aligned(a), _aligned(b), bias.contiguous() if bias is not None else None
     parts = parts or parts_of(n, k)
     plan = plan or plan_for(m, n, k, parts)
-    device, segment = a.get_device(), segment_of(k, parts)
+    device, segment, channel = a.get_device(), segment_of(k, parts), is_channel(b, b_block)
     maps = [
         _tensor_map(x.data_ptr(), *x.shape, x.stride(0) * x.itemsize, box, x.dtype)
         for x, box in zip((a, b, c), plan.boxes(), strict=False)
@@ -377,7 +397,7 @@ def gemm(
     values = _Arguments(args=arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts))
     for field, value in zip("abc", maps, strict=False):
         ctypes.memmove(getattr(values, field), value, 128)
-    function = _kernel(plan, parts, out_dtype, bias.itemsize if bias is not None else 0, segment, device)
+    function = _kernel(plan, parts, channel, out_dtype, bias.itemsize if bias is not None else 0, segment, device)
     blocks = plan.grid(m, n, processors(device) if isinstance(plan, Prefill) else parts)
     nvrtc.launch(function, (blocks,), plan.threads, plan.shared_bytes(segment), values, device, overlap=plan.overlap)
     return c
