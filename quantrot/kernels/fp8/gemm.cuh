@@ -88,7 +88,7 @@ struct Tiles {
 template <class Shape, int STAGES, int CLUSTER>
 __device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap* b, const GemmArgs& args, Tiles tiles,
                                              int blocks, u32 base, u32 full, u32 empty) {
-  const u64 keep = cache_policy<LAST>();
+  const u64 policy = cache_policy<NORMAL>();
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
   Ring<STAGES> ring;
   for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
@@ -100,12 +100,12 @@ __device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap
       barrier_expect(bar, Shape::STAGE);
       if constexpr (CLUSTER > 1) {
         constexpr int PART = Shape::ROWS / CLUSTER;
-        tensor_load_all(to + rank * PART * 128, a, k * 128, row * Shape::ROWS + rank * PART, bar, keep,
+        tensor_load_all(to + rank * PART * 128, a, k * 128, row * Shape::ROWS + rank * PART, bar, policy,
                         (1 << CLUSTER) - 1);
       } else {
-        tensor_load(to, a, k * 128, row * Shape::ROWS, bar, keep);
+        tensor_load(to, a, k * 128, row * Shape::ROWS, bar, policy);
       }
-      tensor_load(to + Shape::A_BYTES, b, k * 128, (column * CLUSTER + rank) * Shape::COLUMNS, bar, keep);
+      tensor_load(to + Shape::A_BYTES, b, k * 128, (column * CLUSTER + rank) * Shape::COLUMNS, bar, policy);
     }
   }
 }

@@ -182,8 +182,8 @@ def plan_for(m: int, n: int, k: int, parts: int) -> Plan:
 # --- What can be run -------------------------------------------------------------------------------------------------
 
 NEEDS = (
-    "an NVIDIA GPU of capability 9.0 and cuda.core; powers of two from (1, 128) on for a, from (128, 128) on for b, or 0 "
-    "for the whole dimension, or (1, 0) for b; K a multiple of 16, N of 8; a bfloat16 or float16 result"
+    "an NVIDIA GPU of capability 9.0 and cuda.core; powers of two from (1, 128) on for a, from (128, 128) on for b, 0 "
+    "for a whole dimension, or (1, 0) for b; K a multiple of 16, N of 8; a bfloat16 or float16 result"
 )
 
 
@@ -323,30 +323,28 @@ def is_channel(b: Tensor, block: tuple[int, int]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _tensor_map(data: int, rows: int, columns: int, pitch: int, box: tuple[int, int], dtype: torch.dtype) -> bytes:
-    """The driver's description of a matrix for the copy engine, 128-byte swizzle, zeros past the edges."""
-    from cuda.bindings import driver as d
-
-    kind = {
-        torch.float8_e4m3fn: d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        torch.bfloat16: d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        torch.float16: d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    }[dtype]
-    tensor_map = nvrtc.checked(
-        d.cuTensorMapEncodeTiled(
-            kind,
-            2,
-            data,
-            [d.cuuint64_t(columns), d.cuuint64_t(rows)],
-            [d.cuuint64_t(pitch)],
-            [d.cuuint32_t(box[1]), d.cuuint32_t(box[0])],
-            [d.cuuint32_t(1), d.cuuint32_t(1)],
-            d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
+    """The driver's description of a matrix for the copy engine: boxes in 128-byte swizzle, zeros past the edges."""
+    kind = {E4M3: 0, torch.float16: 6, torch.bfloat16: 9}[dtype]  # CUtensorMapDataType; bytes for e4m3
+    no_interleave, swizzle_128, promote_256, fill_zeros = 0, 3, 3, 0
+    room = ctypes.create_string_buffer(128 + 64)
+    start = -ctypes.addressof(room) % 64  # the driver wants it aligned, which cuda.bindings' object is not
+    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.byref(room, start),
+        kind,
+        2,
+        ctypes.c_void_p(data),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(pitch),
+        (ctypes.c_uint32 * 2)(box[1], box[0]),
+        (ctypes.c_uint32 * 2)(1, 1),
+        no_interleave,
+        swizzle_128,
+        promote_256,
+        fill_zeros,
     )
-    return ctypes.string_at(tensor_map.getPtr(), 128)
+    if error:
+        raise RuntimeError(f"CUDA driver: error {error} for a tensor map of [{rows}, {columns}], pitch {pitch}")
+    return room.raw[start : start + 128]
 
 
 @lru_cache(maxsize=1024)
