@@ -21,12 +21,12 @@ CASES = {
     "prefill_parts": (Prefill(slabs=1, stages=2), 2, False, BF16, 4),
     "prefill_sets": (Prefill(slabs=1, sets=2, stages=3), 1, False, BF16, 0),
     "prefill_channel": (Prefill(slabs=1, stages=3, cluster=1), 1, True, BF16, 4),
-    "decode_channel": (Decode(16, stages=3), 1, True, BF16, 0),
+    "decode_channel": (Decode(16, stages=6, early=True), 1, True, BF16, 0),
     "prefill_three": (Prefill(groups=3, slabs=1, stages=2, cluster=1), 1, False, BF16, 0),
     "decode8": (Decode(8, stages=4), 1, False, BF16, 4),
     "decode16_parts": (Decode(16, stages=3), 2, False, FP16, 0),
     "decode32_share": (Decode(32, stages=3, share=2), 1, False, BF16, 2),
-    "decode64_both": (Decode(64, stages=2, share=2), 2, False, BF16, 4),
+    "decode64_both": (Decode(64, stages=2, share=2, early=True), 2, False, BF16, 4),
     "decode64_two": (Decode(64, groups=2, stages=2, resident=1), 1, False, BF16, 0),
 }
 DRIVER = """
@@ -306,13 +306,14 @@ def test_gpu_a_hundred_runs_give_the_same_bits(m):
 
 
 @gpu
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"overlap": True}, {"overlap": True, "early": True}], ids=str)
 @pytest.mark.parametrize("m", [1, 64, 512])
-def test_gpu_in_a_graph_and_overlapped_with_what_makes_its_operands(m, overlap):
+def test_gpu_in_a_graph_and_overlapped_with_what_makes_its_operands(m, changes):
     a, a_scale, b, b_scale = on_gpu(*reals(m, 4096, 4096))
     expected = hopper.gemm(a, a_scale, b, b_scale, (1, 128), (128, 128), BF16)
     parts = hopper.parts_of(4096, 4096)
-    plan = replace(hopper.plan_for(m, 4096, 4096, parts), overlap=overlap)
+    plan = hopper.plan_for(m, 4096, 4096, parts)
+    plan = replace(plan, **{name: on for name, on in changes.items() if hasattr(plan, name)})
     staged, graph = torch.empty_like(a), torch.cuda.CUDAGraph()
 
     def chain():

@@ -343,24 +343,38 @@ struct DecodeShape {
   static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE, "the parts take the stages' place");
 };
 
-template <class Shape, int TOKENS, int STAGES, int SHARE>
+// EARLY: the first weights are asked for while the kernel before this one may still run.
+template <class Shape, int TOKENS, int STAGES, int SHARE, bool EARLY>
 __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap* b, int token, int column, int first,
-                                            int last, bool once, u32 rank, u32 base, u32 full, u32 empty) {
+                                            int count, bool once, u32 rank, u32 base, u32 full, u32 empty) {
   const u64 keep = cache_policy<LAST>(), stream = once ? cache_policy<FIRST>() : cache_policy<NORMAL>();
   const u32 share = rank % SHARE;
-  Ring<STAGES> ring;
-  for (int k = first; k < last; k++, ring.next()) {
-    const u32 to = base + ring.stage * Shape::STAGE, bar = full + ring.stage * 8;
-    barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-    barrier_expect(bar, Shape::STAGE);
-    tensor_load(to, b, k * 128, column, bar, stream);
+  auto weights = [&](int k, u32 stage) {
+    barrier_expect(full + stage * 8, Shape::STAGE);
+    tensor_load(base + stage * Shape::STAGE, b, (first + k) * 128, column, full + stage * 8, stream);
+  };
+  auto tokens = [&](int k, u32 stage) {
+    const u32 to = base + stage * Shape::STAGE + Shape::B_BYTES, bar = full + stage * 8;
     if constexpr (SHARE > 1) {
       constexpr int PART = TOKENS / SHARE;
-      tensor_load_all(to + Shape::B_BYTES + share * PART * 128, a, k * 128, token + share * PART, bar, keep,
+      tensor_load_all(to + share * PART * 128, a, (first + k) * 128, token + share * PART, bar, keep,
                       ((1 << SHARE) - 1) << (rank - share));
     } else {
-      tensor_load(to + Shape::B_BYTES, a, k * 128, token, bar, keep);
+      tensor_load(to, a, (first + k) * 128, token, bar, keep);
     }
+  };
+  const int ahead = EARLY ? min(count, STAGES) : 0;
+  if constexpr (EARLY) {
+    for (int k = 0; k < ahead; k++) weights(k, k);
+    grid_wait();
+    for (int k = 0; k < ahead; k++) tokens(k, k);
+  }
+  Ring<STAGES> ring;
+  if (ahead == STAGES) ring.parity = 1;
+  for (int k = ahead; k < count; k++, ring.next()) {
+    barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+    weights(k, ring.stage);
+    tokens(k, ring.stage);
   }
 }
 
@@ -479,7 +493,7 @@ __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, in
   }
 }
 
-template <int TOKENS, int GROUPS, int STAGES, int SPLIT, int SHARE, bool CHANNEL, class Out, int BIAS>
+template <int TOKENS, int GROUPS, int STAGES, int SPLIT, int SHARE, bool EARLY, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
   using Shape = DecodeShape<TOKENS, GROUPS, STAGES, SPLIT, SHARE>;
   const u32 base = shared_memory(), full = base + STAGES * Shape::STAGE, empty = full + STAGES * 8;
@@ -501,11 +515,12 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
   } else {
     block_sync();
   }
-  grid_wait();
+  if constexpr (!EARLY) grid_wait();
   if (warp == GROUPS * 4) {
-    decode_load<Shape, TOKENS, STAGES, SHARE>(a, b, token, column, first, first + count, token_tiles == 1, rank, base,
-                                              full, empty);
+    decode_load<Shape, TOKENS, STAGES, SHARE, EARLY>(a, b, token, column, first, count, token_tiles == 1, rank, base,
+                                                     full, empty);
   } else {
+    if constexpr (EARLY) grid_wait();
     decode_scales<TOKENS, GROUPS, CHANNEL>(args, token, column, first, count, scales);
     named_sync(1, 128 * GROUPS);
     float sum[TOKENS / 2];

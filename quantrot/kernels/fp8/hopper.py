@@ -94,6 +94,7 @@ class Decode:
     share: int = 1  # neighbouring thread blocks that read the tokens once
     resident: int = 2  # thread blocks a multiprocessor
     overlap: bool = False  # launched while the kernel before it ends
+    early: bool = False  # and reads b before that end: only where that kernel does not write b
 
     @property
     def threads(self) -> int:
@@ -107,8 +108,8 @@ class Decode:
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
         return (
-            f"decode<{self.tokens}, {self.groups}, {self.stages}, {parts}, {self.share}, {str(channel).lower()}, "
-            f"quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
+            f"decode<{self.tokens}, {self.groups}, {self.stages}, {parts}, {self.share}, {str(self.early).lower()}, "
+            f"{str(channel).lower()}, quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
         )
 
     def grid(self, m: int, n: int, parts: int) -> int:
