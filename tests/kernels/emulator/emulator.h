@@ -3,7 +3,12 @@
 // its issue and the wait for it, and until then its registers hold NaN. So a missing wait, a buffer handed back too
 // soon, a missing fence or a wrong parity shows as a wrong result, a message or a deadlock, for some seed.
 //
-// Not modelled: instruction order within a thread, ordinary races between threads, the hardware's 14-bit sums.
+// Use: compile a kernel that keeps to hopper.cuh with -DQUANTROT_EMULATED (the fixture `emulated`), make TensorMaps of
+// pointers and sizes, call emulator::launch(grid, cluster, threads, shared bytes, seed, [&] { kernel(...); }); it
+// returns what went wrong, or "". Try several seeds: they differ in order, in delays and in who lags behind.
+//
+// Not modelled: instruction order within a thread, and the hardware's 14-bit sums. Ordinary races between threads show
+// only through the order that a seed gives.
 #pragma once
 
 #include <algorithm>
@@ -95,13 +100,12 @@ inline void ordinary_write(u32 address, const void* from, u32 bytes) {
   }
 }
 
-// The address of byte k of row `row` of an operand, K-major, in each of the four layouts.
+// The address of byte k of row `row` of an operand: K-major, 128-byte swizzle, the one layout that is used.
 inline u32 operand_at(u64 descriptor, u32 row, u32 k) {
-  const u32 start = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4;
-  const u32 stride = (descriptor >> 32 & 0x3FFF) << 4, mode = descriptor >> 62;
-  if (mode == 0) return start + row / 8 * stride + row % 8 * 16 + k / 16 * leading + k % 16;
-  const u32 address = start + row / 8 * stride + row % 8 * (256 >> mode) + k;
-  return address ^ (address >> 7 & ((8 >> (mode - 1)) - 1)) << 4;
+  const u32 start = (descriptor & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
+  if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) fail("an operand that is not in the 128-byte swizzle");
+  const u32 address = start + row / 8 * stride + row % 8 * 128 + k;
+  return address ^ (address >> 7 & 7) << 4;
 }
 
 inline void read_operand(Block& block, u64 descriptor, u32 row, float (&out)[32]) {
