@@ -86,6 +86,13 @@ def measure(model: Any, expected: list[torch.Tensor], ids: torch.Tensor) -> dict
     }
 
 
+def command(options: argparse.Namespace) -> str:
+    """What to run, without this machine's paths."""
+    paths = {options.model: "DIR" if Path(options.model).exists() else options.model, str(options.text): "FILE"}
+    words = [w for w in sys.argv[1:] if w not in ("--out", str(options.out))]
+    return " ".join(["python benchmarks/bench_fp8_accuracy.py", *(paths.get(w, w) for w in words)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -121,7 +128,7 @@ def main() -> None:
         "seq_len": options.seq_len,
         "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu",
         "torch": torch.__version__,
-        "command": "python benchmarks/bench_fp8_accuracy.py " + " ".join(sys.argv[1:]),
+        "command": command(options),
         "rows": rows,
     }
     options.out.mkdir(parents=True, exist_ok=True)

@@ -86,8 +86,12 @@ def quotient(x, scale, RULE: tl.constexpr):
 
 @triton.jit
 def codes(x, scale, RULE: tl.constexpr, NATIVE: tl.constexpr):
-    """x / scale as e4m3, float32 x and the scale broadcast to it; NaN where the scale is not finite."""
-    value = quotient(x, scale, RULE)
+    """x / scale as e4m3, x of any dtype and the scale broadcast to it; NaN where the scale is not finite."""
+    if x.dtype == tl.bfloat16:  # by its bits: the interpreter's conversion loses subnormals
+        wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    value = quotient(wide, scale, RULE)
     if NATIVE:
         code = value.to(tl.float8e4nv)
     else:
@@ -127,13 +131,13 @@ def _rows_kernel(
     if PARTIALS:
         largest = tl.max(tl.load(partial_ptr + tl.arange(0, PARTIALS)), 0)
         scale = scale_of(magnitude(largest, x.dtype), RULE)
-        q = codes(x.to(tl.float32), scale, RULE, NATIVE)
+        q = codes(x, scale, RULE, NATIVE)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
     else:
         groups = tl.reshape(x, (ROWS, GROUPS, GROUP))
         scale = scale_of(magnitude(tl.max(magnitude_bits(groups), 2), x.dtype), RULE)
-        q = tl.reshape(codes(groups.to(tl.float32), scale[:, :, None], RULE, NATIVE), (ROWS, GROUPS * GROUP))
+        q = tl.reshape(codes(groups, scale[:, :, None], RULE, NATIVE), (ROWS, GROUPS * GROUP))
         group = tl.program_id(0) % across * GROUPS + tl.arange(0, GROUPS)[None, :]
         inside = (row < rows) & (group * GROUP < columns)
         tl.store(scale_ptr + row * scale_row + group * scale_column, scale, mask=inside)
@@ -159,7 +163,7 @@ def _block_kernel(
         x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
         scale = scale_of(magnitude(tl.max(magnitude_bits(x)), x.dtype), RULE)
         tl.store(scale_at, scale)
-        tl.store(q_ptr + row * columns + column, codes(x.to(tl.float32), scale, RULE, NATIVE), mask=mask)
+        tl.store(q_ptr + row * columns + column, codes(x, scale, RULE, NATIVE), mask=mask)
     else:
         wide = tl.cdiv(block_columns, COLUMNS)
         pieces = tl.cdiv(block_rows, ROWS) * wide
@@ -174,7 +178,7 @@ def _block_kernel(
             r, c = row + piece // wide * ROWS, column + piece % wide * COLUMNS
             mask = (r < bottom) & (c < columns) & (c < right)
             x = tl.load(x_ptr + r * x_stride + c, mask=mask, other=0.0)
-            tl.store(q_ptr + r * columns + c, codes(x.to(tl.float32), scale, RULE, NATIVE), mask=mask)
+            tl.store(q_ptr + r * columns + c, codes(x, scale, RULE, NATIVE), mask=mask)
 
 
 # A 256 x 256 block of 16-bit values is 128 KB, half of a multiprocessor's registers, and fits only packed: two values
@@ -374,22 +378,22 @@ def _both_ways_kernel(
         scale = scale_of(magnitude(tl.max(bits), x.dtype), RULE)
         tl.store(scale_ptr + tile_row.to(tl.int64) * scale_row + tile_column * scale_column, scale)
         tl.store(turned_scale_ptr + tile_column.to(tl.int64) * turned_scale_row + tile_row * turned_scale_column, scale)
-        q = codes(x.to(tl.float32), scale, RULE, NATIVE)
+        q = codes(x, scale, RULE, NATIVE)
         tl.store(q_at, q, mask=mask)
         tl.store(turned_at, tl.trans(q), mask=(column < columns)[:, None])
     else:
         scale = scale_of(magnitude(tl.max(bits, 1), x.dtype), RULE)
         tl.store(scale_ptr + row * scale_row + tile_column * scale_column, scale, mask=row < rows)
-        tl.store(q_at, codes(x.to(tl.float32), scale[:, None], RULE, NATIVE), mask=mask)
+        tl.store(q_at, codes(x, scale[:, None], RULE, NATIVE), mask=mask)
         turned = scale_of(magnitude(tl.max(bits, 0), x.dtype), RULE)
         at = column.to(tl.int64) * turned_scale_row + tile_row * turned_scale_column
         tl.store(turned_scale_ptr + at, turned, mask=column < columns)
-        q = codes(x.to(tl.float32), turned[None, :], RULE, NATIVE)
+        q = codes(x, turned[None, :], RULE, NATIVE)
         tl.store(turned_at, tl.trans(q), mask=(column < columns)[:, None])
 
 
 def quantize_both_ways(
-    x: Tensor, q: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, square: bool, rule: str, warps: int = 8
+    x: Tensor, q: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, square: bool, rule: str, warps: int = 16
 ) -> None:
     """x [M, K] -> q [M, K] in 1 x 128 or 128 x 128 blocks and, the same of the transpose, turned [K, M to 128s]."""
     rows, columns = x.shape

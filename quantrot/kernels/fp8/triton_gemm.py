@@ -100,15 +100,20 @@ def _tile(
                 total = tl.math.fma(product * left, right, total)
             else:
                 total = tl.math.fma(product, left * right, total)
-    if AT_END:
-        left, right = _spread(a_scale, b_scale, A_ONE, B_ONE, SWAP)
-        total = total * left * right
     if SWAP:
         row, column = m0 + tl.arange(0, BM)[None, :], n0 + tl.arange(0, BN)[:, None]
     else:
         row, column = m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :]
     if BIAS:
-        total += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)
+    if AT_END:
+        left, right = _spread(a_scale, b_scale, A_ONE, B_ONE, SWAP)
+        if BIAS:  # spelled out: the compiler may fuse or not
+            total = tl.math.fma(total * left, right, bias)
+        else:
+            total = total * left * right
+    elif BIAS:
+        total += bias
     out = out_ptr + row.to(tl.int64) * out_stride + column
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(row < m) & (column < n))
 

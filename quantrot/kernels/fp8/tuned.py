@@ -44,8 +44,8 @@ def block_plan(rows: int, columns: int, itemsize: int) -> BlockPlan:
         return BlockPlan("words", rows // 4, columns, 32 if size > 32768 else size // 2048)
     if size <= 16384 and columns <= 1024:
         return BlockPlan("keep", rows, columns, max(1, min(8, size // 2048)))
-    wide = min(columns, 1024)
-    return BlockPlan("again", min(rows, 8192 // wide), wide, 16, unroll=4)
+    tall = min(rows, 32)
+    return BlockPlan("again", tall, min(columns, 8192 // tall), 16, unroll=4)
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class TurnPlan:
 
 def turn_plan(size: int, elements: int) -> TurnPlan:
     """Of a Hadamard of `size` padded elements in front of a quantization of a tensor."""
-    tile = 8192 if size <= 128 else 4096
+    tile = 8192 if size == 128 else 4096
     rows = max(1, tile // size)
-    loop = max(1, min(size // 16, elements // (rows * size * 528))) if size <= 128 else 1  # 528: four an H200's SM
+    loop = max(1, min(size // 16, elements // (tile * 528))) if size <= 128 else 1  # 528: four an H200's SM
     return TurnPlan(rows, loop, 4 if size <= 4096 else 8 if size <= 8192 else 16)
 
 
