@@ -18,6 +18,7 @@ from quantrot.orthogonal import hadamard_base, hadamard_factors
 TILE = 4096  # elements of a program that has several rows
 LARGEST = 8192  # padded elements of a row: 16384 takes 256 KiB of shared memory, more than an H200 has
 LARGEST_AXIS = 128
+LARGEST_POWER = 64  # of two in one axis: with 128 a float32 program spilled 8 KiB a thread
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def _padded(n: int) -> int:
 def axes(order: int) -> tuple[int, int, int] | None:
     """Three factors of the order, 1s first, none above LARGEST_AXIS, padded to at most LARGEST; or None."""
     *bases, power = hadamard_factors(order)
-    pieces = 1 if power <= LARGEST_AXIS else 2 if power <= LARGEST_AXIS**2 else 3
+    pieces = 1 if power <= LARGEST_POWER else 2 if power <= LARGEST_POWER**2 else 3
     if power == 1 and bases:
         pieces = 0
     bits = power.bit_length() - 1
@@ -112,5 +113,5 @@ def transform(x: Tensor, y: Tensor, signs: Tensor | None, order: int, scale: flo
     _hadamard_kernel[(triton.cdiv(rows, a_program),)](
         x, y, x if signs is None else signs, *matrices, rows, x.stride(0), 1 if signs is None else signs.numel() //
         order, scale, *n, *p, ROWS=a_program, SIGNS=signs is not None, PRECISION="tf32x3" if cuda else "ieee",
-        num_warps=4 if size <= TILE else 8 if size <= 2 * TILE else 16,
+        num_warps=8 if size <= TILE else 16,  # with half as many 4096 and 8192 spilled 450 bytes a thread
     )  # fmt: skip
