@@ -88,6 +88,10 @@ class QuantizedLinear(nn.Module):
             self.add_module(online_name, online)
         self._decoded: Tensor | None = None
 
+    def runs_packed(self, device: torch.device) -> bool:
+        """Whether `multiply` has kernels for this device that read the stored tensors; nothing is decoded then."""
+        return False
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features] in `dtype`."""
         stored = [getattr(self, name) for name in self.tensor_names]
