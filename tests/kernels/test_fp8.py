@@ -1,4 +1,4 @@
-"""FP8: codes and scales bitwise, against a loop over blocks and a table of special ones; products within one rounding."""
+"""FP8: codes and scales bitwise, against a loop over blocks and a table of special ones; products to one rounding."""
 
 import os
 import shutil
