@@ -66,6 +66,24 @@ EVEN: dict[str, dict[str, Any]] = {
 }
 
 
+class Remembered:
+    """A model that has been run once: its last hidden states a window, and its head. Half the time and memory."""
+
+    def __init__(self, model: Any, windows: torch.Tensor) -> None:
+        self.config, self.device, self.head = model.config, model.device, model.get_output_embeddings()
+        decoder = model.get_decoder()
+        with torch.no_grad():
+            self.outputs = {
+                tuple(ids.tolist()): decoder(input_ids=ids[None].to(model.device), use_cache=False) for ids in windows
+            }
+
+    def get_output_embeddings(self) -> Any:
+        return self.head
+
+    def get_decoder(self) -> Any:
+        return lambda input_ids, use_cache: self.outputs[tuple(input_ids[0].tolist())]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -81,8 +99,10 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable_progress_bar()
     text, origin = evaluation_text(options.text)
-    baseline, tokenizer = open_model(options.model, options.device, "float32")
+    original, tokenizer = open_model(options.model, options.device, "float32")
     ids = windows(tokenizer, text, options.seq_len, options.windows)
+    baseline = Remembered(original, ids)
+    del original
     recipes: dict[str, Any] = {name: name for name in options.recipes}
     recipes |= {name: EVEN[name] for name in options.even.split(",") if name}
     rows = []

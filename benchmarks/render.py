@@ -47,6 +47,22 @@ def conversion(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"Whole processes on {result['cores']} cores: `{result['command']}`"]
 
 
+def fp8_accuracy(result: dict[str, Any]) -> list[str]:
+    """A choice of blocks a row, best KL first."""
+    lines = [
+        "| weights by activations | KL (nats a token) | perplexity | top-1 | KL of a prompt alone to it in a batch |",
+        "|---|---|---|---|---|",
+        f"| the original | 0 | {result['rows'][0]['baseline_ppl']:.2f} | 1 | |",
+    ]
+    for row in sorted(result["rows"], key=lambda row: row["kl"]):
+        lines.append(
+            f"| {row['case']['blocks']} | {row['kl']:.4f} ± {row['kl_stderr']:.4f} | {row['ppl']:.2f} "
+            f"| {row['top1']:.3f} | {row['batch_kl']:.4f} |"
+        )
+    source = f"{result['windows']} windows of {result['seq_len']} tokens of {result['text']}; {result['device']}"
+    return [*lines, "", f"{source}, torch {result['torch']}: `{result['command']}`"]
+
+
 def mixed(result: dict[str, Any]) -> list[str]:
     """The paper's eight variants, then the shapes of Llama-3.1-8B and 70B, tokens down and shapes across."""
     rows = result["rows"]
@@ -98,6 +114,7 @@ def _source(result: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "accuracy": accuracy,
     "convert": conversion,
+    "fp8_accuracy": fp8_accuracy,
     "mixed": mixed,
     "model": model,
 }

@@ -151,14 +151,16 @@ def _offloaded(name: str, placed: dict[str, Any]) -> bool:
 
 
 def _decode_where_memory_allows(model: nn.Module) -> None:
-    """Keep dequantized weights if half of the device's free memory holds them all: a forward then only multiplies."""
-    quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
-    quantized = [m for m in quantized if not m.runs_packed(next(m.parameters()).device)]
+    """Keep dequantized weights if half of the device's free memory holds them all: a forward then only multiplies.
+
+    Not of linears whose kernels read the stored tensors.
+    """
+    device = next(model.parameters()).device
+    quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear) and not m.runs_packed(device)]
     if not quantized:
         return
     dtype = next(p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16, torch.float32))
     needed = sum(m.in_features * m.out_features for m in quantized) * dtype.itemsize
-    device = next(quantized[0].parameters()).device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed <= DECODE_FRACTION * free:
         for module in quantized:

@@ -6,7 +6,7 @@ online), quantizes it, and multiplies. Without a kernel for the device the multi
 """
 
 from quantrot.modules.attention import RotatedAttention
-from quantrot.modules.fp8 import Fp8Linear
+from quantrot.modules.fp8 import Fp8Linear, Fp8TrainingLinear
 from quantrot.modules.int8 import Int8Linear
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, RotatedLinear, quantize_dequantize
 from quantrot.modules.mxfp4 import Mxfp4Linear
@@ -16,6 +16,7 @@ LINEARS: dict[str, type[QuantizedLinear]] = {"fp8": Fp8Linear, "mxfp4": Mxfp4Lin
 __all__ = [
     "LINEARS",
     "Fp8Linear",
+    "Fp8TrainingLinear",
     "Int8Linear",
     "Mxfp4Linear",
     "OnlineHadamard",

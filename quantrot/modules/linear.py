@@ -88,6 +88,10 @@ class QuantizedLinear(nn.Module):
             self.add_module(online_name, online)
         self._decoded: Tensor | None = None
 
+    def runs_packed(self, device: torch.device) -> bool:
+        """Whether `multiply` has kernels for this device that read the stored tensors; nothing is decoded then."""
+        return False
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features] in `dtype`."""
         stored = [getattr(self, name) for name in self.tensor_names]
@@ -96,10 +100,6 @@ class QuantizedLinear(nn.Module):
     def decode(self, dtype: torch.dtype) -> None:
         """Keep the dequantized weight for the forwards to come."""
         self._decoded = self.dequantized(dtype)
-
-    def runs_packed(self, device: torch.device) -> bool:
-        """Whether `multiply` works on the stored tensors on this device, so that `decode` would only cost memory."""
-        return False
 
     def turned(self, x: Tensor) -> Tensor:
         """x after the online rotation, or x."""

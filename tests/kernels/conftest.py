@@ -1,7 +1,9 @@
 """Triton kernels without a GPU: run by its interpreter, or compiled for an H200 by every launch of a script."""
 
+import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +84,24 @@ def compiled_for_hopper():
     """
     pytest.importorskip("triton", reason="triton is not installed")
     return lambda code: json.loads(_run(COMPILE_ONLY + code).splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory):
+    """`emulated(source) -> ctypes library` of CUDA C++ on kernels/hopper.cuh, compiled for the host's emulator."""
+    if not shutil.which("g++"):
+        pytest.skip("the emulator of Hopper kernels needs g++")
+
+    def build(source: str) -> ctypes.CDLL:
+        folder = tmp_path_factory.mktemp("emulated")
+        (folder / "kernel.cpp").write_text(source)
+        include = [f"-I{ROOT / 'quantrot/kernels'}", f"-I{ROOT / 'tests/kernels/emulator'}"]
+        flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-DQUANTROT_EMULATED"]
+        library = folder / "kernel.so"
+        run = subprocess.run(
+            ["g++", *flags, *include, "kernel.cpp", "-o", library], cwd=folder, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr[-5000:]
+        return ctypes.CDLL(str(library))
+
+    return build
