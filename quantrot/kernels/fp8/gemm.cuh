@@ -431,16 +431,21 @@ __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int co
     barrier_wait(full + ring.stage * 8, ring.parity);
     product128(s, weights + from, base + from + Shape::B_BYTES);
   };
-  auto close = [&](float (&s)[W], int k) {
+  const bool counts = Shape::counts();
+  auto close = [&](float (&s)[W], int k, bool last) {
+    float2 scale[W / 4];
+#pragma unroll
+    for (int j = 0; j < W; j += 4) scale[j / 4] = load_shared2(own_scales + (k * TOKENS + j * 2) * 4);
+    if (last) {
+      product_wait<0>();
+    } else {
+      product_wait<1>();
+    }
     product_done(s);
     decode_release<SHARE>(empty + previous * 8, rank);
-    if (!Shape::counts()) return;
+    if (!counts) return;
 #pragma unroll
-    for (int j = 0; j < W; j += 4) {
-      const float2 scale = load_shared2(own_scales + (k * TOKENS + j * 2) * 4);
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum[j + i] = fmaf(s[j + i], i % 2 ? scale.y : scale.x, sum[j + i]);
-    }
+    for (int j = 0; j < W; j++) sum[j] = fmaf(s[j], j % 2 ? scale[j / 4].y : scale[j / 4].x, sum[j]);
   };
   auto next = [&] {
     previous = ring.stage;
@@ -452,24 +457,19 @@ __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int co
   int k = 1;
   for (; k + 1 < count; k += 2) {
     open(d[1]);
-    product_wait<1>();
-    close(d[0], k - 1);
+    close(d[0], k - 1, false);
     next();
     open(d[0]);
-    product_wait<1>();
-    close(d[1], k);
+    close(d[1], k, false);
     next();
   }
   if (k < count) {
     open(d[1]);
-    product_wait<1>();
-    close(d[0], k - 1);
+    close(d[0], k - 1, false);
     next();
-    product_wait<0>();
-    close(d[1], k);
+    close(d[1], k, true);
   } else {
-    product_wait<0>();
-    close(d[0], k - 1);
+    close(d[0], k - 1, true);
   }
 }
 
