@@ -27,7 +27,9 @@ CASES = {
     "decode16_parts": (Decode(16, stages=3), 2, False, FP16, 0),
     "decode32_share": (Decode(32, stages=3, share=2), 1, False, BF16, 2),
     "decode64_both": (Decode(64, stages=2, share=2, early=True), 2, False, BF16, 4),
-    "decode64_two": (Decode(64, groups=2, stages=2, resident=1), 1, False, BF16, 0),
+    "decode8_narrow": (Decode(8, columns=16, stages=5), 1, False, BF16, 0),
+    "decode64_narrow": (Decode(64, columns=32, stages=3, share=4), 1, False, BF16, 0),
+    "decode64_two": (Decode(64, columns=128, stages=2, resident=1), 1, False, BF16, 0),
 }
 DRIVER = """
 static std::string message;
@@ -134,7 +136,14 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
 @pytest.mark.parametrize(
     "names",
     [
-        ("prefill", "prefill_sets", "prefill_three", "decode64_two"),  # one part of K
+        (
+            "prefill",
+            "prefill_sets",
+            "prefill_three",
+            "decode64_two",
+            "decode8_narrow",
+            "decode64_narrow",
+        ),  # one part of K
         ("prefill_parts", "decode64_both"),  # two
     ],
 )

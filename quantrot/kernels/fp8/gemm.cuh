@@ -332,15 +332,20 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
 
 // --- Few tokens ------------------------------------------------------------------------------------------------------
 
-// SPLIT blocks of a cluster share k, SHARE of them share the tokens (each has its own 64 GROUPS columns of c).
-template <int TOKENS, int GROUPS, int STAGES, int SPLIT, int SHARE>
+// SPLIT blocks of a cluster share k, SHARE of them share the tokens (each has its own COLUMNS of c). With fewer than 64
+// columns, for matrices of few rows, the operand of 64 rows runs on into whatever follows and those sums are left: the
+// memory, not the tensor cores, has to be kept busy, and by many blocks.
+template <int TOKENS, int COLUMNS_, int STAGES, int SPLIT, int SHARE>
 struct DecodeShape {
-  static constexpr int COLUMNS = 64 * GROUPS, CLUSTER = SPLIT * SHARE;
+  static constexpr int COLUMNS = COLUMNS_, CLUSTER = SPLIT * SHARE, GROUPS = (COLUMNS + 63) / 64;
   static constexpr int B_BYTES = COLUMNS * 128, A_BYTES = TOKENS * 128, STAGE = A_BYTES + B_BYTES;
+  static constexpr int PAD = GROUPS * 8192 - B_BYTES;  // what the last stage's operand runs on into
   static constexpr int PITCH = COLUMNS + 4;  // of the parts, floats: lanes meet different banks
   static constexpr int THREADS = 128 * GROUPS + 32;
   static_assert(TOKENS / SHARE % 8 == 0 && TOKENS % SHARE == 0, "a share of the tokens is whole groups of eight rows");
   static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE, "the parts take the stages' place");
+  static_assert(COLUMNS % 64 == 0 || COLUMNS == 32 || COLUMNS == 16, "whole warps, each with 16 columns");
+  __device__ __forceinline__ static bool counts() { return COLUMNS % 64 == 0 || warp_number() * 16 < COLUMNS; }
 };
 
 // EARLY: the first weights are asked for while the kernel before this one may still run.
@@ -412,8 +417,8 @@ __device__ __forceinline__ void decode_release(u32 bar, u32 rank) {
   }
 }
 
-// sum [64 columns of c, TOKENS] over this block's part of k, two sets of sums in turn.
-template <class Shape, int TOKENS, int GROUPS, int STAGES, int SHARE>
+// sum [64 columns of c (or fewer), TOKENS] over this block's part of k, two sets of sums in turn.
+template <class Shape, int TOKENS, int STAGES, int SHARE>
 __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int count, u32 rank, u32 base, u32 scales,
                                                 u32 full, u32 empty) {
   constexpr int W = TOKENS / 2;
@@ -426,15 +431,21 @@ __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int co
     barrier_wait(full + ring.stage * 8, ring.parity);
     product128(s, weights + from, base + from + Shape::B_BYTES);
   };
-  auto close = [&](float (&s)[W], int k) {
+  const bool counts = Shape::counts();
+  auto close = [&](float (&s)[W], int k, bool last) {
+    float2 scale[W / 4];
+#pragma unroll
+    for (int j = 0; j < W; j += 4) scale[j / 4] = load_shared2(own_scales + (k * TOKENS + j * 2) * 4);
+    if (last) {
+      product_wait<0>();
+    } else {
+      product_wait<1>();
+    }
     product_done(s);
     decode_release<SHARE>(empty + previous * 8, rank);
+    if (!counts) return;
 #pragma unroll
-    for (int j = 0; j < W; j += 4) {
-      const float2 scale = load_shared2(own_scales + (k * TOKENS + j * 2) * 4);
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum[j + i] = fmaf(s[j + i], i % 2 ? scale.y : scale.x, sum[j + i]);
-    }
+    for (int j = 0; j < W; j++) sum[j] = fmaf(s[j], j % 2 ? scale[j / 4].y : scale[j / 4].x, sum[j]);
   };
   auto next = [&] {
     previous = ring.stage;
@@ -446,32 +457,27 @@ __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int co
   int k = 1;
   for (; k + 1 < count; k += 2) {
     open(d[1]);
-    product_wait<1>();
-    close(d[0], k - 1);
+    close(d[0], k - 1, false);
     next();
     open(d[0]);
-    product_wait<1>();
-    close(d[1], k);
+    close(d[1], k, false);
     next();
   }
   if (k < count) {
     open(d[1]);
-    product_wait<1>();
-    close(d[0], k - 1);
+    close(d[0], k - 1, false);
     next();
-    product_wait<0>();
-    close(d[1], k);
+    close(d[1], k, true);
   } else {
-    product_wait<0>();
-    close(d[0], k - 1);
+    close(d[0], k - 1, true);
   }
 }
 
 // The parts of the cluster's blocks, added in the order of k -> c.
-template <class Shape, int TOKENS, int GROUPS, int SPLIT, int SHARE, bool CHANNEL, class Out, int BIAS>
+template <class Shape, int TOKENS, int SPLIT, int SHARE, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, int column, u32 rank, u32 parts) {
-  constexpr int UNITS = Shape::COLUMNS / 8;  // of eight columns, a token
-  for (int i = rank / SHARE * 128 * GROUPS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * 128 * GROUPS) {
+  constexpr int UNITS = Shape::COLUMNS / 8, THREADS = 128 * Shape::GROUPS;  // units of eight columns, a token
+  for (int i = rank / SHARE * THREADS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * THREADS) {
     const int t = i / UNITS, c = i % UNITS * 8;
     if (token + t >= args.m || column + c >= args.n) continue;
     float y[8];
@@ -493,10 +499,11 @@ __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, in
   }
 }
 
-template <int TOKENS, int GROUPS, int STAGES, int SPLIT, int SHARE, bool EARLY, bool CHANNEL, class Out, int BIAS>
+template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, int SHARE, bool EARLY, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
-  using Shape = DecodeShape<TOKENS, GROUPS, STAGES, SPLIT, SHARE>;
-  const u32 base = shared_memory(), full = base + STAGES * Shape::STAGE, empty = full + STAGES * 8;
+  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, SPLIT, SHARE>;
+  constexpr int GROUPS = Shape::GROUPS;
+  const u32 base = shared_memory(), full = base + STAGES * Shape::STAGE + Shape::PAD, empty = full + STAGES * 8;
   const u32 scales = empty + STAGES * 8, warp = warp_number(), rank = Shape::CLUSTER > 1 ? cluster_rank() : 0;
   const int unit = blockIdx.x / Shape::CLUSTER, token_tiles = blocks_of(args.m, TOKENS);
   const int token = unit % token_tiles * TOKENS, column = (unit / token_tiles * SHARE + rank % SHARE) * Shape::COLUMNS;
@@ -526,17 +533,19 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
     float sum[TOKENS / 2];
 #pragma unroll
     for (int j = 0; j < TOKENS / 2; j++) sum[j] = 0.f;
-    decode_multiply<Shape, TOKENS, GROUPS, STAGES, SHARE>(sum, count, rank, base, scales, full, empty);
+    decode_multiply<Shape, TOKENS, STAGES, SHARE>(sum, count, rank, base, scales, full, empty);
     named_sync(1, 128 * GROUPS);  // every warp's products have read the stages
     const u32 lane = lane_number(), n = warp * 16 + lane / 4;
+    if (Shape::counts()) {
 #pragma unroll
-    for (int j = 0; j < TOKENS / 2; j++)
-      store_shared(base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * Shape::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
+      for (int j = 0; j < TOKENS / 2; j++)
+        store_shared(base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * Shape::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
+    }
     if constexpr (Shape::CLUSTER == 1) named_sync(1, 128 * GROUPS);
   }
   if constexpr (Shape::CLUSTER > 1) cluster_sync();
   if (warp < GROUPS * 4)
-    decode_store<Shape, TOKENS, GROUPS, SPLIT, SHARE, CHANNEL, Out, BIAS>(args, token, column, rank, base);
+    decode_store<Shape, TOKENS, SPLIT, SHARE, CHANNEL, Out, BIAS>(args, token, column, rank, base);
   if constexpr (SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 

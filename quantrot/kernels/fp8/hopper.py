@@ -28,7 +28,7 @@ from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel, processor
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 E4M3 = torch.float8_e4m3fn
 PROCESSORS = 132  # of the device that the rules are for
-FULL = 64  # tiles of 64 columns that keep the memory busy; fewer, and K is split
+BUSY = 112  # thread blocks that keep the memory busy
 WHOLE = 31  # the shift of a block that is the whole dimension
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap a, const __grid_constant__ quantrot::TensorMap b,
@@ -86,10 +86,10 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """Few tokens: tiles of 64 * groups columns (rows of b) by `tokens`; a cluster shares K, or the tokens, or both."""
+    """Few tokens: tiles of `columns` of c (rows of b) by `tokens`; a cluster shares K, or the tokens, or both."""
 
-    tokens: int  # columns of the product: 8, 16, 32, 64 or 128
-    groups: int = 1  # warpgroups, each with 64 columns
+    tokens: int  # of a tile: 8, 16, 32, 64
+    columns: int = 64  # 16, 32, 64, or 128 by two warpgroups
     stages: int = 8  # blocks of K in shared memory
     share: int = 1  # neighbouring thread blocks that read the tokens once
     resident: int = 2  # thread blocks a multiprocessor
@@ -98,26 +98,27 @@ class Decode:
 
     @property
     def threads(self) -> int:
-        return 128 * self.groups + 32
+        return 128 * _ceil(self.columns, 64) + 32
 
     def stage_bytes(self) -> int:
-        return (self.tokens + 64 * self.groups) * 128
+        return (self.tokens + self.columns) * 128 + 16
 
     def shared_bytes(self, segment: int) -> int:
-        return self.stages * (self.stage_bytes() + 16) + segment * self.tokens * 4
+        pad = (-self.columns % 64) * 128  # an operand of 64 rows reads past its columns
+        return self.stages * self.stage_bytes() + pad + segment * self.tokens * 4
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
+        flags = ", ".join(str(flag).lower() for flag in (self.early, channel))
         return (
-            f"decode<{self.tokens}, {self.groups}, {self.stages}, {parts}, {self.share}, {str(self.early).lower()}, "
-            f"{str(channel).lower()}, quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
+            f"decode<{self.tokens}, {self.columns}, {self.stages}, {parts}, {self.share}, {flags}, "
+            f"quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
         )
 
     def grid(self, m: int, n: int, parts: int) -> int:
-        columns = _ceil(n, 64 * self.groups * self.share) * self.share
-        return _ceil(m, self.tokens) * columns * parts
+        return _ceil(m, self.tokens) * _ceil(n, self.columns * self.share) * self.share * parts
 
     def boxes(self) -> tuple[tuple[int, int], ...]:
-        return (self.tokens // self.share, 128), (64 * self.groups, 128)
+        return (self.tokens // self.share, 128), (self.columns, 128)
 
 
 Plan = Prefill | Decode
@@ -147,8 +148,8 @@ def entry(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, na
 
 def parts_of(n: int, k: int) -> int:
     """Into how many parts K is split, for every number of tokens."""
-    parts, tiles, blocks = 1, _ceil(n, 64), _ceil(k, 128)
-    while parts < 8 and parts * tiles < FULL and blocks >= 8 * parts:
+    parts, tiles, blocks = 1, _ceil(n, 16), _ceil(k, 128)
+    while parts < 8 and 2 * parts * tiles < BUSY and blocks >= 8 * parts:
         parts *= 2
     return parts
 
@@ -160,12 +161,16 @@ def segment_of(k: int, parts: int) -> int:
 
 def _decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
     tokens = next(t for t in (8, 16, 32, 64) if t >= min(m, 64))
-    share = 2 if tokens >= 32 and _ceil(n, 64) % 2 == 0 and parts <= 4 else 1
-    plan = Decode(tokens, share=share)
-    resident = 1 if plan.grid(m, n, parts) <= PROCESSORS else 2
-    budget = min(MAX_SHARED, SM_SHARED // resident - 1024) - segment_of(k, parts) * tokens * 4
-    stages = min(budget // (plan.stage_bytes() + 16), 24 // resident)
-    return replace(plan, stages=stages, resident=resident)
+    tiles = _ceil(m, tokens) * parts
+    columns = next((c for c in (64, 32) if tiles * _ceil(n, c) >= BUSY), 16)
+    share = min(1 if tokens < 32 else 2 if columns == 64 else 4, tokens // 8, 8 // parts)
+    plan = Decode(tokens, columns=columns, share=share)
+    plan = replace(plan, resident=1 if plan.grid(m, n, parts) <= PROCESSORS else 2)
+    budget = min(MAX_SHARED, SM_SHARED // plan.resident - 1024) - replace(plan, stages=0).shared_bytes(
+        segment_of(k, parts)
+    )
+    in_flight = (192 << 10) // plan.resident // (columns * 128)  # of b, enough for the memory's latency
+    return replace(plan, stages=min(budget // plan.stage_bytes(), in_flight))
 
 
 def plan_for(m: int, n: int, k: int, parts: int) -> Plan:
