@@ -50,7 +50,7 @@ def conversion(result: dict[str, Any]) -> list[str]:
 def fp8_accuracy(result: dict[str, Any]) -> list[str]:
     """A choice of blocks a row, best KL first."""
     lines = [
-        "| weights by activations | KL (nats a token) | perplexity | top-1 | KL of a prompt alone to itself in a batch |",
+        "| weights by activations | KL (nats a token) | perplexity | top-1 | KL of a prompt alone to it in a batch |",
         "|---|---|---|---|---|",
         f"| the original | 0 | {result['rows'][0]['baseline_ppl']:.2f} | 1 | |",
     ]
