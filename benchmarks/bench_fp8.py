@@ -7,10 +7,10 @@
 op "quantize" reads n x n bfloat16 and writes e4m3 and scales; its floor is 3 bytes an element at the copy's speed.
 Peers: two_pass, GridQuant's scheme (a 256 x 256 block in 32 x 32 pieces, read for the maximum and again for the codes),
 and read_twice, our other plan of that block. op "hadamard_quantize" has the same floor; two_ops is the transform and
-then the quantization. op "gemm" multiplies quantized operands; its floor is reading the weight. Peers: bf16 (F.linear), cuBLAS
-with one scale a tensor and fast accumulation, cuBLAS with 1 x 128 by 128 x 128 scales, every backend of ours, and
-triton_splitk, the decode scheme of GridQuant's authors. op "layer" quantizes the activations and multiplies. `error` is
-relative, to float64 of the dequantized operands (quantize: 0 if the bits are the reference's, else 1).
+then the quantization. op "gemm" multiplies quantized operands; its floor is reading the weight. Peers: bf16 (F.linear),
+cuBLAS with one scale a tensor and fast accumulation, cuBLAS with 1 x 128 by 128 x 128 scales, every backend of ours, of
+which triton_splitk is the decode scheme of GridQuant's authors. op "layer" quantizes the activations and multiplies.
+`error` is relative, to float64 of the dequantized operands (quantize: 0 if the bits are the reference's, else 1).
 """
 
 import argparse

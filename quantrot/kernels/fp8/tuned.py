@@ -100,8 +100,7 @@ def turn_plan(size: int, elements: int, itemsize: int) -> TurnPlan:
     plan = TURNS.get((size, itemsize))
     if plan is None:
         tile = 8192 if size == 128 else 4096
-        warps = 4 if size <= 4096 and itemsize == 2 else 8 if size <= 8192 else 16
-        plan = TurnPlan(max(1, tile // size), size // 16 if size <= 128 else 1, warps)
+        plan = TurnPlan(max(1, tile // size), size // 16 if size <= 128 else 1, 8 if size <= 8192 else 16)
     most = elements // (plan.rows * size * 4 * PROCESSORS)  # four programs a multiprocessor, if there is so much
     return replace(plan, loop=max(1, min(plan.loop, most)))
 
