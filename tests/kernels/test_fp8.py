@@ -440,8 +440,8 @@ quantize((4096, 4096), (256, 256), torch.float32)
 for block in ((1, 128), (128, 128)):
     turned = outputs((4096, 4096), block)
     triton.quantize_both_ways(turned[0].bfloat16(), *turned, *turned, block[0] == 128, "exact")
-for order in (32, 128, 1024, 8192):
-    x = torch.empty(4096, 8192, dtype=torch.bfloat16)
+for order in (32, 128, 1024, 16384):
+    x = torch.empty(4096, 16384, dtype=torch.bfloat16)
     triton_hadamard.quantize(x, *outputs(x.shape, (1, 128)), None, order, 1.0, "exact")
 
 def gemm(m, n, k, a_block, b_block):

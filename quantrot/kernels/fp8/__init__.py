@@ -124,7 +124,7 @@ def hadamard_quantize_fp8(
     block_size is the scaled block.
 
     The transform's float32 sums are quantized as they are. "triton" does both in one kernel for 1 x 128 blocks and
-    orders of at most 8192 padded elements; for others "auto" on a GPU runs the two operators one after the other, with
+    orders of at most 16384 padded elements; for others "auto" on a GPU runs the two operators one after the other, with
     x's dtype, and one rounding to it, in between. Sums in another order differ in their last bits, so a code near a
     tie may be its neighbour: within one step of the reference's.
     """
@@ -276,8 +276,12 @@ def _product(asked: str, *operands) -> ModuleType | None:
         )
     module = importlib.import_module(GEMMS[asked])
     if not module.supports(*operands):
-        raise ValueError(f"backend: {asked!r} needs {module.NEEDS}; allowed here: auto, reference")
+        raise ValueError(f"backend: {asked!r} needs {_needs(module)}; allowed here: auto, reference")
     return module
+
+
+def _needs(module: ModuleType) -> str:
+    return getattr(module, "NEEDS", "other operands or another device")
 
 
 def _empty_scale(x: Tensor, shape: tuple[int, int], transposed: bool) -> Tensor:
@@ -342,7 +346,7 @@ def _hadamard_quantize(
         return q, _ordered(x, scale, transposed_scale)
     from quantrot.kernels.fp8 import triton_hadamard
 
-    if (rows, columns) != (1, 128) or not triton_hadamard.supports(order, x.shape[1]):
+    if (rows, columns) != (1, 128) or not triton_hadamard.supports(order, x.shape[1], x.dtype.itemsize):
         if backend == "triton":
             raise ValueError(
                 f"backend: 'triton' has no kernel for order {order}, {x.shape[1]} columns and block_size "

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantrot.kernels.fp8.tuned import BlockPlan, RowPlan, block_plan, row_plan
+from quantrot.kernels.fp8.tuned import BlockPlan, RowPlan, block_plan, row_plan, up
 
 NATIVE = os.environ.get("TRITON_INTERPRET") != "1"
 MOST_IN_REGISTERS = 16384  # elements of a scaled row that one program keeps
@@ -281,11 +281,6 @@ def _largest_kernel(
     tl.store(partial_ptr + tl.program_id(0), tl.max(largest))
 
 
-def power_of_two(n: int) -> int:
-    """The least power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def quantize(x: Tensor, q: Tensor, scale: Tensor, block: tuple[int, int], rule: str) -> None:
     """x [M, K], contiguous columns, not empty -> q [M, K] contiguous and scale, in blocks without zeros."""
     rows, columns = x.shape
@@ -293,11 +288,11 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, block: tuple[int, int], rule: 
         _quantize_tensor(x, q, scale, rule)
         return
     height, width = min(block[0], rows), min(block[1], columns)
-    padded = power_of_two(width)
+    padded = up(width)
     if height == 1 and padded <= MOST_IN_REGISTERS and (width == columns or width == padded):
         run_rows(x, q, scale, padded, rule, row_plan(padded, rows, columns))
     else:
-        run_blocks(x, q, scale, (height, width), rule, block_plan(power_of_two(height), padded, x.dtype.itemsize))
+        run_blocks(x, q, scale, (height, width), rule, block_plan(up(height), padded, x.dtype.itemsize))
 
 
 def run_rows(x: Tensor, q: Tensor, scale: Tensor, group: int, rule: str, plan: RowPlan) -> None:
@@ -341,10 +336,10 @@ def _is_padding(padded: tuple[int, int], block: tuple[int, int], shape: torch.Si
 def _quantize_tensor(x: Tensor, q: Tensor, scale: Tensor, rule: str) -> None:
     """One scale for all: the largest of parts, then the codes. Two launches, each of which reads x."""
     rows, columns = x.shape
-    wide = min(power_of_two(columns), 1024)
+    wide = min(up(columns), 1024)
     tall = PARTIAL_TILE // wide
     tiles = triton.cdiv(rows, tall) * triton.cdiv(columns, wide)
-    programs = min(MOST_PARTIALS, power_of_two(tiles))
+    programs = min(MOST_PARTIALS, up(tiles))
     partial = torch.zeros(programs, dtype=torch.int32, device=x.device)
     _largest_kernel[(programs,)](x, partial, rows, columns, x.stride(0), tiles, tall, wide, num_warps=8)
     plan = row_plan(128, rows, columns)

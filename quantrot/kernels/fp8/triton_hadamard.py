@@ -15,9 +15,11 @@ from torch import Tensor
 
 from quantrot.kernels.fp8.triton import NATIVE, codes, magnitude_bits, scale_of
 from quantrot.kernels.fp8.tuned import TurnPlan, turn_plan
-from quantrot.kernels.hadamard.triton import _matrix, _padded, axes, load_matrix, multiply_axes
+from quantrot.kernels.hadamard.triton import LARGEST_AXIS, _matrix, _padded, axes, load_matrix, multiply_axes
+from quantrot.orthogonal import hadamard_factors
 
 GROUP = 128
+LARGEST = 16384  # padded elements of a row: 139 KB of shared memory, 127 registers of 512 threads
 
 
 @triton.jit
@@ -58,32 +60,45 @@ def _kernel(
         tl.store(scale_ptr + group_row // a_row * scale_row + left // 128 * scale_column, scale, mask=inside)
 
 
-def supports(order: int, columns: int) -> bool:
+def _axes(order: int, itemsize: int) -> tuple[int, int, int] | None:
+    """The transform's axes, but 128 stays one axis of 16-bit values, where 8 x 16 would pad an inner one."""
+    *bases, power = hadamard_factors(order)
+    if power != LARGEST_AXIS or itemsize != 2 or len(bases) > 2:
+        return axes(order, LARGEST)
+    n1, n2, n3 = [*[1] * (2 - len(bases)), *bases, power]
+    fits = max(n1, n2) <= LARGEST_AXIS and _padded(n1) * _padded(n2) * n3 <= LARGEST
+    return (n1, n2, n3) if fits else None
+
+
+def supports(order: int, columns: int, itemsize: int) -> bool:
     """Whether one kernel does it: see the top of the file."""
-    n = axes(order)
+    n = _axes(order, itemsize)
     if n is None or order < 16:
         return False
     outer = next((i for i, k in enumerate(n) if k > 1), 2)  # the first axis that is not 1 may be padded
     if any(_padded(k) != k for k in n[outer + 1 :]) or (outer == 2 and _padded(n[2]) != n[2]):
         return False
-    if order == _padded(n[0]) * _padded(n[1]) * _padded(n[2]):
+    size = _padded(n[0]) * _padded(n[1]) * _padded(n[2])
+    if size == LARGEST and max(map(_padded, n)) == LARGEST_AXIS:
+        return False  # 262 KB of shared memory
+    if order == size:
         return columns % GROUP == 0
     return order == columns or order % GROUP == 0
 
 
 def quantize(x: Tensor, q: Tensor, scale: Tensor, signs: Tensor | None, order: int, factor: float, rule: str) -> None:
     """x [M, K], contiguous columns -> q [M, K] contiguous and scale of 1 x 128 blocks. `supports` must hold."""
-    n = axes(order)
-    assert n is not None and supports(order, x.shape[1]), (order, x.shape)
+    n = _axes(order, x.dtype.itemsize)
+    assert n is not None and supports(order, x.shape[1], x.dtype.itemsize), (order, x.shape)
     size = _padded(n[0]) * _padded(n[1]) * _padded(n[2])
-    run(x, q, scale, signs, order, factor, rule, turn_plan(size, x.numel()))
+    run(x, q, scale, signs, order, factor, rule, turn_plan(size, x.numel(), x.dtype.itemsize))
 
 
 def run(
     x: Tensor, q: Tensor, scale: Tensor, signs: Tensor | None, order: int, factor: float, rule: str, plan: TurnPlan
 ) -> None:
     """Transform and quantize by this plan."""
-    n = axes(order)
+    n = _axes(order, x.dtype.itemsize)
     assert n is not None, order
     p = tuple(map(_padded, n))
     rows, sign_rows = x.numel() // order, 1 if signs is None else signs.numel() // order

@@ -71,8 +71,8 @@ def _padded(n: int) -> int:
     return 1 if n == 1 else max(16, 1 << (n - 1).bit_length())
 
 
-def axes(order: int) -> tuple[int, int, int] | None:
-    """Three factors of the order, 1s first, none above LARGEST_AXIS, padded to at most LARGEST; or None."""
+def axes(order: int, largest: int = LARGEST) -> tuple[int, int, int] | None:
+    """Three factors of the order, 1s first, none above LARGEST_AXIS, padded to at most `largest`; or None."""
     *bases, power = hadamard_factors(order)
     pieces = 1 if power <= LARGEST_POWER else 2 if power <= LARGEST_POWER**2 else 3
     if power == 1 and bases:
@@ -83,7 +83,7 @@ def axes(order: int) -> tuple[int, int, int] | None:
     padded = 1
     for n in found:
         padded *= _padded(n)
-    if len(found) > 3 or max(found) > LARGEST_AXIS or padded > LARGEST:
+    if len(found) > 3 or max(found) > LARGEST_AXIS or padded > largest:
         return None
     n1, n2, n3 = [*[1] * (3 - len(found)), *found]
     return n1, n2, n3
