@@ -42,6 +42,7 @@ from quantrot.kernels.mixed.reference import (
     unpack_int8,
 )
 from quantrot.kernels.mixed.tuned import EXPAND_FROM
+from quantrot.kernels.operators import implement
 
 __all__ = ["dequantize_int8", "has_kernels", "mixed_gemm", "mixed_ref", "pack_int8", "quantize_int8", "unpack_int8"]
 
@@ -200,7 +201,7 @@ def _expand(codes: Tensor, scale: Tensor, zero_point: Tensor | None, columns: in
     return out
 
 
-@torch.library.impl("quantrot::mixed_gemm", ("CPU", "CUDA"))
+@implement("quantrot::mixed_gemm")
 def _mixed_gemm(
     x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, backend: str
 ) -> Tensor:
@@ -228,7 +229,7 @@ def _mixed_gemm_fake(
     return (x if x.dtype in WIDE else weight).new_empty(x.shape[0], weight.shape[0])
 
 
-@torch.library.impl("quantrot::mixed_expand", ("CPU", "CUDA"))
+@implement("quantrot::mixed_expand")
 def _mixed_expand(codes: Tensor, scale: Tensor, zero_point: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
     return _expand(codes, scale, zero_point, columns, dtype)
 
