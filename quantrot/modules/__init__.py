@@ -5,7 +5,8 @@ online), quantizes it, and multiplies. Without a kernel for the device the multi
 `decode()` keeps that weight, in the dtype of the model, instead of making it in every forward.
 """
 
-from quantrot.modules.attention import RotatedAttention
+from quantrot.modules.attention import QuantizedAttention
+from quantrot.modules.cache import KVCache
 from quantrot.modules.fp8 import Fp8Linear
 from quantrot.modules.int8 import Int8Linear
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, RotatedLinear, quantize_dequantize
@@ -17,10 +18,11 @@ __all__ = [
     "LINEARS",
     "Fp8Linear",
     "Int8Linear",
+    "KVCache",
     "Mxfp4Linear",
     "OnlineHadamard",
+    "QuantizedAttention",
     "QuantizedLinear",
-    "RotatedAttention",
     "RotatedLinear",
     "quantize_dequantize",
 ]

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
@@ -15,7 +16,7 @@ from quantrot.kernels.attention import (
     rope_hadamard_quantize,
     transposed_values,
 )
-from quantrot.modules.cache import KVLayer, adopt, round_trip
+from quantrot.modules.cache import adopt, round_trip
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.rotation import Rotation
 
@@ -110,8 +111,11 @@ class QuantizedAttention(nn.Module):
         cache: Any,
     ) -> Tensor:
         """q, k, v [B, S, heads, D] -> [B, S, heads, D]."""
-        if mask is not None and (mask.dim() != 4 or not mask.dtype.is_signed and mask.dtype.itemsize != 1):
-            raise ValueError("attention: fp8 needs a boolean mask; set the attention implementation to sdpa")
+        if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4):
+            raise ValueError(
+                f"attention: fp8 takes no mask of {mask.dtype} and {mask.dim()} dimensions; set the model's attention "
+                "implementation to sdpa, whose masks are boolean"
+            )
         layer = adopt(cache, self.layer_idx, "fp8") if cache is not None and self.kv_cache == "fp8" else None
         prompt = cache is None or (layer is not None and not layer.is_initialized)
         rotation: dict[str, Any] = {}
@@ -121,14 +125,16 @@ class QuantizedAttention(nn.Module):
         given = rope_hadamard_quantize(q, k, v, *position_embeddings, granularity=granularity, **rotation)
         lengths = None
         if layer is not None:
-            given, lengths = layer.append(given, q.dtype)
-        elif cache is not None:
+            stored, lengths = layer.append(given, q.dtype)
+        if prompt:  # the same keys as in the cache, which has spread their blocks' scales
+            lengths, mask = None, None if mask is None else mask[..., : q.shape[1]]
+        elif layer is not None:
+            given = stored
+        else:
             given = self._through(cache, given, mask, q.dtype)
-        return attend(
-            given, causal=mask is None, scale=self.scaling, mask=mask, lengths=lengths, dtype=q.dtype
-        )
+        return attend(given, causal=mask is None, scale=self.scaling, mask=mask, lengths=lengths, dtype=q.dtype)
 
-    def _through(self, cache: Any, given: Quantized, mask: Tensor | None, dtype: Any) -> Quantized:
+    def _through(self, cache: Any, given: Quantized, mask: Tensor | None, dtype: torch.dtype) -> Quantized:
         """Keys and values through a cache of the model's dtype: what it returns, quantized again, is what it was."""
         tokens = given.k.shape[2]
         key = dequantize_heads(given.k, given.k_scale, dtype)

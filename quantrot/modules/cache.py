@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from quantrot.kernels.attention import BLOCK, Quantized, quantize_heads
-from quantrot.kernels.attention.reference import dequantize_heads, power
+from quantrot.kernels.attention import BLOCK, Quantized, dequantize_heads, quantize_heads, spread
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.int4 import dequantize_int4, group_for, quantize_int4
 
@@ -30,7 +29,7 @@ INT4_GROUP = 64
 GROW = 256  # tokens of room added at least; a quarter of what there is, if that is more
 
 Buffers = dict[str, Tensor]
-AXIS = {"value": 3}  # of the tokens: the e4m3 values are [B, G, D, T]; everything else has them third
+TOKEN_AXIS = {"value_transposed": 3}  # [B, G, D, T], as the e4m3 attention reads it; all others have tokens third
 
 
 # --- Formats ---------------------------------------------------------------------------------------------------------
@@ -47,18 +46,18 @@ class Format:
 def _encode_fp8(k: Tensor, v: Tensor) -> Buffers:
     (key, key_scale), (value, value_scale) = quantize_heads(k), quantize_heads(v)
     parts = {"key": key.view(torch.uint8), "key_scale": key_scale}
-    return parts | {"value": value.view(torch.uint8).transpose(2, 3), "value_scale": value_scale}
+    return parts | {"value_transposed": value.view(torch.uint8).transpose(2, 3), "value_scale": value_scale}
 
 
 def _decode_fp8(buffers: Buffers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     key = dequantize_heads(buffers["key"].view(E4M3), buffers["key_scale"], dtype)
-    value = buffers["value"][..., : key.shape[2]].transpose(2, 3).contiguous().view(E4M3)
-    return key, (value.to(torch.float32) * power(buffers["value_scale"]).unsqueeze(-1)).to(dtype)
+    value = buffers["value_transposed"][..., : key.shape[2]].transpose(2, 3).contiguous().view(E4M3)
+    return key, dequantize_heads(value, buffers["value_scale"], dtype)
 
 
 def _encode_int4(k: Tensor, v: Tensor) -> Buffers:
     named: Buffers = {}
-    for name, x in (("key", k), ("value_int4", v)):
+    for name, x in (("key", k), ("value", v)):
         codes, scale, low = quantize_int4(x, group_for(x.shape[-1], INT4_GROUP))
         named |= {name: codes, f"{name}_scale": scale, f"{name}_low": low}
     return named
@@ -67,7 +66,7 @@ def _encode_int4(k: Tensor, v: Tensor) -> Buffers:
 def _decode_int4(buffers: Buffers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     key, value = (
         dequantize_int4(buffers[name], buffers[f"{name}_scale"], buffers[f"{name}_low"], dtype)
-        for name in ("key", "value_int4")
+        for name in ("key", "value")
     )
     return key, value
 
@@ -126,11 +125,11 @@ class KVLayer(CacheLayerMixin):
         there are for each sequence, int32 [B], or None for all that the tensors have)."""
         assert self.kind == "fp8"
         tokens = given.k.shape[2]
-        parts = {"key": given.k.view(torch.uint8), "value": given.v[..., :tokens].view(torch.uint8)}
+        parts = {"key": given.k.view(torch.uint8), "value_transposed": given.v[..., :tokens].view(torch.uint8)}
         for name, scale in (("key_scale", given.k_scale), ("value_scale", given.v_scale)):
-            parts[name] = scale if scale.shape[-1] == tokens else scale.repeat_interleave(BLOCK, -1)[..., :tokens]
+            parts[name] = spread(scale, tokens)
         stored = self._store(parts, dtype)
-        key, value = stored["key"].view(E4M3), stored["value"].view(E4M3)
+        key, value = stored["key"].view(E4M3), stored["value_transposed"].view(E4M3)
         every = Quantized(given.q, given.q_scale, key, stored["key_scale"], value, stored["value_scale"])
         return every, self._lengths(key.shape[0])
 
@@ -173,7 +172,7 @@ def _room(parts: Buffers, tokens: int) -> Buffers:
     made = {}
     for name, part in parts.items():
         shape = list(part.shape)
-        shape[AXIS.get(name, 2)] = tokens
+        shape[TOKEN_AXIS.get(name, 2)] = tokens
         made[name] = torch.zeros(shape, dtype=part.dtype, device=part.device)
     return made
 
@@ -201,13 +200,13 @@ class DynamicKVLayer(KVLayer):
             wanted = _padded(max(before + new, capacity + max(GROW, capacity // 4) if capacity else 0))
             larger = _room(parts, wanted)
             for name, buffer in larger.items():
-                axis = AXIS.get(name, 2)
+                axis = TOKEN_AXIS.get(name, 2)
                 buffer.narrow(axis, 0, before).copy_(self.buffers[name].narrow(axis, 0, before))
             self.buffers = larger
         for name, part in parts.items():
-            self.buffers[name].narrow(AXIS.get(name, 2), before, new).copy_(part.detach())
+            self.buffers[name].narrow(TOKEN_AXIS.get(name, 2), before, new).copy_(part.detach())
         self.length += new
-        return {name: b if name in AXIS else b.narrow(2, 0, self.length) for name, b in self.buffers.items()}
+        return {name: b if name in TOKEN_AXIS else b.narrow(2, 0, self.length) for name, b in self.buffers.items()}
 
     def _lengths(self, batch: int) -> Tensor | None:
         return None
@@ -259,8 +258,8 @@ class StaticKVLayer(KVLayer):
         at = torch.arange(new, device=self.device) + self.cumulative_length
         self.cumulative_length.add_(new)
         for name, part in parts.items():
-            self.buffers[name].index_copy_(AXIS.get(name, 2), at, part.detach())
-        return {n: b if n in AXIS else b.narrow(2, 0, self.max_cache_len) for n, b in self.buffers.items()}
+            self.buffers[name].index_copy_(TOKEN_AXIS.get(name, 2), at, part.detach())
+        return {n: b if n in TOKEN_AXIS else b.narrow(2, 0, self.max_cache_len) for n, b in self.buffers.items()}
 
     def _lengths(self, batch: int) -> Tensor | None:
         return self.cumulative_length.to(torch.int32).expand(batch).contiguous()

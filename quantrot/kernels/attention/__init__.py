@@ -3,7 +3,6 @@
     rope_hadamard_quantize   q, k, v as the projections leave them -> Quantized, in one kernel
     attend                   Quantized                             -> [B, S, H, D]
     fp8_attention            q, k, v [B, H, S, D], already turned  -> [B, H, S, D]: both of the above
-    quantize_int4, dequantize_int4 (int4.py)                       the INT4 KV cache's format
 
 Contract of every backend, with B sequences, H query heads, G key and value heads (G divides H), S queries, T keys:
 
@@ -36,6 +35,7 @@ from quantrot.kernels.attention.reference import (
     group_of,
     quantize_heads,
     rope_hadamard_quantize_reference,
+    spread,
     transposed_values,
     visible_keys,
 )
@@ -52,6 +52,7 @@ __all__ = [
     "group_of",
     "quantize_heads",
     "rope_hadamard_quantize",
+    "spread",
     "transposed_values",
 ]
 
