@@ -188,23 +188,27 @@ def _check_attention(recipe: Recipe, arch: Llama, config: dict[str, Any], errors
     dim = arch.head_dim
     if recipe.attention == "fp8" and (dim % 16 or dim > LARGEST_HEAD):
         errors.append(
-            f"{recipe.where('attention')}: attention: fp8 needs a head_dim that is a multiple of 16 up to {LARGEST_HEAD}, "
+            f"{recipe.where('attention')}: attention: fp8 needs a head_dim of a multiple of 16 up to {LARGEST_HEAD}, "
             f"this model's is {dim}; use bf16"
         )
     if recipe.attention == "fp8" and recipe.kv_cache == "int4":
         errors.append(
-            f"{recipe.where('kv_cache')}: kv_cache: int4 is attended in the model's dtype and attention: fp8 reads e4m3; "
-            "use kv_cache: fp8, or attention: bf16"
+            f"{recipe.where('kv_cache')}: kv_cache: int4 is attended in the model's dtype and attention: fp8 reads e4m3"
+            "; use kv_cache: fp8, or attention: bf16"
         )
     if recipe.kv_cache == "int4" and dim % 2:
         errors.append(
-            f"{recipe.where('kv_cache')}: kv_cache: int4 packs two values in a byte, and this model's head_dim is {dim}; "
-            "use fp8"
+            f"{recipe.where('kv_cache')}: kv_cache: int4 packs two values in a byte, and this model's head_dim is {dim}"
+            "; use fp8"
         )
     if recipe.attention == "fp8" and recipe.kv_cache == "bf16":
-        notes.append("attention: fp8 with kv_cache: bf16 quantizes the whole cache at every step; kv_cache: fp8 does not")
+        notes.append(
+            "attention: fp8 with kv_cache: bf16 quantizes the whole cache at every step; kv_cache: fp8 does not"
+        )
     if recipe.kv_cache != "bf16" and config.get("sliding_window") is not None:
-        notes.append(f"the model has a sliding window: values pass through {recipe.kv_cache}, the cache holds them wide")
+        notes.append(
+            f"the model has a sliding window: values pass through {recipe.kv_cache}, the cache holds them wide"
+        )
 
 
 def _rotations(recipe: Recipe, arch: Llama, errors: list[str]) -> dict[str, Rotation]:

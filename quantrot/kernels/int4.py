@@ -23,7 +23,7 @@ def group_for(width: int, group: int) -> int:
 
 
 def quantize_int4(x: Tensor, group: int = 64) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize [..., D], D even and a multiple of `group`, any float dtype and strides. ValueError if D does not fit."""
+    """Quantize [..., D], D even and a multiple of `group`, any float dtype, any strides. ValueError if D does not."""
     width = x.shape[-1]
     if width % 2 or group < 1 or width % group:
         raise ValueError(f"x has {width} columns and groups of {group}; an even width and a divisor of it are needed")

@@ -22,7 +22,7 @@ from quantrot.rotation import Rotation
 
 
 class QuantizedAttention(nn.Module):
-    """Llama's or Mistral's attention. rotation: R3, which turns queries and keys after RoPE; scores stay what they were,
+    """Llama's or Mistral's attention. rotation: R3, which turns queries and keys after RoPE; scores stay the same,
     (q R)(k R)^T = q k^T, and the cache holds turned keys. arithmetic: "fp8" for products and probabilities in e4m3.
     kv_cache: the format that keys and values pass through, whether or not a cache is there to hold them.
 

@@ -1,6 +1,6 @@
 """KV caches for transformers that hold e4m3 or INT4 instead of the model's dtype.
 
-    KVCache("int4", config=model.config)                       grows; any transformers model: generate(past_key_values=...)
+    KVCache("int4", config=model.config)                       grows; for generate(past_key_values=...) of any model
     KVCache("fp8", config=model.config, max_cache_len=4096)    static: torch.compile and CUDA graphs
 
 A layer keeps a few narrow tensors, its buffers, with room for more tokens. `update` quantizes what is new and returns
@@ -235,6 +235,7 @@ class StaticKVLayer(KVLayer):
 
     is_compileable = True
     is_sliding = False
+    cumulative_length: Any  # an int in transformers' other layers
 
     def __init__(self, kind: Kind, max_cache_len: int) -> None:
         super().__init__(kind)

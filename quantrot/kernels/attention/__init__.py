@@ -96,16 +96,18 @@ def fp8_attention(
     query_lengths: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention in e4m3 of q [B, H, S, D], k and v [B, G, T, D] (bfloat16, float16 or float32): [B, H, S, D], q's dtype.
+    """Attention in e4m3 of q [B, H, S, D], k and v [B, G, T, D] (bfloat16, float16, float32): [B, H, S, D], q's dtype.
 
     scale multiplies the scores, 1 / sqrt(D) when left out. granularity: which keys and values share a scale; queries
-    have one a token, or a coarser one under `head` and `tensor`. mask, lengths, query_lengths and causal: see the top of
+    have one a token, or a coarser one under `head` and `tensor`. mask, lengths, query_lengths, causal: see the top of
     the file. The result is a view of [B, S, H, D]. ValueError for shapes, dtypes or backends that do not fit.
     """
     if q.shape[-2] != k.shape[-2]:
         given = _quantize_apart(q, k, v, Granularity(granularity), backend)
     else:
-        given = rope_hadamard_quantize(*(t.transpose(1, 2) for t in (q, k, v)), granularity=granularity, backend=backend)
+        given = rope_hadamard_quantize(
+            *(t.transpose(1, 2) for t in (q, k, v)), granularity=granularity, backend=backend
+        )
     y = attend(
         given, causal=causal, scale=scale, mask=mask, lengths=lengths, query_lengths=query_lengths, dtype=q.dtype,
         backend=backend,
@@ -199,7 +201,11 @@ def _check_attend(
     if v.shape[3] % BLOCK or v.shape[3] < tokens:
         raise ValueError(f"v: {v.shape[3]} tokens of storage for {tokens}; pad it with zeros to a multiple of {BLOCK}")
     _check_head_dim(dim)
-    scales = (("q_scale", q_scale, heads, queries), ("k_scale", k_scale, groups, tokens), ("v_scale", v_scale, groups, tokens))
+    scales = (
+        ("q_scale", q_scale, heads, queries),
+        ("k_scale", k_scale, groups, tokens),
+        ("v_scale", v_scale, groups, tokens),
+    )
     for name, t, rows, count in scales:
         allowed = (1, -(-count // BLOCK), count)
         if t.dtype != torch.uint8 or t.shape[:-1] != (batch, rows) or t.shape[-1] not in allowed:
@@ -207,14 +213,16 @@ def _check_attend(
                 f"{name}: {t.dtype} {tuple(t.shape)}; allowed: uint8 [{batch}, {rows}, n], n in {sorted(set(allowed))}"
             )
     if mask is not None:
-        fits = mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape, (batch, 1, queries, tokens), strict=True))
+        fits = mask.dim() == 4 and all(
+            a in (1, b) for a, b in zip(mask.shape, (batch, 1, queries, tokens), strict=True)
+        )
         if mask.dtype != torch.bool or not fits or mask.shape[3] != tokens:
             raise ValueError(
                 f"mask: {mask.dtype} {tuple(mask.shape)}; allowed: bool [1 or {batch}, 1, 1 or {queries}, {tokens}]"
             )
-    for name, t in (("lengths", lengths), ("query_lengths", query_lengths)):
-        if t is not None and (t.dtype != torch.int32 or t.shape != (batch,)):
-            raise ValueError(f"{name}: {t.dtype} {tuple(t.shape)}; allowed: int32 [{batch}]")
+    for name, counts in (("lengths", lengths), ("query_lengths", query_lengths)):
+        if counts is not None and (counts.dtype != torch.int32 or counts.shape != (batch,)):
+            raise ValueError(f"{name}: {counts.dtype} {tuple(counts.shape)}; allowed: int32 [{batch}]")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: {dtype}; allowed: {', '.join(map(str, DTYPES))}")
     _check_backend(backend)
@@ -261,11 +269,9 @@ def _check_quantize(
     _check_backend(backend)
     if (cos is None) != (sin is None):
         raise ValueError("cos, sin: one is given without the other; give both, or neither")
-    for name, t in (("cos", cos), ("sin", sin)):
-        if t is not None and (
-            t.dim() != 3 or t.shape[0] not in (1, batch) or t.shape[1] != tokens or t.shape[2] not in (dim, dim // 2)
-        ):
-            raise ValueError(f"{name}: {tuple(t.shape)}; allowed: [1 or {batch}, {tokens}, {dim} or {dim // 2}]")
+    for name, angles in (("cos", cos), ("sin", sin)):
+        if angles is not None and not _fits(angles.shape, (batch, tokens, dim)):
+            raise ValueError(f"{name}: {tuple(angles.shape)}; allowed: [1 or {batch}, {tokens}, {dim} or {dim // 2}]")
     if order is None:
         if signs is not None:
             raise ValueError("signs: given without a rotation; give its order too")
@@ -278,6 +284,12 @@ def _check_quantize(
     if signs.dim() != 1 or signs.numel() not in (order, dim):
         raise ValueError(f"signs: {tuple(signs.shape)}; allowed: [{order}] or [{dim}], one +-1 a column")
     return order, signs.to(torch.int8).repeat(dim // signs.numel())
+
+
+def _fits(shape: torch.Size, whole: tuple[int, int, int]) -> bool:
+    """Whether cosines of this shape go with [B, S, D]."""
+    batch, tokens, dim = whole
+    return len(shape) == 3 and shape[0] in (1, batch) and shape[1] == tokens and shape[2] in (dim, dim // 2)
 
 
 # --- Backends --------------------------------------------------------------------------------------------------------
@@ -364,14 +376,17 @@ def _rope_hadamard_quantize_fake(
     padded = (tokens + BLOCK - 1) // BLOCK * BLOCK
     fine = {"tensor": 1, "head": 1, "block": padded // BLOCK, "token": tokens}[granularity]
     queries = tokens if granularity in ("block", "token") else 1
-    codes, scales = {"dtype": E4M3, "device": q.device}, {"dtype": torch.uint8, "device": q.device}
+
+    def new(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
     return (
-        torch.empty(batch, heads, tokens, dim, **codes),
-        torch.empty(batch, heads, queries, **scales),
-        torch.empty(batch, groups, tokens, dim, **codes),
-        torch.empty(batch, groups, fine, **scales),
-        torch.empty(batch, groups, dim, padded, **codes),
-        torch.empty(batch, groups, fine, **scales),
+        new(batch, heads, tokens, dim, dtype=E4M3),
+        new(batch, heads, queries),
+        new(batch, groups, tokens, dim, dtype=E4M3),
+        new(batch, groups, fine),
+        new(batch, groups, dim, padded, dtype=E4M3),
+        new(batch, groups, fine),
     )
 
 

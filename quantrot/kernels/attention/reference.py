@@ -91,7 +91,7 @@ def encode(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_heads(x: Tensor, granularity: Granularity | str = Granularity.token) -> tuple[Tensor, Tensor]:
-    """Quantize [B, H, T, D] of any float dtype, any strides: (e4m3 [B, H, T, D] contiguous, scale uint8 [B, H, groups]).
+    """Quantize [B, H, T, D] of any float dtype, any strides: e4m3 [B, H, T, D], scale uint8 [B, H, groups].
 
     groups: 1 for tensor and head, ceil(T / 128) for block, T for token. Rounding is to nearest, ties to even.
     """
@@ -111,7 +111,9 @@ def dequantize_heads(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bf
 def transposed_values(qdata: Tensor) -> Tensor:
     """e4m3 [B, H, T, D] -> [B, H, D, T'], contiguous, T' the next multiple of 128, zeros behind T."""
     tokens = qdata.shape[2]
-    out = torch.zeros(*qdata.shape[:2], qdata.shape[3], -(-tokens // BLOCK) * BLOCK, dtype=torch.uint8, device=qdata.device)
+    out = torch.zeros(
+        *qdata.shape[:2], qdata.shape[3], -(-tokens // BLOCK) * BLOCK, dtype=torch.uint8, device=qdata.device
+    )
     out[..., :tokens] = qdata.view(torch.uint8).transpose(2, 3)
     return out.view(E4M3)
 
@@ -161,8 +163,8 @@ def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, seen: Tensor, scale: float,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """[B, S, H, D] in `dtype` from e4m3 q [B, H, S, D], k [B, G, T, D], v [B, G, D, T'], their scale bytes, and who sees
-    whom, bool [B, 1, S, T]. Per query, with x the scores in bits:
+    """[B, S, H, D] in `dtype` from e4m3 q [B, H, S, D], k [B, G, T, D], v [B, G, D, T'], their scale bytes, and who
+    sees whom, bool [B, 1, S, T]. Per query, with x the scores in bits:
 
         x = (q k) * q_scale * k_scale * scale * log2(e);   m = ceil(max x);   p = 2^(x - m)
         y = sum e4m3(2^8 * p * v_scale / u) * v * u / (2^8 * sum p),   u the largest scale among the head's values
@@ -172,7 +174,9 @@ def attention_reference(
     right = dequantize_heads(k, k_scale, torch.float32).repeat_interleave(groups, 1)
     values = v[..., :tokens].to(torch.float32).transpose(2, 3).repeat_interleave(groups, 1)
     v_bytes = spread(v_scale, tokens).repeat_interleave(groups, 1).unsqueeze(2)
-    unit = torch.where(v_bytes == NAN_BYTE, 1, v_bytes).amax(-1, keepdim=True) if tokens else v_bytes.new_ones(1, 1, 1, 1)
+    unit = (
+        torch.where(v_bytes == NAN_BYTE, 1, v_bytes).amax(-1, keepdim=True) if tokens else v_bytes.new_ones(1, 1, 1, 1)
+    )
     relative = power(v_bytes) / power(unit)
     out = torch.empty(q.shape[0], q.shape[2], heads, q.shape[3], dtype=dtype, device=q.device)
     step = max(1, ROWS // max(1, q.shape[0] * heads * tokens))

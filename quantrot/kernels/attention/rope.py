@@ -147,7 +147,9 @@ def _values(
         tl.store(scale_ptr + t, byte.to(tl.uint8), mask=t < tokens)
         byte = byte[:, None]
     codes = tl.trans(_encode(x, byte, PTX))
-    tl.store(out_ptr + d[:, None].to(tl.int64) * padded + t[None, :], codes, mask=(d < D)[:, None] & (t < padded)[None, :])
+    tl.store(
+        out_ptr + d[:, None].to(tl.int64) * padded + t[None, :], codes, mask=(d < D)[:, None] & (t < padded)[None, :]
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -155,8 +157,8 @@ def _quantize_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, signs_ptr, matrix_ptr, q_out, q_scale, k_out, k_scale, v_out, v_scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, cos_batch, cos_token, tokens, padded,
     heads, groups, factor, HALF: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    VALUES: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, ROPE: tl.constexpr, SIGNS: tl.constexpr, ROTATE: tl.constexpr,
-    BY_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
+    VALUES: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, ROPE: tl.constexpr, SIGNS: tl.constexpr,
+    ROTATE: tl.constexpr, BY_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)

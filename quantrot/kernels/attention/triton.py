@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantrot.kernels.attention.reference import BLOCK, P_BITS, group_of
+from quantrot.kernels.attention.reference import P_BITS, group_of
 
 P = tl.constexpr(P_BITS)
 LOG2E = 1.4426950408889634
@@ -50,7 +50,9 @@ def _bytes(pointer, stride, token, valid, GROUP: tl.constexpr):
 @triton.jit
 def _down(byte, unit):
     """2^(byte - unit) for byte <= unit, NaN for 255. Below 2^-31 a probability's code is zero whatever it is."""
-    return tl.where(byte == 255, float("nan"), ((tl.maximum(byte - unit, -32) + 127) << 23).to(tl.float32, bitcast=True))
+    return tl.where(
+        byte == 255, float("nan"), ((tl.maximum(byte - unit, -32) + 127) << 23).to(tl.float32, bitcast=True)
+    )
 
 
 @triton.jit
@@ -255,7 +257,9 @@ def _decode_kernel(
         ahead = token + BN
         k_next = _bytes(ks_at, ks_row, ahead, ahead < used, K_GROUP)
         v_next = _bytes(vs_at, vs_row, ahead, ahead < used, V_GROUP)
-        k = tl.load(k_at + token[:, None].to(tl.int64) * k_row, mask=(token < keys)[:, None] & (d < D)[None, :], other=0.0)
+        k = tl.load(
+            k_at + token[:, None].to(tl.int64) * k_row, mask=(token < keys)[:, None] & (d < D)[None, :], other=0.0
+        )
         s = tl.dot(k, tl.trans(q))
         if K_GROUP == 0:
             s = s * (rows * _power(k_bytes))[None, :]
@@ -402,9 +406,9 @@ def _decode(given: Inputs, out: Tensor, config: Config) -> None:
         unread if given.lengths is None else given.lengths, part, stats, given.scale * LOG2E,
         *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *given.q_scale.stride()[:2], *given.k_scale.stride(),
         *given.v_scale.stride(), 0 if mask is None else mask.stride(0), kv_heads, keys,
-        GROUPS=heads // kv_heads, GP=max(16, triton.next_power_of_2(heads // kv_heads)), D=dim, DP=max(64, _padded(dim)),
-        BN=config.keys, K_GROUP=group_of(given.k_scale, keys), V_GROUP=group_of(given.v_scale, keys),
-        MASK=mask is not None, LENGTHS=given.lengths is not None, PTX=PTX, num_warps=config.warps,
+        GROUPS=heads // kv_heads, GP=max(16, triton.next_power_of_2(heads // kv_heads)), D=dim,
+        DP=max(64, _padded(dim)), BN=config.keys, K_GROUP=group_of(given.k_scale, keys),
+        V_GROUP=group_of(given.v_scale, keys), MASK=mask is not None, LENGTHS=given.lengths is not None, PTX=PTX, num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
     _combine_kernel[(batch * heads,)](
