@@ -408,8 +408,8 @@ def _decode(given: Inputs, out: Tensor, config: Config) -> None:
         *given.v_scale.stride(), 0 if mask is None else mask.stride(0), kv_heads, keys,
         GROUPS=heads // kv_heads, GP=max(16, triton.next_power_of_2(heads // kv_heads)), D=dim,
         DP=max(64, _padded(dim)), BN=config.keys, K_GROUP=group_of(given.k_scale, keys),
-        V_GROUP=group_of(given.v_scale, keys), MASK=mask is not None, LENGTHS=given.lengths is not None, PTX=PTX, num_warps=config.warps,
-        num_stages=config.stages,
+        V_GROUP=group_of(given.v_scale, keys), MASK=mask is not None, LENGTHS=given.lengths is not None,
+        PTX=PTX, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     _combine_kernel[(batch * heads,)](
         part, stats, out, splits, D=dim, DP=_padded(dim), SPLITS=triton.next_power_of_2(splits), num_warps=4
