@@ -41,6 +41,7 @@ template <class T>
 inline T __ldg(const T* p) {
   return *p;
 }
+inline float __fmul_rn(float a, float b) { return a * b; }
 using std::max;
 using std::min;
 
@@ -441,7 +442,9 @@ struct Fp16 {
 
 }  // namespace quantrot
 
-inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) { return quantrot::exchange(value)[threadIdx.x % 32 ^ mask]; }
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
+  return quantrot::exchange(value)[(threadIdx.x % 32) ^ mask];
+}
 inline float __shfl_xor_sync(uint32_t mask, float value, int lanes) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
