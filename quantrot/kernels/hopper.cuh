@@ -1,7 +1,7 @@
 // What a Hopper kernel is made of: barriers in shared memory, the tensor copy engine, products by warpgroups, clusters.
 //
-// One function an instruction (or a pair that always goes together). With QUANTROT_EMULATED the same functions come from
-// an emulator that runs a kernel on the host, every CUDA thread a fiber: a kernel that keeps to them can be tested
+// One function an instruction (or a pair that always goes together). With QUANTROT_EMULATED the same functions come
+// from an emulator that runs a kernel on the host, every CUDA thread a fiber: a kernel that keeps to them can be tested
 // without a GPU. Shared memory addresses are 32-bit numbers; a tile for the copy engine and for wgmma starts at a
 // multiple of 1024 bytes.
 //
@@ -61,7 +61,8 @@ __device__ __forceinline__ void barrier_init(u32 bar, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
 
-// After the last barrier_init of a thread: the copy engine and the cluster see them. A block or cluster barrier follows.
+// After the last barrier_init of a thread: the copy engine and the cluster see them. A block or cluster barrier
+// follows.
 __device__ __forceinline__ void barrier_init_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -351,9 +352,9 @@ struct Fp16 {
 
 namespace quantrot {
 
-// A wgmma operand of rows of 128 bytes along K as the copy engine lays it down with the 128-byte swizzle: 16-byte unit u
-// of row r lies at u ^ (r % 8), eight rows are 1024 bytes. `address` is the tile's; `k` is the product's number along K,
-// 32 bytes each: the swizzle is of address bits, so the hardware finds the units again.
+// A wgmma operand of rows of 128 bytes along K as the copy engine lays it down with the 128-byte swizzle: 16-byte unit
+// u of row r lies at u ^ (r % 8), eight rows are 1024 bytes. `address` is the tile's; `k` is the product's number along
+// K, 32 bytes each: the swizzle is of address bits, so the hardware finds the units again.
 __device__ __forceinline__ u64 operand(u32 address, int k) {
   const u32 low = ((address & 0x3FFFF) >> 4 | 1 << 16) + k * 2, high = 1024 >> 4 | 1 << 30;
   return (u64)high << 32 | low;

@@ -96,7 +96,7 @@ def emulated(tmp_path_factory):
         folder = tmp_path_factory.mktemp("emulated")
         (folder / "kernel.cpp").write_text(source)
         include = [f"-I{ROOT / 'quantrot/kernels'}", f"-I{ROOT / 'tests/kernels/emulator'}"]
-        flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-DQUANTROT_EMULATED"]
+        flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-DQUANTROT_EMULATED"]
         library = folder / "kernel.so"
         run = subprocess.run(
             ["g++", *flags, *include, "kernel.cpp", "-o", library], cwd=folder, capture_output=True, text=True

@@ -64,8 +64,9 @@ GEMMS = {  # each module has supports(...) and gemm(a, a_scale, b, b_scale, a_bl
     "cublas": "quantrot.kernels.fp8.cublas",
     "triton": "quantrot.kernels.fp8.triton_gemm",
     "triton_splitk": "quantrot.kernels.fp8.triton_splitk",
+    "hopper": "quantrot.kernels.fp8.hopper",
 }
-AUTO = ("cublas", "triton")  # in this order; "hopper" goes in front of them
+AUTO = ("cublas", "triton")  # in this order; "hopper" only when asked for, until it has been measured
 
 torch.library.define(
     "quantrot::quantize_fp8_block",

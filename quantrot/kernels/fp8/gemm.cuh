@@ -1,4 +1,5 @@
-// Block-scaled FP8 products for sm_90a: c [m, n] = sum over blocks of 128 along k of (a b^T) * a_scale * b_scale, + bias.
+// Block-scaled FP8 products for sm_90a: c [m, n] = sum over blocks of 128 along k of (a b^T) * a_scale * b_scale
+// (+ bias).
 //
 // a [m, k] and b [n, k] are e4m3 with k contiguous. The tensor cores add 128 products in about 14 bits; each such sum
 // is promoted, multiplied by the product of its two scales and added to float32 registers:
@@ -13,8 +14,9 @@
 //
 //   prefill  many tokens: persistent thread blocks; one warp feeds a ring of stages through the copy engine, GROUPS
 //            warpgroups multiply, each 64 SLABS rows by 128 columns; clusters of two neighbours in n share a's tile.
-//   decode   few tokens: the weights are the operand of 64 rows and the tokens are the columns, so that no row of a tile
-//            is padding; the blocks of a cluster split k and add their parts through each other's shared memory.
+//   decode   few tokens: the weights are the operand of 64 rows and the tokens are its columns, so that no tile is
+//            padded to 64 rows of nothing; the blocks of a cluster share the tokens, or split k and add their parts
+//            through each other's shared memory.
 
 namespace quantrot {
 
@@ -44,7 +46,7 @@ __device__ __forceinline__ int blocks_of(int size, int block) { return (size + b
 // (float32), 2 (Out) or 0 (there is none).
 template <bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ float finished(const GemmArgs& args, float sum, int column) {
-  const float y = CHANNEL ? sum * __ldg(args.b.data + args.b.row(column)) : sum;
+  const float y = CHANNEL ? __fmul_rn(sum, __ldg(args.b.data + args.b.row(column))) : sum;  // not fused with the bias
   if constexpr (BIAS == 4) return y + __ldg((const float*)args.bias + column);
   if constexpr (BIAS == 2) return y + Out::value(__ldg((const unsigned short*)args.bias + column));
   return y;
@@ -66,10 +68,8 @@ struct PrefillShape {
   static constexpr int ROWS = 64 * SLABS * GROUPS, COLUMNS = 128;
   static constexpr int A_BYTES = ROWS * 128, B_BYTES = COLUMNS * 128, STAGE = A_BYTES + B_BYTES;
   static constexpr int OUTPUT = 64 * COLUMNS * 2;  // of a warpgroup: a slab in 16 bits, two boxes of 64 columns
-  static constexpr int SHARED = STAGES * (STAGE + 16) + GROUPS * OUTPUT;
-  static constexpr int THREADS = 128 * (GROUPS + 1);
   static_assert(SETS == 1 || SLABS == 1, "two sets of sums fit for one slab");
-  static_assert(SHARED <= 227 << 10, "shared memory");
+  static_assert(STAGES * (STAGE + 16) + GROUPS * OUTPUT <= 227 << 10, "shared memory");
 };
 
 // The tiles of c, in groups of rows, columns inside; a cluster takes neighbours in n.
@@ -319,8 +319,7 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   if (warp >= GROUPS * 4) {
     if constexpr (GROUPS == 2) give_registers<40>();
     if constexpr (GROUPS == 3) give_registers<32>();
-    if (warp == GROUPS * 4)
-      prefill_load<Shape, STAGES, CLUSTER>(a, b, args, tiles, blocks, base, full, empty);
+    if (warp == GROUPS * 4) prefill_load<Shape, STAGES, CLUSTER>(a, b, args, tiles, blocks, base, full, empty);
   } else {
     if constexpr (GROUPS == 2) take_registers<232>();
     if constexpr (GROUPS == 3) take_registers<160>();
@@ -341,7 +340,6 @@ struct DecodeShape {
   static constexpr int B_BYTES = COLUMNS * 128, A_BYTES = TOKENS * 128, STAGE = A_BYTES + B_BYTES;
   static constexpr int PAD = GROUPS * 8192 - B_BYTES;  // what the last stage's operand runs on into
   static constexpr int PITCH = COLUMNS + 4;  // of the parts, floats: lanes meet different banks
-  static constexpr int THREADS = 128 * GROUPS + 32;
   static_assert(TOKENS / SHARE % 8 == 0 && TOKENS % SHARE == 0, "a share of the tokens is whole groups of eight rows");
   static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE, "the parts take the stages' place");
   static_assert(COLUMNS % 64 == 0 || COLUMNS == 32 || COLUMNS == 16, "whole warps, each with 16 columns");
@@ -383,8 +381,8 @@ __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap*
   }
 }
 
-// a_scale * b_scale of every token and block of k of this part -> shared memory [count, TOKENS]. Many loads at once: the
-// stages fill meanwhile, and should not wait.
+// a_scale * b_scale of every token and block of k of this part -> shared memory [count, TOKENS]. Many loads at once:
+// the stages fill meanwhile, and should not wait.
 template <int TOKENS, int GROUPS, bool CHANNEL>
 __device__ __forceinline__ void decode_scales(const GemmArgs& args, int token, int column, int first, int count,
                                               u32 scales) {

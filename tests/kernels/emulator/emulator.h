@@ -50,6 +50,7 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t select) {
   for (int i = 0; i < 4; i++) r |= (uint32_t)(bytes >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
   return r;
 }
+inline float __fmul_rn(float a, float b) { return a * b; }
 using std::max;
 using std::min;
 
@@ -495,7 +496,9 @@ struct Fp16 {
 
 }  // namespace quantrot
 
-inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) { return quantrot::exchange(value)[threadIdx.x % 32 ^ mask]; }
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
+  return quantrot::exchange(value)[(threadIdx.x % 32) ^ mask];
+}
 inline float __shfl_xor_sync(uint32_t mask, float value, int lanes) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
