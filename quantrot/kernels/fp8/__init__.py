@@ -237,9 +237,14 @@ def _check_product(
 # --- Backends --------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=16)
+@torch.compiler.assume_constant_result
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton's FP8 kernels run on this device; says once what is missing where a GPU could."""
+    return _has_kernels(device)
+
+
+@lru_cache(maxsize=16)
+def _has_kernels(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
         return False
     try:
