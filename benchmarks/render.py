@@ -63,10 +63,60 @@ def fp8_accuracy(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"{source}, torch {result['torch']}: `{result['command']}`"]
 
 
+def mixed(result: dict[str, Any]) -> list[str]:
+    """The paper's eight variants, then the shapes of Llama-3.1-8B and 70B, tokens down and shapes across."""
+    rows = result["rows"]
+
+    def of_cublas(row: dict[str, Any]) -> str:
+        return f"{row['peers_us']['same_type_cublas'] / row['us']:.2f}"
+
+    lines = [
+        "| narrow | wide | narrow operand | us | cuBLAS, equal types | of cuBLAS | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        case = row["case"]
+        if case["m"] == 3456:
+            lines.append(
+                f"| {case['narrow']} | {case['wide']} | {case['narrow_operand']} | {row['us']:.1f} "
+                f"| {row['peers_us']['same_type_cublas']:.1f} | {of_cublas(row)} | {row['error']:.1e} |"
+            )
+    packed = [row for row in rows if row["case"]["narrow"] == "packed"]
+    shapes = sorted({(row["case"]["n"], row["case"]["k"]) for row in packed})
+    for group, name in ((0, "one scale a channel"), (128, "groups of 128")):
+        lines += ["", f"The on-disk weight against bfloat16 cuBLAS, {name}; the fraction of the floor in brackets:", ""]
+        lines += ["| tokens | " + " | ".join(f"{n} x {k}" for n, k in shapes) + " |", "|---" * (len(shapes) + 1) + "|"]
+        cells = {(r["case"]["m"], r["case"]["n"], r["case"]["k"]): r for r in packed if r["case"]["group"] == group}
+        for m in sorted({m for m, _, _ in cells}):
+            found = [cells[m, n, k] for n, k in shapes]
+            shown = (f"{of_cublas(row)} ({row['floor_us'] / row['us']:.2f})" for row in found)
+            lines.append(f"| {m} | " + " | ".join(shown) + " |")
+    return [*lines, "", _source(result)]
+
+
+def model(result: dict[str, Any]) -> list[str]:
+    """A recipe, phase and size a row."""
+    lines = ["| recipe | phase | sequences or tokens | us | bfloat16 | faster by |", "|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        case, wide = row["case"], row["peers_us"]["bf16"]
+        name = f"`{case['recipe']}` | {case['phase']} | {case['size']}"
+        lines.append(f"| {name} | {row['us']:.0f} | {wide:.0f} | {wide / row['us']:.2f} |")
+    return [*lines, "", _source(result)]
+
+
+def _source(result: dict[str, Any]) -> str:
+    return (
+        f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}, triton {result['triton']}, copy "
+        f"{result['copy_gbps']:.0f} GB/s: `{result['command']}`, commit {result['commit']}"
+    )
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "accuracy": accuracy,
     "convert": conversion,
     "fp8_accuracy": fp8_accuracy,
+    "mixed": mixed,
+    "model": model,
 }
 
 
@@ -75,7 +125,10 @@ def render(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         kind, name = match[1], match[2]
-        result = json.loads((RESULTS / f"bench_{kind}-{name}.json").read_text())
+        path = RESULTS / f"bench_{kind}-{name}.json"
+        if not path.exists():  # not measured yet: the page says so
+            return match[0]
+        result = json.loads(path.read_text())
         return "\n".join([f"<!-- table: {kind} {name} -->", *TABLES[kind](result), "<!-- end -->"])
 
     pattern = r"<!-- table: (" + "|".join(TABLES) + r") ([\w.-]+) -->\n.*?<!-- end -->"

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from quantrot import engines
 from quantrot.checkpoint import read_json
 from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest
-from quantrot.modules import LINEARS, OnlineHadamard, QuantizedLinear, RotatedAttention, RotatedLinear
+from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedLinear, RotatedLinear
 from quantrot.source import open_source
 
 DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
@@ -122,9 +122,10 @@ def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any
                 assert online is not None
                 new = RotatedLinear(*shape, online=online, online_name=name)
             model.set_submodule(fqn, new)
-        if manifest.attention is not None:
+        kind: dict[str, Any] = {"arithmetic": manifest.arithmetic, "kv_cache": manifest.kv_cache}
+        if manifest.attention is not None or set(kind.values()) != {"bf16"}:
             for layer in model.model.layers:
-                layer.self_attn = RotatedAttention(layer.self_attn, manifest.attention)
+                layer.self_attn = QuantizedAttention(layer.self_attn, rotation=manifest.attention, **kind)
     model.tie_weights()
     return model.eval()
 

@@ -1,7 +1,7 @@
 // What a Hopper kernel is made of: barriers in shared memory, the tensor copy engine, products by warpgroups, clusters.
 //
-// One function an instruction (or a pair that always goes together). With QUANTROT_EMULATED the same functions come from
-// an emulator that runs a kernel on the host, every CUDA thread a fiber: a kernel that keeps to them can be tested
+// One function an instruction (or a pair that always goes together). With QUANTROT_EMULATED the same functions come
+// from an emulator that runs a kernel on the host, every CUDA thread a fiber: a kernel that keeps to them can be tested
 // without a GPU. Shared memory addresses are 32-bit numbers; a tile for the copy engine and for wgmma starts at a
 // multiple of 1024 bytes.
 //
@@ -46,6 +46,12 @@ __device__ __forceinline__ u32 in_block(u32 address, u32 rank) {
   return mapped;
 }
 
+// Launched as a programmatic dependent, a kernel starts while the one before it still runs. What comes before the wait
+// must not touch global memory; the kernel after this one may start from here on. Otherwise it does nothing.
+__device__ __forceinline__ void grid_wait() {
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // --- Barriers --------------------------------------------------------------------------------------------------------
 //
 // A barrier's phase ends when as many arrivals as it was made for and all the expected bytes have come. Waiting on
@@ -55,7 +61,8 @@ __device__ __forceinline__ void barrier_init(u32 bar, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
 
-// After the last barrier_init of a thread: the copy engine and the cluster see them. A block or cluster barrier follows.
+// After the last barrier_init of a thread: the copy engine and the cluster see them. A block or cluster barrier
+// follows.
 __device__ __forceinline__ void barrier_init_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -64,12 +71,19 @@ __device__ __forceinline__ void barrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive_cluster(u32 mapped) {  // of in_block
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
+// The barrier of another block (an address of in_block). It orders nothing between the blocks' memories: what it hands
+// back has been read by products that were waited for. (.release.cluster is a fence of all memory, in every stage.)
+__device__ __forceinline__ void barrier_arrive_cluster(u32 mapped) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
 }
 
-__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {  // and arrive
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+#define QR_ONE_LANE "{.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\n@one "
+
+// `bytes` more are to come, and an arrival. This and the loads below are for a whole warp, of which one lane acts: the
+// compiler then knows that there is one, and keeps addresses in uniform registers.
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+  asm volatile(QR_ONE_LANE "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n}" ::"r"(bar), "r"(bytes)
+               : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
@@ -79,20 +93,17 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
       ::"r"(bar), "r"(parity) : "memory");
 }
 
-// The same where other blocks of the cluster arrive.
-__device__ __forceinline__ void barrier_wait_cluster(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@done bra.uni leave;\nbra.uni again;\n"
-      "leave:\n}\n" ::"r"(bar), "r"(parity) : "memory");
-}
-
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
 __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 
 // Every thread of the cluster; orders shared memory between its blocks.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The same for barriers that were just made (after barrier_init_done); orders nothing else.
+__device__ __forceinline__ void cluster_start() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // Barriers 1 to 15 of a block, among `threads` of them.
@@ -129,21 +140,22 @@ __device__ __forceinline__ u64 cache_policy() {
 }
 
 // The map's box at element column x, row y -> shared memory; its bytes (all of the box, zeros past the edges) count on
-// the barrier. By one thread.
+// the barrier.
 __device__ __forceinline__ void tensor_load(u32 to, const TensorMap* map, int x, int y, u32 bar, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], "
-      "[%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y), "l"(policy)
-      : "memory");
+  asm volatile(QR_ONE_LANE
+               "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+               "[%1, {%3, %4}], [%2], %5;\n}" ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y), "l"(policy)
+               : "memory");
 }
 
 // The same into every block of the cluster whose bit is set in `blocks`, at the same address and on the same barrier.
 __device__ __forceinline__ void tensor_load_all(u32 to, const TensorMap* map, int x, int y, u32 bar, u64 policy,
                                                 unsigned short blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-      "[%0], [%1, {%3, %4}], [%2], %6, %5;" ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y), "l"(policy), "h"(blocks)
-      : "memory");
+  asm volatile(QR_ONE_LANE
+               "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+               ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %6, %5;\n}" ::"r"(to), "l"(map), "r"(bar), "r"(x),
+               "r"(y), "l"(policy), "h"(blocks)
+               : "memory");
 }
 
 // Shared memory -> the map's box; nothing is written past the edges.
@@ -340,11 +352,12 @@ struct Fp16 {
 
 namespace quantrot {
 
-// A wgmma operand of rows of 128 bytes along K as the copy engine lays it down with the 128-byte swizzle: 16-byte unit u
-// of row r lies at u ^ (r % 8), eight rows are 1024 bytes. `address` is the tile's, plus 32 bytes for each product of 32
-// along K: the swizzle is of address bits, so the hardware finds the units again.
-__device__ __forceinline__ u64 operand(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+// A wgmma operand of rows of 128 bytes along K as the copy engine lays it down with the 128-byte swizzle: 16-byte unit
+// u of row r lies at u ^ (r % 8), eight rows are 1024 bytes. `address` is the tile's; `k` is the product's number along
+// K, 32 bytes each: the swizzle is of address bits, so the hardware finds the units again.
+__device__ __forceinline__ u64 operand(u32 address, int k) {
+  const u32 low = ((address & 0x3FFFF) >> 4 | 1 << 16) + k * 2, high = 1024 >> 4 | 1 << 30;
+  return (u64)high << 32 | low;
 }
 
 // An operand of 16-bit rows that are contiguous across the product: pieces of 64 columns, 128 bytes a row, swizzled as

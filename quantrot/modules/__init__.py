@@ -5,7 +5,8 @@ online), quantizes it, and multiplies. Without a kernel for the device the multi
 `decode()` keeps that weight, in the dtype of the model, instead of making it in every forward.
 """
 
-from quantrot.modules.attention import RotatedAttention
+from quantrot.modules.attention import QuantizedAttention
+from quantrot.modules.cache import KVCache
 from quantrot.modules.fp8 import Fp8Linear, Fp8TrainingLinear
 from quantrot.modules.int8 import Int8Linear
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, RotatedLinear, quantize_dequantize
@@ -18,10 +19,11 @@ __all__ = [
     "Fp8Linear",
     "Fp8TrainingLinear",
     "Int8Linear",
+    "KVCache",
     "Mxfp4Linear",
     "OnlineHadamard",
+    "QuantizedAttention",
     "QuantizedLinear",
-    "RotatedAttention",
     "RotatedLinear",
     "quantize_dequantize",
 ]

@@ -43,7 +43,8 @@ from quantrot.kernels.fp8.reference import (
     scale_shape,
     whole,
 )
-from quantrot.kernels.hadamard import _check as check_transform
+from quantrot.kernels.hadamard import check_transform
+from quantrot.kernels.operators import implement
 
 __all__ = [
     "E4M3",
@@ -63,8 +64,9 @@ GEMMS = {  # each module has supports(...) and gemm(a, a_scale, b, b_scale, a_bl
     "cublas": "quantrot.kernels.fp8.cublas",
     "triton": "quantrot.kernels.fp8.triton_gemm",
     "triton_splitk": "quantrot.kernels.fp8.triton_splitk",
+    "hopper": "quantrot.kernels.fp8.hopper",
 }
-AUTO = ("cublas", "triton")  # in this order; "hopper" goes in front of them
+AUTO = ("cublas", "triton")  # in this order; "hopper" only when asked for, until it has been measured
 
 torch.library.define(
     "quantrot::quantize_fp8_block",
@@ -319,7 +321,7 @@ def _columns_contiguous(x: Tensor) -> Tensor:
 # --- Operators -------------------------------------------------------------------------------------------------------
 
 
-@torch.library.impl("quantrot::quantize_fp8_block", ("CPU", "CUDA"))
+@implement("quantrot::quantize_fp8_block")
 def _quantize(
     x: Tensor, rows: int, columns: int, rule: str, transposed_scale: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -334,7 +336,7 @@ def _quantize(
     return q, scale
 
 
-@torch.library.impl("quantrot::hadamard_quantize_fp8", ("CPU", "CUDA"))
+@implement("quantrot::hadamard_quantize_fp8")
 def _hadamard_quantize(
     x: Tensor,
     signs: Tensor | None,
@@ -366,7 +368,7 @@ def _hadamard_quantize(
     return q, scale
 
 
-@torch.library.impl("quantrot::quantize_fp8_both_ways", ("CPU", "CUDA"))
+@implement("quantrot::quantize_fp8_both_ways")
 def _both_ways(
     x: Tensor, rows: int, columns: int, rule: str, transposed_scale: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -383,7 +385,7 @@ def _both_ways(
     return q, scale, turned, turned_scale
 
 
-@torch.library.impl("quantrot::fp8_block_gemm", ("CPU", "CUDA"))
+@implement("quantrot::fp8_block_gemm")
 def _gemm(
     a: Tensor,
     a_scale: Tensor,
