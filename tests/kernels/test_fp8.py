@@ -221,9 +221,10 @@ def test_turned_codes_are_those_of_the_float32_transform(device, n, block):
     expected = quantize_fp8_block(turned, (1, 128), "exact", backend="reference")
     if device == "cpu":
         assert same_bits(got, expected)
-    torch.testing.assert_close(got[1].cpu(), expected[1], rtol=2e-6 if n % 96 else 5e-3, atol=0)
+    fused = n % 128 == 0 or n == 576  # else a bfloat16 tensor lies between two operators
+    torch.testing.assert_close(got[1].cpu(), expected[1], rtol=1e-5 if fused else 5e-3, atol=0)
     steps = (_order(got[0]) - _order(expected[0])).abs()  # sums in another order: a tie may fall to its other side
-    assert steps.max() <= 1 and (steps > 0).float().mean() < (1e-3 if n % 96 else 0.05)
+    assert steps.max() <= 1 and (steps > 0).float().mean() < (1e-3 if fused else 0.05)
 
 
 def _order(q):
@@ -483,7 +484,7 @@ def test_every_kernel_compiles_for_hopper_without_spills(compiled_for_hopper):
 @gpu
 @pytest.mark.parametrize("block", [*BLOCKS[:6], (0, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(1, 4096), (63, 576), (257, 1536), (300, 770), (1024, 28672), (2048, 2048)])
+@pytest.mark.parametrize("shape", [(1, 4096), (63, 576), (257, 1536), (300, 770), (130, 28672), (2048, 2048)])
 def test_gpu_bits_are_the_references(block, dtype, shape):
     x = (randn(*shape) * torch.exp(randn(shape[0], 1, seed=1) * 6)).to(dtype)
     for rule in ("exact", "bf16", "pow2"):
