@@ -42,6 +42,12 @@ SPECIAL: dict[str, tuple[str, list[float], float, list[int]]] = {
     "just past a tie": ("exact", [448.0, 17.125, 2.0**-10 * 1.0078125], 1.0, [0x7E, 0x59, 0x01]),
     "scale below normal numbers": ("exact", [2.0**-133, -(2.0**-135), 2.0**-137], 2.0**-126, [0x04, 0x81, 0x00]),
     "scale lifted": ("exact", [448 * 2.0**-100, 17 * 2.0**-100], 2.0**-100, [0x7E, 0x58]),
+    "a tie that underflow would miss": (
+        "exact",
+        [float.fromhex("0x1.12732cp-117"), float.fromhex("0x1.1c406ep-126")],
+        float.fromhex("0x1.39a832p-126"),
+        [0x7E, 0x37],
+    ),
     "largest": ("pow2", [3.3895313892515355e38, 1.0], 2.0**120, [0x78, 0x00]),
     "bf16 scale rounded down saturates": ("bf16", [449.75, -449.75, 1.0], 1.0, [0x7E, 0xFE, 0x38]),
     "bf16 scale rounded up": ("bf16", [452.0, 1.0078125], 1.0078125, [0x7E, 0x38]),
@@ -215,9 +221,10 @@ def test_turned_codes_are_those_of_the_float32_transform(device, n, block):
     expected = quantize_fp8_block(turned, (1, 128), "exact", backend="reference")
     if device == "cpu":
         assert same_bits(got, expected)
-    torch.testing.assert_close(got[1].cpu(), expected[1], rtol=2e-6 if n % 96 else 5e-3, atol=0)
+    fused = n % 128 == 0 or n == 576  # else a bfloat16 tensor lies between two operators
+    torch.testing.assert_close(got[1].cpu(), expected[1], rtol=1e-5 if fused else 5e-3, atol=0)
     steps = (_order(got[0]) - _order(expected[0])).abs()  # sums in another order: a tie may fall to its other side
-    assert steps.max() <= 1 and (steps > 0).float().mean() < (1e-3 if n % 96 else 0.05)
+    assert steps.max() <= 1 and (steps > 0).float().mean() < (1e-3 if fused else 0.05)
 
 
 def _order(q):
@@ -378,7 +385,7 @@ for rule in ("exact", "bf16", "pow2"):
         both(quantize_fp8_block, torch.tensor([row] * 4, dtype=torch.bfloat16).view(16, 32), (8, 16), rule)
         both(quantize_fp8_block, torch.tensor([row] * 128, dtype=torch.bfloat16), (128, 128), rule)
 for block in ((1, 128), (1, 256), (128, 128), (256, 256), (1, 0), (0, 0)):
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32):
         wide = (torch.randn(130, 400) * torch.exp(torch.randn(130, 1) * 4)).to(dtype)
         both(quantize_fp8_block, wide[:, :300], block, "exact")
         both(quantize_fp8_block, wide[:1, 1:258], block, "bf16", transposed_scale=True)
@@ -398,8 +405,8 @@ for n, block in ((128, None), (256, 32), (384, 128), (1024, None), (512, 256), (
         error = (values(*got) - values(*expected)).norm() / values(*expected).norm()
         assert error < 2e-3, (n, block, dtype, error)
 
-for m, n, k in ((1, 48, 256), (3, 64, 384), (70, 96, 577), (130, 130, 128)):
-    for a_block, b_block in PAIRS:
+for m, n, k in ((1, 48, 256), (70, 96, 577), (130, 130, 128), (3, 48, 1100)):  # the last one splits K
+    for a_block, b_block in PAIRS if k < 1024 else PAIRS[:1]:
         a, b = quantize_fp8_block(torch.randn(m, k), a_block), quantize_fp8_block(torch.randn(n, k), b_block)
         blocks = dict(a_block=a_block, b_block=b_block, out_dtype=torch.float32, bias=torch.randn(n))
         expected = fp8_block_gemm(*a, *b, **blocks, backend="reference")
@@ -433,14 +440,14 @@ def quantize(shape, block, dtype=torch.bfloat16, rule="exact"):
     x = torch.empty(shape, dtype=dtype)
     triton.quantize(x, *outputs(shape, block), whole(block, x.shape), rule)
 
-for block in ((1, 128), (128, 128), (256, 256), (1, 0), (0, 0)):
+for block in ((1, 128), (128, 128), (256, 256), (0, 0)):
     quantize((4096, 4096), block)
+quantize((4096, 28672), (1, 0))
 quantize((4097, 4096), (256, 256), torch.float16)
-quantize((4096, 4096), (256, 256), torch.float32)
 for block in ((1, 128), (128, 128)):
     turned = outputs((4096, 4096), block)
     triton.quantize_both_ways(turned[0].bfloat16(), *turned, *turned, block[0] == 128, "exact")
-for order in (32, 128, 1024, 16384):
+for order in (128, 1024, 16384):
     x = torch.empty(4096, 16384, dtype=torch.bfloat16)
     triton_hadamard.quantize(x, *outputs(x.shape, (1, 128)), None, order, 1.0, "exact")
 
@@ -448,7 +455,7 @@ def gemm(m, n, k, a_block, b_block):
     a, b = outputs((m, k), a_block), outputs((n, k), b_block)
     triton_gemm.gemm(*a, *b, a_block, b_block, torch.bfloat16, None)
 
-for m in (16, 64, 256, 4096):
+for m in (16, 256, 4096):
     gemm(m, 4096, 4096, (1, 128), (128, 128))
 for pair in (((256, 256), (256, 256)), ((1, 0), (1, 0)), ((1, 128), (1, 128))):
     gemm(4096, 4096, 4096, *pair)
@@ -477,7 +484,7 @@ def test_every_kernel_compiles_for_hopper_without_spills(compiled_for_hopper):
 @gpu
 @pytest.mark.parametrize("block", [*BLOCKS[:6], (0, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(1, 4096), (63, 576), (257, 1536), (300, 770), (1024, 28672), (2048, 2048)])
+@pytest.mark.parametrize("shape", [(1, 4096), (63, 576), (257, 1536), (300, 770), (130, 28672), (2048, 2048)])
 def test_gpu_bits_are_the_references(block, dtype, shape):
     x = (randn(*shape) * torch.exp(randn(shape[0], 1, seed=1) * 6)).to(dtype)
     for rule in ("exact", "bf16", "pow2"):

@@ -77,6 +77,13 @@ def test_the_gpu_runs_packed_and_agrees_with_the_cpu(dtype, weights, activations
     assert relative(y.cpu(), expected) < 3e-3
 
 
+@pytest.mark.parametrize("online", [None, Rotation("R4", "random-hadamard", 512, 32, 0)])
+def test_the_packed_forward_is_one_graph(monkeypatch, online):
+    module, x = linear(online=online and OnlineHadamard(online)), torch.randn(3, 512)
+    monkeypatch.setattr(modules_fp8, "has_kernels", torch.compiler.assume_constant_result(lambda device: True))
+    assert torch.equal(torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))
+
+
 # --- Training --------------------------------------------------------------------------------------------------------
 
 

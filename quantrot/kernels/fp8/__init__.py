@@ -176,7 +176,8 @@ def fp8_block_gemm(
     float16 or float32). backend: "triton" takes blocks whose columns are a multiple of 128 or all of K, and gives a row
     the same bits whatever M is; "triton_splitk" is its variant that splits K for few rows (other bits, for a given M
     always the same ones); "cublas" takes 1 x 128 by 128 x 128 (or 1 x 128), 128 x 128 by 1 x 128, and (1, 0) by (1, 0)
-    on Hopper; "reference" dequantizes. ValueError for shapes or dtypes that do not fit, or a backend that cannot run.
+    on Hopper; "hopper" is CUDA C++ for it, by name only until it has been measured; "reference" dequantizes. ValueError
+    for shapes or dtypes that do not fit, or a backend that cannot run.
     """
     _check_product(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend)
     return torch.ops.quantrot.fp8_block_gemm(
@@ -239,9 +240,14 @@ def _check_product(
 # --- Backends --------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=16)
+@torch.compiler.assume_constant_result
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton's FP8 kernels run on this device; says once what is missing where a GPU could."""
+    return _has_kernels(device)
+
+
+@lru_cache(maxsize=16)
+def _has_kernels(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
         return False
     try:
