@@ -12,6 +12,7 @@ from quantrot.kernels.attention import (
     Quantized,
     attend,
     dequantize_heads,
+    inference_only,
     quantize_heads,
     rope_hadamard_quantize,
     transposed_values,
@@ -132,7 +133,8 @@ class QuantizedAttention(nn.Module):
             given = stored
         else:
             given = self._through(cache, given, mask, q.dtype)
-        return attend(given, causal=mask is None, scale=self.scaling, mask=mask, lengths=lengths, dtype=q.dtype)
+        y = attend(given, causal=mask is None, scale=self.scaling, mask=mask, lengths=lengths, dtype=q.dtype)
+        return inference_only(y, q, k, v)
 
     def _through(self, cache: Any, given: Quantized, mask: Tensor | None, dtype: torch.dtype) -> Quantized:
         """Keys and values through a cache of the model's dtype: what it returns, quantized again, is what it was."""

@@ -22,13 +22,14 @@ sum is not. attention_reference has the formula. Backends: "triton" (CUDA with e
 import os
 import warnings
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantrot.kernels.attention.reference import (
     BLOCK,
+    LARGEST_BLOCK_HEAD,
     Granularity,
     attention_reference,
     dequantize_heads,
@@ -51,6 +52,7 @@ __all__ = [
     "dequantize_heads",
     "fp8_attention",
     "group_of",
+    "inference_only",
     "quantize_heads",
     "rope_hadamard_quantize",
     "spread",
@@ -61,6 +63,7 @@ BACKENDS = ("auto", "triton", "reference")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
 
+# Operators pass codes as bytes: torch has no arithmetic on e4m3 for opcheck to compare with.
 torch.library.define(
     "quantrot::fp8_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale, Tensor? mask, Tensor? lengths, "
@@ -103,24 +106,26 @@ def fp8_attention(
     have one a token, or a coarser one under `head` and `tensor`. mask, lengths, query_lengths, causal: see the top of
     the file. The result is a view of [B, S, H, D]. ValueError for shapes, dtypes or backends that do not fit.
     """
-    if q.shape[-2] != k.shape[-2]:
-        given = _quantize_apart(q, k, v, Granularity(granularity), backend)
-    else:
-        given = rope_hadamard_quantize(
-            *(t.transpose(1, 2) for t in (q, k, v)), granularity=granularity, backend=backend
-        )
+    granularity = Granularity(granularity)
+    prepare = backend if _has_kernel(granularity, q.shape[-1]) or backend not in BACKENDS else "auto"
+    turned = [t.transpose(1, 2) for t in (q, k, v)]
+    if q.shape[2:3] == k.shape[2:3]:
+        given = rope_hadamard_quantize(*turned, granularity=granularity, backend=prepare)
+    else:  # other numbers of queries and of keys
+        queries = rope_hadamard_quantize(*turned[:1] * 3, granularity=granularity, backend=prepare)
+        keys = rope_hadamard_quantize(turned[1], *turned[1:], granularity=granularity, backend=prepare)
+        given = Quantized(queries.q, queries.q_scale, *keys[2:])
     y = attend(
-        given, causal=causal, scale=scale, mask=mask, lengths=lengths, query_lengths=query_lengths, dtype=q.dtype,
+        given,
+        causal=causal,
+        scale=scale,
+        mask=mask,
+        lengths=lengths,
+        query_lengths=query_lengths,
+        dtype=q.dtype,
         backend=backend,
-    )  # fmt: skip
-    return y.transpose(1, 2)
-
-
-def _quantize_apart(q: Tensor, k: Tensor, v: Tensor, granularity: Granularity, backend: str) -> Quantized:
-    """Queries and keys of different numbers of tokens."""
-    queries = rope_hadamard_quantize(*[q.transpose(1, 2)] * 3, granularity=granularity, backend=backend)
-    keys = rope_hadamard_quantize(*(t.transpose(1, 2) for t in (k, k, v)), granularity=granularity, backend=backend)
-    return Quantized(queries.q, queries.q_scale, *keys[2:])
+    )
+    return inference_only(y.transpose(1, 2), q, k, v)
 
 
 def attend(
@@ -144,8 +149,9 @@ def attend(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not scale > 0:
         raise ValueError(f"scale: {scale}; a positive number is needed")
+    codes = (t.view(torch.uint8) for t in (q, k, v))
     return torch.ops.quantrot.fp8_attention(
-        q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, dtype, backend
+        *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, dtype, backend
     )
 
 
@@ -173,9 +179,26 @@ def rope_hadamard_quantize(
     """
     granularity = Granularity(granularity)
     order, signs = _check_quantize(q, k, v, cos, sin, order, signs, granularity, backend)
-    return Quantized(
-        *torch.ops.quantrot.rope_hadamard_quantize(q, k, v, cos, sin, signs, order, granularity.value, backend)
-    )
+    made = torch.ops.quantrot.rope_hadamard_quantize(q, k, v, cos, sin, signs, order, granularity.value, backend)
+    return Quantized(*(t.view(E4M3) if i % 2 == 0 else t for i, t in enumerate(made)))
+
+
+class _InferenceOnly(torch.autograd.Function):
+    """y, as if the inputs had a gradient, and an error where it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *inputs: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError("fp8_attention is for inference and has no backward; train with attention: bf16")
+
+
+def inference_only(y: Tensor, *inputs: Tensor) -> Tensor:
+    """y, computed from the inputs without a gradient: a backward through it raises instead of missing a term."""
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    return _InferenceOnly.apply(y, *inputs) if wanted else y
 
 
 # --- Checks ----------------------------------------------------------------------------------------------------------
@@ -328,6 +351,7 @@ def _fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, mask: Tensor | None,
     lengths: Tensor | None, query_lengths: Tensor | None, causal: bool, scale: float, dtype: torch.dtype, backend: str,
 ) -> Tensor:  # fmt: skip
+    q, k, v = (t.view(E4M3) for t in (q, k, v))
     if _backend(q.device, backend) == "triton":
         from quantrot.kernels.attention import triton
 
@@ -356,15 +380,24 @@ def _rope_hadamard_quantize(
     if _backend(q.device, backend) == "triton":
         from quantrot.kernels.attention import rope
 
-        by_block = granularity == Granularity.block and q.shape[3] <= rope.LARGEST_BLOCK_HEAD
-        if by_block or granularity == Granularity.token:
-            return rope.quantize(q, k, v, cos, sin, signs, order, by_block)
+        if _has_kernel(granularity, q.shape[3]):
+            by_block = granularity == Granularity.block
+            return _as_bytes(rope.quantize(q, k, v, cos, sin, signs, order, by_block))
         if backend == "triton":
             raise ValueError(
                 f"backend: 'triton' has no granularity {granularity} with head_dim {q.shape[3]}; allowed here: token "
-                f"(any head_dim), block (up to {rope.LARGEST_BLOCK_HEAD}), or backend auto or reference"
+                f"(any head_dim), block (up to {LARGEST_BLOCK_HEAD}), or backend auto or reference"
             )
-    return rope_hadamard_quantize_reference(q, k, v, cos, sin, signs, order, Granularity(granularity))
+    return _as_bytes(rope_hadamard_quantize_reference(q, k, v, cos, sin, signs, order, Granularity(granularity)))
+
+
+def _has_kernel(granularity: str, dim: int) -> bool:
+    """Whether quantizing so is one kernel: coarser scales need all values before the first is written."""
+    return granularity == Granularity.token or (granularity == Granularity.block and dim <= LARGEST_BLOCK_HEAD)
+
+
+def _as_bytes(made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(t.view(torch.uint8) for t in made)
 
 
 @torch.library.register_fake("quantrot::rope_hadamard_quantize")
@@ -378,22 +411,14 @@ def _rope_hadamard_quantize_fake(
     fine = {"tensor": 1, "head": 1, "block": padded // BLOCK, "token": tokens}[granularity]
     queries = tokens if granularity in ("block", "token") else 1
 
-    def new(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=q.device)
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=q.device)
 
     return (
-        new(batch, heads, tokens, dim, dtype=E4M3),
+        new(batch, heads, tokens, dim),
         new(batch, heads, queries),
-        new(batch, groups, tokens, dim, dtype=E4M3),
+        new(batch, groups, tokens, dim),
         new(batch, groups, fine),
-        new(batch, groups, dim, padded, dtype=E4M3),
+        new(batch, groups, dim, padded),
         new(batch, groups, fine),
     )
-
-
-def _no_backward(ctx, *grads: Tensor) -> None:
-    raise NotImplementedError("fp8_attention is for inference and has no backward; train with attention: bf16")
-
-
-for _name in ("fp8_attention", "rope_hadamard_quantize"):
-    torch.library.register_autograd(f"quantrot::{_name}", _no_backward)

@@ -20,6 +20,7 @@ from quantrot.kernels.fp8 import E4M3, E4M3_MAX
 from quantrot.kernels.hadamard.reference import hadamard_reference
 
 BLOCK = 128  # tokens that share a scale under `block`, and V's storage is a multiple of
+LARGEST_BLOCK_HEAD = 128  # head_dim up to which the kernel that quantizes has a block's values in registers at once
 P_BITS = 8  # probabilities are in e4m3 times 2^8: the largest lies in (128, 256]
 NAN_BYTE = 255
 LOG2E = 1.4426950408889634

@@ -13,14 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantrot.kernels.attention.reference import BLOCK
+from quantrot.kernels.attention.reference import BLOCK, LARGEST_BLOCK_HEAD
 from quantrot.kernels.attention.triton import PTX, to_e4m3
 from quantrot.kernels.fp8 import E4M3
 from quantrot.orthogonal import hadamard
 
 FEW = 16  # tokens: a decoding step's tile
 SHARE = 4  # heads a program turns one after another, with the same cosines and the same matrix
-LARGEST_BLOCK_HEAD = 128  # head_dim up to which 128 tokens fit a program's registers
 
 
 @dataclass(frozen=True)
