@@ -100,7 +100,11 @@ def cudnn_fp8(seq: int, dim: int, causal: bool) -> float | None:
         inputs = [declared(t, cudnn.data_type.FP8_E4M3) for t in operands]
         scales = {name: declared(one, cudnn.data_type.FLOAT) for name in names}
         out, _, amax_s, amax_o = graph.sdpa_fp8(
-            *inputs, **scales, attn_scale=dim**-0.5, use_causal_mask=causal, generate_stats=False
+            **dict(zip("qkv", inputs, strict=True)),
+            **scales,
+            attn_scale=dim**-0.5,
+            use_causal_mask=causal,
+            generate_stats=False,
         )
         result = torch.empty_like(operands[0])
         out.set_output(True).set_dim(list(result.shape)).set_stride(list(result.stride()))
