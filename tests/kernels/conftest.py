@@ -34,11 +34,13 @@ def keep(self):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(self.asm["cubin"]); file.flush()
         usage = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True)
+        sass = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", file.name], capture_output=True, text=True).stdout
     numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\\d+)", usage.stdout)}
     ptx = self.asm["ptx"]
     found.append({"name": self.metadata.name, "shared": self.metadata.shared, "warps": self.metadata.num_warps,
                   "registers": numbers["REG"], "local": numbers["STACK"] + numbers["LOCAL"],
-                  "wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"),
+                  "wgmma": ptx.count("wgmma.mma_async"), "waits": sass.count("WARPGROUP.DEPBAR"),
+                  "mma": ptx.count("mma.sync"),
                   "loads128": len(re.findall(r"ld\\.global[.\\w:]*\\.v4", ptx))})
 
 class Nothing:
@@ -70,10 +72,10 @@ def interpreted():
 
 @pytest.fixture(scope="session")
 def compiled_for_hopper():
-    """`compiled_for_hopper(code) -> [{name, registers, local, shared, warps, wgmma, mma, loads128}]`.
+    """`compiled_for_hopper(code) -> [{name, registers, local, shared, warps, wgmma, waits, mma, loads128}]`.
 
     The script launches Triton kernels on CPU tensors, or on fake ones; each is compiled for sm_90 and not run, so its
-    outputs are meaningless. `local` is the bytes a thread spills.
+    outputs are meaningless. `local` is the bytes a thread spills, `waits` the instructions that wait for wgmma.
     """
     pytest.importorskip("triton", reason="triton is not installed")
     return lambda code: json.loads(_run(COMPILE_ONLY + code).splitlines()[-1])
