@@ -111,12 +111,26 @@ def _source(result: dict[str, Any]) -> str:
     )
 
 
+def attention_error(result: dict[str, Any]) -> list[str]:
+    """A shape a row: what each scheme's error is, and what a rotation divides it by."""
+    names = list(result["rows"][0]["error"])
+    head = ["data", "head_dim", "tokens", "causal", *names, "rotation divides", "of scores"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in result["rows"]:
+        e = row["error"]
+        gains = e["per tensor"] / e["rotated"], e["scores"] / e["scores, rotated"]
+        cells = [*map(str, row["case"].values()), *(f"{e[n]:.3f}" for n in names), *(f"{g:.2f}" for g in gains)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, "", f"Means over {result['seeds']} seeds, torch {result['torch']}: `{result['command']}`"]
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "accuracy": accuracy,
     "convert": conversion,
     "fp8_accuracy": fp8_accuracy,
     "mixed": mixed,
     "model": model,
+    "attention_error": attention_error,
 }
 
 

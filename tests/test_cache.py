@@ -208,6 +208,18 @@ def test_a_prompt_in_pieces_is_a_prompt(model):
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "wide" not in name])
+def test_tokens_after_the_prompt_have_bytes_of_their_own(models, name):
+    found = []
+    for sizes in ((10, 10), (10, 1, 2, 7)):
+        cache = DynamicCache(config=models[name].config)
+        with torch.no_grad():
+            for part in IDS.split(sizes, 1):
+                models[name](part, past_key_values=cache)
+        found.append(cache.layers[0].buffers)  # later layers see what attention made of it
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "wide" not in name])
 def test_transformers_own_empty_caches_become_narrow(models, name):
     model = models[name]
     kind = "int4" if "int4" in name else "fp8"

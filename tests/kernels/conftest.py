@@ -41,7 +41,8 @@ def keep(self):
     ptx = self.asm["ptx"]
     found.append({"name": self.metadata.name, "shared": self.metadata.shared, "warps": self.metadata.num_warps,
                   "registers": numbers["REG"], "local": numbers["STACK"] + numbers["LOCAL"],
-                  "wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"),
+                  "wgmma": ptx.count("wgmma.mma_async"), "waits": usage.stdout.count("WARPGROUP.DEPBAR"),
+                  "mma": ptx.count("mma.sync"),
                   "loads128": len(re.findall(r"ld\\.global[.\\w:]*\\.v4", ptx)),
                   "copies128": len(re.findall(r"cp\\.async\\.c[ag]\\.shared\\.global.*0x10", ptx)),
                   "bulk": ptx.count("cp.async.bulk.tensor"),
@@ -80,7 +81,8 @@ def compiled_for_hopper():
 
     The script launches Triton kernels on CPU tensors, or on fake ones; each is compiled for sm_90 and not run, so its
     outputs are meaningless. `local` is the bytes a thread spills, `copies128` the asynchronous copies of 16 bytes,
-    `bulk` those of tiles, and `stalls` the waits for all of wgmma that the assembler added to those of the program.
+    `bulk` those of tiles, `waits` the instructions that wait for wgmma, and `stalls` the waits for all of it that the
+    assembler added to those of the program.
     """
     pytest.importorskip("triton", reason="triton is not installed")
     return lambda code: json.loads(_run(COMPILE_ONLY + code).splitlines()[-1])

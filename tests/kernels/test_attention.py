@@ -392,20 +392,23 @@ prepared(64, 20, 16, "token", F16, random_signs(64, 3))
 
 def attended(dim, queries, keys, heads, groups, causal, granularity, **kwargs):
     q, k, v = torch.randn(2, heads, queries, dim), torch.randn(2, groups, keys, dim), torch.randn(2, groups, keys, dim)
-    v[:, :, ::7] *= 100
+    v[:, :, ::7] *= 10
+    v *= 2 ** torch.linspace(-6, 6, keys).view(-1, 1)  # the scales rise from tile to tile
     k[:, :, ::5] *= 0.1
     kwargs |= dict(causal=causal, granularity=granularity)
     y, expected = (fp8_attention(q, k, v, backend=b, **kwargs) for b in ("triton", "reference"))
     error = ((y - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-    assert error <= 1e-4, (dim, queries, keys, granularity, kwargs, error)
+    assert error <= 5e-4, (dim, queries, keys, granularity, kwargs, error)
 
 lengths = torch.tensor([17, 90], dtype=torch.int32)
 attended(64, 140, 140, 2, 1, True, "block")
 attended(64, 90, 90, 1, 1, True, "token", lengths=lengths, query_lengths=lengths)
 attended(64, 1, 90, 4, 2, True, "token", lengths=lengths)
-attended(128, 1, 200, 3, 1, True, "block")
+attended(128, 1, 640, 3, 1, True, "block")
+attended(64, 1, 640, 1, 1, True, "token")
 attended(128, 30, 200, 1, 1, True, "tensor")
 attended(96, 33, 33, 3, 1, False, "head")
+attended(128, 20, 200, 1, 1, False, "token")
 attended(80, 65, 65, 1, 1, True, "block")
 attended(256, 20, 40, 1, 1, True, "token")
 mask = torch.rand(2, 1, 50, 60) > 0.3
@@ -462,12 +465,13 @@ def test_no_kernel_spills_on_hopper(compiled):
 def test_prefill_on_hopper_is_wgmma_and_two_programs_a_multiprocessor(compiled):
     for kernel in compiled["prefill"]:
         assert kernel["wgmma"] >= 12 and not kernel["mma"], kernel
+        assert kernel["waits"] <= 4, kernel  # one a product and loop: ptxas did not serialize them
         assert kernel["registers"] * kernel["warps"] * 32 <= 65536 // (2 if kernel["warps"] == 4 else 1), kernel
 
 
 def test_decode_on_hopper_is_wgmma_and_two_programs_a_multiprocessor(compiled):
     kernel = compiled["decode"][0]
-    assert kernel["wgmma"] >= 8 and not kernel["mma"], kernel
+    assert kernel["wgmma"] >= 8 and not kernel["mma"] and kernel["waits"] <= 2, kernel
     assert kernel["registers"] <= 128 and 2 * kernel["shared"] <= 227 << 10, kernel
 
 
