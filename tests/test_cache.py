@@ -77,11 +77,8 @@ def test_appended_codes_are_the_codes_that_went_in(make):
     layer.append(prompt, torch.float32)
     every, lengths = layer.append(rest, torch.float32)
     assert lengths is None or lengths.tolist() == [200, 200]
-    codes = [
-        torch.cat([a.k, b.k], 2)
-        for a, b in [[prompt._replace(k=prompt.k.view(torch.uint8)), rest._replace(k=rest.k.view(torch.uint8))]]
-    ]
-    assert torch.equal(every.k.view(torch.uint8)[:, :, :200], codes[0])
+    keys = torch.cat([prompt.k.view(torch.uint8), rest.k.view(torch.uint8)], 2)
+    assert torch.equal(every.k.view(torch.uint8)[:, :, :200], keys)
     values = torch.cat([prompt.v.view(torch.uint8)[..., :140], rest.v.view(torch.uint8)[..., :60]], 3)
     assert torch.equal(every.v.view(torch.uint8)[..., :200], values) and every.v.shape[3] % 128 == 0
     assert torch.equal(every.k_scale[..., 128:140], prompt.k_scale[..., 1:].expand(2, 2, 12))

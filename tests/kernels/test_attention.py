@@ -1,5 +1,11 @@
 """The laws of FP8 attention and of the kernel that prepares its operands, on the CPU and where there is a GPU."""
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -542,3 +548,31 @@ def test_graph_bits_are_eager_bits(queries):
     captured.fill_(float("nan"))
     graph.replay()
     assert torch.equal(captured, eager)
+
+
+SANITIZED = """
+import torch
+from quantrot.kernels.attention import attend, rope_hadamard_quantize
+for dim in (64, 80, 128):
+    for tokens in (1, 3, 129):
+        q, k, v = (torch.randn(2, tokens, n, dim, device="cuda", dtype=torch.bfloat16) for n in (6, 2, 2))
+        cos = torch.ones(1, tokens, dim, device="cuda", dtype=torch.bfloat16)
+        for granularity in ("block", "token"):
+            given = rope_hadamard_quantize(
+                q, k, v, cos, cos, order=20 if dim == 80 else dim, granularity=granularity, backend="triton"
+            )
+            attend(given, causal=True, backend="triton")
+torch.cuda.synchronize()
+"""
+
+
+@gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_sanitizer_finds_nothing_on_odd_shapes(tool):
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(sanitizer).exists():
+        pytest.skip("needs compute-sanitizer")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SANITIZED]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]

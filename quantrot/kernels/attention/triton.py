@@ -310,13 +310,13 @@ def _combine_kernel(
 # --- Launches --------------------------------------------------------------------------------------------------------
 
 
-def prefill_config(head_dim: int, token_scales: bool) -> Config:
-    """The prefill kernel's launch."""
-    if head_dim <= 64:
-        return Config(128, 128, 8, 3)
-    if head_dim <= 128:
-        return Config(64, 128, 4, 3) if not token_scales else Config(64, 64, 4, 3)
-    return Config(64, 64, 4, 2)
+def prefill_config(head_dim: int, crowded: bool) -> Config:
+    """The prefill kernel's launch. crowded: a mask, or a scale a token, which take registers."""
+    if head_dim > 128:
+        return Config(128, 64, 8, 2)
+    if crowded:
+        return Config(64, 64, 4, 3)
+    return Config(128, 128, 8, 3) if head_dim <= 64 else Config(64, 128, 4, 3)
 
 
 def decode_config(head_dim: int) -> Config:
@@ -378,7 +378,7 @@ def _prefill(given: Inputs, out: Tensor, config: Config | None) -> None:
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
     k_group, v_group = group_of(given.k_scale, keys), group_of(given.v_scale, keys)
-    config = config or prefill_config(dim, 1 in (k_group, v_group))
+    config = config or prefill_config(dim, mask is not None or 1 in (k_group, v_group))
     unread = given.q_scale
     _prefill_kernel[batch * heads, triton.cdiv(queries, config.queries)](
         q, k, v, given.q_scale, given.k_scale, given.v_scale, unread if mask is None else mask,
