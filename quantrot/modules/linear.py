@@ -101,6 +101,10 @@ class QuantizedLinear(nn.Module):
         """x after the online rotation, or x."""
         return self.get_submodule(self.online_name)(x) if self.online_name else x
 
+    def runs_packed(self, device: torch.device) -> bool:
+        """Whether the product on this device reads the stored tensors; the dequantized weight is then not kept."""
+        return False
+
     def multiply(self, x: Tensor) -> Tensor:
         """The product from the stored tensors. Subclasses that have kernels for it do it with those."""
         return self.multiply_wide(x, self.dequantized(x.dtype))
