@@ -57,7 +57,7 @@ class Mxfp4TrainingLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.hadamard, self.stochastic = hadamard, stochastic
-        self.seed, self.forwards = int(torch.randint(1 << 62, ())), 0
+        self.seed, self.forwards = int(torch.randint(1 << 62, (), device="cpu")), 0
 
     @torch.compiler.disable  # the count of forwards would compile each step anew
     def forward(self, x: Tensor) -> Tensor:

@@ -111,7 +111,9 @@ def _check(x: Tensor, weight: Tensor, hadamard: int) -> None:
     if hadamard not in FUSED:
         raise ValueError(f"hadamard: {hadamard}; allowed: {', '.join(map(str, FUSED))}")
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x and weight: shapes {tuple(x.shape)} and {tuple(weight.shape)}; allowed: [..., K] and [N, K]")
+        raise ValueError(
+            f"x and weight: shapes {tuple(x.shape)} and {tuple(weight.shape)}; allowed: [..., K] and [N, K]"
+        )
     if weight.shape[0] % hadamard or weight.shape[1] % hadamard:
         raise ValueError(
             f"weight: shape {tuple(weight.shape)}; both dimensions must be multiples of hadamard = {hadamard}; use a "

@@ -82,7 +82,9 @@ def mxfp4_gemm(
     """
     check_packed("packed", packed, scale)
     if x.dim() < 1 or packed.dim() != 2 or x.shape[-1] != 2 * packed.shape[1]:
-        raise ValueError(f"x: shape {tuple(x.shape)}; a weight of {tuple(packed.shape)} bytes needs [..., K] by [N, K/2]")
+        raise ValueError(
+            f"x: shape {tuple(x.shape)}; a weight of {tuple(packed.shape)} bytes needs [..., K] by [N, K/2]"
+        )
     if bias is not None and bias.shape != packed.shape[:1]:
         raise ValueError(f"bias: shape {tuple(bias.shape)}; allowed: [{packed.shape[0]}]")
     _check_dtype("x", x.dtype)

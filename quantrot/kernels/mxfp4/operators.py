@@ -33,14 +33,14 @@ torch.library.define(
 torch.library.define(
     "quantrot::mxfp4_dequantize", "(Tensor packed, Tensor scale, ScalarType dtype, str backend) -> Tensor"
 )
-torch.library.define(
-    "quantrot::mxfp4_expand", "(Tensor packed, Tensor scale, str backend) -> (Tensor, Tensor, Tensor)"
-)
+torch.library.define("quantrot::mxfp4_expand", "(Tensor packed, Tensor scale, str backend) -> (Tensor, Tensor, Tensor)")
 torch.library.define(
     "quantrot::mxfp4_quantize_expanded",
     "(Tensor x, Tensor? signs, str rule, int hadamard, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-torch.library.define("quantrot::masked_hadamard", "(Tensor x, Tensor mask, int hadamard, float scale, str backend) -> Tensor")
+torch.library.define(
+    "quantrot::masked_hadamard", "(Tensor x, Tensor mask, int hadamard, float scale, str backend) -> Tensor"
+)
 
 
 # --- The public functions --------------------------------------------------------------------------------------------
@@ -193,7 +193,9 @@ def _check(x: Tensor, width: int, hadamard: int, signs: Tensor | None, backend: 
 
 def _check_width(name: str, width: int, hadamard: int, what: str) -> None:
     if hadamard < 1 or hadamard % GROUP:
-        raise ValueError(f"hadamard: {hadamard}; allowed: a multiple of {GROUP} ({', '.join(map(str, FUSED))} are fused)")
+        raise ValueError(
+            f"hadamard: {hadamard}; allowed: a multiple of {GROUP} ({', '.join(map(str, FUSED))} are fused)"
+        )
     if width % hadamard:
         raise ValueError(
             f"hadamard: {hadamard} does not divide {name}'s {width} {what} along the groups; give a divisor of it, "
@@ -398,4 +400,3 @@ def _masked_hadamard(x: Tensor, mask: Tensor, hadamard: int, scale: float, backe
 @torch.library.register_fake("quantrot::masked_hadamard")
 def _masked_hadamard_fake(x, mask, hadamard, scale, backend):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-

@@ -19,7 +19,10 @@ QUEST_CLIP = 2.92247856  # the Gaussian's MSE-optimal e2m1 range, in standard de
 QUEST_SQUARE = (QUEST_CLIP / E2M1_MAX) ** 2
 CHUNK = 1 << 17  # elements worked on at a time: the float32 copies stay in a core's L2 cache
 E4M3 = torch.float8_e4m3fn
-TOP, WINDOW = 6, 15  # e2m1 * 2^d is exact in e4m3 for the 15 exponents d = 6, 5, ... -8: 6 * 2^6 = 384, 0.5 * 2^-8 = 2^-9
+TOP, WINDOW = (
+    6,
+    15,
+)  # e2m1 * 2^d is exact in e4m3 for the 15 exponents d = 6, 5, ... -8: 6 * 2^6 = 384, 0.5 * 2^-8 = 2^-9
 LEAST_TOP = -120  # of a row's largest exponent: 2^(top - 6) stays a normal float32
 
 
@@ -242,7 +245,10 @@ def philox(counter: Tensor, offset: int, seed: int) -> list[Tensor]:
     k0, k1 = seed & low, (seed >> 32) & low
     for _ in range(10):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the wrapped 64 bits are the unsigned product's
-        c0, c2 = ((b >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(low), ((a >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(low)
+        c0, c2 = (
+            ((b >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(low),
+            ((a >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(low),
+        )
         c1, c3 = b, a
         k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
     return [c0, c1, c2, c3]
