@@ -5,6 +5,7 @@ two are built from bits, and random numbers are Philox4x32-10 of the element's i
 codes, scales and masks whatever its tiles.
 """
 
+import struct
 from enum import StrEnum
 
 import torch
@@ -57,6 +58,11 @@ def _floor_log2(x: Tensor) -> Tensor:
     return (x.view(torch.int32) >> 23) - 127
 
 
+def float32(x: float) -> float:
+    """The nearest float32 number, so that a Python float multiplies as one."""
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
 def tree_sum(x: Tensor) -> Tensor:
     """The sum over the first dimension, a power of two, in the order x[i] + x[i + half], halved again and again."""
     while x.shape[0] > 1:
@@ -71,19 +77,19 @@ def tree_sum(x: Tensor) -> Tensor:
 # fast on a CPU as [groups, 32].
 
 
-def _quest_exponents(groups: Tensor) -> tuple[Tensor, Tensor]:
+def _quest_exponents(groups: Tensor, root: float) -> tuple[Tensor, Tensor]:
     """(exponents, what is finite where the group's squares are): log2 of the clipped deviation is half its square's."""
     mean, square = tree_sum(groups) * 2.0**-5, tree_sum(groups * groups) * 2.0**-5
-    bits = (square - mean * mean).clamp_(min=0).mul_(QUEST_SQUARE).view(torch.int32)
+    bits = (square - mean * mean).clamp_(min=0).mul_(float32(root * root)).mul_(QUEST_SQUARE).view(torch.int32)
     return torch.where(bits < 0x00800000, MIN_EXPONENT, ((bits >> 23) - 127) >> 1), square
 
 
-def _exponents(groups: Tensor, magnitude: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    """(unbiased exponent int32 [n], finite bool [n]) of float32 groups [32, n]."""
+def _exponents(groups: Tensor, magnitude: Tensor, rule: ScaleRule, root: float) -> tuple[Tensor, Tensor]:
+    """(unbiased exponent int32 [n], finite bool [n]) of root times float32 groups [32, n]."""
     if rule is ScaleRule.quest:
-        exponents, square = _quest_exponents(groups)
+        exponents, square = _quest_exponents(groups, root)
         return exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT), torch.isfinite(square)
-    amax = magnitude.amax(0)
+    amax = magnitude.amax(0).mul_(root)
     if rule is ScaleRule.even:
         half = 1 << 21  # half a unit of the one mantissa bit that is kept
         exponents = ((amax.view(torch.int32) + half) >> 23) - 129
@@ -92,7 +98,7 @@ def _exponents(groups: Tensor, magnitude: Tensor, rule: ScaleRule) -> tuple[Tens
     if rule is ScaleRule.rceil:
         exponents += (amax > 6 * power_of_two(exponents.clamp(-126, 125))).int()
     if rule is ScaleRule.mse:
-        exponents = _least_error(magnitude, exponents.clamp_(MIN_EXPONENT + 1, MAX_EXPONENT - 1))
+        exponents = _least_error(magnitude, exponents.clamp_(MIN_EXPONENT + 1, MAX_EXPONENT - 1), root)
     return exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT), torch.isfinite(amax)
 
 
@@ -117,9 +123,9 @@ def _code(shifted: Tensor, magic: Tensor) -> Tensor:
     return shifted.view(torch.int32).bitwise_and_(15).add_(twice_binade).sub_(299)
 
 
-def _least_error(magnitude: Tensor, centre: Tensor) -> Tensor:
+def _least_error(magnitude: Tensor, centre: Tensor, root: float) -> Tensor:
     """The exponent among centre and centre + 1 with the least squared error; ties to the first."""
-    scaled = magnitude * power_of_two(-centre)
+    scaled = magnitude * power_of_two(-centre).mul_(root)
     shifted, magic = _round_e2m1(scaled.clamp(max=E2M1_MAX))
     once = tree_sum(shifted.sub_(magic).sub_(scaled).square_())
     shifted, magic = _round_e2m1(scaled.mul_(0.5).clamp(max=E2M1_MAX))
@@ -142,14 +148,12 @@ def unpack_bits(packed: Tensor) -> Tensor:
 
 
 def _quantize_groups(
-    groups: Tensor, rule: ScaleRule, dither: Tensor | None, mask: bool
+    groups: Tensor, rule: ScaleRule, root: float, dither: Tensor | None, mask: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """float32 [32, n] -> packed [n, 16], scale [n], mask [n, 4] or None."""
+    """root times float32 [32, n] -> packed [n, 16], scale [n], mask [n, 4] or None; root is a float32 number."""
     magnitude = groups.abs()
-    exponents, finite = _exponents(groups, magnitude, rule)
-    if rule is ScaleRule.absmax34:
-        magnitude.mul_(0.75)
-    magnitude.mul_(power_of_two(-exponents))
+    exponents, finite = _exponents(groups, magnitude, rule, root)
+    magnitude.mul_(power_of_two(-exponents).mul_(float32(root * 0.75) if rule is ScaleRule.absmax34 else root))
     kept = _pack_bits((magnitude <= E2M1_MAX).logical_and_(finite)) if mask else None
     code = _code(*_round_e2m1(magnitude.clamp_(max=E2M1_MAX), dither))
     code.bitwise_or_((groups.view(torch.int32) >> 28).bitwise_and_(8)).mul_(finite)
@@ -168,10 +172,11 @@ def quantize_reference(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """x [..., K] -> packed [..., K/2], scale [..., K/32], mask [..., K/8] or None. No checks.
 
-    hadamard: the width of the block transform before it, (x * signs) H / sqrt(hadamard) in float32; 0 for none.
+    hadamard: the width of the block transform before it, (x * signs) H / sqrt(hadamard) in float32; 0 for none. The
+    root and the group's power of two are one factor, so that an element is rounded once before its code is.
     random: (seed, offset) of stochastic rounding.
     """
-    block = hadamard or GROUP
+    block, root = hadamard or GROUP, float32((hadamard or 1) ** -0.5)
     blocks = x.reshape(-1, block)
     groups = x.numel() // GROUP
     packed = torch.empty(groups, GROUP // 2, dtype=torch.uint8, device=x.device)
@@ -181,14 +186,14 @@ def quantize_reference(
     for start in range(0, blocks.shape[0], CHUNK // block):
         part = blocks[start : start + CHUNK // block].T.to(torch.float32).contiguous()  # [block, n]
         if hadamard:
-            part = _butterfly(part if column is None else part * column).mul_(hadamard**-0.5)
+            part = _butterfly(part if column is None else part * column)
         elements, first = part.numel(), start * (block // GROUP)
         here = slice(first, first + elements // GROUP)
         part = part.view(block // GROUP, GROUP, -1).permute(1, 2, 0).reshape(GROUP, -1)
         dither = None
         if random is not None:
             dither = dither_of(first * GROUP, elements, *random, part.device).view(-1, GROUP).T.contiguous()
-        packed[here], scale[here], kept = _quantize_groups(part, rule, dither, mask)
+        packed[here], scale[here], kept = _quantize_groups(part, rule, root, dither, mask)
         if bits is not None and kept is not None:
             bits[here] = kept
     lead = x.shape[:-1]
