@@ -238,26 +238,40 @@ def _dither(group, key):
 
 
 @triton.jit
+def _rounded(value, u, factor, CLAMP: tl.constexpr, DITHER: tl.constexpr):
+    """(|value| * factor + magic, binade): adding magic = 1.5 * 2^23 steps rounds to a multiple of the step."""
+    y = tl.abs(value) * factor
+    if CLAMP:
+        y = tl.minimum(y, 6.0)
+    binade = _binade(y)
+    if DITHER:
+        y = tl.fma(u, binade * 0.5, y)
+    return tl.fma(binade, _MAGIC, y), binade
+
+
+@triton.jit
 def _word(x, u, factor, FIRST: tl.constexpr, CLAMP: tl.constexpr, DITHER: tl.constexpr):
     """Eight codes, from element FIRST on, as one int32.
 
-    Adding magic = 1.5 * 2^23 steps leaves the multiple of the step in the sum's low bits; the code is that plus twice
-    the binade's logarithm, and lies in the top nibble after a shift by 28. A funnel shift appends it.
+    The multiple of the step lies in the low bits of the rounded sum; the code is that plus twice the binade's
+    logarithm, and lies in the top nibble after a shift by 28. A funnel shift appends it.
     """
     word = tl.zeros_like(x[0]).to(tl.int32)
     for j in tl.static_range(8):
         value = x[FIRST + 7 - j]
-        y = tl.abs(value) * factor
-        if CLAMP:
-            y = tl.minimum(y, 6.0)
-        binade = _binade(y)
-        if DITHER:
-            y = tl.fma(u[FIRST + 7 - j], binade * 0.5, y)
-        shifted = tl.fma(binade, _MAGIC, y).to(tl.int32, bitcast=True)
-        top = (shifted << 28) + (binade.to(tl.int32, bitcast=True) << 6) + 0x20000000
+        shifted, binade = _rounded(value, u[FIRST + 7 - j], factor, CLAMP, DITHER)
+        top = (shifted.to(tl.int32, bitcast=True) << 28) + (binade.to(tl.int32, bitcast=True) << 6) + 0x20000000
         top = top | (value.to(tl.int32, bitcast=True) & _SIGN)
         word = (word << 4) | ((top >> 28) & 15)
     return word
+
+
+@triton.jit
+def _e2m1(value, factor, CLAMP: tl.constexpr):
+    """The nearest e2m1 value to value * factor, with value's sign."""
+    shifted, binade = _rounded(value, value, factor, CLAMP, False)
+    magnitude = (shifted - binade * _MAGIC).to(tl.int32, bitcast=True)
+    return (magnitude | (value.to(tl.int32, bitcast=True) & _SIGN)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -271,22 +285,40 @@ def _kept(x, factor):
 
 
 @triton.jit
-def _quantize(x, group, root, key, RULE: tl.constexpr, DITHER: tl.constexpr):
-    """(four words of codes, scale byte, factor, exponent, finite) of a tuple of 32 times root; key: 4 random words."""
-    exponent, finite = _exponent(x, root, RULE)
-    factor = _power(-exponent) * root
+def _factor(exponent, root, RULE: tl.constexpr):
+    """What an element is multiplied by before it is rounded."""
     if RULE == "absmax34":
-        factor = _power(-exponent) * (root * 0.75)
+        return _power(-exponent) * (root * 0.75)
+    else:
+        return _power(-exponent) * root
+
+
+@triton.jit
+def _clamps(RULE: tl.constexpr):
+    """Whether elements may reach 7, where rounding would pass the largest code."""
+    return RULE != "even" and RULE != "absmax34"
+
+
+@triton.jit
+def _codes(x, u, factor, finite, RULE: tl.constexpr, DITHER: tl.constexpr):
+    """The four words of a tuple of 32."""
+    words = ()
+    for q in tl.static_range(4):
+        words = words + (tl.where(finite, _word(x, u, factor, 8 * q, _clamps(RULE), DITHER), 0),)
+    return words
+
+
+@triton.jit
+def _quantize(x, group, root, key, RULE: tl.constexpr, DITHER: tl.constexpr):
+    """(four words of codes, scale byte, factor, finite) of a tuple of 32 times root; key: 4 random words."""
+    exponent, finite = _exponent(x, root, RULE)
+    factor = _factor(exponent, root, RULE)
     if DITHER:
         u = _dither(group, key)
     else:
         u = x
-    CLAMP: tl.constexpr = RULE == "floor" or RULE == "quest" or RULE == "mse"  # the others never pass 7
-    words = ()
-    for q in tl.static_range(4):
-        words = words + (tl.where(finite, _word(x, u, factor, 8 * q, CLAMP, DITHER), 0),)
-    scale = tl.where(finite, exponent + 127, 255).to(tl.uint8)
-    return words, scale, factor, exponent, finite
+    words = _codes(x, u, factor, finite, RULE, DITHER)
+    return words, tl.where(finite, exponent + 127, 255).to(tl.uint8), factor, finite
 
 
 @triton.jit
@@ -329,7 +361,7 @@ def _quantize_rows_kernel(
         part = _part(x, g * _GROUP, _GROUP)
         local = thread * GROUPS + g
         key = (s0, s1, o0, o1)
-        words, scale, factor, _, finite = _quantize(part, first * GROUPS + local, root, key, RULE, DITHER)
+        words, scale, factor, finite = _quantize(part, first * GROUPS + local, root, key, RULE, DITHER)
         codes = _matrix4(words[0], words[1], words[2], words[3])
         at = local[:, None] * 4 + tl.arange(0, 4)[None, :]
         tl.store(packed_ptr + first * GROUPS * 4 + at, codes, mask=inside[:, None])
@@ -400,33 +432,23 @@ def _row_part(first, row, count, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _e4m3(value, power):
-    """e4m3 of e2m1 values times a power of two, to nearest even where it is not exact."""
-    return (value * power).to(tl.float8e4nv)
-
-
-@triton.jit
-def _store_e4m3(ptr, words, power, finite, at, inside):
-    """Thirty-two e4m3 bytes of each thread's group, 16 at a time."""
-    for half in tl.static_range(2):
-        quads = ()
-        for q in tl.static_range(4):
-            word = words[half * 2 + q // 2]
-            v0 = _value(word, 16 * (q % 2)) * power
-            v1 = _value(word, 16 * (q % 2) + 4) * power
-            v2 = _value(word, 16 * (q % 2) + 8) * power
-            v3 = _value(word, 16 * (q % 2) + 12) * power
-            quads = quads + (_matrix4(v0, v1, v2, v3),)
-        bytes_ = _matrix4x4(quads[0], quads[1], quads[2], quads[3]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        bytes_ = tl.where(finite[:, None], bytes_, 0x7F)
-        tl.store(ptr + at[:, None] + half * 16 + tl.arange(0, 16)[None, :], bytes_, mask=inside[:, None])
-
-
-@triton.jit
 def _matrix4x4(a, b, c, d):
     """[n, 4] four times -> [n, 16], one after the other."""
     pairs = tl.join(tl.join(a, c), tl.join(b, d))  # [n, 4, 2, 2]
     return tl.reshape(tl.permute(pairs, (0, 2, 3, 1)), (a.shape[0], 16))
+
+
+@triton.jit
+def _store_e4m3(ptr, values, power, at, inside):
+    """A tuple of 32 e2m1 values times a power of two as e4m3, to nearest even where it is not exact, 16 at a time."""
+    for half in tl.static_range(2):
+        quads = ()
+        for q in tl.static_range(4):
+            four = _part(values, half * 16 + q * 4, 4)
+            quads = quads + (_matrix4(four[0], four[1], four[2], four[3]),)
+        row = _matrix4x4(quads[0], quads[1], quads[2], quads[3]) * power[:, None]
+        codes = row.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        tl.store(ptr + at[:, None] + half * 16 + tl.arange(0, 16)[None, :], codes, mask=inside[:, None])
 
 
 @triton.jit
@@ -436,11 +458,11 @@ def _used(words):
 
 
 @triton.jit
-def _window(exponent, finite, used, top):
-    """(2^(exponent relative to the row's scale), whether a group lies outside the window)."""
+def _window(exponent, finite, top):
+    """(2^(exponent relative to the row's scale) or NaN, whether a group lies below the window)."""
     shift = exponent - top + _TOP
-    outside = finite & used & (shift <= _TOP - _WINDOW)
-    return _power(tl.minimum(tl.maximum(shift, -126), _TOP)), outside
+    power = _power(tl.minimum(tl.maximum(shift, -126), _TOP))
+    return tl.where(finite, power, float("nan")), finite & (shift <= _TOP - _WINDOW)
 
 
 @triton.jit
@@ -467,9 +489,13 @@ def _expand_kernel(
         words = _load_words(packed_ptr + row * groups * 4, group, inside)
         byte = tl.load(scale_ptr + row * groups + group, mask=inside, other=0).to(tl.int32)
         finite = byte != 255
-        power, outside = _window(byte - 127, finite, _used(words), top)
-        count += outside.to(tl.int32)
-        _store_e4m3(out_ptr + row * groups * 32, words, power, finite, group * 32, inside)
+        power, below = _window(byte - 127, finite, top)
+        count += (below & _used(words)).to(tl.int32)
+        values = ()
+        for w in tl.static_range(4):
+            for i in tl.static_range(8):
+                values = values + (_value(words[w], 4 * i),)
+        _store_e4m3(out_ptr + row * groups * 32, values, power, group * 32, inside)
     tl.store(outside_ptr + row, tl.sum(count, axis=0))
 
 
@@ -497,6 +523,21 @@ def _expanded(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tens
     )
 
 
+@triton.jit
+def _load_row(
+    x_ptr, signs_ptr, row, threads, BLOCK: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr,
+    HADAMARD: tl.constexpr, SIGNS: tl.constexpr,
+):  # fmt: skip
+    thread = tl.arange(0, TILE)
+    inside = thread < threads
+    x = _load_block(x_ptr + row * threads * BLOCK, thread, inside, BLOCK, VECTOR)
+    if SIGNS:
+        x = _times_each(x, _load_block(signs_ptr, thread * 0, inside, BLOCK, 4))
+    if HADAMARD:
+        x = _butterfly(x, BLOCK)
+    return x
+
+
 @triton.jit(do_not_specialize=["root"])
 def _quantize_expanded_kernel(
     x_ptr, signs_ptr, out_ptr, row_scale_ptr, outside_ptr, packed_ptr, scale_ptr, threads, root,
@@ -506,39 +547,41 @@ def _quantize_expanded_kernel(
     row = tl.program_id(0).to(tl.int64)
     thread = tl.arange(0, TILE)
     inside = thread < threads
-    x = _load_block(x_ptr + row * threads * BLOCK, thread, inside, BLOCK, VECTOR)
-    if SIGNS:
-        x = _times_each(x, _load_block(signs_ptr, thread * 0, inside, BLOCK, 4))
-    if HADAMARD:
-        x = _butterfly(x, BLOCK)
+    x = _load_row(x_ptr, signs_ptr, row, threads, BLOCK, TILE, VECTOR, HADAMARD, SIGNS)
     GROUPS: tl.constexpr = BLOCK // _GROUP
-    key = (0, 0, 0, 0)
-    all_words = ()
-    bytes_ = ()
+    exponents = ()
+    finites = ()
     top = tl.full((TILE,), -127, tl.int32)
     for g in tl.static_range(GROUPS):
-        words, byte, _, exponent, finite = _quantize(_part(x, g * 32, 32), thread, root, key, RULE, False)
-        all_words = all_words + words
-        bytes_ = bytes_ + (byte,)
-        top = tl.maximum(top, tl.where(finite, exponent, -127))
+        exponent, finite = _exponent(_part(x, g * 32, 32), root, RULE)
+        exponents = exponents + (exponent,)
+        finites = finites + (finite,)
+        top = tl.maximum(top, tl.where(finite & inside, exponent, -127))
     largest = tl.maximum(tl.max(top, axis=0), _LEAST_TOP)
     tl.store(row_scale_ptr + row, _power(largest - _TOP))
-    count = tl.zeros((TILE,), tl.int32)
+    rare = tl.zeros((TILE,), tl.int32)
     for g in tl.static_range(GROUPS):
-        words = _part(all_words, 4 * g, 4)
-        finite = bytes_[g] != 255
-        power, outside = _window(bytes_[g].to(tl.int32) - 127, finite, _used(words), largest)
-        count += outside.to(tl.int32)
+        power, below = _window(exponents[g], finites[g], largest)
+        rare = rare | (below & inside).to(tl.int32)
+        values = ()
+        for i in tl.static_range(32):
+            values = values + (_e2m1(x[g * 32 + i], _factor(exponents[g], root, RULE), _clamps(RULE)),)
         at = (thread * GROUPS + g) * 32
-        _store_e4m3(out_ptr + row * threads * BLOCK, words, power, finite, at, inside)
-    total = tl.sum(count, axis=0)
-    tl.store(outside_ptr + row, total)
-    if total > 0:  # rare: the packed row, for those who multiply it exactly
+        _store_e4m3(out_ptr + row * threads * BLOCK, values, power, at, inside)
+    if tl.max(rare, axis=0) == 0:
+        tl.store(outside_ptr + row, 0)
+    else:  # groups of zeros, or outside the window: count these, and keep the row for who multiplies it exactly
+        count = tl.zeros((TILE,), tl.int32)
+        again = _load_row(x_ptr, signs_ptr, row, threads, BLOCK, TILE, VECTOR, HADAMARD, SIGNS)  # frees x's registers
         for g in tl.static_range(GROUPS):
+            words, byte, _, finite = _quantize(_part(again, g * 32, 32), thread, root, (0, 0, 0, 0), RULE, False)
+            _, below = _window(byte.to(tl.int32) - 127, finite, largest)
+            count += (below & _used(words) & inside).to(tl.int32)
             group = row * threads * GROUPS + thread * GROUPS + g
-            codes = _matrix4(all_words[4 * g], all_words[4 * g + 1], all_words[4 * g + 2], all_words[4 * g + 3])
+            codes = _matrix4(words[0], words[1], words[2], words[3])
             tl.store(packed_ptr + group[:, None] * 4 + tl.arange(0, 4)[None, :], codes, mask=inside[:, None])
-            tl.store(scale_ptr + group, bytes_[g], mask=inside)
+            tl.store(scale_ptr + group, byte, mask=inside)
+        tl.store(outside_ptr + row, tl.sum(count, axis=0))
 
 
 def quantize_expanded(
@@ -604,7 +647,7 @@ def _masked_hadamard_kernel(
     for g in tl.static_range(GROUPS):
         bits = tl.load(mask_ptr + first * GROUPS + thread * GROUPS + g, mask=inside, other=0)
         for i in tl.static_range(32):
-            kept = kept + (tl.where((bits & (1 << i)) != 0, x[g * 32 + i], 0.0),)
+            kept = kept + (tl.where(((bits >> i) & 1) != 0, x[g * 32 + i], 0.0),)
     y = _times(_butterfly(kept, BLOCK), root)
     for q in tl.static_range(BLOCK // 4):
         at = thread[:, None] * BLOCK + q * 4 + tl.arange(0, 4)[None, :]
