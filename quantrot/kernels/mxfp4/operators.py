@@ -283,9 +283,10 @@ def _quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     random = _random(stochastic, seed, offset)
     if uses_triton(x, backend):
-        from quantrot.kernels.mxfp4 import triton
+        from quantrot.kernels.mxfp4 import triton, triton_columns
 
-        return triton.quantize(x, ScaleRule(rule), hadamard, signs, transpose, random, mask)
+        run = triton_columns.quantize_columns if transpose else triton.quantize
+        return run(x, ScaleRule(rule), hadamard, signs, random, mask)
     source = x.T if transpose else x
     packed, scale, bits = quantize_reference(
         source, ScaleRule(rule), hadamard=hadamard, signs=signs, random=random, mask=mask
@@ -315,9 +316,9 @@ def _requantize(
 ) -> tuple[Tensor, Tensor]:
     random = _random(stochastic, seed, offset)
     if uses_triton(packed, backend):
-        from quantrot.kernels.mxfp4 import triton
+        from quantrot.kernels.mxfp4 import triton_columns
 
-        return triton.requantize(packed, scale, ScaleRule(rule), hadamard, signs, random)
+        return triton_columns.requantize(packed, scale, ScaleRule(rule), hadamard, signs, random)
     wide = dequantize_reference(packed, scale, torch.float32).T
     codes, scales, _ = quantize_reference(wide, ScaleRule(rule), hadamard=hadamard, signs=signs, random=random)
     return codes, scales

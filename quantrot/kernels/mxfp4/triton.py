@@ -391,15 +391,11 @@ def quantize(
     rule: ScaleRule,
     hadamard: int,
     signs: Tensor | None,
-    transpose: bool,
     random: tuple[int, int] | None,
     mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., K], or [M, K] to be transposed, -> packed, scale, mask (empty unless asked for). Checked by the caller."""
-    x = _floats(x)
-    if transpose:
-        return _quantize_columns(x, rule, hadamard, signs, random, mask)
-    x = x.contiguous()
+    """x [..., K] -> packed, scale, mask (empty unless asked for). Checked by the caller."""
+    x = _floats(x).contiguous()
     packed, scale, bits = _outputs(x, x.shape, mask)
     if x.numel():
         block = hadamard or GROUP
@@ -594,7 +590,7 @@ def quantize_expanded(
     threads = width // block
     tile = max(32, triton.next_power_of_2(threads))
     if tile > LARGEST_ROW or not threads:
-        packed, scale, _ = quantize(x, rule, hadamard, signs, False, None, False)
+        packed, scale, _ = quantize(x, rule, hadamard, signs, None, False)
         return *expand(packed, scale), packed, scale
     out, row_scale, outside = _expanded(rows, width, x.device)
     packed, scale, _ = _outputs(x, x.shape, False)
