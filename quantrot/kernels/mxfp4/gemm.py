@@ -276,7 +276,7 @@ def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, r
         outside, codes, scales = rest
         triton_gemm.repair(y, codes, scales, outside, packed, scale, weight_outside)
     else:
-        triton_gemm.repair_fp8(y, tokens, token_scale, packed, scale, weight_outside)
+        triton_gemm.repair(y, tokens, token_scale, None, packed, scale, weight_outside)
     return y
 
 

@@ -335,8 +335,7 @@ def _value(word, SHIFT: tl.constexpr):
 @triton.jit
 def _scale_value(byte):
     """float32 of e8m0 bytes; infinity for 255, which the callers turn into NaN or do not tell from it."""
-    byte = byte.to(tl.int32)
-    return tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
+    return tl.maximum(byte.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
 
 
 # --- Along rows ------------------------------------------------------------------------------------------------------

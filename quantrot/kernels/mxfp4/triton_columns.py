@@ -115,30 +115,29 @@ def _requantize_kernel(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIGNS: tl.constexpr, RULE: tl.constexpr,
     DITHER: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    byte = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (block < blocks) & (byte < columns // 2)
-    first = tl.program_id(0).to(tl.int64) * ROWS * BLOCK
+    """One nibble of COLUMNS bytes a program: both at once hold 240 registers, in a loop too (of their addresses)."""
+    nibble, first_block = tl.program_id(0) % 2, tl.program_id(0) // 2 * ROWS
+    first_byte = tl.program_id(1) * COLUMNS
+    byte = first_byte + tl.arange(0, COLUMNS)[None, :]
+    inside = (first_block + tl.arange(0, ROWS)[:, None] < blocks) & (byte < columns // 2)
+    in_ptr += first_block.to(tl.int64) * BLOCK * (columns // 2)
+    in_scale_ptr += first_block.to(tl.int64) * BLOCK * (columns // _GROUP)
+    x = ()
+    for j in tl.static_range(BLOCK):
+        row = tl.arange(0, ROWS)[:, None] * BLOCK + j
+        code = tl.load(in_ptr + (row * (columns // 2) + byte), mask=inside, other=0).to(tl.int32) >> (nibble * 4)
+        at = row * (columns // _GROUP) + byte // (_GROUP // 2)
+        power = _scale_value(tl.load(in_scale_ptr + at, mask=inside, other=0))
+        x = x + (_value(code, 0) * power,)
+    if SIGNS:
+        x = _signed(x, signs_ptr, BLOCK)
+    x = _butterfly(x, BLOCK)
     GROUPS: tl.constexpr = BLOCK // _GROUP
-    in_ptr += first * (columns // 2)
-    in_scale_ptr += first * (columns // _GROUP)
-    for nibble in tl.static_range(2):
-        x = ()
-        for j in tl.static_range(BLOCK):
-            row = tl.arange(0, ROWS)[:, None] * BLOCK + j
-            code = tl.load(in_ptr + (row * (columns // 2) + byte), mask=inside, other=0).to(tl.int32)
-            at = row * (columns // _GROUP) + byte // (_GROUP // 2)
-            power = _scale_value(tl.load(in_scale_ptr + at, mask=inside, other=0))
-            x = x + (_value(code, 4 * nibble) * power,)
-        if SIGNS:
-            x = _signed(x, signs_ptr, BLOCK)
-        x = _butterfly(x, BLOCK)
-        for g in tl.static_range(GROUPS):
-            _store_group(
-                _part(x, g * 32, 32), packed_ptr, scale_ptr, scale_ptr, tl.program_id(1) * COLUMNS * 2 + nibble,
-                tl.program_id(0) * ROWS, columns, blocks, root, (s0, s1, o0, o1), ROWS, COLUMNS, 2, GROUPS, g, RULE,
-                DITHER, False,
-            )  # fmt: skip
+    for g in tl.static_range(GROUPS):
+        _store_group(
+            _part(x, g * 32, 32), packed_ptr, scale_ptr, scale_ptr, first_byte * 2 + nibble, first_block, columns,
+            blocks, root, (s0, s1, o0, o1), ROWS, COLUMNS, 2, GROUPS, g, RULE, DITHER, False,
+        )  # fmt: skip
 
 
 def requantize(
@@ -150,7 +149,7 @@ def requantize(
     out, out_scale, _ = _outputs(packed, (columns, rows), False)
     if packed.numel():
         blocks, (tall, wide, warps) = rows // hadamard, PACKED_TILES[hadamard]
-        _requantize_kernel[(triton.cdiv(blocks, tall), triton.cdiv(columns // 2, wide))](
+        _requantize_kernel[(2 * triton.cdiv(blocks, tall), triton.cdiv(columns // 2, wide))](
             packed, scale, _float_signs(signs, scale), out.view(torch.int32), out_scale, blocks, columns,
             float(hadamard) ** -0.5, *_key(random), BLOCK=hadamard, ROWS=tall, COLUMNS=wide, SIGNS=signs is not None,
             RULE=str(rule), DITHER=random is not None, num_warps=warps, **EXACT,
