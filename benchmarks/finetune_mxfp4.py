@@ -132,7 +132,7 @@ def main(asked: argparse.Namespace) -> None:
     done: list[dict[str, Any]] = []
     for kind in asked.kinds:
 
-        def keep(run: dict[str, Any]) -> None:
+        def keep(run: dict[str, Any], done: list[dict[str, Any]] = done) -> None:
             asked.out.write_text(json.dumps(result | {"runs": [*done, run]}, indent=1) + "\n")
 
         model = train(kind, source, batches, held, asked, keep)

@@ -510,9 +510,7 @@ def test_output_inside_the_source(single, tmp_path, place):
 @pytest.mark.parametrize(("model", "out"), [("a/b", "a"), ("a/b/c", "a"), ("a.partial", "a"), ("a.replaced", "a")])
 def test_source_that_the_output_would_delete(single, tmp_path, model, out, resumed):
     root = shutil.copytree(single, tmp_path / model)
-    with pytest.raises(
-        ValueError, match=r"^the source .* is in .*, which would be replaced; choose another output$"
-    ):
+    with pytest.raises(ValueError, match=r"^the source .* is in .*, which would be replaced; choose another output$"):
         convert(root, FP8, tmp_path / out, overwrite=not resumed, resume=resumed)
     assert contents(root) == contents(single)
 

@@ -10,6 +10,9 @@ from quantrot.modules.linear import QuantizedLinear
 class Mxfp4Linear(QuantizedLinear):
     """Packed e2m1 weights with an e8m0 scale per 32."""
 
+    weight_packed: Tensor
+    weight_scale: Tensor
+
     def runs_packed(self, device: torch.device) -> bool:
         """Whether the product on this device reads the packed weight."""
         return device.type == "cuda" and self.out_features % 16 == 0

@@ -410,7 +410,9 @@ def test_the_operators_are_functional_and_registered(device):
         (ops.masked_hadamard, (x, mask, 32, 0.5, "auto")),
     ]
     for op, arguments in calls:
-        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+        torch.library.opcheck(
+            op, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+        )
 
 
 @devices

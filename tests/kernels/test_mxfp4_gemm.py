@@ -176,7 +176,7 @@ def test_the_backward_pass_is_the_products_of_its_quantized_operands():
 
 
 def test_random_gradients_are_unbiased():
-    """The mean over draws of dx and dw nears the product of the forward's operands as 1 / draws (signs and rounding)."""
+    """The mean over draws of dx and dw nears the product of the forward's operands as 1 / draws."""
     x, w, g = normal(32, 64).requires_grad_(), (normal(32, 64, seed=1) * 0.1).requires_grad_(), normal(32, 32, seed=2)
     with torch.no_grad():
         xq, wq = (hadamard_quantize_mxfp4(t, "quest", clip_mask=True) for t in (x, w))

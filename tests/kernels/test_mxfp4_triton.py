@@ -1,4 +1,4 @@
-"""The Triton kernels of MXFP4: bit-equal to the reference in the interpreter and on the GPU, and compiled for Hopper."""
+"""The Triton kernels of MXFP4: the reference's bits in the interpreter and on the GPU, and compiled for Hopper."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ CASES = [
 
 INTERPRETED = (
     CASES
-    + '''
+    + """
 from quantrot.kernels.mxfp4 import *
 from quantrot.kernels.mxfp4 import triton_gemm
 from quantrot.kernels.mxfp4.reference import float32
@@ -79,7 +79,8 @@ assert same(run("triton"), run("reference"))
 scale[5, 0], packed[5, :16] = 40, 0x08  # outside, but zeros
 run = lambda b: bits(expand_mxfp4(packed, scale, backend=b))
 assert same(run("triton"), run("reference"))
-x = torch.randn(3, 160, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, 64, 0, 1, 2]).repeat_interleave(32)
+x = torch.randn(3, 160, generator=torch.Generator().manual_seed(1))
+x *= torch.tensor([1.0, 64, 0, 1, 2]).repeat_interleave(32)
 x[1, :32] = torch.tensor([2.0**-30] + [0.0] * 31)
 for hadamard in (0, 32):
     run = lambda b: torch.ops.quantrot.mxfp4_quantize_expanded(x, None, "even", hadamard, b)
@@ -106,7 +107,7 @@ triton_gemm.repair(y, a, a_scale, flagged, packed, scale, None)
 exact = dequantize_mxfp4(a, a_scale, torch.float32).double() @ dequantize_mxfp4(packed, scale, torch.float32).double().T
 assert (y[1] - exact[1]).norm() <= 1e-6 * exact[1].norm() and (y[[0, 2]] == 7).all()
 print("agrees")
-'''
+"""
 )
 
 
@@ -115,16 +116,16 @@ def test_the_kernels_give_the_references_bits_when_interpreted(interpreted):
 
 
 COMPILED = """
-from quantrot.kernels.mxfp4 import triton, triton_columns, triton_gemm
+from quantrot.kernels.mxfp4 import triton_columns, triton_gemm, triton_rows
 from quantrot.kernels.mxfp4.reference import ScaleRule
 x, x8 = torch.zeros(256, 4096, dtype=torch.bfloat16), torch.zeros(8, 4096, dtype=torch.float8_e4m3fn)
 packed, scale = torch.zeros(256, 2048, dtype=torch.uint8), torch.zeros(256, 128, dtype=torch.uint8)
 y, flags = torch.zeros(256, 256, dtype=torch.bfloat16), torch.zeros(256, dtype=torch.int32)
-triton.quantize(x, ScaleRule.quest, 32, None, None, True)
-triton.quantize_expanded(x, ScaleRule.even, 32, None)
-triton.expand(packed, scale)
-triton.dequantize(packed, scale, torch.bfloat16)
-triton.masked_hadamard(x, torch.zeros(256, 512, dtype=torch.uint8), 32, 1.0)
+triton_rows.quantize(x, ScaleRule.quest, 32, None, None, True)
+triton_rows.quantize_expanded(x, ScaleRule.even, 32, None)
+triton_rows.expand(packed, scale)
+triton_rows.dequantize(packed, scale, torch.bfloat16)
+triton_rows.masked_hadamard(x, torch.zeros(256, 512, dtype=torch.uint8), 32, 1.0)
 triton_columns.quantize_columns(x, ScaleRule.absmax34, 32, torch.ones(32), None, False)
 triton_gemm.decode(x8, torch.ones(8), packed, scale, torch.bfloat16)
 triton_gemm.repair(y, packed, scale, flags, packed, scale, flags)
@@ -289,9 +290,7 @@ def test_a_hundred_quantizations_are_bit_equal():
 @pytest.mark.parametrize("backend", ["cublas", "reference"])
 def test_products_of_every_backend_are_exact_in_their_operands(backend):
     a, b = (quantize_mxfp4(torch.randn(n, 2048, device="cuda")) for n in (1000, 528))
-    exact = (
-        dequantize_mxfp4(*a, torch.float32).double() @ dequantize_mxfp4(*b, torch.float32).double().T
-    )
+    exact = dequantize_mxfp4(*a, torch.float32).double() @ dequantize_mxfp4(*b, torch.float32).double().T
     for dtype, limit in ((torch.bfloat16, 2e-3), (torch.float32, 5e-4), (torch.float16, 7e-4)):
         y = mxfp4_product(*a, *b, dtype=dtype, backend=backend)
         assert ((y - exact).norm() / exact.norm()).item() <= limit

@@ -120,8 +120,8 @@ def _uses_cublas(x: Tensor, columns: int, backend: str) -> bool:
     able = _has_fp8(x) and columns % 16 == 0
     if backend == "cublas" and not able:
         raise ValueError(
-            f"backend: 'cublas' needs a CUDA device of capability 8.9 and N a multiple of 16; the data is on {x.device}, "
-            f"N is {columns}; allowed here: auto, reference"
+            f"backend: 'cublas' needs a CUDA device of capability 8.9 and N a multiple of 16; the data is on "
+            f"{x.device}, N is {columns}; allowed here: auto, reference"
         )
     return able and backend in ("auto", "cublas")
 
@@ -179,7 +179,8 @@ def _product(
     # bfloat16 holds e2m1 times a power of two exactly, and its products sum in float32
     wide = torch.float32 if dtype != torch.bfloat16 else torch.bfloat16
     y = F.linear(dequantize_reference(a, a_scale, wide), dequantize_reference(b, b_scale, wide))
-    return y.to(dtype), *(a.new_zeros(n.shape[0], dtype=torch.int32) for n in (a, b))
+    none, nothing = (a.new_zeros(n.shape[0], dtype=torch.int32) for n in (a, b))
+    return y.to(dtype), none, nothing
 
 
 @torch.library.register_fake("quantrot::mxfp4_product")

@@ -148,9 +148,9 @@ def expand_mxfp4(packed: Tensor, scale: Tensor, *, backend: str = "auto") -> tup
     """The same values as e4m3 and one power of two a row, which FP8 tensor cores multiply.
 
     packed uint8 [N, K/2], scale uint8 [N, K/32] -> (e4m3 [N, K], row scale float32 [N], outside int32 [N]) with
-    value = e4m3 * row scale. A row's scale is 2^(top - 6), top its largest exponent (at least -120). e2m1 * 2^d is exact
-    in e4m3 for the 15 exponents d = -8 ... 6, so a row is exact when its groups' exponents lie in top - 14 ... top.
-    `outside` counts its groups below that which hold a code other than zero; those values are rounded to nearest even
+    value = e4m3 * row scale. A row's scale is 2^(top - 6), top its largest exponent (at least -120). e2m1 * 2^d is
+    exact in e4m3 for the 15 exponents d = -8 ... 6, so a row is exact when its groups' exponents lie in top - 14 ...
+    top. `outside` counts its groups below that which hold a code other than zero; these are rounded to nearest even
     multiples of 2^-9 row scales. A NaN group becomes e4m3's NaN.
     """
     check_packed("packed", packed, scale)
@@ -162,7 +162,7 @@ def expand_mxfp4(packed: Tensor, scale: Tensor, *, backend: str = "auto") -> tup
 def masked_hadamard(
     x: Tensor, mask: Tensor, *, hadamard: int = GROUP, factor: float = 1.0, backend: str = "auto"
 ) -> Tensor:
-    """factor * x where the mask is set, 0 elsewhere, times H / sqrt(hadamard) in blocks: a clipped gradient turned back.
+    """factor * x where the mask is set, 0 elsewhere, times H / sqrt(hadamard): a clipped gradient turned back.
 
     x: [..., K] float32, float16 or bfloat16; mask: uint8 [..., K/8] of `hadamard_quantize_mxfp4`; hadamard: 32, 64 or
     128. Returns x's shape and dtype, contiguous; sums in float32, rounded once.
@@ -283,9 +283,9 @@ def _quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     random = _random(stochastic, seed, offset)
     if uses_triton(x, backend):
-        from quantrot.kernels.mxfp4 import triton, triton_columns
+        from quantrot.kernels.mxfp4 import triton_columns, triton_rows
 
-        run = triton_columns.quantize_columns if transpose else triton.quantize
+        run = triton_columns.quantize_columns if transpose else triton_rows.quantize
         return run(x, ScaleRule(rule), hadamard, signs, random, mask)
     source = x.T if transpose else x
     packed, scale, bits = quantize_reference(
@@ -333,9 +333,9 @@ def _requantize_fake(packed, scale, signs, rule, hadamard, stochastic, seed, off
 @torch.library.impl("quantrot::mxfp4_dequantize", ("CPU", "CUDA"))
 def _dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     if uses_triton(packed, backend):
-        from quantrot.kernels.mxfp4 import triton
+        from quantrot.kernels.mxfp4 import triton_rows
 
-        return triton.dequantize(packed, scale, dtype)
+        return triton_rows.dequantize(packed, scale, dtype)
     return dequantize_reference(packed, scale, dtype)
 
 
@@ -347,9 +347,9 @@ def _dequantize_fake(packed, scale, dtype, backend):
 @torch.library.impl("quantrot::mxfp4_expand", ("CPU", "CUDA"))
 def _expand(packed: Tensor, scale: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     if uses_triton(packed, backend):
-        from quantrot.kernels.mxfp4 import triton
+        from quantrot.kernels.mxfp4 import triton_rows
 
-        return triton.expand(packed, scale)
+        return triton_rows.expand(packed, scale)
     return expand_reference(packed, scale)
 
 
@@ -375,9 +375,9 @@ def _quantize_expanded(
     Returns (e4m3, row scale, outside, packed, scale); the last two are written only in rows with outside > 0.
     """
     if uses_triton(x, backend):
-        from quantrot.kernels.mxfp4 import triton
+        from quantrot.kernels.mxfp4 import triton_rows
 
-        return triton.quantize_expanded(x, ScaleRule(rule), hadamard, signs)
+        return triton_rows.quantize_expanded(x, ScaleRule(rule), hadamard, signs)
     packed, scale, _ = quantize_reference(x, ScaleRule(rule), hadamard=hadamard, signs=signs)
     return *expand_reference(packed, scale), packed, scale
 
@@ -392,9 +392,9 @@ def _quantize_expanded_fake(x, signs, rule, hadamard, backend):
 @torch.library.impl("quantrot::masked_hadamard", ("CPU", "CUDA"))
 def _masked_hadamard(x: Tensor, mask: Tensor, hadamard: int, scale: float, backend: str) -> Tensor:
     if uses_triton(x, backend):
-        from quantrot.kernels.mxfp4 import triton
+        from quantrot.kernels.mxfp4 import triton_rows
 
-        return triton.masked_hadamard(x, mask, hadamard, scale)
+        return triton_rows.masked_hadamard(x, mask, hadamard, scale)
     return masked_hadamard_reference(x, mask, hadamard, scale)
 
 

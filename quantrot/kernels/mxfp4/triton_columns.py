@@ -5,31 +5,28 @@ warp read neighbours in memory, and the transform and the packing stay in regist
 go out in one store; programs that follow one another along the rows fill the rest of their sectors.
 """
 
+# mypy: disable-error-code="assignment, misc"
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantrot.kernels.mxfp4 import tuned
 from quantrot.kernels.mxfp4.reference import GROUP, ScaleRule
 from quantrot.kernels.mxfp4.triton import (
     EXACT,
     _butterfly,
-    _float_signs,
     _kept,
-    _key,
     _matrix4,
-    _outputs,
     _part,
     _quantize,
     _scale_value,
     _value,
+    float_signs,
+    key_of,
+    outputs,
 )
-
-# block: (blocks of rows, columns, warps) of a program. Two columns a thread only where nothing but the loads sets the
-# layout: random numbers do too, and the compiler then carries every load through shared memory to theirs
-TILES = {32: (4, 64, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
-RANDOM_TILES = {32: (4, 32, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
-PACKED_TILES = {32: (2, 64, 4), 64: (2, 64, 4), 128: (1, 128, 4)}  # columns are bytes here
 
 _GROUP = tl.constexpr(GROUP)
 
@@ -96,13 +93,13 @@ def quantize_columns(
     """x [M, K] -> packed [K, M/2], scale [K, M/32], mask [K, M/8] or empty, of its transpose."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, columns = x.shape
-    packed, scale, bits = _outputs(x, (columns, rows), mask)
+    packed, scale, bits = outputs(x, (columns, rows), mask)
     if x.numel():
         block = hadamard or GROUP
-        blocks, (tall, wide, warps) = rows // block, (TILES if random is None else RANDOM_TILES)[block]
+        blocks, (tall, wide, warps) = rows // block, (tuned.COLUMNS if random is None else tuned.RANDOM_COLUMNS)[block]
         _quantize_columns_kernel[(triton.cdiv(blocks, tall), triton.cdiv(columns, wide))](
-            x, _float_signs(signs, x), packed.view(torch.int32), scale, bits.view(torch.int32) if mask else scale,
-            blocks, columns, x.stride(0), float(hadamard or 1) ** -0.5, *_key(random), BLOCK=block, ROWS=tall,
+            x, float_signs(signs, x), packed.view(torch.int32), scale, bits.view(torch.int32) if mask else scale,
+            blocks, columns, x.stride(0), float(hadamard or 1) ** -0.5, *key_of(random), BLOCK=block, ROWS=tall,
             COLUMNS=wide, HADAMARD=hadamard > 0, SIGNS=signs is not None, RULE=str(rule), DITHER=random is not None,
             MASK=mask, num_warps=warps, **EXACT,
         )  # fmt: skip
@@ -146,12 +143,12 @@ def requantize(
     """packed [M, K/2], scale [M, K/32] -> packed [K, M/2], scale [K, M/32] of the transpose, transformed."""
     packed, scale = packed.contiguous(), scale.contiguous()
     rows, columns = packed.shape[0], 2 * packed.shape[1]
-    out, out_scale, _ = _outputs(packed, (columns, rows), False)
+    out, out_scale, _ = outputs(packed, (columns, rows), False)
     if packed.numel():
-        blocks, (tall, wide, warps) = rows // hadamard, PACKED_TILES[hadamard]
+        blocks, (tall, wide, warps) = rows // hadamard, tuned.PACKED_COLUMNS[hadamard]
         _requantize_kernel[(2 * triton.cdiv(blocks, tall), triton.cdiv(columns // 2, wide))](
-            packed, scale, _float_signs(signs, scale), out.view(torch.int32), out_scale, blocks, columns,
-            float(hadamard) ** -0.5, *_key(random), BLOCK=hadamard, ROWS=tall, COLUMNS=wide, SIGNS=signs is not None,
+            packed, scale, float_signs(signs, scale), out.view(torch.int32), out_scale, blocks, columns,
+            float(hadamard) ** -0.5, *key_of(random), BLOCK=hadamard, ROWS=tall, COLUMNS=wide, SIGNS=signs is not None,
             RULE=str(rule), DITHER=random is not None, num_warps=warps, **EXACT,
         )  # fmt: skip
     return out, out_scale

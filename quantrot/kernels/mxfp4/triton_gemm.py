@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantrot.kernels.mxfp4 import tuned
 from quantrot.kernels.mxfp4.reference import GROUP
 
 _GROUP = tl.constexpr(GROUP)
+DECODE_TOKENS = (1, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,13 @@ def _add_slices_kernel(
 
 
 def plan_for(tokens: int, rows: int, columns: int) -> Plan:
-    """The plan by rule: enough programs to fill 132 multiprocessors about three times, no slice under two steps."""
+    """The measured plan, else by rule: three programs for each of 132 multiprocessors, no slice under two steps.
+
+    Plans are kept for 1, 8, 16 and 32 tokens; other numbers take the next of these.
+    """
+    measured = tuned.DECODE.get((next(n for n in DECODE_TOKENS if tokens <= n), rows, columns))
+    if measured:
+        return Plan(*measured)
     step = 256 if tokens <= 16 else 128
     tall = 64 if rows >= 64 * 132 else 32
     programs = triton.cdiv(rows, tall)
@@ -85,7 +93,12 @@ def plan_for(tokens: int, rows: int, columns: int) -> Plan:
 
 
 def decode(
-    tokens: Tensor, token_scale: Tensor | None, packed: Tensor, scale: Tensor, dtype: torch.dtype, plan: Plan | None = None
+    tokens: Tensor,
+    token_scale: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    plan: Plan | None = None,
 ) -> Tensor:
     """tokens [M, K] by a packed weight [N, K/2]: [M, N] in dtype; M at most 32.
 
@@ -164,13 +177,19 @@ def _repair_kernel(
 
 
 def repair(
-    y: Tensor, a: Tensor, a_scale: Tensor, a_outside: Tensor | None, b: Tensor, b_scale: Tensor, b_outside: Tensor | None
+    y: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_outside: Tensor | None,
+    b: Tensor,
+    b_scale: Tensor,
+    b_outside: Tensor | None,
 ) -> None:
-    """Overwrite the rows and columns of y = a b^T [M, N] whose operand lies outside e4m3's window, from the packed form.
+    """Overwrite the rows and columns of y = a b^T [M, N] that have an operand outside e4m3's window.
 
-    a [M, K/2], b [N, K/2] packed with their scales, or a e4m3 [M, K] with a float32 scale a row; outside: int32 [M] and
-    [N] of `expand`, or None. Programs whose rows are all inside leave at once: nothing is decided on the host, so this
-    runs in CUDA graphs.
+    a [M, K/2] and b [N, K/2] are packed, with their scales; or a is e4m3 [M, K] with a float32 scale a row. outside:
+    int32 [M] and [N] of `expand`, or None. Programs whose rows are all inside leave at once; nothing is decided on the
+    host, so this runs in CUDA graphs.
     """
     rows, columns = y.shape
     if y.numel():
