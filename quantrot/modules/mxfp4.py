@@ -1,7 +1,92 @@
-"""MXFP4 linears."""
+"""MXFP4 linears: packed weights for inference, master weights for training."""
 
+import torch
+from torch import Tensor, nn
+
+from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, mxfp4_gemm
 from quantrot.modules.linear import QuantizedLinear
 
 
 class Mxfp4Linear(QuantizedLinear):
     """Packed e2m1 weights with an e8m0 scale per 32."""
+
+    weight_packed: Tensor
+    weight_scale: Tensor
+
+    def runs_packed(self, device: torch.device) -> bool:
+        """Whether the product on this device reads the packed weight."""
+        return device.type == "cuda" and self.out_features % 16 == 0
+
+    def multiply(self, x: Tensor) -> Tensor:
+        if not self.runs_packed(x.device):
+            return super().multiply(x)
+        activations, hadamard = self.format.activations, self._fused_hadamard()
+        return mxfp4_gemm(
+            x if hadamard else self.turned(x),
+            self.weight_packed,
+            self.weight_scale,
+            self.bias,
+            activations=activations.kind,
+            scale_rule=activations.scale_rule or "even",
+            hadamard=hadamard,
+        )
+
+    def _fused_hadamard(self) -> int:
+        """The width of the online transform where the quantizer of the activations does it on its way, else 0."""
+        if not self.online_name or self.format.activations.kind != "mxfp4":
+            return 0
+        online = self.get_submodule(self.online_name)
+        return online.block if online.signs is None and online.block in (32, 64, 128) else 0
+
+
+class Mxfp4TrainingLinear(nn.Linear):
+    """A linear with master weights whose three products, forward and backward, are MXFP4 (`Mxfp4Gemm`).
+
+    Both dimensions must be multiples of `hadamard`, 32, 64 or 128. stochastic: round gradients at random, with random
+    signs, seeded from torch's generator at construction and counted by the forwards; without it, to nearest. The
+    state dict is nn.Linear's. Under autocast x and y are its dtype.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        hadamard: int = GROUP,
+        stochastic: bool = True,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.hadamard, self.stochastic = hadamard, stochastic
+        self.seed, self.forwards = int(torch.randint(1 << 62, (), device="cpu")), 0
+
+    @torch.compiler.disable  # the count of forwards would compile each step anew
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        self.forwards += 1
+        y = Mxfp4Gemm.apply(x, self.weight, self.hadamard, (self.seed, self.forwards) if self.stochastic else None)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, hadamard={self.hadamard}, stochastic={self.stochastic}"
+
+
+def train_in_mxfp4(model: nn.Module, *, skip: tuple[str, ...] = ("lm_head",), hadamard: int = GROUP) -> list[str]:
+    """Replace the model's linears by Mxfp4TrainingLinear on the same parameters; the names of those that it replaced.
+
+    skip: names, or last parts of names, that stay; so do linears whose dimensions are no multiples of `hadamard`.
+    """
+    replaced = []
+    for name, old in list(model.named_modules()):
+        fits = type(old) is nn.Linear and old.in_features % hadamard == 0 and old.out_features % hadamard == 0
+        if not fits or name in skip or name.rpartition(".")[2] in skip:
+            continue
+        with torch.device("meta"):
+            new = Mxfp4TrainingLinear(old.in_features, old.out_features, old.bias is not None, hadamard=hadamard)
+        new.weight, new.bias = old.weight, old.bias
+        model.set_submodule(name, new)
+        replaced.append(name)
+    return replaced

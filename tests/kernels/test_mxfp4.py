@@ -2,11 +2,30 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from quantrot.kernels.mxfp4 import E2M1, ScaleRule, dequantize_mxfp4, mxfp4_gemm, power_of_two, quantize_mxfp4
+from quantrot.kernels.hadamard import hadamard_ref
+from quantrot.kernels.mxfp4 import (
+    E2M1,
+    TOP,
+    WINDOW,
+    ScaleRule,
+    dequantize_mxfp4,
+    expand_mxfp4,
+    hadamard_quantize_mxfp4,
+    masked_hadamard,
+    power_of_two,
+    quantize_mxfp4,
+    reference,
+    requantize_mxfp4,
+    unpack_bits,
+)
 
 INF, NAN = float("inf"), float("nan")
 RULES = [rule for rule in ScaleRule if rule is not ScaleRule.absmax34]
+gpu = pytest.mark.gpu
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 
 # name: (first values of a block of 32, the rest zero; rule; scale byte; first codes)
 SPECIAL_BLOCKS = {
@@ -26,6 +45,11 @@ SPECIAL_BLOCKS = {
     "smallest scale": ([2.0**-126], "even", 0, [4]),
     "infinity": ([INF, 1.0], "even", 255, None),
     "nan": ([NAN, 1.0], "floor", 255, None),
+    "nan under quest": ([NAN, 1.0], "quest", 255, None),
+    "squares past float32": ([1e20, 1.0], "quest", 255, None),
+    "all zero under quest": ([0.0], "quest", 0, [0]),
+    "no spread but zeros": ([8.0], "quest", 126, [7, 0]),
+    "three quarters": ([4.0, -2.0, 1.0], "absmax34", 127, [5, 11, 2]),
 }
 
 
@@ -39,13 +63,14 @@ def codes(packed):
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
+@devices
 @pytest.mark.parametrize("name", SPECIAL_BLOCKS)
-def test_special_block(name):
+def test_special_block(device, name):
     values, rule, scale_byte, expected = SPECIAL_BLOCKS[name]
-    packed, scale = quantize_mxfp4(block(values), rule)
+    packed, scale = quantize_mxfp4(block(values).to(device), rule)
     assert scale.item() == scale_byte
     if expected is None:
-        assert dequantize_mxfp4(packed, scale).isnan().all()
+        assert dequantize_mxfp4(packed, scale).isnan().all() and not packed.any()
     else:
         assert codes(packed)[0, : len(expected)].tolist() == expected
 
@@ -126,13 +151,277 @@ def test_odd_shapes_and_strides(shape):
     assert dequantize_mxfp4(packed, scale).shape == shape
 
 
-def test_columns_must_be_groups():
-    with pytest.raises(ValueError, match="100 columns; MXFP4 needs a multiple of 32"):
-        quantize_mxfp4(torch.zeros(2, 100))
+# --- Transformed, masked, transposed ---------------------------------------------------------------------------------
 
 
-def test_gemm_is_the_dequantized_product():
-    w, x = torch.randn(48, 64), torch.randn(7, 64)
-    q = quantize_mxfp4(w)
-    expected = x.double() @ dequantize_mxfp4(*q, torch.float32).double().T
-    assert (mxfp4_gemm(x, *q) - expected).abs().max() < 1e-5
+def signs_of(hadamard, device="cpu"):
+    generator = torch.Generator().manual_seed(hadamard)
+    return (torch.randint(0, 2, (hadamard,), generator=generator) * 2 - 1).to(torch.int8).to(device)
+
+
+@pytest.mark.parametrize("hadamard", [32, 64, 128])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule is not ScaleRule.quest])
+def test_fused_is_the_transform_in_float32_and_then_the_quantizer(hadamard, rule):
+    x = torch.randn(33, 256, generator=torch.Generator().manual_seed(hadamard)).to(torch.bfloat16)
+    turned = hadamard_ref(x.float(), block=hadamard, signs=signs_of(hadamard))
+    packed, scale, _ = hadamard_quantize_mxfp4(x, rule, hadamard=hadamard, signs=signs_of(hadamard))
+    again = quantize_mxfp4(turned, rule)
+    assert torch.equal(scale, again[1]) and (packed != again[0]).float().mean() < 1e-3  # sums in another order
+
+
+def test_a_full_row_of_any_order_is_the_transform_and_then_the_quantizer():
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    packed, scale, _ = hadamard_quantize_mxfp4(x, hadamard=96)
+    again = quantize_mxfp4(hadamard_ref(x))
+    assert torch.equal(packed, again[0]) and torch.equal(scale, again[1])
+
+
+@pytest.mark.parametrize("rule", ["quest", "floor", "even"])
+def test_the_mask_says_what_was_not_clipped(rule):
+    x = torch.randn(17, 128, generator=torch.Generator().manual_seed(0))
+    x[0, 0], x[1, 1] = NAN, 3e38
+    packed, scale, mask = hadamard_quantize_mxfp4(x, rule, clip_mask=True)
+    turned = hadamard_ref(x, block=32).unflatten(-1, (-1, 32))
+    kept = (turned.abs() <= 6 * 2.0 ** (scale.double() - 127).unsqueeze(-1)) & (scale != 255).unsqueeze(-1)
+    assert torch.equal(unpack_bits(mask), kept.flatten(-2)) and not kept.all()
+    assert not unpack_bits(mask)[0, :32].any()
+
+
+@pytest.mark.parametrize("hadamard", [32, 64])
+@pytest.mark.parametrize("random", [None, (3, 4)])
+def test_a_transpose_is_the_quantizer_of_the_transposed_tensor(hadamard, random):
+    x = torch.randn(128, 96, generator=torch.Generator().manual_seed(0))
+    options = {"hadamard": hadamard, "signs": signs_of(hadamard), "random": random}
+    got = hadamard_quantize_mxfp4(x, "absmax34", transpose=True, **options)
+    expected = hadamard_quantize_mxfp4(x.T.contiguous(), "absmax34", **options)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    packed, scale = quantize_mxfp4(x)
+    wide = dequantize_mxfp4(packed, scale, torch.float32)
+    got, expected = (
+        requantize_mxfp4(packed, scale, **options),
+        hadamard_quantize_mxfp4(wide.T, "absmax34", **options),
+    )
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("hadamard", [32, 64, 128])
+def test_a_masked_transform_is_the_dense_product(hadamard):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 256, generator=generator)
+    mask = torch.randint(0, 256, (3, 32), generator=generator, dtype=torch.uint8)
+    expected = hadamard_ref(x.double() * unpack_bits(mask), block=hadamard) * 1.5
+    got = masked_hadamard(x, mask, hadamard=hadamard, factor=1.5)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    groups=st.integers(1, 6),
+    shift=st.integers(-40, 40),
+    rule=st.sampled_from([*ScaleRule]),
+    seed=st.integers(0, 99),
+    random=st.booleans(),
+)
+def test_a_power_of_two_moves_the_scale_and_no_code(rows, groups, shift, rule, seed, random):
+    x = torch.randn(rows, 32 * groups, generator=torch.Generator().manual_seed(seed))
+    stream = (seed, 1) if random and rule is ScaleRule.absmax34 else None
+    packed, scale, mask = hadamard_quantize_mxfp4(x, rule, clip_mask=True, random=stream)
+    again = hadamard_quantize_mxfp4(x * 2.0**shift, rule, clip_mask=True, random=stream)
+    assert torch.equal(packed, again[0]) and torch.equal(mask, again[2])
+    assert torch.equal(scale.int() + shift, again[1].int())
+
+
+@settings(max_examples=30, deadline=None)
+@given(groups=st.integers(1, 8), rule=st.sampled_from([*ScaleRule]), seed=st.integers(0, 99))
+def test_a_group_does_not_know_its_neighbours(groups, rule, seed):
+    x = torch.randn(3, 32 * groups, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed))
+    packed, scale = quantize_mxfp4(x, rule)
+    moved = x.unflatten(1, (-1, 32))[:, order].flatten(1)
+    again = quantize_mxfp4(moved, rule)
+    assert torch.equal(scale[:, order], again[1])
+    assert torch.equal(packed.unflatten(1, (-1, 16))[:, order].flatten(1), again[0])
+
+
+@settings(max_examples=20, deadline=None)
+@given(rule=st.sampled_from(["floor", "even", "rceil", "mse"]), seed=st.integers(0, 99))
+def test_what_is_mxfp4_already_stays(rule, seed):
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randint(0, 256, (9, 64), generator=generator, dtype=torch.uint8)
+    packed[:, ::16] |= 7  # each group holds its largest magnitude, and no rule then prefers another scale
+    scale = torch.randint(20, 230, (9, 4), generator=generator).to(torch.uint8)
+    again = quantize_mxfp4(dequantize_mxfp4(packed, scale, torch.float32), rule)
+    assert torch.equal(again[0], packed) and torch.equal(again[1], scale)
+
+
+# --- Random rounding -------------------------------------------------------------------------------------------------
+
+
+def test_philox_meets_its_published_answers():
+    """The kat_vectors of Random123, philox4x32 with ten rounds."""
+    full = (1 << 64) - 1
+    for counter, offset, seed, expected in [
+        (0, 0, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (-1, full, full, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            0x85A308D3243F6A88,
+            0x0370734413198A2E,
+            0x299F31D0A4093822,
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ]:
+        counter -= (1 << 64) if counter >= 1 << 63 else 0
+        words = reference.philox(torch.tensor([counter]), offset, seed)
+        assert tuple(int(w) & 0xFFFFFFFF for w in words) == expected
+
+
+def test_random_rounding_is_unbiased():
+    """Each value's mean over n draws lies within z = 5 standard errors of it (p = 6e-7 a value, 64 values)."""
+    x = torch.linspace(-0.97, 1, 64).view(2, 32)
+    x[:, 0] = 1
+    draws = 4096
+    packed, scale, _ = hadamard_quantize_mxfp4(x.repeat(draws, 1), "absmax34", hadamard=32, random=(11, 0))
+    turned = hadamard_ref(x.double(), block=32)
+    got = dequantize_mxfp4(packed, scale, torch.float32).double().view(draws, 2, 32) * 4 / 3
+    error = got.mean(0) - turned
+    spread = got.std(0).clamp_min(2.0**-24)
+    assert (error.abs() <= 5 * spread / draws**0.5 + 1e-6).all()
+    assert (error / (spread / draws**0.5)).square().mean() < 2  # and together they are no more than chance
+
+
+def test_random_rounding_picks_a_neighbour_and_is_reproducible():
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    run = [hadamard_quantize_mxfp4(x, "absmax34", random=pair)[0] for pair in ((1, 2), (1, 2), (2, 2), (1, 3), None)]
+    assert torch.equal(run[0], run[1])
+    assert (run[0] != run[2]).float().mean() > 0.2 and (run[0] != run[3]).float().mean() > 0.2
+    low, nearest_codes = codes(run[0]).int(), codes(run[4]).int()
+    assert torch.equal(low >> 3, nearest_codes >> 3) and ((low & 7) - (nearest_codes & 7)).abs().max() <= 1
+
+
+def test_random_rounding_does_not_depend_on_how_the_work_is_cut(monkeypatch):
+    x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
+    whole = hadamard_quantize_mxfp4(x, "absmax34", hadamard=64, random=(7, 9))
+    monkeypatch.setattr(reference, "CHUNK", 1 << 11)
+    assert torch.equal(hadamard_quantize_mxfp4(x, "absmax34", hadamard=64, random=(7, 9))[0], whole[0])
+
+
+def test_dither_is_uniform():
+    u = reference.dither_of(8 * 12345, 1 << 16, 5, 6).double()
+    assert u.abs().max() < 0.5 and abs(u.mean()) < 5 * (1 / 12) ** 0.5 / 256
+    counts = torch.histc(u, 64, -0.5, 0.5)
+    assert ((counts - 1024).square() / 1024).sum() < 63 + 5 * 126**0.5
+    pairs = u.view(-1, 2)
+    assert abs((pairs[:, 0] * pairs[:, 1]).mean()) < 5 / 12 / 181
+
+
+# --- The window ------------------------------------------------------------------------------------------------------
+
+
+def test_the_window_is_exactly_fifteen_exponents():
+    """All sixteen codes times 2^d, for every d: exact in e4m3 for TOP - 14 ... TOP, and for none outside."""
+    value = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float64)
+    exact = []
+    for d in range(-126, 121):
+        scaled = (value * 2.0**d).float()
+        exact.append(torch.equal(scaled.to(torch.float8_e4m3fn).double(), scaled.double()))
+    inside = [d for d, ok in zip(range(-126, 121), exact, strict=True) if ok]
+    assert inside == list(range(TOP - WINDOW + 1, TOP + 1))
+
+
+@devices
+def test_expansion_is_exact_in_the_window_and_counts_what_is_not(device):
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(0, 256, (300, 64), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(0, 15, (300, 4), generator=generator).to(torch.uint8) + torch.arange(0, 240).repeat(2)[
+        :300, None
+    ].to(torch.uint8)
+    scale[7, 1], packed[8, :16] = 255, 0x88  # a NaN group, and one of minus zeros
+    scale[8] = torch.tensor([10, 100, 101, 102])
+    scale[9] = torch.tensor([100, 114, 99, 98])  # one group a binade below the window, one two
+    qdata, row_scale, outside = (t.cpu() for t in expand_mxfp4(packed.to(device), scale.to(device)))
+    expected = dequantize_mxfp4(packed, scale, torch.float32).double()
+    got = qdata.double() * row_scale.double().unsqueeze(1)
+    rows = [i for i in range(300) if i != 9]
+    assert torch.equal(got[rows].nan_to_num(nan=1e300), expected[rows].nan_to_num(nan=1e300))
+    assert outside.sum() == 2 and outside[9] == 2 and qdata[7].isnan().sum() == 32
+    assert torch.equal(qdata.view(torch.uint8)[8, :32], torch.full((32,), 0x80, dtype=torch.uint8))
+    floor = row_scale[9].double() * 2.0**-9
+    assert ((got[9] - expected[9]).abs() <= floor / 2).all() and not torch.equal(got[9], expected[9])
+    assert torch.equal(torch.frexp(row_scale).mantissa, torch.full((300,), 0.5))
+
+
+def test_the_operand_straight_from_the_quantizer_is_the_expanded_one():
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 256)
+    got = torch.ops.quantrot.mxfp4_quantize_expanded(x, None, "even", 32, "auto")
+    packed, scale, _ = hadamard_quantize_mxfp4(x, "even")
+    expected = expand_mxfp4(packed, scale)
+    assert torch.equal(got[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(got[1], expected[1]) and torch.equal(got[2], expected[2]) and got[2].any()
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------
+
+Z = torch.zeros
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: quantize_mxfp4(Z(2, 100)), "100 columns; MXFP4 needs a multiple of 32"),
+        (lambda: quantize_mxfp4(Z(2, 32, dtype=torch.int32)), "dtype torch.int32; allowed: torch.bfloat16"),
+        (lambda: quantize_mxfp4(Z(2, 32), "evn"), "'evn' is not a valid ScaleRule"),
+        (lambda: quantize_mxfp4(Z(2, 32), backend="cuda"), "backend: 'cuda'; allowed: auto, triton, reference"),
+        (lambda: quantize_mxfp4(Z(2, 32), backend="triton"), "'triton' needs a CUDA device"),
+        (lambda: hadamard_quantize_mxfp4(Z(2, 96), hadamard=64), "64 does not divide x's 96 columns"),
+        (lambda: hadamard_quantize_mxfp4(Z(2, 96), hadamard=48), "a multiple of 32"),
+        (lambda: hadamard_quantize_mxfp4(Z(2, 2, 32), transpose=True), r"transpose takes \[M, K\]"),
+        (lambda: hadamard_quantize_mxfp4(Z(33, 32), transpose=True), "33 columns"),
+        (lambda: hadamard_quantize_mxfp4(Z(2, 64), signs=torch.ones(64)), r"allowed: \[32\]"),
+        (lambda: hadamard_quantize_mxfp4(Z(2, 64), random=(0, 0)), "even saturates.*allowed: absmax34"),
+        (lambda: hadamard_quantize_mxfp4(Z(2, 64), "absmax34", random=(-1, 0)), "from 0 to 2"),
+        (lambda: requantize_mxfp4(*quantize_mxfp4(Z(48, 64))), "does not divide packed's 48 rows"),
+        (lambda: requantize_mxfp4(*quantize_mxfp4(Z(64, 64)), hadamard=16), "allowed: 32, 64, 128"),
+        (lambda: dequantize_mxfp4(Z(2, 16, dtype=torch.uint8), Z(2, 2, dtype=torch.uint8)), r"allowed: \[..., K/2\]"),
+        (lambda: dequantize_mxfp4(Z(2, 16), Z(2, 1)), "allowed: torch.uint8"),
+        (lambda: dequantize_mxfp4(*quantize_mxfp4(Z(2, 32)), torch.int8), "dtype: torch.int8; allowed"),
+        (lambda: masked_hadamard(Z(2, 32), Z(2, 2, dtype=torch.uint8)), "needs uint8 with K/8 columns"),
+    ],
+)
+def test_errors_name_the_field_and_the_remedy(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+# --- Operators -------------------------------------------------------------------------------------------------------
+
+
+@devices
+def test_the_operators_are_functional_and_registered(device):
+    ops, x, signs = torch.ops.quantrot, torch.randn(32, 64, device=device), signs_of(32, device)
+    packed, scale, mask = hadamard_quantize_mxfp4(x, "quest", clip_mask=True)
+    calls = [
+        (ops.mxfp4_quantize, (x, signs, "absmax34", 32, True, True, 1, 2, False, "auto")),
+        (ops.mxfp4_quantize, (x, None, "quest", 32, False, False, 0, 0, True, "auto")),
+        (ops.mxfp4_requantize, (packed, scale, signs, "absmax34", 32, True, 1, 2, "auto")),
+        (ops.mxfp4_dequantize, (packed, scale, torch.bfloat16, "auto")),
+        (ops.mxfp4_expand, (packed, scale, "auto")),
+        (ops.mxfp4_quantize_expanded, (x, None, "even", 32, "auto")),
+        (ops.masked_hadamard, (x, mask, 32, 0.5, "auto")),
+    ]
+    for op, arguments in calls:
+        torch.library.opcheck(
+            op, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+        )
+
+
+@devices
+def test_compiled_bits_are_eager_bits(device):
+    def step(x):
+        packed, scale, mask = hadamard_quantize_mxfp4(x * 2, "quest", clip_mask=True)
+        again = requantize_mxfp4(packed, scale, random=(3, 4))
+        return dequantize_mxfp4(packed, scale, torch.float32), mask, *again, *expand_mxfp4(packed, scale)[1:]
+
+    x = torch.randn(64, 96, device=device)
+    compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")(x)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, step(x), strict=True))

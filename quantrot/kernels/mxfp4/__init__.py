@@ -1,0 +1,56 @@
+"""MXFP4 (OCP Microscaling v1.0): groups of 32 e2m1 values along the last dimension share one e8m0 scale.
+
+    quantize_mxfp4            [..., K] float         -> packed uint8 [..., K/2], scale uint8 [..., K/32]
+    dequantize_mxfp4          packed, scale          -> [..., K] float
+    hadamard_quantize_mxfp4   the same after a Hadamard transform, of the tensor or its transpose; clip mask; stochastic
+    requantize_mxfp4          packed, scale          -> the transpose of it, transformed and quantized again
+    expand_mxfp4              packed, scale          -> e4m3 [N, K] and one power of two a row: the same values
+    mxfp4_product             packed by packed       -> [M, N], exact in its operands
+    mxfp4_gemm                x by a packed weight   -> [..., N], x as it is, in e4m3, or in MXFP4
+
+A code is sign << 3 | index into E2M1; byte j holds column 2j in its low nibble and column 2j + 1 in its high one. A
+scale byte e means 2^(e - 127). Rounding is to nearest, ties to the even code; values past 6 scales saturate. -0 keeps
+its sign. A group that holds a NaN or an infinity, or (quest) whose squares overflow float32, gets the scale byte 255,
+which dequantizes to NaN, and codes 0. An all-zero group gets scale byte 0 (2^-127). Arithmetic is float32 whatever the
+input type, in the fixed order of the reference: codes, scales and masks are the same bits on every backend.
+
+Backends: "triton" (CUDA), "reference" (plain torch), and for the products "cublas" (FP8 tensor cores, capability 8.9
+and later); "auto" takes the first that the device, the shapes and the installation have. The operators are
+torch.library's, `quantrot::mxfp4_*`: torch.compile and CUDA graphs see opaque functions, with the same bits.
+
+Sources: OCP Microscaling Formats v1.0 section 6.3 (floor); QuEST, arXiv:2502.05003 (quest); Quartet, arXiv:2505.14669
+(absmax34, the backward pass); Salmon et al., SC 2011 (Philox).
+"""
+
+from quantrot.kernels.mxfp4.autograd import HadamardGemm, Mxfp4Gemm
+from quantrot.kernels.mxfp4.gemm import mxfp4_gemm, mxfp4_product
+from quantrot.kernels.mxfp4.operators import (
+    dequantize_mxfp4,
+    expand_mxfp4,
+    hadamard_quantize_mxfp4,
+    masked_hadamard,
+    quantize_mxfp4,
+    requantize_mxfp4,
+)
+from quantrot.kernels.mxfp4.reference import E2M1, E2M1_MAX, GROUP, TOP, WINDOW, ScaleRule, power_of_two, unpack_bits
+
+__all__ = [
+    "E2M1",
+    "E2M1_MAX",
+    "GROUP",
+    "TOP",
+    "WINDOW",
+    "HadamardGemm",
+    "Mxfp4Gemm",
+    "ScaleRule",
+    "dequantize_mxfp4",
+    "expand_mxfp4",
+    "hadamard_quantize_mxfp4",
+    "masked_hadamard",
+    "mxfp4_gemm",
+    "mxfp4_product",
+    "power_of_two",
+    "quantize_mxfp4",
+    "requantize_mxfp4",
+    "unpack_bits",
+]

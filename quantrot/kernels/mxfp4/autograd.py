@@ -1,0 +1,134 @@
+"""Linear layers that train in MXFP4: QuEST forward, randomised Hadamard and stochastic rounding backward (Quartet).
+
+    forward     y  = Q(x H) Q(w H)^T                    Q: QuEST's rule, nearest, with a clip mask
+    backward    dx = 16/9 S(g D H) S(Q(w H)^T D H)^T    masked by x's clip mask, times H
+                dw = 16/9 S(g^T D H) S(Q(x H)^T D H)^T  masked by w's clip mask, times H
+
+H is the block Hadamard transform along the dimension that is summed over, D random signs, S the absmax34 rule (3/4 of
+the value, hence 16/9) with stochastic rounding. Every operand is MXFP4; what is saved for backward is 4.25 bits a value
+and one bit of mask. QuEST, arXiv:2502.05003; Quartet, arXiv:2505.14669, algorithm 1.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from quantrot.kernels.hadamard import hadamard_transform
+from quantrot.kernels.mxfp4.gemm import mxfp4_product
+from quantrot.kernels.mxfp4.operators import FUSED, hadamard_quantize_mxfp4, masked_hadamard, requantize_mxfp4
+from quantrot.kernels.mxfp4.reference import ScaleRule
+from quantrot.orthogonal import random_signs
+
+SIGN_VECTORS = 1024
+FACTOR = 16 / 9  # both operands of a backward product hold 3/4 of their values
+STREAMS = 4  # random numbers of one backward pass: offsets 4 * offset ... 4 * offset + 3
+
+
+class HadamardGemm(torch.autograd.Function):
+    """F.linear(x H, w H) = F.linear(x, w): Mxfp4Gemm without the quantization. x [..., K], weight [N, K], hadamard."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, hadamard: int = 32) -> Tensor:
+        turned_x, turned_w = hadamard_transform(x, block=hadamard), hadamard_transform(weight, block=hadamard)
+        ctx.save_for_backward(turned_x, turned_w)
+        ctx.hadamard = hadamard
+        return F.linear(turned_x, turned_w)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        turned_x, turned_w = ctx.saved_tensors
+        dx = hadamard_transform(grad @ turned_w, block=ctx.hadamard) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = hadamard_transform(grad.flatten(0, -2).T @ turned_x.flatten(0, -2), block=ctx.hadamard)
+        return dx, dw, None
+
+
+class Mxfp4Gemm(torch.autograd.Function):
+    """F.linear(x, weight) with both operands in MXFP4, and both products of the backward pass too; see the file's top.
+
+    x [..., K] and weight [N, K] in bfloat16, float16 or float32 (they may differ); y is x's dtype. hadamard: 32, 64 or
+    128, dividing K and N (tokens are padded with zeros). random: (seed, offset) of the backward pass's signs and
+    rounding, each pair to be used once, offset below 2^61; None rounds to nearest, without signs. outside: an integer
+    tensor of one element that counts groups outside e4m3's window (they are rounded to its floor), or None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        hadamard: int = 32,
+        random: tuple[int, int] | None = None,
+        outside: Tensor | None = None,
+    ) -> Tensor:
+        _check(x, weight, hadamard)
+        rows = x.reshape(-1, x.shape[-1])
+        turn: Any = {"hadamard": hadamard, "clip_mask": True}
+        xq, x_scale, x_mask = hadamard_quantize_mxfp4(rows, ScaleRule.quest, **turn)
+        wq, w_scale, w_mask = hadamard_quantize_mxfp4(weight, ScaleRule.quest, **turn)
+        ctx.save_for_backward(xq, x_scale, x_mask, wq, w_scale, w_mask)
+        ctx.options = hadamard, random, outside, weight.dtype
+        y = mxfp4_product(xq, x_scale, wq, w_scale, dtype=x.dtype, exact=False, outside=outside)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        xq, x_scale, x_mask, wq, w_scale, w_mask = ctx.saved_tensors
+        hadamard, random, outside, weight_dtype = ctx.options
+        g = grad.reshape(-1, grad.shape[-1])
+        seed, offset = random or (0, 0)
+        signs = sign_vector(seed, offset, hadamard, g.device) if random else None
+
+        def stream(i: int) -> dict[str, Any]:
+            pair = (seed, STREAMS * offset + i) if random else None
+            return {"hadamard": hadamard, "signs": signs, "random": pair}
+
+        product: Any = {"dtype": grad.dtype, "exact": False, "outside": outside}
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            gq, g_scale, _ = hadamard_quantize_mxfp4(g, ScaleRule.absmax34, **stream(0))
+            wt, wt_scale = requantize_mxfp4(wq, w_scale, **stream(1))
+            dx = mxfp4_product(gq, g_scale, wt, wt_scale, **product)
+            dx = masked_hadamard(dx, x_mask, hadamard=hadamard, factor=FACTOR).view(*grad.shape[:-1], -1)
+        if ctx.needs_input_grad[1]:
+            rows = -g.shape[0] % hadamard
+            g, xq, x_scale = (F.pad(t, (0, 0, 0, rows)) if rows else t for t in (g, xq, x_scale))
+            gt, gt_scale, _ = hadamard_quantize_mxfp4(g, ScaleRule.absmax34, transpose=True, **stream(2))
+            xt, xt_scale = requantize_mxfp4(xq, x_scale, **stream(3))
+            dw = mxfp4_product(gt, gt_scale, xt, xt_scale, **product)
+            dw = masked_hadamard(dw, w_mask, hadamard=hadamard, factor=FACTOR).to(weight_dtype)
+        return dx, dw, None, None, None
+
+
+def _check(x: Tensor, weight: Tensor, hadamard: int) -> None:
+    if hadamard not in FUSED:
+        raise ValueError(f"hadamard: {hadamard}; allowed: {', '.join(map(str, FUSED))}")
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x and weight: shapes {tuple(x.shape)} and {tuple(weight.shape)}; allowed: [..., K] and [N, K]"
+        )
+    if weight.shape[0] % hadamard or weight.shape[1] % hadamard:
+        raise ValueError(
+            f"weight: shape {tuple(weight.shape)}; both dimensions must be multiples of hadamard = {hadamard}; use a "
+            "smaller one, or leave this layer in its own dtype"
+        )
+
+
+@lru_cache(maxsize=8)
+def _sign_table(device: torch.device) -> Tensor:
+    """int8 [SIGN_VECTORS, 128] of +-1 on the device: a step's signs are then a view, with no copy from the host."""
+    return random_signs(SIGN_VECTORS * FUSED[-1], seed=0).view(SIGN_VECTORS, -1).to(device)
+
+
+def sign_vector(seed: int, offset: int, hadamard: int, device: torch.device) -> Tensor:
+    """The signs, int8 [hadamard], that (seed, offset) picks from a fixed table of random ones."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + offset * 0xBF58476D1CE4E5B9) % (1 << 64)
+    mixed = ((mixed ^ (mixed >> 30)) * 0x94D049BB133111EB) % (1 << 64)
+    return _sign_table(device)[mixed >> 54, :hadamard]

@@ -1,0 +1,304 @@
+"""Products with MXFP4 operands.
+
+On FP8 tensor cores an MXFP4 product is an FP8 product: `expand_mxfp4` writes each operand as e4m3 with one power of two
+a row, cuBLAS multiplies them with row scales, and where a row does not fit e4m3's window its outputs are computed once
+more from the packed operands. A few tokens by a packed weight run in one kernel that reads the packed bytes once.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, has_triton
+from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
+from quantrot.kernels.operators import implement
+
+ACTIVATIONS = ("none", "fp8", "mxfp4")
+BACKENDS = ("auto", "triton", "cublas", "reference")
+DECODE_ROWS = 32  # tokens up to which the packed weight is read by one kernel
+
+torch.library.define(
+    "quantrot::mxfp4_product",
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, ScalarType dtype, bool exact, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "quantrot::mxfp4_linear",
+    "(Tensor x, Tensor packed, Tensor scale, Tensor? bias, str activations, str rule, int hadamard, str backend)"
+    " -> Tensor",
+)
+
+
+def mxfp4_product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    exact: bool = True,
+    outside: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """a b^T of two MXFP4 matrices, [M, K] by [N, K]: [M, N] in `dtype`, products exact, float32 sums.
+
+    a, b: packed uint8 [M, K/2], [N, K/2]; their scales uint8 [., K/32]. exact: rows outside e4m3's window (see
+    `expand_mxfp4`) are multiplied once more from the packed operands; without it they are rounded to the window's
+    floor. outside: an integer tensor of one element, to which the number of groups outside is added. backend: "cublas"
+    (CUDA, capability 8.9, N a multiple of 16), "reference". ValueError for shapes or a backend that do not fit.
+    """
+    check_packed("a", a, a_scale)
+    check_packed("b", b, b_scale)
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"a and b: shapes {tuple(a.shape)} and {tuple(b.shape)}; allowed: [M, K/2] and [N, K/2]")
+    _check_backend(backend)
+    if backend == "triton":
+        raise ValueError("backend: 'triton' multiplies few tokens (mxfp4_gemm); allowed: auto, cublas, reference")
+    _check_dtype("dtype", dtype)
+    y, left, right = torch.ops.quantrot.mxfp4_product(a, a_scale, b, b_scale, dtype, exact, backend)
+    if outside is not None:
+        outside += left.sum() + right.sum()
+    return y
+
+
+def mxfp4_gemm(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activations: str = "none",
+    scale_rule: ScaleRule | str = ScaleRule.even,
+    hadamard: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    """x [..., K] times the transpose of an MXFP4 weight [N, K]: [..., N] in x's dtype, float32 sums, rounded once.
+
+    activations: "none" multiplies x as it is (W4A16), "fp8" its e4m3 with one bfloat16 scale a token (W4A8), "mxfp4"
+    its MXFP4 with `scale_rule` (W4A4). hadamard: 32, 64 or 128: x is turned in blocks of this width first. Operands are
+    multiplied exactly whatever the backend. Differentiable in x and bias; quantization passes gradients unchanged.
+
+    backend: "triton" (at most 32 tokens of bfloat16), "cublas" (CUDA, capability 8.9, N a multiple of 16), "reference".
+    ValueError for sizes, names or a backend that do not fit.
+    """
+    check_packed("packed", packed, scale)
+    if x.dim() < 1 or packed.dim() != 2 or x.shape[-1] != 2 * packed.shape[1]:
+        raise ValueError(
+            f"x: shape {tuple(x.shape)}; a weight of {tuple(packed.shape)} bytes needs [..., K] by [N, K/2]"
+        )
+    if bias is not None and bias.shape != packed.shape[:1]:
+        raise ValueError(f"bias: shape {tuple(bias.shape)}; allowed: [{packed.shape[0]}]")
+    _check_dtype("x", x.dtype)
+    _check_backend(backend)
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations: {activations!r}; allowed: {', '.join(ACTIVATIONS)}")
+    if hadamard and (hadamard not in (32, 64, 128) or x.shape[-1] % hadamard):
+        raise ValueError(f"hadamard: {hadamard}; allowed: 0, 32, 64 or 128, dividing the {x.shape[-1]} columns of x")
+    return torch.ops.quantrot.mxfp4_linear(
+        x, packed, scale, bias, activations, str(ScaleRule(scale_rule)), hadamard, backend
+    )
+
+
+# --- Checks and choices ----------------------------------------------------------------------------------------------
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in FLOATS:
+        raise ValueError(f"{name}: dtype {dtype}; allowed: {', '.join(map(str, FLOATS))}")
+
+
+def _has_fp8(x: Tensor) -> bool:
+    return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def _uses_cublas(x: Tensor, columns: int, backend: str) -> bool:
+    """Whether FP8 tensor cores multiply; ValueError where they were asked for and cannot."""
+    able = _has_fp8(x) and columns % 16 == 0
+    if backend == "cublas" and not able:
+        raise ValueError(
+            f"backend: 'cublas' needs a CUDA device of capability 8.9 and N a multiple of 16; the data is on "
+            f"{x.device}, N is {columns}; allowed here: auto, reference"
+        )
+    return able and backend in ("auto", "cublas")
+
+
+def _uses_decode(rows: Tensor, activations: str, backend: str) -> bool:
+    """Whether the kernel for few tokens multiplies; ValueError where it was asked for and cannot."""
+    fits = rows.shape[0] <= DECODE_ROWS and rows.dtype == torch.bfloat16
+    able = fits and rows.device.type == "cuda" and has_triton() and (activations == "none" or _has_fp8(rows))
+    if backend == "triton" and not able:
+        raise ValueError(
+            f"backend: 'triton' multiplies at most {DECODE_ROWS} tokens of bfloat16 on a CUDA device; x is "
+            f"{rows.shape[0]} of {rows.dtype} on {rows.device}; allowed here: auto, reference"
+        )
+    return able and backend in ("auto", "triton")
+
+
+# --- FP8 tensor cores ------------------------------------------------------------------------------------------------
+
+
+def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """(a a_scale) (b b_scale)^T, e4m3 [M, K] and [N, K] with float32 row scales, by cuBLAS.
+
+    bfloat16 results take the fast accumulation (1223 against 1119 TFLOP/s at 4096^3, the same error, the rounding's
+    own); the others sum in float32 and are scaled after, which powers of two make exact.
+    """
+    if 0 in (a.shape[0], b.shape[0], a.shape[1]):
+        return torch.zeros(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
+    left, right = a_scale.unsqueeze(1), b_scale.unsqueeze(0)
+    if dtype == torch.bfloat16:
+        return torch._scaled_mm(a, b.t(), left, right, out_dtype=dtype, use_fast_accum=True)
+    one = torch.ones((), device=a.device)
+    y = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=False)
+    return y.mul_(left).mul_(right).to(dtype)
+
+
+@implement("quantrot::mxfp4_product")
+def _product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    dtype: torch.dtype,
+    exact: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _uses_cublas(a, b.shape[0], backend):
+        left, left_scale, left_outside = torch.ops.quantrot.mxfp4_expand(a, a_scale, "auto")
+        right, right_scale, right_outside = torch.ops.quantrot.mxfp4_expand(b, b_scale, "auto")
+        y = scaled_product(left, left_scale, right, right_scale, dtype)
+        if exact:
+            from quantrot.kernels.mxfp4 import triton_gemm
+
+            triton_gemm.repair(y, a, a_scale, left_outside, b, b_scale, right_outside)
+        return y, left_outside, right_outside
+    # bfloat16 holds e2m1 times a power of two exactly, and its products sum in float32
+    wide = torch.float32 if dtype != torch.bfloat16 else torch.bfloat16
+    y = F.linear(dequantize_reference(a, a_scale, wide), dequantize_reference(b, b_scale, wide))
+    none, nothing = (a.new_zeros(n.shape[0], dtype=torch.int32) for n in (a, b))
+    return y.to(dtype), none, nothing
+
+
+@torch.library.register_fake("quantrot::mxfp4_product")
+def _product_fake(a, a_scale, b, b_scale, dtype, exact, backend):
+    y = a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+    return y, *(a.new_empty(n.shape[0], dtype=torch.int32) for n in (a, b))
+
+
+# --- The linear ------------------------------------------------------------------------------------------------------
+
+
+def _fp8_tokens(rows: Tensor, hadamard: int) -> tuple[Tensor, Tensor]:
+    """e4m3 [M, K] and a float32 scale a token, rounded to bfloat16 before it divides."""
+    from quantrot.kernels.fp8 import quantize_fp8_block
+
+    qdata, scale = quantize_fp8_block(_turned(rows, hadamard), (1, 0), "bf16")
+    return qdata, scale.view(-1)
+
+
+def _turned(x: Tensor, hadamard: int) -> Tensor:
+    if not hadamard:
+        return x
+    from quantrot.kernels.hadamard import hadamard_transform
+
+    return hadamard_transform(x, block=hadamard)
+
+
+def _operand(rows: Tensor, activations: str, rule: str, hadamard: int) -> tuple[Tensor, Tensor | None, tuple | None]:
+    """(tokens as they are multiplied, their scales or None, (outside, packed, scale) of MXFP4 tokens or None)."""
+    if activations == "none":
+        return _turned(rows, hadamard), None, None
+    if activations == "fp8":
+        return *_fp8_tokens(rows, hadamard), None
+    qdata, scale, *rest = torch.ops.quantrot.mxfp4_quantize_expanded(rows, None, rule, hadamard, "auto")
+    return qdata, scale, tuple(rest)
+
+
+def _linear_wide(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
+    """The definition: dequantized operands in x's dtype."""
+    if activations == "mxfp4":
+        codes, scales, _ = quantize_reference(rows, ScaleRule(rule), hadamard=hadamard)
+        rows = dequantize_reference(codes, scales, rows.dtype)
+    elif activations == "fp8":
+        qdata, token = _fp8_tokens(rows, hadamard)
+        rows = (qdata.to(torch.float32) * token.unsqueeze(1)).to(rows.dtype)
+    else:
+        rows = _turned(rows, hadamard)
+    weight = torch.ops.quantrot.mxfp4_dequantize(packed, scale, rows.dtype, "auto")
+    return F.linear(rows, weight)
+
+
+@implement("quantrot::mxfp4_linear")
+def _linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activations: str,
+    rule: str,
+    hadamard: int,
+    backend: str,
+) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if _uses_decode(rows, activations, backend):
+        y = _linear_decode(rows, packed, scale, activations, rule, hadamard)
+    elif activations != "none" and _uses_cublas(x, packed.shape[0], backend):
+        y = _linear_fp8(rows, packed, scale, activations, rule, hadamard)
+    else:
+        y = _linear_wide(rows, packed, scale, activations, rule, hadamard)
+    if bias is not None:
+        y = y.add_(bias)
+    return y.view(*x.shape[:-1], packed.shape[0])
+
+
+def _linear_decode(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
+    from quantrot.kernels.mxfp4 import triton_gemm
+
+    tokens, token_scale, rest = _operand(rows, activations, rule, hadamard)
+    y = triton_gemm.decode(tokens, token_scale, packed, scale, rows.dtype)
+    if rest is not None:
+        outside, codes, scales = rest
+        triton_gemm.repair(y, codes, scales, outside, packed, scale, None)
+    return y
+
+
+def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
+    from quantrot.kernels.mxfp4 import triton_gemm
+
+    tokens, token_scale, rest = _operand(rows, activations, rule, hadamard)
+    assert token_scale is not None
+    weight, weight_scale, weight_outside = torch.ops.quantrot.mxfp4_expand(packed, scale, "auto")
+    y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
+    if rest is not None:
+        outside, codes, scales = rest
+        triton_gemm.repair(y, codes, scales, outside, packed, scale, weight_outside)
+    else:
+        triton_gemm.repair(y, tokens, token_scale, None, packed, scale, weight_outside)
+    return y
+
+
+@torch.library.register_fake("quantrot::mxfp4_linear")
+def _linear_fake(x, packed, scale, bias, activations, rule, hadamard, backend):
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    _, packed, scale, bias, _, _, ctx.hadamard, _ = inputs
+    ctx.save_for_backward(packed, scale)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx, grad: Tensor):
+    packed, scale = ctx.saved_tensors
+    weight = torch.ops.quantrot.mxfp4_dequantize(packed, scale, grad.dtype, "auto")
+    dx = _turned(grad @ weight, ctx.hadamard)  # Sylvester's matrix is symmetric
+    bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+    return dx, None, None, bias, None, None, None, None
+
+
+torch.library.register_autograd("quantrot::mxfp4_linear", _backward, setup_context=_save_for_backward)

@@ -1,0 +1,404 @@
+"""The operators that make, change and read MXFP4 tensors: checks, torch.library, dispatch. See the package."""
+
+import os
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels.mxfp4.reference import (
+    GROUP,
+    ScaleRule,
+    dequantize_reference,
+    expand_reference,
+    masked_hadamard_reference,
+    quantize_reference,
+)
+from quantrot.kernels.operators import implement
+from quantrot.orthogonal import hadamard_factors
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FUSED = (32, 64, 128)  # Hadamard widths that one program turns and quantizes
+BACKENDS = ("auto", "triton", "reference")
+_RANDOM = "bool stochastic, int seed, int offset"
+
+torch.library.define(
+    "quantrot::mxfp4_quantize",
+    f"(Tensor x, Tensor? signs, str rule, int hadamard, bool transpose, {_RANDOM}, bool mask, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "quantrot::mxfp4_requantize",
+    f"(Tensor packed, Tensor scale, Tensor? signs, str rule, int hadamard, {_RANDOM}, str backend) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "quantrot::mxfp4_dequantize", "(Tensor packed, Tensor scale, ScalarType dtype, str backend) -> Tensor"
+)
+torch.library.define("quantrot::mxfp4_expand", "(Tensor packed, Tensor scale, str backend) -> (Tensor, Tensor, Tensor)")
+torch.library.define(
+    "quantrot::mxfp4_quantize_expanded",
+    "(Tensor x, Tensor? signs, str rule, int hadamard, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "quantrot::masked_hadamard", "(Tensor x, Tensor mask, int hadamard, float scale, str backend) -> Tensor"
+)
+
+
+# --- The public functions --------------------------------------------------------------------------------------------
+
+
+def quantize_mxfp4(
+    x: Tensor, scale_rule: ScaleRule | str = ScaleRule.even, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Quantize to MXFP4.
+
+    x: [..., K] float32, float16 or bfloat16, K a multiple of 32; any strides. scale_rule: see ScaleRule.
+    Returns (packed uint8 [..., K/2], scale uint8 [..., K/32]), contiguous. ValueError if K does not fit, or for a
+    backend that cannot run here.
+    """
+    _check(x, x.shape[-1] if x.dim() else 0, 0, None, backend)
+    packed, scale, _ = torch.ops.quantrot.mxfp4_quantize(
+        x, None, str(ScaleRule(scale_rule)), 0, False, False, 0, 0, False, backend
+    )
+    return packed, scale
+
+
+def dequantize_mxfp4(
+    packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: str = "auto"
+) -> Tensor:
+    """[..., K] in `dtype` from packed uint8 [..., K/2] and scale uint8 [..., K/32]; exact in bfloat16 and float32.
+
+    float16 rounds to nearest even and overflows past 65504. ValueError where the shapes do not belong together.
+    """
+    check_packed("packed", packed, scale)
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype: {dtype}; allowed: {', '.join(map(str, FLOATS))}")
+    return torch.ops.quantrot.mxfp4_dequantize(packed, scale, dtype, backend)
+
+
+def hadamard_quantize_mxfp4(
+    x: Tensor,
+    scale_rule: ScaleRule | str = ScaleRule.even,
+    *,
+    hadamard: int = GROUP,
+    signs: Tensor | None = None,
+    transpose: bool = False,
+    random: tuple[int, int] | None = None,
+    clip_mask: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Quantize (x * signs) H / sqrt(hadamard), in blocks of `hadamard` columns, to MXFP4: one read, one write.
+
+    x: [..., K] float32, float16 or bfloat16, any strides. The float32 values of the transform are quantized directly.
+    hadamard: 32, 64 or 128 (fused), or any order of `hadamard_factors` that is a multiple of 32 (the transform, rounded
+    to x's dtype, then the quantization). signs: +-1 of any dtype, [hadamard], or None. transpose: x is [M, K], and what
+    is transformed and quantized is its transpose, in groups along M. random: (seed, offset), 64-bit numbers, for
+    stochastic rounding: uniform 16-bit dither from Philox4x32-10 of (the element's index in the result, offset) under
+    the key `seed`; only with absmax34, which never saturates. clip_mask: also return which elements were not clipped.
+
+    Returns (packed uint8 [..., K/2], scale uint8 [..., K/32], mask uint8 [..., K/8] or None); bit j of the mask's byte
+    i is set where |element 8i + j| <= 6 scales. ValueError for sizes, options or a backend that do not fit.
+    """
+    if transpose and x.dim() != 2:
+        raise ValueError(f"x: shape {tuple(x.shape)}; transpose takes [M, K]: flatten the leading dimensions")
+    _check(x, x.shape[0 if transpose else -1] if x.dim() else 0, hadamard, signs, backend)
+    rule, (seed, offset) = _rule(scale_rule, random), random or (0, 0)
+    if hadamard not in FUSED:
+        from quantrot.kernels.hadamard import hadamard_transform
+
+        hadamard_factors(hadamard)
+        x = hadamard_transform(x.T if transpose else x, block=hadamard, signs=signs)
+        hadamard, signs, transpose = 0, None, False
+    packed, scale, mask = torch.ops.quantrot.mxfp4_quantize(
+        x, signs, rule, hadamard, transpose, random is not None, seed, offset, clip_mask, backend
+    )
+    return packed, scale, mask if clip_mask else None
+
+
+def requantize_mxfp4(
+    packed: Tensor,
+    scale: Tensor,
+    scale_rule: ScaleRule | str = ScaleRule.absmax34,
+    *,
+    hadamard: int = GROUP,
+    signs: Tensor | None = None,
+    random: tuple[int, int] | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The transpose of an MXFP4 matrix, transformed and quantized again: one read, one write.
+
+    packed [M, K/2], scale [M, K/32] -> packed [K, M/2], scale [K, M/32] of (w^T * signs) H / sqrt(hadamard), in blocks
+    and groups along M; hadamard is 32, 64 or 128 and divides M. The other arguments and errors are
+    `hadamard_quantize_mxfp4`'s.
+    """
+    check_packed("packed", packed, scale)
+    if packed.dim() != 2:
+        raise ValueError(f"packed: shape {tuple(packed.shape)}; requantize_mxfp4 takes [M, K/2]")
+    if hadamard not in FUSED:
+        raise ValueError(f"hadamard: {hadamard}; allowed: {', '.join(map(str, FUSED))}")
+    _check_width("packed", packed.shape[0], hadamard, "rows")
+    _check_signs(signs, hadamard, packed)
+    _check_backend(backend)
+    seed, offset = random or (0, 0)
+    return torch.ops.quantrot.mxfp4_requantize(
+        packed, scale, signs, _rule(scale_rule, random), hadamard, random is not None, seed, offset, backend
+    )
+
+
+def expand_mxfp4(packed: Tensor, scale: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
+    """The same values as e4m3 and one power of two a row, which FP8 tensor cores multiply.
+
+    packed uint8 [N, K/2], scale uint8 [N, K/32] -> (e4m3 [N, K], row scale float32 [N], outside int32 [N]) with
+    value = e4m3 * row scale. A row's scale is 2^(top - 6), top its largest exponent (at least -120). e2m1 * 2^d is
+    exact in e4m3 for the 15 exponents d = -8 ... 6, so a row is exact when its groups' exponents lie in top - 14 ...
+    top. `outside` counts its groups below that which hold a code other than zero; these are rounded to nearest even
+    multiples of 2^-9 row scales. A NaN group becomes e4m3's NaN.
+    """
+    check_packed("packed", packed, scale)
+    if packed.dim() != 2:
+        raise ValueError(f"packed: shape {tuple(packed.shape)}; expand_mxfp4 takes [N, K/2]")
+    return torch.ops.quantrot.mxfp4_expand(packed, scale, backend)
+
+
+def masked_hadamard(
+    x: Tensor, mask: Tensor, *, hadamard: int = GROUP, factor: float = 1.0, backend: str = "auto"
+) -> Tensor:
+    """factor * x where the mask is set, 0 elsewhere, times H / sqrt(hadamard): a clipped gradient turned back.
+
+    x: [..., K] float32, float16 or bfloat16; mask: uint8 [..., K/8] of `hadamard_quantize_mxfp4`; hadamard: 32, 64 or
+    128. Returns x's shape and dtype, contiguous; sums in float32, rounded once.
+    """
+    _check(x, x.shape[-1] if x.dim() else 0, hadamard, None, backend)
+    if hadamard not in FUSED:
+        raise ValueError(f"hadamard: {hadamard}; allowed: {', '.join(map(str, FUSED))}")
+    if mask.dtype != torch.uint8 or mask.shape != (*x.shape[:-1], x.shape[-1] // 8):
+        raise ValueError(f"mask: {mask.dtype} {tuple(mask.shape)}; x {tuple(x.shape)} needs uint8 with K/8 columns")
+    return torch.ops.quantrot.masked_hadamard(x, mask, hadamard, factor * hadamard**-0.5, backend)
+
+
+# --- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check(x: Tensor, width: int, hadamard: int, signs: Tensor | None, backend: str) -> None:
+    if not x.is_floating_point():
+        raise ValueError(f"x: dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}; convert it first")
+    if x.dim() < 1:
+        raise ValueError("x: a scalar; MXFP4 needs at least one dimension, a multiple of 32 long")
+    if width % GROUP:
+        raise ValueError(f"x has {width} columns; MXFP4 needs a multiple of {GROUP}")
+    if hadamard:
+        _check_width("x", width, hadamard, "columns")
+    _check_signs(signs, hadamard, x)
+    _check_backend(backend)
+
+
+def _check_width(name: str, width: int, hadamard: int, what: str) -> None:
+    if hadamard < 1 or hadamard % GROUP:
+        raise ValueError(
+            f"hadamard: {hadamard}; allowed: a multiple of {GROUP} ({', '.join(map(str, FUSED))} are fused)"
+        )
+    if width % hadamard:
+        raise ValueError(
+            f"hadamard: {hadamard} does not divide {name}'s {width} {what} along the groups; give a divisor of it, "
+            "or pad with zeros"
+        )
+
+
+def _check_signs(signs: Tensor | None, hadamard: int, x: Tensor) -> None:
+    if signs is None:
+        return
+    if signs.dim() != 1 or signs.numel() != hadamard:
+        raise ValueError(f"signs: shape {tuple(signs.shape)}; allowed: [{hadamard}], one +-1 a column of a block")
+    if signs.device != x.device:
+        raise ValueError(f"signs: on {signs.device}, the data on {x.device}; move them to the same device")
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
+
+
+def _rule(scale_rule: ScaleRule | str, random: tuple[int, int] | None) -> str:
+    rule = ScaleRule(scale_rule)
+    if random is None:
+        return str(rule)
+    if rule is not ScaleRule.absmax34:
+        raise ValueError(f"scale_rule: {rule} saturates, so rounding at random would be biased; allowed: absmax34")
+    if any(not 0 <= n < 1 << 63 for n in random):
+        raise ValueError(f"random: {random}; allowed: (seed, offset), both from 0 to 2^63 - 1")
+    return str(rule)
+
+
+def check_packed(name: str, packed: Tensor, scale: Tensor) -> None:
+    """ValueError unless packed uint8 [..., K/2] and scale uint8 [..., K/32] belong together."""
+    groups = packed.shape[-1] // (GROUP // 2) if packed.dim() else -1
+    if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
+        raise ValueError(f"{name}: dtypes {packed.dtype} and {scale.dtype} (scale); allowed: torch.uint8")
+    if packed.dim() < 1 or packed.shape[-1] % (GROUP // 2) or scale.shape != (*packed.shape[:-1], groups):
+        raise ValueError(
+            f"{name}: shapes {tuple(packed.shape)} and {tuple(scale.shape)} (scale); allowed: [..., K/2] and "
+            f"[..., K/{GROUP}] with K a multiple of {GROUP}"
+        )
+    if packed.device != scale.device:
+        raise ValueError(f"{name}: on {packed.device}, its scale on {scale.device}; move them to the same device")
+
+
+# --- Operators -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def uses_triton(x: Tensor, backend: str) -> bool:
+    """Whether this call runs in Triton; ValueError where it was asked for and cannot."""
+    able = has_triton() and (x.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    if backend == "triton" and not able:
+        raise ValueError(
+            f"backend: 'triton' needs a CUDA device and Triton, the data is on {x.device}; allowed: auto, reference"
+        )
+    return backend == "triton" or (backend == "auto" and able and x.device.type == "cuda")
+
+
+def _random(stochastic: bool, seed: int, offset: int) -> tuple[int, int] | None:
+    return (seed, offset) if stochastic else None
+
+
+@implement("quantrot::mxfp4_quantize")
+def _quantize(
+    x: Tensor,
+    signs: Tensor | None,
+    rule: str,
+    hadamard: int,
+    transpose: bool,
+    stochastic: bool,
+    seed: int,
+    offset: int,
+    mask: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    random = _random(stochastic, seed, offset)
+    if uses_triton(x, backend):
+        from quantrot.kernels.mxfp4 import triton_columns, triton_rows
+
+        run = triton_columns.quantize_columns if transpose else triton_rows.quantize
+        return run(x, ScaleRule(rule), hadamard, signs, random, mask)
+    source = x.T if transpose else x
+    packed, scale, bits = quantize_reference(
+        source, ScaleRule(rule), hadamard=hadamard, signs=signs, random=random, mask=mask
+    )
+    return packed, scale, packed.new_empty(0) if bits is None else bits
+
+
+@torch.library.register_fake("quantrot::mxfp4_quantize")
+def _quantize_fake(x, signs, rule, hadamard, transpose, stochastic, seed, offset, mask, backend):
+    *lead, width = reversed(x.shape) if transpose else x.shape
+    packed = x.new_empty((*lead, width // 2), dtype=torch.uint8)
+    bits = packed.new_empty((*lead, width // 8) if mask else 0)
+    return packed, packed.new_empty((*lead, width // GROUP)), bits
+
+
+@implement("quantrot::mxfp4_requantize")
+def _requantize(
+    packed: Tensor,
+    scale: Tensor,
+    signs: Tensor | None,
+    rule: str,
+    hadamard: int,
+    stochastic: bool,
+    seed: int,
+    offset: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    random = _random(stochastic, seed, offset)
+    if uses_triton(packed, backend):
+        from quantrot.kernels.mxfp4 import triton_columns
+
+        return triton_columns.requantize(packed, scale, ScaleRule(rule), hadamard, signs, random)
+    wide = dequantize_reference(packed, scale, torch.float32).T
+    codes, scales, _ = quantize_reference(wide, ScaleRule(rule), hadamard=hadamard, signs=signs, random=random)
+    return codes, scales
+
+
+@torch.library.register_fake("quantrot::mxfp4_requantize")
+def _requantize_fake(packed, scale, signs, rule, hadamard, stochastic, seed, offset, backend):
+    rows, width = packed.shape
+    return packed.new_empty(2 * width, rows // 2), packed.new_empty(2 * width, rows // GROUP)
+
+
+@implement("quantrot::mxfp4_dequantize")
+def _dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    if uses_triton(packed, backend):
+        from quantrot.kernels.mxfp4 import triton_rows
+
+        return triton_rows.dequantize(packed, scale, dtype)
+    return dequantize_reference(packed, scale, dtype)
+
+
+@torch.library.register_fake("quantrot::mxfp4_dequantize")
+def _dequantize_fake(packed, scale, dtype, backend):
+    return packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
+
+
+@implement("quantrot::mxfp4_expand")
+def _expand(packed: Tensor, scale: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    if uses_triton(packed, backend):
+        from quantrot.kernels.mxfp4 import triton_rows
+
+        return triton_rows.expand(packed, scale)
+    return expand_reference(packed, scale)
+
+
+def _expanded_fake(rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        like.new_empty((rows, width), dtype=torch.float8_e4m3fn),
+        like.new_empty(rows, dtype=torch.float32),
+        like.new_empty(rows, dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("quantrot::mxfp4_expand")
+def _expand_fake(packed, scale, backend):
+    return _expanded_fake(packed.shape[0], 2 * packed.shape[1], packed)
+
+
+@implement("quantrot::mxfp4_quantize_expanded")
+def _quantize_expanded(
+    x: Tensor, signs: Tensor | None, rule: str, hadamard: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """expand(quantize(x)) without the packed form in between, x [M, K].
+
+    Returns (e4m3, row scale, outside, packed, scale); the last two are written only in rows with outside > 0.
+    """
+    if uses_triton(x, backend):
+        from quantrot.kernels.mxfp4 import triton_rows
+
+        return triton_rows.quantize_expanded(x, ScaleRule(rule), hadamard, signs)
+    packed, scale, _ = quantize_reference(x, ScaleRule(rule), hadamard=hadamard, signs=signs)
+    return *expand_reference(packed, scale), packed, scale
+
+
+@torch.library.register_fake("quantrot::mxfp4_quantize_expanded")
+def _quantize_expanded_fake(x, signs, rule, hadamard, backend):
+    rows, width = x.shape
+    packed = x.new_empty((rows, width // 2), dtype=torch.uint8)
+    return *_expanded_fake(rows, width, x), packed, packed.new_empty((rows, width // GROUP))
+
+
+@implement("quantrot::masked_hadamard")
+def _masked_hadamard(x: Tensor, mask: Tensor, hadamard: int, scale: float, backend: str) -> Tensor:
+    if uses_triton(x, backend):
+        from quantrot.kernels.mxfp4 import triton_rows
+
+        return triton_rows.masked_hadamard(x, mask, hadamard, scale)
+    return masked_hadamard_reference(x, mask, hadamard, scale)
+
+
+@torch.library.register_fake("quantrot::masked_hadamard")
+def _masked_hadamard_fake(x, mask, hadamard, scale, backend):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,0 +1,369 @@
+"""MXFP4 in Triton: what the quantizers are made of.
+
+A thread owns what a group needs. A tile is a tuple of vectors: element j of the tuple is column j of every thread's
+own block of 32, 64 or 128 (or row j, where the transpose is quantized). The transform, its sums and the packing are
+then plain register arithmetic in the order of the reference, with no shuffle, no shared memory and no layout left to
+the compiler, and the bits are the reference's. Products and sums are never fused, except where the product is exact.
+"""
+
+# mypy: disable-error-code="assignment, misc"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantrot.kernels.mxfp4.reference import GROUP, QUEST_SQUARE
+
+EXACT = {"enable_fp_fusion": False}  # x * y + z is two roundings, as in the reference
+
+_GROUP = tl.constexpr(GROUP)
+_QUEST_SQUARE = tl.constexpr(QUEST_SQUARE)
+_MAGIC = tl.constexpr(0.75 * 2.0**23)
+_MIDDLE = tl.constexpr(1.5 - 2.0**-17)
+_TWO126 = tl.constexpr(2.0**126)
+_SIGN = tl.constexpr(-0x80000000)
+
+
+# --- Tuples ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _halves(x):
+    """[n, 2 m] -> its even and its odd columns, [n, m] each."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _columns(x):
+    """[n, 4 or 8] -> the tuple of its columns, [n]."""
+    even, odd = _halves(x)
+    a, b = _halves(even)
+    c, d = _halves(odd)
+    if x.shape[1] == 4:
+        return (tl.reshape(a, (x.shape[0],)), tl.reshape(c, (x.shape[0],)),
+                tl.reshape(b, (x.shape[0],)), tl.reshape(d, (x.shape[0],)))  # fmt: skip
+    else:
+        a0, a4 = tl.split(a)
+        b2, b6 = tl.split(b)
+        c1, c5 = tl.split(c)
+        d3, d7 = tl.split(d)
+        return (a0, c1, b2, d3, a4, c5, b6, d7)
+
+
+@triton.jit
+def _matrix4(a, b, c, d):
+    """[..., n] four times -> [..., n, 4]."""
+    pairs = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(pairs, a.shape + (4,))
+
+
+@triton.jit
+def _load_block(ptr, thread, inside, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """The block of each thread as a tuple of BLOCK float32 vectors, by loads of VECTOR neighbours."""
+    x = ()
+    for q in tl.static_range(BLOCK // VECTOR):
+        at = thread[:, None] * BLOCK + q * VECTOR + tl.arange(0, VECTOR)[None, :]
+        x = x + _columns(tl.load(ptr + at, mask=inside[:, None], other=0.0).to(tl.float32))
+    return x
+
+
+@triton.jit
+def _stage(x, HALF: tl.constexpr):
+    y = ()
+    for i in tl.static_range(len(x)):
+        if i & HALF == 0:
+            y = y + (x[i] + x[i + HALF],)
+        else:
+            y = y + (x[i - HALF] - x[i],)
+    return y
+
+
+@triton.jit
+def _butterfly(x, H: tl.constexpr):
+    """Sylvester's matrix times the tuple, from the widest stride down."""
+    y = _stage(x, H // 2)
+    y = _stage(y, H // 4)
+    y = _stage(y, H // 8)
+    y = _stage(y, H // 16)
+    y = _stage(y, H // 32)
+    if H >= 64:
+        y = _stage(y, H // 64)
+    if H >= 128:
+        y = _stage(y, H // 128)
+    return y
+
+
+@triton.jit
+def _times(x, factor):
+    y = ()
+    for i in tl.static_range(len(x)):
+        y = y + (x[i] * factor,)
+    return y
+
+
+@triton.jit
+def _times_each(x, s):
+    y = ()
+    for i in tl.static_range(len(x)):
+        y = y + (x[i] * s[i],)
+    return y
+
+
+@triton.jit
+def _part(x, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    y = ()
+    for i in tl.static_range(COUNT):
+        y = y + (x[FIRST + i],)
+    return y
+
+
+@triton.jit
+def _add_halves(x, HALF: tl.constexpr):
+    y = ()
+    for i in tl.static_range(HALF):
+        y = y + (x[i] + x[i + HALF],)
+    return y
+
+
+@triton.jit
+def _sum32(x):
+    """The halving tree of the reference."""
+    return _add_halves(_add_halves(_add_halves(_add_halves(_add_halves(x, 16), 8), 4), 2), 1)[0]
+
+
+@triton.jit
+def _amax32(x):
+    """The largest magnitude; NaN where there is one."""
+    y = tl.maximum(tl.abs(x[0]), tl.abs(x[1]), propagate_nan=tl.PropagateNan.ALL)
+    for i in tl.static_range(2, 32):
+        y = tl.maximum(y, tl.abs(x[i]), propagate_nan=tl.PropagateNan.ALL)
+    return y
+
+
+# --- A group ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _power(exponent):
+    """2.0^exponent for int32 exponents in [-126, 127]."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _binade(y):
+    """1, 2 or 4: the power of two at or below y, at least 1."""
+    bits = tl.maximum(y, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _squared_error(x, factor):
+    errors = ()
+    for i in tl.static_range(32):
+        y = tl.abs(x[i]) * factor
+        clipped = tl.minimum(y, 6.0)
+        magic = _binade(clipped) * _MAGIC
+        error = ((clipped + magic) - magic) - y
+        errors = errors + (error * error,)
+    return _sum32(errors)
+
+
+@triton.jit
+def _exponent(x, root, RULE: tl.constexpr):
+    """(unbiased exponent, whether the group is finite) of a tuple of 32, times root; see the reference."""
+    if RULE == "quest":
+        mean = _sum32(x) * 0.03125
+        square = _sum32(_times_each(x, x)) * 0.03125
+        variance = tl.maximum(square - mean * mean, 0.0) * (root * root)
+        bits = (variance * _QUEST_SQUARE).to(tl.int32, bitcast=True)
+        exponent = tl.where(bits < 0x00800000, -127, ((bits >> 23) - 127) >> 1)
+        finite = square < float("inf")
+    else:
+        amax = _amax32(x) * root
+        bits = amax.to(tl.int32, bitcast=True)
+        finite = amax < float("inf")
+        if RULE == "even":
+            exponent = ((bits + 0x200000) >> 23) - 129
+        else:
+            exponent = (bits >> 23) - 129
+        if RULE == "rceil":
+            most = _power(tl.minimum(tl.maximum(exponent, -126), 125)) * 6.0
+            exponent += (amax > most).to(tl.int32)
+        if RULE == "mse":
+            exponent = tl.minimum(tl.maximum(exponent, -126), 125)
+            once = _squared_error(x, _power(-exponent) * root)
+            twice = _squared_error(x, _power(-exponent) * (root * 0.5)) * 4.0
+            exponent += (twice < once).to(tl.int32)
+    return tl.minimum(tl.maximum(exponent, -127), 126), finite
+
+
+@triton.jit
+def _philox(low, high, o0, o1, s0, s1):
+    """Four uint32 vectors: Philox4x32-10 of the counters (low, high, o0, o1) under the key (s0, s1)."""
+    c0, c1 = low, high
+    c2 = tl.zeros_like(low) + o0
+    c3 = tl.zeros_like(low) + o1
+    k0, k1 = s0, s1
+    for _ in tl.static_range(10):
+        a = c0.to(tl.uint64) * 0xD2511F53
+        b = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = b.to(tl.uint32)
+        c3 = a.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _dither(group, key):
+    """A tuple of 32 uniform vectors in (-1/2, 1/2) for group number `group` (int64) of the result."""
+    u = ()
+    s0 = key[0].to(tl.uint32, bitcast=True)
+    s1 = key[1].to(tl.uint32, bitcast=True)
+    o0 = key[2].to(tl.uint32, bitcast=True)
+    o1 = key[3].to(tl.uint32, bitcast=True)
+    for q in tl.static_range(4):
+        counter = group * 4 + q
+        words = _philox(counter.to(tl.uint32), (counter >> 32).to(tl.uint32), o0, o1, s0, s1)
+        for i in tl.static_range(4):
+            low = ((words[i] << 7) & 0x007FFF80) | 0x3F800000  # 1 + r * 2^-16
+            high = ((words[i] >> 9) & 0x007FFF80) | 0x3F800000
+            u = u + (low.to(tl.float32, bitcast=True) - _MIDDLE, high.to(tl.float32, bitcast=True) - _MIDDLE)
+    return u
+
+
+@triton.jit
+def _rounded(value, u, factor, CLAMP: tl.constexpr, DITHER: tl.constexpr):
+    """(|value| * factor + magic, binade): adding magic = 1.5 * 2^23 steps rounds to a multiple of the step."""
+    y = tl.abs(value) * factor
+    if CLAMP:
+        y = tl.minimum(y, 6.0)
+    binade = _binade(y)
+    if DITHER:
+        y = tl.fma(u, binade * 0.5, y)
+    return tl.fma(binade, _MAGIC, y), binade
+
+
+@triton.jit
+def _word(x, u, factor, FIRST: tl.constexpr, CLAMP: tl.constexpr, DITHER: tl.constexpr):
+    """Eight codes, from element FIRST on, as one int32.
+
+    The multiple of the step lies in the low bits of the rounded sum; the code is that plus twice the binade's
+    logarithm, and lies in the top nibble after a shift by 28. A funnel shift appends it.
+    """
+    word = tl.zeros_like(x[0]).to(tl.int32)
+    for j in tl.static_range(8):
+        value = x[FIRST + 7 - j]
+        shifted, binade = _rounded(value, u[FIRST + 7 - j], factor, CLAMP, DITHER)
+        top = (shifted.to(tl.int32, bitcast=True) << 28) + (binade.to(tl.int32, bitcast=True) << 6) + 0x20000000
+        top = top | (value.to(tl.int32, bitcast=True) & _SIGN)
+        word = (word << 4) | ((top >> 28) & 15)
+    return word
+
+
+@triton.jit
+def _e2m1(value, factor, CLAMP: tl.constexpr):
+    """The nearest e2m1 value to value * factor, with value's sign."""
+    shifted, binade = _rounded(value, value, factor, CLAMP, False)
+    magnitude = (shifted - binade * _MAGIC).to(tl.int32, bitcast=True)
+    return (magnitude | (value.to(tl.int32, bitcast=True) & _SIGN)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _kept(x, factor):
+    """Bit i: whether element i is within 6 scales, from the sign of what is left of them."""
+    clipped = tl.zeros_like(x[0]).to(tl.int32)
+    for j in tl.static_range(32):
+        left = (6.0 - tl.abs(x[31 - j]) * factor).to(tl.int32, bitcast=True)
+        clipped = (clipped << 1) | ((left >> 31) & 1)
+    return ~clipped
+
+
+@triton.jit
+def _factor(exponent, root, RULE: tl.constexpr):
+    """What an element is multiplied by before it is rounded."""
+    if RULE == "absmax34":
+        return _power(-exponent) * (root * 0.75)
+    else:
+        return _power(-exponent) * root
+
+
+@triton.jit
+def _clamps(RULE: tl.constexpr):
+    """Whether elements may reach 7, where rounding would pass the largest code."""
+    return RULE != "even" and RULE != "absmax34"
+
+
+@triton.jit
+def _codes(x, u, factor, finite, RULE: tl.constexpr, DITHER: tl.constexpr):
+    """The four words of a tuple of 32."""
+    words = ()
+    for q in tl.static_range(4):
+        words = words + (tl.where(finite, _word(x, u, factor, 8 * q, _clamps(RULE), DITHER), 0),)
+    return words
+
+
+@triton.jit
+def _quantize(x, group, root, key, RULE: tl.constexpr, DITHER: tl.constexpr):
+    """(four words of codes, scale byte, factor, finite) of a tuple of 32 times root; key: 4 random words."""
+    exponent, finite = _exponent(x, root, RULE)
+    factor = _factor(exponent, root, RULE)
+    if DITHER:
+        u = _dither(group, key)
+    else:
+        u = x
+    words = _codes(x, u, factor, finite, RULE, DITHER)
+    return words, tl.where(finite, exponent + 127, 255).to(tl.uint8), factor, finite
+
+
+@triton.jit
+def _value(word, SHIFT: tl.constexpr):
+    """The e2m1 value of the code at this bit of an int32, float32: exponent and mantissa of 2^-126 times it."""
+    if SHIFT <= 22:
+        magnitude = (word << (22 - SHIFT)) & 0x01C00000
+    else:
+        magnitude = (word >> (SHIFT - 22)) & 0x01C00000
+    bits = magnitude | ((word << (28 - SHIFT)) & _SIGN)
+    return bits.to(tl.float32, bitcast=True) * _TWO126
+
+
+@triton.jit
+def _scale_value(byte):
+    """float32 of e8m0 bytes; infinity for 255, which the callers turn into NaN or do not tell from it."""
+    return tl.maximum(byte.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
+
+
+# --- Arguments -------------------------------------------------------------------------------------------------------
+
+
+def vector_of(x: Tensor) -> int:
+    """Neighbours in a load of 16 bytes."""
+    return 16 // x.element_size()
+
+
+def float_signs(signs: Tensor | None, like: Tensor) -> Tensor:
+    return like if signs is None else signs.to(torch.float32).contiguous()
+
+
+def key_of(random: tuple[int, int] | None) -> list[int]:
+    """seed and offset as four signed 32-bit words, low ones first."""
+    words = [n >> shift & 0xFFFFFFFF for n in random or (0, 0) for shift in (0, 32)]
+    return [word - (1 << 32) if word >> 31 else word for word in words]
+
+
+def floats(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.bfloat16, torch.float16, torch.float32) else x.to(torch.float32)
+
+
+def outputs(x: Tensor, shape: torch.Size | tuple[int, ...], mask: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty (packed, scale, mask) of a tensor of this shape; the mask has no elements unless asked for."""
+    *lead, width = shape
+
+    def empty(columns: int) -> Tensor:
+        return torch.empty((*lead, columns), dtype=torch.uint8, device=x.device)
+
+    bits = empty(width // 8) if mask else torch.empty(0, dtype=torch.uint8, device=x.device)
+    return empty(width // 2), empty(width // GROUP), bits

@@ -1,0 +1,233 @@
+"""MXFP4 products and training: exact operands, the notebook's accuracy, gradients."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from quantrot.kernels.hadamard import hadamard_ref
+from quantrot.kernels.mxfp4 import (
+    HadamardGemm,
+    Mxfp4Gemm,
+    dequantize_mxfp4,
+    hadamard_quantize_mxfp4,
+    mxfp4_gemm,
+    mxfp4_product,
+    quantize_mxfp4,
+    unpack_bits,
+)
+
+gpu = pytest.mark.gpu
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+MAX_RELATIVE_ERROR = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 5e-4}  # to float64 of the operands
+
+
+def relative(y, exact):
+    return ((y.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+
+
+def squared(y, exact):
+    return relative(y, exact.double()) ** 2
+
+
+def normal(*shape, device="cpu", dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def wide(quantized):
+    return dequantize_mxfp4(quantized[0].cpu(), quantized[1].cpu(), torch.float32).double()
+
+
+# --- Products --------------------------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("dtype", MAX_RELATIVE_ERROR, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64, 96), (3, 48, 64), (63, 80, 256), (257, 128, 1024)])
+def test_a_product_is_exact_in_its_operands(device, dtype, shape):
+    m, n, k = shape
+    a, b = quantize_mxfp4(normal(m, k, device=device)), quantize_mxfp4(normal(n, k, device=device, seed=1))
+    y = mxfp4_product(*a, *b, dtype=dtype)
+    assert y.dtype == dtype and relative(y.cpu(), wide(a) @ wide(b).T) <= MAX_RELATIVE_ERROR[dtype]
+
+
+@devices
+@pytest.mark.parametrize("activations", ["none", "fp8", "mxfp4"])
+@pytest.mark.parametrize("tokens", [1, 3, 32, 33, 257])
+@pytest.mark.parametrize("hadamard", [0, 64])
+def test_a_linear_is_the_product_of_its_dequantized_operands(device, activations, tokens, hadamard):
+    x, w = normal(tokens, 512, device=device, dtype=torch.bfloat16), normal(208, 512, device=device, seed=1) * 0.05
+    packed, scale = quantize_mxfp4(w, "mse")
+    bias = normal(208, device=device, dtype=torch.bfloat16, seed=2)
+    y = mxfp4_gemm(x, packed, scale, bias, activations=activations, hadamard=hadamard)
+    operand = x.cpu()
+    if activations == "mxfp4":
+        operand = wide(hadamard_quantize_mxfp4(operand, hadamard=hadamard)[:2] if hadamard else quantize_mxfp4(operand))
+    elif hadamard:
+        operand = hadamard_ref(operand, block=hadamard)
+    if activations == "fp8":
+        token = (operand.float().abs().amax(1, keepdim=True) / 448).to(torch.bfloat16).float()
+        operand = (operand.float() / token).to(torch.float8_e4m3fn).double() * token
+    exact = operand.double() @ wide((packed, scale)).T + bias.cpu()
+    assert y.dtype == x.dtype and y.shape == (tokens, 208)
+    assert relative(y.cpu(), exact) <= (4e-3 if activations == "fp8" else 2.5e-3)  # the bias is added once more
+
+
+@devices
+def test_rows_outside_the_window_are_multiplied_exactly(device):
+    x, w = normal(70, 256).to(torch.bfloat16).float(), normal(48, 256, seed=1)
+    x[3, :32] *= 2.0**20
+    x[60, 64:96] *= 2.0**-18
+    w[17, 32:64] *= 2.0**17
+    a, b = quantize_mxfp4(x.to(device)), quantize_mxfp4(w.to(device))
+    exact = wide(a) @ wide(b).T
+    for dtype in MAX_RELATIVE_ERROR:
+        if dtype == torch.float16:
+            continue  # 2^20 does not fit
+        y = mxfp4_product(*a, *b, dtype=dtype).cpu().double()
+        error = (y - exact).norm(dim=1) / exact.norm(dim=1)
+        assert error.max() <= 1.5 * MAX_RELATIVE_ERROR[dtype]
+    y = mxfp4_gemm(x.to(device, torch.bfloat16), *b, activations="mxfp4").cpu()
+    assert relative(y, exact) <= 3e-3
+
+
+def test_a_nan_reaches_its_own_row_and_no_other():
+    x, w = normal(5, 64), normal(32, 64, seed=1)
+    x[2, 40] = float("nan")
+    y = mxfp4_gemm(x, *quantize_mxfp4(w), activations="mxfp4")
+    assert y[2].isnan().all() and not y[[0, 1, 3, 4]].isnan().any()
+
+
+def test_leading_dimensions_and_empty_inputs():
+    packed, scale = quantize_mxfp4(normal(48, 64))
+    x = normal(2, 3, 64)
+    y = mxfp4_gemm(x, packed, scale)
+    assert y.shape == (2, 3, 48) and torch.equal(y.view(6, 48), mxfp4_gemm(x.view(6, 64), packed, scale))
+    assert mxfp4_gemm(x[:0], packed, scale, activations="mxfp4").shape == (0, 3, 48)
+
+
+@pytest.mark.parametrize("hadamard", [0, 32])
+def test_gradients_of_the_linear_are_those_of_the_dequantized_weight(hadamard):
+    x, packed = normal(3, 64).requires_grad_(), quantize_mxfp4(normal(48, 64, seed=1))
+    bias = normal(48, seed=2).requires_grad_()
+    g = normal(3, 48, seed=3)
+    dx, db = torch.autograd.grad(mxfp4_gemm(x, *packed, bias, hadamard=hadamard), (x, bias), g)
+    weight = dequantize_mxfp4(*packed, torch.float32)
+    expected = g @ weight
+    torch.testing.assert_close(dx, hadamard_ref(expected, block=32) if hadamard else expected)
+    torch.testing.assert_close(db, g.sum(0))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda p, s: mxfp4_gemm(torch.zeros(2, 32), p, s), r"needs \[..., K\] by \[N, K/2\]"),
+        (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, torch.zeros(3)), r"bias: shape \(3,\); allowed: \[48\]"),
+        (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, activations="int8"), "allowed: none, fp8, mxfp4"),
+        (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, hadamard=48), "allowed: 0, 32, 64 or 128"),
+        (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, backend="x"), "allowed: auto, triton, cublas, reference"),
+        (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, backend="triton"), "at most 32 tokens of bfloat16"),
+        (lambda p, s: mxfp4_gemm(torch.zeros(2, 64).double(), p, s), "x: dtype torch.float64; allowed"),
+        (lambda p, s: mxfp4_product(p, s, p, s, backend="cublas"), "'cublas' needs a CUDA device"),
+        (lambda p, s: mxfp4_product(p, s, p[:, :16], s[:, :1]), r"allowed: \[M, K/2\] and \[N, K/2\]"),
+        (lambda p, s: mxfp4_product(p, s, p, s, dtype=torch.int8), "dtype: dtype torch.int8; allowed"),
+    ],
+)
+def test_errors_name_the_field_and_the_remedy(call, says):
+    with pytest.raises(ValueError, match=says):
+        call(*quantize_mxfp4(torch.zeros(48, 64)))
+
+
+# --- Training --------------------------------------------------------------------------------------------------------
+
+
+def gradients(y, x, w, g):
+    return y, *torch.autograd.grad(y, (x, w), g)
+
+
+@devices
+def test_the_notebooks_accuracy(device):
+    """Squared relative errors: transform alone < 1e-4; MXFP4 product 2e-2 ... 6e-2; its gradients 6e-2 ... 15e-2."""
+    x = normal(8, 96, 512, device=device).requires_grad_()
+    w = (normal(384, 512, device=device, seed=1) * 0.05).requires_grad_()
+    g = normal(8, 96, 384, device=device, seed=2)
+    exact = gradients(F.linear(x, w), x, w, g)
+    for y, expected in zip(gradients(HadamardGemm.apply(x, w, 32), x, w, g), exact, strict=True):
+        assert squared(y, expected) < 1e-4
+    for hadamard in (32, 64, 128):
+        y, dx, dw = gradients(Mxfp4Gemm.apply(x, w, hadamard, (3, 5)), x, w, g)
+        assert 2e-2 < squared(y, exact[0]) < 6e-2
+        assert 6e-2 < squared(dx, exact[1]) < 15e-2 and 6e-2 < squared(dw, exact[2]) < 15e-2
+
+
+def test_the_backward_pass_is_the_products_of_its_quantized_operands():
+    """Against the same in float64 from the operands that the quantizers give, nearest rounding."""
+    x, w, g = normal(64, 128), normal(96, 128, seed=1) * 0.1, normal(64, 96, seed=2)
+    x[0, 0] = 40.0  # clipped
+    _, dx, dw = gradients(Mxfp4Gemm.apply(x.requires_grad_(), w.requires_grad_(), 32), x, w, g)
+    with torch.no_grad():
+        xq, wq = (hadamard_quantize_mxfp4(t, "quest", clip_mask=True) for t in (x, w))
+        turn = lambda t: wide(hadamard_quantize_mxfp4(t, "absmax34")[:2])  # noqa: E731
+        inner = turn(g) @ turn(wide(wq[:2]).float().T).T * 16 / 9
+        expected = hadamard_ref(inner * unpack_bits(xq[2]), block=32)
+        inner = turn(g.T) @ turn(wide(xq[:2]).float().T).T * 16 / 9
+        assert relative(dx, expected) < 1e-5
+        assert relative(dw, hadamard_ref(inner * unpack_bits(wq[2]), block=32)) < 1e-5
+    assert not unpack_bits(xq[2]).all()
+
+
+def test_random_gradients_are_unbiased():
+    """The mean over draws of dx and dw nears the product of the forward's operands as 1 / draws."""
+    x, w, g = normal(32, 64).requires_grad_(), (normal(32, 64, seed=1) * 0.1).requires_grad_(), normal(32, 32, seed=2)
+    with torch.no_grad():
+        xq, wq = (hadamard_quantize_mxfp4(t, "quest", clip_mask=True) for t in (x, w))
+        dx = hadamard_ref(g.double() @ wide(wq[:2]) * unpack_bits(xq[2]), block=32)
+        dw = hadamard_ref(g.T.double() @ wide(xq[:2]) * unpack_bits(wq[2]), block=32)
+    runs = [gradients(Mxfp4Gemm.apply(x, w, 32, (1, i)), x, w, g)[1:] for i in range(64)]
+    for i, exact in enumerate((dx, dw)):
+        one = sum(squared(run[i], exact) for run in runs) / 64
+        mean = squared(sum(run[i].double() for run in runs) / 64, exact)
+        assert one / 64 / 1.5 < mean < one / 64 * 1.5
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 33])
+def test_tokens_need_not_be_a_multiple_of_the_transform(tokens):
+    x, w = normal(tokens, 64).requires_grad_(), normal(32, 64, seed=1).requires_grad_()
+    g = normal(tokens, 32, seed=2)
+    exact = gradients(F.linear(x, w), x, w, g)
+    got = gradients(Mxfp4Gemm.apply(x, w, 32, None), x, w, g)
+    assert all(squared(a, b) < 0.3 for a, b in zip(got, exact, strict=True))
+
+
+def test_a_frozen_side_costs_no_gradient():
+    x, w = normal(32, 64), normal(32, 64, seed=1).requires_grad_()
+    Mxfp4Gemm.apply(x, w, 32, None).sum().backward()
+    assert w.grad is not None and x.grad is None
+
+
+def test_dimensions_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="both dimensions must be multiples of hadamard = 64"):
+        Mxfp4Gemm.apply(torch.zeros(2, 64), torch.zeros(96, 64), 64)
+    with pytest.raises(ValueError, match="hadamard: 16; allowed: 32, 64, 128"):
+        Mxfp4Gemm.apply(torch.zeros(2, 64), torch.zeros(96, 64), 16)
+
+
+@devices
+def test_the_operators_are_functional_and_registered(device):
+    x, w = normal(4, 64, device=device), quantize_mxfp4(normal(48, 64, device=device, seed=1))
+    ops, tests = torch.ops.quantrot, ("test_schema", "test_faketensor", "test_autograd_registration")
+    for activations in ("none", "fp8", "mxfp4"):
+        arguments = (x.requires_grad_(), *w, None, activations, "even", 32, "auto")
+        torch.library.opcheck(ops.mxfp4_linear, arguments, test_utils=tests)
+    torch.library.opcheck(ops.mxfp4_product, (*w, *w, torch.bfloat16, True, "auto"), test_utils=tests)
+
+
+@devices
+def test_compiled_bits_are_eager_bits(device):
+    packed, scale = quantize_mxfp4(normal(48, 64, device=device))
+
+    def step(x):
+        return mxfp4_gemm(x * 2, packed, scale, activations="mxfp4", hadamard=32) + 1
+
+    x = normal(5, 64, device=device, dtype=torch.bfloat16)
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    assert torch.equal(torch.compile(step, fullgraph=True, backend=backend)(x), step(x))
