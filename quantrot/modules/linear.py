@@ -88,6 +88,10 @@ class QuantizedLinear(nn.Module):
             self.add_module(online_name, online)
         self._decoded: Tensor | None = None
 
+    def runs_packed(self, device: torch.device) -> bool:
+        """Whether `multiply` has kernels for this device that read the stored tensors; nothing is decoded then."""
+        return False
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features] in `dtype`."""
         stored = [getattr(self, name) for name in self.tensor_names]
@@ -100,10 +104,6 @@ class QuantizedLinear(nn.Module):
     def turned(self, x: Tensor) -> Tensor:
         """x after the online rotation, or x."""
         return self.get_submodule(self.online_name)(x) if self.online_name else x
-
-    def runs_packed(self, device: torch.device) -> bool:
-        """Whether the product on this device reads the stored tensors; the dequantized weight is then not kept."""
-        return False
 
     def multiply(self, x: Tensor) -> Tensor:
         """The product from the stored tensors. Subclasses that have kernels for it do it with those."""
