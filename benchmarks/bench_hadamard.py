@@ -106,6 +106,7 @@ def run_case(n: int, elements: int, dtype: torch.dtype, inplace: bool, copies: d
     return {
         "op": "hadamard",
         "case": {"n": n, "elements": elements, "dtype": name, "inplace": inplace},
+        "factors": hadamard_factors(n),
         "us": us,
         "floor_us": 2 * size,  # bytes; main() divides by the copy's speed
         "peers_us": peers,
@@ -221,6 +222,11 @@ def candidates(n: int, dtype: torch.dtype) -> list:
                     warps = min(16, tasks)
                     r = min(4, 65536 // (warps * 32 * (sums + 48)))
                     found.append(Plan("dense", warps, r, tiles=tall, part=wide, stages=1))
+    if dtype != torch.float32 and n >= 1024 and not small:
+        for columns in (64, 128, 256):
+            for rows in (1, 2, 4):
+                if n // columns % base == 0 and 32 <= n // columns <= 512 and columns * rows <= 256:
+                    found += [Plan("wgmma", 4, r, tiles=columns // 8, share=rows) for r in (2, 3, 4, 5)]
     fits = []
     for plan in found:
         shared = plan.shared_bytes(n)
@@ -234,40 +240,52 @@ def candidates(n: int, dtype: torch.dtype) -> list:
     return fits
 
 
-def tune(orders: list[int]) -> None:
-    """Time the candidates of each order at 2^25 elements, the best five also at 2^27, and rewrite tuned.py."""
+def small_candidates(n: int, dtype: torch.dtype) -> list:
+    """Plans worth timing where the tensor is small: more and smaller blocks."""
+    from quantrot.kernels.hadamard.hopper import Plan
+
+    if n > 2048 or n & (n - 1) or dtype == torch.float32:
+        return candidates(n, dtype)
+    if n <= 128:
+        return candidates(n, dtype) + [Plan("turn", w, 28 // w) for w in (1, 2, 4)] * (n >= 32)
+    return candidates(n, dtype) + [Plan("warp", w, 20 // w, v) for w in (1, 2, 4) for v in (1, 2, 4) if v * 256 >= n]
+
+
+def tune(orders: list[int], small: bool) -> None:
+    """Time the candidates of each order at 2^25 elements (small: 2^13), the best five also at 2^27 (2^17), and rewrite
+    tuned.py."""
     from concurrent.futures import ThreadPoolExecutor
 
     import cuda.core  # noqa: F401  (imported before the threads do)
     from cuda.bindings import nvrtc  # noqa: F401
 
-    from quantrot.kernels.hadamard.tuned import PLANS
+    from quantrot.kernels.hadamard.tuned import PLANS, SMALL_PLANS
 
-    chosen = dict(PLANS)
-    notes = dict(re.findall(r'\((".*?", \d+)\): .*?  # (.*)', TUNED.read_text()))
+    tables = [dict(PLANS), dict(SMALL_PLANS)]
+    chosen, propose = (tables[1], small_candidates) if small else (tables[0], candidates)
+    few, many = (1 << 13, 1 << 17) if small else (1 << 25, 1 << 27)
+    notes = read_notes()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         for n in orders:
             if dtype == torch.float16 and (n <= 1024 or n & (n - 1)):  # the same instructions as bfloat16
                 if ("bfloat16", n) in chosen:
                     chosen[name, n] = chosen["bfloat16", n]
-                    notes[f'"{name}", {n}'] = "as bfloat16"
+                    notes[small, name, n] = "as bfloat16"
                 continue
             with ThreadPoolExecutor(16) as pool:
-                plans = [p for p in pool.map(lambda p, n=n, d=dtype: compiled(p, n, d), candidates(n, dtype)) if p]
+                plans = [p for p in pool.map(lambda p, n=n, d=dtype: compiled(p, n, d), propose(n, dtype)) if p]
             plans = accurate(plans, n, dtype)
             if not plans:
                 continue
-            xs = tensors(n, 1 << 25, dtype)
-            small = fractions(plans, xs)
-            best = sorted(plans, key=small.__getitem__, reverse=True)[:5]
-            xs = tensors(n, 1 << 27, dtype)
-            large = fractions(best, xs)
-            plan = max(best, key=lambda p: small[p] * large[p])
+            first = fractions(plans, tensors(n, few, dtype))
+            best = sorted(plans, key=first.__getitem__, reverse=True)[:5]
+            second = fractions(best, tensors(n, many, dtype))
+            plan = max(best, key=lambda p: first[p] * second[p])
             chosen[name, n] = plan
-            notes[f'"{name}", {n}'] = f"{small[plan]:.2f}, {large[plan]:.2f}"
-            print(name, n, len(plans), plan, notes[f'"{name}", {n}'], flush=True)
-            write_tuned(chosen, notes)
+            notes[small, name, n] = f"{first[plan]:.2f}, {second[plan]:.2f}"
+            print(name, n, len(plans), plan, notes[small, name, n], flush=True)
+            write_tuned(tables, notes)
 
 
 def compiled(plan, n: int, dtype: torch.dtype):
@@ -310,24 +328,34 @@ def fractions(plans: list, xs: list[torch.Tensor]) -> dict:
     return {plan: copy / us(plan) for plan in plans}
 
 
-def write_tuned(chosen: dict, notes: dict) -> None:
-    text = (
-        '"""The plan of each order on an NVIDIA H200; written by bench_hadamard.py --tune.\n\n'
-        'The comment is the fraction of copy speed reached at 2^25 and at 2^27 elements.\n"""\n\n'
-        "from quantrot.kernels.hadamard.hopper import Plan\n\nPLANS = {\n"
-    )
-    for (name, n), plan in sorted(chosen.items(), key=lambda item: (item[0][0], item[0][1])):
-        plain = type(plan)(plan.kind, plan.warps, plan.resident)
-        extra = "".join(
-            f", {field}={value!r}".replace("'", '"')
-            for field, value in vars(plan).items()
-            if value != getattr(plain, field) and field != "stream"
-        )
-        note = notes.get(f'"{name}", {n}', "")
-        text += f'    ("{name}", {n}): Plan("{plan.kind}", {plan.warps}, {plan.resident}{extra}),' + (
-            f"  # {note}\n" if note else "\n"
-        )
-    TUNED.write_text(text + "}\n")
+def read_notes() -> dict:
+    """(small, dtype, order) -> the comment in tuned.py."""
+    notes = {}
+    for small, part in enumerate(TUNED.read_text().split("SMALL_PLANS: ")):
+        for name, n, note in re.findall(r'\("(\w+)", (\d+)\): .*?  # (.*)', part):
+            notes[bool(small), name, int(n)] = note
+    return notes
+
+
+def write_tuned(tables: list[dict], notes: dict) -> None:
+    """tables: PLANS and SMALL_PLANS."""
+    text = TUNED.read_text().partition("PLANS = {")[0]
+    heads = ("PLANS", "SMALL_PLANS: dict[tuple[str, int], Plan]")
+    for small, (head, table) in enumerate(zip(heads, tables, strict=True)):
+        lines = ""
+        for (name, n), plan in sorted(table.items()):
+            plain = type(plan)(plan.kind, plan.warps, plan.resident)
+            extra = "".join(
+                f", {field}={value!r}".replace("'", '"')
+                for field, value in vars(plan).items()
+                if value != getattr(plain, field) and field != "stream"
+            )
+            note = notes.get((bool(small), name, n), "")
+            lines += f'    ("{name}", {n}): Plan("{plan.kind}", {plan.warps}, {plan.resident}{extra}),'
+            lines += f"  # {note}\n" if note else "\n"
+        text += f"{head} = {{\n{lines}}}\n" if lines else f"{head} = {{}}\n"
+        text += "" if small else "\n"
+    TUNED.write_text(text)
 
 
 # --- The tables of docs/hadamard.md
@@ -360,7 +388,7 @@ def render(path: Path) -> None:
     text += "|---|---|---|---|---|---|\n"
     for n in BASES:
         row = rows[n, 1 << 25, "bfloat16", False]
-        factors = " x ".join(map(str, hadamard_factors(n)))
+        factors = " x ".join(map(str, row["factors"]))
         dense = row["peers_us"]["dense_gemm"] / row["us"]
         text += f"| {n} | {factors} | {row['us']:.1f} | {of_copy(n, 1 << 25, 'bfloat16', False)} | {dense:.0f} | "
         text += f"{row['error']:.2e} |\n"
@@ -373,18 +401,20 @@ def render(path: Path) -> None:
     _, _, tail = tail.partition("<!-- end -->\n")
     DOC.write_text(f"{head}{mark}\n{text}<!-- end -->\n{tail}")
 
-    from quantrot.kernels.hadamard.tuned import PLANS
+    from quantrot.kernels.hadamard.tuned import PLANS, SMALL_PLANS
 
     notes = {}
-    for name, n in PLANS:
-        found = [of_copy(n, 1 << bits, name, False) for bits in (25, 27)]
-        notes[f'"{name}", {n}'] = ", ".join(fraction for fraction in found if fraction)
-    write_tuned(PLANS, notes)
+    for small, table in enumerate((PLANS, SMALL_PLANS)):
+        for name, n in table:
+            found = [of_copy(n, 1 << bits, name, False) for bits in ((13, 17) if small else (25, 27))]
+            notes[bool(small), name, n] = ", ".join(fraction for fraction in found if fraction)
+    write_tuned([PLANS, SMALL_PLANS], notes)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", nargs="*", type=int, help="orders to tune (none: all)")
+    parser.add_argument("--small", action="store_true", help="tune the plans of small tensors")
     parser.add_argument("--render", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -392,5 +422,5 @@ if __name__ == "__main__":
         render(asked.out or ROOT / "benchmarks" / "results" / "bench_hadamard-h200.json")
     else:
         if asked.tune is not None:
-            tune(asked.tune or [*SMALL, *POWERS, *BASES])
+            tune(asked.tune or [*SMALL, *POWERS, *([] if asked.small else BASES)], asked.small)
         main(asked.out)

@@ -47,7 +47,91 @@ def conversion(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"Whole processes on {result['cores']} cores: `{result['command']}`"]
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {"accuracy": accuracy, "convert": conversion}
+def fp8_accuracy(result: dict[str, Any]) -> list[str]:
+    """A choice of blocks a row, best KL first."""
+    lines = [
+        "| weights by activations | KL (nats a token) | perplexity | top-1 | KL of a prompt alone to it in a batch |",
+        "|---|---|---|---|---|",
+        f"| the original | 0 | {result['rows'][0]['baseline_ppl']:.2f} | 1 | |",
+    ]
+    for row in sorted(result["rows"], key=lambda row: row["kl"]):
+        lines.append(
+            f"| {row['case']['blocks']} | {row['kl']:.4f} ± {row['kl_stderr']:.4f} | {row['ppl']:.2f} "
+            f"| {row['top1']:.3f} | {row['batch_kl']:.4f} |"
+        )
+    source = f"{result['windows']} windows of {result['seq_len']} tokens of {result['text']}; {result['device']}"
+    return [*lines, "", f"{source}, torch {result['torch']}: `{result['command']}`"]
+
+
+def mixed(result: dict[str, Any]) -> list[str]:
+    """The paper's eight variants, then the shapes of Llama-3.1-8B and 70B, tokens down and shapes across."""
+    rows = result["rows"]
+
+    def of_cublas(row: dict[str, Any]) -> str:
+        return f"{row['peers_us']['same_type_cublas'] / row['us']:.2f}"
+
+    lines = [
+        "| narrow | wide | narrow operand | us | cuBLAS, equal types | of cuBLAS | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        case = row["case"]
+        if case["m"] == 3456:
+            lines.append(
+                f"| {case['narrow']} | {case['wide']} | {case['narrow_operand']} | {row['us']:.1f} "
+                f"| {row['peers_us']['same_type_cublas']:.1f} | {of_cublas(row)} | {row['error']:.1e} |"
+            )
+    packed = [row for row in rows if row["case"]["narrow"] == "packed"]
+    shapes = sorted({(row["case"]["n"], row["case"]["k"]) for row in packed})
+    for group, name in ((0, "one scale a channel"), (128, "groups of 128")):
+        lines += ["", f"The on-disk weight against bfloat16 cuBLAS, {name}; the fraction of the floor in brackets:", ""]
+        lines += ["| tokens | " + " | ".join(f"{n} x {k}" for n, k in shapes) + " |", "|---" * (len(shapes) + 1) + "|"]
+        cells = {(r["case"]["m"], r["case"]["n"], r["case"]["k"]): r for r in packed if r["case"]["group"] == group}
+        for m in sorted({m for m, _, _ in cells}):
+            found = [cells[m, n, k] for n, k in shapes]
+            shown = (f"{of_cublas(row)} ({row['floor_us'] / row['us']:.2f})" for row in found)
+            lines.append(f"| {m} | " + " | ".join(shown) + " |")
+    return [*lines, "", _source(result)]
+
+
+def model(result: dict[str, Any]) -> list[str]:
+    """A recipe, phase and size a row."""
+    lines = ["| recipe | phase | sequences or tokens | us | bfloat16 | faster by |", "|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        case, wide = row["case"], row["peers_us"]["bf16"]
+        name = f"`{case['recipe']}` | {case['phase']} | {case['size']}"
+        lines.append(f"| {name} | {row['us']:.0f} | {wide:.0f} | {wide / row['us']:.2f} |")
+    return [*lines, "", _source(result)]
+
+
+def _source(result: dict[str, Any]) -> str:
+    return (
+        f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}, triton {result['triton']}, copy "
+        f"{result['copy_gbps']:.0f} GB/s: `{result['command']}`, commit {result['commit']}"
+    )
+
+
+def attention_error(result: dict[str, Any]) -> list[str]:
+    """A shape a row: what each scheme's error is, and what a rotation divides it by."""
+    names = list(result["rows"][0]["error"])
+    head = ["data", "head_dim", "tokens", "causal", *names, "rotation divides", "of scores"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in result["rows"]:
+        e = row["error"]
+        gains = e["per tensor"] / e["rotated"], e["scores"] / e["scores, rotated"]
+        cells = [*map(str, row["case"].values()), *(f"{e[n]:.3f}" for n in names), *(f"{g:.2f}" for g in gains)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, "", f"Means over {result['seeds']} seeds, torch {result['torch']}: `{result['command']}`"]
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "accuracy": accuracy,
+    "convert": conversion,
+    "fp8_accuracy": fp8_accuracy,
+    "mixed": mixed,
+    "model": model,
+    "attention_error": attention_error,
+}
 
 
 def render(text: str) -> str:
@@ -55,7 +139,10 @@ def render(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         kind, name = match[1], match[2]
-        result = json.loads((RESULTS / f"bench_{kind}-{name}.json").read_text())
+        path = RESULTS / f"bench_{kind}-{name}.json"
+        if not path.exists():  # not measured yet: the page says so
+            return match[0]
+        result = json.loads(path.read_text())
         return "\n".join([f"<!-- table: {kind} {name} -->", *TABLES[kind](result), "<!-- end -->"])
 
     pattern = r"<!-- table: (" + "|".join(TABLES) + r") ([\w.-]+) -->\n.*?<!-- end -->"

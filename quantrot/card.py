@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from quantrot import engines, formats, llama
+from quantrot.modules.cache import bits_per_value
 from quantrot.plan import Plan
 from quantrot.version import __version__
 
@@ -17,7 +18,8 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
     front |= {"library_name": "transformers", "pipeline_tag": "text-generation", **_inherited(plan.source.path)}
     front |= {"tags": ["quantrot", *_tags(plan)]}
     title = Path(plan.source.base_model).name
-    rows = engines.support(plan.linears, plan.online, plan.attention)
+    narrow = (plan.recipe.attention, plan.recipe.kv_cache) != ("bf16", "bf16")
+    rows = engines.support(plan.linears, plan.online, plan.attention, narrow)
     return "\n".join(
         [
             "---",
@@ -33,6 +35,7 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
             *_scheme_rows(plan, manifest),
             "",
             _rotations(plan),
+            *(["", _attention(plan)] if narrow else []),
             "",
             "| engine | runs it | as |",
             "|---|---|---|",
@@ -90,6 +93,16 @@ def _rotations(plan: Plan) -> str:
         where = "fused" if name in ("R1", "R2") else "online"
         words.append(f"{name} {r.kind}, {'full width' if r.block == r.width else f'blocks of {r.block}'}, {where}")
     return "Rotations: " + "; ".join(words) + "."
+
+
+def _attention(plan: Plan) -> str:
+    """What attention and the KV cache are when quantrot runs the files."""
+    cache = plan.recipe.kv_cache
+    size = "" if cache == "bf16" else f", {bits_per_value(cache, plan.llama.head_dim):.2f} bits a value"
+    return (
+        f"Attention in {plan.recipe.attention}, KV cache in {cache}{size}: quantrot does both at run time, the weights "
+        "do not hold them."
+    )
 
 
 def _tags(plan: Plan) -> list[str]:

@@ -475,6 +475,8 @@ def _manifest(plan: Plan, records: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "rotations": {name: rotation_entry(r, name in ONLINE) for name, r in plan.rotations.items()},
         "attention": rotation_entry(plan.attention, True) if plan.attention else None,
+        "arithmetic": plan.recipe.attention,
+        "kv_cache": plan.recipe.kv_cache,
         "linears": linears,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }

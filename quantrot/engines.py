@@ -115,18 +115,23 @@ def _patterns(names: list[str], all_names: list[str]) -> list[str]:
 
 
 def support(
-    linears: dict[str, LinearFormat | None], online: dict[str, Rotation], attention: Rotation | None
+    linears: dict[str, LinearFormat | None],
+    online: dict[str, Rotation],
+    attention: Rotation | None,
+    narrow_attention: bool = False,
 ) -> list[Support]:
-    """What each engine makes of the files, at which effective precision."""
+    """What each engine makes of the files, at which effective precision. narrow_attention: whether the recipe quantizes
+    attention or the KV cache, which is not written into weights and which others therefore do in their own way."""
     quantized = [fmt for fmt in linears.values() if fmt is not None]
     kinds = {fmt.weights.kind for fmt in quantized}
     rows = [Support("quantrot", "yes", "every format and rotation; on a CPU with dequantized weights")]
     if attention is not None or not all(is_stored(r) for r in online.values()):
         why = "the online rotation is quantrot's own: the file is refused, on purpose"
         return rows + [Support(name, "no", why) for name in ("vLLM", "transformers", "SGLang")]
+    own = "; attention and KV cache in its own precision" if narrow_attention else ""
     if online:
         return rows + [
-            Support("vLLM", "yes", "--tensor-parallel-size 1 only; needs its hadacore kernel"),
+            Support("vLLM", "yes", f"--tensor-parallel-size 1 only; needs its hadacore kernel{own}"),
             Support("transformers", "no", "would skip the online Hadamard: the file is refused, on purpose"),
             Support("SGLang", "no", "does not know the online Hadamard"),
         ]
@@ -144,12 +149,16 @@ def support(
     package = "" if native or not quantized else " (with compressed-tensors)"
     sglang = "yes" if kinds <= {"fp8"} else "no"
     return rows + [
-        Support("vLLM", "yes", precision),
+        Support("vLLM", "yes", precision + own),
         Support(
-            "transformers", "yes", f"{'emulated, dequantized weights' if quantized else 'as the original'}{package}"
+            "transformers",
+            "yes",
+            f"{'emulated, dequantized weights' if quantized else 'as the original'}{package}{own}",
         ),
         Support(
-            "SGLang", sglang, precision if sglang == "yes" else f"{', '.join(sorted(kinds))} in this layout: not known"
+            "SGLang",
+            sglang,
+            precision + own if sglang == "yes" else f"{', '.join(sorted(kinds))} in this layout: not known",
         ),
     ]
 

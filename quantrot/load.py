@@ -21,7 +21,7 @@ from transformers.utils import logging
 from quantrot import engines
 from quantrot.checkpoint import read_json
 from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest
-from quantrot.modules import LINEARS, OnlineHadamard, QuantizedLinear, RotatedAttention, RotatedLinear
+from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedLinear, RotatedLinear
 from quantrot.source import open_source
 
 DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
@@ -122,9 +122,10 @@ def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any
                 assert online is not None
                 new = RotatedLinear(*shape, online=online, online_name=name)
             model.set_submodule(fqn, new)
-        if manifest.attention is not None:
+        kind: dict[str, Any] = {"arithmetic": manifest.arithmetic, "kv_cache": manifest.kv_cache}
+        if manifest.attention is not None or set(kind.values()) != {"bf16"}:
             for layer in model.model.layers:
-                layer.self_attn = RotatedAttention(layer.self_attn, manifest.attention)
+                layer.self_attn = QuantizedAttention(layer.self_attn, rotation=manifest.attention, **kind)
     model.tie_weights()
     return model.eval()
 
@@ -151,13 +152,16 @@ def _offloaded(name: str, placed: dict[str, Any]) -> bool:
 
 
 def _decode_where_memory_allows(model: nn.Module) -> None:
-    """Keep dequantized weights if half of the device's free memory holds them all: a forward then only multiplies."""
-    quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    """Keep dequantized weights if half of the device's free memory holds them all: a forward then only multiplies.
+
+    Not of linears whose kernels read the stored tensors.
+    """
+    device = next(model.parameters()).device
+    quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear) and not m.runs_packed(device)]
     if not quantized:
         return
     dtype = next(p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16, torch.float32))
     needed = sum(m.in_features * m.out_features for m in quantized) * dtype.itemsize
-    device = next(quantized[0].parameters()).device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed <= DECODE_FRACTION * free:
         for module in quantized:

@@ -8,7 +8,7 @@ the same bytes.
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quantrot.checkpoint import read_json, sha256_range
 from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
@@ -18,17 +18,21 @@ MANIFEST = "quantrot.json"
 VERSION = 1  # of the file's layout
 WEIGHT_KINDS, ACTIVATION_KINDS = ("fp8", "mxfp4", "int8"), ("none", "fp8", "mxfp4")
 ONLINE_KINDS = ("hadamard", "random-hadamard")
+ARITHMETICS, KV_CACHES = ("bf16", "fp8"), ("bf16", "fp8", "int4")
 MAX_WIDTH = 1 << 24  # past every model's
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A read quantrot.json. linears: None for a linear in its own dtype; online: rotations of linears' inputs."""
+    """A read quantrot.json. linears: None for a linear in its own dtype; online: rotations of linears' inputs;
+    attention: R3; arithmetic: of attention."""
 
     data: dict[str, Any]
     linears: dict[str, LinearFormat | None]
     online: dict[str, Rotation]
     attention: Rotation | None
+    arithmetic: Literal["bf16", "fp8"]
+    kv_cache: Literal["bf16", "fp8", "int4"]
 
 
 def rotation_entry(rotation: Rotation, online: bool) -> dict[str, Any]:
@@ -49,6 +53,9 @@ def read_manifest(root: Path) -> Manifest:
         linears = {fqn: _format(entry["format"]) for fqn, entry in data["linears"].items()}
         online = {fqn: _rotation(entry["online"]) for fqn, entry in data["linears"].items() if entry["online"]}
         attention = _rotation(data["attention"]) if data["attention"] else None
+        arithmetic, kv_cache = data.get("arithmetic", "bf16"), data.get("kv_cache", "bf16")
+        if arithmetic not in ARITHMETICS or kv_cache not in KV_CACHES:
+            raise ValueError(f"arithmetic {arithmetic!r:.40}, kv_cache {kv_cache!r:.40}")
         rotations = data["rotations"].values()
         stored = [*rotations, *(e["online"] for e in data["linears"].values() if e["online"])]
         stored += [data["attention"]] if data["attention"] else []
@@ -63,7 +70,7 @@ def read_manifest(root: Path) -> Manifest:
                 f"seed {rotation.seed}) has checksum {actual[:12]}, the weights were turned with {expected[:12]}; "
                 "convert again"
             )
-    return Manifest(data, linears, online, attention)
+    return Manifest(data, linears, online, attention, arithmetic, kv_cache)
 
 
 def _format(entry: dict[str, Any] | None) -> LinearFormat | None:

@@ -13,6 +13,9 @@ GF(q), Q[a, b] = chi(a - b),
     Paley II   q = 1 mod 4    order 2 (q + 1)     each 0 of C = [[0, 1], [1, Q]] -> [[1, -1], [-1, -1]],
                                                   each +-1 -> +-[[1, 1], [1, -1]]
 
+and, where neither reaches (172, for widths of 43 * 2^m such as 11008), from four circulant matrices of a prime order p
+whose autocorrelations cancel, in the array of Goethals and Seidel (1967): order 4 p.
+
 Everything here is float64 or int8 on the CPU, depends on nothing but its arguments, and is the same on every machine:
 signs are bits of SHAKE-256, not of a library's generator.
 """
@@ -28,7 +31,11 @@ from torch import Tensor
 RotationKind = Literal["hadamard", "random-hadamard", "random-orthogonal"]
 
 MAX_BASE = 1024  # a base this large is a dense product of that width; past it a rotation stops paying
+# Prime p: (order of a subgroup of GF(p)*, four sets of its cosets by bits). A circulant matrix's first row is 1 at zero
+# and +-1 constant on each coset; these four's autocorrelations sum to zero (found by trying all).
+SUPPLEMENTARY = {43: (7, (0b001110, 0b011100, 0b000101, 0b001011))}
 FACTOR_COST = 16  # one more factor costs about as much as 16 more columns in one (a pass over the data)
+SPLIT_COST = 64  # and two bases are no single product: 20 x 20 x 64 ran at 0.27 of copy speed, 148 x 128 at 0.38
 
 
 # --- Finite fields ---------------------------------------------------------------------------------------------------
@@ -97,9 +104,30 @@ def _paley(order: int) -> tuple[int, int] | None:
     return None
 
 
+def _goethals_seidel(p: int) -> Tensor:
+    """The matrix of order 4 p from four circulant ones: [[A, BR, CR, DR], [-BR, A, D'R, -C'R], ...], R the reversal."""
+    subgroup, sets = SUPPLEMENTARY[p]
+    classes = (p - 1) // subgroup
+    root = next(g for g in range(2, p) if len({pow(g, i, p) for i in range(p - 1)}) == p - 1)
+    coset = {pow(root, i, p): i % classes for i in range(p - 1)}
+    shift = (torch.arange(p) - torch.arange(p).unsqueeze(1)) % p
+    rows = [[1, *(1 if chosen >> coset[i] & 1 else -1 for i in range(1, p))] for chosen in sets]
+    a, b, c, d = (torch.tensor(row, dtype=torch.int8)[shift] for row in rows)
+    br, cr, dr = b.flip(1), c.flip(1), d.flip(1)
+    bt, ct, dt = b.T.flip(1), c.T.flip(1), d.T.flip(1)
+    blocks = [[a, br, cr, dr], [-br, a, dt, -ct], [-cr, -dt, a, bt], [-dr, ct, -bt, a]]
+    return torch.cat([torch.cat(row, 1) for row in blocks])
+
+
+def _is_base(order: int) -> bool:
+    return _paley(order) is not None or (order % 4 == 0 and order // 4 in SUPPLEMENTARY)
+
+
 @lru_cache(maxsize=64)
 def _base(order: int) -> Tensor:
-    """A Paley matrix of this order, int8."""
+    """A matrix of this order that is no Kronecker product of smaller ones, int8."""
+    if order % 4 == 0 and order // 4 in SUPPLEMENTARY:
+        return _goethals_seidel(order // 4)
     q, kind = _paley(order) or (0, 0)
     assert kind, order
     elements, chi = _quadratic_character(q)
@@ -127,7 +155,7 @@ def _bases(multiple: int, largest: int) -> list[tuple[int, ...]]:
             continue
         order = 4 * odd
         while order <= min(largest, MAX_BASE):
-            if _paley(order):
+            if _is_base(order):
                 found += [(order, *rest) for rest in _bases(multiple // odd, order)]
                 break  # a larger base of the same odd part only costs more
             order *= 2
@@ -138,14 +166,14 @@ def _bases(multiple: int, largest: int) -> list[tuple[int, ...]]:
 def hadamard_factors(n: int) -> tuple[int, ...]:
     """The Kronecker factors of quantrot's Hadamard matrix of order n: base orders, then the power of two.
 
-    576 -> (36, 16); 4096 -> (4096,); 13824 -> (36, 12, 32). Raises ValueError where no construction is known, naming
+    576 -> (36, 16); 4096 -> (4096,); 29568 -> (44, 28, 12, 2). Raises ValueError where no construction is known, naming
     the largest block that divides n and works.
     """
     factors = _factors(n)
     if factors is None:
         raise ValueError(
             f"no Hadamard matrix of order {n} can be constructed here (known: 2^m, and K * 2^m for products of Paley "
-            f"orders K <= {MAX_BASE}). Use blocks: the largest that divides {n} is {largest_block(n)} (`block: "
+            f"orders K <= {MAX_BASE} and 172). Use blocks: the largest that divides {n} is {largest_block(n)} (`block: "
             f"{largest_block(n)}`)."
         )
     return factors
@@ -158,7 +186,7 @@ def _factors(n: int) -> tuple[int, ...] | None:
     fits = [b for b in _bases(n // power, MAX_BASE) if n % _product(b) == 0]
     if not fits:
         return None
-    best = min(fits, key=lambda b: (sum(b) + FACTOR_COST * len(b), b))
+    best = min(fits, key=lambda b: (sum(b) + FACTOR_COST * len(b) + SPLIT_COST * (len(b) > 1), b))
     return (*best, n // _product(best))
 
 
@@ -187,7 +215,7 @@ def sylvester(n: int) -> Tensor:
 
 
 def hadamard_base(order: int) -> Tensor:
-    """One factor of `hadamard_factors` as int8 [order, order]: a Paley matrix, or Sylvester's for a power of two."""
+    """One factor of `hadamard_factors` as int8 [order, order]: Sylvester's for a power of two."""
     return sylvester(order) if order & (order - 1) == 0 else _base(order)
 
 

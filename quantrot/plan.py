@@ -36,6 +36,7 @@ BUDGET = 384 << 20  # bytes that chunks in flight may take together; a larger ch
 OVERHEAD = 64 << 20  # thread pools, GEMM packing buffers, allocator slack
 COPIED = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "generation_config")
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+LARGEST_HEAD = 256  # of attention: fp8
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: in
     errors: list[str] = []
     notes: list[str] = []
     _check_tensors(checkpoint, arch, errors, notes)
-    _check_unbuilt(recipe, errors)
+    _check_attention(recipe, arch, checkpoint.config, errors, notes)
     rotations = _rotations(recipe, arch, errors)
     if recipe.rotations.R1.channels == "by-gain" and "R1" in rotations and not errors:
         rotations["R1"] = by_gain(rotations["R1"], _gains(checkpoint, arch))
@@ -182,12 +183,32 @@ def _check_tensors(checkpoint: Checkpoint, arch: Llama, errors: list[str], notes
             errors.append(f"{info.file.name}: {name} has dtype {info.dtype}; allowed: {', '.join(FLOATS)}")
 
 
-def _check_unbuilt(recipe: Recipe, errors: list[str]) -> None:
-    for field in ("attention", "kv_cache"):
-        if getattr(recipe, field) != "bf16":
-            errors.append(
-                f"{recipe.where(field)}: {field}: {getattr(recipe, field)} cannot be executed by this version; use bf16"
-            )
+def _check_attention(recipe: Recipe, arch: Llama, config: dict[str, Any], errors: list[str], notes: list[str]) -> None:
+    """What attention and the KV cache can be made of, in this model and together."""
+    dim = arch.head_dim
+    if recipe.attention == "fp8" and (dim % 16 or dim > LARGEST_HEAD):
+        errors.append(
+            f"{recipe.where('attention')}: attention: fp8 needs a head_dim of a multiple of 16 up to {LARGEST_HEAD}, "
+            f"this model's is {dim}; use bf16"
+        )
+    if recipe.attention == "fp8" and recipe.kv_cache == "int4":
+        errors.append(
+            f"{recipe.where('kv_cache')}: kv_cache: int4 is attended in the model's dtype and attention: fp8 reads e4m3"
+            "; use kv_cache: fp8, or attention: bf16"
+        )
+    if recipe.kv_cache == "int4" and dim % 2:
+        errors.append(
+            f"{recipe.where('kv_cache')}: kv_cache: int4 packs two values in a byte, and this model's head_dim is {dim}"
+            "; use fp8"
+        )
+    if recipe.attention == "fp8" and recipe.kv_cache == "bf16":
+        notes.append(
+            "attention: fp8 with kv_cache: bf16 quantizes the whole cache at every step; kv_cache: fp8 does not"
+        )
+    if recipe.kv_cache != "bf16" and config.get("sliding_window") is not None:
+        notes.append(
+            f"the model has a sliding window: values pass through {recipe.kv_cache}, the cache holds them wide"
+        )
 
 
 def _rotations(recipe: Recipe, arch: Llama, errors: list[str]) -> dict[str, Rotation]:

@@ -266,8 +266,7 @@ REQUESTS = [
     ("device-unknown", ROTATE, {"device": "tpu"}, r"device is 'tpu'; allowed: cpu, cuda$"),
     ("device-with-a-number", ROTATE, {"device": "cpu:7"}, r"device is 'cpu:7'; allowed: cpu, cuda$"),
     ("shard-size-zero", ROTATE, {"max_shard_size": 0}, r"max_shard_size is 0; a positive number of bytes is needed$"),
-    ("kv-cache", {"kv_cache": "fp8"}, {}, r"recipe: kv_cache: fp8 cannot be executed by this version; use bf16$"),
-    ("attention", {"attention": "fp8"}, {}, r"recipe: attention: fp8 cannot be executed by this version; use bf16$"),
+    ("attention-and-cache-apart", {"attention": "fp8", "kv_cache": "int4"}, {}, r"recipe: kv_cache: int4 is attended in the model's dtype and attention: fp8 reads e4m3; use kv_cache: fp8, or attention: bf16$"),
     ("pattern-matches-nothing", linear(match="down_porj"), {}, r"recipe: 'down_porj' matches no module of this model \(did you mean 'down_proj'\?\)$"),
     ("pattern-not-close-to-any", linear(match="zzz"), {}, r"recipe: 'zzz' matches no module of this model \(there are down_proj, embed_tokens, .*v_proj\)$"),
     ("skip-matches-nothing", {"skip": ["lm_haed"]}, {}, r"recipe: 'lm_haed' matches no module of this model \(did you mean 'lm_head'\?\)$"),
@@ -358,7 +357,7 @@ def test_all_errors_of_a_plan_are_reported_at_once(single, tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(
         "rotations:\n  R1: {kind: hadamard, block: 24}\n  R2: {kind: hadamard, block: 24}\n"
-        "linear:\n  - {match: qproj, weights: {format: mxfp4}}\nskip: [zzz]\nkv_cache: int4\n"
+        "linear:\n  - {match: qproj, weights: {format: mxfp4}}\nskip: [zzz]\nkv_cache: int4\nattention: fp8\n"
     )
     with pytest.raises(ValueError) as caught:
         plan(root, path)
@@ -679,13 +678,13 @@ def run(*arguments):
 
 def test_cli_shows_every_error_as_a_line_and_exits_with_2(single, tmp_path):
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("skip: [zzz]\nkv_cache: int4\n")
+    recipe.write_text("skip: [zzz]\nkv_cache: int4\nattention: fp8\n")
     for command in (["plan"], ["convert", "-o", tmp_path / "out"], ["convert", "--dry-run"]):
         result = run(command[0], single, "--recipe", recipe, *command[1:])
         assert result.exit_code == 2, result.output
         lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
         assert len(lines) == 2, result.stderr
-        assert "kv_cache: int4 cannot be executed" in lines[0] and "'zzz' matches no module" in lines[1]
+        assert "kv_cache: int4 is attended" in lines[0] and "'zzz' matches no module" in lines[1]
         assert result.stdout == ""
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 

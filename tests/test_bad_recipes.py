@@ -152,7 +152,10 @@ def test_recipe_without_a_file_names_the_field_and_not_a_line():
             "quarot-mxfp",
             r"recipe 'quarot-mxfp' is neither a file nor a shipped recipe \(did you mean 'quarot-mxfp4'\?\)",
         ),
-        ("nonsense!", r"recipe 'nonsense!' is neither a file nor a shipped recipe; shipped: fp8-block, .*rotate-only$"),
+        (
+            "nonsense!",
+            r"recipe 'nonsense!' is neither a file nor a shipped recipe; shipped: fp8-attention, .*rotate-only$",
+        ),
         ("", r"recipe '' is neither a file nor a shipped recipe; shipped: "),
         ("a\0b", r"recipe 'a\\x00b' is neither a file nor a shipped recipe"),
     ],

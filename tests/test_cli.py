@@ -16,7 +16,7 @@ OPTIONS = {
     "plan": "--recipe --device --max-shard-size",
     "verify": "--against --text --max-kl --min-top1 --device",
     "inspect": "",
-    "eval mmlu": "--fewshot --limit --batch-size --data --baseline --output --device --dtype",
+    "eval mmlu": "--fewshot --limit --batch-size --data --baseline --recipes --work --output --device --dtype",
     "eval ppl": "--text --seq-len --windows --output --device --dtype",
     "eval compare": "--baseline --text --seq-len --windows --output --device --dtype",
     "recipes show": "",

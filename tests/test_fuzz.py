@@ -283,7 +283,9 @@ def test_manifest_reader_takes_any_json(place, data):
 @fuzz
 @given(data=st.data())
 def test_manifest_reader_takes_mutated_manifests(manifest, place, data):
-    kept = {key: manifest[key] for key in ("layout", "rotations", "attention", "linears", "files")}
+    kept = {
+        key: manifest[key] for key in ("layout", "rotations", "attention", "arithmetic", "kv_cache", "linears", "files")
+    }
     (place / MANIFEST).write_text(json.dumps(data.draw(mutated([kept]))))
     ends_well(lambda: read_manifest(place), MANIFEST, Manifest)
 

@@ -13,7 +13,7 @@ from quantrot.orthogonal import (
     sylvester,
 )
 
-MODEL_SIZES = [576, 1536, 2048, 3072, 4096, 5120, 8192, 11008, 13824, 14336, 16384, 28672, 53248]  # Llama
+MODEL_SIZES = [576, 1536, 2048, 3072, 4096, 5120, 8192, 11008, 13824, 14336, 16384, 22016, 28672, 53248]  # Llama
 MODEL_SIZES += [4864, 18944, 12288, 17408, 25600, 29568, 8960, 288, 768, 48]  # Qwen, small Llamas
 
 
@@ -37,7 +37,19 @@ def test_hadamard_rows_are_orthogonal(n):
 
 def test_paley_uses_true_fields_of_prime_powers():
     # 28 = 3^3 + 1 and 344 = 7^3 + 1 exist by Paley only over GF(27) and GF(343), 52 and 100 over GF(25) and GF(49)
-    assert [hadamard_factors(n) for n in (14336, 11008, 53248)] == [(28, 512), (344, 32), (52, 1024)]
+    assert [hadamard_base(n).shape[0] for n in (28, 344, 52, 100)] == [28, 344, 52, 100]
+
+
+def test_one_base_is_preferred_to_two():
+    sizes = (14336, 11008, 13824, 25600, 29568)
+    assert [hadamard_factors(n) for n in sizes] == [(28, 512), (172, 64), (108, 128), (100, 256), (44, 28, 12, 2)]
+
+
+def test_172_comes_from_four_circulant_matrices():
+    h = hadamard_base(172)
+    blocks = h.view(4, 43, 4, 43)
+    assert torch.equal(blocks[0, :, 0], blocks[2, :, 2])
+    assert torch.equal(blocks[0, :, 0].roll((1, 1), (0, 1)), blocks[0, :, 0])
 
 
 def test_sylvester_is_parity_of_common_bits():
@@ -47,9 +59,9 @@ def test_sylvester_is_parity_of_common_bits():
 
 
 def test_unknown_order_offers_the_largest_block():
-    with pytest.raises(ValueError, match=r"order 172 .* largest that divides 172 is 4"):
-        hadamard_factors(172)
-    assert largest_block(172) == 4
+    with pytest.raises(ValueError, match=r"order 188 .* largest that divides 188 is 4"):
+        hadamard_factors(188)
+    assert largest_block(188) == 4
     assert largest_block(7) == 1
 
 

@@ -32,6 +32,12 @@ def mmlu(
     batch_size: Annotated[str, typer.Option(help="A number, or auto: 1 on a CPU, what fits on a GPU.")] = "auto",
     data: Annotated[Path | None, typer.Option(help="Local parquet or CSV files, read without a network.")] = None,
     baseline: Annotated[str | None, typer.Option(help="Compare with this model, question by question.")] = None,
+    recipes: Annotated[
+        str | None, typer.Option(help="Convert MODEL by each of these and compare them: bf16,fp8-attention,... .")
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Where conversions for --recipes are kept for the next run.")
+    ] = None,
     output: Output = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -44,6 +50,8 @@ def mmlu(
     evals.check_options(fewshot, limit, batch_size)
     if data is not None:
         evals.check_data(data, fewshot)
+    if recipes is not None and baseline is not None:
+        raise ValueError("baseline: not with --recipes, whose first entry is what the others are compared with")
 
     def run(name: str) -> tuple[Mmlu, dict[str, Any]]:
         loaded, tokenizer = _open(name, device, dtype)
@@ -53,6 +61,9 @@ def mmlu(
             )
         return result, report.model_entry(name, loaded)
 
+    if recipes is not None:
+        settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit}
+        return _recipes(model, recipes.split(","), work, output, settings, run)
     result, entry = run(model)
     against, against_entry = run(baseline) if baseline else (None, None)  # the first model is freed by now
     difference = evals.compare(result, against) if against else None
@@ -63,6 +74,46 @@ def mmlu(
     _print_mmlu(model, result, against, difference)
     if result.truncated:
         _note(f"{result.truncated} of {result.overall.n} prompts were cut: the model's context is shorter")
+
+
+def _recipes(
+    model: str,
+    names: list[str],
+    work: Path | None,
+    output: Path | None,
+    settings: dict[str, Any],
+    run: Callable[[str], tuple[Mmlu, dict[str, Any]]],
+) -> None:
+    """The table of several recipes of one model; --output writes it as JSON, and .md and .svg beside that."""
+    import tempfile
+
+    from quantrot.evals import recipes as table
+    from quantrot.evals import report
+
+    table.check_names(names)
+    with tempfile.TemporaryDirectory(prefix="quantrot-recipes-") as temporary:
+        place = work or Path(temporary)
+        # All errors of all recipes before the first evaluation: it takes hours.
+        where = {name: model if name == table.ORIGINAL else str(table.converted(model, name, place)) for name in names}
+        entries: dict[str, Any] = {}
+
+        def evaluate(name: str) -> Mmlu:
+            _note(f"{name}: {where[name]}")
+            result, entries[name] = run(where[name])
+            return result
+
+        rows = table.compared(names, evaluate)
+    _table(
+        f"MMLU, {rows[0].mmlu.fewshot}-shot, {rows[0].mmlu.overall.n} questions, {model}",
+        table.COLUMNS,
+        table.cells(rows),
+    )
+    if output:
+        settings["models"] = entries
+        content = report.report("mmlu", entries[names[0]], settings, table.summary(rows))
+        report.write(content, output)
+        report.write_text(table.markdown(model, rows), output.with_suffix(".md"))
+        report.write_text(table.svg(model, rows), output.with_suffix(".svg"))
 
 
 @app.command()

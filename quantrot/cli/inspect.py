@@ -2,7 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,6 +41,20 @@ def command(output: Annotated[Path, typer.Argument(help="A directory that conver
         out.print(
             f"{name}: {r['kind']}, {width}, {'online' if r['online'] else 'fused'}, checksum {r['checksum'][:12]}"
         )
-    support = engines.support(manifest.linears, manifest.online, manifest.attention)
+    narrow = (manifest.arithmetic, manifest.kv_cache) != ("bf16", "bf16")
+    if narrow:
+        out.print(f"attention: {manifest.arithmetic}; KV cache: {_cache(manifest.kv_cache, checkpoint.config)}")
+    support = engines.support(manifest.linears, manifest.online, manifest.attention, narrow)
     out.print(grid("Engines", ["engine", "runs it", "as"], [[s.engine, s.runs, s.note] for s in support]))
     out.print(engines.serve_command(manifest.linears, manifest.online, manifest.attention), markup=False)
+
+
+def _cache(kind: Any, config: dict[str, Any]) -> str:
+    """The KV cache's format, and what a token takes in it."""
+    from quantrot import llama
+    from quantrot.modules.cache import bits_per_value
+
+    arch = llama.from_config({key: value for key, value in config.items() if key != "quantization_config"})
+    bits = 16.0 if kind == "bf16" else bits_per_value(kind, arch.head_dim)
+    values = 2 * arch.layers * arch.kv_heads * arch.head_dim
+    return f"{kind}, {bits:.2f} bits a value, {size(values * bits / 8)} a token"

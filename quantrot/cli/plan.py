@@ -28,6 +28,8 @@ def show(planned: "Plan") -> None:
         where = "fused into the weights" if name in ("R1", "R2") else "online"
         width = "full width" if r.block == r.width else f"blocks of {r.block}"
         out.print(f"{name}: {r.kind}, width {r.width}, {width}, seed {r.seed}, {where}")
+    if (planned.recipe.attention, planned.recipe.kv_cache) != ("bf16", "bf16"):
+        out.print(f"attention: {planned.recipe.attention}; KV cache: {planned.recipe.kv_cache}; both at run time")
     source = sum(planned.checkpoint.tensors[n].nbytes for n in {s.source for s in planned.steps if s.source})
     threads = len(os.sched_getaffinity(0))
     out.print(

@@ -33,7 +33,7 @@ def report(
     """The report of one run, as plain JSON values.
 
     `evaluation` is mmlu, ppl or compare; `model` and `baseline` are from model_entry; `settings` is what was asked
-    (text, windows, seed, ...); `results` maps names to plain values or to dataclasses.
+    (text, windows, seed, ...); `results` maps names to plain values, to dataclasses, or to dicts of either.
     """
     return {
         "schema": SCHEMA,
@@ -91,7 +91,11 @@ def check_output(path: Path | None) -> None:
 
 def write(content: dict[str, Any], path: Path) -> None:
     """Write a report as JSON, whole or not at all: nobody reads half a file, and an old one survives a failure."""
-    text = json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_text(json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a text file, whole or not at all."""
     descriptor, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
@@ -122,6 +126,8 @@ def _version(package: str) -> str | None:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 

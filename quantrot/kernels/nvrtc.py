@@ -80,9 +80,19 @@ def load_kernel(source: str, name: str, shared: int, device: int) -> Any:
 
 
 def launch(
-    function: Any, grid: Sequence[int], threads: int, shared: int, arguments: ctypes.Structure, device: int
+    function: Any,
+    grid: Sequence[int],
+    threads: int,
+    shared: int,
+    arguments: ctypes.Structure,
+    device: int,
+    *,
+    overlap: bool = False,
 ) -> None:
-    """Launch on the device's current stream; the structure's fields are the kernel's parameters, in order."""
+    """Launch on the device's current stream; the structure's fields are the kernel's parameters, in order.
+
+    overlap: the kernel may start while the one before it ends; it waits for that one itself (griddepcontrol.wait).
+    """
     from cuda.bindings import driver
 
     fields = type(arguments)._fields_
@@ -93,4 +103,24 @@ def launch(
         stream = torch.cuda.current_stream().cuda_stream
         where = ctypes.addressof(pointers)
         x, y, z = (*grid, 1, 1)[:3]
-        checked(driver.cuLaunchKernel(function, x, y, z, threads, 1, 1, shared, stream, where, 0))
+        if overlap:
+            config = _overlapping((x, y, z), threads, shared)
+            config.hStream = driver.CUstream(stream)
+            checked(driver.cuLaunchKernelEx(config, function, where, 0))
+        else:
+            checked(driver.cuLaunchKernel(function, x, y, z, threads, 1, 1, shared, stream, where, 0))
+
+
+def _overlapping(grid: tuple[int, int, int], threads: int, shared: int) -> Any:
+    """A launch configuration with programmatic stream serialization."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.attrs, config.numAttrs = [attribute], 1
+    return config

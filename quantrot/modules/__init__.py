@@ -5,8 +5,9 @@ online), quantizes it, and multiplies. Without a kernel for the device the multi
 `decode()` keeps that weight, in the dtype of the model, instead of making it in every forward.
 """
 
-from quantrot.modules.attention import RotatedAttention
-from quantrot.modules.fp8 import Fp8Linear
+from quantrot.modules.attention import QuantizedAttention
+from quantrot.modules.cache import KVCache
+from quantrot.modules.fp8 import Fp8Linear, Fp8TrainingLinear
 from quantrot.modules.int8 import Int8Linear
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, RotatedLinear, quantize_dequantize
 from quantrot.modules.mxfp4 import Mxfp4Linear
@@ -16,11 +17,13 @@ LINEARS: dict[str, type[QuantizedLinear]] = {"fp8": Fp8Linear, "mxfp4": Mxfp4Lin
 __all__ = [
     "LINEARS",
     "Fp8Linear",
+    "Fp8TrainingLinear",
     "Int8Linear",
+    "KVCache",
     "Mxfp4Linear",
     "OnlineHadamard",
+    "QuantizedAttention",
     "QuantizedLinear",
-    "RotatedAttention",
     "RotatedLinear",
     "quantize_dequantize",
 ]

@@ -1,29 +1,54 @@
-"""Llama's attention with what a conversion adds to it."""
+"""Llama's attention with what a conversion adds to it: turned queries and keys, e4m3 arithmetic, a narrow KV cache."""
 
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
+from quantrot.kernels.attention import (
+    Granularity,
+    Quantized,
+    attend,
+    dequantize_heads,
+    inference_only,
+    quantize_heads,
+    rope_hadamard_quantize,
+    transposed_values,
+)
+from quantrot.modules.cache import adopt, round_trip
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.rotation import Rotation
 
 
-class RotatedAttention(nn.Module):
-    """Llama's or Mistral's attention with queries and keys turned after RoPE (R3); the cache holds turned keys.
+class QuantizedAttention(nn.Module):
+    """Llama's or Mistral's attention. rotation: R3, which turns queries and keys after RoPE; scores stay the same,
+    (q R)(k R)^T = q k^T, and the cache holds turned keys. arithmetic: "fp8" for products and probabilities in e4m3.
+    kv_cache: the format that keys and values pass through, whether or not a cache is there to hold them.
 
-    Scores are what they were, (q R)(k R)^T = q k^T; what changes is how well q and k quantize.
+    Under "fp8" keys and values are in e4m3 whatever the cache: one of the model's dtype holds the same values, exactly,
+    and they are quantized again at every step. A prompt's keys and values share a scale per 128 tokens and head
+    (`granularity`), tokens that are added one by one have their own.
     """
 
-    def __init__(self, attention: Any, rotation: Rotation) -> None:
+    def __init__(
+        self,
+        attention: Any,
+        *,
+        rotation: Rotation | None = None,
+        arithmetic: Literal["bf16", "fp8"] = "bf16",
+        kv_cache: Literal["bf16", "fp8", "int4"] = "bf16",
+    ) -> None:
         super().__init__()
+        assert arithmetic == "bf16" or kv_cache != "int4"
         self.config, self.layer_idx = attention.config, attention.layer_idx
         self.head_dim, self.num_key_value_groups = attention.head_dim, attention.num_key_value_groups
         self.scaling, self.attention_dropout, self.is_causal = attention.scaling, attention.attention_dropout, True
         self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
         self.o_proj = attention.o_proj
-        self.R3 = OnlineHadamard(rotation)
+        self.R3 = OnlineHadamard(rotation) if rotation is not None else None
+        self.arithmetic, self.kv_cache, self.granularity = arithmetic, kv_cache, Granularity.block
         window = getattr(attention.config, "sliding_window", None)
         self.window = {} if window is None else {"sliding_window": window}
 
@@ -37,16 +62,87 @@ class RotatedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """As in transformers: hidden_states [B, S, hidden] -> (the same, attention weights or None)."""
         tokens = hidden_states.shape[:-1]
-        query, key, value = (
-            projection(hidden_states).view(*tokens, -1, self.head_dim).transpose(1, 2)
+        q, k, v = (
+            projection(hidden_states).view(*tokens, -1, self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = (self.R3(t) for t in apply_rotary_pos_emb(query, key, *position_embeddings))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
-        output, weights = attend(
-            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **self.window, **kwargs
-        )
+        if self.arithmetic == "fp8":
+            output, weights = self._fp8(q, k, v, position_embeddings, attention_mask, past_key_values), None
+        else:
+            output, weights = self._wide(q, k, v, position_embeddings, attention_mask, past_key_values, kwargs)
         return self.o_proj(output.reshape(*tokens, -1).contiguous()), weights
+
+    def extra_repr(self) -> str:
+        return f"{self.arithmetic}, kv_cache={self.kv_cache}"
+
+    # --- In the model's dtype ---
+
+    def _wide(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: Any,
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """q, k, v [B, S, heads, D] -> [B, S, heads, D] and the weights, by the model's attention implementation."""
+        query, key, value = (t.transpose(1, 2) for t in (q, k, v))
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if self.R3 is not None:
+            query, key = self.R3(query), self.R3(key)
+        if self.kv_cache != "bf16" and (cache is None or adopt(cache, self.layer_idx, self.kv_cache) is None):
+            key, value = round_trip(self.kv_cache, key, value)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        return attention(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **self.window, **kwargs)
+
+    # --- In e4m3 ---
+
+    def _fp8(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: Any,
+    ) -> Tensor:
+        """q, k, v [B, S, heads, D] -> [B, S, heads, D]."""
+        if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4):
+            raise ValueError(
+                f"attention: fp8 takes no mask of {mask.dtype} and {mask.dim()} dimensions; set the model's attention "
+                "implementation to sdpa, whose masks are boolean"
+            )
+        layer = adopt(cache, self.layer_idx, "fp8") if cache is not None and self.kv_cache == "fp8" else None
+        prompt = cache is None or (layer is not None and not layer.is_initialized)
+        rotation: dict[str, Any] = {}
+        if self.R3 is not None:
+            rotation = {"order": self.R3.block, "signs": self.R3.signs}
+        granularity = self.granularity if prompt and q.shape[1] > 1 else Granularity.token
+        given = rope_hadamard_quantize(q, k, v, *position_embeddings, granularity=granularity, **rotation)
+        lengths = None
+        if layer is not None:
+            stored, lengths = layer.append(given, q.dtype)
+        if prompt:  # the same keys as in the cache, which has spread their blocks' scales
+            lengths, mask = None, None if mask is None else mask[..., : q.shape[1]]
+        elif layer is not None:
+            given = stored
+        else:
+            given = self._through(cache, given, mask, q.dtype)
+        y = attend(given, causal=mask is None, scale=self.scaling, mask=mask, lengths=lengths, dtype=q.dtype)
+        return inference_only(y, q, k, v)
+
+    def _through(self, cache: Any, given: Quantized, mask: Tensor | None, dtype: torch.dtype) -> Quantized:
+        """Keys and values through a cache of the model's dtype: what it returns, quantized again, is what it was."""
+        tokens = given.k.shape[2]
+        key = dequantize_heads(given.k, given.k_scale, dtype)
+        value = dequantize_heads(given.v[..., :tokens].transpose(2, 3), given.v_scale, dtype)
+        key, value = cache.update(key, value, self.layer_idx)
+        if mask is None and tokens > 1:
+            key, value = key[:, :, :tokens], value[:, :, :tokens]  # a static cache that was empty: the rest is unused
+        (k, k_scale), (v, v_scale) = quantize_heads(key), quantize_heads(value)
+        return Quantized(given.q, given.q_scale, k, k_scale, transposed_values(v), v_scale)

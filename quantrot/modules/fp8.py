@@ -1,7 +1,122 @@
-"""FP8 linears."""
+"""FP8 linears: as they are on disk, and one that trains."""
 
-from quantrot.modules.linear import QuantizedLinear
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantrot import formats
+from quantrot.kernels.fp8 import (
+    fp8_block_gemm,
+    hadamard_quantize_fp8,
+    has_kernels,
+    quantize_fp8_block,
+    quantize_fp8_both_ways,
+)
+from quantrot.modules.linear import OnlineHadamard, QuantizedLinear
+
+ROW, SQUARE = (1, 128), (128, 128)
 
 
 class Fp8Linear(QuantizedLinear):
-    """e4m3 weights with float32 scales per 128 x 128 block or per channel."""
+    """e4m3 weights with float32 scales per 128 x 128 block or per channel.
+
+    Where there are kernels, FP8 activations are quantized (with the online Hadamard in the same kernel) and multiplied
+    as they are, so that the weight stays in 8 bits; elsewhere, and with wide activations, the dequantized weight is
+    multiplied. Activation blocks run over the flattened tokens.
+    """
+
+    def runs_packed(self, device: torch.device) -> bool:
+        return self.format.activations.kind == "fp8" and has_kernels(device)
+
+    def quantized_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [tokens, in_features] after the online rotation, quantized."""
+        activations = self.format.activations
+        rule, turned = activations.scale_rule, activations.block == ROW
+        if not self.online_name:
+            return quantize_fp8_block(x, activations.block, rule, transposed_scale=turned)
+        online = self.get_submodule(self.online_name)
+        assert isinstance(online, OnlineHadamard)
+        signs = online.signs
+        if signs is not None and signs.numel() != online.block:
+            signs = signs.repeat(x.shape[1] // signs.numel())
+        return hadamard_quantize_fp8(
+            x,
+            block=online.block,
+            signs=signs,
+            block_size=activations.block,
+            scale_rule=rule,
+            transposed_scale=turned,
+        )
+
+    def multiply(self, x: Tensor) -> Tensor:
+        if not self.runs_packed(x.device):
+            return super().multiply(x)
+        weight, scale = (getattr(self, name) for name in self.tensor_names)
+        y = fp8_block_gemm(
+            *self.quantized_input(x.reshape(-1, self.in_features)),
+            weight,
+            scale,
+            a_block=self.format.activations.block,
+            b_block=formats.stored_block(self.format.weights),
+            out_dtype=x.dtype,
+            bias=self.bias,
+        )
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class Fp8TrainingLinear(nn.Linear):
+    """nn.Linear on master weights whose three products run in FP8: x W^T, dY W and dY^T x.
+
+    x and dY are scaled per 1 x 128 along whichever dimension is summed over, the weight per 128 x 128 (DeepSeek-V3,
+    arXiv:2412.19437, section 3.3): each is read once and written in both orders. Each e4m3 operand is off by 2.6% in
+    the mean square, so a product of two by about 3.7%, which averages out over steps like the noise of a mini-batch.
+    The backward pass keeps one byte an element of x and of the weight. x [..., in_features] float32, float16 or
+    bfloat16; the result and dx have x's dtype, the other gradients the weight's.
+    """
+
+    @classmethod
+    def of(cls, linear: "nn.Linear | Fp8Linear") -> "Fp8TrainingLinear":
+        """The same linear, made trainable in FP8: shares an nn.Linear's parameters, dequantizes an Fp8Linear's to
+        bfloat16. ValueError for an Fp8Linear that turns its input: train it with the rotation in front."""
+        if isinstance(linear, Fp8Linear) and linear.online_name:
+            raise ValueError(f"{linear.online_name}: an online rotation; put it in front of an Fp8TrainingLinear")
+        with torch.device("meta"):
+            new = cls(linear.in_features, linear.out_features, linear.bias is not None)
+        if isinstance(linear, Fp8Linear):
+            new.weight = nn.Parameter(linear.dequantized(torch.bfloat16))
+            if linear.bias is not None:
+                new.bias = nn.Parameter(linear.bias.detach().to(torch.bfloat16))
+        else:
+            new.weight, new.bias = linear.weight, linear.bias
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Fp8Product.apply(x.reshape(-1, self.in_features), self.weight, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class _Fp8Product(torch.autograd.Function):
+    """x [M, K] times weight [N, K] transposed, plus bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        q, scale, x_t, x_t_scale = quantize_fp8_both_ways(x, ROW, transposed_scale=True)
+        w, w_scale, w_t, w_t_scale = quantize_fp8_both_ways(weight, SQUARE)
+        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return fp8_block_gemm(q, scale, w, w_scale, out_dtype=x.dtype, bias=bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        g, g_scale, g_t, g_t_scale = quantize_fp8_both_ways(grad, ROW, transposed_scale=True)
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = fp8_block_gemm(g, g_scale, w_t[:, : grad.shape[1]], w_t_scale, out_dtype=x_dtype)
+        if ctx.needs_input_grad[1]:
+            dw = fp8_block_gemm(g_t, g_t_scale, x_t, x_t_scale, a_block=ROW, b_block=ROW, out_dtype=weight_dtype)
+        if bias_dtype is not None and ctx.needs_input_grad[2]:
+            db = grad.sum(0, dtype=torch.float32).to(bias_dtype)
+        return dx, dw, db

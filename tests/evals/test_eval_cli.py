@@ -3,6 +3,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -61,6 +62,43 @@ def test_mmlu_with_a_baseline_reports_the_paired_difference(run, mmlu_dir, tmp_p
     assert "McNemar p" in result.stdout and "high_school_government_and_politics" in result.stdout
 
 
+def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir, tmp_path, monkeypatch):
+    from quantrot.evals import recipes
+
+    made = []
+    monkeypatch.setattr(recipes, "converted", lambda model, recipe, work: made.append((model, recipe, work)) or "two")
+    args = ["--fewshot", 2, "--limit", 2, "--data", mmlu_dir, "--output", tmp_path / "r.json", "--work", tmp_path]
+    result, opened = run("mmlu", "one", "--recipes", "bf16,fp8-attention", *args)
+    assert made == [("one", "fp8-attention", tmp_path)] and [name for name, _, _ in opened] == ["one", "two"]
+    report = json.loads((tmp_path / "r.json").read_text())
+    found, difference = report["results"]["mmlu"], report["results"]["differences"]["fp8-attention"]
+    gain = found["fp8-attention"]["overall"]["acc"] - found["bf16"]["overall"]["acc"]
+    assert difference["difference"] == pytest.approx(gain) and difference["n"] == 114
+    table = (tmp_path / "r.md").read_text()
+    assert f"{gain:+.4f}" in table and f"{gain:+.4f}" in result.stdout and "McNemar p" in result.stdout
+    drawn = ElementTree.parse(tmp_path / "r.svg").getroot()
+    assert len(drawn.findall("{*}circle")) == 2
+
+
+def test_a_recipe_that_is_wrong_stops_before_anything_is_evaluated(run, mmlu_dir, model_dir, tmp_path):
+    args = ["--data", mmlu_dir, "--fewshot", 2, "--work", tmp_path]
+    for recipes, says in (("bf16", "at least two"), ("bf16,bf16", "at least two different"), ("bf16,fp9", "fp9")):
+        with pytest.raises(ValueError, match=says):
+            run("mmlu", model_dir, "--recipes", recipes, *args)
+    with pytest.raises(ValueError, match="baseline: not with --recipes"):
+        run("mmlu", model_dir, "--recipes", "bf16,mxfp4", "--baseline", "two", *args)
+
+
+def test_no_model_is_converted_twice(model_dir, tmp_path, monkeypatch):
+    from quantrot.evals import recipes
+
+    first = recipes.converted(str(model_dir), "int8-weight-only", tmp_path)
+    monkeypatch.setattr(recipes, "convert", None)
+    assert recipes.converted(str(model_dir), "int8-weight-only", tmp_path) == first
+    with pytest.raises(TypeError):
+        recipes.converted(str(model_dir), "mxfp4", tmp_path)
+
+
 def test_bad_options_are_refused_before_a_model_is_opened(run, tmp_path):
     with pytest.raises(ValueError, match="output: .* is a directory"):
         run("ppl", "one", "--output", tmp_path)
@@ -78,7 +116,7 @@ def test_the_surface_is_what_is_documented():
     run = ["--device", "--dtype", "--output"]
     text = ["--seq-len", "--text", "--windows"]
     assert surface == {
-        "mmlu": sorted(["--baseline", "--batch-size", "--data", "--fewshot", "--limit", *run]),
+        "mmlu": sorted(["--baseline", "--batch-size", "--data", "--fewshot", "--limit", "--recipes", "--work", *run]),
         "ppl": sorted([*text, *run]),
         "compare": sorted(["--baseline", *text, *run]),
     }

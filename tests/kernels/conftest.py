@@ -1,7 +1,9 @@
 """Triton kernels without a GPU: run by its interpreter, or compiled for an H200 by every launch of a script."""
 
+import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,13 +35,18 @@ def keep(self):
     self.kept = True
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(self.asm["cubin"]); file.flush()
-        usage = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True)
+        dump = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        usage = subprocess.run(dump, capture_output=True, text=True)
     numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\\d+)", usage.stdout)}
     ptx = self.asm["ptx"]
     found.append({"name": self.metadata.name, "shared": self.metadata.shared, "warps": self.metadata.num_warps,
                   "registers": numbers["REG"], "local": numbers["STACK"] + numbers["LOCAL"],
-                  "wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"),
-                  "loads128": len(re.findall(r"ld\\.global[.\\w:]*\\.v4", ptx))})
+                  "wgmma": ptx.count("wgmma.mma_async"), "waits": usage.stdout.count("WARPGROUP.DEPBAR"),
+                  "mma": ptx.count("mma.sync"),
+                  "loads128": len(re.findall(r"ld\\.global[.\\w:]*\\.v4", ptx)),
+                  "copies128": len(re.findall(r"cp\\.async\\.c[ag]\\.shared\\.global.*0x10", ptx)),
+                  "bulk": ptx.count("cp.async.bulk.tensor"),
+                  "stalls": usage.stdout.count("DEPBAR.LE gsb0, 0x0") - ptx.count("wgmma.wait_group.sync.aligned 0")})
 
 class Nothing:
     def __get__(self, kernel, owner):
@@ -70,10 +77,33 @@ def interpreted():
 
 @pytest.fixture(scope="session")
 def compiled_for_hopper():
-    """`compiled_for_hopper(code) -> [{name, registers, local, shared, warps, wgmma, mma, loads128}]`.
+    """`compiled_for_hopper(code) -> [{name, registers, local, shared, warps, wgmma, mma, loads128, ...}]`.
 
     The script launches Triton kernels on CPU tensors, or on fake ones; each is compiled for sm_90 and not run, so its
-    outputs are meaningless. `local` is the bytes a thread spills.
+    outputs are meaningless. `local` is the bytes a thread spills, `copies128` the asynchronous copies of 16 bytes,
+    `bulk` those of tiles, `waits` the instructions that wait for wgmma, and `stalls` the waits for all of it that the
+    assembler added to those of the program.
     """
     pytest.importorskip("triton", reason="triton is not installed")
     return lambda code: json.loads(_run(COMPILE_ONLY + code).splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory):
+    """`emulated(source) -> ctypes library` of CUDA C++ on kernels/hopper.cuh, compiled for the host's emulator."""
+    if not shutil.which("g++"):
+        pytest.skip("the emulator of Hopper kernels needs g++")
+
+    def build(source: str) -> ctypes.CDLL:
+        folder = tmp_path_factory.mktemp("emulated")
+        (folder / "kernel.cpp").write_text(source)
+        include = [f"-I{ROOT / 'quantrot/kernels'}", f"-I{ROOT / 'tests/kernels/emulator'}"]
+        flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-DQUANTROT_EMULATED"]
+        library = folder / "kernel.so"
+        run = subprocess.run(
+            ["g++", *flags, *include, "kernel.cpp", "-o", library], cwd=folder, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr[-5000:]
+        return ctypes.CDLL(str(library))
+
+    return build

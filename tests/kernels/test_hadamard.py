@@ -388,6 +388,21 @@ def test_the_triton_kernel_agrees_when_interpreted():
     assert run.stdout.strip() == "agrees", run.stderr[-2000:]
 
 
+COMPILED = """
+from quantrot.kernels.hadamard import triton
+for dtype in (torch.bfloat16, torch.float32):
+    for n in (32, 128, 576, 3072, 4096, 8192):
+        x = torch.empty(64, n, dtype=dtype)
+        triton.transform(x, torch.empty_like(x), None, n, 1.0, False)
+"""
+
+
+def test_no_triton_program_spills_registers_on_hopper(compiled_for_hopper):
+    kernels = compiled_for_hopper(COMPILED)
+    assert len(kernels) >= 10
+    assert not [k for k in kernels if k["local"]]
+
+
 def _programs() -> list[tuple[str, str]]:
     from dataclasses import replace
 
@@ -400,6 +415,9 @@ def _programs() -> list[tuple[str, str]]:
     for n in (128, 4096):
         plan = replace(plan_for(n, torch.float32), stream=False)
         found.append((f"float32-{plan.kind}-{n}", plan.source(n, torch.float32, False)))
+    for n, columns, rows in ((3072, 64, 2), (11008, 64, 2), (14336, 256, 1), (18944, 128, 1), (53248, 256, 1)):
+        plan = Plan("wgmma", 4, 2, tiles=columns // 8, share=rows)
+        found.append((f"wgmma-{n}", plan.source(n, torch.float16, True, True)))
     found.append(("axis-20", Plan("axis", 8, 1).source(20, torch.float32, False, False, torch.float16)))
     return found
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.hadamard.reference import hadamard_reference
+from quantrot.kernels.operators import implement
 from quantrot.orthogonal import hadamard_factors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -51,7 +52,7 @@ def hadamard_transform(
     Hadamard matrix, a block that does not divide the last dimension, a dtype it does not support, or a backend that
     cannot run here.
     """
-    size, signs, scale = _check(x, order, block, signs, scale, backend)
+    size, signs, scale = check_transform(x, order, block, signs, scale, backend)
     return torch.ops.quantrot.hadamard(x, signs, size, scale, False, backend)
 
 
@@ -65,7 +66,7 @@ def hadamard_transform_(
     backend: str = "auto",
 ) -> Tensor:
     """hadamard_transform in place: overwrites x (any strides, no element twice in memory) and returns it."""
-    size, signs, scale = _check(x, order, block, signs, scale, backend)
+    size, signs, scale = check_transform(x, order, block, signs, scale, backend)
     if torch.is_grad_enabled() and x.requires_grad:
         return x.copy_(torch.ops.quantrot.hadamard(x, signs, size, scale, False, backend))
     torch.ops.quantrot.hadamard_(x, signs, size, scale, False, backend)
@@ -81,7 +82,7 @@ def hadamard_ref(
     scale: float | None = None,
 ) -> Tensor:
     """The definition of hadamard_transform, in plain torch on any device: same arguments, same errors."""
-    size, signs, scale = _check(x, order, block, signs, scale, "auto")
+    size, signs, scale = check_transform(x, order, block, signs, scale, "auto")
     return hadamard_reference(x, signs, size, scale)
 
 
@@ -90,7 +91,7 @@ def _known(order: int) -> bool:
     return bool(hadamard_factors(order))  # raises for an order with no known matrix
 
 
-def _check(
+def check_transform(
     x: Tensor, order: int | None, block: int | None, signs: Tensor | None, scale: float | None, backend: str
 ) -> tuple[int, Tensor | None, float]:
     """(order of the repeated matrix, signs as int8, scale), or ValueError."""
@@ -189,12 +190,12 @@ def _run(x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: b
     return hadamard_reference(x, signs, order, scale, transpose)
 
 
-@torch.library.impl("quantrot::hadamard", ("CPU", "CUDA"))
+@implement("quantrot::hadamard")
 def _hadamard(x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool, backend: str) -> Tensor:
     return _run(x, signs, order, scale, transpose, backend)
 
 
-@torch.library.impl("quantrot::hadamard_", ("CPU", "CUDA"))
+@implement("quantrot::hadamard_")
 def _hadamard_(x: Tensor, signs: Tensor | None, order: int, scale: float, transpose: bool, backend: str) -> None:
     if _backend(x, order, backend) == "hopper":
         from quantrot.kernels.hadamard import hopper

@@ -21,7 +21,14 @@ DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 STREAM_HINTS = '#define LOAD ".L1::no_allocate"\n#define STREAM ".cs"\n#define KEEP "first"\n'
 CACHE_HINTS = '#define LOAD ""\n#define STREAM ""\n#define KEEP "normal"\n'
 STREAM_BYTES = 40 << 20  # input and output past this do not both fit in the 60 MB L2: mark them as passing through
+SMALL_ELEMENTS = 1 << 18  # a tensor up to this is a few microseconds: how soon the first bytes come decides
 LARGEST_POWER = 32768  # of two, in one kernel
+FILES = {
+    **dict.fromkeys(("lanes", "turn", "warp", "share"), ("words.cuh", "common.cuh", "rows.cuh")),
+    **dict.fromkeys(("block", "dense", "axis"), ("words.cuh", "common.cuh", "bases.cuh")),
+    "wgmma": ("../hopper.cuh", "words.cuh", "wgmma.cuh"),
+}
+WGMMA_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (wgmma)
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) hadamard(const void* x, void* y,
     const signed char* signs, long long rows, long long x_stride, long long y_stride, int sign_rows, float scale) {{
   quantrot::{call}({{x, y, signs, rows, x_stride, y_stride, sign_rows, scale}});
@@ -39,16 +46,17 @@ class Plan:
     share   a row in a thread block's registers                               16 bits, 1024 ... 32768
     block   a base of at most 32 rows, persistent thread blocks               16 bits, K * 2^m
     dense   a larger base, and up to two small ones                           16 bits
+    wgmma   one asynchronous product with a base of any size                  16 bits, K * 2^m
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
-    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "axis"]
+    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "wgmma", "axis"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
     vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share)
-    share: int = 1  # warps that share a row (lanes)
+    share: int = 1  # warps that share a row (lanes), rows side by side in a product (wgmma)
     stages: int = 0  # input buffers (share: 0 is one row a block, no prefetch; dense: 0 is sums in the input's place)
-    tiles: int = 8  # groups of eight columns a warp (block), row tiles times column groups of a task (dense)
+    tiles: int = 8  # groups of eight columns: a warp's (block), a row's (wgmma); row tiles of a task (dense)
     part: int = 8  # neighbouring columns a lane finishes (block: 2, 4 or 8), column groups of a task (dense)
     precision: Literal["CUT", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share)
     stream: bool = True  # cache hints: mark the data as not used again soon
@@ -59,6 +67,8 @@ class Plan:
         precision = f"quantrot::{self.precision}"
         if self.kind == "axis":
             return f"axis_kernel<{d}, quantrot::{DTYPES[out]}, {order}>"
+        if self.kind == "wgmma":
+            return f"wgmma_kernel<{d}, {order // (8 * self.tiles)}, {8 * self.tiles}, {self.share}, {flag}>"
         if self.kind == "block":
             base = order // (8 * self.tiles * self.warps)
             return f"block_kernel<{d}, {base}, {self.tiles}, {self.warps}, {self.part}, {self.stages}, {flag}>"
@@ -80,6 +90,8 @@ class Plan:
         """C++ for the signs of the bases that this plan needs."""
         if self.kind == "axis":
             return _axis_base(order, transpose)
+        if self.kind == "wgmma":
+            return _wgmma_base(order, order // (8 * self.tiles), transpose)
         if self.kind == "block":
             base = order // (8 * self.tiles * self.warps)
             return _block_base(base, transpose) if base & (base - 1) else ""
@@ -94,7 +106,7 @@ class Plan:
         """The text to compile."""
         return (
             (STREAM_HINTS if self.stream else CACHE_HINTS)
-            + _device_functions("common.cuh", "bases.cuh" if self.kind in ("block", "dense", "axis") else "rows.cuh")
+            + _device_functions(*FILES[self.kind])
             + f"namespace quantrot {{\n{self.bases(order, transpose)}}}\n"
             + ENTRY.format(
                 threads=self.warps * 32,
@@ -114,6 +126,9 @@ class Plan:
             base = order // columns
             one_input = (base * (columns * 2 + 16) + 127) // 128 * 128
             return 128 + self.stages * one_input + base * (columns * 4 + 32)
+        if self.kind == "wgmma":
+            depth = -(-order // (8 * self.tiles) // 16) * 16
+            return depth * 16 * self.tiles * self.share + 4 * WGMMA_STAGE
         if self.kind == "dense":
             base = dense_shape(order)[0]
             inputs = (base * (order // base * 2 + 16) + 127) // 128 * 128
@@ -126,6 +141,8 @@ class Plan:
             return -(-rows * inner // 256)
         if self.kind == "block" or (self.kind == "share" and self.stages):
             return min(rows, processors * self.resident)
+        if self.kind == "wgmma":
+            return -(-rows // self.share)
         if self.kind in ("share", "dense") or self.share > 1:
             return rows
         a_warp = 32 * self.vectors * (16 // dtype.itemsize)
@@ -141,11 +158,13 @@ def _device_functions(*files: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def plan_for(order: int, dtype: torch.dtype) -> Plan | None:
-    """The measured plan of this order, else one by rule, else None: it is run in passes."""
-    from quantrot.kernels.hadamard.tuned import PLANS
+def plan_for(order: int, dtype: torch.dtype, small: bool = False) -> Plan | None:
+    """The measured plan of this order (of a small tensor), else one by rule, else None: it is run in passes."""
+    from quantrot.kernels.hadamard.tuned import PLANS, SMALL_PLANS
 
     name = str(dtype).removeprefix("torch.")
+    if small and (name, order) in SMALL_PLANS:
+        return SMALL_PLANS[name, order]
     if (name, order) in PLANS:
         return PLANS[name, order]
     *bases, power = hadamard_factors(order)
@@ -258,6 +277,19 @@ def _small_bases(base: int, small: tuple[int, ...], columns: int, power: int, tr
     )
 
 
+def _wgmma_base(order: int, base: int, transpose: bool) -> str:
+    """Row m of the adjoint of H_base, H_base (x) S_c = H_order: bit k of word k / 32; rows of zeros fill 64."""
+    factor = hadamard_factors(order)[0]
+    known = factor if factor & (factor - 1) else 1
+    h = torch.kron(hadamard_base(known), hadamard_base(base // known))
+    tall, words = -(-base // 64) * 64, -(-base // 32)
+    bits = _padded((h if transpose else h.T) < 0, tall, words * 32).view(-1, 32)
+    return (
+        f"__device__ const u32 SIGNS_{base}[] = {{{_words(bits)}}};\ntemplate <>\nstruct Signs<{base}> {{\n"
+        f"  __device__ __forceinline__ static u32 word(u32 m, u32 w) {{ return SIGNS_{base}[m * {words} + w]; }}\n}};\n"
+    )
+
+
 def _axis_base(base: int, transpose: bool) -> str:
     """Column k: bit m of word m / 32."""
     words = -(-base // 32)
@@ -343,7 +375,7 @@ def transform(
         out = (y if into is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)).view(-1, order)
     after = signs if transpose else None
     before = None if transpose or signs is None else signs.contiguous()
-    plan = plan_for(order, x.dtype)
+    plan = plan_for(order, x.dtype, x.numel() <= SMALL_ELEMENTS)
     if plan is not None and (order * x.dtype.itemsize % 16 == 0 or rows.numel() * x.dtype.itemsize % 16 == 0):
         plan = plan if into is None and 2 * x.nbytes > STREAM_BYTES else replace(plan, stream=False)
         launch(rows, out, before, scale, plan, transpose=transpose)

@@ -18,6 +18,30 @@ from quantrot.orthogonal import hadamard_base, hadamard_factors
 TILE = 4096  # elements of a program that has several rows
 LARGEST = 8192  # padded elements of a row: 16384 takes 256 KiB of shared memory, more than an H200 has
 LARGEST_AXIS = 128
+LARGEST_POWER = 64  # of two in one axis: with 128 a float32 program spilled 8 KiB a thread
+
+
+@triton.jit
+def load_matrix(h_ptr, P: tl.constexpr):
+    """One axis' matrix [P, P]."""
+    return tl.load(h_ptr + tl.arange(0, P)[:, None] * P + tl.arange(0, P)[None, :])
+
+
+@triton.jit
+def multiply_axes(
+    x, h1, h2, h3, ROWS: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """ROWS rows, as x [ROWS * P1 * P2, P3], by the axes' matrices: float32 elements in x's order, not in its shape."""
+    y = tl.dot(x, h3.to(x.dtype), input_precision=PRECISION, out_dtype=tl.float32)
+    if P2 > 1:
+        y = tl.reshape(tl.permute(tl.reshape(y, (ROWS * P1, P2, P3)), (0, 2, 1)), (ROWS * P1 * P3, P2))
+        y = tl.dot(y, h2, input_precision=PRECISION, out_dtype=tl.float32)
+        y = tl.reshape(tl.permute(tl.reshape(y, (ROWS * P1, P3, P2)), (0, 2, 1)), (ROWS * P1 * P2, P3))
+    if P1 > 1:
+        y = tl.reshape(tl.permute(tl.reshape(y, (ROWS, P1, P2 * P3)), (0, 2, 1)), (ROWS * P2 * P3, P1))
+        y = tl.dot(y, h1, input_precision=PRECISION, out_dtype=tl.float32)
+        y = tl.permute(tl.reshape(y, (ROWS, P2 * P3, P1)), (0, 2, 1))
+    return y
 
 
 @triton.jit
@@ -36,18 +60,8 @@ def _hadamard_kernel(
         at = (row % sign_rows)[:, None, None, None] * (N1 * N2 * N3) + column[None]
         x = (x * tl.load(signs_ptr + at, mask=mask, other=1)).to(x.dtype)
 
-    h3 = tl.load(h3_ptr + i3[:, None] * P3 + i3[None, :])
-    y = tl.dot(tl.reshape(x, (ROWS * P1 * P2, P3)), h3.to(x.dtype), input_precision=PRECISION, out_dtype=tl.float32)
-    if P2 > 1:
-        h2 = tl.load(h2_ptr + i2[:, None] * P2 + i2[None, :])
-        y = tl.reshape(tl.permute(tl.reshape(y, (ROWS * P1, P2, P3)), (0, 2, 1)), (ROWS * P1 * P3, P2))
-        y = tl.dot(y, h2, input_precision=PRECISION, out_dtype=tl.float32)
-        y = tl.reshape(tl.permute(tl.reshape(y, (ROWS * P1, P3, P2)), (0, 2, 1)), (ROWS * P1 * P2, P3))
-    if P1 > 1:
-        h1 = tl.load(h1_ptr + i1[:, None] * P1 + i1[None, :])
-        y = tl.reshape(tl.permute(tl.reshape(y, (ROWS, P1, P2 * P3)), (0, 2, 1)), (ROWS * P2 * P3, P1))
-        y = tl.dot(y, h1, input_precision=PRECISION, out_dtype=tl.float32)
-        y = tl.permute(tl.reshape(y, (ROWS, P2 * P3, P1)), (0, 2, 1))
+    h1, h2, h3 = load_matrix(h1_ptr, P1), load_matrix(h2_ptr, P2), load_matrix(h3_ptr, P3)
+    y = multiply_axes(tl.reshape(x, (ROWS * P1 * P2, P3)), h1, h2, h3, ROWS, P1, P2, P3, PRECISION)
     y = tl.reshape(y, (ROWS, P1, P2, P3)) * scale
     out = y_ptr + row[:, None, None, None] * (N1 * N2 * N3) + column[None]
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -57,10 +71,10 @@ def _padded(n: int) -> int:
     return 1 if n == 1 else max(16, 1 << (n - 1).bit_length())
 
 
-def axes(order: int) -> tuple[int, int, int] | None:
-    """Three factors of the order, 1s first, none above LARGEST_AXIS, padded to at most LARGEST; or None."""
+def axes(order: int, largest: int = LARGEST) -> tuple[int, int, int] | None:
+    """Three factors of the order, 1s first, none above LARGEST_AXIS, padded to at most `largest`; or None."""
     *bases, power = hadamard_factors(order)
-    pieces = 1 if power <= LARGEST_AXIS else 2 if power <= LARGEST_AXIS**2 else 3
+    pieces = 1 if power <= LARGEST_POWER else 2 if power <= LARGEST_POWER**2 else 3
     if power == 1 and bases:
         pieces = 0
     bits = power.bit_length() - 1
@@ -69,7 +83,7 @@ def axes(order: int) -> tuple[int, int, int] | None:
     padded = 1
     for n in found:
         padded *= _padded(n)
-    if len(found) > 3 or max(found) > LARGEST_AXIS or padded > LARGEST:
+    if len(found) > 3 or max(found) > LARGEST_AXIS or padded > largest:
         return None
     n1, n2, n3 = [*[1] * (3 - len(found)), *found]
     return n1, n2, n3
@@ -99,5 +113,5 @@ def transform(x: Tensor, y: Tensor, signs: Tensor | None, order: int, scale: flo
     _hadamard_kernel[(triton.cdiv(rows, a_program),)](
         x, y, x if signs is None else signs, *matrices, rows, x.stride(0), 1 if signs is None else signs.numel() //
         order, scale, *n, *p, ROWS=a_program, SIGNS=signs is not None, PRECISION="tf32x3" if cuda else "ieee",
-        num_warps=4 if size <= TILE else 8 if size <= 2 * TILE else 16,
+        num_warps=8 if size <= TILE else 16,  # with half as many 4096 and 8192 spilled 450 bytes a thread
     )  # fmt: skip

@@ -1,0 +1,136 @@
+"""Several recipes of one model on the same questions: HadaCore's table, with what a difference is worth.
+
+Source of the table's shape: HadaCore, arXiv:2412.08832, table 3 (MMLU of FP16, FP8 attention, and FP8 attention after a
+Hadamard). Added here: the paired difference to the first recipe and McNemar's exact p.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantrot.convert import convert
+from quantrot.evals.mmlu import Mmlu, compare
+from quantrot.evals.report import number
+from quantrot.evals.statistics import Paired
+from quantrot.manifest import read_manifest
+from quantrot.plan import plan
+
+ORIGINAL = "bf16"  # what the unconverted model is called among recipes
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe's result; difference: to the first one's, None for that one."""
+
+    recipe: str
+    mmlu: Mmlu
+    difference: Paired | None
+
+
+def check_names(names: list[str]) -> None:
+    """Raise ValueError where the list of recipes cannot be compared."""
+    if len(names) < 2 or len(set(names)) != len(names) or not all(names):
+        raise ValueError(
+            f"recipes: {','.join(names)!r}; at least two different ones, with commas, {ORIGINAL} for the original"
+        )
+
+
+def converted(model: str, recipe: str, work: Path, device: str = "cpu") -> Path:
+    """The directory of a model by a recipe, under `work`: what an earlier run left there, or converted now."""
+    planned = plan(model, recipe, device)
+    name = re.sub(r"[^\w.-]", "-", planned.recipe.name)
+    out = work / f"{name}-{planned.fingerprint()[:12]}"
+    if out.is_dir():
+        read_manifest(out)
+        return out
+    work.mkdir(parents=True, exist_ok=True)
+    return convert(model, recipe, out, device=device, resume=out.with_name(out.name + ".partial").exists()).out
+
+
+def compared(names: list[str], run: Callable[[str], Mmlu]) -> list[Row]:
+    """Run each recipe and compare it with the first. ValueError where they did not see the same questions."""
+    rows: list[Row] = []
+    for name in names:
+        result = run(name)
+        rows.append(Row(name, result, compare(result, rows[0].mmlu) if rows else None))
+    return rows
+
+
+COLUMNS = ["recipe", "accuracy", "± stderr", "difference", "± stderr", "only it", "only the first", "McNemar p"]
+
+
+def cells(rows: list[Row]) -> list[list[str]]:
+    """The table's cells, under COLUMNS."""
+    found = []
+    for row in rows:
+        d, overall = row.difference, row.mmlu.overall
+        line = [row.recipe, number(overall.acc), number(overall.stderr)]
+        if d is None:
+            line += ["-"] * 5
+        else:
+            line += [f"{d.difference:+.4f}", number(d.stderr), str(d.only_model), str(d.only_baseline)]
+            line += [number(d.p_value)]
+        found.append(line)
+    return found
+
+
+def markdown(model: str, rows: list[Row]) -> str:
+    """The table with a line that says what was asked."""
+    first = rows[0].mmlu
+    asked = f"MMLU of {model}: {first.overall.n} questions, {first.fewshot}-shot, lm-eval {first.lm_eval}."
+    note = f"Differences are to {rows[0].recipe}, on the same questions."
+    lines = ["| " + " | ".join(line) + " |" for line in (COLUMNS, ["---"] * len(COLUMNS), *cells(rows))]
+    return "\n".join([asked, "", *lines, "", note, ""])
+
+
+LEFT, WIDTH, LINE = 220, 640, 34  # pixels: labels, the axis' end, a row's height
+
+
+def svg(model: str, rows: list[Row]) -> str:
+    """A dot a recipe, with one standard error to each side, and chance (one in four) marked where it is in sight."""
+    errors = [row.mmlu.overall.stderr or 0.0 for row in rows]
+    low = min(row.mmlu.overall.acc - e for row, e in zip(rows, errors, strict=True))
+    high = max(row.mmlu.overall.acc + e for row, e in zip(rows, errors, strict=True))
+    pad = 0.1 * (high - low) or 0.01
+    low, high = max(0.0, low - pad), min(1.0, high + pad)
+
+    def x(value: float) -> float:
+        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - 20)
+
+    height = 60 + LINE * len(rows)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" '
+        'font-size="13">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="10" y="20">MMLU accuracy, {_escaped(model)}, ± one standard error</text>',
+    ]
+    if low < 0.25 < high:
+        parts.append(f'<line x1="{x(0.25):.1f}" x2="{x(0.25):.1f}" y1="30" y2="{height - 25}" stroke="#bbb"/>')
+    for i, (row, error) in enumerate(zip(rows, errors, strict=True)):
+        acc, y = row.mmlu.overall.acc, 45 + LINE * i
+        parts += [
+            f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{_escaped(row.recipe)}</text>',
+            f'<path d="M{x(acc - error):.1f} {y}H{x(acc + error):.1f}" stroke="#36c" stroke-width="2"/>',
+            f'<circle cx="{x(acc):.1f}" cy="{y}" r="4" fill="#36c"/>',
+            f'<text x="{x(acc):.1f}" y="{y - 8}" text-anchor="middle" font-size="11">{acc:.4f}</text>',
+        ]
+    for value in (low, high):
+        parts.append(f'<text x="{x(value):.1f}" y="{height - 8}" text-anchor="middle" fill="#666">{value:.3f}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """What the JSON report holds: the results and differences by recipe, in order."""
+    return {
+        "recipes": [row.recipe for row in rows],
+        "mmlu": {row.recipe: row.mmlu for row in rows},
+        "differences": {row.recipe: row.difference for row in rows if row.difference is not None},
+    }

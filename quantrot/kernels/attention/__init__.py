@@ -1,0 +1,424 @@
+"""FP8 attention: queries, keys, values and probabilities in e4m3, sums and softmax in float32. Inference only.
+
+    rope_hadamard_quantize   q, k, v as the projections leave them -> Quantized, in one kernel
+    attend                   Quantized                             -> [B, S, H, D]
+    fp8_attention            q, k, v [B, H, S, D], already turned  -> [B, H, S, D]: both of the above
+
+Contract of every backend, with B sequences, H query heads, G key and value heads (G divides H), S queries, T keys:
+
+    q e4m3 [B, H, S, D], k e4m3 [B, G, T, D], v e4m3 [B, G, D, T'], T' >= T and a multiple of 128, finite behind T
+    q_scale, k_scale, v_scale: bytes uint8 [B, H or G, groups], groups 1, ceil(tokens / 128) or tokens; a byte e means
+        2^(e - 127), 255 NaN: values are qdata * scale
+    mask bool [1 or B, 1, 1 or S, T], True where a query sees a key; lengths int32 [B]: keys from there on are not seen;
+        query_lengths int32 [B]: queries from there on are padding, their output is 0
+    causal: query i sees keys up to i + lengths - query_lengths: the last query sees the last key
+    a query that sees nothing gets 0; a NaN reaches the queries that see it and no other
+
+The softmax weights are rounded to e4m3 (times 2^8, relative to their row's maximum rounded up to a power of two), their
+sum is not. attention_reference has the formula. Backends: "triton" (CUDA with e4m3, capability 8.9 and up), "reference"
+(plain torch); "auto" takes the first that can run. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
+"""
+
+import os
+import warnings
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels.attention.reference import (
+    BLOCK,
+    LARGEST_BLOCK_HEAD,
+    Granularity,
+    attention_reference,
+    dequantize_heads,
+    group_of,
+    quantize_heads,
+    rope_hadamard_quantize_reference,
+    spread,
+    transposed_values,
+    visible_keys,
+)
+from quantrot.kernels.fp8 import E4M3
+from quantrot.kernels.operators import implement
+from quantrot.orthogonal import hadamard_factors
+
+__all__ = [
+    "BLOCK",
+    "Granularity",
+    "Quantized",
+    "attend",
+    "dequantize_heads",
+    "fp8_attention",
+    "group_of",
+    "inference_only",
+    "quantize_heads",
+    "rope_hadamard_quantize",
+    "spread",
+    "transposed_values",
+]
+
+BACKENDS = ("auto", "triton", "reference")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_HEAD = 256
+
+# Operators pass codes as bytes: torch has no arithmetic on e4m3 for opcheck to compare with.
+torch.library.define(
+    "quantrot::fp8_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale, Tensor? mask, Tensor? lengths, "
+    "Tensor? query_lengths, bool causal, float scale, ScalarType dtype, str backend) -> Tensor",
+)
+torch.library.define(
+    "quantrot::rope_hadamard_quantize",
+    "(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? signs, int order, str granularity, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+class Quantized(NamedTuple):
+    """Queries, keys and values in e4m3 with their scale bytes, laid out as the contract above says."""
+
+    q: Tensor
+    q_scale: Tensor
+    k: Tensor
+    k_scale: Tensor
+    v: Tensor
+    v_scale: Tensor
+
+
+def fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    granularity: Granularity | str = Granularity.block,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention in e4m3 of q [B, H, S, D], k and v [B, G, T, D] (bfloat16, float16, float32): [B, H, S, D], q's dtype.
+
+    scale multiplies the scores, 1 / sqrt(D) when left out. granularity: which keys and values share a scale; queries
+    have one a token, or a coarser one under `head` and `tensor`. mask, lengths, query_lengths, causal: see the top of
+    the file. The result is a view of [B, S, H, D]. ValueError for shapes, dtypes or backends that do not fit.
+    """
+    granularity = Granularity(granularity)
+    prepare = backend if _has_kernel(granularity, q.shape[-1]) or backend not in BACKENDS else "auto"
+    turned = [t.transpose(1, 2) for t in (q, k, v)]
+    if q.shape[2:3] == k.shape[2:3]:
+        given = rope_hadamard_quantize(*turned, granularity=granularity, backend=prepare)
+    else:  # other numbers of queries and of keys
+        queries = rope_hadamard_quantize(*turned[:1] * 3, granularity=granularity, backend=prepare)
+        keys = rope_hadamard_quantize(turned[1], *turned[1:], granularity=granularity, backend=prepare)
+        given = Quantized(queries.q, queries.q_scale, *keys[2:])
+    y = attend(
+        given,
+        causal=causal,
+        scale=scale,
+        mask=mask,
+        lengths=lengths,
+        query_lengths=query_lengths,
+        dtype=q.dtype,
+        backend=backend,
+    )
+    return inference_only(y.transpose(1, 2), q, k, v)
+
+
+def attend(
+    given: Quantized,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention of quantized queries, keys and values: [B, S, H, D] in `dtype`, contiguous. See fp8_attention.
+
+    With one query (S = 1) and no query_lengths the Triton backend splits the keys over programs, and sums their parts
+    in a fixed order.
+    """
+    _check_attend(given, mask, lengths, query_lengths, dtype, backend)
+    q, q_scale, k, k_scale, v, v_scale = given
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not scale > 0:
+        raise ValueError(f"scale: {scale}; a positive number is needed")
+    codes = (t.view(torch.uint8) for t in (q, k, v))
+    return torch.ops.quantrot.fp8_attention(
+        *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, dtype, backend
+    )
+
+
+def rope_hadamard_quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    order: int | None = None,
+    signs: Tensor | None = None,
+    granularity: Granularity | str = Granularity.block,
+    backend: str = "auto",
+) -> Quantized:
+    """RoPE and a Hadamard rotation of q [B, S, H, D] and k [B, S, G, D], then e4m3; v [B, S, G, D] to e4m3, transposed.
+
+    The inputs are views of the projections' outputs [B, S, heads * D], any strides. cos, sin: [1 or B, S, D] or
+    [1 or B, S, D / 2], of which the first D / 2 columns are read (transformers repeats them); None: no RoPE. order: of
+    the Hadamard matrix, which is repeated along D and divided by sqrt(order); None: no rotation. signs: +-1 int8
+    [order] or [D], multiplies what the matrix multiplies. granularity: of k and v; see fp8_attention.
+
+    RoPE's products and sum are rounded to float32 each and the result to q's dtype; the rotation sums in float32, and
+    its result is quantized unrounded. ValueError for shapes, orders, dtypes or backends that do not fit.
+    """
+    granularity = Granularity(granularity)
+    order, signs = _check_quantize(q, k, v, cos, sin, order, signs, granularity, backend)
+    made = torch.ops.quantrot.rope_hadamard_quantize(q, k, v, cos, sin, signs, order, granularity.value, backend)
+    return Quantized(*(t.view(E4M3) if i % 2 == 0 else t for i, t in enumerate(made)))
+
+
+class _InferenceOnly(torch.autograd.Function):
+    """y, as if the inputs had a gradient, and an error where it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *inputs: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError("fp8_attention is for inference and has no backward; train with attention: bf16")
+
+
+def inference_only(y: Tensor, *inputs: Tensor) -> Tensor:
+    """y, computed from the inputs without a gradient: a backward through it raises instead of missing a term."""
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    return _InferenceOnly.apply(y, *inputs) if wanted else y
+
+
+# --- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_attend(
+    given: Quantized,
+    mask: Tensor | None,
+    lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    dtype: torch.dtype,
+    backend: str,
+) -> None:
+    q, q_scale, k, k_scale, v, v_scale = given
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dtype != E4M3 or t.dim() != 4:
+            raise ValueError(f"{name}: {t.dtype} with {t.dim()} dimensions; quantize it first, to e4m3 [B, H, S, D]")
+    (batch, heads, queries, dim), (_, groups, tokens, _) = q.shape, k.shape
+    if k.shape != (batch, groups, tokens, dim) or heads % groups or v.shape[:3] != (batch, groups, dim):
+        raise ValueError(
+            f"shapes: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; q [B, H, S, D], k [B, G, T, D] and v "
+            "[B, G, D, T'] are needed, G a divisor of H"
+        )
+    if v.shape[3] % BLOCK or v.shape[3] < tokens:
+        raise ValueError(f"v: {v.shape[3]} tokens of storage for {tokens}; pad it with zeros to a multiple of {BLOCK}")
+    _check_head_dim(dim)
+    scales = (
+        ("q_scale", q_scale, heads, queries),
+        ("k_scale", k_scale, groups, tokens),
+        ("v_scale", v_scale, groups, tokens),
+    )
+    for name, t, rows, count in scales:
+        allowed = (1, -(-count // BLOCK), count)
+        if t.dtype != torch.uint8 or t.shape[:-1] != (batch, rows) or t.shape[-1] not in allowed:
+            raise ValueError(
+                f"{name}: {t.dtype} {tuple(t.shape)}; allowed: uint8 [{batch}, {rows}, n], n in {sorted(set(allowed))}"
+            )
+    if mask is not None:
+        fits = mask.dim() == 4 and all(
+            a in (1, b) for a, b in zip(mask.shape, (batch, 1, queries, tokens), strict=True)
+        )
+        if mask.dtype != torch.bool or not fits or mask.shape[3] != tokens:
+            raise ValueError(
+                f"mask: {mask.dtype} {tuple(mask.shape)}; allowed: bool [1 or {batch}, 1, 1 or {queries}, {tokens}]"
+            )
+    for name, counts in (("lengths", lengths), ("query_lengths", query_lengths)):
+        if counts is not None and (counts.dtype != torch.int32 or counts.shape != (batch,)):
+            raise ValueError(f"{name}: {counts.dtype} {tuple(counts.shape)}; allowed: int32 [{batch}]")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: {dtype}; allowed: {', '.join(map(str, DTYPES))}")
+    _check_backend(backend)
+
+
+def _check_head_dim(dim: int) -> None:
+    if dim % 16 or not 16 <= dim <= LARGEST_HEAD:
+        raise ValueError(f"head_dim: {dim}; allowed: multiples of 16 up to {LARGEST_HEAD}")
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
+
+
+@torch.compiler.assume_constant_result
+def _known(order: int) -> bool:
+    return bool(hadamard_factors(order))  # raises for an order with no known matrix
+
+
+def _check_quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    order: int | None,
+    signs: Tensor | None,
+    granularity: Granularity,
+    backend: str,
+) -> tuple[int, Tensor | None]:
+    """(order, 0 for no rotation; signs as int8 [D])."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dtype not in DTYPES or t.dim() != 4:
+            raise ValueError(
+                f"{name}: {t.dtype} with {t.dim()} dimensions; allowed: [B, S, heads, D], {', '.join(map(str, DTYPES))}"
+            )
+    batch, tokens, _, dim = q.shape
+    if k.shape != v.shape or k.shape[:2] != (batch, tokens) or k.shape[3] != dim:
+        raise ValueError(
+            f"shapes: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; q [B, S, H, D], k and v [B, S, G, D]"
+        )
+    _check_head_dim(dim)
+    _check_backend(backend)
+    if (cos is None) != (sin is None):
+        raise ValueError("cos, sin: one is given without the other; give both, or neither")
+    for name, angles in (("cos", cos), ("sin", sin)):
+        if angles is not None and not _fits(angles.shape, (batch, tokens, dim)):
+            raise ValueError(f"{name}: {tuple(angles.shape)}; allowed: [1 or {batch}, {tokens}, {dim} or {dim // 2}]")
+    if order is None:
+        if signs is not None:
+            raise ValueError("signs: given without a rotation; give its order too")
+        return 0, None
+    if order < 1 or dim % order:
+        raise ValueError(f"order: {order} does not divide head_dim {dim}; give a divisor of it")
+    _known(order)
+    if signs is None:
+        return order, None
+    if signs.dim() != 1 or signs.numel() not in (order, dim):
+        raise ValueError(f"signs: {tuple(signs.shape)}; allowed: [{order}] or [{dim}], one +-1 a column")
+    return order, signs.to(torch.int8).repeat(dim // signs.numel())
+
+
+def _fits(shape: torch.Size, whole: tuple[int, int, int]) -> bool:
+    """Whether cosines of this shape go with [B, S, D]."""
+    batch, tokens, dim = whole
+    return len(shape) == 3 and shape[0] in (1, batch) and shape[1] == tokens and shape[2] in (dim, dim // 2)
+
+
+# --- Backends --------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def _best(device: torch.device) -> str:
+    """What "auto" means on this CUDA device; says so once where it is not the fastest."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
+        warnings.warn("fp8_attention: this GPU has no e4m3, so it runs as plain torch", stacklevel=2)
+        return "reference"
+    try:
+        import quantrot.kernels.attention.triton  # noqa: F401
+    except ImportError:
+        warnings.warn("fp8_attention: no Triton, so it runs as plain torch; `pip install triton`", stacklevel=2)
+        return "reference"
+    return "triton"
+
+
+def _backend(device: torch.device, asked: str) -> str:
+    """The backend that runs, or ValueError where the one that was asked for cannot."""
+    if asked == "auto":
+        return _best(device) if device.type == "cuda" else "reference"
+    if asked == "triton":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if device.type != "cuda" and not interpreted:
+            raise ValueError(f"backend: 'triton' needs a CUDA device, q is on {device}; allowed here: auto, reference")
+        if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 9)):
+            raise ValueError("backend: 'triton' needs e4m3, capability 8.9 and up; allowed here: auto, reference")
+    return asked
+
+
+@implement("quantrot::fp8_attention")
+def _fp8_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, mask: Tensor | None,
+    lengths: Tensor | None, query_lengths: Tensor | None, causal: bool, scale: float, dtype: torch.dtype, backend: str,
+) -> Tensor:  # fmt: skip
+    q, k, v = (t.view(E4M3) for t in (q, k, v))
+    if _backend(q.device, backend) == "triton":
+        from quantrot.kernels.attention import triton
+
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        given = triton.Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale)
+        return triton.attention(given, dtype)
+    batch, _, queries, _ = q.shape
+    seen = visible_keys(batch, queries, k.shape[2], mask, lengths, query_lengths, causal, q.device)
+    return attention_reference(q, k, v, q_scale, k_scale, v_scale, seen, scale, dtype)
+
+
+@torch.library.register_fake("quantrot::fp8_attention")
+def _fp8_attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, mask: Tensor | None,
+    lengths: Tensor | None, query_lengths: Tensor | None, causal: bool, scale: float, dtype: torch.dtype, backend: str,
+) -> Tensor:  # fmt: skip
+    batch, heads, queries, dim = q.shape
+    return torch.empty(batch, queries, heads, dim, dtype=dtype, device=q.device)
+
+
+@implement("quantrot::rope_hadamard_quantize")
+def _rope_hadamard_quantize(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
+    granularity: str, backend: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if _backend(q.device, backend) == "triton":
+        from quantrot.kernels.attention import rope
+
+        if _has_kernel(granularity, q.shape[3]):
+            by_block = granularity == Granularity.block
+            return _as_bytes(rope.quantize(q, k, v, cos, sin, signs, order, by_block))
+        if backend == "triton":
+            raise ValueError(
+                f"backend: 'triton' has no granularity {granularity} with head_dim {q.shape[3]}; allowed here: token "
+                f"(any head_dim), block (up to {LARGEST_BLOCK_HEAD}), or backend auto or reference"
+            )
+    return _as_bytes(rope_hadamard_quantize_reference(q, k, v, cos, sin, signs, order, Granularity(granularity)))
+
+
+def _has_kernel(granularity: str, dim: int) -> bool:
+    """Whether quantizing so is one kernel: coarser scales need all values before the first is written."""
+    return granularity == Granularity.token or (granularity == Granularity.block and dim <= LARGEST_BLOCK_HEAD)
+
+
+def _as_bytes(made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(t.view(torch.uint8) for t in made)
+
+
+@torch.library.register_fake("quantrot::rope_hadamard_quantize")
+def _rope_hadamard_quantize_fake(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
+    granularity: str, backend: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    batch, tokens, heads, dim = q.shape
+    groups = k.shape[2]
+    padded = (tokens + BLOCK - 1) // BLOCK * BLOCK
+    fine = {"tensor": 1, "head": 1, "block": padded // BLOCK, "token": tokens}[granularity]
+    queries = tokens if granularity in ("block", "token") else 1
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=q.device)
+
+    return (
+        new(batch, heads, tokens, dim),
+        new(batch, heads, queries),
+        new(batch, groups, tokens, dim),
+        new(batch, groups, fine),
+        new(batch, groups, dim, padded),
+        new(batch, groups, fine),
+    )

@@ -1,0 +1,194 @@
+"""FP8 attention in plain torch: the definition every kernel is held to, and the CPU implementation.
+
+    quantize_heads     x [B, H, T, D] float -> e4m3 [B, H, T, D], scale bytes uint8 [B, H, groups]
+    transposed_values  e4m3 [B, H, T, D]    -> [B, H, D, T padded to 128 by zeros], V's storage
+    attention          scores, softmax and sums in float32, probabilities in e4m3
+
+A scale byte e means 2^(e - 127) (e8m0), and x ~= qdata * scale: the least power of two with which the group's largest
+magnitude is at most 448, so nothing saturates, and both directions are exact. e4m3 has its own exponent, so a power of
+two costs no accuracy against amax / 448. An all-zero group has byte 127, one that holds a NaN or an infinity has byte
+255, which stands for NaN, and codes 0.
+"""
+
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantrot.kernels.fp8 import E4M3, E4M3_MAX
+from quantrot.kernels.hadamard.reference import hadamard_reference
+
+BLOCK = 128  # tokens that share a scale under `block`, and V's storage is a multiple of
+LARGEST_BLOCK_HEAD = 128  # head_dim up to which the kernel that quantizes has a block's values in registers at once
+P_BITS = 8  # probabilities are in e4m3 times 2^8: the largest lies in (128, 256]
+NAN_BYTE = 255
+LOG2E = 1.4426950408889634
+ROWS = 1 << 24  # scores worked on at a time
+
+
+class Granularity(StrEnum):
+    """Which values share a scale.
+
+    tensor  all of them
+    head    a sequence's head
+    block   128 consecutive tokens of a sequence's head
+    token   one token of a head
+    """
+
+    tensor = "tensor"
+    head = "head"
+    block = "block"
+    token = "token"
+
+
+def scale_byte(largest: Tensor) -> Tensor:
+    """The byte for a largest magnitude, given as its float32 bits (int32; NaN is above infinity, that above all)."""
+    byte = (((largest + 0x1FFFFF) >> 23) - 8).clamp(1, 254)  # 448 = 1.75 * 2^8: a mantissa above 1.75 carries
+    byte = torch.where(largest == 0, 127, byte)
+    return torch.where(largest >= 0x7F800000, NAN_BYTE, byte).to(torch.uint8)
+
+
+def power(byte: Tensor) -> Tensor:
+    """2^(byte - 127) as float32, NaN for 255."""
+    value = (byte.to(torch.int32) << 23).view(torch.float32)
+    return torch.where(byte == NAN_BYTE, torch.nan, value)
+
+
+def group_of(scale: Tensor, tokens: int) -> int:
+    """How many tokens share a scale of [B, H, groups]: 1, BLOCK, or 0 for all."""
+    groups = scale.shape[-1]
+    if groups == 1:
+        return 0
+    return 1 if groups == tokens else BLOCK
+
+
+def spread(scale: Tensor, tokens: int) -> Tensor:
+    """scale bytes [B, H, groups] -> one a token, [B, H, tokens]."""
+    group = group_of(scale, tokens)
+    if group == 1:
+        return scale
+    if group == 0:
+        return scale.expand(*scale.shape[:2], tokens)
+    return scale.repeat_interleave(BLOCK, -1)[..., :tokens]
+
+
+def merged(scale: Tensor, granularity: Granularity) -> Tensor:
+    """Bytes of single tokens [B, H, T] -> the bytes of a coarser granularity: its largest one is the group's own."""
+    if granularity is Granularity.tensor:
+        return scale.amax().expand(*scale.shape[:2], 1)
+    if granularity is Granularity.head:
+        return scale.amax(-1, keepdim=True)
+    if granularity is Granularity.block:
+        return F.pad(scale, (0, -scale.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).amax(-1)
+    return scale
+
+
+def encode(x: Tensor, scale: Tensor) -> Tensor:
+    """float32 [B, H, T, D] by scale bytes a token [B, H, T] -> e4m3; past 448 scales it saturates."""
+    bad = (scale == NAN_BYTE).unsqueeze(-1)
+    inverse = ((254 - scale.to(torch.int32)).clamp(min=0) << 23).view(torch.float32).unsqueeze(-1)
+    return torch.where(bad, 0.0, x * inverse).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def quantize_heads(x: Tensor, granularity: Granularity | str = Granularity.token) -> tuple[Tensor, Tensor]:
+    """Quantize [B, H, T, D] of any float dtype, any strides: e4m3 [B, H, T, D], scale uint8 [B, H, groups].
+
+    groups: 1 for tensor and head, ceil(T / 128) for block, T for token. Rounding is to nearest, ties to even.
+    """
+    values = x.to(torch.float32)
+    largest = (values.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1) if x.numel() else values.int()[..., 0]
+    bytes_ = torch.where(largest == 0, 0, scale_byte(largest))  # an all-zero token does not raise its group's scale
+    scale = merged(bytes_.to(torch.uint8), Granularity(granularity))
+    scale = torch.where(scale == 0, 127, scale).to(torch.uint8)
+    return encode(values, spread(scale, x.shape[2])).contiguous(), scale.contiguous()
+
+
+def dequantize_heads(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[B, H, T, D] in `dtype` from quantize_heads' result; exact in float32 and bfloat16."""
+    return (qdata.to(torch.float32) * power(spread(scale, qdata.shape[2])).unsqueeze(-1)).to(dtype)
+
+
+def transposed_values(qdata: Tensor) -> Tensor:
+    """e4m3 [B, H, T, D] -> [B, H, D, T'], contiguous, T' the next multiple of 128, zeros behind T."""
+    tokens = qdata.shape[2]
+    out = torch.zeros(
+        *qdata.shape[:2], qdata.shape[3], -(-tokens // BLOCK) * BLOCK, dtype=torch.uint8, device=qdata.device
+    )
+    out[..., :tokens] = qdata.view(torch.uint8).transpose(2, 3)
+    return out.view(E4M3)
+
+
+def rope_hadamard_quantize_reference(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
+    granularity: Granularity,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """q [B, S, H, D], k and v [B, S, G, D] -> q, q_scale, k, k_scale, v, v_scale; order 0: no rotation; signs [D]."""
+    coarse = granularity in (Granularity.tensor, Granularity.head)
+    turned = [_turned(t, cos, sin, signs, order).transpose(1, 2) for t in (q, k)]
+    q, q_scale = quantize_heads(turned[0], granularity if coarse else Granularity.token)
+    k, k_scale = quantize_heads(turned[1], granularity)
+    v, v_scale = quantize_heads(v.transpose(1, 2), granularity)
+    return q, q_scale, k, k_scale, transposed_values(v), v_scale
+
+
+def _turned(x: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int) -> Tensor:
+    """RoPE, then the rotation, of x [B, S, heads, D]; float32 where it was rotated."""
+    half = x.shape[-1] // 2
+    if cos is not None and sin is not None:
+        c, s = (t[..., :half].to(torch.float32).unsqueeze(2) for t in (cos, sin))
+        first, second = x[..., :half].to(torch.float32), x[..., half:].to(torch.float32)
+        x = torch.cat([first * c - second * s, second * c + first * s], -1).to(x.dtype)
+    return hadamard_reference(x.to(torch.float32), signs, order, order**-0.5) if order else x
+
+
+# --- Attention -------------------------------------------------------------------------------------------------------
+
+
+def visible_keys(
+    batch: int, queries: int, keys: int, mask: Tensor | None, lengths: Tensor | None, query_lengths: Tensor | None,
+    causal: bool, device: torch.device,
+) -> Tensor:  # fmt: skip
+    """bool [B, 1, S, T]: what each query sees."""
+    key, query = torch.arange(keys, device=device), torch.arange(queries, device=device)[:, None]
+    used = torch.full((batch,), keys, device=device) if lengths is None else lengths.long().clamp(max=keys)
+    asked = torch.full((batch,), queries, device=device) if query_lengths is None else query_lengths.long()
+    used, asked = used.view(-1, 1, 1, 1), asked.view(-1, 1, 1, 1)
+    seen = (key < used) & (query < asked)
+    if causal:
+        seen = seen & (key <= query + used - asked)
+    return seen if mask is None else seen & mask
+
+
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, seen: Tensor, scale: float,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """[B, S, H, D] in `dtype` from e4m3 q [B, H, S, D], k [B, G, T, D], v [B, G, D, T'], their scale bytes, and who
+    sees whom, bool [B, 1, S, T]. Per query, with x the scores in bits:
+
+        x = (q k) * q_scale * k_scale * scale * log2(e);   m = ceil(max x);   p = 2^(x - m)
+        y = sum e4m3(2^8 * p * v_scale / u) * v * u / (2^8 * sum p),   u the largest scale among the head's values
+    """
+    heads, groups, tokens = q.shape[1], q.shape[1] // k.shape[1], k.shape[2]
+    left = dequantize_heads(q, q_scale, torch.float32) * (scale * LOG2E)
+    right = dequantize_heads(k, k_scale, torch.float32).repeat_interleave(groups, 1)
+    values = v[..., :tokens].to(torch.float32).transpose(2, 3).repeat_interleave(groups, 1)
+    v_bytes = spread(v_scale, tokens).repeat_interleave(groups, 1).unsqueeze(2)
+    unit = (
+        torch.where(v_bytes == NAN_BYTE, 1, v_bytes).amax(-1, keepdim=True) if tokens else v_bytes.new_ones(1, 1, 1, 1)
+    )
+    relative = power(v_bytes) / power(unit)
+    out = torch.empty(q.shape[0], q.shape[2], heads, q.shape[3], dtype=dtype, device=q.device)
+    step = max(1, ROWS // max(1, q.shape[0] * heads * tokens))
+    for start in range(0, q.shape[2], step):
+        rows = slice(start, start + step)
+        sees = seen[:, :, rows]
+        x = (left[:, :, rows] @ right.transpose(2, 3)).masked_fill_(~sees, -torch.inf)
+        top = x.amax(-1, keepdim=True).ceil_() if tokens else x.new_zeros(1)
+        p = torch.exp2(x - torch.where(top == -torch.inf, 0.0, top))
+        total = p.sum(-1, keepdim=True)
+        codes = torch.where(sees, p * relative * 2**P_BITS, 0.0).to(E4M3).to(torch.float32)
+        y = (codes @ values) * torch.where(total == 0, 0.0, power(unit) / 2**P_BITS / total)
+        out[:, rows] = y.transpose(1, 2).to(dtype)
+    return out

@@ -1,0 +1,441 @@
+"""FP8 (e4m3fn) with float32 scales on two-dimensional blocks: quantization, and the product of two quantized matrices.
+
+    quantize_fp8_block       x [M, K] float -> qdata e4m3 [M, K], scale float32 [ceil(M / bm), ceil(K / bn)]
+    hadamard_quantize_fp8    the same of x turned by an online Hadamard, in one kernel
+    quantize_fp8_both_ways   x and its transpose, in one read: what training multiplies
+    dequantize_fp8_block     qdata, scale   -> [M, K] float
+    fp8_block_gemm           a [M, K] by the transpose of b [N, K], both quantized -> [M, N]
+
+x ~= qdata * scale, the scale of a block being amax / 448. Division, rounding (to nearest, ties to even) and saturation
+at +-448 are float32's; ragged edge blocks use the elements that exist. An all-zero block gets scale 1; -0 keeps its
+sign; scales are at least 2^-126. A NaN makes its block's scale NaN, an infinity infinite, and all codes of such a block
+are NaN (0x7F): it dequantizes to NaN. Codes and scales of every backend are the same bits.
+
+A block dimension of 0 means the whole dimension: (1, 0) is one scale a row (per channel, per token), (0, 0) per tensor.
+
+A row's codes and scales depend on no other row while a block has one row. Products: "triton" sums K in the same order
+for any M, so a row alone has the bits that it has in a batch; "cublas", which "auto" takes where it applies, chooses
+its kernel by M and promises no such thing.
+
+The operators are torch.library's, `quantrot::...`: torch.compile and CUDA graphs see opaque functions. Sources:
+GridQuant's 2D-block scheme; DeepSeek-V3, arXiv:2412.19437, section 3.3 (1 x 128 by 128 x 128); QuaRot,
+arXiv:2404.00456 (the Hadamard).
+"""
+
+import importlib
+import os
+import warnings
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels.fp8.reference import (
+    E4M3,
+    E4M3_MAX,
+    Fp8ScaleRule,
+    both_ways_reference,
+    dequantize_fp8_block,
+    gemm_reference,
+    hadamard_quantize_reference,
+    quantize_reference,
+    scale_shape,
+    whole,
+)
+from quantrot.kernels.hadamard import check_transform
+from quantrot.kernels.operators import implement
+
+__all__ = [
+    "E4M3",
+    "E4M3_MAX",
+    "Fp8ScaleRule",
+    "dequantize_fp8_block",
+    "fp8_block_gemm",
+    "hadamard_quantize_fp8",
+    "has_kernels",
+    "quantize_fp8_block",
+    "quantize_fp8_both_ways",
+]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUANTIZERS = ("auto", "triton", "reference")
+GEMMS = {  # each module has supports(...) and gemm(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias)
+    "cublas": "quantrot.kernels.fp8.cublas",
+    "triton": "quantrot.kernels.fp8.triton_gemm",
+    "triton_splitk": "quantrot.kernels.fp8.triton_splitk",
+    "hopper": "quantrot.kernels.fp8.hopper",
+}
+AUTO = ("cublas", "triton")  # in this order; "hopper" only when asked for, until it has been measured
+
+torch.library.define(
+    "quantrot::quantize_fp8_block",
+    "(Tensor x, int rows, int columns, str rule, bool transposed_scale, str backend) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "quantrot::hadamard_quantize_fp8",
+    "(Tensor x, Tensor? signs, int order, float factor, int rows, int columns, str rule, bool transposed_scale, "
+    "str backend) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "quantrot::quantize_fp8_both_ways",
+    "(Tensor x, int rows, int columns, str rule, bool transposed_scale, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "quantrot::fp8_block_gemm",
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int[] a_block, int[] b_block, ScalarType out_dtype, "
+    "Tensor? bias, str backend) -> Tensor",
+)
+
+
+# --- Public ----------------------------------------------------------------------------------------------------------
+
+
+def quantize_fp8_block(
+    x: Tensor,
+    block: tuple[int, int] = (1, 128),
+    scale_rule: Fp8ScaleRule | str = Fp8ScaleRule.bf16,
+    *,
+    transposed_scale: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Quantize [M, K] float32, float16 or bfloat16, any strides, to e4m3 with one scale a block; see the file's top.
+
+    Returns (qdata e4m3 [M, K] contiguous, scale float32 [ceil(M / bm), ceil(K / bn)]). transposed_scale: scale is the
+    transpose of a contiguous [ceil(K / bn), ceil(M / bm)], which "cublas" takes as it is. Not differentiable.
+    ValueError for other than two dimensions, another dtype, a negative block, or a backend that cannot run here.
+    """
+    rule = _check_input("quantize_fp8_block", x, block, scale_rule, backend)
+    return torch.ops.quantrot.quantize_fp8_block(x, block[0], block[1], rule, transposed_scale, backend)
+
+
+def hadamard_quantize_fp8(
+    x: Tensor,
+    *,
+    order: int | None = None,
+    block: int | None = None,
+    signs: Tensor | None = None,
+    scale: float | None = None,
+    block_size: tuple[int, int] = (1, 128),
+    scale_rule: Fp8ScaleRule | str = Fp8ScaleRule.bf16,
+    transposed_scale: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """quantize_fp8_block of hadamard_transform(x), x [M, K]: order, block, signs and scale are the transform's,
+    block_size is the scaled block.
+
+    The transform's float32 sums are quantized as they are. "triton" does both in one kernel for 1 x 128 blocks and
+    orders of at most 16384 padded elements; for others "auto" on a GPU runs the two operators one after the other, with
+    x's dtype, and one rounding to it, in between. Sums in another order differ in their last bits, so a code near a
+    tie may be its neighbour: within one step of the reference's.
+    """
+    rule = _check_input("hadamard_quantize_fp8", x, block_size, scale_rule, backend)
+    size, signs, factor = check_transform(x, order, block, signs, scale, "auto")
+    rows, columns = block_size
+    return torch.ops.quantrot.hadamard_quantize_fp8(
+        x, signs, size, factor, rows, columns, rule, transposed_scale, backend
+    )
+
+
+def quantize_fp8_both_ways(
+    x: Tensor,
+    block: tuple[int, int] = (1, 128),
+    scale_rule: Fp8ScaleRule | str = Fp8ScaleRule.exact,
+    *,
+    transposed_scale: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(qdata, scale) of x [M, K] and (qdata_t, scale_t) of its transpose [K, M], each in `block`, from one read of x.
+
+    block: (1, 128), where qdata_t has other scales than qdata, along M; or (128, 128), where it is qdata turned. M is
+    padded with zeros to a multiple of 128 in qdata_t, which is what multiplies K-major operands along M: a zero adds
+    nothing. Otherwise as quantize_fp8_block.
+    """
+    if tuple(block) not in ((1, 128), (128, 128)):
+        raise ValueError(f"block: {tuple(block)}; allowed: (1, 128), (128, 128)")
+    rule = _check_input("quantize_fp8_both_ways", x, block, scale_rule, backend)
+    return torch.ops.quantrot.quantize_fp8_both_ways(x, block[0], block[1], rule, transposed_scale, backend)
+
+
+def fp8_block_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    a_block: tuple[int, int] = (1, 128),
+    b_block: tuple[int, int] = (128, 128),
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """a [M, K] times the transpose of b [N, K], both e4m3 with block scales, plus bias [N]: [M, N] in out_dtype.
+
+    Products are added in float32 at least every 128 of K, scaled there, and the result is rounded once (bfloat16,
+    float16 or float32). backend: "triton" takes blocks whose columns are a multiple of 128 or all of K, and gives a row
+    the same bits whatever M is; "triton_splitk" is its variant that splits K for few rows (other bits, for a given M
+    always the same ones); "cublas" takes 1 x 128 by 128 x 128 (or 1 x 128), 128 x 128 by 1 x 128, and (1, 0) by (1, 0)
+    on Hopper; "hopper" is CUDA C++ for it, by name only until it has been measured; "reference" dequantizes. ValueError
+    for shapes or dtypes that do not fit, or a backend that cannot run.
+    """
+    _check_product(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend)
+    return torch.ops.quantrot.fp8_block_gemm(
+        a, a_scale, b, b_scale, list(a_block), list(b_block), out_dtype, bias, backend
+    )
+
+
+# --- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_input(name: str, x: Tensor, block: tuple[int, int], rule: Fp8ScaleRule | str, backend: str) -> str:
+    """The rule's name, or ValueError."""
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; {name} takes [M, K]: flatten leading dimensions")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x: dtype {x.dtype}; allowed: {', '.join(map(str, DTYPES))}; convert it first")
+    if len(block) != 2 or min(block) < 0:
+        raise ValueError(f"block: {tuple(block)}; give (rows, columns), each positive, or 0 for the whole dimension")
+    rules = [r.value for r in Fp8ScaleRule]
+    if rule not in rules:
+        raise ValueError(f"scale_rule: {rule!r}; allowed: {', '.join(rules)}")
+    if backend not in QUANTIZERS:
+        raise ValueError(f"backend: {backend!r}; allowed: {', '.join(QUANTIZERS)}")
+    return str(rule)
+
+
+def _check_product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_block: tuple[int, int],
+    b_block: tuple[int, int],
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    backend: str,
+) -> None:
+    for name, data in (("a", a), ("b", b)):
+        if data.dim() != 2 or data.dtype != E4M3:
+            raise ValueError(f"{name}: {data.dtype} {tuple(data.shape)}; a and b are {E4M3} matrices: quantize them")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"b: {tuple(b.shape)} has not a's {a.shape[1]} columns; the product is a times b transposed")
+    for name, data, scale, block in (("a", a, a_scale, a_block), ("b", b, b_scale, b_block)):
+        expected = scale_shape(data.shape, block)
+        if tuple(scale.shape) != expected or scale.dtype != torch.float32:
+            raise ValueError(
+                f"{name}_scale: {scale.dtype} {tuple(scale.shape)}; {name}_block {tuple(block)} of "
+                f"{tuple(data.shape)} takes torch.float32 {expected}"
+            )
+    if out_dtype not in DTYPES:
+        raise ValueError(f"out_dtype: {out_dtype}; allowed: {', '.join(map(str, DTYPES))}")
+    if bias is not None and bias.shape != b.shape[:1]:
+        raise ValueError(f"bias: shape {tuple(bias.shape)}; allowed: ({b.shape[0]},), one number a row of b")
+    if any(t.device != a.device for t in (a_scale, b, b_scale)) or (bias is not None and bias.device != a.device):
+        raise ValueError(f"b, scales or bias: not on a's device {a.device}; move them there")
+    if backend not in ("auto", "reference", *GEMMS):
+        raise ValueError(f"backend: {backend!r}; allowed: auto, {', '.join(GEMMS)}, reference")
+
+
+# --- Backends --------------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.assume_constant_result
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's FP8 kernels run on this device; says once what is missing where a GPU could."""
+    return _has_kernels(device)
+
+
+@lru_cache(maxsize=16)
+def _has_kernels(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
+        return False
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        warnings.warn("FP8 kernels: no Triton, so they run as plain torch; `pip install triton`", stacklevel=2)
+        return False
+    return True
+
+
+def _quantizer(x: Tensor, asked: str) -> bool:
+    """Whether Triton quantizes x, or ValueError where it cannot and was asked for."""
+    able = has_kernels(x.device) or os.environ.get("TRITON_INTERPRET") == "1"
+    if asked == "triton" and not able:
+        raise ValueError(
+            f"backend: 'triton' needs a CUDA device of capability 8.9 or later and Triton, x is on {x.device}; "
+            "allowed here: auto, reference"
+        )
+    return asked == "triton" or (asked == "auto" and has_kernels(x.device))
+
+
+def _product(asked: str, *operands) -> ModuleType | None:
+    """The module that multiplies, None for the reference, or ValueError where it cannot and was asked for."""
+    device = operands[0].device
+    if asked == "reference" or (asked == "auto" and not has_kernels(device)):
+        return None
+    if asked == "auto":
+        modules = (importlib.import_module(GEMMS[name]) for name in AUTO)
+        return next((module for module in modules if module.supports(*operands)), None)
+    if not has_kernels(device) and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"backend: {asked!r} needs a CUDA device of capability 8.9 or later, a is on {device}; "
+            "allowed here: auto, reference"
+        )
+    module = importlib.import_module(GEMMS[asked])
+    if not module.supports(*operands):
+        raise ValueError(f"backend: {asked!r} needs {_needs(module)}; allowed here: auto, reference")
+    return module
+
+
+def _needs(module: ModuleType) -> str:
+    return getattr(module, "NEEDS", "other operands or another device")
+
+
+def _empty_scale(x: Tensor, shape: tuple[int, int], transposed: bool) -> Tensor:
+    """float32, uninitialised, in the asked memory order."""
+    if transposed:
+        return torch.empty(shape[::-1], dtype=torch.float32, device=x.device).T
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _ordered(x: Tensor, scale: Tensor, transposed: bool) -> Tensor:
+    """A contiguous scale in the asked memory order."""
+    return _empty_scale(x, (scale.shape[0], scale.shape[1]), True).copy_(scale) if transposed else scale
+
+
+def _outputs(x: Tensor, block: tuple[int, int], transposed: bool) -> tuple[Tensor, Tensor]:
+    q = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    return q, _empty_scale(x, scale_shape(x.shape, block), transposed)
+
+
+def _turned_outputs(x: Tensor, block: tuple[int, int], transposed: bool) -> tuple[Tensor, Tensor]:
+    shape = torch.Size((x.shape[1], -(-x.shape[0] // 128) * 128))
+    q = torch.empty(shape, dtype=E4M3, device=x.device)
+    return q, _empty_scale(x, scale_shape(shape, block), transposed)
+
+
+def _columns_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+# --- Operators -------------------------------------------------------------------------------------------------------
+
+
+@implement("quantrot::quantize_fp8_block")
+def _quantize(
+    x: Tensor, rows: int, columns: int, rule: str, transposed_scale: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    if not _quantizer(x, backend):
+        q, scale = quantize_reference(x, (rows, columns), rule)
+        return q, _ordered(x, scale, transposed_scale)
+    from quantrot.kernels.fp8 import triton
+
+    q, scale = _outputs(x, (rows, columns), transposed_scale)
+    if x.numel():
+        triton.quantize(_columns_contiguous(x), q, scale, whole((rows, columns), x.shape), rule)
+    return q, scale
+
+
+@implement("quantrot::hadamard_quantize_fp8")
+def _hadamard_quantize(
+    x: Tensor,
+    signs: Tensor | None,
+    order: int,
+    factor: float,
+    rows: int,
+    columns: int,
+    rule: str,
+    transposed_scale: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    if not _quantizer(x, backend):
+        q, scale = hadamard_quantize_reference(x, signs, order, factor, (rows, columns), rule)
+        return q, _ordered(x, scale, transposed_scale)
+    from quantrot.kernels.fp8 import triton_hadamard
+
+    if (rows, columns) != (1, 128) or not triton_hadamard.supports(order, x.shape[1], x.dtype.itemsize):
+        if backend == "triton":
+            raise ValueError(
+                f"backend: 'triton' has no kernel for order {order}, {x.shape[1]} columns and block_size "
+                f"{(rows, columns)}; allowed here: auto, reference"
+            )
+        turned = torch.ops.quantrot.hadamard(x, signs, order, factor, False, "auto")
+        return torch.ops.quantrot.quantize_fp8_block(turned, rows, columns, rule, transposed_scale, backend)
+    q, scale = _outputs(x, (rows, columns), transposed_scale)
+    if x.numel():
+        signs = None if signs is None else signs.contiguous()
+        triton_hadamard.quantize(_columns_contiguous(x), q, scale, signs, order, factor, rule)
+    return q, scale
+
+
+@implement("quantrot::quantize_fp8_both_ways")
+def _both_ways(
+    x: Tensor, rows: int, columns: int, rule: str, transposed_scale: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    block = rows, columns
+    if not _quantizer(x, backend):
+        q, scale, turned, turned_scale = both_ways_reference(x, block, rule)
+        return q, _ordered(x, scale, transposed_scale), turned, _ordered(x, turned_scale, transposed_scale)
+    from quantrot.kernels.fp8 import triton
+
+    q, scale = _outputs(x, block, transposed_scale)
+    turned, turned_scale = _turned_outputs(x, block, transposed_scale)
+    if x.numel():
+        triton.quantize_both_ways(_columns_contiguous(x), q, scale, turned, turned_scale, rows == 128, rule)
+    return q, scale, turned, turned_scale
+
+
+@implement("quantrot::fp8_block_gemm")
+def _gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_block: list[int],
+    b_block: list[int],
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    backend: str,
+) -> Tensor:
+    operands = a, a_scale, b, b_scale, (a_block[0], a_block[1]), (b_block[0], b_block[1]), out_dtype, bias
+    module = _product(backend, *operands)
+    if module is None or not (a.numel() and b.numel()):
+        return gemm_reference(*operands)
+    return module.gemm(*operands)
+
+
+@torch.library.register_fake("quantrot::quantize_fp8_block")
+def _quantize_fake(x, rows, columns, rule, transposed_scale, backend):
+    return _outputs(x, (rows, columns), transposed_scale)
+
+
+@torch.library.register_fake("quantrot::hadamard_quantize_fp8")
+def _hadamard_quantize_fake(x, signs, order, factor, rows, columns, rule, transposed_scale, backend):
+    return _outputs(x, (rows, columns), transposed_scale)
+
+
+@torch.library.register_fake("quantrot::quantize_fp8_both_ways")
+def _both_ways_fake(x, rows, columns, rule, transposed_scale, backend):
+    block = rows, columns
+    return *_outputs(x, block, transposed_scale), *_turned_outputs(x, block, transposed_scale)
+
+
+@torch.library.register_fake("quantrot::fp8_block_gemm")
+def _gemm_fake(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend):
+    return torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+
+
+# --- Autograd --------------------------------------------------------------------------------------------------------
+
+
+def _keep_nothing(ctx, inputs, output) -> None:
+    """A model in eval mode builds a graph that nobody runs backward."""
+
+
+def _not_differentiable(ctx, *grads):
+    raise RuntimeError("FP8 codes and scales have no gradient: detach them, or train with Fp8TrainingLinear")
+
+
+for _name in ("quantize_fp8_block", "hadamard_quantize_fp8", "quantize_fp8_both_ways", "fp8_block_gemm"):
+    torch.library.register_autograd(f"quantrot::{_name}", _not_differentiable, setup_context=_keep_nothing)

@@ -1,0 +1,550 @@
+// Block-scaled FP8 products for sm_90a: c [m, n] = sum over blocks of 128 along k of (a b^T) * a_scale * b_scale
+// (+ bias).
+//
+// a [m, k] and b [n, k] are e4m3 with k contiguous. The tensor cores add 128 products in about 14 bits; each such sum
+// is promoted, multiplied by the product of its two scales and added to float32 registers:
+//
+//   sum = fma(block, a_scale * b_scale, sum)    for the blocks in order
+//
+// With a scale of b for each of its rows, constant along k (CHANNEL), the last step is sum * b_scale instead.
+//
+// Both kernels below do exactly this for every element, whatever the shape of their tiles, so that a token's result has
+// the same bits in any batch. Where k is split between thread blocks for a few tokens, the parts are added in order,
+// and the kernel for many tokens adds the same parts (SEGMENTED).
+//
+//   prefill  many tokens: persistent thread blocks; one warp feeds a ring of stages through the copy engine, GROUPS
+//            warpgroups multiply, each 64 SLABS rows by 128 columns; clusters of two neighbours in n share a's tile.
+//   decode   few tokens: the weights are the operand of 64 rows and the tokens are its columns, so that no tile is
+//            padded to 64 rows of nothing; the blocks of a cluster share the tokens, or split k and add their parts
+//            through each other's shared memory.
+
+namespace quantrot {
+
+// Scales of a matrix: of row r and block of 128 columns k at data[(r >> row_shift) * row_stride + (k >> k_shift) *
+// k_stride].
+struct Scales {
+  const float* data;
+  int row_shift, k_shift;
+  u32 row_stride, k_stride;
+
+  __device__ __forceinline__ u32 row(int r) const { return (u32)(r >> row_shift) * row_stride; }
+  __device__ __forceinline__ u32 column(int k) const { return (u32)(k >> k_shift) * k_stride; }
+};
+
+struct GemmArgs {
+  Scales a, b;
+  const void* bias;  // [n]
+  void* c;
+  int m, n, k;
+  int segment;     // blocks of k whose sum is one part
+  int tile_group;  // rows of tiles that run together, so that what they read stays in L2
+};
+
+__device__ __forceinline__ int blocks_of(int size, int block) { return (size + block - 1) / block; }
+
+// A column's sum -> its result in float32. CHANNEL: it has its own scale of b. BIAS: bytes of an element of the bias, 4
+// (float32), 2 (Out) or 0 (there is none).
+template <bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ float finished(const GemmArgs& args, float sum, int column) {
+  const float y = CHANNEL ? __fmul_rn(sum, __ldg(args.b.data + args.b.row(column))) : sum;  // not fused with the bias
+  if constexpr (BIAS == 4) return y + __ldg((const float*)args.bias + column);
+  if constexpr (BIAS == 2) return y + Out::value(__ldg((const unsigned short*)args.bias + column));
+  return y;
+}
+
+// d = a tile of 64 rows times `W * 2` rows of b, over 128 of k.
+template <int W>
+__device__ __forceinline__ void product128(float (&d)[W], u32 a, u32 b) {
+  product_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++) product(d, operand(a, k), operand(b, k), k > 0);
+  product_commit();
+}
+
+// --- Many tokens -----------------------------------------------------------------------------------------------------
+
+template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER>
+struct PrefillShape {
+  static constexpr int ROWS = 64 * SLABS * GROUPS, COLUMNS = 128;
+  static constexpr int A_BYTES = ROWS * 128, B_BYTES = COLUMNS * 128, STAGE = A_BYTES + B_BYTES;
+  static constexpr int OUTPUT = 64 * COLUMNS * 2;  // of a warpgroup: a slab in 16 bits, two boxes of 64 columns
+  static_assert(SETS == 1 || SLABS == 1, "two sets of sums fit for one slab");
+  static_assert(STAGES * (STAGE + 16) + GROUPS * OUTPUT <= 227 << 10, "shared memory");
+};
+
+// The tiles of c, in groups of rows, columns inside; a cluster takes neighbours in n.
+struct Tiles {
+  int rows, columns, group;
+
+  __device__ __forceinline__ int count() const { return rows * columns; }
+  __device__ __forceinline__ void at(int i, int& row, int& column) const {
+    const int first = i / (group * columns) * group, inside = i - first * columns;
+    const int height = min(group, rows - first);
+    row = first + inside % height;
+    column = inside / height;
+  }
+};
+
+template <class Shape, int STAGES, int CLUSTER>
+__device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap* b, const GemmArgs& args, Tiles tiles,
+                                             int blocks, u32 base, u32 full, u32 empty) {
+  const u64 policy = cache_policy<NORMAL>();
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  Ring<STAGES> ring;
+  for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
+    int row, column;
+    tiles.at(i, row, column);
+    for (int k = 0; k < blocks; k++, ring.next()) {
+      const u32 to = base + ring.stage * Shape::STAGE, bar = full + ring.stage * 8;
+      barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+      barrier_expect(bar, Shape::STAGE);
+      if constexpr (CLUSTER > 1) {
+        constexpr int PART = Shape::ROWS / CLUSTER;
+        tensor_load_all(to + rank * PART * 128, a, k * 128, row * Shape::ROWS + rank * PART, bar, policy,
+                        (1 << CLUSTER) - 1);
+      } else {
+        tensor_load(to, a, k * 128, row * Shape::ROWS, bar, policy);
+      }
+      tensor_load(to + Shape::A_BYTES, b, k * 128, (column * CLUSTER + rank) * Shape::COLUMNS, bar, policy);
+    }
+  }
+}
+
+// A stage is handed back: by a lane a block of the cluster, since all of them fill it.
+template <int CLUSTER>
+__device__ __forceinline__ void release(u32 bar) {
+  if constexpr (CLUSTER > 1) {
+    if (lane_number() < CLUSTER) barrier_arrive_cluster(in_block(bar, lane_number()));
+  } else {
+    if (lane_number() == 0) barrier_arrive(bar);
+  }
+}
+
+// A slab of sums -> 16 bits -> shared memory -> c.
+template <bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& args, const float (&sum)[64], int row,
+                                           int column, u32 output, u32 barrier) {
+  const u32 lane = lane_number(), inside = warp_number() % 4 * 16 + lane / 4;
+  const bool leader = threadIdx.x % 128 == 0;
+  if (leader) tensor_store_wait<0>();
+  named_sync(barrier, 128);
+#pragma unroll
+  for (int j = 0; j < 16; j++) {
+    float y[4] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
+    const int first = column + j * 8 + lane % 4 * 2;
+    if (first < args.n) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) y[i] = finished<CHANNEL, Out, BIAS>(args, y[i], first + i % 2);
+    }
+    const u32 box = output + j / 8 * 8192, byte = j % 8 * 16 + lane % 4 * 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      store_shared(box + swizzled(inside + 8 * h, byte), Out::pack(y[2 * h], y[2 * h + 1]));
+  }
+  fence_async();
+  named_sync(barrier, 128);
+  if (leader) {
+    tensor_store(c, column, row, output);
+    tensor_store(c, column + 64, row, output + 8192);
+    tensor_store_commit();
+  }
+}
+
+// The scales of one block of k for a thread's rows.
+template <int SLABS>
+struct RowScales {
+  float a[SLABS][2], b;
+};
+
+template <bool CHANNEL, int SLABS>
+__device__ __forceinline__ void load_scales(RowScales<SLABS>& s, const GemmArgs& args, const u32 (&rows)[SLABS][2],
+                                            u32 column, int k) {
+  const u32 along = args.a.column(k);
+#pragma unroll
+  for (int i = 0; i < SLABS; i++) {
+    s.a[i][0] = __ldg(args.a.data + (rows[i][0] + along));
+    s.a[i][1] = __ldg(args.a.data + (rows[i][1] + along));
+  }
+  s.b = CHANNEL ? 1.f : __ldg(args.b.data + (column + args.b.column(k)));
+}
+
+__device__ __forceinline__ void promote(float (&sum)[64], const float (&d)[64], const float (&a)[2], float b) {
+  const float scale[2] = {a[0] * b, a[1] * b};
+#pragma unroll
+  for (int i = 0; i < 64; i++) sum[i] = fmaf(d[i], scale[i / 2 % 2], sum[i]);
+}
+
+template <class Shape, int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, bool ORDERED, bool SEGMENTED,
+          bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmArgs& args, Tiles tiles, int blocks,
+                                                 u32 base, u32 full, u32 empty, u32 output) {
+  const u32 group = warp_number() / 4, rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const u32 turn = 1 + group, next_turn = 1 + (group + 1) % GROUPS, own = 1 + GROUPS + group;
+  if (ORDERED && group == GROUPS - 1) named_arrive(next_turn, 256);
+  Ring<STAGES> ring;
+  for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
+    int row, column;
+    tiles.at(i, row, column);
+    row = row * Shape::ROWS + group * 64 * SLABS;
+    column = (column * CLUSTER + rank) * Shape::COLUMNS;
+    u32 rows[SLABS][2];
+#pragma unroll
+    for (int j = 0; j < SLABS * 2; j++) {
+      const int r = row + j / 2 * 64 + j % 2 * 8 + warp_number() % 4 * 16 + lane_number() / 4;
+      rows[j / 2][j % 2] = args.a.row(min(r, args.m - 1));
+    }
+    const u32 b_row = args.b.row(min(column, args.n - 1));
+    float sum[SLABS][64], total[SEGMENTED ? 64 : 1];
+#pragma unroll
+    for (int j = 0; j < SLABS * 64; j++) sum[j / 64][j % 64] = 0.f;
+    if constexpr (SEGMENTED) {
+#pragma unroll
+      for (int j = 0; j < 64; j++) total[j] = 0.f;
+    }
+    int left = args.segment;
+    auto end_block = [&] {  // of a segment, perhaps
+      if constexpr (SEGMENTED) {
+        if (--left == 0) {
+          left = args.segment;
+#pragma unroll
+          for (int j = 0; j < 64; j++) total[j] += sum[0][j], sum[0][j] = 0.f;
+        }
+      }
+    };
+    auto begin = [&](float (&d)[64], int slab) {
+      const u32 a = base + ring.stage * Shape::STAGE + (group * SLABS + slab) * 8192;
+      if constexpr (ORDERED) named_sync(turn, 256);
+      product128(d, a, base + ring.stage * Shape::STAGE + Shape::A_BYTES);
+      if constexpr (ORDERED) named_arrive(next_turn, 256);
+    };
+    if constexpr (SETS == 1) {
+      float d[64];
+      RowScales<SLABS> scales, later;
+      load_scales<CHANNEL>(later, args, rows, b_row, 0);
+      for (int k = 0; k < blocks; k++, ring.next()) {
+        scales = later;
+        load_scales<CHANNEL>(later, args, rows, b_row, min(k + 1, blocks - 1));
+        barrier_wait(full + ring.stage * 8, ring.parity);
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++) {
+          begin(d, slab);
+          product_wait<0>();
+          product_done(d);
+          if (slab == SLABS - 1) release<CLUSTER>(empty + ring.stage * 8);
+          promote(sum[slab], d, scales.a[slab], scales.b);
+        }
+        end_block();
+      }
+    } else {
+      float d[2][64];
+      RowScales<1> scales[2];
+      u32 previous = 0;
+      auto open = [&](float (&s)[64], RowScales<1>& its, int k) {
+        load_scales<CHANNEL>(its, args, rows, b_row, k);
+        barrier_wait(full + ring.stage * 8, ring.parity);
+        begin(s, 0);
+      };
+      auto close = [&](float (&s)[64], const RowScales<1>& its) {
+        product_done(s);
+        release<CLUSTER>(empty + previous * 8);
+        previous = ring.stage;
+        ring.next();
+        promote(sum[0], s, its.a[0], its.b);
+        end_block();
+      };
+      open(d[0], scales[0], 0);
+      previous = ring.stage;
+      ring.next();
+      int k = 1;
+      for (; k + 1 < blocks; k += 2) {
+        open(d[1], scales[1], k);
+        product_wait<1>();
+        close(d[0], scales[0]);
+        open(d[0], scales[0], k + 1);
+        product_wait<1>();
+        close(d[1], scales[1]);
+      }
+      if (k < blocks) {
+        open(d[1], scales[1], k);
+        product_wait<1>();
+        close(d[0], scales[0]);
+        product_wait<0>();
+        product_done(d[1]);
+        release<CLUSTER>(empty + previous * 8);
+        promote(sum[0], d[1], scales[1].a[0], scales[1].b);
+      } else {
+        product_wait<0>();
+        product_done(d[0]);
+        release<CLUSTER>(empty + previous * 8);
+        promote(sum[0], d[0], scales[0].a[0], scales[0].b);
+      }
+      end_block();
+    }
+    if constexpr (SEGMENTED) {
+#pragma unroll
+      for (int j = 0; j < 64; j++) sum[0][j] += total[j];
+    }
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++)
+      store_slab<CHANNEL, Out, BIAS>(c, args, sum[slab], row + slab * 64, column, output + group * Shape::OUTPUT, own);
+  }
+  if (ORDERED && group == 0) named_sync(turn, 256);
+  if (threadIdx.x % 128 == 0) tensor_store_wait<0>();
+}
+
+template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, bool ORDERED, bool SEGMENTED, bool CHANNEL,
+          class Out, int BIAS>
+__device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, const TensorMap* c,
+                                        const GemmArgs& args) {
+  using Shape = PrefillShape<GROUPS, SLABS, SETS, STAGES, CLUSTER>;
+  static_assert(!SEGMENTED || (SETS == 1 && SLABS == 1), "a third set of sums fits beside one");
+  const u32 base = shared_memory(), output = base + STAGES * Shape::STAGE, full = output + GROUPS * Shape::OUTPUT;
+  const u32 empty = full + STAGES * 8, warp = warp_number();
+  const Tiles tiles{blocks_of(args.m, Shape::ROWS), blocks_of(args.n, Shape::COLUMNS * CLUSTER), args.tile_group};
+  const int blocks = blocks_of(args.k, 128);
+  if (warp == GROUPS * 4 && lane_number() == 0) {
+    tensor_prefetch(a), tensor_prefetch(b), tensor_prefetch(c);
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, 4 * GROUPS * CLUSTER);
+    }
+    barrier_init_done();
+  }
+  if constexpr (CLUSTER > 1) {
+    cluster_start();
+  } else {
+    block_sync();
+  }
+  grid_wait();
+  if (warp >= GROUPS * 4) {
+    if constexpr (GROUPS == 2) give_registers<40>();
+    if constexpr (GROUPS == 3) give_registers<32>();
+    if (warp == GROUPS * 4) prefill_load<Shape, STAGES, CLUSTER>(a, b, args, tiles, blocks, base, full, empty);
+  } else {
+    if constexpr (GROUPS == 2) take_registers<232>();
+    if constexpr (GROUPS == 3) take_registers<160>();
+    prefill_multiply<Shape, GROUPS, SLABS, SETS, STAGES, CLUSTER, ORDERED, SEGMENTED, CHANNEL, Out, BIAS>(
+        c, args, tiles, blocks, base, full, empty, output);
+  }
+  if constexpr (CLUSTER > 1) cluster_sync();  // a block that ended could still be written to
+}
+
+// --- Few tokens ------------------------------------------------------------------------------------------------------
+
+// SPLIT blocks of a cluster share k, SHARE of them share the tokens (each has its own COLUMNS of c). With fewer than 64
+// columns, for matrices of few rows, the operand of 64 rows runs on into whatever follows and those sums are left: the
+// memory, not the tensor cores, has to be kept busy, and by many blocks.
+template <int TOKENS, int COLUMNS_, int STAGES, int SPLIT, int SHARE>
+struct DecodeShape {
+  static constexpr int COLUMNS = COLUMNS_, CLUSTER = SPLIT * SHARE, GROUPS = (COLUMNS + 63) / 64;
+  static constexpr int B_BYTES = COLUMNS * 128, A_BYTES = TOKENS * 128, STAGE = A_BYTES + B_BYTES;
+  static constexpr int PAD = GROUPS * 8192 - B_BYTES;  // what the last stage's operand runs on into
+  static constexpr int PITCH = COLUMNS + 4;  // of the parts, floats: lanes meet different banks
+  static_assert(TOKENS / SHARE % 8 == 0 && TOKENS % SHARE == 0, "a share of the tokens is whole groups of eight rows");
+  static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE, "the parts take the stages' place");
+  static_assert(COLUMNS % 64 == 0 || COLUMNS == 32 || COLUMNS == 16, "whole warps, each with 16 columns");
+  __device__ __forceinline__ static bool counts() { return COLUMNS % 64 == 0 || warp_number() * 16 < COLUMNS; }
+};
+
+// EARLY: the first weights are asked for while the kernel before this one may still run.
+template <class Shape, int TOKENS, int STAGES, int SHARE, bool EARLY>
+__device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap* b, int token, int column, int first,
+                                            int count, bool once, u32 rank, u32 base, u32 full, u32 empty) {
+  const u64 keep = cache_policy<LAST>(), stream = once ? cache_policy<FIRST>() : cache_policy<NORMAL>();
+  const u32 share = rank % SHARE;
+  auto weights = [&](int k, u32 stage) {
+    barrier_expect(full + stage * 8, Shape::STAGE);
+    tensor_load(base + stage * Shape::STAGE, b, (first + k) * 128, column, full + stage * 8, stream);
+  };
+  auto tokens = [&](int k, u32 stage) {
+    const u32 to = base + stage * Shape::STAGE + Shape::B_BYTES, bar = full + stage * 8;
+    if constexpr (SHARE > 1) {
+      constexpr int PART = TOKENS / SHARE;
+      tensor_load_all(to + share * PART * 128, a, (first + k) * 128, token + share * PART, bar, keep,
+                      ((1 << SHARE) - 1) << (rank - share));
+    } else {
+      tensor_load(to, a, (first + k) * 128, token, bar, keep);
+    }
+  };
+  const int ahead = EARLY ? min(count, STAGES) : 0;
+  if constexpr (EARLY) {
+    for (int k = 0; k < ahead; k++) weights(k, k);
+    grid_wait();
+    for (int k = 0; k < ahead; k++) tokens(k, k);
+  }
+  Ring<STAGES> ring;
+  if (ahead == STAGES) ring.parity = 1;
+  for (int k = ahead; k < count; k++, ring.next()) {
+    barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+    weights(k, ring.stage);
+    tokens(k, ring.stage);
+  }
+}
+
+// a_scale * b_scale of every token and block of k of this part -> shared memory [count, TOKENS]. Many loads at once:
+// the stages fill meanwhile, and should not wait.
+template <int TOKENS, int GROUPS, bool CHANNEL>
+__device__ __forceinline__ void decode_scales(const GemmArgs& args, int token, int column, int first, int count,
+                                              u32 scales) {
+  constexpr int BATCH = TOKENS <= 16 ? 8 : 16, THREADS = 128 * GROUPS;
+  const float* b = args.b.data + args.b.row(min(column, args.n - 1));
+  for (int start = threadIdx.x; start < count * TOKENS; start += THREADS * BATCH) {
+    float left[BATCH], right[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const int i = start + j * THREADS, k = first + i / TOKENS, t = token + i % TOKENS;
+      const bool real = i < count * TOKENS && t < args.m;
+      left[j] = real ? __ldg(args.a.data + (args.a.row(t) + args.a.column(k))) : 0.f;
+      right[j] = CHANNEL ? 1.f : real ? __ldg(b + args.b.column(k)) : 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const int i = start + j * THREADS;
+      if (i < count * TOKENS) store_shared(scales + i * 4, left[j] * right[j]);
+    }
+  }
+}
+
+// A stage is handed back to the blocks that fill it.
+template <int SHARE>
+__device__ __forceinline__ void decode_release(u32 bar, u32 rank) {
+  if constexpr (SHARE > 1) {
+    if (lane_number() < SHARE) barrier_arrive_cluster(in_block(bar, rank / SHARE * SHARE + lane_number()));
+  } else {
+    if (lane_number() == 0) barrier_arrive(bar);
+  }
+}
+
+// sum [64 columns of c (or fewer), TOKENS] over this block's part of k, two sets of sums in turn.
+template <class Shape, int TOKENS, int STAGES, int SHARE>
+__device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int count, u32 rank, u32 base, u32 scales,
+                                                u32 full, u32 empty) {
+  constexpr int W = TOKENS / 2;
+  float d[2][W];
+  Ring<STAGES> ring;
+  u32 previous = 0;
+  const u32 weights = base + warp_number() / 4 * 8192, own_scales = scales + lane_number() % 4 * 8;
+  auto open = [&](float (&s)[W]) {
+    const u32 from = ring.stage * Shape::STAGE;
+    barrier_wait(full + ring.stage * 8, ring.parity);
+    product128(s, weights + from, base + from + Shape::B_BYTES);
+  };
+  const bool counts = Shape::counts();
+  auto close = [&](float (&s)[W], int k, bool last) {
+    float2 scale[W / 4];
+#pragma unroll
+    for (int j = 0; j < W; j += 4) scale[j / 4] = load_shared2(own_scales + (k * TOKENS + j * 2) * 4);
+    if (last) {
+      product_wait<0>();
+    } else {
+      product_wait<1>();
+    }
+    product_done(s);
+    decode_release<SHARE>(empty + previous * 8, rank);
+    if (!counts) return;
+#pragma unroll
+    for (int j = 0; j < W; j++) sum[j] = fmaf(s[j], j % 2 ? scale[j / 4].y : scale[j / 4].x, sum[j]);
+  };
+  auto next = [&] {
+    previous = ring.stage;
+    ring.next();
+  };
+  if (count == 0) return;
+  open(d[0]);
+  next();
+  int k = 1;
+  for (; k + 1 < count; k += 2) {
+    open(d[1]);
+    close(d[0], k - 1, false);
+    next();
+    open(d[0]);
+    close(d[1], k, false);
+    next();
+  }
+  if (k < count) {
+    open(d[1]);
+    close(d[0], k - 1, false);
+    next();
+    close(d[1], k, true);
+  } else {
+    close(d[0], k - 1, true);
+  }
+}
+
+// The parts of the cluster's blocks, added in the order of k -> c.
+template <class Shape, int TOKENS, int SPLIT, int SHARE, bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ void decode_store(const GemmArgs& args, int token, int column, u32 rank, u32 parts) {
+  constexpr int UNITS = Shape::COLUMNS / 8, THREADS = 128 * Shape::GROUPS;  // units of eight columns, a token
+  for (int i = rank / SHARE * THREADS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * THREADS) {
+    const int t = i / UNITS, c = i % UNITS * 8;
+    if (token + t >= args.m || column + c >= args.n) continue;
+    float y[8];
+#pragma unroll
+    for (int p = 0; p < SPLIT; p++) {
+      const u32 from = parts + (t * Shape::PITCH + c) * 4;
+      const u32 mapped = in_block(from, p * SHARE + rank % SHARE);
+      const float4 lo = load_cluster4(mapped), hi = load_cluster4(mapped + 16);
+      const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+#pragma unroll
+      for (int j = 0; j < 8; j++) y[j] = p ? y[j] + part[j] : part[j];
+    }
+    Quad out;
+#pragma unroll
+    for (int j = 0; j < 8; j++) y[j] = finished<CHANNEL, Out, BIAS>(args, y[j], column + c + j);
+#pragma unroll
+    for (int j = 0; j < 4; j++) out.w[j] = Out::pack(y[2 * j], y[2 * j + 1]);
+    *(Quad*)((unsigned short*)args.c + (i64)(token + t) * args.n + column + c) = out;
+  }
+}
+
+template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, int SHARE, bool EARLY, bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
+  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, SPLIT, SHARE>;
+  constexpr int GROUPS = Shape::GROUPS;
+  const u32 base = shared_memory(), full = base + STAGES * Shape::STAGE + Shape::PAD, empty = full + STAGES * 8;
+  const u32 scales = empty + STAGES * 8, warp = warp_number(), rank = Shape::CLUSTER > 1 ? cluster_rank() : 0;
+  const int unit = blockIdx.x / Shape::CLUSTER, token_tiles = blocks_of(args.m, TOKENS);
+  const int token = unit % token_tiles * TOKENS, column = (unit / token_tiles * SHARE + rank % SHARE) * Shape::COLUMNS;
+  const int blocks = blocks_of(args.k, 128), first = min((int)(rank / SHARE) * args.segment, blocks);
+  const int count = min(args.segment, blocks - first);
+  if (warp == GROUPS * 4 && lane_number() == 0) {
+    tensor_prefetch(a), tensor_prefetch(b);
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, 4 * GROUPS * SHARE);
+    }
+    barrier_init_done();
+  }
+  if constexpr (SHARE > 1) {
+    cluster_start();
+  } else {
+    block_sync();
+  }
+  if constexpr (!EARLY) grid_wait();
+  if (warp == GROUPS * 4) {
+    decode_load<Shape, TOKENS, STAGES, SHARE, EARLY>(a, b, token, column, first, count, token_tiles == 1, rank, base,
+                                                     full, empty);
+  } else {
+    if constexpr (EARLY) grid_wait();
+    decode_scales<TOKENS, GROUPS, CHANNEL>(args, token, column, first, count, scales);
+    named_sync(1, 128 * GROUPS);
+    float sum[TOKENS / 2];
+#pragma unroll
+    for (int j = 0; j < TOKENS / 2; j++) sum[j] = 0.f;
+    decode_multiply<Shape, TOKENS, STAGES, SHARE>(sum, count, rank, base, scales, full, empty);
+    named_sync(1, 128 * GROUPS);  // every warp's products have read the stages
+    const u32 lane = lane_number(), n = warp * 16 + lane / 4;
+    if (Shape::counts()) {
+#pragma unroll
+      for (int j = 0; j < TOKENS / 2; j++)
+        store_shared(base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * Shape::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
+    }
+    if constexpr (Shape::CLUSTER == 1) named_sync(1, 128 * GROUPS);
+  }
+  if constexpr (Shape::CLUSTER > 1) cluster_sync();
+  if (warp < GROUPS * 4)
+    decode_store<Shape, TOKENS, SPLIT, SHARE, CHANNEL, Out, BIAS>(args, token, column, rank, base);
+  if constexpr (SPLIT > 1) cluster_sync();  // a block that ended could still be read
+}
+
+}  // namespace quantrot

@@ -1,0 +1,407 @@
+"""The block-scaled FP8 product for Hopper: CUDA C++ (gemm.cuh, on kernels/hopper.cuh), compiled at first use.
+
+    gemm         a [M, K], b [N, K], e4m3 with block scales -> a b^T [M, N], + bias
+    unsupported  why these operands are not for it, or None; `supports` is the same as a bool
+
+Order of operations, the same for every tile shape: 128 products are added by the tensor cores, that sum times
+(a_scale * b_scale) is added to a float32 sum in the order of K, the bias is added, the result is rounded once. With a
+b_scale a row, block (1, 0), that sum times a_scale is added, and the whole is multiplied by b_scale before the bias. K
+is one chain, or as many parts as `parts_of(N, K)` says, each a chain, added in order; never a matter of M, so a row has
+the same bits alone and in any batch.
+
+Layouts: K contiguous, rows (and the data) aligned to 16 bytes: K a multiple of 16, N of 8. Scales in any strides; an
+a_scale [M, K / 128] is read fastest with its rows adjacent (stride (1, M): a [K / 128, M] tensor, transposed).
+"""
+
+import ctypes
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel, processors
+
+OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+E4M3 = torch.float8_e4m3fn
+PROCESSORS = 132  # of the device that the rules are for
+BUSY = 112  # thread blocks that keep the memory busy
+WHOLE = 31  # the shift of a block that is the whole dimension
+ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
+    const __grid_constant__ quantrot::TensorMap a, const __grid_constant__ quantrot::TensorMap b,
+    const __grid_constant__ quantrot::TensorMap c, const __grid_constant__ quantrot::GemmArgs args) {{
+  quantrot::{call};
+}}
+"""
+
+
+def _ceil(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Many tokens: tiles of 64 * slabs * groups tokens by 128 columns, persistent thread blocks."""
+
+    groups: int = 2  # warpgroups that multiply
+    slabs: int = 2  # of 64 tokens, a warpgroup
+    sets: int = 1  # of tensor core sums: with 2 a warpgroup promotes one block of K while the next is multiplied
+    stages: int = 4  # blocks of K in shared memory
+    cluster: int = 2  # thread blocks that share the tokens of a tile
+    ordered: bool = True  # warpgroups take turns to multiply
+    tile_group: int = 8  # rows of tiles that run together
+    overlap: bool = False  # launched while the kernel before it ends
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.slabs * self.groups
+
+    resident = 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    def shared_bytes(self, segment: int) -> int:
+        return self.stages * ((self.rows + 128) * 128 + 16) + self.groups * (16 << 10)
+
+    def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
+        flags = ", ".join(str(flag).lower() for flag in (self.ordered, parts > 1, channel))
+        return (
+            f"prefill<{self.groups}, {self.slabs}, {self.sets}, {self.stages}, {self.cluster}, {flags}, "
+            f"quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
+        )
+
+    def grid(self, m: int, n: int, processors: int) -> int:
+        tiles = _ceil(m, self.rows) * _ceil(n, 128 * self.cluster)
+        return min(tiles, processors // self.cluster) * self.cluster
+
+    def boxes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of what the copy engine moves of a, b and c."""
+        return (self.rows // self.cluster, 128), (128, 128), (64, 64)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Few tokens: tiles of `columns` of c (rows of b) by `tokens`; a cluster shares K, or the tokens, or both."""
+
+    tokens: int  # of a tile: 8, 16, 32, 64
+    columns: int = 64  # 16, 32, 64, or 128 by two warpgroups
+    stages: int = 8  # blocks of K in shared memory
+    share: int = 1  # neighbouring thread blocks that read the tokens once
+    resident: int = 2  # thread blocks a multiprocessor
+    overlap: bool = False  # launched while the kernel before it ends
+    early: bool = False  # and reads b before that end: only where that kernel does not write b
+
+    @property
+    def threads(self) -> int:
+        return 128 * _ceil(self.columns, 64) + 32
+
+    def stage_bytes(self) -> int:
+        return (self.tokens + self.columns) * 128 + 16
+
+    def shared_bytes(self, segment: int) -> int:
+        pad = (-self.columns % 64) * 128  # an operand of 64 rows reads past its columns
+        return self.stages * self.stage_bytes() + pad + segment * self.tokens * 4
+
+    def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
+        flags = ", ".join(str(flag).lower() for flag in (self.early, channel))
+        return (
+            f"decode<{self.tokens}, {self.columns}, {self.stages}, {parts}, {self.share}, {flags}, "
+            f"quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
+        )
+
+    def grid(self, m: int, n: int, parts: int) -> int:
+        return _ceil(m, self.tokens) * _ceil(n, self.columns * self.share) * self.share * parts
+
+    def boxes(self) -> tuple[tuple[int, int], ...]:
+        return (self.tokens // self.share, 128), (self.columns, 128)
+
+
+Plan = Prefill | Decode
+
+
+@lru_cache(maxsize=1)
+def device_functions() -> str:
+    """The C++ that every kernel starts with."""
+    here = Path(__file__).parent
+    return (here.parent / "hopper.cuh").read_text() + (here / "gemm.cuh").read_text()
+
+
+def entry(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, name: str = "gemm") -> str:
+    """C++ of the kernel `name`. channel: b has a scale a row; bias: the bytes of an element of it, 0 for none."""
+    cluster = plan.cluster if isinstance(plan, Prefill) else plan.share * parts
+    return ENTRY.format(
+        cluster=f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else "",
+        threads=plan.threads,
+        resident=plan.resident,
+        name=name,
+        call=plan.call(parts, channel, out, bias),
+    )
+
+
+# --- Plans -----------------------------------------------------------------------------------------------------------
+
+
+def parts_of(n: int, k: int) -> int:
+    """Into how many parts K is split, for every number of tokens."""
+    parts, tiles, blocks = 1, _ceil(n, 16), _ceil(k, 128)
+    while parts < 8 and 2 * parts * tiles < BUSY and blocks >= 8 * parts:
+        parts *= 2
+    return parts
+
+
+def segment_of(k: int, parts: int) -> int:
+    """Blocks of 128 of K in one part."""
+    return _ceil(_ceil(k, 128), parts)
+
+
+def _decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
+    tokens = next(t for t in (8, 16, 32, 64) if t >= min(m, 64))
+    tiles = _ceil(m, tokens) * parts
+    columns = next((c for c in (64, 32) if tiles * _ceil(n, c) >= BUSY), 16)
+    share = min(1 if tokens < 32 else 2 if columns == 64 else 4, tokens // 8, 8 // parts)
+    plan = Decode(tokens, columns=columns, share=share)
+    plan = replace(plan, resident=1 if plan.grid(m, n, parts) <= PROCESSORS else 2)
+    budget = min(MAX_SHARED, SM_SHARED // plan.resident - 1024) - replace(plan, stages=0).shared_bytes(
+        segment_of(k, parts)
+    )
+    in_flight = (192 << 10) // plan.resident // (columns * 128)  # of b, enough for the memory's latency
+    return replace(plan, stages=min(budget // plan.stage_bytes(), in_flight))
+
+
+def plan_for(m: int, n: int, k: int, parts: int) -> Plan:
+    """The plan of these sizes, by rule."""
+    if m > 64:
+        waves = {rows: _ceil(_ceil(m, rows) * _ceil(n, 128), PROCESSORS) * rows for rows in (128, 256)}
+        if parts == 1 and waves[256] <= waves[128]:
+            return Prefill()
+        if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
+            return Prefill(slabs=1, stages=6)
+    plan = _decode_plan(m, n, k, parts)
+    return plan if plan.stages >= 2 else Prefill(slabs=1, stages=6)
+
+
+# --- What can be run -------------------------------------------------------------------------------------------------
+
+NEEDS = (
+    "an NVIDIA GPU of capability 9.0 and cuda.core; powers of two from (1, 128) on for a, from (128, 128) on for b, 0 "
+    "for a whole dimension, or (1, 0) for b; K a multiple of 16, N of 8; a bfloat16 or float16 result"
+)
+
+
+def _whole(block: tuple[int, int], shape: torch.Size) -> tuple[int, int]:
+    """The block with 0 for a dimension that it covers."""
+    rows, columns = (0 if b >= size else b for b, size in zip(block, shape, strict=True))
+    return rows, columns
+
+
+def _allowed(block: int, least: int) -> bool:
+    """A power of two from `least` on, or 0: the whole dimension."""
+    return block == 0 or (block >= least and block & (block - 1) == 0)
+
+
+def _grid_of(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
+    rows, columns = (_ceil(size, b) if b else 1 for size, b in zip(shape, block, strict=True))
+    return rows, columns
+
+
+def unsupported(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_block: tuple[int, int],
+    b_block: tuple[int, int],
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> str | None:
+    """Why `gemm` does not take these operands (whatever the device), or None."""
+    (m, k), n = a.shape, b.shape[0]
+    if a.dtype != E4M3 or b.dtype != E4M3:
+        return f"a is {a.dtype}, b is {b.dtype}; both must be {E4M3}"
+    if out_dtype not in OUT:
+        return f"out_dtype is {out_dtype}; allowed: {', '.join(map(str, OUT))}"
+    if b.shape[1] != k or k == 0 or n == 0 or k % 16 or n % 8:
+        return f"a is [{m}, {k}], b is {list(b.shape)}; K must be a multiple of 16, N of 8"
+    if max(m, n, k) >= 1 << 30:
+        return f"a size of {max(m, n, k)}; allowed: below 2^30"
+    for name, x, scale, block in (("a", a, a_scale, a_block), ("b", b, b_scale, b_block)):
+        rows, columns = _whole(block, x.shape)
+        by_row = name == "a" or (rows, columns) == (1, 0)
+        if not _allowed(rows, 1 if by_row else 128) or not _allowed(columns, 128):
+            return f"{name}_block is {block}; allowed: {NEEDS.split('; ')[1]}"
+        grid = _grid_of(x.shape, block)
+        if scale.dtype != torch.float32 or tuple(scale.shape) != grid:
+            return f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(grid)}"
+        if sum((size - 1) * stride for size, stride in zip(scale.shape, scale.stride(), strict=True)) >= 1 << 32:
+            return f"{name}_scale spans 2^32 elements or more"
+    if bias is not None and (bias.shape != (n,) or bias.dtype not in (torch.float32, out_dtype)):
+        return f"bias is {bias.dtype} {list(bias.shape)}; it must be [{n}], float32 or {out_dtype}"
+    return None
+
+
+def supports(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_block: tuple[int, int],
+    b_block: tuple[int, int],
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> bool:
+    """Whether `gemm` takes this product: operands, device and installation."""
+    on_device = a.device.type == "cuda" and nvrtc.available(a.device)
+    return on_device and unsupported(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias) is None
+
+
+# --- Launch ----------------------------------------------------------------------------------------------------------
+
+
+class Scales(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("row_shift", ctypes.c_int),
+        ("k_shift", ctypes.c_int),
+        ("row_stride", ctypes.c_uint),
+        ("k_stride", ctypes.c_uint),
+    ]
+
+
+class GemmArgs(ctypes.Structure):
+    _fields_ = [
+        ("a", Scales),
+        ("b", Scales),
+        ("bias", ctypes.c_void_p),
+        ("c", ctypes.c_void_p),
+        ("m", ctypes.c_int),
+        ("n", ctypes.c_int),
+        ("k", ctypes.c_int),
+        ("segment", ctypes.c_int),
+        ("tile_group", ctypes.c_int),
+    ]
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ubyte * 128) for name in "abc"] + [("args", GemmArgs)]
+
+
+def arguments(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    c: Tensor,
+    a_block: tuple[int, int],
+    b_block: tuple[int, int],
+    bias: Tensor | None,
+    plan: Plan,
+    parts: int,
+) -> GemmArgs:
+    """The kernel's last parameter."""
+    (m, k), n = a.shape, b.shape[0]
+
+    def scales(x: Tensor, scale: Tensor, block: tuple[int, int]) -> Scales:
+        rows, columns = (WHOLE if size == 0 else size.bit_length() - 1 for size in _whole(block, x.shape))
+        return Scales(scale.data_ptr(), rows, columns if columns == WHOLE else columns - 7, *scale.stride())
+
+    return GemmArgs(
+        scales(a, a_scale, a_block),
+        scales(b, b_scale, b_block),
+        bias.data_ptr() if bias is not None else None,
+        c.data_ptr(),
+        m,
+        n,
+        k,
+        segment_of(k, parts),
+        plan.tile_group if isinstance(plan, Prefill) else 0,
+    )
+
+
+def is_channel(b: Tensor, block: tuple[int, int]) -> bool:
+    """Whether b has a scale for each row, constant along K."""
+    return block[0] == 1 and _whole(block, b.shape) == (1, 0)
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(data: int, rows: int, columns: int, pitch: int, box: tuple[int, int], dtype: torch.dtype) -> bytes:
+    """The driver's description of a matrix for the copy engine: boxes in 128-byte swizzle, zeros past the edges."""
+    kind = {E4M3: 0, torch.float16: 6, torch.bfloat16: 9}[dtype]  # CUtensorMapDataType; bytes for e4m3
+    no_interleave, swizzle_128, promote_256, fill_zeros = 0, 3, 3, 0
+    room = ctypes.create_string_buffer(128 + 64)
+    start = -ctypes.addressof(room) % 64  # the driver wants it aligned, which cuda.bindings' object is not
+    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.byref(room, start),
+        kind,
+        2,
+        ctypes.c_void_p(data),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(pitch),
+        (ctypes.c_uint32 * 2)(box[1], box[0]),
+        (ctypes.c_uint32 * 2)(1, 1),
+        no_interleave,
+        swizzle_128,
+        promote_256,
+        fill_zeros,
+    )
+    if error:
+        raise RuntimeError(f"CUDA driver: error {error} for a tensor map of [{rows}, {columns}], pitch {pitch}")
+    return room.raw[start : start + 128]
+
+
+@lru_cache(maxsize=1024)
+def _kernel(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, segment: int, device: int) -> Any:
+    """The function, ready to launch on this device."""
+    source = device_functions() + entry(plan, parts, channel, out, bias)
+    return load_kernel(source, "gemm", plan.shared_bytes(segment), device)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x with contiguous columns and rows that start at multiples of 16 bytes."""
+    plain = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.stride(0) >= x.shape[1] and x.data_ptr() % 16 == 0
+    return x if plain else x.clone(memory_format=torch.contiguous_format)
+
+
+def gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_block: tuple[int, int],
+    b_block: tuple[int, int],
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    plan: Plan | None = None,
+    parts: int | None = None,
+) -> Tensor:
+    """a [M, K] times the transpose of b [N, K], both e4m3 with block scales, + bias: [M, N] in out_dtype, contiguous.
+
+    plan and parts: instead of the rules' (to measure). Raises ValueError for what `unsupported` names.
+    """
+    reason = unsupported(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias)
+    if reason:
+        raise ValueError(f"{reason}; use another backend")
+    (m, k), n = a.shape, b.shape[0]
+    c = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    if m == 0:
+        return c
+    a, b, bias = _aligned(a), _aligned(b), bias.contiguous() if bias is not None else None
+    parts = parts or parts_of(n, k)
+    plan = plan or plan_for(m, n, k, parts)
+    device, segment, channel = a.get_device(), segment_of(k, parts), is_channel(b, b_block)
+    maps = [
+        _tensor_map(x.data_ptr(), *x.shape, x.stride(0) * x.itemsize, box, x.dtype)
+        for x, box in zip((a, b, c), plan.boxes(), strict=False)
+    ]
+    values = _Arguments(args=arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts))
+    for field, value in zip("abc", maps, strict=False):
+        ctypes.memmove(getattr(values, field), value, 128)
+    function = _kernel(plan, parts, channel, out_dtype, bias.itemsize if bias is not None else 0, segment, device)
+    blocks = plan.grid(m, n, processors(device) if isinstance(plan, Prefill) else parts)
+    nvrtc.launch(function, (blocks,), plan.threads, plan.shared_bytes(segment), values, device, overlap=plan.overlap)
+    return c

@@ -1,0 +1,46 @@
+"""INT4 in groups along the last dimension, asymmetric: the KV cache's narrowest format.
+
+    quantize_int4    x [..., D] float -> codes uint8 [..., D/2], scale bfloat16 [..., D/group], low bfloat16 (as scale)
+    dequantize_int4  codes, scale, low -> [..., D] float
+
+x ~= code * scale + low, codes 0 to 15: low is the group's minimum and scale a fifteenth of its range, both rounded to
+bfloat16 before they divide; rounding is to nearest, ties to even, in float32. Byte j holds column 2j in its low nibble
+and column 2j + 1 in its high one. A constant group is low itself (to bfloat16). A group that holds a NaN or an infinity
+dequantizes to NaN. Keys and values are one-sided in many channels, so a symmetric code wastes a bit on some groups
+(docs/attention.md has what it costs). QuaRot, arXiv:2404.00456, quantizes its KV cache so.
+"""
+
+import torch
+from torch import Tensor
+
+GROUPS = (64, 128)
+LEVELS = 15
+
+
+def group_for(width: int, group: int) -> int:
+    """The group along a side: `group` where it divides the width, else the whole width."""
+    return group if width % group == 0 else width
+
+
+def quantize_int4(x: Tensor, group: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize [..., D], D even and a multiple of `group`, any float dtype, any strides. ValueError if D does not."""
+    width = x.shape[-1]
+    if width % 2 or group < 1 or width % group:
+        raise ValueError(f"x has {width} columns and groups of {group}; an even width and a divisor of it are needed")
+    values = x.to(torch.float32).unflatten(-1, (-1, group))
+    low, high = values.amin(-1), values.amax(-1)
+    low = low.to(torch.bfloat16)
+    scale = ((high - low.to(torch.float32)) / LEVELS).to(torch.bfloat16)
+    scale = torch.where(scale == 0, 1.0, scale).to(torch.bfloat16)
+    steps = (values - low.to(torch.float32).unsqueeze(-1)) / scale.to(torch.float32).unsqueeze(-1)
+    finite = torch.isfinite(scale) & torch.isfinite(low)
+    code = torch.where(finite.unsqueeze(-1), steps, 0.0).round_().clamp_(0, LEVELS).to(torch.uint8).flatten(-2)
+    pairs = code.unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4), torch.where(finite, scale, torch.nan).to(torch.bfloat16), low
+
+
+def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[..., D] in `dtype`: the float32 product and sum, rounded once."""
+    code = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).unflatten(-1, (scale.shape[-1], -1))
+    x = code.to(torch.float32) * scale.to(torch.float32).unsqueeze(-1) + low.to(torch.float32).unsqueeze(-1)
+    return x.flatten(-2).to(dtype)

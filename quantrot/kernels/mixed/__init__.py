@@ -1,0 +1,263 @@
+"""The mixed-input product: one operand in 8 bits, the other one wide; y = x W^T.
+
+    x           [..., K] and weight [N, K]: one of them is narrow, the other bfloat16, float16, float32 or float64
+    narrow      int8, uint8 or float8_e4m3fn; a weight also int32 [N, ceil(K / 4)], as `pack_int8` and the on-disk
+                layout of compressed-tensors have it: a view of bytes q + 128, never repacked
+    scale       [R] or [R, G], any float type, for the narrow operand's R rows: each K / G columns share one
+    zero_point  as scale, int8 (uint8 for uint8 codes), or None: what is subtracted from the codes; not with e4m3
+    bias        [N] or None
+    y           [..., N] in the wide operand's dtype
+
+Order of operations: codes are converted, and zero points subtracted, exactly; the products of a group of columns are
+summed in float32 (float64 for float64); the sum is multiplied by the group's scale in float32 and added to the other
+groups', in order; the bias is added; the result is rounded once, to nearest even. Inf and NaN of the wide operand, of
+scales and of e4m3 codes go through as in those sums.
+
+Backends, on CUDA devices: "triton" (bfloat16 and float16; one scale a row, or groups in multiples of 64), which widens
+codes on their way to the tensor cores; "expand", which writes the dequantized operand, rounded to the wide type, and
+multiplies it by cuBLAS; "reference" (plain torch), which is also what a CPU runs. "auto" expands where the wide operand
+has so many rows that this costs little against the product, and for what "triton" does not take. Any N and K are
+right; K that is no multiple of 16 is read in narrower pieces. Up to 16 rows of x, on "triton", a row's bits do not
+depend on the other rows.
+
+The operators are torch.library's, `quantrot::mixed_gemm` and `quantrot::mixed_expand`: autograd (with respect to the
+wide operand and the bias), torch.compile and CUDA graphs see one opaque function.
+"""
+
+import os
+import warnings
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantrot.kernels.mixed.reference import (
+    dequantize,
+    dequantize_int8,
+    mixed_reference,
+    pack_int8,
+    quantize_int8,
+    unpack_int8,
+)
+from quantrot.kernels.mixed.tuned import EXPAND_FROM
+from quantrot.kernels.operators import implement
+
+__all__ = ["dequantize_int8", "has_kernels", "mixed_gemm", "mixed_ref", "pack_int8", "quantize_int8", "unpack_int8"]
+
+HAS_TRITON = find_spec("triton") is not None
+KINDS = {torch.int8: "int8", torch.uint8: "uint8", torch.float8_e4m3fn: "e4m3", torch.int32: "packed"}
+WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+BACKENDS = ("auto", "triton", "expand", "reference")
+GROUP_STEP = 64  # the kernels' groups are multiples of it
+
+OPERANDS = "Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? bias"
+torch.library.define("quantrot::mixed_gemm", f"({OPERANDS}, str backend) -> Tensor")
+torch.library.define(
+    "quantrot::mixed_expand",
+    "(Tensor codes, Tensor scale, Tensor? zero_point, int columns, ScalarType dtype) -> Tensor",
+)
+
+
+def mixed_gemm(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """x [..., K] times the transpose of weight [N, K], one of them narrow: [..., N] in the wide one's dtype.
+
+    Which is narrow, the dtypes say; scale and zero_point belong to it (activations count as [M, K], leading dimensions
+    flattened). Any strides. Differentiable in the wide operand and the bias. The contract is at the top of the file.
+    Raises ValueError for shapes, dtypes or devices that do not fit, or a backend that cannot run here.
+    """
+    scale, zero_point = _check(x, weight, scale, zero_point, bias, backend)
+    y = torch.ops.quantrot.mixed_gemm(x.reshape(-1, x.shape[-1]), weight, scale, zero_point, bias, backend)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def mixed_ref(
+    x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """The definition of mixed_gemm, in plain torch on any device: same arguments, same errors."""
+    scale, zero_point = _check(x, weight, scale, zero_point, bias, "auto")
+    y = mixed_reference(x.reshape(-1, x.shape[-1]), weight, scale, zero_point, bias, x.dtype in WIDE)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether products on this device run from the codes, without a wide copy of the weight kept beside them."""
+    return device.type == "cuda" and HAS_TRITON
+
+
+def _shape(t: Tensor) -> str:
+    return f"{t.dtype} {list(t.shape)}".removeprefix("torch.")
+
+
+def _check(
+    x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor | None]:
+    """(scale, zero_point) as [R, G], or ValueError."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
+    if x.dim() < 1 or weight.dim() != 2 or not x.shape[-1]:
+        raise ValueError(
+            f"x: {_shape(x)}, weight: {_shape(weight)}; allowed: [..., K] and [N, K], K >= 1; reshape them"
+        )
+    narrow_weight = x.dtype in WIDE
+    wide, codes = (x, weight) if narrow_weight else (weight, x)
+    if wide.dtype not in WIDE or codes.dtype not in KINDS or (codes.dtype == torch.int32 and not narrow_weight):
+        raise ValueError(
+            f"x: {_shape(x)}, weight: {_shape(weight)}; allowed: one of them int8, uint8 or float8_e4m3fn (a weight "
+            "also packed int32), the other bfloat16, float16, float32 or float64; convert one"
+        )
+    columns = wide.shape[-1]
+    expected = -(-columns // 4) if codes.dtype == torch.int32 else columns
+    if codes.shape[-1] != expected:
+        raise ValueError(
+            f"weight: {_shape(weight)} does not go with x: {_shape(x)}; allowed: as many columns in both (packed "
+            "int32: a quarter of them); check which weight this is"
+        )
+    rows = codes.shape[0] if narrow_weight else x.numel() // max(columns, 1)
+    scale = _per_group("scale", scale, rows, columns)
+    if not scale.is_floating_point():
+        raise ValueError(f"scale: {_shape(scale)}; allowed: a float type; convert it")
+    if zero_point is not None:
+        wanted = {torch.uint8: torch.uint8, torch.float8_e4m3fn: None}.get(codes.dtype, torch.int8)
+        if zero_point.dtype != wanted:
+            raise ValueError(
+                f"zero_point: {_shape(zero_point)} with {codes.dtype} codes; allowed: {wanted or 'None, e4m3 has none'}"
+            )
+        zero_point = _per_group("zero_point", zero_point, rows, columns)
+        if zero_point.shape != scale.shape:
+            raise ValueError(f"zero_point: {_shape(zero_point)}; allowed: scale's shape, {list(scale.shape)}")
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(f"bias: {_shape(bias)}; allowed: a float type of shape [{weight.shape[0]}]")
+    for name, other in (("weight", weight), ("scale", scale), ("zero_point", zero_point), ("bias", bias)):
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{name}: on {other.device}, x on {x.device}; move them to the same device")
+    return scale, zero_point
+
+
+def _per_group(name: str, t: Tensor, rows: int, columns: int) -> Tensor:
+    t = t.unsqueeze(-1) if t.dim() == 1 else t
+    if t.dim() != 2 or t.shape[0] != rows or not t.shape[1] or columns % t.shape[1]:
+        raise ValueError(
+            f"{name}: shape {list(t.shape)}; allowed: [{rows}] or [{rows}, G] with G a divisor of the {columns} columns"
+        )
+    return t.contiguous()
+
+
+# --- Backends --------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _no_triton() -> bool:
+    """Whether Triton is missing; says so once."""
+    if not HAS_TRITON:
+        warnings.warn("mixed_gemm: no Triton, so weights are expanded in torch; `pip install triton`", stacklevel=2)
+    return not HAS_TRITON
+
+
+def _backend(wide: Tensor, scale: Tensor, asked: str) -> str:
+    """The backend that runs, or ValueError where the one that was asked for cannot."""
+    groups = scale.shape[1]
+    fits = groups == 1 or wide.shape[1] // groups % GROUP_STEP == 0
+    kernel_has_it = fits and wide.dtype in (torch.bfloat16, torch.float16)
+    if asked == "auto":
+        if not wide.is_cuda or wide.dtype == torch.float64:
+            return "reference"
+        few = wide.shape[0] < EXPAND_FROM["channel" if groups == 1 else "group"]
+        return "triton" if kernel_has_it and few and not _no_triton() else "expand"
+    if asked == "triton" and not kernel_has_it:
+        raise ValueError(
+            f"backend: 'triton' has no {wide.dtype} with {groups} scales for {wide.shape[1]} columns; allowed: "
+            f"bfloat16 or float16, and one scale a row or groups in multiples of {GROUP_STEP}; use 'auto' for others"
+        )
+    if asked == "triton" and not wide.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"backend: 'triton' needs a CUDA device, x is on {wide.device}; use 'auto' or 'reference'")
+    return asked
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    """The codes as uint8 [R, K] with contiguous rows' columns; packed ones with up to three columns more."""
+    return (codes if codes.stride(-1) == 1 else codes.contiguous()).view(torch.uint8)
+
+
+def _expand(codes: Tensor, scale: Tensor, zero_point: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not (codes.is_cuda or interpreted) or dtype == torch.float64 or _no_triton():
+        return dequantize(codes, scale, zero_point, columns, dtype)
+    from quantrot.kernels.mixed import triton
+
+    out = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
+    if out.numel():
+        with torch.cuda.device_of(codes):
+            triton.expand(_bytes(codes), scale, zero_point, KINDS[codes.dtype], out)
+    return out
+
+
+@implement("quantrot::mixed_gemm")
+def _mixed_gemm(
+    x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, backend: str
+) -> Tensor:
+    narrow_weight = x.dtype in WIDE
+    wide, codes = (x, weight) if narrow_weight else (weight, x)
+    backend = _backend(wide, scale, backend)
+    if backend == "reference":
+        return mixed_reference(x, weight, scale, zero_point, bias, narrow_weight)
+    if backend == "expand":
+        expanded = _expand(codes, scale, zero_point, wide.shape[1], wide.dtype)
+        same = None if bias is None else bias.to(wide.dtype)
+        return F.linear(x, expanded, same) if narrow_weight else F.linear(expanded, weight, same)
+    from quantrot.kernels.mixed import triton
+
+    wide = wide if wide.stride(-1) == 1 else wide.contiguous()
+    left, right = (wide, _bytes(codes)) if narrow_weight else (_bytes(codes), wide)
+    with torch.cuda.device_of(x):
+        return triton.multiply(left, right, scale, zero_point, bias, KINDS[codes.dtype], narrow_weight)
+
+
+@torch.library.register_fake("quantrot::mixed_gemm")
+def _mixed_gemm_fake(
+    x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, backend: str
+) -> Tensor:
+    return (x if x.dtype in WIDE else weight).new_empty(x.shape[0], weight.shape[0])
+
+
+@implement("quantrot::mixed_expand")
+def _mixed_expand(codes: Tensor, scale: Tensor, zero_point: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
+    return _expand(codes, scale, zero_point, columns, dtype)
+
+
+@torch.library.register_fake("quantrot::mixed_expand")
+def _mixed_expand_fake(
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, columns: int, dtype: torch.dtype
+) -> Tensor:
+    return scale.new_empty(codes.shape[0], columns, dtype=dtype)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    x, weight, scale, zero_point, bias, _ = inputs
+    ctx.narrow_weight = x.dtype in WIDE
+    ctx.columns = (x if ctx.narrow_weight else weight).shape[1]
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(weight if ctx.narrow_weight else x, scale, zero_point)
+
+
+def _backward(ctx, grad: Tensor):
+    codes, scale, zero_point = ctx.saved_tensors
+    dx = dweight = dbias = None
+    if ctx.needs_input_grad[0 if ctx.narrow_weight else 1]:
+        expanded = torch.ops.quantrot.mixed_expand(codes, scale, zero_point, ctx.columns, grad.dtype)
+        dx, dweight = (grad @ expanded, None) if ctx.narrow_weight else (None, grad.T @ expanded)
+    if ctx.needs_input_grad[4]:
+        dbias = grad.sum(0, dtype=torch.float32 if grad.dtype != torch.float64 else None).to(ctx.bias_dtype)
+    return dx, dweight, None, None, dbias, None
+
+
+torch.library.register_autograd("quantrot::mixed_gemm", _backward, setup_context=_save_for_backward)

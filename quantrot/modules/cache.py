@@ -1,0 +1,319 @@
+"""KV caches for transformers that hold e4m3 or INT4 instead of the model's dtype.
+
+    KVCache("int4", config=model.config)                       grows; for generate(past_key_values=...) of any model
+    KVCache("fp8", config=model.config, max_cache_len=4096)    static: torch.compile and CUDA graphs
+
+A layer keeps a few narrow tensors, its buffers, with room for more tokens. `update` quantizes what is new and returns
+all keys and values dequantized; `append` takes and returns quantized ones, for an attention that reads them as they
+are. A converted model's attention puts its kind of layer in the place of transformers' own empty ones (`adopt`), so
+that `model.generate(...)` and `model(..., use_cache=True)` need no argument.
+
+What is dropped by `crop` or overwritten leaves no trace: a token's bytes depend on that token alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+
+from quantrot.kernels.attention import BLOCK, Quantized, dequantize_heads, quantize_heads, spread
+from quantrot.kernels.fp8 import E4M3
+from quantrot.kernels.int4 import dequantize_int4, group_for, quantize_int4
+
+Kind = Literal["fp8", "int4"]
+KINDS: tuple[Kind, ...] = ("fp8", "int4")
+INT4_GROUP = 64
+GROW = 256  # tokens of room added at least; a quarter of what there is, if that is more
+
+Buffers = dict[str, Tensor]
+TOKEN_AXIS = {"value_transposed": 3}  # [B, G, D, T], as the e4m3 attention reads it; all others have tokens third
+
+
+# --- Formats ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Format:
+    """How keys and values [B, G, T, D] become buffers, and back in some dtype."""
+
+    encode: Callable[[Tensor, Tensor], Buffers]
+    decode: Callable[[Buffers, torch.dtype], tuple[Tensor, Tensor]]
+
+
+def _encode_fp8(k: Tensor, v: Tensor) -> Buffers:
+    (key, key_scale), (value, value_scale) = quantize_heads(k), quantize_heads(v)
+    parts = {"key": key.view(torch.uint8), "key_scale": key_scale}
+    return parts | {"value_transposed": value.view(torch.uint8).transpose(2, 3), "value_scale": value_scale}
+
+
+def _decode_fp8(buffers: Buffers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    key = dequantize_heads(buffers["key"].view(E4M3), buffers["key_scale"], dtype)
+    value = buffers["value_transposed"][..., : key.shape[2]].transpose(2, 3).contiguous().view(E4M3)
+    return key, dequantize_heads(value, buffers["value_scale"], dtype)
+
+
+def _encode_int4(k: Tensor, v: Tensor) -> Buffers:
+    named: Buffers = {}
+    for name, x in (("key", k), ("value", v)):
+        codes, scale, low = quantize_int4(x, group_for(x.shape[-1], INT4_GROUP))
+        named |= {name: codes, f"{name}_scale": scale, f"{name}_low": low}
+    return named
+
+
+def _decode_int4(buffers: Buffers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    key, value = (
+        dequantize_int4(buffers[name], buffers[f"{name}_scale"], buffers[f"{name}_low"], dtype)
+        for name in ("key", "value")
+    )
+    return key, value
+
+
+FORMATS: dict[Kind, Format] = {
+    "fp8": Format(_encode_fp8, _decode_fp8),
+    "int4": Format(_encode_int4, _decode_int4),
+}
+
+
+def round_trip(kind: Kind, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as a cache of this kind gives them back, without one."""
+    return FORMATS[kind].decode(FORMATS[kind].encode(k, v), k.dtype)
+
+
+def bits_per_value(kind: Kind, head_dim: int) -> float:
+    """Bits that a key's or value's element takes with its share of the scales."""
+    return 8 + 8 / head_dim if kind == "fp8" else 4 + 32 / group_for(head_dim, INT4_GROUP)
+
+
+# --- Layers ----------------------------------------------------------------------------------------------------------
+
+
+class KVLayer(CacheLayerMixin):
+    """One attention layer's keys and values in a narrow format."""
+
+    kind: Kind
+    dtype: torch.dtype
+    device: torch.device
+    buffers: Buffers
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.kind = kind
+        self.buffers = {}
+
+    def __repr__(self) -> str:
+        return f"{self.__class__.__name__}({self.kind})"
+
+    @property
+    def nbytes(self) -> int:
+        """What the buffers take."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers.values())
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Transformers' hook: allocate for tensors like these, [B, G, T, D]."""
+        self._allocate(FORMATS[self.kind].encode(key_states[:, :, :0], value_states[:, :, :0]), key_states.dtype)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store [B, G, T, D] after what is there; all keys and values, dequantized to the given dtype."""
+        stored = self._store(FORMATS[self.kind].encode(key_states, value_states), key_states.dtype)
+        return FORMATS[self.kind].decode(stored, key_states.dtype)
+
+    def append(self, given: Quantized, dtype: torch.dtype) -> tuple[Quantized, Tensor | None]:
+        """Store quantized keys and values (a scale a block or token), kind fp8: (the same with all of them, how many
+        there are for each sequence, int32 [B], or None for all that the tensors have)."""
+        assert self.kind == "fp8"
+        tokens = given.k.shape[2]
+        parts = {"key": given.k.view(torch.uint8), "value_transposed": given.v[..., :tokens].view(torch.uint8)}
+        for name, scale in (("key_scale", given.k_scale), ("value_scale", given.v_scale)):
+            parts[name] = spread(scale, tokens)
+        stored = self._store(parts, dtype)
+        key, value = stored["key"].view(E4M3), stored["value_transposed"].view(E4M3)
+        every = Quantized(given.q, given.q_scale, key, stored["key_scale"], value, stored["value_scale"])
+        return every, self._lengths(key.shape[0])
+
+    def _allocate(self, parts: Buffers, dtype: torch.dtype) -> None:
+        raise NotImplementedError
+
+    def _store(self, parts: Buffers, dtype: torch.dtype) -> Buffers:
+        """Write the parts after what is there; views of all tokens."""
+        raise NotImplementedError
+
+    def _lengths(self, batch: int) -> Tensor | None:
+        raise NotImplementedError
+
+    def offload(self) -> None:
+        self.buffers = {name: buffer.to("cpu", non_blocking=True) for name, buffer in self.buffers.items()}
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self.buffers = {name: b.to(self.device, non_blocking=True) for name, b in self.buffers.items()}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes what sequence beam_idx[i] was."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times in a row."""
+        self.buffers = {name: buffer.repeat_interleave(repeats, 0) for name, buffer in self.buffers.items()}
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these sequences, in this order."""
+        self.buffers = {name: b.index_select(0, indices.to(b.device)) for name, b in self.buffers.items()}
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // BLOCK) * BLOCK
+
+
+def _room(parts: Buffers, tokens: int) -> Buffers:
+    """Zeros like the parts, with room for `tokens` tokens."""
+    made = {}
+    for name, part in parts.items():
+        shape = list(part.shape)
+        shape[TOKEN_AXIS.get(name, 2)] = tokens
+        made[name] = torch.zeros(shape, dtype=part.dtype, device=part.device)
+    return made
+
+
+class DynamicKVLayer(KVLayer):
+    """Grows by a quarter when it is full, so that a token costs no copy of all the others."""
+
+    is_croppable = True
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(kind)
+        self.length = 0
+
+    def _allocate(self, parts: Buffers, dtype: torch.dtype) -> None:
+        self.buffers = _room(parts, 0)
+        self.dtype, self.device = dtype, parts["key"].device
+        self.is_initialized = True
+
+    def _store(self, parts: Buffers, dtype: torch.dtype) -> Buffers:
+        if not self.is_initialized:
+            self._allocate(parts, dtype)
+        new, before = parts["key"].shape[2], self.length
+        capacity = self.buffers["key"].shape[2]
+        if before + new > capacity:
+            wanted = _padded(max(before + new, capacity + max(GROW, capacity // 4) if capacity else 0))
+            larger = _room(parts, wanted)
+            for name, buffer in larger.items():
+                axis = TOKEN_AXIS.get(name, 2)
+                buffer.narrow(axis, 0, before).copy_(self.buffers[name].narrow(axis, 0, before))
+            self.buffers = larger
+        for name, part in parts.items():
+            self.buffers[name].narrow(TOKEN_AXIS.get(name, 2), before, new).copy_(part.detach())
+        self.length += new
+        return {name: b if name in TOKEN_AXIS else b.narrow(2, 0, self.length) for name, b in self.buffers.items()}
+
+    def _lengths(self, batch: int) -> Tensor | None:
+        return None
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.buffers, self.length, self.is_initialized = {}, 0, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last -tokens_to_remove tokens."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: {tokens_to_remove}; give a negative number, of tokens to remove")
+        self.length = max(0, self.length + tokens_to_remove)
+
+
+class StaticKVLayer(KVLayer):
+    """Room for max_cache_len tokens from the start, written in place: torch.compile sees fixed addresses and shapes."""
+
+    is_compileable = True
+    is_sliding = False
+    cumulative_length: Any  # an int in transformers' other layers
+
+    def __init__(self, kind: Kind, max_cache_len: int) -> None:
+        super().__init__(kind)
+        self.max_cache_len = max_cache_len
+        self.cumulative_length = torch.zeros((), dtype=torch.int64)  # a tensor: counting must not recompile
+
+    def _allocate(self, parts: Buffers, dtype: torch.dtype) -> None:
+        self.buffers = _room(parts, _padded(self.max_cache_len))
+        self.dtype, self.device = dtype, parts["key"].device
+        self.batch_size = parts["key"].shape[0]
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        if not torch.compiler.is_compiling():
+            for tensor in (*self.buffers.values(), self.cumulative_length):
+                torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+
+    def _store(self, parts: Buffers, dtype: torch.dtype) -> Buffers:
+        if not self.is_initialized:
+            self._allocate(parts, dtype)
+        new = parts["key"].shape[2]
+        at = torch.arange(new, device=self.device) + self.cumulative_length
+        self.cumulative_length.add_(new)
+        for name, part in parts.items():
+            self.buffers[name].index_copy_(TOKEN_AXIS.get(name, 2), at, part.detach())
+        return {n: b if n in TOKEN_AXIS else b.narrow(2, 0, self.max_cache_len) for n, b in self.buffers.items()}
+
+    def _lengths(self, batch: int) -> Tensor | None:
+        return self.cumulative_length.to(torch.int32).expand(batch).contiguous()
+
+    def get_seq_length(self) -> Any:
+        return self.cumulative_length if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.max_cache_len, 0
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    def reset(self) -> None:
+        self.cumulative_length.zero_()  # what lies behind the length is not read
+
+
+# --- Caches ----------------------------------------------------------------------------------------------------------
+
+
+class KVCache(Cache):
+    """A cache whose every layer is of this kind. kind: "fp8" or "int4". max_cache_len: None to grow, else static.
+
+    config: of the model; the number of layers is read from it. ValueError for a kind that does not exist, or a model
+    with a sliding window, whose layers transformers' own caches know how to roll.
+    """
+
+    def __init__(self, kind: Kind, config: Any, max_cache_len: int | None = None) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"kind: {kind!r}; allowed: {', '.join(KINDS)} (for the model's dtype: DynamicCache)")
+        config = config.get_text_config(decoder=True)
+        if getattr(config, "sliding_window", None) is not None:
+            raise ValueError("kind: this model has a sliding window; use transformers' own DynamicCache or StaticCache")
+        layers: list[Any] = [_layer(kind, max_cache_len) for _ in range(config.num_hidden_layers)]
+        super().__init__(layers=layers)
+
+
+def _layer(kind: Kind, max_cache_len: int | None) -> KVLayer:
+    return DynamicKVLayer(kind) if max_cache_len is None else StaticKVLayer(kind, max_cache_len)
+
+
+def adopt(cache: Any, index: int, kind: Kind) -> KVLayer | None:
+    """The cache's layer if it is of this kind, after putting one in the place of an empty one of transformers'.
+
+    None for layers that hold something already, that slide, or that are offloaded: those stay as they are.
+    """
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= index:
+            cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index]
+    if isinstance(layer, KVLayer):
+        return layer if layer.kind == kind else None
+    if cache.offloading or layer.is_initialized or type(layer) not in (DynamicLayer, StaticLayer):
+        return None
+    cache.layers[index] = _layer(kind, layer.max_cache_len if isinstance(layer, StaticLayer) else None)
+    return cache.layers[index]

@@ -1,0 +1,508 @@
+// The functions of kernels/hopper.cuh for the host. What is asynchronous on the hardware is asynchronous here, and late
+// or early at random: copies land at a random moment in a random order; a product reads its operands anywhere between
+// its issue and the wait for it, and until then its registers hold NaN. So a missing wait, a buffer handed back too
+// soon, a missing fence or a wrong parity shows as a wrong result, a message or a deadlock, for some seed.
+//
+// Use: compile a kernel that keeps to hopper.cuh with -DQUANTROT_EMULATED (the fixture `emulated`), make TensorMaps of
+// pointers and sizes, call emulator::launch(grid, cluster, threads, shared bytes, seed, [&] { kernel(...); }); it
+// returns what went wrong, or "". Try several seeds: they differ in order, in delays and in who lags behind.
+//
+// Not modelled: instruction order within a thread, and the hardware's 14-bit sums. Ordinary races between threads show
+// only through the order that a seed gives.
+#pragma once
+
+#include <algorithm>
+
+#include "machine.h"
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __grid_constant__
+#define __restrict__
+#define __align__(n) alignas(n)
+
+#define threadIdx (emulator::Dim3{emulator::self().index, 0, 0})
+#define blockIdx \
+  (emulator::Dim3{emulator::self().block->index[0], emulator::self().block->index[1], emulator::self().block->index[2]})
+#define blockDim (emulator::block_size)
+#define gridDim (emulator::grid_size)
+
+struct float2 {
+  float x, y;
+};
+struct uint2 {
+  unsigned x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+
+template <class T>
+inline T __ldg(const T* p) {
+  return *p;
+}
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t select) {
+  const uint64_t bytes = (uint64_t)y << 32 | x;
+  uint32_t r = 0;
+  for (int i = 0; i < 4; i++) r |= (uint32_t)(bytes >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return r;
+}
+inline float __fmul_rn(float a, float b) { return a * b; }
+using std::max;
+using std::min;
+
+namespace emulator {
+
+inline float from_e4m3(unsigned char c) {
+  static const auto table = [] {
+    std::vector<float> t(256);
+    for (int i = 0; i < 256; i++) {
+      const int exponent = i >> 3 & 15, fraction = i & 7;
+      float v = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+      if ((i & 127) == 127) v = NAN;
+      t[i] = i & 128 ? -v : v;
+    }
+    return t;
+  }();
+  return table[c];
+}
+
+inline u32 to_bf16(float f) {
+  u32 b;
+  memcpy(&b, &f, 4);
+  return f != f ? 0x7FFF : (b + 0x7FFF + (b >> 16 & 1)) >> 16;
+}
+
+inline u32 to_fp16(float f) {
+  u32 b;
+  memcpy(&b, &f, 4);
+  const u32 sign = b >> 16 & 0x8000;
+  const float m = std::fabs(f);
+  if (f != f) return 0x7FFF;
+  if (m >= 65520.f) return sign | 0x7C00;
+  if (m == 0.f) return sign;
+  int e;
+  std::frexp(m, &e);  // ulp of 11 significant bits, at least 2^-24
+  const int ulp = std::max(e - 11, -24);
+  const float n = std::nearbyint(std::ldexp(m, -ulp));
+  return sign | (ulp == -24 ? (u32)n : (u32)(ulp + 24) * 1024 + (u32)n);
+}
+
+// The block that a shared address names, and the address there.
+inline Block& block_of(u32& address) {
+  const u32 rank = address >> 24;
+  address &= 0xFFFFFF;
+  Block& block = rank ? *self().block->cluster->blocks.at(rank - 1) : *self().block;
+  block.must_run();
+  return block;
+}
+
+inline void ordinary_write(u32 address, const void* from, u32 bytes) {
+  Block& block = *self().block;
+  memcpy(block.at(address, bytes), from, bytes);
+  for (u32 w = (address - SHARED_START) / 4; w <= (address - SHARED_START + bytes - 1) / 4; w++) {
+    if (!block.unfenced[w]) block.unfenced_words++;
+    block.unfenced[w] = self().index + 1;
+    self().written.push_back(w);
+  }
+}
+
+// The address of byte k of row `row` of an operand: K-major, 128-byte swizzle, the one layout that is used.
+inline u32 operand_at(u64 descriptor, u32 row, u32 k) {
+  const u32 start = (descriptor & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
+  if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) fail("an operand that is not in the 128-byte swizzle");
+  const u32 address = start + row / 8 * stride + row % 8 * 128 + k;
+  return address ^ (address >> 7 & 7) << 4;
+}
+
+inline void read_operand(Block& block, u64 descriptor, u32 row, float (&out)[32]) {
+  for (u32 half = 0; half < 2; half++) {
+    const u32 address = operand_at(descriptor, row, half * 16);
+    block.must_be_fenced(address, 16, "wgmma");
+    const unsigned char* p = block.at(address, 16);
+    for (u32 k = 0; k < 16; k++) out[half * 16 + k] = from_e4m3(p[k]);
+  }
+}
+
+// This thread's part of a product, from shared memory as it is now.
+inline void execute(Product& p) {
+  Thread& t = self();
+  const u32 g = t.lane() / 4, q = t.lane() % 4, first = t.warp() % 4 * 16;
+  float a[2][32], b[32];
+  for (u32 h = 0; h < 2; h++) {
+    if (p.a_given) {
+      memcpy(a[h], p.rows[h], sizeof a[h]);
+    } else {
+      read_operand(*t.block, p.a, first + g + 8 * h, a[h]);
+    }
+  }
+  std::vector<float>& d = t.results[p.d];
+  for (u32 i = 0; i < (u32)p.width; i += 4) {
+    for (u32 e = 0; e < 2; e++) {
+      read_operand(*t.block, p.b, i * 2 + 2 * q + e, b);
+      for (u32 h = 0; h < 2; h++) {
+        float sum = p.add ? d[i + 2 * h + e] : 0.f;
+        for (u32 k = 0; k < 32; k++) sum += a[h][k] * b[k];
+        d[i + 2 * h + e] = sum;
+      }
+    }
+  }
+  p.executed = true;
+}
+
+inline void execute_before(u32 group) {
+  for (Product& p : self().products)
+    if (!p.executed && p.group < group) execute(p);
+}
+
+inline void issue(Product p) {
+  Thread& t = self();
+  if (!t.fenced) fail("a product without a fence before it");
+  auto& sequence = t.block->products[t.index / 128];
+  const u32 mine = t.issued++;
+  if (mine == sequence.size()) sequence.push_back({p.a, p.b});
+  if (sequence[mine] != std::pair(p.a, p.b)) fail("the threads of a warpgroup multiply different operands");
+  p.group = t.group, p.executed = false;
+  auto [result, fresh] = t.results.try_emplace(p.d, p.d, p.d + p.width);
+  if (fresh) std::fill(p.d, p.d + p.width, NAN);
+  t.products.push_back(p);
+  if (pick(2)) execute_before(t.group + 1);
+}
+
+}  // namespace emulator
+
+namespace quantrot {
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+using emulator::fail;
+using emulator::self;
+
+struct TensorMap {  // a matrix [rows, columns] of elements, copied in boxes
+  unsigned char* base;
+  u64 columns, rows, pitch;  // pitch in bytes
+  u32 box_columns, box_rows, element;  // bytes of an element
+  u32 swizzled;                        // by 128 bytes, or not at all
+};
+
+inline u32 lane_number() { return self().lane(); }
+inline u32 warp_number() { return self().warp(); }
+inline u32 shared_memory() { return emulator::SHARED_START; }
+inline u32 cluster_rank() { return self().block->rank; }
+inline void grid_wait() {}
+inline u32 in_block(u32 address, u32 rank) { return address | (rank + 1) << 24; }
+
+inline void warp_sync() { self().block->warps[self().warp()].meeting.meet(32, "the warp"); }
+
+// Of a whole warp, one lane acts.
+inline bool elect_one() {
+  warp_sync();
+  return lane_number() == 0;
+}
+
+// --- Barriers --------------------------------------------------------------------------------------------------------
+
+inline void barrier_init(u32 bar, u32 arrivals) {
+  self().block->at(bar, 8);
+  self().block->barriers[bar] = {(int)arrivals, (int)arrivals, 0, 0};
+}
+inline void barrier_init_done() {}
+inline void barrier_arrive(u32 bar) { self().block->barrier(bar).arrive(); }
+inline void barrier_arrive_cluster(u32 mapped) {
+  emulator::Block& block = emulator::block_of(mapped);
+  block.barrier(mapped).arrive();
+}
+inline void barrier_expect(u32 bar, u32 bytes) {
+  if (!elect_one()) return;
+  emulator::Barrier& b = self().block->barrier(bar);
+  b.bytes += bytes;
+  b.arrive();
+}
+inline void barrier_wait(u32 bar, u32 parity) {
+  const emulator::Barrier& b = self().block->barrier(bar);
+  emulator::wait_until("a barrier", [&] { return b.ended(parity); });
+}
+
+inline void block_sync() { self().block->named[0].meet(emulator::block_size.x, "the block"); }
+inline void cluster_sync() {
+  emulator::Cluster& cluster = *self().block->cluster;
+  cluster.meeting.meet(emulator::block_size.x * cluster.blocks.size(), "the cluster");
+}
+inline void cluster_start() { cluster_sync(); }
+inline void named_sync(u32 id, u32 threads) { self().block->named[id].meet(threads, "a named barrier"); }
+inline void named_arrive(u32 id, u32 threads) { self().block->named[id].arrive(threads); }
+
+// What every lane of the warp gave.
+inline std::vector<u32> exchange(u32 value) {
+  emulator::Warp& warp = self().block->warps[self().warp()];
+  warp.values[self().lane()] = value;
+  warp.meeting.meet(32, "the warp");
+  std::vector<u32> values(warp.values, warp.values + 32);
+  warp.meeting.meet(32, "the warp");
+  return values;
+}
+
+// --- The tensor copy engine ------------------------------------------------------------------------------------------
+
+inline void fence_async() {
+  for (u32 w : self().written)
+    if (self().block->unfenced[w] == self().index + 1) {
+      self().block->unfenced[w] = 0;
+      self().block->unfenced_words--;
+    }
+  self().written.clear();
+}
+inline void tensor_prefetch(const TensorMap*) {}
+
+enum Keep { NORMAL, FIRST, LAST };
+template <Keep K>
+inline u64 cache_policy() {
+  return 0;
+}
+
+// Calls f(pointer in the matrix or null past its edges, address in shared memory) for each 16 bytes of a box.
+template <class F>
+inline void each_unit(const TensorMap& map, int x, int y, u32 address, F f) {
+  const u32 line = map.box_columns * map.element;
+  for (u32 r = 0; r < map.box_rows; r++) {
+    for (u32 byte = 0; byte < line; byte += 16) {
+      const i64 row = y + (i64)r, at = (i64)x * map.element + byte;
+      const bool inside = row >= 0 && row < (i64)map.rows && at >= 0 && at < (i64)(map.columns * map.element);
+      u32 to = address + r * line + byte;
+      if (map.swizzled) to ^= (to >> 7 & 7) << 4;
+      f(inside ? map.base + row * map.pitch + at : nullptr, to);
+    }
+  }
+}
+
+inline void check_map(const TensorMap& map, u32 address) {
+  const u32 line = map.box_columns * map.element;
+  if (map.pitch % 16 || (u64)map.base % 16 || line % 16 || map.box_rows > 256 || map.box_columns > 256 ||
+      (map.swizzled && line > 128) || address % 128 || map.columns * map.element % 16)
+    fail("a copy that the hardware does not take");
+}
+
+inline void tensor_load_all(u32 to, const TensorMap* map, int x, int y, u32 bar, u64, unsigned short blocks) {
+  if (!elect_one()) return;
+  check_map(*map, to);
+  for (auto& owner : self().block->cluster->blocks) {
+    emulator::Block* block = owner.get();
+    if (!(blocks >> block->rank & 1)) continue;
+    emulator::scheduler.events.push_back([=, map = *map] {
+      u32 bytes = 0;
+      each_unit(map, x, y, to, [&](const unsigned char* from, u32 address) {
+        unsigned char* p = block->at(address, 16);
+        if (from) {
+          memcpy(p, from, 16);
+        } else {
+          memset(p, 0, 16);
+        }
+        bytes += 16;
+      });
+      emulator::Barrier& barrier = block->barrier(bar);
+      barrier.bytes -= bytes;
+      barrier.settle();
+    });
+  }
+}
+
+inline void tensor_load(u32 to, const TensorMap* map, int x, int y, u32 bar, u64 policy) {
+  tensor_load_all(to, map, x, y, bar, policy, 1 << cluster_rank());
+}
+
+inline void tensor_store(const TensorMap* map, int x, int y, u32 from) {
+  check_map(*map, from);
+  emulator::Block* block = self().block;
+  self().open.push_back([=, map = *map] {
+    each_unit(map, x, y, from, [&](unsigned char* to, u32 address) {
+      block->must_be_fenced(address, 16, "a store");
+      if (to) memcpy(to, block->at(address, 16), 16);
+    });
+  });
+}
+
+inline void tensor_store_commit() {
+  auto left = std::make_shared<int>(self().open.size());
+  for (auto& store : self().open) {
+    emulator::scheduler.events.push_back([store, left] {
+      store();
+      --*left;
+    });
+  }
+  self().open.clear();
+  self().stores.push_back(left);
+}
+
+template <int N>
+inline void tensor_store_wait() {
+  auto& stores = self().stores;
+  if (stores.size() <= N) return;
+  emulator::wait_until("stores", [&] {
+    for (size_t i = 0; i + N < stores.size(); i++)
+      if (*stores[i]) return false;
+    return true;
+  });
+  stores.erase(stores.begin(), stores.end() - N);
+}
+
+// --- Copies by every thread ------------------------------------------------------------------------------------------
+
+// Bytes land between the copy and the wait, as ordinary writes of this thread.
+inline void copy16(u32 to, const void* from, bool inside) {
+  unsigned char bytes[16] = {};
+  if (inside) memcpy(bytes, from, 16);
+  self().copies.push_back({to, {bytes, bytes + 16}});
+}
+inline void copies_wait() {
+  for (auto& [to, bytes] : self().copies) emulator::ordinary_write(to, bytes.data(), 16);
+  self().copies.clear();
+}
+
+// --- Registers, ordinary shared memory -------------------------------------------------------------------------------
+
+template <int N>
+inline void give_registers() {
+  static_assert(N % 8 == 0 && N >= 24 && N <= 256);
+}
+template <int N>
+inline void take_registers() {
+  static_assert(N % 8 == 0 && N >= 24 && N <= 256);
+}
+
+inline void store_shared(u32 address, u32 a) { emulator::ordinary_write(address, &a, 4); }
+inline void store_shared(u32 address, float a) { emulator::ordinary_write(address, &a, 4); }
+inline float2 load_shared2(u32 address) {
+  float2 v;
+  memcpy(&v, self().block->at(address, 8), 8);
+  return v;
+}
+inline void store_matrices(u32 row, u32 a, u32 b, u32 c, u32 d) {
+  const std::vector<u32> all[4] = {exchange(a), exchange(b), exchange(c), exchange(d)};
+  const u32 lane = self().lane();
+  emulator::ordinary_write(row, &all[lane / 8][lane % 8 * 4], 16);
+}
+inline float4 load_cluster4(u32 mapped) {
+  emulator::Block& block = emulator::block_of(mapped);
+  float4 v;
+  memcpy(&v, block.at(mapped, 16), 16);
+  return v;
+}
+
+// --- Products --------------------------------------------------------------------------------------------------------
+
+// wgmma's instructions are executed by whole warps: lanes meet at the fence, and at the wait before and after.
+inline void product_fence() {
+  warp_sync();
+  self().fenced = true;
+}
+inline void product_commit() { self().group++; }
+
+template <int N>
+inline void product_wait() {
+  emulator::Thread& t = self();
+  warp_sync();
+  const u32 before = t.group < N ? 0 : t.group - N;
+  if (emulator::pick(32) == 0)  // a late part: others run far ahead
+    for (int i = 0; i < 256; i++) emulator::yield();
+  emulator::execute_before(before);
+  warp_sync();
+  std::set<float*> busy;
+  for (auto& p : t.products)
+    if (p.group >= before) busy.insert(p.d);
+  for (auto result = t.results.begin(); result != t.results.end();) {
+    if (busy.count(result->first)) {
+      ++result;
+      continue;
+    }
+    std::copy(result->second.begin(), result->second.end(), result->first);
+    result = t.results.erase(result);
+  }
+  t.products.erase(t.products.begin(), std::find_if(t.products.begin(), t.products.end(),
+                                                    [&](auto& p) { return p.group >= before; }));
+  t.fenced = false;
+}
+
+template <int W>
+inline void product_done(float (&)[W]) {}
+
+template <int W>
+inline void product(float (&d)[W], u64 a, u64 b, bool add) {
+  emulator::issue({d, W, a, b, add, false, {}, 0, false});
+}
+
+template <int W>
+inline void product(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
+  emulator::Product p{d, W, 0, b, add, true, {}, 0, false};
+  for (u32 i = 0; i < 4; i++) {
+    const std::vector<u32> all = exchange(a[i]);
+    for (u32 byte = 0; byte < 16; byte++)
+      p.rows[i % 2][i / 2 * 16 + byte] =
+          emulator::from_e4m3(all[lane_number() / 4 * 4 + byte / 4] >> byte % 4 * 8 & 255);
+  }
+  emulator::issue(p);
+}
+
+// 16-bit operands, b contiguous across the product: at once, since nothing but the wait may look at d.
+template <class T, int W>
+inline void product_across(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
+  const std::vector<u32> all[4] = {exchange(a[0]), exchange(a[1]), exchange(a[2]), exchange(a[3])};
+  const u32 g = lane_number() / 4, q = lane_number() % 4;
+  const u32 start = (b & 0x3FFF) << 4, piece = (b >> 16 & 0x3FFF) << 4, group = (b >> 32 & 0x3FFF) << 4;
+  if (b >> 62 != 1) fail("product_across wants the 128-byte swizzle");
+  for (u32 i = 0; i < W; i += 4) {
+    for (u32 e = 0; e < 2; e++) {
+      const u32 n = 2 * i + 2 * q + e;
+      float sums[2] = {add ? d[i + e] : 0.f, add ? d[i + 2 + e] : 0.f};
+      for (u32 k = 0; k < 16; k++) {
+        u32 at = start + n / 64 * piece + k / 8 * group + k % 8 * 128 + n % 64 * 2;
+        at ^= (at >> 7 & 7) << 4;
+        self().block->must_be_fenced(at & ~15u, 16, "wgmma");
+        unsigned short bits;
+        memcpy(&bits, self().block->at(at & ~15u, 16) + at % 16, 2);
+        for (u32 h = 0; h < 2; h++)
+          sums[h] += T::value(all[h + 2 * (k / 8)][4 * g + k % 8 / 2] >> 16 * (k % 2)) * T::value(bits);
+      }
+      d[i + e] = sums[0], d[i + 2 + e] = sums[1];
+    }
+  }
+}
+
+// --- Numbers ---------------------------------------------------------------------------------------------------------
+
+struct Bf16 {
+  static constexpr bool BRAIN = true;
+  static u32 pack(float lo, float hi) { return emulator::to_bf16(lo) | emulator::to_bf16(hi) << 16; }
+  static float value(unsigned short bits) {
+    const u32 wide = (u32)bits << 16;
+    float f;
+    memcpy(&f, &wide, 4);
+    return f;
+  }
+};
+struct Fp16 {
+  static constexpr bool BRAIN = false;
+  static u32 pack(float lo, float hi) { return emulator::to_fp16(lo) | emulator::to_fp16(hi) << 16; }
+  static float value(unsigned short bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float m = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
+    if (exponent == 31) m = fraction ? NAN : INFINITY;
+    return bits >> 15 ? -m : m;
+  }
+};
+
+}  // namespace quantrot
+
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
+  return quantrot::exchange(value)[(threadIdx.x % 32) ^ mask];
+}
+inline float __shfl_xor_sync(uint32_t mask, float value, int lanes) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  bits = __shfl_xor_sync(mask, bits, lanes);
+  memcpy(&value, &bits, 4);
+  return value;
+}

@@ -1,0 +1,183 @@
+// A cluster of thread blocks: shared memory, barriers, the copy engine's maps, and the launch of a grid.
+//
+// Shared memory starts as garbage (0xFF: NaN as e4m3, bfloat16 and float32). Its addresses start at 1024, as they do on
+// the hardware; a mapped address of another block carries that block's rank + 1 above bit 24.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <set>
+
+#include "fibers.h"
+
+namespace emulator {
+
+typedef uint32_t u32;
+typedef uint64_t u64;
+
+constexpr u32 SHARED_START = 1024;
+
+struct Barrier {
+  int arrivals = 0, pending = 0;
+  long bytes = 0;
+  u32 phase = 0;
+
+  void settle() {
+    if (pending == 0 && bytes == 0) {
+      phase++;
+      pending = arrivals;
+    }
+  }
+  void arrive() {
+    if (pending == 0) fail("more arrivals on a barrier than it was made for");
+    pending--;
+    settle();
+  }
+  bool ended(u32 parity) const { return (phase & 1) != parity; }
+};
+
+struct Meeting {  // of the threads of a block, a cluster or a warp, again and again
+  u32 count = 0, round = 0;
+
+  void arrive(u32 expected) {
+    if (++count == expected) {
+      count = 0;
+      round++;
+    }
+  }
+  void meet(u32 expected, const char* what) {
+    const u32 mine = round;
+    arrive(expected);
+    wait_until(what, [&] { return round != mine; });
+  }
+};
+
+struct Warp {
+  Meeting meeting;
+  u32 values[32];
+};
+
+struct Cluster;
+
+struct Block {
+  Cluster* cluster;
+  u32 rank, index[3], running;
+  std::vector<unsigned char> memory;
+  std::vector<uint16_t> unfenced;  // a 4-byte word's last ordinary writer + 1, until that thread fences
+  u32 unfenced_words = 0;
+  std::map<u32, Barrier> barriers;
+  Meeting named[16];
+  std::vector<Warp> warps;
+  std::vector<std::vector<std::pair<u64, u64>>> products;  // of each warpgroup: the operands in order
+
+  unsigned char* at(u32 address, u32 bytes) {
+    if (address < SHARED_START || address + bytes > SHARED_START + memory.size() || address % std::min(bytes, 16u))
+      fail("shared memory: address " + std::to_string(address) + " for " + std::to_string(bytes) + " bytes");
+    return memory.data() + (address - SHARED_START);
+  }
+  void must_run() const {
+    if (running == 0) fail("shared memory of a block that has ended");
+  }
+  Barrier& barrier(u32 address) {
+    must_run();
+    auto found = barriers.find(address);
+    if (found == barriers.end()) fail("no barrier was made at " + std::to_string(address));
+    return found->second;
+  }
+  // The copy engine and wgmma read these bytes: ordinary writes must have been fenced by their writers.
+  void must_be_fenced(u32 address, u32 bytes, const char* reader) {
+    if (unfenced_words == 0) return;
+    for (u32 w = (address - SHARED_START) / 4; w <= (address - SHARED_START + bytes - 1) / 4; w++)
+      if (unfenced[w])
+        fail(std::string(reader) + " reads what thread " + std::to_string(unfenced[w] - 1) +
+             " wrote to shared memory without a fence");
+  }
+};
+
+struct Cluster {
+  std::vector<std::unique_ptr<Block>> blocks;
+  Meeting meeting;
+};
+
+struct Product {  // one wgmma that a thread takes part in
+  float* d;
+  int width;
+  u64 a, b;
+  bool add, a_given;
+  float rows[2][32];  // of a, where it comes from registers
+  u32 group;
+  bool executed;
+};
+
+struct Thread : Fiber {
+  Block* block;
+  u32 index;
+  std::vector<u32> written;                      // shared words written and not fenced
+  std::vector<Product> products;                 // issued, not waited for
+  std::map<float*, std::vector<float>> results;  // what their registers will hold
+  u32 group = 0, issued = 0;                     // of the next product
+  std::vector<std::pair<u32, std::vector<unsigned char>>> copies;  // started, not waited for
+  bool fenced = false;
+  std::vector<std::shared_ptr<int>> stores;      // committed groups: copies still reading shared memory
+  std::vector<std::function<void()>> open;       // stores before their commit
+  u32 warp() const { return index / 32; }
+  u32 lane() const { return index % 32; }
+};
+
+inline Thread& self() { return *(Thread*)scheduler.current; }
+
+struct Dim3 {
+  u32 x, y, z;
+};
+
+inline Dim3 block_size, grid_size;
+
+// Blocks of a cluster run at once, clusters one after another in random order.
+inline std::string launch(Dim3 grid, u32 cluster_size, u32 threads, u32 shared, u32 seed,
+                          const std::function<void()>& kernel) {
+  scheduler.random.seed(seed);
+  scheduler.error.clear();
+  scheduler.delay = 1 << (seed % 3 * 8);  // copies that land at once, late, when everything waits for them
+  block_size = {threads, 1, 1}, grid_size = grid;
+  std::vector<u32> order(grid.x * grid.y * grid.z / cluster_size);
+  for (u32 i = 0; i < order.size(); i++) order[i] = i;
+  std::shuffle(order.begin(), order.end(), scheduler.random);
+  for (u32 number : order) {
+    Cluster cluster;
+    std::vector<std::unique_ptr<Thread>> all;
+    for (u32 rank = 0; rank < cluster_size; rank++) {
+      cluster.blocks.push_back(std::make_unique<Block>());
+      Block& block = *cluster.blocks.back();
+      const u32 flat = number * cluster_size + rank;
+      block.cluster = &cluster, block.rank = rank, block.running = threads;
+      block.index[0] = flat % grid.x, block.index[1] = flat / grid.x % grid.y, block.index[2] = flat / grid.x / grid.y;
+      block.memory.assign(shared, 0xFF);
+      block.unfenced.assign(shared / 4 + 1, 0);
+      block.warps.resize((threads + 31) / 32);
+      block.products.resize((threads + 127) / 128);
+      bool lazy_warp = false;
+      for (u32 i = 0; i < threads; i++) {
+        if (i % 32 == 0) lazy_warp = pick(8) == 0;
+        all.push_back(std::make_unique<Thread>());
+        Thread& thread = *all.back();
+        thread.block = &block, thread.index = i, thread.lazy = lazy_warp || pick(64) == 0;
+        thread.body = [&kernel] {
+          kernel();
+          if (!self().products.empty()) fail("a thread ended before its products");
+          for (auto& group : self().stores)
+            if (*group) fail("a thread ended before its stores had read shared memory");
+          if (!self().open.empty()) fail("a thread ended with stores that it did not commit");
+          self().block->running--;
+        };
+        start(&thread);
+      }
+    }
+    run();
+    if (!scheduler.error.empty()) break;
+  }
+  return scheduler.error;
+}
+
+}  // namespace emulator

@@ -1,0 +1,578 @@
+"""The laws of FP8 attention and of the kernel that prepares its operands, on the CPU and where there is a GPU."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from quantrot.kernels.attention import (
+    BLOCK,
+    Granularity,
+    Quantized,
+    attend,
+    dequantize_heads,
+    fp8_attention,
+    quantize_heads,
+    rope_hadamard_quantize,
+    spread,
+    transposed_values,
+)
+from quantrot.kernels.attention.reference import power, scale_byte
+from quantrot.kernels.hadamard import hadamard_transform
+from quantrot.orthogonal import random_signs
+
+gpu = pytest.mark.gpu
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+DIMS = [64, 96, 128, 256, 80]
+NORMAL_ERROR = 0.056  # of e4m3 on normal data: 2.6 % a rounding, in q, k, p and v
+TILING_ERROR = 1e-3  # between backends: float32 sums in another order, and a code now and then
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.manual_seed(0)
+
+
+def relative(y: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((y.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-300)).item()
+
+
+def qkv(batch=1, heads=4, groups=2, queries=70, keys=70, dim=64, device="cpu", dtype=torch.float32):
+    shapes = (batch, heads, queries, dim), (batch, groups, keys, dim), (batch, groups, keys, dim)
+    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+
+
+def exact(q, k, v, causal=True, mask=None):
+    """Attention in float64; causal as the contract has it, the last query sees the last key."""
+    q, k, v = (t.double() for t in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    if causal:
+        seen = seen.tril(k.shape[2] - q.shape[2])
+    if mask is not None:
+        seen = seen & mask
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def outliers(*shape):
+    """FlashAttention-3's test data: N(0, 1) + N(0, 100) Bernoulli(0.001)."""
+    return torch.randn(shape) + 10 * torch.randn(shape) * (torch.rand(shape) < 0.001)
+
+
+# --- Codes and scales ------------------------------------------------------------------------------------------------
+
+SPECIAL = [  # values of a group, its byte, its codes
+    ("zeros", [0.0, 0.0], 127, [0x00, 0x00]),
+    ("minus zero", [-0.0, 1.0], 119, [0x80, 0x78]),
+    ("the largest code", [448.0, -448.0], 127, [0x7E, 0xFE]),
+    ("just above it", [448.00003, 1.0], 128, [0x76, 0x30]),
+    ("a tie, to even", [448.0, 17.0], 127, [0x7E, 0x58]),
+    ("underflow", [448.0, 2.0**-10], 127, [0x7E, 0x00]),
+    ("subnormal code", [448.0, 2.0**-9], 127, [0x7E, 0x01]),
+    ("a float32 subnormal", [1e-40, 0.0], 1, [0x04, 0x00]),
+    ("float32's largest", [torch.finfo(torch.float32).max, 0.0], 247, [0x78, 0x00]),
+    ("infinity", [float("inf"), 1.0], 255, [0x00, 0x00]),
+    ("nan", [float("nan"), float("inf")], 255, [0x00, 0x00]),
+]
+
+
+@pytest.mark.parametrize(("values", "byte", "codes"), [pytest.param(*case[1:], id=case[0]) for case in SPECIAL])
+def test_named_groups_have_these_codes(values, byte, codes):
+    x = torch.tensor(values).view(1, 1, 1, 2)
+    qdata, scale = quantize_heads(x)
+    assert scale.item() == byte and qdata.view(torch.uint8).flatten().tolist() == codes
+    back = dequantize_heads(qdata, scale, torch.float32)
+    assert torch.equal(back.isnan(), torch.full_like(x, byte == 255, dtype=torch.bool))
+
+
+def test_the_byte_is_the_least_power_of_two_that_saturates_nothing():
+    amax = torch.cat(
+        [torch.randn(1000).abs() * 10.0 ** torch.randint(-30, 30, (1000,)), 448 * 2.0 ** torch.arange(-9, 9)]
+    )
+    scale = power(scale_byte(amax.view(torch.int32)))
+    assert (amax <= 448 * scale).all() and (amax > 224 * scale).all()
+
+
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_a_group_has_the_byte_of_its_largest_magnitude(granularity):
+    x = torch.randn(2, 3, 300, 16) * torch.rand(2, 3, 300, 1) ** 8
+    x[0, 1, 128:256] = 0
+    qdata, scale = quantize_heads(x, granularity)
+    groups = {
+        "tensor": x.abs().amax().expand(2, 3, 1),
+        "head": x.abs().amax((2, 3)).unsqueeze(2),
+        "block": F.pad(x.abs().amax(3), (0, 84)).unflatten(2, (3, BLOCK)).amax(3),
+        "token": x.abs().amax(3),
+    }
+    assert torch.equal(scale, scale_byte(groups[granularity].contiguous().view(torch.int32)))
+    steps = (x * 2.0 ** (127 - spread(scale, 300).float()).unsqueeze(3)).to(torch.float8_e4m3fn)
+    assert torch.equal(qdata.view(torch.uint8), steps.view(torch.uint8))
+
+
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_what_bfloat16_holds_of_a_dequantized_value_is_all_of_it(granularity):
+    qdata, scale = quantize_heads(torch.randn(1, 2, 200, 32), granularity)
+    wide = dequantize_heads(qdata, scale, torch.bfloat16)
+    assert torch.equal(wide.float(), dequantize_heads(qdata, scale, torch.float32))
+    again = dequantize_heads(*quantize_heads(wide), torch.float32)
+    assert torch.equal(again, wide.float())
+
+
+def test_values_lie_transposed_with_zeros_behind_them():
+    codes, _ = quantize_heads(torch.randn(2, 3, 130, 32))
+    v = transposed_values(codes)
+    assert v.shape == (2, 3, 32, 256) and not v.view(torch.uint8)[..., 130:].any()
+    assert torch.equal(v.view(torch.uint8)[..., :130], codes.view(torch.uint8).transpose(2, 3))
+
+
+# --- RoPE, rotation, quantization ------------------------------------------------------------------------------------
+
+
+def angles(tokens, dim, device="cpu", dtype=torch.float32, batch=1):
+    theta = torch.randn(batch, tokens, dim // 2, device=device)
+    return [torch.cat([f(theta)] * 2, -1).to(dtype) for f in (torch.cos, torch.sin)]
+
+
+@pytest.mark.parametrize(
+    ("dim", "order", "signed"), [(64, 64, False), (128, 128, True), (96, 96, False), (80, 20, True), (80, 40, False)]
+)
+def test_the_definition_is_rope_then_hadamard_then_e4m3(dim, order, signed):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    x = [t.transpose(1, 2) for t in qkv(batch=2, dim=dim)]
+    cos, sin = angles(70, dim)
+    signs = random_signs(dim, 1) if signed else None
+    got = rope_hadamard_quantize(*x, cos, sin, order=order, signs=signs, granularity="token")
+    turned = apply_rotary_pos_emb(x[0].transpose(1, 2), x[1].transpose(1, 2), cos, sin)
+    for name, t in zip(("q", "k"), turned, strict=True):
+        codes, scale = quantize_heads(hadamard_transform(t, block=order, signs=signs))
+        assert torch.equal(getattr(got, f"{name}_scale"), scale)
+        assert (getattr(got, name).view(torch.uint8) == codes.view(torch.uint8)).float().mean() > 0.9999
+    codes, scale = quantize_heads(x[2].transpose(1, 2))
+    assert torch.equal(got.v.view(torch.uint8), transposed_values(codes).view(torch.uint8))
+    assert torch.equal(got.v_scale, scale)
+
+
+def test_a_rotation_of_both_leaves_the_scores():
+    q, k, v = (t.transpose(1, 2) for t in qkv(queries=100, keys=100))
+    plain = attend(rope_hadamard_quantize(q, k, v), causal=True, dtype=torch.float32)
+    turned = attend(
+        rope_hadamard_quantize(q, k, v, order=64, signs=random_signs(64, 0)), causal=True, dtype=torch.float32
+    )
+    assert relative(turned, plain) <= 2**0.5 * NORMAL_ERROR
+
+
+def test_a_tokens_codes_are_its_own():
+    q, k, v = (t.transpose(1, 2) for t in qkv(batch=2))
+    cos, sin = angles(70, 64)
+    whole = rope_hadamard_quantize(q, k, v, cos, sin, order=64, granularity="token")
+    one = rope_hadamard_quantize(
+        q[1:, 33:34], k[1:, 33:34], v[1:, 33:34], cos[:, 33:34], sin[:, 33:34], order=64, granularity="token"
+    )
+    assert torch.equal(one.k.view(torch.uint8), whole.k.view(torch.uint8)[1:, :, 33:34])
+    assert torch.equal(one.v.view(torch.uint8)[..., :1], whole.v.view(torch.uint8)[1:, ..., 33:34])
+    assert torch.equal(one.k_scale, whole.k_scale[1:, :, 33:34])
+
+
+# --- Attention -------------------------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_error_to_float64_is_that_of_four_roundings(device, dim, causal):
+    q, k, v = qkv(heads=2, groups=1, queries=256, keys=256, dim=dim, device=device)
+    assert relative(fp8_attention(q, k, v, causal=causal), exact(q, k, v, causal)) <= NORMAL_ERROR
+
+
+def test_rotation_lowers_the_error_of_outliers():
+    """A query and a key with an outlier in one channel: its product carries the error of two codes; turned, of 128."""
+    q, k, v = (outliers(1, 1, 2048, 128) for _ in range(3))
+    wide, turned = exact(q, k, v, causal=False), [hadamard_transform(t) for t in (q, k)]
+    plain = fp8_attention(q, k, v, causal=False, granularity="tensor")
+    rotated = fp8_attention(*turned, v, causal=False)
+    assert relative(plain, wide) >= 1.5 * relative(rotated, wide)
+    assert relative(rotated, wide) <= 1.1 * NORMAL_ERROR  # as on normal data
+    scores = [
+        relative(exact(*(dequantize_heads(*quantize_heads(t), torch.float32) for t in pair), v, causal=False), wide)
+        for pair in ((q, k), turned)
+    ]
+    assert scores[0] >= 2 * scores[1]  # of queries and keys alone
+
+
+@devices
+def test_only_probabilities_are_rounded_between_the_codes_and_the_result(device):
+    q, k, v = qkv(device=device)
+    given = rope_hadamard_quantize(*(t.transpose(1, 2) for t in (q, k, v)), granularity="token")
+    k, q = (
+        dequantize_heads(given.k, given.k_scale, torch.float32),
+        dequantize_heads(given.q, given.q_scale, torch.float32),
+    )
+    v = dequantize_heads(given.v[..., :70].transpose(2, 3), given.v_scale, torch.float32)
+    y = attend(given, causal=True, dtype=torch.float32).transpose(1, 2)
+    assert 0 < relative(y, exact(q, k, v)) <= 0.03
+
+
+@devices
+@pytest.mark.parametrize("queries", [1, 5, 70])
+def test_causal_is_the_mask_that_says_so(device, queries):
+    q, k, v = qkv(batch=2, queries=queries, device=device)
+    mask = torch.ones(queries, 70, dtype=torch.bool, device=device).tril(70 - queries)[None, None]
+    assert relative(fp8_attention(q, k, v, causal=True), fp8_attention(q, k, v, causal=False, mask=mask)) <= 1e-6
+
+
+@devices
+@pytest.mark.parametrize("queries", [1, 40])
+def test_lengths_are_shorter_sequences(device, queries):
+    q, k, v = qkv(batch=3, queries=queries, keys=200, device=device)
+    lengths = torch.tensor([40, 129, 200], dtype=torch.int32, device=device)
+    y = fp8_attention(q, k, v, causal=True, granularity="token", lengths=lengths)
+    for i, n in enumerate(lengths.tolist()):
+        one = fp8_attention(q[i : i + 1], k[i : i + 1, :, :n], v[i : i + 1, :, :n], causal=True, granularity="token")
+        assert relative(y[i : i + 1], one) <= TILING_ERROR
+
+
+@devices
+def test_a_right_padded_batch_is_its_sequences(device):
+    q, k, v = qkv(batch=2, queries=90, keys=90, device=device)
+    lengths = torch.tensor([17, 90], dtype=torch.int32, device=device)
+    y = fp8_attention(q, k, v, causal=True, granularity="token", lengths=lengths, query_lengths=lengths)
+    one = fp8_attention(q[:1, :, :17], k[:1, :, :17], v[:1, :, :17], causal=True, granularity="token")
+    assert relative(y[:1, :, :17], one) <= TILING_ERROR and not y[0, :, 17:].any()
+
+
+@devices
+@pytest.mark.parametrize("queries", [1, 33])
+def test_a_query_that_sees_nothing_gets_zero(device, queries):
+    q, k, v = qkv(queries=queries, device=device)
+    mask = torch.ones(1, 1, queries, 70, dtype=torch.bool, device=device)
+    mask[:, :, 0] = False
+    y = fp8_attention(q, k, v, causal=False, mask=mask)
+    assert not y[:, :, 0].any() and y.isfinite().all()
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    assert not fp8_attention(q, k, v, causal=False, lengths=none).any()
+
+
+@devices
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_nan_reaches_those_that_see_it_and_no_other(device, which, value):
+    q, k, v = qkv(heads=2, groups=2, device=device)
+    (k if which == "k" else v)[0, 1, 50, 3] = value
+    y = fp8_attention(q, k, v, causal=True, granularity="token")
+    assert y[0, 1, 50:].isnan().any(-1).all() and y[0, 1, :50].isfinite().all() and y[0, 0].isfinite().all()
+
+
+@devices
+@pytest.mark.parametrize("queries", [1, 70])
+def test_grouped_heads_are_repeated_heads(device, queries):
+    q, k, v = qkv(queries=queries, heads=6, groups=2, device=device)
+    apart = fp8_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), causal=True)
+    assert relative(fp8_attention(q, k, v, causal=True), apart) <= TILING_ERROR
+
+
+@devices
+def test_powers_of_two_scale_exactly(device):
+    q, k, v = qkv(device=device)
+    y = fp8_attention(q, k, v, causal=True)
+    assert torch.equal(fp8_attention(q * 4, k / 4, v * 8, causal=True), y * 8)
+
+
+@devices
+def test_layout_does_not_change_bits(device):
+    q, k, v = qkv(device=device)
+    y = fp8_attention(q, k, v, causal=True)
+    tokens_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    wide = [torch.cat([t, t], -1)[..., :64] for t in (q, k, v)]
+    assert torch.equal(fp8_attention(*tokens_first, causal=True), y)
+    assert torch.equal(fp8_attention(*wide, causal=True), y)
+
+
+# --- The operators ---------------------------------------------------------------------------------------------------
+
+
+@devices
+def test_the_operators_are_functional_and_registered(device):
+    q, k, v = (t.transpose(1, 2).contiguous() for t in qkv(queries=20, keys=20, device=device))
+    cos, sin = angles(20, 64, device)
+    made = (q, k, v, cos, sin, random_signs(64, 0).to(device), 64, "block", "auto")
+    torch.library.opcheck(torch.ops.quantrot.rope_hadamard_quantize, made)
+    given = Quantized(*torch.ops.quantrot.rope_hadamard_quantize(*made))
+    operands = (given.q, given.k, given.v, given.q_scale, given.k_scale, given.v_scale)
+    arguments = (*operands, None, None, None, True, 0.125, torch.bfloat16, "auto")
+    torch.library.opcheck(torch.ops.quantrot.fp8_attention, arguments)
+
+
+@devices
+def test_compiled_bits_are_eager_bits(device):
+    def step(q, k, v, cos, sin):
+        given = rope_hadamard_quantize(q, k, v, cos, sin, order=64)
+        return attend(given, causal=True, dtype=torch.float32) * 2
+
+    inputs = [*(t.transpose(1, 2) for t in qkv(device=device)), *angles(70, 64, device)]
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    assert torch.equal(torch.compile(step, fullgraph=True, backend=backend)(*inputs), step(*inputs))
+
+
+def test_training_through_it_is_an_error_and_not_a_wrong_gradient():
+    q, k, v = qkv()
+    with pytest.raises(NotImplementedError, match="no backward; train with attention: bf16"):
+        fp8_attention(q.requires_grad_(), k, v, causal=True).sum().backward()
+
+
+ERRORS = [
+    ({"q": torch.zeros(1, 4, 70, 80)}, "shapes: q"),
+    ({"dim": 72}, "head_dim: 72; allowed: multiples of 16 up to 256"),
+    ({"dim": 272}, "head_dim: 272"),
+    ({"heads": 3}, "G a divisor of H"),
+    ({"scale": 0.0}, "scale: 0.0; a positive number"),
+    ({"granularity": "row"}, "'row' is not a valid Granularity"),
+    ({"backend": "cudnn"}, "backend: 'cudnn'; allowed: auto, triton, reference"),
+    ({"backend": "triton"}, "needs a CUDA device"),
+    ({"dtype": torch.int32}, "q: torch.int32"),
+    ({"mask": torch.zeros(1, 1, 70, 70)}, "mask: torch.float32"),
+    ({"mask": torch.zeros(1, 4, 70, 70, dtype=torch.bool)}, r"allowed: bool \[1 or 1, 1, 1 or 70, 70\]"),
+    ({"lengths": torch.zeros(1)}, r"lengths: torch.float32 \(1,\); allowed: int32 \[1\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), ERRORS)
+def test_errors_name_the_field_and_the_remedy(change, says):
+    shape = {key: change.pop(key) for key in ("dim", "heads") if key in change}
+    q, k, v = qkv(**{"heads": 4, **shape})
+    q = change.pop("q", q).to(change.pop("dtype", torch.float32))
+    with pytest.raises(ValueError, match=says):
+        fp8_attention(q, k, v, **{"causal": True, **change})
+
+
+def test_operands_that_are_not_quantized_are_named():
+    q, k, v = qkv()
+    given = rope_hadamard_quantize(*(t.transpose(1, 2) for t in (q, k, v)))
+    for change, says in (
+        ({"q": q}, "q: torch.float32"),
+        ({"v": given.v[..., :100]}, "v: 100 tokens of storage for 70; pad it with zeros to a multiple of 128"),
+        ({"k_scale": given.k_scale[..., :0]}, r"k_scale: torch.uint8 \(1, 2, 0\); allowed: uint8 \[1, 2, n\]"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            attend(given._replace(**change), causal=True)
+    with pytest.raises(ValueError, match="order: 48 does not divide head_dim 64"):
+        rope_hadamard_quantize(*(t.transpose(1, 2) for t in (q, k, v)), order=48)
+    with pytest.raises(ValueError, match="cos, sin: one is given without the other"):
+        rope_hadamard_quantize(*(t.transpose(1, 2) for t in (q, k, v)), torch.zeros(1, 70, 64))
+
+
+# --- The kernels, without a GPU --------------------------------------------------------------------------------------
+
+INTERPRETED = """
+import torch
+from quantrot.kernels.attention import fp8_attention, rope_hadamard_quantize
+from quantrot.orthogonal import random_signs
+torch.manual_seed(0)
+
+def prepared(dim, tokens, order, granularity, dtype, signs=None):
+    q, k, v = (torch.randn(2, tokens, n, dim).to(dtype) for n in (5, 2, 2))
+    k[0, 0], v[1] = 0, v[1] * 1e-3
+    v[0, -1, 0, 0] = float("nan")
+    theta = torch.randn(1, tokens, dim // 2)
+    args = q, k, v, theta.cos().to(dtype), theta.sin().to(dtype)
+    kwargs = dict(order=order, signs=signs, granularity=granularity)
+    ours = rope_hadamard_quantize(*args, **kwargs, backend="triton")
+    for name, a, b in zip(ours._fields, ours, rope_hadamard_quantize(*args, **kwargs, backend="reference")):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        turned = order is not None and name in ("q", "k")  # float32 sums in another order; a zero's sign is not said
+        differ = a.view(torch.uint8) != b.view(torch.uint8) if not turned else a.float() != b.float()
+        wrong = differ.float().mean().item()
+        assert wrong <= (2e-4 if turned else 0), (dim, order, granularity, name, wrong)
+
+F16, F32 = torch.float16, torch.float32
+for case in ((64, 131, 64, "block", F16), (128, 20, 128, "token", F16), (128, 1, 128, "token", F32),
+             (80, 17, 20, "block", F32), (96, 5, 96, "block", F16), (256, 3, None, "token", F16)):
+    prepared(*case)
+prepared(64, 20, 16, "token", F16, random_signs(64, 3))
+
+def attended(dim, queries, keys, heads, groups, causal, granularity, **kwargs):
+    q, k, v = torch.randn(2, heads, queries, dim), torch.randn(2, groups, keys, dim), torch.randn(2, groups, keys, dim)
+    v[:, :, ::7] *= 10
+    v *= 2 ** torch.linspace(-6, 6, keys).view(-1, 1)  # the scales rise from tile to tile
+    k[:, :, ::5] *= 0.1
+    kwargs |= dict(causal=causal, granularity=granularity)
+    y, expected = (fp8_attention(q, k, v, backend=b, **kwargs) for b in ("triton", "reference"))
+    error = ((y - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+    assert error <= 5e-4, (dim, queries, keys, granularity, kwargs, error)
+
+lengths = torch.tensor([17, 90], dtype=torch.int32)
+attended(64, 140, 140, 2, 1, True, "block")
+attended(64, 90, 90, 1, 1, True, "token", lengths=lengths, query_lengths=lengths)
+attended(64, 1, 90, 4, 2, True, "token", lengths=lengths)
+attended(128, 1, 640, 3, 1, True, "block")
+attended(64, 1, 640, 1, 1, True, "token")
+attended(128, 30, 200, 1, 1, True, "tensor")
+attended(96, 33, 33, 3, 1, False, "head")
+attended(128, 20, 200, 1, 1, False, "token")
+attended(80, 65, 65, 1, 1, True, "block")
+attended(256, 20, 40, 1, 1, True, "token")
+mask = torch.rand(2, 1, 50, 60) > 0.3
+mask[0, 0, 3] = False
+attended(64, 50, 60, 2, 1, False, "block", mask=mask)
+attended(64, 1, 60, 2, 1, False, "token", mask=mask[:, :, :1], lengths=lengths)
+attended(64, 1, 60, 2, 1, True, "token", lengths=lengths * 0)
+print("agrees")
+"""
+
+
+def test_the_triton_kernels_agree_when_interpreted(interpreted):
+    assert interpreted(INTERPRETED).strip() == "agrees"
+
+
+COMPILED = """
+from quantrot.kernels.attention import rope, triton as kernels
+
+E = torch.float8_e4m3fn
+def byte(*shape): return torch.zeros(shape, dtype=torch.uint8)
+
+def attended(dim, queries, scales, mask=None, lengths=None, keys=4096):
+    operands = byte(1, 8, queries, dim).view(E), byte(1, 2, keys, dim).view(E), byte(1, 2, dim, keys).view(E)
+    scale = byte(1, 8, queries), byte(1, 2, scales), byte(1, 2, scales)
+    kernels.attention(kernels.Inputs(*operands, *scale, mask, lengths, None, True, 0.1), torch.bfloat16)
+
+def prepared(dim, tokens, by_block, order):
+    x, y = torch.zeros(1, tokens, 8, dim, dtype=torch.bfloat16), torch.zeros(1, tokens, 2, dim, dtype=torch.bfloat16)
+    cos = torch.zeros(1, tokens, dim, dtype=torch.bfloat16)
+    rope.quantize(x, y, y, cos, cos, None, order, by_block)
+
+attended(64, 4096, 32)
+attended(128, 4096, 32)
+attended(128, 4096, 4096)
+attended(128, 1, 4096, torch.ones(1, 1, 1, 4096, dtype=torch.bool), torch.ones(1, dtype=torch.int32))
+prepared(128, 4096, True, 128)
+prepared(128, 1, False, 128)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(compiled_for_hopper):
+    """name -> what was compiled under it."""
+    found = compiled_for_hopper(COMPILED)
+    return {name: [k for k in found if k["name"] == f"_{name}_kernel"] for name in ("prefill", "decode", "quantize")}
+
+
+def test_no_kernel_spills_on_hopper(compiled):
+    assert [len(found) for found in compiled.values()] == [3, 1, 2]
+    for kernel in sum(compiled.values(), []):
+        assert not kernel["local"] and kernel["shared"] <= 227 << 10, kernel
+
+
+def test_prefill_on_hopper_is_wgmma_and_two_programs_a_multiprocessor(compiled):
+    for kernel in compiled["prefill"]:
+        assert kernel["wgmma"] >= 12 and not kernel["mma"], kernel
+        assert kernel["waits"] <= 4, kernel  # one a product and loop: ptxas did not serialize them
+        assert kernel["registers"] * kernel["warps"] * 32 <= 65536 // (2 if kernel["warps"] == 4 else 1), kernel
+
+
+def test_decode_on_hopper_is_wgmma_and_two_programs_a_multiprocessor(compiled):
+    kernel = compiled["decode"][0]
+    assert kernel["wgmma"] >= 8 and not kernel["mma"] and kernel["waits"] <= 2, kernel
+    assert kernel["registers"] <= 128 and 2 * kernel["shared"] <= 227 << 10, kernel
+
+
+def test_preparing_on_hopper_loads_sixteen_bytes_and_turns_by_tensor_cores(compiled):
+    prompt, step = compiled["quantize"]
+    assert prompt["loads128"] >= 10 and prompt["wgmma"] and step["loads128"] >= 10 and step["mma"]
+
+
+# --- On a GPU --------------------------------------------------------------------------------------------------------
+
+
+def both(function, *args, **kwargs):
+    return [function(*args, backend=backend, **kwargs) for backend in ("triton", "reference")]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("granularity", ["block", "token"])
+@pytest.mark.parametrize("tokens", [1, 3, 63, 257])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+def test_the_kernel_writes_the_references_codes(dtype, granularity, tokens, dim):
+    x = [t.transpose(1, 2) for t in qkv(batch=2, queries=tokens, keys=tokens, dim=dim, device="cuda", dtype=dtype)]
+    x[1][0, -1, 0] = 0
+    x[2][1, 0, 1, 3] = float("nan")
+    cos, sin = angles(tokens, dim, "cuda", dtype)
+    for order in (None, 20 if dim == 80 else dim):
+        ours, theirs = both(rope_hadamard_quantize, *x, cos, sin, order=order, granularity=granularity)
+        for name, a, b in zip(ours._fields, ours, theirs, strict=True):
+            wrong = (a.view(torch.uint8) != b.view(torch.uint8)).float().mean().item()
+            assert wrong <= (1e-4 if order and name in ("q", "k") else 0), (name, order, wrong)
+
+
+@gpu
+@pytest.mark.parametrize("granularity", list(Granularity))
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 63), (1, 4097), (3, 3), (63, 63), (257, 257), (65, 1000)])
+@pytest.mark.parametrize("dim", DIMS)
+def test_the_kernels_meet_the_reference(dim, queries, keys, granularity):
+    q, k, v = qkv(batch=2, heads=6, groups=2, queries=queries, keys=keys, dim=dim, device="cuda", dtype=torch.bfloat16)
+    v[:, :, ::7] *= 100
+    given = rope_hadamard_quantize(
+        *(t.transpose(1, 2) for t in (k, k, v)), granularity=granularity, backend="reference"
+    )
+    codes, scale = quantize_heads(q)
+    given = given._replace(q=codes, q_scale=scale)
+    for causal in (True, False):
+        ours, theirs = both(attend, given, causal=causal, dtype=torch.float32)
+        # wgmma keeps about 13 bits of an e4m3 product's sum
+        assert relative(ours, theirs) <= 3e-3, relative(ours, theirs)
+
+
+@gpu
+@pytest.mark.parametrize("queries", [1, 2049])
+def test_a_hundred_runs_are_bit_equal(queries):
+    q, k, v = qkv(batch=2, heads=8, groups=2, queries=queries, keys=4099, dim=128, device="cuda", dtype=torch.bfloat16)
+    first = fp8_attention(q, k, v, causal=True, granularity="token")
+    for _ in range(100):
+        assert torch.equal(fp8_attention(q, k, v, causal=True, granularity="token"), first)
+
+
+@gpu
+@pytest.mark.parametrize("queries", [1, 300])
+def test_graph_bits_are_eager_bits(queries):
+    q, k, v = qkv(queries=queries, keys=300, dim=128, device="cuda", dtype=torch.bfloat16)
+    eager = fp8_attention(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fp8_attention(q, k, v, causal=True)
+    captured.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(captured, eager)
+
+
+SANITIZED = """
+import torch
+from quantrot.kernels.attention import attend, rope_hadamard_quantize
+for dim in (64, 80, 128):
+    for tokens in (1, 3, 129):
+        q, k, v = (torch.randn(2, tokens, n, dim, device="cuda", dtype=torch.bfloat16) for n in (6, 2, 2))
+        cos = torch.ones(1, tokens, dim, device="cuda", dtype=torch.bfloat16)
+        for granularity in ("block", "token"):
+            given = rope_hadamard_quantize(
+                q, k, v, cos, cos, order=20 if dim == 80 else dim, granularity=granularity, backend="triton"
+            )
+            attend(given, causal=True, backend="triton")
+torch.cuda.synchronize()
+"""
+
+
+@gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_sanitizer_finds_nothing_on_odd_shapes(tool):
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(sanitizer).exists():
+        pytest.skip("needs compute-sanitizer")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SANITIZED]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]

@@ -1,0 +1,338 @@
+"""The laws of the block-scaled FP8 product for Hopper: emulated on the host, compiled for sm_90a, run on a GPU."""
+
+import ctypes
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantrot.kernels.fp8 import dequantize_fp8_block, hopper
+from quantrot.kernels.fp8.hopper import Decode, Prefill
+
+gpu = pytest.mark.gpu
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+# plan, parts, a scale of b a row, output, bytes of a bias element: every branch of the source
+CASES = {
+    "prefill": (Prefill(stages=3), 1, False, BF16, 0),
+    "prefill_alone": (Prefill(slabs=1, stages=4, cluster=1, ordered=False), 1, False, FP16, 2),
+    "prefill_parts": (Prefill(slabs=1, stages=2), 2, False, BF16, 4),
+    "prefill_sets": (Prefill(slabs=1, sets=2, stages=3), 1, False, BF16, 0),
+    "prefill_channel": (Prefill(slabs=1, stages=3, cluster=1), 1, True, BF16, 4),
+    "decode_channel": (Decode(16, stages=6, early=True), 1, True, BF16, 0),
+    "prefill_three": (Prefill(groups=3, slabs=1, stages=2, cluster=1), 1, False, BF16, 0),
+    "decode8": (Decode(8, stages=4), 1, False, BF16, 4),
+    "decode16_parts": (Decode(16, stages=3), 2, False, FP16, 0),
+    "decode32_share": (Decode(32, stages=3, share=2), 1, False, BF16, 2),
+    "decode64_both": (Decode(64, stages=2, share=2, early=True), 2, False, BF16, 4),
+    "decode8_narrow": (Decode(8, columns=16, stages=5), 1, False, BF16, 0),
+    "decode64_narrow": (Decode(64, columns=32, stages=3, share=4), 1, False, BF16, 0),
+    "decode64_two": (Decode(64, columns=128, stages=2, resident=1), 1, False, BF16, 0),
+}
+DRIVER = """
+static std::string message;
+
+// Matrices as {data, rows, columns, pitch in bytes, rows of a box, columns of a box, bytes of an element}.
+static quantrot::TensorMap map(const unsigned long long* m) {
+  return {(unsigned char*)m[0], m[2], m[1], m[3], (unsigned)m[5], (unsigned)m[4], (unsigned)m[6], 1};
+}
+
+extern "C" const char* run(int which, const unsigned long long (*m)[7], const quantrot::GemmArgs* args, int blocks,
+                           int cluster, int threads, int shared, int seed) {
+  using Kernel = void(quantrot::TensorMap, quantrot::TensorMap, quantrot::TensorMap, quantrot::GemmArgs);
+  static Kernel* const kernels[] = {NAMES};
+  const auto a = map(m[0]), b = map(m[1]), c = map(m[2]);
+  message = emulator::launch({(unsigned)blocks, 1, 1}, cluster, threads, shared, seed,
+                             [&] { kernels[which](a, b, c, *args); });
+  return message.c_str();
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def emulator(emulated):
+    """Every case's kernel on the host: emulator(case, a, a_scale, b, b_scale, blocks..., bias, seed) -> c."""
+    entries = "".join(hopper.entry(*case, name=f"gemm_{name}") for name, case in CASES.items())
+    names = ", ".join(f"gemm_{name}" for name in CASES)
+    library = emulated(hopper.device_functions() + entries + DRIVER.replace("NAMES", names))
+    library.run.restype = ctypes.c_char_p
+
+    def run(name, a, a_scale, b, b_scale, a_block=(1, 128), b_block=(128, 128), bias=None, seed=0, processors=4):
+        plan, parts, channel, out, _ = CASES[name]
+        (m, k), n = a.shape, b.shape[0]
+        b_block = (1, 0) if channel else b_block
+        assert hopper.unsupported(a, a_scale, b, b_scale, a_block, b_block, out, bias) is None
+        c = torch.full((m, n), float("nan"), dtype=out)
+        args = hopper.arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts)
+        maps = (ctypes.c_ulonglong * 21)()
+        for i, (x, box) in enumerate(zip((a, b, c), plan.boxes(), strict=False)):
+            maps[7 * i : 7 * i + 7] = (x.data_ptr(), *x.shape, x.stride(0) * x.itemsize, *box, x.itemsize)
+        prefill = isinstance(plan, Prefill)
+        blocks = plan.grid(m, n, processors if prefill else parts)
+        cluster = plan.cluster if prefill else plan.share * parts
+        shared = plan.shared_bytes(hopper.segment_of(k, parts))
+        message = library.run(
+            list(CASES).index(name), maps, ctypes.byref(args), blocks, cluster, plan.threads, shared, seed
+        )
+        assert message == b"", message.decode()
+        return c
+
+    return run
+
+
+def integers(m: int, n: int, k: int, a_block=(1, 128), b_block=(128, 128)):
+    """Operands whose result is exact in float32: small integers, scales that are powers of two."""
+
+    def one(rows, block):
+        codes = torch.randint(-4, 5, (rows, k)).float().to(E4M3)
+        scale = torch.randint(-2, 2, hopper._grid_of(codes.shape, block)).float().exp2()
+        return codes, scale
+
+    return *one(m, a_block), *one(n, b_block)
+
+
+def exact(a, a_scale, b, b_scale, a_block=(1, 128), b_block=(128, 128), bias=None) -> torch.Tensor:
+    """The product in float64."""
+    left = dequantize_fp8_block(a, a_scale, a_block, torch.float64)
+    right = dequantize_fp8_block(b, b_scale, b_block, torch.float64)
+    return left @ right.T + (0 if bias is None else bias.double())
+
+
+def bias_of(name: str, n: int) -> torch.Tensor | None:
+    *_, out, size = CASES[name]
+    return torch.randint(-8, 9, (n,)).to(torch.float32 if size == 4 else out) if size else None
+
+
+def reals(m: int, n: int, k: int):
+    """Operands of every magnitude, scales that are no powers of two."""
+    torch.manual_seed(m)
+    a, b = ((torch.randn(rows, k) * 2.0 ** torch.randint(-6, 6, (rows, k))).to(E4M3) for rows in (m, n))
+    return a, torch.rand(m, -(-k // 128)) + 0.5, b, torch.rand(-(-n // 128), -(-k // 128)) + 0.5
+
+
+# --- In the emulator -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 512), (63, 264, 272), (257, 384, 640)])
+def test_every_kernel_is_exact_on_integers(emulator, name, m, n, k):
+    m = 65 if name.startswith("decode") and m == 257 else m
+    torch.manual_seed(m)
+    b_block = (1, 0) if CASES[name][2] else (128, 128)
+    operands, bias = integers(m, n, k, b_block=b_block), bias_of(name, n)
+    c = emulator(name, *operands, bias=bias, seed=m)
+    assert torch.equal(c.double(), exact(*operands, b_block=b_block, bias=bias).to(c.dtype).double())
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill_sets", "decode16_parts", "decode64_both"])
+def test_bits_do_not_depend_on_what_runs_first(emulator, name):
+    operands, bias = reals(40, 264, 768), bias_of(name, 264)
+    first, *others = (emulator(name, *operands, bias=bias, seed=seed, processors=2 + seed % 3) for seed in range(4))
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (
+            "prefill",
+            "prefill_sets",
+            "prefill_three",
+            "decode64_two",
+            "decode8_narrow",
+            "decode64_narrow",
+        ),  # one part of K
+        ("prefill_parts", "decode64_both"),  # two
+    ],
+)
+def test_a_row_has_the_same_bits_alone_and_in_any_batch_and_kernel(emulator, names):
+    a, a_scale, b, b_scale = reals(200, 136, 896)
+    bias = bias_of(names[0], 136)
+    whole = emulator(names[0], a, a_scale, b, b_scale, bias=bias)
+    error = (whole.double() - exact(a, a_scale, b, b_scale, bias=bias)).norm() / whole.double().norm()
+    assert error < 2e-3
+    for name in names[1:]:
+        for rows in (slice(0, 1), slice(130, 190)):
+            part = emulator(name, a[rows].clone(), a_scale[rows].clone(), b, b_scale, bias=bias)
+            assert torch.equal(part, whole[rows])
+
+
+@pytest.mark.parametrize("name", ["prefill_three", "decode8"])
+@pytest.mark.parametrize(
+    ("a_block", "b_block"),
+    [
+        ((1, 128), (128, 128)),
+        ((128, 128), (128, 128)),
+        ((256, 256), (256, 256)),
+        ((1, 256), (128, 256)),
+        ((1, 0), (256, 0)),
+        ((0, 0), (0, 0)),
+        ((32, 528), (512, 1024)),
+    ],
+)
+def test_scales_of_any_block_and_stride(emulator, name, a_block, b_block):
+    torch.manual_seed(0)
+    a, a_scale, b, b_scale = integers(20, 272, 528, a_block, b_block)
+    bias = bias_of(name, 272)
+    expected = exact(a, a_scale, b, b_scale, a_block, b_block, bias).to(BF16)
+    adjacent = a_scale.T.contiguous().T  # rows adjacent, as the quantizer writes them for this kernel
+    for scale in (a_scale, adjacent):
+        assert torch.equal(emulator(name, a, scale, b, b_scale, a_block, b_block, bias), expected)
+
+
+def test_rows_with_a_pitch_and_halves_of_a_tensor(emulator):
+    torch.manual_seed(0)
+    a, a_scale, b, b_scale = integers(70, 256, 512)
+    wide = torch.cat([a.view(torch.uint8), torch.full((70, 512), 0x7F, dtype=torch.uint8)], 1).view(E4M3)
+    expected = exact(a, a_scale, b, b_scale).to(BF16)
+    assert torch.equal(emulator("prefill", wide[:, :512], a_scale, b, b_scale), expected)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode32_share"])
+def test_nan_and_infinite_scales_reach_their_own_rows_only(emulator, name):
+    torch.manual_seed(0)
+    a, a_scale, b, b_scale = integers(20, 256, 512)
+    a_scale[3, 1], a_scale[5, 0], a_scale[19, 3] = float("nan"), float("inf"), float("nan")
+    c = emulator(name, a, a_scale, b, b_scale, bias=None if name == "prefill" else torch.zeros(256, dtype=BF16))
+    finite = torch.isfinite(c).all(1)
+    assert finite.logical_not().nonzero().flatten().tolist() == [3, 5, 19]
+    assert torch.equal(c[finite], exact(a, a_scale, b, b_scale)[finite].to(BF16))
+
+
+# --- Plans and what is supported -------------------------------------------------------------------------------------
+
+SIZES = [(4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336), (14336, 4096), (1024, 4096), (576, 1536), (128, 16)]
+
+
+@pytest.mark.parametrize(("n", "k"), SIZES)
+def test_every_plan_fits(n, k):
+    parts = hopper.parts_of(n, k)
+    for m in (1, 7, 16, 33, 64, 65, 200, 257, 1024, 4096):
+        plan = hopper.plan_for(m, n, k, parts)
+        shared = plan.shared_bytes(hopper.segment_of(k, parts))
+        assert (shared + 1024) * plan.resident <= hopper.SM_SHARED
+        cluster = plan.cluster if isinstance(plan, Prefill) else plan.share * parts
+        assert cluster <= 8 and plan.grid(m, n, 132 if isinstance(plan, Prefill) else parts) % cluster == 0
+
+
+def test_what_it_does_not_take_is_named():
+    a, a_scale, b, b_scale = integers(4, 128, 256)
+
+    def why(a=a, a_scale=a_scale, b=b, b_scale=b_scale, a_block=(1, 128), b_block=(128, 128), out=BF16, bias=None):
+        return hopper.unsupported(a, a_scale, b, b_scale, a_block, b_block, out, bias)
+
+    assert why() is None
+    assert "N of 8" in why(b=b[:100])
+    assert "K must" in why(a=a[:, :200], b=b[:, :200])
+    assert "a_block is (1, 32)" in why(a_block=(1, 32))
+    assert "b_block is (64, 128)" in why(b_block=(64, 128))
+    assert why(b_scale=torch.ones(128, 1), b_block=(1, 256)) is None  # covers K: a scale a row
+    assert "must be float32 [4, 2]" in why(a_scale=a_scale[:, :1])
+    assert "torch.float32" in why(out=torch.float32)
+    assert "bias is" in why(bias=torch.zeros(4))
+    assert "both must be" in why(a=a.to(BF16))
+    with pytest.raises(ValueError, match="use another backend"):
+        hopper.gemm(a, a_scale, b[:100], b_scale, (1, 128), (128, 128), BF16)
+
+
+# --- Compiled for sm_90a ---------------------------------------------------------------------------------------------
+
+
+def test_no_kernel_spills_or_serializes_its_products(tmp_path):
+    if not shutil.which("nvcc"):
+        pytest.skip("compiling for sm_90a needs nvcc")
+    kernels = dict.fromkeys(CASES.values())
+    for n, k in ((8192, 8192), (1024, 4096)):
+        parts = hopper.parts_of(n, k)
+        for m in (64, 257, 4096):
+            kernels[hopper.plan_for(m, n, k, parts), parts, False, BF16, 0] = None
+    entries = "".join(hopper.entry(*kernel, name=f"gemm{i}") for i, kernel in enumerate(kernels))
+    (tmp_path / "gemm.cu").write_text(hopper.device_functions() + entries)
+    target = ["-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v"]
+    run = subprocess.run(["nvcc", *target, "-cubin", "gemm.cu"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    log = run.stdout + run.stderr
+    assert "warning" not in log and "C75" not in log, log  # C7510: products one after another
+    assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == len(kernels)
+
+
+# --- On a GPU --------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(*operands):
+    return [x.cuda() for x in operands]
+
+
+@gpu
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1024, 4096), (264, 272), (8192, 1024)])
+@pytest.mark.parametrize("m", [1, 3, 16, 63, 64, 65, 257, 1024])
+def test_gpu_is_exact_on_integers_within_the_hardware_sum(m, n, k):
+    a, a_scale, b, b_scale = on_gpu(*integers(m, n, k))
+    c = hopper.gemm(a, a_scale, b, b_scale, (1, 128), (128, 128), FP16)
+    assert torch.equal(c, exact(a, a_scale, b, b_scale).to(FP16))
+
+
+@gpu
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1024, 4096), (384, 16384)])
+def test_gpu_error_to_float64_with_outliers(n, k):
+    a, a_scale, b, b_scale = on_gpu(*reals(256, n, k))
+    c = hopper.gemm(a, a_scale, b, b_scale, (1, 128), (128, 128), BF16).double()
+    expected = exact(a, a_scale, b, b_scale)
+    assert ((c - expected).norm() / expected.norm()).item() <= 2e-3
+
+
+@gpu
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1024, 4096), (28672, 1024)])
+def test_gpu_rows_have_the_same_bits_in_any_batch(n, k):
+    a, a_scale, b, b_scale = on_gpu(*reals(1024, n, k))
+    whole = hopper.gemm(a, a_scale, b, b_scale, (1, 128), (128, 128), BF16)
+    for m in (1, 3, 8, 16, 32, 64, 65, 128, 257, 512):
+        assert torch.equal(hopper.gemm(a[:m], a_scale[:m], b, b_scale, (1, 128), (128, 128), BF16), whole[:m]), m
+
+
+@gpu
+@pytest.mark.parametrize("name", CASES)
+def test_gpu_kernels_agree_with_the_exact_product(name):
+    plan, parts, channel, out, _ = CASES[name]
+    blocks = (1, 128), (1, 0) if channel else (128, 128)
+    for m in (1, 63, 65, 300):
+        operands, bias = integers(m, 520, 1040, *blocks), bias_of(name, 520)
+        expected = exact(*operands, *blocks, bias).to(out)
+        bias = bias if bias is None else bias.cuda()
+        c = hopper.gemm(*on_gpu(*operands), *blocks, out, bias, plan=plan, parts=parts)
+        assert torch.equal(c.cpu(), expected)
+
+
+@gpu
+@pytest.mark.parametrize("m", [1, 33, 257, 1000])
+def test_gpu_a_hundred_runs_give_the_same_bits(m):
+    operands = on_gpu(*reals(m, 1024, 4096))
+    first = hopper.gemm(*operands, (1, 128), (128, 128), BF16)
+    for _ in range(100):
+        assert torch.equal(hopper.gemm(*operands, (1, 128), (128, 128), BF16), first)
+
+
+@gpu
+@pytest.mark.parametrize("changes", [{}, {"overlap": True}, {"overlap": True, "early": True}], ids=str)
+@pytest.mark.parametrize("m", [1, 64, 512])
+def test_gpu_in_a_graph_and_overlapped_with_what_makes_its_operands(m, changes):
+    a, a_scale, b, b_scale = on_gpu(*reals(m, 4096, 4096))
+    expected = hopper.gemm(a, a_scale, b, b_scale, (1, 128), (128, 128), BF16)
+    parts = hopper.parts_of(4096, 4096)
+    plan = hopper.plan_for(m, 4096, 4096, parts)
+    plan = replace(plan, **{name: on for name, on in changes.items() if hasattr(plan, name)})
+    staged, graph = torch.empty_like(a), torch.cuda.CUDAGraph()
+
+    def chain():
+        staged.view(torch.uint8).copy_(a.view(torch.uint8))
+        return [hopper.gemm(staged, a_scale, b, b_scale, (1, 128), (128, 128), BF16, plan=plan) for _ in range(3)]
+
+    chain()
+    with torch.cuda.graph(graph):
+        results = chain()
+    for _ in range(20):
+        staged.view(torch.uint8).zero_()
+        graph.replay()
+        assert all(torch.equal(c, expected) for c in results)

@@ -1,0 +1,31 @@
+"""What holds for every operator."""
+
+import pytest
+import torch
+
+from quantrot.kernels.operators import implement
+
+
+def test_both_devices_are_registered_and_the_function_stays_itself():
+    torch.library.define("quantrot_test::twice", "(Tensor x, int times) -> Tensor")
+
+    @implement("quantrot_test::twice")
+    def twice(x, times):
+        return x * (2 * times)
+
+    x = torch.ones(3)
+    assert torch.equal(torch.ops.quantrot_test.twice(x, 3), twice(x, 3)) and twice(x, 3)[0] == 6
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("quantrot_test::twice", "CUDA")
+
+
+@pytest.mark.gpu
+def test_kernels_run_on_the_device_of_their_tensors():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    from quantrot.kernels.fp8 import quantize_fp8_block
+    from quantrot.kernels.hadamard import hadamard_transform
+
+    x = torch.randn(64, 1024)
+    for run in (hadamard_transform, lambda t: quantize_fp8_block(t)[1]):
+        first, second = (run(x.to(f"cuda:{i}", torch.bfloat16)).cpu() for i in (0, 1))
+        assert torch.equal(first, second)

@@ -1,0 +1,284 @@
+"""KV caches: what comes back depends on what went in and on nothing else, and what lies there is narrow."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, StaticCache
+
+from quantrot import convert, load
+from quantrot.kernels.attention import rope_hadamard_quantize
+from quantrot.modules import KVCache, QuantizedAttention
+from quantrot.modules.cache import KINDS, DynamicKVLayer, StaticKVLayer, adopt, bits_per_value, round_trip
+
+IDS = torch.arange(2, 42).view(2, 20)
+GREEDY = dict(max_new_tokens=10, do_sample=False, pad_token_id=0)
+RECIPES = {
+    "kv fp8": {"kv_cache": "fp8"},
+    "kv int4, R3": {"kv_cache": "int4", "rotations": {"R3": {"kind": "random-hadamard", "seed": 1}}},
+    "attention fp8": {"attention": "fp8", "kv_cache": "fp8"},
+    "attention fp8, R3": {"attention": "fp8", "kv_cache": "fp8", "rotations": {"R3": {"kind": "hadamard"}}},
+    "attention fp8, wide cache": {"attention": "fp8"},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+layers = pytest.mark.parametrize(
+    "make", [DynamicKVLayer, lambda kind: StaticKVLayer(kind, 300)], ids=["grows", "static"]
+)
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def source(tiny, tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("model") / "source", hidden=64, heads=4, kv_heads=2, head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def models(source, tmp_path_factory):
+    root = tmp_path_factory.mktemp("out")
+    return {
+        name: load(convert(source, recipe, root / str(i)).out, device_map="cpu")
+        for i, (name, recipe) in enumerate(RECIPES.items())
+    }
+
+
+@pytest.fixture(params=RECIPES)
+def model(request, models):
+    return models[request.param]
+
+
+def kv(tokens, batch=2):
+    return [torch.randn(batch, 2, tokens, 32) for _ in range(2)]
+
+
+# --- A layer ---------------------------------------------------------------------------------------------------------
+
+
+@kinds
+@layers
+def test_tokens_come_back_the_same_however_they_went_in(kind, make):
+    k, v = kv(150)
+    expected = round_trip(kind, k, v)
+    layer = make(kind)
+    for start, stop in ((0, 1), (1, 130), (130, 131), (131, 150)):
+        got = layer.update(k[:, :, start:stop], v[:, :, start:stop])
+        for a, b in zip(got, expected, strict=True):
+            assert a.dtype == k.dtype and torch.equal(a[:, :, :stop], b[:, :, :stop])
+    assert layer.get_seq_length() == 150
+
+
+@layers
+def test_appended_codes_are_the_codes_that_went_in(make):
+    q, k, v = torch.randn(2, 200, 4, 32), *(torch.randn(2, 200, 2, 32) for _ in range(2))
+    prompt = rope_hadamard_quantize(q[:, :140], k[:, :140], v[:, :140])
+    rest = rope_hadamard_quantize(q[:, 140:], k[:, 140:], v[:, 140:], granularity="token")
+    layer = make("fp8")
+    layer.append(prompt, torch.float32)
+    every, lengths = layer.append(rest, torch.float32)
+    assert lengths is None or lengths.tolist() == [200, 200]
+    keys = torch.cat([prompt.k.view(torch.uint8), rest.k.view(torch.uint8)], 2)
+    assert torch.equal(every.k.view(torch.uint8)[:, :, :200], keys)
+    values = torch.cat([prompt.v.view(torch.uint8)[..., :140], rest.v.view(torch.uint8)[..., :60]], 3)
+    assert torch.equal(every.v.view(torch.uint8)[..., :200], values) and every.v.shape[3] % 128 == 0
+    assert torch.equal(every.k_scale[..., 128:140], prompt.k_scale[..., 1:].expand(2, 2, 12))
+    assert torch.equal(every.v_scale[..., 140:200], rest.v_scale)
+
+
+@kinds
+def test_cropped_tokens_leave_no_trace(kind):
+    k, v = kv(60)
+    layer = DynamicKVLayer(kind)
+    layer.update(k[:, :, :40] + 5, v[:, :, :40])
+    layer.crop(-30)
+    assert layer.get_seq_length() == 10 and layer.get_mask_sizes(7) == (17, 0)
+    got = layer.update(k[:, :, 10:], v[:, :, 10:])
+    assert torch.equal(got[0][:, :, 10:], round_trip(kind, k, v)[0][:, :, 10:])
+    with pytest.raises(ValueError, match="crop: 3; give a negative number"):
+        layer.crop(3)
+    layer.crop(-1000)
+    assert layer.get_seq_length() == 0
+
+
+@kinds
+def test_sequences_move_whole(kind):
+    k, v = kv(30, batch=3)
+    for move, order in (
+        (lambda layer: layer.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]),
+        (lambda layer: layer.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    ):
+        layer = DynamicKVLayer(kind)
+        layer.update(k, v)
+        move(layer)
+        new = [t[:, :, :1] for t in (k, v)]
+        got = layer.update(*(t[order] for t in new))
+        for a, b in zip(got, round_trip(kind, k[order], v[order]), strict=True):
+            assert torch.equal(a[:, :, :30], b)
+
+
+@kinds
+@layers
+def test_a_reset_layer_is_a_new_one(kind, make):
+    k, v = kv(50)
+    layer = make(kind)
+    layer.update(k * 3, v)
+    layer.reset()
+    assert layer.get_seq_length() == 0
+    assert torch.equal(layer.update(k, v)[0][:, :, :50], round_trip(kind, k, v)[0])
+
+
+@kinds
+def test_what_is_stored_is_as_narrow_as_promised(kind):
+    k, v = kv(256)
+    layer = DynamicKVLayer(kind)
+    layer.update(k, v)
+    assert layer.nbytes * 8 == bits_per_value(kind, 32) * 2 * k.numel()
+    assert {buffer.dtype for buffer in layer.buffers.values()} <= {torch.uint8, torch.bfloat16}
+
+
+@kinds
+def test_growing_copies_seldom_and_wastes_little(kind):
+    layer, moves, where = DynamicKVLayer(kind), 0, None
+    k, v = kv(1, batch=1)
+    for tokens in range(1, 1200):
+        layer.update(k, v)
+        moves += layer.buffers["key"].data_ptr() != where
+        where = layer.buffers["key"].data_ptr()
+        assert layer.buffers["key"].shape[2] <= 1.25 * tokens + 384
+    assert moves <= 8
+
+
+@layers
+def test_offloading_moves_what_is_stored(make):
+    k, v = kv(20)
+    layer = make("int4")
+    layer.update(k, v)
+    layer.offload()
+    layer.prefetch()
+    assert torch.equal(layer.update(k[:, :, :1], v[:, :, :1])[0][:, :, :20], round_trip("int4", k, v)[0])
+
+
+# --- Models ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_narrow_format_nothing_changes(source, tmp_path):
+    model = load(convert(source, {"attention": "bf16", "kv_cache": "bf16"}, tmp_path / "out").out, device_map="cpu")
+    base = AutoModelForCausalLM.from_pretrained(source)
+    assert not any(isinstance(m, QuantizedAttention) for m in model.modules())
+    for options in (GREEDY, {**GREEDY, "num_beams": 3}, {**GREEDY, "cache_implementation": "static"}):
+        assert torch.equal(model.generate(IDS, **options), base.generate(IDS, **options))
+
+
+def test_generate_continues_as_the_forward_says(model):
+    out = model.generate(IDS, **GREEDY)
+    with torch.no_grad():
+        whole = model(out, use_cache=False).logits
+    assert torch.equal(whole[:, 19:-1].argmax(-1), out[:, 20:])
+
+
+def test_a_static_cache_generates_the_same(model):
+    assert torch.equal(model.generate(IDS, cache_implementation="static", **GREEDY), model.generate(IDS, **GREEDY))
+
+
+def test_padding_changes_nothing(model):
+    mask = torch.ones_like(IDS)
+    mask[0, :7] = 0
+    for options in (GREEDY, {**GREEDY, "cache_implementation": "static"}):
+        padded = model.generate(IDS, attention_mask=mask, **options)
+        assert torch.equal(padded[0, 20:], model.generate(IDS[:1, 7:], **options)[0, 13:])
+        assert torch.equal(padded[1, 20:], model.generate(IDS[1:], **options)[0, 20:])
+
+
+def test_beams_need_no_cache(model):
+    options = {**GREEDY, "num_beams": 3, "max_new_tokens": 6}
+    assert torch.equal(model.generate(IDS, **options), model.generate(IDS, use_cache=False, **options))
+
+
+def test_a_prompt_in_pieces_is_a_prompt(model):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        whole = model(IDS, use_cache=False).logits
+        pieces = [model(part, past_key_values=cache).logits for part in IDS.split(7, 1)]
+    assert (torch.cat(pieces, 1) - whole).abs().max() <= 2e-2 * whole.abs().max()  # a block's scale is not a token's
+    assert torch.equal(torch.cat(pieces, 1).argmax(-1), whole.argmax(-1))
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "wide" not in name])
+def test_tokens_after_the_prompt_have_bytes_of_their_own(models, name):
+    found = []
+    for sizes in ((10, 10), (10, 1, 2, 7)):
+        cache = DynamicCache(config=models[name].config)
+        with torch.no_grad():
+            for part in IDS.split(sizes, 1):
+                models[name](part, past_key_values=cache)
+        found.append(cache.layers[0].buffers)  # later layers see what attention made of it
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "wide" not in name])
+def test_transformers_own_empty_caches_become_narrow(models, name):
+    model = models[name]
+    kind = "int4" if "int4" in name else "fp8"
+    with torch.no_grad():
+        made = model(IDS, use_cache=True).past_key_values
+        lazy, static = DynamicCache(), StaticCache(config=model.config, max_cache_len=40)
+        for cache in (lazy, static):
+            model(IDS, past_key_values=cache)
+    assert all(type(layer) is DynamicKVLayer and layer.kind == kind for layer in (*made.layers, *lazy.layers))
+    assert all(type(layer) is StaticKVLayer and layer.kind == kind for layer in static.layers)
+
+
+def test_a_wide_cache_holds_what_a_narrow_one_does(models):
+    """e4m3 times a power of two is exact in bfloat16, so quantizing it again gives the same codes."""
+    wide = models["attention fp8, wide cache"].generate(IDS, return_dict_in_generate=True, output_logits=True, **GREEDY)
+    narrow = models["attention fp8"].generate(IDS, return_dict_in_generate=True, output_logits=True, **GREEDY)
+    assert torch.equal(wide.sequences, narrow.sequences)
+    for a, b in zip(wide.logits, narrow.logits, strict=True):
+        assert (a - b).abs().max() <= 2e-2 * b.abs().max()
+
+
+@pytest.mark.parametrize("name", ["kv int4, R3", "attention fp8, R3"])
+def test_a_compiled_step_is_the_eager_step_and_compiled_once(models, name):
+    model, compilations = models[name], []
+
+    def count(graph, inputs):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        compilations.append(graph)
+        return aot_eager(graph, inputs)
+
+    def run(step):
+        cache = StaticCache(config=model.config, max_cache_len=40)
+        with torch.no_grad():
+            logits = [model(IDS, past_key_values=cache).logits[:, -1:]]
+            for _ in range(4):
+                logits.append(step(logits[-1].argmax(-1), past_key_values=cache).logits)
+        return torch.cat(logits, 1)
+
+    torch._dynamo.reset()
+    eager, compiled = run(model), run(torch.compile(model, fullgraph=True, backend=count))
+    assert (eager - compiled).abs().max() <= 1e-4 * eager.abs().max() and len(compilations) == 1
+
+
+@kinds
+def test_any_transformers_model_takes_one(source, kind):
+    base = AutoModelForCausalLM.from_pretrained(source)
+    cache = KVCache(kind, base.config)
+    out = base.generate(IDS, past_key_values=cache, **GREEDY)
+    assert out.shape == (2, 30) and cache.get_seq_length() == 29
+    static = base.generate(IDS, past_key_values=KVCache(kind, base.config, max_cache_len=40), **GREEDY)
+    assert torch.equal(static, out)
+
+
+def test_layers_that_hold_something_or_slide_stay():
+    k, v = kv(3)
+    cache = DynamicCache()
+    cache.update(k, v, 0)
+    assert adopt(cache, 0, "fp8") is None and adopt(cache, 1, "fp8").kind == "fp8" and adopt(cache, 1, "int4") is None
+    sliding = MistralConfig(num_hidden_layers=1, sliding_window=8)
+    assert adopt(DynamicCache(config=sliding), 0, "fp8") is None
+    with pytest.raises(ValueError, match="has a sliding window; use transformers' own"):
+        KVCache("fp8", sliding)
+    with pytest.raises(ValueError, match="kind: 'bf16'; allowed: fp8, int4"):
+        KVCache("bf16", LlamaConfig(num_hidden_layers=1))
