@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, has_triton
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
+from quantrot.kernels.operators import implement
 
 ACTIVATIONS = ("none", "fp8", "mxfp4")
 BACKENDS = ("auto", "triton", "cublas", "reference")
@@ -157,7 +158,7 @@ def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype
     return y.mul_(left).mul_(right).to(dtype)
 
 
-@torch.library.impl("quantrot::mxfp4_product", ("CPU", "CUDA"))
+@implement("quantrot::mxfp4_product")
 def _product(
     a: Tensor,
     a_scale: Tensor,
@@ -232,7 +233,7 @@ def _linear_wide(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, 
     return F.linear(rows, weight)
 
 
-@torch.library.impl("quantrot::mxfp4_linear", ("CPU", "CUDA"))
+@implement("quantrot::mxfp4_linear")
 def _linear(
     x: Tensor,
     packed: Tensor,

@@ -14,6 +14,7 @@ from quantrot.kernels.mxfp4.reference import (
     masked_hadamard_reference,
     quantize_reference,
 )
+from quantrot.kernels.operators import implement
 from quantrot.orthogonal import hadamard_factors
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -254,6 +255,11 @@ def has_triton() -> bool:
     return True
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether packed tensors on this device are multiplied as they are."""
+    return device.type == "cuda" and has_triton()
+
+
 def uses_triton(x: Tensor, backend: str) -> bool:
     """Whether this call runs in Triton; ValueError where it was asked for and cannot."""
     able = has_triton() and (x.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
@@ -268,7 +274,7 @@ def _random(stochastic: bool, seed: int, offset: int) -> tuple[int, int] | None:
     return (seed, offset) if stochastic else None
 
 
-@torch.library.impl("quantrot::mxfp4_quantize", ("CPU", "CUDA"))
+@implement("quantrot::mxfp4_quantize")
 def _quantize(
     x: Tensor,
     signs: Tensor | None,
@@ -302,7 +308,7 @@ def _quantize_fake(x, signs, rule, hadamard, transpose, stochastic, seed, offset
     return packed, packed.new_empty((*lead, width // GROUP)), bits
 
 
-@torch.library.impl("quantrot::mxfp4_requantize", ("CPU", "CUDA"))
+@implement("quantrot::mxfp4_requantize")
 def _requantize(
     packed: Tensor,
     scale: Tensor,
@@ -330,7 +336,7 @@ def _requantize_fake(packed, scale, signs, rule, hadamard, stochastic, seed, off
     return packed.new_empty(2 * width, rows // 2), packed.new_empty(2 * width, rows // GROUP)
 
 
-@torch.library.impl("quantrot::mxfp4_dequantize", ("CPU", "CUDA"))
+@implement("quantrot::mxfp4_dequantize")
 def _dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     if uses_triton(packed, backend):
         from quantrot.kernels.mxfp4 import triton_rows
@@ -344,7 +350,7 @@ def _dequantize_fake(packed, scale, dtype, backend):
     return packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
 
 
-@torch.library.impl("quantrot::mxfp4_expand", ("CPU", "CUDA"))
+@implement("quantrot::mxfp4_expand")
 def _expand(packed: Tensor, scale: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     if uses_triton(packed, backend):
         from quantrot.kernels.mxfp4 import triton_rows
@@ -366,7 +372,7 @@ def _expand_fake(packed, scale, backend):
     return _expanded_fake(packed.shape[0], 2 * packed.shape[1], packed)
 
 
-@torch.library.impl("quantrot::mxfp4_quantize_expanded", ("CPU", "CUDA"))
+@implement("quantrot::mxfp4_quantize_expanded")
 def _quantize_expanded(
     x: Tensor, signs: Tensor | None, rule: str, hadamard: int, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -389,7 +395,7 @@ def _quantize_expanded_fake(x, signs, rule, hadamard, backend):
     return *_expanded_fake(rows, width, x), packed, packed.new_empty((rows, width // GROUP))
 
 
-@torch.library.impl("quantrot::masked_hadamard", ("CPU", "CUDA"))
+@implement("quantrot::masked_hadamard")
 def _masked_hadamard(x: Tensor, mask: Tensor, hadamard: int, scale: float, backend: str) -> Tensor:
     if uses_triton(x, backend):
         from quantrot.kernels.mxfp4 import triton_rows
