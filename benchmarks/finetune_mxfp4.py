@@ -1,7 +1,7 @@
 """Fine-tune a Llama with MXFP4 linears, forward and backward, against bfloat16 on the same data in the same order.
 
     python benchmarks/finetune_mxfp4.py --text FILE --save DIR     # writes results/finetune_mxfp4-<name>.json
-    python benchmarks/finetune_mxfp4.py --render                   # docs/finetune_mxfp4.svg, from the json
+    python benchmarks/finetune_mxfp4.py --render                   # docs/finetune_mxfp4.svg and docs/mxfp4.md
 
 Master weights and AdamW are float32, activations bfloat16 (autocast) in both runs; embeddings and the language model
 head stay frozen; in the MXFP4 run every other linear is `Mxfp4TrainingLinear`: QuEST forward, randomised Hadamard and
@@ -32,6 +32,7 @@ from quantrot.source import open_source  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "finetune_mxfp4.svg"
+DOC = ROOT / "docs" / "mxfp4.md"
 KINDS = ("bfloat16", "mxfp4")
 
 
@@ -196,6 +197,39 @@ def plot(result: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def table(result: dict[str, Any]) -> str:
+    """The runs as Markdown, and the perplexities that `evaluations` of the json holds."""
+    lines = ["| run | validation loss, first | last | mean of the last 20 training losses | seconds a step |"]
+    lines.append("|---|---|---|---|---|")
+    for run in result["runs"]:
+        first, last = run["validation"][0][1], run["validation"][-1]
+        tail = sum(run["loss"][-20:]) / len(run["loss"][-20:])
+        pace = run["seconds"] / len(run["loss"])
+        lines.append(f"| {run['kind']}, {last[0]} steps | {first:.3f} | {last[1]:.3f} | {tail:.3f} | {pace:.1f} |")
+    run = result["runs"][-1]
+    lines += [
+        "",
+        f"{Path(result['model']).name}, {result['batch']} x {result['seq_len']} tokens a step of {result['text']}, "
+        "AdamW, "
+        f"learning rate {result['lr']:g}; {run['trained_parameters'] / 1e6:.1f} million parameters of "
+        f"{run['mxfp4_linears']} linears and the norms train, embeddings stay. {result['device']}, {result['threads']} "
+        f"thread of a shared machine, torch {result['torch']}.",
+    ]
+    found = result.get("evaluations")
+    if found:
+        lines += ["", "| saved model, converted | perplexity |", "|---|---|"]
+        lines += [f"| {name} | {value:.2f} |" for name, value in found.items()]
+    return "\n".join(lines)
+
+
+def render(result: dict[str, Any]) -> None:
+    PLOT.write_text(plot(result))
+    mark = "<!-- table: finetune_mxfp4.py --render -->\n"
+    head, _, tail = DOC.read_text().partition(mark)
+    _, _, tail = tail.partition("<!-- end -->\n")
+    DOC.write_text(f"{head}{mark}{table(result)}\n<!-- end -->\n{tail}")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -216,6 +250,6 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     asked.out = asked.out or RESULTS / f"finetune_mxfp4-{asked.name}.json"
     if asked.render:
-        PLOT.write_text(plot(json.loads(asked.out.read_text())))
+        render(json.loads(asked.out.read_text()))
     else:
         main(asked)

@@ -10,7 +10,7 @@ from quantrot.modules.cache import KVCache
 from quantrot.modules.fp8 import Fp8Linear, Fp8TrainingLinear
 from quantrot.modules.int8 import Int8Linear
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, RotatedLinear, quantize_dequantize
-from quantrot.modules.mxfp4 import Mxfp4Linear
+from quantrot.modules.mxfp4 import Mxfp4Linear, Mxfp4TrainingLinear, train_in_mxfp4
 
 LINEARS: dict[str, type[QuantizedLinear]] = {"fp8": Fp8Linear, "mxfp4": Mxfp4Linear, "int8": Int8Linear}
 
@@ -21,9 +21,11 @@ __all__ = [
     "Int8Linear",
     "KVCache",
     "Mxfp4Linear",
+    "Mxfp4TrainingLinear",
     "OnlineHadamard",
     "QuantizedAttention",
     "QuantizedLinear",
     "RotatedLinear",
     "quantize_dequantize",
+    "train_in_mxfp4",
 ]

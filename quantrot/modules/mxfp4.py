@@ -3,32 +3,37 @@
 import torch
 from torch import Tensor, nn
 
-from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, mxfp4_gemm
-from quantrot.modules.linear import QuantizedLinear
+from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_kernels, mxfp4_gemm
+from quantrot.modules.linear import OnlineHadamard, QuantizedLinear
 
 
 class Mxfp4Linear(QuantizedLinear):
-    """Packed e2m1 weights with an e8m0 scale per 32."""
+    """Packed e2m1 weights with an e8m0 scale per 32.
+
+    Where there are kernels, the packed weight is what is multiplied, at any number of tokens, and the quantizer of
+    MXFP4 activations turns them on its way; elsewhere the dequantized weight is multiplied.
+    """
 
     weight_packed: Tensor
     weight_scale: Tensor
 
     def runs_packed(self, device: torch.device) -> bool:
-        """Whether the product on this device reads the packed weight."""
-        return device.type == "cuda" and self.out_features % 16 == 0
+        activations = self.format.activations
+        per_token = activations.block == (1, 0) and activations.scale_rule == "bf16"
+        return has_kernels(device) and (activations.kind != "fp8" or per_token)
 
     def multiply(self, x: Tensor) -> Tensor:
         if not self.runs_packed(x.device):
             return super().multiply(x)
-        activations, hadamard = self.format.activations, self._fused_hadamard()
+        kind, fused = self.format.activations.kind, self._fused_hadamard()
         return mxfp4_gemm(
-            x if hadamard else self.turned(x),
+            x if fused else self.turned(x),
             self.weight_packed,
             self.weight_scale,
             self.bias,
-            activations=activations.kind,
-            scale_rule=activations.scale_rule or "even",
-            hadamard=hadamard,
+            activations=kind,
+            scale_rule=self.format.activations.scale_rule if kind == "mxfp4" else "even",
+            hadamard=fused,
         )
 
     def _fused_hadamard(self) -> int:
@@ -36,6 +41,7 @@ class Mxfp4Linear(QuantizedLinear):
         if not self.online_name or self.format.activations.kind != "mxfp4":
             return 0
         online = self.get_submodule(self.online_name)
+        assert isinstance(online, OnlineHadamard)
         return online.block if online.signs is None and online.block in (32, 64, 128) else 0
 
 

@@ -123,12 +123,12 @@ def _check(x: Tensor, weight: Tensor, hadamard: int) -> None:
 
 @lru_cache(maxsize=8)
 def _sign_table(device: torch.device) -> Tensor:
-    """int8 [SIGN_VECTORS, 128] of +-1 on the device: a step's signs are then a view, with no copy from the host."""
-    return random_signs(SIGN_VECTORS * FUSED[-1], seed=0).view(SIGN_VECTORS, -1).to(device)
+    """float32 [SIGN_VECTORS, 128] of +-1 on the device: a step's signs are then a view, with no copy from the host."""
+    return random_signs(SIGN_VECTORS * FUSED[-1], seed=0).view(SIGN_VECTORS, -1).to(device, torch.float32)
 
 
 def sign_vector(seed: int, offset: int, hadamard: int, device: torch.device) -> Tensor:
-    """The signs, int8 [hadamard], that (seed, offset) picks from a fixed table of random ones."""
+    """The signs, float32 [hadamard], that (seed, offset) picks from a fixed table of random ones."""
     mixed = (seed * 0x9E3779B97F4A7C15 + offset * 0xBF58476D1CE4E5B9) % (1 << 64)
     mixed = ((mixed ^ (mixed >> 30)) * 0x94D049BB133111EB) % (1 << 64)
     return _sign_table(device)[mixed >> 54, :hadamard]

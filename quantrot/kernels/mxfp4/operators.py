@@ -255,6 +255,11 @@ def has_triton() -> bool:
     return True
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether packed tensors on this device are multiplied as they are."""
+    return device.type == "cuda" and has_triton()
+
+
 def uses_triton(x: Tensor, backend: str) -> bool:
     """Whether this call runs in Triton; ValueError where it was asked for and cannot."""
     able = has_triton() and (x.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")

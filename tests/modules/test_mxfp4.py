@@ -1,0 +1,144 @@
+"""MXFP4 linears: the packed path is the dequantized one up to rounding, and the training linear trains."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quantrot import formats
+from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
+from quantrot.modules import Mxfp4Linear, Mxfp4TrainingLinear, OnlineHadamard, train_in_mxfp4
+from quantrot.modules import mxfp4 as modules_mxfp4
+from quantrot.rotation import Rotation
+
+NONE, TOKEN, MXFP4 = (
+    ActivationFormat("none", (0, 0), ""),
+    ActivationFormat("fp8", (1, 0), "bf16"),
+    ActivationFormat("mxfp4", (1, 32), "even"),
+)
+
+
+def linear(activations=MXFP4, online=None, bias=True, n=96, k=256) -> Mxfp4Linear:
+    generator = torch.Generator().manual_seed(0)
+    fmt = LinearFormat(WeightFormat("mxfp4", (1, 32), "mse"), activations)
+    module = Mxfp4Linear(k, n, bias, torch.float32, fmt, online=online)
+    stored = formats.quantize_rows(fmt.weights, torch.randn(n, k, generator=generator))
+    for name, value in zip(module.tensor_names, stored, strict=True):
+        getattr(module, name).data = value
+    if bias:
+        module.bias.data = torch.randn(n, generator=generator)
+    return module
+
+
+@pytest.mark.parametrize("activations", [NONE, TOKEN, MXFP4], ids=lambda a: a.kind)
+@pytest.mark.parametrize("shape", [(256,), (3, 256), (2, 70, 256), (0, 256)])
+def test_packed_is_the_dequantized_product(monkeypatch, activations, shape):
+    module, x = linear(activations), torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = module(x)
+    monkeypatch.setattr(modules_mxfp4, "has_kernels", lambda device: True)
+    assert module.runs_packed(x.device)
+    y = module(x)
+    assert y.shape == expected.shape and y.dtype == x.dtype
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rotation", "fused"),
+    [
+        (Rotation("R4", "hadamard", 256, 64, 0), 64),
+        (Rotation("R4", "hadamard", 256, 256, 0), 0),
+        (Rotation("R4", "random-hadamard", 256, 32, 0), 0),
+    ],
+)
+@pytest.mark.parametrize("activations", [NONE, MXFP4], ids=lambda a: a.kind)
+def test_an_online_rotation_rides_along(monkeypatch, rotation, fused, activations):
+    module, x = linear(activations, OnlineHadamard(rotation)), torch.randn(9, 256)
+    expected = module(x)
+    monkeypatch.setattr(modules_mxfp4, "has_kernels", lambda device: True)
+    assert module._fused_hadamard() == (fused if activations is MXFP4 else 0)
+    error = (module(x) - expected).norm() / expected.norm()
+    assert error < 2e-2  # a code on the edge may fall on the other side
+
+
+def test_other_fp8_activations_take_the_wide_path(monkeypatch):
+    monkeypatch.setattr(modules_mxfp4, "has_kernels", lambda device: True)
+    module = linear(ActivationFormat("fp8", (1, 128), "bf16"))
+    assert not module.runs_packed(torch.device("cpu")) and module(torch.randn(3, 256)).shape == (3, 96)
+
+
+# --- Training --------------------------------------------------------------------------------------------------------
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32, bias=False))
+
+
+def train(net: nn.Module, steps: int = 60) -> float:
+    generator = torch.Generator().manual_seed(1)
+    teacher = torch.randn(32, 64, generator=generator)
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(128, 64, generator=generator)
+        loss = F.mse_loss(net(x), torch.tanh(x @ teacher.T))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-10:]) / sum(losses[:10])
+
+
+def test_it_learns_nearly_as_a_wide_linear_does():
+    wide, narrow = model(), model()
+    assert train_in_mxfp4(narrow) == ["0", "2"]
+    plain = train(wide)
+    assert plain < 0.8 and train(narrow) < plain + 0.1
+
+
+def test_replacing_keeps_the_parameters_and_the_state_dict():
+    net = model()
+    before, keys = list(net.parameters()), list(net.state_dict())
+    train_in_mxfp4(net)
+    assert all(a is b for a, b in zip(net.parameters(), before, strict=True)) and list(net.state_dict()) == keys
+    assert isinstance(net[0], Mxfp4TrainingLinear) and net[0].bias is not None and net[2].bias is None
+
+
+def test_what_does_not_fit_or_is_named_stays():
+    net = nn.ModuleDict({"a": nn.Linear(64, 48), "b": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)})
+    assert train_in_mxfp4(net) == ["b"] and type(net["a"]) is nn.Linear and type(net["lm_head"]) is nn.Linear
+    assert train_in_mxfp4(nn.ModuleDict({"a": nn.Linear(64, 64)}), skip=("a",)) == []
+
+
+def gradients(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    net.zero_grad()
+    net(x).square().sum().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def test_a_seed_repeats_and_steps_differ():
+    x = torch.randn(40, 64)
+    nets = [model() for _ in range(2)]
+    for net in nets:
+        torch.manual_seed(7)
+        train_in_mxfp4(net)
+    first, again = (gradients(net, x) for net in nets)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(gradients(nets[0], x)[0], first[0])  # the next step's random numbers
+    still = copy.deepcopy(nets[1])
+    for module in still.modules():
+        if isinstance(module, Mxfp4TrainingLinear):
+            module.stochastic = False
+    one, two = (gradients(still, x) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_autocast_decides_the_dtype_of_the_product():
+    layer = Mxfp4TrainingLinear(64, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(torch.randn(5, 64))
+    assert y.dtype == torch.bfloat16 and layer(torch.randn(5, 64)).dtype == torch.float32
+    y.float().sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
