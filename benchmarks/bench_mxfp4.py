@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from timing import copy_gbps, random_tensors, time_us, write_results  # noqa: E402
 
+from quantrot.kernels.fp8 import quantize_fp8_block  # noqa: E402
 from quantrot.kernels.mxfp4 import (  # noqa: E402
     HadamardGemm,
     Mxfp4Gemm,
@@ -172,6 +173,14 @@ def peers_of(m: int, n: int, k: int, weights: list[torch.Tensor], x: torch.Tenso
     return peers
 
 
+def ready_tokens(x: torch.Tensor, activations: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens in e4m3 with a scale each, as the product takes them."""
+    if activations == "mxfp4":
+        return torch.ops.quantrot.mxfp4_quantize_expanded(x, None, "even", 32, "auto")[:2]
+    qdata, scale = quantize_fp8_block(x, (1, 0), "bf16")
+    return qdata, scale.view(-1)
+
+
 def ready_product(tokens: tuple, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """W4A4 or W4A8 at prefill with the activations quantized before: the weight's expansion, and the product."""
     from quantrot.kernels.mxfp4.gemm import scaled_product
@@ -181,8 +190,6 @@ def ready_product(tokens: tuple, packed: torch.Tensor, scale: torch.Tensor) -> t
 
 
 def bench_gemm(m: int, n: int, k: int) -> list[dict]:
-    from quantrot.kernels.mxfp4.gemm import _operand
-
     weights = [w * 0.02 for w in random_tensors((n, k), torch.bfloat16)]
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     peers = peers_of(m, n, k, weights, x)
@@ -195,7 +202,7 @@ def bench_gemm(m: int, n: int, k: int) -> list[dict]:
             if ready and (activations == "none" or m <= 32):
                 continue
             if ready:
-                tokens = _operand(x, activations, "even", 32)[:2]
+                tokens = ready_tokens(x, activations)
                 calls = [lambda w=w, t=tokens: ready_product(t, *w) for w in packed]
             else:
                 h = 32 if activations == "mxfp4" else 0
@@ -317,8 +324,7 @@ def bench_model(tokens: int = 2048) -> list[dict]:
 
 def tune() -> None:
     """Time the candidates of every table of tuned.py, keep the fastest, and write the file."""
-    from quantrot.kernels.mxfp4 import tuned
-    from quantrot.kernels.mxfp4.triton_gemm import Plan, decode
+    from quantrot.kernels.mxfp4 import hopper, triton_gemm, tuned
 
     xs = random_tensors((ROWS // 4, COLUMNS), torch.bfloat16)
     ready = [(x, *quantize_mxfp4(x)) for x in xs]
@@ -360,38 +366,58 @@ def tune() -> None:
         packed = packed * max(1, 8 // len(packed))
         for m in DECODE:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            plans = [
+            candidates = [
                 (rows, columns, slices, warps, stages)
-                for rows, warps in ((16, 1), (32, 1), (32, 2), (64, 4), (128, 4))
+                for rows, warps in ((32, 2), (64, 4), (128, 4))
                 for columns in (128, 256)
                 for slices in (1, 2, 4, 8)
                 for stages in (3, 5)
                 if 132 <= n // rows * slices <= 132 * 32 and k // slices >= 2 * columns
             ]
-            found: dict[tuple, float] = {}
-            for plan in plans:
-                calls = [lambda w=w, x=x, p=plan: decode(x, None, *w, torch.bfloat16, Plan(*p)) for w in packed]
-                try:
-                    found[plan] = time_us(calls, 3)
-                except Exception as error:
-                    print("refused:", plan, str(error).splitlines()[:1])
-            tuned.DECODE[m, n, k] = min(found, key=found.__getitem__)
-            print(m, n, k, tuned.DECODE[m, n, k], f"{min(found.values()):.1f} us", flush=True)
+            tuned.DECODE[m, n, k] = fastest(candidates, triton_gemm, x, packed)
+            candidates = [
+                (rows, warps // rows, depth, slices, resident)
+                for rows in (1, 2, 4, 8)
+                for warps in (4, 8, 16)
+                for depth in (2, 4, 6)
+                for slices in (1, 2, 4)
+                for resident in (1, 2, 3)
+                if rows <= warps
+                and n // (16 * rows) * slices >= 100
+                and warps * resident <= 32
+                and (slices == 1 or n // (16 * rows) < 264)
+                and k // 128 // slices >= 2 * (warps // rows)
+            ]
+            tuned.HOPPER_DECODE[m, n, k] = fastest(candidates, hopper, x, packed)
+            print(m, n, k, tuned.DECODE[m, n, k], tuned.HOPPER_DECODE[m, n, k], flush=True)
             write_tuned()
+
+
+def fastest(candidates: list[tuple], module: Any, x: torch.Tensor, packed: list) -> tuple:
+    """The candidate plan that decodes fastest."""
+    found: dict[tuple, float] = {}
+    for plan in candidates:
+        calls = [lambda w=w, p=plan: module.decode(x, None, *w, torch.bfloat16, module.Plan(*p)) for w in packed]
+        try:
+            found[plan] = time_us(calls, 3)
+        except Exception as error:
+            print("refused:", plan, str(error).splitlines()[:1])
+    best = min(found, key=found.__getitem__)
+    print(module.__name__.rpartition(".")[2], x.shape[0], best, f"{found[best]:.1f} us of {len(found)} plans")
+    return best
 
 
 def write_tuned() -> None:
     from quantrot.kernels.mxfp4 import tuned
 
-    head = TUNED.read_text().split("ROW_THREADS = ")[0]
-    text = head + f"ROW_THREADS = {tuned.ROW_THREADS}\n"
-    comment = TUNED.read_text().split("\n# ")[1].split("\nCOLUMNS = ")[0]
-    text += f"# {comment}\n"
-    for name in ("COLUMNS", "RANDOM_COLUMNS", "PACKED_COLUMNS"):
+    text = TUNED.read_text().split("ROW_THREADS = ")[0]
+    for name in ("ROW_THREADS", "COLUMNS", "RANDOM_COLUMNS", "PACKED_COLUMNS"):
         text += f"{name} = {getattr(tuned, name)}\n"
-    text += "DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {"
-    lines = "".join(f"\n    {key}: {plan}," for key, plan in sorted(tuned.DECODE.items()))
-    TUNED.write_text(text + (lines + "\n" if lines else "") + "}\n")
+    for name in ("DECODE", "HOPPER_DECODE"):
+        lines = "".join(f"\n    {key}: {plan}," for key, plan in sorted(getattr(tuned, name).items()))
+        plans = "{" + lines + "\n" * bool(lines) + "}"
+        text += f"{name}: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {plans}\n"
+    TUNED.write_text(text)
 
 
 # --- The table -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ stochastic rounding backward. The validation loss is that of the arithmetic that
 end of the text. --save keeps both models as transformers directories, which convert and evaluate like any other:
 
     quantrot convert DIR/mxfp4 -r benchmarks/finetune_mxfp4.yaml -o OUT
-    quantrot eval ppl OUT --text FILE
+    quantrot eval ppl OUT --text FILE --output RESULT
+    python benchmarks/finetune_mxfp4.py --add "trained in MXFP4, converted=RESULT"
 """
 
 import argparse
@@ -210,16 +211,32 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"{Path(result['model']).name}, {result['batch']} x {result['seq_len']} tokens a step of {result['text']}, "
-        "AdamW, "
-        f"learning rate {result['lr']:g}; {run['trained_parameters'] / 1e6:.1f} million parameters of "
+        f"AdamW, learning rate {result['lr']:g}; {run['trained_parameters'] / 1e6:.1f} million parameters of "
         f"{run['mxfp4_linears']} linears and the norms train, embeddings stay. {result['device']}, {result['threads']} "
         f"thread of a shared machine, torch {result['torch']}.",
     ]
     found = result.get("evaluations")
     if found:
-        lines += ["", "| saved model, converted | perplexity |", "|---|---|"]
-        lines += [f"| {name} | {value:.2f} |" for name, value in found.items()]
+        one = next(iter(found.values()))
+        lines += ["", "| saved model | perplexity |", "|---|---|"]
+        lines += [f"| {name} | {entry['ppl']:.2f} +- {entry['stderr']:.2f} |" for name, entry in found.items()]
+        lines += ["", f"`quantrot eval ppl`: {one['windows']} windows of {one['seq_len']} tokens of {one['text']}."]
     return "\n".join(lines)
+
+
+def add(path: Path, entry: str) -> None:
+    """Put a perplexity, `label=file of quantrot eval ppl --output`, into the results."""
+    label, _, file = entry.partition("=")
+    found, result = json.loads(Path(file).read_text()), json.loads(path.read_text())
+    settings, ppl = found["settings"], found["results"]["ppl"]
+    result.setdefault("evaluations", {})[label] = {
+        "ppl": ppl["ppl"],
+        "stderr": ppl["ppl_stderr"],
+        "windows": settings["windows"],
+        "seq_len": settings["seq_len"],
+        "text": Path(settings["text"].split(",")[0]).name,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def render(result: dict[str, Any]) -> None:
@@ -246,10 +263,13 @@ if __name__ == "__main__":
     parser.add_argument("--name", default="smollm2-135m")
     parser.add_argument("--save", type=Path, help="directory for the trained models")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", nargs="+", help="label=file: perplexities of `quantrot eval ppl --output`")
     parser.add_argument("--render", action="store_true")
     asked = parser.parse_args()
     asked.out = asked.out or RESULTS / f"finetune_mxfp4-{asked.name}.json"
-    if asked.render:
+    for entry in asked.add or []:
+        add(asked.out, entry)
+    if asked.render or asked.add:
         render(json.loads(asked.out.read_text()))
     else:
         main(asked)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, has_triton
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.operators import implement
 
 ACTIVATIONS = ("none", "fp8", "mxfp4")
-BACKENDS = ("auto", "triton", "cublas", "reference")
+BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")
 DECODE_ROWS = 32  # tokens up to which the packed weight is read by one kernel
 
 torch.library.define(
@@ -52,8 +53,8 @@ def mxfp4_product(
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a and b: shapes {tuple(a.shape)} and {tuple(b.shape)}; allowed: [M, K/2] and [N, K/2]")
     _check_backend(backend)
-    if backend == "triton":
-        raise ValueError("backend: 'triton' multiplies few tokens (mxfp4_gemm); allowed: auto, cublas, reference")
+    if backend in ("hopper", "triton"):
+        raise ValueError(f"backend: {backend!r} multiplies few tokens (mxfp4_gemm); allowed: auto, cublas, reference")
     _check_dtype("dtype", dtype)
     y, left, right = torch.ops.quantrot.mxfp4_product(a, a_scale, b, b_scale, dtype, exact, backend)
     if outside is not None:
@@ -78,8 +79,10 @@ def mxfp4_gemm(
     its MXFP4 with `scale_rule` (W4A4). hadamard: 32, 64 or 128: x is turned in blocks of this width first. Operands are
     multiplied exactly whatever the backend. Differentiable in x and bias; quantization passes gradients unchanged.
 
-    backend: "triton" (at most 32 tokens of bfloat16), "cublas" (CUDA, capability 8.9, N a multiple of 16), "reference".
-    ValueError for sizes, names or a backend that do not fit.
+    backend: "hopper" and "triton" read the packed weight once, for at most 32 tokens of bfloat16 ("hopper": capability
+    9.0, cuda.core, group scales of the weight from 2^-62 to 2^65; only when asked for, until it has been measured);
+    "cublas" (CUDA, capability 8.9, N a multiple of 16);
+    "reference". ValueError for sizes, names or a backend that do not fit.
     """
     check_packed("packed", packed, scale)
     if x.dim() < 1 or packed.dim() != 2 or x.shape[-1] != 2 * packed.shape[1]:
@@ -127,16 +130,19 @@ def _uses_cublas(x: Tensor, columns: int, backend: str) -> bool:
     return able and backend in ("auto", "cublas")
 
 
-def _uses_decode(rows: Tensor, activations: str, backend: str) -> bool:
-    """Whether the kernel for few tokens multiplies; ValueError where it was asked for and cannot."""
-    fits = rows.shape[0] <= DECODE_ROWS and rows.dtype == torch.bfloat16
-    able = fits and rows.device.type == "cuda" and has_triton() and (activations == "none" or _has_fp8(rows))
-    if backend == "triton" and not able:
+def _decoder(rows: Tensor, activations: str, backend: str) -> str | None:
+    """Which kernel for few tokens multiplies, or None; ValueError where one was asked for and cannot."""
+    fits = 0 < rows.shape[0] <= DECODE_ROWS and rows.dtype == torch.bfloat16
+    able = fits and rows.device.type == "cuda" and has_triton() and (activations != "fp8" or _has_fp8(rows))
+    if backend not in ("hopper", "triton"):
+        return "triton" if able and backend == "auto" else None
+    if not able or (backend == "hopper" and not nvrtc.available(rows.device)):
+        needs = "of capability 9.0, with cuda.core" if backend == "hopper" else "with Triton"
         raise ValueError(
-            f"backend: 'triton' multiplies at most {DECODE_ROWS} tokens of bfloat16 on a CUDA device; x is "
+            f"backend: {backend!r} multiplies 1 to {DECODE_ROWS} tokens of bfloat16 on a CUDA device {needs}; x is "
             f"{rows.shape[0]} of {rows.dtype} on {rows.device}; allowed here: auto, reference"
         )
-    return able and backend in ("auto", "triton")
+    return backend
 
 
 # --- FP8 tensor cores ------------------------------------------------------------------------------------------------
@@ -209,16 +215,6 @@ def _turned(x: Tensor, hadamard: int) -> Tensor:
     return hadamard_transform(x, block=hadamard)
 
 
-def _operand(rows: Tensor, activations: str, rule: str, hadamard: int) -> tuple[Tensor, Tensor | None, tuple | None]:
-    """(tokens as they are multiplied, their scales or None, (outside, packed, scale) of MXFP4 tokens or None)."""
-    if activations == "none":
-        return _turned(rows, hadamard), None, None
-    if activations == "fp8":
-        return *_fp8_tokens(rows, hadamard), None
-    qdata, scale, *rest = torch.ops.quantrot.mxfp4_quantize_expanded(rows, None, rule, hadamard, "auto")
-    return qdata, scale, tuple(rest)
-
-
 def _linear_wide(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
     """The definition: dequantized operands in x's dtype."""
     if activations == "mxfp4":
@@ -245,8 +241,9 @@ def _linear(
     backend: str,
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    if _uses_decode(rows, activations, backend):
-        y = _linear_decode(rows, packed, scale, activations, rule, hadamard)
+    decoder = _decoder(rows, activations, backend)
+    if decoder:
+        y = _linear_decode(decoder, rows, packed, scale, activations, rule, hadamard)
     elif activations != "none" and _uses_cublas(x, packed.shape[0], backend):
         y = _linear_fp8(rows, packed, scale, activations, rule, hadamard)
     else:
@@ -256,29 +253,39 @@ def _linear(
     return y.view(*x.shape[:-1], packed.shape[0])
 
 
-def _linear_decode(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
-    from quantrot.kernels.mxfp4 import triton_gemm
+def _linear_decode(
+    decoder: str, rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int
+) -> Tensor:
+    """bfloat16 holds every kind of tokens exactly, but for e4m3's scale, which multiplies the result."""
+    from quantrot.kernels.mxfp4 import hopper, triton_gemm, triton_rows
 
-    tokens, token_scale, rest = _operand(rows, activations, rule, hadamard)
-    y = triton_gemm.decode(tokens, token_scale, packed, scale, rows.dtype)
-    if rest is not None:
-        outside, codes, scales = rest
-        triton_gemm.repair(y, codes, scales, outside, packed, scale, None)
-    return y
+    token_scale = None
+    if activations == "mxfp4":
+        tokens = triton_rows.round_trip(rows, ScaleRule(rule), hadamard)
+    elif activations == "fp8":
+        qdata, token_scale = _fp8_tokens(rows, hadamard)
+        tokens = qdata.to(torch.bfloat16)
+    else:
+        tokens = _turned(rows, hadamard)
+    if decoder == "hopper":
+        return hopper.decode(tokens, token_scale, packed, scale, rows.dtype)
+    return triton_gemm.decode(tokens, token_scale, packed, scale, rows.dtype)
 
 
 def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
     from quantrot.kernels.mxfp4 import triton_gemm
 
-    tokens, token_scale, rest = _operand(rows, activations, rule, hadamard)
-    assert token_scale is not None
     weight, weight_scale, weight_outside = torch.ops.quantrot.mxfp4_expand(packed, scale, "auto")
-    y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
-    if rest is not None:
-        outside, codes, scales = rest
-        triton_gemm.repair(y, codes, scales, outside, packed, scale, weight_outside)
-    else:
+    if activations == "fp8":
+        tokens, token_scale = _fp8_tokens(rows, hadamard)
+        y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
         triton_gemm.repair(y, tokens, token_scale, None, packed, scale, weight_outside)
+        return y
+    tokens, token_scale, outside, codes, scales = torch.ops.quantrot.mxfp4_quantize_expanded(
+        rows, None, rule, hadamard, "auto"
+    )
+    y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
+    triton_gemm.repair(y, codes, scales, outside, packed, scale, weight_outside)
     return y
 
 

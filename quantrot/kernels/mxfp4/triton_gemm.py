@@ -52,8 +52,6 @@ def _decode_kernel(
         column = k + tl.arange(0, COLUMNS)[:, None]
         inside = (column < end) & (token[None, :] < tokens)
         x = tl.load(x_ptr + token[None, :] * columns + column, mask=inside, other=0.0)
-        if FORMAT == "bf16":
-            x = x.to(tl.bfloat16)  # of e4m3: exact
         acc = tl.dot_scaled(w, scale, "e2m1", x, None, FORMAT, acc)
     if SCALED:
         acc *= tl.load(token_scale_ptr + token, mask=token < tokens, other=0.0)[None, :]
@@ -102,8 +100,8 @@ def decode(
 ) -> Tensor:
     """tokens [M, K] by a packed weight [N, K/2]: [M, N] in dtype; M at most 32.
 
-    tokens: bfloat16, or e4m3 with a float32 scale each (float16 runs too, where the weight's scales are normal numbers
-    of it). Products are exact, sums float32.
+    tokens: bfloat16 (float16 runs too, where the weight's scales are numbers of it). token_scale: float32 [M] that
+    multiplies each token's result, or None. Products are exact, sums float32.
     """
     tokens, packed, scale = tokens.contiguous(), packed.contiguous(), scale.contiguous()
     count, columns = tokens.shape
@@ -125,10 +123,17 @@ def decode(
         FORMAT="fp16" if tokens.dtype == torch.float16 else "bf16", num_warps=plan.warps,
     )  # fmt: skip
     if slices > 1:
-        _add_slices_kernel[(triton.cdiv(count * rows, 512),)](
-            partial, scales, out, rows, count * rows, SLICES=slices, SCALED=token_scale is not None, TILE=512
-        )
+        add_slices(partial, token_scale, out)
     return out
+
+
+def add_slices(partial: Tensor, token_scale: Tensor | None, out: Tensor) -> None:
+    """out [M, N] = token_scale times the sum of partial, float32 [slices, M, N], in the order of the slices."""
+    size = out.numel()
+    _add_slices_kernel[(triton.cdiv(size, 512),)](
+        partial, partial if token_scale is None else token_scale, out, out.shape[1], size, SLICES=partial.shape[0],
+        SCALED=token_scale is not None, TILE=512,
+    )  # fmt: skip
 
 
 # --- Rows outside the window -----------------------------------------------------------------------------------------

@@ -305,6 +305,50 @@ def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@triton.jit
+def _store_block(ptr, values, thread, inside, BLOCK: tl.constexpr):
+    """The tuple of each thread's block, four neighbours at a time."""
+    for q in tl.static_range(BLOCK // 4):
+        four = _matrix4(values[4 * q], values[4 * q + 1], values[4 * q + 2], values[4 * q + 3])
+        at = thread[:, None] * BLOCK + q * 4 + tl.arange(0, 4)[None, :]
+        tl.store(ptr + at, four.to(ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["threads", "root"])
+def _round_trip_kernel(
+    x_ptr, y_ptr, threads, root, BLOCK: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr, HADAMARD: tl.constexpr,
+    RULE: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * TILE
+    thread = tl.arange(0, TILE)
+    inside = thread < threads - first
+    x = _load_block(x_ptr + first * BLOCK, thread, inside, BLOCK, VECTOR)
+    if HADAMARD:
+        x = _butterfly(x, BLOCK)
+    y = ()
+    for g in tl.static_range(BLOCK // _GROUP):
+        part = _part(x, g * 32, 32)
+        exponent, finite = _exponent(part, root, RULE)
+        power = tl.where(finite, _scale_value(exponent + 127), float("nan"))
+        for i in tl.static_range(32):
+            y = y + (_e2m1(part[i], _factor(exponent, root, RULE), _clamps(RULE)) * power,)
+    _store_block(y_ptr + first * BLOCK, y, thread, inside, BLOCK)
+
+
+def round_trip(x: Tensor, rule: ScaleRule, hadamard: int) -> Tensor:
+    """x [..., K] as bfloat16 after transform, quantization and dequantization, which bfloat16 holds exactly."""
+    x = floats(x).contiguous()
+    y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    block = hadamard or GROUP
+    threads, tile = x.numel() // block, 32  # for few tokens: as many programs as there are
+    if threads:
+        _round_trip_kernel[(triton.cdiv(threads, tile),)](
+            x, y, threads, float(hadamard or 1) ** -0.5, BLOCK=block, TILE=tile, VECTOR=vector_of(x),
+            HADAMARD=hadamard > 0, RULE=str(rule), num_warps=1, **EXACT,
+        )  # fmt: skip
+    return y
+
+
 @triton.jit(do_not_specialize=["root"])
 def _masked_hadamard_kernel(
     x_ptr, mask_ptr, y_ptr, threads, root, BLOCK: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr
@@ -320,10 +364,7 @@ def _masked_hadamard_kernel(
         for i in tl.static_range(32):
             kept = kept + (tl.where(((bits >> i) & 1) != 0, x[g * 32 + i], 0.0),)
     y = _times(_butterfly(kept, BLOCK), root)
-    for q in tl.static_range(BLOCK // 4):
-        at = thread[:, None] * BLOCK + q * 4 + tl.arange(0, 4)[None, :]
-        four = _matrix4(y[4 * q], y[4 * q + 1], y[4 * q + 2], y[4 * q + 3])
-        tl.store(y_ptr + first * BLOCK + at, four.to(y_ptr.dtype.element_ty), mask=inside[:, None])
+    _store_block(y_ptr + first * BLOCK, y, thread, inside, BLOCK)
 
 
 def masked_hadamard(x: Tensor, mask: Tensor, hadamard: int, scale: float) -> Tensor:
