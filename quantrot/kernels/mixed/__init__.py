@@ -49,7 +49,7 @@ __all__ = ["dequantize_int8", "has_kernels", "mixed_gemm", "mixed_ref", "pack_in
 HAS_TRITON = find_spec("triton") is not None
 KINDS = {torch.int8: "int8", torch.uint8: "uint8", torch.float8_e4m3fn: "e4m3", torch.int32: "packed"}
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-BACKENDS = ("auto", "triton", "expand", "reference")
+BACKENDS = ("auto", "hopper", "triton", "expand", "reference")
 GROUP_STEP = 64  # the kernels' groups are multiples of it
 
 OPERANDS = "Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? bias"
@@ -163,7 +163,18 @@ def _no_triton() -> bool:
     return not HAS_TRITON
 
 
-def _backend(wide: Tensor, scale: Tensor, asked: str) -> str:
+def _hopper(codes: Tensor, wide: Tensor, scale: Tensor, narrow_weight: bool) -> str | None:
+    """Why the kernels for Hopper do not take this product on its device, or None."""
+    from quantrot.kernels import nvrtc
+
+    if not wide.is_cuda or not HAS_TRITON or not nvrtc.available(wide.device):
+        return f"needs an NVIDIA GPU of capability 9.0, cuda.core and Triton; x is on {wide.device}"
+    from quantrot.kernels.mixed import hopper
+
+    return hopper.unsupported(codes, wide, scale, narrow_weight)
+
+
+def _backend(codes: Tensor, wide: Tensor, scale: Tensor, narrow_weight: bool, asked: str) -> str:
     """The backend that runs, or ValueError where the one that was asked for cannot."""
     groups = scale.shape[1]
     fits = groups == 1 or wide.shape[1] // groups % GROUP_STEP == 0
@@ -171,8 +182,12 @@ def _backend(wide: Tensor, scale: Tensor, asked: str) -> str:
     if asked == "auto":
         if not wide.is_cuda or wide.dtype == torch.float64:
             return "reference"
+        if not _no_triton() and _hopper(codes, wide, scale, narrow_weight) is None:
+            return "hopper"
         few = wide.shape[0] < EXPAND_FROM["channel" if groups == 1 else "group"]
         return "triton" if kernel_has_it and few and not _no_triton() else "expand"
+    if asked == "hopper" and (reason := _hopper(codes, wide, scale, narrow_weight)):
+        raise ValueError(f"backend: 'hopper': {reason}; use 'auto' for others")
     if asked == "triton" and not kernel_has_it:
         raise ValueError(
             f"backend: 'triton' has no {wide.dtype} with {groups} scales for {wide.shape[1]} columns; allowed: "
@@ -207,13 +222,18 @@ def _mixed_gemm(
 ) -> Tensor:
     narrow_weight = x.dtype in WIDE
     wide, codes = (x, weight) if narrow_weight else (weight, x)
-    backend = _backend(wide, scale, backend)
+    backend = _backend(codes, wide, scale, narrow_weight, backend)
     if backend == "reference":
         return mixed_reference(x, weight, scale, zero_point, bias, narrow_weight)
     if backend == "expand":
         expanded = _expand(codes, scale, zero_point, wide.shape[1], wide.dtype)
         same = None if bias is None else bias.to(wide.dtype)
         return F.linear(x, expanded, same) if narrow_weight else F.linear(expanded, weight, same)
+    if backend == "hopper":
+        from quantrot.kernels.mixed import hopper
+
+        left, right = (x, _bytes(codes)) if narrow_weight else (_bytes(codes), weight)
+        return hopper.multiply(left, right, scale, zero_point, bias, KINDS[codes.dtype], narrow_weight)
     from quantrot.kernels.mixed import triton
 
     wide = wide if wide.stride(-1) == 1 else wide.contiguous()

@@ -1,0 +1,327 @@
+"""The mixed product for Hopper: CUDA C++ (gemm.cuh, on kernels/hopper.cuh), compiled at first use.
+
+    multiply     y = narrow operand [R, K] by the wide one [C, K]: [C, R] where the weight is narrow, [R, C] otherwise
+    unsupported  why these operands are not for it, or None
+
+Order of operations: with one scale a row, all of K is summed by the tensor cores in float32, the sum is multiplied by
+the scale, the bias is added, the result is rounded once. With groups, the sum of 64 or 128 columns times its scale is
+added (fused) to a float32 sum in the order of K. Few tokens: K in as many parts as the plan says, each such a chain,
+added in order. Plans for the same number of parts give the same bits, whatever their tiles.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.mixed import conversions
+from quantrot.kernels.nvrtc import MAX_SHARED, load_kernel, processors
+
+WIDE = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+NUMBERS = WIDE | {torch.float32: "Fp32"}
+DATA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+BLOCK = 64  # columns of K in a stage
+STEP = 4  # blocks that every part of K but the last has a multiple of
+WIDTHS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)  # columns of a tile
+MOST_GROUPED = 128  # of which, with groups: their sums take as many registers again
+FEW = 64  # tokens, up to which a product is bound by reading the codes
+ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
+    const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
+    const __grid_constant__ quantrot::TensorMap y, const __grid_constant__ quantrot::MixedArgs args) {{
+  quantrot::{call};
+}}
+"""
+
+
+def _ceil(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a kernel is compiled for, beside its plan."""
+
+    kind: str  # of codes
+    wide: torch.dtype
+    weight: bool  # the weight is narrow
+    group: int  # blocks of 64 columns that are summed before they are scaled: 0 (all), 1 or 2
+    zero: bool
+    scale: torch.dtype
+    bias: torch.dtype | None
+
+    def operands(self, sets: int) -> str:
+        bias = "None" if self.bias is None else NUMBERS[self.bias]
+        flags = [str(flag).lower() for flag in (self.weight, self.zero)]
+        return (
+            f"quantrot::Operands<quantrot::{self.kind.upper()}, quantrot::{WIDE[self.wide]}, {flags[0]}, {self.group}, "
+            f"{sets}, {flags[1]}, quantrot::{NUMBERS[self.scale]}, quantrot::{bias}>"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tiles of 64 * groups rows of the narrow operand by `columns` of the wide one.
+
+    few: a tile a thread block, K in `split` parts; otherwise persistent thread blocks.
+    """
+
+    columns: int
+    few: bool = False
+    split: int = 1  # thread blocks of a cluster that share K
+    share: int = 1  # and that share the wide tile, each with its own rows
+    groups: int = 2  # warpgroups that multiply
+    sets: int = 1  # of sums, with groups of columns: with 2, one is scaled while the other is multiplied
+    stages: int = 0  # blocks of K in shared memory; 0: as many as fit
+    resident: int = 1  # thread blocks a multiprocessor
+    tile_group: int = 8  # rows of tiles that run together
+    warm: bool = False  # ask for the first codes, into L2, before the kernel before this one has ended
+    overlap: bool = True  # launched while that kernel ends
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def cluster(self) -> int:
+        return self.split * self.share
+
+    @property
+    def heavy(self) -> bool:
+        """Whether the loading warps give registers away."""
+        return self.groups > 1 and self.resident == 1 and (self.columns >= 96 or not self.few)
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups + (128 if self.heavy else 32)
+
+    @property
+    def depth(self) -> int:
+        """Stages."""
+        return self.stages or min(24, (MAX_SHARED // self.resident - 1024 - self._output()) // self._stage())
+
+    def _stage(self) -> int:
+        return self.rows * 64 + self.columns * 128 + 16
+
+    def _output(self) -> int:
+        return 0 if self.few else self.groups * 64 * self.columns * 2
+
+    def shared_bytes(self) -> int:
+        return self.depth * self._stage() + self._output()
+
+    def call(self, kernel: Kernel) -> str:
+        tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}>"
+        operands = kernel.operands(self.sets if kernel.group else 1)
+        if not self.few:
+            return f"prefill<{tile}, {operands}>(&codes, &wide, &y, args)"
+        flags = ", ".join(str(flag).lower() for flag in (self.heavy, self.warm))
+        return f"few<{tile}, {operands}, {flags}>(&codes, &wide, args)"
+
+    def grid(self, rows: int, columns: int, processors: int) -> int:
+        tiles = _ceil(rows, self.rows * self.share) * _ceil(columns, self.columns)
+        return (tiles if self.few else min(tiles, processors // self.share)) * self.cluster
+
+    def segment(self, depth: int) -> int:
+        """Blocks of K in a part, a multiple of STEP."""
+        return _ceil(_ceil(_ceil(depth, BLOCK), self.split), STEP) * STEP
+
+    def splits(self, depth: int) -> bool:
+        """Whether every part has some of K."""
+        return self.segment(depth) * (self.split - 1) < _ceil(depth, BLOCK)
+
+    def boxes(self, weight: bool) -> tuple[tuple[int, int, int], ...]:
+        """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes, the wide operand and y."""
+        y = (self.columns, 64, 128) if weight else (64, 32, 64)
+        return (self.rows, 64, 64), (self.columns // self.share, 64, 128), y
+
+
+@lru_cache(maxsize=1)
+def device_functions() -> str:
+    """The C++ that every kernel starts with."""
+    here = Path(__file__).parent
+    return (here.parent / "hopper.cuh").read_text() + conversions.device_functions() + (here / "gemm.cuh").read_text()
+
+
+def entry(plan: Plan, kernel: Kernel, name: str = "mixed") -> str:
+    """C++ of the kernel `name`."""
+    return ENTRY.format(
+        cluster=f"__cluster_dims__({plan.cluster}, 1, 1) " if plan.cluster > 1 else "",
+        threads=plan.threads,
+        resident=plan.resident,
+        name=name,
+        call=plan.call(kernel),
+    )
+
+
+# --- Plans -----------------------------------------------------------------------------------------------------------
+
+PROCESSORS = 132  # of the device that the rules are for
+
+
+def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> Plan:
+    """The plan for R, C and K by rule. group: blocks that are summed before scaling, 0: all."""
+    if weight and columns <= FEW:
+        width = next(w for w in WIDTHS if w >= columns)
+        tiles, split = _ceil(rows, 128), 1
+        while tiles * split * 2 <= PROCESSORS + 8 and split < 8 and depth // (split * 2) >= 512:
+            split *= 2
+        return Plan(width, few=True, split=split, sets=2, resident=2 if tiles * split > PROCESSORS else 1)
+    widths = [w for w in WIDTHS if w >= 32 and (not group or w <= MOST_GROUPED) and not (weight is False and w % 32)]
+    best: tuple[float, Plan] | None = None
+    for width in widths:
+        for split in (1, 2, 4) if weight else (1,):
+            share = 2 if split < 4 and width >= 64 and rows > 128 else 1
+            few = weight and (split > 1 or _ceil(rows, 128) * _ceil(columns, width) <= PROCESSORS)
+            plan = Plan(width, few=few, split=split, share=share, sets=2 if width <= 96 else 1)
+            if not plan.splits(depth) or plan.depth < 3:
+                continue
+            units = _ceil(_ceil(rows, 128 * share) * _ceil(columns, width) * split, PROCESSORS // share)
+            cycles = units * (depth / split * max(width / 16, 6 if group else 5) + 1500 + (3000 if split > 1 else 0))
+            if best is None or cycles < best[0]:
+                best = cycles, plan
+    assert best is not None
+    return best[1]
+
+
+# --- What can be run -------------------------------------------------------------------------------------------------
+
+
+def unsupported(codes: Tensor, wide: Tensor, scale: Tensor, weight: bool) -> str | None:
+    """Why `multiply` does not take these operands (codes as bytes), whatever the device, or None."""
+    (columns, depth), rows = wide.shape, scale.shape[0]
+    if wide.dtype not in WIDE:
+        return f"the wide operand is {wide.dtype}; allowed: {', '.join(map(str, WIDE))}"
+    if depth % 16 or (rows if weight else columns) % 8:
+        return f"K is {depth}, N is {rows if weight else columns}; K must be a multiple of 16, N of 8"
+    if scale.shape[1] > 1 and depth // scale.shape[1] % BLOCK:
+        return f"groups of {depth // scale.shape[1]} columns; allowed: multiples of {BLOCK}"
+    if max(rows, columns, depth) >= 1 << 30:
+        return "a size of 2^30 or more"
+    return None
+
+
+# --- Launch ----------------------------------------------------------------------------------------------------------
+
+
+class MixedArgs(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("scale", "zero", "bias", "y")] + [
+        (name, ctypes.c_int)
+        for name in ("rows", "columns", "depth", "groups", "group_blocks", "segment", "tile_group")
+    ]
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ubyte * 128) for name in ("codes", "wide", "y")] + [("args", MixedArgs)]
+
+
+def kernel_of(
+    wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, kind: str, weight: bool
+) -> Kernel:
+    """Which kernel these operands want."""
+    blocks = wide.shape[1] // scale.shape[1] // BLOCK
+    group = 0 if scale.shape[1] == 1 else 1 if blocks % 2 else 2
+    return Kernel(kind, wide.dtype, weight, group, zero is not None, scale.dtype, None if bias is None else bias.dtype)
+
+
+def arguments(
+    y: Tensor, wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, plan: Plan
+) -> MixedArgs:
+    """The kernel's last parameter."""
+    (columns, depth), (rows, groups) = wide.shape, scale.shape
+    return MixedArgs(
+        scale.data_ptr(),
+        None if zero is None else zero.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        rows,
+        columns,
+        depth,
+        groups,
+        _ceil(depth // groups, BLOCK),
+        plan.segment(depth),
+        plan.tile_group,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(data: int, rows: int, columns: int, pitch: int, box: tuple[int, int, int], dtype: torch.dtype) -> bytes:
+    """The driver's description of a matrix for the copy engine: swizzled boxes, zeros past the edges."""
+    no_interleave, promote_256, fill_zeros = 0, 3, 0
+    room = ctypes.create_string_buffer(128 + 64)
+    start = -ctypes.addressof(room) % 64  # the driver wants it aligned, which cuda.bindings' object is not
+    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.byref(room, start),
+        DATA_TYPES[dtype],
+        2,
+        ctypes.c_void_p(data),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(pitch),
+        (ctypes.c_uint32 * 2)(box[1], box[0]),
+        (ctypes.c_uint32 * 2)(1, 1),
+        no_interleave,
+        {64: 2, 128: 3}[box[2]],
+        promote_256,
+        fill_zeros,
+    )
+    if error:
+        raise RuntimeError(f"CUDA driver: error {error} for a tensor map of [{rows}, {columns}], pitch {pitch}")
+    return room.raw[start : start + 128]
+
+
+@lru_cache(maxsize=1024)
+def _kernel(plan: Plan, kernel: Kernel, device: int) -> Any:
+    """The function, ready to launch on this device."""
+    return load_kernel(device_functions() + entry(plan, kernel), "mixed", plan.shared_bytes(), device)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x with contiguous columns and rows that start at multiples of 16 bytes."""
+    size = x.element_size()
+    fits = x.stride(1) == 1 and x.stride(0) * size % 16 == 0 and x.stride(0) >= x.shape[1] and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def _numbers(t: Tensor) -> Tensor:
+    return (t if t.dtype in NUMBERS else t.float()).contiguous()
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    narrow_weight: bool,
+    plan: Plan | None = None,
+) -> Tensor:
+    """mixed_gemm for 16-bit wide operands, x [M, K], weight [N, K] (codes as bytes), by the plan or the rule's.
+
+    Raises ValueError for what `unsupported` names.
+    """
+    wide, codes = (x, weight) if narrow_weight else (weight, x)
+    reason = unsupported(codes, wide, scale, narrow_weight)
+    if reason:
+        raise ValueError(f"backend: 'hopper': {reason}; use 'auto' for others")
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=wide.dtype, device=x.device)
+    if not y.numel():
+        return y
+    (columns, depth), rows = wide.shape, codes.shape[0]
+    codes, wide, scale = _aligned(codes[:, :depth]), _aligned(wide), _numbers(scale)
+    bias = None if bias is None else _numbers(bias)
+    kernel = kernel_of(wide, scale, zero, bias, kind, narrow_weight)
+    plan = plan or plan_for(rows, columns, depth, kernel.group, narrow_weight)
+    device = x.get_device()
+    values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan))
+    for field, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
+        if field != "y" or not plan.few:
+            encoded = _tensor_map(t.data_ptr(), *t.shape, t.stride(0) * t.element_size(), box, t.dtype)
+            ctypes.memmove(getattr(values, field), encoded, 128)
+    function = _kernel(plan, kernel, device)
+    grid = (plan.grid(rows, columns, processors(device)),)
+    nvrtc.launch(function, grid, plan.threads, plan.shared_bytes(), values, device, overlap=plan.overlap)
+    return y
