@@ -6,12 +6,12 @@ import subprocess
 
 import pytest
 import torch
-from tests.kernels.test_mixed import exact_product, relative
-from tests.kernels.test_mixed import operands as random_operands
 
 from quantrot.kernels.mixed import KINDS, hopper, mixed_gemm
 from quantrot.kernels.mixed.hopper import Kernel, Plan
 from quantrot.kernels.mixed.reference import MAX_RELATIVE_ERROR
+from tests.kernels.test_mixed import exact_product, relative
+from tests.kernels.test_mixed import operands as random_operands
 
 gpu = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -27,9 +27,18 @@ CASES = {
     "prefill_x": (Plan(96, share=2, stages=3), Kernel("int8", BF16, False, 0, True, BF16, BF16)),
     "prefill_x_group": (Plan(64, sets=2, stages=3), Kernel("uint8", FP16, False, 2, True, BF16, None)),
     "few8": (Plan(8, few=True, stages=5), Kernel("packed", BF16, True, 0, False, BF16, None)),
-    "few8_group": (Plan(8, few=True, split=2, sets=2, warm=True, stages=3), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
-    "few16": (Plan(16, few=True, split=4, groups=1, stages=4, resident=2), Kernel("int8", FP16, True, 0, True, FP32, FP16)),
-    "few64": (Plan(64, few=True, split=2, share=2, sets=2, stages=3), Kernel("packed", BF16, True, 1, True, BF16, None)),
+    "few8_group": (
+        Plan(8, True, split=2, sets=2, warm=True, stages=3),
+        Kernel("packed", BF16, True, 2, False, BF16, BF16),
+    ),
+    "few16": (
+        Plan(16, True, split=4, groups=1, stages=4, resident=2),
+        Kernel("int8", FP16, True, 0, True, FP32, FP16),
+    ),
+    "few64": (
+        Plan(64, True, split=2, share=2, sets=2, stages=3),
+        Kernel("packed", BF16, True, 1, True, BF16, None),
+    ),
     "few128": (Plan(128, few=True, split=2, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "few256": (Plan(256, few=True, split=2, share=2, stages=4), Kernel("packed", BF16, True, 0, False, BF16, FP32)),
 }  # fmt: skip
@@ -252,5 +261,3 @@ def test_gpu_in_a_graph_overlapped_with_what_makes_its_operands(m, groups):
         codes.zero_()
         graph.replay()
         assert all(torch.equal(y, expected) for y in results)
-
-

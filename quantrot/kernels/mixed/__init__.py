@@ -13,12 +13,13 @@ summed in float32 (float64 for float64); the sum is multiplied by the group's sc
 groups', in order; the bias is added; the result is rounded once, to nearest even. Inf and NaN of the wide operand, of
 scales and of e4m3 codes go through as in those sums.
 
-Backends, on CUDA devices: "triton" (bfloat16 and float16; one scale a row, or groups in multiples of 64), which widens
-codes on their way to the tensor cores; "expand", which writes the dequantized operand, rounded to the wide type, and
-multiplies it by cuBLAS; "reference" (plain torch), which is also what a CPU runs. "auto" expands where the wide operand
-has so many rows that this costs little against the product, and for what "triton" does not take. Any N and K are
-right; K that is no multiple of 16 is read in narrower pieces. Up to 16 rows of x, on "triton", a row's bits do not
-depend on the other rows.
+Backends, on CUDA devices: "hopper" (capability 9.0) and "triton", which widen codes on their way to the tensor cores
+(bfloat16 and float16; one scale a row, or groups in multiples of 64); "expand", which writes the dequantized operand,
+rounded to the wide type, and multiplies it by cuBLAS; "reference" (plain torch), which is also what a CPU runs. "auto"
+is "hopper" where it can run: K a multiple of 16, N of 8. Elsewhere it is "triton", and expands where the wide operand
+has so many rows that this costs little against the product, and for what "triton" does not take: any N and K are right,
+K that is no multiple of 16 is read in narrower pieces. Up to 16 rows of x, on "triton", a row's bits do not depend on
+the other rows.
 
 The operators are torch.library's, `quantrot::mixed_gemm` and `quantrot::mixed_expand`: autograd (with respect to the
 wide operand and the bias), torch.compile and CUDA graphs see one opaque function.
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantrot.kernels.mixed.plans import DECODE_COLUMNS
 from quantrot.kernels.mixed.reference import (
     dequantize,
     dequantize_int8,
@@ -163,6 +165,10 @@ def _no_triton() -> bool:
     return not HAS_TRITON
 
 
+def _is_hopper(t: Tensor) -> bool:
+    return torch.cuda.get_device_capability(t.device) == (9, 0)
+
+
 def _hopper(codes: Tensor, wide: Tensor, scale: Tensor, narrow_weight: bool) -> str | None:
     """Why the kernels for Hopper do not take this product on its device, or None."""
     from quantrot.kernels import nvrtc
@@ -184,7 +190,8 @@ def _backend(codes: Tensor, wide: Tensor, scale: Tensor, narrow_weight: bool, as
             return "reference"
         if not _no_triton() and _hopper(codes, wide, scale, narrow_weight) is None:
             return "hopper"
-        few = wide.shape[0] < EXPAND_FROM["channel" if groups == 1 else "group"]
+        most = DECODE_COLUMNS + 1 if _is_hopper(wide) else EXPAND_FROM["channel" if groups == 1 else "group"]
+        few = wide.shape[0] < most
         return "triton" if kernel_has_it and few and not _no_triton() else "expand"
     if asked == "hopper" and (reason := _hopper(codes, wide, scale, narrow_weight)):
         raise ValueError(f"backend: 'hopper': {reason}; use 'auto' for others")

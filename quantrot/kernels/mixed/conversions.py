@@ -114,7 +114,7 @@ def device_functions() -> str:
 
     On the host (QUANTROT_EMULATED) by plain arithmetic, from `code_value` of the tests' emulator.
     """
-    found = ["#ifdef QUANTROT_EMULATED", "#include \"mixed.h\"", "#endif"]
+    found = ["#ifdef QUANTROT_EMULATED", '#include "mixed.h"', "#endif"]
     found += ["namespace quantrot {", "enum Kind { INT8, UINT8, PACKED, E4M3 };", "template <int KIND, class T>"]
     found += ["struct Widen;"]
     for kind, (wide, name) in product(KINDS, (("bf16", "Bf16"), ("fp16", "Fp16"))):
@@ -125,7 +125,8 @@ def device_functions() -> str:
             f"template <>\nstruct Widen<{kind.upper()}, {name}> {{",
             "  __device__ __forceinline__ static u32 pair(u32 codes) {",
             "#ifdef QUANTROT_EMULATED",
-            f"    return {name}::pack(code_value<{kind.upper()}>(codes & 255), code_value<{kind.upper()}>(codes >> 8));",
+            f"    constexpr int K = {kind.upper()};",
+            f"    return {name}::pack(code_value<K>(codes & 255), code_value<K>(codes >> 8));",
             "#else",
             "    u32 wide;",
             f'    asm("{text}" : "=r"(wide) : "r"(codes));',

@@ -526,6 +526,7 @@ __device__ __forceinline__ void few(const TensorMap* codes, const TensorMap* wid
                       stream, keep);
       }
     }
+    if constexpr (P::CLUSTER > 1) cluster_sync();
   } else {
     if constexpr (HEAVY) take_registers<240>();
     const u32 group = warp / 4;
@@ -538,10 +539,13 @@ __device__ __forceinline__ void few(const TensorMap* codes, const TensorMap* wid
 #pragma unroll
     for (int j = 0; j < P::W; j++)
       store_shared(base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * P::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
-    if constexpr (P::CLUSTER == 1) named_sync(1, 128 * P::GROUPS);
+    if constexpr (P::CLUSTER == 1) {
+      named_sync(1, 128 * P::GROUPS);
+    } else {
+      cluster_sync();
+    }
+    store_parts<P, O>(args, row, column, rank, base);  // here, with the registers that were taken
   }
-  if constexpr (P::CLUSTER > 1) cluster_sync();
-  if (warp < P::GROUPS * 4) store_parts<P, O>(args, row, column, rank, base);
   if constexpr (P::SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 

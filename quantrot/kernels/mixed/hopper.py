@@ -93,7 +93,7 @@ class Plan:
     @property
     def heavy(self) -> bool:
         """Whether the loading warps give registers away."""
-        return self.groups > 1 and self.resident == 1 and (self.columns >= 96 or not self.few)
+        return self.groups > 1 and self.resident == 1 and (self.columns >= 64 or not self.few)
 
     @property
     def threads(self) -> int:
@@ -169,7 +169,8 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
         tiles, split = _ceil(rows, 128), 1
         while tiles * split * 2 <= PROCESSORS + 8 and split < 8 and depth // (split * 2) >= 512:
             split *= 2
-        return Plan(width, few=True, split=split, sets=2, resident=2 if tiles * split > PROCESSORS else 1)
+        two = tiles * split > PROCESSORS and not (group and width > 8)  # sums of groups take registers
+        return Plan(width, few=True, split=split, sets=2, resident=2 if two else 1)
     widths = [w for w in WIDTHS if w >= 32 and (not group or w <= MOST_GROUPED) and not (weight is False and w % 32)]
     best: tuple[float, Plan] | None = None
     for width in widths:
@@ -209,8 +210,7 @@ def unsupported(codes: Tensor, wide: Tensor, scale: Tensor, weight: bool) -> str
 
 class MixedArgs(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("scale", "zero", "bias", "y")] + [
-        (name, ctypes.c_int)
-        for name in ("rows", "columns", "depth", "groups", "group_blocks", "segment", "tile_group")
+        (name, ctypes.c_int) for name in ("rows", "columns", "depth", "groups", "group_blocks", "segment", "tile_group")
     ]
 
 
@@ -218,9 +218,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ubyte * 128) for name in ("codes", "wide", "y")] + [("args", MixedArgs)]
 
 
-def kernel_of(
-    wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, kind: str, weight: bool
-) -> Kernel:
+def kernel_of(wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, kind: str, weight: bool) -> Kernel:
     """Which kernel these operands want."""
     blocks = wide.shape[1] // scale.shape[1] // BLOCK
     group = 0 if scale.shape[1] == 1 else 1 if blocks % 2 else 2
