@@ -117,7 +117,7 @@ def sweep(c: Case, gbps: float, top: int) -> Plan | None:
         else:
             lines.append((us, text, plan))
     lines.sort(key=lambda line: line[0])
-    print(*c.values(), f"cuBLAS {cublas:.2f}")
+    print(*c.values(), f"cuBLAS {cublas:.2f}", flush=True)
     for i, (_, text, plan) in enumerate(lines):
         if i < top or plan == plans_of(c)[0]:
             print(text, "rule" if plan == plans_of(c)[0] else "", flush=True)
@@ -127,8 +127,8 @@ def sweep(c: Case, gbps: float, top: int) -> Plan | None:
 def short(plan: Plan) -> str:
     kind = "few" if plan.few else "many"
     return (
-        f"{kind} {plan.columns:3d} split {plan.split} share {plan.share} groups {plan.groups} sets {plan.sets} "
-        f"resident {plan.resident} stages {plan.depth}{' warm' * plan.warm}{' alone' * (not plan.overlap)}"
+        f"{kind} {plan.columns} split={plan.split} share={plan.share} groups={plan.groups} sets={plan.sets} "
+        f"resident={plan.resident} stages={plan.depth}{' warm' * plan.warm}{' alone' * (not plan.overlap)}"
     )
 
 
