@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantrot.kernels.mixed import KINDS, hopper, mixed_gemm
-from quantrot.kernels.mixed.hopper import Kernel, Plan
+from quantrot.kernels.mixed.hopper import Decode, Kernel, Plan
 from quantrot.kernels.mixed.reference import MAX_RELATIVE_ERROR
 from tests.kernels.test_mixed import exact_product, relative
 from tests.kernels.test_mixed import operands as random_operands
@@ -26,19 +26,14 @@ CASES = {
     "prefill_sets64": (Plan(64, sets=2, stages=4), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
     "prefill_x": (Plan(96, share=2, stages=3), Kernel("int8", BF16, False, 0, True, BF16, BF16)),
     "prefill_x_group": (Plan(64, sets=2, stages=3), Kernel("uint8", FP16, False, 2, True, BF16, None)),
-    "few8": (Plan(8, few=True, stages=5), Kernel("packed", BF16, True, 0, False, BF16, None)),
-    "few8_group": (
-        Plan(8, True, split=2, sets=2, warm=True, stages=3),
-        Kernel("packed", BF16, True, 2, False, BF16, BF16),
-    ),
-    "few16": (
-        Plan(16, True, split=4, groups=1, stages=4, resident=2),
-        Kernel("int8", FP16, True, 0, True, FP32, FP16),
-    ),
-    "few64": (
-        Plan(64, True, split=2, share=2, sets=2, stages=3),
-        Kernel("packed", BF16, True, 1, True, BF16, None),
-    ),
+    "decode1": (Decode(0, stages=4), Kernel("packed", BF16, True, 0, False, BF16, None)),
+    "decode1_group": (Decode(0, 1, 2, 2, stages=4, keep=1024), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
+    "decode8": (Decode(1, 2, 3, stages=6, share=2), Kernel("int8", FP16, True, 0, True, FP32, FP16)),
+    "decode8_group64": (Decode(1, 2, 2, keep=1024, stages=4, share=2), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
+    "decode16": (Decode(2, 1, 2, 2, stages=2), Kernel("packed", BF16, True, 1, True, BF16, None)),
+    "decode16_group": (Decode(2, 2, 4, stages=8, warm=False), Kernel("uint8", FP16, True, 2, True, FP16, FP32)),
+    "decode32": (Decode(4, 1, 2, 2, stages=4), Kernel("int8", BF16, True, 2, True, BF16, BF16)),
+    "decode64": (Decode(8, 2, 1, stages=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "few128": (Plan(128, few=True, split=2, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "few256": (Plan(256, few=True, split=2, share=2, stages=4), Kernel("packed", BF16, True, 0, False, BF16, FP32)),
 }  # fmt: skip
@@ -77,7 +72,7 @@ def emulator(emulated):
         codes = codes.view(torch.uint8)
         assert hopper.unsupported(codes, wide, scale, kernel.weight) is None
         assert hopper.kernel_of(wide, scale, zero, bias, kernel.kind, kernel.weight) == kernel
-        assert plan.splits(wide.shape[1])
+        assert plan.splits(wide.shape[1]) and (isinstance(plan, Plan) or columns <= plan.columns)
         y = torch.full((x.shape[0], weight.shape[0]), float("nan"), dtype=wide.dtype)
         args = hopper.arguments(y, wide, scale, zero, bias, plan)
         maps = (ctypes.c_ulonglong * 24)()
@@ -112,25 +107,27 @@ def test_every_kernel_is_exact_where_no_sum_rounds(emulator, name, m, n, k):
     torch.manual_seed(m)
     if CASES[name][1].group == 2 and k % 128:
         k += 64
-    m = min(m, CASES[name][0].columns + 3) if CASES[name][0].few else m
-    given = operands(name, m, n, k if "few16" not in name else 1024)
+    plan = CASES[name][0]
+    m = min(m, plan.columns if isinstance(plan, Decode) else m)
+    given = operands(name, m, n, k)
     y = emulator(name, *given, seed=m)
     assert torch.equal(y, exact_product(*given).to(y.dtype))
 
 
-@pytest.mark.parametrize("name", ["prefill", "prefill_x", "few8", "prefill_wide"])
+@pytest.mark.parametrize("name", ["prefill", "prefill_x", "decode1", "decode8", "prefill_wide"])
 def test_k_need_not_be_whole_blocks(emulator, name):
     torch.manual_seed(0)
     for k in (16, 80, 592):
-        given = operands(name, 5, 40, k)
+        given = operands(name, 1 if name == "decode1" else 5, 40, k)
         y = emulator(name, *given, seed=k)
         assert torch.equal(y, exact_product(*given).to(y.dtype))
 
 
-@pytest.mark.parametrize("name", ["prefill", "prefill_sets", "few8_group", "few64", "few256"])
+@pytest.mark.parametrize("name", ["prefill", "prefill_sets", "decode8_group64", "decode16_group", "few256"])
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     torch.manual_seed(0)
-    given = operands(name, 40, 264, 1024, exact=False)
+    plan = CASES[name][0]
+    given = operands(name, plan.columns - 1 if isinstance(plan, Decode) else 40, 264, 1024, exact=False)
     first, *others = (emulator(name, *given, seed=seed, processors=2 + seed % 3) for seed in range(4))
     assert all(torch.equal(first, other) for other in others)
     assert relative(first, exact_product(*given)) <= MAX_RELATIVE_ERROR[first.dtype]

@@ -110,7 +110,8 @@ def program(kind: str, wide: str, pairs: int, arch: int) -> str:
 
 
 def device_functions() -> str:
-    """C++: `Widen<KIND, T>::pair(codes)`, the values of the two codes in a word's low bytes as a pair of T, exactly.
+    """C++: `Widen<KIND, T>::pair(codes)` and `upper(codes)`, the values of the two codes in a word's low or high bytes as
+    a pair of T, exactly.
 
     On the host (QUANTROT_EMULATED) by plain arithmetic, from `code_value` of the tests' emulator.
     """
@@ -118,23 +119,26 @@ def device_functions() -> str:
     found += ["namespace quantrot {", "enum Kind { INT8, UINT8, PACKED, E4M3 };", "template <int KIND, class T>"]
     found += ["struct Widen;"]
     for kind, (wide, name) in product(KINDS, (("bf16", "Bf16"), ("fp16", "Fp16"))):
-        text = program(kind, wide, 1, 90) or "{ .reg .b16 c0, c1; mov.b32 {c0, c1}, $1; cvt.rn.f16x2.e4m3x2 $0, c0; }"
-        text = text.replace("cvt.u32.u16 t0, $1", "mov.b32 t0, $1").replace("mov.b16 c0, $1", "mov.b32 {c0, c1}, $1")
-        text = re.sub(r"\$(\d)", r"%\1", text.replace("%", "%%"))
-        found += [
-            f"template <>\nstruct Widen<{kind.upper()}, {name}> {{",
-            "  __device__ __forceinline__ static u32 pair(u32 codes) {",
-            "#ifdef QUANTROT_EMULATED",
-            f"    constexpr int K = {kind.upper()};",
-            f"    return {name}::pack(code_value<K>(codes & 255), code_value<K>(codes >> 8));",
-            "#else",
-            "    u32 wide;",
-            f'    asm("{text}" : "=r"(wide) : "r"(codes));',
-            "    return wide;",
-            "#endif",
-            "  }",
-            "};",
-        ]
+        found += [f"template <>\nstruct Widen<{kind.upper()}, {name}> {{"]
+        for function, shift, select, half in (("pair", 0, "0x4140", "c0"), ("upper", 16, "0x4342", "c1")):
+            text = program(kind, wide, 1, 90) or "{ .reg .b16 c0, c1; mov.b16 c0, $1; cvt.rn.f16x2.e4m3x2 $0, c0; }"
+            text = text.replace("cvt.u32.u16 t0, $1", "mov.b32 t0, $1").replace("mov.b16 c0, $1", "mov.b32 {c0, c1}, $1")
+            text = re.sub(r"(e4m3x2 \S+) c0", rf"\1 {half}", text).replace("0x4140", select)
+            text = re.sub(r"\$(\d)", r"%\1", text.replace("%", "%%"))
+            found += [
+                f"  __device__ __forceinline__ static u32 {function}(u32 codes) {{",
+                "#ifdef QUANTROT_EMULATED",
+                f"    constexpr int K = {kind.upper()};",
+                f"    codes >>= {shift};",
+                f"    return {name}::pack(code_value<K>(codes & 255), code_value<K>(codes >> 8));",
+                "#else",
+                "    u32 wide;",
+                f'    asm("{text}" : "=r"(wide) : "r"(codes));',
+                "    return wide;",
+                "#endif",
+                "  }",
+            ]
+        found += ["};"]
     return "\n".join([*found, "}  // namespace quantrot", ""])
 
 

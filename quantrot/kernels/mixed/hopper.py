@@ -1,19 +1,20 @@
-"""The mixed product for Hopper: CUDA C++ (gemm.cuh, on kernels/hopper.cuh), compiled at first use.
+"""The mixed product for Hopper: CUDA C++ (gemm.cuh and decode.cuh, on kernels/hopper.cuh), compiled at first use.
 
     multiply     y = narrow operand [R, K] by the wide one [C, K]: [C, R] where the weight is narrow, [R, C] otherwise
     unsupported  why these operands are not for it, or None
 
 Order of operations: with one scale a row, all of K is summed by the tensor cores in float32, the sum is multiplied by
 the scale, the bias is added, the result is rounded once. With groups, the sum of 64 or 128 columns times its scale is
-added (fused) to a float32 sum in the order of K. Few tokens: K in as many parts as the plan says, each such a chain,
-added in order. Plans for the same number of parts give the same bits, whatever their tiles.
+added (fused) to a float32 sum in the order of K. With few tiles, K is in as many parts as the plan says, each such a
+chain, added in order. Few tokens (decode.cuh): columns of K in 128s are dealt to as many teams as the plan says, each
+such a chain, added in order. Plans for the same number of parts or teams give the same bits, whatever their tiles.
 """
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ BLOCK = 64  # columns of K in a stage
 STEP = 4  # blocks that every part of K but the last has a multiple of
 WIDTHS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)  # columns of a tile
 MOST_GROUPED = 128  # of which, with groups: their sums take as many registers again
-FEW = 64  # tokens, up to which a product is bound by reading the codes
+FEW = 64  # tokens, up to which a product is bound by reading the codes: Decode's
+CHUNK = 128  # columns of K in a stage of Decode
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
     const __grid_constant__ quantrot::TensorMap y, const __grid_constant__ quantrot::MixedArgs args) {{
@@ -139,14 +141,91 @@ class Plan:
         return (self.rows, 64, 64), (self.columns // self.share, 64, 128), y
 
 
+@dataclass(frozen=True)
+class Decode:
+    """Tiles of 16 * height * row_warps rows of the weight by all tokens, all of K, in persistent thread blocks."""
+
+    tokens: int  # in eights: 0 (one token), 1, 2, 4 or 8
+    row_warps: int = 2
+    teams: int = 4  # of so many warps, that take turns along K
+    height: int = 1
+    stages: int = 8  # of CHUNK columns of K in shared memory, a multiple of teams
+    share: int = 1  # thread blocks of a cluster that share the tokens, each with its own rows
+    keep: int = 0  # columns of K for which shared memory holds all tokens, read once; 0: they come with the codes
+    resident: int = 1  # thread blocks a multiprocessor
+    warm: bool = True  # ask for the first codes, into L2, before the kernel before this one has ended
+    overlap: bool = True  # launched while that kernel ends
+    few: ClassVar[bool] = True
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.height * self.row_warps
+
+    @property
+    def columns(self) -> int:
+        """Most tokens."""
+        return max(8 * self.tokens, 1)
+
+    @property
+    def cluster(self) -> int:
+        return self.share
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.row_warps * self.teams + 1)
+
+    @property
+    def depth(self) -> int:
+        """Stages."""
+        return self.stages
+
+    def _sums(self) -> int:
+        return self.teams * self.columns * (self.rows + 4) * 4
+
+    def _chunks(self, depth: int) -> int:
+        return _ceil(_ceil(depth, CHUNK), self.teams) * self.teams
+
+    def shared_bytes(self) -> int:
+        chunks = self._chunks(self.keep) if self.keep else self.stages
+        head = self.stages * (self.rows * CHUNK + 16) + self._sums()
+        return _ceil(head, 1024) * 1024 + chunks * self.columns * 2 * CHUNK
+
+    def fitted(self, room: int = MAX_SHARED) -> "Decode":
+        """The same with as many stages as fit in `room` bytes of shared memory, 32 at most."""
+        free = room - 1024 - self._sums() - (self._chunks(self.keep) * self.columns * 2 * CHUNK if self.keep else 0)
+        stage = self.rows * CHUNK + 16 + (0 if self.keep else self.columns * 2 * CHUNK)
+        return replace(self, stages=min(32, free // stage) // self.teams * self.teams)
+
+    def call(self, kernel: Kernel) -> str:
+        keep, warm = (str(bool(flag)).lower() for flag in (self.keep, self.warm))
+        tile = f"{self.tokens}, {self.height}, {self.row_warps}, {self.teams}, {self.stages}, {self.share}, {keep}"
+        return f"decode<quantrot::Decode<{tile}>, {kernel.operands(1)}, {warm}>(&codes, &wide, args)"
+
+    def grid(self, rows: int, columns: int, processors: int) -> int:
+        return min(_ceil(rows, self.rows * self.share), processors * self.resident // self.share) * self.share
+
+    def segment(self, depth: int) -> int:
+        return 0
+
+    def splits(self, depth: int) -> bool:
+        """Whether the tokens that are kept fit."""
+        return not self.keep or self._chunks(depth) <= self._chunks(self.keep)
+
+    def boxes(self, weight: bool) -> tuple[tuple[int, int, int], ...]:
+        """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes and the wide operand."""
+        wide = (self.columns, 64, 128) if self.tokens else (1, CHUNK, 0)
+        return (self.rows, CHUNK, 128), wide, wide
+
+
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
     here = Path(__file__).parent
-    return (here.parent / "hopper.cuh").read_text() + conversions.device_functions() + (here / "gemm.cuh").read_text()
+    ours = (here / "gemm.cuh").read_text() + (here / "decode.cuh").read_text()
+    return (here.parent / "hopper.cuh").read_text() + conversions.device_functions() + ours
 
 
-def entry(plan: Plan, kernel: Kernel, name: str = "mixed") -> str:
+def entry(plan: Plan | Decode, kernel: Kernel, name: str = "mixed") -> str:
     """C++ of the kernel `name`."""
     return ENTRY.format(
         cluster=f"__cluster_dims__({plan.cluster}, 1, 1) " if plan.cluster > 1 else "",
@@ -226,7 +305,7 @@ def kernel_of(wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | N
 
 
 def arguments(
-    y: Tensor, wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, plan: Plan
+    y: Tensor, wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, plan: Plan | Decode
 ) -> MixedArgs:
     """The kernel's last parameter."""
     (columns, depth), (rows, groups) = wide.shape, scale.shape
@@ -241,7 +320,7 @@ def arguments(
         groups,
         _ceil(depth // groups, BLOCK),
         plan.segment(depth),
-        plan.tile_group,
+        getattr(plan, "tile_group", 1),
     )
 
 
@@ -261,7 +340,7 @@ def _tensor_map(data: int, rows: int, columns: int, pitch: int, box: tuple[int, 
         (ctypes.c_uint32 * 2)(box[1], box[0]),
         (ctypes.c_uint32 * 2)(1, 1),
         no_interleave,
-        {64: 2, 128: 3}[box[2]],
+        {0: 0, 64: 2, 128: 3}[box[2]],
         promote_256,
         fill_zeros,
     )
@@ -271,7 +350,7 @@ def _tensor_map(data: int, rows: int, columns: int, pitch: int, box: tuple[int, 
 
 
 @lru_cache(maxsize=1024)
-def _kernel(plan: Plan, kernel: Kernel, device: int) -> Any:
+def _kernel(plan: Plan | Decode, kernel: Kernel, device: int) -> Any:
     """The function, ready to launch on this device."""
     return load_kernel(device_functions() + entry(plan, kernel), "mixed", plan.shared_bytes(), device)
 
@@ -295,7 +374,7 @@ def multiply(
     bias: Tensor | None,
     kind: str,
     narrow_weight: bool,
-    plan: Plan | None = None,
+    plan: Plan | Decode | None = None,
 ) -> Tensor:
     """mixed_gemm for 16-bit wide operands, x [M, K], weight [N, K] (codes as bytes), by the plan or the rule's.
 
