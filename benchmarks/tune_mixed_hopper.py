@@ -1,12 +1,14 @@
 """Every plan of the Hopper mixed product beside cuBLAS: what kernels/mixed/tuned.py and the rules should choose.
 
-    python benchmarks/tune_mixed_hopper.py [few] [many] [paper] [--top N] [--rows M ...]
+    python benchmarks/tune_mixed_hopper.py [few] [many] [paper] [--top N] [--rows M ...] [--compile-only]
 
 A line a plan, fastest first: us, times cuBLAS on the wide type, fraction of the operands' reading time, relative error
-to float64, whether five runs gave the same bits.
+to float64, whether five runs gave the same bits. Then one line a case: m n k group, the best plan's us, times cuBLAS,
+fraction of the reading time; the rule's; the second.
 """
 
 import argparse
+import math
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -19,27 +21,31 @@ from timing import copy_gbps, time_us
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed import KINDS, hopper, mixed_ref
-from quantrot.kernels.mixed.hopper import WIDTHS, Kernel, Plan
+from quantrot.kernels.mixed.hopper import WIDTHS, Decode, Kernel, Plan
 
-FEW, MANY = (1, 8, 16, 64), (256, 1024, 4096)
+FEW, MANY = (1, 8, 16, 32, 64), (256, 1024, 4096)
 
 
-def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Plan]:
-    """Plans of one tile a thread block that fill the device; those that are known to spill are left out."""
-    width = next(w for w in WIDTHS if w >= columns)
-    for groups, resident, split, share in product((1, 2, 4), (1, 2, 3, 4), (1, 2, 4, 8), (1, 2)):
-        if share > 1 and (width // share % 8 or columns < 16):
+TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (1, 2, 8), (4, 1, 2), (4, 1, 4), (2, 2, 4), (7, 1, 2), (8, 1, 2)]
+TEAMS += [(4, 2, 2), (4, 2, 4), (14, 1, 1), (7, 2, 2)]  # row warps, height, teams
+REGISTERS = {0: 60, 1: 70, 2: 84, 4: 116, 8: 160}  # of a thread, about
+
+
+def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decode]:
+    """Plans that fill the device and fit."""
+    tokens = 0 if columns == 1 else 1 << (-(-columns // 8) - 1).bit_length()
+    for (row_warps, height, teams), resident, share, keep in product(TEAMS, (1, 2), (1, 2), (0, depth)):
+        plan = Decode(tokens, row_warps, teams, height, share=share, keep=keep, resident=resident)
+        tiles, slots = -(-rows // (plan.rows * share)), hopper.PROCESSORS * resident // share
+        waves = -(-tiles // slots)
+        registers = REGISTERS[tokens] * (1 + (height - 1) * 0.6) + (20 if group else 0)
+        if (share > 1 and not tokens) or (keep and (waves == 1 or not tokens)) or tiles < 0.85 * waves * slots:
             continue
-        plan = Plan(width, few=True, split=split, share=share, groups=groups, resident=resident, sets=2, warm=True)
-        units = plan.grid(rows, columns, 0)
-        warps = groups * resident
-        if warps > (6 if width <= 16 else 4) or (group and warps > (4 if width <= 8 else 2 if width >= 32 else 3)):
+        if plan.threads * registers * resident > 65536 or registers > 250:
             continue
-        if not plan.splits(depth) or not 100 * resident <= units <= (528 if resident > 2 else 300):
-            continue
-        if resident > 1 and units <= 132 * (resident - 1):
-            continue
-        if plan.depth >= 4 and width * (plan.rows + 4) * 4 <= plan.depth * (plan.rows * 64 + width * 128):
+        plan = plan.fitted(nvrtc.SM_SHARED // resident - 1024 * (resident - 1))
+        flight = plan.stages * plan.rows * 128 * resident
+        if plan.stages >= teams and flight >= (24 if tokens > 2 else 48) << 10 and share * resident < 4:
             yield plan
 
 
@@ -49,27 +55,33 @@ def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) ->
     for width in widths:
         tiles = -(-rows // 128) * -(-columns // width)
         sets = (1, 2) if group and width <= 96 else (1,)
-        if width > columns:
+        if width > max(columns, 64):
             continue
-        for share, kept in product((1, 2), sets):
-            if tiles >= 100 and (columns >= 1024 or width <= 2 * columns):
+        for share, kept in product((1, 2, 4), sets):
+            worth = share == 2 or (width >= 128 and width % 64 == 0 and (share == 4 or width != 192))
+            if worth and tiles >= 100 and columns >= 256:
                 yield Plan(width, share=share, sets=kept)
-        for split, share in product((1, 2, 4) if weight else (), (1, 2, 4)):
+        for split, share in product((1, 2, 4) if weight else (), (1, 2)):
             plan = Plan(width, few=True, split=split, share=share, sets=2 if width <= 96 else 1)
             fits = plan.depth >= 3 and width * 132 * 4 <= plan.depth * (128 * 64 + width * 128)
-            if plan.splits(depth) and fits and split * share <= 4 and 90 <= tiles * split <= 200:
+            if plan.splits(depth) and fits and 90 <= tiles * split <= 264 and columns <= 1024:
                 yield plan
 
 
-def plans_of(c: Case) -> list[Plan]:
+def plans_of(c: Case) -> list[Plan | Decode]:
     weight = c["narrow_operand"] == "weight"
     rows, columns = (c["n"], c["m"]) if weight else (c["m"], c["n"])
-    few = weight and columns <= hopper.FEW
     group = 0 if not c["group"] else 2 if c["group"] % 128 == 0 else 1
     rule = hopper.plan_for(rows, columns, c["k"], group, weight)
-    launches = [replace(rule, overlap=False), replace(rule, warm=not rule.warm)] if columns == 1 else []
-    found = few_plans(rows, columns, c["k"], group) if few else many_plans(rows, columns, c["k"], group, weight)
-    return list(dict.fromkeys([rule, *launches, *found]))
+    found: list[Plan | Decode] = [rule]
+    if weight and columns <= 64:
+        found += few_plans(rows, columns, c["k"], group)
+        if columns == 1:
+            found += [replace(rule, overlap=False), replace(rule, warm=not rule.warm)]
+    if columns > hopper.FEW:
+        many = many_plans(rows, columns, c["k"], group, weight)
+        found += [plan for plan in many if plan.columns >= 224 or (c["m"], c["n"], c["k"]) != PAPER]
+    return list(dict.fromkeys(found))
 
 
 def kernel_of(c: Case) -> Kernel:
@@ -77,19 +89,20 @@ def kernel_of(c: Case) -> Kernel:
     return Kernel(c["narrow"], WIDE[c["wide"]], c["narrow_operand"] == "weight", group, False, torch.bfloat16, None)
 
 
-def compile_one(work: tuple[Plan, Kernel]) -> None:
+def compile_one(work: tuple[Plan | Decode, Kernel]) -> None:
     try:
         nvrtc.compile_cubin(hopper.device_functions() + hopper.entry(*work))
     except Exception as error:
         print("refused:", *work, f"{error!s:.300}", flush=True)
 
 
-def launch(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, c: Case, plan: Plan) -> torch.Tensor:
+def launch(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, c: Case, plan: Plan | Decode) -> torch.Tensor:
     x, weight = (t.view(torch.uint8) if t.dtype in KINDS else t for t in (x, weight))
     return hopper.multiply(x, weight, scale, None, None, c["narrow"], c["narrow_operand"] == "weight", plan)
 
 
-def sweep(c: Case, gbps: float, top: int) -> Plan | None:
+def sweep(c: Case, gbps: float, top: int) -> str:
+    """Time every plan of a case; its line of the summary."""
     sets = operands(c, copies_of(c))
     wide_x = c["narrow_operand"] == "weight"
     x, weight, scale = sets[0]
@@ -98,7 +111,7 @@ def sweep(c: Case, gbps: float, top: int) -> Plan | None:
     else:
         exact = mixed_ref(x[-64:], weight.double(), scale[-64:])
     cublas, floor = cublas_us(c, copies_of(c)), traffic(c) / gbps / 1e3
-    lines: list[tuple[float, str, Plan]] = []
+    lines: list[tuple[float, str, Plan | Decode]] = []
     for plan in plans_of(c):
         try:
             y = launch(x, weight, scale, c, plan)
@@ -118,18 +131,30 @@ def sweep(c: Case, gbps: float, top: int) -> Plan | None:
             lines.append((us, text, plan))
     lines.sort(key=lambda line: line[0])
     print(*c.values(), f"cuBLAS {cublas:.2f}", flush=True)
+    rule = plans_of(c)[0]
     for i, (_, text, plan) in enumerate(lines):
-        if i < top or plan == plans_of(c)[0]:
-            print(text, "rule" if plan == plans_of(c)[0] else "", flush=True)
-    return lines[0][2] if lines else None
-
-
-def short(plan: Plan) -> str:
-    kind = "few" if plan.few else "many"
+        if i < top or plan == rule:
+            print(text, "rule" if plan == rule else "", flush=True)
+    ruled = next((us for us, _, plan in lines if plan == rule), math.nan)
+    names = [c[key][0] for key in ("narrow", "wide", "narrow_operand") if (c["m"], c["n"], c["k"]) == PAPER]
+    name = " ".join(map(str, [c["m"], c["n"], c["k"], c["group"], *names]))
+    if not lines:
+        return f"{name} nothing ran"
+    us, text, plan = lines[0]
+    second = f" | {short(lines[1][2])} {lines[1][0]:.2f}" if len(lines) > 1 else ""
     return (
-        f"{kind} {plan.columns} split={plan.split} share={plan.share} groups={plan.groups} sets={plan.sets} "
-        f"resident={plan.resident} stages={plan.depth}{' warm' * plan.warm}{' alone' * (not plan.overlap)}"
+        f"{name} {us:.2f} {cublas / us:.3f}x {floor / us:.2f}f {short(plan)} | rule {ruled:.2f} {cublas / ruled:.3f}x"
+        f"{second}"
     )
+
+
+def short(plan: Plan | Decode) -> str:
+    """A plan in a few letters."""
+    if isinstance(plan, Decode):
+        shape = f"r{plan.row_warps}h{plan.height}t{plan.teams} st{plan.stages} share{plan.share} res{plan.resident}"
+        return f"decode {shape}{' keep' * bool(plan.keep)}{' cold' * (not plan.warm)}{' alone' * (not plan.overlap)}"
+    kind = f"few s{plan.split}" if plan.few else "many"
+    return f"{kind} {plan.columns} share{plan.share} sets{plan.sets}"
 
 
 def main() -> None:
@@ -137,6 +162,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["few", "many", "paper"])
     parser.add_argument("--top", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="*")
+    parser.add_argument("--compile-only", action="store_true", help="fill the cache of kernels")
     asked = parser.parse_args()
     cases: list[Case] = []
     if "paper" in asked.what:
@@ -144,15 +170,17 @@ def main() -> None:
         cases += [case(*PAPER, kind, wide, operand) for kind, wide, operand in variants]
     for what, rows in (("few", FEW), ("many", MANY)):
         if what in asked.what:
-            todo = product(SHAPES, asked.rows or rows, (0, GROUP))
-            cases += [case(m, n, k, "packed", "bfloat16", "weight", group) for (n, k), m, group in todo]
+            todo = product(asked.rows or rows, SHAPES, (0, GROUP))
+            cases += [case(m, n, k, "packed", "bfloat16", "weight", group) for m, (n, k), group in todo]
     work = list(dict.fromkeys((plan, kernel_of(c)) for c in cases for plan in plans_of(c)))
     print(len(work), "kernels", flush=True)
     with ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, work, chunksize=4))
+    if asked.compile_only:
+        return
     gbps = copy_gbps()
     for c in cases:
-        sweep(c, gbps, asked.top)
+        print("BEST", sweep(c, gbps, asked.top), flush=True)
 
 
 if __name__ == "__main__":

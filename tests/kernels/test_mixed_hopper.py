@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,11 +26,14 @@ CASES = {
     "prefill_sets": (Plan(96, sets=2, stages=3), Kernel("int8", FP16, True, 2, True, FP16, FP32)),
     "prefill_sets64": (Plan(64, sets=2, stages=4), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
     "prefill_x": (Plan(96, share=2, stages=3), Kernel("int8", BF16, False, 0, True, BF16, BF16)),
+    "prefill_x240": (Plan(240, share=2, stages=2), Kernel("uint8", BF16, False, 0, False, BF16, BF16)),
+    "prefill_240": (Plan(240, share=2, stages=2), Kernel("uint8", BF16, True, 0, False, BF16, BF16)),
+    "prefill_share4": (Plan(128, share=4, stages=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "prefill_x_group": (Plan(64, sets=2, stages=3), Kernel("uint8", FP16, False, 2, True, BF16, None)),
     "decode1": (Decode(0, stages=4), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "decode1_group": (Decode(0, 1, 2, 2, stages=4, keep=1024), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
     "decode8": (Decode(1, 2, 3, stages=6, share=2), Kernel("int8", FP16, True, 0, True, FP32, FP16)),
-    "decode8_group64": (Decode(1, 2, 2, keep=1024, stages=4, share=2), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
+    "decode8_group64": (Decode(1, 2, 2, 1, 4, 2, 1024), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
     "decode16": (Decode(2, 1, 2, 2, stages=2), Kernel("packed", BF16, True, 1, True, BF16, None)),
     "decode16_group": (Decode(2, 2, 4, stages=8, warm=False), Kernel("uint8", FP16, True, 2, True, FP16, FP32)),
     "decode32": (Decode(4, 1, 2, 2, stages=4), Kernel("int8", BF16, True, 2, True, BF16, BF16)),
@@ -88,6 +92,12 @@ def emulator(emulated):
     return run
 
 
+def tokens(name: str, m: int) -> int:
+    """As many of m as the case's plan takes."""
+    plan = CASES[name][0]
+    return min(m, plan.columns) if isinstance(plan, Decode) else m
+
+
 def operands(name: str, m: int, n: int, k: int, exact: bool = True, device: str = "cpu"):
     """(x, weight, scale, zero, bias) as the case's kernel takes them; exact: no float32 sum rounds."""
     kernel = CASES[name][1]
@@ -107,9 +117,7 @@ def test_every_kernel_is_exact_where_no_sum_rounds(emulator, name, m, n, k):
     torch.manual_seed(m)
     if CASES[name][1].group == 2 and k % 128:
         k += 64
-    plan = CASES[name][0]
-    m = min(m, plan.columns if isinstance(plan, Decode) else m)
-    given = operands(name, m, n, k)
+    given = operands(name, tokens(name, m), n, k)
     y = emulator(name, *given, seed=m)
     assert torch.equal(y, exact_product(*given).to(y.dtype))
 
@@ -118,7 +126,7 @@ def test_every_kernel_is_exact_where_no_sum_rounds(emulator, name, m, n, k):
 def test_k_need_not_be_whole_blocks(emulator, name):
     torch.manual_seed(0)
     for k in (16, 80, 592):
-        given = operands(name, 1 if name == "decode1" else 5, 40, k)
+        given = operands(name, tokens(name, 5), 40, k)
         y = emulator(name, *given, seed=k)
         assert torch.equal(y, exact_product(*given).to(y.dtype))
 
@@ -126,8 +134,7 @@ def test_k_need_not_be_whole_blocks(emulator, name):
 @pytest.mark.parametrize("name", ["prefill", "prefill_sets", "decode8_group64", "decode16_group", "few256"])
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     torch.manual_seed(0)
-    plan = CASES[name][0]
-    given = operands(name, plan.columns - 1 if isinstance(plan, Decode) else 40, 264, 1024, exact=False)
+    given = operands(name, tokens(name, 40), 264, 1024, exact=False)
     first, *others = (emulator(name, *given, seed=seed, processors=2 + seed % 3) for seed in range(4))
     assert all(torch.equal(first, other) for other in others)
     assert relative(first, exact_product(*given)) <= MAX_RELATIVE_ERROR[first.dtype]
@@ -197,6 +204,8 @@ def test_no_kernel_spills_or_serializes_its_products(tmp_path):
 
 def run_case(name, x, weight, scale, zero, bias):
     plan, kernel = CASES[name]
+    if isinstance(plan, Decode) and plan.keep:
+        plan = replace(plan, keep=x.shape[1])
     x, weight = (t.view(torch.uint8) if t.dtype in KINDS else t for t in (x, weight))
     return hopper.multiply(x, weight, scale, zero, bias, kernel.kind, kernel.weight, plan)
 
@@ -206,7 +215,7 @@ def run_case(name, x, weight, scale, zero, bias):
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 136, 1024), (70, 264, 2048), (300, 1000, 4096)])
 def test_gpu_kernels_are_exact_where_no_sum_rounds(name, m, n, k):
     torch.manual_seed(m)
-    given = operands(name, m, n, k, device="cuda")
+    given = operands(name, tokens(name, m), n, k, device="cuda")
     y = run_case(name, *given)
     assert torch.equal(y, exact_product(*given).to(y.dtype))
 
@@ -215,7 +224,7 @@ def test_gpu_kernels_are_exact_where_no_sum_rounds(name, m, n, k):
 @pytest.mark.parametrize("name", CASES)
 def test_gpu_runs_are_bit_equal_and_meet_float64(name):
     torch.manual_seed(0)
-    given = operands(name, 130, 2056, 4096, exact=False, device="cuda")
+    given = operands(name, tokens(name, 130), 2056, 4096, exact=False, device="cuda")
     first = run_case(name, *given)
     assert relative(first, exact_product(*given)) <= MAX_RELATIVE_ERROR[first.dtype]
     for _ in range(50):

@@ -110,8 +110,8 @@ def program(kind: str, wide: str, pairs: int, arch: int) -> str:
 
 
 def device_functions() -> str:
-    """C++: `Widen<KIND, T>::pair(codes)` and `upper(codes)`, the values of the two codes in a word's low or high bytes as
-    a pair of T, exactly.
+    """C++: `Widen<KIND, T>::pair(codes)` and `upper(codes)`, the values of the two codes in a word's low or high bytes
+    as a pair of T, exactly.
 
     On the host (QUANTROT_EMULATED) by plain arithmetic, from `code_value` of the tests' emulator.
     """
@@ -122,7 +122,9 @@ def device_functions() -> str:
         found += [f"template <>\nstruct Widen<{kind.upper()}, {name}> {{"]
         for function, shift, select, half in (("pair", 0, "0x4140", "c0"), ("upper", 16, "0x4342", "c1")):
             text = program(kind, wide, 1, 90) or "{ .reg .b16 c0, c1; mov.b16 c0, $1; cvt.rn.f16x2.e4m3x2 $0, c0; }"
-            text = text.replace("cvt.u32.u16 t0, $1", "mov.b32 t0, $1").replace("mov.b16 c0, $1", "mov.b32 {c0, c1}, $1")
+            text = text.replace("cvt.u32.u16 t0, $1", "mov.b32 t0, $1").replace(
+                "mov.b16 c0, $1", "mov.b32 {c0, c1}, $1"
+            )
             text = re.sub(r"(e4m3x2 \S+) c0", rf"\1 {half}", text).replace("0x4140", select)
             text = re.sub(r"\$(\d)", r"%\1", text.replace("%", "%%"))
             found += [

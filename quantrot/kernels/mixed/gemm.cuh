@@ -86,7 +86,8 @@ struct Tile {
   static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, STAGES = STAGES_, SPLIT = SPLIT_, SHARE = SHARE_;
   static constexpr int ROWS = 64 * GROUPS, W = COLUMNS / 2, CLUSTER = SPLIT * SHARE, PART = COLUMNS / SHARE;
   static constexpr int CODES = ROWS * 64, STAGE = CODES + COLUMNS * 128;  // bytes
-  static constexpr int OUTPUT = 64 * COLUMNS * 2;                        // of a warpgroup's sums in 16 bits
+  static constexpr int HALF = COLUMNS % 32;                              // of a box of y, past the last whole one
+  static constexpr int OUTPUT = 64 * (COLUMNS + HALF) * 2;               // of a warpgroup's sums in 16 bits
   static constexpr int PITCH = ROWS + 4;  // of the parts, floats: lanes meet different banks
   static_assert(COLUMNS % SHARE == 0 && PART % 8 == 0, "a share of the wide tile is whole groups of eight rows");
 };
@@ -379,9 +380,13 @@ __device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& 
       store_matrices_turned(output + swizzled(line, (warp * 2 + which % 2) * 16), pairs[0][0], pairs[0][1], pairs[1][0],
                             pairs[1][1]);
     } else {
-      const u32 line = warp * 16 + which % 2 * 8 + inside, unit = j % 4 + which / 2;
-      store_matrices(output + j / 4 * 4096 + swizzled64(line, unit * 16), pairs[0][0], pairs[0][1], pairs[1][0],
-                     pairs[1][1]);
+      const u32 line = warp * 16 + which % 2 * 8 + inside;
+      auto put = [&](int at) {
+        store_matrices(output + at / 4 * 4096 + swizzled64(line, (at % 4 + which / 2) * 16), pairs[0][0], pairs[0][1],
+                       pairs[1][0], pairs[1][1]);
+      };
+      put(P::HALF && j == P::COLUMNS / 8 - 2 ? j + 2 : j);
+      if (P::HALF && j == P::COLUMNS / 8 - 4) put(j + 2);  // the last box begins in the middle of the one before
     }
   }
   fence_async();
@@ -390,7 +395,7 @@ __device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& 
     if constexpr (O::WEIGHT) {
       tensor_store(y, row, column, output);
     } else {
-      for (int c = 0; c < P::COLUMNS; c += 32) tensor_store(y, column + c, row, output + c * 128);
+      for (int c = 0; c < P::COLUMNS; c += 32) tensor_store(y, column + min(c, P::COLUMNS - 32), row, output + c * 128);
     }
     tensor_store_commit();
   }
@@ -399,7 +404,7 @@ __device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& 
 template <class P, class O>
 __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap* wide, const TensorMap* y,
                                         const MixedArgs& args) {
-  static_assert(P::SPLIT == 1 && P::COLUMNS % 32 == 0, "whole sums, boxes of 32 columns");
+  static_assert(P::SPLIT == 1 && P::COLUMNS % 16 == 0, "whole sums, boxes of 32 columns");
   static_assert(P::STAGES * (P::STAGE + 16) + P::GROUPS * P::OUTPUT <= 227 << 10, "shared memory");
   const u32 base = shared_memory(), output = base + P::STAGES * P::STAGE, full = output + P::GROUPS * P::OUTPUT;
   const u32 empty = full + P::STAGES * 8, warp = warp_number(), rank = P::SHARE > 1 ? cluster_rank() : 0;

@@ -28,9 +28,9 @@ NUMBERS = WIDE | {torch.float32: "Fp32"}
 DATA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 BLOCK = 64  # columns of K in a stage
 STEP = 4  # blocks that every part of K but the last has a multiple of
-WIDTHS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)  # columns of a tile
-MOST_GROUPED = 128  # of which, with groups: their sums take as many registers again
-FEW = 64  # tokens, up to which a product is bound by reading the codes: Decode's
+WIDTHS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 240, 256)  # columns of a tile
+MOST_GROUPED = 160  # of which, with groups: their sums take as many registers again
+FEW = 32  # tokens, up to which a product is Decode's by rule
 CHUNK = 128  # columns of K in a stage of Decode
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
@@ -110,7 +110,7 @@ class Plan:
         return self.rows * 64 + self.columns * 128 + 16
 
     def _output(self) -> int:
-        return 0 if self.few else self.groups * 64 * self.columns * 2
+        return 0 if self.few else self.groups * 64 * (self.columns + self.columns % 32) * 2
 
     def shared_bytes(self) -> int:
         return self.depth * self._stage() + self._output()
@@ -125,7 +125,9 @@ class Plan:
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
         tiles = _ceil(rows, self.rows * self.share) * _ceil(columns, self.columns)
-        return (tiles if self.few else min(tiles, processors // self.share)) * self.cluster
+        # A cluster's multiprocessors are neighbours, in groups of 16 or 18, so that four leave two of 18 alone.
+        clusters = processors // 16 * (16 // self.share) if self.share > 2 else processors // self.share
+        return (tiles if self.few else min(tiles, max(clusters, 1))) * self.cluster
 
     def segment(self, depth: int) -> int:
         """Blocks of K in a part, a multiple of STEP."""
@@ -241,16 +243,11 @@ def entry(plan: Plan | Decode, kernel: Kernel, name: str = "mixed") -> str:
 PROCESSORS = 132  # of the device that the rules are for
 
 
-def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> Plan:
+def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> Plan | Decode:
     """The plan for R, C and K by rule. group: blocks that are summed before scaling, 0: all."""
     if weight and columns <= FEW:
-        width = next(w for w in WIDTHS if w >= columns)
-        tiles, split = _ceil(rows, 128), 1
-        while tiles * split * 2 <= PROCESSORS + 8 and split < 8 and depth // (split * 2) >= 512:
-            split *= 2
-        two = tiles * split > PROCESSORS and not (group and width > 8)  # sums of groups take registers
-        return Plan(width, few=True, split=split, sets=2, resident=2 if two else 1)
-    widths = [w for w in WIDTHS if w >= 32 and (not group or w <= MOST_GROUPED) and not (weight is False and w % 32)]
+        return decode_plan(rows, columns, depth)
+    widths = [w for w in WIDTHS if w >= 32 and (not group or w <= MOST_GROUPED) and not (weight is False and w % 16)]
     best: tuple[float, Plan] | None = None
     for width in widths:
         for split in (1, 2, 4) if weight else (1,):
@@ -260,11 +257,25 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
             if not plan.splits(depth) or plan.depth < 3:
                 continue
             units = _ceil(_ceil(rows, 128 * share) * _ceil(columns, width) * split, PROCESSORS // share)
-            cycles = units * (depth / split * max(width / 16, 6 if group else 5) + 1500 + (3000 if split > 1 else 0))
+            block = 264 + 3.62 * width  # fitted to tiles of 128 to 256 columns on an H200
+            cycles = units * (depth / split / 64 * block * (1.25 if group else 1) + 500 + (3000 if split > 1 else 0))
             if best is None or cycles < best[0]:
                 best = cycles, plan
     assert best is not None
     return best[1]
+
+
+def decode_plan(rows: int, columns: int, depth: int) -> Decode:
+    """The same for a few tokens: tiles that share the rows out evenly, and read the tokens seldom."""
+    tokens = 0 if columns == 1 else 1 << (_ceil(columns, 8) - 1).bit_length()
+
+    def cost(row_warps: int) -> int:
+        return _ceil(_ceil(rows, 16 * row_warps), PROCESSORS) * (16 * row_warps + 8 * tokens)
+
+    row_warps = min((2, 4, 7, 1), key=cost)
+    plan = Decode(tokens, row_warps, max(1, 8 // row_warps))
+    kept = replace(plan, keep=depth).fitted()
+    return kept if rows > plan.rows * PROCESSORS and kept.stages * plan.rows >= 1024 else plan.fitted()
 
 
 # --- What can be run -------------------------------------------------------------------------------------------------
