@@ -34,18 +34,22 @@ REGISTERS = {0: 60, 1: 70, 2: 84, 4: 116, 8: 160}  # of a thread, about
 def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decode]:
     """Plans that fill the device and fit."""
     tokens = 0 if columns == 1 else 1 << (-(-columns // 8) - 1).bit_length()
-    for (row_warps, height, teams), resident, share, keep in product(TEAMS, (1, 2), (1, 2), (0, depth)):
+    for (row_warps, height, teams), resident, share, keep in product(TEAMS, (1, 2), (1, 2, 4), (0, depth)):
         plan = Decode(tokens, row_warps, teams, height, share=share, keep=keep, resident=resident)
-        tiles, slots = -(-rows // (plan.rows * share)), hopper.PROCESSORS * resident // share
+        tiles, slots = -(-rows // (plan.rows * share)), plan.grid(1 << 30, columns, hopper.PROCESSORS) // share
         waves = -(-tiles // slots)
         registers = REGISTERS[tokens] * (1 + (height - 1) * 0.6) + (20 if group else 0)
-        if (share > 1 and not tokens) or (keep and (waves == 1 or not tokens)) or tiles < 0.85 * waves * slots:
+        if (
+            share > max(1, 2 * tokens)
+            or (keep and (waves == 1 or not tokens or share > 1))
+            or tiles < 0.85 * waves * slots
+        ):
             continue
         if plan.threads * registers * resident > 65536 or registers > 250:
             continue
         plan = plan.fitted(nvrtc.SM_SHARED // resident - 1024 * (resident - 1))
         flight = plan.stages * plan.rows * 128 * resident
-        if plan.stages >= teams and flight >= (24 if tokens > 2 else 48) << 10 and share * resident < 4:
+        if plan.stages >= 2 * teams and flight >= (24 if tokens > 2 else 48) << 10 and 1 in (share, resident):
             yield plan
 
 

@@ -42,6 +42,7 @@ struct Decode {
   static constexpr int HEIGHT = HEIGHT_, ROW_WARPS = ROW_WARPS_, KS = KS_, STAGES = STAGES_, SHARE = SHARE_;
   static constexpr bool ONE = TOKENS_ == 0, KEEP = KEEP_;
   static constexpr int TILES = ONE ? 1 : TOKENS_, COLUMNS = TILES * 8, USED = ONE ? 1 : COLUMNS;
+  static constexpr int PART = SHARE > 2 ? COLUMNS / (SHARE / 2) : COLUMNS;  // tokens that a block of a cluster loads
   static constexpr int ROWS = 16 * HEIGHT * ROW_WARPS, WARPS = ROW_WARPS * KS;
   static constexpr int CODES = ROWS * 128, WIDE = USED * 256;  // bytes of a stage
   static constexpr int PITCH = ROWS + 4;                       // of a team's sums, floats: lanes meet different banks
@@ -49,7 +50,7 @@ struct Decode {
   static constexpr int TOKENS_AT = (BARRIERS + STAGES * 16 + 1023) / 1024 * 1024;
   static constexpr int CHAINS = HEIGHT * TILES <= 2 ? 2 : 1;  // products in a row that wait for each other: 8 / CHAINS
   static_assert(STAGES % KS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
-  static_assert(!ONE || SHARE == 1, "one token is not worth sharing");
+  static_assert(SHARE == 1 || (!ONE && PART % 8 == 0), "a block of a cluster loads whole eights of tokens");
 };
 
 __device__ __forceinline__ u32 turned(u32 g) { return g >> 1 | (g & 1) << 2; }
@@ -238,7 +239,9 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
           tensor_load(to, wide, c * 128, 0, bar, keep);
           tensor_load(to + P::WIDE / 2, wide, c * 128 + 64, 0, bar, keep);
         } else {
-          tensor_load_all(to + rank * (P::WIDE / 2), wide, c * 128 + rank * 64, 0, bar, keep, 3);
+          const u32 half = rank % 2, part = rank / 2 * P::PART;
+          tensor_load_all(to + half * (P::WIDE / 2) + part * 128, wide, c * 128 + half * 64, part, bar, keep,
+                          (1 << P::SHARE) - 1);
         }
       }
     }

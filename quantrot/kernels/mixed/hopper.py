@@ -44,6 +44,12 @@ def _ceil(size: int, block: int) -> int:
     return -(-size // block)
 
 
+def _clusters(processors: int, size: int) -> int:
+    """Clusters that run at a time. One's multiprocessors are of the same group of 16 or 18, so that of four each, two
+    of 18 stay alone."""
+    return max(1, processors // 16 * (16 // size) if size > 2 else processors // size)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """What a kernel is compiled for, beside its plan."""
@@ -125,9 +131,7 @@ class Plan:
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
         tiles = _ceil(rows, self.rows * self.share) * _ceil(columns, self.columns)
-        # A cluster's multiprocessors are neighbours, in groups of 16 or 18, so that four leave two of 18 alone.
-        clusters = processors // 16 * (16 // self.share) if self.share > 2 else processors // self.share
-        return (tiles if self.few else min(tiles, max(clusters, 1))) * self.cluster
+        return (tiles if self.few else min(tiles, _clusters(processors, self.share))) * self.cluster
 
     def segment(self, depth: int) -> int:
         """Blocks of K in a part, a multiple of STEP."""
@@ -204,7 +208,8 @@ class Decode:
         return f"decode<quantrot::Decode<{tile}>, {kernel.operands(1)}, {warm}>(&codes, &wide, args)"
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
-        return min(_ceil(rows, self.rows * self.share), processors * self.resident // self.share) * self.share
+        clusters = _clusters(processors, self.share) * self.resident
+        return min(_ceil(rows, self.rows * self.share), clusters) * self.share
 
     def segment(self, depth: int) -> int:
         return 0
@@ -215,7 +220,7 @@ class Decode:
 
     def boxes(self, weight: bool) -> tuple[tuple[int, int, int], ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes and the wide operand."""
-        wide = (self.columns, 64, 128) if self.tokens else (1, CHUNK, 0)
+        wide = (self.columns // max(1, self.share // 2), 64, 128) if self.tokens else (1, CHUNK, 0)
         return (self.rows, CHUNK, 128), wide, wide
 
 
@@ -273,7 +278,7 @@ def decode_plan(rows: int, columns: int, depth: int) -> Decode:
         return _ceil(_ceil(rows, 16 * row_warps), PROCESSORS) * (16 * row_warps + 8 * tokens)
 
     row_warps = min((2, 4, 7, 1), key=cost)
-    plan = Decode(tokens, row_warps, max(1, 8 // row_warps))
+    plan = Decode(tokens, row_warps, max(2, 8 // row_warps))
     kept = replace(plan, keep=depth).fitted()
     return kept if rows > plan.rows * PROCESSORS and kept.stages * plan.rows >= 1024 else plan.fitted()
 
