@@ -30,13 +30,13 @@ PLANS: dict[tuple[str, int], Plan] = {
     ("bfloat16", 13824): Plan("flow", 12, 1, stages=4, tiles=16),  # 0.81, 0.86
     ("bfloat16", 14336): Plan("flow", 12, 1, stages=2, tiles=32),  # 0.85, 0.91
     ("bfloat16", 16384): Plan("share", 16, 2, vectors=4, precision="CUT"),  # 0.89, 0.93
-    ("bfloat16", 17408): Plan("flow", 16, 1, stages=2, tiles=16),  # 0.70, 0.76
-    ("bfloat16", 18944): Plan("flow", 16, 1, stages=3, tiles=16),  # 0.67, 0.73
+    ("bfloat16", 17408): Plan("flow", 16, 1, stages=3, tiles=16),  # 0.71, 0.76
+    ("bfloat16", 18944): Plan("flow", 16, 1, stages=3, tiles=16),  # 0.68, 0.73
     ("bfloat16", 25600): Plan("flow", 12, 1, stages=2, tiles=32),  # 0.75, 0.82
-    ("bfloat16", 28672): Plan("flow", 12, 1, stages=2, tiles=32),  # 0.77, 0.89
+    ("bfloat16", 28672): Plan("flow", 12, 1, stages=2, tiles=32),  # 0.78, 0.89
     ("bfloat16", 29568): Plan("dense", 16, 1, stages=1, tiles=1, part=6),  # 0.18
     ("bfloat16", 32768): Plan("share", 16, 1, vectors=8, stages=1, precision="CUT"),  # 0.84, 0.90
-    ("bfloat16", 53248): Plan("flow", 12, 1, stages=2, tiles=32),  # 0.52, 0.60
+    ("bfloat16", 53248): Plan("flow", 12, 1, stages=2, tiles=32),  # 0.54, 0.63
     ("float16", 2): Plan("lanes", 4, 7),
     ("float16", 4): Plan("lanes", 4, 7),
     ("float16", 8): Plan("lanes", 4, 7),  # 0.91, 1.00

@@ -157,7 +157,7 @@ __device__ __forceinline__ void unpack(u32 w, float& lo, float& hi) {
 // one correction), no subnormal.
 __device__ __forceinline__ float scale_of(float amax) {
   const float near = amax * (1 / 448.f), exact = fmaf(fmaf(near, -448.f, amax), 1 / 448.f, near);
-  const float scale = amax == 0.f ? 1.f : amax < 0x1p128f ? fmaxf(exact, 0x1p-126f) : amax;
+  const float scale = amax == 0.f ? 1.f : amax <= 0x1.fffffep127f ? fmaxf(exact, 0x1p-126f) : amax;
   u32 bits = __float_as_uint(scale);
   if constexpr (SCALE_RULE == 2) bits = bits < 0x7F800000u ? (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u : bits;
   if constexpr (SCALE_RULE == 3) bits = bits < 0x7F800000u ? (bits + 0x7FFFFF) & 0xFF800000u : bits;
