@@ -34,23 +34,20 @@ REGISTERS = {0: 60, 1: 70, 2: 84, 4: 116, 8: 160}  # of a thread, about
 def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decode]:
     """Plans that fill the device and fit."""
     tokens = 0 if columns == 1 else 1 << (-(-columns // 8) - 1).bit_length()
-    for (row_warps, height, teams), resident, share, keep in product(TEAMS, (1, 2), (1, 2, 4), (0, depth)):
-        plan = Decode(tokens, row_warps, teams, height, share=share, keep=keep, resident=resident)
-        tiles, slots = -(-rows // (plan.rows * share)), plan.grid(1 << 30, columns, hopper.PROCESSORS) // share
+    for (row_warps, height, teams), resident, keep in product(TEAMS, (1, 2), (0, depth)):
+        plan = Decode(tokens, row_warps, teams, height, keep=keep, resident=resident)
+        tiles, slots = -(-rows // plan.rows), plan.grid(1 << 30, columns, hopper.PROCESSORS)
         waves = -(-tiles // slots)
         registers = REGISTERS[tokens] * (1 + (height - 1) * 0.6) + (20 if group else 0)
-        if (
-            share > max(1, 2 * tokens)
-            or (keep and (waves == 1 or not tokens or share > 1))
-            or tiles < 0.85 * waves * slots
-        ):
+        if (keep and waves == 1) or tiles < 0.85 * waves * slots:
             continue
         if plan.threads * registers * resident > 65536 or registers > 250:
             continue
-        plan = plan.fitted(nvrtc.SM_SHARED // resident - 1024 * (resident - 1))
+        plan = plan.fitted()
         flight = plan.stages * plan.rows * 128 * resident
-        if plan.stages >= 2 * teams and flight >= (24 if tokens > 2 else 48) << 10 and 1 in (share, resident):
+        if plan.stages >= 2 * teams and flight >= (24 if tokens > 2 else 48) << 10:
             yield plan
+            yield replace(plan, warm=False)
 
 
 def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) -> Iterator[Plan]:
@@ -61,11 +58,10 @@ def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) ->
         sets = (1, 2) if group and width <= 96 else (1,)
         if width > max(columns, 64):
             continue
-        for share, kept in product((1, 2, 4), sets):
-            worth = share == 2 or (width >= 128 and width % 64 == 0 and (share == 4 or width != 192))
-            if worth and tiles >= 100 and columns >= 256:
+        for share, kept in product((1, 2), sets):
+            if (share == 2 or width in (128, 256)) and tiles >= 100 and columns >= 256:
                 yield Plan(width, share=share, sets=kept)
-        for split, share in product((1, 2, 4) if weight else (), (1, 2)):
+        for split, share in ((1, 1), (1, 2), (2, 1)) if weight else ():
             plan = Plan(width, few=True, split=split, share=share, sets=2 if width <= 96 else 1)
             fits = plan.depth >= 3 and width * 132 * 4 <= plan.depth * (128 * 64 + width * 128)
             if plan.splits(depth) and fits and 90 <= tiles * split <= 264 and columns <= 1024:
@@ -80,8 +76,6 @@ def plans_of(c: Case) -> list[Plan | Decode]:
     found: list[Plan | Decode] = [rule]
     if weight and columns <= 64:
         found += few_plans(rows, columns, c["k"], group)
-        if columns == 1:
-            found += [replace(rule, overlap=False), replace(rule, warm=not rule.warm)]
     if columns > hopper.FEW:
         many = many_plans(rows, columns, c["k"], group, weight)
         found += [plan for plan in many if plan.columns >= 224 or (c["m"], c["n"], c["k"]) != PAPER]
@@ -155,8 +149,8 @@ def sweep(c: Case, gbps: float, top: int) -> str:
 def short(plan: Plan | Decode) -> str:
     """A plan in a few letters."""
     if isinstance(plan, Decode):
-        shape = f"r{plan.row_warps}h{plan.height}t{plan.teams} st{plan.stages} share{plan.share} res{plan.resident}"
-        return f"decode {shape}{' keep' * bool(plan.keep)}{' cold' * (not plan.warm)}{' alone' * (not plan.overlap)}"
+        shape = f"r{plan.row_warps}h{plan.height}t{plan.teams} st{plan.stages} res{plan.resident}"
+        return f"decode {shape}{' keep' * bool(plan.keep)}{' cold' * (not plan.warm)}"
     kind = f"few s{plan.split}" if plan.few else "many"
     return f"{kind} {plan.columns} share{plan.share} sets{plan.sets}"
 

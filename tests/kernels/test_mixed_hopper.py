@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantrot.kernels.mixed import KINDS, hopper, mixed_gemm
+from quantrot.kernels.mixed import KINDS, _hopper_expands, hopper, mixed_gemm
 from quantrot.kernels.mixed.hopper import Decode, Kernel, Plan
 from quantrot.kernels.mixed.reference import MAX_RELATIVE_ERROR
+from quantrot.kernels.mixed.tuned import DECODE
 from tests.kernels.test_mixed import exact_product, relative
 from tests.kernels.test_mixed import operands as random_operands
 
@@ -28,18 +29,18 @@ CASES = {
     "prefill_x": (Plan(96, share=2, stages=3), Kernel("int8", BF16, False, 0, True, BF16, BF16)),
     "prefill_x240": (Plan(240, share=2, stages=2), Kernel("uint8", BF16, False, 0, False, BF16, BF16)),
     "prefill_240": (Plan(240, share=2, stages=2), Kernel("uint8", BF16, True, 0, False, BF16, BF16)),
-    "prefill_share4": (Plan(128, share=4, stages=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "prefill_128": (Plan(128, share=2, stages=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "prefill_x_group": (Plan(64, sets=2, stages=3), Kernel("uint8", FP16, False, 2, True, BF16, None)),
     "decode1": (Decode(0, stages=4), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "decode1_group": (Decode(0, 1, 2, 2, stages=4, keep=1024), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
-    "decode8": (Decode(1, 2, 3, stages=6, share=2), Kernel("int8", FP16, True, 0, True, FP32, FP16)),
-    "decode8_group64": (Decode(1, 2, 2, 1, 4, 2, 1024), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
+    "decode8": (Decode(1, 2, 3, stages=6), Kernel("int8", FP16, True, 0, True, FP32, FP16)),
+    "decode8_group64": (Decode(1, 2, 2, 1, 4, 1024), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
     "decode16": (Decode(2, 1, 2, 2, stages=2), Kernel("packed", BF16, True, 1, True, BF16, None)),
-    "decode16_group": (Decode(2, 2, 4, 1, 8, 4, warm=False), Kernel("uint8", FP16, True, 2, True, FP16, FP32)),
+    "decode16_group": (Decode(2, 2, 4, 1, 8, warm=False), Kernel("uint8", FP16, True, 2, True, FP16, FP32)),
     "decode32": (Decode(4, 1, 2, 2, stages=4), Kernel("int8", BF16, True, 2, True, BF16, BF16)),
-    "decode64": (Decode(8, 2, 1, stages=2, share=4), Kernel("packed", BF16, True, 0, False, BF16, None)),
+    "decode64": (Decode(8, 2, 1, stages=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "few128": (Plan(128, few=True, split=2, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
-    "few256": (Plan(256, few=True, split=2, share=2, stages=4), Kernel("packed", BF16, True, 0, False, BF16, FP32)),
+    "few256": (Plan(256, few=True, split=2, stages=4), Kernel("packed", BF16, True, 0, False, BF16, FP32)),
 }  # fmt: skip
 DRIVER = """
 static std::string message;
@@ -160,9 +161,34 @@ def test_every_plan_fits(n, k, group, weight):
         rows, columns = (n, m) if weight else (m, n)
         plan = hopper.plan_for(rows, columns, k, group, weight)
         assert plan.depth >= 2 and (plan.shared_bytes() + 1024) * plan.resident <= 228 << 10
-        assert plan.cluster <= 8 and plan.splits(k) and (weight or not plan.few)
+        assert plan.cluster <= 2 and plan.splits(k) and (weight or not plan.few)
         assert not group or plan.columns <= hopper.MOST_GROUPED
         assert plan.grid(rows, columns, 132) % plan.cluster == 0
+
+
+def test_measured_plans_are_the_ones_that_run():
+    for (n, k, group, m), plan in DECODE.items():
+        found = hopper.plan_for(n, m, k, group // 64, True)
+        assert isinstance(found, Decode) and found.stages % found.teams == 0 and found.columns >= m
+        assert found == Decode(found.tokens, *plan) and found.splits(k)
+    assert hopper.plan_for(4096, 7, 4096, 0, True) == hopper.plan_for(4096, 8, 4096, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "groups", "wide", "narrow", "expands"),
+    [
+        (1024, 4096, 32, BF16, "weight", True),
+        (256, 4096, 32, BF16, "weight", False),
+        (4096, 4096, 1, BF16, "weight", False),
+        (3456, 4096, 1, FP16, "x", True),
+        (3456, 4096, 1, BF16, "x", False),  # what it gains is not worth a second rounding
+        (16, 4096, 1, FP16, "x", False),
+    ],
+)
+def test_auto_expands_where_cublas_is_faster(m, n, groups, wide, narrow, expands):
+    rows, others = (n, m) if narrow == "weight" else (m, n)
+    codes, other = torch.empty(rows, 8, dtype=torch.int8), torch.empty(others, 8, dtype=wide)
+    assert _hopper_expands(codes, other, groups, narrow == "weight") == expands
 
 
 def test_what_it_does_not_take_is_named():
@@ -188,6 +214,9 @@ def test_no_kernel_spills_or_serializes_its_products(tmp_path):
         for m in (1, 16, 64, 256, 1024, 4096):
             kernel = Kernel("packed", BF16, True, group, False, BF16, None)
             kernels[hopper.plan_for(4096, m, 4096, group, True), kernel] = None
+    for n, k, group, m in DECODE:
+        kernel = Kernel("packed", BF16, True, group // 64, False, BF16, None)
+        kernels[hopper.plan_for(n, m, k, group // 64, True), kernel] = None
     kernels[hopper.plan_for(3456, 4096, 2048, 0, False), Kernel("int8", BF16, False, 0, False, BF16, None)] = None
     entries = "".join(hopper.entry(*kernel, name=f"mixed{i}") for i, kernel in enumerate(kernels))
     (tmp_path / "mixed.cu").write_text(hopper.device_functions() + entries)

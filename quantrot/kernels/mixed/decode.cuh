@@ -37,12 +37,11 @@ __device__ __forceinline__ void multiply16(float (&d)[4], const u32 (&a)[4], u32
 #endif
 
 // TOKENS: tiles of eight, or 0 for one token, which every lane then reads. KEEP: the tokens stay in shared memory.
-template <int TOKENS_, int HEIGHT_, int ROW_WARPS_, int KS_, int STAGES_, int SHARE_, bool KEEP_>
+template <int TOKENS_, int HEIGHT_, int ROW_WARPS_, int KS_, int STAGES_, bool KEEP_>
 struct Decode {
-  static constexpr int HEIGHT = HEIGHT_, ROW_WARPS = ROW_WARPS_, KS = KS_, STAGES = STAGES_, SHARE = SHARE_;
+  static constexpr int HEIGHT = HEIGHT_, ROW_WARPS = ROW_WARPS_, KS = KS_, STAGES = STAGES_;
   static constexpr bool ONE = TOKENS_ == 0, KEEP = KEEP_;
   static constexpr int TILES = ONE ? 1 : TOKENS_, COLUMNS = TILES * 8, USED = ONE ? 1 : COLUMNS;
-  static constexpr int PART = SHARE > 2 ? COLUMNS / (SHARE / 2) : COLUMNS;  // tokens that a block of a cluster loads
   static constexpr int ROWS = 16 * HEIGHT * ROW_WARPS, WARPS = ROW_WARPS * KS;
   static constexpr int CODES = ROWS * 128, WIDE = USED * 256;  // bytes of a stage
   static constexpr int PITCH = ROWS + 4;                       // of a team's sums, floats: lanes meet different banks
@@ -50,7 +49,6 @@ struct Decode {
   static constexpr int TOKENS_AT = (BARRIERS + STAGES * 16 + 1023) / 1024 * 1024;
   static constexpr int CHAINS = HEIGHT * TILES <= 2 ? 2 : 1;  // products in a row that wait for each other: 8 / CHAINS
   static_assert(STAGES % KS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
-  static_assert(SHARE == 1 || (!ONE && PART % 8 == 0), "a block of a cluster loads whole eights of tokens");
 };
 
 __device__ __forceinline__ u32 turned(u32 g) { return g >> 1 | (g & 1) << 2; }
@@ -199,28 +197,23 @@ template <class P, class O, bool WARM>
 __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* wide, const MixedArgs& args) {
   static_assert(O::WEIGHT, "few tokens by a narrow weight");
   const u32 base = shared_memory(), sums = base + P::SUMS, full = base + P::BARRIERS, empty = full + P::STAGES * 8;
-  const u32 tokens = base + P::TOKENS_AT, warp = warp_number(), rank = P::SHARE > 1 ? cluster_rank() : 0;
-  const int tiles = parts_of(args.rows, P::ROWS * P::SHARE), first = blockIdx.x / P::SHARE;
-  const int step = gridDim.x / P::SHARE, chunks = parts_of(parts_of(args.depth, 128), P::KS) * P::KS;
+  const u32 tokens = base + P::TOKENS_AT, warp = warp_number();
+  const int tiles = parts_of(args.rows, P::ROWS), first = blockIdx.x, step = gridDim.x;
+  const int chunks = parts_of(parts_of(args.depth, 128), P::KS) * P::KS;
   if (warp == P::WARPS) {
     if (lane_number() == 0) {
       tensor_prefetch(codes), tensor_prefetch(wide);
       for (int s = 0; s < P::STAGES; s++) {
         barrier_init(full + s * 8, 1);
-        barrier_init(empty + s * 8, P::ROW_WARPS * P::SHARE);
+        barrier_init(empty + s * 8, P::ROW_WARPS);
       }
       barrier_init_done();
     }
     warp_sync();
     if constexpr (WARM)
-      for (int c = 0; c < min(chunks, P::STAGES); c++)
-        tensor_warm(codes, c * 128, (first * P::SHARE + rank) * P::ROWS);
+      for (int c = 0; c < min(chunks, P::STAGES); c++) tensor_warm(codes, c * 128, first * P::ROWS);
   }
-  if constexpr (P::SHARE > 1) {
-    cluster_start();
-  } else {
-    block_sync();
-  }
+  block_sync();
   grid_wait();
   Ring<P::STAGES> ring;
   if (warp == P::WARPS) {
@@ -231,17 +224,13 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
         const u32 bar = full + ring.stage * 8, to = tokens + (P::KEEP ? c : ring.stage) * P::WIDE;
         barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
         barrier_expect(bar, P::CODES + (fetch ? P::WIDE : 0));
-        tensor_load(base + ring.stage * P::CODES, codes, c * 128, (tile * P::SHARE + rank) * P::ROWS, bar, stream);
+        tensor_load(base + ring.stage * P::CODES, codes, c * 128, tile * P::ROWS, bar, stream);
         if (!fetch) continue;
         if constexpr (P::ONE) {
           tensor_load(to, wide, c * 128, 0, bar, keep);
-        } else if constexpr (P::SHARE == 1) {
+        } else {
           tensor_load(to, wide, c * 128, 0, bar, keep);
           tensor_load(to + P::WIDE / 2, wide, c * 128 + 64, 0, bar, keep);
-        } else {
-          const u32 half = rank % 2, part = rank / 2 * P::PART;
-          tensor_load_all(to + half * (P::WIDE / 2) + part * 128, wide, c * 128 + half * 64, part, bar, keep,
-                          (1 << P::SHARE) - 1);
         }
       }
     }
@@ -254,7 +243,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
     skip(team);
     Decoder<P, O> decoder(args, row_warp);
     for (int tile = first; tile < tiles; tile += step) {
-      const int row = (tile * P::SHARE + rank) * P::ROWS;
+      const int row = tile * P::ROWS;
       decoder.begin(row + row_warp * 16 * P::HEIGHT);
       Scales<P, O> scales[2];
       scales[0].load(args, decoder.rows, team);
@@ -263,11 +252,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
         barrier_wait(full + ring.stage * 8, ring.parity);
         decoder.add(base + ring.stage * P::CODES, tokens + (P::KEEP ? c : ring.stage) * P::WIDE, its);
         warp_sync();
-        if constexpr (P::SHARE > 1) {
-          if (lane < P::SHARE) barrier_arrive_cluster(in_block(empty + ring.stage * 8, lane));
-        } else {
-          if (lane == 0) barrier_arrive(empty + ring.stage * 8);
-        }
+        if (lane == 0) barrier_arrive(empty + ring.stage * 8);
         skip(P::KS);
         if (O::GROUP) its.load(args, decoder.rows, c + 2 * P::KS);
       };
@@ -288,7 +273,6 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       if (tile + step < tiles) named_sync(1, 32 * P::WARPS);
     }
   }
-  if constexpr (P::SHARE > 1) cluster_sync();  // a block that ended could still be written to
 }
 
 }  // namespace quantrot

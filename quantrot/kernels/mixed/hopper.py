@@ -21,17 +21,19 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed import conversions
-from quantrot.kernels.nvrtc import MAX_SHARED, load_kernel, processors
+from quantrot.kernels.mixed.tuned import DECODE
+from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel, processors
 
 WIDE = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 NUMBERS = WIDE | {torch.float32: "Fp32"}
-DATA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 BLOCK = 64  # columns of K in a stage
 STEP = 4  # blocks that every part of K but the last has a multiple of
-WIDTHS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 240, 256)  # columns of a tile
+WIDTHS = (64, 96, 128, 160, 192, 224, 240, 256)  # columns of a tile
 MOST_GROUPED = 160  # of which, with groups: their sums take as many registers again
-FEW = 32  # tokens, up to which a product is Decode's by rule
+FEW = 16  # tokens, up to which a product is Decode's by rule
+SOME = 64  # and up to which it is so where one wave of tiles has all rows
 CHUNK = 128  # columns of K in a stage of Decode
+Box = tuple[int, int, int]
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
     const __grid_constant__ quantrot::TensorMap y, const __grid_constant__ quantrot::MixedArgs args) {{
@@ -42,12 +44,6 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {res
 
 def _ceil(size: int, block: int) -> int:
     return -(-size // block)
-
-
-def _clusters(processors: int, size: int) -> int:
-    """Clusters that run at a time. One's multiprocessors are of the same group of 16 or 18, so that of four each, two
-    of 18 stay alone."""
-    return max(1, processors // 16 * (16 // size) if size > 2 else processors // size)
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,8 @@ class Kernel:
 class Plan:
     """Tiles of 64 * groups rows of the narrow operand by `columns` of the wide one.
 
-    few: a tile a thread block, K in `split` parts; otherwise persistent thread blocks.
+    few: a tile a thread block, K in `split` parts; otherwise persistent thread blocks. Clusters of four thread blocks
+    (split * share) took twice the time of those of two on an H200, in every product.
     """
 
     columns: int
@@ -88,7 +85,6 @@ class Plan:
     resident: int = 1  # thread blocks a multiprocessor
     tile_group: int = 8  # rows of tiles that run together
     warm: bool = False  # ask for the first codes, into L2, before the kernel before this one has ended
-    overlap: bool = True  # launched while that kernel ends
 
     @property
     def rows(self) -> int:
@@ -131,7 +127,7 @@ class Plan:
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
         tiles = _ceil(rows, self.rows * self.share) * _ceil(columns, self.columns)
-        return (tiles if self.few else min(tiles, _clusters(processors, self.share))) * self.cluster
+        return (tiles if self.few else min(tiles, processors // self.share)) * self.cluster
 
     def segment(self, depth: int) -> int:
         """Blocks of K in a part, a multiple of STEP."""
@@ -141,7 +137,7 @@ class Plan:
         """Whether every part has some of K."""
         return self.segment(depth) * (self.split - 1) < _ceil(depth, BLOCK)
 
-    def boxes(self, weight: bool) -> tuple[tuple[int, int, int], ...]:
+    def boxes(self, weight: bool) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes, the wide operand and y."""
         y = (self.columns, 64, 128) if weight else (64, 32, 64)
         return (self.rows, 64, 64), (self.columns // self.share, 64, 128), y
@@ -156,12 +152,11 @@ class Decode:
     teams: int = 4  # of so many warps, that take turns along K
     height: int = 1
     stages: int = 8  # of CHUNK columns of K in shared memory, a multiple of teams
-    share: int = 1  # thread blocks of a cluster that share the tokens, each with its own rows
     keep: int = 0  # columns of K for which shared memory holds all tokens, read once; 0: they come with the codes
     resident: int = 1  # thread blocks a multiprocessor
     warm: bool = True  # ask for the first codes, into L2, before the kernel before this one has ended
-    overlap: bool = True  # launched while that kernel ends
     few: ClassVar[bool] = True
+    cluster: ClassVar[int] = 1
 
     @property
     def rows(self) -> int:
@@ -171,10 +166,6 @@ class Decode:
     def columns(self) -> int:
         """Most tokens."""
         return max(8 * self.tokens, 1)
-
-    @property
-    def cluster(self) -> int:
-        return self.share
 
     @property
     def threads(self) -> int:
@@ -196,20 +187,20 @@ class Decode:
         head = self.stages * (self.rows * CHUNK + 16) + self._sums()
         return _ceil(head, 1024) * 1024 + chunks * self.columns * 2 * CHUNK
 
-    def fitted(self, room: int = MAX_SHARED) -> "Decode":
-        """The same with as many stages as fit in `room` bytes of shared memory, 32 at most."""
+    def fitted(self) -> "Decode":
+        """The same with as many stages as fit in shared memory, 32 at most."""
+        room = SM_SHARED // self.resident - 1024 * (self.resident - 1) if self.resident > 1 else MAX_SHARED
         free = room - 1024 - self._sums() - (self._chunks(self.keep) * self.columns * 2 * CHUNK if self.keep else 0)
         stage = self.rows * CHUNK + 16 + (0 if self.keep else self.columns * 2 * CHUNK)
         return replace(self, stages=min(32, free // stage) // self.teams * self.teams)
 
     def call(self, kernel: Kernel) -> str:
         keep, warm = (str(bool(flag)).lower() for flag in (self.keep, self.warm))
-        tile = f"{self.tokens}, {self.height}, {self.row_warps}, {self.teams}, {self.stages}, {self.share}, {keep}"
+        tile = f"{self.tokens}, {self.height}, {self.row_warps}, {self.teams}, {self.stages}, {keep}"
         return f"decode<quantrot::Decode<{tile}>, {kernel.operands(1)}, {warm}>(&codes, &wide, args)"
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
-        clusters = _clusters(processors, self.share) * self.resident
-        return min(_ceil(rows, self.rows * self.share), clusters) * self.share
+        return min(_ceil(rows, self.rows), processors * self.resident)
 
     def segment(self, depth: int) -> int:
         return 0
@@ -218,9 +209,9 @@ class Decode:
         """Whether the tokens that are kept fit."""
         return not self.keep or self._chunks(depth) <= self._chunks(self.keep)
 
-    def boxes(self, weight: bool) -> tuple[tuple[int, int, int], ...]:
+    def boxes(self, weight: bool) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes and the wide operand."""
-        wide = (self.columns // max(1, self.share // 2), 64, 128) if self.tokens else (1, CHUNK, 0)
+        wide = (self.columns, 64, 128) if self.tokens else (1, CHUNK, 0)
         return (self.rows, CHUNK, 128), wide, wide
 
 
@@ -249,38 +240,48 @@ PROCESSORS = 132  # of the device that the rules are for
 
 
 def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> Plan | Decode:
-    """The plan for R, C and K by rule. group: blocks that are summed before scaling, 0: all."""
-    if weight and columns <= FEW:
-        return decode_plan(rows, columns, depth)
-    widths = [w for w in WIDTHS if w >= 32 and (not group or w <= MOST_GROUPED) and not (weight is False and w % 16)]
+    """The plan for R, C and K: as measured (`tuned`), or by rule. group: blocks that are summed before scaling, 0: all.
+
+    By rule, the shortest time of a model: cycles a block of 64 columns of K, a tile and a sum through a cluster's
+    shared memory, fitted to all plans of bench_mixed.py's shapes with 256 to 4096 columns, on an H200. Its choice there
+    is the fastest, or within 7 % of it.
+    """
+    one_wave = rows <= 32 * PROCESSORS and group != 1  # with groups of 64 these have too few registers
+    if weight and (columns <= FEW or (columns <= SOME and one_wave)):
+        return decode_plan(rows, columns, depth, group)
     best: tuple[float, Plan] | None = None
-    for width in widths:
-        for split in (1, 2, 4) if weight else (1,):
-            share = 2 if split < 4 and width >= 64 and rows > 128 else 1
-            few = weight and (split > 1 or _ceil(rows, 128) * _ceil(columns, width) <= PROCESSORS)
-            plan = Plan(width, few=few, split=split, share=share, sets=2 if width <= 96 else 1)
-            if not plan.splits(depth) or plan.depth < 3:
+    for width in WIDTHS:
+        if (group and width > MOST_GROUPED) or (columns <= SOME and width > SOME):
+            continue
+        for split in (1, 2) if weight else (1,):
+            share = 2 if split == 1 and rows > 128 else 1
+            plan = Plan(width, few=split > 1, split=split, share=share, sets=2 if width <= 96 else 1)
+            tiles = _ceil(rows, 128 * share) * _ceil(columns, width)
+            block = 330 + 2.87 * width + (42 + 0.354 * width if group else 0) + (21 if share == 1 else 0)
+            turns = _ceil(tiles, PROCESSORS // plan.cluster)
+            if split > 1 and (turns > 1 or not plan.splits(depth)):
                 continue
-            units = _ceil(_ceil(rows, 128 * share) * _ceil(columns, width) * split, PROCESSORS // share)
-            block = 264 + 3.62 * width  # fitted to tiles of 128 to 256 columns on an H200
-            cycles = units * (depth / split / 64 * block * (1.25 if group else 1) + 500 + (3000 if split > 1 else 0))
+            cycles = turns * (depth / split / BLOCK * block + 11.4 * width) + (8000 if split > 1 else 0)
             if best is None or cycles < best[0]:
                 best = cycles, plan
     assert best is not None
     return best[1]
 
 
-def decode_plan(rows: int, columns: int, depth: int) -> Decode:
-    """The same for a few tokens: tiles that share the rows out evenly, and read the tokens seldom."""
-    tokens = 0 if columns == 1 else 1 << (_ceil(columns, 8) - 1).bit_length()
-
-    def cost(row_warps: int) -> int:
-        return _ceil(_ceil(rows, 16 * row_warps), PROCESSORS) * (16 * row_warps + 8 * tokens)
-
-    row_warps = min((2, 4, 7, 1), key=cost)
-    plan = Decode(tokens, row_warps, max(2, 8 // row_warps))
+def decode_plan(rows: int, columns: int, depth: int, group: int) -> Decode:
+    """The same for a few tokens."""
+    known = DECODE.get((rows, depth, 64 * group, columns if columns == 1 else 8 * _ceil(columns, 8)))
+    tokens = 0 if columns == 1 else _ceil(columns, 8) if columns <= FEW else SOME // 8
+    if known:
+        return Decode(tokens, *known)
+    if columns == 1 or columns > FEW:
+        plan = Decode(tokens, 2, 4, warm=columns > 1)
+    elif rows <= 32 * PROCESSORS and group != 1:
+        return Decode(tokens, 1, 8, resident=2).fitted()
+    else:
+        plan = Decode(tokens, 1, 8, 2)
     kept = replace(plan, keep=depth).fitted()
-    return kept if rows > plan.rows * PROCESSORS and kept.stages * plan.rows >= 1024 else plan.fitted()
+    return kept if rows > plan.rows * PROCESSORS and kept.stages * plan.rows >= 512 else plan.fitted()
 
 
 # --- What can be run -------------------------------------------------------------------------------------------------
@@ -340,31 +341,6 @@ def arguments(
     )
 
 
-@lru_cache(maxsize=4096)
-def _tensor_map(data: int, rows: int, columns: int, pitch: int, box: tuple[int, int, int], dtype: torch.dtype) -> bytes:
-    """The driver's description of a matrix for the copy engine: swizzled boxes, zeros past the edges."""
-    no_interleave, promote_256, fill_zeros = 0, 3, 0
-    room = ctypes.create_string_buffer(128 + 64)
-    start = -ctypes.addressof(room) % 64  # the driver wants it aligned, which cuda.bindings' object is not
-    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.byref(room, start),
-        DATA_TYPES[dtype],
-        2,
-        ctypes.c_void_p(data),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(pitch),
-        (ctypes.c_uint32 * 2)(box[1], box[0]),
-        (ctypes.c_uint32 * 2)(1, 1),
-        no_interleave,
-        {0: 0, 64: 2, 128: 3}[box[2]],
-        promote_256,
-        fill_zeros,
-    )
-    if error:
-        raise RuntimeError(f"CUDA driver: error {error} for a tensor map of [{rows}, {columns}], pitch {pitch}")
-    return room.raw[start : start + 128]
-
-
 @lru_cache(maxsize=1024)
 def _kernel(plan: Plan | Decode, kernel: Kernel, device: int) -> Any:
     """The function, ready to launch on this device."""
@@ -412,9 +388,10 @@ def multiply(
     values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan))
     for field, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
         if field != "y" or not plan.few:
-            encoded = _tensor_map(t.data_ptr(), *t.shape, t.stride(0) * t.element_size(), box, t.dtype)
+            pitch = t.stride(0) * t.element_size()
+            encoded = nvrtc.tensor_map(t.data_ptr(), *t.shape, pitch, box[:2], t.dtype, box[2])
             ctypes.memmove(getattr(values, field), encoded, 128)
     function = _kernel(plan, kernel, device)
     grid = (plan.grid(rows, columns, processors(device)),)
-    nvrtc.launch(function, grid, plan.threads, plan.shared_bytes(), values, device, overlap=plan.overlap)
+    nvrtc.launch(function, grid, plan.threads, plan.shared_bytes(), values, device, overlap=True)
     return y
