@@ -133,13 +133,13 @@ def rope_hadamard_quantize_reference(
 
 
 def _turned(x: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int) -> Tensor:
-    """RoPE, then the rotation, of x [B, S, heads, D]; float32 where it was rotated."""
+    """RoPE, then the rotation, of x [B, S, heads, D]; float32 where it was rotated, a zero sum +0."""
     half = x.shape[-1] // 2
     if cos is not None and sin is not None:
         c, s = (t[..., :half].to(torch.float32).unsqueeze(2) for t in (cos, sin))
         first, second = x[..., :half].to(torch.float32), x[..., half:].to(torch.float32)
         x = torch.cat([first * c - second * s, second * c + first * s], -1).to(x.dtype)
-    return hadamard_reference(x.to(torch.float32), signs, order, order**-0.5) if order else x
+    return hadamard_reference(x.to(torch.float32), signs, order, order**-0.5) + 0.0 if order else x
 
 
 # --- Attention -------------------------------------------------------------------------------------------------------

@@ -43,8 +43,10 @@ def _power(byte):
 def _bytes(pointer, stride, token, valid, GROUP: tl.constexpr):
     """The scale bytes of these tokens, int32: GROUP tokens share one, 0: all."""
     if GROUP == 0:
-        return tl.load(pointer).to(tl.int32)
-    return tl.load(pointer + token // GROUP * stride, mask=valid, other=0).to(tl.int32)
+        found = tl.load(pointer)
+    else:
+        found = tl.load(pointer + token // GROUP * stride, mask=valid, other=0)
+    return found.to(tl.int32)
 
 
 @triton.jit
