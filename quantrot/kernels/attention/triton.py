@@ -138,7 +138,7 @@ def _tile(
         p = tl.exp2(s * by[:, None] - (base - P - less)[:, None])
         if EDGE:
             p = tl.where(visible, p, 0.0)
-        total = total * shrink + tl.sum(p, 1) * tl.exp2(-less)
+        total = total * shrink + tl.sum(p, 1) * tl.where(v_bytes == 255, 1.0, tl.exp2(-less))  # 0 NaN would be NaN
     shrink = shrink * _down(unit, new)
     if D == DP:
         v = tl.load(v_at + start)
