@@ -36,6 +36,7 @@ from quantrot.kernels.attention.reference import (
     attention_reference,
     dequantize_heads,
     group_of,
+    key_rows,
     quantize_heads,
     rope_hadamard_quantize_reference,
     spread,
@@ -426,7 +427,7 @@ def _rope_hadamard_quantize_fake(
     return (
         new(batch, heads, tokens, dim),
         new(batch, heads, queries),
-        new(batch, groups, tokens, dim),
+        new(batch, groups, key_rows(tokens), dim)[:, :, :tokens],
         new(batch, groups, fine),
         new(batch, groups, dim, padded),
         new(batch, groups, fine),
