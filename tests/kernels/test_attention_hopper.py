@@ -12,9 +12,9 @@ gpu = pytest.mark.gpu
 
 # name: plan, head_dim, causal, 16-bit type
 KERNELS = {
-    "128": (kernels.Plan(2, 2, False), 128, True, torch.bfloat16),
-    "64": (kernels.Plan(3, 2, True), 64, True, torch.float16),
-    "64-full": (kernels.Plan(2, 3, True), 64, False, torch.bfloat16),
+    "128": (kernels.Plan(2, 2), 128, True, torch.bfloat16),
+    "64": (kernels.Plan(3, 2), 64, True, torch.float16),
+    "64-full": (kernels.Plan(2, 3), 64, False, torch.bfloat16),
 }
 RUN = """
 #include <string>
