@@ -19,9 +19,21 @@ CASES = {
     "two": (Plan(2, 4, 4, 1, 2), 2, FP32),
     "four": (Plan(4, 2, 2, 1, 1), 4, BF16),
     "slices": (Plan(1, 2, 2, 3, 2), 1, FP32),
+    "one_arranged": (Plan(2, 4, 2, 2, 2, True), 1, FP32),
+    "two_arranged": (Plan(4, 2, 3, 1, 1, True), 2, BF16),
+    "four_arranged": (Plan(4, 1, 2, 1, 1, True), 4, FP16),
 }
 DRIVER = """
 static std::string message;
+extern "C" const char* arranged(int tiles, const void* x, void* y, int tokens, int columns, int blocks) {
+  using Kernel = void(const void*, void*, int, int);
+  static Kernel* const kernels[] = {arrange_1, arrange_2, nullptr, arrange_4};
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, 0, 0, [&] {
+    kernels[tiles - 1](x, y, tokens, columns);
+  });
+  return message.c_str();
+}
+
 extern "C" const char* run(int which, const void* x, const unsigned char* packed, const unsigned char* scale,
                            const float* token_scale, void* y, int tokens, int rows, int columns, int slice_steps,
                            int blocks, int slices, int threads, int shared, int seed) {
@@ -40,15 +52,25 @@ def emulator(emulated):
     """emulator(case, tokens, token_scale, packed, scale) -> y, or its slices added in order."""
     entries = "".join(hopper.entry(plan, tiles, out, f"decode_{name}") for name, (plan, tiles, out) in CASES.items())
     names = ", ".join(f"decode_{name}" for name in CASES)
+    entries += "".join(hopper.ARRANGE.format(name=f"arrange_{tiles}", tiles=tiles) for tiles in (1, 2, 4))
     library = emulated(hopper.device_functions() + entries + DRIVER.replace("NAMES", names))
-    library.run.restype = ctypes.c_char_p
+    library.run.restype = library.arranged.restype = ctypes.c_char_p
+
+    def arrange(x, tiles):
+        words = -(-x.shape[1] // hopper.STEP) * tiles * 128
+        y = torch.full((words * 8,), float("nan"), dtype=BF16)
+        pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr())
+        message = library.arranged(tiles, *pointers, *x.shape, -(-words // 256))
+        assert message == b"", message.decode()
+        return y
 
     def run(name, tokens, token_scale, packed, scale, seed=0):
         plan, tiles, out = CASES[name]
         rows, columns = packed.shape[0], tokens.shape[1]
         blocks, slices = plan.grid(rows, columns)
         y = torch.full((slices, len(tokens), rows), float("nan"), dtype=out)
-        parameters = hopper.arguments(tokens, token_scale, packed, scale, y, plan)
+        x = arrange(tokens, tiles) if plan.arranged else None
+        parameters = hopper.arguments(tokens, token_scale, packed, scale, y, plan, x)
         pointers = [ctypes.c_void_p(getattr(parameters, field)) for field, _ in parameters._fields_[:5]]
         numbers = [getattr(parameters, field) for field, _ in parameters._fields_[5:]]
         message = library.run(
@@ -153,5 +175,5 @@ def test_on_the_gpu(tokens, shape):
     for dtype in (FP32, BF16, FP16):
         y = hopper.decode(x, scales, packed, scale, dtype)
         assert torch.equal(y.double(), expected.to(dtype).double())
-    for plan in (Plan(1, 8, 2, 1, 1), Plan(2, 4, 4, 3, 1), Plan(4, 2, 2, 2, 1)):
+    for plan in (Plan(1, 8, 2, 1, 1), Plan(2, 4, 4, 3, 1), Plan(4, 2, 2, 2, 1), Plan(4, 2, 2, 2, 1, True)):
         assert torch.equal(hopper.decode(x, scales, packed, scale, FP32, plan).double(), expected)

@@ -3,10 +3,13 @@
 // The weight is the first operand of mma.m16n8k16, the tokens the second. A warp owns 16 rows; a lane (g, q) loads whole
 // groups: the 16 bytes that are 32 columns of row g, and of row g + 8. Four neighbouring lanes read 64 bytes of a row.
 // Which of its codes a lane puts in which slot of the product is free, as long as the tokens agree: a pair is the codes
-// p and p + 4 of a 32-bit word, whose bits then move by the same shift in both halves.
+// p and p + 4 of a 32-bit word, whose bits then move by the same shift in both halves. Several tokens are laid down in
+// that order by a kernel before (arrange), so that a lane finds its part of two products in 16 bytes beside its
+// neighbours'; the weight's first loads are on their way meanwhile.
 //
 // A code becomes bfloat16 by its bits: sign to bit 15, the three others to bits 8 ... 6, which is the value times 2^-126
-// (e2m1's subnormal is bfloat16's). One packed product by 2^(e + 62) makes it the value times 2^(e - 64), exactly; the
+// (e2m1's subnormal is bfloat16's). One integer product moves both: the two copies of a code that it adds do not touch,
+// and what is not wanted of them is masked. One packed product by 2^(e + 62) makes it the value times 2^(e - 64), exactly; the
 // sums are multiplied by 2^64 at the end. A group's scale past 2^65 acts as infinity, a value below 2^-62 as zero.
 //
 // Sums: the tensor core's in float32 along a warp's steps, then the warps' and the slices' in their order.
@@ -14,7 +17,7 @@
 namespace quantrot {
 
 struct DecodeArgs {
-  const void* x;               // bfloat16 [tokens, columns]
+  const void* x;               // bfloat16 [tokens, columns], or what arrange made of it
   const unsigned char* packed; // [rows, columns / 2]
   const unsigned char* scale;  // [rows, columns / 32]
   const float* token_scale;    // [tokens], or null
@@ -49,17 +52,18 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, 
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ float* partial_sums() {
   extern __shared__ __align__(1024) unsigned char quantrot_shared[];
   return (float*)quantrot_shared;
 }
 #endif
 
-// Codes p and p + 4 of a word, as bfloat16 times 2^-126.
+// Codes P and P + 4 of a word (P: 0, 1), as bfloat16 times 2^-126.
 template <int P>
 __device__ __forceinline__ u32 pair(u32 word) {
-  const u32 magnitude = P == 0 ? word << 6 : P == 1 ? word << 2 : P == 2 ? word >> 2 : word >> 6;
-  return (magnitude & 0x01C001C0u) | (word << (12 - 4 * P) & 0x80008000u);
+  const u32 codes = word & (0x000F000Fu << 4 * P);
+  return codes * ((64u + 4096u) >> 4 * P) & 0x81C081C0u;
 }
 
 // 2^(e + 62) of a scale byte, twice.
@@ -79,31 +83,81 @@ struct Rows {  // where a lane reads
   }
 };
 
-// Add one step to the sums; x: the lane's 64 bytes of each tile's tokens; inside: whether its group exists.
+// What a lane multiplies by word j of its group: of each half of 8 columns, k and k + 4 for k = 0, 1, 2, 3.
+__device__ __forceinline__ Words arranged(const Words& v) {
+  return {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+          __byte_perm(v.y, v.w, 0x7632)};
+}
+
+// Tokens bfloat16 [tokens, columns] as [step][tile][word][lane] of 16 bytes; zeros where there is no token or column.
 template <int TILES>
-__device__ __forceinline__ void add(float (&sums)[TILES][4], const Step& s, const unsigned char* const (&x)[TILES],
-                                    int step, bool inside) {
+__device__ __forceinline__ void arrange(const void* x, void* y, int tokens, int columns) {
+  launch_dependents();
+  const int at = blockIdx.x * blockDim.x + threadIdx.x;
+  const int lane = at % 32, word = at / 32 % 4, tile = at / 128 % TILES, step = at / (128 * TILES);
+  const int token = tile * 8 + lane / 4, column = step * 128 + lane % 4 * 32 + word * 8;
+  if (step * 128 >= columns) return;
+  Words v = {};
+  if (token < tokens && column < columns) v = load_words((const char*)x + ((u64)token * columns + column) * 2);
+  ((Words*)y)[at] = arranged(v);
+}
+
+// Where a lane finds the tokens: the token of each tile, in the lane's quarter of a step; arranged, the lane's place in
+// the first step. inside: whether the lane's group exists.
+template <int TILES, bool ARRANGED>
+struct Tokens {
+  const unsigned char* at[TILES];
+
+  __device__ __forceinline__ Tokens(const DecodeArgs& args, u32 lane) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      const int token = min((int)(lane >> 2) + 8 * t, args.tokens - 1);
+      at[t] = (const unsigned char*)args.x + (u64)token * args.columns * 2 + (lane & 3) * 64;
+    }
+  }
+  __device__ __forceinline__ Words operator()(int step, int t, int j, bool inside) const {
+    Words v = {};
+    if (inside) v = load_words(at[t] + step * 256 + j * 16);
+    return arranged(v);
+  }
+};
+
+template <int TILES>
+struct Tokens<TILES, true> {
+  const unsigned char* at;
+
+  __device__ __forceinline__ Tokens(const DecodeArgs& args, u32 lane)
+      : at((const unsigned char*)args.x + lane * 16) {}
+  __device__ __forceinline__ Words operator()(int step, int t, int j, bool) const {
+    return load_words(at + (i64)step * (TILES * 2048) + (t * 2048 + j * 512));
+  }
+};
+
+// Add one step to the sums; inside: whether the lane's group exists.
+template <int TILES, bool ARRANGED>
+__device__ __forceinline__ void add(float (&sums)[TILES][4], const Step& s, const Tokens<TILES, ARRANGED>& x, int step,
+                                    bool inside) {
   const u32 a_factor = multiplier(s.a_scale), b_factor = multiplier(s.b_scale);
   const u32 a_words[4] = {s.a.x, s.a.y, s.a.z, s.a.w}, b_words[4] = {s.b.x, s.b.y, s.b.z, s.b.w};
 #pragma unroll
   for (int j = 0; j < 4; j++) {
-    const u32 a0 = times_bf16(pair<0>(a_words[j]), a_factor), a1 = times_bf16(pair<1>(a_words[j]), a_factor);
-    const u32 a2 = times_bf16(pair<2>(a_words[j]), a_factor), a3 = times_bf16(pair<3>(a_words[j]), a_factor);
-    const u32 b0 = times_bf16(pair<0>(b_words[j]), b_factor), b1 = times_bf16(pair<1>(b_words[j]), b_factor);
-    const u32 b2 = times_bf16(pair<2>(b_words[j]), b_factor), b3 = times_bf16(pair<3>(b_words[j]), b_factor);
+    const u32 a = a_words[j], b = b_words[j], a_high = a >> 8, b_high = b >> 8;
+    const u32 a0 = times_bf16(pair<0>(a), a_factor), a1 = times_bf16(pair<1>(a), a_factor);
+    const u32 a2 = times_bf16(pair<0>(a_high), a_factor), a3 = times_bf16(pair<1>(a_high), a_factor);
+    const u32 b0 = times_bf16(pair<0>(b), b_factor), b1 = times_bf16(pair<1>(b), b_factor);
+    const u32 b2 = times_bf16(pair<0>(b_high), b_factor), b3 = times_bf16(pair<1>(b_high), b_factor);
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
-      Words v = {};
-      if (inside) v = load_words(x[t] + step * 256 + j * 16);
-      multiply(sums[t], a0, b0, a1, b1, __byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632));
-      multiply(sums[t], a2, b2, a3, b3, __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
+      const Words v = x(step, t, j, inside);
+      multiply(sums[t], a0, b0, a1, b1, v.x, v.y);
+      multiply(sums[t], a2, b2, a3, b3, v.z, v.w);
     }
   }
 }
 
 // TILES of eight tokens; ROW_WARPS * SLICE_WARPS warps; DEPTH steps of a warp on their way. Rows and tokens that do not
 // exist read the last one that does: their results are not stored.
-template <int TILES, int ROW_WARPS, int SLICE_WARPS, int DEPTH, class OUT>
+template <int TILES, int ROW_WARPS, int SLICE_WARPS, int DEPTH, bool ARRANGED, class OUT>
 __device__ __forceinline__ void decode(const DecodeArgs& args) {
   const u32 lane = lane_number(), warp = warp_number(), g = lane >> 2, q = lane & 3;
   const int row_warp = warp % ROW_WARPS, slice_warp = warp / ROW_WARPS, groups = args.columns / 32;
@@ -111,12 +165,7 @@ __device__ __forceinline__ void decode(const DecodeArgs& args) {
   const int row_a = min(first_row + (int)g, args.rows - 1), row_b = min(first_row + (int)g + 8, args.rows - 1);
   const Rows rows = {args.packed + ((u64)row_a * groups + q) * 16, args.packed + ((u64)row_b * groups + q) * 16,
                      args.scale + (u64)row_a * groups + q, args.scale + (u64)row_b * groups + q};
-  const unsigned char* x[TILES];
-#pragma unroll
-  for (int t = 0; t < TILES; t++) {
-    const int token = min((int)g + 8 * t, args.tokens - 1);
-    x[t] = (const unsigned char*)args.x + (u64)token * args.columns * 2 + q * 64;
-  }
+  const Tokens<TILES, ARRANGED> x(args, lane);
   const int begin = blockIdx.y * args.slice_steps + slice_warp;
   const int end = min(((int)blockIdx.y + 1) * args.slice_steps, groups / 4);  // of whole steps
   float sums[TILES][4] = {};
@@ -125,6 +174,7 @@ __device__ __forceinline__ void decode(const DecodeArgs& args) {
 #pragma unroll
   for (int d = 0; d < DEPTH; d++)
     if (begin + d * SLICE_WARPS < end) ring[d] = rows.at(begin + d * SLICE_WARPS);
+  if constexpr (ARRANGED) grid_wait();  // the weight was there before the kernel that arranges the tokens began
   for (int first = begin; first < end; first += DEPTH * SLICE_WARPS) {
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {

@@ -21,8 +21,13 @@ STEP = 128  # columns
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {name}(
     const void* x, const unsigned char* packed, const unsigned char* scale, const float* token_scale, void* y,
     int tokens, int rows, int columns, int slice_steps) {{
-  quantrot::decode<{tiles}, {row_warps}, {slice_warps}, {depth}, quantrot::{out}>(
+  quantrot::decode<{tiles}, {row_warps}, {slice_warps}, {depth}, {arranged}, quantrot::{out}>(
       {{x, packed, scale, token_scale, y, tokens, rows, columns, slice_steps}});
+}}
+"""
+ARRANGE = """extern "C" __global__ void __launch_bounds__(256) {name}(
+    const void* x, void* y, int tokens, int columns) {{
+  quantrot::arrange<{tiles}>(x, y, tokens, columns);
 }}
 """
 
@@ -30,13 +35,15 @@ ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {
 @dataclass(frozen=True)
 class Plan:
     """Warps of a thread block, along the weight's rows (16 each) and along K; steps on their way; slices of K; thread
-    blocks that the compiler leaves room for on a multiprocessor."""
+    blocks that the compiler leaves room for on a multiprocessor; whether a kernel before lays the tokens down in the
+    order of the products."""
 
     row_warps: int
     slice_warps: int
     depth: int
     slices: int
     resident: int
+    arranged: bool = False
 
     @property
     def threads(self) -> int:
@@ -91,8 +98,13 @@ def entry(plan: Plan, tiles: int, out: torch.dtype, name: str = "mxfp4_decode") 
         row_warps=plan.row_warps,
         slice_warps=plan.slice_warps,
         depth=plan.depth,
+        arranged=str(plan.arranged).lower(),
         out=OUT[out],
     )
+
+
+class ArrangeArguments(ctypes.Structure):
+    _fields_ = [("x", ctypes.c_void_p), ("y", ctypes.c_void_p), ("tokens", ctypes.c_int), ("columns", ctypes.c_int)]
 
 
 class Arguments(ctypes.Structure):
@@ -109,11 +121,24 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def arguments(tokens: Tensor, token_scale: Tensor | None, packed: Tensor, scale: Tensor, y: Tensor, plan: Plan) -> Any:
-    """The kernel's parameters; y is [tokens, rows], or float32 [slices, tokens, rows]."""
+def arranged_words(tokens: int, columns: int) -> int:
+    """Words of 16 bytes of the arranged tokens."""
+    return -(-columns // STEP) * tiles_of(tokens) * 128
+
+
+def arguments(
+    tokens: Tensor,
+    token_scale: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    y: Tensor,
+    plan: Plan,
+    x: Tensor | None = None,
+) -> Any:
+    """The kernel's parameters; x: the arranged tokens; y is [tokens, rows], or float32 [slices, tokens, rows]."""
     columns = tokens.shape[1]
     return Arguments(
-        tokens.data_ptr(),
+        (tokens if x is None else x).data_ptr(),
         packed.data_ptr(),
         scale.data_ptr(),
         None if token_scale is None else token_scale.data_ptr(),
@@ -129,6 +154,24 @@ def arguments(tokens: Tensor, token_scale: Tensor | None, packed: Tensor, scale:
 def _kernel(plan: Plan, tiles: int, out: torch.dtype, device: int) -> Any:
     source = device_functions() + entry(plan, tiles, out)
     return nvrtc.load_kernel(source, "mxfp4_decode", plan.shared_bytes(tiles), device)
+
+
+@lru_cache(maxsize=64)
+def _arrange_kernel(tiles: int, device: int) -> Any:
+    return nvrtc.load_kernel(
+        device_functions() + ARRANGE.format(name="mxfp4_arrange", tiles=tiles), "mxfp4_arrange", 0, device
+    )
+
+
+def arrange(tokens: Tensor) -> Tensor:
+    """The tokens in the order in which the lanes of `decode` multiply them."""
+    count, columns, device = *tokens.shape, tokens.get_device()
+    words = arranged_words(count, columns)
+    x = torch.empty(words * 8, dtype=torch.bfloat16, device=tokens.device)
+    function = _arrange_kernel(tiles_of(count), device)
+    parameters = ArrangeArguments(tokens.data_ptr(), x.data_ptr(), count, columns)
+    nvrtc.launch(function, (-(-words // 256),), 256, 0, parameters, device)
+    return x
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -158,8 +201,9 @@ def decode(
     into = torch.empty(grid[1], count, rows, dtype=torch.float32, device=y.device) if sliced else y
     device = tokens.get_device()
     function = _kernel(plan, tiles, torch.float32 if sliced else dtype, device)
-    parameters = arguments(tokens, token_scale, packed, scale, into, plan)
-    nvrtc.launch(function, grid, plan.threads, plan.shared_bytes(tiles), parameters, device)
+    x = arrange(tokens) if plan.arranged else None
+    parameters = arguments(tokens, token_scale, packed, scale, into, plan, x)
+    nvrtc.launch(function, grid, plan.threads, plan.shared_bytes(tiles), parameters, device, overlap=plan.arranged)
     if sliced:
         from quantrot.kernels.mxfp4.triton_gemm import add_slices
 
