@@ -22,6 +22,8 @@ CASES = {
     "one_arranged": (Plan(2, 4, 2, 2, 2, True), 1, FP32),
     "two_arranged": (Plan(4, 2, 3, 1, 1, True), 2, BF16),
     "four_arranged": (Plan(4, 1, 2, 1, 1, True), 4, FP16),
+    "two_tall": (Plan(2, 2, 2, 1, 1, False, 2, 64), 2, BF16),
+    "four_tall": (Plan(1, 4, 2, 2, 1, True, 2, 1024), 4, FP32),
 }
 DRIVER = """
 static std::string message;
@@ -35,12 +37,13 @@ extern "C" const char* arranged(int tiles, const void* x, void* y, int tokens, i
 }
 
 extern "C" const char* run(int which, const void* x, const unsigned char* packed, const unsigned char* scale,
-                           const float* token_scale, void* y, int tokens, int rows, int columns, int slice_steps,
+                           const float* token_scale, void* y, int tokens, int rows, int columns, int slice_steps, int ahead,
                            int blocks, int slices, int threads, int shared, int seed) {
-  using Kernel = void(const void*, const unsigned char*, const unsigned char*, const float*, void*, int, int, int, int);
+  using Kernel = void(const void*, const unsigned char*, const unsigned char*, const float*, void*, int, int, int, int,
+                      int);
   static Kernel* const kernels[] = {NAMES};
   message = emulator::launch({(unsigned)blocks, (unsigned)slices, 1}, 1, threads, shared, seed, [&] {
-    kernels[which](x, packed, scale, token_scale, y, tokens, rows, columns, slice_steps);
+    kernels[which](x, packed, scale, token_scale, y, tokens, rows, columns, slice_steps, ahead);
   });
   return message.c_str();
 }

@@ -20,9 +20,9 @@ OUT = {torch.bfloat16: "OutBf16", torch.float16: "OutFp16", torch.float32: "OutF
 STEP = 128  # columns
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {name}(
     const void* x, const unsigned char* packed, const unsigned char* scale, const float* token_scale, void* y,
-    int tokens, int rows, int columns, int slice_steps) {{
-  quantrot::decode<{tiles}, {row_warps}, {slice_warps}, {depth}, {arranged}, quantrot::{out}>(
-      {{x, packed, scale, token_scale, y, tokens, rows, columns, slice_steps}});
+    int tokens, int rows, int columns, int slice_steps, int ahead) {{
+  quantrot::decode<{tall}, {tiles}, {row_warps}, {slice_warps}, {depth}, {arranged}, quantrot::{out}>(
+      {{x, packed, scale, token_scale, y, tokens, rows, columns, slice_steps, ahead}});
 }}
 """
 ARRANGE = """extern "C" __global__ void __launch_bounds__(256) {name}(
@@ -34,9 +34,9 @@ ARRANGE = """extern "C" __global__ void __launch_bounds__(256) {name}(
 
 @dataclass(frozen=True)
 class Plan:
-    """Warps of a thread block, along the weight's rows (16 each) and along K; steps on their way; slices of K; thread
-    blocks that the compiler leaves room for on a multiprocessor; whether a kernel before lays the tokens down in the
-    order of the products."""
+    """Warps of a thread block, along the weight's rows and along K; steps on their way; slices of K; thread blocks that
+    the compiler leaves room for on a multiprocessor; whether a kernel before lays the tokens down in the order of the
+    products; rows of a warp, in units of 16; bytes of each row brought to the L2 cache while the kernel before ends."""
 
     row_warps: int
     slice_warps: int
@@ -44,17 +44,23 @@ class Plan:
     slices: int
     resident: int
     arranged: bool = False
+    tall: int = 1
+    ahead: int = 0
 
     @property
     def threads(self) -> int:
         return 32 * self.row_warps * self.slice_warps
 
+    @property
+    def rows(self) -> int:
+        return 16 * self.tall * self.row_warps
+
     def shared_bytes(self, tiles: int) -> int:
-        return self.slice_warps * self.row_warps * 16 * tiles * 8 * 4
+        return self.slice_warps * self.rows * tiles * 8 * 4
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
         steps = -(-columns // STEP)
-        return -(-rows // (16 * self.row_warps)), -(-steps // self.slice_steps(columns))
+        return -(-rows // self.rows), -(-steps // self.slice_steps(columns))
 
     def slice_steps(self, columns: int) -> int:
         steps = -(-columns // STEP)
@@ -94,6 +100,7 @@ def entry(plan: Plan, tiles: int, out: torch.dtype, name: str = "mxfp4_decode") 
         threads=plan.threads,
         resident=plan.resident,
         name=name,
+        tall=plan.tall,
         tiles=tiles,
         row_warps=plan.row_warps,
         slice_warps=plan.slice_warps,
@@ -118,6 +125,7 @@ class Arguments(ctypes.Structure):
         ("rows", ctypes.c_int),
         ("columns", ctypes.c_int),
         ("slice_steps", ctypes.c_int),
+        ("ahead", ctypes.c_int),
     ]
 
 
@@ -147,6 +155,7 @@ def arguments(
         packed.shape[0],
         columns,
         plan.slice_steps(columns),
+        plan.ahead,
     )
 
 
@@ -170,7 +179,7 @@ def arrange(tokens: Tensor) -> Tensor:
     x = torch.empty(words * 8, dtype=torch.bfloat16, device=tokens.device)
     function = _arrange_kernel(tiles_of(count), device)
     parameters = ArrangeArguments(tokens.data_ptr(), x.data_ptr(), count, columns)
-    nvrtc.launch(function, (-(-words // 256),), 256, 0, parameters, device)
+    nvrtc.launch(function, (-(-words // 256),), 256, 0, parameters, device, overlap=True)
     return x
 
 
@@ -203,7 +212,7 @@ def decode(
     function = _kernel(plan, tiles, torch.float32 if sliced else dtype, device)
     x = arrange(tokens) if plan.arranged else None
     parameters = arguments(tokens, token_scale, packed, scale, into, plan, x)
-    nvrtc.launch(function, grid, plan.threads, plan.shared_bytes(tiles), parameters, device, overlap=plan.arranged)
+    nvrtc.launch(function, grid, plan.threads, plan.shared_bytes(tiles), parameters, device, overlap=True)
     if sliced:
         from quantrot.kernels.mxfp4.triton_gemm import add_slices
 
