@@ -13,4 +13,6 @@ COLUMNS = {32: (4, 64, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
 RANDOM_COLUMNS = {32: (4, 32, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
 PACKED_COLUMNS = {32: (2, 64, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
 DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
+HOPPER_ROWS = (128, 6, 3)
+HOPPER_EXPANDED = (768, 3)
 HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
