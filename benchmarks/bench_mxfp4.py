@@ -25,7 +25,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from timing import copy_gbps, random_tensors, time_us, write_results  # noqa: E402
+from timing import ROTATE_BYTES, copy_gbps, random_tensors, time_us, write_results  # noqa: E402
 
 from quantrot.kernels.fp8 import quantize_fp8_block  # noqa: E402
 from quantrot.kernels.mxfp4 import (  # noqa: E402
@@ -189,12 +189,18 @@ def ready_product(tokens: tuple, packed: torch.Tensor, scale: torch.Tensor) -> t
     return scaled_product(tokens[0], tokens[1], weight, weight_scale, torch.bfloat16)
 
 
+def rotated(packed: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of packed weights in turn, as many as it takes to pass L2 (timing.py), and at least eight."""
+    size = sum(t.numel() for t in packed[0])
+    count = max(8, -(-ROTATE_BYTES // size))
+    return [(w.clone(), s.clone()) for w, s in (packed[i % len(packed)] for i in range(count))]
+
+
 def bench_gemm(m: int, n: int, k: int) -> list[dict]:
     weights = [w * 0.02 for w in random_tensors((n, k), torch.bfloat16)]
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     peers = peers_of(m, n, k, weights, x)
-    packed = [quantize_mxfp4(w, "mse") for w in weights]
-    packed = packed * max(1, 8 // len(packed))
+    packed = rotated([quantize_mxfp4(w, "mse") for w in weights])
     dequantized = dequantize_mxfp4(*packed[0], torch.float32).double()
     rows = []
     for activations in ("mxfp4", "fp8", "none"):
@@ -362,8 +368,7 @@ def tune() -> None:
         best(tuned.PACKED_COLUMNS, h, narrow, call, ready)
     write_tuned()
     for n, k in SHAPES:
-        packed = [quantize_mxfp4(w) for w in random_tensors((n, k), torch.bfloat16)]
-        packed = packed * max(1, 8 // len(packed))
+        packed = rotated([quantize_mxfp4(w) for w in random_tensors((n, k), torch.bfloat16)])
         for m in DECODE:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             candidates = [

@@ -37,8 +37,8 @@ extern "C" const char* arranged(int tiles, const void* x, void* y, int tokens, i
 }
 
 extern "C" const char* run(int which, const void* x, const unsigned char* packed, const unsigned char* scale,
-                           const float* token_scale, void* y, int tokens, int rows, int columns, int slice_steps, int ahead,
-                           int blocks, int slices, int threads, int shared, int seed) {
+                           const float* token_scale, void* y, int tokens, int rows, int columns, int slice_steps,
+                           int ahead, int blocks, int slices, int threads, int shared, int seed) {
   using Kernel = void(const void*, const unsigned char*, const unsigned char*, const float*, void*, int, int, int, int,
                       int);
   static Kernel* const kernels[] = {NAMES};

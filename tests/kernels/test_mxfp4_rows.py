@@ -60,9 +60,8 @@ extern "C" const char* dequantize(const unsigned* packed, const unsigned char* s
 
 def source(case: str, **more) -> str:
     dtype, rule, hadamard, signs, mask, dither, expanded = CASES[case]
-    return hopper_rows.entry(
-        dtype, ScaleRule(rule), hadamard, signs, mask=mask, dither=dither, expanded=expanded, **more
-    )
+    more = {"mask": mask, "dither": dither, "expanded": expanded, "resident": 5 if expanded else 6} | more
+    return hopper_rows.entry(dtype, ScaleRule(rule), hadamard, signs, **more)
 
 
 @pytest.fixture(scope="module")

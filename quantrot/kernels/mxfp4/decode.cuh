@@ -191,7 +191,8 @@ __device__ __forceinline__ void decode(const DecodeArgs& args) {
   const int begin = first_step + slice_warp, end = min(first_step + args.slice_steps, groups / 4);  // of whole steps
   if (args.ahead && end > first_step) {
     const u32 bytes = min(args.ahead, (end - first_step) * 64);
-    for (int i = threadIdx.x; i < ROWS && (int)blockIdx.x * ROWS + i < args.rows; i += 32 * ROW_WARPS * SLICE_WARPS)
+    constexpr int WARPS = ROW_WARPS * SLICE_WARPS;  // which share the rows: the lanes of a warp ask one after the other
+    for (int i = lane * WARPS + warp; i < ROWS && (int)blockIdx.x * ROWS + i < args.rows; i += 32 * WARPS)
       prefetch_l2(args.packed + ((u64)(blockIdx.x * ROWS + i) * groups + first_step * 4) * 16, bytes);
   }
   Rows rows[TALL];

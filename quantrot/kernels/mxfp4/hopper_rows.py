@@ -24,7 +24,8 @@ EACH = 4  # words of eight codes that a thread of `dequantize` reads
 
 ROWS = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {name}(
     const void* x, const float* signs, unsigned char* packed, unsigned char* scale, void* mask, float* row_scale,
-    int* outside, long long rows, long long row_groups, float root, unsigned s0, unsigned s1, unsigned o0, unsigned o1) {{
+    int* outside, long long rows, long long row_groups, float root, unsigned s0, unsigned s1, unsigned o0,
+    unsigned o1) {{
   quantrot::{call}<quantrot::{dtype}, {span}, {signs}, quantrot::{rule}, {more}{stages}>(
       {{x, signs, packed, scale, mask, row_scale, outside, rows, row_groups, root, s0, s1, o0, o1}});
 }}

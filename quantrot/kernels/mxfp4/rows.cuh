@@ -74,16 +74,26 @@ __device__ __forceinline__ float power(int exponent) { return __uint_as_float((u
 
 // --- A group: 32 float32 numbers of one lane ---------------------------------------------------------------------------
 
+// The sum of 16, halved again and again.
+__device__ __forceinline__ float halved(const float (&s)[16]) {
+  float t[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) t[i] = __fadd_rn(s[i], s[i + 8]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) t[i] = __fadd_rn(t[i], t[i + 4]);
+  return __fadd_rn(__fadd_rn(t[0], t[2]), __fadd_rn(t[1], t[3]));
+}
+
 struct Group {
   float v[32];
 
   // Of the lane's 64 bytes of a tile; flips: the sign bits to be flipped in each word, or null.
   template <class IN>
   __device__ __forceinline__ void read(u32 tile, const u32* flips) {
-    const u32 lane = lane_number();
+    const u32 lane = lane_number(), at = tile + lane * 64 + (lane >> 1 & 3) * 16;
 #pragma unroll
     for (int p = 0; p < 4; p++) {
-      const Words w = load_shared(tile + lane * 64 + (p ^ (lane >> 1 & 3)) * 16);
+      const Words w = load_shared(at ^ p * 16);
       u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -113,26 +123,18 @@ struct Group {
         }
   }
 
-  __device__ __forceinline__ float sum() const {  // halved again and again
+  __device__ __forceinline__ float sum() const {
     float s[16];
 #pragma unroll
     for (int i = 0; i < 16; i++) s[i] = __fadd_rn(v[i], v[i + 16]);
-#pragma unroll
-    for (int half = 8; half; half /= 2)
-#pragma unroll
-      for (int i = 0; i < half; i++) s[i] = __fadd_rn(s[i], s[i + half]);
-    return s[0];
+    return halved(s);
   }
 
   __device__ __forceinline__ float square_sum() const {
     float s[16];
 #pragma unroll
     for (int i = 0; i < 16; i++) s[i] = __fadd_rn(__fmul_rn(v[i], v[i]), __fmul_rn(v[i + 16], v[i + 16]));
-#pragma unroll
-    for (int half = 8; half; half /= 2)
-#pragma unroll
-      for (int i = 0; i < half; i++) s[i] = __fadd_rn(s[i], s[i + half]);
-    return s[0];
+    return halved(s);
   }
 
   __device__ __forceinline__ float amax() const {
@@ -264,14 +266,19 @@ __device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 numb
 
 constexpr u32 TILE = 2048;  // bytes: 32 groups of 16-bit elements
 
-// Start copying the groups `first` ... `first + 31`, those past `end` from the last one.
+// Start copying the groups `first` ... `first + 31`, those past `end` from the last one. Piece p of group g goes to
+// p ^ (g / 2 % 4) of the group's four places.
 __device__ __forceinline__ void start_tile(u32 to, const void* x, i64 first, i64 end) {
-  const u32 lane = lane_number(), last = (u32)min((i64)128, (end - first) * 4) - 1;
+  const u32 lane = lane_number();
   const char* const from = (const char*)x + first * 64;
+  to += ((lane & ~3u) | ((lane & 3) ^ (lane >> 3))) * 16;
+  if (end - first >= 32) {
 #pragma unroll
-  for (u32 i = 0; i < 4; i++) {
-    const u32 unit = i * 32 + lane;  // piece unit % 4 of group unit / 4
-    copy16(to + ((unit & ~3u) | ((unit & 3) ^ (unit >> 3 & 3))) * 16, from + min(unit, last) * 16);
+    for (u32 i = 0; i < 4; i++) copy16(to + i * 512, from + lane * 16 + i * 512);
+  } else {
+    const u32 last = (u32)(end - first) * 4 - 1;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) copy16(to + i * 512, from + min(i * 32 + lane, last) * 16);
   }
 }
 
@@ -359,12 +366,11 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
     const bool counts = finite && inside;
     int* const set = numbers + turn * warps * 3;
     turn = turn == 2 ? 0 : turn + 1;
-    const int most = warp_max(counts ? exponent : -127), least = warp_max(counts ? -exponent : -127);
+    const int most = warp_max(counts ? max(exponent, LEAST_TOP) : LEAST_TOP), least = warp_max(counts ? -exponent : -127);
     if (lane == 0) set[warp] = most, set[warps + warp] = least;
     block_sync();
-    int top = set[0], bottom = set[warps];
-    for (u32 w = 1; w < warps; w++) top = max(top, set[w]), bottom = max(bottom, set[warps + w]);
-    top = max(top, LEAST_TOP);
+    const int top = warp_max(lane < warps ? set[lane] : LEAST_TOP);
+    const int bottom = warp_max(lane < warps ? set[warps + lane] : -127);
     const int shift = exponent - top + TOP;
     const float factor = factor_of<RULE>(exponent, args.root);
     const float unit = finite ? power(min(max(shift, -126), TOP)) : __uint_as_float(0x7FC00000u);
@@ -400,7 +406,7 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
       const int count = warp_sum(counts && used && shift <= TOP - WINDOW);
       if (lane == 0) set[2 * warps + warp] = count;
       block_sync();
-      for (u32 w = 0; w < warps; w++) outside += set[2 * warps + w];
+      outside = warp_sum(lane < warps ? set[2 * warps + lane] : 0);
     }
     if (threadIdx.x == 0) args.row_scale[row] = power(top - TOP), args.outside[row] = outside;
   }

@@ -4,8 +4,10 @@ ROW_THREADS: threads of a program that quantizes along rows, by block. COLUMNS, 
 of rows, columns, warps) of a program that quantizes a transpose, by block; with random rounding in the second, from
 packed bytes, whose columns are bytes, in the third. Two columns a thread suit only the first: random numbers have a
 layout of their own, and the compiler then carries every load through shared memory to it. DECODE: (rows of the weight,
-columns a step, slices, warps, stages) by (tokens, rows, columns); HOPPER_DECODE: (row_warps, slice_warps, depth,
-slices, resident) of the CUDA kernel. Shapes that are not there follow the rules of `plan_for`.
+columns a step, slices, warps, stages) by (tokens, rows, columns). HOPPER_ROWS: (threads, thread blocks that a
+multiprocessor holds, stages) of the CUDA kernel along rows; HOPPER_EXPANDED: (threads that a multiprocessor holds,
+stages) of the one that writes e4m3; HOPPER_DECODE: the fields of hopper.Plan, by (tokens, rows, columns). Shapes that
+are not there follow the rules of `plan_for`.
 """
 
 ROW_THREADS = {32: 128, 64: 128, 128: 128}
@@ -14,5 +16,22 @@ RANDOM_COLUMNS = {32: (4, 32, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
 PACKED_COLUMNS = {32: (2, 64, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
 DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
 HOPPER_ROWS = (128, 6, 3)
-HOPPER_EXPANDED = (768, 3)
-HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
+HOPPER_EXPANDED = (640, 3)
+HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, int]] = {
+    (1, 4096, 4096): (1, 8, 2, 1, 3, False, 1, 0),
+    (1, 4096, 14336): (1, 8, 2, 1, 1, True, 1, 0),
+    (1, 8192, 8192): (2, 4, 2, 1, 1, True, 1, 0),
+    (1, 28672, 4096): (2, 2, 2, 1, 3, True, 1, 0),
+    (8, 4096, 4096): (1, 8, 2, 1, 1, True, 1, 0),
+    (8, 4096, 14336): (1, 8, 2, 1, 1, True, 1, 0),
+    (8, 8192, 8192): (1, 4, 2, 1, 2, True, 1, 0),
+    (8, 28672, 4096): (2, 2, 2, 1, 3, True, 1, 0),
+    (16, 4096, 4096): (2, 4, 4, 2, 2, True, 1, 0),
+    (16, 4096, 14336): (4, 2, 4, 4, 2, True, 1, 0),
+    (16, 8192, 8192): (2, 4, 4, 1, 1, True, 1, 0),
+    (16, 28672, 4096): (4, 1, 2, 1, 1, True, 1, 0),
+    (32, 4096, 4096): (2, 4, 4, 2, 2, True, 1, 0),
+    (32, 4096, 14336): (4, 2, 4, 4, 2, True, 1, 0),
+    (32, 8192, 8192): (2, 4, 2, 1, 2, True, 1, 0),
+    (32, 28672, 4096): (8, 1, 2, 1, 2, True, 1, 0),
+}
