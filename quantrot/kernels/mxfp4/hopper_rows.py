@@ -27,7 +27,7 @@ ROWS = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {n
     int* outside, long long rows, long long row_groups, float root, unsigned s0, unsigned s1, unsigned o0,
     unsigned o1) {{
   quantrot::{call}<quantrot::{dtype}, {span}, {signs}, quantrot::{rule}, {more}{stages}>(
-      {{x, signs, packed, scale, mask, row_scale, outside, rows, row_groups, root, s0, s1, o0, o1}});
+      {{x, signs, packed, scale, mask, row_scale, outside, rows, row_groups, root, {{s0, s1, o0, o1}}}});
 }}
 """
 DEQUANTIZE = """extern "C" __global__ void __launch_bounds__(256) {name}(

@@ -272,6 +272,18 @@ def uses_triton(x: Tensor, backend: str) -> bool:
     return backend == "triton" or (backend == "auto" and able and x.device.type == "cuda")
 
 
+def _columns_module(x: Tensor, backend: str) -> Any:
+    """The kernels of a transpose that run this call, when `uses_triton`; x: elements or packed bytes, [M, ...]."""
+    from quantrot.kernels.mxfp4 import triton_columns
+
+    if backend == "auto" and nvrtc.available(x.device):
+        from quantrot.kernels.mxfp4 import hopper_columns
+
+        if hopper_columns.fits(x):
+            return hopper_columns
+    return triton_columns
+
+
 def _rows_module(x: Tensor, backend: str, row: bool = False) -> Any:
     """The kernels along rows that run this call, when `uses_triton`; row: whole rows of x at a time."""
     from quantrot.kernels.mxfp4 import triton_rows
@@ -303,9 +315,7 @@ def _quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     random = _random(stochastic, seed, offset)
     if uses_triton(x, backend):
-        from quantrot.kernels.mxfp4 import triton_columns
-
-        run = triton_columns.quantize_columns if transpose else _rows_module(x, backend).quantize
+        run = _columns_module(x, backend).quantize_columns if transpose else _rows_module(x, backend).quantize
         return run(x, ScaleRule(rule), hadamard, signs, random, mask)
     source = x.T if transpose else x
     packed, scale, bits = quantize_reference(
@@ -336,9 +346,7 @@ def _requantize(
 ) -> tuple[Tensor, Tensor]:
     random = _random(stochastic, seed, offset)
     if uses_triton(packed, backend):
-        from quantrot.kernels.mxfp4 import triton_columns
-
-        return triton_columns.requantize(packed, scale, ScaleRule(rule), hadamard, signs, random)
+        return _columns_module(packed, backend).requantize(packed, scale, ScaleRule(rule), hadamard, signs, random)
     wide = dequantize_reference(packed, scale, torch.float32).T
     codes, scales, _ = quantize_reference(wide, ScaleRule(rule), hadamard=hadamard, signs=signs, random=random)
     return codes, scales

@@ -10,6 +10,10 @@ namespace quantrot {
 
 enum Rule { FLOOR, EVEN, RCEIL, QUEST, ABSMAX34, MSE };
 
+struct Key {  // of the random numbers: seed and offset, low words first
+  u32 s0, s1, o0, o1;
+};
+
 struct QuantizeArgs {
   const void* x;           // [groups, 32], 16-bit elements
   const float* signs;      // [32 * SPAN], +-1
@@ -20,7 +24,7 @@ struct QuantizeArgs {
   int* outside;            // e4m3: [rows]
   i64 rows, row_groups;    // packed: one row of all groups
   float root;              // Hadamard's 1 / sqrt
-  u32 s0, s1, o0, o1;      // of the random numbers
+  Key key;
 };
 
 struct Words {
@@ -42,6 +46,19 @@ __device__ __forceinline__ Words load_shared(u32 from) {
   Words v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
   return v;
+}
+__device__ __forceinline__ u32 load_shared32(u32 from) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared16(u32 from) {
+  unsigned short v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared32(u32 to, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
 __device__ __forceinline__ void store_words(void* p, const Words& v) {
   asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -208,8 +225,8 @@ __device__ __forceinline__ float rounded(float y, float& b) {
 struct Dither {
   float v[8];
 
-  __device__ __forceinline__ Dither(u64 counter, const QuantizeArgs& args) {
-    u32 c0 = (u32)counter, c1 = (u32)(counter >> 32), c2 = args.o0, c3 = args.o1, k0 = args.s0, k1 = args.s1;
+  __device__ __forceinline__ Dither(u64 counter, const Key& key) {
+    u32 c0 = (u32)counter, c1 = (u32)(counter >> 32), c2 = key.o0, c3 = key.o1, k0 = key.s0, k1 = key.s1;
 #pragma unroll
     for (int i = 0; i < 10; i++) {
       const u64 a = (u64)c0 * 0xD2511F53u, b = (u64)c2 * 0xCD9E8D57u;
@@ -232,8 +249,7 @@ struct Dither {
 // n + 2 log2(binade). Its product by 2^28 + 2^6 + 1, plus 2^28, has 8 sign + code in the top four bits (see triton.py),
 // which a funnel shift appends.
 template <int RULE, bool MASK, bool DITHER>
-__device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 number, const QuantizeArgs& args,
-                                          u32& clipped) {
+__device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 number, const Key& key, u32& clipped) {
   u32 words[4];
   clipped = 0;
 #pragma unroll
@@ -241,7 +257,7 @@ __device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 numb
     u32 word = 0;
     float u[8];
     if constexpr (DITHER) {
-      const Dither dither(number * 4 + w, args);
+      const Dither dither(number * 4 + w, key);
 #pragma unroll
       for (int i = 0; i < 8; i++) u[i] = dither.v[i];
     }
@@ -320,7 +336,7 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
     bool finite;
     const int exponent = exponent_of<RULE>(x, args.root, finite);
     u32 clipped;
-    Words codes = codes_of<RULE, MASK, DITHER>(x, factor_of<RULE>(exponent, args.root), group, args, clipped);
+    Words codes = codes_of<RULE, MASK, DITHER>(x, factor_of<RULE>(exponent, args.root), group, args.key, clipped);
     if (!finite) codes = {};
     if (group < groups) {
       store_words(args.packed + group * 16, codes);
@@ -396,7 +412,7 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
     int outside = 0;
     if (-bottom <= top - WINDOW) {  // the same for all threads
       u32 clipped;
-      Words codes = codes_of<RULE, false, false>(x, factor, 0, args, clipped);
+      Words codes = codes_of<RULE, false, false>(x, factor, 0, args.key, clipped);
       if (!finite) codes = {};
       if (inside) {
         store_words(args.packed + group * 16, codes);

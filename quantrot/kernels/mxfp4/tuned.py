@@ -6,7 +6,8 @@ packed bytes, whose columns are bytes, in the third. Two columns a thread suit o
 layout of their own, and the compiler then carries every load through shared memory to it. DECODE: (rows of the weight,
 columns a step, slices, warps, stages) by (tokens, rows, columns). HOPPER_ROWS: (threads, thread blocks that a
 multiprocessor holds, stages) of the CUDA kernel along rows; HOPPER_EXPANDED: (threads that a multiprocessor holds,
-stages) of the one that writes e4m3; HOPPER_DECODE: the fields of hopper.Plan, by (tokens, rows, columns). Shapes that
+stages) of the one that writes e4m3; HOPPER_COLUMNS and HOPPER_PACKED_COLUMNS: (thread blocks of a multiprocessor,
+stages, whether tiles follow each other down the rows) of the transposes; HOPPER_DECODE: the fields of hopper.Plan, by (tokens, rows, columns). Shapes that
 are not there follow the rules of `plan_for`.
 """
 
@@ -17,6 +18,8 @@ PACKED_COLUMNS = {32: (2, 64, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
 DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
 HOPPER_ROWS = (128, 6, 3)
 HOPPER_EXPANDED = (640, 3)
+HOPPER_COLUMNS = (3, 3, False)
+HOPPER_PACKED_COLUMNS = (3, 2, False)
 HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, int]] = {
     (1, 4096, 4096): (1, 8, 2, 1, 3, False, 1, 0),
     (1, 4096, 14336): (1, 8, 2, 1, 1, True, 1, 0),

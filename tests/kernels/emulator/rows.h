@@ -14,6 +14,17 @@ inline Words load_shared(u32 from) {
   memcpy(&v, self().block->at(from, 16), 16);
   return v;
 }
+inline u32 load_shared32(u32 from) {
+  u32 v;
+  memcpy(&v, self().block->at(from, 4), 4);
+  return v;
+}
+inline u32 load_shared16(u32 from) {
+  unsigned short v;
+  memcpy(&v, self().block->at(from, 2), 2);
+  return v;
+}
+inline void store_shared32(u32 to, u32 v) { memcpy(self().block->at(to, 4), &v, 4); }
 inline void store_words(void* p, const Words& v) {
   if ((uintptr_t)p % 16) emulator::fail("a store of 16 bytes that is not aligned");
   memcpy(p, &v, 16);
