@@ -29,14 +29,14 @@ CASES = {
 DRIVER = """
 static std::string message;
 extern "C" const char* run(int which, const void* x, const unsigned char* in_scale, const float* signs,
-                           unsigned char* packed, unsigned char* scale, unsigned* mask, long long rows,
-                           long long columns, long long pitch, float root, unsigned s0, unsigned s1, unsigned o0,
+                           unsigned char* packed, unsigned char* scale, unsigned* mask, long long pitch,
+                           int rows, int columns, float root, unsigned s0, unsigned s1, unsigned o0,
                            unsigned o1, int down, int blocks, int shared, int seed) {
   using Kernel = void(const void*, const unsigned char*, const float*, unsigned char*, unsigned char*, unsigned*,
-                      long long, long long, long long, float, unsigned, unsigned, unsigned, unsigned, int);
+                      long long, int, int, float, unsigned, unsigned, unsigned, unsigned, int);
   static Kernel* const kernels[] = {NAMES};
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, shared, seed, [&] {
-    kernels[which](x, in_scale, signs, packed, scale, mask, rows, columns, pitch, root, s0, s1, o0, o1, down);
+    kernels[which](x, in_scale, signs, packed, scale, mask, pitch, rows, columns, root, s0, s1, o0, o1, down);
   });
   return message.c_str();
 }
@@ -88,7 +88,7 @@ def test_bits_are_the_references(library, name, rows, columns, down):
     scale, bits = torch.full((columns, rows // 32), 0xAA, dtype=CODES), torch.zeros(columns, rows // 8, dtype=CODES)
     a = hopper_columns.arguments(x, in_scale, factors, (packed, scale, bits), CASES[name][2], random, down)
     pointers = [ctypes.c_void_p(getattr(a, field)) for field, _ in a._fields_[:6]]
-    sizes = [ctypes.c_longlong(n) for n in (a.rows, a.columns, a.pitch)]
+    sizes = [ctypes.c_longlong(a.pitch), a.rows, a.columns]
     numbers = [ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1, a.down]
     shared = hopper_columns.shared_bytes(x.dtype, 3)
     message = library.run(list(CASES).index(name), *pointers, *sizes, *numbers, 2, shared, rows)

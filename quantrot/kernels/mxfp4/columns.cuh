@@ -14,7 +14,8 @@ struct TransposeArgs {
   unsigned char* packed;          // [columns, rows / 2]
   unsigned char* scale;           // [columns, rows / 32]
   u32* mask;                      // [columns, rows / 32]
-  i64 rows, columns, pitch;       // pitch of x in bytes
+  i64 pitch;                      // of x in bytes
+  int rows, columns;
   float root;
   Key key;
   int down;                       // whether one tile follows another down the rows, not along them
@@ -22,13 +23,12 @@ struct TransposeArgs {
 
 constexpr u32 TALL = 128, WIDE = 128, TRANSPOSE_TILE = TALL * WIDE, SCALE_PITCH = 36;  // bytes; floats of 32 rows
 
-__device__ __forceinline__ void start_transpose(u32 to, const TransposeArgs& args, i64 row, i64 byte, i64 width) {
-  const u32 unit = threadIdx.x % 8;
-  const i64 at = min(byte + unit * 16, width - 16);
+__device__ __forceinline__ void start_transpose(u32 to, const TransposeArgs& args, u32 row, u32 byte, u32 width) {
+  const u32 unit = threadIdx.x % 8, at = min(byte + unit * 16, width - 16), last = args.rows - 1;
 #pragma unroll
   for (u32 i = 0; i < 4; i++) {
     const u32 r = i * 32 + threadIdx.x / 8;
-    copy16(to + r * WIDE + (unit ^ i) * 16, (const char*)args.x + min(row + r, args.rows - 1) * args.pitch + at);
+    copy16(to + r * WIDE + (unit ^ i) * 16, (const char*)args.x + min(row + r, last) * args.pitch + at);
   }
 }
 
@@ -43,30 +43,30 @@ __device__ __forceinline__ void transpose(const TransposeArgs& args) {
   constexpr int PASSES = PACKED ? 4 : 1, COLUMNS = PACKED ? 256 : 64;  // of a tile
   const u32 lane = lane_number(), warp = warp_number(), c = lane >> 2, s = lane & 3;
   const u32 ring = shared_memory(), powers = ring + STAGES * TRANSPOSE_TILE + warp * (4 * SCALE_PITCH * 4);
-  const i64 groups = args.rows / 32, width = PACKED ? args.columns / 2 : args.columns * 2;
-  const i64 row_tiles = (args.rows + TALL - 1) / TALL, column_tiles = (args.columns + COLUMNS - 1) / COLUMNS;
-  const i64 tiles = row_tiles * column_tiles;
+  const u32 groups = args.rows / 32, width = PACKED ? args.columns / 2 : args.columns * 2;
+  const u32 row_tiles = (args.rows + TALL - 1) / TALL, column_tiles = (args.columns + COLUMNS - 1) / COLUMNS;
+  const u32 tiles = row_tiles * column_tiles;
   u32 flips = 0;
   if constexpr (SIGNS)
 #pragma unroll
     for (int i = 0; i < 32; i++) flips |= (args.signs[s % SPAN * 32 + i] < 0 ? 1u : 0u) << i;
-  const auto row_tile = [&](i64 t) { return args.down ? t % row_tiles : t / column_tiles; };
-  const auto column_tile = [&](i64 t) { return args.down ? t / row_tiles : t % column_tiles; };
-  i64 ahead = blockIdx.x;
+  const auto row_tile = [&](u32 t) { return args.down ? t % row_tiles : t / column_tiles; };
+  const auto column_tile = [&](u32 t) { return args.down ? t / row_tiles : t % column_tiles; };
+  u32 ahead = blockIdx.x;
   u32 into = 0, slot = 0;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++, ahead += gridDim.x, into += TRANSPOSE_TILE) {
     if (ahead < tiles) start_transpose(ring + into, args, row_tile(ahead) * TALL, column_tile(ahead) * WIDE, width);
     copies_commit();
   }
-  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x, ahead += gridDim.x) {
-    const i64 first_row = row_tile(tile) * TALL, first_column = column_tile(tile) * COLUMNS + warp * (8 * PASSES);
+  for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, ahead += gridDim.x) {
+    const u32 first_row = row_tile(tile) * TALL, first_column = column_tile(tile) * COLUMNS + warp * (8 * PASSES);
     if constexpr (PACKED) {  // lane l: rows l, 32 + l, ...
-      const i64 at = min(first_column / 32, args.columns / 32 - 1);
+      const u32 pitch = args.columns / 32, at = min(first_column / 32, pitch - 1);
       warp_sync();
 #pragma unroll
       for (u32 i = 0; i < 4; i++) {
-        const u32 byte = __ldg(args.in_scale + min(first_row + i * 32 + lane, args.rows - 1) * (args.columns / 32) + at);
+        const u32 byte = __ldg(args.in_scale + (u64)min(first_row + i * 32 + lane, args.rows - 1u) * pitch + at);
         const u32 bits = byte == 255 ? 0x7FC00000u : byte ? byte << 23 : 0x00400000u;
         store_shared32(powers + (i * SCALE_PITCH + lane) * 4, bits);
       }
@@ -102,14 +102,15 @@ __device__ __forceinline__ void transpose(const TransposeArgs& args) {
         for (int i = 0; i < 32; i++)
           x.v[i] = __uint_as_float(__float_as_uint(x.v[i]) ^ (flips << (31 - i) & 0x80000000u));
       if constexpr (SPAN) x.turn<SPAN>();
-      const i64 column = first_column + pass * 8 + c, group = column * groups + first_row / 32 + s;
+      const u32 column = first_column + pass * 8 + c;
+      const i64 group = (i64)column * groups + (first_row / 32 + s);
       bool finite;
       const int exponent = exponent_of<RULE>(x, args.root, finite);
       u32 clipped;
       Words codes =
           codes_of<RULE, MASK, DITHER>(x, factor_of<RULE>(exponent, args.root), group, args.key, clipped);
       if (!finite) codes = {};
-      if (column < args.columns && first_row / 32 + s < groups) {
+      if (column < (u32)args.columns && first_row / 32 + s < groups) {
         store_words(args.packed + group * 16, codes);
         args.scale[group] = finite ? exponent + 127 : 255;
         if constexpr (MASK) args.mask[group] = finite ? ~clipped : 0;

@@ -19,10 +19,10 @@ POWERS = 8 * 4 * 36 * 4  # bytes of the warps' powers of two of a tile of codes
 
 TRANSPOSE = """extern "C" __global__ void __launch_bounds__(256, {resident}) {name}(
     const void* x, const unsigned char* in_scale, const float* signs, unsigned char* packed, unsigned char* scale,
-    unsigned* mask, long long rows, long long columns, long long pitch, float root, unsigned s0, unsigned s1,
-    unsigned o0, unsigned o1, int down) {{
+    unsigned* mask, long long pitch, int rows, int columns, float root, unsigned s0, unsigned s1, unsigned o0,
+    unsigned o1, int down) {{
   quantrot::transpose<quantrot::{dtype}, {packed}, {span}, {signs}, quantrot::{rule}, {mask}, {dither}, {stages}>(
-      {{x, in_scale, signs, packed, scale, mask, rows, columns, pitch, root, {{s0, s1, o0, o1}}, down}});
+      {{x, in_scale, signs, packed, scale, mask, pitch, rows, columns, root, {{s0, s1, o0, o1}}, down}});
 }}
 """
 
@@ -30,7 +30,8 @@ TRANSPOSE = """extern "C" __global__ void __launch_bounds__(256, {resident}) {na
 class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "in_scale", "signs", "packed", "scale", "mask")),
-        *((name, ctypes.c_longlong) for name in ("rows", "columns", "pitch")),
+        ("pitch", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("rows", "columns")),
         ("root", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("s0", "s1", "o0", "o1", "down")),
     ]
@@ -86,7 +87,7 @@ def arguments(
     pointers = (None if t is None else t.data_ptr() for t in (x, in_scale, signs, *outputs))
     columns = x.shape[1] * (2 if in_scale is not None else 1)
     root = float32((hadamard or 1) ** -0.5)
-    return Arguments(*pointers, x.shape[0], columns, x.stride(0) * x.element_size(), root, *key_of(random), down)
+    return Arguments(*pointers, x.stride(0) * x.element_size(), x.shape[0], columns, root, *key_of(random), down)
 
 
 def fits(x: Tensor) -> bool:

@@ -4,11 +4,12 @@ ROW_THREADS: threads of a program that quantizes along rows, by block. COLUMNS, 
 of rows, columns, warps) of a program that quantizes a transpose, by block; with random rounding in the second, from
 packed bytes, whose columns are bytes, in the third. Two columns a thread suit only the first: random numbers have a
 layout of their own, and the compiler then carries every load through shared memory to it. DECODE: (rows of the weight,
-columns a step, slices, warps, stages) by (tokens, rows, columns). HOPPER_ROWS: (threads, thread blocks that a
-multiprocessor holds, stages) of the CUDA kernel along rows; HOPPER_EXPANDED: (threads that a multiprocessor holds,
-stages) of the one that writes e4m3; HOPPER_COLUMNS and HOPPER_PACKED_COLUMNS: (thread blocks of a multiprocessor,
-stages, whether tiles follow each other down the rows) of the transposes; HOPPER_DECODE: the fields of hopper.Plan, by (tokens, rows, columns). Shapes that
-are not there follow the rules of `plan_for`.
+columns a step, slices, warps, stages) by (tokens, rows, columns).
+
+The CUDA kernels: HOPPER_ROWS: (threads, thread blocks of a multiprocessor, stages); HOPPER_EXPANDED, which writes e4m3:
+(threads of a multiprocessor, stages); HOPPER_COLUMNS and HOPPER_PACKED_COLUMNS, the transposes: (thread blocks of a
+multiprocessor, stages, whether tiles follow each other down the rows); HOPPER_DECODE: the fields of hopper.Plan, by
+(tokens, rows, columns). Shapes that are not there follow the rules of `plan_for`.
 """
 
 ROW_THREADS = {32: 128, 64: 128, 128: 128}
@@ -18,8 +19,8 @@ PACKED_COLUMNS = {32: (2, 64, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
 DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
 HOPPER_ROWS = (128, 6, 3)
 HOPPER_EXPANDED = (640, 3)
-HOPPER_COLUMNS = (3, 3, False)
-HOPPER_PACKED_COLUMNS = (3, 2, False)
+HOPPER_COLUMNS = (2, 4, False)
+HOPPER_PACKED_COLUMNS = (2, 3, False)
 HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, int]] = {
     (1, 4096, 4096): (1, 8, 2, 1, 3, False, 1, 0),
     (1, 4096, 14336): (1, 8, 2, 1, 1, True, 1, 0),
