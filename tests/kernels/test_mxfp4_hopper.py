@@ -16,7 +16,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES = {
     "one": (Plan(1, 8, 4, 1, 2), 1, BF16),
     "one_deep": (Plan(2, 2, 3, 1, 1), 1, FP16),
-    "two": (Plan(2, 4, 4, 1, 2), 2, FP32),
+    "two": (Plan(2, 4, 2, 1, 2), 2, FP32),
     "four": (Plan(4, 2, 2, 1, 1), 4, BF16),
     "slices": (Plan(1, 2, 2, 3, 2), 1, FP32),
     "one_arranged": (Plan(2, 4, 2, 2, 2, True), 1, FP32),

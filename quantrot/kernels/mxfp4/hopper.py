@@ -75,16 +75,16 @@ def tiles_of(tokens: int) -> int:
 def plan_for(tokens: int, rows: int, columns: int) -> Plan:
     """The measured plan (kept for 1, 8, 16 and 32 tokens; others take the next of these), else one by rule.
 
-    The rule: one token is read by all warps of a block from different columns, so that small weights fill the device
-    without slices; more tokens are shared by warps on different rows, which read them through the same L1.
+    The rule: up to eight tokens are read by all warps of a block from different columns, so that small weights fill the
+    device without slices; more tokens are shared by warps on different rows, which read them through the same L1.
     """
     measured = tuned.HOPPER_DECODE.get((next(n for n in (1, 8, 16, 32) if tokens <= n), rows, columns))
     if measured:
         return Plan(*measured)
-    row_warps = 1 if tokens == 1 else 2 if tokens <= 16 else 4
+    row_warps = 1 if tokens <= 8 else 2
     blocks, steps = -(-rows // (16 * row_warps)), -(-columns // STEP)
     slices = max(1, min(4, 132 // blocks, steps // 16))
-    return Plan(row_warps, 8 // row_warps, 4, slices, 2 if tokens <= 16 else 1)
+    return Plan(row_warps, 8 // row_warps, 2, slices, 1, tokens > 1)
 
 
 @lru_cache(maxsize=1)
