@@ -16,13 +16,14 @@ BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 # plan, parts, a scale of b a row, output, bytes of a bias element: every branch of the source
 CASES = {
-    "prefill": (Prefill(stages=3), 1, False, BF16, 0),
-    "prefill_alone": (Prefill(slabs=1, stages=4, cluster=1, ordered=False), 1, False, FP16, 2),
+    "prefill": (Prefill(stages=3, turns=0), 1, False, BF16, 0),
+    "prefill_alone": (Prefill(slabs=1, stages=4, cluster=1), 1, False, FP16, 2),
+    "prefill_turns": (Prefill(stages=3, turns=3), 1, False, BF16, 2),
     "prefill_parts": (Prefill(slabs=1, stages=2), 2, False, BF16, 4),
     "prefill_sets": (Prefill(slabs=1, sets=2, stages=3), 1, False, BF16, 0),
     "prefill_channel": (Prefill(slabs=1, stages=3, cluster=1), 1, True, BF16, 4),
     "decode_channel": (Decode(16, stages=6, early=True), 1, True, BF16, 0),
-    "prefill_three": (Prefill(groups=3, slabs=1, stages=2, cluster=1), 1, False, BF16, 0),
+    "prefill_three": (Prefill(groups=3, slabs=1, stages=2, cluster=1, turns=2), 1, False, BF16, 0),
     "decode8": (Decode(8, stages=4), 1, False, BF16, 4),
     "decode16_parts": (Decode(16, stages=3), 2, False, FP16, 0),
     "decode32_share": (Decode(32, stages=3, share=2), 1, False, BF16, 2),

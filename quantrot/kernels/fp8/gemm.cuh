@@ -12,8 +12,9 @@
 // the same bits in any batch. Where k is split between thread blocks for a few tokens, the parts are added in order,
 // and the kernel for many tokens adds the same parts (SEGMENTED).
 //
-//   prefill  many tokens: persistent thread blocks; one warp feeds a ring of stages through the copy engine, GROUPS
-//            warpgroups multiply, each 64 SLABS rows by 128 columns; clusters of two neighbours in n share a's tile.
+//   prefill  many tokens: persistent thread blocks; one warp feeds a ring of stages through the copy engine, another one
+//            brings the scales along, GROUPS warpgroups multiply, each 64 SLABS rows by 128 columns; clusters of two
+//            neighbours in n share a's tile.
 //   decode   few tokens: the weights are the operand of 64 rows and the tokens are its columns, so that no tile is
 //            padded to 64 rows of nothing; the blocks of a cluster share the tokens, or split k and add their parts
 //            through each other's shared memory.
@@ -52,12 +53,16 @@ __device__ __forceinline__ float finished(const GemmArgs& args, float sum, int c
   return y;
 }
 
-// d = a tile of 64 rows times `W * 2` rows of b, over 128 of k.
-template <int W>
+// d = a tile of 64 rows times `W * 2` rows of b, over 128 of k. The first FIRST of its four products can be waited for
+// by themselves.
+template <int FIRST = 0, int W>
 __device__ __forceinline__ void product128(float (&d)[W], u32 a, u32 b) {
   product_fence();
 #pragma unroll
-  for (int k = 0; k < 4; k++) product(d, operand(a, k), operand(b, k), k > 0);
+  for (int k = 0; k < 4; k++) {
+    product(d, operand(a, k), operand(b, k), k > 0);
+    if (k + 1 == FIRST) product_commit();
+  }
   product_commit();
 }
 
@@ -67,9 +72,10 @@ template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER>
 struct PrefillShape {
   static constexpr int ROWS = 64 * SLABS * GROUPS, COLUMNS = 128;
   static constexpr int A_BYTES = ROWS * 128, B_BYTES = COLUMNS * 128, STAGE = A_BYTES + B_BYTES;
-  static constexpr int OUTPUT = 64 * COLUMNS * 2;  // of a warpgroup: a slab in 16 bits, two boxes of 64 columns
+  static constexpr int SCALES = ROWS * 4 + 16;             // of a stage: a row's of a each, then b's
+  static constexpr int BOX = 8 * 64 * 2, OUTPUT = 3 * BOX;  // of a warp: c on its way, 8 rows of 64 columns at a time
   static_assert(SETS == 1 || SLABS == 1, "two sets of sums fit for one slab");
-  static_assert(STAGES * (STAGE + 16) + GROUPS * OUTPUT <= 227 << 10, "shared memory");
+  static_assert(STAGES * (STAGE + SCALES + 16) + GROUPS * 4 * OUTPUT <= 227 << 10, "shared memory");
 };
 
 // The tiles of c, in groups of rows, columns inside; a cluster takes neighbours in n.
@@ -120,80 +126,91 @@ __device__ __forceinline__ void release(u32 bar) {
   }
 }
 
-// A slab of sums -> 16 bits -> shared memory -> c.
-template <bool CHANNEL, class Out, int BIAS>
-__device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& args, const float (&sum)[64], int row,
-                                           int column, u32 output, u32 barrier) {
-  const u32 lane = lane_number(), inside = warp_number() % 4 * 16 + lane / 4;
-  const bool leader = threadIdx.x % 128 == 0;
-  if (leader) tensor_store_wait<0>();
-  named_sync(barrier, 128);
+// The scales of every row of a's tile, and of the tile of b -> their stage, by a warp, as asynchronously as the tiles.
+template <class Shape, int STAGES, int CLUSTER, bool CHANNEL>
+__device__ __forceinline__ void prefill_scales(const GemmArgs& args, Tiles tiles, int blocks, u32 scales, u32 full,
+                                               u32 empty) {
+  constexpr int EACH = Shape::ROWS / 32;
+  const u32 lane = lane_number(), rank = CLUSTER > 1 ? cluster_rank() : 0;
+  Ring<STAGES> ring;
+  for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
+    int row, column;
+    tiles.at(i, row, column);
+    u32 rows[EACH];
 #pragma unroll
-  for (int j = 0; j < 16; j++) {
-    float y[4] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
-    const int first = column + j * 8 + lane % 4 * 2;
-    if (first < args.n) {
+    for (int j = 0; j < EACH; j++) rows[j] = args.a.row(min(row * Shape::ROWS + j * 32 + (int)lane, args.m - 1));
+    const u32 b_row = args.b.row(min((column * CLUSTER + (int)rank) * Shape::COLUMNS, args.n - 1));
+    for (int k = 0; k < blocks; k++, ring.next()) {
+      const u32 to = scales + ring.stage * Shape::SCALES, along = args.a.column(k);
+      barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
 #pragma unroll
-      for (int i = 0; i < 4; i++) y[i] = finished<CHANNEL, Out, BIAS>(args, y[i], first + i % 2);
+      for (int j = 0; j < EACH; j++) copy4(to + (j * 32 + lane) * 4, args.a.data + (rows[j] + along));
+      if (!CHANNEL && lane == 0) copy4(to + Shape::ROWS * 4, args.b.data + (b_row + args.b.column(k)));
+      copies_arrive(full + ring.stage * 8);
     }
-    const u32 box = output + j / 8 * 8192, byte = j % 8 * 16 + lane % 4 * 4;
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-      store_shared(box + swizzled(inside + 8 * h, byte), Out::pack(y[2 * h], y[2 * h + 1]));
-  }
-  fence_async();
-  named_sync(barrier, 128);
-  if (leader) {
-    tensor_store(c, column, row, output);
-    tensor_store(c, column + 64, row, output + 8192);
-    tensor_store_commit();
   }
 }
 
-// The scales of one block of k for a thread's rows.
-template <int SLABS>
-struct RowScales {
-  float a[SLABS][2], b;
-};
-
-template <bool CHANNEL, int SLABS>
-__device__ __forceinline__ void load_scales(RowScales<SLABS>& s, const GemmArgs& args, const u32 (&rows)[SLABS][2],
-                                            u32 column, int k) {
-  const u32 along = args.a.column(k);
+// A warp's 16 rows of slab number `slab` -> 16 bits -> shared memory -> c, in boxes whose memory is used in turn.
+template <class Shape, bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& args, const float (&sum)[64], int slab,
+                                           int row, int column, u32 output) {
+  const u32 lane = lane_number(), within = swizzled(lane % 8, lane / 8 * 16);
 #pragma unroll
-  for (int i = 0; i < SLABS; i++) {
-    s.a[i][0] = __ldg(args.a.data + (rows[i][0] + along));
-    s.a[i][1] = __ldg(args.a.data + (rows[i][1] + along));
+  for (int box = 0; box < 4; box++) {  // rows 0 to 7, then 8 to 15
+    const int h = box / 2, left = box % 2 * 64;
+    u32 word[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const int at = 4 * (left / 8 + j) + 2 * h, first = column + left + j * 8 + lane % 4 * 2;
+      float y[2] = {sum[at], sum[at + 1]};
+      if ((CHANNEL || BIAS) && first < args.n) {
+        y[0] = finished<CHANNEL, Out, BIAS>(args, y[0], first);
+        y[1] = finished<CHANNEL, Out, BIAS>(args, y[1], first + 1);
+      }
+      word[j] = Out::pack(y[0], y[1]);
+    }
+    const u32 to = output + (slab * 4 + box) % 3 * Shape::BOX;
+    if (lane == 0) {
+      if (slab * 4 + box == 0) {
+        tensor_store_wait<0>();  // the tile before this one
+      } else {
+        tensor_store_wait<2>();
+      }
+    }
+    warp_sync();
+    store_matrices(to + within, word[0], word[1], word[2], word[3]);
+    store_matrices(to + (within ^ 64), word[4], word[5], word[6], word[7]);
+    fence_async();
+    warp_sync();
+    if (lane == 0) {
+      tensor_store(c, column + left, row + 8 * h, to);
+      tensor_store_commit();
+    }
   }
-  s.b = CHANNEL ? 1.f : __ldg(args.b.data + (column + args.b.column(k)));
 }
 
-__device__ __forceinline__ void promote(float (&sum)[64], const float (&d)[64], const float (&a)[2], float b) {
-  const float scale[2] = {a[0] * b, a[1] * b};
+__device__ __forceinline__ void promote(float (&sum)[64], const float (&d)[64], const float (&scale)[2]) {
 #pragma unroll
   for (int i = 0; i < 64; i++) sum[i] = fmaf(d[i], scale[i / 2 % 2], sum[i]);
 }
 
-template <class Shape, int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, bool ORDERED, bool SEGMENTED,
-          bool CHANNEL, class Out, int BIAS>
+// TURNS: the warpgroups take turns, and hand on when so many of a product's four parts are done; 0: when it is issued;
+// -1: no turns.
+template <class Shape, int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, int TURNS, bool SEGMENTED, bool CHANNEL,
+          class Out, int BIAS>
 __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmArgs& args, Tiles tiles, int blocks,
-                                                 u32 base, u32 full, u32 empty, u32 output) {
+                                                 u32 base, u32 output, u32 scales, u32 full, u32 empty) {
+  constexpr bool ORDERED = TURNS >= 0;
   const u32 group = warp_number() / 4, rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const u32 turn = 1 + group, next_turn = 1 + (group + 1) % GROUPS, own = 1 + GROUPS + group;
+  const u32 turn = 1 + group, next_turn = 1 + (group + 1) % GROUPS;
+  const u32 warp_row = warp_number() % 4 * 16, own_scales = scales + (group * 64 * SLABS + warp_row + lane_number() / 4) * 4;
+  output += warp_number() * Shape::OUTPUT;
   if (ORDERED && group == GROUPS - 1) named_arrive(next_turn, 256);
   Ring<STAGES> ring;
   for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
     int row, column;
     tiles.at(i, row, column);
-    row = row * Shape::ROWS + group * 64 * SLABS;
-    column = (column * CLUSTER + rank) * Shape::COLUMNS;
-    u32 rows[SLABS][2];
-#pragma unroll
-    for (int j = 0; j < SLABS * 2; j++) {
-      const int r = row + j / 2 * 64 + j % 2 * 8 + warp_number() % 4 * 16 + lane_number() / 4;
-      rows[j / 2][j % 2] = args.a.row(min(r, args.m - 1));
-    }
-    const u32 b_row = args.b.row(min(column, args.n - 1));
     float sum[SLABS][64], total[SEGMENTED ? 64 : 1];
 #pragma unroll
     for (int j = 0; j < SLABS * 64; j++) sum[j / 64][j % 64] = 0.f;
@@ -211,72 +228,74 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
         }
       }
     };
-    auto begin = [&](float (&d)[64], int slab) {
+    // A product over this stage's block of k, issued, and what will scale it.
+    auto begin = [&](float (&d)[64], float (&scale)[2], int slab) {
       const u32 a = base + ring.stage * Shape::STAGE + (group * SLABS + slab) * 8192;
       if constexpr (ORDERED) named_sync(turn, 256);
-      product128(d, a, base + ring.stage * Shape::STAGE + Shape::A_BYTES);
-      if constexpr (ORDERED) named_arrive(next_turn, 256);
+      product128 < ORDERED ? TURNS : 0 > (d, a, base + ring.stage * Shape::STAGE + Shape::A_BYTES);
+      if constexpr (TURNS == 0) named_arrive(next_turn, 256);
+      const u32 from = own_scales + ring.stage * Shape::SCALES + slab * 256;
+      const float b = CHANNEL ? 1.f : load_shared(scales + ring.stage * Shape::SCALES + Shape::ROWS * 4);
+      scale[0] = load_shared(from) * b, scale[1] = load_shared(from + 32) * b;
+      if constexpr (TURNS > 0) {
+        product_wait<1>();
+        named_arrive(next_turn, 256);
+      }
     };
     if constexpr (SETS == 1) {
-      float d[64];
-      RowScales<SLABS> scales, later;
-      load_scales<CHANNEL>(later, args, rows, b_row, 0);
+      float d[64], scale[2];
       for (int k = 0; k < blocks; k++, ring.next()) {
-        scales = later;
-        load_scales<CHANNEL>(later, args, rows, b_row, min(k + 1, blocks - 1));
         barrier_wait(full + ring.stage * 8, ring.parity);
 #pragma unroll
         for (int slab = 0; slab < SLABS; slab++) {
-          begin(d, slab);
+          begin(d, scale, slab);
           product_wait<0>();
           product_done(d);
           if (slab == SLABS - 1) release<CLUSTER>(empty + ring.stage * 8);
-          promote(sum[slab], d, scales.a[slab], scales.b);
+          promote(sum[slab], d, scale);
         }
         end_block();
       }
     } else {
-      float d[2][64];
-      RowScales<1> scales[2];
+      float d[2][64], scale[2][2];
       u32 previous = 0;
-      auto open = [&](float (&s)[64], RowScales<1>& its, int k) {
-        load_scales<CHANNEL>(its, args, rows, b_row, k);
+      auto open = [&](int set) {
         barrier_wait(full + ring.stage * 8, ring.parity);
-        begin(s, 0);
+        begin(d[set], scale[set], 0);
       };
-      auto close = [&](float (&s)[64], const RowScales<1>& its) {
-        product_done(s);
+      auto close = [&](int set) {
+        product_done(d[set]);
         release<CLUSTER>(empty + previous * 8);
         previous = ring.stage;
         ring.next();
-        promote(sum[0], s, its.a[0], its.b);
+        promote(sum[0], d[set], scale[set]);
         end_block();
       };
-      open(d[0], scales[0], 0);
+      open(0);
       previous = ring.stage;
       ring.next();
       int k = 1;
       for (; k + 1 < blocks; k += 2) {
-        open(d[1], scales[1], k);
+        open(1);
         product_wait<1>();
-        close(d[0], scales[0]);
-        open(d[0], scales[0], k + 1);
+        close(0);
+        open(0);
         product_wait<1>();
-        close(d[1], scales[1]);
+        close(1);
       }
       if (k < blocks) {
-        open(d[1], scales[1], k);
+        open(1);
         product_wait<1>();
-        close(d[0], scales[0]);
+        close(0);
         product_wait<0>();
         product_done(d[1]);
         release<CLUSTER>(empty + previous * 8);
-        promote(sum[0], d[1], scales[1].a[0], scales[1].b);
+        promote(sum[0], d[1], scale[1]);
       } else {
         product_wait<0>();
         product_done(d[0]);
         release<CLUSTER>(empty + previous * 8);
-        promote(sum[0], d[0], scales[0].a[0], scales[0].b);
+        promote(sum[0], d[0], scale[0]);
       }
       end_block();
     }
@@ -286,26 +305,29 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
     }
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++)
-      store_slab<CHANNEL, Out, BIAS>(c, args, sum[slab], row + slab * 64, column, output + group * Shape::OUTPUT, own);
+      store_slab<Shape, CHANNEL, Out, BIAS>(c, args, sum[slab], slab,
+                                            row * Shape::ROWS + (group * SLABS + slab) * 64 + (int)warp_row,
+                                            (column * CLUSTER + (int)rank) * Shape::COLUMNS, output);
   }
   if (ORDERED && group == 0) named_sync(turn, 256);
-  if (threadIdx.x % 128 == 0) tensor_store_wait<0>();
+  if (lane_number() == 0) tensor_store_wait<0>();
 }
 
-template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, bool ORDERED, bool SEGMENTED, bool CHANNEL,
-          class Out, int BIAS>
+template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, int TURNS, bool SEGMENTED, bool CHANNEL, class Out,
+          int BIAS>
 __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, const TensorMap* c,
                                         const GemmArgs& args) {
   using Shape = PrefillShape<GROUPS, SLABS, SETS, STAGES, CLUSTER>;
   static_assert(!SEGMENTED || (SETS == 1 && SLABS == 1), "a third set of sums fits beside one");
-  const u32 base = shared_memory(), output = base + STAGES * Shape::STAGE, full = output + GROUPS * Shape::OUTPUT;
-  const u32 empty = full + STAGES * 8, warp = warp_number();
+  static_assert(SETS == 1 || TURNS <= 0, "with two sets a part of a product is not waited for");
+  const u32 base = shared_memory(), output = base + STAGES * Shape::STAGE, scales = output + GROUPS * 4 * Shape::OUTPUT;
+  const u32 full = scales + STAGES * Shape::SCALES, empty = full + STAGES * 8, warp = warp_number();
   const Tiles tiles{blocks_of(args.m, Shape::ROWS), blocks_of(args.n, Shape::COLUMNS * CLUSTER), args.tile_group};
   const int blocks = blocks_of(args.k, 128);
   if (warp == GROUPS * 4 && lane_number() == 0) {
     tensor_prefetch(a), tensor_prefetch(b), tensor_prefetch(c);
     for (int s = 0; s < STAGES; s++) {
-      barrier_init(full + s * 8, 1);
+      barrier_init(full + s * 8, 1 + 32);  // for the tiles' bytes, and by every lane that copies scales
       barrier_init(empty + s * 8, 4 * GROUPS * CLUSTER);
     }
     barrier_init_done();
@@ -320,11 +342,13 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
     if constexpr (GROUPS == 2) give_registers<40>();
     if constexpr (GROUPS == 3) give_registers<32>();
     if (warp == GROUPS * 4) prefill_load<Shape, STAGES, CLUSTER>(a, b, args, tiles, blocks, base, full, empty);
+    if (warp == GROUPS * 4 + 1)
+      prefill_scales<Shape, STAGES, CLUSTER, CHANNEL>(args, tiles, blocks, scales, full, empty);
   } else {
     if constexpr (GROUPS == 2) take_registers<232>();
     if constexpr (GROUPS == 3) take_registers<160>();
-    prefill_multiply<Shape, GROUPS, SLABS, SETS, STAGES, CLUSTER, ORDERED, SEGMENTED, CHANNEL, Out, BIAS>(
-        c, args, tiles, blocks, base, full, empty, output);
+    prefill_multiply<Shape, GROUPS, SLABS, SETS, STAGES, CLUSTER, TURNS, SEGMENTED, CHANNEL, Out, BIAS>(
+        c, args, tiles, blocks, base, output, scales, full, empty);
   }
   if constexpr (CLUSTER > 1) cluster_sync();  // a block that ended could still be written to
 }

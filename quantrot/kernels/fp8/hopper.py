@@ -51,7 +51,7 @@ class Prefill:
     sets: int = 1  # of tensor core sums: with 2 a warpgroup promotes one block of K while the next is multiplied
     stages: int = 4  # blocks of K in shared memory
     cluster: int = 2  # thread blocks that share the tokens of a tile
-    ordered: bool = True  # warpgroups take turns to multiply
+    turns: int = -1  # warpgroups take turns, and hand on once so many quarters of a product are done; -1: no turns
     tile_group: int = 8  # rows of tiles that run together
     overlap: bool = False  # launched while the kernel before it ends
 
@@ -66,12 +66,12 @@ class Prefill:
         return 128 * (self.groups + 1)
 
     def shared_bytes(self, segment: int) -> int:
-        return self.stages * ((self.rows + 128) * 128 + 16) + self.groups * (16 << 10)
+        return self.stages * ((self.rows + 128) * 128 + self.rows * 4 + 32) + self.groups * (12 << 10)
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
-        flags = ", ".join(str(flag).lower() for flag in (self.ordered, parts > 1, channel))
+        flags = ", ".join(str(flag).lower() for flag in (parts > 1, channel))
         return (
-            f"prefill<{self.groups}, {self.slabs}, {self.sets}, {self.stages}, {self.cluster}, {flags}, "
+            f"prefill<{self.groups}, {self.slabs}, {self.sets}, {self.stages}, {self.cluster}, {self.turns}, {flags}, "
             f"quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
         )
 
@@ -81,7 +81,7 @@ class Prefill:
 
     def boxes(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of what the copy engine moves of a, b and c."""
-        return (self.rows // self.cluster, 128), (128, 128), (64, 64)
+        return (self.rows // self.cluster, 128), (128, 128), (8, 64)
 
 
 @dataclass(frozen=True)
