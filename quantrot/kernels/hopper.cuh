@@ -235,6 +235,14 @@ __device__ __forceinline__ void store_matrices(u32 row, u32 a, u32 b, u32 c, u32
                : "memory");
 }
 
+// The same layout, the other way: matrix i, whose row addresses lanes 8 i to 8 i + 7 give -> word[i].
+__device__ __forceinline__ void load_matrices(u32 row, u32 (&word)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(row)
+               : "memory");
+}
+
 __device__ __forceinline__ float4 load_cluster4(u32 mapped) {  // of in_block
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"

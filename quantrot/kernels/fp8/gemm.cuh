@@ -13,8 +13,8 @@
 // and the kernel for many tokens adds the same parts (SEGMENTED).
 //
 //   prefill  many tokens: persistent thread blocks; one warp feeds a ring of stages through the copy engine, another one
-//            brings the scales along, GROUPS warpgroups multiply, each 64 SLABS rows by 128 columns; clusters of two
-//            neighbours in n share a's tile.
+//            brings the scales along, GROUPS warpgroups multiply, each SLABS tiles of 64 rows by 128 columns, one above
+//            the other or (WIDE) side by side; clusters of two neighbours share the longer side's operand.
 //   decode   few tokens: the weights are the operand of 64 rows and the tokens are its columns, so that no tile is
 //            padded to 64 rows of nothing; the blocks of a cluster share the tokens, or split k and add their parts
 //            through each other's shared memory.
@@ -53,14 +53,17 @@ __device__ __forceinline__ float finished(const GemmArgs& args, float sum, int c
   return y;
 }
 
-// d = a tile of 64 rows times `W * 2` rows of b, over 128 of k. The first FIRST of its four products can be waited for
-// by themselves.
-template <int FIRST = 0, int W>
-__device__ __forceinline__ void product128(float (&d)[W], u32 a, u32 b) {
+__device__ __forceinline__ u64 left_operand(u32 a, int k) { return operand(a, k); }
+__device__ __forceinline__ const u32 (&left_operand(const u32 (&a)[4][4], int k))[4] { return a[k]; }
+
+// d = a tile of 64 rows (in shared memory, or in registers) times `W * 2` rows of b, over 128 of k. The first FIRST of
+// its four products can be waited for by themselves.
+template <int FIRST = 0, int W, class Left>
+__device__ __forceinline__ void product128(float (&d)[W], const Left& a, u32 b) {
   product_fence();
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    product(d, operand(a, k), operand(b, k), k > 0);
+    product(d, left_operand(a, k), operand(b, k), k > 0);
     if (k + 1 == FIRST) product_commit();
   }
   product_commit();
@@ -68,50 +71,57 @@ __device__ __forceinline__ void product128(float (&d)[W], u32 a, u32 b) {
 
 // --- Many tokens -----------------------------------------------------------------------------------------------------
 
-template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER>
+template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER_, bool WIDE_>
 struct PrefillShape {
-  static constexpr int ROWS = 64 * SLABS * GROUPS, COLUMNS = 128;
+  static constexpr bool WIDE = WIDE_;
+  static constexpr int CLUSTER = CLUSTER_, TALL_CLUSTER = WIDE ? CLUSTER : 1, WIDE_CLUSTER = WIDE ? 1 : CLUSTER;
+  static constexpr int ROWS = 64 * GROUPS * (WIDE ? 1 : SLABS), COLUMNS = 128 * (WIDE ? SLABS : 1);
   static constexpr int A_BYTES = ROWS * 128, B_BYTES = COLUMNS * 128, STAGE = A_BYTES + B_BYTES;
-  static constexpr int SCALES = ROWS * 4 + 16;             // of a stage: a row's of a each, then b's
+  static constexpr int SCALES = ROWS * 4 + 16;             // of a stage: a row's of a each, then 128 columns' of b each
   static constexpr int BOX = 8 * 64 * 2, OUTPUT = 3 * BOX;  // of a warp: c on its way, 8 rows of 64 columns at a time
   static_assert(SETS == 1 || SLABS == 1, "two sets of sums fit for one slab");
   static_assert(STAGES * (STAGE + SCALES + 16) + GROUPS * 4 * OUTPUT <= 227 << 10, "shared memory");
 };
 
-// The tiles of c, in groups of rows, columns inside; a cluster takes neighbours in n.
+// The tiles of c, in groups of rows, columns inside; a cluster takes neighbours, in m (WIDE) or in n.
+template <class Shape>
 struct Tiles {
   int rows, columns, group;
 
+  __device__ __forceinline__ explicit Tiles(const GemmArgs& args)
+      : rows(blocks_of(args.m, Shape::ROWS * Shape::TALL_CLUSTER)),
+        columns(blocks_of(args.n, Shape::COLUMNS * Shape::WIDE_CLUSTER)),
+        group(args.tile_group) {}
   __device__ __forceinline__ int count() const { return rows * columns; }
-  __device__ __forceinline__ void at(int i, int& row, int& column) const {
+  __device__ __forceinline__ void at(int i, int rank, int& row, int& column) const {  // of c
     const int first = i / (group * columns) * group, inside = i - first * columns;
     const int height = min(group, rows - first);
-    row = first + inside % height;
-    column = inside / height;
+    row = ((first + inside % height) * Shape::TALL_CLUSTER + (Shape::WIDE ? rank : 0)) * Shape::ROWS;
+    column = (inside / height * Shape::WIDE_CLUSTER + (Shape::WIDE ? 0 : rank)) * Shape::COLUMNS;
   }
 };
 
-template <class Shape, int STAGES, int CLUSTER>
-__device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap* b, const GemmArgs& args, Tiles tiles,
-                                             int blocks, u32 base, u32 full, u32 empty) {
+template <class Shape, int STAGES>
+__device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap* b, Tiles<Shape> tiles, int blocks,
+                                             u32 base, u32 full, u32 empty) {
+  constexpr int CLUSTER = Shape::CLUSTER;
   const u64 policy = cache_policy<NORMAL>();
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
   Ring<STAGES> ring;
   for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
     int row, column;
-    tiles.at(i, row, column);
+    tiles.at(i, rank, row, column);
     for (int k = 0; k < blocks; k++, ring.next()) {
       const u32 to = base + ring.stage * Shape::STAGE, bar = full + ring.stage * 8;
       barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
       barrier_expect(bar, Shape::STAGE);
       if constexpr (CLUSTER > 1) {
-        constexpr int PART = Shape::ROWS / CLUSTER;
-        tensor_load_all(to + rank * PART * 128, a, k * 128, row * Shape::ROWS + rank * PART, bar, policy,
-                        (1 << CLUSTER) - 1);
-      } else {
-        tensor_load(to, a, k * 128, row * Shape::ROWS, bar, policy);
+        constexpr int PART = (Shape::WIDE ? Shape::COLUMNS : Shape::ROWS) / CLUSTER;
+        tensor_load_all(to + (Shape::WIDE ? Shape::A_BYTES : 0) + rank * PART * 128, Shape::WIDE ? b : a, k * 128,
+                        (Shape::WIDE ? column : row) + rank * PART, bar, policy, (1 << CLUSTER) - 1);
       }
-      tensor_load(to + Shape::A_BYTES, b, k * 128, (column * CLUSTER + rank) * Shape::COLUMNS, bar, policy);
+      if (Shape::WIDE || CLUSTER == 1) tensor_load(to, a, k * 128, row, bar, policy);
+      if (!Shape::WIDE || CLUSTER == 1) tensor_load(to + Shape::A_BYTES, b, k * 128, column, bar, policy);
     }
   }
 }
@@ -127,25 +137,26 @@ __device__ __forceinline__ void release(u32 bar) {
 }
 
 // The scales of every row of a's tile, and of the tile of b -> their stage, by a warp, as asynchronously as the tiles.
-template <class Shape, int STAGES, int CLUSTER, bool CHANNEL>
-__device__ __forceinline__ void prefill_scales(const GemmArgs& args, Tiles tiles, int blocks, u32 scales, u32 full,
-                                               u32 empty) {
-  constexpr int EACH = Shape::ROWS / 32;
+template <class Shape, int STAGES, bool CHANNEL>
+__device__ __forceinline__ void prefill_scales(const GemmArgs& args, Tiles<Shape> tiles, int blocks, u32 scales,
+                                               u32 full, u32 empty) {
+  constexpr int EACH = Shape::ROWS / 32, CLUSTER = Shape::CLUSTER;
   const u32 lane = lane_number(), rank = CLUSTER > 1 ? cluster_rank() : 0;
   Ring<STAGES> ring;
   for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
     int row, column;
-    tiles.at(i, row, column);
+    tiles.at(i, rank, row, column);
     u32 rows[EACH];
 #pragma unroll
-    for (int j = 0; j < EACH; j++) rows[j] = args.a.row(min(row * Shape::ROWS + j * 32 + (int)lane, args.m - 1));
-    const u32 b_row = args.b.row(min((column * CLUSTER + (int)rank) * Shape::COLUMNS, args.n - 1));
+    for (int j = 0; j < EACH; j++) rows[j] = args.a.row(min(row + j * 32 + (int)lane, args.m - 1));
+    const u32 b_row = args.b.row(min(column + (int)lane * 128, args.n - 1));
     for (int k = 0; k < blocks; k++, ring.next()) {
       const u32 to = scales + ring.stage * Shape::SCALES, along = args.a.column(k);
       barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
 #pragma unroll
       for (int j = 0; j < EACH; j++) copy4(to + (j * 32 + lane) * 4, args.a.data + (rows[j] + along));
-      if (!CHANNEL && lane == 0) copy4(to + Shape::ROWS * 4, args.b.data + (b_row + args.b.column(k)));
+      if (!CHANNEL && lane * 128 < Shape::COLUMNS)
+        copy4(to + (Shape::ROWS + lane) * 4, args.b.data + (b_row + args.b.column(k)));
       copies_arrive(full + ring.stage * 8);
     }
   }
@@ -196,21 +207,24 @@ __device__ __forceinline__ void promote(float (&sum)[64], const float (&d)[64], 
 }
 
 // TURNS: the warpgroups take turns, and hand on when so many of a product's four parts are done; 0: when it is issued;
-// -1: no turns.
-template <class Shape, int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, int TURNS, bool SEGMENTED, bool CHANNEL,
+// -1: no turns. HELD: a's tile, which a wide tile multiplies SLABS times, is read into registers once.
+template <class Shape, int GROUPS, int SLABS, int SETS, int STAGES, bool HELD, int TURNS, bool SEGMENTED, bool CHANNEL,
           class Out, int BIAS>
-__device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmArgs& args, Tiles tiles, int blocks,
-                                                 u32 base, u32 output, u32 scales, u32 full, u32 empty) {
-  constexpr bool ORDERED = TURNS >= 0;
-  const u32 group = warp_number() / 4, rank = CLUSTER > 1 ? cluster_rank() : 0;
+__device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmArgs& args, Tiles<Shape> tiles,
+                                                 int blocks, u32 base, u32 output, u32 scales, u32 full, u32 empty) {
+  constexpr bool ORDERED = TURNS >= 0, WIDE = Shape::WIDE;
+  constexpr int CLUSTER = Shape::CLUSTER;
+  const u32 group = warp_number() / 4, rank = CLUSTER > 1 ? cluster_rank() : 0, lane = lane_number();
   const u32 turn = 1 + group, next_turn = 1 + (group + 1) % GROUPS;
-  const u32 warp_row = warp_number() % 4 * 16, own_scales = scales + (group * 64 * SLABS + warp_row + lane_number() / 4) * 4;
+  const u32 first_row = group * 64 * (WIDE ? 1 : SLABS), warp_row = first_row + warp_number() % 4 * 16;
+  const u32 own_scales = scales + (warp_row + lane / 4) * 4;
+  const u32 own_rows = (warp_row + lane % 16) * 128, own_unit = swizzled(lane % 8, lane / 16 * 16) % 128;  // HELD
   output += warp_number() * Shape::OUTPUT;
   if (ORDERED && group == GROUPS - 1) named_arrive(next_turn, 256);
   Ring<STAGES> ring;
   for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
     int row, column;
-    tiles.at(i, row, column);
+    tiles.at(i, rank, row, column);
     float sum[SLABS][64], total[SEGMENTED ? 64 : 1];
 #pragma unroll
     for (int j = 0; j < SLABS * 64; j++) sum[j / 64][j % 64] = 0.f;
@@ -228,15 +242,28 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
         }
       }
     };
+    u32 held[4][4];
+    auto hold = [&] {
+      if constexpr (HELD) {
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          load_matrices(base + ring.stage * Shape::STAGE + own_rows + (own_unit ^ k * 32), held[k]);
+      }
+    };
     // A product over this stage's block of k, issued, and what will scale it.
     auto begin = [&](float (&d)[64], float (&scale)[2], int slab) {
-      const u32 a = base + ring.stage * Shape::STAGE + (group * SLABS + slab) * 8192;
+      constexpr int FIRST = ORDERED ? TURNS : 0;
+      const u32 a = base + ring.stage * Shape::STAGE, b = a + Shape::A_BYTES + (WIDE ? slab * 16384 : 0);
       if constexpr (ORDERED) named_sync(turn, 256);
-      product128 < ORDERED ? TURNS : 0 > (d, a, base + ring.stage * Shape::STAGE + Shape::A_BYTES);
+      if constexpr (HELD) {
+        product128<FIRST>(d, held, b);
+      } else {
+        product128<FIRST>(d, a + first_row * 128 + (WIDE ? 0 : slab * 8192), b);
+      }
       if constexpr (TURNS == 0) named_arrive(next_turn, 256);
-      const u32 from = own_scales + ring.stage * Shape::SCALES + slab * 256;
-      const float b = CHANNEL ? 1.f : load_shared(scales + ring.stage * Shape::SCALES + Shape::ROWS * 4);
-      scale[0] = load_shared(from) * b, scale[1] = load_shared(from + 32) * b;
+      const u32 stage = ring.stage * Shape::SCALES, from = own_scales + stage + (WIDE ? 0 : slab * 256);
+      const float right = CHANNEL ? 1.f : load_shared(scales + stage + (Shape::ROWS + (WIDE ? slab : 0)) * 4);
+      scale[0] = load_shared(from) * right, scale[1] = load_shared(from + 32) * right;
       if constexpr (TURNS > 0) {
         product_wait<1>();
         named_arrive(next_turn, 256);
@@ -244,14 +271,22 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
     };
     if constexpr (SETS == 1) {
       float d[64], scale[2];
-      for (int k = 0; k < blocks; k++, ring.next()) {
-        barrier_wait(full + ring.stage * 8, ring.parity);
+      barrier_wait(full + ring.stage * 8, ring.parity);
+      hold();
+      for (int k = 0; k < blocks; k++) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; slab++) {
           begin(d, scale, slab);
           product_wait<0>();
           product_done(d);
-          if (slab == SLABS - 1) release<CLUSTER>(empty + ring.stage * 8);
+          if (slab == SLABS - 1) {
+            release<CLUSTER>(empty + ring.stage * 8);
+            ring.next();
+            if (k + 1 < blocks) {
+              barrier_wait(full + ring.stage * 8, ring.parity);
+              hold();
+            }
+          }
           promote(sum[slab], d, scale);
         }
         end_block();
@@ -306,23 +341,24 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++)
       store_slab<Shape, CHANNEL, Out, BIAS>(c, args, sum[slab], slab,
-                                            row * Shape::ROWS + (group * SLABS + slab) * 64 + (int)warp_row,
-                                            (column * CLUSTER + (int)rank) * Shape::COLUMNS, output);
+                                            row + (int)warp_row + (WIDE ? 0 : slab * 64),
+                                            column + (WIDE ? slab * 128 : 0), output);
   }
   if (ORDERED && group == 0) named_sync(turn, 256);
   if (lane_number() == 0) tensor_store_wait<0>();
 }
 
-template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, int TURNS, bool SEGMENTED, bool CHANNEL, class Out,
-          int BIAS>
+template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, bool WIDE, bool HELD, int TURNS, bool SEGMENTED,
+          bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, const TensorMap* c,
                                         const GemmArgs& args) {
-  using Shape = PrefillShape<GROUPS, SLABS, SETS, STAGES, CLUSTER>;
+  using Shape = PrefillShape<GROUPS, SLABS, SETS, STAGES, CLUSTER, WIDE>;
   static_assert(!SEGMENTED || (SETS == 1 && SLABS == 1), "a third set of sums fits beside one");
+  static_assert(!HELD || (WIDE && SETS == 1), "a tile that is multiplied once is not worth holding");
   static_assert(SETS == 1 || TURNS <= 0, "with two sets a part of a product is not waited for");
   const u32 base = shared_memory(), output = base + STAGES * Shape::STAGE, scales = output + GROUPS * 4 * Shape::OUTPUT;
   const u32 full = scales + STAGES * Shape::SCALES, empty = full + STAGES * 8, warp = warp_number();
-  const Tiles tiles{blocks_of(args.m, Shape::ROWS), blocks_of(args.n, Shape::COLUMNS * CLUSTER), args.tile_group};
+  const Tiles<Shape> tiles(args);
   const int blocks = blocks_of(args.k, 128);
   if (warp == GROUPS * 4 && lane_number() == 0) {
     tensor_prefetch(a), tensor_prefetch(b), tensor_prefetch(c);
@@ -341,13 +377,13 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   if (warp >= GROUPS * 4) {
     if constexpr (GROUPS == 2) give_registers<40>();
     if constexpr (GROUPS == 3) give_registers<32>();
-    if (warp == GROUPS * 4) prefill_load<Shape, STAGES, CLUSTER>(a, b, args, tiles, blocks, base, full, empty);
+    if (warp == GROUPS * 4) prefill_load<Shape, STAGES>(a, b, tiles, blocks, base, full, empty);
     if (warp == GROUPS * 4 + 1)
-      prefill_scales<Shape, STAGES, CLUSTER, CHANNEL>(args, tiles, blocks, scales, full, empty);
+      prefill_scales<Shape, STAGES, CHANNEL>(args, tiles, blocks, scales, full, empty);
   } else {
     if constexpr (GROUPS == 2) take_registers<232>();
     if constexpr (GROUPS == 3) take_registers<160>();
-    prefill_multiply<Shape, GROUPS, SLABS, SETS, STAGES, CLUSTER, TURNS, SEGMENTED, CHANNEL, Out, BIAS>(
+    prefill_multiply<Shape, GROUPS, SLABS, SETS, STAGES, HELD, TURNS, SEGMENTED, CHANNEL, Out, BIAS>(
         c, args, tiles, blocks, base, output, scales, full, empty);
   }
   if constexpr (CLUSTER > 1) cluster_sync();  // a block that ended could still be written to

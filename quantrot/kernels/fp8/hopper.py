@@ -44,20 +44,26 @@ def _ceil(size: int, block: int) -> int:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Many tokens: tiles of 64 * slabs * groups tokens by 128 columns, persistent thread blocks."""
+    """Many tokens: persistent thread blocks; a warpgroup has `slabs` tiles of 64 tokens by 128 columns."""
 
     groups: int = 2  # warpgroups that multiply
-    slabs: int = 2  # of 64 tokens, a warpgroup
+    slabs: int = 2  # of a warpgroup
+    wide: bool = False  # side by side, not one above the other
+    held: bool = False  # the tokens' codes are read from shared memory once, into registers, for all slabs (wide)
     sets: int = 1  # of tensor core sums: with 2 a warpgroup promotes one block of K while the next is multiplied
     stages: int = 4  # blocks of K in shared memory
-    cluster: int = 2  # thread blocks that share the tokens of a tile
+    cluster: int = 2  # thread blocks that share the tokens of a tile, or (wide) its columns
     turns: int = -1  # warpgroups take turns, and hand on once so many quarters of a product are done; -1: no turns
     tile_group: int = 8  # rows of tiles that run together
     overlap: bool = False  # launched while the kernel before it ends
 
     @property
     def rows(self) -> int:
-        return 64 * self.slabs * self.groups
+        return 64 * self.groups * (1 if self.wide else self.slabs)
+
+    @property
+    def columns(self) -> int:
+        return 128 * (self.slabs if self.wide else 1)
 
     resident = 1
 
@@ -66,22 +72,25 @@ class Prefill:
         return 128 * (self.groups + 1)
 
     def shared_bytes(self, segment: int) -> int:
-        return self.stages * ((self.rows + 128) * 128 + self.rows * 4 + 32) + self.groups * (12 << 10)
+        return self.stages * ((self.rows + self.columns) * 128 + self.rows * 4 + 32) + self.groups * (12 << 10)
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
         flags = ", ".join(str(flag).lower() for flag in (parts > 1, channel))
+        tile = ", ".join(str(flag).lower() for flag in (self.wide, self.held))
         return (
-            f"prefill<{self.groups}, {self.slabs}, {self.sets}, {self.stages}, {self.cluster}, {self.turns}, {flags}, "
+            f"prefill<{self.groups}, {self.slabs}, {self.sets}, {self.stages}, {self.cluster}, {tile}, {self.turns}, {flags}, "
             f"quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
         )
 
     def grid(self, m: int, n: int, processors: int) -> int:
-        tiles = _ceil(m, self.rows) * _ceil(n, 128 * self.cluster)
+        down, across = (self.cluster, 1) if self.wide else (1, self.cluster)
+        tiles = _ceil(m, self.rows * down) * _ceil(n, self.columns * across)
         return min(tiles, processors // self.cluster) * self.cluster
 
     def boxes(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of what the copy engine moves of a, b and c."""
-        return (self.rows // self.cluster, 128), (128, 128), (8, 64)
+        down, across = (1, self.cluster) if self.wide else (self.cluster, 1)
+        return (self.rows // down, 128), (self.columns // across, 128), (8, 64)
 
 
 @dataclass(frozen=True)

@@ -403,6 +403,11 @@ inline void store_matrices(u32 row, u32 a, u32 b, u32 c, u32 d) {
   const u32 lane = self().lane();
   emulator::ordinary_write(row, &all[lane / 8][lane % 8 * 4], 16);
 }
+inline void load_matrices(u32 row, u32 (&word)[4]) {
+  const std::vector<u32> rows = exchange(row);
+  for (u32 i = 0; i < 4; i++)
+    memcpy(&word[i], self().block->at(rows[i * 8 + lane_number() / 4], 16) + lane_number() % 4 * 4, 4);
+}
 inline float4 load_cluster4(u32 mapped) {
   emulator::Block& block = emulator::block_of(mapped);
   float4 v;
