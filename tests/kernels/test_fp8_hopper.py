@@ -21,6 +21,7 @@ CASES = {
     "prefill_turns": (Prefill(stages=3, turns=3), 1, False, BF16, 2),
     "prefill_wide": (Prefill(stages=3, wide=True, turns=2), 1, False, BF16, 0),
     "prefill_held": (Prefill(stages=3, wide=True, held=True), 1, False, BF16, 4),
+    "prefill_held_sets": (Prefill(stages=3, wide=True, held=True, sets=2), 1, False, BF16, 0),
     "prefill_held_alone": (Prefill(stages=2, wide=True, held=True, cluster=1, turns=3), 1, True, BF16, 0),
     "prefill_parts": (Prefill(slabs=1, stages=2), 2, False, BF16, 4),
     "prefill_sets": (Prefill(slabs=1, sets=2, stages=3), 1, False, BF16, 0),
@@ -130,7 +131,7 @@ def test_every_kernel_is_exact_on_integers(emulator, name, m, n, k):
     assert torch.equal(c.double(), exact(*operands, b_block=b_block, bias=bias).to(c.dtype).double())
 
 
-@pytest.mark.parametrize("name", ["prefill", "prefill_sets", "prefill_held", "decode16_parts", "decode64_both"])
+@pytest.mark.parametrize("name", ["prefill", "prefill_sets", "prefill_held", "prefill_held_sets", "decode16_parts", "decode64_both"])
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     operands, bias = reals(40, 264, 768), bias_of(name, 264)
     first, *others = (emulator(name, *operands, bias=bias, seed=seed, processors=2 + seed % 3) for seed in range(4))
@@ -144,6 +145,7 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
             "prefill",
             "prefill_sets",
             "prefill_wide",
+            "prefill_held_sets",
             "prefill_three",
             "decode64_two",
             "decode8_narrow",

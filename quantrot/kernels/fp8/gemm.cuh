@@ -79,7 +79,6 @@ struct PrefillShape {
   static constexpr int A_BYTES = ROWS * 128, B_BYTES = COLUMNS * 128, STAGE = A_BYTES + B_BYTES;
   static constexpr int SCALES = ROWS * 4 + 16;             // of a stage: a row's of a each, then 128 columns' of b each
   static constexpr int BOX = 8 * 64 * 2, OUTPUT = 3 * BOX;  // of a warp: c on its way, 8 rows of 64 columns at a time
-  static_assert(SETS == 1 || SLABS == 1, "two sets of sums fit for one slab");
   static_assert(STAGES * (STAGE + SCALES + 16) + GROUPS * 4 * OUTPUT <= 227 << 10, "shared memory");
 };
 
@@ -164,8 +163,8 @@ __device__ __forceinline__ void prefill_scales(const GemmArgs& args, Tiles<Shape
 
 // A warp's 16 rows of slab number `slab` -> 16 bits -> shared memory -> c, in boxes whose memory is used in turn.
 template <class Shape, bool CHANNEL, class Out, int BIAS>
-__device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& args, const float (&sum)[64], int slab,
-                                           int row, int column, u32 output) {
+__device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& args, const float* sum, int slab, int row,
+                                           int column, u32 output) {
   const u32 lane = lane_number(), within = swizzled(lane % 8, lane / 8 * 16);
 #pragma unroll
   for (int box = 0; box < 4; box++) {  // rows 0 to 7, then 8 to 15
@@ -201,13 +200,15 @@ __device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& a
   }
 }
 
-__device__ __forceinline__ void promote(float (&sum)[64], const float (&d)[64], const float (&scale)[2]) {
+template <int W>
+__device__ __forceinline__ void promote(float* sum, const float (&d)[W], const float (&scale)[2]) {
 #pragma unroll
-  for (int i = 0; i < 64; i++) sum[i] = fmaf(d[i], scale[i / 2 % 2], sum[i]);
+  for (int i = 0; i < W; i++) sum[i] = fmaf(d[i], scale[i / 2 % 2], sum[i]);
 }
 
 // TURNS: the warpgroups take turns, and hand on when so many of a product's four parts are done; 0: when it is issued;
-// -1: no turns. HELD: a's tile, which a wide tile multiplies SLABS times, is read into registers once.
+// -1: no turns. HELD: a's tile, which a wide tile multiplies SLABS times, is read into registers once. With two SETS of
+// the tensor cores' sums one is promoted while the other is multiplied: slabs one after the other, or (HELD) halves.
 template <class Shape, int GROUPS, int SLABS, int SETS, int STAGES, bool HELD, int TURNS, bool SEGMENTED, bool CHANNEL,
           class Out, int BIAS>
 __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmArgs& args, Tiles<Shape> tiles,
@@ -225,9 +226,9 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
   for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
     int row, column;
     tiles.at(i, rank, row, column);
-    float sum[SLABS][64], total[SEGMENTED ? 64 : 1];
+    float sum[SLABS * 64], total[SEGMENTED ? 64 : 1];
 #pragma unroll
-    for (int j = 0; j < SLABS * 64; j++) sum[j / 64][j % 64] = 0.f;
+    for (int j = 0; j < SLABS * 64; j++) sum[j] = 0.f;
     if constexpr (SEGMENTED) {
 #pragma unroll
       for (int j = 0; j < 64; j++) total[j] = 0.f;
@@ -238,7 +239,7 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
         if (--left == 0) {
           left = args.segment;
 #pragma unroll
-          for (int j = 0; j < 64; j++) total[j] += sum[0][j], sum[0][j] = 0.f;
+          for (int j = 0; j < 64; j++) total[j] += sum[j], sum[j] = 0.f;
         }
       }
     };
@@ -250,44 +251,70 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
           load_matrices(base + ring.stage * Shape::STAGE + own_rows + (own_unit ^ k * 32), held[k]);
       }
     };
-    // A product over this stage's block of k, issued, and what will scale it.
-    auto begin = [&](float (&d)[64], float (&scale)[2], int slab) {
+    // What scales a slab of this stage's block of k.
+    auto take_scales = [&](float (&scale)[2], int slab) {
+      const u32 stage = ring.stage * Shape::SCALES, from = own_scales + stage + (WIDE ? 0 : slab * 256);
+      const float right = CHANNEL ? 1.f : load_shared(scales + stage + (Shape::ROWS + (WIDE ? slab : 0)) * 4);
+      scale[0] = load_shared(from) * right, scale[1] = load_shared(from + 32) * right;
+    };
+    // A product over the block, of a slab, or of a part of one (HELD).
+    auto begin = [&](auto& d, int slab, int part) {
       constexpr int FIRST = ORDERED ? TURNS : 0;
       const u32 a = base + ring.stage * Shape::STAGE, b = a + Shape::A_BYTES + (WIDE ? slab * 16384 : 0);
       if constexpr (ORDERED) named_sync(turn, 256);
       if constexpr (HELD) {
-        product128<FIRST>(d, held, b);
+        product128<FIRST>(d, held, b + part * 8192);
       } else {
         product128<FIRST>(d, a + first_row * 128 + (WIDE ? 0 : slab * 8192), b);
       }
       if constexpr (TURNS == 0) named_arrive(next_turn, 256);
-      const u32 stage = ring.stage * Shape::SCALES, from = own_scales + stage + (WIDE ? 0 : slab * 256);
-      const float right = CHANNEL ? 1.f : load_shared(scales + stage + (Shape::ROWS + (WIDE ? slab : 0)) * 4);
-      scale[0] = load_shared(from) * right, scale[1] = load_shared(from + 32) * right;
+    };
+    auto hand_on = [&] {
       if constexpr (TURNS > 0) {
         product_wait<1>();
         named_arrive(next_turn, 256);
       }
     };
-    if constexpr (SETS == 1) {
+    auto next_block = [&](bool last) {
+      release<CLUSTER>(empty + ring.stage * 8);
+      ring.next();
+      if (last) return;
+      barrier_wait(full + ring.stage * 8, ring.parity);
+      hold();
+    };
+    if constexpr (HELD && SETS == 2) {
+      float d[2][32], scale[SLABS][2];
+      barrier_wait(full + ring.stage * 8, ring.parity);
+      hold();
+      for (int k = 0; k < blocks; k++) {
+#pragma unroll
+        for (int part = 0; part < SLABS * 2; part++) {
+          begin(d[part % 2], part / 2, part % 2);
+          if (part % 2 == 0) take_scales(scale[part / 2], part / 2);
+          if (part == 0) continue;
+          product_wait<1>();
+          product_done(d[1 - part % 2]);
+          promote(sum + (part - 1) * 32, d[1 - part % 2], scale[(part - 1) / 2]);
+        }
+        product_wait<0>();
+        product_done(d[1]);
+        next_block(k + 1 == blocks);
+        promote(sum + (SLABS * 2 - 1) * 32, d[1], scale[SLABS - 1]);
+      }
+    } else if constexpr (SETS == 1) {
       float d[64], scale[2];
       barrier_wait(full + ring.stage * 8, ring.parity);
       hold();
       for (int k = 0; k < blocks; k++) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; slab++) {
-          begin(d, scale, slab);
+          begin(d, slab, 0);
+          take_scales(scale, slab);
+          hand_on();
           product_wait<0>();
           product_done(d);
-          if (slab == SLABS - 1) {
-            release<CLUSTER>(empty + ring.stage * 8);
-            ring.next();
-            if (k + 1 < blocks) {
-              barrier_wait(full + ring.stage * 8, ring.parity);
-              hold();
-            }
-          }
-          promote(sum[slab], d, scale);
+          if (slab == SLABS - 1) next_block(k + 1 == blocks);
+          promote(sum + slab * 64, d, scale);
         }
         end_block();
       }
@@ -296,14 +323,15 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
       u32 previous = 0;
       auto open = [&](int set) {
         barrier_wait(full + ring.stage * 8, ring.parity);
-        begin(d[set], scale[set], 0);
+        begin(d[set], 0, 0);
+        take_scales(scale[set], 0);
       };
       auto close = [&](int set) {
         product_done(d[set]);
         release<CLUSTER>(empty + previous * 8);
         previous = ring.stage;
         ring.next();
-        promote(sum[0], d[set], scale[set]);
+        promote(sum, d[set], scale[set]);
         end_block();
       };
       open(0);
@@ -325,22 +353,22 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
         product_wait<0>();
         product_done(d[1]);
         release<CLUSTER>(empty + previous * 8);
-        promote(sum[0], d[1], scale[1]);
+        promote(sum, d[1], scale[1]);
       } else {
         product_wait<0>();
         product_done(d[0]);
         release<CLUSTER>(empty + previous * 8);
-        promote(sum[0], d[0], scale[0]);
+        promote(sum, d[0], scale[0]);
       }
       end_block();
     }
     if constexpr (SEGMENTED) {
 #pragma unroll
-      for (int j = 0; j < 64; j++) sum[0][j] += total[j];
+      for (int j = 0; j < 64; j++) sum[j] += total[j];
     }
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++)
-      store_slab<Shape, CHANNEL, Out, BIAS>(c, args, sum[slab], slab,
+      store_slab<Shape, CHANNEL, Out, BIAS>(c, args, sum + slab * 64, slab,
                                             row + (int)warp_row + (WIDE ? 0 : slab * 64),
                                             column + (WIDE ? slab * 128 : 0), output);
   }
@@ -354,7 +382,8 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
                                         const GemmArgs& args) {
   using Shape = PrefillShape<GROUPS, SLABS, SETS, STAGES, CLUSTER, WIDE>;
   static_assert(!SEGMENTED || (SETS == 1 && SLABS == 1), "a third set of sums fits beside one");
-  static_assert(!HELD || (WIDE && SETS == 1), "a tile that is multiplied once is not worth holding");
+  static_assert(!HELD || WIDE, "a tile that is multiplied once is not worth holding");
+  static_assert(SETS == 1 || SLABS == 1 || HELD, "two sets of sums of a slab fit for one slab");
   static_assert(SETS == 1 || TURNS <= 0, "with two sets a part of a product is not waited for");
   const u32 base = shared_memory(), output = base + STAGES * Shape::STAGE, scales = output + GROUPS * 4 * Shape::OUTPUT;
   const u32 full = scales + STAGES * Shape::SCALES, empty = full + STAGES * 8, warp = warp_number();
