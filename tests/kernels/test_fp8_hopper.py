@@ -131,7 +131,9 @@ def test_every_kernel_is_exact_on_integers(emulator, name, m, n, k):
     assert torch.equal(c.double(), exact(*operands, b_block=b_block, bias=bias).to(c.dtype).double())
 
 
-@pytest.mark.parametrize("name", ["prefill", "prefill_sets", "prefill_held", "prefill_held_sets", "decode16_parts", "decode64_both"])
+@pytest.mark.parametrize(
+    "name", ["prefill", "prefill_sets", "prefill_held", "prefill_held_sets", "decode16_parts", "decode64_both"]
+)
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     operands, bias = reals(40, 264, 768), bias_of(name, 264)
     first, *others = (emulator(name, *operands, bias=bias, seed=seed, processors=2 + seed % 3) for seed in range(4))

@@ -77,10 +77,8 @@ class Prefill:
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
         flags = ", ".join(str(flag).lower() for flag in (parts > 1, channel))
         tile = ", ".join(str(flag).lower() for flag in (self.wide, self.held))
-        return (
-            f"prefill<{self.groups}, {self.slabs}, {self.sets}, {self.stages}, {self.cluster}, {tile}, {self.turns}, {flags}, "
-            f"quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
-        )
+        counts = f"{self.groups}, {self.slabs}, {self.sets}, {self.stages}, {self.cluster}"
+        return f"prefill<{counts}, {tile}, {self.turns}, {flags}, quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
 
     def grid(self, m: int, n: int, processors: int) -> int:
         down, across = (self.cluster, 1) if self.wide else (1, self.cluster)
