@@ -258,7 +258,7 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
       scale[0] = load_shared(from) * right, scale[1] = load_shared(from + 32) * right;
     };
     // A product over the block, of a slab, or of a part of one (HELD).
-    auto begin = [&](auto& d, int slab, int part) {
+    auto begin = [&](float (&d)[HELD && SETS == 2 ? 32 : 64], int slab, int part) {
       constexpr int FIRST = ORDERED ? TURNS : 0;
       const u32 a = base + ring.stage * Shape::STAGE, b = a + Shape::A_BYTES + (WIDE ? slab * 16384 : 0);
       if constexpr (ORDERED) named_sync(turn, 256);
