@@ -201,7 +201,7 @@ __device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& a
 }
 
 template <int W>
-__device__ __forceinline__ void promote(float* sum, const float (&d)[W], const float (&scale)[2]) {
+__device__ __forceinline__ void promote(float* sum, const float (&d)[W], const float (&scale)[3]) {
 #pragma unroll
   for (int i = 0; i < W; i++) sum[i] = fmaf(d[i], scale[i / 2 % 2], sum[i]);
 }
@@ -209,8 +209,10 @@ __device__ __forceinline__ void promote(float* sum, const float (&d)[W], const f
 // TURNS: the warpgroups take turns, and hand on when so many of a product's four parts are done; 0: when it is issued;
 // -1: no turns. HELD: a's tile, which a wide tile multiplies SLABS times, is read into registers once. With two SETS of
 // the tensor cores' sums one is promoted while the other is multiplied: slabs one after the other, or (HELD) halves.
-template <class Shape, int GROUPS, int SLABS, int SETS, int STAGES, bool HELD, int TURNS, bool SEGMENTED, bool CHANNEL,
-          class Out, int BIAS>
+// LAG: in every tile the second of two warpgroups starts so many slabs behind the first, so that one promotes, and later
+// writes its results, while the other multiplies.
+template <class Shape, int GROUPS, int SLABS, int SETS, int STAGES, bool HELD, int TURNS, int LAG, bool SEGMENTED,
+          bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmArgs& args, Tiles<Shape> tiles,
                                                  int blocks, u32 base, u32 output, u32 scales, u32 full, u32 empty) {
   constexpr bool ORDERED = TURNS >= 0, WIDE = Shape::WIDE;
@@ -219,13 +221,11 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
   const u32 turn = 1 + group, next_turn = 1 + (group + 1) % GROUPS;
   const u32 first_row = group * 64 * (WIDE ? 1 : SLABS), warp_row = first_row + warp_number() % 4 * 16;
   const u32 own_scales = scales + (warp_row + lane / 4) * 4;
-  const u32 own_rows = (warp_row + lane % 16) * 128, own_unit = swizzled(lane % 8, lane / 16 * 16) % 128;  // HELD
+  const u32 own_codes = base + (warp_row + lane % 16) * 128 + swizzled(lane % 8, lane / 16 * 16) % 128;  // HELD
   output += warp_number() * Shape::OUTPUT;
   if (ORDERED && group == GROUPS - 1) named_arrive(next_turn, 256);
   Ring<STAGES> ring;
   for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
-    int row, column;
-    tiles.at(i, rank, row, column);
     float sum[SLABS * 64], total[SEGMENTED ? 64 : 1];
 #pragma unroll
     for (int j = 0; j < SLABS * 64; j++) sum[j] = 0.f;
@@ -233,6 +233,11 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
 #pragma unroll
       for (int j = 0; j < 64; j++) total[j] = 0.f;
     }
+    const bool lags = LAG > 0 && blocks > STAGES;  // else the first could be a whole tile ahead
+    if (lags && group == 1) named_sync(1, 256);
+    auto lead = [&](int slabs) {  // so many are done
+      if (LAG > 0 && slabs == LAG && lags && group == 0) named_arrive(1, 256);
+    };
     int left = args.segment;
     auto end_block = [&] {  // of a segment, perhaps
       if constexpr (SEGMENTED) {
@@ -248,22 +253,25 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
       if constexpr (HELD) {
 #pragma unroll
         for (int k = 0; k < 4; k++)
-          load_matrices(base + ring.stage * Shape::STAGE + own_rows + (own_unit ^ k * 32), held[k]);
+          load_matrices((own_codes + ring.stage * Shape::STAGE) ^ k * 32, held[k]);
       }
     };
-    // What scales a slab of this stage's block of k.
-    auto take_scales = [&](float (&scale)[2], int slab) {
+    // What scales a slab of this stage's block of k: of a lane's two rows, and of b.
+    auto load_scales = [&](float (&scale)[3], int slab) {
       const u32 stage = ring.stage * Shape::SCALES, from = own_scales + stage + (WIDE ? 0 : slab * 256);
-      const float right = CHANNEL ? 1.f : load_shared(scales + stage + (Shape::ROWS + (WIDE ? slab : 0)) * 4);
-      scale[0] = load_shared(from) * right, scale[1] = load_shared(from + 32) * right;
+      scale[2] = CHANNEL ? 1.f : load_shared(scales + stage + (Shape::ROWS + (WIDE ? slab : 0)) * 4);
+      scale[0] = load_shared(from), scale[1] = load_shared(from + 32);
     };
-    // A product over the block, of a slab, or of a part of one (HELD).
-    auto begin = [&](float (&d)[HELD && SETS == 2 ? 32 : 64], int slab, int part) {
+    auto multiply_scales = [&](float (&scale)[3]) {  // once they are needed: the loads' latency passes behind products
+#pragma unroll
+      for (int j = 0; j < 2; j++) product_done(scale[j]), scale[j] *= scale[2];
+    };
+    auto begin = [&](float (&d)[64], int slab) {  // a slab's product over the block
       constexpr int FIRST = ORDERED ? TURNS : 0;
       const u32 a = base + ring.stage * Shape::STAGE, b = a + Shape::A_BYTES + (WIDE ? slab * 16384 : 0);
       if constexpr (ORDERED) named_sync(turn, 256);
       if constexpr (HELD) {
-        product128<FIRST>(d, held, b + part * 8192);
+        product128<FIRST>(d, held, b);
       } else {
         product128<FIRST>(d, a + first_row * 128 + (WIDE ? 0 : slab * 8192), b);
       }
@@ -283,50 +291,111 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
       hold();
     };
     if constexpr (HELD && SETS == 2) {
-      float d[2][32], scale[SLABS][2];
+      // The tensor cores never wait for this warpgroup: part i + 1 is issued before part i is promoted, and a block's
+      // first part in two halves, each once the codes that its registers held are used up.
+      constexpr int PARTS = SLABS * 2;
+      float d[2][32], scale[3];
+      auto hold_half = [&](int half) {
+#pragma unroll
+        for (int k = half * 2; k < half * 2 + 2; k++) {
+#pragma unroll
+          for (int j = 0; j < 4; j++) product_done(held[k][j]);
+          load_matrices((own_codes + ring.stage * Shape::STAGE) ^ k * 32, held[k]);
+        }
+      };
+      // Products number `first` to `last` of the four that make a part.
+      auto products = [&](float (&s)[32], int part, int first, int last) {
+        const u32 b = base + ring.stage * Shape::STAGE + Shape::A_BYTES + part * 8192;
+        product_fence();
+#pragma unroll
+        for (int k = first; k <= last; k++) product(s, held[k], operand(b, k), k > 0);
+        product_commit();
+      };
+      auto parts = [&] {  // the block's but the first; all but the last are promoted
+#pragma unroll
+        for (int part = 1; part < PARTS; part++) {
+          if (part + 1 < PARTS) {
+            products(d[part % 2], part, 0, 3);
+          } else {
+            products(d[1], part, 0, 1);
+            products(d[1], part, 2, 3);
+          }
+          if (part % 2) load_scales(scale, part / 2);
+          if (part + 1 < PARTS) {
+            product_wait<1>();
+          } else {
+            product_wait<2>();
+          }
+          if (part % 2) multiply_scales(scale);
+          product_done(d[1 - part % 2]);
+          promote(sum + (part - 1) * 32, d[1 - part % 2], scale);
+        }
+      };
+      auto promote_last = [&] {
+        product_done(d[1]);
+        promote(sum + (PARTS - 1) * 32, d[1], scale);
+      };
       barrier_wait(full + ring.stage * 8, ring.parity);
       hold();
-      for (int k = 0; k < blocks; k++) {
-#pragma unroll
-        for (int part = 0; part < SLABS * 2; part++) {
-          begin(d[part % 2], part / 2, part % 2);
-          if (part % 2 == 0) take_scales(scale[part / 2], part / 2);
-          if (part == 0) continue;
-          product_wait<1>();
-          product_done(d[1 - part % 2]);
-          promote(sum + (part - 1) * 32, d[1 - part % 2], scale[(part - 1) / 2]);
-        }
+      products(d[0], 0, 0, 1);
+      products(d[0], 0, 2, 3);
+      parts();
+      lead(SLABS);
+      for (int k = 1; k < blocks; k++) {
+        const u32 done = empty + ring.stage * 8;
+        ring.next();
+        barrier_wait(full + ring.stage * 8, ring.parity);
+        product_wait<1>();  // the last part's first half
+        hold_half(0);
+        products(d[0], 0, 0, 1);
+        product_wait<1>();  // and its other one
+        hold_half(1);
+        products(d[0], 0, 2, 3);
+        release<CLUSTER>(done);
+        promote_last();
+        parts();
+      }
+      auto drain = [&] {
         product_wait<0>();
         product_done(d[1]);
-        next_block(k + 1 == blocks);
-        promote(sum + (SLABS * 2 - 1) * 32, d[1], scale[SLABS - 1]);
+        release<CLUSTER>(empty + ring.stage * 8);
+      };
+      if (blocks % 2) {  // the same either way: right behind the loop ptxas takes sums of this wait for unfinished
+        drain();
+      } else {
+        drain();
       }
+      ring.next();
+      promote_last();
     } else if constexpr (SETS == 1) {
-      float d[64], scale[2];
+      float d[64], scale[3];
       barrier_wait(full + ring.stage * 8, ring.parity);
       hold();
       for (int k = 0; k < blocks; k++) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; slab++) {
-          begin(d, slab, 0);
-          take_scales(scale, slab);
+          begin(d, slab);
+          load_scales(scale, slab);
           hand_on();
           product_wait<0>();
+          multiply_scales(scale);
           product_done(d);
+          lead(k * SLABS + slab + 1);
           if (slab == SLABS - 1) next_block(k + 1 == blocks);
           promote(sum + slab * 64, d, scale);
         }
         end_block();
       }
     } else {
-      float d[2][64], scale[2][2];
+      float d[2][64], scale[2][3];
       u32 previous = 0;
       auto open = [&](int set) {
         barrier_wait(full + ring.stage * 8, ring.parity);
-        begin(d[set], 0, 0);
-        take_scales(scale[set], 0);
+        begin(d[set], 0);
+        load_scales(scale[set], 0);
       };
       auto close = [&](int set) {
+        multiply_scales(scale[set]);
         product_done(d[set]);
         release<CLUSTER>(empty + previous * 8);
         previous = ring.stage;
@@ -351,11 +420,13 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
         product_wait<1>();
         close(0);
         product_wait<0>();
+        multiply_scales(scale[1]);
         product_done(d[1]);
         release<CLUSTER>(empty + previous * 8);
         promote(sum, d[1], scale[1]);
       } else {
         product_wait<0>();
+        multiply_scales(scale[0]);
         product_done(d[0]);
         release<CLUSTER>(empty + previous * 8);
         promote(sum, d[0], scale[0]);
@@ -366,6 +437,8 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
 #pragma unroll
       for (int j = 0; j < 64; j++) sum[j] += total[j];
     }
+    int row, column;
+    tiles.at(i, rank, row, column);  // here, where the products' registers are free
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++)
       store_slab<Shape, CHANNEL, Out, BIAS>(c, args, sum + slab * 64, slab,
@@ -376,14 +449,16 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
   if (lane_number() == 0) tensor_store_wait<0>();
 }
 
-template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, bool WIDE, bool HELD, int TURNS, bool SEGMENTED,
-          bool CHANNEL, class Out, int BIAS>
+template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, bool WIDE, bool HELD, int TURNS, int LAG,
+          bool SEGMENTED, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, const TensorMap* c,
                                         const GemmArgs& args) {
   using Shape = PrefillShape<GROUPS, SLABS, SETS, STAGES, CLUSTER, WIDE>;
   static_assert(!SEGMENTED || (SETS == 1 && SLABS == 1), "a third set of sums fits beside one");
   static_assert(!HELD || WIDE, "a tile that is multiplied once is not worth holding");
   static_assert(SETS == 1 || SLABS == 1 || HELD, "two sets of sums of a slab fit for one slab");
+  static_assert(LAG == 0 || (GROUPS == 2 && TURNS < 0 && LAG <= SLABS * (STAGES - 1)), "only the second waits");
+  static_assert(LAG == 0 || SETS == 1 || (HELD && LAG == SLABS), "one block");
   static_assert(SETS == 1 || TURNS <= 0, "with two sets a part of a product is not waited for");
   const u32 base = shared_memory(), output = base + STAGES * Shape::STAGE, scales = output + GROUPS * 4 * Shape::OUTPUT;
   const u32 full = scales + STAGES * Shape::SCALES, empty = full + STAGES * 8, warp = warp_number();
@@ -404,15 +479,15 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   }
   grid_wait();
   if (warp >= GROUPS * 4) {
-    if constexpr (GROUPS == 2) give_registers<40>();
+    if constexpr (GROUPS == 2) give_registers<24>();
     if constexpr (GROUPS == 3) give_registers<32>();
     if (warp == GROUPS * 4) prefill_load<Shape, STAGES>(a, b, tiles, blocks, base, full, empty);
     if (warp == GROUPS * 4 + 1)
       prefill_scales<Shape, STAGES, CHANNEL>(args, tiles, blocks, scales, full, empty);
   } else {
-    if constexpr (GROUPS == 2) take_registers<232>();
+    if constexpr (GROUPS == 2) take_registers<240>();
     if constexpr (GROUPS == 3) take_registers<160>();
-    prefill_multiply<Shape, GROUPS, SLABS, SETS, STAGES, HELD, TURNS, SEGMENTED, CHANNEL, Out, BIAS>(
+    prefill_multiply<Shape, GROUPS, SLABS, SETS, STAGES, HELD, TURNS, LAG, SEGMENTED, CHANNEL, Out, BIAS>(
         c, args, tiles, blocks, base, output, scales, full, empty);
   }
   if constexpr (CLUSTER > 1) cluster_sync();  // a block that ended could still be written to
@@ -435,38 +510,30 @@ struct DecodeShape {
   __device__ __forceinline__ static bool counts() { return COLUMNS % 64 == 0 || warp_number() * 16 < COLUMNS; }
 };
 
-// EARLY: the first weights are asked for while the kernel before this one may still run.
+// EARLY: the first weights are brought into L2 while the kernel before this one may still run, and write them.
 template <class Shape, int TOKENS, int STAGES, int SHARE, bool EARLY>
 __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap* b, int token, int column, int first,
                                             int count, bool once, u32 rank, u32 base, u32 full, u32 empty) {
   const u64 keep = cache_policy<LAST>(), stream = once ? cache_policy<FIRST>() : cache_policy<NORMAL>();
   const u32 share = rank % SHARE;
-  auto weights = [&](int k, u32 stage) {
-    barrier_expect(full + stage * 8, Shape::STAGE);
-    tensor_load(base + stage * Shape::STAGE, b, (first + k) * 128, column, full + stage * 8, stream);
-  };
-  auto tokens = [&](int k, u32 stage) {
-    const u32 to = base + stage * Shape::STAGE + Shape::B_BYTES, bar = full + stage * 8;
-    if constexpr (SHARE > 1) {
-      constexpr int PART = TOKENS / SHARE;
-      tensor_load_all(to + share * PART * 128, a, (first + k) * 128, token + share * PART, bar, keep,
-                      ((1 << SHARE) - 1) << (rank - share));
-    } else {
-      tensor_load(to, a, (first + k) * 128, token, bar, keep);
-    }
-  };
-  const int ahead = EARLY ? min(count, STAGES) : 0;
   if constexpr (EARLY) {
-    for (int k = 0; k < ahead; k++) weights(k, k);
+    for (int k = 0; k < min(count, STAGES); k++) tensor_expect(b, (first + k) * 128, column);
     grid_wait();
-    for (int k = 0; k < ahead; k++) tokens(k, k);
   }
   Ring<STAGES> ring;
-  if (ahead == STAGES) ring.parity = 1;
-  for (int k = ahead; k < count; k++, ring.next()) {
+  for (int k = 0; k < count; k++, ring.next()) {
+    const u32 to = base + ring.stage * Shape::STAGE, tokens = to + Shape::B_BYTES, bar = full + ring.stage * 8;
+    const int along = (first + k) * 128;
     barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-    weights(k, ring.stage);
-    tokens(k, ring.stage);
+    barrier_expect(bar, Shape::STAGE);
+    tensor_load(to, b, along, column, bar, stream);
+    if constexpr (SHARE > 1) {
+      constexpr int PART = TOKENS / SHARE;
+      tensor_load_all(tokens + share * PART * 128, a, along, token + share * PART, bar, keep,
+                      ((1 << SHARE) - 1) << (rank - share));
+    } else {
+      tensor_load(tokens, a, along, token, bar, keep);
+    }
   }
 }
 

@@ -54,8 +54,9 @@ class Prefill:
     stages: int = 4  # blocks of K in shared memory
     cluster: int = 2  # thread blocks that share the tokens of a tile, or (wide) its columns
     turns: int = -1  # warpgroups take turns, and hand on once so many quarters of a product are done; -1: no turns
+    lag: int = 0  # slabs by which the second of two warpgroups starts behind the first
     tile_group: int = 8  # rows of tiles that run together
-    overlap: bool = False  # launched while the kernel before it ends
+    overlap: bool = True  # launched while the kernel before it ends
 
     @property
     def rows(self) -> int:
@@ -78,12 +79,16 @@ class Prefill:
         flags = ", ".join(str(flag).lower() for flag in (parts > 1, channel))
         tile = ", ".join(str(flag).lower() for flag in (self.wide, self.held))
         counts = f"{self.groups}, {self.slabs}, {self.sets}, {self.stages}, {self.cluster}"
-        return f"prefill<{counts}, {tile}, {self.turns}, {flags}, quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
+        order = f"{self.turns}, {self.lag}"
+        return f"prefill<{counts}, {tile}, {order}, {flags}, quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
+
+    def tiles(self, m: int, n: int) -> int:
+        """Of all thread blocks of a cluster."""
+        down, across = (self.cluster, 1) if self.wide else (1, self.cluster)
+        return _ceil(m, self.rows * down) * _ceil(n, self.columns * across)
 
     def grid(self, m: int, n: int, processors: int) -> int:
-        down, across = (self.cluster, 1) if self.wide else (1, self.cluster)
-        tiles = _ceil(m, self.rows * down) * _ceil(n, self.columns * across)
-        return min(tiles, processors // self.cluster) * self.cluster
+        return min(self.tiles(m, n), processors // self.cluster) * self.cluster
 
     def boxes(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of what the copy engine moves of a, b and c."""
@@ -100,8 +105,8 @@ class Decode:
     stages: int = 8  # blocks of K in shared memory
     share: int = 1  # neighbouring thread blocks that read the tokens once
     resident: int = 2  # thread blocks a multiprocessor
-    overlap: bool = False  # launched while the kernel before it ends
-    early: bool = False  # and reads b before that end: only where that kernel does not write b
+    overlap: bool = True  # launched while the kernel before it ends
+    early: bool = True  # and brings the first rows of b into L2 before that end
 
     @property
     def threads(self) -> int:
@@ -169,10 +174,14 @@ def segment_of(k: int, parts: int) -> int:
 def _decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
     tokens = next(t for t in (8, 16, 32, 64) if t >= min(m, 64))
     tiles = _ceil(m, tokens) * parts
-    columns = next((c for c in (64, 32) if tiles * _ceil(n, c) >= BUSY), 16)
-    share = min(1 if tokens < 32 else 2 if columns == 64 else 4, tokens // 8, 8 // parts)
-    plan = Decode(tokens, columns=columns, share=share)
-    plan = replace(plan, resident=1 if plan.grid(m, n, parts) <= PROCESSORS else 2)
+    # With 16 tokens and more, half as many blocks that each read the tokens are better than all multiprocessors busy.
+    enough = BUSY if tokens == 8 else BUSY // 2
+    columns = next((c for c in (64, 32) if tiles * _ceil(n, c) >= enough), 16)
+    if tokens >= 32 and tiles * _ceil(n, 64) > 2 * PROCESSORS:
+        columns = 128
+    plan = Decode(tokens, columns=columns)
+    one = plan.grid(m, n, parts) <= PROCESSORS or (tokens, columns) == (64, 128)  # whose registers fit once
+    plan = replace(plan, resident=1 if one else 2)
     budget = min(MAX_SHARED, SM_SHARED // plan.resident - 1024) - replace(plan, stages=0).shared_bytes(
         segment_of(k, parts)
     )
@@ -180,16 +189,26 @@ def _decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
     return replace(plan, stages=min(budget // plan.stage_bytes(), in_flight))
 
 
+WIDE = Prefill(wide=True, held=True, turns=2)
+SQUARE = Prefill(slabs=1, sets=2, stages=6)
+IN_PARTS = Prefill(slabs=1, stages=6)  # the sum of the parts so far takes the second set's place
+
+
+def _waves(m: int, n: int, plan: Prefill) -> int:
+    """Columns that the busiest multiprocessor computes, if each does one tile after another."""
+    return _ceil(plan.tiles(m, n), PROCESSORS // plan.cluster) * plan.columns
+
+
 def plan_for(m: int, n: int, k: int, parts: int) -> Plan:
     """The plan of these sizes, by rule."""
+    square = IN_PARTS if parts > 1 else SQUARE
     if m > 64:
-        waves = {rows: _ceil(_ceil(m, rows) * _ceil(n, 128), PROCESSORS) * rows for rows in (128, 256)}
-        if parts == 1 and waves[256] <= waves[128]:
-            return Prefill()
+        if parts == 1 and 20 * _waves(m, n, WIDE) <= 21 * _waves(m, n, SQUARE):  # a wide tile takes less of its size
+            return WIDE
         if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
-            return Prefill(slabs=1, stages=6)
+            return square
     plan = _decode_plan(m, n, k, parts)
-    return plan if plan.stages >= 2 else Prefill(slabs=1, stages=6)
+    return plan if plan.stages >= 2 else square
 
 
 # --- What can be run -------------------------------------------------------------------------------------------------

@@ -61,10 +61,14 @@ def _kernel(
 
 
 def _axes(order: int, itemsize: int) -> tuple[int, int, int] | None:
-    """The transform's axes, but 128 stays one axis of 16-bit values, where 8 x 16 would pad an inner one."""
+    """The transform's axes, but 128 stays one axis of 16-bit values, where 8 x 16 would pad an inner one, and 32 is not
+    the last of several: Triton 3.6 compiles that wrongly for Hopper (orders 512 and 1024, any rows and warps)."""
     *bases, power = hadamard_factors(order)
     if power != LARGEST_AXIS or itemsize != 2 or len(bases) > 2:
-        return axes(order, LARGEST)
+        n = axes(order, LARGEST)
+        if n is None or n[2] != 32 or n[1] == 1:
+            return n
+        return (n[0], 2 * n[1], 16) if n[1] & (n[1] - 1) == 0 else None
     n1, n2, n3 = [*[1] * (2 - len(bases)), *bases, power]
     fits = max(n1, n2) <= LARGEST_AXIS and _padded(n1) * _padded(n2) * n3 <= LARGEST
     return (n1, n2, n3) if fits else None

@@ -257,6 +257,7 @@ inline void fence_async() {
   self().written.clear();
 }
 inline void tensor_prefetch(const TensorMap*) {}
+inline void tensor_expect(const TensorMap*, int, int) {}
 
 enum Keep { NORMAL, FIRST, LAST };
 template <Keep K>
@@ -451,6 +452,8 @@ inline void product_wait() {
 
 template <int W>
 inline void product_done(float (&)[W]) {}
+inline void product_done(float&) {}
+inline void product_done(u32&) {}
 
 template <int W>
 inline void product(float (&d)[W], u64 a, u64 b, bool add) {
