@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from timing import copy_gbps, copy_us, random_tensors, time_us, write_results  # noqa: E402
 
+from quantrot.kernels.fp8.reference import quantize_reference  # noqa: E402
 from quantrot.kernels.hadamard import hadamard_transform, hadamard_transform_  # noqa: E402
 from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR, hadamard_reference  # noqa: E402
 from quantrot.orthogonal import hadamard_base, hadamard_factors  # noqa: E402
@@ -224,9 +225,19 @@ def candidates(n: int, dtype: torch.dtype) -> list:
                     found.append(Plan("dense", warps, r, tiles=tall, part=wide, stages=1))
     if dtype != torch.float32 and n >= 1024 and not small:
         for columns in (64, 128, 256):
-            for rows in (1, 2, 4):
-                if n // columns % base == 0 and 32 <= n // columns <= 512 and columns * rows <= 256:
-                    found += [Plan("wgmma", 4, r, tiles=columns // 8, share=rows) for r in (2, 3, 4, 5)]
+            tall = n // columns
+            tiles = -(-tall // 64)
+            if n % columns or tall % base or tall % 2 or small or not 8 <= tall <= 256:
+                continue
+            for groups in (2, 3):
+                if groups % min(tiles, groups) == 0:
+                    plan = Plan("flow", 4 * groups + 4, 1, tiles=columns // 8)
+                    room = MAX_SHARED - plan.shared_bytes(n)
+                    most = room // (replace(plan, stages=1).shared_bytes(n) - plan.shared_bytes(n))
+                    turns = groups // min(tiles, groups)
+                    found += [
+                        replace(plan, stages=s) for s in (2, 3, 4, 5, 6, 8, 9, 12) if s % turns == 0 and s <= most
+                    ]
     fits = []
     for plan in found:
         shared = plan.shared_bytes(n)
@@ -251,7 +262,24 @@ def small_candidates(n: int, dtype: torch.dtype) -> list:
     return candidates(n, dtype) + [Plan("warp", w, 20 // w, v) for w in (1, 2, 4) for v in (1, 2, 4) if v * 256 >= n]
 
 
-def tune(orders: list[int], small: bool) -> None:
+def code_candidates(n: int, dtype: torch.dtype) -> list:
+    """Plans that can quantize what they turn: groups of 128 columns in a warp."""
+    found = {
+        replace(p, precision="SPLIT") for p in candidates(n, dtype) + ([] if n > 2048 else small_candidates(n, dtype))
+    }
+    return [
+        p
+        for p in found
+        if p.kind in ("turn", "warp")
+        or (p.kind == "share" and 8 * p.vectors // p.warps in (4, 8))
+        or (p.kind == "flow" and p.tiles >= 16)
+    ]
+
+
+PROPOSE = {"PLANS": candidates, "SMALL_PLANS": small_candidates, "CODE_PLANS": code_candidates}
+
+
+def tune(orders: list[int], table: str) -> None:
     """Time the candidates of each order at 2^25 elements (small: 2^13), the best five also at 2^27 (2^17), and rewrite
     tuned.py."""
     from concurrent.futures import ThreadPoolExecutor
@@ -259,107 +287,122 @@ def tune(orders: list[int], small: bool) -> None:
     import cuda.core  # noqa: F401  (imported before the threads do)
     from cuda.bindings import nvrtc  # noqa: F401
 
-    from quantrot.kernels.hadamard.tuned import PLANS, SMALL_PLANS
+    from quantrot.kernels.hadamard import tuned
 
-    tables = [dict(PLANS), dict(SMALL_PLANS)]
-    chosen, propose = (tables[1], small_candidates) if small else (tables[0], candidates)
-    few, many = (1 << 13, 1 << 17) if small else (1 << 25, 1 << 27)
+    tables = {name: dict(getattr(tuned, name)) for name in PROPOSE}
+    chosen, rule = tables[table], "exact" if table == "CODE_PLANS" else None
+    few, many = (1 << 13, 1 << 17) if table == "SMALL_PLANS" else (1 << 25, 1 << 27)
     notes = read_notes()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         for n in orders:
-            if dtype == torch.float16 and (n <= 1024 or n & (n - 1)):  # the same instructions as bfloat16
+            if rule and (n % 128 or dtype == torch.float32):
+                continue
+            if dtype == torch.float16 and (n <= 1024 or n & (n - 1) or rule):  # the same instructions as bfloat16
                 if ("bfloat16", n) in chosen:
                     chosen[name, n] = chosen["bfloat16", n]
-                    notes[small, name, n] = "as bfloat16"
+                    notes[table, name, n] = "as bfloat16"
                 continue
             with ThreadPoolExecutor(16) as pool:
-                plans = [p for p in pool.map(lambda p, n=n, d=dtype: compiled(p, n, d), propose(n, dtype)) if p]
-            plans = accurate(plans, n, dtype)
+                plans = [
+                    p for p in pool.map(lambda p, n=n, d=dtype: compiled(p, n, d, rule), PROPOSE[table](n, dtype)) if p
+                ]
+            plans = accurate(plans, n, dtype, rule)
             if not plans:
                 continue
-            first = fractions(plans, tensors(n, few, dtype))
+            first = fractions(plans, tensors(n, few, dtype), rule)
             best = sorted(plans, key=first.__getitem__, reverse=True)[:5]
-            second = fractions(best, tensors(n, many, dtype))
+            second = fractions(best, tensors(n, many, dtype), rule)
             plan = max(best, key=lambda p: first[p] * second[p])
             chosen[name, n] = plan
-            notes[small, name, n] = f"{first[plan]:.2f}, {second[plan]:.2f}"
-            print(name, n, len(plans), plan, notes[small, name, n], flush=True)
+            notes[table, name, n] = f"{first[plan]:.2f}, {second[plan]:.2f}"
+            print(name, n, len(plans), plan, notes[table, name, n], flush=True)
             write_tuned(tables, notes)
 
 
-def compiled(plan, n: int, dtype: torch.dtype):
+def compiled(plan, n: int, dtype: torch.dtype, rule: str | None):
     from quantrot.kernels.nvrtc import compile_cubin
 
     try:
-        compile_cubin(plan.source(n, dtype, False))
+        compile_cubin(plan.source(n, dtype, False, rule=rule))
     except Exception:  # a shape that the kernel's own assertions refuse
         return None
     return plan
 
 
-def accurate(plans: list, n: int, dtype: torch.dtype) -> list:
+def accurate(plans: list, n: int, dtype: torch.dtype, rule: str | None) -> list:
     """Those whose error is within the bar, on an odd number of rows and outputs that start as NaN."""
     from quantrot.kernels.hadamard.hopper import launch
 
     x = torch.randn(max(257, (1 << 22) // n) | 1, n, device="cuda").to(dtype)
     exact = hadamard_reference(x.double(), None, n, n**-0.5)
+    codes, scales = quantize_reference(exact.float(), (1, 128), "exact")
     found = []
     for plan in plans:
-        y = torch.full_like(x, float("nan"))
-        launch(x, y, None, n**-0.5, plan)
-        if ((y.double() - exact).norm() / exact.norm()).item() <= MAX_RELATIVE_ERROR[dtype]:
+        y = torch.full_like(x, float("nan")) if rule is None else torch.full_like(codes, float("nan"))
+        got = torch.full_like(scales, float("nan"))
+        launch(x, y, None, n**-0.5, plan, scales=None if rule is None else got, rule=rule)
+        if rule is None:
+            right = ((y.double() - exact).norm() / exact.norm()).item() <= MAX_RELATIVE_ERROR[dtype]
+        else:
+            differ = (y.view(torch.uint8) != codes.view(torch.uint8)).float().mean().item()
+            right = differ < 1e-3 and torch.allclose(got, scales, rtol=1e-5, atol=0)
+        if right:
             found.append(plan)
         else:
             print("refused for its error:", n, dtype, plan)
     return found
 
 
-def fractions(plans: list, xs: list[torch.Tensor]) -> dict:
+def fractions(plans: list, xs: list[torch.Tensor], rule: str | None) -> dict:
+    """Of the speed of a copy, or of 3 bytes an element at that speed."""
     from quantrot.kernels.hadamard.hopper import launch
 
     n = xs[0].shape[1]
-    ys = [torch.empty_like(x) for x in xs]
-    copy = copy_us(xs)
+    ys = [torch.empty_like(x, dtype=torch.float8_e4m3fn if rule else None) for x in xs]
+    scales = [torch.empty(n // 128, x.shape[0], device="cuda").T if rule else None for x in xs]
+    copy = copy_us(xs) * (0.75 if rule else 1)
 
     def us(plan):
-        return time_us([lambda x=x, y=y: launch(x, y, None, n**-0.5, plan) for x, y in zip(xs, ys, strict=True)], 3)
+        calls = [
+            lambda x=x, y=y, s=s: launch(x, y, None, n**-0.5, plan, scales=s, rule=rule)
+            for x, y, s in zip(xs, ys, scales, strict=True)
+        ]
+        return time_us(calls, 3)
 
     return {plan: copy / us(plan) for plan in plans}
 
 
 def read_notes() -> dict:
-    """(small, dtype, order) -> the comment in tuned.py."""
-    notes = {}
-    for small, part in enumerate(TUNED.read_text().split("SMALL_PLANS: ")):
-        for name, n, note in re.findall(r'\("(\w+)", (\d+)\): .*?  # (.*)', part):
-            notes[bool(small), name, int(n)] = note
+    """(table, dtype, order) -> the comment in tuned.py."""
+    notes, table = {}, ""
+    for line in TUNED.read_text().splitlines():
+        if head := re.match(r"(\w*PLANS)", line):
+            table = head[1]
+        elif plan := re.search(r'\("(\w+)", (\d+)\): .*?  # (.*)', line):
+            notes[table, plan[1], int(plan[2])] = plan[3]
     return notes
 
 
-def write_tuned(tables: list[dict], notes: dict) -> None:
-    """tables: PLANS and SMALL_PLANS."""
-    text = TUNED.read_text().partition("PLANS = {")[0]
-    heads = ("PLANS", "SMALL_PLANS: dict[tuple[str, int], Plan]")
-    for small, (head, table) in enumerate(zip(heads, tables, strict=True)):
+def write_tuned(tables: dict[str, dict], notes: dict) -> None:
+    text = TUNED.read_text().partition("PLANS: ")[0]
+    for table, chosen in tables.items():
         lines = ""
-        for (name, n), plan in sorted(table.items()):
+        for (name, n), plan in sorted(chosen.items()):
             plain = type(plan)(plan.kind, plan.warps, plan.resident)
             extra = "".join(
                 f", {field}={value!r}".replace("'", '"')
                 for field, value in vars(plan).items()
                 if value != getattr(plain, field) and field != "stream"
             )
-            note = notes.get((bool(small), name, n), "")
+            note = notes.get((table, name, n), "")
             lines += f'    ("{name}", {n}): Plan("{plan.kind}", {plan.warps}, {plan.resident}{extra}),'
             lines += f"  # {note}\n" if note else "\n"
-        text += f"{head} = {{\n{lines}}}\n" if lines else f"{head} = {{}}\n"
-        text += "" if small else "\n"
-    TUNED.write_text(text)
+        text += f"{table}: dict[tuple[str, int], Plan] = " + (f"{{\n{lines}}}\n\n" if lines else "{}\n\n")
+    TUNED.write_text(text.rstrip("\n") + "\n")
 
 
-# --- The tables of docs/hadamard.md
-# ------------------------------------------------------------------------------------
+# --- The tables of docs/hadamard.md ----------------------------------------------------------------------------------
 
 
 def render(path: Path) -> None:
@@ -401,20 +444,20 @@ def render(path: Path) -> None:
     _, _, tail = tail.partition("<!-- end -->\n")
     DOC.write_text(f"{head}{mark}\n{text}<!-- end -->\n{tail}")
 
-    from quantrot.kernels.hadamard.tuned import PLANS, SMALL_PLANS
+    from quantrot.kernels.hadamard import tuned
 
-    notes = {}
-    for small, table in enumerate((PLANS, SMALL_PLANS)):
-        for name, n in table:
-            found = [of_copy(n, 1 << bits, name, False) for bits in ((13, 17) if small else (25, 27))]
-            notes[bool(small), name, n] = ", ".join(fraction for fraction in found if fraction)
-    write_tuned([PLANS, SMALL_PLANS], notes)
+    notes = read_notes()
+    for table, sizes in (("PLANS", (25, 27)), ("SMALL_PLANS", (13, 17))):
+        for name, n in getattr(tuned, table):
+            found = [of_copy(n, 1 << bits, name, False) for bits in sizes]
+            notes[table, name, n] = ", ".join(fraction for fraction in found if fraction)
+    write_tuned({table: dict(getattr(tuned, table)) for table in PROPOSE}, notes)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", nargs="*", type=int, help="orders to tune (none: all)")
-    parser.add_argument("--small", action="store_true", help="tune the plans of small tensors")
+    parser.add_argument("--table", choices=PROPOSE, default="PLANS", help="of tuned.py, for --tune")
     parser.add_argument("--render", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -422,5 +465,5 @@ if __name__ == "__main__":
         render(asked.out or ROOT / "benchmarks" / "results" / "bench_hadamard-h200.json")
     else:
         if asked.tune is not None:
-            tune(asked.tune or [*SMALL, *POWERS, *([] if asked.small else BASES)], asked.small)
+            tune(asked.tune or [*SMALL, *POWERS, *([] if asked.table == "SMALL_PLANS" else BASES)], asked.table)
         main(asked.out)

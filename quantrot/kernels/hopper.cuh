@@ -353,6 +353,17 @@ __device__ __forceinline__ void product_across(float (&d)[W], const u32 (&a)[4],
   }
 }
 
+// --- Products by a warp ----------------------------------------------------------------------------------------------
+
+// d [16, 8] += a [16, 8] b [8, 8], float32 cut to 11 bits: a is row g + 8 (i % 2), column q + 4 (i / 2), b0 and b1 rows q
+// and q + 4, column g; d[2 h + e] is row g + 8 h, column 2 q + e.
+__device__ __forceinline__ void product_tf32(float (&d)[4], const float (&a)[4], float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
 // --- Numbers ---------------------------------------------------------------------------------------------------------
 
 struct Bf16 {

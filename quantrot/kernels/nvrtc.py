@@ -79,6 +79,33 @@ def load_kernel(source: str, name: str, shared: int, device: int) -> Any:
     return driver.CUfunction(int(kernel))
 
 
+@lru_cache(maxsize=4096)
+def tensor_map(data: int, rows: int, columns: int, pitch: int, box: tuple[int, int], dtype: torch.dtype) -> bytes:
+    """The driver's description of a matrix (pitch in bytes) for the copy engine: boxes (rows, columns) in 128-byte
+    swizzle, zeros past the edges. RuntimeError with the driver's number for what it refuses."""
+    kind = {torch.float16: 6, torch.bfloat16: 9}.get(dtype, 0)  # CUtensorMapDataType; bytes for what has none
+    no_interleave, swizzle_128, promote_256, fill_zeros = 0, 3, 3, 0
+    room = ctypes.create_string_buffer(128 + 64)
+    start = -ctypes.addressof(room) % 64  # the driver wants it aligned, which cuda.bindings' object is not
+    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.byref(room, start),
+        kind,
+        2,
+        ctypes.c_void_p(data),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(pitch),
+        (ctypes.c_uint32 * 2)(box[1], box[0]),
+        (ctypes.c_uint32 * 2)(1, 1),
+        no_interleave,
+        swizzle_128,
+        promote_256,
+        fill_zeros,
+    )
+    if error:
+        raise RuntimeError(f"CUDA driver: error {error} for a tensor map of [{rows}, {columns}], pitch {pitch}")
+    return room.raw[start : start + 128]
+
+
 def launch(
     function: Any,
     grid: Sequence[int],

@@ -212,7 +212,9 @@ def test_both_ways_is_the_quantization_of_x_and_of_its_padded_transpose(device, 
 
 @devices
 @pytest.mark.parametrize(
-    ("n", "block"), [(128, None), (256, 32), (384, 64), (512, 128), (1024, None), (576, None), (96, 32), (2048, 512)]
+    ("n", "block"),
+    [(128, None), (256, 32), (384, 64), (512, 128), (1024, None), (576, None), (96, 32), (2048, 512)]
+    + [(n, None) for n in (256, 4096, 8192, 14336, 16384, 28672)],
 )
 def test_turned_codes_are_those_of_the_float32_transform(device, n, block):
     x = randn(37, n, device=device, dtype=torch.bfloat16)

@@ -59,6 +59,7 @@ __all__ = [
 ]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_RULES = tuple(rule.value for rule in Fp8ScaleRule)  # Dynamo of torch 2.11 cannot iterate over an Enum
 QUANTIZERS = ("auto", "triton", "reference")
 GEMMS = {  # each module has supports(...) and gemm(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias)
     "cublas": "quantrot.kernels.fp8.cublas",
@@ -66,7 +67,7 @@ GEMMS = {  # each module has supports(...) and gemm(a, a_scale, b, b_scale, a_bl
     "triton_splitk": "quantrot.kernels.fp8.triton_splitk",
     "hopper": "quantrot.kernels.fp8.hopper",
 }
-AUTO = ("cublas", "triton")  # in this order; "hopper" only when asked for, until it has been measured
+AUTO = ("hopper", "cublas", "triton")  # in this order: "hopper" gives a row the same bits in any batch
 
 torch.library.define(
     "quantrot::quantize_fp8_block",
@@ -196,9 +197,8 @@ def _check_input(name: str, x: Tensor, block: tuple[int, int], rule: Fp8ScaleRul
         raise ValueError(f"x: dtype {x.dtype}; allowed: {', '.join(map(str, DTYPES))}; convert it first")
     if len(block) != 2 or min(block) < 0:
         raise ValueError(f"block: {tuple(block)}; give (rows, columns), each positive, or 0 for the whole dimension")
-    rules = [r.value for r in Fp8ScaleRule]
-    if rule not in rules:
-        raise ValueError(f"scale_rule: {rule!r}; allowed: {', '.join(rules)}")
+    if rule not in SCALE_RULES:
+        raise ValueError(f"scale_rule: {rule!r}; allowed: {', '.join(SCALE_RULES)}")
     if backend not in QUANTIZERS:
         raise ValueError(f"backend: {backend!r}; allowed: {', '.join(QUANTIZERS)}")
     return str(rule)
@@ -267,6 +267,14 @@ def _quantizer(x: Tensor, asked: str) -> bool:
             "allowed here: auto, reference"
         )
     return asked == "triton" or (asked == "auto" and has_kernels(x.device))
+
+
+def _turns_on_hopper(x: Tensor, order: int) -> bool:
+    """Whether one CUDA kernel turns and quantizes."""
+    from quantrot.kernels import nvrtc
+    from quantrot.kernels.hadamard import hopper
+
+    return nvrtc.available(x.device) and hopper.plan_for_codes(order, x.shape[1], x.dtype) is not None
 
 
 def _product(asked: str, *operands) -> ModuleType | None:
@@ -352,6 +360,12 @@ def _hadamard_quantize(
     if not _quantizer(x, backend):
         q, scale = hadamard_quantize_reference(x, signs, order, factor, (rows, columns), rule)
         return q, _ordered(x, scale, transposed_scale)
+    if backend == "auto" and (rows, columns) == (1, 128) and x.numel() and _turns_on_hopper(x, order):
+        from quantrot.kernels.hadamard import hopper
+
+        q, scale = _outputs(x, (rows, columns), transposed_scale)
+        hopper.transform_codes(_columns_contiguous(x), q, scale, signs, order, factor, rule)
+        return q, scale
     from quantrot.kernels.fp8 import triton_hadamard
 
     if (rows, columns) != (1, 128) or not triton_hadamard.supports(order, x.shape[1], x.dtype.itemsize):

@@ -14,26 +14,30 @@ import torch
 from torch import Tensor
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.nvrtc import MAX_SHARED, SM_REGISTERS, SM_SHARED, load_kernel, processors
+from quantrot.kernels.nvrtc import MAX_SHARED, SM_REGISTERS, SM_SHARED, load_kernel, processors, tensor_map
 from quantrot.orthogonal import hadamard_base, hadamard_factors
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-STREAM_HINTS = '#define LOAD ".L1::no_allocate"\n#define STREAM ".cs"\n#define KEEP "first"\n'
-CACHE_HINTS = '#define LOAD ""\n#define STREAM ""\n#define KEEP "normal"\n'
+STREAM_HINTS = '#define LOAD ".L1::no_allocate"\n#define STREAM ".cs"\n#define KEEP "first"\n#define KEEP_INPUT FIRST\n'
+CACHE_HINTS = '#define LOAD ""\n#define STREAM ""\n#define KEEP "normal"\n#define KEEP_INPUT NORMAL\n'
 STREAM_BYTES = 40 << 20  # input and output past this do not both fit in the 60 MB L2: mark them as passing through
 SMALL_ELEMENTS = 1 << 18  # a tensor up to this is a few microseconds: how soon the first bytes come decides
 LARGEST_POWER = 32768  # of two, in one kernel
 FILES = {
     **dict.fromkeys(("lanes", "turn", "warp", "share"), ("words.cuh", "common.cuh", "rows.cuh")),
     **dict.fromkeys(("block", "dense", "axis"), ("words.cuh", "common.cuh", "bases.cuh")),
-    "wgmma": ("../hopper.cuh", "words.cuh", "wgmma.cuh"),
+    "flow": ("../hopper.cuh", "words.cuh", "flow.cuh"),
 }
-WGMMA_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (wgmma)
-ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) hadamard(const void* x, void* y,
-    const signed char* signs, long long rows, long long x_stride, long long y_stride, int sign_rows, float scale) {{
-  quantrot::{call}({{x, y, signs, rows, x_stride, y_stride, sign_rows, scale}});
+FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow)
+ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) hadamard({map_type}const void* x,
+    void* y, const signed char* signs, long long rows, long long x_stride, long long y_stride, int sign_rows,
+    float scale, float* scales, long long scale_row, long long scale_group, unsigned in_row) {{
+  quantrot::{call}({map}{{x, y, signs, rows, x_stride, y_stride, sign_rows, scale, scales, scale_row, scale_group,
+      in_row}});
 }}
 """
+SCALE_RULES = ("exact", "bf16", "pow2")  # 1, 2, 3 in the kernels
+GROUP = 128  # codes with one scale
 
 
 @dataclass(frozen=True)
@@ -46,17 +50,17 @@ class Plan:
     share   a row in a thread block's registers                               16 bits, 1024 ... 32768
     block   a base of at most 32 rows, persistent thread blocks               16 bits, K * 2^m
     dense   a larger base, and up to two small ones                           16 bits
-    wgmma   one asynchronous product with a base of any size                  16 bits, K * 2^m
+    flow    one asynchronous product, rows through a ring of buffers          16 bits, K * 64, K * 128 or K * 256
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
-    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "wgmma", "axis"]
+    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "axis"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
     vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share)
-    share: int = 1  # warps that share a row (lanes), rows side by side in a product (wgmma)
+    share: int = 1  # warps that share a row (lanes)
     stages: int = 0  # input buffers (share: 0 is one row a block, no prefetch; dense: 0 is sums in the input's place)
-    tiles: int = 8  # groups of eight columns: a warp's (block), a row's (wgmma); row tiles of a task (dense)
+    tiles: int = 8  # groups of eight columns: a warp's (block), a row's (flow); row tiles of a task (dense)
     part: int = 8  # neighbouring columns a lane finishes (block: 2, 4 or 8), column groups of a task (dense)
     precision: Literal["CUT", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share)
     stream: bool = True  # cache hints: mark the data as not used again soon
@@ -67,8 +71,9 @@ class Plan:
         precision = f"quantrot::{self.precision}"
         if self.kind == "axis":
             return f"axis_kernel<{d}, quantrot::{DTYPES[out]}, {order}>"
-        if self.kind == "wgmma":
-            return f"wgmma_kernel<{d}, {order // (8 * self.tiles)}, {8 * self.tiles}, {self.share}, {flag}>"
+        if self.kind == "flow":
+            shape = f"{order // (8 * self.tiles)}, {8 * self.tiles}"
+            return f"flow_kernel<{d}, {shape}, {self.warps // 4 - 1}, {self.stages}, {flag}>"
         if self.kind == "block":
             base = order // (8 * self.tiles * self.warps)
             return f"block_kernel<{d}, {base}, {self.tiles}, {self.warps}, {self.part}, {self.stages}, {flag}>"
@@ -90,8 +95,8 @@ class Plan:
         """C++ for the signs of the bases that this plan needs."""
         if self.kind == "axis":
             return _axis_base(order, transpose)
-        if self.kind == "wgmma":
-            return _wgmma_base(order, order // (8 * self.tiles), transpose)
+        if self.kind == "flow":
+            return _flow_base(order, order // (8 * self.tiles), transpose)
         if self.kind == "block":
             base = order // (8 * self.tiles * self.warps)
             return _block_base(base, transpose) if base & (base - 1) else ""
@@ -101,17 +106,26 @@ class Plan:
         return ""
 
     def source(
-        self, order: int, dtype: torch.dtype, signs: bool, transpose: bool = False, out: torch.dtype | None = None
+        self,
+        order: int,
+        dtype: torch.dtype,
+        signs: bool,
+        transpose: bool = False,
+        out: torch.dtype | None = None,
+        rule: str | None = None,
     ) -> str:
-        """The text to compile."""
+        """The text to compile; with a scale rule, of a kernel that writes codes."""
         return (
-            (STREAM_HINTS if self.stream else CACHE_HINTS)
+            (f"#define SCALE_RULE {SCALE_RULES.index(rule) + 1}\n" if rule else "")
+            + (STREAM_HINTS if self.stream else CACHE_HINTS)
             + _device_functions(*FILES[self.kind])
             + f"namespace quantrot {{\n{self.bases(order, transpose)}}}\n"
             + ENTRY.format(
                 threads=self.warps * 32,
                 resident=self.resident,
                 call=self.call(order, dtype, signs, out or dtype),
+                map_type="const __grid_constant__ quantrot::TensorMap map, " if self.kind == "flow" else "",
+                map="map, " if self.kind == "flow" else "",
             )
         )
 
@@ -126,23 +140,28 @@ class Plan:
             base = order // columns
             one_input = (base * (columns * 2 + 16) + 127) // 128 * 128
             return 128 + self.stages * one_input + base * (columns * 4 + 32)
-        if self.kind == "wgmma":
+        if self.kind == "flow":
             depth = -(-order // (8 * self.tiles) // 16) * 16
-            return depth * 16 * self.tiles * self.share + 4 * WGMMA_STAGE
+            return self.stages * (depth * 16 * self.tiles + 16) + (self.warps - 4) * FLOW_STAGE
         if self.kind == "dense":
             base = dense_shape(order)[0]
             inputs = (base * (order // base * 2 + 16) + 127) // 128 * 128
             return 128 + base * (order // base * 4 + 32) + (inputs if self.stages else 0)
         return 0
 
+    def takes(self, rows: Tensor) -> bool:
+        """Whether rows [_, order] may lie apart as they do: flow loads them as a matrix of 8 * tiles columns."""
+        order = rows.shape[1]
+        if self.kind != "flow" or rows.stride(0) == order:
+            return True
+        return rows.stride(0) > order and rows.stride(0) % (8 * self.tiles) == 0
+
     def grid(self, rows: int, inner: int, order: int, dtype: torch.dtype, processors: int) -> int:
         """Thread blocks for this many rows (axis: of `inner` columns)."""
         if self.kind == "axis":
             return -(-rows * inner // 256)
-        if self.kind == "block" or (self.kind == "share" and self.stages):
+        if self.kind in ("block", "flow") or (self.kind == "share" and self.stages):
             return min(rows, processors * self.resident)
-        if self.kind == "wgmma":
-            return -(-rows // self.share)
         if self.kind in ("share", "dense") or self.share > 1:
             return rows
         a_warp = 32 * self.vectors * (16 // dtype.itemsize)
@@ -277,7 +296,7 @@ def _small_bases(base: int, small: tuple[int, ...], columns: int, power: int, tr
     )
 
 
-def _wgmma_base(order: int, base: int, transpose: bool) -> str:
+def _flow_base(order: int, base: int, transpose: bool) -> str:
     """Row m of the adjoint of H_base, H_base (x) S_c = H_order: bit k of word k / 32; rows of zeros fill 64."""
     factor = hadamard_factors(order)[0]
     known = factor if factor & (factor - 1) else 1
@@ -313,15 +332,30 @@ class _Arguments(ctypes.Structure):
         ("y_stride", ctypes.c_longlong),
         ("sign_rows", ctypes.c_int),
         ("scale", ctypes.c_float),
+        ("scales", ctypes.c_void_p),
+        ("scale_row", ctypes.c_longlong),
+        ("scale_group", ctypes.c_longlong),
+        ("in_row", ctypes.c_uint),
     ]
+
+
+class _FlowArguments(ctypes.Structure):
+    _fields_ = [("map", ctypes.c_ubyte * 128), *_Arguments._fields_]
 
 
 @lru_cache(maxsize=1024)
 def _kernel(
-    plan: Plan, order: int, dtype: torch.dtype, signs: bool, transpose: bool, out: torch.dtype, device: int
+    plan: Plan,
+    order: int,
+    dtype: torch.dtype,
+    signs: bool,
+    transpose: bool,
+    out: torch.dtype,
+    rule: str | None,
+    device: int,
 ) -> Any:
     """The function, ready to launch on this device."""
-    source = plan.source(order, dtype, signs, transpose, out)
+    source = plan.source(order, dtype, signs, transpose, out, rule)
     return load_kernel(source, "hadamard", plan.shared_bytes(order), device)
 
 
@@ -333,18 +367,21 @@ def launch(
     plan: Plan,
     *,
     transpose: bool = False,
+    scales: Tensor | None = None,
+    rule: str | None = None,
 ) -> None:
     """Transform the rows of x [rows, order] into y, which may be x. Contiguous columns, rows aligned to 16 bytes.
 
-    axis: x and y are [rows, order, inner], contiguous and not the same.
+    axis: x and y are [rows, order, inner], contiguous and not the same. With a scale rule y holds e4m3 codes and
+    scales [M, K / 128] theirs, K a multiple of the order.
     """
     rows, order = x.shape[0], x.shape[1]
     if rows == 0:
         return
     device = x.get_device()
-    function = _kernel(plan, order, x.dtype, signs is not None, transpose, y.dtype, device)
+    function = _kernel(plan, order, x.dtype, signs is not None, transpose, y.dtype, rule, device)
     inner = x.shape[2] if plan.kind == "axis" else 1
-    arguments = _Arguments(
+    values = (
         x.data_ptr(),
         y.data_ptr(),
         signs.data_ptr() if signs is not None else None,
@@ -353,7 +390,15 @@ def launch(
         y.stride(0),
         signs.numel() // order if signs is not None else 1,
         scale,
+        *((scales.data_ptr(), *scales.stride(), scales.shape[1]) if scales is not None else ()),
     )
+    if plan.kind == "flow":
+        base, columns = order // (8 * plan.tiles), 8 * plan.tiles
+        tall = (rows - 1) * x.stride(0) // columns + base
+        map_ = tensor_map(x.data_ptr(), tall, columns, columns * x.itemsize, (base, 64), x.dtype)
+        arguments: ctypes.Structure = _FlowArguments((ctypes.c_ubyte * 128).from_buffer_copy(map_), *values)
+    else:
+        arguments = _Arguments(*values)
     grid = plan.grid(rows, inner, order, x.dtype, processors(device))
     nvrtc.launch(function, (grid,), plan.warps * 32, plan.shared_bytes(order), arguments, device)
 
@@ -369,13 +414,15 @@ def transform(
     if x.numel() == 0:
         return y
     rows = _rows(x, order)
+    plan = plan_for(order, x.dtype, x.numel() <= SMALL_ELEMENTS)
+    if plan is not None and not plan.takes(rows):
+        rows = rows.contiguous()
     if into is not None and rows.data_ptr() == x.data_ptr():
         out = rows
     else:
         out = (y if into is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)).view(-1, order)
     after = signs if transpose else None
     before = None if transpose or signs is None else signs.contiguous()
-    plan = plan_for(order, x.dtype, x.numel() <= SMALL_ELEMENTS)
     if plan is not None and (order * x.dtype.itemsize % 16 == 0 or rows.numel() * x.dtype.itemsize % 16 == 0):
         plan = plan if into is None and 2 * x.nbytes > STREAM_BYTES else replace(plan, stream=False)
         launch(rows, out, before, scale, plan, transpose=transpose)
@@ -386,6 +433,53 @@ def transform(
     if after is not None:
         y.mul_(after.repeat(x.shape[-1] // after.numel()))
     return y
+
+
+@lru_cache(maxsize=1024)
+def plan_for_codes(order: int, columns: int, dtype: torch.dtype) -> Plan | None:
+    """The plan that quantizes what it has turned, None where there is none: groups of 128 must lie in a warp."""
+    from quantrot.kernels.hadamard.tuned import CODE_PLANS
+
+    if dtype.itemsize != 2 or columns % GROUP or (order % GROUP and order not in (32, 64)):
+        return None
+    if plan := CODE_PLANS.get((str(dtype).removeprefix("torch."), order)):
+        return plan
+    plan = plan_for(order, dtype)
+    if plan and plan.kind == "share" and 8 * plan.vectors // plan.warps < 4:
+        plan = Plan("share", 8, 2, vectors=8, stages=1) if order == 16384 else None
+    if plan is None or plan.kind not in ("turn", "warp", "share", "flow") or (plan.kind == "flow" and plan.tiles < 16):
+        plan = _flow_plan(order)
+    return plan and replace(plan, precision="SPLIT")
+
+
+def _flow_plan(order: int) -> Plan | None:
+    """Tiles of 256 columns where a row of registers holds them, else of 128."""
+    *bases, _ = hadamard_factors(order)
+    for columns in (256, 128):
+        tall = order // columns
+        if (
+            order % columns == 0
+            and len(bases) < 2
+            and tall % (bases or [2])[0] == 0
+            and 2 <= tall <= 16384 // columns * 2
+        ):
+            tiles = -(-tall // 64)
+            plan = Plan("flow", 4 * (3 if tiles == 3 else 2) + 4, 1, tiles=columns // 8, stages=2)
+            return plan if plan.shared_bytes(order) <= MAX_SHARED else None
+    return None
+
+
+def transform_codes(
+    x: Tensor, q: Tensor, scales: Tensor, signs: Tensor | None, order: int, factor: float, rule: str
+) -> None:
+    """x [M, K] -> e4m3 codes q [M, K], contiguous, and scales [M, K / 128]; `plan_for_codes` must have a plan."""
+    rows, plan = _rows(x, order), plan_for_codes(order, x.shape[1], x.dtype)
+    assert plan is not None, order
+    if not plan.takes(rows):
+        rows = rows.contiguous()
+    signs = None if signs is None else signs.contiguous()
+    plan = plan if x.nbytes + q.nbytes > STREAM_BYTES else replace(plan, stream=False)
+    launch(rows, q.view(-1, order), signs, factor, plan, scales=scales, rule=rule)
 
 
 def _rows(x: Tensor, order: int) -> Tensor:

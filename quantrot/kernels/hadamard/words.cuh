@@ -15,13 +15,48 @@ struct Args {
   i64 rows, x_stride, y_stride;  // strides in elements
   int sign_rows;
   float scale;
+  float* scales;                   // of codes: see SCALE_RULE
+  i64 scale_row, scale_group;      // strides in elements
+  u32 in_row;                      // groups of a row of x
 };
 
 struct alignas(16) Vec {
   u32 w[4];
 };
 
+// With a SCALE_RULE, results leave as e4m3 codes of 128 neighbours and their scale amax / 448: 1 exact, 2 as the nearest
+// bfloat16, 3 as the next power of two. They are quantized from float32: nothing is rounded to 16 bits on the way.
+#ifndef SCALE_RULE
+#define SCALE_RULE 0
+#endif
+
 #ifdef QUANTROT_EMULATED
+inline float larger(float a, float b) {
+  a = fabsf(a), b = fabsf(b);
+  return a != a || b != b ? NAN : a > b ? a : b;
+}
+
+inline u32 code(float f) {
+  const float size = std::min(fabsf(f), 448.f);
+  if (f != f) return 0x7F;
+  int exponent = 0;
+  frexpf(size, &exponent);
+  exponent = std::max(exponent - 1, -6);
+  const int steps = (int)nearbyintf(ldexpf(size, 3 - exponent));  // of 2^(exponent - 3); 16 is the next exponent's 8
+  return (std::signbit(f) ? 0x80 : 0) + (steps < 8 ? steps : (exponent + 7) * 8 + steps - 8);
+}
+
+inline u32 codes2(float lo, float hi) { return code(lo) | code(hi) << 8; }
+
+inline float reciprocal(float f) { return 1 / f; }
+
+inline u32 bytes_of(u32 a, u32 b, u32 select) {
+  const u64 all = (u64)b << 32 | a;
+  u32 r = 0;
+  for (int i = 0; i < 4; i++) r |= (u32)(all >> 8 * (select >> 4 * i & 7) & 255) << 8 * i;
+  return r;
+}
+
 inline Vec load_vector(u32 from) {
   Vec v;
   memcpy(&v, self().block->at(from, 16), 16);
@@ -37,6 +72,26 @@ inline u32 pack(float lo, float hi) {
   return D == BF16 ? Bf16::pack(lo, hi) : Fp16::pack(lo, hi);
 }
 #else
+__device__ __forceinline__ float larger(float a, float b) {  // of the magnitudes; a NaN wins
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return r;
+}
+
+__device__ __forceinline__ u32 codes2(float lo, float hi) {
+  unsigned short r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+
+__device__ __forceinline__ float reciprocal(float f) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(f));
+  return r;
+}
+
+__device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 select) { return __byte_perm(a, b, select); }
+
 // LOAD and STREAM are the cache hints of the program: read and written once, or left in L2 for the next kernel. Not
 // .nc, because the in-place operator reads what it writes.
 __device__ __forceinline__ Vec load16(const void* p) {
@@ -97,6 +152,71 @@ __device__ __forceinline__ void unpack(u32 w, float& lo, float& hi) {
 }
 
 #endif
+
+// The scale of a group whose largest magnitude this is: amax / 448, correctly rounded (a quotient by a constant needs
+// one correction), no subnormal.
+__device__ __forceinline__ float scale_of(float amax) {
+  const float near = amax * (1 / 448.f), exact = fmaf(fmaf(near, -448.f, amax), 1 / 448.f, near);
+  const float scale = amax == 0.f ? 1.f : amax <= 0x1.fffffep127f ? fmaxf(exact, 0x1p-126f) : amax;
+  u32 bits = __float_as_uint(scale);
+  if constexpr (SCALE_RULE == 2) bits = bits < 0x7F800000u ? (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u : bits;
+  if constexpr (SCALE_RULE == 3) bits = bits < 0x7F800000u ? (bits + 0x7FFFFF) & 0xFF800000u : bits;
+  return __uint_as_float(bits > 0x7F800000u ? 0x7FC00000u : bits);
+}
+
+// What the values are multiplied by before they are coded; a NaN, which makes every code one, for a scale that is not
+// finite. The reciprocal of a power of two is exact; another is off by no more than the sums before it are.
+__device__ __forceinline__ float to_codes(float scale) {
+  const u32 bits = __float_as_uint(scale);
+  const float inverse = SCALE_RULE == 3 ? __uint_as_float(0x7F000000u - bits) : reciprocal(scale);
+  return bits < 0x7F800000u ? inverse : __uint_as_float(0x7FC00000u);
+}
+
+// The largest magnitudes of W groups, each held by LANES neighbouring lanes of which every one gives its own: lane i of
+// them gets that of group `group_of`, which saves computing it in all of them.
+template <int W, int LANES>
+__device__ __forceinline__ u32 group_of() {
+  u32 group = 0;
+#pragma unroll
+  for (int s = 1, half = W / 2; half; s *= 2, half /= 2) group += threadIdx.x & s ? half : 0;
+  return group;
+}
+
+template <int W, int LANES>
+__device__ __forceinline__ float largest(const float (&amax)[W]) {
+  static_assert(W <= LANES, "a group for every lane at most");
+  float a[W];
+#pragma unroll
+  for (int j = 0; j < W; j++) a[j] = amax[j];
+  int s = 1;
+#pragma unroll
+  for (int half = W / 2; half; half /= 2, s *= 2) {
+#pragma unroll
+    for (int j = 0; j < half; j++) {
+      const bool upper = threadIdx.x & s;
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, upper ? a[j] : a[j + half], s);
+      a[j] = larger(upper ? a[j + half] : a[j], other);
+    }
+  }
+#pragma unroll
+  for (; s < LANES; s *= 2) a[0] = larger(a[0], __shfl_xor_sync(0xFFFFFFFFu, a[0], s));
+  return a[0];
+}
+
+// `value` of the lane that has group w.
+template <int W, int LANES>
+__device__ __forceinline__ float from_group(float value, int w) {
+  u32 lane = threadIdx.x & 31 & ~(LANES - 1);
+#pragma unroll
+  for (int s = 1, half = W / 2; half; s *= 2, half /= 2) lane += w & half ? s : 0;
+  return __shfl_sync(0xFFFFFFFFu, value, lane);
+}
+
+// Of group number `group` of all: 32 bits count 2^39 elements.
+__device__ __forceinline__ void store_scale(const Args& a, u32 group, float scale) {
+  const u32 row = group / a.in_row;
+  a.scales[row * a.scale_row + (group - row * a.in_row) * a.scale_group] = scale;
+}
 
 // Two int8 signs (bytes 2 * i and 2 * i + 1 of s) as the sign bits of two 16-bit lanes.
 __device__ __forceinline__ u32 sign_mask(u32 s, int i) {

@@ -497,6 +497,29 @@ inline void product_across(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
   }
 }
 
+// --- Products by a warp ----------------------------------------------------------------------------------------------
+
+inline u32 bits_of(float f) {
+  u32 bits;
+  memcpy(&bits, &f, 4);
+  return bits;
+}
+
+inline void product_tf32(float (&d)[4], const float (&a)[4], float b0, float b1) {
+  const auto cut = [](u32 bits) {
+    bits &= 0xFFFFE000u;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+  };
+  std::vector<u32> all[4], b[2] = {exchange(bits_of(b0)), exchange(bits_of(b1))};
+  for (int i = 0; i < 4; i++) all[i] = exchange(bits_of(a[i]));
+  const u32 g = lane_number() / 4, q = lane_number() % 4;
+  for (u32 i = 0; i < 4; i++)
+    for (u32 k = 0; k < 8; k++)
+      d[i] += cut(all[i / 2 + k / 4 * 2][4 * g + k % 4]) * cut(b[k / 4][4 * (2 * q + i % 2) + k % 4]);
+}
+
 // --- Numbers ---------------------------------------------------------------------------------------------------------
 
 struct Bf16 {
@@ -522,8 +545,18 @@ struct Fp16 {
 
 }  // namespace quantrot
 
+inline uint32_t __float_as_uint(float f) { return quantrot::bits_of(f); }
+inline float __uint_as_float(uint32_t bits) {
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
 inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
   return quantrot::exchange(value)[(threadIdx.x % 32) ^ mask];
+}
+inline float __shfl_sync(uint32_t, float value, int lane) {
+  return __uint_as_float(quantrot::exchange(__float_as_uint(value))[lane]);
 }
 inline float __shfl_xor_sync(uint32_t mask, float value, int lanes) {
   uint32_t bits;
