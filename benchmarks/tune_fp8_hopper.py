@@ -62,14 +62,11 @@ def decode_plans(size: Size, quick: bool) -> Iterator[Choice]:
     rule = hopper.plan_for(m, n, k, 1)
     assert isinstance(rule, Decode)
     yield from ((rule, 1), (replace(rule, early=False), 1), (replace(rule, early=False, overlap=False), 1))
-    few = ((32, 64, 128), (1,), (1, 2), (1,))
-    for columns, share, resident, parts in itertools.product(
-        *few if quick else ((16, *few[0]), (1, 2, 4), (1, 2, 3), (1, 2))
-    ):
-        plan = Decode(tokens, columns=columns, share=share, resident=resident)
-        blocks = plan.grid(m, n, parts)
-        if share > 1 and (tokens < 32 or share > tokens // 8 or share * parts > 8):
+    for columns, resident, parts in itertools.product((16, 32, 64, 128), (1, 2, 3), (1, 2)):
+        if quick and (columns == 16 or resident > 2 or parts > 1):
             continue
+        plan = Decode(tokens, columns=columns, resident=resident)
+        blocks = plan.grid(m, n, parts)
         if not 60 <= blocks <= 1000 or (resident > 1 and blocks <= hopper.PROCESSORS):
             continue
         if columns == 128 and tokens == 64 and resident > 1:  # spills

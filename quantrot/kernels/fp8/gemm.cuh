@@ -16,8 +16,8 @@
 //            brings the scales along, GROUPS warpgroups multiply, each SLABS tiles of 64 rows by 128 columns, one above
 //            the other or (WIDE) side by side; clusters of two neighbours share the longer side's operand.
 //   decode   few tokens: the weights are the operand of 64 rows and the tokens are its columns, so that no tile is
-//            padded to 64 rows of nothing; the blocks of a cluster share the tokens, or split k and add their parts
-//            through each other's shared memory.
+//            padded to 64 rows of nothing; the blocks of a cluster split k and add their parts through each other's
+//            shared memory.
 
 namespace quantrot {
 
@@ -495,45 +495,36 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
 
 // --- Few tokens ------------------------------------------------------------------------------------------------------
 
-// SPLIT blocks of a cluster share k, SHARE of them share the tokens (each has its own COLUMNS of c). With fewer than 64
-// columns, for matrices of few rows, the operand of 64 rows runs on into whatever follows and those sums are left: the
+// SPLIT blocks of a cluster share k. With fewer than 64 columns, for matrices of few rows, the operand of 64 rows runs on into whatever follows and those sums are left: the
 // memory, not the tensor cores, has to be kept busy, and by many blocks.
-template <int TOKENS, int COLUMNS_, int STAGES, int SPLIT, int SHARE>
+template <int TOKENS, int COLUMNS_, int STAGES>
 struct DecodeShape {
-  static constexpr int COLUMNS = COLUMNS_, CLUSTER = SPLIT * SHARE, GROUPS = (COLUMNS + 63) / 64;
+  static constexpr int COLUMNS = COLUMNS_, GROUPS = (COLUMNS + 63) / 64;
   static constexpr int B_BYTES = COLUMNS * 128, A_BYTES = TOKENS * 128, STAGE = A_BYTES + B_BYTES;
   static constexpr int PAD = GROUPS * 8192 - B_BYTES;  // what the last stage's operand runs on into
   static constexpr int PITCH = COLUMNS + 4;  // of the parts, floats: lanes meet different banks
-  static_assert(TOKENS / SHARE % 8 == 0 && TOKENS % SHARE == 0, "a share of the tokens is whole groups of eight rows");
   static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE, "the parts take the stages' place");
   static_assert(COLUMNS % 64 == 0 || COLUMNS == 32 || COLUMNS == 16, "whole warps, each with 16 columns");
   __device__ __forceinline__ static bool counts() { return COLUMNS % 64 == 0 || warp_number() * 16 < COLUMNS; }
 };
 
 // EARLY: the first weights are brought into L2 while the kernel before this one may still run, and write them.
-template <class Shape, int TOKENS, int STAGES, int SHARE, bool EARLY>
+template <class Shape, int STAGES, bool EARLY>
 __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap* b, int token, int column, int first,
-                                            int count, bool once, u32 rank, u32 base, u32 full, u32 empty) {
+                                            int count, bool once, u32 base, u32 full, u32 empty) {
   const u64 keep = cache_policy<LAST>(), stream = once ? cache_policy<FIRST>() : cache_policy<NORMAL>();
-  const u32 share = rank % SHARE;
   if constexpr (EARLY) {
     for (int k = 0; k < min(count, STAGES); k++) tensor_expect(b, (first + k) * 128, column);
     grid_wait();
   }
   Ring<STAGES> ring;
   for (int k = 0; k < count; k++, ring.next()) {
-    const u32 to = base + ring.stage * Shape::STAGE, tokens = to + Shape::B_BYTES, bar = full + ring.stage * 8;
+    const u32 to = base + ring.stage * Shape::STAGE, bar = full + ring.stage * 8;
     const int along = (first + k) * 128;
     barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
     barrier_expect(bar, Shape::STAGE);
     tensor_load(to, b, along, column, bar, stream);
-    if constexpr (SHARE > 1) {
-      constexpr int PART = TOKENS / SHARE;
-      tensor_load_all(tokens + share * PART * 128, a, along, token + share * PART, bar, keep,
-                      ((1 << SHARE) - 1) << (rank - share));
-    } else {
-      tensor_load(tokens, a, along, token, bar, keep);
-    }
+    tensor_load(to + Shape::B_BYTES, a, along, token, bar, keep);
   }
 }
 
@@ -561,20 +552,10 @@ __device__ __forceinline__ void decode_scales(const GemmArgs& args, int token, i
   }
 }
 
-// A stage is handed back to the blocks that fill it.
-template <int SHARE>
-__device__ __forceinline__ void decode_release(u32 bar, u32 rank) {
-  if constexpr (SHARE > 1) {
-    if (lane_number() < SHARE) barrier_arrive_cluster(in_block(bar, rank / SHARE * SHARE + lane_number()));
-  } else {
-    if (lane_number() == 0) barrier_arrive(bar);
-  }
-}
-
 // sum [64 columns of c (or fewer), TOKENS] over this block's part of k, two sets of sums in turn.
-template <class Shape, int TOKENS, int STAGES, int SHARE>
-__device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int count, u32 rank, u32 base, u32 scales,
-                                                u32 full, u32 empty) {
+template <class Shape, int TOKENS, int STAGES>
+__device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int count, u32 base, u32 scales, u32 full,
+                                                u32 empty) {
   constexpr int W = TOKENS / 2;
   float d[2][W];
   Ring<STAGES> ring;
@@ -596,7 +577,7 @@ __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int co
       product_wait<1>();
     }
     product_done(s);
-    decode_release<SHARE>(empty + previous * 8, rank);
+    if (lane_number() == 0) barrier_arrive(empty + previous * 8);
     if (!counts) return;
 #pragma unroll
     for (int j = 0; j < W; j++) sum[j] = fmaf(s[j], j % 2 ? scale[j / 4].y : scale[j / 4].x, sum[j]);
@@ -628,17 +609,17 @@ __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int co
 }
 
 // The parts of the cluster's blocks, added in the order of k -> c.
-template <class Shape, int TOKENS, int SPLIT, int SHARE, bool CHANNEL, class Out, int BIAS>
+template <class Shape, int TOKENS, int SPLIT, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, int column, u32 rank, u32 parts) {
   constexpr int UNITS = Shape::COLUMNS / 8, THREADS = 128 * Shape::GROUPS;  // units of eight columns, a token
-  for (int i = rank / SHARE * THREADS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * THREADS) {
+  for (int i = rank * THREADS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * THREADS) {
     const int t = i / UNITS, c = i % UNITS * 8;
     if (token + t >= args.m || column + c >= args.n) continue;
     float y[8];
 #pragma unroll
     for (int p = 0; p < SPLIT; p++) {
       const u32 from = parts + (t * Shape::PITCH + c) * 4;
-      const u32 mapped = in_block(from, p * SHARE + rank % SHARE);
+      const u32 mapped = in_block(from, p);
       const float4 lo = load_cluster4(mapped), hi = load_cluster4(mapped + 16);
       const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
 #pragma unroll
@@ -653,33 +634,28 @@ __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, in
   }
 }
 
-template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, int SHARE, bool EARLY, bool CHANNEL, class Out, int BIAS>
+template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, bool EARLY, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
-  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, SPLIT, SHARE>;
+  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES>;
   constexpr int GROUPS = Shape::GROUPS;
   const u32 base = shared_memory(), full = base + STAGES * Shape::STAGE + Shape::PAD, empty = full + STAGES * 8;
-  const u32 scales = empty + STAGES * 8, warp = warp_number(), rank = Shape::CLUSTER > 1 ? cluster_rank() : 0;
-  const int unit = blockIdx.x / Shape::CLUSTER, token_tiles = blocks_of(args.m, TOKENS);
-  const int token = unit % token_tiles * TOKENS, column = (unit / token_tiles * SHARE + rank % SHARE) * Shape::COLUMNS;
-  const int blocks = blocks_of(args.k, 128), first = min((int)(rank / SHARE) * args.segment, blocks);
+  const u32 scales = empty + STAGES * 8, warp = warp_number(), rank = SPLIT > 1 ? cluster_rank() : 0;
+  const int unit = blockIdx.x / SPLIT, token_tiles = blocks_of(args.m, TOKENS);
+  const int token = unit % token_tiles * TOKENS, column = unit / token_tiles * COLUMNS;
+  const int blocks = blocks_of(args.k, 128), first = min((int)rank * args.segment, blocks);
   const int count = min(args.segment, blocks - first);
   if (warp == GROUPS * 4 && lane_number() == 0) {
     tensor_prefetch(a), tensor_prefetch(b);
     for (int s = 0; s < STAGES; s++) {
       barrier_init(full + s * 8, 1);
-      barrier_init(empty + s * 8, 4 * GROUPS * SHARE);
+      barrier_init(empty + s * 8, 4 * GROUPS);
     }
     barrier_init_done();
   }
-  if constexpr (SHARE > 1) {
-    cluster_start();
-  } else {
-    block_sync();
-  }
+  block_sync();
   if constexpr (!EARLY) grid_wait();
   if (warp == GROUPS * 4) {
-    decode_load<Shape, TOKENS, STAGES, SHARE, EARLY>(a, b, token, column, first, count, token_tiles == 1, rank, base,
-                                                     full, empty);
+    decode_load<Shape, STAGES, EARLY>(a, b, token, column, first, count, token_tiles == 1, base, full, empty);
   } else {
     if constexpr (EARLY) grid_wait();
     decode_scales<TOKENS, GROUPS, CHANNEL>(args, token, column, first, count, scales);
@@ -687,7 +663,7 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
     float sum[TOKENS / 2];
 #pragma unroll
     for (int j = 0; j < TOKENS / 2; j++) sum[j] = 0.f;
-    decode_multiply<Shape, TOKENS, STAGES, SHARE>(sum, count, rank, base, scales, full, empty);
+    decode_multiply<Shape, TOKENS, STAGES>(sum, count, base, scales, full, empty);
     named_sync(1, 128 * GROUPS);  // every warp's products have read the stages
     const u32 lane = lane_number(), n = warp * 16 + lane / 4;
     if (Shape::counts()) {
@@ -695,11 +671,11 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
       for (int j = 0; j < TOKENS / 2; j++)
         store_shared(base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * Shape::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
     }
-    if constexpr (Shape::CLUSTER == 1) named_sync(1, 128 * GROUPS);
+    if constexpr (SPLIT == 1) named_sync(1, 128 * GROUPS);
   }
-  if constexpr (Shape::CLUSTER > 1) cluster_sync();
+  if constexpr (SPLIT > 1) cluster_sync();
   if (warp < GROUPS * 4)
-    decode_store<Shape, TOKENS, SPLIT, SHARE, CHANNEL, Out, BIAS>(args, token, column, rank, base);
+    decode_store<Shape, TOKENS, SPLIT, CHANNEL, Out, BIAS>(args, token, column, rank, base);
   if constexpr (SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 

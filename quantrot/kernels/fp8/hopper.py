@@ -98,12 +98,11 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """Few tokens: tiles of `columns` of c (rows of b) by `tokens`; a cluster shares K, or the tokens, or both."""
+    """Few tokens: tiles of `columns` of c (rows of b) by `tokens`; a cluster shares K."""
 
     tokens: int  # of a tile: 8, 16, 32, 64
     columns: int = 64  # 16, 32, 64, or 128 by two warpgroups
     stages: int = 8  # blocks of K in shared memory
-    share: int = 1  # neighbouring thread blocks that read the tokens once
     resident: int = 2  # thread blocks a multiprocessor
     overlap: bool = True  # launched while the kernel before it ends
     early: bool = True  # and brings the first rows of b into L2 before that end
@@ -122,15 +121,15 @@ class Decode:
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
         flags = ", ".join(str(flag).lower() for flag in (self.early, channel))
         return (
-            f"decode<{self.tokens}, {self.columns}, {self.stages}, {parts}, {self.share}, {flags}, "
+            f"decode<{self.tokens}, {self.columns}, {self.stages}, {parts}, {flags}, "
             f"quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
         )
 
     def grid(self, m: int, n: int, parts: int) -> int:
-        return _ceil(m, self.tokens) * _ceil(n, self.columns * self.share) * self.share * parts
+        return _ceil(m, self.tokens) * _ceil(n, self.columns) * parts
 
     def boxes(self) -> tuple[tuple[int, int], ...]:
-        return (self.tokens // self.share, 128), (self.columns, 128)
+        return (self.tokens, 128), (self.columns, 128)
 
 
 Plan = Prefill | Decode
@@ -145,7 +144,7 @@ def device_functions() -> str:
 
 def entry(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, name: str = "gemm") -> str:
     """C++ of the kernel `name`. channel: b has a scale a row; bias: the bytes of an element of it, 0 for none."""
-    cluster = plan.cluster if isinstance(plan, Prefill) else plan.share * parts
+    cluster = plan.cluster if isinstance(plan, Prefill) else parts
     return ENTRY.format(
         cluster=f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else "",
         threads=plan.threads,
