@@ -1,4 +1,4 @@
-"""The block-scaled FP8 product for Hopper: CUDA C++ (gemm.cuh, on kernels/hopper.cuh), compiled at first use.
+"""The block-scaled FP8 product for Hopper: CUDA C++ (gemm, prefill and decode.cuh, on kernels/hopper.cuh), compiled at first use.
 
     gemm         a [M, K], b [N, K], e4m3 with block scales -> a b^T [M, N], + bias
     unsupported  why these operands are not for it, or None; `supports` is the same as a bool
@@ -139,7 +139,8 @@ Plan = Prefill | Decode
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
     here = Path(__file__).parent
-    return (here.parent / "hopper.cuh").read_text() + (here / "gemm.cuh").read_text()
+    files = here.parent / "hopper.cuh", *(here / f"{name}.cuh" for name in ("gemm", "prefill", "decode"))
+    return "".join(file.read_text() for file in files)
 
 
 def entry(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, name: str = "gemm") -> str:
