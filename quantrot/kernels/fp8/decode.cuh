@@ -2,8 +2,9 @@
 
 namespace quantrot {
 
-// SPLIT blocks of a cluster share k. With fewer than 64 columns, for matrices of few rows, the operand of 64 rows runs on into whatever follows and those sums are left: the
-// memory, not the tensor cores, has to be kept busy, and by many blocks.
+// SPLIT blocks of a cluster share k. With fewer than 64 columns, for matrices of few rows, the operand of 64 rows runs
+// on into whatever follows and those sums are left: the memory, not the tensor cores, has to be kept busy, and by many
+// blocks.
 template <int TOKENS, int COLUMNS_, int STAGES>
 struct DecodeShape {
   static constexpr int COLUMNS = COLUMNS_, GROUPS = (COLUMNS + 63) / 64;

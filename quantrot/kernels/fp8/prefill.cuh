@@ -94,8 +94,8 @@ __device__ __forceinline__ void prefill_scales(const GemmArgs& args, Tiles<Shape
 
 // A warp's 16 rows of slab number `slab` -> 16 bits -> shared memory -> c, in boxes whose memory is used in turn.
 template <class Shape, bool CHANNEL, class Out, int BIAS>
-__device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& args, const float* sum, int slab, int row,
-                                           int column, u32 output) {
+__device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& args, const float* sum, int slab,
+                                           int row, int column, u32 output) {
   const u32 lane = lane_number(), within = swizzled(lane % 8, lane / 8 * 16);
 #pragma unroll
   for (int box = 0; box < 4; box++) {  // rows 0 to 7, then 8 to 15
@@ -140,8 +140,8 @@ __device__ __forceinline__ void promote(float* sum, const float (&d)[W], const f
 // TURNS: the warpgroups take turns, and hand on when so many of a product's four parts are done; 0: when it is issued;
 // -1: no turns. HELD: a's tile, which a wide tile multiplies SLABS times, is read into registers once. With two SETS of
 // the tensor cores' sums one is promoted while the other is multiplied: slabs one after the other, or (HELD) halves.
-// LAG: in every tile the second of two warpgroups starts so many slabs behind the first, so that one promotes, and later
-// writes its results, while the other multiplies.
+// LAG: in every tile the second of two warpgroups starts so many slabs behind the first, so that one promotes, and
+// later writes its results, while the other multiplies.
 template <class Shape, int GROUPS, int SLABS, int SETS, int STAGES, bool HELD, int TURNS, int LAG, bool SEGMENTED,
           bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmArgs& args, Tiles<Shape> tiles,
