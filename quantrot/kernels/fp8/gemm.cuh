@@ -13,8 +13,9 @@
 // and the kernel for many tokens adds the same parts (SEGMENTED).
 //
 //   prefill.cuh  many tokens: persistent thread blocks; one warp feeds a ring of stages through the copy engine,
-//                another brings the scales along, GROUPS warpgroups multiply, each SLABS tiles of 64 rows by 128 columns,
-//                one above the other or (WIDE) side by side; clusters of two neighbours share the longer side's operand.
+//                another brings the scales along, GROUPS warpgroups multiply, each SLABS tiles of 64 rows by 128
+//                columns, one above the other or (WIDE) side by side; clusters of two neighbours share the longer
+//                side's operand.
 //   decode.cuh   few tokens: the weights are the operand of 64 rows and the tokens are its columns, so that no tile is
 //                padded to 64 rows of nothing; the blocks of a cluster split k and add their parts through each other's
 //                shared memory.
