@@ -148,7 +148,16 @@ __device__ __forceinline__ void tensor_load(u32 to, const TensorMap* map, int x,
                : "memory");
 }
 
-// The same into every block of the cluster whose bit is set in `blocks`, at the same address and on the same barrier.
+// A map of five dimensions that folds rows by 16: [rows / 16, 2, 4, 2, columns], row 4 q + 2 b + e at [.., b, q, e, ..].
+// The box that starts at rows 16 y is laid down in that order, row 8 b + 2 q + e of each 16.
+__device__ __forceinline__ void tensor_load_folded(u32 to, const TensorMap* map, int y, u32 bar, u64 policy) {
+  asm volatile(QR_ONE_LANE
+               "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+               "[%1, {%3, %3, %3, %3, %4}], [%2], %5;\n}" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(y), "l"(policy)
+               : "memory");
+}
+
+// The same as tensor_load into every block of the cluster whose bit is set in `blocks`, at the same address and on the same barrier.
 __device__ __forceinline__ void tensor_load_all(u32 to, const TensorMap* map, int x, int y, u32 bar, u64 policy,
                                                 unsigned short blocks) {
   asm volatile(QR_ONE_LANE
@@ -376,6 +385,23 @@ struct Bf16 {
   __device__ __forceinline__ static float value(unsigned short bits) { return __uint_as_float((u32)bits << 16); }
 };
 
+// To nearest even, in order from the lowest byte; past 448 saturated, NaN is 0x7F.
+__device__ __forceinline__ u32 to_e4m3(float a, float b, float c, float d) {
+  u32 r;
+  asm("{.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
+      "mov.b32 %0, {lo, hi};\n}"
+      : "=r"(r)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+
+// 2^x to 2 ulp, subnormals are zero.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 struct Fp16 {
   static constexpr bool BRAIN = false;
   __device__ __forceinline__ static u32 pack(float lo, float hi) {
@@ -400,6 +426,12 @@ namespace quantrot {
 // K, 32 bytes each: the swizzle is of address bits, so the hardware finds the units again.
 __device__ __forceinline__ u64 operand(u32 address, int k) {
   const u32 low = ((address & 0x3FFFF) >> 4 | 1 << 16) + k * 2, high = 1024 >> 4 | 1 << 30;
+  return (u64)high << 32 | low;
+}
+
+// The same of rows of 64 bytes in the 64-byte swizzle: unit u of row r at u ^ (r / 2 % 4), eight rows are 512 bytes.
+__device__ __forceinline__ u64 operand_short(u32 address, int k) {
+  const u32 low = ((address & 0x3FFFF) >> 4 | 1 << 16) + k * 2, high = 512 >> 4 | 2u << 30;
   return (u64)high << 32 | low;
 }
 

@@ -29,7 +29,9 @@ from quantrot.orthogonal import random_signs
 gpu = pytest.mark.gpu
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 DIMS = [64, 96, 128, 256, 80]
-NORMAL_ERROR = 0.056  # of e4m3 on normal data: 2.6 % a rounding, in q, k, p and v
+# Of e4m3 on normal data, 2.6 % a rounding: q's and k's move a score by 2.6 % sqrt(2) of its spread of one, p's and v's
+# add to that, sqrt(4) x 2.6 % together. 256 keys give 0.0538 +- 0.0027 over 24 draws of two heads (causal: 0.0493).
+NORMAL_ERROR = 0.06
 TILING_ERROR = 1e-3  # between backends: float32 sums in another order, and a code now and then
 
 
@@ -187,7 +189,7 @@ def test_a_tokens_codes_are_its_own():
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_error_to_float64_is_that_of_four_roundings(device, dim, causal):
-    q, k, v = qkv(heads=2, groups=1, queries=256, keys=256, dim=dim, device=device)
+    q, k, v = qkv(batch=4, heads=2, groups=1, queries=256, keys=256, dim=dim, device=device)
     assert relative(fp8_attention(q, k, v, causal=causal), exact(q, k, v, causal)) <= NORMAL_ERROR
 
 
@@ -333,8 +335,9 @@ ERRORS = [
     ({"heads": 3}, "G a divisor of H"),
     ({"scale": 0.0}, "scale: 0.0; a positive number"),
     ({"granularity": "row"}, "'row' is not a valid Granularity"),
-    ({"backend": "cudnn"}, "backend: 'cudnn'; allowed: auto, triton, reference"),
+    ({"backend": "cudnn"}, "backend: 'cudnn'; allowed: auto, hopper, triton, reference"),
     ({"backend": "triton"}, "needs a CUDA device"),
+    ({"backend": "hopper"}, "needs an sm_90 GPU"),
     ({"dtype": torch.int32}, "q: torch.int32"),
     ({"mask": torch.zeros(1, 1, 70, 70)}, "mask: torch.float32"),
     ({"mask": torch.zeros(1, 4, 70, 70, dtype=torch.bool)}, r"allowed: bool \[1 or 1, 1, 1 or 70, 70\]"),
@@ -510,6 +513,21 @@ def test_the_kernel_writes_the_references_codes(dtype, granularity, tokens, dim)
             assert wrong <= (1e-4 if order and name in ("q", "k") else 0), (name, order, wrong)
 
 
+def flip_error(dim: int, heavy: int) -> float:
+    """What the tensor cores' short sums of scores may cost, relative: a probability near the middle between two codes
+    gets the other one. heavy: probabilities that matter.
+
+    A product of e4m3 keeps 13 bits below the largest of the 32 terms and of the sum so far; what that cuts off moves a
+    probability by 2^-20 dim of itself on normal data (a model of those sums: 6.5e-5, 1.3e-4, 2.5e-4 for dim 64, 128,
+    256). Steps of e4m3 are 1/8 to 1/16 of a value, 0.09 on the whole: moved by e, a code changes with chance e / 0.09,
+    and then by 0.09, so the mean square is 0.09 e. By the weights' squares the changes are as many as among heavy / e^4
+    equal ones (scores have a spread of one); their number is Poisson's, and the limit four sigma and one more.
+    """
+    moved = 2**-20 * dim
+    flips = heavy / 55 * moved / 0.09
+    return (0.09 * moved * (1 + 4 / flips**0.5 + 1 / flips)) ** 0.5
+
+
 @gpu
 @pytest.mark.parametrize("granularity", list(Granularity))
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 63), (1, 4097), (3, 3), (63, 63), (257, 257), (65, 1000)])
@@ -524,8 +542,7 @@ def test_the_kernels_meet_the_reference(dim, queries, keys, granularity):
     given = given._replace(q=codes, q_scale=scale)
     for causal in (True, False):
         ours, theirs = both(attend, given, causal=causal, dtype=torch.float32)
-        # wgmma keeps about 13 bits of an e4m3 product's sum
-        assert relative(ours, theirs) <= 3e-3, relative(ours, theirs)
+        assert relative(ours, theirs) <= flip_error(dim, 12 * queries * -(-keys // 7)), relative(ours, theirs)
 
 
 @gpu

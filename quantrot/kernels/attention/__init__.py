@@ -15,8 +15,9 @@ Contract of every backend, with B sequences, H query heads, G key and value head
     a query that sees nothing gets 0; a NaN reaches the queries that see it and no other
 
 The softmax weights are rounded to e4m3 (times 2^8, relative to their row's maximum rounded up to a power of two), their
-sum is not. attention_reference has the formula. Backends: "triton" (CUDA with e4m3, capability 8.9 and up), "reference"
-(plain torch); "auto" takes the first that can run. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
+sum is not. attention_reference has the formula. Backends: "hopper" (CUDA C++ for sm_90; attention alone, see there for
+what it takes), "triton" (CUDA with e4m3, capability 8.9 and up), "reference" (plain torch); "auto" takes the first that
+can run, and "hopper" only for many queries. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
 """
 
 import os
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quantrot.kernels import nvrtc
 from quantrot.kernels.attention.reference import (
     BLOCK,
     LARGEST_BLOCK_HEAD,
@@ -34,6 +36,7 @@ from quantrot.kernels.attention.reference import (
     attention_reference,
     dequantize_heads,
     group_of,
+    key_rows,
     quantize_heads,
     rope_hadamard_quantize_reference,
     spread,
@@ -59,9 +62,10 @@ __all__ = [
     "transposed_values",
 ]
 
-BACKENDS = ("auto", "triton", "reference")
+BACKENDS = ("auto", "hopper", "triton", "reference")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
+FEW = 64  # queries up to which the hopper kernel's tiles of 64 rows are mostly padding
 
 # Operators pass codes as bytes: torch has no arithmetic on e4m3 for opcheck to compare with.
 torch.library.define(
@@ -337,6 +341,9 @@ def _backend(device: torch.device, asked: str) -> str:
     """The backend that runs, or ValueError where the one that was asked for cannot."""
     if asked == "auto":
         return _best(device) if device.type == "cuda" else "reference"
+    if asked == "hopper":
+        if device.type != "cuda" or not nvrtc.available(device):
+            raise ValueError("backend: 'hopper' needs an sm_90 GPU and cuda.core; allowed here: auto, reference")
     if asked == "triton":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if device.type != "cuda" and not interpreted:
@@ -352,13 +359,16 @@ def _fp8_attention(
     lengths: Tensor | None, query_lengths: Tensor | None, causal: bool, scale: float, dtype: torch.dtype, backend: str,
 ) -> Tensor:  # fmt: skip
     q, k, v = (t.view(E4M3) for t in (q, k, v))
-    if _backend(q.device, backend) == "triton":
-        from quantrot.kernels.attention import triton
+    batch, _, queries, _ = q.shape
+    if (runs := _backend(q.device, backend)) != "reference":
+        from quantrot.kernels.attention import hopper, triton
 
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         given = triton.Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale)
+        many = queries > FEW or query_lengths is not None
+        if runs == "hopper" or (backend == "auto" and many and hopper.supports(given, dtype)):
+            return hopper.attention(given, dtype)
         return triton.attention(given, dtype)
-    batch, _, queries, _ = q.shape
     seen = visible_keys(batch, queries, k.shape[2], mask, lengths, query_lengths, causal, q.device)
     return attention_reference(q, k, v, q_scale, k_scale, v_scale, seen, scale, dtype)
 
@@ -377,7 +387,7 @@ def _rope_hadamard_quantize(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
     granularity: str, backend: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    if _backend(q.device, backend) == "triton":
+    if _backend(q.device, "auto" if backend == "hopper" else backend) == "triton":
         from quantrot.kernels.attention import rope
 
         if _has_kernel(granularity, q.shape[3]):
@@ -417,7 +427,7 @@ def _rope_hadamard_quantize_fake(
     return (
         new(batch, heads, tokens, dim),
         new(batch, heads, queries),
-        new(batch, groups, tokens, dim),
+        new(batch, groups, key_rows(tokens), dim)[:, :, :tokens],
         new(batch, groups, fine),
         new(batch, groups, dim, padded),
         new(batch, groups, fine),

@@ -119,6 +119,11 @@ def transposed_values(qdata: Tensor) -> Tensor:
     return out.view(E4M3)
 
 
+def key_rows(tokens: int) -> int:
+    """Rows of K's storage a head: Hopper's kernel reads them in sixteens. Those behind the last token are not set."""
+    return -(-tokens // 16) * 16
+
+
 def rope_hadamard_quantize_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
     granularity: Granularity,
@@ -129,17 +134,19 @@ def rope_hadamard_quantize_reference(
     q, q_scale = quantize_heads(turned[0], granularity if coarse else Granularity.token)
     k, k_scale = quantize_heads(turned[1], granularity)
     v, v_scale = quantize_heads(v.transpose(1, 2), granularity)
+    stored = k.new_empty(*k.shape[:2], key_rows(k.shape[2]), k.shape[3])[:, :, : k.shape[2]]
+    k = stored.copy_(k)
     return q, q_scale, k, k_scale, transposed_values(v), v_scale
 
 
 def _turned(x: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int) -> Tensor:
-    """RoPE, then the rotation, of x [B, S, heads, D]; float32 where it was rotated."""
+    """RoPE, then the rotation, of x [B, S, heads, D]; float32 where it was rotated, a zero sum +0."""
     half = x.shape[-1] // 2
     if cos is not None and sin is not None:
         c, s = (t[..., :half].to(torch.float32).unsqueeze(2) for t in (cos, sin))
         first, second = x[..., :half].to(torch.float32), x[..., half:].to(torch.float32)
         x = torch.cat([first * c - second * s, second * c + first * s], -1).to(x.dtype)
-    return hadamard_reference(x.to(torch.float32), signs, order, order**-0.5) if order else x
+    return hadamard_reference(x.to(torch.float32), signs, order, order**-0.5) + 0.0 if order else x
 
 
 # --- Attention -------------------------------------------------------------------------------------------------------

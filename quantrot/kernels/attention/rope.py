@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantrot.kernels.attention.reference import BLOCK, LARGEST_BLOCK_HEAD
+from quantrot.kernels.attention.reference import BLOCK, LARGEST_BLOCK_HEAD, key_rows
 from quantrot.kernels.attention.triton import PTX, to_e4m3
 from quantrot.kernels.fp8 import E4M3
 from quantrot.orthogonal import hadamard
@@ -70,10 +70,11 @@ def _encode(x, byte, PTX: tl.constexpr):
 @triton.jit
 def _turn(
     x_ptr, cos_ptr, sin_ptr, signs_ptr, matrix_ptr, out_ptr, scale_ptr, x_token, x_head, cos_token, first, last, tile,
-    tokens, blocks, factor, HALF: tl.constexpr, HP: tl.constexpr, TILE: tl.constexpr, ROPE: tl.constexpr,
+    tokens, rows, blocks, factor, HALF: tl.constexpr, HP: tl.constexpr, TILE: tl.constexpr, ROPE: tl.constexpr,
     SIGNS: tl.constexpr, ROTATE: tl.constexpr, BY_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens of heads first ... last - 1 of q or k. The pointers are at the sequence's first head."""
+    """A tile of tokens of heads first ... last - 1 of q or k. The pointers are at the sequence's first head; rows: from
+    a head to the next in the output."""
     d = tl.arange(0, HP)
     t = tile * TILE + tl.arange(0, TILE)
     inside = (t < tokens)[:, None] & (d < HALF)[None, :]
@@ -123,8 +124,8 @@ def _turn(
             byte = _byte(largest)
             tl.store(scale_ptr + head * tokens + t, byte.to(tl.uint8), mask=t < tokens)
             byte = byte[:, None]
-        tl.store(out_at + head * tokens * (2 * HALF), _encode(low, byte, PTX), mask=inside)
-        tl.store(out_at + head * tokens * (2 * HALF) + HALF, _encode(high, byte, PTX), mask=inside)
+        tl.store(out_at + head * rows * (2 * HALF), _encode(low, byte, PTX), mask=inside)
+        tl.store(out_at + head * rows * (2 * HALF) + HALF, _encode(high, byte, PTX), mask=inside)
 
 
 @triton.jit
@@ -151,11 +152,11 @@ def _values(
     )
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "k_rows"])
 def _quantize_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, signs_ptr, matrix_ptr, q_out, q_scale, k_out, k_scale, v_out, v_scale,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, cos_batch, cos_token, tokens, padded,
-    heads, groups, factor, HALF: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, cos_batch, cos_token, tokens, k_rows,
+    padded, heads, groups, factor, HALF: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     VALUES: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, ROPE: tl.constexpr, SIGNS: tl.constexpr,
     ROTATE: tl.constexpr, BY_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -170,16 +171,16 @@ def _quantize_kernel(
         _turn(
             q_ptr + batch * q_batch, cos_ptr, sin_ptr, signs_ptr, matrix_ptr, q_out + batch * heads * tokens * 2 * HALF,
             q_scale + batch * heads * tokens, q_token, q_head, cos_token, part * SHARE,
-            tl.minimum((part + 1) * SHARE, heads), tile, tokens, blocks, factor, HALF, HP, TILE, ROPE, SIGNS, ROTATE,
-            False, PRECISION, PTX,
+            tl.minimum((part + 1) * SHARE, heads), tile, tokens, tokens, blocks, factor, HALF, HP, TILE, ROPE, SIGNS,
+            ROTATE, False, PRECISION, PTX,
         )  # fmt: skip
     elif part < q_parts + k_parts:
         part -= q_parts
         _turn(
             k_ptr + batch * k_batch, cos_ptr, sin_ptr, signs_ptr, matrix_ptr,
-            k_out + batch * groups * tokens * 2 * HALF, k_scale + batch * groups * (blocks if BY_BLOCK else tokens),
-            k_token, k_head, cos_token, part * SHARE, tl.minimum((part + 1) * SHARE, groups), tile, tokens, blocks,
-            factor, HALF, HP, TILE, ROPE, SIGNS, ROTATE, BY_BLOCK, PRECISION, PTX,
+            k_out + batch * groups * k_rows * 2 * HALF, k_scale + batch * groups * (blocks if BY_BLOCK else tokens),
+            k_token, k_head, cos_token, part * SHARE, tl.minimum((part + 1) * SHARE, groups), tile, tokens, k_rows,
+            blocks, factor, HALF, HP, TILE, ROPE, SIGNS, ROTATE, BY_BLOCK, PRECISION, PTX,
         )  # fmt: skip
     else:
         group = batch * groups + part - q_parts - k_parts
@@ -224,7 +225,7 @@ def quantize(
 
     out = (
         new(batch, heads, tokens, dim), new(batch, heads, tokens, dtype=torch.uint8),
-        new(batch, groups, tokens, dim), new(batch, groups, scales, dtype=torch.uint8),
+        new(batch, groups, key_rows(tokens), dim)[:, :, :tokens], new(batch, groups, scales, dtype=torch.uint8),
         new(batch, groups, dim, padded), new(batch, groups, scales, dtype=torch.uint8),
     )  # fmt: skip
     if not q.numel():
@@ -243,8 +244,8 @@ def quantize(
         q, k, v, unread if cos is None else cos, unread if sin is None else sin, unread if signs is None else signs,
         _matrix(order, dim, half, q.dtype, q.device) if order else unread, *out,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *((0, 0) if cos is None else cos.stride()[:2]),
-        tokens, padded, heads, groups, order**-0.5 if order else 1.0, HALF=dim // 2, HP=half, DP=2 * half,
-        TILE=config.tile, VALUES=config.values, SHARE=config.share, BLOCK=BLOCK, ROPE=cos is not None,
+        tokens, key_rows(tokens), padded, heads, groups, order**-0.5 if order else 1.0, HALF=dim // 2, HP=half,
+        DP=2 * half, TILE=config.tile, VALUES=config.values, SHARE=config.share, BLOCK=BLOCK, ROPE=cos is not None,
         SIGNS=signs is not None, ROTATE=kind, BY_BLOCK=by_block, PRECISION="tf32x3" if PTX else "ieee", PTX=PTX,
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False,
     )  # fmt: skip

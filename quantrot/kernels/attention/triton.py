@@ -43,8 +43,10 @@ def _power(byte):
 def _bytes(pointer, stride, token, valid, GROUP: tl.constexpr):
     """The scale bytes of these tokens, int32: GROUP tokens share one, 0: all."""
     if GROUP == 0:
-        return tl.load(pointer).to(tl.int32)
-    return tl.load(pointer + token // GROUP * stride, mask=valid, other=0).to(tl.int32)
+        found = tl.load(pointer)
+    else:
+        found = tl.load(pointer + token // GROUP * stride, mask=valid, other=0)
+    return found.to(tl.int32)
 
 
 @triton.jit
@@ -136,7 +138,7 @@ def _tile(
         p = tl.exp2(s * by[:, None] - (base - P - less)[:, None])
         if EDGE:
             p = tl.where(visible, p, 0.0)
-        total = total * shrink + tl.sum(p, 1) * tl.exp2(-less)
+        total = total * shrink + tl.sum(p, 1) * tl.where(v_bytes == 255, 1.0, tl.exp2(-less))  # 0 NaN would be NaN
     shrink = shrink * _down(unit, new)
     if D == DP:
         v = tl.load(v_at + start)

@@ -50,6 +50,11 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t select) {
   for (int i = 0; i < 4; i++) r |= (uint32_t)(bytes >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
   return r;
 }
+inline float __uint_as_float(uint32_t bits) {
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
 inline float __fmul_rn(float a, float b) { return a * b; }
 using std::max;
 using std::min;
@@ -110,12 +115,12 @@ inline void ordinary_write(u32 address, const void* from, u32 bytes) {
   }
 }
 
-// The address of byte k of row `row` of an operand: K-major, 128-byte swizzle, the one layout that is used.
+// The address of byte k of row `row` of an operand: K-major, 128-byte or 64-byte swizzle, the layouts that are used.
 inline u32 operand_at(u64 descriptor, u32 row, u32 k) {
-  const u32 start = (descriptor & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
-  if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) fail("an operand that is not in the 128-byte swizzle");
-  const u32 address = start + row / 8 * stride + row % 8 * 128 + k;
-  return address ^ (address >> 7 & 7) << 4;
+  const u32 start = (descriptor & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4, kind = descriptor >> 62;
+  if ((kind != 1 && kind != 2) || (descriptor >> 49 & 7) != 0) fail("an operand that is not in a swizzle known here");
+  const u32 address = start + row / 8 * stride + row % 8 * (kind == 1 ? 128 : 64) + k;
+  return address ^ (address >> 7 & (kind == 1 ? 7 : 3)) << 4;
 }
 
 inline void read_operand(Block& block, u64 descriptor, u32 row, float (&out)[32]) {
@@ -186,7 +191,8 @@ struct TensorMap {  // a matrix [rows, columns] of elements, copied in boxes
   unsigned char* base;
   u64 columns, rows, pitch;  // pitch in bytes
   u32 box_columns, box_rows, element;  // bytes of an element
-  u32 swizzled;                        // by 128 bytes, or not at all
+  u32 swizzled;                        // by 128 bytes (64 where a line of the box is no longer), or not at all
+  u32 folded = 0;                      // for tensor_load_folded
 };
 
 inline u32 lane_number() { return self().lane(); }
@@ -271,10 +277,11 @@ inline void each_unit(const TensorMap& map, int x, int y, u32 address, F f) {
   const u32 line = map.box_columns * map.element;
   for (u32 r = 0; r < map.box_rows; r++) {
     for (u32 byte = 0; byte < line; byte += 16) {
-      const i64 row = y + (i64)r, at = (i64)x * map.element + byte;
+      const u32 inside16 = r & 16 - 1, b = inside16 >> 3, q = inside16 >> 1 & 3;
+      const i64 row = y + (i64)(map.folded ? r - inside16 + 4 * q + 2 * b + r % 2 : r), at = (i64)x * map.element + byte;
       const bool inside = row >= 0 && row < (i64)map.rows && at >= 0 && at < (i64)(map.columns * map.element);
       u32 to = address + r * line + byte;
-      if (map.swizzled) to ^= (to >> 7 & 7) << 4;
+      if (map.swizzled) to ^= (to >> 7 & (line <= 64 ? 3 : 7)) << 4;
       f(inside ? map.base + row * map.pitch + at : nullptr, to);
     }
   }
@@ -313,6 +320,11 @@ inline void tensor_load_all(u32 to, const TensorMap* map, int x, int y, u32 bar,
 
 inline void tensor_load(u32 to, const TensorMap* map, int x, int y, u32 bar, u64 policy) {
   tensor_load_all(to, map, x, y, bar, policy, 1 << cluster_rank());
+}
+
+inline void tensor_load_folded(u32 to, const TensorMap* map, int y, u32 bar, u64 policy) {
+  if (!map->folded) fail("a map that does not fold");
+  tensor_load(to, map, 0, 16 * y, bar, policy);
 }
 
 inline void tensor_store(const TensorMap* map, int x, int y, u32 from) {
@@ -532,6 +544,22 @@ struct Bf16 {
     return f;
   }
 };
+inline u32 to_e4m3(float a, float b, float c, float d) {
+  u32 r = 0;
+  const float values[4] = {a, b, c, d};
+  for (int i = 0; i < 4; i++) {
+    const float m = std::min(std::fabs(values[i]), 448.f);
+    int e;
+    std::frexp(m, &e);  // the step of four significant bits, at least 2^-9
+    const int step = std::max(e - 4, -9);
+    const float n = std::nearbyint(std::ldexp(m, -step));
+    const u32 code = values[i] != values[i] ? 0x7F : m == 0.f ? 0 : step == -9 ? (u32)n : (u32)(step + 9) * 8 + (u32)n;
+    r |= (code | (values[i] < 0.f ? 0x80u : 0u)) << 8 * i;
+  }
+  return r;
+}
+inline float exp2_fast(float x) { return std::exp2(x); }
+
 struct Fp16 {
   static constexpr bool BRAIN = false;
   static u32 pack(float lo, float hi) { return emulator::to_fp16(lo) | emulator::to_fp16(hi) << 16; }
@@ -546,14 +574,14 @@ struct Fp16 {
 }  // namespace quantrot
 
 inline uint32_t __float_as_uint(float f) { return quantrot::bits_of(f); }
-inline float __uint_as_float(uint32_t bits) {
-  float f;
-  memcpy(&f, &bits, 4);
-  return f;
-}
 
 inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
   return quantrot::exchange(value)[(threadIdx.x % 32) ^ mask];
+}
+inline int __any_sync(uint32_t, int value) {
+  for (uint32_t v : quantrot::exchange(value != 0))
+    if (v) return 1;
+  return 0;
 }
 inline float __shfl_sync(uint32_t, float value, int lane) {
   return __uint_as_float(quantrot::exchange(__float_as_uint(value))[lane]);

@@ -1,0 +1,225 @@
+"""FP8 attention of many queries for Hopper: CUDA C++ (prefill.cuh, on kernels/hopper.cuh), compiled at first use.
+
+    attention    Inputs -> [B, S, H, D]
+    unsupported  why these operands are not for it, or None
+
+The reference's arithmetic, tile by tile of 128 keys; as in the Triton kernels the running maximum is a whole power of
+two. Head dimensions 64 and 128; scales of k and v a block of 128 tokens or coarser; no mask (lengths and causal are).
+K's rows are read in groups of 16: its heads start at multiples of 16 rows.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.attention.reference import BLOCK, LOG2E, group_of
+from quantrot.kernels.nvrtc import load_kernel, processors
+
+if TYPE_CHECKING:
+    from quantrot.kernels.attention.triton import Inputs
+
+OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+DIMS = (64, 128)
+ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, 1) attention(
+    const __grid_constant__ quantrot::TensorMap q, const __grid_constant__ quantrot::TensorMap k,
+    const __grid_constant__ quantrot::TensorMap v, const __grid_constant__ quantrot::AttentionArgs args) {{
+  quantrot::attention<{call}>(&q, &k, &v, args);
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch: warpgroups of 64 queries each, tiles of K and of V in shared memory."""
+
+    groups: int = 2
+    stages: int = 3
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    def shared_bytes(self, dim: int) -> int:
+        return self.rows * dim + 2 * self.stages * BLOCK * dim + (2 + 4 * self.stages) * 8
+
+
+class Arguments(ctypes.Structure):
+    """AttentionArgs of prefill.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q_scale", "k_scale", "v_scale", "lengths", "query_lengths", "out")),
+        *((f"{name}_{i}", ctypes.c_longlong) for name in ("qs", "ks", "vs") for i in ("batch", "head", "row")),
+        *((name, ctypes.c_int) for name in ("q_shift", "q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head")),
+        *((name, ctypes.c_int) for name in ("batch", "heads", "share", "queries", "keys", "blocks")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _Parameters(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_ubyte * 128) for name in "qkv"), ("args", Arguments)]
+
+
+def plan_for(dim: int, queries: int) -> Plan:
+    """The launch for this head dimension: measured at 2048, 8192 and 32768 queries on an H200."""
+    if dim == 128:
+        return Plan(2, 3)
+    return Plan(3, 4) if queries > 4096 else Plan(2, 4)
+
+
+def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
+    """Why `attention` does not take these operands, or None. Does not look at the device."""
+    q, k, v = given.q, given.k, given.v
+    dim, keys = q.shape[3], k.shape[2]
+    if dim not in DIMS or dtype not in OUT:
+        return f"head_dim {dim}, {dtype}; head_dim 64 and 128 and 16-bit results are"
+    if given.mask is not None:
+        return "a mask"
+    if 1 in (group_of(given.k_scale, keys), group_of(given.v_scale, keys)):
+        return "a scale of k or v for each token"
+    rows = [(q, q.stride(2)), (k, k.stride(2)), (v, v.stride(2))]
+    if any(t.stride(3) != 1 or t.data_ptr() % 16 or t.shape[2] * t.shape[3] * t.shape[1] >= 1 << 31 for t, _ in rows):
+        return "operands whose last dimension is not contiguous, or that do not start at 16 bytes"
+    if q.stride(2) != dim or k.stride(2) != dim or any(s % dim for t in (q, k) for s in t.stride()[:2]):
+        return "rows of q or k that are not adjacent"
+    if any(s % (16 * dim) for s, n in zip(k.stride()[:2], k.shape, strict=False) if n > 1) or _folds(k) is None:
+        return "heads of k that do not start at multiples of 16 rows"
+    if v.stride(2) % 16 or any(s % v.stride(2) for s in v.stride()[:2]):
+        return "rows of v that are not at multiples of 16 bytes"
+    return None
+
+
+def supports(given: "Inputs", dtype: torch.dtype) -> bool:
+    """Whether `attention` takes these operands on their device."""
+    device = given.q.device
+    return device.type == "cuda" and nvrtc.available(device) and unsupported(given, dtype) is None
+
+
+def _span(t: Tensor) -> int:
+    """Elements from the first to the last."""
+    return sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+
+
+def _folds(k: Tensor) -> int | None:
+    """How many groups of 16 rows cover k's memory, None where the last would leave it."""
+    groups = -(-_span(k) // (16 * k.shape[3]))
+    left = k.untyped_storage().nbytes() // k.itemsize - k.storage_offset()
+    return groups if groups * 16 * k.shape[3] <= left else None
+
+
+def device_functions() -> str:
+    """What every kernel is built on: hopper.cuh and prefill.cuh."""
+    here = Path(__file__).parent
+    return (here.parent / "hopper.cuh").read_text() + (here / "prefill.cuh").read_text()
+
+
+def entry(plan: Plan, dim: int, causal: bool, out: torch.dtype) -> str:
+    """The source of one kernel, after device_functions."""
+    call = f"{dim}, {plan.groups}, {plan.stages}, {str(causal).lower()}, quantrot::{OUT[out]}"
+    return ENTRY.format(threads=plan.threads, call=call)
+
+
+def arguments(given: "Inputs", out: Tensor, plan: Plan) -> Arguments:
+    """The kernel's last parameter."""
+    (batch, heads, queries, dim), keys = given.q.shape, given.k.shape[2]
+    group = group_of(given.q_scale, queries)
+    scales = (given.q_scale, given.k_scale, given.v_scale)
+    strides = [(*t.stride()[:2], t.stride(2) if t.shape[2] > 1 else 0) for t in scales]
+    return Arguments(
+        *(t.data_ptr() for t in scales),
+        *(t.data_ptr() if t is not None else None for t in (given.lengths, given.query_lengths)),
+        out.data_ptr(),
+        *(stride for each in strides for stride in each),
+        {0: 31, 1: 0, BLOCK: 7}[group],
+        *(s // dim for s in given.q.stride()[:2]),
+        *(s // (16 * dim) for s in given.k.stride()[:2]),
+        *(s // given.v.stride(2) for s in given.v.stride()[:2]),
+        batch,
+        heads,
+        heads // given.k.shape[1],
+        queries,
+        keys,
+        -(-queries // plan.rows),
+        given.scale * LOG2E,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(data: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+    """The driver's description of bytes [..., sizes[1], sizes[0]] for the copy engine; strides from sizes[1] on.
+
+    Swizzled by the length of a box's row, 64 or 128 bytes; zeros past the edges.
+    """
+    rank, kind, no_interleave, promote_256, fill_zeros = len(sizes), 0, 0, 3, 0
+    swizzle = {64: 2, 128: 3}[box[0]]
+    room = ctypes.create_string_buffer(128 + 64)
+    start = -ctypes.addressof(room) % 64  # the driver wants it aligned
+    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.byref(room, start),
+        kind,
+        rank,
+        ctypes.c_void_p(data),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        no_interleave,
+        swizzle,
+        promote_256,
+        fill_zeros,
+    )
+    if error:
+        raise RuntimeError(f"CUDA driver: error {error} for a tensor map of {sizes}, strides {strides}")
+    return room.raw[start : start + 128]
+
+
+@lru_cache(maxsize=256)
+def _kernel(plan: Plan, dim: int, causal: bool, out: torch.dtype, device: int) -> Any:
+    """The function, ready to launch on this device."""
+    return load_kernel(device_functions() + entry(plan, dim, causal, out), "attention", plan.shared_bytes(dim), device)
+
+
+def maps(given: "Inputs", plan: Plan) -> list[bytes]:
+    """The tensor maps of q, k and v."""
+    q, k, v, dim = given.q, given.k, given.v, given.q.shape[3]
+    q_rows, v_rows = -(-_span(q) // dim), -(-_span(v) // v.stride(2))
+    folds = _folds(k) or 0
+    return [
+        _tensor_map(q.data_ptr(), (dim, q_rows), (dim,), (dim, plan.rows)),
+        _tensor_map(
+            k.data_ptr(),
+            (dim, 2, 4, 2, folds),
+            (dim, 4 * dim, 2 * dim, 16 * dim),
+            (dim, 2, 4, 2, BLOCK // 16),
+        ),
+        _tensor_map(v.data_ptr(), (v.shape[3], v_rows), (v.stride(2),), (BLOCK, dim)),
+    ]
+
+
+def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> Tensor:
+    """[B, S, H, D] in `dtype`, contiguous. plan: instead of the rule's (to measure). ValueError: see unsupported."""
+    reason = unsupported(given, dtype)
+    if reason:
+        raise ValueError(f"{reason}; use another backend")
+    batch, heads, queries, dim = given.q.shape
+    out = torch.empty(batch, queries, heads, dim, dtype=dtype, device=given.q.device)
+    if not out.numel():
+        return out
+    plan = plan or plan_for(dim, queries)
+    device = given.q.get_device()
+    values = _Parameters(args=arguments(given, out, plan))
+    for field, value in zip("qkv", maps(given, plan), strict=True):
+        ctypes.memmove(getattr(values, field), value, 128)
+    function = _kernel(plan, dim, given.causal, dtype, device)
+    blocks = min(values.args.blocks * batch * heads, processors(device))
+    nvrtc.launch(function, (blocks,), plan.threads, plan.shared_bytes(dim), values, device)
+    return out

@@ -1,0 +1,162 @@
+"""Attention of many queries in CUDA C++ for Hopper: the kernel itself in the emulator, and on a GPU."""
+
+import ctypes
+
+import pytest
+import torch
+
+from quantrot.kernels.attention import Quantized, attend, quantize_heads, rope_hadamard_quantize, triton
+from quantrot.kernels.attention import hopper as kernels
+
+gpu = pytest.mark.gpu
+
+# name: plan, head_dim, causal, 16-bit type
+KERNELS = {
+    "128": (kernels.Plan(2, 2), 128, True, torch.bfloat16),
+    "64": (kernels.Plan(3, 2), 64, True, torch.float16),
+    "64-full": (kernels.Plan(2, 3), 64, False, torch.bfloat16),
+}
+RUN = """
+#include <string>
+static std::string message;
+
+// Matrices as {data, rows, columns, pitch in bytes, rows of a box, columns of a box, folded}.
+static quantrot::TensorMap map(const unsigned long long* m) {
+  return {(unsigned char*)m[0], m[2], m[1], m[3], (unsigned)m[5], (unsigned)m[4], 1, 1, (unsigned)m[6]};
+}
+
+extern "C" const char* run(int which, const unsigned long long (*m)[7], const quantrot::AttentionArgs* args,
+                           int blocks, int threads, int shared, int seed) {
+  using Kernel = void(quantrot::TensorMap, quantrot::TensorMap, quantrot::TensorMap, quantrot::AttentionArgs);
+  static Kernel* const kernels[] = {NAMES};
+  const auto q = map(m[0]), k = map(m[1]), v = map(m[2]);
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, shared, seed,
+                             [&] { kernels[which](q, k, v, *args); });
+  return message.c_str();
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def emulator(emulated):
+    """The kernels on the host: emulator(name, given, blocks, seed) -> [B, S, H, D]."""
+    source, names = kernels.device_functions(), []
+    for i, (plan, dim, causal, out) in enumerate(KERNELS.values()):
+        names.append(f"attention_{i}")
+        source += kernels.entry(plan, dim, causal, out).replace("attention(", f"attention_{i}(", 1)
+    library = emulated(source.replace('extern "C" __global__', "__global__") + RUN.replace("NAMES", ", ".join(names)))
+    library.run.restype = ctypes.c_char_p
+
+    def run(name, given, blocks, seed):
+        plan, dim, causal, dtype = KERNELS[name]
+        inputs = as_inputs(given, causal)
+        assert kernels.unsupported(inputs, dtype) is None
+        (batch, heads, queries, _), v = given.q.shape, given.v
+        out = torch.full((batch, queries, heads, dim), float("nan"), dtype=dtype)
+        args = kernels.arguments(inputs, out, plan)
+        k_rows = 16 * kernels._folds(given.k)
+        rows = [
+            (given.q.data_ptr(), batch * heads * queries, dim, dim, plan.rows, dim, 0),
+            (given.k.data_ptr(), k_rows, dim, dim, 128, dim, 1),
+            (v.data_ptr(), v.shape[0] * v.shape[1] * dim, v.shape[3], v.stride(2), dim, 128, 0),
+        ]
+        m = (ctypes.c_ulonglong * 21)(*(n for row in rows for n in row))
+        message = library.run(
+            list(KERNELS).index(name), m, ctypes.byref(args), blocks, plan.threads, plan.shared_bytes(dim), seed
+        )
+        assert message == b"", message.decode()
+        return out
+
+    return run
+
+
+def relative(y, exact):
+    return ((y.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-300)).item()
+
+
+def as_inputs(given, causal, lengths=None, query_lengths=None):
+    q, q_scale, k, k_scale, v, v_scale = given
+    scale = q.shape[3] ** -0.5
+    return triton.Inputs(q, k, v, q_scale, k_scale, v_scale, None, lengths, query_lengths, causal, scale)
+
+
+def quantized(queries, keys, dim, heads=2, groups=1, granularity="block", device="cpu", batch=1):
+    q = torch.randn(batch, heads, queries, dim, device=device)
+    k, v = (torch.randn(batch, groups, keys, dim, device=device) for _ in range(2))
+    v = v * 2 ** torch.linspace(-3, 3, keys, device=device).view(-1, 1)  # the scales rise from tile to tile
+    k[:, :, ::5] *= 0.1
+    turned = [t.transpose(1, 2) for t in (k, k, v)]
+    given = rope_hadamard_quantize(*turned, granularity=granularity, backend="reference")
+    codes, scale = quantize_heads(q)
+    return Quantized(codes, scale, *given[2:])
+
+
+@pytest.mark.parametrize(
+    ("name", "queries", "keys", "granularity"),
+    [("128", 128, 256, "block"), ("64", 200, 272, "block"), ("64-full", 70, 144, "tensor"), ("128", 20, 397, "head")],
+)
+def test_the_kernel_in_the_emulator_meets_the_reference(emulator, name, queries, keys, granularity):
+    torch.manual_seed(0)
+    _, dim, causal, dtype = KERNELS[name]
+    given = quantized(queries, keys, dim, granularity=granularity)
+    expected = attend(given, causal=causal, dtype=dtype, backend="reference")
+    for seed in range(2):
+        y = emulator(name, given, 2, seed)
+        assert relative(y, expected) <= 3e-3, seed
+
+
+# --- On a GPU --------------------------------------------------------------------------------------------------------
+
+
+def compared(given, causal, lengths=None, query_lengths=None, backend="hopper"):
+    options = {"causal": causal, "lengths": lengths, "query_lengths": query_lengths}
+    y = attend(given, **options, backend=backend)
+    return relative(y, attend(given, **options, backend="reference"))
+
+
+@gpu
+@pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(16, 16), (48, 48), (256, 256), (271, 271), (70, 1007), (1, 144), (2048, 2048)]
+)
+@pytest.mark.parametrize("dim", kernels.DIMS)
+def test_the_kernel_meets_the_reference(dim, queries, keys, granularity):
+    torch.manual_seed(0)
+    given = quantized(queries, keys, dim, 6, 2, granularity, "cuda", batch=2)
+    for causal in (True, False):
+        assert compared(given, causal) <= 1e-2  # bfloat16's 1.7e-3, and codes that the short sums of scores change
+
+
+@gpu
+@pytest.mark.parametrize("dim", kernels.DIMS)
+def test_lengths_are_the_references(dim):
+    torch.manual_seed(0)
+    given = quantized(401, 401, dim, 4, 2, "block", "cuda", batch=3)
+    lengths = torch.tensor([17, 401, 0], dtype=torch.int32, device="cuda")
+    for query_lengths in (None, lengths):
+        for causal in (True, False):
+            assert compared(given, causal, lengths, query_lengths) <= 1e-2
+            y = attend(given, causal=causal, lengths=lengths, query_lengths=query_lengths, backend="hopper")
+            assert not y[2].any() and y.isfinite().all()
+
+
+@gpu
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_nan_block_reaches_those_that_see_it_and_no_other(which):
+    given = quantized(400, 400, 128, device="cuda")
+    (given.k_scale if which == "k" else given.v_scale)[0, 0, 1] = 255
+    y = attend(given, causal=True, backend="hopper")
+    assert y[:, 128:].isnan().all() and y[:, :128].isfinite().all()
+    shifted = given._replace(q=given.q[:, :, :200], q_scale=given.q_scale[:, :, :200])  # query i sees key i + 200
+    lengths = torch.tensor([280], dtype=torch.int32, device="cuda")
+    y = attend(shifted, causal=True, lengths=lengths, backend="hopper")  # query i sees key i + 80
+    assert y[:, 48:].isnan().all() and y[:, :48].isfinite().all()
+
+
+@gpu
+@pytest.mark.parametrize("dim", kernels.DIMS)
+def test_a_hundred_runs_are_bit_equal(dim):
+    given = quantized(2048, 2048, dim, 8, 2, device="cuda")
+    first = attend(given, causal=True, backend="hopper")
+    for _ in range(100):
+        assert torch.equal(attend(given, causal=True, backend="hopper"), first)
