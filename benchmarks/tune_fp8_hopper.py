@@ -33,14 +33,10 @@ Size = tuple[int, int, int]  # M, N, K
 
 
 def prefill_plans(quick: bool) -> list[Plan]:
-    held, wide = Prefill(wide=True, held=True), Prefill(wide=True)
-    flow = replace(held, sets=2)
-    plans: list[Plan] = [flow, replace(flow, lag=2), replace(flow, cluster=1)]
-    plans += [replace(held, turns=2), replace(held, lag=1), replace(held, lag=3)]
-    plans += [wide, replace(wide, lag=1), replace(wide, lag=3)]
-    plans += [Prefill(slabs=1, sets=2, stages=6)]
+    wide, square = hopper.WIDE, hopper.SQUARE
+    plans: list[Plan] = [wide, square, replace(wide, lag=0), replace(wide, lag=3)]
     if not quick:
-        plans += [held, replace(held, turns=3), Prefill(), Prefill(lag=1), Prefill(turns=0), replace(wide, turns=2)]
+        plans += [replace(wide, lag=2), replace(wide, cluster=1), replace(square, sets=1), replace(square, cluster=1)]
     return plans
 
 
@@ -56,12 +52,12 @@ def changed(best: Plan) -> list[Plan]:
 
 
 def decode_plans(size: Size, quick: bool) -> Iterator[Choice]:
-    """The rule's plan, launched in three ways, then divisions of b's rows that fit (not quick: every one)."""
+    """The rule's plan, launched in two ways, then divisions of b's rows that fit (not quick: every one)."""
     m, n, k = size
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
     rule = hopper.plan_for(m, n, k, 1)
     assert isinstance(rule, Decode)
-    yield from ((rule, 1), (replace(rule, early=False), 1), (replace(rule, early=False, overlap=False), 1))
+    yield from ((rule, 1), (replace(rule, overlap=False), 1))
     for columns, resident, parts in itertools.product((16, 32, 64, 128), (1, 2, 3), (1, 2)):
         if quick and (columns == 16 or resident > 2 or parts > 1):
             continue
@@ -211,9 +207,7 @@ def prefill(quick: bool, gbps: float, log: IO[str]) -> None:
 
 
 def decode(quick: bool, gbps: float, log: IO[str]) -> None:
-    print(
-        "decode: us, times cuBLAS block, of the weight's reading time: the rule, not early, not overlapped | the best"
-    )
+    print("decode: us, times cuBLAS block, of the weight's reading time: the rule, not overlapped | the best")
     gains, floors = [], []
     for (n, k), m in itertools.product(WEIGHTS, DECODE):
         bench = Bench((m, n, k), gbps)
@@ -223,7 +217,7 @@ def decode(quick: bool, gbps: float, log: IO[str]) -> None:
         best = min(bench.us, key=bench.us.__getitem__)
         found = [
             f"{bench.us[c]:.1f} {bench.cublas / bench.us[c]:.2f} {bench.floor / bench.us[c]:.2f}"
-            for c in (*choices[:3], best)
+            for c in (*choices[:2], best)
         ]
         print(f"{m}x{n}x{k}: " + " | ".join(found) + f" {name_of(best)}", flush=True)
         gains.append(bench.cublas / bench.us[choices[0]])

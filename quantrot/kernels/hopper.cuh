@@ -167,12 +167,6 @@ __device__ __forceinline__ void tensor_load_all(u32 to, const TensorMap* map, in
                : "memory");
 }
 
-// The map's box into L2 only, where later writes to it are seen.
-__device__ __forceinline__ void tensor_expect(const TensorMap* map, int x, int y) {
-  asm volatile(QR_ONE_LANE "cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];\n}" ::"l"(map), "r"(x), "r"(y)
-               : "memory");
-}
-
 // Shared memory -> the map's box; nothing is written past the edges.
 __device__ __forceinline__ void tensor_store(const TensorMap* map, int x, int y, u32 from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
@@ -250,14 +244,6 @@ __device__ __forceinline__ void store_matrices(u32 row, u32 a, u32 b, u32 c, u32
                : "memory");
 }
 
-// The same layout, the other way: matrix i, whose row addresses lanes 8 i to 8 i + 7 give -> word[i].
-__device__ __forceinline__ void load_matrices(u32 row, u32 (&word)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-               : "r"(row)
-               : "memory");
-}
-
 __device__ __forceinline__ float4 load_cluster4(u32 mapped) {  // of in_block
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -288,7 +274,6 @@ __device__ __forceinline__ void product_done(float (&d)[W]) {
   for (int i = 0; i < W; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 __device__ __forceinline__ void product_done(float& x) { asm volatile("" : "+f"(x)::"memory"); }
-__device__ __forceinline__ void product_done(u32& x) { asm volatile("" : "+r"(x)::"memory"); }  // of an operand
 
 #define QR_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define QR_8(i) QR_4(i), QR_4(i + 4)

@@ -16,15 +16,10 @@ struct DecodeShape {
   __device__ __forceinline__ static bool counts() { return COLUMNS % 64 == 0 || warp_number() * 16 < COLUMNS; }
 };
 
-// EARLY: the first weights are brought into L2 while the kernel before this one may still run, and write them.
-template <class Shape, int STAGES, bool EARLY>
+template <class Shape, int STAGES>
 __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap* b, int token, int column, int first,
                                             int count, bool once, u32 base, u32 full, u32 empty) {
   const u64 keep = cache_policy<LAST>(), stream = once ? cache_policy<FIRST>() : cache_policy<NORMAL>();
-  if constexpr (EARLY) {
-    for (int k = 0; k < min(count, STAGES); k++) tensor_expect(b, (first + k) * 128, column);
-    grid_wait();
-  }
   Ring<STAGES> ring;
   for (int k = 0; k < count; k++, ring.next()) {
     const u32 to = base + ring.stage * Shape::STAGE, bar = full + ring.stage * 8;
@@ -142,7 +137,7 @@ __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, in
   }
 }
 
-template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, bool EARLY, bool CHANNEL, class Out, int BIAS>
+template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
   using Shape = DecodeShape<TOKENS, COLUMNS, STAGES>;
   constexpr int GROUPS = Shape::GROUPS;
@@ -161,11 +156,10 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
     barrier_init_done();
   }
   block_sync();
-  if constexpr (!EARLY) grid_wait();
+  grid_wait();
   if (warp == GROUPS * 4) {
-    decode_load<Shape, STAGES, EARLY>(a, b, token, column, first, count, token_tiles == 1, base, full, empty);
+    decode_load<Shape, STAGES>(a, b, token, column, first, count, token_tiles == 1, base, full, empty);
   } else {
-    if constexpr (EARLY) grid_wait();
     decode_scales<TOKENS, GROUPS, CHANNEL>(args, token, column, first, count, scales);
     named_sync(1, 128 * GROUPS);
     float sum[TOKENS / 2];

@@ -13,9 +13,8 @@
 // and the kernel for many tokens adds the same parts (SEGMENTED).
 //
 //   prefill.cuh  many tokens: persistent thread blocks; one warp feeds a ring of stages through the copy engine,
-//                another brings the scales along, GROUPS warpgroups multiply, each SLABS tiles of 64 rows by 128
-//                columns, one above the other or (WIDE) side by side; clusters of two neighbours share the longer
-//                side's operand.
+//                another brings the scales along, two warpgroups multiply, each a slab of 64 rows by 128 columns, or
+//                (WIDE) two side by side; clusters of two neighbours share an operand.
 //   decode.cuh   few tokens: the weights are the operand of 64 rows and the tokens are its columns, so that no tile is
 //                padded to 64 rows of nothing; the blocks of a cluster split k and add their parts through each other's
 //                shared memory.
@@ -54,19 +53,12 @@ __device__ __forceinline__ float finished(const GemmArgs& args, float sum, int c
   return y;
 }
 
-__device__ __forceinline__ u64 left_operand(u32 a, int k) { return operand(a, k); }
-__device__ __forceinline__ const u32 (&left_operand(const u32 (&a)[4][4], int k))[4] { return a[k]; }
-
-// d = a tile of 64 rows (in shared memory, or in registers) times `W * 2` rows of b, over 128 of k. The first FIRST of
-// its four products can be waited for by themselves.
-template <int FIRST = 0, int W, class Left>
-__device__ __forceinline__ void product128(float (&d)[W], const Left& a, u32 b) {
+// d = a tile of 64 rows times `W * 2` rows of b, both in shared memory, over 128 of k.
+template <int W>
+__device__ __forceinline__ void product128(float (&d)[W], u32 a, u32 b) {
   product_fence();
 #pragma unroll
-  for (int k = 0; k < 4; k++) {
-    product(d, left_operand(a, k), operand(b, k), k > 0);
-    if (k + 1 == FIRST) product_commit();
-  }
+  for (int k = 0; k < 4; k++) product(d, operand(a, k), operand(b, k), k > 0);
   product_commit();
 }
 

@@ -44,43 +44,31 @@ def _ceil(size: int, block: int) -> int:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Many tokens: persistent thread blocks; a warpgroup has `slabs` tiles of 64 tokens by 128 columns."""
+    """Many tokens: persistent thread blocks with tiles of 128 tokens by 128 columns, or (wide) by 256."""
 
-    groups: int = 2  # warpgroups that multiply
-    slabs: int = 2  # of a warpgroup
-    wide: bool = False  # side by side, not one above the other
-    held: bool = False  # the tokens' codes are read from shared memory once, into registers, for all slabs (wide)
-    sets: int = 1  # of tensor core sums: with 2 a warpgroup promotes one block of K while the next is multiplied
+    wide: bool = False
+    sets: int = 1  # of tensor core sums: with 2 (not wide) a block of K is promoted while the next is multiplied
     stages: int = 4  # blocks of K in shared memory
     cluster: int = 2  # thread blocks that share the tokens of a tile, or (wide) its columns
-    turns: int = -1  # warpgroups take turns, and hand on once so many quarters of a product are done; -1: no turns
-    lag: int = 0  # slabs by which the second of two warpgroups starts behind the first
+    lag: int = 0  # 64 x 128 products by which the second warpgroup starts behind the first
     tile_group: int = 8  # rows of tiles that run together
     overlap: bool = True  # launched while the kernel before it ends
 
-    @property
-    def rows(self) -> int:
-        return 64 * self.groups * (1 if self.wide else self.slabs)
+    rows = 128
+    resident = 1
+    threads = 384  # two warpgroups multiply, a third copies
 
     @property
     def columns(self) -> int:
-        return 128 * (self.slabs if self.wide else 1)
-
-    resident = 1
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.groups + 1)
+        return 256 if self.wide else 128
 
     def shared_bytes(self, segment: int) -> int:
-        return self.stages * ((self.rows + self.columns) * 128 + self.rows * 4 + 32) + self.groups * (12 << 10)
+        return self.stages * ((self.rows + self.columns) * 128 + self.rows * 4 + 32) + (24 << 10)
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
-        flags = ", ".join(str(flag).lower() for flag in (parts > 1, channel))
-        tile = ", ".join(str(flag).lower() for flag in (self.wide, self.held))
-        counts = f"{self.groups}, {self.slabs}, {self.sets}, {self.stages}, {self.cluster}"
-        order = f"{self.turns}, {self.lag}"
-        return f"prefill<{counts}, {tile}, {order}, {flags}, quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
+        wide, in_parts, by_row = (str(flag).lower() for flag in (self.wide, parts > 1, channel))
+        shape = f"{self.sets}, {self.stages}, {self.cluster}, {wide}, {self.lag}"
+        return f"prefill<{shape}, {in_parts}, {by_row}, quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
 
     def tiles(self, m: int, n: int) -> int:
         """Of all thread blocks of a cluster."""
@@ -105,7 +93,6 @@ class Decode:
     stages: int = 8  # blocks of K in shared memory
     resident: int = 2  # thread blocks a multiprocessor
     overlap: bool = True  # launched while the kernel before it ends
-    early: bool = True  # and brings the first rows of b into L2 before that end
 
     @property
     def threads(self) -> int:
@@ -119,11 +106,8 @@ class Decode:
         return self.stages * self.stage_bytes() + pad + segment * self.tokens * 4
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
-        flags = ", ".join(str(flag).lower() for flag in (self.early, channel))
-        return (
-            f"decode<{self.tokens}, {self.columns}, {self.stages}, {parts}, {flags}, "
-            f"quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
-        )
+        shape = f"{self.tokens}, {self.columns}, {self.stages}, {parts}, {str(channel).lower()}"
+        return f"decode<{shape}, quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
 
     def grid(self, m: int, n: int, parts: int) -> int:
         return _ceil(m, self.tokens) * _ceil(n, self.columns) * parts
@@ -189,9 +173,9 @@ def _decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
     return replace(plan, stages=min(budget // plan.stage_bytes(), in_flight))
 
 
-WIDE = Prefill(wide=True, held=True, turns=2)
-SQUARE = Prefill(slabs=1, sets=2, stages=6)
-IN_PARTS = Prefill(slabs=1, stages=6)  # the sum of the parts so far takes the second set's place
+WIDE = Prefill(wide=True, lag=1)
+SQUARE = Prefill(sets=2, stages=6)
+IN_PARTS = Prefill(stages=6)  # the sum of the parts so far takes the second set's place
 
 
 def _waves(m: int, n: int, plan: Prefill) -> int:
@@ -203,7 +187,7 @@ def plan_for(m: int, n: int, k: int, parts: int) -> Plan:
     """The plan of these sizes, by rule."""
     square = IN_PARTS if parts > 1 else SQUARE
     if m > 64:
-        if parts == 1 and 20 * _waves(m, n, WIDE) <= 21 * _waves(m, n, SQUARE):  # a wide tile takes less of its size
+        if parts == 1 and _waves(m, n, WIDE) <= _waves(m, n, SQUARE):  # at equal work, wide is the faster one
             return WIDE
         if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
             return square
@@ -353,32 +337,6 @@ def is_channel(b: Tensor, block: tuple[int, int]) -> bool:
     return block[0] == 1 and _whole(block, b.shape) == (1, 0)
 
 
-@lru_cache(maxsize=4096)
-def _tensor_map(data: int, rows: int, columns: int, pitch: int, box: tuple[int, int], dtype: torch.dtype) -> bytes:
-    """The driver's description of a matrix for the copy engine: boxes in 128-byte swizzle, zeros past the edges."""
-    kind = {E4M3: 0, torch.float16: 6, torch.bfloat16: 9}[dtype]  # CUtensorMapDataType; bytes for e4m3
-    no_interleave, swizzle_128, promote_256, fill_zeros = 0, 3, 3, 0
-    room = ctypes.create_string_buffer(128 + 64)
-    start = -ctypes.addressof(room) % 64  # the driver wants it aligned, which cuda.bindings' object is not
-    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.byref(room, start),
-        kind,
-        2,
-        ctypes.c_void_p(data),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(pitch),
-        (ctypes.c_uint32 * 2)(box[1], box[0]),
-        (ctypes.c_uint32 * 2)(1, 1),
-        no_interleave,
-        swizzle_128,
-        promote_256,
-        fill_zeros,
-    )
-    if error:
-        raise RuntimeError(f"CUDA driver: error {error} for a tensor map of [{rows}, {columns}], pitch {pitch}")
-    return room.raw[start : start + 128]
-
-
 @lru_cache(maxsize=1024)
 def _kernel(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, segment: int, device: int) -> Any:
     """The function, ready to launch on this device."""
@@ -421,7 +379,7 @@ def gemm(
     plan = plan or plan_for(m, n, k, parts)
     device, segment, channel = a.get_device(), segment_of(k, parts), is_channel(b, b_block)
     maps = [
-        _tensor_map(x.data_ptr(), *x.shape, x.stride(0) * x.itemsize, box, x.dtype)
+        nvrtc.tensor_map(x.data_ptr(), *x.shape, x.stride(0) * x.itemsize, box, x.dtype)
         for x, box in zip((a, b, c), plan.boxes(), strict=False)
     ]
     values = _Arguments(args=arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts))

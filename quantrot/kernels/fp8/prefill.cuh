@@ -2,11 +2,12 @@
 
 namespace quantrot {
 
-template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER_, bool WIDE_>
+template <int STAGES, int CLUSTER_, bool WIDE_>
 struct PrefillShape {
   static constexpr bool WIDE = WIDE_;
+  static constexpr int GROUPS = 2, SLABS = WIDE ? 2 : 1;  // warpgroups that multiply, tiles of 64 x 128 of each
   static constexpr int CLUSTER = CLUSTER_, TALL_CLUSTER = WIDE ? CLUSTER : 1, WIDE_CLUSTER = WIDE ? 1 : CLUSTER;
-  static constexpr int ROWS = 64 * GROUPS * (WIDE ? 1 : SLABS), COLUMNS = 128 * (WIDE ? SLABS : 1);
+  static constexpr int ROWS = 64 * GROUPS, COLUMNS = 128 * SLABS;
   static constexpr int A_BYTES = ROWS * 128, B_BYTES = COLUMNS * 128, STAGE = A_BYTES + B_BYTES;
   static constexpr int SCALES = ROWS * 4 + 16;             // of a stage: a row's of a each, then 128 columns' of b each
   static constexpr int BOX = 8 * 64 * 2, OUTPUT = 3 * BOX;  // of a warp: c on its way, 8 rows of 64 columns at a time
@@ -131,30 +132,22 @@ __device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& a
   }
 }
 
-template <int W>
-__device__ __forceinline__ void promote(float* sum, const float (&d)[W], const float (&scale)[3]) {
+__device__ __forceinline__ void promote(float* sum, const float (&d)[64], const float (&scale)[3]) {
 #pragma unroll
-  for (int i = 0; i < W; i++) sum[i] = fmaf(d[i], scale[i / 2 % 2], sum[i]);
+  for (int i = 0; i < 64; i++) sum[i] = fmaf(d[i], scale[i / 2 % 2], sum[i]);
 }
 
-// TURNS: the warpgroups take turns, and hand on when so many of a product's four parts are done; 0: when it is issued;
-// -1: no turns. HELD: a's tile, which a wide tile multiplies SLABS times, is read into registers once. With two SETS of
-// the tensor cores' sums one is promoted while the other is multiplied: slabs one after the other, or (HELD) halves.
-// LAG: in every tile the second of two warpgroups starts so many slabs behind the first, so that one promotes, and
-// later writes its results, while the other multiplies.
-template <class Shape, int GROUPS, int SLABS, int SETS, int STAGES, bool HELD, int TURNS, int LAG, bool SEGMENTED,
-          bool CHANNEL, class Out, int BIAS>
+// With two SETS of the tensor cores' sums one block of k is promoted while the next is multiplied. LAG: in every tile
+// the second warpgroup starts so many slabs behind the first, so that one promotes, and later writes its results, while
+// the other multiplies.
+template <class Shape, int SETS, int STAGES, int LAG, bool SEGMENTED, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmArgs& args, Tiles<Shape> tiles,
                                                  int blocks, u32 base, u32 output, u32 scales, u32 full, u32 empty) {
-  constexpr bool ORDERED = TURNS >= 0, WIDE = Shape::WIDE;
-  constexpr int CLUSTER = Shape::CLUSTER;
+  constexpr int CLUSTER = Shape::CLUSTER, SLABS = Shape::SLABS;
   const u32 group = warp_number() / 4, rank = CLUSTER > 1 ? cluster_rank() : 0, lane = lane_number();
-  const u32 turn = 1 + group, next_turn = 1 + (group + 1) % GROUPS;
-  const u32 first_row = group * 64 * (WIDE ? 1 : SLABS), warp_row = first_row + warp_number() % 4 * 16;
+  const u32 first_row = group * 64, warp_row = first_row + warp_number() % 4 * 16;
   const u32 own_scales = scales + (warp_row + lane / 4) * 4;
-  const u32 own_codes = base + (warp_row + lane % 16) * 128 + swizzled(lane % 8, lane / 16 * 16) % 128;  // HELD
   output += warp_number() * Shape::OUTPUT;
-  if (ORDERED && group == GROUPS - 1) named_arrive(next_turn, 256);
   Ring<STAGES> ring;
   for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
     float sum[SLABS * 64], total[SEGMENTED ? 64 : 1];
@@ -179,135 +172,34 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
         }
       }
     };
-    u32 held[4][4];
-    auto hold = [&] {
-      if constexpr (HELD) {
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-          load_matrices((own_codes + ring.stage * Shape::STAGE) ^ k * 32, held[k]);
-      }
-    };
     // What scales a slab of this stage's block of k: of a lane's two rows, and of b.
     auto load_scales = [&](float (&scale)[3], int slab) {
-      const u32 stage = ring.stage * Shape::SCALES, from = own_scales + stage + (WIDE ? 0 : slab * 256);
-      scale[2] = CHANNEL ? 1.f : load_shared(scales + stage + (Shape::ROWS + (WIDE ? slab : 0)) * 4);
-      scale[0] = load_shared(from), scale[1] = load_shared(from + 32);
+      const u32 stage = ring.stage * Shape::SCALES;
+      scale[2] = CHANNEL ? 1.f : load_shared(scales + stage + (Shape::ROWS + slab) * 4);
+      scale[0] = load_shared(own_scales + stage), scale[1] = load_shared(own_scales + stage + 32);
     };
     auto multiply_scales = [&](float (&scale)[3]) {  // once they are needed: the loads' latency passes behind products
 #pragma unroll
       for (int j = 0; j < 2; j++) product_done(scale[j]), scale[j] *= scale[2];
     };
     auto begin = [&](float (&d)[64], int slab) {  // a slab's product over the block
-      constexpr int FIRST = ORDERED ? TURNS : 0;
-      const u32 a = base + ring.stage * Shape::STAGE, b = a + Shape::A_BYTES + (WIDE ? slab * 16384 : 0);
-      if constexpr (ORDERED) named_sync(turn, 256);
-      if constexpr (HELD) {
-        product128<FIRST>(d, held, b);
-      } else {
-        product128<FIRST>(d, a + first_row * 128 + (WIDE ? 0 : slab * 8192), b);
-      }
-      if constexpr (TURNS == 0) named_arrive(next_turn, 256);
-    };
-    auto hand_on = [&] {
-      if constexpr (TURNS > 0) {
-        product_wait<1>();
-        named_arrive(next_turn, 256);
-      }
+      const u32 a = base + ring.stage * Shape::STAGE, b = a + Shape::A_BYTES + slab * 16384;
+      product128(d, a + first_row * 128, b);
     };
     auto next_block = [&](bool last) {
       release<CLUSTER>(empty + ring.stage * 8);
       ring.next();
       if (last) return;
       barrier_wait(full + ring.stage * 8, ring.parity);
-      hold();
     };
-    if constexpr (HELD && SETS == 2) {
-      // The tensor cores never wait for this warpgroup: part i + 1 is issued before part i is promoted, and a block's
-      // first part in two halves, each once the codes that its registers held are used up.
-      constexpr int PARTS = SLABS * 2;
-      float d[2][32], scale[3];
-      auto hold_half = [&](int half) {
-#pragma unroll
-        for (int k = half * 2; k < half * 2 + 2; k++) {
-#pragma unroll
-          for (int j = 0; j < 4; j++) product_done(held[k][j]);
-          load_matrices((own_codes + ring.stage * Shape::STAGE) ^ k * 32, held[k]);
-        }
-      };
-      // Products number `first` to `last` of the four that make a part.
-      auto products = [&](float (&s)[32], int part, int first, int last) {
-        const u32 b = base + ring.stage * Shape::STAGE + Shape::A_BYTES + part * 8192;
-        product_fence();
-#pragma unroll
-        for (int k = first; k <= last; k++) product(s, held[k], operand(b, k), k > 0);
-        product_commit();
-      };
-      auto parts = [&] {  // the block's but the first; all but the last are promoted
-#pragma unroll
-        for (int part = 1; part < PARTS; part++) {
-          if (part + 1 < PARTS) {
-            products(d[part % 2], part, 0, 3);
-          } else {
-            products(d[1], part, 0, 1);
-            products(d[1], part, 2, 3);
-          }
-          if (part % 2) load_scales(scale, part / 2);
-          if (part + 1 < PARTS) {
-            product_wait<1>();
-          } else {
-            product_wait<2>();
-          }
-          if (part % 2) multiply_scales(scale);
-          product_done(d[1 - part % 2]);
-          promote(sum + (part - 1) * 32, d[1 - part % 2], scale);
-        }
-      };
-      auto promote_last = [&] {
-        product_done(d[1]);
-        promote(sum + (PARTS - 1) * 32, d[1], scale);
-      };
-      barrier_wait(full + ring.stage * 8, ring.parity);
-      hold();
-      products(d[0], 0, 0, 1);
-      products(d[0], 0, 2, 3);
-      parts();
-      lead(SLABS);
-      for (int k = 1; k < blocks; k++) {
-        const u32 done = empty + ring.stage * 8;
-        ring.next();
-        barrier_wait(full + ring.stage * 8, ring.parity);
-        product_wait<1>();  // the last part's first half
-        hold_half(0);
-        products(d[0], 0, 0, 1);
-        product_wait<1>();  // and its other one
-        hold_half(1);
-        products(d[0], 0, 2, 3);
-        release<CLUSTER>(done);
-        promote_last();
-        parts();
-      }
-      auto drain = [&] {
-        product_wait<0>();
-        product_done(d[1]);
-        release<CLUSTER>(empty + ring.stage * 8);
-      };
-      if (blocks % 2) {  // the same either way: right behind the loop ptxas takes sums of this wait for unfinished
-        drain();
-      } else {
-        drain();
-      }
-      ring.next();
-      promote_last();
-    } else if constexpr (SETS == 1) {
+    if constexpr (SETS == 1) {
       float d[64], scale[3];
       barrier_wait(full + ring.stage * 8, ring.parity);
-      hold();
       for (int k = 0; k < blocks; k++) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; slab++) {
           begin(d, slab);
           load_scales(scale, slab);
-          hand_on();
           product_wait<0>();
           multiply_scales(scale);
           product_done(d);
@@ -372,25 +264,20 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
     tiles.at(i, rank, row, column);  // here, where the products' registers are free
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++)
-      store_slab<Shape, CHANNEL, Out, BIAS>(c, args, sum + slab * 64, slab,
-                                            row + (int)warp_row + (WIDE ? 0 : slab * 64),
-                                            column + (WIDE ? slab * 128 : 0), output);
+      store_slab<Shape, CHANNEL, Out, BIAS>(c, args, sum + slab * 64, slab, row + (int)warp_row, column + slab * 128,
+                                            output);
   }
-  if (ORDERED && group == 0) named_sync(turn, 256);
   if (lane_number() == 0) tensor_store_wait<0>();
 }
 
-template <int GROUPS, int SLABS, int SETS, int STAGES, int CLUSTER, bool WIDE, bool HELD, int TURNS, int LAG,
-          bool SEGMENTED, bool CHANNEL, class Out, int BIAS>
+template <int SETS, int STAGES, int CLUSTER, bool WIDE, int LAG, bool SEGMENTED, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, const TensorMap* c,
                                         const GemmArgs& args) {
-  using Shape = PrefillShape<GROUPS, SLABS, SETS, STAGES, CLUSTER, WIDE>;
-  static_assert(!SEGMENTED || (SETS == 1 && SLABS == 1), "a third set of sums fits beside one");
-  static_assert(!HELD || WIDE, "a tile that is multiplied once is not worth holding");
-  static_assert(SETS == 1 || SLABS == 1 || HELD, "two sets of sums of a slab fit for one slab");
-  static_assert(LAG == 0 || (GROUPS == 2 && TURNS < 0 && LAG <= SLABS * (STAGES - 1)), "only the second waits");
-  static_assert(LAG == 0 || SETS == 1 || (HELD && LAG == SLABS), "one block");
-  static_assert(SETS == 1 || TURNS <= 0, "with two sets a part of a product is not waited for");
+  using Shape = PrefillShape<STAGES, CLUSTER, WIDE>;
+  constexpr int GROUPS = Shape::GROUPS;
+  static_assert(!SEGMENTED || (SETS == 1 && !WIDE), "a third set of sums fits beside one");
+  static_assert(SETS == 1 || !WIDE, "two sets of sums of a slab fit for one slab");
+  static_assert(LAG == 0 || (SETS == 1 && LAG <= Shape::SLABS * (STAGES - 1)), "only the second waits");
   const u32 base = shared_memory(), output = base + STAGES * Shape::STAGE, scales = output + GROUPS * 4 * Shape::OUTPUT;
   const u32 full = scales + STAGES * Shape::SCALES, empty = full + STAGES * 8, warp = warp_number();
   const Tiles<Shape> tiles(args);
@@ -410,16 +297,14 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   }
   grid_wait();
   if (warp >= GROUPS * 4) {
-    if constexpr (GROUPS == 2) give_registers<24>();
-    if constexpr (GROUPS == 3) give_registers<32>();
+    give_registers<24>();
     if (warp == GROUPS * 4) prefill_load<Shape, STAGES>(a, b, tiles, blocks, base, full, empty);
     if (warp == GROUPS * 4 + 1)
       prefill_scales<Shape, STAGES, CHANNEL>(args, tiles, blocks, scales, full, empty);
   } else {
-    if constexpr (GROUPS == 2) take_registers<240>();
-    if constexpr (GROUPS == 3) take_registers<160>();
-    prefill_multiply<Shape, GROUPS, SLABS, SETS, STAGES, HELD, TURNS, LAG, SEGMENTED, CHANNEL, Out, BIAS>(
-        c, args, tiles, blocks, base, output, scales, full, empty);
+    take_registers<240>();
+    prefill_multiply<Shape, SETS, STAGES, LAG, SEGMENTED, CHANNEL, Out, BIAS>(c, args, tiles, blocks, base, output,
+                                                                              scales, full, empty);
   }
   if constexpr (CLUSTER > 1) cluster_sync();  // a block that ended could still be written to
 }

@@ -263,7 +263,6 @@ inline void fence_async() {
   self().written.clear();
 }
 inline void tensor_prefetch(const TensorMap*) {}
-inline void tensor_expect(const TensorMap*, int, int) {}
 
 enum Keep { NORMAL, FIRST, LAST };
 template <Keep K>
@@ -416,11 +415,6 @@ inline void store_matrices(u32 row, u32 a, u32 b, u32 c, u32 d) {
   const u32 lane = self().lane();
   emulator::ordinary_write(row, &all[lane / 8][lane % 8 * 4], 16);
 }
-inline void load_matrices(u32 row, u32 (&word)[4]) {
-  const std::vector<u32> rows = exchange(row);
-  for (u32 i = 0; i < 4; i++)
-    memcpy(&word[i], self().block->at(rows[i * 8 + lane_number() / 4], 16) + lane_number() % 4 * 4, 4);
-}
 inline float4 load_cluster4(u32 mapped) {
   emulator::Block& block = emulator::block_of(mapped);
   float4 v;
@@ -465,7 +459,6 @@ inline void product_wait() {
 template <int W>
 inline void product_done(float (&)[W]) {}
 inline void product_done(float&) {}
-inline void product_done(u32&) {}
 
 template <int W>
 inline void product(float (&d)[W], u64 a, u64 b, bool add) {
