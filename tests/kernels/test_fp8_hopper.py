@@ -213,6 +213,12 @@ def test_every_plan_fits(n, k):
         assert cluster <= 8 and plan.grid(m, n, 132 if isinstance(plan, Prefill) else parts) % cluster == 0
 
 
+def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest():
+    assert hopper.plan_for(4096, 8192, 8192, 1) == hopper.WIDE
+    assert hopper.plan_for(4096, 28672, 4096, 1) == hopper.SQUARE  # 55 of 128 columns, or 28 of 256
+    assert hopper.plan_for(4096, 576, 1536, 2) == hopper.IN_PARTS
+
+
 def test_what_it_does_not_take_is_named():
     a, a_scale, b, b_scale = integers(4, 128, 256)
 
