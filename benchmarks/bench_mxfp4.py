@@ -2,6 +2,7 @@
 
     python benchmarks/bench_mxfp4.py            # the table, and results/bench_mxfp4-<gpu>.json
     python benchmarks/bench_mxfp4.py --tune     # first times every candidate tile and plan and writes tuned.py
+    python benchmarks/bench_mxfp4.py --hopper-transposes   # transposes by the CUDA kernels (tuned.HOPPER_TRANSPOSES)
     python benchmarks/bench_mxfp4.py --model    # also a whole Llama-3.1-8B shape: decode and prefill
     python benchmarks/bench_mxfp4.py --render   # no GPU: docs/mxfp4.md from the json
 
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from timing import copy_gbps, random_tensors, time_us, write_results  # noqa: E402
+from timing import ROTATE_BYTES, copy_gbps, random_tensors, time_us, write_results  # noqa: E402
 
 from quantrot.kernels.fp8 import quantize_fp8_block  # noqa: E402
 from quantrot.kernels.mxfp4 import (  # noqa: E402
@@ -189,12 +190,18 @@ def ready_product(tokens: tuple, packed: torch.Tensor, scale: torch.Tensor) -> t
     return scaled_product(tokens[0], tokens[1], weight, weight_scale, torch.bfloat16)
 
 
+def rotated(packed: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of packed weights in turn, as many as it takes to pass L2 (timing.py), and at least eight."""
+    size = sum(t.numel() for t in packed[0])
+    count = max(8, -(-ROTATE_BYTES // size))
+    return [(w.clone(), s.clone()) for w, s in (packed[i % len(packed)] for i in range(count))]
+
+
 def bench_gemm(m: int, n: int, k: int) -> list[dict]:
     weights = [w * 0.02 for w in random_tensors((n, k), torch.bfloat16)]
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     peers = peers_of(m, n, k, weights, x)
-    packed = [quantize_mxfp4(w, "mse") for w in weights]
-    packed = packed * max(1, 8 // len(packed))
+    packed = rotated([quantize_mxfp4(w, "mse") for w in weights])
     dequantized = dequantize_mxfp4(*packed[0], torch.float32).double()
     rows = []
     for activations in ("mxfp4", "fp8", "none"):
@@ -323,74 +330,72 @@ def bench_model(tokens: int = 2048) -> list[dict]:
 
 
 def tune() -> None:
-    """Time the candidates of every table of tuned.py, keep the fastest, and write the file."""
-    from quantrot.kernels.mxfp4 import hopper, triton_gemm, tuned
+    """Time the candidates of every table of the CUDA kernels in tuned.py, keep the fastest, and write the file."""
+    from quantrot.kernels.mxfp4 import hopper, tuned
 
-    xs = random_tensors((ROWS // 4, COLUMNS), torch.bfloat16)
-    ready = [(x, *quantize_mxfp4(x)) for x in xs]
-    stream = {"random": (1, 2)}
-
-    def best(table: dict, key: Any, candidates: list, call: Callable, arguments: list) -> None:
-        found = {}
+    by_default, tuned.HOPPER_TRANSPOSES = tuned.HOPPER_TRANSPOSES, True
+    ready = [(x, *quantize_mxfp4(x)) for x in random_tensors((ROWS // 4, COLUMNS), torch.bfloat16)]
+    stream: Any = {"signs": torch.ones(32, device="cuda"), "random": (1, 2)}
+    clipped: Any = {"clip_mask": True}
+    trials: list[tuple[str, list[tuple], list[Callable]]] = [
+        (
+            "HOPPER_ROWS",
+            [(128, 6, 3), (128, 5, 3), (128, 4, 4), (128, 8, 2), (256, 3, 3), (128, 6, 2)],
+            [
+                lambda x, p, s: hadamard_quantize_mxfp4(x, "quest", **clipped),
+                lambda x, p, s: hadamard_quantize_mxfp4(x, "absmax34", **stream),
+            ],
+        ),
+        (
+            "HOPPER_EXPANDED",
+            [(640, 3), (768, 2), (512, 3), (512, 4), (1024, 2)],
+            [lambda x, p, s: torch.ops.quantrot.mxfp4_quantize_expanded(x, None, "even", 32, "auto")],
+        ),
+        (
+            "HOPPER_COLUMNS",
+            [(resident, stages, down) for resident, stages in ((2, 4), (3, 3), (2, 3)) for down in (False, True)],
+            [lambda x, p, s: hadamard_quantize_mxfp4(x, "absmax34", transpose=True, **stream)],
+        ),
+        (
+            "HOPPER_PACKED_COLUMNS",
+            [(resident, stages, down) for resident, stages in ((2, 3), (3, 2), (3, 3)) for down in (False, True)],
+            [lambda x, p, s: requantize_mxfp4(p, s, **stream)],
+        ),
+    ]
+    for name, candidates, calls in trials:
+        found: dict[tuple, float] = {}
         for candidate in candidates:
-            table[key] = candidate
-            try:
-                found[candidate] = time_us([lambda a=a: call(*a) for a in arguments], 3)
-            except Exception as error:  # a shape that the compiler or the multiprocessor refuses
-                print("refused:", key, candidate, str(error).splitlines()[:1])
-        table[key] = min(found, key=found.__getitem__)
-        print(key, table[key], {k: round(v, 1) for k, v in found.items()}, flush=True)
-
-    for h in (32, 64, 128):
-        call = lambda x, p, s, h=h: hadamard_quantize_mxfp4(x, "quest", hadamard=h, clip_mask=True)  # noqa: E731
-        best(tuned.ROW_THREADS, h, [32, 64, 128, 256], call, ready)
-        tiles = [
-            (tall, wide, warps)
-            for tall in (1, 2, 4, 8)
-            for wide in (32, 64, 128, 256)
-            for warps in (2, 4, 8)
-            if tall * wide in (32 * warps, 64 * warps if h == 32 else 0)
-        ]
-        call = lambda x, p, s, h=h: hadamard_quantize_mxfp4(x, "absmax34", hadamard=h, transpose=True)  # noqa: E731
-        best(tuned.COLUMNS, h, tiles, call, ready)
-        narrow = [t for t in tiles if t[0] * t[1] == 32 * t[2]]
-        call = lambda x, p, s, h=h: hadamard_quantize_mxfp4(  # noqa: E731
-            x, "absmax34", hadamard=h, transpose=True, **stream
-        )
-        best(tuned.RANDOM_COLUMNS, h, narrow, call, ready)
-        call = lambda x, p, s, h=h: requantize_mxfp4(p, s, hadamard=h, **stream)  # noqa: E731
-        best(tuned.PACKED_COLUMNS, h, narrow, call, ready)
-    write_tuned()
+            setattr(tuned, name, candidate)
+            found[candidate] = sum(time_us([lambda r=r, c=c: c(*r) for r in ready], 3) for c in calls)
+        setattr(tuned, name, min(found, key=found.__getitem__))
+        print(name, {k: round(v, 1) for k, v in found.items()}, flush=True)
+        write_tuned()
+    tuned.HOPPER_TRANSPOSES = by_default
     for n, k in SHAPES:
-        packed = [quantize_mxfp4(w) for w in random_tensors((n, k), torch.bfloat16)]
-        packed = packed * max(1, 8 // len(packed))
+        packed = rotated([quantize_mxfp4(w) for w in random_tensors((n, k), torch.bfloat16)])
         for m in DECODE:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            candidates = [
-                (rows, columns, slices, warps, stages)
-                for rows, warps in ((32, 2), (64, 4), (128, 4))
-                for columns in (128, 256)
-                for slices in (1, 2, 4, 8)
-                for stages in (3, 5)
-                if 132 <= n // rows * slices <= 132 * 32 and k // slices >= 2 * columns
-            ]
-            tuned.DECODE[m, n, k] = fastest(candidates, triton_gemm, x, packed)
-            candidates = [
-                (rows, warps // rows, depth, slices, resident)
-                for rows in (1, 2, 4, 8)
-                for warps in (4, 8, 16)
-                for depth in (2, 4, 6)
-                for slices in (1, 2, 4)
-                for resident in (1, 2, 3)
-                if rows <= warps
-                and n // (16 * rows) * slices >= 100
-                and warps * resident <= 32
-                and (slices == 1 or n // (16 * rows) < 264)
-                and k // 128 // slices >= 2 * (warps // rows)
-            ]
-            tuned.HOPPER_DECODE[m, n, k] = fastest(candidates, hopper, x, packed)
-            print(m, n, k, tuned.DECODE[m, n, k], tuned.HOPPER_DECODE[m, n, k], flush=True)
+            tuned.HOPPER_DECODE[m, n, k] = fastest(decode_plans(m, n, k), hopper, x, packed)
+            print(m, n, k, tuned.HOPPER_DECODE[m, n, k], flush=True)
             write_tuned()
+
+
+def decode_plans(m: int, n: int, k: int) -> list[tuple]:
+    """Fields of hopper.Plan worth a try: enough blocks for the device, two steps of every warp at least."""
+    return [
+        (rows, warps, depth, slices, resident, arranged, tall, ahead)
+        for rows, warps in ((1, 4), (2, 4), (1, 8), (2, 2), (4, 2), (4, 1), (8, 1))
+        for depth in (2, 4)
+        for slices in (1, 2, 4)
+        for resident in (1, 2)
+        for arranged in (False, True)
+        for tall in (1, 2)
+        for ahead in (0, 1 << 20)
+        if (arranged or m <= 8)
+        and n // (16 * rows * tall) * slices >= 100
+        and (slices == 1 or n // (16 * rows * tall) < 264)
+        and k // 128 // slices >= 2 * warps
+    ]
 
 
 def fastest(candidates: list[tuple], module: Any, x: torch.Tensor, packed: list) -> tuple:
@@ -410,13 +415,12 @@ def fastest(candidates: list[tuple], module: Any, x: torch.Tensor, packed: list)
 def write_tuned() -> None:
     from quantrot.kernels.mxfp4 import tuned
 
-    text = TUNED.read_text().split("ROW_THREADS = ")[0]
-    for name in ("ROW_THREADS", "COLUMNS", "RANDOM_COLUMNS", "PACKED_COLUMNS"):
+    text = TUNED.read_text().split("HOPPER_ROWS = ")[0]
+    for name in ("HOPPER_ROWS", "HOPPER_EXPANDED", "HOPPER_COLUMNS", "HOPPER_PACKED_COLUMNS"):
         text += f"{name} = {getattr(tuned, name)}\n"
-    for name in ("DECODE", "HOPPER_DECODE"):
-        lines = "".join(f"\n    {key}: {plan}," for key, plan in sorted(getattr(tuned, name).items()))
-        plans = "{" + lines + "\n" * bool(lines) + "}"
-        text += f"{name}: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {plans}\n"
+    lines = "".join(f"\n    {key}: {plan}," for key, plan in sorted(tuned.HOPPER_DECODE.items()))
+    fields = "int, int, int, int, int, bool, int, int"
+    text += f"HOPPER_DECODE: dict[tuple[int, int, int], tuple[{fields}]] = {{{lines}\n}}\n"
     TUNED.write_text(text)
 
 
@@ -534,6 +538,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--model", action="store_true")
+    parser.add_argument("--hopper-transposes", action="store_true")
     parser.add_argument("--render", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -542,4 +547,8 @@ if __name__ == "__main__":
     else:
         if asked.tune:
             tune()
+        if asked.hopper_transposes:
+            from quantrot.kernels.mxfp4 import tuned
+
+            tuned.HOPPER_TRANSPOSES = True
         main(asked)

@@ -1,60 +1,68 @@
-"""Every plan of the Hopper FP8 product beside cuBLAS: what the rules of kernels/fp8/hopper.py should choose.
+"""Plans of the Hopper FP8 product beside cuBLAS: what the rules of kernels/fp8/hopper.py should choose.
 
-    python benchmarks/tune_fp8_hopper.py [prefill] [decode] [--quick]
+    python benchmarks/tune_fp8_hopper.py [prefill] [decode] [--quick] [--out FILE]
 
-A line a plan, fastest first: us, times cuBLAS with the same block scales, fraction of the weight's reading time,
-relative error to float64, and whether the bits are those of the first plan with as many parts of K.
+FILE gets a line a plan and size: us, times cuBLAS with the same block scales and with one a tensor, fraction of the
+weight's reading time. Every plan's result is compared with float64 and with the bits of the first. Printed is a table
+of the prefill plans (times cuBLAS, a column a size, then the geometric mean), and of the decode sizes. Prefill goes
+twice over the sizes: first every plan, then changes of the best one in the mean.
 """
 
 import argparse
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import IO, Any
 
 import torch
-from bench_fp8 import DECODE, PREFILL, WEIGHTS, operands, tensorwise
+from bench_fp8 import DECODE, PREFILL, WEIGHTS, operands, race_us, tensorwise
 from timing import copy_gbps, time_us
 
 from quantrot.kernels.fp8 import dequantize_fp8_block, fp8_block_gemm, hopper
 from quantrot.kernels.fp8.hopper import Decode, Plan, Prefill
-from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
+from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, compile_cubin
 
 SCALES = "1x128 by 128x128"
+Choice = tuple[Plan, int]  # and the parts of K
+Size = tuple[int, int, int]  # M, N, K
 
 
-def prefill_plans(quick: bool) -> list[tuple[Plan, int]]:
-    """(plan, parts of K)."""
-    plans = [
-        Prefill(),
-        Prefill(ordered=False),
-        Prefill(groups=3, slabs=1),
-        Prefill(groups=3, slabs=1, ordered=False),
-        Prefill(slabs=1, sets=2, stages=6, ordered=False),
-        Prefill(slabs=1, stages=6),
-        Prefill(cluster=1),
-    ]
+def prefill_plans(quick: bool) -> list[Plan]:
+    wide, square = hopper.WIDE, hopper.SQUARE
+    plans: list[Plan] = [wide, square, replace(wide, lag=0), replace(wide, lag=3)]
     if not quick:
-        plans += [Prefill(stages=3), Prefill(tile_group=4), Prefill(tile_group=16)]
-        plans += [Prefill(groups=3, slabs=1, cluster=1), Prefill(slabs=1, stages=6, ordered=False)]
-        plans += [Prefill(slabs=1, sets=2, stages=5), Prefill(groups=1, slabs=2, stages=6)]
-        plans += [Prefill(groups=1, slabs=1, sets=2, stages=6, ordered=False)]
-    return [(plan, 1) for plan in plans]
+        plans += [replace(wide, lag=2), replace(wide, cluster=1), replace(square, sets=1), replace(square, cluster=1)]
+    return plans
 
 
-def decode_plans(m: int, n: int, k: int, quick: bool) -> Iterator[tuple[Plan, int]]:
-    """The rule's plan, launched in three ways, then every division of b's rows that fits."""
+def changed(best: Plan) -> list[Plan]:
+    """Plans near the best one."""
+    assert isinstance(best, Prefill)
+    return [
+        replace(best, overlap=False),
+        replace(best, tile_group=4),
+        replace(best, tile_group=16),
+        replace(best, stages=best.stages - 1),
+    ]
+
+
+def decode_plans(size: Size, quick: bool) -> Iterator[Choice]:
+    """The rule's plan, launched in two ways, then divisions of b's rows that fit (not quick: every one)."""
+    m, n, k = size
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
     rule = hopper.plan_for(m, n, k, 1)
     assert isinstance(rule, Decode)
-    yield from ((rule, 1), (replace(rule, overlap=True), 1), (replace(rule, overlap=True, early=True), 1))
-    few = ((32, 64, 128), (1, 2, 4), (1, 2), (1,))
-    for columns, share, resident, parts in itertools.product(
-        *few if quick else ((16, *few[0]), few[1], (1, 2, 3), (1, 2))
-    ):
-        plan = Decode(tokens, columns=columns, share=share, resident=resident)
-        blocks = plan.grid(m, n, parts)
-        if share > 1 and (tokens < 32 or share > tokens // 8 or share * parts > 8):
+    yield from ((rule, 1), (replace(rule, overlap=False), 1))
+    for columns, resident, parts in itertools.product((16, 32, 64, 128), (1, 2, 3), (1, 2)):
+        if quick and (columns == 16 or resident > 2 or parts > 1):
             continue
+        plan = Decode(tokens, columns=columns, resident=resident)
+        blocks = plan.grid(m, n, parts)
         if not 60 <= blocks <= 1000 or (resident > 1 and blocks <= hopper.PROCESSORS):
             continue
         if columns == 128 and tokens == 64 and resident > 1:  # spills
@@ -66,45 +74,178 @@ def decode_plans(m: int, n: int, k: int, quick: bool) -> Iterator[tuple[Plan, in
             yield replace(plan, stages=stages), parts
 
 
-def sweep(m: int, n: int, k: int, plans: list[tuple[Plan, int]], gbps: float) -> None:
-    data, blocks, _ = operands(m, n, k, SCALES)
-    one, floor = torch.ones((), device="cuda"), n * k / gbps / 1e3
-    cublas = time_us([lambda d=d: fp8_block_gemm(*d, **blocks, backend="cublas") for d in data])
-    wide = time_us([lambda d=d: tensorwise(d, one) for d in data])
-    print(f"\n{m} x {n} x {k}: cuBLAS block {cublas:.1f} us, tensorwise {wide:.1f} us, floor {floor:.1f} us")
-    left, right = (
-        dequantize_fp8_block(*pair, block, torch.float32)[:256].double()
-        for pair, block in ((data[0][:2], (1, 128)), (data[0][2:], (128, 128)))
-    )
-    exact = left @ right.T
-    first: dict[int, torch.Tensor] = {}
-    lines = []
-    for plan, parts in plans:
+def source(choice: Choice) -> str:
+    return hopper.device_functions() + hopper.entry(*choice, channel=False, out=torch.bfloat16, bias=0)
 
-        def run(d: tuple, plan: Plan = plan, parts: int = parts) -> torch.Tensor:
-            return hopper.gemm(*d, (1, 128), (128, 128), torch.bfloat16, plan=plan, parts=parts)
 
-        try:
-            y = run(data[0])
-            us = time_us([lambda d=d, run=run: run(d) for d in data], replays=3)
-        except RuntimeError as error:
-            lines.append((float("inf"), f"refused: {plan}: {str(error)[:100]}"))
-            continue
-        same = torch.equal(first.setdefault(parts, y), y)
-        error = ((y[:256, :256].double() - exact).norm() / exact.norm()).item()
-        lines.append(
-            (us, f"{us:8.2f} us  {cublas / us:5.2f} x  {floor / us:5.2f}  {error:.1e}  {same}  parts {parts}  {plan}")
+def compile_all(choices: Sequence[Choice]) -> None:
+    """Into the cache on disk, side by side: by processes that never use the GPU."""
+    sources = {source(choice) for choice in choices}
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_cubin, sources))
+
+
+def name_of(choice: Choice) -> str:
+    """Class and fields that differ from the defaults."""
+    plan, parts = choice
+    changes = [
+        f"{f.name}={getattr(plan, f.name)}"
+        for f in fields(plan)
+        if f.name == "tokens" or getattr(plan, f.name) != f.default
+    ]
+    return f"{type(plan).__name__}({', '.join(changes)})" + (f" x{parts}" if parts > 1 else "")
+
+
+def peer_us(call: Sequence) -> float:
+    try:
+        return time_us(call, replays=3)
+    except (RuntimeError, ValueError):  # cuBLAS does not take every M
+        return math.nan
+
+
+@dataclass
+class Bench:
+    """A size's operands, and what was measured on them."""
+
+    size: Size
+    gbps: float
+    us: dict[Any, float] = field(default_factory=dict)  # a call, by plan
+
+    def __post_init__(self) -> None:
+        m, n, k = self.size
+        self.data, _, _ = operands(m, n, k, SCALES)
+        self.floor = n * k / self.gbps / 1e3
+        left, right = (
+            dequantize_fp8_block(*pair, block, torch.float32)[:256].double()
+            for pair, block in ((self.data[0][:2], (1, 128)), (self.data[0][2:], (128, 128)))
         )
-    print("\n".join(text for _, text in sorted(lines)), flush=True)
+        self.exact = left @ right.T
+        self.first: dict[int, torch.Tensor] = {}
+
+    def calls(self, choice: Choice) -> list[Callable[[], torch.Tensor]]:
+        plan, parts = choice
+        keywords = {"plan": plan, "parts": parts}
+        return [lambda d=d: hopper.gemm(*d, (1, 128), (128, 128), torch.bfloat16, **keywords) for d in self.data]
+
+    def right(self, choice: Choice) -> bool:
+        """Whether the plan runs; says so where its result is wrong."""
+        try:
+            y = self.calls(choice)[0]()
+        except RuntimeError as error:
+            print(f"refused at {self.size}: {name_of(choice)}: {str(error)[:100]}")
+            return False
+        same = torch.equal(self.first.setdefault(choice[1], y), y)
+        error = ((y[:256, :256].double() - self.exact).norm() / self.exact.norm()).item()
+        if not same or not error < 2e-3:
+            print(f"WRONG at {self.size}: error {error:.1e}, same bits {same}: {name_of(choice)}", flush=True)
+        return True
+
+    def race(self, choices: Sequence[Choice]) -> None:
+        """Beside cuBLAS, all at the same clocks."""
+        one = torch.ones((), device="cuda")
+        blocks = {"a_block": (1, 128), "b_block": (128, 128)}
+        calls: dict[Any, list] = {choice: self.calls(choice) for choice in choices if self.right(choice)}
+        calls["cublas"] = [lambda d=d: fp8_block_gemm(*d, **blocks, backend="cublas") for d in self.data]
+        calls["tensorwise"] = [lambda d=d: tensorwise(d, one) for d in self.data]
+        us = race_us(calls)
+        self.cublas, self.wide = us.pop("cublas"), us.pop("tensorwise")
+        self.us = us
+
+    def measure(self, choices: Sequence[Choice]) -> None:
+        """Each by itself, and cuBLAS."""
+        one = torch.ones((), device="cuda")
+        blocks = {"a_block": (1, 128), "b_block": (128, 128)}
+        self.cublas = peer_us([lambda d=d: fp8_block_gemm(*d, **blocks, backend="cublas") for d in self.data])
+        self.wide = peer_us([lambda d=d: tensorwise(d, one) for d in self.data])
+        self.us = {c: time_us(self.calls(c), replays=3) for c in choices if self.right(c)}
+
+    def write(self, log: IO[str]) -> None:
+        print(
+            "\n{} x {} x {}: cuBLAS block {:.1f} us, tensorwise {:.1f}".format(*self.size, self.cublas, self.wide),
+            file=log,
+        )
+        for choice, us in sorted(self.us.items(), key=lambda item: item[1]):
+            shares = f"{self.cublas / us:5.2f} x  {self.wide / us:5.2f} x  {self.floor / us:5.2f}"
+            print(f"{us:8.2f} us  {shares}  {name_of(choice)}", file=log, flush=True)
+
+
+def mean(values: Sequence[float]) -> float:
+    values = [v for v in values if not math.isnan(v)]
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def table(benches: list[Bench], choices: Sequence[Choice]) -> Choice:
+    """Prints times cuBLAS of every plan and size, and the best of each size; the best plan in the mean is returned."""
+    print("times cuBLAS block; columns: " + "  ".join("{}x{}x{}".format(*b.size) for b in benches))
+
+    def score(choice: Choice) -> float:
+        return mean([b.cublas / b.us[choice] if choice in b.us else 0.1 for b in benches])
+
+    for choice in choices:
+        row = [f"{b.cublas / b.us[choice]:5.3f}" if choice in b.us else "  -  " for b in benches]
+        print(" ".join(row), f" {score(choice):5.3f}  {name_of(choice)}")
+    tops = [b.cublas / min(b.us.values()) for b in benches]
+    print(" ".join(f"{t:5.3f}" for t in tops), f" {mean(tops):5.3f}  the best of each")
+    print(" ".join(f"{b.cublas / b.wide:5.3f}" for b in benches), "        cuBLAS tensorwise")
+    print(" ".join(f"{2 * math.prod(b.size) / b.cublas / 1e6:5.0f}" for b in benches), "        cuBLAS block, TFLOP/s")
+    return max(choices, key=score)
+
+
+def prefill(quick: bool, gbps: float, log: IO[str]) -> None:
+    choices: list[Choice] = [(plan, 1) for plan in prefill_plans(quick)]
+    for _ in range(2):  # then changes of the best one
+        benches = []
+        for (n, k), m in itertools.product(WEIGHTS, PREFILL):
+            bench = Bench((m, n, k), gbps)
+            bench.race(choices)
+            bench.write(log)
+            bench.data, bench.first = [], {}  # not kept: they fill the memory together
+            benches.append(bench)
+            torch.cuda.empty_cache()
+        best = table(benches, choices)
+        choices = [best, *((plan, 1) for plan in changed(best[0]))]
+
+
+def decode(quick: bool, gbps: float, log: IO[str]) -> None:
+    print("decode: us, times cuBLAS block, of the weight's reading time: the rule, not overlapped | the best")
+    gains, floors = [], []
+    for (n, k), m in itertools.product(WEIGHTS, DECODE):
+        bench = Bench((m, n, k), gbps)
+        choices = list(dict.fromkeys(decode_plans(bench.size, quick)))
+        bench.measure(choices)
+        bench.write(log)
+        best = min(bench.us, key=bench.us.__getitem__)
+        found = [
+            f"{bench.us[c]:.1f} {bench.cublas / bench.us[c]:.2f} {bench.floor / bench.us[c]:.2f}"
+            for c in (*choices[:2], best)
+        ]
+        print(f"{m}x{n}x{k}: " + " | ".join(found) + f" {name_of(best)}", flush=True)
+        gains.append(bench.cublas / bench.us[choices[0]])
+        aim = 0.80 if (n, k) in ((8192, 8192), (28672, 4096)) else 0.65
+        if bench.floor / bench.us[choices[0]] < aim:
+            floors.append(f"{m}x{n}x{k}")
+    print(
+        f"times cuBLAS block in the mean {mean(gains):.2f} (aim 1.3); below the share of the floor: {' '.join(floors)}"
+    )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["prefill", "decode"])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(os.devnull))
     asked = parser.parse_args()
+    needed: list[Choice] = []
+    if "prefill" in asked.what:
+        for tile in prefill_plans(asked.quick):
+            needed += [(tile, 1), *((plan, 1) for plan in changed(tile))]
+    if "decode" in asked.what:
+        for (n, k), m in itertools.product(WEIGHTS, DECODE):
+            needed += decode_plans((m, n, k), asked.quick)
+    compile_all(needed)
     speed = copy_gbps()
-    for what, tokens in (("prefill", PREFILL), ("decode", DECODE)):
-        for (n, k), m in itertools.product(WEIGHTS if what in asked.what else (), tokens):
-            plans = prefill_plans(asked.quick) if what == "prefill" else list(decode_plans(m, n, k, asked.quick))
-            sweep(m, n, k, plans, speed)
+    with asked.out.open("a") as lines:
+        if "prefill" in asked.what:
+            prefill(asked.quick, speed, lines)
+        if "decode" in asked.what:
+            decode(asked.quick, speed, lines)

@@ -198,6 +198,16 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, bool inside) {
 
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// 4 bytes of global memory -> shared memory, for ordinary loads, before this thread's next copies_arrive arrives.
+__device__ __forceinline__ void copy4(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// This thread arrives on the barrier, once its copies so far have landed; it does not wait for that.
+__device__ __forceinline__ void copies_arrive(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
 // --- Registers between warpgroups ------------------------------------------------------------------------------------
 
 template <int N>
@@ -220,9 +230,15 @@ __device__ __forceinline__ void store_shared(u32 address, float a) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
 }
 
-__device__ __forceinline__ u32 load_shared16(u32 address) {  // two bytes, zeros above
+__device__ __forceinline__ u32 load_shared_u16(u32 address) {  // two bytes, zeros above
   u32 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float load_shared(u32 address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
 
@@ -276,6 +292,7 @@ __device__ __forceinline__ void product_done(float (&d)[W]) {
 #pragma unroll
   for (int i = 0; i < W; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
+__device__ __forceinline__ void product_done(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
 #define QR_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define QR_8(i) QR_4(i), QR_4(i + 4)

@@ -17,18 +17,20 @@ BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 # plan, parts, a scale of b a row, output, bytes of a bias element: every branch of the source
 CASES = {
     "prefill": (Prefill(stages=3), 1, False, BF16, 0),
-    "prefill_alone": (Prefill(slabs=1, stages=4, cluster=1, ordered=False), 1, False, FP16, 2),
-    "prefill_parts": (Prefill(slabs=1, stages=2), 2, False, BF16, 4),
-    "prefill_sets": (Prefill(slabs=1, sets=2, stages=3), 1, False, BF16, 0),
-    "prefill_channel": (Prefill(slabs=1, stages=3, cluster=1), 1, True, BF16, 4),
-    "decode_channel": (Decode(16, stages=6, early=True), 1, True, BF16, 0),
-    "prefill_three": (Prefill(groups=3, slabs=1, stages=2, cluster=1), 1, False, BF16, 0),
+    "prefill_alone": (Prefill(stages=4, cluster=1), 1, False, FP16, 2),
+    "prefill_channel": (Prefill(stages=3, cluster=1), 1, True, BF16, 4),
+    "prefill_parts": (Prefill(stages=2), 2, False, BF16, 4),
+    "prefill_sets": (Prefill(sets=2, stages=3), 1, False, BF16, 0),
+    "prefill_wide": (Prefill(wide=True, stages=3, lag=1), 1, False, BF16, 0),
+    "prefill_wide_bias": (Prefill(wide=True, stages=3), 1, False, BF16, 4),
+    "prefill_wide_alone": (Prefill(wide=True, stages=2, cluster=1, lag=2), 1, True, BF16, 2),
+    "decode_channel": (Decode(16, stages=6), 1, True, BF16, 0),
     "decode8": (Decode(8, stages=4), 1, False, BF16, 4),
     "decode16_parts": (Decode(16, stages=3), 2, False, FP16, 0),
-    "decode32_share": (Decode(32, stages=3, share=2), 1, False, BF16, 2),
-    "decode64_both": (Decode(64, stages=2, share=2, early=True), 2, False, BF16, 4),
+    "decode32": (Decode(32, stages=3), 1, False, BF16, 2),
+    "decode64_parts": (Decode(64, stages=2), 2, False, BF16, 4),
     "decode8_narrow": (Decode(8, columns=16, stages=5), 1, False, BF16, 0),
-    "decode64_narrow": (Decode(64, columns=32, stages=3, share=4), 1, False, BF16, 0),
+    "decode64_narrow": (Decode(64, columns=32, stages=3), 1, False, BF16, 0),
     "decode64_two": (Decode(64, columns=128, stages=2, resident=1), 1, False, BF16, 0),
 }
 DRIVER = """
@@ -71,7 +73,7 @@ def emulator(emulated):
             maps[7 * i : 7 * i + 7] = (x.data_ptr(), *x.shape, x.stride(0) * x.itemsize, *box, x.itemsize)
         prefill = isinstance(plan, Prefill)
         blocks = plan.grid(m, n, processors if prefill else parts)
-        cluster = plan.cluster if prefill else plan.share * parts
+        cluster = plan.cluster if prefill else parts
         shared = plan.shared_bytes(hopper.segment_of(k, parts))
         message = library.run(
             list(CASES).index(name), maps, ctypes.byref(args), blocks, cluster, plan.threads, shared, seed
@@ -126,7 +128,7 @@ def test_every_kernel_is_exact_on_integers(emulator, name, m, n, k):
     assert torch.equal(c.double(), exact(*operands, b_block=b_block, bias=bias).to(c.dtype).double())
 
 
-@pytest.mark.parametrize("name", ["prefill", "prefill_sets", "decode16_parts", "decode64_both"])
+@pytest.mark.parametrize("name", ["prefill", "prefill_sets", "prefill_wide", "decode16_parts", "decode64_parts"])
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     operands, bias = reals(40, 264, 768), bias_of(name, 264)
     first, *others = (emulator(name, *operands, bias=bias, seed=seed, processors=2 + seed % 3) for seed in range(4))
@@ -136,15 +138,9 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
 @pytest.mark.parametrize(
     "names",
     [
-        (
-            "prefill",
-            "prefill_sets",
-            "prefill_three",
-            "decode64_two",
-            "decode8_narrow",
-            "decode64_narrow",
-        ),  # one part of K
-        ("prefill_parts", "decode64_both"),  # two
+        # one part of K
+        ("prefill", "prefill_sets", "prefill_wide", "decode64_two", "decode8_narrow", "decode64_narrow"),
+        ("prefill_parts", "decode64_parts"),  # two
     ],
 )
 def test_a_row_has_the_same_bits_alone_and_in_any_batch_and_kernel(emulator, names):
@@ -159,7 +155,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch_and_kernel(emulator, nam
             assert torch.equal(part, whole[rows])
 
 
-@pytest.mark.parametrize("name", ["prefill_three", "decode8"])
+@pytest.mark.parametrize("name", ["prefill", "prefill_wide", "decode8"])
 @pytest.mark.parametrize(
     ("a_block", "b_block"),
     [
@@ -190,7 +186,7 @@ def test_rows_with_a_pitch_and_halves_of_a_tensor(emulator):
     assert torch.equal(emulator("prefill", wide[:, :512], a_scale, b, b_scale), expected)
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode32_share"])
+@pytest.mark.parametrize("name", ["prefill", "decode32"])
 def test_nan_and_infinite_scales_reach_their_own_rows_only(emulator, name):
     torch.manual_seed(0)
     a, a_scale, b, b_scale = integers(20, 256, 512)
@@ -213,8 +209,14 @@ def test_every_plan_fits(n, k):
         plan = hopper.plan_for(m, n, k, parts)
         shared = plan.shared_bytes(hopper.segment_of(k, parts))
         assert (shared + 1024) * plan.resident <= hopper.SM_SHARED
-        cluster = plan.cluster if isinstance(plan, Prefill) else plan.share * parts
+        cluster = plan.cluster if isinstance(plan, Prefill) else parts
         assert cluster <= 8 and plan.grid(m, n, 132 if isinstance(plan, Prefill) else parts) % cluster == 0
+
+
+def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest():
+    assert hopper.plan_for(4096, 8192, 8192, 1) == hopper.WIDE
+    assert hopper.plan_for(4096, 28672, 4096, 1) == hopper.SQUARE  # 55 of 128 columns, or 28 of 256
+    assert hopper.plan_for(4096, 576, 1536, 2) == hopper.IN_PARTS
 
 
 def test_what_it_does_not_take_is_named():
@@ -315,14 +317,14 @@ def test_gpu_a_hundred_runs_give_the_same_bits(m):
 
 
 @gpu
-@pytest.mark.parametrize("changes", [{}, {"overlap": True}, {"overlap": True, "early": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"overlap": False}], ids=str)
 @pytest.mark.parametrize("m", [1, 64, 512])
 def test_gpu_in_a_graph_and_overlapped_with_what_makes_its_operands(m, changes):
     a, a_scale, b, b_scale = on_gpu(*reals(m, 4096, 4096))
     expected = hopper.gemm(a, a_scale, b, b_scale, (1, 128), (128, 128), BF16)
     parts = hopper.parts_of(4096, 4096)
     plan = hopper.plan_for(m, 4096, 4096, parts)
-    plan = replace(plan, **{name: on for name, on in changes.items() if hasattr(plan, name)})
+    plan = replace(plan, **changes)
     staged, graph = torch.empty_like(a), torch.cuda.CUDAGraph()
 
     def chain():

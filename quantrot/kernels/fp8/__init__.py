@@ -13,9 +13,9 @@ are NaN (0x7F): it dequantizes to NaN. Codes and scales of every backend are the
 
 A block dimension of 0 means the whole dimension: (1, 0) is one scale a row (per channel, per token), (0, 0) per tensor.
 
-A row's codes and scales depend on no other row while a block has one row. Products: "triton" sums K in the same order
-for any M, so a row alone has the bits that it has in a batch; "cublas", which "auto" takes where it applies, chooses
-its kernel by M and promises no such thing.
+A row's codes and scales depend on no other row while a block has one row. Products: "hopper", which "auto" takes where
+it applies, and "triton" sum K in the same order for any M, so a row alone has the bits that it has in a batch;
+"cublas" chooses its kernel by M and promises no such thing.
 
 The operators are torch.library's, `quantrot::...`: torch.compile and CUDA graphs see opaque functions. Sources:
 GridQuant's 2D-block scheme; DeepSeek-V3, arXiv:2412.19437, section 3.3 (1 x 128 by 128 x 128); QuaRot,
@@ -126,10 +126,11 @@ def hadamard_quantize_fp8(
     """quantize_fp8_block of hadamard_transform(x), x [M, K]: order, block, signs and scale are the transform's,
     block_size is the scaled block.
 
-    The transform's float32 sums are quantized as they are. "triton" does both in one kernel for 1 x 128 blocks and
-    orders of at most 16384 padded elements; for others "auto" on a GPU runs the two operators one after the other, with
-    x's dtype, and one rounding to it, in between. Sums in another order differ in their last bits, so a code near a
-    tie may be its neighbour: within one step of the reference's.
+    The transform's float32 sums are quantized as they are. "auto" does both in one CUDA kernel on Hopper for 1 x 128
+    blocks and 16-bit orders that are multiples of 128 (where the transform's own kernel has them), and "triton" in one
+    for many others of at most 14336; where neither can, "auto" on a GPU runs the two operators one after the other,
+    with x's dtype, and one rounding to it, in between. Sums in another order differ in their last bits, so a code near
+    a tie may be its neighbour: within one step of the reference's.
     """
     rule = _check_input("hadamard_quantize_fp8", x, block_size, scale_rule, backend)
     size, signs, factor = check_transform(x, order, block, signs, scale, "auto")
@@ -177,7 +178,7 @@ def fp8_block_gemm(
     float16 or float32). backend: "triton" takes blocks whose columns are a multiple of 128 or all of K, and gives a row
     the same bits whatever M is; "triton_splitk" is its variant that splits K for few rows (other bits, for a given M
     always the same ones); "cublas" takes 1 x 128 by 128 x 128 (or 1 x 128), 128 x 128 by 1 x 128, and (1, 0) by (1, 0)
-    on Hopper; "hopper" is CUDA C++ for it, by name only until it has been measured; "reference" dequantizes. ValueError
+    on Hopper; "hopper" is CUDA C++ for it; "reference" dequantizes. ValueError
     for shapes or dtypes that do not fit, or a backend that cannot run.
     """
     _check_product(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend)
@@ -274,7 +275,7 @@ def _turns_on_hopper(x: Tensor, order: int) -> bool:
     from quantrot.kernels import nvrtc
     from quantrot.kernels.hadamard import hopper
 
-    return nvrtc.available(x.device) and hopper.plan_for_codes(order, x.dtype) is not None
+    return nvrtc.available(x.device) and hopper.plan_for_codes(order, x.shape[1], x.dtype) is not None
 
 
 def _product(asked: str, *operands) -> ModuleType | None:

@@ -1,4 +1,4 @@
-"""The block-scaled FP8 product for Hopper: CUDA C++ (gemm.cuh, on kernels/hopper.cuh), compiled at first use.
+"""The block-scaled FP8 product for Hopper: CUDA C++ (gemm, prefill, decode.cuh), compiled at first use.
 
     gemm         a [M, K], b [N, K], e4m3 with block scales -> a b^T [M, N], + bias
     unsupported  why these operands are not for it, or None; `supports` is the same as a bool
@@ -44,57 +44,55 @@ def _ceil(size: int, block: int) -> int:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Many tokens: tiles of 64 * slabs * groups tokens by 128 columns, persistent thread blocks."""
+    """Many tokens: persistent thread blocks with tiles of 128 tokens by 128 columns, or (wide) by 256."""
 
-    groups: int = 2  # warpgroups that multiply
-    slabs: int = 2  # of 64 tokens, a warpgroup
-    sets: int = 1  # of tensor core sums: with 2 a warpgroup promotes one block of K while the next is multiplied
+    wide: bool = False
+    sets: int = 1  # of tensor core sums: with 2 (not wide) a block of K is promoted while the next is multiplied
     stages: int = 4  # blocks of K in shared memory
-    cluster: int = 2  # thread blocks that share the tokens of a tile
-    ordered: bool = True  # warpgroups take turns to multiply
+    cluster: int = 2  # thread blocks that share the tokens of a tile, or (wide) its columns
+    lag: int = 0  # 64 x 128 products by which the second warpgroup starts behind the first
     tile_group: int = 8  # rows of tiles that run together
-    overlap: bool = False  # launched while the kernel before it ends
+    overlap: bool = True  # launched while the kernel before it ends
 
-    @property
-    def rows(self) -> int:
-        return 64 * self.slabs * self.groups
-
+    rows = 128
     resident = 1
+    threads = 384  # two warpgroups multiply, a third copies
 
     @property
-    def threads(self) -> int:
-        return 128 * (self.groups + 1)
+    def columns(self) -> int:
+        return 256 if self.wide else 128
 
     def shared_bytes(self, segment: int) -> int:
-        return self.stages * ((self.rows + 128) * 128 + 16) + self.groups * (16 << 10)
+        return self.stages * ((self.rows + self.columns) * 128 + self.rows * 4 + 32) + (24 << 10)
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
-        flags = ", ".join(str(flag).lower() for flag in (self.ordered, parts > 1, channel))
-        return (
-            f"prefill<{self.groups}, {self.slabs}, {self.sets}, {self.stages}, {self.cluster}, {flags}, "
-            f"quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
-        )
+        wide, in_parts, by_row = (str(flag).lower() for flag in (self.wide, parts > 1, channel))
+        shape = f"{self.sets}, {self.stages}, {self.cluster}, {wide}, {self.lag}"
+        return f"prefill<{shape}, {in_parts}, {by_row}, quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
+
+    def tiles(self, m: int, n: int) -> int:
+        """Of all thread blocks of a cluster."""
+        down, across = (self.cluster, 1) if self.wide else (1, self.cluster)
+        return _ceil(m, self.rows * down) * _ceil(n, self.columns * across)
 
     def grid(self, m: int, n: int, processors: int) -> int:
-        tiles = _ceil(m, self.rows) * _ceil(n, 128 * self.cluster)
-        return min(tiles, processors // self.cluster) * self.cluster
+        return min(self.tiles(m, n), processors // self.cluster) * self.cluster
 
     def boxes(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of what the copy engine moves of a, b and c."""
-        return (self.rows // self.cluster, 128), (128, 128), (64, 64)
+        down, across = (1, self.cluster) if self.wide else (self.cluster, 1)
+        return (self.rows // down, 128), (self.columns // across, 128), (8, 64)
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Few tokens: tiles of `columns` of c (rows of b) by `tokens`; a cluster shares K, or the tokens, or both."""
+    """Few tokens: tiles of `columns` of c (rows of b) by `tokens`; a cluster shares K."""
 
     tokens: int  # of a tile: 8, 16, 32, 64
     columns: int = 64  # 16, 32, 64, or 128 by two warpgroups
     stages: int = 8  # blocks of K in shared memory
-    share: int = 1  # neighbouring thread blocks that read the tokens once
     resident: int = 2  # thread blocks a multiprocessor
-    overlap: bool = False  # launched while the kernel before it ends
-    early: bool = False  # and reads b before that end: only where that kernel does not write b
+    overlap: bool = True  # launched while the kernel before it ends
 
     @property
     def threads(self) -> int:
@@ -108,17 +106,14 @@ class Decode:
         return self.stages * self.stage_bytes() + pad + segment * self.tokens * 4
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
-        flags = ", ".join(str(flag).lower() for flag in (self.early, channel))
-        return (
-            f"decode<{self.tokens}, {self.columns}, {self.stages}, {parts}, {self.share}, {flags}, "
-            f"quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
-        )
+        shape = f"{self.tokens}, {self.columns}, {self.stages}, {parts}, {str(channel).lower()}"
+        return f"decode<{shape}, quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
 
     def grid(self, m: int, n: int, parts: int) -> int:
-        return _ceil(m, self.tokens) * _ceil(n, self.columns * self.share) * self.share * parts
+        return _ceil(m, self.tokens) * _ceil(n, self.columns) * parts
 
     def boxes(self) -> tuple[tuple[int, int], ...]:
-        return (self.tokens // self.share, 128), (self.columns, 128)
+        return (self.tokens, 128), (self.columns, 128)
 
 
 Plan = Prefill | Decode
@@ -128,12 +123,13 @@ Plan = Prefill | Decode
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
     here = Path(__file__).parent
-    return (here.parent / "hopper.cuh").read_text() + (here / "gemm.cuh").read_text()
+    files = here.parent / "hopper.cuh", *(here / f"{name}.cuh" for name in ("gemm", "prefill", "decode"))
+    return "".join(file.read_text() for file in files)
 
 
 def entry(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, name: str = "gemm") -> str:
     """C++ of the kernel `name`. channel: b has a scale a row; bias: the bytes of an element of it, 0 for none."""
-    cluster = plan.cluster if isinstance(plan, Prefill) else plan.share * parts
+    cluster = plan.cluster if isinstance(plan, Prefill) else parts
     return ENTRY.format(
         cluster=f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else "",
         threads=plan.threads,
@@ -162,10 +158,14 @@ def segment_of(k: int, parts: int) -> int:
 def _decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
     tokens = next(t for t in (8, 16, 32, 64) if t >= min(m, 64))
     tiles = _ceil(m, tokens) * parts
-    columns = next((c for c in (64, 32) if tiles * _ceil(n, c) >= BUSY), 16)
-    share = min(1 if tokens < 32 else 2 if columns == 64 else 4, tokens // 8, 8 // parts)
-    plan = Decode(tokens, columns=columns, share=share)
-    plan = replace(plan, resident=1 if plan.grid(m, n, parts) <= PROCESSORS else 2)
+    # With 16 tokens and more, half as many blocks that each read the tokens are better than all multiprocessors busy.
+    enough = BUSY if tokens == 8 else BUSY // 2
+    columns = next((c for c in (64, 32) if tiles * _ceil(n, c) >= enough), 16)
+    if tokens >= 32 and tiles * _ceil(n, 64) > 2 * PROCESSORS:
+        columns = 128
+    plan = Decode(tokens, columns=columns)
+    one = plan.grid(m, n, parts) <= PROCESSORS or (tokens, columns) == (64, 128)  # whose registers fit once
+    plan = replace(plan, resident=1 if one else 2)
     budget = min(MAX_SHARED, SM_SHARED // plan.resident - 1024) - replace(plan, stages=0).shared_bytes(
         segment_of(k, parts)
     )
@@ -173,16 +173,26 @@ def _decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
     return replace(plan, stages=min(budget // plan.stage_bytes(), in_flight))
 
 
+WIDE = Prefill(wide=True, lag=1)
+SQUARE = Prefill(sets=2, stages=6)
+IN_PARTS = Prefill(stages=6)  # the sum of the parts so far takes the second set's place
+
+
+def _waves(m: int, n: int, plan: Prefill) -> int:
+    """Columns that the busiest multiprocessor computes, if each does one tile after another."""
+    return _ceil(plan.tiles(m, n), PROCESSORS // plan.cluster) * plan.columns
+
+
 def plan_for(m: int, n: int, k: int, parts: int) -> Plan:
     """The plan of these sizes, by rule."""
+    square = IN_PARTS if parts > 1 else SQUARE
     if m > 64:
-        waves = {rows: _ceil(_ceil(m, rows) * _ceil(n, 128), PROCESSORS) * rows for rows in (128, 256)}
-        if parts == 1 and waves[256] <= waves[128]:
-            return Prefill()
+        if parts == 1 and _waves(m, n, WIDE) <= _waves(m, n, SQUARE):  # at equal work, wide is the faster one
+            return WIDE
         if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
-            return Prefill(slabs=1, stages=6)
+            return square
     plan = _decode_plan(m, n, k, parts)
-    return plan if plan.stages >= 2 else Prefill(slabs=1, stages=6)
+    return plan if plan.stages >= 2 else square
 
 
 # --- What can be run -------------------------------------------------------------------------------------------------
@@ -327,32 +337,6 @@ def is_channel(b: Tensor, block: tuple[int, int]) -> bool:
     return block[0] == 1 and _whole(block, b.shape) == (1, 0)
 
 
-@lru_cache(maxsize=4096)
-def _tensor_map(data: int, rows: int, columns: int, pitch: int, box: tuple[int, int], dtype: torch.dtype) -> bytes:
-    """The driver's description of a matrix for the copy engine: boxes in 128-byte swizzle, zeros past the edges."""
-    kind = {E4M3: 0, torch.float16: 6, torch.bfloat16: 9}[dtype]  # CUtensorMapDataType; bytes for e4m3
-    no_interleave, swizzle_128, promote_256, fill_zeros = 0, 3, 3, 0
-    room = ctypes.create_string_buffer(128 + 64)
-    start = -ctypes.addressof(room) % 64  # the driver wants it aligned, which cuda.bindings' object is not
-    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.byref(room, start),
-        kind,
-        2,
-        ctypes.c_void_p(data),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(pitch),
-        (ctypes.c_uint32 * 2)(box[1], box[0]),
-        (ctypes.c_uint32 * 2)(1, 1),
-        no_interleave,
-        swizzle_128,
-        promote_256,
-        fill_zeros,
-    )
-    if error:
-        raise RuntimeError(f"CUDA driver: error {error} for a tensor map of [{rows}, {columns}], pitch {pitch}")
-    return room.raw[start : start + 128]
-
-
 @lru_cache(maxsize=1024)
 def _kernel(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, segment: int, device: int) -> Any:
     """The function, ready to launch on this device."""
@@ -395,7 +379,7 @@ def gemm(
     plan = plan or plan_for(m, n, k, parts)
     device, segment, channel = a.get_device(), segment_of(k, parts), is_channel(b, b_block)
     maps = [
-        _tensor_map(x.data_ptr(), *x.shape, x.stride(0) * x.itemsize, box, x.dtype)
+        nvrtc.tensor_map(x.data_ptr(), *x.shape, x.stride(0) * x.itemsize, box, x.dtype)
         for x, box in zip((a, b, c), plan.boxes(), strict=False)
     ]
     values = _Arguments(args=arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts))

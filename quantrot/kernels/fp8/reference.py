@@ -36,7 +36,8 @@ class Fp8ScaleRule(StrEnum):
 
 
 def _round_scale(amax: Tensor, rule: Fp8ScaleRule) -> Tensor:
-    scale = torch.where(amax == 0, 1.0, amax / E4M3_MAX)
+    most = amax.new_full((), E4M3_MAX)  # a tensor: on a GPU torch multiplies by a number's reciprocal instead
+    scale = torch.where(amax == 0, 1.0, amax / most)
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
     if rule is Fp8ScaleRule.bf16:
         return scale.to(torch.bfloat16).to(torch.float32)

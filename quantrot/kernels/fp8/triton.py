@@ -392,6 +392,13 @@ def quantize_both_ways(
 ) -> None:
     """x [M, K] -> q [M, K] in 1 x 128 or 128 x 128 blocks and, the same of the transpose, turned [K, M to 128s]."""
     rows, columns = x.shape
+    if square and x.dtype.itemsize == 4:  # Triton 3.6 turns these codes wrongly on Hopper: they are turned by a copy
+        quantize(x, q, scale, (128, 128), rule)
+        codes_of = turned.view(torch.uint8)
+        codes_of[:, :rows] = q.view(torch.uint8).T
+        codes_of[:, rows:] = 0
+        turned_scale.copy_(scale.T)
+        return
     _both_ways_kernel[(triton.cdiv(rows, 128) * triton.cdiv(columns, 128),)](
         x, q, scale, turned, turned_scale, rows, columns, turned.shape[1], x.stride(0), *scale.stride(),
         *turned_scale.stride(), 128, square, rule, NATIVE, num_warps=warps,

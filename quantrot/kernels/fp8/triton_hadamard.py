@@ -20,6 +20,10 @@ from quantrot.orthogonal import hadamard_factors
 
 GROUP = 128
 LARGEST = 16384  # padded elements of a row: 139 KB of shared memory, 127 registers of 512 threads
+# Padded axes of the kernels whose codes were right on an H200, compiled by Triton 3.6. It compiles (1, 16, 32),
+# (1, 32, 32) and (1, 64, 32) wrongly, whatever the rows and warps; the others that there could be have not run on one.
+RIGHT = {(1, 1, n) for n in (32, 64, 128)} | {(1, n, 128) for n in (16, 32, 64)} | {(1, n, 64) for n in (16, 32, 64)}
+RIGHT |= {(1, n, 16) for n in (32, 64)} | {(n, 32, 16) for n in (16, 32)}
 
 
 @triton.jit
@@ -61,10 +65,14 @@ def _kernel(
 
 
 def _axes(order: int, itemsize: int) -> tuple[int, int, int] | None:
-    """The transform's axes, but 128 stays one axis of 16-bit values, where 8 x 16 would pad an inner one."""
+    """The transform's axes, but 128 stays one axis of 16-bit values, where 8 x 16 would pad an inner one, and 32 is not
+    the last of several (see RIGHT)."""
     *bases, power = hadamard_factors(order)
     if power != LARGEST_AXIS or itemsize != 2 or len(bases) > 2:
-        return axes(order, LARGEST)
+        n = axes(order, LARGEST)
+        if n is None or n[2] != 32 or n[1] == 1:
+            return n
+        return (n[0], 2 * n[1], 16) if n[1] & (n[1] - 1) == 0 else None
     n1, n2, n3 = [*[1] * (2 - len(bases)), *bases, power]
     fits = max(n1, n2) <= LARGEST_AXIS and _padded(n1) * _padded(n2) * n3 <= LARGEST
     return (n1, n2, n3) if fits else None
@@ -73,14 +81,12 @@ def _axes(order: int, itemsize: int) -> tuple[int, int, int] | None:
 def supports(order: int, columns: int, itemsize: int) -> bool:
     """Whether one kernel does it: see the top of the file."""
     n = _axes(order, itemsize)
-    if n is None or order < 16:
+    if n is None or tuple(map(_padded, n)) not in RIGHT:
         return False
     outer = next((i for i, k in enumerate(n) if k > 1), 2)  # the first axis that is not 1 may be padded
     if any(_padded(k) != k for k in n[outer + 1 :]) or (outer == 2 and _padded(n[2]) != n[2]):
         return False
     size = _padded(n[0]) * _padded(n[1]) * _padded(n[2])
-    if size == LARGEST and max(map(_padded, n)) == LARGEST_AXIS:
-        return False  # 262 KB of shared memory
     if order == size:
         return columns % GROUP == 0
     return order == columns or order % GROUP == 0

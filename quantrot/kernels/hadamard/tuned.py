@@ -125,4 +125,23 @@ SMALL_PLANS: dict[tuple[str, int], Plan] = {
     ("float32", 32768): Plan("lanes", 16, 1, vectors=16, share=16),  # 0.22, 0.24
 }
 
-CODE_PLANS: dict[tuple[str, int], Plan] = {}
+CODE_PLANS: dict[tuple[str, int], Plan] = {
+    ("bfloat16", 128): Plan("turn", 2, 14, vectors=2),  # 0.75, 0.75
+    ("bfloat16", 256): Plan("warp", 1, 20, vectors=4),  # 0.80, 0.82
+    ("bfloat16", 512): Plan("warp", 1, 20, vectors=4),  # 0.79, 0.81
+    ("bfloat16", 1024): Plan("warp", 1, 20, vectors=4),  # 0.77, 0.79
+    ("bfloat16", 2048): Plan("warp", 1, 20, vectors=8),  # 0.67, 0.70
+    ("bfloat16", 3072): Plan("flow", 16, 1, stages=6, tiles=16),  # 0.37, 0.37
+    ("bfloat16", 4096): Plan("share", 4, 6, vectors=4),  # 0.71, 0.72
+    ("bfloat16", 5120): Plan("flow", 16, 1, stages=6, tiles=16),  # 0.54, 0.56
+    ("bfloat16", 8192): Plan("flow", 16, 1, stages=6, tiles=16),  # 0.77, 0.80
+    ("bfloat16", 12288): Plan("flow", 12, 1, stages=4, tiles=32),  # 0.62, 0.65
+    ("bfloat16", 13824): Plan("flow", 12, 1, stages=4, tiles=16),  # 0.54, 0.56
+    ("bfloat16", 14336): Plan("flow", 12, 1, stages=4, tiles=32),  # 0.67, 0.72
+    ("bfloat16", 16384): Plan("flow", 12, 1, stages=2, tiles=32),  # 0.70, 0.77
+    ("bfloat16", 17408): Plan("flow", 16, 1, stages=4, tiles=16),  # 0.46, 0.48
+    ("bfloat16", 18944): Plan("flow", 16, 1, stages=4, tiles=16),  # 0.46, 0.49
+    ("bfloat16", 25600): Plan("flow", 12, 1, stages=2, tiles=32),  # 0.52, 0.55
+    ("bfloat16", 28672): Plan("flow", 12, 1, stages=3, tiles=32),  # 0.56, 0.61
+    ("bfloat16", 32768): Plan("flow", 12, 1, stages=2, tiles=32),  # 0.58, 0.64
+}

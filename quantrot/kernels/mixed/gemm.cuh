@@ -133,7 +133,7 @@ __device__ __forceinline__ void widen_block(u32 (&a)[4][4], u32 tile, const Lane
   u32 codes[16];
 #pragma unroll
   for (int i = 0; i < 16; i++)
-    codes[i] = load_shared16(tile + lane.offsets[i / 4] + i % 2 * 512 + i / 2 % 2 * 8);
+    codes[i] = load_shared_u16(tile + lane.offsets[i / 4] + i % 2 * 512 + i / 2 % 2 * 8);
 #pragma unroll
   for (int i = 0; i < 16; i++) {
     const u32 pair = Widen<O::KIND, typename O::T>::pair(codes[i]);

@@ -79,10 +79,9 @@ def mxfp4_gemm(
     its MXFP4 with `scale_rule` (W4A4). hadamard: 32, 64 or 128: x is turned in blocks of this width first. Operands are
     multiplied exactly whatever the backend. Differentiable in x and bias; quantization passes gradients unchanged.
 
-    backend: "hopper" and "triton" read the packed weight once, for at most 32 tokens of bfloat16 ("hopper": capability
-    9.0, cuda.core, group scales of the weight from 2^-62 to 2^65; only when asked for, until it has been measured);
-    "cublas" (CUDA, capability 8.9, N a multiple of 16);
-    "reference". ValueError for sizes, names or a backend that do not fit.
+    backend: "hopper" and "triton" read the packed weight once, for at most 32 tokens of bfloat16 ("hopper", which
+    "auto" takes where it can: capability 9.0, cuda.core, group scales of the weight from 2^-62 to 2^65); "cublas"
+    (CUDA, capability 8.9, N a multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
     """
     check_packed("packed", packed, scale)
     if x.dim() < 1 or packed.dim() != 2 or x.shape[-1] != 2 * packed.shape[1]:
@@ -134,8 +133,10 @@ def _decoder(rows: Tensor, activations: str, backend: str) -> str | None:
     """Which kernel for few tokens multiplies, or None; ValueError where one was asked for and cannot."""
     fits = 0 < rows.shape[0] <= DECODE_ROWS and rows.dtype == torch.bfloat16
     able = fits and rows.device.type == "cuda" and has_triton() and (activations != "fp8" or _has_fp8(rows))
+    if backend == "auto" and able:
+        return "hopper" if nvrtc.available(rows.device) else "triton"
     if backend not in ("hopper", "triton"):
-        return "triton" if able and backend == "auto" else None
+        return None
     if not able or (backend == "hopper" and not nvrtc.available(rows.device)):
         needs = "of capability 9.0, with cuda.core" if backend == "hopper" else "with Triton"
         raise ValueError(

@@ -2,10 +2,13 @@
 
 import os
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantrot.kernels import nvrtc
+from quantrot.kernels.mxfp4 import tuned
 from quantrot.kernels.mxfp4.reference import (
     GROUP,
     ScaleRule,
@@ -270,6 +273,30 @@ def uses_triton(x: Tensor, backend: str) -> bool:
     return backend == "triton" or (backend == "auto" and able and x.device.type == "cuda")
 
 
+def _columns_module(x: Tensor, backend: str) -> Any:
+    """The kernels of a transpose that run this call, when `uses_triton`; x: elements or packed bytes, [M, ...]."""
+    from quantrot.kernels.mxfp4 import triton_columns
+
+    if backend == "auto" and tuned.HOPPER_TRANSPOSES and nvrtc.available(x.device):
+        from quantrot.kernels.mxfp4 import hopper_columns
+
+        if hopper_columns.fits(x):
+            return hopper_columns
+    return triton_columns
+
+
+def _rows_module(x: Tensor, backend: str, row: bool = False) -> Any:
+    """The kernels along rows that run this call, when `uses_triton`; row: whole rows of x at a time."""
+    from quantrot.kernels.mxfp4 import triton_rows
+
+    if backend == "auto" and nvrtc.available(x.device):
+        from quantrot.kernels.mxfp4 import hopper_rows
+
+        if hopper_rows.fits(x, row):
+            return hopper_rows
+    return triton_rows
+
+
 def _random(stochastic: bool, seed: int, offset: int) -> tuple[int, int] | None:
     return (seed, offset) if stochastic else None
 
@@ -289,9 +316,7 @@ def _quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     random = _random(stochastic, seed, offset)
     if uses_triton(x, backend):
-        from quantrot.kernels.mxfp4 import triton_columns, triton_rows
-
-        run = triton_columns.quantize_columns if transpose else triton_rows.quantize
+        run = _columns_module(x, backend).quantize_columns if transpose else _rows_module(x, backend).quantize
         return run(x, ScaleRule(rule), hadamard, signs, random, mask)
     source = x.T if transpose else x
     packed, scale, bits = quantize_reference(
@@ -322,9 +347,7 @@ def _requantize(
 ) -> tuple[Tensor, Tensor]:
     random = _random(stochastic, seed, offset)
     if uses_triton(packed, backend):
-        from quantrot.kernels.mxfp4 import triton_columns
-
-        return triton_columns.requantize(packed, scale, ScaleRule(rule), hadamard, signs, random)
+        return _columns_module(packed, backend).requantize(packed, scale, ScaleRule(rule), hadamard, signs, random)
     wide = dequantize_reference(packed, scale, torch.float32).T
     codes, scales, _ = quantize_reference(wide, ScaleRule(rule), hadamard=hadamard, signs=signs, random=random)
     return codes, scales
@@ -339,8 +362,10 @@ def _requantize_fake(packed, scale, signs, rule, hadamard, stochastic, seed, off
 @implement("quantrot::mxfp4_dequantize")
 def _dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     if uses_triton(packed, backend):
-        from quantrot.kernels.mxfp4 import triton_rows
+        from quantrot.kernels.mxfp4 import hopper_rows, triton_rows
 
+        if backend == "auto" and dtype == torch.bfloat16 and packed.numel() and nvrtc.available(packed.device):
+            return hopper_rows.dequantize(packed, scale)
         return triton_rows.dequantize(packed, scale, dtype)
     return dequantize_reference(packed, scale, dtype)
 
@@ -381,9 +406,7 @@ def _quantize_expanded(
     Returns (e4m3, row scale, outside, packed, scale); the last two are written only in rows with outside > 0.
     """
     if uses_triton(x, backend):
-        from quantrot.kernels.mxfp4 import triton_rows
-
-        return triton_rows.quantize_expanded(x, ScaleRule(rule), hadamard, signs)
+        return _rows_module(x, backend, row=True).quantize_expanded(x, ScaleRule(rule), hadamard, signs)
     packed, scale, _ = quantize_reference(x, ScaleRule(rule), hadamard=hadamard, signs=signs)
     return *expand_reference(packed, scale), packed, scale
 

@@ -23,6 +23,7 @@ _MAGIC = tl.constexpr(0.75 * 2.0**23)
 _MIDDLE = tl.constexpr(1.5 - 2.0**-17)
 _TWO126 = tl.constexpr(2.0**126)
 _SIGN = tl.constexpr(-0x80000000)
+_SIGN_AND_EXPONENT = tl.constexpr(-0x00800000)
 
 
 # --- Tuples ----------------------------------------------------------------------------------------------------------
@@ -152,16 +153,17 @@ def _power(exponent):
 
 @triton.jit
 def _binade(y):
-    """1, 2 or 4: the power of two at or below y, at least 1."""
-    bits = tl.maximum(y, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
-    return bits.to(tl.float32, bitcast=True)
+    """1, 2 or 4: the power of two at or below |y|, at least 1, with the sign of y. The exponent of 1.0 is all ones
+    below its top bit, so or-ing a smaller one changes nothing: one logical instruction takes exponent and sign."""
+    bits = tl.maximum(tl.abs(y), 1.0).to(tl.int32, bitcast=True) | y.to(tl.int32, bitcast=True)
+    return (bits & _SIGN_AND_EXPONENT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _squared_error(x, factor):
     errors = ()
     for i in tl.static_range(32):
-        y = tl.abs(x[i]) * factor
+        y = tl.abs(x[i] * factor)
         clipped = tl.minimum(y, 6.0)
         magic = _binade(clipped) * _MAGIC
         error = ((clipped + magic) - magic) - y
@@ -237,10 +239,11 @@ def _dither(group, key):
 
 @triton.jit
 def _rounded(value, u, factor, CLAMP: tl.constexpr, DITHER: tl.constexpr):
-    """(|value| * factor + magic, binade): adding magic = 1.5 * 2^23 steps rounds to a multiple of the step."""
-    y = tl.abs(value) * factor
+    """(value * factor + magic, binade), both with value's sign: adding magic = 1.5 * 2^23 steps rounds to a multiple
+    of the step."""
+    y = value * factor
     if CLAMP:
-        y = tl.minimum(y, 6.0)
+        y = tl.minimum(tl.maximum(y, -6.0), 6.0)
     binade = _binade(y)
     if DITHER:
         y = tl.fma(u, binade * 0.5, y)
@@ -251,15 +254,15 @@ def _rounded(value, u, factor, CLAMP: tl.constexpr, DITHER: tl.constexpr):
 def _word(x, u, factor, FIRST: tl.constexpr, CLAMP: tl.constexpr, DITHER: tl.constexpr):
     """Eight codes, from element FIRST on, as one int32.
 
-    The multiple of the step lies in the low bits of the rounded sum; the code is that plus twice the binade's
-    logarithm, and lies in the top nibble after a shift by 28. A funnel shift appends it.
+    The rounded sum is sign, exponent 149 + log2(binade), a one at bit 22, and the multiple n of the step in its low
+    bits; the code is n + 2 log2(binade). Its product by 2^28 + 2^6 + 1 has in the top nibble, modulo 16,
+    n + (2 (exponent % 8) + 1) + (8 sign + 4) = 8 sign + code - 1; nothing is carried into it: below, there are
+    (exponent % 32) 2^23 + 2^22 + 65 n < 2^28. A funnel shift appends the nibble.
     """
     word = tl.zeros_like(x[0]).to(tl.int32)
     for j in tl.static_range(8):
-        value = x[FIRST + 7 - j]
-        shifted, binade = _rounded(value, u[FIRST + 7 - j], factor, CLAMP, DITHER)
-        top = (shifted.to(tl.int32, bitcast=True) << 28) + (binade.to(tl.int32, bitcast=True) << 6) + 0x20000000
-        top = top | (value.to(tl.int32, bitcast=True) & _SIGN)
+        rounded, _ = _rounded(x[FIRST + 7 - j], u[FIRST + 7 - j], factor, CLAMP, DITHER)
+        top = rounded.to(tl.int32, bitcast=True) * 0x10000041 + 0x10000000
         word = (word << 4) | ((top >> 28) & 15)
     return word
 
@@ -267,8 +270,8 @@ def _word(x, u, factor, FIRST: tl.constexpr, CLAMP: tl.constexpr, DITHER: tl.con
 @triton.jit
 def _e2m1(value, factor, CLAMP: tl.constexpr):
     """The nearest e2m1 value to value * factor, with value's sign."""
-    shifted, binade = _rounded(value, value, factor, CLAMP, False)
-    magnitude = (shifted - binade * _MAGIC).to(tl.int32, bitcast=True)
+    rounded, binade = _rounded(value, value, factor, CLAMP, False)
+    magnitude = tl.fma(binade, -_MAGIC, rounded).to(tl.int32, bitcast=True)  # exact
     return (magnitude | (value.to(tl.int32, bitcast=True) & _SIGN)).to(tl.float32, bitcast=True)
 
 
@@ -277,7 +280,7 @@ def _kept(x, factor):
     """Bit i: whether element i is within 6 scales, from the sign of what is left of them."""
     clipped = tl.zeros_like(x[0]).to(tl.int32)
     for j in tl.static_range(32):
-        left = (6.0 - tl.abs(x[31 - j]) * factor).to(tl.int32, bitcast=True)
+        left = (6.0 - tl.abs(x[31 - j] * factor)).to(tl.int32, bitcast=True)
         clipped = (clipped << 1) | ((left >> 31) & 1)
     return ~clipped
 

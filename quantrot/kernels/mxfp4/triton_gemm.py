@@ -12,11 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantrot.kernels.mxfp4 import tuned
 from quantrot.kernels.mxfp4.reference import GROUP
 
 _GROUP = tl.constexpr(GROUP)
-DECODE_TOKENS = (1, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -76,13 +74,7 @@ def _add_slices_kernel(
 
 
 def plan_for(tokens: int, rows: int, columns: int) -> Plan:
-    """The measured plan, else by rule: three programs for each of 132 multiprocessors, no slice under two steps.
-
-    Plans are kept for 1, 8, 16 and 32 tokens; other numbers take the next of these.
-    """
-    measured = tuned.DECODE.get((next(n for n in DECODE_TOKENS if tokens <= n), rows, columns))
-    if measured:
-        return Plan(*measured)
+    """Three programs for each of 132 multiprocessors, no slice under two steps."""
     step = 256 if tokens <= 16 else 128
     tall = 64 if rows >= 64 * 132 else 32
     programs = triton.cdiv(rows, tall)

@@ -378,6 +378,19 @@ inline void copies_wait() {
   self().copies.clear();
 }
 
+// Bytes land, and the arrival comes, at some later moment: never unfenced, since only ordinary loads are to read them.
+inline void copy4(u32 to, const void* from) {
+  self().small.push_back({to, std::vector<unsigned char>((const unsigned char*)from, (const unsigned char*)from + 4)});
+}
+inline void copies_arrive(u32 bar) {
+  emulator::Block* block = self().block;
+  emulator::scheduler.events.push_back([=, copies = std::move(self().small)] {
+    for (auto& [to, bytes] : copies) memcpy(block->at(to, 4), bytes.data(), 4);
+    block->barrier(bar).arrive();
+  });
+  self().small.clear();
+}
+
 // --- Registers, ordinary shared memory -------------------------------------------------------------------------------
 
 template <int N>
@@ -391,9 +404,14 @@ inline void take_registers() {
 
 inline void store_shared(u32 address, u32 a) { emulator::ordinary_write(address, &a, 4); }
 inline void store_shared(u32 address, float a) { emulator::ordinary_write(address, &a, 4); }
-inline u32 load_shared16(u32 address) {
+inline u32 load_shared_u16(u32 address) {
   unsigned short v;
   memcpy(&v, self().block->at(address, 2), 2);
+  return v;
+}
+inline float load_shared(u32 address) {
+  float v;
+  memcpy(&v, self().block->at(address, 4), 4);
   return v;
 }
 inline float2 load_shared2(u32 address) {
@@ -456,6 +474,7 @@ inline void product_wait() {
 
 template <int W>
 inline void product_done(float (&)[W]) {}
+inline void product_done(float&) {}
 
 template <int W>
 inline void product(float (&d)[W], u64 a, u64 b, bool add) {

@@ -120,6 +120,7 @@ struct Thread : Fiber {
   std::map<float*, std::vector<float>> results;  // what their registers will hold
   u32 group = 0, issued = 0;                     // of the next product
   std::vector<std::pair<u32, std::vector<unsigned char>>> copies;  // started, not waited for
+  std::vector<std::pair<u32, std::vector<unsigned char>>> small;   // copies of 4 bytes, before their arrival
   bool fenced = false;
   std::vector<std::shared_ptr<int>> stores;      // committed groups: copies still reading shared memory
   std::vector<std::function<void()>> open;       // stores before their commit

@@ -8,6 +8,10 @@ inline Words load_words(const void* p) {
   memcpy(&v, p, 16);
   return v;
 }
+inline void launch_dependents() {}
+inline void prefetch_l2(const void* p, u32 bytes) {
+  if ((uintptr_t)p % 16 || bytes % 16) emulator::fail("a prefetch that is not of whole 16 bytes");
+}
 inline Words load_once(const void* p) { return load_words(p); }
 
 inline u32 times_bf16(u32 a, u32 b) {

@@ -1,0 +1,184 @@
+// Few tokens (see gemm.cuh, which comes before this file).
+
+namespace quantrot {
+
+// SPLIT blocks of a cluster share k. With fewer than 64 columns, for matrices of few rows, the operand of 64 rows runs
+// on into whatever follows and those sums are left: the memory, not the tensor cores, has to be kept busy, and by many
+// blocks.
+template <int TOKENS, int COLUMNS_, int STAGES>
+struct DecodeShape {
+  static constexpr int COLUMNS = COLUMNS_, GROUPS = (COLUMNS + 63) / 64;
+  static constexpr int B_BYTES = COLUMNS * 128, A_BYTES = TOKENS * 128, STAGE = A_BYTES + B_BYTES;
+  static constexpr int PAD = GROUPS * 8192 - B_BYTES;  // what the last stage's operand runs on into
+  static constexpr int PITCH = COLUMNS + 4;  // of the parts, floats: lanes meet different banks
+  static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE, "the parts take the stages' place");
+  static_assert(COLUMNS % 64 == 0 || COLUMNS == 32 || COLUMNS == 16, "whole warps, each with 16 columns");
+  __device__ __forceinline__ static bool counts() { return COLUMNS % 64 == 0 || warp_number() * 16 < COLUMNS; }
+};
+
+template <class Shape, int STAGES>
+__device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap* b, int token, int column, int first,
+                                            int count, bool once, u32 base, u32 full, u32 empty) {
+  const u64 keep = cache_policy<LAST>(), stream = once ? cache_policy<FIRST>() : cache_policy<NORMAL>();
+  Ring<STAGES> ring;
+  for (int k = 0; k < count; k++, ring.next()) {
+    const u32 to = base + ring.stage * Shape::STAGE, bar = full + ring.stage * 8;
+    const int along = (first + k) * 128;
+    barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+    barrier_expect(bar, Shape::STAGE);
+    tensor_load(to, b, along, column, bar, stream);
+    tensor_load(to + Shape::B_BYTES, a, along, token, bar, keep);
+  }
+}
+
+// a_scale * b_scale of every token and block of k of this part -> shared memory [count, TOKENS]. Many loads at once:
+// the stages fill meanwhile, and should not wait.
+template <int TOKENS, int GROUPS, bool CHANNEL>
+__device__ __forceinline__ void decode_scales(const GemmArgs& args, int token, int column, int first, int count,
+                                              u32 scales) {
+  constexpr int BATCH = TOKENS <= 16 ? 8 : 16, THREADS = 128 * GROUPS;
+  const float* b = args.b.data + args.b.row(min(column, args.n - 1));
+  for (int start = threadIdx.x; start < count * TOKENS; start += THREADS * BATCH) {
+    float left[BATCH], right[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const int i = start + j * THREADS, k = first + i / TOKENS, t = token + i % TOKENS;
+      const bool real = i < count * TOKENS && t < args.m;
+      left[j] = real ? __ldg(args.a.data + (args.a.row(t) + args.a.column(k))) : 0.f;
+      right[j] = CHANNEL ? 1.f : real ? __ldg(b + args.b.column(k)) : 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const int i = start + j * THREADS;
+      if (i < count * TOKENS) store_shared(scales + i * 4, left[j] * right[j]);
+    }
+  }
+}
+
+// sum [64 columns of c (or fewer), TOKENS] over this block's part of k, two sets of sums in turn.
+template <class Shape, int TOKENS, int STAGES>
+__device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int count, u32 base, u32 scales, u32 full,
+                                                u32 empty) {
+  constexpr int W = TOKENS / 2;
+  float d[2][W];
+  Ring<STAGES> ring;
+  u32 previous = 0;
+  const u32 weights = base + warp_number() / 4 * 8192, own_scales = scales + lane_number() % 4 * 8;
+  auto open = [&](float (&s)[W]) {
+    const u32 from = ring.stage * Shape::STAGE;
+    barrier_wait(full + ring.stage * 8, ring.parity);
+    product128(s, weights + from, base + from + Shape::B_BYTES);
+  };
+  const bool counts = Shape::counts();
+  auto close = [&](float (&s)[W], int k, bool last) {
+    float2 scale[W / 4];
+#pragma unroll
+    for (int j = 0; j < W; j += 4) scale[j / 4] = load_shared2(own_scales + (k * TOKENS + j * 2) * 4);
+    if (last) {
+      product_wait<0>();
+    } else {
+      product_wait<1>();
+    }
+    product_done(s);
+    if (lane_number() == 0) barrier_arrive(empty + previous * 8);
+    if (!counts) return;
+#pragma unroll
+    for (int j = 0; j < W; j++) sum[j] = fmaf(s[j], j % 2 ? scale[j / 4].y : scale[j / 4].x, sum[j]);
+  };
+  auto next = [&] {
+    previous = ring.stage;
+    ring.next();
+  };
+  if (count == 0) return;
+  open(d[0]);
+  next();
+  int k = 1;
+  for (; k + 1 < count; k += 2) {
+    open(d[1]);
+    close(d[0], k - 1, false);
+    next();
+    open(d[0]);
+    close(d[1], k, false);
+    next();
+  }
+  if (k < count) {
+    open(d[1]);
+    close(d[0], k - 1, false);
+    next();
+    close(d[1], k, true);
+  } else {
+    close(d[0], k - 1, true);
+  }
+}
+
+// The parts of the cluster's blocks, added in the order of k -> c.
+template <class Shape, int TOKENS, int SPLIT, bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ void decode_store(const GemmArgs& args, int token, int column, u32 rank, u32 parts) {
+  constexpr int UNITS = Shape::COLUMNS / 8, THREADS = 128 * Shape::GROUPS;  // units of eight columns, a token
+  for (int i = rank * THREADS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * THREADS) {
+    const int t = i / UNITS, c = i % UNITS * 8;
+    if (token + t >= args.m || column + c >= args.n) continue;
+    float y[8];
+#pragma unroll
+    for (int p = 0; p < SPLIT; p++) {
+      const u32 from = parts + (t * Shape::PITCH + c) * 4;
+      const u32 mapped = in_block(from, p);
+      const float4 lo = load_cluster4(mapped), hi = load_cluster4(mapped + 16);
+      const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+#pragma unroll
+      for (int j = 0; j < 8; j++) y[j] = p ? y[j] + part[j] : part[j];
+    }
+    Quad out;
+#pragma unroll
+    for (int j = 0; j < 8; j++) y[j] = finished<CHANNEL, Out, BIAS>(args, y[j], column + c + j);
+#pragma unroll
+    for (int j = 0; j < 4; j++) out.w[j] = Out::pack(y[2 * j], y[2 * j + 1]);
+    *(Quad*)((unsigned short*)args.c + (i64)(token + t) * args.n + column + c) = out;
+  }
+}
+
+template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
+  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES>;
+  constexpr int GROUPS = Shape::GROUPS;
+  const u32 base = shared_memory(), full = base + STAGES * Shape::STAGE + Shape::PAD, empty = full + STAGES * 8;
+  const u32 scales = empty + STAGES * 8, warp = warp_number(), rank = SPLIT > 1 ? cluster_rank() : 0;
+  const int unit = blockIdx.x / SPLIT, token_tiles = blocks_of(args.m, TOKENS);
+  const int token = unit % token_tiles * TOKENS, column = unit / token_tiles * COLUMNS;
+  const int blocks = blocks_of(args.k, 128), first = min((int)rank * args.segment, blocks);
+  const int count = min(args.segment, blocks - first);
+  if (warp == GROUPS * 4 && lane_number() == 0) {
+    tensor_prefetch(a), tensor_prefetch(b);
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, 4 * GROUPS);
+    }
+    barrier_init_done();
+  }
+  block_sync();
+  grid_wait();
+  if (warp == GROUPS * 4) {
+    decode_load<Shape, STAGES>(a, b, token, column, first, count, token_tiles == 1, base, full, empty);
+  } else {
+    decode_scales<TOKENS, GROUPS, CHANNEL>(args, token, column, first, count, scales);
+    named_sync(1, 128 * GROUPS);
+    float sum[TOKENS / 2];
+#pragma unroll
+    for (int j = 0; j < TOKENS / 2; j++) sum[j] = 0.f;
+    decode_multiply<Shape, TOKENS, STAGES>(sum, count, base, scales, full, empty);
+    named_sync(1, 128 * GROUPS);  // every warp's products have read the stages
+    const u32 lane = lane_number(), n = warp * 16 + lane / 4;
+    if (Shape::counts()) {
+#pragma unroll
+      for (int j = 0; j < TOKENS / 2; j++)
+        store_shared(base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * Shape::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
+    }
+    if constexpr (SPLIT == 1) named_sync(1, 128 * GROUPS);
+  }
+  if constexpr (SPLIT > 1) cluster_sync();
+  if (warp < GROUPS * 4)
+    decode_store<Shape, TOKENS, SPLIT, CHANNEL, Out, BIAS>(args, token, column, rank, base);
+  if constexpr (SPLIT > 1) cluster_sync();  // a block that ended could still be read
+}
+
+}  // namespace quantrot

@@ -1,0 +1,312 @@
+// Many tokens (see gemm.cuh, which comes before this file).
+
+namespace quantrot {
+
+template <int STAGES, int CLUSTER_, bool WIDE_>
+struct PrefillShape {
+  static constexpr bool WIDE = WIDE_;
+  static constexpr int GROUPS = 2, SLABS = WIDE ? 2 : 1;  // warpgroups that multiply, tiles of 64 x 128 of each
+  static constexpr int CLUSTER = CLUSTER_, TALL_CLUSTER = WIDE ? CLUSTER : 1, WIDE_CLUSTER = WIDE ? 1 : CLUSTER;
+  static constexpr int ROWS = 64 * GROUPS, COLUMNS = 128 * SLABS;
+  static constexpr int A_BYTES = ROWS * 128, B_BYTES = COLUMNS * 128, STAGE = A_BYTES + B_BYTES;
+  static constexpr int SCALES = ROWS * 4 + 16;             // of a stage: a row's of a each, then 128 columns' of b each
+  static constexpr int BOX = 8 * 64 * 2, OUTPUT = 3 * BOX;  // of a warp: c on its way, 8 rows of 64 columns at a time
+  static_assert(STAGES * (STAGE + SCALES + 16) + GROUPS * 4 * OUTPUT <= 227 << 10, "shared memory");
+};
+
+// The tiles of c, in groups of rows, columns inside; a cluster takes neighbours, in m (WIDE) or in n.
+template <class Shape>
+struct Tiles {
+  int rows, columns, group;
+
+  __device__ __forceinline__ explicit Tiles(const GemmArgs& args)
+      : rows(blocks_of(args.m, Shape::ROWS * Shape::TALL_CLUSTER)),
+        columns(blocks_of(args.n, Shape::COLUMNS * Shape::WIDE_CLUSTER)),
+        group(args.tile_group) {}
+  __device__ __forceinline__ int count() const { return rows * columns; }
+  __device__ __forceinline__ void at(int i, int rank, int& row, int& column) const {  // of c
+    const int first = i / (group * columns) * group, inside = i - first * columns;
+    const int height = min(group, rows - first);
+    row = ((first + inside % height) * Shape::TALL_CLUSTER + (Shape::WIDE ? rank : 0)) * Shape::ROWS;
+    column = (inside / height * Shape::WIDE_CLUSTER + (Shape::WIDE ? 0 : rank)) * Shape::COLUMNS;
+  }
+};
+
+template <class Shape, int STAGES>
+__device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap* b, Tiles<Shape> tiles, int blocks,
+                                             u32 base, u32 full, u32 empty) {
+  constexpr int CLUSTER = Shape::CLUSTER;
+  const u64 policy = cache_policy<NORMAL>();
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  Ring<STAGES> ring;
+  for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
+    int row, column;
+    tiles.at(i, rank, row, column);
+    for (int k = 0; k < blocks; k++, ring.next()) {
+      const u32 to = base + ring.stage * Shape::STAGE, bar = full + ring.stage * 8;
+      barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+      barrier_expect(bar, Shape::STAGE);
+      if constexpr (CLUSTER > 1) {
+        constexpr int PART = (Shape::WIDE ? Shape::COLUMNS : Shape::ROWS) / CLUSTER;
+        tensor_load_all(to + (Shape::WIDE ? Shape::A_BYTES : 0) + rank * PART * 128, Shape::WIDE ? b : a, k * 128,
+                        (Shape::WIDE ? column : row) + rank * PART, bar, policy, (1 << CLUSTER) - 1);
+      }
+      if (Shape::WIDE || CLUSTER == 1) tensor_load(to, a, k * 128, row, bar, policy);
+      if (!Shape::WIDE || CLUSTER == 1) tensor_load(to + Shape::A_BYTES, b, k * 128, column, bar, policy);
+    }
+  }
+}
+
+// A stage is handed back: by a lane a block of the cluster, since all of them fill it.
+template <int CLUSTER>
+__device__ __forceinline__ void release(u32 bar) {
+  if constexpr (CLUSTER > 1) {
+    if (lane_number() < CLUSTER) barrier_arrive_cluster(in_block(bar, lane_number()));
+  } else {
+    if (lane_number() == 0) barrier_arrive(bar);
+  }
+}
+
+// The scales of every row of a's tile, and of the tile of b -> their stage, by a warp, as asynchronously as the tiles.
+template <class Shape, int STAGES, bool CHANNEL>
+__device__ __forceinline__ void prefill_scales(const GemmArgs& args, Tiles<Shape> tiles, int blocks, u32 scales,
+                                               u32 full, u32 empty) {
+  constexpr int EACH = Shape::ROWS / 32, CLUSTER = Shape::CLUSTER;
+  const u32 lane = lane_number(), rank = CLUSTER > 1 ? cluster_rank() : 0;
+  Ring<STAGES> ring;
+  for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
+    int row, column;
+    tiles.at(i, rank, row, column);
+    u32 rows[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) rows[j] = args.a.row(min(row + j * 32 + (int)lane, args.m - 1));
+    const u32 b_row = args.b.row(min(column + (int)lane * 128, args.n - 1));
+    for (int k = 0; k < blocks; k++, ring.next()) {
+      const u32 to = scales + ring.stage * Shape::SCALES, along = args.a.column(k);
+      barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+#pragma unroll
+      for (int j = 0; j < EACH; j++) copy4(to + (j * 32 + lane) * 4, args.a.data + (rows[j] + along));
+      if (!CHANNEL && lane * 128 < Shape::COLUMNS)
+        copy4(to + (Shape::ROWS + lane) * 4, args.b.data + (b_row + args.b.column(k)));
+      copies_arrive(full + ring.stage * 8);
+    }
+  }
+}
+
+// A warp's 16 rows of slab number `slab` -> 16 bits -> shared memory -> c, in boxes whose memory is used in turn.
+template <class Shape, bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& args, const float* sum, int slab,
+                                           int row, int column, u32 output) {
+  const u32 lane = lane_number(), within = swizzled(lane % 8, lane / 8 * 16);
+#pragma unroll
+  for (int box = 0; box < 4; box++) {  // rows 0 to 7, then 8 to 15
+    const int h = box / 2, left = box % 2 * 64;
+    u32 word[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const int at = 4 * (left / 8 + j) + 2 * h, first = column + left + j * 8 + lane % 4 * 2;
+      float y[2] = {sum[at], sum[at + 1]};
+      if ((CHANNEL || BIAS) && first < args.n) {
+        y[0] = finished<CHANNEL, Out, BIAS>(args, y[0], first);
+        y[1] = finished<CHANNEL, Out, BIAS>(args, y[1], first + 1);
+      }
+      word[j] = Out::pack(y[0], y[1]);
+    }
+    const u32 to = output + (slab * 4 + box) % 3 * Shape::BOX;
+    if (lane == 0) {
+      if (slab * 4 + box == 0) {
+        tensor_store_wait<0>();  // the tile before this one
+      } else {
+        tensor_store_wait<2>();
+      }
+    }
+    warp_sync();
+    store_matrices(to + within, word[0], word[1], word[2], word[3]);
+    store_matrices(to + (within ^ 64), word[4], word[5], word[6], word[7]);
+    fence_async();
+    warp_sync();
+    if (lane == 0) {
+      tensor_store(c, column + left, row + 8 * h, to);
+      tensor_store_commit();
+    }
+  }
+}
+
+__device__ __forceinline__ void promote(float* sum, const float (&d)[64], const float (&scale)[3]) {
+#pragma unroll
+  for (int i = 0; i < 64; i++) sum[i] = fmaf(d[i], scale[i / 2 % 2], sum[i]);
+}
+
+// With two SETS of the tensor cores' sums one block of k is promoted while the next is multiplied. LAG: in every tile
+// the second warpgroup starts so many slabs behind the first, so that one promotes, and later writes its results, while
+// the other multiplies.
+template <class Shape, int SETS, int STAGES, int LAG, bool SEGMENTED, bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmArgs& args, Tiles<Shape> tiles,
+                                                 int blocks, u32 base, u32 output, u32 scales, u32 full, u32 empty) {
+  constexpr int CLUSTER = Shape::CLUSTER, SLABS = Shape::SLABS;
+  const u32 group = warp_number() / 4, rank = CLUSTER > 1 ? cluster_rank() : 0, lane = lane_number();
+  const u32 first_row = group * 64, warp_row = first_row + warp_number() % 4 * 16;
+  const u32 own_scales = scales + (warp_row + lane / 4) * 4;
+  output += warp_number() * Shape::OUTPUT;
+  Ring<STAGES> ring;
+  for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
+    float sum[SLABS * 64], total[SEGMENTED ? 64 : 1];
+#pragma unroll
+    for (int j = 0; j < SLABS * 64; j++) sum[j] = 0.f;
+    if constexpr (SEGMENTED) {
+#pragma unroll
+      for (int j = 0; j < 64; j++) total[j] = 0.f;
+    }
+    const bool lags = LAG > 0 && blocks > STAGES;  // else the first could be a whole tile ahead
+    if (lags && group == 1) named_sync(1, 256);
+    auto lead = [&](int slabs) {  // so many are done
+      if (LAG > 0 && slabs == LAG && lags && group == 0) named_arrive(1, 256);
+    };
+    int left = args.segment;
+    auto end_block = [&] {  // of a segment, perhaps
+      if constexpr (SEGMENTED) {
+        if (--left == 0) {
+          left = args.segment;
+#pragma unroll
+          for (int j = 0; j < 64; j++) total[j] += sum[j], sum[j] = 0.f;
+        }
+      }
+    };
+    // What scales a slab of this stage's block of k: of a lane's two rows, and of b.
+    auto load_scales = [&](float (&scale)[3], int slab) {
+      const u32 stage = ring.stage * Shape::SCALES;
+      scale[2] = CHANNEL ? 1.f : load_shared(scales + stage + (Shape::ROWS + slab) * 4);
+      scale[0] = load_shared(own_scales + stage), scale[1] = load_shared(own_scales + stage + 32);
+    };
+    auto multiply_scales = [&](float (&scale)[3]) {  // once they are needed: the loads' latency passes behind products
+#pragma unroll
+      for (int j = 0; j < 2; j++) product_done(scale[j]), scale[j] *= scale[2];
+    };
+    auto begin = [&](float (&d)[64], int slab) {  // a slab's product over the block
+      const u32 a = base + ring.stage * Shape::STAGE, b = a + Shape::A_BYTES + slab * 16384;
+      product128(d, a + first_row * 128, b);
+    };
+    auto next_block = [&](bool last) {
+      release<CLUSTER>(empty + ring.stage * 8);
+      ring.next();
+      if (last) return;
+      barrier_wait(full + ring.stage * 8, ring.parity);
+    };
+    if constexpr (SETS == 1) {
+      float d[64], scale[3];
+      barrier_wait(full + ring.stage * 8, ring.parity);
+      for (int k = 0; k < blocks; k++) {
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++) {
+          begin(d, slab);
+          load_scales(scale, slab);
+          product_wait<0>();
+          multiply_scales(scale);
+          product_done(d);
+          lead(k * SLABS + slab + 1);
+          if (slab == SLABS - 1) next_block(k + 1 == blocks);
+          promote(sum + slab * 64, d, scale);
+        }
+        end_block();
+      }
+    } else {
+      float d[2][64], scale[2][3];
+      u32 previous = 0;
+      auto open = [&](int set) {
+        barrier_wait(full + ring.stage * 8, ring.parity);
+        begin(d[set], 0);
+        load_scales(scale[set], 0);
+      };
+      auto close = [&](int set) {
+        multiply_scales(scale[set]);
+        product_done(d[set]);
+        release<CLUSTER>(empty + previous * 8);
+        previous = ring.stage;
+        ring.next();
+        promote(sum, d[set], scale[set]);
+        end_block();
+      };
+      open(0);
+      previous = ring.stage;
+      ring.next();
+      int k = 1;
+      for (; k + 1 < blocks; k += 2) {
+        open(1);
+        product_wait<1>();
+        close(0);
+        open(0);
+        product_wait<1>();
+        close(1);
+      }
+      if (k < blocks) {
+        open(1);
+        product_wait<1>();
+        close(0);
+        product_wait<0>();
+        multiply_scales(scale[1]);
+        product_done(d[1]);
+        release<CLUSTER>(empty + previous * 8);
+        promote(sum, d[1], scale[1]);
+      } else {
+        product_wait<0>();
+        multiply_scales(scale[0]);
+        product_done(d[0]);
+        release<CLUSTER>(empty + previous * 8);
+        promote(sum, d[0], scale[0]);
+      }
+      end_block();
+    }
+    if constexpr (SEGMENTED) {
+#pragma unroll
+      for (int j = 0; j < 64; j++) sum[j] += total[j];
+    }
+    int row, column;
+    tiles.at(i, rank, row, column);  // here, where the products' registers are free
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++)
+      store_slab<Shape, CHANNEL, Out, BIAS>(c, args, sum + slab * 64, slab, row + (int)warp_row, column + slab * 128,
+                                            output);
+  }
+  if (lane_number() == 0) tensor_store_wait<0>();
+}
+
+template <int SETS, int STAGES, int CLUSTER, bool WIDE, int LAG, bool SEGMENTED, bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, const TensorMap* c,
+                                        const GemmArgs& args) {
+  using Shape = PrefillShape<STAGES, CLUSTER, WIDE>;
+  constexpr int GROUPS = Shape::GROUPS;
+  static_assert(!SEGMENTED || (SETS == 1 && !WIDE), "a third set of sums fits beside one");
+  static_assert(SETS == 1 || !WIDE, "two sets of sums of a slab fit for one slab");
+  static_assert(LAG == 0 || (SETS == 1 && LAG <= Shape::SLABS * (STAGES - 1)), "only the second waits");
+  const u32 base = shared_memory(), output = base + STAGES * Shape::STAGE, scales = output + GROUPS * 4 * Shape::OUTPUT;
+  const u32 full = scales + STAGES * Shape::SCALES, empty = full + STAGES * 8, warp = warp_number();
+  const Tiles<Shape> tiles(args);
+  const int blocks = blocks_of(args.k, 128);
+  if (warp == GROUPS * 4 && lane_number() == 0) {
+    tensor_prefetch(a), tensor_prefetch(b), tensor_prefetch(c);
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(full + s * 8, 1 + 32);  // for the tiles' bytes, and by every lane that copies scales
+      barrier_init(empty + s * 8, 4 * GROUPS * CLUSTER);
+    }
+    barrier_init_done();
+  }
+  if constexpr (CLUSTER > 1) {
+    cluster_start();
+  } else {
+    block_sync();
+  }
+  grid_wait();
+  if (warp >= GROUPS * 4) {
+    give_registers<24>();
+    if (warp == GROUPS * 4) prefill_load<Shape, STAGES>(a, b, tiles, blocks, base, full, empty);
+    if (warp == GROUPS * 4 + 1)
+      prefill_scales<Shape, STAGES, CHANNEL>(args, tiles, blocks, scales, full, empty);
+  } else {
+    take_registers<240>();
+    prefill_multiply<Shape, SETS, STAGES, LAG, SEGMENTED, CHANNEL, Out, BIAS>(c, args, tiles, blocks, base, output,
+                                                                              scales, full, empty);
+  }
+  if constexpr (CLUSTER > 1) cluster_sync();  // a block that ended could still be written to
+}
+
+}  // namespace quantrot

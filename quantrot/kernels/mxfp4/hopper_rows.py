@@ -1,0 +1,191 @@
+"""MXFP4 along rows on Hopper: CUDA C++ (rows.cuh), compiled at first use, for 16-bit elements.
+
+Persistent kernels: as many thread blocks as fit, every warp with the next tiles of its data on their way.
+"""
+
+import ctypes
+import struct
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.mxfp4 import tuned
+from quantrot.kernels.mxfp4.reference import GROUP, QUEST_SQUARE, ScaleRule, float32
+from quantrot.kernels.mxfp4.triton import float_signs, key_of, outputs
+
+IN = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+MOST_THREADS = 1024  # of a block that holds a row whose e4m3 operand is written at once
+TILE = 2048  # bytes of a warp's tile
+EACH = 4  # words of eight codes that a thread of `dequantize` reads
+
+ROWS = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {name}(
+    const void* x, const float* signs, unsigned char* packed, unsigned char* scale, void* mask, float* row_scale,
+    int* outside, long long rows, long long row_groups, float root, unsigned s0, unsigned s1, unsigned o0,
+    unsigned o1) {{
+  quantrot::{call}<quantrot::{dtype}, {span}, {signs}, quantrot::{rule}, {more}{stages}>(
+      {{x, signs, packed, scale, mask, row_scale, outside, rows, row_groups, root, {{s0, s1, o0, o1}}}});
+}}
+"""
+DEQUANTIZE = """extern "C" __global__ void __launch_bounds__(256) {name}(
+    const unsigned* packed, const unsigned char* scale, void* y, long long words) {{
+  quantrot::dequantize<{each}>(packed, scale, y, words);
+}}
+"""
+
+
+class Arguments(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "signs", "packed", "scale", "mask", "row_scale", "outside")),
+        ("rows", ctypes.c_longlong),
+        ("row_groups", ctypes.c_longlong),
+        ("root", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("s0", "s1", "o0", "o1")),
+    ]
+
+
+class DequantizeArguments(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("packed", "scale", "y")),
+        ("words", ctypes.c_longlong),
+    ]
+
+
+@lru_cache(maxsize=1)
+def device_functions() -> str:
+    """The C++ that every kernel starts with."""
+    here = Path(__file__).parent
+    square = struct.unpack("I", struct.pack("f", QUEST_SQUARE))[0]
+    constant = f"#define QUEST_SQUARE __uint_as_float({square:#x}u)\n"
+    return (here.parent / "hopper.cuh").read_text() + constant + (here / "rows.cuh").read_text()
+
+
+def entry(
+    dtype: torch.dtype,
+    rule: ScaleRule,
+    hadamard: int,
+    signs: bool,
+    *,
+    expanded: bool = False,
+    mask: bool = False,
+    dither: bool = False,
+    threads: int = 128,
+    resident: int = 6,
+    stages: int = 3,
+    name: str = "mxfp4_rows",
+) -> str:
+    """C++ of the kernel `name` that quantizes elements of this dtype; see `quantize` and `quantize_expanded`."""
+    return ROWS.format(
+        threads=threads,
+        resident=resident,
+        name=name,
+        call="quantize_expanded" if expanded else "quantize",
+        dtype=IN[dtype],
+        span=hadamard // GROUP,
+        signs=str(signs).lower(),
+        rule=str(rule).upper(),
+        more="" if expanded else f"{str(mask).lower()}, {str(dither).lower()}, ",
+        stages=stages,
+    )
+
+
+def shared_bytes(threads: int, stages: int, expanded: bool) -> int:
+    """Of a block: its warps' tiles, and what they tell each other of a row."""
+    warps = threads // 32
+    return warps * (stages * TILE + (36 if expanded else 0))
+
+
+@lru_cache(maxsize=256)
+def _kernel(source: str, shared: int, device: int) -> Any:
+    return nvrtc.load_kernel(device_functions() + source, "mxfp4_rows", shared, device)
+
+
+def arguments(
+    x: Tensor,
+    signs: Tensor | None,
+    outputs: tuple[Tensor | None, ...],
+    rows: int,
+    row_groups: int,
+    hadamard: int,
+    random: tuple[int, int] | None,
+) -> Arguments:
+    """The kernel's parameters; outputs: packed, scale, mask or the e4m3 operand, row scale, outside."""
+    pointers = (None if t is None else t.data_ptr() for t in (x, signs, *outputs))
+    return Arguments(*pointers, rows, row_groups, float32((hadamard or 1) ** -0.5), *key_of(random))
+
+
+def fits(x: Tensor, row: bool = False) -> bool:
+    """Whether the kernels take this tensor; row: whole rows of it at a time."""
+    return x.dtype in IN and x.numel() > 0 and not (row and x.shape[-1] > MOST_THREADS * GROUP)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def quantize(
+    x: Tensor,
+    rule: ScaleRule,
+    hadamard: int,
+    signs: Tensor | None,
+    random: tuple[int, int] | None,
+    mask: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [..., K] bfloat16 or float16 -> packed, scale, mask (empty unless asked for). Checked by the caller."""
+    x = _aligned(x)
+    packed, scale, bits = outputs(x, x.shape, mask)
+    threads, resident, stages = tuned.HOPPER_ROWS
+    source = entry(
+        x.dtype, rule, hadamard, signs is not None, mask=mask, dither=random is not None,
+        threads=threads, resident=resident, stages=stages,
+    )  # fmt: skip
+    device, shared, groups = x.get_device(), shared_bytes(threads, stages, False), x.numel() // GROUP
+    factors = None if signs is None else float_signs(signs, x)
+    parameters = arguments(x, factors, (packed, scale, bits, None, None), 1, groups, hadamard, random)
+    blocks = min(-(-groups // threads), nvrtc.processors(device) * resident)
+    nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device)
+    return packed, scale, bits
+
+
+def quantize_expanded(
+    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K] -> e4m3, row scale, outside; packed and scale, written where a row has a group below the window."""
+    x = _aligned(x)
+    rows, width = x.shape
+    packed, scale, _ = outputs(x, x.shape, False)
+    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    row_scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    outside = torch.empty(rows, dtype=torch.int32, device=x.device)
+    groups, (most, stages) = width // GROUP, tuned.HOPPER_EXPANDED
+    threads = -(-groups // 32) * 32
+    resident = max(1, min(16, most // threads))
+    source = entry(
+        x.dtype, rule, hadamard, signs is not None, expanded=True, threads=threads, resident=resident, stages=stages
+    )
+    device, shared = x.get_device(), shared_bytes(threads, stages, True)
+    factors = None if signs is None else float_signs(signs, x)
+    parameters = arguments(x, factors, (packed, scale, out, row_scale, outside), rows, groups, hadamard, None)
+    blocks = min(rows, nvrtc.processors(device) * resident)
+    nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device)
+    return out, row_scale, outside, packed, scale
+
+
+@lru_cache(maxsize=8)
+def _dequantize_kernel(device: int) -> Any:
+    source = device_functions() + DEQUANTIZE.format(name="mxfp4_dequantize", each=EACH)
+    return nvrtc.load_kernel(source, "mxfp4_dequantize", 0, device)
+
+
+def dequantize(packed: Tensor, scale: Tensor) -> Tensor:
+    """[..., K] bfloat16 from packed uint8 [..., K/2] and scale uint8 [..., K/32], not empty."""
+    packed, scale = _aligned(packed), scale.contiguous()
+    out = torch.empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=torch.bfloat16, device=packed.device)
+    words, device = packed.numel() // 4, packed.get_device()
+    parameters = DequantizeArguments(packed.data_ptr(), scale.data_ptr(), out.data_ptr(), words)
+    nvrtc.launch(_dequantize_kernel(device), (-(-words // (256 * EACH)),), 256, 0, parameters, device)
+    return out

@@ -1,0 +1,464 @@
+// MXFP4 along rows, on Hopper: quantization (packed, or as e4m3 with one power of two a row) and dequantization.
+//
+// A lane owns a group of 32 columns; a Hadamard block of 64 or 128 is 2 or 4 neighbouring lanes, which exchange its widest
+// stages. A warp's 32 groups are 2 KiB of 16-bit elements: they come through shared memory, copied asynchronously some
+// tiles ahead, 16 coalesced bytes a lane, and laid down so that the lanes' own reads meet no bank twice.
+//
+// Every sum and product is rounded on its own, in the order of the reference: the bits are the reference's.
+
+namespace quantrot {
+
+enum Rule { FLOOR, EVEN, RCEIL, QUEST, ABSMAX34, MSE };
+
+struct Key {  // of the random numbers: seed and offset, low words first
+  u32 s0, s1, o0, o1;
+};
+
+struct QuantizeArgs {
+  const void* x;           // [groups, 32], 16-bit elements
+  const float* signs;      // [32 * SPAN], +-1
+  unsigned char* packed;   // [groups, 16]
+  unsigned char* scale;    // [groups]
+  void* mask;              // [groups], 32 bits each; e4m3: the operand, [groups, 32]
+  float* row_scale;        // e4m3: [rows]
+  int* outside;            // e4m3: [rows]
+  i64 rows, row_groups;    // packed: one row of all groups
+  float root;              // Hadamard's 1 / sqrt
+  Key key;
+};
+
+struct Words {
+  u32 x, y, z, w;
+};
+
+#ifdef QUANTROT_EMULATED
+#include "rows.h"
+#else
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ Words load_shared(u32 from) {
+  Words v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared32(u32 from) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared16(u32 from) {
+  unsigned short v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared32(u32 to, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_words(void* p, const Words& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ float max_nan(float a, float b) {  // NaN where there is one
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+__device__ __forceinline__ u32 to_e4m3(float lo, float hi) {
+  unsigned short r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+__device__ __forceinline__ u32 times_bf16(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ float other_lane(float v, int across) { return __shfl_xor_sync(0xFFFFFFFFu, v, across); }
+__device__ __forceinline__ int warp_max(int v) { return __reduce_max_sync(0xFFFFFFFFu, v); }
+__device__ __forceinline__ int warp_sum(int v) { return __reduce_add_sync(0xFFFFFFFFu, v); }
+__device__ __forceinline__ int* block_numbers(int at) {
+  extern __shared__ __align__(1024) unsigned char quantrot_shared[];
+  return (int*)(quantrot_shared + at);
+}
+#endif
+
+__device__ __forceinline__ float power(int exponent) { return __uint_as_float((u32)(exponent + 127) << 23); }
+
+// --- A group: 32 float32 numbers of one lane ---------------------------------------------------------------------------
+
+// The sum of 16, halved again and again.
+__device__ __forceinline__ float halved(const float (&s)[16]) {
+  float t[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) t[i] = __fadd_rn(s[i], s[i + 8]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) t[i] = __fadd_rn(t[i], t[i + 4]);
+  return __fadd_rn(__fadd_rn(t[0], t[2]), __fadd_rn(t[1], t[3]));
+}
+
+struct Group {
+  float v[32];
+
+  // Of the lane's 64 bytes of a tile; flips: the sign bits to be flipped in each word, or null.
+  template <class IN>
+  __device__ __forceinline__ void read(u32 tile, const u32* flips) {
+    const u32 lane = lane_number(), at = tile + lane * 64 + (lane >> 1 & 3) * 16;
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+      const Words w = load_shared(at ^ p * 16);
+      u32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (flips) words[i] ^= flips[p * 4 + i];
+        v[p * 8 + i * 2] = IN::value((unsigned short)words[i]);
+        v[p * 8 + i * 2 + 1] = IN::value((unsigned short)(words[i] >> 16));
+      }
+    }
+  }
+
+  // Sylvester's matrix of SPAN lanes' 32 numbers, from the widest stride down.
+  template <int SPAN>
+  __device__ __forceinline__ void turn() {
+#pragma unroll
+    for (int across = SPAN / 2; across; across /= 2) {
+      const float sign = lane_number() & across ? -1.0f : 1.0f;
+#pragma unroll
+      for (int i = 0; i < 32; i++) v[i] = __fmaf_rn(v[i], sign, other_lane(v[i], across));
+    }
+#pragma unroll
+    for (int half = 16; half; half /= 2)
+#pragma unroll
+      for (int i = 0; i < 32; i++)
+        if (!(i & half)) {
+          const float a = v[i], b = v[i + half];
+          v[i] = __fadd_rn(a, b), v[i + half] = __fsub_rn(a, b);
+        }
+  }
+
+  __device__ __forceinline__ float sum() const {
+    float s[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) s[i] = __fadd_rn(v[i], v[i + 16]);
+    return halved(s);
+  }
+
+  __device__ __forceinline__ float square_sum() const {
+    float s[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) s[i] = __fadd_rn(__fmul_rn(v[i], v[i]), __fmul_rn(v[i + 16], v[i + 16]));
+    return halved(s);
+  }
+
+  __device__ __forceinline__ float amax() const {
+    float a = max_nan(fabsf(v[0]), fabsf(v[1]));
+#pragma unroll
+    for (int i = 2; i < 32; i++) a = max_nan(a, fabsf(v[i]));
+    return a;
+  }
+};
+
+// 1, 2 or 4: the power of two at or below |y|, at least 1, with y's sign (1.0's exponent is ones below its top bit).
+__device__ __forceinline__ float binade(float y) {
+  return __uint_as_float((__float_as_uint(fmaxf(fabsf(y), 1.0f)) | __float_as_uint(y)) & 0xFF800000u);
+}
+
+constexpr float MAGIC = 6291456.0f;  // 1.5 * 2^23 / 2: times two steps, it rounds a sum to a multiple of the step
+
+__device__ __forceinline__ float squared_error(const Group& x, float factor) {
+  Group errors;
+#pragma unroll
+  for (int i = 0; i < 32; i++) {
+    const float y = fabsf(__fmul_rn(x.v[i], factor)), clipped = fminf(y, 6.0f);
+    const float magic = __fmul_rn(binade(clipped), MAGIC);
+    const float error = __fsub_rn(__fsub_rn(__fadd_rn(clipped, magic), magic), y);
+    errors.v[i] = __fmul_rn(error, error);
+  }
+  return errors.sum();
+}
+
+// (unbiased exponent, whether the group is finite) of root times the group.
+template <int RULE>
+__device__ __forceinline__ int exponent_of(const Group& x, float root, bool& finite) {
+  int exponent;
+  if constexpr (RULE == QUEST) {
+    const float mean = __fmul_rn(x.sum(), 0.03125f), square = __fmul_rn(x.square_sum(), 0.03125f);
+    const float spread = fmaxf(__fsub_rn(square, __fmul_rn(mean, mean)), 0.0f);
+    const u32 bits = __float_as_uint(__fmul_rn(__fmul_rn(spread, __fmul_rn(root, root)), QUEST_SQUARE));
+    exponent = bits < 0x00800000u ? -127 : ((int)(bits >> 23) - 127) >> 1;
+    finite = square < __uint_as_float(0x7F800000u);
+  } else {
+    const float amax = __fmul_rn(x.amax(), root);
+    const u32 bits = __float_as_uint(amax);
+    finite = amax < __uint_as_float(0x7F800000u);
+    exponent = (int)((RULE == EVEN ? bits + 0x200000u : bits) >> 23) - 129;
+    if constexpr (RULE == RCEIL) exponent += amax > __fmul_rn(power(min(max(exponent, -126), 125)), 6.0f);
+    if constexpr (RULE == MSE) {
+      exponent = min(max(exponent, -126), 125);
+      const float once = squared_error(x, __fmul_rn(power(-exponent), root));
+      const float twice = __fmul_rn(squared_error(x, __fmul_rn(power(-exponent), __fmul_rn(root, 0.5f))), 4.0f);
+      exponent += twice < once;
+    }
+  }
+  return min(max(exponent, -127), 126);
+}
+
+// What an element is multiplied by before it is rounded.
+template <int RULE>
+__device__ __forceinline__ float factor_of(int exponent, float root) {
+  return __fmul_rn(power(-exponent), RULE == ABSMAX34 ? __fmul_rn(root, 0.75f) : root);
+}
+
+// Rounded to a multiple of its step, in the low bits of y + magic; `b` is the binade.
+template <int RULE>
+__device__ __forceinline__ float rounded(float y, float& b) {
+  if constexpr (RULE != EVEN && RULE != ABSMAX34) y = fminf(fmaxf(y, -6.0f), 6.0f);
+  b = binade(y);
+  return __fmaf_rn(b, MAGIC, y);
+}
+
+// Philox4x32-10 of (counter, offset) under the key: eight 16-bit numbers, as 1 + r 2^-16 - (1.5 - 2^-17) in (-1/2, 1/2).
+struct Dither {
+  float v[8];
+
+  __device__ __forceinline__ Dither(u64 counter, const Key& key) {
+    u32 c0 = (u32)counter, c1 = (u32)(counter >> 32), c2 = key.o0, c3 = key.o1, k0 = key.s0, k1 = key.s1;
+#pragma unroll
+    for (int i = 0; i < 10; i++) {
+      const u64 a = (u64)c0 * 0xD2511F53u, b = (u64)c2 * 0xCD9E8D57u;
+      c0 = (u32)(b >> 32) ^ c1 ^ k0, c2 = (u32)(a >> 32) ^ c3 ^ k1, c1 = (u32)b, c3 = (u32)a;
+      k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    const u32 words[4] = {c0, c1, c2, c3};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      v[2 * i] = __fsub_rn(__uint_as_float((words[i] << 7 & 0x007FFF80u) | 0x3F800000u), MIDDLE);
+      v[2 * i + 1] = __fsub_rn(__uint_as_float((words[i] >> 9 & 0x007FFF80u) | 0x3F800000u), MIDDLE);
+    }
+  }
+  static constexpr float MIDDLE = 1.5f - 1.0f / 131072;
+};
+
+// Codes of a group and, of MASK, which elements are within 6 scales (bit i: element i).
+//
+// The rounded sum is sign, exponent 149 + log2(binade), a one at bit 22, and the multiple n of the step below; the code is
+// n + 2 log2(binade). Its product by 2^28 + 2^6 + 1, plus 2^28, has 8 sign + code in the top four bits (see triton.py),
+// which a funnel shift appends.
+template <int RULE, bool MASK, bool DITHER>
+__device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 number, const Key& key, u32& clipped) {
+  u32 words[4];
+  clipped = 0;
+#pragma unroll
+  for (int w = 3; w >= 0; w--) {
+    u32 word = 0;
+    float u[8];
+    if constexpr (DITHER) {
+      const Dither dither(number * 4 + w, key);
+#pragma unroll
+      for (int i = 0; i < 8; i++) u[i] = dither.v[i];
+    }
+#pragma unroll
+    for (int i = 7; i >= 0; i--) {
+      float y = __fmul_rn(x.v[w * 8 + i], factor), b;
+      if constexpr (MASK) clipped = __funnelshift_l(__float_as_uint(__fsub_rn(6.0f, fabsf(y))), clipped, 1);
+      if constexpr (DITHER) {
+        b = binade(y);
+        y = __fmaf_rn(b, MAGIC, __fmaf_rn(u[i], __fmul_rn(b, 0.5f), y));
+      } else {
+        y = rounded<RULE>(y, b);
+      }
+      word = __funnelshift_l(__float_as_uint(y) * 0x10000041u + 0x10000000u, word, 4);
+    }
+    words[w] = word;
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// --- Tiles -------------------------------------------------------------------------------------------------------------
+
+constexpr u32 TILE = 2048;  // bytes: 32 groups of 16-bit elements
+
+// Start copying the groups `first` ... `first + 31`, those past `end` from the last one. Piece p of group g goes to
+// p ^ (g / 2 % 4) of the group's four places.
+__device__ __forceinline__ void start_tile(u32 to, const void* x, i64 first, i64 end) {
+  const u32 lane = lane_number();
+  const char* const from = (const char*)x + first * 64;
+  to += ((lane & ~3u) | ((lane & 3) ^ (lane >> 3))) * 16;
+  if (end - first >= 32) {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) copy16(to + i * 512, from + lane * 16 + i * 512);
+  } else {
+    const u32 last = (u32)(end - first) * 4 - 1;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) copy16(to + i * 512, from + min(i * 32 + lane, last) * 16);
+  }
+}
+
+// The sign bits to flip in each word of a lane's group.
+template <int SPAN>
+__device__ __forceinline__ void read_signs(u32 (&flips)[16], const float* signs) {
+  signs += lane_number() % SPAN * 32;
+#pragma unroll
+  for (int i = 0; i < 16; i++)
+    flips[i] = (signs[2 * i] < 0 ? 0x8000u : 0) | (signs[2 * i + 1] < 0 ? 0x80000000u : 0);
+}
+
+template <class IN, int SPAN, bool SIGNS, int RULE, bool MASK, bool DITHER, int STAGES>
+__device__ __forceinline__ void quantize(const QuantizeArgs& args) {
+  const u32 lane = lane_number(), warps = blockDim.x / 32, ring = shared_memory() + warp_number() * (STAGES * TILE);
+  const i64 groups = args.rows * args.row_groups, stride = (i64)gridDim.x * warps;
+  const i64 tiles = (groups + 31) / 32;
+  u32 flips[16];
+  if constexpr (SIGNS) read_signs<SPAN>(flips, args.signs);
+  const i64 begin = (i64)blockIdx.x * warps + warp_number();
+  i64 ahead = begin;
+  u32 into = 0, slot = 0;
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++, ahead += stride, into += TILE) {
+    if (ahead < tiles) start_tile(ring + into, args.x, ahead * 32, groups);
+    copies_commit();
+  }
+  for (i64 tile = begin; tile < tiles; tile += stride, ahead += stride) {
+    warp_sync();  // all lanes have read what is overwritten now
+    if (ahead < tiles) start_tile(ring + into, args.x, ahead * 32, groups);
+    copies_commit();
+    copies_wait<STAGES - 1>();
+    warp_sync();
+    Group x;
+    x.read<IN>(ring + slot, SIGNS ? flips : nullptr);
+    into = into == (STAGES - 1) * TILE ? 0 : into + TILE, slot = slot == (STAGES - 1) * TILE ? 0 : slot + TILE;
+    if constexpr (SPAN) x.turn<SPAN>();
+    const i64 group = tile * 32 + lane;
+    bool finite;
+    const int exponent = exponent_of<RULE>(x, args.root, finite);
+    u32 clipped;
+    Words codes = codes_of<RULE, MASK, DITHER>(x, factor_of<RULE>(exponent, args.root), group, args.key, clipped);
+    if (!finite) codes = {};
+    if (group < groups) {
+      store_words(args.packed + group * 16, codes);
+      args.scale[group] = finite ? exponent + 127 : 255;
+      if constexpr (MASK) ((u32*)args.mask)[group] = finite ? ~clipped : 0;
+    }
+  }
+}
+
+// --- As e4m3 -----------------------------------------------------------------------------------------------------------
+
+constexpr int TOP = 6, WINDOW = 15, LEAST_TOP = -120;
+
+// A thread block a row at a time. Where a group lies below e4m3's window (or is zero) the packed row is written too.
+template <class IN, int SPAN, bool SIGNS, int RULE, int STAGES>
+__device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
+  const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32;
+  const u32 ring = shared_memory() + warp * (STAGES * TILE);
+  int* numbers = block_numbers(warps * STAGES * TILE);  // three sets of [top, -least, count][warps], in turn
+  const i64 row_groups = args.row_groups, mine = (i64)warp * 32;
+  u32 flips[16];
+  if constexpr (SIGNS) read_signs<SPAN>(flips, args.signs);
+  i64 ahead = blockIdx.x;
+  u32 into = 0, slot = 0, turn = 0;
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++, ahead += gridDim.x, into += TILE) {
+    if (ahead < args.rows) start_tile(ring + into, args.x, ahead * row_groups + mine, (ahead + 1) * row_groups);
+    copies_commit();
+  }
+  const bool inside = mine + lane < row_groups;
+  for (i64 row = blockIdx.x; row < args.rows; row += gridDim.x, ahead += gridDim.x) {
+    warp_sync();
+    if (ahead < args.rows) start_tile(ring + into, args.x, ahead * row_groups + mine, (ahead + 1) * row_groups);
+    copies_commit();
+    copies_wait<STAGES - 1>();
+    warp_sync();
+    Group x;
+    x.read<IN>(ring + slot, SIGNS ? flips : nullptr);
+    into = into == (STAGES - 1) * TILE ? 0 : into + TILE, slot = slot == (STAGES - 1) * TILE ? 0 : slot + TILE;
+    if constexpr (SPAN) x.turn<SPAN>();
+    bool finite;
+    const int exponent = exponent_of<RULE>(x, args.root, finite);
+    const bool counts = finite && inside;
+    int* const set = numbers + turn * warps * 3;
+    turn = turn == 2 ? 0 : turn + 1;
+    const int most = warp_max(counts ? max(exponent, LEAST_TOP) : LEAST_TOP), least = warp_max(counts ? -exponent : -127);
+    if (lane == 0) set[warp] = most, set[warps + warp] = least;
+    block_sync();
+    const int top = warp_max(lane < warps ? set[lane] : LEAST_TOP);
+    const int bottom = warp_max(lane < warps ? set[warps + lane] : -127);
+    const int shift = exponent - top + TOP;
+    const float factor = factor_of<RULE>(exponent, args.root);
+    const float unit = finite ? power(min(max(shift, -126), TOP)) : __uint_as_float(0x7FC00000u);
+    const i64 group = row * row_groups + mine + lane;
+    u32 words[8];
+#pragma unroll
+    for (int w = 0; w < 8; w++) {
+      float e[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float v = x.v[w * 4 + i];
+        float b;
+        const float sum = rounded<RULE>(__fmul_rn(v, factor), b);
+        const u32 magnitude = __float_as_uint(__fmaf_rn(b, -MAGIC, sum));  // exact
+        e[i] = __fmul_rn(__uint_as_float(magnitude | (__float_as_uint(v) & 0x80000000u)), unit);
+      }
+      words[w] = to_e4m3(e[0], e[1]) | to_e4m3(e[2], e[3]) << 16;
+    }
+    if (inside) {
+      store_words((char*)args.mask + group * 32, {words[0], words[1], words[2], words[3]});
+      store_words((char*)args.mask + group * 32 + 16, {words[4], words[5], words[6], words[7]});
+    }
+    int outside = 0;
+    if (-bottom <= top - WINDOW) {  // the same for all threads
+      u32 clipped;
+      Words codes = codes_of<RULE, false, false>(x, factor, 0, args.key, clipped);
+      if (!finite) codes = {};
+      if (inside) {
+        store_words(args.packed + group * 16, codes);
+        args.scale[group] = finite ? exponent + 127 : 255;
+      }
+      const bool used = ((codes.x | codes.y | codes.z | codes.w) & 0x77777777u) != 0;
+      const int count = warp_sum(counts && used && shift <= TOP - WINDOW);
+      if (lane == 0) set[2 * warps + warp] = count;
+      block_sync();
+      outside = warp_sum(lane < warps ? set[2 * warps + lane] : 0);
+    }
+    if (threadIdx.x == 0) args.row_scale[row] = power(top - TOP), args.outside[row] = outside;
+  }
+}
+
+// --- Dequantization ----------------------------------------------------------------------------------------------------
+
+// Codes P and P + 4 of a word (P: 0, 1), as bfloat16 times 2^-126: see decode.cuh.
+template <int P>
+__device__ __forceinline__ u32 pair(u32 word) {
+  return (word & (0x000F000Fu << 4 * P)) * ((64u + 4096u) >> 4 * P) & 0x81C081C0u;
+}
+
+// Words of eight codes [words], and their groups' scales, to bfloat16 [words, 8]; EACH words a thread.
+template <int EACH>
+__device__ __forceinline__ void dequantize(const u32* packed, const unsigned char* scale, void* y, i64 words) {
+  const i64 first = (i64)blockIdx.x * (blockDim.x * EACH) + threadIdx.x;
+  u32 word[EACH], byte[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const i64 at = min(first + i * (i64)blockDim.x, words - 1);
+    word[i] = __ldg(packed + at), byte[i] = __ldg(scale + at / 4);
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const i64 at = first + i * (i64)blockDim.x;
+    const u32 factor = byte[i] == 255 ? 0x7FFF7FFFu : max(byte[i] << 7, 0x40u) * 0x00010001u, high = word[i] >> 8;
+    constexpr u32 UNIT = 0x7E807E80u;  // 2^126
+    const u32 a = times_bf16(times_bf16(pair<0>(word[i]), UNIT), factor);
+    const u32 b = times_bf16(times_bf16(pair<1>(word[i]), UNIT), factor);
+    const u32 c = times_bf16(times_bf16(pair<0>(high), UNIT), factor);
+    const u32 d = times_bf16(times_bf16(pair<1>(high), UNIT), factor);
+    if (at < words)
+      store_words((char*)y + at * 16, {__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410), __byte_perm(a, b, 0x7632),
+                                       __byte_perm(c, d, 0x7632)});
+  }
+}
+
+}  // namespace quantrot

@@ -1,0 +1,78 @@
+// What kernels/mxfp4/rows.cuh takes beside hopper.cuh, for the host: asynchronous copies land where they are issued.
+#pragma once
+
+inline void copy16(u32 to, const void* from) {
+  if ((uintptr_t)from % 16 || to % 16) emulator::fail("a copy of 16 bytes that is not aligned");
+  memcpy(self().block->at(to, 16), from, 16);
+}
+inline void copies_commit() {}
+template <int LEFT>
+inline void copies_wait() {}
+
+inline Words load_shared(u32 from) {
+  Words v;
+  memcpy(&v, self().block->at(from, 16), 16);
+  return v;
+}
+inline u32 load_shared32(u32 from) {
+  u32 v;
+  memcpy(&v, self().block->at(from, 4), 4);
+  return v;
+}
+inline u32 load_shared16(u32 from) {
+  unsigned short v;
+  memcpy(&v, self().block->at(from, 2), 2);
+  return v;
+}
+inline void store_shared32(u32 to, u32 v) { memcpy(self().block->at(to, 4), &v, 4); }
+inline void store_words(void* p, const Words& v) {
+  if ((uintptr_t)p % 16) emulator::fail("a store of 16 bytes that is not aligned");
+  memcpy(p, &v, 16);
+}
+
+inline float max_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
+inline u32 to_e4m3_one(float f) {
+  if (f != f) return 0x7F;
+  const u32 sign = std::signbit(f) ? 0x80 : 0;
+  const float m = std::min(std::fabs(f), 448.0f);
+  if (m == 0) return sign;
+  int e;
+  std::frexp(m, &e);  // units in the last place of four significant bits, at least 2^-9
+  const int ulp = std::max(e - 4, -9);
+  const u32 n = (u32)std::nearbyint(std::ldexp(m, -ulp));
+  return sign | (ulp == -9 ? n : (u32)(ulp + 9) * 8 + n);
+}
+inline u32 to_e4m3(float lo, float hi) { return to_e4m3_one(lo) | to_e4m3_one(hi) << 8; }
+inline u32 times_bf16(u32 a, u32 b) {
+  return Bf16::pack(Bf16::value(a) * Bf16::value(b), Bf16::value(a >> 16) * Bf16::value(b >> 16));
+}
+
+inline float __uint_as_float(u32 u) {
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+inline u32 __float_as_uint(float f) {
+  u32 u;
+  memcpy(&u, &f, 4);
+  return u;
+}
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline u32 __funnelshift_l(u32 low, u32 high, u32 shift) { return (u32)(((u64)high << 32 | low) << shift >> 32); }
+
+inline float other_lane(float v, int across) {
+  return __uint_as_float(exchange(__float_as_uint(v))[lane_number() ^ across]);
+}
+inline int warp_max(int v) {
+  int most = v;
+  for (u32 other : exchange(v)) most = std::max(most, (int)other);
+  return most;
+}
+inline int warp_sum(int v) {
+  int sum = 0;
+  for (u32 other : exchange(v)) sum += (int)other;
+  return sum;
+}
+inline int* block_numbers(int at) { return (int*)(self().block->memory.data() + at); }

@@ -1,0 +1,146 @@
+"""The CUDA kernels that quantize a transpose to MXFP4: emulated on the host, compiled, on a GPU."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.mxfp4 import hopper_columns, operators, triton_columns, tuned
+from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
+
+gpu = pytest.mark.gpu
+pytest.importorskip("triton", reason="triton is not installed")
+BF16, FP16, FP32, CODES = torch.bfloat16, torch.float16, torch.float32, torch.uint8
+RANDOM = (0x1234567890ABCDE, 3)
+# dtype (uint8: packed), rule, Hadamard, signs, mask, dither
+CASES = {
+    "plain": (BF16, "even", 0, False, False, False),
+    "quest": (FP16, "quest", 32, False, True, False),
+    "nearest": (BF16, "absmax34", 32, True, False, False),
+    "random": (BF16, "absmax34", 32, True, False, True),
+    "wide": (BF16, "absmax34", 128, True, False, True),
+    "middle": (FP16, "rceil", 64, True, True, False),
+    "codes": (CODES, "absmax34", 32, True, False, True),
+    "codes_wide": (CODES, "absmax34", 128, True, False, True),
+    "codes_nearest": (CODES, "mse", 64, False, False, False),
+}
+DRIVER = """
+static std::string message;
+extern "C" const char* run(int which, const void* x, const unsigned char* in_scale, const float* signs,
+                           unsigned char* packed, unsigned char* scale, unsigned* mask, long long pitch,
+                           int rows, int columns, float root, unsigned s0, unsigned s1, unsigned o0,
+                           unsigned o1, int down, int blocks, int shared, int seed) {
+  using Kernel = void(const void*, const unsigned char*, const float*, unsigned char*, unsigned char*, unsigned*,
+                      long long, int, int, float, unsigned, unsigned, unsigned, unsigned, int);
+  static Kernel* const kernels[] = {NAMES};
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, shared, seed, [&] {
+    kernels[which](x, in_scale, signs, packed, scale, mask, pitch, rows, columns, root, s0, s1, o0, o1, down);
+  });
+  return message.c_str();
+}
+"""
+
+
+def tiles_of(dtype: torch.dtype) -> tuple[int, int, bool]:
+    return tuned.HOPPER_PACKED_COLUMNS if dtype == CODES else tuned.HOPPER_COLUMNS
+
+
+def source(case: str, name: str = "mxfp4_columns") -> str:
+    dtype, rule, hadamard, signs, mask, dither = CASES[case]
+    resident, stages, _ = tiles_of(dtype)
+    more = {"resident": resident, "stages": stages, "name": name}
+    return hopper_columns.entry(dtype, ScaleRule(rule), hadamard, signs, mask=mask, dither=dither, **more)
+
+
+@pytest.fixture(scope="module")
+def library(emulated):
+    entries = "".join(source(name, f"columns_{name}") for name in CASES)
+    driver = DRIVER.replace("NAMES", ", ".join(f"columns_{name}" for name in CASES))
+    library = emulated(hopper_columns.device_functions() + entries + driver)
+    library.run.restype = ctypes.c_char_p
+    return library
+
+
+def operands(case: str, rows: int, columns: int):
+    """(x or codes, their scale or None, signs, random, what the reference makes of the transpose)."""
+    dtype, rule, hadamard, signs, mask, dither = CASES[case]
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=generator) * 2.0 ** torch.randint(-4, 5, (1, columns), generator=generator)
+    x[3] *= 20
+    x[:, 1] = 0
+    x[5, 2], x[7, 3] = float("nan"), float("inf")
+    factors = torch.randint(0, 2, (hadamard,), generator=generator) * 2.0 - 1 if signs else None
+    scale = None
+    x = x.to(FP16 if dtype == FP16 else BF16)
+    wide = x
+    if dtype == CODES:
+        x, scale, _ = quantize_reference(x, ScaleRule.even)
+        wide = dequantize_reference(x, scale, FP32)
+    random = RANDOM if dither else None
+    expected = quantize_reference(wide.T, ScaleRule(rule), hadamard=hadamard, signs=factors, random=random, mask=mask)
+    return x, scale, factors, random, expected
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("rows", "columns", "down"), [(128, 64, True), (384, 288, False), (160, 544, True)])
+def test_bits_are_the_references(library, name, rows, columns, down):
+    rows = -(-rows // max(32, CASES[name][2])) * max(32, CASES[name][2])
+    x, in_scale, factors, random, (codes, scales, kept) = operands(name, rows, columns)
+    packed = torch.full((columns, rows // 2), 0xAA, dtype=CODES)
+    scale, bits = torch.full((columns, rows // 32), 0xAA, dtype=CODES), torch.zeros(columns, rows // 8, dtype=CODES)
+    a = hopper_columns.arguments(x, in_scale, factors, (packed, scale, bits), CASES[name][2], random, down)
+    pointers = [ctypes.c_void_p(getattr(a, field)) for field, _ in a._fields_[:6]]
+    sizes = [ctypes.c_longlong(a.pitch), a.rows, a.columns]
+    numbers = [ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1, a.down]
+    shared = hopper_columns.shared_bytes(x.dtype, tiles_of(x.dtype)[1])
+    message = library.run(list(CASES).index(name), *pointers, *sizes, *numbers, 2, shared, rows)
+    assert message == b"", message.decode()
+    assert torch.equal(scale, scales) and torch.equal(packed, codes)
+    assert kept is None or torch.equal(bits, kept)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_compiles_for_sm_90a_and_keeps_to_its_registers(name, tmp_path):
+    """Blocks of 128, at the three thread blocks that are fastest for 32, put ten words a thread in memory at most."""
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    (tmp_path / "kernel.cu").write_text(hopper_columns.device_functions() + source(name))
+    target = "-gencode arch=compute_90a,code=sm_90a -std=c++17 -Xptxas -v -cubin -o /dev/null".split()
+    run = subprocess.run(["nvcc", *target, str(tmp_path / "kernel.cu")], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    spilled = re.search(r"(\d+) bytes spill stores", run.stderr)
+    assert spilled and int(spilled[1]) <= (40 if CASES[name][2] == 128 else 0), run.stderr[-400:]
+
+
+@pytest.mark.parametrize(("on", "module"), [(False, triton_columns), (True, hopper_columns)])
+def test_auto_takes_these_kernels_where_they_are_turned_on(monkeypatch, on, module):
+    monkeypatch.setattr(nvrtc, "available", lambda device: True)
+    monkeypatch.setattr(tuned, "HOPPER_TRANSPOSES", on)
+    assert operators._columns_module(torch.zeros(32, 64, dtype=BF16), "auto") is module
+    assert operators._columns_module(torch.zeros(32, 64), "auto") is triton_columns  # float32
+
+
+@gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("rows", "columns"), [(128, 64), (640, 544), (4096, 1536)])
+def test_on_the_gpu(name, rows, columns):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    _, rule, hadamard, _, mask, _ = CASES[name]
+    x, in_scale, factors, random, (codes, scales, kept) = operands(name, rows, columns)
+    signs = None if factors is None else factors.cuda()
+    for _ in range(3):
+        if in_scale is not None:
+            packed, scale = hopper_columns.requantize(
+                x.cuda(), in_scale.cuda(), ScaleRule(rule), hadamard, signs, random
+            )
+        else:
+            packed, scale, bits = hopper_columns.quantize_columns(
+                x.cuda(), ScaleRule(rule), hadamard, signs, random, mask
+            )
+            assert kept is None or torch.equal(bits.cpu(), kept)
+        assert torch.equal(scale.cpu(), scales) and torch.equal(packed.cpu(), codes)

@@ -1,0 +1,203 @@
+"""The CUDA kernels that quantize and dequantize MXFP4 along rows: emulated on the host, compiled, on a GPU."""
+
+import ctypes
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from quantrot.kernels.mxfp4 import hopper_rows, tuned
+from quantrot.kernels.mxfp4.reference import (
+    ScaleRule,
+    dequantize_reference,
+    expand_reference,
+    float32,
+    quantize_reference,
+)
+
+gpu = pytest.mark.gpu
+pytest.importorskip("triton", reason="triton is not installed")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# dtype, rule, Hadamard, signs, mask, dither, expanded
+CASES = {
+    "even": (BF16, "even", 0, False, False, False, False),
+    "even_32": (FP16, "even", 32, False, True, False, False),
+    "quest_32": (BF16, "quest", 32, False, True, False, False),
+    "quest_128": (FP16, "quest", 128, True, True, False, False),
+    "mse_64": (BF16, "mse", 64, False, False, False, False),
+    "rceil_32": (BF16, "rceil", 32, True, False, False, False),
+    "floor": (FP16, "floor", 0, False, True, False, False),
+    "random_32": (BF16, "absmax34", 32, True, False, True, False),
+    "random_128": (BF16, "absmax34", 128, True, False, True, False),
+    "nearest_64": (FP16, "absmax34", 64, False, False, False, False),
+    "expanded_even": (BF16, "even", 32, False, False, False, True),
+    "expanded_quest": (FP16, "quest", 128, True, False, False, True),
+    "expanded_mse": (BF16, "mse", 0, False, False, False, True),
+}
+RANDOM = (0x1234567890ABCDE, 3)
+DRIVER = """
+static std::string message;
+extern "C" const char* run(int which, const void* x, const float* signs, unsigned char* packed, unsigned char* scale,
+                           void* mask, float* row_scale, int* outside, long long rows, long long row_groups, float root,
+                           unsigned s0, unsigned s1, unsigned o0, unsigned o1, int blocks, int threads, int shared,
+                           int seed) {
+  using Kernel = void(const void*, const float*, unsigned char*, unsigned char*, void*, float*, int*, long long,
+                      long long, float, unsigned, unsigned, unsigned, unsigned);
+  static Kernel* const kernels[] = {NAMES};
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, shared, seed, [&] {
+    kernels[which](x, signs, packed, scale, mask, row_scale, outside, rows, row_groups, root, s0, s1, o0, o1);
+  });
+  return message.c_str();
+}
+extern "C" const char* dequantize(const unsigned* packed, const unsigned char* scale, void* y, long long words,
+                                  int blocks) {
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, 0, 0, [&] { wide(packed, scale, y, words); });
+  return message.c_str();
+}
+"""
+
+
+def source(case: str, **more) -> str:
+    dtype, rule, hadamard, signs, mask, dither, expanded = CASES[case]
+    threads, resident, stages = (128, 5, tuned.HOPPER_EXPANDED[1]) if expanded else tuned.HOPPER_ROWS
+    more = {"mask": mask, "dither": dither, "expanded": expanded, "threads": threads, "resident": resident} | more
+    more["stages"] = stages
+    return hopper_rows.entry(dtype, ScaleRule(rule), hadamard, signs, **more)
+
+
+@pytest.fixture(scope="module")
+def library(emulated):
+    entries = "".join(source(name, name=f"rows_{name}") for name in CASES)
+    entries += hopper_rows.DEQUANTIZE.format(name="wide", each=hopper_rows.EACH)
+    driver = DRIVER.replace("NAMES", ", ".join(f"rows_{name}" for name in CASES))
+    library = emulated(hopper_rows.device_functions() + entries + driver)
+    library.run.restype = library.dequantize.restype = ctypes.c_char_p
+    return library
+
+
+def data(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Rows of different sizes, outliers, zeros, ties, what is not finite, and groups far below the others."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=generator)
+    x *= 2.0 ** torch.randint(-4, 5, (rows, 1), generator=generator)
+    x[:, 3] *= 20
+    x[0] = torch.randint(-12, 13, (width,), generator=generator) / 2  # ties
+    x[1, :32] = 0
+    x[2, -32:] *= 2.0**-20
+    x[3 % rows, 5] = float("nan")
+    x[4 % rows, 7] = -float("inf")
+    return x.to(dtype)
+
+
+def arguments_of(name: str, x: torch.Tensor):
+    """(expected by the reference, what the kernel writes, its signs) of a case."""
+    dtype, rule, hadamard, signs, mask, dither, expanded = CASES[name]
+    generator = torch.Generator().manual_seed(1)
+    factors = torch.randint(0, 2, (hadamard,), generator=generator) * 2.0 - 1 if signs else None
+    random = RANDOM if dither else None
+    expected = quantize_reference(x, ScaleRule(rule), hadamard=hadamard, signs=factors, random=random, mask=mask)
+    return expected, factors, random
+
+
+def same_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("rows", "width"), [(5, 128), (7, 1408)])
+def test_bits_are_the_references(library, name, rows, width):
+    dtype, _, hadamard, _, mask, _, expanded = CASES[name]
+    x = data(rows, width, dtype)
+    (codes, scales, kept), factors, random = arguments_of(name, x)
+    groups = width // 32
+    packed = torch.full((rows, width // 2), 0xAA, dtype=torch.uint8)
+    scale, bits = torch.full((rows, groups), 0xAA, dtype=torch.uint8), torch.zeros(rows, width // 8, dtype=torch.uint8)
+    out, row_scale = torch.zeros(rows, width, dtype=torch.float8_e4m3fn), torch.zeros(rows)
+    outside = torch.full((rows,), -1, dtype=torch.int32)
+    written = (packed, scale, out if expanded else bits, row_scale, outside)
+    shape = (rows, groups) if expanded else (1, rows * groups)
+    threads, _, stages = tuned.HOPPER_ROWS
+    if expanded:
+        threads, stages = -(-groups // 32) * 32, tuned.HOPPER_EXPANDED[1]
+    a = hopper_rows.arguments(x, factors, written, *shape, hadamard, random)
+    pointers = [ctypes.c_void_p(getattr(a, field)) for field, _ in a._fields_[:7]]
+    numbers = [
+        ctypes.c_longlong(a.rows), ctypes.c_longlong(a.row_groups), ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1,
+    ]  # fmt: skip
+    shared = hopper_rows.shared_bytes(threads, stages, expanded)
+    message = library.run(list(CASES).index(name), *pointers, *numbers, 2, threads, shared, rows)
+    assert message == b"", message.decode()
+    if expanded:
+        values, tops, counts = expand_reference(codes, scales)
+        assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(row_scale, tops) and torch.equal(outside, counts)
+        assert counts.max() > 0 or hadamard == 128
+        needed = counts > 0
+        assert torch.equal(packed[needed], codes[needed]) and torch.equal(scale[needed], scales[needed])
+    else:
+        assert torch.equal(scale, scales) and torch.equal(packed, codes)
+        assert not mask or torch.equal(bits, kept)
+
+
+def test_every_code_and_scale_is_dequantized(library):
+    packed = torch.randint(0, 256, (256, 48), dtype=torch.uint8)
+    packed[:, :16] = torch.arange(0, 256, 17).to(torch.uint8)  # the sixteen codes
+    scale = torch.arange(256).to(torch.uint8)[:, None].expand(256, 3).contiguous()
+    y = torch.zeros(256, 96, dtype=BF16)
+    words = packed.numel() // 4
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (packed, scale, y))
+    message = library.dequantize(*pointers, ctypes.c_longlong(words), -(-words // (256 * hopper_rows.EACH)))
+    assert message == b"", message.decode()
+    assert same_nan(y, dequantize_reference(packed, scale, BF16))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_compiles_for_sm_90a_without_spills(name, tmp_path):
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    (tmp_path / "kernel.cu").write_text(hopper_rows.device_functions() + source(name))
+    target = "-gencode arch=compute_90a,code=sm_90a -std=c++17 -Xptxas -v -cubin -o /dev/null".split()
+    run = subprocess.run(["nvcc", *target, str(tmp_path / "kernel.cu")], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert ", 0 bytes spill stores" in run.stderr, run.stderr[-400:]
+
+
+@gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("rows", "width"), [(5, 128), (1000, 1408), (300, 14336)])
+def test_on_the_gpu(name, rows, width):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    dtype, rule, hadamard, _, mask, _, expanded = CASES[name]
+    x = data(rows, width, dtype)
+    (codes, scales, kept), factors, random = arguments_of(name, x)
+    signs = None if factors is None else factors.cuda()
+    for _ in range(3):
+        if expanded:
+            got = hopper_rows.quantize_expanded(x.cuda(), ScaleRule(rule), hadamard, signs)
+            out, row_scale, outside, packed, scale = (t.cpu() for t in got)
+            values, tops, counts = expand_reference(codes, scales)
+            assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
+            assert torch.equal(row_scale, tops) and torch.equal(outside, counts)
+            needed = counts > 0
+            assert torch.equal(packed[needed], codes[needed]) and torch.equal(scale[needed], scales[needed])
+        else:
+            got = hopper_rows.quantize(x.cuda(), ScaleRule(rule), hadamard, signs, random, mask)
+            packed, scale, bits = (t.cpu() for t in got)
+            assert torch.equal(scale, scales) and torch.equal(packed, codes)
+            assert not mask or torch.equal(bits, kept)
+
+
+@gpu
+def test_dequantize_on_the_gpu():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    packed = torch.randint(0, 256, (1000, 208), dtype=torch.uint8)
+    scale = torch.randint(0, 256, (1000, 13), dtype=torch.uint8)
+    assert same_nan(hopper_rows.dequantize(packed.cuda(), scale.cuda()).cpu(), dequantize_reference(packed, scale))
+
+
+def test_roots_are_float32_numbers():
+    a = hopper_rows.arguments(torch.zeros(1, 32), None, (None,) * 5, 1, 1, 128, None)
+    assert a.root == float32(128**-0.5)
