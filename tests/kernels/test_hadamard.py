@@ -406,7 +406,7 @@ def test_no_triton_program_spills_registers_on_hopper(compiled_for_hopper):
 def _programs() -> list[tuple[str, str]]:
     from dataclasses import replace
 
-    from quantrot.kernels.hadamard.hopper import Plan, plan_for
+    from quantrot.kernels.hadamard.hopper import Plan, plan_for, plan_for_codes
 
     found = []
     for n in [2, 8, 32, 64, 128, 256, 1024, 2048, 4096, 8192, 16384, 32768, 576, 3072, 13824, 14336, 18944, 28672]:
@@ -418,6 +418,10 @@ def _programs() -> list[tuple[str, str]]:
     for n, columns, groups in ((3072, 64, 3), (11008, 64, 3), (14336, 256, 2), (18944, 128, 3), (53248, 256, 2)):
         plan = Plan("flow", 4 * groups + 4, 1, tiles=columns // 8, stages=2)
         found.append((f"flow-{n}", replace(plan, stages=3 if groups == 3 else 2).source(n, torch.float16, True, True)))
+    for n in (32, 128, 1024, 8192, 14336):
+        found.append(
+            (f"codes-{n}", plan_for_codes(n, 14336, torch.bfloat16).source(n, torch.bfloat16, True, rule="bf16"))
+        )
     found.append(("axis-20", Plan("axis", 8, 1).source(20, torch.float32, False, False, torch.float16)))
     return found
 

@@ -17,7 +17,7 @@ extern "C" const char* run(const void* x, void* y, const signed char* signs, lon
   const unsigned long long tall = (rows - 1) * x_stride / {columns} + {base};
   const quantrot::TensorMap map{{(unsigned char*)x, {columns}, tall, 2 * {columns}, 64, {base}, 2, 1}};
   message = emulator::launch({{blocks, 1, 1}}, 1, {threads}, {shared}, seed, [&] {{
-    quantrot::{call}(map, {{x, y, signs, rows, x_stride, y_stride, 1, scale, scales, {order} / 128, 1, 1}});
+    quantrot::{call}(map, {{x, y, signs, rows, x_stride, y_stride, 1, scale, scales, {order} / 128, 1, {order} / 128}});
   }});
   return message.c_str();
 }}

@@ -275,7 +275,7 @@ def _turns_on_hopper(x: Tensor, order: int) -> bool:
     from quantrot.kernels import nvrtc
     from quantrot.kernels.hadamard import hopper
 
-    return nvrtc.available(x.device) and hopper.plan_for_codes(order, x.dtype) is not None
+    return nvrtc.available(x.device) and hopper.plan_for_codes(order, x.shape[1], x.dtype) is not None
 
 
 def _product(asked: str, *operands) -> ModuleType | None:

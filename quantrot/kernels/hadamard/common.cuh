@@ -355,7 +355,7 @@ __device__ __forceinline__ void store_codes(const Args& a, u32 n, const float (&
   const float scale = scale_of(largest<W, LANES>(amax) * factor), own = factor * to_codes(scale);
   if (threadIdx.x % LANES < W) {
     const longlong2 place = at(group_of<W, LANES>());
-    if (place.x >= 0) store_scale(a, place.x, n, place.y - threadIdx.x % LANES * PART, scale);
+    if (place.x >= 0) store_scale(a, (u32)(place.x * (n / 128) + place.y / 128), scale);
   }
 #pragma unroll
   for (int w = 0; w < W; w++) {

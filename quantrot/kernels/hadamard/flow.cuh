@@ -191,7 +191,7 @@ __device__ __forceinline__ void store_rows_codes(const Args& a, i64 row, const f
     const float scale = scale_of(largest<W, 4>(amax));
     own = to_codes(scale);
     const u32 group = group_of<W, 4>(), r = m + lane / 4 + group % 2 * 8;
-    if (lane % 4 < W && r < K) store_scale(a, row, K * C, r * C + group / 2 * 128, scale);
+    if (lane % 4 < W && r < K) store_scale(a, (u32)row * (K * C / 128) + r * (C / 128) + group / 2, scale);
   }
 #pragma unroll
   for (int chunk = 0; chunk < C / 128; chunk++) {

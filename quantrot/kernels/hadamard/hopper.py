@@ -31,7 +31,7 @@ FILES = {
 FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow)
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) hadamard({map_type}const void* x,
     void* y, const signed char* signs, long long rows, long long x_stride, long long y_stride, int sign_rows,
-    float scale, float* scales, long long scale_row, long long scale_group, int in_row) {{
+    float scale, float* scales, long long scale_row, long long scale_group, unsigned in_row) {{
   quantrot::{call}({map}{{x, y, signs, rows, x_stride, y_stride, sign_rows, scale, scales, scale_row, scale_group,
       in_row}});
 }}
@@ -335,7 +335,7 @@ class _Arguments(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("scale_row", ctypes.c_longlong),
         ("scale_group", ctypes.c_longlong),
-        ("in_row", ctypes.c_int),
+        ("in_row", ctypes.c_uint),
     ]
 
 
@@ -390,7 +390,7 @@ def launch(
         y.stride(0),
         signs.numel() // order if signs is not None else 1,
         scale,
-        *((scales.data_ptr(), *scales.stride(), scales.shape[1] * GROUP // order) if scales is not None else ()),
+        *((scales.data_ptr(), *scales.stride(), scales.shape[1]) if scales is not None else ()),
     )
     if plan.kind == "flow":
         base, columns = order // (8 * plan.tiles), 8 * plan.tiles
@@ -436,15 +436,16 @@ def transform(
 
 
 @lru_cache(maxsize=1024)
-def plan_for_codes(order: int, dtype: torch.dtype) -> Plan | None:
+def plan_for_codes(order: int, columns: int, dtype: torch.dtype) -> Plan | None:
     """The plan that quantizes what it has turned, None where there is none: groups of 128 must lie in a warp."""
     from quantrot.kernels.hadamard.tuned import CODE_PLANS
 
+    if dtype.itemsize != 2 or columns % GROUP or (order % GROUP and order not in (32, 64)):
+        return None
     if plan := CODE_PLANS.get((str(dtype).removeprefix("torch."), order)):
         return plan
-    if dtype.itemsize != 2 or order % GROUP or not (plan := plan_for(order, dtype)):
-        return None
-    if plan.kind == "share" and 8 * plan.vectors // plan.warps < 4:
+    plan = plan_for(order, dtype)
+    if plan and plan.kind == "share" and 8 * plan.vectors // plan.warps < 4:
         plan = Plan("share", 8, 2, vectors=8, stages=1) if order == 16384 else None
     if plan is None or plan.kind not in ("turn", "warp", "share", "flow") or (plan.kind == "flow" and plan.tiles < 16):
         plan = _flow_plan(order)
@@ -472,7 +473,7 @@ def transform_codes(
     x: Tensor, q: Tensor, scales: Tensor, signs: Tensor | None, order: int, factor: float, rule: str
 ) -> None:
     """x [M, K] -> e4m3 codes q [M, K], contiguous, and scales [M, K / 128]; `plan_for_codes` must have a plan."""
-    rows, plan = _rows(x, order), plan_for_codes(order, x.dtype)
+    rows, plan = _rows(x, order), plan_for_codes(order, x.shape[1], x.dtype)
     assert plan is not None, order
     if not plan.takes(rows):
         rows = rows.contiguous()

@@ -154,14 +154,13 @@ __device__ __forceinline__ void turn_kernel(const Args& a) {
     }
     float factor = a.scale;
     const i64 row = first_row + r * (256 / N);
-    if constexpr (SCALE_RULE > 0) {  // rows of 128: lane bit 1 tells two of them apart
-      static_assert(SCALE_RULE == 0 || N == 128, "a row is a group");
+    if constexpr (SCALE_RULE > 0) {  // lane bit 1 tells two groups of 128 apart
 #pragma unroll
       for (int s = 1; s < 32; s *= s == 1 ? 4 : 2) amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, s));
       const float scale = scale_of(amax * factor);
       factor *= to_codes(scale);
-      const i64 owner = unit * (R * 256 / N) + (lane >> 1 & 1) + r * (256 / N);
-      if ((lane & ~2u) == 0 && owner < a.rows) store_scale(a, owner, N, 0, scale);
+      const i64 group = unit * (R * 2) + (lane >> 1 & 1) + r * 2;
+      if ((lane & ~2u) == 0 && group * (128 / N) < a.rows) store_scale(a, (u32)group, scale);
     }
 #pragma unroll
     for (int e2 = 0; e2 < 2; e2++) {

@@ -17,7 +17,7 @@ struct Args {
   float scale;
   float* scales;                   // of codes: see SCALE_RULE
   i64 scale_row, scale_group;      // strides in elements
-  int in_row;                      // rows of n elements that make a row of scales
+  u32 in_row;                      // groups of a row of x
 };
 
 struct alignas(16) Vec {
@@ -212,10 +212,10 @@ __device__ __forceinline__ float from_group(float value, int w) {
   return __shfl_sync(0xFFFFFFFFu, value, lane);
 }
 
-// Of the 128 columns from `column` on of row `row`.
-__device__ __forceinline__ void store_scale(const Args& a, i64 row, u32 n, u32 column, float scale) {
-  const i64 above = a.in_row == 1 ? row : row / a.in_row;
-  a.scales[above * a.scale_row + ((row - above * a.in_row) * n + column) / 128 * a.scale_group] = scale;
+// Of group number `group` of all: 32 bits count 2^39 elements.
+__device__ __forceinline__ void store_scale(const Args& a, u32 group, float scale) {
+  const u32 row = group / a.in_row;
+  a.scales[row * a.scale_row + (group - row * a.in_row) * a.scale_group] = scale;
 }
 
 // Two int8 signs (bytes 2 * i and 2 * i + 1 of s) as the sign bits of two 16-bit lanes.
