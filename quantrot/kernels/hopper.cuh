@@ -167,6 +167,12 @@ __device__ __forceinline__ void tensor_load_all(u32 to, const TensorMap* map, in
                : "memory");
 }
 
+// The box comes to L2, or does not: nothing depends on it, so it may be asked for before grid_wait.
+__device__ __forceinline__ void tensor_warm(const TensorMap* map, int x, int y) {
+  asm volatile(QR_ONE_LANE "cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];\n}" ::"l"(map), "r"(x), "r"(y)
+               : "memory");
+}
+
 // Shared memory -> the map's box; nothing is written past the edges.
 __device__ __forceinline__ void tensor_store(const TensorMap* map, int x, int y, u32 from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
@@ -224,6 +230,12 @@ __device__ __forceinline__ void store_shared(u32 address, float a) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
 }
 
+__device__ __forceinline__ u32 load_shared_u16(u32 address) {  // two bytes, zeros above
+  u32 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ float load_shared(u32 address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
@@ -240,6 +252,13 @@ __device__ __forceinline__ float2 load_shared2(u32 address) {
 // address of row lane % 8 of matrix lane / 8.
 __device__ __forceinline__ void store_matrices(u32 row, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+// The same, each matrix transposed on its way: a lane gives rows 2 * (lane % 4) and the next, column lane / 4.
+__device__ __forceinline__ void store_matrices_turned(u32 row, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
                "r"(d)
                : "memory");
 }
@@ -286,11 +305,18 @@ __device__ __forceinline__ void product_done(float& x) { asm volatile("" : "+f"(
 #define QR_TEXT32 QR_TEXT16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define QR_TEXT64 QR_TEXT32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52," \
                             "%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define QR_48(i) QR_32(i), QR_16(i + 32)
+#define QR_80(i) QR_64(i), QR_16(i + 64)
+#define QR_96(i) QR_64(i), QR_32(i + 64)
+#define QR_112(i) QR_96(i), QR_16(i + 96)
 #define QR_128(i) QR_64(i), QR_64(i + 64)
-#define QR_TEXT128 QR_TEXT64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
-                              ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
-                              ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
-                              ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define QR_120(i) QR_112(i), QR_8(i + 112)
+#define QR_TEXT48 QR_TEXT32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define QR_TEXT80 QR_TEXT64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define QR_TEXT96 QR_TEXT80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define QR_TEXT112 QR_TEXT96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define QR_TEXT120 QR_TEXT112 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define QR_TEXT128 QR_TEXT112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define QR_PRODUCT(N, W, A, B, S)                                                                                   \
   asm volatile("{.reg .pred add;\nsetp.ne.b32 add, %" S ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                \
                "k32.f32.e4m3.e4m3 {" QR_TEXT##W "}, %" A ", %" B ", add, 1, 1;}"                                    \
@@ -324,27 +350,44 @@ __device__ __forceinline__ void product(float (&d)[W], const u32 (&a)[4], u64 b,
   if constexpr (W == 64) QR_PRODUCT_REGISTERS(128, 64, "64", "65", "66", "67", "68", "69");
 }
 
-#define QR_PRODUCT_ACROSS(N, W, TYPE, A0, A1, A2, A3, B, S)                                                         \
+#define QR_PRODUCT16(N, W, TYPE, TURNED, A0, A1, A2, A3, B, S)                                                      \
   asm volatile("{.reg .pred add;\nsetp.ne.b32 add, %" S ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                \
                "k16.f32." TYPE "." TYPE " {" QR_TEXT##W "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B              \
-               ", add, 1, 1, 1;}"                                                                                   \
+               ", add, 1, 1, " TURNED ";}"                                                                          \
                : QR_##W(0)                                                                                          \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add))
+#define QR_PRODUCT16_TYPES(N, W, TURNED, A0, A1, A2, A3, B, S)                                                      \
+  if constexpr (T::BRAIN) {                                                                                         \
+    QR_PRODUCT16(N, W, "bf16", TURNED, A0, A1, A2, A3, B, S);                                                       \
+  } else {                                                                                                          \
+    QR_PRODUCT16(N, W, "f16", TURNED, A0, A1, A2, A3, B, S);                                                        \
+  }
 
 // d [64, N] (+)= a [64, 16] b [16, N] in 16 bits (T: Bf16, Fp16), b contiguous along N (see `operand_across`): exact
 // products, float32 sums. a[2 h + r] holds row g + 8 r, columns 8 h + 2 q and the next.
 template <class T, int W>
 __device__ __forceinline__ void product_across(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
   static_assert(W == 32 || W == 64 || W == 128, "N is 2 W: 64, 128 or 256");
-  if constexpr (T::BRAIN) {
-    if constexpr (W == 32) QR_PRODUCT_ACROSS(64, 32, "bf16", "32", "33", "34", "35", "36", "37");
-    if constexpr (W == 64) QR_PRODUCT_ACROSS(128, 64, "bf16", "64", "65", "66", "67", "68", "69");
-    if constexpr (W == 128) QR_PRODUCT_ACROSS(256, 128, "bf16", "128", "129", "130", "131", "132", "133");
-  } else {
-    if constexpr (W == 32) QR_PRODUCT_ACROSS(64, 32, "f16", "32", "33", "34", "35", "36", "37");
-    if constexpr (W == 64) QR_PRODUCT_ACROSS(128, 64, "f16", "64", "65", "66", "67", "68", "69");
-    if constexpr (W == 128) QR_PRODUCT_ACROSS(256, 128, "f16", "128", "129", "130", "131", "132", "133");
-  }
+  if constexpr (W == 32) QR_PRODUCT16_TYPES(64, 32, "1", "32", "33", "34", "35", "36", "37");
+  if constexpr (W == 64) QR_PRODUCT16_TYPES(128, 64, "1", "64", "65", "66", "67", "68", "69");
+  if constexpr (W == 128) QR_PRODUCT16_TYPES(256, 128, "1", "128", "129", "130", "131", "132", "133");
+}
+
+// The same with b [N, 16] contiguous along the sum: `operand`, whose numbers k are then of 16 columns.
+template <class T, int W>
+__device__ __forceinline__ void product16(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
+  static_assert(W == 4 || W == 8 || W == 120 || (W <= 128 && W % 16 == 0), "N is 2 W: 8, 16, 240, or 32 to 256 by 32");
+  if constexpr (W == 4) QR_PRODUCT16_TYPES(8, 4, "0", "4", "5", "6", "7", "8", "9");
+  if constexpr (W == 8) QR_PRODUCT16_TYPES(16, 8, "0", "8", "9", "10", "11", "12", "13");
+  if constexpr (W == 16) QR_PRODUCT16_TYPES(32, 16, "0", "16", "17", "18", "19", "20", "21");
+  if constexpr (W == 32) QR_PRODUCT16_TYPES(64, 32, "0", "32", "33", "34", "35", "36", "37");
+  if constexpr (W == 48) QR_PRODUCT16_TYPES(96, 48, "0", "48", "49", "50", "51", "52", "53");
+  if constexpr (W == 64) QR_PRODUCT16_TYPES(128, 64, "0", "64", "65", "66", "67", "68", "69");
+  if constexpr (W == 80) QR_PRODUCT16_TYPES(160, 80, "0", "80", "81", "82", "83", "84", "85");
+  if constexpr (W == 96) QR_PRODUCT16_TYPES(192, 96, "0", "96", "97", "98", "99", "100", "101");
+  if constexpr (W == 112) QR_PRODUCT16_TYPES(224, 112, "0", "112", "113", "114", "115", "116", "117");
+  if constexpr (W == 120) QR_PRODUCT16_TYPES(240, 120, "0", "120", "121", "122", "123", "124", "125");
+  if constexpr (W == 128) QR_PRODUCT16_TYPES(256, 128, "0", "128", "129", "130", "131", "132", "133");
 }
 
 // --- Products by a warp ----------------------------------------------------------------------------------------------
@@ -428,6 +471,9 @@ __device__ __forceinline__ u64 operand_across(u32 address, u32 piece) {
 
 // Where the 128-byte swizzle puts byte `column` of row `row` of a tile of 128-byte rows.
 __device__ __forceinline__ u32 swizzled(u32 row, u32 column) { return row * 128 + (column ^ (row & 7) << 4); }
+
+// The same for rows of 64 bytes and the 64-byte swizzle.
+__device__ __forceinline__ u32 swizzled64(u32 row, u32 column) { return row * 64 + (column ^ (row >> 1 & 3) << 4); }
 
 struct alignas(16) Quad {
   u32 w[4];

@@ -80,11 +80,13 @@ def load_kernel(source: str, name: str, shared: int, device: int) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def tensor_map(data: int, rows: int, columns: int, pitch: int, box: tuple[int, int], dtype: torch.dtype) -> bytes:
-    """The driver's description of a matrix (pitch in bytes) for the copy engine: boxes (rows, columns) in 128-byte
-    swizzle, zeros past the edges. RuntimeError with the driver's number for what it refuses."""
+def tensor_map(
+    data: int, rows: int, columns: int, pitch: int, box: tuple[int, int], dtype: torch.dtype, swizzle: int = 128
+) -> bytes:
+    """The driver's description of a matrix (pitch in bytes) for the copy engine: boxes (rows, columns), swizzled in 128
+    or 64 bytes or not (0), zeros past the edges. RuntimeError with the driver's number for what it refuses."""
     kind = {torch.float16: 6, torch.bfloat16: 9}.get(dtype, 0)  # CUtensorMapDataType; bytes for what has none
-    no_interleave, swizzle_128, promote_256, fill_zeros = 0, 3, 3, 0
+    no_interleave, promote_256, fill_zeros = 0, 3, 0
     room = ctypes.create_string_buffer(128 + 64)
     start = -ctypes.addressof(room) % 64  # the driver wants it aligned, which cuda.bindings' object is not
     error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
@@ -97,7 +99,7 @@ def tensor_map(data: int, rows: int, columns: int, pitch: int, box: tuple[int, i
         (ctypes.c_uint32 * 2)(box[1], box[0]),
         (ctypes.c_uint32 * 2)(1, 1),
         no_interleave,
-        swizzle_128,
+        {0: 0, 64: 2, 128: 3}[swizzle],
         promote_256,
         fill_zeros,
     )

@@ -33,10 +33,12 @@ optimizations", Google Research, 2024. The bfloat16 formulas here need no detour
 
 import re
 from functools import lru_cache
+from itertools import product
 
 import triton
 import triton.language as tl
 
+KINDS = ("int8", "uint8", "packed", "e4m3")
 _F16 = 0x64646464
 _BF16 = 0x43434343
 _STEPS: dict[tuple[str, str], tuple[int, dict[str, int], tuple[str, ...]]] = {
@@ -105,6 +107,41 @@ def program(kind: str, wide: str, pairs: int, arch: int) -> str:
     if arch < 80 or wide not in ("fp16", "bf16"):
         return ""
     return _program(pairs, *_STEPS[kind, wide])
+
+
+def device_functions() -> str:
+    """C++: `Widen<KIND, T>::pair(codes)` and `upper(codes)`, the values of the two codes in a word's low or high bytes
+    as a pair of T, exactly.
+
+    On the host (QUANTROT_EMULATED) by plain arithmetic, from `code_value` of the tests' emulator.
+    """
+    found = ["#ifdef QUANTROT_EMULATED", '#include "mixed.h"', "#endif"]
+    found += ["namespace quantrot {", "enum Kind { INT8, UINT8, PACKED, E4M3 };", "template <int KIND, class T>"]
+    found += ["struct Widen;"]
+    for kind, (wide, name) in product(KINDS, (("bf16", "Bf16"), ("fp16", "Fp16"))):
+        found += [f"template <>\nstruct Widen<{kind.upper()}, {name}> {{"]
+        for function, shift, select, half in (("pair", 0, "0x4140", "c0"), ("upper", 16, "0x4342", "c1")):
+            text = program(kind, wide, 1, 90) or "{ .reg .b16 c0, c1; mov.b16 c0, $1; cvt.rn.f16x2.e4m3x2 $0, c0; }"
+            text = text.replace("cvt.u32.u16 t0, $1", "mov.b32 t0, $1").replace(
+                "mov.b16 c0, $1", "mov.b32 {c0, c1}, $1"
+            )
+            text = re.sub(r"(e4m3x2 \S+) c0", rf"\1 {half}", text).replace("0x4140", select)
+            text = re.sub(r"\$(\d)", r"%\1", text.replace("%", "%%"))
+            found += [
+                f"  __device__ __forceinline__ static u32 {function}(u32 codes) {{",
+                "#ifdef QUANTROT_EMULATED",
+                f"    constexpr int K = {kind.upper()};",
+                f"    codes >>= {shift};",
+                f"    return {name}::pack(code_value<K>(codes & 255), code_value<K>(codes >> 8));",
+                "#else",
+                "    u32 wide;",
+                f'    asm("{text}" : "=r"(wide) : "r"(codes));',
+                "    return wide;",
+                "#endif",
+                "  }",
+            ]
+        found += ["};"]
+    return "\n".join([*found, "}  // namespace quantrot", ""])
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""How a mixed product is divided: by rule, or as measured where `tuned` has the shape.
+"""How a mixed product is divided among Triton programs, by rule.
 
 Sizes are the kernels' (`triton`): R rows of the narrow operand, C of the wide one ("columns"), K ("depth").
 """
@@ -35,11 +35,6 @@ class Prefill:
     bulk: bool = True
 
 
-def bucket(columns: int) -> int:
-    """The number of columns that `tuned` has plans for, the next one up: 1, 8, 16, then powers of two to 4096."""
-    return 1 if columns == 1 else 8 if columns <= 8 else min(4096, 1 << (columns - 1).bit_length())
-
-
 def plan_for(
     rows: int, columns: int, depth: int, group: int, narrow_weight: bool, processors: int, shared: int
 ) -> Decode | Prefill:
@@ -47,11 +42,6 @@ def plan_for(
 
     processors: the GPU's; shared: bytes of shared memory that a program may have.
     """
-    from quantrot.kernels.mixed.tuned import PLANS
-
-    measured = PLANS.get((rows, depth, group, bucket(columns)))
-    if measured and narrow_weight and shared >= HOPPER_SHARED:
-        return measured
     if narrow_weight and columns <= DECODE_COLUMNS:
         return decode_plan(rows, columns, group)
     return prefill_plan(rows, columns, depth, group, processors, shared)

@@ -19,9 +19,11 @@ MAX_RELATIVE_ERROR = {  # ||y - exact|| / ||exact|| of every backend but "expand
     torch.float32: 2e-6,  # sums in float32
     torch.float64: 1e-14,
 }
-MAX_EXPANDED_ERROR = {  # the weight is rounded to the wide type too
-    torch.bfloat16: 2.7e-3,  # 2.35e-3
-    torch.float16: 4.2e-4,  # 2.93e-4
+# "expand" rounds the weight to the wide type too, and cuBLAS the parts of K that it adds where it splits K, as torch
+# allows by default: three roundings of the same size, sqrt(3) times one.
+MAX_EXPANDED_ERROR = {
+    torch.bfloat16: 3.2e-3,  # 2.35e-3 of two, 2.88e-3 of three
+    torch.float16: 4.2e-4,  # 2.93e-4, 3.6e-4
     torch.float32: 2e-6,
     torch.float64: 1e-14,
 }

@@ -85,7 +85,7 @@ __device__ __forceinline__ void transpose(const TransposeArgs& args) {
       if constexpr (PACKED) {
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
-          const Words power4 = load_shared(powers + (s * SCALE_PITCH + i) * 4);
+          const Words power4 = load_shared_words(powers + (s * SCALE_PITCH + i) * 4);
           const u32 power[4] = {power4.x, power4.y, power4.z, power4.w};
 #pragma unroll
           for (int j = 0; j < 4; j++) {

@@ -42,7 +42,7 @@ template <int LEFT>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
-__device__ __forceinline__ Words load_shared(u32 from) {
+__device__ __forceinline__ Words load_shared_words(u32 from) {
   Words v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
   return v;
@@ -110,7 +110,7 @@ struct Group {
     const u32 lane = lane_number(), at = tile + lane * 64 + (lane >> 1 & 3) * 16;
 #pragma unroll
     for (int p = 0; p < 4; p++) {
-      const Words w = load_shared(at ^ p * 16);
+      const Words w = load_shared_words(at ^ p * 16);
       u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
       for (int i = 0; i < 4; i++) {

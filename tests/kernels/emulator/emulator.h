@@ -123,12 +123,14 @@ inline u32 operand_at(u64 descriptor, u32 row, u32 k) {
   return address ^ (address >> 7 & (kind == 1 ? 7 : 3)) << 4;
 }
 
-inline void read_operand(Block& block, u64 descriptor, u32 row, float (&out)[32]) {
+// 32 bytes of a row: of e4m3, or of 16-bit elements (`wide`), of which there are 16.
+inline void read_operand(Block& block, u64 descriptor, u32 row, float (*wide)(unsigned short), float (&out)[32]) {
   for (u32 half = 0; half < 2; half++) {
     const u32 address = operand_at(descriptor, row, half * 16);
     block.must_be_fenced(address, 16, "wgmma");
     const unsigned char* p = block.at(address, 16);
-    for (u32 k = 0; k < 16; k++) out[half * 16 + k] = from_e4m3(p[k]);
+    for (u32 k = 0; k < 16 && !wide; k++) out[half * 16 + k] = from_e4m3(p[k]);
+    for (u32 k = 0; k < 8 && wide; k++) out[half * 8 + k] = wide(p[2 * k] | p[2 * k + 1] << 8);
   }
 }
 
@@ -141,16 +143,16 @@ inline void execute(Product& p) {
     if (p.a_given) {
       memcpy(a[h], p.rows[h], sizeof a[h]);
     } else {
-      read_operand(*t.block, p.a, first + g + 8 * h, a[h]);
+      read_operand(*t.block, p.a, first + g + 8 * h, p.wide, a[h]);
     }
   }
   std::vector<float>& d = t.results[p.d];
   for (u32 i = 0; i < (u32)p.width; i += 4) {
     for (u32 e = 0; e < 2; e++) {
-      read_operand(*t.block, p.b, i * 2 + 2 * q + e, b);
+      read_operand(*t.block, p.b, i * 2 + 2 * q + e, p.wide, b);
       for (u32 h = 0; h < 2; h++) {
         float sum = p.add ? d[i + 2 * h + e] : 0.f;
-        for (u32 k = 0; k < 32; k++) sum += a[h][k] * b[k];
+        for (u32 k = 0; k < (p.wide ? 16 : 32); k++) sum += a[h][k] * b[k];
         d[i + 2 * h + e] = sum;
       }
     }
@@ -289,7 +291,7 @@ inline void each_unit(const TensorMap& map, int x, int y, u32 address, F f) {
 inline void check_map(const TensorMap& map, u32 address) {
   const u32 line = map.box_columns * map.element;
   if (map.pitch % 16 || (u64)map.base % 16 || line % 16 || map.box_rows > 256 || map.box_columns > 256 ||
-      (map.swizzled && line > 128) || address % 128 || map.columns * map.element % 16)
+      (map.swizzled && line > (map.swizzled == 64 ? 64 : 128)) || address % 128 || map.columns * map.element % 16)
     fail("a copy that the hardware does not take");
 }
 
@@ -320,6 +322,8 @@ inline void tensor_load_all(u32 to, const TensorMap* map, int x, int y, u32 bar,
 inline void tensor_load(u32 to, const TensorMap* map, int x, int y, u32 bar, u64 policy) {
   tensor_load_all(to, map, x, y, bar, policy, 1 << cluster_rank());
 }
+
+inline void tensor_warm(const TensorMap* map, int, int) { check_map(*map, 0); }
 
 inline void tensor_load_folded(u32 to, const TensorMap* map, int y, u32 bar, u64 policy) {
   if (!map->folded) fail("a map that does not fold");
@@ -400,6 +404,11 @@ inline void take_registers() {
 
 inline void store_shared(u32 address, u32 a) { emulator::ordinary_write(address, &a, 4); }
 inline void store_shared(u32 address, float a) { emulator::ordinary_write(address, &a, 4); }
+inline u32 load_shared_u16(u32 address) {
+  unsigned short v;
+  memcpy(&v, self().block->at(address, 2), 2);
+  return v;
+}
 inline float load_shared(u32 address) {
   float v;
   memcpy(&v, self().block->at(address, 4), 4);
@@ -414,6 +423,13 @@ inline void store_matrices(u32 row, u32 a, u32 b, u32 c, u32 d) {
   const std::vector<u32> all[4] = {exchange(a), exchange(b), exchange(c), exchange(d)};
   const u32 lane = self().lane();
   emulator::ordinary_write(row, &all[lane / 8][lane % 8 * 4], 16);
+}
+inline void store_matrices_turned(u32 row, u32 a, u32 b, u32 c, u32 d) {
+  const std::vector<u32> all[4] = {exchange(a), exchange(b), exchange(c), exchange(d)};
+  const u32 lane = self().lane(), column = lane % 8;
+  unsigned short turned[8];
+  for (u32 i = 0; i < 8; i++) turned[i] = all[lane / 8][i * 4 + column / 2] >> 16 * (column % 2);
+  emulator::ordinary_write(row, turned, 16);
 }
 inline float4 load_cluster4(u32 mapped) {
   emulator::Block& block = emulator::block_of(mapped);
@@ -462,17 +478,28 @@ inline void product_done(float&) {}
 
 template <int W>
 inline void product(float (&d)[W], u64 a, u64 b, bool add) {
-  emulator::issue({d, W, a, b, add, false, {}, 0, false});
+  emulator::issue({d, W, a, b, add, false, {}, 0, false, nullptr});
 }
 
 template <int W>
 inline void product(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
-  emulator::Product p{d, W, 0, b, add, true, {}, 0, false};
+  emulator::Product p{d, W, 0, b, add, true, {}, 0, false, nullptr};
   for (u32 i = 0; i < 4; i++) {
     const std::vector<u32> all = exchange(a[i]);
     for (u32 byte = 0; byte < 16; byte++)
       p.rows[i % 2][i / 2 * 16 + byte] =
           emulator::from_e4m3(all[lane_number() / 4 * 4 + byte / 4] >> byte % 4 * 8 & 255);
+  }
+  emulator::issue(p);
+}
+
+template <class T, int W>
+inline void product16(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
+  emulator::Product p{d, W, 0, b, add, true, {}, 0, false, &T::value};
+  for (u32 i = 0; i < 4; i++) {
+    const std::vector<u32> all = exchange(a[i]);
+    for (u32 k = 0; k < 8; k++)
+      p.rows[i % 2][i / 2 * 8 + k] = T::value(all[lane_number() / 4 * 4 + k / 2] >> 16 * (k % 2));
   }
   emulator::issue(p);
 }

@@ -109,6 +109,7 @@ struct Product {  // one wgmma that a thread takes part in
   float rows[2][32];  // of a, where it comes from registers
   u32 group;
   bool executed;
+  float (*wide)(unsigned short);  // what 16-bit elements stand for; null: the operands are e4m3
 };
 
 struct Thread : Fiber {

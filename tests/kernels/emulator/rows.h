@@ -9,7 +9,7 @@ inline void copies_commit() {}
 template <int LEFT>
 inline void copies_wait() {}
 
-inline Words load_shared(u32 from) {
+inline Words load_shared_words(u32 from) {
   Words v;
   memcpy(&v, self().block->at(from, 16), 16);
   return v;

@@ -1,0 +1,185 @@
+"""Every plan of the Hopper mixed product beside cuBLAS: what kernels/mixed/tuned.py and the rules should choose.
+
+    python benchmarks/tune_mixed_hopper.py [few] [many] [paper] [--top N] [--rows M ...] [--compile-only]
+
+A line a plan, fastest first: us, times cuBLAS on the wide type, fraction of the operands' reading time, relative error
+to float64, whether five runs gave the same bits. Then one line a case: m n k group, the best plan's us, times cuBLAS,
+fraction of the reading time; the rule's; the second.
+"""
+
+import argparse
+import math
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+
+import torch
+from bench_mixed import GROUP, PAPER, SHAPES, WIDE, Case, case, copies_of, cublas_us, operands, traffic
+from timing import copy_gbps, time_us
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.mixed import KINDS, hopper, mixed_ref
+from quantrot.kernels.mixed.hopper import WIDTHS, Decode, Kernel, Plan
+
+FEW, MANY = (1, 8, 16, 32, 64), (256, 1024, 4096)
+
+
+TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (1, 2, 8), (4, 1, 2), (4, 1, 4), (2, 2, 4), (7, 1, 2), (8, 1, 2)]
+TEAMS += [(4, 2, 2), (4, 2, 4), (14, 1, 1), (7, 2, 2)]  # row warps, height, teams
+REGISTERS = {0: 60, 1: 70, 2: 84, 4: 116, 8: 160}  # of a thread, about
+
+
+def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decode]:
+    """Plans that fill the device and fit."""
+    tokens = 0 if columns == 1 else 1 << (-(-columns // 8) - 1).bit_length()
+    for (row_warps, height, teams), resident, keep in product(TEAMS, (1, 2), (0, depth)):
+        plan = Decode(tokens, row_warps, teams, height, keep=keep, resident=resident)
+        tiles, slots = -(-rows // plan.rows), plan.grid(1 << 30, columns, hopper.PROCESSORS)
+        waves = -(-tiles // slots)
+        registers = REGISTERS[tokens] * (1 + (height - 1) * 0.6) + (20 if group else 0)
+        if (keep and waves == 1) or tiles < 0.85 * waves * slots:
+            continue
+        if plan.threads * registers * resident > 65536 or registers > 250:
+            continue
+        plan = plan.fitted()
+        flight = plan.stages * plan.rows * 128 * resident
+        if plan.stages >= 2 * teams and flight >= (24 if tokens > 2 else 48) << 10:
+            yield plan
+            yield replace(plan, warm=False)
+
+
+def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) -> Iterator[Plan]:
+    least = 64 if columns <= 256 or group else 128
+    widths = [w for w in WIDTHS if w >= least and (not group or w <= hopper.MOST_GROUPED)]
+    for width in widths:
+        tiles = -(-rows // 128) * -(-columns // width)
+        sets = (1, 2) if group and width <= 96 else (1,)
+        if width > max(columns, 64):
+            continue
+        for share, kept in product((1, 2), sets):
+            if (share == 2 or width in (128, 256)) and tiles >= 100 and columns >= 256:
+                yield Plan(width, share=share, sets=kept)
+        for split, share in ((1, 1), (1, 2), (2, 1)) if weight else ():
+            plan = Plan(width, few=True, split=split, share=share, sets=2 if width <= 96 else 1)
+            fits = plan.depth >= 3 and width * 132 * 4 <= plan.depth * (128 * 64 + width * 128)
+            if plan.splits(depth) and fits and 90 <= tiles * split <= 264 and columns <= 1024:
+                yield plan
+
+
+def plans_of(c: Case) -> list[Plan | Decode]:
+    weight = c["narrow_operand"] == "weight"
+    rows, columns = (c["n"], c["m"]) if weight else (c["m"], c["n"])
+    group = 0 if not c["group"] else 2 if c["group"] % 128 == 0 else 1
+    rule = hopper.plan_for(rows, columns, c["k"], group, weight)
+    found: list[Plan | Decode] = [rule]
+    if weight and columns <= 64:
+        found += few_plans(rows, columns, c["k"], group)
+    if columns > hopper.FEW:
+        many = many_plans(rows, columns, c["k"], group, weight)
+        found += [plan for plan in many if plan.columns >= 224 or (c["m"], c["n"], c["k"]) != PAPER]
+    return list(dict.fromkeys(found))
+
+
+def kernel_of(c: Case) -> Kernel:
+    group = 0 if not c["group"] else 2 if c["group"] % 128 == 0 else 1
+    return Kernel(c["narrow"], WIDE[c["wide"]], c["narrow_operand"] == "weight", group, False, torch.bfloat16, None)
+
+
+def compile_one(work: tuple[Plan | Decode, Kernel]) -> None:
+    try:
+        nvrtc.compile_cubin(hopper.device_functions() + hopper.entry(*work))
+    except Exception as error:
+        print("refused:", *work, f"{error!s:.300}", flush=True)
+
+
+def launch(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, c: Case, plan: Plan | Decode) -> torch.Tensor:
+    x, weight = (t.view(torch.uint8) if t.dtype in KINDS else t for t in (x, weight))
+    return hopper.multiply(x, weight, scale, None, None, c["narrow"], c["narrow_operand"] == "weight", plan)
+
+
+def sweep(c: Case, gbps: float, top: int) -> str:
+    """Time every plan of a case; its line of the summary."""
+    sets = operands(c, copies_of(c))
+    wide_x = c["narrow_operand"] == "weight"
+    x, weight, scale = sets[0]
+    if wide_x:
+        exact = mixed_ref(x[-64:].double(), weight, scale)
+    else:
+        exact = mixed_ref(x[-64:], weight.double(), scale[-64:])
+    cublas, floor = cublas_us(c, copies_of(c)), traffic(c) / gbps / 1e3
+    lines: list[tuple[float, str, Plan | Decode]] = []
+    for plan in plans_of(c):
+        try:
+            y = launch(x, weight, scale, c, plan)
+            error = ((y[-64:].double() - exact).norm() / exact.norm()).item()
+            same = all(torch.equal(launch(x, weight, scale, c, plan), y) for _ in range(5))
+            us = time_us([lambda s=s, p=plan: launch(*s, c, p) for s in sets], 3)
+        except Exception as error:
+            print("failed:", c, plan, f"{error!s:.200}", flush=True)
+            if "CUDA" in str(error):
+                raise
+            continue
+        bits = "same" if same else "RACE"
+        text = f"{us:9.2f} us {cublas / us:6.3f} x {floor / us:5.2f} {error:8.1e} {bits} {short(plan)}"
+        if error > 1.9e-3 or not same:
+            print("WRONG:", c, text, flush=True)
+        else:
+            lines.append((us, text, plan))
+    lines.sort(key=lambda line: line[0])
+    print(*c.values(), f"cuBLAS {cublas:.2f}", flush=True)
+    rule = plans_of(c)[0]
+    for i, (_, text, plan) in enumerate(lines):
+        if i < top or plan == rule:
+            print(text, "rule" if plan == rule else "", flush=True)
+    ruled = next((us for us, _, plan in lines if plan == rule), math.nan)
+    names = [c[key][0] for key in ("narrow", "wide", "narrow_operand") if (c["m"], c["n"], c["k"]) == PAPER]
+    name = " ".join(map(str, [c["m"], c["n"], c["k"], c["group"], *names]))
+    if not lines:
+        return f"{name} nothing ran"
+    us, text, plan = lines[0]
+    second = f" | {short(lines[1][2])} {lines[1][0]:.2f}" if len(lines) > 1 else ""
+    return (
+        f"{name} {us:.2f} {cublas / us:.3f}x {floor / us:.2f}f {short(plan)} | rule {ruled:.2f} {cublas / ruled:.3f}x"
+        f"{second}"
+    )
+
+
+def short(plan: Plan | Decode) -> str:
+    """A plan in a few letters."""
+    if isinstance(plan, Decode):
+        shape = f"r{plan.row_warps}h{plan.height}t{plan.teams} st{plan.stages} res{plan.resident}"
+        return f"decode {shape}{' keep' * bool(plan.keep)}{' cold' * (not plan.warm)}"
+    kind = f"few s{plan.split}" if plan.few else "many"
+    return f"{kind} {plan.columns} share{plan.share} sets{plan.sets}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", default=["few", "many", "paper"])
+    parser.add_argument("--top", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="*")
+    parser.add_argument("--compile-only", action="store_true", help="fill the cache of kernels")
+    asked = parser.parse_args()
+    cases: list[Case] = []
+    if "paper" in asked.what:
+        variants = product(("uint8", "int8"), ("float16", "bfloat16"), ("weight", "x"))
+        cases += [case(*PAPER, kind, wide, operand) for kind, wide, operand in variants]
+    for what, rows in (("few", FEW), ("many", MANY)):
+        if what in asked.what:
+            todo = product(asked.rows or rows, SHAPES, (0, GROUP))
+            cases += [case(m, n, k, "packed", "bfloat16", "weight", group) for m, (n, k), group in todo]
+    work = list(dict.fromkeys((plan, kernel_of(c)) for c in cases for plan in plans_of(c)))
+    print(len(work), "kernels", flush=True)
+    with ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_one, work, chunksize=4))
+    if asked.compile_only:
+        return
+    gbps = copy_gbps()
+    for c in cases:
+        print("BEST", sweep(c, gbps, asked.top), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+// A few tokens by a narrow weight, bound by reading the codes: y[token, row] = sum over k of x[token, k] * w[row, k].
+//
+// Persistent thread blocks take tiles of rows and all of K. One warp keeps a ring of stages full through the copy engine
+// (128 columns of the codes' tile, and of the tokens), which runs on into the next tile. The others multiply by
+// mma.m16n8k16, the weight first, the tokens as its eight columns: ROW_WARPS of them take a stage, 16 * HEIGHT rows
+// each, and KS such teams take turns along K; their sums are added in order at the end of a tile.
+//
+// Which column of K goes into which slot of a product is free, as long as weight and tokens agree. A lane (g, q) reads
+// 16 codes at a time, columns 16 q ... + 15 of 64: word j of them is its part of product j, and the tokens' part is
+// columns 4 j ... + 3 of the same 16, as they lie. Row g of a product is row `turned(g)` of eight in the tile, so that
+// the eight lanes which shared memory serves at once meet different banks under the 128-byte swizzle.
+
+namespace quantrot {
+
+#ifndef QUANTROT_EMULATED
+__device__ __forceinline__ Quad load_shared16bytes(u32 address) {
+  Quad v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "r"(address)
+               : "memory");
+  return v;
+}
+#define QR_MULTIPLY(TYPE)                                                                                           \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                                        \
+      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                                  \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                              \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+template <class T>
+__device__ __forceinline__ void multiply16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (T::BRAIN) {
+    QR_MULTIPLY("bf16");
+  } else {
+    QR_MULTIPLY("f16");
+  }
+}
+#endif
+
+// TOKENS: tiles of eight, or 0 for one token, which every lane then reads. KEEP: the tokens stay in shared memory.
+template <int TOKENS_, int HEIGHT_, int ROW_WARPS_, int KS_, int STAGES_, bool KEEP_>
+struct Decode {
+  static constexpr int HEIGHT = HEIGHT_, ROW_WARPS = ROW_WARPS_, KS = KS_, STAGES = STAGES_;
+  static constexpr bool ONE = TOKENS_ == 0, KEEP = KEEP_;
+  static constexpr int TILES = ONE ? 1 : TOKENS_, COLUMNS = TILES * 8, USED = ONE ? 1 : COLUMNS;
+  static constexpr int ROWS = 16 * HEIGHT * ROW_WARPS, WARPS = ROW_WARPS * KS;
+  static constexpr int CODES = ROWS * 128, WIDE = USED * 256;  // bytes of a stage
+  static constexpr int PITCH = ROWS + 4;                       // of a team's sums, floats: lanes meet different banks
+  static constexpr int SUMS = STAGES * CODES, BARRIERS = SUMS + KS * USED * PITCH * 4;
+  static constexpr int TOKENS_AT = (BARRIERS + STAGES * 16 + 1023) / 1024 * 1024;
+  static constexpr int CHAINS = HEIGHT * TILES <= 2 ? 2 : 1;  // products in a row that wait for each other: 8 / CHAINS
+  static_assert(STAGES % KS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
+};
+
+__device__ __forceinline__ u32 turned(u32 g) { return g >> 1 | (g & 1) << 2; }
+
+// What a lane needs beside the codes, of its rows and the groups of a stage.
+template <class P, class O>
+struct Scales {
+  static constexpr int G = O::GROUP == 1 ? 2 : 1;
+  float scale[P::HEIGHT][2][G];
+  u32 zero[P::HEIGHT][2][G];
+
+  __device__ __forceinline__ void load(const MixedArgs& args, const int (&rows)[P::HEIGHT][2], int chunk) {
+#pragma unroll
+    for (int i = 0; i < P::HEIGHT * 2 * G; i++) {
+      const int m = i / (2 * G), r = i / G % 2, e = i % G;
+      const int group = O::GROUP ? (chunk * 2 + e) / args.group_blocks : 0;
+      const i64 at = (i64)rows[m][r] * args.groups + min(group, args.groups - 1);
+      if constexpr (O::GROUP != 0) {
+        const float found = number<typename O::S>(args.scale, at);
+        scale[m][r][e] = group < args.groups ? found : 0.f;
+      }
+      if constexpr (O::ZERO) zero[m][r][e] = __ldg(args.zero + at);
+    }
+  }
+};
+
+// One warp's sums over a tile.
+template <class P, class O>
+struct Decoder {
+  using T = typename O::T;
+  const MixedArgs& args;
+  u32 codes_at, wide_at, swizzle;  // in a stage: of the lane's row and of its token
+  int rows[P::HEIGHT][2];          // of the matrix, not past its end
+  float sums[P::HEIGHT][P::TILES][4];
+
+  __device__ __forceinline__ Decoder(const MixedArgs& args, u32 row_warp) : args(args) {
+    const u32 lane = lane_number(), g = lane / 4, q = lane % 4, row = turned(g);
+    codes_at = (row_warp * 16 * P::HEIGHT + row) * 128 + ((q ^ row) << 4);
+    wide_at = P::ONE ? q * 32 : g * 128 + ((2 * q ^ g) << 4);
+  }
+
+  __device__ __forceinline__ void begin(int row) {  // row: the warp's first
+    const int mine = row + turned(lane_number() / 4);
+#pragma unroll
+    for (int m = 0; m < P::HEIGHT; m++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) rows[m][r] = min(mine + 16 * m + 8 * r, args.rows - 1);
+#pragma unroll
+    for (int i = 0; i < P::HEIGHT * P::TILES * 4; i++) sums[i / (4 * P::TILES)][i / 4 % P::TILES][i % 4] = 0.f;
+  }
+
+  // The 16 values of a token that belong to a lane's 16 codes: half h of the stage, tile t.
+  __device__ __forceinline__ Quad token(u32 wide, int h, int t, int i) const {
+    if constexpr (P::ONE) return load_shared16bytes(wide + wide_at + h * 128 + i * 16);
+    return load_shared16bytes(wide + h * (P::COLUMNS * 128) + t * 1024 + (wide_at ^ i << 4));
+  }
+
+  // Add a stage's columns.
+  __device__ __forceinline__ void add(u32 codes, u32 wide, const Scales<P, O>& s) {
+    float partial[P::CHAINS][P::HEIGHT][P::TILES][4];
+    auto clear = [&](int first) {
+#pragma unroll
+      for (int c = first; c < P::CHAINS; c++)
+#pragma unroll
+        for (int i = 0; i < P::HEIGHT * P::TILES * 4; i++) partial[c][i / (4 * P::TILES)][i / 4 % P::TILES][i % 4] = 0.f;
+    };
+    auto promote = [&](int e) {
+#pragma unroll
+      for (int i = 0; i < P::HEIGHT * P::TILES * 4; i++) {
+        const int m = i / (4 * P::TILES), t = i / 4 % P::TILES, v = i % 4;
+        float sum = partial[0][m][t][v];
+        if constexpr (P::CHAINS == 2) sum += partial[P::CHAINS - 1][m][t][v];
+        sums[m][t][v] = O::GROUP ? fmaf(sum, s.scale[m][v / 2][O::GROUP ? e : 0], sums[m][t][v]) : sums[m][t][v] + sum;
+      }
+    };
+    clear(0);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      Quad c[P::HEIGHT][2];
+#pragma unroll
+      for (int m = 0; m < P::HEIGHT; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) c[m][r] = load_shared16bytes(codes + (codes_at ^ h << 6) + m * 2048 + r * 1024);
+      u32 zero[P::HEIGHT][2];
+      if constexpr (O::ZERO) {
+#pragma unroll
+        for (int m = 0; m < P::HEIGHT; m++)
+#pragma unroll
+          for (int r = 0; r < 2; r++)
+            zero[m][r] = Widen<O::ZERO_KIND, T>::pair(s.zero[m][r][O::GROUP == 1 ? h : 0] * 0x101);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        Quad x[P::TILES];
+#pragma unroll
+        for (int t = 0; t < P::TILES; t++) x[t] = token(wide, h, t, i);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+          for (int m = 0; m < P::HEIGHT; m++) {
+            u32 a[4];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+              const u32 word = c[m][r].w[2 * i + j];
+              a[r] = Widen<O::KIND, T>::pair(word), a[2 + r] = Widen<O::KIND, T>::upper(word);
+              if constexpr (O::ZERO) a[r] = subtract_pair<T>(a[r], zero[m][r]), a[2 + r] = subtract_pair<T>(a[2 + r], zero[m][r]);
+            }
+#pragma unroll
+            for (int t = 0; t < P::TILES; t++)
+              multiply16<T>(partial[j % P::CHAINS][m][t], a, x[t].w[2 * j], x[t].w[2 * j + 1]);
+          }
+        }
+      }
+      if constexpr (O::GROUP == 1) {
+        promote(h);
+        if (h == 0) clear(0);
+      }
+    }
+    if constexpr (O::GROUP != 1) promote(0);
+  }
+};
+
+// The teams' sums of a tile, added in the order of the teams -> y [tokens, rows].
+template <class P, class O>
+__device__ __forceinline__ void store_teams(const MixedArgs& args, int row, u32 sums) {
+  constexpr int PAIRS = P::ROWS / 2;
+  for (int i = threadIdx.x; i < P::USED * PAIRS; i += 32 * P::WARPS) {
+    const int token = i / PAIRS, r = i % PAIRS * 2;
+    if (token >= args.columns || row + r >= args.rows) continue;
+    float lo = 0.f, hi = 0.f;
+#pragma unroll
+    for (int s = 0; s < P::KS; s++) {
+      const float2 part = load_shared2(sums + ((s * P::USED + token) * P::PITCH + r) * 4);
+      lo = s ? lo + part.x : part.x, hi = s ? hi + part.y : part.y;
+    }
+    const int at = row + r;  // rows are even
+    lo = finished<O>(lo, O::GROUP ? 1.f : number<typename O::S>(args.scale, at), number<typename O::B>(args.bias, at));
+    hi = finished<O>(hi, O::GROUP ? 1.f : number<typename O::S>(args.scale, at + 1),
+                     number<typename O::B>(args.bias, at + 1));
+    *(u32*)((unsigned short*)args.y + (i64)token * args.rows + at) = O::T::pack(lo, hi);
+  }
+}
+
+// WARM: the first codes are asked for, into L2, before the kernel before this one has ended.
+template <class P, class O, bool WARM>
+__device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* wide, const MixedArgs& args) {
+  static_assert(O::WEIGHT, "few tokens by a narrow weight");
+  const u32 base = shared_memory(), sums = base + P::SUMS, full = base + P::BARRIERS, empty = full + P::STAGES * 8;
+  const u32 tokens = base + P::TOKENS_AT, warp = warp_number();
+  const int tiles = parts_of(args.rows, P::ROWS), first = blockIdx.x, step = gridDim.x;
+  const int chunks = parts_of(parts_of(args.depth, 128), P::KS) * P::KS;
+  if (warp == P::WARPS) {
+    if (lane_number() == 0) {
+      tensor_prefetch(codes), tensor_prefetch(wide);
+      for (int s = 0; s < P::STAGES; s++) {
+        barrier_init(full + s * 8, 1);
+        barrier_init(empty + s * 8, P::ROW_WARPS);
+      }
+      barrier_init_done();
+    }
+    warp_sync();
+    if constexpr (WARM)
+      for (int c = 0; c < min(chunks, P::STAGES); c++) tensor_warm(codes, c * 128, first * P::ROWS);
+  }
+  block_sync();
+  grid_wait();
+  Ring<P::STAGES> ring;
+  if (warp == P::WARPS) {
+    const u64 keep = cache_policy<LAST>(), stream = cache_policy<FIRST>();
+    for (int tile = first; tile < tiles; tile += step) {
+      const bool fetch = !P::KEEP || tile == first;
+      for (int c = 0; c < chunks; c++, ring.next()) {
+        const u32 bar = full + ring.stage * 8, to = tokens + (P::KEEP ? c : ring.stage) * P::WIDE;
+        barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+        barrier_expect(bar, P::CODES + (fetch ? P::WIDE : 0));
+        tensor_load(base + ring.stage * P::CODES, codes, c * 128, tile * P::ROWS, bar, stream);
+        if (!fetch) continue;
+        if constexpr (P::ONE) {
+          tensor_load(to, wide, c * 128, 0, bar, keep);
+        } else {
+          tensor_load(to, wide, c * 128, 0, bar, keep);
+          tensor_load(to + P::WIDE / 2, wide, c * 128 + 64, 0, bar, keep);
+        }
+      }
+    }
+  } else {
+    const u32 team = warp / P::ROW_WARPS, row_warp = warp % P::ROW_WARPS, lane = lane_number();
+    auto skip = [&](u32 count) {  // at most STAGES
+      ring.stage += count;
+      if (ring.stage >= P::STAGES) ring.stage -= P::STAGES, ring.parity ^= 1;
+    };
+    skip(team);
+    Decoder<P, O> decoder(args, row_warp);
+    for (int tile = first; tile < tiles; tile += step) {
+      const int row = tile * P::ROWS;
+      decoder.begin(row + row_warp * 16 * P::HEIGHT);
+      Scales<P, O> scales[2];
+      scales[0].load(args, decoder.rows, team);
+      if (O::GROUP) scales[1].load(args, decoder.rows, team + P::KS);
+      auto take = [&](int c, Scales<P, O>& its) {
+        barrier_wait(full + ring.stage * 8, ring.parity);
+        decoder.add(base + ring.stage * P::CODES, tokens + (P::KEEP ? c : ring.stage) * P::WIDE, its);
+        warp_sync();
+        if (lane == 0) barrier_arrive(empty + ring.stage * 8);
+        skip(P::KS);
+        if (O::GROUP) its.load(args, decoder.rows, c + 2 * P::KS);
+      };
+      for (int c = team; c < chunks; c += 2 * P::KS) {
+        take(c, scales[0]);
+        if (c + P::KS >= chunks) break;
+        take(c + P::KS, scales[O::GROUP ? 1 : 0]);
+      }
+#pragma unroll
+      for (int i = 0; i < P::HEIGHT * P::TILES * 4; i++) {
+        const int m = i / (4 * P::TILES), t = i / 4 % P::TILES, v = i % 4;
+        const u32 token = t * 8 + lane % 4 * 2 + v % 2;
+        const u32 at = row_warp * 16 * P::HEIGHT + m * 16 + v / 2 * 8 + turned(lane / 4);
+        if (token < P::USED) store_shared(sums + ((team * P::USED + token) * P::PITCH + at) * 4, decoder.sums[m][t][v]);
+      }
+      named_sync(1, 32 * P::WARPS);
+      store_teams<P, O>(args, row, sums);
+      if (tile + step < tiles) named_sync(1, 32 * P::WARPS);
+    }
+  }
+}
+
+}  // namespace quantrot

@@ -1,0 +1,397 @@
+"""The mixed product for Hopper: CUDA C++ (gemm.cuh and decode.cuh, on kernels/hopper.cuh), compiled at first use.
+
+    multiply     y = narrow operand [R, K] by the wide one [C, K]: [C, R] where the weight is narrow, [R, C] otherwise
+    unsupported  why these operands are not for it, or None
+
+Order of operations: with one scale a row, all of K is summed by the tensor cores in float32, the sum is multiplied by
+the scale, the bias is added, the result is rounded once. With groups, the sum of 64 or 128 columns times its scale is
+added (fused) to a float32 sum in the order of K. With few tiles, K is in as many parts as the plan says, each such a
+chain, added in order. Few tokens (decode.cuh): columns of K in 128s are dealt to as many teams as the plan says, each
+such a chain, added in order. Plans for the same number of parts or teams give the same bits, whatever their tiles.
+"""
+
+import ctypes
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.mixed import conversions
+from quantrot.kernels.mixed.tuned import DECODE
+from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel, processors
+
+WIDE = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+NUMBERS = WIDE | {torch.float32: "Fp32"}
+BLOCK = 64  # columns of K in a stage
+STEP = 4  # blocks that every part of K but the last has a multiple of
+WIDTHS = (64, 96, 128, 160, 192, 224, 240, 256)  # columns of a tile
+MOST_GROUPED = 160  # of which, with groups: their sums take as many registers again
+FEW = 16  # tokens, up to which a product is Decode's by rule
+SOME = 64  # and up to which it is so where one wave of tiles has all rows
+CHUNK = 128  # columns of K in a stage of Decode
+Box = tuple[int, int, int]
+ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
+    const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
+    const __grid_constant__ quantrot::TensorMap y, const __grid_constant__ quantrot::MixedArgs args) {{
+  quantrot::{call};
+}}
+"""
+
+
+def _ceil(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a kernel is compiled for, beside its plan."""
+
+    kind: str  # of codes
+    wide: torch.dtype
+    weight: bool  # the weight is narrow
+    group: int  # blocks of 64 columns that are summed before they are scaled: 0 (all), 1 or 2
+    zero: bool
+    scale: torch.dtype
+    bias: torch.dtype | None
+
+    def operands(self, sets: int) -> str:
+        bias = "None" if self.bias is None else NUMBERS[self.bias]
+        flags = [str(flag).lower() for flag in (self.weight, self.zero)]
+        return (
+            f"quantrot::Operands<quantrot::{self.kind.upper()}, quantrot::{WIDE[self.wide]}, {flags[0]}, {self.group}, "
+            f"{sets}, {flags[1]}, quantrot::{NUMBERS[self.scale]}, quantrot::{bias}>"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tiles of 64 * groups rows of the narrow operand by `columns` of the wide one.
+
+    few: a tile a thread block, K in `split` parts; otherwise persistent thread blocks. Clusters of four thread blocks
+    (split * share) took twice the time of those of two on an H200, in every product.
+    """
+
+    columns: int
+    few: bool = False
+    split: int = 1  # thread blocks of a cluster that share K
+    share: int = 1  # and that share the wide tile, each with its own rows
+    groups: int = 2  # warpgroups that multiply
+    sets: int = 1  # of sums, with groups of columns: with 2, one is scaled while the other is multiplied
+    stages: int = 0  # blocks of K in shared memory; 0: as many as fit
+    resident: int = 1  # thread blocks a multiprocessor
+    tile_group: int = 8  # rows of tiles that run together
+    warm: bool = False  # ask for the first codes, into L2, before the kernel before this one has ended
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def cluster(self) -> int:
+        return self.split * self.share
+
+    @property
+    def heavy(self) -> bool:
+        """Whether the loading warps give registers away."""
+        return self.groups > 1 and self.resident == 1 and (self.columns >= 64 or not self.few)
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups + (128 if self.heavy else 32)
+
+    @property
+    def depth(self) -> int:
+        """Stages."""
+        return self.stages or min(24, (MAX_SHARED // self.resident - 1024 - self._output()) // self._stage())
+
+    def _stage(self) -> int:
+        return self.rows * 64 + self.columns * 128 + 16
+
+    def _output(self) -> int:
+        return 0 if self.few else self.groups * 64 * (self.columns + self.columns % 32) * 2
+
+    def shared_bytes(self) -> int:
+        return self.depth * self._stage() + self._output()
+
+    def call(self, kernel: Kernel) -> str:
+        tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}>"
+        operands = kernel.operands(self.sets if kernel.group else 1)
+        if not self.few:
+            return f"prefill<{tile}, {operands}>(&codes, &wide, &y, args)"
+        flags = ", ".join(str(flag).lower() for flag in (self.heavy, self.warm))
+        return f"few<{tile}, {operands}, {flags}>(&codes, &wide, args)"
+
+    def grid(self, rows: int, columns: int, processors: int) -> int:
+        tiles = _ceil(rows, self.rows * self.share) * _ceil(columns, self.columns)
+        return (tiles if self.few else min(tiles, processors // self.share)) * self.cluster
+
+    def segment(self, depth: int) -> int:
+        """Blocks of K in a part, a multiple of STEP."""
+        return _ceil(_ceil(_ceil(depth, BLOCK), self.split), STEP) * STEP
+
+    def splits(self, depth: int) -> bool:
+        """Whether every part has some of K."""
+        return self.segment(depth) * (self.split - 1) < _ceil(depth, BLOCK)
+
+    def boxes(self, weight: bool) -> tuple[Box, ...]:
+        """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes, the wide operand and y."""
+        y = (self.columns, 64, 128) if weight else (64, 32, 64)
+        return (self.rows, 64, 64), (self.columns // self.share, 64, 128), y
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Tiles of 16 * height * row_warps rows of the weight by all tokens, all of K, in persistent thread blocks."""
+
+    tokens: int  # in eights: 0 (one token), 1, 2, 4 or 8
+    row_warps: int = 2
+    teams: int = 4  # of so many warps, that take turns along K
+    height: int = 1
+    stages: int = 8  # of CHUNK columns of K in shared memory, a multiple of teams
+    keep: int = 0  # columns of K for which shared memory holds all tokens, read once; 0: they come with the codes
+    resident: int = 1  # thread blocks a multiprocessor
+    warm: bool = True  # ask for the first codes, into L2, before the kernel before this one has ended
+    few: ClassVar[bool] = True
+    cluster: ClassVar[int] = 1
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.height * self.row_warps
+
+    @property
+    def columns(self) -> int:
+        """Most tokens."""
+        return max(8 * self.tokens, 1)
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.row_warps * self.teams + 1)
+
+    @property
+    def depth(self) -> int:
+        """Stages."""
+        return self.stages
+
+    def _sums(self) -> int:
+        return self.teams * self.columns * (self.rows + 4) * 4
+
+    def _chunks(self, depth: int) -> int:
+        return _ceil(_ceil(depth, CHUNK), self.teams) * self.teams
+
+    def shared_bytes(self) -> int:
+        chunks = self._chunks(self.keep) if self.keep else self.stages
+        head = self.stages * (self.rows * CHUNK + 16) + self._sums()
+        return _ceil(head, 1024) * 1024 + chunks * self.columns * 2 * CHUNK
+
+    def fitted(self) -> "Decode":
+        """The same with as many stages as fit in shared memory, 32 at most."""
+        room = SM_SHARED // self.resident - 1024 * (self.resident - 1) if self.resident > 1 else MAX_SHARED
+        free = room - 1024 - self._sums() - (self._chunks(self.keep) * self.columns * 2 * CHUNK if self.keep else 0)
+        stage = self.rows * CHUNK + 16 + (0 if self.keep else self.columns * 2 * CHUNK)
+        return replace(self, stages=min(32, free // stage) // self.teams * self.teams)
+
+    def call(self, kernel: Kernel) -> str:
+        keep, warm = (str(bool(flag)).lower() for flag in (self.keep, self.warm))
+        tile = f"{self.tokens}, {self.height}, {self.row_warps}, {self.teams}, {self.stages}, {keep}"
+        return f"decode<quantrot::Decode<{tile}>, {kernel.operands(1)}, {warm}>(&codes, &wide, args)"
+
+    def grid(self, rows: int, columns: int, processors: int) -> int:
+        return min(_ceil(rows, self.rows), processors * self.resident)
+
+    def segment(self, depth: int) -> int:
+        return 0
+
+    def splits(self, depth: int) -> bool:
+        """Whether the tokens that are kept fit."""
+        return not self.keep or self._chunks(depth) <= self._chunks(self.keep)
+
+    def boxes(self, weight: bool) -> tuple[Box, ...]:
+        """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes and the wide operand."""
+        wide = (self.columns, 64, 128) if self.tokens else (1, CHUNK, 0)
+        return (self.rows, CHUNK, 128), wide, wide
+
+
+@lru_cache(maxsize=1)
+def device_functions() -> str:
+    """The C++ that every kernel starts with."""
+    here = Path(__file__).parent
+    ours = (here / "gemm.cuh").read_text() + (here / "decode.cuh").read_text()
+    return (here.parent / "hopper.cuh").read_text() + conversions.device_functions() + ours
+
+
+def entry(plan: Plan | Decode, kernel: Kernel, name: str = "mixed") -> str:
+    """C++ of the kernel `name`."""
+    return ENTRY.format(
+        cluster=f"__cluster_dims__({plan.cluster}, 1, 1) " if plan.cluster > 1 else "",
+        threads=plan.threads,
+        resident=plan.resident,
+        name=name,
+        call=plan.call(kernel),
+    )
+
+
+# --- Plans -----------------------------------------------------------------------------------------------------------
+
+PROCESSORS = 132  # of the device that the rules are for
+
+
+def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> Plan | Decode:
+    """The plan for R, C and K: as measured (`tuned`), or by rule. group: blocks that are summed before scaling, 0: all.
+
+    By rule, the shortest time of a model: cycles a block of 64 columns of K, a tile and a sum through a cluster's
+    shared memory, fitted to all plans of bench_mixed.py's shapes with 256 to 4096 columns, on an H200. Its choice there
+    is the fastest, or within 7 % of it.
+    """
+    one_wave = rows <= 32 * PROCESSORS and group != 1  # with groups of 64 these have too few registers
+    if weight and (columns <= FEW or (columns <= SOME and one_wave)):
+        return decode_plan(rows, columns, depth, group)
+    best: tuple[float, Plan] | None = None
+    for width in WIDTHS:
+        if (group and width > MOST_GROUPED) or (columns <= SOME and width > SOME):
+            continue
+        for split in (1, 2) if weight else (1,):
+            share = 2 if split == 1 and rows > 128 else 1
+            plan = Plan(width, few=split > 1, split=split, share=share, sets=2 if width <= 96 else 1)
+            tiles = _ceil(rows, 128 * share) * _ceil(columns, width)
+            block = 330 + 2.87 * width + (42 + 0.354 * width if group else 0) + (21 if share == 1 else 0)
+            turns = _ceil(tiles, PROCESSORS // plan.cluster)
+            if split > 1 and (turns > 1 or not plan.splits(depth)):
+                continue
+            cycles = turns * (depth / split / BLOCK * block + 11.4 * width) + (8000 if split > 1 else 0)
+            if best is None or cycles < best[0]:
+                best = cycles, plan
+    assert best is not None
+    return best[1]
+
+
+def decode_plan(rows: int, columns: int, depth: int, group: int) -> Decode:
+    """The same for a few tokens."""
+    known = DECODE.get((rows, depth, 64 * group, columns if columns == 1 else 8 * _ceil(columns, 8)))
+    tokens = 0 if columns == 1 else _ceil(columns, 8) if columns <= FEW else SOME // 8
+    if known:
+        return Decode(tokens, *known)
+    if columns == 1 or columns > FEW:
+        plan = Decode(tokens, 2, 4, warm=columns > 1)
+    elif rows <= 32 * PROCESSORS and group != 1:
+        return Decode(tokens, 1, 8, resident=2).fitted()
+    else:
+        plan = Decode(tokens, 1, 8, 2)
+    kept = replace(plan, keep=depth).fitted()
+    return kept if rows > plan.rows * PROCESSORS and kept.stages * plan.rows >= 512 else plan.fitted()
+
+
+# --- What can be run -------------------------------------------------------------------------------------------------
+
+
+def unsupported(codes: Tensor, wide: Tensor, scale: Tensor, weight: bool) -> str | None:
+    """Why `multiply` does not take these operands (codes as bytes), whatever the device, or None."""
+    (columns, depth), rows = wide.shape, scale.shape[0]
+    if wide.dtype not in WIDE:
+        return f"the wide operand is {wide.dtype}; allowed: {', '.join(map(str, WIDE))}"
+    if depth % 16 or (rows if weight else columns) % 8:
+        return f"K is {depth}, N is {rows if weight else columns}; K must be a multiple of 16, N of 8"
+    if scale.shape[1] > 1 and depth // scale.shape[1] % BLOCK:
+        return f"groups of {depth // scale.shape[1]} columns; allowed: multiples of {BLOCK}"
+    if max(rows, columns, depth) >= 1 << 30:
+        return "a size of 2^30 or more"
+    return None
+
+
+# --- Launch ----------------------------------------------------------------------------------------------------------
+
+
+class MixedArgs(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("scale", "zero", "bias", "y")] + [
+        (name, ctypes.c_int) for name in ("rows", "columns", "depth", "groups", "group_blocks", "segment", "tile_group")
+    ]
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ubyte * 128) for name in ("codes", "wide", "y")] + [("args", MixedArgs)]
+
+
+def kernel_of(wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, kind: str, weight: bool) -> Kernel:
+    """Which kernel these operands want."""
+    blocks = wide.shape[1] // scale.shape[1] // BLOCK
+    group = 0 if scale.shape[1] == 1 else 1 if blocks % 2 else 2
+    return Kernel(kind, wide.dtype, weight, group, zero is not None, scale.dtype, None if bias is None else bias.dtype)
+
+
+def arguments(
+    y: Tensor, wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, plan: Plan | Decode
+) -> MixedArgs:
+    """The kernel's last parameter."""
+    (columns, depth), (rows, groups) = wide.shape, scale.shape
+    return MixedArgs(
+        scale.data_ptr(),
+        None if zero is None else zero.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        rows,
+        columns,
+        depth,
+        groups,
+        _ceil(depth // groups, BLOCK),
+        plan.segment(depth),
+        getattr(plan, "tile_group", 1),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _kernel(plan: Plan | Decode, kernel: Kernel, device: int) -> Any:
+    """The function, ready to launch on this device."""
+    return load_kernel(device_functions() + entry(plan, kernel), "mixed", plan.shared_bytes(), device)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x with contiguous columns and rows that start at multiples of 16 bytes."""
+    size = x.element_size()
+    fits = x.stride(1) == 1 and x.stride(0) * size % 16 == 0 and x.stride(0) >= x.shape[1] and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def _numbers(t: Tensor) -> Tensor:
+    return (t if t.dtype in NUMBERS else t.float()).contiguous()
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    narrow_weight: bool,
+    plan: Plan | Decode | None = None,
+) -> Tensor:
+    """mixed_gemm for 16-bit wide operands, x [M, K], weight [N, K] (codes as bytes), by the plan or the rule's.
+
+    Raises ValueError for what `unsupported` names.
+    """
+    wide, codes = (x, weight) if narrow_weight else (weight, x)
+    reason = unsupported(codes, wide, scale, narrow_weight)
+    if reason:
+        raise ValueError(f"backend: 'hopper': {reason}; use 'auto' for others")
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=wide.dtype, device=x.device)
+    if not y.numel():
+        return y
+    (columns, depth), rows = wide.shape, codes.shape[0]
+    codes, wide, scale = _aligned(codes[:, :depth]), _aligned(wide), _numbers(scale)
+    bias = None if bias is None else _numbers(bias)
+    kernel = kernel_of(wide, scale, zero, bias, kind, narrow_weight)
+    plan = plan or plan_for(rows, columns, depth, kernel.group, narrow_weight)
+    device = x.get_device()
+    values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan))
+    for field, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
+        if field != "y" or not plan.few:
+            pitch = t.stride(0) * t.element_size()
+            encoded = nvrtc.tensor_map(t.data_ptr(), *t.shape, pitch, box[:2], t.dtype, box[2])
+            ctypes.memmove(getattr(values, field), encoded, 128)
+    function = _kernel(plan, kernel, device)
+    grid = (plan.grid(rows, columns, processors(device)),)
+    nvrtc.launch(function, grid, plan.threads, plan.shared_bytes(), values, device, overlap=True)
+    return y

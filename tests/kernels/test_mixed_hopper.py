@@ -1,0 +1,298 @@
+"""The laws of the mixed-input product for Hopper: emulated on the host, compiled for sm_90a, run on a GPU."""
+
+import ctypes
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantrot.kernels.mixed import KINDS, _hopper_expands, hopper, mixed_gemm
+from quantrot.kernels.mixed.hopper import Decode, Kernel, Plan
+from quantrot.kernels.mixed.reference import MAX_RELATIVE_ERROR
+from quantrot.kernels.mixed.tuned import DECODE
+from tests.kernels.test_mixed import exact_product, relative
+from tests.kernels.test_mixed import operands as random_operands
+
+gpu = pytest.mark.gpu
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# plan, and the kernel's kind, wide type, whether the weight is narrow, blocks a group, zero points, scale, bias
+CASES = {
+    "prefill": (Plan(64, share=2, stages=3), Kernel("packed", BF16, True, 0, False, BF16, None)),
+    "prefill_wide": (Plan(224, stages=2), Kernel("uint8", FP16, True, 0, True, FP32, FP16)),
+    "prefill_group": (Plan(64, share=2, stages=3), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
+    "prefill_group64": (Plan(32, stages=3, groups=1), Kernel("int8", BF16, True, 1, True, BF16, None)),
+    "prefill_sets": (Plan(96, sets=2, stages=3), Kernel("int8", FP16, True, 2, True, FP16, FP32)),
+    "prefill_sets64": (Plan(64, sets=2, stages=4), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
+    "prefill_x": (Plan(96, share=2, stages=3), Kernel("int8", BF16, False, 0, True, BF16, BF16)),
+    "prefill_x240": (Plan(240, share=2, stages=2), Kernel("uint8", BF16, False, 0, False, BF16, BF16)),
+    "prefill_240": (Plan(240, share=2, stages=2), Kernel("uint8", BF16, True, 0, False, BF16, BF16)),
+    "prefill_128": (Plan(128, share=2, stages=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "prefill_x_group": (Plan(64, sets=2, stages=3), Kernel("uint8", FP16, False, 2, True, BF16, None)),
+    "decode1": (Decode(0, stages=4), Kernel("packed", BF16, True, 0, False, BF16, None)),
+    "decode1_group": (Decode(0, 1, 2, 2, stages=4, keep=1024), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
+    "decode8": (Decode(1, 2, 3, stages=6), Kernel("int8", FP16, True, 0, True, FP32, FP16)),
+    "decode8_group64": (Decode(1, 2, 2, 1, 4, 1024), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
+    "decode16": (Decode(2, 1, 2, 2, stages=2), Kernel("packed", BF16, True, 1, True, BF16, None)),
+    "decode16_group": (Decode(2, 2, 4, 1, 8, warm=False), Kernel("uint8", FP16, True, 2, True, FP16, FP32)),
+    "decode32": (Decode(4, 1, 2, 2, stages=4), Kernel("int8", BF16, True, 2, True, BF16, BF16)),
+    "decode64": (Decode(8, 2, 1, stages=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
+    "few128": (Plan(128, few=True, split=2, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "few256": (Plan(256, few=True, split=2, stages=4), Kernel("packed", BF16, True, 0, False, BF16, FP32)),
+}  # fmt: skip
+DRIVER = """
+static std::string message;
+
+// Matrices as {data, rows, columns, pitch in bytes, rows of a box, columns of a box, bytes of an element, swizzle}.
+static quantrot::TensorMap map(const unsigned long long* m) {
+  return {(unsigned char*)m[0], m[2], m[1], m[3], (unsigned)m[5], (unsigned)m[4], (unsigned)m[6], (unsigned)m[7]};
+}
+
+extern "C" const char* run(int which, const unsigned long long (*m)[8], const quantrot::MixedArgs* args, int blocks,
+                           int cluster, int threads, int shared, int seed) {
+  using Kernel = void(quantrot::TensorMap, quantrot::TensorMap, quantrot::TensorMap, quantrot::MixedArgs);
+  static Kernel* const kernels[] = {NAMES};
+  const auto codes = map(m[0]), wide = map(m[1]), y = map(m[2]);
+  message = emulator::launch({(unsigned)blocks, 1, 1}, cluster, threads, shared, seed,
+                             [&] { kernels[which](codes, wide, y, *args); });
+  return message.c_str();
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def emulator(emulated):
+    """Every case's kernel on the host: emulator(case, x, weight, scale, zero, bias, seed) -> y."""
+    entries = "".join(hopper.entry(*case, name=f"mixed_{name}") for name, case in CASES.items())
+    names = ", ".join(f"mixed_{name}" for name in CASES)
+    library = emulated(hopper.device_functions() + entries + DRIVER.replace("NAMES", names))
+    library.run.restype = ctypes.c_char_p
+
+    def run(name, x, weight, scale, zero=None, bias=None, seed=0, processors=4):
+        plan, kernel = CASES[name]
+        wide, codes = (x, weight) if kernel.weight else (weight, x)
+        columns, rows = wide.shape[0], codes.shape[0]
+        codes = codes.view(torch.uint8)
+        assert hopper.unsupported(codes, wide, scale, kernel.weight) is None
+        assert hopper.kernel_of(wide, scale, zero, bias, kernel.kind, kernel.weight) == kernel
+        assert plan.splits(wide.shape[1]) and (isinstance(plan, Plan) or columns <= plan.columns)
+        y = torch.full((x.shape[0], weight.shape[0]), float("nan"), dtype=wide.dtype)
+        args = hopper.arguments(y, wide, scale, zero, bias, plan)
+        maps = (ctypes.c_ulonglong * 24)()
+        for i, (t, box) in enumerate(zip((codes, wide, y), plan.boxes(kernel.weight), strict=True)):
+            maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, t.stride(0) * t.itemsize, *box[:2], t.itemsize, box[2])
+        message = library.run(
+            list(CASES).index(name), maps, ctypes.byref(args), plan.grid(rows, columns, processors), plan.cluster,
+            plan.threads, plan.shared_bytes(), seed,
+        )  # fmt: skip
+        assert message == b"", message.decode()
+        return y
+
+    return run
+
+
+def tokens(name: str, m: int) -> int:
+    """As many of m as the case's plan takes."""
+    plan = CASES[name][0]
+    return min(m, plan.columns) if isinstance(plan, Decode) else m
+
+
+def operands(name: str, m: int, n: int, k: int, exact: bool = True, device: str = "cpu"):
+    """(x, weight, scale, zero, bias) as the case's kernel takes them; exact: no float32 sum rounds."""
+    kernel = CASES[name][1]
+    groups = k // (64 * kernel.group) if kernel.group else 1
+    narrow = "weight" if kernel.weight else "x"
+    x, weight, scale, zero = random_operands(kernel.kind, kernel.wide, m, n, k, groups, narrow, exact, device)
+    bias = None if kernel.bias is None else torch.randint(-8, 9, (n,), device=device).to(kernel.bias)
+    return x, weight, scale.to(kernel.scale), zero if kernel.zero else None, bias
+
+
+# --- In the emulator -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 136, 640), (70, 264, 896), (130, 72, 1024)])
+def test_every_kernel_is_exact_where_no_sum_rounds(emulator, name, m, n, k):
+    torch.manual_seed(m)
+    if CASES[name][1].group == 2 and k % 128:
+        k += 64
+    given = operands(name, tokens(name, m), n, k)
+    y = emulator(name, *given, seed=m)
+    assert torch.equal(y, exact_product(*given).to(y.dtype))
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill_x", "decode1", "decode8", "prefill_wide"])
+def test_k_need_not_be_whole_blocks(emulator, name):
+    torch.manual_seed(0)
+    for k in (16, 80, 592):
+        given = operands(name, tokens(name, 5), 40, k)
+        y = emulator(name, *given, seed=k)
+        assert torch.equal(y, exact_product(*given).to(y.dtype))
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill_sets", "decode8_group64", "decode16_group", "few256"])
+def test_bits_do_not_depend_on_what_runs_first(emulator, name):
+    torch.manual_seed(0)
+    given = operands(name, tokens(name, 40), 264, 1024, exact=False)
+    first, *others = (emulator(name, *given, seed=seed, processors=2 + seed % 3) for seed in range(4))
+    assert all(torch.equal(first, other) for other in others)
+    assert relative(first, exact_product(*given)) <= MAX_RELATIVE_ERROR[first.dtype]
+
+
+def test_a_scale_of_infinity_leaves_columns_that_are_not_there_alone(emulator):
+    torch.manual_seed(0)
+    x, weight, scale, zero, bias = operands("prefill_sets64", 2, 8, 192)
+    scale[3, 2] = float("inf")
+    y = emulator("prefill_sets64", x, weight, scale, zero, bias)
+    rest = [i for i in range(8) if i != 3]
+    assert torch.equal(y[:, rest], exact_product(x, weight, scale)[:, rest].to(BF16)) and not y[:, 3].isfinite().any()
+
+
+# --- Plans and what is supported -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336), (1024, 512), (64, 192)])
+@pytest.mark.parametrize("group", [0, 1, 2])
+@pytest.mark.parametrize("weight", [True, False])
+def test_every_plan_fits(n, k, group, weight):
+    for m in (1, 7, 16, 33, 64, 65, 200, 257, 1024, 4096):
+        rows, columns = (n, m) if weight else (m, n)
+        plan = hopper.plan_for(rows, columns, k, group, weight)
+        assert plan.depth >= 2 and (plan.shared_bytes() + 1024) * plan.resident <= 228 << 10
+        assert plan.cluster <= 2 and plan.splits(k) and (weight or not plan.few)
+        assert not group or plan.columns <= hopper.MOST_GROUPED
+        assert plan.grid(rows, columns, 132) % plan.cluster == 0
+
+
+def test_measured_plans_are_the_ones_that_run():
+    for (n, k, group, m), plan in DECODE.items():
+        found = hopper.plan_for(n, m, k, group // 64, True)
+        assert isinstance(found, Decode) and found.stages % found.teams == 0 and found.columns >= m
+        assert found == Decode(found.tokens, *plan) and found.splits(k)
+    assert hopper.plan_for(4096, 7, 4096, 0, True) == hopper.plan_for(4096, 8, 4096, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "groups", "wide", "narrow", "expands"),
+    [
+        (1024, 4096, 32, BF16, "weight", True),
+        (256, 4096, 32, BF16, "weight", False),
+        (4096, 4096, 1, BF16, "weight", False),
+        (3456, 4096, 1, FP16, "x", True),
+        (3456, 4096, 1, BF16, "x", False),  # what it gains is not worth a second rounding
+        (16, 4096, 1, FP16, "x", False),
+    ],
+)
+def test_auto_expands_where_cublas_is_faster(m, n, groups, wide, narrow, expands):
+    rows, others = (n, m) if narrow == "weight" else (m, n)
+    codes, other = torch.empty(rows, 8, dtype=torch.int8), torch.empty(others, 8, dtype=wide)
+    assert _hopper_expands(codes, other, groups, narrow == "weight") == expands
+
+
+def test_what_it_does_not_take_is_named():
+    def why(kind="int8", n=64, k=128, wide=BF16, groups=1):
+        x, weight, scale, _ = random_operands(kind, wide, 4, n, k, groups)
+        return hopper.unsupported(weight, x, scale, True)
+
+    assert why() is None
+    assert "multiple of 16" in why(k=24)
+    assert "N of 8" in why(n=60)
+    assert "groups of 32" in why(groups=4)
+    assert "the wide operand is" in why(wide=FP32)
+
+
+# --- Compiled for sm_90a ---------------------------------------------------------------------------------------------
+
+
+def test_no_kernel_spills_or_serializes_its_products(tmp_path):
+    if not shutil.which("nvcc"):
+        pytest.skip("compiling for sm_90a needs nvcc")
+    kernels = dict.fromkeys(CASES.values())
+    for group in (0, 1, 2):
+        for m in (1, 16, 64, 256, 1024, 4096):
+            kernel = Kernel("packed", BF16, True, group, False, BF16, None)
+            kernels[hopper.plan_for(4096, m, 4096, group, True), kernel] = None
+    for n, k, group, m in DECODE:
+        kernel = Kernel("packed", BF16, True, group // 64, False, BF16, None)
+        kernels[hopper.plan_for(n, m, k, group // 64, True), kernel] = None
+    kernels[hopper.plan_for(3456, 4096, 2048, 0, False), Kernel("int8", BF16, False, 0, False, BF16, None)] = None
+    entries = "".join(hopper.entry(*kernel, name=f"mixed{i}") for i, kernel in enumerate(kernels))
+    (tmp_path / "mixed.cu").write_text(hopper.device_functions() + entries)
+    target = ["-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v"]
+    run = subprocess.run(["nvcc", *target, "-cubin", "mixed.cu"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    log = run.stdout + run.stderr
+    assert "warning" not in log and "C75" not in log, log  # C7510 and others: products one after another
+    assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == len(kernels)
+
+
+# --- On a GPU --------------------------------------------------------------------------------------------------------
+
+
+def run_case(name, x, weight, scale, zero, bias):
+    plan, kernel = CASES[name]
+    if isinstance(plan, Decode) and plan.keep:
+        plan = replace(plan, keep=x.shape[1])
+    x, weight = (t.view(torch.uint8) if t.dtype in KINDS else t for t in (x, weight))
+    return hopper.multiply(x, weight, scale, zero, bias, kernel.kind, kernel.weight, plan)
+
+
+@gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 136, 1024), (70, 264, 2048), (300, 1000, 4096)])
+def test_gpu_kernels_are_exact_where_no_sum_rounds(name, m, n, k):
+    torch.manual_seed(m)
+    given = operands(name, tokens(name, m), n, k, device="cuda")
+    y = run_case(name, *given)
+    assert torch.equal(y, exact_product(*given).to(y.dtype))
+
+
+@gpu
+@pytest.mark.parametrize("name", CASES)
+def test_gpu_runs_are_bit_equal_and_meet_float64(name):
+    torch.manual_seed(0)
+    given = operands(name, tokens(name, 130), 2056, 4096, exact=False, device="cuda")
+    first = run_case(name, *given)
+    assert relative(first, exact_product(*given)) <= MAX_RELATIVE_ERROR[first.dtype]
+    for _ in range(50):
+        assert torch.equal(run_case(name, *given), first)
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["int8", "uint8", "packed", "e4m3"])
+@pytest.mark.parametrize("wide", [BF16, FP16], ids=str)
+def test_gpu_all_codes_are_exact(kind, wide):
+    x = torch.eye(256, device="cuda", dtype=wide)
+    codes = torch.arange(256, device="cuda", dtype=torch.uint8).repeat(64, 1)
+    dtype = {"int8": torch.int8, "uint8": torch.uint8, "packed": torch.int32, "e4m3": torch.float8_e4m3fn}[kind]
+    weight, scale = codes.view(dtype), torch.ones(64, 1, device="cuda")
+    y = mixed_gemm(x, weight, scale, backend="hopper")
+    expected = torch.cat([mixed_gemm(row[None].cpu(), weight.cpu(), scale.cpu()) for row in x])
+    finite = expected.isfinite()  # a NaN code spoils its row of the product
+    assert torch.equal(y.cpu()[finite], expected[finite])
+
+
+@gpu
+@pytest.mark.parametrize("m", [1, 64, 512])
+@pytest.mark.parametrize("groups", [1, 32])
+def test_gpu_in_a_graph_overlapped_with_what_makes_its_operands(m, groups):
+    torch.manual_seed(0)
+    x, weight, scale, _ = random_operands("packed", BF16, m, 4096, 4096, groups, device="cuda")
+    expected = mixed_gemm(x, weight, scale, backend="hopper")
+    staged, codes, graph = torch.empty_like(x), torch.empty_like(weight), torch.cuda.CUDAGraph()
+
+    def chain():
+        staged.copy_(x)
+        codes.copy_(weight)
+        return [mixed_gemm(staged, codes, scale, backend="hopper") for _ in range(3)]
+
+    chain()
+    with torch.cuda.graph(graph):
+        results = chain()
+    for _ in range(20):
+        staged.zero_()
+        codes.zero_()
+        graph.replay()
+        assert all(torch.equal(y, expected) for y in results)
