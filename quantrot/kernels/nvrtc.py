@@ -79,32 +79,47 @@ def load_kernel(source: str, name: str, shared: int, device: int) -> Any:
     return driver.CUfunction(int(kernel))
 
 
-@lru_cache(maxsize=4096)
 def tensor_map(
     data: int, rows: int, columns: int, pitch: int, box: tuple[int, int], dtype: torch.dtype, swizzle: int = 128
 ) -> bytes:
-    """The driver's description of a matrix (pitch in bytes) for the copy engine: boxes (rows, columns), swizzled in 128
-    or 64 bytes or not (0), zeros past the edges. RuntimeError with the driver's number for what it refuses."""
-    kind = {torch.float16: 6, torch.bfloat16: 9}.get(dtype, 0)  # CUtensorMapDataType; bytes for what has none
+    """encode_map of a matrix, pitch in bytes, boxes (rows, columns)."""
+    return encode_map(data, (columns, rows), (pitch,), box[::-1], dtype, swizzle)
+
+
+@lru_cache(maxsize=4096)
+def encode_map(
+    data: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    dtype: torch.dtype = torch.uint8,
+    swizzle: int = 128,
+) -> bytes:
+    """The driver's description of a tensor for the copy engine, dimensions from the contiguous one on.
+
+    strides in bytes, from the second dimension on; boxes swizzled in 128 or 64 bytes or not (0), zeros past the edges.
+    RuntimeError with the driver's number for what it refuses.
+    """
+    rank, kind = len(sizes), {torch.float16: 6, torch.bfloat16: 9}.get(dtype, 0)  # CUtensorMapDataType; or bytes
     no_interleave, promote_256, fill_zeros = 0, 3, 0
     room = ctypes.create_string_buffer(128 + 64)
     start = -ctypes.addressof(room) % 64  # the driver wants it aligned, which cuda.bindings' object is not
     error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.byref(room, start),
         kind,
-        2,
+        rank,
         ctypes.c_void_p(data),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(pitch),
-        (ctypes.c_uint32 * 2)(box[1], box[0]),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         no_interleave,
         {0: 0, 64: 2, 128: 3}[swizzle],
         promote_256,
         fill_zeros,
     )
     if error:
-        raise RuntimeError(f"CUDA driver: error {error} for a tensor map of [{rows}, {columns}], pitch {pitch}")
+        raise RuntimeError(f"CUDA driver: error {error} for a tensor map of {sizes}, strides {strides}")
     return room.raw[start : start + 128]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.attention.reference import BLOCK, LOG2E, group_of
-from quantrot.kernels.nvrtc import load_kernel, processors
+from quantrot.kernels.nvrtc import encode_map, load_kernel, processors
 
 if TYPE_CHECKING:
     from quantrot.kernels.attention.triton import Inputs
@@ -153,35 +153,6 @@ def arguments(given: "Inputs", out: Tensor, plan: Plan) -> Arguments:
     )
 
 
-@lru_cache(maxsize=4096)
-def _tensor_map(data: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
-    """The driver's description of bytes [..., sizes[1], sizes[0]] for the copy engine; strides from sizes[1] on.
-
-    Swizzled by the length of a box's row, 64 or 128 bytes; zeros past the edges.
-    """
-    rank, kind, no_interleave, promote_256, fill_zeros = len(sizes), 0, 0, 3, 0
-    swizzle = {64: 2, 128: 3}[box[0]]
-    room = ctypes.create_string_buffer(128 + 64)
-    start = -ctypes.addressof(room) % 64  # the driver wants it aligned
-    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.byref(room, start),
-        kind,
-        rank,
-        ctypes.c_void_p(data),
-        (ctypes.c_uint64 * rank)(*sizes),
-        (ctypes.c_uint64 * (rank - 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank),
-        no_interleave,
-        swizzle,
-        promote_256,
-        fill_zeros,
-    )
-    if error:
-        raise RuntimeError(f"CUDA driver: error {error} for a tensor map of {sizes}, strides {strides}")
-    return room.raw[start : start + 128]
-
-
 @lru_cache(maxsize=256)
 def _kernel(plan: Plan, dim: int, causal: bool, out: torch.dtype, device: int) -> Any:
     """The function, ready to launch on this device."""
@@ -194,14 +165,15 @@ def maps(given: "Inputs", plan: Plan) -> list[bytes]:
     q_rows, v_rows = -(-_span(q) // dim), -(-_span(v) // v.stride(2))
     folds = _folds(k) or 0
     return [
-        _tensor_map(q.data_ptr(), (dim, q_rows), (dim,), (dim, plan.rows)),
-        _tensor_map(
+        encode_map(q.data_ptr(), (dim, q_rows), (dim,), (dim, plan.rows), swizzle=dim),
+        encode_map(
             k.data_ptr(),
             (dim, 2, 4, 2, folds),
             (dim, 4 * dim, 2 * dim, 16 * dim),
             (dim, 2, 4, 2, BLOCK // 16),
+            swizzle=dim,
         ),
-        _tensor_map(v.data_ptr(), (v.shape[3], v_rows), (v.stride(2),), (BLOCK, dim)),
+        encode_map(v.data_ptr(), (v.shape[3], v_rows), (v.stride(2),), (BLOCK, dim)),
     ]
 
 

@@ -379,7 +379,7 @@ def gemm(
     plan = plan or plan_for(m, n, k, parts)
     device, segment, channel = a.get_device(), segment_of(k, parts), is_channel(b, b_block)
     maps = [
-        nvrtc.tensor_map(x.data_ptr(), *x.shape, x.stride(0) * x.itemsize, box, x.dtype)
+        nvrtc.tensor_map(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0) * x.itemsize, box, x.dtype)
         for x, box in zip((a, b, c), plan.boxes(), strict=False)
     ]
     values = _Arguments(args=arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts))

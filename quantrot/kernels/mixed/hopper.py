@@ -389,7 +389,7 @@ def multiply(
     for field, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
         if field != "y" or not plan.few:
             pitch = t.stride(0) * t.element_size()
-            encoded = nvrtc.tensor_map(t.data_ptr(), *t.shape, pitch, box[:2], t.dtype, box[2])
+            encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
             ctypes.memmove(getattr(values, field), encoded, 128)
     function = _kernel(plan, kernel, device)
     grid = (plan.grid(rows, columns, processors(device)),)
