@@ -7,7 +7,6 @@ from typing import Any
 import yaml
 
 from quantrot import engines, formats, llama
-from quantrot.modules.cache import bits_per_value
 from quantrot.plan import Plan
 from quantrot.version import __version__
 
@@ -97,8 +96,11 @@ def _rotations(plan: Plan) -> str:
 
 def _attention(plan: Plan) -> str:
     """What attention and the KV cache are when quantrot runs the files."""
-    cache = plan.recipe.kv_cache
-    size = "" if cache == "bf16" else f", {bits_per_value(cache, plan.llama.head_dim):.2f} bits a value"
+    cache, size = plan.recipe.kv_cache, ""
+    if cache != "bf16":
+        from quantrot.modules.cache import bits_per_value  # with transformers' models, which take a second
+
+        size = f", {bits_per_value(cache, plan.llama.head_dim):.2f} bits a value"
     return (
         f"Attention in {plan.recipe.attention}, KV cache in {cache}{size}: quantrot does both at run time, the weights "
         "do not hold them."

@@ -44,7 +44,7 @@ from quantrot.kernels.attention.reference import (
     visible_keys,
 )
 from quantrot.kernels.fp8 import E4M3
-from quantrot.kernels.operators import implement
+from quantrot.kernels.operators import constant, implement
 from quantrot.orthogonal import hadamard_factors
 
 __all__ = [
@@ -266,7 +266,7 @@ def _check_backend(backend: str) -> None:
         raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _known(order: int) -> bool:
     return bool(hadamard_factors(order))  # raises for an order with no known matrix
 

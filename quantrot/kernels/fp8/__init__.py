@@ -44,7 +44,7 @@ from quantrot.kernels.fp8.reference import (
     whole,
 )
 from quantrot.kernels.hadamard import check_transform
-from quantrot.kernels.operators import implement
+from quantrot.kernels.operators import constant, implement
 
 __all__ = [
     "E4M3",
@@ -241,7 +241,7 @@ def _check_product(
 # --- Backends --------------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.assume_constant_result
+@constant
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton's FP8 kernels run on this device; says once what is missing where a GPU could."""
     return _has_kernels(device)

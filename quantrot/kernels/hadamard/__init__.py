@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.hadamard.reference import hadamard_reference
-from quantrot.kernels.operators import implement
+from quantrot.kernels.operators import constant, implement
 from quantrot.orthogonal import hadamard_factors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -86,7 +86,7 @@ def hadamard_ref(
     return hadamard_reference(x, signs, size, scale)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _known(order: int) -> bool:
     return bool(hadamard_factors(order))  # raises for an order with no known matrix
 
