@@ -288,6 +288,7 @@ def tune(orders: list[int], table: str) -> None:
     from cuda.bindings import nvrtc  # noqa: F401
 
     from quantrot.kernels.hadamard import tuned
+    from quantrot.kernels.hadamard.hopper import plan_for, plan_for_codes
 
     tables = {name: dict(getattr(tuned, name)) for name in PROPOSE}
     chosen, rule = tables[table], "exact" if table == "CODE_PLANS" else None
@@ -318,6 +319,9 @@ def tune(orders: list[int], table: str) -> None:
             notes[table, name, n] = f"{first[plan]:.2f}, {second[plan]:.2f}"
             print(name, n, len(plans), plan, notes[table, name, n], flush=True)
             write_tuned(tables, notes)
+            getattr(tuned, table).update(chosen)  # what is timed after this, or tuned next, in the same process
+    plan_for.cache_clear()
+    plan_for_codes.cache_clear()
 
 
 def compiled(plan, n: int, dtype: torch.dtype, rule: str | None):

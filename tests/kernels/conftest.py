@@ -107,3 +107,19 @@ def emulated(tmp_path_factory):
         return ctypes.CDLL(str(library))
 
     return build
+
+
+@pytest.fixture(params=["memcheck", "racecheck"])
+def sanitized(request):
+    """`sanitized(code)` runs Python under compute-sanitizer, once for each tool, and asserts that it finds nothing."""
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(sanitizer).exists():
+        pytest.skip("needs compute-sanitizer")
+
+    def run(code: str) -> None:
+        command = [sanitizer, "--tool", request.param, "--error-exitcode", "9", sys.executable, "-c", code]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+
+    return run

@@ -1,11 +1,5 @@
 """The laws of FP8 attention and of the kernel that prepares its operands, on the CPU and where there is a GPU."""
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -30,8 +24,9 @@ gpu = pytest.mark.gpu
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 DIMS = [64, 96, 128, 256, 80]
 # Of e4m3 on normal data, 2.6 % a rounding: q's and k's move a score by 2.6 % sqrt(2) of its spread of one, p's and v's
-# add to that, sqrt(4) x 2.6 % together. 256 keys give 0.0538 +- 0.0027 over 24 draws of two heads (causal: 0.0493).
-NORMAL_ERROR = 0.06
+# add to that, sqrt(4) x 2.6 % together. Draws of two heads scatter by 0.0027; these, the same everywhere, give at most
+# 0.0496 causal and 0.0556 not.
+NORMAL_ERROR = 0.056
 TILING_ERROR = 1e-3  # between backends: float32 sums in another order, and a code now and then
 
 
@@ -46,7 +41,7 @@ def relative(y: torch.Tensor, exact: torch.Tensor) -> float:
 
 def qkv(batch=1, heads=4, groups=2, queries=70, keys=70, dim=64, device="cpu", dtype=torch.float32):
     shapes = (batch, heads, queries, dim), (batch, groups, keys, dim), (batch, groups, keys, dim)
-    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    return [torch.randn(shape).to(device, dtype) for shape in shapes]  # the same draws on every device
 
 
 def exact(q, k, v, causal=True, mask=None):
@@ -584,12 +579,5 @@ torch.cuda.synchronize()
 
 
 @gpu
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_the_sanitizer_finds_nothing_on_odd_shapes(tool):
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(sanitizer).exists():
-        pytest.skip("needs compute-sanitizer")
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SANITIZED]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+def test_the_sanitizer_finds_nothing_on_odd_shapes(sanitized):
+    sanitized(SANITIZED)

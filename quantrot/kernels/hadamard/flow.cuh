@@ -89,9 +89,9 @@ __device__ __forceinline__ void multiply(float (&d)[C / 2], const u32 (&held)[L:
 }
 
 // A warp's rows by S_C and the scale. The tf32 product cuts its operand to 11 bits: bfloat16 does not notice once the
-// mean of what is cut, 0.72 * 2^-11, is given back in the scale (1.67e-3 against 1.66e-3 of one rounding alone); for
-// float16, and for codes, the rest is a second product. An infinity's rest would be inf - inf: the minimum replaces that NaN, while a
-// NaN stays one in the first product.
+// mean of what is cut, 0.72 * 2^-11, is given back in the scale; for float16, and for codes, the rest is a second
+// product. An infinity's rest would be inf - inf: the minimum replaces that NaN, while a NaN stays one in the first
+// product.
 template <int D, int C>
 __device__ __forceinline__ void turn_columns(float (&d)[C / 2], float scale) {
 #pragma unroll
