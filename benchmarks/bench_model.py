@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 from timing import copy_gbps, write_results  # noqa: E402
 
 from quantrot import engines, formats, llama  # noqa: E402
-from quantrot.modules import LINEARS, OnlineHadamard, QuantizedLinear, RotatedAttention, RotatedLinear  # noqa: E402
+from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedLinear, RotatedLinear  # noqa: E402
 from quantrot.plan import _assign, _online, _rotations  # noqa: E402
 from quantrot.recipe import load_recipe, shipped_recipes  # noqa: E402
 from quantrot.rotation import Rotation, turn_input  # noqa: E402
@@ -109,9 +109,10 @@ def replace_linears(model: Any, config: dict[str, Any], name: str) -> int:
             with torch.no_grad():
                 new.bias.copy_(old.bias)
         model.set_submodule(fqn, new)
-    if "R3" in rotations:
+    kind = {"arithmetic": recipe.attention, "kv_cache": recipe.kv_cache}
+    if "R3" in rotations or set(kind.values()) != {"bf16"}:
         for layer in model.model.layers:
-            layer.self_attn = RotatedAttention(layer.self_attn, rotations["R3"]).to(model.device)
+            layer.self_attn = QuantizedAttention(layer.self_attn, rotation=rotations.get("R3"), **kind).to(model.device)
     return sum(fmt is not None for fmt in linears.values())
 
 
