@@ -6,7 +6,8 @@
 
 Weights are random, in the shape of Llama-3.1-8B (--config config.json: any other Llama's): time does not depend on
 their values. The bfloat16 model is timed first; then each linear that the recipe quantizes is replaced by quantrot's
-module, with the same weight quantized, and the model is timed again. What a recipe fuses into weights costs nothing
+module, with the same weight quantized, those of one input are merged as `quantrot.load` does, and the model is timed
+again. What a recipe fuses into weights costs nothing
 at run time and is left out; what it runs online is there.
 
 Both are compiled with mode="reduce-overhead". Decode is one token after a prompt, in a static cache; the time is the
@@ -36,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 from timing import copy_gbps, write_results  # noqa: E402
 
 from quantrot import engines, formats, llama  # noqa: E402
+from quantrot.load import merge_projections  # noqa: E402
 from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedLinear, RotatedLinear  # noqa: E402
 from quantrot.plan import _assign, _online, _rotations  # noqa: E402
 from quantrot.recipe import load_recipe, shipped_recipes  # noqa: E402
@@ -227,6 +229,7 @@ def main(asked: argparse.Namespace) -> list[dict[str, Any]]:
         quantized = random_twin(model) if len(asked.recipe) > 1 else model
         count = replace_linears(quantized, config, recipe)
         decode_where_no_kernel(quantized)
+        merge_projections(quantized)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         with torch.no_grad():
