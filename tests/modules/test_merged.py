@@ -68,6 +68,9 @@ def test_merged_layers_give_the_same_logits_from_the_same_tensors(kind, online, 
         expected, before = llama(ids).logits, copy.deepcopy(llama.state_dict())
         assert merge_projections(llama) == 4
         torch.testing.assert_close(llama(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        whole = torch.compile(llama.model.layers[0].mlp, backend="eager", fullgraph=True)
+        x = torch.randn(3, 256)
+        torch.testing.assert_close(whole(x), llama.model.layers[0].mlp(x))
     after = llama.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     attention = llama.model.layers[0].self_attn
