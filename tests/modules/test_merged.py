@@ -95,6 +95,24 @@ def test_what_is_moved_or_cast_is_merged_again():
         torch.testing.assert_close(k[0], attention.k_proj.bias)
 
 
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_cast_leaves_the_stored_tensors_as_they_are(kind, merge):
+    llama = model(kind, bias=True)
+    if merge:
+        merge_projections(llama)
+    linear = llama.model.layers[0].self_attn.k_proj
+    before = [(name, getattr(linear, name).clone()) for name in linear.tensor_names]
+    with torch.no_grad():
+        expected = llama(torch.arange(5)[None]).logits
+        cast = llama.to(torch.bfloat16)(torch.arange(5)[None]).logits
+    for name, tensor in before:
+        now = getattr(linear, name)
+        assert now.dtype == tensor.dtype and torch.equal(now.view(torch.uint8), tensor.view(torch.uint8))
+    assert linear.bias.dtype == cast.dtype == torch.bfloat16
+    assert (cast.float() - expected).norm() < 0.2 * expected.norm()  # FP4 activations fall into other codes
+
+
 def test_a_replaced_projection_is_the_one_that_runs():
     llama = model("fp8")
     merge_projections(llama)
