@@ -19,6 +19,12 @@ namespace quantrot {
 // loop over it otherwise costs two more instructions).
 __device__ __forceinline__ u32 warp_number() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0); }
 
+// Launched as a programmatic dependent, a kernel starts while the one before it still runs, and does nothing before this
+// but ask for the next kernel to be started the same way: it will wait for this one.
+__device__ __forceinline__ void grid_wait() {
+  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+}
+
 // --- Tensor core products with constant Hadamard operands ------------------------------------------------------------
 
 template <int D>
