@@ -225,19 +225,8 @@ def candidates(n: int, dtype: torch.dtype) -> list:
                     found.append(Plan("dense", warps, r, tiles=tall, part=wide, stages=1))
     if dtype != torch.float32 and n >= 1024 and not small:
         for columns in (64, 128, 256):
-            tall = n // columns
-            tiles = -(-tall // 64)
-            if n % columns or tall % base or tall % 2 or small or not 8 <= tall <= 256:
-                continue
-            for groups in (2, 3):
-                if groups % min(tiles, groups) == 0:
-                    plan = Plan("flow", 4 * groups + 4, 1, tiles=columns // 8)
-                    room = MAX_SHARED - plan.shared_bytes(n)
-                    most = room // (replace(plan, stages=1).shared_bytes(n) - plan.shared_bytes(n))
-                    turns = groups // min(tiles, groups)
-                    found += [
-                        replace(plan, stages=s) for s in (2, 3, 4, 5, 6, 8, 9, 12) if s % turns == 0 and s <= most
-                    ]
+            if n % columns == 0 and n // columns % base == 0 and n // columns % 2 == 0 and 8 <= n // columns <= 256:
+                found += flow_candidates(n, columns) + once_candidates(n, columns)
     fits = []
     for plan in found:
         shared = plan.shared_bytes(n)
@@ -249,6 +238,37 @@ def candidates(n: int, dtype: torch.dtype) -> list:
         if plan.resident and threads <= 2048 and shared <= MAX_SHARED and plan.resident * (shared + 1024) <= SM_SHARED:
             fits.append(plan)
     return fits
+
+
+def flow_candidates(n: int, columns: int) -> list:
+    from quantrot.kernels.hadamard.hopper import Plan
+    from quantrot.kernels.nvrtc import MAX_SHARED
+
+    found, tiles = [], -(-n // columns // 64)
+    for groups in (2, 3):
+        for cluster in (1, 2):
+            share, rest = divmod(min(tiles, groups * cluster), cluster)
+            if rest or groups % share or (cluster > 1 and (tiles % (share * cluster) or columns // 64 % cluster)):
+                continue
+            plan = Plan("flow", 4 * groups + 4, 1, tiles=columns // 8, cluster=cluster)
+            room = MAX_SHARED - plan.shared_bytes(n)
+            most = room // (replace(plan, stages=1).shared_bytes(n) - plan.shared_bytes(n))
+            for stages in (2, 3, 4, 6, 9, 12):
+                if stages % (groups // share) == 0 and stages <= most:
+                    found.append(replace(plan, stages=stages))
+                    if tiles % share == 0:
+                        found.append(replace(plan, stages=stages, paced=True))
+    return found
+
+
+def once_candidates(n: int, columns: int) -> list:
+    from quantrot.kernels.hadamard.hopper import Plan
+
+    found = []
+    for groups in range(1, min(-(-n // columns // 64), 4) + 1):
+        most = 65536 // (128 * groups * (columns // 2 + 36))  # sums, and what else a thread holds
+        found += [Plan("once", 4 * groups, r, tiles=columns // 8) for r in range(max(1, most - 2), most + 1)]
+    return found
 
 
 def small_candidates(n: int, dtype: torch.dtype) -> list:
@@ -272,7 +292,7 @@ def code_candidates(n: int, dtype: torch.dtype) -> list:
         for p in found
         if p.kind in ("turn", "warp")
         or (p.kind == "share" and 8 * p.vectors // p.warps in (4, 8))
-        or (p.kind == "flow" and p.tiles >= 16)
+        or (p.by_map and p.tiles >= 16)
     ]
 
 

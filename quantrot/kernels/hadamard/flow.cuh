@@ -19,6 +19,12 @@ struct Number : Fp16 {};
 template <>
 struct Number<BF16> : Bf16 {};
 
+// x, and the compiler does not see that it is: what is made of it is made here, and not kept in registers since the start.
+__device__ __forceinline__ u32 from_here(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // The signs of H_K^T as wgmma takes its rows, defined by the program: word w of rows 16 * block ... + 15 has a lane's of
 // columns 64 w ... + 63. Bit 4 * (step % 4) + register is the lower column's, 16 further up the higher one's.
 template <int K>
@@ -61,18 +67,21 @@ template <int D, int K, int C, int REGISTERS>
 __device__ __forceinline__ void multiply(float (&d)[C / 2], const u32 (&signs)[Shape<K, C>::WORDS], u32 input) {
   using S = Shape<K, C>;
   constexpr u32 one = D == BF16 ? 0x3F803F80u : 0x3C003C00u;
-  constexpr int SPARE = (REGISTERS - C / 2 - (C == 256 ? 80 : 56) - S::WORDS) / 4, ROOM = SPARE < 2 ? 2 : SPARE;
-  constexpr int BATCH = S::STEPS <= ROOM ? S::STEPS : ROOM < 4 ? 1 : ROOM < 8 ? 2 : 4;
+  constexpr int SPARE = (REGISTERS - C / 2 - (C == 256 ? 80 : 56) - (D == BF16 ? 0 : 16)) / 4;
+  constexpr int BATCH = S::STEPS <= SPARE ? S::STEPS : SPARE < 4 ? 1 : SPARE < 8 ? 2 : 4;
   u32 h[2][BATCH][4];
 #pragma unroll
   for (int first = 0; first < S::STEPS; first += BATCH) {
     if (first >= 2 * BATCH) product_wait<1>();
+    u32 now[S::WORDS];
+#pragma unroll
+    for (int w = 0; w < S::WORDS; w++) now[w] = from_here(signs[w]);
 #pragma unroll
     for (int s = first; s < first + BATCH; s++) {
       if (s >= S::STEPS) continue;
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        h[first / BATCH % 2][s - first][i] = one ^ (signs[s / 4] << (15 - s % 4 * 4 - i) & 0x80008000u);
+        h[first / BATCH % 2][s - first][i] = one ^ (now[s / 4] << (15 - s % 4 * 4 - i) & 0x80008000u);
     }
     product_fence();
 #pragma unroll
@@ -364,6 +373,7 @@ __device__ __forceinline__ void once_kernel(const TensorMap& map, const Args& a)
     if (S::TILES > GROUPS && tile >= GROUPS) load_signs<K, C>(signs, 4 * tile + block);
     float d[C / 2];
     multiply<D, K, C, REGISTERS>(d, signs, input);
+    if (a.sign_rows < 0) return;  // as above
     product_done(d);
     finish<D, K, C>(a, row, d, stages + warp * STAGE, 64 * tile + 16 * block);
   }

@@ -29,9 +29,9 @@ FILES = {
     **dict.fromkeys(("flow", "once"), ("../hopper.cuh", "words.cuh", "flow.cuh")),
 }
 FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow, once)
-ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) hadamard({map_type}const void* x,
-    void* y, const signed char* signs, long long rows, long long x_stride, long long y_stride, int sign_rows,
-    float scale, float* scales, long long scale_row, long long scale_group, unsigned in_row) {{
+ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) hadamard({map_type}
+    const void* x, void* y, const signed char* signs, long long rows, long long x_stride, long long y_stride,
+    int sign_rows, float scale, float* scales, long long scale_row, long long scale_group, unsigned in_row) {{
   {wait}quantrot::{call}({map}{{x, y, signs, rows, x_stride, y_stride, sign_rows, scale, scales, scale_row, scale_group,
       in_row}});
 }}
@@ -139,7 +139,7 @@ class Plan:
                 call=self.call(order, dtype, signs, out or dtype),
                 cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
                 wait="" if self.by_map else "quantrot::grid_wait();\n  ",
-                map_type="const __grid_constant__ quantrot::TensorMap map, " if self.by_map else "",
+                map_type="const __grid_constant__ quantrot::TensorMap map," if self.by_map else "",
                 map="map, " if self.by_map else "",
             )
         )
