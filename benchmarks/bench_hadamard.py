@@ -301,7 +301,8 @@ PROPOSE = {"PLANS": candidates, "SMALL_PLANS": small_candidates, "CODE_PLANS": c
 
 def tune(orders: list[int], table: str) -> None:
     """Time the candidates of each order at 2^25 elements (small: 2^13), the best five also at 2^27 (2^17), and rewrite
-    tuned.py."""
+    tuned.py. A small tensor's plan gives a row the bits that it has in a large one: tune those first.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     import cuda.core  # noqa: F401  (imported before the threads do)
@@ -319,15 +320,14 @@ def tune(orders: list[int], table: str) -> None:
         for n in orders:
             if rule and (n % 128 or dtype == torch.float32):
                 continue
-            if dtype == torch.float16 and (n <= 1024 or n & (n - 1) or rule):  # the same instructions as bfloat16
-                if ("bfloat16", n) in chosen:
-                    chosen[name, n] = chosen["bfloat16", n]
-                    notes[table, name, n] = "as bfloat16"
-                continue
+            proposed = PROPOSE[table](n, dtype)
+            copied = chosen.get(("bfloat16", n)) if dtype == torch.float16 else None
+            if copied and copied.precision == "SPLIT" and (n <= 1024 or n & (n - 1) or rule):
+                proposed = [copied]  # the same instructions, with the other type's name
+            if table == "SMALL_PLANS" and (large := tables["PLANS"].get((name, n))):
+                proposed = [p for p in proposed if p.arithmetic == large.arithmetic]
             with ThreadPoolExecutor(16) as pool:
-                plans = [
-                    p for p in pool.map(lambda p, n=n, d=dtype: compiled(p, n, d, rule), PROPOSE[table](n, dtype)) if p
-                ]
+                plans = [p for p in pool.map(lambda p, n=n, d=dtype: compiled(p, n, d, rule), proposed) if p]
             plans = accurate(plans, n, dtype, rule)
             if not plans:
                 continue
@@ -338,6 +338,9 @@ def tune(orders: list[int], table: str) -> None:
             chosen[name, n] = plan
             notes[table, name, n] = f"{first[plan]:.2f}, {second[plan]:.2f}"
             print(name, n, len(plans), plan, notes[table, name, n], flush=True)
+            small = tables["SMALL_PLANS"].get((name, n))
+            if table == "PLANS" and small and small.arithmetic != plan.arithmetic:
+                del tables["SMALL_PLANS"][name, n], tuned.SMALL_PLANS[name, n]
             write_tuned(tables, notes)
             getattr(tuned, table).update(chosen)  # what is timed after this, or tuned next, in the same process
     plan_for.cache_clear()

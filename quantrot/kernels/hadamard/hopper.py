@@ -74,6 +74,21 @@ class Plan:
         """Whether the copy engine brings the rows by a tensor map."""
         return self.kind in ("flow", "once")
 
+    @property
+    def arithmetic(self) -> tuple:
+        """What a row's bits depend on: plans of one order that agree in this add in the same order and round alike.
+
+        Rows whose length is a power of two are added lowest index bit first however they are divided; only where they
+        cross between warps is the scale part of the last addition.
+        """
+        if self.kind == "lanes":
+            return self.kind, self.share > 1
+        if self.kind in ("warp", "share"):
+            return self.kind, self.precision
+        if self.by_map:
+            return "flow", self.tiles
+        return (self.kind,) if self.kind in ("turn", "axis") else (self.kind, self.warps, self.tiles, self.part)
+
     def call(self, order: int, dtype: torch.dtype, signs: bool, out: torch.dtype) -> str:
         """The device function that runs this plan, with its template arguments."""
         d, flag = f"quantrot::{DTYPES[dtype]}", str(signs).lower()
@@ -196,7 +211,10 @@ def _device_functions(*files: str) -> str:
 
 @lru_cache(maxsize=1024)
 def plan_for(order: int, dtype: torch.dtype, small: bool = False) -> Plan | None:
-    """The measured plan of this order (of a small tensor), else one by rule, else None: it is run in passes."""
+    """The measured plan of this order (of a small tensor), else one by rule, else None: it is run in passes.
+
+    A row has the same bits in a small tensor and in a large one.
+    """
     from quantrot.kernels.hadamard.tuned import PLANS, SMALL_PLANS
 
     name = str(dtype).removeprefix("torch.")

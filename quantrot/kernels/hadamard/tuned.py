@@ -89,11 +89,11 @@ SMALL_PLANS: dict[tuple[str, int], Plan] = {
     ("bfloat16", 32): Plan("turn", 4, 7, vectors=2),  # 0.79, 1.01
     ("bfloat16", 64): Plan("turn", 8, 3),  # 0.79, 1.01
     ("bfloat16", 128): Plan("turn", 2, 14),  # 0.78, 0.96
-    ("bfloat16", 256): Plan("warp", 4, 7, vectors=2, precision="CUT"),  # 0.71, 0.99
-    ("bfloat16", 512): Plan("warp", 4, 7, vectors=2, precision="CUT"),  # 0.71, 0.99
-    ("bfloat16", 1024): Plan("warp", 4, 5, vectors=4, precision="CUT"),  # 0.66, 0.94
+    ("bfloat16", 256): Plan("warp", 4, 7, vectors=2),
+    ("bfloat16", 512): Plan("warp", 4, 7, vectors=2),
+    ("bfloat16", 1024): Plan("warp", 4, 5, vectors=4),
     ("bfloat16", 2048): Plan("share", 4, 1, vectors=2, precision="CUT"),  # 0.66, 0.95
-    ("bfloat16", 4096): Plan("share", 8, 1, vectors=2, precision="CUT"),  # 0.62, 0.89
+    ("bfloat16", 4096): Plan("share", 8, 1, vectors=2),
     ("bfloat16", 8192): Plan("share", 8, 1, vectors=4, precision="CUT"),  # 0.51, 0.77
     ("bfloat16", 16384): Plan("share", 16, 2, vectors=4, precision="CUT"),  # 0.36, 0.58
     ("bfloat16", 32768): Plan("share", 16, 1, vectors=8, precision="CUT"),  # 0.35, 0.38
@@ -102,10 +102,9 @@ SMALL_PLANS: dict[tuple[str, int], Plan] = {
     ("float16", 32): Plan("turn", 4, 7, vectors=2),  # as bfloat16
     ("float16", 64): Plan("turn", 8, 3),  # as bfloat16
     ("float16", 128): Plan("turn", 2, 14),  # as bfloat16
-    ("float16", 256): Plan("warp", 4, 7, vectors=2, precision="CUT"),  # as bfloat16
-    ("float16", 512): Plan("warp", 4, 7, vectors=2, precision="CUT"),  # as bfloat16
-    ("float16", 1024): Plan("warp", 4, 5, vectors=4, precision="CUT"),  # as bfloat16
-    ("float16", 2048): Plan("share", 4, 1, vectors=2),  # 0.64, 0.91
+    ("float16", 256): Plan("warp", 4, 7, vectors=2),  # as bfloat16
+    ("float16", 512): Plan("warp", 4, 7, vectors=2),  # as bfloat16
+    ("float16", 1024): Plan("warp", 4, 5, vectors=4),  # as bfloat16
     ("float16", 4096): Plan("share", 8, 1, vectors=2),  # 0.59, 0.85
     ("float16", 8192): Plan("share", 8, 1, vectors=4),  # 0.46, 0.70
     ("float16", 16384): Plan("share", 16, 2, vectors=4),  # 0.32, 0.51
