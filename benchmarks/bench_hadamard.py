@@ -159,13 +159,13 @@ def compile_plans() -> None:
     from quantrot.kernels.nvrtc import compile_cubin
 
     def one(case: tuple) -> None:
-        n, dtype, stream = case
-        plan = plan_for(n, dtype)
-        if plan:
+        n, dtype, stream, small = case
+        if plan := plan_for(n, dtype, small):
             compile_cubin(replace(plan, stream=stream).source(n, dtype, False))
 
+    sizes = [(True, False), (False, False), (False, True)]  # stays in L2, small
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(one, sorted({(n, d, s) for n, _, d, _ in cases() for s in (False, True)}, key=str)))
+        list(pool.map(one, sorted({(n, d, *size) for n, _, d, _ in cases() for size in sizes}, key=str)))
 
 
 # --- Tuning ----------------------------------------------------------------------------------------------------------
@@ -333,6 +333,10 @@ def tune(orders: list[int], table: str) -> None:
                 continue
             first = fractions(plans, tensors(n, few, dtype), rule)
             best = sorted(plans, key=first.__getitem__, reverse=True)[:5]
+            if rule is None:
+                late = [replace(p, overlap=True) for p in best]
+                first |= fractions(late, tensors(n, few, dtype), rule)
+                best += late
             second = fractions(best, tensors(n, many, dtype), rule)
             plan = max(best, key=lambda p: first[p] * second[p])
             chosen[name, n] = plan

@@ -19,10 +19,10 @@ namespace quantrot {
 // loop over it otherwise costs two more instructions).
 __device__ __forceinline__ u32 warp_number() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0); }
 
-// Launched as a programmatic dependent, a kernel starts while the one before it still runs, and does nothing before this
-// but ask for the next kernel to be started the same way: it will wait for this one.
+// Launched as a programmatic dependent, a kernel starts while the one before it still runs, and does nothing before this.
+// The next kernel may start from here on, not before: its blocks would take the places of this one's, and wait.
 __device__ __forceinline__ void grid_wait() {
-  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // --- Tensor core products with constant Hadamard operands ------------------------------------------------------------

@@ -60,44 +60,60 @@ struct FlowLayout : Shape<K, C> {
   static_assert(!PACED || S::TILES % SHARE == 0, "as many products for each");
 };
 
-// The tile's 64 rows of the product: d[4 t + j] is row 16 * warp + lane / 4 + 8 * (j / 2), column
-// 8 t + 2 * (lane % 4) + j % 2. An operand is made while the product before it runs; what is past K only meets zeros.
-// The caller says product_done once it has told others that the product is over, which otherwise comes after its sums.
-template <int D, int K, int C, int REGISTERS>
-__device__ __forceinline__ void multiply(float (&d)[C / 2], const u32 (&signs)[Shape<K, C>::WORDS], u32 input) {
+// 64 rows of H_K^T. HOLD: as operands, made once, where a warpgroup multiplies by the same ones again and again and has
+// the registers; else as signs, from which an operand is made while the product before it runs. What is past K only
+// meets zeros.
+template <int D, int K, int C, int REGISTERS, bool HOLD>
+struct Operand {
   using S = Shape<K, C>;
-  constexpr u32 one = D == BF16 ? 0x3F803F80u : 0x3C003C00u;
-  constexpr int SPARE = (REGISTERS - C / 2 - (C == 256 ? 80 : 56) - (D == BF16 ? 0 : 16)) / 4;
-  constexpr int BATCH = S::STEPS <= SPARE ? S::STEPS : SPARE < 4 ? 1 : SPARE < 8 ? 2 : 4;
-  u32 h[2][BATCH][4];
-#pragma unroll
-  for (int first = 0; first < S::STEPS; first += BATCH) {
-    if (first >= 2 * BATCH) product_wait<1>();
-    u32 now[S::WORDS];
-#pragma unroll
-    for (int w = 0; w < S::WORDS; w++) now[w] = from_here(signs[w]);
-#pragma unroll
-    for (int s = first; s < first + BATCH; s++) {
-      if (s >= S::STEPS) continue;
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        h[first / BATCH % 2][s - first][i] = one ^ (now[s / 4] << (15 - s % 4 * 4 - i) & 0x80008000u);
-    }
-    product_fence();
-#pragma unroll
-    for (int s = first; s < first + BATCH; s++)
-      if (s < S::STEPS)
-        product_across<Number<D>>(d, h[first / BATCH % 2][s - first], operand_across(input + s * 2048, S::CHUNK), s > 0);
-    product_commit();
-  }
-  product_wait<0>();
-}
+  static constexpr int SPARE = (REGISTERS - C / 2 - (C == 256 ? 80 : 56) - (D == BF16 ? 0 : 16)) / 4;
+  static constexpr int BATCH = HOLD || S::STEPS <= SPARE ? S::STEPS : SPARE < 4 ? 1 : SPARE < 8 ? 2 : 4;
+  u32 signs[S::WORDS], held[HOLD ? S::STEPS : 1][4];
 
-template <int K, int C>
-__device__ __forceinline__ void load_signs(u32 (&signs)[Shape<K, C>::WORDS], u32 block) {
+  // Columns 16 * step ... + 15 from their word of signs.
+  __device__ __forceinline__ static void make(u32 (&h)[4], u32 word, int step) {
+    constexpr u32 one = D == BF16 ? 0x3F803F80u : 0x3C003C00u;
 #pragma unroll
-  for (int w = 0; w < Shape<K, C>::WORDS; w++) signs[w] = Signs<K>::word(block, w);
-}
+    for (int i = 0; i < 4; i++) h[i] = one ^ (word << (15 - step % 4 * 4 - i) & 0x80008000u);
+  }
+
+  __device__ __forceinline__ void load(u32 block) {
+#pragma unroll
+    for (int w = 0; w < S::WORDS; w++) signs[w] = Signs<K>::word(block, w);
+#pragma unroll
+    for (int s = 0; HOLD && s < S::STEPS; s++) {
+      make(held[s], signs[s / 4], s);
+#pragma unroll
+      for (int i = 0; i < 4; i++) held[s][i] = from_here(held[s][i]);
+    }
+  }
+
+  // The rows' product with the input: d[4 t + j] is row 16 * warp + lane / 4 + 8 * (j / 2), column
+  // 8 t + 2 * (lane % 4) + j % 2. The caller says product_done once it has told others that the product is over, which
+  // otherwise comes after its sums.
+  __device__ __forceinline__ void multiply(float (&d)[C / 2], u32 input) const {
+    u32 h[2][BATCH][4];
+#pragma unroll
+    for (int first = 0; first < S::STEPS; first += BATCH) {
+      if (first >= 2 * BATCH) product_wait<1>();
+      u32 now[S::WORDS];
+#pragma unroll
+      for (int w = 0; !HOLD && w < S::WORDS; w++) now[w] = from_here(signs[w]);
+#pragma unroll
+      for (int s = first; !HOLD && s < first + BATCH; s++)
+        if (s < S::STEPS) make(h[first / BATCH % 2][s - first], now[s / 4], s);
+      product_fence();
+#pragma unroll
+      for (int s = first; s < first + BATCH; s++) {
+        if (s >= S::STEPS) continue;
+        const u32(&operand)[4] = *(HOLD ? &held[HOLD ? s : 0] : &h[first / BATCH % 2][s - first]);
+        product_across<Number<D>>(d, operand, operand_across(input + s * 2048, S::CHUNK), s > 0);
+      }
+      product_commit();
+    }
+    product_wait<0>();
+  }
+};
 
 // Zeros past K in `buffers` inputs, by all threads.
 template <int K, int C>
@@ -307,8 +323,11 @@ __device__ __forceinline__ void flow_kernel(const TensorMap& map, const Args& a)
     const u32 group = warp / 4, tile0 = rank + CLUSTER * (group % L::SHARE), block = warp & 3;
     const u32 stage = inputs + STAGES * L::INPUT + warp * STAGE;
     constexpr bool SAME = L::SHARE * CLUSTER == L::TILES;  // tile, every time
-    u32 signs[L::WORDS], turn = 0, round = 0;
-    load_signs<K, C>(signs, 4 * tile0 + block);
+    constexpr int OTHERS = (D == BF16 && SCALE_RULE == 0 ? 48 : 64) + (C == 256 ? 20 : 0);  // registers
+    constexpr bool HOLD = SAME && 4 * L::STEPS + C / 2 + OTHERS <= L::REGISTERS;
+    Operand<D, K, C, L::REGISTERS, HOLD> operand;
+    u32 turn = 0, round = 0;
+    operand.load(4 * tile0 + block);
     grid_wait();
     for (i64 row = first; row < a.rows; row += apart, ring.next(), turn = turn + 1 == L::TURNS ? 0 : turn + 1) {
       if (turn != group / L::SHARE) continue;
@@ -317,10 +336,10 @@ __device__ __forceinline__ void flow_kernel(const TensorMap& map, const Args& a)
       if constexpr (SIGNS) turn_signs<K, C, 128 * L::SHARE>(a, input, row, 1 + group / L::SHARE);
 #pragma unroll 1
       for (u32 tile = tile0; tile < L::TILES; tile += L::SHARE * CLUSTER) {
-        if constexpr (!SAME) load_signs<K, C>(signs, 4 * tile + block);
+        if constexpr (!SAME) operand.load(4 * tile + block);
         float d[C / 2];
         if constexpr (PACED) barrier_wait(order + 8 * group, (round++ & 1) ^ (group == 0));
-        multiply<D, K, C, L::REGISTERS>(d, signs, input);
+        operand.multiply(d, input);
         if (lane == 0) {
           if constexpr (PACED) barrier_arrive(order + 8 * (group + 1 == GROUPS ? 0 : group + 1));
           if (tile + L::SHARE * CLUSTER >= L::TILES) {
@@ -362,17 +381,17 @@ __device__ __forceinline__ void once_kernel(const TensorMap& map, const Args& a)
       tensor_load(input + chunk * S::CHUNK, &map, 64 * chunk, y, full, policy);
   }
   fill_empty<K, C>(input, 1, 128 * GROUPS);
-  u32 signs[S::WORDS];
-  load_signs<K, C>(signs, warp);
+  Operand<D, K, C, REGISTERS, false> operand;
+  operand.load(warp);
   grid_wait();
   block_sync();
   barrier_wait(full, 0);
   if constexpr (SIGNS) turn_signs<K, C, 128 * GROUPS>(a, input, row, 1);
 #pragma unroll 1
   for (u32 tile = warp / 4; tile < S::TILES; tile += GROUPS) {
-    if (S::TILES > GROUPS && tile >= GROUPS) load_signs<K, C>(signs, 4 * tile + block);
+    if (S::TILES > GROUPS && tile >= GROUPS) operand.load(4 * tile + block);
     float d[C / 2];
-    multiply<D, K, C, REGISTERS>(d, signs, input);
+    operand.multiply(d, input);
     if (a.sign_rows < 0) return;  // as above
     product_done(d);
     finish<D, K, C>(a, row, d, stages + warp * STAGE, 64 * tile + 16 * block);

@@ -66,7 +66,7 @@ class Plan:
     precision: Literal["CUT", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share)
     cluster: int = 1  # thread blocks that share a row (flow)
     paced: bool = False  # warpgroups multiply one after the other (flow)
-    overlap: bool = True  # launched while the kernel before it ends
+    overlap: bool = False  # launched while the kernel before it ends
     stream: bool = True  # cache hints: mark the data as not used again soon
 
     @property
@@ -153,7 +153,7 @@ class Plan:
                 resident=self.resident,
                 call=self.call(order, dtype, signs, out or dtype),
                 cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
-                wait="" if self.by_map else "quantrot::grid_wait();\n  ",
+                wait="quantrot::grid_wait();\n  " if self.overlap and not self.by_map else "",
                 map_type="const __grid_constant__ quantrot::TensorMap map," if self.by_map else "",
                 map="map, " if self.by_map else "",
             )
@@ -226,6 +226,12 @@ def plan_for(order: int, dtype: torch.dtype, small: bool = False) -> Plan | None
     if dtype.itemsize == 4 or not bases or (order // bases[0]) % 16:
         return None
     return _block_plan(bases[0], power) if len(bases) == 1 and bases[0] <= 32 and power >= 16 else _dense_plan(order)
+
+
+def _plan_of(order: int, dtype: torch.dtype, small: bool, stays: bool) -> Plan | None:
+    """The plan for a tensor of this size: that of small ones also where only it overlaps and memory is no bound."""
+    plan, other = plan_for(order, dtype), plan_for(order, dtype, small=True)
+    return other if small or (stays and plan and other and other.overlap > plan.overlap) else plan
 
 
 def _fitting(plan: Plan, order: int, registers: int) -> Plan | None:
@@ -453,7 +459,8 @@ def transform(
     if x.numel() == 0:
         return y
     rows = _rows(x, order)
-    plan = plan_for(order, x.dtype, x.numel() <= SMALL_ELEMENTS)
+    stays = (2 if into is None else 1) * x.nbytes <= STREAM_BYTES  # in L2, input and output
+    plan = _plan_of(order, x.dtype, x.numel() <= SMALL_ELEMENTS, stays)
     if plan is not None and not plan.takes(rows):
         rows = rows.contiguous()
     if into is not None and rows.data_ptr() == x.data_ptr():
@@ -463,7 +470,7 @@ def transform(
     after = signs if transpose else None
     before = None if transpose or signs is None else signs.contiguous()
     if plan is not None and (order * x.dtype.itemsize % 16 == 0 or rows.numel() * x.dtype.itemsize % 16 == 0):
-        plan = plan if into is None and 2 * x.nbytes > STREAM_BYTES else replace(plan, stream=False)
+        plan = plan if into is None and not stays else replace(plan, stream=False)
         launch(rows, out, before, scale, plan, transpose=transpose)
     else:
         _passes(rows, out, before, order, scale, transpose)
@@ -488,7 +495,7 @@ def plan_for_codes(order: int, columns: int, dtype: torch.dtype) -> Plan | None:
         plan = Plan("share", 8, 2, vectors=8, stages=1) if order == 16384 else None
     if plan is None or plan.kind not in ("turn", "warp", "share", "flow", "once") or (plan.by_map and plan.tiles < 16):
         plan = _flow_plan(order)
-    return plan and replace(plan, precision="SPLIT")
+    return plan and replace(plan, precision="SPLIT", cluster=1, paced=False, overlap=False)
 
 
 def _flow_plan(order: int) -> Plan | None:
