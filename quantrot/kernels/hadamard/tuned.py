@@ -20,19 +20,19 @@ PLANS: dict[tuple[str, int], Plan] = {
     ("bfloat16", 1024): Plan("warp", 1, 20, vectors=4, precision="CUT"),
     ("bfloat16", 1536): Plan("block", 4, 8, stages=2, tiles=4, part=4),  # 0.84
     ("bfloat16", 2048): Plan("share", 4, 3, vectors=2, precision="CUT", overlap=True),  # 1.00, 1.01
-    ("bfloat16", 3072): Plan("flow", 12, 1, stages=12, paced=True, overlap=True),
+    ("bfloat16", 3072): Plan("flow", 16, 1, stages=12, paced=True, overlap=True),
     ("bfloat16", 4096): Plan("share", 4, 7, vectors=4, precision="CUT", overlap=True),
     ("bfloat16", 4864): Plan("once", 4, 7, overlap=True),
-    ("bfloat16", 5120): Plan("flow", 12, 1, stages=6, tiles=16, paced=True, overlap=True),
+    ("bfloat16", 5120): Plan("flow", 12, 1, stages=4, tiles=16, paced=True, overlap=True),
     ("bfloat16", 8192): Plan("share", 8, 1, vectors=4, precision="CUT", overlap=True),  # 0.98, 0.98
     ("bfloat16", 11008): Plan("flow", 16, 1, stages=3, paced=True, overlap=True),
-    ("bfloat16", 12288): Plan("flow", 16, 1, stages=3, paced=True, overlap=True),
-    ("bfloat16", 13824): Plan("flow", 12, 1, stages=4, tiles=16, paced=True, overlap=True),
+    ("bfloat16", 12288): Plan("flow", 16, 1, stages=4, paced=True, overlap=True),
+    ("bfloat16", 13824): Plan("flow", 12, 1, stages=3, tiles=16, paced=True, overlap=True),
     ("bfloat16", 14336): Plan("flow", 12, 1, stages=2, tiles=32, paced=True, overlap=True),
     ("bfloat16", 16384): Plan("share", 16, 2, vectors=4, precision="CUT", overlap=True),  # 0.89, 0.93
-    ("bfloat16", 17408): Plan("flow", 16, 1, stages=2, tiles=16, paced=True, overlap=True),
+    ("bfloat16", 17408): Plan("flow", 16, 1, stages=3, tiles=16, paced=True, overlap=True),
     ("bfloat16", 18944): Plan("flow", 16, 1, stages=3, tiles=16, paced=True, overlap=True),
-    ("bfloat16", 25600): Plan("flow", 12, 1, stages=3, tiles=32, paced=True, overlap=True),
+    ("bfloat16", 25600): Plan("flow", 12, 1, stages=2, tiles=32, paced=True, overlap=True),
     ("bfloat16", 28672): Plan("flow", 12, 1, stages=2, tiles=32, cluster=2, paced=True, overlap=True),
     ("bfloat16", 29568): Plan("dense", 16, 1, stages=1, tiles=1, part=6),  # 0.18
     ("bfloat16", 32768): Plan("share", 16, 1, vectors=8, stages=1, precision="CUT", overlap=True),  # 0.84, 0.90
@@ -50,19 +50,19 @@ PLANS: dict[tuple[str, int], Plan] = {
     ("float16", 1024): Plan("warp", 1, 20, vectors=4),  # 1.00, 1.00
     ("float16", 1536): Plan("block", 4, 8, stages=2, tiles=4, part=4),  # 0.85
     ("float16", 2048): Plan("share", 4, 7, vectors=2, overlap=True),
-    ("float16", 3072): Plan("flow", 12, 1, stages=12, paced=True, overlap=True),
+    ("float16", 3072): Plan("flow", 16, 1, stages=12, paced=True, overlap=True),
     ("float16", 4096): Plan("share", 4, 7, vectors=4, overlap=True),  # 0.98, 1.00
     ("float16", 4864): Plan("once", 4, 7, overlap=True),
-    ("float16", 5120): Plan("flow", 12, 1, stages=6, tiles=16, paced=True, overlap=True),
+    ("float16", 5120): Plan("flow", 12, 1, stages=4, tiles=16, paced=True, overlap=True),
     ("float16", 8192): Plan("share", 8, 4, vectors=4, overlap=True),  # 0.96, 0.97
     ("float16", 11008): Plan("flow", 16, 1, stages=3, paced=True, overlap=True),
-    ("float16", 12288): Plan("flow", 16, 1, stages=3, paced=True, overlap=True),
-    ("float16", 13824): Plan("flow", 12, 1, stages=4, tiles=16, paced=True, overlap=True),
+    ("float16", 12288): Plan("flow", 16, 1, stages=4, paced=True, overlap=True),
+    ("float16", 13824): Plan("flow", 12, 1, stages=3, tiles=16, paced=True, overlap=True),
     ("float16", 14336): Plan("flow", 12, 1, stages=2, tiles=32, paced=True, overlap=True),
-    ("float16", 16384): Plan("flow", 12, 1, stages=2, tiles=32, paced=True, overlap=True),
-    ("float16", 17408): Plan("flow", 16, 1, stages=2, tiles=16, paced=True, overlap=True),
+    ("float16", 16384): Plan("flow", 12, 1, stages=4, tiles=32, paced=True, overlap=True),
+    ("float16", 17408): Plan("flow", 16, 1, stages=3, tiles=16, paced=True, overlap=True),
     ("float16", 18944): Plan("flow", 16, 1, stages=3, tiles=16, paced=True, overlap=True),
-    ("float16", 25600): Plan("flow", 12, 1, stages=3, tiles=32, paced=True, overlap=True),
+    ("float16", 25600): Plan("flow", 12, 1, stages=2, tiles=32, paced=True, overlap=True),
     ("float16", 28672): Plan("flow", 12, 1, stages=2, tiles=32, cluster=2, paced=True, overlap=True),
     ("float16", 29568): Plan("dense", 16, 1, stages=1, tiles=1, part=6),  # 0.19
     ("float16", 32768): Plan("flow", 12, 1, stages=2, tiles=32, cluster=2, paced=True, overlap=True),
