@@ -487,7 +487,41 @@ def test_only_bfloat16_is_turned_by_cut_products():
 
     for (name, n), plan in (*PLANS.items(), *SMALL_PLANS.items()):
         assert plan.precision == "SPLIT" or name == "bfloat16", (name, n)  # 4.6e-4: more than float16's one rounding
+        assert plan.precision == "SPLIT" or n >= 2048, (name, n)  # else results near zero are off by several roundings
     assert all(plan.precision == "SPLIT" for plan in CODE_PLANS.values())
+
+
+def test_tuning_proposes_cut_products_only_for_long_rows_of_bfloat16(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import bench_hadamard
+
+    for propose in (bench_hadamard.candidates, bench_hadamard.small_candidates, bench_hadamard.code_candidates):
+        for dtype, n, allowed in (
+            (torch.bfloat16, 256, {"SPLIT"}),
+            (torch.bfloat16, 1024, {"SPLIT"}),
+            (torch.bfloat16, 4096, {"SPLIT"} if propose is bench_hadamard.code_candidates else {"SPLIT", "CUT"}),
+            (torch.float16, 4096, {"SPLIT"}),
+        ):
+            assert {plan.precision for plan in propose(n, dtype)} == allowed, (propose, dtype, n)
+
+
+def test_notes_of_plans_that_were_not_timed_are_kept(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import bench_hadamard
+
+    from quantrot.kernels.hadamard import tuned
+
+    for name in ("DOC", "TUNED"):
+        copy = tmp_path / getattr(bench_hadamard, name).name
+        copy.write_text(getattr(bench_hadamard, name).read_text())
+        monkeypatch.setattr(bench_hadamard, name, copy)
+    before = bench_hadamard.read_notes()
+    bench_hadamard.render(bench_hadamard.ROOT / "benchmarks" / "results" / "bench_hadamard-h200.json")
+    after = bench_hadamard.read_notes()
+    assert after.keys() == before.keys() and after["PLANS", "bfloat16", 128].startswith("1.0")
+    assert all(after[key] == note for key, note in before.items() if key[0] == "CODE_PLANS")
+    assert after["SMALL_PLANS", "float32", 32] == before["SMALL_PLANS", "float32", 32]  # the table has 2^25 only
+    assert len(tuned.PLANS) == bench_hadamard.TUNED.read_text().partition("SMALL_PLANS")[0].count(": Plan(")
 
 
 def test_plans_fit_the_multiprocessor():
