@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8.reference import hadamard_quantize_reference
-from quantrot.kernels.hadamard.hopper import Plan, launch
+from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for, transform_codes
 from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR
 from quantrot.orthogonal import random_signs
 
@@ -132,3 +132,29 @@ def test_on_a_gpu_every_run_gives_the_same_right_bits(n, plan, dtype):
         for _ in range(100 if rows == 257 else 1):
             launch(again.copy_(x), again, signs, n**-0.5, plan)
             assert torch.equal(again, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [5120, 8192, 14336, 28672])
+def test_on_a_gpu_codes_wait_for_the_rows_that_the_kernel_before_them_writes(n):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    plan = plan_for(n, torch.bfloat16)
+    assert plan is not None and plan.overlap
+    x = torch.randn((8 << 20) // n, n, device="cuda").bfloat16()
+    y, codes = torch.empty_like(x), torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(n // 128, x.shape[0], device="cuda").T
+
+    def run(wait: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        y.zero_()
+        launch(x, y, None, n**-0.5, plan)
+        if wait:
+            torch.cuda.synchronize()
+        transform_codes(y, codes, scales, None, n, n**-0.5, "exact")
+        y.zero_()  # not before they are read
+        return codes.view(torch.uint8).clone(), scales.clone()
+
+    expected_codes, expected_scales = run(True)
+    for _ in range(20):
+        got_codes, got_scales = run(False)
+        assert torch.equal(got_codes, expected_codes) and torch.equal(got_scales, expected_scales)
