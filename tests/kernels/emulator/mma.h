@@ -1,4 +1,4 @@
-// What kernels/mxfp4/decode.cuh takes beside hopper.cuh, for the host: plain loads, bfloat16 pairs, and
+// What kernels/mxfp4/decode.cuh and stream.cuh take beside hopper.cuh, for the host: loads, bfloat16 pairs, and
 // mma.m16n8k16, whose operands are gathered from the lanes that hold them.
 #pragma once
 
@@ -30,5 +30,13 @@ inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
     }
   }
 }
+
+inline Words load_shared_words(u32 from) {
+  if (from % 16) emulator::fail("a load of 16 bytes that is not aligned");
+  Words v;
+  memcpy(&v, self().block->at(from, 16), 16);
+  return v;
+}
+inline u32 load_shared_byte(u32 from) { return *self().block->at(from, 1); }
 
 inline float* partial_sums() { return (float*)self().block->memory.data(); }

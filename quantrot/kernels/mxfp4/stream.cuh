@@ -1,0 +1,240 @@
+// A few tokens by a packed MXFP4 weight, bound by reading it: y[token, row] = sum over k of x[token, k] * w[row, k].
+// Follows decode.cuh, whose numbers these are: codes as bfloat16 times 2^-126, groups' scales, tokens in pairs.
+//
+// Thread blocks take tiles of rows. One warp keeps a ring of stages of 256 columns full (codes and tokens by the copy
+// engine, scales by 4-byte copies), so that what is on its way needs no registers. TEAMS of ROW_WARPS take turns at the
+// stages, and a warp of a team multiplies 16 * TALL rows of its stage; the teams' sums are added in their order.
+//
+// Many tokens weigh as much as the codes: then the SPLIT blocks of a cluster share a tile, each with a part of K and of
+// the tokens, and add their sums, in order, through each other's shared memory.
+//
+// Row g of a product is row `turned(g)` of eight in the tile, so that the eight lanes which shared memory serves at once
+// meet different banks under the 128-byte swizzle.
+
+namespace quantrot {
+
+struct StreamArgs {
+  const unsigned char* scale;  // [rows, columns / 32]
+  const float* token_scale;    // [tokens], or null
+  void* y;                     // OUT [tokens, rows]
+  int tokens, rows, columns;   // columns: a multiple of 128
+};
+
+#ifndef QUANTROT_EMULATED
+__device__ __forceinline__ Words load_shared_words(u32 from) {
+  Words v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_byte(u32 from) {
+  u32 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+#endif
+
+// TILES_: of eight tokens, arranged; 0: one token, as it is. ONCE: a block has one tile, and its sums take the ring's place.
+template <int TILES_, int TALL_, int ROW_WARPS_, int TEAMS_, int STAGES_, int SPLIT_, bool ONCE_>
+struct Stream {
+  static constexpr bool ONE = TILES_ == 0, ONCE = ONCE_;
+  static constexpr int TILES = ONE ? 1 : TILES_, TOKENS = ONE ? 1 : 8 * TILES;
+  static constexpr int TALL = TALL_, ROW_WARPS = ROW_WARPS_, TEAMS = TEAMS_, STAGES = STAGES_, SPLIT = SPLIT_;
+  static constexpr int ROWS = 16 * TALL * ROW_WARPS, WARPS = ROW_WARPS * TEAMS;
+  static constexpr int CODES = ROWS * 128, WIDE = ONE ? 512 : TILES * 4096, SCALES = ROWS * 8;  // bytes of a stage
+  static constexpr int WIDE_AT = STAGES * CODES, SCALES_AT = WIDE_AT + STAGES * WIDE;
+  static constexpr int BARRIERS = SCALES_AT + STAGES * SCALES;
+  static constexpr int PITCH = ROWS + 4;  // of a team's sums, floats: lanes meet different banks
+  static constexpr int SUMS = ONCE ? 0 : BARRIERS + STAGES * 16;
+  static constexpr int CHAINS = TALL * TILES <= 2 ? 2 : 1;  // of products that wait for each other, in turn
+  static_assert(STAGES % TEAMS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
+  static_assert(SPLIT == 1 || ONCE, "blocks that share a tile have one");
+  static_assert(!ONCE || TEAMS * TOKENS * PITCH * 4 <= BARRIERS, "the sums fit where the ring was");
+};
+
+__device__ __forceinline__ u32 turned(u32 g) { return g >> 1 | (g & 1) << 2; }
+
+// One warp's sums over a tile.
+template <class P>
+struct Sums {
+  float v[P::CHAINS][P::TALL][P::TILES][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < P::CHAINS * P::TALL * P::TILES * 4; i++)
+      v[i / (4 * P::TILES * P::TALL)][i / (4 * P::TILES) % P::TALL][i / 4 % P::TILES][i % 4] = 0.f;
+  }
+
+  // Add a stage; addresses of its codes and scales at the lane's first row, of its tokens.
+  __device__ __forceinline__ void add(u32 codes, u32 scales, u32 wide) {
+    const u32 lane = lane_number(), q = lane & 3;
+    codes ^= q << 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      Words a[P::TALL], b[P::TALL];
+      u32 a_factor[P::TALL], b_factor[P::TALL];
+#pragma unroll
+      for (int r = 0; r < P::TALL; r++) {
+        a[r] = load_shared_words((codes ^ h << 6) + r * 2048), b[r] = load_shared_words((codes ^ h << 6) + r * 2048 + 1024);
+        a_factor[r] = multiplier(load_shared_byte(scales + q + h * 4 + r * 128));
+        b_factor[r] = multiplier(load_shared_byte(scales + q + h * 4 + r * 128 + 64));
+      }
+      u32 token = wide + lane * 16 + h * (P::TILES * 2048);
+      if constexpr (P::ONE) {
+        token = wide + h * 256 + q * 64;
+        token ^= (token >> 7 & 7) << 4;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        Words x[P::TILES];
+#pragma unroll
+        for (int t = 0; t < P::TILES; t++)
+          x[t] = P::ONE ? arranged(load_shared_words(token ^ j << 4)) : load_shared_words(token + t * 2048 + j * 512);
+#pragma unroll
+        for (int r = 0; r < P::TALL; r++) {
+          const Pairs above(a[r].at(j), a_factor[r]), below(b[r].at(j), b_factor[r]);
+#pragma unroll
+          for (int t = 0; t < P::TILES; t++) {
+            multiply(v[0][r][t], above.v[0], below.v[0], above.v[1], below.v[1], x[t].x, x[t].y);
+            multiply(v[P::CHAINS - 1][r][t], above.v[2], below.v[2], above.v[3], below.v[3], x[t].z, x[t].w);
+          }
+        }
+      }
+    }
+  }
+
+  // To [tokens][PITCH] at `to`, the warp's first row.
+  __device__ __forceinline__ void store(u32 to) const {
+    const u32 g = lane_number() >> 2, q = lane_number() & 3;
+#pragma unroll
+    for (int r = 0; r < P::TALL; r++)
+#pragma unroll
+      for (int t = 0; t < P::TILES; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const u32 token = t * 8 + q * 2 + i % 2, row = r * 16 + turned(g) + i / 2 * 8;
+          float sum = v[0][r][t][i];
+          if constexpr (P::CHAINS == 2) sum += v[P::CHAINS - 1][r][t][i];
+          if (token < P::TOKENS) store_shared(to + (token * P::PITCH + row) * 4, sum * 18446744073709551616.0f);
+        }
+  }
+};
+
+// The sums of a tile, of the cluster's blocks and of their teams in order -> y. A block of a cluster does its share.
+template <class P, class OUT>
+__device__ __forceinline__ void store_tile(const StreamArgs& args, int row, u32 rank, u32 sums) {
+  constexpr int FOURS = P::ROWS / 4, THREADS = 32 * P::WARPS;
+  for (int i = rank * THREADS + threadIdx.x; i < P::TOKENS * FOURS; i += P::SPLIT * THREADS) {
+    const int token = i / FOURS, r = i % FOURS * 4;
+    if (token >= args.tokens) break;
+    float v[4] = {};
+#pragma unroll
+    for (int s = 0; s < P::SPLIT * P::TEAMS; s++) {
+      const u32 at = sums + ((s % P::TEAMS * P::TOKENS + token) * P::PITCH + r) * 4;
+      float part[4];
+      if constexpr (P::SPLIT > 1) {
+        const float4 p = load_cluster4(in_block(at, s / P::TEAMS));
+        part[0] = p.x, part[1] = p.y, part[2] = p.z, part[3] = p.w;
+      } else {
+        const Words p = load_shared_words(at);
+#pragma unroll
+        for (int e = 0; e < 4; e++) part[e] = __uint_as_float(p.at(e));
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e++) v[e] += part[e];
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      if (row + r + e >= args.rows) break;
+      if (args.token_scale) v[e] = __fmul_rn(v[e], __ldg(args.token_scale + token));
+      OUT::store(args.y, (u64)token * args.rows + row + r + e, v[e]);
+    }
+  }
+}
+
+// Four scales of a row and the four after them, of `row` and chunk `c`; the last ones there are, past the end.
+template <class P>
+__device__ __forceinline__ void copy_scales(const StreamArgs& args, int row, int c, u32 to) {
+  const int groups = args.columns / 32, first = min(c * 8, groups - 4), second = min(c * 8 + 4, groups - 4);
+#pragma unroll
+  for (int i = 0; i < (P::ROWS + 31) / 32; i++) {
+    const int r = i * 32 + lane_number();
+    if (P::ROWS % 32 && r >= P::ROWS) break;
+    const unsigned char* const from = args.scale + (u64)min(row + r, args.rows - 1) * groups;
+    copy4(to + r * 8, from + first);
+    copy4(to + r * 8 + 4, from + second);
+  }
+}
+
+// codes: a map of bytes [rows, columns / 2], boxes [ROWS, 128] in the 128-byte swizzle. wide, of bfloat16: one token as
+// [columns / 64, 64], boxes [4, 64] in the swizzle; arranged tokens as rows of 128, boxes [16 * TILES, 128].
+// Before the kernel before this one has ended, only the first codes are asked for, into L2.
+template <class P, class OUT>
+__device__ __forceinline__ void stream(const TensorMap* codes, const TensorMap* wide, const StreamArgs& args) {
+  const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8;
+  const u32 warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
+  const int tiles = (args.rows + P::ROWS - 1) / P::ROWS, step = gridDim.x / P::SPLIT;
+  const int each = P::SPLIT * P::TEAMS, chunks = ((args.columns + 255) / 256 + each - 1) / each * P::TEAMS;
+  const int first = blockIdx.x / P::SPLIT, first_chunk = rank * chunks;
+  if (warp == P::WARPS) {
+    if (lane_number() == 0) {
+      tensor_prefetch(codes), tensor_prefetch(wide);
+      for (int s = 0; s < P::STAGES; s++) {
+        barrier_init(full + s * 8, 1 + 32);
+        barrier_init(empty + s * 8, P::ROW_WARPS);
+      }
+      barrier_init_done();
+    }
+    warp_sync();
+    for (int c = 0; c < min(chunks, P::STAGES); c++) tensor_warm(codes, (first_chunk + c) * 128, first * P::ROWS);
+  }
+  block_sync();
+  grid_wait();
+  Ring<P::STAGES> ring;
+  if (warp == P::WARPS) {
+    const u64 keep = cache_policy<LAST>(), once = cache_policy<FIRST>();
+    for (int tile = first; tile < tiles; tile += step) {
+      for (int c = 0; c < chunks; c++, ring.next()) {
+        const u32 bar = full + ring.stage * 8;
+        barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+        barrier_expect(bar, P::CODES + P::WIDE);
+        tensor_load(base + ring.stage * P::CODES, codes, (first_chunk + c) * 128, tile * P::ROWS, bar, once);
+        tensor_load(base + P::WIDE_AT + ring.stage * P::WIDE, wide, 0,
+                    (first_chunk + c) * (P::ONE ? 4 : 16 * P::TILES), bar, keep);
+        copy_scales<P>(args, tile * P::ROWS, first_chunk + c, base + P::SCALES_AT + ring.stage * P::SCALES);
+        copies_arrive(bar);
+      }
+    }
+  } else {
+    const u32 team = warp / P::ROW_WARPS, row_warp = warp % P::ROW_WARPS;
+    const u32 row = row_warp * 16 * P::TALL, mine = row + turned(lane_number() >> 2);
+    const u32 codes_at = base + mine * 128 + ((mine & 7) << 4), scales_at = base + P::SCALES_AT + mine * 8;
+    ring.stage = team;
+    for (int tile = first; tile < tiles; tile += step) {
+      Sums<P> sums;
+      sums.clear();
+      for (int c = team; c < chunks; c += P::TEAMS) {
+        barrier_wait(full + ring.stage * 8, ring.parity);
+        sums.add(codes_at + ring.stage * P::CODES, scales_at + ring.stage * P::SCALES,
+                 base + P::WIDE_AT + ring.stage * P::WIDE);
+        warp_sync();
+        if (lane_number() == 0) barrier_arrive(empty + ring.stage * 8);
+        ring.stage += P::TEAMS;
+        if (ring.stage >= P::STAGES) ring.stage = team, ring.parity ^= 1;
+      }
+      if constexpr (P::ONCE) named_sync(1, 32 * P::WARPS);  // the ring has been read
+      sums.store(base + P::SUMS + (team * P::TOKENS * P::PITCH + row) * 4);
+      if constexpr (P::SPLIT == 1) {
+        named_sync(1, 32 * P::WARPS);
+        store_tile<P, OUT>(args, tile * P::ROWS, 0, base + P::SUMS);
+        if (tile + step < tiles) named_sync(1, 32 * P::WARPS);
+      }
+    }
+  }
+  if constexpr (P::SPLIT > 1) {
+    cluster_sync();
+    if (warp != P::WARPS) store_tile<P, OUT>(args, first * P::ROWS, rank, base + P::SUMS);
+    cluster_sync();  // a block that has ended has no shared memory
+  }
+}
+
+}  // namespace quantrot
