@@ -140,3 +140,27 @@ def test_every_kernel_compiles_for_sm_90a_without_spills(name, tmp_path):
     run = subprocess.run(["nvcc", *target, str(tmp_path / "kernel.cu")], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     assert ", 0 bytes spill stores" in run.stderr, run.stderr[-400:]
+
+
+@gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(16, 128), (1000, 1152), (4096, 4096), (4096, 14336)])
+def test_on_the_gpu(name, shape):
+    """Sums that are exact, so that any order gives them, with a scale a token; again and in a graph the same bits."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    plan, out = CASES[name]
+    for tokens in {1, max(1, plan.tokens - 3), plan.tokens}:
+        x, packed, scale = (t.cuda() for t in operands(tokens, *shape))
+        factors = torch.randint(-2, 3, (tokens,), device="cuda").float()
+        expected = (exact(x, packed, scale) * factors[:, None]).to(out)
+        call = lambda: hopper_stream.multiply(x, factors, packed, scale, out, plan)  # noqa: B023, E731
+        assert torch.equal(call(), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [call() for _ in range(4)]
+        for _ in range(3):
+            for y in results:
+                y.fill_(float("nan"))
+            graph.replay()
+            assert all(torch.equal(y, expected) for y in results)

@@ -113,6 +113,10 @@ y = torch.full((3, 64), 7.0)
 triton_gemm.repair(y, a, a_scale, flagged, packed, scale, None)
 exact = dequantize_mxfp4(a, a_scale, torch.float32).double() @ dequantize_mxfp4(packed, scale, torch.float32).double().T
 assert (y[1] - exact[1]).norm() <= 1e-6 * exact[1].norm() and (y[[0, 2]] == 7).all()
+wide, wide_scale = packed.repeat(10, 1), scale.repeat(10, 1)  # more tiles than programs
+y, flagged = torch.full((3, 640), 7.0), torch.arange(640, dtype=torch.int32) // 639
+triton_gemm.repair(y, a, a_scale, None, wide, wide_scale, flagged)
+assert (y[:, 639] - exact[:, 63]).norm() <= 1e-6 * exact[:, 63].norm() and (y[:, :639] == 7).all()
 print("agrees")
 """
 )

@@ -6,6 +6,7 @@ sums in float32, added in their order by a second kernel, so a result does not d
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -73,6 +74,16 @@ def _add_slices_kernel(
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
+@lru_cache(maxsize=16)
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def processors(x: Tensor) -> int:
+    """Multiprocessors of x's device; 4 where there is none (Triton's interpreter)."""
+    return _processors(x.get_device()) if x.is_cuda else 4
+
+
 def plan_for(tokens: int, rows: int, columns: int) -> Plan:
     """Three programs for each of 132 multiprocessors, no slice under two steps."""
     step = 256 if tokens <= 16 else 128
@@ -132,13 +143,21 @@ def add_slices(partial: Tensor, token_scale: Tensor | None, out: Tensor) -> None
 
 
 @triton.jit
-def _repair_kernel(
-    y_ptr, a_ptr, a_scale_ptr, a_outside_ptr, b_ptr, b_scale_ptr, b_outside_ptr, rows, columns, depth,
+def _any(ptr, count, TILE: tl.constexpr):
+    """Whether one of `count` numbers is above zero."""
+    most = tl.zeros((TILE,), tl.int32)
+    for start in tl.range(0, count, TILE):
+        at = start + tl.arange(0, TILE)
+        most = tl.maximum(most, tl.load(ptr + at, mask=at < count, other=0))
+    return tl.max(most, axis=0)
+
+
+@triton.jit
+def _repair_tile(
+    y_ptr, a_ptr, a_scale_ptr, a_outside_ptr, b_ptr, b_scale_ptr, b_outside_ptr, rows, columns, depth, row, column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, A_OUTSIDE: tl.constexpr, B_OUTSIDE: tl.constexpr,
     A_PACKED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     a_bad = tl.zeros((ROWS,), tl.int32)
     b_bad = tl.zeros((COLUMNS,), tl.int32)
     if A_OUTSIDE:
@@ -173,6 +192,28 @@ def _repair_kernel(
         tl.store(y_ptr + a_row * columns + b_row, acc.to(y_ptr.dtype.element_ty), mask=store)
 
 
+@triton.jit
+def _repair_kernel(
+    y_ptr, a_ptr, a_scale_ptr, a_outside_ptr, b_ptr, b_scale_ptr, b_outside_ptr, rows, columns, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, A_OUTSIDE: tl.constexpr, B_OUTSIDE: tl.constexpr,
+    A_PACKED: tl.constexpr,
+):  # fmt: skip
+    bad = 0
+    if A_OUTSIDE:
+        bad += _any(a_outside_ptr, rows, 4096)
+    if B_OUTSIDE:
+        bad += _any(b_outside_ptr, columns, 4096)
+    if bad > 0:
+        across = tl.cdiv(columns, COLUMNS)
+        for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0), num_stages=1):
+            row = tile // across * ROWS + tl.arange(0, ROWS)
+            column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+            _repair_tile(
+                y_ptr, a_ptr, a_scale_ptr, a_outside_ptr, b_ptr, b_scale_ptr, b_outside_ptr, rows, columns, depth,
+                row, column, ROWS, COLUMNS, DEPTH, A_OUTSIDE, B_OUTSIDE, A_PACKED,
+            )  # fmt: skip
+
+
 def repair(
     y: Tensor,
     a: Tensor,
@@ -185,13 +226,14 @@ def repair(
     """Overwrite the rows and columns of y = a b^T [M, N] that have an operand outside e4m3's window.
 
     a [M, K/2] and b [N, K/2] are packed, with their scales; or a is e4m3 [M, K] with a float32 scale a row. outside:
-    int32 [M] and [N] of `expand`, or None. Programs whose rows are all inside leave at once; nothing is decided on the
-    host, so this runs in CUDA graphs.
+    int32 [M] and [N] of `expand`, or None. One program a multiprocessor reads all these numbers and leaves where they are
+    zero; nothing is decided on the host, so this runs in CUDA graphs.
     """
     rows, columns = y.shape
     if y.numel():
         tile = 128 if rows > 32 else 32
-        _repair_kernel[(triton.cdiv(rows, tile), triton.cdiv(columns, 128))](
+        tiles = triton.cdiv(rows, tile) * triton.cdiv(columns, 128)
+        _repair_kernel[(min(tiles, processors(y)),)](
             y, a, a_scale, y if a_outside is None else a_outside, b, b_scale, y if b_outside is None else b_outside,
             rows, columns, 2 * b.shape[1], ROWS=tile, COLUMNS=128, DEPTH=64, A_OUTSIDE=a_outside is not None,
             B_OUTSIDE=b_outside is not None, A_PACKED=a.dtype == torch.uint8, num_warps=8 if tile == 128 else 4,
