@@ -19,10 +19,12 @@ CASES = {
     "one_tall": (Stream(0, 2, 1, 4, 8), FP16),
     "one_split": (Stream(0, 1, 2, 2, 4, split=2, once=True), FP32),
     "eight": (Stream(1, 1, 2, 2, 4), BF16),
+    "eight_arranged": (Stream(1, 1, 2, 2, 4, arranged=True), FP16),
     "sixteen": (Stream(2, 2, 1, 2, 2), FP32),
+    "sixteen_arranged": (Stream(2, 2, 1, 2, 2, arranged=True), FP32),
     "thirty_two": (Stream(4, 1, 3, 1, 3, once=True), FP16),
     "thirty_two_split": (Stream(4, 2, 1, 2, 4, split=2, once=True), FP32),
-    "thirty_two_split4": (Stream(4, 1, 2, 1, 3, split=4, once=True), BF16),
+    "thirty_two_split4": (Stream(4, 1, 2, 1, 3, split=4, once=True, arranged=True), BF16),
 }
 DRIVER = """
 static std::string message;
@@ -72,7 +74,7 @@ def emulator(emulated):
     def run(name, tokens, token_scale, packed, scale, seed=0, processors=2):
         plan, out = CASES[name]
         y = torch.full((len(tokens), len(packed)), float("nan"), dtype=out)
-        wide = hopper_stream.matrix_of(arrange(tokens, plan.tiles) if plan.tiles else tokens, plan)
+        wide = hopper_stream.matrix_of(arrange(tokens, plan.tiles) if plan.arranged else tokens, plan)
         maps = (ctypes.c_ulonglong * 16)()
         for i, (t, box) in enumerate(zip((packed, wide), plan.boxes(), strict=True)):
             maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, t.stride(0) * t.itemsize, *box[:2], t.itemsize, box[2])

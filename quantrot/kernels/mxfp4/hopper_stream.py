@@ -30,7 +30,8 @@ Box = tuple[int, int, int]
 class Stream:
     """tiles of eight tokens, 0 for one token; rows of a warp in units of 16; warps along the rows; teams of so many
     warps, which take turns along K; stages of CHUNK columns in shared memory, a multiple of the teams; thread blocks of
-    a cluster that share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor."""
+    a cluster that share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor; whether a
+    kernel before lays the tokens down in the order of the products."""
 
     tiles: int
     tall: int
@@ -40,6 +41,7 @@ class Stream:
     split: int = 1
     once: bool = False
     resident: int = 1
+    arranged: bool = False
 
     @property
     def threads(self) -> int:
@@ -55,7 +57,8 @@ class Stream:
         return 8 * self.tiles or 1
 
     def shared_bytes(self) -> int:
-        ring = self.stages * (self.rows * 136 + (4096 * self.tiles or 512) + 16)
+        wide = 4096 * self.tiles + (0 if self.arranged else 1024) if self.tiles else 512
+        ring = self.stages * (self.rows * 136 + wide + 16)
         sums = self.teams * self.tokens * (self.rows + 4) * 4
         return ring if self.once else ring + sums
 
@@ -65,7 +68,8 @@ class Stream:
 
     def boxes(self) -> tuple[Box, Box]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes and of the tokens."""
-        return (self.rows, 128, 128), (16 * self.tiles, 128, 0) if self.tiles else (4, 64, 128)
+        tokens = (16 * self.tiles, 128, 0) if self.arranged else (8 * self.tiles or 4, 64, 128)
+        return (self.rows, 128, 128), tokens
 
 
 class StreamArgs(ctypes.Structure):
@@ -86,13 +90,14 @@ def device_functions() -> str:
 
 def entry(plan: Stream, out: torch.dtype, name: str = "mxfp4_stream") -> str:
     """C++ of the kernel `name`."""
-    numbers = (plan.tiles, plan.tall, plan.row_warps, plan.teams, plan.stages, plan.split)
+    flags = [str(flag).lower() for flag in (plan.arranged, plan.once)]
+    shape = (plan.tiles, flags[0], plan.tall, plan.row_warps, plan.teams, plan.stages, plan.split, flags[1])
     return ENTRY.format(
         cluster=f"__cluster_dims__({plan.split}, 1, 1) " if plan.split > 1 else "",
         threads=plan.threads,
         resident=plan.resident,
         name=name,
-        shape=", ".join(map(str, numbers)) + f", {str(plan.once).lower()}",
+        shape=", ".join(map(str, shape)),
         out=hopper.OUT[out],
     )
 
@@ -104,8 +109,8 @@ def arguments(token_scale: Tensor | None, scale: Tensor, y: Tensor) -> StreamArg
 
 
 def matrix_of(tokens: Tensor, plan: Stream) -> Tensor:
-    """Tokens as the copy engine takes them: one as rows of 64, more, which `hopper.arrange` laid down, as rows of 128."""
-    return tokens.view(-1, 128 if plan.tiles else 64)
+    """Tokens as the copy engine takes them: one as rows of 64, those that `hopper.arrange` laid down as rows of 128."""
+    return tokens.view(-1, 64) if plan.tiles == 0 else tokens.view(-1, 128) if plan.arranged else tokens
 
 
 @lru_cache(maxsize=1024)
@@ -122,7 +127,7 @@ def multiply(
     """
     count, rows, device = tokens.shape[0], packed.shape[0], tokens.get_device()
     y = torch.empty(count, rows, dtype=dtype, device=tokens.device)
-    wide = matrix_of(hopper.arrange(tokens) if plan.tiles else tokens, plan)
+    wide = matrix_of(hopper.arrange(tokens) if plan.arranged else tokens, plan)
     values = _Arguments(args=arguments(token_scale, scale, y))
     for field, t, box in zip(("codes", "wide"), (packed, wide), plan.boxes(), strict=True):
         pitch = t.stride(0) * t.element_size()

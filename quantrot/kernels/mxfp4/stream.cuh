@@ -33,14 +33,17 @@ __device__ __forceinline__ u32 load_shared_byte(u32 from) {
 }
 #endif
 
-// TILES_: of eight tokens, arranged; 0: one token, as it is. ONCE: a block has one tile, and its sums take the ring's place.
-template <int TILES_, int TALL_, int ROW_WARPS_, int TEAMS_, int STAGES_, int SPLIT_, bool ONCE_>
+// TILES_: of eight tokens; 0: one token. ARRANGED: a kernel before laid the tokens down in the order of the products (not
+// one token). ONCE: a block has one tile, and its sums take the ring's place.
+template <int TILES_, bool ARRANGED_, int TALL_, int ROW_WARPS_, int TEAMS_, int STAGES_, int SPLIT_, bool ONCE_>
 struct Stream {
-  static constexpr bool ONE = TILES_ == 0, ONCE = ONCE_;
+  static constexpr bool ONE = TILES_ == 0, ARRANGED = ARRANGED_, ONCE = ONCE_;
   static constexpr int TILES = ONE ? 1 : TILES_, TOKENS = ONE ? 1 : 8 * TILES;
   static constexpr int TALL = TALL_, ROW_WARPS = ROW_WARPS_, TEAMS = TEAMS_, STAGES = STAGES_, SPLIT = SPLIT_;
   static constexpr int ROWS = 16 * TALL * ROW_WARPS, WARPS = ROW_WARPS * TEAMS;
-  static constexpr int CODES = ROWS * 128, WIDE = ONE ? 512 : TILES * 4096, SCALES = ROWS * 8;  // bytes of a stage
+  static constexpr int BOX = TILES * 1024 + 256;  // bytes from 64 columns of tokens to the next: other banks
+  static constexpr int BOXES = ONE || ARRANGED ? 1 : 4, LOADED = ONE ? 512 : TILES * 4096;
+  static constexpr int CODES = ROWS * 128, WIDE = BOXES > 1 ? BOXES * BOX : LOADED, SCALES = ROWS * 8;  // of a stage
   static constexpr int WIDE_AT = STAGES * CODES, SCALES_AT = WIDE_AT + STAGES * WIDE;
   static constexpr int BARRIERS = SCALES_AT + STAGES * SCALES;
   static constexpr int PITCH = ROWS + 4;  // of a team's sums, floats: lanes meet different banks
@@ -79,8 +82,8 @@ struct Sums {
         b_factor[r] = multiplier(load_shared_byte(scales + q + h * 4 + r * 128 + 64));
       }
       u32 token = wide + lane * 16 + h * (P::TILES * 2048);
-      if constexpr (P::ONE) {
-        token = wide + h * 256 + q * 64;
+      if constexpr (!P::ARRANGED) {
+        token = wide + (P::ONE ? h * 256 + q * 64 : (h * 2 + q / 2) * P::BOX + (lane >> 2) * 128 + q % 2 * 64);
         token ^= (token >> 7 & 7) << 4;
       }
 #pragma unroll
@@ -88,7 +91,8 @@ struct Sums {
         Words x[P::TILES];
 #pragma unroll
         for (int t = 0; t < P::TILES; t++)
-          x[t] = P::ONE ? arranged(load_shared_words(token ^ j << 4)) : load_shared_words(token + t * 2048 + j * 512);
+          x[t] = P::ARRANGED ? load_shared_words(token + t * 2048 + j * 512)
+                             : arranged(load_shared_words((token ^ j << 4) + t * 1024));
 #pragma unroll
         for (int r = 0; r < P::TALL; r++) {
           const Pairs above(a[r].at(j), a_factor[r]), below(b[r].at(j), b_factor[r]);
@@ -166,7 +170,8 @@ __device__ __forceinline__ void copy_scales(const StreamArgs& args, int row, int
 }
 
 // codes: a map of bytes [rows, columns / 2], boxes [ROWS, 128] in the 128-byte swizzle. wide, of bfloat16: one token as
-// [columns / 64, 64], boxes [4, 64] in the swizzle; arranged tokens as rows of 128, boxes [16 * TILES, 128].
+// [columns / 64, 64], boxes [4, 64] in the swizzle; more as they are, boxes [8 * TILES, 64] in the swizzle, or arranged,
+// as rows of 128, boxes [16 * TILES, 128].
 // Before the kernel before this one has ended, only the first codes are asked for, into L2.
 template <class P, class OUT>
 __device__ __forceinline__ void stream(const TensorMap* codes, const TensorMap* wide, const StreamArgs& args) {
@@ -196,10 +201,17 @@ __device__ __forceinline__ void stream(const TensorMap* codes, const TensorMap* 
       for (int c = 0; c < chunks; c++, ring.next()) {
         const u32 bar = full + ring.stage * 8;
         barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-        barrier_expect(bar, P::CODES + P::WIDE);
+        barrier_expect(bar, P::CODES + P::LOADED);
         tensor_load(base + ring.stage * P::CODES, codes, (first_chunk + c) * 128, tile * P::ROWS, bar, once);
-        tensor_load(base + P::WIDE_AT + ring.stage * P::WIDE, wide, 0,
-                    (first_chunk + c) * (P::ONE ? 4 : 16 * P::TILES), bar, keep);
+        const u32 tokens = base + P::WIDE_AT + ring.stage * P::WIDE;
+#pragma unroll
+        for (int b = 0; b < P::BOXES; b++) {
+          if constexpr (P::BOXES > 1) {
+            tensor_load(tokens + b * P::BOX, wide, (first_chunk + c) * 256 + b * 64, 0, bar, keep);
+          } else {
+            tensor_load(tokens, wide, 0, (first_chunk + c) * (P::ONE ? 4 : 16 * P::TILES), bar, keep);
+          }
+        }
         copy_scales<P>(args, tile * P::ROWS, first_chunk + c, base + P::SCALES_AT + ring.stage * P::SCALES);
         copies_arrive(bar);
       }
