@@ -144,6 +144,26 @@ def test_every_kernel_compiles_for_sm_90a_without_spills(name, tmp_path):
     assert ", 0 bytes spill stores" in run.stderr, run.stderr[-400:]
 
 
+def test_the_rule_fits_the_multiprocessor():
+    for tokens in range(1, 33):
+        for rows, columns in [
+            (32, 128),
+            (1024, 8192),
+            (4096, 4096),
+            (28672, 4096),
+            (4096, 14336),
+            (128256, 4096),
+            (1000, 384),
+        ]:
+            plan = hopper_stream.plan_for(tokens, rows, columns)
+            assert hopper_stream.fits(tokens, columns) and plan.tokens >= tokens and (plan.tiles > 0) == (tokens > 1)
+            assert plan.threads <= 1024 and plan.shared_bytes() <= 227 << 10 and plan.stages % plan.teams == 0
+            assert plan.once or plan.split == 1
+            if plan.once:
+                assert plan.grid(rows, 132) * plan.rows >= rows * plan.split
+                assert plan.teams * plan.tokens * (plan.rows + 4) * 4 <= plan.shared_bytes() - 16 * plan.stages
+
+
 @gpu
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", [(16, 128), (1000, 1152), (4096, 4096), (4096, 14336)])

@@ -72,6 +72,47 @@ class Stream:
         return (self.rows, 128, 128), tokens
 
 
+PROCESSORS = 132  # of the device that the rule is for
+ROOM = 104 << 10  # bytes of shared memory for the ring, where two stages of each team fit in it
+MOST_ROOM = 220 << 10
+
+
+def fits(tokens: int, columns: int) -> bool:
+    """Whether the kernel takes products of this size."""
+    return 0 < tokens <= 32 and columns > 0 and columns % 128 == 0
+
+
+@lru_cache(maxsize=4096)
+def plan_for(tokens: int, rows: int, columns: int) -> Stream:
+    """The plan by rule: tiles whose codes and tokens are the fewest bytes for the multiprocessor that has the most.
+
+    From 9 tokens on, two blocks of a cluster may share a tile, so that a block reads half of the tokens.
+    """
+    tiles = 0 if tokens == 1 else 1 if tokens <= 8 else 2 if tokens <= 16 else 4
+    wide = 4096 * tiles + 1024 if tiles else 512
+    best: tuple[float, int, int] | None = None
+    for units in range(1, 17):
+        for split in (1, 2) if tiles > 1 and columns >= 2048 else (1,):
+            blocks = -(-rows // (16 * units)) * split
+            if split > 1 and blocks > PROCESSORS:
+                continue
+            cost = -(-blocks // PROCESSORS) * (units * 2176 + wide) / split, -units, split
+            if best is None or cost < best:
+                best = cost
+    assert best is not None
+    units, split = -best[1], best[2]
+    tall = 2 if units % 2 == 0 and units >= 4 else 1
+    row_warps = units // tall
+    teams = max(1, 8 // row_warps)
+    stage = units * 2176 + wide + 16
+    most = -(-columns // (256 * split))  # stages that there are to do
+    teams = min(teams, most)
+    once = split > 1 or -(-rows // (16 * units)) <= PROCESSORS
+    sums = 0 if once else teams * (8 * tiles or 1) * (16 * units + 4) * 4
+    stages = max(min((room - sums) // stage, most + teams - 1) // teams * teams for room in (ROOM, MOST_ROOM))
+    return Stream(tiles, tall, row_warps, teams, max(stages, teams), split, once)
+
+
 class StreamArgs(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("scale", "token_scale", "y")] + [
         (name, ctypes.c_int) for name in ("tokens", "rows", "columns")
