@@ -2,7 +2,6 @@
 
     python benchmarks/bench_mxfp4.py            # the table, and results/bench_mxfp4-<gpu>.json
     python benchmarks/bench_mxfp4.py --tune     # first times every candidate tile and plan and writes tuned.py
-    python benchmarks/bench_mxfp4.py --hopper-transposes   # transposes by the CUDA kernels (tuned.HOPPER_TRANSPOSES)
     python benchmarks/bench_mxfp4.py --model    # also a whole Llama-3.1-8B shape: decode and prefill
     python benchmarks/bench_mxfp4.py --render   # no GPU: docs/mxfp4.md from the json
 
@@ -333,7 +332,6 @@ def tune() -> None:
     """Time the candidates of every table of the CUDA kernels in tuned.py, keep the fastest, and write the file."""
     from quantrot.kernels.mxfp4 import hopper, tuned
 
-    by_default, tuned.HOPPER_TRANSPOSES = tuned.HOPPER_TRANSPOSES, True
     ready = [(x, *quantize_mxfp4(x)) for x in random_tensors((ROWS // 4, COLUMNS), torch.bfloat16)]
     stream: Any = {"signs": torch.ones(32, device="cuda"), "random": (1, 2)}
     clipped: Any = {"clip_mask": True}
@@ -370,7 +368,6 @@ def tune() -> None:
         setattr(tuned, name, min(found, key=found.__getitem__))
         print(name, {k: round(v, 1) for k, v in found.items()}, flush=True)
         write_tuned()
-    tuned.HOPPER_TRANSPOSES = by_default
     for n, k in SHAPES:
         packed = rotated([quantize_mxfp4(w) for w in random_tensors((n, k), torch.bfloat16)])
         for m in DECODE:
@@ -538,7 +535,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--model", action="store_true")
-    parser.add_argument("--hopper-transposes", action="store_true")
     parser.add_argument("--render", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -547,8 +543,4 @@ if __name__ == "__main__":
     else:
         if asked.tune:
             tune()
-        if asked.hopper_transposes:
-            from quantrot.kernels.mxfp4 import tuned
-
-            tuned.HOPPER_TRANSPOSES = True
         main(asked)

@@ -110,13 +110,17 @@ x = torch.randn(3, 96).half()
 flagged = torch.tensor([0, 1, 0], dtype=torch.int32)
 a, a_scale = quantize_mxfp4(x)
 y = torch.full((3, 64), 7.0)
-triton_gemm.repair(y, a, a_scale, flagged, packed, scale, None)
+none = torch.zeros(64, dtype=torch.int32)
+triton_gemm.repair(y, packed, scale, none, packed=(a, a_scale, flagged))
 exact = dequantize_mxfp4(a, a_scale, torch.float32).double() @ dequantize_mxfp4(packed, scale, torch.float32).double().T
 assert (y[1] - exact[1]).norm() <= 1e-6 * exact[1].norm() and (y[[0, 2]] == 7).all()
-wide, wide_scale = packed.repeat(10, 1), scale.repeat(10, 1)  # more tiles than programs
-y, flagged = torch.full((3, 640), 7.0), torch.arange(640, dtype=torch.int32) // 639
-triton_gemm.repair(y, a, a_scale, None, wide, wide_scale, flagged)
-assert (y[:, 639] - exact[:, 63]).norm() <= 1e-6 * exact[:, 63].norm() and (y[:, :639] == 7).all()
+many, many_scale = packed.repeat(10, 1), scale.repeat(10, 1)  # more tiles than programs
+y, last = torch.full((3, 640), 7.0), torch.arange(640, dtype=torch.int32) // 639
+e4m3, row_scale, _ = expand_mxfp4(a, a_scale, backend="reference")
+a[0], a_scale[[0, 2]] = 0xFF, 0xFF  # the packed form of rows that are inside is garbage
+triton_gemm.repair(y, many, many_scale, last, packed=(a, a_scale, flagged), wide=(e4m3, row_scale))
+assert (y[:, 639] - exact[:, 63]).norm() <= 1e-6 * exact[:, 63].norm()
+assert (y[1, :639] - exact[1].repeat(10)[:639]).norm() <= 1e-6 * y[1].norm() and (y[[0, 2], :639] == 7).all()
 print("agrees")
 """
 )
@@ -140,7 +144,7 @@ triton_rows.dequantize(packed, scale, torch.bfloat16)
 triton_rows.masked_hadamard(x, torch.zeros(256, 512, dtype=torch.uint8), 32, 1.0)
 triton_columns.quantize_columns(x, ScaleRule.absmax34, 32, torch.ones(32), None, False)
 triton_gemm.decode(x[:8], torch.ones(8), packed, scale, torch.bfloat16)
-triton_gemm.repair(y, packed, scale, flags, packed, scale, flags)
+triton_gemm.repair(y, packed, scale, flags, packed=(packed, scale, flags), wide=(x.to(torch.float8_e4m3fn), torch.ones(256)))
 """
 
 

@@ -182,7 +182,7 @@ def _product(
         if exact:
             from quantrot.kernels.mxfp4 import triton_gemm
 
-            triton_gemm.repair(y, a, a_scale, left_outside, b, b_scale, right_outside)
+            triton_gemm.repair(y, b, b_scale, right_outside, packed=(a, a_scale, left_outside))
         return y, left_outside, right_outside
     # bfloat16 holds e2m1 times a power of two exactly, and its products sum in float32
     wide = torch.float32 if dtype != torch.bfloat16 else torch.bfloat16
@@ -280,13 +280,14 @@ def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, r
     if activations == "fp8":
         tokens, token_scale = _fp8_tokens(rows, hadamard)
         y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
-        triton_gemm.repair(y, tokens, token_scale, None, packed, scale, weight_outside)
+        triton_gemm.repair(y, packed, scale, weight_outside, wide=(tokens, token_scale))
         return y
     tokens, token_scale, outside, codes, scales = torch.ops.quantrot.mxfp4_quantize_expanded(
         rows, None, rule, hadamard, "auto"
     )
     y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
-    triton_gemm.repair(y, codes, scales, outside, packed, scale, weight_outside)
+    whole = tokens, token_scale  # exact in the rows that are inside, whose codes were not written
+    triton_gemm.repair(y, packed, scale, weight_outside, packed=(codes, scales, outside), wide=whole)
     return y
 
 

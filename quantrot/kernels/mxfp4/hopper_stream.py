@@ -1,7 +1,8 @@
 """Few tokens by a packed MXFP4 weight on Hopper: CUDA C++ (stream.cuh), compiled at first use.
 
 Order of sums: the tensor core's in float32 along the columns that a team takes, 256 at a time in turn; then the teams'
-and the cluster's blocks' in their order. A token's bits do not depend on its neighbours, as long as the plan is the same.
+and the cluster's blocks' in their order. A token's bits do not depend on its neighbours, as long as the plan is the
+same.
 """
 
 import ctypes
@@ -30,8 +31,8 @@ Box = tuple[int, int, int]
 class Stream:
     """tiles of eight tokens, 0 for one token; rows of a warp in units of 16; warps along the rows; teams of so many
     warps, which take turns along K; stages of CHUNK columns in shared memory, a multiple of the teams; thread blocks of
-    a cluster that share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor; whether a
-    kernel before lays the tokens down in the order of the products."""
+    a cluster that share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor; whether
+    a kernel before lays the tokens down in the order of the products."""
 
     tiles: int
     tall: int
@@ -162,7 +163,7 @@ def _kernel(plan: Stream, out: torch.dtype, device: int) -> Any:
 def multiply(
     tokens: Tensor, token_scale: Tensor | None, packed: Tensor, scale: Tensor, dtype: torch.dtype, plan: Stream
 ) -> Tensor:
-    """tokens bfloat16 [M, K] by a packed weight [N, K/2]: [M, N] in dtype; K a multiple of 128, all starting at 16 bytes.
+    """tokens bfloat16 [M, K] by a packed weight [N, K/2]: [M, N] in dtype; K a multiple of 128, all at 16-byte starts.
 
     token_scale: as in hopper.decode.
     """

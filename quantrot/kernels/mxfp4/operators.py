@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.mxfp4 import tuned
 from quantrot.kernels.mxfp4.reference import (
     GROUP,
     ScaleRule,
@@ -277,7 +276,7 @@ def _columns_module(x: Tensor, backend: str) -> Any:
     """The kernels of a transpose that run this call, when `uses_triton`; x: elements or packed bytes, [M, ...]."""
     from quantrot.kernels.mxfp4 import triton_columns
 
-    if backend == "auto" and tuned.HOPPER_TRANSPOSES and nvrtc.available(x.device):
+    if backend == "auto" and nvrtc.available(x.device):
         from quantrot.kernels.mxfp4 import hopper_columns
 
         if hopper_columns.fits(x):

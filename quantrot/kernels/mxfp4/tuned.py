@@ -5,10 +5,6 @@ of rows, columns, warps) of a program that quantizes a transpose, by block; with
 packed bytes, whose columns are bytes, in the third. Two columns a thread suit only the first: random numbers have a
 layout of their own, and the compiler then carries every load through shared memory to it.
 
-HOPPER_TRANSPOSES: whether "auto" takes the CUDA kernels for transposes. They are faster (NVIDIA H200, 32768 x 4096,
-random rounding: 176 against 197 us, from packed bytes 203 against 550), but their bits have been compared with the
-reference in an emulator only: turn it on once tests/kernels/test_mxfp4_columns.py has passed on a GPU.
-
 The CUDA kernels: HOPPER_ROWS: (threads, thread blocks of a multiprocessor, stages); HOPPER_EXPANDED, which writes e4m3:
 (threads of a multiprocessor, stages); HOPPER_COLUMNS and HOPPER_PACKED_COLUMNS, the transposes: (thread blocks of a
 multiprocessor, stages, whether tiles follow each other down the rows); HOPPER_DECODE: the fields of hopper.Plan, by
@@ -18,8 +14,7 @@ multiprocessor, stages, whether tiles follow each other down the rows); HOPPER_D
 ROW_THREADS = {32: 128, 64: 128, 128: 128}
 COLUMNS = {32: (4, 64, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
 RANDOM_COLUMNS = {32: (4, 32, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
-PACKED_COLUMNS = {32: (2, 64, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
-HOPPER_TRANSPOSES = False
+PACKED_COLUMNS = {32: (2, 64, 4), 64: (2, 64, 4)}
 HOPPER_ROWS = (128, 4, 4)
 HOPPER_EXPANDED = (640, 3)
 HOPPER_COLUMNS = (3, 3, True)
