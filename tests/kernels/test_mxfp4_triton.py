@@ -144,7 +144,8 @@ triton_rows.dequantize(packed, scale, torch.bfloat16)
 triton_rows.masked_hadamard(x, torch.zeros(256, 512, dtype=torch.uint8), 32, 1.0)
 triton_columns.quantize_columns(x, ScaleRule.absmax34, 32, torch.ones(32), None, False)
 triton_gemm.decode(x[:8], torch.ones(8), packed, scale, torch.bfloat16)
-triton_gemm.repair(y, packed, scale, flags, packed=(packed, scale, flags), wide=(x.to(torch.float8_e4m3fn), torch.ones(256)))
+whole = x.to(torch.float8_e4m3fn), torch.ones(256)
+triton_gemm.repair(y, packed, scale, flags, packed=(packed, scale, flags), wide=whole)
 """
 
 

@@ -31,8 +31,8 @@ Box = tuple[int, int, int]
 class Stream:
     """tiles of eight tokens, 0 for one token; rows of a warp in units of 16; warps along the rows; teams of so many
     warps, which take turns along K; stages of CHUNK columns in shared memory, a multiple of the teams; thread blocks of
-    a cluster that share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor; whether
-    a kernel before lays the tokens down in the order of the products."""
+    a cluster that share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor;
+    whether a kernel before lays the tokens down in the order of the products."""
 
     tiles: int
     tall: int

@@ -236,8 +236,8 @@ def repair(
 
     b: packed [N, K/2], with its scale, and int32 [N], above zero where it is outside. Of a, packed: the same; wide: its
     e4m3 [M, K] with a float32 scale a row. With both, rows that are outside are taken from the packed form, which need
-    not hold others, and the columns' other rows from e4m3. One program a multiprocessor reads all the numbers and leaves
-    where they are zero; nothing is decided on the host, so this runs in CUDA graphs.
+    not hold others, and the columns' other rows from e4m3. One program a multiprocessor reads all the numbers, and
+    leaves where they are zero; nothing is decided on the host, so this runs in CUDA graphs.
     """
     rows, columns = y.shape
     if y.numel():
