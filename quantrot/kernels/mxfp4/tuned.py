@@ -7,8 +7,8 @@ layout of their own, and the compiler then carries every load through shared mem
 
 The CUDA kernels: HOPPER_ROWS: (threads, thread blocks of a multiprocessor, stages); HOPPER_EXPANDED, which writes e4m3:
 (threads of a multiprocessor, stages); HOPPER_COLUMNS and HOPPER_PACKED_COLUMNS, the transposes: (thread blocks of a
-multiprocessor, stages, whether tiles follow each other down the rows); HOPPER_DECODE: the fields of hopper.Plan, by
-(tokens, rows, columns). Shapes that are not there follow the rules of `plan_for`.
+multiprocessor, stages, whether tiles follow each other down the rows); HOPPER_DECODE: the fields of hopper.Plan after
+its first, by (tokens, rows, columns). Shapes that are not there follow the rules of `plan_for`.
 """
 
 ROW_THREADS = {32: 128, 64: 128, 128: 128}
@@ -19,21 +19,21 @@ HOPPER_ROWS = (128, 4, 4)
 HOPPER_EXPANDED = (640, 3)
 HOPPER_COLUMNS = (3, 3, True)
 HOPPER_PACKED_COLUMNS = (3, 2, False)
-HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, int]] = {
-    (1, 4096, 4096): (1, 8, 2, 1, 1, False, 1, 1024),
-    (1, 4096, 14336): (1, 8, 4, 1, 1, False, 1, 0),
-    (1, 8192, 8192): (1, 8, 2, 1, 1, False, 2, 0),
-    (1, 28672, 4096): (2, 2, 2, 1, 1, True, 2, 0),
-    (8, 4096, 4096): (1, 8, 2, 1, 1, False, 1, 1024),
-    (8, 4096, 14336): (1, 8, 2, 1, 1, True, 1, 0),
-    (8, 8192, 8192): (1, 8, 2, 1, 1, False, 2, 0),
-    (8, 28672, 4096): (2, 2, 2, 1, 1, True, 2, 0),
-    (16, 4096, 4096): (2, 4, 4, 1, 1, True, 1, 1048576),
-    (16, 4096, 14336): (2, 4, 4, 1, 1, True, 1, 1048576),
-    (16, 8192, 8192): (1, 4, 2, 1, 1, True, 1, 0),
-    (16, 28672, 4096): (4, 2, 2, 1, 1, True, 2, 0),
-    (32, 4096, 4096): (2, 4, 4, 1, 1, True, 1, 1048576),
-    (32, 4096, 14336): (2, 4, 4, 1, 1, True, 1, 1048576),
-    (32, 8192, 8192): (2, 4, 2, 1, 1, True, 1, 0),
-    (32, 28672, 4096): (8, 1, 2, 1, 1, True, 1, 0),
+HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, bool]] = {
+    (1, 4096, 4096): (1, 2, 4, 16, 1, True, 1, False),
+    (1, 4096, 14336): (2, 1, 8, 16, 1, True, 1, False),
+    (1, 8192, 8192): (2, 1, 8, 8, 1, True, 2, False),
+    (1, 28672, 4096): (4, 2, 4, 8, 1, False, 1, False),
+    (8, 4096, 4096): (1, 2, 4, 8, 1, True, 1, False),
+    (8, 4096, 14336): (2, 1, 8, 16, 1, True, 1, False),
+    (8, 8192, 8192): (2, 2, 8, 8, 1, True, 1, False),
+    (8, 28672, 4096): (1, 2, 4, 16, 1, False, 1, True),
+    (16, 4096, 4096): (2, 1, 8, 8, 1, True, 1, False),
+    (16, 4096, 14336): (2, 1, 8, 16, 1, True, 1, True),
+    (16, 8192, 8192): (4, 1, 4, 8, 1, True, 1, False),
+    (16, 28672, 4096): (2, 1, 8, 16, 1, False, 1, True),
+    (32, 4096, 4096): (1, 4, 2, 4, 2, True, 1, False),
+    (32, 4096, 14336): (4, 1, 4, 8, 2, True, 1, True),
+    (32, 8192, 8192): (2, 2, 4, 8, 1, True, 1, True),
+    (32, 28672, 4096): (1, 7, 2, 6, 1, False, 1, True),
 }
