@@ -379,7 +379,7 @@ def tune() -> None:
 
 
 def decode_plans(m: int, n: int, k: int) -> list[tuple]:
-    """Fields of hopper.Plan after its first that are worth a try: thread blocks that fill the device, rings that fit."""
+    """Fields of hopper.Plan after its first that are worth a try: blocks that fill the device, rings that fit."""
     from quantrot.kernels.mxfp4 import hopper
 
     found = []
