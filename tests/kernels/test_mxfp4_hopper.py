@@ -183,6 +183,14 @@ def test_plans_fit_the_multiprocessor():
                 assert plan.teams * plan.tokens * (plan.rows + 4) * 4 <= plan.shared_bytes() - 16 * plan.stages
 
 
+def test_few_columns_are_not_shared_by_a_cluster():
+    """What a cluster costs, however few columns it shares, is more than such a product takes in one block."""
+    for columns in (128, 2048, 3968, 4096, 8192):
+        plan = hopper.plan_for(32, 2048, columns)
+        assert plan.split == (2 if columns >= 4096 else 1) and plan.arranged == (columns < 4096)
+    assert all(hopper.plan_for(tokens, 2048, 8192).split == 1 for tokens in range(1, 17))
+
+
 def test_an_arrival_waits_for_the_reads_before_it(tmp_path):
     """Nothing read from shared memory is on its way when a warp hands its stage back, where copies land next.
 
