@@ -26,43 +26,40 @@ from quantrot.kernels.mixed.hopper import WIDTHS, Decode, Kernel, Plan
 FEW, MANY = (1, 8, 16, 32, 64), (256, 1024, 4096)
 
 
-TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (1, 2, 8), (4, 1, 2), (4, 1, 4), (2, 2, 4), (7, 1, 2), (8, 1, 2)]
-TEAMS += [(4, 2, 2), (4, 2, 4), (14, 1, 1), (7, 2, 2)]  # row warps, height, teams
+TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (1, 2, 8), (4, 1, 4), (2, 2, 4), (7, 1, 2), (7, 2, 2), (14, 1, 1)]
 REGISTERS = {0: 60, 1: 70, 2: 84, 4: 116, 8: 160}  # of a thread, about
 
 
 def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decode]:
-    """Plans that fill the device and fit."""
-    tokens = 0 if columns == 1 else 1 << (-(-columns // 8) - 1).bit_length()
-    for (row_warps, height, teams), resident, keep in product(TEAMS, (1, 2), (0, depth)):
-        plan = Decode(tokens, row_warps, teams, height, keep=keep, resident=resident)
-        tiles, slots = -(-rows // plan.rows), plan.grid(1 << 30, columns, hopper.PROCESSORS)
-        waves = -(-tiles // slots)
-        registers = REGISTERS[tokens] * (1 + (height - 1) * 0.6) + (20 if group else 0)
-        if (keep and waves == 1) or tiles < 0.85 * waves * slots:
-            continue
-        if plan.threads * registers * resident > 65536 or registers > 250:
-            continue
-        plan = plan.fitted()
-        flight = plan.stages * plan.rows * 128 * resident
-        if plan.stages >= 2 * teams and flight >= (24 if tokens > 2 else 48) << 10:
-            yield plan
-            yield replace(plan, warm=False)
+    """Plans that fill the device and fit. Lean ones take half of shared memory, so that the next kernel's thread blocks
+    come, and read, while these end."""
+    eights = 1 << (-(-columns // 8) - 1).bit_length()
+    for tokens, (row_warps, height, teams) in product((0, 1) if columns == 1 else (eights,), TEAMS):
+        for resident, lean, keep in ((1, 0, 0), (1, 1, 0), (2, 1, 0), (1, 0, depth), (1, 1, depth), (2, 1, depth)):
+            plan = Decode(tokens, row_warps, teams, height, keep=keep, resident=1 + lean)
+            tiles, slots = -(-rows // plan.rows), hopper.PROCESSORS * resident
+            waves = -(-tiles // slots)
+            registers = REGISTERS[tokens] * (1 + (height - 1) * 0.6) + (20 if group else 0)
+            if (keep and waves == 1) or tiles < 0.85 * waves * slots:
+                continue
+            if plan.threads * registers * (1 + lean) > 65536 or registers > 250:
+                continue
+            plan = replace(plan.fitted(), resident=resident)
+            flight = plan.stages * plan.rows * 128 * resident
+            if plan.stages >= 2 * teams and flight >= (24 if tokens > 2 else 48) << 10:
+                yield plan
 
 
 def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) -> Iterator[Plan]:
-    least = 64 if columns <= 256 or group else 128
-    widths = [w for w in WIDTHS if w >= least and (not group or w <= hopper.MOST_GROUPED)]
-    for width in widths:
-        tiles = -(-rows // 128) * -(-columns // width)
-        sets = (1, 2) if group and width <= 96 else (1,)
-        if width > max(columns, 64):
+    for width, lag in product(WIDTHS, (False, True) if group else (False,)):
+        if width < (128 if columns > 256 else 64) or width > max(columns, 64):
             continue
-        for share, kept in product((1, 2), sets):
-            if (share == 2 or width in (128, 256)) and tiles >= 100 and columns >= 256:
-                yield Plan(width, share=share, sets=kept)
+        tiles = -(-rows // 128) * -(-columns // width)
+        for share in (1, 2):
+            if width >= 192 and tiles >= 100 and columns >= 256:
+                yield Plan(width, share=share, lag=lag)
         for split, share in ((1, 1), (1, 2), (2, 1)) if weight else ():
-            plan = Plan(width, few=True, split=split, share=share, sets=2 if width <= 96 else 1)
+            plan = Plan(width, few=True, split=split, share=share, lag=lag)
             fits = plan.depth >= 3 and width * 132 * 4 <= plan.depth * (128 * 64 + width * 128)
             if plan.splits(depth) and fits and 90 <= tiles * split <= 264 and columns <= 1024:
                 yield plan
@@ -94,9 +91,12 @@ def compile_one(work: tuple[Plan | Decode, Kernel]) -> None:
         print("refused:", *work, f"{error!s:.300}", flush=True)
 
 
-def launch(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, c: Case, plan: Plan | Decode) -> torch.Tensor:
+def launch(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, c: Case, plan: Plan | Decode, ready: bool = True
+) -> torch.Tensor:
     x, weight = (t.view(torch.uint8) if t.dtype in KINDS else t for t in (x, weight))
-    return hopper.multiply(x, weight, scale, None, None, c["narrow"], c["narrow_operand"] == "weight", plan)
+    narrow_weight = c["narrow_operand"] == "weight"
+    return hopper.multiply(x, weight, scale, None, None, c["narrow"], narrow_weight, plan, ready=ready)
 
 
 def sweep(c: Case, gbps: float, top: int) -> str:
@@ -140,9 +140,10 @@ def sweep(c: Case, gbps: float, top: int) -> str:
         return f"{name} nothing ran"
     us, text, plan = lines[0]
     second = f" | {short(lines[1][2])} {lines[1][0]:.2f}" if len(lines) > 1 else ""
+    waits = time_us([lambda s=s: launch(*s, c, plan, False) for s in sets], 3)
     return (
         f"{name} {us:.2f} {cublas / us:.3f}x {floor / us:.2f}f {short(plan)} | rule {ruled:.2f} {cublas / ruled:.3f}x"
-        f"{second}"
+        f"{second} | not ready {waits:.2f}"
     )
 
 
@@ -150,9 +151,9 @@ def short(plan: Plan | Decode) -> str:
     """A plan in a few letters."""
     if isinstance(plan, Decode):
         shape = f"r{plan.row_warps}h{plan.height}t{plan.teams} st{plan.stages} res{plan.resident}"
-        return f"decode {shape}{' keep' * bool(plan.keep)}{' cold' * (not plan.warm)}"
+        return f"decode {plan.tokens} {shape}{' keep' * bool(plan.keep)}"
     kind = f"few s{plan.split}" if plan.few else "many"
-    return f"{kind} {plan.columns} share{plan.share} sets{plan.sets}"
+    return f"{kind} {plan.columns} share{plan.share}{' lag' * plan.lag}"
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ BACKENDS = ("auto", "hopper", "triton", "expand", "reference")
 GROUP_STEP = 64  # the kernels' groups are multiples of it
 
 OPERANDS = "Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? bias"
-torch.library.define("quantrot::mixed_gemm", f"({OPERANDS}, str backend) -> Tensor")
+torch.library.define("quantrot::mixed_gemm", f"({OPERANDS}, str backend, bool weight_ready=False) -> Tensor")
 torch.library.define(
     "quantrot::mixed_expand",
     "(Tensor codes, Tensor scale, Tensor? zero_point, int columns, ScalarType dtype) -> Tensor",
@@ -74,15 +74,20 @@ def mixed_gemm(
     bias: Tensor | None = None,
     *,
     backend: str = "auto",
+    weight_ready: bool = False,
 ) -> Tensor:
     """x [..., K] times the transpose of weight [N, K], one of them narrow: [..., N] in the wide one's dtype.
 
     Which is narrow, the dtypes say; scale and zero_point belong to it (activations count as [M, K], leading dimensions
     flattened). Any strides. Differentiable in the wide operand and the bias. The contract is at the top of the file.
+    weight_ready: nothing that still runs on the device writes weight, scale, zero_point or bias, as with a module's
+    parameters: then, for a few tokens, reading them begins before the kernel before this one has ended.
     Raises ValueError for shapes, dtypes or devices that do not fit, or a backend that cannot run here.
     """
+    copied = not scale.is_contiguous() or not (zero_point is None or zero_point.is_contiguous())
     scale, zero_point = _check(x, weight, scale, zero_point, bias, backend)
-    y = torch.ops.quantrot.mixed_gemm(x.reshape(-1, x.shape[-1]), weight, scale, zero_point, bias, backend)
+    flat, ready = x.reshape(-1, x.shape[-1]), weight_ready and not copied
+    y = torch.ops.quantrot.mixed_gemm(flat, weight, scale, zero_point, bias, backend, ready)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -239,7 +244,13 @@ def _expand(codes: Tensor, scale: Tensor, zero_point: Tensor | None, columns: in
 
 @implement("quantrot::mixed_gemm")
 def _mixed_gemm(
-    x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, backend: str
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    backend: str,
+    weight_ready: bool = False,
 ) -> Tensor:
     narrow_weight = x.dtype in WIDE
     wide, codes = (x, weight) if narrow_weight else (weight, x)
@@ -254,7 +265,8 @@ def _mixed_gemm(
         from quantrot.kernels.mixed import hopper
 
         left, right = (x, _bytes(codes)) if narrow_weight else (_bytes(codes), weight)
-        return hopper.multiply(left, right, scale, zero_point, bias, KINDS[codes.dtype], narrow_weight)
+        ready = weight_ready and right.data_ptr() == weight.data_ptr()
+        return hopper.multiply(left, right, scale, zero_point, bias, KINDS[codes.dtype], narrow_weight, ready=ready)
     from quantrot.kernels.mixed import triton
 
     wide = wide if wide.stride(-1) == 1 else wide.contiguous()
@@ -265,7 +277,13 @@ def _mixed_gemm(
 
 @torch.library.register_fake("quantrot::mixed_gemm")
 def _mixed_gemm_fake(
-    x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, backend: str
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    backend: str,
+    weight_ready: bool = False,
 ) -> Tensor:
     return (x if x.dtype in WIDE else weight).new_empty(x.shape[0], weight.shape[0])
 
@@ -283,7 +301,7 @@ def _mixed_expand_fake(
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    x, weight, scale, zero_point, bias, _ = inputs
+    x, weight, scale, zero_point, bias, *_ = inputs
     ctx.narrow_weight = x.dtype in WIDE
     ctx.columns = (x if ctx.narrow_weight else weight).shape[1]
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -298,7 +316,7 @@ def _backward(ctx, grad: Tensor):
         dx, dweight = (grad @ expanded, None) if ctx.narrow_weight else (None, grad.T @ expanded)
     if ctx.needs_input_grad[4]:
         dbias = grad.sum(0, dtype=torch.float32 if grad.dtype != torch.float64 else None).to(ctx.bias_dtype)
-    return dx, dweight, None, None, dbias, None
+    return dx, dweight, None, None, dbias, None, None
 
 
 torch.library.register_autograd("quantrot::mixed_gemm", _backward, setup_context=_save_for_backward)

@@ -29,7 +29,6 @@ NUMBERS = WIDE | {torch.float32: "Fp32"}
 BLOCK = 64  # columns of K in a stage
 STEP = 4  # blocks that every part of K but the last has a multiple of
 WIDTHS = (64, 96, 128, 160, 192, 224, 240, 256)  # columns of a tile
-MOST_GROUPED = 160  # of which, with groups: their sums take as many registers again
 FEW = 16  # tokens, up to which a product is Decode's by rule
 SOME = 64  # and up to which it is so where one wave of tiles has all rows
 CHUNK = 128  # columns of K in a stage of Decode
@@ -58,12 +57,12 @@ class Kernel:
     scale: torch.dtype
     bias: torch.dtype | None
 
-    def operands(self, sets: int) -> str:
+    def operands(self) -> str:
         bias = "None" if self.bias is None else NUMBERS[self.bias]
         flags = [str(flag).lower() for flag in (self.weight, self.zero)]
         return (
             f"quantrot::Operands<quantrot::{self.kind.upper()}, quantrot::{WIDE[self.wide]}, {flags[0]}, {self.group}, "
-            f"{sets}, {flags[1]}, quantrot::{NUMBERS[self.scale]}, quantrot::{bias}>"
+            f"{flags[1]}, quantrot::{NUMBERS[self.scale]}, quantrot::{bias}>"
         )
 
 
@@ -80,11 +79,10 @@ class Plan:
     split: int = 1  # thread blocks of a cluster that share K
     share: int = 1  # and that share the wide tile, each with its own rows
     groups: int = 2  # warpgroups that multiply
-    sets: int = 1  # of sums, with groups of columns: with 2, one is scaled while the other is multiplied
+    lag: bool = False  # with groups, the second warpgroup starts a block after the first
     stages: int = 0  # blocks of K in shared memory; 0: as many as fit
     resident: int = 1  # thread blocks a multiprocessor
     tile_group: int = 8  # rows of tiles that run together
-    warm: bool = False  # ask for the first codes, into L2, before the kernel before this one has ended
 
     @property
     def rows(self) -> int:
@@ -118,12 +116,12 @@ class Plan:
         return self.depth * self._stage() + self._output()
 
     def call(self, kernel: Kernel) -> str:
-        tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}>"
-        operands = kernel.operands(self.sets if kernel.group else 1)
+        lag = str(self.lag).lower()
+        tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}, {lag}>"
+        operands = kernel.operands()
         if not self.few:
             return f"prefill<{tile}, {operands}>(&codes, &wide, &y, args)"
-        flags = ", ".join(str(flag).lower() for flag in (self.heavy, self.warm))
-        return f"few<{tile}, {operands}, {flags}>(&codes, &wide, args)"
+        return f"few<{tile}, {operands}, {str(self.heavy).lower()}>(&codes, &wide, args)"
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
         tiles = _ceil(rows, self.rows * self.share) * _ceil(columns, self.columns)
@@ -154,7 +152,6 @@ class Decode:
     stages: int = 8  # of CHUNK columns of K in shared memory, a multiple of teams
     keep: int = 0  # columns of K for which shared memory holds all tokens, read once; 0: they come with the codes
     resident: int = 1  # thread blocks a multiprocessor
-    warm: bool = True  # ask for the first codes, into L2, before the kernel before this one has ended
     few: ClassVar[bool] = True
     cluster: ClassVar[int] = 1
 
@@ -195,9 +192,9 @@ class Decode:
         return replace(self, stages=min(32, free // stage) // self.teams * self.teams)
 
     def call(self, kernel: Kernel) -> str:
-        keep, warm = (str(bool(flag)).lower() for flag in (self.keep, self.warm))
+        keep = str(bool(self.keep)).lower()
         tile = f"{self.tokens}, {self.height}, {self.row_warps}, {self.teams}, {self.stages}, {keep}"
-        return f"decode<quantrot::Decode<{tile}>, {kernel.operands(1)}, {warm}>(&codes, &wide, args)"
+        return f"decode<quantrot::Decode<{tile}>, {kernel.operands()}>(&codes, &wide, args)"
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
         return min(_ceil(rows, self.rows), processors * self.resident)
@@ -251,11 +248,11 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
         return decode_plan(rows, columns, depth, group)
     best: tuple[float, Plan] | None = None
     for width in WIDTHS:
-        if (group and width > MOST_GROUPED) or (columns <= SOME and width > SOME):
+        if columns <= SOME and width > SOME:
             continue
         for split in (1, 2) if weight else (1,):
             share = 2 if split == 1 and rows > 128 else 1
-            plan = Plan(width, few=split > 1, split=split, share=share, sets=2 if width <= 96 else 1)
+            plan = Plan(width, few=split > 1, split=split, share=share)
             tiles = _ceil(rows, 128 * share) * _ceil(columns, width)
             block = 330 + 2.87 * width + (42 + 0.354 * width if group else 0) + (21 if share == 1 else 0)
             turns = _ceil(tiles, PROCESSORS // plan.cluster)
@@ -273,9 +270,9 @@ def decode_plan(rows: int, columns: int, depth: int, group: int) -> Decode:
     known = DECODE.get((rows, depth, 64 * group, columns if columns == 1 else 8 * _ceil(columns, 8)))
     tokens = 0 if columns == 1 else _ceil(columns, 8) if columns <= FEW else SOME // 8
     if known:
-        return Decode(tokens, *known)
+        return Decode(*known)
     if columns == 1 or columns > FEW:
-        plan = Decode(tokens, 2, 4, warm=columns > 1)
+        plan = Decode(tokens, 2, 4)
     elif rows <= 32 * PROCESSORS and group != 1:
         return Decode(tokens, 1, 8, resident=2).fitted()
     else:
@@ -306,7 +303,8 @@ def unsupported(codes: Tensor, wide: Tensor, scale: Tensor, weight: bool) -> str
 
 class MixedArgs(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("scale", "zero", "bias", "y")] + [
-        (name, ctypes.c_int) for name in ("rows", "columns", "depth", "groups", "group_blocks", "segment", "tile_group")
+        (name, ctypes.c_int)
+        for name in ("rows", "columns", "depth", "groups", "group_blocks", "segment", "tile_group", "early")
     ]
 
 
@@ -322,7 +320,13 @@ def kernel_of(wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | N
 
 
 def arguments(
-    y: Tensor, wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, plan: Plan | Decode
+    y: Tensor,
+    wide: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    plan: Plan | Decode,
+    early: bool = False,
 ) -> MixedArgs:
     """The kernel's last parameter."""
     (columns, depth), (rows, groups) = wide.shape, scale.shape
@@ -338,6 +342,7 @@ def arguments(
         _ceil(depth // groups, BLOCK),
         plan.segment(depth),
         getattr(plan, "tile_group", 1),
+        early,
     )
 
 
@@ -367,9 +372,12 @@ def multiply(
     kind: str,
     narrow_weight: bool,
     plan: Plan | Decode | None = None,
+    *,
+    ready: bool = False,
 ) -> Tensor:
     """mixed_gemm for 16-bit wide operands, x [M, K], weight [N, K] (codes as bytes), by the plan or the rule's.
 
+    ready: mixed_gemm's weight_ready. A copy that is made here, for its alignment, is not.
     Raises ValueError for what `unsupported` names.
     """
     wide, codes = (x, weight) if narrow_weight else (weight, x)
@@ -380,12 +388,15 @@ def multiply(
     if not y.numel():
         return y
     (columns, depth), rows = wide.shape, codes.shape[0]
+    given = (codes, scale, bias)
     codes, wide, scale = _aligned(codes[:, :depth]), _aligned(wide), _numbers(scale)
     bias = None if bias is None else _numbers(bias)
+    pairs = zip(given, (codes, scale, bias), strict=True)
+    early = ready and narrow_weight and all(a is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
     kernel = kernel_of(wide, scale, zero, bias, kind, narrow_weight)
     plan = plan or plan_for(rows, columns, depth, kernel.group, narrow_weight)
     device = x.get_device()
-    values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan))
+    values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan, early))
     for field, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
         if field != "y" or not plan.few:
             pitch = t.stride(0) * t.element_size()
