@@ -58,11 +58,15 @@ def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) ->
         for share in (1, 2):
             if width >= 192 and tiles >= 100 and columns >= 256:
                 yield Plan(width, share=share, lag=lag)
+                if share == 2 or not weight:
+                    yield Plan(width, share=share, lag=lag, halves=True)
         for split, share in ((1, 1), (1, 2), (2, 1)) if weight else ():
             plan = Plan(width, few=True, split=split, share=share, lag=lag)
             fits = plan.depth >= 3 and width * 132 * 4 <= plan.depth * (128 * 64 + width * 128)
             if plan.splits(depth) and fits and 90 <= tiles * split <= 264 and columns <= 1024:
                 yield plan
+                if width in (128, 256) and columns <= 256:
+                    yield replace(plan, halves=True)
 
 
 def plans_of(c: Case) -> list[Plan | Decode]:
@@ -153,7 +157,7 @@ def short(plan: Plan | Decode) -> str:
         shape = f"r{plan.row_warps}h{plan.height}t{plan.teams} st{plan.stages} res{plan.resident}"
         return f"decode {plan.tokens} {shape}{' keep' * bool(plan.keep)}"
     kind = f"few s{plan.split}" if plan.few else "many"
-    return f"{kind} {plan.columns} share{plan.share}{' lag' * plan.lag}"
+    return f"{kind} {plan.columns} share{plan.share}{' lag' * plan.lag}{' halves' * plan.halves}"
 
 
 def main() -> None:

@@ -28,9 +28,9 @@ CASES = {
     "prefill_group64_64": (Plan(64, stages=4), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
     "prefill_x": (Plan(96, share=2, stages=3), Kernel("int8", BF16, False, 0, True, BF16, BF16)),
     "prefill_x240": (Plan(240, share=2, stages=2), Kernel("uint8", BF16, False, 0, False, BF16, BF16)),
-    "prefill_240": (Plan(240, share=2, stages=2), Kernel("uint8", BF16, True, 0, False, BF16, BF16)),
+    "prefill_240": (Plan(240, share=2, stages=2, halves=True), Kernel("uint8", BF16, True, 0, False, BF16, BF16)),
     "prefill_256": (Plan(256, share=2, stages=2, lag=True), Kernel("packed", BF16, True, 2, False, BF16, None)),
-    "prefill_x_group": (Plan(64, stages=3), Kernel("uint8", FP16, False, 2, True, BF16, None)),
+    "prefill_x_group": (Plan(64, stages=3, halves=True), Kernel("uint8", FP16, False, 2, True, BF16, None)),
     "decode1": (Decode(0, stages=4), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "decode1_group": (Decode(0, 1, 2, 2, stages=4, keep=1024), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
     "decode8": (Decode(1, 2, 3, stages=6), Kernel("int8", FP16, True, 0, True, FP32, FP16)),
@@ -40,7 +40,7 @@ CASES = {
     "decode32": (Decode(4, 1, 2, 2, stages=4), Kernel("int8", BF16, True, 2, True, BF16, BF16)),
     "decode64": (Decode(8, 2, 1, stages=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "few128": (Plan(128, few=True, split=2, stages=3, lag=True), Kernel("packed", BF16, True, 2, False, BF16, None)),
-    "few256": (Plan(256, few=True, split=2, stages=4), Kernel("packed", BF16, True, 0, False, BF16, FP32)),
+    "few256": (Plan(256, few=True, split=2, stages=4, halves=True), Kernel("packed", BF16, True, 0, False, BF16, FP32)),
 }  # fmt: skip
 DRIVER = """
 static std::string message;
@@ -150,6 +150,16 @@ def test_a_scale_of_infinity_spoils_its_row_only(emulator, name):
     y, exact = (t if CASES[name][1].weight else t.T for t in (y, exact_product(x, weight, scale, zero, bias)))
     rest = [i for i in range(16) if i not in (3, 4)]
     assert torch.equal(y[:, rest], exact[:, rest].to(y.dtype)) and not y[:, 3:5].isfinite().any()
+
+
+@pytest.mark.parametrize("name", ["prefill_group64_64", "prefill_group", "prefill_256"])
+def test_scales_of_any_size_leave_each_row_its_error(emulator, name):
+    torch.manual_seed(0)
+    x, weight, scale, zero, bias = operands(name, 40, 64, 1024, exact=False)
+    scale *= torch.exp2(torch.randint(-30, 30, scale.shape)).to(scale.dtype)
+    y = emulator(name, x, weight, scale, zero, None if bias is None else torch.zeros_like(bias)).double()
+    exact = exact_product(x, weight, scale, zero)
+    assert ((y - exact).norm(dim=0) / exact.norm(dim=0)).max() <= 1.3 * MAX_RELATIVE_ERROR[x.dtype]  # of 40 elements
 
 
 @pytest.mark.parametrize("name", ["prefill_group64_64", "prefill_group", "prefill_x_group", "few128"])

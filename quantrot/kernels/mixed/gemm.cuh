@@ -99,8 +99,9 @@ struct Operands {
 
 // LAG: the second warpgroup starts a tile a block after the first, so that one of them multiplies while the other one
 // brings its sums to another unit.
-template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool LAG_>
+template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool LAG_, bool HALVES_>
 struct Tile {
+  static constexpr bool HALVES = HALVES_;
   static constexpr bool LAG = LAG_ && GROUPS_ == 2;
   static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, STAGES = STAGES_, SPLIT = SPLIT_, SHARE = SHARE_;
   static constexpr int ROWS = 64 * GROUPS, W = COLUMNS / 2, CLUSTER = SPLIT * SHARE, PART = COLUMNS / SHARE;
@@ -264,6 +265,10 @@ struct Multiplier {
   // LAST: of all; ENDS: of a group.
   template <bool LAST, bool ENDS>
   __device__ __forceinline__ void block(float (&d)[P::W], bool begun) {
+    if constexpr (P::HALVES) {
+      halves<LAST, ENDS>(d, begun);
+      return;
+    }
     const u32 tile = base + ring.stage * P::STAGE;
     multiply(d, 0, tile, begun);
     load(3, tile);
@@ -293,6 +298,37 @@ struct Multiplier {
       product_wait<2>();
       widen(1);
     }
+    finish<LAST, ENDS>(d);
+  }
+  template <bool LAST, bool ENDS>
+  __device__ __forceinline__ void halves(float (&d)[P::W], bool begun) {
+    const u32 tile = base + ring.stage * P::STAGE;
+    multiply2(d, 0, tile, begun);
+    load(2, tile), load(3, tile);
+    product_wait<1>();
+    if (begun) back();
+    previous = ring.stage;
+    ring.next();
+    widen(2), widen(3);
+    multiply2(d, 2, tile, true);
+    if constexpr (!LAST) {
+      const u32 after = base + ring.stage * P::STAGE;
+      barrier_wait(full + ring.stage * 8, ring.parity);
+      load(0, after), load(1, after);
+      if constexpr (ENDS) enter();
+      product_wait<1>();
+      widen(0), widen(1);
+    }
+    finish<LAST, ENDS>(d);
+  }
+  __device__ __forceinline__ void multiply2(float (&d)[P::W], int j, u32 tile, bool add) {
+    product_fence();
+    product16<T>(d, a[j], operand(tile + P::CODES, j), add);
+    product16<T>(d, a[j + 1], operand(tile + P::CODES, j + 1), true);
+    product_commit();
+  }
+  template <bool LAST, bool ENDS>
+  __device__ __forceinline__ void finish(float (&d)[P::W]) {
     if constexpr (LAST || ENDS) {
       product_wait<0>();
       product_done(d);
@@ -315,7 +351,7 @@ struct Multiplier {
     barrier_wait(full + ring.stage * 8, ring.parity);
 #pragma unroll
     for (int j = 0; j < 2; j++) load(j, tile), widen(j);
-    load(2, tile);
+    if constexpr (!P::HALVES) load(2, tile);
     const bool lags = P::LAG && count > P::STAGES, second = warp_number() >= 4;  // else the first could be a tile ahead
     if (lags && second) named_sync(LAG_BARRIER, 256);
     for (int k = 0; k + GROUP < count; k += GROUP) {

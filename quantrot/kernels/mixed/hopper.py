@@ -4,10 +4,12 @@
     unsupported  why these operands are not for it, or None
 
 Order of operations: with one scale a row, all of K is summed by the tensor cores in float32, the sum is multiplied by
-the scale, the bias is added, the result is rounded once. With groups, the sum of 64 or 128 columns times its scale is
-added (fused) to a float32 sum in the order of K. With few tiles, K is in as many parts as the plan says, each such a
-chain, added in order. Few tokens (decode.cuh): columns of K in 128s are dealt to as many teams as the plan says, each
-such a chain, added in order. Plans for the same number of parts or teams give the same bits, whatever their tiles.
+the scale, the bias is added, the result is rounded once. With groups, many tokens: before a group is added the float32
+sum is multiplied by (scale of the group before it / its scale), after the last one by its scale; a group whose scale is
+0, or under 2^-64 of the one before it, adds nothing. With few tiles, K is in as many parts as the plan says, each such a
+chain, added in order. Few tokens (decode.cuh): the sum of 64 or 128 columns times its scale is added (fused) to a float32
+sum; columns of K in 128s are dealt to as many teams as the plan says, each such a chain in the order of K, added in
+order. Plans for the same number of parts or teams give the same bits, whatever their tiles.
 """
 
 import ctypes
@@ -80,6 +82,7 @@ class Plan:
     share: int = 1  # and that share the wide tile, each with its own rows
     groups: int = 2  # warpgroups that multiply
     lag: bool = False  # with groups, the second warpgroup starts a block after the first
+    halves: bool = False  # two products of 16 columns at a time
     stages: int = 0  # blocks of K in shared memory; 0: as many as fit
     resident: int = 1  # thread blocks a multiprocessor
     tile_group: int = 8  # rows of tiles that run together
@@ -116,8 +119,8 @@ class Plan:
         return self.depth * self._stage() + self._output()
 
     def call(self, kernel: Kernel) -> str:
-        lag = str(self.lag).lower()
-        tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}, {lag}>"
+        flags = ", ".join(str(flag).lower() for flag in (self.lag, self.halves))
+        tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}, {flags}>"
         operands = kernel.operands()
         if not self.few:
             return f"prefill<{tile}, {operands}>(&codes, &wide, &y, args)"
@@ -392,7 +395,7 @@ def multiply(
     codes, wide, scale = _aligned(codes[:, :depth]), _aligned(wide), _numbers(scale)
     bias = None if bias is None else _numbers(bias)
     pairs = zip(given, (codes, scale, bias), strict=True)
-    early = ready and narrow_weight and all(a is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
+    early = ready and narrow_weight and all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
     kernel = kernel_of(wide, scale, zero, bias, kind, narrow_weight)
     plan = plan or plan_for(rows, columns, depth, kernel.group, narrow_weight)
     device = x.get_device()
