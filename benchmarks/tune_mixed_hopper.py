@@ -27,6 +27,7 @@ FEW, MANY = (1, 8, 16, 32, 64), (256, 1024, 4096)
 
 
 TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (1, 2, 8), (4, 1, 4), (2, 2, 4), (7, 1, 2), (7, 2, 2), (14, 1, 1)]
+SPLIT_TEAMS = [(4, 1, 2), (4, 1, 4), (2, 2, 4), (8, 1, 2), (4, 2, 2), (8, 1, 1)]
 REGISTERS = {0: 60, 1: 70, 2: 84, 4: 116, 8: 160}  # of a thread, about
 
 
@@ -48,6 +49,10 @@ def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decod
             flight = plan.stages * plan.rows * 128 * resident
             if plan.stages >= 2 * teams and flight >= (24 if tokens > 2 else 48) << 10:
                 yield plan
+    for row_warps, height, teams in SPLIT_TEAMS if columns > 1 else ():  # with K in two parts
+        plan = replace(Decode(eights, row_warps, teams, height).fitted(), split=2)
+        if 0.85 * hopper.PROCESSORS <= 2 * -(-rows // plan.rows) <= hopper.PROCESSORS:
+            yield plan
 
 
 def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) -> Iterator[Plan]:
@@ -155,7 +160,7 @@ def short(plan: Plan | Decode) -> str:
     """A plan in a few letters."""
     if isinstance(plan, Decode):
         shape = f"r{plan.row_warps}h{plan.height}t{plan.teams} st{plan.stages} res{plan.resident}"
-        return f"decode {plan.tokens} {shape}{' keep' * bool(plan.keep)}"
+        return f"decode {plan.tokens} {shape}{' keep' * bool(plan.keep)}{' split' * (plan.split > 1)}"
     kind = f"few s{plan.split}" if plan.few else "many"
     return f"{kind} {plan.columns} share{plan.share}{' lag' * plan.lag}{' halves' * plan.halves}"
 

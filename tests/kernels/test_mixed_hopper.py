@@ -37,6 +37,7 @@ CASES = {
     "decode8_group64": (Decode(1, 2, 2, 1, 4, 1024), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
     "decode16": (Decode(2, 1, 2, 2, stages=2), Kernel("packed", BF16, True, 1, True, BF16, None)),
     "decode16_group": (Decode(2, 2, 4, 1, 8), Kernel("uint8", FP16, True, 2, True, FP16, FP32)),
+    "decode16_split": (Decode(2, 2, 2, 2, 4, split=2), Kernel("packed", BF16, True, 2, False, BF16, FP16)),
     "decode32": (Decode(4, 1, 2, 2, stages=4), Kernel("int8", BF16, True, 2, True, BF16, BF16)),
     "decode64": (Decode(8, 2, 1, stages=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "few128": (Plan(128, few=True, split=2, stages=3, lag=True), Kernel("packed", BF16, True, 2, False, BF16, None)),

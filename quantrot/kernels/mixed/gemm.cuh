@@ -22,7 +22,7 @@ struct MixedArgs {
   void* y;
   int rows, columns, depth;
   int groups, group_blocks;  // scales a row, and how many blocks of 64 share one
-  int segment;               // blocks of 64 of a part of K, a multiple of four; each part has some
+  int segment;               // blocks of 64 of a part of K, a multiple of four (decode.cuh: of 128, of the teams)
   int tile_group;            // rows of tiles that run together, so that what they read stays in L2
   int early;                 // what belongs to the weight may be read before the kernel before this one has ended
 };

@@ -6,10 +6,10 @@
 Order of operations: with one scale a row, all of K is summed by the tensor cores in float32, the sum is multiplied by
 the scale, the bias is added, the result is rounded once. With groups, many tokens: before a group is added the float32
 sum is multiplied by (scale of the group before it / its scale), after the last one by its scale; a group whose scale is
-0, or under 2^-64 of the one before it, adds nothing. With few tiles, K is in as many parts as the plan says, each such a
-chain, added in order. Few tokens (decode.cuh): the sum of 64 or 128 columns times its scale is added (fused) to a float32
-sum; columns of K in 128s are dealt to as many teams as the plan says, each such a chain in the order of K, added in
-order. Plans for the same number of parts or teams give the same bits, whatever their tiles.
+0, or under 2^-64 of the one before it, adds nothing. With few tiles, K is in as many parts as the plan says, each such
+a chain, added in order. Few tokens (decode.cuh): the sum of 64 or 128 columns times its scale is added (fused) to a
+float32 sum; columns of K in 128s are dealt to as many teams as the plan says, in each part of K, each such a chain in
+the order of K, added in order. Plans for the same number of parts and teams give the same bits, whatever their tiles.
 """
 
 import ctypes
@@ -146,7 +146,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Decode:
-    """Tiles of 16 * height * row_warps rows of the weight by all tokens, all of K, in persistent thread blocks."""
+    """Tiles of 16 * height * row_warps rows of the weight by all tokens, all of K, in persistent thread blocks.
+
+    With `split` a cluster takes a tile, and its thread blocks share K.
+    """
 
     tokens: int  # in eights: 0 (one token), 1, 2, 4 or 8
     row_warps: int = 2
@@ -155,8 +158,12 @@ class Decode:
     stages: int = 8  # of CHUNK columns of K in shared memory, a multiple of teams
     keep: int = 0  # columns of K for which shared memory holds all tokens, read once; 0: they come with the codes
     resident: int = 1  # thread blocks a multiprocessor
+    split: int = 1
     few: ClassVar[bool] = True
-    cluster: ClassVar[int] = 1
+
+    @property
+    def cluster(self) -> int:
+        return self.split
 
     @property
     def rows(self) -> int:
@@ -196,18 +203,22 @@ class Decode:
 
     def call(self, kernel: Kernel) -> str:
         keep = str(bool(self.keep)).lower()
-        tile = f"{self.tokens}, {self.height}, {self.row_warps}, {self.teams}, {self.stages}, {keep}"
+        tile = f"{self.tokens}, {self.height}, {self.row_warps}, {self.teams}, {self.stages}, {keep}, {self.split}"
         return f"decode<quantrot::Decode<{tile}>, {kernel.operands()}>(&codes, &wide, args)"
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
-        return min(_ceil(rows, self.rows), processors * self.resident)
+        tiles = _ceil(rows, self.rows)
+        return tiles * self.split if self.split > 1 else min(tiles, processors * self.resident)
 
     def segment(self, depth: int) -> int:
-        return 0
+        """Columns of K in a part, in 128s, a multiple of the teams."""
+        return _ceil(_ceil(_ceil(depth, CHUNK), self.split), self.teams) * self.teams
 
     def splits(self, depth: int) -> bool:
-        """Whether the tokens that are kept fit."""
-        return not self.keep or self._chunks(depth) <= self._chunks(self.keep)
+        """Whether the tokens that are kept fit, and every part has some of K."""
+        if self.keep:
+            return self.split == 1 and self._chunks(depth) <= self._chunks(self.keep)
+        return self.segment(depth) * (self.split - 1) < _ceil(depth, CHUNK)
 
     def boxes(self, weight: bool) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes and the wide operand."""
