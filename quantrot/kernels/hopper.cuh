@@ -167,6 +167,12 @@ __device__ __forceinline__ void tensor_load_all(u32 to, const TensorMap* map, in
                : "memory");
 }
 
+// The box comes to L2, or does not: nothing depends on it, so it may be asked for before grid_wait.
+__device__ __forceinline__ void tensor_warm(const TensorMap* map, int x, int y) {
+  asm volatile(QR_ONE_LANE "cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];\n}" ::"l"(map), "r"(x), "r"(y)
+               : "memory");
+}
+
 // Shared memory -> the map's box; nothing is written past the edges.
 __device__ __forceinline__ void tensor_store(const TensorMap* map, int x, int y, u32 from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
