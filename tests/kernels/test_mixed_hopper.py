@@ -20,17 +20,17 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # plan, and the kernel's kind, wide type, whether the weight is narrow, blocks a group, zero points, scale, bias
 CASES = {
-    "prefill": (Plan(64, share=2, stages=3), Kernel("packed", BF16, True, 0, False, BF16, None)),
+    "prefill": (Plan(64, share=2, stages=3, halves=False), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "prefill_wide": (Plan(224, stages=2), Kernel("uint8", FP16, True, 0, True, FP32, FP16)),
-    "prefill_group": (Plan(64, share=2, stages=3), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
+    "prefill_group": (Plan(64, share=2, stages=3, halves=False), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
     "prefill_group64": (Plan(32, stages=3, groups=1), Kernel("int8", BF16, True, 1, True, BF16, None)),
     "prefill_96": (Plan(96, stages=3), Kernel("int8", FP16, True, 2, True, FP16, FP32)),
     "prefill_group64_64": (Plan(64, stages=4), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
     "prefill_x": (Plan(96, share=2, stages=3), Kernel("int8", BF16, False, 0, True, BF16, BF16)),
     "prefill_x240": (Plan(240, share=2, stages=2), Kernel("uint8", BF16, False, 0, False, BF16, BF16)),
-    "prefill_240": (Plan(240, share=2, stages=2, halves=True), Kernel("uint8", BF16, True, 0, False, BF16, BF16)),
-    "prefill_256": (Plan(256, share=2, stages=2, lag=True), Kernel("packed", BF16, True, 2, False, BF16, None)),
-    "prefill_x_group": (Plan(64, stages=3, halves=True), Kernel("uint8", FP16, False, 2, True, BF16, None)),
+    "prefill_240": (Plan(240, share=2, stages=2), Kernel("uint8", BF16, True, 0, False, BF16, BF16)),
+    "prefill_256": (Plan(256, share=2, stages=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "prefill_x_group": (Plan(64, stages=3, sets=2), Kernel("uint8", FP16, False, 2, True, BF16, None)),
     "decode1": (Decode(0, stages=4), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "decode1_group": (Decode(0, 1, 2, 2, stages=4, keep=1024), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
     "decode8": (Decode(1, 2, 3, stages=6), Kernel("int8", FP16, True, 0, True, FP32, FP16)),
@@ -40,8 +40,8 @@ CASES = {
     "decode16_split": (Decode(2, 2, 2, 2, 4, split=2), Kernel("packed", BF16, True, 2, False, BF16, FP16)),
     "decode32": (Decode(4, 1, 2, 2, stages=4), Kernel("int8", BF16, True, 2, True, BF16, BF16)),
     "decode64": (Decode(8, 2, 1, stages=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
-    "few128": (Plan(128, few=True, split=2, stages=3, lag=True), Kernel("packed", BF16, True, 2, False, BF16, None)),
-    "few256": (Plan(256, few=True, split=2, stages=4, halves=True), Kernel("packed", BF16, True, 0, False, BF16, FP32)),
+    "few128": (Plan(128, few=True, split=2, stages=3, sets=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "few256": (Plan(256, few=True, split=2, stages=4), Kernel("packed", BF16, True, 0, False, BF16, FP32)),
 }  # fmt: skip
 DRIVER = """
 static std::string message;

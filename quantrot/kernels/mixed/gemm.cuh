@@ -77,8 +77,6 @@ __device__ __forceinline__ float quotient(float a, float b) {  // to 2 ulp, with
 }
 #endif
 
-constexpr u32 LAG_BARRIER = 5;  // of the named ones; the first few are for warpgroups
-
 __device__ __forceinline__ int parts_of(int size, int part) { return (size + part - 1) / part; }
 
 // --- What a kernel is made for ---------------------------------------------------------------------------------------
@@ -97,12 +95,12 @@ struct Operands {
   static constexpr int ZERO_KIND = KIND == UINT8 ? UINT8 : INT8;
 };
 
-// LAG: the second warpgroup starts a tile a block after the first, so that one of them multiplies while the other one
-// brings its sums to another unit.
-template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool LAG_, bool HALVES_>
+// SETS: of sums that groups of columns take turns in, so that one is brought to another unit while the other is added to.
+// HALVES: a block's products start two by two.
+template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, int SETS_, bool HALVES_>
 struct Tile {
+  static constexpr int SETS = SETS_;
   static constexpr bool HALVES = HALVES_;
-  static constexpr bool LAG = LAG_ && GROUPS_ == 2;
   static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, STAGES = STAGES_, SPLIT = SPLIT_, SHARE = SHARE_;
   static constexpr int ROWS = 64 * GROUPS, W = COLUMNS / 2, CLUSTER = SPLIT * SHARE, PART = COLUMNS / SHARE;
   static constexpr int CODES = ROWS * 64, STAGE = CODES + COLUMNS * 128;  // bytes
@@ -110,11 +108,13 @@ struct Tile {
   static constexpr int OUTPUT = 64 * (COLUMNS + HALF) * 2;               // of a warpgroup's sums in 16 bits
   static constexpr int PITCH = ROWS + 4;  // of the parts, floats: lanes meet different banks
   static_assert(COLUMNS % SHARE == 0 && PART % 8 == 0, "a share of the wide tile is whole groups of eight rows");
+  static_assert(SETS == 1 || (HALVES && W <= 64), "two sets of sums have to fit beside the rest");
 };
 
 // --- Loading ---------------------------------------------------------------------------------------------------------
 
-// Fills a ring of stages: the codes' tile, 64 bytes a row, and the wide tile, 128 bytes a row.
+// Fills a ring of stages: the codes' tile, 64 bytes a row, and the wide tile, 128 bytes a row. apart: the blocks of a
+// cluster have different wide tiles for once.
 template <class P>
 struct Loader {
   const TensorMap *codes, *wide;
@@ -126,9 +126,12 @@ struct Loader {
     barrier_expect(full + stage * 8, P::STAGE);
     tensor_load(base + stage * P::STAGE, codes, k * 64, row, full + stage * 8, codes_policy);
   }
-  __device__ __forceinline__ void load_wide(u32 stage, int k, int column) const {
+  __device__ __forceinline__ void load_wide(u32 stage, int k, int column, bool apart) const {
     const u32 to = base + stage * P::STAGE + P::CODES, bar = full + stage * 8;
-    if constexpr (P::SHARE > 1) {
+    if (P::SHARE > 1 && apart) {
+      for (int i = 0; i < P::SHARE; i++)
+        tensor_load(to + i * P::PART * 128, wide, k * 64, column + i * P::PART, bar, wide_policy);
+    } else if constexpr (P::SHARE > 1) {
       const u32 share = rank % P::SHARE;
       tensor_load_all(to + share * P::PART * 128, wide, k * 64, column + share * P::PART, bar, wide_policy,
                       ((1 << P::SHARE) - 1) << (rank - share));
@@ -139,17 +142,17 @@ struct Loader {
 
   // The first tile's first blocks of K, from number `first` on, of `count`; how many. early: the codes, before the
   // kernel before this one has ended.
-  __device__ __forceinline__ int start(int first, int count, int row, int column, bool early) {
+  __device__ __forceinline__ int start(int first, int count, int row, int column, bool apart, bool early) {
     const int ahead = min(count, P::STAGES);
     for (int k = 0; k < ahead; k++) load_codes(k, first + k, row);
     if (early) grid_wait();
-    for (int k = 0; k < ahead; k++, ring.next()) load_wide(k, first + k, column);
+    for (int k = 0; k < ahead; k++, ring.next()) load_wide(k, first + k, column, apart);
     return ahead;
   }
-  __device__ __forceinline__ void next(int k, int row, int column) {
+  __device__ __forceinline__ void next(int k, int row, int column, bool apart) {
     barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
     load_codes(ring.stage, k, row);
-    load_wide(ring.stage, k, column);
+    load_wide(ring.stage, k, column, apart);
     ring.next();
   }
 };
@@ -190,7 +193,8 @@ __device__ __forceinline__ void hand_back(u32 bar, u32 rank) {
 //
 // With groups the sums stay where they are, in units of the scale of the group that is added: before the next one they
 // are multiplied by (this scale / next scale), after the last by its scale. A group whose scale is 0, or less than 2^-64
-// of the one before it, counts as zeros and leaves the unit alone.
+// of the one before it, counts as zeros and leaves the unit alone. With two sets groups take turns: each set's sums are
+// multiplied while the other's group is added, and the two are added in the end.
 template <class P, class O>
 struct Multiplier {
   static constexpr int GROUP = O::GROUP ? O::GROUP : 1;
@@ -202,7 +206,7 @@ struct Multiplier {
   Ring<P::STAGES> ring;
   u32 codes[2][4], a[4][4];  // of 16 columns each: [2 h + r] is the row r of the lane, columns 8 h + 2 q and the next
   u32 zero[2], live[2];  // of each row: pairs that are subtracted; which codes count, or pairs of 1 or 0
-  float unit[2], ratio[2], coming[2];  // of each row: of the sums, from the unit before, of the next group
+  float unit[P::SETS][2], ratio[2], coming[2];  // of each row: of the sums, from the unit before, of the next group
   u32 coming_zero[2];
   int group, left;  // number of the next group, and how many of its blocks are to come
 
@@ -220,13 +224,14 @@ struct Multiplier {
       if constexpr (O::ZERO) coming_zero[r] = __ldg(args.zero + at);
     }
   }
-  __device__ __forceinline__ void enter() {  // what is widened from here on is of the next group
+  template <int SET>
+  __device__ __forceinline__ void enter() {  // what is widened from here on is of the next group, and goes to this set
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       if constexpr (O::GROUP != 0) {
-        const bool dead = coming[r] == 0.f || fabsf(unit[r]) > 0x1p64f * fabsf(coming[r]);
-        ratio[r] = dead || unit[r] == coming[r] ? 1.f : quotient(unit[r], coming[r]);
-        unit[r] = dead ? unit[r] : coming[r];
+        const bool dead = coming[r] == 0.f || fabsf(unit[SET][r]) > 0x1p64f * fabsf(coming[r]);
+        ratio[r] = dead || unit[SET][r] == coming[r] ? 1.f : quotient(unit[SET][r], coming[r]);
+        unit[SET][r] = dead ? unit[SET][r] : coming[r];
         live[r] = CHOOSES ? (dead ? chosen_zeros : chosen_codes) : dead ? 0u : T::BRAIN ? 0x3F803F80u : 0x3C003C00u;
       }
       if constexpr (O::ZERO) zero[r] = Widen<O::ZERO_KIND, T>::pair(coming_zero[r] * 0x101);
@@ -265,10 +270,6 @@ struct Multiplier {
   // LAST: of all; ENDS: of a group.
   template <bool LAST, bool ENDS>
   __device__ __forceinline__ void block(float (&d)[P::W], bool begun) {
-    if constexpr (P::HALVES) {
-      halves<LAST, ENDS>(d, begun);
-      return;
-    }
     const u32 tile = base + ring.stage * P::STAGE;
     multiply(d, 0, tile, begun);
     load(3, tile);
@@ -288,7 +289,7 @@ struct Multiplier {
     multiply(d, 2, tile, true);
     if constexpr (!LAST) {
       load(1, after);
-      if constexpr (ENDS) enter();
+      if constexpr (ENDS) enter<0>();
       product_wait<2>();
       widen(0);
     }
@@ -300,13 +301,14 @@ struct Multiplier {
     }
     finish<LAST, ENDS>(d);
   }
-  template <bool LAST, bool ENDS>
-  __device__ __forceinline__ void halves(float (&d)[P::W], bool begun) {
+  // The same, two products at a time. next: the set of the next group.
+  template <bool LAST, bool ENDS, int NEXT = 0>
+  __device__ __forceinline__ void halves(float (&d)[P::W], float (&next)[P::W], bool begun, bool others) {
     const u32 tile = base + ring.stage * P::STAGE;
     multiply2(d, 0, tile, begun);
     load(2, tile), load(3, tile);
     product_wait<1>();
-    if (begun) back();
+    if (others) back();
     previous = ring.stage;
     ring.next();
     widen(2), widen(3);
@@ -315,11 +317,16 @@ struct Multiplier {
       const u32 after = base + ring.stage * P::STAGE;
       barrier_wait(full + ring.stage * 8, ring.parity);
       load(0, after), load(1, after);
-      if constexpr (ENDS) enter();
+      if constexpr (ENDS) enter<NEXT>();
+      if constexpr (ENDS && P::SETS == 2) product_done(next), scale(next, ratio);  // done, as one of d's is
       product_wait<1>();
       widen(0), widen(1);
     }
     finish<LAST, ENDS>(d);
+  }
+  __device__ __forceinline__ static void scale(float (&d)[P::W], const float (&by)[2]) {
+#pragma unroll
+    for (int i = 0; i < P::W; i++) d[i] *= by[i / 2 % 2];
   }
   __device__ __forceinline__ void multiply2(float (&d)[P::W], int j, u32 tile, bool add) {
     product_fence();
@@ -329,38 +336,62 @@ struct Multiplier {
   }
   template <bool LAST, bool ENDS>
   __device__ __forceinline__ void finish(float (&d)[P::W]) {
-    if constexpr (LAST || ENDS) {
+    if constexpr (LAST || (ENDS && P::SETS == 1)) {
       product_wait<0>();
       product_done(d);
       if constexpr (LAST) back();
     }
-    if constexpr (ENDS) {
-#pragma unroll
-      for (int i = 0; i < P::W; i++) d[i] *= LAST ? unit[i / 2 % 2] : ratio[i / 2 % 2];
+    if constexpr (ENDS && P::SETS == 1) scale(d, LAST ? unit[0] : ratio);
+  }
+
+  // A group: as many blocks. d: its set's sums.
+  template <bool LAST, int NEXT = 0>
+  __device__ __forceinline__ void add_group(float (&d)[P::W], float (&next)[P::W], bool begun, bool others) {
+    constexpr bool ENDS = O::GROUP != 0;
+    if constexpr (P::HALVES) {
+      if constexpr (GROUP == 2) halves<false, false>(d, next, begun, others);
+      halves<LAST, ENDS, NEXT>(d, next, GROUP == 2 || begun, GROUP == 2 || others);
+    } else {
+      if constexpr (GROUP == 2) block<false, false>(d, begun);
+      block<LAST, ENDS>(d, GROUP == 2 || begun);
     }
   }
 
   // count: at least one, padded here.
   __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
-    constexpr bool ENDS = O::GROUP != 0;
     count = parts_of(count, O::STEP) * O::STEP;
-    unit[0] = 0.f, unit[1] = 0.f, group = first / args.group_blocks, left = args.group_blocks - first % args.group_blocks;
+    group = first / args.group_blocks, left = args.group_blocks - first % args.group_blocks;
+#pragma unroll
+    for (int i = 0; i < 2 * P::SETS; i++) unit[i / 2][i % 2] = 0.f;
     find();
-    enter();
+    enter<0>();
     const u32 tile = base + ring.stage * P::STAGE;
     barrier_wait(full + ring.stage * 8, ring.parity);
 #pragma unroll
     for (int j = 0; j < 2; j++) load(j, tile), widen(j);
     if constexpr (!P::HALVES) load(2, tile);
-    const bool lags = P::LAG && count > P::STAGES, second = warp_number() >= 4;  // else the first could be a tile ahead
-    if (lags && second) named_sync(LAG_BARRIER, 256);
-    for (int k = 0; k + GROUP < count; k += GROUP) {
-      if constexpr (GROUP == 2) block<false, false>(sum, k > 0);
-      if (lags && !second && k == 2 - GROUP) named_arrive(LAG_BARRIER, 256);
-      block<false, ENDS>(sum, GROUP == 2 || k > 0);
+    if constexpr (P::SETS == 2) {
+      float other[P::W];
+#pragma unroll
+      for (int i = 0; i < P::W; i++) other[i] = 0.f;
+      int k = 0;
+      for (; k + 2 * GROUP < count; k += 2 * GROUP) {
+        add_group<false, 1>(sum, other, k > 0, k > 0);
+        add_group<false, 0>(other, sum, k > 0, true);
+      }
+      if (k + GROUP < count) {
+        add_group<false, 1>(sum, other, k > 0, k > 0);
+        add_group<true>(other, sum, true, true);
+      } else {
+        add_group<true>(sum, other, k > 0, k > 0);
+      }
+      product_done(sum), product_done(other);
+#pragma unroll
+      for (int i = 0; i < P::W; i++) sum[i] = fmaf(other[i], unit[1][i / 2 % 2], sum[i] * unit[0][i / 2 % 2]);
+    } else {
+      for (int k = 0; k + GROUP < count; k += GROUP) add_group<false>(sum, sum, k > 0, k > 0);
+      add_group<true>(sum, sum, count > GROUP, count > GROUP);
     }
-    if constexpr (GROUP == 2) block<false, false>(sum, count > GROUP);
-    block<true, ENDS>(sum, GROUP == 2 || count > GROUP);
   }
 };
 
@@ -372,16 +403,30 @@ __device__ __forceinline__ float finished(float sum, float scale, float bias) {
 
 // --- Many columns ----------------------------------------------------------------------------------------------------
 
-// The tiles of y, in groups of rows, columns inside; a cluster takes neighbours in rows.
+// The tiles of y for the blocks of a cluster, neighbours in rows: in groups of rows, columns inside. The last row of
+// tiles of an odd number is for blocks that are neighbours in columns, and so do not share the wide tile.
+template <class P>
 struct MixedTiles {
-  int rows, columns, group;
+  int rows, columns, group, odd;  // rows of clusters; whether there is another of tiles
 
-  __device__ __forceinline__ int count() const { return rows * columns; }
-  __device__ __forceinline__ void at(int i, int& row, int& column) const {
-    const int first = i / (group * columns) * group, inside = i - first * columns;
-    const int height = min(group, rows - first);
-    row = first + inside % height;
-    column = inside / height;
+  __device__ __forceinline__ MixedTiles(const MixedArgs& args)
+      : columns(parts_of(args.columns, P::COLUMNS)), group(args.tile_group) {
+    const int tiles = parts_of(args.rows, P::ROWS);
+    rows = tiles / P::SHARE, odd = tiles % P::SHARE;
+  }
+  __device__ __forceinline__ int count() const { return rows * columns + odd * parts_of(columns, P::SHARE); }
+  // The first row and column of the block `rank`'s tile, which may be past the end; whether the wide tile is its own.
+  __device__ __forceinline__ bool at(int i, int rank, int& row, int& column) const {
+    const bool apart = P::SHARE > 1 && i >= rows * columns;
+    if (apart) {
+      row = rows * P::SHARE, column = (i - rows * columns) * P::SHARE + rank;
+    } else {
+      const int first = i / (group * columns) * group, inside = i - first * columns;
+      const int height = min(group, rows - first);
+      row = (first + inside % height) * P::SHARE + rank, column = inside / height;
+    }
+    row *= P::ROWS, column *= P::COLUMNS;
+    return apart;
   }
 };
 
@@ -449,7 +494,7 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
   static_assert(P::STAGES * (P::STAGE + 16) + P::GROUPS * P::OUTPUT <= 227 << 10, "shared memory");
   const u32 base = shared_memory(), output = base + P::STAGES * P::STAGE, full = output + P::GROUPS * P::OUTPUT;
   const u32 empty = full + P::STAGES * 8, warp = warp_number(), rank = P::SHARE > 1 ? cluster_rank() : 0;
-  const MixedTiles tiles{parts_of(args.rows, P::ROWS * P::SHARE), parts_of(args.columns, P::COLUMNS), args.tile_group};
+  const MixedTiles<P> tiles(args);
   const int blocks = parts_of(parts_of(args.depth, 64), O::STEP) * O::STEP;
   if (warp == P::GROUPS * 4 && lane_number() == 0) {
     tensor_prefetch(codes), tensor_prefetch(wide), tensor_prefetch(y);
@@ -474,10 +519,9 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
       Loader<P> loader{codes, wide, base, full, empty, rank, policy, policy, {}};
       for (int i = first; i < tiles.count(); i += gridDim.x / P::SHARE) {
         int row, column;
-        tiles.at(i, row, column);
-        row = (row * P::SHARE + rank) * P::ROWS, column *= P::COLUMNS;
-        for (int k = i == first ? loader.start(0, blocks, row, column, args.early) : 0; k < blocks; k++)
-          loader.next(k, row, column);
+        const bool apart = tiles.at(i, rank, row, column);
+        for (int k = i == first ? loader.start(0, blocks, row, column, apart, args.early) : 0; k < blocks; k++)
+          loader.next(k, row, column, apart);
       }
     }
   } else {
@@ -487,8 +531,8 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
     Multiplier<P, O> multiplier(args, group, base, full, empty, rank);
     for (int i = blockIdx.x / P::SHARE; i < tiles.count(); i += gridDim.x / P::SHARE) {
       int row, column;
-      tiles.at(i, row, column);
-      row = (row * P::SHARE + rank) * P::ROWS + group * 64, column *= P::COLUMNS;
+      tiles.at(i, rank, row, column);
+      row += group * 64;
       multiplier.lane.at(row, args.rows);
       float sum[P::W];
       multiplier.run(sum, 0, blocks);
@@ -561,8 +605,8 @@ __device__ __forceinline__ void few(const TensorMap* codes, const TensorMap* wid
     if (warp == P::GROUPS * 4) {
       const u64 keep = cache_policy<LAST>(), stream = tiles == 1 ? cache_policy<FIRST>() : cache_policy<NORMAL>();
       Loader<P> loader{codes, wide, base, full, empty, rank, stream, keep, {}};
-      for (int k = loader.start(first, padded, row, column, args.early); k < padded; k++)
-        loader.next(first + k, row, column);
+      for (int k = loader.start(first, padded, row, column, false, args.early); k < padded; k++)
+        loader.next(first + k, row, column, false);
     }
     if constexpr (P::CLUSTER > 1) cluster_sync();
   } else {

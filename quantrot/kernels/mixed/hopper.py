@@ -81,8 +81,8 @@ class Plan:
     split: int = 1  # thread blocks of a cluster that share K
     share: int = 1  # and that share the wide tile, each with its own rows
     groups: int = 2  # warpgroups that multiply
-    lag: bool = False  # with groups, the second warpgroup starts a block after the first
-    halves: bool = False  # two products of 16 columns at a time
+    halves: bool = True  # two products of 16 columns at a time
+    sets: int = 1  # of sums, that groups of columns take turns in
     stages: int = 0  # blocks of K in shared memory; 0: as many as fit
     resident: int = 1  # thread blocks a multiprocessor
     tile_group: int = 8  # rows of tiles that run together
@@ -119,16 +119,24 @@ class Plan:
         return self.depth * self._stage() + self._output()
 
     def call(self, kernel: Kernel) -> str:
-        flags = ", ".join(str(flag).lower() for flag in (self.lag, self.halves))
-        tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}, {flags}>"
+        how = f"{self.sets}, {str(self.halves).lower()}"
+        tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}, {how}>"
         operands = kernel.operands()
         if not self.few:
             return f"prefill<{tile}, {operands}>(&codes, &wide, &y, args)"
         return f"few<{tile}, {operands}, {str(self.heavy).lower()}>(&codes, &wide, args)"
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
-        tiles = _ceil(rows, self.rows * self.share) * _ceil(columns, self.columns)
+        tiles = self.tiles(rows, columns)
         return (tiles if self.few else min(tiles, processors // self.share)) * self.cluster
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """Of a cluster; an odd row of tiles takes half as many."""
+        across = _ceil(columns, self.columns)
+        if self.few:
+            return _ceil(rows, self.rows * self.share) * across
+        whole, odd = divmod(_ceil(rows, self.rows), self.share)
+        return whole * across + _ceil(odd * across, self.share)
 
     def segment(self, depth: int) -> int:
         """Blocks of K in a part, a multiple of STEP."""
@@ -266,10 +274,9 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
             continue
         for split in (1, 2) if weight else (1,):
             share = 2 if split == 1 and rows > 128 else 1
-            plan = Plan(width, few=split > 1, split=split, share=share)
-            tiles = _ceil(rows, 128 * share) * _ceil(columns, width)
+            plan = Plan(width, few=split > 1, split=split, share=share, sets=2 if group and width <= 128 else 1)
             block = 330 + 2.87 * width + (42 + 0.354 * width if group else 0) + (21 if share == 1 else 0)
-            turns = _ceil(tiles, PROCESSORS // plan.cluster)
+            turns = _ceil(plan.tiles(rows, columns), PROCESSORS // plan.cluster)
             if split > 1 and (turns > 1 or not plan.splits(depth)):
                 continue
             cycles = turns * (depth / split / BLOCK * block + 11.4 * width) + (8000 if split > 1 else 0)
