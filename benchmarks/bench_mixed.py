@@ -30,7 +30,7 @@ from timing import ROTATE_BYTES, copy_gbps, time_us, write_results  # noqa: E402
 from quantrot.kernels.mixed import mixed_gemm, mixed_ref, pack_int8  # noqa: E402
 
 PAPER = (3456, 4096, 2048)  # m, n, k
-SHAPES = [(4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336)]  # n, k
+SHAPES = [(4096, 4096), (6144, 4096), (8192, 8192), (28672, 4096), (4096, 14336)]  # n, k
 ROWS = [1, 8, 16, 64, 256, 1024, 4096]
 GROUP = 128
 WIDE = {"bfloat16": torch.bfloat16, "float16": torch.float16}

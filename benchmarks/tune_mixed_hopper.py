@@ -1,10 +1,11 @@
 """Every plan of the Hopper mixed product beside cuBLAS: what kernels/mixed/tuned.py and the rules should choose.
 
-    python benchmarks/tune_mixed_hopper.py [few] [many] [paper] [--top N] [--rows M ...] [--compile-only]
+    python benchmarks/tune_mixed_hopper.py [few] [many] [paper] [--top N] [--rows M ...] [--shapes NxK ...] [--rule]
+        [--compile-only]
 
 A line a plan, fastest first: us, times cuBLAS on the wide type, fraction of the operands' reading time, relative error
 to float64, whether five runs gave the same bits. Then one line a case: m n k group, the best plan's us, times cuBLAS,
-fraction of the reading time; the rule's; the second.
+fraction of the reading time; the rule's; the second. --rule: no other plans: the tables of docs/mixed-input.md.
 """
 
 import argparse
@@ -26,7 +27,8 @@ from quantrot.kernels.mixed.hopper import WIDTHS, Decode, Kernel, Plan
 FEW, MANY = (1, 8, 16, 32, 64), (256, 1024, 4096)
 
 
-TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (1, 2, 8), (4, 1, 4), (2, 2, 4), (7, 1, 2), (7, 2, 2), (14, 1, 1)]
+TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (3, 1, 4), (3, 1, 8), (1, 2, 8), (4, 1, 4), (2, 2, 4), (7, 1, 2)]
+TEAMS += [(7, 2, 2), (14, 1, 1)]
 SPLIT_TEAMS = [(4, 1, 2), (4, 1, 4), (2, 2, 4), (8, 1, 2), (4, 2, 2), (8, 1, 1)]
 REGISTERS = {0: 60, 1: 70, 2: 84, 4: 116, 8: 160}  # of a thread, about
 
@@ -56,30 +58,29 @@ def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decod
 
 
 def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) -> Iterator[Plan]:
-    for width, lag in product(WIDTHS, (False, True) if group else (False,)):
+    for width in WIDTHS:
         if width < (128 if columns > 256 else 64) or width > max(columns, 64):
             continue
+        sets = (1, 2) if group and width <= 128 else (1,)
         tiles = -(-rows // 128) * -(-columns // width)
-        for share in (1, 2):
+        for share, halves in product((1, 2), (True, False)):
             if width >= 192 and tiles >= 100 and columns >= 256:
-                yield Plan(width, share=share, lag=lag)
-                if share == 2 or not weight:
-                    yield Plan(width, share=share, lag=lag, halves=True)
-        for split, share in ((1, 1), (1, 2), (2, 1)) if weight else ():
-            plan = Plan(width, few=True, split=split, share=share, lag=lag)
+                yield Plan(width, share=share, halves=halves)
+        for (split, share), turns in product(((1, 1), (1, 2), (2, 1)) if weight else (), sets):
+            plan = Plan(width, few=True, split=split, share=share, sets=turns)
             fits = plan.depth >= 3 and width * 132 * 4 <= plan.depth * (128 * 64 + width * 128)
             if plan.splits(depth) and fits and 90 <= tiles * split <= 264 and columns <= 1024:
                 yield plan
-                if width in (128, 256) and columns <= 256:
-                    yield replace(plan, halves=True)
 
 
-def plans_of(c: Case) -> list[Plan | Decode]:
+def plans_of(c: Case, only_rule: bool = False) -> list[Plan | Decode]:
     weight = c["narrow_operand"] == "weight"
     rows, columns = (c["n"], c["m"]) if weight else (c["m"], c["n"])
     group = 0 if not c["group"] else 2 if c["group"] % 128 == 0 else 1
     rule = hopper.plan_for(rows, columns, c["k"], group, weight)
     found: list[Plan | Decode] = [rule]
+    if only_rule:
+        return found
     if weight and columns <= 64:
         found += few_plans(rows, columns, c["k"], group)
     if columns > hopper.FEW:
@@ -108,7 +109,7 @@ def launch(
     return hopper.multiply(x, weight, scale, None, None, c["narrow"], narrow_weight, plan, ready=ready)
 
 
-def sweep(c: Case, gbps: float, top: int) -> str:
+def sweep(c: Case, gbps: float, top: int, only_rule: bool) -> str:
     """Time every plan of a case; its line of the summary."""
     sets = operands(c, copies_of(c))
     wide_x = c["narrow_operand"] == "weight"
@@ -119,7 +120,7 @@ def sweep(c: Case, gbps: float, top: int) -> str:
         exact = mixed_ref(x[-64:], weight.double(), scale[-64:])
     cublas, floor = cublas_us(c, copies_of(c)), traffic(c) / gbps / 1e3
     lines: list[tuple[float, str, Plan | Decode]] = []
-    for plan in plans_of(c):
+    for plan in plans_of(c, only_rule):
         try:
             y = launch(x, weight, scale, c, plan)
             error = ((y[-64:].double() - exact).norm() / exact.norm()).item()
@@ -138,7 +139,7 @@ def sweep(c: Case, gbps: float, top: int) -> str:
             lines.append((us, text, plan))
     lines.sort(key=lambda line: line[0])
     print(*c.values(), f"cuBLAS {cublas:.2f}", flush=True)
-    rule = plans_of(c)[0]
+    rule = plans_of(c, True)[0]
     for i, (_, text, plan) in enumerate(lines):
         if i < top or plan == rule:
             print(text, "rule" if plan == rule else "", flush=True)
@@ -162,7 +163,7 @@ def short(plan: Plan | Decode) -> str:
         shape = f"r{plan.row_warps}h{plan.height}t{plan.teams} st{plan.stages} res{plan.resident}"
         return f"decode {plan.tokens} {shape}{' keep' * bool(plan.keep)}{' split' * (plan.split > 1)}"
     kind = f"few s{plan.split}" if plan.few else "many"
-    return f"{kind} {plan.columns} share{plan.share}{' lag' * plan.lag}{' halves' * plan.halves}"
+    return f"{kind} {plan.columns} share{plan.share}{' single' * (not plan.halves)}{' sets2' * (plan.sets == 2)}"
 
 
 def main() -> None:
@@ -170,6 +171,8 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["few", "many", "paper"])
     parser.add_argument("--top", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="*")
+    parser.add_argument("--shapes", nargs="*", default=["x".join(map(str, shape)) for shape in SHAPES])
+    parser.add_argument("--rule", action="store_true", help="no other plans")
     parser.add_argument("--compile-only", action="store_true", help="fill the cache of kernels")
     asked = parser.parse_args()
     cases: list[Case] = []
@@ -178,9 +181,10 @@ def main() -> None:
         cases += [case(*PAPER, kind, wide, operand) for kind, wide, operand in variants]
     for what, rows in (("few", FEW), ("many", MANY)):
         if what in asked.what:
-            todo = product(asked.rows or rows, SHAPES, (0, GROUP))
+            shapes = [tuple(map(int, shape.split("x"))) for shape in asked.shapes]
+            todo = product([m for m in rows if m in (asked.rows or rows)], shapes, (0, GROUP))
             cases += [case(m, n, k, "packed", "bfloat16", "weight", group) for m, (n, k), group in todo]
-    work = list(dict.fromkeys((plan, kernel_of(c)) for c in cases for plan in plans_of(c)))
+    work = list(dict.fromkeys((plan, kernel_of(c)) for c in cases for plan in plans_of(c, asked.rule)))
     print(len(work), "kernels", flush=True)
     with ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, work, chunksize=4))
@@ -188,7 +192,7 @@ def main() -> None:
         return
     gbps = copy_gbps()
     for c in cases:
-        print("BEST", sweep(c, gbps, asked.top), flush=True)
+        print("BEST", sweep(c, gbps, asked.top, asked.rule), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantrot.kernels.mixed import KINDS, _hopper_expands, hopper, mixed_gemm
+from quantrot.kernels.mixed import KINDS, hopper, mixed_gemm
 from quantrot.kernels.mixed.hopper import Decode, Kernel, Plan
 from quantrot.kernels.mixed.reference import MAX_RELATIVE_ERROR
 from quantrot.kernels.mixed.tuned import DECODE
@@ -33,7 +33,7 @@ CASES = {
     "prefill_x_group": (Plan(64, stages=3, sets=2), Kernel("uint8", FP16, False, 2, True, BF16, None)),
     "decode1": (Decode(0, stages=4), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "decode1_group": (Decode(0, 1, 2, 2, stages=4, keep=1024), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
-    "decode8": (Decode(1, 2, 3, stages=6), Kernel("int8", FP16, True, 0, True, FP32, FP16)),
+    "decode8": (Decode(1, 3, 3, stages=6), Kernel("int8", FP16, True, 0, True, FP32, FP16)),
     "decode8_group64": (Decode(1, 2, 2, 1, 4, 1024), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
     "decode16": (Decode(2, 1, 2, 2, stages=2), Kernel("packed", BF16, True, 1, True, BF16, None)),
     "decode16_group": (Decode(2, 2, 4, 1, 8), Kernel("uint8", FP16, True, 2, True, FP16, FP32)),
@@ -197,23 +197,6 @@ def test_measured_plans_are_the_ones_that_run():
         assert isinstance(found, Decode) and found.stages % found.teams == 0 and found.columns >= m
         assert found == Decode(*plan) and found.splits(k)
     assert hopper.plan_for(4096, 7, 4096, 0, True) == hopper.plan_for(4096, 8, 4096, 0, True)
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "groups", "wide", "narrow", "expands"),
-    [
-        (1024, 4096, 32, BF16, "weight", True),
-        (256, 4096, 32, BF16, "weight", False),
-        (4096, 4096, 1, BF16, "weight", False),
-        (3456, 4096, 1, FP16, "x", True),
-        (3456, 4096, 1, BF16, "x", False),  # what it gains is not worth a second rounding
-        (16, 4096, 1, FP16, "x", False),
-    ],
-)
-def test_auto_expands_where_cublas_is_faster(m, n, groups, wide, narrow, expands):
-    rows, others = (n, m) if narrow == "weight" else (m, n)
-    codes, other = torch.empty(rows, 8, dtype=torch.int8), torch.empty(others, 8, dtype=wide)
-    assert _hopper_expands(codes, other, groups, narrow == "weight") == expands
 
 
 def test_what_it_does_not_take_is_named():

@@ -16,10 +16,9 @@ scales and of e4m3 codes go through as in those sums.
 Backends, on CUDA devices: "hopper" (capability 9.0) and "triton", which widen codes on their way to the tensor cores
 (bfloat16 and float16; one scale a row, or groups in multiples of 64); "expand", which writes the dequantized operand,
 rounded to the wide type, and multiplies it by cuBLAS; "reference" (plain torch), which is also what a CPU runs. "auto"
-is "hopper" where it can run (K a multiple of 16, N of 8), but expands from 1024 rows of x on with scales of groups, and
-for large float16 products with narrow activations: there cuBLAS is faster. Elsewhere it is "triton", and expands where
-the wide operand has so many rows that this costs little against the product, and for what "triton" does not take: any
-N and K are right, K that is no multiple of 16 is read in narrower pieces. Up to 16 rows of x, on "triton", a row's bits
+is "hopper" where it can run (K a multiple of 16, N of 8). Elsewhere it is "triton", and expands where the wide operand
+has so many rows that this costs little against the product, and for what "triton" does not take: any N and K are right,
+K that is no multiple of 16 is read in narrower pieces. Up to 16 rows of x, on "triton", a row's bits
 do not depend on the other rows.
 
 What "expand" multiplies has been rounded once more: its error, relative to float64, is 2.35e-3 in bfloat16 and 2.9e-4
@@ -47,7 +46,7 @@ from quantrot.kernels.mixed.reference import (
     quantize_int8,
     unpack_int8,
 )
-from quantrot.kernels.mixed.tuned import EXPAND_FROM, HOPPER_EXPAND_FROM
+from quantrot.kernels.mixed.tuned import EXPAND_FROM
 from quantrot.kernels.operators import implement
 
 __all__ = ["dequantize_int8", "has_kernels", "mixed_gemm", "mixed_ref", "pack_int8", "quantize_int8", "unpack_int8"]
@@ -189,16 +188,6 @@ def _hopper(codes: Tensor, wide: Tensor, scale: Tensor, narrow_weight: bool) -> 
     return hopper.unsupported(codes, wide, scale, narrow_weight)
 
 
-def _hopper_expands(codes: Tensor, wide: Tensor, groups: int, narrow_weight: bool) -> bool:
-    """Whether cuBLAS on the expanded operand is faster than the kernels for Hopper, and worth its second rounding.
-
-    Narrow bfloat16 activations are not: 4 % of the time, for an error of 2.35e-3 instead of 1.66e-3.
-    """
-    if narrow_weight:
-        return groups > 1 and wide.shape[0] >= HOPPER_EXPAND_FROM["group"]
-    return wide.dtype == torch.float16 and min(codes.shape[0], wide.shape[0]) >= HOPPER_EXPAND_FROM["x"]
-
-
 def _backend(codes: Tensor, wide: Tensor, scale: Tensor, narrow_weight: bool, asked: str) -> str:
     """The backend that runs, or ValueError where the one that was asked for cannot."""
     groups = scale.shape[1]
@@ -208,7 +197,7 @@ def _backend(codes: Tensor, wide: Tensor, scale: Tensor, narrow_weight: bool, as
         if not wide.is_cuda or wide.dtype == torch.float64:
             return "reference"
         if not _no_triton() and _hopper(codes, wide, scale, narrow_weight) is None:
-            return "expand" if _hopper_expands(codes, wide, groups, narrow_weight) else "hopper"
+            return "hopper"
         most = DECODE_COLUMNS + 1 if _is_hopper(wide) else EXPAND_FROM["channel" if groups == 1 else "group"]
         few = wide.shape[0] < most
         return "triton" if kernel_has_it and few and not _no_triton() else "expand"

@@ -289,17 +289,14 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
 def decode_plan(rows: int, columns: int, depth: int, group: int) -> Decode:
     """The same for a few tokens."""
     known = DECODE.get((rows, depth, 64 * group, columns if columns == 1 else 8 * _ceil(columns, 8)))
-    tokens = 0 if columns == 1 else _ceil(columns, 8) if columns <= FEW else SOME // 8
     if known:
         return Decode(*known)
-    if columns == 1 or columns > FEW:
-        plan = Decode(tokens, 2, 4)
-    elif rows <= 32 * PROCESSORS and group != 1:
-        return Decode(tokens, 1, 8, resident=2).fitted()
-    else:
-        plan = Decode(tokens, 1, 8, 2)
-    kept = replace(plan, keep=depth).fitted()
-    return kept if rows > plan.rows * PROCESSORS and kept.stages * plan.rows >= 512 else plan.fitted()
+    tokens = 0 if columns == 1 else _ceil(columns, 8) if columns <= FEW else SOME // 8
+    if columns > FEW:
+        return Decode(tokens, 2, 4).fitted()
+    if rows <= 32 * PROCESSORS and group != 1:  # in half of shared memory: the next kernel starts beside this one's end
+        return replace(Decode(tokens, 2, 4, resident=2).fitted(), resident=1)
+    return Decode(tokens, 1, 8, 2).fitted()
 
 
 # --- What can be run -------------------------------------------------------------------------------------------------
