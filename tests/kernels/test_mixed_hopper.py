@@ -179,7 +179,9 @@ def test_groups_without_a_scale_add_nothing(emulator, name):
 # --- Plans and what is supported -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336), (1024, 512), (64, 192)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(4096, 4096), (8192, 8192), (28672, 4096), (6144, 4096), (4096, 14336), (1024, 512), (64, 192)]
+)
 @pytest.mark.parametrize("group", [0, 1, 2])
 @pytest.mark.parametrize("weight", [True, False])
 def test_every_plan_fits(n, k, group, weight):

@@ -95,7 +95,7 @@ struct Operands {
   static constexpr int ZERO_KIND = KIND == UINT8 ? UINT8 : INT8;
 };
 
-// SETS: of sums that groups of columns take turns in, so that one is brought to another unit while the other is added to.
+// SETS: of sums that groups of columns take turns in: one is brought to another unit while the other is added to.
 // HALVES: a block's products start two by two.
 template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, int SETS_, bool HALVES_>
 struct Tile {
@@ -545,31 +545,47 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
 
 // --- Few columns, or few tiles ---------------------------------------------------------------------------------------
 
-// The parts of the cluster's blocks, added in the order of K -> y [columns, rows].
+// The parts of the cluster's blocks, added in the order of K -> y [columns, rows]. A thread has the same eight rows of
+// every so many columns, and what other blocks have of four of them is on its way at once.
 template <class P, class O>
 __device__ __forceinline__ void store_parts(const MixedArgs& args, int row, int column, u32 rank, u32 parts) {
-  constexpr int UNITS = P::ROWS / 8, THREADS = 128 * P::GROUPS;  // units of eight rows
-  for (int i = rank / P::SHARE * THREADS + threadIdx.x; i < P::COLUMNS * UNITS; i += P::SPLIT * THREADS) {
-    const int c = i / UNITS, r = i % UNITS * 8;
-    if (column + c >= args.columns || row + r >= args.rows) continue;
-    float sum[8];
+  constexpr int UNITS = P::ROWS / 8, THREADS = 128 * P::GROUPS, STEP = P::SPLIT * THREADS / UNITS, AHEAD = 4;
+  const int thread = rank / P::SHARE * THREADS + threadIdx.x, r = thread % UNITS * 8;
+  float scale[8], bias[8];
 #pragma unroll
-    for (int p = 0; p < P::SPLIT; p++) {
+  for (int j = 0; j < 8; j++) {
+    const int at = min(row + r + j, args.rows - 1);
+    scale[j] = O::GROUP ? 1.f : number<typename O::S>(args.scale, at), bias[j] = number<typename O::B>(args.bias, at);
+  }
+  if constexpr (P::CLUSTER == 1) {
+    named_sync(1, THREADS);
+  } else {
+    cluster_sync();
+  }
+#pragma unroll 1
+  for (int first = thread / UNITS; first < P::COLUMNS; first += AHEAD * STEP) {
+    float sum[AHEAD][8];
+#pragma unroll
+    for (int i = 0; i < AHEAD * P::SPLIT; i++) {
+      const int u = i / P::SPLIT, p = i % P::SPLIT, c = min(first + u * STEP, P::COLUMNS - 1);
       const u32 from = in_block(parts + (c * P::PITCH + r) * 4, p * P::SHARE + rank % P::SHARE);
       const float4 lo = load_cluster4(from), hi = load_cluster4(from + 16);
       const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
 #pragma unroll
-      for (int j = 0; j < 8; j++) sum[j] = p ? sum[j] + part[j] : part[j];
-    }
-    Quad out;
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const float scale = O::GROUP ? 1.f : number<typename O::S>(args.scale, row + r + j);
-      sum[j] = finished<O>(sum[j], scale, number<typename O::B>(args.bias, row + r + j));
+      for (int j = 0; j < 8; j++) sum[u][j] = p ? sum[u][j] + part[j] : part[j];
     }
 #pragma unroll
-    for (int j = 0; j < 4; j++) out.w[j] = O::T::pack(sum[2 * j], sum[2 * j + 1]);
-    *(Quad*)((unsigned short*)args.y + (i64)(column + c) * args.rows + row + r) = out;
+    for (int u = 0; u < AHEAD; u++) {
+      const int c = first + u * STEP;
+      if (c >= P::COLUMNS || column + c >= args.columns || row + r >= args.rows) continue;  // rows come in eights
+      Quad out;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float lo = finished<O>(sum[u][2 * j], scale[2 * j], bias[2 * j]);
+        out.w[j] = O::T::pack(lo, finished<O>(sum[u][2 * j + 1], scale[2 * j + 1], bias[2 * j + 1]));
+      }
+      *(Quad*)((unsigned short*)args.y + (i64)(column + c) * args.rows + row + r) = out;
+    }
   }
 }
 
@@ -621,11 +637,6 @@ __device__ __forceinline__ void few(const TensorMap* codes, const TensorMap* wid
 #pragma unroll
     for (int j = 0; j < P::W; j++)
       store_shared(base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * P::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
-    if constexpr (P::CLUSTER == 1) {
-      named_sync(1, 128 * P::GROUPS);
-    } else {
-      cluster_sync();
-    }
     store_parts<P, O>(args, row, column, rank, base);  // here, with the registers that were taken
   }
   if constexpr (P::SPLIT > 1) cluster_sync();  // a block that ended could still be read
