@@ -288,6 +288,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       auto take = [&](int c, Scales<P, O>& its) {
         barrier_wait(full + ring.stage * 8, ring.parity);
         decoder.add(base + ring.stage * P::CODES, tokens + (P::KEEP ? c : ring.stage) * P::WIDE, its);
+        fence_async();  // or the arrival may overtake the last loads on their way, and the next copy land under them
         warp_sync();
         if (lane == 0) barrier_arrive(empty + ring.stage * 8);
         skip(P::KS);
