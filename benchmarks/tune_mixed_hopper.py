@@ -61,13 +61,12 @@ def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) ->
     for width in WIDTHS:
         if width < (128 if columns > 256 else 64) or width > max(columns, 64):
             continue
-        sets = (1, 2) if group and width <= 128 else (1,)
         tiles = -(-rows // 128) * -(-columns // width)
         for share, halves in product((1, 2), (True, False)):
             if width >= 192 and tiles >= 100 and columns >= 256:
-                yield Plan(width, share=share, halves=halves)
-        for (split, share), turns in product(((1, 1), (1, 2), (2, 1)) if weight else (), sets):
-            plan = Plan(width, few=True, split=split, share=share, sets=turns)
+                yield Plan(width, share=share, odd=-(-rows // 128) % share > 0, halves=halves)
+        for (split, share), halves in product(((1, 1), (1, 2), (2, 1)) if weight else (), (True, False)):
+            plan = Plan(width, few=True, split=split, share=share, halves=halves)
             fits = plan.depth >= 3 and width * 132 * 4 <= plan.depth * (128 * 64 + width * 128)
             if plan.splits(depth) and fits and 90 <= tiles * split <= 264 and columns <= 1024:
                 yield plan
@@ -163,7 +162,7 @@ def short(plan: Plan | Decode) -> str:
         shape = f"r{plan.row_warps}h{plan.height}t{plan.teams} st{plan.stages} res{plan.resident}"
         return f"decode {plan.tokens} {shape}{' keep' * bool(plan.keep)}{' split' * (plan.split > 1)}"
     kind = f"few s{plan.split}" if plan.few else "many"
-    return f"{kind} {plan.columns} share{plan.share}{' single' * (not plan.halves)}{' sets2' * (plan.sets == 2)}"
+    return f"{kind} {plan.columns} share{plan.share}{' odd' * plan.odd}{' halves' * plan.halves}"
 
 
 def main() -> None:

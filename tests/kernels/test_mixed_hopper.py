@@ -1,6 +1,7 @@
 """The laws of the mixed-input product for Hopper: emulated on the host, compiled for sm_90a, run on a GPU."""
 
 import ctypes
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -26,11 +27,11 @@ CASES = {
     "prefill_group64": (Plan(32, stages=3, groups=1), Kernel("int8", BF16, True, 1, True, BF16, None)),
     "prefill_96": (Plan(96, stages=3), Kernel("int8", FP16, True, 2, True, FP16, FP32)),
     "prefill_group64_64": (Plan(64, stages=4), Kernel("e4m3", BF16, True, 1, False, BF16, None)),
-    "prefill_x": (Plan(96, share=2, stages=3), Kernel("int8", BF16, False, 0, True, BF16, BF16)),
-    "prefill_x240": (Plan(240, share=2, stages=2), Kernel("uint8", BF16, False, 0, False, BF16, BF16)),
-    "prefill_240": (Plan(240, share=2, stages=2), Kernel("uint8", BF16, True, 0, False, BF16, BF16)),
+    "prefill_x": (Plan(96, share=2, odd=True, stages=3), Kernel("int8", BF16, False, 0, True, BF16, BF16)),
+    "prefill_x240": (Plan(240, share=2, odd=True, stages=2), Kernel("uint8", BF16, False, 0, False, BF16, BF16)),
+    "prefill_240": (Plan(240, share=2, odd=True, stages=2), Kernel("uint8", BF16, True, 0, False, BF16, BF16)),
     "prefill_256": (Plan(256, share=2, stages=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
-    "prefill_x_group": (Plan(64, stages=3, sets=2), Kernel("uint8", FP16, False, 2, True, BF16, None)),
+    "prefill_x_group": (Plan(64, stages=3), Kernel("uint8", FP16, False, 2, True, BF16, None)),
     "decode1": (Decode(0, stages=4), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "decode1_group": (Decode(0, 1, 2, 2, stages=4, keep=1024), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
     "decode8": (Decode(1, 3, 3, stages=6), Kernel("int8", FP16, True, 0, True, FP32, FP16)),
@@ -40,7 +41,7 @@ CASES = {
     "decode16_split": (Decode(2, 2, 2, 2, 4, split=2), Kernel("packed", BF16, True, 2, False, BF16, FP16)),
     "decode32": (Decode(4, 1, 2, 2, stages=4), Kernel("int8", BF16, True, 2, True, BF16, BF16)),
     "decode64": (Decode(8, 2, 1, stages=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
-    "few128": (Plan(128, few=True, split=2, stages=3, sets=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "few128": (Plan(128, True, 2, halves=False, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "few256": (Plan(256, few=True, split=2, stages=4), Kernel("packed", BF16, True, 0, False, BF16, FP32)),
 }  # fmt: skip
 DRIVER = """
@@ -190,7 +191,29 @@ def test_every_plan_fits(n, k, group, weight):
         plan = hopper.plan_for(rows, columns, k, group, weight)
         assert plan.depth >= 2 and (plan.shared_bytes() + 1024) * plan.resident <= 228 << 10
         assert plan.cluster <= 2 and plan.splits(k) and (weight or not plan.few)
+        assert plan.few or plan.odd == (plan.share == 2 and -(-rows // plan.rows) % 2 == 1)
         assert plan.grid(rows, columns, 132) % plan.cluster == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "group", "weight", "expected"),
+    [
+        (3456, 4096, 0, False, Plan(224, share=2, odd=True)),
+        (4096, 4096, 0, True, Plan(256, share=2, halves=False)),
+        (4096, 4096, 2, True, Plan(256, share=2)),
+        (4096, 256, 0, True, Plan(128, few=True, split=2)),
+        (4096, 256, 2, True, Plan(128, few=True, split=2, halves=False)),
+        (28672, 64, 0, True, Plan(64, share=2, halves=False)),
+    ],
+)
+def test_the_rule_chooses_what_was_fastest(rows, columns, group, weight, expected):
+    assert hopper.plan_for(rows, columns, 4096, group, weight) == expected
+
+
+def test_an_odd_row_of_tiles_takes_half_as_many_clusters():
+    assert Plan(224, share=2, odd=True).tiles(27 * 128, 4096) == 13 * 19 + 10
+    assert Plan(224, share=2).tiles(27 * 128, 4096) == 14 * 19
+    assert Plan(256, share=2, odd=True).tiles(28 * 128, 4096) == 14 * 16
 
 
 def test_measured_plans_are_the_ones_that_run():
@@ -236,6 +259,22 @@ def test_no_kernel_spills_or_serializes_its_products(tmp_path):
     log = run.stdout + run.stderr
     assert "warning" not in log and "C75" not in log, log  # C7510 and others: products one after another
     assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == len(kernels)
+
+
+def test_a_stage_is_handed_back_behind_a_fence(tmp_path):
+    """Without it the arrival overtakes loads of codes on their way, and the copy engine writes under them; this needs
+    a GPU to be seen, so here it is read off the instructions."""
+    if not shutil.which("nvcc"):
+        pytest.skip("compiling for sm_90a needs nvcc")
+    kernels = [case for case in CASES.values() if isinstance(case[0], Decode)]
+    entries = "".join(hopper.entry(*kernel, name=f"mixed{i}") for i, kernel in enumerate(kernels))
+    (tmp_path / "mixed.cu").write_text(hopper.device_functions() + entries)
+    target = ["-arch=sm_90a", "-std=c++17", "-ptx", "mixed.cu", "-o", "mixed.ptx"]
+    subprocess.run(["nvcc", *target], cwd=tmp_path, capture_output=True, check=True)
+    wanted = r"ld\.shared|fence\.proxy\.async|mbarrier\.arrive(?!\.expect_tx)"
+    found = re.findall(wanted, (tmp_path / "mixed.ptx").read_text())
+    before = [found[i - 1] for i, what in enumerate(found) if what == "mbarrier.arrive"]
+    assert len(before) >= len(kernels) and set(before) == {"fence.proxy.async"}
 
 
 # --- On a GPU --------------------------------------------------------------------------------------------------------

@@ -95,12 +95,10 @@ struct Operands {
   static constexpr int ZERO_KIND = KIND == UINT8 ? UINT8 : INT8;
 };
 
-// SETS: of sums that groups of columns take turns in: one is brought to another unit while the other is added to.
-// HALVES: a block's products start two by two.
-template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, int SETS_, bool HALVES_>
+// ODD: an odd number of rows of tiles, see MixedTiles. HALVES: a block's products start two by two.
+template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool ODD_, bool HALVES_>
 struct Tile {
-  static constexpr int SETS = SETS_;
-  static constexpr bool HALVES = HALVES_;
+  static constexpr bool ODD = ODD_ && SHARE_ > 1, HALVES = HALVES_;
   static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, STAGES = STAGES_, SPLIT = SPLIT_, SHARE = SHARE_;
   static constexpr int ROWS = 64 * GROUPS, W = COLUMNS / 2, CLUSTER = SPLIT * SHARE, PART = COLUMNS / SHARE;
   static constexpr int CODES = ROWS * 64, STAGE = CODES + COLUMNS * 128;  // bytes
@@ -108,7 +106,6 @@ struct Tile {
   static constexpr int OUTPUT = 64 * (COLUMNS + HALF) * 2;               // of a warpgroup's sums in 16 bits
   static constexpr int PITCH = ROWS + 4;  // of the parts, floats: lanes meet different banks
   static_assert(COLUMNS % SHARE == 0 && PART % 8 == 0, "a share of the wide tile is whole groups of eight rows");
-  static_assert(SETS == 1 || (HALVES && W <= 64), "two sets of sums have to fit beside the rest");
 };
 
 // --- Loading ---------------------------------------------------------------------------------------------------------
@@ -128,7 +125,7 @@ struct Loader {
   }
   __device__ __forceinline__ void load_wide(u32 stage, int k, int column, bool apart) const {
     const u32 to = base + stage * P::STAGE + P::CODES, bar = full + stage * 8;
-    if (P::SHARE > 1 && apart) {
+    if (P::ODD && apart) {
       for (int i = 0; i < P::SHARE; i++)
         tensor_load(to + i * P::PART * 128, wide, k * 64, column + i * P::PART, bar, wide_policy);
     } else if constexpr (P::SHARE > 1) {
@@ -188,13 +185,12 @@ __device__ __forceinline__ void hand_back(u32 bar, u32 rank) {
 // A warpgroup's sums over `count` blocks of K from number `first` on.
 //
 // The tensor core takes a product's first operand from the registers as it starts it, so a warp that issues several in a
-// row does nothing else meanwhile. Hence one at a time, 16 columns of K: while it runs, the columns after the next are
-// widened, and those after them come from shared memory.
+// row does nothing else meanwhile. Hence one at a time (HALVES: two), of 16 columns of K: while it runs, the columns
+// after the next are widened, and those after them come from shared memory.
 //
 // With groups the sums stay where they are, in units of the scale of the group that is added: before the next one they
 // are multiplied by (this scale / next scale), after the last by its scale. A group whose scale is 0, or less than 2^-64
-// of the one before it, counts as zeros and leaves the unit alone. With two sets groups take turns: each set's sums are
-// multiplied while the other's group is added, and the two are added in the end.
+// of the one before it, counts as zeros and leaves the unit alone.
 template <class P, class O>
 struct Multiplier {
   static constexpr int GROUP = O::GROUP ? O::GROUP : 1;
@@ -206,7 +202,7 @@ struct Multiplier {
   Ring<P::STAGES> ring;
   u32 codes[2][4], a[4][4];  // of 16 columns each: [2 h + r] is the row r of the lane, columns 8 h + 2 q and the next
   u32 zero[2], live[2];  // of each row: pairs that are subtracted; which codes count, or pairs of 1 or 0
-  float unit[P::SETS][2], ratio[2], coming[2];  // of each row: of the sums, from the unit before, of the next group
+  float unit[2], ratio[2], coming[2];  // of each row: of the sums, from the unit before, of the next group
   u32 coming_zero[2];
   int group, left;  // number of the next group, and how many of its blocks are to come
 
@@ -224,14 +220,13 @@ struct Multiplier {
       if constexpr (O::ZERO) coming_zero[r] = __ldg(args.zero + at);
     }
   }
-  template <int SET>
-  __device__ __forceinline__ void enter() {  // what is widened from here on is of the next group, and goes to this set
+  __device__ __forceinline__ void enter() {  // what is widened from here on is of the next group
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       if constexpr (O::GROUP != 0) {
-        const bool dead = coming[r] == 0.f || fabsf(unit[SET][r]) > 0x1p64f * fabsf(coming[r]);
-        ratio[r] = dead || unit[SET][r] == coming[r] ? 1.f : quotient(unit[SET][r], coming[r]);
-        unit[SET][r] = dead ? unit[SET][r] : coming[r];
+        const bool dead = coming[r] == 0.f || fabsf(unit[r]) > 0x1p64f * fabsf(coming[r]);
+        ratio[r] = dead || unit[r] == coming[r] ? 1.f : quotient(unit[r], coming[r]);
+        unit[r] = dead ? unit[r] : coming[r];
         live[r] = CHOOSES ? (dead ? chosen_zeros : chosen_codes) : dead ? 0u : T::BRAIN ? 0x3F803F80u : 0x3C003C00u;
       }
       if constexpr (O::ZERO) zero[r] = Widen<O::ZERO_KIND, T>::pair(coming_zero[r] * 0x101);
@@ -270,6 +265,10 @@ struct Multiplier {
   // LAST: of all; ENDS: of a group.
   template <bool LAST, bool ENDS>
   __device__ __forceinline__ void block(float (&d)[P::W], bool begun) {
+    if constexpr (P::HALVES) {
+      halves<LAST, ENDS>(d, begun);
+      return;
+    }
     const u32 tile = base + ring.stage * P::STAGE;
     multiply(d, 0, tile, begun);
     load(3, tile);
@@ -289,7 +288,7 @@ struct Multiplier {
     multiply(d, 2, tile, true);
     if constexpr (!LAST) {
       load(1, after);
-      if constexpr (ENDS) enter<0>();
+      if constexpr (ENDS) enter();
       product_wait<2>();
       widen(0);
     }
@@ -301,14 +300,13 @@ struct Multiplier {
     }
     finish<LAST, ENDS>(d);
   }
-  // The same, two products at a time. next: the set of the next group.
-  template <bool LAST, bool ENDS, int NEXT = 0>
-  __device__ __forceinline__ void halves(float (&d)[P::W], float (&next)[P::W], bool begun, bool others) {
+  template <bool LAST, bool ENDS>
+  __device__ __forceinline__ void halves(float (&d)[P::W], bool begun) {
     const u32 tile = base + ring.stage * P::STAGE;
     multiply2(d, 0, tile, begun);
     load(2, tile), load(3, tile);
     product_wait<1>();
-    if (others) back();
+    if (begun) back();
     previous = ring.stage;
     ring.next();
     widen(2), widen(3);
@@ -317,16 +315,11 @@ struct Multiplier {
       const u32 after = base + ring.stage * P::STAGE;
       barrier_wait(full + ring.stage * 8, ring.parity);
       load(0, after), load(1, after);
-      if constexpr (ENDS) enter<NEXT>();
-      if constexpr (ENDS && P::SETS == 2) product_done(next), scale(next, ratio);  // done, as one of d's is
+      if constexpr (ENDS) enter();
       product_wait<1>();
       widen(0), widen(1);
     }
     finish<LAST, ENDS>(d);
-  }
-  __device__ __forceinline__ static void scale(float (&d)[P::W], const float (&by)[2]) {
-#pragma unroll
-    for (int i = 0; i < P::W; i++) d[i] *= by[i / 2 % 2];
   }
   __device__ __forceinline__ void multiply2(float (&d)[P::W], int j, u32 tile, bool add) {
     product_fence();
@@ -336,62 +329,35 @@ struct Multiplier {
   }
   template <bool LAST, bool ENDS>
   __device__ __forceinline__ void finish(float (&d)[P::W]) {
-    if constexpr (LAST || (ENDS && P::SETS == 1)) {
+    if constexpr (LAST || ENDS) {
       product_wait<0>();
       product_done(d);
       if constexpr (LAST) back();
     }
-    if constexpr (ENDS && P::SETS == 1) scale(d, LAST ? unit[0] : ratio);
-  }
-
-  // A group: as many blocks. d: its set's sums.
-  template <bool LAST, int NEXT = 0>
-  __device__ __forceinline__ void add_group(float (&d)[P::W], float (&next)[P::W], bool begun, bool others) {
-    constexpr bool ENDS = O::GROUP != 0;
-    if constexpr (P::HALVES) {
-      if constexpr (GROUP == 2) halves<false, false>(d, next, begun, others);
-      halves<LAST, ENDS, NEXT>(d, next, GROUP == 2 || begun, GROUP == 2 || others);
-    } else {
-      if constexpr (GROUP == 2) block<false, false>(d, begun);
-      block<LAST, ENDS>(d, GROUP == 2 || begun);
+    if constexpr (ENDS) {
+#pragma unroll
+      for (int i = 0; i < P::W; i++) d[i] *= LAST ? unit[i / 2 % 2] : ratio[i / 2 % 2];
     }
   }
 
   // count: at least one, padded here.
   __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
+    constexpr bool ENDS = O::GROUP != 0;
     count = parts_of(count, O::STEP) * O::STEP;
-    group = first / args.group_blocks, left = args.group_blocks - first % args.group_blocks;
-#pragma unroll
-    for (int i = 0; i < 2 * P::SETS; i++) unit[i / 2][i % 2] = 0.f;
+    unit[0] = 0.f, unit[1] = 0.f, group = first / args.group_blocks, left = args.group_blocks - first % args.group_blocks;
     find();
-    enter<0>();
+    enter();
     const u32 tile = base + ring.stage * P::STAGE;
     barrier_wait(full + ring.stage * 8, ring.parity);
 #pragma unroll
     for (int j = 0; j < 2; j++) load(j, tile), widen(j);
     if constexpr (!P::HALVES) load(2, tile);
-    if constexpr (P::SETS == 2) {
-      float other[P::W];
-#pragma unroll
-      for (int i = 0; i < P::W; i++) other[i] = 0.f;
-      int k = 0;
-      for (; k + 2 * GROUP < count; k += 2 * GROUP) {
-        add_group<false, 1>(sum, other, k > 0, k > 0);
-        add_group<false, 0>(other, sum, k > 0, true);
-      }
-      if (k + GROUP < count) {
-        add_group<false, 1>(sum, other, k > 0, k > 0);
-        add_group<true>(other, sum, true, true);
-      } else {
-        add_group<true>(sum, other, k > 0, k > 0);
-      }
-      product_done(sum), product_done(other);
-#pragma unroll
-      for (int i = 0; i < P::W; i++) sum[i] = fmaf(other[i], unit[1][i / 2 % 2], sum[i] * unit[0][i / 2 % 2]);
-    } else {
-      for (int k = 0; k + GROUP < count; k += GROUP) add_group<false>(sum, sum, k > 0, k > 0);
-      add_group<true>(sum, sum, count > GROUP, count > GROUP);
+    for (int k = 0; k + GROUP < count; k += GROUP) {
+      if constexpr (GROUP == 2) block<false, false>(sum, k > 0);
+      block<false, ENDS>(sum, GROUP == 2 || k > 0);
     }
+    if constexpr (GROUP == 2) block<false, false>(sum, count > GROUP);
+    block<true, ENDS>(sum, GROUP == 2 || count > GROUP);
   }
 };
 
@@ -410,14 +376,14 @@ struct MixedTiles {
   int rows, columns, group, odd;  // rows of clusters; whether there is another of tiles
 
   __device__ __forceinline__ MixedTiles(const MixedArgs& args)
-      : columns(parts_of(args.columns, P::COLUMNS)), group(args.tile_group) {
-    const int tiles = parts_of(args.rows, P::ROWS);
-    rows = tiles / P::SHARE, odd = tiles % P::SHARE;
-  }
+      : rows(P::ODD ? parts_of(args.rows, P::ROWS) / P::SHARE : parts_of(args.rows, P::ROWS * P::SHARE)),
+        columns(parts_of(args.columns, P::COLUMNS)),
+        group(args.tile_group),
+        odd(P::ODD ? parts_of(args.rows, P::ROWS) % P::SHARE : 0) {}
   __device__ __forceinline__ int count() const { return rows * columns + odd * parts_of(columns, P::SHARE); }
   // The first row and column of the block `rank`'s tile, which may be past the end; whether the wide tile is its own.
   __device__ __forceinline__ bool at(int i, int rank, int& row, int& column) const {
-    const bool apart = P::SHARE > 1 && i >= rows * columns;
+    const bool apart = P::ODD && i >= rows * columns;
     if (apart) {
       row = rows * P::SHARE, column = (i - rows * columns) * P::SHARE + rank;
     } else {
@@ -545,47 +511,31 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
 
 // --- Few columns, or few tiles ---------------------------------------------------------------------------------------
 
-// The parts of the cluster's blocks, added in the order of K -> y [columns, rows]. A thread has the same eight rows of
-// every so many columns, and what other blocks have of four of them is on its way at once.
+// The parts of the cluster's blocks, added in the order of K -> y [columns, rows].
 template <class P, class O>
 __device__ __forceinline__ void store_parts(const MixedArgs& args, int row, int column, u32 rank, u32 parts) {
-  constexpr int UNITS = P::ROWS / 8, THREADS = 128 * P::GROUPS, STEP = P::SPLIT * THREADS / UNITS, AHEAD = 4;
-  const int thread = rank / P::SHARE * THREADS + threadIdx.x, r = thread % UNITS * 8;
-  float scale[8], bias[8];
+  constexpr int UNITS = P::ROWS / 8, THREADS = 128 * P::GROUPS;  // units of eight rows
+  for (int i = rank / P::SHARE * THREADS + threadIdx.x; i < P::COLUMNS * UNITS; i += P::SPLIT * THREADS) {
+    const int c = i / UNITS, r = i % UNITS * 8;
+    if (column + c >= args.columns || row + r >= args.rows) continue;
+    float sum[8];
 #pragma unroll
-  for (int j = 0; j < 8; j++) {
-    const int at = min(row + r + j, args.rows - 1);
-    scale[j] = O::GROUP ? 1.f : number<typename O::S>(args.scale, at), bias[j] = number<typename O::B>(args.bias, at);
-  }
-  if constexpr (P::CLUSTER == 1) {
-    named_sync(1, THREADS);
-  } else {
-    cluster_sync();
-  }
-#pragma unroll 1
-  for (int first = thread / UNITS; first < P::COLUMNS; first += AHEAD * STEP) {
-    float sum[AHEAD][8];
-#pragma unroll
-    for (int i = 0; i < AHEAD * P::SPLIT; i++) {
-      const int u = i / P::SPLIT, p = i % P::SPLIT, c = min(first + u * STEP, P::COLUMNS - 1);
+    for (int p = 0; p < P::SPLIT; p++) {
       const u32 from = in_block(parts + (c * P::PITCH + r) * 4, p * P::SHARE + rank % P::SHARE);
       const float4 lo = load_cluster4(from), hi = load_cluster4(from + 16);
       const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
 #pragma unroll
-      for (int j = 0; j < 8; j++) sum[u][j] = p ? sum[u][j] + part[j] : part[j];
+      for (int j = 0; j < 8; j++) sum[j] = p ? sum[j] + part[j] : part[j];
+    }
+    Quad out;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float scale = O::GROUP ? 1.f : number<typename O::S>(args.scale, row + r + j);
+      sum[j] = finished<O>(sum[j], scale, number<typename O::B>(args.bias, row + r + j));
     }
 #pragma unroll
-    for (int u = 0; u < AHEAD; u++) {
-      const int c = first + u * STEP;
-      if (c >= P::COLUMNS || column + c >= args.columns || row + r >= args.rows) continue;  // rows come in eights
-      Quad out;
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const float lo = finished<O>(sum[u][2 * j], scale[2 * j], bias[2 * j]);
-        out.w[j] = O::T::pack(lo, finished<O>(sum[u][2 * j + 1], scale[2 * j + 1], bias[2 * j + 1]));
-      }
-      *(Quad*)((unsigned short*)args.y + (i64)(column + c) * args.rows + row + r) = out;
-    }
+    for (int j = 0; j < 4; j++) out.w[j] = O::T::pack(sum[2 * j], sum[2 * j + 1]);
+    *(Quad*)((unsigned short*)args.y + (i64)(column + c) * args.rows + row + r) = out;
   }
 }
 
@@ -637,6 +587,11 @@ __device__ __forceinline__ void few(const TensorMap* codes, const TensorMap* wid
 #pragma unroll
     for (int j = 0; j < P::W; j++)
       store_shared(base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * P::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
+    if constexpr (P::CLUSTER == 1) {
+      named_sync(1, 128 * P::GROUPS);
+    } else {
+      cluster_sync();
+    }
     store_parts<P, O>(args, row, column, rank, base);  // here, with the registers that were taken
   }
   if constexpr (P::SPLIT > 1) cluster_sync();  // a block that ended could still be read

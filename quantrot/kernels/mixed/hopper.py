@@ -81,8 +81,8 @@ class Plan:
     split: int = 1  # thread blocks of a cluster that share K
     share: int = 1  # and that share the wide tile, each with its own rows
     groups: int = 2  # warpgroups that multiply
+    odd: bool = False  # an odd number of rows of tiles: the last one's go to clusters as neighbours in columns
     halves: bool = True  # two products of 16 columns at a time
-    sets: int = 1  # of sums, that groups of columns take turns in
     stages: int = 0  # blocks of K in shared memory; 0: as many as fit
     resident: int = 1  # thread blocks a multiprocessor
     tile_group: int = 8  # rows of tiles that run together
@@ -119,7 +119,7 @@ class Plan:
         return self.depth * self._stage() + self._output()
 
     def call(self, kernel: Kernel) -> str:
-        how = f"{self.sets}, {str(self.halves).lower()}"
+        how = ", ".join(str(flag).lower() for flag in (self.odd, self.halves))
         tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}, {how}>"
         operands = kernel.operands()
         if not self.few:
@@ -131,12 +131,11 @@ class Plan:
         return (tiles if self.few else min(tiles, processors // self.share)) * self.cluster
 
     def tiles(self, rows: int, columns: int) -> int:
-        """Of a cluster; an odd row of tiles takes half as many."""
-        across = _ceil(columns, self.columns)
-        if self.few:
-            return _ceil(rows, self.rows * self.share) * across
-        whole, odd = divmod(_ceil(rows, self.rows), self.share)
-        return whole * across + _ceil(odd * across, self.share)
+        """Of clusters."""
+        down, across = _ceil(rows, self.rows), _ceil(columns, self.columns)
+        if not self.odd:
+            return _ceil(down, self.share) * across
+        return down // self.share * across + _ceil(down % self.share * across, self.share)
 
     def segment(self, depth: int) -> int:
         """Blocks of K in a part, a multiple of STEP."""
@@ -274,7 +273,8 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
             continue
         for split in (1, 2) if weight else (1,):
             share = 2 if split == 1 and rows > 128 else 1
-            plan = Plan(width, few=split > 1, split=split, share=share, sets=2 if group and width <= 128 else 1)
+            odd = _ceil(rows, 128) % share > 0
+            plan = Plan(width, split > 1, split, share, odd=odd, halves=_halves(width, columns, group, weight))
             block = 330 + 2.87 * width + (42 + 0.354 * width if group else 0) + (21 if share == 1 else 0)
             turns = _ceil(plan.tiles(rows, columns), PROCESSORS // plan.cluster)
             if split > 1 and (turns > 1 or not plan.splits(depth)):
@@ -284,6 +284,13 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
                 best = cycles, plan
     assert best is not None
     return best[1]
+
+
+def _halves(width: int, columns: int, group: int, weight: bool) -> bool:
+    """Whether products start two by two: as was faster, or the same (weights beside 1024 tokens or 4096), for the width."""
+    if group:
+        return width > 128
+    return width > 64 and not (weight and columns > 1024)
 
 
 def decode_plan(rows: int, columns: int, depth: int, group: int) -> Decode:
