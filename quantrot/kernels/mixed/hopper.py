@@ -287,7 +287,7 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
 
 
 def _halves(width: int, columns: int, group: int, weight: bool) -> bool:
-    """Whether products start two by two: as was faster, or the same (weights beside 1024 tokens or 4096), for the width."""
+    """Whether products start two by two: where that was faster for the width, and beside up to 1024 tokens."""
     if group:
         return width > 128
     return width > 64 and not (weight and columns > 1024)
