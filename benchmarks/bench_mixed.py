@@ -3,11 +3,11 @@
     python benchmarks/bench_mixed.py            # the table, and results/bench_mixed-<gpu>.json
     python benchmarks/bench_mixed.py --list     # no GPU: the cases
 
-Times as `timing.py` says: medians of CUDA graphs over operands that together pass L2. `floor` is the time to read the
-operands once and write the result at copy speed, or to multiply at cuBLAS's speed on equal types, whichever is longer.
-`same_type_cublas` is F.linear with both operands wide. "backends_us" holds the ways that "auto" chooses from.
-`error` is the relative error to the float64 product of the dequantized operands. tune_mixed_hopper.py times every plan
-of the Hopper kernels.
+Times as `timing.py` says: medians of CUDA graphs over operands that together pass L2, called as a module with constant
+weights calls (weight_ready). `floor` is the time to read the operands once and write the result at copy speed, or to
+multiply at cuBLAS's speed on equal types, whichever is longer. `same_type_cublas` is F.linear with both operands wide.
+"backends_us" holds the ways that "auto" chooses from. `error` is the relative error to the float64 product of the
+dequantized operands. tune_mixed_hopper.py times every plan of the Hopper kernels.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from timing import ROTATE_BYTES, copy_gbps, time_us, write_results  # noqa: E402
 from quantrot.kernels.mixed import mixed_gemm, mixed_ref, pack_int8  # noqa: E402
 
 PAPER = (3456, 4096, 2048)  # m, n, k
-SHAPES = [(4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336)]  # n, k
+SHAPES = [(4096, 4096), (6144, 4096), (8192, 8192), (28672, 4096), (4096, 14336)]  # n, k
 ROWS = [1, 8, 16, 64, 256, 1024, 4096]
 GROUP = 128
 WIDE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -144,7 +144,7 @@ def run_case(c: Case, gbps: float, equal: dict[tuple, float]) -> dict[str, Any]:
     copies = copies_of(c)
     sets = operands(c, copies)
     timed = {
-        backend: time_us([lambda s=s, b=backend: mixed_gemm(*s, backend=b) for s in sets])
+        backend: time_us([lambda s=s, b=backend: mixed_gemm(*s, backend=b, weight_ready=True) for s in sets])
         for backend in ("auto", "hopper", "triton", "expand")
     }
     us = timed.pop("auto")

@@ -1,10 +1,11 @@
 """Every plan of the Hopper mixed product beside cuBLAS: what kernels/mixed/tuned.py and the rules should choose.
 
-    python benchmarks/tune_mixed_hopper.py [few] [many] [paper] [--top N] [--rows M ...] [--compile-only]
+    python benchmarks/tune_mixed_hopper.py [few] [many] [paper] [--top N] [--rows M ...] [--shapes NxK ...] [--rule]
+        [--compile-only]
 
 A line a plan, fastest first: us, times cuBLAS on the wide type, fraction of the operands' reading time, relative error
 to float64, whether five runs gave the same bits. Then one line a case: m n k group, the best plan's us, times cuBLAS,
-fraction of the reading time; the rule's; the second.
+fraction of the reading time; the rule's; the second. --rule: no other plans: the tables of docs/mixed-input.md.
 """
 
 import argparse
@@ -26,54 +27,59 @@ from quantrot.kernels.mixed.hopper import WIDTHS, Decode, Kernel, Plan
 FEW, MANY = (1, 8, 16, 32, 64), (256, 1024, 4096)
 
 
-TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (1, 2, 8), (4, 1, 2), (4, 1, 4), (2, 2, 4), (7, 1, 2), (8, 1, 2)]
-TEAMS += [(4, 2, 2), (4, 2, 4), (14, 1, 1), (7, 2, 2)]  # row warps, height, teams
+TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (3, 1, 4), (3, 1, 8), (1, 2, 8), (4, 1, 4), (2, 2, 4), (7, 1, 2)]
+TEAMS += [(7, 2, 2), (14, 1, 1)]
+SPLIT_TEAMS = [(4, 1, 2), (4, 1, 4), (2, 2, 4), (8, 1, 2), (4, 2, 2), (8, 1, 1)]
 REGISTERS = {0: 60, 1: 70, 2: 84, 4: 116, 8: 160}  # of a thread, about
 
 
 def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decode]:
-    """Plans that fill the device and fit."""
-    tokens = 0 if columns == 1 else 1 << (-(-columns // 8) - 1).bit_length()
-    for (row_warps, height, teams), resident, keep in product(TEAMS, (1, 2), (0, depth)):
-        plan = Decode(tokens, row_warps, teams, height, keep=keep, resident=resident)
-        tiles, slots = -(-rows // plan.rows), plan.grid(1 << 30, columns, hopper.PROCESSORS)
-        waves = -(-tiles // slots)
-        registers = REGISTERS[tokens] * (1 + (height - 1) * 0.6) + (20 if group else 0)
-        if (keep and waves == 1) or tiles < 0.85 * waves * slots:
-            continue
-        if plan.threads * registers * resident > 65536 or registers > 250:
-            continue
-        plan = plan.fitted()
-        flight = plan.stages * plan.rows * 128 * resident
-        if plan.stages >= 2 * teams and flight >= (24 if tokens > 2 else 48) << 10:
+    """Plans that fill the device and fit. Lean ones take half of shared memory, so that the next kernel's thread blocks
+    come, and read, while these end."""
+    eights = 1 << (-(-columns // 8) - 1).bit_length()
+    for tokens, (row_warps, height, teams) in product((0, 1) if columns == 1 else (eights,), TEAMS):
+        for resident, lean, keep in ((1, 0, 0), (1, 1, 0), (2, 1, 0), (1, 0, depth), (1, 1, depth), (2, 1, depth)):
+            plan = Decode(tokens, row_warps, teams, height, keep=keep, resident=1 + lean)
+            tiles, slots = -(-rows // plan.rows), hopper.PROCESSORS * resident
+            waves = -(-tiles // slots)
+            registers = REGISTERS[tokens] * (1 + (height - 1) * 0.6) + (20 if group else 0)
+            if (keep and waves == 1) or tiles < 0.85 * waves * slots:
+                continue
+            if plan.threads * registers * (1 + lean) > 65536 or registers > 250:
+                continue
+            plan = replace(plan.fitted(), resident=resident)
+            flight = plan.stages * plan.rows * 128 * resident
+            if plan.stages >= 2 * teams and flight >= (24 if tokens > 2 else 48) << 10:
+                yield plan
+    for row_warps, height, teams in SPLIT_TEAMS if columns > 1 else ():  # with K in two parts
+        plan = replace(Decode(eights, row_warps, teams, height).fitted(), split=2)
+        if 0.85 * hopper.PROCESSORS <= 2 * -(-rows // plan.rows) <= hopper.PROCESSORS:
             yield plan
-            yield replace(plan, warm=False)
 
 
 def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) -> Iterator[Plan]:
-    least = 64 if columns <= 256 or group else 128
-    widths = [w for w in WIDTHS if w >= least and (not group or w <= hopper.MOST_GROUPED)]
-    for width in widths:
-        tiles = -(-rows // 128) * -(-columns // width)
-        sets = (1, 2) if group and width <= 96 else (1,)
-        if width > max(columns, 64):
+    for width in WIDTHS:
+        if width < (128 if columns > 256 else 64) or width > max(columns, 64):
             continue
-        for share, kept in product((1, 2), sets):
-            if (share == 2 or width in (128, 256)) and tiles >= 100 and columns >= 256:
-                yield Plan(width, share=share, sets=kept)
-        for split, share in ((1, 1), (1, 2), (2, 1)) if weight else ():
-            plan = Plan(width, few=True, split=split, share=share, sets=2 if width <= 96 else 1)
+        tiles = -(-rows // 128) * -(-columns // width)
+        for share, halves in product((1, 2), (True, False)):
+            if width >= 192 and tiles >= 100 and columns >= 256:
+                yield Plan(width, share=share, odd=-(-rows // 128) % share > 0, halves=halves)
+        for (split, share), halves in product(((1, 1), (1, 2), (2, 1)) if weight else (), (True, False)):
+            plan = Plan(width, few=True, split=split, share=share, halves=halves)
             fits = plan.depth >= 3 and width * 132 * 4 <= plan.depth * (128 * 64 + width * 128)
             if plan.splits(depth) and fits and 90 <= tiles * split <= 264 and columns <= 1024:
                 yield plan
 
 
-def plans_of(c: Case) -> list[Plan | Decode]:
+def plans_of(c: Case, only_rule: bool = False) -> list[Plan | Decode]:
     weight = c["narrow_operand"] == "weight"
     rows, columns = (c["n"], c["m"]) if weight else (c["m"], c["n"])
     group = 0 if not c["group"] else 2 if c["group"] % 128 == 0 else 1
     rule = hopper.plan_for(rows, columns, c["k"], group, weight)
     found: list[Plan | Decode] = [rule]
+    if only_rule:
+        return found
     if weight and columns <= 64:
         found += few_plans(rows, columns, c["k"], group)
     if columns > hopper.FEW:
@@ -94,12 +100,15 @@ def compile_one(work: tuple[Plan | Decode, Kernel]) -> None:
         print("refused:", *work, f"{error!s:.300}", flush=True)
 
 
-def launch(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, c: Case, plan: Plan | Decode) -> torch.Tensor:
+def launch(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, c: Case, plan: Plan | Decode, ready: bool = True
+) -> torch.Tensor:
     x, weight = (t.view(torch.uint8) if t.dtype in KINDS else t for t in (x, weight))
-    return hopper.multiply(x, weight, scale, None, None, c["narrow"], c["narrow_operand"] == "weight", plan)
+    narrow_weight = c["narrow_operand"] == "weight"
+    return hopper.multiply(x, weight, scale, None, None, c["narrow"], narrow_weight, plan, ready=ready)
 
 
-def sweep(c: Case, gbps: float, top: int) -> str:
+def sweep(c: Case, gbps: float, top: int, only_rule: bool) -> str:
     """Time every plan of a case; its line of the summary."""
     sets = operands(c, copies_of(c))
     wide_x = c["narrow_operand"] == "weight"
@@ -110,7 +119,7 @@ def sweep(c: Case, gbps: float, top: int) -> str:
         exact = mixed_ref(x[-64:], weight.double(), scale[-64:])
     cublas, floor = cublas_us(c, copies_of(c)), traffic(c) / gbps / 1e3
     lines: list[tuple[float, str, Plan | Decode]] = []
-    for plan in plans_of(c):
+    for plan in plans_of(c, only_rule):
         try:
             y = launch(x, weight, scale, c, plan)
             error = ((y[-64:].double() - exact).norm() / exact.norm()).item()
@@ -129,7 +138,7 @@ def sweep(c: Case, gbps: float, top: int) -> str:
             lines.append((us, text, plan))
     lines.sort(key=lambda line: line[0])
     print(*c.values(), f"cuBLAS {cublas:.2f}", flush=True)
-    rule = plans_of(c)[0]
+    rule = plans_of(c, True)[0]
     for i, (_, text, plan) in enumerate(lines):
         if i < top or plan == rule:
             print(text, "rule" if plan == rule else "", flush=True)
@@ -140,9 +149,10 @@ def sweep(c: Case, gbps: float, top: int) -> str:
         return f"{name} nothing ran"
     us, text, plan = lines[0]
     second = f" | {short(lines[1][2])} {lines[1][0]:.2f}" if len(lines) > 1 else ""
+    waits = time_us([lambda s=s: launch(*s, c, plan, False) for s in sets], 3)
     return (
         f"{name} {us:.2f} {cublas / us:.3f}x {floor / us:.2f}f {short(plan)} | rule {ruled:.2f} {cublas / ruled:.3f}x"
-        f"{second}"
+        f"{second} | not ready {waits:.2f}"
     )
 
 
@@ -150,9 +160,9 @@ def short(plan: Plan | Decode) -> str:
     """A plan in a few letters."""
     if isinstance(plan, Decode):
         shape = f"r{plan.row_warps}h{plan.height}t{plan.teams} st{plan.stages} res{plan.resident}"
-        return f"decode {shape}{' keep' * bool(plan.keep)}{' cold' * (not plan.warm)}"
+        return f"decode {plan.tokens} {shape}{' keep' * bool(plan.keep)}{' split' * (plan.split > 1)}"
     kind = f"few s{plan.split}" if plan.few else "many"
-    return f"{kind} {plan.columns} share{plan.share} sets{plan.sets}"
+    return f"{kind} {plan.columns} share{plan.share}{' odd' * plan.odd}{' halves' * plan.halves}"
 
 
 def main() -> None:
@@ -160,6 +170,8 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["few", "many", "paper"])
     parser.add_argument("--top", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="*")
+    parser.add_argument("--shapes", nargs="*", default=["x".join(map(str, shape)) for shape in SHAPES])
+    parser.add_argument("--rule", action="store_true", help="no other plans")
     parser.add_argument("--compile-only", action="store_true", help="fill the cache of kernels")
     asked = parser.parse_args()
     cases: list[Case] = []
@@ -168,9 +180,10 @@ def main() -> None:
         cases += [case(*PAPER, kind, wide, operand) for kind, wide, operand in variants]
     for what, rows in (("few", FEW), ("many", MANY)):
         if what in asked.what:
-            todo = product(asked.rows or rows, SHAPES, (0, GROUP))
+            shapes = [tuple(map(int, shape.split("x"))) for shape in asked.shapes]
+            todo = product([m for m in rows if m in (asked.rows or rows)], shapes, (0, GROUP))
             cases += [case(m, n, k, "packed", "bfloat16", "weight", group) for m, (n, k), group in todo]
-    work = list(dict.fromkeys((plan, kernel_of(c)) for c in cases for plan in plans_of(c)))
+    work = list(dict.fromkeys((plan, kernel_of(c)) for c in cases for plan in plans_of(c, asked.rule)))
     print(len(work), "kernels", flush=True)
     with ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, work, chunksize=4))
@@ -178,7 +191,7 @@ def main() -> None:
         return
     gbps = copy_gbps()
     for c in cases:
-        print("BEST", sweep(c, gbps, asked.top), flush=True)
+        print("BEST", sweep(c, gbps, asked.top, asked.rule), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ scales and of e4m3 codes go through as in those sums.
 Backends, on CUDA devices: "hopper" (capability 9.0) and "triton", which widen codes on their way to the tensor cores
 (bfloat16 and float16; one scale a row, or groups in multiples of 64); "expand", which writes the dequantized operand,
 rounded to the wide type, and multiplies it by cuBLAS; "reference" (plain torch), which is also what a CPU runs. "auto"
-is "hopper" where it can run (K a multiple of 16, N of 8), but expands from 1024 rows of x on with scales of groups, and
-for large float16 products with narrow activations: there cuBLAS is faster. Elsewhere it is "triton", and expands where
-the wide operand has so many rows that this costs little against the product, and for what "triton" does not take: any
-N and K are right, K that is no multiple of 16 is read in narrower pieces. Up to 16 rows of x, on "triton", a row's bits
+is "hopper" where it can run (K a multiple of 16, N of 8). Elsewhere it is "triton", and expands where the wide operand
+has so many rows that this costs little against the product, and for what "triton" does not take: any N and K are right,
+K that is no multiple of 16 is read in narrower pieces. Up to 16 rows of x, on "triton", a row's bits
 do not depend on the other rows.
 
 What "expand" multiplies has been rounded once more: its error, relative to float64, is 2.35e-3 in bfloat16 and 2.9e-4
@@ -47,7 +46,7 @@ from quantrot.kernels.mixed.reference import (
     quantize_int8,
     unpack_int8,
 )
-from quantrot.kernels.mixed.tuned import EXPAND_FROM, HOPPER_EXPAND_FROM
+from quantrot.kernels.mixed.tuned import EXPAND_FROM
 from quantrot.kernels.operators import implement
 
 __all__ = ["dequantize_int8", "has_kernels", "mixed_gemm", "mixed_ref", "pack_int8", "quantize_int8", "unpack_int8"]
@@ -59,7 +58,7 @@ BACKENDS = ("auto", "hopper", "triton", "expand", "reference")
 GROUP_STEP = 64  # the kernels' groups are multiples of it
 
 OPERANDS = "Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? bias"
-torch.library.define("quantrot::mixed_gemm", f"({OPERANDS}, str backend) -> Tensor")
+torch.library.define("quantrot::mixed_gemm", f"({OPERANDS}, str backend, bool weight_ready=False) -> Tensor")
 torch.library.define(
     "quantrot::mixed_expand",
     "(Tensor codes, Tensor scale, Tensor? zero_point, int columns, ScalarType dtype) -> Tensor",
@@ -74,15 +73,20 @@ def mixed_gemm(
     bias: Tensor | None = None,
     *,
     backend: str = "auto",
+    weight_ready: bool = False,
 ) -> Tensor:
     """x [..., K] times the transpose of weight [N, K], one of them narrow: [..., N] in the wide one's dtype.
 
     Which is narrow, the dtypes say; scale and zero_point belong to it (activations count as [M, K], leading dimensions
     flattened). Any strides. Differentiable in the wide operand and the bias. The contract is at the top of the file.
+    weight_ready: nothing that still runs on the device writes weight, scale, zero_point or bias, as with a module's
+    parameters: then, for a few tokens, reading them begins before the kernel before this one has ended.
     Raises ValueError for shapes, dtypes or devices that do not fit, or a backend that cannot run here.
     """
+    copied = not scale.is_contiguous() or not (zero_point is None or zero_point.is_contiguous())
     scale, zero_point = _check(x, weight, scale, zero_point, bias, backend)
-    y = torch.ops.quantrot.mixed_gemm(x.reshape(-1, x.shape[-1]), weight, scale, zero_point, bias, backend)
+    flat, ready = x.reshape(-1, x.shape[-1]), weight_ready and not copied
+    y = torch.ops.quantrot.mixed_gemm(flat, weight, scale, zero_point, bias, backend, ready)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -184,16 +188,6 @@ def _hopper(codes: Tensor, wide: Tensor, scale: Tensor, narrow_weight: bool) -> 
     return hopper.unsupported(codes, wide, scale, narrow_weight)
 
 
-def _hopper_expands(codes: Tensor, wide: Tensor, groups: int, narrow_weight: bool) -> bool:
-    """Whether cuBLAS on the expanded operand is faster than the kernels for Hopper, and worth its second rounding.
-
-    Narrow bfloat16 activations are not: 4 % of the time, for an error of 2.35e-3 instead of 1.66e-3.
-    """
-    if narrow_weight:
-        return groups > 1 and wide.shape[0] >= HOPPER_EXPAND_FROM["group"]
-    return wide.dtype == torch.float16 and min(codes.shape[0], wide.shape[0]) >= HOPPER_EXPAND_FROM["x"]
-
-
 def _backend(codes: Tensor, wide: Tensor, scale: Tensor, narrow_weight: bool, asked: str) -> str:
     """The backend that runs, or ValueError where the one that was asked for cannot."""
     groups = scale.shape[1]
@@ -203,7 +197,7 @@ def _backend(codes: Tensor, wide: Tensor, scale: Tensor, narrow_weight: bool, as
         if not wide.is_cuda or wide.dtype == torch.float64:
             return "reference"
         if not _no_triton() and _hopper(codes, wide, scale, narrow_weight) is None:
-            return "expand" if _hopper_expands(codes, wide, groups, narrow_weight) else "hopper"
+            return "hopper"
         most = DECODE_COLUMNS + 1 if _is_hopper(wide) else EXPAND_FROM["channel" if groups == 1 else "group"]
         few = wide.shape[0] < most
         return "triton" if kernel_has_it and few and not _no_triton() else "expand"
@@ -239,7 +233,13 @@ def _expand(codes: Tensor, scale: Tensor, zero_point: Tensor | None, columns: in
 
 @implement("quantrot::mixed_gemm")
 def _mixed_gemm(
-    x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, backend: str
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    backend: str,
+    weight_ready: bool = False,
 ) -> Tensor:
     narrow_weight = x.dtype in WIDE
     wide, codes = (x, weight) if narrow_weight else (weight, x)
@@ -254,7 +254,8 @@ def _mixed_gemm(
         from quantrot.kernels.mixed import hopper
 
         left, right = (x, _bytes(codes)) if narrow_weight else (_bytes(codes), weight)
-        return hopper.multiply(left, right, scale, zero_point, bias, KINDS[codes.dtype], narrow_weight)
+        ready = weight_ready and right.data_ptr() == weight.data_ptr()
+        return hopper.multiply(left, right, scale, zero_point, bias, KINDS[codes.dtype], narrow_weight, ready=ready)
     from quantrot.kernels.mixed import triton
 
     wide = wide if wide.stride(-1) == 1 else wide.contiguous()
@@ -265,7 +266,13 @@ def _mixed_gemm(
 
 @torch.library.register_fake("quantrot::mixed_gemm")
 def _mixed_gemm_fake(
-    x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, backend: str
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    backend: str,
+    weight_ready: bool = False,
 ) -> Tensor:
     return (x if x.dtype in WIDE else weight).new_empty(x.shape[0], weight.shape[0])
 
@@ -283,7 +290,7 @@ def _mixed_expand_fake(
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    x, weight, scale, zero_point, bias, _ = inputs
+    x, weight, scale, zero_point, bias, *_ = inputs
     ctx.narrow_weight = x.dtype in WIDE
     ctx.columns = (x if ctx.narrow_weight else weight).shape[1]
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -298,7 +305,7 @@ def _backward(ctx, grad: Tensor):
         dx, dweight = (grad @ expanded, None) if ctx.narrow_weight else (None, grad.T @ expanded)
     if ctx.needs_input_grad[4]:
         dbias = grad.sum(0, dtype=torch.float32 if grad.dtype != torch.float64 else None).to(ctx.bias_dtype)
-    return dx, dweight, None, None, dbias, None
+    return dx, dweight, None, None, dbias, None, None
 
 
 torch.library.register_autograd("quantrot::mixed_gemm", _backward, setup_context=_save_for_backward)

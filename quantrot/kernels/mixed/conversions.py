@@ -67,6 +67,10 @@ _STEPS: dict[tuple[str, str], tuple[int, dict[str, int], tuple[str, ...]]] = {
 }
 
 
+_CODES, _ZEROS = "0x5150", "0x5454"  # permutations of a word of codes and a constant
+_FUNCTIONS = (("pair", 0, "0x4140", "c0"), ("upper", 16, "0x4342", "c1"), ("chosen", 0, "$2", "c0"))
+
+
 def _program(pairs: int, high: int, constants: dict[str, int], steps: tuple[str, ...]) -> str:
     """PTX for a register of 2 * pairs codes: t becomes two floats with the constant high byte and a code in the low
     one, then the steps turn t into out, for each pair."""
@@ -111,31 +115,38 @@ def program(kind: str, wide: str, pairs: int, arch: int) -> str:
 
 def device_functions() -> str:
     """C++: `Widen<KIND, T>::pair(codes)` and `upper(codes)`, the values of the two codes in a word's low or high bytes
-    as a pair of T, exactly.
+    as a pair of T, exactly; `chosen(codes, which)`, those of `pair` or two zeros, at no instruction more: which of
+    `chosen_codes` or `chosen_zeros` (not for e4m3, where NaN times zero is not zero).
 
     On the host (QUANTROT_EMULATED) by plain arithmetic, from `code_value` of the tests' emulator.
     """
     found = ["#ifdef QUANTROT_EMULATED", '#include "mixed.h"', "#endif"]
     found += ["namespace quantrot {", "enum Kind { INT8, UINT8, PACKED, E4M3 };", "template <int KIND, class T>"]
-    found += ["struct Widen;"]
+    found += ["struct Widen;", f"constexpr u32 chosen_codes = {_CODES}, chosen_zeros = {_ZEROS};"]
     for kind, (wide, name) in product(KINDS, (("bf16", "Bf16"), ("fp16", "Fp16"))):
         found += [f"template <>\nstruct Widen<{kind.upper()}, {name}> {{"]
-        for function, shift, select, half in (("pair", 0, "0x4140", "c0"), ("upper", 16, "0x4342", "c1")):
+        for function, shift, select, half in _FUNCTIONS[: 2 if kind == "e4m3" else 3]:
             text = program(kind, wide, 1, 90) or "{ .reg .b16 c0, c1; mov.b16 c0, $1; cvt.rn.f16x2.e4m3x2 $0, c0; }"
+            chooses = function == "chosen"
+            inputs = '"r"(codes), "r"(which)' if chooses else '"r"(codes)'
+            if chooses:  # the permutation takes the low bytes from the codes, or from the constant: the code for zero
+                high = _F16 if wide == "fp16" else _BF16
+                text = text.replace(f"{high:#x}", f"{high & 0xFF00FF00 | (0x00800080 if kind == 'packed' else 0):#x}")
             text = text.replace("cvt.u32.u16 t0, $1", "mov.b32 t0, $1").replace(
                 "mov.b16 c0, $1", "mov.b32 {c0, c1}, $1"
             )
             text = re.sub(r"(e4m3x2 \S+) c0", rf"\1 {half}", text).replace("0x4140", select)
             text = re.sub(r"\$(\d)", r"%\1", text.replace("%", "%%"))
             found += [
-                f"  __device__ __forceinline__ static u32 {function}(u32 codes) {{",
+                f"  __device__ __forceinline__ static u32 {function}(u32 codes{', u32 which' * chooses}) {{",
                 "#ifdef QUANTROT_EMULATED",
                 f"    constexpr int K = {kind.upper()};",
+                *(["    if (which == chosen_zeros) return 0;"] * chooses),
                 f"    codes >>= {shift};",
                 f"    return {name}::pack(code_value<K>(codes & 255), code_value<K>(codes >> 8));",
                 "#else",
                 "    u32 wide;",
-                f'    asm("{text}" : "=r"(wide) : "r"(codes));',
+                f'    asm("{text}" : "=r"(wide) : {inputs});',
                 "    return wide;",
                 "#endif",
                 "  }",

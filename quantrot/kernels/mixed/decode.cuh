@@ -36,9 +36,11 @@ __device__ __forceinline__ void multiply16(float (&d)[4], const u32 (&a)[4], u32
 }
 #endif
 
-// TOKENS: tiles of eight, or 0 for one token, which every lane then reads. KEEP: the tokens stay in shared memory.
-template <int TOKENS_, int HEIGHT_, int ROW_WARPS_, int KS_, int STAGES_, bool KEEP_>
+// TOKENS: tiles of eight, or 0 for one token, which every lane then reads. KEEP: the tokens stay in shared memory. SPLIT:
+// thread blocks of a cluster that share K, of one tile: the more rows a tile has, the fewer times the tokens are read.
+template <int TOKENS_, int HEIGHT_, int ROW_WARPS_, int KS_, int STAGES_, bool KEEP_, int SPLIT_>
 struct Decode {
+  static constexpr int SPLIT = SPLIT_;
   static constexpr int HEIGHT = HEIGHT_, ROW_WARPS = ROW_WARPS_, KS = KS_, STAGES = STAGES_;
   static constexpr bool ONE = TOKENS_ == 0, KEEP = KEEP_;
   static constexpr int TILES = ONE ? 1 : TOKENS_, COLUMNS = TILES * 8, USED = ONE ? 1 : COLUMNS;
@@ -48,10 +50,22 @@ struct Decode {
   static constexpr int SUMS = STAGES * CODES, BARRIERS = SUMS + KS * USED * PITCH * 4;
   static constexpr int TOKENS_AT = (BARRIERS + STAGES * 16 + 1023) / 1024 * 1024;
   static constexpr int CHAINS = HEIGHT * TILES <= 2 ? 2 : 1;  // products in a row that wait for each other: 8 / CHAINS
+  static_assert(SPLIT == 1 || !KEEP, "one tile reads its tokens once");
   static_assert(STAGES % KS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
 };
 
 __device__ __forceinline__ u32 turned(u32 g) { return g >> 1 | (g & 1) << 2; }
+
+// The group of a block of K, carried along: dividing by a number that the compiler does not know takes 20 instructions.
+struct Cursor {
+  int group, rest;  // and blocks of the group before this one
+
+  __device__ __forceinline__ Cursor(int block, int group_blocks) : group(block / group_blocks), rest(block % group_blocks) {}
+  __device__ __forceinline__ void advance(const Cursor& by, int group_blocks) {
+    group += by.group, rest += by.rest;
+    if (rest >= group_blocks) rest -= group_blocks, group++;
+  }
+};
 
 // What a lane needs beside the codes, of its rows and the groups of a stage.
 template <class P, class O>
@@ -60,11 +74,11 @@ struct Scales {
   float scale[P::HEIGHT][2][G];
   u32 zero[P::HEIGHT][2][G];
 
-  __device__ __forceinline__ void load(const MixedArgs& args, const int (&rows)[P::HEIGHT][2], int chunk) {
+  __device__ __forceinline__ void load(const MixedArgs& args, const int (&rows)[P::HEIGHT][2], const Cursor& cursor) {
 #pragma unroll
     for (int i = 0; i < P::HEIGHT * 2 * G; i++) {
       const int m = i / (2 * G), r = i / G % 2, e = i % G;
-      const int group = O::GROUP ? (chunk * 2 + e) / args.group_blocks : 0;
+      const int group = O::GROUP ? cursor.group + (e && cursor.rest + 1 == args.group_blocks) : 0;
       const i64 at = (i64)rows[m][r] * args.groups + min(group, args.groups - 1);
       if constexpr (O::GROUP != 0) {
         const float found = number<typename O::S>(args.scale, at);
@@ -90,12 +104,14 @@ struct Decoder {
     wide_at = P::ONE ? q * 32 : g * 128 + ((2 * q ^ g) << 4);
   }
 
-  __device__ __forceinline__ void begin(int row) {  // row: the warp's first
+  __device__ __forceinline__ void at(int row) {  // row: the warp's first
     const int mine = row + turned(lane_number() / 4);
 #pragma unroll
     for (int m = 0; m < P::HEIGHT; m++)
 #pragma unroll
       for (int r = 0; r < 2; r++) rows[m][r] = min(mine + 16 * m + 8 * r, args.rows - 1);
+  }
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < P::HEIGHT * P::TILES * 4; i++) sums[i / (4 * P::TILES)][i / 4 % P::TILES][i % 4] = 0.f;
   }
@@ -171,35 +187,45 @@ struct Decoder {
   }
 };
 
-// The teams' sums of a tile, added in the order of the teams -> y [tokens, rows].
+// The teams' sums of a tile, of each part of K in the order of the teams -> y [tokens, rows].
 template <class P, class O>
-__device__ __forceinline__ void store_teams(const MixedArgs& args, int row, u32 sums) {
-  constexpr int PAIRS = P::ROWS / 2;
-  for (int i = threadIdx.x; i < P::USED * PAIRS; i += 32 * P::WARPS) {
-    const int token = i / PAIRS, r = i % PAIRS * 2;
-    if (token >= args.columns || row + r >= args.rows) continue;
-    float lo = 0.f, hi = 0.f;
+__device__ __forceinline__ void store_teams(const MixedArgs& args, int row, u32 sums, u32 rank) {
+  constexpr int QUADS = P::ROWS / 4, THREADS = 32 * P::WARPS;
+  for (int i = rank * THREADS + threadIdx.x; i < P::USED * QUADS; i += P::SPLIT * THREADS) {
+    const int token = i / QUADS, r = i % QUADS * 4, at = row + r;  // rows are a multiple of eight
+    if (token >= args.columns || at >= args.rows) continue;
+    float sum[4];
 #pragma unroll
-    for (int s = 0; s < P::KS; s++) {
-      const float2 part = load_shared2(sums + ((s * P::USED + token) * P::PITCH + r) * 4);
-      lo = s ? lo + part.x : part.x, hi = s ? hi + part.y : part.y;
+    for (int s = 0; s < P::SPLIT * P::KS; s++) {
+      const u32 from = sums + ((s % P::KS * P::USED + token) * P::PITCH + r) * 4;
+      float4 part;
+      if constexpr (P::SPLIT > 1) {
+        part = load_cluster4(in_block(from, s / P::KS));
+      } else {
+        const float2 lo = load_shared2(from), hi = load_shared2(from + 8);
+        part = {lo.x, lo.y, hi.x, hi.y};
+      }
+      sum[0] = s ? sum[0] + part.x : part.x, sum[1] = s ? sum[1] + part.y : part.y;
+      sum[2] = s ? sum[2] + part.z : part.z, sum[3] = s ? sum[3] + part.w : part.w;
     }
-    const int at = row + r;  // rows are even
-    lo = finished<O>(lo, O::GROUP ? 1.f : number<typename O::S>(args.scale, at), number<typename O::B>(args.bias, at));
-    hi = finished<O>(hi, O::GROUP ? 1.f : number<typename O::S>(args.scale, at + 1),
-                     number<typename O::B>(args.bias, at + 1));
-    *(u32*)((unsigned short*)args.y + (i64)token * args.rows + at) = O::T::pack(lo, hi);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float scale = O::GROUP ? 1.f : number<typename O::S>(args.scale, at + j);
+      sum[j] = finished<O>(sum[j], scale, number<typename O::B>(args.bias, at + j));
+    }
+    u32* y = (u32*)((unsigned short*)args.y + (i64)token * args.rows + at);
+    y[0] = O::T::pack(sum[0], sum[1]), y[1] = O::T::pack(sum[2], sum[3]);
   }
 }
 
-// WARM: the first codes are asked for, into L2, before the kernel before this one has ended.
-template <class P, class O, bool WARM>
+// With args.early the first stages' codes are loaded, and scales read, before the kernel before this one has ended.
+template <class P, class O>
 __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* wide, const MixedArgs& args) {
   static_assert(O::WEIGHT, "few tokens by a narrow weight");
   const u32 base = shared_memory(), sums = base + P::SUMS, full = base + P::BARRIERS, empty = full + P::STAGES * 8;
-  const u32 tokens = base + P::TOKENS_AT, warp = warp_number();
-  const int tiles = parts_of(args.rows, P::ROWS), first = blockIdx.x, step = gridDim.x;
-  const int chunks = parts_of(parts_of(args.depth, 128), P::KS) * P::KS;
+  const u32 tokens = base + P::TOKENS_AT, warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
+  const int tiles = parts_of(args.rows, P::ROWS), first = blockIdx.x / P::SPLIT, step = gridDim.x / P::SPLIT;
+  const int chunks = args.segment, first_chunk = rank * chunks;  // past the end, zeros from the copy engine
   if (warp == P::WARPS) {
     if (lane_number() == 0) {
       tensor_prefetch(codes), tensor_prefetch(wide);
@@ -209,58 +235,71 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       }
       barrier_init_done();
     }
-    warp_sync();
-    if constexpr (WARM)
-      for (int c = 0; c < min(chunks, P::STAGES); c++) tensor_warm(codes, c * 128, first * P::ROWS);
   }
   block_sync();
-  grid_wait();
+  if (!args.early) grid_wait();
   Ring<P::STAGES> ring;
+  auto skip = [&](u32 count) {  // at most STAGES
+    ring.stage += count;
+    if (ring.stage >= P::STAGES) ring.stage -= P::STAGES, ring.parity ^= 1;
+  };
   if (warp == P::WARPS) {
     const u64 keep = cache_policy<LAST>(), stream = cache_policy<FIRST>();
+    auto load_codes = [&](int tile, int c, u32 stage, bool fetch) {
+      barrier_expect(full + stage * 8, P::CODES + (fetch ? P::WIDE : 0));
+      tensor_load(base + stage * P::CODES, codes, (first_chunk + c) * 128, tile * P::ROWS, full + stage * 8, stream);
+    };
+    auto load_tokens = [&](int c, u32 stage) {
+      const u32 bar = full + stage * 8, to = tokens + (P::KEEP ? c : stage) * P::WIDE;
+      const int column = (first_chunk + c) * 128;
+      tensor_load(to, wide, column, 0, bar, keep);
+      if constexpr (!P::ONE) tensor_load(to + P::WIDE / 2, wide, column + 64, 0, bar, keep);
+    };
+    const int ahead = first < tiles ? min(chunks, P::STAGES) : 0;
+    for (int c = 0; c < ahead; c++) load_codes(first, c, c, true);
+    if (args.early) grid_wait();
+    for (int c = 0; c < ahead; c++) load_tokens(c, c);
+    skip(ahead);
     for (int tile = first; tile < tiles; tile += step) {
       const bool fetch = !P::KEEP || tile == first;
-      for (int c = 0; c < chunks; c++, ring.next()) {
-        const u32 bar = full + ring.stage * 8, to = tokens + (P::KEEP ? c : ring.stage) * P::WIDE;
+      for (int c = tile == first ? ahead : 0; c < chunks; c++, ring.next()) {
         barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-        barrier_expect(bar, P::CODES + (fetch ? P::WIDE : 0));
-        tensor_load(base + ring.stage * P::CODES, codes, c * 128, tile * P::ROWS, bar, stream);
-        if (!fetch) continue;
-        if constexpr (P::ONE) {
-          tensor_load(to, wide, c * 128, 0, bar, keep);
-        } else {
-          tensor_load(to, wide, c * 128, 0, bar, keep);
-          tensor_load(to + P::WIDE / 2, wide, c * 128 + 64, 0, bar, keep);
-        }
+        load_codes(tile, c, ring.stage, fetch);
+        if (fetch) load_tokens(c, ring.stage);
       }
     }
+    if constexpr (P::SPLIT > 1) cluster_sync();
   } else {
     const u32 team = warp / P::ROW_WARPS, row_warp = warp % P::ROW_WARPS, lane = lane_number();
-    auto skip = [&](u32 count) {  // at most STAGES
-      ring.stage += count;
-      if (ring.stage >= P::STAGES) ring.stage -= P::STAGES, ring.parity ^= 1;
-    };
     skip(team);
     Decoder<P, O> decoder(args, row_warp);
+    const Cursor begins(2 * (first_chunk + team), args.group_blocks), each(2 * P::KS, args.group_blocks);
+    Cursor cursor = begins;
+    Scales<P, O> scales[2];
+    auto begin = [&](int tile) {  // scales of the first two stages; later, those before a stage's come with it
+      decoder.at(tile * P::ROWS + row_warp * 16 * P::HEIGHT);
+      cursor = begins;
+      scales[0].load(args, decoder.rows, cursor);
+      if (O::GROUP) cursor.advance(each, args.group_blocks), scales[1].load(args, decoder.rows, cursor);
+    };
+    if (first < tiles) begin(first);
     for (int tile = first; tile < tiles; tile += step) {
-      const int row = tile * P::ROWS;
-      decoder.begin(row + row_warp * 16 * P::HEIGHT);
-      Scales<P, O> scales[2];
-      scales[0].load(args, decoder.rows, team);
-      if (O::GROUP) scales[1].load(args, decoder.rows, team + P::KS);
+      decoder.clear();
       auto take = [&](int c, Scales<P, O>& its) {
         barrier_wait(full + ring.stage * 8, ring.parity);
         decoder.add(base + ring.stage * P::CODES, tokens + (P::KEEP ? c : ring.stage) * P::WIDE, its);
+        fence_async();  // or the arrival may overtake the last loads on their way, and the next copy land under them
         warp_sync();
         if (lane == 0) barrier_arrive(empty + ring.stage * 8);
         skip(P::KS);
-        if (O::GROUP) its.load(args, decoder.rows, c + 2 * P::KS);
+        if (O::GROUP) cursor.advance(each, args.group_blocks), its.load(args, decoder.rows, cursor);
       };
       for (int c = team; c < chunks; c += 2 * P::KS) {
         take(c, scales[0]);
         if (c + P::KS >= chunks) break;
         take(c + P::KS, scales[O::GROUP ? 1 : 0]);
       }
+      if (tile + step < tiles) begin(tile + step);  // on their way while the sums are added
 #pragma unroll
       for (int i = 0; i < P::HEIGHT * P::TILES * 4; i++) {
         const int m = i / (4 * P::TILES), t = i / 4 % P::TILES, v = i % 4;
@@ -268,11 +307,16 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
         const u32 at = row_warp * 16 * P::HEIGHT + m * 16 + v / 2 * 8 + turned(lane / 4);
         if (token < P::USED) store_shared(sums + ((team * P::USED + token) * P::PITCH + at) * 4, decoder.sums[m][t][v]);
       }
-      named_sync(1, 32 * P::WARPS);
-      store_teams<P, O>(args, row, sums);
+      if constexpr (P::SPLIT > 1) {
+        cluster_sync();
+      } else {
+        named_sync(1, 32 * P::WARPS);
+      }
+      store_teams<P, O>(args, tile * P::ROWS, sums, rank);
       if (tile + step < tiles) named_sync(1, 32 * P::WARPS);
     }
   }
+  if constexpr (P::SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 
 }  // namespace quantrot

@@ -4,11 +4,8 @@
 // The tensor core multiplies equal types and takes its first operand from registers, so the codes come to shared memory
 // as they are, a lane reads those of its part of the operand two by two (they are neighbours in a row), widens them
 // (`Widen`, from conversions.py) and multiplies; the wide operand goes from shared memory straight into the tensor core.
-// Two sets of operand registers: a block of 64 columns is widened while the one before it is multiplied.
-//
-//   one scale a row   sums of all of K in the tensor core's registers, scaled at the end
-//   GROUP = 1, 2      blocks of 64 that are summed before sum = fma(block's sum, scale, sum); with SETS = 2 that is done
-//                     while the next group is multiplied
+// All of K is summed in the tensor core's registers (see Multiplier), GROUP = 1, 2 blocks of 64 columns at a time if
+// scales belong to groups of columns.
 //
 //   prefill  persistent thread blocks; one warp feeds a ring of stages through the copy engine, GROUPS warpgroups of 64
 //            rows multiply; the blocks of a cluster are neighbours in rows and share the wide tile.
@@ -25,8 +22,9 @@ struct MixedArgs {
   void* y;
   int rows, columns, depth;
   int groups, group_blocks;  // scales a row, and how many blocks of 64 share one
-  int segment;               // blocks of 64 of a part of K, a multiple of four; each part has some
+  int segment;               // blocks of 64 of a part of K, a multiple of four (decode.cuh: of 128, of the teams)
   int tile_group;            // rows of tiles that run together, so that what they read stays in L2
+  int early;                 // what belongs to the weight may be read before the kernel before this one has ended
 };
 
 struct Fp32 {};
@@ -50,16 +48,32 @@ template <class T>
 inline u32 subtract_pair(u32 a, u32 b) {
   return T::pack(T::value(a) - T::value(b), T::value(a >> 16) - T::value(b >> 16));
 }
+template <class T>
+inline u32 multiply_pair(u32 a, u32 b) {
+  return T::pack(T::value(a) * T::value(b), T::value(a >> 16) * T::value(b >> 16));
+}
+inline float quotient(float a, float b) { return a / b; }
 #else
+#define QR_PAIR(OPERATION)                                                                                          \
+  u32 r;                                                                                                            \
+  if constexpr (T::BRAIN) {                                                                                         \
+    asm(OPERATION ".rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));                                             \
+  } else {                                                                                                          \
+    asm(OPERATION ".rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));                                              \
+  }                                                                                                                 \
+  return r
 template <class T>
 __device__ __forceinline__ u32 subtract_pair(u32 a, u32 b) {
-  u32 r;
-  if constexpr (T::BRAIN) {
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  } else {
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  }
-  return r;
+  QR_PAIR("sub");
+}
+template <class T>
+__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
+  QR_PAIR("mul");
+}
+__device__ __forceinline__ float quotient(float a, float b) {  // to 2 ulp, without a call
+  float q;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b));
+  return q;
 }
 #endif
 
@@ -67,22 +81,24 @@ __device__ __forceinline__ int parts_of(int size, int part) { return (size + par
 
 // --- What a kernel is made for ---------------------------------------------------------------------------------------
 
-// KIND of codes, wide type T, blocks that are summed before scaling (0: all), sets of sums; ZERO: there are zero points;
-// S, B: types of scales and bias.
-template <int KIND_, class T_, bool WEIGHT_, int GROUP_, int SETS_, bool ZERO_, class S_, class B_>
+// KIND of codes, wide type T, blocks that share a scale (0: all); ZERO: there are zero points; S, B: types of
+// scales and bias.
+template <int KIND_, class T_, bool WEIGHT_, int GROUP_, bool ZERO_, class S_, class B_>
 struct Operands {
-  static constexpr int KIND = KIND_, GROUP = GROUP_, SETS = SETS_;
+  static constexpr int KIND = KIND_, GROUP = GROUP_;
   static constexpr bool WEIGHT = WEIGHT_, ZERO = ZERO_;
   using T = T_;
   using S = S_;
   using B = B_;
   // Blocks that the loop takes at a time; a part of K is padded to a multiple of it, with zeros from the copy engine.
-  static constexpr int STEP = GROUP == 1 && SETS == 2 ? 1 : 2;
+  static constexpr int STEP = GROUP == 2 ? 2 : 1;
   static constexpr int ZERO_KIND = KIND == UINT8 ? UINT8 : INT8;
 };
 
-template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_>
+// ODD: an odd number of rows of tiles, see MixedTiles. HALVES: a block's products start two by two.
+template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool ODD_, bool HALVES_>
 struct Tile {
+  static constexpr bool ODD = ODD_ && SHARE_ > 1, HALVES = HALVES_;
   static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, STAGES = STAGES_, SPLIT = SPLIT_, SHARE = SHARE_;
   static constexpr int ROWS = 64 * GROUPS, W = COLUMNS / 2, CLUSTER = SPLIT * SHARE, PART = COLUMNS / SHARE;
   static constexpr int CODES = ROWS * 64, STAGE = CODES + COLUMNS * 128;  // bytes
@@ -94,20 +110,49 @@ struct Tile {
 
 // --- Loading ---------------------------------------------------------------------------------------------------------
 
-// A stage: the codes' tile, 64 bytes a row, and the wide tile, 128 bytes a row.
+// Fills a ring of stages: the codes' tile, 64 bytes a row, and the wide tile, 128 bytes a row. apart: the blocks of a
+// cluster have different wide tiles for once.
 template <class P>
-__device__ __forceinline__ void load_stage(const TensorMap* codes, const TensorMap* wide, u32 to, u32 bar, int k, int row,
-                                           int column, u32 rank, u64 codes_policy, u64 wide_policy) {
-  barrier_expect(bar, P::STAGE);
-  tensor_load(to, codes, k * 64, row, bar, codes_policy);
-  if constexpr (P::SHARE > 1) {
-    const u32 share = rank % P::SHARE;
-    tensor_load_all(to + P::CODES + share * P::PART * 128, wide, k * 64, column + share * P::PART, bar, wide_policy,
-                    ((1 << P::SHARE) - 1) << (rank - share));
-  } else {
-    tensor_load(to + P::CODES, wide, k * 64, column, bar, wide_policy);
+struct Loader {
+  const TensorMap *codes, *wide;
+  u32 base, full, empty, rank;
+  u64 codes_policy, wide_policy;
+  Ring<P::STAGES> ring;
+
+  __device__ __forceinline__ void load_codes(u32 stage, int k, int row) const {
+    barrier_expect(full + stage * 8, P::STAGE);
+    tensor_load(base + stage * P::STAGE, codes, k * 64, row, full + stage * 8, codes_policy);
   }
-}
+  __device__ __forceinline__ void load_wide(u32 stage, int k, int column, bool apart) const {
+    const u32 to = base + stage * P::STAGE + P::CODES, bar = full + stage * 8;
+    if (P::ODD && apart) {
+      for (int i = 0; i < P::SHARE; i++)
+        tensor_load(to + i * P::PART * 128, wide, k * 64, column + i * P::PART, bar, wide_policy);
+    } else if constexpr (P::SHARE > 1) {
+      const u32 share = rank % P::SHARE;
+      tensor_load_all(to + share * P::PART * 128, wide, k * 64, column + share * P::PART, bar, wide_policy,
+                      ((1 << P::SHARE) - 1) << (rank - share));
+    } else {
+      tensor_load(to, wide, k * 64, column, bar, wide_policy);
+    }
+  }
+
+  // The first tile's first blocks of K, from number `first` on, of `count`; how many. early: the codes, before the
+  // kernel before this one has ended.
+  __device__ __forceinline__ int start(int first, int count, int row, int column, bool apart, bool early) {
+    const int ahead = min(count, P::STAGES);
+    for (int k = 0; k < ahead; k++) load_codes(k, first + k, row);
+    if (early) grid_wait();
+    for (int k = 0; k < ahead; k++, ring.next()) load_wide(k, first + k, column, apart);
+    return ahead;
+  }
+  __device__ __forceinline__ void next(int k, int row, int column, bool apart) {
+    barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+    load_codes(ring.stage, k, row);
+    load_wide(ring.stage, k, column, apart);
+    ring.next();
+  }
+};
 
 // --- Multiplying -----------------------------------------------------------------------------------------------------
 
@@ -127,20 +172,6 @@ struct Lane {
   }
 };
 
-// A block's codes -> the operand's registers: a[j][2 h + r] is the row r of the lane, columns 16 j + 8 h + 2 q and next.
-template <class O>
-__device__ __forceinline__ void widen_block(u32 (&a)[4][4], u32 tile, const Lane& lane, const u32 (&zero)[2]) {
-  u32 codes[16];
-#pragma unroll
-  for (int i = 0; i < 16; i++)
-    codes[i] = load_shared_u16(tile + lane.offsets[i / 4] + i % 2 * 512 + i / 2 % 2 * 8);
-#pragma unroll
-  for (int i = 0; i < 16; i++) {
-    const u32 pair = Widen<O::KIND, typename O::T>::pair(codes[i]);
-    a[i / 4][i % 4] = O::ZERO ? subtract_pair<typename O::T>(pair, zero[i % 2]) : pair;
-  }
-}
-
 // A stage is handed back to the blocks that fill it.
 template <class P>
 __device__ __forceinline__ void hand_back(u32 bar, u32 rank) {
@@ -152,174 +183,181 @@ __device__ __forceinline__ void hand_back(u32 bar, u32 rank) {
 }
 
 // A warpgroup's sums over `count` blocks of K from number `first` on.
+//
+// The tensor core takes a product's first operand from the registers as it starts it, so a warp that issues several in a
+// row does nothing else meanwhile. Hence one at a time (HALVES: two), of 16 columns of K: while it runs, the columns
+// after the next are widened, and those after them come from shared memory.
+//
+// With groups the sums stay where they are, in units of the scale of the group that is added: before the next one they
+// are multiplied by (this scale / next scale), after the last by its scale. A group whose scale is 0, or less than 2^-64
+// of the one before it, counts as zeros and leaves the unit alone.
 template <class P, class O>
 struct Multiplier {
+  static constexpr int GROUP = O::GROUP ? O::GROUP : 1;
+  static constexpr bool CHOOSES = O::GROUP != 0 && O::KIND != E4M3 && !O::ZERO;
+  using T = typename O::T;
   const MixedArgs& args;
   Lane lane;
   u32 base, full, empty, rank, previous = 0;
   Ring<P::STAGES> ring;
+  u32 codes[2][4], a[4][4];  // of 16 columns each: [2 h + r] is the row r of the lane, columns 8 h + 2 q and the next
+  u32 zero[2], live[2];  // of each row: pairs that are subtracted; which codes count, or pairs of 1 or 0
+  float unit[2], ratio[2], coming[2];  // of each row: of the sums, from the unit before, of the next group
+  u32 coming_zero[2];
+  int group, left;  // number of the next group, and how many of its blocks are to come
 
   __device__ __forceinline__ Multiplier(const MixedArgs& args, u32 group, u32 base, u32 full, u32 empty, u32 rank)
       : args(args), lane(group), base(base), full(full), empty(empty), rank(rank) {}
 
-  // Scale and zero point of a row and the group of block k; a block past the end has the scale 0.
-  __device__ __forceinline__ float scale(int r, int k) const {
-    const int g = k / args.group_blocks;
-    return g < args.groups ? number<typename O::S>(args.scale, (i64)lane.rows[r] * args.groups + g) : 0.f;
+  __device__ __forceinline__ void find() {  // what the next group has; past the end the scale 0
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const i64 at = (i64)lane.rows[r] * args.groups + min(group, args.groups - 1);
+      if constexpr (O::GROUP != 0) {
+        const float found = number<typename O::S>(args.scale, at);
+        coming[r] = group < args.groups ? found : 0.f;
+      }
+      if constexpr (O::ZERO) coming_zero[r] = __ldg(args.zero + at);
+    }
   }
-  __device__ __forceinline__ u32 zero_pair(int r, int k) const {
-    const u32 code = __ldg(args.zero + ((i64)lane.rows[r] * args.groups + min(k / args.group_blocks, args.groups - 1)));
-    return Widen<O::ZERO_KIND, typename O::T>::pair(code * 0x101);
-  }
-  __device__ __forceinline__ void zeros(u32 (&zero)[2], int k) const {
-    if constexpr (O::ZERO) zero[0] = zero_pair(0, k), zero[1] = zero_pair(1, k);
+  __device__ __forceinline__ void enter() {  // what is widened from here on is of the next group
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      if constexpr (O::GROUP != 0) {
+        const bool dead = coming[r] == 0.f || fabsf(unit[r]) > 0x1p64f * fabsf(coming[r]);
+        ratio[r] = dead || unit[r] == coming[r] ? 1.f : quotient(unit[r], coming[r]);
+        unit[r] = dead ? unit[r] : coming[r];
+        live[r] = CHOOSES ? (dead ? chosen_zeros : chosen_codes) : dead ? 0u : T::BRAIN ? 0x3F803F80u : 0x3C003C00u;
+      }
+      if constexpr (O::ZERO) zero[r] = Widen<O::ZERO_KIND, T>::pair(coming_zero[r] * 0x101);
+    }
+    if constexpr (O::GROUP != 0) {
+      left -= GROUP;
+      if (left <= 0) left += args.group_blocks, group++;
+      find();
+    }
   }
 
-  __device__ __forceinline__ void widen(u32 (&a)[4][4], const u32 (&zero)[2]) {
-    barrier_wait(full + ring.stage * 8, ring.parity);
-    widen_block<O>(a, base + ring.stage * P::STAGE, lane, zero);
-  }
-  __device__ __forceinline__ void multiply(float (&d)[P::W], const u32 (&a)[4][4], bool add) {
-    const u32 wide = base + ring.stage * P::STAGE + P::CODES;
-    product_fence();
+  // Number j of a block's four products.
+  __device__ __forceinline__ void load(int j, u32 tile) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) product16<typename O::T>(d, a[j], operand(wide, j), add || j > 0);
-    product_commit();
+    for (int i = 0; i < 4; i++) codes[j % 2][i] = load_shared_u16(tile + lane.offsets[j] + i % 2 * 512 + i / 2 * 8);
   }
-  __device__ __forceinline__ void next() {
-    previous = ring.stage;
-    ring.next();
+  __device__ __forceinline__ void widen(int j) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if constexpr (CHOOSES) {
+        a[j][i] = Widen<O::KIND, T>::chosen(codes[j % 2][i], live[i % 2]);
+      } else {
+        u32 pair = Widen<O::KIND, T>::pair(codes[j % 2][i]);
+        if constexpr (O::ZERO) pair = subtract_pair<T>(pair, zero[i % 2]);
+        a[j][i] = O::GROUP ? multiply_pair<T>(pair, live[i % 2]) : pair;
+      }
+    }
+  }
+  __device__ __forceinline__ void multiply(float (&d)[P::W], int j, u32 tile, bool add) {
+    product_fence();
+    product16<T>(d, a[j], operand(tile + P::CODES, j), add);
+    product_commit();
   }
   __device__ __forceinline__ void back() { hand_back<P>(empty + previous * 8, rank); }
 
-  // All of K into the same sums.
-  __device__ __forceinline__ void whole(float (&d)[P::W], int first, int count) {
-    u32 a[2][4][4], zero[2];
-    zeros(zero, 0);
-    widen(a[0], zero);
-    multiply(d, a[0], false);
-    next();
-    for (int k = 1;; k += 2) {
-      widen(a[1], zero);
-      multiply(d, a[1], true);
+  // LAST: of all; ENDS: of a group.
+  template <bool LAST, bool ENDS>
+  __device__ __forceinline__ void block(float (&d)[P::W], bool begun) {
+    if constexpr (P::HALVES) {
+      halves<LAST, ENDS>(d, begun);
+      return;
+    }
+    const u32 tile = base + ring.stage * P::STAGE;
+    multiply(d, 0, tile, begun);
+    load(3, tile);
+    product_wait<2>();
+    widen(2);
+    multiply(d, 1, tile, true);
+    product_wait<2>();
+    if (begun) back();
+    previous = ring.stage;
+    ring.next();
+    const u32 after = base + ring.stage * P::STAGE;
+    if constexpr (!LAST) {
+      barrier_wait(full + ring.stage * 8, ring.parity);
+      load(0, after);
+    }
+    widen(3);
+    multiply(d, 2, tile, true);
+    if constexpr (!LAST) {
+      load(1, after);
+      if constexpr (ENDS) enter();
+      product_wait<2>();
+      widen(0);
+    }
+    multiply(d, 3, tile, true);
+    if constexpr (!LAST) {
+      load(2, after);
+      product_wait<2>();
+      widen(1);
+    }
+    finish<LAST, ENDS>(d);
+  }
+  template <bool LAST, bool ENDS>
+  __device__ __forceinline__ void halves(float (&d)[P::W], bool begun) {
+    const u32 tile = base + ring.stage * P::STAGE;
+    multiply2(d, 0, tile, begun);
+    load(2, tile), load(3, tile);
+    product_wait<1>();
+    if (begun) back();
+    previous = ring.stage;
+    ring.next();
+    widen(2), widen(3);
+    multiply2(d, 2, tile, true);
+    if constexpr (!LAST) {
+      const u32 after = base + ring.stage * P::STAGE;
+      barrier_wait(full + ring.stage * 8, ring.parity);
+      load(0, after), load(1, after);
+      if constexpr (ENDS) enter();
       product_wait<1>();
-      back();
-      next();
-      if (k + 1 >= count) break;
-      widen(a[0], zero);
-      multiply(d, a[0], true);
-      product_wait<1>();
-      back();
-      next();
+      widen(0), widen(1);
     }
-    product_wait<0>();
-    product_done(d);
-    back();
+    finish<LAST, ENDS>(d);
   }
-
-  __device__ __forceinline__ void promote(float (&sum)[P::W], float (&d)[P::W], const float (&scales)[2]) {
-#pragma unroll
-    for (int i = 0; i < P::W; i++) sum[i] = fmaf(d[i], scales[i / 2 % 2], sum[i]);
+  __device__ __forceinline__ void multiply2(float (&d)[P::W], int j, u32 tile, bool add) {
+    product_fence();
+    product16<T>(d, a[j], operand(tile + P::CODES, j), add);
+    product16<T>(d, a[j + 1], operand(tile + P::CODES, j + 1), true);
+    product_commit();
   }
-
-  // A group at a time, one set of sums: the other warpgroup multiplies while this one scales.
-  __device__ __forceinline__ void groups_one(float (&sum)[P::W], int first, int count) {
-    float d[P::W], scales[2];
-    u32 a[2][4][4], zero[2];
-    auto group = [&](u32 (&its)[4][4], int k, bool begins) {  // up to where its last product runs
-      zeros(zero, first + k);
-      widen(its, zero);
-      if (!begins) {
-        product_wait<0>();
-        product_done(d);
-        back();
-        promote(sum, d, scales);
-      }
-      multiply(d, its, false);
-      next();
-      scales[0] = scale(0, first + k), scales[1] = scale(1, first + k);
-      if constexpr (O::GROUP == 2) {
-        widen(a[1], zero);
-        multiply(d, a[1], true);
-        product_wait<1>();
-        back();
-        next();
-      }
-    };
-    group(a[0], 0, true);
-    if constexpr (O::GROUP == 1) group(a[1], 1, false);
-    for (int k = 2; k < count; k += 2) {
-      group(a[0], k, false);
-      if constexpr (O::GROUP == 1) group(a[1], k + 1, false);
-    }
-    product_wait<0>();
-    product_done(d);
-    back();
-    promote(sum, d, scales);
-  }
-
-  // Two sets of sums: one group is scaled while the next is multiplied.
-  __device__ __forceinline__ void groups_two(float (&sum)[P::W], int first, int count) {
-    float d[2][P::W], scales[2][2];
-    u32 a[2][4][4], zero[2];
-    auto group = [&](float (&now)[P::W], float (&its)[2], float (&before)[P::W], float (&older)[2], u32 (&first_a)[4][4],
-                     int k, bool begins) {
-      zeros(zero, first + k);
-      its[0] = scale(0, first + k), its[1] = scale(1, first + k);
-      widen(first_a, zero);
-      multiply(now, first_a, false);
-      if (!begins) {
-        product_wait<1>();
-        product_done(before);
-        back();
-      }
-      next();
-      if constexpr (O::GROUP == 2) {
-        widen(a[1], zero);
-        multiply(now, a[1], true);
-        if (!begins) promote(sum, before, older);
-        product_wait<1>();
-        back();
-        next();
-      } else {
-        if (!begins) promote(sum, before, older);
-      }
-    };
-    constexpr int G = O::GROUP;
-    group(d[0], scales[0], d[1], scales[1], a[0], 0, true);
-    int k = G;
-    for (; k + G < count; k += 2 * G) {
-      group(d[1], scales[1], d[0], scales[0], a[G == 1], k, false);
-      group(d[0], scales[0], d[1], scales[1], a[0], k + G, false);
-    }
-    auto end = [&](float (&last)[P::W], const float (&its)[2]) {
+  template <bool LAST, bool ENDS>
+  __device__ __forceinline__ void finish(float (&d)[P::W]) {
+    if constexpr (LAST || ENDS) {
       product_wait<0>();
-      product_done(last);
-      back();
-      promote(sum, last, its);
-    };
-    if (k < count) {  // the assembler serializes products unless both ends are there
-      group(d[1], scales[1], d[0], scales[0], a[G == 1], k, false);
-      end(d[1], scales[1]);
-    } else {
-      end(d[0], scales[0]);
+      product_done(d);
+      if constexpr (LAST) back();
+    }
+    if constexpr (ENDS) {
+#pragma unroll
+      for (int i = 0; i < P::W; i++) d[i] *= LAST ? unit[i / 2 % 2] : ratio[i / 2 % 2];
     }
   }
 
   // count: at least one, padded here.
   __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
+    constexpr bool ENDS = O::GROUP != 0;
     count = parts_of(count, O::STEP) * O::STEP;
-    if constexpr (O::GROUP == 0) {
-      whole(sum, first, count);
-    } else {
+    unit[0] = 0.f, unit[1] = 0.f, group = first / args.group_blocks, left = args.group_blocks - first % args.group_blocks;
+    find();
+    enter();
+    const u32 tile = base + ring.stage * P::STAGE;
+    barrier_wait(full + ring.stage * 8, ring.parity);
 #pragma unroll
-      for (int i = 0; i < P::W; i++) sum[i] = 0.f;
-      if constexpr (O::SETS == 1) {
-        groups_one(sum, first, count);
-      } else {
-        groups_two(sum, first, count);
-      }
+    for (int j = 0; j < 2; j++) load(j, tile), widen(j);
+    if constexpr (!P::HALVES) load(2, tile);
+    for (int k = 0; k + GROUP < count; k += GROUP) {
+      if constexpr (GROUP == 2) block<false, false>(sum, k > 0);
+      block<false, ENDS>(sum, GROUP == 2 || k > 0);
     }
+    if constexpr (GROUP == 2) block<false, false>(sum, count > GROUP);
+    block<true, ENDS>(sum, GROUP == 2 || count > GROUP);
   }
 };
 
@@ -331,16 +369,30 @@ __device__ __forceinline__ float finished(float sum, float scale, float bias) {
 
 // --- Many columns ----------------------------------------------------------------------------------------------------
 
-// The tiles of y, in groups of rows, columns inside; a cluster takes neighbours in rows.
+// The tiles of y for the blocks of a cluster, neighbours in rows: in groups of rows, columns inside. The last row of
+// tiles of an odd number is for blocks that are neighbours in columns, and so do not share the wide tile.
+template <class P>
 struct MixedTiles {
-  int rows, columns, group;
+  int rows, columns, group, odd;  // rows of clusters; whether there is another of tiles
 
-  __device__ __forceinline__ int count() const { return rows * columns; }
-  __device__ __forceinline__ void at(int i, int& row, int& column) const {
-    const int first = i / (group * columns) * group, inside = i - first * columns;
-    const int height = min(group, rows - first);
-    row = first + inside % height;
-    column = inside / height;
+  __device__ __forceinline__ MixedTiles(const MixedArgs& args)
+      : rows(P::ODD ? parts_of(args.rows, P::ROWS) / P::SHARE : parts_of(args.rows, P::ROWS * P::SHARE)),
+        columns(parts_of(args.columns, P::COLUMNS)),
+        group(args.tile_group),
+        odd(P::ODD ? parts_of(args.rows, P::ROWS) % P::SHARE : 0) {}
+  __device__ __forceinline__ int count() const { return rows * columns + odd * parts_of(columns, P::SHARE); }
+  // The first row and column of the block `rank`'s tile, which may be past the end; whether the wide tile is its own.
+  __device__ __forceinline__ bool at(int i, int rank, int& row, int& column) const {
+    const bool apart = P::ODD && i >= rows * columns;
+    if (apart) {
+      row = rows * P::SHARE, column = (i - rows * columns) * P::SHARE + rank;
+    } else {
+      const int first = i / (group * columns) * group, inside = i - first * columns;
+      const int height = min(group, rows - first);
+      row = (first + inside % height) * P::SHARE + rank, column = inside / height;
+    }
+    row *= P::ROWS, column *= P::COLUMNS;
+    return apart;
   }
 };
 
@@ -408,7 +460,7 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
   static_assert(P::STAGES * (P::STAGE + 16) + P::GROUPS * P::OUTPUT <= 227 << 10, "shared memory");
   const u32 base = shared_memory(), output = base + P::STAGES * P::STAGE, full = output + P::GROUPS * P::OUTPUT;
   const u32 empty = full + P::STAGES * 8, warp = warp_number(), rank = P::SHARE > 1 ? cluster_rank() : 0;
-  const MixedTiles tiles{parts_of(args.rows, P::ROWS * P::SHARE), parts_of(args.columns, P::COLUMNS), args.tile_group};
+  const MixedTiles<P> tiles(args);
   const int blocks = parts_of(parts_of(args.depth, 64), O::STEP) * O::STEP;
   if (warp == P::GROUPS * 4 && lane_number() == 0) {
     tensor_prefetch(codes), tensor_prefetch(wide), tensor_prefetch(y);
@@ -423,22 +475,19 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
   } else {
     block_sync();
   }
-  grid_wait();
+  if (!args.early) grid_wait();
   if (warp >= P::GROUPS * 4) {
     if constexpr (P::GROUPS == 2) give_registers<24>();
     if constexpr (P::GROUPS == 3) give_registers<32>();
     if (warp == P::GROUPS * 4) {
       const u64 policy = cache_policy<NORMAL>();
-      Ring<P::STAGES> ring;
-      for (int i = blockIdx.x / P::SHARE; i < tiles.count(); i += gridDim.x / P::SHARE) {
+      const int first = blockIdx.x / P::SHARE;
+      Loader<P> loader{codes, wide, base, full, empty, rank, policy, policy, {}};
+      for (int i = first; i < tiles.count(); i += gridDim.x / P::SHARE) {
         int row, column;
-        tiles.at(i, row, column);
-        row = (row * P::SHARE + rank) * P::ROWS, column *= P::COLUMNS;
-        for (int k = 0; k < blocks; k++, ring.next()) {
-          barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-          load_stage<P>(codes, wide, base + ring.stage * P::STAGE, full + ring.stage * 8, k, row, column, rank, policy,
-                        policy);
-        }
+        const bool apart = tiles.at(i, rank, row, column);
+        for (int k = i == first ? loader.start(0, blocks, row, column, apart, args.early) : 0; k < blocks; k++)
+          loader.next(k, row, column, apart);
       }
     }
   } else {
@@ -448,8 +497,8 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
     Multiplier<P, O> multiplier(args, group, base, full, empty, rank);
     for (int i = blockIdx.x / P::SHARE; i < tiles.count(); i += gridDim.x / P::SHARE) {
       int row, column;
-      tiles.at(i, row, column);
-      row = (row * P::SHARE + rank) * P::ROWS + group * 64, column *= P::COLUMNS;
+      tiles.at(i, rank, row, column);
+      row += group * 64;
       multiplier.lane.at(row, args.rows);
       float sum[P::W];
       multiplier.run(sum, 0, blocks);
@@ -491,7 +540,7 @@ __device__ __forceinline__ void store_parts(const MixedArgs& args, int row, int 
 }
 
 // HEAVY: a whole warpgroup loads, and leaves its registers to those that multiply.
-template <class P, class O, bool HEAVY, bool WARM>
+template <class P, class O, bool HEAVY>
 __device__ __forceinline__ void few(const TensorMap* codes, const TensorMap* wide, const MixedArgs& args) {
   static_assert(O::WEIGHT, "few tokens by a narrow weight");
   static_assert(P::COLUMNS * P::PITCH * 4 <= P::STAGES * P::STAGE, "the parts take the stages' place");
@@ -510,26 +559,20 @@ __device__ __forceinline__ void few(const TensorMap* codes, const TensorMap* wid
       }
       barrier_init_done();
     }
-    warp_sync();
-    if constexpr (WARM)
-      for (int k = 0; k < min(padded, P::STAGES); k++) tensor_warm(codes, (first + k) * 64, row);
   }
   if constexpr (P::SHARE > 1) {
     cluster_start();
   } else {
     block_sync();
   }
-  grid_wait();
+  if (!args.early) grid_wait();
   if (warp >= P::GROUPS * 4) {
     if constexpr (HEAVY) give_registers<24>();
     if (warp == P::GROUPS * 4) {
       const u64 keep = cache_policy<LAST>(), stream = tiles == 1 ? cache_policy<FIRST>() : cache_policy<NORMAL>();
-      Ring<P::STAGES> ring;
-      for (int k = 0; k < padded; k++, ring.next()) {
-        barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-        load_stage<P>(codes, wide, base + ring.stage * P::STAGE, full + ring.stage * 8, first + k, row, column, rank,
-                      stream, keep);
-      }
+      Loader<P> loader{codes, wide, base, full, empty, rank, stream, keep, {}};
+      for (int k = loader.start(first, padded, row, column, false, args.early); k < padded; k++)
+        loader.next(first + k, row, column, false);
     }
     if constexpr (P::CLUSTER > 1) cluster_sync();
   } else {

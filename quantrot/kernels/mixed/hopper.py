@@ -4,10 +4,12 @@
     unsupported  why these operands are not for it, or None
 
 Order of operations: with one scale a row, all of K is summed by the tensor cores in float32, the sum is multiplied by
-the scale, the bias is added, the result is rounded once. With groups, the sum of 64 or 128 columns times its scale is
-added (fused) to a float32 sum in the order of K. With few tiles, K is in as many parts as the plan says, each such a
-chain, added in order. Few tokens (decode.cuh): columns of K in 128s are dealt to as many teams as the plan says, each
-such a chain, added in order. Plans for the same number of parts or teams give the same bits, whatever their tiles.
+the scale, the bias is added, the result is rounded once. With groups, many tokens: before a group is added the float32
+sum is multiplied by (scale of the group before it / its scale), after the last one by its scale; a group whose scale is
+0, or under 2^-64 of the one before it, adds nothing. With few tiles, K is in as many parts as the plan says, each such
+a chain, added in order. Few tokens (decode.cuh): the sum of 64 or 128 columns times its scale is added (fused) to a
+float32 sum; columns of K in 128s are dealt to as many teams as the plan says, in each part of K, each such a chain in
+the order of K, added in order. Plans for the same number of parts and teams give the same bits, whatever their tiles.
 """
 
 import ctypes
@@ -29,7 +31,6 @@ NUMBERS = WIDE | {torch.float32: "Fp32"}
 BLOCK = 64  # columns of K in a stage
 STEP = 4  # blocks that every part of K but the last has a multiple of
 WIDTHS = (64, 96, 128, 160, 192, 224, 240, 256)  # columns of a tile
-MOST_GROUPED = 160  # of which, with groups: their sums take as many registers again
 FEW = 16  # tokens, up to which a product is Decode's by rule
 SOME = 64  # and up to which it is so where one wave of tiles has all rows
 CHUNK = 128  # columns of K in a stage of Decode
@@ -58,12 +59,12 @@ class Kernel:
     scale: torch.dtype
     bias: torch.dtype | None
 
-    def operands(self, sets: int) -> str:
+    def operands(self) -> str:
         bias = "None" if self.bias is None else NUMBERS[self.bias]
         flags = [str(flag).lower() for flag in (self.weight, self.zero)]
         return (
             f"quantrot::Operands<quantrot::{self.kind.upper()}, quantrot::{WIDE[self.wide]}, {flags[0]}, {self.group}, "
-            f"{sets}, {flags[1]}, quantrot::{NUMBERS[self.scale]}, quantrot::{bias}>"
+            f"{flags[1]}, quantrot::{NUMBERS[self.scale]}, quantrot::{bias}>"
         )
 
 
@@ -80,11 +81,11 @@ class Plan:
     split: int = 1  # thread blocks of a cluster that share K
     share: int = 1  # and that share the wide tile, each with its own rows
     groups: int = 2  # warpgroups that multiply
-    sets: int = 1  # of sums, with groups of columns: with 2, one is scaled while the other is multiplied
+    odd: bool = False  # an odd number of rows of tiles: the last one's go to clusters as neighbours in columns
+    halves: bool = True  # two products of 16 columns at a time
     stages: int = 0  # blocks of K in shared memory; 0: as many as fit
     resident: int = 1  # thread blocks a multiprocessor
     tile_group: int = 8  # rows of tiles that run together
-    warm: bool = False  # ask for the first codes, into L2, before the kernel before this one has ended
 
     @property
     def rows(self) -> int:
@@ -118,16 +119,23 @@ class Plan:
         return self.depth * self._stage() + self._output()
 
     def call(self, kernel: Kernel) -> str:
-        tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}>"
-        operands = kernel.operands(self.sets if kernel.group else 1)
+        how = ", ".join(str(flag).lower() for flag in (self.odd, self.halves))
+        tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}, {how}>"
+        operands = kernel.operands()
         if not self.few:
             return f"prefill<{tile}, {operands}>(&codes, &wide, &y, args)"
-        flags = ", ".join(str(flag).lower() for flag in (self.heavy, self.warm))
-        return f"few<{tile}, {operands}, {flags}>(&codes, &wide, args)"
+        return f"few<{tile}, {operands}, {str(self.heavy).lower()}>(&codes, &wide, args)"
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
-        tiles = _ceil(rows, self.rows * self.share) * _ceil(columns, self.columns)
+        tiles = self.tiles(rows, columns)
         return (tiles if self.few else min(tiles, processors // self.share)) * self.cluster
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """Of clusters."""
+        down, across = _ceil(rows, self.rows), _ceil(columns, self.columns)
+        if not self.odd:
+            return _ceil(down, self.share) * across
+        return down // self.share * across + _ceil(down % self.share * across, self.share)
 
     def segment(self, depth: int) -> int:
         """Blocks of K in a part, a multiple of STEP."""
@@ -145,7 +153,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Decode:
-    """Tiles of 16 * height * row_warps rows of the weight by all tokens, all of K, in persistent thread blocks."""
+    """Tiles of 16 * height * row_warps rows of the weight by all tokens, all of K, in persistent thread blocks.
+
+    With `split` a cluster takes a tile, and its thread blocks share K.
+    """
 
     tokens: int  # in eights: 0 (one token), 1, 2, 4 or 8
     row_warps: int = 2
@@ -154,9 +165,12 @@ class Decode:
     stages: int = 8  # of CHUNK columns of K in shared memory, a multiple of teams
     keep: int = 0  # columns of K for which shared memory holds all tokens, read once; 0: they come with the codes
     resident: int = 1  # thread blocks a multiprocessor
-    warm: bool = True  # ask for the first codes, into L2, before the kernel before this one has ended
+    split: int = 1
     few: ClassVar[bool] = True
-    cluster: ClassVar[int] = 1
+
+    @property
+    def cluster(self) -> int:
+        return self.split
 
     @property
     def rows(self) -> int:
@@ -195,19 +209,23 @@ class Decode:
         return replace(self, stages=min(32, free // stage) // self.teams * self.teams)
 
     def call(self, kernel: Kernel) -> str:
-        keep, warm = (str(bool(flag)).lower() for flag in (self.keep, self.warm))
-        tile = f"{self.tokens}, {self.height}, {self.row_warps}, {self.teams}, {self.stages}, {keep}"
-        return f"decode<quantrot::Decode<{tile}>, {kernel.operands(1)}, {warm}>(&codes, &wide, args)"
+        keep = str(bool(self.keep)).lower()
+        tile = f"{self.tokens}, {self.height}, {self.row_warps}, {self.teams}, {self.stages}, {keep}, {self.split}"
+        return f"decode<quantrot::Decode<{tile}>, {kernel.operands()}>(&codes, &wide, args)"
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
-        return min(_ceil(rows, self.rows), processors * self.resident)
+        tiles = _ceil(rows, self.rows)
+        return tiles * self.split if self.split > 1 else min(tiles, processors * self.resident)
 
     def segment(self, depth: int) -> int:
-        return 0
+        """Columns of K in a part, in 128s, a multiple of the teams."""
+        return _ceil(_ceil(_ceil(depth, CHUNK), self.split), self.teams) * self.teams
 
     def splits(self, depth: int) -> bool:
-        """Whether the tokens that are kept fit."""
-        return not self.keep or self._chunks(depth) <= self._chunks(self.keep)
+        """Whether the tokens that are kept fit, and every part has some of K."""
+        if self.keep:
+            return self.split == 1 and self._chunks(depth) <= self._chunks(self.keep)
+        return self.segment(depth) * (self.split - 1) < _ceil(depth, CHUNK)
 
     def boxes(self, weight: bool) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes and the wide operand."""
@@ -251,14 +269,14 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
         return decode_plan(rows, columns, depth, group)
     best: tuple[float, Plan] | None = None
     for width in WIDTHS:
-        if (group and width > MOST_GROUPED) or (columns <= SOME and width > SOME):
+        if columns <= SOME and width > SOME:
             continue
         for split in (1, 2) if weight else (1,):
             share = 2 if split == 1 and rows > 128 else 1
-            plan = Plan(width, few=split > 1, split=split, share=share, sets=2 if width <= 96 else 1)
-            tiles = _ceil(rows, 128 * share) * _ceil(columns, width)
+            odd = _ceil(rows, 128) % share > 0
+            plan = Plan(width, split > 1, split, share, odd=odd, halves=_halves(width, columns, group, weight))
             block = 330 + 2.87 * width + (42 + 0.354 * width if group else 0) + (21 if share == 1 else 0)
-            turns = _ceil(tiles, PROCESSORS // plan.cluster)
+            turns = _ceil(plan.tiles(rows, columns), PROCESSORS // plan.cluster)
             if split > 1 and (turns > 1 or not plan.splits(depth)):
                 continue
             cycles = turns * (depth / split / BLOCK * block + 11.4 * width) + (8000 if split > 1 else 0)
@@ -268,20 +286,24 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
     return best[1]
 
 
+def _halves(width: int, columns: int, group: int, weight: bool) -> bool:
+    """Whether products start two by two: where that was faster for the width, and beside up to 1024 tokens."""
+    if group:
+        return width > 128
+    return width > 64 and not (weight and columns > 1024)
+
+
 def decode_plan(rows: int, columns: int, depth: int, group: int) -> Decode:
     """The same for a few tokens."""
     known = DECODE.get((rows, depth, 64 * group, columns if columns == 1 else 8 * _ceil(columns, 8)))
-    tokens = 0 if columns == 1 else _ceil(columns, 8) if columns <= FEW else SOME // 8
     if known:
-        return Decode(tokens, *known)
-    if columns == 1 or columns > FEW:
-        plan = Decode(tokens, 2, 4, warm=columns > 1)
-    elif rows <= 32 * PROCESSORS and group != 1:
-        return Decode(tokens, 1, 8, resident=2).fitted()
-    else:
-        plan = Decode(tokens, 1, 8, 2)
-    kept = replace(plan, keep=depth).fitted()
-    return kept if rows > plan.rows * PROCESSORS and kept.stages * plan.rows >= 512 else plan.fitted()
+        return Decode(*known)
+    tokens = 0 if columns == 1 else _ceil(columns, 8) if columns <= FEW else SOME // 8
+    if columns > FEW:
+        return Decode(tokens, 2, 4).fitted()
+    if rows <= 32 * PROCESSORS and group != 1:  # in half of shared memory: the next kernel starts beside this one's end
+        return replace(Decode(tokens, 2, 4, resident=2).fitted(), resident=1)
+    return Decode(tokens, 1, 8, 2).fitted()
 
 
 # --- What can be run -------------------------------------------------------------------------------------------------
@@ -306,7 +328,8 @@ def unsupported(codes: Tensor, wide: Tensor, scale: Tensor, weight: bool) -> str
 
 class MixedArgs(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("scale", "zero", "bias", "y")] + [
-        (name, ctypes.c_int) for name in ("rows", "columns", "depth", "groups", "group_blocks", "segment", "tile_group")
+        (name, ctypes.c_int)
+        for name in ("rows", "columns", "depth", "groups", "group_blocks", "segment", "tile_group", "early")
     ]
 
 
@@ -322,7 +345,13 @@ def kernel_of(wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | N
 
 
 def arguments(
-    y: Tensor, wide: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, plan: Plan | Decode
+    y: Tensor,
+    wide: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    plan: Plan | Decode,
+    early: bool = False,
 ) -> MixedArgs:
     """The kernel's last parameter."""
     (columns, depth), (rows, groups) = wide.shape, scale.shape
@@ -338,6 +367,7 @@ def arguments(
         _ceil(depth // groups, BLOCK),
         plan.segment(depth),
         getattr(plan, "tile_group", 1),
+        early,
     )
 
 
@@ -367,9 +397,12 @@ def multiply(
     kind: str,
     narrow_weight: bool,
     plan: Plan | Decode | None = None,
+    *,
+    ready: bool = False,
 ) -> Tensor:
     """mixed_gemm for 16-bit wide operands, x [M, K], weight [N, K] (codes as bytes), by the plan or the rule's.
 
+    ready: mixed_gemm's weight_ready. A copy that is made here, for its alignment, is not.
     Raises ValueError for what `unsupported` names.
     """
     wide, codes = (x, weight) if narrow_weight else (weight, x)
@@ -380,12 +413,15 @@ def multiply(
     if not y.numel():
         return y
     (columns, depth), rows = wide.shape, codes.shape[0]
+    given = (codes, scale, bias)
     codes, wide, scale = _aligned(codes[:, :depth]), _aligned(wide), _numbers(scale)
     bias = None if bias is None else _numbers(bias)
+    pairs = zip(given, (codes, scale, bias), strict=True)
+    early = ready and narrow_weight and all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
     kernel = kernel_of(wide, scale, zero, bias, kind, narrow_weight)
     plan = plan or plan_for(rows, columns, depth, kernel.group, narrow_weight)
     device = x.get_device()
-    values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan))
+    values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan, early))
     for field, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
         if field != "y" or not plan.few:
             pitch = t.stride(0) * t.element_size()
