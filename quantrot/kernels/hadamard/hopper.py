@@ -27,6 +27,7 @@ FILES = {
     **dict.fromkeys(("lanes", "turn", "warp", "share"), ("words.cuh", "common.cuh", "rows.cuh")),
     **dict.fromkeys(("block", "dense", "axis"), ("words.cuh", "common.cuh", "bases.cuh")),
     "flow": ("../hopper.cuh", "words.cuh", "flow.cuh"),
+    "stream": ("words.cuh", "common.cuh", "stream.cuh"),
 }
 FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow)
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) hadamard({map_type}const void* x,
@@ -54,7 +55,7 @@ class Plan:
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
-    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "axis"]
+    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "stream", "axis"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
     vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share)
@@ -63,6 +64,7 @@ class Plan:
     tiles: int = 8  # groups of eight columns: a warp's (block), a row's (flow); row tiles of a task (dense)
     part: int = 8  # neighbouring columns a lane finishes (block: 2, 4 or 8), column groups of a task (dense)
     precision: Literal["CUT", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share)
+    turns: int = 0  # pieces of a warp (stream); 0: as many as there are for so many resident blocks
     stream: bool = True  # cache hints: mark the data as not used again soon
 
     def call(self, order: int, dtype: torch.dtype, signs: bool, out: torch.dtype) -> str:
@@ -84,6 +86,7 @@ class Plan:
                 f"dense_kernel<{d}, {base}, {inner}, {power}, {self.warps}, {self.tiles}, {self.part}, {over}, {flag}>"
             )
         extra = {
+            "stream": f"{self.stages}, {self.turns}, ",
             "lanes": f"{self.share}, ",
             "turn": "",
             "warp": f"{precision}, ",
@@ -135,6 +138,8 @@ class Plan:
             return order * (4 + 2 * self.stages) + (128 if self.stages else 0)
         if self.kind == "lanes" and self.share > 1:
             return order * 4
+        if self.kind == "stream":
+            return self.warps * self.stages * self.vectors * 512
         if self.kind == "block":
             columns = 8 * self.tiles * self.warps
             base = order // columns
@@ -165,7 +170,9 @@ class Plan:
         if self.kind in ("share", "dense") or self.share > 1:
             return rows
         a_warp = 32 * self.vectors * (16 // dtype.itemsize)
-        return -(-rows * order // (a_warp * self.warps))
+        if self.kind == "stream" and not self.turns:
+            return min(-(-rows * order // (a_warp * self.warps)), processors * self.resident)
+        return -(-rows * order // (a_warp * self.warps * max(self.turns, 1)))
 
 
 @lru_cache(maxsize=4)
@@ -400,7 +407,8 @@ def launch(
     else:
         arguments = _Arguments(*values)
     grid = plan.grid(rows, inner, order, x.dtype, processors(device))
-    nvrtc.launch(function, (grid,), plan.warps * 32, plan.shared_bytes(order), arguments, device)
+    overlap = plan.kind == "stream"  # which waits for the kernel before it by itself
+    nvrtc.launch(function, (grid,), plan.warps * 32, plan.shared_bytes(order), arguments, device, overlap=overlap)
 
 
 # --- The operator ----------------------------------------------------------------------------------------------------

@@ -438,6 +438,11 @@ inline float4 load_cluster4(u32 mapped) {
   return v;
 }
 
+inline void store_cluster(u32 mapped, u32 a) {
+  emulator::Block& block = emulator::block_of(mapped);
+  memcpy(block.at(mapped, 4), &a, 4);
+}
+
 // --- Products --------------------------------------------------------------------------------------------------------
 
 // wgmma's instructions are executed by whole warps: lanes meet at the fence, and at the wait before and after.
