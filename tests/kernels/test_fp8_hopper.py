@@ -31,6 +31,8 @@ CASES = {
     "decode64_parts": (Decode(64, stages=2), 2, False, BF16, 4),
     "decode8_narrow": (Decode(8, columns=16, stages=5), 1, False, BF16, 0),
     "decode64_narrow": (Decode(64, columns=32, stages=3), 1, False, BF16, 0),
+    "decode8_early": (Decode(8, columns=32, stages=5, sets=4, early=True), 1, False, BF16, 0),
+    "decode32_early": (Decode(32, stages=3, sets=3, early=True), 1, True, FP16, 2),
     "decode64_two": (Decode(64, columns=128, stages=2, resident=1), 1, False, BF16, 0),
 }
 DRIVER = """

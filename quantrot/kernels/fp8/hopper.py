@@ -92,7 +92,9 @@ class Decode:
     columns: int = 64  # 16, 32, 64, or 128 by two warpgroups
     stages: int = 8  # blocks of K in shared memory
     resident: int = 2  # thread blocks a multiprocessor
+    sets: int = 2  # of tensor core sums: one is promoted while the products of the others are under way
     overlap: bool = True  # launched while the kernel before it ends
+    early: bool = False  # and reads b before that end: only where that kernel does not write b
 
     @property
     def threads(self) -> int:
@@ -106,7 +108,8 @@ class Decode:
         return self.stages * self.stage_bytes() + pad + segment * self.tokens * 4
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
-        shape = f"{self.tokens}, {self.columns}, {self.stages}, {parts}, {str(channel).lower()}"
+        early, by_row = (str(flag).lower() for flag in (self.early, channel))
+        shape = f"{self.tokens}, {self.columns}, {self.stages}, {self.sets}, {parts}, {early}, {by_row}"
         return f"decode<{shape}, quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
 
     def grid(self, m: int, n: int, parts: int) -> int:
