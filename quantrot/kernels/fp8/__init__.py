@@ -338,11 +338,14 @@ def _quantize(
     if not _quantizer(x, backend):
         q, scale = quantize_reference(x, (rows, columns), rule)
         return q, _ordered(x, scale, transposed_scale)
-    from quantrot.kernels.fp8 import triton
+    from quantrot.kernels.fp8 import blocks, triton
 
-    q, scale = _outputs(x, (rows, columns), transposed_scale)
-    if x.numel():
-        triton.quantize(_columns_contiguous(x), q, scale, whole((rows, columns), x.shape), rule)
+    x, block = _columns_contiguous(x), (rows, columns)
+    q, scale = _outputs(x, block, transposed_scale)
+    if backend == "auto" and x.numel() and blocks.supports(x, block):
+        blocks.quantize(x, q, scale, block, rule)
+    elif x.numel():
+        triton.quantize(x, q, scale, whole(block, x.shape), rule)
     return q, scale
 
 

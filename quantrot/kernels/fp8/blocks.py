@@ -83,7 +83,8 @@ class Arguments(ctypes.Structure):
 def supports(x: Tensor, block: tuple[int, int]) -> bool:
     """Whether `quantize` takes x [M, K], contiguous columns, on this device and installation."""
     aligned = x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return block in PLANS and x.dtype in DTYPES and aligned and max(x.shape) < 1 << 31 and nvrtc.available(x.device)
+    fits = block in PLANS and x.dtype in DTYPES and aligned and max(x.shape) < 1 << 31
+    return fits and x.device.type == "cuda" and nvrtc.available(x.device)
 
 
 @lru_cache(maxsize=256)

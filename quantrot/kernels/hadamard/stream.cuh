@@ -6,6 +6,22 @@
 
 namespace quantrot {
 
+#ifndef QUANTROT_EMULATED
+__device__ __forceinline__ u32 shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared[];
+  return shared_address(shared);
+}
+
+__device__ __forceinline__ void grid_wait() {  // as in hopper.cuh
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ u64 policy_of_input() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_" KEEP ".b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 __device__ __forceinline__ void copy_ahead(u32 to, const void* from, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
                : "memory");
@@ -17,6 +33,7 @@ template <int LEFT>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
+#endif
 
 // sylvester8 for rows of N elements: zeros where it would mix lane bits that tell rows apart.
 template <int N>
@@ -82,9 +99,8 @@ __device__ __forceinline__ void stream_kernel(const Args& a) {
   constexpr int PIECE = R * 256, GROUPS = PIECE / 128, IN_R = N > 256 ? N / 256 : 1;
   constexpr int ROWS = N > 256 ? 1 : 256 / N;  // of IN_R vectors
   static_assert(R <= 16 && R % IN_R == 0 && STAGES >= 2, "whole rows, one group a lane at most");
-  extern __shared__ __align__(128) unsigned char shared[];
   const u32 lane = threadIdx.x & 31, warp = warp_number();
-  const u32 own = shared_address(shared) + (warp * STAGES * R * 32 + lane) * 16;
+  const u32 own = shared_memory() + (warp * STAGES * R * 32 + lane) * 16;
   const i64 total = a.rows * N;
   const u32 pieces = (u32)((total + PIECE - 1) / PIECE);  // 32 bits count 2^39 elements
   const u32 step = TURNS ? WARPS : gridDim.x * WARPS, first = blockIdx.x * WARPS * (TURNS ? TURNS : 1) + warp;
@@ -102,8 +118,7 @@ __device__ __forceinline__ void stream_kernel(const Args& a) {
   const u32 group = group_of<R, 16>() * 2 + (lane >> 4), flat = first * GROUPS + group;
   u32 scale_row = flat / a.in_row, scale_column = flat - scale_row * a.in_row;
   const u32 down = step * GROUPS / a.in_row, right = step * GROUPS - down * a.in_row;
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_" KEEP ".b64 %0, 1.0;" : "=l"(policy));
+  const u64 policy = policy_of_input();
 
   auto copy = [&](u32 slot, int left) {
 #pragma unroll
@@ -129,7 +144,7 @@ __device__ __forceinline__ void stream_kernel(const Args& a) {
   Sylvester16 h = sylvester16<D>();
   Sylvester8 h8 = sylvester8_of<N>();
   keep_apart(h.a, 0), keep_apart(h8.a[0], 4), keep_apart(h8.a[1], 8);
-  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+  grid_wait();
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
     if (s < count) fetch(s, s);

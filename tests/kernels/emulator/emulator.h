@@ -608,8 +608,9 @@ inline int __any_sync(uint32_t, int value) {
     if (v) return 1;
   return 0;
 }
+inline uint32_t __shfl_sync(uint32_t, uint32_t value, int lane) { return quantrot::exchange(value)[lane & 31]; }
 inline float __shfl_sync(uint32_t, float value, int lane) {
-  return __uint_as_float(quantrot::exchange(__float_as_uint(value))[lane]);
+  return __uint_as_float(quantrot::exchange(__float_as_uint(value))[lane & 31]);
 }
 inline float __shfl_xor_sync(uint32_t mask, float value, int lanes) {
   uint32_t bits;
