@@ -264,6 +264,20 @@ def small_candidates(n: int, dtype: torch.dtype) -> list:
 
 def code_candidates(n: int, dtype: torch.dtype) -> list:
     """Plans that can quantize what they turn: groups of 128 columns in a warp."""
+    from quantrot.kernels.hadamard.hopper import Plan, plan_for_codes
+
+    if n <= 8192 and n & (n - 1) == 0:
+        shapes = {2: ((4, 8), (2, 16)), 4: ((4, 5), (2, 10)), 8: ((4, 4), (2, 8), (1, 12)), 16: ((4, 2), (2, 4), (1, 8))}
+        return [p for p in (plan_for_codes(n, n, dtype),) if p] + [
+            Plan("stream", warps, resident, vectors=vectors, share=share, stages=stages, turns=turns)
+            for vectors, residents in shapes.items()
+            for share in (1, 2)
+            for warps, resident in residents
+            for stages in ((2, 3, 4) if vectors == 2 else (2, 3))
+            for turns in (0, 32 // vectors)
+            if (share == 1 and max(n // 256, 2) <= vectors <= max(n // 128, 4)) or (share == 2 and vectors * 512 == n)
+            if warps * resident * (stages + share - 1) * vectors * 512 + resident * 1024 <= 228 << 10
+        ]
     found = {
         replace(p, precision="SPLIT") for p in candidates(n, dtype) + ([] if n > 2048 else small_candidates(n, dtype))
     }

@@ -86,7 +86,7 @@ class Plan:
                 f"dense_kernel<{d}, {base}, {inner}, {power}, {self.warps}, {self.tiles}, {self.part}, {over}, {flag}>"
             )
         extra = {
-            "stream": f"{self.stages}, {self.turns}, ",
+            "stream": f"{self.share}, {self.stages}, {self.turns}, ",
             "lanes": f"{self.share}, ",
             "turn": "",
             "warp": f"{precision}, ",
@@ -139,7 +139,7 @@ class Plan:
         if self.kind == "lanes" and self.share > 1:
             return order * 4
         if self.kind == "stream":
-            return self.warps * self.stages * self.vectors * 512
+            return self.warps * (self.stages + (self.share > 1)) * self.vectors * 512
         if self.kind == "block":
             columns = 8 * self.tiles * self.warps
             base = order // columns
@@ -167,9 +167,9 @@ class Plan:
             return -(-rows * inner // 256)
         if self.kind in ("block", "flow") or (self.kind == "share" and self.stages):
             return min(rows, processors * self.resident)
-        if self.kind in ("share", "dense") or self.share > 1:
+        if self.kind in ("share", "dense") or (self.kind == "lanes" and self.share > 1):
             return rows
-        a_warp = 32 * self.vectors * (16 // dtype.itemsize)
+        a_warp = 32 * self.vectors * (16 // dtype.itemsize)  # stream: with `share`, of a row that so many share
         if self.kind == "stream" and not self.turns:
             return min(-(-rows * order // (a_warp * self.warps)), processors * self.resident)
         return -(-rows * order // (a_warp * self.warps * max(self.turns, 1)))
