@@ -61,6 +61,7 @@ class Fp8Linear(QuantizedLinear):
             b_block=formats.stored_block(self.format.weights),
             out_dtype=x.dtype,
             bias=self.bias,
+            b_settled=True,  # the kernel before quantizes x
         )
         return y.view(*x.shape[:-1], self.out_features)
 

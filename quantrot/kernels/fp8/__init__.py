@@ -86,7 +86,7 @@ torch.library.define(
 torch.library.define(
     "quantrot::fp8_block_gemm",
     "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int[] a_block, int[] b_block, ScalarType out_dtype, "
-    "Tensor? bias, str backend) -> Tensor",
+    "Tensor? bias, str backend, bool b_settled=False) -> Tensor",
 )
 
 
@@ -171,6 +171,7 @@ def fp8_block_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     bias: Tensor | None = None,
     backend: str = "auto",
+    b_settled: bool = False,
 ) -> Tensor:
     """a [M, K] times the transpose of b [N, K], both e4m3 with block scales, plus bias [N]: [M, N] in out_dtype.
 
@@ -178,12 +179,13 @@ def fp8_block_gemm(
     float16 or float32). backend: "triton" takes blocks whose columns are a multiple of 128 or all of K, and gives a row
     the same bits whatever M is; "triton_splitk" is its variant that splits K for few rows (other bits, for a given M
     always the same ones); "cublas" takes 1 x 128 by 128 x 128 (or 1 x 128), 128 x 128 by 1 x 128, and (1, 0) by (1, 0)
-    on Hopper; "hopper" is CUDA C++ for it; "reference" dequantizes. ValueError
-    for shapes or dtypes that do not fit, or a backend that cannot run.
+    on Hopper; "hopper" is CUDA C++ for it; "reference" dequantizes. b_settled: the kernel that comes before this one on
+    the stream does not write b, a weight behind the kernel that quantizes a for instance; few tokens then read b while
+    that kernel ends. ValueError for shapes or dtypes that do not fit, or a backend that cannot run.
     """
     _check_product(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend)
     return torch.ops.quantrot.fp8_block_gemm(
-        a, a_scale, b, b_scale, list(a_block), list(b_block), out_dtype, bias, backend
+        a, a_scale, b, b_scale, list(a_block), list(b_block), out_dtype, bias, backend, b_settled
     )
 
 
@@ -415,12 +417,13 @@ def _gemm(
     out_dtype: torch.dtype,
     bias: Tensor | None,
     backend: str,
+    b_settled: bool = False,
 ) -> Tensor:
     operands = a, a_scale, b, b_scale, (a_block[0], a_block[1]), (b_block[0], b_block[1]), out_dtype, bias
     module = _product(backend, *operands)
     if module is None or not (a.numel() and b.numel()):
         return gemm_reference(*operands)
-    return module.gemm(*operands)
+    return module.gemm(*operands, **({"b_settled": b_settled} if module.__name__ == GEMMS["hopper"] else {}))
 
 
 @torch.library.register_fake("quantrot::quantize_fp8_block")
@@ -440,7 +443,7 @@ def _both_ways_fake(x, rows, columns, rule, transposed_scale, backend):
 
 
 @torch.library.register_fake("quantrot::fp8_block_gemm")
-def _gemm_fake(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend):
+def _gemm_fake(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend, b_settled=False):
     return torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
 
 

@@ -186,15 +186,15 @@ def _waves(m: int, n: int, plan: Prefill) -> int:
     return _ceil(plan.tiles(m, n), PROCESSORS // plan.cluster) * plan.columns
 
 
-def plan_for(m: int, n: int, k: int, parts: int) -> Plan:
-    """The plan of these sizes, by rule."""
+def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
+    """The plan of these sizes, by rule. settled: b may be read before the kernel before this one has ended."""
     square = IN_PARTS if parts > 1 else SQUARE
     if m > 64:
         if parts == 1 and _waves(m, n, WIDE) <= _waves(m, n, SQUARE):  # at equal work, wide is the faster one
             return WIDE
         if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
             return square
-    plan = _decode_plan(m, n, k, parts)
+    plan = replace(_decode_plan(m, n, k, parts), early=settled)
     return plan if plan.stages >= 2 else square
 
 
@@ -363,11 +363,13 @@ def gemm(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     *,
+    b_settled: bool = False,
     plan: Plan | None = None,
     parts: int | None = None,
 ) -> Tensor:
     """a [M, K] times the transpose of b [N, K], both e4m3 with block scales, + bias: [M, N] in out_dtype, contiguous.
 
+    b_settled: the kernel before this one on the stream does not write b, which may be read before that one has ended.
     plan and parts: instead of the rules' (to measure). Raises ValueError for what `unsupported` names.
     """
     reason = unsupported(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias)
@@ -377,9 +379,9 @@ def gemm(
     c = torch.empty((m, n), dtype=out_dtype, device=a.device)
     if m == 0:
         return c
-    a, b, bias = _aligned(a), _aligned(b), bias.contiguous() if bias is not None else None
+    given, a, b, bias = b, _aligned(a), _aligned(b), bias.contiguous() if bias is not None else None
     parts = parts or parts_of(n, k)
-    plan = plan or plan_for(m, n, k, parts)
+    plan = plan or plan_for(m, n, k, parts, b_settled and b is given)
     device, segment, channel = a.get_device(), segment_of(k, parts), is_channel(b, b_block)
     maps = [
         nvrtc.tensor_map(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0) * x.itemsize, box, x.dtype)
