@@ -1,8 +1,8 @@
-"""Quantization of 16-bit matrices in 128 x 128 and 256 x 256 blocks on Hopper: CUDA C++ (blocks.cuh), compiled at first
-use. A block is shared by a cluster of thread blocks, so that several are resident and one loads while another stores."""
+"""Quantization of 16-bit matrices in 1 x 128, 128 x 128 and 256 x 256 blocks on Hopper: CUDA C++ (blocks.cuh), compiled
+at first use."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from quantrot.kernels.nvrtc import load_kernel
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 SCALE_RULES = ("exact", "bf16", "pow2")  # 1, 2, 3 in the kernels
 STREAM_BYTES = 40 << 20  # codes and input past this do not both fit in the 60 MB L2: mark them as passing through
+PROCESSORS = 132  # of the device that the plans are for
 HINTS = {
     True: '#define LOAD ".L1::no_allocate"\n#define STREAM ".cs"\n',
     False: '#define LOAD ""\n#define STREAM ""\n',
@@ -29,17 +30,21 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {res
 
 
 @dataclass(frozen=True)
-class ClusterPlan:
-    """A block by `cluster` thread blocks of `threads`, `resident` of which a multiprocessor must have room for."""
-
-    cluster: int
+class Plan:
+    resident: int  # thread blocks that a multiprocessor must have room for
     threads: int
-    resident: int
     stream: bool = True  # cache hints: mark the data as not used again soon
     overlap: bool = True  # launched while the kernel before it ends
 
+    cluster = 1
+
     def call(self, block: tuple[int, int], dtype: torch.dtype) -> str:
-        return f"blocks_kernel<quantrot::{DTYPES[dtype]}, {block[0]}, {block[1]}, {self.cluster}, {self.threads}>"
+        """The device function that runs this plan, with its template arguments."""
+        raise NotImplementedError
+
+    def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
+        """Thread blocks of a matrix."""
+        raise NotImplementedError
 
     def source(self, block: tuple[int, int], dtype: torch.dtype, rule: str) -> str:
         return (
@@ -56,7 +61,38 @@ class ClusterPlan:
         return self.cluster * self.threads // 32 * 4
 
 
-PLANS = {(128, 128): ClusterPlan(1, 256, 4), (256, 256): ClusterPlan(4, 256, 4)}
+@dataclass(frozen=True)
+class Squares(Plan):
+    """A block by a cluster of thread blocks, so that several are resident and one loads while another stores."""
+
+    cluster: int = 1
+
+    def call(self, block: tuple[int, int], dtype: torch.dtype) -> str:
+        return f"blocks_kernel<quantrot::{DTYPES[dtype]}, {block[0]}, {block[1]}, {self.cluster}, {self.threads}>"
+
+    def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
+        return -(-rows // block[0]) * -(-columns // block[1]) * self.cluster
+
+
+@dataclass(frozen=True)
+class Groups(Plan):
+    """Groups of 128 columns, of `rows` rows a warp."""
+
+    rows: int = 4
+
+    def call(self, block: tuple[int, int], dtype: torch.dtype) -> str:
+        return f"groups_kernel<quantrot::{DTYPES[dtype]}, {self.rows}, {self.threads // 32}>"
+
+    def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
+        return -(-rows // self.rows) * -(-columns // (8 * self.threads))
+
+
+PLANS: dict[tuple[int, int], Plan] = {
+    (1, 128): Groups(8, 128, rows=4),
+    (128, 128): Squares(4, 256),
+    (256, 256): Squares(4, 256, cluster=4),
+}
+FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix that would not occupy all multiprocessors
 
 
 @lru_cache(maxsize=1)
@@ -87,20 +123,29 @@ def supports(x: Tensor, block: tuple[int, int]) -> bool:
     return fits and x.device.type == "cuda" and nvrtc.available(x.device)
 
 
+@lru_cache(maxsize=1024)
+def plan_for(block: tuple[int, int], rows: int, columns: int) -> Plan:
+    """Of a matrix of 16-bit numbers. What stays in L2 with its codes is not marked as passing through."""
+    plan = PLANS[block]
+    if block == (1, 128) and plan.grid(rows, columns, block) < PROCESSORS:
+        plan = FEW_ROWS
+    return plan if 3 * rows * columns > STREAM_BYTES else replace(plan, stream=False)
+
+
 @lru_cache(maxsize=256)
-def _kernel(plan: ClusterPlan, block: tuple[int, int], dtype: torch.dtype, rule: str, device: int) -> Any:
+def _kernel(plan: Plan, block: tuple[int, int], dtype: torch.dtype, rule: str, device: int) -> Any:
     return load_kernel(plan.source(block, dtype, rule), "blocks", plan.shared_bytes(), device)
 
 
 def quantize(
-    x: Tensor, q: Tensor, scale: Tensor, block: tuple[int, int], rule: str, plan: ClusterPlan | None = None
+    x: Tensor, q: Tensor, scale: Tensor, block: tuple[int, int], rule: str, plan: Plan | None = None
 ) -> None:
     """x [M, K], not empty, for which `supports` holds -> codes q [M, K], contiguous, and scale."""
-    plan = plan or PLANS[block]
+    plan = plan or plan_for(block, x.shape[0], x.shape[1])
     values = Arguments(
         x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), x.shape[0], x.shape[1]
     )
     device = x.get_device()
     function = _kernel(plan, block, x.dtype, rule, device)
-    grid = (scale.numel() * plan.cluster,)
-    nvrtc.launch(function, grid, plan.threads, plan.shared_bytes(), values, device, overlap=plan.overlap)
+    grid = plan.grid(x.shape[0], x.shape[1], block)
+    nvrtc.launch(function, (grid,), plan.threads, plan.shared_bytes(), values, device, overlap=plan.overlap)
