@@ -267,7 +267,12 @@ def code_candidates(n: int, dtype: torch.dtype) -> list:
     from quantrot.kernels.hadamard.hopper import Plan, plan_for_codes
 
     if n <= 8192 and n & (n - 1) == 0:
-        shapes = {2: ((4, 8), (2, 16)), 4: ((4, 5), (2, 10)), 8: ((4, 4), (2, 8), (1, 12)), 16: ((4, 2), (2, 4), (1, 8))}
+        shapes = {
+            2: ((4, 8), (2, 16)),
+            4: ((4, 5), (2, 10)),
+            8: ((4, 4), (2, 8), (1, 12)),
+            16: ((4, 2), (2, 4), (1, 8)),
+        }
         return [p for p in (plan_for_codes(n, n, dtype),) if p] + [
             Plan("stream", warps, resident, vectors=vectors, share=share, stages=stages, turns=turns)
             for vectors, residents in shapes.items()

@@ -14,7 +14,8 @@ gpu = pytest.mark.gpu
 RUN = """
 static std::string message;
 extern "C" const char* run(const quantrot::BlockArgs* args, unsigned blocks, unsigned seed) {{
-  message = emulator::launch({{blocks, 1, 1}}, {cluster}, {threads}, {shared}, seed, [&] {{ quantrot::{call}(*args); }});
+  const emulator::Dim3 grid{{blocks, 1, 1}};
+  message = emulator::launch(grid, {cluster}, {threads}, {shared}, seed, [&] {{ quantrot::{call}(*args); }});
   return message.c_str();
 }}
 """

@@ -62,7 +62,10 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, n, rows, pl
     apart[:, :n] = x
     signs = random_signs(n, 1)
     width = max(n, 128)
-    q, scales = torch.full((rows * n // width, width), 0.5).to(torch.float8_e4m3fn), torch.zeros(groups, rows * n // width).T
+    q, scales = (
+        torch.full((rows * n // width, width), 0.5).to(torch.float8_e4m3fn),
+        torch.zeros(groups, rows * n // width).T,
+    )
     args = Args(
         apart.data_ptr(), q.data_ptr(), signs.data_ptr(), rows, n + 8, n, 1, n**-0.5, scales.data_ptr(),
         *scales.stride(), groups,

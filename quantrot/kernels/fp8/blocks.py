@@ -137,9 +137,7 @@ def _kernel(plan: Plan, block: tuple[int, int], dtype: torch.dtype, rule: str, d
     return load_kernel(plan.source(block, dtype, rule), "blocks", plan.shared_bytes(), device)
 
 
-def quantize(
-    x: Tensor, q: Tensor, scale: Tensor, block: tuple[int, int], rule: str, plan: Plan | None = None
-) -> None:
+def quantize(x: Tensor, q: Tensor, scale: Tensor, block: tuple[int, int], rule: str, plan: Plan | None = None) -> None:
     """x [M, K], not empty, for which `supports` holds -> codes q [M, K], contiguous, and scale."""
     plan = plan or plan_for(block, x.shape[0], x.shape[1])
     values = Arguments(
