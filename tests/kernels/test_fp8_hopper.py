@@ -31,8 +31,8 @@ CASES = {
     "decode64_parts": (Decode(64, stages=2), 2, False, BF16, 4),
     "decode8_narrow": (Decode(8, columns=16, stages=5), 1, False, BF16, 0),
     "decode64_narrow": (Decode(64, columns=32, stages=3), 1, False, BF16, 0),
-    "decode8_early": (Decode(8, columns=32, stages=5, sets=4, early=True), 1, False, BF16, 0),
-    "decode32_early": (Decode(32, stages=3, sets=3, early=True), 1, True, FP16, 2),
+    "decode8_early": (Decode(8, columns=32, stages=5, early=5), 1, False, BF16, 0),
+    "decode32_early": (Decode(32, stages=3, early=2), 1, True, FP16, 2),
     "decode64_two": (Decode(64, columns=128, stages=2, resident=1), 1, False, BF16, 0),
 }
 DRIVER = """
@@ -319,7 +319,7 @@ def test_gpu_a_hundred_runs_give_the_same_bits(m):
 
 
 @gpu
-@pytest.mark.parametrize("changes", [{}, {"overlap": False}, {"early": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"overlap": False}, {"early": 2}], ids=str)
 @pytest.mark.parametrize("m", [1, 64, 512])
 def test_gpu_in_a_graph_and_overlapped_with_what_makes_its_operands(m, changes):
     a, a_scale, b, b_scale = on_gpu(*reals(m, 4096, 4096))

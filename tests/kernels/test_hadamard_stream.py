@@ -5,8 +5,9 @@ import ctypes
 import pytest
 import torch
 
+from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import hadamard_quantize_reference
-from quantrot.kernels.hadamard.hopper import Plan
+from quantrot.kernels.hadamard.hopper import Plan, launch
 from quantrot.orthogonal import random_signs
 
 INF, NAN = float("inf"), float("nan")
@@ -79,3 +80,27 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, n, rows, pl
         wrong = q.view(torch.uint8) != expected.view(torch.uint8)
         special = ~(expected_scales.isfinite().all(1)) if n >= 128 else torch.zeros(len(wrong), dtype=torch.bool)
         assert wrong.float().mean() < 1e-3 and not wrong[special].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("turns", [0, 5])
+@pytest.mark.parametrize(
+    ("n", "signed"), [(32, True), (128, False), (256, True), (2048, False), (4096, True), (8192, False)]
+)
+def test_gpu_codes_where_a_warp_has_more_pieces_than_buffers(n, signed, turns):
+    if not (torch.cuda.is_available() and nvrtc.available(torch.device("cuda"))):
+        pytest.skip("needs sm_90 and cuda.core")
+    vectors, share = (2 if n <= 256 else 16 if n >= 4096 else 8), 2 if n == 8192 else 1
+    plan = Plan("stream", 4, 1, vectors=vectors, share=share, stages=3 if n < 4096 else 2, turns=turns)
+    torch.manual_seed(n)
+    width = max(n, 128)
+    x = torch.randn(132 * 4 * 7 * vectors * 256 // width + 3, width, device="cuda").bfloat16()
+    x[1], x[-2, 7], x[-3, 9] = 0, INF, NAN
+    signs = random_signs(n, 1).cuda() if signed else None
+    expected, expected_scales = hadamard_quantize_reference(x, signs, n, n**-0.5, (1, 128), "exact")
+    for _ in range(5):
+        q, scales = torch.full_like(expected, 0.5), torch.zeros_like(expected_scales)
+        launch(x.view(-1, n), q.view(-1, n), signs, n**-0.5, plan, scales=scales, rule="exact")
+        torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
+        wrong = q.view(torch.uint8) != expected.view(torch.uint8)
+        assert wrong.float().mean() < 1e-3 and not (n >= 128 and wrong[[1, -2, -3]].any())

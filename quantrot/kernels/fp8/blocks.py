@@ -66,9 +66,12 @@ class Squares(Plan):
     """A block by a cluster of thread blocks, so that several are resident and one loads while another stores."""
 
     cluster: int = 1
+    ahead: bool = False  # brings the block that follows on the same multiprocessors to L2
 
     def call(self, block: tuple[int, int], dtype: torch.dtype) -> str:
-        return f"blocks_kernel<quantrot::{DTYPES[dtype]}, {block[0]}, {block[1]}, {self.cluster}, {self.threads}>"
+        ahead = self.resident * PROCESSORS // self.cluster if self.ahead else 0
+        shape = f"{block[0]}, {block[1]}, {self.cluster}, {self.threads}, {ahead}"
+        return f"blocks_kernel<quantrot::{DTYPES[dtype]}, {shape}>"
 
     def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
         return -(-rows // block[0]) * -(-columns // block[1]) * self.cluster
@@ -88,10 +91,11 @@ class Groups(Plan):
 
 
 PLANS: dict[tuple[int, int], Plan] = {
-    (1, 128): Groups(8, 128, rows=4),
-    (128, 128): Squares(4, 256),
-    (256, 256): Squares(4, 256, cluster=4),
+    (1, 128): Groups(16, 64, rows=4),
+    (128, 128): Squares(3, 512),
+    (256, 256): Squares(2, 512, cluster=2),
 }
+LARGE = 1 << 26  # elements from which Triton's kernels are as fast, but for 256 x 256
 FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix that would not occupy all multiprocessors
 
 
@@ -120,6 +124,7 @@ def supports(x: Tensor, block: tuple[int, int]) -> bool:
     """Whether `quantize` takes x [M, K], contiguous columns, on this device and installation."""
     aligned = x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     fits = block in PLANS and x.dtype in DTYPES and aligned and max(x.shape) < 1 << 31
+    fits = fits and (block == (256, 256) or x.numel() < LARGE)
     return fits and x.device.type == "cuda" and nvrtc.available(x.device)
 
 

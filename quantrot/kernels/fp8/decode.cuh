@@ -16,8 +16,9 @@ struct DecodeShape {
   __device__ __forceinline__ static bool counts() { return COLUMNS % 64 == 0 || warp_number() * 16 < COLUMNS; }
 };
 
-// EARLY: the first weights are asked for while the kernel before this one may still run.
-template <class Shape, int STAGES, bool EARLY>
+// The first EARLY blocks of the weight are asked for while the kernel before this one may still run. Not more of them than
+// the memory's latency takes: the tokens' first block arrives behind them, and no product starts without it.
+template <class Shape, int STAGES, int EARLY>
 __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap* b, int token, int column, int first,
                                             int count, bool once, u32 base, u32 full, u32 empty) {
   const u64 keep = cache_policy<LAST>(), stream = once ? cache_policy<FIRST>() : cache_policy<NORMAL>();
@@ -29,12 +30,12 @@ __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap*
     const u32 to = base + stage * Shape::STAGE + Shape::B_BYTES;
     tensor_load(to, a, (first + k) * 128, token, full + stage * 8, keep);
   };
-  const int ahead = EARLY ? min(count, STAGES) : 0;
+  static_assert(EARLY <= STAGES, "a stage each");
+  const int ahead = min(count, EARLY);
   for (int k = 0; k < ahead; k++) weights(k, k);
-  if constexpr (EARLY) grid_wait();
-  for (int k = 0; k < ahead; k++) tokens(k, k);
+  if constexpr (EARLY > 0) grid_wait();
   Ring<STAGES> ring;
-  if (EARLY && ahead == STAGES) ring.parity = 1;  // the stages are full once
+  for (int k = 0; k < ahead; k++, ring.next()) tokens(k, k);
   for (int k = ahead; k < count; k++, ring.next()) {
     barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
     weights(k, ring.stage);
@@ -66,72 +67,59 @@ __device__ __forceinline__ void decode_scales(const GemmArgs& args, int token, i
   }
 }
 
-// sum [64 columns of c (or fewer), TOKENS] over this block's part of k. SETS tensor core sums in turn: while the oldest
-// is promoted, the products of the others are under way, which hides how long one takes.
-template <class Shape, int TOKENS, int STAGES, int SETS>
+// sum [64 columns of c (or fewer), TOKENS] over this block's part of k, two sets of sums in turn.
+template <class Shape, int TOKENS, int STAGES>
 __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int count, u32 base, u32 scales, u32 full,
                                                 u32 empty) {
   constexpr int W = TOKENS / 2;
-  static_assert(SETS >= 2 && SETS <= 4, "as many ends as sets");
-  float d[SETS][W];
-  Ring<STAGES> ring, done;
+  float d[2][W];
+  Ring<STAGES> ring;
+  u32 previous = 0;
   const u32 weights = base + warp_number() / 4 * 8192, own_scales = scales + lane_number() % 4 * 8;
   auto open = [&](float (&s)[W]) {
     const u32 from = ring.stage * Shape::STAGE;
     barrier_wait(full + ring.stage * 8, ring.parity);
     product128(s, weights + from, base + from + Shape::B_BYTES);
-    ring.next();
   };
   const bool counts = Shape::counts();
-  auto close = [&](float (&s)[W], int k, bool more) {
+  auto close = [&](float (&s)[W], int k, bool last) {
     float2 scale[W / 4];
 #pragma unroll
     for (int j = 0; j < W; j += 4) scale[j / 4] = load_shared2(own_scales + (k * TOKENS + j * 2) * 4);
-    if (more) {
-      product_wait<SETS - 1>();
-    } else {
+    if (last) {
       product_wait<0>();
+    } else {
+      product_wait<1>();
     }
     product_done(s);
-    if (lane_number() == 0) barrier_arrive(empty + done.stage * 8);
-    done.next();
+    if (lane_number() == 0) barrier_arrive(empty + previous * 8);
     if (!counts) return;
 #pragma unroll
     for (int j = 0; j < W; j++) sum[j] = fmaf(s[j], j % 2 ? scale[j / 4].y : scale[j / 4].x, sum[j]);
   };
-  int k = 0;
-  if (count < SETS - 1) {
-    for (; k < count; k++) {
-      open(d[0]);
-      close(d[0], k, false);
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < SETS - 1; i++) open(d[i]);
-  for (; k + 2 * SETS - 2 < count; k += SETS) {
-#pragma unroll
-    for (int i = 0; i < SETS; i++) {
-      open(d[(i + SETS - 1) % SETS]);
-      close(d[i], k + i, true);
-    }
-  }
-  auto finish = [&](int rest) {  // of which none is open yet
-#pragma unroll
-    for (int i = 0; i < 2 * SETS - 2; i++) {
-      if (i < rest) open(d[(i + SETS - 1) % SETS]);
-      if (i < SETS - 1 + rest) close(d[i % SETS], k + i, i < rest);
-    }
+  auto next = [&] {
+    previous = ring.stage;
+    ring.next();
   };
-  const int rest = count - k - (SETS - 1);  // one branch each, or the assembler waits after every product
-  if (SETS > 3 && rest == 3) {
-    finish(3);
-  } else if (SETS > 2 && rest == 2) {
-    finish(2);
-  } else if (rest == 1) {
-    finish(1);
+  if (count == 0) return;
+  open(d[0]);
+  next();
+  int k = 1;
+  for (; k + 1 < count; k += 2) {
+    open(d[1]);
+    close(d[0], k - 1, false);
+    next();
+    open(d[0]);
+    close(d[1], k, false);
+    next();
+  }
+  if (k < count) {
+    open(d[1]);
+    close(d[0], k - 1, false);
+    next();
+    close(d[1], k, true);
   } else {
-    finish(0);
+    close(d[0], k - 1, true);
   }
 }
 
@@ -161,7 +149,7 @@ __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, in
   }
 }
 
-template <int TOKENS, int COLUMNS, int STAGES, int SETS, int SPLIT, bool EARLY, bool CHANNEL, class Out, int BIAS>
+template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, int EARLY, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
   using Shape = DecodeShape<TOKENS, COLUMNS, STAGES>;
   constexpr int GROUPS = Shape::GROUPS;
@@ -180,17 +168,17 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
     barrier_init_done();
   }
   block_sync();
-  if constexpr (!EARLY) grid_wait();
+  if constexpr (EARLY == 0) grid_wait();
   if (warp == GROUPS * 4) {
     decode_load<Shape, STAGES, EARLY>(a, b, token, column, first, count, token_tiles == 1, base, full, empty);
   } else {
-    if constexpr (EARLY) grid_wait();
+    if constexpr (EARLY > 0) grid_wait();
     decode_scales<TOKENS, GROUPS, CHANNEL>(args, token, column, first, count, scales);
     named_sync(1, 128 * GROUPS);
     float sum[TOKENS / 2];
 #pragma unroll
     for (int j = 0; j < TOKENS / 2; j++) sum[j] = 0.f;
-    decode_multiply<Shape, TOKENS, STAGES, SETS>(sum, count, base, scales, full, empty);
+    decode_multiply<Shape, TOKENS, STAGES>(sum, count, base, scales, full, empty);
     named_sync(1, 128 * GROUPS);  // every warp's products have read the stages
     const u32 lane = lane_number(), n = warp * 16 + lane / 4;
     if (Shape::counts()) {

@@ -92,9 +92,8 @@ class Decode:
     columns: int = 64  # 16, 32, 64, or 128 by two warpgroups
     stages: int = 8  # blocks of K in shared memory
     resident: int = 2  # thread blocks a multiprocessor
-    sets: int = 2  # of tensor core sums: one is promoted while the products of the others are under way
     overlap: bool = True  # launched while the kernel before it ends
-    early: bool = False  # and reads b before that end: only where that kernel does not write b
+    early: int = 0  # blocks of K of b that it reads before that end: only where that kernel does not write b
 
     @property
     def threads(self) -> int:
@@ -108,8 +107,7 @@ class Decode:
         return self.stages * self.stage_bytes() + pad + segment * self.tokens * 4
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
-        early, by_row = (str(flag).lower() for flag in (self.early, channel))
-        shape = f"{self.tokens}, {self.columns}, {self.stages}, {self.sets}, {parts}, {early}, {by_row}"
+        shape = f"{self.tokens}, {self.columns}, {self.stages}, {parts}, {self.early}, {str(channel).lower()}"
         return f"decode<{shape}, quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
 
     def grid(self, m: int, n: int, parts: int) -> int:
@@ -176,6 +174,8 @@ def _decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
     return replace(plan, stages=min(budget // plan.stage_bytes(), in_flight))
 
 
+EARLY_BYTES = 64 << 10  # of b, a multiprocessor: enough to keep the memory busy
+
 WIDE = Prefill(wide=True, lag=1)
 SQUARE = Prefill(sets=2, stages=6)
 IN_PARTS = Prefill(stages=6)  # the sum of the parts so far takes the second set's place
@@ -194,7 +194,9 @@ def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
             return WIDE
         if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
             return square
-    plan = replace(_decode_plan(m, n, k, parts), early=settled)
+    plan = _decode_plan(m, n, k, parts)
+    if settled:
+        plan = replace(plan, early=min(plan.stages, EARLY_BYTES // (plan.resident * plan.columns * 128)))
     return plan if plan.stages >= 2 else square
 
 

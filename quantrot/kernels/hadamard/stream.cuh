@@ -1,7 +1,7 @@
 // Rows of 32 ... 8192 elements in 16 bits as codes (see words.cuh): a warp's pieces come through its own ring of buffers.
 //
-// A warp transforms R * 256 neighbouring elements at a time, which are whole rows (or the half of one), by the two products of common.cuh and
-// additions over the R vectors. While it works on one piece, the next STAGES - 1 are on their way to shared memory, each
+// A warp transforms R * 256 neighbouring elements at a time, which are whole rows (or the half of one), by the two
+// products of common.cuh and additions over the R vectors. While it works on one piece, the next STAGES - 1 are on their way to shared memory, each
 // lane's own 16 bytes by its own copies: no lane waits for another, and what a piece needs once is done once for all.
 
 namespace quantrot {
@@ -16,15 +16,10 @@ __device__ __forceinline__ void grid_wait() {  // as in hopper.cuh
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 }
 
-__device__ __forceinline__ u64 policy_of_input() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_" KEEP ".b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ void copy_ahead(u32 to, const void* from, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
-               : "memory");
+// Without a cache policy: the assembler of CUDA 13.0 loses the registers of one where the target is a register plus a
+// uniform one, which the GPU answers with "illegal instruction".
+__device__ __forceinline__ void copy_ahead(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -162,13 +157,12 @@ __device__ __forceinline__ void stream_kernel(const Args& a) {
   const u32 group = (place(group_of<R, 16>()) + part_place) / 128 + (lane >> 4), flat = first * GROUPS + group;
   u32 scale_row = flat / a.in_row, scale_column = flat - scale_row * a.in_row;
   const u32 down = step * GROUPS / a.in_row, right = step * GROUPS - down * a.in_row;
-  const u64 policy = policy_of_input();
 
   auto copy = [&](u32 slot, int left) {
 #pragma unroll
     for (int r = 0; r < R; r++)
       if (SHARE > 1 || r * 256 < left)
-        copy_ahead(own + (slot * R + r) * 512, from + (r / IN_R * ROWS * a.x_stride + r % IN_R * 256) * 2, policy);
+        copy_ahead(own + (slot * R + r) * 512, from + (r / IN_R * ROWS * a.x_stride + r % IN_R * 256) * 2);
   };
   auto fetch = [&](int number, u32 slot) {
     if (number + 1 < count) {

@@ -27,7 +27,7 @@ inline void mma_tf32(float (&d)[4], const u32 (&a)[4], float b0, float b1) {
 }
 
 // A group's bytes land when it is waited for, no sooner.
-inline void copy_ahead(u32 to, const void* from, u64) { copy16(to, from, true); }
+inline void copy_ahead(u32 to, const void* from) { copy16(to, from, true); }
 inline void copies_commit() { self().copies.push_back({0, {}}); }
 template <int LEFT>
 inline void copies_wait() {
@@ -41,7 +41,6 @@ inline void copies_wait() {
     groups -= to == 0;
   }
 }
-inline u64 policy_of_input() { return 0; }
 
 inline Vec load_vec_shared(u32 from) { return load_vector(from); }
 inline float4 load_shared16(u32 from) {
