@@ -264,24 +264,22 @@ def small_candidates(n: int, dtype: torch.dtype) -> list:
 
 def code_candidates(n: int, dtype: torch.dtype) -> list:
     """Plans that can quantize what they turn: groups of 128 columns in a warp."""
-    from quantrot.kernels.hadamard.hopper import Plan, plan_for_codes
+    from quantrot.kernels.hadamard.hopper import GROUP, Plan, plan_for_codes
 
     if n <= 8192 and n & (n - 1) == 0:
-        shapes = {
-            2: ((4, 8), (2, 16)),
-            4: ((4, 5), (2, 10)),
-            8: ((4, 4), (2, 8), (1, 12)),
-            16: ((4, 2), (2, 4), (1, 8)),
-        }
-        return [p for p in (plan_for_codes(n, n, dtype),) if p] + [
-            Plan("stream", warps, resident, vectors=vectors, share=share, stages=stages, turns=turns)
-            for vectors, residents in shapes.items()
+        resident = {
+            2: (4, 8),
+            4: (4, 5),
+            8: (4, 4),
+            16: (4, 2),
+        }  # warps and blocks, by the registers of so many vectors
+        return [p for p in (plan_for_codes(n, max(n, GROUP), dtype),) if p] + [
+            Plan("stream", *resident[vectors], vectors=vectors, share=share, stages=stages, turns=turns)
+            for vectors in resident
             for share in (1, 2)
-            for warps, resident in residents
-            for stages in ((2, 3, 4) if vectors == 2 else (2, 3))
-            for turns in (0, 32 // vectors)
             if (share == 1 and max(n // 256, 2) <= vectors <= max(n // 128, 4)) or (share == 2 and vectors * 512 == n)
-            if warps * resident * (stages + share - 1) * vectors * 512 + resident * 1024 <= 228 << 10
+            for stages in (2, 3)
+            for turns in (0, 32 // vectors)
         ]
     found = {
         replace(p, precision="SPLIT") for p in candidates(n, dtype) + ([] if n > 2048 else small_candidates(n, dtype))
@@ -316,7 +314,7 @@ def tune(orders: list[int], table: str) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         for n in orders:
-            if rule and (n % 128 or dtype == torch.float32):
+            if rule and ((n % 128 and n not in (32, 64)) or dtype == torch.float32):
                 continue
             if dtype == torch.float16 and (n <= 1024 or n & (n - 1) or rule):  # the same instructions as bfloat16
                 if ("bfloat16", n) in chosen:
@@ -330,9 +328,9 @@ def tune(orders: list[int], table: str) -> None:
             plans = accurate(plans, n, dtype, rule)
             if not plans:
                 continue
-            first = fractions(plans, tensors(n, few, dtype), rule)
+            first = fractions(plans, n, few, dtype, rule)
             best = sorted(plans, key=first.__getitem__, reverse=True)[:5]
-            second = fractions(best, tensors(n, many, dtype), rule)
+            second = fractions(best, n, many, dtype, rule)
             plan = max(best, key=lambda p: first[p] * second[p])
             chosen[name, n] = plan
             notes[table, name, n] = f"{first[plan]:.2f}, {second[plan]:.2f}"
@@ -357,14 +355,16 @@ def accurate(plans: list, n: int, dtype: torch.dtype, rule: str | None) -> list:
     """Those whose error is within the bar, on an odd number of rows and outputs that start as NaN."""
     from quantrot.kernels.hadamard.hopper import launch
 
-    x = torch.randn(max(257, (1 << 22) // n) | 1, n, device="cuda").to(dtype)
+    width = row_of(n, rule)
+    x = torch.randn(max(257, (1 << 22) // width) | 1, width, device="cuda").to(dtype)
     exact = hadamard_reference(x.double(), None, n, n**-0.5)
     codes, scales = quantize_reference(exact.float(), (1, 128), "exact")
     found = []
     for plan in plans:
         y = torch.full_like(x, float("nan")) if rule is None else torch.full_like(codes, float("nan"))
         got = torch.full_like(scales, float("nan"))
-        launch(x, y, None, n**-0.5, plan, scales=None if rule is None else got, rule=rule)
+        rows, out = x.view(-1, n), y.view(-1, n)
+        launch(rows, out, None, n**-0.5, plan, scales=None if rule is None else got, rule=rule)
         if rule is None:
             right = ((y.double() - exact).norm() / exact.norm()).item() <= MAX_RELATIVE_ERROR[dtype]
         else:
@@ -377,18 +377,24 @@ def accurate(plans: list, n: int, dtype: torch.dtype, rule: str | None) -> list:
     return found
 
 
-def fractions(plans: list, xs: list[torch.Tensor], rule: str | None) -> dict:
+def row_of(n: int, rule: str | None) -> int:
+    """Columns of the tensors on which order n is tuned: whole groups of codes."""
+    return max(n, 128) if rule else n
+
+
+def fractions(plans: list, n: int, elements: int, dtype: torch.dtype, rule: str | None) -> dict:
     """Of the speed of a copy, or of 3 bytes an element at that speed."""
     from quantrot.kernels.hadamard.hopper import launch
 
-    n = xs[0].shape[1]
+    width = row_of(n, rule)
+    xs = tensors(width, elements, dtype)
     ys = [torch.empty_like(x, dtype=torch.float8_e4m3fn if rule else None) for x in xs]
-    scales = [torch.empty(n // 128, x.shape[0], device="cuda").T if rule else None for x in xs]
+    scales = [torch.empty(width // 128, x.shape[0], device="cuda").T if rule else None for x in xs]
     copy = copy_us(xs) * (0.75 if rule else 1)
 
     def us(plan):
         calls = [
-            lambda x=x, y=y, s=s: launch(x, y, None, n**-0.5, plan, scales=s, rule=rule)
+            lambda x=x, y=y, s=s: launch(x.view(-1, n), y.view(-1, n), None, n**-0.5, plan, scales=s, rule=rule)
             for x, y, s in zip(xs, ys, scales, strict=True)
         ]
         return time_us(calls, 3)
