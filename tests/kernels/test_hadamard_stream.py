@@ -85,16 +85,20 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, n, rows, pl
 @pytest.mark.gpu
 @pytest.mark.parametrize("turns", [0, 5])
 @pytest.mark.parametrize(
-    ("n", "signed"), [(32, True), (128, False), (256, True), (2048, False), (4096, True), (8192, False)]
+    ("n", "signed", "dtype"),
+    [
+        (n, n in (32, 256, 4096), torch.float16 if n == 2048 else torch.bfloat16)
+        for n in (32, 128, 256, 2048, 4096, 8192)
+    ],
 )
-def test_gpu_codes_where_a_warp_has_more_pieces_than_buffers(n, signed, turns):
+def test_gpu_codes_where_a_warp_has_more_pieces_than_buffers(n, signed, dtype, turns):
     if not (torch.cuda.is_available() and nvrtc.available(torch.device("cuda"))):
         pytest.skip("needs sm_90 and cuda.core")
     vectors, share = (2 if n <= 256 else 16 if n >= 4096 else 8), 2 if n == 8192 else 1
     plan = Plan("stream", 4, 1, vectors=vectors, share=share, stages=3 if n < 4096 else 2, turns=turns)
     torch.manual_seed(n)
     width = max(n, 128)
-    x = torch.randn(132 * 4 * 7 * vectors * 256 // width + 3, width, device="cuda").bfloat16()
+    x = torch.randn(132 * 4 * 7 * vectors * 256 // width + 3, width, device="cuda").to(dtype)
     x[1], x[-2, 7], x[-3, 9] = 0, INF, NAN
     signs = random_signs(n, 1).cuda() if signed else None
     expected, expected_scales = hadamard_quantize_reference(x, signs, n, n**-0.5, (1, 128), "exact")
