@@ -76,6 +76,7 @@ def mmlu(
         stack.enter_context(harness.random_state_restored())
         group, manager = stack.enter_context(harness.mmlu_task(data, fewshot))
         truncated = stack.enter_context(harness.quiet())
+        stack.enter_context(harness.templates_kept())
         stack.enter_context(harness.without_quantization_config(model))
         lm = HFLM(pretrained=model, tokenizer=harness.private_tokenizer(tokenizer), batch_size=resolved)
         tasks = group.get_all_tasks()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from quantrot.evals import hub
+from quantrot.evals import harness, hub
 from quantrot.evals.mmlu import Score, check_options, compare, mmlu
 
 
@@ -176,3 +176,13 @@ def test_compare_refuses_other_questions(result):
 def test_options_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         check_options(*options)
+
+
+def test_templates_are_compiled_once_and_only_while_it_runs():
+    from lm_eval.utils import apply_template, env
+
+    before = env.from_string
+    with harness.templates_kept():
+        assert env.from_string("{{question}}?") is env.from_string("{{question}}?")
+        assert apply_template("{{question}}?", {"question": "why"}) == "why?"
+    assert env.from_string == before and env.from_string("{{a}}") is not env.from_string("{{a}}")

@@ -51,9 +51,9 @@ def model(kind: str, bias: bool = False, online: bool = False, fmt: LinearFormat
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """Merged where there are kernels: here everywhere, with the references behind them."""
-    for linear in LINEARS.values():
+def kernels(monkeypatch, request):
+    """Merged where there are kernels: without a GPU everywhere, with the references behind them."""
+    for linear in LINEARS.values() if "gpu" not in request.keywords else []:
         monkeypatch.setattr(linear, "runs_packed", lambda self, device: True)
         monkeypatch.setattr(linear, "multiply", lambda self, x: self.multiply_wide(x, self.dequantized(x.dtype)))
 
@@ -68,6 +68,9 @@ def test_merged_layers_give_the_same_logits_from_the_same_tensors(kind, online, 
         expected, before = llama(ids).logits, copy.deepcopy(llama.state_dict())
         assert merge_projections(llama) == 4
         torch.testing.assert_close(llama(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        whole = torch.compile(llama.model.layers[0].mlp, backend="eager", fullgraph=True)
+        x = torch.randn(3, 256)
+        torch.testing.assert_close(whole(x), llama.model.layers[0].mlp(x))
     after = llama.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     attention = llama.model.layers[0].self_attn
@@ -100,6 +103,24 @@ def test_a_replaced_projection_is_the_one_that_runs():
     x = torch.randn(3, 256)
     with torch.no_grad():
         torch.testing.assert_close(mlp.outputs(x)[1], mlp.up_proj(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 200])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_on_a_gpu_merged_is_separate_and_compiled_is_eager(kind, tokens):
+    llama = model(kind, online=kind == "mxfp4").to("cuda", torch.bfloat16)
+    ids = torch.randint(0, 64, (1, tokens), device="cuda")
+    with torch.no_grad():
+        separate = llama(ids, use_cache=False).logits
+        assert merge_projections(llama) == 4
+        merged = llama(ids, use_cache=False).logits
+        compiled = torch.compile(llama.forward, mode="reduce-overhead", fullgraph=True)
+        for _ in range(3):
+            recorded = compiled(ids, use_cache=False).logits.clone()
+    scale = separate.abs().max()
+    assert (merged - separate).abs().max() <= 0.02 * scale  # the order of sums, through two layers in bfloat16
+    assert (recorded - merged).abs().max() <= 0.02 * scale  # Inductor keeps what eager rounds between its kernels
 
 
 def test_only_equal_linears_are_merged():
