@@ -410,7 +410,7 @@ def triton_orders() -> list[int]:
         n
         for n in (32, 64, *ORDERS, 576, 768, 1536, 11008, 13824)
         for columns in (n if n > 4096 else 4096 // n * n,)
-        if plan_for_codes(n, torch.bfloat16) is None and triton_hadamard.supports(n, columns, 2)
+        if plan_for_codes(n, columns, torch.bfloat16) is None and triton_hadamard.supports(n, columns, 2)
     ]
 
 

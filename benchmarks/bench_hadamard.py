@@ -281,16 +281,7 @@ def code_candidates(n: int, dtype: torch.dtype) -> list:
             for stages in (2, 3)
             for turns in (0, 32 // vectors)
         ]
-    found = {
-        replace(p, precision="SPLIT") for p in candidates(n, dtype) + ([] if n > 2048 else small_candidates(n, dtype))
-    }
-    return [
-        p
-        for p in found
-        if p.kind in ("turn", "warp")
-        or (p.kind == "share" and 8 * p.vectors // p.warps in (4, 8))
-        or (p.kind == "flow" and p.tiles >= 16)
-    ]
+    return [p for p in candidates(n, dtype) if p.kind == "flow" and p.tiles >= 16]
 
 
 PROPOSE = {"PLANS": candidates, "SMALL_PLANS": small_candidates, "CODE_PLANS": code_candidates}

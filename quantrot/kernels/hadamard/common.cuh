@@ -346,40 +346,4 @@ __device__ __forceinline__ void store_part(void* p, const float (&z)[PART]) {
   }
 }
 
-// W pieces of PART results of a lane, times `factor`, as codes; 128 / PART neighbouring lanes hold a group. at(w) is the
-// row, negative for none, and the column of piece w. All lanes come here.
-template <int W, int PART, class At>
-__device__ __forceinline__ void store_codes(const Args& a, u32 n, const float (&z)[W][PART], float factor, At at) {
-  static_assert(PART == 4 || PART == 8, "a warp must hold whole groups");
-  constexpr int LANES = 128 / PART;
-  float amax[W];
-#pragma unroll
-  for (int w = 0; w < W; w++) {
-    amax[w] = 0.f;
-#pragma unroll
-    for (int j = 0; j < PART; j++) amax[w] = larger(amax[w], z[w][j]);
-  }
-  const float scale = scale_of(largest<W, LANES>(amax) * factor), own = factor * to_codes(scale);
-  if (threadIdx.x % LANES < W) {
-    const longlong2 place = at(group_of<W, LANES>());
-    if (place.x >= 0) store_scale(a, (u32)(place.x * (n / 128) + place.y / 128), scale);
-  }
-#pragma unroll
-  for (int w = 0; w < W; w++) {
-    const longlong2 place = at(w);
-    const float f = from_group<W, LANES>(own, w);
-    if (place.x < 0) continue;
-    u32 words[PART / 4];
-#pragma unroll
-    for (int j = 0; j < PART; j += 4)
-      words[j / 4] = codes2(z[w][j] * f, z[w][j + 1] * f) | codes2(z[w][j + 2] * f, z[w][j + 3] * f) << 16;
-    char* to = (char*)a.y + place.x * a.y_stride + place.y;
-    if constexpr (PART == 8) {
-      store8(to, words[0], words[1]);
-    } else {
-      store4(to, words[0]);
-    }
-  }
-}
-
 }  // namespace quantrot

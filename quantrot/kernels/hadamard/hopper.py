@@ -52,14 +52,15 @@ class Plan:
     block   a base of at most 32 rows, persistent thread blocks               16 bits, K * 2^m
     dense   a larger base, and up to two small ones                           16 bits
     flow    one asynchronous product, rows through a ring of buffers          16 bits, K * 64, K * 128 or K * 256
+    stream  32 ... 8192 elements as codes, a warp's pieces through a ring      16 bits
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
     kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "stream", "axis"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
-    vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share)
-    share: int = 1  # warps that share a row (lanes)
+    vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share, stream)
+    share: int = 1  # warps that share a row (lanes, stream)
     stages: int = 0  # input buffers (share: 0 is one row a block, no prefetch; dense: 0 is sums in the input's place)
     tiles: int = 8  # groups of eight columns: a warp's (block), a row's (flow); row tiles of a task (dense)
     part: int = 8  # neighbouring columns a lane finishes (block: 2, 4 or 8), column groups of a task (dense)
@@ -450,14 +451,10 @@ def plan_for_codes(order: int, columns: int, dtype: torch.dtype) -> Plan | None:
 
     if dtype.itemsize != 2 or columns % GROUP or (order % GROUP and order not in (32, 64)):
         return None
-    if plan := CODE_PLANS.get((str(dtype).removeprefix("torch."), order)):
+    if plan := CODE_PLANS.get(("bfloat16", order)):  # the same instructions in float16
         return plan
     plan = plan_for(order, dtype)
-    if plan and plan.kind == "share" and 8 * plan.vectors // plan.warps < 4:
-        plan = Plan("share", 8, 2, vectors=8, stages=1) if order == 16384 else None
-    if plan is None or plan.kind not in ("turn", "warp", "share", "flow") or (plan.kind == "flow" and plan.tiles < 16):
-        plan = _flow_plan(order)
-    return plan and replace(plan, precision="SPLIT")
+    return plan if plan and plan.kind == "flow" and plan.tiles >= 16 else _flow_plan(order)
 
 
 def _flow_plan(order: int) -> Plan | None:
