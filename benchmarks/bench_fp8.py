@@ -228,7 +228,7 @@ def run_layer(case: dict[str, Any]) -> dict[str, Any]:
 
     def layer(x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, backend: str) -> torch.Tensor:
         q = quantize_fp8_block(x, (1, 128), "exact", transposed_scale=True)
-        return fp8_block_gemm(*q, w, w_scale, backend=backend)
+        return fp8_block_gemm(*q, w, w_scale, backend=backend, b_settled=True)  # as Fp8Linear
 
     pairs = [(x, d[2], d[3]) for x, d in zip(xs, data, strict=True)]
     peers = wide_peers(n, k, xs)

@@ -1,6 +1,7 @@
 """Quantization in CUDA C++: emulated on the host, and run on a GPU, against the reference's bits."""
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,8 +46,8 @@ def blocks_of_everything(size: int, dtype: torch.dtype) -> torch.Tensor:
         ((128, 128), torch.bfloat16, "exact", Squares(4, 256)),
         ((128, 128), torch.float16, "bf16", Squares(4, 128, cluster=2)),
         ((256, 256), torch.bfloat16, "pow2", Squares(4, 256, cluster=4)),
-        ((256, 256), torch.float16, "exact", Squares(2, 512, cluster=2, ahead=True)),
-        ((1, 128), torch.bfloat16, "exact", Groups(4, 64, rows=4)),
+        ((256, 256), torch.float16, "exact", Squares(6, 128, cluster=4)),
+        ((1, 128), torch.bfloat16, "exact", Groups(16, 64, rows=4)),
         ((1, 128), torch.float16, "bf16", Groups(4, 128, rows=16)),
         ((1, 128), torch.bfloat16, "pow2", Groups(4, 32, rows=1)),
     ],
@@ -68,6 +69,13 @@ def test_emulated_bits_are_the_references(emulated, block, dtype, rule, plan):
         args = Arguments(apart.data_ptr(), q.data_ptr(), scale.data_ptr(), apart.stride(0), *scale.stride(), *x.shape)
         assert library.run(ctypes.byref(args), plan.grid(*x.shape, block), seed) == b""
         assert torch.equal(bits(scale.contiguous()), bits(expected_scale)) and torch.equal(bits(q), bits(expected))
+
+
+def test_rows_that_would_not_fill_the_gpu_are_divided_among_more_thread_blocks():
+    for rows, columns in ((1, 4096), (64, 14336), (512, 4096)):
+        assert blocks.plan_for((1, 128), rows, columns) == replace(blocks.FEW_ROWS, stream=False)
+    assert blocks.plan_for((1, 128), 2048, 4096) == replace(blocks.PLANS[1, 128], stream=False)
+    assert blocks.plan_for((1, 128), 8192, 8192) == blocks.PLANS[1, 128]
 
 
 @gpu

@@ -221,6 +221,23 @@ def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest(
     assert hopper.plan_for(4096, 576, 1536, 2) == hopper.IN_PARTS
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "columns", "early"),
+    [
+        (1, 4096, 4096, 32, 8),  # a quarter of K
+        (8, 6144, 4096, 64, 8),
+        (1, 4096, 14336, 32, 16),
+        (64, 8192, 8192, 64, 8),
+        (8, 28672, 4096, 64, 4),  # two thread blocks a multiprocessor
+        (1, 1024, 256, 16, 0),
+    ],
+)
+def test_a_settled_weight_is_read_early_but_not_all_of_it(m, n, k, columns, early):
+    plan = hopper.plan_for(m, n, k, 1, settled=True)
+    assert (plan.columns, plan.early) == (columns, early)
+    assert replace(plan, early=0) == hopper.plan_for(m, n, k, 1)
+
+
 def test_what_it_does_not_take_is_named():
     a, a_scale, b, b_scale = integers(4, 128, 256)
 

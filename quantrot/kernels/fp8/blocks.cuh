@@ -17,9 +17,6 @@ inline u32 largest_of_warp(u32 a) {
   return *std::max_element(all.begin(), all.end());
 }
 inline float exact_reciprocal(float a) { return 1 / a; }
-inline void prefetch_bulk(const void* p, u32 bytes) {
-  if ((uintptr_t)p % 16 || bytes % 16) emulator::fail("a prefetch that is not of whole 16 bytes");
-}
 #else
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
   u32 r;
@@ -28,9 +25,6 @@ __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
 }
 __device__ __forceinline__ u32 largest_of_warp(u32 a) { return __reduce_max_sync(0xFFFFFFFFu, a); }
 __device__ __forceinline__ float exact_reciprocal(float a) { return __frcp_rn(a); }
-__device__ __forceinline__ void prefetch_bulk(const void* p, u32 bytes) {  // to L2; both of 16 bytes
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
 #endif
 
 constexpr float LEAST_UNLIFTED = 0x1p-60f, LIFT_BY = 0x1p64f;
@@ -77,13 +71,11 @@ __device__ __forceinline__ void store_quotients(const Vec (&v)[V], float scale, 
   }
 }
 
-// AHEAD: while this block is reduced and stored, L2 gets the one that many further on, which follows it here.
-template <int D, int ROWS, int COLUMNS, int CLUSTER, int THREADS, int AHEAD>
+template <int D, int ROWS, int COLUMNS, int CLUSTER, int THREADS>
 __device__ __forceinline__ void blocks_kernel(const BlockArgs& a) {
   constexpr int PART = ROWS / CLUSTER, UNITS = COLUMNS / 8, WARPS = THREADS / 32;  // units of eight elements
   constexpr int V = PART * UNITS / THREADS, APART = THREADS / UNITS;               // of a thread, and rows between them
   static_assert(V * APART == PART && V > 0 && UNITS * APART == THREADS, "whole rows of units");
-  static_assert(AHEAD == 0 || PART <= THREADS, "a thread for each row of the block ahead");
   const u32 across = (a.columns + COLUMNS - 1) / COLUMNS, rank = CLUSTER > 1 ? cluster_rank() : 0;
   const u32 block = blockIdx.x / CLUSTER, down = block / across, right = block - down * across;
   const u32 row = down * ROWS + rank * PART + threadIdx.x / UNITS, column = right * COLUMNS + threadIdx.x % UNITS * 8;
@@ -98,13 +90,6 @@ __device__ __forceinline__ void blocks_kernel(const BlockArgs& a) {
   for (int i = 0; i < V; i++) {
     v[i] = Vec{{0, 0, 0, 0}};
     if (i * APART < left) v[i] = load16(from + i * from_step);
-  }
-  if constexpr (AHEAD > 0) {
-    const u32 next = block + AHEAD, next_down = next / across;
-    const u32 next_row = next_down * ROWS + rank * PART + threadIdx.x, next_column = (next - next_down * across) * COLUMNS;
-    if (threadIdx.x < PART && next_row < a.rows)
-      prefetch_bulk((const char*)a.x + (next_row * a.x_stride + next_column) * 2,
-                    min(a.columns - next_column, (u32)COLUMNS) * 2);
   }
   if constexpr (CLUSTER > 1) cluster_start();  // the others have begun: their memory may be written
   u32 most = 0;

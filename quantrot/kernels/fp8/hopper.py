@@ -160,8 +160,8 @@ def _decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
     tokens = next(t for t in (8, 16, 32, 64) if t >= min(m, 64))
     tiles = _ceil(m, tokens) * parts
     # With 16 tokens and more, half as many blocks that each read the tokens are better than all multiprocessors busy.
-    enough = BUSY if tokens == 8 else BUSY // 2
-    columns = next((c for c in (64, 32) if tiles * _ceil(n, c) >= enough), 16)
+    enough = {64: 96, 32: BUSY} if tokens == 8 else {64: BUSY // 2, 32: BUSY // 2}
+    columns = next((c for c in enough if tiles * _ceil(n, c) >= enough[c]), 16)
     if tokens >= 32 and tiles * _ceil(n, 64) > 2 * PROCESSORS:
         columns = 128
     plan = Decode(tokens, columns=columns)
@@ -195,8 +195,9 @@ def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
         if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
             return square
     plan = _decode_plan(m, n, k, parts)
-    if settled:
-        plan = replace(plan, early=min(plan.stages, EARLY_BYTES // (plan.resident * plan.columns * 128)))
+    if settled:  # and at most a quarter of K: the tokens come behind it, and no product can begin without them
+        bytes_of_block = plan.resident * plan.columns * 128
+        plan = replace(plan, early=min(plan.stages, EARLY_BYTES // bytes_of_block, segment_of(k, parts) // 4))
     return plan if plan.stages >= 2 else square
 
 

@@ -1,8 +1,9 @@
 // Rows of 32 ... 8192 elements in 16 bits as codes (see words.cuh): a warp's pieces come through its own ring of buffers.
 //
 // A warp transforms R * 256 neighbouring elements at a time, which are whole rows (or the half of one), by the two
-// products of common.cuh and additions over the R vectors. While it works on one piece, the next STAGES - 1 are on their way to shared memory, each
-// lane's own 16 bytes by its own copies: no lane waits for another, and what a piece needs once is done once for all.
+// products of common.cuh and additions over the R vectors. While it works on one piece, the next STAGES - 1 are on their
+// way to shared memory, each lane's own 16 bytes by its own copies: no lane waits for another, and what a piece needs
+// once is done once for all.
 
 namespace quantrot {
 
