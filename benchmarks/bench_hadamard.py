@@ -264,22 +264,15 @@ def small_candidates(n: int, dtype: torch.dtype) -> list:
 
 def code_candidates(n: int, dtype: torch.dtype) -> list:
     """Plans that can quantize what they turn: groups of 128 columns in a warp."""
-    from quantrot.kernels.hadamard.hopper import GROUP, Plan, plan_for_codes
+    from quantrot.kernels.hadamard.hopper import Plan
 
-    if n <= 8192 and n & (n - 1) == 0:
-        resident = {
-            2: (4, 8),
-            4: (4, 5),
-            8: (4, 4),
-            16: (4, 2),
-        }  # warps and blocks, by the registers of so many vectors
-        return [p for p in (plan_for_codes(n, max(n, GROUP), dtype),) if p] + [
-            Plan("stream", *resident[vectors], vectors=vectors, share=share, stages=stages, turns=turns)
-            for vectors in resident
-            for share in (1, 2)
-            if (share == 1 and max(n // 256, 2) <= vectors <= max(n // 128, 4)) or (share == 2 and vectors * 512 == n)
+    if n <= 4096 and n & (n - 1) == 0:
+        resident = {2: 8, 4: 5, 8: 4, 16: 2}  # thread blocks, by the registers of so many vectors
+        return [
+            Plan("stream", 4, blocks, vectors=vectors, stages=stages)
+            for vectors, blocks in resident.items()
+            if max(n // 256, 2) <= vectors <= max(n // 128, 4)
             for stages in (2, 3)
-            for turns in (0, 32 // vectors)
         ]
     return [p for p in candidates(n, dtype) if p.kind == "flow" and p.tiles >= 16]
 

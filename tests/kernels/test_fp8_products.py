@@ -144,9 +144,9 @@ def test_auto_takes_no_backend_whose_bits_depend_on_the_batch(monkeypatch):
     def module(path):  # all but "hopper" take the product
         return SimpleNamespace(path=path, supports=lambda *operands: path != fp8.GEMMS["hopper"])
 
+    data, _ = operands(16, 64, 512, (1, 128), (1, 128))
     monkeypatch.setattr(fp8, "has_kernels", lambda device: True)
     monkeypatch.setattr(fp8, "importlib", SimpleNamespace(import_module=module))
-    data, _ = operands(16, 64, 512, (1, 128), (1, 128))
     for asked, taken in (("auto", "triton"), ("fastest", "cublas")):
         assert fp8._product(asked, *data, (1, 128), (1, 128), torch.bfloat16, None).path == fp8.GEMMS[taken]
 

@@ -7,7 +7,7 @@ import torch
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import hadamard_quantize_reference
-from quantrot.kernels.hadamard.hopper import Plan, launch
+from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for_codes
 from quantrot.orthogonal import random_signs
 
 INF, NAN = float("inf"), float("nan")
@@ -39,11 +39,10 @@ class Args(ctypes.Structure):
     ("n", "rows", "plan", "dtype", "rule", "signed"),
     [
         (32, 79, Plan("stream", 2, 1, vectors=2, stages=2), torch.bfloat16, "exact", True),
-        (64, 36, Plan("stream", 1, 1, vectors=4, stages=3, turns=2), torch.bfloat16, "bf16", False),
+        (64, 36, Plan("stream", 1, 1, vectors=4, stages=3), torch.bfloat16, "bf16", False),
         (128, 45, Plan("stream", 2, 1, vectors=4, stages=3), torch.bfloat16, "exact", True),
-        (256, 29, Plan("stream", 2, 1, vectors=2, stages=2, turns=3), torch.float16, "pow2", False),
+        (256, 29, Plan("stream", 2, 1, vectors=2, stages=2), torch.float16, "pow2", False),
         (1024, 13, Plan("stream", 1, 1, vectors=8, stages=3), torch.bfloat16, "exact", True),
-        (8192, 5, Plan("stream", 4, 1, vectors=16, share=2, stages=2), torch.bfloat16, "exact", True),
         (4096, 5, Plan("stream", 1, 1, vectors=16, stages=2), torch.bfloat16, "exact", False),
     ],
 )
@@ -83,22 +82,20 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, n, rows, pl
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turns", [0, 5])
 @pytest.mark.parametrize(
     ("n", "signed", "dtype"),
-    [
-        (n, n in (32, 256, 4096), torch.float16 if n == 2048 else torch.bfloat16)
-        for n in (32, 128, 256, 2048, 4096, 8192)
-    ],
+    [(n, n in (32, 256, 4096), torch.float16 if n == 2048 else torch.bfloat16) for n in (32, 128, 256, 2048, 4096)],
 )
-def test_gpu_codes_where_a_warp_has_more_pieces_than_buffers(n, signed, dtype, turns):
+def test_gpu_codes_where_a_warp_has_more_pieces_than_buffers(n, signed, dtype):
     if not (torch.cuda.is_available() and nvrtc.available(torch.device("cuda"))):
         pytest.skip("needs sm_90 and cuda.core")
-    vectors, share = (2 if n <= 256 else 16 if n >= 4096 else 8), 2 if n == 8192 else 1
-    plan = Plan("stream", 4, 1, vectors=vectors, share=share, stages=3 if n < 4096 else 2, turns=turns)
+    plan = plan_for_codes(n, max(n, 128), dtype)
+    assert plan.kind == "stream"
     torch.manual_seed(n)
     width = max(n, 128)
-    x = torch.randn(132 * 4 * 7 * vectors * 256 // width + 3, width, device="cuda").to(dtype)
+    x = torch.randn(7 * 132 * plan.resident * plan.warps * plan.vectors * 256 // width + 3, width, device="cuda").to(
+        dtype
+    )
     x[1], x[-2, 7], x[-3, 9] = 0, INF, NAN
     signs = random_signs(n, 1).cuda() if signed else None
     expected, expected_scales = hadamard_quantize_reference(x, signs, n, n**-0.5, (1, 128), "exact")

@@ -52,7 +52,7 @@ class Plan:
     block   a base of at most 32 rows, persistent thread blocks               16 bits, K * 2^m
     dense   a larger base, and up to two small ones                           16 bits
     flow    one asynchronous product, rows through a ring of buffers          16 bits, K * 64, K * 128 or K * 256
-    stream  32 ... 8192 elements as codes, a warp's pieces through a ring      16 bits
+    stream  32 ... 4096 elements as codes, a warp's pieces through a ring      16 bits
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
@@ -60,12 +60,11 @@ class Plan:
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
     vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share, stream)
-    share: int = 1  # warps that share a row (lanes, stream)
+    share: int = 1  # warps that share a row (lanes)
     stages: int = 0  # input buffers (share: 0 is one row a block, no prefetch; dense: 0 is sums in the input's place)
     tiles: int = 8  # groups of eight columns: a warp's (block), a row's (flow); row tiles of a task (dense)
     part: int = 8  # neighbouring columns a lane finishes (block: 2, 4 or 8), column groups of a task (dense)
     precision: Literal["CUT", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share)
-    turns: int = 0  # pieces of a warp (stream); 0: as many as there are for so many resident blocks
     stream: bool = True  # cache hints: mark the data as not used again soon
 
     def call(self, order: int, dtype: torch.dtype, signs: bool, out: torch.dtype) -> str:
@@ -87,7 +86,7 @@ class Plan:
                 f"dense_kernel<{d}, {base}, {inner}, {power}, {self.warps}, {self.tiles}, {self.part}, {over}, {flag}>"
             )
         extra = {
-            "stream": f"{self.share}, {self.stages}, {self.turns}, ",
+            "stream": f"{self.stages}, ",
             "lanes": f"{self.share}, ",
             "turn": "",
             "warp": f"{precision}, ",
@@ -140,7 +139,7 @@ class Plan:
         if self.kind == "lanes" and self.share > 1:
             return order * 4
         if self.kind == "stream":
-            return self.warps * (self.stages + (self.share > 1)) * self.vectors * 512
+            return self.warps * self.stages * self.vectors * 512
         if self.kind == "block":
             columns = 8 * self.tiles * self.warps
             base = order // columns
@@ -170,10 +169,9 @@ class Plan:
             return min(rows, processors * self.resident)
         if self.kind in ("share", "dense") or (self.kind == "lanes" and self.share > 1):
             return rows
-        a_warp = 32 * self.vectors * (16 // dtype.itemsize)  # stream: with `share`, of a row that so many share
-        if self.kind == "stream" and not self.turns:
-            return min(-(-rows * order // (a_warp * self.warps)), processors * self.resident)
-        return -(-rows * order // (a_warp * self.warps * max(self.turns, 1)))
+        a_warp = 32 * self.vectors * (16 // dtype.itemsize)
+        blocks = -(-rows * order // (a_warp * self.warps))
+        return min(blocks, processors * self.resident) if self.kind == "stream" else blocks
 
 
 @lru_cache(maxsize=4)

@@ -1,9 +1,8 @@
-// Rows of 32 ... 8192 elements in 16 bits as codes (see words.cuh): a warp's pieces come through its own ring of buffers.
+// Rows of 32 ... 4096 elements in 16 bits as codes (see words.cuh): a warp's pieces come through its own ring of buffers.
 //
-// A warp transforms R * 256 neighbouring elements at a time, which are whole rows (or the half of one), by the two
-// products of common.cuh and additions over the R vectors. While it works on one piece, the next STAGES - 1 are on their
-// way to shared memory, each lane's own 16 bytes by its own copies: no lane waits for another, and what a piece needs
-// once is done once for all.
+// A warp transforms R * 256 neighbouring elements at a time, which are whole rows, by the two products of common.cuh and
+// additions over the R vectors. While it works on one piece, the next STAGES - 1 are on their way to shared memory, each
+// lane's own 16 bytes by its own copies: no lane waits for another, and what a piece needs once is done once for all.
 
 namespace quantrot {
 
@@ -28,19 +27,6 @@ __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_
 template <int LEFT>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
-__device__ __forceinline__ void named_sync(u32 id, u32 threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ bool named_any(u32 id, u32 threads, bool mine) {  // and whether any of them says so
-  u32 any;
-  asm volatile("{.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;}"
-               : "=r"(any)
-               : "r"((u32)mine), "r"(id), "r"(threads)
-               : "memory");
-  return any;
 }
 #endif
 
@@ -102,67 +88,35 @@ __device__ __forceinline__ void keep_apart(u32 (&a)[W], u32 salt) {
   for (int i = 0; i < W; i++) a[i] = __shfl_sync(0xFFFFFFFFu, a[i], threadIdx.x % 32 + 32 * (salt + i));
 }
 
-// The warp's half row and its partner's (threads 64 of barrier `id`), added and subtracted: y[r] is of the first half of
-// the row, y[R / 2 + r] of the second, both at vector r of this warp's half of each. `out` and `in` are R * 512 bytes.
-template <int R, bool SECOND>
-__device__ __forceinline__ void add_partner(float (&y)[R][8], u32 out, u32 in, u32 id) {
-  constexpr int KEPT = SECOND ? R / 2 : 0, GIVEN = R / 2 - KEPT;
-#pragma unroll
-  for (int r = 0; r < R / 2; r++) {
-    const float(&v)[8] = y[GIVEN + r];
-    store_shared16(out + r * 1024, v[0], v[1], v[2], v[3]);
-    store_shared16(out + r * 1024 + 512, v[4], v[5], v[6], v[7]);
-  }
-  named_sync(id, 64);
-#pragma unroll
-  for (int r = 0; r < R / 2; r++) {
-    const float4 lo = load_shared16(in + r * 1024), hi = load_shared16(in + r * 1024 + 512);
-    const float other[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const float own = y[KEPT + r][j];
-      y[r][j] = own + other[j];
-      y[r + R / 2][j] = SECOND ? other[j] - own : own - other[j];
-    }
-  }
-}
-
-// A row is in SHARE warps, 1 or 2. TURNS pieces a warp, neighbours of those of the block's other warps; 0: every so
-// many-th piece, as many as there are.
-template <int D, int N, int R, int WARPS, int SHARE, int STAGES, int TURNS, bool SIGNS>
+// Every warp of the grid takes a piece in turn.
+template <int D, int N, int R, int WARPS, int STAGES, bool SIGNS>
 __device__ __forceinline__ void stream_kernel(const Args& a) {
-  constexpr int OWN = R * 256, PIECE = SHARE * OWN, GROUPS = PIECE / 128, TEAMS = WARPS / SHARE;
-  constexpr int IN_R = N > OWN ? R : N > 256 ? N / 256 : 1, ROWS = N > 256 ? 1 : 256 / N;  // rows of IN_R vectors
+  constexpr int PIECE = R * 256, GROUPS = PIECE / 128;
+  constexpr int IN_R = N > 256 ? N / 256 : 1, ROWS = N > 256 ? 1 : 256 / N;  // rows of IN_R vectors
   static_assert(R <= 16 && R % IN_R == 0 && STAGES >= 2, "whole rows, one group a lane at most");
-  static_assert(SHARE == 1 || (SHARE == 2 && N == PIECE && WARPS % 2 == 0), "a row in two warps");
-  const u32 lane = threadIdx.x & 31, warp = warp_number(), part = warp % SHARE, team = warp / SHARE;
+  const u32 lane = threadIdx.x & 31, warp = warp_number();
   const u32 own = shared_memory() + (warp * STAGES * R * 32 + lane) * 16;
-  const u32 sums = shared_memory() + WARPS * STAGES * R * 512 + lane * 16;  // SHARE: R * 512 bytes a warp
-  const u32 out = sums + warp * R * 512, in = sums + (warp ^ 1) * R * 512;
   const i64 total = a.rows * N;
   const u32 pieces = (u32)((total + PIECE - 1) / PIECE);  // 32 bits count 2^39 elements
-  const u32 step = TURNS ? TEAMS : gridDim.x * TEAMS, first = blockIdx.x * TEAMS * (TURNS ? TURNS : 1) + team;
-  const u32 end = TURNS ? min(pieces, (blockIdx.x + 1) * TEAMS * TURNS) : pieces;
-  const int count = first < end ? (end - first + step - 1) / step : 0;
+  const u32 step = gridDim.x * WARPS, first = blockIdx.x * WARPS + warp;
+  const int count = first < pieces ? (pieces - first + step - 1) / step : 0;
   const i64 left_of_last = total - (first + (i64)(count - 1) * step) * PIECE;
   const int left_at_end = (int)min(left_of_last, (i64)PIECE) - (int)lane * 8;
 
   // Where this lane reads, writes codes and writes a scale, and what each moves by from one piece to the next.
-  const u32 lane_row = N >= 256 ? 0 : lane * 8 / N, lane_column = part * OWN + (N >= 256 ? lane * 8 : lane * 8 % N);
+  const u32 lane_row = N >= 256 ? 0 : lane * 8 / N, lane_column = N >= 256 ? lane * 8 : lane * 8 % N;
   i64 row = (i64)first * PIECE / N + lane_row;
   const char* from = (const char*)a.x + (row * a.x_stride + lane_column) * 2;
   const i64 from_step = (i64)step * PIECE / N * a.x_stride * 2;
-  auto place = [](u32 j) { return SHARE == 1 ? j * 256 : j % (R / 2) * 256 + j / (R / 2) * OWN; };  // of results y[j]
-  const u32 part_place = part * (OWN / SHARE);
-  char* to = (char*)a.y + (i64)first * PIECE + part_place + lane * 8;
-  const u32 group = (place(group_of<R, 16>()) + part_place) / 128 + (lane >> 4), flat = first * GROUPS + group;
+  char* to = (char*)a.y + (i64)first * PIECE + lane * 8;
+  const u32 group = group_of<R, 16>() * 2 + (lane >> 4), flat = first * GROUPS + group;
   u32 scale_row = flat / a.in_row, scale_column = flat - scale_row * a.in_row;
   const u32 down = step * GROUPS / a.in_row, right = step * GROUPS - down * a.in_row;
 
   auto copy = [&](u32 slot, int left) {
 #pragma unroll
     for (int r = 0; r < R; r++)
-      if (SHARE > 1 || r * 256 < left)
+      if (r * 256 < left)
         copy_ahead(own + (slot * R + r) * 512, from + (r / IN_R * ROWS * a.x_stride + r % IN_R * 256) * 2);
   };
   auto fetch = [&](int number, u32 slot) {
@@ -183,19 +137,7 @@ __device__ __forceinline__ void stream_kernel(const Args& a) {
   // What is left to do on a piece's vectors, and this lane's scale.
   auto whole = [&](float(&y)[R][8]) {
     butterflies<R, 8, 1, IN_R>(y);
-    if constexpr (SHARE > 1) {
-      if (part) {
-        add_partner<R, true>(y, out, in, 1 + team);
-      } else {
-        add_partner<R, false>(y, out, in, 1 + team);
-      }
-    }
     return own_scale(y, a.scale);
-  };
-  auto wrong = [&](float scale) -> bool {  // for all warps of a row
-    const bool mine = !(scale <= 0x1.fffffep127f);
-    if constexpr (SHARE > 1) return named_any(1 + team, 64, mine);
-    return __any_sync(0xFFFFFFFFu, mine);
   };
 
   Sylvester16 h = sylvester16<D>();
@@ -226,11 +168,10 @@ __device__ __forceinline__ void stream_kernel(const Args& a) {
       }
     }
     float scale = whole(y);
-    if (wrong(scale)) {
+    if (__any_sync(0xFFFFFFFFu, !(scale <= 0x1.fffffep127f))) {
 #pragma unroll
       for (int r = 0; r < R; r++) add_up<D, N>(y[r], vector(slot, r));
       scale = whole(y);
-      if constexpr (SHARE > 1) wrong(scale);  // the partner has read its half
     }
     const float factor = a.scale * to_codes(scale);
     u32 words[R][2];
@@ -244,11 +185,11 @@ __device__ __forceinline__ void stream_kernel(const Args& a) {
       }
     }
     auto put = [&](int left) {
-      if (lane % 16 < R && (SHARE > 1 || (int)(group * 128 - lane * 8) < left))
+      if (lane % 16 < R && (int)(group * 128 - lane * 8) < left)
         a.scales[scale_row * a.scale_row + scale_column * a.scale_group] = scale;
 #pragma unroll
       for (int r = 0; r < R; r++)
-        if (SHARE > 1 || r * 256 < left) store8(to + place(r), words[r][0], words[r][1]);
+        if (r * 256 < left) store8(to + r * 256, words[r][0], words[r][1]);
     };
     if (i + 1 < count) {
       put(PIECE);

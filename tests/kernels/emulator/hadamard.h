@@ -55,15 +55,3 @@ inline void store_shared16(u32 to, float a, float b, float c, float d) {
 inline void load_shared8(u32 from, float& a, float& b) {
   memcpy(&a, self().block->at(from, 4), 4), memcpy(&b, self().block->at(from + 4, 4), 4);
 }
-
-inline bool named_any(u32 id, u32 threads, bool mine) {
-  static std::map<std::pair<void*, u32>, bool> flags;
-  bool& flag = flags[{self().block, id}];
-  if (mine) flag = true;
-  named_sync(id, threads);
-  const bool any = flag;
-  named_sync(id, threads);
-  flag = false;
-  named_sync(id, threads);
-  return any;
-}
