@@ -1,5 +1,7 @@
 """Linears that turn their input, and what all quantized linears share: tensors as on disk, and a forward."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -115,6 +117,19 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x) if self._decoded is None else self.multiply_wide(x, self._decoded)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
+        """Stored tensors are moved but never cast: what `model.to(torch.float16)` means is the rest of the model.
+
+        As bytes they are none of the floating-point tensors that a cast looks for.
+        """
+        stored = {name: getattr(self, name).dtype for name in self.tensor_names}
+        for name in stored:
+            getattr(self, name).data = getattr(self, name).data.view(torch.uint8)
+        super()._apply(fn, recurse)
+        for name, dtype in stored.items():
+            getattr(self, name).data = getattr(self, name).data.view(dtype)
+        return self
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {formats.label(self.format)}"

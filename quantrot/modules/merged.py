@@ -28,7 +28,7 @@ class Merging(nn.Module):
         self._merged_of: list[nn.Module] = []
 
     def linears(self) -> list[nn.Module]:
-        return [self.get_submodule(name) for name in self.parts]
+        return [getattr(self, name) for name in self.parts]
 
     def merge(self) -> bool:
         """Make one product of them if they differ in out_features only; whether they are one now."""

@@ -504,8 +504,9 @@ def test_the_kernel_writes_the_references_codes(dtype, granularity, tokens, dim)
     for order in (None, 20 if dim == 80 else dim):
         ours, theirs = both(rope_hadamard_quantize, *x, cos, sin, order=order, granularity=granularity)
         for name, a, b in zip(ours._fields, ours, theirs, strict=True):
-            wrong = (a.view(torch.uint8) != b.view(torch.uint8)).float().mean().item()
-            assert wrong <= (1e-4 if order and name in ("q", "k") else 0), (name, order, wrong)
+            wrong = (a.view(torch.uint8) != b.view(torch.uint8)).sum().item()
+            # Turned in another order of additions: about an element in 10^5 has its float32 across a code's edge.
+            assert wrong <= (max(1, 1e-4 * a.numel()) if order and name in ("q", "k") else 0), (name, order, wrong)
 
 
 def flip_error(dim: int, heavy: int) -> float:
