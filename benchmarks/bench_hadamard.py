@@ -159,13 +159,13 @@ def compile_plans() -> None:
     from quantrot.kernels.nvrtc import compile_cubin
 
     def one(case: tuple) -> None:
-        n, dtype, stream = case
-        plan = plan_for(n, dtype)
-        if plan:
+        n, dtype, stream, small = case
+        if plan := plan_for(n, dtype, small):
             compile_cubin(replace(plan, stream=stream).source(n, dtype, False))
 
+    sizes = [(True, False), (False, False), (False, True)]  # stays in L2, small
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(one, sorted({(n, d, s) for n, _, d, _ in cases() for s in (False, True)}, key=str)))
+        list(pool.map(one, sorted({(n, d, *size) for n, _, d, _ in cases() for size in sizes}, key=str)))
 
 
 # --- Tuning ----------------------------------------------------------------------------------------------------------
@@ -178,7 +178,8 @@ def candidates(n: int, dtype: torch.dtype) -> list:
 
     found = []
     base, small, power = (1, (), n) if n & (n - 1) == 0 else dense_shape(n)
-    precisions = ("SPLIT", "CUT") if dtype == torch.bfloat16 else ("SPLIT",)  # cutting costs float16 4.5e-4
+    # Cutting costs float16 4.5e-4; of a short row, results near zero are off by more than their own rounding.
+    precisions = ("SPLIT", "CUT") if dtype == torch.bfloat16 and n >= 2048 else ("SPLIT",)
     if n == power and dtype == torch.float32:
         for vectors in (2, 4, 8, 16):
             for warps in (2, 4, 8, 16):
@@ -225,19 +226,8 @@ def candidates(n: int, dtype: torch.dtype) -> list:
                     found.append(Plan("dense", warps, r, tiles=tall, part=wide, stages=1))
     if dtype != torch.float32 and n >= 1024 and not small:
         for columns in (64, 128, 256):
-            tall = n // columns
-            tiles = -(-tall // 64)
-            if n % columns or tall % base or tall % 2 or small or not 8 <= tall <= 256:
-                continue
-            for groups in (2, 3):
-                if groups % min(tiles, groups) == 0:
-                    plan = Plan("flow", 4 * groups + 4, 1, tiles=columns // 8)
-                    room = MAX_SHARED - plan.shared_bytes(n)
-                    most = room // (replace(plan, stages=1).shared_bytes(n) - plan.shared_bytes(n))
-                    turns = groups // min(tiles, groups)
-                    found += [
-                        replace(plan, stages=s) for s in (2, 3, 4, 5, 6, 8, 9, 12) if s % turns == 0 and s <= most
-                    ]
+            if n % columns == 0 and n // columns % base == 0 and n // columns % 2 == 0 and 8 <= n // columns <= 256:
+                found += flow_candidates(n, columns) + once_candidates(n, columns)
     fits = []
     for plan in found:
         shared = plan.shared_bytes(n)
@@ -249,6 +239,37 @@ def candidates(n: int, dtype: torch.dtype) -> list:
         if plan.resident and threads <= 2048 and shared <= MAX_SHARED and plan.resident * (shared + 1024) <= SM_SHARED:
             fits.append(plan)
     return fits
+
+
+def flow_candidates(n: int, columns: int) -> list:
+    from quantrot.kernels.hadamard.hopper import Plan
+    from quantrot.kernels.nvrtc import MAX_SHARED
+
+    found, tiles = [], -(-n // columns // 64)
+    for groups in (2, 3):
+        for cluster in (1, 2):
+            share, rest = divmod(min(tiles, groups * cluster), cluster)
+            if rest or groups % share or (cluster > 1 and (tiles % (share * cluster) or columns // 64 % cluster)):
+                continue
+            plan = Plan("flow", 4 * groups + 4, 1, tiles=columns // 8, cluster=cluster)
+            room = MAX_SHARED - plan.shared_bytes(n)
+            most = room // (replace(plan, stages=1).shared_bytes(n) - plan.shared_bytes(n))
+            for stages in (2, 3, 4, 6, 9, 12):
+                if stages % (groups // share) == 0 and stages <= most:
+                    found.append(replace(plan, stages=stages))
+                    if tiles % share == 0:
+                        found.append(replace(plan, stages=stages, paced=True))
+    return found
+
+
+def once_candidates(n: int, columns: int) -> list:
+    from quantrot.kernels.hadamard.hopper import Plan
+
+    found = []
+    for groups in range(1, min(-(-n // columns // 64), 4) + 1):
+        most = 65536 // (128 * groups * (columns // 2 + 36))  # sums, and what else a thread holds
+        found += [Plan("once", 4 * groups, r, tiles=columns // 8) for r in range(max(1, most - 2), most + 1)]
+    return found
 
 
 def small_candidates(n: int, dtype: torch.dtype) -> list:
@@ -269,12 +290,12 @@ def code_candidates(n: int, dtype: torch.dtype) -> list:
     if n <= 4096 and n & (n - 1) == 0:
         resident = {2: 8, 4: 5, 8: 4, 16: 2}  # thread blocks, by the registers of so many vectors
         return [
-            Plan("stream", 4, blocks, vectors=vectors, stages=stages)
+            Plan("stream", 4, blocks, vectors=vectors, stages=stages, overlap=True)
             for vectors, blocks in resident.items()
             if max(n // 256, 2) <= vectors <= max(n // 128, 4)
             for stages in (2, 3)
         ]
-    return [p for p in candidates(n, dtype) if p.kind == "flow" and p.tiles >= 16]
+    return [p for p in candidates(n, dtype) if p.by_map and p.tiles >= 16]
 
 
 PROPOSE = {"PLANS": candidates, "SMALL_PLANS": small_candidates, "CODE_PLANS": code_candidates}
@@ -282,7 +303,8 @@ PROPOSE = {"PLANS": candidates, "SMALL_PLANS": small_candidates, "CODE_PLANS": c
 
 def tune(orders: list[int], table: str) -> None:
     """Time the candidates of each order at 2^25 elements (small: 2^13), the best five also at 2^27 (2^17), and rewrite
-    tuned.py."""
+    tuned.py. A small tensor's plan gives a row the bits that it has in a large one: tune those first.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     import cuda.core  # noqa: F401  (imported before the threads do)
@@ -300,25 +322,30 @@ def tune(orders: list[int], table: str) -> None:
         for n in orders:
             if rule and ((n % 128 and n not in (32, 64)) or dtype == torch.float32):
                 continue
-            if dtype == torch.float16 and (n <= 1024 or n & (n - 1) or rule):  # the same instructions as bfloat16
-                if ("bfloat16", n) in chosen:
-                    chosen[name, n] = chosen["bfloat16", n]
-                    notes[table, name, n] = "as bfloat16"
-                continue
+            proposed = PROPOSE[table](n, dtype)
+            copied = chosen.get(("bfloat16", n)) if dtype == torch.float16 else None
+            if copied and copied.precision == "SPLIT" and (n <= 1024 or n & (n - 1) or rule):
+                proposed = [copied]  # the same instructions, with the other type's name
+            if table == "SMALL_PLANS" and (large := tables["PLANS"].get((name, n))):
+                proposed = [p for p in proposed if p.arithmetic == large.arithmetic]
             with ThreadPoolExecutor(16) as pool:
-                plans = [
-                    p for p in pool.map(lambda p, n=n, d=dtype: compiled(p, n, d, rule), PROPOSE[table](n, dtype)) if p
-                ]
+                plans = [p for p in pool.map(lambda p, n=n, d=dtype: compiled(p, n, d, rule), proposed) if p]
             plans = accurate(plans, n, dtype, rule)
             if not plans:
                 continue
             first = fractions(plans, n, few, dtype, rule)
             best = sorted(plans, key=first.__getitem__, reverse=True)[:5]
+            late = [replace(p, overlap=True) for p in best if rule is None or p.by_map]
+            first |= fractions(late, n, few, dtype, rule)
+            best += late
             second = fractions(best, n, many, dtype, rule)
             plan = max(best, key=lambda p: first[p] * second[p])
             chosen[name, n] = plan
             notes[table, name, n] = f"{first[plan]:.2f}, {second[plan]:.2f}"
             print(name, n, len(plans), plan, notes[table, name, n], flush=True)
+            small = tables["SMALL_PLANS"].get((name, n))
+            if table == "PLANS" and small and small.arithmetic != plan.arithmetic:
+                del tables["SMALL_PLANS"][name, n], tuned.SMALL_PLANS[name, n]
             write_tuned(tables, notes)
             getattr(tuned, table).update(chosen)  # what is timed after this, or tuned next, in the same process
     plan_for.cache_clear()
@@ -433,13 +460,15 @@ def render(path: Path) -> None:
         ("float16", 1 << 27),
         ("float32", 1 << 25),
     ]
-    text += "| n | " + " | ".join(f"{d}, 2^{e.bit_length() - 1}" for d, e in columns) + " | package, bfloat16, 2^25 |\n"
-    text += "|---" * (len(columns) + 2) + "|\n"
-    for n in SMALL + POWERS:
-        row = rows[n, 1 << 25, "bfloat16", False]["peers_us"]
-        theirs = row.get("fast_hadamard_transform")
-        last = f"{row['copy'] / theirs:.2f}" if theirs else ""
-        text += f"| {n} | " + " | ".join(of_copy(n, e, d, False) for d, e in columns) + f" | {last} |\n"
+    peers = {n: rows[n, 1 << 25, "bfloat16", False]["peers_us"] for n in SMALL + POWERS}
+    package = any("fast_hadamard_transform" in found for found in peers.values())  # was installed
+    heads = [f"{d}, 2^{e.bit_length() - 1}" for d, e in columns] + ["package, bfloat16, 2^25"] * package
+    text += "| n | " + " | ".join(heads) + " |\n" + "|---" * (len(heads) + 1) + "|\n"
+    for n, found in peers.items():
+        cells = [of_copy(n, e, d, False) for d, e in columns]
+        if package:
+            cells.append(f"{found['copy'] / found['fast_hadamard_transform']:.2f}")
+        text += f"| {n} | " + " | ".join(cells) + " |\n"
     text += "\nK * 2^m, 2^25 elements of bfloat16:\n\n| n | factors | us | of copy | dense product / ours | error |\n"
     text += "|---|---|---|---|---|---|\n"
     for n in BASES:
@@ -463,7 +492,8 @@ def render(path: Path) -> None:
     for table, sizes in (("PLANS", (25, 27)), ("SMALL_PLANS", (13, 17))):
         for name, n in getattr(tuned, table):
             found = [of_copy(n, 1 << bits, name, False) for bits in sizes]
-            notes[table, name, n] = ", ".join(fraction for fraction in found if fraction)
+            if any(found):  # else as --tune left it
+                notes[table, name, n] = ", ".join(fraction for fraction in found if fraction)
     write_tuned({table: dict(getattr(tuned, table)) for table in PROPOSE}, notes)
 
 

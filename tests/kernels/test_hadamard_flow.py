@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8.reference import hadamard_quantize_reference
-from quantrot.kernels.hadamard.hopper import Plan, launch
+from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for, transform_codes
 from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR
 from quantrot.orthogonal import random_signs
 
@@ -16,7 +16,7 @@ extern "C" const char* run(const void* x, void* y, const signed char* signs, lon
                            long long y_stride, float scale, unsigned blocks, unsigned seed, float* scales) {{
   const unsigned long long tall = (rows - 1) * x_stride / {columns} + {base};
   const quantrot::TensorMap map{{(unsigned char*)x, {columns}, tall, 2 * {columns}, 64, {base}, 2, 1}};
-  message = emulator::launch({{blocks, 1, 1}}, 1, {threads}, {shared}, seed, [&] {{
+  message = emulator::launch({{blocks, 1, 1}}, {cluster}, {threads}, {shared}, seed, [&] {{
     quantrot::{call}(map, {{x, y, signs, rows, x_stride, y_stride, 1, scale, scales, {order} / 128, 1, {order} / 128}});
   }});
   return message.c_str();
@@ -24,34 +24,46 @@ extern "C" const char* run(const void* x, void* y, const signed char* signs, lon
 """
 
 
-def flow(columns: int, groups: int, stages: int = 2) -> Plan:
-    return Plan("flow", 4 * groups + 4, 1, tiles=columns // 8, stages=stages)
+def flow(columns: int, groups: int, stages: int = 2, **options: int) -> Plan:
+    return Plan("flow", 4 * groups + 4, 1, tiles=columns // 8, stages=stages, **options)
 
 
-@pytest.mark.parametrize(
-    ("n", "columns", "groups", "dtype", "signed", "transposed"),
-    [
-        (24 * 64, 64, 2, torch.bfloat16, True, False),  # 12 x 2 x 64: rows of zeros, two rows in work
-        (108 * 64, 64, 2, torch.float16, False, True),  # the second tile part empty; an asymmetric base
-        (8 * 128, 128, 3, torch.bfloat16, False, False),  # three rows in work
-        (56 * 256, 256, 2, torch.bfloat16, True, True),
-        (172 * 64, 64, 2, torch.float16, True, False),  # more tiles than warpgroups
-    ],
-)
-def test_the_emulated_kernel_is_the_definition(emulated, n, columns, groups, dtype, signed, transposed):
+def once(columns: int, groups: int, resident: int = 2) -> Plan:
+    return Plan("once", 4 * groups, resident, tiles=columns // 8)
+
+
+PLANS = [
+    (24 * 64, flow(64, 2), torch.bfloat16, True, False),  # 12 x 2 x 64: rows of zeros, two rows in work
+    (108 * 64, flow(64, 2), torch.float16, False, True),  # the second tile part empty; an asymmetric base
+    (8 * 128, flow(128, 3, 3), torch.bfloat16, False, False),  # three rows in work
+    (56 * 256, flow(256, 2, paced=True), torch.bfloat16, True, True),
+    (136 * 64, flow(64, 3, 3, paced=True), torch.bfloat16, False, False),  # three warpgroups at a row
+    (172 * 64, flow(64, 2), torch.float16, True, False),  # more tiles than warpgroups
+    (208 * 128, flow(128, 2, cluster=2), torch.bfloat16, True, False),  # a row in four warpgroups of two blocks
+    (108 * 128, flow(128, 2, 4, cluster=2, paced=True), torch.float16, False, True),  # two rows in work in both blocks
+    (24 * 128, once(128, 1), torch.bfloat16, True, False),
+    (148 * 64, once(64, 1), torch.float16, True, False),  # three tiles one after the other
+    (172 * 64, once(64, 3), torch.bfloat16, False, True),  # side by side
+]
+
+
+@pytest.mark.parametrize(("n", "plan", "dtype", "signed", "transposed"), PLANS)
+def test_the_emulated_kernel_is_the_definition(emulated, n, plan, dtype, signed, transposed):
     torch.manual_seed(0)
-    plan = flow(columns, groups, groups)
+    columns = 8 * plan.tiles
     source = plan.source(n, dtype, signed, transposed)
     numbers = {"order": n, "columns": columns, "base": n // columns, "threads": 32 * plan.warps}
+    numbers["cluster"] = plan.cluster
     run = RUN.format(shared=plan.shared_bytes(n), call=plan.call(n, dtype, signed, dtype), **numbers)
     library = emulated(source[: source.index('extern "C" __global__')] + run)
     library.run.restype = ctypes.c_char_p
-    rows, apart, signs = 11, 2 * columns, random_signs(n, 1)
+    rows, apart, signs = 11 if n < 20000 else 3, 2 * columns, random_signs(n, 1)
     x, y = torch.randn(rows, n + apart).to(dtype), torch.full((rows, n), float("nan"), dtype=dtype)
     numbers = [ctypes.c_longlong(v) for v in (rows, n + apart, n)]
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, y, signs)]
     for seed in range(2):
-        assert library.run(*pointers, *numbers, ctypes.c_float(n**-0.5), 2, seed, None) == b""
+        blocks = rows if plan.kind == "once" else 2
+        assert library.run(*pointers, *numbers, ctypes.c_float(n**-0.5), blocks, seed, None) == b""
         x64 = x[:, :n].double() * (signs if signed else 1)
         exact = torch.ops.quantrot.hadamard(x64, None, n, n**-0.5, transposed, "auto")
         assert ((y.double() - exact).norm() / exact.norm()).item() <= MAX_RELATIVE_ERROR[dtype]
@@ -62,7 +74,7 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, rule):
     torch.manual_seed(0)
     n, plan = 24 * 256, flow(256, 2)
     source = plan.source(n, torch.bfloat16, False, rule=rule)
-    numbers = {"order": n, "columns": 256, "base": 24, "threads": 32 * plan.warps}
+    numbers = {"order": n, "columns": 256, "base": 24, "threads": 32 * plan.warps, "cluster": 1}
     run = RUN.format(shared=plan.shared_bytes(n), call=plan.call(n, torch.bfloat16, False, torch.bfloat16), **numbers)
     library = emulated(source[: source.index('extern "C" __global__')] + run)
     library.run.restype = ctypes.c_char_p
@@ -94,6 +106,15 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, rule):
         (28672, flow(128, 2, 3)),
         (28672, flow(256, 2, 3)),
         (53248, flow(256, 2, 2)),
+        (53248, flow(256, 2, 2, cluster=2, paced=True)),
+        (28672, flow(256, 2, 2, cluster=2)),
+        (28672, flow(256, 2, 2, paced=True)),
+        (18944, flow(128, 3, 3, paced=True)),
+        (14336, once(256, 1, 3)),
+        (16384, once(256, 1, 3)),
+        (17408, once(128, 1, 4)),
+        (13824, once(128, 2, 2)),
+        (3072, once(64, 1, 6)),
     ],
 )
 def test_on_a_gpu_every_run_gives_the_same_right_bits(n, plan, dtype):
@@ -111,3 +132,29 @@ def test_on_a_gpu_every_run_gives_the_same_right_bits(n, plan, dtype):
         for _ in range(100 if rows == 257 else 1):
             launch(again.copy_(x), again, signs, n**-0.5, plan)
             assert torch.equal(again, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [5120, 8192, 14336, 28672])
+def test_on_a_gpu_codes_wait_for_the_rows_that_the_kernel_before_them_writes(n):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    plan = plan_for(n, torch.bfloat16)
+    assert plan is not None and plan.overlap
+    x = torch.randn((8 << 20) // n, n, device="cuda").bfloat16()
+    y, codes = torch.empty_like(x), torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(n // 128, x.shape[0], device="cuda").T
+
+    def run(wait: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        y.zero_()
+        launch(x, y, None, n**-0.5, plan)
+        if wait:
+            torch.cuda.synchronize()
+        transform_codes(y, codes, scales, None, n, n**-0.5, "exact")
+        y.zero_()  # not before they are read
+        return codes.view(torch.uint8).clone(), scales.clone()
+
+    expected_codes, expected_scales = run(True)
+    for _ in range(20):
+        got_codes, got_scales = run(False)
+        assert torch.equal(got_codes, expected_codes) and torch.equal(got_scales, expected_scales)

@@ -49,7 +49,7 @@ struct BlockLayout {
   static constexpr int IN = (K * IN_ROW + 127) / 128 * 128;
   static constexpr int OUT_ROW = C * 4 + 32;   // and of the float32 sums
   static constexpr int HEAD = 128;             // barriers, then 16 bytes of zeros that stand for rows past K
-  static constexpr int EMPTY = 32, ZEROS = 64;
+  static constexpr int ZEROS = 64;
 };
 
 template <int D, int K, int TILES, int WARPS, int PART, int STAGES, bool SIGNS>
@@ -76,7 +76,6 @@ __device__ __forceinline__ void block_kernel(const Args& a) {
   if (warp == 0) {
     if (lane < STAGES) {
       barrier_init(base + lane * 8, 1);
-      barrier_init(base + L::EMPTY + lane * 8, WARPS);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
@@ -135,16 +134,10 @@ __device__ __forceinline__ void block_kernel(const Args& a) {
         }
       }
     }
-    release(base + L::EMPTY + stage * 8);
-    if (warp == 0) {
-      const i64 next = row + (i64)STAGES * gridDim.x;
-      if (next < a.rows) {
-        barrier_wait(base + L::EMPTY + stage * 8, parity);
-        fetch(next, stage);
-      }
-    }
+    release_input();  // and the previous row's sums
+    const i64 next = row + (i64)STAGES * gridDim.x;
+    if (warp == 0 && next < a.rows) fetch(next, stage);
     butterflies<TILES, 2 * HALVES, 1, TILES>(d);
-    __syncthreads();  // every warp has read the previous row's sums
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       // 16-byte units swap within pairs in every other 128 bytes, so that phase 2's reads meet all banks.

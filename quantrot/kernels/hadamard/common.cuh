@@ -22,6 +22,12 @@ namespace quantrot {
 // loop over it otherwise costs two more instructions).
 __device__ __forceinline__ u32 warp_number() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0); }
 
+// Launched as a programmatic dependent, a kernel starts while the one before it still runs, and does nothing before this.
+// The next kernel may start from here on, not before: its blocks would take the places of this one's, and wait.
+__device__ __forceinline__ void grid_wait() {
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // --- Tensor core products with constant Hadamard operands ------------------------------------------------------------
 
 template <int D>
@@ -207,10 +213,6 @@ __device__ __forceinline__ void barrier_init(u32 bar, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-
 __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
@@ -233,12 +235,14 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u
       : "memory");
 }
 
-// A buffer is handed back to the bulk copies. Without the fence an arrival can overtake the reads before it, and the
-// next row lands under them (seen: 2 rows in 65536, only while the load queue was full).
-__device__ __forceinline__ void release(u32 bar) {
+// All threads of the block have read their input: the bulk copies may have its buffer. Without the fence the next row can
+// land under reads that are still queued (seen: 2 rows in 65536, only while the load queue was full). A barrier of the
+// block rather than an arrival of one lane for its warp, because the block has to meet anyway before its sums' place is
+// written again, and because the assembler drops a __syncwarp where the warp has not diverged, so that racecheck sees 31
+// of 32 readers never arrive.
+__device__ __forceinline__ void release_input() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0) barrier_arrive(bar);
+  __syncthreads();
 }
 
 __device__ __forceinline__ void load_matrices_transposed(u32 (&b)[4], u32 address) {

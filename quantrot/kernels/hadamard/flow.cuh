@@ -19,72 +19,110 @@ struct Number : Fp16 {};
 template <>
 struct Number<BF16> : Bf16 {};
 
-// Row m of H_K^T is -1 where bit k of word k / 32 is set; defined by the program.
-template <int K>
-struct Signs {
-  __device__ __forceinline__ static u32 word(u32 m, u32 w);
-};
-
-template <int D, int K, int C, int GROUPS, int STAGES>
-struct FlowLayout {
-  static constexpr int TILES = (K + 63) / 64;
-  static constexpr int SHARE = TILES < GROUPS ? TILES : GROUPS;  // warpgroups at a row
-  static constexpr int TURNS = GROUPS / SHARE;                 // rows in work
-  static constexpr int STEPS = (K + 15) / 16;
-  static constexpr int CHUNK = STEPS * 2048;                   // bytes of 64 columns, 128 bytes a row, swizzled
-  static constexpr int INPUT = C / 64 * CHUNK;
-  static constexpr int STAGE = 2048;                           // a warp's 16 rows of 64 columns on their way out
-  static constexpr int BARRIERS = STAGES * INPUT + GROUPS * 4 * STAGE;
-  static constexpr int REGISTERS = GROUPS == 3 ? 160 : 240;  // the feeders keep 24 of theirs
-  // A warpgroup keeps its rows of H_K^T in registers where it always has the same and they fit.
-  static constexpr bool HOLD = SHARE == TILES && 4 * STEPS + C / 2 + (D == BF16 ? 48 : 64) <= REGISTERS;
-  static_assert(K % 2 == 0 && K <= 256, "rows of a box");
-  static_assert(GROUPS == 2 || GROUPS == 3, "four leave a thread 112 registers, too few for 64 sums");
-  static_assert(GROUPS % SHARE == 0, "warpgroups divide into rows");
-  static_assert(STAGES % TURNS == 0, "a buffer belongs to the same warpgroups: they have seen the phase before");
-};
-
-// Columns 16 * step ... of rows m and m + 8 of H_K^T, as wgmma takes them; what is past K only meets zeros.
-template <int D, int K>
-__device__ __forceinline__ void operand_rows(u32 (&h)[4], u32 m, u32 step, u32 q) {
-  constexpr u32 one = D == BF16 ? 0x3F803F80u : 0x3C003C00u;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const u32 word = Signs<K>::word(m + 8 * half, step / 2) >> (16 * (step % 2) + 2 * q);
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const u32 bits = word >> (8 * j);
-      h[half + 2 * j] = one ^ ((bits & 1) << 15) ^ ((bits & 2) << 30);
-    }
-  }
+// x, and the compiler does not see that it is: what is made of it is made here, and not kept in registers since the start.
+__device__ __forceinline__ u32 from_here(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
-// The tile's 64 rows of the product: d[4 t + j] is row 16 * warp + lane / 4 + 8 * (j / 2), column
-// 8 t + 2 * (lane % 4) + j % 2.
-template <int D, int K, int C, class L>
-__device__ __forceinline__ void multiply(float (&d)[C / 2], const u32 (&held)[L::HOLD ? L::STEPS : 1][4], u32 input,
-                                         u32 m, u32 q) {
-  constexpr int BATCH = L::HOLD ? L::STEPS : C == 256 ? 2 : 4;  // products in flight: sums leave few registers
+// The signs of H_K^T as wgmma takes its rows, defined by the program: word w of rows 16 * block ... + 15 has a lane's of
+// columns 64 w ... + 63. Bit 4 * (step % 4) + register is the lower column's, 16 further up the higher one's.
+template <int K>
+struct Signs {
+  __device__ __forceinline__ static u32 word(u32 block, u32 w);
+};
+
+template <int K, int C>
+struct Shape {
+  static constexpr int TILES = (K + 63) / 64;         // 64 rows of the product
+  static constexpr int STEPS = (K + 15) / 16;
+  static constexpr int WORDS = (STEPS + 3) / 4;
+  static constexpr int CHUNK = STEPS * 2048;          // bytes of 64 columns, 128 bytes a row, swizzled
+  static constexpr int INPUT = C / 64 * CHUNK;
+  static constexpr int EMPTY = (STEPS * 16 - K) * 8;  // vectors of the rows past K, which no load writes
+  static_assert(K % 2 == 0 && K <= 256, "rows of a box");
+};
+
+constexpr int STAGE = 2048;  // bytes of a warp's 16 rows of 64 columns on their way out
+
+template <int D, int K, int C, int GROUPS, int STAGES, int CLUSTER, bool PACED>
+struct FlowLayout : Shape<K, C> {
+  using S = Shape<K, C>;
+  static constexpr int ALL = GROUPS * CLUSTER;                           // warpgroups that see a row
+  static constexpr int SHARE = (S::TILES < ALL ? S::TILES : ALL) / CLUSTER;  // of a block, at a row
+  static constexpr int TURNS = GROUPS / SHARE;                           // rows in work
+  static constexpr int BARRIERS = STAGES * S::INPUT + GROUPS * 4 * STAGE;
+  static constexpr int REGISTERS = GROUPS == 3 ? 160 : 240;  // the feeders keep 24 of theirs
+  static_assert(GROUPS == 2 || GROUPS == 3, "four leave a thread 112 registers, too few for 64 sums");
+  static_assert(SHARE > 0 && GROUPS % SHARE == 0, "warpgroups divide into rows");
+  static_assert(STAGES % TURNS == 0, "a buffer belongs to the same warpgroups: they have seen the phase before");
+  static_assert(CLUSTER == 1 || (S::TILES % (SHARE * CLUSTER) == 0 && C / 64 % CLUSTER == 0), "blocks share alike");
+  static_assert(!PACED || S::TILES % SHARE == 0, "as many products for each");
+};
+
+// 64 rows of H_K^T: as signs, from which an operand is made while the product before it runs, or (HOLD) as operands made
+// once, where a warpgroup multiplies by the same ones again and again and has the registers. Codes gain 2% by holding, on
+// the average of twelve orders; plain rows lose 0.3%. What is past K only meets zeros.
+template <int D, int K, int C, int REGISTERS, bool HOLD>
+struct Operand {
+  using S = Shape<K, C>;
+  static constexpr int SPARE = (REGISTERS - C / 2 - (C == 256 ? 80 : 56) - (D == BF16 ? 0 : 16)) / 4;
+  static constexpr int BATCH = HOLD || S::STEPS <= SPARE ? S::STEPS : SPARE < 4 ? 1 : SPARE < 8 ? 2 : 4;
+  u32 signs[S::WORDS], held[HOLD ? S::STEPS : 1][4];
+
+  // Columns 16 * step ... + 15 from their word of signs.
+  __device__ __forceinline__ static void make(u32 (&h)[4], u32 word, int step) {
+    constexpr u32 one = D == BF16 ? 0x3F803F80u : 0x3C003C00u;
 #pragma unroll
-  for (int first = 0; first < L::STEPS; first += BATCH) {
-    u32 h[BATCH][4];
+    for (int i = 0; i < 4; i++) h[i] = one ^ (word << (15 - step % 4 * 4 - i) & 0x80008000u);
+  }
+
+  __device__ __forceinline__ void load(u32 block) {
 #pragma unroll
-    for (int s = 0; s < BATCH; s++) {
-      if constexpr (L::HOLD) {
+    for (int w = 0; w < S::WORDS; w++) signs[w] = Signs<K>::word(block, w);
 #pragma unroll
-        for (int i = 0; i < 4; i++) h[s][i] = held[s][i];
-      } else if (first + s < L::STEPS) {
-        operand_rows<D, K>(h[s], m, first + s, q);
-      }
+    for (int s = 0; HOLD && s < S::STEPS; s++) {
+      make(held[s], signs[s / 4], s);
+#pragma unroll
+      for (int i = 0; i < 4; i++) held[s][i] = from_here(held[s][i]);
     }
-    product_fence();
+  }
+
+  // The rows' product with the input: d[4 t + j] is row 16 * warp + lane / 4 + 8 * (j / 2), column
+  // 8 t + 2 * (lane % 4) + j % 2. The caller says product_done once it has told others that the product is over, which
+  // otherwise comes after its sums.
+  __device__ __forceinline__ void multiply(float (&d)[C / 2], u32 input) const {
+    u32 h[2][BATCH][4];
 #pragma unroll
-    for (int s = 0; s < BATCH; s++)
-      if (first + s < L::STEPS)
-        product_across<Number<D>>(d, h[s], operand_across(input + (first + s) * 2048, L::CHUNK), first + s > 0);
-    product_commit();
+    for (int first = 0; first < S::STEPS; first += BATCH) {
+      if (first >= 2 * BATCH) product_wait<1>();
+      u32 now[S::WORDS];
+#pragma unroll
+      for (int w = 0; !HOLD && w < S::WORDS; w++) now[w] = from_here(signs[w]);
+#pragma unroll
+      for (int s = first; !HOLD && s < first + BATCH; s++)
+        if (s < S::STEPS) make(h[first / BATCH % 2][s - first], now[s / 4], s);
+      product_fence();
+#pragma unroll
+      for (int s = first; s < first + BATCH; s++) {
+        if (s >= S::STEPS) continue;
+        const u32(&operand)[4] = *(HOLD ? &held[HOLD ? s : 0] : &h[first / BATCH % 2][s - first]);
+        product_across<Number<D>>(d, operand, operand_across(input + s * 2048, S::CHUNK), s > 0);
+      }
+      product_commit();
+    }
     product_wait<0>();
-    product_done(d);
+  }
+};
+
+// Zeros past K in `buffers` inputs, by all threads.
+template <int K, int C>
+__device__ __forceinline__ void fill_empty(u32 inputs, u32 buffers, u32 threads) {
+  using S = Shape<K, C>;
+  if constexpr (S::EMPTY > 0) {
+    for (u32 i = threadIdx.x; i < buffers * (C / 64) * S::EMPTY; i += threads)
+      store_vector(inputs + i / S::EMPTY * S::CHUNK + K * 128 + i % S::EMPTY * 16, Vec{{0, 0, 0, 0}});
+    fence_async();
   }
 }
 
@@ -132,18 +170,18 @@ __device__ __forceinline__ void turn_columns(float (&d)[C / 2], float scale) {
 }
 
 // The warpgroups at a row turn its elements by the rotation's signs where they lie.
-template <int K, int C, class L>
-__device__ __forceinline__ void turn_signs(const Args& a, u32 input, i64 row, u32 thread, u32 meeting) {
+template <int K, int C, int THREADS>
+__device__ __forceinline__ void turn_signs(const Args& a, u32 input, i64 row, u32 meeting) {
   const signed char* signs = a.signs + row % a.sign_rows * (K * C);
 #pragma unroll 1
-  for (u32 i = thread; i < K * C / 8; i += 128 * L::SHARE) {
-    const u32 unit = i % (C / 8), to = input + unit / 8 * L::CHUNK + swizzled(i / (C / 8), unit % 8 * 16);
+  for (u32 i = threadIdx.x % THREADS; i < K * C / 8; i += THREADS) {
+    const u32 unit = i % (C / 8), to = input + unit / 8 * Shape<K, C>::CHUNK + swizzled(i / (C / 8), unit % 8 * 16);
     Vec v = load_vector(to);
     apply_signs16(v, signs + i * 8);
     store_vector(to, v);
   }
   fence_async();
-  named_sync(meeting, 128 * L::SHARE);
+  named_sync(meeting, THREADS);
 }
 
 // A warp's 16 rows of the product from m on, 64 columns at a time through its own piece of shared memory, as 16-byte
@@ -222,68 +260,141 @@ __device__ __forceinline__ void store_rows_codes(const Args& a, i64 row, const f
   }
 }
 
-template <int D, int K, int C, int GROUPS, int STAGES, bool SIGNS>
+// A tile's sums by S_C, and out.
+template <int D, int K, int C>
+__device__ __forceinline__ void finish(const Args& a, i64 row, float (&d)[C / 2], u32 stage, u32 m) {
+  turn_columns<D, C>(d, a.scale);
+  if constexpr (SCALE_RULE > 0) {
+    store_rows_codes<K, C>(a, row, d, stage, m);
+  } else {
+    store_rows<D, K, C>((char*)a.y + row * a.y_stride * 2, d, stage, m);
+  }
+}
+
+// PACED: the warpgroups multiply one after the other. Those at the same row all see it arrive; they would multiply at
+// the same time and then add at the same time, one unit idle after the other.
+template <int D, int K, int C, int GROUPS, int STAGES, int CLUSTER, bool PACED, bool SIGNS>
 __device__ __forceinline__ void flow_kernel(const TensorMap& map, const Args& a) {
-  using L = FlowLayout<D, K, C, GROUPS, STAGES>;
-  const u32 inputs = shared_memory(), full = inputs + L::BARRIERS, empty = full + 8 * STAGES;
-  const u32 warp = warp_number(), lane = lane_number();
+  using L = FlowLayout<D, K, C, GROUPS, STAGES, CLUSTER, PACED>;
+  const u32 inputs = shared_memory(), full = inputs + L::BARRIERS, empty = full + 8 * STAGES, order = empty + 8 * STAGES;
+  const u32 warp = warp_number(), lane = lane_number(), rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const i64 first = blockIdx.x / CLUSTER, apart = gridDim.x / CLUSTER;
   if (threadIdx.x == 0) {
     for (u32 s = 0; s < STAGES; s++) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 4 * L::SHARE);
+      barrier_init(empty + 8 * s, 4 * L::SHARE * CLUSTER);
     }
+    for (u32 g = 0; PACED && g < GROUPS; g++) barrier_init(order + 8 * g, 4);
     barrier_init_done();
   }
-  constexpr u32 EMPTY = (L::STEPS * 16 - K) * 8;      // vectors of the rows past K, which no load writes
-  for (u32 i = threadIdx.x; i < STAGES * (C / 64) * EMPTY; i += 128 * (GROUPS + 1))
-    store_vector(inputs + i / EMPTY * L::CHUNK + K * 128 + i % EMPTY * 16, Vec{{0, 0, 0, 0}});
-  fence_async();
-  block_sync();
+  fill_empty<K, C>(inputs, STAGES, 128 * (GROUPS + 1));
+  if constexpr (CLUSTER > 1) {
+    cluster_sync();
+  } else {
+    block_sync();
+  }
 
   Ring<STAGES> ring;
   if (warp >= 4 * GROUPS) {
     give_registers<24>();
-    if (warp != 4 * GROUPS) return;
-    const u64 policy = cache_policy<KEEP_INPUT>();
-    const int pitch = (int)(a.x_stride / C);
-    for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x, ring.next()) {
-      barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
-      barrier_expect(full + 8 * ring.stage, K * C * 2);
+    if (warp == 4 * GROUPS) {
+      const u64 policy = cache_policy<KEEP_INPUT>();
+      const int pitch = (int)(a.x_stride / C);
+      for (i64 row = first, s = 0; s < STAGES && row < a.rows; row += apart, s++)
+        for (u32 chunk = rank; chunk < C / 64; chunk += CLUSTER) tensor_warm(&map, 64 * chunk, (int)row * pitch);
+      grid_wait();
+      for (i64 row = first; row < a.rows; row += apart, ring.next()) {
+        const u32 bar = full + 8 * ring.stage;
+        barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        barrier_expect(bar, K * C * 2);
 #pragma unroll
-      for (int chunk = 0; chunk < C / 64; chunk++)
-        tensor_load(inputs + ring.stage * L::INPUT + chunk * L::CHUNK, &map, 64 * chunk, (int)row * pitch,
-                    full + 8 * ring.stage, policy);
-    }
-    return;
-  }
-  take_registers<L::REGISTERS>();
-
-  const u32 group = warp / 4, q = lane & 3, top = 16 * (warp & 3) + (lane >> 2);
-  const u32 stage = inputs + STAGES * L::INPUT + warp * L::STAGE;
-  u32 held[L::HOLD ? L::STEPS : 1][4];
-  if constexpr (L::HOLD) {
-#pragma unroll
-    for (u32 s = 0; s < L::STEPS; s++) operand_rows<D, K>(held[s], 64 * (group % L::SHARE) + top, s, q);
-  }
-  u32 turn = 0;
-  for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x, ring.next(), turn = turn + 1 == L::TURNS ? 0 : turn + 1) {
-    if (turn != group / L::SHARE) continue;
-    const u32 input = inputs + ring.stage * L::INPUT;
-    barrier_wait(full + 8 * ring.stage, ring.parity);
-    if constexpr (SIGNS)
-      turn_signs<K, C, L>(a, input, row, threadIdx.x % (128 * L::SHARE), 1 + group / L::SHARE);
-#pragma unroll 1
-    for (u32 tile = group % L::SHARE; tile < L::TILES; tile += L::SHARE) {
-      float d[C / 2];
-      multiply<D, K, C, L>(d, held, input, 64 * tile + top, q);
-      if (tile + L::SHARE >= L::TILES && lane == 0) barrier_arrive(empty + 8 * ring.stage);
-      turn_columns<D, C>(d, a.scale);
-      if constexpr (SCALE_RULE > 0) {
-        store_rows_codes<K, C>(a, row, d, stage, 64 * tile + 16 * (warp & 3));
-      } else {
-        store_rows<D, K, C>((char*)a.y + row * a.y_stride * 2, d, stage, 64 * tile + 16 * (warp & 3));
+        for (u32 i = 0; i < C / 64 / CLUSTER; i++) {
+          const u32 chunk = rank + i * CLUSTER, to = inputs + ring.stage * L::INPUT + chunk * L::CHUNK;
+          if constexpr (CLUSTER > 1) {
+            tensor_load_all(to, &map, 64 * chunk, (int)row * pitch, bar, policy, (1 << CLUSTER) - 1);
+          } else {
+            tensor_load(to, &map, 64 * chunk, (int)row * pitch, bar, policy);
+          }
+        }
       }
     }
+  } else {
+    take_registers<L::REGISTERS>();
+    const u32 group = warp / 4, tile0 = rank + CLUSTER * (group % L::SHARE), block = warp & 3;
+    const u32 stage = inputs + STAGES * L::INPUT + warp * STAGE;
+    constexpr bool SAME = L::SHARE * CLUSTER == L::TILES;  // tile, every time
+    constexpr int OTHERS = 64 + (C == 256 ? 20 : 0);  // registers
+    constexpr bool HOLD = SCALE_RULE > 0 && SAME && 4 * L::STEPS + C / 2 + OTHERS <= L::REGISTERS;
+    Operand<D, K, C, L::REGISTERS, HOLD> operand;
+    u32 turn = 0, round = 0;
+    operand.load(4 * tile0 + block);
+    grid_wait();
+    for (i64 row = first; row < a.rows; row += apart, ring.next(), turn = turn + 1 == L::TURNS ? 0 : turn + 1) {
+      if (turn != group / L::SHARE) continue;
+      const u32 input = inputs + ring.stage * L::INPUT;
+      barrier_wait(full + 8 * ring.stage, ring.parity);
+      if constexpr (SIGNS) turn_signs<K, C, 128 * L::SHARE>(a, input, row, 1 + group / L::SHARE);
+#pragma unroll 1
+      for (u32 tile = tile0; tile < L::TILES; tile += L::SHARE * CLUSTER) {
+        if constexpr (!SAME) operand.load(4 * tile + block);
+        float d[C / 2];
+        if constexpr (PACED) barrier_wait(order + 8 * group, (round++ & 1) ^ (group == 0));
+        operand.multiply(d, input);
+        if (lane == 0) {
+          if constexpr (PACED) barrier_arrive(order + 8 * (group + 1 == GROUPS ? 0 : group + 1));
+          if (tile + L::SHARE * CLUSTER >= L::TILES) {
+            barrier_arrive(empty + 8 * ring.stage);
+            if constexpr (CLUSTER > 1) barrier_arrive_cluster(in_block(empty + 8 * ring.stage, rank ^ 1));
+          }
+        }
+        if (a.sign_rows < 0) return;  // never: ptxas puts the sums before an arrival, but not before a branch
+        product_done(d);
+        finish<D, K, C>(a, row, d, stage, 64 * tile + 16 * block);
+      }
+    }
+  }
+  if constexpr (CLUSTER > 1) cluster_sync();  // neither leaves before the other has handed its buffers back
+}
+
+// A row a thread block, several of them on a multiprocessor in different steps.
+template <int D, int K, int C, int GROUPS, int RESIDENT, bool SIGNS>
+__device__ __forceinline__ void once_kernel(const TensorMap& map, const Args& a) {
+  using S = Shape<K, C>;
+  constexpr int REGISTERS = 65536 / (128 * GROUPS * RESIDENT) / 8 * 8;
+  const u32 input = shared_memory(), stages = input + S::INPUT, full = stages + GROUPS * 4 * STAGE;
+  const u32 warp = warp_number(), block = warp & 3;
+  const i64 row = blockIdx.x;
+  if (warp == 0) {
+    if (lane_number() == 0) {
+      barrier_init(full, 1);
+      barrier_init_done();
+    }
+    warp_sync();
+    const u64 policy = cache_policy<KEEP_INPUT>();
+    const int y = (int)row * (int)(a.x_stride / C);
+#pragma unroll
+    for (u32 chunk = 0; chunk < C / 64; chunk++) tensor_warm(&map, 64 * chunk, y);
+    grid_wait();
+    barrier_expect(full, K * C * 2);
+#pragma unroll
+    for (u32 chunk = 0; chunk < C / 64; chunk++)
+      tensor_load(input + chunk * S::CHUNK, &map, 64 * chunk, y, full, policy);
+  }
+  fill_empty<K, C>(input, 1, 128 * GROUPS);
+  Operand<D, K, C, REGISTERS, false> operand;
+  operand.load(warp);
+  grid_wait();
+  block_sync();
+  barrier_wait(full, 0);
+  if constexpr (SIGNS) turn_signs<K, C, 128 * GROUPS>(a, input, row, 1);
+#pragma unroll 1
+  for (u32 tile = warp / 4; tile < S::TILES; tile += GROUPS) {
+    if (S::TILES > GROUPS && tile >= GROUPS) operand.load(4 * tile + block);
+    float d[C / 2];
+    operand.multiply(d, input);
+    if (a.sign_rows < 0) return;  // as above
+    product_done(d);
+    finish<D, K, C>(a, row, d, stages + warp * STAGE, 64 * tile + 16 * block);
   }
 }
 

@@ -26,14 +26,14 @@ LARGEST_POWER = 32768  # of two, in one kernel
 FILES = {
     **dict.fromkeys(("lanes", "turn", "warp", "share"), ("words.cuh", "common.cuh", "rows.cuh")),
     **dict.fromkeys(("block", "dense", "axis"), ("words.cuh", "common.cuh", "bases.cuh")),
-    "flow": ("../hopper.cuh", "words.cuh", "flow.cuh"),
+    **dict.fromkeys(("flow", "once"), ("../hopper.cuh", "words.cuh", "flow.cuh")),
     "stream": ("words.cuh", "common.cuh", "stream.cuh"),
 }
-FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow)
-ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) hadamard({map_type}const void* x,
-    void* y, const signed char* signs, long long rows, long long x_stride, long long y_stride, int sign_rows,
-    float scale, float* scales, long long scale_row, long long scale_group, unsigned in_row) {{
-  quantrot::{call}({map}{{x, y, signs, rows, x_stride, y_stride, sign_rows, scale, scales, scale_row, scale_group,
+FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow, once)
+ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) hadamard({map_type}
+    const void* x, void* y, const signed char* signs, long long rows, long long x_stride, long long y_stride,
+    int sign_rows, float scale, float* scales, long long scale_row, long long scale_group, unsigned in_row) {{
+  {wait}quantrot::{call}({map}{{x, y, signs, rows, x_stride, y_stride, sign_rows, scale, scales, scale_row, scale_group,
       in_row}});
 }}
 """
@@ -52,11 +52,12 @@ class Plan:
     block   a base of at most 32 rows, persistent thread blocks               16 bits, K * 2^m
     dense   a larger base, and up to two small ones                           16 bits
     flow    one asynchronous product, rows through a ring of buffers          16 bits, K * 64, K * 128 or K * 256
+    once    the same product, a row in a thread block                         16 bits, as flow
     stream  32 ... 4096 elements as codes, a warp's pieces through a ring      16 bits
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
-    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "stream", "axis"]
+    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "once", "stream", "axis"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
     vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share, stream)
@@ -65,7 +66,30 @@ class Plan:
     tiles: int = 8  # groups of eight columns: a warp's (block), a row's (flow); row tiles of a task (dense)
     part: int = 8  # neighbouring columns a lane finishes (block: 2, 4 or 8), column groups of a task (dense)
     precision: Literal["CUT", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share)
+    cluster: int = 1  # thread blocks that share a row (flow)
+    paced: bool = False  # warpgroups multiply one after the other (flow)
+    overlap: bool = False  # launched while the kernel before it ends
     stream: bool = True  # cache hints: mark the data as not used again soon
+
+    @property
+    def by_map(self) -> bool:
+        """Whether the copy engine brings the rows by a tensor map."""
+        return self.kind in ("flow", "once")
+
+    @property
+    def arithmetic(self) -> tuple:
+        """What a row's bits depend on: plans of one order that agree in this add in the same order and round alike.
+
+        Rows whose length is a power of two are added lowest index bit first however they are divided; only where they
+        cross between warps is the scale part of the last addition.
+        """
+        if self.kind == "lanes":
+            return self.kind, self.share > 1
+        if self.kind in ("warp", "share"):
+            return self.kind, self.precision
+        if self.by_map:
+            return "flow", self.tiles
+        return (self.kind,) if self.kind in ("turn", "axis") else (self.kind, self.warps, self.tiles, self.part)
 
     def call(self, order: int, dtype: torch.dtype, signs: bool, out: torch.dtype) -> str:
         """The device function that runs this plan, with its template arguments."""
@@ -75,7 +99,11 @@ class Plan:
             return f"axis_kernel<{d}, quantrot::{DTYPES[out]}, {order}>"
         if self.kind == "flow":
             shape = f"{order // (8 * self.tiles)}, {8 * self.tiles}"
-            return f"flow_kernel<{d}, {shape}, {self.warps // 4 - 1}, {self.stages}, {flag}>"
+            extra = f"{self.warps // 4 - 1}, {self.stages}, {self.cluster}, {str(self.paced).lower()}, "
+            return f"flow_kernel<{d}, {shape}, {extra}{flag}>"
+        if self.kind == "once":
+            shape = f"{order // (8 * self.tiles)}, {8 * self.tiles}"
+            return f"once_kernel<{d}, {shape}, {self.warps // 4}, {self.resident}, {flag}>"
         if self.kind == "block":
             base = order // (8 * self.tiles * self.warps)
             return f"block_kernel<{d}, {base}, {self.tiles}, {self.warps}, {self.part}, {self.stages}, {flag}>"
@@ -98,7 +126,7 @@ class Plan:
         """C++ for the signs of the bases that this plan needs."""
         if self.kind == "axis":
             return _axis_base(order, transpose)
-        if self.kind == "flow":
+        if self.by_map:
             return _flow_base(order, order // (8 * self.tiles), transpose)
         if self.kind == "block":
             base = order // (8 * self.tiles * self.warps)
@@ -127,8 +155,12 @@ class Plan:
                 threads=self.warps * 32,
                 resident=self.resident,
                 call=self.call(order, dtype, signs, out or dtype),
-                map_type="const __grid_constant__ quantrot::TensorMap map, " if self.kind == "flow" else "",
-                map="map, " if self.kind == "flow" else "",
+                cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
+                wait="quantrot::grid_wait();\n  "
+                if self.overlap and not (self.by_map or self.kind == "stream")
+                else "",
+                map_type="const __grid_constant__ quantrot::TensorMap map," if self.by_map else "",
+                map="map, " if self.by_map else "",
             )
         )
 
@@ -145,9 +177,12 @@ class Plan:
             base = order // columns
             one_input = (base * (columns * 2 + 16) + 127) // 128 * 128
             return 128 + self.stages * one_input + base * (columns * 4 + 32)
-        if self.kind == "flow":
+        if self.by_map:
             depth = -(-order // (8 * self.tiles) // 16) * 16
-            return self.stages * (depth * 16 * self.tiles + 16) + (self.warps - 4) * FLOW_STAGE
+            one_input = depth * 16 * self.tiles + 16
+            if self.kind == "once":
+                return one_input + self.warps * FLOW_STAGE
+            return self.stages * one_input + (self.warps - 4) * FLOW_STAGE + 8 * (self.warps // 4)
         if self.kind == "dense":
             base = dense_shape(order)[0]
             inputs = (base * (order // base * 2 + 16) + 127) // 128 * 128
@@ -155,9 +190,9 @@ class Plan:
         return 0
 
     def takes(self, rows: Tensor) -> bool:
-        """Whether rows [_, order] may lie apart as they do: flow loads them as a matrix of 8 * tiles columns."""
+        """Whether rows [_, order] may lie apart as they do: a tensor map is of a matrix of 8 * tiles columns."""
         order = rows.shape[1]
-        if self.kind != "flow" or rows.stride(0) == order:
+        if not self.by_map or rows.stride(0) == order:
             return True
         return rows.stride(0) > order and rows.stride(0) % (8 * self.tiles) == 0
 
@@ -166,8 +201,8 @@ class Plan:
         if self.kind == "axis":
             return -(-rows * inner // 256)
         if self.kind in ("block", "flow") or (self.kind == "share" and self.stages):
-            return min(rows, processors * self.resident)
-        if self.kind in ("share", "dense") or (self.kind == "lanes" and self.share > 1):
+            return min(rows, processors * self.resident // self.cluster) * self.cluster
+        if self.kind in ("share", "dense", "once") or self.share > 1:
             return rows
         a_warp = 32 * self.vectors * (16 // dtype.itemsize)
         blocks = -(-rows * order // (a_warp * self.warps))
@@ -184,7 +219,10 @@ def _device_functions(*files: str) -> str:
 
 @lru_cache(maxsize=1024)
 def plan_for(order: int, dtype: torch.dtype, small: bool = False) -> Plan | None:
-    """The measured plan of this order (of a small tensor), else one by rule, else None: it is run in passes."""
+    """The measured plan of this order (of a small tensor), else one by rule, else None: it is run in passes.
+
+    A row has the same bits in a small tensor and in a large one.
+    """
     from quantrot.kernels.hadamard.tuned import PLANS, SMALL_PLANS
 
     name = str(dtype).removeprefix("torch.")
@@ -196,6 +234,12 @@ def plan_for(order: int, dtype: torch.dtype, small: bool = False) -> Plan | None
     if dtype.itemsize == 4 or not bases or (order // bases[0]) % 16:
         return None
     return _block_plan(bases[0], power) if len(bases) == 1 and bases[0] <= 32 and power >= 16 else _dense_plan(order)
+
+
+def _plan_of(order: int, dtype: torch.dtype, small: bool, stays: bool) -> Plan | None:
+    """The plan for a tensor of this size: that of small ones also where only it overlaps and memory is no bound."""
+    plan, other = plan_for(order, dtype), plan_for(order, dtype, small=True)
+    return other if small or (stays and plan and other and other.overlap > plan.overlap) else plan
 
 
 def _fitting(plan: Plan, order: int, registers: int) -> Plan | None:
@@ -303,15 +347,18 @@ def _small_bases(base: int, small: tuple[int, ...], columns: int, power: int, tr
 
 
 def _flow_base(order: int, base: int, transpose: bool) -> str:
-    """Row m of the adjoint of H_base, H_base (x) S_c = H_order: bit k of word k / 32; rows of zeros fill 64."""
+    """The signs of the adjoint of H_base, H_base (x) S_c = H_order, in the order of wgmma's registers; see Signs."""
     factor = hadamard_factors(order)[0]
     known = factor if factor & (factor - 1) else 1
     h = torch.kron(hadamard_base(known), hadamard_base(base // known))
-    tall, words = -(-base // 64) * 64, -(-base // 32)
-    bits = _padded((h if transpose else h.T) < 0, tall, words * 32).view(-1, 32)
+    blocks, words = -(-base // 64) * 4, -(-base // 64)
+    bits = _padded((h if transpose else h.T) < 0, blocks * 16, words * 64)
+    # [block, half row, g, word, step, half column, q, pair] -> [block, word, g, q, pair, step, half column, half row]
+    bits = bits.view(blocks, 2, 8, words, 4, 2, 4, 2).permute(0, 3, 2, 6, 7, 4, 5, 1).reshape(-1, 32)
     return (
         f"__device__ const u32 SIGNS_{base}[] = {{{_words(bits)}}};\ntemplate <>\nstruct Signs<{base}> {{\n"
-        f"  __device__ __forceinline__ static u32 word(u32 m, u32 w) {{ return SIGNS_{base}[m * {words} + w]; }}\n}};\n"
+        f"  __device__ __forceinline__ static u32 word(u32 block, u32 w) {{\n"
+        f"    return SIGNS_{base}[(block * {words} + w) * 32 + lane_number()];\n  }}\n}};\n"
     )
 
 
@@ -398,7 +445,7 @@ def launch(
         scale,
         *((scales.data_ptr(), *scales.stride(), scales.shape[1]) if scales is not None else ()),
     )
-    if plan.kind == "flow":
+    if plan.by_map:
         base, columns = order // (8 * plan.tiles), 8 * plan.tiles
         tall = (rows - 1) * x.stride(0) // columns + base
         map_ = tensor_map(x.data_ptr(), tall, columns, columns * x.itemsize, (base, 64), x.dtype)
@@ -406,8 +453,7 @@ def launch(
     else:
         arguments = _Arguments(*values)
     grid = plan.grid(rows, inner, order, x.dtype, processors(device))
-    overlap = plan.kind == "stream"  # which waits for the kernel before it by itself
-    nvrtc.launch(function, (grid,), plan.warps * 32, plan.shared_bytes(order), arguments, device, overlap=overlap)
+    nvrtc.launch(function, (grid,), plan.warps * 32, plan.shared_bytes(order), arguments, device, overlap=plan.overlap)
 
 
 # --- The operator ----------------------------------------------------------------------------------------------------
@@ -421,7 +467,8 @@ def transform(
     if x.numel() == 0:
         return y
     rows = _rows(x, order)
-    plan = plan_for(order, x.dtype, x.numel() <= SMALL_ELEMENTS)
+    stays = (2 if into is None else 1) * x.nbytes <= STREAM_BYTES  # in L2, input and output
+    plan = _plan_of(order, x.dtype, x.numel() <= SMALL_ELEMENTS, stays)
     if plan is not None and not plan.takes(rows):
         rows = rows.contiguous()
     if into is not None and rows.data_ptr() == x.data_ptr():
@@ -431,7 +478,7 @@ def transform(
     after = signs if transpose else None
     before = None if transpose or signs is None else signs.contiguous()
     if plan is not None and (order * x.dtype.itemsize % 16 == 0 or rows.numel() * x.dtype.itemsize % 16 == 0):
-        plan = plan if into is None and 2 * x.nbytes > STREAM_BYTES else replace(plan, stream=False)
+        plan = plan if into is None and not stays else replace(plan, stream=False)
         launch(rows, out, before, scale, plan, transpose=transpose)
     else:
         _passes(rows, out, before, order, scale, transpose)
@@ -452,7 +499,9 @@ def plan_for_codes(order: int, columns: int, dtype: torch.dtype) -> Plan | None:
     if plan := CODE_PLANS.get(("bfloat16", order)):  # the same instructions in float16
         return plan
     plan = plan_for(order, dtype)
-    return plan if plan and plan.kind == "flow" and plan.tiles >= 16 else _flow_plan(order)
+    if plan is None or not plan.by_map or plan.tiles < 16:
+        plan = _flow_plan(order)
+    return plan and replace(plan, cluster=1, paced=False, overlap=False)
 
 
 def _flow_plan(order: int) -> Plan | None:

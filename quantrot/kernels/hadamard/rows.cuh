@@ -204,7 +204,7 @@ __device__ __forceinline__ void warp_kernel(const Args& a) {
 template <int D, int N, int R, int WARPS, int STAGES, int P, bool SIGNS>
 __device__ __forceinline__ void share_kernel(const Args& a) {
   static_assert(N == 256 * R * WARPS, "how a row is divided");
-  constexpr int PART = 8 * R / WARPS, HEAD = STAGES ? 128 : 0, EMPTY = 64;
+  constexpr int PART = 8 * R / WARPS, HEAD = STAGES ? 128 : 0;
   extern __shared__ __align__(128) unsigned char shared[];
   const u32 base = shared_address(shared), inputs = base + HEAD, sums = inputs + STAGES * N * 2;
   const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -214,10 +214,7 @@ __device__ __forceinline__ void share_kernel(const Args& a) {
     bulk_load(inputs + stage * N * 2, (const char*)a.x + row * a.x_stride * 2, N * 2, base + stage * 8);
   };
   if (STAGES && threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) {
-      barrier_init(base + s * 8, 1);
-      barrier_init(base + EMPTY + s * 8, WARPS);
-    }
+    for (int s = 0; s < STAGES; s++) barrier_init(base + s * 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     for (int s = 0; s < STAGES; s++) {
       const i64 row = blockIdx.x + (i64)s * gridDim.x;
@@ -243,20 +240,14 @@ __device__ __forceinline__ void share_kernel(const Args& a) {
       if constexpr (SIGNS) apply_signs16(v[r], a.signs + (row % a.sign_rows) * N + column);
     }
     if constexpr (STAGES > 0) {
-      release(base + EMPTY + stage * 8);
-      if (threadIdx.x == 0) {
-        const i64 next = row + (i64)STAGES * gridDim.x;
-        if (next < a.rows) {
-          barrier_wait(base + EMPTY + stage * 8, parity);
-          fetch(next, stage);
-        }
-      }
+      release_input();  // and the previous row's sums
+      const i64 next = row + (i64)STAGES * gridDim.x;
+      if (threadIdx.x == 0 && next < a.rows) fetch(next, stage);
       __syncwarp();
     }
     float y[R][8], z[WARPS][PART];
     transform.template run<P>(y, v);
     butterflies<R, 8, 1, R>(y);
-    if constexpr (STAGES > 0) __syncthreads();  // every warp has read the previous row's sums
     across_warps(z, y, sums, a.scale);
     char* out = (char*)a.y + (row * a.y_stride + threadIdx.x * PART) * 2;
 #pragma unroll

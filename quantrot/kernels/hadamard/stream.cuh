@@ -12,10 +12,6 @@ __device__ __forceinline__ u32 shared_memory() {
   return shared_address(shared);
 }
 
-__device__ __forceinline__ void grid_wait() {  // as in hopper.cuh
-  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-}
-
 // Without a cache policy: the assembler of CUDA 13.0 loses the registers of one where the target is a register plus a
 // uniform one, which the GPU answers with "illegal instruction".
 __device__ __forceinline__ void copy_ahead(u32 to, const void* from) {
