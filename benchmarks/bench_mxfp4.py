@@ -2,7 +2,6 @@
 
     python benchmarks/bench_mxfp4.py            # the table, and results/bench_mxfp4-<gpu>.json
     python benchmarks/bench_mxfp4.py --tune     # first times every candidate tile and plan and writes tuned.py
-    python benchmarks/bench_mxfp4.py --hopper-transposes   # transposes by the CUDA kernels (tuned.HOPPER_TRANSPOSES)
     python benchmarks/bench_mxfp4.py --model    # also a whole Llama-3.1-8B shape: decode and prefill
     python benchmarks/bench_mxfp4.py --render   # no GPU: docs/mxfp4.md from the json
 
@@ -13,6 +12,7 @@ the share of codes that differ from the reference's on a part of the tensor (0).
 """
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -333,7 +333,6 @@ def tune() -> None:
     """Time the candidates of every table of the CUDA kernels in tuned.py, keep the fastest, and write the file."""
     from quantrot.kernels.mxfp4 import hopper, tuned
 
-    by_default, tuned.HOPPER_TRANSPOSES = tuned.HOPPER_TRANSPOSES, True
     ready = [(x, *quantize_mxfp4(x)) for x in random_tensors((ROWS // 4, COLUMNS), torch.bfloat16)]
     stream: Any = {"signs": torch.ones(32, device="cuda"), "random": (1, 2)}
     clipped: Any = {"clip_mask": True}
@@ -370,7 +369,6 @@ def tune() -> None:
         setattr(tuned, name, min(found, key=found.__getitem__))
         print(name, {k: round(v, 1) for k, v in found.items()}, flush=True)
         write_tuned()
-    tuned.HOPPER_TRANSPOSES = by_default
     for n, k in SHAPES:
         packed = rotated([quantize_mxfp4(w) for w in random_tensors((n, k), torch.bfloat16)])
         for m in DECODE:
@@ -381,28 +379,39 @@ def tune() -> None:
 
 
 def decode_plans(m: int, n: int, k: int) -> list[tuple]:
-    """Fields of hopper.Plan worth a try: enough blocks for the device, two steps of every warp at least."""
-    return [
-        (rows, warps, depth, slices, resident, arranged, tall, ahead)
-        for rows, warps in ((1, 4), (2, 4), (1, 8), (2, 2), (4, 2), (4, 1), (8, 1))
-        for depth in (2, 4)
-        for slices in (1, 2, 4)
-        for resident in (1, 2)
-        for arranged in (False, True)
-        for tall in (1, 2)
-        for ahead in (0, 1 << 20)
-        if (arranged or m <= 8)
-        and n // (16 * rows * tall) * slices >= 100
-        and (slices == 1 or n // (16 * rows * tall) < 264)
-        and k // 128 // slices >= 2 * warps
-    ]
+    """Fields of hopper.Plan after its first that are worth a try: blocks that fill the device, rings that fit."""
+    from quantrot.kernels.mxfp4 import hopper
+
+    found = []
+    for fields in itertools.product(
+        (1, 2, 4), (1, 2, 4, 7, 8), (1, 2, 4, 8), (1, 2, 3, 4), (1, 2), (False, True), (1, 2), (False, True)
+    ):
+        tall, row_warps, teams, deep, split, once, resident, arranged = fields
+        stages, slots = teams * deep, hopper.PROCESSORS * resident
+        plan = hopper.Plan(hopper.tiles_of(m), tall, row_warps, teams, stages, split, once, resident, arranged)
+        blocks = -(-n // plan.rows) * split
+        sums = teams * plan.tokens * (plan.rows + 4) * 4
+        if (
+            8 <= row_warps * teams <= 16
+            and plan.rows <= 256
+            and blocks >= 0.82 * (-(-blocks // slots) * slots)
+            and once == (blocks <= slots)
+            and (split == 1 or (once and m > 1))
+            and (m >= 16 or not arranged)
+            and plan.shared_bytes() <= (226 if resident == 1 else 112) << 10
+            and (not once or sums <= plan.shared_bytes() - 16 * stages)
+            and stages < -(-k // 256 // split) + teams
+        ):
+            found.append((tall, row_warps, teams, stages, split, once, resident, arranged))
+    return found
 
 
 def fastest(candidates: list[tuple], module: Any, x: torch.Tensor, packed: list) -> tuple:
-    """The candidate plan that decodes fastest."""
+    """The fields, after the first, of the plan that decodes fastest."""
+    tiles = module.tiles_of(len(x))
     found: dict[tuple, float] = {}
     for plan in candidates:
-        calls = [lambda w=w, p=plan: module.decode(x, None, *w, torch.bfloat16, module.Plan(*p)) for w in packed]
+        calls = [lambda w=w, p=plan: module.decode(x, None, *w, torch.bfloat16, module.Plan(tiles, *p)) for w in packed]
         try:
             found[plan] = time_us(calls, 3)
         except Exception as error:
@@ -419,7 +428,7 @@ def write_tuned() -> None:
     for name in ("HOPPER_ROWS", "HOPPER_EXPANDED", "HOPPER_COLUMNS", "HOPPER_PACKED_COLUMNS"):
         text += f"{name} = {getattr(tuned, name)}\n"
     lines = "".join(f"\n    {key}: {plan}," for key, plan in sorted(tuned.HOPPER_DECODE.items()))
-    fields = "int, int, int, int, int, bool, int, int"
+    fields = "int, int, int, int, int, bool, int, bool"
     text += f"HOPPER_DECODE: dict[tuple[int, int, int], tuple[{fields}]] = {{{lines}\n}}\n"
     TUNED.write_text(text)
 
@@ -538,7 +547,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--model", action="store_true")
-    parser.add_argument("--hopper-transposes", action="store_true")
     parser.add_argument("--render", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -547,8 +555,4 @@ if __name__ == "__main__":
     else:
         if asked.tune:
             tune()
-        if asked.hopper_transposes:
-            from quantrot.kernels.mxfp4 import tuned
-
-            tuned.HOPPER_TRANSPOSES = True
         main(asked)

@@ -259,16 +259,16 @@ def test_what_is_mxfp4_already_stays(rule, seed):
 
 
 def test_philox_meets_its_published_answers():
-    """The kat_vectors of Random123, philox4x32 with ten rounds."""
+    """The kat_vectors of Random123, philox4x32 with seven rounds."""
     full = (1 << 64) - 1
     for counter, offset, seed, expected in [
-        (0, 0, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        (-1, full, full, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (0, 0, 0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        (-1, full, full, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
         (
             0x85A308D3243F6A88,
             0x0370734413198A2E,
             0x299F31D0A4093822,
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
         ),
     ]:
         counter -= (1 << 64) if counter >= 1 << 63 else 0

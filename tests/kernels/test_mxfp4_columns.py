@@ -105,7 +105,10 @@ def test_bits_are_the_references(library, name, rows, columns, down):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_kernel_compiles_for_sm_90a_and_keeps_to_its_registers(name, tmp_path):
-    """Blocks of 128, at the three thread blocks that are fastest for 32, put ten words a thread in memory at most."""
+    """Blocks of 128, at the three thread blocks that are fastest for 32, put eleven words a thread in memory at most.
+
+    Eleven is the form that is timed in docs/mxfp4.md; ten was that with ten rounds of Philox, which took longer.
+    """
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
     (tmp_path / "kernel.cu").write_text(hopper_columns.device_functions() + source(name))
@@ -113,13 +116,12 @@ def test_every_kernel_compiles_for_sm_90a_and_keeps_to_its_registers(name, tmp_p
     run = subprocess.run(["nvcc", *target, str(tmp_path / "kernel.cu")], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     spilled = re.search(r"(\d+) bytes spill stores", run.stderr)
-    assert spilled and int(spilled[1]) <= (40 if CASES[name][2] == 128 else 0), run.stderr[-400:]
+    assert spilled and int(spilled[1]) <= (44 if CASES[name][2] == 128 else 0), run.stderr[-400:]
 
 
 @pytest.mark.parametrize(("on", "module"), [(False, triton_columns), (True, hopper_columns)])
-def test_auto_takes_these_kernels_where_they_are_turned_on(monkeypatch, on, module):
-    monkeypatch.setattr(nvrtc, "available", lambda device: True)
-    monkeypatch.setattr(tuned, "HOPPER_TRANSPOSES", on)
+def test_auto_takes_these_kernels_where_they_can_run(monkeypatch, on, module):
+    monkeypatch.setattr(nvrtc, "available", lambda device: on)
     assert operators._columns_module(torch.zeros(32, 64, dtype=BF16), "auto") is module
     assert operators._columns_module(torch.zeros(32, 64), "auto") is triton_columns  # float32
 

@@ -1,31 +1,31 @@
 """The CUDA kernel that multiplies a few tokens by a packed MXFP4 weight: emulated on the host, compiled, on a GPU."""
 
 import ctypes
+import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
-from quantrot.kernels.mxfp4 import dequantize_mxfp4, hopper, quantize_mxfp4
+from quantrot.kernels.mxfp4 import dequantize_mxfp4, hopper, quantize_mxfp4, tuned
 from quantrot.kernels.mxfp4.hopper import Plan
 
 gpu = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# plan, tiles of eight tokens, output
+# plan, output
 CASES = {
-    "one": (Plan(1, 8, 4, 1, 1), 1, BF16),
-    "one_deep": (Plan(2, 2, 3, 1, 1), 1, FP16),
-    "two": (Plan(2, 4, 2, 1, 2), 2, FP32),
-    "four": (Plan(4, 2, 2, 1, 1), 4, BF16),
-    "slices": (Plan(1, 2, 2, 3, 2), 1, FP32),
-    "one_arranged": (Plan(2, 4, 2, 2, 2, True), 1, FP32),
-    "two_arranged": (Plan(2, 4, 4, 1, 1, True, 1, 1 << 20), 2, BF16),
-    "four_arranged": (Plan(4, 1, 2, 1, 1, True), 4, FP16),
-    "one_tall": (Plan(1, 8, 2, 1, 1, False, 2), 1, BF16),
-    "one_tall_arranged": (Plan(2, 2, 2, 1, 1, True, 2), 1, BF16),
-    "two_tall": (Plan(2, 2, 2, 1, 1, False, 2, 64), 2, BF16),
-    "four_tall": (Plan(1, 4, 2, 2, 1, True, 2, 1024), 4, FP32),
+    "one": (Plan(0, 1, 2, 2, 4), BF16),
+    "one_tall": (Plan(0, 2, 1, 4, 8), FP16),
+    "one_split": (Plan(0, 1, 2, 2, 4, split=2, once=True), FP32),
+    "eight": (Plan(1, 1, 2, 2, 4), BF16),
+    "eight_arranged": (Plan(1, 1, 2, 2, 4, arranged=True), FP16),
+    "sixteen": (Plan(2, 2, 1, 2, 2), FP32),
+    "sixteen_arranged": (Plan(2, 2, 1, 2, 2, arranged=True), FP32),
+    "thirty_two": (Plan(4, 1, 3, 1, 3, once=True), FP16),
+    "thirty_two_split": (Plan(4, 2, 1, 2, 4, split=2, once=True), FP32),
+    "thirty_two_split4": (Plan(4, 1, 2, 1, 3, split=4, once=True, arranged=True), BF16),
 }
 DRIVER = """
 static std::string message;
@@ -38,15 +38,18 @@ extern "C" const char* arranged(int tiles, const void* x, void* y, int tokens, i
   return message.c_str();
 }
 
-extern "C" const char* run(int which, const void* x, const unsigned char* packed, const unsigned char* scale,
-                           const float* token_scale, void* y, int tokens, int rows, int columns, int slice_steps,
-                           int ahead, int blocks, int slices, int threads, int shared, int seed) {
-  using Kernel = void(const void*, const unsigned char*, const unsigned char*, const float*, void*, int, int, int, int,
-                      int);
+// Matrices as {data, rows, columns, pitch in bytes, rows of a box, columns of a box, bytes of an element, swizzle}.
+static quantrot::TensorMap map(const unsigned long long* m) {
+  return {(unsigned char*)m[0], m[2], m[1], m[3], (unsigned)m[5], (unsigned)m[4], (unsigned)m[6], (unsigned)m[7]};
+}
+
+extern "C" const char* run(int which, const unsigned long long (*m)[8], const quantrot::DecodeArgs* args, int blocks,
+                           int cluster, int threads, int shared, int seed) {
+  using Kernel = void(quantrot::TensorMap, quantrot::TensorMap, quantrot::DecodeArgs);
   static Kernel* const kernels[] = {NAMES};
-  message = emulator::launch({(unsigned)blocks, (unsigned)slices, 1}, 1, threads, shared, seed, [&] {
-    kernels[which](x, packed, scale, token_scale, y, tokens, rows, columns, slice_steps, ahead);
-  });
+  const auto codes = map(m[0]), wide = map(m[1]);
+  message = emulator::launch({(unsigned)blocks, 1, 1}, cluster, threads, shared, seed,
+                             [&] { kernels[which](codes, wide, *args); });
   return message.c_str();
 }
 """
@@ -54,35 +57,35 @@ extern "C" const char* run(int which, const void* x, const unsigned char* packed
 
 @pytest.fixture(scope="module")
 def emulator(emulated):
-    """emulator(case, tokens, token_scale, packed, scale) -> y, or its slices added in order."""
-    entries = "".join(hopper.entry(plan, tiles, out, f"decode_{name}") for name, (plan, tiles, out) in CASES.items())
-    names = ", ".join(f"decode_{name}" for name in CASES)
+    """emulator(case, tokens, token_scale, packed, scale, seed) -> y."""
+    entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in CASES.items())
     entries += "".join(hopper.ARRANGE.format(name=f"arrange_{tiles}", tiles=tiles) for tiles in (1, 2, 4))
+    names = ", ".join(f"decode_{name}" for name in CASES)
     library = emulated(hopper.device_functions() + entries + DRIVER.replace("NAMES", names))
     library.run.restype = library.arranged.restype = ctypes.c_char_p
 
     def arrange(x, tiles):
-        words = -(-x.shape[1] // hopper.STEP) * tiles * 128
+        words = x.shape[1] // hopper.STEP * tiles * 128
         y = torch.full((words * 8,), float("nan"), dtype=BF16)
         pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr())
         message = library.arranged(tiles, *pointers, *x.shape, -(-words // 256))
         assert message == b"", message.decode()
         return y
 
-    def run(name, tokens, token_scale, packed, scale, seed=0):
-        plan, tiles, out = CASES[name]
-        rows, columns = packed.shape[0], tokens.shape[1]
-        blocks, slices = plan.grid(rows, columns)
-        y = torch.full((slices, len(tokens), rows), float("nan"), dtype=out)
-        x = arrange(tokens, tiles) if plan.arranged else None
-        parameters = hopper.arguments(tokens, token_scale, packed, scale, y, plan, x)
-        pointers = [ctypes.c_void_p(getattr(parameters, field)) for field, _ in parameters._fields_[:5]]
-        numbers = [getattr(parameters, field) for field, _ in parameters._fields_[5:]]
+    def run(name, tokens, token_scale, packed, scale, seed=0, processors=2):
+        plan, out = CASES[name]
+        y = torch.full((len(tokens), len(packed)), float("nan"), dtype=out)
+        wide = hopper.matrix_of(arrange(tokens, plan.tiles) if plan.arranged else tokens, plan)
+        maps = (ctypes.c_ulonglong * 16)()
+        for i, (t, box) in enumerate(zip((packed, wide), plan.boxes(), strict=True)):
+            maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, t.stride(0) * t.itemsize, *box[:2], t.itemsize, box[2])
+        args = hopper.arguments(token_scale, scale, y)
         message = library.run(
-            list(CASES).index(name), *pointers, *numbers, blocks, slices, plan.threads, plan.shared_bytes(tiles), seed
-        )
+            list(CASES).index(name), maps, ctypes.byref(args), plan.grid(len(packed), processors), plan.split,
+            plan.threads, plan.shared_bytes(), seed,
+        )  # fmt: skip
         assert message == b"", message.decode()
-        return y.sum(0) if slices > 1 else y[0]
+        return y
 
     return run
 
@@ -101,50 +104,46 @@ def exact(x, packed, scale) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (40, 416), (130, 1120)])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 128), (40, 1152), (130, 2816)])
 def test_every_plan_is_exact_on_integers(emulator, name, rows, columns):
-    _, tiles, out = CASES[name]
-    for tokens in {1, 8 * tiles - 3, 8 * tiles}:
+    plan, out = CASES[name]
+    for tokens in {1, max(1, plan.tokens - 3), plan.tokens}:
         x, packed, scale = operands(tokens, rows, columns, tokens)
-        y = emulator(name, x, None, packed, scale, seed=tokens)
-        assert torch.equal(y.double(), exact(x, packed, scale).to(out).double())
-
-
-def test_each_token_has_its_scale(emulator):
-    x, packed, scale = operands(5, 48, 256)
-    tokens = torch.tensor([1.0, 0.5, 3.0, 2.0**-20, -1.0])
-    expected = (exact(x, packed, scale) * tokens[:, None]).to(BF16)
-    assert torch.equal(emulator("one", x, tokens, packed, scale), expected)
+        factors = torch.randint(-2, 3, (tokens,)).float()
+        y = emulator(name, x, factors, packed, scale, seed=tokens)
+        assert torch.equal(y.double(), (exact(x, packed, scale) * factors[:, None]).to(out).double())
 
 
 def test_every_scale_of_a_sane_weight_is_exact_and_others_are_loud(emulator):
     """Each exponent from -62 to 65, one a row; past that nothing finite. Zeros stay zeros."""
     rows = 130
-    x = torch.zeros(1, 32, dtype=BF16)
+    x = torch.zeros(1, 128, dtype=BF16)
     x[0, :16] = torch.arange(16).to(BF16)
-    packed = torch.full((rows, 16), 0x21, dtype=torch.uint8)  # 0.5, 1
-    scale = torch.arange(65, 65 + rows).to(torch.uint8).unsqueeze(1)
+    packed = torch.full((rows, 64), 0x21, dtype=torch.uint8)  # 0.5, 1
+    scale = torch.arange(65, 65 + rows).to(torch.uint8).unsqueeze(1).repeat(1, 4)
     scale[128:] = torch.tensor([[254], [255]])
     packed[7], scale[7] = 0, 0
-    y = emulator("slices", x, None, packed, scale)[0].double()
+    y = emulator("one_split", x, None, packed, scale)[0].double()
     assert torch.equal(y[:128], exact(x, packed, scale)[0, :128])
     assert not torch.isfinite(y[128:]).any()
 
 
-def test_nan_and_infinite_tokens_reach_their_own_rows_only(emulator):
+@pytest.mark.parametrize("name", ["eight", "thirty_two_split"])
+def test_nan_and_infinite_tokens_reach_their_own_rows_only(emulator, name):
     x, packed, scale = operands(8, 48, 256)
     x[2, 7], x[5, 100] = float("nan"), float("inf")
-    y = emulator("one", x, None, packed | 0x11, scale)
+    y = emulator(name, x, None, packed | 0x11, scale)
     assert torch.isfinite(y).all(1).logical_not().nonzero().flatten().tolist() == [2, 5]
 
 
-def test_bits_do_not_depend_on_what_runs_first_nor_on_other_tokens(emulator):
+@pytest.mark.parametrize("name", ["sixteen", "thirty_two_split"])
+def test_bits_do_not_depend_on_what_runs_first_nor_on_other_tokens(emulator, name):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(13, 1120, generator=generator).to(BF16)
-    packed, scale = quantize_mxfp4(torch.randn(48, 1120, generator=generator))
-    first, *others = (emulator("two", x, None, packed, scale, seed) for seed in range(3))
+    x = torch.randn(13, 1152, generator=generator).to(BF16)
+    packed, scale = quantize_mxfp4(torch.randn(72, 1152, generator=generator))
+    first, *others = (emulator(name, x, None, packed, scale, seed, 1 + seed) for seed in range(4))
     assert all(torch.equal(first, other) for other in others)
-    assert torch.equal(emulator("two", x[4:5].clone(), None, packed, scale), first[4:5])
+    assert torch.equal(emulator(name, x[4:5].clone(), None, packed, scale), first[4:5])
     assert ((first - exact(x, packed, scale)).norm() / first.double().norm()).item() < 1e-6
 
 
@@ -159,26 +158,124 @@ def test_every_kernel_compiles_for_sm_90a_without_spills(name, tmp_path):
     assert ", 0 bytes spill stores" in run.stderr, run.stderr[-400:]
 
 
-def test_rules_fit_the_multiprocessor():
+def test_plans_fit_the_multiprocessor():
+    """The rule's and the measured ones."""
+    small = [
+        (32, 128),
+        (1000, 384),
+        (1024, 8192),
+        (2112, 4096),
+        (6144, 4096),
+        (8320, 2048),
+        (10240, 8192),
+        (14336, 4096),
+    ]
+    large = [(16384, 2048), (57344, 8192), (128256, 4096)]
     for tokens in range(1, 33):
-        for rows, columns in [(32, 32), (4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336), (1000, 96)]:
+        for rows, columns in [*small, *large, *(key[1:] for key in tuned.HOPPER_DECODE)]:
             plan = hopper.plan_for(tokens, rows, columns)
-            blocks, slices = plan.grid(rows, columns)
-            assert blocks * plan.rows >= rows and slices * plan.slice_steps(columns) * 128 >= columns
-            assert plan.threads <= 1024 and plan.shared_bytes(hopper.tiles_of(tokens)) <= 48 << 10
+            assert plan.tokens >= tokens and (plan.tiles > 0) == (tokens > 1)
+            assert plan.threads <= 1024 and plan.shared_bytes() <= 227 << 10 and plan.stages % plan.teams == 0
+            assert plan.resident * (plan.shared_bytes() + 1024) <= 228 << 10 and plan.resident * plan.threads <= 2048
+            assert plan.once or plan.split == 1
+            if plan.once:
+                assert plan.grid(rows, 132) * plan.rows >= rows * plan.split
+                assert plan.teams * plan.tokens * (plan.rows + 4) * 4 <= plan.shared_bytes() - 16 * plan.stages
+
+
+def test_few_columns_are_not_shared_by_a_cluster():
+    """What a cluster costs, however few columns it shares, is more than such a product takes in one block."""
+    for columns in (128, 2048, 3968, 4096, 8192):
+        plan = hopper.plan_for(32, 2048, columns)
+        assert plan.split == (2 if columns >= 4096 else 1) and plan.arranged == (columns < 4096)
+    assert all(hopper.plan_for(tokens, 2048, 8192).split == 1 for tokens in range(1, 17))
+
+
+def test_an_arrival_waits_for_the_reads_before_it(tmp_path):
+    """Nothing read from shared memory is on its way when a warp hands its stage back, where copies land next.
+
+    Seen in the machine code, by the scoreboards that a load sets and an instruction waits for.
+    """
+    triton = pytest.importorskip("triton")
+    tool = shutil.which("cuobjdump") or Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not shutil.which("nvcc") or not Path(tool).exists():
+        pytest.skip("needs nvcc and cuobjdump, which comes with Triton")
+    for name, (plan, out) in CASES.items():
+        (tmp_path / "kernel.cu").write_text(hopper.device_functions() + hopper.entry(plan, out))
+        target = "-gencode arch=compute_90a,code=sm_90a -std=c++17 -cubin -o".split()
+        subprocess.run(["nvcc", *target, str(tmp_path / "cubin"), str(tmp_path / "kernel.cu")], check=True)
+        command = [str(tool), "-sass", str(tmp_path / "cubin")]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        pattern = r"/\*[0-9a-f]{4,}\*/ +([^;]+);.*\n +/\* 0x([0-9a-f]{16}) \*/"
+        on_their_way: set[int] = set()
+        arrivals = 0
+        for text, word in re.findall(pattern, code):
+            control = int(word, 16) >> 41
+            on_their_way -= {i for i in range(6) if control >> 11 + i & 1}
+            if "SYNCS.ARRIVE.TRANS64.A1T0" in text:
+                arrivals += 1
+                assert not on_their_way, (name, text)
+            if re.match(r"(@!?U?P\w+ )?LDS", text) and (control >> 5 & 7) < 6:
+                on_their_way.add(control >> 5 & 7)
+        assert arrivals, name
+
+
+def on_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
 
 
 @gpu
 @pytest.mark.parametrize("tokens", [1, 3, 8, 13, 16, 32])
-@pytest.mark.parametrize("shape", [(48, 32), (1000, 416), (4096, 4096), (28672, 4096), (4096, 14336)])
+@pytest.mark.parametrize("shape", [(48, 128), (1000, 384), (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)])
 def test_on_the_gpu(tokens, shape):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs sm_90")
+    on_hopper()
     x, packed, scale = (t.cuda() for t in operands(tokens, *shape))
     scales = torch.full((tokens,), 2.0, device="cuda")
     expected = exact(x, packed, scale) * 2
     for dtype in (FP32, BF16, FP16):
         y = hopper.decode(x, scales, packed, scale, dtype)
         assert torch.equal(y.double(), expected.to(dtype).double())
-    for plan in (Plan(1, 8, 2, 1, 1), Plan(2, 4, 4, 3, 1), Plan(4, 2, 2, 2, 1), Plan(4, 2, 2, 2, 1, True)):
-        assert torch.equal(hopper.decode(x, scales, packed, scale, FP32, plan).double(), expected)
+
+
+@gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(16, 128), (1000, 1152), (4096, 4096), (4096, 14336)])
+def test_every_plan_on_the_gpu(name, shape):
+    """Sums that are exact, so that any order gives them, with a scale a token; again and in a graph the same bits."""
+    on_hopper()
+    plan, out = CASES[name]
+    for tokens in {1, max(1, plan.tokens - 3), plan.tokens}:
+        x, packed, scale = (t.cuda() for t in operands(tokens, *shape))
+        factors = torch.randint(1, 4, (tokens,), device="cuda").float()
+        expected = (exact(x, packed, scale) * factors[:, None]).to(out)
+        call = lambda: hopper.decode(x, factors, packed, scale, out, plan)  # noqa: B023, E731
+        assert torch.equal(call(), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [call() for _ in range(4)]
+        for _ in range(3):
+            for y in results:
+                y.fill_(float("nan"))
+            graph.replay()
+            assert all(torch.equal(y, expected) for y in results)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(0, 1, 4, 4, 4, resident=2),
+        Plan(1, 1, 2, 8, 8, resident=2),
+        Plan(2, 1, 4, 2, 2, resident=2),
+        Plan(4, 2, 4, 2, 2, resident=2, arranged=True),
+    ],
+    ids=["one", "eight", "sixteen", "thirty_two"],
+)
+def test_a_stage_that_is_filled_at_once_has_been_read(plan):
+    """One stage a team, two blocks a multiprocessor: where reads that an arrival overtook came out wrong."""
+    on_hopper()
+    x, packed, scale = (t.cuda() for t in operands(plan.tokens, 28672, 4096))
+    expected = exact(x, packed, scale).float()
+    for _ in range(100):
+        assert torch.equal(hopper.decode(x, None, packed, scale, FP32, plan), expected)

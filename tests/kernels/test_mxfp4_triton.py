@@ -110,9 +110,17 @@ x = torch.randn(3, 96).half()
 flagged = torch.tensor([0, 1, 0], dtype=torch.int32)
 a, a_scale = quantize_mxfp4(x)
 y = torch.full((3, 64), 7.0)
-triton_gemm.repair(y, a, a_scale, flagged, packed, scale, None)
+none = torch.zeros(64, dtype=torch.int32)
+triton_gemm.repair(y, packed, scale, none, packed=(a, a_scale, flagged))
 exact = dequantize_mxfp4(a, a_scale, torch.float32).double() @ dequantize_mxfp4(packed, scale, torch.float32).double().T
 assert (y[1] - exact[1]).norm() <= 1e-6 * exact[1].norm() and (y[[0, 2]] == 7).all()
+many, many_scale = packed.repeat(10, 1), scale.repeat(10, 1)  # more tiles than programs
+y, last = torch.full((3, 640), 7.0), torch.arange(640, dtype=torch.int32) // 639
+e4m3, row_scale, _ = expand_mxfp4(a, a_scale, backend="reference")
+a[0], a_scale[[0, 2]] = 0xFF, 0xFF  # the packed form of rows that are inside is garbage
+triton_gemm.repair(y, many, many_scale, last, packed=(a, a_scale, flagged), wide=(e4m3, row_scale))
+assert (y[:, 639] - exact[:, 63]).norm() <= 1e-6 * exact[:, 63].norm()
+assert (y[1, :639] - exact[1].repeat(10)[:639]).norm() <= 1e-6 * y[1].norm() and (y[[0, 2], :639] == 7).all()
 print("agrees")
 """
 )
@@ -136,7 +144,8 @@ triton_rows.dequantize(packed, scale, torch.bfloat16)
 triton_rows.masked_hadamard(x, torch.zeros(256, 512, dtype=torch.uint8), 32, 1.0)
 triton_columns.quantize_columns(x, ScaleRule.absmax34, 32, torch.ones(32), None, False)
 triton_gemm.decode(x[:8], torch.ones(8), packed, scale, torch.bfloat16)
-triton_gemm.repair(y, packed, scale, flags, packed, scale, flags)
+whole = x.to(torch.float8_e4m3fn), torch.ones(256)
+triton_gemm.repair(y, packed, scale, flags, packed=(packed, scale, flags), wide=whole)
 """
 
 
@@ -246,13 +255,17 @@ def test_layout_does_not_change_bits():
 
 @gpu
 @pytest.mark.parametrize("tokens", [1, 2, 8, 16, 17, 32])
-@pytest.mark.parametrize("shape", [(48, 32), (80, 544), (4096, 4096), (4096, 14336)])
+@pytest.mark.parametrize("shape", [(48, 32), (80, 544), (80, 640), (4096, 4096), (4096, 14336)])
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_few_tokens_by_a_packed_weight(tokens, shape, backend):
     n, k = shape
     x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
     packed, scale = quantize_mxfp4(torch.randn(n, k, device="cuda") * 0.05)
     weight = dequantize_mxfp4(packed, scale, torch.float32).double()
+    if backend == "hopper" and k % 128:
+        with pytest.raises(ValueError, match="K a multiple of 128"):
+            mxfp4_gemm(x, packed, scale, backend=backend)
+        backend = "auto"
     y = mxfp4_gemm(x, packed, scale, backend=backend)
     assert ((y - x.double() @ weight.T).norm() / (x.double() @ weight.T).norm()).item() <= 2e-3
     operand = dequantize_mxfp4(*quantize_mxfp4(x), torch.float32).double()

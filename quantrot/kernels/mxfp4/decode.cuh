@@ -1,29 +1,32 @@
-// A few tokens by a packed MXFP4 weight, on Hopper: y[token, row] = sum over k of x[token, k] * w[row, k].
+// A few tokens by a packed MXFP4 weight, bound by reading it: y[token, row] = sum over k of x[token, k] * w[row, k].
 //
-// The weight is the first operand of mma.m16n8k16, the tokens the second. A warp owns 16 rows, or a few times 16; a lane (g, q)
-// loads whole groups: the 16 bytes that are 32 columns of row g, and of row g + 8. Four neighbouring lanes read 64 bytes of a row.
-// Which of its codes a lane puts in which slot of the product is free, as long as the tokens agree: a pair is the codes
-// p and p + 4 of a 32-bit word, whose bits then move by the same shift in both halves. Several tokens are laid down in
-// that order by a kernel before (arrange), so that a lane finds its part of two products in 16 bytes beside its
-// neighbours'; the weight's first loads are on their way meanwhile.
+// Thread blocks take tiles of rows. One warp keeps a ring of stages of 256 columns full (codes and tokens by the copy
+// engine, scales by 4-byte copies), so that what is on its way needs no registers. TEAMS of ROW_WARPS take turns at the
+// stages, and a warp of a team multiplies 16 * TALL rows of its stage; the teams' sums are added in their order.
+//
+// Many tokens weigh as much as the codes: then the SPLIT blocks of a cluster share a tile, each with a part of K and of
+// the tokens, and add their sums, in order, through each other's shared memory.
+//
+// The weight is the first operand of mma.m16n8k16, the tokens the second. A lane (g, q) takes whole groups: the 16 bytes
+// that are 32 columns of a row, and of the row eight further. Which of its codes a lane puts in which slot of the product
+// is free, as long as the tokens agree: a pair is the codes p and p + 4 of a 32-bit word, whose bits then move by the
+// same shift in both halves. Tokens are put in that order as they are read, or, where several warps read them, by a
+// kernel before (arrange), so that a lane finds its part of two products in 16 bytes beside its neighbours'. Row g of a
+// product is row `turned(g)` of eight in the tile, so that the eight lanes which shared memory serves at once meet
+// different banks under the 128-byte swizzle.
 //
 // A code becomes bfloat16 by its bits: sign to bit 15, the three others to bits 8 ... 6, which is the value times 2^-126
 // (e2m1's subnormal is bfloat16's). One integer product moves both: the two copies of a code that it adds do not touch,
 // and what is not wanted of them is masked. One packed product by 2^(e + 62) makes it the value times 2^(e - 64),
 // exactly; the sums are multiplied by 2^64 at the end. A group's scale past 2^65 acts as infinity, a value below 2^-62 as zero.
-//
-// Sums: the tensor core's in float32 along a warp's steps, then the warps' and the slices' in their order.
 
 namespace quantrot {
 
 struct DecodeArgs {
-  const void* x;               // bfloat16 [tokens, columns], or what arrange made of it
-  const unsigned char* packed; // [rows, columns / 2]
   const unsigned char* scale;  // [rows, columns / 32]
   const float* token_scale;    // [tokens], or null
-  void* y;                     // OUT [tokens, rows]; float32 [slices, tokens, rows] where there are several
-  int tokens, rows, columns, slice_steps;  // a step is 128 columns
-  int ahead;                               // bytes of each row that are asked for before the kernel before has ended
+  void* y;                     // OUT [tokens, rows]
+  int tokens, rows, columns;   // columns: a multiple of 128
 };
 
 struct Words {
@@ -35,12 +38,6 @@ struct Words {
 #ifdef QUANTROT_EMULATED
 #include "mma.h"
 #else
-__device__ __forceinline__ Words load_once(const void* p) {
-  Words v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
 __device__ __forceinline__ Words load_words(const void* p) {
   Words v;
   asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -56,12 +53,21 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, 
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void prefetch_l2(const void* p, u32 bytes) {  // both multiples of 16
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+__device__ __forceinline__ Words load_shared_words(u32 from) {
+  Words v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return v;
 }
-__device__ __forceinline__ float* partial_sums() {
-  extern __shared__ __align__(1024) unsigned char quantrot_shared[];
-  return (float*)quantrot_shared;
+__device__ __forceinline__ u32 load_shared_byte(u32 from) {
+  u32 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+// Zero, once `seen` has come back from shared memory.
+__device__ __forceinline__ u32 zero_after(u32 seen) {
+  u32 zero;
+  asm volatile("{\n.reg .u32 ones;\npopc.b32 ones, %1;\nshr.u32 %0, ones, 6;\n}" : "=r"(zero) : "r"(seen) : "memory");
+  return zero;
 }
 #endif
 
@@ -74,20 +80,6 @@ __device__ __forceinline__ u32 pair(u32 word) {
 
 // 2^(e + 62) of a scale byte, twice.
 __device__ __forceinline__ u32 multiplier(u32 byte) { return (min(byte, 193u) + 62) * 0x00800080u; }
-
-// One step of a lane: the groups of rows g and g + 8.
-struct Step {
-  Words a, b;
-  u32 a_scale, b_scale;
-};
-
-struct Rows {  // where a lane reads
-  const unsigned char *a, *b, *a_scale, *b_scale;
-
-  __device__ __forceinline__ Step at(int step) const {
-    return {load_once(a + step * 64), load_once(b + step * 64), __ldg(a_scale + step * 4), __ldg(b_scale + step * 4)};
-  }
-};
 
 // What a lane multiplies by word j of its group: of each half of 8 columns, k and k + 4 for k = 0, 1, 2, 3.
 __device__ __forceinline__ Words arranged(const Words& v) {
@@ -109,37 +101,6 @@ __device__ __forceinline__ void arrange(const void* x, void* y, int tokens, int 
   ((Words*)y)[at] = arranged(v);
 }
 
-// Where a lane finds the tokens: the token of each tile, in the lane's quarter of a step; arranged, the lane's place in
-// the first step. inside: whether the lane's group exists.
-template <int TILES, bool ARRANGED>
-struct Tokens {
-  const unsigned char* at[TILES];
-
-  __device__ __forceinline__ Tokens(const DecodeArgs& args, u32 lane) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-      const int token = min((int)(lane >> 2) + 8 * t, args.tokens - 1);
-      at[t] = (const unsigned char*)args.x + (u64)token * args.columns * 2 + (lane & 3) * 64;
-    }
-  }
-  __device__ __forceinline__ Words operator()(int step, int t, int j, bool inside) const {
-    Words v = {};
-    if (inside) v = load_words(at[t] + step * 256 + j * 16);
-    return arranged(v);
-  }
-};
-
-template <int TILES>
-struct Tokens<TILES, true> {
-  const unsigned char* at;
-
-  __device__ __forceinline__ Tokens(const DecodeArgs& args, u32 lane)
-      : at((const unsigned char*)args.x + lane * 16) {}
-  __device__ __forceinline__ Words operator()(int step, int t, int j, bool) const {
-    return load_words(at + (i64)step * (TILES * 2048) + (t * 2048 + j * 512));
-  }
-};
-
 // A word of a group as four pairs, times the group's scale.
 struct Pairs {
   u32 v[4];
@@ -150,115 +111,6 @@ struct Pairs {
     v[2] = times_bf16(pair<0>(high), factor), v[3] = times_bf16(pair<1>(high), factor);
   }
 };
-
-// Add one step to the sums; inside: whether the lane's group exists.
-template <int TALL, int TILES, bool ARRANGED>
-__device__ __forceinline__ void add(float (&sums)[TALL][TILES][4], const Step (&s)[TALL],
-                                    const Tokens<TILES, ARRANGED>& x, int step, bool inside) {
-  u32 a_factor[TALL], b_factor[TALL];
-#pragma unroll
-  for (int r = 0; r < TALL; r++) a_factor[r] = multiplier(s[r].a_scale), b_factor[r] = multiplier(s[r].b_scale);
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    Words v[TILES];
-#pragma unroll
-    for (int t = 0; t < TILES; t++) v[t] = x(step, t, j, inside);
-#pragma unroll
-    for (int r = 0; r < TALL; r++) {
-      const Pairs a(s[r].a.at(j), a_factor[r]), b(s[r].b.at(j), b_factor[r]);
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        multiply(sums[r][t], a.v[0], b.v[0], a.v[1], b.v[1], v[t].x, v[t].y);
-        multiply(sums[r][t], a.v[2], b.v[2], a.v[3], b.v[3], v[t].z, v[t].w);
-      }
-    }
-  }
-}
-
-// TALL times 16 rows a warp, which share what it reads of the tokens; TILES of eight tokens; ROW_WARPS * SLICE_WARPS
-// warps; DEPTH steps of a warp on their way. Rows and tokens that do not exist read the last one that does: their
-// results are not stored.
-//
-// The kernel may start before the one before it has ended: until then it only asks for its weight to be brought to the
-// L2 cache, which is right whoever wrote the weight. What comes after it may start as early.
-template <int TALL, int TILES, int ROW_WARPS, int SLICE_WARPS, int DEPTH, bool ARRANGED, class OUT>
-__device__ __forceinline__ void decode(const DecodeArgs& args) {
-  constexpr int ROWS = 16 * TALL * ROW_WARPS, TOKENS = 8 * TILES;
-  launch_dependents();
-  const u32 lane = lane_number(), warp = warp_number(), g = lane >> 2, q = lane & 3;
-  const int row_warp = warp % ROW_WARPS, slice_warp = warp / ROW_WARPS, groups = args.columns / 32;
-  const int first_step = blockIdx.y * args.slice_steps;
-  const int begin = first_step + slice_warp, end = min(first_step + args.slice_steps, groups / 4);  // of whole steps
-  if (args.ahead && end > first_step) {
-    const u32 bytes = min(args.ahead, (end - first_step) * 64);
-    constexpr int WARPS = ROW_WARPS * SLICE_WARPS;  // which share the rows: the lanes of a warp ask one after the other
-    for (int i = lane * WARPS + warp; i < ROWS && (int)blockIdx.x * ROWS + i < args.rows; i += 32 * WARPS)
-      prefetch_l2(args.packed + ((u64)(blockIdx.x * ROWS + i) * groups + first_step * 4) * 16, bytes);
-  }
-  Rows rows[TALL];
-#pragma unroll
-  for (int r = 0; r < TALL; r++) {
-    const int first_row = blockIdx.x * ROWS + (row_warp * TALL + r) * 16;
-    const u64 a = (u64)min(first_row + (int)g, args.rows - 1) * groups + q;
-    const u64 b = (u64)min(first_row + (int)g + 8, args.rows - 1) * groups + q;
-    rows[r] = {args.packed + a * 16, args.packed + b * 16, args.scale + a, args.scale + b};
-  }
-  const Tokens<TILES, ARRANGED> x(args, lane);
-  float sums[TALL][TILES][4] = {};
-
-  Step ring[DEPTH][TALL];
-  grid_wait();
-#pragma unroll
-  for (int d = 0; d < DEPTH; d++)
-    if (begin + d * SLICE_WARPS < end)
-#pragma unroll
-      for (int r = 0; r < TALL; r++) ring[d][r] = rows[r].at(begin + d * SLICE_WARPS);
-  for (int first = begin; first < end; first += DEPTH * SLICE_WARPS) {
-#pragma unroll
-    for (int d = 0; d < DEPTH; d++) {
-      const int step = first + d * SLICE_WARPS;
-      if (step >= end) break;
-      add(sums, ring[d], x, step, true);
-      if (step + DEPTH * SLICE_WARPS < end)
-#pragma unroll
-        for (int r = 0; r < TALL; r++) ring[d][r] = rows[r].at(step + DEPTH * SLICE_WARPS);
-    }
-  }
-  const int rest = groups / 4;  // the step that is not whole
-  if (groups % 4 && rest / args.slice_steps == (int)blockIdx.y && rest % SLICE_WARPS == slice_warp) {
-    const bool inside = (int)q < groups % 4;
-    Step s[TALL] = {};
-#pragma unroll
-    for (int r = 0; r < TALL; r++)
-      if (inside) s[r] = rows[r].at(rest);
-    add(sums, s, x, rest, inside);
-  }
-
-  float* const shared = partial_sums();  // [SLICE_WARPS][TOKENS][ROWS]
-#pragma unroll
-  for (int r = 0; r < TALL; r++)
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int token = t * 8 + q * 2 + i % 2, row = (row_warp * TALL + r) * 16 + g + i / 2 * 8;
-        shared[(slice_warp * TOKENS + token) * ROWS + row] = sums[r][t][i] * 18446744073709551616.0f;
-      }
-  block_sync();
-  const bool whole = gridDim.y == 1;
-  for (int i = threadIdx.x; i < TOKENS * ROWS; i += 32 * ROW_WARPS * SLICE_WARPS) {
-    const int token = i / ROWS, row = blockIdx.x * ROWS + i % ROWS;
-    if (token >= args.tokens || row >= args.rows) continue;
-    float sum = shared[i];
-    for (int s = 1; s < SLICE_WARPS; s++) sum += shared[s * TOKENS * ROWS + i];
-    if (!whole) {
-      ((float*)args.y)[((u64)blockIdx.y * args.tokens + token) * args.rows + row] = sum;
-    } else {
-      if (args.token_scale) sum = __fmul_rn(sum, __ldg(args.token_scale + token));
-      OUT::store(args.y, (u64)token * args.rows + row, sum);
-    }
-  }
-}
 
 struct OutBf16 {
   __device__ __forceinline__ static void store(void* y, u64 at, float v) {
@@ -273,5 +125,237 @@ struct OutFp16 {
 struct OutFp32 {
   __device__ __forceinline__ static void store(void* y, u64 at, float v) { ((float*)y)[at] = v; }
 };
+
+// TILES_: of eight tokens; 0: one token. ARRANGED: a kernel before laid the tokens down in the order of the products (not
+// one token). ONCE: a block has one tile, and its sums take the ring's place.
+template <int TILES_, bool ARRANGED_, int TALL_, int ROW_WARPS_, int TEAMS_, int STAGES_, int SPLIT_, bool ONCE_>
+struct Plan {
+  static constexpr bool ONE = TILES_ == 0, ARRANGED = ARRANGED_, ONCE = ONCE_;
+  static constexpr int TILES = ONE ? 1 : TILES_, TOKENS = ONE ? 1 : 8 * TILES;
+  static constexpr int TALL = TALL_, ROW_WARPS = ROW_WARPS_, TEAMS = TEAMS_, STAGES = STAGES_, SPLIT = SPLIT_;
+  static constexpr int ROWS = 16 * TALL * ROW_WARPS, WARPS = ROW_WARPS * TEAMS;
+  static constexpr int BOX = TILES * 1024 + 256;  // bytes from 64 columns of tokens to the next: other banks
+  static constexpr int BOXES = ONE || ARRANGED ? 1 : 4, LOADED = ONE ? 512 : TILES * 4096;
+  static constexpr int CODES = ROWS * 128, WIDE = BOXES > 1 ? BOXES * BOX : LOADED, SCALES = ROWS * 8;  // of a stage
+  static constexpr int WIDE_AT = STAGES * CODES, SCALES_AT = WIDE_AT + STAGES * WIDE;
+  static constexpr int BARRIERS = SCALES_AT + STAGES * SCALES;
+  static constexpr int PITCH = ROWS + 4;  // of a team's sums, floats: lanes meet different banks
+  static constexpr int SUMS = ONCE ? 0 : BARRIERS + STAGES * 16;
+  static constexpr int CHAINS = TALL * TILES <= 2 ? 2 : 1;  // of products that wait for each other, in turn
+  static_assert(STAGES % TEAMS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
+  static_assert(SPLIT == 1 || ONCE, "blocks that share a tile have one");
+  static_assert(!ONCE || TEAMS * TOKENS * PITCH * 4 <= BARRIERS, "the sums fit where the ring was");
+};
+
+__device__ __forceinline__ u32 turned(u32 g) { return g >> 1 | (g & 1) << 2; }
+
+// One warp's sums over a tile.
+template <class P>
+struct Sums {
+  float v[P::CHAINS][P::TALL][P::TILES][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < P::CHAINS * P::TALL * P::TILES * 4; i++)
+      v[i / (4 * P::TILES * P::TALL)][i / (4 * P::TILES) % P::TALL][i / 4 % P::TILES][i % 4] = 0.f;
+  }
+
+  // Add a stage; addresses of its codes and scales at the lane's first row, of its tokens. Returns bits of what was
+  // read last.
+  __device__ __forceinline__ u32 add(u32 codes, u32 scales, u32 wide) {
+    const u32 lane = lane_number(), q = lane & 3;
+    u32 seen = 0;
+    codes ^= q << 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      Words a[P::TALL], b[P::TALL];
+      u32 a_factor[P::TALL], b_factor[P::TALL];
+#pragma unroll
+      for (int r = 0; r < P::TALL; r++) {
+        a[r] = load_shared_words((codes ^ h << 6) + r * 2048), b[r] = load_shared_words((codes ^ h << 6) + r * 2048 + 1024);
+        a_factor[r] = multiplier(load_shared_byte(scales + q + h * 4 + r * 128));
+        b_factor[r] = multiplier(load_shared_byte(scales + q + h * 4 + r * 128 + 64));
+      }
+      u32 token = wide + lane * 16 + h * (P::TILES * 2048);
+      if constexpr (!P::ARRANGED) {
+        token = wide + (P::ONE ? h * 256 + q * 64 : (h * 2 + q / 2) * P::BOX + (lane >> 2) * 128 + q % 2 * 64);
+        token ^= (token >> 7 & 7) << 4;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        Words x[P::TILES];
+#pragma unroll
+        for (int t = 0; t < P::TILES; t++)
+          x[t] = P::ARRANGED ? load_shared_words(token + t * 2048 + j * 512)
+                             : arranged(load_shared_words((token ^ j << 4) + t * 1024));
+        if (h == 1 && j == 3)
+#pragma unroll
+          for (int t = 0; t < P::TILES; t++) seen |= x[t].x;
+#pragma unroll
+        for (int r = 0; r < P::TALL; r++) {
+          const Pairs above(a[r].at(j), a_factor[r]), below(b[r].at(j), b_factor[r]);
+#pragma unroll
+          for (int t = 0; t < P::TILES; t++) {
+            multiply(v[0][r][t], above.v[0], below.v[0], above.v[1], below.v[1], x[t].x, x[t].y);
+            multiply(v[P::CHAINS - 1][r][t], above.v[2], below.v[2], above.v[3], below.v[3], x[t].z, x[t].w);
+          }
+        }
+      }
+    }
+    return seen;
+  }
+
+  // To [tokens][PITCH] at `to`, the warp's first row.
+  __device__ __forceinline__ void store(u32 to) const {
+    const u32 g = lane_number() >> 2, q = lane_number() & 3;
+#pragma unroll
+    for (int r = 0; r < P::TALL; r++)
+#pragma unroll
+      for (int t = 0; t < P::TILES; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const u32 token = t * 8 + q * 2 + i % 2, row = r * 16 + turned(g) + i / 2 * 8;
+          float sum = v[0][r][t][i];
+          if constexpr (P::CHAINS == 2) sum += v[P::CHAINS - 1][r][t][i];
+          if (token < P::TOKENS) store_shared(to + (token * P::PITCH + row) * 4, sum * 18446744073709551616.0f);
+        }
+  }
+};
+
+// The sums of a tile, of the cluster's blocks and of their teams in order -> y. A block of a cluster does its share.
+template <class P, class OUT>
+__device__ __forceinline__ void store_tile(const DecodeArgs& args, int row, u32 rank, u32 sums) {
+  constexpr int FOURS = P::ROWS / 4, THREADS = 32 * P::WARPS;
+  for (int i = rank * THREADS + threadIdx.x; i < P::TOKENS * FOURS; i += P::SPLIT * THREADS) {
+    const int token = i / FOURS, r = i % FOURS * 4;
+    if (token >= args.tokens) break;
+    float v[4] = {};
+#pragma unroll
+    for (int s = 0; s < P::SPLIT * P::TEAMS; s++) {
+      const u32 at = sums + ((s % P::TEAMS * P::TOKENS + token) * P::PITCH + r) * 4;
+      float part[4];
+      if constexpr (P::SPLIT > 1) {
+        const float4 p = load_cluster4(in_block(at, s / P::TEAMS));
+        part[0] = p.x, part[1] = p.y, part[2] = p.z, part[3] = p.w;
+      } else {
+        const Words p = load_shared_words(at);
+#pragma unroll
+        for (int e = 0; e < 4; e++) part[e] = __uint_as_float(p.at(e));
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e++) v[e] += part[e];
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      if (row + r + e >= args.rows) break;
+      if (args.token_scale) v[e] = __fmul_rn(v[e], __ldg(args.token_scale + token));
+      OUT::store(args.y, (u64)token * args.rows + row + r + e, v[e]);
+    }
+  }
+}
+
+// A stage that this warp has read goes back to the producer, with bits of what was read last: the compiler lets an
+// arrival go before the last loads have come back, and it overtakes them on the way to shared memory, so that the next
+// copies land under them (of 100 calls each of six plans with one stage a team, 6 to 100 gave wrong numbers). An address
+// that waits for the loads cannot. A fence of all that a thread has read (fence_async) is right as well, in 0.95 to 1.04
+// of the time; the dependence stays because the machine code shows it, and a test can ask every plan for it.
+__device__ __forceinline__ void hand_back(u32 bar, u32 seen) {
+  warp_sync();
+  bar += zero_after(seen);
+  if (lane_number() == 0) barrier_arrive(bar);
+}
+
+// Four scales of a row and the four after them, of `row` and chunk `c`; the last ones there are, past the end.
+template <class P>
+__device__ __forceinline__ void copy_scales(const DecodeArgs& args, int row, int c, u32 to) {
+  const int groups = args.columns / 32, first = min(c * 8, groups - 4), second = min(c * 8 + 4, groups - 4);
+#pragma unroll
+  for (int i = 0; i < (P::ROWS + 31) / 32; i++) {
+    const int r = i * 32 + lane_number();
+    if (P::ROWS % 32 && r >= P::ROWS) break;
+    const unsigned char* const from = args.scale + (u64)min(row + r, args.rows - 1) * groups;
+    copy4(to + r * 8, from + first);
+    copy4(to + r * 8 + 4, from + second);
+  }
+}
+
+// codes: a map of bytes [rows, columns / 2], boxes [ROWS, 128] in the 128-byte swizzle. wide, of bfloat16: one token as
+// [columns / 64, 64], boxes [4, 64] in the swizzle; more as they are, boxes [8 * TILES, 64] in the swizzle, or arranged,
+// as rows of 128, boxes [16 * TILES, 128].
+// Before the kernel before this one has ended, only the first codes are asked for, into L2.
+template <class P, class OUT>
+__device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* wide, const DecodeArgs& args) {
+  const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8;
+  const u32 warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
+  const int tiles = (args.rows + P::ROWS - 1) / P::ROWS, step = gridDim.x / P::SPLIT;
+  const int each = P::SPLIT * P::TEAMS, chunks = ((args.columns + 255) / 256 + each - 1) / each * P::TEAMS;
+  const int first = blockIdx.x / P::SPLIT, first_chunk = rank * chunks;
+  if (warp == P::WARPS) {
+    if (lane_number() == 0) {
+      tensor_prefetch(codes), tensor_prefetch(wide);
+      for (int s = 0; s < P::STAGES; s++) {
+        barrier_init(full + s * 8, 1 + 32);
+        barrier_init(empty + s * 8, P::ROW_WARPS);
+      }
+      barrier_init_done();
+    }
+    warp_sync();
+    for (int c = 0; c < min(chunks, P::STAGES); c++) tensor_warm(codes, (first_chunk + c) * 128, first * P::ROWS);
+  }
+  block_sync();
+  grid_wait();
+  Ring<P::STAGES> ring;
+  if (warp == P::WARPS) {
+    const u64 keep = cache_policy<LAST>(), once = cache_policy<FIRST>();
+    for (int tile = first; tile < tiles; tile += step) {
+      for (int c = 0; c < chunks; c++, ring.next()) {
+        const u32 bar = full + ring.stage * 8;
+        barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+        barrier_expect(bar, P::CODES + P::LOADED);
+        tensor_load(base + ring.stage * P::CODES, codes, (first_chunk + c) * 128, tile * P::ROWS, bar, once);
+        const u32 tokens = base + P::WIDE_AT + ring.stage * P::WIDE;
+#pragma unroll
+        for (int b = 0; b < P::BOXES; b++) {
+          if constexpr (P::BOXES > 1) {
+            tensor_load(tokens + b * P::BOX, wide, (first_chunk + c) * 256 + b * 64, 0, bar, keep);
+          } else {
+            tensor_load(tokens, wide, 0, (first_chunk + c) * (P::ONE ? 4 : 16 * P::TILES), bar, keep);
+          }
+        }
+        copy_scales<P>(args, tile * P::ROWS, first_chunk + c, base + P::SCALES_AT + ring.stage * P::SCALES);
+        copies_arrive(bar);
+      }
+    }
+  } else {
+    const u32 team = warp / P::ROW_WARPS, row_warp = warp % P::ROW_WARPS;
+    const u32 row = row_warp * 16 * P::TALL, mine = row + turned(lane_number() >> 2);
+    const u32 codes_at = base + mine * 128 + ((mine & 7) << 4), scales_at = base + P::SCALES_AT + mine * 8;
+    ring.stage = team;
+    for (int tile = first; tile < tiles; tile += step) {
+      Sums<P> sums;
+      sums.clear();
+      for (int c = team; c < chunks; c += P::TEAMS) {
+        barrier_wait(full + ring.stage * 8, ring.parity);
+        const u32 seen = sums.add(codes_at + ring.stage * P::CODES, scales_at + ring.stage * P::SCALES,
+                                  base + P::WIDE_AT + ring.stage * P::WIDE);
+        hand_back(empty + ring.stage * 8, seen);
+        ring.stage += P::TEAMS;
+        if (ring.stage >= P::STAGES) ring.stage = team, ring.parity ^= 1;
+      }
+      if constexpr (P::ONCE) named_sync(1, 32 * P::WARPS);  // the ring has been read
+      sums.store(base + P::SUMS + (team * P::TOKENS * P::PITCH + row) * 4);
+      if constexpr (P::SPLIT == 1) {
+        named_sync(1, 32 * P::WARPS);
+        store_tile<P, OUT>(args, tile * P::ROWS, 0, base + P::SUMS);
+        if (tile + step < tiles) named_sync(1, 32 * P::WARPS);
+      }
+    }
+  }
+  if constexpr (P::SPLIT > 1) {
+    cluster_sync();
+    if (warp != P::WARPS) store_tile<P, OUT>(args, first * P::ROWS, rank, base + P::SUMS);
+    cluster_sync();  // a block that has ended has no shared memory
+  }
+}
 
 }  // namespace quantrot

@@ -80,7 +80,8 @@ def mxfp4_gemm(
     multiplied exactly whatever the backend. Differentiable in x and bias; quantization passes gradients unchanged.
 
     backend: "hopper" and "triton" read the packed weight once, for at most 32 tokens of bfloat16 ("hopper", which
-    "auto" takes where it can: capability 9.0, cuda.core, group scales of the weight from 2^-62 to 2^65); "cublas"
+    "auto" takes where it can: capability 9.0, cuda.core, K a multiple of 128; group scales of the weight from 2^-62
+    to 2^65); "cublas"
     (CUDA, capability 8.9, N a multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
     """
     check_packed("packed", packed, scale)
@@ -131,17 +132,20 @@ def _uses_cublas(x: Tensor, columns: int, backend: str) -> bool:
 
 def _decoder(rows: Tensor, activations: str, backend: str) -> str | None:
     """Which kernel for few tokens multiplies, or None; ValueError where one was asked for and cannot."""
+    from quantrot.kernels.mxfp4 import hopper
+
     fits = 0 < rows.shape[0] <= DECODE_ROWS and rows.dtype == torch.bfloat16
     able = fits and rows.device.type == "cuda" and has_triton() and (activations != "fp8" or _has_fp8(rows))
+    streams = able and hopper.fits(rows.shape[1]) and nvrtc.available(rows.device)
     if backend == "auto" and able:
-        return "hopper" if nvrtc.available(rows.device) else "triton"
+        return "hopper" if streams else "triton"
     if backend not in ("hopper", "triton"):
         return None
-    if not able or (backend == "hopper" and not nvrtc.available(rows.device)):
-        needs = "of capability 9.0, with cuda.core" if backend == "hopper" else "with Triton"
+    if not (streams if backend == "hopper" else able):
+        needs = "of capability 9.0, with cuda.core, K a multiple of 128" if backend == "hopper" else "with Triton"
         raise ValueError(
             f"backend: {backend!r} multiplies 1 to {DECODE_ROWS} tokens of bfloat16 on a CUDA device {needs}; x is "
-            f"{rows.shape[0]} of {rows.dtype} on {rows.device}; allowed here: auto, reference"
+            f"{list(rows.shape)} of {rows.dtype} on {rows.device}; allowed here: auto, reference"
         )
     return backend
 
@@ -182,7 +186,7 @@ def _product(
         if exact:
             from quantrot.kernels.mxfp4 import triton_gemm
 
-            triton_gemm.repair(y, a, a_scale, left_outside, b, b_scale, right_outside)
+            triton_gemm.repair(y, b, b_scale, right_outside, packed=(a, a_scale, left_outside))
         return y, left_outside, right_outside
     # bfloat16 holds e2m1 times a power of two exactly, and its products sum in float32
     wide = torch.float32 if dtype != torch.bfloat16 else torch.bfloat16
@@ -280,13 +284,14 @@ def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, r
     if activations == "fp8":
         tokens, token_scale = _fp8_tokens(rows, hadamard)
         y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
-        triton_gemm.repair(y, tokens, token_scale, None, packed, scale, weight_outside)
+        triton_gemm.repair(y, packed, scale, weight_outside, wide=(tokens, token_scale))
         return y
     tokens, token_scale, outside, codes, scales = torch.ops.quantrot.mxfp4_quantize_expanded(
         rows, None, rule, hadamard, "auto"
     )
     y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
-    triton_gemm.repair(y, codes, scales, outside, packed, scale, weight_outside)
+    whole = tokens, token_scale  # exact in the rows that are inside, whose codes were not written
+    triton_gemm.repair(y, packed, scale, weight_outside, packed=(codes, scales, outside), wide=whole)
     return y
 
 

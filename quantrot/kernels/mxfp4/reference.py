@@ -1,7 +1,7 @@
 """MXFP4 in plain torch: the definition of every operator, bit for bit, and the CPU implementation.
 
 Every operation is float32 in a fixed order (sums are halving trees, the Hadamard transform is a butterfly), powers of
-two are built from bits, and random numbers are Philox4x32-10 of the element's index, so that a kernel can give the same
+two are built from bits, and random numbers are Philox4x32-7 of the element's index, so that a kernel can give the same
 codes, scales and masks whatever its tiles.
 """
 
@@ -260,7 +260,7 @@ def _scale_value(scale: Tensor) -> Tensor:
 
 
 def philox(counter: Tensor, offset: int, seed: int) -> list[Tensor]:
-    """Philox4x32-10 (Salmon et al. 2011) of the counters (counter, offset) under the key `seed`: four int64 tensors.
+    """Philox4x32-7 (Salmon et al. 2011) of the counters (counter, offset) under the key `seed`: four int64 tensors.
 
     counter: int64 of any shape; counter, offset and seed are 64-bit numbers, low word first. The results' low 32 bits
     are the random words; what is above is not specified.
@@ -270,7 +270,7 @@ def philox(counter: Tensor, offset: int, seed: int) -> list[Tensor]:
     c2: Tensor = torch.full_like(c0, offset & low)
     c3: Tensor = torch.full_like(c0, (offset >> 32) & low)
     k0, k1 = seed & low, (seed >> 32) & low
-    for _ in range(10):
+    for _ in range(7):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the wrapped 64 bits are the unsigned product's
         c0, c2 = (
             ((b >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(low),

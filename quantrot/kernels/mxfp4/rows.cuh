@@ -221,14 +221,14 @@ __device__ __forceinline__ float rounded(float y, float& b) {
   return __fmaf_rn(b, MAGIC, y);
 }
 
-// Philox4x32-10 of (counter, offset) under the key: eight 16-bit numbers, as 1 + r 2^-16 - (1.5 - 2^-17) in (-1/2, 1/2).
+// Philox4x32-7 of (counter, offset) under the key: eight 16-bit numbers, as 1 + r 2^-16 - (1.5 - 2^-17) in (-1/2, 1/2).
 struct Dither {
   float v[8];
 
   __device__ __forceinline__ Dither(u64 counter, const Key& key) {
     u32 c0 = (u32)counter, c1 = (u32)(counter >> 32), c2 = key.o0, c3 = key.o1, k0 = key.s0, k1 = key.s1;
 #pragma unroll
-    for (int i = 0; i < 10; i++) {
+    for (int i = 0; i < 7; i++) {
       const u64 a = (u64)c0 * 0xD2511F53u, b = (u64)c2 * 0xCD9E8D57u;
       c0 = (u32)(b >> 32) ^ c1 ^ k0, c2 = (u32)(a >> 32) ^ c3 ^ k1, c1 = (u32)b, c3 = (u32)a;
       k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;

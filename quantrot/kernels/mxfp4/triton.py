@@ -202,12 +202,12 @@ def _exponent(x, root, RULE: tl.constexpr):
 
 @triton.jit
 def _philox(low, high, o0, o1, s0, s1):
-    """Four uint32 vectors: Philox4x32-10 of the counters (low, high, o0, o1) under the key (s0, s1)."""
+    """Four uint32 vectors: Philox4x32-7 of the counters (low, high, o0, o1) under the key (s0, s1)."""
     c0, c1 = low, high
     c2 = tl.zeros_like(low) + o0
     c3 = tl.zeros_like(low) + o1
     k0, k1 = s0, s1
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(7):
         a = c0.to(tl.uint64) * 0xD2511F53
         b = c2.to(tl.uint64) * 0xCD9E8D57
         c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantrot.kernels.mxfp4 import tuned
+from quantrot.kernels.mxfp4 import triton_rows, tuned
 from quantrot.kernels.mxfp4.reference import GROUP, ScaleRule
 from quantrot.kernels.mxfp4.triton import (
     EXACT,
@@ -140,8 +140,14 @@ def _requantize_kernel(
 def requantize(
     packed: Tensor, scale: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, random: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor]:
-    """packed [M, K/2], scale [M, K/32] -> packed [K, M/2], scale [K, M/32] of the transpose, transformed."""
+    """packed [M, K/2], scale [M, K/32] -> packed [K, M/2], scale [K, M/32] of the transpose, transformed.
+
+    Blocks of 128 are dequantized first, which is exact: Triton 3.6 aborts while it compiles a thread with 128 codes.
+    """
     packed, scale = packed.contiguous(), scale.contiguous()
+    if hadamard > 64:
+        wide = triton_rows.dequantize(packed, scale, torch.bfloat16)
+        return quantize_columns(wide, rule, hadamard, signs, random, False)[:2]
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     out, out_scale, _ = outputs(packed, (columns, rows), False)
     if packed.numel():

@@ -6,6 +6,7 @@ sums in float32, added in their order by a second kernel, so a result does not d
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -73,6 +74,16 @@ def _add_slices_kernel(
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
+@lru_cache(maxsize=16)
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def processors(x: Tensor) -> int:
+    """Multiprocessors of x's device; 4 where there is none (Triton's interpreter)."""
+    return _processors(x.get_device()) if x.is_cuda else 4
+
+
 def plan_for(tokens: int, rows: int, columns: int) -> Plan:
     """Three programs for each of 132 multiprocessors, no slice under two steps."""
     step = 256 if tokens <= 16 else 128
@@ -132,67 +143,108 @@ def add_slices(partial: Tensor, token_scale: Tensor | None, out: Tensor) -> None
 
 
 @triton.jit
-def _repair_kernel(
-    y_ptr, a_ptr, a_scale_ptr, a_outside_ptr, b_ptr, b_scale_ptr, b_outside_ptr, rows, columns, depth,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, A_OUTSIDE: tl.constexpr, B_OUTSIDE: tl.constexpr,
-    A_PACKED: tl.constexpr,
+def _any(ptr, count, TILE: tl.constexpr):
+    """Whether one of `count` numbers is above zero."""
+    most = tl.zeros((TILE,), tl.int32)
+    for start in tl.range(0, count, TILE):
+        at = start + tl.arange(0, TILE)
+        most = tl.maximum(most, tl.load(ptr + at, mask=at < count, other=0))
+    return tl.max(most, axis=0)
+
+
+@triton.jit
+def _multiply_tile(
+    y_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, rows, columns, depth, row, column, store,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, A_PACKED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    a_bad = tl.zeros((ROWS,), tl.int32)
-    b_bad = tl.zeros((COLUMNS,), tl.int32)
-    if A_OUTSIDE:
-        a_bad = tl.load(a_outside_ptr + row, mask=row < rows, other=0)
-    if B_OUTSIDE:
-        b_bad = tl.load(b_outside_ptr + column, mask=column < columns, other=0)
-    if tl.max(a_bad, axis=0) + tl.max(b_bad, axis=0) > 0:
-        a_row, b_row = row[:, None].to(tl.int64), column[None, :].to(tl.int64)
-        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in tl.range(0, depth, DEPTH, num_stages=1):
-            byte = k // 2 + tl.arange(0, DEPTH // 2)
-            group = k // _GROUP + tl.arange(0, DEPTH // _GROUP)
-            inside = (byte[:, None] < depth // 2) & (column[None, :] < columns)
-            b = tl.load(b_ptr + b_row * (depth // 2) + byte[:, None], mask=inside, other=0)
-            inside = (group[None, :] < depth // _GROUP) & (column[:, None] < columns)
-            at = column[:, None].to(tl.int64) * (depth // _GROUP) + group[None, :]
-            b_scale = tl.load(b_scale_ptr + at, mask=inside, other=0)
+    """y at `row`, `column`, from a packed or e4m3, and b packed, where `store` says so."""
+    a_row, b_row = row[:, None].to(tl.int64), column[None, :].to(tl.int64)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in tl.range(0, depth, DEPTH, num_stages=1):
+        byte = k // 2 + tl.arange(0, DEPTH // 2)
+        group = k // _GROUP + tl.arange(0, DEPTH // _GROUP)
+        inside = (byte[:, None] < depth // 2) & (column[None, :] < columns)
+        b = tl.load(b_ptr + b_row * (depth // 2) + byte[:, None], mask=inside, other=0)
+        inside = (group[None, :] < depth // _GROUP) & (column[:, None] < columns)
+        at = column[:, None].to(tl.int64) * (depth // _GROUP) + group[None, :]
+        b_scale = tl.load(b_scale_ptr + at, mask=inside, other=0)
+        if A_PACKED:
+            inside = (byte[None, :] < depth // 2) & (row[:, None] < rows)
+            a = tl.load(a_ptr + a_row * (depth // 2) + byte[None, :], mask=inside, other=0)
+            inside = (group[None, :] < depth // _GROUP) & (row[:, None] < rows)
+            a_scale = tl.load(a_scale_ptr + a_row * (depth // _GROUP) + group[None, :], mask=inside, other=0)
+            acc = tl.dot_scaled(a, a_scale, "e2m1", b, b_scale, "e2m1", acc)
+        else:
+            at = k + tl.arange(0, DEPTH)
+            inside = (at[None, :] < depth) & (row[:, None] < rows)
+            a = tl.load(a_ptr + a_row * depth + at[None, :], mask=inside, other=0.0).to(tl.bfloat16)
+            acc = tl.dot_scaled(a, None, "bf16", b, b_scale, "e2m1", acc)
+    if not A_PACKED:
+        acc *= tl.load(a_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
+    store = store & (row[:, None] < rows) & (column[None, :] < columns)
+    tl.store(y_ptr + a_row * columns + b_row, acc.to(y_ptr.dtype.element_ty), mask=store)
+
+
+@triton.jit
+def _repair_kernel(
+    y_ptr, a_ptr, a_scale_ptr, a_outside_ptr, b_ptr, b_scale_ptr, b_outside_ptr, wide_ptr, wide_scale_ptr,
+    rows, columns, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, A_PACKED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    a_any = 0
+    if A_PACKED:
+        a_any = _any(a_outside_ptr, rows, 4096)
+    b_any = _any(b_outside_ptr, columns, 4096)
+    if a_any + b_any > 0:
+        across = tl.cdiv(columns, COLUMNS)
+        for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0), num_stages=1):
+            row = tile // across * ROWS + tl.arange(0, ROWS)
+            column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+            a_bad = tl.zeros((ROWS,), tl.int32)
             if A_PACKED:
-                inside = (byte[None, :] < depth // 2) & (row[:, None] < rows)
-                a = tl.load(a_ptr + a_row * (depth // 2) + byte[None, :], mask=inside, other=0)
-                inside = (group[None, :] < depth // _GROUP) & (row[:, None] < rows)
-                a_scale = tl.load(a_scale_ptr + a_row * (depth // _GROUP) + group[None, :], mask=inside, other=0)
-                acc = tl.dot_scaled(a, a_scale, "e2m1", b, b_scale, "e2m1", acc)
+                a_bad = tl.load(a_outside_ptr + row, mask=row < rows, other=0)
+            b_bad = tl.load(b_outside_ptr + column, mask=column < columns, other=0)
+            packed_bad = tl.max(a_bad, axis=0)
+            packed = a_bad[:, None] + b_bad[None, :] * 0 > 0
+            if WIDE:
+                if tl.max(b_bad, axis=0) > 0:
+                    _multiply_tile(
+                        y_ptr, wide_ptr, wide_scale_ptr, b_ptr, b_scale_ptr, rows, columns, depth, row, column,
+                        (b_bad[None, :] > 0) & (a_bad[:, None] == 0), ROWS, COLUMNS, DEPTH, False,
+                    )  # fmt: skip
             else:
-                at = k + tl.arange(0, DEPTH)
-                inside = (at[None, :] < depth) & (row[:, None] < rows)
-                a = tl.load(a_ptr + a_row * depth + at[None, :], mask=inside, other=0.0).to(tl.bfloat16)
-                acc = tl.dot_scaled(a, None, "bf16", b, b_scale, "e2m1", acc)
-        if not A_PACKED:
-            acc *= tl.load(a_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
-        store = (a_bad[:, None] + b_bad[None, :] > 0) & (row[:, None] < rows) & (column[None, :] < columns)
-        tl.store(y_ptr + a_row * columns + b_row, acc.to(y_ptr.dtype.element_ty), mask=store)
+                packed_bad += tl.max(b_bad, axis=0)
+                packed = a_bad[:, None] + b_bad[None, :] > 0
+            if A_PACKED:
+                if packed_bad > 0:
+                    _multiply_tile(
+                        y_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, rows, columns, depth, row, column, packed,
+                        ROWS, COLUMNS, DEPTH, True,
+                    )  # fmt: skip
 
 
 def repair(
     y: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_outside: Tensor | None,
     b: Tensor,
     b_scale: Tensor,
-    b_outside: Tensor | None,
+    b_outside: Tensor,
+    *,
+    packed: tuple[Tensor, Tensor, Tensor] | None = None,
+    wide: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Overwrite the rows and columns of y = a b^T [M, N] that have an operand outside e4m3's window.
 
-    a [M, K/2] and b [N, K/2] are packed, with their scales; or a is e4m3 [M, K] with a float32 scale a row. outside:
-    int32 [M] and [N] of `expand`, or None. Programs whose rows are all inside leave at once; nothing is decided on the
-    host, so this runs in CUDA graphs.
+    b: packed [N, K/2], with its scale, and int32 [N], above zero where it is outside. Of a, packed: the same; wide: its
+    e4m3 [M, K] with a float32 scale a row. With both, rows that are outside are taken from the packed form, which need
+    not hold others, and the columns' other rows from e4m3. One program a multiprocessor reads all the numbers, and
+    leaves where they are zero; nothing is decided on the host, so this runs in CUDA graphs.
     """
     rows, columns = y.shape
     if y.numel():
         tile = 128 if rows > 32 else 32
-        _repair_kernel[(triton.cdiv(rows, tile), triton.cdiv(columns, 128))](
-            y, a, a_scale, y if a_outside is None else a_outside, b, b_scale, y if b_outside is None else b_outside,
-            rows, columns, 2 * b.shape[1], ROWS=tile, COLUMNS=128, DEPTH=64, A_OUTSIDE=a_outside is not None,
-            B_OUTSIDE=b_outside is not None, A_PACKED=a.dtype == torch.uint8, num_warps=8 if tile == 128 else 4,
+        tiles = triton.cdiv(rows, tile) * triton.cdiv(columns, 128)
+        _repair_kernel[(min(tiles, processors(y)),)](
+            y, *(packed or (y, y, y)), b, b_scale, b_outside, *(wide or (y, y)), rows, columns, 2 * b.shape[1],
+            ROWS=tile, COLUMNS=128, DEPTH=64, A_PACKED=packed is not None, WIDE=wide is not None,
+            num_warps=8 if tile == 128 else 4,
         )  # fmt: skip

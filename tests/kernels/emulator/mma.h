@@ -1,4 +1,4 @@
-// What kernels/mxfp4/decode.cuh takes beside hopper.cuh, for the host: plain loads, bfloat16 pairs, and
+// What kernels/mxfp4/decode.cuh takes beside hopper.cuh, for the host: loads, bfloat16 pairs, and
 // mma.m16n8k16, whose operands are gathered from the lanes that hold them.
 #pragma once
 
@@ -9,10 +9,6 @@ inline Words load_words(const void* p) {
   return v;
 }
 inline void launch_dependents() {}
-inline void prefetch_l2(const void* p, u32 bytes) {
-  if ((uintptr_t)p % 16 || bytes % 16) emulator::fail("a prefetch that is not of whole 16 bytes");
-}
-inline Words load_once(const void* p) { return load_words(p); }
 
 inline u32 times_bf16(u32 a, u32 b) {
   return Bf16::pack(Bf16::value(a) * Bf16::value(b), Bf16::value(a >> 16) * Bf16::value(b >> 16));
@@ -31,4 +27,11 @@ inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
   }
 }
 
-inline float* partial_sums() { return (float*)self().block->memory.data(); }
+inline Words load_shared_words(u32 from) {
+  if (from % 16) emulator::fail("a load of 16 bytes that is not aligned");
+  Words v;
+  memcpy(&v, self().block->at(from, 16), 16);
+  return v;
+}
+inline u32 load_shared_byte(u32 from) { return *self().block->at(from, 1); }
+inline u32 zero_after(u32) { return 0; }
