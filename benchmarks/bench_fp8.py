@@ -228,7 +228,7 @@ def run_layer(case: dict[str, Any]) -> dict[str, Any]:
 
     def layer(x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, backend: str) -> torch.Tensor:
         q = quantize_fp8_block(x, (1, 128), "exact", transposed_scale=True)
-        return fp8_block_gemm(*q, w, w_scale, backend=backend)
+        return fp8_block_gemm(*q, w, w_scale, backend=backend, b_settled=True)  # as Fp8Linear
 
     pairs = [(x, d[2], d[3]) for x, d in zip(xs, data, strict=True)]
     peers = wide_peers(n, k, xs)
@@ -410,7 +410,7 @@ def triton_orders() -> list[int]:
         n
         for n in (32, 64, *ORDERS, 576, 768, 1536, 11008, 13824)
         for columns in (n if n > 4096 else 4096 // n * n,)
-        if plan_for_codes(n, torch.bfloat16) is None and triton_hadamard.supports(n, columns, 2)
+        if plan_for_codes(n, columns, torch.bfloat16) is None and triton_hadamard.supports(n, columns, 2)
     ]
 
 

@@ -285,16 +285,17 @@ def small_candidates(n: int, dtype: torch.dtype) -> list:
 
 def code_candidates(n: int, dtype: torch.dtype) -> list:
     """Plans that can quantize what they turn: groups of 128 columns in a warp."""
-    found = {
-        replace(p, precision="SPLIT") for p in candidates(n, dtype) + ([] if n > 2048 else small_candidates(n, dtype))
-    }
-    return [
-        p
-        for p in found
-        if p.kind in ("turn", "warp")
-        or (p.kind == "share" and 8 * p.vectors // p.warps in (4, 8))
-        or (p.by_map and p.tiles >= 16)
-    ]
+    from quantrot.kernels.hadamard.hopper import Plan
+
+    if n <= 4096 and n & (n - 1) == 0:
+        resident = {2: 8, 4: 5, 8: 4, 16: 2}  # thread blocks, by the registers of so many vectors
+        return [
+            Plan("stream", 4, blocks, vectors=vectors, stages=stages, overlap=True)
+            for vectors, blocks in resident.items()
+            if max(n // 256, 2) <= vectors <= max(n // 128, 4)
+            for stages in (2, 3)
+        ]
+    return [p for p in candidates(n, dtype) if p.by_map and p.tiles >= 16]
 
 
 PROPOSE = {"PLANS": candidates, "SMALL_PLANS": small_candidates, "CODE_PLANS": code_candidates}
@@ -319,7 +320,7 @@ def tune(orders: list[int], table: str) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         for n in orders:
-            if rule and (n % 128 or dtype == torch.float32):
+            if rule and ((n % 128 and n not in (32, 64)) or dtype == torch.float32):
                 continue
             proposed = PROPOSE[table](n, dtype)
             copied = chosen.get(("bfloat16", n)) if dtype == torch.float16 else None
@@ -332,12 +333,12 @@ def tune(orders: list[int], table: str) -> None:
             plans = accurate(plans, n, dtype, rule)
             if not plans:
                 continue
-            first = fractions(plans, tensors(n, few, dtype), rule)
+            first = fractions(plans, n, few, dtype, rule)
             best = sorted(plans, key=first.__getitem__, reverse=True)[:5]
             late = [replace(p, overlap=True) for p in best if rule is None or p.by_map]
-            first |= fractions(late, tensors(n, few, dtype), rule)
+            first |= fractions(late, n, few, dtype, rule)
             best += late
-            second = fractions(best, tensors(n, many, dtype), rule)
+            second = fractions(best, n, many, dtype, rule)
             plan = max(best, key=lambda p: first[p] * second[p])
             chosen[name, n] = plan
             notes[table, name, n] = f"{first[plan]:.2f}, {second[plan]:.2f}"
@@ -365,14 +366,16 @@ def accurate(plans: list, n: int, dtype: torch.dtype, rule: str | None) -> list:
     """Those whose error is within the bar, on an odd number of rows and outputs that start as NaN."""
     from quantrot.kernels.hadamard.hopper import launch
 
-    x = torch.randn(max(257, (1 << 22) // n) | 1, n, device="cuda").to(dtype)
+    width = row_of(n, rule)
+    x = torch.randn(max(257, (1 << 22) // width) | 1, width, device="cuda").to(dtype)
     exact = hadamard_reference(x.double(), None, n, n**-0.5)
     codes, scales = quantize_reference(exact.float(), (1, 128), "exact")
     found = []
     for plan in plans:
         y = torch.full_like(x, float("nan")) if rule is None else torch.full_like(codes, float("nan"))
         got = torch.full_like(scales, float("nan"))
-        launch(x, y, None, n**-0.5, plan, scales=None if rule is None else got, rule=rule)
+        rows, out = x.view(-1, n), y.view(-1, n)
+        launch(rows, out, None, n**-0.5, plan, scales=None if rule is None else got, rule=rule)
         if rule is None:
             right = ((y.double() - exact).norm() / exact.norm()).item() <= MAX_RELATIVE_ERROR[dtype]
         else:
@@ -385,18 +388,24 @@ def accurate(plans: list, n: int, dtype: torch.dtype, rule: str | None) -> list:
     return found
 
 
-def fractions(plans: list, xs: list[torch.Tensor], rule: str | None) -> dict:
+def row_of(n: int, rule: str | None) -> int:
+    """Columns of the tensors on which order n is tuned: whole groups of codes."""
+    return max(n, 128) if rule else n
+
+
+def fractions(plans: list, n: int, elements: int, dtype: torch.dtype, rule: str | None) -> dict:
     """Of the speed of a copy, or of 3 bytes an element at that speed."""
     from quantrot.kernels.hadamard.hopper import launch
 
-    n = xs[0].shape[1]
+    width = row_of(n, rule)
+    xs = tensors(width, elements, dtype)
     ys = [torch.empty_like(x, dtype=torch.float8_e4m3fn if rule else None) for x in xs]
-    scales = [torch.empty(n // 128, x.shape[0], device="cuda").T if rule else None for x in xs]
+    scales = [torch.empty(width // 128, x.shape[0], device="cuda").T if rule else None for x in xs]
     copy = copy_us(xs) * (0.75 if rule else 1)
 
     def us(plan):
         calls = [
-            lambda x=x, y=y, s=s: launch(x, y, None, n**-0.5, plan, scales=s, rule=rule)
+            lambda x=x, y=y, s=s: launch(x.view(-1, n), y.view(-1, n), None, n**-0.5, plan, scales=s, rule=rule)
             for x, y, s in zip(xs, ys, scales, strict=True)
         ]
         return time_us(calls, 3)

@@ -272,6 +272,10 @@ __device__ __forceinline__ float4 load_cluster4(u32 mapped) {  // of in_block
   return v;
 }
 
+__device__ __forceinline__ void store_cluster(u32 mapped, u32 a) {  // of in_block
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(mapped), "r"(a) : "memory");
+}
+
 // --- Products by a warpgroup -----------------------------------------------------------------------------------------
 //
 // d [64, N] (+)= a [64, 32] b [N, 32]^T, e4m3 by e4m3 in float32; the hardware keeps about 14 bits of a sum. Warp w of

@@ -61,6 +61,7 @@ class Fp8Linear(QuantizedLinear):
             b_block=formats.stored_block(self.format.weights),
             out_dtype=x.dtype,
             bias=self.bias,
+            b_settled=True,  # the kernel before quantizes x
         )
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -105,7 +106,7 @@ class _Fp8Product(torch.autograd.Function):
         w, w_scale, w_t, w_t_scale = quantize_fp8_both_ways(weight, SQUARE)
         ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return fp8_block_gemm(q, scale, w, w_scale, out_dtype=x.dtype, bias=bias)
+        return fp8_block_gemm(q, scale, w, w_scale, out_dtype=x.dtype, bias=bias, backend="fastest")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -114,9 +115,11 @@ class _Fp8Product(torch.autograd.Function):
         g, g_scale, g_t, g_t_scale = quantize_fp8_both_ways(grad, ROW, transposed_scale=True)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = fp8_block_gemm(g, g_scale, w_t[:, : grad.shape[1]], w_t_scale, out_dtype=x_dtype)
+            w_t = w_t[:, : grad.shape[1]]
+            dx = fp8_block_gemm(g, g_scale, w_t, w_t_scale, out_dtype=x_dtype, backend="fastest")
         if ctx.needs_input_grad[1]:
-            dw = fp8_block_gemm(g_t, g_t_scale, x_t, x_t_scale, a_block=ROW, b_block=ROW, out_dtype=weight_dtype)
+            operands = g_t, g_t_scale, x_t, x_t_scale
+            dw = fp8_block_gemm(*operands, a_block=ROW, b_block=ROW, out_dtype=weight_dtype, backend="fastest")
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             db = grad.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, db

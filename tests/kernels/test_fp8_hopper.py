@@ -31,6 +31,8 @@ CASES = {
     "decode64_parts": (Decode(64, stages=2), 2, False, BF16, 4),
     "decode8_narrow": (Decode(8, columns=16, stages=5), 1, False, BF16, 0),
     "decode64_narrow": (Decode(64, columns=32, stages=3), 1, False, BF16, 0),
+    "decode8_early": (Decode(8, columns=32, stages=5, early=5), 1, False, BF16, 0),
+    "decode32_early": (Decode(32, stages=3, early=2), 1, True, FP16, 2),
     "decode64_two": (Decode(64, columns=128, stages=2, resident=1), 1, False, BF16, 0),
 }
 DRIVER = """
@@ -219,6 +221,23 @@ def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest(
     assert hopper.plan_for(4096, 576, 1536, 2) == hopper.IN_PARTS
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "columns", "early"),
+    [
+        (1, 4096, 4096, 32, 8),  # a quarter of K
+        (8, 6144, 4096, 64, 8),
+        (1, 4096, 14336, 32, 16),
+        (64, 8192, 8192, 64, 8),
+        (8, 28672, 4096, 64, 4),  # two thread blocks a multiprocessor
+        (1, 1024, 256, 16, 0),
+    ],
+)
+def test_a_settled_weight_is_read_early_but_not_all_of_it(m, n, k, columns, early):
+    plan = hopper.plan_for(m, n, k, 1, settled=True)
+    assert (plan.columns, plan.early) == (columns, early)
+    assert replace(plan, early=0) == hopper.plan_for(m, n, k, 1)
+
+
 def test_what_it_does_not_take_is_named():
     a, a_scale, b, b_scale = integers(4, 128, 256)
 
@@ -317,14 +336,14 @@ def test_gpu_a_hundred_runs_give_the_same_bits(m):
 
 
 @gpu
-@pytest.mark.parametrize("changes", [{}, {"overlap": False}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"overlap": False}, {"early": 2}], ids=str)
 @pytest.mark.parametrize("m", [1, 64, 512])
 def test_gpu_in_a_graph_and_overlapped_with_what_makes_its_operands(m, changes):
     a, a_scale, b, b_scale = on_gpu(*reals(m, 4096, 4096))
     expected = hopper.gemm(a, a_scale, b, b_scale, (1, 128), (128, 128), BF16)
     parts = hopper.parts_of(4096, 4096)
     plan = hopper.plan_for(m, 4096, 4096, parts)
-    plan = replace(plan, **changes)
+    plan = replace(plan, **{name: value for name, value in changes.items() if hasattr(plan, name)})
     staged, graph = torch.empty_like(a), torch.cuda.CUDAGraph()
 
     def chain():

@@ -1,5 +1,7 @@
 """FP8 products to one rounding, the operators, and what quantization and product do together."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -134,6 +136,19 @@ def test_product_errors_name_the_field_and_the_remedy(change, says):
     arguments = dict(zip(("a", "a_scale", "b", "b_scale"), data, strict=True)) | change
     with pytest.raises(ValueError, match=says):
         fp8_block_gemm(**arguments)
+
+
+def test_auto_takes_no_backend_whose_bits_depend_on_the_batch(monkeypatch):
+    import quantrot.kernels.fp8 as fp8
+
+    def module(path):  # all but "hopper" take the product
+        return SimpleNamespace(path=path, supports=lambda *operands: path != fp8.GEMMS["hopper"])
+
+    data, _ = operands(16, 64, 512, (1, 128), (1, 128))
+    monkeypatch.setattr(fp8, "has_kernels", lambda device: True)
+    monkeypatch.setattr(fp8, "importlib", SimpleNamespace(import_module=module))
+    for asked, taken in (("auto", "triton"), ("fastest", "cublas")):
+        assert fp8._product(asked, *data, (1, 128), (1, 128), torch.bfloat16, None).path == fp8.GEMMS[taken]
 
 
 # --- The kernels, without a GPU ---------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ are NaN (0x7F): it dequantizes to NaN. Codes and scales of every backend are the
 
 A block dimension of 0 means the whole dimension: (1, 0) is one scale a row (per channel, per token), (0, 0) per tensor.
 
-A row's codes and scales depend on no other row while a block has one row. Products: "hopper", which "auto" takes where
-it applies, and "triton" sum K in the same order for any M, so a row alone has the bits that it has in a batch;
-"cublas" chooses its kernel by M and promises no such thing.
+A row's codes and scales depend on no other row while a block has one row. Products: "hopper" and "triton", of which
+"auto" takes the first that applies, sum K in the same order for any M, so a row alone has the bits that it has in a
+batch; "cublas" chooses its kernel by M and promises no such thing. "fastest" takes it where "hopper" does not apply.
 
 The operators are torch.library's, `quantrot::...`: torch.compile and CUDA graphs see opaque functions. Sources:
 GridQuant's 2D-block scheme; DeepSeek-V3, arXiv:2412.19437, section 3.3 (1 x 128 by 128 x 128); QuaRot,
@@ -67,7 +67,10 @@ GEMMS = {  # each module has supports(...) and gemm(a, a_scale, b, b_scale, a_bl
     "triton_splitk": "quantrot.kernels.fp8.triton_splitk",
     "hopper": "quantrot.kernels.fp8.hopper",
 }
-AUTO = ("hopper", "cublas", "triton")  # in this order: "hopper" gives a row the same bits in any batch
+CHOICES = {  # the first that applies; those of "auto" give a row the same bits in any batch
+    "auto": ("hopper", "triton"),
+    "fastest": ("hopper", "cublas", "triton"),
+}
 
 torch.library.define(
     "quantrot::quantize_fp8_block",
@@ -86,7 +89,7 @@ torch.library.define(
 torch.library.define(
     "quantrot::fp8_block_gemm",
     "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int[] a_block, int[] b_block, ScalarType out_dtype, "
-    "Tensor? bias, str backend) -> Tensor",
+    "Tensor? bias, str backend, bool b_settled=False) -> Tensor",
 )
 
 
@@ -127,7 +130,7 @@ def hadamard_quantize_fp8(
     block_size is the scaled block.
 
     The transform's float32 sums are quantized as they are. "auto" does both in one CUDA kernel on Hopper for 1 x 128
-    blocks and 16-bit orders that are multiples of 128 (where the transform's own kernel has them), and "triton" in one
+    blocks and 16-bit orders 32, 64 and multiples of 128 (where there is a kernel for them), and "triton" in one
     for many others of at most 14336; where neither can, "auto" on a GPU runs the two operators one after the other,
     with x's dtype, and one rounding to it, in between. Sums in another order differ in their last bits, so a code near
     a tie may be its neighbour: within one step of the reference's.
@@ -171,6 +174,7 @@ def fp8_block_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     bias: Tensor | None = None,
     backend: str = "auto",
+    b_settled: bool = False,
 ) -> Tensor:
     """a [M, K] times the transpose of b [N, K], both e4m3 with block scales, plus bias [N]: [M, N] in out_dtype.
 
@@ -178,12 +182,14 @@ def fp8_block_gemm(
     float16 or float32). backend: "triton" takes blocks whose columns are a multiple of 128 or all of K, and gives a row
     the same bits whatever M is; "triton_splitk" is its variant that splits K for few rows (other bits, for a given M
     always the same ones); "cublas" takes 1 x 128 by 128 x 128 (or 1 x 128), 128 x 128 by 1 x 128, and (1, 0) by (1, 0)
-    on Hopper; "hopper" is CUDA C++ for it; "reference" dequantizes. ValueError
-    for shapes or dtypes that do not fit, or a backend that cannot run.
+    on Hopper; "hopper" is CUDA C++ for it; "reference" dequantizes; "auto" and "fastest" choose, see the file's top.
+    b_settled: the kernel that comes before this one on
+    the stream does not write b, a weight behind the kernel that quantizes a for instance; few tokens then read b while
+    that kernel ends. ValueError for shapes or dtypes that do not fit, or a backend that cannot run.
     """
     _check_product(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend)
     return torch.ops.quantrot.fp8_block_gemm(
-        a, a_scale, b, b_scale, list(a_block), list(b_block), out_dtype, bias, backend
+        a, a_scale, b, b_scale, list(a_block), list(b_block), out_dtype, bias, backend, b_settled
     )
 
 
@@ -234,8 +240,8 @@ def _check_product(
         raise ValueError(f"bias: shape {tuple(bias.shape)}; allowed: ({b.shape[0]},), one number a row of b")
     if any(t.device != a.device for t in (a_scale, b, b_scale)) or (bias is not None and bias.device != a.device):
         raise ValueError(f"b, scales or bias: not on a's device {a.device}; move them there")
-    if backend not in ("auto", "reference", *GEMMS):
-        raise ValueError(f"backend: {backend!r}; allowed: auto, {', '.join(GEMMS)}, reference")
+    if backend not in (*CHOICES, "reference", *GEMMS):
+        raise ValueError(f"backend: {backend!r}; allowed: auto, {', '.join(GEMMS)}, fastest, reference")
 
 
 # --- Backends --------------------------------------------------------------------------------------------------------
@@ -281,10 +287,10 @@ def _turns_on_hopper(x: Tensor, order: int) -> bool:
 def _product(asked: str, *operands) -> ModuleType | None:
     """The module that multiplies, None for the reference, or ValueError where it cannot and was asked for."""
     device = operands[0].device
-    if asked == "reference" or (asked == "auto" and not has_kernels(device)):
+    if asked == "reference" or (asked in CHOICES and not has_kernels(device)):
         return None
-    if asked == "auto":
-        modules = (importlib.import_module(GEMMS[name]) for name in AUTO)
+    if asked in CHOICES:
+        modules = (importlib.import_module(GEMMS[name]) for name in CHOICES[asked])
         return next((module for module in modules if module.supports(*operands)), None)
     if not has_kernels(device) and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
@@ -338,11 +344,14 @@ def _quantize(
     if not _quantizer(x, backend):
         q, scale = quantize_reference(x, (rows, columns), rule)
         return q, _ordered(x, scale, transposed_scale)
-    from quantrot.kernels.fp8 import triton
+    from quantrot.kernels.fp8 import blocks, triton
 
-    q, scale = _outputs(x, (rows, columns), transposed_scale)
-    if x.numel():
-        triton.quantize(_columns_contiguous(x), q, scale, whole((rows, columns), x.shape), rule)
+    x, block = _columns_contiguous(x), (rows, columns)
+    q, scale = _outputs(x, block, transposed_scale)
+    if backend == "auto" and x.numel() and blocks.supports(x, block):
+        blocks.quantize(x, q, scale, block, rule)
+    elif x.numel():
+        triton.quantize(x, q, scale, whole(block, x.shape), rule)
     return q, scale
 
 
@@ -412,12 +421,13 @@ def _gemm(
     out_dtype: torch.dtype,
     bias: Tensor | None,
     backend: str,
+    b_settled: bool = False,
 ) -> Tensor:
     operands = a, a_scale, b, b_scale, (a_block[0], a_block[1]), (b_block[0], b_block[1]), out_dtype, bias
     module = _product(backend, *operands)
     if module is None or not (a.numel() and b.numel()):
         return gemm_reference(*operands)
-    return module.gemm(*operands)
+    return module.gemm(*operands, **({"b_settled": b_settled} if module.__name__ == GEMMS["hopper"] else {}))
 
 
 @torch.library.register_fake("quantrot::quantize_fp8_block")
@@ -437,7 +447,7 @@ def _both_ways_fake(x, rows, columns, rule, transposed_scale, backend):
 
 
 @torch.library.register_fake("quantrot::fp8_block_gemm")
-def _gemm_fake(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend):
+def _gemm_fake(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend, b_settled=False):
     return torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
 
 

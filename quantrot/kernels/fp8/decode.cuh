@@ -16,18 +16,30 @@ struct DecodeShape {
   __device__ __forceinline__ static bool counts() { return COLUMNS % 64 == 0 || warp_number() * 16 < COLUMNS; }
 };
 
-template <class Shape, int STAGES>
+// The first EARLY blocks of the weight are asked for while the kernel before this one may still run. Not more of them than
+// the memory's latency takes: the tokens' first block arrives behind them, and no product starts without it.
+template <class Shape, int STAGES, int EARLY>
 __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap* b, int token, int column, int first,
                                             int count, bool once, u32 base, u32 full, u32 empty) {
   const u64 keep = cache_policy<LAST>(), stream = once ? cache_policy<FIRST>() : cache_policy<NORMAL>();
+  auto weights = [&](int k, u32 stage) {
+    barrier_expect(full + stage * 8, Shape::STAGE);
+    tensor_load(base + stage * Shape::STAGE, b, (first + k) * 128, column, full + stage * 8, stream);
+  };
+  auto tokens = [&](int k, u32 stage) {
+    const u32 to = base + stage * Shape::STAGE + Shape::B_BYTES;
+    tensor_load(to, a, (first + k) * 128, token, full + stage * 8, keep);
+  };
+  static_assert(EARLY <= STAGES, "a stage each");
+  const int ahead = min(count, EARLY);
+  for (int k = 0; k < ahead; k++) weights(k, k);
+  if constexpr (EARLY > 0) grid_wait();
   Ring<STAGES> ring;
-  for (int k = 0; k < count; k++, ring.next()) {
-    const u32 to = base + ring.stage * Shape::STAGE, bar = full + ring.stage * 8;
-    const int along = (first + k) * 128;
+  for (int k = 0; k < ahead; k++, ring.next()) tokens(k, k);
+  for (int k = ahead; k < count; k++, ring.next()) {
     barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-    barrier_expect(bar, Shape::STAGE);
-    tensor_load(to, b, along, column, bar, stream);
-    tensor_load(to + Shape::B_BYTES, a, along, token, bar, keep);
+    weights(k, ring.stage);
+    tokens(k, ring.stage);
   }
 }
 
@@ -137,7 +149,7 @@ __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, in
   }
 }
 
-template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, bool CHANNEL, class Out, int BIAS>
+template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, int EARLY, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
   using Shape = DecodeShape<TOKENS, COLUMNS, STAGES>;
   constexpr int GROUPS = Shape::GROUPS;
@@ -156,10 +168,11 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
     barrier_init_done();
   }
   block_sync();
-  grid_wait();
+  if constexpr (EARLY == 0) grid_wait();
   if (warp == GROUPS * 4) {
-    decode_load<Shape, STAGES>(a, b, token, column, first, count, token_tiles == 1, base, full, empty);
+    decode_load<Shape, STAGES, EARLY>(a, b, token, column, first, count, token_tiles == 1, base, full, empty);
   } else {
+    if constexpr (EARLY > 0) grid_wait();
     decode_scales<TOKENS, GROUPS, CHANNEL>(args, token, column, first, count, scales);
     named_sync(1, 128 * GROUPS);
     float sum[TOKENS / 2];

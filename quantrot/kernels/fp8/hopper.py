@@ -93,6 +93,7 @@ class Decode:
     stages: int = 8  # blocks of K in shared memory
     resident: int = 2  # thread blocks a multiprocessor
     overlap: bool = True  # launched while the kernel before it ends
+    early: int = 0  # blocks of K of b that it reads before that end: only where that kernel does not write b
 
     @property
     def threads(self) -> int:
@@ -106,7 +107,7 @@ class Decode:
         return self.stages * self.stage_bytes() + pad + segment * self.tokens * 4
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
-        shape = f"{self.tokens}, {self.columns}, {self.stages}, {parts}, {str(channel).lower()}"
+        shape = f"{self.tokens}, {self.columns}, {self.stages}, {parts}, {self.early}, {str(channel).lower()}"
         return f"decode<{shape}, quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
 
     def grid(self, m: int, n: int, parts: int) -> int:
@@ -159,8 +160,8 @@ def _decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
     tokens = next(t for t in (8, 16, 32, 64) if t >= min(m, 64))
     tiles = _ceil(m, tokens) * parts
     # With 16 tokens and more, half as many blocks that each read the tokens are better than all multiprocessors busy.
-    enough = BUSY if tokens == 8 else BUSY // 2
-    columns = next((c for c in (64, 32) if tiles * _ceil(n, c) >= enough), 16)
+    enough = {64: 96, 32: BUSY} if tokens == 8 else {64: BUSY // 2, 32: BUSY // 2}
+    columns = next((c for c in enough if tiles * _ceil(n, c) >= enough[c]), 16)
     if tokens >= 32 and tiles * _ceil(n, 64) > 2 * PROCESSORS:
         columns = 128
     plan = Decode(tokens, columns=columns)
@@ -173,6 +174,8 @@ def _decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
     return replace(plan, stages=min(budget // plan.stage_bytes(), in_flight))
 
 
+EARLY_BYTES = 64 << 10  # of b, a multiprocessor: enough to keep the memory busy
+
 WIDE = Prefill(wide=True, lag=1)
 SQUARE = Prefill(sets=2, stages=6)
 IN_PARTS = Prefill(stages=6)  # the sum of the parts so far takes the second set's place
@@ -183,8 +186,8 @@ def _waves(m: int, n: int, plan: Prefill) -> int:
     return _ceil(plan.tiles(m, n), PROCESSORS // plan.cluster) * plan.columns
 
 
-def plan_for(m: int, n: int, k: int, parts: int) -> Plan:
-    """The plan of these sizes, by rule."""
+def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
+    """The plan of these sizes, by rule. settled: b may be read before the kernel before this one has ended."""
     square = IN_PARTS if parts > 1 else SQUARE
     if m > 64:
         if parts == 1 and _waves(m, n, WIDE) <= _waves(m, n, SQUARE):  # at equal work, wide is the faster one
@@ -192,6 +195,9 @@ def plan_for(m: int, n: int, k: int, parts: int) -> Plan:
         if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
             return square
     plan = _decode_plan(m, n, k, parts)
+    if settled:  # and at most a quarter of K: the tokens come behind it, and no product can begin without them
+        bytes_of_block = plan.resident * plan.columns * 128
+        plan = replace(plan, early=min(plan.stages, EARLY_BYTES // bytes_of_block, segment_of(k, parts) // 4))
     return plan if plan.stages >= 2 else square
 
 
@@ -360,11 +366,13 @@ def gemm(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     *,
+    b_settled: bool = False,
     plan: Plan | None = None,
     parts: int | None = None,
 ) -> Tensor:
     """a [M, K] times the transpose of b [N, K], both e4m3 with block scales, + bias: [M, N] in out_dtype, contiguous.
 
+    b_settled: the kernel before this one on the stream does not write b, which may be read before that one has ended.
     plan and parts: instead of the rules' (to measure). Raises ValueError for what `unsupported` names.
     """
     reason = unsupported(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias)
@@ -374,9 +382,9 @@ def gemm(
     c = torch.empty((m, n), dtype=out_dtype, device=a.device)
     if m == 0:
         return c
-    a, b, bias = _aligned(a), _aligned(b), bias.contiguous() if bias is not None else None
+    given, a, b, bias = b, _aligned(a), _aligned(b), bias.contiguous() if bias is not None else None
     parts = parts or parts_of(n, k)
-    plan = plan or plan_for(m, n, k, parts)
+    plan = plan or plan_for(m, n, k, parts, b_settled and b is given)
     device, segment, channel = a.get_device(), segment_of(k, parts), is_channel(b, b_block)
     maps = [
         nvrtc.tensor_map(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0) * x.itemsize, box, x.dtype)

@@ -15,6 +15,9 @@
 
 namespace quantrot {
 
+#ifdef QUANTROT_EMULATED
+#include "hadamard.h"
+#else
 // The warp's number, in a way that lets the compiler see that it is the same in all lanes (a lane exchange inside a
 // loop over it otherwise costs two more instructions).
 __device__ __forceinline__ u32 warp_number() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0); }
@@ -39,6 +42,13 @@ __device__ __forceinline__ void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 }
+
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+#endif
 
 // How float32 sums enter a tf32 product: as they are, cut to 10 fraction bits by the hardware, or as the sum of two parts,
 // which loses nothing that 16 bits could show.
@@ -83,12 +93,6 @@ __device__ __forceinline__ Sylvester8 sylvester8() {
   lane_signs(even, odd);
   const u32 f0 = 0x3F800000u | even << 31, f2 = 0x3F800000u | odd << 31, minus = 0x80000000u;
   return {{{f0, f0, f2, f2}, {f0, f0 ^ minus, f2, f2 ^ minus}}};
-}
-
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], float b0, float b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
 // One 16 x 16 step on float32 data, four values in and out.
@@ -202,6 +206,7 @@ __device__ __forceinline__ void last_butterfly(float (&y)[R][W], float scale) {
 
 // --- Shared memory, bulk copies and barriers -------------------------------------------------------------------------
 
+#ifndef QUANTROT_EMULATED
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void barrier_init(u32 bar, u32 arrivals) {
@@ -280,6 +285,8 @@ __device__ __forceinline__ void store_shared8(u32 address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 
+#endif
+
 // --- Butterflies across the warps of a block -------------------------------------------------------------------------
 //
 // Every warp holds R vectors of E neighbouring floats a lane, a piece of R * 32 * E. They cross through shared
@@ -340,42 +347,6 @@ __device__ __forceinline__ void store_part(void* p, const float (&z)[PART]) {
     store8(p, pack<D>(z[0], z[1]), pack<D>(z[2], z[3]));
   } else {
     store4(p, pack<D>(z[0], z[1]));
-  }
-}
-
-// W pieces of PART results of a lane, times `factor`, as codes; 128 / PART neighbouring lanes hold a group. at(w) is the
-// row, negative for none, and the column of piece w. All lanes come here.
-template <int W, int PART, class At>
-__device__ __forceinline__ void store_codes(const Args& a, u32 n, const float (&z)[W][PART], float factor, At at) {
-  static_assert(PART == 4 || PART == 8, "a warp must hold whole groups");
-  constexpr int LANES = 128 / PART;
-  float amax[W];
-#pragma unroll
-  for (int w = 0; w < W; w++) {
-    amax[w] = 0.f;
-#pragma unroll
-    for (int j = 0; j < PART; j++) amax[w] = larger(amax[w], z[w][j]);
-  }
-  const float scale = scale_of(largest<W, LANES>(amax) * factor), own = factor * to_codes(scale);
-  if (threadIdx.x % LANES < W) {
-    const longlong2 place = at(group_of<W, LANES>());
-    if (place.x >= 0) store_scale(a, (u32)(place.x * (n / 128) + place.y / 128), scale);
-  }
-#pragma unroll
-  for (int w = 0; w < W; w++) {
-    const longlong2 place = at(w);
-    const float f = from_group<W, LANES>(own, w);
-    if (place.x < 0) continue;
-    u32 words[PART / 4];
-#pragma unroll
-    for (int j = 0; j < PART; j += 4)
-      words[j / 4] = codes2(z[w][j] * f, z[w][j + 1] * f) | codes2(z[w][j + 2] * f, z[w][j + 3] * f) << 16;
-    char* to = (char*)a.y + place.x * a.y_stride + place.y;
-    if constexpr (PART == 8) {
-      store8(to, words[0], words[1]);
-    } else {
-      store4(to, words[0]);
-    }
   }
 }
 

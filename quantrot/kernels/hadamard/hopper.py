@@ -27,6 +27,7 @@ FILES = {
     **dict.fromkeys(("lanes", "turn", "warp", "share"), ("words.cuh", "common.cuh", "rows.cuh")),
     **dict.fromkeys(("block", "dense", "axis"), ("words.cuh", "common.cuh", "bases.cuh")),
     **dict.fromkeys(("flow", "once"), ("../hopper.cuh", "words.cuh", "flow.cuh")),
+    "stream": ("words.cuh", "common.cuh", "stream.cuh"),
 }
 FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow, once)
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) hadamard({map_type}
@@ -52,13 +53,14 @@ class Plan:
     dense   a larger base, and up to two small ones                           16 bits
     flow    one asynchronous product, rows through a ring of buffers          16 bits, K * 64, K * 128 or K * 256
     once    the same product, a row in a thread block                         16 bits, as flow
+    stream  32 ... 4096 elements as codes, a warp's pieces through a ring      16 bits
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
-    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "once", "axis"]
+    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "once", "stream", "axis"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
-    vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share)
+    vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share, stream)
     share: int = 1  # warps that share a row (lanes)
     stages: int = 0  # input buffers (share: 0 is one row a block, no prefetch; dense: 0 is sums in the input's place)
     tiles: int = 8  # groups of eight columns: a warp's (block), a row's (flow); row tiles of a task (dense)
@@ -112,6 +114,7 @@ class Plan:
                 f"dense_kernel<{d}, {base}, {inner}, {power}, {self.warps}, {self.tiles}, {self.part}, {over}, {flag}>"
             )
         extra = {
+            "stream": f"{self.stages}, ",
             "lanes": f"{self.share}, ",
             "turn": "",
             "warp": f"{precision}, ",
@@ -153,7 +156,9 @@ class Plan:
                 resident=self.resident,
                 call=self.call(order, dtype, signs, out or dtype),
                 cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
-                wait="quantrot::grid_wait();\n  " if self.overlap and not self.by_map else "",
+                wait="quantrot::grid_wait();\n  "
+                if self.overlap and not (self.by_map or self.kind == "stream")
+                else "",
                 map_type="const __grid_constant__ quantrot::TensorMap map," if self.by_map else "",
                 map="map, " if self.by_map else "",
             )
@@ -165,6 +170,8 @@ class Plan:
             return order * (4 + 2 * self.stages) + (128 if self.stages else 0)
         if self.kind == "lanes" and self.share > 1:
             return order * 4
+        if self.kind == "stream":
+            return self.warps * self.stages * self.vectors * 512
         if self.kind == "block":
             columns = 8 * self.tiles * self.warps
             base = order // columns
@@ -198,7 +205,8 @@ class Plan:
         if self.kind in ("share", "dense", "once") or self.share > 1:
             return rows
         a_warp = 32 * self.vectors * (16 // dtype.itemsize)
-        return -(-rows * order // (a_warp * self.warps))
+        blocks = -(-rows * order // (a_warp * self.warps))
+        return min(blocks, processors * self.resident) if self.kind == "stream" else blocks
 
 
 @lru_cache(maxsize=4)
@@ -488,14 +496,12 @@ def plan_for_codes(order: int, columns: int, dtype: torch.dtype) -> Plan | None:
 
     if dtype.itemsize != 2 or columns % GROUP or (order % GROUP and order not in (32, 64)):
         return None
-    if plan := CODE_PLANS.get((str(dtype).removeprefix("torch."), order)):
+    if plan := CODE_PLANS.get(("bfloat16", order)):  # the same instructions in float16
         return plan
     plan = plan_for(order, dtype)
-    if plan and plan.kind == "share" and 8 * plan.vectors // plan.warps < 4:
-        plan = Plan("share", 8, 2, vectors=8, stages=1) if order == 16384 else None
-    if plan is None or plan.kind not in ("turn", "warp", "share", "flow", "once") or (plan.by_map and plan.tiles < 16):
+    if plan is None or not plan.by_map or plan.tiles < 16:
         plan = _flow_plan(order)
-    return plan and replace(plan, precision="SPLIT", cluster=1, paced=False, overlap=False)
+    return plan and replace(plan, cluster=1, paced=False, overlap=False)
 
 
 def _flow_plan(order: int) -> Plan | None:

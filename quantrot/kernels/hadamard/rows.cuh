@@ -97,20 +97,6 @@ __device__ __forceinline__ u32 transpose8(u32 w) {
   return r;
 }
 
-// Two e4m3 codes as the float16 numbers that they are, which transpose8 moves, and four of those as codes again.
-__device__ __forceinline__ u32 halves_of(u32 codes) {
-  u32 r;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"((unsigned short)codes));
-  return r;
-}
-
-__device__ __forceinline__ u32 codes_of(u32 a, u32 b) {
-  unsigned short lo, hi;
-  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(lo) : "r"(a));
-  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(hi) : "r"(b));
-  return (u32)hi << 16 | lo;
-}
-
 template <int D, int N, int R, int WARPS, bool SIGNS>
 __device__ __forceinline__ void turn_kernel(const Args& a) {
   static_assert(N == 32 || N == 64 || N == 128, "rows of one, two or four lane groups");
@@ -131,7 +117,7 @@ __device__ __forceinline__ void turn_kernel(const Args& a) {
   }
 #pragma unroll
   for (int r = 0; r < R; r++) {
-    float d[2][4], amax = 0.f;
+    float d[2][4];
     first_product<D>(d, h, v[r]);
     butterflies<2, 4, 1, 2>(d);  // e2
 #pragma unroll
@@ -149,31 +135,18 @@ __device__ __forceinline__ void turn_kernel(const Args& a) {
           p = fmaf(p, sign, __shfl_xor_sync(0xFFFFFFFFu, p, 1));
           q = fmaf(q, sign, __shfl_xor_sync(0xFFFFFFFFu, q, 1));
         }
-        amax = larger(amax, larger(p, q));
       }
     }
-    float factor = a.scale;
     const i64 row = first_row + r * (256 / N);
-    if constexpr (SCALE_RULE > 0) {  // lane bit 1 tells two groups of 128 apart
-#pragma unroll
-      for (int s = 1; s < 32; s *= s == 1 ? 4 : 2) amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, s));
-      const float scale = scale_of(amax * factor);
-      factor *= to_codes(scale);
-      const i64 group = unit * (R * 2) + (lane >> 1 & 1) + r * 2;
-      if ((lane & ~2u) == 0 && group * (128 / N) < a.rows) store_scale(a, (u32)group, scale);
-    }
 #pragma unroll
     for (int e2 = 0; e2 < 2; e2++) {
 #pragma unroll
       for (int e1 = 0; e1 < 2; e1++) {
-        const float p = d[e2][2 * e1] * factor, q = d[e2][2 * e1 + 1] * factor;
-        v[r].w[e1 + 2 * e2] = transpose8(SCALE_RULE ? halves_of(codes2(p, q)) : pack<D>(p, q));
+        const float p = d[e2][2 * e1] * a.scale, q = d[e2][2 * e1 + 1] * a.scale;
+        v[r].w[e1 + 2 * e2] = transpose8(pack<D>(p, q));
       }
     }
-    if constexpr (SCALE_RULE > 0) {
-      if (row < a.rows)
-        store8((char*)a.y + row * a.y_stride + column, codes_of(v[r].w[0], v[r].w[1]), codes_of(v[r].w[2], v[r].w[3]));
-    } else if (row < a.rows) store16((char*)a.y + (row * a.y_stride + column) * 2, v[r]);
+    if (row < a.rows) store16((char*)a.y + (row * a.y_stride + column) * 2, v[r]);
   }
 }
 
@@ -216,13 +189,6 @@ __device__ __forceinline__ void warp_kernel(const Args& a) {
   float y[R][8];
   transform.template run<P>(y, v);
   butterflies<R, 8, 1, IN_R>(y);
-  if constexpr (SCALE_RULE > 0) {
-    store_codes(a, N, y, a.scale, [&](u32 r) -> longlong2 {
-      const i64 row = first_row + r / IN_R;
-      return {row < a.rows ? row : -1, r % IN_R * 256 + lane * 8};
-    });
-    return;
-  }
 #pragma unroll
   for (int r = 0; r < R; r++) {
     const i64 row = first_row + r / IN_R;
@@ -284,12 +250,8 @@ __device__ __forceinline__ void share_kernel(const Args& a) {
     butterflies<R, 8, 1, R>(y);
     across_warps(z, y, sums, a.scale);
     char* out = (char*)a.y + (row * a.y_stride + threadIdx.x * PART) * 2;
-    if constexpr (SCALE_RULE > 0) {
-      store_codes(a, N, z, 1.f, [&](u32 w) -> longlong2 { return {row, w * R * 256 + threadIdx.x * PART}; });
-    } else {
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) store_part<D>(out + w * R * 512, z[w]);
-    }
+    for (int w = 0; w < WARPS; w++) store_part<D>(out + w * R * 512, z[w]);
     if constexpr (STAGES == 0) return;
     if (++stage == STAGES) {
       stage = 0;

@@ -124,13 +124,15 @@ SMALL_PLANS: dict[tuple[str, int], Plan] = {
 }
 
 CODE_PLANS: dict[tuple[str, int], Plan] = {
-    ("bfloat16", 128): Plan("turn", 2, 14, vectors=2),  # 0.75, 0.75
-    ("bfloat16", 256): Plan("warp", 1, 20, vectors=4),  # 0.80, 0.82
-    ("bfloat16", 512): Plan("warp", 1, 20, vectors=4),  # 0.79, 0.81
-    ("bfloat16", 1024): Plan("warp", 1, 20, vectors=4),  # 0.77, 0.79
-    ("bfloat16", 2048): Plan("warp", 1, 20, vectors=8),  # 0.67, 0.70
+    ("bfloat16", 32): Plan("stream", 4, 8, vectors=2, stages=2, overlap=True),  # 0.94, 0.94
+    ("bfloat16", 64): Plan("stream", 4, 8, vectors=2, stages=2, overlap=True),  # 0.93, 0.94
+    ("bfloat16", 128): Plan("stream", 4, 8, vectors=2, stages=2, overlap=True),  # 0.92, 0.95
+    ("bfloat16", 256): Plan("stream", 4, 5, vectors=4, stages=2, overlap=True),  # 0.91, 0.93
+    ("bfloat16", 512): Plan("stream", 4, 5, vectors=4, stages=2, overlap=True),  # 0.91, 0.93
+    ("bfloat16", 1024): Plan("stream", 4, 5, vectors=4, stages=2, overlap=True),  # 0.88, 0.91
+    ("bfloat16", 2048): Plan("stream", 4, 2, vectors=16, stages=2, overlap=True),  # 0.84, 0.88
     ("bfloat16", 3072): Plan("flow", 16, 1, stages=6, tiles=16, overlap=True),  # 0.38
-    ("bfloat16", 4096): Plan("share", 4, 6, vectors=4),  # 0.71, 0.72
+    ("bfloat16", 4096): Plan("stream", 4, 2, vectors=16, stages=2, overlap=True),  # 0.82, 0.86
     ("bfloat16", 5120): Plan("flow", 16, 1, stages=6, tiles=16, overlap=True),  # 0.59
     ("bfloat16", 8192): Plan("flow", 16, 1, stages=6, tiles=16, overlap=True),  # 0.77
     ("bfloat16", 12288): Plan("flow", 12, 1, stages=4, tiles=32, overlap=True),  # 0.63

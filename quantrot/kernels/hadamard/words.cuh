@@ -48,6 +48,8 @@ inline u32 code(float f) {
 
 inline u32 codes2(float lo, float hi) { return code(lo) | code(hi) << 8; }
 
+inline u32 codes4(float a, float b, float c, float d) { return codes2(a, b) | codes2(c, d) << 16; }
+
 inline float reciprocal(float f) { return 1 / f; }
 
 inline u32 bytes_of(u32 a, u32 b, u32 select) {
@@ -65,11 +67,29 @@ inline Vec load_vector(u32 from) {
 
 inline void store_vector(u32 to, const Vec& v) { emulator::ordinary_write(to, &v, 16); }
 
+inline Vec load16(const void* p) {
+  if ((uintptr_t)p % 16) emulator::fail("a load of 16 bytes that is not aligned");
+  Vec v;
+  memcpy(&v, p, 16);
+  return v;
+}
+
 inline void store16(void* p, const Vec& v) { memcpy(p, &v, 16); }
+
+inline void store8(void* p, u32 a, u32 b) {
+  if ((uintptr_t)p % 8) emulator::fail("a store of 8 bytes that is not aligned");
+  memcpy(p, &a, 4), memcpy((char*)p + 4, &b, 4);
+}
 
 template <int D>
 inline u32 pack(float lo, float hi) {
   return D == BF16 ? Bf16::pack(lo, hi) : Fp16::pack(lo, hi);
+}
+
+template <int D>
+inline void unpack(u32 w, float& lo, float& hi) {
+  lo = D == BF16 ? Bf16::value(w) : Fp16::value(w);
+  hi = D == BF16 ? Bf16::value(w >> 16) : Fp16::value(w >> 16);
 }
 #else
 __device__ __forceinline__ float larger(float a, float b) {  // of the magnitudes; a NaN wins
@@ -81,6 +101,15 @@ __device__ __forceinline__ float larger(float a, float b) {  // of the magnitude
 __device__ __forceinline__ u32 codes2(float lo, float hi) {
   unsigned short r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+
+__device__ __forceinline__ u32 codes4(float a, float b, float c, float d) {
+  u32 r;
+  asm("{.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
+      "mov.b32 %0, {lo, hi};}"
+      : "=r"(r)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
   return r;
 }
 
@@ -182,25 +211,24 @@ __device__ __forceinline__ u32 group_of() {
   return group;
 }
 
-template <int W, int LANES>
+template <int W, int LANES, int S = 1>
 __device__ __forceinline__ float largest(const float (&amax)[W]) {
-  static_assert(W <= LANES, "a group for every lane at most");
-  float a[W];
+  static_assert(W * S <= LANES, "a group for every lane at most");
+  if constexpr (W == 1) {
+    float a = amax[0];
 #pragma unroll
-  for (int j = 0; j < W; j++) a[j] = amax[j];
-  int s = 1;
+    for (int s = S; s < LANES; s *= 2) a = larger(a, __shfl_xor_sync(0xFFFFFFFFu, a, s));
+    return a;
+  } else {
+    const bool upper = threadIdx.x & S;
+    float half[W / 2];
 #pragma unroll
-  for (int half = W / 2; half; half /= 2, s *= 2) {
-#pragma unroll
-    for (int j = 0; j < half; j++) {
-      const bool upper = threadIdx.x & s;
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, upper ? a[j] : a[j + half], s);
-      a[j] = larger(upper ? a[j + half] : a[j], other);
+    for (int j = 0; j < W / 2; j++) {
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, upper ? amax[j] : amax[j + W / 2], S);
+      half[j] = larger(upper ? amax[j + W / 2] : amax[j], other);
     }
+    return largest<W / 2, LANES, 2 * S>(half);
   }
-#pragma unroll
-  for (; s < LANES; s *= 2) a[0] = larger(a[0], __shfl_xor_sync(0xFFFFFFFFu, a[0], s));
-  return a[0];
 }
 
 // `value` of the lane that has group w.

@@ -438,6 +438,11 @@ inline float4 load_cluster4(u32 mapped) {
   return v;
 }
 
+inline void store_cluster(u32 mapped, u32 a) {
+  emulator::Block& block = emulator::block_of(mapped);
+  memcpy(block.at(mapped, 4), &a, 4);
+}
+
 // --- Products --------------------------------------------------------------------------------------------------------
 
 // wgmma's instructions are executed by whole warps: lanes meet at the fence, and at the wait before and after.
@@ -603,8 +608,9 @@ inline int __any_sync(uint32_t, int value) {
     if (v) return 1;
   return 0;
 }
+inline uint32_t __shfl_sync(uint32_t, uint32_t value, int lane) { return quantrot::exchange(value)[lane & 31]; }
 inline float __shfl_sync(uint32_t, float value, int lane) {
-  return __uint_as_float(quantrot::exchange(__float_as_uint(value))[lane]);
+  return __uint_as_float(quantrot::exchange(__float_as_uint(value))[lane & 31]);
 }
 inline float __shfl_xor_sync(uint32_t mask, float value, int lanes) {
   uint32_t bits;

@@ -1,0 +1,197 @@
+// Quantization in blocks of ROWS x COLUMNS with one scale, of 16-bit matrices (after hopper.cuh and hadamard/words.cuh).
+//
+// A block is shared by the CLUSTER thread blocks of a cluster, each of which keeps its rows in registers: small enough
+// that several are resident and one loads while another stores. Their largest magnitudes meet in each other's shared
+// memory, between two cluster barriers.
+//
+// Magnitudes are compared as integers, which order like the numbers and put NaN above infinity. Quotients are rounded
+// correctly (Markstein 1990): a product with the correctly rounded reciprocal, its exact remainder, one correction. The
+// signs are such that zeros keep theirs. That holds while nothing underflows, so a block of scale under 2^-60 is lifted.
+
+namespace quantrot {
+
+#ifdef QUANTROT_EMULATED
+inline u32 larger_halves(u32 a, u32 b) { return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF); }
+inline u32 largest_of_warp(u32 a) {
+  const std::vector<u32> all = exchange(a);
+  return *std::max_element(all.begin(), all.end());
+}
+inline float exact_reciprocal(float a) { return 1 / a; }
+#else
+__device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
+  u32 r;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ u32 largest_of_warp(u32 a) { return __reduce_max_sync(0xFFFFFFFFu, a); }
+__device__ __forceinline__ float exact_reciprocal(float a) { return __frcp_rn(a); }
+#endif
+
+constexpr float LEAST_UNLIFTED = 0x1p-60f, LIFT_BY = 0x1p64f;
+
+struct BlockArgs {
+  const void* x;
+  void* q;  // contiguous
+  float* scales;
+  i64 x_stride, scale_row, scale_column;  // in elements
+  u32 rows, columns;
+};
+
+// Eight elements over their scale, as codes. All is times `lift`; inverse is 1 / (scale * lift).
+template <int D>
+__device__ __forceinline__ void quotients(u32 (&codes)[2], const Vec& v, float scale, float inverse, float lift) {
+  float q[8];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    unpack<D>(v.w[j], q[2 * j], q[2 * j + 1]);
+#pragma unroll
+    for (int i = 2 * j; i < 2 * j + 2; i++) {
+      const float x = q[i] * lift, near = x * inverse;
+      q[i] = fmaf(fmaf(near, scale * lift, -x), -inverse, near);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 2; j++) codes[j] = codes4(q[4 * j], q[4 * j + 1], q[4 * j + 2], q[4 * j + 3]);
+}
+
+// What quotients are made from; a NaN, which makes every code one, for a scale that is not finite.
+__device__ __forceinline__ float inverse_of(float scale, float lift) {
+  return __float_as_uint(scale) < 0x7F800000u ? exact_reciprocal(scale * lift) : __uint_as_float(0x7FC00000u);
+}
+
+template <int D, int V>
+__device__ __forceinline__ void store_quotients(const Vec (&v)[V], float scale, float lift, char* to, i64 step,
+                                                int apart, int left) {
+  const float inverse = inverse_of(scale, lift);
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    u32 codes[2];
+    quotients<D>(codes, v[i], scale, inverse, lift);
+    if (i * apart < left) store8(to + i * step, codes[0], codes[1]);
+  }
+}
+
+template <int D, int ROWS, int COLUMNS, int CLUSTER, int THREADS>
+__device__ __forceinline__ void blocks_kernel(const BlockArgs& a) {
+  constexpr int PART = ROWS / CLUSTER, UNITS = COLUMNS / 8, WARPS = THREADS / 32;  // units of eight elements
+  constexpr int V = PART * UNITS / THREADS, APART = THREADS / UNITS;               // of a thread, and rows between them
+  static_assert(V * APART == PART && V > 0 && UNITS * APART == THREADS, "whole rows of units");
+  const u32 across = (a.columns + COLUMNS - 1) / COLUMNS, rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const u32 block = blockIdx.x / CLUSTER, down = block / across, right = block - down * across;
+  const u32 row = down * ROWS + rank * PART + threadIdx.x / UNITS, column = right * COLUMNS + threadIdx.x % UNITS * 8;
+  const int left = column < a.columns && row < a.rows ? min(a.rows - row, (u32)ROWS) : 0;  // rows, of this thread's on
+  const char* from = (const char*)a.x + (row * a.x_stride + column) * 2;
+  char* to = (char*)a.q + (i64)row * a.columns + column;
+  const i64 from_step = a.x_stride * (APART * 2), to_step = (i64)a.columns * APART;
+
+  grid_wait();
+  Vec v[V];
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    v[i] = Vec{{0, 0, 0, 0}};
+    if (i * APART < left) v[i] = load16(from + i * from_step);
+  }
+  if constexpr (CLUSTER > 1) cluster_start();  // the others have begun: their memory may be written
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) most = larger_halves(most, v[i].w[j] & 0x7FFF7FFFu);
+  }
+  most = largest_of_warp(most >> 16 > (most & 0xFFFF) ? most >> 16 : most & 0xFFFF);
+  const u32 maxima = shared_memory(), lane = lane_number();
+  const u32 own = maxima + (rank * WARPS + warp_number()) * 4;
+  if constexpr (CLUSTER > 1) {
+    if (lane < CLUSTER) store_cluster(in_block(own, lane), most);
+    cluster_sync();
+  } else {
+    if (lane == 0) store_shared(own, most);
+    block_sync();
+  }
+  most = 0;
+  for (u32 i = lane; i < CLUSTER * WARPS; i += 32) most = max(most, __float_as_uint(load_shared(maxima + i * 4)));
+  most = largest_of_warp(most);
+  float amax, none;
+  unpack<D>(most, amax, none);
+  const float scale = scale_of(amax);
+  if (rank == 0 && threadIdx.x == 0) a.scales[down * a.scale_row + right * a.scale_column] = scale;
+  if (scale < LEAST_UNLIFTED) {
+    store_quotients<D>(v, scale, LIFT_BY, to, to_step, APART, left);
+  } else {
+    store_quotients<D>(v, scale, 1.f, to, to_step, APART, left);
+  }
+}
+
+// --- 1 x 128 ---------------------------------------------------------------------------------------------------------
+//
+// A warp has 256 neighbouring columns, two groups, of V rows (a power of two up to 16), a thread block's warps lie side by
+// side. The lanes of a group divide its V scales among them, so that neighbouring rows' scales are written together.
+
+// The largest of W numbers of 16 lanes each: lane i gets that of number group_of<W, 16>.
+template <int W, int S = 1>
+__device__ __forceinline__ u32 largest_of_group(const u32 (&most)[W]) {
+  if constexpr (W == 1) {
+    u32 a = most[0];
+#pragma unroll
+    for (int s = S; s < 16; s *= 2) a = max(a, __shfl_xor_sync(0xFFFFFFFFu, a, s));
+    return a;
+  } else {
+    const bool upper = threadIdx.x & S;
+    u32 half[W / 2];
+#pragma unroll
+    for (int j = 0; j < W / 2; j++) {
+      const u32 other = __shfl_xor_sync(0xFFFFFFFFu, upper ? most[j] : most[j + W / 2], S);
+      half[j] = max(upper ? most[j + W / 2] : most[j], other);
+    }
+    return largest_of_group<W / 2, 2 * S>(half);
+  }
+}
+
+template <int D, int V, int WARPS>
+__device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
+  const u32 across = (a.columns + WARPS * 256 - 1) / (WARPS * 256), lane = lane_number();
+  const u32 down = blockIdx.x / across, right = blockIdx.x - down * across;
+  const u32 row = down * V, column = (right * WARPS + warp_number()) * 256 + lane * 8;
+  const int rows = min(a.rows - row, (u32)V), left = column < a.columns ? rows : 0;
+  const char* from = (const char*)a.x + (row * a.x_stride + column) * 2;
+  char* to = (char*)a.q + (i64)row * a.columns + column;
+
+  grid_wait();
+  Vec v[V];
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    v[i] = Vec{{0, 0, 0, 0}};
+    if (i < left) v[i] = load16(from + i * a.x_stride * 2);
+  }
+  u32 most[V];
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    u32 m = v[i].w[0] & 0x7FFF7FFFu;
+#pragma unroll
+    for (int j = 1; j < 4; j++) m = larger_halves(m, v[i].w[j] & 0x7FFF7FFFu);
+    most[i] = max(m >> 16, m & 0xFFFF);
+  }
+  float amax, none;
+  unpack<D>(largest_of_group(most), amax, none);
+  const float scale = scale_of(amax);
+  const u32 own = group_of<V, 16>();
+  if (lane % 16 < V && (int)own < rows && column / 128 * 128 < a.columns)
+    a.scales[(row + own) * a.scale_row + column / 128 * a.scale_column] = scale;
+  const float own_lift = scale < LEAST_UNLIFTED ? LIFT_BY : 1.f, inverse = inverse_of(scale, own_lift);
+  const bool lifts = __any_sync(0xFFFFFFFFu, own_lift > 1.f);
+  u32 codes[V][2];
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const float by = from_group<V, 16>(scale, i), times = from_group<V, 16>(inverse, i);
+    if (lifts) {
+      quotients<D>(codes[i], v[i], by, times, by < LEAST_UNLIFTED ? LIFT_BY : 1.f);
+    } else {
+      quotients<D>(codes[i], v[i], by, times, 1.f);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < V; i++)
+    if (i < left) store8(to + (i64)i * a.columns, codes[i][0], codes[i][1]);
+}
+
+}  // namespace quantrot

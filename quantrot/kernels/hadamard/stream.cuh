@@ -1,0 +1,203 @@
+// Rows of 32 ... 4096 elements in 16 bits as codes (see words.cuh): a warp's pieces come through its own ring of buffers.
+//
+// A warp transforms R * 256 neighbouring elements at a time, which are whole rows, by the two products of common.cuh and
+// additions over the R vectors. While it works on one piece, the next STAGES - 1 are on their way to shared memory, each
+// lane's own 16 bytes by its own copies: no lane waits for another, and what a piece needs once is done once for all.
+
+namespace quantrot {
+
+#ifndef QUANTROT_EMULATED
+__device__ __forceinline__ u32 shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared[];
+  return shared_address(shared);
+}
+
+// Without a cache policy: the assembler of CUDA 13.0 loses the registers of one where the target is a register plus a
+// uniform one, which the GPU answers with "illegal instruction".
+__device__ __forceinline__ void copy_ahead(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+#endif
+
+// sylvester8 for rows of N elements: zeros where it would mix lane bits that tell rows apart.
+template <int N>
+__device__ __forceinline__ Sylvester8 sylvester8_of() {
+  const u32 lane = threadIdx.x & 31, g = lane >> 2;
+  const u32 l2 = g & 1, l3 = g >> 1 & 1, l4 = g >> 2, c3 = lane & 1, c4 = lane >> 1 & 1;  // of the row, of the column
+  const u32 odd = (N >= 128 ? l3 & c3 : 0) ^ (N >= 256 ? l4 & c4 : 0);
+  const bool mixes = (N < 128 && l3 != c3) || (N < 256 && l4 != c4);
+  const u32 f0 = mixes || (N < 64 && l2) ? 0 : 0x3F800000u | odd << 31;
+  const u32 f2 = mixes || (N < 64 && !l2) ? 0 : 0x3F800000u | (N >= 64 ? odd ^ l2 : odd) << 31;
+  const u32 minus = 0x80000000u;
+  return {{{f0, f0, f2, f2}, {f0, f0 ^ minus, f2, f2 ^ minus}}};
+}
+
+// step_tf32 in two parts; what it makes of an infinity is NaN.
+__device__ __forceinline__ void step_parts(float (&d)[4], const Sylvester8& h, float p0, float p1, float r0, float r1) {
+  const auto rest = [](float f) { return f - __uint_as_float(__float_as_uint(f) & 0xFFFFE000u); };
+  d[0] = d[1] = d[2] = d[3] = 0.f;
+  mma_tf32(d, h.a[0], rest(p0), rest(p1));
+  mma_tf32(d, h.a[1], rest(r0), rest(r1));
+  mma_tf32(d, h.a[0], p0, p1);
+  mma_tf32(d, h.a[1], r0, r1);
+}
+
+// 256 elements by additions only: infinities stay what they are, and in their rows.
+template <int D, int N>
+__device__ __forceinline__ void add_up(float (&y)[8], const Vec& v) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) unpack<D>(v.w[j], y[2 * j], y[2 * j + 1]);
+  butterflies_within<8, N>(y);
+#pragma unroll
+  for (int s = 1; s < 32 && s * 8 < N; s *= 2) {
+    const float sign = threadIdx.x & s ? -1.f : 1.f;
+#pragma unroll
+    for (int j = 0; j < 8; j++) y[j] = fmaf(y[j], sign, __shfl_xor_sync(0xFFFFFFFFu, y[j], s));
+  }
+}
+
+// The scale of this lane's group of 128: group_of<R, 16> of the half warp's R.
+template <int R>
+__device__ __forceinline__ float own_scale(const float (&y)[R][8], float factor) {
+  float amax[R];
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    amax[r] = fabsf(y[r][0]);
+#pragma unroll
+    for (int j = 1; j < 8; j++) amax[r] = larger(amax[r], y[r][j]);
+  }
+  return scale_of(largest<R, 16>(amax) * factor);
+}
+
+// The same values, which the compiler takes for different ones: it keeps each in a register of its own, where it would
+// make the four of an operand from one before every product. (A lane's number counts modulo 32.)
+template <int W>
+__device__ __forceinline__ void keep_apart(u32 (&a)[W], u32 salt) {
+#pragma unroll
+  for (int i = 0; i < W; i++) a[i] = __shfl_sync(0xFFFFFFFFu, a[i], threadIdx.x % 32 + 32 * (salt + i));
+}
+
+// Every warp of the grid takes a piece in turn.
+template <int D, int N, int R, int WARPS, int STAGES, bool SIGNS>
+__device__ __forceinline__ void stream_kernel(const Args& a) {
+  constexpr int PIECE = R * 256, GROUPS = PIECE / 128;
+  constexpr int IN_R = N > 256 ? N / 256 : 1, ROWS = N > 256 ? 1 : 256 / N;  // rows of IN_R vectors
+  static_assert(R <= 16 && R % IN_R == 0 && STAGES >= 2, "whole rows, one group a lane at most");
+  const u32 lane = threadIdx.x & 31, warp = warp_number();
+  const u32 own = shared_memory() + (warp * STAGES * R * 32 + lane) * 16;
+  const i64 total = a.rows * N;
+  const u32 pieces = (u32)((total + PIECE - 1) / PIECE);  // 32 bits count 2^39 elements
+  const u32 step = gridDim.x * WARPS, first = blockIdx.x * WARPS + warp;
+  const int count = first < pieces ? (pieces - first + step - 1) / step : 0;
+  const i64 left_of_last = total - (first + (i64)(count - 1) * step) * PIECE;
+  const int left_at_end = (int)min(left_of_last, (i64)PIECE) - (int)lane * 8;
+
+  // Where this lane reads, writes codes and writes a scale, and what each moves by from one piece to the next.
+  const u32 lane_row = N >= 256 ? 0 : lane * 8 / N, lane_column = N >= 256 ? lane * 8 : lane * 8 % N;
+  i64 row = (i64)first * PIECE / N + lane_row;
+  const char* from = (const char*)a.x + (row * a.x_stride + lane_column) * 2;
+  const i64 from_step = (i64)step * PIECE / N * a.x_stride * 2;
+  char* to = (char*)a.y + (i64)first * PIECE + lane * 8;
+  const u32 group = group_of<R, 16>() * 2 + (lane >> 4), flat = first * GROUPS + group;
+  u32 scale_row = flat / a.in_row, scale_column = flat - scale_row * a.in_row;
+  const u32 down = step * GROUPS / a.in_row, right = step * GROUPS - down * a.in_row;
+
+  auto copy = [&](u32 slot, int left) {
+#pragma unroll
+    for (int r = 0; r < R; r++)
+      if (r * 256 < left)
+        copy_ahead(own + (slot * R + r) * 512, from + (r / IN_R * ROWS * a.x_stride + r % IN_R * 256) * 2);
+  };
+  auto fetch = [&](int number, u32 slot) {
+    if (number + 1 < count) {
+      copy(slot, PIECE);
+    } else {
+      copy(slot, left_at_end);
+    }
+    from += from_step;
+  };
+  auto vector = [&](u32 slot, int r) {
+    Vec v = load_vec_shared(own + (slot * R + r) * 512);
+    if constexpr (SIGNS)
+      apply_signs16(v, a.signs + (row + r / IN_R * ROWS) % a.sign_rows * N + lane_column + r % IN_R * 256);
+    return v;
+  };
+
+  // What is left to do on a piece's vectors, and this lane's scale.
+  auto whole = [&](float(&y)[R][8]) {
+    butterflies<R, 8, 1, IN_R>(y);
+    return own_scale(y, a.scale);
+  };
+
+  Sylvester16 h = sylvester16<D>();
+  Sylvester8 h8 = sylvester8_of<N>();
+  keep_apart(h.a, 0), keep_apart(h8.a[0], 4), keep_apart(h8.a[1], 8);
+  grid_wait();
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) {
+    if (s < count) fetch(s, s);
+    copies_commit();
+  }
+  u32 slot = 0;
+  for (int i = 0; i < count; i++) {
+    copies_wait<STAGES - 2>();
+    if (i + STAGES - 1 < count) fetch(i + STAGES - 1, (slot ? slot : STAGES) - 1);
+    copies_commit();
+    float y[R][8];
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      float d[2][4];
+      first_product<D>(d, h, vector(slot, r));
+#pragma unroll
+      for (int e1 = 0; e1 < 2; e1++) {
+        float o[4];
+        step_parts(o, h8, d[0][2 * e1], d[0][2 * e1 + 1], d[1][2 * e1], d[1][2 * e1 + 1]);
+#pragma unroll
+        for (int j = 0; j < 4; j++) y[r][2 * e1 + j % 2 + j / 2 * 4] = o[j];
+      }
+    }
+    float scale = whole(y);
+    if (__any_sync(0xFFFFFFFFu, !(scale <= 0x1.fffffep127f))) {
+#pragma unroll
+      for (int r = 0; r < R; r++) add_up<D, N>(y[r], vector(slot, r));
+      scale = whole(y);
+    }
+    const float factor = a.scale * to_codes(scale);
+    u32 words[R][2];
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      const float f = from_group<R, 16>(factor, r);
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const float* z = y[r] + 4 * k;
+        words[r][k] = codes4(z[0] * f, z[1] * f, z[2] * f, z[3] * f);
+      }
+    }
+    auto put = [&](int left) {
+      if (lane % 16 < R && (int)(group * 128 - lane * 8) < left)
+        a.scales[scale_row * a.scale_row + scale_column * a.scale_group] = scale;
+#pragma unroll
+      for (int r = 0; r < R; r++)
+        if (r * 256 < left) store8(to + r * 256, words[r][0], words[r][1]);
+    };
+    if (i + 1 < count) {
+      put(PIECE);
+    } else {
+      put(left_at_end);
+    }
+    to += (i64)step * PIECE;
+    row += (i64)step * PIECE / N;
+    scale_row += down, scale_column += right;
+    if (scale_column >= a.in_row) scale_column -= a.in_row, scale_row++;
+    if (++slot == STAGES) slot = 0;
+  }
+}
+
+}  // namespace quantrot

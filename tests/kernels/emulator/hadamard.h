@@ -1,0 +1,57 @@
+// What kernels/hadamard/common.cuh and stream.cuh take beside words.cuh, for the host: products by a warp, whose operands are
+// gathered from the lanes that hold them, and shared memory by ordinary loads and stores.
+#pragma once
+
+struct longlong2 {
+  long long x, y;
+};
+inline void __syncthreads() { block_sync(); }
+using std::min;
+
+template <int D>
+inline void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const auto value = [](u32 bits) { return D == BF16 ? Bf16::value(bits) : Fp16::value(bits); };
+  const std::vector<u32> a[4] = {exchange(a0), exchange(a1), exchange(a2), exchange(a3)};
+  const std::vector<u32> b[2] = {exchange(b0), exchange(b1)};
+  const u32 g = lane_number() / 4, q = lane_number() % 4;
+  for (u32 i = 0; i < 4; i++)
+    for (u32 k = 0; k < 16; k++)
+      d[i] += value(a[i / 2 + k / 8 * 2][g * 4 + k % 8 / 2] >> k % 2 * 16) *
+              value(b[k / 8][(q * 2 + i % 2) * 4 + k % 8 / 2] >> k % 2 * 16);
+}
+
+inline void mma_tf32(float (&d)[4], const u32 (&a)[4], float b0, float b1) {
+  float wide[4];
+  for (int i = 0; i < 4; i++) memcpy(&wide[i], &a[i], 4);
+  product_tf32(d, wide, b0, b1);
+}
+
+// A group's bytes land when it is waited for, no sooner.
+inline void copy_ahead(u32 to, const void* from) { copy16(to, from, true); }
+inline void copies_commit() { self().copies.push_back({0, {}}); }
+template <int LEFT>
+inline void copies_wait() {
+  auto& copies = self().copies;
+  int groups = -LEFT;
+  for (const auto& [to, bytes] : copies) groups += to == 0;
+  while (groups > 0) {
+    const auto [to, bytes] = copies.front();
+    copies.erase(copies.begin());
+    if (to) emulator::ordinary_write(to, bytes.data(), 16);
+    groups -= to == 0;
+  }
+}
+
+inline Vec load_vec_shared(u32 from) { return load_vector(from); }
+inline float4 load_shared16(u32 from) {
+  float4 v;
+  memcpy(&v, self().block->at(from, 16), 16);
+  return v;
+}
+inline void store_shared16(u32 to, float a, float b, float c, float d) {
+  const float v[4] = {a, b, c, d};
+  emulator::ordinary_write(to, v, 16);
+}
+inline void load_shared8(u32 from, float& a, float& b) {
+  memcpy(&a, self().block->at(from, 4), 4), memcpy(&b, self().block->at(from + 4, 4), 4);
+}

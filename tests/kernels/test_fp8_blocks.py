@@ -1,0 +1,102 @@
+"""Quantization in CUDA C++: emulated on the host, and run on a GPU, against the reference's bits."""
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantrot.kernels.fp8 import E4M3, blocks, quantize_fp8_block
+from quantrot.kernels.fp8.blocks import Arguments, Groups, Squares
+from quantrot.kernels.fp8.reference import quantize_reference, scale_shape
+
+INF, NAN = float("inf"), float("nan")
+gpu = pytest.mark.gpu
+RUN = """
+static std::string message;
+extern "C" const char* run(const quantrot::BlockArgs* args, unsigned blocks, unsigned seed) {{
+  const emulator::Dim3 grid{{blocks, 1, 1}};
+  message = emulator::launch(grid, {cluster}, {threads}, {shared}, seed, [&] {{ quantrot::{call}(*args); }});
+  return message.c_str();
+}}
+"""
+
+
+def bits(t):
+    return t.cpu().view(torch.int32 if t.dtype == torch.float32 else torch.uint8)
+
+
+def blocks_of_everything(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """3 x 3 blocks with ragged edges: ordinary, special, scales that are lifted, ties."""
+    torch.manual_seed(size)
+    x = torch.randn(3 * size - 24, 3 * size - 40)
+    x[:size, :size] = 0
+    x[5, 7], x[6, 8] = -0.0, 0.0
+    x[size + 3, 3], x[size + 4, size + 5], x[size - 1, 2 * size + 1] = INF, NAN, -INF
+    lift = 2.0**-124 if dtype == torch.bfloat16 else 2.0**-20
+    x[2 * size :, :size] *= lift
+    x[2 * size :, size : 2 * size] = torch.randint(-448, 449, x[2 * size :, size : 2 * size].shape).float()
+    x[2 * size, size] = 448  # the scale is 1: integers between 16 and 448 meet every tie
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype", "rule", "plan"),
+    [
+        ((128, 128), torch.bfloat16, "exact", Squares(4, 256)),
+        ((128, 128), torch.float16, "bf16", Squares(4, 128, cluster=2)),
+        ((256, 256), torch.bfloat16, "pow2", Squares(4, 256, cluster=4)),
+        ((256, 256), torch.float16, "exact", Squares(6, 128, cluster=4)),
+        ((1, 128), torch.bfloat16, "exact", Groups(16, 64, rows=4)),
+        ((1, 128), torch.float16, "bf16", Groups(4, 128, rows=16)),
+        ((1, 128), torch.bfloat16, "pow2", Groups(4, 32, rows=1)),
+    ],
+)
+def test_emulated_bits_are_the_references(emulated, block, dtype, rule, plan):
+    source = plan.source(block, dtype, rule)
+    shape = {"cluster": plan.cluster, "threads": plan.threads, "shared": plan.shared_bytes()}
+    run = RUN.format(call=plan.call(block, dtype), **shape)
+    library = emulated(source[: source.index('extern "C" __global__')] + run)
+    library.run.restype = ctypes.c_char_p
+    x = blocks_of_everything(block[1], dtype)
+    if block[0] == 1:
+        x = x[[*range(120, 136), *range(256, 261)]]
+    apart = torch.full((x.shape[0], x.shape[1] + 16), NAN, dtype=dtype)
+    apart[:, : x.shape[1]] = x
+    expected, expected_scale = quantize_reference(x, block, rule)
+    for seed in range(2):
+        q, scale = torch.full(x.shape, 0.5).to(E4M3), torch.zeros(scale_shape(x.shape, block)[::-1]).T
+        args = Arguments(apart.data_ptr(), q.data_ptr(), scale.data_ptr(), apart.stride(0), *scale.stride(), *x.shape)
+        assert library.run(ctypes.byref(args), plan.grid(*x.shape, block), seed) == b""
+        assert torch.equal(bits(scale.contiguous()), bits(expected_scale)) and torch.equal(bits(q), bits(expected))
+
+
+def test_rows_that_would_not_fill_the_gpu_are_divided_among_more_thread_blocks():
+    for rows, columns in ((1, 4096), (64, 14336), (512, 4096)):
+        assert blocks.plan_for((1, 128), rows, columns) == replace(blocks.FEW_ROWS, stream=False)
+    assert blocks.plan_for((1, 128), 2048, 4096) == replace(blocks.PLANS[1, 128], stream=False)
+    assert blocks.plan_for((1, 128), 8192, 8192) == blocks.PLANS[1, 128]
+
+
+@gpu
+@pytest.mark.parametrize("rule", ["exact", "bf16", "pow2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", sorted(blocks.PLANS))
+def test_gpu_bits_are_the_references(block, dtype, rule):
+    x = blocks_of_everything(block[1], dtype)
+    if not blocks.supports(x.cuda(), block):
+        pytest.skip("needs sm_90 and cuda.core")
+    expected = quantize_reference(x, block, rule)
+    for _ in range(20):
+        got = quantize_fp8_block(x.cuda(), block, rule)
+        assert torch.equal(bits(got[0]), bits(expected[0])) and torch.equal(bits(got[1]), bits(expected[1]))
+
+
+@gpu
+def test_gpu_rows_with_a_pitch_and_rows_that_do_not_start_at_16_bytes():
+    x = torch.randn(300, 1040, device="cuda").bfloat16()
+    for part in (x[:, :520], x[3:, 8:264], x[:, 4:260], x[:, :257]):
+        for block in blocks.PLANS:
+            expected = quantize_reference(part.cpu(), block, "exact")
+            got = quantize_fp8_block(part, block, "exact")
+            assert torch.equal(bits(got[0]), bits(expected[0])) and torch.equal(bits(got[1]), bits(expected[1]))
