@@ -186,6 +186,7 @@ def _waves(m: int, n: int, plan: Prefill) -> int:
     return _ceil(plan.tiles(m, n), PROCESSORS // plan.cluster) * plan.columns
 
 
+@lru_cache(maxsize=4096)
 def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
     """The plan of these sizes, by rule. settled: b may be read before the kernel before this one has ended."""
     square = IN_PARTS if parts > 1 else SQUARE

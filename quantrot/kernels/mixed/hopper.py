@@ -257,6 +257,7 @@ def entry(plan: Plan | Decode, kernel: Kernel, name: str = "mixed") -> str:
 PROCESSORS = 132  # of the device that the rules are for
 
 
+@lru_cache(maxsize=4096)
 def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> Plan | Decode:
     """The plan for R, C and K: as measured (`tuned`), or by rule. group: blocks that are summed before scaling, 0: all.
 
