@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n logical --maxprocesses 8 --dist worksteal
 
 tables: $(VENV)/.installed
 	$(BIN)/python benchmarks/render.py

@@ -84,7 +84,7 @@ def verify(
         plan = make_plan(source, manifest.data["recipe"], "cpu")
     except ValueError as error:
         raise ValueError(f"{error}\n(the source to compare with; --against names another place of it)") from None
-    model = load(root, device_map=_device(device), dtype=torch.float32)
+    model = load(root, device_map=_device(device), dtype=torch.float32, merge=False)  # each linear is looked at
     baseline, tokenizer = open_model(source, device, "float32")
     ids = windows(tokenizer, text or python_topics(), min(seq_len, plan.llama.max_positions), count)
     report = progress or (lambda what, done, total: None)

@@ -8,6 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from quantrot import convert, verify
 from quantrot.checkpoint import sha256_range
+from quantrot.load import load, merge_projections
+from quantrot.modules import LINEARS
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 OPTIONS = dict(text=TEXT, seq_len=64, count=2, device="cpu")
@@ -57,6 +59,16 @@ def test_layer_sqnr_is_the_formats_noise(source, tmp_path):
     assert len(int8) == len(mxfp4) == 14
     assert all(35 < layer.sqnr_db < 50 and layer.unrotated_db is None for layer in int8)
     assert all(12 < layer.sqnr_db < 22 for layer in mxfp4)
+
+
+def test_every_linear_is_looked_at_where_projections_would_be_merged(source, tmp_path, monkeypatch):
+    convert(source, "int8-weight-only", tmp_path / "out")
+    expected = verify(tmp_path / "out", **OPTIONS).layers
+    for linear in LINEARS.values():  # as on a GPU, with the reference behind it
+        monkeypatch.setattr(linear, "runs_packed", lambda self, device: True)
+        monkeypatch.setattr(linear, "multiply", lambda self, x: self.multiply_wide(x, self.dequantized(x.dtype)))
+    assert merge_projections(load(tmp_path / "out", merge=False)) == 4
+    assert verify(tmp_path / "out", **OPTIONS).layers == expected and len(expected) == 14
 
 
 def test_a_rotation_that_costs_more_than_it_gains_is_named(source, tmp_path, tiny):
