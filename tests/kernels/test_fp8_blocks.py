@@ -43,11 +43,13 @@ def blocks_of_everything(size: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("block", "dtype", "rule", "plan"),
     [
+        ((128, 128), torch.bfloat16, "exact", blocks.PLANS[128, 128]),
         ((128, 128), torch.bfloat16, "exact", Squares(4, 256)),
         ((128, 128), torch.float16, "bf16", Squares(4, 128, cluster=2)),
+        ((256, 256), torch.bfloat16, "bf16", blocks.PLANS[256, 256]),
         ((256, 256), torch.bfloat16, "pow2", Squares(4, 256, cluster=4)),
         ((256, 256), torch.float16, "exact", Squares(6, 128, cluster=4)),
-        ((1, 128), torch.bfloat16, "exact", Groups(16, 64, rows=4)),
+        ((1, 128), torch.bfloat16, "exact", blocks.PLANS[1, 128]),
         ((1, 128), torch.float16, "bf16", Groups(4, 128, rows=16)),
         ((1, 128), torch.bfloat16, "pow2", Groups(4, 32, rows=1)),
     ],
@@ -75,7 +77,7 @@ def test_rows_that_would_not_fill_the_gpu_are_divided_among_more_thread_blocks()
     for rows, columns in ((1, 4096), (64, 14336), (512, 4096)):
         assert blocks.plan_for((1, 128), rows, columns) == replace(blocks.FEW_ROWS, stream=False)
     assert blocks.plan_for((1, 128), 2048, 4096) == replace(blocks.PLANS[1, 128], stream=False)
-    assert blocks.plan_for((1, 128), 8192, 8192) == blocks.PLANS[1, 128]
+    assert blocks.plan_for((1, 128), 4096, 8192) == blocks.PLANS[1, 128]
 
 
 @gpu
