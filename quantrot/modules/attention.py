@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
@@ -17,6 +18,7 @@ from quantrot.kernels.attention import (
     rope_hadamard_quantize,
     transposed_values,
 )
+from quantrot.kernels.attention import one_token
 from quantrot.modules.cache import adopt, round_trip
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.modules.merged import Merging
@@ -87,7 +89,15 @@ class QuantizedAttention(Merging):
         cache: Any,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """q, k, v [B, S, heads, D] -> [B, S, heads, D] and the weights, by the model's attention implementation."""
+        """q, k, v [B, S, heads, D] -> [B, S, heads, D] and the weights, by the model's attention implementation, or in
+        one kernel where there is one."""
+        if (layer := self._one_token(q, k, v, position_embeddings, mask, cache, kwargs)) is not None:
+            stored = layer.keys, layer.values, layer.cumulative_length
+            options = {"mask": mask, "scale": self.scaling, "advance": self.layer_idx > 0, "settled": True}
+            y = one_token.rope_attend_one(q, k, v, *position_embeddings, *stored, **options)
+            if not options["advance"]:  # the model has computed positions and the mask from the first layer's count
+                layer.cumulative_length.add_(1)
+            return y, None
         query, key, value = (t.transpose(1, 2) for t in (q, k, v))
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if self.R3 is not None:
@@ -99,6 +109,36 @@ class QuantizedAttention(Merging):
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         return attention(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **self.window, **kwargs)
+
+    def _one_token(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: Any,
+        kwargs: dict[str, Any],
+    ) -> StaticLayer | None:
+        """The cache's layer where one kernel turns, stores and attends: a token in a static cache of the model's dtype.
+
+        Not with R3 or a narrow cache, with another implementation than sdpa, whose weights nobody asks for, or where
+        gradients are recorded. The layer's count is transformers': `update` adds to it as the kernel does.
+        """
+        if cache is None or q.shape[1] != 1 or torch.is_grad_enabled() or (self.training and self.attention_dropout):
+            return None
+        if self.R3 is not None or self.kv_cache != "bf16" or self.window or kwargs.get("output_attentions"):
+            return None
+        if self.config._attn_implementation != "sdpa" or cache.offloading:
+            return None
+        layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+        if type(layer) is not StaticLayer or not layer.is_initialized or not one_token.runs_on(q.device):
+            return None
+        length = getattr(layer, "cumulative_length", None)  # a tensor in every version that quantrot knows
+        given = q, k, v, *position_embeddings, layer.keys, layer.values
+        if not isinstance(length, Tensor) or one_token.unsupported(*given, length, mask) is not None:
+            return None
+        return layer
 
     # --- In e4m3 ---
 

@@ -50,7 +50,7 @@ def emulator(emulated):
         assert one_token.unsupported(*operands) is None
         q, mask = operands[0], operands[-1]
         out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
-        args = one_token.arguments(*operands[:-1], mask, q.shape[3] ** -0.5, seed % 2 == 0, out)
+        args = one_token.arguments(*operands[:-1], True, mask, q.shape[3] ** -0.5, seed % 2 == 0, out)
         rows, shared = q.shape[0] * q.shape[2] // share, plan.shared_bytes(dim, share)
         message = library.run(number, ctypes.byref(args), plan.split, rows, plan.threads, shared, seed)
         assert message == b"", message.decode()

@@ -20,7 +20,7 @@ struct TokenArgs {
   unsigned short* out;                          // [batch, heads, D]
   i64 q_batch, q_head, k_batch, k_head, v_batch, v_head, cos_batch, sin_batch;  // elements
   i64 keys_batch, keys_head, values_batch, values_head, mask_batch;
-  int heads, groups, room, settled;
+  int heads, groups, room, advance, settled;
   float scale;  // of the scores, times log2(e)
 };
 
@@ -197,7 +197,7 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
   if (step >= 0) load_k(step), load_v(step);
   if (args.settled) grid_wait();
   u64 arrivals = 0;
-  if (threadIdx.x == 0) arrivals = count_arrival(args.count);  // after this block's read of the count
+  if (args.advance && threadIdx.x == 0) arrivals = count_arrival(args.count);  // after this block's read of the count
   Quad b[TILES][LOADS];
   float top[TILES][2], total[TILES][2], o[TILES][CHUNKS * 4][4];
   if (step >= 0) {
@@ -402,7 +402,7 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
     }
   }
   // Every block has read the count: the last to say so sets it.
-  if (threadIdx.x == 0 && arrivals >> 32 == gridDim.x * gridDim.y - 1) *args.count = counted + 1ull;
+  if (args.advance && threadIdx.x == 0 && arrivals >> 32 == gridDim.x * gridDim.y - 1) *args.count = counted + 1ull;
 }
 
 }  // namespace quantrot

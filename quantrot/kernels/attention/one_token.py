@@ -7,7 +7,7 @@ Contract, with B sequences, H query heads, G key heads (G divides H), room for L
 
     q [B, 1, H, D], k and v [B, 1, G, D], D contiguous; cos, sin [1 or B, 1, D], as transformers' rotary embedding has them
     keys, values [B, G, L, D], changed: the new key (turned) and value go to place `length`
-    length int64 [], changed: how many tokens are in the cache, of every sequence the same; one more afterwards
+    length int64 []: how many tokens are in the cache, of every sequence the same; with `advance` one more afterwards
     mask bool [1 or B, 1, 1, L] or None: False where a cached token is not seen, whatever its place; those behind the new
         one are not seen, and not read
     settled: nothing that may still run when the kernel which wrote q, k or v starts writes keys, values or length: they
@@ -45,8 +45,9 @@ ENTRY = """extern "C" __global__ void {cluster} __launch_bounds__({threads}, {bl
 
 torch.library.define(
     "quantrot::rope_attend_one",
-    "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, "
-    "Tensor? mask, float scale, bool settled) -> Tensor",
+    "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor? position, Tensor(c!)? length, Tensor? mask, float scale, bool settled) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
 )
 
 
@@ -62,16 +63,20 @@ def rope_attend_one(
     *,
     mask: Tensor | None = None,
     scale: float | None = None,
+    advance: bool = True,
     settled: bool = False,
 ) -> Tensor:
     """[B, 1, H, D] in q's dtype, contiguous; see the top of this file. scale: of the scores, 1 / sqrt(D) if None.
 
+    advance: length becomes one more. Not to be asked for, under torch.compile, of a length from which other operands, or
+    those of a later call, are computed: Inductor (torch 2.11, 2.13) may compute them again, after it has changed.
     No backward. ValueError for shapes and dtypes that do not fit.
     """
     if reason := unsupported(q, k, v, cos, sin, keys, values, length, mask):
         raise ValueError(f"rope_attend_one: {reason}")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    return torch.ops.quantrot.rope_attend_one(q, k, v, cos, sin, keys, values, length, mask, scale, settled)
+    counts = (None, length) if advance else (length, None)
+    return torch.ops.quantrot.rope_attend_one(q, k, v, cos, sin, keys, values, *counts, mask, scale, settled)
 
 
 @constant
@@ -126,7 +131,7 @@ def rotate_half(x: Tensor) -> Tensor:
 
 def rope_attend_one_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor,
-    mask: Tensor | None, scale: float,
+    advance: bool, mask: Tensor | None, scale: float,
 ) -> Tensor:  # fmt: skip
     """The definition. Any device; softmax and sums in float32 throughout."""
     (batch, _, heads, dim), (groups, room) = q.shape, keys.shape[1:3]
@@ -142,7 +147,8 @@ def rope_attend_one_reference(
     weights = torch.where(seen.any(dim=-1, keepdim=True), scores.softmax(dim=-1), 0.0)
     y = weights @ torch.where((at <= length).view(room, 1), values.float(), 0.0)
     y = torch.where(length >= room, float("nan"), y)
-    length.add_(1)
+    if advance:
+        length.add_(1)
     return y.to(q.dtype).view(batch, 1, heads, dim)
 
 
@@ -175,7 +181,7 @@ class Arguments(ctypes.Structure):
         *((f"{name}_{i}", ctypes.c_longlong) for name in "qkv" for i in ("batch", "head")),
         *((name, ctypes.c_longlong) for name in ("cos_batch", "sin_batch", "keys_batch", "keys_head")),
         *((name, ctypes.c_longlong) for name in ("values_batch", "values_head", "mask_batch")),
-        *((name, ctypes.c_int) for name in ("heads", "groups", "room", "settled")),
+        *((name, ctypes.c_int) for name in ("heads", "groups", "room", "advance", "settled")),
         ("scale", ctypes.c_float),
     ]
 
@@ -222,7 +228,7 @@ def _kernel(plan: Plan, dim: int, share: int, dtype: torch.dtype, device: int) -
 
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor,
-    mask: Tensor | None, scale: float, settled: bool, out: Tensor,
+    advance: bool, mask: Tensor | None, scale: float, settled: bool, out: Tensor,
 ) -> Arguments:  # fmt: skip
     """The kernel's parameter."""
     every = (q, k, v, cos, sin, keys, values, length)
@@ -238,6 +244,7 @@ def arguments(
         q.shape[2],
         keys.shape[1],
         keys.shape[2],
+        int(advance),
         int(settled),
         scale * LOG2E,
     )
@@ -252,7 +259,7 @@ def _aligned(t: Tensor) -> Tensor:
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor,
-    mask: Tensor | None, scale: float, settled: bool, plan: Plan | None = None,
+    advance: bool, mask: Tensor | None, scale: float, settled: bool, plan: Plan | None = None,
 ) -> Tensor:  # fmt: skip
     """rope_attend_one's kernel. plan: instead of the rule's (to measure)."""
     (batch, _, heads, dim), (groups, room), device = q.shape, keys.shape[1:3], q.get_device()
@@ -263,7 +270,7 @@ def launch(
     out = torch.empty(batch, 1, heads, dim, dtype=q.dtype, device=q.device)
     share = heads // groups
     plan = plan or plan_for(dim, share, batch * groups, room, processors(device))
-    values_ = _Parameters(arguments(q, k, v, cos, sin, keys, values, length, mask, scale, settled, out))
+    values_ = _Parameters(arguments(q, k, v, cos, sin, keys, values, length, advance, mask, scale, settled, out))
     function, shared = _kernel(plan, dim, share, q.dtype, device), plan.shared_bytes(dim, share)
     nvrtc.launch(function, (plan.split, batch * groups), plan.threads, shared, values_, device, overlap=True)
     return out
@@ -271,17 +278,19 @@ def launch(
 
 @implement("quantrot::rope_attend_one")
 def _rope_attend_one(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor,
-    mask: Tensor | None, scale: float, settled: bool,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor | None,
+    length: Tensor | None, mask: Tensor | None, scale: float, settled: bool,
 ) -> Tensor:  # fmt: skip
-    if runs_on(q.device) and q.numel():
-        return launch(q, k, v, cos, sin, keys, values, length, mask, scale, settled)
-    return rope_attend_one_reference(q, k, v, cos, sin, keys, values, length, mask, scale)
+    advance, length = length is not None, position if length is None else length
+    assert length is not None
+    if q.is_cuda and runs_on(q.device) and q.numel():
+        return launch(q, k, v, cos, sin, keys, values, length, advance, mask, scale, settled)
+    return rope_attend_one_reference(q, k, v, cos, sin, keys, values, length, advance, mask, scale)
 
 
 @torch.library.register_fake("quantrot::rope_attend_one")
 def _rope_attend_one_fake(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor,
-    mask: Tensor | None, scale: float, settled: bool,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor | None,
+    length: Tensor | None, mask: Tensor | None, scale: float, settled: bool,
 ) -> Tensor:  # fmt: skip
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
