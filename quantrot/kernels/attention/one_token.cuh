@@ -35,8 +35,19 @@ __device__ __forceinline__ Quad load_once(const unsigned short* p) {
 }
 
 __device__ __forceinline__ Quad load_plain(const unsigned short* p) { return *(const Quad*)p; }
-__device__ __forceinline__ u32 load_count(const u64* p) { return *(const volatile u32*)p; }
-__device__ __forceinline__ u64 count_arrival(u64* p) { return atomicAdd(p, 1ull << 32); }
+
+__device__ __forceinline__ u32 load_count(const u64* p) {
+  u32 count;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(p) : "memory");
+  return count;
+}
+
+// Not atomicAdd, around which the compiler has the warp exchange results, and so wait for it.
+__device__ __forceinline__ u64 count_arrival(u64* p) {
+  u64 before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(1ull << 32) : "memory");
+  return before;
+}
 
 __device__ __forceinline__ void store_shared4(u32 address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
@@ -48,8 +59,11 @@ __device__ __forceinline__ u32 load_shared1(u32 address) {
   return v;
 }
 
-__device__ __forceinline__ void store_cluster2(u32 mapped, float a, float b) {  // of in_block
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(mapped), "f"(a), "f"(b) : "memory");
+// To another block's shared memory (of in_block, as its barrier), some time before its barrier has counted the 8 bytes.
+__device__ __forceinline__ void send2(u32 mapped, u32 bar, float a, float b) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(mapped),
+               "f"(a), "f"(b), "r"(bar)
+               : "memory");
 }
 
 // An 8 x 8 matrix of 16-bit elements, row g, columns 2 q and the next in a lane, transposed.
@@ -104,62 +118,93 @@ __device__ __forceinline__ float weight_of(float top, float highest) {
   return exp2_fast(top - (highest == minus_infinity() ? 0.f : highest));
 }
 
-// Columns 32 j + 8 q ... + 7 of a row, turned: x cos + rotate_half(x) sin, each operation rounded to 16 bits.
-template <int D, class T>
-__device__ __forceinline__ void turn_row(Quad (&y)[D / 32], const unsigned short* row, const unsigned short* cos,
-                                         const unsigned short* sin) {
-  const int first = lane_number() % 4 * 8;
-  Quad x[D / 32], c[D / 32], s[D / 32];
+// Columns 32 j + 8 q ... + 7 of a row, and of what goes with them in rotate_half.
+template <int D>
+struct Row {
+  Quad x[D / 32], other[D % 64 ? D / 32 : 1];
+
+  __device__ __forceinline__ void load(const unsigned short* row) {
+    const int first = lane_number() % 4 * 8;
 #pragma unroll
-  for (int j = 0; j < D / 32; j++) {
-    x[j] = load_plain(row + 32 * j + first), c[j] = load_plain(cos + 32 * j + first);
-    s[j] = load_plain(sin + 32 * j + first);
-  }
-#pragma unroll
-  for (int j = 0; j < D / 32; j++) {
-    Quad other;
-    bool negative = j < D / 64;
-    if constexpr (D % 64 == 0) {
-      other = x[(j + D / 64) % (D / 32)];
-    } else {
-      const int at = 32 * j + first;
-      other = load_plain(row + (at + D / 2) % D), negative = at < D / 2;
-    }
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-      const u32 half = other.w[w] ^ (negative ? 0x80008000u : 0u);
-      y[j].w[w] = plus<T>(times<T>(x[j].w[w], c[j].w[w]), times<T>(half, s[j].w[w]));
+    for (int j = 0; j < D / 32; j++) {
+      x[j] = load_plain(row + 32 * j + first);
+      if constexpr (D % 64 != 0) other[j] = load_plain(row + (32 * j + first + D / 2) % D);
     }
   }
-}
 
-// Shared memory: floats [WARPS][share][PITCH], [WARPS][share][2]; what comes from the cluster's blocks, [SPLIT][own][2]
-// and [SPLIT][share][2]; a word.
-template <int D, int WARPS, int SPLIT>
-struct TokenShape {
-  static constexpr int PITCH = D + 8;  // lanes meet different banks
-  int own, stats, landed, numbers, word;
-
-  __device__ __forceinline__ TokenShape(int share) {
-    own = (share * D / 2 + SPLIT - 1) / SPLIT;  // pairs of columns that a block finishes
-    stats = WARPS * share * PITCH * 4, landed = stats + WARPS * share * 8;
-    numbers = landed + SPLIT * own * 8, word = numbers + SPLIT * share * 8;
+  // x cos + rotate_half(x) sin, each operation rounded to 16 bits.
+  template <class T>
+  __device__ __forceinline__ void turn(Quad (&y)[D / 32], const Row& cos, const Row& sin) const {
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) {
+      Quad half;
+      if constexpr (D % 64 == 0) {
+        half = x[(j + D / 64) % (D / 32)];
+      } else {
+        half = other[j];
+      }
+      const u32 sign = 32 * j + (int)(lane_number() % 4 * 8) < D / 2 ? 0x80008000u : 0u;
+#pragma unroll
+      for (int w = 0; w < 4; w++)
+        y[j].w[w] = plus<T>(times<T>(x[j].w[w], cos.x[j].w[w]), times<T>(half.w[w] ^ sign, sin.x[j].w[w]));
+    }
   }
 };
 
-template <int D, int TILES, int WARPS, int SPLIT, class T>
+// Shared memory: floats [WARPS][SHARE][PITCH], [WARPS][SHARE][2]; what comes from the cluster's blocks, [SPLIT][OWN][2]
+// and [SPLIT][SHARE][2]; a barrier for that; a word.
+template <int D, int SHARE, int WARPS, int SPLIT>
+struct TokenShape {
+  static constexpr int PITCH = D + 8;  // lanes meet different banks
+  static constexpr int PAIRS = SHARE * D / 2, OWN = (PAIRS + SPLIT - 1) / SPLIT;  // of columns; that a block finishes
+  static constexpr int STATS = WARPS * SHARE * PITCH * 4, LANDED = STATS + WARPS * SHARE * 8;
+  static constexpr int NUMBERS = LANDED + SPLIT * OWN * 8, BARRIER = NUMBERS + SPLIT * SHARE * 8, WORD = BARRIER + 8;
+};
+
+// The parts of a head: their largest scores and sums, of `count` of N, `pitch` bytes apart.
+template <int N>
+struct Parts {
+  float weight[N], highest, sum;
+
+  __device__ __forceinline__ Parts(u32 from, int pitch, int count) : highest(minus_infinity()), sum(0.f) {
+    float2 stat[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      stat[i] = {minus_infinity(), 0.f};
+      if (i < count) stat[i] = load_shared2(from + i * pitch);
+      highest = fmaxf(highest, stat[i].x);
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) weight[i] = weight_of(stat[i].x, highest), sum = fmaf(stat[i].y, weight[i], sum);
+  }
+
+  // Two columns of the parts, added.
+  __device__ __forceinline__ float2 add(u32 from, int pitch, int count) const {
+    float2 y = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      float2 two = {0.f, 0.f};
+      if (i < count) two = load_shared2(from + i * pitch);
+      y.x = fmaf(two.x, weight[i], y.x), y.y = fmaf(two.y, weight[i], y.y);
+    }
+    return y;
+  }
+};
+
+template <int D, int SHARE, int WARPS, int SPLIT, class T>
 __device__ __forceinline__ void attend_token(const TokenArgs& args) {
-  using Shape = TokenShape<D, WARPS, SPLIT>;
+  using Shape = TokenShape<D, SHARE, WARPS, SPLIT>;
+  constexpr int TILES = (SHARE + 7) / 8;
   constexpr int LOADS = D / 32, CHUNKS = (D + 63) / 64, THREADS = WARPS * 32, STRIDE = SPLIT * WARPS;
   const u32 lane = lane_number(), g = lane / 4, q = lane % 4, warp = warp_number(), base = shared_memory();
   const u32 rank = SPLIT > 1 ? cluster_rank() : 0;
-  const int batch = blockIdx.y / args.groups, group = blockIdx.y % args.groups, share = args.heads / args.groups;
-  const Shape shape(share);
-  if constexpr (SPLIT > 1) cluster_start();  // before one writes to another's shared memory
+  const int batch = blockIdx.y / args.groups, group = blockIdx.y % args.groups;
+  if (SPLIT > 1 && threadIdx.x == 0) barrier_init(base + Shape::BARRIER, 1), barrier_init_done();
   if (!args.settled) grid_wait();
-  if (threadIdx.x == 0) store_shared(base + shape.word, load_count(args.count));
+  if (threadIdx.x == 0) store_shared(base + Shape::WORD, load_count(args.count));
+  if constexpr (SPLIT > 1) cluster_start();  // the others' barriers are there
   block_sync();
-  const u32 counted = load_shared1(base + shape.word);
+  const u32 counted = load_shared1(base + Shape::WORD);
   const bool full = counted >= (u32)args.room;  // no place for the token
   const int position = full ? args.room - 1 : (int)counted, steps = position / 16 + 1;
   unsigned short* const keys = args.keys + batch * args.keys_batch + group * args.keys_head;
@@ -197,25 +242,38 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
   if (step >= 0) load_k(step), load_v(step);
   if (args.settled) grid_wait();
   u64 arrivals = 0;
-  if (args.advance && threadIdx.x == 0) arrivals = count_arrival(args.count);  // after this block's read of the count
+  const bool last_thread = threadIdx.x == THREADS - 1;
+  if (args.advance && last_thread) arrivals = count_arrival(args.count);  // after this block has read it
   Quad b[TILES][LOADS];
   float top[TILES][2], total[TILES][2], o[TILES][CHUNKS * 4][4];
   if (step >= 0) {
-    load_mask(step);
-    const unsigned short *cos = args.cos + batch * args.cos_batch, *sin = args.sin + batch * args.sin_batch;
-    if (rank == 0 && warp == 0) {  // the new token
-      Quad key[LOADS], value[CHUNKS];
+    Row<D> cos, sin, row[TILES];
+    const bool first = rank == 0 && warp == 0;
+    Row<D> key;
+    Quad value[CHUNKS];
+#pragma unroll
+    for (int t = 0; t < TILES; t++)  // heads past the share are the last one again, and are not kept
+      row[t].load(args.q + batch * args.q_batch + (group * SHARE + min(8 * t + (int)g, SHARE - 1)) * args.q_head);
+    cos.load(args.cos + batch * args.cos_batch), sin.load(args.sin + batch * args.sin_batch);
+    if (first) {
+      key.load(args.k + batch * args.k_batch + group * args.k_head);
       const unsigned short* v = args.v + batch * args.v_batch + group * args.v_head + 8 * g;
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++)
         if (D % 64 == 0 || 64 * c + 8 * (int)g < D) value[c] = load_plain(v + 64 * c);
-      turn_row<D, T>(key, args.k + batch * args.k_batch + group * args.k_head, cos, sin);
+    }
+    load_mask(step);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) row[t].template turn<T>(b[t], cos, sin);
+    if (first) {  // the new token
+      Quad turned[LOADS];
+      key.template turn<T>(turned, cos, sin);
       const int last = position % 16;
 #pragma unroll
       for (int j = 0; j < LOADS; j++) {
-        if ((int)g == last) kx[0][j] = key[j];
-        if ((int)g + 8 == last) kx[1][j] = key[j];
-        if (g == 0 && !full) *(Quad*)(keys + (i64)position * D + 32 * j + 8 * q) = key[j];
+        if ((int)g == last) kx[0][j] = turned[j];
+        if ((int)g + 8 == last) kx[1][j] = turned[j];
+        if (g == 0 && !full) *(Quad*)(keys + (i64)position * D + 32 * j + 8 * q) = turned[j];
       }
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {
@@ -225,11 +283,6 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
           if ((int)(2 * q) + r % 2 + r / 2 * 8 == last) vx[r][c] = value[c];
         if (q == 0 && !full) *(Quad*)(values + (i64)position * D + 64 * c + 8 * g) = value[c];
       }
-    }
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {  // heads past the share are the last one again, and are not kept
-      const int head = group * share + min(8 * t + (int)g, share - 1);
-      turn_row<D, T>(b[t], args.q + batch * args.q_batch + head * args.q_head, cos, sin);
     }
   }
 #pragma unroll
@@ -323,8 +376,8 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
         float sum = total[t][h];
 #pragma unroll
         for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
-        if (head >= share) continue;
-        const u32 to = base + ((warp * share + head) * Shape::PITCH + 8 * g) * 4;
+        if (head >= SHARE) continue;
+        const u32 to = base + ((warp * SHARE + head) * Shape::PITCH + 8 * g) * 4;
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
           if (D % 64 != 0 && 64 * c + 8 * (int)g >= D) continue;
@@ -333,76 +386,55 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
           store_shared4(to + c * 256 + 16, s[4 * c + 2][h], s[4 * c + 2][2 + h], s[4 * c + 3][h], s[4 * c + 3][2 + h]);
         }
         if (g == 0) {
-          const u32 at = base + shape.stats + (warp * share + head) * 8;
+          const u32 at = base + Shape::STATS + (warp * SHARE + head) * 8;
           store_shared(at, top[t][h]), store_shared(at + 4, sum);
         }
       }
     }
   }
+  if constexpr (SPLIT > 1) {  // what the blocks that had a step will send here
+    const int mine = min(max(Shape::PAIRS - (int)rank * Shape::OWN, 0), Shape::OWN);
+    if (warp == 0) barrier_expect(base + Shape::BARRIER, min(steps, SPLIT) * (mine + SHARE) * 8);
+  }
   block_sync();
-  auto highest_of = [&](int head) {
-    float highest = minus_infinity();
-    for (int w = 0; w < active; w++) highest = fmaxf(highest, load_shared(base + shape.stats + (w * share + head) * 8));
-    return highest;
-  };
-  unsigned short* const out = args.out + ((i64)batch * args.heads + group * share) * D;
-  auto write = [&](int pair, float a, float b, float sum) {
+  unsigned short* const out = args.out + ((i64)batch * args.heads + group * SHARE) * D;
+  auto write = [&](int pair, float2 y, float sum) {
     const float inverse = full ? __uint_as_float(0x7FC00000u) : sum == 0.f ? 0.f : 1.f / sum;
-    *(u32*)(out + pair * 2) = T::pack(a * inverse, b * inverse);
+    *(u32*)(out + pair * 2) = T::pack(y.x * inverse, y.y * inverse);
   };
-  const int pairs = share * D / 2;
-  if (SPLIT == 1 || active > 0) {
-    for (int at = threadIdx.x; at < pairs; at += THREADS) {
-      const int head = at / (D / 2);
-      const float highest = highest_of(head);
-      float a = 0.f, b = 0.f, sum = 0.f;
-      for (int w = 0; w < active; w++) {
-        const float2 stat = load_shared2(base + shape.stats + (w * share + head) * 8);
-        const float2 two = load_shared2(base + ((w * share + head) * Shape::PITCH + at % (D / 2) * 2) * 4);
-        const float weight = weight_of(stat.x, highest);
-        a = fmaf(two.x, weight, a), b = fmaf(two.y, weight, b), sum = fmaf(stat.y, weight, sum);
-      }
+  const u32 stats = base + Shape::STATS;
+  if (active > 0) {
+    for (int at = threadIdx.x; at < Shape::PAIRS; at += THREADS) {
+      const int head = at / (D / 2), column = at % (D / 2) * 2;
+      const Parts<WARPS> parts(stats + head * 8, SHARE * 8, active);
+      const float2 y = parts.add(base + (head * Shape::PITCH + column) * 4, SHARE * Shape::PITCH * 4, active);
       if constexpr (SPLIT == 1) {
-        write(at, a, b, sum);
+        write(at, y, parts.sum);
       } else {
-        store_cluster2(in_block(base + shape.landed + (rank * shape.own + at % shape.own) * 8, at / shape.own), a, b);
+        const u32 to = at / Shape::OWN, landed = base + Shape::LANDED + (rank * Shape::OWN + at % Shape::OWN) * 8;
+        send2(in_block(landed, to), in_block(base + Shape::BARRIER, to), y.x, y.y);
       }
     }
   }
   if constexpr (SPLIT > 1) {
-    for (int at = threadIdx.x; at < SPLIT * share; at += THREADS) {  // each block gets all heads' numbers
-      const int head = at % share;
-      const float highest = highest_of(head);
-      float sum = 0.f;
-      for (int w = 0; w < active; w++) {
-        const float2 stat = load_shared2(base + shape.stats + (w * share + head) * 8);
-        sum = fmaf(stat.y, weight_of(stat.x, highest), sum);
+    if (active > 0) {
+      for (int at = threadIdx.x; at < SPLIT * SHARE; at += THREADS) {  // each block gets all heads' numbers
+        const int head = at % SHARE, to = at / SHARE;
+        const Parts<WARPS> parts(stats + head * 8, SHARE * 8, active);
+        const u32 numbers = base + Shape::NUMBERS + (rank * SHARE + head) * 8;
+        send2(in_block(numbers, to), in_block(base + Shape::BARRIER, to), parts.highest, parts.sum);
       }
-      store_cluster2(in_block(base + shape.numbers + (rank * share + head) * 8, at / share), highest, sum);
     }
-    cluster_sync();
-    for (int i = threadIdx.x; i < shape.own; i += THREADS) {
-      const int at = rank * shape.own + i, head = at / (D / 2);
-      if (at >= pairs) break;
-      float2 stat[SPLIT];
-      float highest = minus_infinity(), a = 0.f, b = 0.f, sum = 0.f;
-#pragma unroll
-      for (int r = 0; r < SPLIT; r++) {
-        stat[r] = load_shared2(base + shape.numbers + (r * share + head) * 8);
-        highest = fmaxf(highest, stat[r].x);
-      }
-#pragma unroll
-      for (int r = 0; r < SPLIT; r++) {
-        if (stat[r].y == 0.f) continue;  // nothing came from there
-        const float2 two = load_shared2(base + shape.landed + (r * shape.own + i) * 8);
-        const float weight = weight_of(stat[r].x, highest);
-        a = fmaf(two.x, weight, a), b = fmaf(two.y, weight, b), sum = fmaf(stat[r].y, weight, sum);
-      }
-      write(at, a, b, sum);
+    barrier_wait(base + Shape::BARRIER, 0);
+    for (int i = threadIdx.x; i < Shape::OWN; i += THREADS) {
+      const int at = rank * Shape::OWN + i;
+      if (at >= Shape::PAIRS) break;
+      const Parts<SPLIT> parts(base + Shape::NUMBERS + at / (D / 2) * 8, SHARE * 8, steps);
+      write(at, parts.add(base + Shape::LANDED + i * 8, Shape::OWN * 8, steps), parts.sum);
     }
   }
   // Every block has read the count: the last to say so sets it.
-  if (args.advance && threadIdx.x == 0 && arrivals >> 32 == gridDim.x * gridDim.y - 1) *args.count = counted + 1ull;
+  if (args.advance && last_thread && arrivals >> 32 == gridDim.x * gridDim.y - 1) *args.count = counted + 1ull;
 }
 
 }  // namespace quantrot

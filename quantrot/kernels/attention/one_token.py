@@ -208,7 +208,7 @@ def device_functions() -> str:
 
 def entry(plan: Plan, dim: int, share: int, dtype: torch.dtype) -> str:
     """The source of one kernel, after device_functions."""
-    call = f"{dim}, {-(-share // 8)}, {plan.warps}, {plan.split}, quantrot::{DTYPES[dtype]}"
+    call = f"{dim}, {share}, {plan.warps}, {plan.split}, quantrot::{DTYPES[dtype]}"
     cluster = f"__cluster_dims__({plan.split}, 1, 1)" if plan.split > 1 else ""
     return ENTRY.format(cluster=cluster, threads=plan.threads, blocks=plan.blocks, call=call)
 

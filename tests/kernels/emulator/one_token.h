@@ -23,10 +23,17 @@ inline u32 load_shared1(u32 address) {
   memcpy(&v, self().block->at(address, 4), 4);
   return v;
 }
-inline void store_cluster2(u32 mapped, float a, float b) {
-  const float both[2] = {a, b};
-  emulator::Block& block = emulator::block_of(mapped);
-  memcpy(block.at(mapped, 8), both, 8);
+// Lands at some later moment.
+inline void send2(u32 mapped, u32 bar, float a, float b) {
+  emulator::Block* block = &emulator::block_of(mapped);
+  if (&emulator::block_of(bar) != block) fail("a barrier of another block than what is sent");
+  emulator::scheduler.events.push_back([=] {
+    const float both[2] = {a, b};
+    memcpy(block->at(mapped, 8), both, 8);
+    emulator::Barrier& barrier = block->barrier(bar);
+    barrier.bytes -= 8;
+    barrier.settle();
+  });
 }
 
 inline u32 matrix_turned(u32 x) {
