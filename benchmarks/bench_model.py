@@ -7,14 +7,13 @@
 Weights are random, in the shape of Llama-3.1-8B (--config config.json: any other Llama's): time does not depend on
 their values. The bfloat16 model is timed first; then each linear that the recipe quantizes is replaced by quantrot's
 module, with the same weight quantized, those of one input are merged as `quantrot.load` does, and the model is timed
-again. What a recipe fuses into weights costs nothing
-at run time and is left out; what it runs online is there.
+again. What a recipe fuses into weights costs nothing at run time and is left out; what it runs online is there.
 
 Both are compiled with mode="reduce-overhead". Decode is one token after a prompt, in a static cache; the time is the
 mean of --steps consecutive tokens, synchronized at both ends. Prefill is a forward over a prompt with its last token's
-logits, the median of five; --eager times it without compilation too, where the host's share shows. The floor reads
-every weight once at copy speed. `error` is the relative error of the logits to the bfloat16 model's: of random weights,
-so of interest to find broken modules only.
+logits, the median of five; --eager times it without compilation too, where the host's share shows. --profile lists the
+kernels of each, and the gaps between them. The floor reads every weight once at copy speed. `error` is the relative
+error of the logits to the bfloat16 model's: of random weights, so of interest to find broken modules only.
 """
 
 import argparse
@@ -65,6 +64,8 @@ TINY = LLAMA_8B | {
 }
 QUANTIZED_ROWS = 4096  # quantized at a time: the reference quantizers make float32 copies
 WARM_TOKENS = 8  # compilation, recording, and the caches
+PROFILED = 4  # tokens, or prompts
+KERNELS_SHOWN = 24
 
 
 # --- The model -------------------------------------------------------------------------------------------------------
@@ -161,10 +162,10 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 @torch.no_grad()
-def decode_us(model: Any, batch: int, prompt: int, steps: int) -> float:
+def decode_us(model: Any, batch: int, prompt: int, steps: int, profile: bool) -> float:
     """Microseconds a step: `batch` sequences, one token each."""
     device = model.device
-    cache = StaticCache(config=model.config, max_cache_len=prompt + WARM_TOKENS + steps)
+    cache = StaticCache(config=model.config, max_cache_len=prompt + WARM_TOKENS + steps + PROFILED)
     ids = torch.randint(0, model.config.vocab_size, (batch, prompt), device=device)
     model(ids, past_key_values=cache, logits_to_keep=1)
     token, step = ids[:, -1:].clone(), compiled(model)
@@ -174,11 +175,14 @@ def decode_us(model: Any, batch: int, prompt: int, steps: int) -> float:
             step(token, past_key_values=cache, logits_to_keep=1)
 
     tokens(WARM_TOKENS)
-    return seconds(lambda: tokens(steps), device) / steps * 1e6
+    us = seconds(lambda: tokens(steps), device) / steps * 1e6
+    if profile:
+        print_kernels(f"decode, batch {batch}", lambda: tokens(1))
+    return us
 
 
 @torch.no_grad()
-def prefill_us(model: Any, tokens: int, forward: Callable[..., Any]) -> float:
+def prefill_us(model: Any, tokens: int, forward: Callable[..., Any], profile: bool) -> float:
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=model.device)
 
     def run() -> None:
@@ -186,7 +190,30 @@ def prefill_us(model: Any, tokens: int, forward: Callable[..., Any]) -> float:
 
     for _ in range(3):  # compiles, records, replays
         run()
-    return statistics.median(seconds(run, model.device) for _ in range(5)) * 1e6
+    us = statistics.median(seconds(run, model.device) for _ in range(5)) * 1e6
+    if profile:
+        print_kernels(f"prefill, {tokens} tokens", run)
+    return us
+
+
+def print_kernels(title: str, run: Callable[[], Any]) -> None:
+    """A line a kernel, the longest first: its microseconds in one run, its launches, its name; then the gaps."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(PROFILED):
+            run()
+        torch.cuda.synchronize()
+    kernels = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    by_name: dict[str, list[float]] = {}
+    for kernel in kernels:
+        by_name.setdefault(kernel.name, []).append(kernel.time_range.elapsed_us())
+    span = max(k.time_range.end for k in kernels) - min(k.time_range.start for k in kernels)
+    print(f"\n{title}: us a run, launches, kernel")
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:KERNELS_SHOWN]:
+        print(f"{sum(times) / PROFILED:10.1f} {len(times) / PROFILED:6.1f}  {name[:100]}")
+    print(f"{sum(map(sum, by_name.values())) / PROFILED:10.1f} {len(kernels) / PROFILED:6.1f}  all kernels")
+    print(f"{span / PROFILED:10.1f}         from the first one's start to the last one's end\n", flush=True)
 
 
 def compiled(model: Any) -> Callable[..., Any]:
@@ -199,10 +226,11 @@ def compiled(model: Any) -> Callable[..., Any]:
 
 def measure(model: Any, asked: argparse.Namespace) -> dict[tuple[str, int], float]:
     """("decode", batch), ("prefill", tokens) and ("eager prefill", tokens) -> microseconds."""
-    found = {("decode", batch): decode_us(model, batch, asked.prompt, asked.steps) for batch in asked.batch}
-    found |= {("prefill", tokens): prefill_us(model, tokens, compiled(model)) for tokens in asked.prefill}
+    show, sizes = asked.profile, asked.prefill
+    found = {("decode", batch): decode_us(model, batch, asked.prompt, asked.steps, show) for batch in asked.batch}
+    found |= {("prefill", tokens): prefill_us(model, tokens, compiled(model), show) for tokens in sizes}
     if asked.eager:
-        found |= {("eager prefill", tokens): prefill_us(model, tokens, model.forward) for tokens in asked.prefill}
+        found |= {("eager prefill", tokens): prefill_us(model, tokens, model.forward, show) for tokens in sizes}
     return found
 
 
@@ -270,6 +298,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, nargs="*", default=[1], help="sequences to decode together")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048, 8192], help="tokens")
     parser.add_argument("--eager", action="store_true", help="prefill without compilation too")
+    parser.add_argument("--profile", action="store_true", help="list the kernels that a token and a prompt take")
     parser.add_argument("--prompt", type=int, default=128, help="tokens in the cache before the first decoded one")
     parser.add_argument("--steps", type=int, default=64, help="tokens to decode")
     parser.add_argument("--config", type=Path, help="config.json of another Llama")
