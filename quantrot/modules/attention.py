@@ -14,11 +14,11 @@ from quantrot.kernels.attention import (
     attend,
     dequantize_heads,
     inference_only,
+    one_token,
     quantize_heads,
     rope_hadamard_quantize,
     transposed_values,
 )
-from quantrot.kernels.attention import one_token
 from quantrot.modules.cache import adopt, round_trip
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.modules.merged import Merging
@@ -92,10 +92,12 @@ class QuantizedAttention(Merging):
         """q, k, v [B, S, heads, D] -> [B, S, heads, D] and the weights, by the model's attention implementation, or in
         one kernel where there is one."""
         if (layer := self._one_token(q, k, v, position_embeddings, mask, cache, kwargs)) is not None:
-            stored = layer.keys, layer.values, layer.cumulative_length
-            options = {"mask": mask, "scale": self.scaling, "advance": self.layer_idx > 0, "settled": True}
-            y = one_token.rope_attend_one(q, k, v, *position_embeddings, *stored, **options)
-            if not options["advance"]:  # the model has computed positions and the mask from the first layer's count
+            first = self.layer_idx == 0  # from its count the model has computed the positions and the mask
+            stored: Any = layer.keys, layer.values, layer.cumulative_length
+            y = one_token.rope_attend_one(
+                q, k, v, *position_embeddings, *stored, mask=mask, scale=self.scaling, advance=not first, settled=True
+            )
+            if first:
                 layer.cumulative_length.add_(1)
             return y, None
         query, key, value = (t.transpose(1, 2) for t in (q, k, v))
@@ -135,8 +137,8 @@ class QuantizedAttention(Merging):
         if type(layer) is not StaticLayer or not layer.is_initialized or not one_token.runs_on(q.device):
             return None
         length = getattr(layer, "cumulative_length", None)  # a tensor in every version that quantrot knows
-        given = q, k, v, *position_embeddings, layer.keys, layer.values
-        if not isinstance(length, Tensor) or one_token.unsupported(*given, length, mask) is not None:
+        stored: Any = layer.keys, layer.values, length
+        if not isinstance(length, Tensor) or one_token.unsupported(q, k, v, *position_embeddings, *stored, mask):
             return None
         return layer
 

@@ -1,4 +1,4 @@
-"""A model's decoded tokens through rope_attend_one: transformers' cache and numbers, and nothing copied when compiled."""
+"""A model's decoded tokens through rope_attend_one: transformers' numbers and cache, nothing copied when compiled."""
 
 import copy
 import re

@@ -1,14 +1,15 @@
-// One new token a sequence, for sm_90a: RoPE of its queries and key, its place in the KV cache, and its attention to all
-// that is cached, in one launch. Bound by the reading of K and V, whose bytes go straight from memory to registers.
+// One new token a sequence, for sm_90a: RoPE of its queries and key, its place in the KV cache, and its attention to
+// all that is cached, in one launch. Bound by the reading of K and V, whose bytes go straight from memory to registers.
 //
 // A cluster of SPLIT blocks has a key head of a sequence. A warp takes 16 tokens at a time, on its own: products with
-// tokens as the rows and up to 8 (16) query heads as the columns, softmax, products with V's columns as the rows. What a
-// product sums over may be in any order, so the 16 bytes of a row of K that a lane (g = lane / 4, q = lane % 4) loads are
-// two steps of a product as they lie, columns 32 j + 8 q ... + 7; of V it loads four tokens' columns 64 c + 8 g ... + 7 and
-// puts tokens side by side. Steps go from the last token back: the new token, which is not read from the cache, is in the
-// first step of the first warp, which also writes it there.
+// tokens as the rows and up to 8 (16) query heads as the columns, softmax, products with V's columns as the rows. What
+// a product sums over may be in any order, so the 16 bytes of a row of K that a lane (g = lane / 4, q = lane % 4)
+// loads are two steps of a product as they lie, columns 32 j + 8 q ... + 7; of V it loads four tokens' columns
+// 64 c + 8 g ... + 7 and puts tokens side by side. Steps go from the last token back: the new token, which is not read
+// from the cache, is in the first step of the first warp, which also writes it there.
 //
-// Warps' sums meet in shared memory; then each block sends each other one the columns which that one finishes.
+// Warps' sums meet in shared memory; then each block sends each other one the columns which that one finishes, and
+// waits for what it is sent. Nothing else orders the blocks.
 
 namespace quantrot {
 
@@ -95,8 +96,8 @@ __device__ __forceinline__ u32 plus(u32 a, u32 b) {
   return r;
 }
 
-// d [16, 8] += a [16, 16] b [16, 8]: a is row g + 8 (i % 2), columns 2 q + 8 (i / 2) and the next, b0 and b1 rows 2 q (+ 8)
-// and the next, column g; d[2 h + e] is row g + 8 h, column 2 q + e.
+// d [16, 8] += a [16, 16] b [16, 8]: a is row g + 8 (i % 2), columns 2 q + 8 (i / 2) and the next, b0 and b1 rows
+// 2 q (+ 8) and the next, column g; d[2 h + e] is row g + 8 h, column 2 q + e.
 template <class T>
 __device__ __forceinline__ void product_warp(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   if constexpr (T::BRAIN) {
@@ -330,7 +331,8 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
           largest = fmaxf(largest, s[r]);
         }
 #pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lanes));
+        for (int lanes = 4; lanes < 32; lanes *= 2)
+          largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lanes));
         shrink[t][h] = weight_of(top[t][h], largest);
         moved |= largest != top[t][h];
         top[t][h] = largest;

@@ -5,24 +5,24 @@
 
 Contract, with B sequences, H query heads, G key heads (G divides H), room for L tokens, all in bfloat16 or float16:
 
-    q [B, 1, H, D], k and v [B, 1, G, D], D contiguous; cos, sin [1 or B, 1, D], as transformers' rotary embedding has them
+    q [B, 1, H, D], k and v [B, 1, G, D], D contiguous; cos, sin [1 or B, 1, D], as transformers' rotary embedding has
+        them
     keys, values [B, G, L, D], changed: the new key (turned) and value go to place `length`
-    length int64 []: how many tokens are in the cache, of every sequence the same; with `advance` one more afterwards
-    mask bool [1 or B, 1, 1, L] or None: False where a cached token is not seen, whatever its place; those behind the new
-        one are not seen, and not read
+    length int64 []: how many tokens are in the cache, the same of every sequence; with `advance` one more afterwards
+    mask bool [1 or B, 1, 1, L] or None: False where a cached token is not seen; those behind the new one are not seen
+        and not read, whatever it says
     settled: nothing that may still run when the kernel which wrote q, k or v starts writes keys, values or length: they
-        may be read before that kernel has ended. True in a model, where a layer's projections follow its last attention.
+        may be read before that kernel has ended. True in a model: a layer's projections follow its last attention.
 
-RoPE is transformers': x cos + rotate_half(x) sin, each operation rounded to the dtype. Softmax and sums are float32, its
-weights are rounded to the dtype for the product with V. A query that sees nothing gets 0; where the cache is full the
-output is NaN and nothing is stored.
+RoPE is transformers': x cos + rotate_half(x) sin, each operation rounded to the dtype. Softmax and sums are float32;
+its weights are rounded to the dtype for the product with V. A query that sees nothing gets 0; where the cache is full,
+the output is NaN and nothing is stored.
 """
 
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ from quantrot.kernels.nvrtc import checked, load_kernel, processors
 from quantrot.kernels.operators import constant, implement
 
 DTYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-DIMS = (64, 96, 128, 256)
-MOST_SHARED = 16  # query heads of a key head
+DIMS = {64: 16, 96: 16, 128: 16, 256: 8}  # head_dim: how many query heads of a key head, at most
 STEP = 16  # tokens of a warp
 PORTABLE_CLUSTER = 8
 ENTRY = """extern "C" __global__ void {cluster} __launch_bounds__({threads}, {blocks}) attend_token(
@@ -68,9 +67,9 @@ def rope_attend_one(
 ) -> Tensor:
     """[B, 1, H, D] in q's dtype, contiguous; see the top of this file. scale: of the scores, 1 / sqrt(D) if None.
 
-    advance: length becomes one more. Not to be asked for, under torch.compile, of a length from which other operands, or
-    those of a later call, are computed: Inductor (torch 2.11, 2.13) may compute them again, after it has changed.
-    No backward. ValueError for shapes and dtypes that do not fit.
+    advance: length becomes one more. Not to be asked for, under torch.compile, of a length from which operands of this
+    or a later call are computed: Inductor (torch 2.13) may compute them again after it has changed. No backward.
+    ValueError for shapes and dtypes that do not fit.
     """
     if reason := unsupported(q, k, v, cos, sin, keys, values, length, mask):
         raise ValueError(f"rope_attend_one: {reason}")
@@ -101,9 +100,9 @@ def unsupported(
         return f"q {tuple(q.shape)}, {q.dtype}; [B, 1, H, D] in {', '.join(map(str, DTYPES))} is needed"
     (batch, tokens, heads, dim), (groups, room) = q.shape, keys.shape[1:3]
     if tokens != 1 or dim not in DIMS or k.shape != (batch, 1, groups, dim) or v.shape != k.shape:
-        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; one token, head_dim in {DIMS}"
-    if heads % groups or heads // groups > MOST_SHARED:
-        return f"{heads} query heads, {groups} key heads; up to {MOST_SHARED} of the first for each of the second"
+        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; one token, head_dim in {tuple(DIMS)}"
+    if heads % groups or heads // groups > DIMS[dim]:
+        return f"{heads} query heads, {groups} key heads; up to {DIMS[dim]} of the first for each of the second"
     if keys.shape != (batch, groups, room, dim) or values.shape != keys.shape or not room:
         return f"keys {tuple(keys.shape)}, values {tuple(values.shape)}; [B, G, L, D] are needed"
     if room * dim >= 1 << 31 or batch * groups > 65535:
