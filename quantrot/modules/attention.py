@@ -137,8 +137,8 @@ class QuantizedAttention(Merging):
         if type(layer) is not StaticLayer or not layer.is_initialized or not one_token.runs_on(q.device):
             return None
         length = getattr(layer, "cumulative_length", None)  # a tensor in every version that quantrot knows
-        stored: Any = layer.keys, layer.values, length
-        if not isinstance(length, Tensor) or one_token.unsupported(q, k, v, *position_embeddings, *stored, mask):
+        stored: Any = layer.keys, layer.values, length, mask
+        if not isinstance(length, Tensor) or one_token.unsupported(q, k, v, *position_embeddings, *stored):
             return None
         return layer
 

@@ -43,10 +43,14 @@ __device__ __forceinline__ u32 load_count(const u64* p) {
   return count;
 }
 
-// Not atomicAdd, around which the compiler has the warp exchange results, and so wait for it.
+// For a whole warp, of which one lane counts and gets what was there before, the others 0. (Without QR_ONE_LANE the
+// compiler adds up what lanes count, and has them exchange the result.)
 __device__ __forceinline__ u64 count_arrival(u64* p) {
-  u64 before;
-  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(1ull << 32) : "memory");
+  u64 before = 0;
+  asm volatile(QR_ONE_LANE "atom.relaxed.gpu.global.add.u64 %0, [%1], %2;\n}"
+               : "+l"(before)
+               : "l"(p), "l"(1ull << 32)
+               : "memory");
   return before;
 }
 
@@ -242,16 +246,12 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
   int step = steps - 1 - (int)(rank + SPLIT * warp);
   if (step >= 0) load_k(step), load_v(step);
   if (args.settled) grid_wait();
-  u64 arrivals = 0;
-  const bool last_thread = threadIdx.x == THREADS - 1;
-  if (args.advance && last_thread) arrivals = count_arrival(args.count);  // after this block has read it
   Quad b[TILES][LOADS];
   float top[TILES][2], total[TILES][2], o[TILES][CHUNKS * 4][4];
+  Row<D> cos, sin, key, row[TILES];
+  Quad value[CHUNKS];
+  const bool first = rank == 0 && warp == 0, counting = args.advance && warp == WARPS - 1;
   if (step >= 0) {
-    Row<D> cos, sin, row[TILES];
-    const bool first = rank == 0 && warp == 0;
-    Row<D> key;
-    Quad value[CHUNKS];
 #pragma unroll
     for (int t = 0; t < TILES; t++)  // heads past the share are the last one again, and are not kept
       row[t].load(args.q + batch * args.q_batch + (group * SHARE + min(8 * t + (int)g, SHARE - 1)) * args.q_head);
@@ -264,6 +264,10 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
         if (D % 64 == 0 || 64 * c + 8 * (int)g < D) value[c] = load_plain(v + 64 * c);
     }
     load_mask(step);
+  }
+  u64 arrivals = 0;
+  if (counting) arrivals = count_arrival(args.count);  // after this block has read it, while the loads are on their way
+  if (step >= 0) {
 #pragma unroll
     for (int t = 0; t < TILES; t++) row[t].template turn<T>(b[t], cos, sin);
     if (first) {  // the new token
@@ -415,18 +419,16 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
       } else {
         const u32 to = at / Shape::OWN, landed = base + Shape::LANDED + (rank * Shape::OWN + at % Shape::OWN) * 8;
         send2(in_block(landed, to), in_block(base + Shape::BARRIER, to), y.x, y.y);
+        if (column == 0) {  // each block gets all heads' numbers
+          const u32 numbers = base + Shape::NUMBERS + (rank * SHARE + head) * 8;
+#pragma unroll 1
+          for (u32 i = 0; i < SPLIT; i++)
+            send2(in_block(numbers, i), in_block(base + Shape::BARRIER, i), parts.highest, parts.sum);
+        }
       }
     }
   }
   if constexpr (SPLIT > 1) {
-    if (active > 0) {
-      for (int at = threadIdx.x; at < SPLIT * SHARE; at += THREADS) {  // each block gets all heads' numbers
-        const int head = at % SHARE, to = at / SHARE;
-        const Parts<WARPS> parts(stats + head * 8, SHARE * 8, active);
-        const u32 numbers = base + Shape::NUMBERS + (rank * SHARE + head) * 8;
-        send2(in_block(numbers, to), in_block(base + Shape::BARRIER, to), parts.highest, parts.sum);
-      }
-    }
     barrier_wait(base + Shape::BARRIER, 0);
     for (int i = threadIdx.x; i < Shape::OWN; i += THREADS) {
       const int at = rank * Shape::OWN + i;
@@ -436,7 +438,7 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
     }
   }
   // Every block has read the count: the last to say so sets it.
-  if (args.advance && last_thread && arrivals >> 32 == gridDim.x * gridDim.y - 1) *args.count = counted + 1ull;
+  if (counting && arrivals >> 32 == gridDim.x * gridDim.y - 1) *args.count = counted + 1ull;
 }
 
 }  // namespace quantrot

@@ -12,7 +12,7 @@ inline Quad load_plain(const unsigned short* p) {
 }
 inline Quad load_once(const unsigned short* p) { return load_plain(p); }
 inline u32 load_count(const u64* p) { return (u32)*p; }
-inline u64 count_arrival(u64* p) { return (*p += 1ull << 32) - (1ull << 32); }
+inline u64 count_arrival(u64* p) { return elect_one() ? (*p += 1ull << 32) - (1ull << 32) : 0; }
 
 inline void store_shared4(u32 address, float a, float b, float c, float d) {
   const float all[4] = {a, b, c, d};
