@@ -33,17 +33,21 @@ from quantrot.kernels.attention.one_token import Plan  # noqa: E402
 from quantrot.kernels.mixed import mixed_gemm  # noqa: E402
 
 HIDDEN, LAYERS = 4096, 8
-CASES = [  # sequences, tokens, head_dim, query heads, key heads
-    (1, 200, 128, 32, 8),
-    (1, 2048, 128, 32, 8),
-    (1, 8192, 128, 32, 8),
-    (1, 32768, 128, 32, 8),
-    (8, 2048, 128, 32, 8),
-    (32, 200, 128, 32, 8),
-    (32, 2048, 128, 32, 8),
-    (1, 2048, 64, 32, 8),
-    (1, 2048, 128, 64, 8),
-    (1, 2048, 128, 32, 32),
+CASES = [  # sequences, tokens, room in the cache, head_dim, query heads, key heads
+    (1, 200, 256, 128, 32, 8),
+    (1, 2048, 2104, 128, 32, 8),
+    (1, 8192, 8248, 128, 32, 8),
+    (1, 32768, 32824, 128, 32, 8),
+    (1, 200, 32768, 128, 32, 8),
+    (4, 2048, 2104, 128, 32, 8),
+    (8, 1000, 1056, 128, 32, 8),
+    (16, 2048, 2104, 128, 32, 8),
+    (32, 200, 256, 128, 32, 8),
+    (32, 2048, 2104, 128, 32, 8),
+    (1, 2048, 2104, 64, 32, 8),
+    (1, 2048, 2104, 128, 64, 8),
+    (1, 2048, 2104, 128, 32, 32),
+    (1, 2048, 2104, 256, 16, 8),
 ]
 SWEPT = [
     Plan(warps, split, blocks)
@@ -56,15 +60,16 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Case:
     """Weights and caches of the layers, and what runs on them."""
 
-    def __init__(self, batch: int, tokens: int, dim: int, heads: int, groups: int) -> None:
+    def __init__(self, batch: int, tokens: int, room: int, dim: int, heads: int, groups: int) -> None:
         self.batch, self.tokens, self.dim, self.heads, self.groups = batch, tokens, dim, heads, groups
         self.sizes = [heads * dim, groups * dim, groups * dim]
-        self.layers = LAYERS if batch * tokens < 1 << 17 else 2
+        self.layers = LAYERS if batch * room < 1 << 18 else 2
         self.inward = [int8(sum(self.sizes), HIDDEN) for _ in range(self.layers)]
         self.outward = [int8(HIDDEN, heads * dim) for _ in range(self.layers)]
-        shape = batch, groups, tokens + 56, dim
+        shape = batch, groups, room, dim
         self.caches = [(normal(*shape), normal(*shape)) for _ in range(self.layers)]
         self.cos, self.sin, self.x = normal(1, 1, dim), normal(1, 1, dim), normal(batch, 1, HIDDEN)
+        self.attended = normal(batch, 1, heads * dim)
         self.count = torch.tensor(tokens - 1, device="cuda")
         seen = torch.arange(shape[2], device="cuda") < tokens
         self.mask = seen.view(1, 1, 1, -1).expand(batch, 1, 1, -1)
@@ -79,7 +84,7 @@ class Case:
         return [t.view(self.batch, 1, -1, self.dim) for t in y.split(self.sizes, dim=-1)]
 
     def nothing(self, y: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return y[..., : self.sizes[0]].contiguous()
+        return self.attended
 
     def ours(self, plan: Plan | None) -> Attend:
         def attend(y: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -132,7 +137,7 @@ def measure(sizes: tuple[int, ...], gbps: float) -> dict[str, Any]:
     a, b = (case.chain(attend).float() for attend in (case.ours(None), peer))
     return {
         "op": "rope_attend_one",
-        "case": dict(zip(("batch", "tokens", "head_dim", "heads", "key_heads"), sizes, strict=True)),
+        "case": dict(zip(("batch", "tokens", "room", "head_dim", "heads", "key_heads"), sizes, strict=True)),
         "us": case.us(case.ours(None)) - without,
         "alone_us": case.alone_us(),
         "floor_us": 4 * case.batch * case.groups * case.tokens * case.dim / gbps / 1e3,
@@ -162,7 +167,7 @@ def sweep() -> None:
 
 def main(out: Path | None) -> None:
     gbps, rows = copy_gbps(), []
-    print(" batch tokens    dim  heads   keys        us     alone     floor transformers      x     error")
+    print(" batch tokens   room    dim  heads   keys        us     alone     floor transformers      x     error")
     for sizes in CASES:
         rows.append(measure(sizes, gbps))
         print(line(rows[-1]), flush=True)

@@ -21,6 +21,7 @@ from quantrot.kernels.attention import (
 )
 from quantrot.modules.cache import adopt, round_trip
 from quantrot.modules.linear import OnlineHadamard
+from quantrot.modules.masks import IMPLEMENTATION
 from quantrot.modules.merged import Merging
 from quantrot.rotation import Rotation
 
@@ -131,7 +132,7 @@ class QuantizedAttention(Merging):
             return None
         if self.R3 is not None or self.kv_cache != "bf16" or self.window or kwargs.get("output_attentions"):
             return None
-        if self.config._attn_implementation != "sdpa" or cache.offloading:
+        if self.config._attn_implementation not in ("sdpa", IMPLEMENTATION) or cache.offloading:
             return None
         layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
         if type(layer) is not StaticLayer or not layer.is_initialized or not one_token.runs_on(q.device):

@@ -34,7 +34,6 @@ from quantrot.kernels.operators import constant, implement
 
 DTYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 DIMS = {64: 16, 96: 16, 128: 16, 256: 8}  # head_dim: how many query heads of a key head, at most
-STEP = 16  # tokens of a warp
 PORTABLE_CLUSTER = 8
 ENTRY = """extern "C" __global__ void {cluster} __launch_bounds__({threads}, {blocks}) attend_token(
     const __grid_constant__ quantrot::TokenArgs args) {{
@@ -191,12 +190,19 @@ class _Parameters(ctypes.Structure):
 
 @lru_cache(maxsize=256)
 def plan_for(dim: int, share: int, pairs: int, room: int, units: int) -> Plan:
-    """The launch for `pairs` key heads of all sequences, with room for `room` tokens each, on `units` processors."""
-    warps, blocks = 8, 1
+    """The launch for `pairs` key heads of all sequences, with room for `room` tokens each, on `units` processors.
+
+    By a sweep on an H200 (docs/attention.md): for few key heads small blocks, which start soonest behind a projection;
+    for their long caches more warps; for many key heads a block of 8 warps a processor.
+    """
+    if pairs * PORTABLE_CLUSTER <= units and room > 4096:
+        return Plan(8, 2 * PORTABLE_CLUSTER if room > 16384 and pairs * 2 * PORTABLE_CLUSTER <= units else 8)
+    if pairs * PORTABLE_CLUSTER <= 2 * units:
+        return Plan(4, PORTABLE_CLUSTER, 3 if dim <= 128 and share <= 8 else 1)  # else the registers of one
     split = 1
-    while split < PORTABLE_CLUSTER and pairs * split * 2 <= units * blocks * 2 and room > split * STEP * 2:
+    while split < PORTABLE_CLUSTER and pairs * split * 2 <= units:
         split *= 2
-    return Plan(warps, split, blocks)
+    return Plan(8, split)
 
 
 def device_functions() -> str:
