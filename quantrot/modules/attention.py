@@ -4,7 +4,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
@@ -19,7 +18,7 @@ from quantrot.kernels.attention import (
     rope_hadamard_quantize,
     transposed_values,
 )
-from quantrot.modules.cache import adopt, round_trip
+from quantrot.modules.cache import StaticLayer, adopt, round_trip
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.modules.masks import IMPLEMENTATION
 from quantrot.modules.merged import Merging
