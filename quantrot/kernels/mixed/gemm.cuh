@@ -95,9 +95,10 @@ struct Operands {
   static constexpr int ZERO_KIND = KIND == UINT8 ? UINT8 : INT8;
 };
 
-// ODD: an odd number of rows of tiles, see MixedTiles. HALVES: a block's products start two by two.
-template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool ODD_, bool HALVES_>
+// ODD: an odd number of rows of tiles, see MixedTiles. HALVES: a block's products start two by two. TEAMS: see parts.cuh.
+template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool ODD_, bool HALVES_, int TEAMS_ = 1>
 struct Tile {
+  static constexpr int TEAMS = TEAMS_;
   static constexpr bool ODD = ODD_ && SHARE_ > 1, HALVES = HALVES_;
   static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, STAGES = STAGES_, SPLIT = SPLIT_, SHARE = SHARE_;
   static constexpr int ROWS = 64 * GROUPS, W = COLUMNS / 2, CLUSTER = SPLIT * SHARE, PART = COLUMNS / SHARE;
@@ -238,26 +239,35 @@ struct Multiplier {
     }
   }
 
-  // Number j of a block's four products.
-  __device__ __forceinline__ void load(int j, u32 tile) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) codes[j % 2][i] = load_shared_u16(tile + lane.offsets[j] + i % 2 * 512 + i / 2 * 8);
+  __device__ __forceinline__ void begin(int first) {
+    unit[0] = 0.f, unit[1] = 0.f, group = first / args.group_blocks, left = args.group_blocks - first % args.group_blocks;
+    find();
+    enter();
   }
-  __device__ __forceinline__ void widen(int j) {
+
+  // Number j of a block's four products; its codes in codes[j % 2], widened in a[j], unless said otherwise.
+  __device__ __forceinline__ void load(int j, u32 tile) { load(j, tile, j % 2); }
+  __device__ __forceinline__ void load(int j, u32 tile, int to) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) codes[to][i] = load_shared_u16(tile + lane.offsets[j] + i % 2 * 512 + i / 2 * 8);
+  }
+  __device__ __forceinline__ void widen(int j) { widen(j % 2, j); }
+  __device__ __forceinline__ void widen(int from, int to) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if constexpr (CHOOSES) {
-        a[j][i] = Widen<O::KIND, T>::chosen(codes[j % 2][i], live[i % 2]);
+        a[to][i] = Widen<O::KIND, T>::chosen(codes[from][i], live[i % 2]);
       } else {
-        u32 pair = Widen<O::KIND, T>::pair(codes[j % 2][i]);
+        u32 pair = Widen<O::KIND, T>::pair(codes[from][i]);
         if constexpr (O::ZERO) pair = subtract_pair<T>(pair, zero[i % 2]);
-        a[j][i] = O::GROUP ? multiply_pair<T>(pair, live[i % 2]) : pair;
+        a[to][i] = O::GROUP ? multiply_pair<T>(pair, live[i % 2]) : pair;
       }
     }
   }
-  __device__ __forceinline__ void multiply(float (&d)[P::W], int j, u32 tile, bool add) {
+  __device__ __forceinline__ void multiply(float (&d)[P::W], int j, u32 tile, bool add) { multiply(d, j, j, tile, add); }
+  __device__ __forceinline__ void multiply(float (&d)[P::W], int from, int j, u32 tile, bool add) {
     product_fence();
-    product16<T>(d, a[j], operand(tile + P::CODES, j), add);
+    product16<T>(d, a[from], operand(tile + P::CODES, j), add);
     product_commit();
   }
   __device__ __forceinline__ void back() { hand_back<P>(empty + previous * 8, rank); }
@@ -344,9 +354,7 @@ struct Multiplier {
   __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
     constexpr bool ENDS = O::GROUP != 0;
     count = parts_of(count, O::STEP) * O::STEP;
-    unit[0] = 0.f, unit[1] = 0.f, group = first / args.group_blocks, left = args.group_blocks - first % args.group_blocks;
-    find();
-    enter();
+    begin(first);
     const u32 tile = base + ring.stage * P::STAGE;
     barrier_wait(full + ring.stage * 8, ring.parity);
 #pragma unroll
@@ -359,6 +367,70 @@ struct Multiplier {
     if constexpr (GROUP == 2) block<false, false>(sum, count > GROUP);
     block<true, ENDS>(sum, GROUP == 2 || count > GROUP);
   }
+};
+
+// A Multiplier for four warpgroups a thread block, who have half the registers: three others' products hide what it waits
+// for, so it keeps the operands of two products and the codes of one.
+template <class P, class O>
+struct Patient : Multiplier<P, O> {
+  using Base = Multiplier<P, O>;
+  using Base::args, Base::base, Base::full, Base::ring, Base::previous, Base::unit, Base::ratio;
+  __device__ __forceinline__ Patient(const MixedArgs& args, u32 group, u32 base, u32 full, u32 empty, u32 rank)
+      : Base(args, group, base, full, empty, rank) {}
+
+  __device__ __forceinline__ u32 tile() const { return base + ring.stage * P::STAGE; }
+  __device__ __forceinline__ void come() {  // the stage of the next block
+    barrier_wait(full + ring.stage * 8, ring.parity);
+    this->load(0, tile(), 0);
+  }
+  // ENDS: of a group. Its first codes are on their way.
+  template <bool LAST, bool ENDS>
+  __device__ __forceinline__ void block(float (&d)[P::W], bool begun) {
+    const u32 at = tile();
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      product_wait<1>();  // the operand before the last may be overwritten
+      if (j == 1 && begun) this->back();
+      this->widen(0, j % 2);
+      if (j < 3) this->load(j + 1, at, 0);
+      this->multiply(d, j % 2, j, at, begun || j > 0);
+    }
+    previous = ring.stage;
+    ring.next();
+    if constexpr (!LAST) come();
+    if constexpr (LAST || ENDS) {
+      if constexpr (ENDS && !LAST) this->enter();
+      product_wait<0>();
+      product_done(d);
+      if constexpr (LAST) this->back();
+    }
+    if constexpr (ENDS) {
+#pragma unroll
+      for (int i = 0; i < P::W; i++) d[i] *= LAST ? unit[i / 2 % 2] : ratio[i / 2 % 2];
+    }
+  }
+  // count: whole groups of blocks.
+  __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
+    constexpr bool ENDS = O::GROUP != 0;
+    constexpr int GROUP = Base::GROUP;
+    this->begin(first);
+    come();
+    for (int k = 0; k + GROUP < count; k += GROUP) {
+      if constexpr (GROUP == 2) block<false, false>(sum, k > 0);
+      block<false, ENDS>(sum, GROUP == 2 || k > 0);
+    }
+    if constexpr (GROUP == 2) block<false, false>(sum, count > GROUP);
+    block<true, ENDS>(sum, GROUP == 2 || count > GROUP);
+  }
+};
+
+template <class P, class O, bool FOUR = P::GROUPS * P::TEAMS == 4>
+struct Chosen {
+  using Type = Multiplier<P, O>;
+};
+template <class P, class O>
+struct Chosen<P, O, true> {
+  using Type = Patient<P, O>;
 };
 
 // A sum -> its result in float32: the scale of whole rows, then the bias; not fused.
@@ -396,22 +468,31 @@ struct MixedTiles {
   }
 };
 
-// A warpgroup's sums -> 16 bits -> shared memory -> y; row, column: its first.
-template <class P, class O>
-__device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& args, const Lane& at,
-                                           const float (&sum)[P::W], int row, int column, u32 output, u32 barrier) {
+// What a lane's two rows are finished with.
+template <class O>
+struct Ends {
+  float scale[2] = {1.f, 1.f}, bias[2] = {0.f, 0.f};
+  __device__ __forceinline__ Ends(const MixedArgs& args, const Lane& at) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      if (O::GROUP == 0) scale[r] = number<typename O::S>(args.scale, at.rows[r]);
+      if (O::WEIGHT) bias[r] = number<typename O::B>(args.bias, at.rows[r]);
+    }
+  }
+};
+
+// A warpgroup's sums, of 2 W columns -> 16 bits -> shared memory -> y; row, column: its first.
+template <class O, int W>
+__device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& args, const Ends<O>& ends,
+                                           const float (&sum)[W], int row, int column, u32 output, u32 barrier) {
+  constexpr int COLUMNS = 2 * W;
+  static_assert(COLUMNS % 16 == 0, "whole pairs of matrices");
   const u32 lane = lane_number(), warp = warp_number() % 4;
   const bool leader = threadIdx.x % 128 == 0;
   if (leader) tensor_store_wait<0>();
-  float scale[2] = {1.f, 1.f}, bias[2] = {0.f, 0.f};
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    if (O::GROUP == 0) scale[r] = number<typename O::S>(args.scale, at.rows[r]);
-    if (O::WEIGHT) bias[r] = number<typename O::B>(args.bias, at.rows[r]);
-  }
   named_sync(barrier, 128);
 #pragma unroll
-  for (int j = 0; j < P::COLUMNS / 8; j += 2) {  // 16 columns
+  for (int j = 0; j < COLUMNS / 8; j += 2) {  // 16 columns
     u32 pairs[2][2];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -422,8 +503,8 @@ __device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& 
         for (int e = 0; e < 2; e++)
           across[e] = number<typename O::B>(args.bias, min(column + n * 8 + (int)lane % 4 * 2 + e, args.columns - 1));
       }
-      const float lo = finished<O>(sum[4 * n + 2 * r], scale[r], O::WEIGHT ? bias[r] : across[0]);
-      const float hi = finished<O>(sum[4 * n + 2 * r + 1], scale[r], O::WEIGHT ? bias[r] : across[1]);
+      const float lo = finished<O>(sum[4 * n + 2 * r], ends.scale[r], O::WEIGHT ? ends.bias[r] : across[0]);
+      const float hi = finished<O>(sum[4 * n + 2 * r + 1], ends.scale[r], O::WEIGHT ? ends.bias[r] : across[1]);
       pairs[i / 2][r] = O::T::pack(lo, hi);
     }
     const u32 inside = lane % 8, which = lane / 8;  // of the matrices: row r, then columns
@@ -437,8 +518,8 @@ __device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& 
         store_matrices(output + at / 4 * 4096 + swizzled64(line, (at % 4 + which / 2) * 16), pairs[0][0], pairs[0][1],
                        pairs[1][0], pairs[1][1]);
       };
-      put(P::HALF && j == P::COLUMNS / 8 - 2 ? j + 2 : j);
-      if (P::HALF && j == P::COLUMNS / 8 - 4) put(j + 2);  // the last box begins in the middle of the one before
+      put(COLUMNS % 32 && j == COLUMNS / 8 - 2 ? j + 2 : j);
+      if (COLUMNS % 32 && j == COLUMNS / 8 - 4) put(j + 2);  // the last box begins in the middle of the one before
     }
   }
   fence_async();
@@ -447,7 +528,7 @@ __device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& 
     if constexpr (O::WEIGHT) {
       tensor_store(y, row, column, output);
     } else {
-      for (int c = 0; c < P::COLUMNS; c += 32) tensor_store(y, column + min(c, P::COLUMNS - 32), row, output + c * 128);
+      for (int c = 0; c < COLUMNS; c += 32) tensor_store(y, column + min(c, COLUMNS - 32), row, output + c * 128);
     }
     tensor_store_commit();
   }
@@ -477,7 +558,7 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
   }
   if (!args.early) grid_wait();
   if (warp >= P::GROUPS * 4) {
-    if constexpr (P::GROUPS == 2) give_registers<24>();
+    if constexpr (P::GROUPS == 2 || P::GROUPS == 4) give_registers<24>();
     if constexpr (P::GROUPS == 3) give_registers<32>();
     if (warp == P::GROUPS * 4) {
       const u64 policy = cache_policy<NORMAL>();
@@ -493,8 +574,9 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
   } else {
     if constexpr (P::GROUPS == 2) take_registers<240>();
     if constexpr (P::GROUPS == 3) take_registers<160>();
+    if constexpr (P::GROUPS == 4) take_registers<112>();
     const u32 group = warp / 4;
-    Multiplier<P, O> multiplier(args, group, base, full, empty, rank);
+    typename Chosen<P, O>::Type multiplier(args, group, base, full, empty, rank);
     for (int i = blockIdx.x / P::SHARE; i < tiles.count(); i += gridDim.x / P::SHARE) {
       int row, column;
       tiles.at(i, rank, row, column);
@@ -502,7 +584,7 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
       multiplier.lane.at(row, args.rows);
       float sum[P::W];
       multiplier.run(sum, 0, blocks);
-      store_tile<P, O>(y, args, multiplier.lane, sum, row, column, output + group * P::OUTPUT, 1 + group);
+      store_tile<O>(y, args, Ends<O>(args, multiplier.lane), sum, row, column, output + group * P::OUTPUT, 1 + group);
     }
     if (threadIdx.x % 128 == 0) tensor_store_wait<0>();
   }

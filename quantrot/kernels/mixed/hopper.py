@@ -83,6 +83,7 @@ class Plan:
     groups: int = 2  # warpgroups that multiply
     odd: bool = False  # an odd number of rows of tiles: the last one's go to clusters as neighbours in columns
     halves: bool = True  # two products of 16 columns at a time
+    teams: int = 0  # of `groups` warpgroups, that take parts of K (parts.cuh); 0: another kernel
     stages: int = 0  # blocks of K in shared memory; 0: as many as fit
     resident: int = 1  # thread blocks a multiprocessor
     tile_group: int = 8  # rows of tiles that run together
@@ -98,30 +99,37 @@ class Plan:
     @property
     def heavy(self) -> bool:
         """Whether the loading warps give registers away."""
-        return self.groups > 1 and self.resident == 1 and (self.columns >= 64 or not self.few)
+        return bool(self.teams) or (self.groups > 1 and self.resident == 1 and (self.columns >= 64 or not self.few))
 
     @property
     def threads(self) -> int:
-        return 128 * self.groups + (128 if self.heavy else 32)
+        return 128 * self.groups * max(self.teams, 1) + (128 if self.heavy else 32)
 
     @property
     def depth(self) -> int:
         """Stages."""
-        return self.stages or min(24, (MAX_SHARED // self.resident - 1024 - self._output()) // self._stage())
+        fit = min(24, (MAX_SHARED // self.resident - 1024 - self._output()) // self._stage())
+        return self.stages or fit // max(self.teams, 1)
 
     def _stage(self) -> int:
         return self.rows * 64 + self.columns * 128 + 16
 
     def _output(self) -> int:
+        if self.teams:
+            return self.groups * self.teams * (128 * self.own[0] * self.split + 8)
         return 0 if self.few else self.groups * 64 * (self.columns + self.columns % 32) * 2
 
     def shared_bytes(self) -> int:
-        return self.depth * self._stage() + self._output()
+        return self.depth * max(self.teams, 1) * self._stage() + self._output()
 
     def call(self, kernel: Kernel) -> str:
         how = ", ".join(str(flag).lower() for flag in (self.odd, self.halves))
+        if self.teams:
+            how += f", {self.teams}"
         tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}, {how}>"
         operands = kernel.operands()
+        if self.teams:
+            return f"parts<{tile}, {operands}>(&codes, &wide, &y, args)"
         if not self.few:
             return f"prefill<{tile}, {operands}>(&codes, &wide, &y, args)"
         return f"few<{tile}, {operands}, {str(self.heavy).lower()}>(&codes, &wide, args)"
@@ -139,15 +147,25 @@ class Plan:
 
     def segment(self, depth: int) -> int:
         """Blocks of K in a part, a multiple of STEP."""
-        return _ceil(_ceil(_ceil(depth, BLOCK), self.split), STEP) * STEP
+        return _ceil(_ceil(_ceil(depth, BLOCK), self.parts), STEP) * STEP
 
     def splits(self, depth: int) -> bool:
         """Whether every part has some of K."""
-        return self.segment(depth) * (self.split - 1) < _ceil(depth, BLOCK)
+        return self.segment(depth) * (self.parts - 1) < _ceil(depth, BLOCK)
+
+    @property
+    def parts(self) -> int:
+        """Of K."""
+        return self.split * max(self.teams, 1)
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Columns and rows of y that a warpgroup finishes."""
+        return self.columns // self.parts if self.teams else self.columns, 64
 
     def boxes(self, weight: bool) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes, the wide operand and y."""
-        y = (self.columns, 64, 128) if weight else (64, 32, 64)
+        y = (self.own[0], 64, 128) if weight else (64, 32, 64)
         return (self.rows, 64, 64), (self.columns // self.share, 64, 128), y
 
 
@@ -238,6 +256,7 @@ def device_functions() -> str:
     """The C++ that every kernel starts with."""
     here = Path(__file__).parent
     ours = (here / "gemm.cuh").read_text() + (here / "decode.cuh").read_text()
+    ours += (here / "parts.cuh").read_text()
     return (here.parent / "hopper.cuh").read_text() + conversions.device_functions() + ours
 
 
@@ -424,7 +443,7 @@ def multiply(
     device = x.get_device()
     values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan, early))
     for field, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
-        if field != "y" or not plan.few:
+        if field != "y" or not plan.few or getattr(plan, "teams", 0):
             pitch = t.stride(0) * t.element_size()
             encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
             ctypes.memmove(getattr(values, field), encoded, 128)
