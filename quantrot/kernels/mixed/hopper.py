@@ -184,6 +184,7 @@ class Decode:
     keep: int = 0  # columns of K for which shared memory holds all tokens, read once; 0: they come with the codes
     resident: int = 1  # thread blocks a multiprocessor
     split: int = 1
+    gated: bool = False  # the weight is gate over up: y is silu(gate) * up
     few: ClassVar[bool] = True
 
     @property
@@ -229,10 +230,11 @@ class Decode:
     def call(self, kernel: Kernel) -> str:
         keep = str(bool(self.keep)).lower()
         tile = f"{self.tokens}, {self.height}, {self.row_warps}, {self.teams}, {self.stages}, {keep}, {self.split}"
+        tile += ", true" * self.gated
         return f"decode<quantrot::Decode<{tile}>, {kernel.operands()}>(&codes, &wide, args)"
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
-        tiles = _ceil(rows, self.rows)
+        tiles = _ceil(rows >> self.gated, self.rows >> self.gated)
         return tiles * self.split if self.split > 1 else min(tiles, processors * self.resident)
 
     def segment(self, depth: int) -> int:
@@ -248,7 +250,7 @@ class Decode:
     def boxes(self, weight: bool) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes and the wide operand."""
         wide = (self.columns, 64, 128) if self.tokens else (1, CHUNK, 0)
-        return (self.rows, CHUNK, 128), wide, wide
+        return (self.rows >> self.gated, CHUNK, 128), wide, wide
 
 
 @lru_cache(maxsize=1)
@@ -419,17 +421,19 @@ def multiply(
     plan: Plan | Decode | None = None,
     *,
     ready: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     """mixed_gemm for 16-bit wide operands, x [M, K], weight [N, K] (codes as bytes), by the plan or the rule's.
 
-    ready: mixed_gemm's weight_ready. A copy that is made here, for its alignment, is not.
+    ready: mixed_gemm's weight_ready. A copy that is made here, for its alignment, is not. gated: mixed_gated's product, for
+    up to FEW tokens, [M, N / 2].
     Raises ValueError for what `unsupported` names.
     """
     wide, codes = (x, weight) if narrow_weight else (weight, x)
     reason = unsupported(codes, wide, scale, narrow_weight)
     if reason:
         raise ValueError(f"backend: 'hopper': {reason}; use 'auto' for others")
-    y = torch.empty(x.shape[0], weight.shape[0], dtype=wide.dtype, device=x.device)
+    y = torch.empty(x.shape[0], weight.shape[0] >> gated, dtype=wide.dtype, device=x.device)
     if not y.numel():
         return y
     (columns, depth), rows = wide.shape, codes.shape[0]
@@ -440,6 +444,9 @@ def multiply(
     early = ready and narrow_weight and all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
     kernel = kernel_of(wide, scale, zero, bias, kind, narrow_weight)
     plan = plan or plan_for(rows, columns, depth, kernel.group, narrow_weight)
+    if gated:
+        assert isinstance(plan, Decode)
+        plan = replace(plan, gated=True)
     device = x.get_device()
     values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan, early))
     for field, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
