@@ -56,6 +56,8 @@ CASES = {
     "parts_share": (Plan(128, True, 1, 2, teams=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "prefill_four": (Plan(128, share=2, groups=4, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "parts_four": (Plan(128, True, 2, groups=4, teams=1, stages=3), Kernel("uint8", FP16, True, 2, True, BF16, None)),
+    "parts_long": (Plan(128, True, 2, teams=2, blocks=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "parts_long4": (Plan(128, True, 2, groups=4, teams=1, blocks=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "parts_64_rows": (Plan(256, True, 1, groups=1, teams=2), Kernel("e4m3", BF16, True, 0, False, BF16, None)),
 }  # fmt: skip
 DRIVER = """

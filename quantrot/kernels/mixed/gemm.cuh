@@ -96,13 +96,14 @@ struct Operands {
 };
 
 // ODD: an odd number of rows of tiles, see MixedTiles. HALVES: a block's products start two by two. TEAMS: see parts.cuh.
-template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool ODD_, bool HALVES_, int TEAMS_ = 1>
+template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool ODD_, bool HALVES_, int TEAMS_ = 1,
+          int BLOCKS_ = 1>
 struct Tile {
-  static constexpr int TEAMS = TEAMS_;
+  static constexpr int TEAMS = TEAMS_, BLOCKS = BLOCKS_;
   static constexpr bool ODD = ODD_ && SHARE_ > 1, HALVES = HALVES_;
   static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, STAGES = STAGES_, SPLIT = SPLIT_, SHARE = SHARE_;
   static constexpr int ROWS = 64 * GROUPS, W = COLUMNS / 2, CLUSTER = SPLIT * SHARE, PART = COLUMNS / SHARE;
-  static constexpr int CODES = ROWS * 64, STAGE = CODES + COLUMNS * 128;  // bytes
+  static constexpr int CODES = BLOCKS * ROWS * 64, STAGE = CODES + BLOCKS * COLUMNS * 128;  // bytes
   static constexpr int HALF = COLUMNS % 32;                              // of a box of y, past the last whole one
   static constexpr int OUTPUT = 64 * (COLUMNS + HALF) * 2;               // of a warpgroup's sums in 16 bits
   static constexpr int PITCH = ROWS + 4;  // of the parts, floats: lanes meet different banks
@@ -126,7 +127,10 @@ struct Loader {
   }
   __device__ __forceinline__ void load_wide(u32 stage, int k, int column, bool apart) const {
     const u32 to = base + stage * P::STAGE + P::CODES, bar = full + stage * 8;
-    if (P::ODD && apart) {
+    if constexpr (P::BLOCKS == 2) {
+      static_assert(P::SHARE == 1, "its own");
+      for (int i = 0; i < 2; i++) tensor_load(to + i * P::COLUMNS * 128, wide, (k + i) * 64, column, bar, wide_policy);
+    } else if (P::ODD && apart) {
       for (int i = 0; i < P::SHARE; i++)
         tensor_load(to + i * P::PART * 128, wide, k * 64, column + i * P::PART, bar, wide_policy);
     } else if constexpr (P::SHARE > 1) {
@@ -376,24 +380,36 @@ struct Patient : Multiplier<P, O> {
   using Base = Multiplier<P, O>;
   using Base::args, Base::base, Base::full, Base::ring, Base::previous, Base::unit, Base::ratio;
   __device__ __forceinline__ Patient(const MixedArgs& args, u32 group, u32 base, u32 full, u32 empty, u32 rank)
-      : Base(args, group, base, full, empty, rank) {}
+      : Base(args, group, base, full, empty, rank) {
+    from = swizzled(group * 64 + warp_number() % 4 * 16 + lane_number() / 4, 0) + lane_number() % 4 * 2;
+  }
 
+  u32 from;  // of 128 columns: the lane's first pair
   __device__ __forceinline__ u32 tile() const { return base + ring.stage * P::STAGE; }
+  __device__ __forceinline__ void read(int j, u32 tile) {
+    if constexpr (P::BLOCKS == 1) {
+      this->load(j, tile, 0);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        this->codes[0][i] = load_shared_u16((tile + from ^ j << 4) + i % 2 * 1024 + i / 2 * 8);
+    }
+  }
   __device__ __forceinline__ void come() {  // the stage of the next block
     barrier_wait(full + ring.stage * 8, ring.parity);
-    this->load(0, tile(), 0);
+    read(0, tile());
   }
   // ENDS: of a group. Its first codes are on their way.
   template <bool LAST, bool ENDS>
   __device__ __forceinline__ void block(float (&d)[P::W], bool begun) {
     const u32 at = tile();
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < 4 * P::BLOCKS; j++) {
       product_wait<1>();  // the operand before the last may be overwritten
       if (j == 1 && begun) this->back();
       this->widen(0, j % 2);
-      if (j < 3) this->load(j + 1, at, 0);
-      this->multiply(d, j % 2, j, at, begun || j > 0);
+      if (j + 1 < 4 * P::BLOCKS) read(j + 1, at);
+      this->multiply(d, j % 2, j % 4, at + j / 4 * P::COLUMNS * 128, begun || j > 0);
     }
     previous = ring.stage;
     ring.next();
@@ -412,15 +428,17 @@ struct Patient : Multiplier<P, O> {
   // count: whole groups of blocks.
   __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
     constexpr bool ENDS = O::GROUP != 0;
-    constexpr int GROUP = Base::GROUP;
+    constexpr int GROUP = P::BLOCKS == 2 ? 2 : Base::GROUP;
+    constexpr bool TWO = GROUP > P::BLOCKS;
+    static_assert(P::BLOCKS == 1 || O::GROUP != 1, "a group ends with a stage");
     this->begin(first);
     come();
     for (int k = 0; k + GROUP < count; k += GROUP) {
-      if constexpr (GROUP == 2) block<false, false>(sum, k > 0);
-      block<false, ENDS>(sum, GROUP == 2 || k > 0);
+      if constexpr (TWO) block<false, false>(sum, k > 0);
+      block<false, ENDS>(sum, TWO || k > 0);
     }
-    if constexpr (GROUP == 2) block<false, false>(sum, count > GROUP);
-    block<true, ENDS>(sum, GROUP == 2 || count > GROUP);
+    if constexpr (TWO) block<false, false>(sum, count > GROUP);
+    block<true, ENDS>(sum, TWO || count > GROUP);
   }
 };
 

@@ -83,6 +83,7 @@ class Plan:
     groups: int = 2  # warpgroups that multiply
     odd: bool = False  # an odd number of rows of tiles: the last one's go to clusters as neighbours in columns
     halves: bool = True  # two products of 16 columns at a time
+    blocks: int = 1  # of 64 columns of K in a stage
     teams: int = 0  # of `groups` warpgroups, that take parts of K (parts.cuh); 0: another kernel
     stages: int = 0  # blocks of K in shared memory; 0: as many as fit
     resident: int = 1  # thread blocks a multiprocessor
@@ -112,7 +113,7 @@ class Plan:
         return self.stages or fit // max(self.teams, 1)
 
     def _stage(self) -> int:
-        return self.rows * 64 + self.columns * 128 + 16
+        return self.blocks * (self.rows * 64 + self.columns * 128) + 16
 
     def _output(self) -> int:
         if self.teams:
@@ -125,7 +126,7 @@ class Plan:
     def call(self, kernel: Kernel) -> str:
         how = ", ".join(str(flag).lower() for flag in (self.odd, self.halves))
         if self.teams:
-            how += f", {self.teams}"
+            how += f", {self.teams}, {self.blocks}"
         tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}, {how}>"
         operands = kernel.operands()
         if self.teams:
@@ -166,7 +167,7 @@ class Plan:
     def boxes(self, weight: bool) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes, the wide operand and y."""
         y = (self.own[0], 64, 128) if weight else (64, 32, 64)
-        return (self.rows, 64, 64), (self.columns // self.share, 64, 128), y
+        return (self.rows, 64 * self.blocks, 64 * self.blocks), (self.columns // self.share, 64, 128), y
 
 
 @dataclass(frozen=True)

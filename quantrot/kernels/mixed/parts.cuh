@@ -88,19 +88,20 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
         for (int i = 0; i < ALL; i++) barrier_expect(sent + i * 8, AREA);
       const u64 keep = cache_policy<LAST>(), stream = tiles == 1 ? cache_policy<FIRST>() : cache_policy<NORMAL>();
       Loader<P> loader{codes, wide, base, full, empty, rank, stream, keep, {}};
-      const int ahead = min(args.segment, P::STAGES);
+      const int steps = args.segment / P::BLOCKS, ahead = min(steps, P::STAGES);
+      auto block = [&](int k, int t) { return first + t * args.segment + k * P::BLOCKS; };
       for (int i = 0; i < ahead * TEAMS; i++)
-        loader.load_codes(i % TEAMS * P::STAGES + i / TEAMS, first + i % TEAMS * args.segment + i / TEAMS, row);
+        loader.load_codes(i % TEAMS * P::STAGES + i / TEAMS, block(i / TEAMS, i % TEAMS), row);
       if (args.early) grid_wait();
       for (int i = 0; i < ahead * TEAMS; i++)
-        loader.load_wide(i % TEAMS * P::STAGES + i / TEAMS, first + i % TEAMS * args.segment + i / TEAMS, column, false);
+        loader.load_wide(i % TEAMS * P::STAGES + i / TEAMS, block(i / TEAMS, i % TEAMS), column, false);
       for (int k = 0; k < ahead; k++) loader.ring.next();
-      for (int k = ahead; k < args.segment; k++, loader.ring.next()) {
+      for (int k = ahead; k < steps; k++, loader.ring.next()) {
         for (int t = 0; t < TEAMS; t++) {
           const int stage = t * P::STAGES + loader.ring.stage;
           barrier_wait(empty + stage * 8, loader.ring.parity ^ 1);
-          loader.load_codes(stage, first + t * args.segment + k, row);
-          loader.load_wide(stage, first + t * args.segment + k, column, false);
+          loader.load_codes(stage, block(k, t), row);
+          loader.load_wide(stage, block(k, t), column, false);
         }
       }
     }
