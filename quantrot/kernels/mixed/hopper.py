@@ -1,4 +1,5 @@
-"""The mixed product for Hopper: CUDA C++ (gemm.cuh and decode.cuh, on kernels/hopper.cuh), compiled at first use.
+"""The mixed product for Hopper: CUDA C++ (multiply.cuh, gemm.cuh, parts.cuh, decode.cuh, on kernels/hopper.cuh), compiled
+at first use.
 
     multiply     y = narrow operand [R, K] by the wide one [C, K]: [C, R] where the weight is narrow, [R, C] otherwise
     unsupported  why these operands are not for it, or None
@@ -258,8 +259,7 @@ class Decode:
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
     here = Path(__file__).parent
-    ours = (here / "gemm.cuh").read_text() + (here / "decode.cuh").read_text()
-    ours += (here / "parts.cuh").read_text()
+    ours = "".join((here / f"{name}.cuh").read_text() for name in ("multiply", "gemm", "decode", "parts"))
     return (here.parent / "hopper.cuh").read_text() + conversions.device_functions() + ours
 
 
