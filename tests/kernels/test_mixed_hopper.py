@@ -57,7 +57,7 @@ CASES = {
     "prefill_four": (Plan(128, share=2, groups=4, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "parts_four": (Plan(128, True, 2, groups=4, teams=1, stages=3), Kernel("uint8", FP16, True, 2, True, BF16, None)),
     "parts_long": (Plan(128, True, 2, teams=2, blocks=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
-    "parts_long4": (Plan(128, True, 2, groups=4, teams=1, blocks=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
+    "parts_long4": (Plan(128, True, 2, groups=4, teams=1, blocks=2), Kernel("int8", BF16, True, 0, False, BF16, None)),
     "parts_64_rows": (Plan(256, True, 1, groups=1, teams=2), Kernel("e4m3", BF16, True, 0, False, BF16, None)),
 }  # fmt: skip
 DRIVER = """
@@ -123,7 +123,7 @@ def gate(y: torch.Tensor) -> torch.Tensor:
 
 
 def agrees(name: str, y: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Whether a kernel's y is the rounded product; gated, but for one element in a thousand that is a rounding away: silu
+    """Whether a kernel's y is the rounded product. Gated, but for one element in a thousand that is a rounding away: silu
     to 2 ulp of float32 may fall on the other side of a tie, or be 0 where it is below 2^-120."""
     exact = exact.to(y.dtype)
     if not is_gated(name):

@@ -1,5 +1,5 @@
-"""The mixed product for Hopper: CUDA C++ (multiply.cuh, gemm.cuh, parts.cuh, decode.cuh, on kernels/hopper.cuh), compiled
-at first use.
+"""The mixed product for Hopper: CUDA C++ (multiply.cuh, gemm.cuh, parts.cuh and decode.cuh, on kernels/hopper.cuh),
+compiled at first use.
 
     multiply     y = narrow operand [R, K] by the wide one [C, K]: [C, R] where the weight is narrow, [R, C] otherwise
     unsupported  why these operands are not for it, or None
@@ -14,7 +14,7 @@ the order of K, added in order. Plans for the same number of parts and teams giv
 """
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -186,7 +186,7 @@ class Decode:
     keep: int = 0  # columns of K for which shared memory holds all tokens, read once; 0: they come with the codes
     resident: int = 1  # thread blocks a multiprocessor
     split: int = 1
-    gated: bool = False  # the weight is gate over up: y is silu(gate) * up
+    gated: bool = field(default=False, kw_only=True)  # the weight is gate over up: y is silu(gate) * up
     few: ClassVar[bool] = True
 
     @property
@@ -426,8 +426,8 @@ def multiply(
 ) -> Tensor:
     """mixed_gemm for 16-bit wide operands, x [M, K], weight [N, K] (codes as bytes), by the plan or the rule's.
 
-    ready: mixed_gemm's weight_ready. A copy that is made here, for its alignment, is not. gated: mixed_gated's product, for
-    up to FEW tokens, [M, N / 2].
+    ready: mixed_gemm's weight_ready. A copy that is made here, for its alignment, is not. gated: mixed_gated's product,
+    [M, N / 2], for up to FEW tokens.
     Raises ValueError for what `unsupported` names.
     """
     wide, codes = (x, weight) if narrow_weight else (weight, x)
@@ -450,11 +450,12 @@ def multiply(
         plan = replace(plan, gated=True)
     device = x.get_device()
     values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan, early))
-    for field, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
-        if field != "y" or not plan.few or getattr(plan, "teams", 0):
+    plain = plan.few and not (isinstance(plan, Plan) and plan.teams)
+    for name, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
+        if name != "y" or not plain:
             pitch = t.stride(0) * t.element_size()
             encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
-            ctypes.memmove(getattr(values, field), encoded, 128)
+            ctypes.memmove(getattr(values, name), encoded, 128)
     function = _kernel(plan, kernel, device)
     grid = (plan.grid(rows, columns, processors(device)),)
     nvrtc.launch(function, grid, plan.threads, plan.shared_bytes(), values, device, overlap=True)
