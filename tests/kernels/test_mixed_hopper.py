@@ -123,7 +123,7 @@ def gate(y: torch.Tensor) -> torch.Tensor:
 
 
 def agrees(name: str, y: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Whether a kernel's y is the rounded product. Gated, but for one element in a thousand that is a rounding away: silu
+    """Whether a kernel's y is the rounded product. Gated, but for one element in a thousand a rounding away: silu
     to 2 ulp of float32 may fall on the other side of a tie, or be 0 where it is below 2^-120."""
     exact = exact.to(y.dtype)
     if not is_gated(name):
