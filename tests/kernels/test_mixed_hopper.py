@@ -46,19 +46,16 @@ CASES = {
     "gated8_group": (Decode(1, 1, 2, 1, 4, gated=True), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "gated16": (Decode(2, 3, 2, 2, 4, gated=True), Kernel("uint8", FP16, True, 1, True, FP32, FP16)),
     "gated16_split": (Decode(2, 1, 2, 2, 4, split=2, gated=True), Kernel("int8", FP16, True, 0, False, FP16, None)),
-    "few128": (Plan(128, True, 2, halves=False, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
-    "few256": (Plan(256, few=True, split=2, stages=4), Kernel("packed", BF16, True, 0, False, BF16, FP32)),
-    "parts128": (Plan(128, True, 2, teams=1, halves=False), Kernel("packed", BF16, True, 2, False, BF16, None)),
-    "parts_teams": (Plan(128, True, 2, teams=2, stages=2), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
-    "parts_group64": (Plan(128, True, 2, teams=2), Kernel("int8", FP16, True, 1, True, FP16, None)),
-    "parts192": (Plan(128, True, 2, groups=3, teams=1, stages=3), Kernel("uint8", BF16, True, 0, True, BF16, BF16)),
-    "parts256": (Plan(256, True, 2, teams=1, stages=3), Kernel("packed", BF16, True, 0, False, FP32, FP32)),
-    "parts_share": (Plan(128, True, 1, 2, teams=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
-    "prefill_four": (Plan(128, share=2, groups=4, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
-    "parts_four": (Plan(128, True, 2, groups=4, teams=1, stages=3), Kernel("uint8", FP16, True, 2, True, BF16, None)),
-    "parts_long": (Plan(128, True, 2, teams=2, blocks=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
-    "parts_long4": (Plan(128, True, 2, groups=4, teams=1, blocks=2), Kernel("int8", BF16, True, 0, False, BF16, None)),
-    "parts_64_rows": (Plan(256, True, 1, groups=1, teams=2), Kernel("e4m3", BF16, True, 0, False, BF16, None)),
+    "parts64": (Plan(64, 2, 2, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "parts128": (Plan(128, 1, 2, halves=False, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "parts_teams": (Plan(128, 2, 2, stages=2), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
+    "parts_group64": (Plan(128, 2, 2), Kernel("int8", FP16, True, 1, True, FP16, None)),
+    "parts_192_rows": (Plan(128, 1, 2, groups=3, stages=3), Kernel("uint8", BF16, True, 0, True, BF16, BF16)),
+    "parts256": (Plan(256, 1, 2, stages=3), Kernel("packed", BF16, True, 0, False, FP32, FP32)),
+    "parts_long": (Plan(128, 2, 2, blocks=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
+    "parts_64_rows": (Plan(128, 2, groups=1, halves=False), Kernel("e4m3", BF16, True, 2, False, BF16, None)),
+    "parts_64_split": (Plan(128, 2, 2, groups=1), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "prefill_four": (Plan(64, share=2, groups=4, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
 }  # fmt: skip
 DRIVER = """
 static std::string message;
@@ -95,8 +92,7 @@ def emulator(emulated):
         codes = codes.view(torch.uint8)
         assert hopper.unsupported(codes, wide, scale, kernel.weight) is None
         assert hopper.kernel_of(wide, scale, zero, bias, kernel.kind, kernel.weight) == kernel
-        assert plan.splits(wide.shape[1]) or getattr(plan, "teams", 0)  # whose part may be all past the end
-        assert isinstance(plan, Plan) or columns <= plan.columns
+        assert isinstance(plan, Plan) or (plan.splits(wide.shape[1]) and columns <= plan.columns)
         y = torch.full((x.shape[0], weight.shape[0] >> is_gated(name)), float("nan"), dtype=wide.dtype)
         args = hopper.arguments(y, wide, scale, zero, bias, plan, early)
         maps = (ctypes.c_ulonglong * 24)()
@@ -173,7 +169,9 @@ def test_k_need_not_be_whole_blocks(emulator, name):
         assert torch.equal(y, exact_product(*given).to(y.dtype))
 
 
-@pytest.mark.parametrize("name", ["prefill", "prefill_96", "decode8_group64", "decode16_group", "few256"])
+@pytest.mark.parametrize(
+    "name", ["prefill", "prefill_96", "decode8_group64", "decode16_group", "parts256", "parts_teams"]
+)
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     torch.manual_seed(0)
     given = operands(name, tokens(name, 40), 264, 1024, exact=False)
@@ -182,7 +180,7 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     assert relative(first, exact_product(*given)) <= MAX_RELATIVE_ERROR[first.dtype]
 
 
-@pytest.mark.parametrize("name", ["prefill_group64_64", "prefill_group", "prefill_x_group", "few128"])
+@pytest.mark.parametrize("name", ["prefill_group64_64", "prefill_group", "prefill_x_group", "parts128", "parts_teams"])
 def test_a_scale_of_infinity_spoils_its_row_only(emulator, name):
     torch.manual_seed(0)
     x, weight, scale, zero, bias = operands(name, 16, 16, 384)
@@ -203,7 +201,7 @@ def test_scales_of_any_size_leave_each_row_its_error(emulator, name):
     assert ((y - exact).norm(dim=0) / exact.norm(dim=0)).max() <= 1.3 * MAX_RELATIVE_ERROR[x.dtype]  # of 40 elements
 
 
-@pytest.mark.parametrize("name", ["prefill_group64_64", "prefill_group", "prefill_x_group", "few128"])
+@pytest.mark.parametrize("name", ["prefill_group64_64", "prefill_group", "prefill_x_group", "parts128", "parts_teams"])
 def test_groups_without_a_scale_add_nothing(emulator, name):
     """The sums are kept in units of the last scale: neither 0 nor one that is too small to matter may become it."""
     torch.manual_seed(0)
@@ -229,24 +227,45 @@ def test_every_plan_fits(n, k, group, weight):
         rows, columns = (n, m) if weight else (m, n)
         plan = hopper.plan_for(rows, columns, k, group, weight)
         assert plan.depth >= 2 and (plan.shared_bytes() + 1024) * plan.resident <= 228 << 10
-        assert plan.cluster <= 2 and plan.splits(k) and (weight or not plan.few)
-        assert plan.few or plan.odd == (plan.share == 2 and -(-rows // plan.rows) % 2 == 1)
+        assert plan.cluster <= 2 and plan.splits(k)
+        if isinstance(plan, Plan):
+            assert not plan.teams or (weight and plan.grid(rows, columns, 132) <= 132)
+            assert plan.odd == (plan.share == 2 and -(-rows // plan.rows) % 2 == 1)
+        else:
+            assert weight
         assert plan.grid(rows, columns, 132) % plan.cluster == 0
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "group", "weight", "expected"),
+    ("rows", "columns", "depth", "group", "expected"),
     [
-        (3456, 4096, 0, False, Plan(224, share=2, odd=True)),
-        (4096, 4096, 0, True, Plan(256, share=2, halves=False)),
-        (4096, 4096, 2, True, Plan(256, share=2)),
-        (4096, 256, 0, True, Plan(128, few=True, split=2)),
-        (4096, 256, 2, True, Plan(128, few=True, split=2, halves=False)),
-        (28672, 64, 0, True, Plan(64, share=2, halves=False)),
+        (4096, 4096, 4096, 0, Plan(256, share=2, halves=False)),
+        (4096, 4096, 4096, 2, Plan(256, share=2)),
+        (28672, 1024, 4096, 2, Plan(256, share=2)),
+        (28672, 256, 4096, 0, Plan(256, share=2)),
+        (4096, 512, 4096, 2, Plan(256, 1, 2)),
+        (8192, 256, 8192, 0, Plan(256, 1, 2)),
+        (8192, 256, 8192, 2, Plan(256, 1, 2)),
+        (6144, 256, 4096, 0, Plan(128, 1, 2, groups=3, halves=False)),
+        (6144, 256, 4096, 2, Plan(128, 1, 2, groups=3, halves=False)),
+        (4096, 256, 4096, 0, Plan(128, 2, groups=1, halves=False)),
+        (4096, 256, 4096, 2, Plan(128, 2, groups=1, halves=False)),
+        (4096, 256, 14336, 0, Plan(128, 2, 2, blocks=2)),
+        (4096, 256, 14336, 2, Plan(128, 2, 2, stages=3)),
+        (4096, 128, 4096, 0, Plan(128, 2, 2, groups=1)),
+        (4096, 128, 4096, 2, Plan(128, 2, 2, groups=1)),
+        (8192, 64, 8192, 0, Plan(64, 2, 2)),
+        (8192, 64, 8192, 2, Plan(64, 2, 2)),
+        (28672, 64, 4096, 0, Plan(64, share=2, groups=4)),
+        (28672, 64, 4096, 2, Plan(64, share=2, groups=4)),
     ],
 )
-def test_the_rule_chooses_what_was_fastest(rows, columns, group, weight, expected):
-    assert hopper.plan_for(rows, columns, 4096, group, weight) == expected
+def test_the_rule_chooses_what_was_fastest(rows, columns, depth, group, expected):
+    assert hopper.plan_for(rows, columns, depth, group, True) == expected
+
+
+def test_the_rule_chooses_what_was_fastest_for_narrow_activations():
+    assert hopper.plan_for(3456, 4096, 2048, 0, False) == Plan(224, share=2, odd=True)
 
 
 def test_an_odd_row_of_tiles_takes_half_as_many_clusters():
@@ -297,9 +316,10 @@ def test_no_kernel_spills_or_serializes_its_products(tmp_path):
         pytest.skip("compiling for sm_90a needs nvcc")
     kernels = dict.fromkeys(CASES.values())
     for group in (0, 1, 2):
-        for m in (1, 16, 64, 256, 1024, 4096):
+        for m in (1, 16, 64, 128, 256, 512, 1024, 4096):
             kernel = Kernel("packed", BF16, True, group, False, BF16, None)
-            kernels[hopper.plan_for(4096, m, 4096, group, True), kernel] = None
+            for n, k in [(4096, 4096), (4096, 14336), (6144, 4096), (8192, 8192), (28672, 4096)]:
+                kernels[hopper.plan_for(n, m, k, group, True), kernel] = None
     for n, k, group, m in DECODE:
         kernel = Kernel("packed", BF16, True, group // 64, False, BF16, None)
         kernels[hopper.plan_for(n, m, k, group // 64, True), kernel] = None

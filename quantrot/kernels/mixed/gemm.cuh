@@ -2,9 +2,6 @@
 //
 //   prefill  persistent thread blocks; one warp feeds a ring of stages through the copy engine, GROUPS warpgroups of 64
 //            rows multiply; the blocks of a cluster are neighbours in rows and share the wide tile.
-//   few      one tile a block: few columns, bound by reading the codes, or too few tiles for the device. SPLIT blocks
-//            of a cluster share K and add their parts, in order, through each other's shared memory; SHARE of them
-//            share the wide tile.
 
 namespace quantrot {
 
@@ -158,94 +155,6 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
     if (threadIdx.x % 128 == 0) tensor_store_wait<0>();
   }
   if constexpr (P::SHARE > 1) cluster_sync();  // a block that ended could still be written to
-}
-
-// --- Few columns, or few tiles ---------------------------------------------------------------------------------------
-
-// The parts of the cluster's blocks, added in the order of K -> y [columns, rows].
-template <class P, class O>
-__device__ __forceinline__ void store_parts(const MixedArgs& args, int row, int column, u32 rank, u32 parts) {
-  constexpr int UNITS = P::ROWS / 8, THREADS = 128 * P::GROUPS;  // units of eight rows
-  for (int i = rank / P::SHARE * THREADS + threadIdx.x; i < P::COLUMNS * UNITS; i += P::SPLIT * THREADS) {
-    const int c = i / UNITS, r = i % UNITS * 8;
-    if (column + c >= args.columns || row + r >= args.rows) continue;
-    float sum[8];
-#pragma unroll
-    for (int p = 0; p < P::SPLIT; p++) {
-      const u32 from = in_block(parts + (c * P::PITCH + r) * 4, p * P::SHARE + rank % P::SHARE);
-      const float4 lo = load_cluster4(from), hi = load_cluster4(from + 16);
-      const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-#pragma unroll
-      for (int j = 0; j < 8; j++) sum[j] = p ? sum[j] + part[j] : part[j];
-    }
-    Quad out;
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const float scale = O::GROUP ? 1.f : number<typename O::S>(args.scale, row + r + j);
-      sum[j] = finished<O>(sum[j], scale, number<typename O::B>(args.bias, row + r + j));
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) out.w[j] = O::T::pack(sum[2 * j], sum[2 * j + 1]);
-    *(Quad*)((unsigned short*)args.y + (i64)(column + c) * args.rows + row + r) = out;
-  }
-}
-
-// HEAVY: a whole warpgroup loads, and leaves its registers to those that multiply.
-template <class P, class O, bool HEAVY>
-__device__ __forceinline__ void few(const TensorMap* codes, const TensorMap* wide, const MixedArgs& args) {
-  static_assert(O::WEIGHT, "few tokens by a narrow weight");
-  static_assert(P::COLUMNS * P::PITCH * 4 <= P::STAGES * P::STAGE, "the parts take the stages' place");
-  const u32 base = shared_memory(), full = base + P::STAGES * P::STAGE, empty = full + P::STAGES * 8;
-  const u32 warp = warp_number(), rank = P::CLUSTER > 1 ? cluster_rank() : 0;
-  const int unit = blockIdx.x / P::CLUSTER, tiles = parts_of(args.columns, P::COLUMNS);
-  const int column = unit % tiles * P::COLUMNS, row = (unit / tiles * P::SHARE + rank % P::SHARE) * P::ROWS;
-  const int first = rank / P::SHARE * args.segment, count = min(args.segment, parts_of(args.depth, 64) - first);
-  const int padded = parts_of(count, O::STEP) * O::STEP;
-  if (warp == P::GROUPS * 4) {
-    if (lane_number() == 0) {
-      tensor_prefetch(codes), tensor_prefetch(wide);
-      for (int s = 0; s < P::STAGES; s++) {
-        barrier_init(full + s * 8, 1);
-        barrier_init(empty + s * 8, 4 * P::GROUPS * P::SHARE);
-      }
-      barrier_init_done();
-    }
-  }
-  if constexpr (P::SHARE > 1) {
-    cluster_start();
-  } else {
-    block_sync();
-  }
-  if (!args.early) grid_wait();
-  if (warp >= P::GROUPS * 4) {
-    if constexpr (HEAVY) give_registers<24>();
-    if (warp == P::GROUPS * 4) {
-      const u64 keep = cache_policy<LAST>(), stream = tiles == 1 ? cache_policy<FIRST>() : cache_policy<NORMAL>();
-      Loader<P> loader{codes, wide, base, full, empty, rank, stream, keep, {}};
-      for (int k = loader.start(first, padded, row, column, false, args.early); k < padded; k++)
-        loader.next(first + k, row, column, false);
-    }
-    if constexpr (P::CLUSTER > 1) cluster_sync();
-  } else {
-    if constexpr (HEAVY) take_registers<240>();
-    const u32 group = warp / 4;
-    float sum[P::W];
-    Multiplier<P, O> multiplier(args, group, base, full, empty, rank);
-    multiplier.lane.at(row + group * 64, args.rows);
-    multiplier.run(sum, first, count);
-    named_sync(1, 128 * P::GROUPS);  // every warp's products have read the stages
-    const u32 lane = lane_number(), n = warp * 16 + lane / 4;
-#pragma unroll
-    for (int j = 0; j < P::W; j++)
-      store_shared(base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * P::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
-    if constexpr (P::CLUSTER == 1) {
-      named_sync(1, 128 * P::GROUPS);
-    } else {
-      cluster_sync();
-    }
-    store_parts<P, O>(args, row, column, rank, base);  // here, with the registers that were taken
-  }
-  if constexpr (P::SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 
 }  // namespace quantrot

@@ -101,7 +101,6 @@ struct Tile {
   static constexpr int CODES = BLOCKS * ROWS * 64, STAGE = CODES + BLOCKS * COLUMNS * 128;  // bytes
   static constexpr int HALF = COLUMNS % 32;                              // of a box of y, past the last whole one
   static constexpr int OUTPUT = 64 * (COLUMNS + HALF) * 2;               // of a warpgroup's sums in 16 bits
-  static constexpr int PITCH = ROWS + 4;  // of the parts, floats: lanes meet different banks
   static_assert(COLUMNS % SHARE == 0 && PART % 8 == 0, "a share of the wide tile is whole groups of eight rows");
 };
 
@@ -349,10 +348,9 @@ struct Multiplier {
     }
   }
 
-  // count: at least one, padded here.
+  // count: whole groups of blocks.
   __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
     constexpr bool ENDS = O::GROUP != 0;
-    count = parts_of(count, O::STEP) * O::STEP;
     begin(first);
     const u32 tile = base + ring.stage * P::STAGE;
     barrier_wait(full + ring.stage * 8, ring.parity);
@@ -420,7 +418,6 @@ struct Patient : Multiplier<P, O> {
       for (int i = 0; i < P::W; i++) d[i] *= LAST ? unit[i / 2 % 2] : ratio[i / 2 % 2];
     }
   }
-  // count: whole groups of blocks.
   __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
     constexpr bool ENDS = O::GROUP != 0;
     constexpr int GROUP = P::BLOCKS == 2 ? 2 : Base::GROUP;

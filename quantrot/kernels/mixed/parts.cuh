@@ -52,30 +52,26 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
   constexpr int HALF = W / TEAMS, OWN = HALF / P::SPLIT;  // a lane's sums of its team's columns, and those it finishes
   constexpr int AREA = 256 * OWN * P::SPLIT;              // bytes that a warpgroup is sent; then its part of y
   static_assert(O::WEIGHT, "few tokens by a narrow weight");
-  static_assert(P::SPLIT <= 2 && TEAMS <= 2 && P::CLUSTER <= 2 && ALL <= 4 && OWN % 8 == 0, "halves, 16 columns at least");
+  static_assert(P::SPLIT <= 2 && TEAMS <= 2 && P::SHARE == 1 && ALL <= 4 && OWN % 8 == 0, "halves, 16 columns at least");
   static_assert(TEAMS == 1 || P::GROUPS * 128 * W * 4 <= RINGS * P::STAGE, "the halves take the stages' place");
   static_assert(RINGS * (P::STAGE + 16) + ALL * (AREA + 8) <= 227 << 10, "shared memory");
   const u32 base = shared_memory(), areas = base + RINGS * P::STAGE, full = areas + ALL * AREA;
   const u32 empty = full + RINGS * 8, sent = empty + RINGS * 8;
-  const u32 warp = warp_number(), rank = P::CLUSTER > 1 ? cluster_rank() : 0, half = P::SPLIT > 1 ? rank : 0;
-  const int unit = blockIdx.x / P::CLUSTER, tiles = parts_of(args.columns, P::COLUMNS);
-  const int column = unit % tiles * P::COLUMNS, row = (unit / tiles * P::SHARE + rank % P::SHARE) * P::ROWS;
+  const u32 warp = warp_number(), half = P::SPLIT > 1 ? cluster_rank() : 0;
+  const int unit = blockIdx.x / P::SPLIT, tiles = parts_of(args.columns, P::COLUMNS);
+  const int column = unit % tiles * P::COLUMNS, row = unit / tiles * P::ROWS;
   const int first = half * TEAMS * args.segment;  // of the first team; past the end, zeros from the copy engine
   if (warp == ALL * 4 && lane_number() == 0) {
     tensor_prefetch(codes), tensor_prefetch(wide), tensor_prefetch(y);
     for (int s = 0; s < RINGS; s++) {
       barrier_init(full + s * 8, 1);
-      barrier_init(empty + s * 8, 4 * P::GROUPS * P::SHARE);
+      barrier_init(empty + s * 8, 4 * P::GROUPS);
     }
     for (int i = 0; i < ALL; i++) barrier_init(sent + i * 8, 1);
     barrier_init_done();
   }
-  if constexpr (P::SHARE > 1) {
-    cluster_start();
-  } else {
-    if constexpr (P::SPLIT > 1) cluster_arrive();
-    block_sync();
-  }
+  if constexpr (P::SPLIT > 1) cluster_arrive();
+  block_sync();
   if (!args.early) grid_wait();
   if (warp >= ALL * 4) {
     if constexpr (ALL == 3) {
@@ -87,7 +83,7 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
       if constexpr (P::SPLIT > 1)
         for (int i = 0; i < ALL; i++) barrier_expect(sent + i * 8, AREA);
       const u64 keep = cache_policy<LAST>(), stream = tiles == 1 ? cache_policy<FIRST>() : cache_policy<NORMAL>();
-      Loader<P> loader{codes, wide, base, full, empty, rank, stream, keep, {}};
+      Loader<P> loader{codes, wide, base, full, empty, half, stream, keep, {}};
       const int steps = args.segment / P::BLOCKS, ahead = min(steps, P::STAGES);
       auto block = [&](int k, int t) { return first + t * args.segment + k * P::BLOCKS; };
       for (int i = 0; i < ahead * TEAMS; i++)
@@ -112,7 +108,7 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
     const u32 own = warp / 4, group = own % P::GROUPS, team = own / P::GROUPS, ring = team * P::STAGES;
     const u32 mine = threadIdx.x % 128 * 16;
     float sum[W];
-    typename Chosen<P, O>::Type multiplier(args, group, base + ring * P::STAGE, full + ring * 8, empty + ring * 8, rank);
+    typename Chosen<P, O>::Type multiplier(args, group, base + ring * P::STAGE, full + ring * 8, empty + ring * 8, half);
     multiplier.lane.at(row + group * 64, args.rows);
     multiplier.run(sum, first + team * args.segment, args.segment);
     const Ends<O> ends(args, multiplier.lane);  // on their way while sums are swapped
@@ -147,7 +143,6 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
     store_tile<O>(y, args, ends, last, row + group * 64, column + 2 * (team * HALF + half * OWN), area, 4 + own);
     if (threadIdx.x % 128 == 0) tensor_store_wait<0>();
   }
-  if constexpr (P::SHARE > 1) cluster_sync();  // a block that ended could still be written to
 }
 
 }  // namespace quantrot
