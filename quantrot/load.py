@@ -62,6 +62,9 @@ def load(
     if missing:
         raise ValueError(f"{root}: {len(missing)} tensors are not in its shards, e.g. {missing[0]}; convert again")
     model.tie_weights()
+    for layer in model.model.layers:
+        if isinstance(layer.self_attn, QuantizedAttention):
+            layer.self_attn.center_keys(model.model.rotary_emb)
     if (root / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(root)
     if len(set(map(str, placed.values()))) == 1:

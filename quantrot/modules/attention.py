@@ -24,6 +24,8 @@ from quantrot.modules.masks import IMPLEMENTATION
 from quantrot.modules.merged import Merging
 from quantrot.rotation import Rotation
 
+CENTERED = 1024  # positions of the mean; with Qwen2's RoPE 256 do as well as 4096, with a faster one fewer are better
+
 
 class QuantizedAttention(Merging):
     """Llama's or Mistral's attention. rotation: R3, which turns queries and keys after RoPE; scores stay the same,
@@ -33,8 +35,11 @@ class QuantizedAttention(Merging):
     Under "fp8" keys and values are in e4m3 whatever the cache: one of the model's dtype holds the same values, exactly,
     and they are quantized again at every step. A prompt's keys and values share a scale per 128 tokens and head
     (`granularity`), tokens that are added one by one have their own.
+
+    key_center [G, D], float32: what `center_keys` takes off every key before it is quantized.
     """
 
+    key_center: Tensor | None
     parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
@@ -56,6 +61,26 @@ class QuantizedAttention(Merging):
         self.arithmetic, self.kv_cache, self.granularity = arithmetic, kv_cache, Granularity.block
         window = getattr(attention.config, "sliding_window", None)
         self.window = {} if window is None else {"sliding_window": window}
+        self.register_buffer("key_center", None, persistent=False)
+
+    def center_keys(self, rotary: Any) -> None:
+        """Have keys quantized without the mean over positions of their turned bias; rotary: the model's module.
+
+        Scores of a query with all keys then change by the same number, which softmax does not see. It matters where the
+        bias is large in channels that RoPE hardly turns, as Qwen2's is (354 against a root mean square of 77 in one
+        layer of Qwen2.5-Coder-1.5B): quantized with it, keys keep little of what tells them apart. KL of that model to
+        its bfloat16 self on 192 tokens, with an FP8 cache, 0.198 and 0.0023 centered; after R3 0.828 and 0.0014; with
+        INT4 and R3 5.9 and 0.011. No data is needed. ValueError where the bias is not in memory.
+        """
+        bias = self.k_proj.bias
+        if bias is None or (self.arithmetic, self.kv_cache) == ("bf16", "bf16"):
+            return
+        if bias.device.type == "meta":
+            raise ValueError(f"layer {self.layer_idx}: k_proj.bias is offloaded to disk; keep self_attn in memory")
+        heads = bias.detach().float().view(-1, self.head_dim)
+        cos, sin = rotary(heads, torch.arange(CENTERED, device=heads.device)[None])
+        low, high = heads.chunk(2, -1)
+        self.key_center = heads * cos[0].float().mean(0) + torch.cat([-high, low], -1) * sin[0].float().mean(0)
 
     def forward(
         self,
@@ -102,6 +127,8 @@ class QuantizedAttention(Merging):
             return y, None
         query, key, value = (t.transpose(1, 2) for t in (q, k, v))
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if self.key_center is not None:
+            key = (key - self.key_center[:, None]).to(key.dtype)
         if self.R3 is not None:
             query, key = self.R3(query), self.R3(key)
         if self.kv_cache != "bf16" and (cache is None or adopt(cache, self.layer_idx, self.kv_cache) is None):
@@ -165,7 +192,11 @@ class QuantizedAttention(Merging):
         if self.R3 is not None:
             rotation = {"order": self.R3.block, "signs": self.R3.signs}
         granularity = self.granularity if prompt and q.shape[1] > 1 else Granularity.token
-        given = rope_hadamard_quantize(q, k, v, *position_embeddings, granularity=granularity, **rotation)
+        angles: tuple[Tensor | None, Tensor | None] = position_embeddings
+        if self.key_center is not None:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
+            k, angles = (k - self.key_center).to(k.dtype), (None, None)
+        given = rope_hadamard_quantize(q, k, v, *angles, granularity=granularity, **rotation)
         lengths = None
         if layer is not None:
             stored, lengths = layer.append(given, q.dtype)
