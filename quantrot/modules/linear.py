@@ -116,7 +116,7 @@ class QuantizedLinear(nn.Module):
         return F.linear(quantize_dequantize(self.turned(x), self.format.activations), weight, self.bias)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
-        """self(silu(gate) * up), x [..., 2 * in_features] being gate and up side by side; both are rounded to x's dtype.
+        """self(silu(gate) * up), x [..., 2 * in_features] gate and up side by side; both are rounded to x's dtype.
 
         Subclasses may have kernels that do all of it, for the same bits.
         """

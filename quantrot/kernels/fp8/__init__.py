@@ -223,8 +223,8 @@ def fp8_linear(
     """x [M, K] (float32, float16, bfloat16) in 1 x 128 blocks times the transpose of b [N, K], plus bias [N]: [M, N] in
     x's dtype.
 
-    The bits of quantize_fp8_block and fp8_block_gemm one after the other, which is what it does, but for few tokens of 16
-    bits on Hopper: there one kernel does both, and "auto" takes it. gated: x is [M, 2 K]. b_settled: as
+    The bits of quantize_fp8_block and fp8_block_gemm one after the other, which is what it does, but for few tokens of
+    16 bits on Hopper: there one kernel does both, and "auto" takes it. gated: x is [M, 2 K]. b_settled: as
     fp8_block_gemm's, of b, and of the kernel that comes before this operator. backend: "auto", "hopper" (one kernel),
     "reference". Not differentiable. ValueError for shapes or dtypes that do not fit, or a backend that cannot run.
     """
