@@ -8,35 +8,36 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8 import fp8_block_gemm, fp8_linear, hopper, linear, quantize_fp8_block
-from quantrot.kernels.fp8.linear import Held
+from quantrot.kernels.fp8.linear import Held, Work
 from quantrot.kernels.fp8.reference import gate as gated
-from quantrot.kernels.fp8.reference import gemm_reference, quantize_reference
+from quantrot.kernels.fp8.reference import gemm_reference, quantize_reference, rms_norm
 
 gpu = pytest.mark.gpu
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 INF, NAN = float("inf"), float("nan")
+EPSILON = 1e-9  # 1 + EPSILON is 1
 
-# plan, parts, gated, dtype, a scale of b a row, bytes of a bias element: every branch of the source
+# every branch of the source
 CASES = {
-    "plain": (Held(stages=4), 1, False, BF16, False, 0),
-    "narrow": (Held(columns=16, stages=5, early=5, together=8), 1, False, BF16, False, 2),
-    "early": (Held(columns=32, stages=6, early=2, together=2), 1, False, FP16, False, 4),
-    "wide": (Held(columns=128, stages=3, early=3), 1, False, BF16, True, 0),
-    "parts": (Held(columns=64, stages=2, together=2), 2, False, BF16, False, 4),
-    "helped": (Held(columns=32, stages=3, helpers=1, early=3, together=2), 1, False, BF16, False, 0),
-    "one": (Held(one=True, columns=32, stages=4, early=4, together=2), 1, False, BF16, False, 0),
+    "plain": (Held(stages=4), Work(rule="exact")),
+    "narrow": (Held(columns=16, stages=5, early=5, together=8), Work(bias=2)),
+    "early": (Held(columns=32, stages=6, early=2, together=2), Work(dtype=FP16, bias=4, rule="exact")),
+    "wide": (Held(columns=128, stages=3, early=3), Work(channel=True, rule="exact")),
+    "parts": (Held(columns=64, stages=2, together=2), Work(parts=2, bias=4, add=True, rule="exact")),
+    "helped": (Held(columns=32, stages=3, helpers=1, early=3, together=2), Work(rule="pow2", add=True)),
+    "one": (Held(one=True, columns=32, stages=4, early=4, together=2), Work(rule="exact")),
+    "gated": (Held(columns=32, stages=3, helpers=1, resident=1), Work(before="GATED", rule="exact")),
+    "gated_half": (Held(stages=3, early=2), Work(parts=2, before="GATED", dtype=FP16, rule="exact")),
     "gated_one": (
         Held(one=True, columns=32, stages=3, helpers=1, early=3, together=8, resident=1),
-        1,
-        True,
-        BF16,
-        False,
-        0,
+        Work(before="GATED", add=True, rule="exact"),
     ),
-    "gated": (Held(columns=32, stages=3, helpers=1, resident=1), 1, True, BF16, False, 0),
-    "gated_half": (Held(columns=64, stages=3, early=2), 2, True, FP16, False, 0),
+    "normed": (Held(columns=32, stages=3, helpers=1, early=3, together=8, resident=1), Work(before="NORMED")),
+    "normed_one": (
+        Held(one=True, columns=64, stages=3, together=2),
+        Work(before="NORMED", dtype=FP16, add=True, rule="exact"),
+    ),
 }
-RULES = {"plain": "exact", "narrow": "bf16", "helped": "pow2"}
 PAIR = (hopper.Decode(8, columns=32, stages=4), 1)  # the product of the two operators
 DRIVER = """
 static std::string message;
@@ -67,23 +68,26 @@ def emulator(emulated):
     """Every case's kernel on the host: emulator(case, x, b, b_scale, bias, seed) -> c."""
     libraries = {}
     for rule in ("exact", "bf16", "pow2"):
-        cases = {name: case for name, case in CASES.items() if RULES.get(name, "exact") == rule}
-        entries = "".join(plan.entry(*others, name=f"linear_{name}") for name, (plan, *others) in cases.items())
+        cases = {name: case for name, case in CASES.items() if case[1].rule == rule}
+        entries = "".join(plan.entry(work, f"linear_{name}") for name, (plan, work) in cases.items())
         names = ", ".join(f"linear_{name}" for name in cases)
         entries += hopper.entry(*PAIR, channel=False, out=BF16, bias=0)
         library = emulated(linear.device_functions(rule) + entries + DRIVER.replace("NAMES", names))
         library.run.restype = library.product.restype = ctypes.c_char_p
         libraries |= {name: (library, i, rule) for i, name in enumerate(cases)}
 
-    def run(name, x, b, b_scale, bias=None, seed=0):
-        plan, parts, gated, dtype, channel, _ = CASES[name]
+    def run(name, x, b, b_scale, bias=None, seed=0, norm=None, residual=None):
+        plan, work = CASES[name]
         library, which, _ = libraries[name]
-        (n, k), m = b.shape, x.shape[0]
-        b_block = (1, 0) if channel else (128, 128)
-        assert linear.unsupported(x, b, b_scale, b_block, gated, bias) is None
-        c = torch.full((m, n), NAN, dtype=dtype)
-        args, tokens = linear.arguments(x, b, b_scale, c, b_block, bias, parts)
-        shared = plan.held_bytes(hopper.segment_of(k, parts), m)
+        (n, k), m, parts = b.shape, x.shape[0], work.parts
+        b_block = (1, 0) if work.channel else (128, 128)
+        reason = linear.unsupported(x, b, b_scale, b_block, work.before == "GATED", bias, norm, residual)
+        assert reason is None or "takes up to" in reason  # by the rule, whose plans these are not
+        assert (residual is not None) == work.add and (norm is not None) == (work.before == "NORMED")
+        c = torch.full((m, n), NAN, dtype=work.dtype)
+        args, tokens = linear.arguments(x, b, b_scale, c, b_block, bias, parts, norm, EPSILON, residual)
+        assert norm is None or plan.holds_all(hopper.segment_of(k, parts), m)
+        shared = plan.held_bytes(hopper.segment_of(k, parts), m, work.before)
         assert shared <= hopper.MAX_SHARED
         message = library.run(
             which, ctypes.c_void_p(b.data_ptr()), n, k, plan.columns, ctypes.byref(args), ctypes.byref(tokens),
@@ -128,25 +132,34 @@ def weight(n: int, k: int, channel: bool):
     return codes, torch.randint(-2, 2, shape).float().exp2()
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case[2]])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 512), (3, 264, 272), (8, 136, 1168)])
-def test_every_kernel_is_exact_on_codes_of_integers(emulator, name, m, n, k):
-    """amax = 448 * 2^i: the scale is a power of two under every rule."""
-    _, parts, _, dtype, channel, size = CASES[name]
-    torch.manual_seed(m)
-    b, b_scale = weight(n, k, channel)
+def integers(m: int, k: int, work: Work):
+    """x and norm, whose codes are integers and whose scales are powers of two under every rule; the quantized x."""
     x = torch.randint(-7, 8, (m, k)).float() * 64
     x[:, ::128] = 448
-    x = (x * 2.0 ** torch.randint(-2, 3, (m, 1))).to(dtype)
-    bias = torch.randint(-8, 9, (n,)).to(torch.float32 if size == 4 else dtype) if size else None
-    q, scale = quantize_reference(x, (1, 128), RULES.get(name, "exact"))
-    expected = gemm_reference(
-        q, scale, b, b_scale, (1, 128), (1, 0) if channel else (128, 128), torch.float64, bias
-    ).to(dtype)
-    if CASES[name][0].one:
-        x, expected = x[-1:], expected[-1:]
+    if work.before == "NORMED":  # of signs, whose mean square is 1
+        norm = x[0].to(work.dtype)
+        x = (torch.randint(0, 2, (m, k)) * 2 - 1).to(work.dtype)
+        return x, norm, x * norm
+    x = (x * 2.0 ** torch.randint(-2, 3, (m, 1))).to(work.dtype)
+    return x, None, x
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[1].before != "GATED"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 512), (3, 264, 272), (8, 136, 1168)])
+def test_every_kernel_is_exact_on_codes_of_integers(emulator, name, m, n, k):
+    plan, work = CASES[name]
+    m = 1 if plan.one else m
+    torch.manual_seed(m)
+    b, b_scale = weight(n, k, work.channel)
+    x, norm, before = integers(m, k, work)
+    bias = torch.randint(-8, 9, (n,)).to(torch.float32 if work.bias == 4 else work.dtype) if work.bias else None
+    residual = torch.randn(m, n).to(work.dtype) if work.add else None
+    q, scale = quantize_reference(before, (1, 128), work.rule)
+    b_block = (1, 0) if work.channel else (128, 128)
+    expected = gemm_reference(q, scale, b, b_scale, (1, 128), b_block, torch.float64, bias).to(work.dtype)
+    expected = expected if residual is None else expected + residual
     for seed in range(3):
-        assert torch.equal(emulator(name, x, b, b_scale, bias, seed), expected)
+        assert torch.equal(emulator(name, x, b, b_scale, bias, seed, norm, residual), expected)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -154,40 +167,61 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if case[3] == BF16 and not case[4] and case[1] == 1]
-)
+COMPARED = [name for name, (_, w) in CASES.items() if (w.dtype, w.channel, w.parts) == (BF16, False, 1)]
+
+
+@pytest.mark.parametrize("name", COMPARED)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 136, 656), (5, 64, 1296), (8, 264, 528)])
 def test_the_bits_are_those_of_the_two_operators(emulator, name, m, n, k):
-    plan, _, is_gated, dtype, _, bias = CASES[name]
+    plan, work = CASES[name]
     torch.manual_seed(m)
+    m = 1 if plan.one else m
     b, b_scale = weight(n, k, False)
-    b_scale = torch.rand(b_scale.shape) + 0.5
-    x, m = special_tokens(m, k, dtype), 1 if plan.one else m
-    x = x[:m]
-    if is_gated:
-        gate = torch.randn(m, k).to(dtype)
-        x = torch.cat([gate, x], 1)
-    wide = torch.cat([x, torch.full((m, 16), NAN, dtype=dtype)], 1)[:, : x.shape[1]]
-    q, scale = quantize_reference(gated(x) if is_gated else x, (1, 128), RULES.get(name, "exact"))
-    expected = emulator.product(q, scale, b, b_scale)
-    offset = torch.zeros(n, dtype=dtype if bias == 2 else torch.float32) if bias else None
+    b_scale, x, norm = torch.rand(b_scale.shape) + 0.5, special_tokens(m, k, BF16), None
+    if work.before == "NORMED":  # a mean square of 4 at most, so that factors are close
+        x, norm = x.nan_to_num(1, 1, 1).clamp(-2, 2), torch.randn(k).to(BF16)
+    before = x if norm is None else rms_norm(x, norm, EPSILON)
+    if work.before == "GATED":
+        x = torch.cat([torch.randn(m, k).to(BF16), x], 1)
+        before = gated(x)
+    wide = torch.cat([x, torch.full((m, 16), NAN, dtype=BF16)], 1)[:, : x.shape[1]]
+    expected = emulator.product(*quantize_reference(before, (1, 128), work.rule), b, b_scale)
+    bias = torch.zeros(n, dtype=BF16 if work.bias == 2 else torch.float32) if work.bias else None
+    residual = torch.randn(m, n + 8).to(BF16)[:, :n] if work.add else None
+    expected = expected if residual is None else expected + residual
     for seed in range(3):
-        assert same(emulator(name, wide, b, b_scale, offset, seed), expected)
+        got = emulator(name, wide, b, b_scale, bias, seed, norm, residual)
+        if norm is None:
+            assert same(got, expected)
+        else:  # the sum of squares has another order, so that a few numbers are rounded to their neighbours
+            assert (got - expected).norm() <= 4e-3 * expected.norm()
 
 
-def test_every_plan_fits_and_is_of_few_tokens():
+def test_a_normed_row_has_the_same_bits_alone_and_in_any_batch(emulator):
+    torch.manual_seed(0)
+    (b, b_scale), x, norm = weight(64, 1168, False), torch.randn(8, 1168).to(BF16), torch.randn(1168).to(BF16)
+    whole = emulator("normed", x, b, b_scale, norm=norm)
+    for rows in (slice(0, 1), slice(3, 4), slice(1, 6)):
+        assert torch.equal(emulator("normed", x[rows], b, b_scale, norm=norm), whole[rows])
+
+
+@pytest.mark.parametrize("before", ["PLAIN", "GATED", "NORMED"])
+def test_every_plan_fits_and_is_of_few_tokens(before):
     for n, k in ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (1024, 4096), (128, 16)):
         parts = hopper.parts_of(n, k)
         for m in range(1, 9):
-            plan = linear.plan_for(m, n, k, parts, settled=True)
-            assert (plan is None) == (m * k > linear.MOST)
+            plan, segment = linear.plan_for(m, n, k, parts, before, settled=True), hopper.segment_of(k, parts)
+            if before != "NORMED":
+                assert (plan is None) == (m * k > linear.MOST)
             if plan is not None:
-                shared = plan.held_bytes(hopper.segment_of(k, parts), m)
+                shared = plan.held_bytes(segment, m, before)
                 assert (shared + 1024) * plan.resident <= hopper.SM_SHARED and shared <= hopper.MAX_SHARED
                 assert plan.stages >= 8 and plan.early <= plan.stages
                 assert plan.one == (m == 1) and plan.threads * plan.resident <= 1024
-        assert linear.plan_for(9, n, k, parts) is None
+                assert before != "NORMED" or plan.holds_all(segment, m)
+        assert linear.plan_for(9, n, k, parts, before) is None
+    if before == "NORMED":
+        assert linear.plan_for(1, 6144, 4096, 1, before) and linear.plan_for(1, 28672, 4096, 1, before)
 
 
 def test_what_it_does_not_take_is_named():
@@ -226,6 +260,14 @@ def test_the_operator_is_the_two(m, block, rule, is_gated, dtype):
     expected = fp8_block_gemm(q, scale, b, b_scale, b_block=block, out_dtype=dtype, bias=bias)
     y = fp8_linear(x, b, b_scale, b_block=block, scale_rule=rule, gated=is_gated, bias=bias)
     assert y.dtype == dtype and y.shape == (m, 136) and torch.equal(y, expected)
+    residual = torch.randn(m, 136).to(dtype)
+    added = fp8_linear(x, b, b_scale, b_block=block, scale_rule=rule, gated=is_gated, bias=bias, residual=residual)
+    assert torch.equal(added, expected + residual)
+    if not is_gated:
+        norm = torch.randn(528).to(dtype)
+        y = fp8_linear(x, b, b_scale, b_block=block, scale_rule=rule, bias=bias, norm=norm, epsilon=0.1)
+        before = norm * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 0.1)).to(dtype)
+        assert torch.equal(y, fp8_linear(before, b, b_scale, b_block=block, scale_rule=rule, bias=bias))
     both = quantize_fp8_block(x, (1, 128), rule, gated=is_gated, transposed_scale=True)
     assert torch.equal(both[0].view(torch.uint8), q.view(torch.uint8)) and torch.equal(both[1], scale)
     assert both[1].stride() == (1, m) or m < 2
@@ -256,6 +298,9 @@ def test_errors_say_what_is_allowed():
         "255 columns": {"gated": True, "x": x[:, :255]},
         "b_scale: ": {"b_scale": b_scale[:, :1]},
         "bias: shape": {"bias": torch.zeros(4)},
+        "norm: torch.float32 \\(256,\\); allowed: torch.bfloat16": {"norm": torch.zeros(256)},
+        "residual: .*allowed: torch.bfloat16 \\(4, 128\\)": {"residual": torch.zeros(3, 128, dtype=BF16)},
+        "not beside gated": {"gated": True, "x": torch.zeros(4, 512, dtype=BF16), "norm": torch.zeros(256, dtype=BF16)},
         "backend: 'triton'; allowed: auto, hopper, reference": {"backend": "triton"},
         "'hopper' needs": {"backend": "hopper"},
         "scale_rule": {"scale_rule": "up"},
@@ -270,10 +315,10 @@ def test_errors_say_what_is_allowed():
 def test_no_kernel_spills_or_serializes_its_products(tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("compiling for sm_90a needs nvcc")
-    sizes = [(1, 4096, 14336, True), (2, 4096, 14336, True), (1, 28672, 4096, False), (8, 4096, 4096, False)]
-    plans = [(linear.plan_for(m, n, k, 1, gated, True), gated) for m, n, k, gated in sizes]
-    kernels = [(plan, 1, is_gated, BF16, False, 0) for plan, is_gated in plans] + list(CASES.values())
-    entries = "".join(plan.entry(*others, name=f"linear{i}") for i, (plan, *others) in enumerate(kernels))
+    sizes = {(1, 4096, 14336): "GATED", (2, 4096, 14336): "GATED", (1, 28672, 4096): "NORMED", (8, 4096, 4096): "PLAIN"}
+    plans = [(linear.plan_for(*size, 1, before, True), Work(before=before, add=True)) for size, before in sizes.items()]
+    kernels = plans + list(CASES.values())
+    entries = "".join(plan.entry(work, f"linear{i}") for i, (plan, work) in enumerate(kernels))
     (tmp_path / "linear.cu").write_text(linear.device_functions("bf16") + entries)
     target = ["-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v"]
     run = subprocess.run(["nvcc", *target, "-cubin", "linear.cu"], cwd=tmp_path, capture_output=True, text=True)
@@ -335,18 +380,27 @@ def test_gpu_special_blocks_have_the_two_operators_bits(n, k, dtype, rule):
 @gpu
 @pytest.mark.parametrize("name", CASES)
 def test_gpu_every_kernel(name):
-    plan, parts, is_gated, dtype, channel, size = CASES[name]
-    block = (1, 0) if channel else (128, 128)
-    for m, n, k in ((1, 520, 1040), (3, 264, 4096), (8, 128, 1168)):
+    plan, work = CASES[name]
+    block = (1, 0) if work.channel else (128, 128)
+    for m, n, k in ((1, 520, 1040), (3, 264, 2048), (8, 128, 1168)):
         m = 1 if plan.one else m
-        b, b_scale = (t.cuda() for t in weight(n, k, channel))
-        x = torch.randn(m, k * (1 + is_gated), device="cuda").to(dtype)
-        bias = torch.randn(n, device="cuda").to(torch.float32 if size == 4 else dtype) if size else None
-        q, scale = quantize_fp8_block(gated(x) if is_gated else x, (1, 128), RULES.get(name, "exact"))
-        decode = hopper.decode_plan(m, n, k, parts)
-        expected = hopper.gemm(q, scale, b, b_scale, (1, 128), block, dtype, bias, plan=decode, parts=parts)
-        arguments = (x, b, b_scale, block, RULES.get(name, "exact"), is_gated, bias)
-        assert torch.equal(linear.linear(*arguments, plan=plan, parts=parts), expected)
+        b, b_scale = (t.cuda() for t in weight(n, k, work.channel))
+        x = torch.randn(m, k * (1 + (work.before == "GATED")), device="cuda").to(work.dtype)
+        norm = torch.randn(k, device="cuda").to(work.dtype) if work.before == "NORMED" else None
+        bias_dtype = torch.float32 if work.bias == 4 else work.dtype
+        bias = torch.randn(n, device="cuda").to(bias_dtype) if work.bias else None
+        residual = torch.randn(m, n, device="cuda").to(work.dtype) if work.add else None
+        before = rms_norm(x, norm, 1e-5) if norm is not None else gated(x) if work.before == "GATED" else x
+        q, scale = quantize_fp8_block(before, (1, 128), work.rule)
+        decode = hopper.decode_plan(m, n, k, work.parts)
+        expected = hopper.gemm(q, scale, b, b_scale, (1, 128), block, work.dtype, bias, plan=decode, parts=work.parts)
+        expected = expected if residual is None else expected + residual
+        arguments = (x, b, b_scale, block, work.rule, work.before == "GATED", bias, norm, 1e-5, residual)
+        y = linear.linear(*arguments, plan=plan, parts=work.parts)
+        if norm is None:
+            assert torch.equal(y, expected)
+        else:
+            assert (y.float() - expected.float()).norm() <= 4e-3 * expected.float().norm()
 
 
 @gpu

@@ -141,10 +141,19 @@ __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int co
   }
 }
 
-// The parts of the cluster's blocks, added in the order of k -> c.
-template <class Shape, int TOKENS, int SPLIT, bool CHANNEL, class Out, int BIAS>
-__device__ __forceinline__ void decode_store(const GemmArgs& args, int token, int column, u32 rank, u32 parts) {
+// Two numbers of 16 bits and two others, each sum rounded.
+template <class Out>
+__device__ __forceinline__ u32 sum_of_pairs(u32 a, u32 b) {
+  return Out::pack(Out::value(a) + Out::value(b), Out::value(a >> 16) + Out::value(b >> 16));
+}
+
+// The parts of the cluster's blocks, added in the order of k -> c. ADD: to this unit, the thread's only one, after a
+// rounding.
+template <class Shape, int TOKENS, int SPLIT, bool CHANNEL, class Out, int BIAS, bool ADD>
+__device__ __forceinline__ void decode_store(const GemmArgs& args, int token, int column, u32 rank, u32 parts,
+                                             const Quad& addend) {
   constexpr int UNITS = Shape::COLUMNS / 8, THREADS = 128 * Shape::GROUPS;  // units of eight columns, a token
+  static_assert(!ADD || TOKENS * UNITS <= THREADS, "a unit a thread");
   for (int i = rank * THREADS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * THREADS) {
     const int t = i / UNITS, c = i % UNITS * 8;
     if (token + t >= args.m || column + c >= args.n) continue;
@@ -162,7 +171,10 @@ __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, in
 #pragma unroll
     for (int j = 0; j < 8; j++) y[j] = finished<CHANNEL, Out, BIAS>(args, y[j], column + c + j);
 #pragma unroll
-    for (int j = 0; j < 4; j++) out.w[j] = Out::pack(y[2 * j], y[2 * j + 1]);
+    for (int j = 0; j < 4; j++) {
+      out.w[j] = Out::pack(y[2 * j], y[2 * j + 1]);
+      if constexpr (ADD) out.w[j] = sum_of_pairs<Out>(out.w[j], addend.w[j]);
+    }
     *(Quad*)((unsigned short*)args.c + (i64)(token + t) * args.n + column + c) = out;
   }
 }
@@ -217,11 +229,13 @@ __device__ __forceinline__ void decode_part(const DecodePart<Shape, TOKENS, STAG
   if constexpr (SPLIT == 1) named_sync(1, 128 * Shape::GROUPS);
 }
 
-template <class Shape, int TOKENS, int STAGES, int SPLIT, bool CHANNEL, class Out, int BIAS>
-__device__ __forceinline__ void decode_end(const DecodePart<Shape, TOKENS, STAGES, SPLIT>& part, const GemmArgs& args) {
+template <bool CHANNEL, class Out, int BIAS, bool ADD = false, class Shape, int TOKENS, int STAGES, int SPLIT>
+__device__ __forceinline__ void decode_end(const DecodePart<Shape, TOKENS, STAGES, SPLIT>& part, const GemmArgs& args,
+                                           const Quad& addend = Quad()) {
   if constexpr (SPLIT > 1) cluster_sync();
   if (warp_number() < Shape::GROUPS * 4)
-    decode_store<Shape, TOKENS, SPLIT, CHANNEL, Out, BIAS>(args, part.token, part.column, part.rank, part.base);
+    decode_store<Shape, TOKENS, SPLIT, CHANNEL, Out, BIAS, ADD>(args, part.token, part.column, part.rank, part.base,
+                                                                addend);
   if constexpr (SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 
@@ -242,7 +256,7 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
     named_sync(1, 128 * GROUPS);
     decode_part(part, 0);
   }
-  decode_end<Shape, TOKENS, STAGES, SPLIT, CHANNEL, Out, BIAS>(part, args);
+  decode_end<CHANNEL, Out, BIAS>(part, args);
 }
 
 }  // namespace quantrot
