@@ -11,6 +11,7 @@ from quantrot.kernels.fp8 import (
     fp8_linear,
     hadamard_quantize_fp8,
     has_kernels,
+    has_one_kernel,
     quantize_fp8_block,
     quantize_fp8_both_ways,
 )
@@ -34,7 +35,7 @@ class Fp8Linear(QuantizedLinear):
         if not self.runs_packed(x.device):
             return super().multiply(x)
         if self._quantizes_rows():
-            return self._linear(x, gated=False)
+            return self.fused(x)
         weight, scale = (getattr(self, name) for name in self.tensor_names)
         y = fp8_block_gemm(
             *self.quantized_input(x.reshape(-1, self.in_features)),
@@ -50,13 +51,24 @@ class Fp8Linear(QuantizedLinear):
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         in_one = self._decoded is None and self._quantizes_rows() and self.runs_packed(x.device)
-        return self._linear(x, gated=True) if in_one else super().multiply_gated(x)
+        return self.fused(x, gated=True) if in_one else super().multiply_gated(x)
 
     def _quantizes_rows(self) -> bool:
-        """Whether `fp8_linear` does it all."""
         return self.format.activations.block == ROW and not self.online_name
 
-    def _linear(self, x: Tensor, gated: bool) -> Tensor:
+    def fuses(self, device: torch.device) -> bool:
+        """Whether `fused` is one kernel for a token on this device."""
+        return self._decoded is None and self._quantizes_rows() and self.runs_packed(device) and has_one_kernel(device)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        gated: bool = False,
+        norm: Any = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """The product of x, of silu(gate) * up (x [..., 2 * in_features]), or of norm(x), Llama's; plus residual."""
         weight, scale = (getattr(self, name) for name in self.tensor_names)
         y = fp8_linear(
             x.reshape(-1, x.shape[-1]),
@@ -66,6 +78,9 @@ class Fp8Linear(QuantizedLinear):
             scale_rule=self.format.activations.scale_rule,
             gated=gated,
             bias=self.bias,
+            norm=None if norm is None else norm.weight,
+            epsilon=0.0 if norm is None else norm.variance_epsilon,
+            residual=None if residual is None else residual.reshape(-1, self.out_features),
             b_settled=True,  # what comes before made x
         )
         return y.view(*x.shape[:-1], self.out_features)

@@ -60,6 +60,7 @@ __all__ = [
     "fp8_linear",
     "hadamard_quantize_fp8",
     "has_kernels",
+    "has_one_kernel",
     "quantize_fp8_block",
     "quantize_fp8_both_ways",
 ]
@@ -338,6 +339,14 @@ def _has_kernels(device: torch.device) -> bool:
         warnings.warn("FP8 kernels: no Triton, so they run as plain torch; `pip install triton`", stacklevel=2)
         return False
     return True
+
+
+@constant
+def has_one_kernel(device: torch.device) -> bool:
+    """Whether fp8_linear of few tokens is one kernel on this device."""
+    from quantrot.kernels import nvrtc
+
+    return has_kernels(device) and nvrtc.available(device)
 
 
 def _quantizer(x: Tensor, asked: str) -> bool:
