@@ -85,7 +85,7 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
       if (k < real) weight[j] = load16((const char*)tokens.norm + (i64)(k * 128 + in * 8) * 2);
     }
   }
-  grid_wait();
+  grid_wait();  // a second time where nothing may be read early
   for (int start = begin; start - begin < count; start += apart * V) {
     Vec v[V], up[BEFORE == GATED ? V : 1];
 #pragma unroll
@@ -146,8 +146,8 @@ __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args,
   Quad addend{};
   if (warp == Shape::GROUPS * 4 && lane_number() == 0) tensor_prefetch(b);
   decode_start<STAGES, THREADS / 32 + 1, Shape::GROUPS * 4>(part.full, part.empty);
+  if constexpr (EARLY == 0) grid_wait();
   if (warp == Shape::GROUPS * 4) {
-    if constexpr (EARLY == 0) grid_wait();
     decode_load<Shape, STAGES, EARLY>(nullptr, b, part.token, part.column, part.first, part.count, true, part.base,
                                       part.full, part.empty);
   } else {
