@@ -60,12 +60,34 @@ __device__ __forceinline__ Vec normed(const Vec& x, float factor, const Vec& wei
   return y;
 }
 
+// silu(gate) * up of the columns and of those that they gate, n / 2 apart, each rounded, -> c [m, n / 2].
+template <class Shape, int D, int TOKENS, int SPLIT, class Out, int BIAS>
+__device__ __forceinline__ void store_gated(const GemmArgs& args, int column, u32 rank, u32 parts) {
+  constexpr int HALF = Shape::COLUMNS / 2, UNITS = HALF / 8, THREADS = 128 * Shape::GROUPS;
+  const int n = args.n / 2;
+  for (int i = rank * THREADS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * THREADS) {
+    const int t = i / UNITS, c = i % UNITS * 8;
+    if (t >= args.m || column + c >= n) continue;
+    Vec v[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float y[8];
+      add_parts<SPLIT>(y, parts + (t * Shape::PITCH + h * HALF + c) * 4);
+#pragma unroll
+      for (int j = 0; j < 8; j++) y[j] = finished<false, Out, BIAS>(args, y[j], h * n + column + c + j);
+#pragma unroll
+      for (int j = 0; j < 4; j++) v[h].w[j] = Out::pack(y[2 * j], y[2 * j + 1]);
+    }
+    *(Vec*)((unsigned short*)args.c + (i64)t * n + column + c) = gated<D>(v[0], v[1]);
+  }
+}
+
 // Of THREADS threads: codes and a_scale * b_scale -> shared memory. A half-warp has a token, and V of its groups of 128
 // columns at once.
 //
 // NORMED: all of k is this block's, and V groups a half-warp are all there are. A token's sum of squares is that of its
 // groups' sums, which meet at `sums`, in an order that the number of tokens does not change.
-template <int D, int BEFORE, int V, int THREADS, bool CHANNEL>
+template <int D, int BEFORE, int V, int THREADS, bool CHANNEL, bool GATES>
 __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const GemmArgs& args, int m, int thread, int column,
                                                 int first, int count, u32 codes, u32 scales, u32 sums) {
   constexpr int HALVES = THREADS / 16;
@@ -75,6 +97,7 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
   const int real = min(whole, (args.k - first * 128 - in * 8 + 127) / 128);  // groups that have this lane's columns
   const char* const x = (const char*)tokens.x + (token * tokens.stride + first * 128 + in * 8) * 2;
   const float* const b = args.b.data + args.b.row(min(column, args.n - 1));
+  const u32 to_gated = (codes - scales) / 2;
   codes += (in / 2 * m + token) * 16 + in % 2 * 8, scales += token * 4, sums += token * 4;
   Vec weight[BEFORE == NORMED ? V : 1];
   if constexpr (BEFORE == NORMED) {
@@ -100,8 +123,9 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
     }
     const int own_k = start + own * apart;
     const bool stores = in < V && own_k < whole;
-    float other = 1.f;
+    float other = 1.f, gated_other = 1.f;
     if (!CHANNEL && stores) other = __ldg(b + args.b.column(first + own_k));
+    if (GATES && stores) gated_other = __ldg(args.b.data + args.b.row(column + args.n / 2) + args.b.column(first + own_k));
     if constexpr (BEFORE == GATED) {
       all_loaded(v, up);
 #pragma unroll
@@ -123,6 +147,7 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
     u32 found[V][2];
     group_codes<D>(found, v, [&](float scale) {
       if (stores) store_shared(scales + own_k * 32, scale * other);
+      if (GATES && stores) store_shared(scales + to_gated + own_k * 32, scale * gated_other);
     });
 #pragma unroll
     for (int j = 0; j < V; j++) {
@@ -134,11 +159,12 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
 
 // ONE: there is one token. HELPERS: warpgroups that quantize beside those that multiply. V: see quantize_tokens.
 template <bool ONE, int COLUMNS, int STAGES, int SPLIT, int EARLY, int HELPERS, int V, int BEFORE, int D, bool CHANNEL,
-          class Out, int BIAS, bool ADD>
+          class Out, int BIAS, bool ADD, bool GATES>
 __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args, const Tokens& tokens) {
   static_assert(BEFORE != NORMED || SPLIT == 1, "a block has the whole of a token");
   constexpr int TOKENS = 8;
-  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, true>;
+  static_assert(!GATES || !(CHANNEL || ADD), "not made");
+  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, true, GATES>;
   constexpr int OWN = 128 * Shape::GROUPS, THREADS = OWN + 128 * HELPERS;
   const DecodePart<Shape, TOKENS, STAGES, SPLIT> part(args);
   const u32 warp = warp_number();
@@ -149,11 +175,11 @@ __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args,
   if constexpr (EARLY == 0) grid_wait();
   if (warp == Shape::GROUPS * 4) {
     decode_load<Shape, STAGES, EARLY>(nullptr, b, part.token, part.column, part.first, part.count, true, part.base,
-                                      part.full, part.empty);
+                                      part.full, part.empty, args.n / 2);
   } else {
     const int thread = warp < Shape::GROUPS * 4 ? threadIdx.x : threadIdx.x - 32;
     const u32 sums = part.codes + part.count * 128 * m + (TOKENS - m) * 16;
-    quantize_tokens<D, BEFORE, V, THREADS, CHANNEL>(tokens, args, m, thread, part.column, part.first, part.count,
+    quantize_tokens<D, BEFORE, V, THREADS, CHANNEL, GATES>(tokens, args, m, thread, part.column, part.first, part.count,
                                                     part.codes, part.scales, sums);
     fence_async();
     if (warp < Shape::GROUPS * 4) {
@@ -166,7 +192,13 @@ __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args,
       named_arrive(2, THREADS);
     }
   }
-  decode_end<CHANNEL, Out, BIAS, ADD>(part, args, addend);
+  if constexpr (GATES) {
+    if constexpr (SPLIT > 1) cluster_sync();
+    if (warp < Shape::GROUPS * 4) store_gated<Shape, D, TOKENS, SPLIT, Out, BIAS>(args, part.column, part.rank, part.base);
+    if constexpr (SPLIT > 1) cluster_sync();
+  } else {
+    decode_end<CHANNEL, Out, BIAS, ADD>(part, args, addend);
+  }
 }
 
 }  // namespace quantrot

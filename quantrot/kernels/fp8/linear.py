@@ -45,6 +45,7 @@ class Work:
     channel: bool = False  # b has a scale a row
     bias: int = 0  # bytes of an element of it, 0 for none
     add: bool = False  # a residual
+    gates: bool = False  # b is that of gate and up, silu(gate) * up the result
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ class Held(Decode):
     def stage_bytes(self) -> int:
         return self.columns * 128 + 16
 
-    def held_bytes(self, segment: int, m: int, before: str) -> int:
+    def held_bytes(self, segment: int, m: int, before: str, gates: bool = False) -> int:
         """Of shared memory, with the stages and m tokens."""
-        sums = segment * TOKENS * 4 if before == "NORMED" else 0
-        return self.shared_bytes(segment) + segment * 128 * m + (TOKENS - m) * 16 + sums
+        more = segment * TOKENS * 4 * (gates + (before == "NORMED"))  # the scales of what is gated, and sums
+        return self.shared_bytes(segment) + segment * 128 * m + (TOKENS - m) * 16 + more
 
     def holds_all(self, segment: int, m: int) -> bool:
         """Whether the tokens are all in registers at once, which a norm takes."""
@@ -77,7 +78,7 @@ class Held(Decode):
 
     def entry(self, work: Work, name: str = "linear") -> str:
         """C++ of the kernel `name`."""
-        one, channel, add = (str(flag).lower() for flag in (self.one, work.channel, work.add))
+        one, channel, add, gates = (str(flag).lower() for flag in (self.one, work.channel, work.add, work.gates))
         plan = f"{one}, {self.columns}, {self.stages}, {work.parts}, {self.early}, {self.helpers}, {self.together}"
         dtype = f"quantrot::{blocks.DTYPES[work.dtype]}, {channel}, quantrot::{hopper.OUT[work.dtype]}"
         return ENTRY.format(
@@ -85,7 +86,7 @@ class Held(Decode):
             threads=self.threads,
             resident=self.resident,
             name=name,
-            call=f"linear<{plan}, quantrot::{work.before}, {dtype}, {work.bias}, {add}>(&b, args, tokens)",
+            call=f"linear<{plan}, quantrot::{work.before}, {dtype}, {work.bias}, {add}, {gates}>(&b, args, tokens)",
         )
 
 
@@ -228,6 +229,7 @@ def linear(
     norm: Tensor | None = None,
     epsilon: float = 0.0,
     residual: Tensor | None = None,
+    gates: bool = False,
     *,
     b_settled: bool = False,
     plan: Held | None = None,
@@ -244,18 +246,18 @@ def linear(
     if reason and (plan is None or "it takes up to" not in reason):
         raise ValueError(f"{reason}; use another backend")
     m, (n, k), before = x.shape[0], b.shape, before_of(gated, norm)
-    c = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    c = torch.empty((m, n // (1 + gates)), dtype=x.dtype, device=x.device)
     given, b, bias = b, hopper.aligned(b), bias.contiguous() if bias is not None else None
     parts = parts or hopper.parts_of(n, k)
     plan = plan or plan_for(m, n, k, parts, before, b_settled and b is given)
     assert plan is not None and (norm is None or plan.holds_all(hopper.segment_of(k, parts), m))
-    device, shared = x.get_device(), plan.held_bytes(hopper.segment_of(k, parts), m, before)
-    box = nvrtc.tensor_map(b.data_ptr(), n, k, b.stride(0), (plan.columns, 128), b.dtype)
+    device, shared = x.get_device(), plan.held_bytes(hopper.segment_of(k, parts), m, before, gates)
+    box = nvrtc.tensor_map(b.data_ptr(), n, k, b.stride(0), (plan.columns // (1 + gates), 128), b.dtype)
     args, tokens = arguments(x, b, b_scale, c, b_block, bias, parts, norm, epsilon, residual)
     values = _Arguments(args=args, tokens=tokens)
     ctypes.memmove(values.b, box, 128)
     bias_bytes = bias.itemsize if bias is not None else 0
-    work = Work(parts, before, x.dtype, rule, hopper.is_channel(b, b_block), bias_bytes, residual is not None)
+    work = Work(parts, before, x.dtype, rule, hopper.is_channel(b, b_block), bias_bytes, residual is not None, gates)
     function = _kernel(plan, work, shared, device)
     nvrtc.launch(function, (plan.grid(m, n, parts),), plan.threads, shared, values, device, overlap=plan.overlap)
     return c
