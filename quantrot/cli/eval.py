@@ -36,7 +36,7 @@ def mmlu(
         str | None, typer.Option(help="Convert MODEL by each of these and compare them: bf16,fp8-attention,... .")
     ] = None,
     work: Annotated[
-        Path | None, typer.Option(help="Where conversions for --recipes are kept for the next run.")
+        Path | None, typer.Option(help="Where conversions and results of --recipes are kept for the next run.")
     ] = None,
     output: Output = None,
     device: Device = "auto",
@@ -63,7 +63,8 @@ def mmlu(
 
     if recipes is not None:
         settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit}
-        return _recipes(model, recipes.split(","), work, output, settings, run)
+        how = {"data": data, "fewshot": fewshot, "limit": limit, "batch": batch_size, "device": device, "dtype": dtype}
+        return _recipes(model, recipes.split(","), work, output, settings, how, run)
     result, entry = run(model)
     against, against_entry = run(baseline) if baseline else (None, None)  # the first model is freed by now
     difference = evals.compare(result, against) if against else None
@@ -82,9 +83,13 @@ def _recipes(
     work: Path | None,
     output: Path | None,
     settings: dict[str, Any],
+    how: dict[str, Any],
     run: Callable[[str], tuple[Mmlu, dict[str, Any]]],
 ) -> None:
-    """The table of several recipes of one model; --output writes it as JSON, and .md and .svg beside that."""
+    """The table of several recipes of one model; --output writes it as JSON, and .md and .svg beside that.
+
+    settings: what the report says was asked; how: all that a kept result depends on.
+    """
     import tempfile
 
     from quantrot.evals import recipes as table
@@ -98,8 +103,15 @@ def _recipes(
         entries: dict[str, Any] = {}
 
         def evaluate(name: str) -> Mmlu:
+            file = table.result_file(place, name, where[name], how)
+            if file.exists():
+                _note(f"{name}: {where[name]}, as in {file}")
+                result, entries[name] = table.kept_result(file)
+                return result
             _note(f"{name}: {where[name]}")
             result, entries[name] = run(where[name])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            table.keep_result(file, result, entries[name])
             return result
 
         rows = table.compared(names, evaluate)

@@ -6,18 +6,22 @@ Hadamard). Added here: the paired difference to the first recipe and McNemar's e
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantrot.checkpoint import read_json
 from quantrot.convert import convert
-from quantrot.evals.mmlu import Mmlu, compare
-from quantrot.evals.report import number
+from quantrot.evals.mmlu import Mmlu, Score, compare
+from quantrot.evals.report import number, versions, write
 from quantrot.evals.statistics import Paired
 from quantrot.manifest import read_manifest
 from quantrot.plan import plan
+from quantrot.source import open_source
 
 ORIGINAL = "bf16"  # what the unconverted model is called among recipes
 
@@ -49,6 +53,32 @@ def converted(model: str, recipe: str, work: Path, device: str = "cpu") -> Path:
         return out
     work.mkdir(parents=True, exist_ok=True)
     return convert(model, recipe, out, device=device, resume=out.with_name(out.name + ".partial").exists()).out
+
+
+def result_file(work: Path, recipe: str, model: str, settings: dict[str, Any]) -> Path:
+    """Where the result of this model is kept: a name for what it depends on, so that any change asks anew.
+
+    settings: what was asked; of `data`, a directory, and of the model's, each file's name, size and time count.
+    """
+    places = [open_source(model).path, *([Path(settings["data"])] if settings["data"] else [])]
+    stats = [(str(f.relative_to(p)), f.stat()) for p in places for f in sorted(p.rglob("*")) if f.is_file()]
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    depends = json.dumps([files, settings, versions()], sort_keys=True, default=str)
+    stem = re.sub(r"[^\w.-]", "-", Path(recipe).stem)
+    return work / f"{stem}-{hashlib.sha256(depends.encode()).hexdigest()[:12]}.mmlu.json"
+
+
+def keep_result(file: Path, result: Mmlu, entry: dict[str, Any]) -> None:
+    """Write a recipe's result as soon as it is there: a run that is stopped loses one recipe, not all."""
+    write({"mmlu": asdict(result), "model": entry}, file)
+
+
+def kept_result(file: Path) -> tuple[Mmlu, dict[str, Any]]:
+    """What `keep_result` wrote."""
+    content = read_json(file)
+    mmlu = content["mmlu"]
+    scores = {key: {name: Score(**score) for name, score in mmlu[key].items()} for key in ("groups", "subjects")}
+    return Mmlu(**mmlu | scores | {"overall": Score(**mmlu["overall"])}), content["model"]
 
 
 def compared(names: list[str], run: Callable[[str], Mmlu]) -> list[Row]:

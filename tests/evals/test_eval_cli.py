@@ -18,7 +18,7 @@ def run(monkeypatch, model, other_model, tokenizer):
 
     def open_model(name, device="auto", dtype="auto"):
         opened.append((name, device, dtype))
-        return models[name], tokenizer
+        return models[Path(name).name], tokenizer
 
     opened = []
     stub = types.ModuleType("quantrot.load")
@@ -26,6 +26,7 @@ def run(monkeypatch, model, other_model, tokenizer):
     monkeypatch.setitem(sys.modules, "quantrot.load", stub)
 
     def run(*args):
+        opened.clear()
         result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
         return result, list(opened)
 
@@ -65,11 +66,15 @@ def test_mmlu_with_a_baseline_reports_the_paired_difference(run, mmlu_dir, tmp_p
 def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir, tmp_path, monkeypatch):
     from quantrot.evals import recipes
 
+    one, two = (str(tmp_path / name) for name in ("one", "two"))
+    for model in (one, two):
+        (tmp_path / model).mkdir()
+        (tmp_path / model / "config.json").write_text("{}")
     made = []
-    monkeypatch.setattr(recipes, "converted", lambda model, recipe, work: made.append((model, recipe, work)) or "two")
+    monkeypatch.setattr(recipes, "converted", lambda model, recipe, work: made.append((model, recipe, work)) or two)
     args = ["--fewshot", 2, "--limit", 2, "--data", mmlu_dir, "--output", tmp_path / "r.json", "--work", tmp_path]
-    result, opened = run("mmlu", "one", "--recipes", "bf16,fp8-attention", *args)
-    assert made == [("one", "fp8-attention", tmp_path)] and [name for name, _, _ in opened] == ["one", "two"]
+    result, opened = run("mmlu", one, "--recipes", "bf16,fp8-attention", *args)
+    assert made == [(one, "fp8-attention", tmp_path)] and [name for name, _, _ in opened] == [one, two]
     report = json.loads((tmp_path / "r.json").read_text())
     found, difference = report["results"]["mmlu"], report["results"]["differences"]["fp8-attention"]
     gain = found["fp8-attention"]["overall"]["acc"] - found["bf16"]["overall"]["acc"]
@@ -78,6 +83,14 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
     assert f"{gain:+.4f}" in table and f"{gain:+.4f}" in result.stdout and "McNemar p" in result.stdout
     drawn = ElementTree.parse(tmp_path / "r.svg").getroot()
     assert len(drawn.findall("{*}circle")) == 2
+
+    # What was evaluated is kept, and evaluated again only where what it depends on has changed.
+    again, opened = run("mmlu", one, "--recipes", "bf16,fp8-attention", *args)
+    assert not opened and again.stdout == result.stdout
+    assert json.loads((tmp_path / "r.json").read_text())["results"] == report["results"]
+    (tmp_path / "two" / "config.json").write_text("{} ")
+    assert [name for name, _, _ in run("mmlu", one, "--recipes", "bf16,fp8-attention", *args)[1]] == [two]
+    assert len(run("mmlu", one, "--recipes", "bf16,fp8-attention", *args, "--limit", 1)[1]) == 2
 
 
 def test_a_recipe_that_is_wrong_stops_before_anything_is_evaluated(run, mmlu_dir, model_dir, tmp_path):
