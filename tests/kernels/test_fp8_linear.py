@@ -88,7 +88,9 @@ def emulator(emulated):
         library, which, _ = libraries[name]
         (n, k), m, parts = b.shape, x.shape[0], work.parts
         b_block = (1, 0) if work.channel else (128, 128)
-        reason = linear.unsupported(x, b, b_scale, b_block, work.before == "GATED", bias, norm, residual)
+        reason = linear.unsupported(
+            x, b, b_scale, b_block, work.before == "GATED", bias, norm, residual
+        )  # but gates: N
         assert reason is None or "takes up to" in reason  # by the rule, whose plans these are not
         assert (residual is not None) == work.add and (norm is not None) == (work.before == "NORMED")
         c = torch.full((m, n // (1 + work.gates)), NAN, dtype=work.dtype)
@@ -279,6 +281,8 @@ def test_the_operator_is_the_two(m, block, rule, is_gated, dtype):
     y = fp8_linear(x, b, b_scale, b_block=block, scale_rule=rule, gated=is_gated, bias=bias)
     assert y.dtype == dtype and y.shape == (m, 136) and torch.equal(y, expected)
     residual = torch.randn(m, 136).to(dtype)
+    y = fp8_linear(x, b, b_scale, b_block=block, scale_rule=rule, gated=is_gated, bias=bias, gates=True)
+    assert torch.equal(y, gated(expected))
     added = fp8_linear(x, b, b_scale, b_block=block, scale_rule=rule, gated=is_gated, bias=bias, residual=residual)
     assert torch.equal(added, expected + residual)
     if not is_gated:
@@ -318,6 +322,7 @@ def test_errors_say_what_is_allowed():
         "bias: shape": {"bias": torch.zeros(4)},
         "norm: torch.float32 \\(256,\\); allowed: torch.bfloat16": {"norm": torch.zeros(256)},
         "residual: .*allowed: torch.bfloat16 \\(4, 128\\)": {"residual": torch.zeros(3, 128, dtype=BF16)},
+        "and no residual": {"gates": True, "residual": torch.zeros(4, 128, dtype=BF16)},
         "not beside gated": {"gated": True, "x": torch.zeros(4, 512, dtype=BF16), "norm": torch.zeros(256, dtype=BF16)},
         "backend: 'triton'; allowed: auto, hopper, reference": {"backend": "triton"},
         "'hopper' needs": {"backend": "hopper"},

@@ -102,7 +102,7 @@ torch.library.define(
 torch.library.define(
     "quantrot::fp8_linear",
     "(Tensor x, Tensor b, Tensor b_scale, int[] b_block, str rule, bool gated, Tensor? bias, str backend, "
-    "bool b_settled=False, Tensor? norm=None, float epsilon=0.0, Tensor? residual=None) -> Tensor",
+    "bool b_settled=False, Tensor? norm=None, float epsilon=0.0, Tensor? residual=None, bool gates=False) -> Tensor",
 )
 
 
@@ -222,6 +222,7 @@ def fp8_linear(
     norm: Tensor | None = None,
     epsilon: float = 0.0,
     residual: Tensor | None = None,
+    gates: bool = False,
     backend: str = "auto",
     b_settled: bool = False,
 ) -> Tensor:
@@ -232,6 +233,7 @@ def fp8_linear(
     16 bits on Hopper: there one kernel does both, and "auto" takes it. gated: x is [M, 2 K]. norm [K], of x's dtype: x
     is first divided by sqrt(mean(x^2) + epsilon), rounded, and multiplied by norm, where the sum's order may give a few
     numbers their neighbours in x's dtype. residual [M, N], of x's dtype, is added to the result as it is rounded.
+    gates: b is of gate and up, one above the other, and the result is silu(gate) * up, [M, N / 2].
 
     b_settled: as fp8_block_gemm's, of b and norm, and of the kernel that comes before this operator. backend: "auto",
     "hopper" (one kernel), "reference". Not differentiable. ValueError for shapes or dtypes that do not fit, or for a
@@ -246,12 +248,14 @@ def fp8_linear(
     for name, given, shape in (("norm", norm, (k,)), ("residual", residual, (x.shape[0], b.shape[0]))):
         if given is not None and (tuple(given.shape) != shape or given.dtype != x.dtype):
             raise ValueError(f"{name}: {given.dtype} {tuple(given.shape)}; allowed: {x.dtype} {shape}")
+    if gates and (residual is not None or b.shape[0] % 2):
+        raise ValueError(f"gates: b {tuple(b.shape)}; it takes an even number of rows, and no residual")
     if gated and norm is not None:
         raise ValueError("norm: not beside gated; allowed: None")
     _check_rest(b, (b_scale, x, *(t for t in (norm, residual) if t is not None)), x.dtype, bias)
     if backend not in ("auto", "hopper", "reference"):
         raise ValueError(f"backend: {backend!r}; allowed: auto, hopper, reference")
-    rest = norm, epsilon, residual
+    rest = norm, epsilon, residual, gates
     return torch.ops.quantrot.fp8_linear(x, b, b_scale, list(b_block), rule, gated, bias, backend, b_settled, *rest)
 
 
@@ -531,13 +535,14 @@ def _linear(
     norm: Tensor | None = None,
     epsilon: float = 0.0,
     residual: Tensor | None = None,
+    gates: bool = False,
 ) -> Tensor:
     block = b_block[0], b_block[1]
     if backend != "reference" and has_kernels(x.device):
         from quantrot.kernels.fp8 import linear
 
-        if linear.supports(x, b, b_scale, block, gated, bias, norm, residual):
-            rest = norm, epsilon, residual
+        if linear.supports(x, b, b_scale, block, gated, bias, norm, residual, gates):
+            rest = norm, epsilon, residual, gates
             return linear.linear(x, b, b_scale, block, rule, gated, bias, *rest, b_settled=b_settled)
     if backend == "hopper":
         raise ValueError(
@@ -547,7 +552,7 @@ def _linear(
     q, scale = _quantize(x, 1, 128, rule, True, backend, gated)
     # b is settled for the product all the more: the kernel before it is the quantizer
     y = _gemm(q, scale, b, b_scale, [1, 128], b_block, x.dtype, bias, backend, True)
-    return y if residual is None else y + residual
+    return gate(y) if gates else y if residual is None else y + residual
 
 
 @torch.library.register_fake("quantrot::quantize_fp8_block")
@@ -557,9 +562,21 @@ def _quantize_fake(x, rows, columns, rule, transposed_scale, backend, gated=Fals
 
 @torch.library.register_fake("quantrot::fp8_linear")
 def _linear_fake(
-    x, b, b_scale, b_block, rule, gated, bias, backend, b_settled=False, norm=None, epsilon=0.0, residual=None
+    x,
+    b,
+    b_scale,
+    b_block,
+    rule,
+    gated,
+    bias,
+    backend,
+    b_settled=False,
+    norm=None,
+    epsilon=0.0,
+    residual=None,
+    gates=False,
 ):
-    return torch.empty((x.shape[0], b.shape[0]), dtype=x.dtype, device=x.device)
+    return torch.empty((x.shape[0], b.shape[0] // (1 + gates)), dtype=x.dtype, device=x.device)
 
 
 @torch.library.register_fake("quantrot::hadamard_quantize_fp8")

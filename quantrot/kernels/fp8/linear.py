@@ -99,16 +99,18 @@ def device_functions(rule: str) -> str:
     return f"#define SCALE_RULE {blocks.SCALE_RULES.index(rule) + 1}\n{blocks.HINTS[False]}{text}"
 
 
-def fitted(plan: Held, m: int, n: int, k: int, parts: int, before: str = "PLAIN") -> Held:
+def fitted(plan: Held, m: int, n: int, k: int, parts: int, before: str = "PLAIN", gates: bool = False) -> Held:
     """With as many stages as shared memory, and the memory's latency, take."""
     plan, segment = replace(plan, stages=0), hopper.segment_of(k, parts)
-    budget = min(MAX_SHARED, SM_SHARED // plan.resident - 1024) - plan.held_bytes(segment, m, before)
+    budget = min(MAX_SHARED, SM_SHARED // plan.resident - 1024) - plan.held_bytes(segment, m, before, gates)
     in_flight = (192 << 10) // plan.resident // (plan.columns * 128)
     return replace(plan, stages=max(0, min(budget // plan.stage_bytes(), in_flight)))
 
 
 @lru_cache(maxsize=4096)
-def plan_for(m: int, n: int, k: int, parts: int, before: str = "PLAIN", settled: bool = False) -> Held | None:
+def plan_for(
+    m: int, n: int, k: int, parts: int, before: str = "PLAIN", settled: bool = False, gates: bool = False
+) -> Held | None:
     """The plan of these sizes, by rule; None where two kernels are the better choice."""
     if m > TOKENS or m * k > MOST or (before == "NORMED" and parts > 1):
         return None
@@ -116,7 +118,7 @@ def plan_for(m: int, n: int, k: int, parts: int, before: str = "PLAIN", settled:
     plan = Held(columns=base.columns, resident=base.resident, one=m == 1)
     groups = hopper._ceil(segment, (plan.threads - 32) // 16 // m)
     plan = replace(plan, together=next(v for v in (2, 4, 8) if v >= min(groups, 8)))
-    plan = fitted(plan, m, n, k, parts, before)
+    plan = fitted(plan, m, n, k, parts, before, gates)
     if plan.stages < 2 or (before == "NORMED" and not plan.holds_all(segment, m)):
         return None
     return replace(plan, early=plan.stages) if settled else plan
@@ -138,6 +140,7 @@ def unsupported(
     bias: Tensor | None = None,
     norm: Tensor | None = None,
     residual: Tensor | None = None,
+    gates: bool = False,
 ) -> str | None:
     """Why `linear` does not take these operands (whatever the device), or None."""
     (n, k), m = b.shape, x.shape[0]
@@ -148,7 +151,9 @@ def unsupported(
     for name, rows in (("x", x), ("residual", residual), ("norm", norm if norm is None else norm[None])):
         if rows is not None and not (_readable(rows) and rows.dtype == x.dtype):
             return f"{name} is not of x's dtype, its columns not contiguous or its rows not aligned to 16 bytes"
-    if not 1 <= m <= TOKENS or plan_for(m, n, k, hopper.parts_of(n, k), before_of(gated, norm)) is None:
+    if gates and (n % 128 or hopper.is_channel(b, b_block) or residual is not None):
+        return "a gate at the end takes N a multiple of 128, scales of blocks, and no residual"
+    if not 1 <= m <= TOKENS or plan_for(m, n, k, hopper.parts_of(n, k), before_of(gated, norm), gates=gates) is None:
         return f"x is {list(x.shape)}; it takes up to {TOKENS} tokens, and {MOST} elements"
     return hopper.unsupported_scale("b", b, b_scale, b_block) or hopper.unsupported_bias(n, x.dtype, bias)
 
@@ -167,10 +172,11 @@ def supports(
     bias: Tensor | None = None,
     norm: Tensor | None = None,
     residual: Tensor | None = None,
+    gates: bool = False,
 ) -> bool:
     """Whether `linear` takes this product: operands, device and installation."""
     on_device = 1 <= x.shape[0] <= TOKENS and x.device.type == "cuda" and nvrtc.available(x.device)
-    return on_device and unsupported(x, b, b_scale, b_block, gated, bias, norm, residual) is None
+    return on_device and unsupported(x, b, b_scale, b_block, gated, bias, norm, residual, gates) is None
 
 
 # --- Launch ----------------------------------------------------------------------------------------------------------
@@ -239,17 +245,18 @@ def linear(
 
     x is quantized in 1 x 128 blocks, by the scale rule `rule`. gated: x is [M, 2 K], gate and up, and silu(gate) * up
     is what is quantized. norm [K]: x / sqrt(mean(x^2) + epsilon) * norm is. residual [M, N]: is added to the rounded
-    result. b_settled: the kernel before this one on the stream writes neither b nor norm, which may be read before that
-    one has ended. plan and parts: instead of the rules' (to measure). ValueError for what `unsupported` names.
+    result. gates: b is gate and up, [2 N', K], and the result silu(gate) * up, [M, N']. b_settled: the kernel before
+    this one on the stream writes neither b nor norm, which may be read before that one has ended. plan and parts:
+    instead of the rules' (to measure). ValueError for what `unsupported` names.
     """
-    reason = unsupported(x, b, b_scale, b_block, gated, bias, norm, residual)
+    reason = unsupported(x, b, b_scale, b_block, gated, bias, norm, residual, gates)
     if reason and (plan is None or "it takes up to" not in reason):
         raise ValueError(f"{reason}; use another backend")
     m, (n, k), before = x.shape[0], b.shape, before_of(gated, norm)
     c = torch.empty((m, n // (1 + gates)), dtype=x.dtype, device=x.device)
     given, b, bias = b, hopper.aligned(b), bias.contiguous() if bias is not None else None
     parts = parts or hopper.parts_of(n, k)
-    plan = plan or plan_for(m, n, k, parts, before, b_settled and b is given)
+    plan = plan or plan_for(m, n, k, parts, before, b_settled and b is given, gates)
     assert plan is not None and (norm is None or plan.holds_all(hopper.segment_of(k, parts), m))
     device, shared = x.get_device(), plan.held_bytes(hopper.segment_of(k, parts), m, before, gates)
     box = nvrtc.tensor_map(b.data_ptr(), n, k, b.stride(0), (plan.columns // (1 + gates), 128), b.dtype)
