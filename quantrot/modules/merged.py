@@ -75,7 +75,7 @@ class QuantizedMLP(Merging):
         merged: Any = self.current()
         down = self.down_proj
         if norm is not None:
-            return down.fused(merged.fused(x, norm=norm), gated=True, residual=residual)
+            return down.fused(merged.fused(x, norm=norm, gates=True), residual=residual)
         if merged is not None and is_silu(self.act_fn) and isinstance(down, QuantizedLinear) and not hooked(down):
             return down.multiply_gated(merged(x))
         gate, up = self.outputs(x)

@@ -97,7 +97,7 @@ PLANS: dict[
 }
 LARGE = 1 << 26  # elements from which Triton's kernels are taken
 FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix whose thread blocks would all be resident at once
-GATED = Groups(8, 64, rows=2)  # of a 1 x 128 matrix, from gate and up
+GATED = Groups(6, 64, rows=4), Groups(8, 128, rows=1)  # of a 1 x 128 matrix from gate and up: the two likewise
 
 
 @lru_cache(maxsize=1)
@@ -132,9 +132,9 @@ def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
 @lru_cache(maxsize=1024)
 def plan_for(block: tuple[int, int], rows: int, columns: int, gated: bool = False) -> Plan:
     """Of a matrix of 16-bit numbers. What stays in L2 with its codes is not marked as passing through."""
-    plan = GATED if gated else PLANS[block]
+    plan, few = GATED if gated else (PLANS[block], FEW_ROWS)
     if block == (1, 128) and plan.grid(rows, columns, block) < plan.resident * PROCESSORS:
-        plan = FEW_ROWS
+        plan = few
     return plan if (5 if gated else 3) * rows * columns > STREAM_BYTES else replace(plan, stream=False)
 
 

@@ -10,15 +10,13 @@
 namespace quantrot {
 
 struct Tokens {
-  const void* x;  // [m, k], 16 bits; gated: [m, 2 k], gate and up
+  const void* x;  // [m, k], 16 bits
   i64 stride;     // of its rows, elements
-  const void* norm;      // [k], of x's type: x / sqrt(mean(x^2) + epsilon) * norm is what is quantized
+  const void* norm;  // [k], of x's type: x / sqrt(mean(x^2) + epsilon) * norm is what is quantized
   const void* residual;  // [m, n], of x's type: added to the result
   i64 residual_stride;
   float epsilon;
 };
-
-enum Before { PLAIN = 0, GATED = 1, NORMED = 2 };  // what happens to x before it is quantized
 
 #ifdef QUANTROT_EMULATED
 inline float inverse_root(float a) { return 1 / std::sqrt(a); }
@@ -87,11 +85,12 @@ __device__ __forceinline__ void store_gated(const GemmArgs& args, int column, u3
 //
 // NORMED: all of k is this block's, and V groups a half-warp are all there are. A token's sum of squares is that of its
 // groups' sums, which meet at `sums`, in an order that the number of tokens does not change.
-template <int D, int BEFORE, int V, int THREADS, bool CHANNEL, bool GATES>
-__device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const GemmArgs& args, int m, int thread, int column,
-                                                int first, int count, u32 codes, u32 scales, u32 sums) {
+template <int D, bool NORMED, int V, int THREADS, bool CHANNEL, bool GATES>
+__device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const GemmArgs& args, int column, int first,
+                                                int count, u32 codes, u32 scales, u32 sums) {
+  const int m = args.m;
   constexpr int HALVES = THREADS / 16;
-  const int in = lane_number() % 16, half = thread / 16, own = group_of<V, 16>();
+  const int in = lane_number() % 16, half = threadIdx.x / 16, own = group_of<V, 16>();
   const int apart = HALVES / m, begin = half / m, token = half - begin * m;  // groups
   const int whole = begin < apart ? count : 0;  // a half-warp too many has none
   const int real = min(whole, (args.k - first * 128 - in * 8 + 127) / 128);  // groups that have this lane's columns
@@ -99,8 +98,8 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
   const float* const b = args.b.data + args.b.row(min(column, args.n - 1));
   const u32 to_gated = (codes - scales) / 2;
   codes += (in / 2 * m + token) * 16 + in % 2 * 8, scales += token * 4, sums += token * 4;
-  Vec weight[BEFORE == NORMED ? V : 1];
-  if constexpr (BEFORE == NORMED) {
+  Vec weight[NORMED ? V : 1];
+  if constexpr (NORMED) {
 #pragma unroll
     for (int j = 0; j < V; j++) {
       weight[j] = Vec{{0, 0, 0, 0}};
@@ -110,28 +109,19 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
   }
   grid_wait();  // a second time where nothing may be read early
   for (int start = begin; start - begin < count; start += apart * V) {
-    Vec v[V], up[BEFORE == GATED ? V : 1];
+    Vec v[V];
 #pragma unroll
     for (int j = 0; j < V; j++) {
       const int k = start + j * apart;
       v[j] = Vec{{0, 0, 0, 0}};
       if (k < real) v[j] = load16(x + (i64)k * 256);
-      if constexpr (BEFORE == GATED) {
-        up[j] = Vec{{0, 0, 0, 0}};
-        if (k < real) up[j] = load16(x + (i64)k * 256 + (i64)args.k * 2);
-      }
     }
     const int own_k = start + own * apart;
     const bool stores = in < V && own_k < whole;
     float other = 1.f, gated_other = 1.f;
     if (!CHANNEL && stores) other = __ldg(b + args.b.column(first + own_k));
     if (GATES && stores) gated_other = __ldg(args.b.data + args.b.row(column + args.n / 2) + args.b.column(first + own_k));
-    if constexpr (BEFORE == GATED) {
-      all_loaded(v, up);
-#pragma unroll
-      for (int j = 0; j < V; j++) v[j] = gated<D>(v[j], up[j]);
-    }
-    if constexpr (BEFORE == NORMED) {
+    if constexpr (NORMED) {
 #pragma unroll
       for (int j = 0; j < V; j++) {
         const float sum = sum_of_half(square_sum<D>(v[j]));
@@ -157,44 +147,39 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
   }
 }
 
-// ONE: there is one token. HELPERS: warpgroups that quantize beside those that multiply. V: see quantize_tokens.
-template <bool ONE, int COLUMNS, int STAGES, int SPLIT, int EARLY, int HELPERS, int V, int BEFORE, int D, bool CHANNEL,
-          class Out, int BIAS, bool ADD, bool GATES>
+// V: see quantize_tokens.
+template <int COLUMNS, int STAGES, int SPLIT, int EARLY, int V, bool NORMED, int D, bool CHANNEL, class Out, int BIAS,
+          bool ADD, bool GATES>
 __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args, const Tokens& tokens) {
-  static_assert(BEFORE != NORMED || SPLIT == 1, "a block has the whole of a token");
+  static_assert(!NORMED || SPLIT == 1, "a block has the whole of a token");
   constexpr int TOKENS = 8;
   static_assert(!GATES || !(CHANNEL || ADD), "not made");
   using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, true, GATES>;
-  constexpr int OWN = 128 * Shape::GROUPS, THREADS = OWN + 128 * HELPERS;
+  constexpr int WARPS = 4 * Shape::GROUPS, THREADS = 32 * WARPS;
   const DecodePart<Shape, TOKENS, STAGES, SPLIT> part(args);
   const u32 warp = warp_number();
-  const int m = ONE ? 1 : args.m;
+  const int m = args.m;
   Quad addend{};
-  if (warp == Shape::GROUPS * 4 && lane_number() == 0) tensor_prefetch(b);
-  decode_start<STAGES, THREADS / 32 + 1, Shape::GROUPS * 4>(part.full, part.empty);
+  if (warp == WARPS && lane_number() == 0) tensor_prefetch(b);
+  decode_start<STAGES, WARPS + 1, WARPS>(part.full, part.empty);
   if constexpr (EARLY == 0) grid_wait();
-  if (warp == Shape::GROUPS * 4) {
+  if (warp == WARPS) {
     decode_load<Shape, STAGES, EARLY>(nullptr, b, part.token, part.column, part.first, part.count, true, part.base,
                                       part.full, part.empty, args.n / 2);
   } else {
-    const int thread = warp < Shape::GROUPS * 4 ? threadIdx.x : threadIdx.x - 32;
     const u32 sums = part.codes + part.count * 128 * m + (TOKENS - m) * 16;
-    quantize_tokens<D, BEFORE, V, THREADS, CHANNEL, GATES>(tokens, args, m, thread, part.column, part.first, part.count,
-                                                    part.codes, part.scales, sums);
+    quantize_tokens<D, NORMED, V, THREADS, CHANNEL, GATES>(tokens, args, part.column, part.first, part.count, part.codes,
+                                                           part.scales, sums);
     fence_async();
-    if (warp < Shape::GROUPS * 4) {
-      const int row = threadIdx.x / (COLUMNS / 8), column = part.column + threadIdx.x % (COLUMNS / 8) * 8;
-      if (ADD && row < m && column < args.n)
-        addend = *(const Quad*)((const unsigned short*)tokens.residual + row * tokens.residual_stride + column);
-      named_sync(2, THREADS);
-      decode_part(part, m);
-    } else {
-      named_arrive(2, THREADS);
-    }
+    const int row = threadIdx.x / (COLUMNS / 8), column = part.column + threadIdx.x % (COLUMNS / 8) * 8;
+    if (ADD && row < m && column < args.n)
+      addend = *(const Quad*)((const unsigned short*)tokens.residual + row * tokens.residual_stride + column);
+    named_sync(2, THREADS);
+    decode_part(part, m);
   }
   if constexpr (GATES) {
     if constexpr (SPLIT > 1) cluster_sync();
-    if (warp < Shape::GROUPS * 4) store_gated<Shape, D, TOKENS, SPLIT, Out, BIAS>(args, part.column, part.rank, part.base);
+    if (warp < WARPS) store_gated<Shape, D, TOKENS, SPLIT, Out, BIAS>(args, part.column, part.rank, part.base);
     if constexpr (SPLIT > 1) cluster_sync();
   } else {
     decode_end<CHANNEL, Out, BIAS, ADD>(part, args, addend);
