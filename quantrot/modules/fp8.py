@@ -65,7 +65,9 @@ class Fp8Linear(QuantizedLinear):
 
     def fuses(self, device: torch.device) -> bool:
         """Whether `fused` is one kernel for a token on this device."""
-        return self._decoded is None and self._quantizes_rows() and self.runs_packed(device) and has_one_kernel(device)
+        if self._decoded is not None or not self._quantizes_rows() or not self.runs_packed(device):
+            return False
+        return has_one_kernel(self.out_features, self.in_features, device)
 
     def fused(
         self,

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from quantrot.kernels import fp8, nvrtc
 from quantrot.kernels.fp8 import fp8_block_gemm, fp8_linear, hopper, linear, quantize_fp8_block
 from quantrot.kernels.fp8.linear import Held, Work
 from quantrot.kernels.fp8.reference import gate as gated
@@ -254,6 +255,14 @@ def test_what_it_does_not_take_is_named():
     assert "bias is" in why(bias=torch.zeros(4))
     with pytest.raises(ValueError, match="use another backend"):
         linear.linear(x.float(), b, b_scale, (128, 128), "exact")
+
+
+def test_one_token_is_one_kernel_where_it_has_been_found_faster(monkeypatch):
+    device = torch.device("cuda")
+    monkeypatch.setattr(fp8, "has_kernels", lambda device: True)
+    monkeypatch.setattr(nvrtc, "available", lambda device: True)
+    assert all(fp8.has_one_kernel(*size, device) for size in ((28672, 4096), (4096, 14336), (8192, 8192)))
+    assert not any(fp8.has_one_kernel(*size, device) for size in ((8192, 28672), (100, 4096), (128, 24)))
 
 
 # --- The operator ----------------------------------------------------------------------------------------------------

@@ -342,11 +342,12 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 @constant
-def has_one_kernel(device: torch.device) -> bool:
-    """Whether fp8_linear of few tokens is one kernel on this device."""
+def has_one_kernel(n: int, k: int, device: torch.device) -> bool:
+    """Whether fp8_linear of one token and a weight [n, k] is one kernel on this device."""
     from quantrot.kernels import nvrtc
+    from quantrot.kernels.fp8 import linear
 
-    return has_kernels(device) and nvrtc.available(device)
+    return has_kernels(device) and nvrtc.available(device) and linear.takes_one(n, k)
 
 
 def _quantizer(x: Tensor, asked: str) -> bool:

@@ -113,6 +113,11 @@ def plan_for(
     return replace(plan, early=min(plan.stages, AHEAD // plan.resident // (plan.columns * 128))) if settled else plan
 
 
+def takes_one(n: int, k: int) -> bool:
+    """Whether one token by a weight of this size is for `linear`."""
+    return k % 16 == 0 and n % 8 == 0 and plan_for(1, n, k, hopper.parts_of(n, k)) is not None
+
+
 # --- What can be run -------------------------------------------------------------------------------------------------
 
 
