@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from quantrot import formats
 from quantrot.kernels.fp8 import (
     fp8_block_gemm,
+    fp8_linear,
     hadamard_quantize_fp8,
     has_kernels,
     quantize_fp8_block,
@@ -29,6 +30,46 @@ class Fp8Linear(QuantizedLinear):
     def runs_packed(self, device: torch.device) -> bool:
         return self.format.activations.kind == "fp8" and has_kernels(device)
 
+    def multiply(self, x: Tensor) -> Tensor:
+        if not self.runs_packed(x.device):
+            return super().multiply(x)
+        if self._quantizes_rows():
+            return self._linear(x, gated=False)
+        weight, scale = (getattr(self, name) for name in self.tensor_names)
+        y = fp8_block_gemm(
+            *self.quantized_input(x.reshape(-1, self.in_features)),
+            weight,
+            scale,
+            a_block=self.format.activations.block,
+            b_block=formats.stored_block(self.format.weights),
+            out_dtype=x.dtype,
+            bias=self.bias,
+            b_settled=True,  # the kernel before quantizes x
+        )
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        in_one = self._decoded is None and self._quantizes_rows() and self.runs_packed(x.device)
+        return self._linear(x, gated=True) if in_one else super().multiply_gated(x)
+
+    def _quantizes_rows(self) -> bool:
+        """Whether `fp8_linear` does it all."""
+        return self.format.activations.block == ROW and not self.online_name
+
+    def _linear(self, x: Tensor, gated: bool) -> Tensor:
+        weight, scale = (getattr(self, name) for name in self.tensor_names)
+        y = fp8_linear(
+            x.reshape(-1, x.shape[-1]),
+            weight,
+            scale,
+            b_block=formats.stored_block(self.format.weights),
+            scale_rule=self.format.activations.scale_rule,
+            gated=gated,
+            bias=self.bias,
+            b_settled=True,  # what comes before made x
+        )
+        return y.view(*x.shape[:-1], self.out_features)
+
     def quantized_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [tokens, in_features] after the online rotation, quantized."""
         activations = self.format.activations
@@ -48,22 +89,6 @@ class Fp8Linear(QuantizedLinear):
             scale_rule=rule,
             transposed_scale=turned,
         )
-
-    def multiply(self, x: Tensor) -> Tensor:
-        if not self.runs_packed(x.device):
-            return super().multiply(x)
-        weight, scale = (getattr(self, name) for name in self.tensor_names)
-        y = fp8_block_gemm(
-            *self.quantized_input(x.reshape(-1, self.in_features)),
-            weight,
-            scale,
-            a_block=self.format.activations.block,
-            b_block=formats.stored_block(self.format.weights),
-            out_dtype=x.dtype,
-            bias=self.bias,
-            b_settled=True,  # the kernel before quantizes x
-        )
-        return y.view(*x.shape[:-1], self.out_features)
 
 
 class Fp8TrainingLinear(nn.Linear):

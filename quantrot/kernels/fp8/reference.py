@@ -85,6 +85,12 @@ def quantize_reference(x: Tensor, block: tuple[int, int], rule: str) -> tuple[Te
     return qdata.contiguous(), scale.contiguous()
 
 
+def gate(x: Tensor) -> Tensor:
+    """[M, 2 K], gate and up -> silu(gate) * up, both rounded to x's dtype, as an MLP's modules have them."""
+    left, right = x.chunk(2, -1)
+    return F.silu(left) * right
+
+
 def dequantize_fp8_block(
     qdata: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
