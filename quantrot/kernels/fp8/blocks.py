@@ -28,6 +28,12 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {res
 }}
 """
 
+RING_ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) blocks(
+    const __grid_constant__ quantrot::TensorMap x, const __grid_constant__ quantrot::BlockArgs args) {{
+  quantrot::{call}(x, args);
+}}
+"""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -35,8 +41,10 @@ class Plan:
     threads: int
     stream: bool = True  # cache hints: mark the data as not used again soon
     overlap: bool = True  # launched while the kernel before it ends
+    warm: bool = False  # and L2 is asked for what the first thread blocks read before that one has ended
 
     cluster = 1
+    entry = ENTRY
 
     def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
         """The device function that runs this plan, with its template arguments."""
@@ -49,13 +57,17 @@ class Plan:
     def source(self, block: tuple[int, int], dtype: torch.dtype, rule: str, gated: bool = False) -> str:
         return (
             f"#define SCALE_RULE {SCALE_RULES.index(rule) + 1}\n{HINTS[self.stream]}{device_functions()}"
-            + ENTRY.format(
+            + self.entry.format(
                 cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
                 threads=self.threads,
                 resident=self.resident,
                 call=self.call(block, dtype, gated),
             )
         )
+
+    def warmed(self) -> int:
+        """Thread blocks that are resident at once, if they warm L2."""
+        return self.resident * PROCESSORS if self.warm else 0
 
     def shared_bytes(self) -> int:
         return self.cluster * self.threads // 32 * 4
@@ -68,7 +80,7 @@ class Squares(Plan):
     cluster: int = 1
 
     def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
-        shape = f"{block[0]}, {block[1]}, {self.cluster}, {self.threads}"
+        shape = f"{block[0]}, {block[1]}, {self.cluster}, {self.threads}, {self.warmed()}"
         return f"blocks_kernel<quantrot::{DTYPES[dtype]}, {shape}>"
 
     def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
@@ -82,10 +94,35 @@ class Groups(Plan):
     rows: int = 4
 
     def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
-        return f"groups_kernel<quantrot::{DTYPES[dtype]}, {self.rows}, {self.threads // 32}, {str(gated).lower()}>"
+        shape = f"{self.rows}, {self.threads // 32}, {str(gated).lower()}, {self.warmed()}"
+        return f"groups_kernel<quantrot::{DTYPES[dtype]}, {shape}>"
 
     def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
         return -(-rows // self.rows) * -(-columns // (8 * self.threads))
+
+
+@dataclass(frozen=True)
+class Ring(Plan):
+    """256 columns by persistent thread blocks, one a multiprocessor, with a ring of stages of `rows` rows."""
+
+    cluster: int = 1  # thread blocks that divide a block of 256 x 256
+    rows: int = 64
+    stages: int = 7
+    keep: str = "FIRST"  # how soon L2 gives up what was read
+
+    entry = RING_ENTRY
+
+    def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
+        numbers = f"{self.rows}, {self.stages}, {self.threads // 32 - 1}, {self.cluster}, quantrot::{self.keep}"
+        flags = f"{str(self.warm).lower()}, {str(block == (1, 128)).lower()}"
+        return f"ring_kernel<quantrot::{DTYPES[dtype]}, {numbers}, {flags}>"
+
+    def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
+        most = self.resident * PROCESSORS // self.cluster
+        return min(-(-rows // 256) * -(-columns // 256), most) * self.cluster
+
+    def shared_bytes(self) -> int:
+        return self.stages * (self.rows * 512 + 16) + 16 + 2 * self.cluster * (self.threads // 32 - 1) * 4
 
 
 PLANS: dict[
@@ -95,7 +132,8 @@ PLANS: dict[
     (128, 128): Squares(3, 512),  # 0.80
     (256, 256): Squares(2, 512, cluster=2),  # 0.69; at 8192 x 8192 0.83, where Triton's has 0.85
 }
-LARGE = 1 << 26  # elements from which Triton's kernels are taken
+RING = Ring(1, 544)  # of a 256 x 256 matrix with a block for every multiprocessor
+LARGE = 1 << 26  # elements from which Triton's kernels are taken where there is no ring
 FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix whose thread blocks would all be resident at once
 GATED = Groups(8, 64, rows=2)  # of a 1 x 128 matrix, from gate and up
 
@@ -121,18 +159,29 @@ class Arguments(ctypes.Structure):
     ]
 
 
+class RingArguments(ctypes.Structure):
+    _fields_ = [("x", ctypes.c_ubyte * 128), ("args", Arguments)]
+
+
 def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
     """Whether `quantize` takes x [M, K] (gated [M, 2 K]), contiguous columns, on this device and installation."""
     aligned = x.shape[1] % (16 if gated else 8) == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     fits = block in PLANS and x.dtype in DTYPES and aligned and max(x.shape) < 1 << 31
-    size = block == (1, 128) if gated else x.numel() < LARGE
-    return fits and size and x.device.type == "cuda" and nvrtc.available(x.device)
+    if gated:
+        taken = block == (1, 128)
+    elif block == (256, 256):
+        taken = x.stride(0) >= x.shape[1]  # as a tensor map has it
+    else:
+        taken = x.numel() < LARGE
+    return fits and taken and x.device.type == "cuda" and nvrtc.available(x.device)
 
 
 @lru_cache(maxsize=1024)
 def plan_for(block: tuple[int, int], rows: int, columns: int, gated: bool = False) -> Plan:
     """Of a matrix of 16-bit numbers. What stays in L2 with its codes is not marked as passing through."""
     plan = GATED if gated else PLANS[block]
+    if block == (256, 256) and -(-rows // 256) * -(-columns // 256) >= PROCESSORS:
+        plan = RING
     if block == (1, 128) and plan.grid(rows, columns, block) < plan.resident * PROCESSORS:
         plan = FEW_ROWS
     return plan if (5 if gated else 3) * rows * columns > STREAM_BYTES else replace(plan, stream=False)
@@ -155,7 +204,13 @@ def quantize(
     """x [M, K] (gated [M, 2 K]), not empty, for which `supports` holds -> codes q [M, K], contiguous, and scale."""
     rows, columns = q.shape
     plan = plan or plan_for(block, rows, columns, gated)
-    values = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), rows, columns)
+    values: ctypes.Structure = Arguments(
+        x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), rows, columns
+    )
+    if isinstance(plan, Ring):
+        box = nvrtc.tensor_map(x.data_ptr(), rows, columns, x.stride(0) * 2, (plan.rows, 256), x.dtype, swizzle=0)
+        values = RingArguments(args=values)
+        ctypes.memmove(values.x, box, 128)
     device = x.get_device()
     function = _kernel(plan, block, x.dtype, rule, gated, device)
     grid = plan.grid(rows, columns, block)
