@@ -281,9 +281,9 @@ __device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
 
 // --- A ring of rows --------------------------------------------------------------------------------------------------
 //
-// Persistent thread blocks. One warp brings 256 x 256 after 256 x 256 through the copy engine, ROWS rows a stage, as far
-// ahead as shared memory has room. The others take each stage into registers, which frees it at once: while a block waits
-// for its last rows and for its largest magnitude, and while it is stored, the memory is busy with the next one.
+// Persistent thread blocks. One warp brings 256 x 256 after 256 x 256 through the copy engine, ROWS rows a stage, as
+// far ahead as shared memory has room. The others take each stage into registers, which frees it at once: while a block
+// waits for its last rows and for its largest magnitude, and while it is stored, memory is busy with the next one.
 // CLUSTER thread blocks divide a block's rows among them and send each other their maxima.
 
 #ifdef QUANTROT_EMULATED
@@ -311,7 +311,8 @@ template <int D, int ROWS, int STAGES, int WARPS, int CLUSTER, Keep KEEP, bool W
 __device__ __forceinline__ void ring_kernel(const TensorMap& map, const BlockArgs& a) {
   constexpr int PART = 256 / CLUSTER, PIECES = PART / ROWS, V = ROWS / WARPS;  // V rows of a stage for a warp
   constexpr u32 STAGE = ROWS * 512, BARRIERS = STAGES * STAGE, MET = BARRIERS + STAGES * 16, MAXIMA = MET + 16;
-  static_assert(V * WARPS == ROWS && PIECES * ROWS == PART && V > 0 && PIECES > 0 && WARPS * CLUSTER <= 32, "whole rows");
+  static_assert(V * WARPS == ROWS && PIECES * ROWS == PART && V * PIECES > 0, "whole rows");
+  static_assert(WARPS * CLUSTER <= 32, "a lane for every warp's maximum");
   const u32 base = shared_memory(), full = base + BARRIERS, empty = full + STAGES * 8;
   const u32 warp = warp_number(), lane = lane_number(), rank = CLUSTER > 1 ? cluster_rank() : 0;
   const u32 across = (a.columns + 255) / 256, blocks = across * ((a.rows + 255) / 256);
@@ -389,7 +390,8 @@ __device__ __forceinline__ void ring_kernel(const TensorMap& map, const BlockArg
         });
 #pragma unroll
         for (int i = 0; i < V; i++)
-          if (p * ROWS + i * WARPS < left) store8(to + (i64)(p * ROWS + i * WARPS) * a.columns, codes[i][0], codes[i][1]);
+          if (const int of_row = p * ROWS + i * WARPS; of_row < left)
+            store8(to + (i64)of_row * a.columns, codes[i][0], codes[i][1]);
       }
     }
     if constexpr (!GROUPS) {
