@@ -18,7 +18,6 @@ inline u32 largest_of_warp(u32 a) {
 }
 inline float exact_reciprocal(float a) { return 1 / a; }
 inline u32 zero_after(u32) { return 0; }
-inline void prefetch(const void*) {}
 #else
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
   u32 r;
@@ -27,10 +26,6 @@ __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
 }
 __device__ __forceinline__ u32 largest_of_warp(u32 a) { return __reduce_max_sync(0xFFFFFFFFu, a); }
 __device__ __forceinline__ float exact_reciprocal(float a) { return __frcp_rn(a); }
-
-__device__ __forceinline__ void prefetch(const void* p) {  // a line, to L2
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
-}
 
 // Zero, once `seen` is there.
 __device__ __forceinline__ u32 zero_after(u32 seen) {
@@ -84,8 +79,7 @@ __device__ __forceinline__ void store_quotients(const Vec (&v)[V], float scale, 
   }
 }
 
-// WARM: L2 is asked for what that many thread blocks, the first, read, before the kernel ahead has ended.
-template <int D, int ROWS, int COLUMNS, int CLUSTER, int THREADS, u32 WARM>
+template <int D, int ROWS, int COLUMNS, int CLUSTER, int THREADS>
 __device__ __forceinline__ void blocks_kernel(const BlockArgs& a) {
   constexpr int PART = ROWS / CLUSTER, UNITS = COLUMNS / 8, WARPS = THREADS / 32;  // units of eight elements
   constexpr int V = PART * UNITS / THREADS, APART = THREADS / UNITS;               // of a thread, and rows between them
@@ -98,9 +92,6 @@ __device__ __forceinline__ void blocks_kernel(const BlockArgs& a) {
   char* to = (char*)a.q + (i64)row * a.columns + column;
   const i64 from_step = a.x_stride * (APART * 2), to_step = (i64)a.columns * APART;
 
-  if (blockIdx.x < WARM && threadIdx.x % 8 == 0) {
-    for (int i = 0; i * APART < left; i++) prefetch(from + i * from_step);
-  }
   grid_wait();
   Vec v[V];
 #pragma unroll
@@ -238,7 +229,7 @@ __device__ __forceinline__ Vec gated(const Vec& gate, const Vec& up) {
 }
 
 // GATED: x has 2 * columns columns, gate and up, and gated(gate, up) is quantized.
-template <int D, int V, int WARPS, bool GATED, u32 WARM>
+template <int D, int V, int WARPS, bool GATED>
 __device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
   const u32 across = (a.columns + WARPS * 256 - 1) / (WARPS * 256), lane = lane_number();
   const u32 down = blockIdx.x / across, right = blockIdx.x - down * across;
@@ -247,9 +238,6 @@ __device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
   const char* from = (const char*)a.x + (row * a.x_stride + column) * 2;
   char* to = (char*)a.q + (i64)row * a.columns + column;
 
-  if (blockIdx.x < WARM && lane % 8 == 0) {
-    for (int i = 0; i < left; i++) prefetch(from + i * a.x_stride * 2);
-  }
   grid_wait();
   Vec v[V];
 #pragma unroll
@@ -284,67 +272,34 @@ __device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
 // Persistent thread blocks. One warp brings 256 x 256 after 256 x 256 through the copy engine, ROWS rows a stage, as
 // far ahead as shared memory has room. The others take each stage into registers, which frees it at once: while a block
 // waits for its last rows and for its largest magnitude, and while it is stored, memory is busy with the next one.
-// CLUSTER thread blocks divide a block's rows among them and send each other their maxima.
 
-#ifdef QUANTROT_EMULATED
-inline void send_cluster(u32 mapped, u32 a, u32 mapped_bar) {
-  emulator::Block* block = &emulator::block_of(mapped);
-  emulator::block_of(mapped_bar);
-  emulator::scheduler.events.push_back([=] {
-    memcpy(block->at(mapped, 4), &a, 4);
-    emulator::Barrier& barrier = block->barrier(mapped_bar);
-    barrier.bytes -= 4;
-    barrier.settle();
-  });
-}
-#else
-// A word into a block of the cluster (addresses of in_block), whose barrier counts its four bytes.
-__device__ __forceinline__ void send_cluster(u32 mapped, u32 a, u32 mapped_bar) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(mapped), "r"(a),
-               "r"(mapped_bar)
-               : "memory");
-}
-#endif
-
-// WARM: L2 is asked for the first block before the kernel ahead has ended. GROUPS: in 1 x 128 blocks instead.
-template <int D, int ROWS, int STAGES, int WARPS, int CLUSTER, Keep KEEP, bool WARM, bool GROUPS>
+template <int D, int ROWS, int STAGES, int WARPS>
 __device__ __forceinline__ void ring_kernel(const TensorMap& map, const BlockArgs& a) {
-  constexpr int PART = 256 / CLUSTER, PIECES = PART / ROWS, V = ROWS / WARPS;  // V rows of a stage for a warp
-  constexpr u32 STAGE = ROWS * 512, BARRIERS = STAGES * STAGE, MET = BARRIERS + STAGES * 16, MAXIMA = MET + 16;
-  static_assert(V * WARPS == ROWS && PIECES * ROWS == PART && V * PIECES > 0, "whole rows");
-  static_assert(WARPS * CLUSTER <= 32, "a lane for every warp's maximum");
+  constexpr int PIECES = 256 / ROWS, V = ROWS / WARPS;  // V rows of a stage for a warp
+  constexpr u32 STAGE = ROWS * 512, BARRIERS = STAGES * STAGE, MAXIMA = BARRIERS + STAGES * 16;
+  static_assert(V * WARPS == ROWS && PIECES * ROWS == 256 && V > 0, "whole rows");
+  static_assert(WARPS <= 32, "a lane for every warp's maximum");
   const u32 base = shared_memory(), full = base + BARRIERS, empty = full + STAGES * 8;
-  const u32 warp = warp_number(), lane = lane_number(), rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const u32 warp = warp_number(), lane = lane_number();
   const u32 across = (a.columns + 255) / 256, blocks = across * ((a.rows + 255) / 256);
-  const u32 first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (u32 i = 0; i < STAGES; i++) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, WARPS);
-    barrier_init(base + MET, 1), barrier_init(base + MET + 8, 1);
     barrier_init_done();
   }
-  if constexpr (CLUSTER > 1) {
-    cluster_start();
-  } else {
-    block_sync();
-  }
+  block_sync();
   if (warp == WARPS) {
-    const u64 policy = cache_policy<KEEP>();
+    const u64 policy = cache_policy<FIRST>();
     tensor_prefetch(&map);
-    if constexpr (WARM) {
-      for (u32 p = 0; p < PIECES; p++)
-        tensor_warm(&map, first % across * 256, first / across * 256 + rank * PART + p * ROWS);
-    }
     grid_wait();
     Ring<STAGES> ring;
-    for (u32 block = first; block < blocks; block += step) {
+    for (u32 block = blockIdx.x; block < blocks; block += gridDim.x) {
       const u32 down = block / across, right = block - down * across;
 #pragma unroll 1
       for (u32 p = 0; p < PIECES; p++) {
         barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
         barrier_expect(full + ring.stage * 8, STAGE);
-        tensor_load(base + ring.stage * STAGE, &map, right * 256, down * 256 + rank * PART + p * ROWS,
-                    full + ring.stage * 8, policy);
+        tensor_load(base + ring.stage * STAGE, &map, right * 256, down * 256 + p * ROWS, full + ring.stage * 8, policy);
         ring.next();
       }
     }
@@ -352,71 +307,43 @@ __device__ __forceinline__ void ring_kernel(const TensorMap& map, const BlockArg
   }
   grid_wait();
   Ring<STAGES> ring;
-  u32 turn = 0;  // of the two sets of maxima: its lowest bit; of their barriers' parity: the next
-  for (u32 block = first; block < blocks; block += step, turn++) {
+  u32 set = 0;  // of the two sets of maxima: a warp may be a block ahead of the last to read
+  for (u32 block = blockIdx.x; block < blocks; block += gridDim.x, set ^= 1) {
     const u32 down = block / across, right = block - down * across;
-    const u32 row = down * 256 + rank * PART + warp, column = right * 256 + lane * 8;
-    const int rows = row < a.rows ? min(a.rows - row, 256u) : 0, left = column < a.columns ? rows : 0;
-    char* const to = (char*)a.q + (i64)row * a.columns + column;
+    const u32 row = down * 256 + warp, column = right * 256 + lane * 8;
+    const int left = column < a.columns && row < a.rows ? min(a.rows - row, 256u) : 0;  // rows, of this warp's on
     Vec v[PIECES * V];
     u32 most = 0;
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
       barrier_wait(full + ring.stage * 8, ring.parity);
       const u32 from = base + ring.stage * STAGE + warp * 512 + lane * 16;
-      u32 seen = 0;
 #pragma unroll
       for (int i = p * V; i < p * V + V; i++) v[i] = load_vector(from + (i - p * V) * (WARPS * 512));
 #pragma unroll
       for (int i = p * V; i < p * V + V; i++) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          most = larger_halves(most, v[i].w[j] & 0x7FFF7FFFu);
-          seen |= v[i].w[j];
-        }
+        for (int j = 0; j < 4; j++) most = larger_halves(most, v[i].w[j] & 0x7FFF7FFFu);
       }
       warp_sync();
-      if (lane == 0) barrier_arrive(empty + ring.stage * 8 + zero_after(GROUPS ? seen : most));  // not before the loads
+      if (lane == 0) barrier_arrive(empty + ring.stage * 8 + zero_after(most));  // not before the loads
       ring.next();
-      if constexpr (GROUPS) {
-        Vec of[V];
-        u32 codes[V][2];
-#pragma unroll
-        for (int i = 0; i < V; i++) of[i] = v[p * V + i];
-        group_codes<D>(codes, of, [&](float scale) {
-          const int own = p * ROWS + group_of<V, 16>() * WARPS;
-          if (lane % 16 < V && own < rows && column / 128 * 128 < a.columns)
-            a.scales[(row + own) * a.scale_row + column / 128 * a.scale_column] = scale;
-        });
-#pragma unroll
-        for (int i = 0; i < V; i++)
-          if (const int of_row = p * ROWS + i * WARPS; of_row < left)
-            store8(to + (i64)of_row * a.columns, codes[i][0], codes[i][1]);
-      }
     }
-    if constexpr (!GROUPS) {
-      most = largest_of_warp(most >> 16 > (most & 0xFFFF) ? most >> 16 : most & 0xFFFF);
-      const u32 maxima = base + MAXIMA + (turn & 1) * (CLUSTER * WARPS * 4), met = base + MET + (turn & 1) * 8;
-      const u32 own = maxima + (rank * WARPS + warp) * 4;
-      if constexpr (CLUSTER > 1) {
-        if (warp == 0) barrier_expect(met, CLUSTER * WARPS * 4);
-        if (lane < CLUSTER) send_cluster(in_block(own, lane), most, in_block(met, lane));
-        barrier_wait(met, turn >> 1 & 1);
-      } else {
-        if (lane == 0) store_shared(own, most);
-        named_sync(1, WARPS * 32);
-      }
-      most = lane < CLUSTER * WARPS ? __float_as_uint(load_shared(maxima + lane * 4)) : 0;
-      most = largest_of_warp(most);
-      float amax, none;
-      unpack<D>(most, amax, none);
-      const float scale = scale_of(amax);
-      if (rank == 0 && threadIdx.x == 0) a.scales[down * a.scale_row + right * a.scale_column] = scale;
-      if (scale < LEAST_UNLIFTED) {
-        store_quotients<D>(v, scale, LIFT_BY, to, (i64)a.columns * WARPS, WARPS, left);
-      } else {
-        store_quotients<D>(v, scale, 1.f, to, (i64)a.columns * WARPS, WARPS, left);
-      }
+    most = largest_of_warp(most >> 16 > (most & 0xFFFF) ? most >> 16 : most & 0xFFFF);
+    const u32 maxima = base + MAXIMA + set * (WARPS * 4);
+    if (lane == 0) store_shared(maxima + warp * 4, most);
+    named_sync(1, WARPS * 32);
+    most = largest_of_warp(lane < WARPS ? __float_as_uint(load_shared(maxima + lane * 4)) : 0);
+    float amax, none;
+    unpack<D>(most, amax, none);
+    const float scale = scale_of(amax);
+    if (threadIdx.x == 0) a.scales[down * a.scale_row + right * a.scale_column] = scale;
+    char* const to = (char*)a.q + (i64)row * a.columns + column;
+    const i64 step = (i64)a.columns * WARPS;
+    if (scale < LEAST_UNLIFTED) {
+      store_quotients<D>(v, scale, LIFT_BY, to, step, WARPS, left);
+    } else {
+      store_quotients<D>(v, scale, 1.f, to, step, WARPS, left);
     }
   }
 }

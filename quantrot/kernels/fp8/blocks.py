@@ -35,13 +35,17 @@ RING_ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads},
 """
 
 
+def squares(rows: int, columns: int, block: tuple[int, int]) -> int:
+    """Blocks of a matrix."""
+    return -(-rows // block[0]) * -(-columns // block[1])
+
+
 @dataclass(frozen=True)
 class Plan:
     resident: int  # thread blocks that a multiprocessor must have room for
     threads: int
     stream: bool = True  # cache hints: mark the data as not used again soon
     overlap: bool = True  # launched while the kernel before it ends
-    warm: bool = False  # and L2 is asked for what the first thread blocks read before that one has ended
 
     cluster = 1
     entry = ENTRY
@@ -65,10 +69,6 @@ class Plan:
             )
         )
 
-    def warmed(self) -> int:
-        """Thread blocks that are resident at once, if they warm L2."""
-        return self.resident * PROCESSORS if self.warm else 0
-
     def shared_bytes(self) -> int:
         return self.cluster * self.threads // 32 * 4
 
@@ -80,11 +80,11 @@ class Squares(Plan):
     cluster: int = 1
 
     def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
-        shape = f"{block[0]}, {block[1]}, {self.cluster}, {self.threads}, {self.warmed()}"
+        shape = f"{block[0]}, {block[1]}, {self.cluster}, {self.threads}"
         return f"blocks_kernel<quantrot::{DTYPES[dtype]}, {shape}>"
 
     def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
-        return -(-rows // block[0]) * -(-columns // block[1]) * self.cluster
+        return squares(rows, columns, block) * self.cluster
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ class Groups(Plan):
     rows: int = 4
 
     def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
-        shape = f"{self.rows}, {self.threads // 32}, {str(gated).lower()}, {self.warmed()}"
-        return f"groups_kernel<quantrot::{DTYPES[dtype]}, {shape}>"
+        return f"groups_kernel<quantrot::{DTYPES[dtype]}, {self.rows}, {self.threads // 32}, {str(gated).lower()}>"
 
     def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
         return -(-rows // self.rows) * -(-columns // (8 * self.threads))
@@ -103,37 +102,32 @@ class Groups(Plan):
 
 @dataclass(frozen=True)
 class Ring(Plan):
-    """256 columns by persistent thread blocks, one a multiprocessor, with a ring of stages of `rows` rows."""
+    """256 x 256 by persistent thread blocks, one a multiprocessor, with a ring of stages of `rows` rows."""
 
-    cluster: int = 1  # thread blocks that divide a block of 256 x 256
-    rows: int = 64
-    stages: int = 7
-    keep: str = "FIRST"  # how soon L2 gives up what was read
+    rows: int = 32
+    stages: int = 14
 
     entry = RING_ENTRY
 
     def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
-        numbers = f"{self.rows}, {self.stages}, {self.threads // 32 - 1}, {self.cluster}, quantrot::{self.keep}"
-        flags = f"{str(self.warm).lower()}, {str(block == (1, 128)).lower()}"
-        return f"ring_kernel<quantrot::{DTYPES[dtype]}, {numbers}, {flags}>"
+        return f"ring_kernel<quantrot::{DTYPES[dtype]}, {self.rows}, {self.stages}, {self.threads // 32 - 1}>"
 
     def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
-        most = self.resident * PROCESSORS // self.cluster
-        return min(-(-rows // 256) * -(-columns // 256), most) * self.cluster
+        return min(squares(rows, columns, block), self.resident * PROCESSORS)
 
     def shared_bytes(self) -> int:
-        return self.stages * (self.rows * 512 + 16) + 16 + 2 * self.cluster * (self.threads // 32 - 1) * 4
+        return self.stages * (self.rows * 512 + 16) + 2 * (self.threads // 32 - 1) * 4
 
 
-PLANS: dict[
-    tuple[int, int], Plan
-] = {  # of the byte floor at 4096 x 4096, through the operator; Triton: 0.78, 0.78, 0.62
-    (1, 128): Groups(16, 64, rows=4),  # 0.81
-    (128, 128): Squares(3, 512),  # 0.80
-    (256, 256): Squares(2, 512, cluster=2),  # 0.69; at 8192 x 8192 0.83, where Triton's has 0.85
+# In parentheses what each has of the byte floor at 4096, 8192 and 16384 squared, through the operator.
+PLANS: dict[tuple[int, int], Plan] = {
+    (1, 128): Groups(16, 64, rows=4, stream=False),  # (0.80, 0.96, 0.99); with hints (0.81, 0.91, 0.92)
+    (128, 128): Squares(3, 512),  # (0.80, 0.94, 0.98)
+    (256, 256): Squares(4, 256, cluster=4),  # (0.73, 0.92, 0.97)
 }
-RING = Ring(1, 544)  # of a 256 x 256 matrix with a block for every multiprocessor
-LARGE = 1 << 26  # elements from which Triton's kernels are taken where there is no ring
+RING = Ring(1, 544)  # of a 256 x 256 matrix with about two blocks a multiprocessor (0.80, 0.85, 0.95)
+FEW_SQUARES = Squares(2, 512, cluster=2)  # of one with less than one; at 2048 x 2048 0.50, PLANS' 0.41
+LARGE = 1 << 26  # elements of a 128 x 128 matrix from which Triton's kernel is taken (0.77, 0.95, 1.01)
 FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix whose thread blocks would all be resident at once
 GATED = Groups(8, 64, rows=2)  # of a 1 x 128 matrix, from gate and up
 
@@ -172,7 +166,7 @@ def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
     elif block == (256, 256):
         taken = x.stride(0) >= x.shape[1]  # as a tensor map has it
     else:
-        taken = x.numel() < LARGE
+        taken = block == (1, 128) or x.numel() < LARGE
     return fits and taken and x.device.type == "cuda" and nvrtc.available(x.device)
 
 
@@ -180,7 +174,9 @@ def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
 def plan_for(block: tuple[int, int], rows: int, columns: int, gated: bool = False) -> Plan:
     """Of a matrix of 16-bit numbers. What stays in L2 with its codes is not marked as passing through."""
     plan = GATED if gated else PLANS[block]
-    if block == (256, 256) and -(-rows // 256) * -(-columns // 256) >= PROCESSORS:
+    if block == (256, 256) and squares(rows, columns, block) < PROCESSORS:
+        plan = FEW_SQUARES
+    elif block == (256, 256) and 5 / 3 <= squares(rows, columns, block) / PROCESSORS <= 2:
         plan = RING
     if block == (1, 128) and plan.grid(rows, columns, block) < plan.resident * PROCESSORS:
         plan = FEW_ROWS
