@@ -44,6 +44,7 @@ from quantrot.kernels.fp8.reference import (
     gemm_reference,
     hadamard_quantize_reference,
     quantize_reference,
+    rms_norm,
     scale_shape,
     whole,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "fp8_linear",
     "hadamard_quantize_fp8",
     "has_kernels",
+    "has_one_kernel",
     "quantize_fp8_block",
     "quantize_fp8_both_ways",
 ]
@@ -99,8 +101,8 @@ torch.library.define(
 )
 torch.library.define(
     "quantrot::fp8_linear",
-    "(Tensor x, Tensor b, Tensor b_scale, int[] b_block, str rule, bool gated, Tensor? bias, str backend, "
-    "bool b_settled=False) -> Tensor",
+    "(Tensor x, Tensor b, Tensor b_scale, int[] b_block, str rule, Tensor? bias, str backend, "
+    "bool b_settled=False, Tensor? norm=None, float epsilon=0.0, Tensor? residual=None, bool gates=False) -> Tensor",
 )
 
 
@@ -215,8 +217,11 @@ def fp8_linear(
     *,
     b_block: tuple[int, int] = (128, 128),
     scale_rule: Fp8ScaleRule | str = Fp8ScaleRule.bf16,
-    gated: bool = False,
     bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
+    gates: bool = False,
     backend: str = "auto",
     b_settled: bool = False,
 ) -> Tensor:
@@ -224,20 +229,30 @@ def fp8_linear(
     x's dtype.
 
     The bits of quantize_fp8_block and fp8_block_gemm one after the other, which is what it does, but for few tokens of
-    16 bits on Hopper: there one kernel does both, and "auto" takes it. gated: x is [M, 2 K]. b_settled: as
-    fp8_block_gemm's, of b, and of the kernel that comes before this operator. backend: "auto", "hopper" (one kernel),
-    "reference". Not differentiable. ValueError for shapes or dtypes that do not fit, or a backend that cannot run.
+    16 bits on Hopper: there one kernel does both, and "auto" takes it. norm [K], of x's dtype: x is first divided by
+    sqrt(mean(x^2) + epsilon), rounded, and multiplied by norm, where the sum's order may give a few numbers their
+    neighbours in x's dtype. residual [M, N], of x's dtype, is added to the rounded result. gates: b is of gate and up,
+    one above the other, and the result is silu(gate) * up, [M, N / 2].
+
+    b_settled: as fp8_block_gemm's, of b and norm, and of the kernel that comes before this operator. backend: "auto",
+    "hopper" (one kernel), "reference". Not differentiable. ValueError for shapes or dtypes that do not fit, or for a
+    backend that cannot run.
     """
     rule = _check_input("fp8_linear", x, (1, 128), scale_rule, "auto")
-    _check_gated(x, gated)
-    k = x.shape[1] // (1 + gated)
+    k = x.shape[1]
     if b.dim() != 2 or b.dtype != E4M3 or b.shape[1] != k:
-        raise ValueError(f"b: {b.dtype} {tuple(b.shape)}; it must be {E4M3} (N, {k}), as x has {x.shape[1]} columns")
+        raise ValueError(f"b: {b.dtype} {tuple(b.shape)}; it must be {E4M3} (N, {k}), of x's {k} columns")
     _check_scale("b", b, b_scale, b_block)
-    _check_rest(b, (b_scale, x), x.dtype, bias)
+    for name, given, shape in (("norm", norm, (k,)), ("residual", residual, (x.shape[0], b.shape[0]))):
+        if given is not None and (tuple(given.shape) != shape or given.dtype != x.dtype):
+            raise ValueError(f"{name}: {given.dtype} {tuple(given.shape)}; allowed: {x.dtype} {shape}")
+    if gates and (residual is not None or b.shape[0] % 2):
+        raise ValueError(f"gates: b {tuple(b.shape)}; it takes an even number of rows, and no residual")
+    _check_rest(b, (b_scale, x, *(t for t in (norm, residual) if t is not None)), x.dtype, bias)
     if backend not in ("auto", "hopper", "reference"):
         raise ValueError(f"backend: {backend!r}; allowed: auto, hopper, reference")
-    return torch.ops.quantrot.fp8_linear(x, b, b_scale, list(b_block), rule, gated, bias, backend, b_settled)
+    rest = norm, epsilon, residual, gates
+    return torch.ops.quantrot.fp8_linear(x, b, b_scale, list(b_block), rule, bias, backend, b_settled, *rest)
 
 
 # --- Checks ----------------------------------------------------------------------------------------------------------
@@ -324,6 +339,14 @@ def _has_kernels(device: torch.device) -> bool:
         warnings.warn("FP8 kernels: no Triton, so they run as plain torch; `pip install triton`", stacklevel=2)
         return False
     return True
+
+
+@constant
+def has_one_kernel(device: torch.device) -> bool:
+    """Whether fp8_linear of few tokens is one kernel on this device."""
+    from quantrot.kernels import nvrtc
+
+    return has_kernels(device) and nvrtc.available(device)
 
 
 def _quantizer(x: Tensor, asked: str) -> bool:
@@ -501,24 +524,30 @@ def _linear(
     b_scale: Tensor,
     b_block: list[int],
     rule: str,
-    gated: bool,
     bias: Tensor | None,
     backend: str,
     b_settled: bool = False,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
+    gates: bool = False,
 ) -> Tensor:
     block = b_block[0], b_block[1]
     if backend != "reference" and has_kernels(x.device):
         from quantrot.kernels.fp8 import linear
 
-        if linear.supports(x, b, b_scale, block, gated, bias):
-            return linear.linear(x, b, b_scale, block, rule, gated, bias, b_settled=b_settled)
+        if linear.supports(x, b, b_scale, block, bias, norm, residual, gates):
+            rest = norm, epsilon, residual, gates
+            return linear.linear(x, b, b_scale, block, rule, bias, *rest, b_settled=b_settled)
     if backend == "hopper":
         raise ValueError(
             f"backend: 'hopper' needs an NVIDIA GPU of capability 9.0 and few tokens, x is {tuple(x.shape)}"
         )
-    q, scale = _quantize(x, 1, 128, rule, True, backend, gated)
+    x = x if norm is None else rms_norm(x, norm, epsilon)
+    q, scale = _quantize(x, 1, 128, rule, True, backend)
     # b is settled for the product all the more: the kernel before it is the quantizer
-    return _gemm(q, scale, b, b_scale, [1, 128], b_block, x.dtype, bias, backend, True)
+    y = _gemm(q, scale, b, b_scale, [1, 128], b_block, x.dtype, bias, backend, True)
+    return gate(y) if gates else y if residual is None else y + residual
 
 
 @torch.library.register_fake("quantrot::quantize_fp8_block")
@@ -527,8 +556,10 @@ def _quantize_fake(x, rows, columns, rule, transposed_scale, backend, gated=Fals
 
 
 @torch.library.register_fake("quantrot::fp8_linear")
-def _linear_fake(x, b, b_scale, b_block, rule, gated, bias, backend, b_settled=False):
-    return torch.empty((x.shape[0], b.shape[0]), dtype=x.dtype, device=x.device)
+def _linear_fake(
+    x, b, b_scale, b_block, rule, bias, backend, b_settled=False, norm=None, epsilon=0.0, residual=None, gates=False
+):
+    return torch.empty((x.shape[0], b.shape[0] // (1 + gates)), dtype=x.dtype, device=x.device)
 
 
 @torch.library.register_fake("quantrot::hadamard_quantize_fp8")

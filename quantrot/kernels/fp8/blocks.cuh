@@ -188,7 +188,8 @@ __device__ __forceinline__ void group_codes(u32 (&codes)[V][2], const Vec (&v)[V
 }
 
 // x / (1 + exp(-x)), rounded as torch rounds it. The quotient is correctly rounded without a branch: two corrections by the
-// exact remainder, of a divisor whose reciprocal is no subnormal. Where x or the divisor is infinite there is no remainder.
+// exact remainder, of a divisor whose reciprocal is no subnormal. Where x or the divisor is infinite there is no remainder, and
+// -0 minus a remainder of nothing would be +0.
 __device__ __forceinline__ float silu(float x) {
   const float below = 1.f + expf(-x), by = below > 0x1p64f ? 0x1p-64f : 1.f;
   const float top = x * by, bottom = below * by, rough = reciprocal(bottom);
@@ -196,7 +197,7 @@ __device__ __forceinline__ float silu(float x) {
   float q = top * inverse;
 #pragma unroll
   for (int i = 0; i < 2; i++) q = fmaf(fmaf(-bottom, q, top), inverse, q);
-  return q == q ? q : top * rough;
+  return q == q ? copysignf(q, x) : top * rough;
 }
 
 // Holds arithmetic on v back until all of v and w is there: the compiler would start on the first of it, and ask for the rest

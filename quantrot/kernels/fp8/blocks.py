@@ -129,7 +129,7 @@ RING = Ring(1, 544)  # of a 256 x 256 matrix with about two blocks a multiproces
 FEW_SQUARES = Squares(2, 512, cluster=2)  # of one with less than one; at 2048 x 2048 0.50, PLANS' 0.41
 LARGE = 1 << 26  # elements of a 128 x 128 matrix from which Triton's kernel is taken (0.77, 0.95, 1.01)
 FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix whose thread blocks would all be resident at once
-GATED = Groups(8, 64, rows=2)  # of a 1 x 128 matrix, from gate and up
+GATED = Groups(6, 64, rows=4), Groups(8, 128, rows=1)  # of a 1 x 128 matrix from gate and up: the two likewise
 
 
 @lru_cache(maxsize=1)
@@ -173,13 +173,12 @@ def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
 @lru_cache(maxsize=1024)
 def plan_for(block: tuple[int, int], rows: int, columns: int, gated: bool = False) -> Plan:
     """Of a matrix of 16-bit numbers. What stays in L2 with its codes is not marked as passing through."""
-    plan = GATED if gated else PLANS[block]
-    if block == (256, 256) and squares(rows, columns, block) < PROCESSORS:
-        plan = FEW_SQUARES
-    elif block == (256, 256) and 5 / 3 <= squares(rows, columns, block) / PROCESSORS <= 2:
-        plan = RING
+    plan, few = GATED if gated else (PLANS[block], FEW_ROWS)
+    each = squares(rows, columns, block) / PROCESSORS
     if block == (1, 128) and plan.grid(rows, columns, block) < plan.resident * PROCESSORS:
-        plan = FEW_ROWS
+        plan = few
+    elif block == (256, 256) and (each < 1 or 5 / 3 <= each <= 2):
+        plan = FEW_SQUARES if each < 1 else RING
     return plan if (5 if gated else 3) * rows * columns > STREAM_BYTES else replace(plan, stream=False)
 
 

@@ -4,10 +4,11 @@ namespace quantrot {
 
 // SPLIT blocks of a cluster share k. With fewer than 64 columns, for matrices of few rows, the operand of 64 rows runs
 // on into whatever follows and those sums are left: the memory, not the tensor cores, has to be kept busy, and by many
-// blocks. The tokens come with each stage, or (HELD) all of them are in shared memory before the first product.
-template <int TOKENS, int COLUMNS_, int STAGES, bool HELD_ = false>
+// blocks. The tokens come with each stage, or (HELD) all of them are in shared memory before the first product. GATES: half
+// of the columns are gates, and half are what they gate, from the second half of b.
+template <int TOKENS, int COLUMNS_, int STAGES, bool HELD_ = false, bool GATES_ = false>
 struct DecodeShape {
-  static constexpr bool HELD = HELD_;
+  static constexpr bool HELD = HELD_, GATES = GATES_;
   static constexpr int COLUMNS = COLUMNS_, GROUPS = (COLUMNS + 63) / 64;
   static constexpr int B_BYTES = COLUMNS * 128, A_BYTES = HELD ? 0 : TOKENS * 128, STAGE = A_BYTES + B_BYTES;
   static constexpr int PAD = GROUPS * 8192 - B_BYTES;  // what the last stage's operand runs on into
@@ -22,11 +23,14 @@ struct DecodeShape {
 // product starts without it.
 template <class Shape, int STAGES, int EARLY>
 __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap* b, int token, int column, int first,
-                                            int count, bool once, u32 base, u32 full, u32 empty) {
+                                            int count, bool once, u32 base, u32 full, u32 empty, int gated = 0) {
   const u64 keep = cache_policy<LAST>(), stream = once ? cache_policy<FIRST>() : cache_policy<NORMAL>();
   auto weights = [&](int k, u32 stage) {
+    const u32 to = base + stage * Shape::STAGE;
     barrier_expect(full + stage * 8, Shape::STAGE);
-    tensor_load(base + stage * Shape::STAGE, b, (first + k) * 128, column, full + stage * 8, stream);
+    tensor_load(to, b, (first + k) * 128, column, full + stage * 8, stream);
+    if constexpr (Shape::GATES)
+      tensor_load(to + Shape::B_BYTES / 2, b, (first + k) * 128, column + gated, full + stage * 8, stream);
   };
   auto tokens = [&](int k, u32 stage) {
     if constexpr (Shape::HELD) return;
@@ -141,28 +145,45 @@ __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int co
   }
 }
 
-// The parts of the cluster's blocks, added in the order of k -> c.
-template <class Shape, int TOKENS, int SPLIT, bool CHANNEL, class Out, int BIAS>
-__device__ __forceinline__ void decode_store(const GemmArgs& args, int token, int column, u32 rank, u32 parts) {
+// Two numbers of 16 bits and two others, each sum rounded.
+template <class Out>
+__device__ __forceinline__ u32 sum_of_pairs(u32 a, u32 b) {
+  return Out::pack(Out::value(a) + Out::value(b), Out::value(a >> 16) + Out::value(b >> 16));
+}
+
+// A unit's parts, in the order of k.
+template <int SPLIT>
+__device__ __forceinline__ void add_parts(float (&y)[8], u32 from) {
+#pragma unroll
+  for (int p = 0; p < SPLIT; p++) {
+    const u32 mapped = in_block(from, p);
+    const float4 lo = load_cluster4(mapped), hi = load_cluster4(mapped + 16);
+    const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+#pragma unroll
+    for (int j = 0; j < 8; j++) y[j] = p ? y[j] + part[j] : part[j];
+  }
+}
+
+// The parts of the cluster's blocks, added in the order of k -> c. ADD: to this unit, the thread's only one, after a
+// rounding.
+template <class Shape, int TOKENS, int SPLIT, bool CHANNEL, class Out, int BIAS, bool ADD>
+__device__ __forceinline__ void decode_store(const GemmArgs& args, int token, int column, u32 rank, u32 parts,
+                                             const Quad& addend) {
   constexpr int UNITS = Shape::COLUMNS / 8, THREADS = 128 * Shape::GROUPS;  // units of eight columns, a token
+  static_assert(!ADD || TOKENS * UNITS <= THREADS, "a unit a thread");
   for (int i = rank * THREADS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * THREADS) {
     const int t = i / UNITS, c = i % UNITS * 8;
     if (token + t >= args.m || column + c >= args.n) continue;
     float y[8];
-#pragma unroll
-    for (int p = 0; p < SPLIT; p++) {
-      const u32 from = parts + (t * Shape::PITCH + c) * 4;
-      const u32 mapped = in_block(from, p);
-      const float4 lo = load_cluster4(mapped), hi = load_cluster4(mapped + 16);
-      const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-#pragma unroll
-      for (int j = 0; j < 8; j++) y[j] = p ? y[j] + part[j] : part[j];
-    }
+    add_parts<SPLIT>(y, parts + (t * Shape::PITCH + c) * 4);
     Quad out;
 #pragma unroll
     for (int j = 0; j < 8; j++) y[j] = finished<CHANNEL, Out, BIAS>(args, y[j], column + c + j);
 #pragma unroll
-    for (int j = 0; j < 4; j++) out.w[j] = Out::pack(y[2 * j], y[2 * j + 1]);
+    for (int j = 0; j < 4; j++) {
+      out.w[j] = Out::pack(y[2 * j], y[2 * j + 1]);
+      if constexpr (ADD) out.w[j] = sum_of_pairs<Out>(out.w[j], addend.w[j]);
+    }
     *(Quad*)((unsigned short*)args.c + (i64)(token + t) * args.n + column + c) = out;
   }
 }
@@ -175,11 +196,11 @@ struct DecodePart {
 
   __device__ __forceinline__ explicit DecodePart(const GemmArgs& args) {
     base = shared_memory(), full = base + STAGES * Shape::STAGE + Shape::PAD, empty = full + STAGES * 8;
-    scales = empty + STAGES * 8, codes = scales + args.segment * TOKENS * 4;
+    scales = empty + STAGES * 8, codes = scales + args.segment * (TOKENS * 4 * (Shape::GATES ? 2 : 1));
     rank = SPLIT > 1 ? cluster_rank() : 0;
     const int unit = blockIdx.x / SPLIT, blocks = blocks_of(args.k, 128);
     token_tiles = blocks_of(args.m, TOKENS);
-    token = unit % token_tiles * TOKENS, column = unit / token_tiles * Shape::COLUMNS;
+    token = unit % token_tiles * TOKENS, column = unit / token_tiles * (Shape::COLUMNS / (Shape::GATES ? 2 : 1));
     first = min((int)rank * args.segment, blocks), count = min(args.segment, blocks - first);
   }
 };
@@ -206,7 +227,9 @@ __device__ __forceinline__ void decode_part(const DecodePart<Shape, TOKENS, STAG
   float sum[TOKENS / 2];
 #pragma unroll
   for (int j = 0; j < TOKENS / 2; j++) sum[j] = 0.f;
-  decode_multiply<Shape, TOKENS, STAGES>(sum, part.count, part.base, part.scales, part.full, part.empty, part.codes, held);
+  const u32 own_scales = Shape::GATES && warp_number() * 16 >= Shape::COLUMNS / 2 ? (part.codes - part.scales) / 2 : 0;
+  decode_multiply<Shape, TOKENS, STAGES>(sum, part.count, part.base, part.scales + own_scales, part.full, part.empty,
+                                         part.codes, held);
   named_sync(1, 128 * Shape::GROUPS);  // every warp's products have read the stages
   const u32 lane = lane_number(), n = warp_number() * 16 + lane / 4;
   if (Shape::counts()) {
@@ -217,11 +240,13 @@ __device__ __forceinline__ void decode_part(const DecodePart<Shape, TOKENS, STAG
   if constexpr (SPLIT == 1) named_sync(1, 128 * Shape::GROUPS);
 }
 
-template <class Shape, int TOKENS, int STAGES, int SPLIT, bool CHANNEL, class Out, int BIAS>
-__device__ __forceinline__ void decode_end(const DecodePart<Shape, TOKENS, STAGES, SPLIT>& part, const GemmArgs& args) {
+template <bool CHANNEL, class Out, int BIAS, bool ADD = false, class Shape, int TOKENS, int STAGES, int SPLIT>
+__device__ __forceinline__ void decode_end(const DecodePart<Shape, TOKENS, STAGES, SPLIT>& part, const GemmArgs& args,
+                                           const Quad& addend = Quad()) {
   if constexpr (SPLIT > 1) cluster_sync();
   if (warp_number() < Shape::GROUPS * 4)
-    decode_store<Shape, TOKENS, SPLIT, CHANNEL, Out, BIAS>(args, part.token, part.column, part.rank, part.base);
+    decode_store<Shape, TOKENS, SPLIT, CHANNEL, Out, BIAS, ADD>(args, part.token, part.column, part.rank, part.base,
+                                                                addend);
   if constexpr (SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 
@@ -242,7 +267,7 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
     named_sync(1, 128 * GROUPS);
     decode_part(part, 0);
   }
-  decode_end<Shape, TOKENS, STAGES, SPLIT, CHANNEL, Out, BIAS>(part, args);
+  decode_end<CHANNEL, Out, BIAS>(part, args);
 }
 
 }  // namespace quantrot
