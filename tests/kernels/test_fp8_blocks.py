@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8 import E4M3, blocks, quantize_fp8_block
-from quantrot.kernels.fp8.blocks import Arguments, Groups, Squares
+from quantrot.kernels.fp8.blocks import Arguments, Groups, Ring, Squares
 from quantrot.kernels.fp8.reference import gate, quantize_reference, scale_shape
 
 INF, NAN = float("inf"), float("nan")
@@ -17,6 +17,16 @@ static std::string message;
 extern "C" const char* run(const quantrot::BlockArgs* args, unsigned blocks, unsigned seed) {{
   const emulator::Dim3 grid{{blocks, 1, 1}};
   message = emulator::launch(grid, {cluster}, {threads}, {shared}, seed, [&] {{ quantrot::{call}(*args); }});
+  return message.c_str();
+}}
+"""
+RUN_RING = """
+static std::string message;
+extern "C" const char* run(const quantrot::BlockArgs* a, unsigned blocks, unsigned seed) {{
+  const unsigned long long pitch = 2 * a->x_stride;
+  const quantrot::TensorMap x{{(unsigned char*)a->x, a->columns, a->rows, pitch, 256, {rows}, 2, 0}};
+  const emulator::Dim3 grid{{blocks, 1, 1}};
+  message = emulator::launch(grid, 1, {threads}, {shared}, seed, [&] {{ quantrot::{call}(x, *a); }});
   return message.c_str();
 }}
 """
@@ -47,7 +57,7 @@ def blocks_of_everything(size: int, dtype: torch.dtype) -> torch.Tensor:
         ((128, 128), torch.bfloat16, "exact", Squares(4, 256)),
         ((128, 128), torch.float16, "bf16", Squares(4, 128, cluster=2)),
         ((256, 256), torch.bfloat16, "bf16", blocks.PLANS[256, 256]),
-        ((256, 256), torch.bfloat16, "pow2", Squares(4, 256, cluster=4)),
+        ((256, 256), torch.bfloat16, "pow2", blocks.FEW_SQUARES),
         ((256, 256), torch.float16, "exact", Squares(6, 128, cluster=4)),
         ((1, 128), torch.bfloat16, "exact", blocks.PLANS[1, 128]),
         ((1, 128), torch.float16, "bf16", Groups(4, 128, rows=16)),
@@ -70,6 +80,32 @@ def test_emulated_bits_are_the_references(emulated, block, dtype, rule, plan):
         q, scale = torch.full(x.shape, 0.5).to(E4M3), torch.zeros(scale_shape(x.shape, block)[::-1]).T
         args = Arguments(apart.data_ptr(), q.data_ptr(), scale.data_ptr(), apart.stride(0), *scale.stride(), *x.shape)
         assert library.run(ctypes.byref(args), plan.grid(*x.shape, block), seed) == b""
+        assert torch.equal(bits(scale.contiguous()), bits(expected_scale)) and torch.equal(bits(q), bits(expected))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rule", "plan"),
+    [
+        (torch.bfloat16, "exact", blocks.RING),
+        (torch.float16, "bf16", Ring(1, 288, stages=3)),
+        (torch.bfloat16, "pow2", Ring(1, 160, rows=16, stages=2)),
+    ],
+)
+def test_emulated_ring_keeps_the_references_bits_over_many_blocks_of_a_thread_block(emulated, dtype, rule, plan):
+    block = (256, 256)
+    source = plan.source(block, dtype, rule)
+    shape = {"threads": plan.threads, "shared": plan.shared_bytes(), "rows": plan.rows}
+    run = RUN_RING.format(call=plan.call(block, dtype), **shape)
+    library = emulated(source[: source.index('extern "C" __global__')] + run)
+    library.run.restype = ctypes.c_char_p
+    x = blocks_of_everything(256, dtype)
+    apart = torch.full((x.shape[0], x.shape[1] + 16), NAN, dtype=dtype)
+    apart[:, : x.shape[1]] = x
+    expected, expected_scale = quantize_reference(x, block, rule)
+    for seed in range(6):
+        q, scale = torch.full(x.shape, 0.5).to(E4M3), torch.zeros(scale_shape(x.shape, block)[::-1]).T
+        args = Arguments(apart.data_ptr(), q.data_ptr(), scale.data_ptr(), apart.stride(0), *scale.stride(), *x.shape)
+        assert library.run(ctypes.byref(args), 1 + seed % 2, seed) == b""
         assert torch.equal(bits(scale.contiguous()), bits(expected_scale)) and torch.equal(bits(q), bits(expected))
 
 
@@ -106,6 +142,15 @@ def test_rows_that_would_not_fill_the_gpu_are_divided_among_more_thread_blocks()
     assert blocks.plan_for((1, 128), 4096, 8192) == blocks.PLANS[1, 128]
 
 
+def test_the_plan_of_256_x_256_blocks_goes_by_how_many_a_multiprocessor_has():
+    for n, plan in ((2048, blocks.FEW_SQUARES), (3072, blocks.PLANS[256, 256])):
+        assert blocks.plan_for((256, 256), n, n) == replace(plan, stream=False)
+    for n in (3840, 4096):
+        assert blocks.plan_for((256, 256), n, n) == blocks.RING
+    for rows, columns in ((4096, 4352), (14336, 4096), (8192, 8192)):
+        assert blocks.plan_for((256, 256), rows, columns) == blocks.PLANS[256, 256]
+
+
 @gpu
 @pytest.mark.parametrize("rule", ["exact", "bf16", "pow2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -128,3 +173,83 @@ def test_gpu_rows_with_a_pitch_and_rows_that_do_not_start_at_16_bytes():
             expected = quantize_reference(part.cpu(), block, "exact")
             got = quantize_fp8_block(part, block, "exact")
             assert torch.equal(bits(got[0]), bits(expected[0])) and torch.equal(bits(got[1]), bits(expected[1]))
+
+
+def large_matrix(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """256 x 256 blocks for the ring, ragged, of which nine are blocks_of_everything's."""
+    x = torch.randn(3500, 4104, generator=torch.Generator().manual_seed(0)).to(dtype)
+    special = blocks_of_everything(256, dtype)
+    x[1024 : 1024 + special.shape[0], 2560 : 2560 + special.shape[1]] = special
+    return x
+
+
+@gpu
+@pytest.mark.parametrize("rule", ["exact", "pow2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu_ring_keeps_the_references_bits_in_a_hundred_runs(dtype, rule):
+    x = large_matrix(dtype)
+    apart = torch.full((x.shape[0], x.shape[1] + 24), NAN, dtype=dtype, device="cuda")
+    part = apart[:, 8 : 8 + x.shape[1]].copy_(x)
+    if not blocks.supports(part, (256, 256)):
+        pytest.skip("needs sm_90 and cuda.core")
+    assert isinstance(blocks.plan_for((256, 256), *x.shape), Ring)
+    expected = [t.cuda() for t in quantize_reference(x, (256, 256), rule)]
+    for given in (x.cuda(), part):
+        for _ in range(100):
+            got = quantize_fp8_block(given, (256, 256), rule)
+            for g, e in zip(got, expected, strict=True):
+                assert torch.equal(g.view(torch.uint8), e.view(torch.uint8))
+
+
+@gpu
+def test_gpu_ring_waits_for_the_kernel_that_writes_its_input_and_the_one_that_reads_its_codes():
+    given = [large_matrix().cuda().roll(i, 0) for i in range(8)]
+    if not blocks.supports(given[0], (256, 256)):
+        pytest.skip("needs sm_90 and cuda.core")
+    expected = [quantize_fp8_block(x, (256, 256), "exact") for x in given]
+    x, q = torch.empty_like(given[0]), torch.empty_like(expected[0][0])
+    scale = torch.empty_like(expected[0][1])
+    kept = [(torch.empty_like(q), torch.empty_like(scale)) for _ in given]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for source, (codes, scales) in zip(given, kept, strict=True):
+            x.copy_(source)
+            blocks.quantize(x, q, scale, (256, 256), "exact")
+            codes.view(torch.uint8).copy_(q.view(torch.uint8))
+            scales.copy_(scale)
+            blocks.quantize(source, q, scale, (256, 256), "exact")
+    for _ in range(10):
+        graph.replay()
+        for got, want in zip(kept, expected, strict=True):
+            for g, e in zip(got, want, strict=True):
+                assert torch.equal(g.view(torch.uint8), e.view(torch.uint8))
+                g.view(torch.uint8).fill_(1)
+
+
+@gpu
+def test_gpu_sanitizers_find_nothing_in_the_ring(sanitized):
+    sanitized(
+        "import torch\n"
+        "from quantrot.kernels.fp8 import blocks\n"
+        "x, q = (torch.zeros(3000, 3080, dtype=d, device='cuda') for d in (torch.bfloat16, torch.float8_e4m3fn))\n"
+        "blocks.quantize(x, q, torch.empty(12, 13, device='cuda'), (256, 256), 'exact', plan=blocks.RING)\n"
+        "torch.cuda.synchronize()\n"
+    )
+
+
+@gpu
+@pytest.mark.parametrize("block", [(1, 128), (256, 256)])
+def test_gpu_a_matrix_of_more_than_2_to_the_31_elements(block):
+    if torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 8 GB")
+    x = torch.zeros(131072 + 40, 16384 + 8, dtype=torch.bfloat16, device="cuda")
+    parts = slice(0, 300), slice(131072 - 256, None)
+    for part in parts:
+        x[part].normal_()
+    if not blocks.supports(x, block):
+        pytest.skip("needs sm_90 and cuda.core")
+    q, scale = quantize_fp8_block(x, block, "exact")
+    for part in parts:
+        expected, expected_scale = quantize_reference(x[part].cpu(), block, "exact")
+        of = slice(part.start // block[0], part.stop and -(-part.stop // block[0]))
+        assert torch.equal(bits(q[part]), bits(expected)) and torch.equal(bits(scale[of]), bits(expected_scale))

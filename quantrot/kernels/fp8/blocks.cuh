@@ -268,4 +268,85 @@ __device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
     if (i < left) store8(to + (i64)i * a.columns, codes[i][0], codes[i][1]);
 }
 
+// --- A ring of rows --------------------------------------------------------------------------------------------------
+//
+// Persistent thread blocks. One warp brings 256 x 256 after 256 x 256 through the copy engine, ROWS rows a stage, as
+// far ahead as shared memory has room. The others take each stage into registers, which frees it at once: while a block
+// waits for its last rows and for its largest magnitude, and while it is stored, memory is busy with the next one.
+
+template <int D, int ROWS, int STAGES, int WARPS>
+__device__ __forceinline__ void ring_kernel(const TensorMap& map, const BlockArgs& a) {
+  constexpr int PIECES = 256 / ROWS, V = ROWS / WARPS;  // V rows of a stage for a warp
+  constexpr u32 STAGE = ROWS * 512, BARRIERS = STAGES * STAGE, MAXIMA = BARRIERS + STAGES * 16;
+  static_assert(V * WARPS == ROWS && PIECES * ROWS == 256 && V > 0, "whole rows");
+  static_assert(WARPS <= 32, "a lane for every warp's maximum");
+  const u32 base = shared_memory(), full = base + BARRIERS, empty = full + STAGES * 8;
+  const u32 warp = warp_number(), lane = lane_number();
+  const u32 across = (a.columns + 255) / 256, blocks = across * ((a.rows + 255) / 256);
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (u32 i = 0; i < STAGES; i++) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, WARPS);
+    barrier_init_done();
+  }
+  block_sync();
+  if (warp == WARPS) {
+    const u64 policy = cache_policy<FIRST>();
+    tensor_prefetch(&map);
+    grid_wait();
+    Ring<STAGES> ring;
+    for (u32 block = blockIdx.x; block < blocks; block += gridDim.x) {
+      const u32 down = block / across, right = block - down * across;
+#pragma unroll 1
+      for (u32 p = 0; p < PIECES; p++) {
+        barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+        barrier_expect(full + ring.stage * 8, STAGE);
+        tensor_load(base + ring.stage * STAGE, &map, right * 256, down * 256 + p * ROWS, full + ring.stage * 8, policy);
+        ring.next();
+      }
+    }
+    return;
+  }
+  grid_wait();
+  Ring<STAGES> ring;
+  u32 set = 0;  // of the two sets of maxima: a warp may be a block ahead of the last to read
+  for (u32 block = blockIdx.x; block < blocks; block += gridDim.x, set ^= 1) {
+    const u32 down = block / across, right = block - down * across;
+    const u32 row = down * 256 + warp, column = right * 256 + lane * 8;
+    const int left = column < a.columns && row < a.rows ? min(a.rows - row, 256u) : 0;  // rows, of this warp's on
+    Vec v[PIECES * V];
+    u32 most = 0;
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+      barrier_wait(full + ring.stage * 8, ring.parity);
+      const u32 from = base + ring.stage * STAGE + warp * 512 + lane * 16;
+#pragma unroll
+      for (int i = p * V; i < p * V + V; i++) v[i] = load_vector(from + (i - p * V) * (WARPS * 512));
+#pragma unroll
+      for (int i = p * V; i < p * V + V; i++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) most = larger_halves(most, v[i].w[j] & 0x7FFF7FFFu);
+      }
+      warp_sync();
+      if (lane == 0) barrier_arrive(empty + ring.stage * 8 + zero_after(most));  // not before the loads
+      ring.next();
+    }
+    most = largest_of_warp(most >> 16 > (most & 0xFFFF) ? most >> 16 : most & 0xFFFF);
+    const u32 maxima = base + MAXIMA + set * (WARPS * 4);
+    if (lane == 0) store_shared(maxima + warp * 4, most);
+    named_sync(1, WARPS * 32);
+    most = largest_of_warp(lane < WARPS ? __float_as_uint(load_shared(maxima + lane * 4)) : 0);
+    float amax, none;
+    unpack<D>(most, amax, none);
+    const float scale = scale_of(amax);
+    if (threadIdx.x == 0) a.scales[down * a.scale_row + right * a.scale_column] = scale;
+    char* const to = (char*)a.q + (i64)row * a.columns + column;
+    const i64 step = (i64)a.columns * WARPS;
+    if (scale < LEAST_UNLIFTED) {
+      store_quotients<D>(v, scale, LIFT_BY, to, step, WARPS, left);
+    } else {
+      store_quotients<D>(v, scale, 1.f, to, step, WARPS, left);
+    }
+  }
+}
+
 }  // namespace quantrot

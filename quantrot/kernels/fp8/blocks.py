@@ -28,6 +28,17 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {res
 }}
 """
 
+RING_ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) blocks(
+    const __grid_constant__ quantrot::TensorMap x, const __grid_constant__ quantrot::BlockArgs args) {{
+  quantrot::{call}(x, args);
+}}
+"""
+
+
+def squares(rows: int, columns: int, block: tuple[int, int]) -> int:
+    """Blocks of a matrix."""
+    return -(-rows // block[0]) * -(-columns // block[1])
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -37,6 +48,7 @@ class Plan:
     overlap: bool = True  # launched while the kernel before it ends
 
     cluster = 1
+    entry = ENTRY
 
     def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
         """The device function that runs this plan, with its template arguments."""
@@ -49,7 +61,7 @@ class Plan:
     def source(self, block: tuple[int, int], dtype: torch.dtype, rule: str, gated: bool = False) -> str:
         return (
             f"#define SCALE_RULE {SCALE_RULES.index(rule) + 1}\n{HINTS[self.stream]}{device_functions()}"
-            + ENTRY.format(
+            + self.entry.format(
                 cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
                 threads=self.threads,
                 resident=self.resident,
@@ -72,7 +84,7 @@ class Squares(Plan):
         return f"blocks_kernel<quantrot::{DTYPES[dtype]}, {shape}>"
 
     def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
-        return -(-rows // block[0]) * -(-columns // block[1]) * self.cluster
+        return squares(rows, columns, block) * self.cluster
 
 
 @dataclass(frozen=True)
@@ -88,14 +100,34 @@ class Groups(Plan):
         return -(-rows // self.rows) * -(-columns // (8 * self.threads))
 
 
-PLANS: dict[
-    tuple[int, int], Plan
-] = {  # of the byte floor at 4096 x 4096, through the operator; Triton: 0.78, 0.78, 0.62
-    (1, 128): Groups(16, 64, rows=4),  # 0.81
-    (128, 128): Squares(3, 512),  # 0.80
-    (256, 256): Squares(2, 512, cluster=2),  # 0.69; at 8192 x 8192 0.83, where Triton's has 0.85
+@dataclass(frozen=True)
+class Ring(Plan):
+    """256 x 256 by persistent thread blocks, one a multiprocessor, with a ring of stages of `rows` rows."""
+
+    rows: int = 32
+    stages: int = 14
+
+    entry = RING_ENTRY
+
+    def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
+        return f"ring_kernel<quantrot::{DTYPES[dtype]}, {self.rows}, {self.stages}, {self.threads // 32 - 1}>"
+
+    def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
+        return min(squares(rows, columns, block), self.resident * PROCESSORS)
+
+    def shared_bytes(self) -> int:
+        return self.stages * (self.rows * 512 + 16) + 2 * (self.threads // 32 - 1) * 4
+
+
+# In parentheses what each has of the byte floor at 4096, 8192 and 16384 squared, through the operator.
+PLANS: dict[tuple[int, int], Plan] = {
+    (1, 128): Groups(16, 64, rows=4, stream=False),  # (0.80, 0.96, 0.99); with hints (0.81, 0.91, 0.92)
+    (128, 128): Squares(3, 512),  # (0.80, 0.94, 0.98)
+    (256, 256): Squares(4, 256, cluster=4),  # (0.73, 0.92, 0.97)
 }
-LARGE = 1 << 26  # elements from which Triton's kernels are taken
+RING = Ring(1, 544)  # of a 256 x 256 matrix with about two blocks a multiprocessor (0.80, 0.85, 0.95)
+FEW_SQUARES = Squares(2, 512, cluster=2)  # of one with less than one; at 2048 x 2048 0.50, PLANS' 0.41
+LARGE = 1 << 26  # elements of a 128 x 128 matrix from which Triton's kernel is taken (0.77, 0.95, 1.01)
 FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix whose thread blocks would all be resident at once
 GATED = Groups(6, 64, rows=4), Groups(8, 128, rows=1)  # of a 1 x 128 matrix from gate and up: the two likewise
 
@@ -121,20 +153,32 @@ class Arguments(ctypes.Structure):
     ]
 
 
+class RingArguments(ctypes.Structure):
+    _fields_ = [("x", ctypes.c_ubyte * 128), ("args", Arguments)]
+
+
 def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
     """Whether `quantize` takes x [M, K] (gated [M, 2 K]), contiguous columns, on this device and installation."""
     aligned = x.shape[1] % (16 if gated else 8) == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     fits = block in PLANS and x.dtype in DTYPES and aligned and max(x.shape) < 1 << 31
-    size = block == (1, 128) if gated else x.numel() < LARGE
-    return fits and size and x.device.type == "cuda" and nvrtc.available(x.device)
+    if gated:
+        taken = block == (1, 128)
+    elif block == (256, 256):
+        taken = x.stride(0) >= x.shape[1]  # as a tensor map has it
+    else:
+        taken = block == (1, 128) or x.numel() < LARGE
+    return fits and taken and x.device.type == "cuda" and nvrtc.available(x.device)
 
 
 @lru_cache(maxsize=1024)
 def plan_for(block: tuple[int, int], rows: int, columns: int, gated: bool = False) -> Plan:
     """Of a matrix of 16-bit numbers. What stays in L2 with its codes is not marked as passing through."""
     plan, few = GATED if gated else (PLANS[block], FEW_ROWS)
+    each = squares(rows, columns, block) / PROCESSORS
     if block == (1, 128) and plan.grid(rows, columns, block) < plan.resident * PROCESSORS:
         plan = few
+    elif block == (256, 256) and (each < 1 or 5 / 3 <= each <= 2):
+        plan = FEW_SQUARES if each < 1 else RING
     return plan if (5 if gated else 3) * rows * columns > STREAM_BYTES else replace(plan, stream=False)
 
 
@@ -155,7 +199,13 @@ def quantize(
     """x [M, K] (gated [M, 2 K]), not empty, for which `supports` holds -> codes q [M, K], contiguous, and scale."""
     rows, columns = q.shape
     plan = plan or plan_for(block, rows, columns, gated)
-    values = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), rows, columns)
+    values: ctypes.Structure = Arguments(
+        x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), rows, columns
+    )
+    if isinstance(plan, Ring):
+        box = nvrtc.tensor_map(x.data_ptr(), rows, columns, x.stride(0) * 2, (plan.rows, 256), x.dtype, swizzle=0)
+        values = RingArguments(args=values)
+        ctypes.memmove(values.x, box, 128)
     device = x.get_device()
     function = _kernel(plan, block, x.dtype, rule, gated, device)
     grid = plan.grid(rows, columns, block)
