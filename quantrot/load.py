@@ -28,6 +28,7 @@ from quantrot.modules import (
     QuantizedLinear,
     QuantizedMLP,
     RotatedLinear,
+    few_tokens,
 )
 from quantrot.modules.masks import leave_masks_out
 from quantrot.source import open_source
@@ -180,6 +181,8 @@ def merge_projections(model: Any) -> int:
                 if new.merge():
                     setattr(layer, name, new.train(old.training))
                     count += 1
+        if isinstance(layer.self_attn, QuantizedAttention) and isinstance(layer.mlp, QuantizedMLP):
+            few_tokens(layer)
     return count
 
 

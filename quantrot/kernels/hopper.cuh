@@ -230,6 +230,10 @@ __device__ __forceinline__ void store_shared(u32 address, float a) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
 }
 
+__device__ __forceinline__ void store_shared2(u32 address, u32 a, u32 b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
 __device__ __forceinline__ u32 load_shared_u16(u32 address) {  // two bytes, zeros above
   u32 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -465,6 +469,12 @@ __device__ __forceinline__ u64 operand(u32 address, int k) {
 __device__ __forceinline__ u64 operand_short(u32 address, int k) {
   const u32 low = ((address & 0x3FFFF) >> 4 | 1 << 16) + k * 2, high = 512 >> 4 | 2u << 30;
   return (u64)high << 32 | low;
+}
+
+// An operand of 8 rows without a swizzle: 16-byte unit u of row r lies at u * lead + r * 16. `lead` may be less than 128: rows
+// are then read from other units' places, for whoever leaves their results. `address` is the first unit's.
+__device__ __forceinline__ u64 operand_plain(u32 address, u32 lead) {
+  return (u64)((address & 0x3FFFF) >> 4 | lead >> 4 << 16) | (u64)(lead >> 4) << 32;  // the last: from 8 rows to the next
 }
 
 // An operand of 16-bit rows that are contiguous across the product: pieces of 64 columns, 128 bytes a row, swizzled as

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
@@ -63,16 +63,22 @@ class QuantizedAttention(Merging):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As in transformers: hidden_states [B, S, hidden] -> (the same, attention weights or None)."""
+        """As in transformers: hidden_states [B, S, hidden] -> (the same, attention weights or None).
+
+        norm: of hidden_states first; residual: added to the result; both in the linears' kernels (see FewTokens).
+        """
         tokens = hidden_states.shape[:-1]
-        q, k, v = (projected.view(*tokens, -1, self.head_dim) for projected in self.outputs(hidden_states))
+        q, k, v = (projected.view(*tokens, -1, self.head_dim) for projected in self.outputs(hidden_states, norm))
         if self.arithmetic == "fp8":
             output, weights = self._fp8(q, k, v, position_embeddings, attention_mask, past_key_values), None
         else:
             output, weights = self._wide(q, k, v, position_embeddings, attention_mask, past_key_values, kwargs)
-        return self.o_proj(output.reshape(*tokens, -1).contiguous()), weights
+        output = output.reshape(*tokens, -1).contiguous()
+        return self.o_proj(output) if residual is None else self.o_proj.fused(output, residual=residual), weights
 
     def extra_repr(self) -> str:
         return f"{self.arithmetic}, kv_cache={self.kv_cache}"

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from quantrot import formats
 from quantrot.kernels.fp8 import (
     fp8_block_gemm,
+    fp8_linear,
     hadamard_quantize_fp8,
     has_kernels,
+    has_one_kernel,
     quantize_fp8_block,
     quantize_fp8_both_ways,
 )
@@ -28,6 +30,67 @@ class Fp8Linear(QuantizedLinear):
 
     def runs_packed(self, device: torch.device) -> bool:
         return self.format.activations.kind == "fp8" and has_kernels(device)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        if not self.runs_packed(x.device):
+            return super().multiply(x)
+        if self._quantizes_rows():
+            return self.fused(x)
+        return self._product(x, *self.quantized_input(x.reshape(-1, self.in_features)))
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        if self._decoded is not None or not self._quantizes_rows() or not self.runs_packed(x.device):
+            return super().multiply_gated(x)
+        rows, rule = x.reshape(-1, x.shape[-1]), self.format.activations.scale_rule
+        return self._product(x, *quantize_fp8_block(rows, ROW, rule, transposed_scale=True, gated=True))
+
+    def _product(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        """The product of these codes, in x's dtype and leading dimensions."""
+        weight, weight_scale = (getattr(self, name) for name in self.tensor_names)
+        y = fp8_block_gemm(
+            codes,
+            scale,
+            weight,
+            weight_scale,
+            a_block=self.format.activations.block,
+            b_block=formats.stored_block(self.format.weights),
+            out_dtype=x.dtype,
+            bias=self.bias,
+            b_settled=True,  # the kernel before quantizes x
+        )
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _quantizes_rows(self) -> bool:
+        return self.format.activations.block == ROW and not self.online_name
+
+    def fuses(self, device: torch.device) -> bool:
+        """Whether `fused` is one kernel for a token on this device."""
+        return self._decoded is None and self._quantizes_rows() and self.runs_packed(device) and has_one_kernel(device)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: Any = None,
+        residual: Tensor | None = None,
+        gates: bool = False,
+    ) -> Tensor:
+        """The product of x or of norm(x), Llama's; silu of its first half times the second; plus residual."""
+        weight, scale = (getattr(self, name) for name in self.tensor_names)
+        y = fp8_linear(
+            x.reshape(-1, self.in_features),
+            weight,
+            scale,
+            b_block=formats.stored_block(self.format.weights),
+            scale_rule=self.format.activations.scale_rule,
+            bias=self.bias,
+            norm=None if norm is None else norm.weight,
+            epsilon=0.0 if norm is None else norm.variance_epsilon,
+            residual=None if residual is None else residual.reshape(-1, self.out_features),
+            gates=gates,
+            b_settled=True,  # what comes before made x
+        )
+        return y.view(*x.shape[:-1], y.shape[1])
 
     def quantized_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [tokens, in_features] after the online rotation, quantized."""
@@ -48,22 +111,6 @@ class Fp8Linear(QuantizedLinear):
             scale_rule=rule,
             transposed_scale=turned,
         )
-
-    def multiply(self, x: Tensor) -> Tensor:
-        if not self.runs_packed(x.device):
-            return super().multiply(x)
-        weight, scale = (getattr(self, name) for name in self.tensor_names)
-        y = fp8_block_gemm(
-            *self.quantized_input(x.reshape(-1, self.in_features)),
-            weight,
-            scale,
-            a_block=self.format.activations.block,
-            b_block=formats.stored_block(self.format.weights),
-            out_dtype=x.dtype,
-            bias=self.bias,
-            b_settled=True,  # the kernel before quantizes x
-        )
-        return y.view(*x.shape[:-1], self.out_features)
 
 
 class Fp8TrainingLinear(nn.Linear):

@@ -115,6 +115,14 @@ class QuantizedLinear(nn.Module):
         """The product in x's dtype from a dequantized weight."""
         return F.linear(quantize_dequantize(self.turned(x), self.format.activations), weight, self.bias)
 
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        """self(silu(gate) * up), x [..., 2 * in_features] gate and up side by side; both are rounded to x's dtype.
+
+        Subclasses may have kernels that do all of it, for the same bits.
+        """
+        gate, up = x.chunk(2, -1)
+        return self(F.silu(gate) * up)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x) if self._decoded is None else self.multiply_wide(x, self._decoded)
 

@@ -35,12 +35,21 @@ class Merging(nn.Module):
         self.merged, self._merged_of = joined(self.linears()), self.linears()
         return self.merged is not None
 
-    def outputs(self, x: Tensor) -> Sequence[Tensor]:
-        """What each linear makes of x [..., in_features], in their order; merged, slices of one tensor."""
+    def outputs(self, x: Tensor, norm: nn.Module | None = None) -> Sequence[Tensor]:
+        """What each linear makes of x [..., in_features], in their order; merged, slices of one tensor. norm: of x
+        first, in the same kernel (see FewTokens)."""
         linears: list[Any] = self.linears()
-        if self.merged is None or any(a is not b for a, b in zip(linears, self._merged_of, strict=True)):
+        merged: Any = self.current()
+        if norm is not None:
+            return merged.fused(x, norm=norm).split([linear.out_features for linear in linears], dim=-1)
+        if merged is None:
             return [linear(x) for linear in linears]
-        return self.merged(x).split([linear.out_features for linear in linears], dim=-1)
+        return merged(x).split([linear.out_features for linear in linears], dim=-1)
+
+    def current(self) -> QuantizedLinear | None:
+        """The one linear, while its parts are those that it was made of."""
+        same = all(a is b for a, b in zip(self.linears(), self._merged_of, strict=False))
+        return self.merged if same else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Merging":
         """Moved or cast, each tensor gets memory of its own: they are merged again."""
@@ -52,7 +61,7 @@ class Merging(nn.Module):
 
 
 class QuantizedMLP(Merging):
-    """Llama's MLP, down(act(gate(x)) * up(x)), on the same linears."""
+    """Llama's MLP, down(act(gate(x)) * up(x)), on the same linears. SiLU of a merged product is left to `down_proj`."""
 
     parts = ("gate_proj", "up_proj")
 
@@ -61,9 +70,25 @@ class QuantizedMLP(Merging):
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         self.act_fn = mlp.act_fn
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
+        """norm: of x first; residual: added to the result; both in the linears' kernels (see FewTokens)."""
+        merged: Any = self.current()
+        down = self.down_proj
+        if norm is not None:
+            return down.fused(merged.fused(x, norm=norm, gates=True), residual=residual)
+        if merged is not None and is_silu(self.act_fn) and isinstance(down, QuantizedLinear) and not hooked(down):
+            return down.multiply_gated(merged(x))
         gate, up = self.outputs(x)
-        return self.down_proj(self.act_fn(gate) * up)
+        return down(self.act_fn(gate) * up)
+
+
+def is_silu(act: Any) -> bool:
+    return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"  # transformers' own, which is F.silu
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody wants to see this module being called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or hasattr(module, "_hf_hook")
 
 
 def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:

@@ -8,7 +8,7 @@ import torch
 
 from quantrot.kernels.fp8 import E4M3, blocks, quantize_fp8_block
 from quantrot.kernels.fp8.blocks import Arguments, Groups, Squares
-from quantrot.kernels.fp8.reference import quantize_reference, scale_shape
+from quantrot.kernels.fp8.reference import gate, quantize_reference, scale_shape
 
 INF, NAN = float("inf"), float("nan")
 gpu = pytest.mark.gpu
@@ -73,9 +73,34 @@ def test_emulated_bits_are_the_references(emulated, block, dtype, rule, plan):
         assert torch.equal(bits(scale.contiguous()), bits(expected_scale)) and torch.equal(bits(q), bits(expected))
 
 
+@pytest.mark.parametrize(("dtype", "plan"), [(torch.bfloat16, blocks.GATED[0]), (torch.float16, blocks.GATED[1])])
+def test_emulated_gated_codes_are_those_of_the_gated_tensor(emulated, dtype, plan):
+    """The host's exp and torch's may differ in the last bit of float32, which few roundings to 16 bits see."""
+    source = plan.source((1, 128), dtype, "bf16", gated=True)
+    shape = {"cluster": plan.cluster, "threads": plan.threads, "shared": plan.shared_bytes()}
+    run = RUN.format(call=plan.call((1, 128), dtype, gated=True), **shape)
+    library = emulated(source[: source.index('extern "C" __global__')] + run)
+    library.run.restype = ctypes.c_char_p
+    up = blocks_of_everything(128, dtype)[[*range(120, 136), *range(256, 261)]]
+    gates = torch.randn(up.shape) * 4
+    gates[3, :64] = torch.linspace(-120, 120, 64)  # where exp(-x) is infinite, large, and zero
+    gates[4, 200:204] = torch.tensor([INF, -INF, NAN, -0.0])
+    x = torch.cat([gates.to(dtype), up], 1)
+    expected, expected_scale = quantize_reference(gate(x), (1, 128), "bf16")
+    q, scale = torch.full(up.shape, 0.5).to(E4M3), torch.zeros(scale_shape(up.shape, (1, 128))[::-1]).T
+    args = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), *up.shape)
+    assert library.run(ctypes.byref(args), plan.grid(*up.shape, (1, 128)), 0) == b""
+    assert torch.equal(bits(scale.contiguous()), bits(expected_scale))
+    assert (bits(q) != bits(expected)).float().mean() < 2e-4
+    numbers = ~expected.isnan()
+    assert torch.equal((bits(q) & 0x80)[numbers], (bits(expected) & 0x80)[numbers])  # of zeros too
+
+
 def test_rows_that_would_not_fill_the_gpu_are_divided_among_more_thread_blocks():
     for rows, columns in ((1, 4096), (64, 14336), (512, 4096)):
         assert blocks.plan_for((1, 128), rows, columns) == replace(blocks.FEW_ROWS, stream=False)
+    assert blocks.plan_for((1, 128), 1, 14336, gated=True) == replace(blocks.GATED[1], stream=False)
+    assert blocks.plan_for((1, 128), 2048, 14336, gated=True) == blocks.GATED[0]
     assert blocks.plan_for((1, 128), 2048, 4096) == replace(blocks.PLANS[1, 128], stream=False)
     assert blocks.plan_for((1, 128), 4096, 8192) == blocks.PLANS[1, 128]
 

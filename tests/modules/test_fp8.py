@@ -48,6 +48,21 @@ def test_packed_is_the_dequantized_product(monkeypatch, weights, activations, sh
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(1024,), (3, 1024), (2, 70, 1024), (0, 1024)])
+@pytest.mark.parametrize(
+    ("packed", "activations", "online"),
+    [(True, ROW, False), (True, SQUARE, False), (False, ROW, False), (True, ROW, True)],
+)
+def test_a_gate_in_front_is_silu_times_up(monkeypatch, packed, activations, online, shape):
+    turn = OnlineHadamard(Rotation("R4", "hadamard", 512, 32, 0)) if online else None
+    module, x = linear(activations=activations, online=turn, bias=False), torch.randn(shape).bfloat16()
+    monkeypatch.setattr(modules_fp8, "has_kernels", lambda device: packed)
+    gate, up = x.chunk(2, -1)
+    assert torch.equal(module.multiply_gated(x), module(nn.functional.silu(gate) * up))
+    module.decode(torch.bfloat16)
+    assert torch.equal(module.multiply_gated(x), module(nn.functional.silu(gate) * up))
+
+
 @pytest.mark.parametrize(
     "rotation", [Rotation("R4", "random-hadamard", 512, 32, 0), Rotation("R4", "hadamard", 512, 512, 0)]
 )

@@ -123,6 +123,32 @@ def test_a_replaced_projection_is_the_one_that_runs():
         torch.testing.assert_close(mlp.outputs(x)[1], mlp.up_proj(x))
 
 
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("change", ["none", "act", "hook", "replaced"])
+def test_silu_of_a_merged_product_is_left_to_the_linear_behind_it(monkeypatch, change, merge):
+    """And to nobody where it is another function, where the linear is watched, or is another module."""
+    llama, gated = model("fp8"), []
+    mlp = QuantizedMLP(llama.model.layers[0].mlp)
+    if merge:
+        assert mlp.merge()
+    if change == "act":
+        mlp.act_fn = nn.GELU()
+    if change == "hook":
+        seen = []
+        mlp.down_proj.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    if change == "replaced":
+        mlp.down_proj = nn.Linear(384, 256, bias=False)
+    kind = LINEARS["fp8"]
+    multiply_gated = kind.multiply_gated
+    monkeypatch.setattr(kind, "multiply_gated", lambda self, x: gated.append(x) or multiply_gated(self, x))
+    x = torch.randn(3, 256)
+    with torch.no_grad():
+        expected = mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+        torch.testing.assert_close(mlp(x), expected, rtol=1e-4, atol=1e-4)
+    assert len(gated) == (merge and change == "none")
+    assert change != "hook" or len(seen) == 2
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("tokens", [1, 200])
 @pytest.mark.parametrize("kind", FORMATS)

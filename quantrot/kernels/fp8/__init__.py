@@ -5,11 +5,14 @@
     quantize_fp8_both_ways   x and its transpose, in one read: what training multiplies
     dequantize_fp8_block     qdata, scale   -> [M, K] float
     fp8_block_gemm           a [M, K] by the transpose of b [N, K], both quantized -> [M, N]
+    fp8_linear               x [M, K] quantized in 1 x 128 blocks, by the transpose of b [N, K], quantized -> [M, N]
 
 x ~= qdata * scale, the scale of a block being amax / 448. Division, rounding (to nearest, ties to even) and saturation
 at +-448 are float32's; ragged edge blocks use the elements that exist. An all-zero block gets scale 1; -0 keeps its
 sign; scales are at least 2^-126. A NaN makes its block's scale NaN, an infinity infinite, and all codes of such a block
 are NaN (0x7F): it dequantizes to NaN. Codes and scales of every backend are the same bits.
+
+`gated`: x is [M, 2 K], the gate and up projections of an MLP, and what is quantized is silu(gate) * up in x's dtype.
 
 A block dimension of 0 means the whole dimension: (1, 0) is one scale a row (per channel, per token), (0, 0) per tensor.
 
@@ -37,9 +40,11 @@ from quantrot.kernels.fp8.reference import (
     Fp8ScaleRule,
     both_ways_reference,
     dequantize_fp8_block,
+    gate,
     gemm_reference,
     hadamard_quantize_reference,
     quantize_reference,
+    rms_norm,
     scale_shape,
     whole,
 )
@@ -52,8 +57,10 @@ __all__ = [
     "Fp8ScaleRule",
     "dequantize_fp8_block",
     "fp8_block_gemm",
+    "fp8_linear",
     "hadamard_quantize_fp8",
     "has_kernels",
+    "has_one_kernel",
     "quantize_fp8_block",
     "quantize_fp8_both_ways",
 ]
@@ -74,7 +81,8 @@ CHOICES = {  # the first that applies; those of "auto" give a row the same bits 
 
 torch.library.define(
     "quantrot::quantize_fp8_block",
-    "(Tensor x, int rows, int columns, str rule, bool transposed_scale, str backend) -> (Tensor, Tensor)",
+    "(Tensor x, int rows, int columns, str rule, bool transposed_scale, str backend, bool gated=False) "
+    "-> (Tensor, Tensor)",
 )
 torch.library.define(
     "quantrot::hadamard_quantize_fp8",
@@ -91,6 +99,11 @@ torch.library.define(
     "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int[] a_block, int[] b_block, ScalarType out_dtype, "
     "Tensor? bias, str backend, bool b_settled=False) -> Tensor",
 )
+torch.library.define(
+    "quantrot::fp8_linear",
+    "(Tensor x, Tensor b, Tensor b_scale, int[] b_block, str rule, Tensor? bias, str backend, "
+    "bool b_settled=False, Tensor? norm=None, float epsilon=0.0, Tensor? residual=None, bool gates=False) -> Tensor",
+)
 
 
 # --- Public ----------------------------------------------------------------------------------------------------------
@@ -102,16 +115,20 @@ def quantize_fp8_block(
     scale_rule: Fp8ScaleRule | str = Fp8ScaleRule.bf16,
     *,
     transposed_scale: bool = False,
+    gated: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Quantize [M, K] float32, float16 or bfloat16, any strides, to e4m3 with one scale a block; see the file's top.
 
     Returns (qdata e4m3 [M, K] contiguous, scale float32 [ceil(M / bm), ceil(K / bn)]). transposed_scale: scale is the
-    transpose of a contiguous [ceil(K / bn), ceil(M / bm)], which "cublas" takes as it is. Not differentiable.
-    ValueError for other than two dimensions, another dtype, a negative block, or a backend that cannot run here.
+    transpose of a contiguous [ceil(K / bn), ceil(M / bm)], which "cublas" takes as it is. gated: x is [M, 2 K]; in
+    1 x 128 blocks of 16 bits on Hopper the gate and the quantization are one kernel. Not differentiable. ValueError for
+    other than two dimensions, another dtype, a negative block, an odd number of gated columns, or a backend that cannot
+    run here.
     """
     rule = _check_input("quantize_fp8_block", x, block, scale_rule, backend)
-    return torch.ops.quantrot.quantize_fp8_block(x, block[0], block[1], rule, transposed_scale, backend)
+    _check_gated(x, gated)
+    return torch.ops.quantrot.quantize_fp8_block(x, block[0], block[1], rule, transposed_scale, backend, gated)
 
 
 def hadamard_quantize_fp8(
@@ -193,6 +210,51 @@ def fp8_block_gemm(
     )
 
 
+def fp8_linear(
+    x: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    b_block: tuple[int, int] = (128, 128),
+    scale_rule: Fp8ScaleRule | str = Fp8ScaleRule.bf16,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
+    gates: bool = False,
+    backend: str = "auto",
+    b_settled: bool = False,
+) -> Tensor:
+    """x [M, K] (float32, float16, bfloat16) in 1 x 128 blocks times the transpose of b [N, K], plus bias [N]: [M, N] in
+    x's dtype.
+
+    The bits of quantize_fp8_block and fp8_block_gemm one after the other, which is what it does, but for few tokens of
+    16 bits on Hopper: there one kernel does both, and "auto" takes it. norm [K], of x's dtype: x is first divided by
+    sqrt(mean(x^2) + epsilon), rounded, and multiplied by norm, where the sum's order may give a few numbers their
+    neighbours in x's dtype. residual [M, N], of x's dtype, is added to the rounded result. gates: b is of gate and up,
+    one above the other, and the result is silu(gate) * up, [M, N / 2].
+
+    b_settled: as fp8_block_gemm's, of b and norm, and of the kernel that comes before this operator. backend: "auto",
+    "hopper" (one kernel), "reference". Not differentiable. ValueError for shapes or dtypes that do not fit, or for a
+    backend that cannot run.
+    """
+    rule = _check_input("fp8_linear", x, (1, 128), scale_rule, "auto")
+    k = x.shape[1]
+    if b.dim() != 2 or b.dtype != E4M3 or b.shape[1] != k:
+        raise ValueError(f"b: {b.dtype} {tuple(b.shape)}; it must be {E4M3} (N, {k}), of x's {k} columns")
+    _check_scale("b", b, b_scale, b_block)
+    for name, given, shape in (("norm", norm, (k,)), ("residual", residual, (x.shape[0], b.shape[0]))):
+        if given is not None and (tuple(given.shape) != shape or given.dtype != x.dtype):
+            raise ValueError(f"{name}: {given.dtype} {tuple(given.shape)}; allowed: {x.dtype} {shape}")
+    if gates and (residual is not None or b.shape[0] % 2):
+        raise ValueError(f"gates: b {tuple(b.shape)}; it takes an even number of rows, and no residual")
+    _check_rest(b, (b_scale, x, *(t for t in (norm, residual) if t is not None)), x.dtype, bias)
+    if backend not in ("auto", "hopper", "reference"):
+        raise ValueError(f"backend: {backend!r}; allowed: auto, hopper, reference")
+    rest = norm, epsilon, residual, gates
+    return torch.ops.quantrot.fp8_linear(x, b, b_scale, list(b_block), rule, bias, backend, b_settled, *rest)
+
+
 # --- Checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +273,11 @@ def _check_input(name: str, x: Tensor, block: tuple[int, int], rule: Fp8ScaleRul
     return str(rule)
 
 
+def _check_gated(x: Tensor, gated: bool) -> None:
+    if gated and x.shape[1] % 2:
+        raise ValueError(f"x: {x.shape[1]} columns; gated, it is [M, 2 K]: gate and up side by side")
+
+
 def _check_product(
     a: Tensor,
     a_scale: Tensor,
@@ -227,21 +294,30 @@ def _check_product(
             raise ValueError(f"{name}: {data.dtype} {tuple(data.shape)}; a and b are {E4M3} matrices: quantize them")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"b: {tuple(b.shape)} has not a's {a.shape[1]} columns; the product is a times b transposed")
-    for name, data, scale, block in (("a", a, a_scale, a_block), ("b", b, b_scale, b_block)):
-        expected = scale_shape(data.shape, block)
-        if tuple(scale.shape) != expected or scale.dtype != torch.float32:
-            raise ValueError(
-                f"{name}_scale: {scale.dtype} {tuple(scale.shape)}; {name}_block {tuple(block)} of "
-                f"{tuple(data.shape)} takes torch.float32 {expected}"
-            )
+    _check_scale("a", a, a_scale, a_block)
+    _check_scale("b", b, b_scale, b_block)
+    _check_rest(b, (a, a_scale, b_scale), out_dtype, bias)
+    if backend not in (*CHOICES, "reference", *GEMMS):
+        raise ValueError(f"backend: {backend!r}; allowed: auto, {', '.join(GEMMS)}, fastest, reference")
+
+
+def _check_scale(name: str, data: Tensor, scale: Tensor, block: tuple[int, int]) -> None:
+    expected = scale_shape(data.shape, block)
+    if tuple(scale.shape) != expected or scale.dtype != torch.float32:
+        raise ValueError(
+            f"{name}_scale: {scale.dtype} {tuple(scale.shape)}; {name}_block {tuple(block)} of "
+            f"{tuple(data.shape)} takes torch.float32 {expected}"
+        )
+
+
+def _check_rest(b: Tensor, others: tuple[Tensor, ...], out_dtype: torch.dtype, bias: Tensor | None) -> None:
+    """Of a product: its result's dtype, its bias, and that all are on one device."""
     if out_dtype not in DTYPES:
         raise ValueError(f"out_dtype: {out_dtype}; allowed: {', '.join(map(str, DTYPES))}")
     if bias is not None and bias.shape != b.shape[:1]:
         raise ValueError(f"bias: shape {tuple(bias.shape)}; allowed: ({b.shape[0]},), one number a row of b")
-    if any(t.device != a.device for t in (a_scale, b, b_scale)) or (bias is not None and bias.device != a.device):
-        raise ValueError(f"b, scales or bias: not on a's device {a.device}; move them there")
-    if backend not in (*CHOICES, "reference", *GEMMS):
-        raise ValueError(f"backend: {backend!r}; allowed: auto, {', '.join(GEMMS)}, fastest, reference")
+    if any(t.device != b.device for t in others) or (bias is not None and bias.device != b.device):
+        raise ValueError(f"operands, scales or bias: not all on b's device {b.device}; move them there")
 
 
 # --- Backends --------------------------------------------------------------------------------------------------------
@@ -263,6 +339,14 @@ def _has_kernels(device: torch.device) -> bool:
         warnings.warn("FP8 kernels: no Triton, so they run as plain torch; `pip install triton`", stacklevel=2)
         return False
     return True
+
+
+@constant
+def has_one_kernel(device: torch.device) -> bool:
+    """Whether fp8_linear of few tokens is one kernel on this device."""
+    from quantrot.kernels import nvrtc
+
+    return has_kernels(device) and nvrtc.available(device)
 
 
 def _quantizer(x: Tensor, asked: str) -> bool:
@@ -319,9 +403,9 @@ def _ordered(x: Tensor, scale: Tensor, transposed: bool) -> Tensor:
     return _empty_scale(x, (scale.shape[0], scale.shape[1]), True).copy_(scale) if transposed else scale
 
 
-def _outputs(x: Tensor, block: tuple[int, int], transposed: bool) -> tuple[Tensor, Tensor]:
-    q = torch.empty(x.shape, dtype=E4M3, device=x.device)
-    return q, _empty_scale(x, scale_shape(x.shape, block), transposed)
+def _outputs(x: Tensor, block: tuple[int, int], transposed: bool, gated: bool = False) -> tuple[Tensor, Tensor]:
+    q = torch.empty((x.shape[0], x.shape[1] // (1 + gated)), dtype=E4M3, device=x.device)
+    return q, _empty_scale(x, scale_shape(q.shape, block), transposed)
 
 
 def _turned_outputs(x: Tensor, block: tuple[int, int], transposed: bool) -> tuple[Tensor, Tensor]:
@@ -339,17 +423,20 @@ def _columns_contiguous(x: Tensor) -> Tensor:
 
 @implement("quantrot::quantize_fp8_block")
 def _quantize(
-    x: Tensor, rows: int, columns: int, rule: str, transposed_scale: bool, backend: str
+    x: Tensor, rows: int, columns: int, rule: str, transposed_scale: bool, backend: str, gated: bool = False
 ) -> tuple[Tensor, Tensor]:
     if not _quantizer(x, backend):
-        q, scale = quantize_reference(x, (rows, columns), rule)
+        q, scale = quantize_reference(gate(x) if gated else x, (rows, columns), rule)
         return q, _ordered(x, scale, transposed_scale)
     from quantrot.kernels.fp8 import blocks, triton
 
     x, block = _columns_contiguous(x), (rows, columns)
-    q, scale = _outputs(x, block, transposed_scale)
-    if backend == "auto" and x.numel() and blocks.supports(x, block):
-        blocks.quantize(x, q, scale, block, rule)
+    in_one = backend == "auto" and x.numel() > 0 and blocks.supports(x, block, gated)
+    if gated and not in_one:
+        return _quantize(gate(x), rows, columns, rule, transposed_scale, backend)
+    q, scale = _outputs(x, block, transposed_scale, gated)
+    if in_one:
+        blocks.quantize(x, q, scale, block, rule, gated)
     elif x.numel():
         triton.quantize(x, q, scale, whole(block, x.shape), rule)
     return q, scale
@@ -430,9 +517,49 @@ def _gemm(
     return module.gemm(*operands, **({"b_settled": b_settled} if module.__name__ == GEMMS["hopper"] else {}))
 
 
+@implement("quantrot::fp8_linear")
+def _linear(
+    x: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: list[int],
+    rule: str,
+    bias: Tensor | None,
+    backend: str,
+    b_settled: bool = False,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
+    gates: bool = False,
+) -> Tensor:
+    block = b_block[0], b_block[1]
+    if backend != "reference" and has_kernels(x.device):
+        from quantrot.kernels.fp8 import linear
+
+        if linear.supports(x, b, b_scale, block, bias, norm, residual, gates):
+            rest = norm, epsilon, residual, gates
+            return linear.linear(x, b, b_scale, block, rule, bias, *rest, b_settled=b_settled)
+    if backend == "hopper":
+        raise ValueError(
+            f"backend: 'hopper' needs an NVIDIA GPU of capability 9.0 and few tokens, x is {tuple(x.shape)}"
+        )
+    x = x if norm is None else rms_norm(x, norm, epsilon)
+    q, scale = _quantize(x, 1, 128, rule, True, backend)
+    # b is settled for the product all the more: the kernel before it is the quantizer
+    y = _gemm(q, scale, b, b_scale, [1, 128], b_block, x.dtype, bias, backend, True)
+    return gate(y) if gates else y if residual is None else y + residual
+
+
 @torch.library.register_fake("quantrot::quantize_fp8_block")
-def _quantize_fake(x, rows, columns, rule, transposed_scale, backend):
-    return _outputs(x, (rows, columns), transposed_scale)
+def _quantize_fake(x, rows, columns, rule, transposed_scale, backend, gated=False):
+    return _outputs(x, (rows, columns), transposed_scale, gated)
+
+
+@torch.library.register_fake("quantrot::fp8_linear")
+def _linear_fake(
+    x, b, b_scale, b_block, rule, bias, backend, b_settled=False, norm=None, epsilon=0.0, residual=None, gates=False
+):
+    return torch.empty((x.shape[0], b.shape[0] // (1 + gates)), dtype=x.dtype, device=x.device)
 
 
 @torch.library.register_fake("quantrot::hadamard_quantize_fp8")
@@ -462,5 +589,6 @@ def _not_differentiable(ctx, *grads):
     raise RuntimeError("FP8 codes and scales have no gradient: detach them, or train with Fp8TrainingLinear")
 
 
-for _name in ("quantize_fp8_block", "hadamard_quantize_fp8", "quantize_fp8_both_ways", "fp8_block_gemm"):
+OPERATORS = "quantize_fp8_block", "hadamard_quantize_fp8", "quantize_fp8_both_ways", "fp8_block_gemm", "fp8_linear"
+for _name in OPERATORS:
     torch.library.register_autograd(f"quantrot::{_name}", _not_differentiable, setup_context=_keep_nothing)

@@ -17,6 +17,7 @@ inline u32 largest_of_warp(u32 a) {
   return *std::max_element(all.begin(), all.end());
 }
 inline float exact_reciprocal(float a) { return 1 / a; }
+inline u32 zero_after(u32) { return 0; }
 #else
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
   u32 r;
@@ -25,6 +26,13 @@ __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
 }
 __device__ __forceinline__ u32 largest_of_warp(u32 a) { return __reduce_max_sync(0xFFFFFFFFu, a); }
 __device__ __forceinline__ float exact_reciprocal(float a) { return __frcp_rn(a); }
+
+// Zero, once `seen` is there.
+__device__ __forceinline__ u32 zero_after(u32 seen) {
+  u32 zero;
+  asm volatile("{\n.reg .u32 ones;\npopc.b32 ones, %1;\nshr.u32 %0, ones, 6;\n}" : "=r"(zero) : "r"(seen));
+  return zero;
+}
 #endif
 
 constexpr float LEAST_UNLIFTED = 0x1p-60f, LIFT_BY = 0x1p64f;
@@ -147,7 +155,82 @@ __device__ __forceinline__ u32 largest_of_group(const u32 (&most)[W]) {
   }
 }
 
-template <int D, int V, int WARPS>
+template <int D, int V, bool LIFTS>
+__device__ __forceinline__ void scaled_codes(u32 (&codes)[V][2], const Vec (&v)[V], float scale, float inverse) {
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const float by = from_group<V, 16>(scale, i), times = from_group<V, 16>(inverse, i);
+    quotients<D>(codes[i], v[i], by, times, LIFTS && by < LEAST_UNLIFTED ? LIFT_BY : 1.f);
+  }
+}
+
+// Eight elements each of V groups -> their scales, own group's (`group_of<V, 16>`) in every lane, and their codes.
+template <int D, int V, class Scaled>
+__device__ __forceinline__ void group_codes(u32 (&codes)[V][2], const Vec (&v)[V], const Scaled& scaled) {
+  u32 most[V];
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    u32 m = v[i].w[0] & 0x7FFF7FFFu;
+#pragma unroll
+    for (int j = 1; j < 4; j++) m = larger_halves(m, v[i].w[j] & 0x7FFF7FFFu);
+    most[i] = max(m >> 16, m & 0xFFFF);
+  }
+  float amax, none;
+  unpack<D>(largest_of_group(most), amax, none);
+  const float scale = scale_of(amax);
+  scaled(scale);
+  const float own_lift = scale < LEAST_UNLIFTED ? LIFT_BY : 1.f, inverse = inverse_of(scale, own_lift);
+  if (__any_sync(0xFFFFFFFFu, own_lift > 1.f)) {
+    scaled_codes<D, V, true>(codes, v, scale, inverse);
+  } else {
+    scaled_codes<D, V, false>(codes, v, scale, inverse);
+  }
+}
+
+// x / (1 + exp(-x)), rounded as torch rounds it. The quotient is correctly rounded without a branch: two corrections by the
+// exact remainder, of a divisor whose reciprocal is no subnormal. Where x or the divisor is infinite there is no remainder, and
+// -0 minus a remainder of nothing would be +0.
+__device__ __forceinline__ float silu(float x) {
+  const float below = 1.f + expf(-x), by = below > 0x1p64f ? 0x1p-64f : 1.f;
+  const float top = x * by, bottom = below * by, rough = reciprocal(bottom);
+  const float inverse = fmaf(fmaf(-bottom, rough, 1.f), rough, rough);
+  float q = top * inverse;
+#pragma unroll
+  for (int i = 0; i < 2; i++) q = fmaf(fmaf(-bottom, q, top), inverse, q);
+  return q == q ? copysignf(q, x) : top * rough;
+}
+
+// Holds arithmetic on v back until all of v and w is there: the compiler would start on the first of it, and ask for the rest
+// in between.
+template <int V, int W>
+__device__ __forceinline__ void all_loaded(Vec (&v)[V], const Vec (&w)[W]) {
+  u32 seen = 0;
+#pragma unroll
+  for (int i = 0; i < V; i++) seen |= v[i].w[0];
+#pragma unroll
+  for (int i = 0; i < W; i++) seen |= w[i].w[0];
+  const u32 zero = zero_after(seen);
+#pragma unroll
+  for (int i = 0; i < V * 4; i++) v[i / 4].w[i % 4] ^= zero;
+}
+
+// silu(gate) * up, each rounded to 16 bits.
+template <int D>
+__device__ __forceinline__ Vec gated(const Vec& gate, const Vec& up) {
+  Vec y;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    float a, b, c, d;
+    unpack<D>(gate.w[j], a, b);
+    unpack<D>(up.w[j], c, d);
+    unpack<D>(pack<D>(silu(a), silu(b)), a, b);
+    y.w[j] = pack<D>(a * c, b * d);
+  }
+  return y;
+}
+
+// GATED: x has 2 * columns columns, gate and up, and gated(gate, up) is quantized.
+template <int D, int V, int WARPS, bool GATED>
 __device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
   const u32 across = (a.columns + WARPS * 256 - 1) / (WARPS * 256), lane = lane_number();
   const u32 down = blockIdx.x / across, right = blockIdx.x - down * across;
@@ -163,32 +246,23 @@ __device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
     v[i] = Vec{{0, 0, 0, 0}};
     if (i < left) v[i] = load16(from + i * a.x_stride * 2);
   }
-  u32 most[V];
+  if constexpr (GATED) {
+    Vec up[V];
 #pragma unroll
-  for (int i = 0; i < V; i++) {
-    u32 m = v[i].w[0] & 0x7FFF7FFFu;
-#pragma unroll
-    for (int j = 1; j < 4; j++) m = larger_halves(m, v[i].w[j] & 0x7FFF7FFFu);
-    most[i] = max(m >> 16, m & 0xFFFF);
-  }
-  float amax, none;
-  unpack<D>(largest_of_group(most), amax, none);
-  const float scale = scale_of(amax);
-  const u32 own = group_of<V, 16>();
-  if (lane % 16 < V && (int)own < rows && column / 128 * 128 < a.columns)
-    a.scales[(row + own) * a.scale_row + column / 128 * a.scale_column] = scale;
-  const float own_lift = scale < LEAST_UNLIFTED ? LIFT_BY : 1.f, inverse = inverse_of(scale, own_lift);
-  const bool lifts = __any_sync(0xFFFFFFFFu, own_lift > 1.f);
-  u32 codes[V][2];
-#pragma unroll
-  for (int i = 0; i < V; i++) {
-    const float by = from_group<V, 16>(scale, i), times = from_group<V, 16>(inverse, i);
-    if (lifts) {
-      quotients<D>(codes[i], v[i], by, times, by < LEAST_UNLIFTED ? LIFT_BY : 1.f);
-    } else {
-      quotients<D>(codes[i], v[i], by, times, 1.f);
+    for (int i = 0; i < V; i++) {
+      up[i] = Vec{{0, 0, 0, 0}};
+      if (i < left) up[i] = load16(from + (i * a.x_stride + a.columns) * 2);
     }
+    all_loaded(v, up);
+#pragma unroll
+    for (int i = 0; i < V; i++) v[i] = gated<D>(v[i], up[i]);
   }
+  u32 codes[V][2];
+  group_codes<D>(codes, v, [&](float scale) {
+    const u32 own = group_of<V, 16>();
+    if (lane % 16 < V && (int)own < rows && column / 128 * 128 < a.columns)
+      a.scales[(row + own) * a.scale_row + column / 128 * a.scale_column] = scale;
+  });
 #pragma unroll
   for (int i = 0; i < V; i++)
     if (i < left) store8(to + (i64)i * a.columns, codes[i][0], codes[i][1]);

@@ -38,7 +38,7 @@ class Plan:
 
     cluster = 1
 
-    def call(self, block: tuple[int, int], dtype: torch.dtype) -> str:
+    def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
         """The device function that runs this plan, with its template arguments."""
         raise NotImplementedError
 
@@ -46,14 +46,14 @@ class Plan:
         """Thread blocks of a matrix."""
         raise NotImplementedError
 
-    def source(self, block: tuple[int, int], dtype: torch.dtype, rule: str) -> str:
+    def source(self, block: tuple[int, int], dtype: torch.dtype, rule: str, gated: bool = False) -> str:
         return (
             f"#define SCALE_RULE {SCALE_RULES.index(rule) + 1}\n{HINTS[self.stream]}{device_functions()}"
             + ENTRY.format(
                 cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
                 threads=self.threads,
                 resident=self.resident,
-                call=self.call(block, dtype),
+                call=self.call(block, dtype, gated),
             )
         )
 
@@ -67,7 +67,7 @@ class Squares(Plan):
 
     cluster: int = 1
 
-    def call(self, block: tuple[int, int], dtype: torch.dtype) -> str:
+    def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
         shape = f"{block[0]}, {block[1]}, {self.cluster}, {self.threads}"
         return f"blocks_kernel<quantrot::{DTYPES[dtype]}, {shape}>"
 
@@ -81,8 +81,8 @@ class Groups(Plan):
 
     rows: int = 4
 
-    def call(self, block: tuple[int, int], dtype: torch.dtype) -> str:
-        return f"groups_kernel<quantrot::{DTYPES[dtype]}, {self.rows}, {self.threads // 32}>"
+    def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
+        return f"groups_kernel<quantrot::{DTYPES[dtype]}, {self.rows}, {self.threads // 32}, {str(gated).lower()}>"
 
     def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
         return -(-rows // self.rows) * -(-columns // (8 * self.threads))
@@ -97,6 +97,7 @@ PLANS: dict[
 }
 LARGE = 1 << 26  # elements from which Triton's kernels are taken
 FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix whose thread blocks would all be resident at once
+GATED = Groups(6, 64, rows=4), Groups(8, 128, rows=1)  # of a 1 x 128 matrix from gate and up: the two likewise
 
 
 @lru_cache(maxsize=1)
@@ -120,34 +121,42 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def supports(x: Tensor, block: tuple[int, int]) -> bool:
-    """Whether `quantize` takes x [M, K], contiguous columns, on this device and installation."""
-    aligned = x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
+    """Whether `quantize` takes x [M, K] (gated [M, 2 K]), contiguous columns, on this device and installation."""
+    aligned = x.shape[1] % (16 if gated else 8) == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     fits = block in PLANS and x.dtype in DTYPES and aligned and max(x.shape) < 1 << 31
-    return fits and x.numel() < LARGE and x.device.type == "cuda" and nvrtc.available(x.device)
+    size = block == (1, 128) if gated else x.numel() < LARGE
+    return fits and size and x.device.type == "cuda" and nvrtc.available(x.device)
 
 
 @lru_cache(maxsize=1024)
-def plan_for(block: tuple[int, int], rows: int, columns: int) -> Plan:
+def plan_for(block: tuple[int, int], rows: int, columns: int, gated: bool = False) -> Plan:
     """Of a matrix of 16-bit numbers. What stays in L2 with its codes is not marked as passing through."""
-    plan = PLANS[block]
+    plan, few = GATED if gated else (PLANS[block], FEW_ROWS)
     if block == (1, 128) and plan.grid(rows, columns, block) < plan.resident * PROCESSORS:
-        plan = FEW_ROWS
-    return plan if 3 * rows * columns > STREAM_BYTES else replace(plan, stream=False)
+        plan = few
+    return plan if (5 if gated else 3) * rows * columns > STREAM_BYTES else replace(plan, stream=False)
 
 
 @lru_cache(maxsize=256)
-def _kernel(plan: Plan, block: tuple[int, int], dtype: torch.dtype, rule: str, device: int) -> Any:
-    return load_kernel(plan.source(block, dtype, rule), "blocks", plan.shared_bytes(), device)
+def _kernel(plan: Plan, block: tuple[int, int], dtype: torch.dtype, rule: str, gated: bool, device: int) -> Any:
+    return load_kernel(plan.source(block, dtype, rule, gated), "blocks", plan.shared_bytes(), device)
 
 
-def quantize(x: Tensor, q: Tensor, scale: Tensor, block: tuple[int, int], rule: str, plan: Plan | None = None) -> None:
-    """x [M, K], not empty, for which `supports` holds -> codes q [M, K], contiguous, and scale."""
-    plan = plan or plan_for(block, x.shape[0], x.shape[1])
-    values = Arguments(
-        x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), x.shape[0], x.shape[1]
-    )
+def quantize(
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    block: tuple[int, int],
+    rule: str,
+    gated: bool = False,
+    plan: Plan | None = None,
+) -> None:
+    """x [M, K] (gated [M, 2 K]), not empty, for which `supports` holds -> codes q [M, K], contiguous, and scale."""
+    rows, columns = q.shape
+    plan = plan or plan_for(block, rows, columns, gated)
+    values = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), rows, columns)
     device = x.get_device()
-    function = _kernel(plan, block, x.dtype, rule, device)
-    grid = plan.grid(x.shape[0], x.shape[1], block)
+    function = _kernel(plan, block, x.dtype, rule, gated, device)
+    grid = plan.grid(rows, columns, block)
     nvrtc.launch(function, (grid,), plan.threads, plan.shared_bytes(), values, device, overlap=plan.overlap)

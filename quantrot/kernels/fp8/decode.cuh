@@ -4,11 +4,13 @@ namespace quantrot {
 
 // SPLIT blocks of a cluster share k. With fewer than 64 columns, for matrices of few rows, the operand of 64 rows runs
 // on into whatever follows and those sums are left: the memory, not the tensor cores, has to be kept busy, and by many
-// blocks.
-template <int TOKENS, int COLUMNS_, int STAGES>
+// blocks. The tokens come with each stage, or (HELD) all of them are in shared memory before the first product. GATES: half
+// of the columns are gates, and half are what they gate, from the second half of b.
+template <int TOKENS, int COLUMNS_, int STAGES, bool HELD_ = false, bool GATES_ = false>
 struct DecodeShape {
+  static constexpr bool HELD = HELD_, GATES = GATES_;
   static constexpr int COLUMNS = COLUMNS_, GROUPS = (COLUMNS + 63) / 64;
-  static constexpr int B_BYTES = COLUMNS * 128, A_BYTES = TOKENS * 128, STAGE = A_BYTES + B_BYTES;
+  static constexpr int B_BYTES = COLUMNS * 128, A_BYTES = HELD ? 0 : TOKENS * 128, STAGE = A_BYTES + B_BYTES;
   static constexpr int PAD = GROUPS * 8192 - B_BYTES;  // what the last stage's operand runs on into
   static constexpr int PITCH = COLUMNS + 4;  // of the parts, floats: lanes meet different banks
   static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE, "the parts take the stages' place");
@@ -16,17 +18,22 @@ struct DecodeShape {
   __device__ __forceinline__ static bool counts() { return COLUMNS % 64 == 0 || warp_number() * 16 < COLUMNS; }
 };
 
-// The first EARLY blocks of the weight are asked for while the kernel before this one may still run. Not more of them than
-// the memory's latency takes: the tokens' first block arrives behind them, and no product starts without it.
+// The first EARLY blocks of the weight are asked for while the kernel before this one may still run. Where the tokens come
+// with the stages, not more of them than the memory's latency takes: the tokens' first block arrives behind them, and no
+// product starts without it.
 template <class Shape, int STAGES, int EARLY>
 __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap* b, int token, int column, int first,
-                                            int count, bool once, u32 base, u32 full, u32 empty) {
+                                            int count, bool once, u32 base, u32 full, u32 empty, int gated = 0) {
   const u64 keep = cache_policy<LAST>(), stream = once ? cache_policy<FIRST>() : cache_policy<NORMAL>();
   auto weights = [&](int k, u32 stage) {
+    const u32 to = base + stage * Shape::STAGE;
     barrier_expect(full + stage * 8, Shape::STAGE);
-    tensor_load(base + stage * Shape::STAGE, b, (first + k) * 128, column, full + stage * 8, stream);
+    tensor_load(to, b, (first + k) * 128, column, full + stage * 8, stream);
+    if constexpr (Shape::GATES)
+      tensor_load(to + Shape::B_BYTES / 2, b, (first + k) * 128, column + gated, full + stage * 8, stream);
   };
   auto tokens = [&](int k, u32 stage) {
+    if constexpr (Shape::HELD) return;
     const u32 to = base + stage * Shape::STAGE + Shape::B_BYTES;
     tensor_load(to, a, (first + k) * 128, token, full + stage * 8, keep);
   };
@@ -67,10 +74,20 @@ __device__ __forceinline__ void decode_scales(const GemmArgs& args, int token, i
   }
 }
 
-// sum [64 columns of c (or fewer), TOKENS] over this block's part of k, two sets of sums in turn.
+// product128 with rows of b as units of 16 bytes side by side, `held` of them (see operand_plain).
+template <int W>
+__device__ __forceinline__ void product128_held(float (&d)[W], u32 a, u32 b, u32 held) {
+  product_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++) product(d, operand(a, k), operand_plain(b + k * 32 * held, held * 16), k > 0);
+  product_commit();
+}
+
+// sum [64 columns of c (or fewer), TOKENS] over this block's part of k, two sets of sums in turn. codes, held: where the
+// tokens are held, and how many.
 template <class Shape, int TOKENS, int STAGES>
 __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int count, u32 base, u32 scales, u32 full,
-                                                u32 empty) {
+                                                u32 empty, u32 codes = 0, u32 held = 0) {
   constexpr int W = TOKENS / 2;
   float d[2][W];
   Ring<STAGES> ring;
@@ -79,7 +96,12 @@ __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int co
   auto open = [&](float (&s)[W]) {
     const u32 from = ring.stage * Shape::STAGE;
     barrier_wait(full + ring.stage * 8, ring.parity);
-    product128(s, weights + from, base + from + Shape::B_BYTES);
+    if constexpr (Shape::HELD) {
+      product128_held(s, weights + from, codes, held);
+      codes += 128 * held;
+    } else {
+      product128(s, weights + from, base + from + Shape::B_BYTES);
+    }
   };
   const bool counts = Shape::counts();
   auto close = [&](float (&s)[W], int k, bool last) {
@@ -123,75 +145,129 @@ __device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int co
   }
 }
 
-// The parts of the cluster's blocks, added in the order of k -> c.
-template <class Shape, int TOKENS, int SPLIT, bool CHANNEL, class Out, int BIAS>
-__device__ __forceinline__ void decode_store(const GemmArgs& args, int token, int column, u32 rank, u32 parts) {
+// Two numbers of 16 bits and two others, each sum rounded.
+template <class Out>
+__device__ __forceinline__ u32 sum_of_pairs(u32 a, u32 b) {
+  return Out::pack(Out::value(a) + Out::value(b), Out::value(a >> 16) + Out::value(b >> 16));
+}
+
+// A unit's parts, in the order of k.
+template <int SPLIT>
+__device__ __forceinline__ void add_parts(float (&y)[8], u32 from) {
+#pragma unroll
+  for (int p = 0; p < SPLIT; p++) {
+    const u32 mapped = in_block(from, p);
+    const float4 lo = load_cluster4(mapped), hi = load_cluster4(mapped + 16);
+    const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+#pragma unroll
+    for (int j = 0; j < 8; j++) y[j] = p ? y[j] + part[j] : part[j];
+  }
+}
+
+// The parts of the cluster's blocks, added in the order of k -> c. ADD: to this unit, the thread's only one, after a
+// rounding.
+template <class Shape, int TOKENS, int SPLIT, bool CHANNEL, class Out, int BIAS, bool ADD>
+__device__ __forceinline__ void decode_store(const GemmArgs& args, int token, int column, u32 rank, u32 parts,
+                                             const Quad& addend) {
   constexpr int UNITS = Shape::COLUMNS / 8, THREADS = 128 * Shape::GROUPS;  // units of eight columns, a token
+  static_assert(!ADD || TOKENS * UNITS <= THREADS, "a unit a thread");
   for (int i = rank * THREADS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * THREADS) {
     const int t = i / UNITS, c = i % UNITS * 8;
     if (token + t >= args.m || column + c >= args.n) continue;
     float y[8];
-#pragma unroll
-    for (int p = 0; p < SPLIT; p++) {
-      const u32 from = parts + (t * Shape::PITCH + c) * 4;
-      const u32 mapped = in_block(from, p);
-      const float4 lo = load_cluster4(mapped), hi = load_cluster4(mapped + 16);
-      const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-#pragma unroll
-      for (int j = 0; j < 8; j++) y[j] = p ? y[j] + part[j] : part[j];
-    }
+    add_parts<SPLIT>(y, parts + (t * Shape::PITCH + c) * 4);
     Quad out;
 #pragma unroll
     for (int j = 0; j < 8; j++) y[j] = finished<CHANNEL, Out, BIAS>(args, y[j], column + c + j);
 #pragma unroll
-    for (int j = 0; j < 4; j++) out.w[j] = Out::pack(y[2 * j], y[2 * j + 1]);
+    for (int j = 0; j < 4; j++) {
+      out.w[j] = Out::pack(y[2 * j], y[2 * j + 1]);
+      if constexpr (ADD) out.w[j] = sum_of_pairs<Out>(out.w[j], addend.w[j]);
+    }
     *(Quad*)((unsigned short*)args.c + (i64)(token + t) * args.n + column + c) = out;
   }
+}
+
+// What a thread block is to do, and where its things are in shared memory.
+template <class Shape, int TOKENS, int STAGES, int SPLIT>
+struct DecodePart {
+  u32 base, full, empty, scales, codes, rank;
+  int token_tiles, token, column, first, count;
+
+  __device__ __forceinline__ explicit DecodePart(const GemmArgs& args) {
+    base = shared_memory(), full = base + STAGES * Shape::STAGE + Shape::PAD, empty = full + STAGES * 8;
+    scales = empty + STAGES * 8, codes = scales + args.segment * (TOKENS * 4 * (Shape::GATES ? 2 : 1));
+    rank = SPLIT > 1 ? cluster_rank() : 0;
+    const int unit = blockIdx.x / SPLIT, blocks = blocks_of(args.k, 128);
+    token_tiles = blocks_of(args.m, TOKENS);
+    token = unit % token_tiles * TOKENS, column = unit / token_tiles * (Shape::COLUMNS / (Shape::GATES ? 2 : 1));
+    first = min((int)rank * args.segment, blocks), count = min(args.segment, blocks - first);
+  }
+};
+
+// A barrier is made by one thread at a time of a warp, so every warp makes some of them.
+template <int STAGES, int WARPS, int ARRIVALS>
+__device__ __forceinline__ void decode_start(u32 full, u32 empty) {
+  const u32 warp = warp_number();
+  if (lane_number() == 0) {
+#pragma unroll
+    for (int i = 0; i < STAGES; i += WARPS) {
+      if (i + WARPS > STAGES && i + warp >= STAGES) break;
+      barrier_init(full + (i + warp) * 8, 1);
+      barrier_init(empty + (i + warp) * 8, ARRIVALS);
+    }
+    barrier_init_done();
+  }
+  block_sync();
+}
+
+// Of the warps that multiply: the products -> this block's part, in the stages' place.
+template <class Shape, int TOKENS, int STAGES, int SPLIT>
+__device__ __forceinline__ void decode_part(const DecodePart<Shape, TOKENS, STAGES, SPLIT>& part, u32 held) {
+  float sum[TOKENS / 2];
+#pragma unroll
+  for (int j = 0; j < TOKENS / 2; j++) sum[j] = 0.f;
+  const u32 own_scales = Shape::GATES && warp_number() * 16 >= Shape::COLUMNS / 2 ? (part.codes - part.scales) / 2 : 0;
+  decode_multiply<Shape, TOKENS, STAGES>(sum, part.count, part.base, part.scales + own_scales, part.full, part.empty,
+                                         part.codes, held);
+  named_sync(1, 128 * Shape::GROUPS);  // every warp's products have read the stages
+  const u32 lane = lane_number(), n = warp_number() * 16 + lane / 4;
+  if (Shape::counts()) {
+#pragma unroll
+    for (int j = 0; j < TOKENS / 2; j++)
+      store_shared(part.base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * Shape::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
+  }
+  if constexpr (SPLIT == 1) named_sync(1, 128 * Shape::GROUPS);
+}
+
+template <bool CHANNEL, class Out, int BIAS, bool ADD = false, class Shape, int TOKENS, int STAGES, int SPLIT>
+__device__ __forceinline__ void decode_end(const DecodePart<Shape, TOKENS, STAGES, SPLIT>& part, const GemmArgs& args,
+                                           const Quad& addend = Quad()) {
+  if constexpr (SPLIT > 1) cluster_sync();
+  if (warp_number() < Shape::GROUPS * 4)
+    decode_store<Shape, TOKENS, SPLIT, CHANNEL, Out, BIAS, ADD>(args, part.token, part.column, part.rank, part.base,
+                                                                addend);
+  if constexpr (SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 
 template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, int EARLY, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
   using Shape = DecodeShape<TOKENS, COLUMNS, STAGES>;
   constexpr int GROUPS = Shape::GROUPS;
-  const u32 base = shared_memory(), full = base + STAGES * Shape::STAGE + Shape::PAD, empty = full + STAGES * 8;
-  const u32 scales = empty + STAGES * 8, warp = warp_number(), rank = SPLIT > 1 ? cluster_rank() : 0;
-  const int unit = blockIdx.x / SPLIT, token_tiles = blocks_of(args.m, TOKENS);
-  const int token = unit % token_tiles * TOKENS, column = unit / token_tiles * COLUMNS;
-  const int blocks = blocks_of(args.k, 128), first = min((int)rank * args.segment, blocks);
-  const int count = min(args.segment, blocks - first);
-  if (warp == GROUPS * 4 && lane_number() == 0) {
-    tensor_prefetch(a), tensor_prefetch(b);
-    for (int s = 0; s < STAGES; s++) {
-      barrier_init(full + s * 8, 1);
-      barrier_init(empty + s * 8, 4 * GROUPS);
-    }
-    barrier_init_done();
-  }
-  block_sync();
+  const DecodePart<Shape, TOKENS, STAGES, SPLIT> part(args);
+  if (warp_number() == GROUPS * 4 && lane_number() == 0) tensor_prefetch(a), tensor_prefetch(b);
+  decode_start<STAGES, GROUPS * 4 + 1, GROUPS * 4>(part.full, part.empty);
   if constexpr (EARLY == 0) grid_wait();
-  if (warp == GROUPS * 4) {
-    decode_load<Shape, STAGES, EARLY>(a, b, token, column, first, count, token_tiles == 1, base, full, empty);
+  if (warp_number() == GROUPS * 4) {
+    decode_load<Shape, STAGES, EARLY>(a, b, part.token, part.column, part.first, part.count, part.token_tiles == 1,
+                                      part.base, part.full, part.empty);
   } else {
     if constexpr (EARLY > 0) grid_wait();
-    decode_scales<TOKENS, GROUPS, CHANNEL>(args, token, column, first, count, scales);
+    decode_scales<TOKENS, GROUPS, CHANNEL>(args, part.token, part.column, part.first, part.count, part.scales);
     named_sync(1, 128 * GROUPS);
-    float sum[TOKENS / 2];
-#pragma unroll
-    for (int j = 0; j < TOKENS / 2; j++) sum[j] = 0.f;
-    decode_multiply<Shape, TOKENS, STAGES>(sum, count, base, scales, full, empty);
-    named_sync(1, 128 * GROUPS);  // every warp's products have read the stages
-    const u32 lane = lane_number(), n = warp * 16 + lane / 4;
-    if (Shape::counts()) {
-#pragma unroll
-      for (int j = 0; j < TOKENS / 2; j++)
-        store_shared(base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * Shape::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
-    }
-    if constexpr (SPLIT == 1) named_sync(1, 128 * GROUPS);
+    decode_part(part, 0);
   }
-  if constexpr (SPLIT > 1) cluster_sync();
-  if (warp < GROUPS * 4)
-    decode_store<Shape, TOKENS, SPLIT, CHANNEL, Out, BIAS>(args, token, column, rank, base);
-  if constexpr (SPLIT > 1) cluster_sync();  // a block that ended could still be read
+  decode_end<CHANNEL, Out, BIAS>(part, args);
 }
 
 }  // namespace quantrot

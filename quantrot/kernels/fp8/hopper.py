@@ -156,7 +156,7 @@ def segment_of(k: int, parts: int) -> int:
     return _ceil(_ceil(k, 128), parts)
 
 
-def _decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
+def decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
     tokens = next(t for t in (8, 16, 32, 64) if t >= min(m, 64))
     tiles = _ceil(m, tokens) * parts
     # With 16 tokens and more, half as many blocks that each read the tokens are better than all multiprocessors busy.
@@ -195,7 +195,7 @@ def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
             return WIDE
         if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
             return square
-    plan = _decode_plan(m, n, k, parts)
+    plan = decode_plan(m, n, k, parts)
     if settled:  # and at most a quarter of K: the tokens come behind it, and no product can begin without them
         bytes_of_block = plan.resident * plan.columns * 128
         plan = replace(plan, early=min(plan.stages, EARLY_BYTES // bytes_of_block, segment_of(k, parts) // 4))
@@ -246,16 +246,26 @@ def unsupported(
         return f"a is [{m}, {k}], b is {list(b.shape)}; K must be a multiple of 16, N of 8"
     if max(m, n, k) >= 1 << 30:
         return f"a size of {max(m, n, k)}; allowed: below 2^30"
-    for name, x, scale, block in (("a", a, a_scale, a_block), ("b", b, b_scale, b_block)):
-        rows, columns = _whole(block, x.shape)
-        by_row = name == "a" or (rows, columns) == (1, 0)
-        if not _allowed(rows, 1 if by_row else 128) or not _allowed(columns, 128):
-            return f"{name}_block is {block}; allowed: {NEEDS.split('; ')[1]}"
-        grid = _grid_of(x.shape, block)
-        if scale.dtype != torch.float32 or tuple(scale.shape) != grid:
-            return f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(grid)}"
-        if sum((size - 1) * stride for size, stride in zip(scale.shape, scale.stride(), strict=True)) >= 1 << 32:
-            return f"{name}_scale spans 2^32 elements or more"
+    reasons = (unsupported_scale("a", a, a_scale, a_block), unsupported_scale("b", b, b_scale, b_block))
+    return next((reason for reason in reasons if reason), unsupported_bias(n, out_dtype, bias))
+
+
+def unsupported_scale(name: str, x: Tensor, scale: Tensor, block: tuple[int, int]) -> str | None:
+    """Of `unsupported`, what concerns an operand's scales."""
+    rows, columns = _whole(block, x.shape)
+    by_row = name == "a" or (rows, columns) == (1, 0)
+    if not _allowed(rows, 1 if by_row else 128) or not _allowed(columns, 128):
+        return f"{name}_block is {block}; allowed: {NEEDS.split('; ')[1]}"
+    grid = _grid_of(x.shape, block)
+    if scale.dtype != torch.float32 or tuple(scale.shape) != grid:
+        return f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(grid)}"
+    if sum((size - 1) * stride for size, stride in zip(scale.shape, scale.stride(), strict=True)) >= 1 << 32:
+        return f"{name}_scale spans 2^32 elements or more"
+    return None
+
+
+def unsupported_bias(n: int, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
+    """Of `unsupported`, what concerns the bias."""
     if bias is not None and (bias.shape != (n,) or bias.dtype not in (torch.float32, out_dtype)):
         return f"bias is {bias.dtype} {list(bias.shape)}; it must be [{n}], float32 or {out_dtype}"
     return None
@@ -307,6 +317,11 @@ class _Arguments(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ubyte * 128) for name in "abc"] + [("args", GemmArgs)]
 
 
+def scales_of(x: Tensor, scale: Tensor, block: tuple[int, int]) -> Scales:
+    rows, columns = (WHOLE if size == 0 else size.bit_length() - 1 for size in _whole(block, x.shape))
+    return Scales(scale.data_ptr(), rows, columns if columns == WHOLE else columns - 7, *scale.stride())
+
+
 def arguments(
     a: Tensor,
     a_scale: Tensor,
@@ -321,14 +336,9 @@ def arguments(
 ) -> GemmArgs:
     """The kernel's last parameter."""
     (m, k), n = a.shape, b.shape[0]
-
-    def scales(x: Tensor, scale: Tensor, block: tuple[int, int]) -> Scales:
-        rows, columns = (WHOLE if size == 0 else size.bit_length() - 1 for size in _whole(block, x.shape))
-        return Scales(scale.data_ptr(), rows, columns if columns == WHOLE else columns - 7, *scale.stride())
-
     return GemmArgs(
-        scales(a, a_scale, a_block),
-        scales(b, b_scale, b_block),
+        scales_of(a, a_scale, a_block),
+        scales_of(b, b_scale, b_block),
         bias.data_ptr() if bias is not None else None,
         c.data_ptr(),
         m,
@@ -351,7 +361,7 @@ def _kernel(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, 
     return load_kernel(source, "gemm", plan.shared_bytes(segment), device)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """x with contiguous columns and rows that start at multiples of 16 bytes."""
     plain = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.stride(0) >= x.shape[1] and x.data_ptr() % 16 == 0
     return x if plain else x.clone(memory_format=torch.contiguous_format)
@@ -383,7 +393,7 @@ def gemm(
     c = torch.empty((m, n), dtype=out_dtype, device=a.device)
     if m == 0:
         return c
-    given, a, b, bias = b, _aligned(a), _aligned(b), bias.contiguous() if bias is not None else None
+    given, a, b, bias = b, aligned(a), aligned(b), bias.contiguous() if bias is not None else None
     parts = parts or parts_of(n, k)
     plan = plan or plan_for(m, n, k, parts, b_settled and b is given)
     device, segment, channel = a.get_device(), segment_of(k, parts), is_channel(b, b_block)

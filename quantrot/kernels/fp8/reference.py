@@ -85,6 +85,19 @@ def quantize_reference(x: Tensor, block: tuple[int, int], rule: str) -> tuple[Te
     return qdata.contiguous(), scale.contiguous()
 
 
+def gate(x: Tensor) -> Tensor:
+    """[M, 2 K], gate and up -> silu(gate) * up, both rounded to x's dtype, as an MLP's modules have them."""
+    left, right = x.chunk(2, -1)
+    return F.silu(left) * right
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """[..., K] over its root mean square, times weight, each rounded to x's dtype: Llama's norm."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return weight * wide.to(x.dtype)
+
+
 def dequantize_fp8_block(
     qdata: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:

@@ -115,10 +115,12 @@ inline void ordinary_write(u32 address, const void* from, u32 bytes) {
   }
 }
 
-// The address of byte k of row `row` of an operand: K-major, 128-byte or 64-byte swizzle, the layouts that are used.
+// The address of byte k of row `row` of an operand: K-major, 128-byte, 64-byte or no swizzle, the layouts that are used.
 inline u32 operand_at(u64 descriptor, u32 row, u32 k) {
   const u32 start = (descriptor & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4, kind = descriptor >> 62;
-  if ((kind != 1 && kind != 2) || (descriptor >> 49 & 7) != 0) fail("an operand that is not in a swizzle known here");
+  const u32 lead = (descriptor >> 16 & 0x3FFF) << 4;
+  if (kind == 3 || (descriptor >> 49 & 7) != 0) fail("an operand that is not in a swizzle known here");
+  if (kind == 0) return start + row / 8 * stride + row % 8 * 16 + k / 16 * lead + k % 16;
   const u32 address = start + row / 8 * stride + row % 8 * (kind == 1 ? 128 : 64) + k;
   return address ^ (address >> 7 & (kind == 1 ? 7 : 3)) << 4;
 }
@@ -404,6 +406,10 @@ inline void take_registers() {
 
 inline void store_shared(u32 address, u32 a) { emulator::ordinary_write(address, &a, 4); }
 inline void store_shared(u32 address, float a) { emulator::ordinary_write(address, &a, 4); }
+inline void store_shared2(u32 address, u32 a, u32 b) {
+  const u32 v[2] = {a, b};
+  emulator::ordinary_write(address, v, 8);
+}
 inline u32 load_shared_u16(u32 address) {
   unsigned short v;
   memcpy(&v, self().block->at(address, 2), 2);

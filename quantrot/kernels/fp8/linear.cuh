@@ -1,0 +1,189 @@
+// Few tokens, quantized where they are multiplied (after blocks.cuh and decode.cuh).
+//
+// Every thread block quantizes its own slice of k of all tokens, 1 x 128 blocks, while its weights are on their way: up to
+// eight tokens' codes are less than one token's weights, and no kernel, and no gap between kernels, comes before the
+// product. Codes, scales and sums are those of blocks.cuh and decode.cuh, and so are the results' bits.
+//
+// Codes are held as [units of 16 along k][tokens][16 bytes], eight rows of the tensor core's operand starting at every
+// unit: the rows past the tokens are the next units' codes, and nobody reads their sums.
+
+namespace quantrot {
+
+struct Tokens {
+  const void* x;  // [m, k], 16 bits
+  i64 stride;     // of its rows, elements
+  const void* norm;  // [k], of x's type: x / sqrt(mean(x^2) + epsilon) * norm is what is quantized
+  const void* residual;  // [m, n], of x's type: added to the result
+  i64 residual_stride;
+  float epsilon;
+};
+
+#ifdef QUANTROT_EMULATED
+inline float inverse_root(float a) { return 1 / std::sqrt(a); }
+#else
+__device__ __forceinline__ float inverse_root(float a) { return rsqrtf(a); }
+#endif
+
+// The sum over 16 lanes, in the same order in each.
+__device__ __forceinline__ float sum_of_half(float a) {
+#pragma unroll
+  for (int s = 1; s < 16; s *= 2) a += __shfl_xor_sync(0xFFFFFFFFu, a, s);
+  return a;
+}
+
+template <int D>
+__device__ __forceinline__ float square_sum(const Vec& v) {
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    float a, b;
+    unpack<D>(v.w[j], a, b);
+    sum = fmaf(b, b, fmaf(a, a, sum));
+  }
+  return sum;
+}
+
+// x * factor, rounded to 16 bits, times weight, rounded.
+template <int D>
+__device__ __forceinline__ Vec normed(const Vec& x, float factor, const Vec& weight) {
+  Vec y;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    float a, b, c, d;
+    unpack<D>(x.w[j], a, b);
+    unpack<D>(weight.w[j], c, d);
+    unpack<D>(pack<D>(a * factor, b * factor), a, b);
+    y.w[j] = pack<D>(a * c, b * d);
+  }
+  return y;
+}
+
+// silu(gate) * up of the columns and of those that they gate, n / 2 apart, each rounded, -> c [m, n / 2].
+template <class Shape, int D, int TOKENS, int SPLIT, class Out, int BIAS>
+__device__ __forceinline__ void store_gated(const GemmArgs& args, int column, u32 rank, u32 parts) {
+  constexpr int HALF = Shape::COLUMNS / 2, UNITS = HALF / 8, THREADS = 128 * Shape::GROUPS;
+  const int n = args.n / 2;
+  for (int i = rank * THREADS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * THREADS) {
+    const int t = i / UNITS, c = i % UNITS * 8;
+    if (t >= args.m || column + c >= n) continue;
+    Vec v[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float y[8];
+      add_parts<SPLIT>(y, parts + (t * Shape::PITCH + h * HALF + c) * 4);
+#pragma unroll
+      for (int j = 0; j < 8; j++) y[j] = finished<false, Out, BIAS>(args, y[j], h * n + column + c + j);
+#pragma unroll
+      for (int j = 0; j < 4; j++) v[h].w[j] = Out::pack(y[2 * j], y[2 * j + 1]);
+    }
+    *(Vec*)((unsigned short*)args.c + (i64)t * n + column + c) = gated<D>(v[0], v[1]);
+  }
+}
+
+// Of THREADS threads: codes and a_scale * b_scale -> shared memory. A half-warp has a token, and V of its groups of 128
+// columns at once.
+//
+// NORMED: all of k is this block's, and V groups a half-warp are all there are. A token's sum of squares is that of its
+// groups' sums, which meet at `sums`, in an order that the number of tokens does not change.
+template <int D, bool NORMED, int V, int THREADS, bool CHANNEL, bool GATES>
+__device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const GemmArgs& args, int column, int first,
+                                                int count, u32 codes, u32 scales, u32 sums) {
+  const int m = args.m;
+  constexpr int HALVES = THREADS / 16;
+  const int in = lane_number() % 16, half = threadIdx.x / 16, own = group_of<V, 16>();
+  const int apart = HALVES / m, begin = half / m, token = half - begin * m;  // groups
+  const int whole = begin < apart ? count : 0;  // a half-warp too many has none
+  const int real = min(whole, (args.k - first * 128 - in * 8 + 127) / 128);  // groups that have this lane's columns
+  const char* const x = (const char*)tokens.x + (token * tokens.stride + first * 128 + in * 8) * 2;
+  const float* const b = args.b.data + args.b.row(min(column, args.n - 1));
+  const u32 to_gated = (codes - scales) / 2;
+  codes += (in / 2 * m + token) * 16 + in % 2 * 8, scales += token * 4, sums += token * 4;
+  Vec weight[NORMED ? V : 1];
+  if constexpr (NORMED) {
+#pragma unroll
+    for (int j = 0; j < V; j++) {
+      weight[j] = Vec{{0, 0, 0, 0}};
+      const int k = begin + j * apart;
+      if (k < real) weight[j] = load16((const char*)tokens.norm + (i64)(k * 128 + in * 8) * 2);
+    }
+  }
+  grid_wait();  // a second time where nothing may be read early
+  for (int start = begin; start - begin < count; start += apart * V) {
+    Vec v[V];
+#pragma unroll
+    for (int j = 0; j < V; j++) {
+      const int k = start + j * apart;
+      v[j] = Vec{{0, 0, 0, 0}};
+      if (k < real) v[j] = load16(x + (i64)k * 256);
+    }
+    const int own_k = start + own * apart;
+    const bool stores = in < V && own_k < whole;
+    float other = 1.f, gated_other = 1.f;
+    if (!CHANNEL && stores) other = __ldg(b + args.b.column(first + own_k));
+    if (GATES && stores) gated_other = __ldg(args.b.data + args.b.row(column + args.n / 2) + args.b.column(first + own_k));
+    if constexpr (NORMED) {
+#pragma unroll
+      for (int j = 0; j < V; j++) {
+        const float sum = sum_of_half(square_sum<D>(v[j]));
+        if (in == 0 && begin + j * apart < whole) store_shared(sums + (begin + j * apart) * 32, sum);
+      }
+      named_sync(3, THREADS);
+      float sum = 0.f;
+      for (int k = in; k < count; k += 16) sum += load_shared(sums + k * 32);
+      const float factor = inverse_root(sum_of_half(sum) * (1.f / args.k) + tokens.epsilon);
+#pragma unroll
+      for (int j = 0; j < V; j++) v[j] = normed<D>(v[j], factor, weight[j]);
+    }
+    u32 found[V][2];
+    group_codes<D>(found, v, [&](float scale) {
+      if (stores) store_shared(scales + own_k * 32, scale * other);
+      if (GATES && stores) store_shared(scales + to_gated + own_k * 32, scale * gated_other);
+    });
+#pragma unroll
+    for (int j = 0; j < V; j++) {
+      const int k = start + j * apart;
+      if (k < whole) store_shared2(codes + k * 128 * m, found[j][0], found[j][1]);
+    }
+  }
+}
+
+// V: see quantize_tokens.
+template <int COLUMNS, int STAGES, int SPLIT, int EARLY, int V, bool NORMED, int D, bool CHANNEL, class Out, int BIAS,
+          bool ADD, bool GATES>
+__device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args, const Tokens& tokens) {
+  static_assert(!NORMED || SPLIT == 1, "a block has the whole of a token");
+  constexpr int TOKENS = 8;
+  static_assert(!GATES || !(CHANNEL || ADD), "not made");
+  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, true, GATES>;
+  constexpr int WARPS = 4 * Shape::GROUPS, THREADS = 32 * WARPS;
+  const DecodePart<Shape, TOKENS, STAGES, SPLIT> part(args);
+  const u32 warp = warp_number();
+  const int m = args.m;
+  Quad addend{};
+  if (warp == WARPS && lane_number() == 0) tensor_prefetch(b);
+  decode_start<STAGES, WARPS + 1, WARPS>(part.full, part.empty);
+  if constexpr (EARLY == 0) grid_wait();
+  if (warp == WARPS) {
+    decode_load<Shape, STAGES, EARLY>(nullptr, b, part.token, part.column, part.first, part.count, true, part.base,
+                                      part.full, part.empty, args.n / 2);
+  } else {
+    const u32 sums = part.codes + part.count * 128 * m + (TOKENS - m) * 16;
+    quantize_tokens<D, NORMED, V, THREADS, CHANNEL, GATES>(tokens, args, part.column, part.first, part.count, part.codes,
+                                                           part.scales, sums);
+    fence_async();
+    const int row = threadIdx.x / (COLUMNS / 8), column = part.column + threadIdx.x % (COLUMNS / 8) * 8;
+    if (ADD && row < m && column < args.n)
+      addend = *(const Quad*)((const unsigned short*)tokens.residual + row * tokens.residual_stride + column);
+    named_sync(2, THREADS);
+    decode_part(part, m);
+  }
+  if constexpr (GATES) {
+    if constexpr (SPLIT > 1) cluster_sync();
+    if (warp < WARPS) store_gated<Shape, D, TOKENS, SPLIT, Out, BIAS>(args, part.column, part.rank, part.base);
+    if constexpr (SPLIT > 1) cluster_sync();
+  } else {
+    decode_end<CHANNEL, Out, BIAS, ADD>(part, args, addend);
+  }
+}
+
+}  // namespace quantrot

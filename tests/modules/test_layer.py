@@ -1,0 +1,148 @@
+"""A decoder layer of one token is the same with its norms, gate and residuals in the linears' kernels."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, StaticCache
+
+from quantrot import formats
+from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
+from quantrot.load import merge_projections
+from quantrot.modules import Fp8Linear, QuantizedMLP
+from quantrot.modules import fp8 as modules_fp8
+from quantrot.modules.layer import FewTokens
+
+FORMAT = LinearFormat(WeightFormat("fp8", (128, 128), "bf16"), ActivationFormat("fp8", (1, 128), "bf16"))
+gpu = pytest.mark.gpu
+CHANGES = "tokens", "batch", "norm hook", "linear hook", "act", "replaced", "norm dtype", "norm kind", "grad", "wide"
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+
+
+def model(kind: str = "llama", **sizes: int):
+    """bfloat16, every linear of the layers an Fp8Linear, norms that do something."""
+    torch.manual_seed(0)
+    config, causal = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM)}[kind]
+    whole = causal(config(**(SIZES | sizes))).bfloat16().eval()
+    for layer in whole.model.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.weight.data.uniform_(0.5, 1.5)
+        for parent in (layer.self_attn, layer.mlp):
+            for name, old in list(parent.named_children()):
+                if isinstance(old, nn.Linear):
+                    new = Fp8Linear(old.in_features, old.out_features, False, torch.bfloat16, FORMAT)
+                    stored = formats.quantize_rows(FORMAT.weights, old.weight.data)
+                    for tensor, value in zip(new.tensor_names, stored, strict=True):
+                        getattr(new, tensor).data = value
+                    setattr(parent, name, new)
+    return whole
+
+
+@pytest.fixture
+def packed(monkeypatch, request):
+    """Without a GPU: said to have kernels, with the references behind them."""
+    if "gpu" not in request.keywords:
+        for name in ("has_kernels", "has_one_kernel"):
+            monkeypatch.setattr(modules_fp8, name, torch.compiler.assume_constant_result(lambda device: True))
+
+
+def count_fused(monkeypatch) -> list[dict]:
+    calls, fused = [], Fp8Linear.fused
+    monkeypatch.setattr(Fp8Linear, "fused", lambda self, x, **given: calls.append(given) or fused(self, x, **given))
+    return calls
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_one_token_has_the_bits_of_the_layer(monkeypatch, kind):
+    whole, x = model(kind), torch.randn(1, 1, 256).bfloat16()
+    before = copy.deepcopy(whole.state_dict())
+    rope = whole.model.rotary_emb(x, torch.tensor([[3]]))
+    with torch.no_grad():
+        expected = [layer(x, position_embeddings=rope) for layer in whole.model.layers]
+        merge_projections(whole)
+        assert all(isinstance(layer, FewTokens) for layer in whole.model.layers)
+        calls = count_fused(monkeypatch)
+        for layer, want in zip(whole.model.layers, expected, strict=True):
+            assert torch.equal(layer(x, position_embeddings=rope), want)
+        assert len(calls) == 8 and sum("residual" in call for call in calls) == 4
+        assert sum(call.get("norm") is not None for call in calls) == 4
+    after = whole.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.usefixtures("packed")
+def test_tokens_one_by_one_through_a_cache_and_compiled():
+    whole = model()
+    ids = torch.randint(0, 64, (1, 6))
+    with torch.no_grad():
+        expected = whole(ids).logits
+        merge_projections(whole)
+        torch.testing.assert_close(whole(ids).logits, expected)
+        cache = StaticCache(config=whole.config, max_cache_len=8)
+        whole(ids[:, :3], past_key_values=cache)
+        for i in range(3, 6):
+            step = whole(ids[:, i : i + 1], past_key_values=cache).logits
+            torch.testing.assert_close(step[0, 0], expected[0, i], rtol=0, atol=0.05 * expected.abs().max().item())
+        layer, x = whole.model.layers[0], torch.randn(1, 1, 256).bfloat16()
+        rope = whole.model.rotary_emb(x, torch.tensor([[0]]))
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x, position_embeddings=rope), layer(x, position_embeddings=rope))
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize(
+    "change",
+    ["tokens", "batch", "norm hook", "linear hook", "act", "replaced", "norm dtype", "norm kind", "grad", "wide"],
+)
+def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change):
+    whole = model()
+    merge_projections(whole)
+    layer = whole.model.layers[0]
+    shape = {"tokens": (1, 2, 256), "batch": (2, 1, 256)}.get(change, (1, 1, 256))
+    x, seen = torch.randn(shape).bfloat16(), []
+    hook = lambda module, *values: seen.append(module)  # noqa: E731
+    if change == "norm hook":
+        layer.post_attention_layernorm.register_forward_hook(hook)
+    if change == "linear hook":
+        layer.self_attn.o_proj.register_forward_pre_hook(hook)
+    if change == "act":
+        layer.mlp.act_fn = nn.GELU()
+    if change == "replaced":
+        layer.mlp.up_proj = nn.Linear(256, 384, bias=False).bfloat16()
+    if change == "norm dtype":
+        layer.input_layernorm.float()
+    if change == "norm kind":
+        layer.input_layernorm = nn.RMSNorm(256).bfloat16()
+    if change == "wide":
+        layer.mlp.down_proj.decode(torch.bfloat16)
+    calls = count_fused(monkeypatch)
+    rope = whole.model.rotary_emb(x, torch.arange(shape[1])[None])
+    with torch.set_grad_enabled(change == "grad"):
+        assert layer(x, position_embeddings=rope).shape == x.shape
+    assert not any(call.get("norm") is not None or call.get("residual") is not None for call in calls)
+    assert len(seen) == ("hook" in change)
+
+
+@gpu
+def test_gpu_a_model_decodes_as_its_layers_always_did():
+    whole = model(hidden_size=1024, intermediate_size=2816, num_attention_heads=8, num_key_value_heads=8).cuda()
+    x, rope = torch.randn(1, 1, 1024, device="cuda").bfloat16(), None
+    with torch.no_grad():
+        rope = whole.model.rotary_emb(x, torch.tensor([[3]], device="cuda"))
+        expected = [layer(x, position_embeddings=rope) for layer in whole.model.layers]
+        merge_projections(whole)
+        for layer, want in zip(whole.model.layers, expected, strict=True):
+            assert isinstance(layer, FewTokens) and layer.fuses(x) and isinstance(layer.mlp, QuantizedMLP)
+            compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+            for run in (layer, compiled, compiled, compiled):
+                y = run(x, position_embeddings=rope)
+                assert (y.float() - want.float()).norm() < 1e-2 * want.float().norm()
