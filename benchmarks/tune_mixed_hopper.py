@@ -179,8 +179,8 @@ def short(plan: Plan | Decode) -> str:
 
 
 def layer(group: int) -> None:
-    """A chain of two layers, so that each kernel waits for what the one before it makes."""
-    shapes, count, inner = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), 2, 14336
+    """A chain of six layers, so that each kernel waits for what the one before it makes."""
+    shapes, count, inner = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), 6, 14336
     cases = [case(1, n, k, "packed", "bfloat16", "weight", group) for n, k in shapes]
     narrow = [[operands(c, 1)[0][1:] for c in cases] for _ in range(count)]
     wide = [[torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / 64 for n, k in shapes] for _ in range(count)]
