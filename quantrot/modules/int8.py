@@ -1,11 +1,12 @@
 """INT8 weight-only linears."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantrot.kernels.mixed import has_kernels, mixed_gemm
+from quantrot.kernels.mixed import has_kernels, mixed_gated, mixed_gemm
 from quantrot.modules.linear import QuantizedLinear
 
 
@@ -23,8 +24,12 @@ class Int8Linear(QuantizedLinear):
         return has_kernels(device)
 
     def multiply(self, x: Tensor) -> Tensor:
-        if not self.runs_packed(x.device):
-            return super().multiply(x)
+        return self._run(mixed_gemm, x) if self.runs_packed(x.device) else super().multiply(x)
+
+    def gated(self, x: Tensor) -> Tensor | None:
+        return self._run(mixed_gated, x) if self._decoded is None and self.runs_packed(x.device) else None
+
+    def _run(self, product: Callable[..., Tensor], x: Tensor) -> Tensor:
         packed, scale = (getattr(self, name) for name in self.tensor_names)
         ready = True  # parameters: no kernel that still runs writes them
-        return mixed_gemm(self.turned(x), packed, scale, bias=self.bias, weight_ready=ready)
+        return product(self.turned(x), packed, scale, bias=self.bias, weight_ready=ready)

@@ -123,6 +123,13 @@ class QuantizedLinear(nn.Module):
         gate, up = x.chunk(2, -1)
         return self(F.silu(gate) * up)
 
+    def gated(self, x: Tensor) -> Tensor | None:
+        """silu(gate) * up, [..., out_features / 2], where self(x) is gate and up, side by side; rounded in between.
+
+        None where it is not one operator.
+        """
+        return None
+
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x) if self._decoded is None else self.multiply_wide(x, self._decoded)
 

@@ -78,8 +78,12 @@ class QuantizedMLP(Merging):
         down = self.down_proj
         if norm is not None:
             return down.fused(merged.fused(x, norm=norm, gates=True), residual=residual)
-        if merged is not None and is_silu(self.act_fn) and isinstance(down, QuantizedLinear) and not hooked(down):
-            return down.multiply_gated(merged(x))
+        if merged is not None and is_silu(self.act_fn):
+            middle = merged.gated(x)
+            if middle is not None:
+                return down(middle)
+            if isinstance(down, QuantizedLinear) and not hooked(down):
+                return down.multiply_gated(merged(x))
         gate, up = self.outputs(x)
         return down(self.act_fn(gate) * up)
 

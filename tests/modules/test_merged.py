@@ -9,8 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantrot import formats
 from quantrot.formats import WIDE, ActivationFormat, LinearFormat, WeightFormat
+from quantrot.kernels.mixed import mixed_gated
 from quantrot.load import merge_projections
-from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedMLP
+from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedMLP, int8
 from quantrot.rotation import Rotation
 
 FORMATS = {
@@ -147,6 +148,29 @@ def test_silu_of_a_merged_product_is_left_to_the_linear_behind_it(monkeypatch, c
         torch.testing.assert_close(mlp(x), expected, rtol=1e-4, atol=1e-4)
     assert len(gated) == (merge and change == "none")
     assert change != "hook" or len(seen) == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("change", ["none", "act", "decoded"])
+def test_the_gate_of_an_int8_product_is_its_own(monkeypatch, change, tokens, device):
+    """And not where it is another function, or where the dequantized weight was kept."""
+    mlp, gated = QuantizedMLP(model("int8").model.layers[0].mlp).to(device), []
+    assert mlp.merge()
+    if change == "act":
+        mlp.act_fn = nn.GELU()
+    if change == "decoded":
+        mlp.merged.decode(torch.bfloat16)
+    x = torch.randn(1, tokens, 256, device=device, dtype=torch.bfloat16)
+    torch.compiler.reset()
+    with torch.no_grad():
+        compiled = torch.compile(mlp, fullgraph=True, backend="eager")(x)
+        monkeypatch.setattr(int8, "mixed_gated", lambda *args, **rest: gated.append(args) or mixed_gated(*args, **rest))
+        expected = mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+        y = mlp(x)
+    assert torch.equal(compiled, y) and y.dtype == x.dtype
+    torch.testing.assert_close(y, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
+    assert bool(gated) == (change == "none")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
