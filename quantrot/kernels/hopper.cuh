@@ -242,6 +242,12 @@ __device__ __forceinline__ float load_shared(u32 address) {
   return v;
 }
 
+__device__ __forceinline__ u32 load_shared1(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ float2 load_shared2(u32 address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
@@ -405,6 +411,7 @@ __device__ __forceinline__ void product_tf32(float (&d)[4], const float (&a)[4],
 
 struct Bf16 {
   static constexpr bool BRAIN = true;
+  static constexpr int BYTES = 2;
   __device__ __forceinline__ static u32 pack(float lo, float hi) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
@@ -423,6 +430,12 @@ __device__ __forceinline__ u32 to_e4m3(float a, float b, float c, float d) {
   return r;
 }
 
+__device__ __forceinline__ unsigned short to_e4m3(float a, float b) {
+  unsigned short r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(r) : "f"(a), "f"(b));
+  return r;
+}
+
 // 2^x to 2 ulp, subnormals are zero.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
@@ -430,8 +443,16 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// The least integer that is not below x (for |x| < 2^22; past that, one a few ulp above).
+__device__ __forceinline__ float round_up(float x) {
+  float y;
+  asm("add.rp.f32 %0, %1, 0f4B400000;" : "=f"(y) : "f"(x));  // 1.5 * 2^23, whose ulp is 1
+  return y - 12582912.f;
+}
+
 struct Fp16 {
   static constexpr bool BRAIN = false;
+  static constexpr int BYTES = 2;
   __device__ __forceinline__ static u32 pack(float lo, float hi) {
     u32 r;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
@@ -478,6 +499,15 @@ __device__ __forceinline__ u32 swizzled64(u32 row, u32 column) { return row * 64
 struct alignas(16) Quad {
   u32 w[4];
 };
+
+// 2^x for x <= 127 to 1e-4 of it, without the unit for powers: the nearest integer into the exponent, a polynomial for the
+// rest (least relative error on [-1/2, 1/2]). Below 2^-126, and for what is no number, 2^-126.
+__device__ __forceinline__ float exp2_products(float x) {
+  x = fmaxf(x, -126.f);
+  const float shifted = x + 12582912.f, f = x - (shifted - 12582912.f);  // 1.5 * 2^23: the integer is in the low bits
+  const float y = fmaf(fmaf(fmaf(0.055171668f, f, 0.242611122f), f, 0.693260986f), f, 0.999928074f);
+  return __uint_as_float((__float_as_uint(shifted) << 23) + __float_as_uint(y));
+}
 
 // A ring of buffers: `stage` of STAGES, and the parity of its next phase.
 template <int STAGES>

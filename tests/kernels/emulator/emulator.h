@@ -414,6 +414,11 @@ inline float load_shared(u32 address) {
   memcpy(&v, self().block->at(address, 4), 4);
   return v;
 }
+inline u32 load_shared1(u32 address) {
+  u32 v;
+  memcpy(&v, self().block->at(address, 4), 4);
+  return v;
+}
 inline float2 load_shared2(u32 address) {
   float2 v;
   memcpy(&v, self().block->at(address, 8), 8);
@@ -556,6 +561,7 @@ inline void product_tf32(float (&d)[4], const float (&a)[4], float b0, float b1)
 
 struct Bf16 {
   static constexpr bool BRAIN = true;
+  static constexpr int BYTES = 2;
   static u32 pack(float lo, float hi) { return emulator::to_bf16(lo) | emulator::to_bf16(hi) << 16; }
   static float value(unsigned short bits) {
     const u32 wide = (u32)bits << 16;
@@ -578,10 +584,13 @@ inline u32 to_e4m3(float a, float b, float c, float d) {
   }
   return r;
 }
+inline unsigned short to_e4m3(float a, float b) { return (unsigned short)to_e4m3(a, b, 0.f, 0.f); }
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float round_up(float x) { return std::ceil(x); }
 
 struct Fp16 {
   static constexpr bool BRAIN = false;
+  static constexpr int BYTES = 2;
   static u32 pack(float lo, float hi) { return emulator::to_fp16(lo) | emulator::to_fp16(hi) << 16; }
   static float value(unsigned short bits) {
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
@@ -594,6 +603,7 @@ struct Fp16 {
 }  // namespace quantrot
 
 inline uint32_t __float_as_uint(float f) { return quantrot::bits_of(f); }
+inline int __float_as_int(float f) { return (int)quantrot::bits_of(f); }
 
 inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
   return quantrot::exchange(value)[(threadIdx.x % 32) ^ mask];
