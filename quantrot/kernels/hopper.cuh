@@ -52,6 +52,10 @@ __device__ __forceinline__ void grid_wait() {
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// A kernel that was launched as the dependent of this one may start as soon as all blocks have said so, and have left it
+// room; its own wait is for the end of this one.
+__device__ __forceinline__ void grid_allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // --- Barriers --------------------------------------------------------------------------------------------------------
 //
 // A barrier's phase ends when as many arrivals as it was made for and all the expected bytes have come. Waiting on
@@ -464,6 +468,21 @@ struct Fp16 {
     return f;
   }
 };
+
+// d [16, 8] += a [16, 16] b [16, 8] in 16 bits (T: Bf16, Fp16), by a warp: a is row g + 8 (i % 2), columns 2 q + 8 (i / 2) and
+// the next, b0 and b1 rows 2 q (+ 8) and the next, column g; d[2 h + e] is row g + 8 h, column 2 q + e.
+template <class T>
+__device__ __forceinline__ void product_warp(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (T::BRAIN) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
 
 }  // namespace quantrot
 #endif

@@ -144,9 +144,9 @@ def _folds(k: Tensor) -> int | None:
 
 
 def device_functions() -> str:
-    """What every kernel is built on: hopper.cuh and prefill.cuh."""
+    """What every kernel is built on."""
     here = Path(__file__).parent
-    return (here.parent / "hopper.cuh").read_text() + (here / "prefill.cuh").read_text()
+    return "".join(path.read_text() for path in (here.parent / "hopper.cuh", here / "codes.cuh", here / "prefill.cuh"))
 
 
 def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype) -> str:

@@ -32,11 +32,6 @@ constexpr int P_BITS = 8;  // probabilities are in e4m3 times 2^8
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 
-// 2^(byte - 127), NaN for 255.
-__device__ __forceinline__ float power_of(int byte) {
-  return byte == 255 ? __uint_as_float(0x7FC00000u) : __uint_as_float((u32)byte << 23);
-}
-
 // Queries that are codes already.
 struct Codes {
   static constexpr int BYTES = 1;
@@ -153,12 +148,9 @@ __device__ __forceinline__ void take_queries(u32 (&a)[D / 32][4], float (&scales
       low = max(low, high >> 16);
       low = max(low, __shfl_xor_sync(0xFFFFFFFFu, low, 1));
       low = max(low, __shfl_xor_sync(0xFFFFFFFFu, low, 2));
-      const u32 largest = __float_as_uint(Q::value((unsigned short)low));
-      int byte = (int)((largest + 0x1FFFFF) >> 23) - 8;
-      byte = largest == 0 ? 127 : min(max(byte, 1), 254);
-      if (largest >= 0x7F800000) byte = 255;
+      const int byte = scale_byte(__float_as_uint(Q::value((unsigned short)low)));
       scales[r] = power_of(byte);
-      const float inverse = byte == 255 ? 0.f : __uint_as_float((u32)(254 - byte) << 23);
+      const float inverse = inverse_of(byte);
       auto code = [&](u32 bits) {  // 0 times an infinity is no number
         return byte == 255 ? 0.f : Q::value((unsigned short)bits) * inverse;
       };

@@ -56,6 +56,8 @@ inline float __uint_as_float(uint32_t bits) {
   return f;
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 using std::max;
 using std::min;
 
@@ -202,6 +204,7 @@ inline u32 warp_number() { return self().warp(); }
 inline u32 shared_memory() { return emulator::SHARED_START; }
 inline u32 cluster_rank() { return self().block->rank; }
 inline void grid_wait() {}
+inline void grid_allow_next() {}
 inline u32 in_block(u32 address, u32 rank) { return address | (rank + 1) << 24; }
 
 inline void warp_sync() { self().block->warps[self().warp()].meeting.meet(32, "the warp"); }
@@ -570,6 +573,19 @@ struct Bf16 {
     return f;
   }
 };
+template <class T>
+inline void product_warp(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  const std::vector<u32> left[4] = {exchange(a[0]), exchange(a[1]), exchange(a[2]), exchange(a[3])};
+  const std::vector<u32> right[2] = {exchange(b0), exchange(b1)};
+  for (u32 i = 0; i < 4; i++) {
+    const u32 row = lane_number() / 4 + i / 2 * 8, column = lane_number() % 4 * 2 + i % 2;
+    for (u32 k = 0; k < 16; k++) {
+      const u32 x = left[row / 8 + k / 8 * 2][row % 8 * 4 + k % 8 / 2], y = right[k / 8][column * 4 + k % 8 / 2];
+      d[i] += T::value(x >> k % 2 * 16) * T::value(y >> k % 2 * 16);
+    }
+  }
+}
+
 inline u32 to_e4m3(float a, float b, float c, float d) {
   u32 r = 0;
   const float values[4] = {a, b, c, d};
@@ -580,7 +596,7 @@ inline u32 to_e4m3(float a, float b, float c, float d) {
     const int step = std::max(e - 4, -9);
     const float n = std::nearbyint(std::ldexp(m, -step));
     const u32 code = values[i] != values[i] ? 0x7F : m == 0.f ? 0 : step == -9 ? (u32)n : (u32)(step + 9) * 8 + (u32)n;
-    r |= (code | (values[i] < 0.f ? 0x80u : 0u)) << 8 * i;
+    r |= (code | (values[i] == values[i] && std::signbit(values[i]) ? 0x80u : 0u)) << 8 * i;
   }
   return r;
 }
