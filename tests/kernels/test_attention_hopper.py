@@ -26,6 +26,7 @@ KERNELS = {
     "64": (kernels.Plan(3, 2), 64, True, E4M3, torch.float16),
     "64-wide": (kernels.Plan(3, 2, 4, True), 64, True, torch.float16, torch.float16),
     "64-full": (kernels.Plan(2, 3), 64, False, E4M3, torch.bfloat16),
+    "64-ahead": (kernels.Plan(2, 2, ahead=True), 64, True, torch.bfloat16, torch.bfloat16),
 }
 RUN = """
 #include <string>
@@ -121,6 +122,8 @@ def quantized(queries, keys, dim, heads=2, groups=1, granularity="block", device
         ("64", 200, 272, "block"),
         ("64-wide", 400, 400, "block"),
         ("64-full", 70, 144, "tensor"),
+        ("64-ahead", 300, 500, "block"),
+        ("64-ahead", 70, 70, "block"),
         ("128", 20, 397, "head"),
     ],
 )

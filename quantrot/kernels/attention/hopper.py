@@ -39,12 +39,13 @@ ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, 1) attention(
 @dataclass(frozen=True)
 class Plan:
     """A launch: warpgroups of 64 queries, tiles of K and of V in shared memory, every `share`-th power by products,
-    the maximum by the scores' bits."""
+    the maximum by the scores' bits, scores ahead by a tile."""
 
     groups: int
     stages: int
     share: int = 0
     bits: bool = False
+    ahead: bool = False
 
     @property
     def rows(self) -> int:
@@ -152,7 +153,7 @@ def device_functions() -> str:
 def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype) -> str:
     """The source of one kernel, after device_functions."""
     types = (f"quantrot::{OUT.get(t, 'Codes')}" for t in (queries, out))
-    numbers = (str(int(n)) for n in (dim, plan.groups, plan.stages, plan.share, plan.bits, causal))
+    numbers = (str(int(n)) for n in (dim, plan.groups, plan.stages, plan.share, plan.bits, plan.ahead, causal))
     return ENTRY.format(threads=plan.threads, call=", ".join([*numbers, *types]))
 
 

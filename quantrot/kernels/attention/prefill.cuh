@@ -285,7 +285,7 @@ __device__ __forceinline__ void gather(u32 (&w)[4]) {
   }
 }
 
-template <class Shape, int D, int STAGES, int SHARE, bool BITS, bool CAUSAL, class Q, class Out>
+template <class Shape, int D, int STAGES, int SHARE, bool BITS, bool AHEAD, bool CAUSAL, class Q, class Out>
 __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u32 base) {
   const u32 full_q = base + Shape::BARRIERS, empty_q = full_q + 8, full = empty_q + 8, empty = full + STAGES * 16;
   const u32 group = warp_number() / 4, lane = lane_number();
@@ -315,7 +315,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
     u32 p[4][4], next[4][4], q[D / 32][4];
 #pragma unroll
     for (int j = 0; j < D / 2; j++) o[j] = 0.f;
-    auto step = [&](int j, float2 scales) {
+    auto step = [&](float (&s)[64], int j, float2 scales) {
       const int v_byte = __float_as_int(scales.y);
       if (j * 128 + 128 > whole) {
         softmax.template step<true, 0, false>(next, s, j * 128, scales.x, v_byte);
@@ -356,7 +356,65 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       release(empty + values.stage * 16 + 8);
       values.next();
     }
-    if (j >= 0) {
+    if (AHEAD && j >= 0) {
+      // The scores of a tile are made during the softmax of the one before, in the other buffer. Those after the last
+      // tile are its own again, for nothing: products must not depend on a branch.
+      float other[64];
+      float2 scales;
+      auto both = [&](float (&now)[64], float (&then)[64], bool first) {
+        const float2 own_scales = scales;
+        if (j > 0) barrier_wait(full + keys.stage * 16, keys.parity);
+        product_fence();
+        start_scores<D>(then, q, base + Shape::K_AT + keys.stage * Shape::TILE);
+        if (!first) {
+          barrier_wait(full + values.stage * 16 + 8, values.parity);
+          product_fence();
+          start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
+        }
+        scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
+        step(now, j, own_scales);
+        product_wait<0>();
+        product_done(then);
+        if (!first) {
+          product_done(o);
+          release(empty + values.stage * 16 + 8);
+          values.next();
+          if (__any_sync(0xFFFFFFFFu, !(softmax.shrink[0] == 1.f && softmax.shrink[1] == 1.f))) {
+#pragma unroll
+            for (int n = 0; n < D / 2; n++) o[n] *= softmax.shrink[n / 2 % 2];
+          }
+        }
+        take();
+        if (j != 1) {
+          release(empty + keys.stage * 16);
+          keys.next();
+        }
+        j--;
+      };
+      barrier_wait(full + keys.stage * 16, keys.parity);
+      product_fence();
+      start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
+      scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
+      product_wait<0>();
+      product_done(s);
+      if (j > 0) {
+        release(empty + keys.stage * 16);
+        keys.next();
+      }
+      both(s, other, true);
+      while (j >= 0) {
+        both(other, s, false);
+        if (j < 0) break;
+        both(s, other, false);
+      }
+      barrier_wait(full + values.stage * 16 + 8, values.parity);
+      product_fence();
+      start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
+      product_wait<0>();
+      product_done(o);
+      release(empty + values.stage * 16 + 8);
+      values.next();
+    } else if (j >= 0) {
       barrier_wait(full + keys.stage * 16, keys.parity);
       product_fence();
       start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
@@ -365,7 +423,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       product_done(s);
       release(empty + keys.stage * 16);
       keys.next();
-      step(j, scales);
+      step(s, j, scales);
       take();
       for (j--; j >= 0; j--) {
         barrier_wait(full + keys.stage * 16, keys.parity);
@@ -379,7 +437,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
         product_done(s);
         release(empty + keys.stage * 16);
         keys.next();
-        step(j, scales);
+        step(s, j, scales);
         product_wait<0>();
         product_done(o);
         release(empty + values.stage * 16 + 8);
@@ -420,7 +478,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
 }
 
 // Q: Codes, or the type of 16-bit queries.
-template <int D, int GROUPS, int STAGES, int SHARE, bool BITS, bool CAUSAL, class Q, class Out>
+template <int D, int GROUPS, int STAGES, int SHARE, bool BITS, bool AHEAD, bool CAUSAL, class Q, class Out>
 __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k, const TensorMap* v,
                                           const AttentionArgs& args) {
   using Shape = AttentionShape<D, GROUPS, STAGES, Q>;
@@ -444,7 +502,7 @@ __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k
   } else {
     if constexpr (GROUPS == 2) take_registers<240>();
     if constexpr (GROUPS == 3) take_registers<160>();
-    attention_multiply<Shape, D, STAGES, SHARE, BITS, CAUSAL, Q, Out>(args, base);
+    attention_multiply<Shape, D, STAGES, SHARE, BITS, AHEAD, CAUSAL, Q, Out>(args, base);
   }
 }
 
