@@ -449,6 +449,13 @@ __device__ __forceinline__ unsigned short to_e4m3(float a, float b) {
   return r;
 }
 
+// An 8 x 8 matrix of 16-bit elements, row g, columns 2 q and the next in a lane, transposed.
+__device__ __forceinline__ u32 matrix_turned(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // Four codes as two pairs of float16, exactly.
 __device__ __forceinline__ void unpack_e4m3(u32 codes, u32& low, u32& high) {
   asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"

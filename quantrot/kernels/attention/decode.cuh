@@ -1,11 +1,12 @@
 // FP8 attention of one query a sequence for sm_90a: bound by the reading of K and V, whose bytes go straight from memory
 // to registers.
 //
-// A warp takes 64 tokens at a time, on its own: the scores of up to 16 query heads of a key head as the rows of a product,
-// softmax, the products with V. A lane (g = lane / 4, q = lane % 4) loads 16 bytes of a row of K or of V^T; its columns
-// of the sum may be any, so those 16 bytes are four steps of a product as they lie. Of the scores it must get tokens
-// 16 q ... + 15, as it has them of V: so row g of eight of K's rows is token 16 (g / 2) + g % 2 (+ 2 for the next eight).
-// And it has 16 bytes of scales. e4m3 is exact in float16, whose products are the tensor cores' own.
+// A warp takes 64 tokens at a time, on its own: products with tokens as the rows and up to 8 (16) query heads of a key
+// head as the columns, softmax, products with V's columns as the rows. A lane (g = lane / 4, q = lane % 4) loads 16 bytes
+// of a row of K or of V^T; what the products sum over may be in any order, so those 16 bytes are four steps of a product
+// as they lie. Probabilities, transposed by 8 x 8, go to the lanes that have their tokens of V where row g of eight of K's
+// rows is token 16 (g / 2) + g % 2 (+ 2 for the next eight). e4m3 is exact in float16, whose products are the tensor
+// cores' own for a warp.
 //
 // Warps take turns within a block's share of the tokens; their sums meet in shared memory, and the blocks' in global
 // memory, where the last to finish adds them up, always in the same order.
@@ -30,77 +31,77 @@ __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF8
 
 __device__ __forceinline__ Quad quad_at(const unsigned char* p) { return *(const Quad*)p; }
 
-__device__ __forceinline__ int byte_of(const Quad& x, int i) { return x.w[i / 4] >> i % 4 * 8 & 255; }
-
-// What a warp has summed up. Rows: head g, and g + 8 where ROWS is 2.
-template <int D, int ROWS>
+// What a warp has summed up, for heads 8 t + 2 q and the next.
+template <int D, int TILES>
 struct Sums {
-  float top[ROWS], total[ROWS];  // the largest score, rounded up; the sum of powers in units of 2^-P
-  float o[D / 8][4];             // columns 8 n + 2 q, + 1 of head g, of head g + 8: in units of `unit`
+  float top[TILES][2], total[TILES][2];  // the largest score, rounded up; the sum of powers in units of 2^-P
+  float o[TILES][D / 16][4];  // columns 16 m + g of both heads, then columns 16 m + 8 + g: in units of `unit`
   int unit;
 };
 
 // 64 tokens from `start` on, of which those below `used` are seen. x: their scores, without scales.
-template <int D, int ROWS>
-__device__ __forceinline__ void decode_softmax(Sums<D, ROWS>& sums, u32 (&p)[4][4], float (&x)[8][4], const float* rows,
-                                               const Quad& k_bytes, const Quad& v_bytes, int start, int used) {
-  const int first = start + lane_number() % 4 * 16;
-  int most = 0;
+template <int D, int TILES>
+__device__ __forceinline__ void decode_softmax(Sums<D, TILES>& sums, u32 (&p)[TILES][8], const float (&x)[TILES][4][4],
+                                               const float (&rows)[TILES][2], const Quad& k_bytes, const Quad& v_bytes,
+                                               int start, int used) {
+  const u32 g = lane_number() / 4;
+  const int first = start + g / 2 * 16 + g % 2;
+  int k_byte[8], v_byte[8], most = 0;
 #pragma unroll
-  for (int i = 0; i < 16; i++) {
-    const int byte = first + i < used ? byte_of(v_bytes, i) : 0;
-    most = max(most, byte == 255 ? 0 : byte);
+  for (int i = 0; i < 8; i++) {
+    k_byte[i] = k_bytes.w[i / 2] >> (g % 2 * 8 + i % 2 * 16) & 255, v_byte[i] = v_bytes.w[i / 2] >> (g % 2 * 8 + i % 2 * 16) & 255;
+    if (first + 2 * i < used && v_byte[i] != 255) most = max(most, v_byte[i]);
   }
-  most = max(most, (int)__shfl_xor_sync(0xFFFFFFFFu, (u32)most, 1));
-  most = max(most, (int)__shfl_xor_sync(0xFFFFFFFFu, (u32)most, 2));
+#pragma unroll
+  for (int lanes = 4; lanes < 32; lanes *= 2) most = max(most, (int)__shfl_xor_sync(0xFFFFFFFFu, (u32)most, lanes));
   const int unit = max(sums.unit, most);
   const float down = power_of(max(sums.unit - unit, -32) + 127);
   sums.unit = unit;
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
+  for (int t = 0; t < TILES; t++) {
+    float y[8][2], shrink[2];
 #pragma unroll
-    for (int r = 0; r < 4; r++) p[j][r] = 0;
-  }
+    for (int h = 0; h < 2; h++) {
+      float largest = minus_infinity(), sum = 0.f;
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    float largest = minus_infinity(), sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      float& s = x[i / 2][2 * r + i % 2];
-      s = first + i < used ? s * (rows[r] * power_of(byte_of(k_bytes, i))) : minus_infinity();
-      largest = fmaxf(largest, s);
-    }
-    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-    const float now = fmaxf(sums.top[r], ceilf(largest)), point = now == minus_infinity() ? 0.f : now;
-    const float shrink = exp2_fast(sums.top[r] - point);
-    sums.top[r] = now;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      float y[4];
-#pragma unroll
-      for (int n = 0; n < 4; n++) {
-        const int i = 4 * j + n, byte = byte_of(v_bytes, i);
-        const float power = exp2_fast(x[i / 2][2 * r + i % 2] - (point - (float)P_BITS));
-        sum += power;
-        const float less = byte == 255 ? power_of(255) : power_of(max(byte - unit, -32) + 127);
-        y[n] = first + i < used ? power * less : 0.f;
+      for (int i = 0; i < 8; i++) {
+        const float s = x[t][i / 2][i % 2 * 2 + h] * (rows[t][h] * power_of(k_byte[i]));
+        y[i][h] = first + 2 * i < used ? s : minus_infinity();
+        largest = fmaxf(largest, y[i][h]);
       }
-      unpack_e4m3(to_e4m3(y[0], y[1], y[2], y[3]), p[j][r], p[j][r + 2]);
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lanes));
+      const float now = fmaxf(sums.top[t][h], ceilf(largest)), point = now == minus_infinity() ? 0.f : now;
+      shrink[h] = exp2_fast(sums.top[t][h] - point);
+      sums.top[t][h] = now;
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float power = exp2_fast(y[i][h] - (point - (float)P_BITS));
+        sum += power;
+        const float less = v_byte[i] == 255 ? power_of(255) : power_of(max(v_byte[i] - unit, -32) + 127);
+        y[i][h] = first + 2 * i < used ? power * less : 0.f;
+      }
+      sums.total[t][h] = fmaf(sums.total[t][h], shrink[h], sum);
+      shrink[h] *= down;
     }
-    sums.total[r] = fmaf(sums.total[r], shrink, sum);
 #pragma unroll
-    for (int n = 0; n < D / 8; n++) {
+    for (int i = 0; i < 8; i += 2) {
+      u32 low, high;
+      unpack_e4m3(to_e4m3(y[i][0], y[i][1], y[i + 1][0], y[i + 1][1]), low, high);
+      p[t][i] = matrix_turned(low), p[t][i + 1] = matrix_turned(high);
+    }
 #pragma unroll
-      for (int e = 0; e < 2; e++) sums.o[n][2 * r + e] *= shrink * down;
+    for (int m = 0; m < D / 16; m++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) sums.o[t][m][e] *= shrink[e % 2];
     }
   }
 }
 
-// Shared memory: floats [WARPS][8 ROWS][D], then [WARPS][8 ROWS][2], then a word.
-template <int D, int ROWS, int WARPS>
+// Shared memory: floats [WARPS][8 TILES][D], then [WARPS][8 TILES][2], then a word.
+template <int D, int TILES, int WARPS>
 struct DecodeShape {
-  static constexpr int HEADS = 8 * ROWS, STATS = WARPS * HEADS * D * 4, LAST = STATS + WARPS * HEADS * 8;
+  static constexpr int HEADS = 8 * TILES, STATS = WARPS * HEADS * D * 4, LAST = STATS + WARPS * HEADS * 8;
   static constexpr int SHARED = LAST + 16;
 };
 
@@ -109,9 +110,9 @@ __device__ __forceinline__ float weight_of(float top, float highest) {
   return exp2_fast(top - (highest == minus_infinity() ? 0.f : highest));
 }
 
-template <int D, int ROWS, int WARPS, class Out>
+template <int D, int TILES, int WARPS, class Out>
 __device__ __forceinline__ void decode(const DecodeArgs& args) {
-  using Shape = DecodeShape<D, ROWS, WARPS>;
+  using Shape = DecodeShape<D, TILES, WARPS>;
   constexpr int PIECES = D / 64, THREADS = WARPS * 32;
   grid_wait();
   const u32 lane = lane_number(), g = lane / 4, q = lane % 4, warp = warp_number(), base = shared_memory();
@@ -121,8 +122,8 @@ __device__ __forceinline__ void decode(const DecodeArgs& args) {
   const int last = min(((int)blockIdx.x + 1) * each, steps);
   const unsigned char* k = args.k + batch * args.k_batch + group * args.k_head + (g / 2 * 16 + g % 2) * D + 16 * q;
   const unsigned char* v = args.v + batch * args.v_batch + group * args.v_head + g * args.v_row + 16 * q;
-  const unsigned char* k_scale = args.k_scale + batch * args.ks_batch + group * args.ks_head + 16 * q;
-  const unsigned char* v_scale = args.v_scale + batch * args.vs_batch + group * args.vs_head + 16 * q;
+  const unsigned char* k_scale = args.k_scale + batch * args.ks_batch + group * args.ks_head + g / 2 * 16;
+  const unsigned char* v_scale = args.v_scale + batch * args.vs_batch + group * args.vs_head + g / 2 * 16;
   Quad kx[8][PIECES] = {}, vx[D / 8], k_bytes, v_bytes;
   auto load_k = [&](int step) {
     const int start = step * 64, left = args.keys - start - (int)(g / 2 * 16 + g % 2);
@@ -134,75 +135,76 @@ __device__ __forceinline__ void decode(const DecodeArgs& args) {
         if (2 * t < left) kx[t][c] = quad_at(from + 2 * t * D + 64 * c);
     }
     // Rows of scales start at multiples of 16: past the last token there is the rest of sixteen.
-    k_bytes = quad_at(k_scale + (start + 16 * (int)q < args.keys ? start : 0));
+    k_bytes = quad_at(k_scale + (start + (int)(g / 2 * 16) < args.keys ? start : 0));
   };
   auto load_v = [&](int step) {
     const int start = step * 64;
     const unsigned char* from = v + start;
 #pragma unroll
     for (int n = 0; n < D / 8; n++, from += 8 * args.v_row) vx[n] = quad_at(from);
-    v_bytes = quad_at(v_scale + (start + 16 * (int)q < args.keys ? start : 0));
+    v_bytes = quad_at(v_scale + (start + (int)(g / 2 * 16) < args.keys ? start : 0));
   };
   int step = blockIdx.x * each + warp;
   if (step < last) load_k(step), load_v(step);
-  u32 a[PIECES][4][4];  // queries, in float16
-  float rows[ROWS];
-#pragma unroll
-  for (int c = 0; c < PIECES; c++) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int head = g + 8 * r;
-      Quad x = {{0, 0, 0, 0}};
-      if (r < ROWS && head < share)
-        x = quad_at(args.q + batch * args.q_batch + (group * share + head) * args.q_head + 64 * c + 16 * q);
-#pragma unroll
-      for (int w = 0; w < 4; w++) {
-        a[c][w][r] = a[c][w][r + 2] = 0;
-        if (r < ROWS) unpack_e4m3(x.w[w], a[c][w][r], a[c][w][r + 2]);
-      }
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    const int head = g + 8 * r;
-    rows[r] = 1.f;
-    if (head < share)
-      rows[r] = args.scale * power_of(__ldg(args.q_scale + batch * args.qs_batch + (group * share + head) * args.qs_head));
-  }
-  Sums<D, ROWS> sums;
+  u32 b[TILES][PIECES * 4][2];  // queries, in float16
+  Sums<D, TILES> sums;
+  float rows[TILES][2];
   sums.unit = 0;
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) sums.top[r] = minus_infinity(), sums.total[r] = 0.f;
+  for (int t = 0; t < TILES; t++) {
 #pragma unroll
-  for (int n = 0; n < D / 8; n++) {
+    for (int c = 0; c < PIECES; c++) {
+      Quad x = {{0, 0, 0, 0}};
+      if (8 * t + g < share)
+        x = quad_at(args.q + batch * args.q_batch + (group * share + 8 * t + g) * args.q_head + 64 * c + 16 * q);
 #pragma unroll
-    for (int e = 0; e < 4; e++) sums.o[n][e] = 0.f;
+      for (int w = 0; w < 4; w++) unpack_e4m3(x.w[w], b[t][4 * c + w][0], b[t][4 * c + w][1]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int head = 8 * t + 2 * q + h;
+      rows[t][h] = 1.f, sums.top[t][h] = minus_infinity(), sums.total[t][h] = 0.f;
+      if (head < share)
+        rows[t][h] = args.scale * power_of(__ldg(args.q_scale + batch * args.qs_batch + (group * share + head) * args.qs_head));
+    }
+#pragma unroll
+    for (int m = 0; m < D / 16; m++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) sums.o[t][m][e] = 0.f;
+    }
   }
 #pragma unroll 1
   for (; step < last; step += WARPS) {
-    float x[8][4];
+    float x[TILES][4][4];
 #pragma unroll
-    for (int t = 0; t < 8; t++) {
+    for (int n = 0; n < 4; n++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) x[t][e] = 0.f;
+      for (int t = 0; t < TILES; t++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[t][n][e] = 0.f;
+      }
 #pragma unroll
       for (int i = 0; i < PIECES * 4; i++) {
-        u32 low, high;
-        unpack_e4m3(kx[t][i / 4].w[i % 4], low, high);
-        product_warp<Fp16>(x[t], a[i / 4][i % 4], low, high);
+        u32 a[4];
+        unpack_e4m3(kx[2 * n][i / 4].w[i % 4], a[0], a[2]);
+        unpack_e4m3(kx[2 * n + 1][i / 4].w[i % 4], a[1], a[3]);
+#pragma unroll
+        for (int t = 0; t < TILES; t++) product_warp<Fp16>(x[t][n], a, b[t][i][0], b[t][i][1]);
       }
     }
     const Quad now = k_bytes;
     if (step + WARPS < last) load_k(step + WARPS);
-    u32 p[4][4];
-    decode_softmax<D, ROWS>(sums, p, x, rows, now, v_bytes, step * 64, used);
+    u32 p[TILES][8];
+    decode_softmax<D, TILES>(sums, p, x, rows, now, v_bytes, step * 64, used);
 #pragma unroll
-    for (int n = 0; n < D / 8; n++) {
+    for (int m = 0; m < D / 16; m++) {
 #pragma unroll
       for (int w = 0; w < 4; w++) {
-        u32 low, high;
-        unpack_e4m3(vx[n].w[w], low, high);
-        product_warp<Fp16>(sums.o[n], p[w], low, high);
+        u32 a[4];
+        unpack_e4m3(vx[2 * m].w[w], a[0], a[2]);
+        unpack_e4m3(vx[2 * m + 1].w[w], a[1], a[3]);
+#pragma unroll
+        for (int t = 0; t < TILES; t++) product_warp<Fp16>(sums.o[t][m], a, p[t][2 * w], p[t][2 * w + 1]);
       }
     }
     if (step + WARPS < last) load_v(step + WARPS);
@@ -210,19 +212,19 @@ __device__ __forceinline__ void decode(const DecodeArgs& args) {
   // The warps' sums.
   const float unit = power_of(sums.unit);
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    const u32 head = g + 8 * r, to = base + (warp * Shape::HEADS + head) * D * 4;
+  for (int t = 0; t < TILES; t++) {
 #pragma unroll
-    for (int n = 0; n < D / 8; n++) {
+    for (int h = 0; h < 2; h++) {
+      const u32 head = 8 * t + 2 * q + h, to = base + (warp * Shape::HEADS + head) * D * 4;
 #pragma unroll
-      for (int e = 0; e < 2; e++) store_shared(to + (8 * n + 2 * q + e) * 4, sums.o[n][2 * r + e] * unit);
-    }
-    float total = sums.total[r];
-    total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
-    total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
-    if (q == 0) {
-      store_shared(base + Shape::STATS + (warp * Shape::HEADS + head) * 8, sums.top[r]);
-      store_shared(base + Shape::STATS + (warp * Shape::HEADS + head) * 8 + 4, total);
+      for (int m = 0; m < D / 8; m++) store_shared(to + (8 * m + g) * 4, sums.o[t][m / 2][m % 2 * 2 + h] * unit);
+      float total = sums.total[t][h];
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, lanes);
+      if (g == 0) {
+        store_shared(base + Shape::STATS + (warp * Shape::HEADS + head) * 8, sums.top[t][h]);
+        store_shared(base + Shape::STATS + (warp * Shape::HEADS + head) * 8 + 4, total);
+      }
     }
   }
   block_sync();

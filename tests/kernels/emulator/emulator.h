@@ -574,6 +574,12 @@ struct Bf16 {
     return f;
   }
 };
+inline u32 matrix_turned(u32 x) {
+  const std::vector<u32> all = exchange(x);
+  const u32 g = lane_number() / 4, q = lane_number() % 4;
+  auto at = [&](u32 row) { return all[row * 4 + g / 2] >> g % 2 * 16 & 0xFFFF; };
+  return at(2 * q) | at(2 * q + 1) << 16;
+}
 inline void unpack_e4m3(u32 codes, u32& low, u32& high) {
   u32 halves[4];
   for (int i = 0; i < 4; i++) halves[i] = emulator::to_fp16(emulator::from_e4m3(codes >> 8 * i & 255));
