@@ -370,10 +370,12 @@ def _fp8_attention(
     if q.dtype in WIDE and not _takes_wide(q, k, v, q_scale, k_scale, v_scale, mask, causal, dtype, backend):
         q, q_scale = quantize_heads(q)
     if (runs := _backend(q.device, backend)) != "reference":
-        from quantrot.kernels.attention import hopper, triton
+        from quantrot.kernels.attention import decode, hopper, triton
 
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         given = triton.Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale)
+        if backend != "triton" and queries == 1 and decode.supports(given, dtype):
+            return decode.attention(given, dtype)
         many = queries > FEW or query_lengths is not None
         if runs == "hopper" or (backend == "auto" and many and hopper.supports(given, dtype)):
             return hopper.attention(given, dtype)
@@ -395,7 +397,8 @@ def _reads_wide(q: Tensor) -> bool:
     """Whether attention quantizes these queries [B, H, S, D] by itself."""
     from quantrot.kernels.attention import hopper
 
-    return q.dtype in WIDE and q.shape[3] in hopper.DIMS and q.shape[2] > FEW and _is_hopper(q.device)
+    many = q.dtype in WIDE and q.shape[3] in hopper.DIMS and q.shape[2] > FEW
+    return many and hopper.unreadable(q) is None and _is_hopper(q.device)
 
 
 def _takes_wide(

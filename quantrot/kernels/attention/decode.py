@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.attention.reference import LOG2E, group_of
+from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import load_kernel, processors
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ class _Parameters(ctypes.Structure):
 def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
     """Why `attention` does not take these operands, or None. Does not look at the device."""
     (batch, heads, queries, dim), (groups, keys) = given.q.shape, given.k.shape[1:3]
-    if dim not in DIMS or dtype not in OUT or heads // groups > 16 or queries != 1:
-        return f"head_dim {dim}, {dtype}, {heads // groups} heads a key head, {queries} queries"
+    if dim not in DIMS or given.q.dtype != E4M3 or dtype not in OUT or heads // groups > 16 or queries != 1:
+        return f"head_dim {dim}, {given.q.dtype}, {dtype}, {heads // groups} heads a key head, {queries} queries"
     if given.mask is not None or given.query_lengths is not None:
         return "a mask, or query_lengths"
     if not keys or (group_of(given.k_scale, keys), group_of(given.v_scale, keys)) != (1, 1):
@@ -134,7 +135,9 @@ def entry(plan: Plan, dim: int, share: int, out: torch.dtype) -> str:
 @lru_cache(maxsize=64)
 def _kernel(plan: Plan, dim: int, share: int, out: torch.dtype, device: int) -> Any:
     """The function, ready to launch on this device."""
-    return load_kernel(device_functions() + entry(plan, dim, share, out), "decode", plan.shared_bytes(dim, share), device)
+    return load_kernel(
+        device_functions() + entry(plan, dim, share, out), "decode", plan.shared_bytes(dim, share), device
+    )
 
 
 class _Counters:

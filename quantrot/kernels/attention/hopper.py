@@ -94,16 +94,23 @@ def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
         return "a scale of k or v for each token"
     if any(t.stride(3) != 1 or t.data_ptr() % 16 or t.shape[2] * t.shape[3] * t.shape[1] >= 1 << 31 for t in (q, k, v)):
         return "operands whose last dimension is not contiguous, or that do not start at 16 bytes"
-    if q.dtype != E4M3 and q.dtype not in OUT:
-        return f"q in {q.dtype}"
-    if _q_row(q) * q.itemsize % 16 or _q_places(q) is None:
-        return "rows of q that are not at multiples of 16 bytes, or heads between them"
+    if (reason := unreadable(q)) is not None:
+        return reason
     if k.stride(2) != dim or any(s % dim for s in k.stride()[:2]):
         return "rows of k that are not adjacent"
     if any(s % (16 * dim) for s, n in zip(k.stride()[:2], k.shape, strict=False) if n > 1) or _folds(k) is None:
         return "heads of k that do not start at multiples of 16 rows"
     if v.stride(2) % 16 or any(s % v.stride(2) for s in v.stride()[:2]):
         return "rows of v that are not at multiples of 16 bytes"
+    return None
+
+
+def unreadable(q: Tensor) -> str | None:
+    """Why the copy engine cannot read these queries [B, H, S, D], codes or 16 bits, wherever they start; or None."""
+    if q.dtype != E4M3 and q.dtype not in OUT:
+        return f"q in {q.dtype}"
+    if q.stride(3) != 1 or _q_row(q) * q.itemsize % 16 or _q_places(q) is None:
+        return "rows of q that are not at multiples of 16 bytes, or heads between them"
     return None
 
 
@@ -120,11 +127,9 @@ def _span(t: Tensor) -> int:
 
 def _q_row(q: Tensor) -> int:
     """Elements from a query to the next, or with one alone what makes a matrix of the others."""
-    return (
-        max(q.shape[3], *(s for s, n in zip(q.stride()[:2], q.shape, strict=False) if n > 1), 0)
-        if q.shape[2] == 1
-        else q.stride(2)
-    )
+    if q.shape[2] > 1:
+        return q.stride(2)
+    return max(q.shape[3], *(s for s, n in zip(q.stride()[:2], q.shape, strict=False) if n > 1), 0)
 
 
 def _q_places(q: Tensor) -> tuple[int, int, int] | None:

@@ -103,9 +103,7 @@ def shared_bytes(dim: int) -> int:
     return 64 + dim * BLOCK
 
 
-def entry(
-    plan: Plan, dim: int, dtype: torch.dtype, angles: torch.dtype | None, rotate: bool, by_block: bool
-) -> str:
+def entry(plan: Plan, dim: int, dtype: torch.dtype, angles: torch.dtype | None, rotate: bool, by_block: bool) -> str:
     """The source of one kernel, after device_functions."""
     types = (f"quantrot::{TYPES[t]}" for t in (dtype, angles or dtype))
     numbers = (str(int(n)) for n in (dim, plan.share, angles is not None, rotate, by_block))
