@@ -106,7 +106,7 @@ def _sixteens(t: Tensor) -> bool:
 def _end(scale: Tensor) -> int:
     """Where the last row of scale bytes ends in its storage, in whole sixteens."""
     last = sum((n - 1) * s for n, s in zip(scale.shape[:-1], scale.stride()[:-1], strict=True))
-    return scale.storage_offset() + last + -(-scale.shape[-1] // 16) * 16
+    return int(scale.storage_offset() + last) + -(-scale.shape[-1] // 16) * 16
 
 
 def supports(given: "Inputs", dtype: torch.dtype) -> bool:
