@@ -6,13 +6,15 @@
 
 Weights are random, in the shape of Llama-3.1-8B (--config config.json: any other Llama's): time does not depend on
 their values. The bfloat16 model is timed first; then each linear that the recipe quantizes is replaced by quantrot's
-module, with the same weight quantized, and the model is timed again. What a recipe fuses into weights costs nothing
+module, with the same weight quantized, those of one input are merged as `quantrot.load` does, and the model is timed
+again. What a recipe fuses into weights costs nothing
 at run time and is left out; what it runs online is there.
 
-Decode is one token after a prompt, in a static cache, compiled with mode="reduce-overhead"; the time is the mean of
---steps consecutive tokens, synchronized at both ends. Prefill is eager, as a forward over a prompt with its last
-token's logits, the median of five. The floor of decode reads every weight once at copy speed. `error` is the relative
-error of the logits to the bfloat16 model's: of random weights, so of interest to find broken modules only.
+Both are compiled with mode="reduce-overhead". Decode is one token after a prompt, in a static cache; the time is the
+mean of --steps consecutive tokens, synchronized at both ends. Prefill is a forward over a prompt with its last token's
+logits, the median of five; --eager times it without compilation too, where the host's share shows. The floor reads
+every weight once at copy speed. `error` is the relative error of the logits to the bfloat16 model's: of random weights,
+so of interest to find broken modules only.
 """
 
 import argparse
@@ -35,7 +37,8 @@ sys.path.insert(0, str(ROOT))
 from timing import copy_gbps, write_results  # noqa: E402
 
 from quantrot import engines, formats, llama  # noqa: E402
-from quantrot.modules import LINEARS, OnlineHadamard, QuantizedLinear, RotatedAttention, RotatedLinear  # noqa: E402
+from quantrot.load import merge_projections  # noqa: E402
+from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedLinear, RotatedLinear  # noqa: E402
 from quantrot.plan import _assign, _online, _rotations  # noqa: E402
 from quantrot.recipe import load_recipe, shipped_recipes  # noqa: E402
 from quantrot.rotation import Rotation, turn_input  # noqa: E402
@@ -109,9 +112,10 @@ def replace_linears(model: Any, config: dict[str, Any], name: str) -> int:
             with torch.no_grad():
                 new.bias.copy_(old.bias)
         model.set_submodule(fqn, new)
-    if "R3" in rotations:
+    kind = {"arithmetic": recipe.attention, "kv_cache": recipe.kv_cache}
+    if "R3" in rotations or set(kind.values()) != {"bf16"}:
         for layer in model.model.layers:
-            layer.self_attn = RotatedAttention(layer.self_attn, rotations["R3"]).to(model.device)
+            layer.self_attn = QuantizedAttention(layer.self_attn, rotation=rotations.get("R3"), **kind).to(model.device)
     return sum(fmt is not None for fmt in linears.values())
 
 
@@ -163,11 +167,7 @@ def decode_us(model: Any, batch: int, prompt: int, steps: int) -> float:
     cache = StaticCache(config=model.config, max_cache_len=prompt + WARM_TOKENS + steps)
     ids = torch.randint(0, model.config.vocab_size, (batch, prompt), device=device)
     model(ids, past_key_values=cache, logits_to_keep=1)
-    token = ids[:, -1:].clone()
-    step: Callable[..., Any] = model.forward
-    if device.type == "cuda":
-        torch._dynamo.reset()
-        step = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+    token, step = ids[:, -1:].clone(), compiled(model)
 
     def tokens(count: int) -> None:
         for _ in range(count):
@@ -178,26 +178,38 @@ def decode_us(model: Any, batch: int, prompt: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def prefill_us(model: Any, tokens: int) -> float:
+def prefill_us(model: Any, tokens: int, forward: Callable[..., Any]) -> float:
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=model.device)
 
-    def forward() -> None:
-        model(ids, use_cache=False, logits_to_keep=1)
+    def run() -> None:
+        forward(ids, use_cache=False, logits_to_keep=1)
 
-    forward()
-    return statistics.median(seconds(forward, model.device) for _ in range(5)) * 1e6
+    for _ in range(3):  # compiles, records, replays
+        run()
+    return statistics.median(seconds(run, model.device) for _ in range(5)) * 1e6
+
+
+def compiled(model: Any) -> Callable[..., Any]:
+    """The model's forward, on a GPU compiled and recorded."""
+    if model.device.type != "cuda":
+        return model.forward
+    torch._dynamo.reset()
+    return torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
 
 
 def measure(model: Any, asked: argparse.Namespace) -> dict[tuple[str, int], float]:
-    """("decode", batch) and ("prefill", tokens) -> microseconds."""
-    found = {("prefill", tokens): prefill_us(model, tokens) for tokens in asked.prefill}
-    return found | {("decode", batch): decode_us(model, batch, asked.prompt, asked.steps) for batch in asked.batch}
+    """("decode", batch), ("prefill", tokens) and ("eager prefill", tokens) -> microseconds."""
+    found = {("decode", batch): decode_us(model, batch, asked.prompt, asked.steps) for batch in asked.batch}
+    found |= {("prefill", tokens): prefill_us(model, tokens, compiled(model)) for tokens in asked.prefill}
+    if asked.eager:
+        found |= {("eager prefill", tokens): prefill_us(model, tokens, model.forward) for tokens in asked.prefill}
+    return found
 
 
 # --- The table -------------------------------------------------------------------------------------------------------
 
 HEADER = (
-    "recipe                     phase     batch/tokens           us      bf16        x     floor     error\n" + "-" * 98
+    "recipe                   phase      batch/tokens           us      bf16        x     floor     error\n" + "-" * 98
 )
 
 
@@ -217,6 +229,7 @@ def main(asked: argparse.Namespace) -> list[dict[str, Any]]:
         quantized = random_twin(model) if len(asked.recipe) > 1 else model
         count = replace_linears(quantized, config, recipe)
         decode_where_no_kernel(quantized)
+        merge_projections(quantized)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         with torch.no_grad():
@@ -233,7 +246,7 @@ def main(asked: argparse.Namespace) -> list[dict[str, Any]]:
             }
             rows.append(row)
             print(
-                f"{recipe:26s} {phase:8s} {size:13d} {us:12.1f} {wide[phase, size]:9.1f} {wide[phase, size] / us:8.2f} "
+                f"{recipe:24s} {phase:13s} {size:9d} {us:12.1f} {wide[phase, size]:9.1f} {wide[phase, size] / us:8.2f} "
                 f"{row['floor_us']:9.1f} {error:9.2e}",
                 flush=True,
             )
@@ -256,6 +269,7 @@ if __name__ == "__main__":
     parser.add_argument("--recipe", action="append", help=f"a file, or one of {', '.join(shipped_recipes())}")
     parser.add_argument("--batch", type=int, nargs="*", default=[1], help="sequences to decode together")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048, 8192], help="tokens")
+    parser.add_argument("--eager", action="store_true", help="prefill without compilation too")
     parser.add_argument("--prompt", type=int, default=128, help="tokens in the cache before the first decoded one")
     parser.add_argument("--steps", type=int, default=64, help="tokens to decode")
     parser.add_argument("--config", type=Path, help="config.json of another Llama")

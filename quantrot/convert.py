@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from heapq import nlargest
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,7 +43,7 @@ from quantrot.checkpoint import (
 )
 from quantrot.manifest import MANIFEST, VERSION, dump, rotation_entry
 from quantrot.orthogonal import sylvester
-from quantrot.plan import BUDGET, CHUNK, LOOK_AHEAD, Plan, Step, working_bytes
+from quantrot.plan import BUDGET, CHUNK, LOOK_AHEAD, Plan, Step, held_bytes, working_bytes
 from quantrot.plan import plan as make_plan
 from quantrot.recipe import ONLINE
 from quantrot.rotation import Rotation, split_gain, turn_input, turn_output
@@ -305,27 +306,30 @@ def _write_chunk(chunk: _Chunk, outputs: list[TensorInfo], handles: dict[str, Bi
 
 
 def _stream(plan: Plan, todo: list[int], workers: int) -> Iterator[tuple[int, _Chunk, bool]]:
-    """(step, chunk, whether it is the step's last) in order, computed a few ahead by one-threaded workers."""
+    """(step, chunk, whether it is the step's last) in order, computed ahead by one-threaded workers.
+
+    Of the chunks in flight, the largest are taken to be at work, the others to be finished and wait to be written.
+    """
     chunks = ((i, row, row + max(plan.steps[i].rows, 1)) for i in todo for row in _starts(plan.steps[i]))
-    pending: deque[tuple[int, bool, int, Future[_Chunk]]] = deque()
+    pending: deque[tuple[int, bool, Future[_Chunk]]] = deque()
+    working = {i: working_bytes(plan.steps[i]) for i in todo}
+    held = {i: held_bytes(plan.steps[i]) for i in todo}
     following = next(chunks, None)
-    in_flight = 0
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
         while following or pending:
             while following and len(pending) < workers + LOOK_AHEAD:
                 i, start, stop = following
-                cost = working_bytes(plan.steps[i])
-                if pending and in_flight + cost > BUDGET:
+                steps = [i, *(k for k, _, _ in pending)]
+                needed = sum(nlargest(workers, (working[k] for k in steps))) + sum(held[k] for k in steps)
+                if pending and needed > BUDGET:
                     break
                 last = stop >= (plan.steps[i].shape[0] if plan.steps[i].shape else 1)
-                pending.append((i, last, cost, pool.submit(_transform, plan, plan.steps[i], start)))
-                in_flight += cost
+                pending.append((i, last, pool.submit(_transform, plan, plan.steps[i], start)))
                 following = next(chunks, None)
-            i, last, cost, future = pending.popleft()
+            i, last, future = pending.popleft()
             yield i, future.result(), last
-            in_flight -= cost
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
@@ -421,7 +425,6 @@ def sqnr_db(signal: float, error: float) -> float | None:
 
 def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> None:
     """Config, tokenizer, model card and, last, the manifest: its presence says that all else is there."""
-
     for path in plan.copied:
         shutil.copyfile(path, partial / path.name)
     (partial / "config.json").write_bytes((json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode())

@@ -21,7 +21,14 @@ from transformers.utils import logging
 from quantrot import engines
 from quantrot.checkpoint import read_json
 from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest
-from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedLinear, RotatedLinear
+from quantrot.modules import (
+    LINEARS,
+    OnlineHadamard,
+    QuantizedAttention,
+    QuantizedLinear,
+    QuantizedMLP,
+    RotatedLinear,
+)
 from quantrot.source import open_source
 
 DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
@@ -34,12 +41,14 @@ def load(
     dtype: str | torch.dtype = "auto",
     check_hashes: bool = True,
     offload_folder: str | Path | None = None,
+    merge: bool = True,
 ) -> Any:
     """Load a directory that `quantrot.convert` wrote as a causal language model of transformers, in eval mode.
 
     device_map: "auto", a device such as "cpu" or "cuda:1", or accelerate's dict. dtype: of what is not quantized
     ("auto": as on disk). check_hashes=False skips reading all files once more. offload_folder: where modules that the
-    map sends to "disk" are kept. ValueError for a directory that is incomplete, altered or newer than this version.
+    map sends to "disk" are kept. merge: let `merge_projections` make fewer products of a layer's; False keeps forward
+    hooks on each projection working. ValueError for a directory that is incomplete, altered or newer than this version.
     """
     root = Path(path).expanduser()
     manifest = read_manifest(root)
@@ -56,6 +65,8 @@ def load(
         model.generation_config = GenerationConfig.from_pretrained(root)
     if len(set(map(str, placed.values()))) == 1:
         _decode_where_memory_allows(model)
+    if merge:
+        merge_projections(model)
     return dispatch_model(model, placed, offload_dir=offload_folder) if len(placed) > 1 else model
 
 
@@ -149,6 +160,25 @@ def _place(model: Any, device_map: str | dict[str, Any]) -> dict[str, Any]:
 
 def _offloaded(name: str, placed: dict[str, Any]) -> bool:
     return any(device == "disk" and name.startswith(prefix) for prefix, device in placed.items())
+
+
+def merge_projections(model: Any) -> int:
+    """In every layer, one product for queries, keys and values and one for gate and up, where their formats are equal
+    and their device has kernels for the stored tensors. Returns how many there are. Rounding apart, no number changes.
+    """
+    count = 0
+    for layer in model.model.layers:
+        for name, module in (("self_attn", QuantizedAttention), ("mlp", QuantizedMLP)):
+            old = getattr(layer, name)
+            linears = [getattr(old, part) for part in module.parts]
+            if all(
+                isinstance(x, QuantizedLinear) and x.runs_packed(getattr(x, x.tensor_names[0]).device) for x in linears
+            ):
+                new = old if isinstance(old, module) else module(old)
+                if new.merge():
+                    setattr(layer, name, new.train(old.training))
+                    count += 1
+    return count
 
 
 def _decode_where_memory_allows(model: nn.Module) -> None:

@@ -31,7 +31,7 @@ from quantrot.source import Source, open_source
 from quantrot.version import __version__
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements: 1 MB in float32 stays in cache; smaller ones wait for Python
-LOOK_AHEAD = 2  # chunks in flight besides one a thread
+LOOK_AHEAD = 96  # chunks in flight besides one a thread: what one thread does while another turns a whole down_proj
 BUDGET = 384 << 20  # bytes that chunks in flight may take together; a larger chunk goes alone
 OVERHEAD = 64 << 20  # thread pools, GEMM packing buffers, allocator slack
 COPIED = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "generation_config")
@@ -102,8 +102,9 @@ class Plan:
 
     def peak_bytes(self, threads: int) -> int:
         """Predicted peak resident set: this process as it is now, and the chunks in flight."""
-        chunks = max(1, min(threads + LOOK_AHEAD, BUDGET // self.working_bytes))
-        return psutil.Process().memory_info().rss + OVERHEAD + chunks * self.working_bytes
+        waiting = LOOK_AHEAD * max(held_bytes(step) for step in self.steps)
+        chunks = min(threads * self.working_bytes + waiting, max(BUDGET, self.working_bytes))
+        return psutil.Process().memory_info().rss + OVERHEAD + chunks
 
     def fingerprint(self) -> str:
         """sha256 of all that determines the output's bytes: recipe, source headers, layout, device."""
@@ -437,6 +438,11 @@ def working_bytes(step: Step) -> int:
     copies = 2 if step.input_turns or permuted else 1
     small = min(elements, CHUNK["cpu"]) * 40  # the quantizer's temporaries, at most a cache-sized piece
     return elements * (source + wide * copies + source) + small
+
+
+def held_bytes(step: Step) -> int:
+    """What a finished chunk of this step holds until it is written, at most: its source and as much again."""
+    return 2 * step.rows * math.prod(step.shape[1:]) * DTYPES[step.dtype].itemsize
 
 
 # --- Files -----------------------------------------------------------------------------------------------------------

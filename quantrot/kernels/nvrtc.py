@@ -1,7 +1,7 @@
 """CUDA C++ for Hopper, compiled at first use: source -> cubin kept on disk -> a function to launch.
 
 NVRTC compiles through cuda.core, so no CUDA toolkit is needed; the cubin is kept under $QUANTROT_CACHE (default
-~/.cache/quantrot), named by the hash of source, target and compiler version. 5.5 us of host time a launch.
+~/.cache/quantrot), named by the hash of source, target and compiler version.
 """
 
 import ctypes
@@ -21,6 +21,7 @@ SM_SHARED = 228 << 10  # and a multiprocessor has, of which every block takes an
 SM_REGISTERS = 65536
 
 
+@lru_cache(maxsize=64)
 def available(device: torch.device) -> bool:
     """Whether this device and installation can run the kernels."""
     if torch.cuda.get_device_capability(device) != (9, 0):
@@ -67,7 +68,7 @@ def processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def load_kernel(source: str, name: str, shared: int, device: int) -> Any:
+def load_kernel(source: str, name: str, shared: int, device: int) -> int:
     """The kernel `extern "C" name` of the source, with `shared` bytes of dynamic shared memory allowed."""
     from cuda.bindings import driver
 
@@ -76,7 +77,7 @@ def load_kernel(source: str, name: str, shared: int, device: int) -> Any:
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     if shared:
         checked(driver.cuKernelSetAttribute(attribute, shared, kernel, driver.CUdevice(device)))
-    return driver.CUfunction(int(kernel))
+    return int(kernel)
 
 
 def tensor_map(
@@ -123,8 +124,43 @@ def encode_map(
     return room.raw[start : start + 128]
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_uint64 * 8)]
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_OVERLAP = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint64 * 8)(1))
+
+
+@lru_cache(maxsize=1)
+def _launcher() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = [ctypes.POINTER(_Launch), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    return function
+
+
+@lru_cache(maxsize=64)
+def _offsets(structure: type[ctypes.Structure]) -> tuple[int, ...]:
+    return tuple(getattr(structure, field[0]).offset for field in structure._fields_)
+
+
 def launch(
-    function: Any,
+    function: int,
     grid: Sequence[int],
     threads: int,
     shared: int,
@@ -136,35 +172,18 @@ def launch(
     """Launch on the device's current stream; the structure's fields are the kernel's parameters, in order.
 
     overlap: the kernel may start while the one before it ends; it waits for that one itself (griddepcontrol.wait).
+    Calls the driver through ctypes, which takes a third of the time that cuda.bindings' objects take to make.
     """
-    from cuda.bindings import driver
+    start, offsets = ctypes.addressof(arguments), _offsets(type(arguments))
+    pointers = (ctypes.c_void_p * len(offsets))(*[start + offset for offset in offsets])
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    launch = _Launch((*grid, 1, 1)[:3], (threads, 1, 1), shared, stream, ctypes.pointer(_OVERLAP), int(overlap))
+    if torch.cuda.current_device() == device:
+        error = _launcher()(launch, function, pointers, None)
+    else:
+        with torch.cuda.device(device):
+            error = _launcher()(launch, function, pointers, None)
+    if error:
+        from cuda.bindings import driver
 
-    fields = type(arguments)._fields_
-    start = ctypes.addressof(arguments)
-    offsets = (start + getattr(type(arguments), field[0]).offset for field in fields)
-    pointers = (ctypes.c_void_p * len(fields))(*offsets)
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream().cuda_stream
-        where = ctypes.addressof(pointers)
-        x, y, z = (*grid, 1, 1)[:3]
-        if overlap:
-            config = _overlapping((x, y, z), threads, shared)
-            config.hStream = driver.CUstream(stream)
-            checked(driver.cuLaunchKernelEx(config, function, where, 0))
-        else:
-            checked(driver.cuLaunchKernel(function, x, y, z, threads, 1, 1, shared, stream, where, 0))
-
-
-def _overlapping(grid: tuple[int, int, int], threads: int, shared: int) -> Any:
-    """A launch configuration with programmatic stream serialization."""
-    from cuda.bindings import driver
-
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = shared
-    config.attrs, config.numAttrs = [attribute], 1
-    return config
+        raise RuntimeError(f"CUDA driver: {driver.CUresult(error).name}")

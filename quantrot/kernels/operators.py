@@ -16,6 +16,8 @@ def implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def on_its_device(first: torch.Tensor, *others: Any) -> Any:
+            if first.device.index == torch.cuda.current_device():
+                return function(first, *others)
             with torch.cuda.device(first.device):
                 return function(first, *others)
 

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
@@ -19,10 +19,11 @@ from quantrot.kernels.attention import (
 )
 from quantrot.modules.cache import adopt, round_trip
 from quantrot.modules.linear import OnlineHadamard
+from quantrot.modules.merged import Merging
 from quantrot.rotation import Rotation
 
 
-class QuantizedAttention(nn.Module):
+class QuantizedAttention(Merging):
     """Llama's or Mistral's attention. rotation: R3, which turns queries and keys after RoPE; scores stay the same,
     (q R)(k R)^T = q k^T, and the cache holds turned keys. arithmetic: "fp8" for products and probabilities in e4m3.
     kv_cache: the format that keys and values pass through, whether or not a cache is there to hold them.
@@ -31,6 +32,8 @@ class QuantizedAttention(nn.Module):
     and they are quantized again at every step. A prompt's keys and values share a scale per 128 tokens and head
     (`granularity`), tokens that are added one by one have their own.
     """
+
+    parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,
@@ -62,10 +65,7 @@ class QuantizedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """As in transformers: hidden_states [B, S, hidden] -> (the same, attention weights or None)."""
         tokens = hidden_states.shape[:-1]
-        q, k, v = (
-            projection(hidden_states).view(*tokens, -1, self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (projected.view(*tokens, -1, self.head_dim) for projected in self.outputs(hidden_states))
         if self.arithmetic == "fp8":
             output, weights = self._fp8(q, k, v, position_embeddings, attention_mask, past_key_values), None
         else:

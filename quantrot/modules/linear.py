@@ -23,7 +23,7 @@ class OnlineHadamard(nn.Module):
 
     def __init__(self, rotation: Rotation, stored: bool = False) -> None:
         super().__init__()
-        self.block = rotation.block
+        self.rotation, self.block = rotation, rotation.block
         self.register_buffer("signs", signs(rotation), persistent=False)
         if stored:
             shape = rotation.block, rotation.block

@@ -117,7 +117,9 @@ def sanitized(request):
         pytest.skip("needs compute-sanitizer")
 
     def run(code: str) -> None:
-        command = [sanitizer, "--tool", request.param, "--error-exitcode", "9", sys.executable, "-c", code]
+        # cuda.bindings looks up symbols that a driver may not have, which memcheck would report as errors of the API
+        quiet = ["--report-api-errors", "no"] if request.param == "memcheck" else []
+        command = [sanitizer, "--tool", request.param, *quiet, "--error-exitcode", "9", sys.executable, "-c", code]
         env = os.environ | {"PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]

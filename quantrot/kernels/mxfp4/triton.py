@@ -196,7 +196,7 @@ def _exponent(x, root, RULE: tl.constexpr):
             exponent = tl.minimum(tl.maximum(exponent, -126), 125)
             once = _squared_error(x, _power(-exponent) * root)
             twice = _squared_error(x, _power(-exponent) * (root * 0.5)) * 4.0
-            exponent += (twice < once).to(tl.int32)
+            exponent += ((twice < once) & (amax * _power(-exponent) > 7.0)).to(tl.int32)
     return tl.minimum(tl.maximum(exponent, -127), 126), finite
 
 

@@ -1,0 +1,111 @@
+"""Linears that read the same input as one product: queries, keys and values; gate and up.
+
+A small weight takes as long to start on as to read, and each product's input is turned and quantized by a kernel of its
+own: merged, a decoder layer has two products and two quantizations where it had five. The linears keep their names and
+their tensors, which become slices of the whole's memory.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantrot.modules.linear import OnlineHadamard, QuantizedLinear
+
+
+class Merging(nn.Module):
+    """A module whose linears named in `parts` read the same input, and may be one product.
+
+    Merged, the linears' own forwards are not called, nor are hooks on them; one that is replaced ends the merger.
+    """
+
+    parts: tuple[str, ...]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.merged: QuantizedLinear | None = None
+        self._merged_of: list[nn.Module] = []
+
+    def linears(self) -> list[nn.Module]:
+        return [self.get_submodule(name) for name in self.parts]
+
+    def merge(self) -> bool:
+        """Make one product of them if they differ in out_features only; whether they are one now."""
+        self.merged, self._merged_of = joined(self.linears()), self.linears()
+        return self.merged is not None
+
+    def outputs(self, x: Tensor) -> Sequence[Tensor]:
+        """What each linear makes of x [..., in_features], in their order; merged, slices of one tensor."""
+        linears: list[Any] = self.linears()
+        if self.merged is None or any(a is not b for a, b in zip(linears, self._merged_of, strict=True)):
+            return [linear(x) for linear in linears]
+        return self.merged(x).split([linear.out_features for linear in linears], dim=-1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Merging":
+        """Moved or cast, each tensor gets memory of its own: they are merged again."""
+        again, self.merged = self.merged is not None, None
+        super()._apply(fn, recurse)
+        if again:
+            self.merge()
+        return self
+
+
+class QuantizedMLP(Merging):
+    """Llama's MLP, down(act(gate(x)) * up(x)), on the same linears."""
+
+    parts = ("gate_proj", "up_proj")
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.act_fn = mlp.act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.outputs(x)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
+    """One linear whose outputs are those of all side by side; None if they differ in more than out_features.
+
+    Its tensors are buffers in no state dict; the linears' tensors become slices of them.
+    """
+    first = linears[0]
+    if not isinstance(first, QuantizedLinear) or any(_kind(linear) != _kind(first) for linear in linears):
+        return None
+    wide = first.bias is not None
+    online = first.get_submodule(first.online_name) if first.online_name else None
+    assert online is None or isinstance(online, OnlineHadamard)
+    alike: list[Any] = list(linears)
+    with torch.device("meta"):
+        whole = type(first)(
+            first.in_features, sum(part.out_features for part in alike), wide, torch.float32, first.format
+        )
+    for name in [name for name, _ in whole.named_parameters()]:
+        delattr(whole, name)
+    for name in [*first.tensor_names, *(["bias"] if wide else [])]:
+        tensors = [getattr(part, name) for part in alike]
+        memory = torch.cat([tensor.data for tensor in tensors])
+        for tensor, piece in zip(tensors, memory.split([len(tensor) for tensor in tensors]), strict=True):
+            tensor.data = piece
+        whole.register_buffer(name, memory, persistent=False)
+    whole.tensor_names = first.tensor_names
+    if online is not None:
+        whole.online_name = first.online_name
+        whole.add_module(first.online_name, OnlineHadamard(online.rotation).to(memory.device))
+    return whole
+
+
+def _kind(linear: nn.Module) -> Any:
+    """What is equal in linears that can be one; the linear itself, unlike any other, where it can be part of none."""
+    if not isinstance(linear, QuantizedLinear) or linear._decoded is not None or hasattr(linear, "_hf_hook"):
+        return linear
+    online = linear.get_submodule(linear.online_name) if linear.online_name else None
+    tensors = [getattr(linear, name) for name in linear.tensor_names]
+    if any(tensor.device.type == "meta" for tensor in tensors):
+        return linear
+    rotation = online.rotation if isinstance(online, OnlineHadamard) else None
+    bias = None if linear.bias is None else (linear.bias.dtype, linear.bias.device)
+    rows = [(tensor.device, linear.out_features / len(tensor)) for tensor in tensors]  # that share one of its rows
+    return type(linear), linear.in_features, linear.format, linear.tensor_names, rotation, bias, rows
