@@ -5,17 +5,16 @@ mixes: the rotation is two products with a quarter of the matrix, or four, whate
 16-bit input make every term exact. V's tiles are transposed on their way out.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from quantrot.kernels.attention.reference import BLOCK, LARGEST_BLOCK_HEAD, key_rows
-from quantrot.kernels.attention.triton import PTX, overlaps, to_e4m3
+from quantrot.kernels.attention.triton import PTX, to_e4m3
 from quantrot.kernels.fp8 import E4M3
 from quantrot.orthogonal import hadamard
 
@@ -159,10 +158,8 @@ def _quantize_kernel(
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, cos_batch, cos_token, tokens, k_rows,
     padded, heads, groups, factor, HALF: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     VALUES: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, ROPE: tl.constexpr, SIGNS: tl.constexpr,
-    ROTATE: tl.constexpr, BY_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    ROTATE: tl.constexpr, BY_BLOCK: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    if PDL:  # attention may be launched, and waits for this kernel's end
-        gdc_launch_dependents()
     tile = tl.program_id(0)
     part = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -241,8 +238,6 @@ def quantize(
     half = max(16, triton.next_power_of_2(dim // 2))
     kind = _kind(order, dim)
     config = config or config_for(tokens, dim, kind, q.dtype)
-    if heads == 0 and cos is None:
-        config = replace(config, share=1)  # nothing to keep from a head to the next
     parts = triton.cdiv(heads, config.share) + triton.cdiv(groups, config.share) + groups
     tiles = max(triton.cdiv(tokens, config.tile), padded // config.values)
     _quantize_kernel[tiles, parts, batch](
@@ -252,7 +247,6 @@ def quantize(
         tokens, key_rows(tokens), padded, heads, groups, order**-0.5 if order else 1.0, HALF=dim // 2, HP=half,
         DP=2 * half, TILE=config.tile, VALUES=config.values, SHARE=config.share, BLOCK=BLOCK, ROPE=cos is not None,
         SIGNS=signs is not None, ROTATE=kind, BY_BLOCK=by_block, PRECISION="tf32x3" if PTX else "ieee", PTX=PTX,
-        PDL=overlaps(k.device),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -12,13 +12,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quantrot.kernels.attention.reference import P_BITS, group_of
 
 P = tl.constexpr(P_BITS)
 LOG2E = 1.4426950408889634
-PROGRAMS = 2  # of the decode kernel a multiprocessor
 PTX = torch.version.hip is None and not triton.knobs.runtime.interpret  # neither AMD nor the interpreter has PTX
 
 
@@ -221,12 +219,9 @@ def _decode_kernel(
     vs_batch, vs_head, vs_row, mask_batch, kv_heads, keys,
     GROUPS: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, LENGTHS: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Products are transposed, keys [BN, DP] by queries [DP, GP] and values [DP, BN] by probabilities [BN, GP]: the
     few query heads of a key's head are the short side of the tensor core's tile, and K and V go through it whole."""
-    if PDL:
-        gdc_launch_dependents()
     split, splits = tl.program_id(0), tl.num_programs(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -297,11 +292,9 @@ def _decode_kernel(
 
 @triton.jit
 def _combine_kernel(
-    part_ptr, stats_ptr, out_ptr, splits, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
+    part_ptr, stats_ptr, out_ptr, splits, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
     """One query head: the splits' sums, always in the same order."""
-    if PDL:  # the decode kernel's end
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SPLITS)
     d = tl.arange(0, DP)
@@ -334,19 +327,13 @@ def decode_config(head_dim: int) -> Config:
 
 
 @lru_cache(maxsize=16)
-def overlaps(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one before it runs (griddepcontrol: sm_90 and up)."""
-    return PTX and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@lru_cache(maxsize=16)
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def splits_for(programs: int, tiles: int, device: torch.device) -> int:
-    """How many programs share the keys of one head: PROGRAMS a multiprocessor, a tile each at least."""
-    return max(1, min(tiles, -(-PROGRAMS * _processors(device) // programs)))
+    """How many programs share the keys of one head: two programs a multiprocessor, a tile each at least."""
+    return max(1, min(tiles, -(-2 * _processors(device) // programs)))
 
 
 @dataclass(frozen=True)
@@ -415,7 +402,7 @@ def _decode(given: Inputs, out: Tensor, config: Config) -> None:
     splits = splits_for(batch * kv_heads, max(1, triton.cdiv(keys, config.keys)), q.device)
     part = torch.empty(batch * heads, splits, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(batch * heads, splits, 2, dtype=torch.float32, device=q.device)
-    unread, overlap = given.q_scale, overlaps(q.device)
+    unread = given.q_scale
     _decode_kernel[splits, batch * kv_heads](
         q, k, v, given.q_scale, given.k_scale, given.v_scale, unread if mask is None else mask,
         unread if given.lengths is None else given.lengths, part, stats, given.scale * LOG2E,
@@ -424,9 +411,8 @@ def _decode(given: Inputs, out: Tensor, config: Config) -> None:
         GROUPS=heads // kv_heads, GP=max(16, triton.next_power_of_2(heads // kv_heads)), D=dim,
         DP=max(64, _padded(dim)), BN=config.keys, K_GROUP=group_of(given.k_scale, keys),
         V_GROUP=group_of(given.v_scale, keys), MASK=mask is not None, LENGTHS=given.lengths is not None,
-        PTX=PTX, PDL=overlap, num_warps=config.warps, num_stages=config.stages,
+        PTX=PTX, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     _combine_kernel[(batch * heads,)](
-        part, stats, out, splits, D=dim, DP=_padded(dim), SPLITS=triton.next_power_of_2(splits), PDL=overlap,
-        num_warps=4, **({"launch_pdl": True} if overlap else {}),
-    )  # fmt: skip
+        part, stats, out, splits, D=dim, DP=_padded(dim), SPLITS=triton.next_power_of_2(splits), num_warps=4
+    )
