@@ -52,10 +52,6 @@ __device__ __forceinline__ void grid_wait() {
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// A kernel that was launched as the dependent of this one may start as soon as all blocks have said so, and have left it
-// room; its own wait is for the end of this one.
-__device__ __forceinline__ void grid_allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 // --- Barriers --------------------------------------------------------------------------------------------------------
 //
 // A barrier's phase ends when as many arrivals as it was made for and all the expected bytes have come. Waiting on

@@ -294,7 +294,7 @@ __device__ __forceinline__ void values(const PrepareArgs& args, const unsigned s
 // T: Bf16, Fp16; Angle: that of cos and sin, T or Fp32.
 template <class T, class Angle, int D, int SHARE, bool ROPE, bool ROTATE, bool BY_BLOCK>
 __device__ __forceinline__ void prepare(const PrepareArgs& args) {
-  grid_allow_next();
+  grid_wait();
   const u32 base = shared_memory();
   const int tile = blockIdx.x, batch = blockIdx.z;
   int part = blockIdx.y;

@@ -171,5 +171,5 @@ def quantize(
     plan = plan or plan_for(dim, order > 0)
     values = _Parameters(arguments(q, k, v, cos, sin, order, out, plan))
     function = _kernel(plan, dim, k.dtype, cos.dtype if cos is not None else None, order > 0, by_block, device)
-    nvrtc.launch(function, grid(values.args, k.shape[0]), THREADS, shared_bytes(dim), values, device)
+    nvrtc.launch(function, grid(values.args, k.shape[0]), THREADS, shared_bytes(dim), values, device, overlap=True)
     return out

@@ -205,7 +205,6 @@ inline u32 warp_number() { return self().warp(); }
 inline u32 shared_memory() { return emulator::SHARED_START; }
 inline u32 cluster_rank() { return self().block->rank; }
 inline void grid_wait() {}
-inline void grid_allow_next() {}
 inline u32 in_block(u32 address, u32 rank) { return address | (rank + 1) << 24; }
 
 inline void warp_sync() { self().block->warps[self().warp()].meeting.meet(32, "the warp"); }
