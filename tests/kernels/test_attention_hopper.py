@@ -233,3 +233,25 @@ def test_the_whole_from_bf16_is_the_references():
     y, expected = (fp8_attention(q, k, v, causal=True, backend=backend) for backend in ("auto", "reference"))
     assert relative(y, expected) <= 1e-2
     assert torch.equal(torch.compile(fp8_attention, fullgraph=True)(q, k, v, causal=True), y)
+
+
+@gpu
+@pytest.mark.parametrize("dim", kernels.DIMS)
+def test_a_chain_that_overlaps_is_what_its_steps_give(dim):
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 700, dim, device="cuda", dtype=torch.bfloat16)
+
+    def chain(x, done):
+        for i in range(40):
+            x = fp8_attention(x, x[:, i % 2 :: 2], x[:, 1 - i % 2 :: 2], causal=True)  # kernels of this library alone
+            done()
+        return x
+
+    expected = chain(x, torch.cuda.synchronize)
+    assert torch.equal(chain(x, lambda: None), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(x, lambda: None)
+    for _ in range(10):
+        graph.replay()
+        assert torch.equal(y, expected)
