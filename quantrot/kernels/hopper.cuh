@@ -439,12 +439,6 @@ __device__ __forceinline__ u32 to_e4m3(float a, float b, float c, float d) {
   return r;
 }
 
-__device__ __forceinline__ unsigned short to_e4m3(float a, float b) {
-  unsigned short r;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(r) : "f"(a), "f"(b));
-  return r;
-}
-
 // An 8 x 8 matrix of 16-bit elements, row g, columns 2 q and the next in a lane, transposed.
 __device__ __forceinline__ u32 matrix_turned(u32 x) {
   u32 y;

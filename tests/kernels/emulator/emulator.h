@@ -615,7 +615,6 @@ inline u32 to_e4m3(float a, float b, float c, float d) {
   }
   return r;
 }
-inline unsigned short to_e4m3(float a, float b) { return (unsigned short)to_e4m3(a, b, 0.f, 0.f); }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float round_up(float x) { return std::ceil(x); }
 
