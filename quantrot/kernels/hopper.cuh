@@ -208,6 +208,15 @@ __device__ __forceinline__ void copies_arrive(u32 bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
+// --- Global memory between blocks ------------------------------------------------------------------------------------
+
+// What this thread wrote is seen by whoever sees what it writes after this.
+__device__ __forceinline__ void global_fence() { __threadfence(); }
+
+// Loads that do not take what this multiprocessor has read before.
+__device__ __forceinline__ float fresh(const float* p) { return __ldcg(p); }
+__device__ __forceinline__ float4 fresh4(const float* p) { return __ldcg((const float4*)p); }
+
 // --- Registers between warpgroups ------------------------------------------------------------------------------------
 
 template <int N>
@@ -239,6 +248,12 @@ __device__ __forceinline__ u32 load_shared_u16(u32 address) {  // two bytes, zer
 __device__ __forceinline__ float load_shared(u32 address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u32 load_shared1(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
 
@@ -409,6 +424,7 @@ __device__ __forceinline__ void product_tf32(float (&d)[4], const float (&a)[4],
 
 struct Bf16 {
   static constexpr bool BRAIN = true;
+  static constexpr int BYTES = 2;
   __device__ __forceinline__ static u32 pack(float lo, float hi) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
@@ -427,6 +443,20 @@ __device__ __forceinline__ u32 to_e4m3(float a, float b, float c, float d) {
   return r;
 }
 
+// An 8 x 8 matrix of 16-bit elements, row g, columns 2 q and the next in a lane, transposed.
+__device__ __forceinline__ u32 matrix_turned(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// Four codes as two pairs of float16, exactly.
+__device__ __forceinline__ void unpack_e4m3(u32 codes, u32& low, u32& high) {
+  asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+}
+
 // 2^x to 2 ulp, subnormals are zero.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
@@ -434,8 +464,16 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// The least integer that is not below x (for |x| < 2^22; past that, one a few ulp above).
+__device__ __forceinline__ float round_up(float x) {
+  float y;
+  asm("add.rp.f32 %0, %1, 0f4B400000;" : "=f"(y) : "f"(x));  // 1.5 * 2^23, whose ulp is 1
+  return y - 12582912.f;
+}
+
 struct Fp16 {
   static constexpr bool BRAIN = false;
+  static constexpr int BYTES = 2;
   __device__ __forceinline__ static u32 pack(float lo, float hi) {
     u32 r;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
@@ -447,6 +485,21 @@ struct Fp16 {
     return f;
   }
 };
+
+// d [16, 8] += a [16, 16] b [16, 8] in 16 bits (T: Bf16, Fp16), by a warp: a is row g + 8 (i % 2), columns 2 q + 8 (i / 2) and
+// the next, b0 and b1 rows 2 q (+ 8) and the next, column g; d[2 h + e] is row g + 8 h, column 2 q + e.
+template <class T>
+__device__ __forceinline__ void product_warp(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (T::BRAIN) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
 
 }  // namespace quantrot
 #endif
@@ -482,6 +535,15 @@ __device__ __forceinline__ u32 swizzled64(u32 row, u32 column) { return row * 64
 struct alignas(16) Quad {
   u32 w[4];
 };
+
+// 2^x for x <= 127 to 1e-4 of it, without the unit for powers: the nearest integer into the exponent, a polynomial for the
+// rest (least relative error on [-1/2, 1/2]). Below 2^-126, and for what is no number, 2^-126.
+__device__ __forceinline__ float exp2_products(float x) {
+  x = fmaxf(x, -126.f);
+  const float shifted = x + 12582912.f, f = x - (shifted - 12582912.f);  // 1.5 * 2^23: the integer is in the low bits
+  const float y = fmaf(fmaf(fmaf(0.055171668f, f, 0.242611122f), f, 0.693260986f), f, 0.999928074f);
+  return __uint_as_float((__float_as_uint(shifted) << 23) + __float_as_uint(y));
+}
 
 // A ring of buffers: `stage` of STAGES, and the parity of its next phase.
 template <int STAGES>

@@ -5,16 +5,28 @@ import ctypes
 import pytest
 import torch
 
-from quantrot.kernels.attention import Quantized, attend, quantize_heads, rope_hadamard_quantize, triton
+from quantrot.kernels.attention import (
+    Quantized,
+    attend,
+    fp8_attention,
+    quantize_heads,
+    rope_hadamard_quantize,
+    triton,
+)
 from quantrot.kernels.attention import hopper as kernels
 
 gpu = pytest.mark.gpu
 
-# name: plan, head_dim, causal, 16-bit type
+E4M3 = torch.float8_e4m3fn
+
+# name: plan, head_dim, causal, q's type, 16-bit type
 KERNELS = {
-    "128": (kernels.Plan(2, 2), 128, True, torch.bfloat16),
-    "64": (kernels.Plan(3, 2), 64, True, torch.float16),
-    "64-full": (kernels.Plan(2, 3), 64, False, torch.bfloat16),
+    "128": (kernels.Plan(2, 2), 128, True, E4M3, torch.bfloat16),
+    "128-wide": (kernels.Plan(2, 2, 8, True), 128, True, torch.bfloat16, torch.bfloat16),
+    "64": (kernels.Plan(3, 2), 64, True, E4M3, torch.float16),
+    "64-wide": (kernels.Plan(3, 2, 4, True), 64, True, torch.float16, torch.float16),
+    "64-full": (kernels.Plan(2, 3), 64, False, E4M3, torch.bfloat16),
+    "64-ahead": (kernels.Plan(2, 2, ahead=True), 64, True, torch.bfloat16, torch.bfloat16),
 }
 RUN = """
 #include <string>
@@ -41,28 +53,35 @@ extern "C" const char* run(int which, const unsigned long long (*m)[7], const qu
 def emulator(emulated):
     """The kernels on the host: emulator(name, given, blocks, seed) -> [B, S, H, D]."""
     source, names = kernels.device_functions(), []
-    for i, (plan, dim, causal, out) in enumerate(KERNELS.values()):
+    for i, (plan, dim, causal, queries, out) in enumerate(KERNELS.values()):
         names.append(f"attention_{i}")
-        source += kernels.entry(plan, dim, causal, out).replace("attention(", f"attention_{i}(", 1)
+        source += kernels.entry(plan, dim, causal, queries, out).replace("attention(", f"attention_{i}(", 1)
     library = emulated(source.replace('extern "C" __global__', "__global__") + RUN.replace("NAMES", ", ".join(names)))
     library.run.restype = ctypes.c_char_p
 
     def run(name, given, blocks, seed):
-        plan, dim, causal, dtype = KERNELS[name]
+        plan, dim, causal, q_type, dtype = KERNELS[name]
+        assert given.q.dtype == q_type
         inputs = as_inputs(given, causal)
         assert kernels.unsupported(inputs, dtype) is None
-        (batch, heads, queries, _), v = given.q.shape, given.v
+        (batch, heads, queries, _), q, v = given.q.shape, given.q, given.v
         out = torch.full((batch, queries, heads, dim), float("nan"), dtype=dtype)
         args = kernels.arguments(inputs, out, plan)
         k_rows = 16 * kernels._folds(given.k)
         rows = [
-            (given.q.data_ptr(), batch * heads * queries, dim, dim, plan.rows, dim, 0),
+            kernels.q_matrix(q, plan),
             (given.k.data_ptr(), k_rows, dim, dim, 128, dim, 1),
             (v.data_ptr(), v.shape[0] * v.shape[1] * dim, v.shape[3], v.stride(2), dim, 128, 0),
         ]
         m = (ctypes.c_ulonglong * 21)(*(n for row in rows for n in row))
         message = library.run(
-            list(KERNELS).index(name), m, ctypes.byref(args), blocks, plan.threads, plan.shared_bytes(dim), seed
+            list(KERNELS).index(name),
+            m,
+            ctypes.byref(args),
+            blocks,
+            plan.threads,
+            plan.shared_bytes(dim, q_type != E4M3),
+            seed,
         )
         assert message == b"", message.decode()
         return out
@@ -80,29 +99,56 @@ def as_inputs(given, causal, lengths=None, query_lengths=None):
     return triton.Inputs(q, k, v, q_scale, k_scale, v_scale, None, lengths, query_lengths, causal, scale)
 
 
-def quantized(queries, keys, dim, heads=2, groups=1, granularity="block", device="cpu", batch=1):
-    q = torch.randn(batch, heads, queries, dim, device=device)
+def quantized(queries, keys, dim, heads=2, groups=1, granularity="block", device="cpu", batch=1, wide=None):
+    """wide: q stays in this dtype, the view of [B, S, H, D] that projections leave."""
+    q = torch.randn(batch, queries, heads, dim, device=device).transpose(1, 2)
+    q[:, :, ::3] *= 0.01
     k, v = (torch.randn(batch, groups, keys, dim, device=device) for _ in range(2))
     v = v * 2 ** torch.linspace(-3, 3, keys, device=device).view(-1, 1)  # the scales rise from tile to tile
     k[:, :, ::5] *= 0.1
     turned = [t.transpose(1, 2) for t in (k, k, v)]
     given = rope_hadamard_quantize(*turned, granularity=granularity, backend="reference")
+    if wide:
+        return Quantized(q.to(wide), q.new_empty(batch, heads, 0, dtype=torch.uint8), *given[2:])
     codes, scale = quantize_heads(q)
     return Quantized(codes, scale, *given[2:])
 
 
 @pytest.mark.parametrize(
     ("name", "queries", "keys", "granularity"),
-    [("128", 128, 256, "block"), ("64", 200, 272, "block"), ("64-full", 70, 144, "tensor"), ("128", 20, 397, "head")],
+    [
+        ("128", 128, 256, "block"),
+        ("128-wide", 150, 256, "block"),
+        ("64", 200, 272, "block"),
+        ("64-wide", 400, 400, "block"),
+        ("64-full", 70, 144, "tensor"),
+        ("64-ahead", 300, 500, "block"),
+        ("64-ahead", 70, 70, "block"),
+        ("128", 20, 397, "head"),
+    ],
 )
 def test_the_kernel_in_the_emulator_meets_the_reference(emulator, name, queries, keys, granularity):
     torch.manual_seed(0)
-    _, dim, causal, dtype = KERNELS[name]
-    given = quantized(queries, keys, dim, granularity=granularity)
-    expected = attend(given, causal=causal, dtype=dtype, backend="reference")
+    _, dim, causal, q_type, dtype = KERNELS[name]
+    wide = None if q_type == E4M3 else q_type
+    given = quantized(queries, keys, dim, granularity=granularity, wide=wide)
     for seed in range(2):
+        if seed:  # no score is positive
+            given.k.view(torch.uint8).bitwise_or_(0x80)
+            given = given._replace(q=given.q.float().abs().to(q_type))
+        expected = attend(given, causal=causal, dtype=dtype, backend="reference")
         y = emulator(name, given, 2, seed)
         assert relative(y, expected) <= 3e-3, seed
+
+
+def test_wide_queries_are_quantized_by_every_backend():
+    torch.manual_seed(0)
+    given = quantized(20, 30, 64, wide=torch.bfloat16)
+    codes, scale = quantize_heads(given.q)
+    y, expected = attend(given, causal=True), attend(given._replace(q=codes, q_scale=scale), causal=True)
+    assert torch.equal(y, expected)
+    with pytest.raises(ValueError, match="q_scale"):
+        attend(given._replace(q_scale=scale), causal=True)
 
 
 # --- On a GPU --------------------------------------------------------------------------------------------------------
@@ -160,3 +206,52 @@ def test_a_hundred_runs_are_bit_equal(dim):
     first = attend(given, causal=True, backend="hopper")
     for _ in range(100):
         assert torch.equal(attend(given, causal=True, backend="hopper"), first)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", kernels.DIMS)
+def test_wide_queries_give_what_their_codes_give(dim, dtype):
+    torch.manual_seed(0)
+    for queries, batch in ((300, 2), (1, 1), (64, 1)):
+        given = quantized(queries, 400, dim, 6, 2, device="cuda", batch=batch, wide=dtype)
+        given.q[0, 1, 0] = 0
+        given.q[0, 2, -1, 3] = torch.inf
+        codes, scale = quantize_heads(given.q)
+        for causal in (True, False):
+            y = attend(given, causal=causal, dtype=dtype, backend="hopper")
+            expected = attend(given._replace(q=codes, q_scale=scale), causal=causal, dtype=dtype, backend="hopper")
+            assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.nan_to_num(), expected.nan_to_num())
+        assert torch.equal(attend(given, dtype=dtype, causal=False, backend="triton").isnan(), y.isnan())
+
+
+@gpu
+def test_the_whole_from_bf16_is_the_references():
+    torch.manual_seed(0)
+    x = torch.randn(2, 200, 12 * 128, device="cuda", dtype=torch.bfloat16).unflatten(-1, (12, 128)).transpose(1, 2)
+    q, k, v = x[:, :8], x[:, 8:10], x[:, 10:]
+    y, expected = (fp8_attention(q, k, v, causal=True, backend=backend) for backend in ("auto", "reference"))
+    assert relative(y, expected) <= 1e-2
+    assert torch.equal(torch.compile(fp8_attention, fullgraph=True)(q, k, v, causal=True), y)
+
+
+@gpu
+@pytest.mark.parametrize("dim", kernels.DIMS)
+def test_a_chain_that_overlaps_is_what_its_steps_give(dim):
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 700, dim, device="cuda", dtype=torch.bfloat16)
+
+    def chain(x, done):
+        for i in range(40):
+            x = fp8_attention(x, x[:, i % 2 :: 2], x[:, 1 - i % 2 :: 2], causal=True)  # kernels of this library alone
+            done()
+        return x
+
+    expected = chain(x, torch.cuda.synchronize)
+    assert torch.equal(chain(x, lambda: None), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(x, lambda: None)
+    for _ in range(10):
+        graph.replay()
+        assert torch.equal(y, expected)
