@@ -29,8 +29,8 @@ __device__ __forceinline__ u32 larger(u32 most, u32 pair) {
 __device__ __forceinline__ u32 largest_of_block(u32 x, u32 base, int turn) {
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFFu, x, lanes));
-  const u32 at = base + turn % 2 * 32;
-  if (lane_number() == 0) store_shared(at + warp_number() * 4, x);
+  const u32 at = base + turn % 2 * 32, own = at + warp_number() * 4;  // by all lanes: it asks lane 0
+  if (lane_number() == 0) store_shared(own, x);
   block_sync();
   x = load_shared1(at + lane_number() % 8 * 4);
 #pragma unroll

@@ -201,7 +201,6 @@ struct TensorMap {  // a matrix [rows, columns] of elements, copied in boxes
 };
 
 inline u32 lane_number() { return self().lane(); }
-inline u32 warp_number() { return self().warp(); }
 inline u32 shared_memory() { return emulator::SHARED_START; }
 inline u32 cluster_rank() { return self().block->rank; }
 inline void grid_wait() {}
@@ -256,6 +255,9 @@ inline std::vector<u32> exchange(u32 value) {
   warp.meeting.meet(32, "the warp");
   return values;
 }
+
+// Lane 0's, so that all lanes must ask: under a branch that some do not take it would wait for ever.
+inline u32 warp_number() { return exchange(self().warp())[0]; }
 
 // --- The tensor copy engine ------------------------------------------------------------------------------------------
 
