@@ -207,7 +207,7 @@ def print_kernels(title: str, run: Callable[[], Any]) -> None:
     kernels = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     by_name: dict[str, list[float]] = {}
     for kernel in kernels:
-        by_name.setdefault(kernel.name, []).append(kernel.device_time)
+        by_name.setdefault(kernel.name, []).append(kernel.time_range.elapsed_us())
     span = max(k.time_range.end for k in kernels) - min(k.time_range.start for k in kernels)
     print(f"\n{title}: us a run, launches, kernel")
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:KERNELS_SHOWN]:

@@ -208,15 +208,6 @@ __device__ __forceinline__ void copies_arrive(u32 bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
-// --- Global memory between blocks ------------------------------------------------------------------------------------
-
-// What this thread wrote is seen by whoever sees what it writes after this.
-__device__ __forceinline__ void global_fence() { __threadfence(); }
-
-// Loads that do not take what this multiprocessor has read before.
-__device__ __forceinline__ float fresh(const float* p) { return __ldcg(p); }
-__device__ __forceinline__ float4 fresh4(const float* p) { return __ldcg((const float4*)p); }
-
 // --- Registers between warpgroups ------------------------------------------------------------------------------------
 
 template <int N>
@@ -441,20 +432,6 @@ __device__ __forceinline__ u32 to_e4m3(float a, float b, float c, float d) {
       : "=r"(r)
       : "f"(a), "f"(b), "f"(c), "f"(d));
   return r;
-}
-
-// An 8 x 8 matrix of 16-bit elements, row g, columns 2 q and the next in a lane, transposed.
-__device__ __forceinline__ u32 matrix_turned(u32 x) {
-  u32 y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
-// Four codes as two pairs of float16, exactly.
-__device__ __forceinline__ void unpack_e4m3(u32 codes, u32& low, u32& high) {
-  asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(codes));
 }
 
 // 2^x to 2 ulp, subnormals are zero.

@@ -370,12 +370,10 @@ def _fp8_attention(
     if q.dtype in WIDE and not _takes_wide(q, k, v, q_scale, k_scale, v_scale, mask, causal, dtype, backend):
         q, q_scale = quantize_heads(q)
     if (runs := _backend(q.device, backend)) != "reference":
-        from quantrot.kernels.attention import decode, hopper, triton
+        from quantrot.kernels.attention import hopper, triton
 
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         given = triton.Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale)
-        if backend != "triton" and queries == 1 and decode.supports(given, dtype):
-            return decode.attention(given, dtype)
         many = queries > FEW or query_lengths is not None
         if runs == "hopper" or (backend == "auto" and many and hopper.supports(given, dtype)):
             return hopper.attention(given, dtype)

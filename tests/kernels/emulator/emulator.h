@@ -56,7 +56,6 @@ inline float __uint_as_float(uint32_t bits) {
   return f;
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
-inline uint32_t atomicAdd(uint32_t* p, uint32_t n) { return (*p += n) - n; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 using std::max;
@@ -580,21 +579,6 @@ struct Bf16 {
     return f;
   }
 };
-inline u32 matrix_turned(u32 x) {
-  const std::vector<u32> all = exchange(x);
-  const u32 g = lane_number() / 4, q = lane_number() % 4;
-  auto at = [&](u32 row) { return all[row * 4 + g / 2] >> g % 2 * 16 & 0xFFFF; };
-  return at(2 * q) | at(2 * q + 1) << 16;
-}
-inline void unpack_e4m3(u32 codes, u32& low, u32& high) {
-  u32 halves[4];
-  for (int i = 0; i < 4; i++) halves[i] = emulator::to_fp16(emulator::from_e4m3(codes >> 8 * i & 255));
-  low = halves[0] | halves[1] << 16, high = halves[2] | halves[3] << 16;
-}
-inline void global_fence() {}
-inline float fresh(const float* p) { return *p; }
-inline float4 fresh4(const float* p) { return {p[0], p[1], p[2], p[3]}; }
-
 template <class T>
 inline void product_warp(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   const std::vector<u32> left[4] = {exchange(a[0]), exchange(a[1]), exchange(a[2]), exchange(a[3])};
