@@ -248,6 +248,13 @@ __device__ __forceinline__ u32 load_shared1(u32 address) {
   return v;
 }
 
+// The address, once `seen`, which was loaded, has come back: an arrival there does not overtake the loads before it.
+__device__ __forceinline__ u32 address_after(u32 address, u32 seen) {
+  u32 zero;
+  asm volatile("{\n.reg .u32 ones;\npopc.b32 ones, %1;\nshr.u32 %0, ones, 6;\n}" : "=r"(zero) : "r"(seen) : "memory");
+  return address + zero;
+}
+
 __device__ __forceinline__ float2 load_shared2(u32 address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");

@@ -337,8 +337,11 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       parity ^= 1;
       float scales[2];
       take_queries<Shape, Q, D>(q, scales, base, group * 64 + warp_number() % 4 * 16);
+      u32 seen = 0;
+#pragma unroll
+      for (int i = 0; i < D / 8; i++) seen |= q[i / 4][i % 4];
       warp_sync();
-      release(empty_q);
+      release(address_after(empty_q, seen));
       if constexpr (Q::BYTES > 1) {
 #pragma unroll
         for (int r = 0; r < 2; r++)
@@ -386,7 +389,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
         }
         take();
         if (j != 1) {
-          release(empty + keys.stage * 16);
+          release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
           keys.next();
         }
         j--;
@@ -398,7 +401,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       product_wait<0>();
       product_done(s);
       if (j > 0) {
-        release(empty + keys.stage * 16);
+        release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
         keys.next();
       }
       both(s, other, true);
@@ -421,7 +424,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       float2 scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
       product_wait<0>();
       product_done(s);
-      release(empty + keys.stage * 16);
+      release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
       keys.next();
       step(s, j, scales);
       take();
@@ -435,7 +438,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
         start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
         product_wait<1>();
         product_done(s);
-        release(empty + keys.stage * 16);
+        release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
         keys.next();
         step(s, j, scales);
         product_wait<0>();

@@ -423,6 +423,7 @@ inline u32 load_shared1(u32 address) {
   memcpy(&v, self().block->at(address, 4), 4);
   return v;
 }
+inline u32 address_after(u32 address, u32) { return address; }
 inline float2 load_shared2(u32 address) {
   float2 v;
   memcpy(&v, self().block->at(address, 8), 8);
