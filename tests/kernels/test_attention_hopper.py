@@ -27,6 +27,10 @@ KERNELS = {
     "64-wide": (kernels.Plan(3, 2, 4, True), 64, True, torch.float16, torch.float16),
     "64-full": (kernels.Plan(2, 3), 64, False, E4M3, torch.bfloat16),
     "64-ahead": (kernels.Plan(2, 2, ahead=True), 64, True, torch.bfloat16, torch.bfloat16),
+    "64-flow": (kernels.Plan(2, 2, flow=True), 64, True, torch.bfloat16, torch.bfloat16),
+    "128-flow": (kernels.Plan(2, 2, flow=True), 128, True, torch.bfloat16, torch.bfloat16),
+    "64-three": (kernels.Plan(3, 2, flow=True), 64, True, E4M3, torch.bfloat16),
+    "128-flow-full": (kernels.Plan(2, 3, flow=True), 128, False, E4M3, torch.float16),
 }
 RUN = """
 #include <string>
@@ -124,6 +128,11 @@ def quantized(queries, keys, dim, heads=2, groups=1, granularity="block", device
         ("64-full", 70, 144, "tensor"),
         ("64-ahead", 300, 500, "block"),
         ("64-ahead", 70, 70, "block"),
+        ("64-flow", 300, 500, "block"),
+        ("64-flow", 70, 70, "block"),
+        ("128-flow", 700, 700, "block"),
+        ("64-three", 500, 640, "block"),
+        ("128-flow-full", 200, 300, "block"),
         ("128", 20, 397, "head"),
     ],
 )

@@ -46,6 +46,7 @@ class Plan:
     share: int = 0
     bits: bool = False
     ahead: bool = False
+    flow: bool = False
 
     @property
     def rows(self) -> int:
@@ -158,7 +159,7 @@ def device_functions() -> str:
 def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype) -> str:
     """The source of one kernel, after device_functions."""
     types = (f"quantrot::{OUT.get(t, 'Codes')}" for t in (queries, out))
-    numbers = (str(int(n)) for n in (dim, plan.groups, plan.stages, plan.share, plan.bits, plan.ahead, causal))
+    numbers = (str(int(n)) for n in (dim, plan.groups, plan.stages, plan.share, plan.bits, plan.ahead, plan.flow, causal))
     return ENTRY.format(threads=plan.threads, call=", ".join([*numbers, *types]))
 
 

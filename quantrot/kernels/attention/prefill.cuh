@@ -480,8 +480,168 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
   }
 }
 
+// The same, but a block's last products run while the next one's queries are taken, and its first scores while the
+// results are written. Products do not depend on branches: where there is nothing to multiply, they are made for nothing.
+template <class Shape, int D, int STAGES, int SHARE, bool BITS, bool CAUSAL, class Q, class Out>
+__device__ __forceinline__ void attention_flow(const AttentionArgs& args, u32 base) {
+  const u32 full_q = base + Shape::BARRIERS, empty_q = full_q + 8, full = empty_q + 8, empty = full + STAGES * 16;
+  const u32 warp = warp_number(), group = warp / 4, lane = lane_number(), rows_at = warp * 16;
+  const int all = args.blocks * args.batch * args.heads;
+  Ring<STAGES> keys, values;
+  u32 parity = 0;
+  Softmax softmax;
+  float s[64], o[D / 2];
+  u32 p[4][4], next[4][4], q[D / 32][4];
+  float2 scales;
+  int j, whole;
+  i64 place;  // of the first of this thread's rows in the output, in rows
+  int left;   // rows from that on to the end
+  auto release = [&](u32 bar) {
+    if (lane == 0) barrier_arrive(bar);
+  };
+  // Takes up a block of queries and starts its first scores; without one, scores for nothing.
+  auto begin = [&](int t) {
+    const bool is = work_of(t) < all;
+    const Work w = Work::at<Shape::ROWS>(args, is ? work_of(t) : 0);
+    const int first = w.first + group * 64, row = first + warp % 4 * 16 + lane / 4;
+    const int tiles = is ? w.tiles<CAUSAL>(w.first, w.first + Shape::ROWS) : 0, own = w.tiles<CAUSAL>(first, first + 64);
+    whole = CAUSAL ? min(w.used, max(w.offset + first + 1, 0)) : w.used;  // all rows see the keys below
+    if (args.query_lengths && first + 64 > w.asked) whole = 0;
+    place = ((i64)w.batch * args.queries + row) * args.heads + w.head;
+    left = args.queries - row;
+    softmax.unit = 0;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int m = row + 8 * r;
+      softmax.top[r] = minus_infinity(), softmax.total[r] = 0.f, softmax.rows[r] = 1.f;
+      softmax.limit[r] = m >= w.asked ? 0 : CAUSAL ? min(w.used, w.offset + m + 1) : w.used;
+      if constexpr (Q::BYTES == 1) {
+        const unsigned char* at = args.q_scale + w.batch * args.qs_batch + w.head * args.qs_head;
+        if (m < w.asked) softmax.rows[r] = power_of(__ldg(at + (i64)(m >> args.q_shift) * args.qs_row)) * args.scale;
+      }
+    }
+    if (tiles > 0) {
+      barrier_wait(full_q, parity);
+      parity ^= 1;
+      float scale[2];
+      take_queries<Shape, Q, D>(q, scale, base, rows_at);
+      u32 seen = 0;
+#pragma unroll
+      for (int i = 0; i < D / 8; i++) seen |= q[i / 4][i % 4];
+      warp_sync();
+      release(address_after(empty_q, seen));
+      if constexpr (Q::BYTES > 1) {
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+          if (row + 8 * r < w.asked) softmax.rows[r] = scale[r] * args.scale;
+      }
+    }
+    for (j = tiles - 1; j >= own; j--) {  // out of this warpgroup's sight
+      barrier_wait(full + keys.stage * 16, keys.parity);
+      warp_sync();
+      release(empty + keys.stage * 16);
+      keys.next();
+      barrier_wait(full + values.stage * 16 + 8, values.parity);
+      warp_sync();
+      release(empty + values.stage * 16 + 8);
+      values.next();
+    }
+    if (j >= 0) barrier_wait(full + keys.stage * 16, keys.parity);
+    product_fence();
+    start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
+    scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
+  };
+  auto step = [&] {
+    const int v_byte = __float_as_int(scales.y);
+    if (j * 128 + 128 > whole) {
+      softmax.template step<true, 0, false>(next, s, j * 128, scales.x, v_byte);
+    } else {
+      softmax.template step<false, SHARE, BITS>(next, s, j * 128, scales.x, v_byte);
+    }
+  };
+  auto take = [&] {  // once the products with the codes before have read theirs
+    u32 nothing = 0;
+    asm volatile("" : "+r"(nothing));
+#pragma unroll
+    for (int i = 0; i < 16; i++) p[i / 4][i % 4] = next[i / 4][i % 4] ^ nothing;
+  };
+#pragma unroll
+  for (int i = 0; i < 16; i++) p[i / 4][i % 4] = 0;
+#pragma unroll
+  for (int i = 0; i < D / 8; i++) q[i / 4][i % 4] = 0;
+  begin(0);
+#pragma unroll 1
+  for (int t = 0; work_of(t) < all; t++) {
+#pragma unroll
+    for (int n = 0; n < D / 2; n++) o[n] = 0.f;
+    const bool any = j >= 0;
+    product_wait<0>();
+    product_done(s);
+    if (any) {
+      release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
+      keys.next();
+      step();
+      take();
+    }
+    for (j--; j >= 0; j--) {
+      barrier_wait(full + keys.stage * 16, keys.parity);
+      product_fence();
+      start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
+      scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
+      barrier_wait(full + values.stage * 16 + 8, values.parity);
+      product_fence();
+      start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
+      product_wait<1>();
+      product_done(s);
+      release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
+      keys.next();
+      step();
+      product_wait<0>();
+      product_done(o);
+      release(empty + values.stage * 16 + 8);
+      values.next();
+      if (__any_sync(0xFFFFFFFFu, !(softmax.shrink[0] == 1.f && softmax.shrink[1] == 1.f))) {
+#pragma unroll
+        for (int n = 0; n < D / 2; n++) o[n] *= softmax.shrink[n / 2 % 2];
+      }
+      take();
+    }
+    if (any) barrier_wait(full + values.stage * 16 + 8, values.parity);
+    product_fence();
+    start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
+    const float totals[2] = {softmax.total[0], softmax.total[1]};
+    const int unit = softmax.unit, end = left;
+    unsigned short* to = (unsigned short*)args.out + place * D;
+    const u32 done = empty + values.stage * 16 + 8;
+    if (any) values.next();
+    begin(t + 1);
+    product_wait<1>();
+    product_done(o);
+    if (any) release(done);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float total = totals[r];
+      total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
+      total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
+      const float inverse = total == 0.f ? 0.f : power_of(unit) / total;
+#pragma unroll
+      for (int j = 0; j < D / 8; j += 4) {
+        Quad y;
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+          y.w[n] = Out::pack(o[4 * (j + n) + 2 * r] * inverse, o[4 * (j + n) + 2 * r + 1] * inverse);
+        gather(y.w);
+        if (!any) y = {{0, 0, 0, 0}};
+        if (8 * r < end) *(Quad*)(to + (i64)8 * r * args.heads * D + (j + lane % 4) * 8) = y;
+      }
+    }
+  }
+  product_wait<0>();
+  product_done(s);
+}
+
 // Q: Codes, or the type of 16-bit queries.
-template <int D, int GROUPS, int STAGES, int SHARE, bool BITS, bool AHEAD, bool CAUSAL, class Q, class Out>
+template <int D, int GROUPS, int STAGES, int SHARE, bool BITS, bool AHEAD, bool FLOW, bool CAUSAL, class Q, class Out>
 __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k, const TensorMap* v,
                                           const AttentionArgs& args) {
   using Shape = AttentionShape<D, GROUPS, STAGES, Q>;
@@ -505,7 +665,11 @@ __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k
   } else {
     if constexpr (GROUPS == 2) take_registers<240>();
     if constexpr (GROUPS == 3) take_registers<160>();
-    attention_multiply<Shape, D, STAGES, SHARE, BITS, AHEAD, CAUSAL, Q, Out>(args, base);
+    if constexpr (FLOW) {
+      attention_flow<Shape, D, STAGES, SHARE, BITS, CAUSAL, Q, Out>(args, base);
+    } else {
+      attention_multiply<Shape, D, STAGES, SHARE, BITS, AHEAD, CAUSAL, Q, Out>(args, base);
+    }
   }
 }
 
