@@ -159,7 +159,8 @@ def device_functions() -> str:
 def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype) -> str:
     """The source of one kernel, after device_functions."""
     types = (f"quantrot::{OUT.get(t, 'Codes')}" for t in (queries, out))
-    numbers = (str(int(n)) for n in (dim, plan.groups, plan.stages, plan.share, plan.bits, plan.ahead, plan.flow, causal))
+    fields = (plan.groups, plan.stages, plan.share, plan.bits, plan.ahead, plan.flow)
+    numbers = (str(int(n)) for n in (dim, *fields, causal))
     return ENTRY.format(threads=plan.threads, call=", ".join([*numbers, *types]))
 
 
