@@ -20,6 +20,8 @@ from quantrot.evals import hub
 from quantrot.evals.logits import Progress
 from quantrot.evals.mmlu_data import read_data, write_dataset
 
+TOKENIZED = 1024  # prompts at a time: the tokenizer's own record of one is a hundred times its tokens
+
 
 @contextlib.contextmanager
 def mmlu_task(data: Path | None, fewshot: int) -> Iterator[tuple[Any, Any]]:
@@ -158,6 +160,37 @@ def templates_kept() -> Iterator[None]:
     environment = lm_eval.utils.env
     with hub.attributes((environment, "from_string", functools.lru_cache(maxsize=256)(environment.from_string))):
         yield
+
+
+def tokenize_together(lm: Any) -> None:
+    """Have `lm` tokenize all prompts of a run in batches, on every core: one by one, each of MMLU's 14,042 prompts
+    eight times, it takes four minutes at 5 shots."""
+    known: dict[tuple[str, str], Any] = {}  # int32 arrays
+    prompts: dict[str, None] = {}
+    tokenizer, loglikelihood = lm.tokenizer, lm.loglikelihood
+    encode = tokenizer.encode
+
+    def encoded(text: str, **options: Any) -> Any:
+        key = str(options)
+        if text in prompts and (text, key) not in known:
+            texts = list(prompts)
+            for start in range(0, len(texts), TOKENIZED):
+                batch = texts[start : start + TOKENIZED]
+                for one, ids in zip(batch, tokenizer(batch, **options)["input_ids"], strict=True):
+                    known[one, key] = np.array(ids, dtype=np.int32)
+        found = known.get((text, key))
+        return encode(text, **options) if found is None else found.tolist()
+
+    def scored(requests: list[Any], **options: Any) -> Any:
+        for context, continuation in (request.args for request in requests):
+            prompts.update({context.rstrip(): None, context + continuation: None})  # the two that lm-eval encodes
+        try:
+            return loglikelihood(requests, **options)
+        finally:
+            prompts.clear()
+            known.clear()
+
+    tokenizer.encode, lm.loglikelihood = encoded, scored
 
 
 @contextlib.contextmanager

@@ -79,6 +79,7 @@ def mmlu(
         stack.enter_context(harness.templates_kept())
         stack.enter_context(harness.without_quantization_config(model))
         lm = HFLM(pretrained=model, tokenizer=harness.private_tokenizer(tokenizer), batch_size=resolved)
+        harness.tokenize_together(lm)
         tasks = group.get_all_tasks()
         if progress:
             harness.report_progress(lm, sum(min(limit or len(t.eval_docs), len(t.eval_docs)) for t in tasks), progress)

@@ -186,3 +186,31 @@ def test_templates_are_compiled_once_and_only_while_it_runs():
         assert env.from_string("{{question}}?") is env.from_string("{{question}}?")
         assert apply_template("{{question}}?", {"question": "why"}) == "why?"
     assert env.from_string == before and env.from_string("{{a}}") is not env.from_string("{{a}}")
+
+
+def test_prompts_are_tokenized_together_and_as_they_are_alone(tokenizer, monkeypatch):
+    class Model:
+        def __init__(self):
+            self.tokenizer, self.seen = harness.private_tokenizer(tokenizer), []
+
+        def loglikelihood(self, requests):
+            for context, continuation in (request.args for request in requests):
+                for text in (context.rstrip(), context + continuation, "not asked for"):
+                    for options in ({}, {"add_special_tokens": False}):
+                        self.seen.append(self.tokenizer.encode(text, **options))
+            return len(requests)
+
+    class Request:
+        def __init__(self, *args):
+            self.args = args
+
+    requests = [Request(f"question {i} ", f" {choice}") for i in range(3) for choice in "ABCD"]
+    alone, together = Model(), Model()
+    alone.loglikelihood(requests)
+    monkeypatch.setattr(harness, "TOKENIZED", 4)
+    singles = []
+    encode = together.tokenizer.encode
+    monkeypatch.setattr(together.tokenizer, "encode", lambda text, **o: singles.append(text) or encode(text, **o))
+    harness.tokenize_together(together)
+    assert together.loglikelihood(requests) == 12
+    assert together.seen == alone.seen and set(singles) == {"not asked for"}

@@ -267,10 +267,12 @@ def test_few_tokens_by_a_packed_weight(tokens, shape, backend):
             mxfp4_gemm(x, packed, scale, backend=backend)
         backend = "auto"
     y = mxfp4_gemm(x, packed, scale, backend=backend)
-    assert ((y - x.double() @ weight.T).norm() / (x.double() @ weight.T).norm()).item() <= 2e-3
+    # bfloat16's rounding is 1.66e-3 in the mean square; of a few dozen numbers it can be more, of none past 2^-8.
+    bound = 2e-3 if y.numel() >= 1000 else 2**-8
+    assert ((y - x.double() @ weight.T).norm() / (x.double() @ weight.T).norm()).item() <= bound
     operand = dequantize_mxfp4(*quantize_mxfp4(x), torch.float32).double()
     y = mxfp4_gemm(x, packed, scale, activations="mxfp4", backend=backend)
-    assert ((y - operand @ weight.T).norm() / (operand @ weight.T).norm()).item() <= 2e-3
+    assert ((y - operand @ weight.T).norm() / (operand @ weight.T).norm()).item() <= bound
 
 
 @gpu
