@@ -520,15 +520,6 @@ struct alignas(16) Quad {
   u32 w[4];
 };
 
-// 2^x for x <= 127 to 1e-4 of it, without the unit for powers: the nearest integer into the exponent, a polynomial for the
-// rest (least relative error on [-1/2, 1/2]). Below 2^-126, and for what is no number, 2^-126.
-__device__ __forceinline__ float exp2_products(float x) {
-  x = fmaxf(x, -126.f);
-  const float shifted = x + 12582912.f, f = x - (shifted - 12582912.f);  // 1.5 * 2^23: the integer is in the low bits
-  const float y = fmaf(fmaf(fmaf(0.055171668f, f, 0.242611122f), f, 0.693260986f), f, 0.999928074f);
-  return __uint_as_float((__float_as_uint(shifted) << 23) + __float_as_uint(y));
-}
-
 // A ring of buffers: `stage` of STAGES, and the parity of its next phase.
 template <int STAGES>
 struct Ring {

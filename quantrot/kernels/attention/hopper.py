@@ -38,15 +38,11 @@ ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, 1) attention(
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch: warpgroups of 64 queries, tiles of K and of V in shared memory, every `share`-th power by products,
-    the maximum by the scores' bits, scores ahead by a tile."""
+    """A launch: warpgroups of 64 queries, tiles of K and of V in shared memory, flow from one block to the next."""
 
     groups: int
     stages: int
-    share: int = 0
-    bits: bool = False
-    ahead: bool = False
-    flow: bool = False
+    flow: bool
 
     @property
     def rows(self) -> int:
@@ -78,9 +74,9 @@ class _Parameters(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_ubyte * 128) for name in "qkv"), ("args", Arguments)]
 
 
-def plan_for(dim: int, queries: int) -> Plan:
-    """The launch for this head dimension and number of queries."""
-    return Plan(2, 3) if dim == 128 else Plan(3 if queries > 4096 else 2, 4)
+def plan_for(dim: int) -> Plan:
+    """The launch for this head dimension: three groups with room for their registers at 64, where powers are the limit."""
+    return Plan(2, 3, False) if dim == 128 else Plan(3, 4, True)
 
 
 def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
@@ -159,8 +155,7 @@ def device_functions() -> str:
 def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype) -> str:
     """The source of one kernel, after device_functions."""
     types = (f"quantrot::{OUT.get(t, 'Codes')}" for t in (queries, out))
-    fields = (plan.groups, plan.stages, plan.share, plan.bits, plan.ahead, plan.flow)
-    numbers = (str(int(n)) for n in (dim, *fields, causal))
+    numbers = (str(int(n)) for n in (dim, plan.groups, plan.stages, plan.flow, causal))
     return ENTRY.format(threads=plan.threads, call=", ".join([*numbers, *types]))
 
 
@@ -236,7 +231,7 @@ def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> 
     out = torch.empty(batch, queries, heads, dim, dtype=dtype, device=given.q.device)
     if not out.numel():
         return out
-    plan = plan or plan_for(dim, queries)
+    plan = plan or plan_for(dim)
     device = given.q.get_device()
     values = _Parameters(args=arguments(given, out, plan))
     for field, value in zip("qkv", maps(given, plan), strict=True):

@@ -184,22 +184,8 @@ struct Softmax {
     return fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
   }
 
-  // The same by the bits as integers, of which three are compared at once; negative where no score is positive.
-  __device__ __forceinline__ static int largest_bits(const float (&s)[64], int r) {
-    int m[2] = {__float_as_int(s[2 * r]), __float_as_int(s[2 * r + 4])};
-#pragma unroll
-    for (int j = 0; j < 16; j++) {
-      const int a = __float_as_int(s[4 * j + 2 * r]), b = __float_as_int(s[4 * j + 2 * r + 1]);
-      m[j % 2] = max(max(a, b), m[j % 2]);
-    }
-    int largest = max(m[0], m[1]);
-    largest = max(largest, (int)__shfl_xor_sync(0xFFFFFFFFu, (u32)largest, 1));
-    return max(largest, (int)__shfl_xor_sync(0xFFFFFFFFu, (u32)largest, 2));
-  }
-
   // Scores s of the tile of keys from `start` -> probabilities times 2^P and V's scale over the unit, as left operands.
-  // Every SHARE-th power is made of products (SHARE 0: none), beside the unit for powers.
-  template <bool EDGE, int SHARE, bool BITS>
+  template <bool EDGE>
   __device__ __forceinline__ void step(u32 (&p)[4][4], float (&s)[64], int start, float k_scale, int v_byte) {
     const int q = lane_number() % 4;
     if constexpr (EDGE) {
@@ -214,17 +200,10 @@ struct Softmax {
     const float more = v_byte == 255 ? 1.f : power_of(127 + below);
     const float down = unit == next ? 1.f : power_of(max(unit - next, -32) + 127);
     unit = next;
-    float largest[2];
-    if constexpr (BITS && !EDGE) {
-      const int bits[2] = {largest_bits(s, 0), largest_bits(s, 1)};
-      largest[0] = __uint_as_float(bits[0]), largest[1] = __uint_as_float(bits[1]);
-      if (__any_sync(0xFFFFFFFFu, min(bits[0], bits[1]) < 0)) largest[0] = largest_of(s, 0), largest[1] = largest_of(s, 1);
-    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      if constexpr (!BITS || EDGE) largest[r] = largest_of(s, r);
       const float by = rows[r] * k_scale;
-      const float now = fmaxf(top[r], round_up(largest[r] * by)), point = now == minus_infinity() ? 0.f : now;
+      const float now = fmaxf(top[r], round_up(largest_of(s, r) * by)), point = now == minus_infinity() ? 0.f : now;
       const float minus = less + (float)P_BITS - point, kept = exp2_fast(top[r] - point);
       shrink[r] = kept * down;
       top[r] = now;
@@ -234,8 +213,7 @@ struct Softmax {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float& x = s[4 * j + 2 * r + e];
-          const bool products = SHARE > 0 && (2 * j + e) % max(SHARE, 1) == SHARE - 1;
-          x = products ? exp2_products(fmaf(x, by, minus)) : exp2_fast(fmaf(x, by, minus));
+          x = exp2_fast(fmaf(x, by, minus));
           if constexpr (EDGE) {  // a scale that is NaN stays out of rows that do not see it
             if (start + j / 2 * 16 + 4 * q + j % 2 * 2 + e >= limit[r]) x = 0.f;
           }
@@ -285,7 +263,7 @@ __device__ __forceinline__ void gather(u32 (&w)[4]) {
   }
 }
 
-template <class Shape, int D, int STAGES, int SHARE, bool BITS, bool AHEAD, bool CAUSAL, class Q, class Out>
+template <class Shape, int D, int STAGES, bool CAUSAL, class Q, class Out>
 __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u32 base) {
   const u32 full_q = base + Shape::BARRIERS, empty_q = full_q + 8, full = empty_q + 8, empty = full + STAGES * 16;
   const u32 group = warp_number() / 4, lane = lane_number();
@@ -318,9 +296,9 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
     auto step = [&](float (&s)[64], int j, float2 scales) {
       const int v_byte = __float_as_int(scales.y);
       if (j * 128 + 128 > whole) {
-        softmax.template step<true, 0, false>(next, s, j * 128, scales.x, v_byte);
+        softmax.template step<true>(next, s, j * 128, scales.x, v_byte);
       } else {
-        softmax.template step<false, SHARE, BITS>(next, s, j * 128, scales.x, v_byte);
+        softmax.template step<false>(next, s, j * 128, scales.x, v_byte);
       }
     };
     auto take = [&] {  // once the products with the codes before have read theirs
@@ -359,65 +337,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       release(empty + values.stage * 16 + 8);
       values.next();
     }
-    if (AHEAD && j >= 0) {
-      // The scores of a tile are made during the softmax of the one before, in the other buffer. Those after the last
-      // tile are its own again, for nothing: products must not depend on a branch.
-      float other[64];
-      float2 scales;
-      auto both = [&](float (&now)[64], float (&then)[64], bool first) {
-        const float2 own_scales = scales;
-        if (j > 0) barrier_wait(full + keys.stage * 16, keys.parity);
-        product_fence();
-        start_scores<D>(then, q, base + Shape::K_AT + keys.stage * Shape::TILE);
-        if (!first) {
-          barrier_wait(full + values.stage * 16 + 8, values.parity);
-          product_fence();
-          start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
-        }
-        scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
-        step(now, j, own_scales);
-        product_wait<0>();
-        product_done(then);
-        if (!first) {
-          product_done(o);
-          release(empty + values.stage * 16 + 8);
-          values.next();
-          if (__any_sync(0xFFFFFFFFu, !(softmax.shrink[0] == 1.f && softmax.shrink[1] == 1.f))) {
-#pragma unroll
-            for (int n = 0; n < D / 2; n++) o[n] *= softmax.shrink[n / 2 % 2];
-          }
-        }
-        take();
-        if (j != 1) {
-          release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
-          keys.next();
-        }
-        j--;
-      };
-      barrier_wait(full + keys.stage * 16, keys.parity);
-      product_fence();
-      start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
-      scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
-      product_wait<0>();
-      product_done(s);
-      if (j > 0) {
-        release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
-        keys.next();
-      }
-      both(s, other, true);
-      while (j >= 0) {
-        both(other, s, false);
-        if (j < 0) break;
-        both(s, other, false);
-      }
-      barrier_wait(full + values.stage * 16 + 8, values.parity);
-      product_fence();
-      start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
-      product_wait<0>();
-      product_done(o);
-      release(empty + values.stage * 16 + 8);
-      values.next();
-    } else if (j >= 0) {
+    if (j >= 0) {
       barrier_wait(full + keys.stage * 16, keys.parity);
       product_fence();
       start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
@@ -482,7 +402,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
 
 // The same, but a block's last products run while the next one's queries are taken, and its first scores while the
 // results are written. Products do not depend on branches: where there is nothing to multiply, they are made for nothing.
-template <class Shape, int D, int STAGES, int SHARE, bool BITS, bool CAUSAL, class Q, class Out>
+template <class Shape, int D, int STAGES, bool CAUSAL, class Q, class Out>
 __device__ __forceinline__ void attention_flow(const AttentionArgs& args, u32 base) {
   const u32 full_q = base + Shape::BARRIERS, empty_q = full_q + 8, full = empty_q + 8, empty = full + STAGES * 16;
   const u32 warp = warp_number(), group = warp / 4, lane = lane_number(), rows_at = warp * 16;
@@ -554,9 +474,9 @@ __device__ __forceinline__ void attention_flow(const AttentionArgs& args, u32 ba
   auto step = [&] {
     const int v_byte = __float_as_int(scales.y);
     if (j * 128 + 128 > whole) {
-      softmax.template step<true, 0, false>(next, s, j * 128, scales.x, v_byte);
+      softmax.template step<true>(next, s, j * 128, scales.x, v_byte);
     } else {
-      softmax.template step<false, SHARE, BITS>(next, s, j * 128, scales.x, v_byte);
+      softmax.template step<false>(next, s, j * 128, scales.x, v_byte);
     }
   };
   auto take = [&] {  // once the products with the codes before have read theirs
@@ -641,7 +561,7 @@ __device__ __forceinline__ void attention_flow(const AttentionArgs& args, u32 ba
 }
 
 // Q: Codes, or the type of 16-bit queries.
-template <int D, int GROUPS, int STAGES, int SHARE, bool BITS, bool AHEAD, bool FLOW, bool CAUSAL, class Q, class Out>
+template <int D, int GROUPS, int STAGES, bool FLOW, bool CAUSAL, class Q, class Out>
 __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k, const TensorMap* v,
                                           const AttentionArgs& args) {
   using Shape = AttentionShape<D, GROUPS, STAGES, Q>;
@@ -666,9 +586,9 @@ __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k
     if constexpr (GROUPS == 2) take_registers<240>();
     if constexpr (GROUPS == 3) take_registers<160>();
     if constexpr (FLOW) {
-      attention_flow<Shape, D, STAGES, SHARE, BITS, CAUSAL, Q, Out>(args, base);
+      attention_flow<Shape, D, STAGES, CAUSAL, Q, Out>(args, base);
     } else {
-      attention_multiply<Shape, D, STAGES, SHARE, BITS, AHEAD, CAUSAL, Q, Out>(args, base);
+      attention_multiply<Shape, D, STAGES, CAUSAL, Q, Out>(args, base);
     }
   }
 }
