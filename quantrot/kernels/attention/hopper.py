@@ -75,7 +75,7 @@ class _Parameters(ctypes.Structure):
 
 
 def plan_for(dim: int) -> Plan:
-    """The launch for this head dimension: three groups with room for their registers at 64, where powers are the limit."""
+    """The launch for this head dimension."""
     return Plan(2, 3, False) if dim == 128 else Plan(3, 4, True)
 
 
