@@ -427,10 +427,12 @@ def _rope_hadamard_quantize(
     granularity: str, backend: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if _backend(q.device, "auto" if backend == "hopper" else backend) == "triton":
-        from quantrot.kernels.attention import rope
+        from quantrot.kernels.attention import prepare, rope
 
         if _has_kernel(granularity, q.shape[3]):
             by_block = granularity == Granularity.block
+            if backend != "triton" and prepare.supports(q, k, v, cos, sin, signs, order):
+                return _as_bytes(prepare.quantize(q, k, v, cos, sin, order, by_block))
             return _as_bytes(rope.quantize(q, k, v, cos, sin, signs, order, by_block))
         if backend == "triton":
             raise ValueError(
