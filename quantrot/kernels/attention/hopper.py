@@ -65,7 +65,7 @@ class Arguments(ctypes.Structure):
         *((f"{name}_{i}", ctypes.c_longlong) for name in ("qs", "ks", "vs") for i in ("batch", "head", "row")),
         *((name, ctypes.c_int) for name in ("q_shift", "q_batch", "q_head", "q_column")),
         *((name, ctypes.c_int) for name in ("k_batch", "k_head", "v_batch", "v_head")),
-        *((name, ctypes.c_int) for name in ("batch", "heads", "share", "queries", "keys", "blocks")),
+        *((name, ctypes.c_int) for name in ("batch", "heads", "share", "queries", "keys", "blocks", "twice")),
         ("scale", ctypes.c_float),
     ]
 
@@ -159,8 +159,25 @@ def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.d
     return ENTRY.format(threads=plan.threads, call=", ".join([*numbers, *types]))
 
 
-def arguments(given: "Inputs", out: Tensor, plan: Plan) -> Arguments:
-    """The kernel's last parameter."""
+@lru_cache(maxsize=256)
+def there_twice(queries: int, keys: int, causal: bool, rows: int, heads: int, blocks: int) -> bool:
+    """Whether thread blocks that go there twice before back again, over heads' blocks of `rows` queries, end sooner.
+
+    heads: of all sequences. It matters where blocks have three turns; a block of queries takes as long as its tiles of
+    keys, and half a tile.
+    """
+    ends = [queries - i * rows for i in range(-(-queries // rows)) for _ in range(heads)]
+    if not 2 * blocks < len(ends) <= 3 * blocks:
+        return False
+    work = [-(-min(keys, max(keys - queries + end, 0)) // BLOCK) + 0.5 if causal else 1.0 for end in ends]
+    work += [0.0] * (3 * blocks - len(work))
+    first, second, third = (work[t * blocks : (t + 1) * blocks] for t in range(3))
+    back = max(map(sum, zip(first, reversed(second), third, strict=True)))
+    return max(map(sum, zip(first, second, reversed(third), strict=True))) < back
+
+
+def arguments(given: "Inputs", out: Tensor, plan: Plan, twice: bool) -> Arguments:
+    """The kernel's last parameter. twice: there_twice."""
     (batch, heads, queries, dim), keys = given.q.shape, given.k.shape[2]
     wide, places = given.q.dtype in OUT, _q_places(given.q)
     assert places is not None
@@ -182,6 +199,7 @@ def arguments(given: "Inputs", out: Tensor, plan: Plan) -> Arguments:
         queries,
         keys,
         -(-queries // plan.rows),
+        twice,
         given.scale * LOG2E,
     )
 
@@ -233,11 +251,12 @@ def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> 
         return out
     plan = plan or plan_for(dim)
     device = given.q.get_device()
-    values = _Parameters(args=arguments(given, out, plan))
+    blocks = min(-(-queries // plan.rows) * batch * heads, processors(device))
+    twice = there_twice(queries, given.k.shape[2], given.causal, plan.rows, batch * heads, blocks)
+    values = _Parameters(args=arguments(given, out, plan, twice))
     for field, value in zip("qkv", maps(given, plan), strict=True):
         ctypes.memmove(getattr(values, field), value, 128)
     function = _kernel(plan, dim, given.causal, given.q.dtype, dtype, device)
-    blocks = min(values.args.blocks * batch * heads, processors(device))
     shared = plan.shared_bytes(dim, given.q.dtype in OUT)
     nvrtc.launch(function, (blocks,), plan.threads, shared, values, device, overlap=True)
     return out

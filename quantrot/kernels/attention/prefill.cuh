@@ -25,6 +25,7 @@ struct AttentionArgs {
   int k_batch, k_head;  // the same of k, in 16 rows
   int v_batch, v_head;  // rows of v
   int batch, heads, share, queries, keys, blocks;  // share: query heads of a key head; blocks: of queries
+  int twice;  // 1: there twice before back again
   float scale;  // of the scores, times log2(e)
 };
 
@@ -47,18 +48,25 @@ struct AttentionShape {
   static_assert(SHARED <= 227 << 10, "shared memory");
 };
 
-// One block of queries of one head.
+// One block of queries of one head. Blocks end at the last 64 queries: the first of a head may start before query 0, with
+// warpgroups that have nothing to do.
 struct Work {
   int batch, head, first;  // query
   int used, asked, offset;
 
   template <int ROWS>
-  __device__ __forceinline__ static Work at(const AttentionArgs& args, int i) {
+  __device__ __forceinline__ static Work place(const AttentionArgs& args, int i) {
     Work w;
     const int all = args.batch * args.heads, which = i % all;
     w.batch = which / args.heads;
     w.head = which % args.heads;
-    w.first = (args.blocks - 1 - i / all) * ROWS;  // the longest first
+    w.first = (args.queries + 63) / 64 * 64 - (i / all + 1) * ROWS;  // the longest first
+    return w;
+  }
+
+  template <int ROWS>
+  __device__ __forceinline__ static Work at(const AttentionArgs& args, int i) {
+    Work w = place<ROWS>(args, i);
     w.used = args.lengths ? min(__ldg(args.lengths + w.batch), args.keys) : args.keys;
     w.asked = args.query_lengths ? min(__ldg(args.query_lengths + w.batch), args.queries) : args.queries;
     w.offset = w.used - w.asked;
@@ -69,13 +77,19 @@ struct Work {
   template <bool CAUSAL>
   __device__ __forceinline__ int tiles(int from, int to) const {
     const int end = CAUSAL ? min(used, max(offset + to, 0)) : used;
-    return from < asked ? (end + 127) / 128 : 0;
+    return from < asked && to > 0 ? (end + 127) / 128 : 0;
+  }
+
+  // Rows of q before the first.
+  __device__ __forceinline__ int row(const AttentionArgs& args) const {
+    return batch * args.q_batch + head * args.q_head + first;
   }
 };
 
-// The thread block's turn t: there and back again over the blocks, so that with falling lengths all get the same.
-__device__ __forceinline__ int work_of(int t) {
-  return t * gridDim.x + (t % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+// The thread block's turn t: there and back again over the blocks, so that with falling lengths all get about the same.
+__device__ __forceinline__ int work_of(const AttentionArgs& args, int t) {
+  const bool back = t > 0 && (t & 1) != args.twice;
+  return t * gridDim.x + (back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
 template <class Shape, int STAGES, bool CAUSAL>
@@ -86,9 +100,8 @@ __device__ __forceinline__ void attention_load(const TensorMap* q, const TensorM
   const int all = args.blocks * args.batch * args.heads;
   Ring<STAGES> ring;
   u32 parity = 0;
-  for (int t = 0; t * gridDim.x < all; t++) {
-    if (work_of(t) >= all) continue;
-    const Work w = Work::at<Shape::ROWS>(args, work_of(t));
+  for (int t = 0; work_of(args, t) < all; t++) {
+    const Work w = Work::at<Shape::ROWS>(args, work_of(args, t));
     const int tiles = w.tiles<CAUSAL>(w.first, w.first + Shape::ROWS), group = w.head / args.share;
     if (tiles == 0) continue;
     barrier_wait(empty_q, parity ^ 1);
@@ -96,8 +109,7 @@ __device__ __forceinline__ void attention_load(const TensorMap* q, const TensorM
     barrier_expect(full_q, Shape::Q_PIECES * Shape::Q_PIECE);
 #pragma unroll
     for (int i = 0; i < Shape::Q_PIECES; i++)
-      tensor_load(base + i * Shape::Q_PIECE, q, w.head * args.q_column + i * 128,
-                  w.batch * args.q_batch + w.head * args.q_head + w.first, full_q, policy);
+      tensor_load(base + i * Shape::Q_PIECE, q, w.head * args.q_column + i * 128, w.row(args), full_q, policy);
     const int k_row = w.batch * args.k_batch + group * args.k_head, v_row = w.batch * args.v_batch + group * args.v_head;
     const unsigned char* k_scale = args.k_scale + w.batch * args.ks_batch + group * args.ks_head;
     const unsigned char* v_scale = args.v_scale + w.batch * args.vs_batch + group * args.vs_head;
@@ -263,147 +275,10 @@ __device__ __forceinline__ void gather(u32 (&w)[4]) {
   }
 }
 
-template <class Shape, int D, int STAGES, bool CAUSAL, class Q, class Out>
+// FLOW: a block's last products run while the next one's queries are taken, and that one's first scores while the results
+// are written. Products do not depend on branches: where there is nothing to multiply, they are made for nothing.
+template <class Shape, int D, int STAGES, bool FLOW, bool CAUSAL, class Q, class Out>
 __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u32 base) {
-  const u32 full_q = base + Shape::BARRIERS, empty_q = full_q + 8, full = empty_q + 8, empty = full + STAGES * 16;
-  const u32 group = warp_number() / 4, lane = lane_number();
-  const int all = args.blocks * args.batch * args.heads;
-  Ring<STAGES> keys, values;
-  u32 parity = 0;
-  for (int t = 0; t * gridDim.x < all; t++) {
-    if (work_of(t) >= all) continue;
-    const Work w = Work::at<Shape::ROWS>(args, work_of(t));
-    const int first = w.first + group * 64, row = first + warp_number() % 4 * 16 + lane / 4;
-    const int tiles = w.tiles<CAUSAL>(w.first, w.first + Shape::ROWS), own = w.tiles<CAUSAL>(first, first + 64);
-    int whole = CAUSAL ? min(w.used, max(w.offset + first + 1, 0)) : w.used;  // all rows see the keys below
-    if (args.query_lengths && first + 64 > w.asked) whole = 0;
-    Softmax softmax;
-    softmax.unit = 0;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int m = row + 8 * r;
-      softmax.top[r] = minus_infinity(), softmax.total[r] = 0.f, softmax.rows[r] = 1.f;
-      softmax.limit[r] = m >= w.asked ? 0 : CAUSAL ? min(w.used, w.offset + m + 1) : w.used;
-      if constexpr (Q::BYTES == 1) {
-        const unsigned char* at = args.q_scale + w.batch * args.qs_batch + w.head * args.qs_head;
-        if (m < w.asked) softmax.rows[r] = power_of(__ldg(at + (i64)(m >> args.q_shift) * args.qs_row)) * args.scale;
-      }
-    }
-    float s[64], o[D / 2];
-    u32 p[4][4], next[4][4], q[D / 32][4];
-#pragma unroll
-    for (int j = 0; j < D / 2; j++) o[j] = 0.f;
-    auto step = [&](float (&s)[64], int j, float2 scales) {
-      const int v_byte = __float_as_int(scales.y);
-      if (j * 128 + 128 > whole) {
-        softmax.template step<true>(next, s, j * 128, scales.x, v_byte);
-      } else {
-        softmax.template step<false>(next, s, j * 128, scales.x, v_byte);
-      }
-    };
-    auto take = [&] {  // once the products with the codes before have read theirs
-      u32 nothing = 0;
-      asm volatile("" : "+r"(nothing));
-#pragma unroll
-      for (int i = 0; i < 16; i++) p[i / 4][i % 4] = next[i / 4][i % 4] ^ nothing;
-    };
-    auto release = [&](u32 bar) {
-      if (lane == 0) barrier_arrive(bar);
-    };
-    if (tiles > 0) {
-      barrier_wait(full_q, parity);
-      parity ^= 1;
-      float scales[2];
-      take_queries<Shape, Q, D>(q, scales, base, group * 64 + warp_number() % 4 * 16);
-      u32 seen = 0;
-#pragma unroll
-      for (int i = 0; i < D / 8; i++) seen |= q[i / 4][i % 4];
-      warp_sync();
-      release(address_after(empty_q, seen));
-      if constexpr (Q::BYTES > 1) {
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-          if (row + 8 * r < w.asked) softmax.rows[r] = scales[r] * args.scale;
-      }
-    }
-    int j = tiles - 1;
-    for (; j >= own; j--) {  // out of this warpgroup's sight
-      barrier_wait(full + keys.stage * 16, keys.parity);
-      warp_sync();
-      release(empty + keys.stage * 16);
-      keys.next();
-      barrier_wait(full + values.stage * 16 + 8, values.parity);
-      warp_sync();
-      release(empty + values.stage * 16 + 8);
-      values.next();
-    }
-    if (j >= 0) {
-      barrier_wait(full + keys.stage * 16, keys.parity);
-      product_fence();
-      start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
-      float2 scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
-      product_wait<0>();
-      product_done(s);
-      release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
-      keys.next();
-      step(s, j, scales);
-      take();
-      for (j--; j >= 0; j--) {
-        barrier_wait(full + keys.stage * 16, keys.parity);
-        product_fence();
-        start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
-        scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
-        barrier_wait(full + values.stage * 16 + 8, values.parity);
-        product_fence();
-        start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
-        product_wait<1>();
-        product_done(s);
-        release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
-        keys.next();
-        step(s, j, scales);
-        product_wait<0>();
-        product_done(o);
-        release(empty + values.stage * 16 + 8);
-        values.next();
-        if (__any_sync(0xFFFFFFFFu, !(softmax.shrink[0] == 1.f && softmax.shrink[1] == 1.f))) {
-#pragma unroll
-          for (int n = 0; n < D / 2; n++) o[n] *= softmax.shrink[n / 2 % 2];
-        }
-        take();
-      }
-      barrier_wait(full + values.stage * 16 + 8, values.parity);
-      product_fence();
-      start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
-      product_wait<0>();
-      product_done(o);
-      release(empty + values.stage * 16 + 8);
-      values.next();
-    }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float total = softmax.total[r];
-      total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
-      total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
-      const float inverse = total == 0.f ? 0.f : power_of(softmax.unit) / total;
-      const int m = row + 8 * r;
-      unsigned short* to = (unsigned short*)args.out + (((i64)w.batch * args.queries + m) * args.heads + w.head) * D;
-#pragma unroll
-      for (int j = 0; j < D / 8; j += 4) {
-        Quad y;
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-          y.w[n] = Out::pack(o[4 * (j + n) + 2 * r] * inverse, o[4 * (j + n) + 2 * r + 1] * inverse);
-        gather(y.w);
-        if (m < args.queries) *(Quad*)(to + (j + lane % 4) * 8) = y;
-      }
-    }
-  }
-}
-
-// The same, but a block's last products run while the next one's queries are taken, and its first scores while the
-// results are written. Products do not depend on branches: where there is nothing to multiply, they are made for nothing.
-template <class Shape, int D, int STAGES, bool CAUSAL, class Q, class Out>
-__device__ __forceinline__ void attention_flow(const AttentionArgs& args, u32 base) {
   const u32 full_q = base + Shape::BARRIERS, empty_q = full_q + 8, full = empty_q + 8, empty = full + STAGES * 16;
   const u32 warp = warp_number(), group = warp / 4, lane = lane_number(), rows_at = warp * 16;
   const int all = args.blocks * args.batch * args.heads;
@@ -419,16 +294,17 @@ __device__ __forceinline__ void attention_flow(const AttentionArgs& args, u32 ba
   auto release = [&](u32 bar) {
     if (lane == 0) barrier_arrive(bar);
   };
-  // Takes up a block of queries and starts its first scores; without one, scores for nothing.
-  auto begin = [&](int t) {
-    const bool is = work_of(t) < all;
-    const Work w = Work::at<Shape::ROWS>(args, is ? work_of(t) : 0);
+  int tiles, own;  // of keys that the block sees, and this warpgroup
+  // Takes up a block of queries, or none.
+  auto take_up = [&](int t) {
+    const bool is = work_of(args, t) < all;
+    const Work w = Work::at<Shape::ROWS>(args, is ? work_of(args, t) : 0);
     const int first = w.first + group * 64, row = first + warp % 4 * 16 + lane / 4;
-    const int tiles = is ? w.tiles<CAUSAL>(w.first, w.first + Shape::ROWS) : 0, own = w.tiles<CAUSAL>(first, first + 64);
+    tiles = is ? w.tiles<CAUSAL>(w.first, w.first + Shape::ROWS) : 0, own = w.tiles<CAUSAL>(first, first + 64);
     whole = CAUSAL ? min(w.used, max(w.offset + first + 1, 0)) : w.used;  // all rows see the keys below
     if (args.query_lengths && first + 64 > w.asked) whole = 0;
     place = ((i64)w.batch * args.queries + row) * args.heads + w.head;
-    left = args.queries - row;
+    left = first < 0 ? 0 : args.queries - row;
     softmax.unit = 0;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -437,7 +313,7 @@ __device__ __forceinline__ void attention_flow(const AttentionArgs& args, u32 ba
       softmax.limit[r] = m >= w.asked ? 0 : CAUSAL ? min(w.used, w.offset + m + 1) : w.used;
       if constexpr (Q::BYTES == 1) {
         const unsigned char* at = args.q_scale + w.batch * args.qs_batch + w.head * args.qs_head;
-        if (m < w.asked) softmax.rows[r] = power_of(__ldg(at + (i64)(m >> args.q_shift) * args.qs_row)) * args.scale;
+        if ((u32)m < (u32)w.asked) softmax.rows[r] = power_of(__ldg(at + (i64)(m >> args.q_shift) * args.qs_row)) * args.scale;
       }
     }
     if (tiles > 0) {
@@ -456,6 +332,9 @@ __device__ __forceinline__ void attention_flow(const AttentionArgs& args, u32 ba
           if (row + 8 * r < w.asked) softmax.rows[r] = scale[r] * args.scale;
       }
     }
+  };
+  // Its first scores; without keys, scores for nothing. No stage of V may be held: it waits for all that are out of sight.
+  auto start = [&] {
     for (j = tiles - 1; j >= own; j--) {  // out of this warpgroup's sight
       barrier_wait(full + keys.stage * 16, keys.parity);
       warp_sync();
@@ -489,9 +368,10 @@ __device__ __forceinline__ void attention_flow(const AttentionArgs& args, u32 ba
   for (int i = 0; i < 16; i++) p[i / 4][i % 4] = 0;
 #pragma unroll
   for (int i = 0; i < D / 8; i++) q[i / 4][i % 4] = 0;
-  begin(0);
+  if (FLOW) take_up(0), start();
 #pragma unroll 1
-  for (int t = 0; work_of(t) < all; t++) {
+  for (int t = 0; work_of(args, t) < all; t++) {
+    if (!FLOW) take_up(t), start();
 #pragma unroll
     for (int n = 0; n < D / 2; n++) o[n] = 0.f;
     const bool any = j >= 0;
@@ -534,10 +414,11 @@ __device__ __forceinline__ void attention_flow(const AttentionArgs& args, u32 ba
     unsigned short* to = (unsigned short*)args.out + place * D;
     const u32 done = empty + values.stage * 16 + 8;
     if (any) values.next();
-    begin(t + 1);
-    product_wait<1>();
+    if (FLOW) take_up(t + 1);
+    product_wait<0>();
     product_done(o);
     if (any) release(done);
+    if (FLOW) start();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float total = totals[r];
@@ -556,8 +437,10 @@ __device__ __forceinline__ void attention_flow(const AttentionArgs& args, u32 ba
       }
     }
   }
-  product_wait<0>();
-  product_done(s);
+  if (FLOW) {
+    product_wait<0>();
+    product_done(s);
+  }
 }
 
 // Q: Codes, or the type of 16-bit queries.
@@ -576,6 +459,11 @@ __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k
     }
     barrier_init_done();
   }
+  if (warp == GROUPS * 4) {  // queries that are not in L2 are on their way there while the kernel before ends
+    const Work w = Work::place<Shape::ROWS>(args, work_of(args, 0));
+#pragma unroll
+    for (int i = 0; i < Shape::Q_PIECES; i++) tensor_warm(q, w.head * args.q_column + i * 128, w.row(args));
+  }
   block_sync();
   grid_wait();
   if (warp >= GROUPS * 4) {
@@ -585,11 +473,7 @@ __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k
   } else {
     if constexpr (GROUPS == 2) take_registers<240>();
     if constexpr (GROUPS == 3) take_registers<160>();
-    if constexpr (FLOW) {
-      attention_flow<Shape, D, STAGES, CAUSAL, Q, Out>(args, base);
-    } else {
-      attention_multiply<Shape, D, STAGES, CAUSAL, Q, Out>(args, base);
-    }
+    attention_multiply<Shape, D, STAGES, FLOW, CAUSAL, Q, Out>(args, base);
   }
 }
 
