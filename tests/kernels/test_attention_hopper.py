@@ -60,10 +60,10 @@ def emulator(emulated):
     library = emulated(source.replace('extern "C" __global__', "__global__") + RUN.replace("NAMES", ", ".join(names)))
     library.run.restype = ctypes.c_char_p
 
-    def run(name, given, blocks, seed, twice=False):
+    def run(name, given, blocks, seed, twice=False, lengths=None, query_lengths=None):
         plan, dim, causal, q_type, dtype = KERNELS[name]
         assert given.q.dtype == q_type
-        inputs = as_inputs(given, causal)
+        inputs = as_inputs(given, causal, lengths, query_lengths)
         assert kernels.unsupported(inputs, dtype) is None
         (batch, heads, queries, _), q, v = given.q.shape, given.q, given.v
         out = torch.full((batch, queries, heads, dim), float("nan"), dtype=dtype)
@@ -143,6 +143,16 @@ def test_the_kernel_in_the_emulator_meets_the_reference(emulator, name, queries,
         expected = attend(given, causal=causal, dtype=dtype, backend="reference")
         y = emulator(name, given, 1 + seed, seed, twice=seed > 0)
         assert relative(y, expected) <= 3e-3, seed
+
+
+def test_lengths_in_the_emulator(emulator):
+    torch.manual_seed(0)
+    given = quantized(400, 640, 64, 1, 1, batch=2)
+    lengths, query_lengths = torch.tensor([640, 640]).int(), torch.tensor([400, 230]).int()
+    options = {"lengths": lengths, "query_lengths": query_lengths}
+    y = emulator("64", given, 1, 0, **options)  # a warpgroup has queries in one sequence, and then none beside others
+    expected = attend(given, causal=True, dtype=torch.float16, backend="reference", **options)
+    assert relative(y, expected) <= 3e-3
 
 
 def test_wide_queries_are_quantized_by_every_backend():
