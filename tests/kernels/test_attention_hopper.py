@@ -155,6 +155,24 @@ def test_lengths_in_the_emulator(emulator):
     assert relative(y, expected) <= 3e-3
 
 
+def test_turns_end_soonest():
+    def last(queries, keys, rows, heads, blocks, twice):
+        """When the last thread block ends, in tiles of keys and half a tile for each block of queries."""
+        ends = [0.0] * blocks
+        for i in range(-(-queries // rows) * heads):
+            turn, at = divmod(i, blocks)
+            first = max(keys - i // heads * rows, 0)
+            ends[blocks - 1 - at if turn and turn % 2 != twice else at] += -(-first // 128) + 0.5
+        return max(ends)
+
+    for queries, rows, heads in ((2048, 192, 32), (2048, 128, 32), (4096, 192, 8), (1300, 192, 40), (8192, 192, 32)):
+        ways = [last(queries, queries, rows, heads, 132, twice) for twice in (False, True)]
+        three = 2 * 132 < -(-queries // rows) * heads <= 3 * 132
+        assert kernels.there_twice(queries, queries, True, rows, heads, 132) == (three and ways[1] < ways[0])
+    assert kernels.there_twice(2048, 2048, True, 192, 32, 132)
+    assert not kernels.there_twice(2048, 2048, False, 192, 32, 132)
+
+
 def test_wide_queries_are_quantized_by_every_backend():
     torch.manual_seed(0)
     given = quantized(20, 30, 64, wide=torch.bfloat16)
@@ -198,6 +216,18 @@ def test_lengths_are_the_references(dim):
             assert compared(given, causal, lengths, query_lengths) <= 1e-2
             y = attend(given, causal=causal, lengths=lengths, query_lengths=query_lengths, backend="hopper")
             assert not y[2].any() and y.isfinite().all()
+
+
+@gpu
+@pytest.mark.parametrize("dim", kernels.DIMS)
+def test_thread_blocks_take_turns(dim):
+    torch.manual_seed(0)
+    given = quantized(401, 701, dim, 32, 2, "block", "cuda", batch=7, wide=torch.bfloat16)
+    assert 7 * 32 * 3 > 3 * 132  # blocks of queries, multiprocessors
+    lengths = torch.tensor([17, 701, 0, 130, 701, 600, 333], dtype=torch.int32, device="cuda")
+    asked = torch.tensor([17, 401, 0, 130, 230, 10, 300], dtype=torch.int32, device="cuda")
+    for query_lengths in (None, asked):
+        assert compared(given, True, lengths, query_lengths) <= 1e-2
 
 
 @gpu

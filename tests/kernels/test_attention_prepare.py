@@ -78,10 +78,9 @@ def agree(made, expected, rotate):
         a, b = a.view(torch.uint8), b.view(torch.uint8)
         if not rotate or name.startswith("v"):
             assert torch.equal(a, b), name
-        elif name.endswith("scale"):  # a sum in another order may meet a scale's edge
-            assert (a.int() - b.int()).abs().max() <= 1 and (a != b).float().mean() <= 1e-3, name
-        else:
-            assert (a != b).float().mean() <= 1e-3, name
+        else:  # a sum in another order may meet a scale's edge
+            assert a.shape == b.shape and (a != b).sum() <= 1e-3 * a.numel(), name
+            assert not name.endswith("scale") or not a.numel() or (a.int() - b.int()).abs().max() <= 1, name
 
 
 @pytest.mark.parametrize("number", range(len(KERNELS)))

@@ -291,37 +291,55 @@ __device__ __forceinline__ void values(const PrepareArgs& args, const unsigned s
   }
 }
 
+// What a thread block will read of q, k or v comes to L2 while the kernel before it ends.
+template <int D>
+__device__ __forceinline__ void warm(const PrepareArgs& args, const unsigned short* from, i64 x_token, i64 x_head,
+                                     int first, int last, int tile) {
+  constexpr int LINES = D * 2 / 128;  // of a row
+  for (int i = threadIdx.x; i < (last - first) * TOKENS * LINES; i += PREPARE_THREADS) {
+    const int token = tile * TOKENS + i / LINES % TOKENS;
+    if (token < args.tokens)
+      warm_line(from + token * x_token + (first + i / LINES / TOKENS) * x_head + i % LINES * 64);
+  }
+}
+
 // T: Bf16, Fp16; Angle: that of cos and sin, T or Fp32.
 template <class T, class Angle, int D, int SHARE, bool ROPE, bool ROTATE, bool BY_BLOCK>
 __device__ __forceinline__ void prepare(const PrepareArgs& args) {
-  grid_wait();
   const u32 base = shared_memory();
-  const int tile = blockIdx.x, batch = blockIdx.z;
+  const int tile = blockIdx.x, batch = blockIdx.z, scales = BY_BLOCK ? args.padded / TOKENS : args.tokens;
   int part = blockIdx.y;
   const void* cos = (const char*)args.cos + batch * args.cos_batch * Angle::BYTES;
   const void* sin = (const char*)args.sin + batch * args.cos_batch * Angle::BYTES;
-  const int scales = BY_BLOCK ? args.padded / TOKENS : args.tokens;
   if (part < args.q_parts) {
     const i64 sequence = (i64)batch * args.heads;
-    turn<T, Angle, D, ROPE, ROTATE, false>(
-        args, (const unsigned short*)args.q + batch * args.q_batch, cos, sin, args.q_out + sequence * args.tokens * D,
-        args.q_scale + sequence * args.tokens, args.q_token, args.q_head, part * SHARE,
-        min((part + 1) * SHARE, args.heads), tile, args.tokens, base);
+    const auto* from = (const unsigned short*)args.q + batch * args.q_batch;
+    const int first = part * SHARE, last = min(first + SHARE, args.heads);
+    warm<D>(args, from, args.q_token, args.q_head, first, last, tile);
+    grid_wait();
+    turn<T, Angle, D, ROPE, ROTATE, false>(args, from, cos, sin, args.q_out + sequence * args.tokens * D,
+                                           args.q_scale + sequence * args.tokens, args.q_token, args.q_head, first,
+                                           last, tile, args.tokens, base);
     return;
   }
   part -= args.q_parts;
+  const i64 sequence = (i64)batch * args.groups;
   if (part < args.k_parts) {
-    const i64 sequence = (i64)batch * args.groups;
-    turn<T, Angle, D, ROPE, ROTATE, BY_BLOCK>(
-        args, (const unsigned short*)args.k + batch * args.k_batch, cos, sin, args.k_out + sequence * args.k_rows * D,
-        args.k_scale + sequence * scales, args.k_token, args.k_head, part * SHARE,
-        min((part + 1) * SHARE, args.groups), tile, args.k_rows, base);
+    const auto* from = (const unsigned short*)args.k + batch * args.k_batch;
+    const int first = part * SHARE, last = min(first + SHARE, args.groups);
+    warm<D>(args, from, args.k_token, args.k_head, first, last, tile);
+    grid_wait();
+    turn<T, Angle, D, ROPE, ROTATE, BY_BLOCK>(args, from, cos, sin, args.k_out + sequence * args.k_rows * D,
+                                              args.k_scale + sequence * scales, args.k_token, args.k_head, first, last,
+                                              tile, args.k_rows, base);
     return;
   }
   part -= args.k_parts;
-  const i64 head = (i64)batch * args.groups + part;
-  values<T, D, BY_BLOCK>(args, (const unsigned short*)args.v + batch * args.v_batch + part * args.v_head,
-                         args.v_out + head * args.padded * D, args.v_scale + head * scales, tile, base);
+  const auto* from = (const unsigned short*)args.v + batch * args.v_batch;
+  warm<D>(args, from, args.v_token, args.v_head, part, part + 1, tile);
+  grid_wait();
+  values<T, D, BY_BLOCK>(args, from + part * args.v_head, args.v_out + (sequence + part) * args.padded * D,
+                         args.v_scale + (sequence + part) * scales, tile, base);
 }
 
 }  // namespace quantrot

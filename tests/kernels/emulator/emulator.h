@@ -328,6 +328,7 @@ inline void tensor_load(u32 to, const TensorMap* map, int x, int y, u32 bar, u64
 }
 
 inline void tensor_warm(const TensorMap* map, int, int) { check_map(*map, 0); }
+inline void warm_line(const void*) {}
 
 inline void tensor_load_folded(u32 to, const TensorMap* map, int y, u32 bar, u64 policy) {
   if (!map->folded) fail("a map that does not fold");
