@@ -173,6 +173,19 @@ def test_turns_end_soonest():
     assert not kernels.there_twice(2048, 2048, False, 192, 32, 132)
 
 
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_nan_block_in_the_emulator(emulator, which):
+    torch.manual_seed(0)
+    given = quantized(400, 400, 64)
+    (given.k_scale if which == "k" else given.v_scale)[0, 0, 1] = 255
+    given.q_scale[0, 0, 70:90] = 0  # with keys' smallest scale the scores underflow: all keys in sight weigh the same
+    given.k_scale[0, 0, 0] = 0
+    y = emulator("64", given, 1, 0)
+    assert y[:, 128:].isnan().all() and y[:, :128].isfinite().all()
+    expected = attend(given, causal=True, dtype=torch.float16, backend="reference")
+    assert relative(y[:, :128], expected[:, :128]) <= 3e-3
+
+
 def test_wide_queries_are_quantized_by_every_backend():
     torch.manual_seed(0)
     given = quantized(20, 30, 64, wide=torch.bfloat16)

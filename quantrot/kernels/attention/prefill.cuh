@@ -214,9 +214,13 @@ struct Softmax {
     unit = next;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float by = rows[r] * k_scale;
+      // A row that sees no key of the tile does not see its scales, which may be no numbers; one that does becomes one.
+      // What is out of sight must stay infinite, so nothing is multiplied by 0.
+      const bool blind = EDGE && start >= limit[r];
+      float by = blind ? 1.f : rows[r] * k_scale;
+      if (EDGE && by == 0.f) by = __uint_as_float(0x00800000u);
       const float now = fmaxf(top[r], round_up(largest_of(s, r) * by)), point = now == minus_infinity() ? 0.f : now;
-      const float minus = less + (float)P_BITS - point, kept = exp2_fast(top[r] - point);
+      const float minus = (blind ? 0.f : less) + (float)P_BITS - point, kept = exp2_fast(top[r] - point);
       shrink[r] = kept * down;
       top[r] = now;
       float sum[4];
@@ -226,9 +230,6 @@ struct Softmax {
         for (int e = 0; e < 2; e++) {
           float& x = s[4 * j + 2 * r + e];
           x = exp2_fast(fmaf(x, by, minus));
-          if constexpr (EDGE) {  // a scale that is NaN stays out of rows that do not see it
-            if (start + j / 2 * 16 + 4 * q + j % 2 * 2 + e >= limit[r]) x = 0.f;
-          }
           sum[j % 2 * 2 + e] = j < 2 ? x : sum[j % 2 * 2 + e] + x;
         }
         if (j % 2) {
@@ -236,7 +237,7 @@ struct Softmax {
           p[(j - 1) / 4][(j - 1) % 4 + r] = to_e4m3(s[from], s[from + 1], s[from + 4], s[from + 5]);
         }
       }
-      total[r] = fmaf(total[r], kept, ((sum[0] + sum[1]) + (sum[2] + sum[3])) * more);
+      total[r] = fmaf(total[r], kept, ((sum[0] + sum[1]) + (sum[2] + sum[3])) * (blind ? 1.f : more));
     }
   }
 };
