@@ -184,6 +184,10 @@ def test_a_nan_block_in_the_emulator(emulator, which):
     assert y[:, 128:].isnan().all() and y[:, :128].isfinite().all()
     expected = attend(given, causal=True, dtype=torch.float16, backend="reference")
     assert relative(y[:, :128], expected[:, :128]) <= 3e-3
+    lengths = torch.tensor([280], dtype=torch.int32)
+    shifted = given._replace(q=given.q[:, :, :200], q_scale=given.q_scale[:, :, :200])
+    y = emulator("64", shifted, 1, 0, lengths=lengths)  # query i sees key i + 80: a warp has rows of both kinds
+    assert y[:, 48:].isnan().all() and y[:, :48].isfinite().all()
 
 
 def test_wide_queries_are_quantized_by_every_backend():
