@@ -60,14 +60,15 @@ def emulator(emulated):
     library = emulated(source.replace('extern "C" __global__', "__global__") + RUN.replace("NAMES", ", ".join(names)))
     library.run.restype = ctypes.c_char_p
 
-    def run(name, given, blocks, seed, twice=False, lengths=None, query_lengths=None):
+    def run(name, given, blocks, seed, dealt=False, lengths=None, query_lengths=None):
         plan, dim, causal, q_type, dtype = KERNELS[name]
         assert given.q.dtype == q_type
         inputs = as_inputs(given, causal, lengths, query_lengths)
         assert kernels.unsupported(inputs, dtype) is None
         (batch, heads, queries, _), q, v = given.q.shape, given.q, given.v
         out = torch.full((batch, queries, heads, dim), float("nan"), dtype=dtype)
-        args = kernels.arguments(inputs, out, plan, twice)
+        of = kernels.deal(queries, given.k.shape[2], causal, plan.rows, batch * heads, blocks) if dealt else None
+        args = kernels.arguments(inputs, out, plan, of)
         k_rows = 16 * kernels._folds(given.k)
         rows = [
             kernels.q_matrix(q, plan),
@@ -141,7 +142,7 @@ def test_the_kernel_in_the_emulator_meets_the_reference(emulator, name, queries,
             given.k.view(torch.uint8).bitwise_or_(0x80)
             given = given._replace(q=given.q.float().abs().to(q_type))
         expected = attend(given, causal=causal, dtype=dtype, backend="reference")
-        y = emulator(name, given, 1 + seed, seed, twice=seed > 0)
+        y = emulator(name, given, 1 + seed, seed, dealt=seed > 0)
         assert relative(y, expected) <= 3e-3, seed
 
 
@@ -155,22 +156,28 @@ def test_lengths_in_the_emulator(emulator):
     assert relative(y, expected) <= 3e-3
 
 
-def test_turns_end_soonest():
-    def last(queries, keys, rows, heads, blocks, twice):
-        """When the last thread block ends, in tiles of keys and half a tile for each block of queries."""
-        ends = [0.0] * blocks
-        for i in range(-(-queries // rows) * heads):
-            turn, at = divmod(i, blocks)
-            first = max(keys - i // heads * rows, 0)
-            ends[blocks - 1 - at if turn and turn % 2 != twice else at] += -(-first // 128) + 0.5
-        return max(ends)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("queries", "rows", "heads", "blocks"),
+    [(2048, 192, 32, 132), (2048, 128, 32, 132), (1300, 192, 40, 114), (70, 128, 3, 3)],
+)
+def test_blocks_are_dealt_out(queries, rows, heads, blocks, causal):
+    starts, places = kernels.deal(queries, queries, causal, rows, heads, blocks)
+    count = -(-queries // rows) * heads
+    assert sorted(places) == list(range(count)) and len(starts) == blocks + 1 and starts[-1] == count
+    cost = [-(-(queries - i // heads * rows if causal else queries) // 128) + kernels.EACH for i in range(count)]
+    dealt = [places[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    assert all(each == sorted(each) for each in dealt)  # longest first
+    turns = -(-count // blocks)
+    back = [[i * blocks + (blocks - 1 - b if i % 2 else b) for i in range(turns)] for b in range(blocks)]
+    last, usual = (max(sum(cost[i] for i in each if i < count) for each in way) for way in (dealt, back))
+    assert last <= usual
+    if causal and queries == 2048:
+        assert last <= 1.05 * sum(cost) / blocks
 
-    for queries, rows, heads in ((2048, 192, 32), (2048, 128, 32), (4096, 192, 8), (1300, 192, 40), (8192, 192, 32)):
-        ways = [last(queries, queries, rows, heads, 132, twice) for twice in (False, True)]
-        three = 2 * 132 < -(-queries // rows) * heads <= 3 * 132
-        assert kernels.there_twice(queries, queries, True, rows, heads, 132) == (three and ways[1] < ways[0])
-    assert kernels.there_twice(2048, 2048, True, 192, 32, 132)
-    assert not kernels.there_twice(2048, 2048, False, 192, 32, 132)
+
+def test_more_blocks_than_can_be_dealt_out():
+    assert kernels.deal(8192, 8192, True, 192, 32, 132) is None and kernels.deal(256, 256, True, 128, 32, 146) is None
 
 
 @pytest.mark.parametrize("which", ["k", "v"])

@@ -12,6 +12,7 @@ way into registers, one scale a token, as reference.quantize_heads does it.
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 DIMS = (64, 128)
+STARTS, PLACES = 146, 512  # of AttentionArgs
+EACH = 2.0  # what a block of queries takes besides its tiles of keys, in tiles; with less, some get all the short ones
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, 1) attention(
     const __grid_constant__ quantrot::TensorMap q, const __grid_constant__ quantrot::TensorMap k,
     const __grid_constant__ quantrot::TensorMap v, const __grid_constant__ quantrot::AttentionArgs args) {{
@@ -65,8 +68,11 @@ class Arguments(ctypes.Structure):
         *((f"{name}_{i}", ctypes.c_longlong) for name in ("qs", "ks", "vs") for i in ("batch", "head", "row")),
         *((name, ctypes.c_int) for name in ("q_shift", "q_batch", "q_head", "q_column")),
         *((name, ctypes.c_int) for name in ("k_batch", "k_head", "v_batch", "v_head")),
-        *((name, ctypes.c_int) for name in ("batch", "heads", "share", "queries", "keys", "blocks", "twice")),
+        *((name, ctypes.c_int) for name in ("batch", "heads", "share", "queries", "keys", "blocks")),
         ("scale", ctypes.c_float),
+        ("dealt", ctypes.c_int),
+        ("starts", ctypes.c_ushort * STARTS),
+        ("places", ctypes.c_ushort * PLACES),
     ]
 
 
@@ -160,24 +166,48 @@ def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.d
 
 
 @lru_cache(maxsize=256)
-def there_twice(queries: int, keys: int, causal: bool, rows: int, heads: int, blocks: int) -> bool:
-    """Whether thread blocks that go there twice before back again, over heads' blocks of `rows` queries, end sooner.
+def deal(
+    queries: int, keys: int, causal: bool, rows: int, heads: int, blocks: int
+) -> tuple[list[int], list[int]] | None:
+    """Which blocks of `rows` queries each of `blocks` thread blocks takes, so that the last ends soon: starts, places.
 
-    heads: of all sequences. It matters where blocks have three turns; a block of queries takes as long as its tiles of
-    keys, and half a tile.
+    Thread block b takes places[starts[b] : starts[b + 1]], longest first. Place i * heads + h is head h's (of all
+    sequences) i-th block of queries from the end. It takes as long as its tiles of keys and EACH more. Every thread
+    block is filled up to a bound in its turn, and the bound is raised until that takes all of them. None where there
+    are more than the kernel's parameter holds: then there are many turns, and going there and back again is as good.
     """
-    ends = [queries - i * rows for i in range(-(-queries // rows)) for _ in range(heads)]
-    if not 2 * blocks < len(ends) <= 3 * blocks:
-        return False
-    work = [-(-min(keys, max(keys - queries + end, 0)) // BLOCK) + 0.5 if causal else 1.0 for end in ends]
-    work += [0.0] * (3 * blocks - len(work))
-    first, second, third = (work[t * blocks : (t + 1) * blocks] for t in range(3))
-    back = max(map(sum, zip(first, reversed(second), third, strict=True)))
-    return max(map(sum, zip(first, second, reversed(third), strict=True))) < back
+    count = -(-queries // rows)
+    if count * heads > PLACES or blocks >= STARTS:
+        return None
+    ends = [max(keys - i * rows, 0) if causal else keys for i in range(count)]
+    work = [-(-end // BLOCK) + EACH for end in ends]
+    bound = max(work[0], sum(work) * heads / blocks)
+    while (dealt := _deal_up_to(bound, work, heads, blocks)) is None:
+        bound += 0.25
+    return [0, *accumulate(map(len, dealt))], [place for each in dealt for place in each]
 
 
-def arguments(given: "Inputs", out: Tensor, plan: Plan, twice: bool) -> Arguments:
-    """The kernel's last parameter. twice: there_twice."""
+def _deal_up_to(bound: float, work: list[float], heads: int, blocks: int) -> list[list[int]] | None:
+    """Each thread block's places, or None where some are left."""
+    dealt: list[list[int]] = [[] for _ in range(blocks)]
+    room = [bound] * blocks
+    for i, each in enumerate(work):
+        place, end = i * heads, (i + 1) * heads
+        for b in range(blocks):
+            if room[b] >= each:
+                n = min(int(room[b] / each), end - place)
+                dealt[b] += range(place, place + n)
+                room[b] -= n * each
+                place += n
+                if place == end:
+                    break
+        if place < end:
+            return None
+    return dealt
+
+
+def arguments(given: "Inputs", out: Tensor, plan: Plan, dealt: tuple[list[int], list[int]] | None) -> Arguments:
+    """The kernel's last parameter. dealt: see deal."""
     (batch, heads, queries, dim), keys = given.q.shape, given.k.shape[2]
     wide, places = given.q.dtype in OUT, _q_places(given.q)
     assert places is not None
@@ -199,8 +229,9 @@ def arguments(given: "Inputs", out: Tensor, plan: Plan, twice: bool) -> Argument
         queries,
         keys,
         -(-queries // plan.rows),
-        twice,
         given.scale * LOG2E,
+        dealt is not None,
+        *((ctypes.c_ushort * n)(*part) for n, part in zip((STARTS, PLACES), dealt or ((), ()), strict=True)),
     )
 
 
@@ -252,8 +283,8 @@ def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> 
     plan = plan or plan_for(dim)
     device = given.q.get_device()
     blocks = min(-(-queries // plan.rows) * batch * heads, processors(device))
-    twice = there_twice(queries, given.k.shape[2], given.causal, plan.rows, batch * heads, blocks)
-    values = _Parameters(args=arguments(given, out, plan, twice))
+    dealt = deal(queries, given.k.shape[2], given.causal, plan.rows, batch * heads, blocks)
+    values = _Parameters(args=arguments(given, out, plan, dealt))
     for field, value in zip("qkv", maps(given, plan), strict=True):
         ctypes.memmove(getattr(values, field), value, 128)
     function = _kernel(plan, dim, given.causal, given.q.dtype, dtype, device)

@@ -25,8 +25,9 @@ struct AttentionArgs {
   int k_batch, k_head;  // the same of k, in 16 rows
   int v_batch, v_head;  // rows of v
   int batch, heads, share, queries, keys, blocks;  // share: query heads of a key head; blocks: of queries
-  int twice;  // 1: there twice before back again
   float scale;  // of the scores, times log2(e)
+  int dealt;    // whether thread block b takes places[starts[b]] ... places[starts[b + 1] - 1]
+  unsigned short starts[146], places[512];
 };
 
 constexpr int P_BITS = 8;  // probabilities are in e4m3 times 2^8
@@ -86,10 +87,14 @@ struct Work {
   }
 };
 
-// The thread block's turn t: there and back again over the blocks, so that with falling lengths all get about the same.
+// The block of queries of the thread block's turn t, past all where it has no more: what the host dealt out, or there and
+// back again, so that with falling lengths all get about the same.
 __device__ __forceinline__ int work_of(const AttentionArgs& args, int t) {
-  const bool back = t > 0 && (t & 1) != args.twice;
-  return t * gridDim.x + (back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  if (args.dealt) {
+    const int at = args.starts[blockIdx.x] + t;
+    return at < args.starts[blockIdx.x + 1] ? args.places[at] : 0x7FFFFFFF;
+  }
+  return t * gridDim.x + (t % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
 template <class Shape, int STAGES, bool CAUSAL>
