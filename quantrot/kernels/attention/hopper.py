@@ -166,9 +166,7 @@ def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.d
 
 
 @lru_cache(maxsize=256)
-def deal(
-    queries: int, keys: int, causal: bool, rows: int, heads: int, blocks: int
-) -> tuple[list[int], list[int]] | None:
+def deal(queries: int, keys: int, causal: bool, rows: int, heads: int, blocks: int) -> tuple[Any, Any] | None:
     """Which blocks of `rows` queries each of `blocks` thread blocks takes, so that the last ends soon: starts, places.
 
     Thread block b takes places[starts[b] : starts[b + 1]], longest first. Place i * heads + h is head h's (of all
@@ -184,7 +182,8 @@ def deal(
     bound = max(work[0], sum(work) * heads / blocks)
     while (dealt := _deal_up_to(bound, work, heads, blocks)) is None:
         bound += 0.25
-    return [0, *accumulate(map(len, dealt))], [place for each in dealt for place in each]
+    starts = (ctypes.c_ushort * STARTS)(0, *accumulate(map(len, dealt)))
+    return starts, (ctypes.c_ushort * PLACES)(*(place for each in dealt for place in each))
 
 
 def _deal_up_to(bound: float, work: list[float], heads: int, blocks: int) -> list[list[int]] | None:
@@ -206,7 +205,7 @@ def _deal_up_to(bound: float, work: list[float], heads: int, blocks: int) -> lis
     return dealt
 
 
-def arguments(given: "Inputs", out: Tensor, plan: Plan, dealt: tuple[list[int], list[int]] | None) -> Arguments:
+def arguments(given: "Inputs", out: Tensor, plan: Plan, dealt: tuple[Any, Any] | None) -> Arguments:
     """The kernel's last parameter. dealt: see deal."""
     (batch, heads, queries, dim), keys = given.q.shape, given.k.shape[2]
     wide, places = given.q.dtype in OUT, _q_places(given.q)
@@ -231,7 +230,7 @@ def arguments(given: "Inputs", out: Tensor, plan: Plan, dealt: tuple[list[int], 
         -(-queries // plan.rows),
         given.scale * LOG2E,
         dealt is not None,
-        *((ctypes.c_ushort * n)(*part) for n, part in zip((STARTS, PLACES), dealt or ((), ()), strict=True)),
+        *(dealt or ()),
     )
 
 
