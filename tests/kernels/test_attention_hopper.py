@@ -244,15 +244,15 @@ def test_lengths_are_the_references(dim):
 
 
 @gpu
+@pytest.mark.parametrize("batch", [4, 7])  # blocks of queries that are dealt out, and more
 @pytest.mark.parametrize("dim", kernels.DIMS)
-def test_thread_blocks_take_turns(dim):
+def test_thread_blocks_take_turns(dim, batch):
     torch.manual_seed(0)
-    given = quantized(401, 701, dim, 32, 2, "block", "cuda", batch=7, wide=torch.bfloat16)
-    assert 7 * 32 * 3 > 3 * 132  # blocks of queries, multiprocessors
-    lengths = torch.tensor([17, 701, 0, 130, 701, 600, 333], dtype=torch.int32, device="cuda")
-    asked = torch.tensor([17, 401, 0, 130, 230, 10, 300], dtype=torch.int32, device="cuda")
-    for query_lengths in (None, asked):
-        assert compared(given, True, lengths, query_lengths) <= 1e-2
+    given = quantized(401, 701, dim, 32, 2, "block", "cuda", batch=batch, wide=torch.bfloat16)
+    lengths = torch.tensor([17, 701, 0, 130, 701, 600, 333], dtype=torch.int32, device="cuda")[:batch]
+    asked = torch.tensor([17, 401, 0, 130, 230, 10, 300], dtype=torch.int32, device="cuda")[:batch]
+    for options in ((), (lengths, None), (lengths, asked)):
+        assert compared(given, True, *options) <= 1e-2
 
 
 @gpu
