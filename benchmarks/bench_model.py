@@ -7,13 +7,15 @@
 Weights are random, in the shape of Llama-3.1-8B (--config config.json: any other Llama's): time does not depend on
 their values. The bfloat16 model is timed first; then each linear that the recipe quantizes is replaced by quantrot's
 module, with the same weight quantized, those of one input are merged as `quantrot.load` does, and the model is timed
-again. What a recipe fuses into weights costs nothing at run time and is left out; what it runs online is there.
+again. What a recipe fuses into weights costs nothing at run time and is left out; what it runs online is there. The
+recipe "bf16" leaves the linears alone: what quantrot's attention does to them all, and what is not quantization's.
 
 Both are compiled with mode="reduce-overhead". Decode is one token after a prompt, in a static cache; the time is the
-mean of --steps consecutive tokens, synchronized at both ends. Prefill is a forward over a prompt with its last token's
-logits, the median of five; --eager times it without compilation too, where the host's share shows. --profile lists the
-kernels of each, and the gaps between them. The floor reads every weight once at copy speed. `error` is the relative
-error of the logits to the bfloat16 model's: of random weights, so of interest to find broken modules only.
+mean of --steps consecutive tokens, synchronized at both ends. Prefill is a forward over a prompt that gives its keys
+and values and the last token's logits, the median of five. --eager times both without compilation too, where the host's
+share shows. --profile lists the kernels of each, and the gaps between them. The floor reads every weight once at copy
+speed. `error` is the relative error of the logits to the bfloat16 model's: of random weights, so of interest to find
+broken modules only.
 """
 
 import argparse
@@ -38,6 +40,7 @@ from timing import copy_gbps, write_results  # noqa: E402
 from quantrot import engines, formats, llama  # noqa: E402
 from quantrot.load import merge_projections  # noqa: E402
 from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedLinear, RotatedLinear  # noqa: E402
+from quantrot.modules.masks import leave_masks_out  # noqa: E402
 from quantrot.plan import _assign, _online, _rotations  # noqa: E402
 from quantrot.recipe import load_recipe, shipped_recipes  # noqa: E402
 from quantrot.rotation import Rotation, turn_input  # noqa: E402
@@ -62,6 +65,7 @@ TINY = LLAMA_8B | {
     "num_key_value_heads": 2,
     "vocab_size": 320,
 }
+WIDE = "bf16"  # no recipe: wide linears in quantrot's attention
 QUANTIZED_ROWS = 4096  # quantized at a time: the reference quantizers make float32 copies
 WARM_TOKENS = 8  # compilation, recording, and the caches
 PROFILED = 4  # tokens, or prompts
@@ -86,6 +90,10 @@ def random_model(config: dict[str, Any], device: torch.device) -> Any:
 
 def replace_linears(model: Any, config: dict[str, Any], name: str) -> int:
     """Every linear that the recipe quantizes or turns becomes quantrot's module; the count of quantized ones."""
+    if name == WIDE:
+        for layer in model.model.layers:
+            layer.self_attn = QuantizedAttention(layer.self_attn)
+        return 0
     recipe, arch = load_recipe(name), llama.from_config(config)
     errors: list[str] = []
     rotations = _rotations(recipe, arch, errors)
@@ -162,13 +170,13 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 @torch.no_grad()
-def decode_us(model: Any, batch: int, prompt: int, steps: int, profile: bool) -> float:
+def decode_us(model: Any, batch: int, asked: argparse.Namespace, step: Callable[..., Any]) -> float:
     """Microseconds a step: `batch` sequences, one token each."""
-    device = model.device
+    device, prompt, steps = model.device, asked.prompt, asked.steps
     cache = StaticCache(config=model.config, max_cache_len=prompt + WARM_TOKENS + steps + PROFILED)
     ids = torch.randint(0, model.config.vocab_size, (batch, prompt), device=device)
     model(ids, past_key_values=cache, logits_to_keep=1)
-    token, step = ids[:, -1:].clone(), compiled(model)
+    token = ids[:, -1:].clone()
 
     def tokens(count: int) -> None:
         for _ in range(count):
@@ -176,22 +184,22 @@ def decode_us(model: Any, batch: int, prompt: int, steps: int, profile: bool) ->
 
     tokens(WARM_TOKENS)
     us = seconds(lambda: tokens(steps), device) / steps * 1e6
-    if profile:
+    if asked.profile:
         print_kernels(f"decode, batch {batch}", lambda: tokens(1))
     return us
 
 
 @torch.no_grad()
-def prefill_us(model: Any, tokens: int, forward: Callable[..., Any], profile: bool) -> float:
+def prefill_us(model: Any, tokens: int, asked: argparse.Namespace, forward: Callable[..., Any]) -> float:
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=model.device)
 
     def run() -> None:
-        forward(ids, use_cache=False, logits_to_keep=1)
+        forward(ids, use_cache=True, logits_to_keep=1)
 
     for _ in range(3):  # compiles, records, replays
         run()
     us = statistics.median(seconds(run, model.device) for _ in range(5)) * 1e6
-    if profile:
+    if asked.profile:
         print_kernels(f"prefill, {tokens} tokens", run)
     return us
 
@@ -225,12 +233,12 @@ def compiled(model: Any) -> Callable[..., Any]:
 
 
 def measure(model: Any, asked: argparse.Namespace) -> dict[tuple[str, int], float]:
-    """("decode", batch), ("prefill", tokens) and ("eager prefill", tokens) -> microseconds."""
-    show, sizes = asked.profile, asked.prefill
-    found = {("decode", batch): decode_us(model, batch, asked.prompt, asked.steps, show) for batch in asked.batch}
-    found |= {("prefill", tokens): prefill_us(model, tokens, compiled(model), show) for tokens in sizes}
+    """("decode", batch) and ("prefill", tokens), and both with "eager" before the phase -> microseconds."""
+    found = {("decode", batch): decode_us(model, batch, asked, compiled(model)) for batch in asked.batch}
+    found |= {("prefill", tokens): prefill_us(model, tokens, asked, compiled(model)) for tokens in asked.prefill}
     if asked.eager:
-        found |= {("eager prefill", tokens): prefill_us(model, tokens, model.forward, show) for tokens in sizes}
+        found |= {("eager decode", batch): decode_us(model, batch, asked, model.forward) for batch in asked.batch}
+        found |= {("eager prefill", size): prefill_us(model, size, asked, model.forward) for size in asked.prefill}
     return found
 
 
@@ -258,6 +266,7 @@ def main(asked: argparse.Namespace) -> list[dict[str, Any]]:
         count = replace_linears(quantized, config, recipe)
         decode_where_no_kernel(quantized)
         merge_projections(quantized)
+        leave_masks_out(quantized)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         with torch.no_grad():
@@ -294,10 +303,10 @@ def random_twin(model: Any) -> Any:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", action="append", help=f"a file, or one of {', '.join(shipped_recipes())}")
+    parser.add_argument("--recipe", action="append", help=f"a file, or one of {', '.join([WIDE, *shipped_recipes()])}")
     parser.add_argument("--batch", type=int, nargs="*", default=[1], help="sequences to decode together")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048, 8192], help="tokens")
-    parser.add_argument("--eager", action="store_true", help="prefill without compilation too")
+    parser.add_argument("--eager", action="store_true", help="both without compilation, too")
     parser.add_argument("--profile", action="store_true", help="list the kernels that a token and a prompt take")
     parser.add_argument("--prompt", type=int, default=128, help="tokens in the cache before the first decoded one")
     parser.add_argument("--steps", type=int, default=64, help="tokens to decode")

@@ -29,6 +29,7 @@ from quantrot.modules import (
     QuantizedMLP,
     RotatedLinear,
 )
+from quantrot.modules.masks import leave_masks_out
 from quantrot.source import open_source
 
 DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
@@ -67,6 +68,7 @@ def load(
         _decode_where_memory_allows(model)
     if merge:
         merge_projections(model)
+    leave_masks_out(model)
     return dispatch_model(model, placed, offload_dir=offload_folder) if len(placed) > 1 else model
 
 
