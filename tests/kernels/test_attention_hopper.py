@@ -299,20 +299,21 @@ def test_the_whole_from_bf16_is_the_references():
     torch.manual_seed(0)
     x = torch.randn(2, 200, 12 * 128, device="cuda", dtype=torch.bfloat16).unflatten(-1, (12, 128)).transpose(1, 2)
     q, k, v = x[:, :8], x[:, 8:10], x[:, 10:]
-    y, expected = (fp8_attention(q, k, v, causal=True, backend=backend) for backend in ("auto", "reference"))
-    assert relative(y, expected) <= 1e-2
+    y, made, expected = (fp8_attention(q, k, v, causal=True, backend=name) for name in ("auto", "hopper", "reference"))
+    assert relative(y, expected) <= 1e-2 and torch.equal(made, y)
     assert torch.equal(torch.compile(fp8_attention, fullgraph=True)(q, k, v, causal=True), y)
 
 
 @gpu
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
 @pytest.mark.parametrize("dim", kernels.DIMS)
-def test_a_chain_that_overlaps_is_what_its_steps_give(dim):
+def test_a_chain_that_overlaps_is_what_its_steps_give(dim, backend):
     torch.manual_seed(0)
     x = torch.randn(1, 4, 700, dim, device="cuda", dtype=torch.bfloat16)
 
     def chain(x, done):
         for i in range(40):
-            x = fp8_attention(x, x[:, i % 2 :: 2], x[:, 1 - i % 2 :: 2], causal=True)  # kernels of this library alone
+            x = fp8_attention(x, x[:, i % 2 :: 2], x[:, 1 - i % 2 :: 2], causal=True, backend=backend)
             done()
         return x
 

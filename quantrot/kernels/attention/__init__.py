@@ -16,9 +16,10 @@ Contract of every backend, with B sequences, H query heads, G key and value head
     a query that sees nothing gets 0; a NaN reaches the queries that see it and no other
 
 The softmax weights are rounded to e4m3 (times 2^8, relative to their row's maximum rounded up to a power of two), their
-sum is not. attention_reference has the formula. Backends: "hopper" (CUDA C++ for sm_90; attention alone, see there for
-what it takes), "triton" (CUDA with e4m3, capability 8.9 and up), "reference" (plain torch); "auto" takes the first that
-can run, and "hopper" only for many queries. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
+sum is not. attention_reference has the formula. Backends: "hopper" (CUDA C++ for sm_90; what it takes is said there,
+operands that its preparing kernel does not take are prepared by Triton's), "triton" (CUDA with e4m3, capability 8.9 and
+up), "reference" (plain torch); "auto" takes the first that can run, and "hopper" for many queries and where it is the
+faster. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
 """
 
 import os
@@ -431,7 +432,8 @@ def _rope_hadamard_quantize(
 
         if _has_kernel(granularity, q.shape[3]):
             by_block = granularity == Granularity.block
-            if backend != "triton" and prepare.supports(q, k, v, cos, sin, signs, order):
+            wanted = backend == "hopper" or (backend == "auto" and q.shape[3] in prepare.AUTO)
+            if wanted and prepare.supports(q, k, v, cos, sin, signs, order):
                 return _as_bytes(prepare.quantize(q, k, v, cos, sin, order, by_block))
             return _as_bytes(rope.quantize(q, k, v, cos, sin, signs, order, by_block))
         if backend == "triton":

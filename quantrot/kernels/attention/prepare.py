@@ -24,6 +24,7 @@ TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
 DIMS = (64, 128)
 THREADS = 256
 FEW = 16  # tokens up to which tiles of 128 are mostly padding
+AUTO: tuple[int, ...] = ()  # head dimensions that backend "auto" brings here instead of to Triton's kernel
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {blocks}) prepare(
     const __grid_constant__ quantrot::PrepareArgs args) {{
   quantrot::prepare<{call}>(args);
