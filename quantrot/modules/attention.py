@@ -13,12 +13,14 @@ from quantrot.kernels.attention import (
     attend,
     dequantize_heads,
     inference_only,
+    one_token,
     quantize_heads,
     rope_hadamard_quantize,
     transposed_values,
 )
-from quantrot.modules.cache import adopt, round_trip
+from quantrot.modules.cache import StaticLayer, adopt, round_trip
 from quantrot.modules.linear import OnlineHadamard
+from quantrot.modules.masks import IMPLEMENTATION
 from quantrot.modules.merged import Merging
 from quantrot.rotation import Rotation
 
@@ -87,7 +89,17 @@ class QuantizedAttention(Merging):
         cache: Any,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """q, k, v [B, S, heads, D] -> [B, S, heads, D] and the weights, by the model's attention implementation."""
+        """q, k, v [B, S, heads, D] -> [B, S, heads, D] and the weights, by the model's attention implementation, or in
+        one kernel where there is one."""
+        if (layer := self._one_token(q, k, v, position_embeddings, mask, cache, kwargs)) is not None:
+            first = self.layer_idx == 0  # from its count the model has computed the positions and the mask
+            stored: Any = layer.keys, layer.values, layer.cumulative_length
+            y = one_token.rope_attend_one(
+                q, k, v, *position_embeddings, *stored, mask=mask, scale=self.scaling, advance=not first, settled=True
+            )
+            if first:
+                layer.cumulative_length.add_(1)
+            return y, None
         query, key, value = (t.transpose(1, 2) for t in (q, k, v))
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if self.R3 is not None:
@@ -99,6 +111,36 @@ class QuantizedAttention(Merging):
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         return attention(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **self.window, **kwargs)
+
+    def _one_token(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: Any,
+        kwargs: dict[str, Any],
+    ) -> StaticLayer | None:
+        """The cache's layer where one kernel turns, stores and attends: a token in a static cache of the model's dtype.
+
+        Not with R3 or a narrow cache, with another implementation than sdpa, whose weights nobody asks for, or where
+        gradients are recorded. The layer's count is transformers': `update` adds to it as the kernel does.
+        """
+        if cache is None or q.shape[1] != 1 or torch.is_grad_enabled() or (self.training and self.attention_dropout):
+            return None
+        if self.R3 is not None or self.kv_cache != "bf16" or self.window or kwargs.get("output_attentions"):
+            return None
+        if self.config._attn_implementation not in ("sdpa", IMPLEMENTATION) or cache.offloading:
+            return None
+        layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+        if type(layer) is not StaticLayer or not layer.is_initialized or not one_token.runs_on(q.device):
+            return None
+        length = getattr(layer, "cumulative_length", None)  # a tensor in every version that quantrot knows
+        stored: Any = layer.keys, layer.values, length, mask
+        if not isinstance(length, Tensor) or one_token.unsupported(q, k, v, *position_embeddings, *stored):
+            return None
+        return layer
 
     # --- In e4m3 ---
 
