@@ -17,6 +17,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,8 @@ def bench_gemm(m: int, n: int, k: int) -> list[dict]:
                 calls = [lambda w=w, t=tokens: ready_product(t, *w) for w in packed]
             else:
                 h = 32 if activations == "mxfp4" else 0
-                calls = [lambda w=w, a=activations, h=h: mxfp4_gemm(x, *w, activations=a, hadamard=h) for w in packed]
+                gemm = partial(mxfp4_gemm, x, activations=activations, hadamard=h, settled=True)
+                calls = [lambda w=w, gemm=gemm: gemm(*w) for w in packed]
             us = time_us(calls)
             error = None
             if activations != "fp8":
@@ -398,8 +400,8 @@ def decode_plans(m: int, n: int, k: int) -> list[tuple]:
             and once == (blocks <= slots)
             and (split == 1 or (once and m > 1))
             and (m >= 16 or not arranged)
-            and plan.shared_bytes() <= (226 if resident == 1 else 112) << 10
-            and (not once or sums <= plan.shared_bytes() - 16 * stages)
+            and plan.shared_bytes(k) <= (226 if resident == 1 else 112) << 10
+            and (not once or sums <= plan.shared_bytes(k) - 16 * stages)
             and stages < -(-k // 256 // split) + teams
         ):
             found.append((tall, row_warps, teams, stages, split, once, resident, arranged))

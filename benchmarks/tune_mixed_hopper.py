@@ -1,17 +1,18 @@
 """Every plan of the Hopper mixed product beside cuBLAS: what kernels/mixed/tuned.py and the rules should choose.
 
-    python benchmarks/tune_mixed_hopper.py [few] [many] [paper] [--top N] [--rows M ...] [--shapes NxK ...] [--rule]
-        [--compile-only]
+    python benchmarks/tune_mixed_hopper.py [few] [many] [paper] [layer] [--top N] [--rows M ...] [--shapes NxK ...]
+        [--rule] [--compile-only]
 
 A line a plan, fastest first: us, times cuBLAS on the wide type, fraction of the operands' reading time, relative error
 to float64, whether five runs gave the same bits. Then one line a case: m n k group, the best plan's us, times cuBLAS,
-fraction of the reading time; the rule's; the second. --rule: no other plans: the tables of docs/mixed-input.md.
+fraction of the reading time; the rule's; the second. --rule: no other plans: the tables of docs/mixed-input.md. layer:
+the four products of a layer of Llama 3.1 8B and the gate, by one token, us a layer.
 """
 
 import argparse
 import math
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -19,9 +20,10 @@ from itertools import product
 import torch
 from bench_mixed import GROUP, PAPER, SHAPES, WIDE, Case, case, copies_of, cublas_us, operands, traffic
 from timing import copy_gbps, time_us
+from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.mixed import KINDS, hopper, mixed_ref
+from quantrot.kernels.mixed import KINDS, hopper, mixed_gated, mixed_gemm, mixed_ref
 from quantrot.kernels.mixed.hopper import WIDTHS, Decode, Kernel, Plan
 
 FEW, MANY = (1, 8, 16, 32, 64), (256, 1024, 4096)
@@ -58,18 +60,28 @@ def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decod
 
 
 def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) -> Iterator[Plan]:
-    for width in WIDTHS:
-        if width < (128 if columns > 256 else 64) or width > max(columns, 64):
+    for width, groups in product(WIDTHS, (2, 4)):
+        down, across = -(-rows // (64 * groups)), -(-columns // width)
+        if width > max(columns, 64) or (groups == 4 and width > 128) or down * across < 50 * groups / 2:
             continue
-        tiles = -(-rows // 128) * -(-columns // width)
-        for share, halves in product((1, 2), (True, False)):
-            if width >= 192 and tiles >= 100 and columns >= 256:
-                yield Plan(width, share=share, odd=-(-rows // 128) % share > 0, halves=halves)
-        for (split, share), halves in product(((1, 1), (1, 2), (2, 1)) if weight else (), (True, False)):
-            plan = Plan(width, few=True, split=split, share=share, halves=halves)
-            fits = plan.depth >= 3 and width * 132 * 4 <= plan.depth * (128 * 64 + width * 128)
-            if plan.splits(depth) and fits and 90 <= tiles * split <= 264 and columns <= 1024:
-                yield plan
+        for share, halves in product((1, 2), (True, False) if groups == 2 else (True,)):
+            if groups == 2 and (width < 192 or columns < 256) and columns > 64:
+                continue
+            yield Plan(width, share=share, groups=groups, odd=down % share > 0, halves=halves)
+    if not weight:
+        return
+    for width, groups, teams, split in product((64, 128, 192, 256), (1, 2, 3), (1, 2), (1, 2)):
+        plan = Plan(width, teams, split, groups=groups)
+        if width > max(columns, 64) or groups * teams not in (2, 3, 4) or width * groups > 512 / teams:
+            continue
+        if 64 <= plan.grid(rows, columns, hopper.PROCESSORS) <= hopper.PROCESSORS and plan.splits(depth):
+            yield plan
+            if groups * teams < 4:
+                yield replace(plan, halves=False)
+            elif width == 128:
+                yield replace(plan, stages=3)
+                if group != 1:
+                    yield replace(plan, blocks=2)
 
 
 def plans_of(c: Case, only_rule: bool = False) -> list[Plan | Decode]:
@@ -161,13 +173,42 @@ def short(plan: Plan | Decode) -> str:
     if isinstance(plan, Decode):
         shape = f"r{plan.row_warps}h{plan.height}t{plan.teams} st{plan.stages} res{plan.resident}"
         return f"decode {plan.tokens} {shape}{' keep' * bool(plan.keep)}{' split' * (plan.split > 1)}"
-    kind = f"few s{plan.split}" if plan.few else "many"
-    return f"{kind} {plan.columns} share{plan.share}{' odd' * plan.odd}{' halves' * plan.halves}"
+    kind = f"parts {plan.teams} x {plan.split}" if plan.teams else f"tiles share{plan.share}{' odd' * plan.odd}"
+    size = f"{plan.rows} x {plan.columns}, {plan.depth} stages of {64 * plan.blocks}"
+    return f"{kind} {size}{' halves' * plan.halves}"
+
+
+def layer(group: int) -> None:
+    """A chain of six layers, so that each kernel waits for what the one before it makes."""
+    shapes, count, inner = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), 6, 14336
+    cases = [case(1, n, k, "packed", "bfloat16", "weight", group) for n, k in shapes]
+    narrow = [[operands(c, 1)[0][1:] for c in cases] for _ in range(count)]
+    wide = [[torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / 64 for n, k in shapes] for _ in range(count)]
+    x = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16) / 64
+    gate = torch.compile(lambda y: F.silu(y[:, :inner]) * y[:, inner:])
+
+    def chain(layers: list, multiply: Callable, between: Callable, gated: Callable | None = None) -> None:
+        y = x
+        for qkv, out, up, down in layers:
+            y = multiply(multiply(y, qkv)[:, :4096], out)
+            y = multiply(gated(y, up) if gated else between(multiply(y, up)), down)
+
+    def ready(v: torch.Tensor, w: tuple) -> torch.Tensor:
+        return mixed_gemm(v, *w, weight_ready=True)
+
+    ways: dict[str, Callable[[], None]] = {
+        "bfloat16": lambda: chain(wide, F.linear, gate),
+        "not ready": lambda: chain(narrow, lambda v, w: mixed_gemm(v, *w), gate),
+        "ready": lambda: chain(narrow, ready, gate),
+        "gated": lambda: chain(narrow, ready, gate, lambda v, w: mixed_gated(v, *w, weight_ready=True)),
+        "no gate": lambda: chain(narrow, ready, lambda y: y[:, :inner]),
+    }
+    print("LAYER", group, *[f"{name} {time_us([way], 3) / count:.2f}" for name, way in ways.items()], flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["few", "many", "paper"])
+    parser.add_argument("what", nargs="*", default=["few", "many", "paper", "layer"])
     parser.add_argument("--top", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="*")
     parser.add_argument("--shapes", nargs="*", default=["x".join(map(str, shape)) for shape in SHAPES])
@@ -192,6 +233,8 @@ def main() -> None:
     gbps = copy_gbps()
     for c in cases:
         print("BEST", sweep(c, gbps, asked.top, asked.rule), flush=True)
+    for group in (0, GROUP) if "layer" in asked.what else ():
+        layer(group)
 
 
 if __name__ == "__main__":

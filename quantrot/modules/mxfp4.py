@@ -34,6 +34,7 @@ class Mxfp4Linear(QuantizedLinear):
             activations=kind,
             scale_rule=self.format.activations.scale_rule if kind == "mxfp4" else "even",
             hadamard=fused,
+            settled=True,  # parameters: who writes them on the device waits before a forward
         )
 
     def _fused_hadamard(self) -> int:

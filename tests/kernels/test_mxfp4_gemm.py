@@ -15,8 +15,20 @@ from quantrot.kernels.mxfp4 import (
     quantize_mxfp4,
     unpack_bits,
 )
+from quantrot.kernels.mxfp4.reference import ScaleRule
 
 gpu = pytest.mark.gpu
+
+
+def on_hopper():
+    """The module of the CUDA kernels."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    from quantrot.kernels.mxfp4 import hopper
+
+    return hopper
+
+
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 MAX_RELATIVE_ERROR = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 5e-4}  # to float64 of the operands
 
@@ -103,6 +115,64 @@ def test_leading_dimensions_and_empty_inputs():
     y = mxfp4_gemm(x, packed, scale)
     assert y.shape == (2, 3, 48) and torch.equal(y.view(6, 48), mxfp4_gemm(x.view(6, 64), packed, scale))
     assert mxfp4_gemm(x[:0], packed, scale, activations="mxfp4").shape == (0, 3, 48)
+
+
+ALL_TURNS = [(rule, hadamard) for rule in ScaleRule for hadamard in (0, 32, 64, 128)]
+SHAPES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192)]
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("rule", "hadamard", "shape"),
+    [(*turn, (1000, 384)) for turn in ALL_TURNS]
+    + [(*turn, shape) for shape in SHAPES for turn in (("even", 32), ("quest", 128), ("mse", 64), ("even", 0))],
+)
+def test_quantized_in_the_product_or_before_it_tokens_give_the_same_bits(rule, hadamard, shape):
+    """Also groups of zeros, of tiny and of huge numbers, and NaN; in a graph, too."""
+    hopper = on_hopper()
+    from quantrot.kernels.mxfp4 import triton_rows
+
+    packed, scale = quantize_mxfp4(normal(*shape, device="cuda", seed=1))
+    assert hopper.turned_plan(1, *shape)
+    for tokens in (1, 2, 8, 13, 32):
+        x = normal(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
+        x[:, 128:256] *= torch.tensor([0.0, 2.0**-120, 2.0**-30, 2.0**40], device="cuda").repeat_interleave(32)
+        x[-1, 33] = float("nan") if tokens > 1 else 1.0
+        before = triton_rows.round_trip(x, ScaleRule(rule), hadamard)
+        expected = hopper.decode(before, None, packed, scale, torch.bfloat16, hopper.plan_for(tokens, *shape))
+        options = {"activations": "mxfp4", "scale_rule": rule, "hadamard": hadamard}
+        for settled in (False, True):
+            y = mxfp4_gemm(x, packed, scale, settled=settled, **options)
+            assert torch.equal(y.view(torch.int16), expected.view(torch.int16))
+
+
+@gpu
+def test_a_product_that_reads_early_waits_for_its_tokens_and_whom_it_writes_over():
+    """A chain: each product's tokens are made by the kernel before it, its memory was read by the one before that."""
+    on_hopper()
+    ways = [quantize_mxfp4(normal(4096, 4096, device="cuda", seed=i) / 64) for i in range(6)]  # keep a token's size
+    x = normal(1, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def chain(settled, pause):
+        y = x
+        for i in range(24):
+            last = y
+            for way in (i, i + 1):
+                y = mxfp4_gemm(y, *ways[way % 6], activations="mxfp4", hadamard=32, settled=settled)
+                pause()
+            y = y + last.sin()
+            pause()
+        return y
+
+    expected = chain(False, torch.cuda.synchronize)
+    assert expected.isfinite().all() and expected.norm() > 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(True, lambda: None)
+    for _ in range(100):
+        graph.replay()
+        assert torch.equal(y, expected)
+    assert torch.equal(chain(True, lambda: None), expected)
 
 
 @pytest.mark.parametrize("hadamard", [0, 32])
@@ -220,7 +290,7 @@ def test_the_operators_are_functional_and_registered(device):
     x, w = normal(4, 64, device=device), quantize_mxfp4(normal(48, 64, device=device, seed=1))
     ops, tests = torch.ops.quantrot, ("test_schema", "test_faketensor", "test_autograd_registration")
     for activations in ("none", "fp8", "mxfp4"):
-        arguments = (x.requires_grad_(), *w, None, activations, "even", 32, "auto")
+        arguments = (x.requires_grad_(), *w, None, activations, "even", 32, True, "auto")
         torch.library.opcheck(ops.mxfp4_linear, arguments, test_utils=tests)
     torch.library.opcheck(ops.mxfp4_product, (*w, *w, torch.bfloat16, True, "auto"), test_utils=tests)
 

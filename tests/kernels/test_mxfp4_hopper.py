@@ -4,13 +4,16 @@ import ctypes
 import re
 import shutil
 import subprocess
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from quantrot.kernels.mxfp4 import dequantize_mxfp4, hopper, quantize_mxfp4, tuned
-from quantrot.kernels.mxfp4.hopper import Plan
+from quantrot.kernels.mxfp4.hopper import Plan, Turn
+from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 
 gpu = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -26,14 +29,36 @@ CASES = {
     "thirty_two": (Plan(4, 1, 3, 1, 3, once=True), FP16),
     "thirty_two_split": (Plan(4, 2, 1, 2, 4, split=2, once=True), FP32),
     "thirty_two_split4": (Plan(4, 1, 2, 1, 3, split=4, once=True, arranged=True), BF16),
+    "one_held": (Plan(0, 1, 2, 2, 4, held=True), FP32),
+    "one_held_once": (Plan(0, 2, 1, 2, 4, once=True, held=True), BF16),
+    "one_held_split": (Plan(0, 1, 2, 2, 4, split=2, once=True, held=True), FP16),
+}
+# plan, what its tokens become
+TURNS = {
+    "even_32": (CASES["one_held"][0], Turn(ScaleRule.even, 32)),
+    "even": (CASES["one_held_split"][0], Turn(ScaleRule.even, 0)),
+    "quest_128": (CASES["one_held"][0], Turn(ScaleRule.quest, 128)),
+    "mse_64": (CASES["one_held_split"][0], Turn(ScaleRule.mse, 64)),
+    "floor": (CASES["one_held_once"][0], Turn(ScaleRule.floor, 0)),
+    "rceil_128": (CASES["one_held_once"][0], Turn(ScaleRule.rceil, 128)),
+    "absmax34_32": (CASES["one_held_split"][0], Turn(ScaleRule.absmax34, 32)),
+    "arranged_even_128": (CASES["sixteen_arranged"][0], Turn(ScaleRule.even, 128)),
+    "arranged_mse_64": (CASES["thirty_two_split4"][0], Turn(ScaleRule.mse, 64)),
+    "arranged_quest": (CASES["eight_arranged"][0], Turn(ScaleRule.quest, 0)),
 }
 DRIVER = """
 static std::string message;
-extern "C" const char* arranged(int tiles, const void* x, void* y, int tokens, int columns, int blocks) {
-  using Kernel = void(const void*, void*, int, int);
-  static Kernel* const kernels[] = {arrange_1, arrange_2, nullptr, arrange_4};
-  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, 0, 0, [&] {
-    kernels[tiles - 1](x, y, tokens, columns);
+struct ArrangeArgs {
+  const void* x;
+  quantrot::Words* y;
+  int tokens, columns;
+  float root;
+};
+extern "C" const char* arranged(int which, const ArrangeArgs* a, int blocks, int threads) {
+  using Kernel = void(const void*, quantrot::Words*, int, int, float);
+  static Kernel* const kernels[] = {ARRANGE};
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, 0, 0, [&] {
+    kernels[which](a->x, a->y, a->tokens, a->columns, a->root);
   });
   return message.c_str();
 }
@@ -47,7 +72,8 @@ extern "C" const char* run(int which, const unsigned long long (*m)[8], const qu
                            int cluster, int threads, int shared, int seed) {
   using Kernel = void(quantrot::TensorMap, quantrot::TensorMap, quantrot::DecodeArgs);
   static Kernel* const kernels[] = {NAMES};
-  const auto codes = map(m[0]), wide = map(m[1]);
+  auto codes = map(m[0]), wide = map(m[1]);
+  codes.fresh = !args->settled, wide.fresh = 1;
   message = emulator::launch({(unsigned)blocks, 1, 1}, cluster, threads, shared, seed,
                              [&] { kernels[which](codes, wide, *args); });
   return message.c_str();
@@ -55,34 +81,42 @@ extern "C" const char* run(int which, const unsigned long long (*m)[8], const qu
 """
 
 
+def whole(case: tuple) -> tuple:
+    """(plan, output, turn)."""
+    return (*case, None)[:3]
+
+
 @pytest.fixture(scope="module")
 def emulator(emulated):
     """emulator(case, tokens, token_scale, packed, scale, seed) -> y."""
-    entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in CASES.items())
-    entries += "".join(hopper.ARRANGE.format(name=f"arrange_{tiles}", tiles=tiles) for tiles in (1, 2, 4))
-    names = ", ".join(f"decode_{name}" for name in CASES)
-    library = emulated(hopper.device_functions() + entries + DRIVER.replace("NAMES", names))
+    cases = CASES | {name: (plan, FP32, turn) for name, (plan, turn) in TURNS.items()}
+    entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in cases.items())
+    turns = {(plan.tiles, turn): None for plan, _, turn in map(whole, cases.values()) if plan.arranged}
+    entries += "".join(hopper.arrange_entry(*turn, f"arrange_{i}") for i, turn in enumerate(turns))
+    driver = DRIVER.replace("NAMES", ", ".join(f"decode_{name}" for name in cases))
+    driver = driver.replace("ARRANGE", ", ".join(f"arrange_{i}" for i in range(len(turns))))
+    library = emulated(hopper.device_functions() + entries + driver)
     library.run.restype = library.arranged.restype = ctypes.c_char_p
 
-    def arrange(x, tiles):
-        words = x.shape[1] // hopper.STEP * tiles * 128
-        y = torch.full((words * 8,), float("nan"), dtype=BF16)
-        pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr())
-        message = library.arranged(tiles, *pointers, *x.shape, -(-words // 256))
+    def arrange(x, tiles, turn):
+        y = torch.full((x.shape[1] * tiles * 8,), float("nan"), dtype=BF16)
+        arguments, blocks = hopper.arrange_arguments(x, y, turn), hopper.arrange_blocks(x.shape[1], tiles)
+        which = list(turns).index((tiles, turn))
+        message = library.arranged(which, ctypes.byref(arguments), blocks, hopper.ARRANGE_THREADS)
         assert message == b"", message.decode()
         return y
 
     def run(name, tokens, token_scale, packed, scale, seed=0, processors=2):
-        plan, out = CASES[name]
+        plan, out, turn = whole(cases[name])
         y = torch.full((len(tokens), len(packed)), float("nan"), dtype=out)
-        wide = hopper.matrix_of(arrange(tokens, plan.tiles) if plan.arranged else tokens, plan)
-        maps = (ctypes.c_ulonglong * 16)()
-        for i, (t, box) in enumerate(zip((packed, wide), plan.boxes(), strict=True)):
+        wide = hopper.matrix_of(arrange(tokens, plan.tiles, turn) if plan.arranged else tokens, plan)
+        maps = (ctypes.c_ulonglong * 16)()  # the second stays empty where tokens are held
+        for i, (t, box) in enumerate(zip((packed, wide), plan.boxes, strict=False)):
             maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, t.stride(0) * t.itemsize, *box[:2], t.itemsize, box[2])
-        args = hopper.arguments(token_scale, scale, y)
+        args = hopper.arguments(tokens, token_scale, scale, y, turn, seed % 2 == 1)
         message = library.run(
-            list(CASES).index(name), maps, ctypes.byref(args), plan.grid(len(packed), processors), plan.split,
-            plan.threads, plan.shared_bytes(), seed,
+            list(cases).index(name), maps, ctypes.byref(args), plan.grid(len(packed), processors), plan.split,
+            plan.threads, plan.shared_bytes(packed.shape[1] * 2), seed,
         )  # fmt: skip
         assert message == b"", message.decode()
         return y
@@ -99,6 +133,11 @@ def operands(tokens: int, rows: int, columns: int, seed: int = 0):
     return x, packed, scale
 
 
+def counts(plan: Plan) -> list[int]:
+    """Of tokens: one, nearly all, all that the plan takes."""
+    return sorted({1, max(1, plan.tokens - 3), plan.tokens})
+
+
 def exact(x, packed, scale) -> torch.Tensor:
     return x.double() @ dequantize_mxfp4(packed, scale, FP32, backend="reference").double().T
 
@@ -107,11 +146,29 @@ def exact(x, packed, scale) -> torch.Tensor:
 @pytest.mark.parametrize(("rows", "columns"), [(16, 128), (40, 1152), (130, 2816)])
 def test_every_plan_is_exact_on_integers(emulator, name, rows, columns):
     plan, out = CASES[name]
-    for tokens in {1, max(1, plan.tokens - 3), plan.tokens}:
+    for tokens in counts(plan):
         x, packed, scale = operands(tokens, rows, columns, tokens)
         factors = torch.randint(-2, 3, (tokens,)).float()
         y = emulator(name, x, factors, packed, scale, seed=tokens)
-        assert torch.equal(y.double(), (exact(x, packed, scale) * factors[:, None]).to(out).double())
+        expected = (exact(x, packed, scale) * factors[:, None]).to(out)
+        assert torch.equal(y.double(), expected.double())
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize(("rows", "columns"), [(40, 1152), (130, 2816)])
+def test_tokens_turned_by_the_product_are_those_turned_before_it(emulator, name, rows, columns):
+    """The bits of the two operators, special groups among them; with seed 1 the weight is settled."""
+    plan, turn = TURNS[name]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(max(1, counts(plan)[-1] - 1), columns, generator=generator).to(BF16)
+    x[:, 128:256] *= torch.tensor([0.0, 2.0**-120, 2.0**-30, 2.0**40]).repeat_interleave(32).to(BF16)
+    x[:, 257::4] *= 1 / 4
+    packed, scale = quantize_mxfp4(torch.randn(rows, columns, generator=generator))
+    before = dequantize_reference(*quantize_reference(x, turn.rule, hadamard=turn.hadamard)[:2], BF16)
+    plain = next(n for n, (p, *_) in CASES.items() if p == plan)
+    for seed in range(2):
+        y = emulator(name, x, None, packed, scale, seed)
+        assert torch.equal(y.to(CASES[plain][1]), emulator(plain, before, None, packed, scale, seed))
 
 
 def test_every_scale_of_a_sane_weight_is_exact_and_others_are_loud(emulator):
@@ -147,11 +204,12 @@ def test_bits_do_not_depend_on_what_runs_first_nor_on_other_tokens(emulator, nam
     assert ((first - exact(x, packed, scale)).norm() / first.double().norm()).item() < 1e-6
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "even_32", "mse_64"])
 def test_every_kernel_compiles_for_sm_90a_without_spills(name, tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
-    (tmp_path / "kernel.cu").write_text(hopper.device_functions() + hopper.entry(*CASES[name]))
+    case = CASES[name] if name in CASES else (TURNS[name][0], BF16, TURNS[name][1])
+    (tmp_path / "kernel.cu").write_text(hopper.device_functions() + hopper.entry(*case))
     target = "-gencode arch=compute_90a,code=sm_90a -std=c++17 -Xptxas -v -cubin -o /dev/null".split()
     run = subprocess.run(["nvcc", *target, str(tmp_path / "kernel.cu")], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -175,12 +233,19 @@ def test_plans_fit_the_multiprocessor():
         for rows, columns in [*small, *large, *(key[1:] for key in tuned.HOPPER_DECODE)]:
             plan = hopper.plan_for(tokens, rows, columns)
             assert plan.tokens >= tokens and (plan.tiles > 0) == (tokens > 1)
-            assert plan.threads <= 1024 and plan.shared_bytes() <= 227 << 10 and plan.stages % plan.teams == 0
-            assert plan.resident * (plan.shared_bytes() + 1024) <= 228 << 10 and plan.resident * plan.threads <= 2048
-            assert plan.once or plan.split == 1
-            if plan.once:
-                assert plan.grid(rows, 132) * plan.rows >= rows * plan.split
-                assert plan.teams * plan.tokens * (plan.rows + 4) * 4 <= plan.shared_bytes() - 16 * plan.stages
+            assert plan.split == 1 or plan.once
+            turned = hopper.turned_plan(tokens, rows, columns)
+            assert turned is None or turned.held == (tokens == 1) and turned.arranged == (tokens > 1)
+            assert turned is None or replace(turned, held=False, stages=plan.stages) == plan
+            for p in (plan, turned or plan):
+                shared = p.shared_bytes(columns)
+                assert p.threads <= 1024 and shared <= 227 << 10 and p.stages % p.teams == 0
+                assert p.resident * (shared + 1024) <= 228 << 10 and p.resident * p.threads <= 2048
+                if p.once:
+                    assert p.grid(rows, 132) * p.rows >= rows * p.split
+                    ring = p.stages * (p.rows * 136 + (0 if p.held else 512))
+                    assert p.teams * p.tokens * (p.rows + 4) * 4 <= ring
+    assert hopper.turned_plan(1, 4096, 14336) and hopper.turned_plan(1, 57344, 28672)
 
 
 def test_few_columns_are_not_shared_by_a_cluster():
@@ -200,8 +265,8 @@ def test_an_arrival_waits_for_the_reads_before_it(tmp_path):
     tool = shutil.which("cuobjdump") or Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not shutil.which("nvcc") or not Path(tool).exists():
         pytest.skip("needs nvcc and cuobjdump, which comes with Triton")
-    for name, (plan, out) in CASES.items():
-        (tmp_path / "kernel.cu").write_text(hopper.device_functions() + hopper.entry(plan, out))
+    for name, case in CASES.items():
+        (tmp_path / "kernel.cu").write_text(hopper.device_functions() + hopper.entry(*case))
         target = "-gencode arch=compute_90a,code=sm_90a -std=c++17 -cubin -o".split()
         subprocess.run(["nvcc", *target, str(tmp_path / "cubin"), str(tmp_path / "kernel.cu")], check=True)
         command = [str(tool), "-sass", str(tmp_path / "cubin")]
@@ -245,11 +310,11 @@ def test_every_plan_on_the_gpu(name, shape):
     """Sums that are exact, so that any order gives them, with a scale a token; again and in a graph the same bits."""
     on_hopper()
     plan, out = CASES[name]
-    for tokens in {1, max(1, plan.tokens - 3), plan.tokens}:
+    for tokens in counts(plan):
         x, packed, scale = (t.cuda() for t in operands(tokens, *shape))
         factors = torch.randint(1, 4, (tokens,), device="cuda").float()
         expected = (exact(x, packed, scale) * factors[:, None]).to(out)
-        call = lambda: hopper.decode(x, factors, packed, scale, out, plan)  # noqa: B023, E731
+        call = partial(hopper.decode, x, factors, packed, scale, out, plan, settled=tokens % 2 == 1)
         assert torch.equal(call(), expected)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -38,13 +38,16 @@ __device__ __forceinline__ void multiply16(float (&d)[4], const u32 (&a)[4], u32
 
 // TOKENS: tiles of eight, or 0 for one token, which every lane then reads. KEEP: the tokens stay in shared memory. SPLIT:
 // thread blocks of a cluster that share K, of one tile: the more rows a tile has, the fewer times the tokens are read.
-template <int TOKENS_, int HEIGHT_, int ROW_WARPS_, int KS_, int STAGES_, bool KEEP_, int SPLIT_>
+// GATED: the matrix is gate over up, half of a tile's rows are of each, and y is silu(gate) * up.
+template <int TOKENS_, int HEIGHT_, int ROW_WARPS_, int KS_, int STAGES_, bool KEEP_, int SPLIT_, bool GATED_ = false>
 struct Decode {
+  static constexpr bool GATED = GATED_;
   static constexpr int SPLIT = SPLIT_;
   static constexpr int HEIGHT = HEIGHT_, ROW_WARPS = ROW_WARPS_, KS = KS_, STAGES = STAGES_;
   static constexpr bool ONE = TOKENS_ == 0, KEEP = KEEP_;
   static constexpr int TILES = ONE ? 1 : TOKENS_, COLUMNS = TILES * 8, USED = ONE ? 1 : COLUMNS;
   static constexpr int ROWS = 16 * HEIGHT * ROW_WARPS, WARPS = ROW_WARPS * KS;
+  static constexpr int OUT = GATED ? ROWS / 2 : ROWS;           // of a tile, in y
   static constexpr int CODES = ROWS * 128, WIDE = USED * 256;  // bytes of a stage
   static constexpr int PITCH = ROWS + 4;                       // of a team's sums, floats: lanes meet different banks
   static constexpr int SUMS = STAGES * CODES, BARRIERS = SUMS + KS * USED * PITCH * 4;
@@ -104,12 +107,19 @@ struct Decoder {
     wide_at = P::ONE ? q * 32 : g * 128 + ((2 * q ^ g) << 4);
   }
 
-  __device__ __forceinline__ void at(int row) {  // row: the warp's first
+  __device__ __forceinline__ void at(int tile, int row) {  // row: the warp's first in the tile
     const int mine = row + turned(lane_number() / 4);
 #pragma unroll
     for (int m = 0; m < P::HEIGHT; m++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) rows[m][r] = min(mine + 16 * m + 8 * r, args.rows - 1);
+      for (int r = 0; r < 2; r++) {
+        const int inside = mine + 16 * m + 8 * r, half = args.rows / 2, up = inside >= P::OUT;
+        if constexpr (P::GATED) {
+          rows[m][r] = min(tile * P::OUT + inside - up * P::OUT, half - 1) + up * half;
+        } else {
+          rows[m][r] = min(tile * P::ROWS + inside, args.rows - 1);
+        }
+      }
   }
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -187,34 +197,56 @@ struct Decoder {
   }
 };
 
+// silu(gate) * up, as three operations on T: silu in float32.
+template <class T>
+__device__ __forceinline__ u32 gated_pair(u32 gate, u32 up) {
+  float silu[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float x = T::value(gate >> 16 * i);
+    silu[i] = quotient(x, 1.f + exp2_fast(-1.44269504f * x));
+  }
+  return multiply_pair<T>(T::pack(silu[0], silu[1]), up);
+}
+
 // The teams' sums of a tile, of each part of K in the order of the teams -> y [tokens, rows].
 template <class P, class O>
-__device__ __forceinline__ void store_teams(const MixedArgs& args, int row, u32 sums, u32 rank) {
-  constexpr int QUADS = P::ROWS / 4, THREADS = 32 * P::WARPS;
+__device__ __forceinline__ void store_teams(const MixedArgs& args, int tile, u32 sums, u32 rank) {
+  constexpr int QUADS = P::OUT / 4, THREADS = 32 * P::WARPS;
+  const int rows = P::GATED ? args.rows / 2 : args.rows;  // of y
   for (int i = rank * THREADS + threadIdx.x; i < P::USED * QUADS; i += P::SPLIT * THREADS) {
-    const int token = i / QUADS, r = i % QUADS * 4, at = row + r;  // rows are a multiple of eight
-    if (token >= args.columns || at >= args.rows) continue;
-    float sum[4];
+    const int token = i / QUADS, first = i % QUADS * 4, at = tile * P::OUT + first;  // rows are a multiple of eight
+    if (token >= args.columns || at >= rows) continue;
+    auto total = [&](int r, int row, u32 (&out)[2]) {  // four rows: r in the tile, `row` in the matrix
+      float sum[4];
 #pragma unroll
-    for (int s = 0; s < P::SPLIT * P::KS; s++) {
-      const u32 from = sums + ((s % P::KS * P::USED + token) * P::PITCH + r) * 4;
-      float4 part;
-      if constexpr (P::SPLIT > 1) {
-        part = load_cluster4(in_block(from, s / P::KS));
-      } else {
-        const float2 lo = load_shared2(from), hi = load_shared2(from + 8);
-        part = {lo.x, lo.y, hi.x, hi.y};
+      for (int s = 0; s < P::SPLIT * P::KS; s++) {
+        const u32 from = sums + ((s % P::KS * P::USED + token) * P::PITCH + r) * 4;
+        float4 part;
+        if constexpr (P::SPLIT > 1) {
+          part = load_cluster4(in_block(from, s / P::KS));
+        } else {
+          const float2 lo = load_shared2(from), hi = load_shared2(from + 8);
+          part = {lo.x, lo.y, hi.x, hi.y};
+        }
+        sum[0] = s ? sum[0] + part.x : part.x, sum[1] = s ? sum[1] + part.y : part.y;
+        sum[2] = s ? sum[2] + part.z : part.z, sum[3] = s ? sum[3] + part.w : part.w;
       }
-      sum[0] = s ? sum[0] + part.x : part.x, sum[1] = s ? sum[1] + part.y : part.y;
-      sum[2] = s ? sum[2] + part.z : part.z, sum[3] = s ? sum[3] + part.w : part.w;
-    }
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const float scale = O::GROUP ? 1.f : number<typename O::S>(args.scale, at + j);
-      sum[j] = finished<O>(sum[j], scale, number<typename O::B>(args.bias, at + j));
+      for (int j = 0; j < 4; j++) {
+        const float scale = O::GROUP ? 1.f : number<typename O::S>(args.scale, row + j);
+        sum[j] = finished<O>(sum[j], scale, number<typename O::B>(args.bias, row + j));
+      }
+      out[0] = O::T::pack(sum[0], sum[1]), out[1] = O::T::pack(sum[2], sum[3]);
+    };
+    u32 out[2], up[2];
+    total(first, at, out);
+    if constexpr (P::GATED) {
+      total(first + P::OUT, at + rows, up);
+      out[0] = gated_pair<typename O::T>(out[0], up[0]), out[1] = gated_pair<typename O::T>(out[1], up[1]);
     }
-    u32* y = (u32*)((unsigned short*)args.y + (i64)token * args.rows + at);
-    y[0] = O::T::pack(sum[0], sum[1]), y[1] = O::T::pack(sum[2], sum[3]);
+    u32* y = (u32*)((unsigned short*)args.y + (i64)token * rows + at);
+    y[0] = out[0], y[1] = out[1];
   }
 }
 
@@ -224,7 +256,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
   static_assert(O::WEIGHT, "few tokens by a narrow weight");
   const u32 base = shared_memory(), sums = base + P::SUMS, full = base + P::BARRIERS, empty = full + P::STAGES * 8;
   const u32 tokens = base + P::TOKENS_AT, warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
-  const int tiles = parts_of(args.rows, P::ROWS), first = blockIdx.x / P::SPLIT, step = gridDim.x / P::SPLIT;
+  const int tiles = parts_of(P::GATED ? args.rows / 2 : args.rows, P::OUT), first = blockIdx.x / P::SPLIT, step = gridDim.x / P::SPLIT;
   const int chunks = args.segment, first_chunk = rank * chunks;  // past the end, zeros from the copy engine
   if (warp == P::WARPS) {
     if (lane_number() == 0) {
@@ -247,7 +279,10 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
     const u64 keep = cache_policy<LAST>(), stream = cache_policy<FIRST>();
     auto load_codes = [&](int tile, int c, u32 stage, bool fetch) {
       barrier_expect(full + stage * 8, P::CODES + (fetch ? P::WIDE : 0));
-      tensor_load(base + stage * P::CODES, codes, (first_chunk + c) * 128, tile * P::ROWS, full + stage * 8, stream);
+      const u32 to = base + stage * P::CODES, bar = full + stage * 8;
+      const int column = (first_chunk + c) * 128;
+      tensor_load(to, codes, column, tile * P::OUT, bar, stream);
+      if constexpr (P::GATED) tensor_load(to + P::CODES / 2, codes, column, args.rows / 2 + tile * P::OUT, bar, stream);
     };
     auto load_tokens = [&](int c, u32 stage) {
       const u32 bar = full + stage * 8, to = tokens + (P::KEEP ? c : stage) * P::WIDE;
@@ -277,7 +312,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
     Cursor cursor = begins;
     Scales<P, O> scales[2];
     auto begin = [&](int tile) {  // scales of the first two stages; later, those before a stage's come with it
-      decoder.at(tile * P::ROWS + row_warp * 16 * P::HEIGHT);
+      decoder.at(tile, row_warp * 16 * P::HEIGHT);
       cursor = begins;
       scales[0].load(args, decoder.rows, cursor);
       if (O::GROUP) cursor.advance(each, args.group_blocks), scales[1].load(args, decoder.rows, cursor);
@@ -312,7 +347,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       } else {
         named_sync(1, 32 * P::WARPS);
       }
-      store_teams<P, O>(args, tile * P::ROWS, sums, rank);
+      store_teams<P, O>(args, tile, sums, rank);
       if (tile + step < tiles) named_sync(1, 32 * P::WARPS);
     }
   }

@@ -1,371 +1,9 @@
-// Mixed-input products for sm_90a: codes [rows, depth] in 8 bits by a wide matrix [columns, depth] in 16; the sums are
-// turned into y [columns, rows] where the codes are the weight (WEIGHT), y [rows, columns] where they are activations.
-//
-// The tensor core multiplies equal types and takes its first operand from registers, so the codes come to shared memory
-// as they are, a lane reads those of its part of the operand two by two (they are neighbours in a row), widens them
-// (`Widen`, from conversions.py) and multiplies; the wide operand goes from shared memory straight into the tensor core.
-// All of K is summed in the tensor core's registers (see Multiplier), GROUP = 1, 2 blocks of 64 columns at a time if
-// scales belong to groups of columns.
+// Mixed-input products by tiles, on multiply.cuh.
 //
 //   prefill  persistent thread blocks; one warp feeds a ring of stages through the copy engine, GROUPS warpgroups of 64
 //            rows multiply; the blocks of a cluster are neighbours in rows and share the wide tile.
-//   few      one tile a block: few columns, bound by reading the codes, or too few tiles for the device. SPLIT blocks
-//            of a cluster share K and add their parts, in order, through each other's shared memory; SHARE of them
-//            share the wide tile.
 
 namespace quantrot {
-
-struct MixedArgs {
-  const void* scale;          // [rows, groups]
-  const unsigned char* zero;  // [rows, groups], or null
-  const void* bias;           // [rows] (WEIGHT) or [columns], or null
-  void* y;
-  int rows, columns, depth;
-  int groups, group_blocks;  // scales a row, and how many blocks of 64 share one
-  int segment;               // blocks of 64 of a part of K, a multiple of four (decode.cuh: of 128, of the teams)
-  int tile_group;            // rows of tiles that run together, so that what they read stays in L2
-  int early;                 // what belongs to the weight may be read before the kernel before this one has ended
-};
-
-struct Fp32 {};
-struct None {};
-
-template <class S>
-__device__ __forceinline__ float number(const void* p, i64 at) {
-  return S::value(__ldg((const unsigned short*)p + at));
-}
-template <>
-__device__ __forceinline__ float number<Fp32>(const void* p, i64 at) {
-  return __ldg((const float*)p + at);
-}
-template <>
-__device__ __forceinline__ float number<None>(const void*, i64) {
-  return 0.f;
-}
-
-#ifdef QUANTROT_EMULATED
-template <class T>
-inline u32 subtract_pair(u32 a, u32 b) {
-  return T::pack(T::value(a) - T::value(b), T::value(a >> 16) - T::value(b >> 16));
-}
-template <class T>
-inline u32 multiply_pair(u32 a, u32 b) {
-  return T::pack(T::value(a) * T::value(b), T::value(a >> 16) * T::value(b >> 16));
-}
-inline float quotient(float a, float b) { return a / b; }
-#else
-#define QR_PAIR(OPERATION)                                                                                          \
-  u32 r;                                                                                                            \
-  if constexpr (T::BRAIN) {                                                                                         \
-    asm(OPERATION ".rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));                                             \
-  } else {                                                                                                          \
-    asm(OPERATION ".rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));                                              \
-  }                                                                                                                 \
-  return r
-template <class T>
-__device__ __forceinline__ u32 subtract_pair(u32 a, u32 b) {
-  QR_PAIR("sub");
-}
-template <class T>
-__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
-  QR_PAIR("mul");
-}
-__device__ __forceinline__ float quotient(float a, float b) {  // to 2 ulp, without a call
-  float q;
-  asm("div.full.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b));
-  return q;
-}
-#endif
-
-__device__ __forceinline__ int parts_of(int size, int part) { return (size + part - 1) / part; }
-
-// --- What a kernel is made for ---------------------------------------------------------------------------------------
-
-// KIND of codes, wide type T, blocks that share a scale (0: all); ZERO: there are zero points; S, B: types of
-// scales and bias.
-template <int KIND_, class T_, bool WEIGHT_, int GROUP_, bool ZERO_, class S_, class B_>
-struct Operands {
-  static constexpr int KIND = KIND_, GROUP = GROUP_;
-  static constexpr bool WEIGHT = WEIGHT_, ZERO = ZERO_;
-  using T = T_;
-  using S = S_;
-  using B = B_;
-  // Blocks that the loop takes at a time; a part of K is padded to a multiple of it, with zeros from the copy engine.
-  static constexpr int STEP = GROUP == 2 ? 2 : 1;
-  static constexpr int ZERO_KIND = KIND == UINT8 ? UINT8 : INT8;
-};
-
-// ODD: an odd number of rows of tiles, see MixedTiles. HALVES: a block's products start two by two.
-template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool ODD_, bool HALVES_>
-struct Tile {
-  static constexpr bool ODD = ODD_ && SHARE_ > 1, HALVES = HALVES_;
-  static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, STAGES = STAGES_, SPLIT = SPLIT_, SHARE = SHARE_;
-  static constexpr int ROWS = 64 * GROUPS, W = COLUMNS / 2, CLUSTER = SPLIT * SHARE, PART = COLUMNS / SHARE;
-  static constexpr int CODES = ROWS * 64, STAGE = CODES + COLUMNS * 128;  // bytes
-  static constexpr int HALF = COLUMNS % 32;                              // of a box of y, past the last whole one
-  static constexpr int OUTPUT = 64 * (COLUMNS + HALF) * 2;               // of a warpgroup's sums in 16 bits
-  static constexpr int PITCH = ROWS + 4;  // of the parts, floats: lanes meet different banks
-  static_assert(COLUMNS % SHARE == 0 && PART % 8 == 0, "a share of the wide tile is whole groups of eight rows");
-};
-
-// --- Loading ---------------------------------------------------------------------------------------------------------
-
-// Fills a ring of stages: the codes' tile, 64 bytes a row, and the wide tile, 128 bytes a row. apart: the blocks of a
-// cluster have different wide tiles for once.
-template <class P>
-struct Loader {
-  const TensorMap *codes, *wide;
-  u32 base, full, empty, rank;
-  u64 codes_policy, wide_policy;
-  Ring<P::STAGES> ring;
-
-  __device__ __forceinline__ void load_codes(u32 stage, int k, int row) const {
-    barrier_expect(full + stage * 8, P::STAGE);
-    tensor_load(base + stage * P::STAGE, codes, k * 64, row, full + stage * 8, codes_policy);
-  }
-  __device__ __forceinline__ void load_wide(u32 stage, int k, int column, bool apart) const {
-    const u32 to = base + stage * P::STAGE + P::CODES, bar = full + stage * 8;
-    if (P::ODD && apart) {
-      for (int i = 0; i < P::SHARE; i++)
-        tensor_load(to + i * P::PART * 128, wide, k * 64, column + i * P::PART, bar, wide_policy);
-    } else if constexpr (P::SHARE > 1) {
-      const u32 share = rank % P::SHARE;
-      tensor_load_all(to + share * P::PART * 128, wide, k * 64, column + share * P::PART, bar, wide_policy,
-                      ((1 << P::SHARE) - 1) << (rank - share));
-    } else {
-      tensor_load(to, wide, k * 64, column, bar, wide_policy);
-    }
-  }
-
-  // The first tile's first blocks of K, from number `first` on, of `count`; how many. early: the codes, before the
-  // kernel before this one has ended.
-  __device__ __forceinline__ int start(int first, int count, int row, int column, bool apart, bool early) {
-    const int ahead = min(count, P::STAGES);
-    for (int k = 0; k < ahead; k++) load_codes(k, first + k, row);
-    if (early) grid_wait();
-    for (int k = 0; k < ahead; k++, ring.next()) load_wide(k, first + k, column, apart);
-    return ahead;
-  }
-  __device__ __forceinline__ void next(int k, int row, int column, bool apart) {
-    barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-    load_codes(ring.stage, k, row);
-    load_wide(ring.stage, k, column, apart);
-    ring.next();
-  }
-};
-
-// --- Multiplying -----------------------------------------------------------------------------------------------------
-
-// Where a lane finds its codes in a tile: two rows, eight apart, and in each 16 columns two pairs.
-struct Lane {
-  u32 rows[2];     // of the matrix, not past its end
-  u32 offsets[4];  // in the tile: of the first row's first pair, each 16 columns
-
-  __device__ __forceinline__ Lane(u32 group) {
-    const u32 row = group * 64 + warp_number() % 4 * 16 + lane_number() / 4;
-#pragma unroll
-    for (u32 j = 0; j < 4; j++) offsets[j] = swizzled64(row, j * 16) + lane_number() % 4 * 2;
-  }
-  __device__ __forceinline__ void at(int row, int rows_there) {  // row: the warpgroup's first
-    const int mine = row + warp_number() % 4 * 16 + lane_number() / 4;
-    rows[0] = min(mine, rows_there - 1), rows[1] = min(mine + 8, rows_there - 1);
-  }
-};
-
-// A stage is handed back to the blocks that fill it.
-template <class P>
-__device__ __forceinline__ void hand_back(u32 bar, u32 rank) {
-  if constexpr (P::SHARE > 1) {
-    if (lane_number() < P::SHARE) barrier_arrive_cluster(in_block(bar, rank / P::SHARE * P::SHARE + lane_number()));
-  } else {
-    if (lane_number() == 0) barrier_arrive(bar);
-  }
-}
-
-// A warpgroup's sums over `count` blocks of K from number `first` on.
-//
-// The tensor core takes a product's first operand from the registers as it starts it, so a warp that issues several in a
-// row does nothing else meanwhile. Hence one at a time (HALVES: two), of 16 columns of K: while it runs, the columns
-// after the next are widened, and those after them come from shared memory.
-//
-// With groups the sums stay where they are, in units of the scale of the group that is added: before the next one they
-// are multiplied by (this scale / next scale), after the last by its scale. A group whose scale is 0, or less than 2^-64
-// of the one before it, counts as zeros and leaves the unit alone.
-template <class P, class O>
-struct Multiplier {
-  static constexpr int GROUP = O::GROUP ? O::GROUP : 1;
-  static constexpr bool CHOOSES = O::GROUP != 0 && O::KIND != E4M3 && !O::ZERO;
-  using T = typename O::T;
-  const MixedArgs& args;
-  Lane lane;
-  u32 base, full, empty, rank, previous = 0;
-  Ring<P::STAGES> ring;
-  u32 codes[2][4], a[4][4];  // of 16 columns each: [2 h + r] is the row r of the lane, columns 8 h + 2 q and the next
-  u32 zero[2], live[2];  // of each row: pairs that are subtracted; which codes count, or pairs of 1 or 0
-  float unit[2], ratio[2], coming[2];  // of each row: of the sums, from the unit before, of the next group
-  u32 coming_zero[2];
-  int group, left;  // number of the next group, and how many of its blocks are to come
-
-  __device__ __forceinline__ Multiplier(const MixedArgs& args, u32 group, u32 base, u32 full, u32 empty, u32 rank)
-      : args(args), lane(group), base(base), full(full), empty(empty), rank(rank) {}
-
-  __device__ __forceinline__ void find() {  // what the next group has; past the end the scale 0
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const i64 at = (i64)lane.rows[r] * args.groups + min(group, args.groups - 1);
-      if constexpr (O::GROUP != 0) {
-        const float found = number<typename O::S>(args.scale, at);
-        coming[r] = group < args.groups ? found : 0.f;
-      }
-      if constexpr (O::ZERO) coming_zero[r] = __ldg(args.zero + at);
-    }
-  }
-  __device__ __forceinline__ void enter() {  // what is widened from here on is of the next group
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      if constexpr (O::GROUP != 0) {
-        const bool dead = coming[r] == 0.f || fabsf(unit[r]) > 0x1p64f * fabsf(coming[r]);
-        ratio[r] = dead || unit[r] == coming[r] ? 1.f : quotient(unit[r], coming[r]);
-        unit[r] = dead ? unit[r] : coming[r];
-        live[r] = CHOOSES ? (dead ? chosen_zeros : chosen_codes) : dead ? 0u : T::BRAIN ? 0x3F803F80u : 0x3C003C00u;
-      }
-      if constexpr (O::ZERO) zero[r] = Widen<O::ZERO_KIND, T>::pair(coming_zero[r] * 0x101);
-    }
-    if constexpr (O::GROUP != 0) {
-      left -= GROUP;
-      if (left <= 0) left += args.group_blocks, group++;
-      find();
-    }
-  }
-
-  // Number j of a block's four products.
-  __device__ __forceinline__ void load(int j, u32 tile) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) codes[j % 2][i] = load_shared_u16(tile + lane.offsets[j] + i % 2 * 512 + i / 2 * 8);
-  }
-  __device__ __forceinline__ void widen(int j) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if constexpr (CHOOSES) {
-        a[j][i] = Widen<O::KIND, T>::chosen(codes[j % 2][i], live[i % 2]);
-      } else {
-        u32 pair = Widen<O::KIND, T>::pair(codes[j % 2][i]);
-        if constexpr (O::ZERO) pair = subtract_pair<T>(pair, zero[i % 2]);
-        a[j][i] = O::GROUP ? multiply_pair<T>(pair, live[i % 2]) : pair;
-      }
-    }
-  }
-  __device__ __forceinline__ void multiply(float (&d)[P::W], int j, u32 tile, bool add) {
-    product_fence();
-    product16<T>(d, a[j], operand(tile + P::CODES, j), add);
-    product_commit();
-  }
-  __device__ __forceinline__ void back() { hand_back<P>(empty + previous * 8, rank); }
-
-  // LAST: of all; ENDS: of a group.
-  template <bool LAST, bool ENDS>
-  __device__ __forceinline__ void block(float (&d)[P::W], bool begun) {
-    if constexpr (P::HALVES) {
-      halves<LAST, ENDS>(d, begun);
-      return;
-    }
-    const u32 tile = base + ring.stage * P::STAGE;
-    multiply(d, 0, tile, begun);
-    load(3, tile);
-    product_wait<2>();
-    widen(2);
-    multiply(d, 1, tile, true);
-    product_wait<2>();
-    if (begun) back();
-    previous = ring.stage;
-    ring.next();
-    const u32 after = base + ring.stage * P::STAGE;
-    if constexpr (!LAST) {
-      barrier_wait(full + ring.stage * 8, ring.parity);
-      load(0, after);
-    }
-    widen(3);
-    multiply(d, 2, tile, true);
-    if constexpr (!LAST) {
-      load(1, after);
-      if constexpr (ENDS) enter();
-      product_wait<2>();
-      widen(0);
-    }
-    multiply(d, 3, tile, true);
-    if constexpr (!LAST) {
-      load(2, after);
-      product_wait<2>();
-      widen(1);
-    }
-    finish<LAST, ENDS>(d);
-  }
-  template <bool LAST, bool ENDS>
-  __device__ __forceinline__ void halves(float (&d)[P::W], bool begun) {
-    const u32 tile = base + ring.stage * P::STAGE;
-    multiply2(d, 0, tile, begun);
-    load(2, tile), load(3, tile);
-    product_wait<1>();
-    if (begun) back();
-    previous = ring.stage;
-    ring.next();
-    widen(2), widen(3);
-    multiply2(d, 2, tile, true);
-    if constexpr (!LAST) {
-      const u32 after = base + ring.stage * P::STAGE;
-      barrier_wait(full + ring.stage * 8, ring.parity);
-      load(0, after), load(1, after);
-      if constexpr (ENDS) enter();
-      product_wait<1>();
-      widen(0), widen(1);
-    }
-    finish<LAST, ENDS>(d);
-  }
-  __device__ __forceinline__ void multiply2(float (&d)[P::W], int j, u32 tile, bool add) {
-    product_fence();
-    product16<T>(d, a[j], operand(tile + P::CODES, j), add);
-    product16<T>(d, a[j + 1], operand(tile + P::CODES, j + 1), true);
-    product_commit();
-  }
-  template <bool LAST, bool ENDS>
-  __device__ __forceinline__ void finish(float (&d)[P::W]) {
-    if constexpr (LAST || ENDS) {
-      product_wait<0>();
-      product_done(d);
-      if constexpr (LAST) back();
-    }
-    if constexpr (ENDS) {
-#pragma unroll
-      for (int i = 0; i < P::W; i++) d[i] *= LAST ? unit[i / 2 % 2] : ratio[i / 2 % 2];
-    }
-  }
-
-  // count: at least one, padded here.
-  __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
-    constexpr bool ENDS = O::GROUP != 0;
-    count = parts_of(count, O::STEP) * O::STEP;
-    unit[0] = 0.f, unit[1] = 0.f, group = first / args.group_blocks, left = args.group_blocks - first % args.group_blocks;
-    find();
-    enter();
-    const u32 tile = base + ring.stage * P::STAGE;
-    barrier_wait(full + ring.stage * 8, ring.parity);
-#pragma unroll
-    for (int j = 0; j < 2; j++) load(j, tile), widen(j);
-    if constexpr (!P::HALVES) load(2, tile);
-    for (int k = 0; k + GROUP < count; k += GROUP) {
-      if constexpr (GROUP == 2) block<false, false>(sum, k > 0);
-      block<false, ENDS>(sum, GROUP == 2 || k > 0);
-    }
-    if constexpr (GROUP == 2) block<false, false>(sum, count > GROUP);
-    block<true, ENDS>(sum, GROUP == 2 || count > GROUP);
-  }
-};
-
-// A sum -> its result in float32: the scale of whole rows, then the bias; not fused.
-template <class O>
-__device__ __forceinline__ float finished(float sum, float scale, float bias) {
-  return (O::GROUP ? sum : __fmul_rn(sum, scale)) + bias;
-}
 
 // --- Many columns ----------------------------------------------------------------------------------------------------
 
@@ -396,22 +34,31 @@ struct MixedTiles {
   }
 };
 
-// A warpgroup's sums -> 16 bits -> shared memory -> y; row, column: its first.
-template <class P, class O>
-__device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& args, const Lane& at,
-                                           const float (&sum)[P::W], int row, int column, u32 output, u32 barrier) {
+// What a lane's two rows are finished with.
+template <class O>
+struct Ends {
+  float scale[2] = {1.f, 1.f}, bias[2] = {0.f, 0.f};
+  __device__ __forceinline__ Ends(const MixedArgs& args, const Lane& at) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      if (O::GROUP == 0) scale[r] = number<typename O::S>(args.scale, at.rows[r]);
+      if (O::WEIGHT) bias[r] = number<typename O::B>(args.bias, at.rows[r]);
+    }
+  }
+};
+
+// A warpgroup's sums, of 2 W columns -> 16 bits -> shared memory -> y; row, column: its first.
+template <class O, int W>
+__device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& args, const Ends<O>& ends,
+                                           const float (&sum)[W], int row, int column, u32 output, u32 barrier) {
+  constexpr int COLUMNS = 2 * W;
+  static_assert(COLUMNS % 16 == 0, "whole pairs of matrices");
   const u32 lane = lane_number(), warp = warp_number() % 4;
   const bool leader = threadIdx.x % 128 == 0;
   if (leader) tensor_store_wait<0>();
-  float scale[2] = {1.f, 1.f}, bias[2] = {0.f, 0.f};
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    if (O::GROUP == 0) scale[r] = number<typename O::S>(args.scale, at.rows[r]);
-    if (O::WEIGHT) bias[r] = number<typename O::B>(args.bias, at.rows[r]);
-  }
   named_sync(barrier, 128);
 #pragma unroll
-  for (int j = 0; j < P::COLUMNS / 8; j += 2) {  // 16 columns
+  for (int j = 0; j < COLUMNS / 8; j += 2) {  // 16 columns
     u32 pairs[2][2];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -422,8 +69,8 @@ __device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& 
         for (int e = 0; e < 2; e++)
           across[e] = number<typename O::B>(args.bias, min(column + n * 8 + (int)lane % 4 * 2 + e, args.columns - 1));
       }
-      const float lo = finished<O>(sum[4 * n + 2 * r], scale[r], O::WEIGHT ? bias[r] : across[0]);
-      const float hi = finished<O>(sum[4 * n + 2 * r + 1], scale[r], O::WEIGHT ? bias[r] : across[1]);
+      const float lo = finished<O>(sum[4 * n + 2 * r], ends.scale[r], O::WEIGHT ? ends.bias[r] : across[0]);
+      const float hi = finished<O>(sum[4 * n + 2 * r + 1], ends.scale[r], O::WEIGHT ? ends.bias[r] : across[1]);
       pairs[i / 2][r] = O::T::pack(lo, hi);
     }
     const u32 inside = lane % 8, which = lane / 8;  // of the matrices: row r, then columns
@@ -437,8 +84,8 @@ __device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& 
         store_matrices(output + at / 4 * 4096 + swizzled64(line, (at % 4 + which / 2) * 16), pairs[0][0], pairs[0][1],
                        pairs[1][0], pairs[1][1]);
       };
-      put(P::HALF && j == P::COLUMNS / 8 - 2 ? j + 2 : j);
-      if (P::HALF && j == P::COLUMNS / 8 - 4) put(j + 2);  // the last box begins in the middle of the one before
+      put(COLUMNS % 32 && j == COLUMNS / 8 - 2 ? j + 2 : j);
+      if (COLUMNS % 32 && j == COLUMNS / 8 - 4) put(j + 2);  // the last box begins in the middle of the one before
     }
   }
   fence_async();
@@ -447,7 +94,7 @@ __device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& 
     if constexpr (O::WEIGHT) {
       tensor_store(y, row, column, output);
     } else {
-      for (int c = 0; c < P::COLUMNS; c += 32) tensor_store(y, column + min(c, P::COLUMNS - 32), row, output + c * 128);
+      for (int c = 0; c < COLUMNS; c += 32) tensor_store(y, column + min(c, COLUMNS - 32), row, output + c * 128);
     }
     tensor_store_commit();
   }
@@ -477,7 +124,7 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
   }
   if (!args.early) grid_wait();
   if (warp >= P::GROUPS * 4) {
-    if constexpr (P::GROUPS == 2) give_registers<24>();
+    if constexpr (P::GROUPS == 2 || P::GROUPS == 4) give_registers<24>();
     if constexpr (P::GROUPS == 3) give_registers<32>();
     if (warp == P::GROUPS * 4) {
       const u64 policy = cache_policy<NORMAL>();
@@ -493,8 +140,9 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
   } else {
     if constexpr (P::GROUPS == 2) take_registers<240>();
     if constexpr (P::GROUPS == 3) take_registers<160>();
+    if constexpr (P::GROUPS == 4) take_registers<112>();
     const u32 group = warp / 4;
-    Multiplier<P, O> multiplier(args, group, base, full, empty, rank);
+    typename Chosen<P, O>::Type multiplier(args, group, base, full, empty, rank);
     for (int i = blockIdx.x / P::SHARE; i < tiles.count(); i += gridDim.x / P::SHARE) {
       int row, column;
       tiles.at(i, rank, row, column);
@@ -502,99 +150,11 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
       multiplier.lane.at(row, args.rows);
       float sum[P::W];
       multiplier.run(sum, 0, blocks);
-      store_tile<P, O>(y, args, multiplier.lane, sum, row, column, output + group * P::OUTPUT, 1 + group);
+      store_tile<O>(y, args, Ends<O>(args, multiplier.lane), sum, row, column, output + group * P::OUTPUT, 1 + group);
     }
     if (threadIdx.x % 128 == 0) tensor_store_wait<0>();
   }
   if constexpr (P::SHARE > 1) cluster_sync();  // a block that ended could still be written to
-}
-
-// --- Few columns, or few tiles ---------------------------------------------------------------------------------------
-
-// The parts of the cluster's blocks, added in the order of K -> y [columns, rows].
-template <class P, class O>
-__device__ __forceinline__ void store_parts(const MixedArgs& args, int row, int column, u32 rank, u32 parts) {
-  constexpr int UNITS = P::ROWS / 8, THREADS = 128 * P::GROUPS;  // units of eight rows
-  for (int i = rank / P::SHARE * THREADS + threadIdx.x; i < P::COLUMNS * UNITS; i += P::SPLIT * THREADS) {
-    const int c = i / UNITS, r = i % UNITS * 8;
-    if (column + c >= args.columns || row + r >= args.rows) continue;
-    float sum[8];
-#pragma unroll
-    for (int p = 0; p < P::SPLIT; p++) {
-      const u32 from = in_block(parts + (c * P::PITCH + r) * 4, p * P::SHARE + rank % P::SHARE);
-      const float4 lo = load_cluster4(from), hi = load_cluster4(from + 16);
-      const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-#pragma unroll
-      for (int j = 0; j < 8; j++) sum[j] = p ? sum[j] + part[j] : part[j];
-    }
-    Quad out;
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const float scale = O::GROUP ? 1.f : number<typename O::S>(args.scale, row + r + j);
-      sum[j] = finished<O>(sum[j], scale, number<typename O::B>(args.bias, row + r + j));
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) out.w[j] = O::T::pack(sum[2 * j], sum[2 * j + 1]);
-    *(Quad*)((unsigned short*)args.y + (i64)(column + c) * args.rows + row + r) = out;
-  }
-}
-
-// HEAVY: a whole warpgroup loads, and leaves its registers to those that multiply.
-template <class P, class O, bool HEAVY>
-__device__ __forceinline__ void few(const TensorMap* codes, const TensorMap* wide, const MixedArgs& args) {
-  static_assert(O::WEIGHT, "few tokens by a narrow weight");
-  static_assert(P::COLUMNS * P::PITCH * 4 <= P::STAGES * P::STAGE, "the parts take the stages' place");
-  const u32 base = shared_memory(), full = base + P::STAGES * P::STAGE, empty = full + P::STAGES * 8;
-  const u32 warp = warp_number(), rank = P::CLUSTER > 1 ? cluster_rank() : 0;
-  const int unit = blockIdx.x / P::CLUSTER, tiles = parts_of(args.columns, P::COLUMNS);
-  const int column = unit % tiles * P::COLUMNS, row = (unit / tiles * P::SHARE + rank % P::SHARE) * P::ROWS;
-  const int first = rank / P::SHARE * args.segment, count = min(args.segment, parts_of(args.depth, 64) - first);
-  const int padded = parts_of(count, O::STEP) * O::STEP;
-  if (warp == P::GROUPS * 4) {
-    if (lane_number() == 0) {
-      tensor_prefetch(codes), tensor_prefetch(wide);
-      for (int s = 0; s < P::STAGES; s++) {
-        barrier_init(full + s * 8, 1);
-        barrier_init(empty + s * 8, 4 * P::GROUPS * P::SHARE);
-      }
-      barrier_init_done();
-    }
-  }
-  if constexpr (P::SHARE > 1) {
-    cluster_start();
-  } else {
-    block_sync();
-  }
-  if (!args.early) grid_wait();
-  if (warp >= P::GROUPS * 4) {
-    if constexpr (HEAVY) give_registers<24>();
-    if (warp == P::GROUPS * 4) {
-      const u64 keep = cache_policy<LAST>(), stream = tiles == 1 ? cache_policy<FIRST>() : cache_policy<NORMAL>();
-      Loader<P> loader{codes, wide, base, full, empty, rank, stream, keep, {}};
-      for (int k = loader.start(first, padded, row, column, false, args.early); k < padded; k++)
-        loader.next(first + k, row, column, false);
-    }
-    if constexpr (P::CLUSTER > 1) cluster_sync();
-  } else {
-    if constexpr (HEAVY) take_registers<240>();
-    const u32 group = warp / 4;
-    float sum[P::W];
-    Multiplier<P, O> multiplier(args, group, base, full, empty, rank);
-    multiplier.lane.at(row + group * 64, args.rows);
-    multiplier.run(sum, first, count);
-    named_sync(1, 128 * P::GROUPS);  // every warp's products have read the stages
-    const u32 lane = lane_number(), n = warp * 16 + lane / 4;
-#pragma unroll
-    for (int j = 0; j < P::W; j++)
-      store_shared(base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * P::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
-    if constexpr (P::CLUSTER == 1) {
-      named_sync(1, 128 * P::GROUPS);
-    } else {
-      cluster_sync();
-    }
-    store_parts<P, O>(args, row, column, rank, base);  // here, with the registers that were taken
-  }
-  if constexpr (P::SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 
 }  // namespace quantrot

@@ -1,4 +1,5 @@
-"""The mixed product for Hopper: CUDA C++ (gemm.cuh and decode.cuh, on kernels/hopper.cuh), compiled at first use.
+"""The mixed product for Hopper: CUDA C++ (multiply.cuh, gemm.cuh, parts.cuh and decode.cuh, on kernels/hopper.cuh),
+compiled at first use.
 
     multiply     y = narrow operand [R, K] by the wide one [C, K]: [C, R] where the weight is narrow, [R, C] otherwise
     unsupported  why these operands are not for it, or None
@@ -7,13 +8,13 @@ Order of operations: with one scale a row, all of K is summed by the tensor core
 the scale, the bias is added, the result is rounded once. With groups, many tokens: before a group is added the float32
 sum is multiplied by (scale of the group before it / its scale), after the last one by its scale; a group whose scale is
 0, or under 2^-64 of the one before it, adds nothing. With few tiles, K is in as many parts as the plan says, each such
-a chain, added in order. Few tokens (decode.cuh): the sum of 64 or 128 columns times its scale is added (fused) to a
+a chain, added two by two. Few tokens (decode.cuh): the sum of 64 or 128 columns times its scale is added (fused) to a
 float32 sum; columns of K in 128s are dealt to as many teams as the plan says, in each part of K, each such a chain in
 the order of K, added in order. Plans for the same number of parts and teams give the same bits, whatever their tiles.
 """
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -72,19 +73,21 @@ class Kernel:
 class Plan:
     """Tiles of 64 * groups rows of the narrow operand by `columns` of the wide one.
 
-    few: a tile a thread block, K in `split` parts; otherwise persistent thread blocks. Clusters of four thread blocks
-    (split * share) took twice the time of those of two on an H200, in every product.
+    teams: of `groups` warpgroups; each takes a part of a tile's K, and a tile has one thread block, or with `split` a
+    cluster of two, that halve K (parts.cuh). 0: persistent thread blocks (gemm.cuh). Clusters of four thread blocks
+    took twice the time of those of two on an H200, in every product.
     """
 
     columns: int
-    few: bool = False
+    teams: int = 0
     split: int = 1  # thread blocks of a cluster that share K
     share: int = 1  # and that share the wide tile, each with its own rows
     groups: int = 2  # warpgroups that multiply
     odd: bool = False  # an odd number of rows of tiles: the last one's go to clusters as neighbours in columns
     halves: bool = True  # two products of 16 columns at a time
-    stages: int = 0  # blocks of K in shared memory; 0: as many as fit
-    resident: int = 1  # thread blocks a multiprocessor
+    blocks: int = 1  # of 64 columns of K in a stage
+    stages: int = 0  # blocks of K in shared memory, of a team; 0: as many as fit
+    resident: ClassVar[int] = 1  # thread blocks a multiprocessor
     tile_group: int = 8  # rows of tiles that run together
 
     @property
@@ -98,37 +101,40 @@ class Plan:
     @property
     def heavy(self) -> bool:
         """Whether the loading warps give registers away."""
-        return self.groups > 1 and self.resident == 1 and (self.columns >= 64 or not self.few)
+        return self.teams > 0 or self.groups > 1
 
     @property
     def threads(self) -> int:
-        return 128 * self.groups + (128 if self.heavy else 32)
+        return 128 * self.groups * max(self.teams, 1) + (128 if self.heavy else 32)
 
     @property
     def depth(self) -> int:
         """Stages."""
-        return self.stages or min(24, (MAX_SHARED // self.resident - 1024 - self._output()) // self._stage())
+        fit = min(24, (MAX_SHARED - 1024 - self._output()) // self._stage())
+        return self.stages or fit // max(self.teams, 1)
 
     def _stage(self) -> int:
-        return self.rows * 64 + self.columns * 128 + 16
+        return self.blocks * (self.rows * 64 + self.columns * 128) + 16
 
     def _output(self) -> int:
-        return 0 if self.few else self.groups * 64 * (self.columns + self.columns % 32) * 2
+        if self.teams:
+            return self.groups * self.teams * (128 * self.own[0] * self.split + 8)
+        return self.groups * 64 * (self.columns + self.columns % 32) * 2
 
     def shared_bytes(self) -> int:
-        return self.depth * self._stage() + self._output()
+        return self.depth * max(self.teams, 1) * self._stage() + self._output()
 
     def call(self, kernel: Kernel) -> str:
         how = ", ".join(str(flag).lower() for flag in (self.odd, self.halves))
+        if self.teams:
+            how += f", {self.teams}, {self.blocks}"
         tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}, {how}>"
         operands = kernel.operands()
-        if not self.few:
-            return f"prefill<{tile}, {operands}>(&codes, &wide, &y, args)"
-        return f"few<{tile}, {operands}, {str(self.heavy).lower()}>(&codes, &wide, args)"
+        return f"{'parts' if self.teams else 'prefill'}<{tile}, {operands}>(&codes, &wide, &y, args)"
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
         tiles = self.tiles(rows, columns)
-        return (tiles if self.few else min(tiles, processors // self.share)) * self.cluster
+        return (tiles if self.teams else min(tiles, processors // self.share)) * self.cluster
 
     def tiles(self, rows: int, columns: int) -> int:
         """Of clusters."""
@@ -139,16 +145,26 @@ class Plan:
 
     def segment(self, depth: int) -> int:
         """Blocks of K in a part, a multiple of STEP."""
-        return _ceil(_ceil(_ceil(depth, BLOCK), self.split), STEP) * STEP
+        return _ceil(_ceil(_ceil(depth, BLOCK), self.parts), STEP) * STEP
 
     def splits(self, depth: int) -> bool:
         """Whether every part has some of K."""
-        return self.segment(depth) * (self.split - 1) < _ceil(depth, BLOCK)
+        return self.segment(depth) * (self.parts - 1) < _ceil(depth, BLOCK)
+
+    @property
+    def parts(self) -> int:
+        """Of K."""
+        return self.split * max(self.teams, 1)
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Columns and rows of y that a warpgroup finishes."""
+        return self.columns // self.parts if self.teams else self.columns, 64
 
     def boxes(self, weight: bool) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes, the wide operand and y."""
-        y = (self.columns, 64, 128) if weight else (64, 32, 64)
-        return (self.rows, 64, 64), (self.columns // self.share, 64, 128), y
+        y = (self.own[0], 64, 128) if weight else (64, 32, 64)
+        return (self.rows, 64 * self.blocks, 64 * self.blocks), (self.columns // self.share, 64, 128), y
 
 
 @dataclass(frozen=True)
@@ -166,7 +182,7 @@ class Decode:
     keep: int = 0  # columns of K for which shared memory holds all tokens, read once; 0: they come with the codes
     resident: int = 1  # thread blocks a multiprocessor
     split: int = 1
-    few: ClassVar[bool] = True
+    gated: bool = field(default=False, kw_only=True)  # the weight is gate over up: y is silu(gate) * up
 
     @property
     def cluster(self) -> int:
@@ -211,10 +227,11 @@ class Decode:
     def call(self, kernel: Kernel) -> str:
         keep = str(bool(self.keep)).lower()
         tile = f"{self.tokens}, {self.height}, {self.row_warps}, {self.teams}, {self.stages}, {keep}, {self.split}"
+        tile += ", true" * self.gated
         return f"decode<quantrot::Decode<{tile}>, {kernel.operands()}>(&codes, &wide, args)"
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
-        tiles = _ceil(rows, self.rows)
+        tiles = _ceil(rows >> self.gated, self.rows >> self.gated)
         return tiles * self.split if self.split > 1 else min(tiles, processors * self.resident)
 
     def segment(self, depth: int) -> int:
@@ -230,14 +247,14 @@ class Decode:
     def boxes(self, weight: bool) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes and the wide operand."""
         wide = (self.columns, 64, 128) if self.tokens else (1, CHUNK, 0)
-        return (self.rows, CHUNK, 128), wide, wide
+        return (self.rows >> self.gated, CHUNK, 128), wide, wide
 
 
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
     here = Path(__file__).parent
-    ours = (here / "gemm.cuh").read_text() + (here / "decode.cuh").read_text()
+    ours = "".join((here / f"{name}.cuh").read_text() for name in ("multiply", "gemm", "decode", "parts"))
     return (here.parent / "hopper.cuh").read_text() + conversions.device_functions() + ours
 
 
@@ -257,34 +274,67 @@ def entry(plan: Plan | Decode, kernel: Kernel, name: str = "mixed") -> str:
 PROCESSORS = 132  # of the device that the rules are for
 
 
+# Plans for fewer tiles than multiprocessors; cycles a block of 64 columns of K of all teams, what groups add to them,
+# and of all else.
+PARTS = (
+    (Plan(128, 2, 2), 1331, 157, 6600),
+    (Plan(64, 2, 2), 1064, 105, 6600),
+    (Plan(128, 2, groups=1, halves=False), 729, 97, 3800),
+    (Plan(128, 2, 2, groups=1), 729, 97, 7200),
+    (Plan(128, 1, 2, groups=3, halves=False), 972, 126, 7000),
+    *(
+        (Plan(width, 1, 2, halves=width > 128), 351 + 2.87 * width, 42 + 0.354 * width, 7000 + 11.4 * width)
+        for width in WIDTHS
+        if width % 32 == 0
+    ),
+)
+
+
 @lru_cache(maxsize=4096)
 def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> Plan | Decode:
     """The plan for R, C and K: as measured (`tuned`), or by rule. group: blocks that are summed before scaling, 0: all.
 
-    By rule, the shortest time of a model: cycles a block of 64 columns of K, a tile and a sum through a cluster's
-    shared memory, fitted to all plans of bench_mixed.py's shapes with 256 to 4096 columns, on an H200. Its choice there
-    is the fastest, or within 7 % of it.
+    By rule, the shortest time of a model: cycles a block of 64 columns of K, a tile and a sum of parts, fitted to all
+    plans of bench_mixed.py's shapes with 64 to 4096 columns, on an H200. Its choice there is the fastest, or within 3 %
+    of it from 64 to 512 columns, within 7 % from 1024 on.
     """
     one_wave = rows <= 32 * PROCESSORS and group != 1  # with groups of 64 these have too few registers
     if weight and (columns <= FEW or (columns <= SOME and one_wave)):
         return decode_plan(rows, columns, depth, group)
-    best: tuple[float, Plan] | None = None
+    times: list[tuple[float, Plan]] = []
     for width in WIDTHS:
         if columns <= SOME and width > SOME:
             continue
-        for split in (1, 2) if weight else (1,):
-            share = 2 if split == 1 and rows > 128 else 1
-            odd = _ceil(rows, 128) % share > 0
-            plan = Plan(width, split > 1, split, share, odd=odd, halves=_halves(width, columns, group, weight))
-            block = 330 + 2.87 * width + (42 + 0.354 * width if group else 0) + (21 if share == 1 else 0)
-            turns = _ceil(plan.tiles(rows, columns), PROCESSORS // plan.cluster)
-            if split > 1 and (turns > 1 or not plan.splits(depth)):
-                continue
-            cycles = turns * (depth / split / BLOCK * block + 11.4 * width) + (8000 if split > 1 else 0)
-            if best is None or cycles < best[0]:
-                best = cycles, plan
-    assert best is not None
-    return best[1]
+        for groups in (2, 4) if weight and width == SOME else (2,):
+            share = 2 if rows > 64 * groups else 1
+            odd = _ceil(rows, 64 * groups) % share > 0
+            halves = groups == 4 or _halves(width, columns, group, weight)
+            plan = Plan(width, share=share, groups=groups, odd=odd, halves=halves)
+            times.append((_prefill_cycles(plan, rows, columns, depth, group), plan))
+    for plan, block, scaling, rest in PARTS if weight else ():
+        if columns <= SOME and plan.columns > SOME:
+            continue
+        if plan.tiles(rows, columns) <= PROCESSORS // plan.cluster and plan.splits(depth):
+            cycles = depth / plan.parts / BLOCK * (block + (scaling if group else 0)) + rest
+            times.append((cycles, _staged(plan, group)))
+    return min(times, key=lambda found: found[0])[1]
+
+
+def _prefill_cycles(plan: Plan, rows: int, columns: int, depth: int, group: int) -> float:
+    """The model's time of persistent thread blocks."""
+    block = 330 + 2.87 * plan.columns + (42 + 0.354 * plan.columns if group else 0) + (21 if plan.share == 1 else 0)
+    if plan.columns == SOME:
+        block = (1200 if group else 1100) if plan.groups == 4 else 666 if group else 570
+    turns = _ceil(plan.tiles(rows, columns), PROCESSORS // plan.cluster)
+    return turns * (depth / BLOCK * block + 11.4 * plan.columns)
+
+
+def _staged(plan: Plan, group: int) -> Plan:
+    """With two teams of two warpgroups: stages twice as long, or with groups fewer ones, which leaves the first cache
+    more of the scales."""
+    if plan.teams != 2 or plan.groups != 2 or plan.columns != 128:
+        return plan
+    return replace(plan, stages=3) if group else replace(plan, blocks=2)
 
 
 def _halves(width: int, columns: int, group: int, weight: bool) -> bool:
@@ -400,17 +450,19 @@ def multiply(
     plan: Plan | Decode | None = None,
     *,
     ready: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     """mixed_gemm for 16-bit wide operands, x [M, K], weight [N, K] (codes as bytes), by the plan or the rule's.
 
-    ready: mixed_gemm's weight_ready. A copy that is made here, for its alignment, is not.
+    ready: mixed_gemm's weight_ready. A copy that is made here, for its alignment, is not. gated: mixed_gated's product,
+    [M, N / 2], for up to FEW tokens.
     Raises ValueError for what `unsupported` names.
     """
     wide, codes = (x, weight) if narrow_weight else (weight, x)
     reason = unsupported(codes, wide, scale, narrow_weight)
     if reason:
         raise ValueError(f"backend: 'hopper': {reason}; use 'auto' for others")
-    y = torch.empty(x.shape[0], weight.shape[0], dtype=wide.dtype, device=x.device)
+    y = torch.empty(x.shape[0], weight.shape[0] >> gated, dtype=wide.dtype, device=x.device)
     if not y.numel():
         return y
     (columns, depth), rows = wide.shape, codes.shape[0]
@@ -421,13 +473,16 @@ def multiply(
     early = ready and narrow_weight and all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
     kernel = kernel_of(wide, scale, zero, bias, kind, narrow_weight)
     plan = plan or plan_for(rows, columns, depth, kernel.group, narrow_weight)
+    if gated:
+        assert isinstance(plan, Decode)
+        plan = replace(plan, gated=True)
     device = x.get_device()
     values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan, early))
-    for field, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
-        if field != "y" or not plan.few:
+    for name, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
+        if name != "y" or isinstance(plan, Plan):
             pitch = t.stride(0) * t.element_size()
             encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
-            ctypes.memmove(getattr(values, field), encoded, 128)
+            ctypes.memmove(getattr(values, name), encoded, 128)
     function = _kernel(plan, kernel, device)
     grid = (plan.grid(rows, columns, processors(device)),)
     nvrtc.launch(function, grid, plan.threads, plan.shared_bytes(), values, device, overlap=True)

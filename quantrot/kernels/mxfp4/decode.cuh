@@ -1,4 +1,5 @@
 // A few tokens by a packed MXFP4 weight, bound by reading it: y[token, row] = sum over k of x[token, k] * w[row, k].
+// Follows tokens.cuh.
 //
 // Thread blocks take tiles of rows. One warp keeps a ring of stages of 256 columns full (codes and tokens by the copy
 // engine, scales by 4-byte copies), so that what is on its way needs no registers. TEAMS of ROW_WARPS take turns at the
@@ -10,10 +11,10 @@
 // The weight is the first operand of mma.m16n8k16, the tokens the second. A lane (g, q) takes whole groups: the 16 bytes
 // that are 32 columns of a row, and of the row eight further. Which of its codes a lane puts in which slot of the product
 // is free, as long as the tokens agree: a pair is the codes p and p + 4 of a 32-bit word, whose bits then move by the
-// same shift in both halves. Tokens are put in that order as they are read, or, where several warps read them, by a
-// kernel before (arrange), so that a lane finds its part of two products in 16 bytes beside its neighbours'. Row g of a
-// product is row `turned(g)` of eight in the tile, so that the eight lanes which shared memory serves at once meet
-// different banks under the 128-byte swizzle.
+// same shift in both halves. Tokens are put in that order as they are read; or, where several warps read them, by a
+// kernel before (arrange), so that a lane finds its part of two products in 16 bytes beside its neighbours'; or, one token,
+// by each block for itself (hold). Either may quantize on the way. Row g of a product is row `turned(g)` of eight in the
+// tile, so that the eight lanes which shared memory serves at once meet different banks under the 128-byte swizzle.
 //
 // A code becomes bfloat16 by its bits: sign to bit 15, the three others to bits 8 ... 6, which is the value times 2^-126
 // (e2m1's subnormal is bfloat16's). One integer product moves both: the two copies of a code that it adds do not touch,
@@ -25,38 +26,19 @@ namespace quantrot {
 struct DecodeArgs {
   const unsigned char* scale;  // [rows, columns / 32]
   const float* token_scale;    // [tokens], or null
+  const void* x;               // of a token that is held: bfloat16 [columns]
   void* y;                     // OUT [tokens, rows]
+  float root;                  // of a Hadamard transform: 1 / sqrt
   int tokens, rows, columns;   // columns: a multiple of 128
-};
-
-struct Words {
-  u32 x, y, z, w;
-
-  __device__ __forceinline__ u32 at(int j) const { return j == 0 ? x : j == 1 ? y : j == 2 ? z : w; }
+  int settled;                 // whether no kernel that may still run writes the weight
 };
 
 #ifdef QUANTROT_EMULATED
 #include "mma.h"
 #else
-__device__ __forceinline__ Words load_words(const void* p) {
-  Words v;
-  asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ u32 times_bf16(u32 a, u32 b) {
-  u32 r;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
 __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ Words load_shared_words(u32 from) {
-  Words v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
 }
 __device__ __forceinline__ u32 load_shared_byte(u32 from) {
   u32 v;
@@ -80,26 +62,6 @@ __device__ __forceinline__ u32 pair(u32 word) {
 
 // 2^(e + 62) of a scale byte, twice.
 __device__ __forceinline__ u32 multiplier(u32 byte) { return (min(byte, 193u) + 62) * 0x00800080u; }
-
-// What a lane multiplies by word j of its group: of each half of 8 columns, k and k + 4 for k = 0, 1, 2, 3.
-__device__ __forceinline__ Words arranged(const Words& v) {
-  return {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-          __byte_perm(v.y, v.w, 0x7632)};
-}
-
-// Tokens bfloat16 [tokens, columns] as [step][tile][word][lane] of 16 bytes; zeros where there is no token or column.
-template <int TILES>
-__device__ __forceinline__ void arrange(const void* x, void* y, int tokens, int columns) {
-  launch_dependents();
-  grid_wait();
-  const int at = blockIdx.x * blockDim.x + threadIdx.x;
-  const int lane = at % 32, word = at / 32 % 4, tile = at / 128 % TILES, step = at / (128 * TILES);
-  const int token = tile * 8 + lane / 4, column = step * 128 + lane % 4 * 32 + word * 8;
-  if (step * 128 >= columns) return;
-  Words v = {};
-  if (token < tokens && column < columns) v = load_words((const char*)x + ((u64)token * columns + column) * 2);
-  ((Words*)y)[at] = arranged(v);
-}
 
 // A word of a group as four pairs, times the group's scale.
 struct Pairs {
@@ -127,23 +89,27 @@ struct OutFp32 {
 };
 
 // TILES_: of eight tokens; 0: one token. ARRANGED: a kernel before laid the tokens down in the order of the products (not
-// one token). ONCE: a block has one tile, and its sums take the ring's place.
-template <int TILES_, bool ARRANGED_, int TALL_, int ROW_WARPS_, int TEAMS_, int STAGES_, int SPLIT_, bool ONCE_>
+// one token). HELD: beside the ring there is room for one token. ONCE: a block has one tile, and its sums take the ring's
+// place.
+template <int TILES_, bool ARRANGED_, bool HELD_, int TALL_, int ROW_WARPS_, int TEAMS_, int STAGES_, int SPLIT_, bool ONCE_>
 struct Plan {
-  static constexpr bool ONE = TILES_ == 0, ARRANGED = ARRANGED_, ONCE = ONCE_;
+  static constexpr bool ONE = TILES_ == 0, ARRANGED = ARRANGED_, HELD = HELD_, ONCE = ONCE_;
   static constexpr int TILES = ONE ? 1 : TILES_, TOKENS = ONE ? 1 : 8 * TILES;
   static constexpr int TALL = TALL_, ROW_WARPS = ROW_WARPS_, TEAMS = TEAMS_, STAGES = STAGES_, SPLIT = SPLIT_;
   static constexpr int ROWS = 16 * TALL * ROW_WARPS, WARPS = ROW_WARPS * TEAMS;
   static constexpr int BOX = TILES * 1024 + 256;  // bytes from 64 columns of tokens to the next: other banks
-  static constexpr int BOXES = ONE || ARRANGED ? 1 : 4, LOADED = ONE ? 512 : TILES * 4096;
+  static constexpr int BOXES = HELD ? 0 : ONE || ARRANGED ? 1 : 4, LOADED = HELD ? 0 : ONE ? 512 : TILES * 4096;
   static constexpr int CODES = ROWS * 128, WIDE = BOXES > 1 ? BOXES * BOX : LOADED, SCALES = ROWS * 8;  // of a stage
   static constexpr int WIDE_AT = STAGES * CODES, SCALES_AT = WIDE_AT + STAGES * WIDE;
   static constexpr int BARRIERS = SCALES_AT + STAGES * SCALES;
   static constexpr int PITCH = ROWS + 4;  // of a team's sums, floats: lanes meet different banks
   static constexpr int SUMS = ONCE ? 0 : BARRIERS + STAGES * 16;
+  static constexpr int HELD_AT = BARRIERS + STAGES * 16 + (ONCE ? 0 : TEAMS * TOKENS * PITCH * 4);
+  static constexpr int CHUNK = 512;  // bytes of a held token
   static constexpr int CHAINS = TALL * TILES <= 2 ? 2 : 1;  // of products that wait for each other, in turn
   static_assert(STAGES % TEAMS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
   static_assert(SPLIT == 1 || ONCE, "blocks that share a tile have one");
+  static_assert(!HELD || ONE, "one token is held");
   static_assert(!ONCE || TEAMS * TOKENS * PITCH * 4 <= BARRIERS, "the sums fit where the ring was");
 };
 
@@ -177,7 +143,9 @@ struct Sums {
         b_factor[r] = multiplier(load_shared_byte(scales + q + h * 4 + r * 128 + 64));
       }
       u32 token = wide + lane * 16 + h * (P::TILES * 2048);
-      if constexpr (!P::ARRANGED) {
+      if constexpr (P::HELD) {
+        token = wide + h * 256 + q * 16;
+      } else if constexpr (!P::ARRANGED) {
         token = wide + (P::ONE ? h * 256 + q * 64 : (h * 2 + q / 2) * P::BOX + (lane >> 2) * 128 + q % 2 * 64);
         token ^= (token >> 7 & 7) << 4;
       }
@@ -186,8 +154,9 @@ struct Sums {
         Words x[P::TILES];
 #pragma unroll
         for (int t = 0; t < P::TILES; t++)
-          x[t] = P::ARRANGED ? load_shared_words(token + t * 2048 + j * 512)
-                             : arranged(load_shared_words((token ^ j << 4) + t * 1024));
+          x[t] = P::HELD       ? load_shared_words(token + j * 64)
+                 : P::ARRANGED ? load_shared_words(token + t * 2048 + j * 512)
+                               : arranged(load_shared_words((token ^ j << 4) + t * 1024));
         if (h == 1 && j == 3)
 #pragma unroll
           for (int t = 0; t < P::TILES; t++) seen |= x[t].x;
@@ -279,20 +248,54 @@ __device__ __forceinline__ void copy_scales(const DecodeArgs& args, int row, int
   }
 }
 
-// codes: a map of bytes [rows, columns / 2], boxes [ROWS, 128] in the 128-byte swizzle. wide, of bfloat16: one token as
-// [columns / 64, 64], boxes [4, 64] in the swizzle; more as they are, boxes [8 * TILES, 64] in the swizzle, or arranged,
-// as rows of 128, boxes [16 * TILES, 128].
-// Before the kernel before this one has ended, only the first codes are asked for, into L2.
-template <class P, class OUT>
+// What a stage is asked for: chunk `c` (256 columns) of the tile at `row`.
+template <class P>
+struct Asks {
+  const TensorMap *codes, *wide;
+  const DecodeArgs& args;
+  u32 base;
+  u64 once, keep;
+
+  __device__ __forceinline__ u32 bar(int stage) const { return base + P::BARRIERS + stage * 8; }
+
+  __device__ __forceinline__ void weight(int stage, int row, int c) const {
+    barrier_expect(bar(stage), P::CODES + P::LOADED);
+    tensor_load(base + stage * P::CODES, codes, c * 128, row, bar(stage), once);
+  }
+  __device__ __forceinline__ void tokens(int stage, int c) const {
+    const u32 to = base + P::WIDE_AT + stage * P::WIDE;
+#pragma unroll
+    for (int b = 0; b < P::BOXES; b++) {
+      if constexpr (P::BOXES > 1) {
+        tensor_load(to + b * P::BOX, wide, c * 256 + b * 64, 0, bar(stage), keep);
+      } else {
+        tensor_load(to, wide, 0, c * (P::ONE ? 4 : 16 * P::TILES), bar(stage), keep);
+      }
+    }
+  }
+  __device__ __forceinline__ void scales(int stage, int row, int c) const {
+    copy_scales<P>(args, row, c, base + P::SCALES_AT + stage * P::SCALES);
+    copies_arrive(bar(stage));
+  }
+};
+
+// codes: a map of bytes [rows, columns / 2], boxes [ROWS, 128] in the 128-byte swizzle. wide, of bfloat16, where no token is
+// held: one token as [columns / 64, 64], boxes [4, 64] in the swizzle; more as they are, boxes [8 * TILES, 64] in the
+// swizzle, or arranged, as rows of 128, boxes [16 * TILES, 128]. SPAN, RULE: of a token that is held, see `take`.
+//
+// Before the kernel before this one has ended, the ring is asked for as much of the weight as it holds, if that is settled;
+// else the first codes are asked for, into L2.
+template <class P, class OUT, int SPAN, int RULE>
 __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* wide, const DecodeArgs& args) {
-  const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8;
+  const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8, held = base + P::HELD_AT;
   const u32 warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
   const int tiles = (args.rows + P::ROWS - 1) / P::ROWS, step = gridDim.x / P::SPLIT;
   const int each = P::SPLIT * P::TEAMS, chunks = ((args.columns + 255) / 256 + each - 1) / each * P::TEAMS;
   const int first = blockIdx.x / P::SPLIT, first_chunk = rank * chunks;
   if (warp == P::WARPS) {
     if (lane_number() == 0) {
-      tensor_prefetch(codes), tensor_prefetch(wide);
+      tensor_prefetch(codes);
+      if (!P::HELD) tensor_prefetch(wide);
       for (int s = 0; s < P::STAGES; s++) {
         barrier_init(full + s * 8, 1 + 32);
         barrier_init(empty + s * 8, P::ROW_WARPS);
@@ -300,33 +303,44 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       barrier_init_done();
     }
     warp_sync();
-    for (int c = 0; c < min(chunks, P::STAGES); c++) tensor_warm(codes, (first_chunk + c) * 128, first * P::ROWS);
   }
   block_sync();
-  grid_wait();
   Ring<P::STAGES> ring;
   if (warp == P::WARPS) {
-    const u64 keep = cache_policy<LAST>(), once = cache_policy<FIRST>();
-    for (int tile = first; tile < tiles; tile += step) {
-      for (int c = 0; c < chunks; c++, ring.next()) {
-        const u32 bar = full + ring.stage * 8;
-        barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-        barrier_expect(bar, P::CODES + P::LOADED);
-        tensor_load(base + ring.stage * P::CODES, codes, (first_chunk + c) * 128, tile * P::ROWS, bar, once);
-        const u32 tokens = base + P::WIDE_AT + ring.stage * P::WIDE;
-#pragma unroll
-        for (int b = 0; b < P::BOXES; b++) {
-          if constexpr (P::BOXES > 1) {
-            tensor_load(tokens + b * P::BOX, wide, (first_chunk + c) * 256 + b * 64, 0, bar, keep);
-          } else {
-            tensor_load(tokens, wide, 0, (first_chunk + c) * (P::ONE ? 4 : 16 * P::TILES), bar, keep);
-          }
-        }
-        copy_scales<P>(args, tile * P::ROWS, first_chunk + c, base + P::SCALES_AT + ring.stage * P::SCALES);
-        copies_arrive(bar);
+    const Asks<P> ask = {codes, wide, args, base, cache_policy<FIRST>(), cache_policy<LAST>()};
+    int tile = first, c = 0;
+    const auto next = [&] {
+      ring.next();
+      if (++c == chunks) c = 0, tile += step;
+    };
+    if (args.settled) {
+#pragma unroll 1
+      for (int s = 0; s < P::STAGES && tile < tiles; s++, next()) {
+        ask.weight(s, tile * P::ROWS, first_chunk + c);
+        ask.scales(s, tile * P::ROWS, first_chunk + c);
       }
+    } else {
+#pragma unroll 1
+      for (int s = 0; s < min(chunks, P::STAGES); s++) tensor_warm(codes, (first_chunk + s) * 128, first * P::ROWS);
+    }
+    grid_wait();
+    if (!P::HELD && args.settled) {
+      const int asked = (tile - first) / step * chunks + c;
+#pragma unroll 1
+      for (int s = 0; s < asked; s++) ask.tokens(s, first_chunk + s % chunks);
+    }
+    for (; tile < tiles; next()) {
+      barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+      ask.weight(ring.stage, tile * P::ROWS, first_chunk + c);
+      ask.tokens(ring.stage, first_chunk + c);
+      ask.scales(ring.stage, tile * P::ROWS, first_chunk + c);
     }
   } else {
+    grid_wait();
+    if constexpr (P::HELD) {
+      hold<32 * P::WARPS, SPAN, RULE>(args.x, args.columns, first_chunk * 256, chunks * 8, args.root, held);
+      named_sync(1, 32 * P::WARPS);
+    }
     const u32 team = warp / P::ROW_WARPS, row_warp = warp % P::ROW_WARPS;
     const u32 row = row_warp * 16 * P::TALL, mine = row + turned(lane_number() >> 2);
     const u32 codes_at = base + mine * 128 + ((mine & 7) << 4), scales_at = base + P::SCALES_AT + mine * 8;
@@ -336,8 +350,8 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       sums.clear();
       for (int c = team; c < chunks; c += P::TEAMS) {
         barrier_wait(full + ring.stage * 8, ring.parity);
-        const u32 seen = sums.add(codes_at + ring.stage * P::CODES, scales_at + ring.stage * P::SCALES,
-                                  base + P::WIDE_AT + ring.stage * P::WIDE);
+        const u32 tokens = P::HELD ? held + c * P::CHUNK : base + P::WIDE_AT + ring.stage * P::WIDE;
+        const u32 seen = sums.add(codes_at + ring.stage * P::CODES, scales_at + ring.stage * P::SCALES, tokens);
         hand_back(empty + ring.stage * 8, seen);
         ring.stage += P::TEAMS;
         if (ring.stage >= P::STAGES) ring.stage = team, ring.parity ^= 1;

@@ -25,8 +25,8 @@ torch.library.define(
 )
 torch.library.define(
     "quantrot::mxfp4_linear",
-    "(Tensor x, Tensor packed, Tensor scale, Tensor? bias, str activations, str rule, int hadamard, str backend)"
-    " -> Tensor",
+    "(Tensor x, Tensor packed, Tensor scale, Tensor? bias, str activations, str rule, int hadamard, bool settled,"
+    " str backend) -> Tensor",
 )
 
 
@@ -71,6 +71,7 @@ def mxfp4_gemm(
     activations: str = "none",
     scale_rule: ScaleRule | str = ScaleRule.even,
     hadamard: int = 0,
+    settled: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """x [..., K] times the transpose of an MXFP4 weight [N, K]: [..., N] in x's dtype, float32 sums, rounded once.
@@ -78,6 +79,9 @@ def mxfp4_gemm(
     activations: "none" multiplies x as it is (W4A16), "fp8" its e4m3 with one bfloat16 scale a token (W4A8), "mxfp4"
     its MXFP4 with `scale_rule` (W4A4). hadamard: 32, 64 or 128: x is turned in blocks of this width first. Operands are
     multiplied exactly whatever the backend. Differentiable in x and bias; quantization passes gradients unchanged.
+
+    settled: no kernel that may still run when this is called writes packed or scale (weights that were loaded, not such
+    as the kernel before makes), so that a few tokens' product may read them before the kernel before it has ended.
 
     backend: "hopper" and "triton" read the packed weight once, for at most 32 tokens of bfloat16 ("hopper", which
     "auto" takes where it can: capability 9.0, cuda.core, K a multiple of 128; group scales of the weight from 2^-62
@@ -98,7 +102,7 @@ def mxfp4_gemm(
     if hadamard and (hadamard not in (32, 64, 128) or x.shape[-1] % hadamard):
         raise ValueError(f"hadamard: {hadamard}; allowed: 0, 32, 64 or 128, dividing the {x.shape[-1]} columns of x")
     return torch.ops.quantrot.mxfp4_linear(
-        x, packed, scale, bias, activations, str(ScaleRule(scale_rule)), hadamard, backend
+        x, packed, scale, bias, activations, str(ScaleRule(scale_rule)), hadamard, settled, backend
     )
 
 
@@ -243,12 +247,13 @@ def _linear(
     activations: str,
     rule: str,
     hadamard: int,
+    settled: bool,
     backend: str,
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     decoder = _decoder(rows, activations, backend)
     if decoder:
-        y = _linear_decode(decoder, rows, packed, scale, activations, rule, hadamard)
+        y = _linear_decode(decoder, rows, packed, scale, activations, rule, hadamard, settled)
     elif activations != "none" and _uses_cublas(x, packed.shape[0], backend):
         y = _linear_fp8(rows, packed, scale, activations, rule, hadamard)
     else:
@@ -259,21 +264,31 @@ def _linear(
 
 
 def _linear_decode(
-    decoder: str, rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int
+    decoder: str,
+    rows: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    activations: str,
+    rule: str,
+    hadamard: int,
+    settled: bool,
 ) -> Tensor:
     """bfloat16 holds every kind of tokens exactly, but for e4m3's scale, which multiplies the result."""
     from quantrot.kernels.mxfp4 import hopper, triton_gemm, triton_rows
 
-    token_scale = None
+    token_scale = turn = None
     if activations == "mxfp4":
-        tokens = triton_rows.round_trip(rows, ScaleRule(rule), hadamard)
+        if decoder == "hopper" and hopper.turned_plan(rows.shape[0], packed.shape[0], rows.shape[1]):
+            tokens, turn = rows, hopper.Turn(ScaleRule(rule), hadamard)
+        else:
+            tokens = triton_rows.round_trip(rows, ScaleRule(rule), hadamard)
     elif activations == "fp8":
         qdata, token_scale = _fp8_tokens(rows, hadamard)
         tokens = qdata.to(torch.bfloat16)
     else:
         tokens = _turned(rows, hadamard)
     if decoder == "hopper":
-        return hopper.decode(tokens, token_scale, packed, scale, rows.dtype)
+        return hopper.decode(tokens, token_scale, packed, scale, rows.dtype, turn=turn, settled=settled)
     return triton_gemm.decode(tokens, token_scale, packed, scale, rows.dtype)
 
 
@@ -296,12 +311,12 @@ def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, r
 
 
 @torch.library.register_fake("quantrot::mxfp4_linear")
-def _linear_fake(x, packed, scale, bias, activations, rule, hadamard, backend):
+def _linear_fake(x, packed, scale, bias, activations, rule, hadamard, settled, backend):
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    _, packed, scale, bias, _, _, ctx.hadamard, _ = inputs
+    _, packed, scale, bias, _, _, ctx.hadamard, *_ = inputs
     ctx.save_for_backward(packed, scale)
     ctx.has_bias = bias is not None
 
@@ -311,7 +326,7 @@ def _backward(ctx, grad: Tensor):
     weight = torch.ops.quantrot.mxfp4_dequantize(packed, scale, grad.dtype, "auto")
     dx = _turned(grad @ weight, ctx.hadamard)  # Sylvester's matrix is symmetric
     bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-    return dx, None, None, bias, None, None, None, None
+    return dx, None, None, bias, *(None,) * 5
 
 
 torch.library.register_autograd("quantrot::mxfp4_linear", _backward, setup_context=_save_for_backward)

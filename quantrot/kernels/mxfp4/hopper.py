@@ -2,19 +2,24 @@
 
 Order of sums: the tensor core's in float32 along the columns that a team takes, 256 at a time in turn; then the teams'
 and the cluster's blocks' in their order. A token's bits do not depend on its neighbours, as long as the plan is the
-same.
+same; nor on stages, or on where the tokens lie (arranged, held), so that a token which is quantized on its way has the
+bits of one that a kernel before quantized.
 """
 
 import ctypes
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4 import tuned
+from quantrot.kernels.mxfp4.reference import GROUP, QUEST_SQUARE, ScaleRule, float32
+from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
 
 OUT = {torch.bfloat16: "OutBf16", torch.float16: "OutFp16", torch.float32: "OutFp32"}
 STEP = 128  # columns that are arranged together, and the granule of K
@@ -22,12 +27,12 @@ CHUNK = 256  # columns of K in a stage
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
     const __grid_constant__ quantrot::DecodeArgs args) {{
-  quantrot::decode<quantrot::Plan<{shape}>, quantrot::{out}>(&codes, &wide, args);
+  quantrot::decode<quantrot::Plan<{shape}>, quantrot::{out}, {span}, quantrot::{rule}>(&codes, &wide, args);
 }}
 """
-ARRANGE = """extern "C" __global__ void __launch_bounds__(256) {name}(
-    const void* x, void* y, int tokens, int columns) {{
-  quantrot::arrange<{tiles}>(x, y, tokens, columns);
+ARRANGE = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
+    const void* x, quantrot::Words* y, int tokens, int columns, float root) {{
+  quantrot::arrange<{tiles}, {span}, quantrot::{rule}>(x, y, tokens, columns, root);
 }}
 """
 Box = tuple[int, int, int]
@@ -38,7 +43,8 @@ class Plan:
     """tiles of eight tokens, 0 for one token; rows of a warp in units of 16; warps along the rows; teams of so many
     warps, which take turns along K; stages of CHUNK columns in shared memory, a multiple of the teams; thread blocks of
     a cluster that share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor;
-    whether a kernel before lays the tokens down in the order of the products."""
+    whether a kernel before lays the tokens down in the order of the products; whether each thread block turns one token
+    for itself and keeps it."""
 
     tiles: int
     tall: int
@@ -49,6 +55,7 @@ class Plan:
     once: bool = False
     resident: int = 1
     arranged: bool = False
+    held: bool = False
 
     @property
     def threads(self) -> int:
@@ -63,25 +70,32 @@ class Plan:
         """Most tokens."""
         return 8 * self.tiles or 1
 
-    def shared_bytes(self) -> int:
+    def chunks(self, columns: int) -> int:
+        """Stages that a thread block has to do."""
+        return -(-columns // (CHUNK * self.split * self.teams)) * self.teams
+
+    def shared_bytes(self, columns: int) -> int:
         wide = 4096 * self.tiles + (0 if self.arranged else 1024) if self.tiles else 512
-        ring = self.stages * (self.rows * 136 + wide + 16)
-        sums = self.teams * self.tokens * (self.rows + 4) * 4
-        return ring if self.once else ring + sums
+        ring = self.stages * (self.rows * 136 + (0 if self.held else wide) + 16)
+        sums = 0 if self.once else self.teams * self.tokens * (self.rows + 4) * 4
+        held = self.chunks(columns) * CHUNK * 2 if self.held else 0
+        return ring + sums + held
 
     def grid(self, rows: int, processors: int) -> int:
         tiles = -(-rows // self.rows)
         return (tiles if self.once else min(tiles, processors * self.resident)) * self.split
 
-    def boxes(self) -> tuple[Box, Box]:
-        """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes and of the tokens."""
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """Rows, columns and swizzle, in bytes, of what the copy engine moves: codes, and tokens that are not held."""
         tokens = (16 * self.tiles, 128, 0) if self.arranged else (8 * self.tiles or 4, 64, 128)
-        return (self.rows, 128, 128), tokens
+        return (self.rows, 128, 128), *(() if self.held else (tokens,))
 
 
 PROCESSORS = 132  # of the device that the rule is for
 SPLIT_COLUMNS = 4096  # fewest that a cluster shares by rule
 ROOM = 104 << 10, 220 << 10  # bytes of shared memory for the ring: the first where each team has two stages
+ARRANGE_THREADS = 64  # each a group of 32 columns: few, so that all multiprocessors have some
 
 
 def tiles_of(tokens: int) -> int:
@@ -105,7 +119,7 @@ def plan_of(tiles: int, rows: int, columns: int, units: int, split: int = 1) -> 
     for room in ROOM:
         for deep in range(most, 0, -1):
             plan = Plan(tiles, tall, row_warps, teams, teams * deep, split, once, 1, arranged)
-            if plan.shared_bytes() <= room:
+            if plan.shared_bytes(columns) <= room:
                 break
         if deep > 1:
             break
@@ -131,9 +145,24 @@ def plan_for(tokens: int, rows: int, columns: int) -> Plan:
     return plan_of(tiles, rows, columns, units, split)
 
 
+@lru_cache(maxsize=4096)
+def turned_plan(tokens: int, rows: int, columns: int) -> Plan | None:
+    """plan_for's plan for tokens that are turned on their way, which gives the same bits: one is held, if there is room
+    for it, more are arranged, if they are arranged anyway. None: turn them before."""
+    plan = plan_for(tokens, rows, columns)
+    if tokens > 1:
+        return plan if plan.arranged else None
+    room = MAX_SHARED if plan.resident == 1 else SM_SHARED // plan.resident - 1024
+    stages = range(plan.stages, 0, -plan.teams)
+    held = (replace(plan, held=True, stages=n) for n in stages)
+    return next((p for p in held if p.shared_bytes(columns) <= room), None)
+
+
 class DecodeArgs(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("scale", "token_scale", "y")] + [
-        (name, ctypes.c_int) for name in ("tokens", "rows", "columns")
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("scale", "token_scale", "x", "y")),
+        ("root", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("tokens", "rows", "columns", "settled")),
     ]
 
 
@@ -141,17 +170,44 @@ class _Arguments(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ubyte * 128) for name in ("codes", "wide")] + [("args", DecodeArgs)]
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What tokens become on their way: turned in blocks of `hadamard` (0, 32, 64, 128) and quantized by `rule`."""
+
+    rule: ScaleRule
+    hadamard: int
+
+    @property
+    def root(self) -> float:
+        return float32((self.hadamard or 1) ** -0.5)
+
+
+def template_of(turn: Turn | None) -> dict[str, Any]:
+    """`span` and `rule` of the entries."""
+    if turn is None:
+        return {"span": 0, "rule": "AS_IS"}
+    return {"span": turn.hadamard // GROUP, "rule": str(turn.rule).upper()}
+
+
+def group_functions() -> str:
+    """The C++ of a group: its power of two, and what it rounds to."""
+    here = Path(__file__).parent
+    square = struct.unpack("I", struct.pack("f", QUEST_SQUARE))[0]
+    constant = f"#define QUEST_SQUARE __uint_as_float({square:#x}u)\n"
+    return (here.parent / "hopper.cuh").read_text() + constant + (here / "group.cuh").read_text()
+
+
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
     here = Path(__file__).parent
-    return (here.parent / "hopper.cuh").read_text() + (here / "decode.cuh").read_text()
+    return group_functions() + (here / "tokens.cuh").read_text() + (here / "decode.cuh").read_text()
 
 
-def entry(plan: Plan, out: torch.dtype, name: str = "mxfp4_decode") -> str:
+def entry(plan: Plan, out: torch.dtype, turn: Turn | None = None, name: str = "mxfp4_decode") -> str:
     """C++ of the kernel `name`."""
-    flags = [str(flag).lower() for flag in (plan.arranged, plan.once)]
-    shape = (plan.tiles, flags[0], plan.tall, plan.row_warps, plan.teams, plan.stages, plan.split, flags[1])
+    arranged, held, once = (str(flag).lower() for flag in (plan.arranged, plan.held, plan.once))
+    shape = (plan.tiles, arranged, held, plan.tall, plan.row_warps, plan.teams, plan.stages, plan.split, once)
     return ENTRY.format(
         cluster=f"__cluster_dims__({plan.split}, 1, 1) " if plan.split > 1 else "",
         threads=plan.threads,
@@ -159,13 +215,16 @@ def entry(plan: Plan, out: torch.dtype, name: str = "mxfp4_decode") -> str:
         name=name,
         shape=", ".join(map(str, shape)),
         out=OUT[out],
+        **template_of(turn if plan.held else None),
     )
 
 
-def arguments(token_scale: Tensor | None, scale: Tensor, y: Tensor) -> DecodeArgs:
-    """The kernel's last parameter; y [tokens, rows]."""
-    pointers = (None if t is None else t.data_ptr() for t in (scale, token_scale, y))
-    return DecodeArgs(*pointers, *y.shape, scale.shape[1] * 32)
+def arguments(
+    x: Tensor, token_scale: Tensor | None, scale: Tensor, y: Tensor, turn: Turn | None, settled: bool
+) -> DecodeArgs:
+    """The kernel's last parameter; x [tokens, columns], y [tokens, rows]."""
+    pointers = (None if t is None else t.data_ptr() for t in (scale, token_scale, x, y))
+    return DecodeArgs(*pointers, turn.root if turn else 1.0, *y.shape, scale.shape[1] * GROUP, int(settled))
 
 
 def matrix_of(tokens: Tensor, plan: Plan) -> Tensor:
@@ -174,28 +233,45 @@ def matrix_of(tokens: Tensor, plan: Plan) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _kernel(plan: Plan, out: torch.dtype, device: int) -> int:
-    return nvrtc.load_kernel(device_functions() + entry(plan, out), "mxfp4_decode", plan.shared_bytes(), device)
+def _kernel(plan: Plan, out: torch.dtype, turn: Turn | None, shared: int, device: int) -> int:
+    source = device_functions() + entry(plan, out, turn)
+    return nvrtc.load_kernel(source, "mxfp4_decode", shared, device)
+
+
+def arrange_entry(tiles: int, turn: Turn | None, name: str = "mxfp4_arrange") -> str:
+    """C++ of the kernel `name`."""
+    return ARRANGE.format(name=name, tiles=tiles, threads=ARRANGE_THREADS, **template_of(turn))
 
 
 @lru_cache(maxsize=64)
-def _arrange_kernel(tiles: int, device: int) -> int:
-    source = device_functions() + ARRANGE.format(name="mxfp4_arrange", tiles=tiles)
-    return nvrtc.load_kernel(source, "mxfp4_arrange", 0, device)
+def _arrange_kernel(tiles: int, turn: Turn | None, device: int) -> int:
+    return nvrtc.load_kernel(device_functions() + arrange_entry(tiles, turn), "mxfp4_arrange", 0, device)
 
 
 class ArrangeArguments(ctypes.Structure):
-    _fields_ = [("x", ctypes.c_void_p), ("y", ctypes.c_void_p), ("tokens", ctypes.c_int), ("columns", ctypes.c_int)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "xy"),
+        *((name, ctypes.c_int) for name in ("tokens", "columns")),
+        ("root", ctypes.c_float),
+    ]
 
 
-def arrange(tokens: Tensor, tiles: int) -> Tensor:
-    """At most 8 * tiles tokens in the order in which the lanes of `decode` multiply them."""
-    count, columns, device = *tokens.shape, tokens.get_device()
-    words = -(-columns // STEP) * tiles * 128  # of 16 bytes
-    x = torch.empty(words * 8, dtype=torch.bfloat16, device=tokens.device)
-    parameters = ArrangeArguments(tokens.data_ptr(), x.data_ptr(), count, columns)
-    nvrtc.launch(_arrange_kernel(tiles, device), (-(-words // 256),), 256, 0, parameters, device, overlap=True)
-    return x
+def arrange_arguments(tokens: Tensor, y: Tensor, turn: Turn | None) -> ArrangeArguments:
+    return ArrangeArguments(tokens.data_ptr(), y.data_ptr(), *tokens.shape, turn.root if turn else 1.0)
+
+
+def arrange_blocks(columns: int, tiles: int) -> int:
+    return -(-(columns // STEP * tiles * 32) // ARRANGE_THREADS)
+
+
+def arrange(tokens: Tensor, tiles: int, turn: Turn | None) -> Tensor:
+    """At most 8 * tiles tokens, turned, in the order in which the lanes of `decode` multiply them."""
+    columns, device = tokens.shape[1], tokens.get_device()
+    y = torch.empty(columns * tiles * 8, dtype=torch.bfloat16, device=tokens.device)
+    parameters = arrange_arguments(tokens, y, turn)
+    function, blocks = _arrange_kernel(tiles, turn, device), arrange_blocks(columns, tiles)
+    nvrtc.launch(function, (blocks,), ARRANGE_THREADS, 0, parameters, device, overlap=True)
+    return y
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -210,23 +286,32 @@ def decode(
     scale: Tensor,
     dtype: torch.dtype,
     plan: Plan | None = None,
+    *,
+    turn: Turn | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """tokens bfloat16 [M, K] by a packed weight [N, K/2]: [M, N] in dtype; M from 1 to 32, K a multiple of 128.
 
     token_scale: float32 [M], multiplies each token's result, or None. Products are exact for group scales from 2^-62
-    to 2^65.
+    to 2^65. turn: what the tokens become first, where `turned_plan` has a plan.
+    settled: no kernel that may still run when this one is launched writes the weight, so that it is read before the
+    kernel before this one has ended.
     """
+    given = packed, scale
     tokens, packed, scale = _aligned(tokens), _aligned(packed), _aligned(scale)
-    count, rows, device = tokens.shape[0], packed.shape[0], tokens.get_device()
-    plan = plan or plan_for(count, rows, tokens.shape[1])
+    settled = settled and packed is given[0] and scale is given[1]
+    (count, columns), rows, device = tokens.shape, packed.shape[0], tokens.get_device()
+    if plan is None:
+        plan = (turned_plan if turn else plan_for)(count, rows, columns)
+    assert plan and (plan.held or plan.arranged or not turn), "tokens that are copied as they are must be turned before"
     y = torch.empty(count, rows, dtype=dtype, device=tokens.device)
-    wide = matrix_of(arrange(tokens, plan.tiles) if plan.arranged else tokens, plan)
-    values = _Arguments(args=arguments(token_scale, scale, y))
-    for field, t, box in zip(("codes", "wide"), (packed, wide), plan.boxes(), strict=True):
+    wide = matrix_of(arrange(tokens, plan.tiles, turn) if plan.arranged else tokens, plan)
+    values = _Arguments(args=arguments(tokens, token_scale, scale, y, turn, settled))
+    for field, t, box in zip(("codes", "wide"), (packed, wide), plan.boxes, strict=False):
         pitch = t.stride(0) * t.element_size()
         encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
         ctypes.memmove(getattr(values, field), encoded, 128)
-    grid = (plan.grid(rows, nvrtc.processors(device)),)
-    function = _kernel(plan, dtype, device)
-    nvrtc.launch(function, grid, plan.threads, plan.shared_bytes(), values, device, overlap=True)
+    grid, shared = (plan.grid(rows, nvrtc.processors(device)),), plan.shared_bytes(columns)
+    function = _kernel(plan, dtype, turn if plan.held else None, shared, device)
+    nvrtc.launch(function, grid, plan.threads, shared, values, device, overlap=True)
     return y

@@ -4,7 +4,6 @@ Persistent kernels: as many thread blocks as fit, every warp with the next tiles
 """
 
 import ctypes
-import struct
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.mxfp4 import tuned
-from quantrot.kernels.mxfp4.reference import GROUP, QUEST_SQUARE, ScaleRule, float32
+from quantrot.kernels.mxfp4 import hopper, tuned
+from quantrot.kernels.mxfp4.reference import GROUP, ScaleRule, float32
 from quantrot.kernels.mxfp4.triton import float_signs, key_of, outputs
 
 IN = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
@@ -57,10 +56,7 @@ class DequantizeArguments(ctypes.Structure):
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    here = Path(__file__).parent
-    square = struct.unpack("I", struct.pack("f", QUEST_SQUARE))[0]
-    constant = f"#define QUEST_SQUARE __uint_as_float({square:#x}u)\n"
-    return (here.parent / "hopper.cuh").read_text() + constant + (here / "rows.cuh").read_text()
+    return hopper.group_functions() + (Path(__file__).parent / "rows.cuh").read_text()
 
 
 def entry(

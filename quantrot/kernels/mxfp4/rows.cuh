@@ -8,8 +8,6 @@
 
 namespace quantrot {
 
-enum Rule { FLOOR, EVEN, RCEIL, QUEST, ABSMAX34, MSE };
-
 struct Key {  // of the random numbers: seed and offset, low words first
   u32 s0, s1, o0, o1;
 };
@@ -27,10 +25,6 @@ struct QuantizeArgs {
   Key key;
 };
 
-struct Words {
-  u32 x, y, z, w;
-};
-
 #ifdef QUANTROT_EMULATED
 #include "rows.h"
 #else
@@ -41,11 +35,6 @@ __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_
 template <int LEFT>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-__device__ __forceinline__ Words load_shared_words(u32 from) {
-  Words v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
 }
 __device__ __forceinline__ u32 load_shared32(u32 from) {
   u32 v;
@@ -60,25 +49,11 @@ __device__ __forceinline__ u32 load_shared16(u32 from) {
 __device__ __forceinline__ void store_shared32(u32 to, u32 v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
-__device__ __forceinline__ void store_words(void* p, const Words& v) {
-  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ float max_nan(float a, float b) {  // NaN where there is one
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
 __device__ __forceinline__ u32 to_e4m3(float lo, float hi) {
   unsigned short r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
   return r;
 }
-__device__ __forceinline__ u32 times_bf16(u32 a, u32 b) {
-  u32 r;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-__device__ __forceinline__ float other_lane(float v, int across) { return __shfl_xor_sync(0xFFFFFFFFu, v, across); }
 __device__ __forceinline__ int warp_max(int v) { return __reduce_max_sync(0xFFFFFFFFu, v); }
 __device__ __forceinline__ int warp_sum(int v) { return __reduce_add_sync(0xFFFFFFFFu, v); }
 __device__ __forceinline__ int* block_numbers(int at) {
@@ -86,140 +61,6 @@ __device__ __forceinline__ int* block_numbers(int at) {
   return (int*)(quantrot_shared + at);
 }
 #endif
-
-__device__ __forceinline__ float power(int exponent) { return __uint_as_float((u32)(exponent + 127) << 23); }
-
-// --- A group: 32 float32 numbers of one lane ---------------------------------------------------------------------------
-
-// The sum of 16, halved again and again.
-__device__ __forceinline__ float halved(const float (&s)[16]) {
-  float t[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) t[i] = __fadd_rn(s[i], s[i + 8]);
-#pragma unroll
-  for (int i = 0; i < 4; i++) t[i] = __fadd_rn(t[i], t[i + 4]);
-  return __fadd_rn(__fadd_rn(t[0], t[2]), __fadd_rn(t[1], t[3]));
-}
-
-struct Group {
-  float v[32];
-
-  // Of the lane's 64 bytes of a tile; flips: the sign bits to be flipped in each word, or null.
-  template <class IN>
-  __device__ __forceinline__ void read(u32 tile, const u32* flips) {
-    const u32 lane = lane_number(), at = tile + lane * 64 + (lane >> 1 & 3) * 16;
-#pragma unroll
-    for (int p = 0; p < 4; p++) {
-      const Words w = load_shared_words(at ^ p * 16);
-      u32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        if (flips) words[i] ^= flips[p * 4 + i];
-        v[p * 8 + i * 2] = IN::value((unsigned short)words[i]);
-        v[p * 8 + i * 2 + 1] = IN::value((unsigned short)(words[i] >> 16));
-      }
-    }
-  }
-
-  // Sylvester's matrix of SPAN lanes' 32 numbers, from the widest stride down.
-  template <int SPAN>
-  __device__ __forceinline__ void turn() {
-#pragma unroll
-    for (int across = SPAN / 2; across; across /= 2) {
-      const float sign = lane_number() & across ? -1.0f : 1.0f;
-#pragma unroll
-      for (int i = 0; i < 32; i++) v[i] = __fmaf_rn(v[i], sign, other_lane(v[i], across));
-    }
-#pragma unroll
-    for (int half = 16; half; half /= 2)
-#pragma unroll
-      for (int i = 0; i < 32; i++)
-        if (!(i & half)) {
-          const float a = v[i], b = v[i + half];
-          v[i] = __fadd_rn(a, b), v[i + half] = __fsub_rn(a, b);
-        }
-  }
-
-  __device__ __forceinline__ float sum() const {
-    float s[16];
-#pragma unroll
-    for (int i = 0; i < 16; i++) s[i] = __fadd_rn(v[i], v[i + 16]);
-    return halved(s);
-  }
-
-  __device__ __forceinline__ float square_sum() const {
-    float s[16];
-#pragma unroll
-    for (int i = 0; i < 16; i++) s[i] = __fadd_rn(__fmul_rn(v[i], v[i]), __fmul_rn(v[i + 16], v[i + 16]));
-    return halved(s);
-  }
-
-  __device__ __forceinline__ float amax() const {
-    float a = max_nan(fabsf(v[0]), fabsf(v[1]));
-#pragma unroll
-    for (int i = 2; i < 32; i++) a = max_nan(a, fabsf(v[i]));
-    return a;
-  }
-};
-
-// 1, 2 or 4: the power of two at or below |y|, at least 1, with y's sign (1.0's exponent is ones below its top bit).
-__device__ __forceinline__ float binade(float y) {
-  return __uint_as_float((__float_as_uint(fmaxf(fabsf(y), 1.0f)) | __float_as_uint(y)) & 0xFF800000u);
-}
-
-constexpr float MAGIC = 6291456.0f;  // 1.5 * 2^23 / 2: times two steps, it rounds a sum to a multiple of the step
-
-__device__ __forceinline__ float squared_error(const Group& x, float factor) {
-  Group errors;
-#pragma unroll
-  for (int i = 0; i < 32; i++) {
-    const float y = fabsf(__fmul_rn(x.v[i], factor)), clipped = fminf(y, 6.0f);
-    const float magic = __fmul_rn(binade(clipped), MAGIC);
-    const float error = __fsub_rn(__fsub_rn(__fadd_rn(clipped, magic), magic), y);
-    errors.v[i] = __fmul_rn(error, error);
-  }
-  return errors.sum();
-}
-
-// (unbiased exponent, whether the group is finite) of root times the group.
-template <int RULE>
-__device__ __forceinline__ int exponent_of(const Group& x, float root, bool& finite) {
-  int exponent;
-  if constexpr (RULE == QUEST) {
-    const float mean = __fmul_rn(x.sum(), 0.03125f), square = __fmul_rn(x.square_sum(), 0.03125f);
-    const float spread = fmaxf(__fsub_rn(square, __fmul_rn(mean, mean)), 0.0f);
-    const u32 bits = __float_as_uint(__fmul_rn(__fmul_rn(spread, __fmul_rn(root, root)), QUEST_SQUARE));
-    exponent = bits < 0x00800000u ? -127 : ((int)(bits >> 23) - 127) >> 1;
-    finite = square < __uint_as_float(0x7F800000u);
-  } else {
-    const float amax = __fmul_rn(x.amax(), root);
-    const u32 bits = __float_as_uint(amax);
-    finite = amax < __uint_as_float(0x7F800000u);
-    exponent = (int)((RULE == EVEN ? bits + 0x200000u : bits) >> 23) - 129;
-    if constexpr (RULE == RCEIL) exponent += amax > __fmul_rn(power(min(max(exponent, -126), 125)), 6.0f);
-    if constexpr (RULE == MSE) {
-      exponent = min(max(exponent, -126), 125);
-      const float once = squared_error(x, __fmul_rn(power(-exponent), root));
-      const float twice = __fmul_rn(squared_error(x, __fmul_rn(power(-exponent), __fmul_rn(root, 0.5f))), 4.0f);
-      exponent += twice < once;
-    }
-  }
-  return min(max(exponent, -127), 126);
-}
-
-// What an element is multiplied by before it is rounded.
-template <int RULE>
-__device__ __forceinline__ float factor_of(int exponent, float root) {
-  return __fmul_rn(power(-exponent), RULE == ABSMAX34 ? __fmul_rn(root, 0.75f) : root);
-}
-
-// Rounded to a multiple of its step, in the low bits of y + magic; `b` is the binade.
-template <int RULE>
-__device__ __forceinline__ float rounded(float y, float& b) {
-  if constexpr (RULE != EVEN && RULE != ABSMAX34) y = fminf(fmaxf(y, -6.0f), 6.0f);
-  b = binade(y);
-  return __fmaf_rn(b, MAGIC, y);
-}
 
 // Philox4x32-7 of (counter, offset) under the key: eight 16-bit numbers, as 1 + r 2^-16 - (1.5 - 2^-17) in (-1/2, 1/2).
 struct Dither {
@@ -307,6 +148,23 @@ __device__ __forceinline__ void read_signs(u32 (&flips)[16], const float* signs)
     flips[i] = (signs[2 * i] < 0 ? 0x8000u : 0) | (signs[2 * i + 1] < 0 ? 0x80000000u : 0);
 }
 
+// The lane's 64 bytes of a tile; flips: the sign bits to be flipped in each word, or null.
+template <class IN>
+__device__ __forceinline__ void read_group(Group& x, u32 tile, const u32* flips) {
+  const u32 lane = lane_number(), at = tile + lane * 64 + (lane >> 1 & 3) * 16;
+#pragma unroll
+  for (int p = 0; p < 4; p++) {
+    const Words w = load_shared_words(at ^ p * 16);
+    u32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (flips) words[i] ^= flips[p * 4 + i];
+      x.v[p * 8 + i * 2] = IN::value((unsigned short)words[i]);
+      x.v[p * 8 + i * 2 + 1] = IN::value((unsigned short)(words[i] >> 16));
+    }
+  }
+}
+
 template <class IN, int SPAN, bool SIGNS, int RULE, bool MASK, bool DITHER, int STAGES>
 __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
   const u32 lane = lane_number(), warps = blockDim.x / 32, ring = shared_memory() + warp_number() * (STAGES * TILE);
@@ -329,7 +187,7 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
     copies_wait<STAGES - 1>();
     warp_sync();
     Group x;
-    x.read<IN>(ring + slot, SIGNS ? flips : nullptr);
+    read_group<IN>(x, ring + slot, SIGNS ? flips : nullptr);
     into = into == (STAGES - 1) * TILE ? 0 : into + TILE, slot = slot == (STAGES - 1) * TILE ? 0 : slot + TILE;
     if constexpr (SPAN) x.turn<SPAN>();
     const i64 group = tile * 32 + lane;
@@ -374,7 +232,7 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
     copies_wait<STAGES - 1>();
     warp_sync();
     Group x;
-    x.read<IN>(ring + slot, SIGNS ? flips : nullptr);
+    read_group<IN>(x, ring + slot, SIGNS ? flips : nullptr);
     into = into == (STAGES - 1) * TILE ? 0 : into + TILE, slot = slot == (STAGES - 1) * TILE ? 0 : slot + TILE;
     if constexpr (SPAN) x.turn<SPAN>();
     bool finite;

@@ -197,12 +197,13 @@ struct TensorMap {  // a matrix [rows, columns] of elements, copied in boxes
   u32 box_columns, box_rows, element;  // bytes of an element
   u32 swizzled;                        // by 128 bytes (64 where a line of the box is no longer), or not at all
   u32 folded = 0;                      // for tensor_load_folded
+  u32 fresh = 0;                       // written by the kernel before: copied after grid_wait only
 };
 
 inline u32 lane_number() { return self().lane(); }
 inline u32 shared_memory() { return emulator::SHARED_START; }
 inline u32 cluster_rank() { return self().block->rank; }
-inline void grid_wait() {}
+inline void grid_wait() { self().waited = true; }
 inline u32 in_block(u32 address, u32 rank) { return address | (rank + 1) << 24; }
 
 inline void warp_sync() { self().block->warps[self().warp()].meeting.meet(32, "the warp"); }
@@ -302,6 +303,7 @@ inline void check_map(const TensorMap& map, u32 address) {
 inline void tensor_load_all(u32 to, const TensorMap* map, int x, int y, u32 bar, u64, unsigned short blocks) {
   if (!elect_one()) return;
   check_map(*map, to);
+  if (map->fresh && !self().waited) fail("a copy before grid_wait of what the kernel before writes");
   for (auto& owner : self().block->cluster->blocks) {
     emulator::Block* block = owner.get();
     if (!(blocks >> block->rank & 1)) continue;

@@ -122,6 +122,7 @@ struct Thread : Fiber {
   std::vector<std::pair<u32, std::vector<unsigned char>>> copies;  // started, not waited for
   std::vector<std::pair<u32, std::vector<unsigned char>>> small;   // copies of 4 bytes, before their arrival
   bool fenced = false;
+  bool waited = false;  // for the kernel before this one
   std::vector<std::shared_ptr<int>> stores;      // committed groups: copies still reading shared memory
   std::vector<std::function<void()>> open;       // stores before their commit
   u32 warp() const { return index / 32; }

@@ -1,5 +1,5 @@
-// What kernels/mixed takes beside hopper.cuh, for the host: a code's value, 16 bytes of shared memory, and
-// mma.m16n8k16, whose operands are gathered from the lanes that hold them.
+// What kernels/mixed takes beside hopper.cuh, for the host: a code's value, 16 bytes of shared memory, of this block and
+// another one's, and mma.m16n8k16, whose operands are gathered from the lanes that hold them.
 #pragma once
 
 namespace quantrot {
@@ -17,6 +17,33 @@ inline Quad load_shared16bytes(u32 address) {
   Quad v;
   memcpy(&v, self().block->at(address, 16), 16);
   return v;
+}
+
+inline void cluster_arrive() {
+  emulator::Cluster& cluster = *self().block->cluster;
+  cluster.meeting.arrive(emulator::block_size.x * cluster.blocks.size());
+}
+inline void cluster_wait() {  // the first of a kernel
+  emulator::Cluster& cluster = *self().block->cluster;
+  emulator::wait_until("the cluster", [&] { return cluster.meeting.round > 0; });
+}
+
+inline void store_shared(u32 to, const float (&v)[4]) { emulator::ordinary_write(to, v, 16); }
+
+// At a random moment later.
+inline void send(u32 to, const float (&v)[4], u32 bar) {
+  u32 address = to, arrives = bar;
+  emulator::Block& block = emulator::block_of(address);
+  if (&block != &emulator::block_of(arrives)) emulator::fail("sent to one block, counted on another's barrier");
+  if (block.cluster->meeting.round == 0) emulator::fail("sent to a block that may not have started");
+  const std::vector<float> floats(v, v + 4);
+  emulator::scheduler.events.push_back([&block, address, arrives, floats] {
+    block.must_run();
+    memcpy(block.at(address, 16), floats.data(), 16);
+    emulator::Barrier& barrier = block.barrier(arrives);
+    barrier.bytes -= 16;
+    barrier.settle();
+  });
 }
 
 template <class T>

@@ -2,18 +2,6 @@
 // mma.m16n8k16, whose operands are gathered from the lanes that hold them.
 #pragma once
 
-inline Words load_words(const void* p) {
-  if ((uintptr_t)p % 16) emulator::fail("a load of 16 bytes that is not aligned");
-  Words v;
-  memcpy(&v, p, 16);
-  return v;
-}
-inline void launch_dependents() {}
-
-inline u32 times_bf16(u32 a, u32 b) {
-  return Bf16::pack(Bf16::value(a) * Bf16::value(b), Bf16::value(a >> 16) * Bf16::value(b >> 16));
-}
-
 inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const std::vector<u32> a[4] = {exchange(a0), exchange(a1), exchange(a2), exchange(a3)};
   const std::vector<u32> b[2] = {exchange(b0), exchange(b1)};
@@ -27,11 +15,5 @@ inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
   }
 }
 
-inline Words load_shared_words(u32 from) {
-  if (from % 16) emulator::fail("a load of 16 bytes that is not aligned");
-  Words v;
-  memcpy(&v, self().block->at(from, 16), 16);
-  return v;
-}
 inline u32 load_shared_byte(u32 from) { return *self().block->at(from, 1); }
 inline u32 zero_after(u32) { return 0; }

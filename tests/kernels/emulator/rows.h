@@ -9,11 +9,6 @@ inline void copies_commit() {}
 template <int LEFT>
 inline void copies_wait() {}
 
-inline Words load_shared_words(u32 from) {
-  Words v;
-  memcpy(&v, self().block->at(from, 16), 16);
-  return v;
-}
 inline u32 load_shared32(u32 from) {
   u32 v;
   memcpy(&v, self().block->at(from, 4), 4);
@@ -25,12 +20,7 @@ inline u32 load_shared16(u32 from) {
   return v;
 }
 inline void store_shared32(u32 to, u32 v) { memcpy(self().block->at(to, 4), &v, 4); }
-inline void store_words(void* p, const Words& v) {
-  if ((uintptr_t)p % 16) emulator::fail("a store of 16 bytes that is not aligned");
-  memcpy(p, &v, 16);
-}
 
-inline float max_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline u32 to_e4m3_one(float f) {
   if (f != f) return 0x7F;
   const u32 sign = std::signbit(f) ? 0x80 : 0;
@@ -43,28 +33,9 @@ inline u32 to_e4m3_one(float f) {
   return sign | (ulp == -9 ? n : (u32)(ulp + 9) * 8 + n);
 }
 inline u32 to_e4m3(float lo, float hi) { return to_e4m3_one(lo) | to_e4m3_one(hi) << 8; }
-inline u32 times_bf16(u32 a, u32 b) {
-  return Bf16::pack(Bf16::value(a) * Bf16::value(b), Bf16::value(a >> 16) * Bf16::value(b >> 16));
-}
 
-inline float __uint_as_float(u32 u) {
-  float f;
-  memcpy(&f, &u, 4);
-  return f;
-}
-inline u32 __float_as_uint(float f) {
-  u32 u;
-  memcpy(&u, &f, 4);
-  return u;
-}
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline u32 __funnelshift_l(u32 low, u32 high, u32 shift) { return (u32)(((u64)high << 32 | low) << shift >> 32); }
 
-inline float other_lane(float v, int across) {
-  return __uint_as_float(exchange(__float_as_uint(v))[lane_number() ^ across]);
-}
 inline int warp_max(int v) {
   int most = v;
   for (u32 other : exchange(v)) most = std::max(most, (int)other);

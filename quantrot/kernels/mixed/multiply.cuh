@@ -1,0 +1,452 @@
+// What mixed-input products for sm_90a are made of: codes [rows, depth] in 8 bits by a wide matrix [columns, depth] in 16;
+// the sums are turned into y [columns, rows] where the codes are the weight (WEIGHT), y [rows, columns] where they are
+// activations.
+//
+// The tensor core multiplies equal types and takes its first operand from registers, so the codes come to shared memory
+// as they are, a lane reads those of its part of the operand two by two (they are neighbours in a row), widens them
+// (`Widen`, from conversions.py) and multiplies; the wide operand goes from shared memory straight into the tensor core.
+// All of K is summed in the tensor core's registers (see Multiplier), GROUP = 1, 2 blocks of 64 columns at a time if
+// scales belong to groups of columns.
+
+namespace quantrot {
+
+struct MixedArgs {
+  const void* scale;          // [rows, groups]
+  const unsigned char* zero;  // [rows, groups], or null
+  const void* bias;           // [rows] (WEIGHT) or [columns], or null
+  void* y;
+  int rows, columns, depth;
+  int groups, group_blocks;  // scales a row, and how many blocks of 64 share one
+  int segment;               // blocks of 64 of a part of K, a multiple of four (decode.cuh: of 128, of the teams)
+  int tile_group;            // rows of tiles that run together, so that what they read stays in L2
+  int early;                 // what belongs to the weight may be read before the kernel before this one has ended
+};
+
+struct Fp32 {};
+struct None {};
+
+template <class S>
+__device__ __forceinline__ float number(const void* p, i64 at) {
+  return S::value(__ldg((const unsigned short*)p + at));
+}
+template <>
+__device__ __forceinline__ float number<Fp32>(const void* p, i64 at) {
+  return __ldg((const float*)p + at);
+}
+template <>
+__device__ __forceinline__ float number<None>(const void*, i64) {
+  return 0.f;
+}
+
+#ifdef QUANTROT_EMULATED
+template <class T>
+inline u32 subtract_pair(u32 a, u32 b) {
+  return T::pack(T::value(a) - T::value(b), T::value(a >> 16) - T::value(b >> 16));
+}
+template <class T>
+inline u32 multiply_pair(u32 a, u32 b) {
+  return T::pack(T::value(a) * T::value(b), T::value(a >> 16) * T::value(b >> 16));
+}
+inline float quotient(float a, float b) { return a / b; }
+#else
+#define QR_PAIR(OPERATION)                                                                                          \
+  u32 r;                                                                                                            \
+  if constexpr (T::BRAIN) {                                                                                         \
+    asm(OPERATION ".rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));                                             \
+  } else {                                                                                                          \
+    asm(OPERATION ".rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));                                              \
+  }                                                                                                                 \
+  return r
+template <class T>
+__device__ __forceinline__ u32 subtract_pair(u32 a, u32 b) {
+  QR_PAIR("sub");
+}
+template <class T>
+__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
+  QR_PAIR("mul");
+}
+__device__ __forceinline__ float quotient(float a, float b) {  // to 2 ulp, without a call
+  float q;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b));
+  return q;
+}
+#endif
+
+__device__ __forceinline__ int parts_of(int size, int part) { return (size + part - 1) / part; }
+
+// --- What a kernel is made for ---------------------------------------------------------------------------------------
+
+// KIND of codes, wide type T, blocks that share a scale (0: all); ZERO: there are zero points; S, B: types of
+// scales and bias.
+template <int KIND_, class T_, bool WEIGHT_, int GROUP_, bool ZERO_, class S_, class B_>
+struct Operands {
+  static constexpr int KIND = KIND_, GROUP = GROUP_;
+  static constexpr bool WEIGHT = WEIGHT_, ZERO = ZERO_;
+  using T = T_;
+  using S = S_;
+  using B = B_;
+  // Blocks that the loop takes at a time; a part of K is padded to a multiple of it, with zeros from the copy engine.
+  static constexpr int STEP = GROUP == 2 ? 2 : 1;
+  static constexpr int ZERO_KIND = KIND == UINT8 ? UINT8 : INT8;
+};
+
+// ODD: an odd number of rows of tiles, see MixedTiles. HALVES: a block's products start two by two. TEAMS: see parts.cuh.
+template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool ODD_, bool HALVES_, int TEAMS_ = 1,
+          int BLOCKS_ = 1>
+struct Tile {
+  static constexpr int TEAMS = TEAMS_, BLOCKS = BLOCKS_;
+  static constexpr bool ODD = ODD_ && SHARE_ > 1, HALVES = HALVES_;
+  static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, STAGES = STAGES_, SPLIT = SPLIT_, SHARE = SHARE_;
+  static constexpr int ROWS = 64 * GROUPS, W = COLUMNS / 2, CLUSTER = SPLIT * SHARE, PART = COLUMNS / SHARE;
+  static constexpr int CODES = BLOCKS * ROWS * 64, STAGE = CODES + BLOCKS * COLUMNS * 128;  // bytes
+  static constexpr int HALF = COLUMNS % 32;                              // of a box of y, past the last whole one
+  static constexpr int OUTPUT = 64 * (COLUMNS + HALF) * 2;               // of a warpgroup's sums in 16 bits
+  static_assert(COLUMNS % SHARE == 0 && PART % 8 == 0, "a share of the wide tile is whole groups of eight rows");
+};
+
+// --- Loading ---------------------------------------------------------------------------------------------------------
+
+// Fills a ring of stages: the codes' tile, 64 bytes a row, and the wide tile, 128 bytes a row. apart: the blocks of a
+// cluster have different wide tiles for once.
+template <class P>
+struct Loader {
+  const TensorMap *codes, *wide;
+  u32 base, full, empty, rank;
+  u64 codes_policy, wide_policy;
+  Ring<P::STAGES> ring;
+
+  __device__ __forceinline__ void load_codes(u32 stage, int k, int row) const {
+    barrier_expect(full + stage * 8, P::STAGE);
+    tensor_load(base + stage * P::STAGE, codes, k * 64, row, full + stage * 8, codes_policy);
+  }
+  __device__ __forceinline__ void load_wide(u32 stage, int k, int column, bool apart) const {
+    const u32 to = base + stage * P::STAGE + P::CODES, bar = full + stage * 8;
+    if constexpr (P::BLOCKS == 2) {
+      static_assert(P::SHARE == 1, "its own");
+      for (int i = 0; i < 2; i++) tensor_load(to + i * P::COLUMNS * 128, wide, (k + i) * 64, column, bar, wide_policy);
+    } else if (P::ODD && apart) {
+      for (int i = 0; i < P::SHARE; i++)
+        tensor_load(to + i * P::PART * 128, wide, k * 64, column + i * P::PART, bar, wide_policy);
+    } else if constexpr (P::SHARE > 1) {
+      const u32 share = rank % P::SHARE;
+      tensor_load_all(to + share * P::PART * 128, wide, k * 64, column + share * P::PART, bar, wide_policy,
+                      ((1 << P::SHARE) - 1) << (rank - share));
+    } else {
+      tensor_load(to, wide, k * 64, column, bar, wide_policy);
+    }
+  }
+
+  // The first tile's first blocks of K, from number `first` on, of `count`; how many. early: the codes, before the
+  // kernel before this one has ended.
+  __device__ __forceinline__ int start(int first, int count, int row, int column, bool apart, bool early) {
+    const int ahead = min(count, P::STAGES);
+    for (int k = 0; k < ahead; k++) load_codes(k, first + k, row);
+    if (early) grid_wait();
+    for (int k = 0; k < ahead; k++, ring.next()) load_wide(k, first + k, column, apart);
+    return ahead;
+  }
+  __device__ __forceinline__ void next(int k, int row, int column, bool apart) {
+    barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+    load_codes(ring.stage, k, row);
+    load_wide(ring.stage, k, column, apart);
+    ring.next();
+  }
+};
+
+// --- Multiplying -----------------------------------------------------------------------------------------------------
+
+// Where a lane finds its codes in a tile: two rows, eight apart, and in each 16 columns two pairs.
+struct Lane {
+  u32 rows[2];     // of the matrix, not past its end
+  u32 offsets[4];  // in the tile: of the first row's first pair, each 16 columns
+
+  __device__ __forceinline__ Lane(u32 group) {
+    const u32 row = group * 64 + warp_number() % 4 * 16 + lane_number() / 4;
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) offsets[j] = swizzled64(row, j * 16) + lane_number() % 4 * 2;
+  }
+  __device__ __forceinline__ void at(int row, int rows_there) {  // row: the warpgroup's first
+    const int mine = row + warp_number() % 4 * 16 + lane_number() / 4;
+    rows[0] = min(mine, rows_there - 1), rows[1] = min(mine + 8, rows_there - 1);
+  }
+};
+
+// A stage is handed back to the blocks that fill it.
+template <class P>
+__device__ __forceinline__ void hand_back(u32 bar, u32 rank) {
+  if constexpr (P::SHARE > 1) {
+    if (lane_number() < P::SHARE) barrier_arrive_cluster(in_block(bar, rank / P::SHARE * P::SHARE + lane_number()));
+  } else {
+    if (lane_number() == 0) barrier_arrive(bar);
+  }
+}
+
+// A warpgroup's sums over `count` blocks of K from number `first` on.
+//
+// The tensor core takes a product's first operand from the registers as it starts it, so a warp that issues several in a
+// row does nothing else meanwhile. Hence one at a time (HALVES: two), of 16 columns of K: while it runs, the columns
+// after the next are widened, and those after them come from shared memory.
+//
+// With groups the sums stay where they are, in units of the scale of the group that is added: before the next one they
+// are multiplied by (this scale / next scale), after the last by its scale. A group whose scale is 0, or less than 2^-64
+// of the one before it, counts as zeros and leaves the unit alone.
+template <class P, class O>
+struct Multiplier {
+  static constexpr int GROUP = O::GROUP ? O::GROUP : 1;
+  static constexpr bool CHOOSES = O::GROUP != 0 && O::KIND != E4M3 && !O::ZERO;
+  using T = typename O::T;
+  const MixedArgs& args;
+  Lane lane;
+  u32 base, full, empty, rank, previous = 0;
+  Ring<P::STAGES> ring;
+  u32 codes[2][4], a[4][4];  // of 16 columns each: [2 h + r] is the row r of the lane, columns 8 h + 2 q and the next
+  u32 zero[2], live[2];  // of each row: pairs that are subtracted; which codes count, or pairs of 1 or 0
+  float unit[2], ratio[2], coming[2];  // of each row: of the sums, from the unit before, of the next group
+  u32 coming_zero[2];
+  int group, left;  // number of the next group, and how many of its blocks are to come
+
+  __device__ __forceinline__ Multiplier(const MixedArgs& args, u32 group, u32 base, u32 full, u32 empty, u32 rank)
+      : args(args), lane(group), base(base), full(full), empty(empty), rank(rank) {}
+
+  __device__ __forceinline__ void find() {  // what the next group has; past the end the scale 0
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const i64 at = (i64)lane.rows[r] * args.groups + min(group, args.groups - 1);
+      if constexpr (O::GROUP != 0) {
+        const float found = number<typename O::S>(args.scale, at);
+        coming[r] = group < args.groups ? found : 0.f;
+      }
+      if constexpr (O::ZERO) coming_zero[r] = __ldg(args.zero + at);
+    }
+  }
+  __device__ __forceinline__ void enter() {  // what is widened from here on is of the next group
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      if constexpr (O::GROUP != 0) {
+        const bool dead = coming[r] == 0.f || fabsf(unit[r]) > 0x1p64f * fabsf(coming[r]);
+        ratio[r] = dead || unit[r] == coming[r] ? 1.f : quotient(unit[r], coming[r]);
+        unit[r] = dead ? unit[r] : coming[r];
+        live[r] = CHOOSES ? (dead ? chosen_zeros : chosen_codes) : dead ? 0u : T::BRAIN ? 0x3F803F80u : 0x3C003C00u;
+      }
+      if constexpr (O::ZERO) zero[r] = Widen<O::ZERO_KIND, T>::pair(coming_zero[r] * 0x101);
+    }
+    if constexpr (O::GROUP != 0) {
+      left -= GROUP;
+      if (left <= 0) left += args.group_blocks, group++;
+      find();
+    }
+  }
+
+  __device__ __forceinline__ void begin(int first) {
+    unit[0] = 0.f, unit[1] = 0.f, group = first / args.group_blocks, left = args.group_blocks - first % args.group_blocks;
+    find();
+    enter();
+  }
+
+  // Number j of a block's four products; its codes in codes[j % 2], widened in a[j], unless said otherwise.
+  __device__ __forceinline__ void load(int j, u32 tile) { load(j, tile, j % 2); }
+  __device__ __forceinline__ void load(int j, u32 tile, int to) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) codes[to][i] = load_shared_u16(tile + lane.offsets[j] + i % 2 * 512 + i / 2 * 8);
+  }
+  __device__ __forceinline__ void widen(int j) { widen(j % 2, j); }
+  __device__ __forceinline__ void widen(int from, int to) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if constexpr (CHOOSES) {
+        a[to][i] = Widen<O::KIND, T>::chosen(codes[from][i], live[i % 2]);
+      } else {
+        u32 pair = Widen<O::KIND, T>::pair(codes[from][i]);
+        if constexpr (O::ZERO) pair = subtract_pair<T>(pair, zero[i % 2]);
+        a[to][i] = O::GROUP ? multiply_pair<T>(pair, live[i % 2]) : pair;
+      }
+    }
+  }
+  __device__ __forceinline__ void multiply(float (&d)[P::W], int j, u32 tile, bool add) { multiply(d, j, j, tile, add); }
+  __device__ __forceinline__ void multiply(float (&d)[P::W], int from, int j, u32 tile, bool add) {
+    product_fence();
+    product16<T>(d, a[from], operand(tile + P::CODES, j), add);
+    product_commit();
+  }
+  __device__ __forceinline__ void back() { hand_back<P>(empty + previous * 8, rank); }
+
+  // LAST: of all; ENDS: of a group.
+  template <bool LAST, bool ENDS>
+  __device__ __forceinline__ void block(float (&d)[P::W], bool begun) {
+    if constexpr (P::HALVES) {
+      halves<LAST, ENDS>(d, begun);
+      return;
+    }
+    const u32 tile = base + ring.stage * P::STAGE;
+    multiply(d, 0, tile, begun);
+    load(3, tile);
+    product_wait<2>();
+    widen(2);
+    multiply(d, 1, tile, true);
+    product_wait<2>();
+    if (begun) back();
+    previous = ring.stage;
+    ring.next();
+    const u32 after = base + ring.stage * P::STAGE;
+    if constexpr (!LAST) {
+      barrier_wait(full + ring.stage * 8, ring.parity);
+      load(0, after);
+    }
+    widen(3);
+    multiply(d, 2, tile, true);
+    if constexpr (!LAST) {
+      load(1, after);
+      if constexpr (ENDS) enter();
+      product_wait<2>();
+      widen(0);
+    }
+    multiply(d, 3, tile, true);
+    if constexpr (!LAST) {
+      load(2, after);
+      product_wait<2>();
+      widen(1);
+    }
+    finish<LAST, ENDS>(d);
+  }
+  template <bool LAST, bool ENDS>
+  __device__ __forceinline__ void halves(float (&d)[P::W], bool begun) {
+    const u32 tile = base + ring.stage * P::STAGE;
+    multiply2(d, 0, tile, begun);
+    load(2, tile), load(3, tile);
+    product_wait<1>();
+    if (begun) back();
+    previous = ring.stage;
+    ring.next();
+    widen(2), widen(3);
+    multiply2(d, 2, tile, true);
+    if constexpr (!LAST) {
+      const u32 after = base + ring.stage * P::STAGE;
+      barrier_wait(full + ring.stage * 8, ring.parity);
+      load(0, after), load(1, after);
+      if constexpr (ENDS) enter();
+      product_wait<1>();
+      widen(0), widen(1);
+    }
+    finish<LAST, ENDS>(d);
+  }
+  __device__ __forceinline__ void multiply2(float (&d)[P::W], int j, u32 tile, bool add) {
+    product_fence();
+    product16<T>(d, a[j], operand(tile + P::CODES, j), add);
+    product16<T>(d, a[j + 1], operand(tile + P::CODES, j + 1), true);
+    product_commit();
+  }
+  template <bool LAST, bool ENDS>
+  __device__ __forceinline__ void finish(float (&d)[P::W]) {
+    if constexpr (LAST || ENDS) {
+      product_wait<0>();
+      product_done(d);
+      if constexpr (LAST) back();
+    }
+    if constexpr (ENDS) {
+#pragma unroll
+      for (int i = 0; i < P::W; i++) d[i] *= LAST ? unit[i / 2 % 2] : ratio[i / 2 % 2];
+    }
+  }
+
+  // count: whole groups of blocks.
+  __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
+    constexpr bool ENDS = O::GROUP != 0;
+    begin(first);
+    const u32 tile = base + ring.stage * P::STAGE;
+    barrier_wait(full + ring.stage * 8, ring.parity);
+#pragma unroll
+    for (int j = 0; j < 2; j++) load(j, tile), widen(j);
+    if constexpr (!P::HALVES) load(2, tile);
+    for (int k = 0; k + GROUP < count; k += GROUP) {
+      if constexpr (GROUP == 2) block<false, false>(sum, k > 0);
+      block<false, ENDS>(sum, GROUP == 2 || k > 0);
+    }
+    if constexpr (GROUP == 2) block<false, false>(sum, count > GROUP);
+    block<true, ENDS>(sum, GROUP == 2 || count > GROUP);
+  }
+};
+
+// A Multiplier for four warpgroups a thread block, who have half the registers: three others' products hide what it waits
+// for, so it keeps the operands of two products and the codes of one.
+template <class P, class O>
+struct Patient : Multiplier<P, O> {
+  using Base = Multiplier<P, O>;
+  using Base::args, Base::base, Base::full, Base::ring, Base::previous, Base::unit, Base::ratio;
+  __device__ __forceinline__ Patient(const MixedArgs& args, u32 group, u32 base, u32 full, u32 empty, u32 rank)
+      : Base(args, group, base, full, empty, rank) {
+    from = swizzled(group * 64 + warp_number() % 4 * 16 + lane_number() / 4, 0) + lane_number() % 4 * 2;
+  }
+
+  u32 from;  // of 128 columns: the lane's first pair
+  __device__ __forceinline__ u32 tile() const { return base + ring.stage * P::STAGE; }
+  __device__ __forceinline__ void read(int j, u32 tile) {
+    if constexpr (P::BLOCKS == 1) {
+      this->load(j, tile, 0);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        this->codes[0][i] = load_shared_u16((tile + from ^ j << 4) + i % 2 * 1024 + i / 2 * 8);
+    }
+  }
+  __device__ __forceinline__ void come() {  // the stage of the next block
+    barrier_wait(full + ring.stage * 8, ring.parity);
+    read(0, tile());
+  }
+  // ENDS: of a group. Its first codes are on their way.
+  template <bool LAST, bool ENDS>
+  __device__ __forceinline__ void block(float (&d)[P::W], bool begun) {
+    const u32 at = tile();
+#pragma unroll
+    for (int j = 0; j < 4 * P::BLOCKS; j++) {
+      product_wait<1>();  // the operand before the last may be overwritten
+      if (j == 1 && begun) this->back();
+      this->widen(0, j % 2);
+      if (j + 1 < 4 * P::BLOCKS) read(j + 1, at);
+      this->multiply(d, j % 2, j % 4, at + j / 4 * P::COLUMNS * 128, begun || j > 0);
+    }
+    previous = ring.stage;
+    ring.next();
+    if constexpr (!LAST) come();
+    if constexpr (LAST || ENDS) {
+      if constexpr (ENDS && !LAST) this->enter();
+      product_wait<0>();
+      product_done(d);
+      if constexpr (LAST) this->back();
+    }
+    if constexpr (ENDS) {
+#pragma unroll
+      for (int i = 0; i < P::W; i++) d[i] *= LAST ? unit[i / 2 % 2] : ratio[i / 2 % 2];
+    }
+  }
+  __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
+    constexpr bool ENDS = O::GROUP != 0;
+    constexpr int GROUP = P::BLOCKS == 2 ? 2 : Base::GROUP;
+    constexpr bool TWO = GROUP > P::BLOCKS;
+    static_assert(P::BLOCKS == 1 || O::GROUP != 1, "a group ends with a stage");
+    this->begin(first);
+    come();
+    for (int k = 0; k + GROUP < count; k += GROUP) {
+      if constexpr (TWO) block<false, false>(sum, k > 0);
+      block<false, ENDS>(sum, TWO || k > 0);
+    }
+    if constexpr (TWO) block<false, false>(sum, count > GROUP);
+    block<true, ENDS>(sum, TWO || count > GROUP);
+  }
+};
+
+template <class P, class O, bool FOUR = P::GROUPS * P::TEAMS == 4>
+struct Chosen {
+  using Type = Multiplier<P, O>;
+};
+template <class P, class O>
+struct Chosen<P, O, true> {
+  using Type = Patient<P, O>;
+};
+
+// A sum -> its result in float32: the scale of whole rows, then the bias; not fused.
+template <class O>
+__device__ __forceinline__ float finished(float sum, float scale, float bias) {
+  return (O::GROUP ? sum : __fmul_rn(sum, scale)) + bias;
+}
+
+}  // namespace quantrot

@@ -1,0 +1,148 @@
+// Few tiles: fewer than the device has multiprocessors, so a tile's K is in parts, each with a ring of stages of its own.
+//
+// TEAMS of GROUPS warpgroups in a thread block take a part each: while one widens, waits or rescales, the others'
+// products run. SPLIT = 2 blocks of a cluster halve K again. At the end warpgroups that have the same rows swap halves of
+// their sums, first between the teams, through shared memory, then between the blocks, straight into the other's: a sum
+// crosses from one multiprocessor to the other once, and every warpgroup finishes as many columns as the others.
+
+namespace quantrot {
+
+#ifndef QUANTROT_EMULATED
+// The start of a cluster, in two: before the wait, a block may not reach into another one.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void store_shared(u32 to, const float (&v)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+
+// To another block of the cluster; the 16 bytes count on that block's barrier (addresses of in_block).
+__device__ __forceinline__ void send(u32 to, const float (&v)[4], u32 bar) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to),
+               "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar)
+               : "memory");
+}
+#endif
+
+// The half of a lane's first N sums that it keeps comes first, the other one after it.
+template <int N, int W>
+__device__ __forceinline__ void keep_half(float (&sum)[W], bool upper) {
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) {
+    const float lo = sum[i], hi = sum[N / 2 + i];
+    sum[i] = upper ? hi : lo, sum[N / 2 + i] = upper ? lo : hi;
+  }
+}
+
+// What another warpgroup's same lane left at `from`, for the first N sums. a + b is b + a: both add alike.
+template <int N, int W>
+__device__ __forceinline__ void add_half(float (&sum)[W], u32 from) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    const Quad other = load_shared16bytes(from + i * 512);
+#pragma unroll
+    for (int j = 0; j < 4; j++) sum[i + j] += __uint_as_float(other.w[j]);
+  }
+}
+
+template <class P, class O>
+__device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* wide, const TensorMap* y,
+                                      const MixedArgs& args) {
+  constexpr int TEAMS = P::TEAMS, ALL = TEAMS * P::GROUPS, RINGS = TEAMS * P::STAGES, W = P::W;
+  constexpr int HALF = W / TEAMS, OWN = HALF / P::SPLIT;  // a lane's sums of its team's columns, and those it finishes
+  constexpr int AREA = 256 * OWN * P::SPLIT;              // bytes that a warpgroup is sent; then its part of y
+  static_assert(O::WEIGHT, "few tokens by a narrow weight");
+  static_assert(P::SPLIT <= 2 && TEAMS <= 2 && P::SHARE == 1 && ALL <= 4 && OWN % 8 == 0, "halves, 16 columns at least");
+  static_assert(TEAMS == 1 || P::GROUPS * 128 * W * 4 <= RINGS * P::STAGE, "the halves take the stages' place");
+  static_assert(RINGS * (P::STAGE + 16) + ALL * (AREA + 8) <= 227 << 10, "shared memory");
+  const u32 base = shared_memory(), areas = base + RINGS * P::STAGE, full = areas + ALL * AREA;
+  const u32 empty = full + RINGS * 8, sent = empty + RINGS * 8;
+  const u32 warp = warp_number(), half = P::SPLIT > 1 ? cluster_rank() : 0;
+  const int unit = blockIdx.x / P::SPLIT, tiles = parts_of(args.columns, P::COLUMNS);
+  const int column = unit % tiles * P::COLUMNS, row = unit / tiles * P::ROWS;
+  const int first = half * TEAMS * args.segment;  // of the first team; past the end, zeros from the copy engine
+  if (warp == ALL * 4 && lane_number() == 0) {
+    tensor_prefetch(codes), tensor_prefetch(wide), tensor_prefetch(y);
+    for (int s = 0; s < RINGS; s++) {
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, 4 * P::GROUPS);
+    }
+    for (int i = 0; i < ALL; i++) barrier_init(sent + i * 8, 1);
+    barrier_init_done();
+  }
+  if constexpr (P::SPLIT > 1) cluster_arrive();
+  block_sync();
+  if (!args.early) grid_wait();
+  if (warp >= ALL * 4) {
+    if constexpr (ALL == 3) {
+      give_registers<32>();
+    } else if constexpr (ALL > 1) {
+      give_registers<24>();
+    }
+    if (warp == ALL * 4) {
+      if constexpr (P::SPLIT > 1)
+        for (int i = 0; i < ALL; i++) barrier_expect(sent + i * 8, AREA);
+      const u64 keep = cache_policy<LAST>(), stream = tiles == 1 ? cache_policy<FIRST>() : cache_policy<NORMAL>();
+      Loader<P> loader{codes, wide, base, full, empty, half, stream, keep, {}};
+      const int steps = args.segment / P::BLOCKS, ahead = min(steps, P::STAGES);
+      auto block = [&](int k, int t) { return first + t * args.segment + k * P::BLOCKS; };
+      for (int i = 0; i < ahead * TEAMS; i++)
+        loader.load_codes(i % TEAMS * P::STAGES + i / TEAMS, block(i / TEAMS, i % TEAMS), row);
+      if (args.early) grid_wait();
+      for (int i = 0; i < ahead * TEAMS; i++)
+        loader.load_wide(i % TEAMS * P::STAGES + i / TEAMS, block(i / TEAMS, i % TEAMS), column, false);
+      for (int k = 0; k < ahead; k++) loader.ring.next();
+      for (int k = ahead; k < steps; k++, loader.ring.next()) {
+        for (int t = 0; t < TEAMS; t++) {
+          const int stage = t * P::STAGES + loader.ring.stage;
+          barrier_wait(empty + stage * 8, loader.ring.parity ^ 1);
+          loader.load_codes(stage, block(k, t), row);
+          loader.load_wide(stage, block(k, t), column, false);
+        }
+      }
+    }
+  } else {
+    if constexpr (ALL == 2) take_registers<240>();
+    if constexpr (ALL == 3) take_registers<160>();
+    if constexpr (ALL == 4) take_registers<112>();
+    const u32 own = warp / 4, group = own % P::GROUPS, team = own / P::GROUPS, ring = team * P::STAGES;
+    const u32 mine = threadIdx.x % 128 * 16;
+    float sum[W];
+    typename Chosen<P, O>::Type multiplier(args, group, base + ring * P::STAGE, full + ring * 8, empty + ring * 8, half);
+    multiplier.lane.at(row + group * 64, args.rows);
+    multiplier.run(sum, first + team * args.segment, args.segment);
+    const Ends<O> ends(args, multiplier.lane);  // on their way while sums are swapped
+    if constexpr (TEAMS == 2) {
+      const u32 swap = base + group * (W * 512) + mine;
+      keep_half<W>(sum, team);
+      named_sync(1, 128 * ALL);  // every warp's products have read the stages
+#pragma unroll
+      for (int i = 0; i < HALF; i += 4) {
+        const float given[4] = {sum[HALF + i], sum[HALF + i + 1], sum[HALF + i + 2], sum[HALF + i + 3]};
+        store_shared(swap + (team ^ 1) * (HALF * 512) + i * 512, given);
+      }
+      named_sync(2 + group, 256);
+      add_half<HALF>(sum, swap + team * (HALF * 512));
+    }
+    const u32 area = areas + own * AREA;
+    if constexpr (P::SPLIT == 2) {
+      const u32 to = in_block(area + mine, half ^ 1), bar = in_block(sent + own * 8, half ^ 1);
+      keep_half<HALF>(sum, half);
+      cluster_wait();
+#pragma unroll
+      for (int i = 0; i < OWN; i += 4) {
+        const float given[4] = {sum[OWN + i], sum[OWN + i + 1], sum[OWN + i + 2], sum[OWN + i + 3]};
+        send(to + i * 512, given, bar);
+      }
+      barrier_wait(sent + own * 8, 0);
+      add_half<OWN>(sum, area + mine);
+    }
+    float last[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) last[i] = sum[i];
+    store_tile<O>(y, args, ends, last, row + group * 64, column + 2 * (team * HALF + half * OWN), area, 4 + own);
+    if (threadIdx.x % 128 == 0) tensor_store_wait<0>();
+  }
+}
+
+}  // namespace quantrot

@@ -1,0 +1,121 @@
+// Tokens in the order in which a product reads them (see decode.cuh): as they are, or turned, quantized to MXFP4 and back,
+// which bfloat16 holds exactly. Follows group.cuh.
+//
+// One token a thread block keeps in its shared memory for as long as it multiplies by it (hold). Every block does this for
+// itself: 32 columns are some five hundred instructions of one lane, done while the weight's first stages are on their
+// way, and a kernel of its own costs its launch and a trip through memory. For more, there is that kernel (arrange).
+
+namespace quantrot {
+
+constexpr int AS_IS = -1;  // a rule that rounds nothing
+
+#ifdef QUANTROT_EMULATED
+#include "tokens.h"
+#else
+// Of what a kernel before may have written: stays behind grid_wait.
+__device__ __forceinline__ Words load_fresh_words(const void* p) {
+  Words v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void store_shared_words(u32 to, const Words& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+#endif
+
+// What a lane multiplies by word j of its group: of each half of 8 columns, k and k + 4 for k = 0, 1, 2, 3.
+__device__ __forceinline__ Words arranged(const Words& v) {
+  return {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+          __byte_perm(v.y, v.w, 0x7632)};
+}
+
+// The nearest e2m1 value (a zero is positive).
+template <int RULE>
+__device__ __forceinline__ float e2m1(float y) {
+  float b;
+  const float shifted = rounded<RULE>(y, b);
+  return __fmaf_rn(b, -MAGIC, shifted);
+}
+
+// 2^exponent twice, or NaN, in bfloat16.
+__device__ __forceinline__ u32 power_pair(int exponent, bool finite) {
+  return finite ? max((u32)(exponent + 127) << 7, 0x40u) * 0x00010001u : 0x7FFF7FFFu;
+}
+
+// A group of one token, arranged: words[j] of 8 columns.
+template <int SPAN, int RULE>
+__device__ __forceinline__ void take(Words (&words)[4], float root) {
+  if constexpr (RULE == AS_IS) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) words[j] = arranged(words[j]);
+  } else {
+    Group x;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const u32 two = words[i / 4].at(i % 4);
+      x.v[2 * i] = Bf16::value((unsigned short)two), x.v[2 * i + 1] = Bf16::value((unsigned short)(two >> 16));
+    }
+    if constexpr (SPAN > 0) x.turn<SPAN>();
+    bool finite;
+    const int exponent = exponent_of<RULE>(x, root, finite);
+    const float factor = factor_of<RULE>(exponent, root);
+    const u32 power = power_pair(exponent, finite);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      u32 pairs[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const float low = e2m1<RULE>(__fmul_rn(x.v[8 * j + k], factor));
+        const float high = e2m1<RULE>(__fmul_rn(x.v[8 * j + k + 4], factor));
+        pairs[k] = times_bf16(Bf16::pack(low, high), power);
+      }
+      words[j] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    }
+  }
+}
+
+// 32 columns of x [.., columns], or zeros.
+__device__ __forceinline__ void load_group(Words (&words)[4], const void* x, int columns, int token, int column, bool inside) {
+  const char* const from = (const char*)x + ((u64)token * columns + column) * 2;
+#pragma unroll
+  for (int p = 0; p < 4; p++) words[p] = inside ? load_fresh_words(from + p * 16) : Words{};
+}
+
+// Tokens bfloat16 [tokens, columns], columns a multiple of 128, as [step of 128][tile of 8][word][lane] of 16 bytes; zeros
+// where there is no token.
+template <int TILES, int SPAN, int RULE>
+__device__ __forceinline__ void arrange(const void* x, Words* y, int tokens, int columns, float root) {
+  launch_dependents();
+  grid_wait();
+  const int at = blockIdx.x * blockDim.x + threadIdx.x, tile = at / 32 % TILES, step = at / (32 * TILES);
+  const int lane = lane_number(), token = tile * 8 + lane / 4;
+  if (step * 128 >= columns) return;
+  Words words[4];
+  load_group(words, x, columns, token, step * 128 + lane % 4 * 32, token < tokens);
+  take<SPAN, RULE>(words, root);
+#pragma unroll
+  for (int j = 0; j < 4; j++) store_words(y + ((step * TILES + tile) * 4 + j) * 32 + lane, words[j]);
+}
+
+// `groups` groups, a multiple of 4, of a token x [columns] from column `first` on -> [step of 128 columns][word][group] of
+// 16 bytes at `to`; zeros where there is no column. By THREADS threads, whole warps.
+template <int THREADS, int SPAN, int RULE>
+__device__ __forceinline__ void hold(const void* x, int columns, int first, int groups, float root, u32 to) {
+  Words next[4];
+  const auto fetch = [&](int group) {
+    load_group(next, x, columns, 0, first + group * 32, group < groups && first + group * 32 < columns);
+  };
+  fetch(threadIdx.x);
+  for (int group = threadIdx.x; group - (int)lane_number() < groups; group += THREADS) {
+    Words words[4] = {next[0], next[1], next[2], next[3]};
+    if (group + THREADS - (int)lane_number() < groups) fetch(group + THREADS);
+    take<SPAN, RULE>(words, root);
+    const u32 at = to + group / 4 * 256 + group % 4 * 16;
+    if (group < groups)
+#pragma unroll
+      for (int j = 0; j < 4; j++) store_shared_words(at + j * 64, words[j]);
+  }
+}
+
+}  // namespace quantrot

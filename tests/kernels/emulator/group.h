@@ -1,0 +1,36 @@
+// What kernels/mxfp4/group.cuh takes beside hopper.cuh, for the host.
+#pragma once
+
+inline Words load_shared_words(u32 from) {
+  if (from % 16) emulator::fail("a load of 16 bytes that is not aligned");
+  Words v;
+  memcpy(&v, self().block->at(from, 16), 16);
+  return v;
+}
+inline void store_words(void* p, const Words& v) {
+  if ((uintptr_t)p % 16) emulator::fail("a store of 16 bytes that is not aligned");
+  memcpy(p, &v, 16);
+}
+
+inline float max_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
+inline u32 times_bf16(u32 a, u32 b) {
+  return Bf16::pack(Bf16::value(a) * Bf16::value(b), Bf16::value(a >> 16) * Bf16::value(b >> 16));
+}
+
+inline float __uint_as_float(u32 u) {
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+inline u32 __float_as_uint(float f) {
+  u32 u;
+  memcpy(&u, &f, 4);
+  return u;
+}
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+
+inline float other_lane(float v, int across) {
+  return __uint_as_float(exchange(__float_as_uint(v))[lane_number() ^ across]);
+}
