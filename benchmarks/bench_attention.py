@@ -1,15 +1,16 @@
 """FP8 attention: prefill, decode over an e4m3 cache, and the kernel that prepares the operands, against their peers.
 
     python benchmarks/bench_attention.py [--out FILE]      # the table, and results/bench_attention-<gpu>.json
-    python benchmarks/bench_attention.py --sweep           # every launch configuration of the three kernels, best first
+    python benchmarks/bench_attention.py --sweep           # every launch configuration of every kernel, best first
     python benchmarks/bench_attention.py --render          # no GPU: the table of docs/attention.md, from the json
 
 32 query and 8 key and value heads. `prefill` is bfloat16 q, k, v to a bfloat16 result, the quantization counted;
-`attend_us` is the attention alone. Its peers are torch's SDPA by cuDNN and by FlashAttention-2 in bfloat16, and cuDNN's
-own FP8 attention on operands that are e4m3 already (nvidia-cudnn-frontend; left out where it is not installed). The
-`decode` peer bf16_cache is the fastest of SDPA's implementations on a bfloat16 cache, with grouped heads packed as
-queries. Floors: prefill, 2 x 2 S^2 D operations a head (half if causal) at PEAK; the others, the bytes that must move,
-at the speed of a copy in the same run. `error` is relative to float64, on normal data.
+`attend_us` is the attention without the quantization of k and v. Its peers are torch's SDPA by cuDNN and by
+FlashAttention-2 in bfloat16, and cuDNN's own FP8 attention on operands that are e4m3 already (nvidia-cudnn-frontend;
+left out where it is not installed). The `decode` peer bf16_cache is the fastest of SDPA's implementations on a
+bfloat16 cache, with grouped heads packed as queries. Floors: prefill, 2 x 2 S^2 D operations a head (half if causal)
+at PEAK; the others, the bytes that must move, at the speed of a copy in the same run. `error` is relative to float64,
+on normal data.
 """
 
 import argparse
@@ -59,6 +60,13 @@ def qkv(seq: int, dim: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tens
     """[1, heads, S, D] views of the projections' outputs, on as many tensors as it takes to pass L2."""
     sets = [normal(1, seq, heads, dim) for heads in (HEADS, GROUPS, GROUPS)]
     return [tuple(t.transpose(1, 2) for t in one) for one in zip(*sets, strict=False)]  # type: ignore[misc]
+
+
+def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Quantized:
+    """k and v in e4m3 and q as it is, which attention quantizes on its way."""
+    left = k.transpose(1, 2)
+    made = rope_hadamard_quantize(left[:, :, :0], left, v.transpose(1, 2))
+    return made._replace(q=q, q_scale=made.q_scale.new_empty(*q.shape[:2], 0))
 
 
 def sdpa(backend: SDPBackend, causal: bool, sets: list[Any]) -> float | None:
@@ -144,7 +152,7 @@ def error_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, y:
 def prefill(dim: int, seq: int, causal: bool, gbps: float) -> dict[str, Any]:
     sets = qkv(seq, dim)
     us = time_us([lambda s=s: fp8_attention(*s, causal=causal) for s in sets])
-    given = [rope_hadamard_quantize(*(t.transpose(1, 2) for t in s)) for s in sets]
+    given = [prepared(*s) for s in sets]
     attention = time_us([lambda g=g: attend(g, causal=causal) for g in given])
     peers = {
         "cudnn_bf16": sdpa(SDPBackend.CUDNN_ATTENTION, causal, sets),
@@ -244,8 +252,8 @@ def main(out: Path | None) -> None:
 
 
 def sweep() -> None:
-    """Times of every configuration that launches; the best go into the *_config functions by hand."""
-    from quantrot.kernels.attention import rope
+    """Times of every configuration that launches; the best go into the *_config and plan_for functions by hand."""
+    from quantrot.kernels.attention import hopper, rope
     from quantrot.kernels.attention import triton as kernels
 
     def best(what: str, configs: list[Any], calls: Callable[[Any], Calls]) -> None:
@@ -272,6 +280,13 @@ def sweep() -> None:
             f"prefill {dim}, 8192, {granularity}",
             tiles,
             lambda c, given=given: [lambda g=g: kernels.attention(g, torch.bfloat16, c) for g in given],
+        )
+    for dim, seq in product((128, 64), (2048, 8192)):
+        given = [inputs(prepared(*s), True) for s in qkv(seq, dim)]
+        best(
+            f"prefill {dim}, {seq}, CUDA C++",
+            [hopper.Plan(*plan) for plan in product((2, 3), (2, 3, 4), (False, True))],
+            lambda c, given=given: [lambda g=g: hopper.attention(g, torch.bfloat16, c) for g in given],
         )
     steps = [kernels.Config(16, n, w, s) for n, w, s in product((64, 128), (4, 8), (2, 3, 4, 5))]
     for batch, dim in product((1, 32), (128, 64)):

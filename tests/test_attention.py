@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from quantrot import convert, load, verify
 from quantrot.cli.main import app
+from quantrot.kernels.attention import attend
 from quantrot.manifest import MANIFEST, read_manifest
 from quantrot.modules import QuantizedAttention
 from quantrot.modules.cache import DynamicKVLayer
@@ -126,3 +127,33 @@ def test_a_gradient_through_fp8_attention_is_an_error(source, tmp_path):
     model = load(convert(source, "fp8-attention", tmp_path / "out").out, device_map="cpu")
     with pytest.raises(NotImplementedError, match="no backward"):
         model(IDS, labels=IDS).loss.backward()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fp8_attention_of_a_prompt_needs_no_mask(source, tmp_path, compiled, monkeypatch):
+    """Without one it is the fast kernel's; with sdpa's own boolean masks it is the same, and with numbers an error."""
+    seen = []
+
+    def noted(given, *, mask, **options):
+        seen.append(mask is not None)
+        return attend(given, mask=mask, **options)
+
+    monkeypatch.setattr("quantrot.modules.attention.attend", noted)
+    model = load(convert(source, "fp8-attention", tmp_path / "out").out, device_map="cpu")
+    padding = torch.ones_like(IDS)
+    padding[0, :3] = 0
+
+    def logits(**options):
+        torch.compiler.reset()
+        run = torch.compile(model.forward, backend="eager") if compiled else model.forward
+        return run(IDS, **options).logits
+
+    plain, padded = logits(), logits(attention_mask=padding)
+    assert seen == [False] * 2 + [True] * 2
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(logits(), plain)
+    assert torch.equal(logits(attention_mask=padding)[padding.bool()], padded[padding.bool()])
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="set the model's attention implementation to sdpa"):
+        model(IDS)

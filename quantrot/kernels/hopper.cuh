@@ -173,6 +173,9 @@ __device__ __forceinline__ void tensor_warm(const TensorMap* map, int x, int y) 
                : "memory");
 }
 
+// The same for the line of 128 bytes at an address.
+__device__ __forceinline__ void warm_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // Shared memory -> the map's box; nothing is written past the edges.
 __device__ __forceinline__ void tensor_store(const TensorMap* map, int x, int y, u32 from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
@@ -244,6 +247,19 @@ __device__ __forceinline__ float load_shared(u32 address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
+}
+
+__device__ __forceinline__ u32 load_shared1(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+// The address, once `seen`, which was loaded, has come back: an arrival there does not overtake the loads before it.
+__device__ __forceinline__ u32 address_after(u32 address, u32 seen) {
+  u32 zero;
+  asm volatile("{\n.reg .u32 ones;\npopc.b32 ones, %1;\nshr.u32 %0, ones, 6;\n}" : "=r"(zero) : "r"(seen) : "memory");
+  return address + zero;
 }
 
 __device__ __forceinline__ float2 load_shared2(u32 address) {
@@ -413,6 +429,7 @@ __device__ __forceinline__ void product_tf32(float (&d)[4], const float (&a)[4],
 
 struct Bf16 {
   static constexpr bool BRAIN = true;
+  static constexpr int BYTES = 2;
   __device__ __forceinline__ static u32 pack(float lo, float hi) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
@@ -438,8 +455,16 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// The least integer that is not below x (for |x| < 2^22; past that, one a few ulp above).
+__device__ __forceinline__ float round_up(float x) {
+  float y;
+  asm("add.rp.f32 %0, %1, 0f4B400000;" : "=f"(y) : "f"(x));  // 1.5 * 2^23, whose ulp is 1
+  return y - 12582912.f;
+}
+
 struct Fp16 {
   static constexpr bool BRAIN = false;
+  static constexpr int BYTES = 2;
   __device__ __forceinline__ static u32 pack(float lo, float hi) {
     u32 r;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
@@ -451,6 +476,21 @@ struct Fp16 {
     return f;
   }
 };
+
+// d [16, 8] += a [16, 16] b [16, 8] in 16 bits (T: Bf16, Fp16), by a warp: a is row g + 8 (i % 2), columns 2 q + 8 (i / 2) and
+// the next, b0 and b1 rows 2 q (+ 8) and the next, column g; d[2 h + e] is row g + 8 h, column 2 q + e.
+template <class T>
+__device__ __forceinline__ void product_warp(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (T::BRAIN) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
 
 }  // namespace quantrot
 #endif

@@ -5,16 +5,29 @@ import ctypes
 import pytest
 import torch
 
-from quantrot.kernels.attention import Quantized, attend, quantize_heads, rope_hadamard_quantize, triton
+from quantrot.kernels.attention import (
+    Quantized,
+    attend,
+    fp8_attention,
+    quantize_heads,
+    rope_hadamard_quantize,
+    triton,
+)
 from quantrot.kernels.attention import hopper as kernels
 
 gpu = pytest.mark.gpu
 
-# name: plan, head_dim, causal, 16-bit type
+E4M3 = torch.float8_e4m3fn
+
+# name: plan, head_dim, causal, q's type, 16-bit type
 KERNELS = {
-    "128": (kernels.Plan(2, 2), 128, True, torch.bfloat16),
-    "64": (kernels.Plan(3, 2), 64, True, torch.float16),
-    "64-full": (kernels.Plan(2, 3), 64, False, torch.bfloat16),
+    "128": (kernels.Plan(2, 2, False), 128, True, E4M3, torch.bfloat16),
+    "128-wide": (kernels.Plan(2, 2, False), 128, True, torch.bfloat16, torch.bfloat16),
+    "128-full": (kernels.Plan(2, 3, False), 128, False, E4M3, torch.float16),
+    "64": (kernels.Plan(3, 2, True), 64, True, E4M3, torch.float16),
+    "64-wide": (kernels.Plan(3, 2, True), 64, True, torch.float16, torch.float16),
+    "64-full": (kernels.Plan(3, 3, True), 64, False, E4M3, torch.bfloat16),
+    "64-two": (kernels.Plan(2, 2, True), 64, True, torch.bfloat16, torch.bfloat16),
 }
 RUN = """
 #include <string>
@@ -41,28 +54,36 @@ extern "C" const char* run(int which, const unsigned long long (*m)[7], const qu
 def emulator(emulated):
     """The kernels on the host: emulator(name, given, blocks, seed) -> [B, S, H, D]."""
     source, names = kernels.device_functions(), []
-    for i, (plan, dim, causal, out) in enumerate(KERNELS.values()):
+    for i, (plan, dim, causal, queries, out) in enumerate(KERNELS.values()):
         names.append(f"attention_{i}")
-        source += kernels.entry(plan, dim, causal, out).replace("attention(", f"attention_{i}(", 1)
+        source += kernels.entry(plan, dim, causal, queries, out).replace("attention(", f"attention_{i}(", 1)
     library = emulated(source.replace('extern "C" __global__', "__global__") + RUN.replace("NAMES", ", ".join(names)))
     library.run.restype = ctypes.c_char_p
 
-    def run(name, given, blocks, seed):
-        plan, dim, causal, dtype = KERNELS[name]
-        inputs = as_inputs(given, causal)
+    def run(name, given, blocks, seed, dealt=False, lengths=None, query_lengths=None):
+        plan, dim, causal, q_type, dtype = KERNELS[name]
+        assert given.q.dtype == q_type
+        inputs = as_inputs(given, causal, lengths, query_lengths)
         assert kernels.unsupported(inputs, dtype) is None
-        (batch, heads, queries, _), v = given.q.shape, given.v
+        (batch, heads, queries, _), q, v = given.q.shape, given.q, given.v
         out = torch.full((batch, queries, heads, dim), float("nan"), dtype=dtype)
-        args = kernels.arguments(inputs, out, plan)
+        of = kernels.deal(queries, given.k.shape[2], causal, plan.rows, batch * heads, blocks) if dealt else None
+        args = kernels.arguments(inputs, out, plan, of)
         k_rows = 16 * kernels._folds(given.k)
         rows = [
-            (given.q.data_ptr(), batch * heads * queries, dim, dim, plan.rows, dim, 0),
+            kernels.q_matrix(q, plan),
             (given.k.data_ptr(), k_rows, dim, dim, 128, dim, 1),
             (v.data_ptr(), v.shape[0] * v.shape[1] * dim, v.shape[3], v.stride(2), dim, 128, 0),
         ]
         m = (ctypes.c_ulonglong * 21)(*(n for row in rows for n in row))
         message = library.run(
-            list(KERNELS).index(name), m, ctypes.byref(args), blocks, plan.threads, plan.shared_bytes(dim), seed
+            list(KERNELS).index(name),
+            m,
+            ctypes.byref(args),
+            blocks,
+            plan.threads,
+            plan.shared_bytes(dim, q_type != E4M3),
+            seed,
         )
         assert message == b"", message.decode()
         return out
@@ -80,29 +101,111 @@ def as_inputs(given, causal, lengths=None, query_lengths=None):
     return triton.Inputs(q, k, v, q_scale, k_scale, v_scale, None, lengths, query_lengths, causal, scale)
 
 
-def quantized(queries, keys, dim, heads=2, groups=1, granularity="block", device="cpu", batch=1):
-    q = torch.randn(batch, heads, queries, dim, device=device)
+def quantized(queries, keys, dim, heads=2, groups=1, granularity="block", device="cpu", batch=1, wide=None):
+    """wide: q stays in this dtype, the view of [B, S, H, D] that projections leave."""
+    q = torch.randn(batch, queries, heads, dim, device=device).transpose(1, 2)
+    q[:, :, ::3] *= 0.01
     k, v = (torch.randn(batch, groups, keys, dim, device=device) for _ in range(2))
     v = v * 2 ** torch.linspace(-3, 3, keys, device=device).view(-1, 1)  # the scales rise from tile to tile
     k[:, :, ::5] *= 0.1
     turned = [t.transpose(1, 2) for t in (k, k, v)]
     given = rope_hadamard_quantize(*turned, granularity=granularity, backend="reference")
+    if wide:
+        return Quantized(q.to(wide), q.new_empty(batch, heads, 0, dtype=torch.uint8), *given[2:])
     codes, scale = quantize_heads(q)
     return Quantized(codes, scale, *given[2:])
 
 
 @pytest.mark.parametrize(
     ("name", "queries", "keys", "granularity"),
-    [("128", 128, 256, "block"), ("64", 200, 272, "block"), ("64-full", 70, 144, "tensor"), ("128", 20, 397, "head")],
+    [
+        ("128", 128, 256, "block"),
+        ("128", 20, 397, "head"),
+        ("128-wide", 150, 256, "block"),
+        ("128-full", 200, 300, "block"),
+        ("64", 500, 640, "block"),
+        ("64", 200, 272, "head"),
+        ("64", 320, 640, "block"),  # a warpgroup without queries, among others' tiles
+        ("64-wide", 400, 400, "block"),
+        ("64-full", 70, 144, "tensor"),
+        ("64-two", 300, 500, "block"),
+        ("64-two", 70, 70, "block"),
+    ],
 )
 def test_the_kernel_in_the_emulator_meets_the_reference(emulator, name, queries, keys, granularity):
     torch.manual_seed(0)
-    _, dim, causal, dtype = KERNELS[name]
-    given = quantized(queries, keys, dim, granularity=granularity)
-    expected = attend(given, causal=causal, dtype=dtype, backend="reference")
+    _, dim, causal, q_type, dtype = KERNELS[name]
+    wide = None if q_type == E4M3 else q_type
+    given = quantized(queries, keys, dim, granularity=granularity, wide=wide)
     for seed in range(2):
-        y = emulator(name, given, 2, seed)
+        if seed:  # no score is positive
+            given.k.view(torch.uint8).bitwise_or_(0x80)
+            given = given._replace(q=given.q.float().abs().to(q_type))
+        expected = attend(given, causal=causal, dtype=dtype, backend="reference")
+        y = emulator(name, given, 1 + seed, seed, dealt=seed > 0)
         assert relative(y, expected) <= 3e-3, seed
+
+
+def test_lengths_in_the_emulator(emulator):
+    torch.manual_seed(0)
+    given = quantized(400, 640, 64, 1, 1, batch=2)
+    lengths, query_lengths = torch.tensor([640, 640]).int(), torch.tensor([400, 230]).int()
+    options = {"lengths": lengths, "query_lengths": query_lengths}
+    y = emulator("64", given, 1, 0, **options)  # a warpgroup has queries in one sequence, and then none beside others
+    expected = attend(given, causal=True, dtype=torch.float16, backend="reference", **options)
+    assert relative(y, expected) <= 3e-3
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("queries", "rows", "heads", "blocks"),
+    [(2048, 192, 32, 132), (2048, 128, 32, 132), (1300, 192, 40, 114), (70, 128, 3, 3)],
+)
+def test_blocks_are_dealt_out(queries, rows, heads, blocks, causal):
+    count = -(-queries // rows) * heads
+    starts, places = kernels.deal(queries, queries, causal, rows, heads, blocks)
+    starts, places = starts[: blocks + 1], places[:count]
+    assert sorted(places) == list(range(count)) and starts[0] == 0 and starts[-1] == count
+    cost = [-(-(queries - i // heads * rows if causal else queries) // 128) + kernels.EACH for i in range(count)]
+    dealt = [places[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    assert all(each == sorted(each) for each in dealt)  # longest first
+    turns = -(-count // blocks)
+    back = [[i * blocks + (blocks - 1 - b if i % 2 else b) for i in range(turns)] for b in range(blocks)]
+    last, usual = (max(sum(cost[i] for i in each if i < count) for each in way) for way in (dealt, back))
+    assert last <= usual
+    if causal and queries == 2048:
+        assert last <= 1.05 * sum(cost) / blocks
+
+
+def test_more_blocks_than_can_be_dealt_out():
+    assert kernels.deal(8192, 8192, True, 192, 32, 132) is None and kernels.deal(256, 256, True, 128, 32, 146) is None
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_nan_block_in_the_emulator(emulator, which):
+    torch.manual_seed(0)
+    given = quantized(400, 400, 64)
+    (given.k_scale if which == "k" else given.v_scale)[0, 0, 1] = 255
+    given.q_scale[0, 0, 70:90] = 0  # with keys' smallest scale the scores underflow: all keys in sight weigh the same
+    given.k_scale[0, 0, 0] = 0
+    y = emulator("64", given, 1, 0)
+    assert y[:, 128:].isnan().all() and y[:, :128].isfinite().all()
+    expected = attend(given, causal=True, dtype=torch.float16, backend="reference")
+    assert relative(y[:, :128], expected[:, :128]) <= 3e-3
+    lengths = torch.tensor([280], dtype=torch.int32)
+    shifted = given._replace(q=given.q[:, :, :200], q_scale=given.q_scale[:, :, :200])
+    y = emulator("64", shifted, 1, 0, lengths=lengths)  # query i sees key i + 80: a warp has rows of both kinds
+    assert y[:, 48:].isnan().all() and y[:, :48].isfinite().all()
+
+
+def test_wide_queries_are_quantized_by_every_backend():
+    torch.manual_seed(0)
+    given = quantized(20, 30, 64, wide=torch.bfloat16)
+    codes, scale = quantize_heads(given.q)
+    y, expected = attend(given, causal=True), attend(given._replace(q=codes, q_scale=scale), causal=True)
+    assert torch.equal(y, expected)
+    with pytest.raises(ValueError, match="q_scale"):
+        attend(given._replace(q_scale=scale), causal=True)
 
 
 # --- On a GPU --------------------------------------------------------------------------------------------------------
@@ -141,6 +244,18 @@ def test_lengths_are_the_references(dim):
 
 
 @gpu
+@pytest.mark.parametrize("batch", [4, 7])  # blocks of queries that are dealt out, and more
+@pytest.mark.parametrize("dim", kernels.DIMS)
+def test_thread_blocks_take_turns(dim, batch):
+    torch.manual_seed(0)
+    given = quantized(401, 701, dim, 32, 2, "block", "cuda", batch=batch, wide=torch.bfloat16)
+    lengths = torch.tensor([17, 701, 0, 130, 701, 600, 333], dtype=torch.int32, device="cuda")[:batch]
+    asked = torch.tensor([17, 401, 0, 130, 230, 10, 300], dtype=torch.int32, device="cuda")[:batch]
+    for options in ((), (lengths, None), (lengths, asked)):
+        assert compared(given, True, *options) <= 1e-2
+
+
+@gpu
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_a_nan_block_reaches_those_that_see_it_and_no_other(which):
     given = quantized(400, 400, 128, device="cuda")
@@ -160,3 +275,53 @@ def test_a_hundred_runs_are_bit_equal(dim):
     first = attend(given, causal=True, backend="hopper")
     for _ in range(100):
         assert torch.equal(attend(given, causal=True, backend="hopper"), first)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", kernels.DIMS)
+def test_wide_queries_give_what_their_codes_give(dim, dtype):
+    torch.manual_seed(0)
+    for queries, batch in ((300, 2), (1, 1), (64, 1)):
+        given = quantized(queries, 400, dim, 6, 2, device="cuda", batch=batch, wide=dtype)
+        given.q[0, 1, 0] = 0
+        given.q[0, 2, -1, 3] = torch.inf
+        codes, scale = quantize_heads(given.q)
+        for causal in (True, False):
+            y = attend(given, causal=causal, dtype=dtype, backend="hopper")
+            expected = attend(given._replace(q=codes, q_scale=scale), causal=causal, dtype=dtype, backend="hopper")
+            assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.nan_to_num(), expected.nan_to_num())
+        assert torch.equal(attend(given, dtype=dtype, causal=False, backend="triton").isnan(), y.isnan())
+
+
+@gpu
+def test_the_whole_from_bf16_is_the_references():
+    torch.manual_seed(0)
+    x = torch.randn(2, 200, 12 * 128, device="cuda", dtype=torch.bfloat16).unflatten(-1, (12, 128)).transpose(1, 2)
+    q, k, v = x[:, :8], x[:, 8:10], x[:, 10:]
+    y, made, expected = (fp8_attention(q, k, v, causal=True, backend=name) for name in ("auto", "hopper", "reference"))
+    assert relative(y, expected) <= 1e-2 and torch.equal(made, y)
+    assert torch.equal(torch.compile(fp8_attention, fullgraph=True)(q, k, v, causal=True), y)
+
+
+@gpu
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
+@pytest.mark.parametrize("dim", kernels.DIMS)
+def test_a_chain_that_overlaps_is_what_its_steps_give(dim, backend):
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 700, dim, device="cuda", dtype=torch.bfloat16)
+
+    def chain(x, done):
+        for i in range(40):
+            x = fp8_attention(x, x[:, i % 2 :: 2], x[:, 1 - i % 2 :: 2], causal=True, backend=backend)
+            done()
+        return x
+
+    expected = chain(x, torch.cuda.synchronize)
+    assert torch.equal(chain(x, lambda: None), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(x, lambda: None)
+    for _ in range(10):
+        graph.replay()
+        assert torch.equal(y, expected)

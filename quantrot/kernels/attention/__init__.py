@@ -7,6 +7,7 @@
 Contract of every backend, with B sequences, H query heads, G key and value heads (G divides H), S queries, T keys:
 
     q e4m3 [B, H, S, D], k e4m3 [B, G, T, D], v e4m3 [B, G, D, T'], T' >= T and a multiple of 128, finite behind T
+    or q bfloat16 or float16 of any strides, quantized on the way with a scale a token; q_scale is then [B, H, 0]
     q_scale, k_scale, v_scale: bytes uint8 [B, H or G, groups], groups 1, ceil(tokens / 128) or tokens; a byte e means
         2^(e - 127), 255 NaN: values are qdata * scale
     mask bool [1 or B, 1, 1 or S, T], True where a query sees a key; lengths int32 [B]: keys from there on are not seen;
@@ -15,9 +16,10 @@ Contract of every backend, with B sequences, H query heads, G key and value head
     a query that sees nothing gets 0; a NaN reaches the queries that see it and no other
 
 The softmax weights are rounded to e4m3 (times 2^8, relative to their row's maximum rounded up to a power of two), their
-sum is not. attention_reference has the formula. Backends: "hopper" (CUDA C++ for sm_90; attention alone, see there for
-what it takes), "triton" (CUDA with e4m3, capability 8.9 and up), "reference" (plain torch); "auto" takes the first that
-can run, and "hopper" only for many queries. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
+sum is not. attention_reference has the formula. Backends: "hopper" (CUDA C++ for sm_90; what it takes is said there,
+operands that its preparing kernel does not take are prepared by Triton's), "triton" (CUDA with e4m3, capability 8.9 and
+up), "reference" (plain torch); "auto" takes the first that can run, and "hopper" for many queries and where it is the
+faster. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
 """
 
 import os
@@ -65,6 +67,7 @@ __all__ = [
 BACKENDS = ("auto", "hopper", "triton", "reference")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
+WIDE = (torch.bfloat16, torch.float16)  # what q may be in, to be quantized on its way
 FEW = 64  # queries up to which the hopper kernel's tiles of 64 rows are mostly padding
 
 # Operators pass codes as bytes: torch has no arithmetic on e4m3 for opcheck to compare with.
@@ -113,7 +116,11 @@ def fp8_attention(
     granularity = Granularity(granularity)
     prepare = backend if _has_kernel(granularity, q.shape[-1]) or backend not in BACKENDS else "auto"
     turned = [t.transpose(1, 2) for t in (q, k, v)]
-    if q.shape[2:3] == k.shape[2:3]:
+    if mask is None and granularity is Granularity.block and backend in ("auto", "hopper") and _reads_wide(q):
+        none = turned[1][:, :, :0]
+        keys = rope_hadamard_quantize(none, *turned[1:], granularity=granularity, backend=prepare)
+        given = Quantized(q, keys.q_scale.new_empty(*q.shape[:2], 0), *keys[2:])
+    elif q.shape[2:3] == k.shape[2:3]:
         given = rope_hadamard_quantize(*turned, granularity=granularity, backend=prepare)
     else:  # other numbers of queries and of keys
         queries = rope_hadamard_quantize(*turned[:1] * 3, granularity=granularity, backend=prepare)
@@ -153,7 +160,7 @@ def attend(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not scale > 0:
         raise ValueError(f"scale: {scale}; a positive number is needed")
-    codes = (t.view(torch.uint8) for t in (q, k, v))
+    codes = (t.view(torch.uint8) if t.dtype == E4M3 else t for t in (q, k, v))
     return torch.ops.quantrot.fp8_attention(
         *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, dtype, backend
     )
@@ -218,7 +225,8 @@ def _check_attend(
 ) -> None:
     q, q_scale, k, k_scale, v, v_scale = given
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dtype != E4M3 or t.dim() != 4:
+        wide = name == "q" and t.dtype in WIDE
+        if not (t.dtype == E4M3 or wide) or t.dim() != 4:
             raise ValueError(f"{name}: {t.dtype} with {t.dim()} dimensions; quantize it first, to e4m3 [B, H, S, D]")
     (batch, heads, queries, dim), (_, groups, tokens, _) = q.shape, k.shape
     if k.shape != (batch, groups, tokens, dim) or heads % groups or v.shape[:3] != (batch, groups, dim):
@@ -235,7 +243,7 @@ def _check_attend(
         ("v_scale", v_scale, groups, tokens),
     )
     for name, t, rows, count in scales:
-        allowed = (1, -(-count // BLOCK), count)
+        allowed = (0,) if name == "q_scale" and q.dtype in WIDE else (1, -(-count // BLOCK), count)
         if t.dtype != torch.uint8 or t.shape[:-1] != (batch, rows) or t.shape[-1] not in allowed:
             raise ValueError(
                 f"{name}: {t.dtype} {tuple(t.shape)}; allowed: uint8 [{batch}, {rows}, n], n in {sorted(set(allowed))}"
@@ -358,8 +366,10 @@ def _fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, mask: Tensor | None,
     lengths: Tensor | None, query_lengths: Tensor | None, causal: bool, scale: float, dtype: torch.dtype, backend: str,
 ) -> Tensor:  # fmt: skip
-    q, k, v = (t.view(E4M3) for t in (q, k, v))
+    q, k, v = (t.view(E4M3) if t.dtype == torch.uint8 else t for t in (q, k, v))
     batch, _, queries, _ = q.shape
+    if q.dtype in WIDE and not _takes_wide(q, k, v, q_scale, k_scale, v_scale, mask, causal, dtype, backend):
+        q, q_scale = quantize_heads(q)
     if (runs := _backend(q.device, backend)) != "reference":
         from quantrot.kernels.attention import hopper, triton
 
@@ -371,6 +381,36 @@ def _fp8_attention(
         return triton.attention(given, dtype)
     seen = visible_keys(batch, queries, k.shape[2], mask, lengths, query_lengths, causal, q.device)
     return attention_reference(q, k, v, q_scale, k_scale, v_scale, seen, scale, dtype)
+
+
+def _many(queries: int, backend: str) -> bool:
+    return backend == "hopper" or (backend == "auto" and queries > FEW)
+
+
+@torch.compiler.assume_constant_result
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and nvrtc.available(device)
+
+
+def _reads_wide(q: Tensor) -> bool:
+    """Whether attention quantizes these queries [B, H, S, D] by itself."""
+    from quantrot.kernels.attention import hopper
+
+    many = q.dtype in WIDE and q.shape[3] in hopper.DIMS and q.shape[2] > FEW
+    return many and hopper.unreadable(q) is None and _is_hopper(q.device)
+
+
+def _takes_wide(
+    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, mask: Tensor | None,
+    causal: bool, dtype: torch.dtype, backend: str,
+) -> bool:  # fmt: skip
+    """Whether the kernel that will run reads queries in 16 bits."""
+    if q.device.type != "cuda" or not _many(q.shape[2], backend):
+        return False
+    from quantrot.kernels.attention import hopper, triton
+
+    given = triton.Inputs(q, k, v, q_scale, k_scale, v_scale, mask, None, None, causal, 1.0)
+    return hopper.supports(given, dtype)
 
 
 @torch.library.register_fake("quantrot::fp8_attention")
@@ -388,10 +428,13 @@ def _rope_hadamard_quantize(
     granularity: str, backend: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if _backend(q.device, "auto" if backend == "hopper" else backend) == "triton":
-        from quantrot.kernels.attention import rope
+        from quantrot.kernels.attention import prepare, rope
 
         if _has_kernel(granularity, q.shape[3]):
             by_block = granularity == Granularity.block
+            wanted = backend == "hopper" or (backend == "auto" and q.shape[3] in prepare.AUTO)
+            if wanted and prepare.supports(q, k, v, cos, sin, signs, order):
+                return _as_bytes(prepare.quantize(q, k, v, cos, sin, order, by_block))
             return _as_bytes(rope.quantize(q, k, v, cos, sin, signs, order, by_block))
         if backend == "triton":
             raise ValueError(

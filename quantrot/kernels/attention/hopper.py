@@ -5,12 +5,14 @@
 
 The reference's arithmetic, tile by tile of 128 keys; as in the Triton kernels the running maximum is a whole power of
 two. Head dimensions 64 and 128; scales of k and v a block of 128 tokens or coarser; no mask (lengths and causal are).
-K's rows are read in groups of 16: its heads start at multiples of 16 rows.
+K's rows are read in groups of 16: its heads start at multiples of 16 rows. Queries in 16 bits are quantized on their
+way into registers, one scale a token, as reference.quantize_heads does it.
 """
 
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.attention.reference import BLOCK, LOG2E, group_of
+from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import encode_map, load_kernel, processors
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 DIMS = (64, 128)
+STARTS, PLACES = 146, 512  # of AttentionArgs
+EACH = 2.0  # what a block of queries takes besides its tiles of keys, in tiles; with less, some get all the short ones
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, 1) attention(
     const __grid_constant__ quantrot::TensorMap q, const __grid_constant__ quantrot::TensorMap k,
     const __grid_constant__ quantrot::TensorMap v, const __grid_constant__ quantrot::AttentionArgs args) {{
@@ -36,10 +41,11 @@ ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, 1) attention(
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch: warpgroups of 64 queries each, tiles of K and of V in shared memory."""
+    """A launch: warpgroups of 64 queries, tiles of K and of V in shared memory, flow from one block to the next."""
 
-    groups: int = 2
-    stages: int = 3
+    groups: int
+    stages: int
+    flow: bool
 
     @property
     def rows(self) -> int:
@@ -49,8 +55,9 @@ class Plan:
     def threads(self) -> int:
         return 128 * (self.groups + 1)
 
-    def shared_bytes(self, dim: int) -> int:
-        return self.rows * dim + 2 * self.stages * BLOCK * dim + (2 + 4 * self.stages) * 8
+    def shared_bytes(self, dim: int, wide: bool = False) -> int:
+        """wide: queries in 16 bits."""
+        return self.rows * dim * (1 + wide) + 2 * self.stages * BLOCK * dim + (2 + 5 * self.stages) * 8
 
 
 class Arguments(ctypes.Structure):
@@ -59,9 +66,13 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q_scale", "k_scale", "v_scale", "lengths", "query_lengths", "out")),
         *((f"{name}_{i}", ctypes.c_longlong) for name in ("qs", "ks", "vs") for i in ("batch", "head", "row")),
-        *((name, ctypes.c_int) for name in ("q_shift", "q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head")),
+        *((name, ctypes.c_int) for name in ("q_shift", "q_batch", "q_head", "q_column")),
+        *((name, ctypes.c_int) for name in ("k_batch", "k_head", "v_batch", "v_head")),
         *((name, ctypes.c_int) for name in ("batch", "heads", "share", "queries", "keys", "blocks")),
         ("scale", ctypes.c_float),
+        ("dealt", ctypes.c_int),
+        ("starts", ctypes.c_ushort * STARTS),
+        ("places", ctypes.c_ushort * PLACES),
     ]
 
 
@@ -69,11 +80,9 @@ class _Parameters(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_ubyte * 128) for name in "qkv"), ("args", Arguments)]
 
 
-def plan_for(dim: int, queries: int) -> Plan:
-    """The launch for this head dimension: measured at 2048, 8192 and 32768 queries on an H200."""
-    if dim == 128:
-        return Plan(2, 3)
-    return Plan(3, 4) if queries > 4096 else Plan(2, 4)
+def plan_for(dim: int) -> Plan:
+    """The launch for this head dimension."""
+    return Plan(2, 3, False) if dim == 128 else Plan(3, 4, True)
 
 
 def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
@@ -86,15 +95,25 @@ def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
         return "a mask"
     if 1 in (group_of(given.k_scale, keys), group_of(given.v_scale, keys)):
         return "a scale of k or v for each token"
-    rows = [(q, q.stride(2)), (k, k.stride(2)), (v, v.stride(2))]
-    if any(t.stride(3) != 1 or t.data_ptr() % 16 or t.shape[2] * t.shape[3] * t.shape[1] >= 1 << 31 for t, _ in rows):
+    if any(t.stride(3) != 1 or t.data_ptr() % 16 or t.shape[2] * t.shape[3] * t.shape[1] >= 1 << 31 for t in (q, k, v)):
         return "operands whose last dimension is not contiguous, or that do not start at 16 bytes"
-    if q.stride(2) != dim or k.stride(2) != dim or any(s % dim for t in (q, k) for s in t.stride()[:2]):
-        return "rows of q or k that are not adjacent"
+    if (reason := unreadable(q)) is not None:
+        return reason
+    if k.stride(2) != dim or any(s % dim for s in k.stride()[:2]):
+        return "rows of k that are not adjacent"
     if any(s % (16 * dim) for s, n in zip(k.stride()[:2], k.shape, strict=False) if n > 1) or _folds(k) is None:
         return "heads of k that do not start at multiples of 16 rows"
     if v.stride(2) % 16 or any(s % v.stride(2) for s in v.stride()[:2]):
         return "rows of v that are not at multiples of 16 bytes"
+    return None
+
+
+def unreadable(q: Tensor) -> str | None:
+    """Why the copy engine cannot read these queries [B, H, S, D], codes or 16 bits, wherever they start; or None."""
+    if q.dtype != E4M3 and q.dtype not in OUT:
+        return f"q in {q.dtype}"
+    if q.stride(3) != 1 or _q_row(q) * q.itemsize % 16 or _q_places(q) is None:
+        return "rows of q that are not at multiples of 16 bytes, or heads between them"
     return None
 
 
@@ -109,6 +128,23 @@ def _span(t: Tensor) -> int:
     return sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
 
 
+def _q_row(q: Tensor) -> int:
+    """Elements from a query to the next, or with one alone what makes a matrix of the others."""
+    if q.shape[2] > 1:
+        return q.stride(2)
+    return max(q.shape[3], *(s for s, n in zip(q.stride()[:2], q.shape, strict=False) if n > 1), 0)
+
+
+def _q_places(q: Tensor) -> tuple[int, int, int] | None:
+    """Rows from a batch of q to the next, rows and bytes from a head to the next; None where it is not a matrix."""
+    (batch, head), row = (s if n > 1 else 0 for s, n in zip(q.stride()[:2], q.shape, strict=False)), _q_row(q)
+    if batch % row:
+        return None
+    if head % row == 0:
+        return batch // row, head // row, 0
+    return (batch // row, 0, head * q.itemsize) if q.shape[1] * head <= row and head * q.itemsize % 16 == 0 else None
+
+
 def _folds(k: Tensor) -> int | None:
     """How many groups of 16 rows cover k's memory, None where the last would leave it."""
     groups = -(-_span(k) // (16 * k.shape[3]))
@@ -117,21 +153,64 @@ def _folds(k: Tensor) -> int | None:
 
 
 def device_functions() -> str:
-    """What every kernel is built on: hopper.cuh and prefill.cuh."""
+    """What every kernel is built on."""
     here = Path(__file__).parent
-    return (here.parent / "hopper.cuh").read_text() + (here / "prefill.cuh").read_text()
+    return "".join(path.read_text() for path in (here.parent / "hopper.cuh", here / "codes.cuh", here / "prefill.cuh"))
 
 
-def entry(plan: Plan, dim: int, causal: bool, out: torch.dtype) -> str:
+def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype) -> str:
     """The source of one kernel, after device_functions."""
-    call = f"{dim}, {plan.groups}, {plan.stages}, {str(causal).lower()}, quantrot::{OUT[out]}"
-    return ENTRY.format(threads=plan.threads, call=call)
+    types = (f"quantrot::{OUT.get(t, 'Codes')}" for t in (queries, out))
+    numbers = (str(int(n)) for n in (dim, plan.groups, plan.stages, plan.flow, causal))
+    return ENTRY.format(threads=plan.threads, call=", ".join([*numbers, *types]))
 
 
-def arguments(given: "Inputs", out: Tensor, plan: Plan) -> Arguments:
-    """The kernel's last parameter."""
+@lru_cache(maxsize=256)
+def deal(queries: int, keys: int, causal: bool, rows: int, heads: int, blocks: int) -> tuple[Any, Any] | None:
+    """Which blocks of `rows` queries each of `blocks` thread blocks takes, so that the last ends soon: starts, places.
+
+    Thread block b takes places[starts[b] : starts[b + 1]], longest first. Place i * heads + h is head h's (of all
+    sequences) i-th block of queries from the end. It takes as long as its tiles of keys and EACH more. Every thread
+    block is filled up to a bound in its turn, and the bound is raised until that takes all of them. None where there
+    are more than the kernel's parameter holds: then there are many turns, and going there and back again is as good.
+    """
+    count = -(-queries // rows)
+    if count * heads > PLACES or blocks >= STARTS:
+        return None
+    ends = [max(keys - i * rows, 0) if causal else keys for i in range(count)]
+    work = [-(-end // BLOCK) + EACH for end in ends]
+    bound = max(work[0], sum(work) * heads / blocks)
+    while (dealt := _deal_up_to(bound, work, heads, blocks)) is None:
+        bound += 0.25
+    starts = (ctypes.c_ushort * STARTS)(0, *accumulate(map(len, dealt)))
+    return starts, (ctypes.c_ushort * PLACES)(*(place for each in dealt for place in each))
+
+
+def _deal_up_to(bound: float, work: list[float], heads: int, blocks: int) -> list[list[int]] | None:
+    """Each thread block's places, or None where some are left."""
+    dealt: list[list[int]] = [[] for _ in range(blocks)]
+    room = [bound] * blocks
+    for i, each in enumerate(work):
+        place, end = i * heads, (i + 1) * heads
+        for b in range(blocks):
+            if room[b] >= each:
+                n = min(int(room[b] / each), end - place)
+                dealt[b] += range(place, place + n)
+                room[b] -= n * each
+                place += n
+                if place == end:
+                    break
+        if place < end:
+            return None
+    return dealt
+
+
+def arguments(given: "Inputs", out: Tensor, plan: Plan, dealt: tuple[Any, Any] | None) -> Arguments:
+    """The kernel's last parameter. dealt: see deal."""
     (batch, heads, queries, dim), keys = given.q.shape, given.k.shape[2]
-    group = group_of(given.q_scale, queries)
+    wide, places = given.q.dtype in OUT, _q_places(given.q)
+    assert places is not None
+    group = 1 if wide else group_of(given.q_scale, queries)
     scales = (given.q_scale, given.k_scale, given.v_scale)
     strides = [(*t.stride()[:2], t.stride(2) if t.shape[2] > 1 else 0) for t in scales]
     return Arguments(
@@ -140,7 +219,7 @@ def arguments(given: "Inputs", out: Tensor, plan: Plan) -> Arguments:
         out.data_ptr(),
         *(stride for each in strides for stride in each),
         {0: 31, 1: 0, BLOCK: 7}[group],
-        *(s // dim for s in given.q.stride()[:2]),
+        *places,
         *(s // (16 * dim) for s in given.k.stride()[:2]),
         *(s // given.v.stride(2) for s in given.v.stride()[:2]),
         batch,
@@ -150,22 +229,36 @@ def arguments(given: "Inputs", out: Tensor, plan: Plan) -> Arguments:
         keys,
         -(-queries // plan.rows),
         given.scale * LOG2E,
+        dealt is not None,
+        *(dealt or ()),
     )
 
 
 @lru_cache(maxsize=256)
-def _kernel(plan: Plan, dim: int, causal: bool, out: torch.dtype, device: int) -> Any:
+def _kernel(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype, device: int) -> Any:
     """The function, ready to launch on this device."""
-    return load_kernel(device_functions() + entry(plan, dim, causal, out), "attention", plan.shared_bytes(dim), device)
+    source = device_functions() + entry(plan, dim, causal, queries, out)
+    return load_kernel(source, "attention", plan.shared_bytes(dim, queries in OUT), device)
+
+
+def q_matrix(q: Tensor, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
+    """q as a matrix of bytes: address, rows, columns, bytes from a row to the next, a box's rows and columns, no folds.
+
+    It has the columns of its last row: there are no more behind all rows.
+    """
+    row, size = _q_row(q), q.itemsize
+    rows, columns = -(-_span(q) // row), (_span(q) - 1) % row + 1
+    return q.data_ptr(), rows, columns * size, row * size, plan.rows, min(q.shape[3] * size, 128), 0
 
 
 def maps(given: "Inputs", plan: Plan) -> list[bytes]:
     """The tensor maps of q, k and v."""
-    q, k, v, dim = given.q, given.k, given.v, given.q.shape[3]
-    q_rows, v_rows = -(-_span(q) // dim), -(-_span(v) // v.stride(2))
+    k, v, dim = given.k, given.v, given.q.shape[3]
+    at, q_rows, columns, pitch, *box, _ = q_matrix(given.q, plan)
+    v_rows = -(-_span(v) // v.stride(2))
     folds = _folds(k) or 0
     return [
-        encode_map(q.data_ptr(), (dim, q_rows), (dim,), (dim, plan.rows), swizzle=dim),
+        encode_map(at, (columns, q_rows), (pitch,), (box[1], box[0]), swizzle=box[1]),
         encode_map(
             k.data_ptr(),
             (dim, 2, 4, 2, folds),
@@ -186,12 +279,14 @@ def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> 
     out = torch.empty(batch, queries, heads, dim, dtype=dtype, device=given.q.device)
     if not out.numel():
         return out
-    plan = plan or plan_for(dim, queries)
+    plan = plan or plan_for(dim)
     device = given.q.get_device()
-    values = _Parameters(args=arguments(given, out, plan))
+    blocks = min(-(-queries // plan.rows) * batch * heads, processors(device))
+    dealt = deal(queries, given.k.shape[2], given.causal, plan.rows, batch * heads, blocks)
+    values = _Parameters(args=arguments(given, out, plan, dealt))
     for field, value in zip("qkv", maps(given, plan), strict=True):
         ctypes.memmove(getattr(values, field), value, 128)
-    function = _kernel(plan, dim, given.causal, dtype, device)
-    blocks = min(values.args.blocks * batch * heads, processors(device))
-    nvrtc.launch(function, (blocks,), plan.threads, plan.shared_bytes(dim), values, device)
+    function = _kernel(plan, dim, given.causal, given.q.dtype, dtype, device)
+    shared = plan.shared_bytes(dim, given.q.dtype in OUT)
+    nvrtc.launch(function, (blocks,), plan.threads, shared, values, device, overlap=True)
     return out

@@ -58,12 +58,6 @@ __device__ __forceinline__ void store_shared4(u32 address, float a, float b, flo
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-__device__ __forceinline__ u32 load_shared1(u32 address) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
-
 // To another block's shared memory (of in_block, as its barrier), some time before its barrier has counted the 8 bytes.
 __device__ __forceinline__ void send2(u32 mapped, u32 bar, float a, float b) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(mapped),
@@ -98,21 +92,6 @@ __device__ __forceinline__ u32 plus(u32 a, u32 b) {
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   }
   return r;
-}
-
-// d [16, 8] += a [16, 16] b [16, 8]: a is row g + 8 (i % 2), columns 2 q + 8 (i / 2) and the next, b0 and b1 rows
-// 2 q (+ 8) and the next, column g; d[2 h + e] is row g + 8 h, column 2 q + e.
-template <class T>
-__device__ __forceinline__ void product_warp(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (T::BRAIN) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
 }
 #endif
 

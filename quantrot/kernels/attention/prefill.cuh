@@ -1,10 +1,11 @@
 // FP8 attention of many queries for sm_90a: y = softmax(q k^T) v, e4m3 operands, float32 sums and softmax.
 //
-// q rows of D bytes, k rows of D bytes, v transposed: rows of tokens. A thread block takes 64 queries for each of its
-// GROUPS warpgroups that multiply, and walks the keys they see in tiles of 128, from the last to the first: so the
-// tiles that a mask cuts come first. One warp feeds rings of K and V tiles through the copy engine. A warpgroup starts
-// the scores of a tile and the products with V of the tile before, and computes the softmax of the former while the
-// tensor cores finish the latter. Warpgroups that take turns to start lose: 692 us against 660 (D = 128, 8192 queries).
+// q rows of D bytes, or of D 16-bit numbers, which are then quantized here; k rows of D bytes, v transposed: rows of
+// tokens. A thread block takes 64 queries for each of its GROUPS warpgroups that multiply, and walks the keys they see
+// in tiles of 128, from the last to the first: so the tiles that a mask cuts come first. One warp feeds rings of K and V
+// tiles through the copy engine, their scales by ordinary stores. A warpgroup holds its queries in registers, starts the
+// scores of a tile and the products with V of the tile before, and computes the softmax of the former while the tensor
+// cores finish the latter.
 //
 // A thread's scores of a row are columns 8 j + 2 q, + 1 of a product (q = lane % 4), and as the left operand of the
 // next product it must give columns 4 q ... + 3 of each 16. So K's rows are laid in shared memory in another order,
@@ -15,81 +16,166 @@
 namespace quantrot {
 
 struct AttentionArgs {
-  const unsigned char *q_scale, *k_scale, *v_scale;  // e8m0
+  const unsigned char *q_scale, *k_scale, *v_scale;  // e8m0; q's is not read where q is wide
   const int *lengths, *query_lengths;                // [batch], or null
   void* out;                                         // [batch, queries, heads, D], 16 bits
   i64 qs_batch, qs_head, qs_row, ks_batch, ks_head, ks_tile, vs_batch, vs_head, vs_tile;
   int q_shift;  // queries that share a scale, 2^q_shift
-  int q_batch, q_head;  // rows of q from a batch or head to the next
+  int q_batch, q_head, q_column;  // rows of q from a batch or head to the next, and bytes
   int k_batch, k_head;  // the same of k, in 16 rows
   int v_batch, v_head;  // rows of v
   int batch, heads, share, queries, keys, blocks;  // share: query heads of a key head; blocks: of queries
   float scale;  // of the scores, times log2(e)
+  int dealt;    // whether thread block b takes places[starts[b]] ... places[starts[b + 1] - 1]
+  unsigned short starts[146], places[512];
 };
 
 constexpr int P_BITS = 8;  // probabilities are in e4m3 times 2^8
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 
-// 2^(byte - 127), NaN for 255.
-__device__ __forceinline__ float power_of(int byte) {
-  return byte == 255 ? __uint_as_float(0x7FC00000u) : __uint_as_float((u32)byte << 23);
-}
+// Queries that are codes already.
+struct Codes {
+  static constexpr int BYTES = 1;
+};
 
-template <int D, int GROUPS, int STAGES>
+template <int D, int GROUPS, int STAGES, class Q>
 struct AttentionShape {
   static constexpr int ROWS = 64 * GROUPS, KEYS = 128;
-  static constexpr int Q_BYTES = ROWS * D, TILE = KEYS * D;  // of K, and of V
-  static constexpr int K_AT = Q_BYTES, V_AT = K_AT + STAGES * TILE, BARRIERS = V_AT + STAGES * TILE;
-  static constexpr int SHARED = BARRIERS + (2 + 4 * STAGES) * 8;
+  static constexpr int Q_LINE = D * Q::BYTES < 128 ? D * Q::BYTES : 128, Q_PIECES = D * Q::BYTES / Q_LINE;  // bytes
+  static constexpr int Q_PIECE = ROWS * Q_LINE, TILE = KEYS * D;  // of K, and of V
+  static constexpr int K_AT = Q_PIECES * Q_PIECE, V_AT = K_AT + STAGES * TILE, BARRIERS = V_AT + STAGES * TILE;
+  static constexpr int SCALES = BARRIERS + (2 + 4 * STAGES) * 8, SHARED = SCALES + STAGES * 8;
   static_assert(SHARED <= 227 << 10, "shared memory");
 };
 
-// One block of queries of one head.
+// One block of queries of one head. Blocks end at the last 64 queries: the first of a head may start before query 0, with
+// warpgroups that have nothing to do.
 struct Work {
   int batch, head, first;  // query
-  int used, asked, offset, tiles;
+  int used, asked, offset;
 
-  template <bool CAUSAL, int ROWS>
-  __device__ __forceinline__ static Work at(const AttentionArgs& args, int i) {
+  template <int ROWS>
+  __device__ __forceinline__ static Work place(const AttentionArgs& args, int i) {
     Work w;
     const int all = args.batch * args.heads, which = i % all;
     w.batch = which / args.heads;
     w.head = which % args.heads;
-    w.first = (args.blocks - 1 - i / all) * ROWS;  // the longest first
+    w.first = (args.queries + 63) / 64 * 64 - (i / all + 1) * ROWS;  // the longest first
+    return w;
+  }
+
+  template <int ROWS>
+  __device__ __forceinline__ static Work at(const AttentionArgs& args, int i) {
+    Work w = place<ROWS>(args, i);
     w.used = args.lengths ? min(__ldg(args.lengths + w.batch), args.keys) : args.keys;
     w.asked = args.query_lengths ? min(__ldg(args.query_lengths + w.batch), args.queries) : args.queries;
     w.offset = w.used - w.asked;
-    const int end = CAUSAL ? min(w.used, max(w.offset + w.first + ROWS, 0)) : w.used;
-    w.tiles = w.first < w.asked ? (end + 127) / 128 : 0;
     return w;
+  }
+
+  // Tiles of keys that the queries from `from` up to `to` see.
+  template <bool CAUSAL>
+  __device__ __forceinline__ int tiles(int from, int to) const {
+    const int end = CAUSAL ? min(used, max(offset + to, 0)) : used;
+    return from < asked && to > 0 ? (end + 127) / 128 : 0;
+  }
+
+  // Rows of q before the first.
+  __device__ __forceinline__ int row(const AttentionArgs& args) const {
+    return batch * args.q_batch + head * args.q_head + first;
   }
 };
 
-template <class Shape, int D, int STAGES, bool CAUSAL>
+// The block of queries of the thread block's turn t, past all where it has no more: what the host dealt out, or there and
+// back again, so that with falling lengths all get about the same.
+__device__ __forceinline__ int work_of(const AttentionArgs& args, int t) {
+  if (args.dealt) {
+    const int at = args.starts[blockIdx.x] + t;
+    return at < args.starts[blockIdx.x + 1] ? args.places[at] : 0x7FFFFFFF;
+  }
+  return t * gridDim.x + (t % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
+template <class Shape, int STAGES, bool CAUSAL>
 __device__ __forceinline__ void attention_load(const TensorMap* q, const TensorMap* k, const TensorMap* v,
                                                const AttentionArgs& args, u32 base) {
   const u64 policy = cache_policy<NORMAL>();
   const u32 full_q = base + Shape::BARRIERS, empty_q = full_q + 8, full = empty_q + 8, empty = full + STAGES * 16;
+  const int all = args.blocks * args.batch * args.heads;
   Ring<STAGES> ring;
   u32 parity = 0;
-  for (int i = blockIdx.x; i < args.blocks * args.batch * args.heads; i += gridDim.x) {
-    const Work w = Work::at<CAUSAL, Shape::ROWS>(args, i);
-    if (w.tiles == 0) continue;
-    const int group = w.head / args.share;
+  for (int t = 0; work_of(args, t) < all; t++) {
+    const Work w = Work::at<Shape::ROWS>(args, work_of(args, t));
+    const int tiles = w.tiles<CAUSAL>(w.first, w.first + Shape::ROWS), group = w.head / args.share;
+    if (tiles == 0) continue;
     barrier_wait(empty_q, parity ^ 1);
     parity ^= 1;
-    barrier_expect(full_q, Shape::Q_BYTES);
-    tensor_load(base, q, 0, w.batch * args.q_batch + w.head * args.q_head + w.first, full_q, policy);
+    barrier_expect(full_q, Shape::Q_PIECES * Shape::Q_PIECE);
+#pragma unroll
+    for (int i = 0; i < Shape::Q_PIECES; i++)
+      tensor_load(base + i * Shape::Q_PIECE, q, w.head * args.q_column + i * 128, w.row(args), full_q, policy);
     const int k_row = w.batch * args.k_batch + group * args.k_head, v_row = w.batch * args.v_batch + group * args.v_head;
-    for (int j = w.tiles - 1; j >= 0; j--, ring.next()) {
-      const u32 bar = ring.stage * 16;
+    const unsigned char* k_scale = args.k_scale + w.batch * args.ks_batch + group * args.ks_head;
+    const unsigned char* v_scale = args.v_scale + w.batch * args.vs_batch + group * args.vs_head;
+    int k_next = __ldg(k_scale + (tiles - 1) * args.ks_tile), v_next = __ldg(v_scale + (tiles - 1) * args.vs_tile);
+    for (int j = tiles - 1; j >= 0; j--, ring.next()) {
+      const u32 bar = ring.stage * 16, at = max(j - 1, 0);
+      const int k_byte = k_next, v_byte = v_next;
+      k_next = __ldg(k_scale + at * args.ks_tile), v_next = __ldg(v_scale + at * args.vs_tile);
       barrier_wait(empty + bar, ring.parity ^ 1);
+      if (lane_number() == 0) {
+        store_shared(base + Shape::SCALES + ring.stage * 8, power_of(k_byte));
+        store_shared(base + Shape::SCALES + ring.stage * 8 + 4, (u32)v_byte);
+      }
+      warp_sync();
       barrier_expect(full + bar, Shape::TILE);
       tensor_load_folded(base + Shape::K_AT + ring.stage * Shape::TILE, k, k_row + j * 8, full + bar, policy);
       barrier_wait(empty + bar + 8, ring.parity ^ 1);
       barrier_expect(full + bar + 8, Shape::TILE);
       tensor_load(base + Shape::V_AT + ring.stage * Shape::TILE, v, j * 128, v_row, full + bar + 8, policy);
+    }
+  }
+}
+
+// A warp's 16 queries at row `row` of the block's as left operands, and in `scales` those of a thread's two rows where
+// they are made here (reference.scale_byte: the least power of two with which the largest magnitude is at most 448).
+template <class Shape, class Q, int D>
+__device__ __forceinline__ void take_queries(u32 (&a)[D / 32][4], float (&scales)[2], u32 base, u32 row) {
+  const u32 q = lane_number() % 4;
+  row += lane_number() / 4;
+  auto address = [&](int r, u32 column) {  // of a byte, in the swizzle
+    const u32 m = row + 8 * r, within = column % Shape::Q_LINE, turn = Shape::Q_LINE == 128 ? m % 8 : m / 2 % 4;
+    return base + column / Shape::Q_LINE * Shape::Q_PIECE + m * Shape::Q_LINE + (within ^ turn << 4);
+  };
+  if constexpr (Q::BYTES == 1) {
+#pragma unroll
+    for (int i = 0; i < D / 8; i++) a[i / 4][i % 4] = load_shared1(address(i % 2, i / 4 * 32 + i % 4 / 2 * 16 + 4 * q));
+  } else {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float2 wide[D / 16];
+      u32 low = 0, high = 0;
+#pragma unroll
+      for (int i = 0; i < D / 16; i++) {
+        wide[i] = load_shared2(address(r, (i * 16 + 4 * q) * 2));
+        const u32 x = __float_as_uint(wide[i].x), y = __float_as_uint(wide[i].y);
+        low = max(low, max(x & 0x7FFF, y & 0x7FFF)), high = max(high, max(x & 0x7FFF0000, y & 0x7FFF0000));
+      }
+      low = max(low, high >> 16);
+      low = max(low, __shfl_xor_sync(0xFFFFFFFFu, low, 1));
+      low = max(low, __shfl_xor_sync(0xFFFFFFFFu, low, 2));
+      const int byte = scale_byte(__float_as_uint(Q::value((unsigned short)low)));
+      scales[r] = power_of(byte);
+      const float inverse = inverse_of(byte);
+      auto code = [&](u32 bits) {  // 0 times an infinity is no number
+        return byte == 255 ? 0.f : Q::value((unsigned short)bits) * inverse;
+      };
+#pragma unroll
+      for (int i = 0; i < D / 16; i++) {
+        const u32 x = __float_as_uint(wide[i].x), y = __float_as_uint(wide[i].y);
+        a[i / 2][i % 2 * 2 + r] = to_e4m3(code(x), code(x >> 16), code(y), code(y >> 16));
+      }
     }
   }
 }
@@ -102,9 +188,22 @@ struct Softmax {
   int unit;                // the byte of the scale in which the sums of products are
   float shrink[2];         // what those must be multiplied by, after `step`
 
-  // Scores s of the tile of keys from `start` -> probabilities times 2^P and V's scale over the unit.
+  // The largest of a row's 32 scores in each of four lanes, in all of them.
+  __device__ __forceinline__ static float largest_of(const float (&s)[64], int r) {
+    float m[4] = {s[2 * r], s[2 * r + 1], s[2 * r + 4], s[2 * r + 5]};
+#pragma unroll
+    for (int j = 2; j < 16; j++) {
+      m[j % 2 * 2] = fmaxf(m[j % 2 * 2], s[4 * j + 2 * r]);
+      m[j % 2 * 2 + 1] = fmaxf(m[j % 2 * 2 + 1], s[4 * j + 2 * r + 1]);
+    }
+    float largest = fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
+    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
+    return fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
+  }
+
+  // Scores s of the tile of keys from `start` -> probabilities times 2^P and V's scale over the unit, as left operands.
   template <bool EDGE>
-  __device__ __forceinline__ void step(float (&s)[64], int start, int k_byte, int v_byte) {
+  __device__ __forceinline__ void step(u32 (&p)[4][4], float (&s)[64], int start, float k_scale, int v_byte) {
     const int q = lane_number() % 4;
     if constexpr (EDGE) {
 #pragma unroll
@@ -113,57 +212,46 @@ struct Softmax {
         if (token >= limit[i / 2 % 2]) s[i] = minus_infinity();
       }
     }
-    const float k_scale = power_of(k_byte);
-    const int next = v_byte == 255 ? unit : max(unit, v_byte);
-    const float less = v_byte == 255 ? __uint_as_float(0x7FC00000u) : (float)max(v_byte - next, -32);
-    const float more = v_byte == 255 ? 1.f : exp2_fast(-less);
+    const int next = v_byte == 255 ? unit : max(unit, v_byte), below = min(next - v_byte, 32);
+    const float less = v_byte == 255 ? __uint_as_float(0x7FC00000u) : 8388608.f - __uint_as_float(0x4B000000u + below);
+    const float more = v_byte == 255 ? 1.f : power_of(127 + below);
     const float down = unit == next ? 1.f : power_of(max(unit - next, -32) + 127);
     unit = next;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float m[4] = {s[2 * r], s[2 * r + 1], s[2 * r + 4], s[2 * r + 5]};
-#pragma unroll
-      for (int j = 2; j < 16; j++) {
-        m[j % 2 * 2] = fmaxf(m[j % 2 * 2], s[4 * j + 2 * r]);
-        m[j % 2 * 2 + 1] = fmaxf(m[j % 2 * 2 + 1], s[4 * j + 2 * r + 1]);
-      }
-      float largest = fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
-      largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-      const float by = rows[r] * k_scale;
-      const float now = fmaxf(top[r], ceilf(largest * by)), point = now == minus_infinity() ? 0.f : now;
-      const float minus = less + (float)P_BITS - point, kept = exp2_fast(top[r] - point);
+      // A row that sees no key of the tile does not see its scales, which may be no numbers; one that does becomes one.
+      // What is out of sight must stay infinite, so nothing is multiplied by 0.
+      const bool blind = EDGE && start >= limit[r];
+      float by = blind ? 1.f : rows[r] * k_scale;
+      if (EDGE && by == 0.f) by = __uint_as_float(0x00800000u);
+      const float now = fmaxf(top[r], round_up(largest_of(s, r) * by)), point = now == minus_infinity() ? 0.f : now;
+      const float minus = (blind ? 0.f : less) + (float)P_BITS - point, kept = exp2_fast(top[r] - point);
       shrink[r] = kept * down;
       top[r] = now;
-      float sum[4] = {0.f, 0.f, 0.f, 0.f};
+      float sum[4];
 #pragma unroll
       for (int j = 0; j < 16; j++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float& x = s[4 * j + 2 * r + e];
           x = exp2_fast(fmaf(x, by, minus));
-          if constexpr (EDGE) {  // a scale that is NaN stays out of rows that do not see it
-            if (start + j / 2 * 16 + 4 * q + j % 2 * 2 + e >= limit[r]) x = 0.f;
-          }
-          sum[j % 2 * 2 + e] += x;
+          sum[j % 2 * 2 + e] = j < 2 ? x : sum[j % 2 * 2 + e] + x;
+        }
+        if (j % 2) {
+          const int from = 4 * (j - 1) + 2 * r;
+          p[(j - 1) / 4][(j - 1) % 4 + r] = to_e4m3(s[from], s[from + 1], s[from + 4], s[from + 5]);
         }
       }
-      total[r] = fmaf(total[r], kept, ((sum[0] + sum[1]) + (sum[2] + sum[3])) * more);
+      total[r] = fmaf(total[r], kept, ((sum[0] + sum[1]) + (sum[2] + sum[3])) * (blind ? 1.f : more));
     }
   }
 };
 
-// d = the scores of 64 queries at `q` and 128 keys at `k`.
+// d = the scores of a warpgroup's 64 queries and 128 keys at `k`.
 template <int D>
-__device__ __forceinline__ void start_scores(float (&d)[64], u32 q, u32 k) {
+__device__ __forceinline__ void start_scores(float (&d)[64], const u32 (&q)[D / 32][4], u32 k) {
 #pragma unroll
-  for (int i = 0; i < D / 32; i++) {
-    if constexpr (D == 128) {
-      product(d, operand(q, i), operand(k, i), i > 0);
-    } else {
-      product(d, operand_short(q, i), operand_short(k, i), i > 0);
-    }
-  }
+  for (int i = 0; i < D / 32; i++) product(d, q[i], D == 128 ? operand(k, i) : operand_short(k, i), i > 0);
   product_commit();
 }
 
@@ -173,14 +261,6 @@ __device__ __forceinline__ void start_values(float (&o)[W], const u32 (&p)[4][4]
 #pragma unroll
   for (int i = 0; i < 4; i++) product(o, p[i], operand(v, i), true);
   product_commit();
-}
-
-__device__ __forceinline__ void pack(u32 (&p)[4][4], const float (&s)[64]) {
-#pragma unroll
-  for (int i = 0; i < 16; i++) {
-    const int from = i / 4 * 16 + i % 4 / 2 * 8 + i % 2 * 2;
-    p[i / 4][i % 4] = to_e4m3(s[from], s[from + 1], s[from + 4], s[from + 5]);
-  }
 }
 
 // Four lanes hold a row's columns 2 q, 2 q + 1 of four groups of eight; then each has all columns of group q.
@@ -201,99 +281,156 @@ __device__ __forceinline__ void gather(u32 (&w)[4]) {
   }
 }
 
-template <class Shape, int D, int GROUPS, int STAGES, bool CAUSAL, class Out>
+// FLOW: a block's last products run while the next one's queries are taken, and that one's first scores while the results
+// are written. Products do not depend on branches: where there is nothing to multiply, they are made for nothing.
+template <class Shape, int D, int STAGES, bool FLOW, bool CAUSAL, class Q, class Out>
 __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u32 base) {
   const u32 full_q = base + Shape::BARRIERS, empty_q = full_q + 8, full = empty_q + 8, empty = full + STAGES * 16;
-  const u32 group = warp_number() / 4, lane = lane_number(), own_q = base + group * 64 * D;
+  const u32 warp = warp_number(), group = warp / 4, lane = lane_number(), rows_at = warp * 16;
+  const int all = args.blocks * args.batch * args.heads;
   Ring<STAGES> keys, values;
   u32 parity = 0;
-  for (int i = blockIdx.x; i < args.blocks * args.batch * args.heads; i += gridDim.x) {
-    const Work w = Work::at<CAUSAL, Shape::ROWS>(args, i);
-    const int first = w.first + group * 64, row = first + warp_number() % 4 * 16 + lane / 4, kv = w.head / args.share;
-    const unsigned char* k_scale = args.k_scale + w.batch * args.ks_batch + kv * args.ks_head;
-    const unsigned char* v_scale = args.v_scale + w.batch * args.vs_batch + kv * args.vs_head;
-    int whole = CAUSAL ? min(w.used, max(w.offset + first + 1, 0)) : w.used;  // all rows see the keys below
+  Softmax softmax;
+  float s[64], o[D / 2];
+  u32 p[4][4], next[4][4], q[D / 32][4];
+  float2 scales;
+  int j, whole;
+  i64 place;  // of the first of this thread's rows in the output, in rows
+  int left;   // rows from that on to the end
+  auto release = [&](u32 bar) {
+    if (lane == 0) barrier_arrive(bar);
+  };
+  int tiles, own;  // of keys that the block sees, and this warpgroup
+  // Takes up a block of queries, or none.
+  auto take_up = [&](int t) {
+    const bool is = work_of(args, t) < all;
+    const Work w = Work::at<Shape::ROWS>(args, is ? work_of(args, t) : 0);
+    const int first = w.first + group * 64, row = first + warp % 4 * 16 + lane / 4;
+    tiles = is ? w.tiles<CAUSAL>(w.first, w.first + Shape::ROWS) : 0, own = w.tiles<CAUSAL>(first, first + 64);
+    whole = CAUSAL ? min(w.used, max(w.offset + first + 1, 0)) : w.used;  // all rows see the keys below
     if (args.query_lengths && first + 64 > w.asked) whole = 0;
-    Softmax softmax;
+    place = ((i64)w.batch * args.queries + row) * args.heads + w.head;
+    left = first < 0 ? 0 : args.queries - row;
     softmax.unit = 0;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int m = row + 8 * r;
-      const unsigned char* at = args.q_scale + w.batch * args.qs_batch + w.head * args.qs_head;
-      softmax.top[r] = minus_infinity(), softmax.total[r] = 0.f;
+      softmax.top[r] = minus_infinity(), softmax.total[r] = 0.f, softmax.rows[r] = 1.f;
       softmax.limit[r] = m >= w.asked ? 0 : CAUSAL ? min(w.used, w.offset + m + 1) : w.used;
-      softmax.rows[r] = m >= w.asked ? 1.f : power_of(__ldg(at + (i64)(m >> args.q_shift) * args.qs_row)) * args.scale;
+      if constexpr (Q::BYTES == 1) {
+        const unsigned char* at = args.q_scale + w.batch * args.qs_batch + w.head * args.qs_head;
+        if ((u32)m < (u32)w.asked) softmax.rows[r] = power_of(__ldg(at + (i64)(m >> args.q_shift) * args.qs_row)) * args.scale;
+      }
     }
-    float s[64], o[D / 2];
-    u32 p[4][4];
-#pragma unroll
-    for (int j = 0; j < D / 2; j++) o[j] = 0.f;
-    if (w.tiles > 0) {
-      auto step = [&](int j, int k_byte, int v_byte) {
-        if (j * 128 + 128 > whole) {
-          softmax.template step<true>(s, j * 128, k_byte, v_byte);
-        } else {
-          softmax.template step<false>(s, j * 128, k_byte, v_byte);
-        }
-      };
-      auto release = [&](u32 bar) {
-        if (lane == 0) barrier_arrive(bar);
-      };
-      int j = w.tiles - 1;
-      int k_byte = __ldg(k_scale + j * args.ks_tile), v_byte = __ldg(v_scale + j * args.vs_tile);
-      int k_next = __ldg(k_scale + max(j - 1, 0) * args.ks_tile), v_next = __ldg(v_scale + max(j - 1, 0) * args.vs_tile);
+    if (tiles > 0) {
       barrier_wait(full_q, parity);
       parity ^= 1;
+      float scale[2];
+      take_queries<Shape, Q, D>(q, scale, base, rows_at);
+      u32 seen = 0;
+#pragma unroll
+      for (int i = 0; i < D / 8; i++) seen |= q[i / 4][i % 4];
+      warp_sync();
+      release(address_after(empty_q, seen));
+      if constexpr (Q::BYTES > 1) {
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+          if (row + 8 * r < w.asked) softmax.rows[r] = scale[r] * args.scale;
+      }
+    }
+  };
+  // Its first scores; without keys, scores for nothing. No stage of V may be held: it waits for all that are out of sight.
+  auto start = [&] {
+    for (j = tiles - 1; j >= own; j--) {  // out of this warpgroup's sight
       barrier_wait(full + keys.stage * 16, keys.parity);
-      product_fence();
-      start_scores<D>(s, own_q, base + Shape::K_AT + keys.stage * Shape::TILE);
-      product_wait<0>();
-      product_done(s);
+      warp_sync();
       release(empty + keys.stage * 16);
       keys.next();
-      step(j, k_byte, v_byte);
-      pack(p, s);
-      for (j--; j >= 0; j--) {
-        k_byte = k_next, v_byte = v_next;
-        k_next = __ldg(k_scale + max(j - 1, 0) * args.ks_tile), v_next = __ldg(v_scale + max(j - 1, 0) * args.vs_tile);
-        barrier_wait(full + keys.stage * 16, keys.parity);
-        product_fence();
-        start_scores<D>(s, own_q, base + Shape::K_AT + keys.stage * Shape::TILE);
-        barrier_wait(full + values.stage * 16 + 8, values.parity);
-        product_fence();
-        start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
-        product_wait<1>();
-        product_done(s);
-        release(empty + keys.stage * 16);
-        keys.next();
-        step(j, k_byte, v_byte);
-        product_wait<0>();
-        product_done(o);
-        release(empty + values.stage * 16 + 8);
-        values.next();
-        if (__any_sync(0xFFFFFFFFu, !(softmax.shrink[0] == 1.f && softmax.shrink[1] == 1.f))) {
+      barrier_wait(full + values.stage * 16 + 8, values.parity);
+      warp_sync();
+      release(empty + values.stage * 16 + 8);
+      values.next();
+    }
+    if (j >= 0) barrier_wait(full + keys.stage * 16, keys.parity);
+    product_fence();
+    start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
+    scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
+  };
+  auto step = [&] {
+    const int v_byte = __float_as_int(scales.y);
+    if (j * 128 + 128 > whole) {
+      softmax.template step<true>(next, s, j * 128, scales.x, v_byte);
+    } else {
+      softmax.template step<false>(next, s, j * 128, scales.x, v_byte);
+    }
+  };
+  auto take = [&] {  // once the products with the codes before have read theirs
+    u32 nothing = 0;
+    asm volatile("" : "+r"(nothing));
 #pragma unroll
-          for (int n = 0; n < D / 2; n++) o[n] *= softmax.shrink[n / 2 % 2];
-        }
-        pack(p, s);
-      }
-      release(empty_q);
+    for (int i = 0; i < 16; i++) p[i / 4][i % 4] = next[i / 4][i % 4] ^ nothing;
+  };
+#pragma unroll
+  for (int i = 0; i < 16; i++) p[i / 4][i % 4] = 0;
+#pragma unroll
+  for (int i = 0; i < D / 8; i++) q[i / 4][i % 4] = 0;
+  if (FLOW) take_up(0), start();
+#pragma unroll 1
+  for (int t = 0; work_of(args, t) < all; t++) {
+    if (!FLOW) take_up(t), start();
+#pragma unroll
+    for (int n = 0; n < D / 2; n++) o[n] = 0.f;
+    const bool any = j >= 0;
+    product_wait<0>();
+    product_done(s);
+    if (any) {
+      release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
+      keys.next();
+      step();
+      take();
+    }
+    for (j--; j >= 0; j--) {
+      barrier_wait(full + keys.stage * 16, keys.parity);
+      product_fence();
+      start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
+      scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
       barrier_wait(full + values.stage * 16 + 8, values.parity);
       product_fence();
       start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
+      product_wait<1>();
+      product_done(s);
+      release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
+      keys.next();
+      step();
       product_wait<0>();
       product_done(o);
       release(empty + values.stage * 16 + 8);
       values.next();
+      if (__any_sync(0xFFFFFFFFu, !(softmax.shrink[0] == 1.f && softmax.shrink[1] == 1.f))) {
+#pragma unroll
+        for (int n = 0; n < D / 2; n++) o[n] *= softmax.shrink[n / 2 % 2];
+      }
+      take();
     }
+    if (any) barrier_wait(full + values.stage * 16 + 8, values.parity);
+    product_fence();
+    start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
+    const float totals[2] = {softmax.total[0], softmax.total[1]};
+    const int unit = softmax.unit, end = left;
+    unsigned short* to = (unsigned short*)args.out + place * D;
+    const u32 done = empty + values.stage * 16 + 8;
+    if (any) values.next();
+    if (FLOW) take_up(t + 1);
+    product_wait<0>();
+    product_done(o);
+    if (any) release(done);
+    if (FLOW) start();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float total = softmax.total[r];
+      float total = totals[r];
       total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
       total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
-      const float inverse = total == 0.f ? 0.f : power_of(softmax.unit) / total;
-      const int m = row + 8 * r;
-      unsigned short* to = (unsigned short*)args.out + (((i64)w.batch * args.queries + m) * args.heads + w.head) * D;
+      const float inverse = total == 0.f ? 0.f : power_of(unit) / total;
 #pragma unroll
       for (int j = 0; j < D / 8; j += 4) {
         Quad y;
@@ -301,16 +438,22 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
         for (int n = 0; n < 4; n++)
           y.w[n] = Out::pack(o[4 * (j + n) + 2 * r] * inverse, o[4 * (j + n) + 2 * r + 1] * inverse);
         gather(y.w);
-        if (m < args.queries) *(Quad*)(to + (j + lane % 4) * 8) = y;
+        if (!any) y = {{0, 0, 0, 0}};
+        if (8 * r < end) *(Quad*)(to + (i64)8 * r * args.heads * D + (j + lane % 4) * 8) = y;
       }
     }
   }
+  if (FLOW) {
+    product_wait<0>();
+    product_done(s);
+  }
 }
 
-template <int D, int GROUPS, int STAGES, bool CAUSAL, class Out>
+// Q: Codes, or the type of 16-bit queries.
+template <int D, int GROUPS, int STAGES, bool FLOW, bool CAUSAL, class Q, class Out>
 __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k, const TensorMap* v,
                                           const AttentionArgs& args) {
-  using Shape = AttentionShape<D, GROUPS, STAGES>;
+  using Shape = AttentionShape<D, GROUPS, STAGES, Q>;
   const u32 base = shared_memory(), bars = base + Shape::BARRIERS, warp = warp_number();
   if (warp == GROUPS * 4 && lane_number() == 0) {
     tensor_prefetch(q), tensor_prefetch(k), tensor_prefetch(v);
@@ -322,15 +465,21 @@ __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k
     }
     barrier_init_done();
   }
+  if (warp == GROUPS * 4) {  // queries that are not in L2 are on their way there while the kernel before ends
+    const Work w = Work::place<Shape::ROWS>(args, work_of(args, 0));
+#pragma unroll
+    for (int i = 0; i < Shape::Q_PIECES; i++) tensor_warm(q, w.head * args.q_column + i * 128, w.row(args));
+  }
   block_sync();
+  grid_wait();
   if (warp >= GROUPS * 4) {
     if constexpr (GROUPS == 2) give_registers<24>();
     if constexpr (GROUPS == 3) give_registers<32>();
-    if (warp == GROUPS * 4) attention_load<Shape, D, STAGES, CAUSAL>(q, k, v, args, base);
+    if (warp == GROUPS * 4) attention_load<Shape, STAGES, CAUSAL>(q, k, v, args, base);
   } else {
     if constexpr (GROUPS == 2) take_registers<240>();
     if constexpr (GROUPS == 3) take_registers<160>();
-    attention_multiply<Shape, D, GROUPS, STAGES, CAUSAL, Out>(args, base);
+    attention_multiply<Shape, D, STAGES, FLOW, CAUSAL, Q, Out>(args, base);
   }
 }
 

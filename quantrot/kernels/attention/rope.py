@@ -228,9 +228,9 @@ def quantize(
         new(batch, groups, key_rows(tokens), dim)[:, :, :tokens], new(batch, groups, scales, dtype=torch.uint8),
         new(batch, groups, dim, padded), new(batch, groups, scales, dtype=torch.uint8),
     )  # fmt: skip
-    if not q.numel():
+    if not k.numel():
         return out
-    unread = q
+    unread = k
     if cos is not None and sin is not None:
         cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
         if cos.stride(-1) != 1 or cos.stride() != sin.stride():

@@ -56,6 +56,8 @@ inline float __uint_as_float(uint32_t bits) {
   return f;
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 using std::max;
 using std::min;
 
@@ -201,7 +203,6 @@ struct TensorMap {  // a matrix [rows, columns] of elements, copied in boxes
 };
 
 inline u32 lane_number() { return self().lane(); }
-inline u32 warp_number() { return self().warp(); }
 inline u32 shared_memory() { return emulator::SHARED_START; }
 inline u32 cluster_rank() { return self().block->rank; }
 inline void grid_wait() { self().waited = true; }
@@ -256,6 +257,9 @@ inline std::vector<u32> exchange(u32 value) {
   warp.meeting.meet(32, "the warp");
   return values;
 }
+
+// Lane 0's, so that all lanes must ask: under a branch that some do not take it would wait for ever.
+inline u32 warp_number() { return exchange(self().warp())[0]; }
 
 // --- The tensor copy engine ------------------------------------------------------------------------------------------
 
@@ -328,6 +332,7 @@ inline void tensor_load(u32 to, const TensorMap* map, int x, int y, u32 bar, u64
 }
 
 inline void tensor_warm(const TensorMap* map, int, int) { check_map(*map, 0); }
+inline void warm_line(const void*) {}
 
 inline void tensor_load_folded(u32 to, const TensorMap* map, int y, u32 bar, u64 policy) {
   if (!map->folded) fail("a map that does not fold");
@@ -422,6 +427,12 @@ inline float load_shared(u32 address) {
   memcpy(&v, self().block->at(address, 4), 4);
   return v;
 }
+inline u32 load_shared1(u32 address) {
+  u32 v;
+  memcpy(&v, self().block->at(address, 4), 4);
+  return v;
+}
+inline u32 address_after(u32 address, u32) { return address; }
 inline float2 load_shared2(u32 address) {
   float2 v;
   memcpy(&v, self().block->at(address, 8), 8);
@@ -569,6 +580,7 @@ inline void product_tf32(float (&d)[4], const float (&a)[4], float b0, float b1)
 
 struct Bf16 {
   static constexpr bool BRAIN = true;
+  static constexpr int BYTES = 2;
   static u32 pack(float lo, float hi) { return emulator::to_bf16(lo) | emulator::to_bf16(hi) << 16; }
   static float value(unsigned short bits) {
     const u32 wide = (u32)bits << 16;
@@ -577,6 +589,19 @@ struct Bf16 {
     return f;
   }
 };
+template <class T>
+inline void product_warp(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  const std::vector<u32> left[4] = {exchange(a[0]), exchange(a[1]), exchange(a[2]), exchange(a[3])};
+  const std::vector<u32> right[2] = {exchange(b0), exchange(b1)};
+  for (u32 i = 0; i < 4; i++) {
+    const u32 row = lane_number() / 4 + i / 2 * 8, column = lane_number() % 4 * 2 + i % 2;
+    for (u32 k = 0; k < 16; k++) {
+      const u32 x = left[row / 8 + k / 8 * 2][row % 8 * 4 + k % 8 / 2], y = right[k / 8][column * 4 + k % 8 / 2];
+      d[i] += T::value(x >> k % 2 * 16) * T::value(y >> k % 2 * 16);
+    }
+  }
+}
+
 inline u32 to_e4m3(float a, float b, float c, float d) {
   u32 r = 0;
   const float values[4] = {a, b, c, d};
@@ -587,14 +612,16 @@ inline u32 to_e4m3(float a, float b, float c, float d) {
     const int step = std::max(e - 4, -9);
     const float n = std::nearbyint(std::ldexp(m, -step));
     const u32 code = values[i] != values[i] ? 0x7F : m == 0.f ? 0 : step == -9 ? (u32)n : (u32)(step + 9) * 8 + (u32)n;
-    r |= (code | (values[i] < 0.f ? 0x80u : 0u)) << 8 * i;
+    r |= (code | (values[i] == values[i] && std::signbit(values[i]) ? 0x80u : 0u)) << 8 * i;
   }
   return r;
 }
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float round_up(float x) { return std::ceil(x); }
 
 struct Fp16 {
   static constexpr bool BRAIN = false;
+  static constexpr int BYTES = 2;
   static u32 pack(float lo, float hi) { return emulator::to_fp16(lo) | emulator::to_fp16(hi) << 16; }
   static float value(unsigned short bits) {
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
@@ -607,6 +634,7 @@ struct Fp16 {
 }  // namespace quantrot
 
 inline uint32_t __float_as_uint(float f) { return quantrot::bits_of(f); }
+inline int __float_as_int(float f) { return (int)quantrot::bits_of(f); }
 
 inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
   return quantrot::exchange(value)[(threadIdx.x % 32) ^ mask];

@@ -18,11 +18,6 @@ inline void store_shared4(u32 address, float a, float b, float c, float d) {
   const float all[4] = {a, b, c, d};
   emulator::ordinary_write(address, all, 16);
 }
-inline u32 load_shared1(u32 address) {
-  u32 v;
-  memcpy(&v, self().block->at(address, 4), 4);
-  return v;
-}
 // Lands at some later moment.
 inline void send2(u32 mapped, u32 bar, float a, float b) {
   emulator::Block* block = &emulator::block_of(mapped);
@@ -50,19 +45,6 @@ inline u32 times(u32 a, u32 b) {
 template <class T>
 inline u32 plus(u32 a, u32 b) {
   return T::pack(T::value(a) + T::value(b), T::value(a >> 16) + T::value(b >> 16));
-}
-
-template <class T>
-inline void product_warp(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  const std::vector<u32> left[4] = {exchange(a[0]), exchange(a[1]), exchange(a[2]), exchange(a[3])};
-  const std::vector<u32> right[2] = {exchange(b0), exchange(b1)};
-  for (u32 i = 0; i < 4; i++) {
-    const u32 row = lane_number() / 4 + i / 2 * 8, column = lane_number() % 4 * 2 + i % 2;
-    for (u32 k = 0; k < 16; k++) {
-      const u32 x = left[row / 8 + k / 8 * 2][row % 8 * 4 + k % 8 / 2], y = right[k / 8][column * 4 + k % 8 / 2];
-      d[i] += T::value(x >> k % 2 * 16) * T::value(y >> k % 2 * 16);
-    }
-  }
 }
 
 }  // namespace quantrot

@@ -1,0 +1,176 @@
+"""RoPE, Hadamard and e4m3 in one pass over memory, for Hopper: CUDA C++ (prepare.cuh), compiled at first use.
+
+    quantize     what rope.quantize makes, from what it takes, for q, k and v in 16 bits
+    unsupported  why these operands are not for it, or None
+
+Head dimensions 64 and 128, all of a head turned by Sylvester's matrix or not at all, no signs, more than a few tokens.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.attention.reference import BLOCK, key_rows
+from quantrot.kernels.fp8 import E4M3
+from quantrot.kernels.nvrtc import load_kernel
+
+TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
+DIMS = (64, 128)
+THREADS = 256
+FEW = 16  # tokens up to which tiles of 128 are mostly padding
+AUTO: tuple[int, ...] = ()  # head dimensions that backend "auto" brings here instead of to Triton's kernel
+ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {blocks}) prepare(
+    const __grid_constant__ quantrot::PrepareArgs args) {{
+  quantrot::prepare<{call}>(args);
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch: heads of q or k that a thread block takes one after another, blocks a multiprocessor at least."""
+
+    share: int
+    blocks: int
+
+
+def plan_for(dim: int, rotate: bool) -> Plan:
+    """The launch for this head dimension."""
+    return Plan(4, 2) if dim == 128 else Plan(4, 3)
+
+
+class Arguments(ctypes.Structure):
+    """PrepareArgs of prepare.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")),
+        *((f"{name}_{what}", ctypes.c_void_p) for name in "qkv" for what in ("out", "scale")),
+        *((f"{name}_{i}", ctypes.c_longlong) for name in "qkv" for i in ("batch", "token", "head")),
+        ("cos_batch", ctypes.c_longlong),
+        ("cos_token", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("tokens", "k_rows", "padded", "heads", "groups", "q_parts", "k_parts")),
+        ("factor", ctypes.c_float),
+    ]
+
+
+class _Parameters(ctypes.Structure):
+    _fields_ = [("args", Arguments)]
+
+
+def unsupported(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int
+) -> str | None:
+    """Why `quantize` does not take these operands, or None. Does not look at the device."""
+    dim, tokens = k.shape[3], k.shape[1]
+    if dim not in DIMS or order not in (0, dim) or signs is not None:
+        return f"head_dim {dim}, order {order}, signs {signs is not None}"
+    if tokens <= FEW:
+        return f"{tokens} tokens"
+    if k.dtype not in (torch.bfloat16, torch.float16) or q.dtype != k.dtype or v.dtype != k.dtype:
+        return f"{q.dtype}, {k.dtype}, {v.dtype}"
+    angles = [t for t in (cos, sin) if t is not None]
+    if any(t.dtype not in (k.dtype, torch.float32) for t in angles) or len({(t.dtype, t.stride()) for t in angles}) > 1:
+        return "cosines and sines of another type than the rest, or of two layouts"
+    if any(not _aligned(t) for t in (q, k, v, *angles) if t.numel()):
+        return "rows that do not start at multiples of 16 bytes"
+    return None
+
+
+def _aligned(t: Tensor) -> bool:
+    return t.stride(-1) == 1 and all(n * t.itemsize % 16 == 0 for n in (*t.stride()[:-1], t.data_ptr() // t.itemsize))
+
+
+def supports(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int
+) -> bool:
+    """Whether `quantize` takes these operands on their device."""
+    device = k.device
+    return device.type == "cuda" and nvrtc.available(device) and unsupported(q, k, v, cos, sin, signs, order) is None
+
+
+def device_functions() -> str:
+    """What every kernel is built on."""
+    here = Path(__file__).parent
+    return "".join(path.read_text() for path in (here.parent / "hopper.cuh", here / "codes.cuh", here / "prepare.cuh"))
+
+
+def shared_bytes(dim: int) -> int:
+    return 64 + dim * BLOCK
+
+
+def entry(plan: Plan, dim: int, dtype: torch.dtype, angles: torch.dtype | None, rotate: bool, by_block: bool) -> str:
+    """The source of one kernel, after device_functions."""
+    types = (f"quantrot::{TYPES[t]}" for t in (dtype, angles or dtype))
+    numbers = (str(int(n)) for n in (dim, plan.share, angles is not None, rotate, by_block))
+    return ENTRY.format(threads=THREADS, blocks=plan.blocks, call=", ".join([*types, *numbers]))
+
+
+@lru_cache(maxsize=256)
+def _kernel(plan: Plan, dim: int, *rest: Any) -> Any:
+    """The function, ready to launch on the device that is the last argument."""
+    *kind, device = rest
+    return load_kernel(device_functions() + entry(plan, dim, *kind), "prepare", shared_bytes(dim), device)
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, out: tuple[Tensor, ...],
+    plan: Plan,
+) -> Arguments:  # fmt: skip
+    """The kernel's parameter."""
+    tokens, heads, groups = k.shape[1], q.shape[2], k.shape[2]
+    return Arguments(
+        *(t.data_ptr() if t is not None else None for t in (q, k, v, cos, sin)),
+        *(t.data_ptr() for t in out),
+        *(stride for t in (q, k, v) for stride in t.stride()[:3]),
+        *((0, 0) if cos is None else ((0 if cos.shape[0] == 1 else cos.stride(0)), cos.stride(1))),
+        tokens,
+        key_rows(tokens),
+        -(-tokens // BLOCK) * BLOCK,
+        heads,
+        groups,
+        -(-heads // plan.share),
+        -(-groups // plan.share),
+        order**-0.5 if order else 1.0,
+    )
+
+
+def grid(args: Arguments, batch: int) -> tuple[int, int, int]:
+    return args.padded // BLOCK, args.q_parts + args.k_parts + args.groups, batch
+
+
+def outputs(q: Tensor, k: Tensor, by_block: bool) -> tuple[Tensor, ...]:
+    """Room for the codes and scale bytes of q, k and v."""
+    batch, tokens, heads, dim = q.shape
+    groups, padded = k.shape[2], -(-tokens // BLOCK) * BLOCK
+    scales = padded // BLOCK if by_block else tokens
+
+    def new(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=k.device)
+
+    return (
+        new(batch, heads, tokens, dim), new(batch, heads, tokens, dtype=torch.uint8),
+        new(batch, groups, key_rows(tokens), dim)[:, :, :tokens], new(batch, groups, scales, dtype=torch.uint8),
+        new(batch, groups, dim, padded), new(batch, groups, scales, dtype=torch.uint8),
+    )  # fmt: skip
+
+
+def quantize(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, by_block: bool,
+    plan: Plan | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """rope_hadamard_quantize_reference's result for granularity block or token. q may have no heads."""
+    out = outputs(q, k, by_block)
+    if not k.numel():
+        return out
+    dim, device = k.shape[3], k.get_device()
+    plan = plan or plan_for(dim, order > 0)
+    values = _Parameters(arguments(q, k, v, cos, sin, order, out, plan))
+    function = _kernel(plan, dim, k.dtype, cos.dtype if cos is not None else None, order > 0, by_block, device)
+    nvrtc.launch(function, grid(values.args, k.shape[0]), THREADS, shared_bytes(dim), values, device, overlap=True)
+    return out
