@@ -38,6 +38,8 @@ class FewTokens:
         attention, mlp = self.self_attn, self.mlp
         if not isinstance(attention, QuantizedAttention) or not isinstance(mlp, QuantizedMLP):
             return False
+        if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
+            return False
         for norm in (self.input_layernorm, self.post_attention_layernorm):
             if type(norm).__name__ not in NORMS or norm.weight.dtype != x.dtype or hooked(norm):
                 return False

@@ -16,7 +16,10 @@ from quantrot.modules.layer import FewTokens
 
 FORMAT = LinearFormat(WeightFormat("fp8", (128, 128), "bf16"), ActivationFormat("fp8", (1, 128), "bf16"))
 gpu = pytest.mark.gpu
-CHANGES = "tokens", "batch", "norm hook", "linear hook", "act", "replaced", "norm dtype", "norm kind", "grad", "wide"
+CHANGES = [
+    *("tokens", "batch", "norm hook", "linear hook", "attention hook", "act", "replaced", "norm dtype", "norm kind"),
+    *("grad", "wide"),
+]
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 384,
@@ -99,10 +102,7 @@ def test_tokens_one_by_one_through_a_cache_and_compiled():
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize(
-    "change",
-    ["tokens", "batch", "norm hook", "linear hook", "act", "replaced", "norm dtype", "norm kind", "grad", "wide"],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change):
     whole = model()
     merge_projections(whole)
@@ -114,6 +114,8 @@ def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change)
         layer.post_attention_layernorm.register_forward_hook(hook)
     if change == "linear hook":
         layer.self_attn.o_proj.register_forward_pre_hook(hook)
+    if change == "attention hook":
+        layer.self_attn.register_forward_hook(hook)
     if change == "act":
         layer.mlp.act_fn = nn.GELU()
     if change == "replaced":
