@@ -228,11 +228,13 @@ def test_gpu_ring_waits_for_the_kernel_that_writes_its_input_and_the_one_that_re
 
 @gpu
 def test_gpu_sanitizers_find_nothing_in_the_ring(sanitized):
+    """Of three blocks for each of three thread blocks."""
     sanitized(
         "import torch\n"
         "from quantrot.kernels.fp8 import blocks\n"
-        "x, q = (torch.zeros(3000, 3080, dtype=d, device='cuda') for d in (torch.bfloat16, torch.float8_e4m3fn))\n"
-        "blocks.quantize(x, q, torch.empty(12, 13, device='cuda'), (256, 256), 'exact', plan=blocks.RING)\n"
+        "blocks.PROCESSORS = 3\n"
+        "x, q = (torch.zeros(700, 520, dtype=d, device='cuda') for d in (torch.bfloat16, torch.float8_e4m3fn))\n"
+        "blocks.quantize(x, q, torch.empty(3, 3, device='cuda'), (256, 256), 'exact', plan=blocks.RING)\n"
         "torch.cuda.synchronize()\n"
     )
 

@@ -227,6 +227,7 @@ def test_every_plan_fits_and_is_of_few_tokens(norm, gates):
                 shared = plan.held_bytes(segment, m, norm, gates)
                 assert (shared + 1024) * plan.resident <= hopper.SM_SHARED and shared <= hopper.MAX_SHARED
                 assert plan.stages >= 8 and plan.threads * plan.resident <= 1024
+                assert plan.columns >= (32 if gates else 16)
                 assert 1 <= plan.early <= plan.stages and plan.early * plan.columns * plan.resident <= 512
                 assert linear.plan_for(m, n, k, parts, norm, gates).early == 0
                 assert not norm or plan.holds_all(segment, m)

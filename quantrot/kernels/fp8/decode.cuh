@@ -15,6 +15,7 @@ struct DecodeShape {
   static constexpr int PITCH = COLUMNS + 4;  // of the parts, floats: lanes meet different banks
   static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE, "the parts take the stages' place");
   static_assert(COLUMNS % 64 == 0 || COLUMNS == 32 || COLUMNS == 16, "whole warps, each with 16 columns");
+  static_assert(!GATES || COLUMNS >= 32, "a warp's columns have one scale of b: all are gates, or none");
   __device__ __forceinline__ static bool counts() { return COLUMNS % 64 == 0 || warp_number() * 16 < COLUMNS; }
 };
 

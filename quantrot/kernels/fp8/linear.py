@@ -102,7 +102,8 @@ def plan_for(
     if m > FEW or m * k > MOST or (norm and parts > 1):
         return None
     base, segment = hopper.decode_plan(m, n, k, parts), hopper.segment_of(k, parts)
-    plan = Held(columns=base.columns, resident=base.resident, stages=0)
+    columns = max(base.columns, 32 if gates else 16)  # gates have warps of their own, of 16 columns
+    plan = Held(columns=columns, resident=base.resident, stages=0)
     groups = hopper._ceil(segment, (plan.threads - 32) // 16 // m)
     plan = replace(plan, together=next(v for v in (2, 4, 8) if v >= min(groups, 8)))
     budget = min(MAX_SHARED, SM_SHARED // plan.resident - 1024) - plan.held_bytes(segment, m, norm, gates)
