@@ -119,15 +119,15 @@ def gate(y: torch.Tensor) -> torch.Tensor:
 
 
 def agrees(name: str, y: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Whether a kernel's y is the rounded product. Gated, but for one element in a thousand a rounding away: silu
-    to 2 ulp of float32 may fall on the other side of a tie, or be 0 where it is below 2^-120."""
+    """Whether a kernel's y is the rounded product. Gated, but for an element and one in a thousand a rounding away:
+    silu to 2 ulp of float32 may fall on the other side of a tie, or be 0 where it is below 2^-120."""
     exact = exact.to(y.dtype)
     if not is_gated(name):
         return torch.equal(y, exact)
     wanted = gate(exact)
     differs = (y.double() - wanted.double()).abs() > 2.0**-110
     near = torch.isclose(y.double(), wanted.double(), rtol=2.0**-6, atol=1e-30)
-    return y.dtype == exact.dtype and bool(near.all()) and differs.double().mean().item() <= 1e-3
+    return y.dtype == exact.dtype and bool(near.all()) and differs.sum().item() <= 1 + y.numel() / 1000
 
 
 def tokens(name: str, m: int) -> int:
