@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -257,10 +258,27 @@ def _note(text: str) -> None:
     console(stderr=True).print(text, markup=False, soft_wrap=True)
 
 
+def _tenths(description: str) -> Callable[[int, int], None]:
+    """Prints a line with the time at every tenth."""
+    started, printed = time.monotonic(), 0
+
+    def moved(done: int, total: int) -> None:
+        nonlocal printed
+        if done * 10 // total > printed:
+            printed = done * 10 // total
+            _note(f"{description}: {done}/{total} after {time.monotonic() - started:.0f} s")
+
+    return moved
+
+
 @contextmanager
 def _progress(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; yields the function that moves it to (done, total)."""
+    """A bar on stderr, or lines where stderr is a file; yields the function that moves it to (done, total)."""
     from rich import progress
+
+    if not console(stderr=True).is_terminal:
+        yield _tenths(description)
+        return
 
     columns = (
         progress.TextColumn("{task.description}"),

@@ -44,6 +44,13 @@ def test_ppl_prints_and_writes_the_same_number(run, tmp_path):
     assert "t.txt" in report["settings"]["text"]
 
 
+def test_a_log_file_gets_a_line_a_tenth(run, tmp_path):
+    (tmp_path / "t.txt").write_text("some words, " * 100)
+    result, _ = run("ppl", "one", "--text", tmp_path / "t.txt", "--seq-len", 32, "--windows", 4)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("perplexity: ")]
+    assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"] and lines[-1].endswith(" s")
+
+
 def test_compare_measures_both_models(run, tmp_path):
     (tmp_path / "t.txt").write_text("some words, " * 100)
     args = ["--text", tmp_path / "t.txt", "--seq-len", 32, "--windows", 4, "--output", tmp_path / "r.json"]
