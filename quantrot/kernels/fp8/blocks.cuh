@@ -327,7 +327,7 @@ __device__ __forceinline__ void ring_kernel(const TensorMap& map, const BlockArg
         for (int j = 0; j < 4; j++) most = larger_halves(most, v[i].w[j] & 0x7FFF7FFFu);
       }
       warp_sync();
-      if (lane == 0) barrier_arrive(empty + ring.stage * 8 + zero_after(most));  // not before the loads
+      if (lane == 0) barrier_arrive(address_after(empty + ring.stage * 8, most));  // not before the loads
       ring.next();
     }
     most = largest_of_warp(most >> 16 > (most & 0xFFFF) ? most >> 16 : most & 0xFFFF);

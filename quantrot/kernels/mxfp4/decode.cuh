@@ -45,12 +45,6 @@ __device__ __forceinline__ u32 load_shared_byte(u32 from) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
 }
-// Zero, once `seen` has come back from shared memory.
-__device__ __forceinline__ u32 zero_after(u32 seen) {
-  u32 zero;
-  asm volatile("{\n.reg .u32 ones;\npopc.b32 ones, %1;\nshr.u32 %0, ones, 6;\n}" : "=r"(zero) : "r"(seen) : "memory");
-  return zero;
-}
 #endif
 
 // Codes P and P + 4 of a word (P: 0, 1), as bfloat16 times 2^-126.
@@ -230,7 +224,7 @@ __device__ __forceinline__ void store_tile(const DecodeArgs& args, int row, u32 
 // of the time; the dependence stays because the machine code shows it, and a test can ask every plan for it.
 __device__ __forceinline__ void hand_back(u32 bar, u32 seen) {
   warp_sync();
-  bar += zero_after(seen);
+  bar = address_after(bar, seen);
   if (lane_number() == 0) barrier_arrive(bar);
 }
 

@@ -16,4 +16,3 @@ inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 }
 
 inline u32 load_shared_byte(u32 from) { return *self().block->at(from, 1); }
-inline u32 zero_after(u32) { return 0; }
