@@ -1,10 +1,10 @@
 """What each recipe costs in accuracy: perplexity, KL, top-1, bits and seconds, on the same tokens for all.
 
     python benchmarks/bench_accuracy.py --model demo --name smollm2-135m [--text FILE] [--device cpu] [--windows 24]
-        [--seq-len 1024] [--recipes NAME ...] [--even] [--attention]
+        [--seq-len 1024] [--recipes NAME ...] [--even] [--attention [--key-bias]]
 
 --even adds the schemes with the `even` rule on both sides, which isolate a rotation from the scale search; --attention
-those of attention and the KV cache, on wide weights.
+those of attention and the KV cache, on wide weights; --key-bias leaves a bias in the keys that are quantized.
 Writes benchmarks/results/bench_accuracy-<name>.json; `python benchmarks/render.py` makes the tables.
 """
 
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="*", default=shipped_recipes())
     parser.add_argument("--even", nargs="?", const=",".join(EVEN), default="")
     parser.add_argument("--attention", action="store_true")
+    parser.add_argument("--key-bias", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     logging.disable_progress_bar()
@@ -128,7 +129,8 @@ def main() -> None:
     recipes |= ATTENTION if options.attention else {}
     rows = []
     for name, recipe in recipes.items():
-        rows.append(measure(options.model, name, recipe, baseline, ids, options.device, options.convert_device))
+        devices = options.device, options.convert_device
+        rows.append(measure(options.model, name, recipe, baseline, ids, *devices, options.key_bias))
         print(json.dumps(rows[-1]), flush=True)
     result = {
         "model": options.name,
@@ -145,7 +147,14 @@ def main() -> None:
 
 
 def measure(
-    model: str, name: str, recipe: Any, baseline: Any, ids: torch.Tensor, device: str, convert_device: str
+    model: str,
+    name: str,
+    recipe: Any,
+    baseline: Any,
+    ids: torch.Tensor,
+    device: str,
+    convert_device: str,
+    key_bias: bool = False,
 ) -> dict[str, Any]:
     """Convert, load in float32, compare with the baseline on the same windows."""
     work = Path(tempfile.mkdtemp())
@@ -157,6 +166,9 @@ def measure(
         if "per tensor" in name:
             for layer in converted.model.layers:
                 layer.self_attn.granularity = "tensor"
+        if key_bias:
+            for layer in converted.model.layers:
+                layer.self_attn.key_center = None
         shapes = [(f.weights, done.manifest["linears"][n]["shape"]) for n, f in done.plan.linears.items() if f]
         weights = sum(n * k for _, (n, k) in shapes)
         bits = sum(bits_per_weight(f, n, k) * n * k for f, (n, k) in shapes) / weights if weights else 16.0

@@ -163,8 +163,8 @@ def templates_kept() -> Iterator[None]:
 
 
 def tokenize_together(lm: Any) -> None:
-    """Have `lm` tokenize all prompts of a run in batches, on every core: one by one, each of MMLU's 14,042 prompts
-    eight times, it takes four minutes at 5 shots."""
+    """Have `lm` tokenize all prompts of a run in batches, on every core: it encodes two texts a choice, one by one, a
+    question's prompt eight times (3732 choices, 5 shots: 3.2 s; 2.1 on two cores so)."""
     known: dict[tuple[str, str], Any] = {}  # int32 arrays
     prompts: dict[str, None] = {}
     tokenizer, loglikelihood = lm.tokenizer, lm.loglikelihood

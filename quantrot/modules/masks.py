@@ -1,9 +1,10 @@
 """transformers' sdpa attention, without a mask for a plain causal prompt under torch.compile too.
 
-PyTorch's fused attention needs no mask where all tokens of a prompt attend to those before them, and is 2.6 times as
-fast without one (Llama-3.1-8B's shape, 2048 tokens on an H200: 90 us a layer, 236 with; and keys and values need not be
-repeated for each query head, 60 us). transformers leaves the mask out of a plain call, but not of a compiled one before
-PyTorch 2.14, where it cannot tell compiling from exporting. A model that is exported must have another implementation.
+PyTorch's fused attention needs no mask where all tokens of a prompt attend to those before them, and is 2.8 times as
+fast without one (Llama-3.1-8B's shape, 2048 tokens on an H200: 84 us, and 236 a layer with it; keys and values need not
+be repeated for each query head either, 58 us). transformers leaves the mask out of a plain call, but not of a compiled
+one before PyTorch 2.14, where it cannot tell compiling from exporting. A model that is exported must have another
+implementation.
 """
 
 from typing import Any
