@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantrot.evals import harness
+from quantrot.evals.beginnings import share_beginnings
 from quantrot.evals.logits import Progress
 from quantrot.evals.mmlu_data import read_data
 from quantrot.evals.statistics import Paired, paired
@@ -80,6 +81,7 @@ def mmlu(
         stack.enter_context(harness.without_quantization_config(model))
         lm = HFLM(pretrained=model, tokenizer=harness.private_tokenizer(tokenizer), batch_size=resolved)
         harness.tokenize_together(lm)
+        share_beginnings(lm)
         tasks = group.get_all_tasks()
         if progress:
             harness.report_progress(lm, sum(min(limit or len(t.eval_docs), len(t.eval_docs)) for t in tasks), progress)

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from quantrot.evals.harness import subject_names
 
-VOCAB = 260
+VOCAB = 262
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,19 +20,19 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def make_model(seed: int) -> LlamaForCausalLM:
+def make_model(seed: int, heads: int = 4) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=512,
         initializer_range=0.5,  # large enough that the answers of a random model differ from question to question
-        bos_token_id=256,
-        eos_token_id=257,
+        bos_token_id=260,
+        eos_token_id=261,
         tie_word_embeddings=False,
     )
     return LlamaForCausalLM(config).eval()
@@ -50,9 +50,11 @@ def other_model():
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """One token a byte: any text has a known number of tokens."""
+    """One token a byte, and one for each of MMLU's answers, as in real vocabularies: " A", " B", " C", " D"."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    answers = [("Ġ", letter) for letter in "ABCD"]
+    tokens = [*alphabet, *("".join(answer) for answer in answers)]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=answers))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
