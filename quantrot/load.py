@@ -73,7 +73,16 @@ def load(
     if merge:
         merge_projections(model)
     leave_masks_out(model)
+    model.save_pretrained = _refuse_to_save
     return dispatch_model(model, placed, offload_dir=offload_folder) if len(placed) > 1 else model
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    """transformers would write a config that says nothing of formats and rotations: what loads it computes nonsense."""
+    raise ValueError(
+        "save_pretrained: a converted model has no other files than those it was loaded from; copy its directory "
+        "(model.config._name_or_path), or keep model.state_dict()"
+    )
 
 
 def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:
