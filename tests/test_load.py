@@ -1,5 +1,8 @@
 """Loading: ready to use, and refused where it could be wrong. (Damaged files are in test_bad_checkpoints.)"""
 
+import json
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -152,3 +155,12 @@ def test_mxfp4_passes_gradients_unchanged(source, tmp_path, recipe):
     torch.testing.assert_close(x.grad, through if recipe == "mxfp4" else down.turned(through), rtol=1e-4, atol=1e-5)
     model(IDS, labels=IDS).loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
+def test_a_config_without_a_dtype_means_the_files_own(source, tmp_path):
+    plain = shutil.copytree(source, tmp_path / "model")
+    config = json.loads((plain / "config.json").read_text())
+    del config["dtype"]
+    (plain / "config.json").write_text(json.dumps(config))
+    model = load(convert(plain, "int8-weight-only", tmp_path / "out").out, device_map="cpu")
+    assert model.model.embed_tokens.weight.dtype == model.lm_head.weight.dtype == torch.bfloat16
