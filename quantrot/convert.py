@@ -107,7 +107,7 @@ def convert(
             if not (partial / MANIFEST).exists():
                 _write_rest(plan, partial, _run(plan, partial, journal, workers, progress))
         _finish(partial, target)
-    shutil.rmtree(_replaced(target), ignore_errors=True)
+    _remove(_replaced(target))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Conversion(target, plan, read_json(target / MANIFEST), time.monotonic() - started, peak)
 
@@ -126,6 +126,10 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
     for taken in (target, partial, _replaced(target)):  # all three may be deleted
         if taken.resolve() == source or taken.resolve() in source.parents:
             raise ValueError(f"the source {source} is in {taken}, which would be replaced; choose another output")
+    for kept in (partial, _replaced(target)):
+        ours = any((kept / name).exists() for name in (JOURNAL, MANIFEST))
+        if kept.exists() and not ours and any(kept.iterdir() if kept.is_dir() else [kept]):
+            raise ValueError(f"{kept} was not written by quantrot and would be replaced; move it, or change output")
     if resume and not partial.exists() and _conversion(target) == plan.fingerprint():
         return None
     if target.exists() and not overwrite:
@@ -140,7 +144,7 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
         if (partial / JOURNAL).exists():
             with (partial / JOURNAL).open("rb") as journal:
                 _lock(journal, partial)  # it may not be unfinished but running
-        shutil.rmtree(partial)
+        _remove(partial)
     if (partial / MANIFEST).exists() and _conversion(partial) != plan.fingerprint():
         raise ValueError(_other_conversion(partial))
     partial.mkdir(parents=True, exist_ok=True)
@@ -181,12 +185,23 @@ def _replaced(target: Path) -> Path:
     return target.with_name(target.name + ".replaced")
 
 
+def _remove(directory: Path) -> None:
+    """Delete a directory of ours; what says that it is ours goes last, so that a kill leaves nothing unknown."""
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name not in (JOURNAL, MANIFEST):
+                path.unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def _finish(partial: Path, target: Path) -> None:
     """Give the complete directory its name; an older output steps aside only now. Safe to repeat after a kill."""
     (partial / JOURNAL).unlink(missing_ok=True)
     _sync(partial)
     if target.exists():
-        shutil.rmtree(_replaced(target), ignore_errors=True)
+        _remove(_replaced(target))
         target.rename(_replaced(target))
     partial.rename(target)
     _sync(target.parent)

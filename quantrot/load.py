@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging
 
 from quantrot import engines
-from quantrot.checkpoint import read_json
+from quantrot.checkpoint import DTYPES, open_checkpoint, read_json
+from quantrot.llama import EMBEDDING
 from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest
 from quantrot.modules import (
     LINEARS,
@@ -73,13 +74,22 @@ def load(
     if merge:
         merge_projections(model)
     leave_masks_out(model)
+    model.save_pretrained = _refuse_to_save
     return dispatch_model(model, placed, offload_dir=offload_folder) if len(placed) > 1 else model
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    """transformers would write a config that says nothing of formats and rotations: what loads it computes nonsense."""
+    raise ValueError(
+        "save_pretrained: a converted model has no other files than those it was loaded from; copy its directory "
+        "(model.config._name_or_path), or keep model.state_dict()"
+    )
 
 
 def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:
     """(model, tokenizer) of a converted directory, any transformers directory, a hub id, or `demo`."""
     source = open_source(name)
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    where = known_device(device)
     model: Any
     if (source.path / MANIFEST).exists():
         model = load(source.path, device_map=where, dtype=dtype)
@@ -88,6 +98,20 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
             model = AutoModelForCausalLM.from_pretrained(source.path, dtype=_dtype(dtype) or "auto")
             model = model.to(where).eval()
     return model, AutoTokenizer.from_pretrained(source.path)
+
+
+def known_device(name: str) -> str:
+    """The device of this name, for "auto" a GPU where there is one. ValueError where PyTorch has none such."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = f"{torch.cuda.device_count()} CUDA GPUs" if torch.cuda.is_available() else "no CUDA GPU"
+        raise ValueError(f"device is {name!r}, and there is {found} that this PyTorch can use; use another, or cpu")
+    return name
 
 
 @contextmanager
@@ -117,7 +141,7 @@ def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any
     config_dict = {k: v for k, v in read_json(root / "config.json").items() if k != "quantization_config"}
     config = AutoConfig.for_model(**config_dict)
     config._name_or_path = str(root)
-    dtype: Any = wanted or config.dtype or torch.float32
+    dtype: Any = wanted or config.dtype or DTYPES[open_checkpoint(root).tensors[f"{EMBEDDING}.weight"].dtype]
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         native = engines.is_native(manifest.linears, bool(manifest.online) or manifest.attention is not None)
@@ -152,7 +176,7 @@ def _place(model: Any, device_map: str | dict[str, Any]) -> dict[str, Any]:
     if isinstance(device_map, dict):
         return device_map
     if device_map not in ("auto", "balanced", "sequential"):
-        return {"": device_map}
+        return {"": known_device(device_map) if isinstance(device_map, str) else device_map}
     if torch.cuda.device_count() <= 1 and device_map == "auto":
         needed = sum(p.numel() * p.element_size() for p in model.parameters())
         if not torch.cuda.is_available():
@@ -165,7 +189,7 @@ def _place(model: Any, device_map: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _offloaded(name: str, placed: dict[str, Any]) -> bool:
-    return any(device == "disk" and name.startswith(prefix) for prefix, device in placed.items())
+    return any(device == "disk" and f"{name}.".startswith(f"{prefix}.") for prefix, device in placed.items() if prefix)
 
 
 def merge_projections(model: Any) -> int:

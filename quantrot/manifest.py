@@ -46,6 +46,8 @@ def rotation_entry(rotation: Rotation, online: bool) -> dict[str, Any]:
 def read_manifest(root: Path) -> Manifest:
     """Read and check quantrot.json: layout version, formats, and every online rotation's checksum."""
     path = root / MANIFEST
+    if not path.exists():
+        raise ValueError(f"{path}: missing; give a directory that `quantrot convert` wrote")
     data = read_json(path)
     if data.get("layout") != VERSION:
         raise ValueError(f"{path}: layout is {data.get('layout')!r}; this version reads {VERSION}: upgrade quantrot")

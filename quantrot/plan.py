@@ -256,7 +256,7 @@ def _assign(
 ) -> dict[str, LinearFormat | None]:
     """Every linear's format. Members of a group that an engine fuses fall back together."""
     all_linears = llama.linears(arch)
-    _check_patterns(recipe, [*(linear.fqn for linear in all_linears), EMBEDDING], errors)
+    _check_patterns(recipe, [linear.fqn for linear in all_linears], errors)
     rules: dict[str, Rule] = {}
     for linear in all_linears:
         skipped = any(_matches(pattern, linear.fqn) for pattern in recipe.skip)
@@ -266,6 +266,10 @@ def _assign(
             if linear.input_side == "R4" and "R4" in rotations and rule.hadamard != "none":
                 where = recipe.where("linear", recipe.linear.index(rule), "hadamard")
                 errors.append(f"{where}: hadamard {rule.hadamard} and R4 both turn {linear.fqn}'s input; drop one")
+    for i, rule in enumerate(recipe.linear):
+        if any(_matches(rule.match, linear.fqn) for linear in all_linears) and rule not in rules.values():
+            where = recipe.where("linear", i, "match")
+            notes.append(f"{where}: {rule.match!r} applies to nothing: its linears are skipped or have an earlier rule")
     misfit = {linear.group for linear in all_linears if linear.fqn in rules and not _fits(linear, rules[linear.fqn])}
     assigned: dict[str, LinearFormat | None] = {}
     fallen: Counter[str] = Counter()
@@ -290,13 +294,13 @@ def _fits(linear: Linear, rule: Rule) -> bool:
     return hadamard and groups and formats.fits(fmt.weights, linear.out_features, linear.in_features)
 
 
-def _check_patterns(recipe: Recipe, names: list[str], errors: list[str]) -> None:
-    """Every pattern of the recipe names something."""
-    patterns: list[tuple[tuple[str | int, ...], str]]
-    patterns = [(("linear", i, "match"), rule.match) for i, rule in enumerate(recipe.linear)]
-    patterns += [(("skip", i), pattern) for i, pattern in enumerate(recipe.skip)]
-    words = sorted({_names(name)[-1] for name in names})
-    for loc, pattern in patterns:
+def _check_patterns(recipe: Recipe, linears: list[str], errors: list[str]) -> None:
+    """Every pattern of the recipe names something: a rule a linear, what is skipped a linear or the embedding."""
+    patterns: list[tuple[tuple[str | int, ...], str, list[str]]]
+    patterns = [(("linear", i, "match"), rule.match, linears) for i, rule in enumerate(recipe.linear)]
+    patterns += [(("skip", i), pattern, [*linears, EMBEDDING]) for i, pattern in enumerate(recipe.skip)]
+    for loc, pattern, names in patterns:
+        words = sorted({_names(name)[-1] for name in names})
         if not any(_matches(pattern, name) for name in names):
             close = difflib.get_close_matches(pattern, words, n=1, cutoff=0.6)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(words)}"

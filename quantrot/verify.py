@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quantrot import formats
+from quantrot import formats, llama
 from quantrot.checkpoint import read_rows
 from quantrot.convert import sqnr_db, turned_rows
 from quantrot.evals.divergence import Divergence, divergence
 from quantrot.evals.text import python_topics, windows
 from quantrot.formats import LinearFormat
-from quantrot.load import load, open_model
+from quantrot.load import known_device, load, open_model
 from quantrot.manifest import read_manifest
 from quantrot.modules import QuantizedLinear, quantize_dequantize
 from quantrot.plan import Plan, Step
@@ -84,7 +84,8 @@ def verify(
         plan = make_plan(source, manifest.data["recipe"], "cpu")
     except ValueError as error:
         raise ValueError(f"{error}\n(the source to compare with; --against names another place of it)") from None
-    model = load(root, device_map=_device(device), dtype=torch.float32, merge=False)  # each linear is looked at
+    _check_same(manifest.data, plan, source)
+    model = load(root, device_map=known_device(device), dtype=torch.float32, merge=False)  # each linear is looked at
     baseline, tokenizer = open_model(source, device, "float32")
     ids = windows(tokenizer, text or python_topics(), min(seq_len, plan.llama.max_positions), count)
     report = progress or (lambda what, done, total: None)
@@ -105,8 +106,17 @@ def _source_name(data: dict[str, Any]) -> str:
     return f"{name}@{revision}" if revision else name
 
 
-def _device(device: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+def _check_same(data: dict[str, Any], plan: Plan, source: str) -> None:
+    """ValueError where the source is a model of other sizes than the one that was converted."""
+    shapes = {linear.fqn: [linear.out_features, linear.in_features] for linear in llama.linears(plan.llama)}
+    converted = {fqn: entry["shape"] or shapes.get(fqn) for fqn, entry in data["linears"].items()}
+    differing = [fqn for fqn in {**converted, **shapes} if converted.get(fqn) != shapes.get(fqn)]
+    if differing:
+        fqn = differing[0]
+        raise ValueError(
+            f"{source}: not the model that was converted: {fqn} is {shapes.get(fqn, 'missing')} there and "
+            f"{converted.get(fqn, 'missing')} here; give that model's place with --against"
+        )
 
 
 def _warnings(layers: list[Layer]) -> list[str]:

@@ -123,10 +123,27 @@ def test_notes_say_what_a_combination_costs(source, tiny, tmp_path):
         assert torch.equal(whole[:, 11:-1].argmax(-1), cached[:, 12:])
 
 
-def test_a_gradient_through_fp8_attention_is_an_error(source, tmp_path):
-    model = load(convert(source, "fp8-attention", tmp_path / "out").out, device_map="cpu")
+@pytest.mark.parametrize("recipe", ["fp8-attention", {"kv_cache": "fp8"}, {"kv_cache": "int4"}])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_gradient_through_quantized_keys_is_an_error(source, tmp_path, recipe, use_cache):
+    """And not one without their share."""
+    model = load(convert(source, recipe, tmp_path / "out").out, device_map="cpu")
     with pytest.raises(NotImplementedError, match="no backward"):
-        model(IDS, labels=IDS).loss.backward()
+        model(IDS, labels=IDS, use_cache=use_cache).loss.backward()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_attention_weights_are_recorded_where_they_exist(tiny, tmp_path, model_type):
+    source = tiny(tmp_path / "model", model_type=model_type)
+    out = convert(source, {"rotations": {"R3": {"kind": "hadamard"}}}, tmp_path / "out").out
+    model, base = load(out, device_map="cpu"), AutoModelForCausalLM.from_pretrained(source)
+    for each in (model, base):
+        each.set_attn_implementation("eager")
+    ours, theirs = (each(IDS, output_attentions=True).attentions for each in (model, base))
+    assert len(ours) == len(theirs) == 2
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

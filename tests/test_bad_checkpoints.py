@@ -268,7 +268,8 @@ REQUESTS = [
     ("shard-size-zero", ROTATE, {"max_shard_size": 0}, r"max_shard_size is 0; a positive number of bytes is needed$"),
     ("attention-and-cache-apart", {"attention": "fp8", "kv_cache": "int4"}, {}, r"recipe: kv_cache: int4 is attended in the model's dtype and attention: fp8 reads e4m3; use kv_cache: fp8, or attention: bf16$"),
     ("pattern-matches-nothing", linear(match="down_porj"), {}, r"recipe: 'down_porj' matches no module of this model \(did you mean 'down_proj'\?\)$"),
-    ("pattern-not-close-to-any", linear(match="zzz"), {}, r"recipe: 'zzz' matches no module of this model \(there are down_proj, embed_tokens, .*v_proj\)$"),
+    ("pattern-not-close-to-any", linear(match="zzz"), {}, r"recipe: 'zzz' matches no module of this model \(there are down_proj, gate_proj, .*v_proj\)$"),
+    ("pattern-is-no-linear", linear(match="embed_tokens"), {}, r"recipe: 'embed_tokens' matches no module of this model \(there are down_proj, .*\)$"),
     ("skip-matches-nothing", {"skip": ["lm_haed"]}, {}, r"recipe: 'lm_haed' matches no module of this model \(did you mean 'lm_head'\?\)$"),
     ("block-does-not-divide", {"rotations": {"R1": {"kind": "hadamard", "block": 24}}}, {}, r"recipe: R1\.block is 24, which does not divide the width 64; use a divisor, or full$"),
     ("bound-that-nothing-meets", {"rotations": {"R1": {"kind": "hadamard", "block": "<=1"}}}, {}, r"recipe: R1\.block is <=1, and no Hadamard block up to 1 divides the width 64$"),
@@ -512,6 +513,16 @@ def test_source_that_the_output_would_delete(single, tmp_path, model, out, resum
     with pytest.raises(ValueError, match=r"^the source .* is in .*, which would be replaced; choose another output$"):
         convert(root, FP8, tmp_path / out, overwrite=not resumed, resume=resumed)
     assert contents(root) == contents(single)
+
+
+@pytest.mark.parametrize("name", ["out.partial", "out.replaced"])
+def test_directories_of_somebody_else_are_not_deleted(single, tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "precious").write_text("mine")
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(ValueError, match=rf"{name} was not written by quantrot and would be replaced; move it"):
+            convert(single, FP8, tmp_path / "out", **options)
+    assert contents(tmp_path) == {(tmp_path / name / "precious").relative_to(tmp_path): b"mine"}
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])

@@ -106,6 +106,7 @@ def test_sequences_move_whole(kind):
     for move, order in (
         (lambda layer: layer.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]),
         (lambda layer: layer.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda layer: layer.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
         (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
     ):
         layer = DynamicKVLayer(kind)
@@ -126,6 +127,16 @@ def test_a_reset_layer_is_a_new_one(kind, make):
     layer.reset()
     assert layer.get_seq_length() == 0
     assert torch.equal(layer.update(k, v)[0][:, :, :50], round_trip(kind, k, v)[0])
+
+
+@kinds
+def test_a_static_layer_that_is_full_takes_no_token(kind):
+    """And does not lose it in the padding of its buffers."""
+    k, v = kv(40)
+    layer = StaticKVLayer(kind, 40)
+    layer.update(k, v)
+    with pytest.raises((IndexError, RuntimeError), match="out of (bounds|range)"):
+        layer.update(k[:, :, :1], v[:, :, :1])
 
 
 @kinds

@@ -82,3 +82,33 @@ def test_sizes_are_read(text, nbytes):
 
 def test_sizes_are_written():
     assert [size(n) for n in (12, 34_500, 1.5e9)] == ["12 bytes", "34.5 KB", "1.5 GB"]
+
+
+def test_a_path_with_brackets_is_shown_as_it_is(source, tmp_path):
+    out = tmp_path / "[red]x[" / "[b]"
+    done = run(app, ["convert", str(source), "--recipe", "fp8-dynamic", "-o", str(out)])
+    assert done.exit_code == 0 and "[red]x[" in done.stdout.replace("\n", "")
+    assert run(app, ["verify", str(out), "--device", "cpu"]).exit_code == 0
+
+
+def test_a_device_that_is_not_there_is_an_error_of_the_user(source, tmp_path):
+    out = tmp_path / "out"
+    assert run(app, ["convert", str(source), "--recipe", "fp8-dynamic", "-o", str(out)]).exit_code == 0
+    for args in (["verify", str(out)], ["eval", "ppl", str(source), "--text", __file__]):
+        done = run(app, [*args, "--device", "gpu7"])
+        assert done.exit_code == 2 and "error: device is 'gpu7'; allowed: auto, cpu, cuda, cuda:N" in done.stderr
+        done = run(app, [*args, "--device", "cuda:77"])
+        assert done.exit_code == 2 and "error: device is 'cuda:77', and there" in done.stderr
+
+
+def test_inspect_of_another_directory_says_what_it_needs(source):
+    done = run(app, ["inspect", str(source)])
+    assert "quantrot.json: missing; give a directory that `quantrot convert` wrote" in done.stderr
+
+
+def test_a_rule_that_another_hides_is_noted(source, tmp_path):
+    rules = [{"match": "*", "weights": {"format": "int8", "group": "channel"}} for _ in range(2)]
+    rules[1] |= {"match": "lm_head"}
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"linear": rules}))
+    shown = run(app, ["plan", str(source), "--recipe", str(tmp_path / "recipe.yaml")]).stdout
+    assert "'lm_head' applies to nothing: its linears are skipped or have an earlier rule" in " ".join(shown.split())

@@ -1,5 +1,8 @@
 """Loading: ready to use, and refused where it could be wrong. (Damaged files are in test_bad_checkpoints.)"""
 
+import json
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -102,3 +105,62 @@ def test_open_model_takes_converted_and_plain(source, converted):
         with torch.no_grad():
             assert model(ids).logits.isfinite().all()
     assert not model.training
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", ["fp8-block", "mxfp4", "int8-weight-only", "quarot-w4a4kv4"])
+def test_a_model_that_is_cast_is_the_model_loaded_in_that_dtype(source, tmp_path, recipe):
+    """Its weights were decoded on the CPU: what is kept of them follows the rest."""
+    out = convert(source, recipe, tmp_path / "out").out
+    cast, loaded = load(out, device_map="cpu").to(torch.float32), load(out, device_map="cpu", dtype="float32")
+    assert any(m._decoded is not None for m in cast.modules() if isinstance(m, QuantizedLinear))
+    assert torch.equal(cast(IDS).logits, loaded(IDS).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("assign", [False, True])
+def test_tensors_loaded_into_a_model_are_the_ones_that_count(converted, assign):
+    model = load(converted, device_map="cpu")
+    before, state = model(IDS).logits, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name in state:
+        if name.endswith("down_proj.weight_scale"):
+            state[name] += 2  # e8m0: four times the weight
+    model.load_state_dict(state, assign=assign)
+    after = model(IDS).logits
+    assert not torch.equal(after, before)
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module._decoded = None
+    assert torch.equal(model(IDS).logits, after)
+
+
+def test_save_pretrained_is_an_error_and_not_a_directory_of_nonsense(converted, tmp_path):
+    with pytest.raises(ValueError, match="save_pretrained: .* copy its directory"):
+        load(converted, device_map="cpu").save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4", "quarot-mxfp4-online"])
+def test_mxfp4_passes_gradients_unchanged(source, tmp_path, recipe):
+    """Without no_grad a forward runs, too, and is the same one."""
+    model = load(convert(source, recipe, tmp_path / "out").out, device_map="cpu", dtype="float32")
+    down = model.model.layers[0].mlp.down_proj
+    x = torch.randn(3, down.in_features, requires_grad=True)
+    y = down(x)
+    with torch.no_grad():
+        assert torch.equal(down(x), y)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    through = grad @ down.dequantized(torch.float32)
+    torch.testing.assert_close(x.grad, through if recipe == "mxfp4" else down.turned(through), rtol=1e-4, atol=1e-5)
+    model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
+def test_a_config_without_a_dtype_means_the_files_own(source, tmp_path):
+    plain = shutil.copytree(source, tmp_path / "model")
+    config = json.loads((plain / "config.json").read_text())
+    del config["dtype"]
+    (plain / "config.json").write_text(json.dumps(config))
+    model = load(convert(plain, "int8-weight-only", tmp_path / "out").out, device_map="cpu")
+    assert model.model.embed_tokens.weight.dtype == model.lm_head.weight.dtype == torch.bfloat16

@@ -34,7 +34,8 @@ def damage(out, name, change):
 def test_lossless_conversion_passes_with_tiny_divergence(source, tmp_path):
     convert(source, "rotate-only", tmp_path / "out")
     found = verify(tmp_path / "out", **OPTIONS)
-    assert found.divergence.kl < 1e-9 and found.divergence.top1 == 1 and not found.failures and not found.layers
+    # What is left of KL is float32's rounding of its logarithms, 6e-8 of about 6 a token, either sign (CPUs differ).
+    assert abs(found.divergence.kl) < 1e-7 and found.divergence.top1 == 1 and not found.failures and not found.layers
 
 
 def test_a_wrong_weight_fails(source, tmp_path):
@@ -96,3 +97,10 @@ def test_a_source_that_moved_is_asked_for(tiny, tmp_path):
     with pytest.raises(ValueError, match="--against"):
         verify(tmp_path / "out", **OPTIONS)
     assert verify(tmp_path / "out", tmp_path / "moved", **OPTIONS).divergence.tokens == 126
+
+
+def test_another_model_is_not_compared_with(source, tiny, tmp_path):
+    out = convert(source, "int8-weight-only", tmp_path / "out").out
+    other = tiny(tmp_path / "other", hidden=32, layers=1)
+    with pytest.raises(ValueError, match="other: not the model that was converted: .* there and .* here; .*--against"):
+        verify(out, against=other, device="cpu")

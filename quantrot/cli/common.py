@@ -82,14 +82,16 @@ def _bars(columns: tuple[Any, ...]) -> Iterator[Callable[[str, int, int], None]]
 
 
 def grid(title: str, columns: list[str], rows: list[list[str]]) -> Any:
-    """A table; columns of numbers are flush right."""
+    """A table; columns of numbers are flush right. Brackets are text: a path may have them."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
+    shown = any(columns)
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=shown)
     for i, column in enumerate(columns):
         numbers = all(re.fullmatch(r"[-+]?[\d.,]*", row[i]) for row in rows)
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     return table

@@ -1,5 +1,6 @@
 """quantrot convert: rewrite a checkpoint by a recipe."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,18 +46,22 @@ def command(
         raise ValueError("--output is missing; give the directory to write, or --dry-run")
     from quantrot.convert import convert
 
-    with byte_progress() as progress:
-        done = convert(
-            model,
-            recipe,
-            output,
-            device=device,
-            resume=resume,
-            overwrite=overwrite,
-            max_shard_size=parse_size(max_shard_size),
-            threads=threads,
-            progress=progress,
-        )
+    try:
+        with byte_progress() as progress:
+            done = convert(
+                model,
+                recipe,
+                output,
+                device=device,
+                resume=resume,
+                overwrite=overwrite,
+                max_shard_size=parse_size(max_shard_size),
+                threads=threads,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        print("interrupted; the same command with --resume goes on from here", file=sys.stderr)
+        raise
     show(done)
 
 

@@ -5,7 +5,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaPreTrainedModel,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralPreTrainedModel
 
 from quantrot.kernels.attention import (
     Granularity,
@@ -137,10 +143,13 @@ class QuantizedAttention(Merging):
             key = (key - self.key_center[:, None]).to(key.dtype)
         if self.R3 is not None:
             query, key = self.R3(query), self.R3(key)
+        wide = key, value
         if self.kv_cache != "bf16" and (cache is None or adopt(cache, self.layer_idx, self.kv_cache) is None):
             key, value = round_trip(self.kv_cache, key, value)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
+        if self.kv_cache != "bf16":
+            key, value = inference_only(key, wide[0]), inference_only(value, wide[1])
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         return attention(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **self.window, **kwargs)
@@ -225,3 +234,8 @@ class QuantizedAttention(Merging):
             key, value = key[:, :, :tokens], value[:, :, :tokens]  # a static cache that was empty: the rest is unused
         (k, k_scale), (v, v_scale) = quantize_heads(key), quantize_heads(value)
         return Quantized(given.q, given.q_scale, k, k_scale, transposed_values(v), v_scale)
+
+
+# Models record the attention weights that `output_attentions=True` asks for by the class of the module.
+LlamaPreTrainedModel._can_record_outputs["attentions"] = [LlamaAttention, QuantizedAttention]
+MistralPreTrainedModel._can_record_outputs["attentions"] = [MistralAttention, QuantizedAttention]

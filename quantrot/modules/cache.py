@@ -159,8 +159,8 @@ class KVLayer(CacheLayerMixin):
         self.buffers = {name: buffer.repeat_interleave(repeats, 0) for name, buffer in self.buffers.items()}
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these sequences, in this order."""
-        self.buffers = {name: b.index_select(0, indices.to(b.device)) for name, b in self.buffers.items()}
+        """Only these sequences, in this order; or those where `indices`, a mask, is true."""
+        self.buffers = {name: buffer[indices.to(buffer.device)] for name, buffer in self.buffers.items()}
 
 
 def _padded(tokens: int) -> int:
@@ -257,6 +257,9 @@ class StaticKVLayer(KVLayer):
             self._allocate(parts, dtype)
         new = parts["key"].shape[2]
         at = torch.arange(new, device=self.device) + self.cumulative_length
+        room = self.buffers["key"].shape[2]
+        if room > self.max_cache_len:  # no token is lost in the padding: past the end is past the buffers' end
+            at = at.masked_fill(at >= self.max_cache_len, room)
         self.cumulative_length.add_(new)
         for name, part in parts.items():
             self.buffers[name].index_copy_(TOKEN_AXIS.get(name, 2), at, part.detach())

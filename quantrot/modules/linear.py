@@ -1,6 +1,7 @@
 """Linears that turn their input, and what all quantized linears share: tensors as on disk, and a forward."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,26 +137,52 @@ class QuantizedLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
         """Stored tensors are moved but never cast: what `model.to(torch.float16)` means is the rest of the model.
 
-        As bytes they are none of the floating-point tensors that a cast looks for.
+        As bytes they are none of the floating-point tensors that a cast looks for. A weight that was decoded is decoded
+        anew, where it is now and in the dtype of now.
         """
+        wide, self._decoded = None if self._decoded is None else fn(self._decoded[:0]).dtype, None
         stored = {name: getattr(self, name).dtype for name in self.tensor_names}
         for name in stored:
             getattr(self, name).data = getattr(self, name).data.view(torch.uint8)
-        super()._apply(fn, recurse)
-        for name, dtype in stored.items():
-            getattr(self, name).data = getattr(self, name).data.view(dtype)
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            for name, dtype in stored.items():
+                getattr(self, name).data = getattr(self, name).data.view(dtype)
+        if wide is not None and not self.runs_packed(getattr(self, self.tensor_names[0]).device):
+            self.decode(wide)
         return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self._decoded is not None:
+            self.decode(self._decoded.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {formats.label(self.format)}"
 
 
 def quantize_dequantize(x: Tensor, activations: ActivationFormat) -> Tensor:
-    """x [..., K] as the quantized multiplication sees it, in x's dtype. Blocks run over the flattened tokens."""
+    """x [..., K] as the quantized multiplication sees it, in x's dtype. Blocks run over the flattened tokens.
+
+    As in the kernels' products, MXFP4 passes gradients unchanged and FP8 has none: a backward through it raises.
+    """
     if activations.kind == "none":
         return x
     if activations.kind == "mxfp4":
-        return dequantize_mxfp4(*quantize_mxfp4(x, activations.scale_rule), x.dtype)
+        return _Mxfp4RoundTrip.apply(x, activations.scale_rule)
     flat = x.reshape(-1, x.shape[-1])
     qdata, scale = quantize_fp8_block(flat, activations.block, activations.scale_rule)
     return dequantize_fp8_block(qdata, scale, activations.block, x.dtype).view(x.shape)
+
+
+class _Mxfp4RoundTrip(torch.autograd.Function):
+    """x through MXFP4 and back; the gradient is the straight-through one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale_rule: str) -> Tensor:
+        return dequantize_mxfp4(*quantize_mxfp4(x, scale_rule), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None

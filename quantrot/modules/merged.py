@@ -26,6 +26,7 @@ class Merging(nn.Module):
         super().__init__()
         self.merged: QuantizedLinear | None = None
         self._merged_of: list[nn.Module] = []
+        self.register_load_state_dict_post_hook(_merge_what_was_assigned)
 
     def linears(self) -> list[nn.Module]:
         return [getattr(self, name) for name in self.parts]
@@ -60,6 +61,23 @@ class Merging(nn.Module):
         if again:
             self.merge()
         return self
+
+    def __setstate__(self, state: Any) -> None:
+        """Copied or unpickled, each tensor has memory of its own: they are merged again."""
+        super().__setstate__(state)
+        if self.merged is not None:
+            self.merge()
+
+
+def _merge_what_was_assigned(module: Merging, keys: Any) -> None:
+    """After load_state_dict(assign=True), whose tensors are no slices of the whole's memory."""
+    if module.merged is None:
+        return
+    for name, memory in module.merged.named_buffers(recurse=False):
+        where = memory.untyped_storage().data_ptr()
+        if any(getattr(part, name).untyped_storage().data_ptr() != where for part in module._merged_of):
+            module.merge()
+            return
 
 
 class QuantizedMLP(Merging):

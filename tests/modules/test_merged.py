@@ -1,6 +1,7 @@
 """Linears of one input as one product: the same numbers, names and tensors, wherever they are moved."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -112,6 +113,33 @@ def test_a_cast_leaves_the_stored_tensors_as_they_are(kind, merge):
         assert now.dtype == tensor.dtype and torch.equal(now.view(torch.uint8), tensor.view(torch.uint8))
     assert linear.bias.dtype == cast.dtype == torch.bfloat16
     assert (cast.float() - expected).norm() < 0.2 * expected.norm()  # FP4 activations fall into other codes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["deepcopy", "save", "assign", "assign one"])
+def test_the_parts_stay_slices_of_the_whole(change):
+    """Of a copy, too, and of tensors that load_state_dict(assign=True) put there: what is written into them counts."""
+    llama = model("fp8", bias=True)
+    merge_projections(llama)
+    x = torch.randn(3, 256)
+    expected = [y.clone() for y in llama.model.layers[0].self_attn.outputs(x)]
+    if change == "deepcopy":
+        llama = copy.deepcopy(llama)
+    if change == "save":
+        torch.save(llama, file := io.BytesIO())
+        llama = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    attention = llama.model.layers[0].self_attn
+    if change.startswith("assign"):
+        state = copy.deepcopy(llama.state_dict())
+        name = "model.layers.0.self_attn.v_proj.weight_scale"
+        llama.load_state_dict(state if change == "assign" else {name: state[name]}, strict=False, assign=True)
+    assert attention.current() is not None
+    for got, want in zip(attention.outputs(x), expected, strict=True):
+        assert torch.equal(got, want)
+    attention.v_proj.weight_scale.mul_(2)
+    attention.v_proj.bias.mul_(2)
+    q, k, v = attention.outputs(x)
+    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1]) and torch.equal(v, expected[2] * 2)
 
 
 def test_a_replaced_projection_is_the_one_that_runs():

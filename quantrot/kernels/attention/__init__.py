@@ -203,7 +203,10 @@ class _InferenceOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("fp8_attention is for inference and has no backward; train with attention: bf16")
+        raise NotImplementedError(
+            "quantized attention and KV caches are for inference and have no backward; train with attention: bf16 and "
+            "kv_cache: bf16"
+        )
 
 
 def inference_only(y: Tensor, *inputs: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ def quantize_reference(
     random: (seed, offset) of stochastic rounding.
     """
     block, root = hadamard or GROUP, float32((hadamard or 1) ** -0.5)
-    blocks = x.reshape(-1, block)
+    blocks = x.detach().reshape(-1, block)
     groups = x.numel() // GROUP
     packed = torch.empty(groups, GROUP // 2, dtype=torch.uint8, device=x.device)
     scale = torch.empty(groups, dtype=torch.uint8, device=x.device)
