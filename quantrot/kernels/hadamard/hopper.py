@@ -28,6 +28,7 @@ FILES = {
     **dict.fromkeys(("block", "dense", "axis"), ("words.cuh", "common.cuh", "bases.cuh")),
     **dict.fromkeys(("flow", "once"), ("../hopper.cuh", "words.cuh", "flow.cuh")),
     "stream": ("words.cuh", "common.cuh", "stream.cuh"),
+    "held": ("words.cuh", "common.cuh", "held.cuh"),
 }
 FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow, once)
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) hadamard({map_type}
@@ -54,10 +55,11 @@ class Plan:
     flow    one asynchronous product, rows through a ring of buffers          16 bits, K * 64, K * 128 or K * 256
     once    the same product, a row in a thread block                         16 bits, as flow
     stream  32 ... 4096 elements as codes, a warp's pieces through a ring      16 bits
+    held    a row in a thread block's registers, 16 bits of K rows each       16 bits, K * 16, 64, 128 ... 1024
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
-    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "once", "stream", "axis"]
+    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "once", "stream", "held", "axis"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
     vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share, stream)
@@ -89,6 +91,8 @@ class Plan:
             return self.kind, self.precision
         if self.by_map:
             return "flow", self.tiles
+        if self.kind == "held":
+            return "held", self.tiles, self.precision
         return (self.kind,) if self.kind in ("turn", "axis") else (self.kind, self.warps, self.tiles, self.part)
 
     def call(self, order: int, dtype: torch.dtype, signs: bool, out: torch.dtype) -> str:
@@ -104,6 +108,8 @@ class Plan:
         if self.kind == "once":
             shape = f"{order // (8 * self.tiles)}, {8 * self.tiles}"
             return f"once_kernel<{d}, {shape}, {self.warps // 4}, {self.resident}, {flag}>"
+        if self.kind == "held":
+            return f"held_kernel<{d}, {order // (8 * self.tiles)}, {8 * self.tiles}, {self.warps}, {precision}, {flag}>"
         if self.kind == "block":
             base = order // (8 * self.tiles * self.warps)
             return f"block_kernel<{d}, {base}, {self.tiles}, {self.warps}, {self.part}, {self.stages}, {flag}>"
@@ -128,6 +134,8 @@ class Plan:
             return _axis_base(order, transpose)
         if self.by_map:
             return _flow_base(order, order // (8 * self.tiles), transpose)
+        if self.kind == "held":
+            return _held_base(order, order // (8 * self.tiles), transpose)
         if self.kind == "block":
             base = order // (8 * self.tiles * self.warps)
             return _block_base(base, transpose) if base & (base - 1) else ""
@@ -170,6 +178,8 @@ class Plan:
             return order * (4 + 2 * self.stages) + (128 if self.stages else 0)
         if self.kind == "lanes" and self.share > 1:
             return order * 4
+        if self.kind == "held":
+            return self.tiles * 1024 if self.tiles > 8 else 0
         if self.kind == "stream":
             return self.warps * self.stages * self.vectors * 512
         if self.kind == "block":
@@ -204,6 +214,8 @@ class Plan:
             return min(rows, processors * self.resident // self.cluster) * self.cluster
         if self.kind in ("share", "dense", "once") or self.share > 1:
             return rows
+        if self.kind == "held":
+            return rows if self.tiles > 8 else -(-rows // (self.warps * (8 // self.tiles)))
         a_warp = 32 * self.vectors * (16 // dtype.itemsize)
         blocks = -(-rows * order // (a_warp * self.warps))
         return min(blocks, processors * self.resident) if self.kind == "stream" else blocks
@@ -359,6 +371,22 @@ def _flow_base(order: int, base: int, transpose: bool) -> str:
         f"__device__ const u32 SIGNS_{base}[] = {{{_words(bits)}}};\ntemplate <>\nstruct Signs<{base}> {{\n"
         f"  __device__ __forceinline__ static u32 word(u32 block, u32 w) {{\n"
         f"    return SIGNS_{base}[(block * {words} + w) * 32 + lane_number()];\n  }}\n}};\n"
+    )
+
+
+def _held_base(order: int, base: int, transpose: bool) -> str:
+    """As _flow_base, in the order of m16n8k16's registers where a lane's pieces are four apart; see HeldSigns."""
+    factor = hadamard_factors(order)[0]
+    known = factor if factor & (factor - 1) else 1
+    h = torch.kron(hadamard_base(known), hadamard_base(base // known))
+    tiles, words = -(-base // 16), -(-base // 64)
+    bits = _padded((h if transpose else h.T) < 0, tiles * 16, words * 64)
+    # [tile, half row, g, word, step, half column, pair, q] -> [tile, word, g, q, pair, step, half column, half row]
+    bits = bits.view(tiles, 2, 8, words, 4, 2, 2, 4).permute(0, 3, 2, 7, 6, 4, 5, 1).reshape(-1, 32)
+    return (
+        f"__device__ const u32 HELD_{base}[] = {{{_words(bits)}}};\ntemplate <>\nstruct HeldSigns<{base}> {{\n"
+        f"  __device__ __forceinline__ static u32 word(u32 tile, u32 w) {{\n"
+        f"    return __ldg(HELD_{base} + (tile * {words} + w) * 32 + (threadIdx.x & 31));\n  }}\n}};\n"
     )
 
 

@@ -81,6 +81,8 @@ inline void store8(void* p, u32 a, u32 b) {
   memcpy(p, &a, 4), memcpy((char*)p + 4, &b, 4);
 }
 
+inline void store4(void* p, u32 a) { memcpy(p, &a, 4); }
+
 template <int D>
 inline u32 pack(float lo, float hi) {
   return D == BF16 ? Bf16::pack(lo, hi) : Fp16::pack(lo, hi);
