@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from quantrot.kernels.hadamard.hopper import Plan
+from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for
 from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR
 from quantrot.orthogonal import random_signs
 
@@ -22,8 +22,8 @@ extern "C" const char* run(const void* x, void* y, const signed char* signs, lon
 """
 
 
-def held(columns: int, warps: int, resident: int = 1, precision: str = "SPLIT") -> Plan:
-    return Plan("held", warps, resident, tiles=columns // 8, precision=precision)
+def held(columns: int, warps: int, resident: int = 1, precision: str = "SPLIT", **options: bool) -> Plan:
+    return Plan("held", warps, resident, tiles=columns // 8, precision=precision, **options)
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,60 @@ def test_the_emulated_kernel_is_the_definition(emulated, n, plan, dtype, signed,
         assert torch.equal(y[[0, 2]], clean[[0, 2]])
         assert torch.equal(y[1:2].isnan(), sums.isnan()) and torch.equal(y[1:2].isinf(), sums.isinf())
         assert value != value or torch.equal(y[1:2].sign(), sums.sign().to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("n", "plan"),
+    [
+        (576, held(16, 2, 8, overlap=True, ahead=True)),
+        (1536, held(64, 1, 20, overlap=True, ahead=True)),
+        (4864, held(64, 1, 12, overlap=True)),
+        (5120, held(128, 2, 8, overlap=True, ahead=True)),
+        (12288, held(256, 4, 4, overlap=True, ahead=True)),
+        (14336, held(512, 8, 2)),
+        (14336, held(512, 8, 2, overlap=True, ahead=True)),
+        (16384, held(512, 8, 2, overlap=True, ahead=True)),
+        (17408, held(256, 4, 3, overlap=True, ahead=True)),
+    ],
+)
+def test_on_a_gpu_every_run_gives_the_same_right_bits(n, plan, transposed):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    torch.manual_seed(0)
+    for rows in (1, 3, 63, 601):
+        x = torch.randn(rows, n + 8, device="cuda").half()[:, :n]
+        signs = random_signs(n, 1).to("cuda")
+        y = torch.full((rows, n), NAN, dtype=x.dtype, device="cuda")
+        launch(x, y, signs, n**-0.5, plan, transpose=transposed)
+        turned = torch.ops.quantrot.hadamard(x.double() * signs, None, n, n**-0.5, transposed, "reference")
+        assert ((y.double() - turned).norm() / turned.norm()).item() <= MAX_RELATIVE_ERROR[x.dtype]
+        again = x.clone()
+        for _ in range(100 if rows == 601 else 1):
+            launch(again.copy_(x), again, signs, n**-0.5, plan, transpose=transposed)
+            assert torch.equal(again, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [576, 5120, 14336, 16384])
+def test_on_a_gpu_rows_asked_for_early_are_those_that_the_kernel_before_writes(n):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    plan = plan_for(n, torch.bfloat16)
+    assert plan is not None and plan.ahead and plan.overlap
+    x = torch.randn((8 << 20) // n, n, device="cuda").bfloat16()
+    y, z = torch.empty_like(x), torch.empty_like(x)
+
+    def run(wait: bool) -> torch.Tensor:
+        y.zero_()
+        launch(x, y, None, n**-0.5, plan)
+        if wait:
+            torch.cuda.synchronize()
+        launch(y, z, None, n**-0.5, plan)
+        y.zero_()  # not before it is read
+        return z.clone()
+
+    expected = run(True)
+    for _ in range(20):
+        assert torch.equal(run(False), expected)

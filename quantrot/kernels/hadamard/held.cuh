@@ -33,7 +33,7 @@ __device__ __forceinline__ u32 held_at(u32 piece, u32 row, u32 unit) {
 template <int D, int K, int C, int WARPS, int P, bool SIGNS>
 __device__ __forceinline__ void held_kernel(const Args& a) {
   constexpr int LOADS = K / 4, STEPS = (K + 15) / 16, WORDS = (STEPS + 3) / 4, PIECES = C > 64 ? C / 64 : 1;
-  constexpr int UNROLL = STEPS <= 3 ? STEPS : 1;
+  constexpr int UNROLL = STEPS <= (PIECES > 1 ? 2 : 3) ? STEPS : 1;  // 12288: 112 registers, 36 bytes spill at 3
   static_assert(K % 4 == 0 && (C == 16 || C % 64 == 0) && (PIECES == 1 || PIECES == WARPS), "how a row is divided");
   const u32 lane = threadIdx.x & 31, warp = warp_number(), g = lane >> 2, q = lane & 3;
   const u32 unit = g / 2 + g % 2 * 4;                 // this lane's eight columns, of 64
@@ -44,11 +44,11 @@ __device__ __forceinline__ void held_kernel(const Args& a) {
   const float scale = D == BF16 && P == CUT && C > 16 ? a.scale * 1.00035f : a.scale;  // the mean of what is cut
 
   Vec in[LOADS];
-  const char* from = (const char*)a.x + (row * a.x_stride + q * C + column) * 2;
+  const char* x = (const char*)a.x + (row * a.x_stride + q * C + column) * 2;
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
     in[i] = Vec{{0, 0, 0, 0}};
-    if (PIECES > 1 || row < a.rows) in[i] = load16(from + i * 8 * C);
+    if (PIECES > 1 || row < a.rows) in[i] = load16(x + i * 8 * C);
   }
   u32 words[WORDS];
 #pragma unroll
@@ -65,14 +65,26 @@ __device__ __forceinline__ void held_kernel(const Args& a) {
     for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int c = 0; c < 8; c++) {
-        const int i = 4 * s + 2 * h;
-        held[s][h][c] = i >= LOADS ? 0 : bytes_of(in[i < LOADS ? i : 0].w[c / 2], i + 1 < LOADS ? in[i + 1 < LOADS ? i + 1 : 0].w[c / 2] : 0,
-                                                  c % 2 ? 0x7632 : 0x5410);
+        const int i = 4 * s + 2 * h, j = i + 1;       // zeros past K
+        const u32 low = i < LOADS ? in[i < LOADS ? i : 0].w[c / 2] : 0, high = j < LOADS ? in[j < LOADS ? j : 0].w[c / 2] : 0;
+        held[s][h][c] = bytes_of(low, high, c % 2 ? 0x7632 : 0x5410);
       }
 
   u32 even, odd;
   lane_signs(even, odd);
-  const float b0 = even ? -1.f : 1.f, b1 = odd ? -1.f : 1.f;  // S_8[q][unit], S_8[q + 4][unit]
+  const u32 one = (D == BF16 ? 0x3F803F80u : 0x3C003C00u) ^ (u32)(a.rows >> 63);  // a register: one instruction less an operand
+  const float b0 = __uint_as_float(from_here(0x3F800000u | even << 31)), b1 = __uint_as_float(from_here(0x3F800000u | odd << 31));
+  // S_8[q][unit], S_8[q + 4][unit]
+  constexpr int PART = WARPS <= 8 ? 4 : 2, LANES = 64 / PART;  // columns of each piece that a lane finishes, lanes at a row
+  u32 to = 0, from = 0;
+  char* y = (char*)a.y;
+  if constexpr (PIECES > 1) {
+    const u32 r = warp * (32 / LANES) + lane / LANES, part = lane % LANES;
+    const u32 sums = shared_memory();
+    to = from_here(sums + held_at(warp, g, 2 * q));
+    from = from_here(sums + held_at(0, r, part * PART / 4) + part * PART % 4 * 4);
+    y += (row * a.y_stride + r * C + part * PART) * 2;
+  }
 #pragma unroll UNROLL
   for (int tile = 0; tile < STEPS; tile++) {
     float d[8][4];
@@ -82,8 +94,7 @@ __device__ __forceinline__ void held_kernel(const Args& a) {
     for (int s = 0; s < STEPS; s++) {
       u32 h[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        h[i] = (D == BF16 ? 0x3F803F80u : 0x3C003C00u) ^ (words[s / 4] << (15 - s % 4 * 4 - i) & 0x80008000u);
+      for (int i = 0; i < 4; i++) h[i] = one ^ (words[s / 4] << (15 - s % 4 * 4 - i) & 0x80008000u);
 #pragma unroll
       for (int c = 0; c < 8; c++) mma16<D>(d[c], h[0], h[1], h[2], h[3], held[s][0][c], held[s][1][c]);
     }
@@ -130,7 +141,7 @@ __device__ __forceinline__ void held_kernel(const Args& a) {
             store16((char*)a.y + (out * a.y_stride + k * C + (C == 16 ? to % 2 : to) * 8) * 2, v);
         }
     } else {
-      const u32 sums = shared_memory() + tile % 2 * (C * 64);
+      const u32 buffer = tile % 2 * (C * 64);
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -138,31 +149,31 @@ __device__ __forceinline__ void held_kernel(const Args& a) {
 #pragma unroll
           for (int j = 0; j < 2; j++) {
             const int i = 2 * h + b;
-            store_shared16(sums + held_at(warp, g + 8 * h, 2 * (q + 4 * b) + j), d[4 * j][i], d[4 * j + 1][i],
-                           d[4 * j + 2][i], d[4 * j + 3][i]);
+            store_shared16((to ^ j * 16) + buffer + h * 2048 + b * 128, d[4 * j][i], d[4 * j + 1][i], d[4 * j + 2][i],
+                           d[4 * j + 3][i]);
           }
       __syncthreads();  // one is enough: who writes here again has passed the next tile's
-      constexpr int PART = WARPS <= 8 ? 4 : 2, LANES = 64 / PART;  // a lane's columns, lanes at a row
+      constexpr int ROWS = WARPS * 32 / LANES;        // rows of the tile at a time
 #pragma unroll
-      for (u32 i = 0; i < 16 * LANES / (WARPS * 32); i++) {
-        const u32 r = (i * WARPS + warp) * (32 / LANES) + lane / LANES, part = lane % LANES;
-        if (tile * 16 + r >= K) continue;
+      for (int i = 0; i < 16 / ROWS; i++) {
+        if (K % 16 && tile * 16 + i * ROWS + (int)(warp * (32 / LANES) + lane / LANES) >= K) continue;
         float z[PIECES][PART];
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
+          const u32 at = from + buffer + p * 4096 + i * (ROWS * 256);
           if constexpr (PART == 4) {
-            const float4 f = load_shared16(sums + held_at(p, r, part));
+            const float4 f = load_shared16(at);
             z[p][0] = f.x, z[p][1] = f.y, z[p][2] = f.z, z[p][3] = f.w;
           } else {
-            load_shared8(sums + held_at(p, r, part / 2) + part % 2 * 8, z[p][0], z[p][1]);
+            load_shared8(at, z[p][0], z[p][1]);
           }
         }
         butterflies<PIECES, PART, 1, PIECES / 2>(z);
         last_butterfly(z, scale);
-        char* const y = (char*)a.y + (row * a.y_stride + (tile * 16 + r) * C + part * PART) * 2;
 #pragma unroll
-        for (int p = 0; p < PIECES; p++) store_part<D>(y + p * 128, z[p]);
+        for (int p = 0; p < PIECES; p++) store_part<D>(y + i * (ROWS * C * 2) + p * 128, z[p]);
       }
+      y += 16 * C * 2;
     }
   }
 }
