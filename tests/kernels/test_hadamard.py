@@ -287,7 +287,7 @@ def test_graph_bits_are_eager_bits(n):
 
 
 @gpu
-@pytest.mark.parametrize("n", [32, 64, 128, 256, 1024, 3072, 4096, 14336, 16384, 18944, 32768])
+@pytest.mark.parametrize("n", [32, 64, 128, 256, 576, 1024, 1536, 3072, 4096, 4864, 14336, 16384, 18944, 32768])
 def test_a_hundred_runs_are_bit_equal(n):
     x = torch.randn(2 * 132 * 17 + 1 if n < 8192 else 601, n, device="cuda", dtype=torch.bfloat16)
     first = hadamard_transform(x)
@@ -298,8 +298,9 @@ def test_a_hundred_runs_are_bit_equal(n):
 SANITIZED = """
 import torch
 from quantrot.kernels.hadamard import hadamard_transform, hadamard_transform_
-many = {1536: 2201, 3072: 601, 14336: 601, 32768: 601}  # every persistent block has a second row, and a third
-for n in (8, 32, 64, 128, 256, 1024, 2048, 4096, 8192, 16384, 32768, 576, 1536, 3072, 5120, 13824, 14336, 18944, 28672):
+many = {11008: 601, 14336: 601, 32768: 601}  # every persistent block has a second row, and a third; two waves of 14336
+powers = [8, 32, 64, 128, 256, 1024, 2048, 4096, 8192, 16384, 32768]
+for n in powers + [576, 1536, 3072, 4864, 5120, 11008, 12288, 13824, 14336, 17408, 18944, 28672, 53248]:
     for rows in (1, 3, many.get(n, 5)):
         x = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
         torch.ops.quantrot.hadamard(x, None, n, 1.0, False, "hopper")
@@ -417,7 +418,7 @@ def _programs() -> list[tuple[str, str]]:
 
     found = []
     powers = [2, 8, 32, 64, 128, 256, 1024, 2048, 4096, 8192, 16384, 32768]
-    for n in [*powers, 576, 1536, 3072, 13824, 14336, 18944, 28672]:
+    for n in [*powers, 576, 1536, 3072, 4864, 5120, 11008, 12288, 13824, 14336, 17408, 18944, 28672, 53248]:
         plan = plan_for(n, torch.bfloat16)
         found.append((f"{plan.kind}-{n}", plan.source(n, torch.bfloat16, True, True)))
     for n in (256, 1024, 4096):

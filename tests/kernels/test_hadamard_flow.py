@@ -28,10 +28,6 @@ def flow(columns: int, groups: int, stages: int = 2, **options: int) -> Plan:
     return Plan("flow", 4 * groups + 4, 1, tiles=columns // 8, stages=stages, **options)
 
 
-def once(columns: int, groups: int, resident: int = 2) -> Plan:
-    return Plan("once", 4 * groups, resident, tiles=columns // 8)
-
-
 PLANS = [
     (24 * 64, flow(64, 2), torch.bfloat16, True, False),  # 12 x 2 x 64: rows of zeros, two rows in work
     (108 * 64, flow(64, 2), torch.float16, False, True),  # the second tile part empty; an asymmetric base
@@ -41,9 +37,6 @@ PLANS = [
     (172 * 64, flow(64, 2), torch.float16, True, False),  # more tiles than warpgroups
     (208 * 128, flow(128, 2, cluster=2), torch.bfloat16, True, False),  # a row in four warpgroups of two blocks
     (108 * 128, flow(128, 2, 4, cluster=2, paced=True), torch.float16, False, True),  # two rows in work in both blocks
-    (24 * 128, once(128, 1), torch.bfloat16, True, False),
-    (148 * 64, once(64, 1), torch.float16, True, False),  # three tiles one after the other
-    (172 * 64, once(64, 3), torch.bfloat16, False, True),  # side by side
 ]
 
 
@@ -62,8 +55,7 @@ def test_the_emulated_kernel_is_the_definition(emulated, n, plan, dtype, signed,
     numbers = [ctypes.c_longlong(v) for v in (rows, n + apart, n)]
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, y, signs)]
     for seed in range(2):
-        blocks = rows if plan.kind == "once" else 2
-        assert library.run(*pointers, *numbers, ctypes.c_float(n**-0.5), blocks, seed, None) == b""
+        assert library.run(*pointers, *numbers, ctypes.c_float(n**-0.5), 2, seed, None) == b""
         x64 = x[:, :n].double() * (signs if signed else 1)
         exact = torch.ops.quantrot.hadamard(x64, None, n, n**-0.5, transposed, "auto")
         assert ((y.double() - exact).norm() / exact.norm()).item() <= MAX_RELATIVE_ERROR[dtype]
@@ -110,11 +102,6 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, rule):
         (28672, flow(256, 2, 2, cluster=2)),
         (28672, flow(256, 2, 2, paced=True)),
         (18944, flow(128, 3, 3, paced=True)),
-        (14336, once(256, 1, 3)),
-        (16384, once(256, 1, 3)),
-        (17408, once(128, 1, 4)),
-        (13824, once(128, 2, 2)),
-        (3072, once(64, 1, 6)),
     ],
 )
 def test_on_a_gpu_every_run_gives_the_same_right_bits(n, plan, dtype):

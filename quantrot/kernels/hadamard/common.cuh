@@ -28,6 +28,24 @@ __device__ __forceinline__ void grid_wait() {
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// The ROWS rows of a thread block come to L2, or do not: nothing depends on it, so it may be asked for before grid_wait.
+template <int BYTES, int ROWS>
+__device__ __forceinline__ void warm_rows(const void* x, i64 rows, i64 pitch, i64 block) {
+  const i64 row = block * ROWS + threadIdx.x;
+  if (threadIdx.x < ROWS && row < rows)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"((const char*)x + row * pitch), "r"(BYTES) : "memory");
+}
+
+// grid_wait, in which the rows of the first WAVE blocks come to L2, and then those of the block that will take this one's
+// place: blocks that start together load together and compute together, while memory has nothing to do (14336 in two blocks
+// of eight warps on a multiprocessor: 0.82 of a copy's speed, 0.92 with this).
+template <int BYTES, int ROWS, int WAVE>
+__device__ __forceinline__ void grid_wait_ahead(const void* x, i64 rows, i64 pitch) {
+  if (blockIdx.x < WAVE) warm_rows<BYTES, ROWS>(x, rows, pitch, blockIdx.x);
+  grid_wait();
+  warm_rows<BYTES, ROWS>(x, rows, pitch, (i64)blockIdx.x + WAVE);
+}
+
 // --- Tensor core products with constant Hadamard operands ------------------------------------------------------------
 
 template <int D>

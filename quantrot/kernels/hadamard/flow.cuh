@@ -19,12 +19,6 @@ struct Number : Fp16 {};
 template <>
 struct Number<BF16> : Bf16 {};
 
-// x, and the compiler does not see that it is: what is made of it is made here, and not kept in registers since the start.
-__device__ __forceinline__ u32 from_here(u32 x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 // The signs of H_K^T as wgmma takes its rows, defined by the program: word w of rows 16 * block ... + 15 has a lane's of
 // columns 64 w ... + 63. Bit 4 * (step % 4) + register is the lower column's, 16 further up the higher one's.
 template <int K>
@@ -354,48 +348,6 @@ __device__ __forceinline__ void flow_kernel(const TensorMap& map, const Args& a)
     }
   }
   if constexpr (CLUSTER > 1) cluster_sync();  // neither leaves before the other has handed its buffers back
-}
-
-// A row a thread block, several of them on a multiprocessor in different steps.
-template <int D, int K, int C, int GROUPS, int RESIDENT, bool SIGNS>
-__device__ __forceinline__ void once_kernel(const TensorMap& map, const Args& a) {
-  using S = Shape<K, C>;
-  constexpr int REGISTERS = 65536 / (128 * GROUPS * RESIDENT) / 8 * 8;
-  const u32 input = shared_memory(), stages = input + S::INPUT, full = stages + GROUPS * 4 * STAGE;
-  const u32 warp = warp_number(), block = warp & 3;
-  const i64 row = blockIdx.x;
-  if (warp == 0) {
-    if (lane_number() == 0) {
-      barrier_init(full, 1);
-      barrier_init_done();
-    }
-    warp_sync();
-    const u64 policy = cache_policy<KEEP_INPUT>();
-    const int y = (int)row * (int)(a.x_stride / C);
-#pragma unroll
-    for (u32 chunk = 0; chunk < C / 64; chunk++) tensor_warm(&map, 64 * chunk, y);
-    grid_wait();
-    barrier_expect(full, K * C * 2);
-#pragma unroll
-    for (u32 chunk = 0; chunk < C / 64; chunk++)
-      tensor_load(input + chunk * S::CHUNK, &map, 64 * chunk, y, full, policy);
-  }
-  fill_empty<K, C>(input, 1, 128 * GROUPS);
-  Operand<D, K, C, REGISTERS, false> operand;
-  operand.load(warp);
-  grid_wait();
-  block_sync();
-  barrier_wait(full, 0);
-  if constexpr (SIGNS) turn_signs<K, C, 128 * GROUPS>(a, input, row, 1);
-#pragma unroll 1
-  for (u32 tile = warp / 4; tile < S::TILES; tile += GROUPS) {
-    if (S::TILES > GROUPS && tile >= GROUPS) operand.load(4 * tile + block);
-    float d[C / 2];
-    operand.multiply(d, input);
-    if (a.sign_rows < 0) return;  // as above
-    product_done(d);
-    finish<D, K, C>(a, row, d, stages + warp * STAGE, 64 * tile + 16 * block);
-  }
 }
 
 }  // namespace quantrot

@@ -26,10 +26,12 @@ LARGEST_POWER = 32768  # of two, in one kernel
 FILES = {
     **dict.fromkeys(("lanes", "turn", "warp", "share"), ("words.cuh", "common.cuh", "rows.cuh")),
     **dict.fromkeys(("block", "dense", "axis"), ("words.cuh", "common.cuh", "bases.cuh")),
-    **dict.fromkeys(("flow", "once"), ("../hopper.cuh", "words.cuh", "flow.cuh")),
+    "flow": ("../hopper.cuh", "words.cuh", "flow.cuh"),
     "stream": ("words.cuh", "common.cuh", "stream.cuh"),
+    "held": ("words.cuh", "common.cuh", "held.cuh"),
 }
-FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow, once)
+FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow)
+PROCESSORS = 132  # of an H200: which rows are asked for ahead of time; no result depends on it
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) hadamard({map_type}
     const void* x, void* y, const signed char* signs, long long rows, long long x_stride, long long y_stride,
     int sign_rows, float scale, float* scales, long long scale_row, long long scale_group, unsigned in_row) {{
@@ -52,29 +54,30 @@ class Plan:
     block   a base of at most 32 rows, persistent thread blocks               16 bits, K * 2^m
     dense   a larger base, and up to two small ones                           16 bits
     flow    one asynchronous product, rows through a ring of buffers          16 bits, K * 64, K * 128 or K * 256
-    once    the same product, a row in a thread block                         16 bits, as flow
     stream  32 ... 4096 elements as codes, a warp's pieces through a ring      16 bits
+    held    a row in a thread block's registers, 16 bits of K rows each       16 bits, K * 16, 64, 128 ... 1024
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
-    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "once", "stream", "axis"]
+    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "stream", "held", "axis"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
     vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share, stream)
     share: int = 1  # warps that share a row (lanes)
     stages: int = 0  # input buffers (share: 0 is one row a block, no prefetch; dense: 0 is sums in the input's place)
-    tiles: int = 8  # groups of eight columns: a warp's (block), a row's (flow); row tiles of a task (dense)
+    tiles: int = 8  # groups of eight columns: a warp's (block), a row's (flow, held); row tiles of a task (dense)
     part: int = 8  # neighbouring columns a lane finishes (block: 2, 4 or 8), column groups of a task (dense)
-    precision: Literal["CUT", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share)
+    precision: Literal["CUT", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share, held)
     cluster: int = 1  # thread blocks that share a row (flow)
     paced: bool = False  # warpgroups multiply one after the other (flow)
     overlap: bool = False  # launched while the kernel before it ends
+    ahead: bool = False  # the next wave's rows come to L2 (held, share without stages; overlap)
     stream: bool = True  # cache hints: mark the data as not used again soon
 
     @property
     def by_map(self) -> bool:
         """Whether the copy engine brings the rows by a tensor map."""
-        return self.kind in ("flow", "once")
+        return self.kind == "flow"
 
     @property
     def arithmetic(self) -> tuple:
@@ -89,6 +92,8 @@ class Plan:
             return self.kind, self.precision
         if self.by_map:
             return "flow", self.tiles
+        if self.kind == "held":
+            return "held", self.tiles, self.precision
         return (self.kind,) if self.kind in ("turn", "axis") else (self.kind, self.warps, self.tiles, self.part)
 
     def call(self, order: int, dtype: torch.dtype, signs: bool, out: torch.dtype) -> str:
@@ -101,9 +106,8 @@ class Plan:
             shape = f"{order // (8 * self.tiles)}, {8 * self.tiles}"
             extra = f"{self.warps // 4 - 1}, {self.stages}, {self.cluster}, {str(self.paced).lower()}, "
             return f"flow_kernel<{d}, {shape}, {extra}{flag}>"
-        if self.kind == "once":
-            shape = f"{order // (8 * self.tiles)}, {8 * self.tiles}"
-            return f"once_kernel<{d}, {shape}, {self.warps // 4}, {self.resident}, {flag}>"
+        if self.kind == "held":
+            return f"held_kernel<{d}, {order // (8 * self.tiles)}, {8 * self.tiles}, {self.warps}, {precision}, {flag}>"
         if self.kind == "block":
             base = order // (8 * self.tiles * self.warps)
             return f"block_kernel<{d}, {base}, {self.tiles}, {self.warps}, {self.part}, {self.stages}, {flag}>"
@@ -128,6 +132,8 @@ class Plan:
             return _axis_base(order, transpose)
         if self.by_map:
             return _flow_base(order, order // (8 * self.tiles), transpose)
+        if self.kind == "held":
+            return _held_base(order, order // (8 * self.tiles), transpose)
         if self.kind == "block":
             base = order // (8 * self.tiles * self.warps)
             return _block_base(base, transpose) if base & (base - 1) else ""
@@ -156,13 +162,26 @@ class Plan:
                 resident=self.resident,
                 call=self.call(order, dtype, signs, out or dtype),
                 cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
-                wait="quantrot::grid_wait();\n  "
-                if self.overlap and not (self.by_map or self.kind == "stream")
-                else "",
+                wait=self.wait(order, dtype),
                 map_type="const __grid_constant__ quantrot::TensorMap map," if self.by_map else "",
                 map="map, " if self.by_map else "",
             )
         )
+
+    def wait(self, order: int, dtype: torch.dtype) -> str:
+        """The call that waits for the kernel before, of those that do not wait themselves."""
+        if not self.overlap or self.by_map or self.kind == "stream":
+            return ""
+        if not self.ahead:
+            return "quantrot::grid_wait();\n  "
+        size, wave = order * dtype.itemsize, PROCESSORS * self.resident
+        of_rows = f"<{size}, {self.rows_a_block}, {wave}>(x, rows, x_stride * {dtype.itemsize})"
+        return f"quantrot::grid_wait_ahead{of_rows};\n  "
+
+    @property
+    def rows_a_block(self) -> int:
+        """held: a warp has one row or, of C = 16, four; or a thread block has one. share: a thread block has one."""
+        return self.warps * (8 // self.tiles) if self.kind == "held" and self.tiles <= 8 else 1
 
     def shared_bytes(self, order: int) -> int:
         """Dynamic shared memory of a thread block."""
@@ -170,6 +189,8 @@ class Plan:
             return order * (4 + 2 * self.stages) + (128 if self.stages else 0)
         if self.kind == "lanes" and self.share > 1:
             return order * 4
+        if self.kind == "held":
+            return self.tiles * 1024 if self.tiles > 8 else 0
         if self.kind == "stream":
             return self.warps * self.stages * self.vectors * 512
         if self.kind == "block":
@@ -180,8 +201,6 @@ class Plan:
         if self.by_map:
             depth = -(-order // (8 * self.tiles) // 16) * 16
             one_input = depth * 16 * self.tiles + 16
-            if self.kind == "once":
-                return one_input + self.warps * FLOW_STAGE
             return self.stages * one_input + (self.warps - 4) * FLOW_STAGE + 8 * (self.warps // 4)
         if self.kind == "dense":
             base = dense_shape(order)[0]
@@ -202,8 +221,10 @@ class Plan:
             return -(-rows * inner // 256)
         if self.kind in ("block", "flow") or (self.kind == "share" and self.stages):
             return min(rows, processors * self.resident // self.cluster) * self.cluster
-        if self.kind in ("share", "dense", "once") or self.share > 1:
+        if self.kind in ("share", "dense") or self.share > 1:
             return rows
+        if self.kind == "held":
+            return -(-rows // self.rows_a_block)
         a_warp = 32 * self.vectors * (16 // dtype.itemsize)
         blocks = -(-rows * order // (a_warp * self.warps))
         return min(blocks, processors * self.resident) if self.kind == "stream" else blocks
@@ -359,6 +380,22 @@ def _flow_base(order: int, base: int, transpose: bool) -> str:
         f"__device__ const u32 SIGNS_{base}[] = {{{_words(bits)}}};\ntemplate <>\nstruct Signs<{base}> {{\n"
         f"  __device__ __forceinline__ static u32 word(u32 block, u32 w) {{\n"
         f"    return SIGNS_{base}[(block * {words} + w) * 32 + lane_number()];\n  }}\n}};\n"
+    )
+
+
+def _held_base(order: int, base: int, transpose: bool) -> str:
+    """As _flow_base, in the order of m16n8k16's registers where a lane's pieces are four apart; see HeldSigns."""
+    factor = hadamard_factors(order)[0]
+    known = factor if factor & (factor - 1) else 1
+    h = torch.kron(hadamard_base(known), hadamard_base(base // known))
+    tiles, words = -(-base // 16), -(-base // 64)
+    bits = _padded((h if transpose else h.T) < 0, tiles * 16, words * 64)
+    # [tile, half row, g, word, step, half column, pair, q] -> [tile, word, g, q, pair, step, half column, half row]
+    bits = bits.view(tiles, 2, 8, words, 4, 2, 2, 4).permute(0, 3, 2, 7, 6, 4, 5, 1).reshape(-1, 32)
+    return (
+        f"__device__ const u32 HELD_{base}[] = {{{_words(bits)}}};\ntemplate <>\nstruct HeldSigns<{base}> {{\n"
+        f"  __device__ __forceinline__ static u32 word(u32 tile, u32 w) {{\n"
+        f"    return __ldg(HELD_{base} + (tile * {words} + w) * 32 + (threadIdx.x & 31));\n  }}\n}};\n"
     )
 
 

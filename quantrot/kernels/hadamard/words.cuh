@@ -24,6 +24,13 @@ struct alignas(16) Vec {
   u32 w[4];
 };
 
+// x, and the compiler does not see that it is: what is made of it is made here, and not kept in registers since the start, or is
+// kept and not made again.
+__device__ __forceinline__ u32 from_here(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // With a SCALE_RULE, results leave as e4m3 codes of 128 neighbours and their scale amax / 448: 1 exact, 2 as the nearest
 // bfloat16, 3 as the next power of two. They are quantized from float32: nothing is rounded to 16 bits on the way.
 #ifndef SCALE_RULE
@@ -80,6 +87,8 @@ inline void store8(void* p, u32 a, u32 b) {
   if ((uintptr_t)p % 8) emulator::fail("a store of 8 bytes that is not aligned");
   memcpy(p, &a, 4), memcpy((char*)p + 4, &b, 4);
 }
+
+inline void store4(void* p, u32 a) { memcpy(p, &a, 4); }
 
 template <int D>
 inline u32 pack(float lo, float hi) {
