@@ -27,7 +27,7 @@ CASES = {
     "quest_128": (FP16, "quest", 128, True, True, False, False),
     "mse_64": (BF16, "mse", 64, False, False, False, False),
     "rceil_32": (BF16, "rceil", 32, True, False, False, False),
-    "floor": (FP16, "floor", 0, False, True, False, False),
+    "floor": (BF16, "floor", 0, False, True, False, False),
     "random_32": (BF16, "absmax34", 32, True, False, True, False),
     "random_128": (BF16, "absmax34", 128, True, False, True, False),
     "nearest_64": (FP16, "absmax34", 64, False, False, False, False),

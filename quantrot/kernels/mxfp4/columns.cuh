@@ -21,7 +21,8 @@ struct TransposeArgs {
   int down;                       // whether one tile follows another down the rows, not along them
 };
 
-constexpr u32 TALL = 128, WIDE = 128, TRANSPOSE_TILE = TALL * WIDE, SCALE_PITCH = 36;  // bytes; floats of 32 rows
+constexpr u32 TALL = 128, WIDE = 128, TRANSPOSE_TILE = TALL * WIDE;  // bytes
+constexpr u32 SCALE_PITCH = 36;  // floats of 32 rows
 
 __device__ __forceinline__ void start_transpose(u32 to, const TransposeArgs& args, u32 row, u32 byte, u32 width) {
   const u32 unit = threadIdx.x % 8, at = min(byte + unit * 16, width - 16), last = args.rows - 1;
@@ -38,6 +39,13 @@ __device__ __forceinline__ float code_value(u32 word, u32 c) {
   return __uint_as_float((top & 0x80000000u) | (top >> 6 & 0x01C00000u));
 }
 
+// A 16-bit element, negative where `flip` has the sign bit; of bfloat16 shift and flip are one instruction.
+template <class IN>
+__device__ __forceinline__ float signed_value(u32 bits, u32 flip) {
+  if constexpr (IN::BRAIN) return __uint_as_float(bits * 65536u + flip);
+  return __uint_as_float(__float_as_uint(IN::value((unsigned short)bits)) ^ flip);
+}
+
 template <class IN, bool PACKED, int SPAN, bool SIGNS, int RULE, bool MASK, bool DITHER, int STAGES>
 __device__ __forceinline__ void transpose(const TransposeArgs& args) {
   constexpr int PASSES = PACKED ? 4 : 1, COLUMNS = PACKED ? 256 : 64;  // of a tile
@@ -46,10 +54,16 @@ __device__ __forceinline__ void transpose(const TransposeArgs& args) {
   const u32 groups = args.rows / 32, width = PACKED ? args.columns / 2 : args.columns * 2;
   const u32 row_tiles = (args.rows + TALL - 1) / TALL, column_tiles = (args.columns + COLUMNS - 1) / COLUMNS;
   const u32 tiles = row_tiles * column_tiles;
-  u32 flips = 0;
-  if constexpr (SIGNS)
+  const u32 flips = ring + STAGES * TRANSPOSE_TILE;  // elements: sign bits of 32 rows, for each s
+  u32 flip[4];  // codes: those of rows lane, 32 + lane, ..., which their powers take
+  if constexpr (SIGNS && PACKED)
 #pragma unroll
-    for (int i = 0; i < 32; i++) flips |= (args.signs[s % SPAN * 32 + i] < 0 ? 1u : 0u) << i;
+    for (int i = 0; i < 4; i++) flip[i] = __float_as_uint(args.signs[i % SPAN * 32 + lane]) & 0x80000000u;
+  if constexpr (SIGNS && !PACKED) {
+    if (threadIdx.x < 128)
+      store_shared32(flips + (warp * SCALE_PITCH + lane) * 4, __float_as_uint(args.signs[warp % SPAN * 32 + lane]) & 0x80000000u);
+    block_sync();
+  }
   const auto row_tile = [&](u32 t) { return args.down ? t % row_tiles : t / column_tiles; };
   const auto column_tile = [&](u32 t) { return args.down ? t / row_tiles : t % column_tiles; };
   u32 ahead = blockIdx.x;
@@ -68,7 +82,7 @@ __device__ __forceinline__ void transpose(const TransposeArgs& args) {
       for (u32 i = 0; i < 4; i++) {
         const u32 byte = __ldg(args.in_scale + (u64)min(first_row + i * 32 + lane, args.rows - 1u) * pitch + at);
         const u32 bits = byte == 255 ? 0x7FC00000u : byte ? byte << 23 : 0x00400000u;
-        store_shared32(powers + (i * SCALE_PITCH + lane) * 4, bits);
+        store_shared32(powers + (i * SCALE_PITCH + lane) * 4, SIGNS ? bits ^ flip[i] : bits);
       }
       warp_sync();
     }
@@ -95,25 +109,24 @@ __device__ __forceinline__ void transpose(const TransposeArgs& args) {
         }
       } else {
 #pragma unroll
-        for (int i = 0; i < 32; i++) x.v[i] = IN::value((unsigned short)load_shared16(from + i * WIDE + c * 2));
-      }
-      if constexpr (SIGNS)
+        for (int i = 0; i < 32; i += 4) {
+          const Words flip4 = SIGNS ? load_shared_words(flips + (s * SCALE_PITCH + i) * 4) : Words{};
 #pragma unroll
-        for (int i = 0; i < 32; i++)
-          x.v[i] = __uint_as_float(__float_as_uint(x.v[i]) ^ (flips << (31 - i) & 0x80000000u));
-      if constexpr (SPAN) x.turn<SPAN>();
+          for (int j = 0; j < 4; j++) x.v[i + j] = signed_value<IN>(load_shared16(from + (i + j) * WIDE + c * 2), flip4.at(j));
+        }
+      }
+      x.turn_across<SPAN>();
       const u32 column = first_column + pass * 8 + c;
       const i64 group = (i64)column * groups + (first_row / 32 + s);
-      bool finite;
-      const int exponent = exponent_of<RULE>(x, args.root, finite);
-      u32 clipped;
+      const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, args.root);
+      u32 within;
       Words codes =
-          codes_of<RULE, MASK, DITHER>(x, factor_of<RULE>(exponent, args.root), group, args.key, clipped);
-      if (!finite) codes = {};
+          codes_of<RULE, MASK, DITHER>(x, fine_factor<RULE>(exponent.value, args.root), group, args.key, within);
+      if (!exponent.finite) codes = {}, within = 0;
       if (column < (u32)args.columns && first_row / 32 + s < groups) {
         store_words(args.packed + group * 16, codes);
-        args.scale[group] = finite ? exponent + 127 : 255;
-        if constexpr (MASK) args.mask[group] = finite ? ~clipped : 0;
+        args.scale[group] = exponent.byte();
+        if constexpr (MASK) args.mask[group] = within;
       }
     }
   }

@@ -16,6 +16,7 @@ from quantrot.kernels.mxfp4.triton import float_signs, key_of, outputs
 THREADS = 256
 TILE = 128 * 128  # bytes
 POWERS = 8 * 4 * 36 * 4  # bytes of the warps' powers of two of a tile of codes
+SIGNS = 4 * 36 * 4
 
 TRANSPOSE = """extern "C" __global__ void __launch_bounds__(256, {resident}) {name}(
     const void* x, const unsigned char* in_scale, const float* signs, unsigned char* packed, unsigned char* scale,
@@ -71,7 +72,8 @@ def entry(
 
 
 def shared_bytes(dtype: torch.dtype, stages: int) -> int:
-    return stages * TILE + (POWERS if dtype == torch.uint8 else 0)
+    """Of a block: its tiles, and the powers of two of codes or the signs of rows."""
+    return stages * TILE + (POWERS if dtype == torch.uint8 else SIGNS)
 
 
 def arguments(
