@@ -76,7 +76,8 @@ __device__ __forceinline__ void load_group(Words (&words)[4], const void* x, int
 
 // Tokens bfloat16 [tokens, columns], columns a multiple of 128, as [step of 128][tile of 8][word][lane] of 16 bytes; zeros
 // where there is no token.
-template <int TILES, int SPAN, int RULE>
+// GROUPED, for products by a warpgroup: as [8 * TILES, columns], 16 columns of each product's side by side.
+template <int TILES, int SPAN, int RULE, bool GROUPED = false>
 __device__ __forceinline__ void arrange(const void* x, Words* y, int tokens, int columns, float root) {
   launch_dependents();
   grid_wait();
@@ -86,8 +87,14 @@ __device__ __forceinline__ void arrange(const void* x, Words* y, int tokens, int
   Words words[4];
   load_group(words, x, columns, token, step * 128 + lane % 4 * 32, token < tokens);
   take<SPAN, RULE>(words, root);
+  if constexpr (GROUPED) {
+    u32* const to = (u32*)y + ((i64)token * columns + step * 128) / 2 + lane % 4;
 #pragma unroll
-  for (int j = 0; j < 4; j++) store_words(y + ((step * TILES + tile) * 4 + j) * 32 + lane, words[j]);
+    for (int i = 0; i < 16; i++) to[i * 4] = words[i / 4].at(i % 4);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; j++) store_words(y + ((step * TILES + tile) * 4 + j) * 32 + lane, words[j]);
+  }
 }
 
 // `groups` groups, a multiple of 4, of a token x [columns] from column `first` on -> [step of 128 columns][word][group] of
