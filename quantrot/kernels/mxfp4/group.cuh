@@ -36,8 +36,7 @@ __device__ __forceinline__ u32 times_bf16(u32 a, u32 b) {
 }
 __device__ __forceinline__ u32 clamp_half(u32 a, u32 limit) {  // float16, to [-limit, limit]
   u32 r;
-  asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(limit));
-  asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(r), "r"(limit | 0x80008000u));
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(limit));
   return r;
 }
 __device__ __forceinline__ u32 within_half(u32 a, u32 limit) {  // ones where |a| <= limit

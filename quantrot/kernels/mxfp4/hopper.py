@@ -273,7 +273,7 @@ def arrange_blocks(columns: int, tiles: int) -> int:
 
 
 def arrange(tokens: Tensor, tiles: int, turn: Turn | None, grouped: bool = False) -> Tensor:
-    """At most 8 * tiles tokens, turned, in the order in which the lanes of `decode` multiply them."""
+    """At most 8 * tiles tokens, turned, in the order in which `decode` multiplies them, by warps or groups of four."""
     columns, device = tokens.shape[1], tokens.get_device()
     y = torch.empty(columns * tiles * 8, dtype=torch.bfloat16, device=tokens.device)
     parameters = arrange_arguments(tokens, y, turn)

@@ -41,11 +41,6 @@ __device__ __forceinline__ u32 load_shared32(u32 from) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 load_shared16(u32 from) {
-  unsigned short v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
-  return v;
-}
 __device__ __forceinline__ void store_shared32(u32 to, u32 v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }

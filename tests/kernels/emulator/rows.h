@@ -14,11 +14,6 @@ inline u32 load_shared32(u32 from) {
   memcpy(&v, self().block->at(from, 4), 4);
   return v;
 }
-inline u32 load_shared16(u32 from) {
-  unsigned short v;
-  memcpy(&v, self().block->at(from, 2), 2);
-  return v;
-}
 inline void store_shared32(u32 to, u32 v) { memcpy(self().block->at(to, 4), &v, 4); }
 
 inline u32 to_e4m3_one(float f) {
