@@ -337,39 +337,45 @@ def tune() -> None:
 
     ready = [(x, *quantize_mxfp4(x)) for x in random_tensors((ROWS // 4, COLUMNS), torch.bfloat16)]
     stream: Any = {"signs": torch.ones(32, device="cuda"), "random": (1, 2)}
-    clipped: Any = {"clip_mask": True}
-    trials: list[tuple[str, list[tuple], list[Callable]]] = [
-        (
-            "HOPPER_ROWS",
-            [(128, 6, 3), (128, 5, 3), (128, 4, 4), (128, 8, 2), (256, 3, 3), (128, 6, 2)],
-            [
-                lambda x, p, s: hadamard_quantize_mxfp4(x, "quest", **clipped),
-                lambda x, p, s: hadamard_quantize_mxfp4(x, "absmax34", **stream),
-            ],
-        ),
+    nearest: Any = {"signs": stream["signs"]}
+    rows = [(128, 4, 4), (128, 5, 3), (256, 2, 3), (256, 2, 4), (256, 2, 5), (256, 3, 2), (512, 1, 4)]
+    columns = [(b, s, down) for b in (2, 3, 4) for s in (2, 3, 4) for down in (False, True) if b * s <= 12]
+    # table, block (None: one entry for all), candidates, call
+    trials: list[tuple[str, int | None, list[tuple], Callable]] = []
+    for h in (32, 64, 128):
+        quest = partial(hadamard_quantize_mxfp4, scale_rule="quest", hadamard=h)
+        trials.append(("HOPPER_ROWS", h, rows, lambda x, p, s, q=quest: q(x)))
+        trials.append(("HOPPER_MASK_ROWS", h, rows, lambda x, p, s, q=quest: q(x, clip_mask=True)))
+    trials += [
         (
             "HOPPER_EXPANDED",
+            None,
             [(640, 3), (768, 2), (512, 3), (512, 4), (1024, 2)],
-            [lambda x, p, s: torch.ops.quantrot.mxfp4_quantize_expanded(x, None, "even", 32, "auto")],
+            lambda x, p, s: torch.ops.quantrot.mxfp4_quantize_expanded(x, None, "even", 32, "auto"),
         ),
         (
             "HOPPER_COLUMNS",
-            [(resident, stages, down) for resident, stages in ((2, 4), (3, 3), (2, 3)) for down in (False, True)],
-            [lambda x, p, s: hadamard_quantize_mxfp4(x, "absmax34", transpose=True, **stream)],
+            None,
+            columns,
+            lambda x, p, s: hadamard_quantize_mxfp4(x, "absmax34", transpose=True, **nearest),
         ),
         (
-            "HOPPER_PACKED_COLUMNS",
-            [(resident, stages, down) for resident, stages in ((2, 3), (3, 2), (3, 3)) for down in (False, True)],
-            [lambda x, p, s: requantize_mxfp4(p, s, **stream)],
+            "HOPPER_RANDOM_COLUMNS",
+            None,
+            columns,
+            lambda x, p, s: hadamard_quantize_mxfp4(x, "absmax34", transpose=True, **stream),
         ),
+        ("HOPPER_PACKED_COLUMNS", None, columns, lambda x, p, s: requantize_mxfp4(p, s, **stream)),
     ]
-    for name, candidates, calls in trials:
+    for name, block, candidates, call in trials:
         found: dict[tuple, float] = {}
+        before = getattr(tuned, name)
         for candidate in candidates:
-            setattr(tuned, name, candidate)
-            found[candidate] = sum(time_us([lambda r=r, c=c: c(*r) for r in ready], 3) for c in calls)
-        setattr(tuned, name, min(found, key=found.__getitem__))
-        print(name, {k: round(v, 1) for k, v in found.items()}, flush=True)
+            setattr(tuned, name, candidate if block is None else before | {block: candidate})
+            found[candidate] = time_us([partial(call, *r) for r in ready], 3)
+        best = min(found, key=found.__getitem__)
+        setattr(tuned, name, best if block is None else before | {block: best})
+        print(name, block or "", {k: round(v, 1) for k, v in found.items()}, flush=True)
         write_tuned()
     for n, k in SHAPES:
         packed = rotated([quantize_mxfp4(w) for w in random_tensors((n, k), torch.bfloat16)])
@@ -385,12 +391,14 @@ def decode_plans(m: int, n: int, k: int) -> list[tuple]:
     from quantrot.kernels.mxfp4 import hopper
 
     found = []
+    laid = ((False, False), (True, False), (True, True))  # arranged, grouped
     for fields in itertools.product(
-        (1, 2, 4), (1, 2, 4, 7, 8), (1, 2, 4, 8), (1, 2, 3, 4), (1, 2), (False, True), (1, 2), (False, True)
+        (1, 2, 4), (1, 2, 4, 7, 8), (1, 2, 4, 8), (1, 2, 3, 4), (1, 2), (False, True), (1, 2), laid
     ):
-        tall, row_warps, teams, deep, split, once, resident, arranged = fields
+        tall, row_warps, teams, deep, split, once, resident, (arranged, grouped) = fields
         stages, slots = teams * deep, hopper.PROCESSORS * resident
-        plan = hopper.Plan(hopper.tiles_of(m), tall, row_warps, teams, stages, split, once, resident, arranged)
+        rest = tall, row_warps, teams, stages, split, once, resident, arranged, grouped
+        plan = hopper.Plan(hopper.tiles_of(m), *rest)
         blocks = -(-n // plan.rows) * split
         sums = teams * plan.tokens * (plan.rows + 4) * 4
         if (
@@ -400,11 +408,12 @@ def decode_plans(m: int, n: int, k: int) -> list[tuple]:
             and once == (blocks <= slots)
             and (split == 1 or (once and m > 1))
             and (m >= 16 or not arranged)
+            and (not grouped or row_warps % 4 == 0)
             and plan.shared_bytes(k) <= (226 if resident == 1 else 112) << 10
             and (not once or sums <= plan.shared_bytes(k) - 16 * stages)
             and stages < -(-k // 256 // split) + teams
         ):
-            found.append((tall, row_warps, teams, stages, split, once, resident, arranged))
+            found.append(rest)
     return found
 
 
@@ -427,10 +436,11 @@ def write_tuned() -> None:
     from quantrot.kernels.mxfp4 import tuned
 
     text = TUNED.read_text().split("HOPPER_ROWS = ")[0]
-    for name in ("HOPPER_ROWS", "HOPPER_EXPANDED", "HOPPER_COLUMNS", "HOPPER_PACKED_COLUMNS"):
+    tables = ("ROWS", "MASK_ROWS", "EXPANDED", "COLUMNS", "RANDOM_COLUMNS", "PACKED_COLUMNS")
+    for name in (f"HOPPER_{table}" for table in tables):
         text += f"{name} = {getattr(tuned, name)}\n"
     lines = "".join(f"\n    {key}: {plan}," for key, plan in sorted(tuned.HOPPER_DECODE.items()))
-    fields = "int, int, int, int, int, bool, int, bool"
+    fields = "int, int, int, int, int, bool, int, bool, bool"
     text += f"HOPPER_DECODE: dict[tuple[int, int, int], tuple[{fields}]] = {{{lines}\n}}\n"
     TUNED.write_text(text)
 

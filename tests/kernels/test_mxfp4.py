@@ -119,7 +119,8 @@ def test_absmax34_stores_three_quarters_and_never_saturates():
     x = torch.rand(200, 32, generator=torch.Generator().manual_seed(2)) + 1
     packed, scale = quantize_mxfp4(x, "absmax34")
     values = dequantize_mxfp4(packed, scale, torch.float32)
-    assert (values - 0.75 * x).abs().max() <= 0.5 * scale.max().double().sub(127).exp2() * 2
+    # Half a step, and where the step is rounded first half of its 512th
+    assert (values - 0.75 * x).abs().max() <= (1 + 2.0**-9) * scale.max().double().sub(127).exp2()
     assert (x.amax(-1) * 0.75 <= 6 * power_of_two(scale[:, 0].int() - 127)).all()
 
 
@@ -159,14 +160,48 @@ def signs_of(hadamard, device="cpu"):
     return (torch.randint(0, 2, (hadamard,), generator=generator) * 2 - 1).to(torch.int8).to(device)
 
 
+def to_512ths(y):
+    """float64 magnitudes below 8 to a 512th of e2m1's step, which is 0.5 below 2, 1 below 4: nearest, ties to even."""
+    step = y.log2().floor().clamp(0, 2).exp2() / 1024
+    return (y / step).round() * step
+
+
 @pytest.mark.parametrize("hadamard", [32, 64, 128])
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule is not ScaleRule.quest])
-def test_fused_is_the_transform_in_float32_and_then_the_quantizer(hadamard, rule):
-    x = torch.randn(33, 256, generator=torch.Generator().manual_seed(hadamard)).to(torch.bfloat16)
-    turned = hadamard_ref(x.float(), block=hadamard, signs=signs_of(hadamard))
+@pytest.mark.parametrize("rule", [rule for rule in ScaleRule if rule is not ScaleRule.quest])
+def test_turned_numbers_are_rounded_to_512ths_of_a_step_and_then_to_nearest(hadamard, rule):
+    """Against float64. Sums of these integers are exact in any order, so that nothing but two roundings is left."""
+    generator = torch.Generator().manual_seed(hadamard)
+    x = (torch.randn(513, 256, generator=generator) * 300).round().clamp(-1023, 1023)
     packed, scale, _ = hadamard_quantize_mxfp4(x, rule, hadamard=hadamard, signs=signs_of(hadamard))
-    again = quantize_mxfp4(turned, rule)
-    assert torch.equal(scale, again[1]) and (packed != again[0]).float().mean() < 1e-3  # sums in another order
+    turned = hadamard_ref(x.double(), block=hadamard, signs=signs_of(hadamard)).mul(hadamard**0.5).round()
+    root = torch.tensor(hadamard**-0.5)  # float32; times a power of two, it is the factor of the definition
+    amax = (turned.unflatten(-1, (-1, 32)).abs().amax(-1).float() * root).double()
+    tie = 1 - 2.0**-11 / 1.75 if rule is ScaleRule.even else 1  # what float16 rounds to 7 scales is 7
+    expected = {
+        "even": lambda: torch.floor(torch.log2(amax / tie * 8 / 7)) - 2,
+        "rceil": lambda: torch.ceil(torch.log2(amax / 6)),
+    }.get(str(rule), lambda: torch.floor(torch.log2(amax)) - 2)()
+    exponent = scale.double() - 127
+    if rule is ScaleRule.mse:
+        assert ((exponent - expected) * (exponent - expected - 1) == 0).all()
+    else:
+        assert torch.equal(exponent, expected)
+    factor = root * 0.75 if rule is ScaleRule.absmax34 else root
+    y = (turned.unflatten(-1, (-1, 32)) * factor.double()).float().double() * 2.0 ** -exponent.unsqueeze(-1)
+    assert torch.equal(codes(packed).long() & 7, nearest(to_512ths(y.abs())).flatten(-2))
+    assert torch.equal((codes(packed) >> 3 == 1) & (turned != 0), turned < 0)
+
+
+def test_a_512th_of_a_step_moves_one_code_in_a_thousand():
+    """Those of turned numbers within half of it from the middle of two: a 512th of all, and half of these move."""
+    x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    for rule in ("floor", "even", "rceil", "mse"):
+        packed, scale, _ = hadamard_quantize_mxfp4(x, rule, hadamard=64)
+        direct = quantize_mxfp4(hadamard_ref(x.float(), block=64), rule)
+        assert (scale != direct[1]).float().mean() < 1e-3
+        same = (scale == direct[1]).repeat_interleave(32, -1)
+        moved = (codes(packed) != codes(direct[0]))[same].double().mean()
+        assert 0.8 < moved * 1024 < 1.2
 
 
 def test_a_full_row_of_any_order_is_the_transform_and_then_the_quantizer():
@@ -306,13 +341,33 @@ def test_random_rounding_does_not_depend_on_how_the_work_is_cut(monkeypatch):
     assert torch.equal(hadamard_quantize_mxfp4(x, "absmax34", hadamard=64, random=(7, 9))[0], whole[0])
 
 
+def test_each_fraction_of_a_step_is_rounded_up_by_as_many_random_numbers():
+    """All 512 numbers by all fractions of all steps: the mean is the value, exactly, and a value on the grid stays."""
+    bits = torch.arange(7 << 9, dtype=torch.int16)  # of a float16: a code and 512ths of the step after it
+    y = bits.view(torch.float16).float()[:, None] * 2.0**14
+    dither = (torch.arange(512) - 255.5) / 512
+    shifted, magic = reference._round_e2m1(
+        y.expand(-1, 512).clone(), torch.empty(len(bits), 512), dither.repeat(len(bits), 1)
+    )
+    up = reference._code(shifted, magic).view(7, 512, 512) - torch.arange(7)[:, None, None]
+    assert ((up == 0) | (up == 1)).all()
+    assert torch.equal(up.sum(-1), torch.arange(512).expand(7, -1))
+
+
 def test_dither_is_uniform():
-    u = reference.dither_of(8 * 12345, 1 << 16, 5, 6).double()
-    assert u.abs().max() < 0.5 and abs(u.mean()) < 5 * (1 / 12) ** 0.5 / 256
-    counts = torch.histc(u, 64, -0.5, 0.5)
-    assert ((counts - 1024).square() / 1024).sum() < 63 + 5 * 126**0.5
-    pairs = u.view(-1, 2)
-    assert abs((pairs[:, 0] * pairs[:, 1]).mean()) < 5 / 12 / 181
+    """Each of four neighbours on the 512 numbers, by chi squared (z = 5); two that share bits, one's highest and
+    the other's lowest, are correlated by 160 of 21845, and others are not."""
+    n = 1 << 18
+    u = reference.dither_of(16 * 12345, 4 * n, 5, 6).double().mul(512).add(255.5).view(n, 4)
+    assert torch.equal(u, u.round()) and u.min() == 0 and u.max() == 511
+    for numbers in u.T:
+        counts = torch.bincount(numbers.long(), minlength=512)
+        assert ((counts - n / 512).square() / (n / 512)).sum() < 511 + 5 * (2 * 511) ** 0.5
+    expected = torch.eye(4, dtype=torch.float64)
+    for a, b in ((0, 1), (2, 3)):
+        expected[a, b] = expected[b, a] = 160 / ((512**2 - 1) / 12)
+    assert (torch.corrcoef(u.T) - expected).abs().max() < 5 / n**0.5
+    assert (torch.corrcoef(torch.stack((u[:-1, 3], u[1:, 0])))[0, 1]).abs() < 5 / n**0.5
 
 
 # --- The window ------------------------------------------------------------------------------------------------------

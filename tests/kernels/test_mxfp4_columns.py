@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.mxfp4 import hopper_columns, operators, triton_columns, tuned
+from quantrot.kernels.mxfp4 import hopper_columns, hopper_rows, operators, triton_columns, triton_rows
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 
 gpu = pytest.mark.gpu
@@ -45,13 +45,9 @@ extern "C" const char* run(int which, const void* x, const unsigned char* in_sca
 """
 
 
-def tiles_of(dtype: torch.dtype) -> tuple[int, int, bool]:
-    return tuned.HOPPER_PACKED_COLUMNS if dtype == CODES else tuned.HOPPER_COLUMNS
-
-
 def source(case: str, name: str = "mxfp4_columns") -> str:
     dtype, rule, hadamard, signs, mask, dither = CASES[case]
-    resident, stages, _ = tiles_of(dtype)
+    resident, stages, _ = hopper_columns.plan_of(dtype, dither)
     more = {"resident": resident, "stages": stages, "name": name}
     return hopper_columns.entry(dtype, ScaleRule(rule), hadamard, signs, mask=mask, dither=dither, **more)
 
@@ -96,7 +92,8 @@ def test_bits_are_the_references(library, name, rows, columns, down):
     pointers = [ctypes.c_void_p(getattr(a, field)) for field, _ in a._fields_[:6]]
     sizes = [ctypes.c_longlong(a.pitch), a.rows, a.columns]
     numbers = [ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1, a.down]
-    shared = hopper_columns.shared_bytes(x.dtype, tiles_of(x.dtype)[1])
+    stages = hopper_columns.plan_of(x.dtype, random is not None)[1]
+    shared = hopper_columns.shared_bytes(x.dtype, stages)
     message = library.run(list(CASES).index(name), *pointers, *sizes, *numbers, 2, shared, rows)
     assert message == b"", message.decode()
     assert torch.equal(scale, scales) and torch.equal(packed, codes)
@@ -105,10 +102,7 @@ def test_bits_are_the_references(library, name, rows, columns, down):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_kernel_compiles_for_sm_90a_and_keeps_to_its_registers(name, tmp_path):
-    """Blocks of 128, at the three thread blocks that are fastest for 32, put eleven words a thread in memory at most.
-
-    Eleven is the form that is timed in docs/mxfp4.md; ten was that with ten rounds of Philox, which took longer.
-    """
+    """Random rounding of codes puts two words a thread in memory: with three thread blocks, 118 us in place of 117."""
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
     (tmp_path / "kernel.cu").write_text(hopper_columns.device_functions() + source(name))
@@ -116,14 +110,25 @@ def test_every_kernel_compiles_for_sm_90a_and_keeps_to_its_registers(name, tmp_p
     run = subprocess.run(["nvcc", *target, str(tmp_path / "kernel.cu")], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     spilled = re.search(r"(\d+) bytes spill stores", run.stderr)
-    assert spilled and int(spilled[1]) <= (44 if CASES[name][2] == 128 else 0), run.stderr[-400:]
+    assert spilled and int(spilled[1]) <= (8 if name == "codes" else 0), run.stderr[-400:]
 
 
 @pytest.mark.parametrize(("on", "module"), [(False, triton_columns), (True, hopper_columns)])
 def test_auto_takes_these_kernels_where_they_can_run(monkeypatch, on, module):
     monkeypatch.setattr(nvrtc, "available", lambda device: on)
-    assert operators._columns_module(torch.zeros(32, 64, dtype=BF16), "auto") is module
-    assert operators._columns_module(torch.zeros(32, 64), "auto") is triton_columns  # float32
+    even = ScaleRule.even
+    assert operators._columns_module(torch.zeros(32, 64, dtype=BF16), even, 0, "auto") is module
+    assert operators._columns_module(torch.zeros(32, 64), even, 0, "auto") is triton_columns  # float32
+
+
+def test_float16_that_is_not_turned_goes_to_triton(monkeypatch):
+    """Near a quarter float16 has more bits than the kernels' rounding, which ends at a 512th of the step."""
+    monkeypatch.setattr(nvrtc, "available", lambda device: True)
+    x = torch.zeros(32, 64, dtype=FP16)
+    for rule, hadamard, fits in ((ScaleRule.even, 0, False), (ScaleRule.even, 32, True), (ScaleRule.absmax34, 0, True)):
+        rows, columns = (triton_rows, triton_columns) if not fits else (hopper_rows, hopper_columns)
+        assert operators._rows_module(x, rule, hadamard, "auto") is rows
+        assert operators._columns_module(x, rule, hadamard, "auto") is columns
 
 
 @gpu

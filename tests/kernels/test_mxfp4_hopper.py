@@ -32,6 +32,9 @@ CASES = {
     "one_held": (Plan(0, 1, 2, 2, 4, held=True), FP32),
     "one_held_once": (Plan(0, 2, 1, 2, 4, once=True, held=True), BF16),
     "one_held_split": (Plan(0, 1, 2, 2, 4, split=2, once=True, held=True), FP16),
+    "eight_grouped": (Plan(1, 1, 4, 2, 4, arranged=True, grouped=True), BF16),
+    "sixteen_grouped": (Plan(2, 2, 4, 1, 2, split=2, once=True, arranged=True, grouped=True), FP32),
+    "thirty_two_grouped": (Plan(4, 1, 4, 2, 4, once=True, arranged=True, grouped=True), FP32),
 }
 # plan, what its tokens become
 TURNS = {
@@ -45,6 +48,7 @@ TURNS = {
     "arranged_even_128": (CASES["sixteen_arranged"][0], Turn(ScaleRule.even, 128)),
     "arranged_mse_64": (CASES["thirty_two_split4"][0], Turn(ScaleRule.mse, 64)),
     "arranged_quest": (CASES["eight_arranged"][0], Turn(ScaleRule.quest, 0)),
+    "grouped_even_32": (CASES["thirty_two_grouped"][0], Turn(ScaleRule.even, 32)),
 }
 DRIVER = """
 static std::string message;
@@ -91,17 +95,17 @@ def emulator(emulated):
     """emulator(case, tokens, token_scale, packed, scale, seed) -> y."""
     cases = CASES | {name: (plan, FP32, turn) for name, (plan, turn) in TURNS.items()}
     entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in cases.items())
-    turns = {(plan.tiles, turn): None for plan, _, turn in map(whole, cases.values()) if plan.arranged}
-    entries += "".join(hopper.arrange_entry(*turn, f"arrange_{i}") for i, turn in enumerate(turns))
+    turns = {(plan.tiles, turn, plan.grouped): None for plan, _, turn in map(whole, cases.values()) if plan.arranged}
+    entries += "".join(hopper.arrange_entry(*key[:2], f"arrange_{i}", key[2]) for i, key in enumerate(turns))
     driver = DRIVER.replace("NAMES", ", ".join(f"decode_{name}" for name in cases))
     driver = driver.replace("ARRANGE", ", ".join(f"arrange_{i}" for i in range(len(turns))))
     library = emulated(hopper.device_functions() + entries + driver)
     library.run.restype = library.arranged.restype = ctypes.c_char_p
 
-    def arrange(x, tiles, turn):
+    def arrange(x, tiles, turn, grouped):
         y = torch.full((x.shape[1] * tiles * 8,), float("nan"), dtype=BF16)
         arguments, blocks = hopper.arrange_arguments(x, y, turn), hopper.arrange_blocks(x.shape[1], tiles)
-        which = list(turns).index((tiles, turn))
+        which = list(turns).index((tiles, turn, grouped))
         message = library.arranged(which, ctypes.byref(arguments), blocks, hopper.ARRANGE_THREADS)
         assert message == b"", message.decode()
         return y
@@ -109,7 +113,7 @@ def emulator(emulated):
     def run(name, tokens, token_scale, packed, scale, seed=0, processors=2):
         plan, out, turn = whole(cases[name])
         y = torch.full((len(tokens), len(packed)), float("nan"), dtype=out)
-        wide = hopper.matrix_of(arrange(tokens, plan.tiles, turn) if plan.arranged else tokens, plan)
+        wide = hopper.matrix_of(arrange(tokens, plan.tiles, turn, plan.grouped) if plan.arranged else tokens, plan)
         maps = (ctypes.c_ulonglong * 16)()  # the second stays empty where tokens are held
         for i, (t, box) in enumerate(zip((packed, wide), plan.boxes, strict=False)):
             maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, t.stride(0) * t.itemsize, *box[:2], t.itemsize, box[2])
@@ -334,8 +338,9 @@ def test_every_plan_on_the_gpu(name, shape):
         Plan(1, 1, 2, 8, 8, resident=2),
         Plan(2, 1, 4, 2, 2, resident=2),
         Plan(4, 2, 4, 2, 2, resident=2, arranged=True),
+        Plan(4, 1, 4, 2, 2, resident=2, arranged=True, grouped=True),
     ],
-    ids=["one", "eight", "sixteen", "thirty_two"],
+    ids=["one", "eight", "sixteen", "thirty_two", "thirty_two_grouped"],
 )
 def test_a_stage_that_is_filled_at_once_has_been_read(plan):
     """One stage a team, two blocks a multiprocessor: where reads that an arrival overtook came out wrong."""

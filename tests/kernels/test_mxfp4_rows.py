@@ -27,7 +27,7 @@ CASES = {
     "quest_128": (FP16, "quest", 128, True, True, False, False),
     "mse_64": (BF16, "mse", 64, False, False, False, False),
     "rceil_32": (BF16, "rceil", 32, True, False, False, False),
-    "floor": (FP16, "floor", 0, False, True, False, False),
+    "floor": (BF16, "floor", 0, False, True, False, False),
     "random_32": (BF16, "absmax34", 32, True, False, True, False),
     "random_128": (BF16, "absmax34", 128, True, False, True, False),
     "nearest_64": (FP16, "absmax34", 64, False, False, False, False),
@@ -60,7 +60,7 @@ extern "C" const char* dequantize(const unsigned* packed, const unsigned char* s
 
 def source(case: str, **more) -> str:
     dtype, rule, hadamard, signs, mask, dither, expanded = CASES[case]
-    threads, resident, stages = (128, 5, tuned.HOPPER_EXPANDED[1]) if expanded else tuned.HOPPER_ROWS
+    threads, resident, stages = (128, 5, tuned.HOPPER_EXPANDED[1]) if expanded else hopper_rows.plan_of(hadamard, mask)
     more = {"mask": mask, "dither": dither, "expanded": expanded, "threads": threads, "resident": resident} | more
     more["stages"] = stages
     return hopper_rows.entry(dtype, ScaleRule(rule), hadamard, signs, **more)
@@ -117,7 +117,7 @@ def test_bits_are_the_references(library, name, rows, width):
     outside = torch.full((rows,), -1, dtype=torch.int32)
     written = (packed, scale, out if expanded else bits, row_scale, outside)
     shape = (rows, groups) if expanded else (1, rows * groups)
-    threads, _, stages = tuned.HOPPER_ROWS
+    threads, _, stages = hopper_rows.plan_of(hadamard, mask)
     if expanded:
         threads, stages = -(-groups // 32) * 32, tuned.HOPPER_EXPANDED[1]
     a = hopper_rows.arguments(x, factors, written, *shape, hadamard, random)

@@ -34,6 +34,21 @@ __device__ __forceinline__ u32 times_bf16(u32 a, u32 b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+__device__ __forceinline__ u32 clamp_half(u32 a, u32 limit) {  // float16, to [-limit, limit]
+  u32 r;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(limit));
+  return r;
+}
+__device__ __forceinline__ u32 within_half(u32 a, u32 limit) {  // ones where |a| <= limit
+  u32 r;
+  asm("{.reg .b32 m;\nabs.f16x2 m, %1;\nset.le.u32.f16x2 %0, m, %2;\n}" : "=r"(r) : "r"(a), "r"(limit));
+  return r;
+}
+__device__ __forceinline__ u32 times_half(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 __device__ __forceinline__ float other_lane(float v, int across) { return __shfl_xor_sync(0xFFFFFFFFu, v, across); }
 #endif
 
@@ -52,15 +67,17 @@ __device__ __forceinline__ float halved(const float (&s)[16]) {
 struct Group {
   float v[32];
 
-  // Sylvester's matrix of SPAN lanes' 32 numbers, from the widest stride down.
+  // Sylvester's matrix of SPAN lanes' 32 numbers, from the widest stride down: the stages between lanes, those of a lane.
   template <int SPAN>
-  __device__ __forceinline__ void turn() {
+  __device__ __forceinline__ void turn_across() {
 #pragma unroll
     for (int across = SPAN / 2; across; across /= 2) {
       const float sign = lane_number() & across ? -1.0f : 1.0f;
 #pragma unroll
       for (int i = 0; i < 32; i++) v[i] = __fmaf_rn(v[i], sign, other_lane(v[i], across));
     }
+  }
+  __device__ __forceinline__ void turn_within() {
 #pragma unroll
     for (int half = 16; half; half /= 2)
 #pragma unroll
@@ -78,10 +95,15 @@ struct Group {
     return halved(s);
   }
 
+  // Of all, or of all but the first.
+  template <bool FIRST = true>
   __device__ __forceinline__ float square_sum() const {
     float s[16];
 #pragma unroll
-    for (int i = 0; i < 16; i++) s[i] = __fadd_rn(__fmul_rn(v[i], v[i]), __fmul_rn(v[i + 16], v[i + 16]));
+    for (int i = 0; i < 16; i++) {
+      s[i] = __fmul_rn(v[i + 16], v[i + 16]);
+      if (FIRST || i) s[i] = __fadd_rn(__fmul_rn(v[i], v[i]), s[i]);
+    }
     return halved(s);
   }
 
@@ -114,21 +136,37 @@ __device__ __forceinline__ float squared_error(const Group& x, float factor) {
   return errors.sum();
 }
 
-// (unbiased exponent, whether the group is finite) of root times the group.
-template <int RULE>
-__device__ __forceinline__ int exponent_of(const Group& x, float root, bool& finite) {
-  int exponent;
-  if constexpr (RULE == QUEST) {
+// A group's power of two.
+struct Exponent {
+  int value;  // unbiased
+  bool finite;
+
+  __device__ __forceinline__ u32 byte() const { return finite ? value + 127 : 255; }
+};
+
+constexpr u32 INFINITE = 0x7F800000u, TURNED_LIMIT = 0x76800000u;  // bits of 2^110
+
+__device__ __forceinline__ Exponent quest_exponent(float variance, float square, float root) {
+  const u32 bits = __float_as_uint(__fmul_rn(__fmul_rn(variance, __fmul_rn(root, root)), QUEST_SQUARE));
+  const int exponent = bits < 0x00800000u ? -127 : ((int)(bits >> 23) - 127) >> 1;
+  return {min(max(exponent, -127), 126), square < __uint_as_float(INFINITE)};
+}
+
+// Of root times the group, which is turned by Sylvester's matrix of 32 if TURN.
+template <int RULE, bool TURN>
+__device__ __forceinline__ Exponent exponent_of(Group& x, float root) {
+  if constexpr (RULE == QUEST && TURN) {  // the first is the outputs' mean, the others' squares are their variance
+    const float variance = x.square_sum<false>(), square = __fadd_rn(variance, __fmul_rn(x.v[0], x.v[0]));
+    x.turn_within();
+    return quest_exponent(variance, square, root);
+  } else if constexpr (RULE == QUEST) {
     const float mean = __fmul_rn(x.sum(), 0.03125f), square = __fmul_rn(x.square_sum(), 0.03125f);
-    const float spread = fmaxf(__fsub_rn(square, __fmul_rn(mean, mean)), 0.0f);
-    const u32 bits = __float_as_uint(__fmul_rn(__fmul_rn(spread, __fmul_rn(root, root)), QUEST_SQUARE));
-    exponent = bits < 0x00800000u ? -127 : ((int)(bits >> 23) - 127) >> 1;
-    finite = square < __uint_as_float(0x7F800000u);
+    return quest_exponent(fmaxf(__fsub_rn(square, __fmul_rn(mean, mean)), 0.0f), square, root);
   } else {
+    if constexpr (TURN) x.turn_within();
     const float amax = __fmul_rn(x.amax(), root);
     const u32 bits = __float_as_uint(amax);
-    finite = amax < __uint_as_float(0x7F800000u);
-    exponent = (int)((RULE == EVEN ? bits + 0x200000u : bits) >> 23) - 129;
+    int exponent = (int)((RULE == EVEN ? bits + (TURN ? 0x201000u : 0x200000u) : bits) >> 23) - 129;
     if constexpr (RULE == RCEIL) exponent += amax > __fmul_rn(power(min(max(exponent, -126), 125)), 6.0f);
     if constexpr (RULE == MSE) {
       exponent = min(max(exponent, -126), 125);
@@ -136,22 +174,39 @@ __device__ __forceinline__ int exponent_of(const Group& x, float root, bool& fin
       const float twice = __fmul_rn(squared_error(x, __fmul_rn(power(-exponent), __fmul_rn(root, 0.5f))), 4.0f);
       exponent += twice < once;
     }
+    return {min(max(exponent, -127), 126), amax < __uint_as_float(TURN ? TURNED_LIMIT : INFINITE)};
   }
-  return min(max(exponent, -127), 126);
 }
+
+// --- Rounding in float16 ----------------------------------------------------------------------------------------------
+//
+// Where e2m1's least normal number, 1, is float16's, a number's float16 bits are a sign, its code (three bits) and what
+// is left of the step, in 512ths: rounding is an integer addition. Elements go through it in pairs, 4 k and 4 k + 2,
+// 4 k + 1 and 4 k + 3, whose high bytes then lie in the order of the codes.
+
+constexpr float FINE = 0x1p-14f;
+constexpr u32 SIX = 0x0E000E00u;  // 6 * FINE, twice
 
 // What an element is multiplied by before it is rounded.
 template <int RULE>
-__device__ __forceinline__ float factor_of(int exponent, float root) {
-  return __fmul_rn(power(-exponent), RULE == ABSMAX34 ? __fmul_rn(root, 0.75f) : root);
+__device__ __forceinline__ float fine_factor(int exponent, float root) {
+  return __fmul_rn(power(-exponent), __fmul_rn(root, RULE == ABSMAX34 ? 0.75f * FINE : FINE));
 }
 
-// Rounded to a multiple of its step, in the low bits of y + magic; `b` is the binade.
+// 2^exponent twice, for exponents from -14 to 15.
+__device__ __forceinline__ u32 half_power(int exponent) { return (u32)(exponent + 15) * 0x04000400u; }
+
 template <int RULE>
-__device__ __forceinline__ float rounded(float y, float& b) {
-  if constexpr (RULE != EVEN && RULE != ABSMAX34) y = fminf(fmaxf(y, -6.0f), 6.0f);
-  b = binade(y);
-  return __fmaf_rn(b, MAGIC, y);
+__device__ __forceinline__ constexpr bool clamps() { return RULE != EVEN && RULE != ABSMAX34; }
+
+// Rounded to nearest, ties to even; below the code its lowest bits are what they come to be.
+__device__ __forceinline__ u32 to_nearest(u32 pair) { return pair + (pair >> 9 & 0x00010001u) + 0x00FF00FFu; }
+
+// Two by two codes, rounded (0 and 2, 1 and 3, 4 and 6, 5 and 7), as a word.
+__device__ __forceinline__ u32 code_word(u32 p02, u32 p13, u32 p46, u32 p57) {
+  const auto select = [](u32 a, u32 b, u32 mask) { return (a & ~mask) | (b & mask); };
+  const u32 even = __byte_perm(p02, p46, 0x7531), odd = __byte_perm(p13, p57, 0x7531);  // s000cccx each
+  return select(select(even >> 1, even >> 4, 0x08080808u), select(odd << 3, odd, 0x80808080u), 0xF0F0F0F0u);
 }
 
 }  // namespace quantrot

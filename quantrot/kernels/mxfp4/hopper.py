@@ -32,7 +32,7 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {res
 """
 ARRANGE = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
     const void* x, quantrot::Words* y, int tokens, int columns, float root) {{
-  quantrot::arrange<{tiles}, {span}, quantrot::{rule}>(x, y, tokens, columns, root);
+  quantrot::arrange<{tiles}, {span}, quantrot::{rule}, {grouped}>(x, y, tokens, columns, root);
 }}
 """
 Box = tuple[int, int, int]
@@ -43,8 +43,8 @@ class Plan:
     """tiles of eight tokens, 0 for one token; rows of a warp in units of 16; warps along the rows; teams of so many
     warps, which take turns along K; stages of CHUNK columns in shared memory, a multiple of the teams; thread blocks of
     a cluster that share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor;
-    whether a kernel before lays the tokens down in the order of the products; whether each thread block turns one token
-    for itself and keeps it."""
+    whether a kernel before lays the tokens down in the order of the products; whether four warps multiply at once
+    (wgmma) by tokens that are laid down for that; whether each thread block turns one token for itself and keeps it."""
 
     tiles: int
     tall: int
@@ -55,6 +55,7 @@ class Plan:
     once: bool = False
     resident: int = 1
     arranged: bool = False
+    grouped: bool = False
     held: bool = False
 
     @property
@@ -88,7 +89,8 @@ class Plan:
     @property
     def boxes(self) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves: codes, and tokens that are not held."""
-        tokens = (16 * self.tiles, 128, 0) if self.arranged else (8 * self.tiles or 4, 64, 128)
+        laid = self.arranged and not self.grouped
+        tokens = (16 * self.tiles, 128, 0) if laid else (8 * self.tiles or 4, 64, 128)
         return (self.rows, 128, 128), *(() if self.held else (tokens,))
 
 
@@ -206,8 +208,9 @@ def device_functions() -> str:
 
 def entry(plan: Plan, out: torch.dtype, turn: Turn | None = None, name: str = "mxfp4_decode") -> str:
     """C++ of the kernel `name`."""
-    arranged, held, once = (str(flag).lower() for flag in (plan.arranged, plan.held, plan.once))
-    shape = (plan.tiles, arranged, held, plan.tall, plan.row_warps, plan.teams, plan.stages, plan.split, once)
+    flags = (plan.arranged, plan.held, plan.once, plan.grouped)
+    arranged, held, once, grouped = (str(flag).lower() for flag in flags)
+    shape = (plan.tiles, arranged, held, plan.tall, plan.row_warps, plan.teams, plan.stages, plan.split, once, grouped)
     return ENTRY.format(
         cluster=f"__cluster_dims__({plan.split}, 1, 1) " if plan.split > 1 else "",
         threads=plan.threads,
@@ -228,7 +231,10 @@ def arguments(
 
 
 def matrix_of(tokens: Tensor, plan: Plan) -> Tensor:
-    """Tokens as the copy engine takes them: one as rows of 64, those that `arrange` laid down as rows of 128."""
+    """Tokens as the copy engine takes them: one as rows of 64, those that `arrange` laid down as rows of 128, or, for
+    products by four warps, as they are with rows of zeros below."""
+    if plan.grouped:
+        return tokens.view(8 * plan.tiles, -1)
     return tokens.view(-1, 64) if plan.tiles == 0 else tokens.view(-1, 128) if plan.arranged else tokens
 
 
@@ -238,14 +244,16 @@ def _kernel(plan: Plan, out: torch.dtype, turn: Turn | None, shared: int, device
     return nvrtc.load_kernel(source, "mxfp4_decode", shared, device)
 
 
-def arrange_entry(tiles: int, turn: Turn | None, name: str = "mxfp4_arrange") -> str:
+def arrange_entry(tiles: int, turn: Turn | None, name: str = "mxfp4_arrange", grouped: bool = False) -> str:
     """C++ of the kernel `name`."""
-    return ARRANGE.format(name=name, tiles=tiles, threads=ARRANGE_THREADS, **template_of(turn))
+    options = {"threads": ARRANGE_THREADS, "grouped": str(grouped).lower()}
+    return ARRANGE.format(name=name, tiles=tiles, **options, **template_of(turn))
 
 
 @lru_cache(maxsize=64)
-def _arrange_kernel(tiles: int, turn: Turn | None, device: int) -> int:
-    return nvrtc.load_kernel(device_functions() + arrange_entry(tiles, turn), "mxfp4_arrange", 0, device)
+def _arrange_kernel(tiles: int, turn: Turn | None, grouped: bool, device: int) -> int:
+    source = device_functions() + arrange_entry(tiles, turn, grouped=grouped)
+    return nvrtc.load_kernel(source, "mxfp4_arrange", 0, device)
 
 
 class ArrangeArguments(ctypes.Structure):
@@ -264,12 +272,12 @@ def arrange_blocks(columns: int, tiles: int) -> int:
     return -(-(columns // STEP * tiles * 32) // ARRANGE_THREADS)
 
 
-def arrange(tokens: Tensor, tiles: int, turn: Turn | None) -> Tensor:
-    """At most 8 * tiles tokens, turned, in the order in which the lanes of `decode` multiply them."""
+def arrange(tokens: Tensor, tiles: int, turn: Turn | None, grouped: bool = False) -> Tensor:
+    """At most 8 * tiles tokens, turned, in the order in which `decode` multiplies them, by warps or groups of four."""
     columns, device = tokens.shape[1], tokens.get_device()
     y = torch.empty(columns * tiles * 8, dtype=torch.bfloat16, device=tokens.device)
     parameters = arrange_arguments(tokens, y, turn)
-    function, blocks = _arrange_kernel(tiles, turn, device), arrange_blocks(columns, tiles)
+    function, blocks = _arrange_kernel(tiles, turn, grouped, device), arrange_blocks(columns, tiles)
     nvrtc.launch(function, (blocks,), ARRANGE_THREADS, 0, parameters, device, overlap=True)
     return y
 
@@ -305,7 +313,7 @@ def decode(
         plan = (turned_plan if turn else plan_for)(count, rows, columns)
     assert plan and (plan.held or plan.arranged or not turn), "tokens that are copied as they are must be turned before"
     y = torch.empty(count, rows, dtype=dtype, device=tokens.device)
-    wide = matrix_of(arrange(tokens, plan.tiles, turn) if plan.arranged else tokens, plan)
+    wide = matrix_of(arrange(tokens, plan.tiles, turn, plan.grouped) if plan.arranged else tokens, plan)
     values = _Arguments(args=arguments(tokens, token_scale, scale, y, turn, settled))
     for field, t, box in zip(("codes", "wide"), (packed, wide), plan.boxes, strict=False):
         pitch = t.stride(0) * t.element_size()

@@ -15,7 +15,8 @@ from quantrot.kernels.mxfp4.triton import float_signs, key_of, outputs
 
 THREADS = 256
 TILE = 128 * 128  # bytes
-POWERS = 8 * 4 * 36 * 4  # bytes of the warps' powers of two of a tile of codes
+POWERS = 8 * 4 * 80  # bytes of the warps' powers of two of a tile of codes
+SIGNS = 4 * 36 * 4
 
 TRANSPOSE = """extern "C" __global__ void __launch_bounds__(256, {resident}) {name}(
     const void* x, const unsigned char* in_scale, const float* signs, unsigned char* packed, unsigned char* scale,
@@ -71,7 +72,8 @@ def entry(
 
 
 def shared_bytes(dtype: torch.dtype, stages: int) -> int:
-    return stages * TILE + (POWERS if dtype == torch.uint8 else 0)
+    """Of a block: its tiles, and the powers of two of codes or the signs of rows."""
+    return stages * TILE + (POWERS if dtype == torch.uint8 else SIGNS)
 
 
 def arguments(
@@ -90,14 +92,24 @@ def arguments(
     return Arguments(*pointers, x.stride(0) * x.element_size(), x.shape[0], columns, root, *key_of(random), down)
 
 
-def fits(x: Tensor) -> bool:
+def fits(x: Tensor, rule: ScaleRule, hadamard: int) -> bool:
     """Whether the kernel takes these rows: 16-bit elements or packed bytes, whole units of 16 bytes of them."""
-    return (x.dtype in hopper_rows.IN or x.dtype == torch.uint8) and x.shape[1] * x.element_size() % 16 == 0 < x.numel()
+    dtypes = x.dtype == torch.uint8 or (
+        x.dtype in hopper_rows.IN and hopper_rows.rounds_exactly(x.dtype, rule, hadamard)
+    )
+    return dtypes and x.shape[1] * x.element_size() % 16 == 0 < x.numel()
 
 
 @lru_cache(maxsize=256)
 def _kernel(source: str, shared: int, device: int) -> Any:
     return nvrtc.load_kernel(device_functions() + source, "mxfp4_columns", shared, device)
+
+
+def plan_of(dtype: torch.dtype, dither: bool) -> tuple[int, int, bool]:
+    """(thread blocks of a multiprocessor, stages, whether tiles follow each other down the rows)."""
+    if dtype == torch.uint8:
+        return tuned.HOPPER_PACKED_COLUMNS
+    return tuned.HOPPER_RANDOM_COLUMNS if dither else tuned.HOPPER_COLUMNS
 
 
 def _run(
@@ -114,8 +126,8 @@ def _run(
         x = x.clone(memory_format=torch.contiguous_format)
     columns = 2 * wide if in_scale is not None else wide
     packed, scale, bits = outputs(x, (columns, rows), mask)
-    resident, stages, down = tuned.HOPPER_PACKED_COLUMNS if in_scale is not None else tuned.HOPPER_COLUMNS
     dither = random is not None
+    resident, stages, down = plan_of(x.dtype, dither)
     source = entry(
         x.dtype, rule, hadamard, signs is not None, mask=mask, dither=dither, resident=resident, stages=stages
     )

@@ -113,14 +113,28 @@ def arguments(
     return Arguments(*pointers, rows, row_groups, float32((hadamard or 1) ** -0.5), *key_of(random))
 
 
-def fits(x: Tensor, row: bool = False) -> bool:
+def rounds_exactly(dtype: torch.dtype, rule: ScaleRule, hadamard: int) -> bool:
+    """Whether rounding to float16 first, which is how the kernels reach e2m1, is the definition or changes no code.
+
+    It changes none of bfloat16's: eight significant bits. Of float16 elements with eleven it would, near a quarter.
+    """
+    return dtype != torch.float16 or hadamard > 0 or rule is ScaleRule.absmax34
+
+
+def fits(x: Tensor, rule: ScaleRule, hadamard: int, row: bool = False) -> bool:
     """Whether the kernels take this tensor; row: whole rows of it at a time."""
-    return x.dtype in IN and x.numel() > 0 and not (row and x.shape[-1] > MOST_THREADS * GROUP)
+    whole = x.numel() > 0 and not (row and x.shape[-1] > MOST_THREADS * GROUP)
+    return x.dtype in IN and rounds_exactly(x.dtype, rule, hadamard) and whole
 
 
 def _aligned(x: Tensor) -> Tensor:
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def plan_of(hadamard: int, mask: bool) -> tuple[int, int, int]:
+    """(threads, thread blocks of a multiprocessor, stages) of `quantize`."""
+    return (tuned.HOPPER_MASK_ROWS if mask else tuned.HOPPER_ROWS)[hadamard or GROUP]
 
 
 def quantize(
@@ -134,7 +148,7 @@ def quantize(
     """x [..., K] bfloat16 or float16 -> packed, scale, mask (empty unless asked for). Checked by the caller."""
     x = _aligned(x)
     packed, scale, bits = outputs(x, x.shape, mask)
-    threads, resident, stages = tuned.HOPPER_ROWS
+    threads, resident, stages = plan_of(hadamard, mask)
     source = entry(
         x.dtype, rule, hadamard, signs is not None, mask=mask, dither=random is not None,
         threads=threads, resident=resident, stages=stages,

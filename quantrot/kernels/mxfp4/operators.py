@@ -95,7 +95,7 @@ def hadamard_quantize_mxfp4(
     hadamard: 32, 64 or 128 (fused), or any order of `hadamard_factors` that is a multiple of 32 (the transform, rounded
     to x's dtype, then the quantization). signs: +-1 of any dtype, [hadamard], or None. transpose: x is [M, K], and what
     is transformed and quantized is its transpose, in groups along M. random: (seed, offset), 64-bit numbers, for
-    stochastic rounding: uniform 16-bit dither from Philox4x32-7 of (the element's index in the result, offset) under
+    stochastic rounding: uniform 9-bit dither from Philox4x32-7 of (the element's index in the result, offset) under
     the key `seed`; only with absmax34, which never saturates. clip_mask: also return which elements were not clipped.
 
     Returns (packed uint8 [..., K/2], scale uint8 [..., K/32], mask uint8 [..., K/8] or None); bit j of the mask's byte
@@ -272,26 +272,26 @@ def uses_triton(x: Tensor, backend: str) -> bool:
     return backend == "triton" or (backend == "auto" and able and x.device.type == "cuda")
 
 
-def _columns_module(x: Tensor, backend: str) -> Any:
+def _columns_module(x: Tensor, rule: ScaleRule, hadamard: int, backend: str) -> Any:
     """The kernels of a transpose that run this call, when `uses_triton`; x: elements or packed bytes, [M, ...]."""
     from quantrot.kernels.mxfp4 import triton_columns
 
     if backend == "auto" and nvrtc.available(x.device):
         from quantrot.kernels.mxfp4 import hopper_columns
 
-        if hopper_columns.fits(x):
+        if hopper_columns.fits(x, rule, hadamard):
             return hopper_columns
     return triton_columns
 
 
-def _rows_module(x: Tensor, backend: str, row: bool = False) -> Any:
+def _rows_module(x: Tensor, rule: ScaleRule, hadamard: int, backend: str, row: bool = False) -> Any:
     """The kernels along rows that run this call, when `uses_triton`; row: whole rows of x at a time."""
     from quantrot.kernels.mxfp4 import triton_rows
 
     if backend == "auto" and nvrtc.available(x.device):
         from quantrot.kernels.mxfp4 import hopper_rows
 
-        if hopper_rows.fits(x, row):
+        if hopper_rows.fits(x, rule, hadamard, row):
             return hopper_rows
     return triton_rows
 
@@ -315,8 +315,9 @@ def _quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     random = _random(stochastic, seed, offset)
     if uses_triton(x, backend):
-        run = _columns_module(x, backend).quantize_columns if transpose else _rows_module(x, backend).quantize
-        return run(x, ScaleRule(rule), hadamard, signs, random, mask)
+        call = x, ScaleRule(rule), hadamard
+        run = _columns_module(*call, backend).quantize_columns if transpose else _rows_module(*call, backend).quantize
+        return run(*call, signs, random, mask)
     source = x.T if transpose else x
     packed, scale, bits = quantize_reference(
         source, ScaleRule(rule), hadamard=hadamard, signs=signs, random=random, mask=mask
@@ -346,7 +347,8 @@ def _requantize(
 ) -> tuple[Tensor, Tensor]:
     random = _random(stochastic, seed, offset)
     if uses_triton(packed, backend):
-        return _columns_module(packed, backend).requantize(packed, scale, ScaleRule(rule), hadamard, signs, random)
+        module = _columns_module(packed, ScaleRule(rule), hadamard, backend)
+        return module.requantize(packed, scale, ScaleRule(rule), hadamard, signs, random)
     wide = dequantize_reference(packed, scale, torch.float32).T
     codes, scales, _ = quantize_reference(wide, ScaleRule(rule), hadamard=hadamard, signs=signs, random=random)
     return codes, scales
@@ -405,7 +407,8 @@ def _quantize_expanded(
     Returns (e4m3, row scale, outside, packed, scale); the last two are written only in rows with outside > 0.
     """
     if uses_triton(x, backend):
-        return _rows_module(x, backend, row=True).quantize_expanded(x, ScaleRule(rule), hadamard, signs)
+        module = _rows_module(x, ScaleRule(rule), hadamard, backend, row=True)
+        return module.quantize_expanded(x, ScaleRule(rule), hadamard, signs)
     packed, scale, _ = quantize_reference(x, ScaleRule(rule), hadamard=hadamard, signs=signs)
     return *expand_reference(packed, scale), packed, scale
 

@@ -25,6 +25,9 @@ TOP, WINDOW = (
     15,
 )  # e2m1 * 2^d is exact in e4m3 for the 15 exponents d = 6, 5, ... -8: 6 * 2^6 = 384, 0.5 * 2^-8 = 2^-9
 LEAST_TOP = -120  # of a row's largest exponent: 2^(top - 6) stays a normal float32
+NINE_BITS_FROM = (0, 7, 16, 23)  # of a random word, for four neighbours: two pairs share two bits each
+FINE = 2.0**-14  # e2m1's least normal number times this is float16's
+TURNED_LIMIT = 2.0**110  # a turned group that reaches this is NaN, so that 2^-e times FINE stays a normal float32
 
 
 class ScaleRule(StrEnum):
@@ -90,23 +93,42 @@ def _buffers(n: int, device: torch.device) -> list[Tensor]:
     return [buffer[: GROUP * n].view(GROUP, n) for buffer in _KEPT.buffers]
 
 
-def _quest_exponents(groups: Tensor, root: float) -> tuple[Tensor, Tensor]:
-    """(exponents, what is finite where the group's squares are): log2 of the clipped deviation is half its square's."""
+def _spread(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """(variance, what is finite where the squares are) of float32 groups [32, n]."""
     mean, square = tree_sum(groups) * 2.0**-5, tree_sum(groups * groups) * 2.0**-5
-    bits = (square - mean * mean).clamp_(min=0).mul_(float32(root * root)).mul_(QUEST_SQUARE).view(torch.int32)
-    return torch.where(bits < 0x00800000, MIN_EXPONENT, ((bits >> 23) - 127) >> 1), square
+    return (square - mean * mean).clamp_(min=0), square
+
+
+def _spread_before_turning(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of what Sylvester's matrix of 32 makes of the groups: its first input is the outputs' mean, and the
+    squares' sum is their mean square (Parseval), so that the other inputs' squares are the variance."""
+    squares = groups * groups
+    squares[0] = 0
+    variance = tree_sum(squares)
+    return variance, variance + groups[0] * groups[0]
+
+
+def _quest_exponents(variance: Tensor, root: float) -> Tensor:
+    """log2 of the clipped deviation is half its square's."""
+    bits = (variance * float32(root * root)).mul_(QUEST_SQUARE).view(torch.int32)
+    return torch.where(bits < 0x00800000, MIN_EXPONENT, ((bits >> 23) - 127) >> 1)
 
 
 def _exponents(
-    groups: Tensor, magnitude: Tensor, rule: ScaleRule, root: float, work: list[Tensor]
+    magnitude: Tensor,
+    rule: ScaleRule,
+    root: float,
+    spread: tuple[Tensor, Tensor] | None,
+    turned: bool,
+    work: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """(unbiased exponent int32 [n], finite bool [n]) of root times float32 groups [32, n]; three buffers to work in."""
-    if rule is ScaleRule.quest:
-        exponents, square = _quest_exponents(groups, root)
-        return exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT), torch.isfinite(square)
+    """(unbiased exponent int32 [n], finite bool [n]) of root times float32 magnitudes [32, n]; buffers to work in."""
+    if spread is not None:
+        variance, square = spread
+        return _quest_exponents(variance, root).clamp_(MIN_EXPONENT, MAX_EXPONENT), torch.isfinite(square)
     amax = magnitude.amax(0).mul_(root)
-    if rule is ScaleRule.even:
-        half = 1 << 21  # half a unit of the one mantissa bit that is kept
+    if rule is ScaleRule.even:  # half a unit of the one mantissa bit that is kept, and of float16's last
+        half = (1 << 21) + ((1 << 12) if turned else 0)
         exponents = ((amax.view(torch.int32) + half) >> 23) - 129
     else:
         exponents = _floor_log2(amax) - 2
@@ -114,7 +136,7 @@ def _exponents(
         exponents += (amax > 6 * power_of_two(exponents.clamp(-126, 125))).int()
     if rule is ScaleRule.mse:
         exponents = _least_error(magnitude, amax, exponents.clamp_(MIN_EXPONENT + 1, MAX_EXPONENT - 1), root, work)
-    return exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT), torch.isfinite(amax)
+    return exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT), amax < (TURNED_LIMIT if turned else torch.inf)
 
 
 def _round_e2m1(y: Tensor, magic: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -168,13 +190,26 @@ def unpack_bits(packed: Tensor) -> Tensor:
 
 
 def _quantize_groups(
-    groups: Tensor, rule: ScaleRule, root: float, dither: Tensor | None, mask: bool
+    groups: Tensor, rule: ScaleRule, root: float, turned: bool, dither: Tensor | None, mask: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """root times float32 [32, n] -> packed [n, 16], scale [n], mask [n, 4] or None; root is a float32 number."""
+    """root times float32 [32, n] -> packed [n, 16], scale [n], mask [n, 4] or None; root is a float32 number.
+
+    turned: Sylvester's matrix of 32 is still to be applied. What comes of it, and what absmax34 stores, is rounded to a
+    512th of e2m1's step before it is rounded to e2m1: to float16, scaled so that e2m1's least normal number is its own.
+    """
+    spread = None
+    if rule is ScaleRule.quest:
+        spread = _spread_before_turning(groups) if turned else _spread(groups)
+    if turned:
+        groups = _butterfly(groups, GROUP // 2, 1)
     magnitude, *work = _buffers(groups.shape[1], groups.device)
     torch.abs(groups, out=magnitude)
-    exponents, finite = _exponents(groups, magnitude, rule, root, work)
-    magnitude.mul_(power_of_two(-exponents).mul_(float32(root * 0.75) if rule is ScaleRule.absmax34 else root))
+    exponents, finite = _exponents(magnitude, rule, root, spread, turned, work)
+    factor = power_of_two(-exponents).mul_(float32(root * 0.75) if rule is ScaleRule.absmax34 else root)
+    if turned or rule is ScaleRule.absmax34:
+        magnitude.copy_(magnitude.mul_(factor.mul_(FINE)).to(torch.float16)).mul_(1 / FINE)
+    else:
+        magnitude.mul_(factor)
     kept = _pack_bits((magnitude <= E2M1_MAX).logical_and_(finite)) if mask else None
     code = _code(*_round_e2m1(magnitude.clamp_(max=E2M1_MAX), work[0], dither))
     sign = torch.bitwise_right_shift(groups.view(torch.int32), 28, out=work[1].view(torch.int32))
@@ -195,7 +230,7 @@ def quantize_reference(
     """x [..., K] -> packed [..., K/2], scale [..., K/32], mask [..., K/8] or None. No checks.
 
     hadamard: the width of the block transform before it, (x * signs) H / sqrt(hadamard) in float32; 0 for none. The
-    root and the group's power of two are one factor, so that an element is rounded once before its code is.
+    root and the group's power of two are one factor.
     random: (seed, offset) of stochastic rounding.
     """
     block, root = hadamard or GROUP, float32((hadamard or 1) ** -0.5)
@@ -208,14 +243,14 @@ def quantize_reference(
     for start in range(0, blocks.shape[0], CHUNK // block):
         part = blocks[start : start + CHUNK // block].T.to(torch.float32).contiguous()  # [block, n]
         if hadamard:
-            part = _butterfly(part if column is None else part * column)
+            part = _butterfly(part if column is None else part * column, block // 2, GROUP)
         elements, first = part.numel(), start * (block // GROUP)
         here = slice(first, first + elements // GROUP)
         part = part.view(block // GROUP, GROUP, -1).permute(1, 2, 0).reshape(GROUP, -1)
         dither = None
         if random is not None:
             dither = dither_of(first * GROUP, elements, *random, part.device).view(-1, GROUP).T.contiguous()
-        packed[here], scale[here], kept = _quantize_groups(part, rule, root, dither, mask)
+        packed[here], scale[here], kept = _quantize_groups(part, rule, root, hadamard > 0, dither, mask)
         if bits is not None and kept is not None:
             bits[here] = kept
     lead = x.shape[:-1]
@@ -224,10 +259,10 @@ def quantize_reference(
     return codes, scales, None if bits is None else bits.view(*lead, shapes[2])
 
 
-def _butterfly(x: Tensor) -> Tensor:
-    """float32 [B, n], B a power of two: Sylvester's H x, by additions from the widest stride down."""
-    half = x.shape[0] // 2
-    while half:
+def _butterfly(x: Tensor, first: int, last: int) -> Tensor:
+    """float32 [B, n]: the stages of Sylvester's matrix with strides first, first / 2, ... last, by additions."""
+    half = first
+    while half >= last:
         pair, out = x.view(-1, 2, half, x.shape[1]), torch.empty_like(x)
         result = out.view(pair.shape)
         torch.add(pair[:, 0], pair[:, 1], out=result[:, 0])
@@ -282,15 +317,15 @@ def philox(counter: Tensor, offset: int, seed: int) -> list[Tensor]:
 
 
 def dither_of(start: int, count: int, seed: int, offset: int, device: torch.device | str = "cpu") -> Tensor:
-    """float32 [count], uniform on the 2^16 odd multiples of 2^-17 in (-1/2, 1/2), of elements start, start + 1, ...
+    """float32 [count], uniform on the 2^9 odd multiples of 2^-10 in (-1/2, 1/2), of elements start, start + 1, ...
 
-    Element e takes 16 bits: half-word e % 8 (low halves first) of Philox's four words at counter e // 8. start and
-    count are multiples of 8.
+    Element e takes nine bits of word e // 4 % 4 of Philox's four at counter e // 16, from bit 0, 7, 16 or 23 on
+    (e % 4 = 0, 1, 2, 3). start and count are multiples of 16.
     """
-    counter = torch.arange(start // 8, (start + count) // 8, dtype=torch.int64, device=device)
-    words = torch.stack(philox(counter, offset, seed), -1).to(torch.int32)  # keeps the low 32 bits
-    halves = words.view(torch.int16).flatten().to(torch.float32)  # little-endian; a negative one is 65536 too low
-    return torch.where(halves < 0, halves + (65536 - 32767.5), halves - 32767.5).mul_(2.0**-16)
+    counter = torch.arange(start // 16, (start + count) // 16, dtype=torch.int64, device=device)
+    words = torch.stack(philox(counter, offset, seed), -1).unsqueeze(-1)
+    bits = (words >> torch.tensor(NINE_BITS_FROM, device=device)) & 511
+    return bits.flatten().to(torch.float32).sub_(255.5).mul_(2.0**-9)
 
 
 # --- The e4m3 operand ------------------------------------------------------------------------------------------------
@@ -323,5 +358,5 @@ def masked_hadamard_reference(x: Tensor, mask: Tensor, hadamard: int, scale: flo
     for start in range(0, blocks.shape[0], CHUNK // hadamard):
         here = slice(start, start + CHUNK // hadamard)
         kept = torch.where(unpack_bits(bits[here]), blocks[here].to(torch.float32), 0.0)
-        out[here] = _butterfly(kept.T.contiguous()).mul_(scale).T
+        out[here] = _butterfly(kept.T.contiguous(), hadamard // 2, 1).mul_(scale).T
     return out.view(x.shape)

@@ -41,17 +41,12 @@ __device__ __forceinline__ u32 load_shared32(u32 from) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 load_shared16(u32 from) {
-  unsigned short v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
-  return v;
-}
 __device__ __forceinline__ void store_shared32(u32 to, u32 v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
-__device__ __forceinline__ u32 to_e4m3(float lo, float hi) {
+__device__ __forceinline__ u32 half_to_e4m3(u32 pair) {
   unsigned short r;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(r) : "r"(pair));
   return r;
 }
 __device__ __forceinline__ int warp_max(int v) { return __reduce_max_sync(0xFFFFFFFFu, v); }
@@ -62,11 +57,12 @@ __device__ __forceinline__ int* block_numbers(int at) {
 }
 #endif
 
-// Philox4x32-7 of (counter, offset) under the key: eight 16-bit numbers, as 1 + r 2^-16 - (1.5 - 2^-17) in (-1/2, 1/2).
-struct Dither {
-  float v[8];
+// Philox4x32-7 of (counter, offset) under the key: sixteen times nine bits, for four elements of each word from bit 0, 7,
+// 16 and 23 on, which is where pairs of elements take them.
+struct Random {
+  u32 words[4];
 
-  __device__ __forceinline__ Dither(u64 counter, const Key& key) {
+  __device__ __forceinline__ Random(u64 counter, const Key& key) {
     u32 c0 = (u32)counter, c1 = (u32)(counter >> 32), c2 = key.o0, c3 = key.o1, k0 = key.s0, k1 = key.s1;
 #pragma unroll
     for (int i = 0; i < 7; i++) {
@@ -74,48 +70,35 @@ struct Dither {
       c0 = (u32)(b >> 32) ^ c1 ^ k0, c2 = (u32)(a >> 32) ^ c3 ^ k1, c1 = (u32)b, c3 = (u32)a;
       k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
-    const u32 words[4] = {c0, c1, c2, c3};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      v[2 * i] = __fsub_rn(__uint_as_float((words[i] << 7 & 0x007FFF80u) | 0x3F800000u), MIDDLE);
-      v[2 * i + 1] = __fsub_rn(__uint_as_float((words[i] >> 9 & 0x007FFF80u) | 0x3F800000u), MIDDLE);
-    }
+    words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
   }
-  static constexpr float MIDDLE = 1.5f - 1.0f / 131072;
 };
 
-// Codes of a group and, of MASK, which elements are within 6 scales (bit i: element i).
-//
-// The rounded sum is sign, exponent 149 + log2(binade), a one at bit 22, and the multiple n of the step below; the code is
-// n + 2 log2(binade). Its product by 2^28 + 2^6 + 1, plus 2^28, has 8 sign + code in the top four bits (see triton.py),
-// which a funnel shift appends.
+// Codes of a group and, of MASK, which elements are within 6 scales (bit i: element i); factor: see factor_of.
 template <int RULE, bool MASK, bool DITHER>
-__device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 number, const Key& key, u32& clipped) {
-  u32 words[4];
-  clipped = 0;
+__device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 number, const Key& key, u32& within) {
+  u32 words[4], kept[2] = {};  // of 16 elements each; bit 4 k + r: elements 4 k + r and, 16 bits further, 4 k + 2 + r
 #pragma unroll
-  for (int w = 3; w >= 0; w--) {
-    u32 word = 0;
-    float u[8];
+  for (int half = 0; half < 2; half++) {
+    u32 p[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int low = half * 16 + i / 2 * 4 + i % 2;
+      p[i] = Fp16::pack(__fmul_rn(x.v[low], factor), __fmul_rn(x.v[low + 2], factor));
+      if constexpr (MASK) kept[half] |= within_half(p[i], SIX) & 0x00010001u << (low % 16);
+      if constexpr (clamps<RULE>()) p[i] = clamp_half(p[i], SIX);
+    }
     if constexpr (DITHER) {
-      const Dither dither(number * 4 + w, key);
+      const Random random(number * 2 + half, key);
 #pragma unroll
-      for (int i = 0; i < 8; i++) u[i] = dither.v[i];
-    }
+      for (int i = 0; i < 8; i++) p[i] += random.words[i / 2] >> (i % 2 ? 7 : 0) & 0x01FF01FFu;
+    } else {
 #pragma unroll
-    for (int i = 7; i >= 0; i--) {
-      float y = __fmul_rn(x.v[w * 8 + i], factor), b;
-      if constexpr (MASK) clipped = __funnelshift_l(__float_as_uint(__fsub_rn(6.0f, fabsf(y))), clipped, 1);
-      if constexpr (DITHER) {
-        b = binade(y);
-        y = __fmaf_rn(b, MAGIC, __fmaf_rn(u[i], __fmul_rn(b, 0.5f), y));
-      } else {
-        y = rounded<RULE>(y, b);
-      }
-      word = __funnelshift_l(__float_as_uint(y) * 0x10000041u + 0x10000000u, word, 4);
+      for (int i = 0; i < 8; i++) p[i] = to_nearest(p[i]);
     }
-    words[w] = word;
+    words[half * 2] = code_word(p[0], p[1], p[2], p[3]), words[half * 2 + 1] = code_word(p[4], p[5], p[6], p[7]);
   }
+  within = __byte_perm(kept[0], kept[1], 0x5410) | __byte_perm(kept[0], kept[1], 0x7632) << 2;
   return {words[0], words[1], words[2], words[3]};
 }
 
@@ -189,17 +172,16 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
     Group x;
     read_group<IN>(x, ring + slot, SIGNS ? flips : nullptr);
     into = into == (STAGES - 1) * TILE ? 0 : into + TILE, slot = slot == (STAGES - 1) * TILE ? 0 : slot + TILE;
-    if constexpr (SPAN) x.turn<SPAN>();
+    x.turn_across<SPAN>();
     const i64 group = tile * 32 + lane;
-    bool finite;
-    const int exponent = exponent_of<RULE>(x, args.root, finite);
-    u32 clipped;
-    Words codes = codes_of<RULE, MASK, DITHER>(x, factor_of<RULE>(exponent, args.root), group, args.key, clipped);
-    if (!finite) codes = {};
+    const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, args.root);
+    u32 within;
+    Words codes = codes_of<RULE, MASK, DITHER>(x, fine_factor<RULE>(exponent.value, args.root), group, args.key, within);
+    if (!exponent.finite) codes = {}, within = 0;
     if (group < groups) {
       store_words(args.packed + group * 16, codes);
-      args.scale[group] = finite ? exponent + 127 : 255;
-      if constexpr (MASK) ((u32*)args.mask)[group] = finite ? ~clipped : 0;
+      args.scale[group] = exponent.byte();
+      if constexpr (MASK) ((u32*)args.mask)[group] = within;
     }
   }
 }
@@ -234,34 +216,31 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
     Group x;
     read_group<IN>(x, ring + slot, SIGNS ? flips : nullptr);
     into = into == (STAGES - 1) * TILE ? 0 : into + TILE, slot = slot == (STAGES - 1) * TILE ? 0 : slot + TILE;
-    if constexpr (SPAN) x.turn<SPAN>();
-    bool finite;
-    const int exponent = exponent_of<RULE>(x, args.root, finite);
-    const bool counts = finite && inside;
+    x.turn_across<SPAN>();
+    const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, args.root);
+    const bool counts = exponent.finite && inside;
     int* const set = numbers + turn * warps * 3;
     turn = turn == 2 ? 0 : turn + 1;
-    const int most = warp_max(counts ? max(exponent, LEAST_TOP) : LEAST_TOP), least = warp_max(counts ? -exponent : -127);
+    const int most = warp_max(counts ? max(exponent.value, LEAST_TOP) : LEAST_TOP), least = warp_max(counts ? -exponent.value : -127);
     if (lane == 0) set[warp] = most, set[warps + warp] = least;
     block_sync();
     const int top = warp_max(lane < warps ? set[lane] : LEAST_TOP);
     const int bottom = warp_max(lane < warps ? set[warps + lane] : -127);
-    const int shift = exponent - top + TOP;
-    const float factor = factor_of<RULE>(exponent, args.root);
-    const float unit = finite ? power(min(max(shift, -126), TOP)) : __uint_as_float(0x7FC00000u);
+    const int shift = exponent.value - top + TOP;
+    const float factor = fine_factor<RULE>(exponent.value, args.root);
+    const u32 unit = exponent.finite ? half_power(max(shift, -14)) : 0x7FFF7FFFu;  // from -13 on all are zero
     const i64 group = row * row_groups + mine + lane;
     u32 words[8];
 #pragma unroll
     for (int w = 0; w < 8; w++) {
-      float e[4];
+      u32 e[2];
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float v = x.v[w * 4 + i];
-        float b;
-        const float sum = rounded<RULE>(__fmul_rn(v, factor), b);
-        const u32 magnitude = __float_as_uint(__fmaf_rn(b, -MAGIC, sum));  // exact
-        e[i] = __fmul_rn(__uint_as_float(magnitude | (__float_as_uint(v) & 0x80000000u)), unit);
+      for (int i = 0; i < 2; i++) {
+        u32 p = Fp16::pack(__fmul_rn(x.v[w * 4 + 2 * i], factor), __fmul_rn(x.v[w * 4 + 2 * i + 1], factor));
+        if constexpr (clamps<RULE>()) p = clamp_half(p, SIX);
+        e[i] = half_to_e4m3(times_half(times_half(to_nearest(p) & 0x8E008E00u, half_power(14)), unit));
       }
-      words[w] = to_e4m3(e[0], e[1]) | to_e4m3(e[2], e[3]) << 16;
+      words[w] = e[0] | e[1] << 16;
     }
     if (inside) {
       store_words((char*)args.mask + group * 32, {words[0], words[1], words[2], words[3]});
@@ -269,12 +248,12 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
     }
     int outside = 0;
     if (-bottom <= top - WINDOW) {  // the same for all threads
-      u32 clipped;
-      Words codes = codes_of<RULE, false, false>(x, factor, 0, args.key, clipped);
-      if (!finite) codes = {};
+      u32 within;
+      Words codes = codes_of<RULE, false, false>(x, factor, 0, args.key, within);
+      if (!exponent.finite) codes = {};
       if (inside) {
         store_words(args.packed + group * 16, codes);
-        args.scale[group] = finite ? exponent + 127 : 255;
+        args.scale[group] = exponent.byte();
       }
       const bool used = ((codes.x | codes.y | codes.z | codes.w) & 0x77777777u) != 0;
       const int count = warp_sum(counts && used && shift <= TOP - WINDOW);

@@ -30,14 +30,6 @@ __device__ __forceinline__ Words arranged(const Words& v) {
           __byte_perm(v.y, v.w, 0x7632)};
 }
 
-// The nearest e2m1 value (a zero is positive).
-template <int RULE>
-__device__ __forceinline__ float e2m1(float y) {
-  float b;
-  const float shifted = rounded<RULE>(y, b);
-  return __fmaf_rn(b, -MAGIC, shifted);
-}
-
 // 2^exponent twice, or NaN, in bfloat16.
 __device__ __forceinline__ u32 power_pair(int exponent, bool finite) {
   return finite ? max((u32)(exponent + 127) << 7, 0x40u) * 0x00010001u : 0x7FFF7FFFu;
@@ -56,19 +48,19 @@ __device__ __forceinline__ void take(Words (&words)[4], float root) {
       const u32 two = words[i / 4].at(i % 4);
       x.v[2 * i] = Bf16::value((unsigned short)two), x.v[2 * i + 1] = Bf16::value((unsigned short)(two >> 16));
     }
-    if constexpr (SPAN > 0) x.turn<SPAN>();
-    bool finite;
-    const int exponent = exponent_of<RULE>(x, root, finite);
-    const float factor = factor_of<RULE>(exponent, root);
-    const u32 power = power_pair(exponent, finite);
+    x.turn_across<SPAN>();
+    const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, root);
+    const float factor = fine_factor<RULE>(exponent.value, root);
+    const u32 power = power_pair(exponent.value, exponent.finite);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       u32 pairs[4];
 #pragma unroll
       for (int k = 0; k < 4; k++) {
-        const float low = e2m1<RULE>(__fmul_rn(x.v[8 * j + k], factor));
-        const float high = e2m1<RULE>(__fmul_rn(x.v[8 * j + k + 4], factor));
-        pairs[k] = times_bf16(Bf16::pack(low, high), power);
+        u32 p = Fp16::pack(__fmul_rn(x.v[8 * j + k], factor), __fmul_rn(x.v[8 * j + k + 4], factor));
+        if constexpr (clamps<RULE>()) p = clamp_half(p, SIX);
+        p = to_nearest(p);
+        pairs[k] = times_bf16(times_bf16((p >> 3 & 0x01C001C0u) | (p & 0x80008000u), 0x7E807E80u), power);  // 2^-126 times it
       }
       words[j] = {pairs[0], pairs[1], pairs[2], pairs[3]};
     }
@@ -84,7 +76,8 @@ __device__ __forceinline__ void load_group(Words (&words)[4], const void* x, int
 
 // Tokens bfloat16 [tokens, columns], columns a multiple of 128, as [step of 128][tile of 8][word][lane] of 16 bytes; zeros
 // where there is no token.
-template <int TILES, int SPAN, int RULE>
+// GROUPED, for products by a warpgroup: as [8 * TILES, columns], 16 columns of each product's side by side.
+template <int TILES, int SPAN, int RULE, bool GROUPED = false>
 __device__ __forceinline__ void arrange(const void* x, Words* y, int tokens, int columns, float root) {
   launch_dependents();
   grid_wait();
@@ -94,8 +87,14 @@ __device__ __forceinline__ void arrange(const void* x, Words* y, int tokens, int
   Words words[4];
   load_group(words, x, columns, token, step * 128 + lane % 4 * 32, token < tokens);
   take<SPAN, RULE>(words, root);
+  if constexpr (GROUPED) {
+    u32* const to = (u32*)y + ((i64)token * columns + step * 128) / 2 + lane % 4;
 #pragma unroll
-  for (int j = 0; j < 4; j++) store_words(y + ((step * TILES + tile) * 4 + j) * 32 + lane, words[j]);
+    for (int i = 0; i < 16; i++) to[i * 4] = words[i / 4].at(i % 4);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; j++) store_words(y + ((step * TILES + tile) * 4 + j) * 32 + lane, words[j]);
+  }
 }
 
 // `groups` groups, a multiple of 4, of a token x [columns] from column `first` on -> [step of 128 columns][word][group] of

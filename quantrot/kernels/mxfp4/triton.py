@@ -13,14 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantrot.kernels.mxfp4.reference import GROUP, QUEST_SQUARE
+from quantrot.kernels.mxfp4.reference import FINE, GROUP, QUEST_SQUARE, TURNED_LIMIT
 
 EXACT = {"enable_fp_fusion": False}  # x * y + z is two roundings, as in the reference
 
 _GROUP = tl.constexpr(GROUP)
 _QUEST_SQUARE = tl.constexpr(QUEST_SQUARE)
 _MAGIC = tl.constexpr(0.75 * 2.0**23)
-_MIDDLE = tl.constexpr(1.5 - 2.0**-17)
+_FINE = tl.constexpr(FINE)
+_UNFINE = tl.constexpr(1 / FINE)
+_TURNED_LIMIT = tl.constexpr(TURNED_LIMIT)
 _TWO126 = tl.constexpr(2.0**126)
 _SIGN = tl.constexpr(-0x80000000)
 _SIGN_AND_EXPONENT = tl.constexpr(-0x00800000)
@@ -81,18 +83,20 @@ def _stage(x, HALF: tl.constexpr):
 
 
 @triton.jit
-def _butterfly(x, H: tl.constexpr):
-    """Sylvester's matrix times the tuple, from the widest stride down."""
-    y = _stage(x, H // 2)
-    y = _stage(y, H // 4)
-    y = _stage(y, H // 8)
-    y = _stage(y, H // 16)
-    y = _stage(y, H // 32)
-    if H >= 64:
-        y = _stage(y, H // 64)
+def _turn_across(x, H: tl.constexpr):
+    """The stages of Sylvester's matrix between groups of 32, from the widest stride down."""
+    y = x
     if H >= 128:
-        y = _stage(y, H // 128)
+        y = _stage(y, 64)
+    if H >= 64:
+        y = _stage(y, 32)
     return y
+
+
+@triton.jit
+def _turn_within(x):
+    """Those inside of groups."""
+    return _stage(_stage(_stage(_stage(_stage(x, 16), 8), 4), 2), 1)
 
 
 @triton.jit
@@ -172,21 +176,43 @@ def _squared_error(x, factor):
 
 
 @triton.jit
-def _exponent(x, root, RULE: tl.constexpr):
-    """(unbiased exponent, whether the group is finite) of a tuple of 32, times root; see the reference."""
+def _turned(x, RULE: tl.constexpr, TURN: tl.constexpr):
+    """(a tuple of 32, turned if TURN; its variance; what is finite where its squares are), the last two for quest."""
+    variance = x[0]
+    square = x[0]
     if RULE == "quest":
-        mean = _sum32(x) * 0.03125
-        square = _sum32(_times_each(x, x)) * 0.03125
-        variance = tl.maximum(square - mean * mean, 0.0) * (root * root)
-        bits = (variance * _QUEST_SQUARE).to(tl.int32, bitcast=True)
+        squares = _times_each(x, x)
+        if TURN:
+            variance = _sum32((tl.zeros_like(x[0]),) + _part(squares, 1, 31))
+            square = variance + squares[0]
+        else:
+            mean = _sum32(x) * 0.03125
+            square = _sum32(squares) * 0.03125
+            variance = tl.maximum(square - mean * mean, 0.0)
+    if TURN:
+        return _turn_within(x), variance, square
+    else:
+        return x, variance, square
+
+
+@triton.jit
+def _exponent(turned, root, RULE: tl.constexpr, TURN: tl.constexpr):
+    """(unbiased exponent, whether the group is finite) of `_turned`'s result, times root; see the reference."""
+    x = turned[0]
+    if RULE == "quest":
+        square = turned[2]
+        bits = (turned[1] * (root * root) * _QUEST_SQUARE).to(tl.int32, bitcast=True)
         exponent = tl.where(bits < 0x00800000, -127, ((bits >> 23) - 127) >> 1)
         finite = square < float("inf")
     else:
         amax = _amax32(x) * root
         bits = amax.to(tl.int32, bitcast=True)
-        finite = amax < float("inf")
+        if TURN:
+            finite = amax < _TURNED_LIMIT
+        else:
+            finite = amax < float("inf")
         if RULE == "even":
-            exponent = ((bits + 0x200000) >> 23) - 129
+            exponent = ((bits + (0x201000 if TURN else 0x200000)) >> 23) - 129
         else:
             exponent = (bits >> 23) - 129
         if RULE == "rceil":
@@ -227,21 +253,34 @@ def _dither(group, key):
     s1 = key[1].to(tl.uint32, bitcast=True)
     o0 = key[2].to(tl.uint32, bitcast=True)
     o1 = key[3].to(tl.uint32, bitcast=True)
-    for q in tl.static_range(4):
-        counter = group * 4 + q
+    for q in tl.static_range(2):
+        counter = group * 2 + q
         words = _philox(counter.to(tl.uint32), (counter >> 32).to(tl.uint32), o0, o1, s0, s1)
         for i in tl.static_range(4):
-            low = ((words[i] << 7) & 0x007FFF80) | 0x3F800000  # 1 + r * 2^-16
-            high = ((words[i] >> 9) & 0x007FFF80) | 0x3F800000
-            u = u + (low.to(tl.float32, bitcast=True) - _MIDDLE, high.to(tl.float32, bitcast=True) - _MIDDLE)
+            w = words[i]
+            u = u + (_nine_bits(w), _nine_bits(w >> 7), _nine_bits(w >> 16), _nine_bits(w >> 23))
     return u
 
 
 @triton.jit
-def _rounded(value, u, factor, CLAMP: tl.constexpr, DITHER: tl.constexpr):
+def _nine_bits(word):
+    return (word & 511).to(tl.float32) * 0.001953125 - 0.4990234375  # (bits - 255.5) / 512
+
+
+@triton.jit
+def _scaled(value, factor, FINE: tl.constexpr):
+    """value * factor; FINE: to a 512th of e2m1's step."""
+    y = value * factor
+    if FINE:
+        y = (y * _FINE).to(tl.float16).to(tl.float32) * _UNFINE
+    return y
+
+
+@triton.jit
+def _rounded(value, u, factor, CLAMP: tl.constexpr, DITHER: tl.constexpr, FINE: tl.constexpr):
     """(value * factor + magic, binade), both with value's sign: adding magic = 1.5 * 2^23 steps rounds to a multiple
     of the step."""
-    y = value * factor
+    y = _scaled(value, factor, FINE)
     if CLAMP:
         y = tl.minimum(tl.maximum(y, -6.0), 6.0)
     binade = _binade(y)
@@ -251,7 +290,7 @@ def _rounded(value, u, factor, CLAMP: tl.constexpr, DITHER: tl.constexpr):
 
 
 @triton.jit
-def _word(x, u, factor, FIRST: tl.constexpr, CLAMP: tl.constexpr, DITHER: tl.constexpr):
+def _word(x, u, factor, FIRST: tl.constexpr, CLAMP: tl.constexpr, DITHER: tl.constexpr, FINE: tl.constexpr):
     """Eight codes, from element FIRST on, as one int32.
 
     The rounded sum is sign, exponent 149 + log2(binade), a one at bit 22, and the multiple n of the step in its low
@@ -261,26 +300,26 @@ def _word(x, u, factor, FIRST: tl.constexpr, CLAMP: tl.constexpr, DITHER: tl.con
     """
     word = tl.zeros_like(x[0]).to(tl.int32)
     for j in tl.static_range(8):
-        rounded, _ = _rounded(x[FIRST + 7 - j], u[FIRST + 7 - j], factor, CLAMP, DITHER)
+        rounded, _ = _rounded(x[FIRST + 7 - j], u[FIRST + 7 - j], factor, CLAMP, DITHER, FINE)
         top = rounded.to(tl.int32, bitcast=True) * 0x10000041 + 0x10000000
         word = (word << 4) | ((top >> 28) & 15)
     return word
 
 
 @triton.jit
-def _e2m1(value, factor, CLAMP: tl.constexpr):
+def _e2m1(value, factor, CLAMP: tl.constexpr, FINE: tl.constexpr):
     """The nearest e2m1 value to value * factor, with value's sign."""
-    rounded, binade = _rounded(value, value, factor, CLAMP, False)
+    rounded, binade = _rounded(value, value, factor, CLAMP, False, FINE)
     magnitude = tl.fma(binade, -_MAGIC, rounded).to(tl.int32, bitcast=True)  # exact
     return (magnitude | (value.to(tl.int32, bitcast=True) & _SIGN)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _kept(x, factor):
+def _kept(x, factor, FINE: tl.constexpr):
     """Bit i: whether element i is within 6 scales, from the sign of what is left of them."""
     clipped = tl.zeros_like(x[0]).to(tl.int32)
     for j in tl.static_range(32):
-        left = (6.0 - tl.abs(x[31 - j] * factor)).to(tl.int32, bitcast=True)
+        left = (6.0 - tl.abs(_scaled(x[31 - j], factor, FINE))).to(tl.int32, bitcast=True)
         clipped = (clipped << 1) | ((left >> 31) & 1)
     return ~clipped
 
@@ -301,24 +340,31 @@ def _clamps(RULE: tl.constexpr):
 
 
 @triton.jit
-def _codes(x, u, factor, finite, RULE: tl.constexpr, DITHER: tl.constexpr):
+def _fine(RULE: tl.constexpr, TURN: tl.constexpr):
+    """Whether elements are rounded to a 512th of the step first."""
+    return TURN or RULE == "absmax34"
+
+
+@triton.jit
+def _codes(x, u, factor, finite, RULE: tl.constexpr, DITHER: tl.constexpr, TURN: tl.constexpr):
     """The four words of a tuple of 32."""
     words = ()
     for q in tl.static_range(4):
-        words = words + (tl.where(finite, _word(x, u, factor, 8 * q, _clamps(RULE), DITHER), 0),)
+        words = words + (tl.where(finite, _word(x, u, factor, 8 * q, _clamps(RULE), DITHER, _fine(RULE, TURN)), 0),)
     return words
 
 
 @triton.jit
-def _quantize(x, group, root, key, RULE: tl.constexpr, DITHER: tl.constexpr):
-    """(four words of codes, scale byte, factor, finite) of a tuple of 32 times root; key: 4 random words."""
-    exponent, finite = _exponent(x, root, RULE)
+def _quantize(turned, group, root, key, RULE: tl.constexpr, DITHER: tl.constexpr, TURN: tl.constexpr):
+    """(four words of codes, scale byte, factor, finite) of `_turned`'s result times root; key: 4 random words."""
+    x = turned[0]
+    exponent, finite = _exponent(turned, root, RULE, TURN)
     factor = _factor(exponent, root, RULE)
     if DITHER:
         u = _dither(group, key)
     else:
         u = x
-    words = _codes(x, u, factor, finite, RULE, DITHER)
+    words = _codes(x, u, factor, finite, RULE, DITHER, TURN)
     return words, tl.where(finite, exponent + 127, 255).to(tl.uint8), factor, finite
 
 

@@ -16,12 +16,14 @@ from quantrot.kernels.mxfp4 import triton_rows, tuned
 from quantrot.kernels.mxfp4.reference import GROUP, ScaleRule
 from quantrot.kernels.mxfp4.triton import (
     EXACT,
-    _butterfly,
+    _fine,
     _kept,
     _matrix4,
     _part,
     _quantize,
     _scale_value,
+    _turn_across,
+    _turned,
     _value,
     float_signs,
     key_of,
@@ -35,13 +37,14 @@ _GROUP = tl.constexpr(GROUP)
 def _store_group(
     part, packed_ptr, scale_ptr, mask_ptr, first_column, first_block, columns, blocks, root, key,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    RULE: tl.constexpr, DITHER: tl.constexpr, MASK: tl.constexpr,
+    RULE: tl.constexpr, DITHER: tl.constexpr, MASK: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tuple of [R, C] vectors, and store them as [C, R]: group GROUP of each block, every STEPth column."""
     column = first_column + tl.arange(0, COLUMNS)[None, :] * STEP
     block = first_block + tl.arange(0, ROWS)[:, None]
     number = column.to(tl.int64) * (blocks * GROUPS) + (block * GROUPS + GROUP)
-    words, scale, factor, finite = _quantize(part, number, root, key, RULE, DITHER)
+    part = _turned(part, RULE, TURN)
+    words, scale, factor, finite = _quantize(part, number, root, key, RULE, DITHER, TURN)
     codes = _matrix4(tl.trans(words[0]), tl.trans(words[1]), tl.trans(words[2]), tl.trans(words[3]))
     column = first_column + tl.arange(0, COLUMNS)[:, None] * STEP  # anew: a transposed index would pull the layout of
     block = first_block + tl.arange(0, ROWS)[None, :]  # the stores into the arithmetic
@@ -50,7 +53,7 @@ def _store_group(
     tl.store(packed_ptr + at[:, :, None] * 4 + tl.arange(0, 4)[None, None, :], codes, mask=inside[:, :, None])
     tl.store(scale_ptr + at, tl.trans(scale), mask=inside)
     if MASK:
-        tl.store(mask_ptr + at, tl.trans(tl.where(finite, _kept(part, factor), 0)), mask=inside)
+        tl.store(mask_ptr + at, tl.trans(tl.where(finite, _kept(part[0], factor, _fine(RULE, TURN)), 0)), mask=inside)
 
 
 @triton.jit
@@ -78,12 +81,12 @@ def _quantize_columns_kernel(
     if SIGNS:
         x = _signed(x, signs_ptr, BLOCK)
     if HADAMARD:
-        x = _butterfly(x, BLOCK)
+        x = _turn_across(x, BLOCK)
     GROUPS: tl.constexpr = BLOCK // _GROUP
     for g in tl.static_range(GROUPS):
         _store_group(
             _part(x, g * 32, 32), packed_ptr, scale_ptr, mask_ptr, tl.program_id(1) * COLUMNS, tl.program_id(0) * ROWS,
-            columns, blocks, root, (s0, s1, o0, o1), ROWS, COLUMNS, 1, GROUPS, g, RULE, DITHER, MASK,
+            columns, blocks, root, (s0, s1, o0, o1), ROWS, COLUMNS, 1, GROUPS, g, RULE, DITHER, MASK, HADAMARD,
         )  # fmt: skip
 
 
@@ -128,12 +131,12 @@ def _requantize_kernel(
         x = x + (_value(code, 0) * power,)
     if SIGNS:
         x = _signed(x, signs_ptr, BLOCK)
-    x = _butterfly(x, BLOCK)
+    x = _turn_across(x, BLOCK)
     GROUPS: tl.constexpr = BLOCK // _GROUP
     for g in tl.static_range(GROUPS):
         _store_group(
             _part(x, g * 32, 32), packed_ptr, scale_ptr, scale_ptr, first_byte * 2 + nibble, first_block, columns,
-            blocks, root, (s0, s1, o0, o1), ROWS, COLUMNS, 2, GROUPS, g, RULE, DITHER, False,
+            blocks, root, (s0, s1, o0, o1), ROWS, COLUMNS, 2, GROUPS, g, RULE, DITHER, False, True,
         )  # fmt: skip
 
 

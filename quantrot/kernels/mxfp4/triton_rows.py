@@ -11,12 +11,12 @@ from quantrot.kernels.mxfp4 import tuned
 from quantrot.kernels.mxfp4.reference import GROUP, LEAST_TOP, TOP, WINDOW, ScaleRule
 from quantrot.kernels.mxfp4.triton import (
     EXACT,
-    _butterfly,
     _clamps,
     _columns,
     _e2m1,
     _exponent,
     _factor,
+    _fine,
     _kept,
     _load_block,
     _matrix4,
@@ -26,6 +26,9 @@ from quantrot.kernels.mxfp4.triton import (
     _scale_value,
     _times,
     _times_each,
+    _turn_across,
+    _turn_within,
+    _turned,
     _value,
     float_signs,
     floats,
@@ -55,19 +58,19 @@ def _quantize_rows_kernel(
     if SIGNS:
         x = _times_each(x, _load_block(signs_ptr, thread * 0, inside, BLOCK, 4))
     if HADAMARD:
-        x = _butterfly(x, BLOCK)
+        x = _turn_across(x, BLOCK)
     GROUPS: tl.constexpr = BLOCK // _GROUP
     for g in tl.static_range(GROUPS):
-        part = _part(x, g * _GROUP, _GROUP)
+        part = _turned(_part(x, g * _GROUP, _GROUP), RULE, HADAMARD)
         local = thread * GROUPS + g
         key = (s0, s1, o0, o1)
-        words, scale, factor, finite = _quantize(part, first * GROUPS + local, root, key, RULE, DITHER)
+        words, scale, factor, finite = _quantize(part, first * GROUPS + local, root, key, RULE, DITHER, HADAMARD)
         codes = _matrix4(words[0], words[1], words[2], words[3])
         at = local[:, None] * 4 + tl.arange(0, 4)[None, :]
         tl.store(packed_ptr + first * GROUPS * 4 + at, codes, mask=inside[:, None])
         tl.store(scale_ptr + first * GROUPS + local, scale, mask=inside)
         if MASK:
-            kept = tl.where(finite, _kept(part, factor), 0)
+            kept = tl.where(finite, _kept(part[0], factor, _fine(RULE, HADAMARD)), 0)
             tl.store(mask_ptr + first * GROUPS + local, kept, mask=inside)
 
 
@@ -205,7 +208,7 @@ def _load_row(
     if SIGNS:
         x = _times_each(x, _load_block(signs_ptr, thread * 0, inside, BLOCK, 4))
     if HADAMARD:
-        x = _butterfly(x, BLOCK)
+        x = _turn_across(x, BLOCK)
     return x
 
 
@@ -220,11 +223,14 @@ def _quantize_expanded_kernel(
     inside = thread < threads
     x = _load_row(x_ptr, signs_ptr, row, threads, BLOCK, TILE, VECTOR, HADAMARD, SIGNS)
     GROUPS: tl.constexpr = BLOCK // _GROUP
+    parts = ()
     exponents = ()
     finites = ()
     top = tl.full((TILE,), -127, tl.int32)
     for g in tl.static_range(GROUPS):
-        exponent, finite = _exponent(_part(x, g * 32, 32), root, RULE)
+        part = _turned(_part(x, g * 32, 32), RULE, HADAMARD)
+        exponent, finite = _exponent(part, root, RULE, HADAMARD)
+        parts = parts + (part[0],)
         exponents = exponents + (exponent,)
         finites = finites + (finite,)
         top = tl.maximum(top, tl.where(finite & inside, exponent, -127))
@@ -236,7 +242,8 @@ def _quantize_expanded_kernel(
         rare = rare | (below & inside).to(tl.int32)
         values = ()
         for i in tl.static_range(32):
-            values = values + (_e2m1(x[g * 32 + i], _factor(exponents[g], root, RULE), _clamps(RULE)),)
+            factor = _factor(exponents[g], root, RULE)
+            values = values + (_e2m1(parts[g][i], factor, _clamps(RULE), _fine(RULE, HADAMARD)),)
         at = (thread * GROUPS + g) * 32
         _store_e4m3(out_ptr + row * threads * BLOCK, values, power, at, inside)
     if tl.max(rare, axis=0) == 0:
@@ -245,7 +252,8 @@ def _quantize_expanded_kernel(
         count = tl.zeros((TILE,), tl.int32)
         again = _load_row(x_ptr, signs_ptr, row, threads, BLOCK, TILE, VECTOR, HADAMARD, SIGNS)  # frees x's registers
         for g in tl.static_range(GROUPS):
-            words, byte, _, finite = _quantize(_part(again, g * 32, 32), thread, root, (0, 0, 0, 0), RULE, False)
+            part = _turned(_part(again, g * 32, 32), RULE, HADAMARD)
+            words, byte, _, finite = _quantize(part, thread, root, (0, 0, 0, 0), RULE, False, HADAMARD)
             _, below = _window(byte.to(tl.int32) - 127, finite, largest)
             count += (below & _used(words) & inside).to(tl.int32)
             group = row * threads * GROUPS + thread * GROUPS + g
@@ -324,14 +332,15 @@ def _round_trip_kernel(
     inside = thread < threads - first
     x = _load_block(x_ptr + first * BLOCK, thread, inside, BLOCK, VECTOR)
     if HADAMARD:
-        x = _butterfly(x, BLOCK)
+        x = _turn_across(x, BLOCK)
     y = ()
     for g in tl.static_range(BLOCK // _GROUP):
-        part = _part(x, g * 32, 32)
-        exponent, finite = _exponent(part, root, RULE)
+        part = _turned(_part(x, g * 32, 32), RULE, HADAMARD)
+        exponent, finite = _exponent(part, root, RULE, HADAMARD)
         power = tl.where(finite, _scale_value(exponent + 127), float("nan"))
         for i in tl.static_range(32):
-            y = y + (_e2m1(part[i], _factor(exponent, root, RULE), _clamps(RULE)) * power,)
+            factor = _factor(exponent, root, RULE)
+            y = y + (_e2m1(part[0][i], factor, _clamps(RULE), _fine(RULE, HADAMARD)) * power,)
     _store_block(y_ptr + first * BLOCK, y, thread, inside, BLOCK)
 
 
@@ -363,7 +372,10 @@ def _masked_hadamard_kernel(
         bits = tl.load(mask_ptr + first * GROUPS + thread * GROUPS + g, mask=inside, other=0)
         for i in tl.static_range(32):
             kept = kept + (tl.where(((bits >> i) & 1) != 0, x[g * 32 + i], 0.0),)
-    y = _times(_butterfly(kept, BLOCK), root)
+    kept = _turn_across(kept, BLOCK)
+    y = ()
+    for g in tl.static_range(GROUPS):
+        y = y + _times(_turn_within(_part(kept, g * 32, 32)), root)
     _store_block(y_ptr + first * BLOCK, y, thread, inside, BLOCK)
 
 

@@ -17,6 +17,23 @@ inline u32 times_bf16(u32 a, u32 b) {
   return Bf16::pack(Bf16::value(a) * Bf16::value(b), Bf16::value(a >> 16) * Bf16::value(b >> 16));
 }
 
+template <class F>
+inline u32 halves(u32 a, u32 b, const F& f) {
+  return Fp16::pack(f(Fp16::value(a), Fp16::value(b)), f(Fp16::value(a >> 16), Fp16::value(b >> 16)));
+}
+inline u32 clamp_half(u32 a, u32 limit) {
+  return halves(a, limit, [](float v, float most) { return v != v ? most : std::clamp(v, -most, most); });
+}
+inline u32 within_half(u32 a, u32 limit) {
+  const auto ones = [&](int shift) {
+    return std::fabs(Fp16::value(a >> shift)) <= Fp16::value(limit >> shift) ? 0xFFFFu << shift : 0;
+  };
+  return ones(0) | ones(16);
+}
+inline u32 times_half(u32 a, u32 b) {
+  return halves(a, b, [](float v, float w) { return v * w; });
+}
+
 inline float __uint_as_float(u32 u) {
   float f;
   memcpy(&f, &u, 4);

@@ -14,11 +14,6 @@ inline u32 load_shared32(u32 from) {
   memcpy(&v, self().block->at(from, 4), 4);
   return v;
 }
-inline u32 load_shared16(u32 from) {
-  unsigned short v;
-  memcpy(&v, self().block->at(from, 2), 2);
-  return v;
-}
 inline void store_shared32(u32 to, u32 v) { memcpy(self().block->at(to, 4), &v, 4); }
 
 inline u32 to_e4m3_one(float f) {
@@ -32,7 +27,7 @@ inline u32 to_e4m3_one(float f) {
   const u32 n = (u32)std::nearbyint(std::ldexp(m, -ulp));
   return sign | (ulp == -9 ? n : (u32)(ulp + 9) * 8 + n);
 }
-inline u32 to_e4m3(float lo, float hi) { return to_e4m3_one(lo) | to_e4m3_one(hi) << 8; }
+inline u32 half_to_e4m3(u32 pair) { return to_e4m3_one(Fp16::value(pair)) | to_e4m3_one(Fp16::value(pair >> 16)) << 8; }
 
 inline u32 __funnelshift_l(u32 low, u32 high, u32 shift) { return (u32)(((u64)high << 32 | low) << shift >> 32); }
 
