@@ -448,6 +448,13 @@ __device__ __forceinline__ u32 to_e4m3(float a, float b, float c, float d) {
   return r;
 }
 
+// Four codes as two pairs of float16, exactly.
+__device__ __forceinline__ void unpack_e4m3(u32 codes, u32& low, u32& high) {
+  asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+}
+
 // 2^x to 2 ulp, subnormals are zero.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;

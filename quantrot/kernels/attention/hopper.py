@@ -6,7 +6,7 @@
 The reference's arithmetic, tile by tile of 128 keys; as in the Triton kernels the running maximum is a whole power of
 two. Head dimensions 64 and 128; scales of k and v a block of 128 tokens or coarser; no mask (lengths and causal are).
 K's rows are read in groups of 16: its heads start at multiples of 16 rows. Queries in 16 bits are quantized on their
-way into registers, one scale a token, as reference.quantize_heads does it.
+way into registers, one scale a token, as reference.quantize_heads does it, or with two codes as split_queries does.
 """
 
 import ctypes
@@ -158,9 +158,11 @@ def device_functions() -> str:
     return "".join(path.read_text() for path in (here.parent / "hopper.cuh", here / "codes.cuh", here / "prefill.cuh"))
 
 
-def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype) -> str:
-    """The source of one kernel, after device_functions."""
-    types = (f"quantrot::{OUT.get(t, 'Codes')}" for t in (queries, out))
+def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype, codes: int = 1) -> str:
+    """The source of one kernel, after device_functions. codes: that queries in 16 bits become."""
+    types = [f"quantrot::{OUT.get(t, 'Codes')}" for t in (queries, out)]
+    if codes == 2:
+        types[0] = f"quantrot::TwoCodes<{types[0]}>"
     numbers = (str(int(n)) for n in (dim, plan.groups, plan.stages, plan.flow, causal))
     return ENTRY.format(threads=plan.threads, call=", ".join([*numbers, *types]))
 
@@ -235,9 +237,9 @@ def arguments(given: "Inputs", out: Tensor, plan: Plan, dealt: tuple[Any, Any] |
 
 
 @lru_cache(maxsize=256)
-def _kernel(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype, device: int) -> Any:
+def _kernel(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype, codes: int, device: int) -> Any:
     """The function, ready to launch on this device."""
-    source = device_functions() + entry(plan, dim, causal, queries, out)
+    source = device_functions() + entry(plan, dim, causal, queries, out, codes)
     return load_kernel(source, "attention", plan.shared_bytes(dim, queries in OUT), device)
 
 
@@ -286,7 +288,7 @@ def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> 
     values = _Parameters(args=arguments(given, out, plan, dealt))
     for field, value in zip("qkv", maps(given, plan), strict=True):
         ctypes.memmove(getattr(values, field), value, 128)
-    function = _kernel(plan, dim, given.causal, given.q.dtype, dtype, device)
+    function = _kernel(plan, dim, given.causal, given.q.dtype, dtype, given.query_codes, device)
     shared = plan.shared_bytes(dim, given.q.dtype in OUT)
     nvrtc.launch(function, (blocks,), plan.threads, shared, values, device, overlap=True)
     return out

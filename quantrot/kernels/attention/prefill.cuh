@@ -39,6 +39,19 @@ struct Codes {
   static constexpr int BYTES = 1;
 };
 
+// Queries in 16 bits that become the sum of two codes.
+template <class T>
+struct TwoCodes : T {};
+
+// Steps of 32 columns, the last ones, in which there is a second code: reference.one_code_columns.
+template <class Q, int D>
+constexpr int SECOND_STEPS = 0;
+template <class T, int D>
+constexpr int SECOND_STEPS<TwoCodes<T>, D> = D == 128 ? 3 : D / 32;
+
+template <class Q, int D>  // of a product with K
+constexpr int STEPS_OF = D / 32 + SECOND_STEPS<Q, D>;
+
 template <int D, int GROUPS, int STAGES, class Q>
 struct AttentionShape {
   static constexpr int ROWS = 64 * GROUPS, KEYS = 128;
@@ -141,7 +154,7 @@ __device__ __forceinline__ void attention_load(const TensorMap* q, const TensorM
 // A warp's 16 queries at row `row` of the block's as left operands, and in `scales` those of a thread's two rows where
 // they are made here (reference.scale_byte: the least power of two with which the largest magnitude is at most 448).
 template <class Shape, class Q, int D>
-__device__ __forceinline__ void take_queries(u32 (&a)[D / 32][4], float (&scales)[2], u32 base, u32 row) {
+__device__ __forceinline__ void take_queries(u32 (&a)[STEPS_OF<Q, D>][4], float (&scales)[2], u32 base, u32 row) {
   const u32 q = lane_number() % 4;
   row += lane_number() / 4;
   auto address = [&](int r, u32 column) {  // of a byte, in the swizzle
@@ -174,7 +187,15 @@ __device__ __forceinline__ void take_queries(u32 (&a)[D / 32][4], float (&scales
 #pragma unroll
       for (int i = 0; i < D / 16; i++) {
         const u32 x = __float_as_uint(wide[i].x), y = __float_as_uint(wide[i].y);
-        a[i / 2][i % 2 * 2 + r] = to_e4m3(code(x), code(x >> 16), code(y), code(y >> 16));
+        float left[4] = {code(x), code(x >> 16), code(y), code(y >> 16)};
+        const u32 codes = a[i / 2][i % 2 * 2 + r] = to_e4m3(left[0], left[1], left[2], left[3]);
+        const int second = i / 2 + SECOND_STEPS<Q, D>;
+        if (second < D / 32) continue;
+        u32 pairs[2];
+        unpack_e4m3(codes, pairs[0], pairs[1]);
+#pragma unroll
+        for (int n = 0; n < 4; n++) left[n] -= Fp16::value((unsigned short)(pairs[n / 2] >> n % 2 * 16));
+        a[second][i % 2 * 2 + r] = to_e4m3(left[0], left[1], left[2], left[3]);
       }
     }
   }
@@ -248,10 +269,13 @@ struct Softmax {
 };
 
 // d = the scores of a warpgroup's 64 queries and 128 keys at `k`.
-template <int D>
-__device__ __forceinline__ void start_scores(float (&d)[64], const u32 (&q)[D / 32][4], u32 k) {
+template <int D, int STEPS>
+__device__ __forceinline__ void start_scores(float (&d)[64], const u32 (&q)[STEPS][4], u32 k) {
 #pragma unroll
-  for (int i = 0; i < D / 32; i++) product(d, q[i], D == 128 ? operand(k, i) : operand_short(k, i), i > 0);
+  for (int i = 0; i < STEPS; i++) {
+    const int step = i < D / 32 ? i : i - (STEPS - D / 32);
+    product(d, q[i], D == 128 ? operand(k, step) : operand_short(k, step), i > 0);
+  }
   product_commit();
 }
 
@@ -292,7 +316,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
   u32 parity = 0;
   Softmax softmax;
   float s[64], o[D / 2];
-  u32 p[4][4], next[4][4], q[D / 32][4];
+  u32 p[4][4], next[4][4], q[STEPS_OF<Q, D>][4];
   float2 scales;
   int j, whole;
   i64 place;  // of the first of this thread's rows in the output, in rows
@@ -373,7 +397,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
 #pragma unroll
   for (int i = 0; i < 16; i++) p[i / 4][i % 4] = 0;
 #pragma unroll
-  for (int i = 0; i < D / 8; i++) q[i / 4][i % 4] = 0;
+  for (int i = 0; i < 4 * STEPS_OF<Q, D>; i++) q[i / 4][i % 4] = 0;
   if (FLOW) take_up(0), start();
 #pragma unroll 1
   for (int t = 0; work_of(args, t) < all; t++) {

@@ -99,10 +99,10 @@ __device__ __forceinline__ void turn(const PrepareArgs& args, const unsigned sho
     if constexpr (ROPE) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        if (token + 8 * r >= args.tokens) continue;
+        // Rows behind the last are turned too (by its angles): without a branch all angles are loaded at once.
+        const i64 at = min(token + 8 * r, args.tokens - 1) * args.cos_token;
 #pragma unroll
         for (int i = 0; i < PIECES / 2; i++) {
-          const i64 at = (token + 8 * r) * args.cos_token;
           const Angles c = Angles::at<Angle>((const char*)cos + at * Angle::BYTES, 32 * i + 8 * q);
           const Angles s = Angles::at<Angle>((const char*)sin + at * Angle::BYTES, 32 * i + 8 * q);
 #pragma unroll

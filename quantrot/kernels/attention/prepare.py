@@ -24,7 +24,6 @@ TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
 DIMS = (64, 128)
 THREADS = 256
 FEW = 16  # tokens up to which tiles of 128 are mostly padding
-AUTO: tuple[int, ...] = ()  # head dimensions that backend "auto" brings here instead of to Triton's kernel
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {blocks}) prepare(
     const __grid_constant__ quantrot::PrepareArgs args) {{
   quantrot::prepare<{call}>(args);
@@ -40,9 +39,11 @@ class Plan:
     blocks: int
 
 
-def plan_for(dim: int, rotate: bool) -> Plan:
-    """The launch for this head dimension."""
-    return Plan(4, 2) if dim == 128 else Plan(4, 3)
+def plan_for(dim: int, turned: bool) -> Plan:
+    """The launch for this head dimension. turned: by RoPE or a matrix; else they are codes of what is there."""
+    if turned:
+        return Plan(2, 2) if dim == 128 else Plan(2, 3)
+    return Plan(1, 3) if dim == 128 else Plan(1, 4)
 
 
 class Arguments(ctypes.Structure):
@@ -169,7 +170,7 @@ def quantize(
     if not k.numel():
         return out
     dim, device = k.shape[3], k.get_device()
-    plan = plan or plan_for(dim, order > 0)
+    plan = plan or plan_for(dim, order > 0 or cos is not None)
     values = _Parameters(arguments(q, k, v, cos, sin, order, out, plan))
     function = _kernel(plan, dim, k.dtype, cos.dtype if cos is not None else None, order > 0, by_block, device)
     nvrtc.launch(function, grid(values.args, k.shape[0]), THREADS, shared_bytes(dim), values, device, overlap=True)

@@ -104,6 +104,24 @@ def quantize_heads(x: Tensor, granularity: Granularity | str = Granularity.token
     return encode(values, spread(scale, x.shape[2])).contiguous(), scale.contiguous()
 
 
+def one_code_columns(dim: int) -> int:
+    """How many columns of a query of two codes have one: the first ones.
+
+    At head_dim 128 a quarter: with the other three the error is 4.9 % on normal data, and a product with K on Hopper
+    has seven steps instead of eight. The first columns turn fastest in RoPE; large channels are among those that
+    hardly turn.
+    """
+    return 32 if dim == 128 else 0
+
+
+def split_queries(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, H, S, D] -> codes, second codes (of what the first leave, by the same scale), scale bytes a token."""
+    codes, scale = quantize_heads(x)
+    left = x.to(torch.float32) - dequantize_heads(codes, scale, torch.float32)
+    left[..., : one_code_columns(x.shape[3])] = 0.0
+    return codes, encode(left, scale), scale
+
+
 def dequantize_heads(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """[B, H, T, D] in `dtype` from quantize_heads' result; exact in float32 and bfloat16."""
     return (qdata.to(torch.float32) * power(spread(scale, qdata.shape[2])).unsqueeze(-1)).to(dtype)
@@ -172,13 +190,18 @@ def attention_reference(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """[B, S, H, D] in `dtype` from e4m3 q [B, H, S, D], k [B, G, T, D], v [B, G, D, T'], their scale bytes, and who
-    sees whom, bool [B, 1, S, T]. Per query, with x the scores in bits:
+    sees whom, bool [B, 1, S, T]. q that is not e4m3 is split_queries' two codes. Per query, with x the scores in bits:
 
         x = (q k) * q_scale * k_scale * scale * log2(e);   m = ceil(max x);   p = 2^(x - m)
         y = sum e4m3(2^8 * p * v_scale / u) * v * u / (2^8 * sum p),   u the largest scale among the head's values
     """
     heads, groups, tokens = q.shape[1], q.shape[1] // k.shape[1], k.shape[2]
-    left = dequantize_heads(q, q_scale, torch.float32) * (scale * LOG2E)
+    if q.dtype == E4M3:
+        left = dequantize_heads(q, q_scale, torch.float32)
+    else:
+        codes, second, q_scale = split_queries(q)
+        left = dequantize_heads(codes, q_scale, torch.float32) + dequantize_heads(second, q_scale, torch.float32)
+    left *= scale * LOG2E
     right = dequantize_heads(k, k_scale, torch.float32).repeat_interleave(groups, 1)
     values = v[..., :tokens].to(torch.float32).transpose(2, 3).repeat_interleave(groups, 1)
     v_bytes = spread(v_scale, tokens).repeat_interleave(groups, 1).unsqueeze(2)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantrot.kernels.attention.reference import BLOCK, LARGEST_BLOCK_HEAD, key_rows
-from quantrot.kernels.attention.triton import PTX, to_e4m3
+from quantrot.kernels.attention.triton import PTX, encode, magnitude, scale_byte
 from quantrot.kernels.fp8 import E4M3
 from quantrot.orthogonal import hadamard
 
@@ -43,28 +43,6 @@ def config_for(tokens: int, dim: int, kind: int, dtype: torch.dtype) -> Config:
     if kind == 3 or dtype == torch.float32:
         return Config(BLOCK, BLOCK, SHARE, 8, 1)
     return Config(BLOCK, BLOCK, SHARE, 8, 3) if dim <= 64 else Config(BLOCK, BLOCK, SHARE, 16, 2)
-
-
-@triton.jit
-def _magnitude(x):
-    """The bits of |x|, float32: NaN is above infinity, which is above all else."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _byte(largest):
-    """reference.scale_byte."""
-    byte = ((largest + 0x1FFFFF) >> 23) - 8
-    byte = tl.minimum(tl.maximum(byte, 1), 254)
-    byte = tl.where(largest == 0, 127, byte)
-    return tl.where(largest >= 0x7F800000, 255, byte)
-
-
-@triton.jit
-def _encode(x, byte, PTX: tl.constexpr):
-    """x by scale bytes that broadcast with it -> e4m3; 0 where the byte is 255. |x| <= 448 scales: nothing to clamp."""
-    inverse = ((254 - tl.minimum(byte, 254)) << 23).to(tl.float32, bitcast=True)
-    return to_e4m3(tl.where(byte == 255, 0.0, x * inverse), PTX)
 
 
 @triton.jit
@@ -116,16 +94,16 @@ def _turn(
             low = one
         else:
             low, high = low.to(tl.float32), high.to(tl.float32)
-        largest = tl.maximum(tl.max(_magnitude(low), 1), tl.max(_magnitude(high), 1))
+        largest = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
         if BY_BLOCK:
-            byte = _byte(tl.max(largest, 0))
+            byte = scale_byte(tl.max(largest, 0))
             tl.store(scale_ptr + head * blocks + tile, byte.to(tl.uint8))
         else:
-            byte = _byte(largest)
+            byte = scale_byte(largest)
             tl.store(scale_ptr + head * tokens + t, byte.to(tl.uint8), mask=t < tokens)
             byte = byte[:, None]
-        tl.store(out_at + head * rows * (2 * HALF), _encode(low, byte, PTX), mask=inside)
-        tl.store(out_at + head * rows * (2 * HALF) + HALF, _encode(high, byte, PTX), mask=inside)
+        tl.store(out_at + head * rows * (2 * HALF), encode(low, byte, PTX), mask=inside)
+        tl.store(out_at + head * rows * (2 * HALF) + HALF, encode(high, byte, PTX), mask=inside)
 
 
 @triton.jit
@@ -138,15 +116,15 @@ def _values(
     t = tile * TILE + tl.arange(0, TILE)
     inside = (t < tokens)[:, None] & (d < D)[None, :]
     x = tl.load(x_ptr + t[:, None].to(tl.int64) * x_token + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(_magnitude(x), 1)
+    largest = tl.max(magnitude(x), 1)
     if BY_BLOCK:
-        byte = _byte(tl.max(largest, 0))
+        byte = scale_byte(tl.max(largest, 0))
         tl.store(scale_ptr + tile, byte.to(tl.uint8))
     else:
-        byte = _byte(largest)
+        byte = scale_byte(largest)
         tl.store(scale_ptr + t, byte.to(tl.uint8), mask=t < tokens)
         byte = byte[:, None]
-    codes = tl.trans(_encode(x, byte, PTX))
+    codes = tl.trans(encode(x, byte, PTX))
     tl.store(
         out_ptr + d[:, None].to(tl.int64) * padded + t[None, :], codes, mask=(d < D)[:, None] & (t < padded)[None, :]
     )

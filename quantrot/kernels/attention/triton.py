@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantrot.kernels.attention.reference import P_BITS, group_of
+from quantrot.kernels.attention.reference import P_BITS, group_of, one_code_columns
+from quantrot.kernels.fp8 import E4M3
 
 P = tl.constexpr(P_BITS)
 LOG2E = 1.4426950408889634
@@ -75,6 +76,46 @@ def to_e4m3(x, PTX: tl.constexpr):
 
 
 @triton.jit
+def magnitude(x):
+    """The bits of |x|, float32: NaN is above infinity, which is above all else."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_byte(largest):
+    """reference.scale_byte."""
+    byte = ((largest + 0x1FFFFF) >> 23) - 8
+    byte = tl.minimum(tl.maximum(byte, 1), 254)
+    byte = tl.where(largest == 0, 127, byte)
+    return tl.where(largest >= 0x7F800000, 255, byte)
+
+
+@triton.jit
+def encode(x, byte, PTX: tl.constexpr):
+    """x by scale bytes that broadcast with it -> e4m3; 0 where the byte is 255. |x| <= 448 scales: nothing to clamp."""
+    inverse = ((254 - tl.minimum(byte, 254)) << 23).to(tl.float32, bitcast=True)
+    return to_e4m3(tl.where(byte == 255, 0.0, x * inverse), PTX)
+
+
+@triton.jit
+def _queries(q_at, valid, columns, scale_at, live, WIDE: tl.constexpr, ONE: tl.constexpr, PTX: tl.constexpr):
+    """Queries, rows of `columns` -> codes, second codes, scale bytes. Codes that are read have no second ones: theirs
+    are themselves, and not used. reference.split_queries has the arithmetic."""
+    if WIDE:
+        x = tl.load(q_at, mask=valid, other=0.0).to(tl.float32)
+        byte = scale_byte(tl.max(magnitude(x), 1))
+        inverse = ((254 - tl.minimum(byte, 254)) << 23).to(tl.float32, bitcast=True)
+        x = tl.where((byte == 255)[:, None], 0.0, x * inverse[:, None])
+        codes = to_e4m3(x, PTX)
+        second = to_e4m3(tl.where((columns >= ONE)[None, :], x - codes.to(tl.float32), 0.0), PTX)
+    else:
+        codes = tl.load(q_at, mask=valid, other=0.0)
+        second = codes
+        byte = tl.load(scale_at, mask=live, other=127).to(tl.int32)
+    return codes, second, byte
+
+
+@triton.jit
 def _held(x, PTX: tl.constexpr):
     """x, as a use of it here. Without one a product that is only used in the next iteration stays in flight across
     its start, and ptxas then waits after every single wgmma."""
@@ -88,9 +129,10 @@ def _held(x, PTX: tl.constexpr):
 
 @triton.jit
 def _tile(
-    acc, total, top, unit, q, rows, positions, k_at, v_at, ks_at, vs_at, mask_at, k_row, ks_row, vs_row, start, keys, d,
+    acc, total, top, unit, q, second, rows, positions, k_at, v_at, ks_at, vs_at, mask_at, k_row, ks_row, vs_row, start,
+    keys, d,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, PTX: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr, EDGE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of BN keys from `start` on. acc [BM, DP]: sums in units of 2^(unit - 127) * 2^-P; total [BM]; top [BM]:
     the running maximum in bits. EDGE: some of the tile's keys may be out of sight of some queries."""
@@ -107,6 +149,8 @@ def _tile(
     else:
         k = tl.load(k_at + start * k_row, mask=(d < D)[None, :], other=0.0)
     s = tl.dot(q, tl.trans(k))
+    if WIDE:
+        s = tl.dot(second, tl.trans(k), s)
     if K_GROUP == 1:
         s = s * _power(k_bytes)[None, :]
         by = rows
@@ -155,7 +199,7 @@ def _prefill_kernel(
     ks_head, ks_row, vs_batch, vs_head, vs_row, mask_batch, mask_row, heads, queries, keys,
     GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, Q_GROUP: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, LENGTHS: tl.constexpr,
-    QUERY_LENGTHS: tl.constexpr, PTX: tl.constexpr,
+    QUERY_LENGTHS: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first
     batch = (tl.program_id(0) // heads).to(tl.int64)
@@ -169,8 +213,9 @@ def _prefill_kernel(
     n = tl.arange(0, BN)
     live = m < asked
     q_at = q_ptr + batch * q_batch + head * q_head + m[:, None].to(tl.int64) * q_row + d[None, :]
-    q = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
-    rows = _power(_bytes(qs_ptr + batch * qs_batch + head * qs_head, qs_row, m, live, Q_GROUP)) * scale
+    scale_at = qs_ptr + batch * qs_batch + head * qs_head + (m // Q_GROUP * qs_row if Q_GROUP else m * 0)
+    q, second, q_bytes = _queries(q_at, live[:, None] & (d < D)[None, :], d, scale_at, live, WIDE, ONE, PTX)
+    rows = _power(q_bytes) * scale
     rows = tl.where(live, rows, 1.0)  # -inf times 0 would be NaN
     positions = tl.where(live, tl.maximum(offset + m, -1), -1)
     k_at = k_ptr + batch * k_batch + kv * k_head + n[:, None] * k_row + d[None, :]
@@ -195,13 +240,13 @@ def _prefill_kernel(
     unit = tl.full([], 0, tl.int32)
     for start in tl.range(0, whole, BN):
         acc, total, top, unit = _tile(
-            acc, total, top, unit, q, rows, positions, k_at, v_at, ks_at, vs_at, mask_at, k_row, ks_row, vs_row, start,
-            used, d, D, DP, BN, K_GROUP, V_GROUP, CAUSAL, MASK, False, PTX,
+            acc, total, top, unit, q, second, rows, positions, k_at, v_at, ks_at, vs_at, mask_at, k_row, ks_row, vs_row,
+            start, used, d, D, DP, BN, K_GROUP, V_GROUP, CAUSAL, MASK, WIDE, False, PTX,
         )  # fmt: skip
     for start in tl.range(whole, end, BN):
         acc, total, top, unit = _tile(
-            acc, total, top, unit, q, rows, positions, k_at, v_at, ks_at, vs_at, mask_at, k_row, ks_row, vs_row, start,
-            used, d, D, DP, BN, K_GROUP, V_GROUP, CAUSAL, MASK, True, PTX,
+            acc, total, top, unit, q, second, rows, positions, k_at, v_at, ks_at, vs_at, mask_at, k_row, ks_row, vs_row,
+            start, used, d, D, DP, BN, K_GROUP, V_GROUP, CAUSAL, MASK, WIDE, True, PTX,
         )  # fmt: skip
     inverse = tl.where(total == 0.0, 0.0, _power(unit) / total)
     row = (batch * queries + m[:, None]) * heads + head
@@ -218,7 +263,8 @@ def _decode_kernel(
     q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, qs_batch, qs_head, ks_batch, ks_head, ks_row,
     vs_batch, vs_head, vs_row, mask_batch, kv_heads, keys,
     GROUPS: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, LENGTHS: tl.constexpr, PTX: tl.constexpr,
+    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, LENGTHS: tl.constexpr, WIDE: tl.constexpr,
+    ONE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Products are transposed, keys [BN, DP] by queries [DP, GP] and values [DP, BN] by probabilities [BN, GP]: the
     few query heads of a key's head are the short side of the tensor core's tile, and K and V go through it whole."""
@@ -236,8 +282,9 @@ def _decode_kernel(
     live = g < GROUPS
     head = kv * GROUPS + g
     q_at = q_ptr + batch * q_batch + head[:, None] * q_head + d[None, :]
-    q = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
-    rows = _power(tl.load(qs_ptr + batch * qs_batch + head * qs_head, mask=live, other=127).to(tl.int32)) * scale
+    scale_at = qs_ptr + batch * qs_batch + head * qs_head
+    q, second, q_bytes = _queries(q_at, live[:, None] & (d < D)[None, :], d, scale_at, live, WIDE, ONE, PTX)
+    rows = _power(q_bytes) * scale
     k_at = k_ptr + batch * k_batch + kv * k_head + d[None, :]
     v_at = v_ptr + batch * v_batch + kv * v_head + d[:, None].to(tl.int64) * v_row + n[None, :]
     ks_at = ks_ptr + batch * ks_batch + kv * ks_head
@@ -263,6 +310,8 @@ def _decode_kernel(
             k_at + token[:, None].to(tl.int64) * k_row, mask=(token < keys)[:, None] & (d < D)[None, :], other=0.0
         )
         s = tl.dot(k, tl.trans(q))
+        if WIDE:
+            s = tl.dot(k, tl.trans(second), s)
         if K_GROUP == 0:
             s = s * (rows * _power(k_bytes))[None, :]
         else:
@@ -351,6 +400,7 @@ class Inputs:
     query_lengths: Tensor | None
     causal: bool
     scale: float
+    query_codes: int = 1  # that queries become which are not e4m3; here always two: the others were quantized before
 
 
 def attention(given: Inputs, dtype: torch.dtype, config: Config | None = None) -> Tensor:
@@ -391,7 +441,7 @@ def _prefill(given: Inputs, out: Tensor, config: Config | None) -> None:
         GROUPS=heads // k.shape[1], D=dim, DP=_padded(dim), BM=config.queries, BN=config.keys,
         Q_GROUP=group_of(given.q_scale, queries), K_GROUP=k_group, V_GROUP=v_group, CAUSAL=given.causal,
         MASK=mask is not None, LENGTHS=given.lengths is not None, QUERY_LENGTHS=given.query_lengths is not None,
-        PTX=PTX, num_warps=config.warps, num_stages=config.stages,
+        WIDE=q.dtype != E4M3, ONE=one_code_columns(dim), PTX=PTX, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 
@@ -411,7 +461,7 @@ def _decode(given: Inputs, out: Tensor, config: Config) -> None:
         GROUPS=heads // kv_heads, GP=max(16, triton.next_power_of_2(heads // kv_heads)), D=dim,
         DP=max(64, _padded(dim)), BN=config.keys, K_GROUP=group_of(given.k_scale, keys),
         V_GROUP=group_of(given.v_scale, keys), MASK=mask is not None, LENGTHS=given.lengths is not None,
-        PTX=PTX, num_warps=config.warps, num_stages=config.stages,
+        WIDE=q.dtype != E4M3, ONE=one_code_columns(dim), PTX=PTX, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     _combine_kernel[(batch * heads,)](
         part, stats, out, splits, D=dim, DP=_padded(dim), SPLITS=triton.next_power_of_2(splits), num_warps=4

@@ -589,6 +589,11 @@ struct Bf16 {
     return f;
   }
 };
+inline void unpack_e4m3(u32 codes, u32& low, u32& high) {
+  u32 halves[4];
+  for (int i = 0; i < 4; i++) halves[i] = emulator::to_fp16(emulator::from_e4m3(codes >> 8 * i & 255));
+  low = halves[0] | halves[1] << 16, high = halves[2] | halves[3] << 16;
+}
 template <class T>
 inline void product_warp(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   const std::vector<u32> left[4] = {exchange(a[0]), exchange(a[1]), exchange(a[2]), exchange(a[3])};
