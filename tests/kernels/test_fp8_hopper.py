@@ -22,6 +22,8 @@ CASES = {
     "prefill_parts": (Prefill(stages=2), 2, False, BF16, 4),
     "prefill_sets": (Prefill(sets=2, stages=3), 1, False, BF16, 0),
     "prefill_wide": (Prefill(wide=True, stages=3, lag=1), 1, False, BF16, 0),
+    "prefill_wide_early": (Prefill(wide=True, stages=4, lag=1, early=True), 1, False, BF16, 0),
+    "prefill_early": (Prefill(sets=2, stages=6, early=True), 1, False, BF16, 0),
     "prefill_wide_bias": (Prefill(wide=True, stages=3), 1, False, BF16, 4),
     "prefill_wide_alone": (Prefill(wide=True, stages=2, cluster=1, lag=2), 1, True, BF16, 2),
     "decode_channel": (Decode(16, stages=6), 1, True, BF16, 0),
@@ -35,6 +37,7 @@ CASES = {
     "decode32_early": (Decode(32, stages=3, early=2), 1, True, FP16, 2),
     "decode64_two": (Decode(64, columns=128, stages=2, resident=1), 1, False, BF16, 0),
 }
+PREFILLS = "prefill", "prefill_sets", "prefill_wide", "prefill_early", "prefill_wide_early"  # of one part
 DRIVER = """
 static std::string message;
 
@@ -130,7 +133,7 @@ def test_every_kernel_is_exact_on_integers(emulator, name, m, n, k):
     assert torch.equal(c.double(), exact(*operands, b_block=b_block, bias=bias).to(c.dtype).double())
 
 
-@pytest.mark.parametrize("name", ["prefill", "prefill_sets", "prefill_wide", "decode16_parts", "decode64_parts"])
+@pytest.mark.parametrize("name", [*PREFILLS, "decode16_parts", "decode64_parts"])
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     operands, bias = reals(40, 264, 768), bias_of(name, 264)
     first, *others = (emulator(name, *operands, bias=bias, seed=seed, processors=2 + seed % 3) for seed in range(4))
@@ -141,7 +144,7 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     "names",
     [
         # one part of K
-        ("prefill", "prefill_sets", "prefill_wide", "decode64_two", "decode8_narrow", "decode64_narrow"),
+        (*PREFILLS, "decode64_two", "decode8_narrow", "decode64_narrow"),
         ("prefill_parts", "decode64_parts"),  # two
     ],
 )

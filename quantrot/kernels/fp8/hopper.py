@@ -53,6 +53,7 @@ class Prefill:
     lag: int = 0  # 64 x 128 products by which the second warpgroup starts behind the first
     tile_group: int = 8  # rows of tiles that run together
     overlap: bool = True  # launched while the kernel before it ends
+    early: bool = False  # reads its first stages' part of b before that end: only where that kernel does not write b
 
     rows = 128
     resident = 1
@@ -66,8 +67,8 @@ class Prefill:
         return self.stages * ((self.rows + self.columns) * 128 + self.rows * 4 + 32) + (24 << 10)
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
-        wide, in_parts, by_row = (str(flag).lower() for flag in (self.wide, parts > 1, channel))
-        shape = f"{self.sets}, {self.stages}, {self.cluster}, {wide}, {self.lag}"
+        wide, early, in_parts, by_row = (str(flag).lower() for flag in (self.wide, self.early, parts > 1, channel))
+        shape = f"{self.sets}, {self.stages}, {self.cluster}, {wide}, {self.lag}, {early}"
         return f"prefill<{shape}, {in_parts}, {by_row}, quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
 
     def tiles(self, m: int, n: int) -> int:
