@@ -220,6 +220,7 @@ def test_every_plan_fits(n, k):
 
 def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest():
     assert hopper.plan_for(4096, 8192, 8192, 1) == hopper.WIDE
+    assert hopper.plan_for(4096, 8192, 8192, 1, settled=True) == replace(hopper.WIDE, early=True)
     assert hopper.plan_for(4096, 28672, 4096, 1) == hopper.SQUARE  # 55 of 128 columns, or 28 of 256
     assert hopper.plan_for(4096, 576, 1536, 2) == hopper.IN_PARTS
 
@@ -339,14 +340,13 @@ def test_gpu_a_hundred_runs_give_the_same_bits(m):
 
 
 @gpu
-@pytest.mark.parametrize("changes", [{}, {"overlap": False}, {"early": 2}], ids=str)
-@pytest.mark.parametrize("m", [1, 64, 512])
-def test_gpu_in_a_graph_and_overlapped_with_what_makes_its_operands(m, changes):
+@pytest.mark.parametrize(("settled", "overlap"), [(False, True), (False, False), (True, True)])
+@pytest.mark.parametrize("m", [1, 64, 512, 1024])
+def test_gpu_in_a_graph_and_overlapped_with_what_makes_its_operands(m, settled, overlap):
     a, a_scale, b, b_scale = on_gpu(*reals(m, 4096, 4096))
     expected = hopper.gemm(a, a_scale, b, b_scale, (1, 128), (128, 128), BF16)
     parts = hopper.parts_of(4096, 4096)
-    plan = hopper.plan_for(m, 4096, 4096, parts)
-    plan = replace(plan, **{name: value for name, value in changes.items() if hasattr(plan, name)})
+    plan = replace(hopper.plan_for(m, 4096, 4096, parts, settled), overlap=overlap)
     staged, graph = torch.empty_like(a), torch.cuda.CUDAGraph()
 
     def chain():

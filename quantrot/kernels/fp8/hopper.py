@@ -193,7 +193,7 @@ def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
     square = IN_PARTS if parts > 1 else SQUARE
     if m > 64:
         if parts == 1 and _waves(m, n, WIDE) <= _waves(m, n, SQUARE):  # at equal work, wide is the faster one
-            return WIDE
+            return replace(WIDE, early=settled)
         if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
             return square
     plan = decode_plan(m, n, k, parts)
