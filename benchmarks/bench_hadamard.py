@@ -158,9 +158,6 @@ def compile_plans() -> None:
     """All kernels of the table at once; compiled one by one at first use they would take longer than the table."""
     from concurrent.futures import ThreadPoolExecutor
 
-    import cuda.core  # noqa: F401  (imported before the threads do)
-    from cuda.bindings import nvrtc  # noqa: F401
-
     from quantrot.kernels.hadamard.hopper import plan_for
     from quantrot.kernels.nvrtc import compile_cubin
 
@@ -318,9 +315,6 @@ def tune(orders: list[int], table: str) -> None:
     tuned.py. A small tensor's plan gives a row the bits that it has in a large one: tune those first.
     """
     from concurrent.futures import ThreadPoolExecutor
-
-    import cuda.core  # noqa: F401  (imported before the threads do)
-    from cuda.bindings import nvrtc  # noqa: F401
 
     from quantrot.kernels.hadamard import tuned
     from quantrot.kernels.hadamard.hopper import plan_for, plan_for_codes

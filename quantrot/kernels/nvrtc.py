@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -27,18 +28,32 @@ def available(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
-        import cuda.bindings.driver
-        import cuda.core  # noqa: F401
+        import cuda.bindings.driver  # noqa: F401
+
+        _compiler()
     except ImportError:
         return False
     return True
 
 
+_IMPORT = threading.Lock()
+
+
+def _compiler() -> tuple[Any, Any, Any]:
+    """cuda.bindings' nvrtc, and cuda.core's Program and ProgramOptions. Raises ImportError without them.
+
+    One thread at a time: while cuda.core is imported it takes a submodule's attributes, __spec__ among them, by which
+    another thread's import then finds it ready before Program is there.
+    """
+    with _IMPORT:
+        from cuda.bindings import nvrtc
+        from cuda.core import Program, ProgramOptions
+    return nvrtc, Program, ProgramOptions
+
+
 def compile_cubin(source: str) -> bytes:
     """source -> cubin for sm_90a, by NVRTC, through the cache on disk. Raises ImportError without cuda.core."""
-    from cuda.bindings import nvrtc
-    from cuda.core import Program, ProgramOptions
-
+    nvrtc, Program, ProgramOptions = _compiler()
     version = nvrtc.nvrtcVersion()[1:]
     key = hashlib.sha256(f"{ARCH} {version}\n{source}".encode()).hexdigest()
     folder = Path(os.environ.get("QUANTROT_CACHE", Path.home() / ".cache" / "quantrot"))

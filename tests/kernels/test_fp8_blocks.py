@@ -148,7 +148,8 @@ def test_the_plan_of_256_x_256_blocks_goes_by_how_many_a_multiprocessor_has():
     for n in (3840, 4096):
         assert blocks.plan_for((256, 256), n, n) == blocks.RING
     for rows, columns in ((4096, 4352), (14336, 4096), (8192, 8192)):
-        assert blocks.plan_for((256, 256), rows, columns) == blocks.PLANS[256, 256]
+        assert blocks.plan_for((256, 256), rows, columns) == replace(blocks.PLANS[256, 256], stream=False)
+    assert blocks.plan_for((256, 256), 16384, 16384) == blocks.PLANS[256, 256]
 
 
 @gpu
@@ -163,6 +164,20 @@ def test_gpu_bits_are_the_references(block, dtype, rule):
     for _ in range(20):
         got = quantize_fp8_block(x.cuda(), block, rule)
         assert torch.equal(bits(got[0]), bits(expected[0])) and torch.equal(bits(got[1]), bits(expected[1]))
+
+
+@gpu
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("block", sorted(blocks.PLANS))
+def test_gpu_bits_are_the_references_by_the_plans_of_large_matrices(block, stream):
+    x = blocks_of_everything(block[1], torch.bfloat16)
+    if not blocks.supports(x.cuda(), block):
+        pytest.skip("needs sm_90 and cuda.core")
+    expected = quantize_reference(x, block, "exact")
+    for _ in range(20):
+        q, scale = (torch.empty_like(t, device="cuda") for t in expected)
+        blocks.quantize(x.cuda(), q, scale, block, "exact", plan=replace(blocks.PLANS[block], stream=stream))
+        assert torch.equal(bits(q), bits(expected[0])) and torch.equal(bits(scale), bits(expected[1]))
 
 
 @gpu
@@ -202,11 +217,12 @@ def test_gpu_ring_keeps_the_references_bits_in_a_hundred_runs(dtype, rule):
 
 
 @gpu
-def test_gpu_ring_waits_for_the_kernel_that_writes_its_input_and_the_one_that_reads_its_codes():
+@pytest.mark.parametrize("block", [(256, 256), (1, 128)])  # by the ring, and with rows asked for early
+def test_gpu_waits_for_the_kernel_that_writes_its_input_and_the_one_that_reads_its_codes(block):
     given = [large_matrix().cuda().roll(i, 0) for i in range(8)]
-    if not blocks.supports(given[0], (256, 256)):
+    if not blocks.supports(given[0], block):
         pytest.skip("needs sm_90 and cuda.core")
-    expected = [quantize_fp8_block(x, (256, 256), "exact") for x in given]
+    expected = [quantize_fp8_block(x, block, "exact") for x in given]
     x, q = torch.empty_like(given[0]), torch.empty_like(expected[0][0])
     scale = torch.empty_like(expected[0][1])
     kept = [(torch.empty_like(q), torch.empty_like(scale)) for _ in given]
@@ -214,10 +230,10 @@ def test_gpu_ring_waits_for_the_kernel_that_writes_its_input_and_the_one_that_re
     with torch.cuda.graph(graph):
         for source, (codes, scales) in zip(given, kept, strict=True):
             x.copy_(source)
-            blocks.quantize(x, q, scale, (256, 256), "exact")
+            blocks.quantize(x, q, scale, block, "exact")
             codes.view(torch.uint8).copy_(q.view(torch.uint8))
             scales.copy_(scale)
-            blocks.quantize(source, q, scale, (256, 256), "exact")
+            blocks.quantize(source, q, scale, block, "exact")
     for _ in range(10):
         graph.replay()
         for got, want in zip(kept, expected, strict=True):

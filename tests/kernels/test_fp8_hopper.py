@@ -22,6 +22,8 @@ CASES = {
     "prefill_parts": (Prefill(stages=2), 2, False, BF16, 4),
     "prefill_sets": (Prefill(sets=2, stages=3), 1, False, BF16, 0),
     "prefill_wide": (Prefill(wide=True, stages=3, lag=1), 1, False, BF16, 0),
+    "prefill_wide_early": (Prefill(wide=True, stages=4, lag=1, early=True), 1, False, BF16, 0),
+    "prefill_early": (Prefill(sets=2, stages=6, early=True), 1, False, BF16, 0),
     "prefill_wide_bias": (Prefill(wide=True, stages=3), 1, False, BF16, 4),
     "prefill_wide_alone": (Prefill(wide=True, stages=2, cluster=1, lag=2), 1, True, BF16, 2),
     "decode_channel": (Decode(16, stages=6), 1, True, BF16, 0),
@@ -35,6 +37,7 @@ CASES = {
     "decode32_early": (Decode(32, stages=3, early=2), 1, True, FP16, 2),
     "decode64_two": (Decode(64, columns=128, stages=2, resident=1), 1, False, BF16, 0),
 }
+PREFILLS = "prefill", "prefill_sets", "prefill_wide", "prefill_early", "prefill_wide_early"  # of one part
 DRIVER = """
 static std::string message;
 
@@ -130,7 +133,7 @@ def test_every_kernel_is_exact_on_integers(emulator, name, m, n, k):
     assert torch.equal(c.double(), exact(*operands, b_block=b_block, bias=bias).to(c.dtype).double())
 
 
-@pytest.mark.parametrize("name", ["prefill", "prefill_sets", "prefill_wide", "decode16_parts", "decode64_parts"])
+@pytest.mark.parametrize("name", [*PREFILLS, "decode16_parts", "decode64_parts"])
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     operands, bias = reals(40, 264, 768), bias_of(name, 264)
     first, *others = (emulator(name, *operands, bias=bias, seed=seed, processors=2 + seed % 3) for seed in range(4))
@@ -141,7 +144,7 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     "names",
     [
         # one part of K
-        ("prefill", "prefill_sets", "prefill_wide", "decode64_two", "decode8_narrow", "decode64_narrow"),
+        (*PREFILLS, "decode64_two", "decode8_narrow", "decode64_narrow"),
         ("prefill_parts", "decode64_parts"),  # two
     ],
 )
@@ -217,6 +220,7 @@ def test_every_plan_fits(n, k):
 
 def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest():
     assert hopper.plan_for(4096, 8192, 8192, 1) == hopper.WIDE
+    assert hopper.plan_for(4096, 8192, 8192, 1, settled=True) == replace(hopper.WIDE, early=True)
     assert hopper.plan_for(4096, 28672, 4096, 1) == hopper.SQUARE  # 55 of 128 columns, or 28 of 256
     assert hopper.plan_for(4096, 576, 1536, 2) == hopper.IN_PARTS
 
@@ -336,14 +340,13 @@ def test_gpu_a_hundred_runs_give_the_same_bits(m):
 
 
 @gpu
-@pytest.mark.parametrize("changes", [{}, {"overlap": False}, {"early": 2}], ids=str)
-@pytest.mark.parametrize("m", [1, 64, 512])
-def test_gpu_in_a_graph_and_overlapped_with_what_makes_its_operands(m, changes):
+@pytest.mark.parametrize(("settled", "overlap"), [(False, True), (False, False), (True, True)])
+@pytest.mark.parametrize("m", [1, 64, 512, 1024])
+def test_gpu_in_a_graph_and_overlapped_with_what_makes_its_operands(m, settled, overlap):
     a, a_scale, b, b_scale = on_gpu(*reals(m, 4096, 4096))
     expected = hopper.gemm(a, a_scale, b, b_scale, (1, 128), (128, 128), BF16)
     parts = hopper.parts_of(4096, 4096)
-    plan = hopper.plan_for(m, 4096, 4096, parts)
-    plan = replace(plan, **{name: value for name, value in changes.items() if hasattr(plan, name)})
+    plan = replace(hopper.plan_for(m, 4096, 4096, parts, settled), overlap=overlap)
     staged, graph = torch.empty_like(a), torch.cuda.CUDAGraph()
 
     def chain():

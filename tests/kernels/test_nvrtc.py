@@ -1,6 +1,10 @@
-"""What is handed to the CUDA driver."""
+"""What is handed to the compiler and to the CUDA driver."""
 
 import ctypes
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +18,39 @@ def test_launch_structures_lie_as_in_cuda_h():
     offsets = [field.offset for field in (launch.shared, launch.stream, launch.attributes, launch.count)]
     assert offsets == [24, 32, 40, 48] and ctypes.sizeof(launch) == 56
     assert attribute.value.offset == 8 and ctypes.sizeof(attribute) == 72
+
+
+CUDA_CORE = """
+import importlib, time
+globals().update(importlib.import_module(".cu13", __package__).__dict__)  # __spec__ of a module that is ready
+time.sleep(0.3)
+class ProgramOptions:
+    def __init__(self, **options): pass
+class Program:
+    def __init__(self, source, language, options): self.code = source.encode()
+    def compile(self, target): return self
+"""
+NVRTC = "def nvrtcVersion(): return 0, 13, 0"
+
+
+def test_threads_that_compile_at_once_wait_until_cuda_core_is_imported(tmp_path, monkeypatch):
+    """Of a cuda.core that is ready for the import system before it has Program, as NVIDIA's is."""
+    empty = dict.fromkeys(("__init__", "bindings/__init__", "core/cu13/__init__"), "")
+    for name, text in {**empty, "bindings/nvrtc": NVRTC, "core/__init__": CUDA_CORE}.items():
+        path = tmp_path / f"cuda/{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("QUANTROT_CACHE", str(tmp_path / "cache"))
+
+    def compile_a_little_later(i: int) -> bytes:
+        time.sleep(0.03 * i)
+        return nvrtc.compile_cubin(f"kernel {i}")
+
+    with patch.dict(sys.modules), ThreadPoolExecutor(8) as pool:
+        for name in [name for name in sys.modules if name.split(".")[0] == "cuda"]:
+            del sys.modules[name]
+        assert list(pool.map(compile_a_little_later, range(8))) == [f"kernel {i}".encode() for i in range(8)]
 
 
 @pytest.mark.gpu

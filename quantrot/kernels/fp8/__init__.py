@@ -201,7 +201,7 @@ def fp8_block_gemm(
     always the same ones); "cublas" takes 1 x 128 by 128 x 128 (or 1 x 128), 128 x 128 by 1 x 128, and (1, 0) by (1, 0)
     on Hopper; "hopper" is CUDA C++ for it; "reference" dequantizes; "auto" and "fastest" choose, see the file's top.
     b_settled: the kernel that comes before this one on the stream does not write b, a weight behind the kernel that
-    quantizes a for instance; few tokens then read b while that kernel ends. ValueError for shapes or dtypes that do not
+    quantizes a for instance; b may then be read while that kernel ends. ValueError for shapes or dtypes that do not
     fit, or a backend that cannot run.
     """
     _check_product(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend)

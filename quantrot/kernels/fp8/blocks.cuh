@@ -229,8 +229,9 @@ __device__ __forceinline__ Vec gated(const Vec& gate, const Vec& up) {
   return y;
 }
 
-// GATED: x has 2 * columns columns, gate and up, and gated(gate, up) is quantized.
-template <int D, int V, int WARPS, bool GATED>
+// GATED: x has 2 * columns columns, gate and up, and gated(gate, up) is quantized. The first WARM
+// thread blocks ask L2 for their rows (of gate) while the kernel before this one may still run.
+template <int D, int V, int WARPS, bool GATED, int WARM>
 __device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
   const u32 across = (a.columns + WARPS * 256 - 1) / (WARPS * 256), lane = lane_number();
   const u32 down = blockIdx.x / across, right = blockIdx.x - down * across;
@@ -239,6 +240,11 @@ __device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
   const char* from = (const char*)a.x + (row * a.x_stride + column) * 2;
   char* to = (char*)a.q + (i64)row * a.columns + column;
 
+  if ((int)blockIdx.x < WARM && lane % 8 == 0) {
+#pragma unroll
+    for (int i = 0; i < V; i++)
+      if (i < left) warm_line(from + i * a.x_stride * 2);
+  }
   grid_wait();
   Vec v[V];
 #pragma unroll

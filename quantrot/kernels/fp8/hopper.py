@@ -53,6 +53,7 @@ class Prefill:
     lag: int = 0  # 64 x 128 products by which the second warpgroup starts behind the first
     tile_group: int = 8  # rows of tiles that run together
     overlap: bool = True  # launched while the kernel before it ends
+    early: bool = False  # reads its first stages' part of b before that end: only where that kernel does not write b
 
     rows = 128
     resident = 1
@@ -66,8 +67,8 @@ class Prefill:
         return self.stages * ((self.rows + self.columns) * 128 + self.rows * 4 + 32) + (24 << 10)
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
-        wide, in_parts, by_row = (str(flag).lower() for flag in (self.wide, parts > 1, channel))
-        shape = f"{self.sets}, {self.stages}, {self.cluster}, {wide}, {self.lag}"
+        wide, early, in_parts, by_row = (str(flag).lower() for flag in (self.wide, self.early, parts > 1, channel))
+        shape = f"{self.sets}, {self.stages}, {self.cluster}, {wide}, {self.lag}, {early}"
         return f"prefill<{shape}, {in_parts}, {by_row}, quantrot::{OUT[out]}, {bias}>(&a, &b, &c, args)"
 
     def tiles(self, m: int, n: int) -> int:
@@ -192,7 +193,7 @@ def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
     square = IN_PARTS if parts > 1 else SQUARE
     if m > 64:
         if parts == 1 and _waves(m, n, WIDE) <= _waves(m, n, SQUARE):  # at equal work, wide is the faster one
-            return WIDE
+            return replace(WIDE, early=settled)
         if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
             return square
     plan = decode_plan(m, n, k, parts)

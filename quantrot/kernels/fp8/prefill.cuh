@@ -32,27 +32,44 @@ struct Tiles {
   }
 };
 
-template <class Shape, int STAGES>
+// EARLY: the first stages' part of b is asked for while the kernel before this one may still run.
+template <class Shape, int STAGES, bool EARLY>
 __device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap* b, Tiles<Shape> tiles, int blocks,
                                              u32 base, u32 full, u32 empty) {
-  constexpr int CLUSTER = Shape::CLUSTER;
+  constexpr int CLUSTER = Shape::CLUSTER, PART = (Shape::WIDE ? Shape::COLUMNS : Shape::ROWS) / CLUSTER;
   const u64 policy = cache_policy<NORMAL>();
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  auto load = [&](u32 to, const TensorMap* map, int k, int first, u32 bar, bool shared) {
+    if (CLUSTER > 1 && shared) {
+      tensor_load_all(to + rank * PART * 128, map, k * 128, first + rank * PART, bar, policy, (1 << CLUSTER) - 1);
+    } else {
+      tensor_load(to, map, k * 128, first, bar, policy);
+    }
+  };
+  auto load_b = [&](int k, int column, u32 stage) {
+    barrier_expect(full + stage * 8, Shape::STAGE);
+    load(base + stage * Shape::STAGE + Shape::A_BYTES, b, k, column, full + stage * 8, Shape::WIDE);
+  };
+  const int first = blockIdx.x / CLUSTER;
+  int row, column, ahead = 0;  // blocks whose part of b is on its way
+  if constexpr (EARLY) {
+    if (first < tiles.count()) {
+      tiles.at(first, rank, row, column);
+      for (; ahead < min(blocks, STAGES); ahead++) load_b(ahead, column, ahead);
+    }
+    grid_wait();
+  }
   Ring<STAGES> ring;
-  for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
-    int row, column;
+  for (int i = first; i < tiles.count(); i += gridDim.x / CLUSTER) {
     tiles.at(i, rank, row, column);
     for (int k = 0; k < blocks; k++, ring.next()) {
-      const u32 to = base + ring.stage * Shape::STAGE, bar = full + ring.stage * 8;
-      barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-      barrier_expect(bar, Shape::STAGE);
-      if constexpr (CLUSTER > 1) {
-        constexpr int PART = (Shape::WIDE ? Shape::COLUMNS : Shape::ROWS) / CLUSTER;
-        tensor_load_all(to + (Shape::WIDE ? Shape::A_BYTES : 0) + rank * PART * 128, Shape::WIDE ? b : a, k * 128,
-                        (Shape::WIDE ? column : row) + rank * PART, bar, policy, (1 << CLUSTER) - 1);
+      if (EARLY && ahead > 0) {
+        ahead--;
+      } else {
+        barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+        load_b(k, column, ring.stage);
       }
-      if (Shape::WIDE || CLUSTER == 1) tensor_load(to, a, k * 128, row, bar, policy);
-      if (!Shape::WIDE || CLUSTER == 1) tensor_load(to + Shape::A_BYTES, b, k * 128, column, bar, policy);
+      load(base + ring.stage * Shape::STAGE, a, k, row, full + ring.stage * 8, !Shape::WIDE);
     }
   }
 }
@@ -270,7 +287,8 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
   if (lane_number() == 0) tensor_store_wait<0>();
 }
 
-template <int SETS, int STAGES, int CLUSTER, bool WIDE, int LAG, bool SEGMENTED, bool CHANNEL, class Out, int BIAS>
+template <int SETS, int STAGES, int CLUSTER, bool WIDE, int LAG, bool EARLY, bool SEGMENTED, bool CHANNEL, class Out,
+          int BIAS>
 __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, const TensorMap* c,
                                         const GemmArgs& args) {
   using Shape = PrefillShape<STAGES, CLUSTER, WIDE>;
@@ -295,10 +313,10 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   } else {
     block_sync();
   }
-  grid_wait();
+  if (!EARLY || warp != GROUPS * 4) grid_wait();
   if (warp >= GROUPS * 4) {
     give_registers<24>();
-    if (warp == GROUPS * 4) prefill_load<Shape, STAGES>(a, b, tiles, blocks, base, full, empty);
+    if (warp == GROUPS * 4) prefill_load<Shape, STAGES, EARLY>(a, b, tiles, blocks, base, full, empty);
     if (warp == GROUPS * 4 + 1)
       prefill_scales<Shape, STAGES, CHANNEL>(args, tiles, blocks, scales, full, empty);
   } else {
