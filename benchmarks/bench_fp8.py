@@ -17,7 +17,6 @@ import argparse
 import itertools
 import json
 import math
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -33,7 +32,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from timing import copy_gbps, random_tensors, time_us, write_results  # noqa: E402
+from timing import copy_gbps, race_us, random_tensors, time_us, write_results  # noqa: E402
 
 from quantrot.kernels.fp8 import (  # noqa: E402
     E4M3,
@@ -163,33 +162,6 @@ def operands(m: int, n: int, k: int, scales: str) -> tuple[list[tuple], dict[str
         for x, w in zip(xs, weights, strict=True)
     ]
     return data, {"a_block": a_block, "b_block": b_block}, xs
-
-
-def race_us(calls: dict[str, list[Callable[[], Any]]], rounds: int = 7) -> dict[str, float]:
-    """Median microseconds a call of each: graphs of all in turn, in another order every round, so that all meet the
-    same clocks. (At the power limit a product after a pause ran up to a fifth faster than the same one later.)"""
-    graphs, kept, times = {}, [], {name: [] for name in calls}
-    stream = torch.cuda.Stream()
-    for name, each in calls.items():
-        each = each * -(-4 // len(each))
-        with torch.cuda.stream(stream):
-            each[0]()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph(), len(each)
-        with torch.cuda.graph(graphs[name][0], stream=stream):
-            kept.append([call() for call in each])
-    names = list(calls)
-    for i in range(rounds + 2):  # two to reach the power that all of it takes
-        order = names[i % len(names) :] + names[: i % len(names)]
-        for name in order[:: -1 if i % 2 else 1]:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graphs[name][0].replay()
-            end.record()
-            end.synchronize()
-            if i >= 2:
-                times[name].append(start.elapsed_time(end) * 1e3 / graphs[name][1])
-    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def usable(name: str, data: tuple, blocks: dict[str, Any]) -> bool:

@@ -4,14 +4,16 @@
     python benchmarks/bench_mixed.py --list     # no GPU: the cases
 
 Times as `timing.py` says: medians of CUDA graphs over operands that together pass L2, called as a module with constant
-weights calls (weight_ready). `floor` is the time to read the operands once and write the result at copy speed, or to
-multiply at cuBLAS's speed on equal types, whichever is longer. `same_type_cublas` is F.linear with both operands wide.
+weights calls (weight_ready); ours and cuBLAS in turn, so that both meet the same clocks. "x cublas": the median of the
+rounds' ratios. `floor` is the time to read the operands once and write the result at copy speed, or to multiply at
+cuBLAS's speed on equal types, whichever is longer. `same_type_cublas` is F.linear with both operands wide.
 "backends_us" holds the ways that "auto" chooses from. `error` is the relative error to the float64 product of the
 dequantized operands. tune_mixed_hopper.py times every plan of the Hopper kernels.
 """
 
 import argparse
 import multiprocessing
+import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +27,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from timing import ROTATE_BYTES, copy_gbps, time_us, write_results  # noqa: E402
+from timing import ROTATE_BYTES, Calls, copy_gbps, race, ratio, time_us, write_results  # noqa: E402
 
 from quantrot.kernels.mixed import mixed_gemm, mixed_ref, pack_int8  # noqa: E402
 
@@ -88,10 +90,10 @@ def copies_of(c: Case) -> int:
 # --- Peers -----------------------------------------------------------------------------------------------------------
 
 
-def cublas_us(c: Case, copies: int) -> float:
+def cublas(c: Case, copies: int) -> Calls:
     dtype = WIDE[c["wide"]]
     pairs = [[torch.randn(rows, c["k"], device="cuda").to(dtype) for rows in (c["m"], c["n"])] for _ in range(copies)]
-    return time_us([lambda x=x, w=w: F.linear(x, w) for x, w in pairs])
+    return [lambda x=x, w=w: F.linear(x, w) for x, w in pairs]
 
 
 def int8pack_us(c: Case, copies: int) -> float | None:
@@ -140,35 +142,31 @@ def error_of(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> floa
     return ((y - exact).norm() / exact.norm()).item()
 
 
-def run_case(c: Case, gbps: float, equal: dict[tuple, float]) -> dict[str, Any]:
+def run_case(c: Case, gbps: float) -> dict[str, Any]:
     copies = copies_of(c)
     sets = operands(c, copies)
-    timed = {
-        backend: time_us([lambda s=s, b=backend: mixed_gemm(*s, backend=b, weight_ready=True) for s in sets])
+    calls: dict[str, Calls] = {
+        backend: [lambda s=s, b=backend: mixed_gemm(*s, backend=b, weight_ready=True) for s in sets]
         for backend in ("auto", "hopper", "triton", "expand")
     }
-    us = timed.pop("auto")
+    rounds = race(calls | {"cublas": cublas(c, copies)})
+    us = {name: statistics.median(times) for name, times in rounds.items()}
     error = error_of(*sets[0])
-    del sets
-    key = c["m"], c["n"], c["k"], c["wide"]
-    if key not in equal:
-        equal[key] = cublas_us(c, copies)
-    floor = traffic(c) / gbps / 1e3
+    del sets, calls
+    floor = max(traffic(c) / gbps / 1e3, us["cublas"] if c["m"] > 64 else 0)
     peers = {
-        "same_type_cublas": equal[key],
+        "same_type_cublas": us["cublas"],
         "torch_int8pack": int8pack_us(c, copies),
         "tinygemm": tinygemm_us(c, copies),
     }
-    peers = {name: value for name, value in peers.items() if value is not None}
-    if c["m"] > 64:
-        floor = max(floor, peers["same_type_cublas"])
     return {
         "op": "mixed",
         "case": c,
-        "us": us,
+        "us": us["auto"],
         "floor_us": floor,
-        "peers_us": peers,
-        "backends_us": timed,
+        "peers_us": {name: value for name, value in peers.items() if value is not None},
+        "of_cublas": ratio(rounds["cublas"], rounds["auto"]),
+        "backends_us": {backend: us[backend] for backend in ("hopper", "triton", "expand")},
         "error": error,
     }
 
@@ -186,7 +184,7 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{c['m']:6d} {c['n']:6d} {c['k']:6d} {c['narrow']:6s} {c['narrow_operand']:7s} {c['wide']:8s} {c['group']:5d} "
         f"{row['us']:9.2f} {row['floor_us']:9.2f} {peers['same_type_cublas']:9.2f} "
-        f"{peers['same_type_cublas'] / row['us']:9.3f}{others} "
+        f"{row['of_cublas']:9.3f}{others} "
         f"{row['error']:9.2e}"
     )
 
@@ -206,10 +204,9 @@ def compile_one(c: Case) -> None:
 def main(out: Path | None) -> None:
     warm_cache(cases())
     gbps, rows = copy_gbps(), []
-    equal: dict[tuple, float] = {}
     print(HEADER)
     for c in cases():
-        row = run_case(c, gbps, equal)
+        row = run_case(c, gbps)
         print(line(row), flush=True)
         rows.append(row)
     write_results("bench_mixed", gbps, rows, out)

@@ -12,27 +12,22 @@ relative difference of the chains' results, in which every layer's roundings add
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from chain import DEVICE, GPU, HIDDEN, LAYERS, int8_weight, layer_us, normal
+from timing import copy_gbps, write_results
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+from quantrot.kernels.attention import one_token
+from quantrot.kernels.attention.one_token import Plan
+from quantrot.kernels.mixed import mixed_gemm
 
-from timing import copy_gbps, time_us, write_results  # noqa: E402
-
-from quantrot.kernels.attention import one_token  # noqa: E402
-from quantrot.kernels.attention.one_token import Plan  # noqa: E402
-from quantrot.kernels.mixed import mixed_gemm  # noqa: E402
-
-HIDDEN, LAYERS = 4096, 8
 CASES = [  # sequences, tokens, room in the cache, head_dim, query heads, key heads
     (1, 200, 256, 128, 32, 8),
     (1, 2048, 2104, 128, 32, 8),
@@ -49,6 +44,7 @@ CASES = [  # sequences, tokens, room in the cache, head_dim, query heads, key he
     (1, 2048, 2104, 128, 32, 32),
     (1, 2048, 2104, 256, 16, 8),
 ]
+CASES = CASES if GPU else [(2, 20, 32, 128, 2, 1)]
 SWEPT = [
     Plan(warps, split, blocks)
     for warps, split, blocks in product((2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 3, 4))
@@ -64,14 +60,14 @@ class Case:
         self.batch, self.tokens, self.dim, self.heads, self.groups = batch, tokens, dim, heads, groups
         self.sizes = [heads * dim, groups * dim, groups * dim]
         self.layers = LAYERS if batch * room < 1 << 18 else 2
-        self.inward = [int8(sum(self.sizes), HIDDEN) for _ in range(self.layers)]
-        self.outward = [int8(HIDDEN, heads * dim) for _ in range(self.layers)]
+        self.inward = [int8_weight(sum(self.sizes), HIDDEN) for _ in range(self.layers)]
+        self.outward = [int8_weight(HIDDEN, heads * dim) for _ in range(self.layers)]
         shape = batch, groups, room, dim
         self.caches = [(normal(*shape), normal(*shape)) for _ in range(self.layers)]
         self.cos, self.sin, self.x = normal(1, 1, dim), normal(1, 1, dim), normal(batch, 1, HIDDEN)
         self.attended = normal(batch, 1, heads * dim)
-        self.count = torch.tensor(tokens - 1, device="cuda")
-        seen = torch.arange(shape[2], device="cuda") < tokens
+        self.count = torch.tensor(tokens - 1, device=DEVICE)
+        seen = torch.arange(shape[2], device=DEVICE) < tokens
         self.mask = seen.view(1, 1, 1, -1).expand(batch, 1, 1, -1)
 
     def chain(self, attend: Attend) -> Tensor:
@@ -90,8 +86,9 @@ class Case:
         def attend(y: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             q, k, v = self.split(y)
             places = keys, values, self.count, False
-            options = self.mask, self.dim**-0.5, True, plan
-            return one_token.launch(q, k, v, self.cos, self.sin, *places, *options).view(self.batch, 1, -1)
+            options = (self.mask, self.dim**-0.5, True, plan)[: 4 if GPU else 2]
+            run = one_token.launch if GPU else one_token.rope_attend_one_reference
+            return run(q, k, v, self.cos, self.sin, *places, *options).reshape(self.batch, 1, -1)
 
         return attend
 
@@ -107,27 +104,16 @@ class Case:
             return o.transpose(1, 2).reshape(self.batch, 1, -1)
 
         torch._dynamo.reset()
-        return torch.compile(attend, fullgraph=True, dynamic=False)
+        return torch.compile(attend, fullgraph=True, dynamic=False) if GPU else attend
 
     def us(self, attend: Attend) -> float:
         """A layer of the chain."""
-        return time_us([lambda: self.chain(attend)]) / self.layers
+        return layer_us(lambda: self.chain(attend), self.layers)
 
     def alone_us(self) -> float:
         ys = normal(self.layers, self.batch, 1, sum(self.sizes))
         run = self.ours(None)
-        return time_us([lambda y=y, cache=cache: run(y, *cache) for y, cache in zip(ys, self.caches, strict=True)])
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-
-
-def int8(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """A packed weight, and the scales with which its products are about as large as their input."""
-    codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, device="cuda")
-    scale = torch.full((rows, 1), columns**-0.5 / 73, dtype=torch.bfloat16, device="cuda")
-    return codes.view(torch.int32), scale
+        return layer_us(lambda: [run(y, *cache) for y, cache in zip(ys, self.caches, strict=True)], self.layers)
 
 
 def measure(sizes: tuple[int, ...], gbps: float) -> dict[str, Any]:
@@ -166,12 +152,13 @@ def sweep() -> None:
 
 
 def main(out: Path | None) -> None:
-    gbps, rows = copy_gbps(), []
+    gbps, rows = copy_gbps() if GPU else 1.0, []
     print(" batch tokens   room    dim  heads   keys        us     alone     floor transformers      x     error")
     for sizes in CASES:
         rows.append(measure(sizes, gbps))
         print(line(rows[-1]), flush=True)
-    write_results("bench_one_token", gbps, rows, out)
+    if GPU:
+        write_results("bench_one_token", gbps, rows, out)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,13 @@ import torch
 ROOT = Path(__file__).parent.parent
 ROTATE_BYTES = 256 << 20
 WARM_US = 10_000  # before a timing: one kernel read 0.58 of copy after an idle gap, 0.75 in a run of timings
+Calls = Sequence[Callable[[], Any]]
 
 
-def time_us(calls: Sequence[Callable[[], Any]], replays: int = 5) -> float:
-    """Median microseconds a call: at least eight calls in one graph, results kept so that each has its own memory."""
-    calls = list(calls) * -(-8 // len(calls))
+def captured(calls: Calls, least: int) -> tuple[Callable[[], float], int]:
+    """A function that replays one graph of at least so many calls and gives its microseconds, and how many calls there
+    are. Their results are kept, so that each has its own memory."""
+    calls = list(calls) * -(-least // len(calls))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:
@@ -40,10 +42,41 @@ def time_us(calls: Sequence[Callable[[], Any]], replays: int = 5) -> float:
         end.synchronize()
         return start.elapsed_time(end) * 1e3
 
+    return replay_us, len(kept)
+
+
+def time_us(calls: Calls, replays: int = 5) -> float:
+    """Median microseconds a call: at least eight calls in one graph."""
+    replay_us, count = captured(calls, 8)
     warm = 0.0
     while warm < WARM_US:
         warm += replay_us()
-    return statistics.median(replay_us() for _ in range(replays)) / len(calls)
+    return statistics.median(replay_us() for _ in range(replays)) / count
+
+
+def race(calls: dict[Any, Calls], rounds: int = 7) -> dict[Any, list[float]]:
+    """Microseconds a call of each, by round: graphs of all in turn, in another order every round, so that all meet the
+    same clocks. (At the power limit a product after a pause ran up to a fifth faster than the same one later.)"""
+    graphs = {name: captured(each, 4) for name, each in calls.items()}
+    names, times = list(calls), {name: [] for name in calls}
+    for i in range(rounds + 2):  # two to reach the power that all of it takes
+        order = names[i % len(names) :] + names[: i % len(names)]
+        for name in order[:: -1 if i % 2 else 1]:
+            replay_us, count = graphs[name]
+            us = replay_us() / count
+            if i >= 2:
+                times[name].append(us)
+    return times
+
+
+def race_us(calls: dict[Any, Calls], rounds: int = 7) -> dict[Any, float]:
+    """The medians of `race`."""
+    return {name: statistics.median(times) for name, times in race(calls, rounds).items()}
+
+
+def ratio(peer: Sequence[float], ours: Sequence[float]) -> float:
+    """Peer's time over ours: the median of the rounds of a race."""
+    return statistics.median(a / b for a, b in zip(peer, ours, strict=True))
 
 
 def random_tensors(shape: tuple[int, ...], dtype: torch.dtype, fill: bool = True) -> list[torch.Tensor]:

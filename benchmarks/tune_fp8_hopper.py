@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from bench_fp8 import DECODE, PREFILL, WEIGHTS, operands, race_us, tensorwise
-from timing import copy_gbps, time_us
+from bench_fp8 import DECODE, PREFILL, WEIGHTS, operands, tensorwise
+from timing import copy_gbps, race_us, time_us
 
 from quantrot.kernels.fp8 import dequantize_fp8_block, fp8_block_gemm, hopper
 from quantrot.kernels.fp8.hopper import Decode, Plan, Prefill

@@ -3,30 +3,35 @@
     python benchmarks/tune_mixed_hopper.py [few] [many] [paper] [layer] [--top N] [--rows M ...] [--shapes NxK ...]
         [--rule] [--compile-only]
 
-A line a plan, fastest first: us, times cuBLAS on the wide type, fraction of the operands' reading time, relative error
-to float64, whether five runs gave the same bits. Then one line a case: m n k group, the best plan's us, times cuBLAS,
-fraction of the reading time; the rule's; the second. --rule: no other plans: the tables of docs/mixed-input.md. layer:
-the four products of a layer of Llama 3.1 8B and the gate, by one token, us a layer.
+Every plan is timed by itself; the fastest --top ones and the rule's then in turn with cuBLAS on the wide type, so that
+all meet the same clocks. A line a plan of those, fastest first: us, times cuBLAS (the median of the rounds' ratios),
+fraction of the operands' reading time, relative error to float64, whether five runs gave the same bits. Then one line a
+case: m n k group, the best plan's us, times cuBLAS, fraction of the reading time; the rule's; the second. --rule: no
+other plans: the tables of docs/mixed-input.md. layer: the four products of a layer of Llama 3.1 8B and the gate, by one
+token, us a layer.
 """
 
 import argparse
-import math
 import multiprocessing
+import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import torch
-from bench_mixed import GROUP, PAPER, SHAPES, WIDE, Case, case, copies_of, cublas_us, operands, traffic
-from timing import copy_gbps, time_us
+from bench_mixed import GROUP, PAPER, SHAPES, WIDE, Case, case, copies_of, cublas, operands, traffic
+from chain import HIDDEN, INNER, chain, gate, int8_weight, layer_us, normal, weights
+from timing import Calls, copy_gbps, race, ratio, time_us
+from torch import Tensor
 from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed import KINDS, hopper, mixed_gated, mixed_gemm, mixed_ref
 from quantrot.kernels.mixed.hopper import WIDTHS, Decode, Kernel, Plan
 
-FEW, MANY = (1, 8, 16, 32, 64), (256, 1024, 4096)
+FEW, MANY = (1, 8, 16, 32, 64), (256, 512, 1024, 4096)
 
 
 TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (3, 1, 4), (3, 1, 8), (1, 2, 8), (4, 1, 4), (2, 2, 4), (7, 1, 2)]
@@ -129,43 +134,50 @@ def sweep(c: Case, gbps: float, top: int, only_rule: bool) -> str:
         exact = mixed_ref(x[-64:].double(), weight, scale)
     else:
         exact = mixed_ref(x[-64:], weight.double(), scale[-64:])
-    cublas, floor = cublas_us(c, copies_of(c)), traffic(c) / gbps / 1e3
-    lines: list[tuple[float, str, Plan | Decode]] = []
-    for plan in plans_of(c, only_rule):
+
+    def calls(plan: Plan | Decode, ready: bool = True) -> Calls:
+        return [lambda s=s: launch(*s, c, plan, ready) for s in sets]
+
+    plans, rule = plans_of(c, only_rule), plans_of(c, True)[0]
+    right: dict[Plan | Decode, str] = {}
+    alone: dict[Plan | Decode, float] = {}
+    for plan in plans:
         try:
             y = launch(x, weight, scale, c, plan)
             error = ((y[-64:].double() - exact).norm() / exact.norm()).item()
             same = all(torch.equal(launch(x, weight, scale, c, plan), y) for _ in range(5))
-            us = time_us([lambda s=s, p=plan: launch(*s, c, p) for s in sets], 3)
+            if error > 1.9e-3 or not same:
+                print("WRONG:", c, f"{error:8.1e}", "same" if same else "RACE", short(plan), flush=True)
+                continue
+            right[plan] = f"{error:8.1e} same {short(plan)}"
+            alone[plan] = 0.0 if len(plans) == 1 else time_us(calls(plan), 3)
         except Exception as error:
             print("failed:", c, plan, f"{error!s:.200}", flush=True)
             if "CUDA" in str(error):
                 raise
-            continue
-        bits = "same" if same else "RACE"
-        text = f"{us:9.2f} us {cublas / us:6.3f} x {floor / us:5.2f} {error:8.1e} {bits} {short(plan)}"
-        if error > 1.9e-3 or not same:
-            print("WRONG:", c, text, flush=True)
-        else:
-            lines.append((us, text, plan))
-    lines.sort(key=lambda line: line[0])
-    print(*c.values(), f"cuBLAS {cublas:.2f}", flush=True)
-    rule = plans_of(c, True)[0]
-    for i, (_, text, plan) in enumerate(lines):
-        if i < top or plan == rule:
-            print(text, "rule" if plan == rule else "", flush=True)
-    ruled = next((us for us, _, plan in lines if plan == rule), math.nan)
-    names = [c[key][0] for key in ("narrow", "wide", "narrow_operand") if (c["m"], c["n"], c["k"]) == PAPER]
-    name = " ".join(map(str, [c["m"], c["n"], c["k"], c["group"], *names]))
-    if not lines:
+    name = " ".join(map(str, [c["m"], c["n"], c["k"], c["group"]]))
+    if (c["m"], c["n"], c["k"]) == PAPER:
+        name += " " + " ".join(c[key][0] for key in ("narrow", "wide", "narrow_operand"))
+    if not alone:
         return f"{name} nothing ran"
-    us, text, plan = lines[0]
-    second = f" | {short(lines[1][2])} {lines[1][0]:.2f}" if len(lines) > 1 else ""
-    waits = time_us([lambda s=s: launch(*s, c, plan, False) for s in sets], 3)
-    return (
-        f"{name} {us:.2f} {cublas / us:.3f}x {floor / us:.2f}f {short(plan)} | rule {ruled:.2f} {cublas / ruled:.3f}x"
-        f"{second} | not ready {waits:.2f}"
-    )
+    fast = sorted(alone, key=alone.__getitem__)[:top]
+    fast += [rule] if rule in alone and rule not in fast else []
+    peers = {"cublas": cublas(c, copies_of(c)), "waits": calls(fast[0], False)}
+    rounds = race({plan: calls(plan) for plan in fast} | peers)
+    us = {key: statistics.median(times) for key, times in rounds.items()}
+    floor = traffic(c) / gbps / 1e3
+
+    def shares(plan: Plan | Decode) -> str:
+        return f"{us[plan]:9.2f} us {ratio(rounds['cublas'], rounds[plan]):6.3f} x {floor / us[plan]:5.2f}"
+
+    fast.sort(key=us.__getitem__)
+    print(*c.values(), f"cuBLAS {us['cublas']:.2f}", flush=True)
+    for plan in fast:
+        print(shares(plan), right[plan], "rule" if plan == rule else "", flush=True)
+    line = f"{name} {shares(fast[0])} {short(fast[0])}"
+    line += f" | rule {shares(rule)}" if rule in us else ""
+    line += f" | {short(fast[1])} {us[fast[1]]:.2f}" if len(fast) > 1 else ""
+    return f"{line} | not ready {us['waits']:.2f}"
 
 
 def short(plan: Plan | Decode) -> str:
@@ -179,37 +191,33 @@ def short(plan: Plan | Decode) -> str:
 
 
 def layer(group: int) -> None:
-    """A chain of six layers, so that each kernel waits for what the one before it makes."""
-    shapes, count, inner = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), 6, 14336
-    cases = [case(1, n, k, "packed", "bfloat16", "weight", group) for n, k in shapes]
-    narrow = [[operands(c, 1)[0][1:] for c in cases] for _ in range(count)]
-    wide = [[torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / 64 for n, k in shapes] for _ in range(count)]
-    x = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16) / 64
-    gate = torch.compile(lambda y: F.silu(y[:, :inner]) * y[:, inner:])
+    """A chain of layers, so that each kernel waits for what the one before it makes."""
+    narrow, wide = weights(partial(int8_weight, group=group)), weights(lambda n, k: normal(n, k) * k**-0.5)
 
-    def chain(layers: list, multiply: Callable, between: Callable, gated: Callable | None = None) -> None:
-        y = x
-        for qkv, out, up, down in layers:
-            y = multiply(multiply(y, qkv)[:, :4096], out)
-            y = multiply(gated(y, up) if gated else between(multiply(y, up)), down)
+    def plain(v: Tensor, w: tuple) -> Tensor:
+        return mixed_gemm(v, *w)
 
-    def ready(v: torch.Tensor, w: tuple) -> torch.Tensor:
+    def ready(v: Tensor, w: tuple) -> Tensor:
         return mixed_gemm(v, *w, weight_ready=True)
 
-    ways: dict[str, Callable[[], None]] = {
-        "bfloat16": lambda: chain(wide, F.linear, gate),
-        "not ready": lambda: chain(narrow, lambda v, w: mixed_gemm(v, *w), gate),
-        "ready": lambda: chain(narrow, ready, gate),
-        "gated": lambda: chain(narrow, ready, gate, lambda v, w: mixed_gated(v, *w, weight_ready=True)),
-        "no gate": lambda: chain(narrow, ready, lambda y: y[:, :inner]),
+    ways: dict[str, tuple[list, Callable, Callable]] = {  # weights, a product, and gate and up's
+        "bfloat16": (wide, F.linear, lambda v, w: gate(F.linear(v, w))),
+        "not ready": (narrow, plain, lambda v, w: gate(plain(v, w))),
+        "ready": (narrow, ready, lambda v, w: gate(ready(v, w))),
+        "gated": (narrow, ready, lambda v, w: mixed_gated(v, *w, weight_ready=True)),
+        "no gate": (narrow, ready, lambda v, w: ready(v, w)[:, :INNER]),
     }
-    print("LAYER", group, *[f"{name} {time_us([way], 3) / count:.2f}" for name, way in ways.items()], flush=True)
+    x, times = normal(1, HIDDEN), []
+    for name, (layers, multiply, up) in ways.items():
+        last = lambda y, w, _, f=multiply: f(y, w)  # noqa: E731
+        times.append(f"{name} {layer_us(partial(chain, layers, x, multiply, up, last)):.2f}")
+    print("LAYER", group, *times, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["few", "many", "paper", "layer"])
-    parser.add_argument("--top", type=int, default=2)
+    parser.add_argument("--top", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="*")
     parser.add_argument("--shapes", nargs="*", default=["x".join(map(str, shape)) for shape in SHAPES])
     parser.add_argument("--rule", action="store_true", help="no other plans")
@@ -230,7 +238,7 @@ def main() -> None:
         list(pool.map(compile_one, work, chunksize=4))
     if asked.compile_only:
         return
-    gbps = copy_gbps()
+    gbps = copy_gbps() if cases else 0.0
     for c in cases:
         print("BEST", sweep(c, gbps, asked.top, asked.rule), flush=True)
     for group in (0, GROUP) if "layer" in asked.what else ():

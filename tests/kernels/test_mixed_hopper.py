@@ -51,6 +51,8 @@ CASES = {
     "parts_teams": (Plan(128, 2, 2, stages=2), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
     "parts_group64": (Plan(128, 2, 2), Kernel("int8", FP16, True, 1, True, FP16, None)),
     "parts_192_rows": (Plan(128, 1, 2, groups=3, stages=3), Kernel("uint8", BF16, True, 0, True, BF16, BF16)),
+    "parts_192_alone": (Plan(128, 1, groups=3, halves=False), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "parts_192_alone64": (Plan(128, 1, groups=3, halves=False), Kernel("int8", FP16, True, 1, True, FP16, BF16)),
     "parts256": (Plan(256, 1, 2, stages=3), Kernel("packed", BF16, True, 0, False, FP32, FP32)),
     "parts_long": (Plan(128, 2, 2, blocks=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "parts_64_rows": (Plan(128, 2, groups=1, halves=False), Kernel("e4m3", BF16, True, 2, False, BF16, None)),
@@ -223,7 +225,7 @@ def test_groups_without_a_scale_add_nothing(emulator, name):
 @pytest.mark.parametrize("group", [0, 1, 2])
 @pytest.mark.parametrize("weight", [True, False])
 def test_every_plan_fits(n, k, group, weight):
-    for m in (1, 7, 16, 33, 64, 65, 200, 257, 1024, 4096):
+    for m in (1, 7, 16, 33, 64, 65, 200, 257, 512, 1024, 4096):
         rows, columns = (n, m) if weight else (m, n)
         plan = hopper.plan_for(rows, columns, k, group, weight)
         assert plan.depth >= 2 and (plan.shared_bytes() + 1024) * plan.resident <= 228 << 10
@@ -248,6 +250,8 @@ def test_every_plan_fits(n, k, group, weight):
         (8192, 256, 8192, 2, Plan(256, 1, 2)),
         (6144, 256, 4096, 0, Plan(128, 1, 2, groups=3, halves=False)),
         (6144, 256, 4096, 2, Plan(128, 1, 2, groups=3, halves=False)),
+        (6144, 512, 4096, 0, Plan(128, 1, groups=3, halves=False)),
+        (6144, 512, 4096, 2, Plan(128, 1, groups=3, halves=False)),
         (4096, 256, 4096, 0, Plan(128, 2, groups=1, halves=False)),
         (4096, 256, 4096, 2, Plan(128, 2, groups=1, halves=False)),
         (4096, 256, 14336, 0, Plan(128, 2, 2, blocks=2)),
@@ -266,6 +270,12 @@ def test_the_rule_chooses_what_was_fastest(rows, columns, depth, group, expected
 
 def test_the_rule_chooses_what_was_fastest_for_narrow_activations():
     assert hopper.plan_for(3456, 4096, 2048, 0, False) == Plan(224, share=2, odd=True)
+
+
+def test_codes_that_are_no_bytes_are_refused():
+    x, weight, scale, _ = random_operands("packed", BF16, 16, 64, 256, 1)
+    with pytest.raises(AssertionError, match="bytes"):
+        hopper.multiply(x, weight, scale, None, None, "packed", True)
 
 
 def test_an_odd_row_of_tiles_takes_half_as_many_clusters():

@@ -282,6 +282,7 @@ PARTS = (
     (Plan(128, 2, groups=1, halves=False), 729, 97, 3800),
     (Plan(128, 2, 2, groups=1), 729, 97, 7200),
     (Plan(128, 1, 2, groups=3, halves=False), 972, 126, 7000),
+    (Plan(128, 1, groups=3, halves=False), 972, 151, 2700),
     *(
         (Plan(width, 1, 2, halves=width > 128), 351 + 2.87 * width, 42 + 0.354 * width, 7000 + 11.4 * width)
         for width in WIDTHS
@@ -459,6 +460,7 @@ def multiply(
     Raises ValueError for what `unsupported` names.
     """
     wide, codes = (x, weight) if narrow_weight else (weight, x)
+    assert codes.dtype == torch.uint8, "codes as bytes: the copy engine's map is of bytes"
     reason = unsupported(codes, wide, scale, narrow_weight)
     if reason:
         raise ValueError(f"backend: 'hopper': {reason}; use 'auto' for others")
