@@ -51,13 +51,14 @@ def test_the_emulated_kernel_is_the_definition(emulated, n, plan, dtype, signed,
     numbers = [ctypes.c_longlong(v) for v in (rows, n + 8, n)]
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, y, signs)]
     blocks = plan.grid(rows, 1, n, dtype, 132)
-    for seed in range(2):
+    short = n < 20000  # an emulated launch of the longest rows takes seconds
+    for seed in range(2 if short else 1):
         assert library.run(*pointers, *numbers, ctypes.c_float(n**-0.5), blocks, seed) == b""
         x64 = x[:, :n].double() * (signs if signed else 1)
         exact = torch.ops.quantrot.hadamard(x64, None, n, n**-0.5, transposed, "auto")
         assert ((y.double() - exact).norm() / exact.norm()).item() <= MAX_RELATIVE_ERROR[dtype]
     clean = y.clone()
-    for value in (INF, -INF, NAN):
+    for value in (INF, -INF, NAN) if short else (-INF,):
         x[1, n // 3] = value
         assert library.run(*pointers, *numbers, ctypes.c_float(n**-0.5), blocks, 0) == b""
         special = x[1:2, :n].float() * (signs if signed else 1)
