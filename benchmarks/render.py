@@ -118,6 +118,22 @@ def _source(result: dict[str, Any]) -> str:
     )
 
 
+def mmlu(result: dict[str, Any]) -> list[str]:
+    """A recipe a row: accuracy, and the paired difference to the first."""
+    head = ["recipe", "MMLU", "difference", "right only with it", "only without", "McNemar p"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for name in result["results"]["recipes"]:
+        score, change = result["results"]["mmlu"][name]["overall"], result["results"]["differences"].get(name)
+        line = f"| `{name}` | {score['acc']:.4f} ± {score['stderr']:.4f} | "
+        if change:
+            line += f"{change['difference']:+.4f} ± {change['stderr']:.4f} | {change['only_model']} "
+            lines.append(line + f"| {change['only_baseline']} | {change['p_value']:.3f} |")
+        else:
+            lines.append(line + "| | | |")
+    asked = f"{score['n']} questions, {result['settings']['fewshot']}-shot, lm-eval {result['versions']['lm_eval']}"
+    return [*lines, "", f"{asked}, {result['device']}, torch {result['versions']['torch']}: `{result['command']}`"]
+
+
 def attention_error(result: dict[str, Any]) -> list[str]:
     """A shape a row: what each scheme's error is, and what a rotation divides it by."""
     names = list(result["rows"][0]["error"])
@@ -137,6 +153,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "fp8_accuracy": fp8_accuracy,
     "mixed": mixed,
     "model": model,
+    "mmlu": mmlu,
     "attention_error": attention_error,
 }
 

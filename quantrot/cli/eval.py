@@ -107,12 +107,13 @@ def _recipes(
             file = table.result_file(place, name, where[name], how)
             if file.exists():
                 _note(f"{name}: {where[name]}, as in {file}")
-                result, entries[name] = table.kept_result(file)
+                result, entries[table.label(name)] = table.kept_result(file)
                 return result
             _note(f"{name}: {where[name]}")
-            result, entries[name] = run(where[name])
+            result, entry = run(where[name])
+            entries[table.label(name)] = entry
             file.parent.mkdir(parents=True, exist_ok=True)
-            table.keep_result(file, result, entries[name])
+            table.keep_result(file, result, entry)
             return result
 
         rows = table.compared(names, evaluate)
@@ -123,7 +124,7 @@ def _recipes(
     )
     if output:
         settings["models"] = entries
-        content = report.report("mmlu", entries[names[0]], settings, table.summary(rows))
+        content = report.report("mmlu", entries[rows[0].recipe], settings, table.summary(rows))
         report.write(content, output)
         report.write_text(table.markdown(model, rows), output.with_suffix(".md"))
         report.write_text(table.svg(model, rows), output.with_suffix(".svg"))

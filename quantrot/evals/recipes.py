@@ -35,11 +35,16 @@ class Row:
     difference: Paired | None
 
 
+def label(recipe: str) -> str:
+    """What the table calls a recipe: a file goes by its name alone."""
+    return Path(recipe).stem
+
+
 def check_names(names: list[str]) -> None:
     """Raise ValueError where the list of recipes cannot be compared."""
-    if len(names) < 2 or len(set(names)) != len(names) or not all(names):
+    if len(names) < 2 or len({label(name) for name in names}) != len(names) or not all(names):
         raise ValueError(
-            f"recipes: {','.join(names)!r}; at least two different ones, with commas, {ORIGINAL} for the original"
+            f"recipes: {','.join(names)!r}; at least two of different names, with commas, {ORIGINAL} for the original"
         )
 
 
@@ -64,7 +69,7 @@ def result_file(work: Path, recipe: str, model: str, settings: dict[str, Any]) -
     stats = [(str(f.relative_to(p)), f.stat()) for p in places for f in sorted(p.rglob("*")) if f.is_file()]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     depends = json.dumps([files, settings, versions()], sort_keys=True, default=str)
-    stem = re.sub(r"[^\w.-]", "-", Path(recipe).stem)
+    stem = re.sub(r"[^\w.-]", "-", label(recipe))
     return work / f"{stem}-{hashlib.sha256(depends.encode()).hexdigest()[:12]}.mmlu.json"
 
 
@@ -86,7 +91,7 @@ def compared(names: list[str], run: Callable[[str], Mmlu]) -> list[Row]:
     rows: list[Row] = []
     for name in names:
         result = run(name)
-        rows.append(Row(name, result, compare(result, rows[0].mmlu) if rows else None))
+        rows.append(Row(label(name), result, compare(result, rows[0].mmlu) if rows else None))
     return rows
 
 
@@ -121,35 +126,36 @@ LEFT, WIDTH, LINE = 220, 640, 34  # pixels: labels, the axis' end, a row's heigh
 
 
 def svg(model: str, rows: list[Row]) -> str:
-    """A dot a recipe, with one standard error to each side, and chance (one in four) marked where it is in sight."""
-    errors = [row.mmlu.overall.stderr or 0.0 for row in rows]
-    low = min(row.mmlu.overall.acc - e for row, e in zip(rows, errors, strict=True))
-    high = max(row.mmlu.overall.acc + e for row, e in zip(rows, errors, strict=True))
-    pad = 0.1 * (high - low) or 0.01
-    low, high = max(0.0, low - pad), min(1.0, high + pad)
+    """A dot a recipe at its difference to the first, with a paired standard error to each side, and a line at zero.
 
-    def x(value: float) -> float:
-        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - 20)
+    The accuracies stand above the dots: their own standard errors are larger and hide what the same questions tell.
+    """
+    points = [(d.difference, d.stderr or 0.0) if (d := row.difference) else (0.0, 0.0) for row in rows]
+    reach = 1.1 * max(abs(d) + e for d, e in points) or 0.01
+    middle, half = (LEFT + WIDTH - 20) / 2, (WIDTH - 20 - LEFT) / 2
+
+    def x(value: float) -> str:
+        return f"{middle + value / reach * half:.1f}"
 
     height = 60 + LINE * len(rows)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" '
         'font-size="13">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="10" y="20">MMLU accuracy, {_escaped(model)}, ± one standard error</text>',
+        f'<text x="10" y="20">MMLU of {_escaped(model)}: accuracy, and its difference to {_escaped(rows[0].recipe)} '
+        "± one standard error</text>",
+        f'<path d="M{x(0)} 30V{height - 25}" stroke="#bbb"/>',
     ]
-    if low < 0.25 < high:
-        parts.append(f'<line x1="{x(0.25):.1f}" x2="{x(0.25):.1f}" y1="30" y2="{height - 25}" stroke="#bbb"/>')
-    for i, (row, error) in enumerate(zip(rows, errors, strict=True)):
-        acc, y = row.mmlu.overall.acc, 45 + LINE * i
+    for i, (row, (difference, error)) in enumerate(zip(rows, points, strict=True)):
+        y, accuracy = 50 + LINE * i, f"{row.mmlu.overall.acc:.4f}"
         parts += [
             f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{_escaped(row.recipe)}</text>',
-            f'<path d="M{x(acc - error):.1f} {y}H{x(acc + error):.1f}" stroke="#36c" stroke-width="2"/>',
-            f'<circle cx="{x(acc):.1f}" cy="{y}" r="4" fill="#36c"/>',
-            f'<text x="{x(acc):.1f}" y="{y - 8}" text-anchor="middle" font-size="11">{acc:.4f}</text>',
+            f'<path d="M{x(difference - error)} {y}H{x(difference + error)}" stroke="#36c" stroke-width="2"/>',
+            f'<circle cx="{x(difference)}" cy="{y}" r="4" fill="#36c"/>',
+            f'<text x="{x(difference)}" y="{y - 8}" text-anchor="middle" font-size="11">{accuracy}</text>',
         ]
-    for value in (low, high):
-        parts.append(f'<text x="{x(value):.1f}" y="{height - 8}" text-anchor="middle" fill="#666">{value:.3f}</text>')
+    for value in (-reach, 0.0, reach):
+        parts.append(f'<text x="{x(value)}" y="{height - 8}" text-anchor="middle" fill="#666">{value:+.4f}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

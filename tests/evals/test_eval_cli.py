@@ -80,8 +80,8 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
     made = []
     monkeypatch.setattr(recipes, "converted", lambda model, recipe, work: made.append((model, recipe, work)) or two)
     args = ["--fewshot", 2, "--limit", 2, "--data", mmlu_dir, "--output", tmp_path / "r.json", "--work", tmp_path]
-    result, opened = run("mmlu", one, "--recipes", "bf16,fp8-attention", *args)
-    assert made == [(one, "fp8-attention", tmp_path)] and [name for name, _, _ in opened] == [one, two]
+    result, opened = run("mmlu", one, "--recipes", "bf16,my/fp8-attention.yaml", *args)
+    assert made == [(one, "my/fp8-attention.yaml", tmp_path)] and [name for name, _, _ in opened] == [one, two]
     report = json.loads((tmp_path / "r.json").read_text())
     found, difference = report["results"]["mmlu"], report["results"]["differences"]["fp8-attention"]
     gain = found["fp8-attention"]["overall"]["acc"] - found["bf16"]["overall"]["acc"]
@@ -89,7 +89,8 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
     table = (tmp_path / "r.md").read_text()
     assert f"{gain:+.4f}" in table and f"{gain:+.4f}" in result.stdout and "McNemar p" in result.stdout
     drawn = ElementTree.parse(tmp_path / "r.svg").getroot()
-    assert len(drawn.findall("{*}circle")) == 2
+    zero, gained = (float(dot.get("cx")) for dot in drawn.findall("{*}circle"))
+    assert (gained > zero) == (gain > 0) and (gained < zero) == (gain < 0)
 
     # What was evaluated is kept, and evaluated again only where what it depends on has changed.
     again, opened = run("mmlu", one, "--recipes", "bf16,fp8-attention", *args)
@@ -102,7 +103,7 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
 
 def test_a_recipe_that_is_wrong_stops_before_anything_is_evaluated(run, mmlu_dir, model_dir, tmp_path):
     args = ["--data", mmlu_dir, "--fewshot", 2, "--work", tmp_path]
-    for recipes, says in (("bf16", "at least two"), ("bf16,bf16", "at least two different"), ("bf16,fp9", "fp9")):
+    for recipes, says in (("bf16", "at least two"), ("a/bf16.yaml,bf16", "different names"), ("bf16,fp9", "fp9")):
         with pytest.raises(ValueError, match=says):
             run("mmlu", model_dir, "--recipes", recipes, *args)
     with pytest.raises(ValueError, match="baseline: not with --recipes"):
