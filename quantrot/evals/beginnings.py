@@ -1,9 +1,9 @@
 """What many prompts begin with, computed once: MMLU puts the same five examples in front of all questions of a subject.
 
-lm-eval computes every prompt from its first token. Here prompts that share at least half of their tokens are grouped;
-the shared beginning goes through the model once, into its KV cache, and each batch of questions continues a copy of
-that. Only the logits that are scored are computed. Prompts that share little, or are longer than the model's context,
-stay lm-eval's. Scores are the same but for rounding: as with another batch size, sums have another order.
+lm-eval computes every prompt from its first token. Here prompts that begin alike are grouped; their beginning goes
+through the model once, into its KV cache, and each batch of questions continues a copy of that. Only the logits that
+are scored are computed. Prompts that share little, or are longer than the model's context, stay lm-eval's. Scores are
+the same but for rounding: as with another batch size, sums have another order.
 
 What a cache holds is quantized as the model does it: an FP8 cache's, or FP8 attention's, beginnings have a scale per
 128 tokens and what follows one per token, as in a server that keeps beginnings.
@@ -60,7 +60,10 @@ def share_beginnings(lm: Any) -> None:
 
 
 def alike(contexts: Iterable[Tokens]) -> list[tuple[int, list[Tokens]]]:
-    """Groups of at least two contexts: (how many tokens all begin with, the contexts, each at most twice as long)."""
+    """Groups of at least two contexts: (how many tokens all begin with, the contexts).
+
+    A context joins the group before it, in sorted order, where at least half of it would be shared then.
+    """
     groups: list[tuple[int, list[Tokens]]] = []
     for context in sorted(contexts):
         if groups:

@@ -11,6 +11,7 @@ that `model.generate(...)` and `model(..., use_cache=True)` need no argument.
 What is dropped by `crop` or overwritten leaves no trace: a token's bytes depend on that token alone.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -133,15 +134,17 @@ class KVLayer(CacheLayerMixin):
         every = Quantized(given.q, given.q_scale, key, stored["key_scale"], value, stored["value_scale"])
         return every, self._lengths(key.shape[0])
 
+    @abstractmethod
     def _allocate(self, parts: Buffers, dtype: torch.dtype) -> None:
-        raise NotImplementedError
+        """Make room for the first tokens."""
 
+    @abstractmethod
     def _store(self, parts: Buffers, dtype: torch.dtype) -> Buffers:
         """Write the parts after what is there; views of all tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _lengths(self, batch: int) -> Tensor | None:
-        raise NotImplementedError
+        """How many tokens each sequence has, int32 [B], None for all that the tensors have."""
 
     def offload(self) -> None:
         self.buffers = {name: buffer.to("cpu", non_blocking=True) for name, buffer in self.buffers.items()}

@@ -2,6 +2,7 @@
 at first use."""
 
 import ctypes
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -42,7 +43,7 @@ def squares(rows: int, columns: int, block: tuple[int, int]) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(ABC):
     resident: int  # thread blocks that a multiprocessor must have room for
     threads: int
     stream: bool = True  # cache hints: mark the data as not used again soon
@@ -51,13 +52,13 @@ class Plan:
     cluster = 1
     entry = ENTRY
 
+    @abstractmethod
     def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
         """The device function that runs this plan, with its template arguments."""
-        raise NotImplementedError
 
+    @abstractmethod
     def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
         """Thread blocks of a matrix."""
-        raise NotImplementedError
 
     def source(self, block: tuple[int, int], dtype: torch.dtype, rule: str, gated: bool = False) -> str:
         return (
