@@ -34,8 +34,8 @@ class Merging(nn.Module):
     def merge(self) -> bool:
         """Make one product of them if they differ in out_features only; whether they are one now."""
         self.merged, self._merged_of = joined(self.linears()), self.linears()
-        if self.merged is not None and any(tensor.is_cuda for tensor in self.merged.buffers()):
-            torch.cuda.synchronize()  # a product may read its weight before the kernel before it has ended
+        for device in {tensor.device for tensor in self.merged.buffers() if tensor.is_cuda} if self.merged else ():
+            torch.cuda.synchronize(device)  # a product may read its weight before the kernel before it has ended
         return self.merged is not None
 
     def outputs(self, x: Tensor, norm: nn.Module | None = None) -> Sequence[Tensor]:
