@@ -114,3 +114,9 @@ def save_tiny(
 def tiny():
     """`tiny(path, hidden=..., ...) -> Path`: see `save_tiny`."""
     return save_tiny
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory):
+    """A small checkpoint in one file, for all who only read it."""
+    return save_tiny(tmp_path_factory.mktemp("single") / "model")

@@ -1,37 +1,41 @@
-"""Malformed checkpoints and requests: each is a ValueError that says what to mend; the source and outputs stay whole."""
+"""Malformed checkpoints and requests: each is a ValueError that says what to mend; the source stays whole."""
 # ruff: noqa: E501 (one case a line)
 
 import errno
-import json
 import os
 import re
 import shutil
-from collections import namedtuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-import quantrot
-from quantrot.checkpoint import INDEX, SINGLE
-from quantrot.cli.common import parse_size
+from quantrot.checkpoint import SINGLE
 from quantrot.cli.main import app
 from quantrot.convert import convert
-from quantrot.manifest import MANIFEST, VERSION, read_manifest
 from quantrot.plan import plan
+from tests.damage import (
+    Q_PROJ,
+    ROTATE,
+    both,
+    config,
+    config_bytes,
+    contents,
+    copy,
+    entry,
+    header,
+    index,
+    index_bytes,
+    moved,
+    only_pickles,
+    raw_header,
+    remove,
+    tensors,
+    weights_bytes,
+)
 
-ROTATE = {"rotations": {"R1": {"kind": "hadamard"}}}
-FP8 = {"linear": [{"match": "*", "weights": {"format": "fp8", "block": "channel"}}]}
-Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-GAIN = "model.layers.0.input_layernorm.weight"
 SUPPORTED = r"is not supported\. Supported: llama: LlamaForCausalLM .*; mistral: MistralForCausalLM"
 NEEDS_COUNT = r"a positive integer is needed$"
-
-
-@pytest.fixture(scope="module")
-def single(tiny, tmp_path_factory):
-    return tiny(tmp_path_factory.mktemp("single") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -39,135 +43,6 @@ def sharded(tiny, tmp_path_factory):
     root = tiny(tmp_path_factory.mktemp("sharded") / "model", max_shard_size="150KB")
     assert len(list(root.glob("model-*.safetensors"))) == 3
     return root
-
-
-@pytest.fixture(scope="module")
-def converted(single, tmp_path_factory):
-    out = tmp_path_factory.mktemp("converted") / "out"
-    convert(single, FP8, out)
-    return out
-
-
-def contents(root):
-    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-def copy(model, tmp_path):
-    return shutil.copytree(model, tmp_path / "model")
-
-
-# --- Ways to break a checkpoint --------------------------------------------------------------------------------------
-
-
-def config(drop=(), **changes):
-    def edit(root):
-        path = root / "config.json"
-        data = json.loads(path.read_bytes()) | changes
-        path.write_text(json.dumps({k: v for k, v in data.items() if k not in drop}))
-
-    return edit
-
-
-def config_bytes(data):
-    return lambda root: (root / "config.json").write_bytes(data)
-
-
-def index_bytes(data):
-    return lambda root: (root / INDEX).write_bytes(data)
-
-
-def index(change):
-    def edit(root):
-        data = json.loads((root / INDEX).read_bytes())
-        change(data["weight_map"])
-        (root / INDEX).write_text(json.dumps(data))
-
-    return edit
-
-
-def remove(*names):
-    return lambda root: [(root / name).unlink() for name in names]
-
-
-def split(raw):
-    length = int.from_bytes(raw[:8], "little")
-    return raw[8 : 8 + length], raw[8 + length :]
-
-
-def join(header, data):
-    return len(header).to_bytes(8, "little") + header + data
-
-
-def weights_bytes(change):
-    """Change the bytes of model.safetensors."""
-
-    def edit(root):
-        path = root / SINGLE
-        path.write_bytes(change(path.read_bytes()))
-
-    return edit
-
-
-def raw_header(change):
-    """Change the header's JSON text."""
-    return weights_bytes(lambda raw: join(change(split(raw)[0]), split(raw)[1]))
-
-
-def header(change):
-    """Change the header's JSON tree."""
-
-    def edit(text):
-        tree = json.loads(text)
-        change(tree)
-        return json.dumps(tree).encode()
-
-    return raw_header(edit)
-
-
-def entry(name=Q_PROJ, **changes):
-    """Change one tensor's entry in the header."""
-    return header(lambda tree: tree[name].update(changes))
-
-
-def moved(first, last):
-    """Move the ends of a tensor's bytes."""
-
-    def change(tree):
-        start, stop = tree[Q_PROJ]["data_offsets"]
-        tree[Q_PROJ]["data_offsets"] = [start + first, stop + last]
-
-    return header(change)
-
-
-def tensors(change):
-    """Change the tensors and write a healthy file."""
-
-    def edit(root):
-        found = load_file(root / SINGLE)
-        change(found)
-        save_file(found, root / SINGLE, metadata={"format": "pt"})
-
-    return edit
-
-
-def poison(name, value, at=(-1, -1)):
-    def change(found):
-        found[name][at] = value
-
-    return tensors(change)
-
-
-def only_pickles(root):
-    (root / SINGLE).unlink()
-    (root / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.")
-
-
-def both(*edits):
-    return lambda root: [edit(root) for edit in edits]
-
-
-def nothing(root):
-    pass
 
 
 # name, what is done to the single-file checkpoint, what the first line of the message must hold
@@ -373,309 +248,6 @@ def test_all_errors_of_a_plan_are_reported_at_once(single, tmp_path):
         "yaml:6: 'zzz'",
     ]
     assert [[word for word in wanted if word in line] for line in lines] == [[word] for word in wanted]
-
-
-# --- What only shows while converting --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", [FP8, ROTATE, {"skip": []}], ids=["fp8", "rotated", "copied"])
-@pytest.mark.parametrize(
-    ("name", "at", "value"),
-    [
-        (Q_PROJ, (-1, -1), float("nan")),
-        (Q_PROJ, (0, 0), float("inf")),
-        ("lm_head.weight", (100, 3), float("-inf")),
-        ("model.embed_tokens.weight", (0, 0), float("nan")),
-        (GAIN, (5,), float("nan")),
-    ],
-)
-def test_weight_that_is_not_finite_stops_the_conversion(single, tmp_path, recipe, name, at, value):
-    root = copy(single, tmp_path)
-    poison(name, value, at)(root)
-    before = contents(root)
-    out = tmp_path / "out"
-    with pytest.raises(ValueError) as caught:
-        convert(root, recipe, out)
-    assert re.fullmatch(
-        rf"model\.safetensors: {re.escape(name)} holds NaN or infinity; repair the checkpoint.*", str(caught.value)
-    )
-    assert contents(root) == before
-    assert not out.exists() and not (tmp_path / "out.partial" / MANIFEST).exists()
-
-
-def test_conversion_that_failed_resumes_after_the_repair(single, tmp_path, monkeypatch):
-    """A write that fails half way leaves no output; with room on the disk, --resume ends with the same bytes."""
-    convert(single, FP8, tmp_path / "whole", threads=1)
-    out, real, written = tmp_path / "out", os.pwrite, []
-
-    def full(descriptor, data, offset):
-        if len(written) == 7:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written.append(offset)
-        return real(descriptor, data, offset)
-
-    before = contents(single)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        with pytest.raises(OSError, match="No space left on device"):
-            convert(single, FP8, out, threads=1)
-    assert len(written) == 7
-    assert contents(single) == before
-    assert not out.exists() and not (tmp_path / "out.partial" / MANIFEST).exists()
-    with pytest.raises(
-        ValueError,
-        match=r"out\.partial is left from an unfinished conversion; --resume goes on, --overwrite starts again$",
-    ):
-        convert(single, FP8, out)
-    with pytest.raises(
-        ValueError,
-        match=r"out\.partial holds an unfinished conversion of another source, recipe, .*start again with --overwrite alone$",
-    ):
-        convert(single, ROTATE, out, resume=True)
-    assert not out.exists()
-    convert(single, FP8, out, resume=True)
-    assert contents(out) == contents(tmp_path / "whole")
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_short_writes_are_continued(single, tmp_path, monkeypatch):
-    convert(single, FP8, tmp_path / "whole", threads=1)
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: real(descriptor, data[:1000], offset))
-    convert(single, FP8, tmp_path / "out", threads=1)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-def test_no_permission_to_write(single, tmp_path, monkeypatch):
-    def refuse(descriptor, data, offset):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(os, "pwrite", refuse)
-    with pytest.raises(PermissionError, match="Permission denied"):
-        convert(single, FP8, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_output_under_a_file(single, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises((OSError, ValueError), match="file"):
-        convert(single, FP8, tmp_path / "file" / "out")
-    assert (tmp_path / "file").read_text() == ""
-
-
-def test_disk_that_is_too_small(single, tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")(10_000, 9_000, 1_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(
-        ValueError,
-        match=r"^output .*out: the disk has 0\.00 GB free and the conversion writes 0\.00 GB; free some space",
-    ):
-        convert(single, FP8, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_output_that_exists_is_kept(single, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine").write_text("precious")
-    with pytest.raises(
-        ValueError, match=r"^output .*out exists; choose another, or give --overwrite to replace it when done$"
-    ):
-        convert(single, FP8, out)
-    assert (out / "mine").read_text() == "precious"
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_output_is_kept_when_its_replacement_fails(single, tmp_path):
-    out = tmp_path / "out"
-    convert(single, FP8, out)
-    before = contents(out)
-    root = copy(single, tmp_path)
-    poison(Q_PROJ, float("nan"))(root)
-    with pytest.raises(ValueError, match="holds NaN or infinity"):
-        convert(root, FP8, out, overwrite=True)
-    assert contents(out) == before
-
-
-@pytest.mark.parametrize("place", [".", "out", "a/b"])
-def test_output_inside_the_source(single, tmp_path, place):
-    root = copy(single, tmp_path)
-    before = contents(root)
-    with pytest.raises(ValueError, match=r"^output .* is inside the source .*; choose another directory$"):
-        convert(root, FP8, root / place, overwrite=True)
-    assert contents(root) == before
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize(("model", "out"), [("a/b", "a"), ("a/b/c", "a"), ("a.partial", "a"), ("a.replaced", "a")])
-def test_source_that_the_output_would_delete(single, tmp_path, model, out, resumed):
-    root = shutil.copytree(single, tmp_path / model)
-    with pytest.raises(ValueError, match=r"^the source .* is in .*, which would be replaced; choose another output$"):
-        convert(root, FP8, tmp_path / out, overwrite=not resumed, resume=resumed)
-    assert contents(root) == contents(single)
-
-
-@pytest.mark.parametrize("name", ["out.partial", "out.replaced"])
-def test_directories_of_somebody_else_are_not_deleted(single, tmp_path, name):
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "precious").write_text("mine")
-    for options in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(ValueError, match=rf"{name} was not written by quantrot and would be replaced; move it"):
-            convert(single, FP8, tmp_path / "out", **options)
-    assert contents(tmp_path) == {(tmp_path / name / "precious").relative_to(tmp_path): b"mine"}
-
-
-@pytest.mark.parametrize("kind", ["file", "directory"])
-def test_overwrite_replaces_only_what_quantrot_wrote(single, tmp_path, kind):
-    out = tmp_path / "out"
-    precious = out if kind == "file" else out / "precious"
-    precious.parent.mkdir(exist_ok=True)
-    precious.write_text("mine")
-    with pytest.raises(
-        ValueError, match=r"^output .*out was not written by quantrot and is not replaced; choose another"
-    ):
-        convert(single, FP8, out, overwrite=True)
-    assert precious.read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"garbage\n",
-        b"\0\0\n",
-        b"\xff\xfe\n",
-        b"GOODgarbage\n",
-        b"GOOD[1]\n",
-        b"GOOD{}\n",
-        b'GOOD{"step": 999, "sha256": {}}\n',
-    ]
-    + [b'GOOD{"step": 0, "sha256": {"x": ""}}\n', b"GOOD" + b"[" * 100_000 + b"\n"],
-)
-def test_journal_that_is_malformed(single, tmp_path, monkeypatch, text):
-    out, journal = tmp_path / "out", tmp_path / "out.partial" / "journal.jsonl"
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-        with pytest.raises(OSError, match="full"):
-            convert(single, FP8, out, threads=1)
-    journal.write_bytes(text.replace(b"GOOD", journal.read_bytes()))
-    with pytest.raises(ValueError, match=r"journal\.jsonl: malformed \(.*\); start again with --overwrite alone$"):
-        convert(single, FP8, out, resume=True)
-    assert not out.exists()
-    convert(single, FP8, out, overwrite=True)
-    assert (out / MANIFEST).exists()
-
-
-@pytest.mark.parametrize("threads", [0, -1])
-def test_threads_below_one(single, tmp_path, threads):
-    with pytest.raises(ValueError, match=rf"^threads is {threads}; a positive integer is needed$"):
-        convert(single, FP8, tmp_path / "out", threads=threads)
-
-
-def test_output_at_the_root(single):
-    with pytest.raises(ValueError, match=r"^output / has no name of its own"):
-        convert(single, FP8, "/")
-
-
-def test_cuda_without_a_gpu(single, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"^device is 'cuda', and there is no CUDA GPU"):
-        convert(single, FP8, tmp_path / "out", device="cuda")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("text", ["", "5XB", "GB", "-1GB", "0", "0GB", "1e3MB", "5 G B", "nan", "inf", "5,5GB", "0x10"])
-def test_shard_size_that_is_no_size(text):
-    with pytest.raises(
-        ValueError, match=rf"^max-shard-size is '{re.escape(text)}'; write a size such as 5GB, 500MB or 1GiB$"
-    ):
-        parse_size(text)
-
-
-# --- Converted directories -------------------------------------------------------------------------------------------
-
-
-def edit_manifest(change):
-    def edit(out):
-        data = json.loads((out / MANIFEST).read_bytes())
-        change(data)
-        (out / MANIFEST).write_text(json.dumps(data))
-
-    return edit
-
-
-def flip_last_byte(out):
-    raw = bytearray((out / SINGLE).read_bytes())
-    raw[-1] ^= 1
-    (out / SINGLE).write_bytes(raw)
-
-
-ALTERED = [
-    ("weights-altered", flip_last_byte, r"model\.safetensors: differs from what quantrot\.json lists \(size or sha256\); convert or download again$"),
-    ("weights-cut-off", lambda out: os.truncate(out / SINGLE, 1000), r"model\.safetensors: differs from what quantrot\.json lists"),
-    ("weights-missing", remove(SINGLE), r"model\.safetensors: missing, although quantrot\.json lists it; convert again$"),
-    ("tokenizer-altered", lambda out: (out / "tokenizer.json").write_text("{}"), r"tokenizer\.json: differs from what quantrot\.json lists"),
-    ("config-altered", config(rms_norm_eps=0.1), r"config\.json: differs from what quantrot\.json lists"),
-    ("manifest-missing", remove(MANIFEST), r"quantrot\.json: missing"),
-    ("manifest-not-json", lambda out: (out / MANIFEST).write_bytes(b"{"), r"quantrot\.json: not valid JSON"),
-    ("manifest-a-list", lambda out: (out / MANIFEST).write_bytes(b"[]"), r"quantrot\.json: a JSON object is needed, found a list$"),
-    ("manifest-of-the-future", edit_manifest(lambda data: data.update(layout=VERSION + 1)), rf"quantrot\.json: layout is {VERSION + 1}; this version reads {VERSION}: upgrade quantrot$"),
-    ("manifest-without-linears", edit_manifest(lambda data: data.pop("linears")), r"quantrot\.json: malformed: .*linears.*; convert again$"),
-    ("manifest-without-files", edit_manifest(lambda data: data.pop("files")), r"quantrot\.json: malformed: .*files.*; convert again$"),
-    ("manifest-names-another-module", edit_manifest(lambda data: data["linears"].update({"model.norm": data["linears"][Q_PROJ.removesuffix(".weight")]})), r"quantrot\.json: 'model\.norm' is not a linear of this model; convert again$"),
-    ("manifest-linears-a-list", edit_manifest(lambda data: data.update(linears=[])), r"quantrot\.json: malformed: .*; convert again$"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("damage", "message"), [pytest.param(*case[1:], id=case[0]) for case in ALTERED])
-def test_altered_output_is_not_loaded(converted, tmp_path, damage, message):
-    out = shutil.copytree(converted, tmp_path / "out")
-    damage(out)
-    with pytest.raises(ValueError, match=message):
-        quantrot.load(out, device_map="cpu")
-
-
-def test_unaltered_output_is_loaded(converted):
-    assert quantrot.load(converted, device_map="cpu")(torch.tensor([[1, 2]])).logits.isfinite().all()
-
-
-@pytest.fixture(scope="module")
-def online(single, tmp_path_factory):
-    out = tmp_path_factory.mktemp("online") / "out"
-    convert(single, {"rotations": {"R3": {"kind": "hadamard"}, "R4": {"kind": "random-hadamard", "seed": 1}}}, out)
-    return out
-
-
-DOWN = "model.layers.0.mlp.down_proj"
-EDITED = [
-    ("seed", lambda data: data["linears"][DOWN]["online"].update(seed=2), r"the matrix of the online rotation R4 \(random-hadamard, block 128, seed 2\) has checksum \w{12}, the weights were turned with \w{12}; convert again$"),
-    ("block", lambda data: data["linears"][DOWN]["online"].update(block=64), r"the matrix of the online rotation R4 \(random-hadamard, block 64, seed 1\) has checksum"),
-    ("checksum", lambda data: data["linears"][DOWN]["online"].update(checksum="0" * 64), r"R4 .* the weights were turned with 000000000000; convert again$"),
-    ("checksum-of-one-of-two", lambda data: data["rotations"]["R4"].update(checksum="0" * 64), r"R4 .* the weights were turned with 000000000000; convert again$"),
-    ("attention-checksum", lambda data: data["attention"].update(checksum="0" * 64), r"R3 .* the weights were turned with 000000000000; convert again$"),
-    ("attention-kind", lambda data: data["attention"].update(kind="walsh"), r"quantrot\.json: .*walsh"),
-    ("block-zero", lambda data: data["linears"][DOWN]["online"].update(block=0), r"quantrot\.json: .*block"),
-    ("block-a-word", lambda data: data["linears"][DOWN]["online"].update(block="full"), r"quantrot\.json: malformed"),
-    ("seed-a-list", lambda data: data["linears"][DOWN]["online"].update(seed=[1]), r"quantrot\.json: malformed"),
-    ("name-a-list", lambda data: data["linears"][DOWN]["online"].update(name=["R4"]), r"quantrot\.json: malformed"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "message"), [pytest.param(*case[1:], id=case[0]) for case in EDITED])
-def test_manifest_whose_rotation_was_edited_is_refused(online, tmp_path, change, message):
-    out = shutil.copytree(online, tmp_path / "out")
-    read_manifest(out)
-    edit_manifest(change)(out)
-    with pytest.raises(ValueError, match=message):
-        read_manifest(out)
-
-
-def test_output_without_a_tensor_is_not_loaded(converted, tmp_path):
-    out = shutil.copytree(converted, tmp_path / "out")
-    tensors(lambda found: found.pop(Q_PROJ))(out)
-    with pytest.raises(
-        ValueError, match=r"out: 1 tensors are not in its shards, e\.g\. model\.layers\.0\.self_attn\.q_proj\."
-    ):
-        quantrot.load(out, device_map="cpu", check_hashes=False)
 
 
 # --- The command line ------------------------------------------------------------------------------------------------

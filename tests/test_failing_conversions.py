@@ -1,0 +1,228 @@
+"""Conversions that fail half way, and outputs that are in the way: nothing is lost or half-written."""
+
+import errno
+import os
+import re
+import shutil
+from collections import namedtuple
+
+import pytest
+import torch
+
+from quantrot.cli.common import parse_size
+from quantrot.convert import convert
+from quantrot.manifest import MANIFEST
+from tests.damage import FP8, GAIN, Q_PROJ, ROTATE, contents, copy, poison
+
+
+@pytest.mark.parametrize("recipe", [FP8, ROTATE, {"skip": []}], ids=["fp8", "rotated", "copied"])
+@pytest.mark.parametrize(
+    ("name", "at", "value"),
+    [
+        (Q_PROJ, (-1, -1), float("nan")),
+        (Q_PROJ, (0, 0), float("inf")),
+        ("lm_head.weight", (100, 3), float("-inf")),
+        ("model.embed_tokens.weight", (0, 0), float("nan")),
+        (GAIN, (5,), float("nan")),
+    ],
+)
+def test_weight_that_is_not_finite_stops_the_conversion(single, tmp_path, recipe, name, at, value):
+    root = copy(single, tmp_path)
+    poison(name, value, at)(root)
+    before = contents(root)
+    out = tmp_path / "out"
+    with pytest.raises(ValueError) as caught:
+        convert(root, recipe, out)
+    assert re.fullmatch(
+        rf"model\.safetensors: {re.escape(name)} holds NaN or infinity; repair the checkpoint.*", str(caught.value)
+    )
+    assert contents(root) == before
+    assert not out.exists() and not (tmp_path / "out.partial" / MANIFEST).exists()
+
+
+def test_conversion_that_failed_resumes_after_the_repair(single, tmp_path, monkeypatch):
+    """A write that fails half way leaves no output; with room on the disk, --resume ends with the same bytes."""
+    convert(single, FP8, tmp_path / "whole", threads=1)
+    out, real, written = tmp_path / "out", os.pwrite, []
+
+    def full(descriptor, data, offset):
+        if len(written) == 7:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(offset)
+        return real(descriptor, data, offset)
+
+    before = contents(single)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            convert(single, FP8, out, threads=1)
+    assert len(written) == 7
+    assert contents(single) == before
+    assert not out.exists() and not (tmp_path / "out.partial" / MANIFEST).exists()
+    with pytest.raises(
+        ValueError,
+        match=r"out\.partial is left from an unfinished conversion; --resume goes on, --overwrite starts again$",
+    ):
+        convert(single, FP8, out)
+    with pytest.raises(
+        ValueError,
+        match=r"out\.partial holds an unfinished conversion of another source, .*start again with --overwrite alone$",
+    ):
+        convert(single, ROTATE, out, resume=True)
+    assert not out.exists()
+    convert(single, FP8, out, resume=True)
+    assert contents(out) == contents(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_short_writes_are_continued(single, tmp_path, monkeypatch):
+    convert(single, FP8, tmp_path / "whole", threads=1)
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: real(descriptor, data[:1000], offset))
+    convert(single, FP8, tmp_path / "out", threads=1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_no_permission_to_write(single, tmp_path, monkeypatch):
+    def refuse(descriptor, data, offset):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        convert(single, FP8, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_under_a_file(single, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises((OSError, ValueError), match="file"):
+        convert(single, FP8, tmp_path / "file" / "out")
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_disk_that_is_too_small(single, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")(10_000, 9_000, 1_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(
+        ValueError,
+        match=r"^output .*out: the disk has 0\.00 GB free and the conversion writes 0\.00 GB; free some space",
+    ):
+        convert(single, FP8, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_that_exists_is_kept(single, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("precious")
+    with pytest.raises(
+        ValueError, match=r"^output .*out exists; choose another, or give --overwrite to replace it when done$"
+    ):
+        convert(single, FP8, out)
+    assert (out / "mine").read_text() == "precious"
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_output_is_kept_when_its_replacement_fails(single, tmp_path):
+    out = tmp_path / "out"
+    convert(single, FP8, out)
+    before = contents(out)
+    root = copy(single, tmp_path)
+    poison(Q_PROJ, float("nan"))(root)
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
+        convert(root, FP8, out, overwrite=True)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("place", [".", "out", "a/b"])
+def test_output_inside_the_source(single, tmp_path, place):
+    root = copy(single, tmp_path)
+    before = contents(root)
+    with pytest.raises(ValueError, match=r"^output .* is inside the source .*; choose another directory$"):
+        convert(root, FP8, root / place, overwrite=True)
+    assert contents(root) == before
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(("model", "out"), [("a/b", "a"), ("a/b/c", "a"), ("a.partial", "a"), ("a.replaced", "a")])
+def test_source_that_the_output_would_delete(single, tmp_path, model, out, resumed):
+    root = shutil.copytree(single, tmp_path / model)
+    with pytest.raises(ValueError, match=r"^the source .* is in .*, which would be replaced; choose another output$"):
+        convert(root, FP8, tmp_path / out, overwrite=not resumed, resume=resumed)
+    assert contents(root) == contents(single)
+
+
+@pytest.mark.parametrize("name", ["out.partial", "out.replaced"])
+def test_directories_of_somebody_else_are_not_deleted(single, tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "precious").write_text("mine")
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(ValueError, match=rf"{name} was not written by quantrot and would be replaced; move it"):
+            convert(single, FP8, tmp_path / "out", **options)
+    assert contents(tmp_path) == {(tmp_path / name / "precious").relative_to(tmp_path): b"mine"}
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_overwrite_replaces_only_what_quantrot_wrote(single, tmp_path, kind):
+    out = tmp_path / "out"
+    precious = out if kind == "file" else out / "precious"
+    precious.parent.mkdir(exist_ok=True)
+    precious.write_text("mine")
+    with pytest.raises(
+        ValueError, match=r"^output .*out was not written by quantrot and is not replaced; choose another"
+    ):
+        convert(single, FP8, out, overwrite=True)
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"garbage\n",
+        b"\0\0\n",
+        b"\xff\xfe\n",
+        b"GOODgarbage\n",
+        b"GOOD[1]\n",
+        b"GOOD{}\n",
+        b'GOOD{"step": 999, "sha256": {}}\n',
+    ]
+    + [b'GOOD{"step": 0, "sha256": {"x": ""}}\n', b"GOOD" + b"[" * 100_000 + b"\n"],
+)
+def test_journal_that_is_malformed(single, tmp_path, monkeypatch, text):
+    out, journal = tmp_path / "out", tmp_path / "out.partial" / "journal.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(OSError, match="full"):
+            convert(single, FP8, out, threads=1)
+    journal.write_bytes(text.replace(b"GOOD", journal.read_bytes()))
+    with pytest.raises(ValueError, match=r"journal\.jsonl: malformed \(.*\); start again with --overwrite alone$"):
+        convert(single, FP8, out, resume=True)
+    assert not out.exists()
+    convert(single, FP8, out, overwrite=True)
+    assert (out / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_threads_below_one(single, tmp_path, threads):
+    with pytest.raises(ValueError, match=rf"^threads is {threads}; a positive integer is needed$"):
+        convert(single, FP8, tmp_path / "out", threads=threads)
+
+
+def test_output_at_the_root(single):
+    with pytest.raises(ValueError, match=r"^output / has no name of its own"):
+        convert(single, FP8, "/")
+
+
+def test_cuda_without_a_gpu(single, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^device is 'cuda', and there is no CUDA GPU"):
+        convert(single, FP8, tmp_path / "out", device="cuda")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "5XB", "GB", "-1GB", "0", "0GB", "1e3MB", "5 G B", "nan", "inf", "5,5GB", "0x10"])
+def test_shard_size_that_is_no_size(text):
+    with pytest.raises(
+        ValueError, match=rf"^max-shard-size is '{re.escape(text)}'; write a size such as 5GB, 500MB or 1GiB$"
+    ):
+        parse_size(text)
