@@ -41,6 +41,7 @@ from quantrot.checkpoint import (
     sha256_range,
     tensor_bytes,
 )
+from quantrot.device import device_type, known_device
 from quantrot.manifest import MANIFEST, VERSION, dump, rotation_entry
 from quantrot.orthogonal import sylvester
 from quantrot.plan import BUDGET, CHUNK, LOOK_AHEAD, Plan, Step, held_bytes, working_bytes
@@ -98,8 +99,7 @@ def convert(
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}; a positive integer is needed")
     workers = threads or len(os.sched_getaffinity(0))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', and there is no CUDA GPU that this PyTorch can use; use cpu")
+    known_device(device)  # a plan needs none
     partial = _prepare(target, plan, resume, overwrite)
     if partial is not None:  # None: resumed after the last rename, nothing is left to do
         with (partial / JOURNAL).open("a+b") as journal:
@@ -392,7 +392,7 @@ def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
         raise ValueError(f"{what}; repair the checkpoint, or convert without rotations")
     if step.format is None:
         return _Chunk([result.cpu()], source)
-    return _quantize(step.format.weights, w, source, CHUNK[plan.device])
+    return _quantize(step.format.weights, w, source, CHUNK[device_type(plan.device)])
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from quantrot import engines
 from quantrot.checkpoint import DTYPES, open_checkpoint, read_json
+from quantrot.device import known_device
 from quantrot.llama import EMBEDDING
 from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest
 from quantrot.modules import (
@@ -98,20 +99,6 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
             model = AutoModelForCausalLM.from_pretrained(source.path, dtype=_dtype(dtype) or "auto")
             model = model.to(where).eval()
     return model, AutoTokenizer.from_pretrained(source.path)
-
-
-def known_device(name: str) -> str:
-    """The device of this name, for "auto" a GPU where there is one. ValueError where PyTorch has none such."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = f"{torch.cuda.device_count()} CUDA GPUs" if torch.cuda.is_available() else "no CUDA GPU"
-        raise ValueError(f"device is {name!r}, and there is {found} that this PyTorch can use; use another, or cpu")
-    return name
 
 
 @contextmanager

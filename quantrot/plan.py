@@ -23,6 +23,7 @@ from torch import Tensor
 
 from quantrot import engines, formats, llama
 from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, open_checkpoint, read_rows
+from quantrot.device import device_type
 from quantrot.formats import LinearFormat
 from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
 from quantrot.recipe import ONLINE, ROTATIONS, Recipe, Rule, load_recipe
@@ -111,15 +112,14 @@ class Plan:
         tensors = sorted((t.name, t.dtype, t.shape, t.file.name, t.start) for t in self.checkpoint.tensors.values())
         layout = [shard.header.hex() for shard in self.shards]
         turns = {rotation.name: checksum(rotation) for rotation in [*self.rotations.values(), *self.online.values()]}
-        parts = [__version__, self.recipe.resolved(), tensors, turns, layout, self.config, self.device]
+        parts = [__version__, self.recipe.resolved(), tensors, turns, layout, self.config, device_type(self.device)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: int = 5_000_000_000) -> Plan:
     """Plan a conversion. ValueError lists every error that the headers and the recipe can show, one a line."""
     recipe = load_recipe(recipe)
-    if device not in CHUNK:
-        raise ValueError(f"device is {device!r}; allowed: {', '.join(CHUNK)}")
+    chunk = CHUNK[device_type(device)]
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size is {max_shard_size}; a positive number of bytes is needed")
     source = open_source(model)
@@ -141,7 +141,7 @@ def plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: in
     if untied:
         notes.append("the tied embedding is untied: lm_head.weight is written, tie_word_embeddings becomes false")
     native = engines.is_native(linears, bool(online) or "R3" in rotations)
-    steps = _steps(checkpoint, arch, rotations, linears, online, untied, native, CHUNK[device])
+    steps = _steps(checkpoint, arch, rotations, linears, online, untied, native, chunk)
     shards = lay_out([output for step in steps for output in step.outputs], max_shard_size)
     return Plan(
         source=source,

@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from quantrot import formats, llama
 from quantrot.checkpoint import read_rows
 from quantrot.convert import sqnr_db, turned_rows
+from quantrot.device import known_device
 from quantrot.evals.divergence import Divergence, divergence
 from quantrot.evals.text import python_topics, windows
 from quantrot.formats import LinearFormat
-from quantrot.load import known_device, load, open_model
+from quantrot.load import load, open_model
 from quantrot.manifest import read_manifest
 from quantrot.modules import QuantizedLinear, quantize_dequantize
 from quantrot.plan import Plan, Step

@@ -138,8 +138,8 @@ def linear(**fields):
 # name, recipe, other arguments, message: for a healthy checkpoint
 REQUESTS = [
     ("recipe-unknown", "mxfp5", {}, r"recipe 'mxfp5' is neither a file nor a shipped recipe \(did you mean 'mxfp4'\?\)"),
-    ("device-unknown", ROTATE, {"device": "tpu"}, r"device is 'tpu'; allowed: cpu, cuda$"),
-    ("device-with-a-number", ROTATE, {"device": "cpu:7"}, r"device is 'cpu:7'; allowed: cpu, cuda$"),
+    ("device-unknown", ROTATE, {"device": "tpu"}, r"device is 'tpu'; allowed: cpu, cuda, cuda:N$"),
+    ("device-with-a-number", ROTATE, {"device": "cpu:7"}, r"device is 'cpu:7'; allowed: cpu, cuda, cuda:N$"),
     ("shard-size-zero", ROTATE, {"max_shard_size": 0}, r"max_shard_size is 0; a positive number of bytes is needed$"),
     ("attention-and-cache-apart", {"attention": "fp8", "kv_cache": "int4"}, {}, r"recipe: kv_cache: int4 is attended in the model's dtype and attention: fp8 reads e4m3; use kv_cache: fp8, or attention: bf16$"),
     ("pattern-matches-nothing", linear(match="down_porj"), {}, r"recipe: 'down_porj' matches no module of this model \(did you mean 'down_proj'\?\)$"),
@@ -284,7 +284,7 @@ def test_cli_shows_every_error_as_a_line_and_exits_with_2(single, tmp_path):
             ["--recipe", "mxfp4", "-o", "out", "--max-shard-size", "lots"],
             "error: max-shard-size is 'lots'; write a size such as 5GB, 500MB or 1GiB",
         ),
-        (["--recipe", "mxfp4", "-o", "out", "--device", "tpu"], "error: device is 'tpu'; allowed: cpu, cuda"),
+        (["--recipe", "mxfp4", "-o", "out", "--device", "tpu"], "error: device is 'tpu'; allowed: cpu, cuda, cuda:N"),
         (["--recipe", "mxfp4", "-o", "file/out"], "error: "),
     ],
 )

@@ -23,7 +23,7 @@ LAYERS = [
     {"recipe"},
     {"kernels", "llama", "checkpoint", "source"},
     {"demo"},
-    {"orthogonal", "version"},
+    {"orthogonal", "device", "version"},
 ]
 
 

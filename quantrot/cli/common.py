@@ -9,7 +9,7 @@ import typer
 
 Model = Annotated[str, typer.Argument(help="A directory, a hub id, or demo.", metavar="MODEL")]
 Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A shipped name (see `quantrot recipes`) or a YAML file.")]
-Device = Annotated[str, typer.Option(help="Where the arithmetic runs: cpu or cuda.")]
+Device = Annotated[str, typer.Option(help="Where the arithmetic runs: cpu, cuda, cuda:N.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest output file: 5GB, 500MB.")]
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -18,7 +18,7 @@ def command(
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to run; Python's help topics by default.")] = None,
     max_kl: Annotated[float | None, typer.Option(help="Fail above this KL (nats per token).")] = None,
     min_top1: Annotated[float | None, typer.Option(help="Fail below this top-1 agreement (0 to 1).")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
 ) -> None:
     """Check hashes, logits and every layer; exit status 1 if the conversion is not acceptable."""
     from quantrot.evals.text import evaluation_text
