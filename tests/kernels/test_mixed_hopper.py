@@ -449,6 +449,7 @@ def test_one_token_is_one_kernel_where_sizes_allow(monkeypatch):
     for (n, k, groups), gated in product(sizes, (False, True)):
         plan = hopper.token_plan(n, k, 0 if groups == 1 else k // groups // 64, True, gated, False)
         assert plan.gated == gated and plan.keep == k and plan.splits(k) and plan.shared_bytes() <= 226 << 10
+        assert bool(plan.ahead) == (groups == 1) and plan.ahead <= plan.stages
     assert hopper.token_plan(4096, 1 << 17, 0, True, False, False) is None  # the token alone is more than there is
 
 

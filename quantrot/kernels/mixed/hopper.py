@@ -36,6 +36,7 @@ FEW = 16  # tokens, up to which a product is Decode's by rule
 SOME = 64  # and up to which it is so where one wave of tiles has all rows
 CHUNK = 128  # columns of K in a stage of Decode
 VECTORS = 8  # of 16 bytes, of a token and of a norm's weight, that a thread may hold
+AHEAD = 64 << 10  # bytes of codes asked for before a token that is normed, which would arrive behind more
 Box = tuple[int, int, int]
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
@@ -357,12 +358,18 @@ def _halves(width: int, columns: int, group: int, weight: bool) -> bool:
 
 @lru_cache(maxsize=4096)
 def token_plan(rows: int, depth: int, group: int, norm: bool, gated: bool, add: bool) -> Decode | None:
-    """plan_for one token that goes through a norm, a gate behind or a residual; None where the norm does not fit."""
+    """plan_for one token with a norm in front, a gate or a residual behind; None where the norm does not fit.
+
+    On an H200 a layer of Llama 3.1 8B takes 62.0 us with AHEAD, 62.9 with all stages asked for early; with groups it is
+    67.1 against 66.8.
+    """
     plan = replace(decode_plan(rows, 1, depth, group), gated=gated, add=add)
     if not norm:
         return plan
     plan = plan.normed(depth)
-    return plan if plan.norm <= VECTORS and plan.stages >= 2 * plan.teams else None
+    if plan.norm > VECTORS or plan.stages < 2 * plan.teams:
+        return None
+    return plan if group else replace(plan, ahead=min(plan.stages, AHEAD // (plan.rows * CHUNK)))
 
 
 def decode_plan(rows: int, columns: int, depth: int, group: int) -> Decode:
@@ -528,8 +535,8 @@ def multiply(
     early = ready and narrow_weight and all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
     kernel = kernel_of(wide, scale, zero, bias, kind, narrow_weight)
     if norm is not None or residual is not None:
-        assert columns == 1
         plan = plan or token_plan(rows, depth, kernel.group, norm is not None, gated, residual is not None)
+        assert columns == 1 and plan is not None
     plan = plan or plan_for(rows, columns, depth, kernel.group, narrow_weight)
     if gated:
         assert isinstance(plan, Decode)
