@@ -8,7 +8,7 @@ all meet the same clocks. A line a plan of those, fastest first: us, times cuBLA
 fraction of the operands' reading time, relative error to float64, whether five runs gave the same bits. Then one line a
 case: m n k group, the best plan's us, times cuBLAS, fraction of the reading time; the rule's; the second. --rule: no
 other plans: the tables of docs/mixed-input.md. layer: the four products of a layer of Llama 3.1 8B and the gate, by one
-token, us a layer.
+token, us a layer; also with norms and residuals, in kernels of their own and inside the products.
 """
 
 import argparse
@@ -19,16 +19,17 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from bench_mixed import GROUP, PAPER, SHAPES, WIDE, Case, case, copies_of, cublas, operands, traffic
-from chain import HIDDEN, INNER, chain, gate, int8_weight, layer_us, normal, weights
+from chain import EPSILON, HIDDEN, INNER, chain, gate, int8_weight, layer_us, norm, normal, weights
 from timing import Calls, copy_gbps, race, ratio, time_us
 from torch import Tensor
 from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.mixed import KINDS, hopper, mixed_gated, mixed_gemm, mixed_ref
+from quantrot.kernels.mixed import KINDS, hopper, mixed_gemm, mixed_linear, mixed_ref
 from quantrot.kernels.mixed.hopper import WIDTHS, Decode, Kernel, Plan
 
 FEW, MANY = (1, 8, 16, 32, 64), (256, 512, 1024, 4096)
@@ -197,20 +198,26 @@ def layer(group: int) -> None:
     def plain(v: Tensor, w: tuple) -> Tensor:
         return mixed_gemm(v, *w)
 
-    def ready(v: Tensor, w: tuple) -> Tensor:
-        return mixed_gemm(v, *w, weight_ready=True)
+    def ready(v: Tensor, w: tuple, **rest: Any) -> Tensor:
+        return mixed_linear(v, *w, weight_ready=True, **rest)
 
-    ways: dict[str, tuple[list, Callable, Callable]] = {  # weights, a product, and gate and up's
-        "bfloat16": (wide, F.linear, lambda v, w: gate(F.linear(v, w))),
-        "not ready": (narrow, plain, lambda v, w: gate(plain(v, w))),
-        "ready": (narrow, ready, lambda v, w: gate(ready(v, w))),
-        "gated": (narrow, ready, lambda v, w: mixed_gated(v, *w, weight_ready=True)),
-        "no gate": (narrow, ready, lambda v, w: ready(v, w)[:, :INNER]),
+    x, ones = normal(1, HIDDEN), normal(HIDDEN).fill_(1)
+    gated, inside = partial(ready, gates=True), partial(ready, norm=ones, epsilon=EPSILON)
+    ways: dict[str, tuple[list, Callable, Callable, Callable]] = {  # weights, and the products as `chain` has them
+        "bfloat16": (wide, F.linear, lambda v, w: gate(F.linear(v, w)), lambda v, w, _: F.linear(v, w)),
+        "not ready": (narrow, plain, lambda v, w: gate(plain(v, w)), lambda v, w, _: plain(v, w)),
+        "ready": (narrow, ready, lambda v, w: gate(ready(v, w)), lambda v, w, _: ready(v, w)),
+        "gated": (narrow, ready, gated, lambda v, w, _: ready(v, w)),
+        "no gate": (narrow, ready, lambda v, w: ready(v, w)[:, :INNER], lambda v, w, _: ready(v, w)),
+        "norms apart": (
+            narrow,
+            lambda v, w: ready(norm(v, x, ones), w),
+            lambda v, w: gated(norm(v, x, ones), w),
+            lambda v, w, _: ready(v, w),
+        ),
+        "inside": (narrow, inside, partial(inside, gates=True), lambda v, w, residual: ready(v, w, residual=residual)),
     }
-    x, times = normal(1, HIDDEN), []
-    for name, (layers, multiply, up) in ways.items():
-        last = lambda y, w, _, f=multiply: f(y, w)  # noqa: E731
-        times.append(f"{name} {layer_us(partial(chain, layers, x, multiply, up, last)):.2f}")
+    times = [f"{name} {layer_us(partial(chain, way[0], x, *way[1:])):.2f}" for name, way in ways.items()]
     print("LAYER", group, *times, flush=True)
 
 

@@ -64,7 +64,6 @@ class Fp8Linear(QuantizedLinear):
         return self.format.activations.block == ROW and not self.online_name
 
     def fuses(self, device: torch.device) -> bool:
-        """Whether `fused` is one kernel for a token on this device."""
         if self._decoded is not None or not self._quantizes_rows() or not self.runs_packed(device):
             return False
         return has_one_kernel(self.out_features, self.in_features, device)

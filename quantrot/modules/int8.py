@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantrot.kernels.mixed import has_kernels, mixed_gated, mixed_gemm
+from quantrot.kernels.mixed import has_kernels, has_one_kernel, mixed_gemm, mixed_linear
 from quantrot.modules.linear import QuantizedLinear
 
 
@@ -27,9 +27,27 @@ class Int8Linear(QuantizedLinear):
         return self._run(mixed_gemm, x) if self.runs_packed(x.device) else super().multiply(x)
 
     def gated(self, x: Tensor) -> Tensor | None:
-        return self._run(mixed_gated, x) if self._decoded is None and self.runs_packed(x.device) else None
+        return self.fused(x, gates=True) if self._decoded is None and self.runs_packed(x.device) else None
 
-    def _run(self, product: Callable[..., Tensor], x: Tensor) -> Tensor:
+    def fuses(self, device: torch.device) -> bool:
+        if self._decoded is not None or self.online_name or not self.runs_packed(device):
+            return False
+        scale = getattr(self, self.tensor_names[1])
+        return has_one_kernel(self.out_features, self.in_features, scale.shape[1], device)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: Any = None,
+        residual: Tensor | None = None,
+        gates: bool = False,
+    ) -> Tensor:
+        """The product of x or of norm(x), Llama's; silu of its first half times the second; plus residual."""
+        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+        return self._run(mixed_linear, x, norm=weight, epsilon=epsilon, residual=residual, gates=gates)
+
+    def _run(self, product: Callable[..., Tensor], x: Tensor, **rest: Any) -> Tensor:
         packed, scale = (getattr(self, name) for name in self.tensor_names)
         ready = True  # parameters: no kernel that still runs writes them
-        return product(self.turned(x), packed, scale, bias=self.bias, weight_ready=ready)
+        return product(self.turned(x), packed, scale, bias=self.bias, weight_ready=ready, **rest)

@@ -11,15 +11,15 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
 from quantrot.modules.attention import QuantizedAttention
-from quantrot.modules.fp8 import Fp8Linear
+from quantrot.modules.linear import QuantizedLinear
 from quantrot.modules.merged import QuantizedMLP, hooked, is_silu
 
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm")  # transformers' names; both are kernels.fp8.reference.rms_norm
 
 
 class FewTokens:
-    """In front of a decoder layer's class: what that does, in fewer kernels for a single token where all linears are
-    Fp8Linears that one kernel runs. Numbers change as the order of a norm's sum does."""
+    """In front of a decoder layer's class: what that does, in fewer kernels for a single token where one kernel runs
+    each linear with what is before and behind it. Numbers change as the order of a norm's sum does."""
 
     self_attn: Any
     mlp: Any
@@ -44,7 +44,7 @@ class FewTokens:
             if type(norm).__name__ not in NORMS or norm.weight.dtype != x.dtype or hooked(norm):
                 return False
         for each in (attention.current(), attention.o_proj, mlp.current(), mlp.down_proj):
-            if not isinstance(each, Fp8Linear) or hooked(each) or not each.fuses(x.device):
+            if not isinstance(each, QuantizedLinear) or hooked(each) or not each.fuses(x.device):
                 return False
         return is_silu(mlp.act_fn) and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
 

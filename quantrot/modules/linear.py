@@ -131,6 +131,10 @@ class QuantizedLinear(nn.Module):
         """
         return None
 
+    def fuses(self, device: torch.device) -> bool:
+        """Whether this linear has `fused`, as Fp8Linear and Int8Linear do, and it is one kernel for a token there."""
+        return False
+
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x) if self._decoded is None else self.multiply_wide(x, self._decoded)
 

@@ -5,14 +5,17 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from quantrot.kernels.mixed import KINDS, hopper, mixed_gated, mixed_gemm
+from quantrot.kernels import mixed, nvrtc
+from quantrot.kernels.fp8.reference import rms_norm
+from quantrot.kernels.mixed import KINDS, has_one_kernel, hopper, mixed_gemm, mixed_linear
 from quantrot.kernels.mixed.hopper import Decode, Kernel, Plan
-from quantrot.kernels.mixed.reference import MAX_RELATIVE_ERROR
+from quantrot.kernels.mixed.reference import MAX_RELATIVE_ERROR, dequantize_int8, unpack_int8
 from quantrot.kernels.mixed.tuned import DECODE
 from tests.kernels.test_mixed import exact_product, relative
 from tests.kernels.test_mixed import operands as random_operands
@@ -59,6 +62,24 @@ CASES = {
     "parts_64_split": (Plan(128, 2, 2, groups=1), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "prefill_four": (Plan(64, share=2, groups=4, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)),
 }  # fmt: skip
+
+
+def normed(plan: Decode) -> Decode:
+    """The same with a norm in front of up to 1024 numbers."""
+    return replace(plan.normed(1024), stages=plan.stages)
+
+
+# of one token, with what is before and behind it; the same without, by the same order of sums, is `apart`
+ONE = {
+    "normed": (normed(Decode(0, 1, 4, 2, 8)), Kernel("packed", BF16, True, 0, False, BF16, BF16)),
+    "normed_group": (normed(Decode(0, 1, 2, 1, 4, ahead=2)), Kernel("int8", FP16, True, 2, True, BF16, None)),
+    "normed_gated": (normed(Decode(0, 2, 2, 1, 6, gated=True)), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "added": (Decode(0, 2, 4, 1, 4, add=True), Kernel("packed", BF16, True, 0, False, BF16, BF16)),
+    "added_group": (Decode(0, 1, 2, 2, 4, 1024, add=True), Kernel("packed", FP16, True, 2, False, BF16, None)),
+    "both": (normed(Decode(0, 1, 2, 1, 4, add=True)), Kernel("uint8", FP16, True, 1, True, FP16, FP16)),
+}
+ALL = CASES | ONE
+ALL |= {f"{name}_apart": (replace(plan, norm=0, add=False, ahead=0), kernel) for name, (plan, kernel) in ONE.items()}
 DRIVER = """
 static std::string message;
 
@@ -82,13 +103,13 @@ extern "C" const char* run(int which, const unsigned long long (*m)[8], const qu
 @pytest.fixture(scope="module")
 def emulator(emulated):
     """Every case's kernel on the host: emulator(case, x, weight, scale, zero, bias, seed) -> y."""
-    entries = "".join(hopper.entry(*case, name=f"mixed_{name}") for name, case in CASES.items())
-    names = ", ".join(f"mixed_{name}" for name in CASES)
+    entries = "".join(hopper.entry(*case, name=f"mixed_{name}") for name, case in ALL.items())
+    names = ", ".join(f"mixed_{name}" for name in ALL)
     library = emulated(hopper.device_functions() + entries + DRIVER.replace("NAMES", names))
     library.run.restype = ctypes.c_char_p
 
-    def run(name, x, weight, scale, zero=None, bias=None, seed=0, processors=4, early=False):
-        plan, kernel = CASES[name]
+    def run(name, x, weight, scale, zero=None, bias=None, seed=0, processors=4, early=False, **more):
+        plan, kernel = ALL[name]
         wide, codes = (x, weight) if kernel.weight else (weight, x)
         columns, rows = wide.shape[0], codes.shape[0]
         codes = codes.view(torch.uint8)
@@ -96,12 +117,12 @@ def emulator(emulated):
         assert hopper.kernel_of(wide, scale, zero, bias, kernel.kind, kernel.weight) == kernel
         assert isinstance(plan, Plan) or (plan.splits(wide.shape[1]) and columns <= plan.columns)
         y = torch.full((x.shape[0], weight.shape[0] >> is_gated(name)), float("nan"), dtype=wide.dtype)
-        args = hopper.arguments(y, wide, scale, zero, bias, plan, early)
+        args = hopper.arguments(y, wide, scale, zero, bias, plan, early, **more)
         maps = (ctypes.c_ulonglong * 24)()
         for i, (t, box) in enumerate(zip((codes, wide, y), plan.boxes(kernel.weight), strict=True)):
             maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, t.stride(0) * t.itemsize, *box[:2], t.itemsize, box[2])
         message = library.run(
-            list(CASES).index(name), maps, ctypes.byref(args), plan.grid(rows, columns, processors), plan.cluster,
+            list(ALL).index(name), maps, ctypes.byref(args), plan.grid(rows, columns, processors), plan.cluster,
             plan.threads, plan.shared_bytes(), seed,
         )  # fmt: skip
         assert message == b"", message.decode()
@@ -111,7 +132,7 @@ def emulator(emulated):
 
 
 def is_gated(name: str) -> bool:
-    return getattr(CASES[name][0], "gated", False)
+    return getattr(ALL[name][0], "gated", False)
 
 
 def gate(y: torch.Tensor) -> torch.Tensor:
@@ -140,7 +161,7 @@ def tokens(name: str, m: int) -> int:
 
 def operands(name: str, m: int, n: int, k: int, exact: bool = True, device: str = "cpu"):
     """(x, weight, scale, zero, bias) as the case's kernel takes them; exact: no float32 sum rounds."""
-    kernel = CASES[name][1]
+    kernel = ALL[name][1]
     groups = k // (64 * kernel.group) if kernel.group else 1
     narrow = "weight" if kernel.weight else "x"
     x, weight, scale, zero = random_operands(kernel.kind, kernel.wide, m, n, k, groups, narrow, exact, device)
@@ -214,6 +235,49 @@ def test_groups_without_a_scale_add_nothing(emulator, name):
         scale[5, 1], scale[6, 0] = 2.0**-100, 2.0**-100
     y = emulator(name, x, weight, scale, zero, bias)
     assert torch.equal(y, exact_product(x, weight, scale, zero, bias).to(y.dtype))
+
+
+def token_operands(name: str, n: int, k: int, exact: bool, device: str = "cpu"):
+    """What ONE's kernel takes, and its norm, epsilon and residual. exact: no sum of squares rounds."""
+    x, weight, scale, zero, bias = operands(name, 1, n, k, exact, device)
+    plan, dtype = ONE[name][0], x.dtype
+    norm = (torch.rand(k, device=device) + 0.5).to(dtype) if plan.norm else None
+    residual = torch.randn(1, n, device=device).to(dtype) if plan.add else None
+    return (x, weight, scale, zero, bias), {"norm": norm, "epsilon": 0.1, "residual": residual}
+
+
+def through_norm(x, norm, epsilon, residual):
+    """Of the token; the mean as a multiplication, as GPUs have it."""
+    if norm is None:
+        return x
+    mean = x.float().square().sum(-1, keepdim=True) * torch.tensor(1 / x.shape[1])
+    return norm * (x.float() * torch.rsqrt(mean + epsilon)).to(x.dtype)
+
+
+@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize(("n", "k"), [(16, 256), (136, 640), (264, 1024)])
+def test_one_token_has_the_bits_of_norm_product_gate_and_residual_apart(emulator, name, n, k):
+    torch.manual_seed(k)
+    n += 8 * is_gated(name) if n == 136 else 0
+    k += -48 if k == 640 and not ONE[name][1].group else 0
+    (x, *rest), more = token_operands(name, n, k, True)
+    want = emulator(f"{name}_apart", through_norm(x, **more), *rest, seed=n)
+    want = want if more["residual"] is None else want + more["residual"]
+    for seed in range(3):
+        y = emulator(name, x, *rest, seed=seed, early=seed != 1, processors=2 + seed, **more)
+        assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("name", ["normed", "normed_group", "both"])
+def test_one_token_meets_float64(emulator, name):
+    torch.manual_seed(0)
+    (x, *rest), more = token_operands(name, 136, 1024, False)
+    first, *others = (emulator(name, x, *rest, seed=seed, early=True, **more) for seed in range(3))
+    assert all(torch.equal(first, other) for other in others)
+    wide = {key: t.double() if isinstance(t, torch.Tensor) else t for key, t in more.items()}
+    want = x.double() * torch.rsqrt(x.double().square().mean() + 0.1) * wide["norm"]
+    want = exact_product(want, *rest) + (0 if wide["residual"] is None else wide["residual"])
+    assert relative(first, want) <= 2.5 * MAX_RELATIVE_ERROR[x.dtype]  # the token is rounded twice before
 
 
 # --- Plans and what is supported -------------------------------------------------------------------------------------
@@ -310,12 +374,83 @@ def test_gated_is_silu_of_one_half_times_the_other(shape):
     x = torch.randn(shape, dtype=BF16)
     _, weight, scale, _ = random_operands("packed", BF16, 3, 64, 128, 1)
     expected = gate(mixed_gemm(x, weight, scale))
-    assert torch.equal(mixed_gated(x, weight, scale), expected) and expected.shape[-1] == 32
+    assert torch.equal(mixed_linear(x, weight, scale, gates=True), expected) and expected.shape[-1] == 32
     x.requires_grad_()
-    y = mixed_gated(x, weight, scale)
+    y = mixed_linear(x, weight, scale, gates=True)
     assert torch.equal(y, expected) and torch.autograd.grad(y.sum(), x)[0].abs().sum() > 0
     with pytest.raises(ValueError, match="even number"):
-        mixed_gated(x, weight[1:], scale[1:])
+        mixed_linear(x, weight[1:], scale[1:], gates=True)
+
+
+def layer_operands(m: int, n: int, k: int, dtype: torch.dtype, groups: int = 1, device: str = "cpu"):
+    """x, weight, scale, norm [k] and residual [m, n]; sums of squares are exact where k is a power of two."""
+    x, weight, scale, _ = random_operands("packed", dtype, m, n, k, groups, exact=True, device=device)
+    norm, residual = torch.rand(k, device=device) + 0.5, torch.randn(m, n, device=device)
+    return x, weight, scale, norm.to(dtype), residual.to(dtype)
+
+
+@pytest.mark.parametrize("m", [0, 1, 3, 17])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_a_linear_is_its_operations_one_by_one(m, dtype):
+    torch.manual_seed(0)
+    x, weight, scale, norm, residual = layer_operands(m, 64, 256, dtype, 2)
+    bias = torch.randn(64).to(dtype)
+    product = mixed_gemm(rms_norm(x, norm, 0.1), weight, scale, bias=bias)
+    normed = {"bias": bias, "norm": norm, "epsilon": 0.1}
+    assert torch.equal(mixed_linear(x, weight, scale, **normed), product)
+    assert torch.equal(mixed_linear(x, weight, scale, residual=residual, **normed), product + residual)
+    assert torch.equal(mixed_linear(x, weight, scale, gates=True, **normed), gate(product))
+    assert torch.equal(
+        mixed_linear(x[None], weight, scale, residual=residual[None], **normed), product[None] + residual
+    )
+    norm.requires_grad_()
+    y = mixed_linear(x, weight, scale, residual=residual, **normed)
+    assert torch.equal(y, product + residual)
+    wanted = torch.autograd.grad((rms_norm(x, norm, 0.1) @ dequantized(weight, scale, dtype).T).sum(), norm)[0]
+    got = torch.autograd.grad(y.sum(), norm)[0]
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=0.02, atol=0.02 * (1 + wanted.abs().max().item()))
+
+
+def dequantized(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return dequantize_int8(unpack_int8(packed, 4 * packed.shape[1]), scale, dtype)
+
+
+@pytest.mark.parametrize("rest", [{}, {"gates": True}, {"add": True}], ids=str)
+def test_a_linear_is_an_operator_for_torch(rest):
+    x, weight, scale, norm, residual = layer_operands(3, 64, 256, BF16)
+    args = norm, 0.1, residual if "add" in rest else None, "gates" in rest, True
+    operator = torch.ops.quantrot.mixed_linear.default
+    torch.library.opcheck(operator, (x, weight, scale, None, None, *args), test_utils=("test_faketensor",))
+    more = {"norm": norm, "epsilon": 0.1, "residual": args[2], "gates": args[3]}
+    compiled = torch.compile(lambda x: mixed_linear(x, weight, scale, **more), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), mixed_linear(x, weight, scale, **more))
+
+
+def test_a_linears_errors_say_what_is_allowed():
+    x, weight, scale, norm, residual = layer_operands(3, 64, 256, BF16)
+    for message, more in {
+        "even number": {"gates": True, "residual": residual},
+        "norm: bfloat16 .255. on cpu; allowed: torch.bfloat16 .256.": {"norm": norm[1:]},
+        "norm: float32": {"norm": norm.float()},
+        "residual: .*allowed: torch.bfloat16 .3, 64.": {"residual": residual[:1]},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            mixed_linear(x, weight, scale, **more)
+
+
+def test_one_token_is_one_kernel_where_sizes_allow(monkeypatch):
+    device = torch.device("cuda")
+    monkeypatch.setattr(mixed, "has_kernels", lambda device: True)
+    monkeypatch.setattr(nvrtc, "available", lambda device: True)
+    sizes = (28672, 4096, 1), (4096, 14336, 1), (6144, 4096, 32), (8192, 8192, 128), (3072, 2048, 16)
+    assert all(has_one_kernel(*size, device) for size in sizes)
+    assert not any(has_one_kernel(*size, device) for size in ((4096, 4096, 128), (100, 4096, 1), (128, 24, 1)))
+    for (n, k, groups), gated in product(sizes, (False, True)):
+        plan = hopper.token_plan(n, k, 0 if groups == 1 else k // groups // 64, True, gated, False)
+        assert plan.gated == gated and plan.keep == k and plan.splits(k) and plan.shared_bytes() <= 226 << 10
+        assert bool(plan.ahead) == (groups == 1) and plan.ahead <= plan.stages
+    assert hopper.token_plan(4096, 1 << 17, 0, True, False, False) is None  # the token alone is more than there is
 
 
 # --- Compiled for sm_90a ---------------------------------------------------------------------------------------------
@@ -324,12 +459,18 @@ def test_gated_is_silu_of_one_half_times_the_other(shape):
 def test_no_kernel_spills_or_serializes_its_products(tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("compiling for sm_90a needs nvcc")
-    kernels = dict.fromkeys(CASES.values())
+    kernels = dict.fromkeys((*CASES.values(), *ONE.values()))
     for group in (0, 1, 2):
         for m in (1, 16, 64, 128, 256, 512, 1024, 4096):
             kernel = Kernel("packed", BF16, True, group, False, BF16, None)
             for n, k in [(4096, 4096), (4096, 14336), (6144, 4096), (8192, 8192), (28672, 4096)]:
                 kernels[hopper.plan_for(n, m, k, group, True), kernel] = None
+        for n, k, *rest in [
+            (6144, 4096, True, False, False),
+            (28672, 4096, True, True, False),
+            (4096, 14336, False, False, True),
+        ]:
+            kernels[hopper.token_plan(n, k, group, *rest), kernel] = None
     for n, k, group, m in DECODE:
         kernel = Kernel("packed", BF16, True, group // 64, False, BF16, None)
         kernels[hopper.plan_for(n, m, k, group // 64, True), kernel] = None
@@ -349,7 +490,7 @@ def test_a_stage_is_handed_back_behind_a_fence(tmp_path):
     a GPU to be seen, so here it is read off the instructions."""
     if not shutil.which("nvcc"):
         pytest.skip("compiling for sm_90a needs nvcc")
-    kernels = [case for case in CASES.values() if isinstance(case[0], Decode)]
+    kernels = [case for case in (CASES | ONE).values() if isinstance(case[0], Decode)]
     entries = "".join(hopper.entry(*kernel, name=f"mixed{i}") for i, kernel in enumerate(kernels))
     (tmp_path / "mixed.cu").write_text(hopper.device_functions() + entries)
     target = ["-arch=sm_90a", "-std=c++17", "-ptx", "mixed.cu", "-o", "mixed.ptx"]
@@ -416,10 +557,74 @@ def test_gpu_gated_is_what_three_operations_make(m, groups):
     torch.manual_seed(0)
     x, weight, scale, _ = random_operands("packed", BF16, m, 2 * 14336, 4096, groups, device="cuda")
     scale /= 64
-    y, wanted = mixed_gated(x, weight, scale, weight_ready=True), gate(mixed_gemm(x, weight, scale))
+    y, wanted = mixed_linear(x, weight, scale, gates=True, weight_ready=True), gate(mixed_gemm(x, weight, scale))
     assert torch.isclose(y.double(), wanted.double(), rtol=2.0**-6, atol=1e-30).all()
     assert (y != wanted).double().mean() <= 1e-3
-    assert all(torch.equal(mixed_gated(x, weight, scale), y) for _ in range(50))
+    assert all(torch.equal(mixed_linear(x, weight, scale, gates=True), y) for _ in range(50))
+
+
+@gpu
+@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize(("n", "k"), [(144, 1024), (2064, 512)])
+def test_gpu_one_token_has_the_bits_of_norm_product_gate_and_residual_apart(name, n, k):
+    torch.manual_seed(0)
+    plan, kernel = ONE[name]
+    (x, weight, *rest), more = token_operands(name, n, k, True, "cuda")
+    codes, flags = weight.view(torch.uint8), (kernel.kind, True)
+    h = x if more["norm"] is None else rms_norm(x, more["norm"], more["epsilon"])
+    want = hopper.multiply(h, codes, *rest, *flags, ALL[f"{name}_apart"][0], gated=plan.gated)
+    want = want if more["residual"] is None else want + more["residual"]
+    for ready in (True, False) * 25:
+        y = hopper.multiply(x, codes, *rest, *flags, plan, ready=ready, gated=plan.gated, **more)
+        assert torch.equal(y, want)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("groups", [1, 32])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (4096, 4096), (1024, 2048), (4096, 8192)])
+def test_gpu_a_linear_of_one_token_is_its_operations_one_by_one(n, k, groups, dtype):
+    torch.manual_seed(0)
+    x, weight, scale, norm, residual = layer_operands(1, n, k, dtype, groups, "cuda")
+    norm /= 64
+    h, more = rms_norm(x, norm, 0.1), {"norm": norm, "epsilon": 0.1, "weight_ready": True}
+    assert hopper.takes_token(x, n, groups, norm, residual) and has_one_kernel(n, k, groups, x.device)
+    product = mixed_gemm(h, weight, scale)
+    for _ in range(3):
+        assert torch.equal(mixed_linear(x, weight, scale, **more), product)
+        assert torch.equal(mixed_linear(x, weight, scale, residual=residual, **more), product + residual)
+        assert torch.equal(
+            mixed_linear(x, weight, scale, gates=True, **more), mixed_linear(h, weight, scale, gates=True)
+        )
+
+
+@gpu
+@pytest.mark.parametrize("groups", [1, 32])
+@pytest.mark.parametrize("ready", [False, True])
+def test_gpu_a_chain_of_layers_in_a_graph(groups, ready):
+    """Each reads what the kernel before has just written, and what the one before that was given."""
+    torch.manual_seed(0)
+    _, up, up_scale, norm, _ = layer_operands(1, 8192, 4096, BF16, groups, "cuda")
+    _, down, down_scale, _, _ = layer_operands(1, 4096, 4096, BF16, groups, "cuda")
+    x, graph = torch.randn(1, 4096, device="cuda").bfloat16(), torch.cuda.CUDAGraph()
+    norm /= 64
+
+    def chain(wait):
+        y = x
+        for _ in range(4):
+            h = mixed_linear(y, up, up_scale, norm=norm, epsilon=1e-5, gates=True, weight_ready=ready)
+            wait()
+            y = mixed_linear(h, down, down_scale, residual=y, weight_ready=ready)
+            wait()
+        return y
+
+    expected = chain(torch.cuda.synchronize)
+    with torch.cuda.graph(graph):
+        y = chain(lambda: None)
+    for _ in range(20):
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, expected)
 
 
 @gpu

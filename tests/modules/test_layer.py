@@ -8,13 +8,18 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, StaticCache
 
 from quantrot import formats
-from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
+from quantrot.formats import WIDE, ActivationFormat, LinearFormat, WeightFormat
 from quantrot.load import merge_projections
-from quantrot.modules import Fp8Linear, QuantizedMLP
+from quantrot.modules import LINEARS, QuantizedMLP
 from quantrot.modules import fp8 as modules_fp8
+from quantrot.modules import int8 as modules_int8
 from quantrot.modules.layer import FewTokens
 
-FORMAT = LinearFormat(WeightFormat("fp8", (128, 128), "bf16"), ActivationFormat("fp8", (1, 128), "bf16"))
+FORMATS = {
+    "fp8": LinearFormat(WeightFormat("fp8", (128, 128), "bf16"), ActivationFormat("fp8", (1, 128), "bf16")),
+    "int8": LinearFormat(WeightFormat("int8", (1, 0), "bf16"), WIDE),
+    "int8 groups": LinearFormat(WeightFormat("int8", (1, 128), "bf16"), WIDE),
+}
 gpu = pytest.mark.gpu
 CHANGES = [
     *("tokens", "batch", "norm hook", "linear hook", "attention hook", "act", "replaced", "norm dtype", "norm kind"),
@@ -30,19 +35,20 @@ SIZES = {
 }
 
 
-def model(kind: str = "llama", **sizes: int):
-    """bfloat16, every linear of the layers an Fp8Linear, norms that do something."""
+def model(kind: str = "llama", fmt: str = "fp8", dtype: torch.dtype = torch.bfloat16, **sizes: int):
+    """Every linear of the layers in a format, norms that do something."""
     torch.manual_seed(0)
+    chosen = FORMATS[fmt]
     config, causal = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM)}[kind]
-    whole = causal(config(**(SIZES | sizes))).bfloat16().eval()
+    whole = causal(config(**(SIZES | sizes))).to(dtype).eval()
     for layer in whole.model.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             norm.weight.data.uniform_(0.5, 1.5)
         for parent in (layer.self_attn, layer.mlp):
             for name, old in list(parent.named_children()):
                 if isinstance(old, nn.Linear):
-                    new = Fp8Linear(old.in_features, old.out_features, False, torch.bfloat16, FORMAT)
-                    stored = formats.quantize_rows(FORMAT.weights, old.weight.data)
+                    new = LINEARS[chosen.weights.kind](old.in_features, old.out_features, False, dtype, chosen)
+                    stored = formats.quantize_rows(chosen.weights, old.weight.data)
                     for tensor, value in zip(new.tensor_names, stored, strict=True):
                         getattr(new, tensor).data = value
                     setattr(parent, name, new)
@@ -54,19 +60,35 @@ def packed(monkeypatch, request):
     """Without a GPU: said to have kernels, with the references behind them."""
     if "gpu" not in request.keywords:
         for name in ("has_kernels", "has_one_kernel"):
-            monkeypatch.setattr(modules_fp8, name, torch.compiler.assume_constant_result(lambda *sizes_device: True))
+            for modules in (modules_fp8, modules_int8):
+                monkeypatch.setattr(modules, name, torch.compiler.assume_constant_result(lambda *sizes_device: True))
 
 
 def count_fused(monkeypatch) -> list[dict]:
-    calls, fused = [], Fp8Linear.fused
-    monkeypatch.setattr(Fp8Linear, "fused", lambda self, x, **given: calls.append(given) or fused(self, x, **given))
+    """What `fused` is called with, but for what is also called for many tokens."""
+    calls: list[dict] = []
+    for kind in (LINEARS["fp8"], LINEARS["int8"]):
+
+        def fused(self, x, *, of=kind.fused, **given):
+            calls.append(given)
+            return of(self, x, **given)
+
+        monkeypatch.setattr(kind, "fused", fused)
     return calls
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_one_token_has_the_bits_of_the_layer(monkeypatch, kind):
-    whole, x = model(kind), torch.randn(1, 1, 256).bfloat16()
+@pytest.mark.parametrize(
+    ("kind", "fmt", "dtype"),
+    [
+        ("llama", "fp8", torch.bfloat16),
+        ("mistral", "fp8", torch.bfloat16),
+        ("llama", "int8", torch.bfloat16),
+        ("mistral", "int8 groups", torch.float16),
+    ],
+)
+def test_one_token_has_the_bits_of_the_layer(monkeypatch, kind, fmt, dtype):
+    whole, x = model(kind, fmt, dtype), torch.randn(1, 1, 256).to(dtype)
     before = copy.deepcopy(whole.state_dict())
     rope = whole.model.rotary_emb(x, torch.tensor([[3]]))
     with torch.no_grad():
@@ -83,8 +105,9 @@ def test_one_token_has_the_bits_of_the_layer(monkeypatch, kind):
 
 
 @pytest.mark.usefixtures("packed")
-def test_tokens_one_by_one_through_a_cache_and_compiled():
-    whole = model()
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_tokens_one_by_one_through_a_cache_and_compiled(fmt):
+    whole = model(fmt=fmt)
     ids = torch.randint(0, 64, (1, 6))
     with torch.no_grad():
         expected = whole(ids).logits
@@ -102,9 +125,10 @@ def test_tokens_one_by_one_through_a_cache_and_compiled():
 
 
 @pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("fmt", ["fp8", "int8"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change):
-    whole = model()
+def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change, fmt):
+    whole = model(fmt=fmt)
     merge_projections(whole)
     layer = whole.model.layers[0]
     shape = {"tokens": (1, 2, 256), "batch": (2, 1, 256)}.get(change, (1, 1, 256))
@@ -135,9 +159,13 @@ def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change)
 
 
 @gpu
-def test_gpu_a_model_decodes_as_its_layers_always_did():
-    whole = model(hidden_size=1024, intermediate_size=2816, num_attention_heads=8, num_key_value_heads=8).cuda()
-    x, rope = torch.randn(1, 1, 1024, device="cuda").bfloat16(), None
+@pytest.mark.parametrize(
+    ("fmt", "dtype"), [("fp8", torch.bfloat16), ("int8", torch.bfloat16), ("int8 groups", torch.float16)]
+)
+def test_gpu_a_model_decodes_as_its_layers_always_did(fmt, dtype):
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8}
+    whole = model(fmt=fmt, dtype=dtype, **sizes).cuda()
+    x, rope = torch.randn(1, 1, 1024, device="cuda").to(dtype), None
     with torch.no_grad():
         rope = whole.model.rotary_emb(x, torch.tensor([[3]], device="cuda"))
         expected = [layer(x, position_embeddings=rope) for layer in whole.model.layers]
@@ -148,3 +176,22 @@ def test_gpu_a_model_decodes_as_its_layers_always_did():
             for run in (layer, compiled, compiled, compiled):
                 y = run(x, position_embeddings=rope)
                 assert (y.float() - want.float()).norm() < 1e-2 * want.float().norm()
+
+
+@gpu
+@pytest.mark.parametrize("fmt", ["int8", "int8 groups"])
+def test_gpu_a_compiled_model_decodes_from_a_static_cache(fmt):
+    """Token by token, recorded and replayed, as all tokens at once; what is fused is one kernel with its linear."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8}
+    whole = model(fmt=fmt, **sizes).cuda()
+    ids = torch.randint(0, 64, (1, 12), device="cuda")
+    with torch.no_grad():
+        expected = whole(ids).logits
+        merge_projections(whole)
+        cache = StaticCache(config=whole.config, max_cache_len=16)
+        whole(ids[:, :4], past_key_values=cache)
+        step = torch.compile(whole.forward, mode="reduce-overhead", fullgraph=True)
+        for i in range(4, 12):
+            logits = step(ids[:, i : i + 1].clone(), past_key_values=cache).logits
+            near = 0.05 * expected.abs().max().item()
+            torch.testing.assert_close(logits[0, 0], expected[0, i], rtol=0, atol=near)

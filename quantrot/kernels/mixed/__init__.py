@@ -24,19 +24,21 @@ do not depend on the other rows.
 What "expand" multiplies has been rounded once more: its error, relative to float64, is 2.35e-3 in bfloat16 and 2.9e-4
 in float16, where every other backend has one rounding's, 1.66e-3 and 2.1e-4.
 
-The operators are torch.library's, `quantrot::mixed_gemm` and `quantrot::mixed_expand`: autograd (with respect to the
-wide operand and the bias), torch.compile and CUDA graphs see one opaque function.
+The operators are torch.library's, `quantrot::mixed_gemm`, `mixed_linear` and `mixed_expand`: torch.compile and CUDA
+graphs see one opaque function, and so does autograd (with respect to the wide operand and the bias).
 """
 
 import os
 import warnings
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantrot.kernels.fp8.reference import gate, rms_norm
 from quantrot.kernels.mixed.plans import DECODE_COLUMNS
 from quantrot.kernels.mixed.reference import (
     dequantize,
@@ -47,13 +49,14 @@ from quantrot.kernels.mixed.reference import (
     unpack_int8,
 )
 from quantrot.kernels.mixed.tuned import EXPAND_FROM
-from quantrot.kernels.operators import implement
+from quantrot.kernels.operators import constant, implement
 
 __all__ = [
     "dequantize_int8",
     "has_kernels",
-    "mixed_gated",
+    "has_one_kernel",
     "mixed_gemm",
+    "mixed_linear",
     "mixed_ref",
     "pack_int8",
     "quantize_int8",
@@ -68,7 +71,10 @@ GROUP_STEP = 64  # the kernels' groups are multiples of it
 
 OPERANDS = "Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? bias"
 torch.library.define("quantrot::mixed_gemm", f"({OPERANDS}, str backend, bool weight_ready=False) -> Tensor")
-torch.library.define("quantrot::mixed_gated", f"({OPERANDS}, bool weight_ready=False) -> Tensor")
+torch.library.define(
+    "quantrot::mixed_linear",
+    f"({OPERANDS}, Tensor? norm, float epsilon, Tensor? residual, bool gates, bool weight_ready=False) -> Tensor",
+)
 torch.library.define(
     "quantrot::mixed_expand",
     "(Tensor codes, Tensor scale, Tensor? zero_point, int columns, ScalarType dtype) -> Tensor",
@@ -100,36 +106,46 @@ def mixed_gemm(
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def mixed_gated(
+def mixed_linear(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
     zero_point: Tensor | None = None,
     bias: Tensor | None = None,
     *,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
+    gates: bool = False,
     weight_ready: bool = False,
 ) -> Tensor:
-    """silu(gate) * up, [..., N / 2], where mixed_gemm(x, weight, ...) is gate and up side by side.
+    """mixed_gemm of a linear in a decoder layer, with what comes before and behind it, each rounded to x's dtype.
 
-    silu is computed in float32 and rounded to x's dtype, and so is the product: as three operations would. For up to 16
-    rows of x, on Hopper, in the kernel that multiplies, to 2 ulp of float32; what needs a gradient, and more rows, take
-    mixed_gemm's way, and torch.compile fuses the rest. Arguments and errors as there; N must be even.
+    norm [K], of x's dtype: x is first divided by sqrt(mean(x^2) + epsilon) and multiplied by norm. gates: the product
+    is gate and up side by side, and the result is silu(gate) * up, [..., N / 2]; silu is computed in float32. residual,
+    of the result's shape and dtype, is added to it; not with gates.
+
+    On Hopper one kernel does all of it for one token, and the gate for up to 16: silu to 2 ulp of float32, and the sum
+    of the norm in an order of its own, which may give a few numbers their neighbours in x's dtype. Otherwise, and
+    where a gradient is wanted, operation by operation; for more rows torch.compile fuses those. Other arguments and
+    errors as mixed_gemm's; weight_ready speaks of norm too.
     """
-    if weight.shape[0] % 2:
-        raise ValueError(f"weight: {_shape(weight)}; allowed: an even number of rows, gate over up")
-    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias))
-    if wants_grad or x.dtype not in WIDE or x.numel() > DECODE_COLUMNS * x.shape[-1]:
-        return _gate(mixed_gemm(x, weight, scale, zero_point, bias, weight_ready=weight_ready))
+    if gates and (weight.shape[0] % 2 or residual is not None):
+        raise ValueError(f"gates: weight {_shape(weight)}; it takes an even number of rows, gate over up, no residual")
+    for name, given, shape in (("norm", norm, x.shape[-1:]), ("residual", residual, (*x.shape[:-1], weight.shape[0]))):
+        if given is not None and (given.shape != shape or given.dtype != x.dtype or given.device != x.device):
+            raise ValueError(f"{name}: {_shape(given)} on {given.device}; allowed: {x.dtype} {list(shape)}, where x is")
+    grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, norm, residual))
+    if grads or x.dtype not in WIDE or x.numel() > DECODE_COLUMNS * x.shape[-1]:
+        x = x if norm is None else rms_norm(x, norm, epsilon)
+        y = mixed_gemm(x, weight, scale, zero_point, bias, weight_ready=weight_ready)
+        return gate(y) if gates else y if residual is None else y + residual
     copied = not scale.is_contiguous() or not (zero_point is None or zero_point.is_contiguous())
     scale, zero_point = _check(x, weight, scale, zero_point, bias, "auto")
     flat, ready = x.reshape(-1, x.shape[-1]), weight_ready and not copied
-    y = torch.ops.quantrot.mixed_gated(flat, weight, scale, zero_point, bias, ready)
-    return y.view(*x.shape[:-1], weight.shape[0] // 2)
-
-
-def _gate(y: Tensor) -> Tensor:
-    gate, up = y.chunk(2, -1)
-    return F.silu(gate) * up
+    rest = norm, epsilon, None if residual is None else residual.reshape(-1, weight.shape[0]), gates, ready
+    y = torch.ops.quantrot.mixed_linear(flat, weight, scale, zero_point, bias, *rest)
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
 def mixed_ref(
@@ -144,6 +160,18 @@ def mixed_ref(
 def has_kernels(device: torch.device) -> bool:
     """Whether products on this device run from the codes, without a wide copy of the weight kept beside them."""
     return device.type == "cuda" and HAS_TRITON
+
+
+@constant
+def has_one_kernel(n: int, k: int, groups: int, device: torch.device) -> bool:
+    """Whether mixed_linear of one token of 16 bits and a weight [n, k], groups scales a row, is one kernel there."""
+    from quantrot.kernels import nvrtc
+
+    if not has_kernels(device) or not nvrtc.available(device):
+        return False
+    from quantrot.kernels.mixed import hopper
+
+    return hopper.takes_one(n, k, groups)
 
 
 def _shape(t: Tensor) -> str:
@@ -309,7 +337,7 @@ def _multiply(
     zero_point: Tensor | None,
     bias: Tensor | None,
     weight_ready: bool,
-    gated: bool = False,
+    **rest: Any,
 ) -> Tensor:
     """By the kernels for Hopper, which must take it."""
     from quantrot.kernels.mixed import hopper
@@ -318,34 +346,40 @@ def _multiply(
     codes = weight if narrow_weight else x
     left, right = (x, _bytes(codes)) if narrow_weight else (_bytes(codes), weight)
     ready, kind = weight_ready and right.data_ptr() == weight.data_ptr(), KINDS[codes.dtype]
-    return hopper.multiply(left, right, scale, zero_point, bias, kind, narrow_weight, ready=ready, gated=gated)
+    return hopper.multiply(left, right, scale, zero_point, bias, kind, narrow_weight, ready=ready, **rest)
 
 
-@implement("quantrot::mixed_gated")
-def _mixed_gated(
+@implement("quantrot::mixed_linear")
+def _mixed_linear(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
     bias: Tensor | None,
+    norm: Tensor | None,
+    epsilon: float,
+    residual: Tensor | None,
+    gates: bool,
     weight_ready: bool = False,
 ) -> Tensor:
-    one = weight.shape[0] % 16 == 0 and x.shape[0] <= DECODE_COLUMNS
-    if one and _backend(weight, x, scale, True, "auto") == "hopper":
-        return _multiply(x, weight, scale, zero_point, bias, weight_ready, gated=True)
-    return _gate(_mixed_gemm(x, weight, scale, zero_point, bias, "auto", weight_ready))
+    operands = weight, scale, zero_point, bias
+    fits = (not gates or weight.shape[0] % 16 == 0) and x.shape[0] <= DECODE_COLUMNS
+    on_hopper = fits and _backend(weight, x, scale, True, "auto") == "hopper"
+    if on_hopper and (norm is not None or residual is not None):
+        from quantrot.kernels.mixed import hopper
+
+        if hopper.takes_token(x, weight.shape[0], scale.shape[1], norm, residual):
+            return _multiply(x, *operands, weight_ready, norm=norm, epsilon=epsilon, residual=residual, gated=gates)
+    x = x if norm is None else rms_norm(x, norm, epsilon)
+    if gates and on_hopper:
+        return _multiply(x, *operands, weight_ready, gated=True)
+    y = _mixed_gemm(x, *operands, "auto", weight_ready)
+    return gate(y) if gates else y if residual is None else y + residual
 
 
-@torch.library.register_fake("quantrot::mixed_gated")
-def _mixed_gated_fake(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    weight_ready: bool = False,
-) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0] // 2)
+@torch.library.register_fake("quantrot::mixed_linear")
+def _mixed_linear_fake(x, weight, scale, zero_point, bias, norm, epsilon, residual, gates, weight_ready=False):
+    return x.new_empty(x.shape[0], weight.shape[0] // (1 + gates))
 
 
 @torch.library.register_fake("quantrot::mixed_gemm")

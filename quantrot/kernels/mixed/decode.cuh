@@ -39,9 +39,14 @@ __device__ __forceinline__ void multiply16(float (&d)[4], const u32 (&a)[4], u32
 // TOKENS: tiles of eight, or 0 for one token, which every lane then reads. KEEP: the tokens stay in shared memory. SPLIT:
 // thread blocks of a cluster that share K, of one tile: the more rows a tile has, the fewer times the tokens are read.
 // GATED: the matrix is gate over up, half of a tile's rows are of each, and y is silu(gate) * up.
-template <int TOKENS_, int HEIGHT_, int ROW_WARPS_, int KS_, int STAGES_, bool KEEP_, int SPLIT_, bool GATED_ = false>
+//
+// Of one token: NORM: it goes through RMSNorm on its way to shared memory, so many times 16 bytes a thread. ADD: a residual is
+// added to y. AHEAD: stages that are asked for before the kernel before this one has ended.
+template <int TOKENS_, int HEIGHT_, int ROW_WARPS_, int KS_, int STAGES_, bool KEEP_, int SPLIT_, bool GATED_ = false,
+          int NORM_ = 0, bool ADD_ = false, int AHEAD_ = STAGES_>
 struct Decode {
-  static constexpr bool GATED = GATED_;
+  static constexpr bool GATED = GATED_, ADD = ADD_;
+  static constexpr int NORM = NORM_, AHEAD = AHEAD_;
   static constexpr int SPLIT = SPLIT_;
   static constexpr int HEIGHT = HEIGHT_, ROW_WARPS = ROW_WARPS_, KS = KS_, STAGES = STAGES_;
   static constexpr bool ONE = TOKENS_ == 0, KEEP = KEEP_;
@@ -54,6 +59,8 @@ struct Decode {
   static constexpr int TOKENS_AT = (BARRIERS + STAGES * 16 + 1023) / 1024 * 1024;
   static constexpr int CHAINS = HEIGHT * TILES <= 2 ? 2 : 1;  // products in a row that wait for each other: 8 / CHAINS
   static_assert(SPLIT == 1 || !KEEP, "one tile reads its tokens once");
+  static_assert(!(NORM || ADD) || (ONE && SPLIT == 1 && !(GATED && ADD)), "not made");
+  static_assert(!NORM || KEEP, "all of the token is there before the first product");
   static_assert(STAGES % KS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
 };
 
@@ -209,9 +216,63 @@ __device__ __forceinline__ u32 gated_pair(u32 gate, u32 up) {
   return multiply_pair<T>(T::pack(silu[0], silu[1]), up);
 }
 
-// The teams' sums of a tile, of each part of K in the order of the teams -> y [tokens, rows].
+__device__ __forceinline__ float sum_of_warp(float a) {  // in the same order in each lane
+#pragma unroll
+  for (int s = 1; s < 32; s *= 2) a += __shfl_xor_sync(0xFFFFFFFFu, a, s);
+  return a;
+}
+
+// x [depth] / sqrt(mean(x^2) + epsilon), rounded, times norm, rounded -> `to`, zeros behind it up to `size` numbers. By
+// all warps that multiply; where their sums of squares meet, `sums`, nothing else is yet.
+template <class P, class T>
+__device__ __forceinline__ void normed_token(const MixedArgs& args, const void* x, int size, u32 to, u32 sums) {
+  constexpr int THREADS = 32 * P::WARPS;
+  Quad weight[P::NORM], v[P::NORM];
+  auto at = [](int i) { return (int)(i * THREADS + threadIdx.x) * 8; };
+  auto load = [&](Quad (&found)[P::NORM], const void* from) {
+#pragma unroll
+    for (int i = 0; i < P::NORM; i++) {
+      found[i] = Quad{};
+      if (at(i) < args.depth) found[i] = *(const Quad*)((const unsigned short*)from + at(i));
+    }
+  };
+  load(weight, args.norm);
+  grid_wait();  // a second time where nothing may be read early
+  load(v, x);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < P::NORM * 8; i++) {
+    const float a = T::value(v[i / 8].w[i / 2 % 4] >> i % 2 * 16);
+    sum = fmaf(a, a, sum);
+  }
+  sum = sum_of_warp(sum);
+  if (lane_number() == 0) store_shared(sums + threadIdx.x / 32 * 4, sum);
+  named_sync(1, THREADS);
+  sum = sum_of_warp(lane_number() < P::WARPS ? load_shared(sums + lane_number() * 4) : 0.f);
+  const float factor = inverse_root(sum * (1.f / args.depth) + args.epsilon);
+#pragma unroll
+  for (int i = 0; i < P::NORM; i++) {
+    u32 y[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const u32 pair = v[i].w[j];
+      y[j] = multiply_pair<T>(T::pack(T::value(pair) * factor, T::value(pair >> 16) * factor), weight[i].w[j]);
+    }
+    if (at(i) < size) store_shared2(to + at(i) * 2, y[0], y[1]), store_shared2(to + at(i) * 2 + 8, y[2], y[3]);
+  }
+  named_sync(1, THREADS);
+}
+
+// Four numbers of the residual that this thread adds to a tile's.
+template <class P>
+__device__ __forceinline__ uint2 addend_of(const MixedArgs& args, int tile) {
+  const int first = threadIdx.x * 4, at = tile * P::OUT + first;
+  return first < P::OUT && at < args.rows ? *(const uint2*)((const unsigned short*)args.residual + at) : uint2{0, 0};
+}
+
+// The teams' sums of a tile, of each part of K in the order of the teams -> y [tokens, rows]. addend: see ADD.
 template <class P, class O>
-__device__ __forceinline__ void store_teams(const MixedArgs& args, int tile, u32 sums, u32 rank) {
+__device__ __forceinline__ void store_teams(const MixedArgs& args, int tile, u32 sums, u32 rank, uint2 addend) {
   constexpr int QUADS = P::OUT / 4, THREADS = 32 * P::WARPS;
   const int rows = P::GATED ? args.rows / 2 : args.rows;  // of y
   for (int i = rank * THREADS + threadIdx.x; i < P::USED * QUADS; i += P::SPLIT * THREADS) {
@@ -245,6 +306,7 @@ __device__ __forceinline__ void store_teams(const MixedArgs& args, int tile, u32
       total(first + P::OUT, at + rows, up);
       out[0] = gated_pair<typename O::T>(out[0], up[0]), out[1] = gated_pair<typename O::T>(out[1], up[1]);
     }
+    if constexpr (P::ADD) out[0] = add_pair<typename O::T>(out[0], addend.x), out[1] = add_pair<typename O::T>(out[1], addend.y);
     u32* y = (u32*)((unsigned short*)args.y + (i64)token * rows + at);
     y[0] = out[0], y[1] = out[1];
   }
@@ -290,13 +352,15 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       tensor_load(to, wide, column, 0, bar, keep);
       if constexpr (!P::ONE) tensor_load(to + P::WIDE / 2, wide, column + 64, 0, bar, keep);
     };
-    const int ahead = first < tiles ? min(chunks, P::STAGES) : 0;
-    for (int c = 0; c < ahead; c++) load_codes(first, c, c, true);
+    const int ahead = first < tiles ? min(chunks, P::AHEAD) : 0;
+    for (int c = 0; c < ahead; c++) load_codes(first, c, c, !P::NORM);
     if (args.early) grid_wait();
-    for (int c = 0; c < ahead; c++) load_tokens(c, c);
+    if constexpr (!P::NORM) {
+      for (int c = 0; c < ahead; c++) load_tokens(c, c);
+    }
     skip(ahead);
     for (int tile = first; tile < tiles; tile += step) {
-      const bool fetch = !P::KEEP || tile == first;
+      const bool fetch = !P::NORM && (!P::KEEP || tile == first);
       for (int c = tile == first ? ahead : 0; c < chunks; c++, ring.next()) {
         barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
         load_codes(tile, c, ring.stage, fetch);
@@ -317,7 +381,13 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       scales[0].load(args, decoder.rows, cursor);
       if (O::GROUP) cursor.advance(each, args.group_blocks), scales[1].load(args, decoder.rows, cursor);
     };
+    uint2 addend{};
     if (first < tiles) begin(first);
+    if constexpr (P::NORM > 0) normed_token<P, typename O::T>(args, args.token, chunks * 128, tokens, sums);
+    if constexpr (P::ADD) {
+      grid_wait();
+      addend = addend_of<P>(args, first);
+    }
     for (int tile = first; tile < tiles; tile += step) {
       decoder.clear();
       auto take = [&](int c, Scales<P, O>& its) {
@@ -347,7 +417,8 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       } else {
         named_sync(1, 32 * P::WARPS);
       }
-      store_teams<P, O>(args, tile, sums, rank);
+      store_teams<P, O>(args, tile, sums, rank, addend);
+      if (P::ADD && tile + step < tiles) addend = addend_of<P>(args, tile + step);
       if (tile + step < tiles) named_sync(1, 32 * P::WARPS);
     }
   }

@@ -20,6 +20,8 @@ struct MixedArgs {
   int segment;               // blocks of 64 of a part of K, a multiple of four (decode.cuh: of 128, of the teams)
   int tile_group;            // rows of tiles that run together, so that what they read stays in L2
   int early;                 // what belongs to the weight may be read before the kernel before this one has ended
+  float epsilon;
+  const void *token, *norm, *residual;  // of a product of one token (decode.cuh), of type T: [depth] twice, [rows]
 };
 
 struct Fp32 {};
@@ -47,7 +49,12 @@ template <class T>
 inline u32 multiply_pair(u32 a, u32 b) {
   return T::pack(T::value(a) * T::value(b), T::value(a >> 16) * T::value(b >> 16));
 }
+template <class T>
+inline u32 add_pair(u32 a, u32 b) {
+  return T::pack(T::value(a) + T::value(b), T::value(a >> 16) + T::value(b >> 16));
+}
 inline float quotient(float a, float b) { return a / b; }
+inline float inverse_root(float a) { return 1 / std::sqrt(a); }
 #else
 #define QR_PAIR(OPERATION)                                                                                          \
   u32 r;                                                                                                            \
@@ -65,11 +72,16 @@ template <class T>
 __device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
   QR_PAIR("mul");
 }
+template <class T>
+__device__ __forceinline__ u32 add_pair(u32 a, u32 b) {
+  QR_PAIR("add");
+}
 __device__ __forceinline__ float quotient(float a, float b) {  // to 2 ulp, without a call
   float q;
   asm("div.full.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b));
   return q;
 }
+__device__ __forceinline__ float inverse_root(float a) { return rsqrtf(a); }
 #endif
 
 __device__ __forceinline__ int parts_of(int size, int part) { return (size + part - 1) / part; }
