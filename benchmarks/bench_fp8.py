@@ -9,7 +9,8 @@ Peers: two_pass, GridQuant's scheme (a 256 x 256 block in 32 x 32 pieces, read f
 and read_twice, our other plan of that block. op "hadamard_quantize" has the same floor; two_ops is the transform and
 then the quantization. op "gemm" multiplies quantized operands; its floor is reading the weight. Peers: bf16 (F.linear),
 cuBLAS with one scale a tensor and fast accumulation, cuBLAS with 1 x 128 by 128 x 128 scales, every backend of ours, of
-which triton_splitk is the decode scheme of GridQuant's authors. op "layer" quantizes the activations and multiplies.
+which triton_splitk is the decode scheme of GridQuant's authors. op "layer" quantizes the activations and multiplies, as
+Fp8Linear does. Peers: bf16, cuBLAS behind the same quantizer, and the layer's two parts alone, all replayed in turn.
 `error` is relative, to float64 of the dequantized operands (quantize: 0 if the bits are the reference's, else 1).
 """
 
@@ -198,24 +199,23 @@ def run_gemm(case: dict[str, Any]) -> dict[str, Any]:
 def run_layer(case: dict[str, Any]) -> dict[str, Any]:
     m, n, k = case["m"], case["n"], case["k"]
     data, blocks, xs = operands(m, n, k, case["scales"])
-
-    def layer(x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, backend: str) -> torch.Tensor:
-        q = quantize_fp8_block(x, (1, 128), "exact", transposed_scale=True)
-        return fp8_block_gemm(*q, w, w_scale, backend=backend, b_settled=True)
-
-    pairs = [(x, d[2], d[3]) for x, d in zip(xs, data, strict=True)]
-    peers = wide_peers(n, k, xs)
-    for name in GEMMS:
-        if usable(name, data[0], blocks):
-            peers[name] = time_us([lambda p=p, b=name: layer(*p, b) for p in pairs])
-    us = time_us([lambda p=p: fp8_linear(*p, scale_rule="exact", b_settled=True) for p in pairs])  # as Fp8Linear
-    return {"us": us, "floor_bytes": n * k, "peers_us": peers, "error": product_error(data[0], blocks)}
-
-
-def wide_peers(n: int, k: int, xs: list[torch.Tensor]) -> dict[str, float]:
-    """bfloat16 F.linear, with as many weights as activations (the weights of the FP8 rows are freed or half as big)."""
     weights = random_tensors((n, k), torch.bfloat16)
-    return {"bf16": time_us([lambda x=x, w=w: F.linear(x, w) for x, w in zip(xs, weights, strict=False)])}
+    triples = [(x, d[2], d[3]) for x, d in zip(xs, data, strict=True)]
+
+    def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_fp8_block(x, (1, 128), "exact", transposed_scale=True)
+
+    calls: dict[str, list] = {
+        "us": [lambda t=t: fp8_linear(*t, scale_rule="exact", b_settled=True) for t in triples],  # as Fp8Linear
+        "bf16": [lambda x=x, w=w: F.linear(x, w) for x, w in zip(xs, weights, strict=True)],
+        "quantizer": [lambda x=x: quantized(x) for x in xs],
+        "product": [lambda d=d: fp8_block_gemm(*d, **blocks, b_settled=True) for d in data],
+    }
+    if usable("cublas", data[0], blocks):
+        calls["cublas"] = [lambda t=t: fp8_block_gemm(*quantized(t[0]), *t[1:], backend="cublas") for t in triples]
+    peers = race_us(calls)
+    us = peers.pop("us")
+    return {"us": us, "floor_bytes": n * k, "peers_us": peers, "error": product_error(data[0], blocks)}
 
 
 def tensorwise(data: tuple, one: torch.Tensor) -> torch.Tensor:
@@ -477,6 +477,11 @@ def _warm(job: tuple) -> str:
             elif key == "hadamard_quantize":
                 x = torch.randn(shrunk["rows"], value["cols"], device="cuda").bfloat16()
                 hadamard_quantize_fp8(x, block=None if value["n"] == value["cols"] else value["n"], scale_rule="exact")
+            elif key == "layer":
+                data, blocks = _small(value["m"], value["n"], value["k"], value["scales"])
+                fp8_block_gemm(*data, **blocks, b_settled=True)
+                x = torch.zeros(value["m"], value["k"], device="cuda", dtype=torch.bfloat16)
+                fp8_linear(x, *data[2:], scale_rule="exact", b_settled=True)
             else:
                 data, blocks = _small(value["m"], value["n"], value["k"], value["scales"])
                 for backend in ("triton", "triton_splitk"):

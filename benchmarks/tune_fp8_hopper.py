@@ -58,10 +58,11 @@ def decode_plans(size: Size, quick: bool) -> Iterator[Choice]:
     rule = hopper.plan_for(m, n, k, 1)
     assert isinstance(rule, Decode)
     yield from ((rule, 1), (replace(rule, overlap=False), 1), (hopper.plan_for(m, n, k, 1, settled=True), 1))
-    for columns, resident, parts in itertools.product((16, 32, 64, 128), (1, 2, 3), (1, 2)):
+    sides = (False, True) if tokens >= 32 else (False,)
+    for columns, resident, parts, turned in itertools.product((16, 32, 64, 128), (1, 2, 3), (1, 2), sides):
         if quick and (columns == 16 or resident > 2 or parts > 1):
             continue
-        plan = Decode(tokens, columns=columns, resident=resident)
+        plan = Decode(tokens, columns=columns, resident=resident, turned=turned)
         blocks = plan.grid(m, n, parts)
         if not 60 <= blocks <= 1000 or (resident > 1 and blocks <= hopper.PROCESSORS):
             continue

@@ -52,6 +52,9 @@ __device__ __forceinline__ void grid_wait() {
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// The kernel after this one may start even before the wait: before kernels that this one waits for have ended, too.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // --- Barriers --------------------------------------------------------------------------------------------------------
 //
 // A barrier's phase ends when as many arrivals as it was made for and all the expected bytes have come. Waiting on

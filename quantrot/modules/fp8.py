@@ -56,7 +56,7 @@ class Fp8Linear(QuantizedLinear):
             b_block=formats.stored_block(self.format.weights),
             out_dtype=x.dtype,
             bias=self.bias,
-            b_settled=True,  # the kernel before quantizes x
+            b_settled=True,  # parameters: who writes them on the device waits before a forward
         )
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -89,7 +89,7 @@ class Fp8Linear(QuantizedLinear):
             epsilon=0.0 if norm is None else norm.variance_epsilon,
             residual=None if residual is None else residual.reshape(-1, self.out_features),
             gates=gates,
-            b_settled=True,  # what comes before made x
+            b_settled=True,  # as in _product
         )
         return y.view(*x.shape[:-1], y.shape[1])
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantrot.kernels.fp8 import dequantize_fp8_block, hopper
+from quantrot.kernels.fp8 import dequantize_fp8_block, fp8_block_gemm, hopper, quantize_fp8_block
 from quantrot.kernels.fp8.hopper import Decode, Prefill
 
 gpu = pytest.mark.gpu
@@ -35,6 +35,12 @@ CASES = {
     "decode64_narrow": (Decode(64, columns=32, stages=3), 1, False, BF16, 0),
     "decode8_early": (Decode(8, columns=32, stages=5, early=5), 1, False, BF16, 0),
     "decode32_early": (Decode(32, stages=3, early=2), 1, True, FP16, 2),
+    "decode64_turned": (Decode(64, columns=32, stages=3, turned=True), 1, False, BF16, 0),
+    "decode16_turned": (Decode(16, columns=32, stages=3, turned=True), 1, False, BF16, 0),
+    "decode32_turned": (Decode(32, stages=3, turned=True), 1, True, BF16, 0),
+    "decode64_turned_parts": (Decode(64, stages=2, turned=True), 2, False, BF16, 4),
+    "decode64_turned_narrow": (Decode(64, columns=16, stages=4, early=1, turned=True), 2, False, FP16, 2),
+    "decode64_turned_two": (Decode(64, columns=128, stages=2, resident=1, turned=True), 1, True, FP16, 0),
     "decode64_two": (Decode(64, columns=128, stages=2, resident=1), 1, False, BF16, 0),
 }
 PREFILLS = "prefill", "prefill_sets", "prefill_wide", "prefill_early", "prefill_wide_early"  # of one part
@@ -144,8 +150,8 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     "names",
     [
         # one part of K
-        (*PREFILLS, "decode64_two", "decode8_narrow", "decode64_narrow"),
-        ("prefill_parts", "decode64_parts"),  # two
+        (*PREFILLS, "decode64_two", "decode8_narrow", "decode64_narrow", "decode64_turned"),
+        ("prefill_parts", "decode64_parts", "decode64_turned_parts"),  # two
     ],
 )
 def test_a_row_has_the_same_bits_alone_and_in_any_batch_and_kernel(emulator, names):
@@ -360,3 +366,27 @@ def test_gpu_in_a_graph_and_overlapped_with_what_makes_its_operands(m, settled, 
         staged.view(torch.uint8).zero_()
         graph.replay()
         assert all(torch.equal(c, expected) for c in results)
+
+
+@gpu
+@pytest.mark.parametrize("m", [1, 16, 33, 64])
+def test_gpu_each_of_a_chain_that_starts_early_reads_what_those_before_wrote(m):
+    weights = [(on_gpu(*reals(m, 4096, 4096)[2:])) for _ in range(4)]
+    x = torch.randn(m, 4096, device="cuda", dtype=BF16)
+
+    def chain(between=lambda: None):
+        y = x
+        for b, b_scale in weights:
+            codes = quantize_fp8_block(y, (1, 128), transposed_scale=True)
+            between()
+            y = fp8_block_gemm(*codes, b, b_scale, backend="hopper", b_settled=True)
+            between()
+        return y
+
+    expected, graph = chain(torch.cuda.synchronize), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain()
+    for _ in range(20):
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, expected)

@@ -200,9 +200,9 @@ def fp8_block_gemm(
     the same bits whatever M is; "triton_splitk" is its variant that splits K for few rows (other bits, for a given M
     always the same ones); "cublas" takes 1 x 128 by 128 x 128 (or 1 x 128), 128 x 128 by 1 x 128, and (1, 0) by (1, 0)
     on Hopper; "hopper" is CUDA C++ for it; "reference" dequantizes; "auto" and "fastest" choose, see the file's top.
-    b_settled: the kernel that comes before this one on the stream does not write b, a weight behind the kernel that
-    quantizes a for instance; b may then be read while that kernel ends. ValueError for shapes or dtypes that do not
-    fit, or a backend that cannot run.
+    b_settled: no kernel that may still run when this is called writes b (a weight that was loaded, not one that the
+    kernels before make), so that it may be read before the kernel before this one has ended. ValueError for shapes or
+    dtypes that do not fit, or a backend that cannot run.
     """
     _check_product(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend)
     return torch.ops.quantrot.fp8_block_gemm(
@@ -234,7 +234,7 @@ def fp8_linear(
     neighbours in x's dtype. residual [M, N], of x's dtype, is added to the rounded result. gates: b is of gate and up,
     one above the other, and the result is silu(gate) * up, [M, N / 2].
 
-    b_settled: as fp8_block_gemm's, of b and norm, and of the kernel that comes before this operator. backend: "auto",
+    b_settled: as fp8_block_gemm's, of b and norm. backend: "auto",
     "hopper" (one kernel), "reference". Not differentiable. ValueError for shapes or dtypes that do not fit, or for a
     backend that cannot run.
     """
@@ -546,8 +546,7 @@ def _linear(
         )
     x = x if norm is None else rms_norm(x, norm, epsilon)
     q, scale = _quantize(x, 1, 128, rule, True, backend)
-    # b is settled for the product all the more: the kernel before it is the quantizer
-    y = _gemm(q, scale, b, b_scale, [1, 128], b_block, x.dtype, bias, backend, True)
+    y = _gemm(q, scale, b, b_scale, [1, 128], b_block, x.dtype, bias, backend, b_settled)
     return gate(y) if gates else y if residual is None else y + residual
 
 

@@ -240,6 +240,7 @@ __device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
   const char* from = (const char*)a.x + (row * a.x_stride + column) * 2;
   char* to = (char*)a.q + (i64)row * a.columns + column;
 
+  if constexpr (V == 1) launch_dependents();  // few rows, of which a product may follow that has weights to ask for
   if ((int)blockIdx.x < WARM && lane % 8 == 0) {
 #pragma unroll
     for (int i = 0; i < V; i++)

@@ -4,19 +4,23 @@ namespace quantrot {
 
 // SPLIT blocks of a cluster share k. With fewer than 64 columns, for matrices of few rows, the operand of 64 rows runs
 // on into whatever follows and those sums are left: the memory, not the tensor cores, has to be kept busy, and by many
-// blocks. The tokens come with each stage, or (HELD) all of them are in shared memory before the first product. GATES: half
+// blocks. TURNED: the tokens are the operand of 64 rows, of which a lane then has two scales a block. The tokens come with each stage, or (HELD) all of them are in shared memory before the first product. GATES: half
 // of the columns are gates, and half are what they gate, from the second half of b.
-template <int TOKENS, int COLUMNS_, int STAGES, bool HELD_ = false, bool GATES_ = false>
+template <int TOKENS, int COLUMNS_, int STAGES, bool HELD_ = false, bool GATES_ = false, bool TURNED_ = false>
 struct DecodeShape {
-  static constexpr bool HELD = HELD_, GATES = GATES_;
+  static constexpr bool HELD = HELD_, GATES = GATES_, TURNED = TURNED_;
   static constexpr int COLUMNS = COLUMNS_, GROUPS = (COLUMNS + 63) / 64;
+  static constexpr int SUMS = (TURNED ? COLUMNS / GROUPS : TOKENS) / 2;  // of a thread
   static constexpr int B_BYTES = COLUMNS * 128, A_BYTES = HELD ? 0 : TOKENS * 128, STAGE = A_BYTES + B_BYTES;
-  static constexpr int PAD = GROUPS * 8192 - B_BYTES;  // what the last stage's operand runs on into
+  static constexpr int PAD = TURNED ? 8192 - A_BYTES : GROUPS * 8192 - B_BYTES;  // what the last stage's rows run on into
   static constexpr int PITCH = COLUMNS + 4;  // of the parts, floats: lanes meet different banks
   static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE, "the parts take the stages' place");
   static_assert(COLUMNS % 64 == 0 || COLUMNS == 32 || COLUMNS == 16, "whole warps, each with 16 columns");
   static_assert(!GATES || COLUMNS >= 32, "a warp's columns have one scale of b: all are gates, or none");
-  __device__ __forceinline__ static bool counts() { return COLUMNS % 64 == 0 || warp_number() * 16 < COLUMNS; }
+  __device__ __forceinline__ static bool counts() {
+    if (TURNED) return TOKENS == 64 || warp_number() % 4 * 16 < TOKENS;
+    return COLUMNS % 64 == 0 || warp_number() * 16 < COLUMNS;
+  }
 };
 
 // The first EARLY blocks of the weight are asked for while the kernel before this one may still run. Where the tokens come
@@ -40,10 +44,14 @@ __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap*
   };
   static_assert(EARLY <= STAGES, "a stage each");
   const int ahead = min(count, EARLY);
+#pragma unroll 1
   for (int k = 0; k < ahead; k++) weights(k, k);
-  if constexpr (EARLY > 0) grid_wait();
+  grid_wait();
   Ring<STAGES> ring;
+#pragma unroll 1
   for (int k = 0; k < ahead; k++, ring.next()) tokens(k, k);
+  if constexpr (!Shape::HELD) named_sync(2, 128 * Shape::GROUPS + 32);  // the scales are on their way
+#pragma unroll 1
   for (int k = ahead; k < count; k++, ring.next()) {
     barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
     weights(k, ring.stage);
@@ -51,28 +59,29 @@ __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap*
   }
 }
 
-// a_scale * b_scale of every token and block of k of this part -> shared memory [count, TOKENS]. Many loads at once:
-// the stages fill meanwhile, and should not wait.
-template <int TOKENS, int GROUPS, bool CHANNEL>
+// The scales of every block of k of this part -> shared memory, a's of every token [count, TOKENS] and b's behind them. The
+// warp that loads the tokens lets them go first: behind 200 KB of those they came 3400 cycles after the wait.
+template <int TOKENS, int THREADS, bool CHANNEL>
 __device__ __forceinline__ void decode_scales(const GemmArgs& args, int token, int column, int first, int count,
                                               u32 scales) {
-  constexpr int BATCH = TOKENS <= 16 ? 8 : 16, THREADS = 128 * GROUPS;
+  static_assert(THREADS % TOKENS == 0, "a thread has one token");
+  const float* a = args.a.data + args.a.row(min(token + (int)threadIdx.x % TOKENS, args.m - 1));
   const float* b = args.b.data + args.b.row(min(column, args.n - 1));
-  for (int start = threadIdx.x; start < count * TOKENS; start += THREADS * BATCH) {
-    float left[BATCH], right[BATCH];
-#pragma unroll
-    for (int j = 0; j < BATCH; j++) {
-      const int i = start + j * THREADS, k = first + i / TOKENS, t = token + i % TOKENS;
-      const bool real = i < count * TOKENS && t < args.m;
-      left[j] = real ? __ldg(args.a.data + (args.a.row(t) + args.a.column(k))) : 0.f;
-      right[j] = CHANNEL ? 1.f : real ? __ldg(b + args.b.column(k)) : 0.f;
-    }
-#pragma unroll
-    for (int j = 0; j < BATCH; j++) {
-      const int i = start + j * THREADS;
-      if (i < count * TOKENS) store_shared(scales + i * 4, left[j] * right[j]);
+  u32 to = scales + threadIdx.x * 4;
+#pragma unroll 4
+  for (int k = threadIdx.x / TOKENS; k < count; k += THREADS / TOKENS, to += THREADS * 4)
+    copy4(to, a + args.a.column(first + k));
+  scales += args.segment * (TOKENS * 4);
+#pragma unroll 1
+  for (int k = threadIdx.x; k < count; k += THREADS) {
+    if constexpr (CHANNEL) {
+      store_shared(scales + k * 4, 1.f);
+    } else {
+      copy4(scales + k * 4, b + args.b.column(first + k));
     }
   }
+  named_arrive(2, THREADS + 32);
+  copies_wait();
 }
 
 // product128 with rows of b as units of 16 bytes side by side, `held` of them (see operand_plain).
@@ -84,65 +93,83 @@ __device__ __forceinline__ void product128_held(float (&d)[W], u32 a, u32 b, u32
   product_commit();
 }
 
-// sum [64 columns of c (or fewer), TOKENS] over this block's part of k, two sets of sums in turn. codes, held: where the
-// tokens are held, and how many.
+// sum [64 columns of c (or fewer), TOKENS] over this block's part of k, two sets of sums in turn. scales: of both, or of a,
+// and b_scales. codes, held: where the tokens are held, and how many.
 template <class Shape, int TOKENS, int STAGES>
-__device__ __forceinline__ void decode_multiply(float (&sum)[TOKENS / 2], int count, u32 base, u32 scales, u32 full,
-                                                u32 empty, u32 codes = 0, u32 held = 0) {
-  constexpr int W = TOKENS / 2;
-  float d[2][W];
+__device__ __forceinline__ void decode_multiply(float (&sum)[Shape::SUMS], int count, u32 base, u32 scales,
+                                                u32 b_scales, u32 full, u32 empty, u32 codes = 0, u32 held = 0) {
+  constexpr int W = Shape::SUMS, V = Shape::TURNED ? 1 : W / 4;
+  float d[2][W], b_scale[2];
+  float2 scale[2][V];
   Ring<STAGES> ring;
   u32 previous = 0;
-  const u32 weights = base + warp_number() / 4 * 8192, own_scales = scales + lane_number() % 4 * 8;
-  auto open = [&](float (&s)[W]) {
+  const bool counts = Shape::counts();
+  const u32 weights = base + warp_number() / 4 * 8192;
+  scales += Shape::TURNED ? (warp_number() % 4 * 16 + lane_number() / 4) * 4 : lane_number() % 4 * 8;
+  auto open = [&](int set) {
     const u32 from = ring.stage * Shape::STAGE;
     barrier_wait(full + ring.stage * 8, ring.parity);
     if constexpr (Shape::HELD) {
-      product128_held(s, weights + from, codes, held);
+      product128_held(d[set], weights + from, codes, held);
       codes += 128 * held;
+    } else if constexpr (Shape::TURNED) {
+      product128(d[set], base + from + Shape::B_BYTES, weights + from);
     } else {
-      product128(s, weights + from, base + from + Shape::B_BYTES);
+      product128(d[set], weights + from, base + from + Shape::B_BYTES);
     }
-  };
-  const bool counts = Shape::counts();
-  auto close = [&](float (&s)[W], int k, bool last) {
-    float2 scale[W / 4];
+    if (counts) {  // long before they are multiplied: their latency would come between two products
+      if constexpr (Shape::TURNED) {
+        scale[set][0] = float2{load_shared(scales), load_shared(scales + 32)};
+      } else {
 #pragma unroll
-    for (int j = 0; j < W; j += 4) scale[j / 4] = load_shared2(own_scales + (k * TOKENS + j * 2) * 4);
+        for (int j = 0; j < V; j++) scale[set][j] = load_shared2(scales + j * 32);
+      }
+      if constexpr (!Shape::HELD) b_scale[set] = load_shared(b_scales);
+    }
+    scales += TOKENS * 4, b_scales += 4;
+  };
+  auto close = [&](int set, bool last) {
     if (last) {
       product_wait<0>();
     } else {
       product_wait<1>();
     }
-    product_done(s);
+    product_done(d[set]);
     if (lane_number() == 0) barrier_arrive(empty + previous * 8);
     if (!counts) return;
+    if constexpr (!Shape::HELD) {
 #pragma unroll
-    for (int j = 0; j < W; j++) sum[j] = fmaf(s[j], j % 2 ? scale[j / 4].y : scale[j / 4].x, sum[j]);
+      for (float2& by : scale[set]) by.x *= b_scale[set], by.y *= b_scale[set];
+    }
+#pragma unroll
+    for (int j = 0; j < W; j++) {
+      const float2 by = scale[set][Shape::TURNED ? 0 : j / 4];
+      sum[j] = fmaf(d[set][j], (Shape::TURNED ? j / 2 : j) % 2 ? by.y : by.x, sum[j]);
+    }
   };
   auto next = [&] {
     previous = ring.stage;
     ring.next();
   };
   if (count == 0) return;
-  open(d[0]);
+  open(0);
   next();
   int k = 1;
   for (; k + 1 < count; k += 2) {
-    open(d[1]);
-    close(d[0], k - 1, false);
+    open(1);
+    close(0, false);
     next();
-    open(d[0]);
-    close(d[1], k, false);
+    open(0);
+    close(1, false);
     next();
   }
   if (k < count) {
-    open(d[1]);
-    close(d[0], k - 1, false);
+    open(1);
+    close(0, false);
     next();
-    close(d[1], k, true);
+    close(1, true);
   } else {
-    close(d[0], k - 1, true);
+    close(0, true);
   }
 }
 
@@ -225,18 +252,22 @@ __device__ __forceinline__ void decode_start(u32 full, u32 empty) {
 // Of the warps that multiply: the products -> this block's part, in the stages' place.
 template <class Shape, int TOKENS, int STAGES, int SPLIT>
 __device__ __forceinline__ void decode_part(const DecodePart<Shape, TOKENS, STAGES, SPLIT>& part, u32 held) {
-  float sum[TOKENS / 2];
+  float sum[Shape::SUMS];
 #pragma unroll
-  for (int j = 0; j < TOKENS / 2; j++) sum[j] = 0.f;
+  for (int j = 0; j < Shape::SUMS; j++) sum[j] = 0.f;
   const u32 own_scales = Shape::GATES && warp_number() * 16 >= Shape::COLUMNS / 2 ? (part.codes - part.scales) / 2 : 0;
-  decode_multiply<Shape, TOKENS, STAGES>(sum, part.count, part.base, part.scales + own_scales, part.full, part.empty,
-                                         part.codes, held);
+  decode_multiply<Shape, TOKENS, STAGES>(sum, part.count, part.base, part.scales + own_scales, part.codes, part.full,
+                                         part.empty, part.codes, held);
   named_sync(1, 128 * Shape::GROUPS);  // every warp's products have read the stages
-  const u32 lane = lane_number(), n = warp_number() * 16 + lane / 4;
+  const u32 lane = lane_number(), warp = warp_number();
   if (Shape::counts()) {
 #pragma unroll
-    for (int j = 0; j < TOKENS / 2; j++)
-      store_shared(part.base + ((j / 4 * 8 + lane % 4 * 2 + j % 2) * Shape::PITCH + n + j / 2 % 2 * 8) * 4, sum[j]);
+    for (int j = 0; j < Shape::SUMS; j++) {
+      const u32 row = lane / 4 + j / 2 % 2 * 8, across = j / 4 * 8 + lane % 4 * 2 + j % 2;
+      const u32 token = Shape::TURNED ? warp % 4 * 16 + row : across;
+      const u32 column = Shape::TURNED ? warp / 4 * 64 + across : warp * 16 + row;
+      store_shared(part.base + (token * Shape::PITCH + column) * 4, sum[j]);
+    }
   }
   if constexpr (SPLIT == 1) named_sync(1, 128 * Shape::GROUPS);
 }
@@ -251,21 +282,20 @@ __device__ __forceinline__ void decode_end(const DecodePart<Shape, TOKENS, STAGE
   if constexpr (SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 
-template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, int EARLY, bool CHANNEL, class Out, int BIAS>
+template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, int EARLY, bool TURNED, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
-  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES>;
-  constexpr int GROUPS = Shape::GROUPS;
+  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, false, false, TURNED>;
+  constexpr int WARPS = Shape::GROUPS * 4;
   const DecodePart<Shape, TOKENS, STAGES, SPLIT> part(args);
-  if (warp_number() == GROUPS * 4 && lane_number() == 0) tensor_prefetch(a), tensor_prefetch(b);
-  decode_start<STAGES, GROUPS * 4 + 1, GROUPS * 4>(part.full, part.empty);
-  if constexpr (EARLY == 0) grid_wait();
-  if (warp_number() == GROUPS * 4) {
+  if (warp_number() == WARPS && lane_number() == 0) tensor_prefetch(a), tensor_prefetch(b);
+  decode_start<STAGES, WARPS + 1, WARPS>(part.full, part.empty);
+  if (warp_number() == WARPS) {
     decode_load<Shape, STAGES, EARLY>(a, b, part.token, part.column, part.first, part.count, part.token_tiles == 1,
                                       part.base, part.full, part.empty);
   } else {
-    if constexpr (EARLY > 0) grid_wait();
-    decode_scales<TOKENS, GROUPS, CHANNEL>(args, part.token, part.column, part.first, part.count, part.scales);
-    named_sync(1, 128 * GROUPS);
+    grid_wait();
+    decode_scales<TOKENS, 32 * WARPS, CHANNEL>(args, part.token, part.column, part.first, part.count, part.scales);
+    named_sync(1, 32 * WARPS);
     decode_part(part, 0);
   }
   decode_end<CHANNEL, Out, BIAS>(part, args);

@@ -94,7 +94,8 @@ class Decode:
     stages: int = 8  # blocks of K in shared memory
     resident: int = 2  # thread blocks a multiprocessor
     overlap: bool = True  # launched while the kernel before it ends
-    early: int = 0  # blocks of K of b that it reads before that end: only where that kernel does not write b
+    early: int = 0  # blocks of K of b that it reads before that end: only where no kernel that may still run writes b
+    turned: bool = False  # the tokens are the tensor core's rows, and the columns its columns
 
     @property
     def threads(self) -> int:
@@ -104,11 +105,12 @@ class Decode:
         return (self.tokens + self.columns) * 128 + 16
 
     def shared_bytes(self, segment: int) -> int:
-        pad = (-self.columns % 64) * 128  # an operand of 64 rows reads past its columns
-        return self.stages * self.stage_bytes() + pad + segment * self.tokens * 4
+        pad = (64 - self.tokens if self.turned else -self.columns % 64) * 128  # the operand of 64 rows reads on
+        return self.stages * self.stage_bytes() + pad + segment * (self.tokens + 1) * 4
 
     def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
-        shape = f"{self.tokens}, {self.columns}, {self.stages}, {parts}, {self.early}, {str(channel).lower()}"
+        shape = f"{self.tokens}, {self.columns}, {self.stages}, {parts}, {self.early}"
+        shape += f", {str(self.turned).lower()}, {str(channel).lower()}"
         return f"decode<{shape}, quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
 
     def grid(self, m: int, n: int, parts: int) -> int:
@@ -160,12 +162,12 @@ def segment_of(k: int, parts: int) -> int:
 def decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
     tokens = next(t for t in (8, 16, 32, 64) if t >= min(m, 64))
     tiles = _ceil(m, tokens) * parts
-    # With 16 tokens and more, half as many blocks that each read the tokens are better than all multiprocessors busy.
-    enough = {64: 96, 32: BUSY} if tokens == 8 else {64: BUSY // 2, 32: BUSY // 2}
+    # With 16 or 32 tokens, half as many blocks that each read the tokens are better than all multiprocessors busy.
+    enough = {8: {64: 96, 32: BUSY}, 64: {64: 96, 32: BUSY // 2}}.get(tokens, {64: BUSY // 2, 32: BUSY // 2})
     columns = next((c for c in enough if tiles * _ceil(n, c) >= enough[c]), 16)
-    if tokens >= 32 and tiles * _ceil(n, 64) > 2 * PROCESSORS:
+    if tokens == 64 and tiles * _ceil(n, 64) > 2 * PROCESSORS:
         columns = 128
-    plan = Decode(tokens, columns=columns)
+    plan = Decode(tokens, columns=columns, turned=tokens == 64)
     one = plan.grid(m, n, parts) <= PROCESSORS or (tokens, columns) == (64, 128)  # whose registers fit once
     plan = replace(plan, resident=1 if one else 2)
     budget = min(MAX_SHARED, SM_SHARED // plan.resident - 1024) - replace(plan, stages=0).shared_bytes(
@@ -176,6 +178,12 @@ def decode_plan(m: int, n: int, k: int, parts: int) -> Decode:
 
 
 EARLY_BYTES = 64 << 10  # of b, a multiprocessor: enough to keep the memory busy
+
+
+def early_blocks(plan: Decode, segment: int) -> int:
+    """At most a quarter of K: the tokens come behind them, and no product can begin without those."""
+    return min(plan.stages, EARLY_BYTES // (plan.resident * plan.columns * 128), segment // 4)
+
 
 WIDE = Prefill(wide=True, lag=1)
 SQUARE = Prefill(sets=2, stages=6)
@@ -197,9 +205,8 @@ def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
         if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
             return square
     plan = decode_plan(m, n, k, parts)
-    if settled:  # and at most a quarter of K: the tokens come behind it, and no product can begin without them
-        bytes_of_block = plan.resident * plan.columns * 128
-        plan = replace(plan, early=min(plan.stages, EARLY_BYTES // bytes_of_block, segment_of(k, parts) // 4))
+    if settled:
+        plan = replace(plan, early=early_blocks(plan, segment_of(k, parts)))
     return plan if plan.stages >= 2 else square
 
 
@@ -384,7 +391,7 @@ def gemm(
 ) -> Tensor:
     """a [M, K] times the transpose of b [N, K], both e4m3 with block scales, + bias: [M, N] in out_dtype, contiguous.
 
-    b_settled: the kernel before this one on the stream does not write b, which may be read before that one has ended.
+    b_settled: no kernel that may still run writes b, which may be read before the kernel before this one has ended.
     plan and parts: instead of the rules' (to measure). Raises ValueError for what `unsupported` names.
     """
     reason = unsupported(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias)

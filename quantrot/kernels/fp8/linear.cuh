@@ -162,7 +162,6 @@ __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args,
   Quad addend{};
   if (warp == WARPS && lane_number() == 0) tensor_prefetch(b);
   decode_start<STAGES, WARPS + 1, WARPS>(part.full, part.empty);
-  if constexpr (EARLY == 0) grid_wait();
   if (warp == WARPS) {
     decode_load<Shape, STAGES, EARLY>(nullptr, b, part.token, part.column, part.first, part.count, true, part.base,
                                       part.full, part.empty, args.n / 2);

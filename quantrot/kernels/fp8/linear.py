@@ -26,7 +26,6 @@ from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel
 
 TOKENS = 8  # that a kernel takes at most, the columns of a tensor core's product
 FEW, MOST = 2, 14336  # tokens, and of M * K, up to which one kernel has been found faster than two
-AHEAD = 64 << 10  # bytes of weights that a multiprocessor asks for before its tokens, which arrive behind them
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap b, const __grid_constant__ quantrot::GemmArgs args,
     const __grid_constant__ quantrot::Tokens tokens) {{
@@ -61,7 +60,7 @@ class Held(Decode):
 
     def held_bytes(self, segment: int, m: int, norm: bool, gates: bool) -> int:
         """Of shared memory, with the stages and m tokens."""
-        more = segment * TOKENS * 4 * (gates + norm)  # the scales of what is gated, and sums
+        more = segment * 4 * (TOKENS * (gates + norm) - 1)  # the scales of what is gated, and sums; b's are in a's
         return self.shared_bytes(segment) + segment * 128 * m + (TOKENS - m) * 16 + more
 
     def holds_all(self, segment: int, m: int) -> bool:
@@ -111,7 +110,7 @@ def plan_for(
     plan = replace(plan, stages=max(0, min(budget // plan.stage_bytes(), in_flight)))
     if plan.stages < 2 or (norm and not plan.holds_all(segment, m)):
         return None
-    return replace(plan, early=min(plan.stages, AHEAD // plan.resident // (plan.columns * 128))) if settled else plan
+    return replace(plan, early=hopper.early_blocks(plan, segment)) if settled else plan
 
 
 def takes_one(n: int, k: int) -> bool:
@@ -233,8 +232,8 @@ def linear(
 
     x is quantized in 1 x 128 blocks, by the scale rule `rule`. norm [K]: x / sqrt(mean(x^2) + epsilon) * norm is.
     residual [M, N]: is added to the rounded result. gates: b is gate and up, [2 N', K], and the result silu(gate) * up,
-    [M, N']. b_settled: the kernel before this one on the stream writes neither b nor norm, which may be read before
-    that has ended. plan and parts: instead of the rules' (to measure). ValueError for what `unsupported` names.
+    [M, N']. b_settled: no kernel that may still run writes b or norm, which may be read before the kernel before this
+    one has ended. plan and parts: instead of the rules' (to measure). ValueError for what `unsupported` names.
     """
     reason = unsupported(x, b, b_scale, b_block, bias, norm, residual, gates)
     if reason and (plan is None or "it takes up to" not in reason):

@@ -206,6 +206,7 @@ inline u32 lane_number() { return self().lane(); }
 inline u32 shared_memory() { return emulator::SHARED_START; }
 inline u32 cluster_rank() { return self().block->rank; }
 inline void grid_wait() { self().waited = true; }
+inline void launch_dependents() {}
 inline u32 in_block(u32 address, u32 rank) { return address | (rank + 1) << 24; }
 
 inline void warp_sync() { self().block->warps[self().warp()].meeting.meet(32, "the warp"); }
@@ -384,10 +385,11 @@ inline void copy16(u32 to, const void* from, bool inside) {
 }
 inline void copies_wait() {
   for (auto& [to, bytes] : self().copies) emulator::ordinary_write(to, bytes.data(), 16);
-  self().copies.clear();
+  for (auto& [to, bytes] : self().small) emulator::ordinary_write(to, bytes.data(), 4);
+  self().copies.clear(), self().small.clear();
 }
 
-// Bytes land, and the arrival comes, at some later moment: never unfenced, since only ordinary loads are to read them.
+// Without copies_wait, bytes land, and the arrival comes, at some later moment: never unfenced, since only ordinary loads are to read them.
 inline void copy4(u32 to, const void* from) {
   self().small.push_back({to, std::vector<unsigned char>((const unsigned char*)from, (const unsigned char*)from + 4)});
 }
