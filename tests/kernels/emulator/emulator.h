@@ -401,6 +401,17 @@ inline void copies_arrive(u32 bar) {
   self().small.clear();
 }
 
+// --- Global memory between blocks ------------------------------------------------------------------------------------
+
+inline u32 count_in_turn(u32* p, u32 last) {
+  const u32 before = *p;
+  *p = before >= last ? 0 : before + 1;
+  return before;
+}
+inline float2 fresh2(const float* p) { return {p[0], p[1]}; }
+inline float4 fresh4(const float* p) { return {p[0], p[1], p[2], p[3]}; }
+inline int load_fresh(const int* p) { return *p; }
+
 // --- Registers, ordinary shared memory -------------------------------------------------------------------------------
 
 template <int N>
@@ -461,6 +472,11 @@ inline float4 load_cluster4(u32 mapped) {
 inline void store_cluster(u32 mapped, u32 a) {
   emulator::Block& block = emulator::block_of(mapped);
   memcpy(block.at(mapped, 4), &a, 4);
+}
+
+inline u32 largest_of_warp(u32 x) {
+  for (u32 y : exchange(x)) x = max(x, y);
+  return x;
 }
 
 // --- Products --------------------------------------------------------------------------------------------------------
