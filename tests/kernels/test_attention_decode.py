@@ -183,6 +183,18 @@ def test_each_split_meets_the_reference(splits):
 
 
 @gpu
+def test_it_is_taken_for_few_sequences_and_what_it_does_not_take_is_tritons():
+    torch.manual_seed(0)
+    for batch, keys, taken in ((1, 3000, True), (2, 200, True), (40, 200, False)):
+        given = cache(batch, 8, 4, keys, 64, 0, "cuda")
+        kernel = decode if taken else triton
+        y = attend(given, causal=True)
+        assert torch.equal(y, kernel.attention(as_inputs(given), torch.bfloat16))
+    odd = given._replace(k_scale=given.k_scale.contiguous())  # rows of 200 bytes
+    assert decode.unsupported(as_inputs(odd), torch.bfloat16) and attend(odd, causal=True).isfinite().all()
+
+
+@gpu
 @pytest.mark.parametrize("dim", decode.DIMS)
 def test_a_hundred_runs_and_graphs_are_bit_equal(dim):
     torch.manual_seed(0)
