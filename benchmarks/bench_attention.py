@@ -1,6 +1,7 @@
 """FP8 attention: prefill, decode over an e4m3 cache, and the kernel that prepares the operands, against their peers.
 
     python benchmarks/bench_attention.py [--out FILE]      # the table, and results/bench_attention-<gpu>.json
+    python benchmarks/bench_attention.py --query-codes 2 [--out FILE]  # prefill alone, a query is the sum of two codes
     python benchmarks/bench_attention.py --sweep           # every launch configuration of every kernel, best first
     python benchmarks/bench_attention.py --render          # no GPU: the table of docs/attention.md, from the json
 
@@ -17,6 +18,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -149,11 +151,11 @@ def error_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, y:
 # --- Rows ------------------------------------------------------------------------------------------------------------
 
 
-def prefill(dim: int, seq: int, causal: bool, gbps: float) -> dict[str, Any]:
-    sets = qkv(seq, dim)
-    us = time_us([lambda s=s: fp8_attention(*s, causal=causal) for s in sets])
+def prefill(dim: int, seq: int, causal: bool, gbps: float, query_codes: int) -> dict[str, Any]:
+    sets, how = qkv(seq, dim), {"causal": causal, "query_codes": query_codes}
+    us = time_us([lambda s=s: fp8_attention(*s, **how) for s in sets])
     given = [prepared(*s) for s in sets]
-    attention = time_us([lambda g=g: attend(g, causal=causal) for g in given])
+    attention = time_us([lambda g=g: attend(g, **how) for g in given])
     peers = {
         "cudnn_bf16": sdpa(SDPBackend.CUDNN_ATTENTION, causal, sets),
         "flash2": sdpa(SDPBackend.FLASH_ATTENTION, causal, sets),
@@ -162,13 +164,13 @@ def prefill(dim: int, seq: int, causal: bool, gbps: float) -> dict[str, Any]:
     operations = 4 * seq * seq * dim * HEADS / (2 if causal else 1)
     return {
         "op": "prefill",
-        "case": {"head_dim": dim, "seq": seq, "causal": causal},
+        "case": {"head_dim": dim, "seq": seq, **how},
         "us": us,
         "attend_us": attention,
         "tflops": operations / us / 1e6,
         "floor_us": operations / PEAK * 1e6,
         "peers_us": peers,
-        "error": error_of(*sets[0], causal, fp8_attention(*sets[0], causal=causal)),
+        "error": error_of(*sets[0], causal, fp8_attention(*sets[0], **how)),
     }
 
 
@@ -237,15 +239,19 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def main(out: Path | None) -> None:
+def main(out: Path | None, query_codes: int) -> None:
     gbps = copy_gbps()
     rows = []
-    for function, cases in ((prefill, PREFILL), (prepare, ROWS), (decode, DECODE)):
+    jobs: list[tuple[Callable[..., dict[str, Any]], list[Any]]] = [(partial(prefill, query_codes=query_codes), PREFILL)]
+    if query_codes == 1:
+        jobs += [(prepare, ROWS), (decode, DECODE)]
+    for function, cases in jobs:
         for case in cases:
             rows.append(function(*case, gbps))
             print(line(rows[-1]), flush=True)
             torch.cuda.empty_cache()
-    write_results("bench_attention", gbps, rows, out)
+    if query_codes == 1 or out:
+        write_results("bench_attention", gbps, rows, out)
 
 
 # --- Sweep -----------------------------------------------------------------------------------------------------------
@@ -341,6 +347,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--render", action="store_true")
+    parser.add_argument("--query-codes", type=int, choices=(1, 2), default=1)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.render:
@@ -348,4 +355,4 @@ if __name__ == "__main__":
     elif asked.sweep:
         sweep()
     else:
-        main(asked.out)
+        main(asked.out, asked.query_codes)

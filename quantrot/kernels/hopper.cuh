@@ -214,6 +214,27 @@ __device__ __forceinline__ void copies_arrive(u32 bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
+// --- Global memory between blocks ------------------------------------------------------------------------------------
+
+// A number that another kernel may be writing: what is in L2.
+__device__ __forceinline__ int load_fresh(const int* p) {
+  int x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+
+// Adds one, or goes back to 0 from `last`, and gives what was there. What the thread has written, and has seen written by
+// its block, is there for the thread that counts next, and its block.
+__device__ __forceinline__ u32 count_in_turn(u32* p, u32 last) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(last) : "memory");
+  return before;
+}
+
+// What other blocks have written: from L2, whatever this multiprocessor has read before.
+__device__ __forceinline__ float2 fresh2(const float* p) { return __ldcg((const float2*)p); }
+__device__ __forceinline__ float4 fresh4(const float* p) { return __ldcg((const float4*)p); }
+
 // --- Registers between warpgroups ------------------------------------------------------------------------------------
 
 template <int N>
@@ -415,6 +436,15 @@ __device__ __forceinline__ void product16(float (&d)[W], const u32 (&a)[4], u64 
   if constexpr (W == 112) QR_PRODUCT16_TYPES(224, 112, "0", "112", "113", "114", "115", "116", "117");
   if constexpr (W == 120) QR_PRODUCT16_TYPES(240, 120, "0", "120", "121", "122", "123", "124", "125");
   if constexpr (W == 128) QR_PRODUCT16_TYPES(256, 128, "0", "128", "129", "130", "131", "132", "133");
+}
+
+// --- A warp --------------------------------------------------------------------------------------------------------
+
+// Of what its lanes have.
+__device__ __forceinline__ u32 largest_of_warp(u32 x) {
+  u32 y;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 // --- Products by a warp ----------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import torch
 from quantrot.kernels.attention import prepare, rope_hadamard_quantize
 
 gpu = pytest.mark.gpu
-PLAN = prepare.Plan(2, 2)
 NAMES = ("q", "q_scale", "k", "k_scale", "v", "v_scale")
 
 # dim, dtype, cosines' dtype or none, rotated, a scale of k and v a block
@@ -39,7 +38,7 @@ def emulator(emulated):
     source, names = prepare.device_functions(), []
     for i, (dim, dtype, angles, rotate, by_block) in enumerate(KERNELS):
         names.append(f"prepare_{i}")
-        entry = prepare.entry(PLAN, dim, dtype, angles, rotate, by_block)
+        entry = prepare.entry(prepare.plan_for(dim, True, 128), dim, dtype, angles, rotate, by_block)
         source += entry.replace("prepare(", f"prepare_{i}(", 1)
     library = emulated(source.replace('extern "C" __global__', "__global__") + RUN.replace("NAMES", ", ".join(names)))
     library.run.restype = ctypes.c_char_p
@@ -51,7 +50,7 @@ def emulator(emulated):
         out = prepare.outputs(q, k, by_block)
         for t in out:
             t.view(torch.uint8).fill_(0xAA)
-        args = prepare.arguments(q, k, v, cos, sin, order, out, PLAN)
+        args = prepare.arguments(q, k, v, cos, sin, order, out, prepare.plan_for(dim, True, 128))
         message = library.run(number, ctypes.byref(args), *prepare.grid(args, k.shape[0]), prepare.shared_bytes(dim), 0)
         assert message == b"", message.decode()
         return out

@@ -20,8 +20,8 @@ Contract of every backend, with B sequences, H query heads, G key and value head
 The softmax weights are rounded to e4m3 (times 2^8, relative to their row's maximum rounded up to a power of two), their
 sum is not. attention_reference has the formula. Backends: "hopper" (CUDA C++ for sm_90; what it takes is said there,
 operands that its preparing kernel does not take are prepared by Triton's), "triton" (CUDA with e4m3, capability 8.9 and
-up), "reference" (plain torch); "auto" takes the first that can run, and "hopper" for many queries and where it is the
-faster. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
+up), "reference" (plain torch); "auto" takes the first that can run, and "hopper" for many queries and for one (of few
+sequences), where it is the faster. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
 """
 
 import os
@@ -162,8 +162,8 @@ def attend(
 ) -> Tensor:
     """Attention of quantized queries, keys and values: [B, S, H, D] in `dtype`, contiguous. See fp8_attention.
 
-    With one query (S = 1) and no query_lengths the Triton backend splits the keys over programs, and sums their parts
-    in a fixed order.
+    With one query (S = 1) and no query_lengths the keys are split over programs, and their parts summed in a fixed
+    order.
     """
     _check_attend(given, mask, lengths, query_lengths, query_codes, dtype, backend)
     q, q_scale, k, k_scale, v, v_scale = given
@@ -389,7 +389,7 @@ def _fp8_attention(
     if one and not _takes_wide(q, k, v, q_scale, k_scale, v_scale, mask, causal, dtype, backend):
         q, q_scale = quantize_heads(q)
     if (runs := _backend(q.device, backend)) != "reference":
-        from quantrot.kernels.attention import hopper, triton
+        from quantrot.kernels.attention import decode, hopper, triton
 
         many = queries > FEW or query_lengths is not None
         if query_codes == 2 and (many or runs == "hopper") and hopper.unreadable(q) is not None:
@@ -398,6 +398,8 @@ def _fp8_attention(
         given = triton.Inputs(
             q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, query_codes
         )
+        if backend != "triton" and decode.supports(given, dtype) and (runs == "hopper" or decode.faster(given)):
+            return decode.attention(given, dtype)
         if runs == "hopper" or (backend == "auto" and many and hopper.supports(given, dtype)):
             return hopper.attention(given, dtype)
         return triton.attention(given, dtype)

@@ -30,10 +30,6 @@ struct AttentionArgs {
   unsigned short starts[146], places[512];
 };
 
-constexpr int P_BITS = 8;  // probabilities are in e4m3 times 2^8
-
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
-
 // Queries that are codes already.
 struct Codes {
   static constexpr int BYTES = 1;

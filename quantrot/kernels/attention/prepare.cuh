@@ -2,7 +2,7 @@
 // e4m3 of v transposed, in one pass over memory.
 //
 // A thread block takes 128 tokens of SHARE heads of q or k, one after another, or of one head of v. A warp has 16 tokens,
-// a thread two of them (g and g + 8, g = lane / 4) and of each the columns 32 i + 8 q ... + 7 (q = lane % 4): 16 bytes a
+// a thread two of them (g and g + 8, g = lane / 4) and of each the columns that column_of says (q = lane % 4): 16 bytes a
 // load, and both columns that RoPE mixes. Of the index of a column, the bits of q and two of the lowest are one product
 // with the Hadamard matrix of order 16 (exact operands, float32 sums), whose result lies as its operand did; the others
 // are butterflies in registers.
@@ -18,7 +18,7 @@ struct PrepareArgs {
   float factor;  // of the rotation
 };
 
-constexpr int TOKENS = 128, PREPARE_THREADS = 256;
+constexpr int TOKENS = 128, PREPARE_THREADS = 256, EARLY = 512;
 
 // The larger magnitude of two 16-bit numbers, as the bits of one.
 __device__ __forceinline__ u32 larger(u32 most, u32 pair) {
@@ -65,6 +65,31 @@ struct Fp32 {
   static constexpr int BYTES = 4;
 };
 
+// RoPE of two neighbouring columns and of those that go with them: products are rounded to float32, and their sum. Of
+// numbers of 16 bits they are exact, so one of them and the sum are one operation.
+template <class T, class Angle>
+__device__ __forceinline__ void turn_pair(u32& low, u32& high, const float* cosines, const float* sines) {
+  float a[2], b[2];
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    const float one = T::value((unsigned short)(low >> 16 * e)), two = T::value((unsigned short)(high >> 16 * e));
+    const float p = __fmul_rn(two, sines[e]), r = __fmul_rn(one, sines[e]);
+    if constexpr (Angle::BYTES == 2) {
+      a[e] = __fmaf_rn(one, cosines[e], -p), b[e] = __fmaf_rn(two, cosines[e], r);
+    } else {
+      a[e] = __fsub_rn(__fmul_rn(one, cosines[e]), p), b[e] = __fadd_rn(__fmul_rn(two, cosines[e]), r);
+    }
+  }
+  low = T::pack(a[0], a[1]), high = T::pack(b[0], b[1]);
+}
+
+// The first of the eight columns of lane q's i-th load of a row. At head_dim 128 a lane has sixteen neighbouring ones, so
+// that two loads are of one line and a store is of 16 bytes: 170 us instead of 177 at 32768 tokens.
+template <int D>
+__device__ __forceinline__ u32 column_of(int i, u32 q) {
+  return D == 128 ? i / 2 * 64 + 16 * q + i % 2 * 8 : 32 * i + 8 * q;
+}
+
 // Heads first ... last - 1 of q or k. The pointers are at the sequence's; rows: of the output from a head to the next.
 template <class T, class Angle, int D, bool ROPE, bool ROTATE, bool BY_BLOCK>
 __device__ __forceinline__ void turn(const PrepareArgs& args, const unsigned short* from, const void* cos,
@@ -81,7 +106,7 @@ __device__ __forceinline__ void turn(const PrepareArgs& args, const unsigned sho
       for (int i = 0; i < PIECES; i++) {
         Quad y = {{0, 0, 0, 0}};
         if (token + 8 * r < args.tokens)
-          y = *(const Quad*)(from + (i64)(token + 8 * r) * x_token + head * x_head + 32 * i + 8 * q);
+          y = *(const Quad*)(from + (i64)(token + 8 * r) * x_token + head * x_head + column_of<D>(i, q));
 #pragma unroll
         for (int n = 0; n < 4; n++) x[r][i][n] = y.w[n];
       }
@@ -103,21 +128,11 @@ __device__ __forceinline__ void turn(const PrepareArgs& args, const unsigned sho
         const i64 at = min(token + 8 * r, args.tokens - 1) * args.cos_token;
 #pragma unroll
         for (int i = 0; i < PIECES / 2; i++) {
-          const Angles c = Angles::at<Angle>((const char*)cos + at * Angle::BYTES, 32 * i + 8 * q);
-          const Angles s = Angles::at<Angle>((const char*)sin + at * Angle::BYTES, 32 * i + 8 * q);
+          const Angles c = Angles::at<Angle>((const char*)cos + at * Angle::BYTES, column_of<D>(i, q));
+          const Angles s = Angles::at<Angle>((const char*)sin + at * Angle::BYTES, column_of<D>(i, q));
 #pragma unroll
-          for (int n = 0; n < 4; n++) {
-            u32 &low = x[r][i][n], &high = x[r][i + PIECES / 2][n];
-            float a[2], b[2];
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-              const float one = T::value((unsigned short)(low >> 16 * e)), two = T::value((unsigned short)(high >> 16 * e));
-              const float cosine = c.w[2 * n + e], sine = s.w[2 * n + e];
-              a[e] = __fsub_rn(__fmul_rn(one, cosine), __fmul_rn(two, sine));
-              b[e] = __fadd_rn(__fmul_rn(two, cosine), __fmul_rn(one, sine));
-            }
-            low = T::pack(a[0], a[1]), high = T::pack(b[0], b[1]);
-          }
+          for (int n = 0; n < 4; n++)
+            turn_pair<T, Angle>(x[r][i][n], x[r][i + PIECES / 2][n], c.w + 2 * n, s.w + 2 * n);
         }
       }
     }
@@ -209,9 +224,15 @@ __device__ __forceinline__ void turn(const PrepareArgs& args, const unsigned sho
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       if (token + 8 * r >= args.tokens) continue;
-      unsigned char* to = out + ((i64)head * rows + token + 8 * r) * D + 8 * q;
+      unsigned char* to = out + ((i64)head * rows + token + 8 * r) * D;
+      if constexpr (D == 128) {
 #pragma unroll
-      for (int i = 0; i < PIECES; i++) *(u64*)(to + 32 * i) = codes[r][i][0] | (u64)codes[r][i][1] << 32;
+        for (int i = 0; i < PIECES; i += 2)
+          *(Quad*)(to + column_of<D>(i, q)) = {{codes[r][i][0], codes[r][i][1], codes[r][i + 1][0], codes[r][i + 1][1]}};
+      } else {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) *(u64*)(to + column_of<D>(i, q)) = codes[r][i][0] | (u64)codes[r][i][1] << 32;
+      }
     }
   }
 }
@@ -291,10 +312,12 @@ __device__ __forceinline__ void values(const PrepareArgs& args, const unsigned s
   }
 }
 
-// What a thread block will read of q, k or v comes to L2 while the kernel before it ends.
+// What a thread block will read of q, k or v comes to L2 while the kernel before it ends: for those that start by then. (For
+// all of them it was 70 instructions a thread, and every line asked for twice.)
 template <int D>
 __device__ __forceinline__ void warm(const PrepareArgs& args, const unsigned short* from, i64 x_token, i64 x_head,
                                      int first, int last, int tile) {
+  if (blockIdx.z + (blockIdx.y * gridDim.x + blockIdx.x) / EARLY > 0) return;
   constexpr int LINES = D * 2 / 128;  // of a row
   for (int i = threadIdx.x; i < (last - first) * TOKENS * LINES; i += PREPARE_THREADS) {
     const int token = tile * TOKENS + i / LINES % TOKENS;

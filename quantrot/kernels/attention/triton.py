@@ -91,10 +91,16 @@ def scale_byte(largest):
 
 
 @triton.jit
+def scaled(x, byte):
+    """x in units of scale bytes that broadcast with it; 0 where the byte is 255."""
+    inverse = ((254 - tl.minimum(byte, 254)) << 23).to(tl.float32, bitcast=True)
+    return tl.where(byte == 255, 0.0, x * inverse)
+
+
+@triton.jit
 def encode(x, byte, PTX: tl.constexpr):
     """x by scale bytes that broadcast with it -> e4m3; 0 where the byte is 255. |x| <= 448 scales: nothing to clamp."""
-    inverse = ((254 - tl.minimum(byte, 254)) << 23).to(tl.float32, bitcast=True)
-    return to_e4m3(tl.where(byte == 255, 0.0, x * inverse), PTX)
+    return to_e4m3(scaled(x, byte), PTX)
 
 
 @triton.jit
@@ -104,8 +110,7 @@ def _queries(q_at, valid, columns, scale_at, live, WIDE: tl.constexpr, ONE: tl.c
     if WIDE:
         x = tl.load(q_at, mask=valid, other=0.0).to(tl.float32)
         byte = scale_byte(tl.max(magnitude(x), 1))
-        inverse = ((254 - tl.minimum(byte, 254)) << 23).to(tl.float32, bitcast=True)
-        x = tl.where((byte == 255)[:, None], 0.0, x * inverse[:, None])
+        x = scaled(x, byte[:, None])
         codes = to_e4m3(x, PTX)
         second = to_e4m3(tl.where((columns >= ONE)[None, :], x - codes.to(tl.float32), 0.0), PTX)
     else:

@@ -58,6 +58,7 @@ inline float __uint_as_float(uint32_t bits) {
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 using std::max;
 using std::min;
 
@@ -402,6 +403,17 @@ inline void copies_arrive(u32 bar) {
   self().small.clear();
 }
 
+// --- Global memory between blocks ------------------------------------------------------------------------------------
+
+inline u32 count_in_turn(u32* p, u32 last) {
+  const u32 before = *p;
+  *p = before >= last ? 0 : before + 1;
+  return before;
+}
+inline float2 fresh2(const float* p) { return {p[0], p[1]}; }
+inline float4 fresh4(const float* p) { return {p[0], p[1], p[2], p[3]}; }
+inline int load_fresh(const int* p) { return *p; }
+
 // --- Registers, ordinary shared memory -------------------------------------------------------------------------------
 
 template <int N>
@@ -462,6 +474,11 @@ inline float4 load_cluster4(u32 mapped) {
 inline void store_cluster(u32 mapped, u32 a) {
   emulator::Block& block = emulator::block_of(mapped);
   memcpy(block.at(mapped, 4), &a, 4);
+}
+
+inline u32 largest_of_warp(u32 x) {
+  for (u32 y : exchange(x)) x = max(x, y);
+  return x;
 }
 
 // --- Products --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,249 @@
+"""FP8 attention of one query a sequence for Hopper: CUDA C++ (decode.cuh), compiled at first use, one launch.
+
+    attention    Inputs -> [B, 1, H, D]
+    unsupported  why these operands are not for it, or None
+
+Head dimensions 64 and 128, up to 16 query heads a key head, a scale a token for k and v.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.attention.reference import BLOCK, LOG2E, group_of
+from quantrot.kernels.fp8 import E4M3
+from quantrot.kernels.nvrtc import SM_SHARED, load_kernel, processors, tensor_map
+
+if TYPE_CHECKING:
+    from quantrot.kernels.attention.triton import Inputs
+
+OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+DIMS = (64, 128)
+LARGEST_SHARE = 16  # query heads a key head
+COUNTERS = 1 << 16
+ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {blocks}) decode(
+    const __grid_constant__ quantrot::TensorMap k, const __grid_constant__ quantrot::TensorMap v,
+    const __grid_constant__ quantrot::DecodeArgs args) {{
+  quantrot::decode<{call}>(&k, &v, args);
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch: warpgroups of a thread block, tiles of K and V each has in shared memory, blocks of a key head, tiles
+    that a warpgroup asks L2 for while the kernel before it ends."""
+
+    teams: int
+    stages: int
+    splits: int
+    warm: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.teams
+
+    def shared_bytes(self, dim: int, share: int) -> int:
+        """As DecodeShape of decode.cuh has it."""
+        heads = -(-share // 8) * 8
+        return self.teams * (self.stages * (BLOCK * (2 * dim + 3) + 8) + heads * (BLOCK + 16)) + heads * dim + 4
+
+
+class Arguments(ctypes.Structure):
+    """DecodeArgs of decode.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "q_scale", "k_scale", "v_scale", "lengths")),
+        ("mask", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("out", "parts", "stats", "arrived")),
+        *((name, ctypes.c_longlong) for name in ("q_batch", "q_head")),
+        *((f"{name}_{i}", ctypes.c_longlong) for name in ("qs", "ks", "vs") for i in ("batch", "head")),
+        ("mask_batch", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("k_batch", "k_head", "v_batch", "v_head", "heads", "groups", "keys")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _Parameters(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_ubyte * 128) for name in "kv"), ("args", Arguments)]
+
+
+@lru_cache(maxsize=256)
+def plan_for(dim: int, pairs: int, units: int) -> Plan:
+    """The launch for `pairs` key heads of all sequences on `units` processors: a block on each, with half its shared
+    memory, so that the next kernel's start beside it."""
+    splits = max(1, units // pairs)
+    return Plan(2, 3, splits, 2) if dim == 64 else Plan(1, 3, splits)
+
+
+def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
+    """Why `attention` does not take these operands, or None. Does not look at the device."""
+    (batch, heads, queries, dim), (groups, keys) = given.q.shape, given.k.shape[1:3]
+    if dim not in DIMS or dtype not in OUT or given.q.dtype != E4M3:
+        return f"head_dim {dim}, {dtype}, q in {given.q.dtype}; head_dim 64 and 128, 16-bit results and codes are"
+    if queries != 1 or given.query_lengths is not None or not keys:
+        return "several queries, or no keys"
+    if heads // groups > LARGEST_SHARE or batch * groups > 65535:
+        return f"{heads} query heads and {groups} key heads, {batch} sequences"
+    if group_of(given.k_scale, keys) != 1 or group_of(given.v_scale, keys) != 1:
+        return "a scale of k or v for more than a token"
+    if given.k.stride(2) != dim or any(s % given.v.stride(2) for s in given.v.stride()[:2]):
+        return "rows of k that are not adjacent, or heads of v between rows"
+    if any(s % dim for s in given.k.stride()[:2]) or given.k.shape.numel() >= 1 << 31:
+        return "heads of k between rows, or too many"
+    lines = [given.k_scale, given.v_scale, *([given.mask] if given.mask is not None else [])]
+    if any(_crooked(t) for t in (given.q, given.k, given.v, *lines)):
+        return "rows that are not contiguous, or do not start at multiples of 16 bytes"
+    if any(_left(t) < _span(t) + -keys % 16 for t in lines):
+        return "scales or a mask that end within 16 bytes"
+    return None
+
+
+def _crooked(t: Tensor) -> bool:
+    """Whether rows of bytes have gaps, or start elsewhere than at multiples of 16."""
+    starts = (t.data_ptr(), *(s for s, n in zip(t.stride()[:-1], t.shape, strict=False) if n > 1))
+    return t.stride(-1) != 1 or any(n % 16 for n in starts)
+
+
+def _span(t: Tensor) -> int:
+    """Bytes from the first to the last."""
+    return sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+
+
+def _left(t: Tensor) -> int:
+    """Bytes of its storage from the first on."""
+    return int(t.untyped_storage().nbytes()) - int(t.storage_offset())
+
+
+def supports(given: "Inputs", dtype: torch.dtype) -> bool:
+    """Whether `attention` takes these operands on their device."""
+    device = given.q.device
+    if device.type != "cuda" or not nvrtc.available(device) or unsupported(given, dtype) is not None:
+        return False
+    return _counters(given.q.get_device()) is not None
+
+
+def faster(given: "Inputs") -> bool:
+    """Whether it is faster than Triton's two kernels: as long as no processor has several key heads.
+
+    With 8 of head_dim 128 on an H200: 8 sequences of 4096 tokens 23 us instead of 31, 32 of 8192 158 instead of 135.
+    """
+    return given.k.shape[0] * given.k.shape[1] <= processors(given.q.get_device())
+
+
+def device_functions() -> str:
+    """What every kernel is built on."""
+    here = Path(__file__).parent
+    return "".join(path.read_text() for path in (here.parent / "hopper.cuh", here / "codes.cuh", here / "decode.cuh"))
+
+
+def entry(plan: Plan, dim: int, share: int, mask: bool, dtype: torch.dtype) -> str:
+    """The source of one kernel, after device_functions."""
+    numbers = (dim, share, plan.teams, plan.stages, int(mask), plan.warm)
+    call = ", ".join([*map(str, numbers), f"quantrot::{OUT[dtype]}"])
+    blocks = 2 if plan.shared_bytes(dim, share) <= SM_SHARED // 2 - 1024 else 1
+    return ENTRY.format(threads=plan.threads, blocks=blocks, call=call)
+
+
+@lru_cache(maxsize=256)
+def _kernel(plan: Plan, dim: int, share: int, mask: bool, dtype: torch.dtype, device: int) -> int:
+    """The function, ready to launch on this device."""
+    source = device_functions() + entry(plan, dim, share, mask, dtype)
+    return load_kernel(source, "decode", plan.shared_bytes(dim, share), device)
+
+
+class _Counters:
+    """Zeros on a device, which a launch counts up and leaves as zeros. Launches take turns, so that two at once, or two
+    graphs, have their own."""
+
+    def __init__(self, device: int) -> None:
+        self.zeros = torch.zeros(COUNTERS, dtype=torch.int32, device=f"cuda:{device}")
+        torch.cuda.synchronize(device)
+        self.next = 0
+
+    def take(self, count: int) -> int:
+        """The address of the next `count`."""
+        if self.next + count > COUNTERS:
+            self.next = 0
+        at, self.next = self.next, self.next + count
+        return self.zeros.data_ptr() + 4 * at
+
+
+_made: dict[int, _Counters] = {}
+
+
+def _counters(device: int) -> _Counters | None:
+    """The device's counters; None where they would have to be made within a graph that is being recorded."""
+    if device not in _made:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        _made[device] = _Counters(device)
+    return _made[device]
+
+
+def arguments(given: "Inputs", out: Tensor, parts: Tensor, stats: Tensor, arrived: int) -> Arguments:
+    """The kernel's parameter."""
+    q, k, v = given.q, given.k, given.v
+    scales = (given.q_scale, given.k_scale, given.v_scale)
+    return Arguments(
+        *(t.data_ptr() for t in (q, *scales)),
+        *(t.data_ptr() if t is not None else None for t in (given.lengths, given.mask)),
+        *(t.data_ptr() for t in (out, parts, stats)),
+        arrived,
+        *q.stride()[:2],
+        *(stride for t in scales for stride in t.stride()[:2]),
+        given.mask.stride(0) if given.mask is not None and given.mask.shape[0] > 1 else 0,
+        *(s // k.shape[3] for s in k.stride()[:2]),
+        *(s // v.stride(2) for s in v.stride()[:2]),
+        q.shape[1],
+        k.shape[1],
+        k.shape[2],
+        given.scale * LOG2E,
+    )
+
+
+def matrices(given: "Inputs") -> list[tuple[int, int, int, int, tuple[int, int], int]]:
+    """k and v as the copy engine reads them: address, rows, columns, bytes from a row to the next, a box, its swizzle.
+
+    Of k all rows that its storage has: so a cache that grows into its room keeps its matrix.
+    """
+    k, v, dim = given.k, given.v, given.k.shape[3]
+    return [
+        (k.data_ptr(), _left(k) // dim, dim, dim, (BLOCK, dim), dim),
+        (v.data_ptr(), -(-_span(v) // v.stride(2)), v.shape[3], v.stride(2), (dim, BLOCK), BLOCK),
+    ]
+
+
+def scratch(given: "Inputs", plan: Plan) -> tuple[Tensor, Tensor]:
+    """Room for what teams leave: sums, and what they weigh."""
+    batch, heads, _, dim = given.q.shape
+    rows = batch * heads * plan.splits * plan.teams
+    room = torch.empty(rows * (dim + 2), dtype=torch.float32, device=given.q.device)
+    return room[: rows * dim], room[rows * dim :]
+
+
+def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> Tensor:
+    """[B, 1, H, D] in `dtype`, contiguous. plan: instead of the rule's (to measure). ValueError: see unsupported."""
+    if reason := unsupported(given, dtype):
+        raise ValueError(f"{reason}; use another backend")
+    (batch, heads, _, dim), groups, device = given.q.shape, given.k.shape[1], given.q.get_device()
+    out = torch.empty(batch, 1, heads, dim, dtype=dtype, device=given.q.device)
+    if not out.numel():
+        return out
+    share = heads // groups
+    plan = plan or plan_for(dim, batch * groups, processors(device))
+    function, shared = _kernel(plan, dim, share, given.mask is not None, dtype, device), plan.shared_bytes(dim, share)
+    parts, stats = scratch(given, plan)
+    counters = _counters(device)
+    assert counters is not None, "attention of one query: first called within a graph that is being recorded"
+    values = _Parameters(args=arguments(given, out, parts, stats, counters.take(batch * groups)))
+    for field, (at, rows, columns, pitch, box, swizzle) in zip("kv", matrices(given), strict=True):
+        ctypes.memmove(getattr(values, field), tensor_map(at, rows, columns, pitch, box, torch.uint8, swizzle), 128)
+    nvrtc.launch(function, (plan.splits, batch * groups), plan.threads, shared, values, device, overlap=True)
+    return out
