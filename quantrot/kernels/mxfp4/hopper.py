@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Rows, columns and swizzle, in bytes, of what the copy engine moves: codes, tokens that are not held, scales."""
+        """Rows, columns and swizzle in bytes of what the copy engine moves: codes, tokens that are not held, scales."""
         return (
             (self.rows, 64 * self.steps, 64 * self.steps),
             (8 * self.tiles or 2 * self.steps, 64, 128),
@@ -135,8 +135,8 @@ def plan_of(tiles: int, rows: int, columns: int, units: int, split: int = 1) -> 
 
 @lru_cache(maxsize=4096)
 def plan_for(tokens: int, rows: int, columns: int) -> Plan:
-    """The measured plan (kept for 1, 8, 16 and 32 tokens; others take the next of these), else one by rule. One token is
-    held, if there is room for it.
+    """The measured plan (kept for 1, 8, 16 and 32 tokens; others take the next of these), else one by rule. One token
+    is held, if there is room for it.
 
     The rule: tiles as tall as one for each multiprocessor makes them, up to 128 rows, past that 32 or, for more than
     16 tokens, 112. More than 16 tokens are halved by two blocks of a cluster where tiles are few, but not along
@@ -163,7 +163,7 @@ def held(plan: Plan, columns: int) -> Plan | None:
 
 
 def turns(tokens: int, rows: int, columns: int) -> bool:
-    """Whether `decode` turns tokens on their way. Many are turned by a kernel of their own, one by each thread block."""
+    """Whether `decode` turns tokens on their way: many by a kernel of their own, one by each thread block."""
     return tokens > 1 or plan_for(tokens, rows, columns).held
 
 
@@ -216,7 +216,8 @@ def device_functions() -> str:
 def entry(plan: Plan, out: torch.dtype, turn: Turn | None = None, name: str = "mxfp4_decode") -> str:
     """C++ of the kernel `name`."""
     held, once, grouped = (str(flag).lower() for flag in (plan.held, plan.once, plan.grouped))
-    shape = (plan.tiles, held, plan.tall, plan.row_warps, plan.teams, plan.stages, plan.split, once, grouped, plan.steps)
+    warps = plan.tall, plan.row_warps, plan.teams, plan.stages
+    shape = (plan.tiles, held, *warps, plan.split, once, grouped, plan.steps)
     return ENTRY.format(
         cluster=f"__cluster_dims__({plan.split}, 1, 1) " if plan.split > 1 else "",
         threads=plan.threads,
