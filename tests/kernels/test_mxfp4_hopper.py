@@ -27,13 +27,9 @@ CASES = {
     "thirty_two": (Plan(4, 1, 3, 1, 3, once=True), FP16),
     "thirty_two_split": (Plan(4, 2, 1, 2, 4, split=2, once=True), FP32),
     "thirty_two_split4": (Plan(4, 1, 2, 1, 3, split=4, once=True), BF16),
-    "one_short": (Plan(0, 2, 2, 2, 4, steps=1), BF16),
-    "eight_short": (Plan(1, 1, 2, 2, 4, steps=1), FP16),
-    "sixteen_short": (Plan(2, 1, 2, 2, 4, split=2, once=True, steps=1), FP32),
-    "thirty_two_short": (Plan(4, 2, 2, 2, 4, once=True, resident=2, steps=1), FP32),
     "thirty_two_tall": (Plan(4, 4, 1, 2, 4), BF16),
-    "one_short_held": (Plan(0, 2, 2, 2, 4, once=True, held=True, steps=1), FP32),
-    "thirty_two_short_grouped": (Plan(4, 2, 4, 1, 3, once=True, grouped=True, steps=1), FP32),
+    "sixteen_tall": (Plan(2, 4, 1, 2, 4, once=True), FP16),
+    "one_tall_held": (Plan(0, 4, 1, 2, 4, once=True, held=True), BF16),
     "one_held": (Plan(0, 1, 2, 2, 4, held=True), FP32),
     "one_held_once": (Plan(0, 2, 1, 2, 4, once=True, held=True), BF16),
     "one_held_split": (Plan(0, 1, 2, 2, 4, split=2, once=True, held=True), FP16),
@@ -127,7 +123,7 @@ def emulator(emulated):
             if t is not None:
                 pitch = t.stride(0) * t.itemsize
                 maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, pitch, *box[:2], t.itemsize, box[2])
-        args = hopper.arguments(tokens, token_scale, scale, y, turn, seed % 2 == 1)
+        args = hopper.arguments(plan, tokens, token_scale, scale, y, turn, seed % 2 == 1)
         message = library.run(
             list(cases).index(name), maps, ctypes.byref(args), plan.grid(len(packed), processors), plan.split,
             plan.threads, plan.shared_bytes(packed.shape[1] * 2), seed,
@@ -253,9 +249,8 @@ def test_plans_fit_the_multiprocessor():
             assert plan.resident * (shared + 1024) <= 228 << 10 and plan.resident * plan.threads <= 2048
             if plan.once:
                 assert plan.grid(rows, 132) * plan.rows >= rows * plan.split
-                ring = plan.stages * plan.rows * (16 + 64 * plan.steps)
-                wide = plan.stages * plan.steps * 2048 * plan.tiles
-                assert plan.teams * plan.tokens * (plan.rows + 4) * 4 <= ring + wide
+                ring = plan.stages * (plan.rows * 144 + 4096 * plan.tiles)
+                assert plan.teams * plan.tokens * (plan.rows + 4) * 4 <= ring
     assert hopper.turns(1, 4096, 14336) and hopper.turns(1, 57344, 28672)
 
 

@@ -1,6 +1,6 @@
 // A few tokens by a packed MXFP4 weight: y[token, row] = sum over k of x[token, k] * w[row, k]. Follows tokens.cuh.
 //
-// Thread blocks take tiles of rows. One warp keeps a ring of stages of 128 * STEPS columns full (by the copy engine), so
+// Thread blocks take tiles of rows. One warp keeps a ring of stages of 256 columns full (by the copy engine), so
 // that what is on its way needs no registers. TEAMS of ROW_WARPS take turns at the stages, and a warp of a team multiplies
 // 16 * TALL rows of its stage; the teams' sums are added in their order. What bounds many tokens is the instructions that
 // turn codes into numbers, and the products, which do not run beside them.
@@ -31,7 +31,7 @@ struct DecodeArgs {
   void* y;                     // OUT [tokens, rows]
   float root;                  // of a Hadamard transform: 1 / sqrt
   int tokens, rows, columns;   // columns: a multiple of 128
-  int mapped;                  // whether the copy engine takes the scales: columns are a multiple of 512
+  int mapped;                  // whether the copy engine takes the scales
   int settled;                 // whether no kernel that may still run writes the weight
 };
 
@@ -112,23 +112,23 @@ struct OutFp32 {
 // its sums take the ring's place. GROUPED: four warps multiply at once, by wgmma: their codes from registers, the tokens,
 // which a kernel before has laid down for that, from shared memory, once for the four.
 template <int TILES_, bool HELD_, int TALL_, int ROW_WARPS_, int TEAMS_, int STAGES_, int SPLIT_, bool ONCE_,
-          bool GROUPED_ = false, int STEPS_ = 2>
+          bool GROUPED_ = false>
 struct Plan {
   static constexpr bool ONE = TILES_ == 0, HELD = HELD_, ONCE = ONCE_, GROUPED = GROUPED_;
   static constexpr int TILES = ONE ? 1 : TILES_, TOKENS = ONE ? 1 : 8 * TILES;
   static constexpr bool PAIRED = GROUPED || HELD || TALL_ >= TILES;
-  static constexpr int TALL = TALL_, ROW_WARPS = ROW_WARPS_, TEAMS = TEAMS_, STAGES = STAGES_, SPLIT = SPLIT_, STEPS = STEPS_;
+  static constexpr int TALL = TALL_, ROW_WARPS = ROW_WARPS_, TEAMS = TEAMS_, STAGES = STAGES_, SPLIT = SPLIT_;
   static constexpr int ROWS = 16 * TALL * ROW_WARPS, WARPS = ROW_WARPS * TEAMS;
   static constexpr int BOX = TILES * 1024 + (GROUPED ? 0 : 256);  // bytes from 64 columns of tokens to the next: other banks
-  static constexpr int BOXES = HELD ? 0 : ONE ? 1 : 2 * STEPS;
-  static constexpr int LOADED = HELD ? 0 : STEPS * (ONE ? 256 : TILES * 2048), WIDE = BOXES > 1 ? BOXES * BOX : LOADED;
-  static constexpr int PITCH_CODES = 64 * STEPS, CODES = ROWS * PITCH_CODES, SCALES = ROWS * 16;  // of a stage
+  static constexpr int BOXES = HELD ? 0 : ONE ? 1 : 4;
+  static constexpr int LOADED = HELD ? 0 : ONE ? 512 : TILES * 4096, WIDE = BOXES > 1 ? BOXES * BOX : LOADED;
+  static constexpr int CODES = ROWS * 128, SCALES = ROWS * 16;  // of a stage; the scales of two, where they are mapped
   static constexpr int WIDE_AT = STAGES * CODES, SCALES_AT = WIDE_AT + STAGES * WIDE;
   static constexpr int BARRIERS = SCALES_AT + STAGES * SCALES;
   static constexpr int PITCH = ROWS + 4;  // of a team's sums, floats: lanes meet different banks
   static constexpr int SUMS = ONCE ? 0 : BARRIERS + STAGES * 16;
   static constexpr int HELD_AT = BARRIERS + STAGES * 16 + (ONCE ? 0 : TEAMS * TOKENS * PITCH * 4);
-  static constexpr int CHUNK = 256 * STEPS;  // bytes of a held token
+  static constexpr int CHUNK = 512;  // bytes of a held token
   static constexpr int CHAINS = TALL * TILES <= 2 && !GROUPED ? 2 : 1;  // of products that wait for each other, in turn
   static_assert(STAGES % TEAMS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
   static_assert(SPLIT == 1 || ONCE, "blocks that share a tile have one");
@@ -137,10 +137,7 @@ struct Plan {
   static_assert(!ONCE || TEAMS * TOKENS * PITCH * 4 <= BARRIERS, "the sums fit where the ring was");
 };
 
-template <class P>
-__device__ __forceinline__ u32 turned(u32 g) {
-  return P::STEPS == 2 ? g >> 1 | (g & 1) << 2 : g;
-}
+__device__ __forceinline__ u32 turned(u32 g) { return g >> 1 | (g & 1) << 2; }
 
 // One warp's sums over a tile.
 template <class P>
@@ -160,13 +157,13 @@ struct Sums {
     u32 seen = 0;
     codes ^= q << 4;
 #pragma unroll
-    for (int h = 0; h < P::STEPS; h++) {
+    for (int h = 0; h < 2; h++) {
       Words a[P::TALL], b[P::TALL];
       u32 a_factor[P::TALL], b_factor[P::TALL];
 #pragma unroll
       for (int r = 0; r < P::TALL; r++) {
-        const u32 row = (codes ^ h << 6) + r * (16 * P::PITCH_CODES), scale = scales + q + h * 4 + r * 256;
-        a[r] = load_shared_words(row), b[r] = load_shared_words(row + 8 * P::PITCH_CODES);
+        const u32 row = (codes ^ h << 6) + r * 2048, scale = scales + q + h * 4 + r * 256;
+        a[r] = load_shared_words(row), b[r] = load_shared_words(row + 1024);
         a_factor[r] = multiplier(load_shared_byte(scale));
         b_factor[r] = multiplier(load_shared_byte(scale + 128));
       }
@@ -184,7 +181,7 @@ struct Sums {
         if constexpr (P::PAIRED && !P::HELD)
 #pragma unroll
           for (int t = 0; t < P::TILES; t++) x[t] = arranged(x[t]);
-        if (h == P::STEPS - 1 && j == 3)
+        if (h == 1 && j == 3)
 #pragma unroll
           for (int t = 0; t < P::TILES; t++) seen |= x[t].x;
 #pragma unroll
@@ -207,26 +204,26 @@ struct Sums {
     const u32 q = lane_number() & 3;
     codes ^= q << 4;
     u32 pairs[2][P::TALL][2][4], seen = 0;
-    Words a[P::STEPS][P::TALL], b[P::STEPS][P::TALL];
-    u32 a_factor[P::STEPS][P::TALL], b_factor[P::STEPS][P::TALL];
+    Words a[2][P::TALL], b[2][P::TALL];
+    u32 a_factor[2][P::TALL], b_factor[2][P::TALL];
 #pragma unroll
-    for (int h = 0; h < P::STEPS; h++)
+    for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int r = 0; r < P::TALL; r++) {
-        const u32 row = (codes ^ h << 6) + r * (16 * P::PITCH_CODES), scale = scales + q + h * 4 + r * 256;
-        a[h][r] = load_shared_words(row), b[h][r] = load_shared_words(row + 8 * P::PITCH_CODES);
+        const u32 row = (codes ^ h << 6) + r * 2048, scale = scales + q + h * 4 + r * 256;
+        a[h][r] = load_shared_words(row), b[h][r] = load_shared_words(row + 1024);
         a_factor[h][r] = multiplier(load_shared_byte(scale));
         b_factor[h][r] = multiplier(load_shared_byte(scale + 128));
         seen |= a[h][r].x | b[h][r].x;
       }
 #pragma unroll
-    for (int h = 0; h < P::STEPS; h++)
+    for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         auto& to = pairs[j % 2];
 #pragma unroll
         for (int r = 0; r < P::TALL; r++) {
-          const Pairs<P::PAIRED> above(a[h][r].at(j), a_factor[h][r]), below(b[h][r].at(j), b_factor[h][r]);
+          const Pairs<true> above(a[h][r].at(j), a_factor[h][r]), below(b[h][r].at(j), b_factor[h][r]);
 #pragma unroll
           for (int i = 0; i < 4; i++) to[r][i / 2][i % 2 * 2] = above.v[i], to[r][i / 2][i % 2 * 2 + 1] = below.v[i];
         }
@@ -238,7 +235,7 @@ struct Sums {
             product16<Bf16>(reinterpret_cast<float(&)[P::TILES * 4]>(v[0][r]), to[r][i],
                             operand(wide + (h * 2 + j / 2) * P::BOX, j % 2 * 2 + i), true);
         product_commit();
-        if (h == P::STEPS - 1 && j == 3)
+        if (h == 1 && j == 3)
           product_wait<0>();
         else
           product_wait<1>();
@@ -257,7 +254,7 @@ struct Sums {
       for (int t = 0; t < P::TILES; t++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const u32 token = t * 8 + q * 2 + i % 2, row = r * 16 + turned<P>(g) + i / 2 * 8;
+          const u32 token = t * 8 + q * 2 + i % 2, row = r * 16 + turned(g) + i / 2 * 8;
           float sum = v[0][r][t][i];
           if constexpr (P::CHAINS == 2) sum += v[P::CHAINS - 1][r][t][i];
           if (token < P::TOKENS) store_shared(to + (token * P::PITCH + row) * 4, sum * 18446744073709551616.0f);
@@ -308,21 +305,18 @@ __device__ __forceinline__ void hand_back(u32 bar, u32 seen) {
   if (lane_number() == 0) barrier_arrive(bar);
 }
 
-// The scales of rows that are not a multiple of 16 bytes, which the copy engine does not take: those of chunk `c`, in
-// their place among 16; the last ones there are, past the end.
+// Four scales of a row and the four after them, of `row` and chunk `c`, in their place among 16; the last ones there are,
+// past the end.
 template <class P>
 __device__ __forceinline__ void copy_scales(const DecodeArgs& args, int row, int c, u32 to) {
-  const int groups = args.columns / 32;
+  const int groups = args.columns / 32, first = min(c * 8, groups - 4), second = min(c * 8 + 4, groups - 4);
 #pragma unroll
   for (int i = 0; i < (P::ROWS + 31) / 32; i++) {
     const int r = i * 32 + lane_number();
     if (P::ROWS % 32 && r >= P::ROWS) break;
     const unsigned char* const from = args.scale + (u64)min(row + r, args.rows - 1) * groups;
-#pragma unroll
-    for (int h = 0; h < P::STEPS; h++) {
-      const int step = c * P::STEPS + h;
-      copy4(to + r * 16 + step % 4 * 4, from + min(step * 4, groups - 4));
-    }
+    copy4(to + r * 16 + c % 2 * 8, from + first);
+    copy4(to + r * 16 + c % 2 * 8 + 4, from + second);
   }
 }
 
@@ -338,23 +332,23 @@ struct Asks {
 
   __device__ __forceinline__ void weight(int stage, int row, int c) const {
     barrier_expect(bar(stage), P::CODES + P::LOADED + (args.mapped ? P::SCALES : 0));
-    tensor_load(base + stage * P::CODES, codes, c * P::PITCH_CODES, row, bar(stage), once);
+    tensor_load(base + stage * P::CODES, codes, c * 128, row, bar(stage), once);
   }
   __device__ __forceinline__ void tokens(int stage, int c) const {
     const u32 to = base + P::WIDE_AT + stage * P::WIDE;
 #pragma unroll
     for (int b = 0; b < P::BOXES; b++) {
       if constexpr (P::BOXES > 1) {
-        tensor_load(to + b * P::BOX, wide, c * (128 * P::STEPS) + b * 64, 0, bar(stage), keep);
+        tensor_load(to + b * P::BOX, wide, c * 256 + b * 64, 0, bar(stage), keep);
       } else {
-        tensor_load(to, wide, 0, c * P::STEPS * (P::ONE ? 2 : 8 * P::TILES), bar(stage), keep);
+        tensor_load(to, wide, 0, c * 4, bar(stage), keep);
       }
     }
   }
   __device__ __forceinline__ void scales(int stage, int row, int c) const {
     const u32 to = base + P::SCALES_AT + stage * P::SCALES;
     if (args.mapped) {
-      tensor_load(to, scale, c * P::STEPS / 4 * 16, row, bar(stage), keep);
+      tensor_load(to, scale, c / 2 * 16, row, bar(stage), keep);
     } else {
       copy_scales<P>(args, row, c, to);
       copies_arrive(bar(stage));
@@ -362,8 +356,8 @@ struct Asks {
   }
 };
 
-// codes: a map of bytes [rows, columns / 2], boxes [ROWS, 64 * STEPS] in the swizzle of as many bytes. wide, of bfloat16, where
-// no token is held: one token as [columns / 64, 64], boxes [2 * STEPS, 64] in the 128-byte swizzle; more as they are, boxes
+// codes: a map of bytes [rows, columns / 2], boxes [ROWS, 128] in the 128-byte swizzle. wide, of bfloat16, where
+// no token is held: one token as [columns / 64, 64], boxes [4, 64] in the swizzle; more as they are, boxes
 // [8 * TILES, 64] in the swizzle. scale, where it is mapped: bytes [rows, columns / 32], boxes [ROWS, 16]. SPAN, RULE: of a
 // token that is held, see `take`.
 //
@@ -375,7 +369,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
   const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8, held = base + P::HELD_AT;
   const u32 warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
   const int tiles = (args.rows + P::ROWS - 1) / P::ROWS, step = gridDim.x / P::SPLIT;
-  const int each = P::SPLIT * P::TEAMS, chunks = (args.columns / 128 + each * P::STEPS - 1) / (each * P::STEPS) * P::TEAMS;
+  const int each = P::SPLIT * P::TEAMS, chunks = ((args.columns + 255) / 256 + each - 1) / each * P::TEAMS;
   const int first = blockIdx.x / P::SPLIT, first_chunk = rank * chunks;
   if (warp == P::WARPS) {
     if (lane_number() == 0) {
@@ -407,7 +401,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       }
     } else {
 #pragma unroll 1
-      for (int s = 0; s < min(chunks, P::STAGES); s++) tensor_warm(codes, (first_chunk + s) * P::PITCH_CODES, first * P::ROWS);
+      for (int s = 0; s < min(chunks, P::STAGES); s++) tensor_warm(codes, (first_chunk + s) * 128, first * P::ROWS);
     }
     grid_wait();
     if (!P::HELD && args.settled) {
@@ -424,13 +418,12 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
   } else {
     grid_wait();
     if constexpr (P::HELD) {
-      hold<32 * P::WARPS, SPAN, RULE>(args.x, args.columns, first_chunk * (128 * P::STEPS), chunks * (4 * P::STEPS), args.root, held);
+      hold<32 * P::WARPS, SPAN, RULE>(args.x, args.columns, first_chunk * 256, chunks * 8, args.root, held);
       named_sync(1, 32 * P::WARPS);
     }
     const u32 team = warp / P::ROW_WARPS, row_warp = warp % P::ROW_WARPS;
-    const u32 row = row_warp * 16 * P::TALL, mine = row + turned<P>(lane_number() >> 2);
-    const u32 codes_at = base + (P::STEPS == 2 ? swizzled(mine, 0) : swizzled64(mine, 0));
-    const u32 scales_at = base + P::SCALES_AT + mine * 16;
+    const u32 row = row_warp * 16 * P::TALL, mine = row + turned(lane_number() >> 2);
+    const u32 codes_at = base + swizzled(mine, 0), scales_at = base + P::SCALES_AT + mine * 16;
     ring.stage = team;
     for (int tile = first; tile < tiles; tile += step) {
       Sums<P> sums;
@@ -438,7 +431,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       for (int c = team; c < chunks; c += P::TEAMS) {
         barrier_wait(full + ring.stage * 8, ring.parity);
         const u32 tokens = P::HELD ? held + c * P::CHUNK : base + P::WIDE_AT + ring.stage * P::WIDE;
-        const u32 codes_here = codes_at + ring.stage * P::CODES, scales_here = scales_at + ring.stage * P::SCALES + (first_chunk + c) * P::STEPS % 4 * 4;
+        const u32 codes_here = codes_at + ring.stage * P::CODES, scales_here = scales_at + ring.stage * P::SCALES + (first_chunk + c) % 2 * 8;
         u32 seen;
         if constexpr (P::GROUPED) {
           seen = sums.add_grouped(codes_here, scales_here, tokens);

@@ -23,6 +23,7 @@ from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
 
 OUT = {torch.bfloat16: "OutBf16", torch.float16: "OutFp16", torch.float32: "OutFp32"}
 STEP = 128  # columns that are multiplied together, and the granule of K
+CHUNK = 256  # columns of K in a stage
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
     const __grid_constant__ quantrot::TensorMap scale, const __grid_constant__ quantrot::DecodeArgs args) {{
@@ -40,10 +41,10 @@ Box = tuple[int, int, int]
 @dataclass(frozen=True)
 class Plan:
     """tiles of eight tokens, 0 for one token; rows of a warp in units of 16; warps along the rows; teams of so many
-    warps, which take turns along K; stages in shared memory, a multiple of the teams; thread blocks of a cluster that
+    warps, which take turns along K; stages of CHUNK columns in shared memory, a multiple of the teams; thread blocks of a cluster that
     share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor; whether four warps
-    multiply at once (wgmma) by tokens that a kernel before lays down for that; steps of 128 columns of K in a stage;
-    whether each thread block turns one token for itself and keeps it."""
+    multiply at once (wgmma) by tokens that a kernel before lays down for that; whether each thread block turns one token
+    for itself and keeps it."""
 
     tiles: int
     tall: int
@@ -54,7 +55,6 @@ class Plan:
     once: bool = False
     resident: int = 1
     grouped: bool = False
-    steps: int = 2
     held: bool = False
 
     @property
@@ -66,24 +66,19 @@ class Plan:
         return 16 * self.tall * self.row_warps
 
     @property
-    def columns(self) -> int:
-        """Of K in a stage."""
-        return STEP * self.steps
-
-    @property
     def tokens(self) -> int:
         """Most tokens."""
         return 8 * self.tiles or 1
 
     def chunks(self, columns: int) -> int:
         """Stages that a thread block has to do."""
-        return -(-columns // (self.columns * self.split * self.teams)) * self.teams
+        return -(-columns // (CHUNK * self.split * self.teams)) * self.teams
 
     def shared_bytes(self, columns: int) -> int:
-        wide = 2048 * self.tiles + (0 if self.grouped else 512) if self.tiles else 256
-        ring = self.stages * (self.rows * 16 + self.steps * (self.rows * 64 + (0 if self.held else wide)) + 16)
+        wide = 4096 * self.tiles + (0 if self.grouped else 1024) if self.tiles else 512
+        ring = self.stages * (self.rows * 144 + (0 if self.held else wide) + 16)
         sums = 0 if self.once else self.teams * self.tokens * (self.rows + 4) * 4
-        held = self.chunks(columns) * self.columns * 2 if self.held else 0
+        held = self.chunks(columns) * CHUNK * 2 if self.held else 0
         return ring + sums + held
 
     def grid(self, rows: int, processors: int) -> int:
@@ -93,16 +88,13 @@ class Plan:
     @property
     def boxes(self) -> tuple[Box, ...]:
         """Rows, columns and swizzle in bytes of what the copy engine moves: codes, tokens that are not held, scales."""
-        return (
-            (self.rows, 64 * self.steps, 64 * self.steps),
-            (8 * self.tiles or 2 * self.steps, 64, 128),
-            (self.rows, 16, 0),
-        )
+        return (self.rows, 128, 128), (8 * self.tiles or 4, 64, 128), (self.rows, 16, 0)
 
 
 PROCESSORS = 132  # of the device that the rule is for
 SPLIT_COLUMNS = 4096  # fewest that a cluster shares by rule
 ROOM = 104 << 10, 220 << 10  # bytes of shared memory for the ring: the first where each team has two stages
+MAPPED_ROWS = 64  # of a tile whose scales the copy engine takes
 ARRANGE_THREADS = 64  # each a group of 32 columns: few, so that all multiprocessors have some
 
 
@@ -122,7 +114,7 @@ def plan_of(tiles: int, rows: int, columns: int, units: int, split: int = 1) -> 
     tall = 2 if units % 2 == 0 and (tiles < 4 or units <= 4) else 1
     row_warps = units // tall
     teams = min(4 if tiles > 1 and units > 2 else 8, 1 << (16 // row_warps).bit_length() - 1)
-    most = -(-columns // (2 * STEP * split * teams))  # stages of a team that there are to do
+    most = -(-columns // (CHUNK * split * teams))  # stages of a team that there are to do
     for room in ROOM:
         for deep in range(most, 0, -1):
             plan = Plan(tiles, tall, row_warps, teams, teams * deep, split, once)
@@ -217,7 +209,7 @@ def entry(plan: Plan, out: torch.dtype, turn: Turn | None = None, name: str = "m
     """C++ of the kernel `name`."""
     held, once, grouped = (str(flag).lower() for flag in (plan.held, plan.once, plan.grouped))
     warps = plan.tall, plan.row_warps, plan.teams, plan.stages
-    shape = (plan.tiles, held, *warps, plan.split, once, grouped, plan.steps)
+    shape = (plan.tiles, held, *warps, plan.split, once, grouped)
     return ENTRY.format(
         cluster=f"__cluster_dims__({plan.split}, 1, 1) " if plan.split > 1 else "",
         threads=plan.threads,
@@ -229,24 +221,26 @@ def entry(plan: Plan, out: torch.dtype, turn: Turn | None = None, name: str = "m
     )
 
 
-def maps_scale(scale: Tensor) -> bool:
-    """Whether the copy engine takes the scales: from rows that are multiples of 16 bytes."""
-    return scale.shape[1] % 16 == 0
+def maps_scale(plan: Plan, scale: Tensor) -> bool:
+    """Whether the copy engine takes the scales, which it can from rows that are multiples of 16 bytes. It takes 16 bytes
+    of a row for each stage, which costs more than copies by a warp where rows are few: 16 tokens by 4096 x 14336 in
+    tiles of 32 rows take 17.2 us in place of 14.6; in tiles of 128, 32 by 28672 x 4096 take 29.2 in place of 31.1."""
+    return scale.shape[1] % 16 == 0 and plan.rows >= MAPPED_ROWS
 
 
 def arguments(
-    x: Tensor, token_scale: Tensor | None, scale: Tensor, y: Tensor, turn: Turn | None, settled: bool
+    plan: Plan, x: Tensor, token_scale: Tensor | None, scale: Tensor, y: Tensor, turn: Turn | None, settled: bool
 ) -> DecodeArgs:
     """The kernel's last parameter; x [tokens, columns], y [tokens, rows]."""
     pointers = (None if t is None else t.data_ptr() for t in (scale, token_scale, x, y))
     sizes = (*y.shape, scale.shape[1] * GROUP)
-    return DecodeArgs(*pointers, turn.root if turn else 1.0, *sizes, int(maps_scale(scale)), int(settled))
+    return DecodeArgs(*pointers, turn.root if turn else 1.0, *sizes, int(maps_scale(plan, scale)), int(settled))
 
 
 def matrices(plan: Plan, packed: Tensor, tokens: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
     """What the copy engine reads, in the order of the plan's boxes, None where it does not: one token as rows of 64."""
     wide = None if plan.held else tokens.view(-1, 64) if plan.tiles == 0 else tokens
-    return packed, wide, scale if maps_scale(scale) else None
+    return packed, wide, scale if maps_scale(plan, scale) else None
 
 
 @lru_cache(maxsize=1024)
@@ -327,7 +321,7 @@ def decode(
         read = arrange(tokens, plan.tiles, turn, plan.grouped)
     else:
         read = tokens
-    values = _Arguments(args=arguments(tokens, token_scale, scale, y, turn, settled))
+    values = _Arguments(args=arguments(plan, tokens, token_scale, scale, y, turn, settled))
     for field, t, box in zip(("codes", "wide", "scale"), matrices(plan, packed, read, scale), plan.boxes, strict=True):
         if t is not None:
             pitch = t.stride(0) * t.element_size()

@@ -8,7 +8,7 @@ layout of their own, and the compiler then carries every load through shared mem
 The CUDA kernels: HOPPER_ROWS, and HOPPER_MASK_ROWS with a clip mask: (threads, thread blocks of a multiprocessor,
 stages), by block; HOPPER_EXPANDED, which writes e4m3: (threads of a multiprocessor, stages); HOPPER_COLUMNS,
 HOPPER_RANDOM_COLUMNS and HOPPER_PACKED_COLUMNS, the transposes: (thread blocks of a multiprocessor, stages, whether
-tiles follow each other down the rows); HOPPER_DECODE: the fields of hopper.Plan after its first, up to `steps`, by
+tiles follow each other down the rows); HOPPER_DECODE: the fields of hopper.Plan after its first, up to `grouped`, by
 (tokens, rows, columns). Shapes that are not there follow the rules of `plan_for`.
 """
 
@@ -22,27 +22,27 @@ HOPPER_EXPANDED = (640, 3)
 HOPPER_COLUMNS = (4, 3, True)
 HOPPER_RANDOM_COLUMNS = (2, 4, True)
 HOPPER_PACKED_COLUMNS = (4, 2, False)
-HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, bool, int]] = {
-    (1, 4096, 4096): (1, 2, 4, 16, 1, True, 1, False, 2),
-    (1, 4096, 14336): (2, 1, 8, 16, 1, True, 1, False, 2),
-    (1, 8192, 8192): (4, 1, 8, 40, 1, True, 1, False, 1),
-    (1, 8192, 28672): (2, 1, 8, 16, 1, False, 1, False, 2),
-    (1, 10240, 8192): (2, 1, 8, 16, 1, False, 1, False, 2),
-    (1, 16384, 2048): (2, 2, 8, 8, 1, False, 1, False, 2),
-    (1, 28672, 4096): (2, 1, 8, 16, 1, False, 2, False, 2),
-    (1, 57344, 8192): (2, 2, 8, 24, 1, False, 1, False, 2),
-    (1, 128256, 4096): (2, 2, 8, 16, 1, False, 1, False, 2),
-    (8, 4096, 4096): (1, 2, 4, 12, 1, True, 1, False, 2),
-    (8, 4096, 14336): (2, 1, 8, 16, 1, True, 1, False, 2),
-    (8, 8192, 8192): (2, 2, 4, 12, 1, True, 1, False, 2),
-    (8, 28672, 4096): (2, 2, 4, 12, 1, False, 1, False, 2),
-    (16, 4096, 4096): (1, 2, 4, 12, 1, True, 1, False, 2),
-    (16, 4096, 14336): (1, 2, 4, 12, 1, True, 1, False, 2),
-    (16, 8192, 8192): (2, 2, 4, 8, 1, True, 1, False, 2),
-    (16, 28672, 4096): (2, 7, 2, 4, 1, True, 1, False, 2),
-    (32, 4096, 4096): (1, 2, 4, 8, 1, True, 1, False, 2),
-    (32, 4096, 14336): (1, 2, 4, 8, 1, True, 1, False, 2),
-    (32, 8192, 8192): (2, 2, 4, 8, 1, True, 1, False, 2),
-    (32, 16384, 2048): (2, 1, 8, 8, 1, False, 1, False, 2),
-    (32, 28672, 4096): (2, 4, 2, 4, 1, False, 1, True, 2),
+HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, bool]] = {
+    (1, 4096, 4096): (1, 2, 4, 16, 1, True, 1, False),
+    (1, 4096, 14336): (2, 1, 8, 16, 1, True, 1, False),
+    (1, 8192, 8192): (2, 2, 4, 12, 1, True, 1, False),
+    (1, 8192, 28672): (2, 1, 8, 16, 1, False, 1, False),
+    (1, 10240, 8192): (2, 1, 8, 16, 1, False, 1, False),
+    (1, 16384, 2048): (2, 2, 8, 8, 1, False, 1, False),
+    (1, 28672, 4096): (1, 4, 4, 16, 1, False, 1, False),
+    (1, 57344, 8192): (2, 2, 8, 24, 1, False, 1, False),
+    (1, 128256, 4096): (2, 2, 8, 16, 1, False, 1, False),
+    (8, 4096, 4096): (1, 2, 4, 12, 1, True, 1, False),
+    (8, 4096, 14336): (2, 1, 8, 16, 1, True, 1, False),
+    (8, 8192, 8192): (2, 2, 4, 12, 1, True, 1, False),
+    (8, 28672, 4096): (2, 7, 2, 4, 1, True, 1, False),
+    (16, 4096, 4096): (1, 2, 4, 12, 1, True, 1, False),
+    (16, 4096, 14336): (1, 2, 4, 12, 1, True, 1, False),
+    (16, 8192, 8192): (2, 2, 4, 8, 1, True, 1, False),
+    (16, 28672, 4096): (4, 4, 2, 4, 1, True, 1, False),
+    (32, 4096, 4096): (1, 2, 4, 8, 1, True, 1, False),
+    (32, 4096, 14336): (1, 2, 4, 8, 1, True, 1, False),
+    (32, 8192, 8192): (2, 2, 4, 8, 1, True, 1, False),
+    (32, 16384, 2048): (2, 1, 8, 8, 1, False, 1, False),
+    (32, 28672, 4096): (2, 4, 2, 4, 1, False, 1, True),
 }
