@@ -41,10 +41,10 @@ Box = tuple[int, int, int]
 @dataclass(frozen=True)
 class Plan:
     """tiles of eight tokens, 0 for one token; rows of a warp in units of 16; warps along the rows; teams of so many
-    warps, which take turns along K; stages of CHUNK columns in shared memory, a multiple of the teams; thread blocks of a cluster that
-    share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor; whether four warps
-    multiply at once (wgmma) by tokens that a kernel before lays down for that; whether each thread block turns one token
-    for itself and keeps it."""
+    warps, which take turns along K; stages of CHUNK columns in shared memory, a multiple of the teams; thread blocks of
+    a cluster that share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor;
+    whether four warps multiply at once (wgmma) by tokens that a kernel before lays down for that; whether each thread
+    block turns one token for itself and keeps it."""
 
     tiles: int
     tall: int
@@ -222,9 +222,11 @@ def entry(plan: Plan, out: torch.dtype, turn: Turn | None = None, name: str = "m
 
 
 def maps_scale(plan: Plan, scale: Tensor) -> bool:
-    """Whether the copy engine takes the scales, which it can from rows that are multiples of 16 bytes. It takes 16 bytes
-    of a row for each stage, which costs more than copies by a warp where rows are few: 16 tokens by 4096 x 14336 in
-    tiles of 32 rows take 17.2 us in place of 14.6; in tiles of 128, 32 by 28672 x 4096 take 29.2 in place of 31.1."""
+    """Whether the copy engine takes the scales, which it can from rows that are multiples of 16 bytes.
+
+    It takes 16 bytes of a row for each stage. Where rows are few, copies by a warp cost less: 16 tokens by 4096 x 14336
+    in tiles of 32 rows take 14.6 us in place of 17.2. 32 tokens by 28672 x 4096, tiles of 128, take 31.1 and 29.2.
+    """
     return scale.shape[1] % 16 == 0 and plan.rows >= MAPPED_ROWS
 
 
