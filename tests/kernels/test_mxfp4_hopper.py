@@ -46,9 +46,9 @@ TURNS = {
     "floor": (CASES["one_held_once"][0], Turn(ScaleRule.floor, 0)),
     "rceil_128": (CASES["one_held_once"][0], Turn(ScaleRule.rceil, 128)),
     "absmax34_32": (CASES["one_held_split"][0], Turn(ScaleRule.absmax34, 32)),
-    "arranged_even_128": (CASES["sixteen"][0], Turn(ScaleRule.even, 128)),
-    "arranged_mse_64": (CASES["thirty_two_split4"][0], Turn(ScaleRule.mse, 64)),
-    "arranged_quest": (CASES["eight"][0], Turn(ScaleRule.quest, 0)),
+    "sixteen_even_128": (CASES["sixteen"][0], Turn(ScaleRule.even, 128)),
+    "thirty_two_mse_64": (CASES["thirty_two_split4"][0], Turn(ScaleRule.mse, 64)),
+    "eight_quest": (CASES["eight"][0], Turn(ScaleRule.quest, 0)),
     "grouped_even_32": (CASES["thirty_two_grouped"][0], Turn(ScaleRule.even, 32)),
 }
 DRIVER = """
