@@ -391,14 +391,13 @@ def decode_plans(m: int, n: int, k: int) -> list[tuple]:
     from quantrot.kernels.mxfp4 import hopper
 
     found = []
-    laid = ((False, False), (True, False), (True, True))  # arranged, grouped
     for fields in itertools.product(
-        (1, 2, 4), (1, 2, 4, 7, 8), (1, 2, 4, 8), (1, 2, 3, 4), (1, 2), (False, True), (1, 2), laid
+        (1, 2, 4), (1, 2, 4, 7, 8), (1, 2, 4, 8), (1, 2, 3, 4), (1, 2), (False, True), (1, 2), (False, True)
     ):
-        tall, row_warps, teams, deep, split, once, resident, (arranged, grouped) = fields
+        tall, row_warps, teams, deep, split, once, resident, grouped = fields
         stages, slots = teams * deep, hopper.PROCESSORS * resident
-        rest = tall, row_warps, teams, stages, split, once, resident, arranged, grouped
-        plan = hopper.Plan(hopper.tiles_of(m), *rest)
+        rest = tall, row_warps, teams, stages, split, once, resident, grouped
+        plan = hopper.Plan(hopper.tiles_of(m), *rest, held=m == 1)
         blocks = -(-n // plan.rows) * split
         sums = teams * plan.tokens * (plan.rows + 4) * 4
         if (
@@ -407,8 +406,7 @@ def decode_plans(m: int, n: int, k: int) -> list[tuple]:
             and blocks >= 0.82 * (-(-blocks // slots) * slots)
             and once == (blocks <= slots)
             and (split == 1 or (once and m > 1))
-            and (m >= 16 or not arranged)
-            and (not grouped or row_warps % 4 == 0)
+            and (not grouped or (m >= 16 and row_warps % 4 == 0))
             and plan.shared_bytes(k) <= (226 if resident == 1 else 112) << 10
             and (not once or sums <= plan.shared_bytes(k) - 16 * stages)
             and stages < -(-k // 256 // split) + teams
@@ -419,10 +417,11 @@ def decode_plans(m: int, n: int, k: int) -> list[tuple]:
 
 def fastest(candidates: list[tuple], module: Any, x: torch.Tensor, packed: list) -> tuple:
     """The fields, after the first, of the plan that decodes fastest."""
-    tiles = module.tiles_of(len(x))
+    tiles, held = module.tiles_of(len(x)), len(x) == 1
     found: dict[tuple, float] = {}
     for plan in candidates:
-        calls = [lambda w=w, p=plan: module.decode(x, None, *w, torch.bfloat16, module.Plan(tiles, *p)) for w in packed]
+        plan_of = partial(module.Plan, tiles, *plan, held=held)
+        calls = [lambda w=w, p=plan_of(): module.decode(x, None, *w, torch.bfloat16, p, settled=True) for w in packed]
         try:
             found[plan] = time_us(calls, 3)
         except Exception as error:
@@ -440,7 +439,7 @@ def write_tuned() -> None:
     for name in (f"HOPPER_{table}" for table in tables):
         text += f"{name} = {getattr(tuned, name)}\n"
     lines = "".join(f"\n    {key}: {plan}," for key, plan in sorted(tuned.HOPPER_DECODE.items()))
-    fields = "int, int, int, int, int, bool, int, bool, bool"
+    fields = "int, int, int, int, int, bool, int, bool"
     text += f"HOPPER_DECODE: dict[tuple[int, int, int], tuple[{fields}]] = {{{lines}\n}}\n"
     TUNED.write_text(text)
 

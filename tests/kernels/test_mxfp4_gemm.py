@@ -133,7 +133,7 @@ def test_quantized_in_the_product_or_before_it_tokens_give_the_same_bits(rule, h
     from quantrot.kernels.mxfp4 import triton_rows
 
     packed, scale = quantize_mxfp4(normal(*shape, device="cuda", seed=1))
-    assert hopper.turned_plan(1, *shape)
+    assert hopper.turns(1, *shape)
     for tokens in (1, 2, 8, 13, 32):
         x = normal(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
         x[:, 128:256] *= torch.tensor([0.0, 2.0**-120, 2.0**-30, 2.0**40], device="cuda").repeat_interleave(32)

@@ -4,7 +4,6 @@ import ctypes
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,18 +22,20 @@ CASES = {
     "one_tall": (Plan(0, 2, 1, 4, 8), FP16),
     "one_split": (Plan(0, 1, 2, 2, 4, split=2, once=True), FP32),
     "eight": (Plan(1, 1, 2, 2, 4), BF16),
-    "eight_arranged": (Plan(1, 1, 2, 2, 4, arranged=True), FP16),
     "sixteen": (Plan(2, 2, 1, 2, 2), FP32),
-    "sixteen_arranged": (Plan(2, 2, 1, 2, 2, arranged=True), FP32),
+    "sixteen_of_one_row": (Plan(2, 1, 1, 2, 2), FP32),
     "thirty_two": (Plan(4, 1, 3, 1, 3, once=True), FP16),
     "thirty_two_split": (Plan(4, 2, 1, 2, 4, split=2, once=True), FP32),
-    "thirty_two_split4": (Plan(4, 1, 2, 1, 3, split=4, once=True, arranged=True), BF16),
+    "thirty_two_split4": (Plan(4, 1, 2, 1, 3, split=4, once=True), BF16),
+    "thirty_two_tall": (Plan(4, 4, 1, 2, 4), BF16),
+    "sixteen_tall": (Plan(2, 4, 1, 2, 4, once=True), FP16),
+    "one_tall_held": (Plan(0, 4, 1, 2, 4, once=True, held=True), BF16),
     "one_held": (Plan(0, 1, 2, 2, 4, held=True), FP32),
     "one_held_once": (Plan(0, 2, 1, 2, 4, once=True, held=True), BF16),
     "one_held_split": (Plan(0, 1, 2, 2, 4, split=2, once=True, held=True), FP16),
-    "eight_grouped": (Plan(1, 1, 4, 2, 4, arranged=True, grouped=True), BF16),
-    "sixteen_grouped": (Plan(2, 2, 4, 1, 2, split=2, once=True, arranged=True, grouped=True), FP32),
-    "thirty_two_grouped": (Plan(4, 1, 4, 2, 4, once=True, arranged=True, grouped=True), FP32),
+    "eight_grouped": (Plan(1, 1, 4, 2, 4, grouped=True), BF16),
+    "sixteen_grouped": (Plan(2, 2, 4, 1, 2, split=2, once=True, grouped=True), FP32),
+    "thirty_two_grouped": (Plan(4, 1, 4, 2, 4, once=True, grouped=True), FP32),
 }
 # plan, what its tokens become
 TURNS = {
@@ -45,9 +46,9 @@ TURNS = {
     "floor": (CASES["one_held_once"][0], Turn(ScaleRule.floor, 0)),
     "rceil_128": (CASES["one_held_once"][0], Turn(ScaleRule.rceil, 128)),
     "absmax34_32": (CASES["one_held_split"][0], Turn(ScaleRule.absmax34, 32)),
-    "arranged_even_128": (CASES["sixteen_arranged"][0], Turn(ScaleRule.even, 128)),
-    "arranged_mse_64": (CASES["thirty_two_split4"][0], Turn(ScaleRule.mse, 64)),
-    "arranged_quest": (CASES["eight_arranged"][0], Turn(ScaleRule.quest, 0)),
+    "sixteen_even_128": (CASES["sixteen"][0], Turn(ScaleRule.even, 128)),
+    "thirty_two_mse_64": (CASES["thirty_two_split4"][0], Turn(ScaleRule.mse, 64)),
+    "eight_quest": (CASES["eight"][0], Turn(ScaleRule.quest, 0)),
     "grouped_even_32": (CASES["thirty_two_grouped"][0], Turn(ScaleRule.even, 32)),
 }
 DRIVER = """
@@ -74,12 +75,12 @@ static quantrot::TensorMap map(const unsigned long long* m) {
 
 extern "C" const char* run(int which, const unsigned long long (*m)[8], const quantrot::DecodeArgs* args, int blocks,
                            int cluster, int threads, int shared, int seed) {
-  using Kernel = void(quantrot::TensorMap, quantrot::TensorMap, quantrot::DecodeArgs);
+  using Kernel = void(quantrot::TensorMap, quantrot::TensorMap, quantrot::TensorMap, quantrot::DecodeArgs);
   static Kernel* const kernels[] = {NAMES};
-  auto codes = map(m[0]), wide = map(m[1]);
-  codes.fresh = !args->settled, wide.fresh = 1;
+  auto codes = map(m[0]), wide = map(m[1]), scale = map(m[2]);
+  codes.fresh = scale.fresh = !args->settled, wide.fresh = 1;
   message = emulator::launch({(unsigned)blocks, 1, 1}, cluster, threads, shared, seed,
-                             [&] { kernels[which](codes, wide, *args); });
+                             [&] { kernels[which](codes, wide, scale, *args); });
   return message.c_str();
 }
 """
@@ -95,7 +96,8 @@ def emulator(emulated):
     """emulator(case, tokens, token_scale, packed, scale, seed) -> y."""
     cases = CASES | {name: (plan, FP32, turn) for name, (plan, turn) in TURNS.items()}
     entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in cases.items())
-    turns = {(plan.tiles, turn, plan.grouped): None for plan, _, turn in map(whole, cases.values()) if plan.arranged}
+    turns = {(plan.tiles, turn, plan.grouped): None for plan, _, turn in map(whole, cases.values())}
+    turns = {key: None for key in turns if key[0] and (key[1] or key[2])}
     entries += "".join(hopper.arrange_entry(*key[:2], f"arrange_{i}", key[2]) for i, key in enumerate(turns))
     driver = DRIVER.replace("NAMES", ", ".join(f"decode_{name}" for name in cases))
     driver = driver.replace("ARRANGE", ", ".join(f"arrange_{i}" for i in range(len(turns))))
@@ -103,7 +105,7 @@ def emulator(emulated):
     library.run.restype = library.arranged.restype = ctypes.c_char_p
 
     def arrange(x, tiles, turn, grouped):
-        y = torch.full((x.shape[1] * tiles * 8,), float("nan"), dtype=BF16)
+        y = torch.full((tiles * 8, x.shape[1]), float("nan"), dtype=BF16)
         arguments, blocks = hopper.arrange_arguments(x, y, turn), hopper.arrange_blocks(x.shape[1], tiles)
         which = list(turns).index((tiles, turn, grouped))
         message = library.arranged(which, ctypes.byref(arguments), blocks, hopper.ARRANGE_THREADS)
@@ -113,11 +115,15 @@ def emulator(emulated):
     def run(name, tokens, token_scale, packed, scale, seed=0, processors=2):
         plan, out, turn = whole(cases[name])
         y = torch.full((len(tokens), len(packed)), float("nan"), dtype=out)
-        wide = hopper.matrix_of(arrange(tokens, plan.tiles, turn, plan.grouped) if plan.arranged else tokens, plan)
-        maps = (ctypes.c_ulonglong * 16)()  # the second stays empty where tokens are held
-        for i, (t, box) in enumerate(zip((packed, wide), plan.boxes, strict=False)):
-            maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, t.stride(0) * t.itemsize, *box[:2], t.itemsize, box[2])
-        args = hopper.arguments(tokens, token_scale, scale, y, turn, seed % 2 == 1)
+        read = tokens
+        if plan.grouped or (turn and not plan.held):
+            read = arrange(tokens, plan.tiles, turn, plan.grouped)
+        maps = (ctypes.c_ulonglong * 24)()  # what the copy engine does not read stays empty
+        for i, (t, box) in enumerate(zip(hopper.matrices(plan, packed, read, scale), plan.boxes, strict=True)):
+            if t is not None:
+                pitch = t.stride(0) * t.itemsize
+                maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, pitch, *box[:2], t.itemsize, box[2])
+        args = hopper.arguments(plan, tokens, token_scale, scale, y, turn, seed % 2 == 1)
         message = library.run(
             list(cases).index(name), maps, ctypes.byref(args), plan.grid(len(packed), processors), plan.split,
             plan.threads, plan.shared_bytes(packed.shape[1] * 2), seed,
@@ -147,7 +153,7 @@ def exact(x, packed, scale) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("rows", "columns"), [(16, 128), (40, 1152), (130, 2816)])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 128), (40, 1152), (130, 2816), (72, 1536)])
 def test_every_plan_is_exact_on_integers(emulator, name, rows, columns):
     plan, out = CASES[name]
     for tokens in counts(plan):
@@ -159,7 +165,7 @@ def test_every_plan_is_exact_on_integers(emulator, name, rows, columns):
 
 
 @pytest.mark.parametrize("name", TURNS)
-@pytest.mark.parametrize(("rows", "columns"), [(40, 1152), (130, 2816)])
+@pytest.mark.parametrize(("rows", "columns"), [(40, 1152), (130, 2560)])
 def test_tokens_turned_by_the_product_are_those_turned_before_it(emulator, name, rows, columns):
     """The bits of the two operators, special groups among them; with seed 1 the weight is settled."""
     plan, turn = TURNS[name]
@@ -238,25 +244,21 @@ def test_plans_fit_the_multiprocessor():
             plan = hopper.plan_for(tokens, rows, columns)
             assert plan.tokens >= tokens and (plan.tiles > 0) == (tokens > 1)
             assert plan.split == 1 or plan.once
-            turned = hopper.turned_plan(tokens, rows, columns)
-            assert turned is None or turned.held == (tokens == 1) and turned.arranged == (tokens > 1)
-            assert turned is None or replace(turned, held=False, stages=plan.stages) == plan
-            for p in (plan, turned or plan):
-                shared = p.shared_bytes(columns)
-                assert p.threads <= 1024 and shared <= 227 << 10 and p.stages % p.teams == 0
-                assert p.resident * (shared + 1024) <= 228 << 10 and p.resident * p.threads <= 2048
-                if p.once:
-                    assert p.grid(rows, 132) * p.rows >= rows * p.split
-                    ring = p.stages * (p.rows * 136 + (0 if p.held else 512))
-                    assert p.teams * p.tokens * (p.rows + 4) * 4 <= ring
-    assert hopper.turned_plan(1, 4096, 14336) and hopper.turned_plan(1, 57344, 28672)
+            shared = plan.shared_bytes(columns)
+            assert plan.threads <= 1024 and shared <= 227 << 10 and plan.stages % plan.teams == 0
+            assert plan.resident * (shared + 1024) <= 228 << 10 and plan.resident * plan.threads <= 2048
+            if plan.once:
+                assert plan.grid(rows, 132) * plan.rows >= rows * plan.split
+                ring = plan.stages * (plan.rows * 144 + 4096 * plan.tiles)
+                assert plan.teams * plan.tokens * (plan.rows + 4) * 4 <= ring
+    assert hopper.turns(1, 4096, 14336) and hopper.turns(1, 57344, 28672)
 
 
 def test_few_columns_are_not_shared_by_a_cluster():
     """What a cluster costs, however few columns it shares, is more than such a product takes in one block."""
     for columns in (128, 2048, 3968, 4096, 8192):
         plan = hopper.plan_for(32, 2048, columns)
-        assert plan.split == (2 if columns >= 4096 else 1) and plan.arranged == (columns < 4096)
+        assert plan.split == (2 if columns >= 4096 else 1)
     assert all(hopper.plan_for(tokens, 2048, 8192).split == 1 for tokens in range(1, 17))
 
 
@@ -337,8 +339,8 @@ def test_every_plan_on_the_gpu(name, shape):
         Plan(0, 1, 4, 4, 4, resident=2),
         Plan(1, 1, 2, 8, 8, resident=2),
         Plan(2, 1, 4, 2, 2, resident=2),
-        Plan(4, 2, 4, 2, 2, resident=2, arranged=True),
-        Plan(4, 1, 4, 2, 2, resident=2, arranged=True, grouped=True),
+        Plan(4, 2, 4, 2, 2, resident=2),
+        Plan(4, 1, 4, 2, 2, resident=2, grouped=True),
     ],
     ids=["one", "eight", "sixteen", "thirty_two", "thirty_two_grouped"],
 )

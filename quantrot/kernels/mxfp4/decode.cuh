@@ -1,20 +1,21 @@
-// A few tokens by a packed MXFP4 weight, bound by reading it: y[token, row] = sum over k of x[token, k] * w[row, k].
-// Follows tokens.cuh.
+// A few tokens by a packed MXFP4 weight: y[token, row] = sum over k of x[token, k] * w[row, k]. Follows tokens.cuh.
 //
-// Thread blocks take tiles of rows. One warp keeps a ring of stages of 256 columns full (codes and tokens by the copy
-// engine, scales by 4-byte copies), so that what is on its way needs no registers. TEAMS of ROW_WARPS take turns at the
-// stages, and a warp of a team multiplies 16 * TALL rows of its stage; the teams' sums are added in their order.
+// Thread blocks take tiles of rows. One warp keeps a ring of stages of 256 columns full (by the copy engine), so
+// that what is on its way needs no registers. TEAMS of ROW_WARPS take turns at the stages, and a warp of a team multiplies
+// 16 * TALL rows of its stage; the teams' sums are added in their order. What bounds many tokens is the instructions that
+// turn codes into numbers, and the products, which do not run beside them.
 //
-// Many tokens weigh as much as the codes: then the SPLIT blocks of a cluster share a tile, each with a part of K and of
-// the tokens, and add their sums, in order, through each other's shared memory.
+// The SPLIT blocks of a cluster may share a tile, each with a part of K and of the tokens, and add their sums, in order,
+// through each other's shared memory.
 //
 // The weight is the first operand of mma.m16n8k16, the tokens the second. A lane (g, q) takes whole groups: the 16 bytes
 // that are 32 columns of a row, and of the row eight further. Which of its codes a lane puts in which slot of the product
-// is free, as long as the tokens agree: a pair is the codes p and p + 4 of a 32-bit word, whose bits then move by the
-// same shift in both halves. Tokens are put in that order as they are read; or, where several warps read them, by a
-// kernel before (arrange), so that a lane finds its part of two products in 16 bytes beside its neighbours'; or, one token,
-// by each block for itself (hold). Either may quantize on the way. Row g of a product is row `turned(g)` of eight in the
-// tile, so that the eight lanes which shared memory serves at once meet different banks under the 128-byte swizzle.
+// is free, as long as the tokens agree. A pair is two neighbours, as the tokens lie; or, PAIRED, the codes p and p + 4 of a
+// 32-bit word, whose bits then move by the same shift in both halves. That takes 17 instructions in place of 19 for eight
+// codes, and tokens in that order: they are put in it as they are read, by four instructions for 16 bytes, where that is
+// less; for products by warpgroups by a kernel before (arrange); one token by each block for itself (hold). Row g of a
+// product is row `turned(g)` of eight in the tile, so that the eight lanes which shared memory serves at once meet
+// different banks under the swizzle.
 //
 // A code becomes bfloat16 by its bits: sign to bit 15, the three others to bits 8 ... 6, which is the value times 2^-126
 // (e2m1's subnormal is bfloat16's). One integer product moves both: the two copies of a code that it adds do not touch,
@@ -30,6 +31,7 @@ struct DecodeArgs {
   void* y;                     // OUT [tokens, rows]
   float root;                  // of a Hadamard transform: 1 / sqrt
   int tokens, rows, columns;   // columns: a multiple of 128
+  int mapped;                  // whether the copy engine takes the scales
   int settled;                 // whether no kernel that may still run writes the weight
 };
 
@@ -40,6 +42,13 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, 
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// prmt: nibble i of SELECT says which of the eight bytes of a and b is byte i of the result; past 7, its sign, eight times.
+template <u32 SELECT>
+__device__ __forceinline__ u32 select_bytes(u32 a, u32 b) {
+  u32 v;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "n"(SELECT));
+  return v;
+}
 __device__ __forceinline__ u32 load_shared_byte(u32 from) {
   u32 v;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
@@ -47,24 +56,41 @@ __device__ __forceinline__ u32 load_shared_byte(u32 from) {
 }
 #endif
 
-// Codes P and P + 4 of a word (P: 0, 1), as bfloat16 times 2^-126.
+// Two codes, at bits 0 and 16, as bfloat16 times 2^-126.
+__device__ __forceinline__ u32 tiny(u32 codes) { return codes * (64u + 4096u) & 0x81C081C0u; }
+
+// Codes P and P + 4 of a word (P: 0, 1).
 template <int P>
 __device__ __forceinline__ u32 pair(u32 word) {
   const u32 codes = word & (0x000F000Fu << 4 * P);
   return codes * ((64u + 4096u) >> 4 * P) & 0x81C081C0u;
 }
 
+// Codes 2 I and 2 I + 1: byte I of the words of even and of odd codes.
+template <int I>
+__device__ __forceinline__ u32 neighbours(u32 even, u32 odd) {
+  return tiny(select_bytes<(I | (8 + I) << 4 | (4 + I) << 8 | (12 + I) << 12)>(even, odd));
+}
+
 // 2^(e + 62) of a scale byte, twice.
 __device__ __forceinline__ u32 multiplier(u32 byte) { return (min(byte, 193u) + 62) * 0x00800080u; }
 
 // A word of a group as four pairs, times the group's scale.
+template <bool PAIRED>
 struct Pairs {
   u32 v[4];
 
   __device__ __forceinline__ Pairs(u32 word, u32 factor) {
-    const u32 high = word >> 8;
-    v[0] = times_bf16(pair<0>(word), factor), v[1] = times_bf16(pair<1>(word), factor);
-    v[2] = times_bf16(pair<0>(high), factor), v[3] = times_bf16(pair<1>(high), factor);
+    if constexpr (PAIRED) {
+      const u32 high = word >> 8;
+      v[0] = pair<0>(word), v[1] = pair<1>(word), v[2] = pair<0>(high), v[3] = pair<1>(high);
+    } else {
+      const u32 even = word & 0x0F0F0F0F, odd = word >> 4 & 0x0F0F0F0F;
+      v[0] = neighbours<0>(even, odd), v[1] = neighbours<1>(even, odd);
+      v[2] = neighbours<2>(even, odd), v[3] = neighbours<3>(even, odd);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = times_bf16(v[i], factor);
   }
 };
 
@@ -82,20 +108,21 @@ struct OutFp32 {
   __device__ __forceinline__ static void store(void* y, u64 at, float v) { ((float*)y)[at] = v; }
 };
 
-// TILES_: of eight tokens; 0: one token. ARRANGED: a kernel before laid the tokens down in the order of the products (not
-// one token). HELD: beside the ring there is room for one token. ONCE: a block has one tile, and its sums take the ring's
-// place. GROUPED: four warps multiply at once, by wgmma: their codes from registers, the tokens from shared memory, once for
-// the four. 32 tokens by 28672 x 4096 take 30.5 us in place of 36.0; smaller weights and fewer tokens are faster without.
-template <int TILES_, bool ARRANGED_, bool HELD_, int TALL_, int ROW_WARPS_, int TEAMS_, int STAGES_, int SPLIT_, bool ONCE_,
+// TILES_: of eight tokens; 0: one token. HELD: beside the ring there is room for one token. ONCE: a block has one tile, and
+// its sums take the ring's place. GROUPED: four warps multiply at once, by wgmma: their codes from registers, the tokens,
+// which a kernel before has laid down for that, from shared memory, once for the four.
+template <int TILES_, bool HELD_, int TALL_, int ROW_WARPS_, int TEAMS_, int STAGES_, int SPLIT_, bool ONCE_,
           bool GROUPED_ = false>
 struct Plan {
-  static constexpr bool ONE = TILES_ == 0, ARRANGED = ARRANGED_, HELD = HELD_, ONCE = ONCE_, GROUPED = GROUPED_;
+  static constexpr bool ONE = TILES_ == 0, HELD = HELD_, ONCE = ONCE_, GROUPED = GROUPED_;
   static constexpr int TILES = ONE ? 1 : TILES_, TOKENS = ONE ? 1 : 8 * TILES;
+  static constexpr bool PAIRED = GROUPED || HELD || TALL_ >= TILES;
   static constexpr int TALL = TALL_, ROW_WARPS = ROW_WARPS_, TEAMS = TEAMS_, STAGES = STAGES_, SPLIT = SPLIT_;
   static constexpr int ROWS = 16 * TALL * ROW_WARPS, WARPS = ROW_WARPS * TEAMS;
   static constexpr int BOX = TILES * 1024 + (GROUPED ? 0 : 256);  // bytes from 64 columns of tokens to the next: other banks
-  static constexpr int BOXES = HELD ? 0 : ONE || (ARRANGED && !GROUPED) ? 1 : 4, LOADED = HELD ? 0 : ONE ? 512 : TILES * 4096;
-  static constexpr int CODES = ROWS * 128, WIDE = BOXES > 1 ? BOXES * BOX : LOADED, SCALES = ROWS * 8;  // of a stage
+  static constexpr int BOXES = HELD ? 0 : ONE ? 1 : 4;
+  static constexpr int LOADED = HELD ? 0 : ONE ? 512 : TILES * 4096, WIDE = BOXES > 1 ? BOXES * BOX : LOADED;
+  static constexpr int CODES = ROWS * 128, SCALES = ROWS * 16;  // of a stage; the scales of two, where they are mapped
   static constexpr int WIDE_AT = STAGES * CODES, SCALES_AT = WIDE_AT + STAGES * WIDE;
   static constexpr int BARRIERS = SCALES_AT + STAGES * SCALES;
   static constexpr int PITCH = ROWS + 4;  // of a team's sums, floats: lanes meet different banks
@@ -106,7 +133,7 @@ struct Plan {
   static_assert(STAGES % TEAMS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
   static_assert(SPLIT == 1 || ONCE, "blocks that share a tile have one");
   static_assert(!HELD || ONE, "one token is held");
-  static_assert(!GROUPED || (ARRANGED && !ONE && ROW_WARPS % 4 == 0), "warpgroups multiply tokens that are laid down for them");
+  static_assert(!GROUPED || (!ONE && ROW_WARPS % 4 == 0), "warpgroups multiply tokens that are laid down for them");
   static_assert(!ONCE || TEAMS * TOKENS * PITCH * 4 <= BARRIERS, "the sums fit where the ring was");
 };
 
@@ -135,14 +162,13 @@ struct Sums {
       u32 a_factor[P::TALL], b_factor[P::TALL];
 #pragma unroll
       for (int r = 0; r < P::TALL; r++) {
-        a[r] = load_shared_words((codes ^ h << 6) + r * 2048), b[r] = load_shared_words((codes ^ h << 6) + r * 2048 + 1024);
-        a_factor[r] = multiplier(load_shared_byte(scales + q + h * 4 + r * 128));
-        b_factor[r] = multiplier(load_shared_byte(scales + q + h * 4 + r * 128 + 64));
+        const u32 row = (codes ^ h << 6) + r * 2048, scale = scales + q + h * 4 + r * 256;
+        a[r] = load_shared_words(row), b[r] = load_shared_words(row + 1024);
+        a_factor[r] = multiplier(load_shared_byte(scale));
+        b_factor[r] = multiplier(load_shared_byte(scale + 128));
       }
-      u32 token = wide + lane * 16 + h * (P::TILES * 2048);
-      if constexpr (P::HELD) {
-        token = wide + h * 256 + q * 16;
-      } else if constexpr (!P::ARRANGED) {
+      u32 token = wide + h * 256 + q * 16;
+      if constexpr (!P::HELD) {
         token = wide + (P::ONE ? h * 256 + q * 64 : (h * 2 + q / 2) * P::BOX + (lane >> 2) * 128 + q % 2 * 64);
         token ^= (token >> 7 & 7) << 4;
       }
@@ -151,15 +177,16 @@ struct Sums {
         Words x[P::TILES];
 #pragma unroll
         for (int t = 0; t < P::TILES; t++)
-          x[t] = P::HELD       ? load_shared_words(token + j * 64)
-                 : P::ARRANGED ? load_shared_words(token + t * 2048 + j * 512)
-                               : arranged(load_shared_words((token ^ j << 4) + t * 1024));
+          x[t] = load_shared_words(P::HELD ? token + j * 64 : (token ^ j << 4) + t * 1024);
+        if constexpr (P::PAIRED && !P::HELD)
+#pragma unroll
+          for (int t = 0; t < P::TILES; t++) x[t] = arranged(x[t]);
         if (h == 1 && j == 3)
 #pragma unroll
           for (int t = 0; t < P::TILES; t++) seen |= x[t].x;
 #pragma unroll
         for (int r = 0; r < P::TALL; r++) {
-          const Pairs above(a[r].at(j), a_factor[r]), below(b[r].at(j), b_factor[r]);
+          const Pairs<P::PAIRED> above(a[r].at(j), a_factor[r]), below(b[r].at(j), b_factor[r]);
 #pragma unroll
           for (int t = 0; t < P::TILES; t++) {
             multiply(v[0][r][t], above.v[0], below.v[0], above.v[1], below.v[1], x[t].x, x[t].y);
@@ -177,23 +204,26 @@ struct Sums {
     const u32 q = lane_number() & 3;
     codes ^= q << 4;
     u32 pairs[2][P::TALL][2][4], seen = 0;
+    Words a[2][P::TALL], b[2][P::TALL];
+    u32 a_factor[2][P::TALL], b_factor[2][P::TALL];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      Words a[P::TALL], b[P::TALL];
-      u32 a_factor[P::TALL], b_factor[P::TALL];
+    for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int r = 0; r < P::TALL; r++) {
-        a[r] = load_shared_words((codes ^ h << 6) + r * 2048), b[r] = load_shared_words((codes ^ h << 6) + r * 2048 + 1024);
-        a_factor[r] = multiplier(load_shared_byte(scales + q + h * 4 + r * 128));
-        b_factor[r] = multiplier(load_shared_byte(scales + q + h * 4 + r * 128 + 64));
-        if (h == 1) seen |= a[r].x | b[r].x;
+        const u32 row = (codes ^ h << 6) + r * 2048, scale = scales + q + h * 4 + r * 256;
+        a[h][r] = load_shared_words(row), b[h][r] = load_shared_words(row + 1024);
+        a_factor[h][r] = multiplier(load_shared_byte(scale));
+        b_factor[h][r] = multiplier(load_shared_byte(scale + 128));
+        seen |= a[h][r].x | b[h][r].x;
       }
+#pragma unroll
+    for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         auto& to = pairs[j % 2];
 #pragma unroll
         for (int r = 0; r < P::TALL; r++) {
-          const Pairs above(a[r].at(j), a_factor[r]), below(b[r].at(j), b_factor[r]);
+          const Pairs<true> above(a[h][r].at(j), a_factor[h][r]), below(b[h][r].at(j), b_factor[h][r]);
 #pragma unroll
           for (int i = 0; i < 4; i++) to[r][i / 2][i % 2 * 2] = above.v[i], to[r][i / 2][i % 2 * 2 + 1] = below.v[i];
         }
@@ -210,7 +240,6 @@ struct Sums {
         else
           product_wait<1>();
       }
-    }
 #pragma unroll
     for (int r = 0; r < P::TALL; r++) product_done(reinterpret_cast<float(&)[P::TILES * 4]>(v[0][r]));
     return seen;
@@ -276,7 +305,8 @@ __device__ __forceinline__ void hand_back(u32 bar, u32 seen) {
   if (lane_number() == 0) barrier_arrive(bar);
 }
 
-// Four scales of a row and the four after them, of `row` and chunk `c`; the last ones there are, past the end.
+// Four scales of a row and the four after them, of `row` and chunk `c`, in their place among 16; the last ones there are,
+// past the end.
 template <class P>
 __device__ __forceinline__ void copy_scales(const DecodeArgs& args, int row, int c, u32 to) {
   const int groups = args.columns / 32, first = min(c * 8, groups - 4), second = min(c * 8 + 4, groups - 4);
@@ -285,15 +315,15 @@ __device__ __forceinline__ void copy_scales(const DecodeArgs& args, int row, int
     const int r = i * 32 + lane_number();
     if (P::ROWS % 32 && r >= P::ROWS) break;
     const unsigned char* const from = args.scale + (u64)min(row + r, args.rows - 1) * groups;
-    copy4(to + r * 8, from + first);
-    copy4(to + r * 8 + 4, from + second);
+    copy4(to + r * 16 + c % 2 * 8, from + first);
+    copy4(to + r * 16 + c % 2 * 8 + 4, from + second);
   }
 }
 
 // What a stage is asked for: chunk `c` (256 columns) of the tile at `row`.
 template <class P>
 struct Asks {
-  const TensorMap *codes, *wide;
+  const TensorMap *codes, *wide, *scale;
   const DecodeArgs& args;
   u32 base;
   u64 once, keep;
@@ -301,7 +331,7 @@ struct Asks {
   __device__ __forceinline__ u32 bar(int stage) const { return base + P::BARRIERS + stage * 8; }
 
   __device__ __forceinline__ void weight(int stage, int row, int c) const {
-    barrier_expect(bar(stage), P::CODES + P::LOADED);
+    barrier_expect(bar(stage), P::CODES + P::LOADED + (args.mapped ? P::SCALES : 0));
     tensor_load(base + stage * P::CODES, codes, c * 128, row, bar(stage), once);
   }
   __device__ __forceinline__ void tokens(int stage, int c) const {
@@ -311,24 +341,31 @@ struct Asks {
       if constexpr (P::BOXES > 1) {
         tensor_load(to + b * P::BOX, wide, c * 256 + b * 64, 0, bar(stage), keep);
       } else {
-        tensor_load(to, wide, 0, c * (P::ONE ? 4 : 16 * P::TILES), bar(stage), keep);
+        tensor_load(to, wide, 0, c * 4, bar(stage), keep);
       }
     }
   }
   __device__ __forceinline__ void scales(int stage, int row, int c) const {
-    copy_scales<P>(args, row, c, base + P::SCALES_AT + stage * P::SCALES);
-    copies_arrive(bar(stage));
+    const u32 to = base + P::SCALES_AT + stage * P::SCALES;
+    if (args.mapped) {
+      tensor_load(to, scale, c / 2 * 16, row, bar(stage), keep);
+    } else {
+      copy_scales<P>(args, row, c, to);
+      copies_arrive(bar(stage));
+    }
   }
 };
 
-// codes: a map of bytes [rows, columns / 2], boxes [ROWS, 128] in the 128-byte swizzle. wide, of bfloat16, where no token is
-// held: one token as [columns / 64, 64], boxes [4, 64] in the swizzle; more as they are, boxes [8 * TILES, 64] in the
-// swizzle, or arranged, as rows of 128, boxes [16 * TILES, 128]. SPAN, RULE: of a token that is held, see `take`.
+// codes: a map of bytes [rows, columns / 2], boxes [ROWS, 128] in the 128-byte swizzle. wide, of bfloat16, where
+// no token is held: one token as [columns / 64, 64], boxes [4, 64] in the swizzle; more as they are, boxes
+// [8 * TILES, 64] in the swizzle. scale, where it is mapped: bytes [rows, columns / 32], boxes [ROWS, 16]. SPAN, RULE: of a
+// token that is held, see `take`.
 //
 // Before the kernel before this one has ended, the ring is asked for as much of the weight as it holds, if that is settled;
 // else the first codes are asked for, into L2.
 template <class P, class OUT, int SPAN, int RULE>
-__device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* wide, const DecodeArgs& args) {
+__device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* wide, const TensorMap* scale,
+                                       const DecodeArgs& args) {
   const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8, held = base + P::HELD_AT;
   const u32 warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
   const int tiles = (args.rows + P::ROWS - 1) / P::ROWS, step = gridDim.x / P::SPLIT;
@@ -338,8 +375,9 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
     if (lane_number() == 0) {
       tensor_prefetch(codes);
       if (!P::HELD) tensor_prefetch(wide);
+      if (args.mapped) tensor_prefetch(scale);
       for (int s = 0; s < P::STAGES; s++) {
-        barrier_init(full + s * 8, 1 + 32);
+        barrier_init(full + s * 8, args.mapped ? 1 : 1 + 32);
         barrier_init(empty + s * 8, P::ROW_WARPS);
       }
       barrier_init_done();
@@ -349,7 +387,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
   block_sync();
   Ring<P::STAGES> ring;
   if (warp == P::WARPS) {
-    const Asks<P> ask = {codes, wide, args, base, cache_policy<FIRST>(), cache_policy<LAST>()};
+    const Asks<P> ask = {codes, wide, scale, args, base, cache_policy<FIRST>(), cache_policy<LAST>()};
     int tile = first, c = 0;
     const auto next = [&] {
       ring.next();
@@ -385,7 +423,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
     }
     const u32 team = warp / P::ROW_WARPS, row_warp = warp % P::ROW_WARPS;
     const u32 row = row_warp * 16 * P::TALL, mine = row + turned(lane_number() >> 2);
-    const u32 codes_at = base + mine * 128 + ((mine & 7) << 4), scales_at = base + P::SCALES_AT + mine * 8;
+    const u32 codes_at = base + swizzled(mine, 0), scales_at = base + P::SCALES_AT + mine * 16;
     ring.stage = team;
     for (int tile = first; tile < tiles; tile += step) {
       Sums<P> sums;
@@ -393,7 +431,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       for (int c = team; c < chunks; c += P::TEAMS) {
         barrier_wait(full + ring.stage * 8, ring.parity);
         const u32 tokens = P::HELD ? held + c * P::CHUNK : base + P::WIDE_AT + ring.stage * P::WIDE;
-        const u32 codes_here = codes_at + ring.stage * P::CODES, scales_here = scales_at + ring.stage * P::SCALES;
+        const u32 codes_here = codes_at + ring.stage * P::CODES, scales_here = scales_at + ring.stage * P::SCALES + (first_chunk + c) % 2 * 8;
         u32 seen;
         if constexpr (P::GROUPED) {
           seen = sums.add_grouped(codes_here, scales_here, tokens);

@@ -278,7 +278,7 @@ def _linear_decode(
 
     token_scale = turn = None
     if activations == "mxfp4":
-        if decoder == "hopper" and hopper.turned_plan(rows.shape[0], packed.shape[0], rows.shape[1]):
+        if decoder == "hopper" and hopper.turns(rows.shape[0], packed.shape[0], rows.shape[1]):
             tokens, turn = rows, hopper.Turn(ScaleRule(rule), hadamard)
         else:
             tokens = triton_rows.round_trip(rows, ScaleRule(rule), hadamard)

@@ -2,7 +2,7 @@
 
 Order of sums: the tensor core's in float32 along the columns that a team takes, 256 at a time in turn; then the teams'
 and the cluster's blocks' in their order. A token's bits do not depend on its neighbours, as long as the plan is the
-same; nor on stages, or on where the tokens lie (arranged, held), so that a token which is quantized on its way has the
+same; nor on stages, or on where the tokens lie (held or not), so that a token which is quantized on its way has the
 bits of one that a kernel before quantized.
 """
 
@@ -22,12 +22,12 @@ from quantrot.kernels.mxfp4.reference import GROUP, QUEST_SQUARE, ScaleRule, flo
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
 
 OUT = {torch.bfloat16: "OutBf16", torch.float16: "OutFp16", torch.float32: "OutFp32"}
-STEP = 128  # columns that are arranged together, and the granule of K
+STEP = 128  # columns that are multiplied together, and the granule of K
 CHUNK = 256  # columns of K in a stage
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
-    const __grid_constant__ quantrot::DecodeArgs args) {{
-  quantrot::decode<quantrot::Plan<{shape}>, quantrot::{out}, {span}, quantrot::{rule}>(&codes, &wide, args);
+    const __grid_constant__ quantrot::TensorMap scale, const __grid_constant__ quantrot::DecodeArgs args) {{
+  quantrot::decode<quantrot::Plan<{shape}>, quantrot::{out}, {span}, quantrot::{rule}>(&codes, &wide, &scale, args);
 }}
 """
 ARRANGE = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
@@ -43,8 +43,8 @@ class Plan:
     """tiles of eight tokens, 0 for one token; rows of a warp in units of 16; warps along the rows; teams of so many
     warps, which take turns along K; stages of CHUNK columns in shared memory, a multiple of the teams; thread blocks of
     a cluster that share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor;
-    whether a kernel before lays the tokens down in the order of the products; whether four warps multiply at once
-    (wgmma) by tokens that are laid down for that; whether each thread block turns one token for itself and keeps it."""
+    whether four warps multiply at once (wgmma) by tokens that a kernel before lays down for that; whether each thread
+    block turns one token for itself and keeps it."""
 
     tiles: int
     tall: int
@@ -54,7 +54,6 @@ class Plan:
     split: int = 1
     once: bool = False
     resident: int = 1
-    arranged: bool = False
     grouped: bool = False
     held: bool = False
 
@@ -76,8 +75,8 @@ class Plan:
         return -(-columns // (CHUNK * self.split * self.teams)) * self.teams
 
     def shared_bytes(self, columns: int) -> int:
-        wide = 4096 * self.tiles + (0 if self.arranged else 1024) if self.tiles else 512
-        ring = self.stages * (self.rows * 136 + (0 if self.held else wide) + 16)
+        wide = 4096 * self.tiles + (0 if self.grouped else 1024) if self.tiles else 512
+        ring = self.stages * (self.rows * 144 + (0 if self.held else wide) + 16)
         sums = 0 if self.once else self.teams * self.tokens * (self.rows + 4) * 4
         held = self.chunks(columns) * CHUNK * 2 if self.held else 0
         return ring + sums + held
@@ -88,15 +87,14 @@ class Plan:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Rows, columns and swizzle, in bytes, of what the copy engine moves: codes, and tokens that are not held."""
-        laid = self.arranged and not self.grouped
-        tokens = (16 * self.tiles, 128, 0) if laid else (8 * self.tiles or 4, 64, 128)
-        return (self.rows, 128, 128), *(() if self.held else (tokens,))
+        """Rows, columns and swizzle in bytes of what the copy engine moves: codes, tokens that are not held, scales."""
+        return (self.rows, 128, 128), (8 * self.tiles or 4, 64, 128), (self.rows, 16, 0)
 
 
 PROCESSORS = 132  # of the device that the rule is for
 SPLIT_COLUMNS = 4096  # fewest that a cluster shares by rule
 ROOM = 104 << 10, 220 << 10  # bytes of shared memory for the ring: the first where each team has two stages
+MAPPED_ROWS = 64  # of a tile whose scales the copy engine takes
 ARRANGE_THREADS = 64  # each a group of 32 columns: few, so that all multiprocessors have some
 
 
@@ -116,11 +114,10 @@ def plan_of(tiles: int, rows: int, columns: int, units: int, split: int = 1) -> 
     tall = 2 if units % 2 == 0 and (tiles < 4 or units <= 4) else 1
     row_warps = units // tall
     teams = min(4 if tiles > 1 and units > 2 else 8, 1 << (16 // row_warps).bit_length() - 1)
-    arranged = split == 1 and (tiles == 4 or (tiles == 2 and not once))
     most = -(-columns // (CHUNK * split * teams))  # stages of a team that there are to do
     for room in ROOM:
         for deep in range(most, 0, -1):
-            plan = Plan(tiles, tall, row_warps, teams, teams * deep, split, once, 1, arranged)
+            plan = Plan(tiles, tall, row_warps, teams, teams * deep, split, once)
             if plan.shared_bytes(columns) <= room:
                 break
         if deep > 1:
@@ -130,7 +127,8 @@ def plan_of(tiles: int, rows: int, columns: int, units: int, split: int = 1) -> 
 
 @lru_cache(maxsize=4096)
 def plan_for(tokens: int, rows: int, columns: int) -> Plan:
-    """The measured plan (kept for 1, 8, 16 and 32 tokens; others take the next of these), else one by rule.
+    """The measured plan (kept for 1, 8, 16 and 32 tokens; others take the next of these), else one by rule. One token
+    is held, if there is room for it.
 
     The rule: tiles as tall as one for each multiprocessor makes them, up to 128 rows, past that 32 or, for more than
     16 tokens, 112. More than 16 tokens are halved by two blocks of a cluster where tiles are few, but not along
@@ -139,37 +137,38 @@ def plan_for(tokens: int, rows: int, columns: int) -> Plan:
     tiles = tiles_of(tokens)
     measured = tuned.HOPPER_DECODE.get((8 * tiles or 1, rows, columns))
     if measured:
-        return Plan(tiles, *measured)
-    split = 2 if tiles == 4 and rows <= 32 * PROCESSORS and columns >= SPLIT_COLUMNS else 1
-    units = -(-rows * split // (16 * PROCESSORS))
-    if units > 8:
-        units = 7 if tiles == 4 else 2
-    return plan_of(tiles, rows, columns, units, split)
+        plan = Plan(tiles, *measured)
+    else:
+        split = 2 if tiles == 4 and rows <= 32 * PROCESSORS and columns >= SPLIT_COLUMNS else 1
+        units = -(-rows * split // (16 * PROCESSORS))
+        if units > 8:
+            units = 7 if tiles == 4 else 2
+        plan = plan_of(tiles, rows, columns, units, split)
+    return plan if tiles else held(plan, columns) or plan
 
 
-@lru_cache(maxsize=4096)
-def turned_plan(tokens: int, rows: int, columns: int) -> Plan | None:
-    """plan_for's plan for tokens that are turned on their way, which gives the same bits: one is held, if there is room
-    for it, more are arranged, if they are arranged anyway. None: turn them before."""
-    plan = plan_for(tokens, rows, columns)
-    if tokens > 1:
-        return plan if plan.arranged else None
+def held(plan: Plan, columns: int) -> Plan | None:
+    """The plan of one token with fewer stages, if need be, and room for the token; it gives the same bits."""
     room = MAX_SHARED if plan.resident == 1 else SM_SHARED // plan.resident - 1024
-    stages = range(plan.stages, 0, -plan.teams)
-    held = (replace(plan, held=True, stages=n) for n in stages)
-    return next((p for p in held if p.shared_bytes(columns) <= room), None)
+    fewer = (replace(plan, held=True, stages=n) for n in range(plan.stages, 0, -plan.teams))
+    return next((p for p in fewer if p.shared_bytes(columns) <= room), None)
+
+
+def turns(tokens: int, rows: int, columns: int) -> bool:
+    """Whether `decode` turns tokens on their way: many by a kernel of their own, one by each thread block."""
+    return tokens > 1 or plan_for(tokens, rows, columns).held
 
 
 class DecodeArgs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("scale", "token_scale", "x", "y")),
         ("root", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("tokens", "rows", "columns", "settled")),
+        *((name, ctypes.c_int) for name in ("tokens", "rows", "columns", "mapped", "settled")),
     ]
 
 
 class _Arguments(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_ubyte * 128) for name in ("codes", "wide")] + [("args", DecodeArgs)]
+    _fields_ = [(name, ctypes.c_ubyte * 128) for name in ("codes", "wide", "scale")] + [("args", DecodeArgs)]
 
 
 @dataclass(frozen=True)
@@ -208,9 +207,9 @@ def device_functions() -> str:
 
 def entry(plan: Plan, out: torch.dtype, turn: Turn | None = None, name: str = "mxfp4_decode") -> str:
     """C++ of the kernel `name`."""
-    flags = (plan.arranged, plan.held, plan.once, plan.grouped)
-    arranged, held, once, grouped = (str(flag).lower() for flag in flags)
-    shape = (plan.tiles, arranged, held, plan.tall, plan.row_warps, plan.teams, plan.stages, plan.split, once, grouped)
+    held, once, grouped = (str(flag).lower() for flag in (plan.held, plan.once, plan.grouped))
+    warps = plan.tall, plan.row_warps, plan.teams, plan.stages
+    shape = (plan.tiles, held, *warps, plan.split, once, grouped)
     return ENTRY.format(
         cluster=f"__cluster_dims__({plan.split}, 1, 1) " if plan.split > 1 else "",
         threads=plan.threads,
@@ -222,20 +221,28 @@ def entry(plan: Plan, out: torch.dtype, turn: Turn | None = None, name: str = "m
     )
 
 
+def maps_scale(plan: Plan, scale: Tensor) -> bool:
+    """Whether the copy engine takes the scales, which it can from rows that are multiples of 16 bytes.
+
+    It takes 16 bytes of a row for each stage. Where rows are few, copies by a warp cost less: 16 tokens by 4096 x 14336
+    in tiles of 32 rows take 14.6 us in place of 17.2. 32 tokens by 28672 x 4096, tiles of 128, take 31.1 and 29.2.
+    """
+    return scale.shape[1] % 16 == 0 and plan.rows >= MAPPED_ROWS
+
+
 def arguments(
-    x: Tensor, token_scale: Tensor | None, scale: Tensor, y: Tensor, turn: Turn | None, settled: bool
+    plan: Plan, x: Tensor, token_scale: Tensor | None, scale: Tensor, y: Tensor, turn: Turn | None, settled: bool
 ) -> DecodeArgs:
     """The kernel's last parameter; x [tokens, columns], y [tokens, rows]."""
     pointers = (None if t is None else t.data_ptr() for t in (scale, token_scale, x, y))
-    return DecodeArgs(*pointers, turn.root if turn else 1.0, *y.shape, scale.shape[1] * GROUP, int(settled))
+    sizes = (*y.shape, scale.shape[1] * GROUP)
+    return DecodeArgs(*pointers, turn.root if turn else 1.0, *sizes, int(maps_scale(plan, scale)), int(settled))
 
 
-def matrix_of(tokens: Tensor, plan: Plan) -> Tensor:
-    """Tokens as the copy engine takes them: one as rows of 64, those that `arrange` laid down as rows of 128, or, for
-    products by four warps, as they are with rows of zeros below."""
-    if plan.grouped:
-        return tokens.view(8 * plan.tiles, -1)
-    return tokens.view(-1, 64) if plan.tiles == 0 else tokens.view(-1, 128) if plan.arranged else tokens
+def matrices(plan: Plan, packed: Tensor, tokens: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
+    """What the copy engine reads, in the order of the plan's boxes, None where it does not: one token as rows of 64."""
+    wide = None if plan.held else tokens.view(-1, 64) if plan.tiles == 0 else tokens
+    return packed, wide, scale if maps_scale(plan, scale) else None
 
 
 @lru_cache(maxsize=1024)
@@ -273,9 +280,9 @@ def arrange_blocks(columns: int, tiles: int) -> int:
 
 
 def arrange(tokens: Tensor, tiles: int, turn: Turn | None, grouped: bool = False) -> Tensor:
-    """At most 8 * tiles tokens, turned, in the order in which `decode` multiplies them, by warps or groups of four."""
+    """At most 8 * tiles tokens, turned, [8 * tiles, K]; grouped: in the order in which warpgroups multiply them."""
     columns, device = tokens.shape[1], tokens.get_device()
-    y = torch.empty(columns * tiles * 8, dtype=torch.bfloat16, device=tokens.device)
+    y = torch.empty(tiles * 8, columns, dtype=torch.bfloat16, device=tokens.device)
     parameters = arrange_arguments(tokens, y, turn)
     function, blocks = _arrange_kernel(tiles, turn, grouped, device), arrange_blocks(columns, tiles)
     nvrtc.launch(function, (blocks,), ARRANGE_THREADS, 0, parameters, device, overlap=True)
@@ -301,7 +308,7 @@ def decode(
     """tokens bfloat16 [M, K] by a packed weight [N, K/2]: [M, N] in dtype; M from 1 to 32, K a multiple of 128.
 
     token_scale: float32 [M], multiplies each token's result, or None. Products are exact for group scales from 2^-62
-    to 2^65. turn: what the tokens become first, where `turned_plan` has a plan.
+    to 2^65. turn: what the tokens become first, where it `turns` them.
     settled: no kernel that may still run when this one is launched writes the weight, so that it is read before the
     kernel before this one has ended.
     """
@@ -309,16 +316,19 @@ def decode(
     tokens, packed, scale = _aligned(tokens), _aligned(packed), _aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
     (count, columns), rows, device = tokens.shape, packed.shape[0], tokens.get_device()
-    if plan is None:
-        plan = (turned_plan if turn else plan_for)(count, rows, columns)
-    assert plan and (plan.held or plan.arranged or not turn), "tokens that are copied as they are must be turned before"
+    plan = plan or plan_for(count, rows, columns)
+    assert not turn or plan.tiles or plan.held, "one token is turned where it is held"
     y = torch.empty(count, rows, dtype=dtype, device=tokens.device)
-    wide = matrix_of(arrange(tokens, plan.tiles, turn, plan.grouped) if plan.arranged else tokens, plan)
-    values = _Arguments(args=arguments(tokens, token_scale, scale, y, turn, settled))
-    for field, t, box in zip(("codes", "wide"), (packed, wide), plan.boxes, strict=False):
-        pitch = t.stride(0) * t.element_size()
-        encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
-        ctypes.memmove(getattr(values, field), encoded, 128)
+    if plan.grouped or (turn and not plan.held):
+        read = arrange(tokens, plan.tiles, turn, plan.grouped)
+    else:
+        read = tokens
+    values = _Arguments(args=arguments(plan, tokens, token_scale, scale, y, turn, settled))
+    for field, t, box in zip(("codes", "wide", "scale"), matrices(plan, packed, read, scale), plan.boxes, strict=True):
+        if t is not None:
+            pitch = t.stride(0) * t.element_size()
+            encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
+            ctypes.memmove(getattr(values, field), encoded, 128)
     grid, shared = (plan.grid(rows, nvrtc.processors(device)),), plan.shared_bytes(columns)
     function = _kernel(plan, dtype, turn if plan.held else None, shared, device)
     nvrtc.launch(function, grid, plan.threads, shared, values, device, overlap=True)

@@ -34,12 +34,13 @@ __device__ __forceinline__ u32 power_pair(int exponent, bool finite) {
   return finite ? max((u32)(exponent + 127) << 7, 0x40u) * 0x00010001u : 0x7FFF7FFFu;
 }
 
-// A group of one token, arranged: words[j] of 8 columns.
-template <int SPAN, int RULE>
+// A group of one token: words[j] of 8 columns, PAIRED as `arranged` or as they follow each other.
+template <int SPAN, int RULE, bool PAIRED>
 __device__ __forceinline__ void take(Words (&words)[4], float root) {
   if constexpr (RULE == AS_IS) {
+    if constexpr (PAIRED)
 #pragma unroll
-    for (int j = 0; j < 4; j++) words[j] = arranged(words[j]);
+      for (int j = 0; j < 4; j++) words[j] = arranged(words[j]);
   } else {
     Group x;
 #pragma unroll
@@ -56,7 +57,8 @@ __device__ __forceinline__ void take(Words (&words)[4], float root) {
       u32 pairs[4];
 #pragma unroll
       for (int k = 0; k < 4; k++) {
-        u32 p = Fp16::pack(__fmul_rn(x.v[8 * j + k], factor), __fmul_rn(x.v[8 * j + k + 4], factor));
+        const int low = 8 * j + (PAIRED ? k : 2 * k), high = low + (PAIRED ? 4 : 1);
+        u32 p = Fp16::pack(__fmul_rn(x.v[low], factor), __fmul_rn(x.v[high], factor));
         if constexpr (clamps<RULE>()) p = clamp_half(p, SIX);
         p = to_nearest(p);
         pairs[k] = times_bf16(times_bf16((p >> 3 & 0x01C001C0u) | (p & 0x80008000u), 0x7E807E80u), power);  // 2^-126 times it
@@ -73,10 +75,9 @@ __device__ __forceinline__ void load_group(Words (&words)[4], const void* x, int
   for (int p = 0; p < 4; p++) words[p] = inside ? load_fresh_words(from + p * 16) : Words{};
 }
 
-// Tokens bfloat16 [tokens, columns], columns a multiple of 128, as [step of 128][tile of 8][word][lane] of 16 bytes; zeros
-// where there is no token.
-// GROUPED, for products by a warpgroup: as [8 * TILES, columns], 16 columns of each product's side by side.
-template <int TILES, int SPAN, int RULE, bool GROUPED = false>
+// Tokens bfloat16 [tokens, columns], columns a multiple of 128, to y [8 * TILES, columns], zeros where there is no token.
+// GROUPED, for products by a warpgroup: 16 columns of each product's side by side.
+template <int TILES, int SPAN, int RULE, bool GROUPED>
 __device__ __forceinline__ void arrange(const void* x, Words* y, int tokens, int columns, float root) {
   launch_dependents();
   grid_wait();
@@ -85,14 +86,14 @@ __device__ __forceinline__ void arrange(const void* x, Words* y, int tokens, int
   if (step * 128 >= columns) return;
   Words words[4];
   load_group(words, x, columns, token, step * 128 + lane % 4 * 32, token < tokens);
-  take<SPAN, RULE>(words, root);
+  take<SPAN, RULE, GROUPED>(words, root);
+  u32* const to = (u32*)y + ((i64)token * columns + step * 128) / 2;
   if constexpr (GROUPED) {
-    u32* const to = (u32*)y + ((i64)token * columns + step * 128) / 2 + lane % 4;
 #pragma unroll
-    for (int i = 0; i < 16; i++) to[i * 4] = words[i / 4].at(i % 4);
+    for (int i = 0; i < 16; i++) to[i * 4 + lane % 4] = words[i / 4].at(i % 4);
   } else {
 #pragma unroll
-    for (int j = 0; j < 4; j++) store_words(y + ((step * TILES + tile) * 4 + j) * 32 + lane, words[j]);
+    for (int j = 0; j < 4; j++) store_words((Words*)to + lane % 4 * 4 + j, words[j]);
   }
 }
 
@@ -108,7 +109,7 @@ __device__ __forceinline__ void hold(const void* x, int columns, int first, int 
   for (int group = threadIdx.x; group - (int)lane_number() < groups; group += THREADS) {
     Words words[4] = {next[0], next[1], next[2], next[3]};
     if (group + THREADS - (int)lane_number() < groups) fetch(group + THREADS);
-    take<SPAN, RULE>(words, root);
+    take<SPAN, RULE, true>(words, root);
     const u32 at = to + group / 4 * 256 + group % 4 * 16;
     if (group < groups)
 #pragma unroll
