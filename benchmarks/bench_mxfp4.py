@@ -333,7 +333,7 @@ def bench_model(tokens: int = 2048) -> list[dict]:
 
 def tune() -> None:
     """Time the candidates of every table of the CUDA kernels in tuned.py, keep the fastest, and write the file."""
-    from quantrot.kernels.mxfp4 import hopper, tuned
+    from quantrot.kernels.mxfp4 import hopper, hopper_columns, hopper_rows, tuned
 
     ready = [(x, *quantize_mxfp4(x)) for x in random_tensors((ROWS // 4, COLUMNS), torch.bfloat16)]
     stream: Any = {"signs": torch.ones(32, device="cuda"), "random": (1, 2)}
@@ -344,8 +344,11 @@ def tune() -> None:
     trials: list[tuple[str, int | None, list[tuple], Callable]] = []
     for h in (32, 64, 128):
         quest = partial(hadamard_quantize_mxfp4, scale_rule="quest", hadamard=h)
-        trials.append(("HOPPER_ROWS", h, rows, lambda x, p, s, q=quest: q(x)))
-        trials.append(("HOPPER_MASK_ROWS", h, rows, lambda x, p, s, q=quest: q(x, clip_mask=True)))
+        random = partial(hadamard_quantize_mxfp4, scale_rule="absmax34", hadamard=h, random=(1, 2))
+        here = [c for c in rows if c[1] * hopper_rows.shared_bytes(c[0], c[2], h) <= 226 << 10]
+        trials.append(("HOPPER_ROWS", h, here, lambda x, p, s, q=quest: q(x)))
+        trials.append(("HOPPER_MASK_ROWS", h, here, lambda x, p, s, q=quest: q(x, clip_mask=True)))
+        trials.append(("HOPPER_RANDOM_ROWS", h, here, lambda x, p, s, q=random: q(x)))
     trials += [
         (
             "HOPPER_EXPANDED",
@@ -365,8 +368,12 @@ def tune() -> None:
             columns,
             lambda x, p, s: hadamard_quantize_mxfp4(x, "absmax34", transpose=True, **stream),
         ),
-        ("HOPPER_PACKED_COLUMNS", None, columns, lambda x, p, s: requantize_mxfp4(p, s, **stream)),
     ]
+    codes = [(t, s, down) for t in (256, 320, 384, 448, 512) for s in (2, 3) for down in (False, True)]
+    codes = [c for c in codes if hopper_columns.shared_bytes(torch.uint8, c[1], c[0]) <= 226 << 10]
+    for h in (32, 64, 128):
+        random = partial(requantize_mxfp4, hadamard=h, random=(1, 2))
+        trials.append(("HOPPER_PACKED_COLUMNS", h, codes, lambda x, p, s, q=random: q(p, s)))
     for name, block, candidates, call in trials:
         found: dict[tuple, float] = {}
         before = getattr(tuned, name)
@@ -435,7 +442,7 @@ def write_tuned() -> None:
     from quantrot.kernels.mxfp4 import tuned
 
     text = TUNED.read_text().split("HOPPER_ROWS = ")[0]
-    tables = ("ROWS", "MASK_ROWS", "EXPANDED", "COLUMNS", "RANDOM_COLUMNS", "PACKED_COLUMNS")
+    tables = ("ROWS", "MASK_ROWS", "RANDOM_ROWS", "EXPANDED", "COLUMNS", "RANDOM_COLUMNS", "PACKED_COLUMNS")
     for name in (f"HOPPER_{table}" for table in tables):
         text += f"{name} = {getattr(tuned, name)}\n"
     lines = "".join(f"\n    {key}: {plan}," for key, plan in sorted(tuned.HOPPER_DECODE.items()))

@@ -113,7 +113,8 @@ def encode_map(
 ) -> bytes:
     """The driver's description of a tensor for the copy engine, dimensions from the contiguous one on.
 
-    strides in bytes, from the second dimension on; boxes swizzled in 128 or 64 bytes or not (0), zeros past the edges.
+    strides in bytes, from the second dimension on; boxes swizzled in 128, 64 or 32 bytes or not (0), zeros past the
+    edges.
     RuntimeError with the driver's number for what it refuses.
     """
     rank, kind = len(sizes), {torch.float16: 6, torch.bfloat16: 9}.get(dtype, 0)  # CUtensorMapDataType; or bytes
@@ -130,7 +131,7 @@ def encode_map(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         no_interleave,
-        {0: 0, 64: 2, 128: 3}[swizzle],
+        {0: 0, 32: 1, 64: 2, 128: 3}[swizzle],
         promote_256,
         fill_zeros,
     )

@@ -28,6 +28,9 @@ CASES = {
     "codes_wide": (CODES, "absmax34", 128, True, False, True),
     "codes_nearest": (CODES, "mse", 64, False, False, False),
 }
+CODE_CASES = [name for name, case in CASES.items() if case[0] == CODES]
+ELEMENTS = [name for name in CASES if name not in CODE_CASES]
+WARPS = 3  # of a block that turns codes
 DRIVER = """
 static std::string message;
 extern "C" const char* run(int which, const void* x, const unsigned char* in_scale, const float* signs,
@@ -36,10 +39,19 @@ extern "C" const char* run(int which, const void* x, const unsigned char* in_sca
                            unsigned o1, int down, int blocks, int shared, int seed) {
   using Kernel = void(const void*, const unsigned char*, const float*, unsigned char*, unsigned char*, unsigned*,
                       long long, int, int, float, unsigned, unsigned, unsigned, unsigned, int);
-  static Kernel* const kernels[] = {NAMES};
+  static Kernel* const kernels[] = {ELEMENTS};
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, shared, seed, [&] {
     kernels[which](x, in_scale, signs, packed, scale, mask, pitch, rows, columns, root, s0, s1, o0, o1, down);
   });
+  return message.c_str();
+}
+extern "C" const char* run_codes(int which, const quantrot::TransposeArgs* args, int blocks, int shared, int seed) {
+  using Kernel = void(quantrot::TensorMap, quantrot::TransposeArgs);
+  static Kernel* const kernels[] = {CODES};
+  const unsigned long long columns = args->columns / 2, rows = args->rows, pitch = args->pitch;
+  const quantrot::TensorMap map{(unsigned char*)args->x, columns, rows, pitch, 32, 128, 1, 1};
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, WARPS * 32, shared, seed,
+                             [&] { kernels[which](map, *args); });
   return message.c_str();
 }
 """
@@ -47,7 +59,7 @@ extern "C" const char* run(int which, const void* x, const unsigned char* in_sca
 
 def source(case: str, name: str = "mxfp4_columns") -> str:
     dtype, rule, hadamard, signs, mask, dither = CASES[case]
-    resident, stages, _ = hopper_columns.plan_of(dtype, dither)
+    resident, stages, _ = hopper_columns.plan_of(dtype, dither, hadamard)
     more = {"resident": resident, "stages": stages, "name": name}
     return hopper_columns.entry(dtype, ScaleRule(rule), hadamard, signs, mask=mask, dither=dither, **more)
 
@@ -55,9 +67,11 @@ def source(case: str, name: str = "mxfp4_columns") -> str:
 @pytest.fixture(scope="module")
 def library(emulated):
     entries = "".join(source(name, f"columns_{name}") for name in CASES)
-    driver = DRIVER.replace("NAMES", ", ".join(f"columns_{name}" for name in CASES))
+    driver = DRIVER.replace("WARPS", str(WARPS))
+    for word, names in (("ELEMENTS", ELEMENTS), ("CODES", CODE_CASES)):
+        driver = driver.replace(word, ", ".join(f"columns_{name}" for name in names))
     library = emulated(hopper_columns.device_functions() + entries + driver)
-    library.run.restype = ctypes.c_char_p
+    library.run.restype = library.run_codes.restype = ctypes.c_char_p
     return library
 
 
@@ -66,6 +80,10 @@ def operands(case: str, rows: int, columns: int):
     dtype, rule, hadamard, signs, mask, dither = CASES[case]
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, columns, generator=generator) * 2.0 ** torch.randint(-4, 5, (1, columns), generator=generator)
+    if dtype == CODES:  # columns of zeros, as above, and powers of two further apart than tensor cores can add exactly
+        powers = 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator)
+        x[:, 32:] = torch.randn(rows, columns - 32, generator=generator) * powers
+        x[:, 256:] *= powers**4
     x[3] *= 20
     x[:, 1] = 0
     x[5, 2], x[7, 3] = float("nan"), float("inf")
@@ -89,12 +107,15 @@ def test_bits_are_the_references(library, name, rows, columns, down):
     packed = torch.full((columns, rows // 2), 0xAA, dtype=CODES)
     scale, bits = torch.full((columns, rows // 32), 0xAA, dtype=CODES), torch.zeros(columns, rows // 8, dtype=CODES)
     a = hopper_columns.arguments(x, in_scale, factors, (packed, scale, bits), CASES[name][2], random, down)
-    pointers = [ctypes.c_void_p(getattr(a, field)) for field, _ in a._fields_[:6]]
-    sizes = [ctypes.c_longlong(a.pitch), a.rows, a.columns]
-    numbers = [ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1, a.down]
-    stages = hopper_columns.plan_of(x.dtype, random is not None)[1]
-    shared = hopper_columns.shared_bytes(x.dtype, stages)
-    message = library.run(list(CASES).index(name), *pointers, *sizes, *numbers, 2, shared, rows)
+    stages = hopper_columns.plan_of(x.dtype, random is not None, CASES[name][2])[1]
+    shared = hopper_columns.shared_bytes(x.dtype, stages, WARPS * 32)
+    if name in CODE_CASES:
+        message = library.run_codes(CODE_CASES.index(name), ctypes.byref(a), 2, shared, rows)
+    else:
+        pointers = [ctypes.c_void_p(getattr(a, field)) for field, _ in a._fields_[:6]]
+        sizes = [ctypes.c_longlong(a.pitch), a.rows, a.columns]
+        numbers = [ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1, a.down]
+        message = library.run(ELEMENTS.index(name), *pointers, *sizes, *numbers, 2, shared, rows)
     assert message == b"", message.decode()
     assert torch.equal(scale, scales) and torch.equal(packed, codes)
     assert kept is None or torch.equal(bits, kept)
@@ -102,7 +123,6 @@ def test_bits_are_the_references(library, name, rows, columns, down):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_kernel_compiles_for_sm_90a_and_keeps_to_its_registers(name, tmp_path):
-    """Random rounding of codes puts two words a thread in memory: with three thread blocks, 118 us in place of 117."""
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
     (tmp_path / "kernel.cu").write_text(hopper_columns.device_functions() + source(name))
@@ -110,7 +130,7 @@ def test_every_kernel_compiles_for_sm_90a_and_keeps_to_its_registers(name, tmp_p
     run = subprocess.run(["nvcc", *target, str(tmp_path / "kernel.cu")], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     spilled = re.search(r"(\d+) bytes spill stores", run.stderr)
-    assert spilled and int(spilled[1]) <= (8 if name == "codes" else 0), run.stderr[-400:]
+    assert spilled and int(spilled[1]) == 0, run.stderr[-400:]
 
 
 @pytest.mark.parametrize(("on", "module"), [(False, triton_columns), (True, hopper_columns)])

@@ -60,7 +60,8 @@ extern "C" const char* dequantize(const unsigned* packed, const unsigned char* s
 
 def source(case: str, **more) -> str:
     dtype, rule, hadamard, signs, mask, dither, expanded = CASES[case]
-    threads, resident, stages = (128, 5, tuned.HOPPER_EXPANDED[1]) if expanded else hopper_rows.plan_of(hadamard, mask)
+    plan = hopper_rows.plan_of(hadamard, mask, dither)
+    threads, resident, stages = (128, 5, tuned.HOPPER_EXPANDED[1]) if expanded else plan
     more = {"mask": mask, "dither": dither, "expanded": expanded, "threads": threads, "resident": resident} | more
     more["stages"] = stages
     return hopper_rows.entry(dtype, ScaleRule(rule), hadamard, signs, **more)
@@ -107,7 +108,7 @@ def same_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("rows", "width"), [(5, 128), (7, 1408)])
 def test_bits_are_the_references(library, name, rows, width):
-    dtype, _, hadamard, _, mask, _, expanded = CASES[name]
+    dtype, _, hadamard, _, mask, dither, expanded = CASES[name]
     x = data(rows, width, dtype)
     (codes, scales, kept), factors, random = arguments_of(name, x)
     groups = width // 32
@@ -117,7 +118,7 @@ def test_bits_are_the_references(library, name, rows, width):
     outside = torch.full((rows,), -1, dtype=torch.int32)
     written = (packed, scale, out if expanded else bits, row_scale, outside)
     shape = (rows, groups) if expanded else (1, rows * groups)
-    threads, _, stages = hopper_rows.plan_of(hadamard, mask)
+    threads, _, stages = hopper_rows.plan_of(hadamard, mask, dither)
     if expanded:
         threads, stages = -(-groups // 32) * 32, tuned.HOPPER_EXPANDED[1]
     a = hopper_rows.arguments(x, factors, written, *shape, hadamard, random)
@@ -125,7 +126,7 @@ def test_bits_are_the_references(library, name, rows, width):
     numbers = [
         ctypes.c_longlong(a.rows), ctypes.c_longlong(a.row_groups), ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1,
     ]  # fmt: skip
-    shared = hopper_rows.shared_bytes(threads, stages, expanded)
+    shared = hopper_rows.shared_bytes(threads, stages, hadamard, expanded=expanded, dither=dither)
     message = library.run(list(CASES).index(name), *pointers, *numbers, 2, threads, shared, rows)
     assert message == b"", message.decode()
     if expanded:

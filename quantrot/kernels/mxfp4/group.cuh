@@ -49,6 +49,13 @@ __device__ __forceinline__ u32 times_half(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+// The bits of b where the mask has ones, of a elsewhere; as an instruction: the compiler would take two where it moves the
+// masks behind shifts.
+__device__ __forceinline__ u32 select_bits(u32 a, u32 b, u32 mask) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xD8;" : "=r"(r) : "r"(a), "r"(b), "r"(mask));
+  return r;
+}
 __device__ __forceinline__ float other_lane(float v, int across) { return __shfl_xor_sync(0xFFFFFFFFu, v, across); }
 #endif
 
@@ -204,9 +211,8 @@ __device__ __forceinline__ u32 to_nearest(u32 pair) { return pair + (pair >> 9 &
 
 // Two by two codes, rounded (0 and 2, 1 and 3, 4 and 6, 5 and 7), as a word.
 __device__ __forceinline__ u32 code_word(u32 p02, u32 p13, u32 p46, u32 p57) {
-  const auto select = [](u32 a, u32 b, u32 mask) { return (a & ~mask) | (b & mask); };
   const u32 even = __byte_perm(p02, p46, 0x7531), odd = __byte_perm(p13, p57, 0x7531);  // s000cccx each
-  return select(select(even >> 1, even >> 4, 0x08080808u), select(odd << 3, odd, 0x80808080u), 0xF0F0F0F0u);
+  return select_bits(select_bits(even >> 1, even >> 4, 0x08080808u), select_bits(odd << 3, odd, 0x80808080u), 0xF0F0F0F0u);
 }
 
 }  // namespace quantrot

@@ -1,6 +1,7 @@
 """MXFP4 of a transpose on Hopper: CUDA C++ (columns.cuh), compiled at first use."""
 
 import ctypes
+import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,21 @@ from quantrot.kernels.mxfp4.triton import float_signs, key_of, outputs
 
 THREADS = 256
 TILE = 128 * 128  # bytes
-POWERS = 8 * 4 * 80  # bytes of the warps' powers of two of a tile of codes
 SIGNS = 4 * 36 * 4
+CODE_BOX = (128, 32)  # rows and bytes of a warp's tile of codes
+SCRATCH = 8 * 80 + 32 * 80  # bytes of a warp that turns codes
 
 TRANSPOSE = """extern "C" __global__ void __launch_bounds__(256, {resident}) {name}(
     const void* x, const unsigned char* in_scale, const float* signs, unsigned char* packed, unsigned char* scale,
     unsigned* mask, long long pitch, int rows, int columns, float root, unsigned s0, unsigned s1, unsigned o0,
     unsigned o1, int down) {{
-  quantrot::transpose<quantrot::{dtype}, {packed}, {span}, {signs}, quantrot::{rule}, {mask}, {dither}, {stages}>(
+  quantrot::transpose<quantrot::{dtype}, {span}, {signs}, quantrot::{rule}, {mask}, {dither}, {stages}>(
       {{x, in_scale, signs, packed, scale, mask, pitch, rows, columns, root, {{s0, s1, o0, o1}}, down}});
+}}
+"""
+REQUANTIZE = """extern "C" __global__ void __launch_bounds__({threads}, 1) {name}(
+    const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TransposeArgs args) {{
+  quantrot::requantize<{span}, {signs}, quantrot::{rule}, {dither}, {stages}>(&codes, args);
 }}
 """
 
@@ -38,10 +45,15 @@ class Arguments(ctypes.Structure):
     ]
 
 
+class CodeArguments(ctypes.Structure):
+    _fields_ = [("codes", ctypes.c_ubyte * 128), ("args", Arguments)]
+
+
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return hopper_rows.device_functions() + (Path(__file__).parent / "columns.cuh").read_text()
+    here = Path(__file__).parent
+    return hopper_rows.device_functions() + (here / "columns.cuh").read_text() + (here / "requantize.cuh").read_text()
 
 
 def entry(
@@ -56,24 +68,25 @@ def entry(
     stages: int = 3,
     name: str = "mxfp4_columns",
 ) -> str:
-    """C++ of the kernel `name` for elements of this dtype, uint8 for packed ones."""
-    return TRANSPOSE.format(
-        resident=resident,
-        name=name,
-        dtype=hopper_rows.IN.get(dtype, "Bf16"),
-        packed=str(dtype == torch.uint8).lower(),
-        span=hadamard // GROUP,
-        signs=str(signs).lower(),
-        rule=str(rule).upper(),
-        mask=str(mask).lower(),
-        dither=str(dither).lower(),
-        stages=stages,
-    )
+    """C++ of the kernel `name` for elements of this dtype; uint8: for codes, by blocks of so many threads."""
+    fields = {
+        "name": name,
+        "span": hadamard // GROUP,
+        "signs": str(signs).lower(),
+        "rule": str(rule).upper(),
+        "dither": str(dither).lower(),
+        "stages": stages,
+    }
+    if dtype == torch.uint8:
+        return REQUANTIZE.format(threads=resident, **fields)
+    return TRANSPOSE.format(resident=resident, dtype=hopper_rows.IN[dtype], mask=str(mask).lower(), **fields)
 
 
-def shared_bytes(dtype: torch.dtype, stages: int) -> int:
-    """Of a block: its tiles, and the powers of two of codes or the signs of rows."""
-    return stages * TILE + (POWERS if dtype == torch.uint8 else SIGNS)
+def shared_bytes(dtype: torch.dtype, stages: int, threads: int = THREADS) -> int:
+    """Of a block: its tiles, and the signs of rows, or what its warps turn codes in, a counter and barriers."""
+    if dtype != torch.uint8:
+        return stages * TILE + SIGNS
+    return threads // 32 * (stages * (math.prod(CODE_BOX) + 8) + SCRATCH) + 16
 
 
 def arguments(
@@ -105,10 +118,11 @@ def _kernel(source: str, shared: int, device: int) -> Any:
     return nvrtc.load_kernel(device_functions() + source, "mxfp4_columns", shared, device)
 
 
-def plan_of(dtype: torch.dtype, dither: bool) -> tuple[int, int, bool]:
-    """(thread blocks of a multiprocessor, stages, whether tiles follow each other down the rows)."""
+def plan_of(dtype: torch.dtype, dither: bool, hadamard: int) -> tuple[int, int, bool]:
+    """(thread blocks of a multiprocessor, of codes threads of its one, stages, whether tiles follow each other down the
+    rows)."""
     if dtype == torch.uint8:
-        return tuned.HOPPER_PACKED_COLUMNS
+        return tuned.HOPPER_PACKED_COLUMNS[hadamard]
     return tuned.HOPPER_RANDOM_COLUMNS if dither else tuned.HOPPER_COLUMNS
 
 
@@ -127,16 +141,21 @@ def _run(
     columns = 2 * wide if in_scale is not None else wide
     packed, scale, bits = outputs(x, (columns, rows), mask)
     dither = random is not None
-    resident, stages, down = plan_of(x.dtype, dither)
+    resident, stages, down = plan_of(x.dtype, dither, hadamard)
     source = entry(
         x.dtype, rule, hadamard, signs is not None, mask=mask, dither=dither, resident=resident, stages=stages
     )
-    device, shared = x.get_device(), shared_bytes(x.dtype, stages)
+    device = x.get_device()
     factors = None if signs is None else float_signs(signs, x)
-    parameters = arguments(x, in_scale, factors, (packed, scale, bits), hadamard, random, down)
-    tiles = -(-rows // 128) * -(-(wide * x.element_size()) // 128)
+    parameters: ctypes.Structure = arguments(x, in_scale, factors, (packed, scale, bits), hadamard, random, down)
+    threads, tiles = THREADS, -(-rows // 128) * -(-(wide * x.element_size()) // 128)
     blocks = min(tiles, nvrtc.processors(device) * resident)
-    nvrtc.launch(_kernel(source, shared, device), (blocks,), THREADS, shared, parameters, device)
+    if in_scale is not None:
+        codes = nvrtc.tensor_map(x.data_ptr(), rows, wide, x.stride(0), CODE_BOX, torch.uint8, CODE_BOX[1])
+        parameters = CodeArguments((ctypes.c_ubyte * 128).from_buffer_copy(codes), parameters)
+        threads, blocks = resident, min(-(-rows // 128) * -(-wide // CODE_BOX[1]), nvrtc.processors(device))
+    shared = shared_bytes(x.dtype, stages, threads)
+    nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device)
     return packed, scale, bits
 
 

@@ -18,7 +18,7 @@ from quantrot.kernels.mxfp4.triton import float_signs, key_of, outputs
 
 IN = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 MOST_THREADS = 1024  # of a block that holds a row whose e4m3 operand is written at once
-TILE = 2048  # bytes of a warp's tile
+TILE = 2048  # bytes of a warp's groups, one a lane
 EACH = 4  # words of eight codes that a thread of `dequantize` reads
 
 ROWS = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {name}(
@@ -88,10 +88,17 @@ def entry(
     )
 
 
-def shared_bytes(threads: int, stages: int, expanded: bool) -> int:
-    """Of a block: its warps' tiles, and what they tell each other of a row."""
-    warps = threads // 32
-    return warps * (stages * TILE + (36 if expanded else 0))
+def lane_groups(hadamard: int, dither: bool) -> int:
+    """Groups of 32 columns that a thread of `quantize` has."""
+    return min(max(hadamard // GROUP, 1), 2 if dither else 4)
+
+
+def shared_bytes(threads: int, stages: int, hadamard: int, *, expanded: bool = False, dither: bool = False) -> int:
+    """Of a block: its warps' tiles, signs, and what the warps tell each other of a row, or a counter of tiles."""
+    warps, signs = threads // 32, max(hadamard // GROUP, 1) * 36 * 4
+    if expanded:
+        return warps * (stages * TILE + 36) + signs
+    return warps * stages * lane_groups(hadamard, dither) * TILE + signs + 16
 
 
 @lru_cache(maxsize=256)
@@ -132,9 +139,10 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def plan_of(hadamard: int, mask: bool) -> tuple[int, int, int]:
+def plan_of(hadamard: int, mask: bool, dither: bool) -> tuple[int, int, int]:
     """(threads, thread blocks of a multiprocessor, stages) of `quantize`."""
-    return (tuned.HOPPER_MASK_ROWS if mask else tuned.HOPPER_ROWS)[hadamard or GROUP]
+    plans = tuned.HOPPER_RANDOM_ROWS if dither else tuned.HOPPER_MASK_ROWS if mask else tuned.HOPPER_ROWS
+    return plans[hadamard or GROUP]
 
 
 def quantize(
@@ -148,15 +156,16 @@ def quantize(
     """x [..., K] bfloat16 or float16 -> packed, scale, mask (empty unless asked for). Checked by the caller."""
     x = _aligned(x)
     packed, scale, bits = outputs(x, x.shape, mask)
-    threads, resident, stages = plan_of(hadamard, mask)
+    dither = random is not None
+    threads, resident, stages = plan_of(hadamard, mask, dither)
     source = entry(
-        x.dtype, rule, hadamard, signs is not None, mask=mask, dither=random is not None,
+        x.dtype, rule, hadamard, signs is not None, mask=mask, dither=dither,
         threads=threads, resident=resident, stages=stages,
     )  # fmt: skip
-    device, shared, groups = x.get_device(), shared_bytes(threads, stages, False), x.numel() // GROUP
+    device, shared, groups = x.get_device(), shared_bytes(threads, stages, hadamard, dither=dither), x.numel() // GROUP
     factors = None if signs is None else float_signs(signs, x)
     parameters = arguments(x, factors, (packed, scale, bits, None, None), 1, groups, hadamard, random)
-    blocks = min(-(-groups // threads), nvrtc.processors(device) * resident)
+    blocks = min(-(-groups // (threads * lane_groups(hadamard, dither))), nvrtc.processors(device) * resident)
     nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device)
     return packed, scale, bits
 
@@ -177,7 +186,7 @@ def quantize_expanded(
     source = entry(
         x.dtype, rule, hadamard, signs is not None, expanded=True, threads=threads, resident=resident, stages=stages
     )
-    device, shared = x.get_device(), shared_bytes(threads, stages, True)
+    device, shared = x.get_device(), shared_bytes(threads, stages, hadamard, expanded=True)
     factors = None if signs is None else float_signs(signs, x)
     parameters = arguments(x, factors, (packed, scale, out, row_scale, outside), rows, groups, hadamard, None)
     blocks = min(rows, nvrtc.processors(device) * resident)

@@ -1,7 +1,7 @@
 // MXFP4 along rows, on Hopper: quantization (packed, or as e4m3 with one power of two a row) and dequantization.
 //
-// A lane owns a group of 32 columns; a Hadamard block of 64 or 128 is 2 or 4 neighbouring lanes, which exchange its widest
-// stages. A warp's 32 groups are 2 KiB of 16-bit elements: they come through shared memory, copied asynchronously some
+// A lane owns a Hadamard block, one, two or four groups of 32 columns; or a group, where neighbouring lanes exchange the
+// widest stages (as e4m3). A warp's 32 groups are 2 KiB of 16-bit elements: they come through shared memory, copied asynchronously some
 // tiles ahead, 16 coalesced bytes a lane, and laid down so that the lanes' own reads meet no bank twice.
 //
 // Every sum and product is rounded on its own, in the order of the reference: the bits are the reference's.
@@ -44,6 +44,12 @@ __device__ __forceinline__ u32 load_shared32(u32 from) {
 __device__ __forceinline__ void store_shared32(u32 to, u32 v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
+__device__ __forceinline__ void store_shared16(u32 to, u32 v) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"((unsigned short)v) : "memory");
+}
+__device__ __forceinline__ void store_shared_words(u32 to, const Words& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 __device__ __forceinline__ u32 half_to_e4m3(u32 pair) {
   unsigned short r;
   asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(r) : "r"(pair));
@@ -51,6 +57,12 @@ __device__ __forceinline__ u32 half_to_e4m3(u32 pair) {
 }
 __device__ __forceinline__ int warp_max(int v) { return __reduce_max_sync(0xFFFFFFFFu, v); }
 __device__ __forceinline__ int warp_sum(int v) { return __reduce_add_sync(0xFFFFFFFFu, v); }
+// 0, 1, 2, ... to whichever warp of the block asks; the counter starts as 0.
+__device__ __forceinline__ u32 next_number(u32 counter) {
+  u32 number = 0;
+  if (lane_number() == 0) asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(number) : "r"(counter) : "memory");
+  return __shfl_sync(0xFFFFFFFFu, number, 0);
+}
 __device__ __forceinline__ int* block_numbers(int at) {
   extern __shared__ __align__(1024) unsigned char quantrot_shared[];
   return (int*)(quantrot_shared + at);
@@ -89,7 +101,7 @@ __device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 numb
       if constexpr (clamps<RULE>()) p[i] = clamp_half(p[i], SIX);
     }
     if constexpr (DITHER) {
-      const Random random(number * 2 + half, key);
+      const Random random(number << 1 | half, key);
 #pragma unroll
       for (int i = 0; i < 8; i++) p[i] += random.words[i / 2] >> (i % 2 ? 7 : 0) & 0x01FF01FFu;
     } else {
@@ -102,87 +114,168 @@ __device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 numb
   return {words[0], words[1], words[2], words[3]};
 }
 
+// N bytes, or words, at once.
+template <int N>
+__device__ __forceinline__ void store_part(unsigned char* p, u32 bytes) {
+  if constexpr (N == 1) *p = (unsigned char)bytes;
+  if constexpr (N == 2) *(unsigned short*)p = (unsigned short)bytes;
+  if constexpr (N == 4) *(u32*)p = bytes;
+}
+template <int N>
+__device__ __forceinline__ void store_each(u32* p, const u32 (&words)[N]) {
+  if constexpr (N == 1) *p = words[0];
+  if constexpr (N == 2) *(u64*)p = words[0] | (u64)words[1] << 32;
+  if constexpr (N == 4) store_words(p, {words[0], words[1], words[2], words[3]});
+}
+
 // --- Tiles -------------------------------------------------------------------------------------------------------------
 
 constexpr u32 TILE = 2048;  // bytes: 32 groups of 16-bit elements
 
-// Start copying the groups `first` ... `first + 31`, those past `end` from the last one. Piece p of group g goes to
-// p ^ (g / 2 % 4) of the group's four places.
+// Where a lane's 16-byte units are turned to, so that eight lanes that read one each meet no bank twice.
+template <int N>
+__device__ __forceinline__ u32 turned_by(u32 lane) { return N == 1 ? lane / 2 % 4 : lane % 8; }
+
+// Start copying 32 N groups from `first` on, N to a lane, those past `end` from the last one. Unit u of a lane's 4 N goes to
+// u ^ turned_by(lane).
+template <int N>
 __device__ __forceinline__ void start_tile(u32 to, const void* x, i64 first, i64 end) {
-  const u32 lane = lane_number();
-  const char* const from = (const char*)x + first * 64;
-  to += ((lane & ~3u) | ((lane & 3) ^ (lane >> 3))) * 16;
-  if (end - first >= 32) {
+  const u32 lane = lane_number(), at = to | (lane ^ (N == 1 ? lane / 8 : lane / (4 * N))) * 16;
+  const char* const from = (const char*)x + first * 64 + lane * 16;
+  const bool whole = end - first >= 32 * N;
+  const u32 last = (u32)(end - first) * 4 - 1;
+  if (whole) {
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) copy16(to + i * 512, from + lane * 16 + i * 512);
+    for (u32 i = 0; i < 4 * N; i++) copy16((at ^ i * (8 / N) % 8 * 16) + i * 512, from + i * 512);
   } else {
-    const u32 last = (u32)(end - first) * 4 - 1;
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) copy16(to + i * 512, from + min(i * 32 + lane, last) * 16);
+    for (u32 i = 0; i < 4 * N; i++)
+      copy16((at ^ i * (8 / N) % 8 * 16) + i * 512, (const char*)x + first * 64 + min(i * 32 + lane, last) * 16);
   }
 }
 
-// The sign bits to flip in each word of a lane's group.
-template <int SPAN>
-__device__ __forceinline__ void read_signs(u32 (&flips)[16], const float* signs) {
-  signs += lane_number() % SPAN * 32;
-#pragma unroll
-  for (int i = 0; i < 16; i++)
-    flips[i] = (signs[2 * i] < 0 ? 0x8000u : 0) | (signs[2 * i + 1] < 0 ? 0x80000000u : 0);
+constexpr u32 SIGN_PITCH = 36;  // words of 32 sign bits: four lanes that read those of different groups meet no bank twice
+
+// The sign bits of `count` groups' factors, a word each, by the first threads of a block.
+__device__ __forceinline__ void store_signs(u32 to, const float* signs, u32 count) {
+  for (u32 i = threadIdx.x; i < count * 32; i += blockDim.x)
+    store_shared32(to + (i / 32 * SIGN_PITCH + i % 32) * 4, __float_as_uint(signs[i]) & 0x80000000u);
 }
 
-// The lane's 64 bytes of a tile; flips: the sign bits to be flipped in each word, or null.
-template <class IN>
-__device__ __forceinline__ void read_group(Group& x, u32 tile, const u32* flips) {
-  const u32 lane = lane_number(), at = tile + lane * 64 + (lane >> 1 & 3) * 16;
+// The low (HIGH: the high) 16-bit element of a word, negative where `flip` has the sign bit; of bfloat16 one instruction.
+template <class IN, bool HIGH>
+__device__ __forceinline__ float signed_value(u32 two, u32 flip) {
+  if constexpr (IN::BRAIN) return __uint_as_float(HIGH ? (two & 0xFFFF0000u) ^ flip : two * 65536u + flip);
+  return __uint_as_float(__float_as_uint(IN::value((unsigned short)(HIGH ? two >> 16 : two))) ^ flip);
+}
+
+// A lane's N groups of a tile; flips: sign bits of the first (see store_signs).
+template <class IN, int N, bool SIGNS>
+__device__ __forceinline__ void read_groups(Group (&x)[N], u32 tile, u32 flips) {
+  const u32 lane = lane_number(), at = tile + lane * (64 * N) + turned_by<N>(lane) * 16;
 #pragma unroll
   for (int p = 0; p < 4; p++) {
-    const Words w = load_shared_words(at ^ p * 16);
-    u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (flips) words[i] ^= flips[p * 4 + i];
-      x.v[p * 8 + i * 2] = IN::value((unsigned short)words[i]);
-      x.v[p * 8 + i * 2 + 1] = IN::value((unsigned short)(words[i] >> 16));
+    for (int n = 0; n < N; n++) {
+      const int unit = n * 4 + p;
+      const Words w = load_shared_words((at ^ unit % 8 * 16) + unit / 8 * 128);
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const int first = p * 8 + i * 2;
+        const Words flip = SIGNS ? load_shared_words(flips + (n * SIGN_PITCH + first) * 4) : Words{};
+        x[n].v[first] = signed_value<IN, false>(w.at(i), flip.x);
+        x[n].v[first + 1] = signed_value<IN, true>(w.at(i), flip.y);
+        x[n].v[first + 2] = signed_value<IN, false>(w.at(i + 1), flip.z);
+        x[n].v[first + 3] = signed_value<IN, true>(w.at(i + 1), flip.w);
+      }
     }
   }
 }
 
+// Sylvester's matrix of N groups of a lane.
+template <int N>
+__device__ __forceinline__ void turn_groups(Group (&x)[N]) {
+#pragma unroll
+  for (int half = N / 2; half; half /= 2)
+#pragma unroll
+    for (int n = 0; n < N; n++)
+      if (!(n & half))
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+          const float a = x[n].v[i], b = x[n + half].v[i];
+          x[n].v[i] = __fadd_rn(a, b), x[n + half].v[i] = __fsub_rn(a, b);
+        }
+}
+
+// The groups of a Hadamard block that a lane has: all, but with random numbers two of four, for want of registers.
+template <int SPAN, bool DITHER>
+__device__ __forceinline__ constexpr int lane_groups() { return SPAN == 0 ? 1 : SPAN == 4 && DITHER ? 2 : SPAN; }
+
+// A block's warps take its tiles in turn, each the next when it is ready for one: where every warp had its own from the
+// start, 12 of a multiprocessor's 16 were active on average.
 template <class IN, int SPAN, bool SIGNS, int RULE, bool MASK, bool DITHER, int STAGES>
 __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
-  const u32 lane = lane_number(), warps = blockDim.x / 32, ring = shared_memory() + warp_number() * (STAGES * TILE);
-  const i64 groups = args.rows * args.row_groups, stride = (i64)gridDim.x * warps;
-  const i64 tiles = (groups + 31) / 32;
-  u32 flips[16];
-  if constexpr (SIGNS) read_signs<SPAN>(flips, args.signs);
-  const i64 begin = (i64)blockIdx.x * warps + warp_number();
-  i64 ahead = begin;
+  constexpr int N = lane_groups<SPAN, DITHER>(), LANES = SPAN ? SPAN / N : 1;
+  constexpr u32 PIECE = N * TILE;
+  const u32 lane = lane_number(), warps = blockDim.x / 32, ring = shared_memory() + warp_number() * (STAGES * PIECE);
+  const u32 flips = shared_memory() + warps * (STAGES * PIECE), counter = flips + N * LANES * SIGN_PITCH * 4;
+  const i64 groups = args.rows * args.row_groups, tiles = (groups + 32 * N - 1) / (32 * N);
+  if constexpr (SIGNS) store_signs(flips, args.signs, SPAN);
+  if (threadIdx.x == 0) store_shared32(counter, 0);
+  block_sync();
+  i64 taken[STAGES];  // the tile in hand, and those on their way
   u32 into = 0, slot = 0;
+  const auto start = [&] {
+    const i64 tile = blockIdx.x + (i64)next_number(counter) * gridDim.x;
+    if (tile < tiles) start_tile<N>(ring + into, args.x, tile * (32 * N), groups);
+    copies_commit();
+    into = into == (STAGES - 1) * PIECE ? 0 : into + PIECE;
+    return tile;
+  };
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; s++, ahead += stride, into += TILE) {
-    if (ahead < tiles) start_tile(ring + into, args.x, ahead * 32, groups);
-    copies_commit();
-  }
-  for (i64 tile = begin; tile < tiles; tile += stride, ahead += stride) {
+  for (int s = 0; s < STAGES - 1; s++) taken[s] = start();
+  while (taken[0] < tiles) {
     warp_sync();  // all lanes have read what is overwritten now
-    if (ahead < tiles) start_tile(ring + into, args.x, ahead * 32, groups);
-    copies_commit();
+    taken[STAGES - 1] = start();
     copies_wait<STAGES - 1>();
     warp_sync();
-    Group x;
-    read_group<IN>(x, ring + slot, SIGNS ? flips : nullptr);
-    into = into == (STAGES - 1) * TILE ? 0 : into + TILE, slot = slot == (STAGES - 1) * TILE ? 0 : slot + TILE;
-    x.turn_across<SPAN>();
-    const i64 group = tile * 32 + lane;
-    const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, args.root);
-    u32 within;
-    Words codes = codes_of<RULE, MASK, DITHER>(x, fine_factor<RULE>(exponent.value, args.root), group, args.key, within);
-    if (!exponent.finite) codes = {}, within = 0;
-    if (group < groups) {
-      store_words(args.packed + group * 16, codes);
-      args.scale[group] = exponent.byte();
-      if constexpr (MASK) ((u32*)args.mask)[group] = within;
+    Group x[N];
+    read_groups<IN, N, SIGNS>(x, ring + slot, flips + lane % LANES * (N * SIGN_PITCH * 4));
+#pragma unroll
+    for (int n = 0; n < N; n++) x[n].template turn_across<LANES>();
+    turn_groups<N>(x);
+    const i64 group = (taken[0] * 32 + lane) * N;
+    u32 scales = 0, kept[N];
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const Exponent exponent = exponent_of<RULE, SPAN != 0>(x[n], args.root);
+      const float factor = fine_factor<RULE>(exponent.value, args.root);
+      Words codes = codes_of<RULE, MASK, DITHER>(x[n], factor, group | n, args.key, kept[n]);
+      if (!exponent.finite) codes = {}, kept[n] = 0;
+      scales |= exponent.byte() << 8 * n;
+      if constexpr (N < 4) {
+        if (group < groups) store_words(args.packed + (group + n) * 16, codes);
+      } else {
+        if (n == 0) warp_sync();
+        store_shared_words(ring + slot + (lane * N + (n ^ lane * N / 8 % N)) * 16, codes);
+      }
     }
+    if constexpr (N == 4) {  // so that whole lines are written: 106 us for 112
+      warp_sync();
+#pragma unroll
+      for (u32 n = 0; n < N; n++) {
+        const u32 unit = n * 32 + lane;
+        const i64 at = taken[0] * (32 * N) + unit;
+        if (at < groups) store_words(args.packed + at * 16, load_shared_words(ring + slot + (unit ^ unit / 8 % N) * 16));
+      }
+    }
+    if (group < groups) {
+      store_part<N>(args.scale + group, scales);
+      if constexpr (MASK) store_each<N>((u32*)args.mask + group, kept);
+    }
+    slot = slot == (STAGES - 1) * PIECE ? 0 : slot + PIECE;
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) taken[s] = taken[s + 1];
   }
 }
 
@@ -195,26 +288,29 @@ template <class IN, int SPAN, bool SIGNS, int RULE, int STAGES>
 __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
   const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32;
   const u32 ring = shared_memory() + warp * (STAGES * TILE);
-  int* numbers = block_numbers(warps * STAGES * TILE);  // three sets of [top, -least, count][warps], in turn
+  const u32 signs_at = warps * (STAGES * TILE), flips = shared_memory() + signs_at;
+  int* numbers = block_numbers(signs_at + (SPAN ? SPAN : 1) * (SIGN_PITCH * 4));  // three sets of [top, -least, count][warps], in turn
   const i64 row_groups = args.row_groups, mine = (i64)warp * 32;
-  u32 flips[16];
-  if constexpr (SIGNS) read_signs<SPAN>(flips, args.signs);
+  if constexpr (SIGNS) {
+    store_signs(flips, args.signs, SPAN);
+    block_sync();
+  }
   i64 ahead = blockIdx.x;
   u32 into = 0, slot = 0, turn = 0;
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++, ahead += gridDim.x, into += TILE) {
-    if (ahead < args.rows) start_tile(ring + into, args.x, ahead * row_groups + mine, (ahead + 1) * row_groups);
+    if (ahead < args.rows) start_tile<1>(ring + into, args.x, ahead * row_groups + mine, (ahead + 1) * row_groups);
     copies_commit();
   }
   const bool inside = mine + lane < row_groups;
   for (i64 row = blockIdx.x; row < args.rows; row += gridDim.x, ahead += gridDim.x) {
     warp_sync();
-    if (ahead < args.rows) start_tile(ring + into, args.x, ahead * row_groups + mine, (ahead + 1) * row_groups);
+    if (ahead < args.rows) start_tile<1>(ring + into, args.x, ahead * row_groups + mine, (ahead + 1) * row_groups);
     copies_commit();
     copies_wait<STAGES - 1>();
     warp_sync();
-    Group x;
-    read_group<IN>(x, ring + slot, SIGNS ? flips : nullptr);
+    Group groups[1], &x = groups[0];
+    read_groups<IN, 1, SIGNS>(groups, ring + slot, flips + lane % (SPAN ? SPAN : 1) * (SIGN_PITCH * 4));
     into = into == (STAGES - 1) * TILE ? 0 : into + TILE, slot = slot == (STAGES - 1) * TILE ? 0 : slot + TILE;
     x.turn_across<SPAN>();
     const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, args.root);

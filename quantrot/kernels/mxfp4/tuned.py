@@ -5,23 +5,25 @@ of rows, columns, warps) of a program that quantizes a transpose, by block; with
 packed bytes, whose columns are bytes, in the third. Two columns a thread suit only the first: random numbers have a
 layout of their own, and the compiler then carries every load through shared memory to it.
 
-The CUDA kernels: HOPPER_ROWS, and HOPPER_MASK_ROWS with a clip mask: (threads, thread blocks of a multiprocessor,
-stages), by block; HOPPER_EXPANDED, which writes e4m3: (threads of a multiprocessor, stages); HOPPER_COLUMNS,
-HOPPER_RANDOM_COLUMNS and HOPPER_PACKED_COLUMNS, the transposes: (thread blocks of a multiprocessor, stages, whether
-tiles follow each other down the rows); HOPPER_DECODE: the fields of hopper.Plan after its first, up to `grouped`, by
-(tokens, rows, columns). Shapes that are not there follow the rules of `plan_for`.
+The CUDA kernels: HOPPER_ROWS, HOPPER_MASK_ROWS with a clip mask, HOPPER_RANDOM_ROWS with random rounding: (threads,
+thread blocks of a multiprocessor, stages), by block; HOPPER_EXPANDED, which writes e4m3: (threads of a multiprocessor,
+stages); HOPPER_COLUMNS, HOPPER_RANDOM_COLUMNS, the transposes: (thread blocks of a multiprocessor, stages, whether
+tiles follow each other down the rows); HOPPER_PACKED_COLUMNS, from packed bytes: (threads of the one block, stages, the
+same), by block; HOPPER_DECODE: the fields of hopper.Plan after its first, up to `grouped`, by (tokens, rows, columns).
+Shapes that are not there follow the rules of `plan_for`.
 """
 
 ROW_THREADS = {32: 128, 64: 128, 128: 128}
 COLUMNS = {32: (4, 64, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
 RANDOM_COLUMNS = {32: (4, 32, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
 PACKED_COLUMNS = {32: (2, 64, 4), 64: (2, 64, 4)}
-HOPPER_ROWS = {32: (256, 2, 4), 64: (256, 2, 4), 128: (128, 4, 4)}
-HOPPER_MASK_ROWS = {32: (256, 2, 3), 64: (256, 2, 3), 128: (128, 4, 4)}
+HOPPER_ROWS = {32: (512, 1, 3), 64: (512, 1, 2), 128: (384, 1, 2)}
+HOPPER_MASK_ROWS = {32: (768, 1, 2), 64: (512, 1, 2), 128: (384, 1, 2)}
+HOPPER_RANDOM_ROWS = {32: (512, 1, 3), 64: (512, 1, 2), 128: (512, 1, 2)}
 HOPPER_EXPANDED = (640, 3)
 HOPPER_COLUMNS = (4, 3, True)
 HOPPER_RANDOM_COLUMNS = (2, 4, True)
-HOPPER_PACKED_COLUMNS = (4, 2, False)
+HOPPER_PACKED_COLUMNS = {32: (384, 2, False), 64: (384, 2, False), 128: (256, 3, False)}
 HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, bool]] = {
     (1, 4096, 4096): (1, 2, 4, 16, 1, True, 1, False),
     (1, 4096, 14336): (2, 1, 8, 16, 1, True, 1, False),

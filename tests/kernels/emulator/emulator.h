@@ -198,7 +198,7 @@ struct TensorMap {  // a matrix [rows, columns] of elements, copied in boxes
   unsigned char* base;
   u64 columns, rows, pitch;  // pitch in bytes
   u32 box_columns, box_rows, element;  // bytes of an element
-  u32 swizzled;                        // by 128 bytes (64 where a line of the box is no longer), or not at all
+  u32 swizzled;                        // by 128 bytes (64, 32 where a line of the box is no longer), or not at all
   u32 folded = 0;                      // for tensor_load_folded
   u32 fresh = 0;                       // written by the kernel before: copied after grid_wait only
 };
@@ -291,7 +291,7 @@ inline void each_unit(const TensorMap& map, int x, int y, u32 address, F f) {
       const i64 row = y + (i64)(map.folded ? r - inside16 + 4 * q + 2 * b + r % 2 : r), at = (i64)x * map.element + byte;
       const bool inside = row >= 0 && row < (i64)map.rows && at >= 0 && at < (i64)(map.columns * map.element);
       u32 to = address + r * line + byte;
-      if (map.swizzled) to ^= (to >> 7 & (line <= 64 ? 3 : 7)) << 4;
+      if (map.swizzled) to ^= (to >> 7 & (line <= 32 ? 1 : line <= 64 ? 3 : 7)) << 4;
       f(inside ? map.base + row * map.pitch + at : nullptr, to);
     }
   }

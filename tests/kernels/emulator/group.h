@@ -34,6 +34,7 @@ inline u32 times_half(u32 a, u32 b) {
   return halves(a, b, [](float v, float w) { return v * w; });
 }
 
+inline u32 select_bits(u32 a, u32 b, u32 mask) { return (a & ~mask) | (b & mask); }
 inline float __uint_as_float(u32 u) {
   float f;
   memcpy(&f, &u, 4);
@@ -47,6 +48,7 @@ inline u32 __float_as_uint(float f) {
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline int __popc(u32 v) { return __builtin_popcount(v); }
 
 inline float other_lane(float v, int across) {
   return __uint_as_float(exchange(__float_as_uint(v))[lane_number() ^ across]);

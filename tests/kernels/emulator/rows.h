@@ -14,6 +14,21 @@ inline u32 load_shared32(u32 from) {
   memcpy(&v, self().block->at(from, 4), 4);
   return v;
 }
+inline void store_shared_words(u32 to, const Words& v) {
+  if (to % 16) emulator::fail("a store of 16 bytes that is not aligned");
+  memcpy(self().block->at(to, 16), &v, 16);
+}
+inline u32 next_number(u32 counter) {
+  u32 number = 0;
+  if (lane_number() == 0) {
+    unsigned char* const at = self().block->at(counter, 4);
+    memcpy(&number, at, 4);
+    const u32 next = number + 1;
+    memcpy(at, &next, 4);
+  }
+  return exchange(number)[0];
+}
+inline void store_shared16(u32 to, u32 v) { memcpy(self().block->at(to, 2), &v, 2); }
 inline void store_shared32(u32 to, u32 v) { memcpy(self().block->at(to, 4), &v, 4); }
 
 inline u32 to_e4m3_one(float f) {

@@ -1,0 +1,306 @@
+// MXFP4 of a transpose of MXFP4, on Hopper. Follows columns.cuh.
+//
+// A warp has tiles of 128 rows by 64 columns' codes, 32 bytes a row, on their way by the copy engine; it works on 32 columns,
+// which have one power of two a row, and then on the others. Where a tile's powers of two lie within SPREAD binades, they
+// are float16 numbers, and so are the codes times them. Sums of 128 of these have at most 24 bits: every order gives the
+// same float32 number, so that tensor cores give the bits of the butterfly. But for zeros' signs, which is why columns of
+// which a group is zero, like those of other powers, are turned by lanes, each a group. Rows past the last count as zeros.
+
+namespace quantrot {
+
+constexpr int SPREAD = 12, LEAST_BYTE = 20, MOST_BYTE = 220;  // no power of two of a result is at float32's ends
+constexpr u32 CODE_COLUMNS = 64, CODE_TILE = TALL * CODE_COLUMNS / 2;
+constexpr u32 COLUMN_PITCH = 80;  // bytes of a column's codes: eight lanes that write a word each meet no bank twice
+constexpr u32 POWER_PITCH = 80;   // bytes of 32 rows' powers of two: four lanes meet no bank twice
+constexpr u32 POWERS = 8 * POWER_PITCH, SCRATCH = POWERS + 32 * COLUMN_PITCH;  // bytes of a warp
+
+struct Columns {  // 32 of a tile
+  u32 codes;      // 128 rows of 32 bytes: unit u of row r lies at u ^ (r / 4 % 2)
+  u32 unit;       // which half
+  u32 powers, stage;
+  u32 row, column;  // the first
+
+  // Four words: two neighbouring rows of four neighbouring columns each; the lane's address is of row r.
+  __device__ __forceinline__ Words words(u32 r) const { return load_columns(codes + r * 32 + (unit ^ r / 4 % 2) * 16); }
+};
+
+// --- By tensor cores ---------------------------------------------------------------------------------------------------
+//
+// Products are [16 columns, 32 rows] by Sylvester's matrix. ldmatrix turns codes as it turns 16-bit elements: lane (g, q) has
+// rows 2 q and the next of columns 4 g ... 4 g + 3, which are four words of the operand. Sylvester's columns are ordered so
+// that the lane's eight results of a column lie side by side, a word of codes.
+
+// Sylvester's matrix of 32 in a lane: rows 8 t + 2 q and the next, column 8 (g / 2) + 2 n + g % 2.
+struct Sylvester {
+  u32 words[4][4];
+
+  __device__ __forceinline__ Sylvester() {
+    const u32 g = lane_number() >> 2, q = lane_number() & 3;
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+#pragma unroll
+      for (int t = 0; t < 4; t++) {
+        const u32 both = __popc((8 * t + 2 * q) & (8 * (g / 2) + 2 * n)) & 1;
+        words[n][t] = 0x3C003C00u ^ both * 0x80008000u ^ (g & 1) << 31;
+      }
+  }
+};
+
+__device__ __forceinline__ u32 other_word(u32 v, int across) {
+  return __float_as_uint(other_lane(__uint_as_float(v), across));
+}
+
+// Random words of a lane's eight rows of two columns, by the columns' counters: lanes q and q ^ 1 share a call for each
+// column, and make one each.
+struct Randoms {
+  u32 words[2][2];
+
+  __device__ __forceinline__ Randoms(u64 counter, u64 next, const Key& key) {
+    const bool odd = lane_number() & 1;
+    const Random mine(odd ? next : counter, key);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const u32 theirs = other_word(mine.words[odd ? i : i + 2], 1);
+      words[0][i] = odd ? theirs : mine.words[i], words[1][i] = odd ? mine.words[i + 2] : theirs;
+    }
+  }
+};
+
+// Powers of two of a tile as float16, `top` as 2^15: of 32 rows, rows 8 t + 2 q and the next, t = 0 ... 3, lie side by side.
+__device__ __forceinline__ void store_powers(u32 powers, const u32 (&bytes)[8], u32 negative, int top) {
+  const u32 lane = lane_number();
+#pragma unroll
+  for (u32 i = 0; i < 8; i++) {
+    const u32 r = i % 2 * 16 + lane / 2;
+    store_shared16(powers + (lane % 2 * 4 + i / 2) * POWER_PITCH + r % 8 / 2 * 16 + r / 8 * 4 + r % 2 * 2,
+                   (u32)(30 - top + (int)bytes[i]) << 10 | (negative << (15 - i) & 0x8000));
+  }
+}
+
+// Whether it was done: else nothing was written. top: the byte of the power of two that is 2^15.
+template <int SPAN, bool DITHER>
+__device__ __forceinline__ bool by_products(const TransposeArgs& args, const Sylvester& h, const Columns& tile, int top) {
+  const u32 lane = lane_number(), g = lane >> 2, q = lane & 3, groups = args.rows / 32;
+  const u32 powers = tile.powers + tile.unit * 4 * POWER_PITCH, columns = tile.stage;
+  Words codes[SPAN], power[SPAN];
+  const auto load = [&](u32 block) {
+#pragma unroll
+    for (int n = 0; n < SPAN; n++)
+      power[n] = load_shared_words(powers + (block + n) * POWER_PITCH + q * 16),
+      codes[n] = tile.words((block + n) * 32 + lane);
+  };
+  load(0);
+  u32 fields[4] = {};  // exponents of a column's blocks of rows, as float32 has them, a byte each
+#pragma unroll 1
+  for (u32 block = 0, place = 1; block < 4; block += SPAN, place <<= SPAN < 4 ? 8 * SPAN : 0) {
+    float v[2][SPAN][4][4] = {};  // by pairs of columns, 4 g + 2 p and the next
+#pragma unroll
+    for (int n = 0; n < SPAN; n++) {
+      u32 a[2][4][2];  // s00eem00, a byte above, is float16's 2^-14 of the code
+#pragma unroll
+      for (int t = 0; t < 4; t++) {
+        const u32 word = codes[n].at(t), low = select_bits(word << 1, word << 4, 0x80808080u),
+                  high = select_bits(word >> 3, word, 0x80808080u);
+        const auto times = [&](u32 two) { return times_half(two & 0x8E008E00u, power[n].at(t)); };
+        a[0][t][0] = times(low << 8), a[0][t][1] = times(high << 8), a[1][t][0] = times(low), a[1][t][1] = times(high);
+      }
+#pragma unroll
+      for (int p = 0; p < 2; p++)
+#pragma unroll
+        for (int t = 0; t < 4; t += 2)
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            product_warp<Fp16>(v[p][n][i], {a[p][t][0], a[p][t][1], a[p][t + 1][0], a[p][t + 1][1]}, h.words[i][t],
+                               h.words[i][t + 1]);
+    }
+    if constexpr (SPAN < 4) load(block + SPAN & 3);  // while the products are made
+#pragma unroll
+    for (int half = SPAN / 2; half; half /= 2)
+#pragma unroll
+      for (int n = 0; n < SPAN; n++)
+        if (!(n & half))
+#pragma unroll
+          for (int i = 0; i < 32; i++) {
+            const float x = v[i / 16][n][i / 4 % 4][i % 4], y = v[i / 16][n + half][i / 4 % 4][i % 4];
+            v[i / 16][n][i / 4 % 4][i % 4] = __fadd_rn(x, y), v[i / 16][n + half][i / 4 % 4][i % 4] = __fsub_rn(x, y);
+          }
+#pragma unroll
+    for (int n = 0; n < SPAN; n++) {
+      u32 random[4][2];
+      if constexpr (DITHER) {
+        const u64 group = (u64)(tile.column + 4 * g) * groups + tile.row / 32 + block + n;
+#pragma unroll
+        for (int p = 0; p < 2; p++) {
+          const u64 counter = (group + 2 * p * groups) * 2 + q / 2;
+          const Randoms both(counter, counter + 2 * groups, args.key);
+#pragma unroll
+          for (int i = 0; i < 2; i++) random[2 * p][i] = both.words[0][i], random[2 * p + 1][i] = both.words[1][i];
+        }
+      }
+      const auto value = [&](int column, int i) { return v[column / 2][n][i / 2][column % 2 * 2 + i % 2]; };
+      float amax[4];  // of a column each; all four at once, for each waits for other lanes
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        amax[c] = fabsf(value(c, 0));
+#pragma unroll
+        for (int i = 1; i < 8; i++) amax[c] = fmaxf(amax[c], fabsf(value(c, i)));
+      }
+#pragma unroll
+      for (int across = 1; across < 4; across *= 2)
+#pragma unroll
+        for (int c = 0; c < 4; c++) amax[c] = fmaxf(amax[c], other_lane(amax[c], across));
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        const u32 field = __float_as_uint(__fmul_rn(amax[c], args.root)) >> 23;
+        fields[c] += field * (place << 8 * n);
+        const float factor = fine_factor<ABSMAX34>((int)field - 129, args.root);
+        u32 p[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int first = i / 2 * 4 + i % 2;
+          p[i] = Fp16::pack(__fmul_rn(value(c, first), factor), __fmul_rn(value(c, first + 2), factor));
+          if constexpr (DITHER) p[i] += random[c][i / 2] >> (i % 2 ? 7 : 0) & 0x01FF01FFu;
+          else p[i] = to_nearest(p[i]);
+        }
+        store_shared32(columns + (c * 8 + g) * COLUMN_PITCH + (block + n) * 16 + q * 4, code_word(p[0], p[1], p[2], p[3]));
+      }
+    }
+  }
+  u32 zero = 0;  // a byte's top bit where it is 0
+#pragma unroll
+  for (int c = 0; c < 4; c++) zero |= (fields[c] - 0x01010101u) & ~fields[c];
+  if (warp_max((zero & 0x80808080u) != 0)) return false;
+  warp_sync();
+  const i64 group = (i64)(tile.column + 4 * g) * groups + (tile.row / 32 + q);
+  unsigned char *packed = args.packed + group * 16, *scale = args.scale + group;
+  if (tile.row / 32 + q < groups)
+#pragma unroll
+    for (u32 i = 0; i < 4; i++, packed += (i64)groups * 16, scale += groups) {
+      store_words(packed, load_shared_words(columns + (i * 8 + g) * COLUMN_PITCH + q * 16));
+      *scale = (unsigned char)((fields[i] >> 8 * q) + (top - 130));
+    }
+  warp_sync();
+  return true;
+}
+
+// --- By lanes ----------------------------------------------------------------------------------------------------------
+
+// Powers of two of a tile as bfloat16.
+__device__ __forceinline__ void store_wide_powers(u32 powers, const u32 (&bytes)[8], u32 negative) {
+  const u32 lane = lane_number();
+#pragma unroll
+  for (u32 i = 0; i < 8; i++) {
+    const u32 bits = bytes[i] == 255 ? 0x7FC0u : bytes[i] ? bytes[i] << 7 : 0x0040u;
+    store_shared16(powers + (lane % 2 * 4 + i / 2) * POWER_PITCH + (i % 2 * 16 + lane / 2) * 2,
+                   bits ^ (negative << (15 - i) & 0x8000));
+  }
+}
+
+// Lane (c, s) has rows 32 s ... 32 s + 31 of columns 4 c ... 4 c + 3, one after another.
+template <int SPAN, int RULE, bool DITHER>
+__device__ __forceinline__ void by_lanes(const TransposeArgs& args, const Columns& tile) {
+  const u32 lane = lane_number(), c = lane >> 2, s = lane & 3, r = lane % 8 / 2 * 32 + lane / 8 * 2 + lane % 2;
+#pragma unroll 1
+  for (int pass = 0; pass < 4; pass++) {
+    Group x;
+#pragma unroll
+    for (int i = 0; i < 32; i += 8) {
+      const Words rows = tile.words(r + i);
+      const Words power = load_shared_words(tile.powers + (tile.unit * 4 + s) * POWER_PITCH + i * 2);
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const u32 two = times_bf16(times_bf16(pair<0>(rows.at(j) >> 4 * pass), 0x7E807E80u), power.at(j));  // 2^126
+        x.v[i + j * 2] = __uint_as_float(two << 16), x.v[i + j * 2 + 1] = __uint_as_float(two & 0xFFFF0000u);
+      }
+    }
+    write_column<SPAN, RULE, false, DITHER>(x, args, tile.row, tile.column + c * 4 + pass);
+  }
+}
+
+// --- The kernel --------------------------------------------------------------------------------------------------------
+
+template <int SPAN, bool SIGNS, int RULE, bool DITHER, int STAGES>
+__device__ __forceinline__ void requantize(const TensorMap* map, const TransposeArgs& args) {
+  const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32;
+  const u32 groups = args.rows / 32, pitch = args.columns / 32;
+  const u32 ring_at = shared_memory() + warp * (STAGES * CODE_TILE);
+  const u32 scratch = shared_memory() + warps * (STAGES * CODE_TILE) + warp * SCRATCH;
+  const u32 counter = shared_memory() + warps * (STAGES * CODE_TILE + SCRATCH), full = counter + 16 + warp * (STAGES * 8);
+  const u32 row_tiles = (args.rows + TALL - 1) / TALL, column_tiles = (args.columns + CODE_COLUMNS - 1) / CODE_COLUMNS;
+  if (threadIdx.x == 0) store_shared32(counter, 0);
+  if (lane == 0) {
+    for (u32 i = 0; i < STAGES; i++) barrier_init(full + i * 8, 1);
+    barrier_init_done();
+  }
+  block_sync();
+  u32 negative = 0;  // bit i: sign of row 16 i + lane / 2, which its power takes
+  if constexpr (SIGNS)
+#pragma unroll
+    for (int i = 0; i < 8; i++) negative |= __float_as_uint(args.signs[(16 * i + lane / 2) % (32 * SPAN)]) >> 31 << i;
+  const Sylvester h;
+  const u64 policy = cache_policy<FIRST>();
+  struct Taken {  // a tile, and scales of rows 16 i + lane / 2 of its half lane % 2
+    u32 row, column, bytes[8];
+  };
+  u32 into = 0;
+  const auto start = [&] {
+    const u32 number = blockIdx.x + next_number(counter) * gridDim.x;
+    Taken t = {args.down ? number % row_tiles : number / column_tiles,
+               args.down ? number / row_tiles : number % column_tiles,
+               {}};
+    if (t.row < row_tiles && t.column < column_tiles) {
+      barrier_expect(full + into * 8, CODE_TILE);
+      tensor_load(ring_at + into * CODE_TILE, map, t.column * 32, t.row * TALL, full + into * 8, policy);
+      const u32 mine = lane / 2 * pitch + min(lane % 2, pitch - 1 - t.column * 2);
+#pragma unroll
+      for (u32 i = 0; i < 4; i++) {  // past the last row: the last 32
+        const unsigned char* const from = args.in_scale + ((u64)min(t.row * 4 + i, groups - 1) * 32 * pitch + t.column * 2);
+        t.bytes[2 * i] = __ldg(from + mine), t.bytes[2 * i + 1] = __ldg(from + (mine + 16 * pitch));
+      }
+    }
+    into = into == STAGES - 1 ? 0 : into + 1;
+    return t;
+  };
+  Taken taken[STAGES];
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) taken[s] = start();
+  Ring<STAGES> ring;
+  while (taken[0].row < row_tiles && taken[0].column < column_tiles) {
+    warp_sync();  // all lanes have read what is overwritten now
+    taken[STAGES - 1] = start();
+    const u32 (&b)[8] = taken[0].bytes;
+    u32 most = b[0], least = b[0];
+#pragma unroll
+    for (int i = 1; i < 8; i++) most = max(most, b[i]), least = min(least, b[i]);
+    const int top = warp_max((int)most), low = -warp_max(-(int)least);
+    const bool near = RULE == ABSMAX34 && top <= low + SPREAD && low >= LEAST_BYTE && top <= MOST_BYTE;
+    if (near) store_powers(scratch, b, negative, top);
+    else store_wide_powers(scratch, b, negative);
+    barrier_wait(full + ring.stage * 8, ring.parity);
+    warp_sync();
+#pragma unroll 1
+    for (u32 half = 0; half < 2; half++) {
+      const Columns tile = {ring_at + ring.stage * CODE_TILE, half, scratch, scratch + POWERS, taken[0].row * TALL,
+                            taken[0].column * CODE_COLUMNS + half * 32};
+      if (tile.column >= (u32)args.columns) break;
+      if constexpr (RULE == ABSMAX34)
+        if (near) {
+          if (by_products<SPAN, DITHER>(args, h, tile, top)) continue;
+          warp_sync();
+          store_wide_powers(scratch, b, negative);
+          warp_sync();
+        }
+      by_lanes<SPAN, RULE, DITHER>(args, tile);
+      if (near && half == 0) {
+        warp_sync();
+        store_powers(scratch, b, negative, top);
+        warp_sync();
+      }
+    }
+    ring.next();
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) taken[s] = taken[s + 1];
+  }
+}
+
+}  // namespace quantrot
