@@ -471,6 +471,17 @@ def test_the_plans_of_an_order_give_a_row_the_same_bits():
         assert plan.arithmetic == plan_for(n, getattr(torch, name)).arithmetic, (name, n)
 
 
+def test_codes_have_a_plan_in_both_16_bit_types_or_in_neither():
+    """Where one had none, hadamard_quantize_fp8 would run as two operators in that type only."""
+    from quantrot.kernels.hadamard.hopper import plan_for_codes
+    from quantrot.kernels.hadamard.tuned import CODE_PLANS, PLANS
+
+    orders = {n for _, n in (*PLANS, *CODE_PLANS)}
+    has = {n: [plan_for_codes(n, 128 * n, d) is not None for d in (torch.bfloat16, torch.float16)] for n in orders}
+    assert not [n for n, (brain, half) in has.items() if brain != half]
+    assert all(has[n][0] for _, n in CODE_PLANS) and has[53248][0]
+
+
 def test_blocks_of_2_kilobytes_do_not_overlap_in_large_tensors():
     """Those that tell the next kernel to start leave the hardware at 0.84 a nanosecond: 0.82 of a copy."""
     from quantrot.kernels.hadamard.hopper import _plan_of

@@ -67,7 +67,7 @@ PLANS: dict[tuple[str, int], Plan] = {
     ("float16", 28672): Plan("flow", 12, 1, stages=2, tiles=32, cluster=2, paced=True, overlap=True),  # 0.77
     ("float16", 29568): Plan("dense", 16, 1, stages=1, tiles=1, part=6),  # 0.22
     ("float16", 32768): Plan("flow", 12, 1, stages=2, tiles=32, cluster=2, paced=True, overlap=True),  # 0.79, 0.84
-    ("float16", 53248): Plan("held", 16, 1, tiles=128, overlap=True, ahead=True),  # 0.56
+    ("float16", 53248): Plan("flow", 12, 1, stages=2, tiles=32, cluster=2, overlap=True),  # 0.56
     ("float32", 4): Plan("lanes", 4, 6, vectors=2),
     ("float32", 8): Plan("lanes", 2, 12, vectors=2),  # 1.01
     ("float32", 16): Plan("lanes", 2, 8, vectors=4),  # 1.00
