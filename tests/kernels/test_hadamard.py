@@ -136,7 +136,7 @@ def test_powers_of_two_scale_exactly(device, n):
 
 @devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [8, 32, 64, 128, 256, 1024, 3072, 4096, 8192])
+@pytest.mark.parametrize("n", [8, 32, 64, 128, 256, 1024, 3072, 4096, 8192, 13824, 14336, 16384, 32768, 53248])
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 def test_special_values_reach_their_own_row_and_no_other(device, dtype, n, value):
     x = torch.randn(9, n, device=device).to(dtype)
@@ -498,21 +498,23 @@ def test_only_bfloat16_is_turned_by_cut_products():
     from quantrot.kernels.hadamard.tuned import CODE_PLANS, PLANS, SMALL_PLANS
 
     for (name, n), plan in (*PLANS.items(), *SMALL_PLANS.items()):
-        assert plan.precision == "SPLIT" or name == "bfloat16", (name, n)  # 4.6e-4: more than float16's one rounding
+        assert plan.precision != "CUT" or name == "bfloat16", (name, n)  # 4.6e-4: more than float16's one rounding
         assert plan.precision == "SPLIT" or n >= 2048, (name, n)  # else results near zero are off by several roundings
     assert all(plan.precision == "SPLIT" for plan in CODE_PLANS.values())
 
 
-def test_tuning_proposes_cut_products_only_for_long_rows_of_bfloat16(monkeypatch):
+def test_tuning_proposes_products_of_fewer_bits_only_for_long_rows_and_cut_ones_only_for_bfloat16(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import bench_hadamard
 
     for propose in (bench_hadamard.candidates, bench_hadamard.small_candidates, bench_hadamard.code_candidates):
+        codes = propose is bench_hadamard.code_candidates
         for dtype, n, allowed in (
             (torch.bfloat16, 256, {"SPLIT"}),
             (torch.bfloat16, 1024, {"SPLIT"}),
-            (torch.bfloat16, 4096, {"SPLIT"} if propose is bench_hadamard.code_candidates else {"SPLIT", "CUT"}),
-            (torch.float16, 4096, {"SPLIT"}),
+            (torch.bfloat16, 4096, {"SPLIT"} if codes else {"SPLIT", "CUT"}),
+            (torch.float16, 1024, {"SPLIT"}),
+            (torch.float16, 4096, {"SPLIT"} if codes else {"SPLIT", "PAIR"}),
         ):
             assert {plan.precision for plan in propose(n, dtype)} == allowed, (propose, dtype, n)
 

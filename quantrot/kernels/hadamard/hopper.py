@@ -25,11 +25,11 @@ STREAM_BYTES = 40 << 20  # input and output past this do not both fit in the 60 
 SMALL_ELEMENTS = 1 << 18  # a tensor up to this is a few microseconds: how soon the first bytes come decides
 LARGEST_POWER = 32768  # of two, in one kernel
 FILES = {
-    **dict.fromkeys(("lanes", "turn", "warp", "share"), ("words.cuh", "common.cuh", "rows.cuh")),
-    **dict.fromkeys(("block", "dense", "axis"), ("words.cuh", "common.cuh", "bases.cuh")),
-    "flow": ("../hopper.cuh", "words.cuh", "flow.cuh"),
-    "stream": ("words.cuh", "common.cuh", "stream.cuh"),
-    "held": ("words.cuh", "common.cuh", "held.cuh"),
+    **dict.fromkeys(("lanes", "turn", "warp", "share"), ("words.cuh", "columns.cuh", "common.cuh", "rows.cuh")),
+    **dict.fromkeys(("block", "dense", "axis"), ("words.cuh", "columns.cuh", "common.cuh", "bases.cuh")),
+    "flow": ("../hopper.cuh", "words.cuh", "columns.cuh", "flow.cuh"),
+    "stream": ("words.cuh", "columns.cuh", "common.cuh", "stream.cuh"),
+    "held": ("words.cuh", "columns.cuh", "common.cuh", "held.cuh"),
 }
 FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow)
 PROCESSORS = 132  # of an H200: which rows are asked for ahead of time; no result depends on it
@@ -68,7 +68,7 @@ class Plan:
     stages: int = 0  # input buffers (share: 0 is one row a block, no prefetch; dense: 0 is sums in the input's place)
     tiles: int = 8  # groups of eight columns: a warp's (block), a row's (flow, held); row tiles of a task (dense)
     part: int = 8  # neighbouring columns a lane finishes (block: 2, 4 or 8), column groups of a task (dense)
-    precision: Literal["CUT", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share, held)
+    precision: Literal["CUT", "SPLIT", "PAIR"] = "SPLIT"  # of the float32 product (warp, share, held): columns.cuh
     cluster: int = 1  # thread blocks that share a row (flow)
     paced: bool = False  # warpgroups multiply one after the other (flow)
     overlap: bool = False  # launched while the kernel before it ends
@@ -408,6 +408,8 @@ def transform(
     before = None if transpose or signs is None else signs.contiguous()
     if plan is not None and (order * x.dtype.itemsize % 16 == 0 or rows.numel() * x.dtype.itemsize % 16 == 0):
         plan = plan if into is None and not stays else replace(plan, stream=False)
+        if into is not None and stays:
+            plan = replace(plan, ahead=False)  # what is in L2 is asked for in vain: 16384 15.3 us instead of 16.3
         launch(rows, out, before, scale, plan, transpose=transpose)
     else:
         _passes(rows, out, before, order, scale, transpose)
