@@ -217,6 +217,17 @@ def test_in_place_is_out_of_place(device, dtype, n):
         assert torch.equal(rows, y)
 
 
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("n", [4096, 8192, 16384])
+def test_in_place_is_out_of_place_where_all_of_it_stays_in_l2(dtype, n):
+    x = torch.randn((10 << 20) // n + 1, n, device="cuda").to(dtype)
+    y = hadamard_transform(x)
+    for _ in range(20):
+        again = x.clone()
+        assert torch.equal(hadamard_transform_(again), y)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     n=st.sampled_from([1, 2, 4, 12, 20, 24, 32, 36, 64, 76, 96, 128, 256, 576]),
@@ -298,7 +309,7 @@ def test_a_hundred_runs_are_bit_equal(n):
 SANITIZED = """
 import torch
 from quantrot.kernels.hadamard import hadamard_transform, hadamard_transform_
-many = {11008: 601, 14336: 601, 32768: 601}  # every persistent block has a second row, and a third; two waves of 14336
+many = {11008: 601, 14336: 601, 16384: 601, 32768: 601}  # persistent blocks have a second row, and a third; two waves
 powers = [8, 32, 64, 128, 256, 1024, 2048, 4096, 8192, 16384, 32768]
 for n in powers + [576, 1536, 3072, 4864, 5120, 11008, 12288, 13824, 14336, 17408, 18944, 28672, 53248]:
     for rows in (1, 3, many.get(n, 5)):
@@ -463,12 +474,14 @@ def test_every_cuda_source_compiles_for_sm_90a(name, source, tmp_path):
 
 
 def test_the_plans_of_an_order_give_a_row_the_same_bits():
-    from quantrot.kernels.hadamard.hopper import SMALL_ELEMENTS, STREAM_BYTES, plan_for
+    from quantrot.kernels.hadamard.hopper import IN_PLACE, SMALL_ELEMENTS, STREAM_BYTES, plan_for
     from quantrot.kernels.hadamard.tuned import SMALL_PLANS
 
     assert SMALL_ELEMENTS == 1 << 18 and STREAM_BYTES < 4 * (21 << 20)  # the test of bits on a GPU has more rows
     for (name, n), plan in SMALL_PLANS.items():
         assert plan.arithmetic == plan_for(n, getattr(torch, name)).arithmetic, (name, n)
+    for (dtype, n), plan in IN_PLACE.items():
+        assert plan.arithmetic == plan_for(n, dtype).arithmetic, (dtype, n)
 
 
 def test_codes_have_a_plan_in_both_16_bit_types_or_in_neither():
