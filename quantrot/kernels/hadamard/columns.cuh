@@ -79,7 +79,7 @@ __device__ __forceinline__ void keep_apart(u32 (&a)[W], u32 salt) {
 }
 
 // Float32 sums of a product, as a product leaves them in a lane, as the sum of two bfloat16 parts: 17 bits. What the first
-// part leaves is itself a product, with minus the identity, exact: two conversions and half a product for four numbers,
+// part leaves is itself a product, with minus the identity, exact: four conversions and half a product for four numbers,
 // where cutting bits off each of them takes twelve instructions. Of an infinity the first part is the largest number, so
 // that what is left is an infinity and not inf - inf; a NaN is one in both.
 struct Parts {
