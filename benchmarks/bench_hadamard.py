@@ -182,7 +182,8 @@ def candidates(n: int, dtype: torch.dtype) -> list:
     found = []
     base, small, power = (1, (), n) if n & (n - 1) == 0 else dense_shape(n)
     # Cutting costs float16 4.5e-4; of a short row, results near zero are off by more than their own rounding.
-    precisions = ("SPLIT", "CUT") if dtype == torch.bfloat16 and n >= 2048 else ("SPLIT",)
+    fewer_bits = {torch.bfloat16: ("CUT",), torch.float16: ("PAIR",)}.get(dtype, ())
+    precisions = ("SPLIT", *fewer_bits) if n >= 2048 else ("SPLIT",)
     if n == power and dtype == torch.float32:
         for vectors in (2, 4, 8, 16):
             for warps in (2, 4, 8, 16):

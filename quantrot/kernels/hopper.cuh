@@ -179,6 +179,11 @@ __device__ __forceinline__ void tensor_warm(const TensorMap* map, int x, int y) 
 // The same for the line of 128 bytes at an address.
 __device__ __forceinline__ void warm_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
+// The same for many bytes, a multiple of 16, by a whole warp.
+__device__ __forceinline__ void warm_bytes(const void* at, u32 bytes) {
+  asm volatile(QR_ONE_LANE "cp.async.bulk.prefetch.L2.global [%0], %1;\n}" ::"l"(at), "r"(bytes) : "memory");
+}
+
 // Shared memory -> the map's box; nothing is written past the edges.
 __device__ __forceinline__ void tensor_store(const TensorMap* map, int x, int y, u32 from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),

@@ -136,7 +136,7 @@ def test_powers_of_two_scale_exactly(device, n):
 
 @devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [8, 32, 64, 128, 256, 1024, 3072, 4096, 8192])
+@pytest.mark.parametrize("n", [8, 32, 64, 128, 256, 1024, 3072, 4096, 8192, 13824, 14336, 16384, 32768, 53248])
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 def test_special_values_reach_their_own_row_and_no_other(device, dtype, n, value):
     x = torch.randn(9, n, device=device).to(dtype)
@@ -215,6 +215,17 @@ def test_in_place_is_out_of_place(device, dtype, n):
         y = hadamard_transform(rows.contiguous(), signs=s)
         assert hadamard_transform_(rows, signs=s) is rows
         assert torch.equal(rows, y)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("n", [4096, 8192, 16384])
+def test_in_place_is_out_of_place_where_all_of_it_stays_in_l2(dtype, n):
+    x = torch.randn((10 << 20) // n + 1, n, device="cuda").to(dtype)
+    y = hadamard_transform(x)
+    for _ in range(20):
+        again = x.clone()
+        assert torch.equal(hadamard_transform_(again), y)
 
 
 @settings(max_examples=40, deadline=None)
@@ -298,7 +309,7 @@ def test_a_hundred_runs_are_bit_equal(n):
 SANITIZED = """
 import torch
 from quantrot.kernels.hadamard import hadamard_transform, hadamard_transform_
-many = {11008: 601, 14336: 601, 32768: 601}  # every persistent block has a second row, and a third; two waves of 14336
+many = {11008: 601, 14336: 601, 16384: 601, 32768: 601}  # persistent blocks have a second row, and a third; two waves
 powers = [8, 32, 64, 128, 256, 1024, 2048, 4096, 8192, 16384, 32768]
 for n in powers + [576, 1536, 3072, 4864, 5120, 11008, 12288, 13824, 14336, 17408, 18944, 28672, 53248]:
     for rows in (1, 3, many.get(n, 5)):
@@ -463,12 +474,25 @@ def test_every_cuda_source_compiles_for_sm_90a(name, source, tmp_path):
 
 
 def test_the_plans_of_an_order_give_a_row_the_same_bits():
-    from quantrot.kernels.hadamard.hopper import SMALL_ELEMENTS, STREAM_BYTES, plan_for
+    from quantrot.kernels.hadamard.hopper import IN_PLACE, SMALL_ELEMENTS, STREAM_BYTES, plan_for
     from quantrot.kernels.hadamard.tuned import SMALL_PLANS
 
     assert SMALL_ELEMENTS == 1 << 18 and STREAM_BYTES < 4 * (21 << 20)  # the test of bits on a GPU has more rows
     for (name, n), plan in SMALL_PLANS.items():
         assert plan.arithmetic == plan_for(n, getattr(torch, name)).arithmetic, (name, n)
+    for (dtype, n), plan in IN_PLACE.items():
+        assert plan.arithmetic == plan_for(n, dtype).arithmetic, (dtype, n)
+
+
+def test_codes_have_a_plan_in_both_16_bit_types_or_in_neither():
+    """Where one had none, hadamard_quantize_fp8 would run as two operators in that type only."""
+    from quantrot.kernels.hadamard.hopper import plan_for_codes
+    from quantrot.kernels.hadamard.tuned import CODE_PLANS, PLANS
+
+    orders = {n for _, n in (*PLANS, *CODE_PLANS)}
+    has = {n: [plan_for_codes(n, 128 * n, d) is not None for d in (torch.bfloat16, torch.float16)] for n in orders}
+    assert not [n for n, (brain, half) in has.items() if brain != half]
+    assert all(has[n][0] for _, n in CODE_PLANS) and has[53248][0]
 
 
 def test_blocks_of_2_kilobytes_do_not_overlap_in_large_tensors():
@@ -487,21 +511,23 @@ def test_only_bfloat16_is_turned_by_cut_products():
     from quantrot.kernels.hadamard.tuned import CODE_PLANS, PLANS, SMALL_PLANS
 
     for (name, n), plan in (*PLANS.items(), *SMALL_PLANS.items()):
-        assert plan.precision == "SPLIT" or name == "bfloat16", (name, n)  # 4.6e-4: more than float16's one rounding
+        assert plan.precision != "CUT" or name == "bfloat16", (name, n)  # 4.6e-4: more than float16's one rounding
         assert plan.precision == "SPLIT" or n >= 2048, (name, n)  # else results near zero are off by several roundings
     assert all(plan.precision == "SPLIT" for plan in CODE_PLANS.values())
 
 
-def test_tuning_proposes_cut_products_only_for_long_rows_of_bfloat16(monkeypatch):
+def test_tuning_proposes_products_of_fewer_bits_only_for_long_rows_and_cut_ones_only_for_bfloat16(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import bench_hadamard
 
     for propose in (bench_hadamard.candidates, bench_hadamard.small_candidates, bench_hadamard.code_candidates):
+        codes = propose is bench_hadamard.code_candidates
         for dtype, n, allowed in (
             (torch.bfloat16, 256, {"SPLIT"}),
             (torch.bfloat16, 1024, {"SPLIT"}),
-            (torch.bfloat16, 4096, {"SPLIT"} if propose is bench_hadamard.code_candidates else {"SPLIT", "CUT"}),
-            (torch.float16, 4096, {"SPLIT"}),
+            (torch.bfloat16, 4096, {"SPLIT"} if codes else {"SPLIT", "CUT"}),
+            (torch.float16, 1024, {"SPLIT"}),
+            (torch.float16, 4096, {"SPLIT"} if codes else {"SPLIT", "PAIR"}),
         ):
             assert {plan.precision for plan in propose(n, dtype)} == allowed, (propose, dtype, n)
 

@@ -22,7 +22,7 @@ extern "C" const char* run(const void* x, void* y, const signed char* signs, lon
 """
 
 
-def held(columns: int, warps: int, resident: int = 1, precision: str = "SPLIT", **options: bool) -> Plan:
+def held(columns: int, warps: int, resident: int = 1, precision: str = "PAIR", **options: bool) -> Plan:
     return Plan("held", warps, resident, tiles=columns // 8, precision=precision, **options)
 
 
@@ -30,7 +30,7 @@ def held(columns: int, warps: int, resident: int = 1, precision: str = "SPLIT", 
     ("n", "plan", "dtype", "signed", "transposed"),
     [
         (36 * 16, held(16, 2), torch.bfloat16, True, False),  # four rows a warp, a last step of one vector
-        (24 * 64, held(64, 2), torch.float16, False, False),
+        (24 * 64, held(64, 2, precision="SPLIT"), torch.float16, False, False),
         (76 * 64, held(64, 1), torch.bfloat16, True, True),  # two words of signs
         (20 * 256, held(256, 4), torch.float16, True, False),
         (108 * 128, held(128, 2, precision="CUT"), torch.bfloat16, False, True),  # an asymmetric base

@@ -68,17 +68,6 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], float
 }
 #endif
 
-// How float32 sums enter a tf32 product: as they are, cut to 10 fraction bits by the hardware, or as the sum of two parts,
-// which loses nothing that 16 bits could show.
-enum Precision { CUT = 0, SPLIT = 1 };
-
-// f as the tf32 number below it in magnitude (the product cuts f to it by itself), and the rest. An infinity's rest
-// would be inf - inf; the minimum replaces that NaN by a number too small to matter (a true rest is at most 2^117),
-// while a NaN stays one in f.
-__device__ __forceinline__ float rest_tf32(float f) {
-  return fminf(f - __uint_as_float(__float_as_uint(f) & 0xFFFFE000u), 0x1p118f);
-}
-
 // Parity of (lane / 4) & 2 (lane % 4), and of the same with the next column: the signs of Sylvester's matrix that a
 // lane holds.
 __device__ __forceinline__ void lane_signs(u32& even, u32& odd) {
@@ -153,6 +142,21 @@ __device__ __forceinline__ void second_product(float (&y)[8], const Sylvester8& 
   for (int e1 = 0; e1 < 2; e1++) {
     float o[4];
     step_tf32<P>(o, h, d[0][2 * e1], d[0][2 * e1 + 1], d[1][2 * e1], d[1][2 * e1 + 1]);
+#pragma unroll
+    for (int j = 0; j < 4; j++) y[2 * e1 + j % 2 + j / 2 * 4] = o[j];
+  }
+}
+
+// The same on two bfloat16 parts (PAIR), by sylvester16<BF16>.
+__device__ __forceinline__ void second_product(float (&y)[8], const Sylvester16& h, u32 minus, const float (&d)[2][4]) {
+  Parts v[2];
+#pragma unroll
+  for (int e2 = 0; e2 < 2; e2++) v[e2] = parts_of(d[e2][0], d[e2][1], d[e2][2], d[e2][3], minus);
+#pragma unroll
+  for (int e1 = 0; e1 < 2; e1++) {
+    float o[4] = {0.f, 0.f, 0.f, 0.f};
+    mma16<BF16>(o, h.a[0], h.a[1], h.a[2], h.a[3], v[0].low[e1], v[1].low[e1]);
+    mma16<BF16>(o, h.a[0], h.a[1], h.a[2], h.a[3], v[0].high[e1], v[1].high[e1]);
 #pragma unroll
     for (int j = 0; j < 4; j++) y[2 * e1 + j % 2 + j / 2 * 4] = o[j];
   }

@@ -1,4 +1,4 @@
-// Rows of K * C elements in 16 bits, held in registers as the operand of every product: see common.cuh for the second one.
+// Rows of K * C elements in 16 bits, held in registers as the operand of every product: see columns.cuh for the second one.
 
 namespace quantrot {
 
@@ -14,8 +14,8 @@ __device__ __forceinline__ u32 shared_memory() {
 // A warp has 64 columns of all K pieces of a row (of C = 16, the pieces of four rows). It reads them straight into registers,
 // where they stay: a lane's vectors at pieces 4 i + q are, two by two, the second operand of a product with 16 rows of H_K
 // (q = lane % 4, g = lane / 4). The product is exact, and leaves a lane with eight neighbours of columns 8 q and of 8 q + 32
-// in rows g and g + 8. Three column bits are then additions in the lane and three a tf32 product that leaves its results
-// where they are. Columns from 64 on cross between warps in float32, 16 rows at a time through shared memory, so that a row
+// in rows g and g + 8. Two column bits are then additions in the lane and four products that leave their results where they
+// are. Columns from 64 on cross between warps in float32, 16 rows at a time through shared memory, so that a row
 // takes no more registers than its own 16 bits and one product's sums: four rows of 14336 on a multiprocessor.
 
 // The signs of H_K as m16n8k16 takes its rows, defined by the program: word w of rows 16 * tile ... + 15 has a lane's of four
@@ -70,11 +70,14 @@ __device__ __forceinline__ void held_kernel(const Args& a) {
         held[s][h][c] = bytes_of(low, high, c % 2 ? 0x7632 : 0x5410);
       }
 
-  u32 even, odd;
-  lane_signs(even, odd);
   const u32 one = (D == BF16 ? 0x3F803F80u : 0x3C003C00u) ^ (u32)(a.rows >> 63);  // a register: one instruction less an operand
-  const float b0 = __uint_as_float(from_here(0x3F800000u | even << 31)), b1 = __uint_as_float(from_here(0x3F800000u | odd << 31));
-  // S_8[q][unit], S_8[q + 4][unit]
+  constexpr int TOGETHER = C == 16 ? 1 : 2;           // neighbours of the eight, by the same products
+  Eights eights(lane);
+  if constexpr (P == PAIR) {
+    keep_apart(eights.pairs, 0);
+  } else {
+    eights.b0 = from_here(eights.b0), eights.b1 = from_here(eights.b1);
+  }
   constexpr int PART = WARPS <= 8 ? 4 : 2, LANES = 64 / PART;  // columns of each piece that a lane finishes, lanes at a row
   u32 to = 0, from = 0;
   char* y = (char*)a.y;
@@ -101,30 +104,19 @@ __device__ __forceinline__ void held_kernel(const Args& a) {
 #pragma unroll
     for (int w = 0; w < WORDS; w++) words[w] = HeldSigns<K>::word(tile + 1 < STEPS ? tile + 1 : 0, w);
     if constexpr (PIECES == 1) {
-      butterflies<8, 4, 1, 4>(d);
+      butterflies<8, 4, TOGETHER, 4>(d);
       last_butterfly(d, scale);
     } else {
-      butterflies<8, 4, 1, 8>(d);
+      butterflies<8, 4, TOGETHER, 8>(d);
     }
+    if constexpr (C == 16) {
+      const float sign = lane & 1 ? -1.f : 1.f;
 #pragma unroll
-    for (int c = 0; c < 8; c++) {
-      if constexpr (C == 16) {
-        const float sign = lane & 1 ? -1.f : 1.f;
+      for (int c = 0; c < 8; c++)
 #pragma unroll
         for (int i = 0; i < 4; i++) d[c][i] = fmaf(d[c][i], sign, __shfl_xor_sync(0xFFFFFFFFu, d[c][i], 1));
-      } else {
-        const float e[4] = {d[c][0], d[c][2], d[c][1], d[c][3]};
-        d[c][0] = d[c][1] = d[c][2] = d[c][3] = 0.f;
-        u32 bits[4];
-        if constexpr (P == SPLIT) {
-#pragma unroll
-          for (int i = 0; i < 4; i++) bits[i] = __float_as_uint(rest_tf32(e[i]));
-          mma_tf32(d[c], bits, b0, b1);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) bits[i] = __float_as_uint(e[i]);
-        mma_tf32(d[c], bits, b0, b1);
-      }
+    } else {
+      eights.template turn<P, TOGETHER>(d);
     }
     // d[c][2 h + b] is row g + 8 h of the tile, column 8 (q + 4 b) + c.
     if constexpr (PIECES == 1) {

@@ -152,18 +152,26 @@ __device__ __forceinline__ void turn_kernel(const Args& a) {
 
 // --- Rows of 256 ... 2048 elements in 16 bits in a warp's registers --------------------------------------------------
 
-template <int D, int R>
+template <int D, int R, int P>
 struct WarpTransform {  // 256 elements in each of R vectors; the bits of the vector's number are the caller's
-  const Sylvester16 h = sylvester16<D>();
+  Sylvester16 h = sylvester16<D>(), pair = sylvester16<BF16>();
   const Sylvester8 h8 = sylvester8();
+  const u32 minus = minus_identity(threadIdx.x & 31);
 
-  template <int P>
+  __device__ __forceinline__ WarpTransform() {
+    if constexpr (P == PAIR) keep_apart(h.a, 0), keep_apart(pair.a, 4);
+  }
+
   __device__ __forceinline__ void run(float (&y)[R][8], const Vec (&v)[R]) const {
 #pragma unroll
     for (int r = 0; r < R; r++) {
       float d[2][4];
       first_product<D>(d, h, v[r]);
-      second_product<P>(y[r], h8, d);
+      if constexpr (P == PAIR) {
+        second_product(y[r], pair, minus, d);
+      } else {
+        second_product<P>(y[r], h8, d);
+      }
     }
   }
 };
@@ -174,7 +182,7 @@ __device__ __forceinline__ void warp_kernel(const Args& a) {
   static_assert(IN_R >= 1 && IN_R <= R, "a row must fit in a lane's vectors");
   const u32 lane = threadIdx.x & 31;
   const i64 first_row = ((i64)blockIdx.x * WARPS + (threadIdx.x >> 5)) * (R / IN_R);
-  const WarpTransform<D, R> transform;
+  const WarpTransform<D, R, P> transform;
   Vec v[R];
 #pragma unroll
   for (int r = 0; r < R; r++) {
@@ -187,7 +195,7 @@ __device__ __forceinline__ void warp_kernel(const Args& a) {
     }
   }
   float y[R][8];
-  transform.template run<P>(y, v);
+  transform.run(y, v);
   butterflies<R, 8, 1, IN_R>(y);
 #pragma unroll
   for (int r = 0; r < R; r++) {
@@ -221,7 +229,7 @@ __device__ __forceinline__ void share_kernel(const Args& a) {
       if (row < a.rows) fetch(row, s);
     }
   }
-  const WarpTransform<D, R> transform;
+  const WarpTransform<D, R, P> transform;
   if constexpr (STAGES > 0) __syncthreads();
 
   int stage = 0;
@@ -246,7 +254,7 @@ __device__ __forceinline__ void share_kernel(const Args& a) {
       __syncwarp();
     }
     float y[R][8], z[WARPS][PART];
-    transform.template run<P>(y, v);
+    transform.run(y, v);
     butterflies<R, 8, 1, R>(y);
     across_warps(z, y, sums, a.scale);
     char* out = (char*)a.y + (row * a.y_stride + threadIdx.x * PART) * 2;

@@ -76,14 +76,6 @@ __device__ __forceinline__ float own_scale(const float (&y)[R][8], float factor)
   return scale_of(largest<R, 16>(amax) * factor);
 }
 
-// The same values, which the compiler takes for different ones: it keeps each in a register of its own, where it would
-// make the four of an operand from one before every product. (A lane's number counts modulo 32.)
-template <int W>
-__device__ __forceinline__ void keep_apart(u32 (&a)[W], u32 salt) {
-#pragma unroll
-  for (int i = 0; i < W; i++) a[i] = __shfl_sync(0xFFFFFFFFu, a[i], threadIdx.x % 32 + 32 * (salt + i));
-}
-
 // Every warp of the grid takes a piece in turn.
 template <int D, int N, int R, int WARPS, int STAGES, bool SIGNS>
 __device__ __forceinline__ void stream_kernel(const Args& a) {

@@ -30,6 +30,13 @@ __device__ __forceinline__ u32 from_here(u32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ char* from_here(char* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+__device__ __forceinline__ float from_here(float x) {
+  return __uint_as_float(from_here(__float_as_uint(x)));
+}
 
 // With a SCALE_RULE, results leave as e4m3 codes of 128 neighbours and their scale amax / 448: 1 exact, 2 as the nearest
 // bfloat16, 3 as the next power of two. They are quantized from float32: nothing is rounded to 16 bits on the way.

@@ -335,6 +335,9 @@ inline void tensor_load(u32 to, const TensorMap* map, int x, int y, u32 bar, u64
 
 inline void tensor_warm(const TensorMap* map, int, int) { check_map(*map, 0); }
 inline void warm_line(const void*) {}
+inline void warm_bytes(const void* at, u32 bytes) {
+  if ((u64)at % 16 || bytes % 16) fail("a copy that the hardware does not take");
+}
 
 inline void tensor_load_folded(u32 to, const TensorMap* map, int y, u32 bar, u64 policy) {
   if (!map->folded) fail("a map that does not fold");
