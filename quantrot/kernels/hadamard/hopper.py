@@ -28,6 +28,7 @@ FILES = {
     **dict.fromkeys(("lanes", "turn", "warp", "share"), ("words.cuh", "common.cuh", "rows.cuh")),
     **dict.fromkeys(("block", "dense", "axis"), ("words.cuh", "common.cuh", "bases.cuh")),
     "flow": ("../hopper.cuh", "words.cuh", "flow.cuh"),
+    "twice": ("../hopper.cuh", "words.cuh", "flow.cuh", "twice.cuh"),
     "stream": ("words.cuh", "common.cuh", "stream.cuh"),
     "held": ("words.cuh", "common.cuh", "held.cuh"),
 }
@@ -60,7 +61,7 @@ class Plan:
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
-    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "stream", "held", "axis"]
+    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "stream", "held", "axis", "twice"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
     vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share, stream)
@@ -71,6 +72,7 @@ class Plan:
     precision: Literal["CUT", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share, held)
     cluster: int = 1  # thread blocks that share a row (flow)
     paced: bool = False  # warpgroups multiply one after the other (flow)
+    held: bool = True  # the first product's operand stays in registers (twice)
     overlap: bool = False  # launched while the kernel before it ends
     ahead: bool = False  # the next wave's rows come to L2 (held, share without stages; overlap)
     stream: bool = True  # cache hints: mark the data as not used again soon
@@ -78,7 +80,7 @@ class Plan:
     @property
     def by_map(self) -> bool:
         """Whether the copy engine brings the rows by a tensor map."""
-        return self.kind == "flow"
+        return self.kind in ("flow", "twice")
 
     @property
     def arithmetic(self) -> tuple:
@@ -107,6 +109,9 @@ class Plan:
             shape = f"{order // (8 * self.tiles)}, {8 * self.tiles}"
             extra = f"{self.warps // 4 - 1}, {self.stages}, {self.cluster}, {str(self.paced).lower()}, "
             return f"flow_kernel<{d}, {shape}, {extra}{flag}>"
+        if self.kind == "twice":
+            shape = f"{order // (8 * self.tiles)}, {self.tiles // 8}, {self.vectors}, {self.warps // 4}"
+            return f"twice_kernel<{d}, {shape}, {self.stages}, {str(self.held).lower()}, {flag}>"
         if self.kind == "held":
             return f"held_kernel<{d}, {order // (8 * self.tiles)}, {8 * self.tiles}, {self.warps}, {precision}, {flag}>"
         if self.kind == "block":
@@ -119,7 +124,7 @@ class Plan:
                 f"dense_kernel<{d}, {base}, {inner}, {power}, {self.warps}, {self.tiles}, {self.part}, {over}, {flag}>"
             )
         extra = {
-            "stream": f"{self.stages}, ",
+            "stream": f"{self.stages}, {str(self.ahead).lower()}, ",
             "lanes": f"{self.share}, ",
             "turn": "",
             "warp": f"{precision}, ",
@@ -193,12 +198,16 @@ class Plan:
         if self.kind == "held":
             return self.tiles * 1024 if self.tiles > 8 else 0
         if self.kind == "stream":
-            return self.warps * self.stages * self.vectors * 512
+            kept = max(8 * max(order // 128, 1), 2 * self.vectors)  # scales of a warp
+            return self.warps * (self.stages * self.vectors * 512 + 4 * kept)
         if self.kind == "block":
             columns = 8 * self.tiles * self.warps
             base = order // columns
             one_input = (base * (columns * 2 + 16) + 127) // 128 * 128
             return 128 + self.stages * one_input + base * (columns * 4 + 32)
+        if self.kind == "twice":
+            depth = -(-order // (8 * self.tiles) // 16) * 16
+            return self.stages * self.vectors * depth * 16 * self.tiles + 8192 + order // 4 + 8 * self.stages
         if self.by_map:
             depth = -(-order // (8 * self.tiles) // 16) * 16
             one_input = depth * 16 * self.tiles + 16
@@ -220,6 +229,9 @@ class Plan:
         """Thread blocks for this many rows (axis: of `inner` columns)."""
         if self.kind == "axis":
             return -(-rows * inner // 256)
+        if self.kind == "twice":
+            tiles = -(-rows // self.vectors)
+            return min(tiles, processors * self.resident)
         if self.kind in ("block", "flow") or (self.kind == "share" and self.stages):
             return min(rows, processors * self.resident // self.cluster) * self.cluster
         if self.kind in ("share", "dense") or self.share > 1:

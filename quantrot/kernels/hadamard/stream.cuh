@@ -18,6 +18,11 @@ __device__ __forceinline__ void copy_ahead(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+__device__ __forceinline__ void warp_sync() { __syncwarp(); }
+
+// The line comes to L2, or does not: nothing depends on it, so it may be asked for before grid_wait.
+__device__ __forceinline__ void warm_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int LEFT>
@@ -84,36 +89,62 @@ __device__ __forceinline__ void keep_apart(u32 (&a)[W], u32 salt) {
   for (int i = 0; i < W; i++) a[i] = __shfl_sync(0xFFFFFFFFu, a[i], threadIdx.x % 32 + 32 * (salt + i));
 }
 
-// Every warp of the grid takes a piece in turn.
-template <int D, int N, int R, int WARPS, int STAGES, bool SIGNS>
+// Every warp of the grid has its share of the pieces, one after the other, so that it has eight neighbouring rows and more: with
+// scales in columns ([K / 128, M]) those of eight rows are 32 bytes, the least that L2 takes, and are stored as such. (Stored as they
+// come, 4 bytes each, they cost 1.8 us of 29 at 1024.)
+template <int D, int N, int R, int WARPS, int STAGES, bool WARM, bool SIGNS>
 __device__ __forceinline__ void stream_kernel(const Args& a) {
   constexpr int PIECE = R * 256, GROUPS = PIECE / 128;
   constexpr int IN_R = N > 256 ? N / 256 : 1, ROWS = N > 256 ? 1 : 256 / N;  // rows of IN_R vectors
+  constexpr int IN_ROW = N > 128 ? N / 128 : 1, KEPT = 8 * IN_ROW > GROUPS ? 8 * IN_ROW : GROUPS;  // groups
   static_assert(R <= 16 && R % IN_R == 0 && STAGES >= 2, "whole rows, one group a lane at most");
   const u32 lane = threadIdx.x & 31, warp = warp_number();
   const u32 own = shared_memory() + (warp * STAGES * R * 32 + lane) * 16;
+  const u32 kept = shared_memory() + WARPS * STAGES * R * 512 + warp * KEPT * 4;
   const i64 total = a.rows * N;
   const u32 pieces = (u32)((total + PIECE - 1) / PIECE);  // 32 bits count 2^39 elements
-  const u32 step = gridDim.x * WARPS, first = blockIdx.x * WARPS + warp;
-  const int count = first < pieces ? (pieces - first + step - 1) / step : 0;
-  const i64 left_of_last = total - (first + (i64)(count - 1) * step) * PIECE;
+  const u32 unit = blockIdx.x * WARPS + warp, share = pieces / (gridDim.x * WARPS), rest = pieces - share * gridDim.x * WARPS;
+  const u32 first = unit * share + min(unit, rest);
+  const int count = share + (unit < rest);
+  const i64 left_of_last = total - (i64)(first + count - 1) * PIECE;
   const int left_at_end = (int)min(left_of_last, (i64)PIECE) - (int)lane * 8;
 
-  // Where this lane reads, writes codes and writes a scale, and what each moves by from one piece to the next.
+  // Where this lane reads and writes codes.
   const u32 lane_row = N >= 256 ? 0 : lane * 8 / N, lane_column = N >= 256 ? lane * 8 : lane * 8 % N;
   i64 row = (i64)first * PIECE / N + lane_row;
   const char* from = (const char*)a.x + (row * a.x_stride + lane_column) * 2;
-  const i64 from_step = (i64)step * PIECE / N * a.x_stride * 2;
+  const i64 from_step = PIECE / N * a.x_stride * 2;
   char* to = (char*)a.y + (i64)first * PIECE + lane * 8;
-  const u32 group = group_of<R, 16>() * 2 + (lane >> 4), flat = first * GROUPS + group;
-  u32 scale_row = flat / a.in_row, scale_column = flat - scale_row * a.in_row;
-  const u32 down = step * GROUPS / a.in_row, right = step * GROUPS - down * a.in_row;
+  const u32 group = group_of<R, 16>() * 2 + (lane >> 4);
 
   auto copy = [&](u32 slot, int left) {
 #pragma unroll
     for (int r = 0; r < R; r++)
       if (r * 256 < left)
         copy_ahead(own + (slot * R + r) * 512, from + (r / IN_R * ROWS * a.x_stride + r % IN_R * 256) * 2);
+  };
+  auto warm = [&](int left) {
+#pragma unroll
+    for (int r = 0; r < R; r++)
+      if (r * 256 < left) warm_line(from + (r / IN_R * ROWS * a.x_stride + r % IN_R * 256) * 2);
+  };
+  // The scales kept of the groups up to `end`: eight rows' of one column by neighbouring lanes.
+  auto put_scales = [&](u32 end) {
+    const u32 start = (end - 1) / KEPT * KEPT, least = first * GROUPS, row = start / a.in_row;
+    warp_sync();
+#pragma unroll
+    for (u32 i = lane; i < KEPT; i += 32) {
+      const u32 r = i % (KEPT / IN_ROW), column = i / (KEPT / IN_ROW), group = start + r * IN_ROW + column;
+      float scale;
+      load_shared4(kept + (group - start) * 4, scale);
+      if (group < least || group >= end) continue;
+      if (a.in_row == IN_ROW) {
+        a.scales[(row + r) * a.scale_row + column * a.scale_group] = scale;
+      } else {
+        store_scale(a, group, scale);
+      }
+    }
+    warp_sync();
   };
   auto fetch = [&](int number, u32 slot) {
     if (number + 1 < count) {
@@ -139,6 +170,7 @@ __device__ __forceinline__ void stream_kernel(const Args& a) {
   Sylvester16 h = sylvester16<D>();
   Sylvester8 h8 = sylvester8_of<N>();
   keep_apart(h.a, 0), keep_apart(h8.a[0], 4), keep_apart(h8.a[1], 8);
+  if (WARM && count) warm(count > 1 ? PIECE : left_at_end);
   grid_wait();
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
@@ -180,9 +212,9 @@ __device__ __forceinline__ void stream_kernel(const Args& a) {
         words[r][k] = codes4(z[0] * f, z[1] * f, z[2] * f, z[3] * f);
       }
     }
+    const u32 piece = first + i;
+    if (lane % 16 < R) store_shared4(kept + (piece * GROUPS % KEPT + group) * 4, scale);
     auto put = [&](int left) {
-      if (lane % 16 < R && (int)(group * 128 - lane * 8) < left)
-        a.scales[scale_row * a.scale_row + scale_column * a.scale_group] = scale;
 #pragma unroll
       for (int r = 0; r < R; r++)
         if (r * 256 < left) store8(to + r * 256, words[r][0], words[r][1]);
@@ -192,10 +224,10 @@ __device__ __forceinline__ void stream_kernel(const Args& a) {
     } else {
       put(left_at_end);
     }
-    to += (i64)step * PIECE;
-    row += (i64)step * PIECE / N;
-    scale_row += down, scale_column += right;
-    if (scale_column >= a.in_row) scale_column -= a.in_row, scale_row++;
+    if ((piece + 1) * GROUPS % KEPT == 0 || i + 1 == count)
+      put_scales(min((piece + 1) * GROUPS, (u32)(total / 128)));
+    to += PIECE;
+    row += PIECE / N;
     if (++slot == STAGES) slot = 0;
   }
 }

@@ -59,6 +59,13 @@ inline u32 codes4(float a, float b, float c, float d) { return codes2(a, b) | co
 
 inline float reciprocal(float f) { return 1 / f; }
 
+inline u32 least16(u32 two) {
+  for (int i = 0; i < 2; i++)
+    if (const u32 b = two >> 16 * i & 0xFFFF; (b & 0x7FFF) > 0x7F80 || (b > 0x7C00 && b < 0x8000))
+      two = (two & ~(0xFFFFu << 16 * i)) | 0x7C00u << 16 * i;
+  return two;
+}
+
 inline u32 bytes_of(u32 a, u32 b, u32 select) {
   const u64 all = (u64)b << 32 | a;
   u32 r = 0;
@@ -119,6 +126,13 @@ __device__ __forceinline__ u32 codes4(float a, float b, float c, float d) {
       "mov.b32 %0, {lo, hi};}"
       : "=r"(r)
       : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+
+// Two bfloat16, each the smaller of it and 2^121, which a NaN becomes.
+__device__ __forceinline__ u32 least16(u32 two) {
+  u32 r;
+  asm("min.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(two), "r"(0x7C007C00u));
   return r;
 }
 
