@@ -124,7 +124,7 @@ class Plan:
                 f"dense_kernel<{d}, {base}, {inner}, {power}, {self.warps}, {self.tiles}, {self.part}, {over}, {flag}>"
             )
         extra = {
-            "stream": f"{self.stages}, {str(self.ahead).lower()}, ",
+            "stream": f"{self.stages}, ",
             "lanes": f"{self.share}, ",
             "turn": "",
             "warp": f"{precision}, ",
@@ -198,7 +198,7 @@ class Plan:
         if self.kind == "held":
             return self.tiles * 1024 if self.tiles > 8 else 0
         if self.kind == "stream":
-            kept = max(8 * max(order // 128, 1), 2 * self.vectors)  # scales of a warp
+            kept = max(order // 16, 32)  # scales of a warp
             return self.warps * (self.stages * self.vectors * 512 + 4 * kept)
         if self.kind == "block":
             columns = 8 * self.tiles * self.warps

@@ -57,10 +57,7 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a
   const u32 inputs = shared_memory(), turn = inputs + STAGES * INPUT, kept = turn + 8192;
   const u32 full = kept + 32 * IN_ROW;
   const u32 warp = warp_number(), lane = lane_number(), g = lane >> 2, q = lane & 3;
-  // Neighbouring tiles, so that the scales of eight rows are stored at a time: see stream.cuh.
-  const u32 tiles = (u32)((a.rows + T - 1) / T), share = tiles / gridDim.x, rest = tiles - share * gridDim.x;
-  const i64 first = blockIdx.x * share + min(blockIdx.x, rest);
-  const int count = share + (blockIdx.x < rest);
+  const Pieces<8 / T> mine((u32)((a.rows + T - 1) / T), gridDim.x, blockIdx.x);  // eight rows in turn: see stream.cuh
   const int pitch = (int)(a.x_stride / (64 * H));
 
   Operand<D, K, 64, 168, HOLD> operand;
@@ -74,47 +71,45 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a
   fence_async();
   block_sync();
 
-  const u64 policy = cache_policy<KEEP_INPUT>();
-  auto each = [&](i64 tile, auto&& take) {
-#pragma unroll
-    for (int j = 0; j < L; j++) take(j, 64 * (j % H), (int)((tile * T + j / H) * pitch));
-  };
-  auto warm = [&](i64 tile) { each(tile, [&](int, int x, int y) { tensor_warm(&map, x, y); }); };
-  auto fetch = [&](i64 tile, u32 stage) {
+  auto fetch = [&](u32 tile, u32 stage) {
     const u32 to = inputs + stage * INPUT, bar = full + 8 * stage;
+    const u64 policy = cache_policy<KEEP_INPUT>();
     barrier_expect(bar, L * K * 128);
-    each(tile, [&](int j, int x, int y) { tensor_load(to + j * S::CHUNK, &map, x, y, bar, policy); });
+#pragma unroll
+    for (int j = 0; j < L; j++)
+      tensor_load(to + j * S::CHUNK, &map, 64 * (j % H), (int)(tile * T + j / H) * pitch, bar, policy);
   };
-  if (warp == 0)
-    for (int i = 0; i < min(count, STAGES); i++) warm(first + i);
+  if (warp == 0 && mine.count > 0)
+#pragma unroll
+    for (int j = 0; j < L; j++) tensor_warm(&map, 64 * (j % H), (int)(mine.first * T + j / H) * pitch);
   grid_wait();
+  u32 coming = mine.first;                            // of warp 0
   if (warp == 0)
-    for (int i = 0; i < min(count, STAGES); i++) fetch(first + i, i);
+    for (u32 i = 0; i < STAGES && i < mine.count; i++, coming = mine.after(coming)) fetch(coming, i);
 
-  auto put_scales = [&](i64 end) {                    // of the rows up to there, from the last multiple of eight on
-    const i64 start = (end - 1) / 8 * 8;
+  auto put_scales = [&](u32 end) {                    // of the rows before, of the same eight
+    const u32 start = (end - 1) / 8 * 8, least = start < mine.in_turns * T ? start : mine.rest * T;
     block_sync();
     for (u32 i = threadIdx.x; i < 8 * IN_ROW; i += THREADS) {
-      const i64 row = start + i % 8;
-      if (row < first * T || row >= min(end, a.rows)) continue;
+      const u32 row = start + i % 8;
+      if (row < least || row >= end || row >= a.rows) continue;
       const float scale = load_shared(kept + i * 4);
       if (a.in_row == IN_ROW) {
         a.scales[row * a.scale_row + i / 8 * a.scale_group] = scale;
       } else {
-        store_scale(a, (u32)row * IN_ROW + i / 8, scale);
+        store_scale(a, row * IN_ROW + i / 8, scale);
       }
     }
   };
 
-  Ring<STAGES> ring;
   const u32 m0 = 16 * warp;
-  for (int i = 0; i < count; i++, ring.next()) {
-    const i64 tile = first + i, row = tile * T;
-    const u32 input = inputs + ring.stage * INPUT;
-    barrier_wait(full + 8 * ring.stage, ring.parity);
+  u32 tile = mine.first;
+  for (u32 i = 0; i < mine.count; i++) {
+    const u32 row = tile * T;
+    const u32 stage = i % STAGES, input = inputs + stage * INPUT;
+    barrier_wait(full + 8 * stage, i / STAGES & 1);
     if constexpr (SIGNS)
       for (int j = 0; j < T; j++) turn_signs<K, 64 * H, THREADS>(a, input + j * S::CHUNK, row + j, 1);
-    if (i && row % 8 == 0) put_scales(row);
     float d[L][32];
     u32 h[S::STEPS][4];
 #pragma unroll
@@ -136,26 +131,29 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a
 #pragma unroll
     for (int j = 0; j < L; j++) product_done(d[j]);
     block_sync();
-    if (warp == 0 && i + STAGES < count) fetch(tile + STAGES, ring.stage);
+    if (warp == 0 && i + STAGES < mine.count) {
+      fetch(coming, stage);
+      coming = mine.after(coming);
+    }
+#pragma unroll
+    for (int j = 0; j < L; j++) {                     // in the sums' own registers
+      u32 high[4][4], low[4][4];
+      product_done(d[j]);
+#pragma unroll
+      for (int s = 0; s < 4; s++) parts(high[s], low[s], d[j] + 8 * s);
+      product_fence();
+#pragma unroll
+      for (int s = 0; s < 4; s++) product16<Bf16>(d[j], low[s], quantrot::operand(turn, s), s > 0);
+#pragma unroll
+      for (int s = 0; s < 4; s++) product16<Bf16>(d[j], high[s], quantrot::operand(turn, s), true);
+      product_commit();
+      product_wait<0>();
+      product_done(d[j]);
+    }
     butterflies<H>(d);
 #pragma unroll
     for (int pair = 0; pair < L; pair += 2) {
-      float(&e)[2][32] = reinterpret_cast<float(&)[2][32]>(d[pair]);
-#pragma unroll
-      for (int j = 0; j < 2; j++) {                   // in the sums' own registers
-        u32 high[4][4], low[4][4];
-        product_done(e[j]);
-#pragma unroll
-        for (int s = 0; s < 4; s++) parts(high[s], low[s], e[j] + 8 * s);
-        product_fence();
-#pragma unroll
-        for (int s = 0; s < 4; s++) product16<Bf16>(e[j], low[s], quantrot::operand(turn, s), s > 0);
-#pragma unroll
-        for (int s = 0; s < 4; s++) product16<Bf16>(e[j], high[s], quantrot::operand(turn, s), true);
-        product_commit();
-        product_wait<0>();
-        product_done(e[j]);
-      }
+      const float(&e)[2][32] = reinterpret_cast<const float(&)[2][32]>(d[pair]);
       float amax[W];
 #pragma unroll
       for (int w = 0; w < W; w++) {                   // H = 1: chunk w / 2, half w % 2; else half w
@@ -167,9 +165,9 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a
       const float scale = scale_of(largest<W, LANES>(amax) * a.scale);
       const float own = a.scale * to_codes(scale);
       const u32 group = group_of<W, LANES>(), m = m0 + g + group % 2 * 8;
-      const i64 own_row = row + (H == 1 ? pair + group / 2 : 0);
+      const u32 own_row = row + (H == 1 ? pair + group / 2 : 0);
       if (lane % LANES < W && m < K)
-        store_shared(kept + ((H == 1 ? m / 2 : m * (H / 2) + pair / 2) * 8 + (u32)own_row % 8) * 4, scale);
+        store_shared(kept + ((H == 1 ? m / 2 : m * (H / 2) + pair / 2) * 8 + own_row % 8) * 4, scale);
 #pragma unroll
       for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -179,13 +177,14 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a
           Vec v;
 #pragma unroll
           for (int k = 0; k < 4; k++) v.w[k] = codes4(z[8 * k] * f, z[8 * k + 1] * f, z[8 * k + 4] * f, z[8 * k + 5] * f);
-          const i64 to = row + (H == 1 ? pair + j : 0);
+          const u32 to = row + (H == 1 ? pair + j : 0);
           if (m0 + g + 8 * b < K && to < a.rows)
-            store16((char*)a.y + to * a.y_stride + (m0 + g + 8 * b) * 64 * H + (H == 1 ? 0 : pair + j) * 64 + 16 * q, v);
+            store16((char*)a.y + (i64)to * a.y_stride + (m0 + g + 8 * b) * 64 * H + (H == 1 ? 0 : pair + j) * 64 + 16 * q, v);
         }
     }
+    tile = mine.after(tile);
+    if (tile * T % 8 == 0 || tile * T != row + T || i + 1 == mine.count) put_scales(row + T);
   }
-  if (count) put_scales((first + count) * T);
 }
 
 }  // namespace quantrot

@@ -31,6 +31,28 @@ __device__ __forceinline__ u32 from_here(u32 x) {
   return x;
 }
 
+// Which of `pieces` one of `takers` has: CHUNK neighbours in its turn, and of what no turn of all takes an equal share.
+template <u32 CHUNK>
+struct Pieces {
+  u32 in_turns, count, first, rest;  // pieces taken in turns, its own, its first, its first of the rest
+  u32 others;                        // pieces that the others take in a turn
+
+  __device__ __forceinline__ Pieces(u32 pieces, u32 takers, u32 taker) {
+    in_turns = pieces / (takers * CHUNK) * (takers * CHUNK);
+    const u32 left = pieces - in_turns, share = left / takers, more = left - share * takers;
+    rest = in_turns + taker * share + (taker < more ? taker : more);
+    count = in_turns / takers + share + (taker < more);
+    first = in_turns ? taker * CHUNK : rest;
+    others = (takers - 1) * CHUNK;
+  }
+
+  __device__ __forceinline__ u32 after(u32 piece) const {
+    if (++piece > in_turns || piece % CHUNK) return piece;
+    piece += others;
+    return piece < in_turns ? piece : rest;
+  }
+};
+
 // With a SCALE_RULE, results leave as e4m3 codes of 128 neighbours and their scale amax / 448: 1 exact, 2 as the nearest
 // bfloat16, 3 as the next power of two. They are quantized from float32: nothing is rounded to 16 bits on the way.
 #ifndef SCALE_RULE
