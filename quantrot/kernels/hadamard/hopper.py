@@ -57,6 +57,7 @@ class Plan:
     dense   a larger base, and up to two small ones                           16 bits
     flow    one asynchronous product, rows through a ring of buffers          16 bits, K * 64, K * 128 or K * 256
     stream  32 ... 4096 elements as codes, a warp's pieces through a ring      16 bits
+    twice   long rows as codes, two asynchronous products                     16 bits, K * 64, K * 128 or K * 256
     held    a row in a thread block's registers, 16 bits of K rows each       16 bits, K * 16, 64, 128 ... 1024
     axis    a base of a float32 tensor, one of several passes                 any
     """
@@ -64,7 +65,7 @@ class Plan:
     kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "stream", "held", "axis", "twice"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
-    vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share, stream)
+    vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share, stream), rows at a time (twice)
     share: int = 1  # warps that share a row (lanes)
     stages: int = 0  # input buffers (share: 0 is one row a block, no prefetch; dense: 0 is sums in the input's place)
     tiles: int = 8  # groups of eight columns: a warp's (block), a row's (flow, held); row tiles of a task (dense)
@@ -72,7 +73,6 @@ class Plan:
     precision: Literal["CUT", "SPLIT"] = "SPLIT"  # of the float32 product (warp, share, held)
     cluster: int = 1  # thread blocks that share a row (flow)
     paced: bool = False  # warpgroups multiply one after the other (flow)
-    held: bool = True  # the first product's operand stays in registers (twice)
     overlap: bool = False  # launched while the kernel before it ends
     ahead: bool = False  # the next wave's rows come to L2 (held, share without stages; overlap)
     stream: bool = True  # cache hints: mark the data as not used again soon
@@ -111,7 +111,7 @@ class Plan:
             return f"flow_kernel<{d}, {shape}, {extra}{flag}>"
         if self.kind == "twice":
             shape = f"{order // (8 * self.tiles)}, {self.tiles // 8}, {self.vectors}, {self.warps // 4}"
-            return f"twice_kernel<{d}, {shape}, {self.stages}, {str(self.held).lower()}, {flag}>"
+            return f"twice_kernel<{d}, {shape}, {self.stages}, {flag}>"
         if self.kind == "held":
             return f"held_kernel<{d}, {order // (8 * self.tiles)}, {8 * self.tiles}, {self.warps}, {precision}, {flag}>"
         if self.kind == "block":
@@ -160,7 +160,7 @@ class Plan:
         """The text to compile; with a scale rule, of a kernel that writes codes."""
         return (
             (f"#define SCALE_RULE {SCALE_RULES.index(rule) + 1}\n" if rule else "")
-            + (STREAM_HINTS if self.stream else CACHE_HINTS)
+            + (STREAM_HINTS if self.stream and not rule else CACHE_HINTS)
             + _device_functions(*FILES[self.kind])
             + f"namespace quantrot {{\n{self.bases(order, transpose)}}}\n"
             + ENTRY.format(
@@ -471,7 +471,6 @@ def transform_codes(
     if not plan.takes(rows):
         rows = rows.contiguous()
     signs = None if signs is None else signs.contiguous()
-    plan = plan if x.nbytes + q.nbytes > STREAM_BYTES else replace(plan, stream=False)
     launch(rows, q.view(-1, order), signs, factor, plan, scales=scales, rule=rule)
 
 

@@ -1,8 +1,11 @@
 // Long rows of 16-bit elements as codes, by two asynchronous products (see flow.cuh, whose first one this shares).
 //
-// H = H_K (x) S_H (x) S_64: 64 rows of H_K^T multiply a row where the copy engine has put it, exactly; S_H is additions between a
-// lane's own sums; the sums then are the register operand of a product with S_64, in two bfloat16 parts, which keeps 16 bits. The
-// columns of that S_64 are in an order that leaves a lane with 16 neighbours: their codes leave as one vector.
+// H = H_K (x) S_H (x) S_64: 64 rows of H_K^T multiply a row where the copy engine has put it, exactly; the sums then are the
+// register operand of a product with S_64, in two bfloat16 parts, which keeps 16 bits; S_H is additions between a lane's own
+// results. The columns of that S_64 are in an order that leaves a lane with 16 neighbours: their codes leave as one vector. A thread
+// block is one warpgroup (or one for each 64 rows of H_K), and what one waits for the others of its multiprocessor hide.
+//
+// Additions come last: before the second product, the compiler runs out of registers and lets the products wait for each other.
 
 namespace quantrot {
 
@@ -48,7 +51,7 @@ __device__ __forceinline__ void butterflies(float (&d)[L][32]) {
 }
 
 // H: 64 columns of a row, or (H = 1) of each of T rows, make a tile of 64 * L columns.
-template <int D, int K, int H, int T, int GROUPS, int STAGES, bool HOLD, bool SIGNS>
+template <int D, int K, int H, int T, int GROUPS, int STAGES, bool SIGNS>
 __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a) {
   using S = Shape<K, 64 * H>;
   constexpr int L = H * T, INPUT = L * S::CHUNK, THREADS = 128 * GROUPS, N = K * 64 * H, IN_ROW = N / 128;
@@ -60,7 +63,7 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a
   const Pieces<8 / T> mine((u32)((a.rows + T - 1) / T), gridDim.x, blockIdx.x);  // eight rows in turn: see stream.cuh
   const int pitch = (int)(a.x_stride / (64 * H));
 
-  Operand<D, K, 64, 168, HOLD> operand;
+  Operand<D, K, 64, 168, false> operand;
   operand.load(warp);
   if (threadIdx.x == 0) {
     for (u32 s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1);
@@ -113,13 +116,7 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a
     float d[L][32];
     u32 h[S::STEPS][4];
 #pragma unroll
-    for (int s = 0; s < S::STEPS; s++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) h[s][i] = HOLD ? operand.held[HOLD ? s : 0][i] : 0;
-    if constexpr (!HOLD) {
-#pragma unroll
-      for (int s = 0; s < S::STEPS; s++) operand.make(h[s], from_here(operand.signs[s / 4]), s);
-    }
+    for (int s = 0; s < S::STEPS; s++) operand.make(h[s], from_here(operand.signs[s / 4]), s);
     product_fence();
 #pragma unroll
     for (int j = 0; j < L; j++)
