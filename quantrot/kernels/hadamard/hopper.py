@@ -28,6 +28,7 @@ FILES = {
     **dict.fromkeys(("lanes", "turn", "warp", "share"), ("words.cuh", "columns.cuh", "common.cuh", "rows.cuh")),
     **dict.fromkeys(("block", "dense", "axis"), ("words.cuh", "columns.cuh", "common.cuh", "bases.cuh")),
     "flow": ("../hopper.cuh", "words.cuh", "columns.cuh", "flow.cuh"),
+    "twice": ("../hopper.cuh", "words.cuh", "columns.cuh", "flow.cuh", "twice.cuh"),
     "stream": ("words.cuh", "columns.cuh", "common.cuh", "stream.cuh"),
     "held": ("words.cuh", "columns.cuh", "common.cuh", "held.cuh"),
 }
@@ -56,14 +57,15 @@ class Plan:
     dense   a larger base, and up to two small ones                           16 bits
     flow    one asynchronous product, rows through a ring of buffers          16 bits, K * 64, K * 128 or K * 256
     stream  32 ... 4096 elements as codes, a warp's pieces through a ring      16 bits
+    twice   long rows as codes, two asynchronous products                     16 bits, K * 64, K * 128 or K * 256
     held    a row in a thread block's registers, 16 bits of K rows each       16 bits, K * 16, 64, 128 ... 1024
     axis    a base of a float32 tensor, one of several passes                 any
     """
 
-    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "stream", "held", "axis"]
+    kind: Literal["lanes", "turn", "warp", "share", "block", "dense", "flow", "stream", "held", "axis", "twice"]
     warps: int  # a thread block
     resident: int  # thread blocks the compiler must leave room for on a multiprocessor
-    vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share, stream)
+    vectors: int = 1  # 16-byte vectors a lane (lanes, turn, warp, share, stream), rows at a time (twice)
     share: int = 1  # warps that share a row (lanes)
     stages: int = 0  # input buffers (share: 0 is one row a block, no prefetch; dense: 0 is sums in the input's place)
     tiles: int = 8  # groups of eight columns: a warp's (block), a row's (flow, held); row tiles of a task (dense)
@@ -78,7 +80,7 @@ class Plan:
     @property
     def by_map(self) -> bool:
         """Whether the copy engine brings the rows by a tensor map."""
-        return self.kind == "flow"
+        return self.kind in ("flow", "twice")
 
     @property
     def arithmetic(self) -> tuple:
@@ -107,6 +109,9 @@ class Plan:
             shape = f"{order // (8 * self.tiles)}, {8 * self.tiles}"
             extra = f"{self.warps // 4 - 1}, {self.stages}, {self.cluster}, {str(self.paced).lower()}, "
             return f"flow_kernel<{d}, {shape}, {extra}{flag}>"
+        if self.kind == "twice":
+            shape = f"{order // (8 * self.tiles)}, {self.tiles // 8}, {self.vectors}, {self.warps // 4}"
+            return f"twice_kernel<{d}, {shape}, {self.stages}, {flag}>"
         if self.kind == "held":
             return f"held_kernel<{d}, {order // (8 * self.tiles)}, {8 * self.tiles}, {self.warps}, {precision}, {flag}>"
         if self.kind == "block":
@@ -155,7 +160,7 @@ class Plan:
         """The text to compile; with a scale rule, of a kernel that writes codes."""
         return (
             (f"#define SCALE_RULE {SCALE_RULES.index(rule) + 1}\n" if rule else "")
-            + (STREAM_HINTS if self.stream else CACHE_HINTS)
+            + (STREAM_HINTS if self.stream and not rule else CACHE_HINTS)
             + _device_functions(*FILES[self.kind])
             + f"namespace quantrot {{\n{self.bases(order, transpose)}}}\n"
             + ENTRY.format(
@@ -193,12 +198,16 @@ class Plan:
         if self.kind == "held":
             return self.tiles * 1024 if self.tiles > 8 else 0
         if self.kind == "stream":
-            return self.warps * self.stages * self.vectors * 512
+            kept = max(order // 16, 32)  # scales of a warp
+            return self.warps * (self.stages * self.vectors * 512 + 4 * kept)
         if self.kind == "block":
             columns = 8 * self.tiles * self.warps
             base = order // columns
             one_input = (base * (columns * 2 + 16) + 127) // 128 * 128
             return 128 + self.stages * one_input + base * (columns * 4 + 32)
+        if self.kind == "twice":
+            depth = -(-order // (8 * self.tiles) // 16) * 16
+            return self.stages * self.vectors * depth * 16 * self.tiles + 8192 + order // 4 + 8 * self.stages
         if self.by_map:
             depth = -(-order // (8 * self.tiles) // 16) * 16
             one_input = depth * 16 * self.tiles + 16
@@ -220,6 +229,9 @@ class Plan:
         """Thread blocks for this many rows (axis: of `inner` columns)."""
         if self.kind == "axis":
             return -(-rows * inner // 256)
+        if self.kind == "twice":
+            tiles = -(-rows // self.vectors)
+            return min(tiles, processors * self.resident)
         if self.kind in ("block", "flow") or (self.kind == "share" and self.stages):
             return min(rows, processors * self.resident // self.cluster) * self.cluster
         if self.kind in ("share", "dense") or self.share > 1:
@@ -470,7 +482,6 @@ def transform_codes(
     if not plan.takes(rows):
         rows = rows.contiguous()
     signs = None if signs is None else signs.contiguous()
-    plan = plan if x.nbytes + q.nbytes > STREAM_BYTES else replace(plan, stream=False)
     launch(rows, q.view(-1, order), signs, factor, plan, scales=scales, rule=rule)
 
 

@@ -38,6 +38,28 @@ __device__ __forceinline__ float from_here(float x) {
   return __uint_as_float(from_here(__float_as_uint(x)));
 }
 
+// Which of `pieces` one of `takers` has: CHUNK neighbours in its turn, and of what no turn of all takes an equal share.
+template <u32 CHUNK>
+struct Pieces {
+  u32 in_turns, count, first, rest;  // pieces taken in turns, its own, its first, its first of the rest
+  u32 others;                        // pieces that the others take in a turn
+
+  __device__ __forceinline__ Pieces(u32 pieces, u32 takers, u32 taker) {
+    in_turns = pieces / (takers * CHUNK) * (takers * CHUNK);
+    const u32 left = pieces - in_turns, share = left / takers, more = left - share * takers;
+    rest = in_turns + taker * share + (taker < more ? taker : more);
+    count = in_turns / takers + share + (taker < more);
+    first = in_turns ? taker * CHUNK : rest;
+    others = (takers - 1) * CHUNK;
+  }
+
+  __device__ __forceinline__ u32 after(u32 piece) const {
+    if (++piece > in_turns || piece % CHUNK) return piece;
+    piece += others;
+    return piece < in_turns ? piece : rest;
+  }
+};
+
 // With a SCALE_RULE, results leave as e4m3 codes of 128 neighbours and their scale amax / 448: 1 exact, 2 as the nearest
 // bfloat16, 3 as the next power of two. They are quantized from float32: nothing is rounded to 16 bits on the way.
 #ifndef SCALE_RULE
@@ -65,6 +87,13 @@ inline u32 codes2(float lo, float hi) { return code(lo) | code(hi) << 8; }
 inline u32 codes4(float a, float b, float c, float d) { return codes2(a, b) | codes2(c, d) << 16; }
 
 inline float reciprocal(float f) { return 1 / f; }
+
+inline u32 least16(u32 two) {
+  for (int i = 0; i < 2; i++)
+    if (const u32 b = two >> 16 * i & 0xFFFF; (b & 0x7FFF) > 0x7F80 || (b > 0x7C00 && b < 0x8000))
+      two = (two & ~(0xFFFFu << 16 * i)) | 0x7C00u << 16 * i;
+  return two;
+}
 
 inline u32 bytes_of(u32 a, u32 b, u32 select) {
   const u64 all = (u64)b << 32 | a;
@@ -126,6 +155,13 @@ __device__ __forceinline__ u32 codes4(float a, float b, float c, float d) {
       "mov.b32 %0, {lo, hi};}"
       : "=r"(r)
       : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+
+// Two bfloat16, each the smaller of it and 2^121, which a NaN becomes.
+__device__ __forceinline__ u32 least16(u32 two) {
+  u32 r;
+  asm("min.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(two), "r"(0x7C007C00u));
   return r;
 }
 

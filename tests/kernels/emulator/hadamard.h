@@ -55,3 +55,5 @@ inline void store_shared16(u32 to, float a, float b, float c, float d) {
 inline void load_shared8(u32 from, float& a, float& b) {
   memcpy(&a, self().block->at(from, 4), 4), memcpy(&b, self().block->at(from + 4, 4), 4);
 }
+inline void load_shared4(u32 from, float& a) { memcpy(&a, self().block->at(from, 4), 4); }
+inline void store_shared4(u32 to, float a) { emulator::ordinary_write(to, &a, 4); }

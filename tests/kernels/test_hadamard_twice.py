@@ -1,0 +1,91 @@
+"""Long Hadamard rows as codes by two asynchronous products: run by the emulator, against the float32 definition."""
+
+import ctypes
+
+import pytest
+import torch
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.fp8.reference import hadamard_quantize_reference
+from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for_codes
+from quantrot.orthogonal import random_signs
+
+INF, NAN = float("inf"), float("nan")
+RUN = """
+static std::string message;
+extern "C" const char* run(const void* x, void* y, const signed char* signs, long long rows, long long x_stride,
+                           long long y_stride, float scale, unsigned blocks, unsigned seed, float* scales,
+                           long long scale_row, long long scale_group, unsigned in_row) {{
+  const unsigned long long tall = (rows - 1) * x_stride / {columns} + {base};
+  const quantrot::TensorMap map{{(unsigned char*)x, {columns}, tall, 2 * {columns}, 64, {base}, 2, 1}};
+  message = emulator::launch({{blocks, 1, 1}}, 1, {threads}, {shared}, seed, [&] {{
+    quantrot::{call}(map, {{x, y, signs, rows, x_stride, y_stride, 1, scale, scales, scale_row, scale_group, in_row}});
+  }});
+  return message.c_str();
+}}
+"""
+
+
+def twice(columns: int, groups: int = 1, stages: int = 2, rows: int = 1) -> Plan:
+    return Plan("twice", 4 * groups, 1, tiles=columns // 8, vectors=rows, stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("n", "rows", "across", "plan", "dtype", "rule", "signed"),
+    [
+        (48 * 64, 21, 1, twice(64, stages=1, rows=2), torch.bfloat16, "exact", True),  # rows of zeros, an odd number
+        (64 * 64, 40, 2, twice(64, rows=2), torch.bfloat16, "exact", False),
+        (64 * 128, 19, 1, twice(128, stages=1), torch.float16, "pow2", True),  # two turns of eight, and some
+        (40 * 128, 9, 3, twice(128, stages=2), torch.bfloat16, "exact", False),
+        (56 * 256, 11, 1, twice(256), torch.bfloat16, "exact", True),
+        (112 * 128, 7, 1, twice(128, groups=2, stages=3), torch.bfloat16, "exact", False),
+    ],
+)
+def test_emulated_codes_are_those_of_the_float32_transform(emulated, n, rows, across, plan, dtype, rule, signed):
+    torch.manual_seed(n)
+    columns, width = 8 * plan.tiles, n * across  # of a row of x, of which the kernel sees rows of n
+    source = plan.source(n, dtype, signed, rule=rule)
+    shape = {"threads": 32 * plan.warps, "shared": plan.shared_bytes(n), "columns": columns, "base": n // columns}
+    run = RUN.format(call=plan.call(n, dtype, signed, dtype), **shape)
+    library = emulated(source[: source.index('extern "C" __global__')] + run)
+    library.run.restype = ctypes.c_char_p
+    x = torch.randn(rows, n).to(dtype)
+    x[1], x[2, 7], x[3, 9] = 0, INF, NAN
+    x = x[: rows // across * across]
+    rows, signs = x.shape[0], random_signs(n, 1)
+    expected, expected_scales = hadamard_quantize_reference(
+        x.view(-1, width), signs if signed else None, n, n**-0.5, (1, 128), rule
+    )
+    for seed in range(2):
+        q = torch.full((rows // across, width), 0.5).to(torch.float8_e4m3fn)
+        scales = torch.zeros(width // 128, rows // across).T
+        if across == 3:  # scales in rows
+            scales = scales.contiguous()
+        sizes = [ctypes.c_longlong(v) for v in (rows, n, n)]
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, q, signs)]
+        where = [ctypes.c_void_p(scales.data_ptr()), *map(ctypes.c_longlong, scales.stride()), width // 128]
+        blocks = plan.grid(rows, 1, n, dtype, 1 + seed)
+        assert library.run(*pointers, *sizes, ctypes.c_float(n**-0.5), blocks, seed, *where) == b""
+        torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
+        wrong = (q.view(torch.uint8) != expected.view(torch.uint8)).view(rows, n)
+        assert wrong.float().mean() < 1e-3 and not wrong[1:4].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "dtype"), [(8192, torch.bfloat16), (8192, torch.float16), (14336, torch.bfloat16)])
+def test_gpu_codes_where_a_block_has_more_rows_than_buffers(n, dtype):
+    if not (torch.cuda.is_available() and nvrtc.available(torch.device("cuda"))):
+        pytest.skip("needs sm_90 and cuda.core")
+    plan = plan_for_codes(n, n, dtype)
+    assert plan.kind == "twice"
+    torch.manual_seed(n)
+    x = torch.randn(9 * 132 * plan.resident + 3, n, device="cuda").to(dtype)
+    x[1], x[-2, 7], x[-3, 9] = 0, INF, NAN
+    signs = random_signs(n, 1).cuda()
+    expected, expected_scales = hadamard_quantize_reference(x, signs, n, n**-0.5, (1, 128), "exact")
+    for _ in range(5):
+        q, scales = torch.full_like(expected, 0.5), torch.zeros_like(expected_scales.T).T
+        launch(x, q, signs, n**-0.5, plan, scales=scales, rule="exact")
+        torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
+        wrong = q.view(torch.uint8) != expected.view(torch.uint8)
+        assert wrong.float().mean() < 1e-3 and not wrong[[1, -2, -3]].any()
