@@ -12,10 +12,6 @@ namespace quantrot {
 
 #ifdef QUANTROT_EMULATED
 inline u32 larger_halves(u32 a, u32 b) { return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF); }
-inline u32 largest_of_warp(u32 a) {
-  const std::vector<u32> all = exchange(a);
-  return *std::max_element(all.begin(), all.end());
-}
 inline float exact_reciprocal(float a) { return 1 / a; }
 inline u32 zero_after(u32) { return 0; }
 #else
@@ -24,7 +20,6 @@ __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
   asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-__device__ __forceinline__ u32 largest_of_warp(u32 a) { return __reduce_max_sync(0xFFFFFFFFu, a); }
 __device__ __forceinline__ float exact_reciprocal(float a) { return __frcp_rn(a); }
 
 // Zero, once `seen` is there.
