@@ -52,7 +52,8 @@ class Plan:
     def shared_bytes(self, dim: int, share: int) -> int:
         """As DecodeShape of decode.cuh has it."""
         heads = -(-share // 8) * 8
-        return self.teams * (self.stages * (BLOCK * (2 * dim + 3) + 8) + heads * (BLOCK + 16)) + heads * dim + 4
+        team = self.stages * (BLOCK * (2 * dim + 3) + 8) + heads * (BLOCK + 16)
+        return self.teams * team + heads * dim + 4 + 24 * self.threads
 
 
 class Arguments(ctypes.Structure):
