@@ -80,7 +80,7 @@ def plan_for(dim: int, pairs: int, units: int) -> Plan:
     """The launch for `pairs` key heads of all sequences on `units` processors: a block on each, with half its shared
     memory, so that the next kernel's start beside it."""
     splits = max(1, units // pairs)
-    return Plan(2, 3, splits, 2) if dim == 64 else Plan(1, 3, splits)
+    return Plan(2 if dim == 64 else 1, 3, splits)
 
 
 def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
