@@ -213,10 +213,11 @@ def test_output_at_the_root(single):
         convert(single, FP8, "/")
 
 
-def test_cuda_without_a_gpu(single, tmp_path, monkeypatch):
+@pytest.mark.parametrize("device", ["cuda", "cuda:7"])
+def test_cuda_without_a_gpu(single, tmp_path, monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"^device is 'cuda', and there is no CUDA GPU"):
-        convert(single, FP8, tmp_path / "out", device="cuda")
+    with pytest.raises(ValueError, match=f"^device is '{device}', and there is no CUDA GPU"):
+        convert(single, FP8, tmp_path / "out", device=device)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -93,6 +93,8 @@ def test_tied_head_is_untied_only_where_something_changes_it(tiny, tmp_path):
 def test_the_fingerprint_follows_everything_that_changes_bytes(source, tiny, tmp_path):
     base = plan(source, "quarot-mxfp4").fingerprint()
     assert base == plan(source, "quarot-mxfp4").fingerprint()
+    first, second = (plan(source, "quarot-mxfp4", device=f"cuda:{i}").fingerprint() for i in range(2))
+    assert first == second != base
     recipe = load_recipe("quarot-mxfp4").resolved()
     recipe["rotations"]["R1"]["seed"] = 1
     others = [

@@ -234,9 +234,8 @@ def fp8_linear(
     neighbours in x's dtype. residual [M, N], of x's dtype, is added to the rounded result. gates: b is of gate and up,
     one above the other, and the result is silu(gate) * up, [M, N / 2].
 
-    b_settled: as fp8_block_gemm's, of b and norm. backend: "auto",
-    "hopper" (one kernel), "reference". Not differentiable. ValueError for shapes or dtypes that do not fit, or for a
-    backend that cannot run.
+    b_settled: as fp8_block_gemm's, of b and norm. backend: "auto", "hopper" (one kernel), "reference". Not
+    differentiable. ValueError for shapes or dtypes that do not fit, or for a backend that cannot run.
     """
     rule = _check_input("fp8_linear", x, (1, 128), scale_rule, "auto")
     k = x.shape[1]
