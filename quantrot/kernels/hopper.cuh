@@ -97,6 +97,7 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
 }
 
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
+__device__ __forceinline__ bool block_any(bool own) { return __syncthreads_or(own); }  // and a block_sync
 __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 
 // Every thread of the cluster; orders shared memory between its blocks.

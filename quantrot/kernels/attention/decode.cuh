@@ -25,15 +25,14 @@ struct DecodeArgs {
 };
 
 // Shared memory: the teams' rings, [TEAMS][STAGES] of K and V; their probabilities; queries; a byte a token, [TEAMS][STAGES]
-// of k's scales, v's and the mask; numbers that a team's warps exchange; barriers; a word; what threads add up, six numbers
-// each (not in the rings' place: a team has not waited for the other's copies itself).
+// of k's scales, v's and the mask; numbers that a team's warps exchange; barriers; what threads add up, six numbers each
+// (not in the rings' place: a team has not waited for the other's copies itself).
 template <int D, int SHARE, int TEAMS, int STAGES>
 struct DecodeShape {
   static constexpr int KEYS = 128, TILE = KEYS * D, TILES = (SHARE + 7) / 8, HEADS = 8 * TILES;
   static constexpr int P_AT = TEAMS * STAGES * 2 * TILE, Q_AT = P_AT + TEAMS * HEADS * KEYS;
   static constexpr int SCALES = Q_AT + HEADS * D, MET = SCALES + TEAMS * STAGES * 3 * KEYS;
-  static constexpr int BARRIERS = MET + TEAMS * 4 * HEADS * 4, WORD = BARRIERS + TEAMS * STAGES * 8;
-  static constexpr int SUMS = WORD + 4;
+  static constexpr int BARRIERS = MET + TEAMS * 4 * HEADS * 4, SUMS = BARRIERS + TEAMS * STAGES * 8;
 };
 
 #ifndef QUANTROT_EMULATED
@@ -361,11 +360,8 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     }
   }
   block_sync();
-  if (blocks > 1) {
-    if (threadIdx.x == 0) store_shared(base + Shape::WORD, (u32)count_in_turn(args.arrived + blockIdx.y, blocks - 1));
-    block_sync();
-    if (load_shared1(base + Shape::WORD) != (u32)blocks - 1) return;
-  }
+  const u32 last = blocks - 1;
+  if (last > 0 && !block_any(threadIdx.x == 0 && count_in_turn(args.arrived + blockIdx.y, last) == last)) return;
   const i64 first = (i64)blockIdx.y * teams * SHARE;
   add_parts<D, SHARE, THREADS, Out>(args.parts + first * D, args.stats + first * 2, min(tiles, teams),
                                     args.out + ((i64)batch * args.heads + group * SHARE) * D, base + Shape::SUMS);

@@ -53,7 +53,7 @@ class Plan:
         """As DecodeShape of decode.cuh has it."""
         heads = -(-share // 8) * 8
         team = self.stages * (BLOCK * (2 * dim + 3) + 8) + heads * (BLOCK + 16)
-        return self.teams * team + heads * dim + 4 + 24 * self.threads
+        return self.teams * team + heads * dim + 24 * self.threads
 
 
 class Arguments(ctypes.Structure):

@@ -242,6 +242,16 @@ inline void barrier_wait(u32 bar, u32 parity) {
 }
 
 inline void block_sync() { self().block->named[0].meet(emulator::block_size.x, "the block"); }
+inline bool block_any(bool own) {
+  bool& any = self().block->any;
+  if (own) any = true;
+  block_sync();
+  const bool result = any;
+  block_sync();
+  any = false;
+  block_sync();
+  return result;
+}
 inline void cluster_sync() {
   emulator::Cluster& cluster = *self().block->cluster;
   cluster.meeting.meet(emulator::block_size.x * cluster.blocks.size(), "the cluster");

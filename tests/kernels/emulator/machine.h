@@ -64,6 +64,7 @@ struct Cluster;
 struct Block {
   Cluster* cluster;
   u32 rank, index[3], running;
+  bool any = false;  // of block_any's threads
   std::vector<unsigned char> memory;
   std::vector<uint16_t> unfenced;  // a 4-byte word's last ordinary writer + 1, until that thread fences
   u32 unfenced_words = 0;
