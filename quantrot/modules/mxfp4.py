@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_kernels, mxfp4_gemm
-from quantrot.modules.linear import OnlineHadamard, QuantizedLinear
+from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, as_autocast
 
 
 class Mxfp4Linear(QuantizedLinear):
@@ -71,8 +71,7 @@ class Mxfp4TrainingLinear(nn.Linear):
 
     @torch.compiler.disable  # the count of forwards would compile each step anew
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = as_autocast(x)
         self.forwards += 1
         y = Mxfp4Gemm.apply(x, self.weight, self.hadamard, (self.seed, self.forwards) if self.stochastic else None)
         return y if self.bias is None else y + self.bias.to(y.dtype)
