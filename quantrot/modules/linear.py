@@ -67,8 +67,8 @@ class RotatedLinear(nn.Linear):
 
 
 class QuantizedLinear(nn.Module):
-    """y = Q(x R) W^T + b: x [..., in_features] in any float dtype, y in the same, or both in autocast's. W is in `fmt`'s
-    tensors.
+    """y = Q(x R) W^T + b: x [..., in_features] in any float dtype, y in the same; autocast's where that is on. W is in
+    `fmt`'s tensors.
 
     native_fp8: DeepSeek-V3's name for the scale. online: what turns the input, under the name `online_name`.
     """
