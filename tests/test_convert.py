@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -69,6 +70,21 @@ def test_sharded_output_holds_the_same_tensors(source, tmp_path):
     with torch.no_grad():
         a, b = (load(tmp_path / d, device_map="cpu")(ids).logits for d in ("whole", "parts"))
     assert torch.equal(a, b)
+
+
+def test_what_a_tokenizer_is_made_of_is_copied(source, tmp_path):
+    root = shutil.copytree(source, tmp_path / "source")
+    files = {
+        "tekken.json": b"{}",
+        "additional_chat_templates/tools.jinja": b"{{ tools }}",
+        "USE_POLICY.md": b"Be kind.",
+    }
+    for name, content in files.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content)
+    out = convert(root, "int8-weight-only", tmp_path / "out").out
+    assert {name: (out / name).read_bytes() for name in files} == files
+    assert files.keys() <= read_manifest(out).data["files"].keys()
 
 
 def test_a_linear_is_fold_turn_turn_quantize(source, tmp_path):
