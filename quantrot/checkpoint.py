@@ -65,6 +65,8 @@ def open_checkpoint(root: Path) -> Checkpoint:
     """Read config.json and every shard's header. ValueError says which file is missing, malformed or lying."""
     if not root.is_dir():
         raise ValueError(f"{root}: not a directory")
+    if not (root / "config.json").exists():
+        _refuse_other_kinds(root)
     config = read_json(root / "config.json")
     tensors: dict[str, TensorInfo] = {}
     for file in _shards(root):
@@ -114,7 +116,20 @@ def _shards(root: Path) -> list[Path]:
             f"{root}: holds only pickle weights ({', '.join(pickles[:3])}), which can run code and are never loaded; "
             "save the model as safetensors first (model.save_pretrained(...) in transformers does)"
         )
+    _refuse_other_kinds(root)
     raise ValueError(f"{root}: no {SINGLE} and no {INDEX}")
+
+
+def _refuse_other_kinds(root: Path) -> None:
+    """ValueError for a directory that holds something else than a checkpoint, known by its files."""
+    if (root / "adapter_config.json").exists():
+        raise ValueError(
+            f"{root}: a PEFT adapter (adapter_config.json); merge it into its model first (peft's merge_and_unload) "
+            "and convert what that saves"
+        )
+    gguf = sorted(path.name for path in root.glob("*.gguf"))
+    if gguf:
+        raise ValueError(f"{root}: holds GGUF weights ({gguf[0]}), which are not read; give the safetensors checkpoint")
 
 
 def read_header(file: Path) -> list[TensorInfo]:
