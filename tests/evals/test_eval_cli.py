@@ -12,9 +12,12 @@ from quantrot.cli.eval import app
 
 
 @pytest.fixture
-def run(monkeypatch, model, other_model, tokenizer):
+def run(monkeypatch, model, other_model, tokenizer, tmp_path_factory):
     """Runs a command with the two models under the names `one` and `two`."""
     models = {"one": model, "two": other_model}
+    monkeypatch.chdir(tmp_path_factory.mktemp("models"))
+    for name in models:
+        Path(name).mkdir()
 
     def open_model(name, device="auto", dtype="auto"):
         opened.append((name, device, dtype))
@@ -127,6 +130,13 @@ def test_bad_options_are_refused_before_a_model_is_opened(run, tmp_path):
         run("mmlu", "missing", "--data", tmp_path)
     with pytest.raises(ValueError, match="batch_size: 'x'"):
         run("mmlu", "missing", "--batch-size", "x")
+
+
+@pytest.mark.parametrize("command", ["mmlu", "compare"])
+def test_a_baseline_that_is_not_there_is_said_before_the_model_is_measured(run, monkeypatch, command):
+    monkeypatch.setattr("quantrot.cli.eval._open", lambda *args: pytest.fail("a model was opened"))
+    with pytest.raises(ValueError, match="model 'nowhere' is no directory; give one"):
+        run(command, "one", "--baseline", "nowhere")
 
 
 def test_the_surface_is_what_is_documented():
