@@ -52,9 +52,9 @@ def load(
 
     device_map: "auto", a device such as "cpu", "cuda:1" or 1, accelerate's dict, or None for the CPU. dtype: of what is
     not quantized ("auto": as on disk). check_hashes=False skips reading all files once more. offload_folder: where
-    modules that the map sends to "disk" are kept. merge: let `merge_projections` make fewer products of a layer's; False
-    keeps forward hooks on each projection working. ValueError for a directory that is incomplete, altered or newer than
-    this version.
+    modules that the map sends to "disk" are kept. merge: let `merge_projections` make fewer products of a layer's;
+    False keeps forward hooks on each projection working. ValueError for a directory that is incomplete, altered or
+    newer than this version.
     """
     root = Path(path).expanduser()
     manifest = read_manifest(root)
