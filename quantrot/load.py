@@ -101,11 +101,13 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
             read_json(source.path / "config.json")
         try:
             with _no_bars():
-                model = AutoModelForCausalLM.from_pretrained(source.path, dtype=_dtype(dtype) or "auto")
+                model = AutoModelForCausalLM.from_pretrained(
+                    source.path, dtype=_dtype(dtype) or "auto", use_safetensors=True, trust_remote_code=False
+                )
                 model = model.to(where).eval()
         except (SafetensorError, ImportError) as error:
             raise ValueError(f"model {str(name)!r}: transformers cannot load it: {error}") from None
-    return model, AutoTokenizer.from_pretrained(source.path)
+    return model, AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
 
 
 @contextmanager

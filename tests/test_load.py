@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quantrot import convert, load
@@ -128,6 +129,23 @@ def test_a_model_that_is_none_or_is_cut_off_is_named(source, tmp_path):
     cut.write_bytes(cut.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"model '.*cut': transformers cannot load it: .*header"):
         open_model(cut.parent, device="cpu")
+
+
+def test_evaluated_models_run_no_code_and_no_pickles(source, tmp_path, monkeypatch):
+    """transformers asks the terminal whether to run a model's code, and reads pickles."""
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail("somebody was asked"))
+    pickled = shutil.copytree(source, tmp_path / "pickled")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        open_model(pickled, device="cpu")
+    coded = shutil.copytree(source, tmp_path / "coded")
+    config = json.loads((coded / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (coded / "config.json").write_text(json.dumps(config))
+    (coded / "own.py").write_text("import pytest\npytest.fail('code was run')\n")
+    with pytest.raises(ValueError, match="contains custom code"):
+        open_model(coded, device="cpu")
 
 
 @torch.no_grad()
