@@ -31,7 +31,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("F64", "F32", "F16", "BF16")
 HASH_CHUNK = 8 << 20
 
@@ -46,6 +45,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     nbytes: int
+
+
+def not_finite(info: TensorInfo) -> ValueError:
+    """The error for a tensor that a conversion cannot make anything of."""
+    return ValueError(f"{info.file.name}: {info.name} holds NaN or infinity; repair the checkpoint before converting")
 
 
 @dataclass(frozen=True)

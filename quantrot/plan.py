@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quantrot import engines, formats, llama
-from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, open_checkpoint, read_rows
+from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, not_finite, open_checkpoint, read_rows
 from quantrot.device import device_type
 from quantrot.formats import LinearFormat
 from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
@@ -241,9 +241,7 @@ def _gains(checkpoint: Checkpoint, arch: Llama) -> Tensor:
     gains = [read_rows(info).float() for info in infos]
     for info, gain in zip(infos, gains, strict=True):
         if not torch.isfinite(gain).all():
-            raise ValueError(
-                f"{info.file.name}: {info.name} holds NaN or infinity; repair the checkpoint before converting"
-            )
+            raise not_finite(info)
     return torch.stack(gains)
 
 
