@@ -20,6 +20,11 @@ class Source:
     path: Path
 
     @property
+    def is_public(self) -> bool:
+        """Whether `base_model` is a hub id."""
+        return bool(self.revision) or self.name == "demo"
+
+    @property
     def base_model(self) -> str:
         """What a model card calls it."""
         return DEMO if self.name == "demo" else self.name
