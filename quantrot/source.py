@@ -8,7 +8,7 @@ from pathlib import Path
 DEMO = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the embedded demo model is
 WEIGHTS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 TWICE = ["consolidated*"]  # Mistral's own layout of the same weights
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def open_source(model: str | Path) -> Source:
         return Source(str(model), "", path)
     if text and path.exists():
         raise ValueError(f"model {text!r} is a file; give the directory that holds config.json and the weights")
-    if not HUB_ID.fullmatch(text) or text.count("/") != 1:
+    if not HUB_ID.fullmatch(text):
         raise ValueError(f"model {text!r} is no directory; give one, a hub id such as meta-llama/Llama-3.2-1B, or demo")
     return _from_hub(text)
 

@@ -36,7 +36,7 @@ def test_of_a_hub_repository_only_what_is_read_is_downloaded(single, monkeypatch
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or str(single)
     )
-    assert open_source("owner/name@main").path == single
+    assert open_source("owner/name@refs/pr/1").path == single and asked["revision"] == "refs/pr/1"
     files = ["config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors", "pytorch_model.bin"]
     files += ["consolidated-00001-of-00002.safetensors", "tekken.json", "modeling.py", "original/consolidated.00.pth"]
     patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
