@@ -19,9 +19,9 @@ TOLERANCE = 1e-4  # of the largest logit; float32 rounding alone measures 2e-6 t
 # Every hidden and intermediate size of the families, each once, at a size that a laptop converts in a second
 SHAPES = [
     dict(hidden=576, intermediate=28672, heads=9, kv_heads=3, tied=True),
-    dict(hidden=2048, intermediate=1536, heads=32, kv_heads=8, tied=True),
-    dict(hidden=3072, intermediate=1536, heads=24, kv_heads=8),
-    dict(hidden=5120, intermediate=1536, heads=40, kv_heads=8, attention_bias=True),
+    dict(hidden=2048, intermediate=1536, heads=8, kv_heads=2, head_dim=64, tied=True),
+    dict(hidden=3072, intermediate=1536, heads=6, kv_heads=2, head_dim=128),
+    dict(hidden=5120, intermediate=1536, heads=10, kv_heads=2, head_dim=128, attention_bias=True),
     dict(hidden=576, intermediate=11008, heads=9, kv_heads=9, mlp_bias=True),
     dict(hidden=576, intermediate=13824, heads=9, kv_heads=3, attention_bias=True, mlp_bias=True),
     dict(hidden=576, intermediate=14336, heads=9, kv_heads=1),
