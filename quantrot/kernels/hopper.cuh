@@ -95,7 +95,8 @@ __device__ __forceinline__ void barrier_expect_in(u32 mapped, u32 bytes) {
                : "memory");
 }
 
-// A word to a block of the cluster, some time before its barrier has counted the 4 bytes (both addresses of in_block).
+// A word to a block of the cluster, some time before its barrier has counted the 4 bytes (both addresses of in_block). Illegal in
+// a kernel without clusters.
 __device__ __forceinline__ void send_word(u32 mapped, u32 word, u32 bar) {
   asm volatile(QR_ONE_LANE "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];\n}" ::"r"(mapped),
                "r"(word), "r"(bar)
@@ -309,6 +310,11 @@ __device__ __forceinline__ u32 address_after(u32 address, u32 seen) {
   u32 zero;
   asm volatile("{\n.reg .u32 ones;\npopc.b32 ones, %1;\nshr.u32 %0, ones, 6;\n}" : "=r"(zero) : "r"(seen) : "memory");
   return address + zero;
+}
+
+// For a whole warp, of which one lane stores: that which also arrives in barrier_expect.
+__device__ __forceinline__ void store_one(u32 address, u32 a) {
+  asm volatile(QR_ONE_LANE "st.shared.u32 [%0], %1;\n}" ::"r"(address), "r"(a) : "memory");
 }
 
 __device__ __forceinline__ float2 load_shared2(u32 address) {

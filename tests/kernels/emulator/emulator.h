@@ -470,6 +470,9 @@ inline u32 load_shared1(u32 address) {
   memcpy(&v, self().block->at(address, 4), 4);
   return v;
 }
+inline void store_one(u32 to, u32 a) {
+  if (elect_one()) emulator::ordinary_write(to, &a, 4);
+}
 inline u32 address_after(u32 address, u32) { return address; }
 inline float2 load_shared2(u32 address) {
   float2 v;
