@@ -272,6 +272,12 @@ __device__ __forceinline__ u32 load_shared_u16(u32 address) {  // two bytes, zer
   return v;
 }
 
+__device__ __forceinline__ u32 load_shared_u8(u32 address) {  // a byte, zeros above
+  u32 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ float load_shared(u32 address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");

@@ -85,7 +85,7 @@ def mxfp4_gemm(
 
     backend: "hopper" and "triton" read the packed weight once, for at most 32 tokens of bfloat16 ("hopper", which
     "auto" takes where it can: capability 9.0, cuda.core, K a multiple of 128; group scales of the weight from 2^-62
-    to 2^65); "cublas"
+    to 2^65; W4A16 of any number of tokens, K a multiple of 64, N of 8); "cublas"
     (CUDA, capability 8.9, N a multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
     """
     check_packed("packed", packed, scale)
@@ -132,6 +132,16 @@ def _uses_cublas(x: Tensor, columns: int, backend: str) -> bool:
             f"{x.device}, N is {columns}; allowed here: auto, reference"
         )
     return able and backend in ("auto", "cublas")
+
+
+def _widens(rows: Tensor, packed: Tensor, activations: str, backend: str) -> bool:
+    """Whether one kernel multiplies many tokens, as they are, by the packed weight."""
+    many = activations == "none" and rows.shape[0] > DECODE_ROWS and backend in ("auto", "hopper")
+    if not many or rows.device.type != "cuda" or not has_triton() or not nvrtc.available(rows.device):
+        return False
+    from quantrot.kernels.mxfp4 import hopper_prefill
+
+    return hopper_prefill.fits(rows, packed.shape[0])
 
 
 def _decoder(rows: Tensor, activations: str, backend: str) -> str | None:
@@ -251,8 +261,13 @@ def _linear(
     backend: str,
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    decoder = _decoder(rows, activations, backend)
-    if decoder:
+    widens = _widens(rows, packed, activations, backend)
+    decoder = None if widens else _decoder(rows, activations, backend)
+    if widens:
+        from quantrot.kernels.mxfp4 import hopper_prefill
+
+        y = hopper_prefill.multiply(_turned(rows, hadamard), packed, scale, settled=settled)
+    elif decoder:
         y = _linear_decode(decoder, rows, packed, scale, activations, rule, hadamard, settled)
     elif activations != "none" and _uses_cublas(x, packed.shape[0], backend):
         y = _linear_fp8(rows, packed, scale, activations, rule, hadamard)

@@ -1,0 +1,120 @@
+"""Many bfloat16 tokens by a packed MXFP4 weight on Hopper: CUDA C++ (prefill.cuh, on kernels/mixed), compiled at first use.
+
+All of K is summed by the tensor cores in float32, in order, and the sum rounded once; a token's bits depend on neither
+the other tokens nor the plan.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.mixed import hopper as mixed
+from quantrot.kernels.mxfp4.reference import GROUP
+
+ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
+    const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
+    const __grid_constant__ quantrot::TensorMap y, const __grid_constant__ quantrot::MixedArgs args) {{
+  quantrot::prefill<quantrot::PackedTile<{tile}>, quantrot::PackedOperands>(&codes, &wide, &y, args);
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Plan(mixed.Plan):
+    """Tiles of 128 rows of the weight by `columns` tokens, in persistent thread blocks."""
+
+    def _stage(self) -> int:
+        return self.rows * mixed.BLOCK // 2 + self.columns * 128 + 16
+
+    def boxes(self, weight: bool = True) -> tuple[mixed.Box, ...]:
+        _, *rest = super().boxes(weight)
+        return (self.rows, mixed.BLOCK // 2, mixed.BLOCK // 2), *rest
+
+    def entry(self, name: str = "mxfp4_prefill") -> str:
+        """C++ of the kernel `name`."""
+        flags = (str(flag).lower() for flag in (self.odd, self.halves))
+        return ENTRY.format(
+            cluster=f"__cluster_dims__({self.share}, 1, 1) " if self.share > 1 else "",
+            threads=self.threads,
+            name=name,
+            tile=", ".join(map(str, (self.columns, self.depth, self.share, *flags))),
+        )
+
+
+@lru_cache(maxsize=1)
+def device_functions() -> str:
+    """The C++ that every kernel starts with."""
+    return mixed.device_functions() + (Path(__file__).parent / "prefill.cuh").read_text()
+
+
+def fits(x: Tensor, rows: int) -> bool:
+    """Whether `multiply` takes these tokens [M, K] and a weight of so many rows."""
+    return x.dtype == torch.bfloat16 and x.numel() > 0 and x.shape[1] % mixed.BLOCK == 0 and rows > 0 and rows % 8 == 0
+
+
+@lru_cache(maxsize=4096)
+def plan_for(tokens: int, rows: int, depth: int) -> Plan:
+    """The tile that takes least by kernels/mixed's model of the same loop."""
+    found = []
+    for width in mixed.WIDTHS:
+        share = 2 if rows > 128 else 1
+        odd = share == 2 and -(-rows // 128) % 2 > 0
+        found.append(Plan(width, share=share, odd=odd, halves=width > 64))
+    return min(found, key=lambda plan: mixed.prefill_cycles(plan, rows, tokens, depth, 0))
+
+
+def arguments(x: Tensor, scale: Tensor, y: Tensor, plan: Plan, settled: bool) -> mixed.MixedArgs:
+    """The kernel's last parameter."""
+    return mixed.MixedArgs(
+        scale=scale.data_ptr(),
+        rows=y.shape[1],
+        columns=x.shape[0],
+        depth=x.shape[1],
+        groups=scale.shape[1],
+        group_blocks=x.shape[1] // mixed.BLOCK,
+        tile_group=plan.tile_group,
+        early=settled,
+    )
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ubyte * 128) for name in ("codes", "wide", "y")] + [("args", mixed.MixedArgs)]
+
+
+@lru_cache(maxsize=256)
+def _kernel(plan: Plan, device: int) -> int:
+    return nvrtc.load_kernel(device_functions() + plan.entry(), "mxfp4_prefill", plan.shared_bytes(), device)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def multiply(x: Tensor, packed: Tensor, scale: Tensor, plan: Plan | None = None, *, settled: bool = False) -> Tensor:
+    """x bfloat16 [M, K] by a packed weight [N, K/2]: [M, N], for which `fits` holds.
+
+    Products are exact for group scales from 2^-62 to 2^65. settled: no kernel that may still run when this one is
+    launched writes the weight.
+    """
+    given = packed, scale
+    x, packed, scale = _aligned(x), _aligned(packed), _aligned(scale)
+    settled = settled and packed is given[0] and scale is given[1]
+    (tokens, depth), rows, device = x.shape, packed.shape[0], x.get_device()
+    assert scale.shape[1] * GROUP == depth
+    plan = plan or plan_for(tokens, rows, depth)
+    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    values = _Arguments(args=arguments(x, scale, y, plan, settled))
+    for field, t, box in zip(("codes", "wide", "y"), (packed, x, y), plan.boxes(), strict=True):
+        encoded = nvrtc.tensor_map(
+            t.data_ptr(), *t.shape, t.stride(0) * t.element_size(), box[:2], t.dtype, box[2]
+        )
+        ctypes.memmove(getattr(values, field), encoded, 128)
+    grid, shared = (plan.grid(rows, tokens, nvrtc.processors(device)),), plan.shared_bytes()
+    nvrtc.launch(_kernel(plan, device), grid, plan.threads, shared, values, device, overlap=True)
+    return y
