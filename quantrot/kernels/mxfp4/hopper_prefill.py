@@ -1,4 +1,4 @@
-"""Many bfloat16 tokens by a packed MXFP4 weight on Hopper: CUDA C++ (prefill.cuh, on kernels/mixed), compiled at first use.
+"""Many bfloat16 tokens by a packed MXFP4 weight on Hopper: CUDA C++ (prefill.cuh, on kernels/mixed), made at first use.
 
 All of K is summed by the tensor cores in float32, in order, and the sum rounded once; a token's bits depend on neither
 the other tokens nor the plan.
@@ -111,9 +111,8 @@ def multiply(x: Tensor, packed: Tensor, scale: Tensor, plan: Plan | None = None,
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     values = _Arguments(args=arguments(x, scale, y, plan, settled))
     for field, t, box in zip(("codes", "wide", "y"), (packed, x, y), plan.boxes(), strict=True):
-        encoded = nvrtc.tensor_map(
-            t.data_ptr(), *t.shape, t.stride(0) * t.element_size(), box[:2], t.dtype, box[2]
-        )
+        pitch = t.stride(0) * t.element_size()
+        encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
         ctypes.memmove(getattr(values, field), encoded, 128)
     grid, shared = (plan.grid(rows, tokens, nvrtc.processors(device)),), plan.shared_bytes()
     nvrtc.launch(_kernel(plan, device), grid, plan.threads, shared, values, device, overlap=True)
