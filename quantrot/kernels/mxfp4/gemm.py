@@ -310,19 +310,29 @@ def _linear_decode(
 def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
     from quantrot.kernels.mxfp4 import triton_gemm
 
-    weight, weight_scale, weight_outside = torch.ops.quantrot.mxfp4_expand(packed, scale, "auto")
     if activations == "fp8":
+        weight, weight_scale, weight_outside = torch.ops.quantrot.mxfp4_expand(packed, scale, "auto")
         tokens, token_scale = _fp8_tokens(rows, hadamard)
         y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
         triton_gemm.repair(y, packed, scale, weight_outside, wide=(tokens, token_scale))
         return y
-    tokens, token_scale, outside, codes, scales = torch.ops.quantrot.mxfp4_quantize_expanded(
-        rows, None, rule, hadamard, "auto"
-    )
+    operands = _both_expanded(rows, packed, scale, ScaleRule(rule), hadamard)
+    tokens, token_scale, outside, codes, scales, weight, weight_scale, weight_outside = operands
     y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
     whole = tokens, token_scale  # exact in the rows that are inside, whose codes were not written
     triton_gemm.repair(y, packed, scale, weight_outside, packed=(codes, scales, outside), wide=whole)
     return y
+
+
+def _both_expanded(rows: Tensor, packed: Tensor, scale: Tensor, rule: ScaleRule, hadamard: int) -> tuple[Tensor, ...]:
+    """mxfp4_quantize_expanded of the tokens, then mxfp4_expand of the weight, on Hopper at the same time."""
+    if nvrtc.available(rows.device) and packed.numel():
+        from quantrot.kernels.mxfp4 import hopper_rows
+
+        if hopper_rows.fits(rows, rule, hadamard, True):
+            return hopper_rows.quantize_expanded(rows, rule, hadamard, None, (packed, scale))
+    tokens = torch.ops.quantrot.mxfp4_quantize_expanded(rows, None, str(rule), hadamard, "auto")
+    return *tokens, *torch.ops.quantrot.mxfp4_expand(packed, scale, "auto")
 
 
 @torch.library.register_fake("quantrot::mxfp4_linear")

@@ -20,6 +20,7 @@ IN = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 MOST_THREADS = 1024  # of a block that holds a row whose e4m3 operand is written at once
 TILE = 2048  # bytes of a warp's groups, one a lane
 EACH = 4  # words of eight codes that a thread of `dequantize` reads
+EXPAND_THREADS = 256  # a warp a row
 
 ROWS = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {name}(
     const void* x, const float* signs, unsigned char* packed, unsigned char* scale, void* mask, float* row_scale,
@@ -32,6 +33,12 @@ ROWS = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {n
 DEQUANTIZE = """extern "C" __global__ void __launch_bounds__(256) {name}(
     const unsigned* packed, const unsigned char* scale, void* y, long long words) {{
   quantrot::dequantize<{each}>(packed, scale, y, words);
+}}
+"""
+EXPAND = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
+    const unsigned long long* packed, const unsigned char* scale, void* e4m3, float* row_scale, int* outside, int rows,
+    int groups) {{
+  quantrot::expand({{packed, scale, (quantrot::Words*)e4m3, row_scale, outside, rows, groups}});
 }}
 """
 
@@ -50,6 +57,13 @@ class DequantizeArguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("packed", "scale", "y")),
         ("words", ctypes.c_longlong),
+    ]
+
+
+class ExpandArguments(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("packed", "scale", "e4m3", "row_scale", "outside")),
+        *((name, ctypes.c_int) for name in ("rows", "groups")),
     ]
 
 
@@ -171,15 +185,22 @@ def quantize(
 
 
 def quantize_expanded(
-    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x [M, K] -> e4m3, row scale, outside; packed and scale, written where a row has a group below the window."""
+    x: Tensor,
+    rule: ScaleRule,
+    hadamard: int,
+    signs: Tensor | None,
+    beside: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """x [M, K] -> e4m3, row scale, outside; packed and scale, written where a row has a group below the window.
+
+    beside: packed and scale of a weight [N, K], not empty, which is expanded at the same time: its `expand` follows.
+    """
     x = _aligned(x)
+    weight = None if beside is None else (_aligned(beside[0]), beside[1].contiguous())
     rows, width = x.shape
     packed, scale, _ = outputs(x, x.shape, False)
-    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    row_scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    outside = torch.empty(rows, dtype=torch.int32, device=x.device)
+    expanded = _expanded(rows, width, x.device)
+    weights = () if weight is None else _expanded(len(weight[0]), width, x.device)
     groups, (most, stages) = width // GROUP, tuned.HOPPER_EXPANDED
     threads = -(-groups // 32) * 32
     resident = max(1, min(16, most // threads))
@@ -188,10 +209,44 @@ def quantize_expanded(
     )
     device, shared = x.get_device(), shared_bytes(threads, stages, hadamard, expanded=True)
     factors = None if signs is None else float_signs(signs, x)
-    parameters = arguments(x, factors, (packed, scale, out, row_scale, outside), rows, groups, hadamard, None)
+    parameters = arguments(x, factors, (packed, scale, *expanded), rows, groups, hadamard, None)
     blocks = min(rows, nvrtc.processors(device) * resident)
-    nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device)
-    return out, row_scale, outside, packed, scale
+    nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device, overlap=True)
+    if weight is not None:
+        _launch_expand(weight, weights, overlap=True)
+    return *expanded, packed, scale, *weights
+
+
+def _expanded(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty e4m3, row scale and outside."""
+    return (
+        torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(rows, dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.int32, device=device),
+    )
+
+
+@lru_cache(maxsize=8)
+def _expand_kernel(device: int) -> Any:
+    source = device_functions() + EXPAND.format(name="mxfp4_expand", threads=EXPAND_THREADS)
+    return nvrtc.load_kernel(source, "mxfp4_expand", 0, device)
+
+
+def _launch_expand(weight: tuple[Tensor, Tensor], to: tuple[Tensor, ...], *, overlap: bool) -> None:
+    """overlap: beside the kernel before, which must be one that waits first and lets the next one start then, and that
+    writes nothing of these; nothing may have been launched between."""
+    rows, groups = weight[1].shape
+    parameters = ExpandArguments(*(t.data_ptr() for t in (*weight, *to)), rows, groups)
+    device, blocks = weight[0].get_device(), -(-rows // (EXPAND_THREADS // 32))
+    nvrtc.launch(_expand_kernel(device), (blocks,), EXPAND_THREADS, 0, parameters, device, overlap=overlap)
+
+
+def expand(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """packed [N, K/2], scale [N, K/32], not empty -> e4m3 [N, K], row scale [N], outside [N]."""
+    weight = _aligned(packed), scale.contiguous()
+    to = _expanded(len(packed), 2 * packed.shape[1], packed.device)
+    _launch_expand(weight, to, overlap=False)
+    return to
 
 
 @lru_cache(maxsize=8)
