@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8 import E4M3, blocks, quantize_fp8_block
-from quantrot.kernels.fp8.blocks import Arguments, Groups, Ring, Squares
+from quantrot.kernels.fp8.blocks import Arguments, Groups, Ring, Rows, Squares
 from quantrot.kernels.fp8.reference import gate, quantize_reference, scale_shape
 
 INF, NAN = float("inf"), float("nan")
@@ -62,6 +62,9 @@ def blocks_of_everything(size: int, dtype: torch.dtype) -> torch.Tensor:
         ((1, 128), torch.bfloat16, "exact", blocks.PLANS[1, 128]),
         ((1, 128), torch.float16, "bf16", Groups(4, 128, rows=16)),
         ((1, 128), torch.bfloat16, "pow2", Groups(4, 32, rows=1)),
+        ((1, 0), torch.bfloat16, "bf16", blocks.row_plan(344, 1)),
+        ((1, 0), torch.bfloat16, "exact", Rows(4, 32, units=4)),
+        ((1, 0), torch.float16, "pow2", Rows(4, 64, units=2)),
     ],
 )
 def test_emulated_bits_are_the_references(emulated, block, dtype, rule, plan):
@@ -70,7 +73,7 @@ def test_emulated_bits_are_the_references(emulated, block, dtype, rule, plan):
     run = RUN.format(call=plan.call(block, dtype), **shape)
     library = emulated(source[: source.index('extern "C" __global__')] + run)
     library.run.restype = ctypes.c_char_p
-    x = blocks_of_everything(block[1], dtype)
+    x = blocks_of_everything(block[1] or 128, dtype)
     if block[0] == 1:
         x = x[[*range(120, 136), *range(256, 261)]]
     apart = torch.full((x.shape[0], x.shape[1] + 16), NAN, dtype=dtype)

@@ -234,8 +234,11 @@ def test_expand_on_the_gpu(rows, groups):
     tokens = expand_reference(codes, scales)
     for _ in range(20):
         alone = hopper_rows.expand(packed.cuda(), scale.cuda())
-        both = hopper_rows.quantize_expanded(x.cuda(), ScaleRule.even, 32, None, (packed.cuda(), scale.cuda()))
-        for got, wanted in ((alone, expected), (both[5:], expected), (both[:3], tokens)):
+        given, weight = x.cuda(), (packed.cuda(), scale.cuda())
+        room = hopper_rows.room(rows, groups * 32, given.device)
+        quantized = hopper_rows.quantize_expanded(given, ScaleRule.even, 32, None)
+        beside = hopper_rows.expand(*weight, room)
+        for got, wanted in ((alone, expected), (beside, expected), (quantized, tokens)):
             assert torch.equal(got[0].view(torch.uint8).cpu(), wanted[0].view(torch.uint8))
             assert torch.equal(got[1].cpu(), wanted[1]) and torch.equal(got[2].cpu(), wanted[2])
 

@@ -5,6 +5,9 @@ a row, cuBLAS multiplies them with row scales, and where a row does not fit e4m3
 more from the packed operands. A few tokens by a packed weight run in one kernel that reads the packed bytes once.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -310,29 +313,30 @@ def _linear_decode(
 def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
     from quantrot.kernels.mxfp4 import triton_gemm
 
+    expand = _expander(packed, scale)
     if activations == "fp8":
-        weight, weight_scale, weight_outside = torch.ops.quantrot.mxfp4_expand(packed, scale, "auto")
         tokens, token_scale = _fp8_tokens(rows, hadamard)
+        weight, weight_scale, weight_outside = expand()
         y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
         triton_gemm.repair(y, packed, scale, weight_outside, wide=(tokens, token_scale))
         return y
-    operands = _both_expanded(rows, packed, scale, ScaleRule(rule), hadamard)
-    tokens, token_scale, outside, codes, scales, weight, weight_scale, weight_outside = operands
+    tokens, token_scale, outside, codes, scales = torch.ops.quantrot.mxfp4_quantize_expanded(
+        rows, None, rule, hadamard, "auto"
+    )
+    weight, weight_scale, weight_outside = expand()
     y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
     whole = tokens, token_scale  # exact in the rows that are inside, whose codes were not written
     triton_gemm.repair(y, packed, scale, weight_outside, packed=(codes, scales, outside), wide=whole)
     return y
 
 
-def _both_expanded(rows: Tensor, packed: Tensor, scale: Tensor, rule: ScaleRule, hadamard: int) -> tuple[Tensor, ...]:
-    """mxfp4_quantize_expanded of the tokens, then mxfp4_expand of the weight, on Hopper at the same time."""
-    if nvrtc.available(rows.device) and packed.numel():
-        from quantrot.kernels.mxfp4 import hopper_rows
+def _expander(packed: Tensor, scale: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """mxfp4_expand of a weight, for right after the tokens' quantizer: on Hopper they run at the same time."""
+    if not packed.numel() or not nvrtc.available(packed.device):
+        return partial(torch.ops.quantrot.mxfp4_expand, packed, scale, "auto")
+    from quantrot.kernels.mxfp4 import hopper_rows
 
-        if hopper_rows.fits(rows, rule, hadamard, True):
-            return hopper_rows.quantize_expanded(rows, rule, hadamard, None, (packed, scale))
-    tokens = torch.ops.quantrot.mxfp4_quantize_expanded(rows, None, str(rule), hadamard, "auto")
-    return *tokens, *torch.ops.quantrot.mxfp4_expand(packed, scale, "auto")
+    return partial(hopper_rows.expand, packed, scale, hopper_rows.room(len(packed), 2 * packed.shape[1], packed.device))
 
 
 @torch.library.register_fake("quantrot::mxfp4_linear")

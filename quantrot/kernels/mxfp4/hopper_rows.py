@@ -185,22 +185,13 @@ def quantize(
 
 
 def quantize_expanded(
-    x: Tensor,
-    rule: ScaleRule,
-    hadamard: int,
-    signs: Tensor | None,
-    beside: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, ...]:
-    """x [M, K] -> e4m3, row scale, outside; packed and scale, written where a row has a group below the window.
-
-    beside: packed and scale of a weight [N, K], not empty, which is expanded at the same time: its `expand` follows.
-    """
+    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K] -> e4m3, row scale, outside; packed and scale, written where a row has a group below the window."""
     x = _aligned(x)
-    weight = None if beside is None else (_aligned(beside[0]), beside[1].contiguous())
     rows, width = x.shape
     packed, scale, _ = outputs(x, x.shape, False)
-    expanded = _expanded(rows, width, x.device)
-    weights = () if weight is None else _expanded(len(weight[0]), width, x.device)
+    to = room(rows, width, x.device)
     groups, (most, stages) = width // GROUP, tuned.HOPPER_EXPANDED
     threads = -(-groups // 32) * 32
     resident = max(1, min(16, most // threads))
@@ -209,16 +200,14 @@ def quantize_expanded(
     )
     device, shared = x.get_device(), shared_bytes(threads, stages, hadamard, expanded=True)
     factors = None if signs is None else float_signs(signs, x)
-    parameters = arguments(x, factors, (packed, scale, *expanded), rows, groups, hadamard, None)
+    parameters = arguments(x, factors, (packed, scale, *to), rows, groups, hadamard, None)
     blocks = min(rows, nvrtc.processors(device) * resident)
     nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device, overlap=True)
-    if weight is not None:
-        _launch_expand(weight, weights, overlap=True)
-    return *expanded, packed, scale, *weights
+    return *to, packed, scale
 
 
-def _expanded(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty e4m3, row scale and outside."""
+def room(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty e4m3, row scale and outside of a matrix."""
     return (
         torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device),
         torch.empty(rows, dtype=torch.float32, device=device),
@@ -232,20 +221,21 @@ def _expand_kernel(device: int) -> Any:
     return nvrtc.load_kernel(source, "mxfp4_expand", 0, device)
 
 
-def _launch_expand(weight: tuple[Tensor, Tensor], to: tuple[Tensor, ...], *, overlap: bool) -> None:
-    """overlap: beside the kernel before, which must be one that waits first and lets the next one start then, and that
-    writes nothing of these; nothing may have been launched between."""
-    rows, groups = weight[1].shape
-    parameters = ExpandArguments(*(t.data_ptr() for t in (*weight, *to)), rows, groups)
-    device, blocks = weight[0].get_device(), -(-rows // (EXPAND_THREADS // 32))
-    nvrtc.launch(_expand_kernel(device), (blocks,), EXPAND_THREADS, 0, parameters, device, overlap=overlap)
+def expand(
+    packed: Tensor, scale: Tensor, to: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """packed [N, K/2], scale [N, K/32], not empty -> e4m3 [N, K], row scale [N], outside [N].
 
-
-def expand(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """packed [N, K/2], scale [N, K/32], not empty -> e4m3 [N, K], row scale [N], outside [N]."""
+    to: the `room` for them, made before the kernel that was launched last, which writes neither room nor weight, and
+    lets no other start before it has waited for those before it: the two then run at the same time.
+    """
     weight = _aligned(packed), scale.contiguous()
-    to = _expanded(len(packed), 2 * packed.shape[1], packed.device)
-    _launch_expand(weight, to, overlap=False)
+    beside = to is not None and weight[0] is packed and weight[1] is scale
+    to = to or room(len(packed), 2 * packed.shape[1], packed.device)
+    rows, groups = scale.shape
+    parameters = ExpandArguments(*(t.data_ptr() for t in (*weight, *to)), rows, groups)
+    device, blocks = packed.get_device(), -(-rows // (EXPAND_THREADS // 32))
+    nvrtc.launch(_expand_kernel(device), (blocks,), EXPAND_THREADS, 0, parameters, device, overlap=beside)
     return to
 
 

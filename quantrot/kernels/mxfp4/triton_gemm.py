@@ -190,7 +190,11 @@ def _repair_kernel(
     y_ptr, a_ptr, a_scale_ptr, a_outside_ptr, b_ptr, b_scale_ptr, b_outside_ptr, wide_ptr, wide_scale_ptr,
     rows, columns, depth,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, A_PACKED: tl.constexpr, WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     a_any = 0
     if A_PACKED:
         a_any = _any(a_outside_ptr, rows, 4096)
@@ -243,8 +247,9 @@ def repair(
     if y.numel():
         tile = 128 if rows > 32 else 32
         tiles = triton.cdiv(rows, tile) * triton.cdiv(columns, 128)
+        overlap = y.device.type == "cuda" and torch.cuda.get_device_capability(y.device)[0] >= 9
         _repair_kernel[(min(tiles, processors(y)),)](
             y, *(packed or (y, y, y)), b, b_scale, b_outside, *(wide or (y, y)), rows, columns, 2 * b.shape[1],
             ROWS=tile, COLUMNS=128, DEPTH=64, A_PACKED=packed is not None, WIDE=wide is not None,
-            num_warps=8 if tile == 128 else 4,
+            OVERLAP=overlap, num_warps=8 if tile == 128 else 4, **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
