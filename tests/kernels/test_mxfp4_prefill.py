@@ -22,6 +22,10 @@ CASES = {
     "shared": Plan(96, share=2, stages=3),
     "odd": Plan(128, share=2, odd=True, stages=2, halves=False),
     "wide": Plan(256, share=2, stages=2),
+    "parts": Plan(256, 1, 2, stages=3),
+    "parts_teams": Plan(128, 2, groups=1, halves=False, stages=2),
+    "parts_192_rows": Plan(128, 1, 2, groups=3, halves=False, stages=3),
+    "parts_192_alone": Plan(128, 1, groups=3, halves=False, stages=3),
 }
 DRIVER = """
 static std::string message;
@@ -88,12 +92,13 @@ def exact(x, packed, scale):
 @pytest.mark.parametrize(("m", "n", "k"), [(33, 136, 64), (70, 264, 640), (130, 72, 448)])
 def test_every_kernel_is_exact_where_no_sum_rounds(emulator, name, m, n, k):
     torch.manual_seed(m)
+    k = k if CASES[name].splits(k) else 1024
     given = operands(m, n, k)
     y = emulator(name, *given, seed=m, settled=m == 70)
     assert torch.equal(y, exact(*given).to(BF16))
 
 
-@pytest.mark.parametrize("name", ["alone", "shared"])
+@pytest.mark.parametrize("name", ["alone", "shared", "parts", "parts_teams"])
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     torch.manual_seed(0)
     x, packed, scale = operands(40, 264, 512)
@@ -120,15 +125,15 @@ def test_scales_at_the_ends_of_what_is_taken_and_past_them(emulator):
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (4096, 14336), (200, 192), (8, 64)])
-@pytest.mark.parametrize("m", [33, 200, 1024, 8192])
+@pytest.mark.parametrize("m", [33, 64, 200, 256, 512, 1024, 8192])
 def test_every_plan_fits(n, k, m):
     plan = hopper_prefill.plan_for(m, n, k)
-    assert plan.depth >= 2 and plan.shared_bytes() <= 227 << 10
+    assert plan.depth >= 2 and plan.shared_bytes() <= 227 << 10 and plan.splits(k)
     assert plan.odd == (plan.share == 2 and -(-n // 128) % 2 == 1)
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
-@pytest.mark.parametrize("name", ["alone", "wide"])
+@pytest.mark.parametrize("name", ["alone", "wide", "parts", "parts_192_alone"])
 def test_kernels_compile_without_spills(name, tmp_path):
     source = tmp_path / "kernel.cu"
     source.write_text(hopper_prefill.device_functions() + CASES[name].entry())
@@ -144,7 +149,10 @@ def test_kernels_compile_without_spills(name, tmp_path):
 
 
 @gpu
-@pytest.mark.parametrize(("m", "n", "k"), [(33, 4096, 4096), (1024, 4096, 14336), (1000, 8200, 8192), (4097, 384, 640)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(33, 4096, 4096), (256, 8192, 8192), (130, 6144, 4096), (1024, 4096, 14336), (1000, 8200, 8192), (4097, 384, 640)],
+)
 def test_a_gpu_gives_the_exact_product_once_rounded(m, n, k):
     torch.manual_seed(m)
     given = operands(m, n, k, 2, "cuda")
@@ -154,7 +162,7 @@ def test_a_gpu_gives_the_exact_product_once_rounded(m, n, k):
 
 
 @gpu
-def test_every_plan_gives_the_same_bits():
+def test_every_plan_of_one_part_gives_the_same_bits():
     x = torch.randn(700, 1024, device="cuda", dtype=BF16)
     packed, scale = quantize_mxfp4(torch.randn(1160, 1024, device="cuda") / 32, "mse")
     expected = mxfp4_gemm(x, packed, scale)

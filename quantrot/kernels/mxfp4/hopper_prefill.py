@@ -1,7 +1,7 @@
 """Many bfloat16 tokens by a packed MXFP4 weight on Hopper: CUDA C++ (prefill.cuh, on kernels/mixed), made at first use.
 
-All of K is summed by the tensor cores in float32, in order, and the sum rounded once; a token's bits depend on neither
-the other tokens nor the plan.
+All of K, or of a part of it as the plan says, is summed by the tensor cores in float32, in order; the parts are added
+two by two, and the sum is rounded once. A token's bits depend on the plan's parts alone.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ from quantrot.kernels.mxfp4.reference import GROUP
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
     const __grid_constant__ quantrot::TensorMap y, const __grid_constant__ quantrot::MixedArgs args) {{
-  quantrot::prefill<quantrot::PackedTile<{tile}>, quantrot::PackedOperands>(&codes, &wide, &y, args);
+  quantrot::{function}<quantrot::PackedTile<{tile}>, quantrot::PackedOperands>(&codes, &wide, &y, args);
 }}
 """
 
 
 @dataclass(frozen=True)
 class Plan(mixed.Plan):
-    """Tiles of 128 rows of the weight by `columns` tokens, in persistent thread blocks."""
+    """The same tiles, of half the bytes of codes; not with four warpgroups that multiply."""
 
     def _stage(self) -> int:
         return self.rows * mixed.BLOCK // 2 + self.columns * 128 + 16
@@ -38,11 +38,13 @@ class Plan(mixed.Plan):
     def entry(self, name: str = "mxfp4_prefill") -> str:
         """C++ of the kernel `name`."""
         flags = (str(flag).lower() for flag in (self.odd, self.halves))
+        shape = self.groups, self.columns, self.depth, self.split, self.share, *flags, max(self.teams, 1)
         return ENTRY.format(
-            cluster=f"__cluster_dims__({self.share}, 1, 1) " if self.share > 1 else "",
+            cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
             threads=self.threads,
             name=name,
-            tile=", ".join(map(str, (self.columns, self.depth, self.share, *flags))),
+            function="parts" if self.teams else "prefill",
+            tile=", ".join(map(str, shape)),
         )
 
 
@@ -59,13 +61,17 @@ def fits(x: Tensor, rows: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def plan_for(tokens: int, rows: int, depth: int) -> Plan:
-    """The tile that takes least by kernels/mixed's model of the same loop."""
-    found = []
+    """The plan that takes least by kernels/mixed's model of the same loops, of codes of a byte."""
+    times: list[tuple[float, mixed.Plan]] = []
     for width in mixed.WIDTHS:
         share = 2 if rows > 128 else 1
-        odd = share == 2 and -(-rows // 128) % 2 > 0
-        found.append(Plan(width, share=share, odd=odd, halves=width > 64))
-    return min(found, key=lambda plan: mixed.prefill_cycles(plan, rows, tokens, depth, 0))
+        plan = mixed.Plan(width, share=share, odd=-(-rows // 128) % share > 0, halves=width > 64)
+        times.append((mixed.prefill_cycles(plan, rows, tokens, depth, 0), plan))
+    for plan, block, _, rest in mixed.PARTS:
+        two = plan.teams * plan.groups < 4
+        if two and plan.tiles(rows, tokens) <= mixed.PROCESSORS // plan.cluster and plan.splits(depth):
+            times.append((depth / plan.parts / mixed.BLOCK * block + rest, plan))
+    return Plan(**vars(min(times, key=lambda found: found[0])[1]))
 
 
 def arguments(x: Tensor, scale: Tensor, y: Tensor, plan: Plan, settled: bool) -> mixed.MixedArgs:
@@ -77,6 +83,7 @@ def arguments(x: Tensor, scale: Tensor, y: Tensor, plan: Plan, settled: bool) ->
         depth=x.shape[1],
         groups=scale.shape[1],
         group_blocks=x.shape[1] // mixed.BLOCK,
+        segment=plan.segment(x.shape[1]),
         tile_group=plan.tile_group,
         early=settled,
     )

@@ -1,4 +1,4 @@
-// Many tokens by a packed weight, bfloat16: prefill of kernels/mixed (multiply.cuh, gemm.cuh), whose codes are MXFP4's.
+// Many tokens by a packed weight, bfloat16: prefill and parts of kernels/mixed, whose codes are MXFP4's.
 //
 // 32 bytes of a row are 64 columns, with a scale byte for each half. A code in bfloat16's bits, sign, low exponent bits and
 // first bit of the mantissa, is the number times 2^-126; that times 2^(62 + scale byte) is exact, 2^-64 of the weight's value,
@@ -6,10 +6,9 @@
 
 namespace quantrot {
 
-template <int COLUMNS_, int STAGES_, int SHARE_, bool ODD_, bool HALVES_>
-struct PackedTile : Tile<2, COLUMNS_, STAGES_, 1, SHARE_, ODD_, HALVES_> {
-  using Base = Tile<2, COLUMNS_, STAGES_, 1, SHARE_, ODD_, HALVES_>;
-  static constexpr int LINE = 32, CODES = Base::ROWS * LINE, STAGE = CODES + COLUMNS_ * 128;
+template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool ODD_, bool HALVES_, int TEAMS_ = 1>
+struct PackedTile : Tile<GROUPS_, COLUMNS_, STAGES_, SPLIT_, SHARE_, ODD_, HALVES_, TEAMS_> {
+  static constexpr int LINE = 32, CODES = 64 * GROUPS_ * LINE, STAGE = CODES + COLUMNS_ * 128;
 };
 
 struct PackedOperands {
@@ -128,10 +127,11 @@ struct PackedMultiplier {
     }
   }
 
-  __device__ __forceinline__ void run(float (&sum)[P::W], int, int count) {
+  // Past the last block there are zeros, times what scale there is.
+  __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
 #pragma unroll
     for (int r = 0; r < 2; r++) scale[r] = (const unsigned short*)args.scale + (i64)lane.rows[r] * args.group_blocks;
-    next = 0;
+    next = first;
     find();
     enter();
     const u32 tile = base + ring.stage * P::STAGE;
