@@ -158,9 +158,9 @@ def test_the_plan_of_256_x_256_blocks_goes_by_how_many_a_multiprocessor_has():
 @gpu
 @pytest.mark.parametrize("rule", ["exact", "bf16", "pow2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block", sorted(blocks.PLANS))
+@pytest.mark.parametrize("block", [*sorted(blocks.PLANS), (1, 0)])
 def test_gpu_bits_are_the_references(block, dtype, rule):
-    x = blocks_of_everything(block[1], dtype)
+    x = blocks_of_everything(block[1] or 128, dtype)
     if not blocks.supports(x.cuda(), block):
         pytest.skip("needs sm_90 and cuda.core")
     expected = quantize_reference(x, block, rule)
@@ -187,7 +187,7 @@ def test_gpu_bits_are_the_references_by_the_plans_of_large_matrices(block, strea
 def test_gpu_rows_with_a_pitch_and_rows_that_do_not_start_at_16_bytes():
     x = torch.randn(300, 1040, device="cuda").bfloat16()
     for part in (x[:, :520], x[3:, 8:264], x[:, 4:260], x[:, :257]):
-        for block in blocks.PLANS:
+        for block in (*blocks.PLANS, (1, 0)):
             expected = quantize_reference(part.cpu(), block, "exact")
             got = quantize_fp8_block(part, block, "exact")
             assert torch.equal(bits(got[0]), bits(expected[0])) and torch.equal(bits(got[1]), bits(expected[1]))

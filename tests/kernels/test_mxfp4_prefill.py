@@ -13,7 +13,8 @@ from quantrot.kernels.mxfp4 import dequantize_mxfp4, mxfp4_gemm, quantize_mxfp4
 pytest.importorskip("triton", reason="triton is not installed")
 
 from quantrot.kernels.mxfp4 import hopper_prefill  # noqa: E402
-from quantrot.kernels.mxfp4.hopper_prefill import Plan  # noqa: E402
+from quantrot.kernels.mxfp4.hopper_prefill import Plan, Plan8  # noqa: E402
+from quantrot.kernels.mxfp4.reference import expand_reference  # noqa: E402
 
 gpu = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -26,6 +27,11 @@ CASES = {
     "parts_teams": Plan(128, 2, groups=1, halves=False, stages=2),
     "parts_192_rows": Plan(128, 1, 2, groups=3, halves=False, stages=3),
     "parts_192_alone": Plan(128, 1, groups=3, halves=False, stages=3),
+}
+CASES8 = {
+    "tokens": Plan8(64, stages=3, halves=False),
+    "tokens_odd": Plan8(128, share=2, odd=True, stages=2),
+    "tokens_wide": Plan8(256, share=2, stages=2),
 }
 DRIVER = """
 static std::string message;
@@ -48,29 +54,39 @@ extern "C" const char* run(int which, const unsigned long long (*m)[8], const qu
 
 
 @pytest.fixture(scope="module")
-def emulator(emulated):
-    """Every case's kernel on the host: emulator(case, x, packed, scale, seed) -> y."""
-    entries = "".join(plan.entry(f"prefill_{name}") for name, plan in CASES.items())
-    names = ", ".join(f"prefill_{name}" for name in CASES)
+def library(emulated):
+    plans = CASES | CASES8
+    entries = "".join(plan.entry(f"prefill_{name}") for name, plan in plans.items())
+    names = ", ".join(f"prefill_{name}" for name in plans)
     library = emulated(hopper_prefill.device_functions() + entries + DRIVER.replace("NAMES", names))
     library.run.restype = ctypes.c_char_p
+    return library
 
-    def run(name, x, packed, scale, seed=0, processors=4, settled=False):
-        plan = CASES[name]
+
+def run(library, name, packed, x, y, args, seed, processors):
+    plan = (CASES | CASES8)[name]
+    maps = (ctypes.c_ulonglong * 24)()
+    for i, (t, box) in enumerate(zip((packed, x, y), plan.boxes(True), strict=True)):
+        maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, t.stride(0) * t.itemsize, *box[:2], t.itemsize, box[2])
+    message = library.run(
+        list(CASES | CASES8).index(name), maps, ctypes.byref(args), plan.grid(*y.T.shape, processors), plan.cluster,
+        plan.threads, plan.shared_bytes(), seed,
+    )  # fmt: skip
+    assert message == b"", message.decode()
+
+
+@pytest.fixture(scope="module")
+def emulator(library):
+    """Every case's kernel on the host: emulator(case, x, packed, scale, seed) -> y."""
+
+    def multiply(name, x, packed, scale, seed=0, processors=4, settled=False):
         assert hopper_prefill.fits(x, packed.shape[0])
         y = torch.full((x.shape[0], packed.shape[0]), float("nan"), dtype=x.dtype)
-        args = hopper_prefill.arguments(x, scale, y, plan, settled)
-        maps = (ctypes.c_ulonglong * 24)()
-        for i, (t, box) in enumerate(zip((packed, x, y), plan.boxes(), strict=True)):
-            maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, t.stride(0) * t.itemsize, *box[:2], t.itemsize, box[2])
-        message = library.run(
-            list(CASES).index(name), maps, ctypes.byref(args), plan.grid(*y.T.shape, processors), plan.cluster,
-            plan.threads, plan.shared_bytes(), seed,
-        )  # fmt: skip
-        assert message == b"", message.decode()
+        args = hopper_prefill.arguments(x, scale, y, CASES[name], settled)
+        run(library, name, packed, x, y, args, seed, processors)
         return y
 
-    return run
+    return multiply
 
 
 def operands(m, n, k, spread=3, device="cpu"):
@@ -121,6 +137,27 @@ def test_scales_at_the_ends_of_what_is_taken_and_past_them(emulator):
     assert not y[:, [2, 4]].isfinite().any()
 
 
+@pytest.mark.parametrize("name", CASES8)
+@pytest.mark.parametrize(("m", "n", "k"), [(33, 136, 128), (70, 264, 640)])
+def test_tokens_in_e4m3_meet_the_values_that_the_weight_expands_to(library, name, m, n, k):
+    """Groups within the window and below it, of zeros, of NaN; scales of tokens and of rows."""
+    torch.manual_seed(m)
+    _, packed, scale = operands(m, n, k)
+    tokens = torch.randint(-8, 9, (m, k)).to(torch.float8_e4m3fn)
+    token_scale = torch.exp2(torch.randint(-3, 4, (m,)).float())
+    scale[:, 1:] -= torch.randint(0, 4, (n, k // 32 - 1), dtype=torch.uint8)
+    scale[1, 1:], scale[2, 1:], scale[3, 2], scale[4, :2] = scale[1, 0] - 14, scale[2, 0] - 20, 0, 0
+    scale[5, -1], scale[6] = 255, 255
+    e4m3, row_scale, _ = expand_reference(packed, scale)
+    y = torch.full((m, n), float("nan"), dtype=BF16)
+    x = tokens.view(BF16)
+    assert hopper_prefill.fits_e4m3(tokens, n, BF16)
+    args = hopper_prefill.arguments8(x, token_scale, scale, row_scale, y, CASES8[name])
+    run(library, name, packed, x, y, args, m, 4)
+    exact = (tokens.double() @ e4m3.double().T) * token_scale[:, None] * row_scale
+    assert torch.equal(y.isnan(), exact.isnan()) and torch.equal(y.nan_to_num(), exact.to(BF16).nan_to_num())
+
+
 # --- Plans and compiling ---------------------------------------------------------------------------------------------
 
 
@@ -133,10 +170,10 @@ def test_every_plan_fits(n, k, m):
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
-@pytest.mark.parametrize("name", ["alone", "wide", "parts", "parts_192_alone"])
+@pytest.mark.parametrize("name", ["alone", "wide", "parts", "parts_192_alone", "tokens_odd", "tokens_wide"])
 def test_kernels_compile_without_spills(name, tmp_path):
     source = tmp_path / "kernel.cu"
-    source.write_text(hopper_prefill.device_functions() + CASES[name].entry())
+    source.write_text(hopper_prefill.device_functions() + (CASES | CASES8)[name].entry())
     target = ["-gencode", "arch=compute_90a,code=sm_90a"]
     command = ["nvcc", "-cubin", "-std=c++17", *target, "-Xptxas", "-v", "-o", str(tmp_path / "out"), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -185,7 +185,7 @@ def whole_row(block: tuple[int, int], columns: int) -> bool:
 def row_plan(columns: int, units: int = 4) -> Rows:
     """Of rows that are blocks."""
     threads = 32 * -(-columns // (256 * units))
-    return Rows(max(1, min(16, 1536 // threads)), threads, units=units)
+    return Rows(max(1, min(16, 1536 // threads)), threads, stream=False, units=units)
 
 
 def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
@@ -206,7 +206,7 @@ def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
 def plan_for(block: tuple[int, int], rows: int, columns: int, gated: bool = False) -> Plan:
     """Of a matrix of 16-bit numbers. Only what is larger than a limit is marked as passing through."""
     if whole_row(block, columns):
-        return replace(row_plan(columns), stream=3 * rows * columns > STREAM_BYTES)
+        return row_plan(columns)
     plan, few = GATED if gated else (PLANS[block], FEW_ROWS)
     each = squares(rows, columns, block) / PROCESSORS
     if block == (1, 128) and plan.grid(rows, columns, block) < plan.resident * PROCESSORS:

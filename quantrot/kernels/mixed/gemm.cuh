@@ -147,7 +147,7 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
       int row, column;
       tiles.at(i, rank, row, column);
       row += group * 64;
-      multiplier.lane.at(row, args.rows);
+      multiplier.lane.at(row, args.rows, column);
       float sum[P::W];
       multiplier.run(sum, 0, blocks);
       store_tile<O>(y, args, Ends<O>(args, multiplier.lane), sum, row, column, output + group * P::OUTPUT, 1 + group);

@@ -171,6 +171,7 @@ struct Loader {
 // Where a lane finds its codes in a tile: two rows, eight apart, and in each 16 columns two pairs.
 struct Lane {
   u32 rows[2];     // of the matrix, not past its end
+  int column;      // of the wide one, the tile's first
   u32 offsets[4];  // in the tile: of the first row's first pair, each 16 columns
 
   __device__ __forceinline__ Lane(u32 group) {
@@ -178,7 +179,8 @@ struct Lane {
 #pragma unroll
     for (u32 j = 0; j < 4; j++) offsets[j] = swizzled64(row, j * 16) + lane_number() % 4 * 2;
   }
-  __device__ __forceinline__ void at(int row, int rows_there) {  // row: the warpgroup's first
+  __device__ __forceinline__ void at(int row, int rows_there, int first) {  // row: the warpgroup's first
+    column = first;
     const int mine = row + warp_number() % 4 * 16 + lane_number() / 4;
     rows[0] = min(mine, rows_there - 1), rows[1] = min(mine + 8, rows_there - 1);
   }

@@ -109,7 +109,7 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
     const u32 mine = threadIdx.x % 128 * 16;
     float sum[W];
     typename Chosen<P, O>::Type multiplier(args, group, base + ring * P::STAGE, full + ring * 8, empty + ring * 8, half);
-    multiplier.lane.at(row + group * 64, args.rows);
+    multiplier.lane.at(row + group * 64, args.rows, column);
     multiplier.run(sum, first + team * args.segment, args.segment);
     const Ends<O> ends(args, multiplier.lane);  // on their way while sums are swapped
     if constexpr (TEAMS == 2) {

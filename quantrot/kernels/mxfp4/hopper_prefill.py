@@ -1,10 +1,15 @@
-"""Many bfloat16 tokens by a packed MXFP4 weight on Hopper: CUDA C++ (prefill.cuh, on kernels/mixed), made at first use.
+"""Many tokens by a packed MXFP4 weight on Hopper: CUDA C++ (prefill.cuh and prefill8.cuh, on kernels/mixed), compiled at
+first use.
+
+    multiply       bfloat16 tokens
+    multiply_e4m3  e4m3 tokens with a scale each, by the weight's e4m3 values that `expand` would write
 
 All of K, or of a part of it as the plan says, is summed by the tensor cores in float32, in order; the parts are added
 two by two, and the sum is rounded once. A token's bits depend on the plan's parts alone.
 """
 
 import ctypes
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +19,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed import hopper as mixed
-from quantrot.kernels.mxfp4.reference import GROUP
+from quantrot.kernels.mxfp4.reference import E2M1, GROUP
 
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
@@ -22,6 +27,13 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {
   quantrot::{function}<quantrot::PackedTile<{tile}>, quantrot::PackedOperands>(&codes, &wide, &y, args);
 }}
 """
+ENTRY8 = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
+    const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
+    const __grid_constant__ quantrot::TensorMap y, const __grid_constant__ quantrot::MixedArgs args) {{
+  quantrot::prefill<quantrot::Tile<{tile}>, quantrot::CodesOperands>(&codes, &wide, &y, args);
+}}
+"""
+SHIFTS = tuple(range(-14, 7))  # of a group's power of two, relative to its row's
 
 
 @dataclass(frozen=True)
@@ -48,10 +60,39 @@ class Plan(mixed.Plan):
         )
 
 
+@dataclass(frozen=True)
+class Plan8(mixed.Plan):
+    """The same tiles for tokens in e4m3, columns of K counted in pairs."""
+
+    def shared_bytes(self) -> int:
+        return super().shared_bytes() + 256  # a table
+
+    def entry(self, name: str = "mxfp4_prefill") -> str:
+        """C++ of the kernel `name`."""
+        flags = (str(flag).lower() for flag in (self.odd, self.halves))
+        return ENTRY8.format(
+            cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
+            threads=self.threads,
+            name=name,
+            tile=", ".join(map(str, (self.groups, self.columns, self.depth, self.split, self.share, *flags))),
+        )
+
+
+def magnitudes() -> str:
+    """C++: MAGNITUDES, the eight magnitudes as e4m3 bytes times 2^-14 (zeros, and what is less) to 2^6, then NaN's."""
+    values = torch.tensor(E2M1)[None] * torch.exp2(torch.tensor(SHIFTS, dtype=torch.float32))[:, None]
+    words = torch.cat([values.to(torch.float8_e4m3fn).view(torch.uint8), torch.full((1, 8), 0x7F, dtype=torch.uint8)])
+    rows = ", ".join(f"{{{low:#x}u, {high:#x}u}}" for low, high in words.view(torch.uint32).tolist())
+    constants = f"constexpr int LENGTH = {len(words)}, SHIFTS = {-SHIFTS[0]};"
+    return f"namespace quantrot {{ {constants}\n__device__ const u32 MAGNITUDES[LENGTH][2] = {{{rows}}}; }}\n"
+
+
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return mixed.device_functions() + (Path(__file__).parent / "prefill.cuh").read_text()
+    ours = (Path(__file__).parent / f"{name}.cuh" for name in ("prefill", "prefill8"))
+    first, second = (file.read_text() for file in ours)
+    return mixed.device_functions() + first + magnitudes() + second
 
 
 def fits(x: Tensor, rows: int) -> bool:
@@ -59,19 +100,39 @@ def fits(x: Tensor, rows: int) -> bool:
     return x.dtype == torch.bfloat16 and x.numel() > 0 and x.shape[1] % mixed.BLOCK == 0 and rows > 0 and rows % 8 == 0
 
 
+def fits_e4m3(tokens: Tensor, rows: int, dtype: torch.dtype) -> bool:
+    """Whether `multiply_e4m3` takes these tokens [M, K], a weight of so many rows, and a result of this type."""
+    whole = tokens.numel() > 0 and tokens.shape[1] % (2 * mixed.BLOCK) == 0 and rows > 0 and rows % 8 == 0
+    return whole and dtype == torch.bfloat16
+
+
+def _tiles(tokens: int, rows: int, widths: Iterable[int]) -> Iterator[mixed.Plan]:
+    """Plans of persistent thread blocks."""
+    share = 2 if rows > 128 else 1
+    for width in widths:
+        if not width > mixed.SOME >= tokens:  # a box of twice the tokens there are is slow
+            yield mixed.Plan(width, share=share, odd=-(-rows // 128) % share > 0, halves=width > 64)
+
+
 @lru_cache(maxsize=4096)
 def plan_for(tokens: int, rows: int, depth: int) -> Plan:
-    """The plan that takes least by kernels/mixed's model of the same loops, of codes of a byte."""
-    times: list[tuple[float, mixed.Plan]] = []
-    for width in mixed.WIDTHS:
-        share = 2 if rows > 128 else 1
-        plan = mixed.Plan(width, share=share, odd=-(-rows // 128) % share > 0, halves=width > 64)
-        times.append((mixed.prefill_cycles(plan, rows, tokens, depth, 0), plan))
+    """The plan that takes least by kernels/mixed's model of the same loops, of codes of a byte.
+
+    64 tokens by 4096 x 4096 took 17.9 us in boxes of 128, 128 tokens 11.7.
+    """
+    times = [(mixed.prefill_cycles(plan, rows, tokens, depth, 0), plan) for plan in _tiles(tokens, rows, mixed.WIDTHS)]
     for plan, block, _, rest in mixed.PARTS:
-        two = plan.teams * plan.groups < 4
-        if two and plan.tiles(rows, tokens) <= mixed.PROCESSORS // plan.cluster and plan.splits(depth):
+        taken = plan.teams * plan.groups < 4 and not plan.columns > mixed.SOME >= tokens
+        if taken and plan.tiles(rows, tokens) <= mixed.PROCESSORS // plan.cluster and plan.splits(depth):
             times.append((depth / plan.parts / mixed.BLOCK * block + rest, plan))
     return Plan(**vars(min(times, key=lambda found: found[0])[1]))
+
+
+@lru_cache(maxsize=4096)
+def plan8_for(tokens: int, rows: int, depth: int) -> Plan8:
+    """The same for e4m3, whose loop takes as long for 128 columns."""
+    plans = _tiles(tokens, rows, (64, 128, 192, 256))
+    return Plan8(**vars(min(plans, key=lambda plan: mixed.prefill_cycles(plan, rows, tokens, depth // 2, 0))))
 
 
 def arguments(x: Tensor, scale: Tensor, y: Tensor, plan: Plan, settled: bool) -> mixed.MixedArgs:
@@ -89,18 +150,46 @@ def arguments(x: Tensor, scale: Tensor, y: Tensor, plan: Plan, settled: bool) ->
     )
 
 
+def arguments8(
+    x: Tensor, token_scale: Tensor, scale: Tensor, row_scale: Tensor, y: Tensor, plan: Plan8
+) -> mixed.MixedArgs:
+    """The kernel's last parameter; x [M, K / 2], pairs of e4m3."""
+    return mixed.MixedArgs(
+        scale=row_scale.data_ptr(),
+        zero=scale.data_ptr(),
+        token=token_scale.data_ptr(),
+        rows=y.shape[1],
+        columns=x.shape[0],
+        depth=x.shape[1],
+        groups=1,
+        group_blocks=x.shape[1] // mixed.BLOCK,
+        segment=plan.segment(x.shape[1]),
+        tile_group=plan.tile_group,
+    )
+
+
 class _Arguments(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ubyte * 128) for name in ("codes", "wide", "y")] + [("args", mixed.MixedArgs)]
 
 
 @lru_cache(maxsize=256)
-def _kernel(plan: Plan, device: int) -> int:
+def _kernel(plan: Plan | Plan8, device: int) -> int:
     return nvrtc.load_kernel(device_functions() + plan.entry(), "mxfp4_prefill", plan.shared_bytes(), device)
 
 
 def _aligned(x: Tensor) -> Tensor:
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _launch(plan: Plan | Plan8, packed: Tensor, x: Tensor, y: Tensor, args: mixed.MixedArgs) -> None:
+    values, device = _Arguments(args=args), x.get_device()
+    for field, t, box in zip(("codes", "wide", "y"), (packed, x, y), plan.boxes(True), strict=True):
+        pitch = t.stride(0) * t.element_size()
+        encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
+        ctypes.memmove(getattr(values, field), encoded, 128)
+    grid, shared = (plan.grid(args.rows, args.columns, nvrtc.processors(device)),), plan.shared_bytes()
+    nvrtc.launch(_kernel(plan, device), grid, plan.threads, shared, values, device, overlap=True)
 
 
 def multiply(x: Tensor, packed: Tensor, scale: Tensor, plan: Plan | None = None, *, settled: bool = False) -> Tensor:
@@ -112,15 +201,29 @@ def multiply(x: Tensor, packed: Tensor, scale: Tensor, plan: Plan | None = None,
     given = packed, scale
     x, packed, scale = _aligned(x), _aligned(packed), _aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
-    (tokens, depth), rows, device = x.shape, packed.shape[0], x.get_device()
-    assert scale.shape[1] * GROUP == depth
-    plan = plan or plan_for(tokens, rows, depth)
-    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    values = _Arguments(args=arguments(x, scale, y, plan, settled))
-    for field, t, box in zip(("codes", "wide", "y"), (packed, x, y), plan.boxes(), strict=True):
-        pitch = t.stride(0) * t.element_size()
-        encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
-        ctypes.memmove(getattr(values, field), encoded, 128)
-    grid, shared = (plan.grid(rows, tokens, nvrtc.processors(device)),), plan.shared_bytes()
-    nvrtc.launch(_kernel(plan, device), grid, plan.threads, shared, values, device, overlap=True)
+    assert scale.shape[1] * GROUP == x.shape[1]
+    plan = plan or plan_for(len(x), len(packed), x.shape[1])
+    y = torch.empty(len(x), len(packed), dtype=x.dtype, device=x.device)
+    _launch(plan, packed, x, y, arguments(x, scale, y, plan, settled))
+    return y
+
+
+def multiply_e4m3(
+    tokens: Tensor,
+    token_scale: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    row_scale: Tensor,
+    plan: Plan8 | None = None,
+) -> Tensor:
+    """tokens e4m3 [M, K] times token_scale float32 [M], by a packed weight: bfloat16 [M, N], where `fits_e4m3`.
+
+    The weight's values are those of `expand_mxfp4`, whose row scales are given.
+    """
+    x = _aligned(tokens.view(torch.bfloat16))
+    packed, scale = _aligned(packed), _aligned(scale)
+    assert scale.shape[1] * GROUP == tokens.shape[1]
+    plan = plan or plan8_for(len(x), len(packed), tokens.shape[1])
+    y = torch.empty(len(x), len(packed), dtype=torch.bfloat16, device=x.device)
+    _launch(plan, packed, x, y, arguments8(x, token_scale, scale, row_scale, y, plan))
     return y

@@ -55,12 +55,6 @@ __device__ __forceinline__ u32 half_to_e4m3(u32 pair) {
   asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(r) : "r"(pair));
   return r;
 }
-// Bytes of a and b by the four nibbles of `which`: three bits say which byte, the fourth asks for its sign, eight times.
-__device__ __forceinline__ u32 pick_bytes(u32 a, u32 b, u32 which) {
-  u32 r;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(which));
-  return r;
-}
 __device__ __forceinline__ int warp_max(int v) { return __reduce_max_sync(0xFFFFFFFFu, v); }
 __device__ __forceinline__ int warp_sum(int v) { return __reduce_add_sync(0xFFFFFFFFu, v); }
 // 0, 1, 2, ... to whichever warp of the block asks; the counter starts as 0.
@@ -372,7 +366,7 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
 struct ExpandArgs {
   const u64* packed;           // [rows, groups, 2]
   const unsigned char* scale;  // [rows, groups]
-  Words* e4m3;                 // [rows, groups, 2]
+  Words* e4m3;                 // [rows, groups, 2], or null: only what follows
   float* row_scale;            // [rows]
   int* outside;                // [rows]
   int rows, groups;
@@ -407,14 +401,14 @@ __device__ __forceinline__ void expand(const ExpandArgs& args) {
 #pragma unroll
       for (int i = 0; i < EACH; i++) codes[i] = __ldg(packed + min(first + i * 32 + lane, units - 1));
     };
-    load(0);
+    if (args.e4m3) load(0);
     int most = 0, least = 254;
     for (int g = lane; g < args.groups; g += 32) {
       const int byte = scale[g];
       if (byte != 255) most = max(most, byte), least = min(least, byte);
     }
     const int top = max(warp_max(most) - 127, LEAST_TOP), bottom = -warp_max(-least) - 127;
-    for (int first = 0; first < units; first += 32 * EACH) {
+    for (int first = 0; args.e4m3 && first < units; first += 32 * EACH) {
       if (first) load(first);
 #pragma unroll
       for (int i = 0; i < EACH; i++) {

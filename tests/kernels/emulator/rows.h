@@ -46,16 +46,6 @@ inline u32 half_to_e4m3(u32 pair) { return to_e4m3_one(Fp16::value(pair)) | to_e
 
 inline u32 __funnelshift_l(u32 low, u32 high, u32 shift) { return (u32)(((u64)high << 32 | low) << shift >> 32); }
 
-inline u32 pick_bytes(u32 a, u32 b, u32 which) {
-  const u64 both = (u64)b << 32 | a;
-  u32 picked = 0;
-  for (u32 i = 0; i < 4; i++) {
-    const u32 byte = (u32)(both >> (which >> 4 * i & 7) * 8) & 255;
-    picked |= (which >> 4 * i & 8 ? byte >> 7 ? 255 : 0 : byte) << 8 * i;
-  }
-  return picked;
-}
-
 inline int warp_max(int v) {
   int most = v;
   for (u32 other : exchange(v)) most = std::max(most, (int)other);
