@@ -313,30 +313,39 @@ def _linear_decode(
 def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
     from quantrot.kernels.mxfp4 import triton_gemm
 
-    expand = _expander(packed, scale)
+    widens, expand = _expander(rows, packed, scale)
+    codes: tuple[Tensor, Tensor, Tensor] | None = None
     if activations == "fp8":
         tokens, token_scale = _fp8_tokens(rows, hadamard)
-        weight, weight_scale, weight_outside = expand()
-        y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
-        triton_gemm.repair(y, packed, scale, weight_outside, wide=(tokens, token_scale))
-        return y
-    tokens, token_scale, outside, codes, scales = torch.ops.quantrot.mxfp4_quantize_expanded(
-        rows, None, rule, hadamard, "auto"
-    )
+    else:  # exact in the rows that are inside, whose codes are not written
+        tokens, token_scale, outside, *written = torch.ops.quantrot.mxfp4_quantize_expanded(
+            rows, None, rule, hadamard, "auto"
+        )
+        codes = *written, outside
     weight, weight_scale, weight_outside = expand()
-    y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
-    whole = tokens, token_scale  # exact in the rows that are inside, whose codes were not written
-    triton_gemm.repair(y, packed, scale, weight_outside, packed=(codes, scales, outside), wide=whole)
+    if widens:
+        from quantrot.kernels.mxfp4 import hopper_prefill
+
+        y = hopper_prefill.multiply_e4m3(tokens, token_scale, packed, scale, weight_scale)
+    else:
+        y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
+    triton_gemm.repair(y, packed, scale, weight_outside, packed=codes, wide=(tokens, token_scale))
     return y
 
 
-def _expander(packed: Tensor, scale: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """mxfp4_expand of a weight, for right after the tokens' quantizer: on Hopper they run at the same time."""
-    if not packed.numel() or not nvrtc.available(packed.device):
-        return partial(torch.ops.quantrot.mxfp4_expand, packed, scale, "auto")
-    from quantrot.kernels.mxfp4 import hopper_rows
+def _expander(rows: Tensor, packed: Tensor, scale: Tensor) -> tuple[bool, Callable[[], tuple[Tensor, Tensor, Tensor]]]:
+    """(whether the product takes the packed weight, mxfp4_expand for right after the tokens' quantizer).
 
-    return partial(hopper_rows.expand, packed, scale, hopper_rows.room(len(packed), 2 * packed.shape[1], packed.device))
+    On Hopper the quantizer and it run at the same time; where the product takes the packed weight, only row scales and
+    the numbers of groups outside are made.
+    """
+    if not packed.numel() or not nvrtc.available(packed.device):
+        return False, partial(torch.ops.quantrot.mxfp4_expand, packed, scale, "auto")
+    from quantrot.kernels.mxfp4 import hopper_prefill, hopper_rows
+
+    n, k = packed.shape[0], 2 * packed.shape[1]
+    widens = hopper_prefill.fits_e4m3(rows, n, rows.dtype) and hopper_prefill.pays(rows.shape[0], n, k)
+    return widens, partial(hopper_rows.expand, packed, scale, hopper_rows.room(n, 0 if widens else k, packed.device))
 
 
 @torch.library.register_fake("quantrot::mxfp4_linear")

@@ -1,4 +1,4 @@
-"""Many tokens by a packed MXFP4 weight on Hopper: CUDA C++ (prefill.cuh and prefill8.cuh, on kernels/mixed), compiled at
+"""Many tokens by a packed MXFP4 weight on Hopper: CUDA C++ on kernels/mixed (prefill.cuh, prefill8.cuh), compiled at
 first use.
 
     multiply       bfloat16 tokens
@@ -104,6 +104,11 @@ def fits_e4m3(tokens: Tensor, rows: int, dtype: torch.dtype) -> bool:
     """Whether `multiply_e4m3` takes these tokens [M, K], a weight of so many rows, and a result of this type."""
     whole = tokens.numel() > 0 and tokens.shape[1] % (2 * mixed.BLOCK) == 0 and rows > 0 and rows % 8 == 0
     return whole and dtype == torch.bfloat16
+
+
+def pays(tokens: int, rows: int, depth: int) -> bool:
+    """Whether `multiply_e4m3` takes less than the weight's expansion and cuBLAS's product."""
+    return tokens <= 1024
 
 
 def _tiles(tokens: int, rows: int, widths: Iterable[int]) -> Iterator[mixed.Plan]:
