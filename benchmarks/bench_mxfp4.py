@@ -185,10 +185,9 @@ def ready_tokens(x: torch.Tensor, activations: str) -> tuple[torch.Tensor, torch
 
 def ready_product(tokens: tuple, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """W4A4 or W4A8 at prefill with the activations quantized before: the weight's expansion, and the product."""
-    from quantrot.kernels.mxfp4.gemm import scaled_product
+    from quantrot.kernels.mxfp4.gemm import multiplier
 
-    weight, weight_scale, _ = expand_mxfp4(packed, scale)
-    return scaled_product(tokens[0], tokens[1], weight, weight_scale, torch.bfloat16)
+    return multiplier(*tokens[0].shape, packed, scale, torch.bfloat16)(*tokens)[0]
 
 
 def rotated(packed: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -151,7 +151,7 @@ def test_tokens_in_e4m3_meet_the_values_that_the_weight_expands_to(library, name
     e4m3, row_scale, _ = expand_reference(packed, scale)
     y = torch.full((m, n), float("nan"), dtype=BF16)
     x = tokens.view(BF16)
-    assert hopper_prefill.fits_e4m3(tokens, n, BF16)
+    assert hopper_prefill.fits_e4m3(k, n, BF16)
     args = hopper_prefill.arguments8(x, token_scale, scale, row_scale, y, CASES8[name])
     run(library, name, packed, x, y, args, m, 4)
     exact = (tokens.double() @ e4m3.double().T) * token_scale[:, None] * row_scale

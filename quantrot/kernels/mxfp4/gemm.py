@@ -6,7 +6,6 @@ more from the packed operands. A few tokens by a packed weight run in one kernel
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -313,7 +312,7 @@ def _linear_decode(
 def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
     from quantrot.kernels.mxfp4 import triton_gemm
 
-    widens, expand = _expander(rows, packed, scale)
+    multiply = multiplier(rows.shape[0], rows.shape[1], packed, scale, rows.dtype)
     codes: tuple[Tensor, Tensor, Tensor] | None = None
     if activations == "fp8":
         tokens, token_scale = _fp8_tokens(rows, hadamard)
@@ -322,30 +321,39 @@ def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, r
             rows, None, rule, hadamard, "auto"
         )
         codes = *written, outside
-    weight, weight_scale, weight_outside = expand()
-    if widens:
-        from quantrot.kernels.mxfp4 import hopper_prefill
-
-        y = hopper_prefill.multiply_e4m3(tokens, token_scale, packed, scale, weight_scale)
-    else:
-        y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
+    y, weight_outside = multiply(tokens, token_scale)
     triton_gemm.repair(y, packed, scale, weight_outside, packed=codes, wide=(tokens, token_scale))
     return y
 
 
-def _expander(rows: Tensor, packed: Tensor, scale: Tensor) -> tuple[bool, Callable[[], tuple[Tensor, Tensor, Tensor]]]:
-    """(whether the product takes the packed weight, mxfp4_expand for right after the tokens' quantizer).
+def multiplier(
+    m: int, k: int, packed: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What multiplies e4m3 tokens [m, k], with their scales, by a weight: the product, and mxfp4_expand's `outside`.
 
-    On Hopper the quantizer and it run at the same time; where the product takes the packed weight, only row scales and
-    the numbers of groups outside are made.
+    To be made before the tokens' quantizer and called right after it: on Hopper they then run at the same time.
     """
-    if not packed.numel() or not nvrtc.available(packed.device):
-        return False, partial(torch.ops.quantrot.mxfp4_expand, packed, scale, "auto")
-    from quantrot.kernels.mxfp4 import hopper_prefill, hopper_rows
+    hopper = packed.numel() and m and nvrtc.available(packed.device)
+    widens = False
+    if hopper:
+        from quantrot.kernels.mxfp4 import hopper_prefill, hopper_rows
 
-    n, k = packed.shape[0], 2 * packed.shape[1]
-    widens = hopper_prefill.fits_e4m3(rows, n, rows.dtype) and hopper_prefill.pays(rows.shape[0], n, k)
-    return widens, partial(hopper_rows.expand, packed, scale, hopper_rows.room(n, 0 if widens else k, packed.device))
+        n = packed.shape[0]
+        widens = hopper_prefill.fits_e4m3(k, n, dtype) and hopper_prefill.pays(m, n, k)
+        room = hopper_rows.room(n, 0 if widens else k, packed.device)
+
+    def multiply(tokens: Tensor, token_scale: Tensor) -> tuple[Tensor, Tensor]:
+        if not hopper:
+            weight, weight_scale, outside = torch.ops.quantrot.mxfp4_expand(packed, scale, "auto")
+        else:
+            weight, weight_scale, outside = hopper_rows.expand(packed, scale, room)
+        if widens:
+            y = hopper_prefill.multiply_e4m3(tokens, token_scale, packed, scale, weight_scale)
+        else:
+            y = scaled_product(tokens, token_scale, weight, weight_scale, dtype)
+        return y, outside
+
+    return multiply
 
 
 @torch.library.register_fake("quantrot::mxfp4_linear")

@@ -100,10 +100,9 @@ def fits(x: Tensor, rows: int) -> bool:
     return x.dtype == torch.bfloat16 and x.numel() > 0 and x.shape[1] % mixed.BLOCK == 0 and rows > 0 and rows % 8 == 0
 
 
-def fits_e4m3(tokens: Tensor, rows: int, dtype: torch.dtype) -> bool:
-    """Whether `multiply_e4m3` takes these tokens [M, K], a weight of so many rows, and a result of this type."""
-    whole = tokens.numel() > 0 and tokens.shape[1] % (2 * mixed.BLOCK) == 0 and rows > 0 and rows % 8 == 0
-    return whole and dtype == torch.bfloat16
+def fits_e4m3(depth: int, rows: int, dtype: torch.dtype) -> bool:
+    """Whether `multiply_e4m3` takes a weight of so many rows and columns, and gives results of this type."""
+    return depth % (2 * mixed.BLOCK) == 0 and rows % 8 == 0 and dtype == torch.bfloat16
 
 
 def pays(tokens: int, rows: int, depth: int) -> bool:
