@@ -56,7 +56,7 @@ extern "C" const char* run(int which, const unsigned long long (*m)[8], const qu
 @pytest.fixture(scope="module")
 def library(emulated):
     plans = CASES | CASES8
-    entries = "".join(plan.entry(f"prefill_{name}") for name, plan in plans.items())
+    entries = "".join(hopper_prefill.entry(plan, f"prefill_{name}") for name, plan in plans.items())
     names = ", ".join(f"prefill_{name}" for name in plans)
     library = emulated(hopper_prefill.device_functions() + entries + DRIVER.replace("NAMES", names))
     library.run.restype = ctypes.c_char_p
@@ -173,7 +173,7 @@ def test_every_plan_fits(n, k, m):
 @pytest.mark.parametrize("name", ["alone", "wide", "parts", "parts_192_alone", "tokens_odd", "tokens_wide"])
 def test_kernels_compile_without_spills(name, tmp_path):
     source = tmp_path / "kernel.cu"
-    source.write_text(hopper_prefill.device_functions() + (CASES | CASES8)[name].entry())
+    source.write_text(hopper_prefill.device_functions() + hopper_prefill.entry((CASES | CASES8)[name]))
     target = ["-gencode", "arch=compute_90a,code=sm_90a"]
     command = ["nvcc", "-cubin", "-std=c++17", *target, "-Xptxas", "-v", "-o", str(tmp_path / "out"), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -207,3 +207,26 @@ def test_every_plan_of_one_part_gives_the_same_bits():
         for share, halves in ((1, True), (2, True), (2, False)):
             plan = Plan(width, share=share, odd=share == 2 and -(-1160 // 128) % 2 == 1, halves=halves)
             assert torch.equal(hopper_prefill.multiply(x, packed, scale, plan), expected)
+
+
+@gpu
+@pytest.mark.parametrize(("m", "n", "k"), [(33, 4096, 4096), (1024, 4096, 14336), (700, 8200, 1152)])
+def test_tokens_in_e4m3_on_a_gpu(m, n, k):
+    """To the tensor core's own sums, which keep some 14 bits; rows of different sizes, each with its own error."""
+    from quantrot.kernels.mxfp4 import hopper_rows
+
+    torch.manual_seed(m)
+    x = torch.randn(m, k, device="cuda")
+    tokens, token_scale = x.to(torch.float8_e4m3fn), torch.rand(m, device="cuda") + 0.5
+    weight = torch.randn(n, k, device="cuda") * torch.exp2(torch.randint(-4, 5, (n, k // 32), device="cuda")).repeat(
+        1, 32
+    )
+    packed, scale = quantize_mxfp4(weight, "mse")
+    scale[1, :2], scale[2] = 0, 255
+    e4m3, row_scale, _ = hopper_rows.expand(packed, scale)
+    exact = (tokens.double() @ e4m3.double().T) * token_scale.double()[:, None] * row_scale.double()
+    first, *others = (hopper_prefill.multiply_e4m3(tokens, token_scale, packed, scale, row_scale) for _ in range(5))
+    assert all(torch.equal(first.nan_to_num(), other.nan_to_num()) for other in others)
+    assert torch.equal(first.isnan(), exact.isnan()) and first[:, 2].isnan().all()
+    error = (first.double() - exact).nan_to_num().norm(dim=0) / exact.nan_to_num().norm(dim=0).clamp_min(1e-30)
+    assert error.max() <= 3e-3

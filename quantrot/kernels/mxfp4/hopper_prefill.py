@@ -1,5 +1,4 @@
-"""Many tokens by a packed MXFP4 weight on Hopper: CUDA C++ on kernels/mixed (prefill.cuh, prefill8.cuh), compiled at
-first use.
+"""Many tokens by a packed MXFP4 weight on Hopper: CUDA C++ (prefill.cuh, on kernels/mixed), compiled at first use.
 
     multiply       bfloat16 tokens
     multiply_e4m3  e4m3 tokens with a scale each, by the weight's e4m3 values that `expand` would write
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,13 +24,7 @@ from quantrot.kernels.mxfp4.reference import E2M1, GROUP
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
     const __grid_constant__ quantrot::TensorMap y, const __grid_constant__ quantrot::MixedArgs args) {{
-  quantrot::{function}<quantrot::PackedTile<{tile}>, quantrot::PackedOperands>(&codes, &wide, &y, args);
-}}
-"""
-ENTRY8 = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
-    const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
-    const __grid_constant__ quantrot::TensorMap y, const __grid_constant__ quantrot::MixedArgs args) {{
-  quantrot::prefill<quantrot::Tile<{tile}>, quantrot::CodesOperands>(&codes, &wide, &y, args);
+  quantrot::{function}<quantrot::{tile}<{shape}>, quantrot::{operands}>(&codes, &wide, &y, args);
 }}
 """
 SHIFTS = tuple(range(-14, 7))  # of a group's power of two, relative to its row's
@@ -40,6 +34,9 @@ SHIFTS = tuple(range(-14, 7))  # of a group's power of two, relative to its row'
 class Plan(mixed.Plan):
     """The same tiles, of half the bytes of codes; not with four warpgroups that multiply."""
 
+    tile: ClassVar[str] = "PackedTile"
+    operands: ClassVar[str] = "SixteenOperands"
+
     def _stage(self) -> int:
         return self.rows * mixed.BLOCK // 2 + self.columns * 128 + 16
 
@@ -47,35 +44,31 @@ class Plan(mixed.Plan):
         _, *rest = super().boxes(weight)
         return (self.rows, mixed.BLOCK // 2, mixed.BLOCK // 2), *rest
 
-    def entry(self, name: str = "mxfp4_prefill") -> str:
-        """C++ of the kernel `name`."""
-        flags = (str(flag).lower() for flag in (self.odd, self.halves))
-        shape = self.groups, self.columns, self.depth, self.split, self.share, *flags, max(self.teams, 1)
-        return ENTRY.format(
-            cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
-            threads=self.threads,
-            name=name,
-            function="parts" if self.teams else "prefill",
-            tile=", ".join(map(str, shape)),
-        )
-
 
 @dataclass(frozen=True)
 class Plan8(mixed.Plan):
-    """The same tiles for tokens in e4m3, columns of K counted in pairs."""
+    """The same tiles for tokens in e4m3, columns of K counted in pairs; without parts."""
+
+    tile: ClassVar[str] = "Tile"
+    operands: ClassVar[str] = "EightOperands"
 
     def shared_bytes(self) -> int:
         return super().shared_bytes() + 256  # a table
 
-    def entry(self, name: str = "mxfp4_prefill") -> str:
-        """C++ of the kernel `name`."""
-        flags = (str(flag).lower() for flag in (self.odd, self.halves))
-        return ENTRY8.format(
-            cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
-            threads=self.threads,
-            name=name,
-            tile=", ".join(map(str, (self.groups, self.columns, self.depth, self.split, self.share, *flags))),
-        )
+
+def entry(plan: Plan | Plan8, name: str = "mxfp4_prefill") -> str:
+    """C++ of the kernel `name`."""
+    flags = (str(flag).lower() for flag in (plan.odd, plan.halves))
+    shape = plan.groups, plan.columns, plan.depth, plan.split, plan.share, *flags, max(plan.teams, 1)
+    return ENTRY.format(
+        cluster=f"__cluster_dims__({plan.cluster}, 1, 1) " if plan.cluster > 1 else "",
+        threads=plan.threads,
+        name=name,
+        function="parts" if plan.teams else "prefill",
+        tile=plan.tile,
+        shape=", ".join(map(str, shape)),
+        operands=plan.operands,
+    )
 
 
 def magnitudes() -> str:
@@ -90,9 +83,7 @@ def magnitudes() -> str:
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    ours = (Path(__file__).parent / f"{name}.cuh" for name in ("prefill", "prefill8"))
-    first, second = (file.read_text() for file in ours)
-    return mixed.device_functions() + first + magnitudes() + second
+    return mixed.device_functions() + magnitudes() + (Path(__file__).parent / "prefill.cuh").read_text()
 
 
 def fits(x: Tensor, rows: int) -> bool:
@@ -178,7 +169,7 @@ class _Arguments(ctypes.Structure):
 
 @lru_cache(maxsize=256)
 def _kernel(plan: Plan | Plan8, device: int) -> int:
-    return nvrtc.load_kernel(device_functions() + plan.entry(), "mxfp4_prefill", plan.shared_bytes(), device)
+    return nvrtc.load_kernel(device_functions() + entry(plan), "mxfp4_prefill", plan.shared_bytes(), device)
 
 
 def _aligned(x: Tensor) -> Tensor:
