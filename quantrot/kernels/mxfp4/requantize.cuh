@@ -243,6 +243,9 @@ __device__ __forceinline__ void requantize(const TensorMap* map, const Transpose
   struct Taken {  // a tile, and scales of rows 16 i + lane / 2 of its half lane % 2
     u32 row, column, bytes[8];
   };
+  // A tile's scales until it is done. Random numbers want the registers: loading the scales again, which is rare, saves blocks of
+  // 64 a spill; of 128, which fill them anyhow, it costs 6%.
+  constexpr bool KEEPS = SPAN == 4 || !DITHER;
   const auto load_bytes = [&](u32 (&bytes)[8], u32 row, u32 column) {
     const u32 mine = lane / 2 * pitch + min(lane % 2, pitch - 1 - column * 2);
 #pragma unroll
@@ -291,17 +294,25 @@ __device__ __forceinline__ void requantize(const TensorMap* map, const Transpose
         if (near) {
           if (by_products<SPAN, DITHER>(args, h, tile, top)) continue;
           warp_sync();
-          u32 again[8];  // rather than keeping them: the products need the registers
-          load_bytes(again, taken[0].row, taken[0].column);
-          store_wide_powers(scratch, again, negative);
+          if constexpr (KEEPS) {
+            store_wide_powers(scratch, b, negative);
+          } else {
+            u32 again[8];
+            load_bytes(again, taken[0].row, taken[0].column);
+            store_wide_powers(scratch, again, negative);
+          }
           warp_sync();
         }
       by_lanes<SPAN, RULE, DITHER>(args, tile);
       if (near && half == 0) {
         warp_sync();
-        u32 again[8];
-        load_bytes(again, taken[0].row, taken[0].column);
-        store_powers(scratch, again, negative, top);
+        if constexpr (KEEPS) {
+          store_powers(scratch, b, negative, top);
+        } else {
+          u32 again[8];
+          load_bytes(again, taken[0].row, taken[0].column);
+          store_powers(scratch, again, negative, top);
+        }
         warp_sync();
       }
     }
