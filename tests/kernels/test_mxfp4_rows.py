@@ -67,7 +67,8 @@ extern "C" const char* expand(const unsigned long long* packed, const unsigned c
 def source(case: str, **more) -> str:
     dtype, rule, hadamard, signs, mask, dither, expanded = CASES[case]
     plan = hopper_rows.plan_of(hadamard, mask, dither)
-    threads, resident, stages = (128, 5, tuned.HOPPER_EXPANDED[1]) if expanded else plan
+    most, expanded_stages = tuned.HOPPER_EXPANDED
+    threads, resident, stages = (128, most // 128, expanded_stages) if expanded else plan
     more = {"mask": mask, "dither": dither, "expanded": expanded, "threads": threads, "resident": resident} | more
     more["stages"] = stages
     return hopper_rows.entry(dtype, ScaleRule(rule), hadamard, signs, **more)
@@ -185,11 +186,15 @@ def test_every_code_and_scale_is_expanded(library, rows, groups):
     assert torch.equal(row_scale, tops) and torch.equal(outside, counts)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "expand", "dequantize"])
 def test_every_kernel_compiles_for_sm_90a_without_spills(name, tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
-    (tmp_path / "kernel.cu").write_text(hopper_rows.device_functions() + source(name))
+    sources = {
+        "expand": hopper_rows.EXPAND.format(name="expanded", threads=hopper_rows.EXPAND_THREADS),
+        "dequantize": hopper_rows.DEQUANTIZE.format(name="wide", each=hopper_rows.EACH),
+    }
+    (tmp_path / "kernel.cu").write_text(hopper_rows.device_functions() + (sources.get(name) or source(name)))
     target = "-gencode arch=compute_90a,code=sm_90a -std=c++17 -Xptxas -v -cubin -o /dev/null".split()
     run = subprocess.run(["nvcc", *target, str(tmp_path / "kernel.cu")], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
