@@ -169,6 +169,11 @@ def test_every_plan_fits(n, k, m):
     assert plan.odd == (plan.share == 2 and -(-n // 128) % 2 == 1)
 
 
+def test_quantized_tokens_take_the_packed_weight_where_it_was_faster():
+    assert all(hopper_prefill.pays(1024, rows) for rows in (4096, 8192, 28672))
+    assert not any(hopper_prefill.pays(tokens, 4096) for tokens in (64, 256, 512, 2048, 8192))
+
+
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
 @pytest.mark.parametrize("name", ["alone", "wide", "parts", "parts_192_alone", "tokens_odd", "tokens_wide"])
 def test_kernels_compile_without_spills(name, tmp_path):

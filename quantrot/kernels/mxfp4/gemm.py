@@ -2,7 +2,8 @@
 
 On FP8 tensor cores an MXFP4 product is an FP8 product: `expand_mxfp4` writes each operand as e4m3 with one power of two
 a row, cuBLAS multiplies them with row scales, and where a row does not fit e4m3's window its outputs are computed once
-more from the packed operands. A few tokens by a packed weight run in one kernel that reads the packed bytes once.
+more from the packed operands. A few tokens by a packed weight run in one kernel that reads the packed bytes once; so
+do, on Hopper, bfloat16 tokens in any number, and up to 1024 quantized ones, but for the rows outside the window.
 """
 
 from collections.abc import Callable
@@ -272,7 +273,7 @@ def _linear(
     elif decoder:
         y = _linear_decode(decoder, rows, packed, scale, activations, rule, hadamard, settled)
     elif activations != "none" and _uses_cublas(x, packed.shape[0], backend):
-        y = _linear_fp8(rows, packed, scale, activations, rule, hadamard)
+        y = _linear_fp8(rows, packed, scale, activations, rule, hadamard, backend)
     else:
         y = _linear_wide(rows, packed, scale, activations, rule, hadamard)
     if bias is not None:
@@ -309,10 +310,12 @@ def _linear_decode(
     return triton_gemm.decode(tokens, token_scale, packed, scale, rows.dtype)
 
 
-def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
+def _linear_fp8(
+    rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int, backend: str
+) -> Tensor:
     from quantrot.kernels.mxfp4 import triton_gemm
 
-    multiply = multiplier(rows.shape[0], rows.shape[1], packed, scale, rows.dtype)
+    multiply = multiplier(rows.shape[0], rows.shape[1], packed, scale, rows.dtype, backend)
     codes: tuple[Tensor, Tensor, Tensor] | None = None
     if activations == "fp8":
         tokens, token_scale = _fp8_tokens(rows, hadamard)
@@ -327,11 +330,12 @@ def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, r
 
 
 def multiplier(
-    m: int, k: int, packed: Tensor, scale: Tensor, dtype: torch.dtype
+    m: int, k: int, packed: Tensor, scale: Tensor, dtype: torch.dtype, backend: str = "auto"
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """What multiplies e4m3 tokens [m, k], with their scales, by a weight: the product, and mxfp4_expand's `outside`.
 
     To be made before the tokens' quantizer and called right after it: on Hopper they then run at the same time.
+    backend: "cublas", or "auto", which may also take the weight as it is packed.
     """
     hopper = packed.numel() and m and nvrtc.available(packed.device)
     widens = False
@@ -339,7 +343,7 @@ def multiplier(
         from quantrot.kernels.mxfp4 import hopper_prefill, hopper_rows
 
         n = packed.shape[0]
-        widens = hopper_prefill.fits_e4m3(k, n, dtype) and hopper_prefill.pays(m, n, k)
+        widens = backend == "auto" and hopper_prefill.fits_e4m3(k, n, dtype) and hopper_prefill.pays(m, n)
         room = hopper_rows.room(n, 0 if widens else k, packed.device)
 
     def multiply(tokens: Tensor, token_scale: Tensor) -> tuple[Tensor, Tensor]:
