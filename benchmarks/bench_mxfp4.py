@@ -353,7 +353,7 @@ def tune() -> None:
         (
             "HOPPER_EXPANDED",
             None,
-            [(640, 3), (768, 2), (512, 3), (512, 4), (1024, 2)],
+            [(640, 3), (768, 3), (896, 2), (896, 3), (1024, 2)],
             lambda x, p, s: torch.ops.quantrot.mxfp4_quantize_expanded(x, None, "even", 32, "auto"),
         ),
         (

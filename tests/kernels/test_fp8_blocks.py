@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8 import E4M3, blocks, quantize_fp8_block
-from quantrot.kernels.fp8.blocks import Arguments, Groups, Ring, Squares
+from quantrot.kernels.fp8.blocks import Arguments, Groups, Ring, Rows, Squares
 from quantrot.kernels.fp8.reference import gate, quantize_reference, scale_shape
 
 INF, NAN = float("inf"), float("nan")
@@ -62,6 +62,9 @@ def blocks_of_everything(size: int, dtype: torch.dtype) -> torch.Tensor:
         ((1, 128), torch.bfloat16, "exact", blocks.PLANS[1, 128]),
         ((1, 128), torch.float16, "bf16", Groups(4, 128, rows=16)),
         ((1, 128), torch.bfloat16, "pow2", Groups(4, 32, rows=1)),
+        ((1, 0), torch.bfloat16, "bf16", blocks.row_plan(344, 1)),
+        ((1, 0), torch.bfloat16, "exact", Rows(4, 32, units=4)),
+        ((1, 0), torch.float16, "pow2", Rows(4, 64, units=2)),
     ],
 )
 def test_emulated_bits_are_the_references(emulated, block, dtype, rule, plan):
@@ -70,7 +73,7 @@ def test_emulated_bits_are_the_references(emulated, block, dtype, rule, plan):
     run = RUN.format(call=plan.call(block, dtype), **shape)
     library = emulated(source[: source.index('extern "C" __global__')] + run)
     library.run.restype = ctypes.c_char_p
-    x = blocks_of_everything(block[1], dtype)
+    x = blocks_of_everything(block[1] or 128, dtype)
     if block[0] == 1:
         x = x[[*range(120, 136), *range(256, 261)]]
     apart = torch.full((x.shape[0], x.shape[1] + 16), NAN, dtype=dtype)
@@ -155,9 +158,9 @@ def test_the_plan_of_256_x_256_blocks_goes_by_how_many_a_multiprocessor_has():
 @gpu
 @pytest.mark.parametrize("rule", ["exact", "bf16", "pow2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block", sorted(blocks.PLANS))
+@pytest.mark.parametrize("block", [*sorted(blocks.PLANS), (1, 0)])
 def test_gpu_bits_are_the_references(block, dtype, rule):
-    x = blocks_of_everything(block[1], dtype)
+    x = blocks_of_everything(block[1] or 128, dtype)
     if not blocks.supports(x.cuda(), block):
         pytest.skip("needs sm_90 and cuda.core")
     expected = quantize_reference(x, block, rule)
@@ -184,7 +187,7 @@ def test_gpu_bits_are_the_references_by_the_plans_of_large_matrices(block, strea
 def test_gpu_rows_with_a_pitch_and_rows_that_do_not_start_at_16_bytes():
     x = torch.randn(300, 1040, device="cuda").bfloat16()
     for part in (x[:, :520], x[3:, 8:264], x[:, 4:260], x[:, :257]):
-        for block in blocks.PLANS:
+        for block in (*blocks.PLANS, (1, 0)):
             expected = quantize_reference(part.cpu(), block, "exact")
             got = quantize_fp8_block(part, block, "exact")
             assert torch.equal(bits(got[0]), bits(expected[0])) and torch.equal(bits(got[1]), bits(expected[1]))

@@ -25,6 +25,7 @@ CASES = {
     "wide": (BF16, "absmax34", 128, True, False, True),
     "middle": (FP16, "rceil", 64, True, True, False),
     "codes": (CODES, "absmax34", 32, True, False, True),
+    "codes_middle": (CODES, "absmax34", 64, True, False, True),
     "codes_wide": (CODES, "absmax34", 128, True, False, True),
     "codes_nearest": (CODES, "mse", 64, False, False, False),
 }

@@ -55,13 +55,20 @@ extern "C" const char* dequantize(const unsigned* packed, const unsigned char* s
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, 0, 0, [&] { wide(packed, scale, y, words); });
   return message.c_str();
 }
+extern "C" const char* expand(const unsigned long long* packed, const unsigned char* scale, void* e4m3,
+                              float* row_scale, int* outside, int rows, int groups, int blocks) {
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, 0, 0,
+                             [&] { expanded(packed, scale, e4m3, row_scale, outside, rows, groups); });
+  return message.c_str();
+}
 """
 
 
 def source(case: str, **more) -> str:
     dtype, rule, hadamard, signs, mask, dither, expanded = CASES[case]
     plan = hopper_rows.plan_of(hadamard, mask, dither)
-    threads, resident, stages = (128, 5, tuned.HOPPER_EXPANDED[1]) if expanded else plan
+    most, expanded_stages = tuned.HOPPER_EXPANDED
+    threads, resident, stages = (128, most // 128, expanded_stages) if expanded else plan
     more = {"mask": mask, "dither": dither, "expanded": expanded, "threads": threads, "resident": resident} | more
     more["stages"] = stages
     return hopper_rows.entry(dtype, ScaleRule(rule), hadamard, signs, **more)
@@ -71,9 +78,10 @@ def source(case: str, **more) -> str:
 def library(emulated):
     entries = "".join(source(name, name=f"rows_{name}") for name in CASES)
     entries += hopper_rows.DEQUANTIZE.format(name="wide", each=hopper_rows.EACH)
+    entries += hopper_rows.EXPAND.format(name="expanded", threads=hopper_rows.EXPAND_THREADS)
     driver = DRIVER.replace("NAMES", ", ".join(f"rows_{name}" for name in CASES))
     library = emulated(hopper_rows.device_functions() + entries + driver)
-    library.run.restype = library.dequantize.restype = ctypes.c_char_p
+    library.run.restype = library.dequantize.restype = library.expand.restype = ctypes.c_char_p
     return library
 
 
@@ -153,11 +161,40 @@ def test_every_code_and_scale_is_dequantized(library):
     assert same_nan(y, dequantize_reference(packed, scale, BF16))
 
 
-@pytest.mark.parametrize("name", CASES)
+def some_packed(rows: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All scale bytes and codes; rows in the window, with groups below it, of zeros, and NaN."""
+    generator = torch.Generator().manual_seed(rows)
+    packed = torch.randint(0, 256, (rows, groups * 16), dtype=torch.uint8, generator=generator)
+    scale = torch.randint(100, 115, (rows, groups), dtype=torch.uint8, generator=generator)
+    scale[1::4] = torch.randint(0, 256, scale[1::4].shape, dtype=torch.uint8, generator=generator)
+    scale[2::4, ::3], packed[2::4, :16] = 0, 0
+    scale[3::4, -1] = 255
+    scale[-1] = 255
+    return packed, scale
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(9, 1), (13, 44), (6, 300)])
+def test_every_code_and_scale_is_expanded(library, rows, groups):
+    packed, scale = some_packed(rows, groups)
+    out, row_scale = torch.zeros(rows, groups * 32, dtype=torch.float8_e4m3fn), torch.zeros(rows)
+    outside = torch.full((rows,), -1, dtype=torch.int32)
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (packed, scale, out, row_scale, outside))
+    message = library.expand(*pointers, rows, groups, -(-rows // 8))
+    assert message == b"", message.decode()
+    values, tops, counts = expand_reference(packed, scale)
+    assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(row_scale, tops) and torch.equal(outside, counts)
+
+
+@pytest.mark.parametrize("name", [*CASES, "expand", "dequantize"])
 def test_every_kernel_compiles_for_sm_90a_without_spills(name, tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
-    (tmp_path / "kernel.cu").write_text(hopper_rows.device_functions() + source(name))
+    sources = {
+        "expand": hopper_rows.EXPAND.format(name="expanded", threads=hopper_rows.EXPAND_THREADS),
+        "dequantize": hopper_rows.DEQUANTIZE.format(name="wide", each=hopper_rows.EACH),
+    }
+    (tmp_path / "kernel.cu").write_text(hopper_rows.device_functions() + (sources.get(name) or source(name)))
     target = "-gencode arch=compute_90a,code=sm_90a -std=c++17 -Xptxas -v -cubin -o /dev/null".split()
     run = subprocess.run(["nvcc", *target, str(tmp_path / "kernel.cu")], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -188,6 +225,27 @@ def test_on_the_gpu(name, rows, width):
             packed, scale, bits = (t.cpu() for t in got)
             assert torch.equal(scale, scales) and torch.equal(packed, codes)
             assert not mask or torch.equal(bits, kept)
+
+
+@gpu
+@pytest.mark.parametrize(("rows", "groups"), [(9, 1), (1000, 44), (300, 448)])
+def test_expand_on_the_gpu(rows, groups):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    packed, scale = some_packed(rows, groups)
+    expected = expand_reference(packed, scale)
+    x = data(700, groups * 32, BF16)
+    codes, scales, _ = quantize_reference(x, ScaleRule.even, hadamard=32)
+    tokens = expand_reference(codes, scales)
+    for _ in range(20):
+        alone = hopper_rows.expand(packed.cuda(), scale.cuda())
+        given, weight = x.cuda(), (packed.cuda(), scale.cuda())
+        room = hopper_rows.room(rows, groups * 32, given.device)
+        quantized = hopper_rows.quantize_expanded(given, ScaleRule.even, 32, None)
+        beside = hopper_rows.expand(*weight, room)
+        for got, wanted in ((alone, expected), (beside, expected), (quantized, tokens)):
+            assert torch.equal(got[0].view(torch.uint8).cpu(), wanted[0].view(torch.uint8))
+            assert torch.equal(got[1].cpu(), wanted[1]) and torch.equal(got[2].cpu(), wanted[2])
 
 
 @gpu

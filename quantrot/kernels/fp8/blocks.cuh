@@ -125,6 +125,43 @@ __device__ __forceinline__ void blocks_kernel(const BlockArgs& a) {
   }
 }
 
+// --- Whole rows --------------------------------------------------------------------------------------------------------
+
+// A row a thread block, V units of eight elements a thread.
+template <int D, int V, int THREADS>
+__device__ __forceinline__ void rows_kernel(const BlockArgs& a) {
+  constexpr int WARPS = THREADS / 32, STEP = THREADS * 8;
+  const u32 column = threadIdx.x * 8;
+  const int left = column < a.columns ? a.columns - column : 0;
+  const char* from = (const char*)a.x + (blockIdx.x * a.x_stride + column) * 2;
+  grid_wait();
+  Vec v[V];
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    v[i] = Vec{{0, 0, 0, 0}};
+    if (i * STEP < left) v[i] = load16(from + i * STEP * 2);
+  }
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) most = larger_halves(most, v[i].w[j] & 0x7FFF7FFFu);
+  }
+  most = largest_of_warp(most >> 16 > (most & 0xFFFF) ? most >> 16 : most & 0xFFFF);
+  if constexpr (WARPS > 1) {
+    const u32 maxima = shared_memory(), lane = lane_number(), own = maxima + warp_number() * 4;
+    if (lane == 0) store_shared(own, most);
+    block_sync();
+    most = largest_of_warp(lane < WARPS ? __float_as_uint(load_shared(maxima + lane * 4)) : 0);
+  }
+  float amax, none;
+  unpack<D>(most, amax, none);
+  const float scale = scale_of(amax);
+  if (threadIdx.x == 0) a.scales[blockIdx.x * a.scale_row] = scale;
+  char* const to = (char*)a.q + (i64)blockIdx.x * a.columns + column;
+  store_quotients<D>(v, scale, scale < LEAST_UNLIFTED ? LIFT_BY : 1.f, to, STEP, STEP, left);
+}
+
 // --- 1 x 128 ---------------------------------------------------------------------------------------------------------
 //
 // A warp has 256 neighbouring columns, two groups, of V rows (a power of two up to 16), a thread block's warps lie side by

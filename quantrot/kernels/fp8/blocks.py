@@ -105,6 +105,19 @@ class Groups(Plan):
 
 
 @dataclass(frozen=True)
+class Rows(Plan):
+    """A row, which is a block, by a thread block of so many threads that each has at most `units` of eight elements."""
+
+    units: int = 4
+
+    def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
+        return f"rows_kernel<quantrot::{DTYPES[dtype]}, {self.units}, {self.threads}>"
+
+    def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
+        return rows
+
+
+@dataclass(frozen=True)
 class Ring(Plan):
     """256 x 256 by persistent thread blocks, one a multiprocessor, with a ring of stages of `rows` rows."""
 
@@ -136,6 +149,9 @@ FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix whose thread blocks wou
 GATED = Groups(6, 64, rows=4), Groups(8, 128, rows=1)  # of a 1 x 128 matrix from gate and up: the two likewise
 
 
+MOST_COLUMNS = 1 << 15  # of a row that is a block
+
+
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
@@ -161,22 +177,36 @@ class RingArguments(ctypes.Structure):
     _fields_ = [("x", ctypes.c_ubyte * 128), ("args", Arguments)]
 
 
+def whole_row(block: tuple[int, int], columns: int) -> bool:
+    """Whether a block is a row, and not one that PLANS has."""
+    return block[0] == 1 and block not in PLANS and (block[1] == 0 or block[1] >= columns)
+
+
+def row_plan(columns: int, units: int = 4) -> Rows:
+    """Of rows that are blocks."""
+    threads = 32 * -(-columns // (256 * units))
+    return Rows(max(1, min(16, 1536 // threads)), threads, stream=False, units=units)
+
+
 def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
     """Whether `quantize` takes x [M, K] (gated [M, 2 K]), contiguous columns, on this device and installation."""
     aligned = x.shape[1] % (16 if gated else 8) == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    fits = block in PLANS and x.dtype in DTYPES and aligned and max(x.shape) < 1 << 31
+    row = whole_row(block, x.shape[1]) and x.shape[1] <= MOST_COLUMNS
+    fits = (block in PLANS or row) and x.dtype in DTYPES and aligned and max(x.shape) < 1 << 31
     if gated:
         taken = block == (1, 128)
     elif block == (256, 256):
         taken = x.stride(0) >= x.shape[1]  # as a tensor map has it
     else:
-        taken = block == (1, 128) or x.numel() < LARGE
+        taken = block[0] == 1 or x.numel() < LARGE
     return fits and taken and x.device.type == "cuda" and nvrtc.available(x.device)
 
 
 @lru_cache(maxsize=1024)
 def plan_for(block: tuple[int, int], rows: int, columns: int, gated: bool = False) -> Plan:
     """Of a matrix of 16-bit numbers. Only what is larger than a limit is marked as passing through."""
+    if whole_row(block, columns):
+        return row_plan(columns)
     plan, few = GATED if gated else (PLANS[block], FEW_ROWS)
     each = squares(rows, columns, block) / PROCESSORS
     if block == (1, 128) and plan.grid(rows, columns, block) < plan.resident * PROCESSORS:

@@ -338,7 +338,7 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
             odd = _ceil(rows, 64 * groups) % share > 0
             halves = groups == 4 or _halves(width, columns, group, weight)
             plan = Plan(width, share=share, groups=groups, odd=odd, halves=halves)
-            times.append((_prefill_cycles(plan, rows, columns, depth, group), plan))
+            times.append((prefill_cycles(plan, rows, columns, depth, group), plan))
     for plan, block, scaling, rest in PARTS if weight else ():
         if columns <= SOME and plan.columns > SOME:
             continue
@@ -348,7 +348,7 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
     return min(times, key=lambda found: found[0])[1]
 
 
-def _prefill_cycles(plan: Plan, rows: int, columns: int, depth: int, group: int) -> float:
+def prefill_cycles(plan: Plan, rows: int, columns: int, depth: int, group: int) -> float:
     """The model's time of persistent thread blocks."""
     block = 330 + 2.87 * plan.columns + (42 + 0.354 * plan.columns if group else 0) + (21 if plan.share == 1 else 0)
     if plan.columns == SOME:

@@ -111,7 +111,8 @@ struct Tile {
   static constexpr bool ODD = ODD_ && SHARE_ > 1, HALVES = HALVES_;
   static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, STAGES = STAGES_, SPLIT = SPLIT_, SHARE = SHARE_;
   static constexpr int ROWS = 64 * GROUPS, W = COLUMNS / 2, CLUSTER = SPLIT * SHARE, PART = COLUMNS / SHARE;
-  static constexpr int CODES = BLOCKS * ROWS * 64, STAGE = CODES + BLOCKS * COLUMNS * 128;  // bytes
+  static constexpr int LINE = 64;  // bytes of a row of codes in a block
+  static constexpr int CODES = BLOCKS * ROWS * LINE, STAGE = CODES + BLOCKS * COLUMNS * 128;
   static constexpr int HALF = COLUMNS % 32;                              // of a box of y, past the last whole one
   static constexpr int OUTPUT = 64 * (COLUMNS + HALF) * 2;               // of a warpgroup's sums in 16 bits
   static_assert(COLUMNS % SHARE == 0 && PART % 8 == 0, "a share of the wide tile is whole groups of eight rows");
@@ -119,7 +120,7 @@ struct Tile {
 
 // --- Loading ---------------------------------------------------------------------------------------------------------
 
-// Fills a ring of stages: the codes' tile, 64 bytes a row, and the wide tile, 128 bytes a row, of which each of those that
+// Fills a ring of stages: the codes' tile, LINE bytes a row, and the wide tile, 128 bytes a row, of which each of those that
 // share it brings `box` rows. apart: the blocks of a cluster have different wide tiles for once.
 template <class P>
 struct Loader {
@@ -131,7 +132,7 @@ struct Loader {
 
   __device__ __forceinline__ void load_codes(u32 stage, int k, int row) const {
     barrier_expect(full + stage * 8, P::CODES + P::BLOCKS * P::SHARE * box * 128);
-    tensor_load(base + stage * P::STAGE, codes, k * 64, row, full + stage * 8, codes_policy);
+    tensor_load(base + stage * P::STAGE, codes, k * P::LINE, row, full + stage * 8, codes_policy);
   }
   __device__ __forceinline__ void load_wide(u32 stage, int k, int column, bool apart) const {
     const u32 to = base + stage * P::STAGE + P::CODES, bar = full + stage * 8;

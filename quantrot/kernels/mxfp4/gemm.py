@@ -2,8 +2,11 @@
 
 On FP8 tensor cores an MXFP4 product is an FP8 product: `expand_mxfp4` writes each operand as e4m3 with one power of two
 a row, cuBLAS multiplies them with row scales, and where a row does not fit e4m3's window its outputs are computed once
-more from the packed operands. A few tokens by a packed weight run in one kernel that reads the packed bytes once.
+more from the packed operands. A few tokens by a packed weight run in one kernel that reads the packed bytes once; so
+do, on Hopper, bfloat16 tokens in any number.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -85,7 +88,7 @@ def mxfp4_gemm(
 
     backend: "hopper" and "triton" read the packed weight once, for at most 32 tokens of bfloat16 ("hopper", which
     "auto" takes where it can: capability 9.0, cuda.core, K a multiple of 128; group scales of the weight from 2^-62
-    to 2^65); "cublas"
+    to 2^65; W4A16 of any number of tokens, K a multiple of 64, N of 8); "cublas"
     (CUDA, capability 8.9, N a multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
     """
     check_packed("packed", packed, scale)
@@ -132,6 +135,16 @@ def _uses_cublas(x: Tensor, columns: int, backend: str) -> bool:
             f"{x.device}, N is {columns}; allowed here: auto, reference"
         )
     return able and backend in ("auto", "cublas")
+
+
+def _widens(rows: Tensor, packed: Tensor, activations: str, backend: str) -> bool:
+    """Whether one kernel multiplies many tokens, as they are, by the packed weight."""
+    many = activations == "none" and rows.shape[0] > DECODE_ROWS and backend in ("auto", "hopper")
+    if not many or rows.device.type != "cuda" or not has_triton() or not nvrtc.available(rows.device):
+        return False
+    from quantrot.kernels.mxfp4 import hopper_prefill
+
+    return hopper_prefill.fits(rows, packed.shape[0])
 
 
 def _decoder(rows: Tensor, activations: str, backend: str) -> str | None:
@@ -251,8 +264,13 @@ def _linear(
     backend: str,
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    decoder = _decoder(rows, activations, backend)
-    if decoder:
+    widens = _widens(rows, packed, activations, backend)
+    decoder = None if widens else _decoder(rows, activations, backend)
+    if widens:
+        from quantrot.kernels.mxfp4 import hopper_prefill
+
+        y = hopper_prefill.multiply(_turned(rows, hadamard), packed, scale, settled=settled)
+    elif decoder:
         y = _linear_decode(decoder, rows, packed, scale, activations, rule, hadamard, settled)
     elif activations != "none" and _uses_cublas(x, packed.shape[0], backend):
         y = _linear_fp8(rows, packed, scale, activations, rule, hadamard)
@@ -295,19 +313,30 @@ def _linear_decode(
 def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
     from quantrot.kernels.mxfp4 import triton_gemm
 
-    weight, weight_scale, weight_outside = torch.ops.quantrot.mxfp4_expand(packed, scale, "auto")
+    expand = expander(packed, scale)
+    codes: tuple[Tensor, Tensor, Tensor] | None = None
     if activations == "fp8":
         tokens, token_scale = _fp8_tokens(rows, hadamard)
-        y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
-        triton_gemm.repair(y, packed, scale, weight_outside, wide=(tokens, token_scale))
-        return y
-    tokens, token_scale, outside, codes, scales = torch.ops.quantrot.mxfp4_quantize_expanded(
-        rows, None, rule, hadamard, "auto"
-    )
+    else:  # exact in the rows that are inside, whose codes are not written
+        tokens, token_scale, outside, *written = torch.ops.quantrot.mxfp4_quantize_expanded(
+            rows, None, rule, hadamard, "auto"
+        )
+        codes = *written, outside
+    weight, weight_scale, weight_outside = expand()
     y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
-    whole = tokens, token_scale  # exact in the rows that are inside, whose codes were not written
-    triton_gemm.repair(y, packed, scale, weight_outside, packed=(codes, scales, outside), wide=whole)
+    triton_gemm.repair(y, packed, scale, weight_outside, packed=codes, wide=(tokens, token_scale))
     return y
+
+
+def expander(packed: Tensor, scale: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """mxfp4_expand of a weight, to be made before the tokens' quantizer and called right after it: on Hopper they then
+    run at the same time."""
+    if not packed.numel() or not nvrtc.available(packed.device):
+        return lambda: torch.ops.quantrot.mxfp4_expand(packed, scale, "auto")
+    from quantrot.kernels.mxfp4 import hopper_rows
+
+    room = hopper_rows.room(packed.shape[0], 2 * packed.shape[1], packed.device)
+    return lambda: hopper_rows.expand(packed, scale, room)
 
 
 @torch.library.register_fake("quantrot::mxfp4_linear")

@@ -20,6 +20,7 @@ IN = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 MOST_THREADS = 1024  # of a block that holds a row whose e4m3 operand is written at once
 TILE = 2048  # bytes of a warp's groups, one a lane
 EACH = 4  # words of eight codes that a thread of `dequantize` reads
+EXPAND_THREADS = 256  # a warp a row
 
 ROWS = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {name}(
     const void* x, const float* signs, unsigned char* packed, unsigned char* scale, void* mask, float* row_scale,
@@ -32,6 +33,12 @@ ROWS = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {n
 DEQUANTIZE = """extern "C" __global__ void __launch_bounds__(256) {name}(
     const unsigned* packed, const unsigned char* scale, void* y, long long words) {{
   quantrot::dequantize<{each}>(packed, scale, y, words);
+}}
+"""
+EXPAND = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
+    const unsigned long long* packed, const unsigned char* scale, void* e4m3, float* row_scale, int* outside, int rows,
+    int groups) {{
+  quantrot::expand({{packed, scale, (quantrot::Words*)e4m3, row_scale, outside, rows, groups}});
 }}
 """
 
@@ -50,6 +57,13 @@ class DequantizeArguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("packed", "scale", "y")),
         ("words", ctypes.c_longlong),
+    ]
+
+
+class ExpandArguments(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("packed", "scale", "e4m3", "row_scale", "outside")),
+        *((name, ctypes.c_int) for name in ("rows", "groups")),
     ]
 
 
@@ -177,9 +191,7 @@ def quantize_expanded(
     x = _aligned(x)
     rows, width = x.shape
     packed, scale, _ = outputs(x, x.shape, False)
-    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    row_scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    outside = torch.empty(rows, dtype=torch.int32, device=x.device)
+    to = room(rows, width, x.device)
     groups, (most, stages) = width // GROUP, tuned.HOPPER_EXPANDED
     threads = -(-groups // 32) * 32
     resident = max(1, min(16, most // threads))
@@ -188,10 +200,45 @@ def quantize_expanded(
     )
     device, shared = x.get_device(), shared_bytes(threads, stages, hadamard, expanded=True)
     factors = None if signs is None else float_signs(signs, x)
-    parameters = arguments(x, factors, (packed, scale, out, row_scale, outside), rows, groups, hadamard, None)
+    parameters = arguments(x, factors, (packed, scale, *to), rows, groups, hadamard, None)
     blocks = min(rows, nvrtc.processors(device) * resident)
-    nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device)
-    return out, row_scale, outside, packed, scale
+    nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device, overlap=True)
+    return *to, packed, scale
+
+
+def room(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty e4m3, row scale and outside of a matrix; with no width, only the last two have elements."""
+    return (
+        torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(rows, dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.int32, device=device),
+    )
+
+
+@lru_cache(maxsize=8)
+def _expand_kernel(device: int) -> Any:
+    source = device_functions() + EXPAND.format(name="mxfp4_expand", threads=EXPAND_THREADS)
+    return nvrtc.load_kernel(source, "mxfp4_expand", 0, device)
+
+
+def expand(
+    packed: Tensor, scale: Tensor, to: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """packed [N, K/2], scale [N, K/32], not empty -> e4m3 [N, K], row scale [N], outside [N].
+
+    to: the `room` for them, made before the kernel that was launched last, which writes neither room nor weight, and
+    lets no other start before it has waited for those before it: the two then run at the same time. Without room for
+    e4m3 only the other two are written.
+    """
+    weight = _aligned(packed), scale.contiguous()
+    beside = to is not None and weight[0] is packed and weight[1] is scale
+    to = to or room(len(packed), 2 * packed.shape[1], packed.device)
+    rows, groups = scale.shape
+    pointers = (t.data_ptr() if t.numel() else None for t in (*weight, *to))
+    parameters = ExpandArguments(*pointers, rows, groups)
+    device, blocks = packed.get_device(), -(-rows // (EXPAND_THREADS // 32))
+    nvrtc.launch(_expand_kernel(device), (blocks,), EXPAND_THREADS, 0, parameters, device, overlap=beside)
+    return to
 
 
 @lru_cache(maxsize=8)

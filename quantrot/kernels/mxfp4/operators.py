@@ -391,8 +391,10 @@ def _dequantize_fake(packed, scale, dtype, backend):
 @implement("quantrot::mxfp4_expand")
 def _expand(packed: Tensor, scale: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     if uses_triton(packed, backend):
-        from quantrot.kernels.mxfp4 import triton_rows
+        from quantrot.kernels.mxfp4 import hopper_rows, triton_rows
 
+        if backend == "auto" and packed.numel() and nvrtc.available(packed.device):
+            return hopper_rows.expand(packed, scale)
         return triton_rows.expand(packed, scale)
     return expand_reference(packed, scale)
 

@@ -51,7 +51,8 @@ __device__ __forceinline__ u32 other_word(u32 v, int across) {
 }
 
 // Random words of a lane's eight rows of two columns, by the columns' counters: lanes q and q ^ 1 share a call for each
-// column, and make one each.
+// column, and make one each. FULL: no register is left, and the words are indexed, for which they go through local memory.
+template <bool FULL>
 struct Randoms {
   u32 words[2][2];
 
@@ -60,7 +61,7 @@ struct Randoms {
     const Random mine(odd ? next : counter, key);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const u32 theirs = other_word(mine.words[odd ? i : i + 2], 1);
+      const u32 theirs = other_word(FULL ? mine.words[odd ? i : i + 2] : odd ? mine.words[i] : mine.words[i + 2], 1);
       words[0][i] = odd ? theirs : mine.words[i], words[1][i] = odd ? mine.words[i + 2] : theirs;
     }
   }
@@ -132,7 +133,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
 #pragma unroll
         for (int p = 0; p < 2; p++) {
           const u64 counter = (group + 2 * p * groups) * 2 + q / 2;
-          const Randoms both(counter, counter + 2 * groups, args.key);
+          const Randoms<SPAN == 4> both(counter, counter + 2 * groups, args.key);
 #pragma unroll
           for (int i = 0; i < 2; i++) random[2 * p][i] = both.words[0][i], random[2 * p + 1][i] = both.words[1][i];
         }
@@ -242,6 +243,17 @@ __device__ __forceinline__ void requantize(const TensorMap* map, const Transpose
   struct Taken {  // a tile, and scales of rows 16 i + lane / 2 of its half lane % 2
     u32 row, column, bytes[8];
   };
+  // A tile's scales until it is done. Random numbers want the registers: loading the scales again, which is rare, saves blocks of
+  // 64 a spill; of 128, which fill them anyhow, it costs 6%.
+  constexpr bool KEEPS = SPAN == 4 || !DITHER;
+  const auto load_bytes = [&](u32 (&bytes)[8], u32 row, u32 column) {
+    const u32 mine = lane / 2 * pitch + min(lane % 2, pitch - 1 - column * 2);
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {  // past the last row: the last 32
+      const unsigned char* const from = args.in_scale + ((u64)min(row * 4 + i, groups - 1) * 32 * pitch + column * 2);
+      bytes[2 * i] = __ldg(from + mine), bytes[2 * i + 1] = __ldg(from + (mine + 16 * pitch));
+    }
+  };
   u32 into = 0;
   const auto start = [&] {
     const u32 number = blockIdx.x + next_number(counter) * gridDim.x;
@@ -251,12 +263,7 @@ __device__ __forceinline__ void requantize(const TensorMap* map, const Transpose
     if (t.row < row_tiles && t.column < column_tiles) {
       barrier_expect(full + into * 8, CODE_TILE);
       tensor_load(ring_at + into * CODE_TILE, map, t.column * 32, t.row * TALL, full + into * 8, policy);
-      const u32 mine = lane / 2 * pitch + min(lane % 2, pitch - 1 - t.column * 2);
-#pragma unroll
-      for (u32 i = 0; i < 4; i++) {  // past the last row: the last 32
-        const unsigned char* const from = args.in_scale + ((u64)min(t.row * 4 + i, groups - 1) * 32 * pitch + t.column * 2);
-        t.bytes[2 * i] = __ldg(from + mine), t.bytes[2 * i + 1] = __ldg(from + (mine + 16 * pitch));
-      }
+      load_bytes(t.bytes, t.row, t.column);
     }
     into = into == STAGES - 1 ? 0 : into + 1;
     return t;
@@ -287,13 +294,25 @@ __device__ __forceinline__ void requantize(const TensorMap* map, const Transpose
         if (near) {
           if (by_products<SPAN, DITHER>(args, h, tile, top)) continue;
           warp_sync();
-          store_wide_powers(scratch, b, negative);
+          if constexpr (KEEPS) {
+            store_wide_powers(scratch, b, negative);
+          } else {
+            u32 again[8];
+            load_bytes(again, taken[0].row, taken[0].column);
+            store_wide_powers(scratch, again, negative);
+          }
           warp_sync();
         }
       by_lanes<SPAN, RULE, DITHER>(args, tile);
       if (near && half == 0) {
         warp_sync();
-        store_powers(scratch, b, negative, top);
+        if constexpr (KEEPS) {
+          store_powers(scratch, b, negative, top);
+        } else {
+          u32 again[8];
+          load_bytes(again, taken[0].row, taken[0].column);
+          store_powers(scratch, again, negative, top);
+        }
         warp_sync();
       }
     }

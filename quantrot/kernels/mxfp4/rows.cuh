@@ -283,7 +283,8 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
 
 constexpr int TOP = 6, WINDOW = 15, LEAST_TOP = -120;
 
-// A thread block a row at a time. Where a group lies below e4m3's window (or is zero) the packed row is written too.
+// A thread block a row at a time. Where a group lies below e4m3's window (or is zero) the packed row is written too. The kernel
+// after this one may start when its blocks have: see `expand`.
 template <class IN, int SPAN, bool SIGNS, int RULE, int STAGES>
 __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
   const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32;
@@ -291,6 +292,7 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
   const u32 signs_at = warps * (STAGES * TILE), flips = shared_memory() + signs_at;
   int* numbers = block_numbers(signs_at + (SPAN ? SPAN : 1) * (SIGN_PITCH * 4));  // three sets of [top, -least, count][warps], in turn
   const i64 row_groups = args.row_groups, mine = (i64)warp * 32;
+  grid_wait();
   if constexpr (SIGNS) {
     store_signs(flips, args.signs, SPAN);
     block_sync();
@@ -359,6 +361,72 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
     }
     if (threadIdx.x == 0) args.row_scale[row] = power(top - TOP), args.outside[row] = outside;
   }
+}
+
+struct ExpandArgs {
+  const u64* packed;           // [rows, groups, 2]
+  const unsigned char* scale;  // [rows, groups]
+  Words* e4m3;                 // [rows, groups, 2], or null: only what follows
+  float* row_scale;            // [rows]
+  int* outside;                // [rows]
+  int rows, groups;
+};
+
+// Sixteen codes. A group's eight magnitudes are two words of bytes, from which codes pick theirs.
+__device__ __forceinline__ Words expand_codes(u64 codes, u32 byte, int top) {
+  const bool finite = byte != 255;
+  const u32 unit = finite ? half_power(max((int)byte - 127 - top + TOP, -14)) : 0x7FFF7FFFu;  // from -13 on all are zero
+  const auto two = [&](u32 halves) { return half_to_e4m3(times_half(halves, unit)); };
+  const u32 low = two(0x38000000u) | two(0x3E003C00u) << 16, high = two(0x42004000u) | two(0x46004400u) << 16;
+  u32 e4m3[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const u32 four = finite ? (u32)(codes >> 16 * i) : 0;
+    const u32 signs = pick_bytes(0x80808080u, 0x80808080u, four);  // 0xFF of negative codes
+    e4m3[i] = select_bits(pick_bytes(low, high, four & 0x7777u), signs << 7, 0x80808080u);
+  }
+  return {e4m3[0], e4m3[1], e4m3[2], e4m3[3]};
+}
+
+// A packed weight as e4m3, a warp a row. Launched as a programmatic dependent of a kernel that has waited for all before
+// it, and whose results this one does not read, it runs beside that kernel, and ends after it.
+__device__ __forceinline__ void expand(const ExpandArgs& args) {
+  constexpr int EACH = 8;
+  const int lane = lane_number(), row = blockIdx.x * (blockDim.x / 32) + warp_number(), units = args.groups * 2;
+  if (row < args.rows) {
+    const u64* const packed = args.packed + (i64)row * units;
+    const unsigned char* const scale = args.scale + (i64)row * args.groups;
+    u64 codes[EACH];
+    const auto load = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < EACH; i++) codes[i] = __ldg(packed + min(first + i * 32 + lane, units - 1));
+    };
+    if (args.e4m3) load(0);
+    int most = 0, least = 254;
+    for (int g = lane; g < args.groups; g += 32) {
+      const int byte = scale[g];
+      if (byte != 255) most = max(most, byte), least = min(least, byte);
+    }
+    const int top = max(warp_max(most) - 127, LEAST_TOP), bottom = -warp_max(-least) - 127;
+    for (int first = 0; args.e4m3 && first < units; first += 32 * EACH) {
+      if (first) load(first);
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        const int unit = first + i * 32 + lane;
+        if (unit < units) store_words(args.e4m3 + (i64)row * units + unit, expand_codes(codes[i], scale[unit / 2], top));
+      }
+    }
+    int outside = 0;
+    if (bottom <= top - WINDOW) {
+      for (int g = lane; g < args.groups; g += 32) {
+        const bool used = ((packed[2 * g] | packed[2 * g + 1]) & 0x7777777777777777u) != 0;
+        outside += used && scale[g] != 255 && scale[g] - 127 <= top - WINDOW;
+      }
+      outside = warp_sum(outside);
+    }
+    if (lane == 0) args.row_scale[row] = power(top - TOP), args.outside[row] = outside;
+  }
+  if (blockIdx.x == gridDim.x - 1) grid_wait();
 }
 
 // --- Dequantization ----------------------------------------------------------------------------------------------------

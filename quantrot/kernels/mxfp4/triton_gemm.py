@@ -143,13 +143,24 @@ def add_slices(partial: Tensor, token_scale: Tensor | None, out: Tensor) -> None
 
 
 @triton.jit
-def _any(ptr, count, TILE: tl.constexpr):
-    """Whether one of `count` numbers is above zero."""
-    most = tl.zeros((TILE,), tl.int32)
-    for start in tl.range(0, count, TILE):
+def _largest(ptr, count, START: tl.constexpr, most):
+    """most, and the numbers from START on."""
+    TILE: tl.constexpr = most.shape[0]
+    for start in tl.range(START, count, TILE):
         at = start + tl.arange(0, TILE)
         most = tl.maximum(most, tl.load(ptr + at, mask=at < count, other=0))
-    return tl.max(most, axis=0)
+    return most
+
+
+@triton.jit
+def _any(a_ptr, rows, b_ptr, columns, A_PACKED: tl.constexpr, TILE: tl.constexpr):
+    """Whether one of a's (if A_PACKED) or b's numbers is above zero; the first of both are asked for together."""
+    at = tl.arange(0, TILE)
+    most = tl.load(b_ptr + at, mask=at < columns, other=0)
+    if A_PACKED:
+        most = tl.maximum(most, tl.load(a_ptr + at, mask=at < rows, other=0))
+        most = _largest(a_ptr, rows, TILE, most)
+    return tl.max(_largest(b_ptr, columns, TILE, most), axis=0) > 0
 
 
 @triton.jit
@@ -190,12 +201,12 @@ def _repair_kernel(
     y_ptr, a_ptr, a_scale_ptr, a_outside_ptr, b_ptr, b_scale_ptr, b_outside_ptr, wide_ptr, wide_scale_ptr,
     rows, columns, depth,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, A_PACKED: tl.constexpr, WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    a_any = 0
-    if A_PACKED:
-        a_any = _any(a_outside_ptr, rows, 4096)
-    b_any = _any(b_outside_ptr, columns, 4096)
-    if a_any + b_any > 0:
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if _any(a_outside_ptr, rows, b_outside_ptr, columns, A_PACKED, 4096):
         across = tl.cdiv(columns, COLUMNS)
         for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0), num_stages=1):
             row = tile // across * ROWS + tl.arange(0, ROWS)
@@ -243,8 +254,9 @@ def repair(
     if y.numel():
         tile = 128 if rows > 32 else 32
         tiles = triton.cdiv(rows, tile) * triton.cdiv(columns, 128)
+        overlap = y.device.type == "cuda" and torch.cuda.get_device_capability(y.device)[0] >= 9
         _repair_kernel[(min(tiles, processors(y)),)](
             y, *(packed or (y, y, y)), b, b_scale, b_outside, *(wide or (y, y)), rows, columns, 2 * b.shape[1],
             ROWS=tile, COLUMNS=128, DEPTH=64, A_PACKED=packed is not None, WIDE=wide is not None,
-            num_warps=8 if tile == 128 else 4,
+            OVERLAP=overlap, num_warps=8 if tile == 128 else 4, **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip

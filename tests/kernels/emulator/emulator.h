@@ -470,6 +470,17 @@ inline u32 load_shared_u16(u32 address) {
   memcpy(&v, self().block->at(address, 2), 2);
   return v;
 }
+inline u32 pick_bytes(u32 a, u32 b, u32 which) {
+  const u64 both = (u64)b << 32 | a;
+  u32 picked = 0;
+  for (u32 i = 0; i < 4; i++) {
+    const u32 byte = (u32)(both >> (which >> 4 * i & 7) * 8) & 255;
+    picked |= (which >> 4 * i & 8 ? byte >> 7 ? 255 : 0 : byte) << 8 * i;
+  }
+  return picked;
+}
+
+inline u32 load_shared_u8(u32 address) { return *self().block->at(address, 1); }
 inline float load_shared(u32 address) {
   float v;
   memcpy(&v, self().block->at(address, 4), 4);
