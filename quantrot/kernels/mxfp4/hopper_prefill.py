@@ -1,4 +1,4 @@
-"""Many bfloat16 tokens by a packed MXFP4 weight on Hopper: CUDA C++ (prefill.cuh, on kernels/mixed), compiled at first use.
+"""Many bfloat16 tokens by a packed MXFP4 weight on Hopper: CUDA C++ (prefill.cuh, on kernels/mixed), compiled at use.
 
 All of K, or of a part of it as the plan says, is summed by the tensor cores in float32, in order; the parts are added
 two by two, and the sum is rounded once. A token's bits depend on the plan's parts alone.
