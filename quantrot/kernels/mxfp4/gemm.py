@@ -17,6 +17,7 @@ from quantrot.kernels.operators import implement
 ACTIVATIONS = ("none", "fp8", "mxfp4")
 BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")
 DECODE_ROWS = 32  # tokens up to which the packed weight is read by one kernel
+PIECES = 2  # on Hopper, one after another: 64 tokens by 4096 x 14336 in W4A16 take 40 us, expanding the weight 77; 128 75, 78
 
 torch.library.define(
     "quantrot::mxfp4_product",
@@ -134,14 +135,27 @@ def _uses_cublas(x: Tensor, columns: int, backend: str) -> bool:
     return able and backend in ("auto", "cublas")
 
 
+def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
+    """Whether one kernel multiplies a batch of tokens in e4m3 by the packed weight."""
+    many = activations != "none" and rows.shape[0] > DECODE_ROWS and backend in ("auto", "hopper")
+    if not many or not rows.is_cuda or not has_triton() or not nvrtc.available(rows.device):
+        return False
+    from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
+
+    quantized = activations == "fp8" or hopper_rows.fits(rows, ScaleRule(rule), hadamard, row=True)
+    return quantized and hopper_batch.fits(rows, packed.shape[0])
+
+
 def _decoder(rows: Tensor, activations: str, backend: str) -> str | None:
     """Which kernel for few tokens multiplies, or None; ValueError where one was asked for and cannot."""
     from quantrot.kernels.mxfp4 import hopper
 
-    fits = 0 < rows.shape[0] <= DECODE_ROWS and rows.dtype == torch.bfloat16
-    able = fits and rows.device.type == "cuda" and has_triton() and (activations != "fp8" or _has_fp8(rows))
-    streams = able and hopper.fits(rows.shape[1]) and nvrtc.available(rows.device)
-    if backend == "auto" and able:
+    runs = rows.dtype == torch.bfloat16 and rows.device.type == "cuda" and has_triton()
+    runs = runs and (activations != "fp8" or _has_fp8(rows))
+    able = runs and 0 < rows.shape[0] <= DECODE_ROWS
+    few = runs and 0 < rows.shape[0] <= PIECES * DECODE_ROWS
+    streams = few and hopper.fits(rows.shape[1]) and nvrtc.available(rows.device)
+    if backend == "auto" and (able or streams):
         return "hopper" if streams else "triton"
     if backend not in ("hopper", "triton"):
         return None
@@ -251,9 +265,14 @@ def _linear(
     backend: str,
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    decoder = _decoder(rows, activations, backend)
-    if decoder:
-        y = _linear_decode(decoder, rows, packed, scale, activations, rule, hadamard, settled)
+    batches = _batches(rows, packed, activations, rule, hadamard, backend)
+    decoder = None if batches else _decoder(rows, activations, backend)
+    if batches:
+        y = _linear_batch(rows, packed, scale, activations, rule, hadamard, settled)
+    elif decoder:
+        pieces = rows.split(DECODE_ROWS)
+        parts = [_linear_decode(decoder, x, packed, scale, activations, rule, hadamard, settled) for x in pieces]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
     elif activations != "none" and _uses_cublas(x, packed.shape[0], backend):
         y = _linear_fp8(rows, packed, scale, activations, rule, hadamard)
     else:
@@ -307,6 +326,29 @@ def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, r
     y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
     whole = tokens, token_scale  # exact in the rows that are inside, whose codes were not written
     triton_gemm.repair(y, packed, scale, weight_outside, packed=(codes, scales, outside), wide=whole)
+    return y
+
+
+def _linear_batch(
+    rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int, settled: bool
+) -> Tensor:
+    from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows, triton_gemm
+
+    count, columns = rows.shape
+    plan = hopper_batch.plan_for(count, packed.shape[0], columns)
+    tokens, codes = hopper_batch.room(count, columns, plan, rows.device), None
+    if activations == "fp8":
+        qdata, token_scale = _fp8_tokens(rows, hadamard)
+        hopper_batch.arrange(qdata, tokens)
+    else:
+        given = hopper_rows.quantize_expanded(rows, ScaleRule(rule), hadamard, None, tokens)
+        _, token_scale, outside, packed_tokens, scales = given
+        codes = packed_tokens, scales, outside
+    y, weight_outside = hopper_batch.multiply(
+        tokens, token_scale, packed, scale, count, rows.dtype, plan, settled=settled
+    )
+    wide = tokens, token_scale
+    triton_gemm.repair(y, packed, scale, weight_outside, packed=codes, wide=wide, arranged=True)
     return y
 
 

@@ -66,6 +66,7 @@ def entry(
     signs: bool,
     *,
     expanded: bool = False,
+    arranged: bool = False,
     mask: bool = False,
     dither: bool = False,
     threads: int = 128,
@@ -83,7 +84,7 @@ def entry(
         span=hadamard // GROUP,
         signs=str(signs).lower(),
         rule=str(rule).upper(),
-        more="" if expanded else f"{str(mask).lower()}, {str(dither).lower()}, ",
+        more="".join(f"{str(flag).lower()}, " for flag in ((arranged,) if expanded else (mask, dither))),
         stages=stages,
     )
 
@@ -171,26 +172,32 @@ def quantize(
 
 
 def quantize_expanded(
-    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None
+    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, arranged: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x [M, K] -> e4m3, row scale, outside; packed and scale, written where a row has a group below the window."""
+    """x [M, K] -> e4m3, row scale, outside; packed and scale, written where a row has a group below the window.
+
+    arranged: where e4m3 goes, at least M rows, in the order in which batch.cuh reads it.
+    """
     x = _aligned(x)
     rows, width = x.shape
     packed, scale, _ = outputs(x, x.shape, False)
-    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    out = arranged
+    if out is None:
+        out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     row_scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     outside = torch.empty(rows, dtype=torch.int32, device=x.device)
     groups, (most, stages) = width // GROUP, tuned.HOPPER_EXPANDED
     threads = -(-groups // 32) * 32
     resident = max(1, min(16, most // threads))
     source = entry(
-        x.dtype, rule, hadamard, signs is not None, expanded=True, threads=threads, resident=resident, stages=stages
-    )
+        x.dtype, rule, hadamard, signs is not None,
+        expanded=True, arranged=arranged is not None, threads=threads, resident=resident, stages=stages,
+    )  # fmt: skip
     device, shared = x.get_device(), shared_bytes(threads, stages, hadamard, expanded=True)
     factors = None if signs is None else float_signs(signs, x)
     parameters = arguments(x, factors, (packed, scale, out, row_scale, outside), rows, groups, hadamard, None)
     blocks = min(rows, nvrtc.processors(device) * resident)
-    nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device)
+    nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device, overlap=True)
     return out, row_scale, outside, packed, scale
 
 

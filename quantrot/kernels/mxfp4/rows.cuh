@@ -284,13 +284,15 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
 constexpr int TOP = 6, WINDOW = 15, LEAST_TOP = -120;
 
 // A thread block a row at a time. Where a group lies below e4m3's window (or is zero) the packed row is written too.
-template <class IN, int SPAN, bool SIGNS, int RULE, int STAGES>
+// ARRANGED: the words of 128 columns as batch.cuh reads them, word w of group q at 4 w + q.
+template <class IN, int SPAN, bool SIGNS, int RULE, bool ARRANGED, int STAGES>
 __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
   const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32;
   const u32 ring = shared_memory() + warp * (STAGES * TILE);
   const u32 signs_at = warps * (STAGES * TILE), flips = shared_memory() + signs_at;
   int* numbers = block_numbers(signs_at + (SPAN ? SPAN : 1) * (SIGN_PITCH * 4));  // three sets of [top, -least, count][warps], in turn
   const i64 row_groups = args.row_groups, mine = (i64)warp * 32;
+  grid_wait();
   if constexpr (SIGNS) {
     store_signs(flips, args.signs, SPAN);
     block_sync();
@@ -338,7 +340,11 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
       }
       words[w] = e[0] | e[1] << 16;
     }
-    if (inside) {
+    if (ARRANGED && inside) {
+      u32* const to = (u32*)args.mask + group / 4 * 32 + group % 4;
+#pragma unroll
+      for (int w = 0; w < 8; w++) to[w * 4] = words[w];
+    } else if (inside) {
       store_words((char*)args.mask + group * 32, {words[0], words[1], words[2], words[3]});
       store_words((char*)args.mask + group * 32 + 16, {words[4], words[5], words[6], words[7]});
     }

@@ -449,6 +449,7 @@ inline u32 load_shared_u16(u32 address) {
   memcpy(&v, self().block->at(address, 2), 2);
   return v;
 }
+inline u32 load_shared_u8(u32 address) { return *self().block->at(address, 1); }
 inline float load_shared(u32 address) {
   float v;
   memcpy(&v, self().block->at(address, 4), 4);

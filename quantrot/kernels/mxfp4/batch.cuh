@@ -1,0 +1,200 @@
+// 33 to some hundred tokens in e4m3 by a packed weight: parts of kernels/mixed (multiply.cuh, gemm.cuh, parts.cuh), whose
+// codes are MXFP4's and whose products are e4m3's.
+//
+// A block of K is 128 columns: 64 bytes of codes a row, 128 of a token. Lane q of a row takes group q of the block, whose
+// word j is its part of product j; so tokens lie in that order (`arranged` of hopper_batch.py): of 128 columns, byte
+// 32 j + 16 h + 4 q + i is column 32 q + 8 j + 4 h + i.
+//
+// The e4m3 of a group's eight magnitudes, value * 2^d with d = exponent - top + 6, are 8 bytes of a table in shared memory, from
+// which codes pick theirs by byte permutations: 9 instructions for eight codes. `top` is the largest exponent of the
+// row in this part of K; the sums are multiplied by 2^(top - 6), which is exact, before the parts are added. A group that is not
+// zero and more than 14 binades below the top counts as zeros here, and its row as outside.
+
+namespace quantrot {
+
+struct BatchArgs : MixedArgs {  // scale: the bytes [rows, groups]
+  const unsigned char* packed;  // [rows, groups, 16]
+  const float* token_scale;     // [columns]
+  u32* outside;                 // [parts, a multiple of four]: of each 16 rows, a bit where that part of a row has a group below its window
+};
+
+template <class T_>
+struct BatchOperands {
+  static constexpr int GROUP = 1;  // the sums are scaled when they come to the end
+  static constexpr bool WEIGHT = true;
+  using T = T_;
+  using S = None;
+  using B = None;
+};
+
+constexpr int E4M3_TOP = 6, E4M3_WINDOW = 15, LEAST_BYTE = 7;  // of a top: 2^(top - 6) stays a normal float32
+constexpr int NAN_BYTE = 255, TABLE = 512;                       // entries of 8 bytes; number 255 is that of the top
+
+// From shared memory: its lower address first.
+struct Magnitudes {
+  u32 low, high;
+};
+
+// Eight codes -> e4m3, four a word.
+__device__ __forceinline__ void widen(u32 word, const Magnitudes& of, u32& first, u32& second) {
+  const u32 which = word & 0x77777777u, even = word << 4;  // sign bits to the end of a byte
+  first = __byte_perm(of.low, of.high, which) | (__byte_perm(even, word, 0x5140) & 0x80808080u);
+  second = __byte_perm(of.low, of.high, which >> 16) | (__byte_perm(even, word, 0x7362) & 0x80808080u);
+}
+
+template <class P>
+struct BatchMultiplier {
+  static constexpr int ALL = P::TEAMS * P::GROUPS;
+  static constexpr u32 TABLE_AT = P::TEAMS * P::STAGES * (P::STAGE + 16) + ALL * (256 * P::W / P::TEAMS + 8);  // after parts'
+  const BatchArgs& args;
+  Lane lane;
+  u32 base, full, empty, rank, previous = 0;
+  Ring<P::STAGES> ring;
+  u32 table, scales, pitch;  // bytes of a row's scales in shared memory; the lane's first one
+  u32 from[2], nearest[2];   // of each row: the lane's codes in a tile; the table's entry of the scale byte 0
+  float unit[2];
+  u32 outside = 0;           // of the warp's 16 rows
+  Quad words[2];
+  Magnitudes now[2];
+  u32 a[2][4];
+
+  __device__ __forceinline__ BatchMultiplier(const MixedArgs& given, u32 group, u32 base, u32 full, u32 empty, u32 rank)
+      : args(static_cast<const BatchArgs&>(given)), lane(group), base(base), full(full), empty(empty), rank(rank) {
+    const u32 row = group * 64 + warp_number() % 4 * 16 + lane_number() / 4;
+    for (u32 r = 0; r < 2; r++) from[r] = swizzled64(row + 8 * r, lane_number() % 4 * 16);
+    table = shared_memory() + TABLE_AT, pitch = (args.segment + 1) * 4;  // an odd number of words: eight rows, eight banks
+  }
+
+  __device__ __forceinline__ void fill_table() const {
+    for (int i = threadIdx.x; i < TABLE; i += 128 * ALL) {
+      const int d = i - NAN_BYTE + E4M3_TOP;
+      const float p = d <= E4M3_TOP - E4M3_WINDOW || d > E4M3_TOP ? 0.f : __uint_as_float((u32)(127 + d) << 23);
+      const u32 nan = d > E4M3_TOP ? 0x7F7F7F7Fu : 0u;
+      store_shared2(table + i * 8, to_e4m3(0.f, 0.5f * p, p, 1.5f * p) | nan, to_e4m3(2 * p, 3 * p, 4 * p, 6 * p) | nan);
+    }
+  }
+
+  // The warp's 16 rows' scale bytes of `blocks` blocks from number `first` on -> shared memory, zeros past the end of a row.
+  __device__ __forceinline__ void take_scales(int row, int first, int blocks) {
+    const u32 to = table + TABLE * 8 + warp_number() * 16 * pitch, mine = lane_number();
+    const int there = args.groups / 4 - first;
+    for (int c = mine; c < blocks; c += 32) {
+      u32 bytes[16];
+#pragma unroll
+      for (int r = 0; r < 16; r++) {
+        const i64 at = (i64)min(row + r, args.rows - 1) * args.groups + (first + c) * 4;
+        bytes[r] = c < there ? __ldg((const u32*)((const unsigned char*)args.scale + at)) : 0;
+      }
+#pragma unroll
+      for (int r = 0; r < 16; r++) store_shared(to + r * pitch + c * 4, bytes[r]);
+    }
+    warp_sync();
+    scales = to + mine / 4 * pitch + mine % 4;
+  }
+
+  // What the lane's two rows have for a window.
+  __device__ __forceinline__ void find_tops(int first, int blocks) {
+    const int q = lane_number() % 4;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const u32 at = scales - q + r * 8 * pitch;
+      int top = LEAST_BYTE, least = NAN_BYTE;
+      for (int c = q; c < blocks; c += 4) {
+        const u32 bytes = load_shared1(at + c * 4);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int byte = bytes >> 8 * i & 255;
+          top = max(top, byte == NAN_BYTE ? 0 : byte), least = min(least, byte);
+        }
+      }
+#pragma unroll
+      for (int across = 1; across < 4; across *= 2) {
+        top = max(top, (int)__shfl_xor_sync(0xFFFFFFFFu, (u32)top, across));
+        least = min(least, (int)__shfl_xor_sync(0xFFFFFFFFu, (u32)least, across));
+      }
+      u32 bad = 0;
+      if (least <= top - E4M3_WINDOW) bad = below(lane.rows[r], at, first, blocks, top);
+      outside |= (u32)(bad != 0) << (lane_number() / 4 + 8 * r);
+      nearest[r] = table + (NAN_BYTE - top) * 8;
+      unit[r] = __uint_as_float((u32)(top - E4M3_TOP) << 23);
+    }
+#pragma unroll
+    for (int across = 1; across < 32; across *= 2) outside |= __shfl_xor_sync(0xFFFFFFFFu, outside, across);
+  }
+  // Codes that are not zero in groups below the window, of the quarter of the blocks that is the lane's.
+  __device__ __forceinline__ u32 below(int row, u32 at, int first, int blocks, int top) const {
+    u32 found = 0;
+    for (int c = lane_number() % 4; c < blocks; c += 4) {
+      const u32 bytes = load_shared1(at + c * 4);
+      for (int i = 0; i < 4; i++) {
+        const int group = (first + c) * 4 + i;
+        if ((int)(bytes >> 8 * i & 255) > top - E4M3_WINDOW || group >= args.groups) continue;
+        const u32* const codes = (const u32*)args.packed + ((i64)row * args.groups + group) * 4;
+        for (int w = 0; w < 4; w++) found |= __ldg(codes + w) & 0x77777777u;
+      }
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ void come(int k) {  // the stage of block k
+    const u32 tile = base + ring.stage * P::STAGE;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const u32 byte = load_shared_u8(scales + r * 8 * pitch + k * 4);
+      const float2 entry = load_shared2(nearest[r] + byte * 8);
+      now[r] = {__float_as_uint(entry.x), __float_as_uint(entry.y)};
+    }
+    barrier_wait(full + ring.stage * 8, ring.parity);
+#pragma unroll
+    for (int r = 0; r < 2; r++) words[r] = load_shared16bytes(tile + from[r]);
+  }
+
+  // The sums over `count` blocks of K from number `first` on.
+  __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
+    const int tile = blockIdx.x / P::SPLIT, across = parts_of(args.columns, P::COLUMNS);
+    fill_table();
+    take_scales(tile / across * P::ROWS + warp_number() / 4 % P::GROUPS * 64 + warp_number() % 4 * 16, first, count);
+    find_tops(first, count);
+    named_sync(1, 128 * ALL);
+    come(0);
+    for (int k = 0; k < count; k++) {
+      const u32 at = base + ring.stage * P::STAGE + P::CODES;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        product_wait<1>();  // the operand before the last may be overwritten
+        if (j == 1 && k > 0) hand_back<P>(empty + previous * 8, rank);
+        u32(&to)[4] = a[j % 2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) widen(words[r].w[j], now[r], to[r], to[2 + r]);
+        product_fence();
+        product(sum, to, operand(at, j), k > 0 || j > 0);
+        product_commit();
+      }
+      previous = ring.stage;
+      ring.next();
+      if (k + 1 < count) come(k + 1);
+    }
+    product_wait<0>();
+    product_done(sum);
+    hand_back<P>(empty + previous * 8, rank);
+    grid_wait();  // before the tokens' scales are read, and memory written that a kernel before may have used
+    const int sixteens = P::ROWS / 16, part = first / args.segment, mine = warp_number() % sixteens;
+    if (lane_number() == 0)
+      args.outside[(part * parts_of(args.rows, P::ROWS) + tile / across) * sixteens + mine] = outside;
+    const int column = tile % across * P::COLUMNS + lane_number() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < P::W; i++)
+      sum[i] *= unit[i / 2 % 2] * __ldg(args.token_scale + min(column + i / 4 * 8 + i % 2, args.columns - 1));
+  }
+};
+
+template <class P, class T>
+struct Chosen<P, BatchOperands<T>, false> {
+  using Type = BatchMultiplier<P>;
+};
+template <class P, class T>
+struct Chosen<P, BatchOperands<T>, true> {
+  using Type = BatchMultiplier<P>;
+};
+
+}  // namespace quantrot
