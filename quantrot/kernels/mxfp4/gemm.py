@@ -17,7 +17,7 @@ from quantrot.kernels.operators import implement
 ACTIVATIONS = ("none", "fp8", "mxfp4")
 BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")
 DECODE_ROWS = 32  # tokens up to which the packed weight is read by one kernel
-PIECES = 2  # on Hopper, one after another: 64 tokens by 4096 x 14336 in W4A16 take 40 us, expanding the weight 77; 128 75, 78
+PIECES = 2  # one after another, on Hopper: 64 tokens of W4A16 by 4096 x 14336 take 40 us, by expanding the weight 77
 
 torch.library.define(
     "quantrot::mxfp4_product",
@@ -332,7 +332,7 @@ def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, r
 def _linear_batch(
     rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int, settled: bool
 ) -> Tensor:
-    from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows, triton_gemm
+    from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
 
     count, columns = rows.shape
     plan = hopper_batch.plan_for(count, packed.shape[0], columns)
@@ -343,13 +343,8 @@ def _linear_batch(
     else:
         given = hopper_rows.quantize_expanded(rows, ScaleRule(rule), hadamard, None, tokens)
         _, token_scale, outside, packed_tokens, scales = given
-        codes = packed_tokens, scales, outside
-    y, weight_outside = hopper_batch.multiply(
-        tokens, token_scale, packed, scale, count, rows.dtype, plan, settled=settled
-    )
-    wide = tokens, token_scale
-    triton_gemm.repair(y, packed, scale, weight_outside, packed=codes, wide=wide, arranged=True)
-    return y
+        codes = outside, packed_tokens, scales
+    return hopper_batch.multiply(tokens, token_scale, packed, scale, count, rows.dtype, plan, codes, settled=settled)
 
 
 @torch.library.register_fake("quantrot::mxfp4_linear")

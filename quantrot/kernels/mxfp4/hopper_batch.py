@@ -18,6 +18,7 @@ from quantrot.kernels.mixed import hopper as mixed
 from quantrot.kernels.mxfp4.reference import GROUP
 
 WIDE = mixed.WIDE
+Codes = tuple[Tensor, Tensor, Tensor]  # of tokens: outside, packed, scale
 BLOCK = 128  # columns of K that a stage holds, and the granule of K
 TABLE = 4096  # bytes of shared memory: see batch.cuh
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
@@ -60,7 +61,15 @@ class Plan(mixed.Plan):
 
 
 MOST = 512  # tokens
-WIDTHS = (64, 96, 128, 192, 256)
+# Tiles, and microseconds of a block of K of one (of 64 to 512 tokens by 4096 x 14336 and 8192 x 8192, on an H200).
+TILES = (
+    (Plan(64, 2, groups=1), 0.20),
+    (Plan(64, 2, groups=2), 0.38),
+    (Plan(128, 2, groups=1), 0.245),
+    (Plan(128, 2, groups=2), 0.45),
+    (Plan(256, 1, groups=2), 0.71),
+)
+STARTING, SPLITTING = 3.5, 1.0  # us, of what a tile does beside its blocks, and of a cluster's exchange
 
 
 @lru_cache(maxsize=1)
@@ -77,14 +86,18 @@ def fits(x: Tensor, rows: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def plan_for(tokens: int, rows: int, depth: int) -> Plan:
-    """Tiles of 64 rows, of as many tokens as there are, up to 256; K in two where tiles are few."""
-    across = -(-tokens // WIDTHS[-1])
-    width = next(w for w in WIDTHS if w * across >= tokens)
-    tiles = -(-rows // 64) * across
-    split = 2 if tiles <= mixed.PROCESSORS // 2 and width != 96 else 1
-    tries = (Plan(width, 2, split, groups=1), Plan(width, 2, 2, groups=1), Plan(64, 1, 1, groups=1))
-    fitted = (plan.fitted(depth) for plan in tries)
-    return next(plan for plan in fitted if plan.stages >= 2 and plan.splits(depth))
+    """The tiles that take least by the times of their blocks, K halved by a cluster or not."""
+    times: list[tuple[float, Plan]] = []
+    for tile, block in TILES:
+        for split in (1, 2):
+            plan = replace(tile, split=split)
+            plan = plan if plan.splits(depth) else replace(plan, teams=1, split=1)
+            plan = plan.fitted(depth)
+            if plan.stages >= 2:
+                turns = -(-plan.grid(rows, tokens, 0) // mixed.PROCESSORS)
+                blocks = plan.segment(depth) * plan.teams
+                times.append((turns * (STARTING + blocks * block) + SPLITTING * (plan.split - 1), plan))
+    return min(times, key=lambda found: found[0])[1]
 
 
 def padded(tokens: int, plan: Plan) -> int:
@@ -106,35 +119,41 @@ def arrange(tokens: Tensor, to: Tensor) -> Tensor:
 
 
 class BatchArgs(mixed.MixedArgs):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("packed", "token_scale", "outside")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("packed", "token_scale", "outside", "token_packed", "token_bytes")]
 
 
 class _Arguments(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ubyte * 128) for name in ("codes", "wide", "y")] + [("args", BatchArgs)]
 
 
-def flags(rows: int, plan: Plan, device: torch.device) -> Tensor:
-    """What `multiply` tells of rows."""
-    return torch.empty(plan.parts, -(-rows // plan.rows) * plan.rows // 16, dtype=torch.int32, device=device)
-
-
 def arguments(
-    token_scale: Tensor, packed: Tensor, scale: Tensor, y: Tensor, outside: Tensor, plan: Plan, settled: bool
+    tokens: Tensor,
+    token_scale: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    y: Tensor,
+    codes: Codes | None,
+    plan: Plan,
+    settled: bool,
 ) -> BatchArgs:
     """The kernel's last parameter."""
-    columns, rows = y.shape
+    (columns, rows), depth = y.shape, tokens.shape[1]
+    outside, token_packed, token_bytes = (t.data_ptr() for t in codes) if codes else (None, None, None)
     return BatchArgs(
         scale=scale.data_ptr(),
         rows=rows,
         columns=columns,
-        depth=scale.shape[1] * GROUP,
-        groups=scale.shape[1],
+        depth=depth,
+        groups=depth // GROUP,
         group_blocks=1,
-        segment=plan.segment(scale.shape[1] * GROUP),
+        segment=plan.segment(depth),
         early=settled,
+        token=tokens.data_ptr(),
         packed=packed.data_ptr(),
         token_scale=token_scale.data_ptr(),
-        outside=outside.data_ptr(),
+        outside=outside,
+        token_packed=token_packed,
+        token_bytes=token_bytes,
     )
 
 
@@ -161,26 +180,25 @@ def multiply(
     count: int,
     dtype: torch.dtype,
     plan: Plan,
+    codes: Codes | None = None,
     *,
     settled: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`count` arranged tokens, a `room`, times float32 [count], by a packed weight [N, K/2]: [count, N], outside.
+) -> Tensor:
+    """`count` arranged tokens, a `room`, times float32 [count], by a packed weight [N, K/2]: [count, N] in dtype.
 
-    outside: int32 [parts, .], a bit for each row of the weight, 16 a number: whether it has a group below the window of
-    its part of K, which counted as zeros. settled: no kernel that may still run when this one is launched writes the
-    weight.
+    codes: of tokens that were MXFP4, times powers of two, where they are not in e4m3 as a whole: int32 [count], above
+    zero there, packed and scale. settled: no kernel that may still run when this one is launched writes the weight.
     """
     given = packed, scale
     packed, scale = _aligned(packed), _aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
     rows, device, depth = packed.shape[0], packed.get_device(), tokens.shape[1]
     y = torch.empty(count, rows, dtype=dtype, device=packed.device)
-    outside = flags(rows, plan, packed.device)
-    values = _Arguments(args=arguments(token_scale, packed, scale, y, outside, plan, settled))
+    values = _Arguments(args=arguments(tokens, token_scale, packed, scale, y, codes, plan, settled))
     for field, t, box in zip(("codes", "wide", "y"), matrices(packed, tokens, y), plan.boxes(True), strict=True):
         pitch = t.stride(0) * t.element_size()
         encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
         ctypes.memmove(getattr(values, field), encoded, 128)
     grid, shared = (plan.grid(rows, count, nvrtc.processors(device)),), plan.bytes_for(depth)
     nvrtc.launch(_kernel(plan, dtype, shared, device), grid, plan.threads, shared, values, device, overlap=True)
-    return y, outside
+    return y

@@ -155,7 +155,7 @@ def _any(ptr, count, TILE: tl.constexpr):
 @triton.jit
 def _multiply_tile(
     y_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, rows, columns, depth, row, column, store,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, A_PACKED: tl.constexpr, ARRANGED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, A_PACKED: tl.constexpr,
 ):  # fmt: skip
     """y at `row`, `column`, from a packed or e4m3, and b packed, where `store` says so."""
     a_row, b_row = row[:, None].to(tl.int64), column[None, :].to(tl.int64)
@@ -177,8 +177,6 @@ def _multiply_tile(
         else:
             at = k + tl.arange(0, DEPTH)
             inside = (at[None, :] < depth) & (row[:, None] < rows)
-            if ARRANGED:  # word w of group q of 128 columns at 4 w + q
-                at = at // 128 * 128 + at // 4 % 8 * 16 + at // 32 % 4 * 4 + at % 4
             a = tl.load(a_ptr + a_row * depth + at[None, :], mask=inside, other=0.0).to(tl.bfloat16)
             acc = tl.dot_scaled(a, None, "bf16", b, b_scale, "e2m1", acc)
     if not A_PACKED:
@@ -190,14 +188,13 @@ def _multiply_tile(
 @triton.jit
 def _repair_kernel(
     y_ptr, a_ptr, a_scale_ptr, a_outside_ptr, b_ptr, b_scale_ptr, b_outside_ptr, wide_ptr, wide_scale_ptr,
-    rows, columns, depth, flags,
+    rows, columns, depth,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, A_PACKED: tl.constexpr, WIDE: tl.constexpr,
-    ARRANGED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     a_any = 0
     if A_PACKED:
         a_any = _any(a_outside_ptr, rows, 4096)
-    b_any = _any(b_outside_ptr, flags, 4096)
+    b_any = _any(b_outside_ptr, columns, 4096)
     if a_any + b_any > 0:
         across = tl.cdiv(columns, COLUMNS)
         for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0), num_stages=1):
@@ -206,20 +203,14 @@ def _repair_kernel(
             a_bad = tl.zeros((ROWS,), tl.int32)
             if A_PACKED:
                 a_bad = tl.load(a_outside_ptr + row, mask=row < rows, other=0)
-            if PARTS:
-                b_bad = column * 0
-                for part in tl.static_range(PARTS):
-                    bits = tl.load(b_outside_ptr + flags // PARTS * part + column // 16, mask=column < columns, other=0)
-                    b_bad |= bits >> column % 16 & 1
-            else:
-                b_bad = tl.load(b_outside_ptr + column, mask=column < columns, other=0)
+            b_bad = tl.load(b_outside_ptr + column, mask=column < columns, other=0)
             packed_bad = tl.max(a_bad, axis=0)
             packed = a_bad[:, None] + b_bad[None, :] * 0 > 0
             if WIDE:
                 if tl.max(b_bad, axis=0) > 0:
                     _multiply_tile(
                         y_ptr, wide_ptr, wide_scale_ptr, b_ptr, b_scale_ptr, rows, columns, depth, row, column,
-                        (b_bad[None, :] > 0) & (a_bad[:, None] == 0), ROWS, COLUMNS, DEPTH, False, ARRANGED,
+                        (b_bad[None, :] > 0) & (a_bad[:, None] == 0), ROWS, COLUMNS, DEPTH, False,
                     )  # fmt: skip
             else:
                 packed_bad += tl.max(b_bad, axis=0)
@@ -228,7 +219,7 @@ def _repair_kernel(
                 if packed_bad > 0:
                     _multiply_tile(
                         y_ptr, a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, rows, columns, depth, row, column, packed,
-                        ROWS, COLUMNS, DEPTH, True, False,
+                        ROWS, COLUMNS, DEPTH, True,
                     )  # fmt: skip
 
 
@@ -240,14 +231,12 @@ def repair(
     *,
     packed: tuple[Tensor, Tensor, Tensor] | None = None,
     wide: tuple[Tensor, Tensor] | None = None,
-    arranged: bool = False,
 ) -> None:
     """Overwrite the rows and columns of y = a b^T [M, N] that have an operand outside e4m3's window.
 
-    b: packed [N, K/2], with its scale, and int32 [N], above zero where it is outside, or [parts, .], a bit for each row,
-    16 a number. Of a, packed: the same, of the first kind; wide: its e4m3 [M, K] with a float32 scale a row, arranged:
-    its columns as batch.cuh reads them. With both, rows that are outside are taken from the packed form, which need not
-    hold others, and the columns' other rows from e4m3. One program a multiprocessor reads all the numbers, and
+    b: packed [N, K/2], with its scale, and int32 [N], above zero where it is outside. Of a, packed: the same; wide: its
+    e4m3 [M, K] with a float32 scale a row. With both, rows that are outside are taken from the packed form, which need
+    not hold others, and the columns' other rows from e4m3. One program a multiprocessor reads all the numbers, and
     leaves where they are zero; nothing is decided on the host, so this runs in CUDA graphs.
     """
     rows, columns = y.shape
@@ -255,9 +244,7 @@ def repair(
         tile = 128 if rows > 32 else 32
         tiles = triton.cdiv(rows, tile) * triton.cdiv(columns, 128)
         _repair_kernel[(min(tiles, processors(y)),)](
-            y, *(packed or (y, y, y)), b, b_scale, b_outside, *(wide or (y, y)),
-            rows, columns, 2 * b.shape[1], b_outside.numel(),
+            y, *(packed or (y, y, y)), b, b_scale, b_outside, *(wide or (y, y)), rows, columns, 2 * b.shape[1],
             ROWS=tile, COLUMNS=128, DEPTH=64, A_PACKED=packed is not None, WIDE=wide is not None,
-            ARRANGED=arranged, PARTS=len(b_outside) if b_outside.dim() > 1 else 0,
             num_warps=8 if tile == 128 else 4,
         )  # fmt: skip
