@@ -32,7 +32,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed import KINDS, hopper, mixed_gemm, mixed_linear, mixed_ref
 from quantrot.kernels.mixed.hopper import WIDTHS, Decode, Kernel, Plan
 
-FEW, MANY = (1, 8, 16, 32, 64), (256, 512, 1024, 4096)
+FEW, MANY = (1, 8, 16, 24, 32, 48, 64), (256, 512, 1024, 4096)
 
 
 TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (3, 1, 4), (3, 1, 8), (1, 2, 8), (4, 1, 4), (2, 2, 4), (7, 1, 2)]
@@ -44,7 +44,7 @@ REGISTERS = {0: 60, 1: 70, 2: 84, 4: 116, 8: 160}  # of a thread, about
 def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decode]:
     """Plans that fill the device and fit. Lean ones take half of shared memory, so that the next kernel's thread blocks
     come, and read, while these end."""
-    eights = 1 << (-(-columns // 8) - 1).bit_length()
+    eights = -(-columns // 8)
     for tokens, (row_warps, height, teams) in product((0, 1) if columns == 1 else (eights,), TEAMS):
         for resident, lean, keep in ((1, 0, 0), (1, 1, 0), (2, 1, 0), (1, 0, depth), (1, 1, depth), (2, 1, depth)):
             plan = Decode(tokens, row_warps, teams, height, keep=keep, resident=1 + lean)
@@ -237,7 +237,8 @@ def main() -> None:
     for what, rows in (("few", FEW), ("many", MANY)):
         if what in asked.what:
             shapes = [tuple(map(int, shape.split("x"))) for shape in asked.shapes]
-            todo = product([m for m in rows if m in (asked.rows or rows)], shapes, (0, GROUP))
+            some = [m for m in asked.rows if (m <= 64) == (what == "few")] if asked.rows else rows
+            todo = product(some, shapes, (0, GROUP))
             cases += [case(m, n, k, "packed", "bfloat16", "weight", group) for m, (n, k), group in todo]
     work = list(dict.fromkeys((plan, kernel_of(c)) for c in cases for plan in plans_of(c, asked.rule)))
     print(len(work), "kernels", flush=True)

@@ -80,7 +80,7 @@ def emulator(emulated):
         c = torch.full((m, n), float("nan"), dtype=out)
         args = hopper.arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts)
         maps = (ctypes.c_ulonglong * 21)()
-        for i, (x, box) in enumerate(zip((a, b, c), plan.boxes(), strict=False)):
+        for i, (x, box) in enumerate(zip((a, b, c), plan.boxes(len(a)), strict=False)):
             maps[7 * i : 7 * i + 7] = (x.data_ptr(), *x.shape, x.stride(0) * x.itemsize, *box, x.itemsize)
         prefill = isinstance(plan, Prefill)
         blocks = plan.grid(m, n, processors if prefill else parts)

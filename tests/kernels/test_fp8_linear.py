@@ -46,7 +46,7 @@ static std::string message;
 
 extern "C" const char* product(const unsigned long long* a, const unsigned long long* b, const quantrot::GemmArgs* args,
                                int blocks, int threads, int shared) {
-  const quantrot::TensorMap ma{(unsigned char*)a[0], a[2], a[1], a[2], 128, 8, 1, 1};
+  const quantrot::TensorMap ma{(unsigned char*)a[0], a[2], a[1], a[2], 128, (unsigned)args->box, 1, 1};
   const quantrot::TensorMap mb{(unsigned char*)b[0], b[2], b[1], b[2], 128, 32, 1, 1};
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, shared, 0, [&] { gemm(ma, mb, ma, *args); });
   return message.c_str();

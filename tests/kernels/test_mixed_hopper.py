@@ -40,7 +40,7 @@ CASES = {
     "decode16": (Decode(2, 1, 2, 2, stages=2), Kernel("packed", BF16, True, 1, True, BF16, None)),
     "decode16_group": (Decode(2, 2, 4, 1, 8), Kernel("uint8", FP16, True, 2, True, FP16, FP32)),
     "decode16_split": (Decode(2, 2, 2, 2, 4, split=2), Kernel("packed", BF16, True, 2, False, BF16, FP16)),
-    "decode32": (Decode(4, 1, 2, 2, stages=4), Kernel("int8", BF16, True, 2, True, BF16, BF16)),
+    "decode24": (Decode(3, 1, 2, 2, stages=4), Kernel("int8", BF16, True, 2, True, BF16, BF16)),
     "decode64": (Decode(8, 2, 1, stages=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "gated1": (Decode(0, 2, 2, 1, 4, gated=True), Kernel("packed", BF16, True, 0, False, BF16, BF16)),
     "gated8_group": (Decode(1, 1, 2, 1, 4, gated=True), Kernel("packed", BF16, True, 2, False, BF16, None)),
@@ -116,7 +116,7 @@ def emulator(emulated):
         y = torch.full((x.shape[0], weight.shape[0] >> is_gated(name)), float("nan"), dtype=wide.dtype)
         args = hopper.arguments(y, wide, scale, zero, bias, plan, early, **more)
         maps = (ctypes.c_ulonglong * 24)()
-        for i, (t, box) in enumerate(zip((codes, wide, y), plan.boxes(kernel.weight), strict=True)):
+        for i, (t, box) in enumerate(zip((codes, wide, y), plan.boxes(columns, kernel.weight), strict=True)):
             maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, t.stride(0) * t.itemsize, *box[:2], t.itemsize, box[2])
         message = library.run(
             list(ALL).index(name), maps, ctypes.byref(args), plan.grid(rows, columns, processors), plan.cluster,
@@ -367,7 +367,7 @@ def test_no_kernel_spills_or_serializes_its_products(tmp_path):
         pytest.skip("compiling for sm_90a needs nvcc")
     kernels = dict.fromkeys((*CASES.values(), *ONE.values()))
     for group in (0, 1, 2):
-        for m in (1, 16, 64, 128, 256, 512, 1024, 4096):
+        for m in (1, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 4096):
             kernel = Kernel("packed", BF16, True, group, False, BF16, None)
             for n, k in [(4096, 4096), (4096, 14336), (6144, 4096), (8192, 8192), (28672, 4096)]:
                 kernels[hopper.plan_for(n, m, k, group, True), kernel] = None

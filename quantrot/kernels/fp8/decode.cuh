@@ -23,16 +23,17 @@ struct DecodeShape {
   }
 };
 
-// The first EARLY blocks of the weight are asked for while the kernel before this one may still run. Where the tokens come
+// bytes: of a stage, of the weight and of the tokens there are. The first EARLY blocks of the weight are asked for while the kernel before this one may still run. Where the tokens come
 // with the stages, not more of them than the memory's latency takes: the tokens' first block arrives behind them, and no
 // product starts without it.
 template <class Shape, int STAGES, int EARLY>
 __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap* b, int token, int column, int first,
-                                            int count, bool once, u32 base, u32 full, u32 empty, int gated = 0) {
+                                            int count, bool once, u32 base, u32 full, u32 empty, u32 bytes,
+                                            int gated = 0) {
   const u64 keep = cache_policy<LAST>(), stream = once ? cache_policy<FIRST>() : cache_policy<NORMAL>();
   auto weights = [&](int k, u32 stage) {
     const u32 to = base + stage * Shape::STAGE;
-    barrier_expect(full + stage * 8, Shape::STAGE);
+    barrier_expect(full + stage * 8, bytes);
     tensor_load(to, b, (first + k) * 128, column, full + stage * 8, stream);
     if constexpr (Shape::GATES)
       tensor_load(to + Shape::B_BYTES / 2, b, (first + k) * 128, column + gated, full + stage * 8, stream);
@@ -228,7 +229,7 @@ struct DecodePart {
     rank = SPLIT > 1 ? cluster_rank() : 0;
     const int unit = blockIdx.x / SPLIT, blocks = blocks_of(args.k, 128);
     token_tiles = blocks_of(args.m, TOKENS);
-    token = unit % token_tiles * TOKENS, column = unit / token_tiles * (Shape::COLUMNS / (Shape::GATES ? 2 : 1));
+    token = start_of(unit % token_tiles * TOKENS, args.m, TOKENS), column = unit / token_tiles * (Shape::COLUMNS / (Shape::GATES ? 2 : 1));
     first = min((int)rank * args.segment, blocks), count = min(args.segment, blocks - first);
   }
 };
@@ -291,7 +292,7 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
   decode_start<STAGES, WARPS + 1, WARPS>(part.full, part.empty);
   if (warp_number() == WARPS) {
     decode_load<Shape, STAGES, EARLY>(a, b, part.token, part.column, part.first, part.count, part.token_tiles == 1,
-                                      part.base, part.full, part.empty);
+                                      part.base, part.full, part.empty, Shape::B_BYTES + args.box * 128);
   } else {
     grid_wait();
     decode_scales<TOKENS, 32 * WARPS, CHANNEL>(args, part.token, part.column, part.first, part.count, part.scales);

@@ -39,6 +39,7 @@ struct GemmArgs {
   int m, n, k;
   int segment;     // blocks of k whose sum is one part
   int tile_group;  // rows of tiles that run together, so that what they read stays in L2
+  int box;         // rows that a copy brings of a: a tile's, or its share's, or fewer where there are no more
 };
 
 __device__ __forceinline__ int blocks_of(int size, int block) { return (size + block - 1) / block; }

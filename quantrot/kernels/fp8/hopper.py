@@ -79,10 +79,15 @@ class Prefill:
     def grid(self, m: int, n: int, processors: int) -> int:
         return min(self.tiles(m, n), processors // self.cluster) * self.cluster
 
-    def boxes(self) -> tuple[tuple[int, int], ...]:
+    def box(self, m: int) -> int:
+        """Rows of a that one copy brings: no more than there are (start_of in hopper.cuh). Shares are whole groups of
+        eight."""
+        share = m if self.wide else _ceil(_ceil(m, self.cluster), 8) * 8
+        return min(self.rows // (1 if self.wide else self.cluster), share)
+
+    def boxes(self, m: int) -> tuple[tuple[int, int], ...]:
         """Rows and columns of what the copy engine moves of a, b and c."""
-        down, across = (1, self.cluster) if self.wide else (self.cluster, 1)
-        return (self.rows // down, 128), (self.columns // across, 128), (8, 64)
+        return (self.box(m), 128), (self.columns // (self.cluster if self.wide else 1), 128), (8, 64)
 
 
 @dataclass(frozen=True)
@@ -116,8 +121,12 @@ class Decode:
     def grid(self, m: int, n: int, parts: int) -> int:
         return _ceil(m, self.tokens) * _ceil(n, self.columns) * parts
 
-    def boxes(self) -> tuple[tuple[int, int], ...]:
-        return (self.tokens, 128), (self.columns, 128)
+    def box(self, m: int) -> int:
+        """Tokens that one copy brings."""
+        return min(self.tokens, m)
+
+    def boxes(self, m: int) -> tuple[tuple[int, int], ...]:
+        return (self.box(m), 128), (self.columns, 128)
 
 
 Plan = Prefill | Decode
@@ -318,6 +327,7 @@ class GemmArgs(ctypes.Structure):
         ("k", ctypes.c_int),
         ("segment", ctypes.c_int),
         ("tile_group", ctypes.c_int),
+        ("box", ctypes.c_int),
     ]
 
 
@@ -354,6 +364,7 @@ def arguments(
         k,
         segment_of(k, parts),
         plan.tile_group if isinstance(plan, Prefill) else 0,
+        plan.box(m),
     )
 
 
@@ -407,7 +418,7 @@ def gemm(
     device, segment, channel = a.get_device(), segment_of(k, parts), is_channel(b, b_block)
     maps = [
         nvrtc.tensor_map(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0) * x.itemsize, box, x.dtype)
-        for x, box in zip((a, b, c), plan.boxes(), strict=False)
+        for x, box in zip((a, b, c), plan.boxes(m), strict=False)
     ]
     values = _Arguments(args=arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts))
     for field, value in zip("abc", maps, strict=False):

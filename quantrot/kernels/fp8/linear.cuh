@@ -164,7 +164,7 @@ __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args,
   decode_start<STAGES, WARPS + 1, WARPS>(part.full, part.empty);
   if (warp == WARPS) {
     decode_load<Shape, STAGES, EARLY>(nullptr, b, part.token, part.column, part.first, part.count, true, part.base,
-                                      part.full, part.empty, args.n / 2);
+                                      part.full, part.empty, Shape::STAGE, args.n / 2);
   } else {
     const u32 sums = part.codes + part.count * 128 * m + (TOKENS - m) * 16;
     quantize_tokens<D, NORMED, V, THREADS, CHANNEL, GATES>(tokens, args, part.column, part.first, part.count, part.codes,

@@ -203,7 +203,7 @@ def arguments(
     none, scales, segment = hopper.Scales(), hopper.scales_of(b, b_scale, b_block), hopper.segment_of(k, parts)
     residual_stride = 0 if residual is None else residual.stride(0)
     tokens = Tokens(x.data_ptr(), x.stride(0), norm_at, residual_at, residual_stride, epsilon)
-    return GemmArgs(none, scales, bias_at, c.data_ptr(), x.shape[0], n, k, segment, 0), tokens
+    return GemmArgs(none, scales, bias_at, c.data_ptr(), x.shape[0], n, k, segment, 0, 0), tokens
 
 
 @lru_cache(maxsize=1024)

@@ -17,38 +17,41 @@ struct PrefillShape {
 // The tiles of c, in groups of rows, columns inside; a cluster takes neighbours, in m (WIDE) or in n.
 template <class Shape>
 struct Tiles {
-  int rows, columns, group;
+  int rows, columns, group, m;
 
   __device__ __forceinline__ explicit Tiles(const GemmArgs& args)
       : rows(blocks_of(args.m, Shape::ROWS * Shape::TALL_CLUSTER)),
         columns(blocks_of(args.n, Shape::COLUMNS * Shape::WIDE_CLUSTER)),
-        group(args.tile_group) {}
+        group(args.tile_group),
+        m(args.m) {}
   __device__ __forceinline__ int count() const { return rows * columns; }
   __device__ __forceinline__ void at(int i, int rank, int& row, int& column) const {  // of c
     const int first = i / (group * columns) * group, inside = i - first * columns;
     const int height = min(group, rows - first);
-    row = ((first + inside % height) * Shape::TALL_CLUSTER + (Shape::WIDE ? rank : 0)) * Shape::ROWS;
+    row = start_of(((first + inside % height) * Shape::TALL_CLUSTER + (Shape::WIDE ? rank : 0)) * Shape::ROWS, m, Shape::ROWS);
     column = (inside / height * Shape::WIDE_CLUSTER + (Shape::WIDE ? 0 : rank)) * Shape::COLUMNS;
   }
 };
 
-// EARLY: the first stages' part of b is asked for while the kernel before this one may still run.
+// a_box: rows of a that a copy brings. EARLY: the first stages' part of b is asked for while the kernel before this one may
+// still run.
 template <class Shape, int STAGES, bool EARLY>
 __device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap* b, Tiles<Shape> tiles, int blocks,
-                                             u32 base, u32 full, u32 empty) {
-  constexpr int CLUSTER = Shape::CLUSTER, PART = (Shape::WIDE ? Shape::COLUMNS : Shape::ROWS) / CLUSTER;
+                                             u32 base, u32 full, u32 empty, u32 a_box) {
+  constexpr int CLUSTER = Shape::CLUSTER, B_BOX = Shape::COLUMNS / (Shape::WIDE ? CLUSTER : 1);
   const u64 policy = cache_policy<NORMAL>();
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  auto load = [&](u32 to, const TensorMap* map, int k, int first, u32 bar, bool shared) {
+  const u32 bytes = Shape::B_BYTES + (Shape::WIDE ? 1 : CLUSTER) * a_box * 128;
+  auto load = [&](u32 to, const TensorMap* map, int k, int first, u32 bar, bool shared, u32 box) {
     if (CLUSTER > 1 && shared) {
-      tensor_load_all(to + rank * PART * 128, map, k * 128, first + rank * PART, bar, policy, (1 << CLUSTER) - 1);
+      tensor_load_all(to + rank * box * 128, map, k * 128, first + rank * box, bar, policy, (1 << CLUSTER) - 1);
     } else {
       tensor_load(to, map, k * 128, first, bar, policy);
     }
   };
   auto load_b = [&](int k, int column, u32 stage) {
-    barrier_expect(full + stage * 8, Shape::STAGE);
-    load(base + stage * Shape::STAGE + Shape::A_BYTES, b, k, column, full + stage * 8, Shape::WIDE);
+    barrier_expect(full + stage * 8, bytes);
+    load(base + stage * Shape::STAGE + Shape::A_BYTES, b, k, column, full + stage * 8, Shape::WIDE, B_BOX);
   };
   const int first = blockIdx.x / CLUSTER;
   int row, column, ahead = 0;  // blocks whose part of b is on its way
@@ -69,7 +72,7 @@ __device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap
         barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
         load_b(k, column, ring.stage);
       }
-      load(base + ring.stage * Shape::STAGE, a, k, row, full + ring.stage * 8, !Shape::WIDE);
+      load(base + ring.stage * Shape::STAGE, a, k, row, full + ring.stage * 8, !Shape::WIDE, a_box);
     }
   }
 }
@@ -316,7 +319,7 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   if (!EARLY || warp != GROUPS * 4) grid_wait();
   if (warp >= GROUPS * 4) {
     give_registers<24>();
-    if (warp == GROUPS * 4) prefill_load<Shape, STAGES, EARLY>(a, b, tiles, blocks, base, full, empty);
+    if (warp == GROUPS * 4) prefill_load<Shape, STAGES, EARLY>(a, b, tiles, blocks, base, full, empty, args.box);
     if (warp == GROUPS * 4 + 1)
       prefill_scales<Shape, STAGES, CHANNEL>(args, tiles, blocks, scales, full, empty);
   } else {

@@ -340,7 +340,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
   if (warp == P::WARPS) {
     const u64 keep = cache_policy<LAST>(), stream = cache_policy<FIRST>();
     auto load_codes = [&](int tile, int c, u32 stage, bool fetch) {
-      barrier_expect(full + stage * 8, P::CODES + (fetch ? P::WIDE : 0));
+      barrier_expect(full + stage * 8, P::CODES + (fetch ? args.box * 256 : 0));
       const u32 to = base + stage * P::CODES, bar = full + stage * 8;
       const int column = (first_chunk + c) * 128;
       tensor_load(to, codes, column, tile * P::OUT, bar, stream);

@@ -12,14 +12,16 @@ namespace quantrot {
 template <class P>
 struct MixedTiles {
   int rows, columns, group, odd;  // rows of clusters; whether there is another of tiles
+  int size[2];                    // of y, in rows and columns
 
   __device__ __forceinline__ MixedTiles(const MixedArgs& args)
       : rows(P::ODD ? parts_of(args.rows, P::ROWS) / P::SHARE : parts_of(args.rows, P::ROWS * P::SHARE)),
         columns(parts_of(args.columns, P::COLUMNS)),
         group(args.tile_group),
-        odd(P::ODD ? parts_of(args.rows, P::ROWS) % P::SHARE : 0) {}
+        odd(P::ODD ? parts_of(args.rows, P::ROWS) % P::SHARE : 0),
+        size{args.rows, args.columns} {}
   __device__ __forceinline__ int count() const { return rows * columns + odd * parts_of(columns, P::SHARE); }
-  // The first row and column of the block `rank`'s tile, which may be past the end; whether the wide tile is its own.
+  // The first row and column of the block `rank`'s tile, the last one's where there is none; whether the wide tile is its own.
   __device__ __forceinline__ bool at(int i, int rank, int& row, int& column) const {
     const bool apart = P::ODD && i >= rows * columns;
     if (apart) {
@@ -29,7 +31,7 @@ struct MixedTiles {
       const int height = min(group, rows - first);
       row = (first + inside % height) * P::SHARE + rank, column = inside / height;
     }
-    row *= P::ROWS, column *= P::COLUMNS;
+    row = start_of(row * P::ROWS, size[0], P::ROWS), column = start_of(column * P::COLUMNS, size[1], P::COLUMNS);
     return apart;
   }
 };
@@ -129,7 +131,7 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
     if (warp == P::GROUPS * 4) {
       const u64 policy = cache_policy<NORMAL>();
       const int first = blockIdx.x / P::SHARE;
-      Loader<P> loader{codes, wide, base, full, empty, rank, policy, policy, {}};
+      Loader<P> loader{codes, wide, base, full, empty, rank, policy, policy, (u32)args.box, {}};
       for (int i = first; i < tiles.count(); i += gridDim.x / P::SHARE) {
         int row, column;
         const bool apart = tiles.at(i, rank, row, column);

@@ -32,7 +32,8 @@ NUMBERS = WIDE | {torch.float32: "Fp32"}
 BLOCK = 64  # columns of K in a stage
 STEP = 4  # blocks that every part of K but the last has a multiple of
 WIDTHS = (64, 96, 128, 160, 192, 224, 240, 256)  # columns of a tile
-FEW = 16  # tokens, up to which a product is Decode's by rule
+FEW = 16  # tokens, up to which the gates of an MLP may be in the product
+MORE = 32  # up to which a product is Decode's by rule
 SOME = 64  # and up to which it is so where one wave of tiles has all rows
 CHUNK = 128  # columns of K in a stage of Decode
 VECTORS = 8  # of 16 bytes, of a token and of a norm's weight, that a thread may hold
@@ -163,10 +164,16 @@ class Plan:
         """Columns and rows of y that a warpgroup finishes."""
         return self.columns // self.parts if self.teams else self.columns, 64
 
-    def boxes(self, weight: bool) -> tuple[Box, ...]:
+    def box(self, columns: int) -> int:
+        """Rows of the wide operand that one copy brings, of so many: no more than there are (start_of in hopper.cuh).
+        Shares are whole groups of eight."""
+        share = columns if self.share == 1 else _ceil(_ceil(columns, self.share), 8) * 8
+        return min(self.columns // self.share, share)
+
+    def boxes(self, columns: int, weight: bool) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes, the wide operand and y."""
         y = (self.own[0], 64, 128) if weight else (64, 32, 64)
-        return (self.rows, 64 * self.blocks, 64 * self.blocks), (self.columns // self.share, 64, 128), y
+        return (self.rows, 64 * self.blocks, 64 * self.blocks), (self.box(columns), 64, 128), y
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,7 @@ class Decode:
     With `split` a cluster takes a tile, and its thread blocks share K.
     """
 
-    tokens: int  # in eights: 0 (one token), 1, 2, 4 or 8
+    tokens: int  # in eights, at most 8; 0: one token
     row_warps: int = 2
     teams: int = 4  # of so many warps, that take turns along K
     height: int = 1
@@ -255,9 +262,13 @@ class Decode:
             return self.split == 1 and self._chunks(depth) <= self._chunks(self.keep)
         return self.segment(depth) * (self.split - 1) < _ceil(depth, CHUNK)
 
-    def boxes(self, weight: bool) -> tuple[Box, ...]:
+    def box(self, columns: int) -> int:
+        """Tokens that one copy brings, of so many: 17 in boxes of 64 took 51 us where boxes of 17 take 27."""
+        return min(self.columns, columns)
+
+    def boxes(self, columns: int, weight: bool) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes and the wide operand."""
-        wide = (self.columns, 64, 128) if self.tokens else (1, CHUNK, 0)
+        wide = (self.box(columns), 64, 128) if self.tokens else (1, CHUNK, 0)
         return (self.rows >> self.gated, CHUNK, 128), wide, wide
 
 
@@ -302,6 +313,11 @@ PARTS = (
 )
 
 
+def one_wave(rows: int) -> bool:
+    """Whether every tile of 32 rows has a multiprocessor."""
+    return rows <= 32 * PROCESSORS
+
+
 @lru_cache(maxsize=4096)
 def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> Plan | Decode:
     """The plan for R, C and K: as measured (`tuned`), or by rule. group: blocks that are summed before scaling, 0: all.
@@ -310,8 +326,8 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
     plans of bench_mixed.py's shapes with 64 to 4096 columns, on an H200. Its choice there is the fastest, or within 3 %
     of it from 64 to 512 columns, within 7 % from 1024 on.
     """
-    one_wave = rows <= 32 * PROCESSORS and group != 1  # with groups of 64 these have too few registers
-    if weight and (columns <= FEW or (columns <= SOME and one_wave)):
+    most = FEW if group == 1 else SOME if one_wave(rows) else MORE  # with groups of 64 these have too few registers
+    if weight and columns <= most:
         return decode_plan(rows, columns, depth, group)
     times: list[tuple[float, Plan]] = []
     for width in WIDTHS:
@@ -377,12 +393,12 @@ def decode_plan(rows: int, columns: int, depth: int, group: int) -> Decode:
     known = DECODE.get((rows, depth, 64 * group, columns if columns == 1 else 8 * _ceil(columns, 8)))
     if known:
         return Decode(*known)
-    tokens = 0 if columns == 1 else _ceil(columns, 8) if columns <= FEW else SOME // 8
-    if columns > FEW:
-        return Decode(tokens, 2, 4).fitted()
-    if rows <= 32 * PROCESSORS and group != 1:  # in half of shared memory: the next kernel starts beside this one's end
+    tokens = 0 if columns == 1 else _ceil(columns, 8)
+    if columns <= FEW and one_wave(rows) and group != 1:  # half of shared memory: the next kernel starts beside its end
         return replace(Decode(tokens, 2, 4, resident=2).fitted(), resident=1)
-    return Decode(tokens, 1, 8, 2).fitted()
+    if tokens <= 3:
+        return Decode(tokens, 1, 8, 2).fitted()
+    return Decode(tokens, *((2, 4) if one_wave(rows) else (4, 2))).fitted()
 
 
 # --- What can be run -------------------------------------------------------------------------------------------------
@@ -427,6 +443,7 @@ class MixedArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("tile_group", "early")),
         ("epsilon", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("token", "norm", "residual")),
+        ("box", ctypes.c_int),
     ]
 
 
@@ -477,6 +494,7 @@ def arguments(
         wide.data_ptr(),
         norm_at,
         residual_at,
+        plan.box(columns),
     )
 
 
@@ -543,7 +561,7 @@ def multiply(
         plan = replace(plan, gated=True)
     device = x.get_device()
     values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan, early, norm, epsilon, residual))
-    for name, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(narrow_weight), strict=True):
+    for name, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(columns, narrow_weight), strict=True):
         if name != "y" or isinstance(plan, Plan):
             pitch = t.stride(0) * t.element_size()
             encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])

@@ -22,6 +22,7 @@ struct MixedArgs {
   int early;                 // what belongs to the weight may be read before the kernel before this one has ended
   float epsilon;
   const void *token, *norm, *residual;  // of a product of one token (decode.cuh), of type T: [depth] twice, [rows]
+  int box;  // rows that a copy brings of the wide operand: a tile's, or its share's, or fewer where there are no more
 };
 
 struct Fp32 {};
@@ -118,17 +119,18 @@ struct Tile {
 
 // --- Loading ---------------------------------------------------------------------------------------------------------
 
-// Fills a ring of stages: the codes' tile, 64 bytes a row, and the wide tile, 128 bytes a row. apart: the blocks of a
-// cluster have different wide tiles for once.
+// Fills a ring of stages: the codes' tile, 64 bytes a row, and the wide tile, 128 bytes a row, of which each of those that
+// share it brings `box` rows. apart: the blocks of a cluster have different wide tiles for once.
 template <class P>
 struct Loader {
   const TensorMap *codes, *wide;
   u32 base, full, empty, rank;
   u64 codes_policy, wide_policy;
+  u32 box;
   Ring<P::STAGES> ring;
 
   __device__ __forceinline__ void load_codes(u32 stage, int k, int row) const {
-    barrier_expect(full + stage * 8, P::STAGE);
+    barrier_expect(full + stage * 8, P::CODES + P::BLOCKS * P::SHARE * box * 128);
     tensor_load(base + stage * P::STAGE, codes, k * 64, row, full + stage * 8, codes_policy);
   }
   __device__ __forceinline__ void load_wide(u32 stage, int k, int column, bool apart) const {
@@ -138,10 +140,10 @@ struct Loader {
       for (int i = 0; i < 2; i++) tensor_load(to + i * P::COLUMNS * 128, wide, (k + i) * 64, column, bar, wide_policy);
     } else if (P::ODD && apart) {
       for (int i = 0; i < P::SHARE; i++)
-        tensor_load(to + i * P::PART * 128, wide, k * 64, column + i * P::PART, bar, wide_policy);
+        tensor_load(to + i * box * 128, wide, k * 64, column + i * box, bar, wide_policy);
     } else if constexpr (P::SHARE > 1) {
       const u32 share = rank % P::SHARE;
-      tensor_load_all(to + share * P::PART * 128, wide, k * 64, column + share * P::PART, bar, wide_policy,
+      tensor_load_all(to + share * box * 128, wide, k * 64, column + share * box, bar, wide_policy,
                       ((1 << P::SHARE) - 1) << (rank - share));
     } else {
       tensor_load(to, wide, k * 64, column, bar, wide_policy);

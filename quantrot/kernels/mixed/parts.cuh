@@ -59,7 +59,8 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
   const u32 empty = full + RINGS * 8, sent = empty + RINGS * 8;
   const u32 warp = warp_number(), half = P::SPLIT > 1 ? cluster_rank() : 0;
   const int unit = blockIdx.x / P::SPLIT, tiles = parts_of(args.columns, P::COLUMNS);
-  const int column = unit % tiles * P::COLUMNS, row = unit / tiles * P::ROWS;
+  const int column = start_of(unit % tiles * P::COLUMNS, args.columns, P::COLUMNS);
+  const int row = start_of(unit / tiles * P::ROWS, args.rows, P::ROWS);
   const int first = half * TEAMS * args.segment;  // of the first team; past the end, zeros from the copy engine
   if (warp == ALL * 4 && lane_number() == 0) {
     tensor_prefetch(codes), tensor_prefetch(wide), tensor_prefetch(y);
@@ -83,7 +84,7 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
       if constexpr (P::SPLIT > 1)
         for (int i = 0; i < ALL; i++) barrier_expect(sent + i * 8, AREA);
       const u64 keep = cache_policy<LAST>(), stream = tiles == 1 ? cache_policy<FIRST>() : cache_policy<NORMAL>();
-      Loader<P> loader{codes, wide, base, full, empty, half, stream, keep, {}};
+      Loader<P> loader{codes, wide, base, full, empty, half, stream, keep, (u32)args.box, {}};
       const int steps = args.segment / P::BLOCKS, ahead = min(steps, P::STAGES);
       auto block = [&](int k, int t) { return first + t * args.segment + k * P::BLOCKS; };
       for (int i = 0; i < ahead * TEAMS; i++)
