@@ -174,9 +174,10 @@ struct BatchMultiplier {
 
   // The sums over `count` blocks of K from number `first` on.
   __device__ __forceinline__ void run(float (&sum)[P::W], int first, int count) {
-    const int tile = blockIdx.x / P::SPLIT, across = parts_of(args.columns, P::COLUMNS);
+    const int unit = blockIdx.x / P::SPLIT, tiles = parts_of(args.columns, P::COLUMNS);
+    const int row = start_of(unit / tiles * P::ROWS, args.rows, P::ROWS) + warp_number() % (P::GROUPS * 4) * 16;
     fill_table();
-    take_scales(tile / across * P::ROWS + warp_number() / 4 % P::GROUPS * 64 + warp_number() % 4 * 16, first, count);
+    take_scales(row, first, count);
     find_tops(first, count);
     named_sync(1, 128 * ALL);
     come(0);
@@ -199,15 +200,15 @@ struct BatchMultiplier {
     product_wait<0>();
     product_done(sum);
     grid_wait();  // before the tokens' scales are read
-    const int column = tile % across * P::COLUMNS + lane_number() % 4 * 2;
+    const int column = start_of(unit % tiles * P::COLUMNS, args.columns, P::COLUMNS) + lane_number() % 4 * 2;
     u32 lacking = missing;
     if (args.outside)
       for (int n = lane_number() / 4; n < P::W / 2; n += 8)  // eight lanes have the same columns
         lacking |= __ldg(args.outside + min(column + n / 2 * 8 + n % 2, args.columns - 1));
-    const float unit[2] = {power_of(top(0) - E4M3_TOP), power_of(top(1) - E4M3_TOP)};
+    const float scale[2] = {power_of(top(0) - E4M3_TOP), power_of(top(1) - E4M3_TOP)};
 #pragma unroll
     for (int i = 0; i < P::W; i++)
-      sum[i] *= unit[i / 2 % 2] * __ldg(args.token_scale + min(column + i / 4 * 8 + i % 2, args.columns - 1));
+      sum[i] *= scale[i / 2 % 2] * __ldg(args.token_scale + min(column + i / 4 * 8 + i % 2, args.columns - 1));
     if (__any_sync(0xFFFFFFFFu, lacking)) add_missing(sum, first, count, column);
   }
 

@@ -334,17 +334,15 @@ def _linear_batch(
 ) -> Tensor:
     from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
 
-    count, columns = rows.shape
-    plan = hopper_batch.plan_for(count, packed.shape[0], columns)
-    tokens, codes = hopper_batch.room(count, columns, plan, rows.device), None
+    codes = None
     if activations == "fp8":
         qdata, token_scale = _fp8_tokens(rows, hadamard)
-        hopper_batch.arrange(qdata, tokens)
+        tokens = hopper_batch.arrange(qdata)
     else:
-        given = hopper_rows.quantize_expanded(rows, ScaleRule(rule), hadamard, None, tokens)
-        _, token_scale, outside, packed_tokens, scales = given
-        codes = outside, packed_tokens, scales
-    return hopper_batch.multiply(tokens, token_scale, packed, scale, count, rows.dtype, plan, codes, settled=settled)
+        quantized = hopper_rows.quantize_expanded(rows, ScaleRule(rule), hadamard, None, arranged=True)
+        tokens, token_scale, outside, *written = quantized
+        codes = outside, *written
+    return hopper_batch.multiply(tokens, token_scale, packed, scale, rows.dtype, codes, settled=settled)
 
 
 @torch.library.register_fake("quantrot::mxfp4_linear")

@@ -100,22 +100,11 @@ def plan_for(tokens: int, rows: int, depth: int) -> Plan:
     return min(times, key=lambda found: found[0])[1]
 
 
-def padded(tokens: int, plan: Plan) -> int:
-    """Rows of the tokens' memory: whole tiles. (A row outside of a matrix costs the copy engine some four cycles.)"""
-    return -(-tokens // plan.columns) * plan.columns
-
-
-def room(tokens: int, depth: int, plan: Plan, device: torch.device) -> Tensor:
-    """Where `multiply` wants tokens."""
-    return torch.empty(padded(tokens, plan), depth, dtype=torch.float8_e4m3fn, device=device)
-
-
-def arrange(tokens: Tensor, to: Tensor) -> Tensor:
-    """e4m3 [M, K] in the order of batch.cuh, to a `room`."""
+def arrange(tokens: Tensor) -> Tensor:
+    """e4m3 [M, K] in the order of batch.cuh."""
     count, depth = tokens.shape
     units = tokens.view(torch.int32).view(count, depth // BLOCK, 4, 8)
-    to[:count].view(torch.int32).view(count, depth // BLOCK, 8, 4).copy_(units.transpose(2, 3))
-    return to
+    return units.transpose(2, 3).contiguous().view(tokens.dtype).view(count, depth)
 
 
 class BatchArgs(mixed.MixedArgs):
@@ -154,6 +143,7 @@ def arguments(
         outside=outside,
         token_packed=token_packed,
         token_bytes=token_bytes,
+        box=plan.box(columns),
     )
 
 
@@ -177,25 +167,25 @@ def multiply(
     token_scale: Tensor,
     packed: Tensor,
     scale: Tensor,
-    count: int,
     dtype: torch.dtype,
-    plan: Plan,
     codes: Codes | None = None,
+    plan: Plan | None = None,
     *,
     settled: bool = False,
 ) -> Tensor:
-    """`count` arranged tokens, a `room`, times float32 [count], by a packed weight [N, K/2]: [count, N] in dtype.
+    """tokens e4m3 [M, K], arranged, times float32 [M], by a packed weight [N, K/2]: [M, N] in dtype; M up to MOST.
 
-    codes: of tokens that were MXFP4, times powers of two, where they are not in e4m3 as a whole: int32 [count], above
-    zero there, packed and scale. settled: no kernel that may still run when this one is launched writes the weight.
+    codes: of tokens that were MXFP4, times powers of two, where they are not in e4m3 as a whole: int32 [M], above zero
+    there, packed and scale. settled: no kernel that may still run when this one is launched writes the weight.
     """
     given = packed, scale
     packed, scale = _aligned(packed), _aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
-    rows, device, depth = packed.shape[0], packed.get_device(), tokens.shape[1]
+    (count, depth), rows, device = tokens.shape, packed.shape[0], packed.get_device()
+    plan = plan or plan_for(count, rows, depth)
     y = torch.empty(count, rows, dtype=dtype, device=packed.device)
     values = _Arguments(args=arguments(tokens, token_scale, packed, scale, y, codes, plan, settled))
-    for field, t, box in zip(("codes", "wide", "y"), matrices(packed, tokens, y), plan.boxes(True), strict=True):
+    for field, t, box in zip(("codes", "wide", "y"), matrices(packed, tokens, y), plan.boxes(count, True), strict=True):
         pitch = t.stride(0) * t.element_size()
         encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
         ctypes.memmove(getattr(values, field), encoded, 128)

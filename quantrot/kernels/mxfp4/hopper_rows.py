@@ -172,18 +172,16 @@ def quantize(
 
 
 def quantize_expanded(
-    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, arranged: Tensor | None = None
+    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, *, arranged: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x [M, K] -> e4m3, row scale, outside; packed and scale, written where a row has a group below the window.
 
-    arranged: where e4m3 goes, at least M rows, in the order in which batch.cuh reads it.
+    arranged: e4m3's columns in the order in which batch.cuh reads them.
     """
     x = _aligned(x)
     rows, width = x.shape
     packed, scale, _ = outputs(x, x.shape, False)
-    out = arranged
-    if out is None:
-        out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     row_scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     outside = torch.empty(rows, dtype=torch.int32, device=x.device)
     groups, (most, stages) = width // GROUP, tuned.HOPPER_EXPANDED
@@ -191,7 +189,7 @@ def quantize_expanded(
     resident = max(1, min(16, most // threads))
     source = entry(
         x.dtype, rule, hadamard, signs is not None,
-        expanded=True, arranged=arranged is not None, threads=threads, resident=resident, stages=stages,
+        expanded=True, arranged=arranged, threads=threads, resident=resident, stages=stages,
     )  # fmt: skip
     device, shared = x.get_device(), shared_bytes(threads, stages, hadamard, expanded=True)
     factors = None if signs is None else float_signs(signs, x)
