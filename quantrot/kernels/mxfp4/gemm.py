@@ -2,7 +2,8 @@
 
 On FP8 tensor cores an MXFP4 product is an FP8 product: `expand_mxfp4` writes each operand as e4m3 with one power of two
 a row, cuBLAS multiplies them with row scales, and where a row does not fit e4m3's window its outputs are computed once
-more from the packed operands. A few tokens by a packed weight run in one kernel that reads the packed bytes once.
+more from the packed operands. A few tokens, or some hundred in e4m3, by a packed weight run in one kernel that reads
+the packed bytes once.
 """
 
 import torch
@@ -86,7 +87,7 @@ def mxfp4_gemm(
 
     backend: "hopper" and "triton" read the packed weight once, for at most 32 tokens of bfloat16 ("hopper", which
     "auto" takes where it can: capability 9.0, cuda.core, K a multiple of 128; group scales of the weight from 2^-62
-    to 2^65); "cublas"
+    to 2^65), "hopper" for W4A4 and W4A8 up to 512, also of float16 and with any scales (N a multiple of 8); "cublas"
     (CUDA, capability 8.9, N a multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
     """
     check_packed("packed", packed, scale)
@@ -340,8 +341,7 @@ def _linear_batch(
         tokens = hopper_batch.arrange(qdata)
     else:
         quantized = hopper_rows.quantize_expanded(rows, ScaleRule(rule), hadamard, None, arranged=True)
-        tokens, token_scale, outside, *written = quantized
-        codes = outside, *written
+        tokens, token_scale, codes = *quantized[:2], quantized[2:]
     return hopper_batch.multiply(tokens, token_scale, packed, scale, rows.dtype, codes, settled=settled)
 
 
