@@ -109,7 +109,7 @@ def write_results(script: str, gbps: float, rows: list[dict[str, Any]], out: Pat
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     result = {
         "gpu": torch.cuda.get_device_name(),
-        "driver": subprocess.run(smi, capture_output=True, text=True).stdout.strip(),
+        "driver": subprocess.run(smi, capture_output=True, text=True).stdout.split()[0],
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": head.stdout.strip() or "unknown",
