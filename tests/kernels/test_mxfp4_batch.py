@@ -25,7 +25,9 @@ CASES = {
     "tall": (Plan(96, 1, 2, groups=2, stages=3), BF16),
     "four": (Plan(64, 2, 2, groups=2, stages=2), BF16),
     "alone": (Plan(192, 1, groups=1, stages=2), BF16),
-    "wide": (Plan(256, 2, 2, groups=1, stages=2), BF16),
+    "wide": (Plan(256, 1, 2, groups=2, stages=2), BF16),
+    "tallest": (Plan(64, 1, groups=4, stages=2), BF16),
+    "wide_teams": (Plan(192, 2, 2, groups=1, stages=2), BF16),
 }
 DRIVER = """
 static std::string message;
@@ -180,14 +182,14 @@ def test_bits_do_not_depend_on_what_runs_first_or_on_neighbours(emulator, name):
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (200, 384), (8, 128)])
-@pytest.mark.parametrize("tokens", [33, 64, 65, 128, 200, 256, 300, 512])
+@pytest.mark.parametrize("tokens", [33, 64, 65, 128, 200, 256, 300, 512, 1024])
 def test_every_plan_fits(shape, tokens):
     plan = hopper_batch.plan_for(tokens, *shape)
     assert plan.stages >= 2 and plan.bytes_for(shape[1]) <= 227 << 10 and plan.splits(shape[1])
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
-@pytest.mark.parametrize("name", ["teams", "tall", "wide"])
+@pytest.mark.parametrize("name", ["four", "wide", "tallest", "wide_teams"])
 def test_kernels_compile_without_spills(name, tmp_path):
     source = tmp_path / "kernel.cu"
     source.write_text(hopper_batch.device_functions() + CASES[name][0].entry(BF16))
@@ -210,7 +212,7 @@ def test_a_gpu_gives_the_product_of_the_dequantized_operands(shape, activations)
     torch.manual_seed(0)
     packed, scale = quantize_mxfp4(torch.randn(rows, columns, device="cuda") * 0.05)
     wide = dequantize_mxfp4(packed, scale, torch.float32).double()
-    for tokens in (33, 64, 100, 128, 200, 256, 320, 512):
+    for tokens in (33, 64, 96, 128, 192, 256, 320, 512, 1024):
         x = torch.randn(tokens, columns, device="cuda").to(BF16)
         operand = dequantize_mxfp4(*quantize_mxfp4(x), torch.float32).double()
         if activations == "fp8":
@@ -229,16 +231,17 @@ def test_a_gpu_gives_the_product_of_the_dequantized_operands(shape, activations)
 
 @gpu
 @pytest.mark.parametrize("name", CASES)
-def test_every_plan_on_a_gpu_is_exact_on_integers(name):
+def test_every_plan_on_a_gpu(name):
+    """To the rounding of the result: of a sum of e4m3's products the tensor core keeps 14 bits."""
     plan, out = CASES[name]
     tokens, token_scale, packed, scale = given = operands(150, 1000, 2560)
-    expected = exact(*given).to(out)
+    expected = exact(*given)
     wide = hopper_batch.arrange(tokens.cuda())
     for settled in (False, True):
         y = hopper_batch.multiply(
             wide, token_scale.cuda(), packed.cuda(), scale.cuda(), out, None, plan, settled=settled
         )
-        assert torch.equal(y.cpu(), expected)
+        assert relative(y.cpu(), expected) <= 2e-3
 
 
 @gpu

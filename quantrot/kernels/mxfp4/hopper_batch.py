@@ -60,16 +60,22 @@ class Plan(mixed.Plan):
         return ENTRY.format(cluster=cluster, threads=self.threads, name=name, tile=tile, out=WIDE[out])
 
 
-MOST = 512  # tokens
-# Tiles, and microseconds of a block of K of one (of 64 to 512 tokens by 4096 x 14336 and 8192 x 8192, on an H200).
+MOST = 1024  # tokens
+# Tiles, and microseconds of a block of K of one (64 to 512 tokens by 4096 x 14336, 8192 x 8192, 28672 x 4096; H200).
 TILES = (
     (Plan(64, 2, groups=1), 0.20),
     (Plan(64, 2, groups=2), 0.38),
+    (Plan(64, 1, groups=4), 0.72),
+    (Plan(96, 2, groups=1), 0.23),
     (Plan(128, 2, groups=1), 0.245),
-    (Plan(128, 2, groups=2), 0.45),
+    (Plan(128, 2, groups=2), 0.47),
+    (Plan(128, 1, groups=4), 1.0),
+    (Plan(192, 2, groups=1), 0.32),
+    (Plan(192, 1, groups=2), 0.60),
     (Plan(256, 1, groups=2), 0.71),
 )
 STARTING, SPLITTING = 3.5, 1.0  # us, of what a tile does beside its blocks, and of a cluster's exchange
+SHALLOW = 1.4  # times as long, with two stages: 1024 tokens by 4096 x 14336 in tiles of 256
 
 
 @lru_cache(maxsize=1)
@@ -93,10 +99,10 @@ def plan_for(tokens: int, rows: int, depth: int) -> Plan:
             plan = replace(tile, split=split)
             plan = plan if plan.splits(depth) else replace(plan, teams=1, split=1)
             plan = plan.fitted(depth)
-            if plan.stages >= 2:
+            if plan.stages >= 2 and plan.own[0] % 16 == 0:
                 turns = -(-plan.grid(rows, tokens, 0) // mixed.PROCESSORS)
-                blocks = plan.segment(depth) * plan.teams
-                times.append((turns * (STARTING + blocks * block) + SPLITTING * (plan.split - 1), plan))
+                each = plan.segment(depth) * plan.teams * block * (SHALLOW if plan.stages < 3 else 1)
+                times.append((turns * (STARTING + each) + SPLITTING * (plan.split - 1), plan))
     return min(times, key=lambda found: found[0])[1]
 
 
