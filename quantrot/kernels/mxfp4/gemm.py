@@ -87,7 +87,7 @@ def mxfp4_gemm(
 
     backend: "hopper" and "triton" read the packed weight once, for at most 32 tokens of bfloat16 ("hopper", which
     "auto" takes where it can: capability 9.0, cuda.core, K a multiple of 128; group scales of the weight from 2^-62
-    to 2^65), "hopper" for W4A4 and W4A8 up to 512, also of float16 and with any scales (N a multiple of 8); "cublas"
+    to 2^65), "hopper" for W4A4 and W4A8 up to 1024, also of float16 and with any scales (N a multiple of 8); "cublas"
     (CUDA, capability 8.9, N a multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
     """
     check_packed("packed", packed, scale)

@@ -1,4 +1,4 @@
-"""33 to 512 tokens in e4m3 by a packed MXFP4 weight on Hopper: CUDA C++ (batch.cuh, on kernels/mixed), made at first
+"""33 to 1024 tokens in e4m3 by a packed MXFP4 weight on Hopper: CUDA C++ (batch.cuh, on kernels/mixed), made at first
 use.
 
 Order of sums: the tensor core's in float32 along a part of K, times the row's power of two and the token's scale; then
