@@ -13,7 +13,9 @@ from quantrot.version import __version__
 
 def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
     """The card's text. The licence is the source card's own."""
-    front: dict[str, Any] = {"base_model": plan.source.base_model, "base_model_relation": "quantized"}
+    front: dict[str, Any] = {}
+    if plan.source.is_public:  # the hub refuses a card whose base_model is a path
+        front |= {"base_model": plan.source.base_model, "base_model_relation": "quantized"}
     front |= {"library_name": "transformers", "pipeline_tag": "text-generation", **_inherited(plan.source.path)}
     front |= {"tags": ["quantrot", *_tags(plan)]}
     title = Path(plan.source.base_model).name

@@ -31,7 +31,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("F64", "F32", "F16", "BF16")
 HASH_CHUNK = 8 << 20
 
@@ -46,6 +45,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     nbytes: int
+
+
+def not_finite(info: TensorInfo) -> ValueError:
+    """The error for a tensor that a conversion cannot make anything of."""
+    return ValueError(f"{info.file.name}: {info.name} holds NaN or infinity; repair the checkpoint before converting")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ def open_checkpoint(root: Path) -> Checkpoint:
     """Read config.json and every shard's header. ValueError says which file is missing, malformed or lying."""
     if not root.is_dir():
         raise ValueError(f"{root}: not a directory")
+    if not (root / "config.json").exists():
+        _refuse_other_kinds(root)
     config = read_json(root / "config.json")
     tensors: dict[str, TensorInfo] = {}
     for file in _shards(root):
@@ -114,7 +120,20 @@ def _shards(root: Path) -> list[Path]:
             f"{root}: holds only pickle weights ({', '.join(pickles[:3])}), which can run code and are never loaded; "
             "save the model as safetensors first (model.save_pretrained(...) in transformers does)"
         )
+    _refuse_other_kinds(root)
     raise ValueError(f"{root}: no {SINGLE} and no {INDEX}")
+
+
+def _refuse_other_kinds(root: Path) -> None:
+    """ValueError for a directory that holds something else than a checkpoint, known by its files."""
+    if (root / "adapter_config.json").exists():
+        raise ValueError(
+            f"{root}: a PEFT adapter (adapter_config.json); merge it into its model first (peft's merge_and_unload) "
+            "and convert what that saves"
+        )
+    gguf = sorted(path.name for path in root.glob("*.gguf"))
+    if gguf:
+        raise ValueError(f"{root}: holds GGUF weights ({gguf[0]}), which are not read; give the safetensors checkpoint")
 
 
 def read_header(file: Path) -> list[TensorInfo]:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from heapq import nlargest
@@ -36,6 +37,7 @@ from quantrot.checkpoint import (
     INDEX,
     TensorInfo,
     index_json,
+    not_finite,
     read_json,
     read_rows,
     sha256_range,
@@ -94,7 +96,7 @@ def convert(
     wherever headers show it; OSError from the file system passes through, and what was done stays resumable.
     """
     started = time.monotonic()
-    target = Path(out).expanduser().absolute()
+    target = Path(os.path.realpath(Path(out).expanduser()))  # where a link points: a rename would replace the link
     plan = make_plan(model, recipe, device, max_shard_size)
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}; a positive integer is needed")
@@ -300,9 +302,19 @@ def _intact(partial: Path, hashes: dict[str, str], places: dict[str, TensorInfo]
 
 def _open_shard(path: Path, header: bytes, nbytes: int) -> BinaryIO:
     handle = path.open("r+b" if path.exists() else "w+b", buffering=0)
-    handle.write(header)
-    handle.truncate(nbytes)
+    with _named(path):
+        handle.write(header)
+        handle.truncate(nbytes)
     return handle
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error of the file system with the file that it is about."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _write_chunk(chunk: _Chunk, outputs: list[TensorInfo], handles: dict[str, BinaryIO], state: _Open) -> None:
@@ -310,11 +322,12 @@ def _write_chunk(chunk: _Chunk, outputs: list[TensorInfo], handles: dict[str, Bi
     for k, (tensor, place) in enumerate(zip(chunk.outputs, outputs, strict=True)):
         data = tensor_bytes(tensor)
         state.digests[k].update(data)
-        descriptor = handles[place.file.name].fileno()
-        while data:
-            count = os.pwrite(descriptor, data, state.offsets[k])
-            state.offsets[k] += count
-            data = data[count:]
+        handle = handles[place.file.name]
+        with _named(Path(handle.name)):
+            while data:
+                count = os.pwrite(handle.fileno(), data, state.offsets[k])
+                state.offsets[k] += count
+                data = data[count:]
     state.source.update(chunk.source)
     state.signal += chunk.signal
     state.error += chunk.error
@@ -372,9 +385,7 @@ def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
     rows = read_rows(info, start, min(start + step.rows, info.shape[0]))
     source = tensor_bytes(rows)
     if step.kind != "matrix" and not _is_finite(rows):
-        raise ValueError(
-            f"{info.file.name}: {info.name} holds NaN or infinity; repair the checkpoint before converting"
-        )
+        raise not_finite(info)
     if step.kind == "copy":
         return _Chunk([rows], source)
     if step.kind == "norm":
@@ -387,7 +398,7 @@ def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
     result = w.to(DTYPES[step.dtype]) if step.format is None else w
     if not _is_finite(result):
         if not _is_finite(rows):
-            raise ValueError(_broken(info))
+            raise not_finite(info)
         what = f"{info.file.name}: {info.name} holds values that overflow {result.dtype} once folded and turned"
         raise ValueError(f"{what}; repair the checkpoint, or convert without rotations")
     if step.format is None:
@@ -398,10 +409,6 @@ def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
 def _is_finite(values: Tensor) -> bool:
     """Ten times as fast as `values.isfinite().all()`."""
     return values.numel() == 0 or bool(torch.isfinite(torch.stack(values.aminmax())).all())
-
-
-def _broken(info: TensorInfo) -> str:
-    return f"{info.file.name}: {info.name} holds NaN or infinity; repair the checkpoint before converting"
 
 
 def turned_rows(plan: Plan, step: Step, rows: Tensor, start: int = 0) -> Tensor:
@@ -440,14 +447,16 @@ def sqnr_db(signal: float, error: float) -> float | None:
 
 def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> None:
     """Config, tokenizer, model card and, last, the manifest: its presence says that all else is there."""
-    for path in plan.copied:
-        shutil.copyfile(path, partial / path.name)
+    copies = {str(path.relative_to(plan.source.path)): path for path in plan.copied}
+    for name, path in copies.items():
+        (partial / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, partial / name)
     (partial / "config.json").write_bytes((json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode())
     if len(plan.shards) > 1:
         (partial / INDEX).write_bytes(index_json(list(plan.shards)))
     manifest = _manifest(plan, records)
     (partial / "README.md").write_text(model_card(plan, manifest), encoding="utf-8")
-    names = [*(p.name for p in plan.copied), "config.json", "README.md", *(shard.name for shard in plan.shards)]
+    names = [*copies, "config.json", "README.md", *(shard.name for shard in plan.shards)]
     names += [INDEX] if len(plan.shards) > 1 else []
     manifest["files"] = {
         name: {"size": (partial / name).stat().st_size, "sha256": sha256_range(partial / name)}

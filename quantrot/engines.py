@@ -147,6 +147,8 @@ def support(
     precision = "; ".join(notes[k] for k in sorted(kinds)) or "as the original"
     native = is_native(linears, False)
     package = "" if native or not quantized else " (with compressed-tensors)"
+    if "mxfp4" in kinds:  # compressed-tensors decompresses it to bfloat16 whatever the model's dtype
+        package += ", of a model that is not bfloat16 with from_pretrained(..., dtype=torch.bfloat16)"
     sglang = "yes" if kinds <= {"fp8"} else "no"
     return rows + [
         Support("vLLM", "yes", precision + own),

@@ -14,6 +14,7 @@ import psutil
 import torch
 from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
 from accelerate.utils import get_balanced_memory, load_checkpoint_in_model
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
@@ -41,7 +42,7 @@ DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
 def load(
     path: str | Path,
     *,
-    device_map: str | dict[str, Any] = "auto",
+    device_map: str | int | torch.device | dict[str, Any] | None = "auto",
     dtype: str | torch.dtype = "auto",
     check_hashes: bool = True,
     offload_folder: str | Path | None = None,
@@ -49,10 +50,11 @@ def load(
 ) -> Any:
     """Load a directory that `quantrot.convert` wrote as a causal language model of transformers, in eval mode.
 
-    device_map: "auto", a device such as "cpu" or "cuda:1", or accelerate's dict. dtype: of what is not quantized
-    ("auto": as on disk). check_hashes=False skips reading all files once more. offload_folder: where modules that the
-    map sends to "disk" are kept. merge: let `merge_projections` make fewer products of a layer's; False keeps forward
-    hooks on each projection working. ValueError for a directory that is incomplete, altered or newer than this version.
+    device_map: "auto", a device such as "cpu", "cuda:1" or 1, accelerate's dict, or None for the CPU. dtype: of what is
+    not quantized ("auto": as on disk). check_hashes=False skips reading all files once more. offload_folder: where
+    modules that the map sends to "disk" are kept. merge: let `merge_projections` make fewer products of a layer's;
+    False keeps forward hooks on each projection working. ValueError for a directory that is incomplete, altered or
+    newer than this version.
     """
     root = Path(path).expanduser()
     manifest = read_manifest(root)
@@ -95,10 +97,17 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
     if (source.path / MANIFEST).exists():
         model = load(source.path, device_map=where, dtype=dtype)
     else:
-        with _no_bars():
-            model = AutoModelForCausalLM.from_pretrained(source.path, dtype=_dtype(dtype) or "auto")
-            model = model.to(where).eval()
-    return model, AutoTokenizer.from_pretrained(source.path)
+        if not (source.path / "adapter_config.json").exists():
+            read_json(source.path / "config.json")
+        try:
+            with _no_bars():
+                model = AutoModelForCausalLM.from_pretrained(
+                    source.path, dtype=_dtype(dtype) or "auto", use_safetensors=True, trust_remote_code=False
+                )
+                model = model.to(where).eval()
+        except (SafetensorError, ImportError) as error:
+            raise ValueError(f"model {str(name)!r}: transformers cannot load it: {error}") from None
+    return model, AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
 
 
 @contextmanager
@@ -115,9 +124,9 @@ def _no_bars() -> Iterator[None]:
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     """None for "auto"."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
     known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if isinstance(dtype, torch.dtype) and dtype in known.values():
+        return dtype
     if dtype not in known:
         raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(known)}")
     return known[dtype]
@@ -158,12 +167,16 @@ def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any
     return model.eval()
 
 
-def _place(model: Any, device_map: str | dict[str, Any]) -> dict[str, Any]:
+def _place(model: Any, device_map: str | int | torch.device | dict[str, Any] | None) -> dict[str, Any]:
     """accelerate's map from module names to devices (names, or numbers of GPUs)."""
     if isinstance(device_map, dict):
-        return device_map
+        placed = {name: str(d) if isinstance(d, torch.device) else d for name, d in device_map.items()}
+        if set(placed.values()) == {"disk"}:
+            raise ValueError("device_map sends the whole model to disk; keep a part of it on a device, or give 'cpu'")
+        return placed
     if device_map not in ("auto", "balanced", "sequential"):
-        return {"": known_device(device_map) if isinstance(device_map, str) else device_map}
+        name = f"cuda:{device_map}" if isinstance(device_map, int) else str(device_map or "cpu")
+        return {"": known_device(name)}
     if torch.cuda.device_count() <= 1 and device_map == "auto":
         needed = sum(p.numel() * p.element_size() for p in model.parameters())
         if not torch.cuda.is_available():

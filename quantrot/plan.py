@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quantrot import engines, formats, llama
-from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, open_checkpoint, read_rows
+from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, not_finite, open_checkpoint, read_rows
 from quantrot.device import device_type
 from quantrot.formats import LinearFormat
 from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
@@ -35,7 +35,17 @@ CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements: 1 MB in float32 stays in 
 LOOK_AHEAD = 96  # chunks in flight besides one a thread: what one thread does while another turns a whole down_proj
 BUDGET = 384 << 20  # bytes that chunks in flight may take together; a larger chunk goes alone
 OVERHEAD = 64 << 20  # thread pools, GEMM packing buffers, allocator slack
-COPIED = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "generation_config")
+COPIED = (
+    "tokenizer",
+    "tekken",
+    "special_tokens",
+    "added_tokens",
+    "vocab",
+    "merges",
+    "chat_template",
+    "generation_config",
+)
+TEMPLATES = "additional_chat_templates"  # where transformers puts a tokenizer's other templates
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 LARGEST_HEAD = 256  # of attention: fp8
 
@@ -231,9 +241,7 @@ def _gains(checkpoint: Checkpoint, arch: Llama) -> Tensor:
     gains = [read_rows(info).float() for info in infos]
     for info, gain in zip(infos, gains, strict=True):
         if not torch.isfinite(gain).all():
-            raise ValueError(
-                f"{info.file.name}: {info.name} holds NaN or infinity; repair the checkpoint before converting"
-            )
+            raise not_finite(info)
     return torch.stack(gains)
 
 
@@ -471,8 +479,5 @@ def _config(
 
 def _copied(root: Path) -> list[Path]:
     """Tokenizer, chat template, generation config and licence files: copied byte for byte."""
-    return sorted(
-        path
-        for path in root.iterdir()
-        if path.is_file() and (path.name.startswith(COPIED) or path.name.upper().startswith(LICENCES))
-    )
+    names = [p for p in root.iterdir() if p.name.startswith(COPIED) or p.name.upper().startswith(LICENCES)]
+    return sorted(path for path in [*names, *(root / TEMPLATES).glob("*.jinja")] if path.is_file())

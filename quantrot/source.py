@@ -7,7 +7,8 @@ from pathlib import Path
 
 DEMO = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the embedded demo model is
 WEIGHTS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"]
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
+TWICE = ["consolidated*"]  # Mistral's own layout of the same weights
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,11 @@ class Source:
     name: str
     revision: str
     path: Path
+
+    @property
+    def is_public(self) -> bool:
+        """Whether `base_model` is a hub id."""
+        return bool(self.revision) or self.name == "demo"
 
     @property
     def base_model(self) -> str:
@@ -32,11 +38,11 @@ def open_source(model: str | Path) -> Source:
 
         return Source("demo", "", demo_model())
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return Source(str(model), "", path)
-    if path.exists():
+    if text and path.exists():
         raise ValueError(f"model {text!r} is a file; give the directory that holds config.json and the weights")
-    if not HUB_ID.fullmatch(text) or text.count("/") != 1:
+    if not HUB_ID.fullmatch(text):
         raise ValueError(f"model {text!r} is no directory; give one, a hub id such as meta-llama/Llama-3.2-1B, or demo")
     return _from_hub(text)
 
@@ -48,7 +54,7 @@ def _from_hub(text: str) -> Source:
 
     name, _, revision = text.partition("@")
     try:
-        path = Path(snapshot_download(name, revision=revision or None, allow_patterns=WEIGHTS))
+        path = Path(snapshot_download(name, revision=revision or None, allow_patterns=WEIGHTS, ignore_patterns=TWICE))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""

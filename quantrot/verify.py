@@ -78,6 +78,9 @@ def verify(
     (default: Python's own help topics), `count` windows of `seq_len` tokens. max_kl: nats per token (default 0.01 where
     nothing is quantized, else 4). min_top1: least agreement. ValueError for files that do not match their hashes.
     """
+    for name, value in (("max_kl", max_kl), ("min_top1", min_top1)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name} is {value}; a number from 0 up is needed")
     root = Path(path).expanduser()
     manifest = read_manifest(root)
     source = str(against) if against is not None else _source_name(manifest.data)

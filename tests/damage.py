@@ -51,6 +51,10 @@ def remove(*names):
     return lambda root: [(root / name).unlink() for name in names]
 
 
+def file(name, data):
+    return lambda root: (root / name).write_bytes(data)
+
+
 def split(raw):
     length = int.from_bytes(raw[:8], "little")
     return raw[8 : 8 + length], raw[8 + length :]

@@ -23,6 +23,7 @@ from tests.damage import (
     contents,
     copy,
     entry,
+    file,
     header,
     index,
     index_bytes,
@@ -71,6 +72,9 @@ BROKEN = [
     ("kv-heads-negative", config(num_key_value_heads=-1), rf"config\.json: num_key_value_heads is -1; {NEEDS_COUNT}"),
     # which files
     ("no-weights", remove(SINGLE), r"model: no model\.safetensors and no model\.safetensors\.index\.json$"),
+    ("a-peft-adapter", both(remove("config.json", SINGLE), file("adapter_config.json", b"{}")), r"model: a PEFT adapter \(adapter_config\.json\); merge it into its model first"),
+    ("only-gguf", both(remove("config.json", SINGLE), file("m.gguf", b"")), r"model: holds GGUF weights \(m\.gguf\), which are not read; give the safetensors checkpoint$"),
+    ("gguf-and-a-config", both(remove(SINGLE), file("m.gguf", b"")), r"model: holds GGUF weights \(m\.gguf\), which are not read"),
     ("only-pickles", only_pickles, r"model: holds only pickle weights \(pytorch_model\.bin\), which can run code and are never loaded; save the model as safetensors first"),
     ("index-not-json", index_bytes(b"{"), r"model\.safetensors\.index\.json: not valid JSON"),
     ("index-a-list", index_bytes(b"[]"), r"model\.safetensors\.index\.json: a JSON object is needed, found a list$"),

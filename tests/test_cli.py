@@ -1,6 +1,8 @@
 """The command line's surface and its behaviour on a small model."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -99,6 +101,20 @@ def test_a_device_that_is_not_there_is_an_error_of_the_user(source, tmp_path):
         assert done.exit_code == 2 and "error: device is 'gpu7'; allowed: auto, cpu, cuda, cuda:N" in done.stderr
         done = run(app, [*args, "--device", "cuda:77"])
         assert done.exit_code == 2 and "error: device is 'cuda:77', and there" in done.stderr
+
+
+def test_errors_are_lines_of_stderr_alone(source, tmp_path, monkeypatch):
+    """Without an empty line of a bar that was never shown; what the file system refuses says how to go on."""
+    done = run(app, ["convert", source, "-r", "fp8blok", "-o", str(tmp_path / "out")])
+    assert done.exit_code == 2 and done.stdout == "" and done.stderr.startswith("error: recipe 'fp8blok' is neither")
+
+    def full(descriptor, data, offset):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    done = run(app, ["convert", source, "-r", "fp8-block", "-o", str(tmp_path / "out")])
+    first, second = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "No space left on device: " in first and "the same command with --resume goes on" in second
 
 
 def test_inspect_of_another_directory_says_what_it_needs(source):

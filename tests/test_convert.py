@@ -3,11 +3,13 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from quantrot import convert, load
@@ -16,6 +18,7 @@ from quantrot.formats import dequantize
 from quantrot.manifest import read_manifest
 from quantrot.plan import plan
 from quantrot.rotation import turn_input, turn_output
+from quantrot.source import Source
 
 RECIPE = "quarot-mxfp4-online"
 
@@ -69,6 +72,31 @@ def test_sharded_output_holds_the_same_tensors(source, tmp_path):
     with torch.no_grad():
         a, b = (load(tmp_path / d, device_map="cpu")(ids).logits for d in ("whole", "parts"))
     assert torch.equal(a, b)
+
+
+def test_what_a_tokenizer_is_made_of_is_copied(source, tmp_path):
+    root = shutil.copytree(source, tmp_path / "source")
+    files = {
+        "tekken.json": b"{}",
+        "additional_chat_templates/tools.jinja": b"{{ tools }}",
+        "USE_POLICY.md": b"Be kind.",
+    }
+    for name, content in files.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content)
+    out = convert(root, "int8-weight-only", tmp_path / "out").out
+    assert {name: (out / name).read_bytes() for name in files} == files
+    assert files.keys() <= read_manifest(out).data["files"].keys()
+
+
+def test_a_card_names_a_base_model_that_the_hub_knows(source, tmp_path, monkeypatch):
+    def front(model, out):
+        _, text, _ = (convert(model, "int8-weight-only", out).out / "README.md").read_text().split("---\n", 2)
+        return yaml.safe_load(text)
+
+    assert "base_model" not in front(source, tmp_path / "local")
+    monkeypatch.setattr(sys.modules["quantrot.plan"], "open_source", lambda model: Source(model, "abcdef", source))
+    assert front("owner/name", tmp_path / "hub")["base_model"] == "owner/name"
 
 
 def test_a_linear_is_fold_turn_turn_quantize(source, tmp_path):

@@ -178,6 +178,15 @@ def test_config_passes_compressed_tensors_own_schema(source, tmp_path, recipe):
     QuantizationConfig.model_validate(config)
 
 
+def test_mxfp4_of_a_float16_model_runs_in_transformers_as_the_card_says(tiny, tmp_path):
+    """As it is, compressed-tensors multiplies float16 by bfloat16 and raises."""
+    root = tiny(tmp_path / "half", hidden=64, intermediate=64, layers=1, dtype=torch.float16)
+    out = convert(root, "mxfp4-weight-only", tmp_path / "out").out
+    assert "from_pretrained(..., dtype=torch.bfloat16)" in (out / "README.md").read_text()
+    ours = load(out, device_map="cpu", dtype=torch.bfloat16)
+    assert torch.equal(logits(plain(out, torch.bfloat16)), logits(ours))
+
+
 def test_config_is_the_sources_own_plus_quantization(source, tmp_path):
     convert(source, "mxfp4", tmp_path / "out")
     before, after = (json.loads((d / "config.json").read_text()) for d in (source, tmp_path / "out"))

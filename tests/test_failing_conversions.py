@@ -54,7 +54,7 @@ def test_conversion_that_failed_resumes_after_the_repair(single, tmp_path, monke
     before = contents(single)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        with pytest.raises(OSError, match="No space left on device"):
+        with pytest.raises(OSError, match=r"No space left on device: '.*out\.partial/model\.safetensors'"):
             convert(single, FP8, out, threads=1)
     assert len(written) == 7
     assert contents(single) == before
@@ -162,6 +162,18 @@ def test_directories_of_somebody_else_are_not_deleted(single, tmp_path, name):
     assert contents(tmp_path) == {(tmp_path / name / "precious").relative_to(tmp_path): b"mine"}
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_an_output_that_is_a_link_is_where_it_points(single, tmp_path, exists):
+    place, link = tmp_path / "disk" / "place", tmp_path / "out"
+    link.symlink_to(place)
+    if exists:
+        place.mkdir(parents=True)
+    for _ in range(2):
+        convert(single, FP8, link, overwrite=True)
+        assert link.is_symlink() and contents(place) and sorted(p.name for p in tmp_path.iterdir()) == ["disk", "out"]
+    assert [p.name for p in place.parent.iterdir()] == ["place"]
+
+
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_overwrite_replaces_only_what_quantrot_wrote(single, tmp_path, kind):
     out = tmp_path / "out"
@@ -221,7 +233,9 @@ def test_cuda_without_a_gpu(single, tmp_path, monkeypatch, device):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["", "5XB", "GB", "-1GB", "0", "0GB", "1e3MB", "5 G B", "nan", "inf", "5,5GB", "0x10"])
+@pytest.mark.parametrize(
+    "text", ["", "5XB", "GB", "-1GB", "0", "0GB", "1e3MB", "5 G B", "nan", "inf", "5,5GB", "0x10", "9" * 20]
+)
 def test_shard_size_that_is_no_size(text):
     with pytest.raises(
         ValueError, match=rf"^max-shard-size is '{re.escape(text)}'; write a size such as 5GB, 500MB or 1GiB$"

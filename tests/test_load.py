@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quantrot import convert, load
@@ -90,12 +91,26 @@ def test_accelerate_device_map_with_offload(converted, tmp_path):
         assert torch.equal(model(IDS).logits, whole(IDS).logits)
 
 
+@pytest.mark.parametrize("device_map", [None, torch.device("cpu"), {"": torch.device("cpu")}])
+def test_a_device_is_what_torch_and_transformers_call_one(converted, device_map):
+    assert load(converted, device_map=device_map).device.type == "cpu"
+
+
+def test_a_device_that_is_not_there_is_an_error_of_the_user(converted):
+    with pytest.raises(ValueError, match="device is 'cuda:77', and there"):
+        load(converted, device_map=77)
+    with pytest.raises(ValueError, match="device_map sends the whole model to disk; keep a part of it on a device"):
+        load(converted, device_map={"": "disk"})
+
+
 def test_dtype_is_of_what_is_not_quantized(converted):
     model = load(converted, device_map="cpu", dtype="float32")
     assert model.model.embed_tokens.weight.dtype == torch.float32
     assert model.model.layers[0].mlp.down_proj.weight_packed.dtype == torch.uint8
     with pytest.raises(ValueError, match="dtype is 'int3'; allowed: auto, float32, bfloat16, float16"):
         load(converted, dtype="int3")
+    with pytest.raises(ValueError, match="dtype is torch.float64; allowed: auto, float32, bfloat16, float16"):
+        load(converted, dtype=torch.float64)
 
 
 def test_open_model_takes_converted_and_plain(source, converted):
@@ -105,6 +120,32 @@ def test_open_model_takes_converted_and_plain(source, converted):
         with torch.no_grad():
             assert model(ids).logits.isfinite().all()
     assert not model.training
+
+
+def test_a_model_that_is_none_or_is_cut_off_is_named(source, tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json: missing; a Hugging Face checkpoint directory has"):
+        open_model(tmp_path, device="cpu")
+    cut = shutil.copytree(source, tmp_path / "cut") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match=r"model '.*cut': transformers cannot load it: .*header"):
+        open_model(cut.parent, device="cpu")
+
+
+def test_evaluated_models_run_no_code_and_no_pickles(source, tmp_path, monkeypatch):
+    """transformers asks the terminal whether to run a model's code, and reads pickles."""
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail("somebody was asked"))
+    pickled = shutil.copytree(source, tmp_path / "pickled")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        open_model(pickled, device="cpu")
+    coded = shutil.copytree(source, tmp_path / "coded")
+    config = json.loads((coded / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (coded / "config.json").write_text(json.dumps(config))
+    (coded / "own.py").write_text("import pytest\npytest.fail('code was run')\n")
+    with pytest.raises(ValueError, match="contains custom code"):
+        open_model(coded, device="cpu")
 
 
 @torch.no_grad()

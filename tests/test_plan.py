@@ -8,6 +8,7 @@ import torch
 
 from quantrot.plan import plan
 from quantrot.recipe import SHIPPED, load_recipe, shipped_recipes
+from quantrot.source import open_source
 
 FP8 = {"weights": {"format": "fp8", "block": [128, 128]}, "activations": {"format": "fp8", "block": [1, 128]}}
 MXFP4 = {"weights": {"format": "mxfp4"}}
@@ -25,6 +26,22 @@ def kinds(planned):
         if ".1." not in fqn:
             short[fqn.rpartition(".")[2]] = None if fmt is None else (fmt.weights.kind, fmt.weights.block)
     return short
+
+
+def test_of_a_hub_repository_only_what_is_read_is_downloaded(single, monkeypatch):
+    """Mistral's repositories hold every weight twice."""
+    import huggingface_hub
+
+    asked = {}
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or str(single)
+    )
+    assert open_source("owner/name@refs/pr/1").path == single and asked["revision"] == "refs/pr/1"
+    files = ["config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors", "pytorch_model.bin"]
+    files += ["consolidated-00001-of-00002.safetensors", "tekken.json", "modeling.py", "original/consolidated.00.pth"]
+    patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
+    kept = list(huggingface_hub.utils.filter_repo_objects(files, **patterns))
+    assert kept == ["config.json", "model-00001-of-00002.safetensors", "tekken.json"]
 
 
 def test_first_matching_rule_wins_and_skip_wins_over_all(source):

@@ -18,9 +18,10 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 def parse_size(text: str) -> int:
     """Bytes of 5GB, 500MB, 1GiB or a plain number."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].upper() not in UNITS or float(match[1]) * UNITS[match[2].upper()] < 1:
-        raise ValueError(f"max-shard-size is {text!r}; write a size such as 5GB, 500MB or 1GiB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    nbytes = float(match[1]) * UNITS.get(match[2].upper(), 0) if match else 0
+    if not 1 <= nbytes < 1 << 63:
+        raise ValueError(f"max-shard-size is {text!r:.80}; write a size such as 5GB, 500MB or 1GiB")
+    return int(nbytes)
 
 
 def size(nbytes: float) -> str:
@@ -78,7 +79,8 @@ def _bars(columns: tuple[Any, ...]) -> Iterator[Callable[[str, int, int], None]]
     try:
         yield show
     finally:
-        bars.stop()
+        if bars.live.is_started:  # else it would print an empty line
+            bars.stop()
 
 
 def grid(title: str, columns: list[str], rows: list[list[str]]) -> Any:

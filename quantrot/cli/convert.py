@@ -62,6 +62,8 @@ def command(
     except KeyboardInterrupt:
         print("interrupted; the same command with --resume goes on from here", file=sys.stderr)
         raise
+    except OSError as error:
+        raise ValueError(f"{error}\nonce that is mended, the same command with --resume goes on from here") from None
     show(done)
 
 

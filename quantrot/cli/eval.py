@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantrot.cli.common import console, grid
+from quantrot.source import open_source
 
 if TYPE_CHECKING:
     from quantrot.evals.mmlu import Mmlu, Score
@@ -62,6 +63,8 @@ def mmlu(
             )
         return result, report.model_entry(name, loaded)
 
+    if baseline is not None:
+        open_source(baseline)  # what is not there is said before the first model's hours
     if recipes is not None:
         settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit}
         how = {"data": data, "fewshot": fewshot, "limit": limit, "batch": batch_size, "device": device, "dtype": dtype}
@@ -176,6 +179,7 @@ def compare(
     from quantrot.evals.divergence import divergence
 
     report.check_output(output)
+    open_source(baseline)
     content, origin = _text(text)
     loaded, tokenizer = _open(model, device, dtype)
     reference, _ = _open(baseline, device, dtype)

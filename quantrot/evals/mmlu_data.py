@@ -1,4 +1,4 @@
-"""Local MMLU data for lm-eval: find it, check every row, and lay it out as the dataset `cais/mmlu`."""
+"""Local MMLU data for lm-eval: find it, check every row, and give it as the dataset `cais/mmlu`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import csv
 import json
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 SPLITS = ("dev", "test")  # what lm-eval reads: few-shot examples from dev, questions from test
 CSV_CHOICES = ("A", "B", "C", "D")
@@ -45,21 +43,11 @@ def read_data(directory: Path, subjects: list[str], fewshot: int) -> dict[str, d
     return data
 
 
-def write_dataset(data: dict[str, dict[str, list[Row]]], directory: Path) -> None:
-    """Write `data` as a dataset directory that datasets.load_dataset(directory, subject) reads."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def as_dataset(splits: dict[str, list[Row]]) -> Any:
+    """A subject's rows as datasets.load_dataset gives them."""
+    from datasets import Dataset, DatasetDict
 
-    text = pa.string()
-    schema = pa.schema({"question": text, "subject": text, "choices": pa.list_(text), "answer": pa.int64()})
-    configs = []
-    for subject, splits in data.items():
-        (directory / subject).mkdir(parents=True)
-        for split, rows in splits.items():
-            pq.write_table(pa.Table.from_pylist(rows, schema), directory / subject / f"{split}.parquet")
-        files = [{"split": split, "path": f"{subject}/{split}.parquet"} for split in splits]
-        configs.append({"config_name": subject, "data_files": files})
-    (directory / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n", encoding="utf-8")
+    return DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()})
 
 
 def _find(directory: Path, subject: str, split: str) -> list[Path]:

@@ -89,6 +89,20 @@ __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
                : "memory");
 }
 
+// The same for a barrier of any block of the cluster (an address of in_block); it orders nothing.
+__device__ __forceinline__ void barrier_expect_in(u32 mapped, u32 bytes) {
+  asm volatile(QR_ONE_LANE "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;\n}" ::"r"(mapped), "r"(bytes)
+               : "memory");
+}
+
+// A word to a block of the cluster, some time before its barrier has counted the 4 bytes (both addresses of in_block). Illegal in
+// a kernel without clusters.
+__device__ __forceinline__ void send_word(u32 mapped, u32 word, u32 bar) {
+  asm volatile(QR_ONE_LANE "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];\n}" ::"r"(mapped),
+               "r"(word), "r"(bar)
+               : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -237,6 +251,13 @@ __device__ __forceinline__ u32 count_in_turn(u32* p, u32 last) {
   return before;
 }
 
+// The same for a whole warp, of which one lane counts and gets what was there, the others 0; it orders nothing.
+__device__ __forceinline__ u32 count_one(u32* p, u32 last) {
+  u32 before = 0;
+  asm volatile(QR_ONE_LANE "atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;\n}" : "+r"(before) : "l"(p), "r"(last) : "memory");
+  return before;
+}
+
 // What other blocks have written: from L2, whatever this multiprocessor has read before.
 __device__ __forceinline__ float2 fresh2(const float* p) { return __ldcg((const float2*)p); }
 __device__ __forceinline__ float4 fresh4(const float* p) { return __ldcg((const float4*)p); }
@@ -296,6 +317,11 @@ __device__ __forceinline__ u32 address_after(u32 address, u32 seen) {
   u32 zero;
   asm volatile("{\n.reg .u32 ones;\npopc.b32 ones, %1;\nshr.u32 %0, ones, 6;\n}" : "=r"(zero) : "r"(seen) : "memory");
   return address + zero;
+}
+
+// For a whole warp, of which one lane stores: that which also arrives in barrier_expect.
+__device__ __forceinline__ void store_one(u32 address, u32 a) {
+  asm volatile(QR_ONE_LANE "st.shared.u32 [%0], %1;\n}" ::"r"(address), "r"(a) : "memory");
 }
 
 __device__ __forceinline__ float2 load_shared2(u32 address) {

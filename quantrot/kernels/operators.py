@@ -11,7 +11,9 @@ def implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator: this operator on CPU and CUDA; its first argument is a tensor.
 
     Triton launches on the current device, whatever device the tensors are on: the first argument's is made current.
+    Under autocast it is the same operator: what it promises of float32 sums and of the result's dtype holds there, too.
     """
+    namespace, _, operator = name.partition("::")
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -21,8 +23,13 @@ def implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             with torch.cuda.device(first.device):
                 return function(first, *others)
 
+        def under_autocast(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._DisableAutocast():
+                return getattr(getattr(torch.ops, namespace), operator)(*args, **kwargs)
+
         torch.library.impl(name, "CPU", function)
         torch.library.impl(name, "CUDA", on_its_device)
+        torch.library.impl(name, ("AutocastCPU", "AutocastCUDA"), under_autocast)
         return function
 
     return register

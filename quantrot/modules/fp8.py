@@ -15,7 +15,7 @@ from quantrot.kernels.fp8 import (
     quantize_fp8_block,
     quantize_fp8_both_ways,
 )
-from quantrot.modules.linear import OnlineHadamard, QuantizedLinear
+from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, as_autocast
 
 ROW, SQUARE = (1, 128), (128, 128)
 
@@ -121,7 +121,7 @@ class Fp8TrainingLinear(nn.Linear):
     arXiv:2412.19437, section 3.3): each is read once and written in both orders. Each e4m3 operand is off by 2.6% in
     the mean square, so a product of two by about 3.7%, which averages out over steps like the noise of a mini-batch.
     The backward pass keeps one byte an element of x and of the weight. x [..., in_features] float32, float16 or
-    bfloat16; the result and dx have x's dtype, the other gradients the weight's.
+    bfloat16; the result and dx have x's dtype, the other gradients the weight's. Under autocast x and y are its dtype.
     """
 
     @classmethod
@@ -141,7 +141,8 @@ class Fp8TrainingLinear(nn.Linear):
         return new
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _Fp8Product.apply(x.reshape(-1, self.in_features), self.weight, self.bias)
+        x = as_autocast(x)
+        y = _Fp8Product.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
         return y.view(*x.shape[:-1], self.out_features)
 
 

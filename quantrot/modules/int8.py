@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quantrot.kernels.mixed import has_kernels, has_one_kernel, mixed_gemm, mixed_linear
-from quantrot.modules.linear import QuantizedLinear
+from quantrot.modules.linear import QuantizedLinear, as_autocast
 
 
 class Int8Linear(QuantizedLinear):
@@ -27,7 +27,7 @@ class Int8Linear(QuantizedLinear):
         return self._run(mixed_gemm, x) if self.runs_packed(x.device) else super().multiply(x)
 
     def gated(self, x: Tensor) -> Tensor | None:
-        return self.fused(x, gates=True) if self._decoded is None and self.runs_packed(x.device) else None
+        return self.fused(as_autocast(x), gates=True) if self._decoded is None and self.runs_packed(x.device) else None
 
     def fuses(self, device: torch.device) -> bool:
         if self._decoded is not None or self.online_name or not self.runs_packed(device):

@@ -16,6 +16,12 @@ from quantrot.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from quantrot.rotation import Rotation, signs
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """x in autocast's dtype where that is on, as nn.Linear takes it."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else x
+
+
 class OnlineHadamard(nn.Module):
     """x -> x R over the last dimension, R one of `quantrot.rotation`'s Hadamard rotations; [..., m * width], any dtype.
 
@@ -61,7 +67,8 @@ class RotatedLinear(nn.Linear):
 
 
 class QuantizedLinear(nn.Module):
-    """y = Q(x R) W^T + b: x [..., in_features] in any float dtype, y in the same. W is in `fmt`'s tensors.
+    """y = Q(x R) W^T + b: x [..., in_features] in any float dtype, y in the same; autocast's where that is on. W is in
+    `fmt`'s tensors.
 
     native_fp8: DeepSeek-V3's name for the scale. online: what turns the input, under the name `online_name`.
     """
@@ -136,6 +143,7 @@ class QuantizedLinear(nn.Module):
         return False
 
     def forward(self, x: Tensor) -> Tensor:
+        x = as_autocast(x)
         return self.multiply(x) if self._decoded is None else self.multiply_wide(x, self._decoded)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_kernels, mxfp4_gemm
-from quantrot.modules.linear import OnlineHadamard, QuantizedLinear
+from quantrot.kernels.mxfp4.operators import check_fused
+from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, as_autocast
 
 
 class Mxfp4Linear(QuantizedLinear):
@@ -65,14 +66,14 @@ class Mxfp4TrainingLinear(nn.Linear):
         hadamard: int = GROUP,
         stochastic: bool = True,
     ) -> None:
+        check_fused(hadamard)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.hadamard, self.stochastic = hadamard, stochastic
         self.seed, self.forwards = int(torch.randint(1 << 62, (), device="cpu")), 0
 
     @torch.compiler.disable  # the count of forwards would compile each step anew
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = as_autocast(x)
         self.forwards += 1
         y = Mxfp4Gemm.apply(x, self.weight, self.hadamard, (self.seed, self.forwards) if self.stochastic else None)
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -81,19 +82,28 @@ class Mxfp4TrainingLinear(nn.Linear):
         return f"{super().extra_repr()}, hadamard={self.hadamard}, stochastic={self.stochastic}"
 
 
-def train_in_mxfp4(model: nn.Module, *, skip: tuple[str, ...] = ("lm_head",), hadamard: int = GROUP) -> list[str]:
+def train_in_mxfp4(model: nn.Module, *, skip: str | tuple[str, ...] = ("lm_head",), hadamard: int = GROUP) -> list[str]:
     """Replace the model's linears by Mxfp4TrainingLinear on the same parameters; the names of those that it replaced.
 
-    skip: names, or last parts of names, that stay; so do linears whose dimensions are no multiples of `hadamard`.
+    skip: names, or last parts of names, that stay; so do linears whose dimensions are no multiples of `hadamard`. A
+    linear in two places stays one in both. ValueError for a model that is a linear, or another `hadamard`.
     """
+    check_fused(hadamard)
+    skip = (skip,) if isinstance(skip, str) else skip
+    made: dict[nn.Module, Mxfp4TrainingLinear] = {}
     replaced = []
-    for name, old in list(model.named_modules()):
+    for name, old in list(model.named_modules(remove_duplicate=False)):
         fits = type(old) is nn.Linear and old.in_features % hadamard == 0 and old.out_features % hadamard == 0
         if not fits or name in skip or name.rpartition(".")[2] in skip:
             continue
-        with torch.device("meta"):
-            new = Mxfp4TrainingLinear(old.in_features, old.out_features, old.bias is not None, hadamard=hadamard)
-        new.weight, new.bias = old.weight, old.bias
-        model.set_submodule(name, new)
+        if not name:
+            raise ValueError("model: a linear itself; give a module that holds it, whose linear can be replaced")
+        if old not in made:
+            with torch.device("meta"):
+                made[old] = Mxfp4TrainingLinear(
+                    old.in_features, old.out_features, old.bias is not None, hadamard=hadamard
+                )
+            made[old].weight, made[old].bias = old.weight, old.bias
+        model.set_submodule(name, made[old])
         replaced.append(name)
     return replaced

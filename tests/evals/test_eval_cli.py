@@ -12,9 +12,12 @@ from quantrot.cli.eval import app
 
 
 @pytest.fixture
-def run(monkeypatch, model, other_model, tokenizer):
+def run(monkeypatch, model, other_model, tokenizer, tmp_path_factory):
     """Runs a command with the two models under the names `one` and `two`."""
     models = {"one": model, "two": other_model}
+    monkeypatch.chdir(tmp_path_factory.mktemp("models"))
+    for name in models:
+        Path(name).mkdir()
 
     def open_model(name, device="auto", dtype="auto"):
         opened.append((name, device, dtype))
@@ -93,6 +96,8 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
     assert (gained > zero) == (gain > 0) and (gained < zero) == (gain < 0)
 
     # What was evaluated is kept, and evaluated again only where what it depends on has changed.
+    kept = recipes.kept_result(next(tmp_path.glob("bf16-*.mmlu.json")))[0]
+    monkeypatch.setattr("quantrot.evals.mmlu.mmlu", lambda *args, **options: kept)
     again, opened = run("mmlu", one, "--recipes", "bf16,fp8-attention", *args)
     assert not opened and again.stdout == result.stdout
     assert json.loads((tmp_path / "r.json").read_text())["results"] == report["results"]
@@ -127,6 +132,13 @@ def test_bad_options_are_refused_before_a_model_is_opened(run, tmp_path):
         run("mmlu", "missing", "--data", tmp_path)
     with pytest.raises(ValueError, match="batch_size: 'x'"):
         run("mmlu", "missing", "--batch-size", "x")
+
+
+@pytest.mark.parametrize("command", ["mmlu", "compare"])
+def test_a_baseline_that_is_not_there_is_said_before_the_model_is_measured(run, monkeypatch, command):
+    monkeypatch.setattr("quantrot.cli.eval._open", lambda *args: pytest.fail("a model was opened"))
+    with pytest.raises(ValueError, match="model 'nowhere' is no directory; give one"):
+        run(command, "one", "--baseline", "nowhere")
 
 
 def test_the_surface_is_what_is_documented():

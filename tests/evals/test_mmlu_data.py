@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quantrot.evals.harness import subject_names
-from quantrot.evals.mmlu_data import read_data, write_dataset
+from quantrot.evals.mmlu_data import as_dataset, read_data
 
 SUBJECTS = ["anatomy", "virology"]
 LETTERS = "ABCD"
@@ -54,12 +54,15 @@ def test_parquet_files_of_the_hubs_own_layout_are_read_in_order(two, tmp_path):
     assert read_data(tmp_path, SUBJECTS, 2) == two
 
 
-def test_a_written_dataset_is_what_datasets_reads(two, tmp_path):
+def test_rows_are_the_dataset_that_datasets_reads_from_files(two, mmlu_dir, tmp_path):
     import datasets
 
-    write_dataset(two, tmp_path / "d")
-    read = datasets.load_dataset(str(tmp_path / "d"), "virology", cache_dir=str(tmp_path / "cache"))
-    assert {split: list(read[split]) for split in read} == two["virology"]
+    read = datasets.load_dataset(str(mmlu_dir), "virology", cache_dir=str(tmp_path / "cache"))
+    made = as_dataset(two["virology"])
+    assert {split: list(made[split]) for split in made} == two["virology"]
+    assert {split: (list(made[split]), made[split].features) for split in made} == {
+        split: (list(read[split]), read[split].features) for split in read
+    }
 
 
 def test_lm_eval_has_57_subjects():

@@ -325,6 +325,12 @@ def test_training_through_it_is_an_error_and_not_a_wrong_gradient():
     q, k, v = qkv()
     with pytest.raises(NotImplementedError, match="no backward; train with attention: bf16"):
         fp8_attention(q.requires_grad_(), k, v, causal=True).sum().backward()
+    turned = [t.transpose(1, 2) for t in (q, k.requires_grad_(), v)]
+    given = rope_hadamard_quantize(*turned, order=64)  # a model in eval mode outside torch.no_grad()
+    expected = rope_hadamard_quantize(*(t.detach() for t in turned), order=64)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(given, expected, strict=True))
+    with pytest.raises(NotImplementedError, match="no backward; train with attention: bf16"):
+        attend(given._replace(q=q, q_scale=given.q_scale[..., :0]), causal=True).sum().backward()
 
 
 ERRORS = [
@@ -333,7 +339,8 @@ ERRORS = [
     ({"dim": 272}, "head_dim: 272"),
     ({"heads": 3}, "G a divisor of H"),
     ({"scale": 0.0}, "scale: 0.0; a positive number"),
-    ({"granularity": "row"}, "'row' is not a valid Granularity"),
+    ({"granularity": "row"}, "granularity: 'row'; allowed: tensor, head, block, token"),
+    ({"q": torch.zeros(70, 64)}, r"q: torch.float32 with 2 dimensions; allowed: \[B, heads, tokens, D\]"),
     ({"backend": "cudnn"}, "backend: 'cudnn'; allowed: auto, hopper, triton, reference"),
     ({"backend": "triton"}, "needs a CUDA device"),
     ({"backend": "hopper"}, "needs an sm_90 GPU"),

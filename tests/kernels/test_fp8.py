@@ -244,6 +244,13 @@ def test_quantization_errors_name_the_field_and_the_remedy(x, kwargs, says):
         quantize_fp8_block(x, **kwargs)
 
 
+def test_codes_and_scales_that_do_not_belong_together_are_named():
+    q, scale = quantize_fp8_block(torch.ones(4, 256))
+    for args in ((q.float(), scale, (1, 128)), (q, scale.T, (1, 128)), (q, scale, (2, 128)), (q[0], scale, (1, 128))):
+        with pytest.raises(ValueError, match=r"scale: .*, block: \(., 128\); allowed: .* a scale a block"):
+            dequantize_fp8_block(*args)
+
+
 def test_both_ways_and_transform_errors():
     with pytest.raises(ValueError, match=r"block: \(1, 256\); allowed"):
         quantize_fp8_both_ways(torch.zeros(2, 4), (1, 256))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8.reference import hadamard_quantize_reference
+from quantrot.kernels.hadamard import hopper
 from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for, transform_codes
 from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR
 from quantrot.orthogonal import random_signs
@@ -13,11 +14,13 @@ from quantrot.orthogonal import random_signs
 RUN = """
 static std::string message;
 extern "C" const char* run(const void* x, void* y, const signed char* signs, long long rows, long long x_stride,
-                           long long y_stride, float scale, unsigned blocks, unsigned seed, float* scales) {{
+                           long long y_stride, float scale, unsigned blocks, unsigned seed, float* scales,
+                           unsigned* taken) {{
   const unsigned long long tall = (rows - 1) * x_stride / {columns} + {base};
   const quantrot::TensorMap map{{(unsigned char*)x, {columns}, tall, 2 * {columns}, 64, {base}, 2, 1}};
   message = emulator::launch({{blocks, 1, 1}}, {cluster}, {threads}, {shared}, seed, [&] {{
-    quantrot::{call}(map, {{x, y, signs, rows, x_stride, y_stride, 1, scale, scales, {order} / 128, 1, {order} / 128}});
+    quantrot::{call}(map, {{x, y, signs, rows, x_stride, y_stride, 1, scale, scales, {order} / 128, 1, {order} / 128,
+        taken}});
   }});
   return message.c_str();
 }}
@@ -50,12 +53,16 @@ def test_the_emulated_kernel_is_the_definition(emulated, n, plan, dtype, signed,
     run = RUN.format(shared=plan.shared_bytes(n), call=plan.call(n, dtype, signed, dtype), **numbers)
     library = emulated(source[: source.index('extern "C" __global__')] + run)
     library.run.restype = ctypes.c_char_p
-    rows, apart, signs = 11 if n < 20000 else 3, 2 * columns, random_signs(n, 1)
+    rows, apart, signs = 11 if n < 20000 else 6, 2 * columns, random_signs(n, 1)
     x, y = torch.randn(rows, n + apart).to(dtype), torch.full((rows, n), float("nan"), dtype=dtype)
     numbers = [ctypes.c_longlong(v) for v in (rows, n + apart, n)]
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, y, signs)]
-    for seed in range(2):
-        assert library.run(*pointers, *numbers, ctypes.c_float(n**-0.5), 2, seed, None) == b""
+    taken = torch.zeros(1, dtype=torch.int32)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, y, signs, taken)]
+    for seed, (clusters, counter) in enumerate([(2, pointers[3]), (1, pointers[3]), (2, None)]):
+        y.fill_(float("nan"))
+        blocks = clusters * plan.cluster
+        assert library.run(*pointers[:3], *numbers, ctypes.c_float(n**-0.5), blocks, seed, None, counter) == b""
+        assert taken.item() == 0  # as it was: the next launch finds it so
         x64 = x[:, :n].double() * (signs if signed else 1)
         exact = torch.ops.quantrot.hadamard(x64, None, n, n**-0.5, transposed, "auto")
         assert ((y.double() - exact).norm() / exact.norm()).item() <= MAX_RELATIVE_ERROR[dtype]
@@ -76,7 +83,7 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, rule):
     sizes = [ctypes.c_longlong(v) for v in (5, n, n)]
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, q, x)]
     where = ctypes.c_void_p(scales.data_ptr())
-    assert library.run(*pointers, *sizes, ctypes.c_float(n**-0.5), 2, 0, where) == b""
+    assert library.run(*pointers, *sizes, ctypes.c_float(n**-0.5), 2, 0, where, None) == b""
     expected, expected_scales = hadamard_quantize_reference(x, None, n, n**-0.5, (1, 128), rule)
     torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
     wrong = q.view(torch.uint8) != expected.view(torch.uint8)
@@ -119,6 +126,54 @@ def test_on_a_gpu_every_run_gives_the_same_right_bits(n, plan, dtype):
         for _ in range(100 if rows == 257 else 1):
             launch(again.copy_(x), again, signs, n**-0.5, plan)
             assert torch.equal(again, y)
+
+
+def test_launches_that_may_run_at_once_count_their_rows_apart(monkeypatch):
+    device, stream, recording = 0, 7, False
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
+    monkeypatch.setattr(hopper, "_streams", {})
+    monkeypatch.setattr(hopper, "_recorded", iter(range(hopper.STREAMS, hopper.STREAMS + 3)))
+    assert [hopper._counter(0) for _ in range(3)] == [0, 0, 0]
+    stream = 8
+    assert hopper._counter(0) == 1
+    recording = True
+    assert [hopper._counter(0) for _ in range(4)] == [64, 65, 66, -1]  # none is left: fixed shares
+    recording, device = False, 1
+    assert hopper._counter(1) == 2
+    monkeypatch.setattr(hopper, "_streams", {(0, other): other for other in range(hopper.STREAMS)})
+    assert hopper._counter(1) == -1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [13824, 18944, 32768])
+def test_on_a_gpu_rows_are_taken_once_by_launches_at_once_and_in_graphs(n):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    torch.manual_seed(0)
+    plan = plan_for(n, torch.bfloat16)
+    assert plan is not None and plan.kind == "flow"
+    x = torch.randn(1500, n, device="cuda").bfloat16()
+    expected = torch.empty_like(x)
+    for first in range(0, 1500, 100):  # fixed shares
+        launch(x[first : first + 100], expected[first : first + 100], None, n**-0.5, plan)
+    streams, results = [torch.cuda.Stream() for _ in range(3)], [torch.empty_like(x) for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=streams[2]):
+        for _ in range(3):
+            launch(x, results[2], None, n**-0.5, plan)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for y in results:
+            y.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for stream, y in zip(streams[:2], results, strict=False):
+            with torch.cuda.stream(stream):
+                launch(x, y, None, n**-0.5, plan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, expected) for y in results)
 
 
 @pytest.mark.gpu

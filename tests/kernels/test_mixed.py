@@ -11,6 +11,7 @@ from quantrot.kernels.mixed import (
     dequantize_int8,
     has_kernels,
     mixed_gemm,
+    mixed_linear,
     mixed_ref,
     pack_int8,
     quantize_int8,
@@ -63,6 +64,32 @@ def test_pack_is_little_endian_offset_binary():
 def test_pack_round_trips_all_codes_at_any_width(columns):
     q = torch.arange(-128, 128).repeat(columns).view(columns, -1)[:, :].T.contiguous().to(torch.int8)
     assert torch.equal(unpack_int8(pack_int8(q), columns), q)
+
+
+X, Q, S = torch.zeros(2, 8), torch.zeros(4, 8, dtype=torch.int8), torch.ones(4)
+
+
+def test_packing_takes_any_strides():
+    q = torch.arange(-128, 128).to(torch.int8).view(32, 8)
+    assert torch.equal(pack_int8(q.T), pack_int8(q.T.contiguous()))
+    packed = pack_int8(q).repeat_interleave(2, 1)[:, ::2]
+    assert not packed.is_contiguous() and torch.equal(unpack_int8(packed, 8), q)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: quantize_int8(torch.zeros(2, 64, dtype=torch.int32), 64), "w: torch.int32"),
+        (lambda: dequantize_int8(torch.zeros(2, 64), torch.ones(2, 1)), "qdata: torch.float32"),
+        (lambda: dequantize_int8(torch.zeros(2, 64, dtype=torch.int8), torch.ones(4, 1)), r"scale: \[4, 1\]; allowed"),
+        (lambda: pack_int8(torch.zeros(2, 64)), "qdata: torch.float32"),
+        (lambda: unpack_int8(torch.zeros(2, 16, dtype=torch.int32), 65), "65 columns need torch.int32, four a word"),
+        (lambda: mixed_linear(torch.zeros(()), Q, S), r"x: float32 \[\], weight: .*allowed: \[..., K\]"),
+    ],
+)
+def test_errors_of_what_surrounds_the_product(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
 
 
 def test_group_must_divide():
@@ -307,8 +334,6 @@ def test_a_linear_is_the_product_of_its_stored_tensors(device, group):
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------------
-
-X, Q, S = torch.zeros(2, 8), torch.zeros(4, 8, dtype=torch.int8), torch.ones(4)
 
 
 @pytest.mark.parametrize(

@@ -425,7 +425,9 @@ Z = torch.zeros
     [
         (lambda: quantize_mxfp4(Z(2, 100)), "100 columns; MXFP4 needs a multiple of 32"),
         (lambda: quantize_mxfp4(Z(2, 32, dtype=torch.int32)), "dtype torch.int32; allowed: torch.bfloat16"),
-        (lambda: quantize_mxfp4(Z(2, 32), "evn"), "'evn' is not a valid ScaleRule"),
+        (lambda: quantize_mxfp4(Z(2, 32).double()), "x: dtype torch.float64; allowed: torch.bfloat16"),
+        (lambda: hadamard_quantize_mxfp4(Z(2, 32).to(torch.float8_e5m2)), "x: dtype torch.float8_e5m2; allowed"),
+        (lambda: quantize_mxfp4(Z(2, 32), "evn"), "scale_rule: 'evn'; allowed: floor, even"),
         (lambda: quantize_mxfp4(Z(2, 32), backend="cuda"), "backend: 'cuda'; allowed: auto, triton, reference"),
         (lambda: quantize_mxfp4(Z(2, 32), backend="triton"), "'triton' needs a CUDA device"),
         (lambda: hadamard_quantize_mxfp4(Z(2, 96), hadamard=64), "64 does not divide x's 96 columns"),

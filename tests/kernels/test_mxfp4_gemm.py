@@ -10,6 +10,7 @@ from quantrot.kernels.mxfp4 import (
     Mxfp4Gemm,
     dequantize_mxfp4,
     hadamard_quantize_mxfp4,
+    masked_hadamard,
     mxfp4_gemm,
     mxfp4_product,
     quantize_mxfp4,
@@ -270,6 +271,28 @@ def test_tokens_need_not_be_a_multiple_of_the_transform(tokens):
     exact = gradients(F.linear(x, w), x, w, g)
     got = gradients(Mxfp4Gemm.apply(x, w, 32, None), x, w, g)
     assert all(squared(a, b) < 0.3 for a, b in zip(got, exact, strict=True))
+
+
+@devices
+@pytest.mark.parametrize("shape", [(64,), (0, 64), (2, 0, 64)])
+def test_one_token_without_dimensions_and_no_token_have_gradients(device, shape):
+    x, w = normal(*shape, device=device).requires_grad_(), normal(32, 64, device=device, seed=1).requires_grad_()
+    bias = normal(32, device=device, seed=2).requires_grad_()
+    g = normal(*shape[:-1], 32, device=device, seed=3)
+    exact = torch.autograd.grad(F.linear(x, w, bias), (x, w, bias), g)
+    for product, bound in ((HadamardGemm, 1e-4), (Mxfp4Gemm, 0.3)):
+        got = torch.autograd.grad(product.apply(x, w, 32), (x, w), g)
+        assert all(squared(a, b) < bound if b.any() else not a.any() for a, b in zip(got, exact[:2], strict=True))
+    weight = quantize_mxfp4(w.detach())
+    got = torch.autograd.grad(mxfp4_gemm(x, *weight, bias), (x, bias), g)
+    assert got[0].shape == x.shape and torch.equal(got[1], exact[2])
+
+
+def test_a_clipped_gradient_has_none_itself():
+    x, mask = normal(3, 64).requires_grad_(), torch.full((3, 8), 255, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="x: requires a gradient, which masked_hadamard has not; detach it"):
+        masked_hadamard(x, mask)
+    assert masked_hadamard(x.detach(), mask).shape == x.shape
 
 
 def test_a_frozen_side_costs_no_gradient():

@@ -3,9 +3,32 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
+from quantrot.kernels.attention import fp8_attention
+from quantrot.kernels.fp8 import fp8_linear, quantize_fp8_block
+from quantrot.kernels.hadamard import hadamard_transform
+from quantrot.kernels.mixed import mixed_gemm, mixed_linear, quantize_int8
+from quantrot.kernels.mxfp4 import mxfp4_gemm, quantize_mxfp4
 from quantrot.kernels.operators import constant, implement
+
+gpu = pytest.mark.gpu
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+
+
+def _heads(w):
+    return w.view(1, 2, 8, -1)
+
+
+CALLS = {  # of x [4, 344] and w [16, 256], float32
+    "hadamard": lambda x, w: hadamard_transform(x, block=172),
+    "mxfp4_gemm": lambda x, w: mxfp4_gemm(x[:, :256], *quantize_mxfp4(w), activations="mxfp4"),
+    "mixed_gemm": lambda x, w: mixed_gemm(x[:, :256], *quantize_int8(w, 128)),
+    "mixed_linear": lambda x, w: mixed_linear(x[:, :256], *quantize_int8(w, 128), gates=True),
+    "fp8_linear": lambda x, w: fp8_linear(x[:, :256], *quantize_fp8_block(w, (128, 128))),
+    "fp8_attention": lambda x, w: fp8_attention(_heads(w), _heads(w), _heads(w), causal=True, backend="reference"),
+}
 
 
 def test_both_devices_are_registered_and_the_function_stays_itself():
@@ -18,6 +41,26 @@ def test_both_devices_are_registered_and_the_function_stays_itself():
     x = torch.ones(3)
     assert torch.equal(torch.ops.quantrot_test.twice(x, 3), twice(x, 3)) and twice(x, 3)[0] == 6
     assert torch._C._dispatch_has_kernel_for_dispatch_key("quantrot_test::twice", "CUDA")
+
+
+@devices
+@pytest.mark.parametrize("name", CALLS)
+def test_autocast_changes_no_bit_and_no_dtype(name, device):
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 344, device=device), torch.randn(16, 256, device=device)
+    expected = CALLS[name](x, w)
+    with torch.autocast(device, torch.bfloat16):
+        y = CALLS[name](x, w)
+        assert (x @ x.T).dtype == torch.bfloat16
+    assert y.dtype == expected.dtype == torch.float32 and torch.equal(y, expected)
+
+
+def test_autocast_keeps_the_gradient():
+    x = torch.randn(4, 344, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = hadamard_transform(x, block=172)
+    y.square().sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
 
 
 def test_constant_is_torchs_own_mark():

@@ -117,6 +117,24 @@ def test_what_does_not_fit_or_is_named_stays():
     assert train_in_mxfp4(nn.ModuleDict({"a": nn.Linear(64, 64)}), skip=("a",)) == []
 
 
+def test_a_linear_in_two_places_stays_one():
+    shared = nn.Linear(64, 64)
+    net = nn.ModuleDict({"a": shared, "b": shared})
+    assert train_in_mxfp4(net, skip="lm_head") == ["a", "b"]  # no letter of a word is a name to skip
+    assert net["a"] is net["b"] and net["a"].weight is shared.weight and len(list(net.parameters())) == 2
+
+
+def test_what_cannot_be_replaced_is_an_error():
+    with pytest.raises(ValueError, match="model: a linear itself; give a module that holds it"):
+        train_in_mxfp4(nn.Linear(64, 64))
+    for make in (
+        lambda: train_in_mxfp4(nn.Sequential(), hadamard=48),
+        lambda: Mxfp4TrainingLinear(96, 96, hadamard=48),
+    ):
+        with pytest.raises(ValueError, match="hadamard: 48; allowed: 32, 64, 128"):
+            make()
+
+
 def gradients(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     net.zero_grad()
     net(x).square().sum().backward()
@@ -138,12 +156,3 @@ def test_a_seed_repeats_and_steps_differ():
             module.stochastic = False
     one, two = (gradients(still, x) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-def test_autocast_decides_the_dtype_of_the_product():
-    layer = Mxfp4TrainingLinear(64, 32)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(torch.randn(5, 64))
-    assert y.dtype == torch.bfloat16 and layer(torch.randn(5, 64)).dtype == torch.float32
-    y.float().sum().backward()
-    assert layer.weight.grad.dtype == torch.float32

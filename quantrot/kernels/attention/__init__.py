@@ -67,6 +67,7 @@ __all__ = [
 ]
 
 BACKENDS = ("auto", "hopper", "triton", "reference")
+GRANULARITIES = tuple(granularity.value for granularity in Granularity)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
 WIDE = (torch.bfloat16, torch.float16)  # what q may be in, to be quantized on its way
@@ -118,7 +119,9 @@ def fp8_attention(
     query_lengths, causal: see the top of the file. The result is a view of [B, S, H, D]. ValueError for shapes, dtypes
     or backends that do not fit.
     """
-    granularity = Granularity(granularity)
+    granularity = _granularity(granularity)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        _check_heads(name, t)
     if query_codes == 2 and granularity in (Granularity.head, Granularity.tensor):
         raise ValueError(f"query_codes: 2 with granularity {granularity}; allowed there: 1, or block and token with 2")
     prepare = backend if _has_kernel(granularity, q.shape[-1]) or backend not in BACKENDS else "auto"
@@ -171,9 +174,10 @@ def attend(
     if not scale > 0:
         raise ValueError(f"scale: {scale}; a positive number is needed")
     codes = (t.view(torch.uint8) if t.dtype == E4M3 else t for t in (q, k, v))
-    return torch.ops.quantrot.fp8_attention(
+    y = torch.ops.quantrot.fp8_attention(
         *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, query_codes, dtype, backend
     )
+    return inference_only(y, q)
 
 
 def rope_hadamard_quantize(
@@ -198,7 +202,7 @@ def rope_hadamard_quantize(
     RoPE's products and sum are rounded to float32 each and the result to q's dtype; the rotation sums in float32, and
     its result is quantized unrounded. ValueError for shapes, orders, dtypes or backends that do not fit.
     """
-    granularity = Granularity(granularity)
+    granularity = _granularity(granularity)
     order, signs = _check_quantize(q, k, v, cos, sin, order, signs, granularity, backend)
     made = torch.ops.quantrot.rope_hadamard_quantize(q, k, v, cos, sin, signs, order, granularity.value, backend)
     return Quantized(*(t.view(E4M3) if i % 2 == 0 else t for i, t in enumerate(made)))
@@ -280,6 +284,19 @@ def _check_attend(
     _check_backend(backend)
 
 
+def _granularity(name: Granularity | str) -> Granularity:
+    if name not in GRANULARITIES:
+        raise ValueError(f"granularity: {name!r}; allowed: {', '.join(GRANULARITIES)}")
+    return Granularity(name)
+
+
+def _check_heads(name: str, t: Tensor, shape: str = "[B, heads, tokens, D]") -> None:
+    if t.dtype not in DTYPES or t.dim() != 4:
+        raise ValueError(
+            f"{name}: {t.dtype} with {t.dim()} dimensions; allowed: {shape}, {', '.join(map(str, DTYPES))}"
+        )
+
+
 def _check_head_dim(dim: int) -> None:
     if dim % 16 or not 16 <= dim <= LARGEST_HEAD:
         raise ValueError(f"head_dim: {dim}; allowed: multiples of 16 up to {LARGEST_HEAD}")
@@ -308,10 +325,7 @@ def _check_quantize(
 ) -> tuple[int, Tensor | None]:
     """(order, 0 for no rotation; signs as int8 [D])."""
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dtype not in DTYPES or t.dim() != 4:
-            raise ValueError(
-                f"{name}: {t.dtype} with {t.dim()} dimensions; allowed: [B, S, heads, D], {', '.join(map(str, DTYPES))}"
-            )
+        _check_heads(name, t, "[B, S, heads, D]")
     batch, tokens, _, dim = q.shape
     if k.shape != v.shape or k.shape[:2] != (batch, tokens) or k.shape[3] != dim:
         raise ValueError(

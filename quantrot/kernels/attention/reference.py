@@ -142,6 +142,7 @@ def key_rows(tokens: int) -> int:
     return -(-tokens // 16) * 16
 
 
+@torch.no_grad()  # codes have no gradient, and the rotation's sums are written in place
 def rope_hadamard_quantize_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
     granularity: Granularity,

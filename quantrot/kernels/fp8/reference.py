@@ -102,6 +102,11 @@ def dequantize_fp8_block(
     qdata: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """[M, K] in `dtype` from e4m3 [M, K] and its scales: the float32 product, rounded once."""
+    if qdata.dtype != E4M3 or qdata.dim() != 2 or tuple(scale.shape) != scale_shape(qdata.shape, block):
+        raise ValueError(
+            f"qdata: {qdata.dtype} {tuple(qdata.shape)}, scale: {tuple(scale.shape)}, block: {tuple(block)}; allowed: "
+            f"{E4M3} [M, K] and a scale a block"
+        )
     expanded = _expand(scale, whole(block, qdata.shape), qdata.shape)
     return qdata.to(torch.float32).mul_(expanded).to(dtype)
 

@@ -5,6 +5,7 @@ line that names the instance.
 """
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,8 +20,8 @@ from quantrot.kernels.nvrtc import MAX_SHARED, SM_REGISTERS, SM_SHARED, load_ker
 from quantrot.orthogonal import hadamard_factors
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-STREAM_HINTS = '#define LOAD ".L1::no_allocate"\n#define STREAM ".cs"\n#define KEEP "first"\n#define KEEP_INPUT FIRST\n'
-CACHE_HINTS = '#define LOAD ""\n#define STREAM ""\n#define KEEP "normal"\n#define KEEP_INPUT NORMAL\n'
+STREAM_HINTS = '#define LOAD ".L1::no_allocate"\n#define STREAM ".cs"\n#define KEEP "first"\n'
+CACHE_HINTS = '#define LOAD ""\n#define STREAM ""\n#define KEEP "normal"\n'
 STREAM_BYTES = 40 << 20  # input and output past this do not both fit in the 60 MB L2: mark them as passing through
 SMALL_ELEMENTS = 1 << 18  # a tensor up to this is a few microseconds: how soon the first bytes come decides
 LARGEST_POWER = 32768  # of two, in one kernel
@@ -33,12 +34,15 @@ FILES = {
     "held": ("words.cuh", "columns.cuh", "common.cuh", "held.cuh"),
 }
 FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow)
+COUNTERS = 1 << 16  # of a kernel, from which its blocks take rows: one for each stream, and for each launch in a graph
+STREAMS = 64
 PROCESSORS = 132  # of an H200: which rows are asked for ahead of time; no result depends on it
-ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) hadamard({map_type}
+ENTRY = """{counters}extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) hadamard({map_type}
     const void* x, void* y, const signed char* signs, long long rows, long long x_stride, long long y_stride,
-    int sign_rows, float scale, float* scales, long long scale_row, long long scale_group, unsigned in_row) {{
+    int sign_rows, float scale, float* scales, long long scale_row, long long scale_group, unsigned in_row,
+    int counter) {{
   {wait}quantrot::{call}({map}{{x, y, signs, rows, x_stride, y_stride, sign_rows, scale, scales, scale_row, scale_group,
-      in_row}});
+      in_row, {taken}}});
 }}
 """
 SCALE_RULES = ("exact", "bf16", "pow2")  # 1, 2, 3 in the kernels
@@ -160,7 +164,7 @@ class Plan:
         """The text to compile; with a scale rule, of a kernel that writes codes."""
         return (
             (f"#define SCALE_RULE {SCALE_RULES.index(rule) + 1}\n" if rule else "")
-            + (STREAM_HINTS if self.stream and not rule else CACHE_HINTS)
+            + (STREAM_HINTS if self.stream and not rule and not self.by_map else CACHE_HINTS)
             + _device_functions(*FILES[self.kind])
             + f"namespace quantrot {{\n{self.bases(order, transpose)}}}\n"
             + ENTRY.format(
@@ -171,6 +175,8 @@ class Plan:
                 wait=self.wait(order, dtype),
                 map_type="const __grid_constant__ quantrot::TensorMap map," if self.by_map else "",
                 map="map, " if self.by_map else "",
+                counters=f"__device__ unsigned counters[{COUNTERS}];\n" if self.kind == "flow" else "",
+                taken="counter < 0 ? nullptr : counters + counter" if self.kind == "flow" else "nullptr",
             )
         )
 
@@ -210,8 +216,8 @@ class Plan:
             return self.stages * self.vectors * depth * 16 * self.tiles + 8192 + order // 4 + 8 * self.stages
         if self.by_map:
             depth = -(-order // (8 * self.tiles) // 16) * 16
-            one_input = depth * 16 * self.tiles + 16
-            return self.stages * one_input + (self.warps - 4) * FLOW_STAGE + 8 * (self.warps // 4)
+            one_input = depth * 16 * self.tiles + 16 + 4
+            return self.stages * one_input + (self.warps - 4) * FLOW_STAGE + 8 * (self.warps // 4 - 1)
         if self.kind == "dense":
             base = dense_shape(order)[0]
             inputs = (base * (order // base * 2 + 16) + 127) // 128 * 128
@@ -330,6 +336,7 @@ class _Arguments(ctypes.Structure):
         ("scale_row", ctypes.c_longlong),
         ("scale_group", ctypes.c_longlong),
         ("in_row", ctypes.c_uint),
+        ("counter", ctypes.c_int),
     ]
 
 
@@ -351,6 +358,24 @@ def _kernel(
     """The function, ready to launch on this device."""
     source = plan.source(order, dtype, signs, transpose, out, rule)
     return load_kernel(source, "hadamard", plan.shared_bytes(order), device)
+
+
+_streams: dict[tuple[int, int], int] = {}
+_recorded: Iterator[int] = iter(range(STREAMS, COUNTERS))
+
+
+def _counter(device: int) -> int:
+    """Which of a kernel's counters, all 0 but while it runs, a launch may use; -1 if none is left.
+
+    Launches in a stream run one after the other and share one; what is recorded in a graph may run beside any other.
+    """
+    if torch.cuda.current_device() != device:
+        with torch.cuda.device(device):
+            return _counter(device)
+    if torch.cuda.is_current_stream_capturing():
+        return next(_recorded, -1)
+    number = _streams.setdefault((device, torch._C._cuda_getCurrentRawStream(device)), len(_streams))
+    return number if number < STREAMS else -1
 
 
 def launch(
@@ -384,7 +409,8 @@ def launch(
         y.stride(0),
         signs.numel() // order if signs is not None else 1,
         scale,
-        *((scales.data_ptr(), *scales.stride(), scales.shape[1]) if scales is not None else ()),
+        *((scales.data_ptr(), *scales.stride(), scales.shape[1]) if scales is not None else (None, 0, 0, 0)),
+        _counter(device) if plan.kind == "flow" else -1,
     )
     if plan.by_map:
         base, columns = order // (8 * plan.tiles), 8 * plan.tiles

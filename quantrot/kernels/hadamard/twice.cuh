@@ -76,7 +76,7 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a
 
   auto fetch = [&](u32 tile, u32 stage) {
     const u32 to = inputs + stage * INPUT, bar = full + 8 * stage;
-    const u64 policy = cache_policy<KEEP_INPUT>();
+    const u64 policy = cache_policy<NORMAL>();
     barrier_expect(bar, L * K * 128);
 #pragma unroll
     for (int j = 0; j < L; j++)

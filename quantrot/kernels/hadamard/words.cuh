@@ -18,6 +18,7 @@ struct Args {
   float* scales;                   // of codes: see SCALE_RULE
   i64 scale_row, scale_group;      // strides in elements
   u32 in_row;                      // groups of a row of x
+  u32* taken;                      // counts rows, from 0 to 0 again; null: every cluster has a fixed share (flow)
 };
 
 struct alignas(16) Vec {

@@ -130,6 +130,7 @@ def mixed_linear(
     where a gradient is wanted, operation by operation; for more rows torch.compile fuses those. Other arguments and
     errors as mixed_gemm's; weight_ready speaks of norm too.
     """
+    _check_matrices(x, weight)
     if gates and (weight.shape[0] % 2 or residual is not None):
         raise ValueError(f"gates: weight {_shape(weight)}; it takes an even number of rows, gate over up, no residual")
     for name, given, shape in (("norm", norm, x.shape[-1:]), ("residual", residual, (*x.shape[:-1], weight.shape[0]))):
@@ -184,10 +185,7 @@ def _check(
     """(scale, zero_point) as [R, G], or ValueError."""
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
-    if x.dim() < 1 or weight.dim() != 2 or not x.shape[-1]:
-        raise ValueError(
-            f"x: {_shape(x)}, weight: {_shape(weight)}; allowed: [..., K] and [N, K], K >= 1; reshape them"
-        )
+    _check_matrices(x, weight)
     narrow_weight = x.dtype in WIDE
     wide, codes = (x, weight) if narrow_weight else (weight, x)
     if wide.dtype not in WIDE or codes.dtype not in KINDS or (codes.dtype == torch.int32 and not narrow_weight):
@@ -221,6 +219,13 @@ def _check(
         if other is not None and other.device != x.device:
             raise ValueError(f"{name}: on {other.device}, x on {x.device}; move them to the same device")
     return scale, zero_point
+
+
+def _check_matrices(x: Tensor, weight: Tensor) -> None:
+    if x.dim() < 1 or weight.dim() != 2 or not x.shape[-1]:
+        raise ValueError(
+            f"x: {_shape(x)}, weight: {_shape(weight)}; allowed: [..., K] and [N, K], K >= 1; reshape them"
+        )
 
 
 def _per_group(name: str, t: Tensor, rows: int, columns: int) -> Tensor:

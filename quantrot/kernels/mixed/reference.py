@@ -31,6 +31,8 @@ MAX_EXPANDED_ERROR = {
 
 def quantize_int8(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """w [N, K] float; group: columns that share a scale, a divisor of K (K itself: per channel). See the file's top."""
+    if w.dim() < 1 or not w.is_floating_point():
+        raise ValueError(f"w: {w.dtype} {list(w.shape)}; allowed: a float type of shape [N, K]")
     if group < 1 or w.shape[-1] % group:
         raise ValueError(f"group is {group}, which does not divide the {w.shape[-1]} columns of w")
     groups = w.to(torch.float32).unflatten(-1, (-1, group))
@@ -42,19 +44,31 @@ def quantize_int8(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 def dequantize_int8(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """[N, K] in `dtype`: the float32 product of each code and its group's scale, rounded once."""
+    same = qdata.dim() == scale.dim() > 0 and qdata.shape[:-1] == scale.shape[:-1]
+    if qdata.dtype != torch.int8 or not same or qdata.shape[-1] % max(scale.shape[-1], 1):
+        raise ValueError(
+            f"qdata: {qdata.dtype} {list(qdata.shape)}, scale: {list(scale.shape)}; allowed: torch.int8 [N, K] and "
+            "[N, G], G a divisor of K"
+        )
     groups = qdata.to(torch.float32).unflatten(-1, (scale.shape[-1], -1))
     return groups.mul_(scale.to(torch.float32).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def pack_int8(qdata: Tensor) -> Tensor:
     """int8 [N, K] -> int32 [N, ceil(K / 4)]: bytes q + 128, column 4i in the low byte; missing columns are 0 bytes."""
-    unsigned = (qdata.to(torch.int16) + 128).to(torch.uint8)
+    if qdata.dtype != torch.int8 or qdata.dim() < 1:
+        raise ValueError(f"qdata: {qdata.dtype} {list(qdata.shape)}; allowed: torch.int8 [N, K]")
+    unsigned = (qdata.contiguous().to(torch.int16) + 128).to(torch.uint8)
     return F.pad(unsigned, (0, -qdata.shape[-1] % 4)).view(torch.int32)
 
 
 def unpack_int8(packed: Tensor, columns: int) -> Tensor:
     """The inverse of `pack_int8`: int8 [N, columns]."""
-    return (packed.view(torch.uint8)[..., :columns].to(torch.int16) - 128).to(torch.int8)
+    if packed.dtype != torch.int32 or packed.dim() < 1 or not 0 <= columns <= 4 * packed.shape[-1]:
+        raise ValueError(
+            f"packed: {packed.dtype} {list(packed.shape)}; {columns} columns need torch.int32, four a word"
+        )
+    return (packed.contiguous().view(torch.uint8)[..., :columns].to(torch.int16) - 128).to(torch.int8)
 
 
 # --- The product -----------------------------------------------------------------------------------------------------

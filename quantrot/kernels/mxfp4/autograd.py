@@ -19,7 +19,13 @@ from torch.nn import functional as F
 
 from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.kernels.mxfp4.gemm import mxfp4_product
-from quantrot.kernels.mxfp4.operators import FUSED, hadamard_quantize_mxfp4, masked_hadamard, requantize_mxfp4
+from quantrot.kernels.mxfp4.operators import (
+    FUSED,
+    check_fused,
+    hadamard_quantize_mxfp4,
+    masked_hadamard,
+    requantize_mxfp4,
+)
 from quantrot.kernels.mxfp4.reference import ScaleRule
 from quantrot.orthogonal import random_signs
 
@@ -45,7 +51,8 @@ class HadamardGemm(torch.autograd.Function):
         dx = hadamard_transform(grad @ turned_w, block=ctx.hadamard) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = hadamard_transform(grad.flatten(0, -2).T @ turned_x.flatten(0, -2), block=ctx.hadamard)
+            g, rows = (t.reshape(-1, t.shape[-1]) for t in (grad, turned_x))
+            dw = hadamard_transform(g.T @ rows, block=ctx.hadamard)
         return dx, dw, None
 
 
@@ -96,7 +103,8 @@ class Mxfp4Gemm(torch.autograd.Function):
             gq, g_scale, _ = hadamard_quantize_mxfp4(g, ScaleRule.absmax34, **stream(0))
             wt, wt_scale = requantize_mxfp4(wq, w_scale, **stream(1))
             dx = mxfp4_product(gq, g_scale, wt, wt_scale, **product)
-            dx = masked_hadamard(dx, x_mask, hadamard=hadamard, factor=FACTOR).view(*grad.shape[:-1], -1)
+            dx = masked_hadamard(dx, x_mask, hadamard=hadamard, factor=FACTOR)
+            dx = dx.view(*grad.shape[:-1], dx.shape[1])
         if ctx.needs_input_grad[1]:
             rows = -g.shape[0] % hadamard
             g, xq, x_scale = (F.pad(t, (0, 0, 0, rows)) if rows else t for t in (g, xq, x_scale))
@@ -108,8 +116,7 @@ class Mxfp4Gemm(torch.autograd.Function):
 
 
 def _check(x: Tensor, weight: Tensor, hadamard: int) -> None:
-    if hadamard not in FUSED:
-        raise ValueError(f"hadamard: {hadamard}; allowed: {', '.join(map(str, FUSED))}")
+    check_fused(hadamard)
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x and weight: shapes {tuple(x.shape)} and {tuple(weight.shape)}; allowed: [..., K] and [N, K]"

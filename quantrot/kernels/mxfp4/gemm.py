@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, has_triton
+from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, has_triton, rule_name
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.operators import implement
 
@@ -104,7 +104,7 @@ def mxfp4_gemm(
     if hadamard and (hadamard not in (32, 64, 128) or x.shape[-1] % hadamard):
         raise ValueError(f"hadamard: {hadamard}; allowed: 0, 32, 64 or 128, dividing the {x.shape[-1]} columns of x")
     return torch.ops.quantrot.mxfp4_linear(
-        x, packed, scale, bias, activations, str(ScaleRule(scale_rule)), hadamard, settled, backend
+        x, packed, scale, bias, activations, rule_name(scale_rule), hadamard, settled, backend
     )
 
 
@@ -360,7 +360,7 @@ def _backward(ctx, grad: Tensor):
     packed, scale = ctx.saved_tensors
     weight = torch.ops.quantrot.mxfp4_dequantize(packed, scale, grad.dtype, "auto")
     dx = _turned(grad @ weight, ctx.hadamard)  # Sylvester's matrix is symmetric
-    bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+    bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
     return dx, None, None, bias, *(None,) * 5
 
 

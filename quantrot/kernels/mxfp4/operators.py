@@ -21,6 +21,7 @@ from quantrot.orthogonal import hadamard_factors
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FUSED = (32, 64, 128)  # Hadamard widths that one program turns and quantizes
+RULES = tuple(rule.value for rule in ScaleRule)  # Dynamo of torch 2.11 cannot iterate over an Enum
 BACKENDS = ("auto", "triton", "reference")
 _RANDOM = "bool stochastic, int seed, int offset"
 
@@ -60,7 +61,7 @@ def quantize_mxfp4(
     """
     _check(x, x.shape[-1] if x.dim() else 0, 0, None, backend)
     packed, scale, _ = torch.ops.quantrot.mxfp4_quantize(
-        x, None, str(ScaleRule(scale_rule)), 0, False, False, 0, 0, False, backend
+        x, None, rule_name(scale_rule), 0, False, False, 0, 0, False, backend
     )
     return packed, scale
 
@@ -136,8 +137,7 @@ def requantize_mxfp4(
     check_packed("packed", packed, scale)
     if packed.dim() != 2:
         raise ValueError(f"packed: shape {tuple(packed.shape)}; requantize_mxfp4 takes [M, K/2]")
-    if hadamard not in FUSED:
-        raise ValueError(f"hadamard: {hadamard}; allowed: {', '.join(map(str, FUSED))}")
+    check_fused(hadamard)
     _check_width("packed", packed.shape[0], hadamard, "rows")
     _check_signs(signs, hadamard, packed)
     _check_backend(backend)
@@ -171,8 +171,9 @@ def masked_hadamard(
     128. Returns x's shape and dtype, contiguous; sums in float32, rounded once.
     """
     _check(x, x.shape[-1] if x.dim() else 0, hadamard, None, backend)
-    if hadamard not in FUSED:
-        raise ValueError(f"hadamard: {hadamard}; allowed: {', '.join(map(str, FUSED))}")
+    check_fused(hadamard)
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError("x: requires a gradient, which masked_hadamard has not; detach it")
     if mask.dtype != torch.uint8 or mask.shape != (*x.shape[:-1], x.shape[-1] // 8):
         raise ValueError(f"mask: {mask.dtype} {tuple(mask.shape)}; x {tuple(x.shape)} needs uint8 with K/8 columns")
     return torch.ops.quantrot.masked_hadamard(x, mask, hadamard, factor * hadamard**-0.5, backend)
@@ -182,7 +183,7 @@ def masked_hadamard(
 
 
 def _check(x: Tensor, width: int, hadamard: int, signs: Tensor | None, backend: str) -> None:
-    if not x.is_floating_point():
+    if x.dtype not in FLOATS:
         raise ValueError(f"x: dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}; convert it first")
     if x.dim() < 1:
         raise ValueError("x: a scalar; MXFP4 needs at least one dimension, a multiple of 32 long")
@@ -192,6 +193,11 @@ def _check(x: Tensor, width: int, hadamard: int, signs: Tensor | None, backend: 
         _check_width("x", width, hadamard, "columns")
     _check_signs(signs, hadamard, x)
     _check_backend(backend)
+
+
+def check_fused(hadamard: int) -> None:
+    if hadamard not in FUSED:
+        raise ValueError(f"hadamard: {hadamard}; allowed: {', '.join(map(str, FUSED))}")
 
 
 def _check_width(name: str, width: int, hadamard: int, what: str) -> None:
@@ -220,15 +226,21 @@ def _check_backend(backend: str) -> None:
         raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
 
 
+def rule_name(scale_rule: ScaleRule | str) -> str:
+    if scale_rule not in RULES:
+        raise ValueError(f"scale_rule: {scale_rule!r}; allowed: {', '.join(RULES)}")
+    return str(scale_rule)
+
+
 def _rule(scale_rule: ScaleRule | str, random: tuple[int, int] | None) -> str:
-    rule = ScaleRule(scale_rule)
+    rule = rule_name(scale_rule)
     if random is None:
-        return str(rule)
-    if rule is not ScaleRule.absmax34:
+        return rule
+    if rule != ScaleRule.absmax34:
         raise ValueError(f"scale_rule: {rule} saturates, so rounding at random would be biased; allowed: absmax34")
     if any(not 0 <= n < 1 << 63 for n in random):
         raise ValueError(f"random: {random}; allowed: (seed, offset), both from 0 to 2^63 - 1")
-    return str(rule)
+    return rule
 
 
 def check_packed(name: str, packed: Tensor, scale: Tensor) -> None:

@@ -236,6 +236,26 @@ inline void barrier_expect(u32 bar, u32 bytes) {
   b.bytes += bytes;
   b.arrive();
 }
+inline void barrier_expect_in(u32 mapped, u32 bytes) {
+  if (!elect_one()) return;
+  emulator::Barrier& barrier = emulator::block_of(mapped).barrier(mapped & 0xFFFFFF);
+  barrier.bytes += bytes;
+  barrier.arrive();
+}
+// At a random moment later.
+inline void send_word(u32 mapped, u32 word, u32 bar) {
+  if (!elect_one()) return;
+  emulator::Block& block = emulator::block_of(mapped);
+  if (&block != &emulator::block_of(bar)) emulator::fail("sent to one block, counted on another's barrier");
+  if (block.cluster->meeting.round == 0 && block.cluster->blocks.size() > 1) emulator::fail("sent to a block that may not have started");
+  emulator::scheduler.events.push_back([=, &block] {
+    block.must_run();
+    memcpy(block.at(mapped, 4), &word, 4);
+    emulator::Barrier& barrier = block.barrier(bar);
+    barrier.bytes -= 4;
+    barrier.settle();
+  });
+}
 inline void barrier_wait(u32 bar, u32 parity) {
   const emulator::Barrier& b = self().block->barrier(bar);
   emulator::wait_until("a barrier", [&] { return b.ended(parity); });
@@ -423,6 +443,7 @@ inline u32 count_in_turn(u32* p, u32 last) {
   *p = before >= last ? 0 : before + 1;
   return before;
 }
+inline u32 count_one(u32* p, u32 last) { return elect_one() ? count_in_turn(p, last) : 0; }
 inline float2 fresh2(const float* p) { return {p[0], p[1]}; }
 inline float4 fresh4(const float* p) { return {p[0], p[1], p[2], p[3]}; }
 inline int load_fresh(const int* p) { return *p; }
@@ -459,6 +480,9 @@ inline u32 load_shared1(u32 address) {
   u32 v;
   memcpy(&v, self().block->at(address, 4), 4);
   return v;
+}
+inline void store_one(u32 to, u32 a) {
+  if (elect_one()) emulator::ordinary_write(to, &a, 4);
 }
 inline u32 address_after(u32 address, u32) { return address; }
 inline float2 load_shared2(u32 address) {
