@@ -45,7 +45,7 @@ DOC = ROOT / "docs" / "mxfp4.md"
 TUNED = ROOT / "quantrot" / "kernels" / "mxfp4" / "tuned.py"
 ROWS, COLUMNS = 32768, 4096
 SHAPES = [(4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336)]  # (N, K)
-PREFILL, DECODE = [1024, 4096, 8192], [1, 8, 16, 32]
+PREFILL, BATCH, DECODE = [1024, 4096, 8192], [64, 128, 256, 512], [1, 8, 16, 32]
 PACKED = 0.5 + 1 / 32  # bytes an element
 
 
@@ -207,7 +207,7 @@ def bench_gemm(m: int, n: int, k: int) -> list[dict]:
     rows = []
     for activations in ("mxfp4", "fp8", "none"):
         for ready in (True, False):
-            if ready and (activations == "none" or m <= 32):
+            if ready and (activations == "none" or m not in PREFILL):
                 continue
             if ready:
                 tokens = ready_tokens(x, activations)
@@ -468,7 +468,7 @@ def main(asked: argparse.Namespace) -> None:
     print(HEADER)
     rows = bench_quantizers()
     for n, k in SHAPES:
-        for m in DECODE + PREFILL:
+        for m in DECODE + BATCH + PREFILL:
             rows += bench_gemm(m, n, k)
     rows += bench_training(ROWS, 4096, 4096)
     if asked.model:
@@ -498,8 +498,8 @@ def groups(rows: list[dict]) -> dict[str, list[dict]]:
         mine = [r for r in gemm if r["case"]["activations"] == activations]
         found[f"{label}, prefill, activations ready"] = [r for r in mine if r["case"]["activations_ready"]]
         late = [r for r in mine if not r["case"]["activations_ready"]]
-        found[f"{label}, prefill"] = [r for r in late if r["case"]["m"] > 32]
-        for m in DECODE:
+        found[f"{label}, prefill"] = [r for r in late if r["case"]["m"] in PREFILL]
+        for m in DECODE + BATCH:
             found[f"{label}, {m} token{'s' if m > 1 else ''}"] = [r for r in late if r["case"]["m"] == m]
     return found
 
@@ -520,7 +520,7 @@ def render(path: Path) -> None:
     text += "\nProducts, bfloat16's time over ours:\n\n| M, N, K | " + " | ".join(GEMM_COLUMNS) + " |\n"
     text += "|---" * (len(GEMM_COLUMNS) + 1) + "|\n"
     for n, k in SHAPES:
-        for m in DECODE + PREFILL:
+        for m in DECODE + BATCH + PREFILL:
             here = [
                 r for r in rows if r["op"] == "gemm" and (r["case"]["m"], r["case"]["n"], r["case"]["k"]) == (m, n, k)
             ]

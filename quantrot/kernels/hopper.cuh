@@ -428,14 +428,16 @@ __device__ __forceinline__ void product(float (&d)[W], u64 a, u64 b, bool add) {
 // a in registers: a[2 h + r] holds row g + 8 r, columns 16 h + 4 q ... + 3, of the warp's 16 rows.
 template <int W>
 __device__ __forceinline__ void product(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
-  static_assert(W == 4 || W == 8 || W == 16 || W == 32 || W == 64 || W == 96 || W == 128, "N is 2 W: 8 ... 128, 192, 256");
-  if constexpr (W == 96) QR_PRODUCT_REGISTERS(192, 96, "96", "97", "98", "99", "100", "101");
-  if constexpr (W == 128) QR_PRODUCT_REGISTERS(256, 128, "128", "129", "130", "131", "132", "133");
+  static_assert(W == 4 || W == 8 || W == 16 || W == 32 || W == 48 || W == 64 || W == 96 || W == 128,
+                "N is 2 W: 8, 16, 32, 64, 96, 128, 192 or 256");
   if constexpr (W == 4) QR_PRODUCT_REGISTERS(8, 4, "4", "5", "6", "7", "8", "9");
   if constexpr (W == 8) QR_PRODUCT_REGISTERS(16, 8, "8", "9", "10", "11", "12", "13");
   if constexpr (W == 16) QR_PRODUCT_REGISTERS(32, 16, "16", "17", "18", "19", "20", "21");
   if constexpr (W == 32) QR_PRODUCT_REGISTERS(64, 32, "32", "33", "34", "35", "36", "37");
+  if constexpr (W == 48) QR_PRODUCT_REGISTERS(96, 48, "48", "49", "50", "51", "52", "53");
   if constexpr (W == 64) QR_PRODUCT_REGISTERS(128, 64, "64", "65", "66", "67", "68", "69");
+  if constexpr (W == 96) QR_PRODUCT_REGISTERS(192, 96, "96", "97", "98", "99", "100", "101");
+  if constexpr (W == 128) QR_PRODUCT_REGISTERS(256, 128, "128", "129", "130", "131", "132", "133");
 }
 
 #define QR_PRODUCT16(N, W, TYPE, TURNED, A0, A1, A2, A3, B, S)                                                      \

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from quantrot.kernels.mxfp4 import hopper_rows, tuned
+from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows, tuned
 from quantrot.kernels.mxfp4.reference import (
     ScaleRule,
     dequantize_reference,
@@ -34,6 +34,7 @@ CASES = {
     "expanded_even": (BF16, "even", 32, False, False, False, True),
     "expanded_quest": (FP16, "quest", 128, True, False, False, True),
     "expanded_mse": (BF16, "mse", 0, False, False, False, True),
+    "expanded_arranged": (BF16, "even", 0, False, False, False, True),
 }
 RANDOM = (0x1234567890ABCDE, 3)
 DRIVER = """
@@ -71,6 +72,7 @@ def source(case: str, **more) -> str:
     threads, resident, stages = (128, most // 128, expanded_stages) if expanded else plan
     more = {"mask": mask, "dither": dither, "expanded": expanded, "threads": threads, "resident": resident} | more
     more["stages"] = stages
+    more["arranged"] = case == "expanded_arranged"
     return hopper_rows.entry(dtype, ScaleRule(rule), hadamard, signs, **more)
 
 
@@ -109,6 +111,11 @@ def arguments_of(name: str, x: torch.Tensor):
     return expected, factors, random
 
 
+def laid(name: str, e4m3: torch.Tensor) -> torch.Tensor:
+    """e4m3 as the case has it."""
+    return hopper_batch.arrange(e4m3) if name == "expanded_arranged" else e4m3
+
+
 def same_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
@@ -139,7 +146,7 @@ def test_bits_are_the_references(library, name, rows, width):
     assert message == b"", message.decode()
     if expanded:
         values, tops, counts = expand_reference(codes, scales)
-        assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(out.view(torch.uint8), laid(name, values).view(torch.uint8))
         assert torch.equal(row_scale, tops) and torch.equal(outside, counts)
         assert counts.max() > 0 or hadamard == 128
         needed = counts > 0
@@ -213,10 +220,11 @@ def test_on_the_gpu(name, rows, width):
     signs = None if factors is None else factors.cuda()
     for _ in range(3):
         if expanded:
-            got = hopper_rows.quantize_expanded(x.cuda(), ScaleRule(rule), hadamard, signs)
+            arranged = name == "expanded_arranged"
+            got = hopper_rows.quantize_expanded(x.cuda(), ScaleRule(rule), hadamard, signs, arranged=arranged)
             out, row_scale, outside, packed, scale = (t.cpu() for t in got)
             values, tops, counts = expand_reference(codes, scales)
-            assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
+            assert torch.equal(out.view(torch.uint8), laid(name, values).view(torch.uint8))
             assert torch.equal(row_scale, tops) and torch.equal(outside, counts)
             needed = counts > 0
             assert torch.equal(packed[needed], codes[needed]) and torch.equal(scale[needed], scales[needed])

@@ -80,6 +80,7 @@ def entry(
     signs: bool,
     *,
     expanded: bool = False,
+    arranged: bool = False,
     mask: bool = False,
     dither: bool = False,
     threads: int = 128,
@@ -97,7 +98,7 @@ def entry(
         span=hadamard // GROUP,
         signs=str(signs).lower(),
         rule=str(rule).upper(),
-        more="" if expanded else f"{str(mask).lower()}, {str(dither).lower()}, ",
+        more="".join(f"{str(flag).lower()}, " for flag in ((arranged,) if expanded else (mask, dither))),
         stages=stages,
     )
 
@@ -185,9 +186,12 @@ def quantize(
 
 
 def quantize_expanded(
-    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None
+    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, *, arranged: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x [M, K] -> e4m3, row scale, outside; packed and scale, written where a row has a group below the window."""
+    """x [M, K] -> e4m3, row scale, outside; packed and scale, written where a row has a group below the window.
+
+    arranged: e4m3's columns in the order in which batch.cuh reads them.
+    """
     x = _aligned(x)
     rows, width = x.shape
     packed, scale, _ = outputs(x, x.shape, False)
@@ -196,8 +200,9 @@ def quantize_expanded(
     threads = -(-groups // 32) * 32
     resident = max(1, min(16, most // threads))
     source = entry(
-        x.dtype, rule, hadamard, signs is not None, expanded=True, threads=threads, resident=resident, stages=stages
-    )
+        x.dtype, rule, hadamard, signs is not None,
+        expanded=True, arranged=arranged, threads=threads, resident=resident, stages=stages,
+    )  # fmt: skip
     device, shared = x.get_device(), shared_bytes(threads, stages, hadamard, expanded=True)
     factors = None if signs is None else float_signs(signs, x)
     parameters = arguments(x, factors, (packed, scale, *to), rows, groups, hadamard, None)

@@ -284,8 +284,9 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
 constexpr int TOP = 6, WINDOW = 15, LEAST_TOP = -120;
 
 // A thread block a row at a time. Where a group lies below e4m3's window (or is zero) the packed row is written too. The kernel
-// after this one may start when its blocks have: see `expand`.
-template <class IN, int SPAN, bool SIGNS, int RULE, int STAGES>
+// after this one may start when its blocks have: see `expand`. ARRANGED: the words of 128 columns as batch.cuh reads them, word
+// w of group q at 4 w + q.
+template <class IN, int SPAN, bool SIGNS, int RULE, bool ARRANGED, int STAGES>
 __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
   const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32;
   const u32 ring = shared_memory() + warp * (STAGES * TILE);
@@ -340,7 +341,11 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
       }
       words[w] = e[0] | e[1] << 16;
     }
-    if (inside) {
+    if (ARRANGED && inside) {
+      u32* const to = (u32*)args.mask + group / 4 * 32 + group % 4;
+#pragma unroll
+      for (int w = 0; w < 8; w++) to[w * 4] = words[w];
+    } else if (inside) {
       store_words((char*)args.mask + group * 32, {words[0], words[1], words[2], words[3]});
       store_words((char*)args.mask + group * 32 + 16, {words[4], words[5], words[6], words[7]});
     }

@@ -1,0 +1,200 @@
+"""33 to 1024 tokens in e4m3 by a packed MXFP4 weight on Hopper: CUDA C++ (batch.cuh, on kernels/mixed), made at first
+use.
+
+Order of sums: the tensor core's in float32 along a part of K, times the row's power of two and the token's scale; then
+the parts', two by two. A token's bits depend on the plan's parts alone.
+"""
+
+import ctypes
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.mixed import hopper as mixed
+from quantrot.kernels.mxfp4.reference import GROUP
+
+WIDE = mixed.WIDE
+Codes = tuple[Tensor, Tensor, Tensor]  # of tokens: outside, packed, scale
+BLOCK = 128  # columns of K that a stage holds, and the granule of K
+TABLE = 4096  # bytes of shared memory: see batch.cuh
+ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
+    const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
+    const __grid_constant__ quantrot::TensorMap y, const __grid_constant__ quantrot::BatchArgs args) {{
+  quantrot::parts<quantrot::Tile<{tile}>, quantrot::BatchOperands<quantrot::{out}>>(&codes, &wide, &y, args);
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Plan(mixed.Plan):
+    """mixed's plan with teams; a block of K is 128 columns: 64 bytes of codes, 128 of a token."""
+
+    halves: bool = False
+
+    def segment(self, depth: int) -> int:
+        return super().segment(depth // 2)
+
+    def splits(self, depth: int) -> bool:
+        return super().splits(depth // 2)
+
+    def beside(self, depth: int) -> int:
+        """Bytes of shared memory for the table and the rows' scales."""
+        return TABLE + 64 * self.groups * self.teams * (self.segment(depth) + 1) * 4
+
+    def fitted(self, depth: int) -> "Plan":
+        """The same with as many stages as fit."""
+        room = mixed.MAX_SHARED - self._output() - self.beside(depth)
+        return replace(self, stages=min(12, room // self._stage() // self.teams))
+
+    def bytes_for(self, depth: int) -> int:
+        return self.shared_bytes() + self.beside(depth)
+
+    def entry(self, out: torch.dtype, name: str = "mxfp4_batch") -> str:
+        """C++ of the kernel `name`."""
+        tile = f"{self.groups}, {self.columns}, {self.depth}, {self.split}, 1, false, false, {self.teams}"
+        cluster = f"__cluster_dims__({self.split}, 1, 1) " if self.split > 1 else ""
+        return ENTRY.format(cluster=cluster, threads=self.threads, name=name, tile=tile, out=WIDE[out])
+
+
+MOST = 1024  # tokens
+# Tiles, and microseconds of a block of K of one (64 to 512 tokens by 4096 x 14336, 8192 x 8192, 28672 x 4096; H200).
+TILES = (
+    (Plan(64, 2, groups=1), 0.20),
+    (Plan(64, 2, groups=2), 0.38),
+    (Plan(64, 1, groups=4), 0.72),
+    (Plan(96, 2, groups=1), 0.23),
+    (Plan(128, 2, groups=1), 0.245),
+    (Plan(128, 2, groups=2), 0.47),
+    (Plan(128, 1, groups=4), 1.0),
+    (Plan(192, 2, groups=1), 0.32),
+    (Plan(192, 1, groups=2), 0.60),
+    (Plan(256, 1, groups=2), 0.71),
+)
+STARTING, SPLITTING = 3.5, 1.0  # us, of what a tile does beside its blocks, and of a cluster's exchange
+SHALLOW = 1.4  # times as long, with two stages: 1024 tokens by 4096 x 14336 in tiles of 256
+
+
+@lru_cache(maxsize=1)
+def device_functions() -> str:
+    """The C++ that every kernel starts with."""
+    return mixed.device_functions() + (Path(__file__).parent / "batch.cuh").read_text()
+
+
+def fits(x: Tensor, rows: int) -> bool:
+    """Whether `multiply` takes tokens [M, K] like these and a weight of so many rows."""
+    tokens, depth = x.shape
+    return x.dtype in WIDE and 0 < tokens <= MOST and depth > 0 and depth % BLOCK == 0 and rows > 0 and rows % 8 == 0
+
+
+@lru_cache(maxsize=4096)
+def plan_for(tokens: int, rows: int, depth: int) -> Plan:
+    """The tiles that take least by the times of their blocks, K halved by a cluster or not."""
+    times: list[tuple[float, Plan]] = []
+    for tile, block in TILES:
+        for split in (1, 2):
+            plan = replace(tile, split=split)
+            plan = plan if plan.splits(depth) else replace(plan, teams=1, split=1)
+            plan = plan.fitted(depth)
+            if plan.stages >= 2 and plan.own[0] % 16 == 0:
+                turns = -(-plan.grid(rows, tokens, 0) // mixed.PROCESSORS)
+                each = plan.segment(depth) * plan.teams * block * (SHALLOW if plan.stages < 3 else 1)
+                times.append((turns * (STARTING + each) + SPLITTING * (plan.split - 1), plan))
+    return min(times, key=lambda found: found[0])[1]
+
+
+def arrange(tokens: Tensor) -> Tensor:
+    """e4m3 [M, K] in the order of batch.cuh."""
+    count, depth = tokens.shape
+    units = tokens.view(torch.int32).view(count, depth // BLOCK, 4, 8)
+    return units.transpose(2, 3).contiguous().view(tokens.dtype).view(count, depth)
+
+
+class BatchArgs(mixed.MixedArgs):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("packed", "token_scale", "outside", "token_packed", "token_bytes")]
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ubyte * 128) for name in ("codes", "wide", "y")] + [("args", BatchArgs)]
+
+
+def arguments(
+    tokens: Tensor,
+    token_scale: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    y: Tensor,
+    codes: Codes | None,
+    plan: Plan,
+    settled: bool,
+) -> BatchArgs:
+    """The kernel's last parameter."""
+    (columns, rows), depth = y.shape, tokens.shape[1]
+    outside, token_packed, token_bytes = (t.data_ptr() for t in codes) if codes else (None, None, None)
+    return BatchArgs(
+        scale=scale.data_ptr(),
+        rows=rows,
+        columns=columns,
+        depth=depth,
+        groups=depth // GROUP,
+        group_blocks=1,
+        segment=plan.segment(depth),
+        early=settled,
+        token=tokens.data_ptr(),
+        packed=packed.data_ptr(),
+        token_scale=token_scale.data_ptr(),
+        outside=outside,
+        token_packed=token_packed,
+        token_bytes=token_bytes,
+        box=plan.box(columns),
+    )
+
+
+def matrices(packed: Tensor, tokens: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the copy engine moves: of tokens, two as one element of 16 bits."""
+    return packed, tokens.view(torch.bfloat16), y
+
+
+@lru_cache(maxsize=256)
+def _kernel(plan: Plan, out: torch.dtype, shared: int, device: int) -> int:
+    return nvrtc.load_kernel(device_functions() + plan.entry(out), "mxfp4_batch", shared, device)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def multiply(
+    tokens: Tensor,
+    token_scale: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    codes: Codes | None = None,
+    plan: Plan | None = None,
+    *,
+    settled: bool = False,
+) -> Tensor:
+    """tokens e4m3 [M, K], arranged, times float32 [M], by a packed weight [N, K/2]: [M, N] in dtype; M up to MOST.
+
+    codes: of tokens that were MXFP4, times powers of two, where they are not in e4m3 as a whole: int32 [M], above zero
+    there, packed and scale. settled: no kernel that may still run when this one is launched writes the weight.
+    """
+    given = packed, scale
+    packed, scale = _aligned(packed), _aligned(scale)
+    settled = settled and packed is given[0] and scale is given[1]
+    (count, depth), rows, device = tokens.shape, packed.shape[0], packed.get_device()
+    plan = plan or plan_for(count, rows, depth)
+    y = torch.empty(count, rows, dtype=dtype, device=packed.device)
+    values = _Arguments(args=arguments(tokens, token_scale, packed, scale, y, codes, plan, settled))
+    for field, t, box in zip(("codes", "wide", "y"), matrices(packed, tokens, y), plan.boxes(count, True), strict=True):
+        pitch = t.stride(0) * t.element_size()
+        encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
+        ctypes.memmove(getattr(values, field), encoded, 128)
+    grid, shared = (plan.grid(rows, count, nvrtc.processors(device)),), plan.bytes_for(depth)
+    nvrtc.launch(_kernel(plan, dtype, shared, device), grid, plan.threads, shared, values, device, overlap=True)
+    return y
