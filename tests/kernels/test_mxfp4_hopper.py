@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantrot.kernels.fp8.reference import rms_norm
 from quantrot.kernels.mxfp4 import dequantize_mxfp4, hopper, quantize_mxfp4, tuned
 from quantrot.kernels.mxfp4.hopper import Plan, Turn
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
@@ -29,6 +30,9 @@ CASES = {
     "thirty_two_split4": (Plan(4, 1, 2, 1, 3, split=4, once=True), BF16),
     "thirty_two_tall": (Plan(4, 4, 1, 2, 4), BF16),
     "sixteen_tall": (Plan(2, 4, 1, 2, 4, once=True), FP16),
+    "thirty_two_shared": (Plan(4, 1, 2, 2, 4, once=True, share=2), FP32),
+    "sixteen_shared": (Plan(2, 2, 1, 2, 4, share=2), BF16),
+    "thirty_two_grouped_shared": (Plan(4, 1, 4, 2, 2, grouped=True, share=2), FP16),
     "one_tall_held": (Plan(0, 4, 1, 2, 4, once=True, held=True), BF16),
     "one_held": (Plan(0, 1, 2, 2, 4, held=True), FP32),
     "one_held_once": (Plan(0, 2, 1, 2, 4, once=True, held=True), BF16),
@@ -50,6 +54,13 @@ TURNS = {
     "thirty_two_mse_64": (CASES["thirty_two_split4"][0], Turn(ScaleRule.mse, 64)),
     "eight_quest": (CASES["eight"][0], Turn(ScaleRule.quest, 0)),
     "grouped_even_32": (CASES["thirty_two_grouped"][0], Turn(ScaleRule.even, 32)),
+}
+# plan, output, what the token becomes, groups of it that a thread norms, whether a residual is added
+BESIDE = {
+    "normed": (CASES["one_held"][0], BF16, None, 1, False),
+    "normed_twice": (Plan(0, 2, 1, 2, 4, once=True, held=True), BF16, TURNS["even_32"][1], 2, False),
+    "added": (CASES["one_held_once"][0], BF16, TURNS["rceil_128"][1], 0, True),
+    "normed_and_added": (CASES["one_held"][0], BF16, TURNS["quest_128"][1], 1, True),
 }
 DRIVER = """
 static std::string message;
@@ -94,7 +105,7 @@ def whole(case: tuple) -> tuple:
 @pytest.fixture(scope="module")
 def emulator(emulated):
     """emulator(case, tokens, token_scale, packed, scale, seed) -> y."""
-    cases = CASES | {name: (plan, FP32, turn) for name, (plan, turn) in TURNS.items()}
+    cases = CASES | {name: (plan, FP32, turn) for name, (plan, turn) in TURNS.items()} | BESIDE
     entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in cases.items())
     turns = {(plan.tiles, turn, plan.grouped): None for plan, _, turn in map(whole, cases.values())}
     turns = {key: None for key in turns if key[0] and (key[1] or key[2])}
@@ -112,7 +123,7 @@ def emulator(emulated):
         assert message == b"", message.decode()
         return y
 
-    def run(name, tokens, token_scale, packed, scale, seed=0, processors=2):
+    def run(name, tokens, token_scale, packed, scale, seed=0, processors=2, norm=None, epsilon=0.0, residual=None):
         plan, out, turn = whole(cases[name])
         y = torch.full((len(tokens), len(packed)), float("nan"), dtype=out)
         read = tokens
@@ -123,9 +134,10 @@ def emulator(emulated):
             if t is not None:
                 pitch = t.stride(0) * t.itemsize
                 maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, pitch, *box[:2], t.itemsize, box[2])
-        args = hopper.arguments(plan, tokens, token_scale, scale, y, turn, seed % 2 == 1)
+        beside = norm, epsilon, residual
+        args = hopper.arguments(plan, tokens, token_scale, scale, y, turn, seed % 2 == 1, *beside)
         message = library.run(
-            list(cases).index(name), maps, ctypes.byref(args), plan.grid(len(packed), processors), plan.split,
+            list(cases).index(name), maps, ctypes.byref(args), plan.grid(len(packed), processors), plan.cluster,
             plan.threads, plan.shared_bytes(packed.shape[1] * 2), seed,
         )  # fmt: skip
         assert message == b"", message.decode()
@@ -179,6 +191,28 @@ def test_tokens_turned_by_the_product_are_those_turned_before_it(emulator, name,
     for seed in range(2):
         y = emulator(name, x, None, packed, scale, seed)
         assert torch.equal(y.to(CASES[plain][1]), emulator(plain, before, None, packed, scale, seed))
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(("rows", "columns"), [(40, 1152), (132, 2560)])
+def test_one_token_is_normed_before_the_product_and_its_residual_added_behind_it(emulator, name, rows, columns):
+    """The bits of the operations one by one: the squares' sum is exact in any order."""
+    plan, _, turn, groups, adds = BESIDE[name]
+    if groups and hopper.norm_groups(plan, columns) > groups:
+        pytest.skip("a thread would norm more")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-8, 9, (1, columns), generator=generator).to(BF16)
+    norm = torch.rand(columns, generator=generator).to(BF16) if groups else None
+    residual = torch.randn(1, rows, generator=generator).to(BF16) if adds else None
+    packed, scale = quantize_mxfp4(torch.randn(rows, columns, generator=generator))
+    before = x if norm is None else rms_norm(x, norm, 1e-5)
+    if turn:
+        before = dequantize_reference(*quantize_reference(before, turn.rule, hadamard=turn.hadamard)[:2], BF16)
+    plain = next(n for n, (p, *_) in CASES.items() if (p.tall, p.row_warps, p.teams, p.held) == (plan.tall, plan.row_warps, plan.teams, True))
+    expected = emulator(plain, before, None, packed, scale).to(BF16)
+    for seed in range(2):
+        y = emulator(name, x, None, packed, scale, seed, norm=norm, epsilon=1e-5, residual=residual)
+        assert torch.equal(y, expected if residual is None else expected + residual)
 
 
 def test_every_scale_of_a_sane_weight_is_exact_and_others_are_loud(emulator):
