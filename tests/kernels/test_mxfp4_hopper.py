@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8.reference import rms_norm
-from quantrot.kernels.mxfp4 import dequantize_mxfp4, hopper, quantize_mxfp4, tuned
+from quantrot.kernels.mxfp4 import (
+    dequantize_mxfp4,
+    has_one_kernel,
+    hopper,
+    mxfp4_fused,
+    mxfp4_gemm,
+    quantize_mxfp4,
+    tuned,
+)
 from quantrot.kernels.mxfp4.hopper import Plan, Turn
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 
@@ -30,9 +38,6 @@ CASES = {
     "thirty_two_split4": (Plan(4, 1, 2, 1, 3, split=4, once=True), BF16),
     "thirty_two_tall": (Plan(4, 4, 1, 2, 4), BF16),
     "sixteen_tall": (Plan(2, 4, 1, 2, 4, once=True), FP16),
-    "thirty_two_shared": (Plan(4, 1, 2, 2, 4, once=True, share=2), FP32),
-    "sixteen_shared": (Plan(2, 2, 1, 2, 4, share=2), BF16),
-    "thirty_two_grouped_shared": (Plan(4, 1, 4, 2, 2, grouped=True, share=2), FP16),
     "one_tall_held": (Plan(0, 4, 1, 2, 4, once=True, held=True), BF16),
     "one_held": (Plan(0, 1, 2, 2, 4, held=True), FP32),
     "one_held_once": (Plan(0, 2, 1, 2, 4, once=True, held=True), BF16),
@@ -58,7 +63,7 @@ TURNS = {
 # plan, output, what the token becomes, groups of it that a thread norms, whether a residual is added
 BESIDE = {
     "normed": (CASES["one_held"][0], BF16, None, 1, False),
-    "normed_twice": (Plan(0, 2, 1, 2, 4, once=True, held=True), BF16, TURNS["even_32"][1], 2, False),
+    "normed_twice": (CASES["one_held_once"][0], BF16, TURNS["even_32"][1], 2, False),
     "added": (CASES["one_held_once"][0], BF16, TURNS["rceil_128"][1], 0, True),
     "normed_and_added": (CASES["one_held"][0], BF16, TURNS["quest_128"][1], 1, True),
 }
@@ -137,7 +142,7 @@ def emulator(emulated):
         beside = norm, epsilon, residual
         args = hopper.arguments(plan, tokens, token_scale, scale, y, turn, seed % 2 == 1, *beside)
         message = library.run(
-            list(cases).index(name), maps, ctypes.byref(args), plan.grid(len(packed), processors), plan.cluster,
+            list(cases).index(name), maps, ctypes.byref(args), plan.grid(len(packed), processors), plan.split,
             plan.threads, plan.shared_bytes(packed.shape[1] * 2), seed,
         )  # fmt: skip
         assert message == b"", message.decode()
@@ -208,7 +213,7 @@ def test_one_token_is_normed_before_the_product_and_its_residual_added_behind_it
     before = x if norm is None else rms_norm(x, norm, 1e-5)
     if turn:
         before = dequantize_reference(*quantize_reference(before, turn.rule, hadamard=turn.hadamard)[:2], BF16)
-    plain = next(n for n, (p, *_) in CASES.items() if (p.tall, p.row_warps, p.teams, p.held) == (plan.tall, plan.row_warps, plan.teams, True))
+    plain = next(n for n, (p, *_) in CASES.items() if p == plan)
     expected = emulator(plain, before, None, packed, scale).to(BF16)
     for seed in range(2):
         y = emulator(name, x, None, packed, scale, seed, norm=norm, epsilon=1e-5, residual=residual)
@@ -341,6 +346,26 @@ def test_on_the_gpu(tokens, shape):
     for dtype in (FP32, BF16, FP16):
         y = hopper.decode(x, scales, packed, scale, dtype)
         assert torch.equal(y.double(), expected.to(dtype).double())
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(48, 128), (1000, 1152), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192)])
+def test_a_token_with_its_norm_and_residual_on_the_gpu(shape):
+    """The bits of the operations one by one where the squares' sum is exact; again and in a graph the same."""
+    on_hopper()
+    x, packed, scale = (t.cuda() for t in operands(1, *shape))
+    norm = torch.rand(shape[1], device="cuda").to(BF16) + 0.5
+    residual = torch.randn(1, shape[0], device="cuda").to(BF16)
+    for activations in ("none", "mxfp4"):
+        options = {"activations": activations, "hadamard": 32 if activations == "mxfp4" else 0, "settled": True}
+        call = partial(mxfp4_fused, x, packed, scale, norm=norm, epsilon=1e-5, residual=residual, **options)
+        expected = mxfp4_gemm(rms_norm(x, norm, 1e-5), packed, scale, **options) + residual
+        assert has_one_kernel(*shape, x.device) and torch.equal(call(), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [call() for _ in range(4)]
+        graph.replay()
+        assert all(torch.equal(y, expected) for y in results)
 
 
 @gpu

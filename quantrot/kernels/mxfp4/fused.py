@@ -1,5 +1,7 @@
 """One token by a packed weight, with what a decoder layer has before and behind the product."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,22 +35,27 @@ def mxfp4_fused(
 ) -> Tensor:
     """mxfp4_gemm of a linear in a decoder layer, with what comes before and behind it, each rounded to x's dtype.
 
-    norm [K], of x's dtype: x is first divided by sqrt(mean(x^2) + epsilon) and multiplied by norm; then it is turned and
-    quantized. residual, of the result's shape and dtype, is added to it. gates, without residual: the product is gate and
-    up side by side, and the result silu(gate) * up, [..., N / 2], by operations of their own.
+    norm [K], of x's dtype: x is first divided by sqrt(mean(x^2) + epsilon) and multiplied by norm; then it is turned
+    and quantized. residual, of the result's shape and dtype, is added to it. gates, without residual: the product is
+    gate and up side by side, and the result silu(gate) * up, [..., N / 2], by operations of their own.
 
-    On Hopper norm and residual are in the product's kernel for one token of bfloat16, its activations "none" or "mxfp4"; the
-    norm's sum has an order of its own, which may give a few numbers their neighbours. Elsewhere, and where a gradient is
-    wanted, it is operation by operation. Other arguments and errors as mxfp4_gemm's; settled speaks of norm too.
+    On Hopper norm and residual are in the product's kernel for one token of bfloat16 whose activations are "none" or
+    "mxfp4"; the norm's sum has an order of its own, which may give a few numbers their neighbours. Elsewhere, and where
+    a gradient is wanted, it is operation by operation. Other arguments and errors as mxfp4_gemm's; settled speaks of
+    norm too.
     """
     if gates and residual is not None:
         raise ValueError("gates: a residual is added to a product that is not gated; add it to the result")
     for name, given, shape in (("norm", norm, x.shape[-1:]), ("residual", residual, (*x.shape[:-1], len(packed)))):
         if given is not None and (given.shape != shape or given.dtype != x.dtype or given.device != x.device):
-            raise ValueError(
-                f"{name}: {given.dtype} {list(given.shape)} on {given.device}; allowed: {x.dtype} {list(shape)} on {x.device}"
-            )
-    product = {"activations": activations, "scale_rule": scale_rule, "hadamard": hadamard, "settled": settled}
+            found = f"{given.dtype} {list(given.shape)} on {given.device}"
+            raise ValueError(f"{name}: {found}; allowed: {x.dtype} {list(shape)} on {x.device}")
+    product: dict[str, Any] = {
+        "activations": activations,
+        "scale_rule": scale_rule,
+        "hadamard": hadamard,
+        "settled": settled,
+    }
     tensors = x, norm, residual
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     one = x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and activations in ("none", "mxfp4") and not grads
@@ -91,8 +98,8 @@ def _fused(
         from quantrot.kernels.mxfp4 import hopper
 
         turn = hopper.Turn(ScaleRule(rule), hadamard) if activations == "mxfp4" else None
-        rest = {"turn": turn, "settled": settled, "norm": norm, "epsilon": epsilon, "residual": residual}
-        return hopper.decode(x, None, packed, scale, x.dtype, **rest)
+        rest: dict[str, Any] = {"norm": norm, "epsilon": epsilon, "residual": residual, "settled": settled}
+        return hopper.decode(x, None, packed, scale, x.dtype, turn=turn, **rest)
     x = x if norm is None else rms_norm(x, norm, epsilon)
     y = mxfp4_gemm(x, packed, scale, activations=activations, scale_rule=rule, hadamard=hadamard, settled=settled)
     return y if residual is None else y + residual
