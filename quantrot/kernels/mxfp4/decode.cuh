@@ -21,6 +21,11 @@
 // (e2m1's subnormal is bfloat16's). One integer product moves both: the two copies of a code that it adds do not touch,
 // and what is not wanted of them is masked. One packed product by 2^(e + 62) makes it the value times 2^(e - 64),
 // exactly; the sums are multiplied by 2^64 at the end. A group's scale past 2^65 acts as infinity, a value below 2^-62 as zero.
+//
+// One token leaves seven of a product's eight columns free. They are used to keep groups apart: their sums come out one by
+// one, and a sum is multiplied by its group's scale in place of 32 codes (13 instructions for eight codes, 8192 x 8192 in 11.6
+// us in place of 11.9 in one race, 11.55 and 12.34 in another). Codes then stay at 2^-126 of their values, which the tensor core
+// takes as they are, and the token is multiplied by 2^62: a number of it past 2^65 is infinite.
 
 namespace quantrot {
 
@@ -161,8 +166,8 @@ struct Sums {
       v[i / (4 * P::TILES * P::TALL)][i / (4 * P::TILES) % P::TALL][i / 4 % P::TILES][i % 4] = 0.f;
   }
 
-  // Of one token. Each group's sum has a column of the product for itself, since the token's group is all that is in that
-  // column of the second operand: lanes (n, q) with n = q hold it for the first four groups, with n = q + 4 for the others.
+  // Of one token, whose group is all that its column of the second operand has: lanes (column, q) hold it where column = q for
+  // the first four groups, where column = q + 4 for the others, and zeros elsewhere.
   __device__ __forceinline__ u32 add_one(u32 codes, u32 scales, u32 wide, u32 zeros) {
     const u32 lane = lane_number(), q = lane & 3, column = lane >> 2;
     float part[P::TALL][4] = {};

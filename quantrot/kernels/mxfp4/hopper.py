@@ -1,9 +1,10 @@
 """Few tokens by a packed MXFP4 weight on Hopper: CUDA C++ (decode.cuh), compiled at first use.
 
-Order of sums: the tensor core's in float32 along the columns that a team takes, 256 at a time in turn; then the teams'
-and the cluster's blocks' in their order. A token's bits do not depend on its neighbours, as long as the plan is the
-same; nor on stages, or on where the tokens lie (held or not), so that a token which is quantized on its way has the
-bits of one that a kernel before quantized.
+Order of sums: the tensor core's in float32 along the columns that a team takes, 256 at a time in turn (of one token,
+those of a group, which are multiplied by its scale and added up); then the teams' and the cluster's blocks' in their
+order. A token's bits do not depend on its neighbours, as long as the plan is the same; nor on stages, or on where the
+tokens lie (held or not), so that a token which is quantized on its way has the bits of one that a kernel before
+quantized.
 """
 
 import ctypes
@@ -343,7 +344,8 @@ def decode(
     """tokens bfloat16 [M, K] by a packed weight [N, K/2]: [M, N] in dtype; M from 1 to 32, K a multiple of 128.
 
     token_scale: float32 [M], multiplies each token's result, or None. Products are exact for group scales from 2^-62
-    to 2^65. turn: what the tokens become first, where it `turns` them.
+    to 2^65; numbers of a single token past 2^65 are infinite.
+    turn: what the tokens become first, where it `turns` them.
     settled: no kernel that may still run when this one is launched writes the weight, so that it is read before the
     kernel before this one has ended.
     norm [K], residual [1, N], bfloat16, contiguous, at multiples of 16 bytes, where a weight `takes_one`: the token
