@@ -399,7 +399,7 @@ def decode_plans(m: int, n: int, k: int) -> list[tuple]:
 
     found = []
     for fields in itertools.product(
-        (1, 2, 4), (1, 2, 4, 7, 8), (1, 2, 4, 8), (1, 2, 3, 4), (1, 2), (False, True), (1, 2), (False, True)
+        (1, 2, 4), (1, 2, 4, 7, 8), (1, 2, 4, 7, 8), (1, 2, 3, 4), (1, 2), (False, True), (1, 2), (False, True)
     ):
         tall, row_warps, teams, deep, split, once, resident, grouped = fields
         stages, slots = teams * deep, hopper.PROCESSORS * resident

@@ -1,6 +1,7 @@
 """Decoder layers of one token: their norms, gate and residuals belong to the linears' kernels.
 
-Each would be a kernel of its own that takes 3 us to start, read 8 KB, and end; four linears and the attention are left.
+Each would be a kernel of its own that takes 3 us to start, read 8 KB, and end; four linears and the attention are left
+(and a gate of MXFP4's, which costs more at the end of a product).
 """
 
 from typing import Any

@@ -139,7 +139,7 @@ class QuantizedLinear(nn.Module):
         return None
 
     def fuses(self, device: torch.device) -> bool:
-        """Whether this linear has `fused`, as Fp8Linear and Int8Linear do, and it is one kernel for a token there."""
+        """Whether this linear has `fused`, and what that does for a token is one kernel there, but for MXFP4's gate."""
         return False
 
     def forward(self, x: Tensor) -> Tensor:

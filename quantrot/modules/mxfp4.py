@@ -1,9 +1,11 @@
 """MXFP4 linears: packed weights for inference, master weights for training."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_kernels, mxfp4_gemm
+from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_kernels, has_one_kernel, mxfp4_fused, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import check_fused
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, as_autocast
 
@@ -26,17 +28,36 @@ class Mxfp4Linear(QuantizedLinear):
     def multiply(self, x: Tensor) -> Tensor:
         if not self.runs_packed(x.device):
             return super().multiply(x)
-        kind, fused = self.format.activations.kind, self._fused_hadamard()
-        return mxfp4_gemm(
-            x if fused else self.turned(x),
-            self.weight_packed,
-            self.weight_scale,
-            self.bias,
-            activations=kind,
-            scale_rule=self.format.activations.scale_rule if kind == "mxfp4" else "even",
-            hadamard=fused,
-            settled=True,  # parameters: who writes them on the device waits before a forward
-        )
+        x = x if self._fused_hadamard() else self.turned(x)
+        return mxfp4_gemm(x, self.weight_packed, self.weight_scale, self.bias, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        activations = self.format.activations
+        return {
+            "activations": activations.kind,
+            "scale_rule": activations.scale_rule if activations.kind == "mxfp4" else "even",
+            "hadamard": self._fused_hadamard(),
+            "settled": True,  # parameters: who writes them on the device waits before a forward
+        }
+
+    def fuses(self, device: torch.device) -> bool:
+        turns = bool(self.online_name) and not self._fused_hadamard()
+        if self._decoded is not None or self.bias is not None or turns or self.format.activations.kind == "fp8":
+            return False
+        return self.runs_packed(device) and has_one_kernel(self.out_features, self.in_features, device)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: Any = None,
+        residual: Tensor | None = None,
+        gates: bool = False,
+    ) -> Tensor:
+        """The product of x or of norm(x), Llama's; silu of its first half times the second; plus residual."""
+        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+        rest = {"norm": weight, "epsilon": epsilon, "residual": residual, "gates": gates, **self._options()}
+        return mxfp4_fused(x, self.weight_packed, self.weight_scale, **rest)
 
     def _fused_hadamard(self) -> int:
         """The width of the online transform where the quantizer of the activations does it on its way, else 0."""

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantrot.kernels.mxfp4 import dequantize_mxfp4, hopper, quantize_mxfp4, tuned
+from quantrot.kernels.fp8.reference import rms_norm
+from quantrot.kernels.mxfp4 import (
+    dequantize_mxfp4,
+    has_one_kernel,
+    hopper,
+    mxfp4_fused,
+    mxfp4_gemm,
+    quantize_mxfp4,
+    tuned,
+)
 from quantrot.kernels.mxfp4.hopper import Plan, Turn
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 
@@ -50,6 +59,13 @@ TURNS = {
     "thirty_two_mse_64": (CASES["thirty_two_split4"][0], Turn(ScaleRule.mse, 64)),
     "eight_quest": (CASES["eight"][0], Turn(ScaleRule.quest, 0)),
     "grouped_even_32": (CASES["thirty_two_grouped"][0], Turn(ScaleRule.even, 32)),
+}
+# plan, output, what the token becomes, groups of it that a thread norms, whether a residual is added
+BESIDE = {
+    "normed": (CASES["one_held"][0], BF16, None, 1, False),
+    "normed_twice": (CASES["one_held_once"][0], BF16, TURNS["even_32"][1], 2, False),
+    "added": (CASES["one_held_once"][0], BF16, TURNS["rceil_128"][1], 0, True),
+    "normed_and_added": (CASES["one_held"][0], BF16, TURNS["quest_128"][1], 1, True),
 }
 DRIVER = """
 static std::string message;
@@ -94,7 +110,7 @@ def whole(case: tuple) -> tuple:
 @pytest.fixture(scope="module")
 def emulator(emulated):
     """emulator(case, tokens, token_scale, packed, scale, seed) -> y."""
-    cases = CASES | {name: (plan, FP32, turn) for name, (plan, turn) in TURNS.items()}
+    cases = CASES | {name: (plan, FP32, turn) for name, (plan, turn) in TURNS.items()} | BESIDE
     entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in cases.items())
     turns = {(plan.tiles, turn, plan.grouped): None for plan, _, turn in map(whole, cases.values())}
     turns = {key: None for key in turns if key[0] and (key[1] or key[2])}
@@ -112,7 +128,7 @@ def emulator(emulated):
         assert message == b"", message.decode()
         return y
 
-    def run(name, tokens, token_scale, packed, scale, seed=0, processors=2):
+    def run(name, tokens, token_scale, packed, scale, seed=0, processors=2, norm=None, epsilon=0.0, residual=None):
         plan, out, turn = whole(cases[name])
         y = torch.full((len(tokens), len(packed)), float("nan"), dtype=out)
         read = tokens
@@ -123,7 +139,8 @@ def emulator(emulated):
             if t is not None:
                 pitch = t.stride(0) * t.itemsize
                 maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, pitch, *box[:2], t.itemsize, box[2])
-        args = hopper.arguments(plan, tokens, token_scale, scale, y, turn, seed % 2 == 1)
+        beside = norm, epsilon, residual
+        args = hopper.arguments(plan, tokens, token_scale, scale, y, turn, seed % 2 == 1, *beside)
         message = library.run(
             list(cases).index(name), maps, ctypes.byref(args), plan.grid(len(packed), processors), plan.split,
             plan.threads, plan.shared_bytes(packed.shape[1] * 2), seed,
@@ -179,6 +196,28 @@ def test_tokens_turned_by_the_product_are_those_turned_before_it(emulator, name,
     for seed in range(2):
         y = emulator(name, x, None, packed, scale, seed)
         assert torch.equal(y.to(CASES[plain][1]), emulator(plain, before, None, packed, scale, seed))
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(("rows", "columns"), [(40, 1152), (132, 2560)])
+def test_one_token_is_normed_before_the_product_and_its_residual_added_behind_it(emulator, name, rows, columns):
+    """The bits of the operations one by one: the squares' sum is exact in any order."""
+    plan, _, turn, groups, adds = BESIDE[name]
+    if groups and hopper.norm_groups(plan, columns) > groups:
+        pytest.skip("a thread would norm more")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-8, 9, (1, columns), generator=generator).to(BF16)
+    norm = torch.rand(columns, generator=generator).to(BF16) if groups else None
+    residual = torch.randn(1, rows, generator=generator).to(BF16) if adds else None
+    packed, scale = quantize_mxfp4(torch.randn(rows, columns, generator=generator))
+    before = x if norm is None else rms_norm(x, norm, 1e-5)
+    if turn:
+        before = dequantize_reference(*quantize_reference(before, turn.rule, hadamard=turn.hadamard)[:2], BF16)
+    plain = next(n for n, (p, *_) in CASES.items() if p == plan)
+    expected = emulator(plain, before, None, packed, scale).to(BF16)
+    for seed in range(2):
+        y = emulator(name, x, None, packed, scale, seed, norm=norm, epsilon=1e-5, residual=residual)
+        assert torch.equal(y, expected if residual is None else expected + residual)
 
 
 def test_every_scale_of_a_sane_weight_is_exact_and_others_are_loud(emulator):
@@ -307,6 +346,26 @@ def test_on_the_gpu(tokens, shape):
     for dtype in (FP32, BF16, FP16):
         y = hopper.decode(x, scales, packed, scale, dtype)
         assert torch.equal(y.double(), expected.to(dtype).double())
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(48, 128), (1000, 1152), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192)])
+def test_a_token_with_its_norm_and_residual_on_the_gpu(shape):
+    """The bits of the operations one by one where the squares' sum is exact; again and in a graph the same."""
+    on_hopper()
+    x, packed, scale = (t.cuda() for t in operands(1, *shape))
+    norm = torch.rand(shape[1], device="cuda").to(BF16) + 0.5
+    residual = torch.randn(1, shape[0], device="cuda").to(BF16)
+    for activations in ("none", "mxfp4"):
+        options = {"activations": activations, "hadamard": 32 if activations == "mxfp4" else 0, "settled": True}
+        call = partial(mxfp4_fused, x, packed, scale, norm=norm, epsilon=1e-5, residual=residual, **options)
+        expected = mxfp4_gemm(rms_norm(x, norm, 1e-5), packed, scale, **options) + residual
+        assert has_one_kernel(*shape, x.device) and torch.equal(call(), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [call() for _ in range(4)]
+        graph.replay()
+        assert all(torch.equal(y, expected) for y in results)
 
 
 @gpu

@@ -13,13 +13,17 @@ from quantrot.load import merge_projections
 from quantrot.modules import LINEARS, QuantizedMLP
 from quantrot.modules import fp8 as modules_fp8
 from quantrot.modules import int8 as modules_int8
+from quantrot.modules import mxfp4 as modules_mxfp4
 from quantrot.modules.layer import FewTokens
 
 FORMATS = {
     "fp8": LinearFormat(WeightFormat("fp8", (128, 128), "bf16"), ActivationFormat("fp8", (1, 128), "bf16")),
     "int8": LinearFormat(WeightFormat("int8", (1, 0), "bf16"), WIDE),
     "int8 groups": LinearFormat(WeightFormat("int8", (1, 128), "bf16"), WIDE),
+    "mxfp4": LinearFormat(WeightFormat("mxfp4", (1, 32), "mse"), ActivationFormat("mxfp4", (1, 32), "even")),
+    "mxfp4 A16": LinearFormat(WeightFormat("mxfp4", (1, 32), "mse"), WIDE),
 }
+CLOSE = [name for name in FORMATS if name != "mxfp4"]  # where a neighbour in bfloat16 does not become another code
 gpu = pytest.mark.gpu
 CHANGES = [
     *("tokens", "batch", "norm hook", "linear hook", "attention hook", "act", "replaced", "norm dtype", "norm kind"),
@@ -60,14 +64,14 @@ def packed(monkeypatch, request):
     """Without a GPU: said to have kernels, with the references behind them."""
     if "gpu" not in request.keywords:
         for name in ("has_kernels", "has_one_kernel"):
-            for modules in (modules_fp8, modules_int8):
+            for modules in (modules_fp8, modules_int8, modules_mxfp4):
                 monkeypatch.setattr(modules, name, torch.compiler.assume_constant_result(lambda *sizes_device: True))
 
 
 def count_fused(monkeypatch) -> list[dict]:
     """What `fused` is called with, but for what is also called for many tokens."""
     calls: list[dict] = []
-    for kind in (LINEARS["fp8"], LINEARS["int8"]):
+    for kind in (LINEARS[name] for name in ("fp8", "int8", "mxfp4")):
 
         def fused(self, x, *, of=kind.fused, **given):
             calls.append(given)
@@ -85,6 +89,8 @@ def count_fused(monkeypatch) -> list[dict]:
         ("mistral", "fp8", torch.bfloat16),
         ("llama", "int8", torch.bfloat16),
         ("mistral", "int8 groups", torch.float16),
+        ("llama", "mxfp4", torch.bfloat16),
+        ("mistral", "mxfp4 A16", torch.bfloat16),
     ],
 )
 def test_one_token_has_the_bits_of_the_layer(monkeypatch, kind, fmt, dtype):
@@ -105,7 +111,7 @@ def test_one_token_has_the_bits_of_the_layer(monkeypatch, kind, fmt, dtype):
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", CLOSE)
 def test_tokens_one_by_one_through_a_cache_and_compiled(fmt):
     whole = model(fmt=fmt)
     ids = torch.randint(0, 64, (1, 6))
@@ -125,7 +131,7 @@ def test_tokens_one_by_one_through_a_cache_and_compiled(fmt):
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("fmt", ["fp8", "int8"])
+@pytest.mark.parametrize("fmt", ["fp8", "int8", "mxfp4"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change, fmt):
     whole = model(fmt=fmt)
@@ -160,7 +166,8 @@ def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change,
 
 @gpu
 @pytest.mark.parametrize(
-    ("fmt", "dtype"), [("fp8", torch.bfloat16), ("int8", torch.bfloat16), ("int8 groups", torch.float16)]
+    ("fmt", "dtype"),
+    [("fp8", torch.bfloat16), ("int8", torch.bfloat16), ("int8 groups", torch.float16), ("mxfp4", torch.bfloat16)],
 )
 def test_gpu_a_model_decodes_as_its_layers_always_did(fmt, dtype):
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -179,7 +186,7 @@ def test_gpu_a_model_decodes_as_its_layers_always_did(fmt, dtype):
 
 
 @gpu
-@pytest.mark.parametrize("fmt", ["int8", "int8 groups"])
+@pytest.mark.parametrize("fmt", ["int8", "int8 groups", "mxfp4 A16"])
 def test_gpu_a_compiled_model_decodes_from_a_static_cache(fmt):
     """Token by token, recorded and replayed, as all tokens at once; what is fused is one kernel with its linear."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8}

@@ -89,9 +89,9 @@ def mxfp4_gemm(
 
     backend: "hopper" and "triton" read the packed weight once, for at most 32 tokens of bfloat16 ("hopper", which
     "auto" takes where it can: capability 9.0, cuda.core, K a multiple of 128; group scales of the weight from 2^-62
-    to 2^65; W4A16 of any number of tokens, K a multiple of 64, N of 8; W4A4 and W4A8 of up to 1024, also of float16
-    and with any scales, N a multiple of 8); "cublas"
-    (CUDA, capability 8.9, N a multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
+    to 2^65, numbers of a single token up to 2^65; W4A16 of any number of tokens, K a multiple of 64, N of 8; W4A4 and
+    W4A8 of up to 1024, also of float16 and with any scales, N a multiple of 8); "cublas" (CUDA, capability 8.9, N a
+    multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
     """
     check_packed("packed", packed, scale)
     if x.dim() < 1 or packed.dim() != 2 or x.shape[-1] != 2 * packed.shape[1]:

@@ -1,9 +1,10 @@
 """Few tokens by a packed MXFP4 weight on Hopper: CUDA C++ (decode.cuh), compiled at first use.
 
-Order of sums: the tensor core's in float32 along the columns that a team takes, 256 at a time in turn; then the teams'
-and the cluster's blocks' in their order. A token's bits do not depend on its neighbours, as long as the plan is the
-same; nor on stages, or on where the tokens lie (held or not), so that a token which is quantized on its way has the
-bits of one that a kernel before quantized.
+Order of sums: the tensor core's in float32 along the columns that a team takes, 256 at a time in turn (of one token,
+those of a group, which are multiplied by its scale and added up); then the teams' and the cluster's blocks' in their
+order. A token's bits do not depend on its neighbours, as long as the plan is the same; nor on stages, or on where the
+tokens lie (held or not), so that a token which is quantized on its way has the bits of one that a kernel before
+quantized.
 """
 
 import ctypes
@@ -24,10 +25,12 @@ from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
 OUT = {torch.bfloat16: "OutBf16", torch.float16: "OutFp16", torch.float32: "OutFp32"}
 STEP = 128  # columns that are multiplied together, and the granule of K
 CHUNK = 256  # columns of K in a stage
+ZEROS, SQUARES = 256, 64  # bytes of shared memory that one token takes beside itself: zeros, and for its norm
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
     const __grid_constant__ quantrot::TensorMap scale, const __grid_constant__ quantrot::DecodeArgs args) {{
-  quantrot::decode<quantrot::Plan<{shape}>, quantrot::{out}, {span}, quantrot::{rule}>(&codes, &wide, &scale, args);
+  quantrot::decode<quantrot::Plan<{shape}>, quantrot::{out}, {span}, quantrot::{rule}, {norm}, {add}>(
+      &codes, &wide, &scale, args);
 }}
 """
 ARRANGE = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
@@ -79,6 +82,7 @@ class Plan:
         ring = self.stages * (self.rows * 144 + (0 if self.held else wide) + 16)
         sums = 0 if self.once else self.teams * self.tokens * (self.rows + 4) * 4
         held = self.chunks(columns) * CHUNK * 2 if self.held else 0
+        held += 0 if self.tiles else ZEROS + SQUARES
         return ring + sums + held
 
     def grid(self, rows: int, processors: int) -> int:
@@ -95,6 +99,7 @@ PROCESSORS = 132  # of the device that the rule is for
 SPLIT_COLUMNS = 4096  # fewest that a cluster shares by rule
 ROOM = 104 << 10, 220 << 10  # bytes of shared memory for the ring: the first where each team has two stages
 MAPPED_ROWS = 64  # of a tile whose scales the copy engine takes
+NORM_GROUPS = 2  # of a token that a thread may norm: they stay in registers
 ARRANGE_THREADS = 64  # each a group of 32 columns: few, so that all multiprocessors have some
 
 
@@ -154,6 +159,19 @@ def held(plan: Plan, columns: int) -> Plan | None:
     return next((p for p in fewer if p.shared_bytes(columns) <= room), None)
 
 
+def norm_groups(plan: Plan, columns: int) -> int:
+    """Groups of a token that a thread of the plan norms."""
+    return -(-plan.chunks(columns) * CHUNK // (GROUP * (plan.threads - 32)))
+
+
+def takes_one(rows: int, columns: int) -> bool:
+    """Whether a token by such a weight is one kernel with a norm before it and a residual behind it."""
+    if not fits(columns) or rows % 4:
+        return False
+    plan = plan_for(1, rows, columns)
+    return plan.held and plan.split == 1 and norm_groups(plan, columns) <= NORM_GROUPS
+
+
 def turns(tokens: int, rows: int, columns: int) -> bool:
     """Whether `decode` turns tokens on their way: many by a kernel of their own, one by each thread block."""
     return tokens > 1 or plan_for(tokens, rows, columns).held
@@ -161,8 +179,8 @@ def turns(tokens: int, rows: int, columns: int) -> bool:
 
 class DecodeArgs(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("scale", "token_scale", "x", "y")),
-        ("root", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("scale", "token_scale", "x", "norm", "residual", "y")),
+        *((name, ctypes.c_float) for name in ("root", "epsilon")),
         *((name, ctypes.c_int) for name in ("tokens", "rows", "columns", "mapped", "settled")),
     ]
 
@@ -205,8 +223,10 @@ def device_functions() -> str:
     return group_functions() + (here / "tokens.cuh").read_text() + (here / "decode.cuh").read_text()
 
 
-def entry(plan: Plan, out: torch.dtype, turn: Turn | None = None, name: str = "mxfp4_decode") -> str:
-    """C++ of the kernel `name`."""
+def entry(
+    plan: Plan, out: torch.dtype, turn: Turn | None = None, norm: int = 0, add: bool = False, name: str = "mxfp4_decode"
+) -> str:
+    """C++ of the kernel `name`. norm: groups of the token that a thread norms, 0: none; add: a residual."""
     held, once, grouped = (str(flag).lower() for flag in (plan.held, plan.once, plan.grouped))
     warps = plan.tall, plan.row_warps, plan.teams, plan.stages
     shape = (plan.tiles, held, *warps, plan.split, once, grouped)
@@ -217,6 +237,8 @@ def entry(plan: Plan, out: torch.dtype, turn: Turn | None = None, name: str = "m
         name=name,
         shape=", ".join(map(str, shape)),
         out=OUT[out],
+        norm=norm,
+        add=str(add).lower(),
         **template_of(turn if plan.held else None),
     )
 
@@ -231,12 +253,21 @@ def maps_scale(plan: Plan, scale: Tensor) -> bool:
 
 
 def arguments(
-    plan: Plan, x: Tensor, token_scale: Tensor | None, scale: Tensor, y: Tensor, turn: Turn | None, settled: bool
+    plan: Plan,
+    x: Tensor,
+    token_scale: Tensor | None,
+    scale: Tensor,
+    y: Tensor,
+    turn: Turn | None,
+    settled: bool,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
 ) -> DecodeArgs:
     """The kernel's last parameter; x [tokens, columns], y [tokens, rows]."""
-    pointers = (None if t is None else t.data_ptr() for t in (scale, token_scale, x, y))
-    sizes = (*y.shape, scale.shape[1] * GROUP)
-    return DecodeArgs(*pointers, turn.root if turn else 1.0, *sizes, int(maps_scale(plan, scale)), int(settled))
+    pointers = (None if t is None else t.data_ptr() for t in (scale, token_scale, x, norm, residual, y))
+    numbers = (turn.root if turn else 1.0, epsilon, *y.shape, scale.shape[1] * GROUP)
+    return DecodeArgs(*pointers, *numbers, int(maps_scale(plan, scale)), int(settled))
 
 
 def matrices(plan: Plan, packed: Tensor, tokens: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
@@ -246,8 +277,10 @@ def matrices(plan: Plan, packed: Tensor, tokens: Tensor, scale: Tensor) -> tuple
 
 
 @lru_cache(maxsize=1024)
-def _kernel(plan: Plan, out: torch.dtype, turn: Turn | None, shared: int, device: int) -> int:
-    source = device_functions() + entry(plan, out, turn)
+def _kernel(
+    plan: Plan, out: torch.dtype, turn: Turn | None, shared: int, device: int, norm: int = 0, add: bool = False
+) -> int:
+    source = device_functions() + entry(plan, out, turn, norm, add)
     return nvrtc.load_kernel(source, "mxfp4_decode", shared, device)
 
 
@@ -304,13 +337,19 @@ def decode(
     *,
     turn: Turn | None = None,
     settled: bool = False,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """tokens bfloat16 [M, K] by a packed weight [N, K/2]: [M, N] in dtype; M from 1 to 32, K a multiple of 128.
 
     token_scale: float32 [M], multiplies each token's result, or None. Products are exact for group scales from 2^-62
-    to 2^65. turn: what the tokens become first, where it `turns` them.
+    to 2^65; numbers of a single token past 2^65 are infinite.
+    turn: what the tokens become first, where it `turns` them.
     settled: no kernel that may still run when this one is launched writes the weight, so that it is read before the
     kernel before this one has ended.
+    norm [K], residual [1, N], bfloat16, contiguous, at multiples of 16 bytes, where a weight `takes_one`: the token
+    goes through RMSNorm first; residual is added to the rounded result. No kernel that may still run writes norm.
     """
     given = packed, scale
     tokens, packed, scale = _aligned(tokens), _aligned(packed), _aligned(scale)
@@ -323,13 +362,15 @@ def decode(
         read = arrange(tokens, plan.tiles, turn, plan.grouped)
     else:
         read = tokens
-    values = _Arguments(args=arguments(plan, tokens, token_scale, scale, y, turn, settled))
+    beside = norm, epsilon, residual
+    values = _Arguments(args=arguments(plan, tokens, token_scale, scale, y, turn, settled, *beside))
     for field, t, box in zip(("codes", "wide", "scale"), matrices(plan, packed, read, scale), plan.boxes, strict=True):
         if t is not None:
             pitch = t.stride(0) * t.element_size()
             encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
             ctypes.memmove(getattr(values, field), encoded, 128)
     grid, shared = (plan.grid(rows, nvrtc.processors(device)),), plan.shared_bytes(columns)
-    function = _kernel(plan, dtype, turn if plan.held else None, shared, device)
+    flags = 0 if norm is None else norm_groups(plan, columns), residual is not None
+    function = _kernel(plan, dtype, turn if plan.held else None, shared, device, *flags)
     nvrtc.launch(function, grid, plan.threads, shared, values, device, overlap=True)
     return y

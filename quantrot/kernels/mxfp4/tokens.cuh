@@ -18,6 +18,7 @@ __device__ __forceinline__ Words load_fresh_words(const void* p) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ float inverse_root(float a) { return rsqrtf(a); }
 __device__ __forceinline__ void store_shared_words(u32 to, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -27,6 +28,12 @@ __device__ __forceinline__ void store_shared_words(u32 to, const Words& v) {
 __device__ __forceinline__ Words arranged(const Words& v) {
   return {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
           __byte_perm(v.y, v.w, 0x7632)};
+}
+
+// Times 2^62.
+__device__ __forceinline__ Words raised(const Words& v) {
+  constexpr u32 by = 0x5E805E80u;
+  return {times_bf16(v.x, by), times_bf16(v.y, by), times_bf16(v.z, by), times_bf16(v.w, by)};
 }
 
 // 2^exponent twice, or NaN, in bfloat16.
@@ -97,6 +104,16 @@ __device__ __forceinline__ void arrange(const void* x, Words* y, int tokens, int
   }
 }
 
+// Group number `group` of a token to its place, if it is one; all lanes of a warp.
+template <int SPAN, int RULE>
+__device__ __forceinline__ void keep_group(Words (&words)[4], int group, int groups, float root, u32 to) {
+  take<SPAN, RULE, true>(words, root);
+  const u32 at = to + group / 4 * 256 + group % 4 * 16;
+  if (group < groups)
+#pragma unroll
+    for (int j = 0; j < 4; j++) store_shared_words(at + j * 64, raised(words[j]));
+}
+
 // `groups` groups, a multiple of 4, of a token x [columns] from column `first` on -> [step of 128 columns][word][group] of
 // 16 bytes at `to`; zeros where there is no column. By THREADS threads, whole warps.
 template <int THREADS, int SPAN, int RULE>
@@ -109,11 +126,57 @@ __device__ __forceinline__ void hold(const void* x, int columns, int first, int 
   for (int group = threadIdx.x; group - (int)lane_number() < groups; group += THREADS) {
     Words words[4] = {next[0], next[1], next[2], next[3]};
     if (group + THREADS - (int)lane_number() < groups) fetch(group + THREADS);
-    take<SPAN, RULE, true>(words, root);
-    const u32 at = to + group / 4 * 256 + group % 4 * 16;
-    if (group < groups)
+    keep_group<SPAN, RULE>(words, group, groups, root, to);
+  }
+}
+
+__device__ __forceinline__ float sum_of_warp(float a) {  // in the same order in each lane
 #pragma unroll
-      for (int j = 0; j < 4; j++) store_shared_words(at + j * 64, words[j]);
+  for (int s = 1; s < 32; s *= 2) a += __shfl_xor_sync(0xFFFFFFFFu, a, s);
+  return a;
+}
+
+// The same of all of x, which first goes through RMSNorm: x / sqrt(mean(x^2) + epsilon), rounded, times norm, rounded. A
+// thread has at most NORM groups. `squares`: room for a number of each warp. Waits for the kernel before, norm is not its.
+template <int THREADS, int SPAN, int RULE, int NORM>
+__device__ __forceinline__ void hold_normed(const void* x, const void* norm, float epsilon, int columns, int groups, float root,
+                                            u32 to, u32 squares) {
+  Words weight[NORM][4], v[NORM][4];
+  const auto group = [](int i) { return (int)(i * THREADS + threadIdx.x); };
+#pragma unroll
+  for (int i = 0; i < NORM; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      weight[i][j] = group(i) * 32 < columns ? ((const Words*)norm)[group(i) * 4 + j] : Words{};
+  grid_wait();
+#pragma unroll
+  for (int i = 0; i < NORM; i++) load_group(v[i], x, columns, 0, group(i) * 32, group(i) * 32 < columns);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < NORM * 32; i++) {
+    const float a = Bf16::value((unsigned short)(v[i / 32][i / 8 % 4].at(i / 2 % 4) >> i % 2 * 16));
+    sum = __fmaf_rn(a, a, sum);
+  }
+  sum = sum_of_warp(sum);
+  if (lane_number() == 0) store_shared(squares + threadIdx.x / 32 * 4, sum);
+  named_sync(1, THREADS);
+  sum = sum_of_warp(lane_number() < THREADS / 32 ? load_shared(squares + lane_number() * 4) : 0.f);
+  const float factor = inverse_root(sum * (1.f / columns) + epsilon);
+#pragma unroll
+  for (int i = 0; i < NORM; i++) {
+    Words words[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      u32 y[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const u32 two = v[i][j].at(k);
+        const float low = Bf16::value((unsigned short)two), high = Bf16::value((unsigned short)(two >> 16));
+        y[k] = times_bf16(Bf16::pack(__fmul_rn(low, factor), __fmul_rn(high, factor)), weight[i][j].at(k));
+      }
+      words[j] = {y[0], y[1], y[2], y[3]};
+    }
+    keep_group<SPAN, RULE>(words, group(i), groups, root, to);
   }
 }
 

@@ -26,12 +26,12 @@ HOPPER_RANDOM_COLUMNS = (2, 4, True)
 HOPPER_PACKED_COLUMNS = {32: (384, 2, False), 64: (384, 2, False), 128: (256, 3, False)}
 HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, bool]] = {
     (1, 4096, 4096): (1, 2, 4, 16, 1, True, 1, False),
-    (1, 4096, 14336): (2, 1, 8, 16, 1, True, 1, False),
+    (1, 4096, 14336): (1, 2, 7, 28, 1, True, 1, False),
     (1, 8192, 8192): (2, 2, 4, 12, 1, True, 1, False),
     (1, 8192, 28672): (2, 1, 8, 16, 1, False, 1, False),
     (1, 10240, 8192): (2, 1, 8, 16, 1, False, 1, False),
     (1, 16384, 2048): (2, 2, 8, 8, 1, False, 1, False),
-    (1, 28672, 4096): (1, 4, 4, 16, 1, False, 1, False),
+    (1, 28672, 4096): (2, 2, 4, 16, 1, False, 1, False),
     (1, 57344, 8192): (2, 2, 8, 24, 1, False, 1, False),
     (1, 128256, 4096): (2, 2, 8, 16, 1, False, 1, False),
     (8, 4096, 4096): (1, 2, 4, 12, 1, True, 1, False),
@@ -43,7 +43,7 @@ HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, i
     (16, 8192, 8192): (2, 2, 4, 8, 1, True, 1, False),
     (16, 28672, 4096): (4, 4, 2, 4, 1, True, 1, False),
     (32, 4096, 4096): (1, 2, 4, 8, 1, True, 1, False),
-    (32, 4096, 14336): (1, 2, 4, 8, 1, True, 1, False),
+    (32, 4096, 14336): (2, 2, 4, 8, 2, True, 1, False),
     (32, 8192, 8192): (2, 2, 4, 8, 1, True, 1, False),
     (32, 16384, 2048): (2, 1, 8, 8, 1, False, 1, False),
     (32, 28672, 4096): (2, 4, 2, 4, 1, False, 1, True),
