@@ -297,21 +297,21 @@ def code_candidates(n: int, dtype: torch.dtype) -> list:
     """Plans that can quantize what they turn: groups of 128 columns in a warp."""
     from quantrot.kernels.hadamard.hopper import Plan
 
+    found = [p for p in candidates(n, dtype) if p.by_map and p.tiles >= 16]
     if n <= 4096 and n & (n - 1) == 0:
         resident = {2: (8,), 4: (5, 6), 8: (3, 4), 16: (2,)}  # thread blocks, by the registers of so many vectors
-        return [
+        found = [
             Plan("stream", 4, blocks, vectors=vectors, stages=stages, overlap=True)
             for vectors, several in resident.items()
             for blocks in several
             if max(n // 256, 2) <= vectors <= max(n // 128, 4)
             for stages in (2, 3)
         ]
-    found = [p for p in candidates(n, dtype) if p.by_map and p.tiles >= 16]
     *bases, _ = hadamard_factors(n)
-    for tiles, rows, resident in ((8, 2, 4), (16, 1, 4), (32, 1, 2)):
+    for tiles, rows, resident, least in ((8, 2, 4, 16), (16, 1, 4, 4), (32, 1, 2, 4)):
         tall, rest = divmod(n, 8 * tiles)
         groups = -(-tall // 64)
-        if not rest and tall % (bases or [2])[0] == 0 and tall % (16 if tiles == 8 else 2) == 0 and groups <= 2:
+        if n >= 2048 and not rest and tall % (bases or [2])[0] == 0 and tall % least == 0 and groups <= 2:
             plan = Plan("twice", 4 * groups, resident // groups, vectors=rows, tiles=tiles, overlap=True)
             found += [replace(plan, stages=s) for s in (1, 2)]
     return found

@@ -440,7 +440,7 @@ def _programs() -> list[tuple[str, str]]:
     for n, columns, groups in ((3072, 64, 3), (11008, 64, 3), (14336, 256, 2), (18944, 128, 3), (53248, 256, 2)):
         plan = Plan("flow", 4 * groups + 4, 1, tiles=columns // 8, stages=2)
         found.append((f"flow-{n}", replace(plan, stages=3 if groups == 3 else 2).source(n, torch.float16, True, True)))
-    for n in (32, 128, 1024, 8192, 14336):
+    for n in (32, 128, 1024, 4096, 8192, 14336, 28672):
         found.append(
             (f"codes-{n}", plan_for_codes(n, 14336, torch.bfloat16).source(n, torch.bfloat16, True, rule="bf16"))
         )

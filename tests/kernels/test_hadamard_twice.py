@@ -18,8 +18,11 @@ extern "C" const char* run(const void* x, void* y, const signed char* signs, lon
                            long long scale_row, long long scale_group, unsigned in_row) {{
   const unsigned long long tall = (rows - 1) * x_stride / {columns} + {base};
   const quantrot::TensorMap map{{(unsigned char*)x, {columns}, tall, 2 * {columns}, 64, {base}, 2, 1}};
+  const unsigned long long all = rows * {columns} * {base} / 128;
+  const quantrot::TensorMap codes{{(unsigned char*)y, 128, all, 128, 128, {lines}, 1, 1}};
   message = emulator::launch({{blocks, 1, 1}}, 1, {threads}, {shared}, seed, [&] {{
-    quantrot::{call}(map, {{x, y, signs, rows, x_stride, y_stride, 1, scale, scales, scale_row, scale_group, in_row}});
+    quantrot::{call}(map, codes, {{x, y, signs, rows, x_stride, y_stride, 1, scale, scales, scale_row, scale_group,
+        in_row}});
   }});
   return message.c_str();
 }}
@@ -38,7 +41,8 @@ def twice(columns: int, groups: int = 1, stages: int = 2, rows: int = 1) -> Plan
         (64 * 128, 19, 1, twice(128, stages=1), torch.float16, "pow2", True),  # two turns of eight, and some
         (40 * 128, 9, 3, twice(128, stages=2), torch.bfloat16, "exact", False),
         (56 * 256, 11, 1, twice(256), torch.bfloat16, "exact", True),
-        (112 * 128, 7, 1, twice(128, groups=2, stages=3), torch.bfloat16, "exact", False),
+        (112 * 256, 9, 1, twice(256, groups=2), torch.bfloat16, "exact", False),  # one warpgroup after the other
+        (108 * 128, 7, 1, twice(128, groups=2, stages=3), torch.bfloat16, "exact", True),  # boxes of four rows
     ],
 )
 def test_emulated_codes_are_those_of_the_float32_transform(emulated, n, rows, across, plan, dtype, rule, signed):
@@ -46,11 +50,12 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, n, rows, ac
     columns, width = 8 * plan.tiles, n * across  # of a row of x, of which the kernel sees rows of n
     source = plan.source(n, dtype, signed, rule=rule)
     shape = {"threads": 32 * plan.warps, "shared": plan.shared_bytes(n), "columns": columns, "base": n // columns}
+    shape |= {"lines": plan.code_lines(n)}
     run = RUN.format(call=plan.call(n, dtype, signed, dtype), **shape)
     library = emulated(source[: source.index('extern "C" __global__')] + run)
     library.run.restype = ctypes.c_char_p
     x = torch.randn(rows, n).to(dtype)
-    x[1], x[2, 7], x[3, 9] = 0, INF, NAN
+    x[1], x[2, 7], x[3, 9], x[4, 3], x[4, 35] = 0, INF, NAN, INF, INF
     x = x[: rows // across * across]
     rows, signs = x.shape[0], random_signs(n, 1)
     expected, expected_scales = hadamard_quantize_reference(
@@ -68,11 +73,14 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, n, rows, ac
         assert library.run(*pointers, *sizes, ctypes.c_float(n**-0.5), blocks, seed, *where) == b""
         torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
         wrong = (q.view(torch.uint8) != expected.view(torch.uint8)).view(rows, n)
-        assert wrong.float().mean() < 1e-3 and not wrong[1:4].any()
+        assert wrong.float().mean() < 1e-3 and not wrong[1:5].any()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "dtype"), [(8192, torch.bfloat16), (8192, torch.float16), (14336, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [(n, torch.bfloat16) for n in (3072, 4096, 8192, 13824, 14336, 28672)] + [(n, torch.float16) for n in (4096, 8192)],
+)
 def test_gpu_codes_where_a_block_has_more_rows_than_buffers(n, dtype):
     if not (torch.cuda.is_available() and nvrtc.available(torch.device("cuda"))):
         pytest.skip("needs sm_90 and cuda.core")

@@ -87,6 +87,11 @@ class Plan:
         return self.kind in ("flow", "twice")
 
     @property
+    def maps(self) -> tuple[str, ...]:
+        """The tensor maps that the kernel takes."""
+        return {"flow": ("map",), "twice": ("map", "codes")}.get(self.kind, ())
+
+    @property
     def arithmetic(self) -> tuple:
         """What a row's bits depend on: plans of one order that agree in this add in the same order and round alike.
 
@@ -102,6 +107,10 @@ class Plan:
         if self.kind == "held":
             return "held", self.tiles, self.precision
         return (self.kind,) if self.kind in ("turn", "axis") else (self.kind, self.warps, self.tiles, self.part)
+
+    def code_lines(self, order: int) -> int:
+        """twice: lines of 128 codes that the copy engine stores at a time, of at most 16 rows of the base."""
+        return next(rows for rows in (16, 8, 4) if order // (8 * self.tiles) % rows == 0) * self.tiles // 16
 
     def call(self, order: int, dtype: torch.dtype, signs: bool, out: torch.dtype) -> str:
         """The device function that runs this plan, with its template arguments."""
@@ -173,8 +182,8 @@ class Plan:
                 call=self.call(order, dtype, signs, out or dtype),
                 cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
                 wait=self.wait(order, dtype),
-                map_type="const __grid_constant__ quantrot::TensorMap map," if self.by_map else "",
-                map="map, " if self.by_map else "",
+                map_type="".join(f"const __grid_constant__ quantrot::TensorMap {name}," for name in self.maps),
+                map="".join(f"{name}, " for name in self.maps),
                 counters=f"__device__ unsigned counters[{COUNTERS}];\n" if self.kind == "flow" else "",
                 taken="counter < 0 ? nullptr : counters + counter" if self.kind == "flow" else "nullptr",
             )
@@ -213,7 +222,9 @@ class Plan:
             return 128 + self.stages * one_input + base * (columns * 4 + 32)
         if self.kind == "twice":
             depth = -(-order // (8 * self.tiles) // 16) * 16
-            return self.stages * self.vectors * depth * 16 * self.tiles + 8192 + order // 4 + 8 * self.stages
+            a_column = self.stages * depth * 2 + self.warps * 16  # of the input and of codes
+            barriers = 16 * self.stages + 2 * self.warps
+            return a_column * self.vectors * 8 * self.tiles + 4096 + order // 4 + barriers
         if self.by_map:
             depth = -(-order // (8 * self.tiles) // 16) * 16
             one_input = depth * 16 * self.tiles + 16 + 4
@@ -344,6 +355,10 @@ class _FlowArguments(ctypes.Structure):
     _fields_ = [("map", ctypes.c_ubyte * 128), *_Arguments._fields_]
 
 
+class _TwiceArguments(ctypes.Structure):
+    _fields_ = [("map", ctypes.c_ubyte * 128), ("codes", ctypes.c_ubyte * 128), *_Arguments._fields_]
+
+
 @lru_cache(maxsize=1024)
 def _kernel(
     plan: Plan,
@@ -415,8 +430,12 @@ def launch(
     if plan.by_map:
         base, columns = order // (8 * plan.tiles), 8 * plan.tiles
         tall = (rows - 1) * x.stride(0) // columns + base
-        map_ = tensor_map(x.data_ptr(), tall, columns, columns * x.itemsize, (base, 64), x.dtype)
-        arguments: ctypes.Structure = _FlowArguments((ctypes.c_ubyte * 128).from_buffer_copy(map_), *values)
+        maps = [tensor_map(x.data_ptr(), tall, columns, columns * x.itemsize, (base, 64), x.dtype)]
+        if plan.kind == "twice":
+            box = (plan.code_lines(order), GROUP)
+            maps.append(tensor_map(y.data_ptr(), rows * order // GROUP, GROUP, GROUP, box, torch.uint8))
+        structure = _TwiceArguments if plan.kind == "twice" else _FlowArguments
+        arguments: ctypes.Structure = structure(*map((ctypes.c_ubyte * 128).from_buffer_copy, maps), *values)
     else:
         arguments = _Arguments(*values)
     grid = plan.grid(rows, inner, order, x.dtype, processors(device))

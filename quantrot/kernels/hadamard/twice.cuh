@@ -1,42 +1,45 @@
 // Long rows of 16-bit elements as codes, by two asynchronous products (see flow.cuh, whose first one this shares).
 //
-// H = H_K (x) S_H (x) S_64: 64 rows of H_K^T multiply a row where the copy engine has put it, exactly; the sums then are the
-// register operand of a product with S_64, in two bfloat16 parts, which keeps 16 bits; S_H is additions between a lane's own
-// results. The columns of that S_64 are in an order that leaves a lane with 16 neighbours: their codes leave as one vector. A thread
-// block is one warpgroup (or one for each 64 rows of H_K), and what one waits for the others of its multiprocessor hide.
+// H = H_K (x) S_H (x) S_2 (x) S_32: 64 rows of H_K^T multiply a row where the copy engine has put it, exactly; the sums then are
+// the register operand of a product with S_32, in two bfloat16 parts, which keeps 17 bits. S_H and S_2 are additions between a
+// lane's own results, S_2 within the quantization: the larger of |x + y| and |x - y| is |x| + |y|, and f (x +- y) is f x +- f y.
+// Codes leave through shared memory, by the copy engine, in whole lines (8192 28.0 us; stored 8 bytes a lane 28.9, and 28.3 even
+// without the second product). A thread block is one warpgroup (or one for each 64 rows of H_K, one multiplying after the other),
+// and what one waits for the others of its multiprocessor hide.
 //
 // Additions come last: before the second product, the compiler runs out of registers and lets the products wait for each other.
 
 namespace quantrot {
 
-// S_64 as the second operand: column 8 t + 2 q + e of the product is column 16 q + 2 t + e of the row.
+// S_32 as the second operand, 64 of 128 bytes a row: column 8 t + 2 q + e of the product is column 8 q + 2 t + e of the 32.
 template <int THREADS>
 __device__ __forceinline__ void write_turn(u32 to) {
-  for (u32 i = threadIdx.x; i < 512; i += THREADS) {
-    const u32 n = i >> 3, unit = i & 7, column = (n >> 1 & 3) * 16 + (n >> 3) * 2 + (n & 1);
-    const u32 high = column >> 3 & unit, odd = (high ^ high >> 1 ^ high >> 2) & 1;  // of the bits that both have
-    const u32 first = 0x3F803F80u ^ odd * 0x80008000u ^ (column & 1) << 31;
+  for (u32 i = threadIdx.x; i < 128; i += THREADS) {
+    const u32 n = i >> 2, unit = i & 3, column = (n >> 1 & 3) * 8 + (n >> 3) * 2 + (n & 1);
     Vec v;
 #pragma unroll
-    for (u32 j = 0; j < 4; j++) v.w[j] = first ^ (((column >> 1 & j) ^ (column >> 2 & j >> 1)) & 1) * 0x80008000u;
+    for (u32 j = 0; j < 4; j++) {
+      const u32 both = column & (unit * 8 + 2 * j), odd = both ^ both >> 1 ^ both >> 2 ^ both >> 3 ^ both >> 4;
+      v.w[j] = 0x3F803F80u ^ (odd & 1) * 0x80008000u ^ (column & 1) << 31;
+    }
     store_vector(to + swizzled(n, unit * 16), v);
   }
 }
 
-// 16 columns of a lane's sums as two operands whose sum they are to 16 bits: the nearest bfloat16, and the rest, which is no NaN
-// where a sum is infinite.
+// 16 columns of a lane's sums as two operands whose sum they are to 17 bits. Of an infinity the first is the largest number, which
+// leaves an infinity.
 __device__ __forceinline__ void parts(u32 (&high)[4], u32 (&low)[4], const float* d) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    high[i] = Bf16::pack(d[2 * i], d[2 * i + 1]);
+    high[i] = pack_finite(d[2 * i], d[2 * i + 1]);
     const float a = __uint_as_float(high[i] << 16), b = __uint_as_float(high[i] & 0xFFFF0000u);
-    low[i] = least16(Bf16::pack(d[2 * i] - a, d[2 * i + 1] - b));
+    low[i] = Bf16::pack(d[2 * i] - a, d[2 * i + 1] - b);
   }
 }
 
 // Of each H neighbouring chunks.
 template <int H, int L>
-__device__ __forceinline__ void butterflies(float (&d)[L][32]) {
+__device__ __forceinline__ void butterflies(float (&y)[L][2][16]) {
 #pragma unroll
   for (int step = 1; step < H; step *= 2)
 #pragma unroll
@@ -44,29 +47,50 @@ __device__ __forceinline__ void butterflies(float (&d)[L][32]) {
 #pragma unroll
       for (int n = 0; n < 32; n++)
         if (!(j & step)) {
-          const float x = d[j][n], y = d[j + step][n];
-          d[j][n] = x + y;
-          d[j + step][n] = x - y;
+          const float p = y[j][n / 16][n % 16], q = y[j + step][n / 16][n % 16];
+          y[j][n / 16][n % 16] = p + q;
+          y[j + step][n / 16][n % 16] = p - q;
         }
 }
 
-// H: 64 columns of a row, or (H = 1) of each of T rows, make a tile of 64 * L columns.
+// The largest magnitudes of W groups in this lane's part of two chunks, whose halves are still to be added and subtracted. H = 1:
+// chunk w / 2, rows w % 2; else rows w. EXACT tells inf - inf, a NaN, from inf.
+template <int W, bool EXACT>
+__device__ __forceinline__ void magnitudes(float (&amax)[W], const float (&y)[2][2][16]) {
+#pragma unroll
+  for (int w = 0; w < W; w++) {
+    amax[w] = 0.f;
+#pragma unroll
+    for (int n = 0; n < 32; n++) {
+      if ((W == 4 && n / 16 != w / 2) || n / 2 % 2 != w % 2) continue;
+      const float p = y[n / 16][0][n % 16], q = y[n / 16][1][n % 16];
+      amax[w] = larger(amax[w], EXACT ? larger(p + q, p - q) : fabsf(p) + fabsf(q));
+    }
+  }
+}
+
+// H: 64 columns of a row, or (H = 1) of each of T rows, make a tile of 64 * L columns. `codes` is of lines of 128 bytes, a box is
+// UNIT rows of H_K.
 template <int D, int K, int H, int T, int GROUPS, int STAGES, bool SIGNS>
-__device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a) {
+__device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorMap& codes, const Args& a) {
   using S = Shape<K, 64 * H>;
   constexpr int L = H * T, INPUT = L * S::CHUNK, THREADS = 128 * GROUPS, N = K * 64 * H, IN_ROW = N / 128;
   constexpr int W = H == 1 ? 4 : 2, LANES = 2 * W;    // groups of two chunks of 16 rows, and the lanes that hold one
-  static_assert(GROUPS == S::TILES && L % 2 == 0 && (H == 1 || T == 1) && (H > 1 || K % 16 == 0), "how rows are divided");
-  const u32 inputs = shared_memory(), turn = inputs + STAGES * INPUT, kept = turn + 8192;
-  const u32 full = kept + 32 * IN_ROW;
-  const u32 warp = warp_number(), lane = lane_number(), g = lane >> 2, q = lane & 3;
+  constexpr int UNIT = K % 16 == 0 ? 16 : K % 8 == 0 ? 8 : 4, COPIES = H == 1 ? T : 16 / UNIT;  // rows of a box of codes, a warp's
+  constexpr u32 FEEDER = 4 * (GROUPS - 1);            // of the warpgroup that multiplies last
+  static_assert(GROUPS == S::TILES && L % 2 == 0 && (H == 1 || T == 1) && K % (H > 1 ? 4 : 16) == 0, "how rows are divided");
+  const u32 warp = warp_number();
+  const u32 inputs = shared_memory(), out = inputs + STAGES * INPUT, turn = out + THREADS * 32 * L, kept = turn + 4096;
+  const u32 full = kept + 32 * IN_ROW, empty = full + 8 * STAGES, order = empty + 8 * STAGES;
+  const u32 leaving = out + warp * 1024 * L;
   const Pieces<8 / T> mine((u32)((a.rows + T - 1) / T), gridDim.x, blockIdx.x);  // eight rows in turn: see stream.cuh
   const int pitch = (int)(a.x_stride / (64 * H));
 
-  Operand<D, K, 64, 168, false> operand;
-  operand.load(warp);
+  Operand<D, K, 64, 168, false> base;
+  base.load(warp);
   if (threadIdx.x == 0) {
-    for (u32 s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1);
+    for (u32 s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, 4 * GROUPS);
+    for (u32 g = 0; g < GROUPS; g++) barrier_init(order + 8 * g, 4);
     barrier_init_done();
   }
   fill_empty<K, 64 * H>(inputs, STAGES * T, THREADS);
@@ -82,12 +106,12 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a
     for (int j = 0; j < L; j++)
       tensor_load(to + j * S::CHUNK, &map, 64 * (j % H), (int)(tile * T + j / H) * pitch, bar, policy);
   };
-  if (warp == 0 && mine.count > 0)
+  if (warp == FEEDER && mine.count > 0)
 #pragma unroll
     for (int j = 0; j < L; j++) tensor_warm(&map, 64 * (j % H), (int)(mine.first * T + j / H) * pitch);
   grid_wait();
-  u32 coming = mine.first;                            // of warp 0
-  if (warp == 0)
+  u32 coming = mine.first;                            // of the feeder
+  if (warp == FEEDER)
     for (u32 i = 0; i < STAGES && i < mine.count; i++, coming = mine.after(coming)) fetch(coming, i);
 
   auto put_scales = [&](u32 end) {                    // of the rows before, of the same eight
@@ -103,9 +127,10 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a
         store_scale(a, row * IN_ROW + i / 8, scale);
       }
     }
+    block_sync();
   };
 
-  const u32 m0 = 16 * warp;
+  const u64 turned = operand(turn, 0);
   u32 tile = mine.first;
   for (u32 i = 0; i < mine.count; i++) {
     const u32 row = tile * T;
@@ -113,53 +138,63 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a
     barrier_wait(full + 8 * stage, i / STAGES & 1);
     if constexpr (SIGNS)
       for (int j = 0; j < T; j++) turn_signs<K, 64 * H, THREADS>(a, input + j * S::CHUNK, row + j, 1);
-    float d[L][32];
-    u32 h[S::STEPS][4];
+    float sums[32 * L], y[L][2][16];                  // y: lower and upper 32 columns of each 64
+    const u64 data = operand_across(input, S::CHUNK);
+    u32 h[2][4];
+    if constexpr (GROUPS > 1) barrier_wait(order + 8 * (warp / 4), (i & 1) ^ (warp < 4));
 #pragma unroll
-    for (int s = 0; s < S::STEPS; s++) operand.make(h[s], from_here(operand.signs[s / 4]), s);
-    product_fence();
-#pragma unroll
-    for (int j = 0; j < L; j++)
-#pragma unroll
-      for (int s = 0; s < S::STEPS; s++)
-        product_across<Number<D>>(d[j], h[s], operand_across(input + j * S::CHUNK + s * 2048, S::CHUNK), s > 0);
-    product_commit();
+    for (int s = 0; s < S::STEPS; s++) {
+      if (s >= 2) product_wait<1>();
+      base.make(h[s % 2], from_here(base.signs[s / 4]), s);
+      product_fence();
+      product_across<Number<D>>(sums, h[s % 2], data + (s * 2048 >> 4), s > 0);
+      product_commit();
+    }
     product_wait<0>();
-#pragma unroll
-    for (int j = 0; j < L; j++) product_done(d[j]);
-    block_sync();
-    if (warp == 0 && i + STAGES < mine.count) {
+    product_done(sums);
+    if (lane_number() == 0) {
+      barrier_arrive(empty + 8 * stage);
+      if constexpr (GROUPS > 1) barrier_arrive(order + 8 * (warp / 4 + 1 == GROUPS ? 0 : warp / 4 + 1));
+    }
+    if (warp == FEEDER && i + STAGES < mine.count) {
+      barrier_wait(empty + 8 * stage, i / STAGES & 1);
       fetch(coming, stage);
       coming = mine.after(coming);
     }
 #pragma unroll
-    for (int j = 0; j < L; j++) {                     // in the sums' own registers
-      u32 high[4][4], low[4][4];
-      product_done(d[j]);
+    for (int j = 0; j < 2 * L; j++) {
+      u32 high[2][4], low[2][4];
 #pragma unroll
-      for (int s = 0; s < 4; s++) parts(high[s], low[s], d[j] + 8 * s);
+      for (int s = 0; s < 2; s++) parts(high[s], low[s], sums + 16 * j + 8 * s);
       product_fence();
 #pragma unroll
-      for (int s = 0; s < 4; s++) product16<Bf16>(d[j], low[s], quantrot::operand(turn, s), s > 0);
-#pragma unroll
-      for (int s = 0; s < 4; s++) product16<Bf16>(d[j], high[s], quantrot::operand(turn, s), true);
+      for (int s = 0; s < 4; s++)
+        product16<Bf16>(y[j / 2][j % 2], s < 2 ? low[s] : high[s - 2], turned + 2 * (s % 2), s > 0);
       product_commit();
-      product_wait<0>();
-      product_done(d[j]);
+      if constexpr (L > 2) {                          // where there are registers for two
+        product_wait<1>();
+      } else {
+        product_wait<0>();
+      }
     }
-    butterflies<H>(d);
+    product_wait<0>();
+#pragma unroll
+    for (int j = 0; j < L; j++) product_done(y[j][0]), product_done(y[j][1]);
+    butterflies<H>(y);
+    const u32 thread = from_here(threadIdx.x), lane = thread & 31, m0 = thread / 32 * 16, g = lane >> 2, q = lane & 3;
+    tensor_store_wait<0>();                           // of the codes before
+    warp_sync();
 #pragma unroll
     for (int pair = 0; pair < L; pair += 2) {
-      const float(&e)[2][32] = reinterpret_cast<const float(&)[2][32]>(d[pair]);
+      const float(&e)[2][2][16] = reinterpret_cast<const float(&)[2][2][16]>(y[pair]);
       float amax[W];
-#pragma unroll
-      for (int w = 0; w < W; w++) {                   // H = 1: chunk w / 2, half w % 2; else half w
-        amax[w] = 0.f;
-#pragma unroll
-        for (int n = 0; n < 64; n += 4)
-          if (W == 2 || n / 32 == w / 2) amax[w] = larger(amax[w], larger(e[n / 32][n % 32 + w % 2 * 2], e[n / 32][n % 32 + w % 2 * 2 + 1]));
+      magnitudes<W, false>(amax, e);
+      float most = largest<W, LANES>(amax);
+      if (__any_sync(0xFFFFFFFFu, !(most <= 0x1.fffffep127f))) {
+        magnitudes<W, true>(amax, e);
+        most = largest<W, LANES>(amax);
       }
-      const float scale = scale_of(largest<W, LANES>(amax) * a.scale);
+      const float scale = scale_of(most * a.scale);
       const float own = a.scale * to_codes(scale);
       const u32 group = group_of<W, LANES>(), m = m0 + g + group % 2 * 8;
       const u32 own_row = row + (H == 1 ? pair + group / 2 : 0);
@@ -170,18 +205,29 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const Args& a
 #pragma unroll
         for (int b = 0; b < 2; b++) {
           const float f = from_group<W, LANES>(own, H == 1 ? 2 * j + b : b);
-          const float* z = e[j] + 2 * b;
-          Vec v;
+          float z[16];
 #pragma unroll
-          for (int k = 0; k < 4; k++) v.w[k] = codes4(z[8 * k] * f, z[8 * k + 1] * f, z[8 * k + 4] * f, z[8 * k + 5] * f);
-          const u32 to = row + (H == 1 ? pair + j : 0);
-          if (m0 + g + 8 * b < K && to < a.rows)
-            store16((char*)a.y + (i64)to * a.y_stride + (m0 + g + 8 * b) * 64 * H + (H == 1 ? 0 : pair + j) * 64 + 16 * q, v);
+          for (int k = 0; k < 8; k++) {
+            const int n = k / 2 * 4 + 2 * b + k % 2;
+            const float fq = e[j][1][n] * f;
+            z[k] = fmaf(e[j][0][n], f, fq), z[8 + k] = fmaf(e[j][0][n], f, -fq);
+          }
+          const u32 at = H == 1 ? (pair + j) * 1024 + (g + 8 * b) * 64 : (g + 8 * b) * 64 * H + (pair + j) * 64;
+          const u32 put = leaving + swizzled(at / 128, at % 128 + 8 * q);
+          store_shared2(put, codes4(z[0], z[1], z[2], z[3]), codes4(z[4], z[5], z[6], z[7]));
+          store_shared2(put ^ 32, codes4(z[8], z[9], z[10], z[11]), codes4(z[12], z[13], z[14], z[15]));
         }
     }
+    fence_async();
+    warp_sync();
+    const u32 to = row + (H == 1 ? lane : 0), m = m0 + (H == 1 ? 0 : lane * UNIT);
+    if (lane < COPIES && m < K && to < a.rows)
+      tensor_store(&codes, 0, (int)(to * IN_ROW + m * H / 2), leaving + lane * UNIT * 64 * H);
+    tensor_store_commit();
     tile = mine.after(tile);
     if (tile * T % 8 == 0 || tile * T != row + T || i + 1 == mine.count) put_scales(row + T);
   }
+  tensor_store_wait<0>();
 }
 
 }  // namespace quantrot
