@@ -36,7 +36,7 @@ def prefill_plans(quick: bool) -> list[Plan]:
     wide, square = hopper.WIDE, hopper.SQUARE
     plans: list[Plan] = [wide, square, replace(wide, lag=0), replace(wide, lag=3)]
     if not quick:
-        plans += [replace(wide, lag=2), replace(wide, cluster=1), replace(square, sets=1), replace(square, cluster=1)]
+        plans += [replace(wide, lag=2), replace(square, sets=1), replace(square, cluster=1)]
     return plans
 
 

@@ -315,6 +315,14 @@ __device__ __forceinline__ void store_matrices_turned(u32 row, u32 a, u32 b, u32
 __device__ __forceinline__ float4 load_cluster4(u32 mapped) {  // of in_block
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+// The way back: a lane gets row lane / 4, 16-bit columns 2 * (lane % 4) and the next of each matrix.
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "r"(mapped)
                : "memory");

@@ -21,11 +21,11 @@ CASES = {
     "prefill_channel": (Prefill(stages=3, cluster=1), 1, True, BF16, 4),
     "prefill_parts": (Prefill(stages=2), 2, False, BF16, 4),
     "prefill_sets": (Prefill(sets=2, stages=3), 1, False, BF16, 0),
-    "prefill_wide": (Prefill(wide=True, stages=3, lag=1), 1, False, BF16, 0),
-    "prefill_wide_early": (Prefill(wide=True, stages=4, lag=1, early=True), 1, False, BF16, 0),
+    "prefill_wide": (Prefill(wide=True, sets=2, cluster=1, stages=3, lag=1), 1, False, BF16, 0),
+    "prefill_wide_early": (Prefill(wide=True, sets=2, cluster=1, stages=4, lag=1, early=True), 1, False, BF16, 0),
     "prefill_early": (Prefill(sets=2, stages=6, early=True), 1, False, BF16, 0),
-    "prefill_wide_bias": (Prefill(wide=True, stages=3), 1, False, BF16, 4),
-    "prefill_wide_alone": (Prefill(wide=True, stages=2, cluster=1, lag=2), 1, True, BF16, 2),
+    "prefill_wide_bias": (Prefill(wide=True, sets=2, cluster=1, stages=3), 1, False, BF16, 4),
+    "prefill_wide_channel": (Prefill(wide=True, sets=2, cluster=1, stages=3, lag=2), 1, True, BF16, 2),
     "decode_channel": (Decode(16, stages=6), 1, True, BF16, 0),
     "decode8": (Decode(8, stages=4), 1, False, BF16, 4),
     "decode16_parts": (Decode(16, stages=3), 2, False, FP16, 0),
@@ -227,7 +227,8 @@ def test_every_plan_fits(n, k):
 def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest():
     assert hopper.plan_for(4096, 8192, 8192, 1) == hopper.WIDE
     assert hopper.plan_for(4096, 8192, 8192, 1, settled=True) == replace(hopper.WIDE, early=True)
-    assert hopper.plan_for(4096, 28672, 4096, 1) == hopper.SQUARE  # 55 of 128 columns, or 28 of 256
+    assert hopper.plan_for(4096, 28672, 4096, 1) == hopper.WIDE  # 28 of 256 columns, or 55 of 128
+    assert hopper.plan_for(512, 4096, 4096, 1) == hopper.SQUARE  # one of 128 columns, or one of 256
     assert hopper.plan_for(4096, 576, 1536, 2) == hopper.IN_PARTS
 
 

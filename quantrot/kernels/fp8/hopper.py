@@ -46,11 +46,11 @@ def _ceil(size: int, block: int) -> int:
 class Prefill:
     """Many tokens: persistent thread blocks with tiles of 128 tokens by 128 columns, or (wide) by 256."""
 
-    wide: bool = False
-    sets: int = 1  # of tensor core sums: with 2 (not wide) a block of K is promoted while the next is multiplied
+    wide: bool = False  # with two sets, and no cluster
+    sets: int = 1  # of tensor core sums: with 2 a block of K (wide: 64 columns) is promoted while the next is multiplied
     stages: int = 4  # blocks of K in shared memory
-    cluster: int = 2  # thread blocks that share the tokens of a tile, or (wide) its columns
-    lag: int = 0  # 64 x 128 products by which the second warpgroup starts behind the first
+    cluster: int = 2  # thread blocks that share the tokens of a tile
+    lag: int = 0  # wide: blocks of K, less three quarters, by which the second warpgroup starts behind the first
     tile_group: int = 8  # rows of tiles that run together
     overlap: bool = True  # launched while the kernel before it ends
     early: bool = False  # reads its first stages' part of b before that end: only where that kernel does not write b
@@ -73,16 +73,14 @@ class Prefill:
 
     def tiles(self, m: int, n: int) -> int:
         """Of all thread blocks of a cluster."""
-        down, across = (self.cluster, 1) if self.wide else (1, self.cluster)
-        return _ceil(m, self.rows * down) * _ceil(n, self.columns * across)
+        return _ceil(m, self.rows) * _ceil(n, self.columns * self.cluster)
 
     def grid(self, m: int, n: int, processors: int) -> int:
         return min(self.tiles(m, n), processors // self.cluster) * self.cluster
 
     def boxes(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of what the copy engine moves of a, b and c."""
-        down, across = (1, self.cluster) if self.wide else (self.cluster, 1)
-        return (self.rows // down, 128), (self.columns // across, 128), (8, 64)
+        return (self.rows // self.cluster, 128), (self.columns, 128), (8, 64)
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ def early_blocks(plan: Decode, segment: int) -> int:
     return min(plan.stages, EARLY_BYTES // (plan.resident * plan.columns * 128), segment // 4)
 
 
-WIDE = Prefill(wide=True, lag=1)
+WIDE = Prefill(wide=True, sets=2, cluster=1, lag=1)
 SQUARE = Prefill(sets=2, stages=6)
 IN_PARTS = Prefill(stages=6)  # the sum of the parts so far takes the second set's place
 
@@ -200,7 +198,7 @@ def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
     """The plan of these sizes, by rule. settled: b may be read before the kernel before this one has ended."""
     square = IN_PARTS if parts > 1 else SQUARE
     if m > 64:
-        if parts == 1 and _waves(m, n, WIDE) <= _waves(m, n, SQUARE):  # at equal work, wide is the faster one
+        if parts == 1 and _waves(m, n, WIDE) <= 1.03 * _waves(m, n, SQUARE):  # at equal work, wide is 3% faster
             return replace(WIDE, early=settled)
         if _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
             return square

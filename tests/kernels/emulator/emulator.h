@@ -468,6 +468,14 @@ inline void store_matrices_turned(u32 row, u32 a, u32 b, u32 c, u32 d) {
   emulator::ordinary_write(row, turned, 16);
 }
 inline float4 load_cluster4(u32 mapped) {
+inline void load_matrices(u32 (&r)[4], u32 row) {
+  if (row % 16) emulator::fail("a row of 16 bytes that is not aligned");
+  u32 mine[4];
+  memcpy(mine, self().block->at(row, 16), 16);
+  const std::vector<u32> rows[4] = {exchange(mine[0]), exchange(mine[1]), exchange(mine[2]), exchange(mine[3])};
+  const u32 lane = self().lane();
+  for (u32 tile = 0; tile < 4; tile++) r[tile] = rows[lane % 4][tile * 8 + lane / 4];
+}
   emulator::Block& block = emulator::block_of(mapped);
   float4 v;
   memcpy(&v, block.at(mapped, 16), 16);
