@@ -52,8 +52,8 @@ def changed(best: Plan) -> list[Plan]:
 
 
 def decode_plans(size: Size, quick: bool) -> Iterator[Choice]:
-    """The rule's plan, not overlapped, and of a settled b; that without pairs, and not late; then divisions of b's rows that
-    fit (not quick: all)."""
+    """The rule's plan, not overlapped, and of a settled b, without pairs, not late; then divisions of b's rows that fit
+    (not quick: all)."""
     m, n, k = size
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
     rule = hopper.plan_for(m, n, k, 1)
