@@ -36,7 +36,7 @@ def prefill_plans(quick: bool) -> list[Plan]:
     wide, square = hopper.WIDE, hopper.SQUARE
     plans: list[Plan] = [wide, square, replace(wide, lag=0), replace(wide, lag=3)]
     if not quick:
-        plans += [replace(wide, lag=2), replace(wide, cluster=1), replace(square, sets=1), replace(square, cluster=1)]
+        plans += [replace(wide, lag=2), replace(square, sets=1), replace(square, cluster=1)]
     return plans
 
 
@@ -52,12 +52,16 @@ def changed(best: Plan) -> list[Plan]:
 
 
 def decode_plans(size: Size, quick: bool) -> Iterator[Choice]:
-    """The rule's plan, not overlapped, and of a settled b; then divisions of b's rows that fit (not quick: all)."""
+    """The rule's plan, not overlapped, and of a settled b, without pairs, not late; then divisions of b's rows that fit
+    (not quick: all)."""
     m, n, k = size
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
     rule = hopper.plan_for(m, n, k, 1)
     assert isinstance(rule, Decode)
-    yield from ((rule, 1), (replace(rule, overlap=False), 1), (hopper.plan_for(m, n, k, 1, settled=True), 1))
+    settled = hopper.plan_for(m, n, k, 1, settled=True)
+    assert isinstance(settled, Decode)
+    yield from ((rule, 1), (replace(rule, overlap=False), 1), (settled, 1))
+    yield from ((replace(settled, pairs=False), 1), (replace(settled, late=False), 1))
     sides = (False, True) if tokens >= 32 else (False,)
     for columns, resident, parts, turned in itertools.product((16, 32, 64, 128), (1, 2, 3), (1, 2), sides):
         if quick and (columns == 16 or resident > 2 or parts > 1):

@@ -52,6 +52,9 @@ __device__ __forceinline__ void grid_wait() {
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// The wait alone: the kernel after this one may start from launch_dependents on.
+__device__ __forceinline__ void grid_wait_only() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // The kernel after this one may start even before the wait: before kernels that this one waits for have ended, too.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -345,6 +348,14 @@ __device__ __forceinline__ void store_matrices_turned(u32 row, u32 a, u32 b, u32
                : "memory");
 }
 
+// The way back: a lane gets row lane / 4, 16-bit columns 2 * (lane % 4) and the next of each matrix.
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+
 __device__ __forceinline__ float4 load_cluster4(u32 mapped) {  // of in_block
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -593,6 +604,9 @@ __device__ __forceinline__ u64 operand(u32 address, int k) {
   const u32 low = ((address & 0x3FFFF) >> 4 | 1 << 16) + k * 2, high = 1024 >> 4 | 1 << 30;
   return (u64)high << 32 | low;
 }
+
+// The operand that lies so many units of 16 bytes behind this one.
+__device__ __forceinline__ u64 operand_after(u64 first, u32 units) { return first >> 32 << 32 | ((u32)first + units); }
 
 // The same of rows of 64 bytes in the 64-byte swizzle: unit u of row r at u ^ (r / 2 % 4), eight rows are 512 bytes.
 __device__ __forceinline__ u64 operand_short(u32 address, int k) {

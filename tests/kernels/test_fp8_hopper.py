@@ -21,11 +21,11 @@ CASES = {
     "prefill_channel": (Prefill(stages=3, cluster=1), 1, True, BF16, 4),
     "prefill_parts": (Prefill(stages=2), 2, False, BF16, 4),
     "prefill_sets": (Prefill(sets=2, stages=3), 1, False, BF16, 0),
-    "prefill_wide": (Prefill(wide=True, stages=3, lag=1), 1, False, BF16, 0),
-    "prefill_wide_early": (Prefill(wide=True, stages=4, lag=1, early=True), 1, False, BF16, 0),
+    "prefill_wide": (Prefill(wide=True, sets=2, cluster=1, stages=3, lag=1), 1, False, BF16, 0),
+    "prefill_wide_early": (Prefill(wide=True, sets=2, cluster=1, stages=4, lag=1, early=True), 1, False, BF16, 0),
     "prefill_early": (Prefill(sets=2, stages=6, early=True), 1, False, BF16, 0),
-    "prefill_wide_bias": (Prefill(wide=True, stages=3), 1, False, BF16, 4),
-    "prefill_wide_alone": (Prefill(wide=True, stages=2, cluster=1, lag=2), 1, True, BF16, 2),
+    "prefill_wide_bias": (Prefill(wide=True, sets=2, cluster=1, stages=3), 1, False, BF16, 4),
+    "prefill_wide_channel": (Prefill(wide=True, sets=2, cluster=1, stages=3, lag=2), 1, True, BF16, 2),
     "decode_channel": (Decode(16, stages=6), 1, True, BF16, 0),
     "decode8": (Decode(8, stages=4), 1, False, BF16, 4),
     "decode16_parts": (Decode(16, stages=3), 2, False, FP16, 0),
@@ -41,6 +41,9 @@ CASES = {
     "decode64_turned_parts": (Decode(64, stages=2, turned=True), 2, False, BF16, 4),
     "decode64_turned_narrow": (Decode(64, columns=16, stages=4, early=1, turned=True), 2, False, FP16, 2),
     "decode64_turned_two": (Decode(64, columns=128, stages=2, resident=1, turned=True), 1, True, FP16, 0),
+    "decode8_pairs": (Decode(8, columns=32, stages=5, early=5, pairs=True, late=True), 1, False, BF16, 0),
+    "decode32_pairs": (Decode(32, stages=4, pairs=True), 2, False, BF16, 2),
+    "decode64_turned_pairs": (Decode(64, columns=32, stages=4, turned=True, pairs=True), 1, True, FP16, 4),
     "decode64_two": (Decode(64, columns=128, stages=2, resident=1), 1, False, BF16, 0),
 }
 PREFILLS = "prefill", "prefill_sets", "prefill_wide", "prefill_early", "prefill_wide_early"  # of one part
@@ -150,7 +153,7 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     "names",
     [
         # one part of K
-        (*PREFILLS, "decode64_two", "decode8_narrow", "decode64_narrow", "decode64_turned"),
+        (*PREFILLS, "decode64_two", "decode8_narrow", "decode8_pairs", "decode64_narrow", "decode64_turned"),
         ("prefill_parts", "decode64_parts", "decode64_turned_parts"),  # two
     ],
 )
@@ -227,7 +230,8 @@ def test_every_plan_fits(n, k):
 def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest():
     assert hopper.plan_for(4096, 8192, 8192, 1) == hopper.WIDE
     assert hopper.plan_for(4096, 8192, 8192, 1, settled=True) == replace(hopper.WIDE, early=True)
-    assert hopper.plan_for(4096, 28672, 4096, 1) == hopper.SQUARE  # 55 of 128 columns, or 28 of 256
+    assert hopper.plan_for(4096, 28672, 4096, 1) == hopper.WIDE  # 28 of 256 columns, or 55 of 128
+    assert hopper.plan_for(512, 4096, 4096, 1) == hopper.SQUARE  # one of 128 columns, or one of 256
     assert hopper.plan_for(4096, 576, 1536, 2) == hopper.IN_PARTS
 
 
@@ -235,7 +239,8 @@ def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest(
     ("m", "n", "k", "columns", "early"),
     [
         (1, 4096, 4096, 32, 8),  # a quarter of K
-        (8, 6144, 4096, 64, 8),
+        (8, 6144, 4096, 64, 12),  # more where a quarter of the multiprocessors is free
+        (16, 4096, 4096, 64, 10),
         (1, 4096, 14336, 32, 16),
         (64, 8192, 8192, 64, 8),
         (8, 28672, 4096, 64, 4),  # two thread blocks a multiprocessor
@@ -246,6 +251,21 @@ def test_a_settled_weight_is_read_early_but_not_all_of_it(m, n, k, columns, earl
     plan = hopper.plan_for(m, n, k, 1, settled=True)
     assert (plan.columns, plan.early) == (columns, early)
     assert replace(plan, early=0) == hopper.plan_for(m, n, k, 1)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "pairs", "late"),
+    [
+        (16, 4096, 4096, True, True),
+        (32, 4096, 14336, False, False),  # K is long
+        (64, 4096, 4096, True, True),
+        (64, 8192, 8192, False, True),  # 32 sums a lane
+        (16, 28672, 4096, False, False),  # two thread blocks a multiprocessor
+    ],
+)
+def test_what_few_tokens_take_beside_their_tile(m, n, k, pairs, late):
+    plan = hopper.plan_for(m, n, k, 1)
+    assert (plan.pairs, plan.late) == (pairs, late)
 
 
 def test_what_it_does_not_take_is_named():

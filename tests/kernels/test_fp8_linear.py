@@ -21,9 +21,12 @@ EPSILON = 1e-9  # 1 + EPSILON is 1
 
 # every branch of the source
 CASES = {
-    "plain": (Held(stages=4), Work(rule="exact")),
+    "plain": (Held(stages=4, pairs=True), Work(rule="exact")),
     "narrow": (Held(columns=16, stages=5, early=5, together=8), Work(bias=2)),
-    "early": (Held(columns=32, stages=6, early=2, together=2), Work(dtype=FP16, bias=4, rule="exact")),
+    "early": (
+        Held(columns=32, stages=6, early=2, together=2, pairs=True, late=True),
+        Work(dtype=FP16, bias=4, rule="exact"),
+    ),
     "wide": (Held(columns=128, stages=3, early=3), Work(channel=True, rule="exact")),
     "parts": (Held(columns=64, stages=2, together=2), Work(parts=2, bias=4, add=True, rule="exact")),
     "added": (Held(columns=32, stages=3, early=3, together=2), Work(rule="pow2", add=True)),

@@ -4,17 +4,23 @@ namespace quantrot {
 
 // SPLIT blocks of a cluster share k. With fewer than 64 columns, for matrices of few rows, the operand of 64 rows runs
 // on into whatever follows and those sums are left: the memory, not the tensor cores, has to be kept busy, and by many
-// blocks. TURNED: the tokens are the operand of 64 rows, of which a lane then has two scales a block. The tokens come with each stage, or (HELD) all of them are in shared memory before the first product. GATES: half
-// of the columns are gates, and half are what they gate, from the second half of b.
-template <int TOKENS, int COLUMNS_, int STAGES, bool HELD_ = false, bool GATES_ = false, bool TURNED_ = false>
+// blocks. TURNED: the tokens are the operand of 64 rows, of which a lane then has two scales a block. The tokens come with
+// each stage, or (HELD) all of them are in shared memory before the first product. GATES: half of the columns are gates, and
+// half are what they gate, from the second half of b. PAIRS: two blocks of k are multiplied at once, each to sums of its own:
+// a product this small waits for the one before it on the same sums. LATE: the kernel after this one may start once all of b
+// is asked for, so that what it asks for early comes behind it; else as soon as this one waits no more.
+template <int TOKENS, int COLUMNS_, int STAGES, bool TURNED_, bool PAIRS_, bool LATE_, bool HELD_ = false,
+          bool GATES_ = false>
 struct DecodeShape {
-  static constexpr bool HELD = HELD_, GATES = GATES_, TURNED = TURNED_;
+  static constexpr bool HELD = HELD_, GATES = GATES_, TURNED = TURNED_, LATE = LATE_;
+  static constexpr int TOGETHER = PAIRS_ ? 2 : 1;
   static constexpr int COLUMNS = COLUMNS_, GROUPS = (COLUMNS + 63) / 64;
   static constexpr int SUMS = (TURNED ? COLUMNS / GROUPS : TOKENS) / 2;  // of a thread
   static constexpr int B_BYTES = COLUMNS * 128, A_BYTES = HELD ? 0 : TOKENS * 128, STAGE = A_BYTES + B_BYTES;
   static constexpr int PAD = TURNED ? 8192 - A_BYTES : GROUPS * 8192 - B_BYTES;  // what the last stage's rows run on into
   static constexpr int PITCH = COLUMNS + 4;  // of the parts, floats: lanes meet different banks
   static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE, "the parts take the stages' place");
+  static_assert(2 * TOGETHER <= STAGES, "two sets of products on their way");
   static_assert(COLUMNS % 64 == 0 || COLUMNS == 32 || COLUMNS == 16, "whole warps, each with 16 columns");
   static_assert(!GATES || COLUMNS >= 32, "a warp's columns have one scale of b: all are gates, or none");
   __device__ __forceinline__ static bool counts() {
@@ -23,9 +29,18 @@ struct DecodeShape {
   }
 };
 
-// bytes: of a stage, of the weight and of the tokens there are. The first EARLY blocks of the weight are asked for while the kernel before this one may still run. Where the tokens come
-// with the stages, not more of them than the memory's latency takes: the tokens' first block arrives behind them, and no
-// product starts without it.
+template <class Shape>
+__device__ __forceinline__ void decode_wait() {
+  if constexpr (Shape::LATE) {
+    grid_wait_only();
+  } else {
+    grid_wait();
+  }
+}
+
+// bytes: of a stage, of the weight and of the tokens there are. The first EARLY blocks of the weight are asked for while the
+// kernel before this one may still run. Where the tokens come with the stages, not more of them than the memory's latency
+// takes: the tokens' first block arrives behind them, and no product starts without it.
 template <class Shape, int STAGES, int EARLY>
 __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap* b, int token, int column, int first,
                                             int count, bool once, u32 base, u32 full, u32 empty, u32 bytes,
@@ -47,7 +62,7 @@ __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap*
   const int ahead = min(count, EARLY);
 #pragma unroll 1
   for (int k = 0; k < ahead; k++) weights(k, k);
-  grid_wait();
+  decode_wait<Shape>();
   Ring<STAGES> ring;
 #pragma unroll 1
   for (int k = 0; k < ahead; k++, ring.next()) tokens(k, k);
@@ -58,6 +73,7 @@ __device__ __forceinline__ void decode_load(const TensorMap* a, const TensorMap*
     weights(k, ring.stage);
     tokens(k, ring.stage);
   }
+  if constexpr (Shape::LATE) launch_dependents();
 }
 
 // The scales of every block of k of this part -> shared memory, a's of every token [count, TOKENS] and b's behind them. The
@@ -82,95 +98,125 @@ __device__ __forceinline__ void decode_scales(const GemmArgs& args, int token, i
     }
   }
   named_arrive(2, THREADS + 32);
-  copies_wait();
 }
 
-// product128 with rows of b as units of 16 bytes side by side, `held` of them (see operand_plain).
-template <int W>
-__device__ __forceinline__ void product128_held(float (&d)[W], u32 a, u32 b, u32 held) {
-  product_fence();
-#pragma unroll
-  for (int k = 0; k < 4; k++) product(d, operand(a, k), operand_plain(b + k * 32 * held, held * 16), k > 0);
-  product_commit();
-}
-
-// sum [64 columns of c (or fewer), TOKENS] over this block's part of k, two sets of sums in turn. scales: of both, or of a,
-// and b_scales. codes, held: where the tokens are held, and how many.
+// sum [64 columns of c (or fewer), TOKENS] over this block's part of k, two sets of sums in turn, of TOGETHER blocks each.
+// scales: of both, or of a, and b_scales. codes, held: where the tokens are held, and how many (see operand_plain).
 template <class Shape, int TOKENS, int STAGES>
 __device__ __forceinline__ void decode_multiply(float (&sum)[Shape::SUMS], int count, u32 base, u32 scales,
                                                 u32 b_scales, u32 full, u32 empty, u32 codes = 0, u32 held = 0) {
-  constexpr int W = Shape::SUMS, V = Shape::TURNED ? 1 : W / 4;
-  float d[2][W], b_scale[2];
-  float2 scale[2][V];
-  Ring<STAGES> ring;
-  u32 previous = 0;
+  constexpr int W = Shape::SUMS, V = Shape::TURNED ? 1 : W / 4, TOGETHER = Shape::TOGETHER;
+  float d[2][TOGETHER][W], b_scale[2][TOGETHER];
+  float2 scale[2][TOGETHER][V];
+  Ring<STAGES> ring, behind;
   const bool counts = Shape::counts();
-  const u32 weights = base + warp_number() / 4 * 8192;
+  const u64 weights = operand(base + warp_number() / 4 * 8192, 0), tokens = operand(base + Shape::B_BYTES, 0);
   scales += Shape::TURNED ? (warp_number() % 4 * 16 + lane_number() / 4) * 4 : lane_number() % 4 * 8;
-  auto open = [&](int set) {
-    const u32 from = ring.stage * Shape::STAGE;
-    barrier_wait(full + ring.stage * 8, ring.parity);
-    if constexpr (Shape::HELD) {
-      product128_held(d[set], weights + from, codes, held);
-      codes += 128 * held;
-    } else if constexpr (Shape::TURNED) {
-      product128(d[set], base + from + Shape::B_BYTES, weights + from);
-    } else {
-      product128(d[set], weights + from, base + from + Shape::B_BYTES);
+  auto open = [&](int set, int many) {
+    u32 from[TOGETHER];
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++) {
+      if (i == many) break;
+      from[i] = ring.stage * (Shape::STAGE / 16);
+      barrier_wait(full + ring.stage * 8, ring.parity);
+      ring.next();
     }
-    if (counts) {  // long before they are multiplied: their latency would come between two products
+    product_fence();
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++) {
+        if (i == many) break;
+        float(&to)[W] = d[set][i];
+        const u64 a = operand_after(tokens, from[i] + k * 2), b = operand_after(weights, from[i] + k * 2);
+        if constexpr (Shape::HELD) {
+          product(to, b, operand_plain(codes + (i * 128 + k * 32) * held, held * 16), k > 0);
+        } else if constexpr (Shape::TURNED) {
+          product(to, a, b, k > 0);
+        } else {
+          product(to, b, a, k > 0);
+        }
+      }
+    }
+    product_commit();
+    codes += many * 128 * held;
+  };
+  auto load_scales = [&](int set, int many) {
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++, scales += TOKENS * 4, b_scales += 4) {
+      if (i == many) break;
+      if (!counts) continue;  // long before they are multiplied: their latency would come between two products
       if constexpr (Shape::TURNED) {
-        scale[set][0] = float2{load_shared(scales), load_shared(scales + 32)};
+        scale[set][i][0] = float2{load_shared(scales), load_shared(scales + 32)};
       } else {
 #pragma unroll
-        for (int j = 0; j < V; j++) scale[set][j] = load_shared2(scales + j * 32);
+        for (int j = 0; j < V; j++) scale[set][i][j] = load_shared2(scales + j * 32);
       }
-      if constexpr (!Shape::HELD) b_scale[set] = load_shared(b_scales);
+      if constexpr (!Shape::HELD) b_scale[set][i] = load_shared(b_scales);
     }
-    scales += TOKENS * 4, b_scales += 4;
   };
-  auto close = [&](int set, bool last) {
+  auto close = [&](int set, int many, bool last) {
     if (last) {
       product_wait<0>();
     } else {
       product_wait<1>();
     }
-    product_done(d[set]);
-    if (lane_number() == 0) barrier_arrive(empty + previous * 8);
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++, behind.next()) {
+      if (i == many) break;
+      product_done(d[set][i]);
+      if (lane_number() == 0) barrier_arrive(empty + behind.stage * 8);
+    }
     if (!counts) return;
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++) {
+      if (i == many) break;
+      if constexpr (!Shape::HELD) {
+#pragma unroll
+        for (float2& by : scale[set][i]) by.x *= b_scale[set][i], by.y *= b_scale[set][i];
+      }
+#pragma unroll
+      for (int j = 0; j < W; j++) {
+        const float2 by = scale[set][i][Shape::TURNED ? 0 : j / 4];
+        sum[j] = fmaf(d[set][i][j], (Shape::TURNED ? j / 2 : j) % 2 ? by.y : by.x, sum[j]);
+      }
+    }
+  };
+  auto scales_there = [&] {
     if constexpr (!Shape::HELD) {
-#pragma unroll
-      for (float2& by : scale[set]) by.x *= b_scale[set], by.y *= b_scale[set];
-    }
-#pragma unroll
-    for (int j = 0; j < W; j++) {
-      const float2 by = scale[set][Shape::TURNED ? 0 : j / 4];
-      sum[j] = fmaf(d[set][j], (Shape::TURNED ? j / 2 : j) % 2 ? by.y : by.x, sum[j]);
+      copies_wait();
+      named_sync(1, 128 * Shape::GROUPS);
     }
   };
-  auto next = [&] {
-    previous = ring.stage;
-    ring.next();
+  auto next = [&](int set, int many) {
+    open(set, many);
+    load_scales(set, many);
   };
-  if (count == 0) return;
-  open(0);
-  next();
-  int k = 1;
-  for (; k + 1 < count; k += 2) {
-    open(1);
-    close(0, false);
-    next();
-    open(0);
-    close(1, false);
-    next();
-  }
-  if (k < count) {
-    open(1);
-    close(0, false);
-    next();
-    close(1, true);
+  const int whole = count / TOGETHER;
+  if (whole > 0) {
+    open(0, TOGETHER);
+    scales_there();
+    load_scales(0, TOGETHER);
+    int k = 1;
+    for (; k + 1 < whole; k += 2) {
+      next(1, TOGETHER);
+      close(0, TOGETHER, false);
+      next(0, TOGETHER);
+      close(1, TOGETHER, false);
+    }
+    if (k < whole) {
+      next(1, TOGETHER);
+      close(0, TOGETHER, false);
+      close(1, TOGETHER, true);
+    } else {
+      close(0, TOGETHER, true);
+    }
   } else {
-    close(0, true);
+    scales_there();
+  }
+  for (int k = whole * TOGETHER; k < count; k++) {
+    next(0, 1);
+    close(0, 1, true);
   }
 }
 
@@ -183,13 +229,21 @@ __device__ __forceinline__ u32 sum_of_pairs(u32 a, u32 b) {
 // A unit's parts, in the order of k.
 template <int SPLIT>
 __device__ __forceinline__ void add_parts(float (&y)[8], u32 from) {
+  if constexpr (SPLIT == 1) {
 #pragma unroll
-  for (int p = 0; p < SPLIT; p++) {
-    const u32 mapped = in_block(from, p);
-    const float4 lo = load_cluster4(mapped), hi = load_cluster4(mapped + 16);
-    const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+    for (int j = 0; j < 8; j += 2) {
+      const float2 pair = load_shared2(from + j * 4);
+      y[j] = pair.x, y[j + 1] = pair.y;
+    }
+  } else {
 #pragma unroll
-    for (int j = 0; j < 8; j++) y[j] = p ? y[j] + part[j] : part[j];
+    for (int p = 0; p < SPLIT; p++) {
+      const u32 mapped = in_block(from, p);
+      const float4 lo = load_cluster4(mapped), hi = load_cluster4(mapped + 16);
+      const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+#pragma unroll
+      for (int j = 0; j < 8; j++) y[j] = p ? y[j] + part[j] : part[j];
+    }
   }
 }
 
@@ -200,6 +254,7 @@ __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, in
                                              const Quad& addend) {
   constexpr int UNITS = Shape::COLUMNS / 8, THREADS = 128 * Shape::GROUPS;  // units of eight columns, a token
   static_assert(!ADD || TOKENS * UNITS <= THREADS, "a unit a thread");
+#pragma unroll
   for (int i = rank * THREADS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * THREADS) {
     const int t = i / UNITS, c = i % UNITS * 8;
     if (token + t >= args.m || column + c >= args.n) continue;
@@ -250,15 +305,22 @@ __device__ __forceinline__ void decode_start(u32 full, u32 empty) {
   block_sync();
 }
 
-// Of the warps that multiply: the products -> this block's part, in the stages' place.
+// Of the warps that multiply: the products -> sum.
 template <class Shape, int TOKENS, int STAGES, int SPLIT>
-__device__ __forceinline__ void decode_part(const DecodePart<Shape, TOKENS, STAGES, SPLIT>& part, u32 held) {
-  float sum[Shape::SUMS];
+__device__ __forceinline__ void decode_sums(float (&sum)[Shape::SUMS],
+                                            const DecodePart<Shape, TOKENS, STAGES, SPLIT>& part, u32 held) {
 #pragma unroll
   for (int j = 0; j < Shape::SUMS; j++) sum[j] = 0.f;
   const u32 own_scales = Shape::GATES && warp_number() * 16 >= Shape::COLUMNS / 2 ? (part.codes - part.scales) / 2 : 0;
   decode_multiply<Shape, TOKENS, STAGES>(sum, part.count, part.base, part.scales + own_scales, part.codes, part.full,
                                          part.empty, part.codes, held);
+}
+
+// The same -> this block's part, in the stages' place.
+template <class Shape, int TOKENS, int STAGES, int SPLIT>
+__device__ __forceinline__ void decode_part(const DecodePart<Shape, TOKENS, STAGES, SPLIT>& part, u32 held) {
+  float sum[Shape::SUMS];
+  decode_sums(sum, part, held);
   named_sync(1, 128 * Shape::GROUPS);  // every warp's products have read the stages
   const u32 lane = lane_number(), warp = warp_number();
   if (Shape::counts()) {
@@ -273,6 +335,50 @@ __device__ __forceinline__ void decode_part(const DecodePart<Shape, TOKENS, STAG
   if constexpr (SPLIT == 1) named_sync(1, 128 * Shape::GROUPS);
 }
 
+// Four lanes' words, of which lane i gets the i-th of each.
+__device__ __forceinline__ Quad quad_turned(const u32 (&w)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  u32 v[4];
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? w[i] : w[i + 1], 1);
+    v[i] = odd ? other : w[i], v[i + 1] = odd ? w[i + 1] : other;
+  }
+  Quad out;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const u32 other = __shfl_xor_sync(0xFFFFFFFFu, upper ? v[i] : v[i + 2], 2);
+    out.w[i] = upper ? other : v[i], out.w[i + 2] = upper ? v[i + 2] : other;
+  }
+  return out;
+}
+
+// TURNED, of which a lane's sums are of two tokens: the products -> c, without a detour through shared memory.
+template <class Shape, bool CHANNEL, class Out, int BIAS, int TOKENS, int STAGES>
+__device__ __forceinline__ void decode_rows(const DecodePart<Shape, TOKENS, STAGES, 1>& part, const GemmArgs& args) {
+  float sum[Shape::SUMS];
+  decode_sums(sum, part, 0);
+  if (!Shape::counts()) return;
+  const int lane = lane_number(), warp = warp_number();
+  const int row = part.token + warp % 4 * 16 + lane / 4, left = part.column + warp / 4 * 64;
+#pragma unroll
+  for (int first = 0; first < Shape::SUMS / 4; first += 4) {  // of four units of eight columns
+    const int column = left + (first + lane % 4) * 8;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      u32 w[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int j = (first + i) * 4 + 2 * h, at = min(left + (first + i) * 8 + lane % 4 * 2, args.n - 2);
+        w[i] = Out::pack(finished<CHANNEL, Out, BIAS>(args, sum[j], at), finished<CHANNEL, Out, BIAS>(args, sum[j + 1], at + 1));
+      }
+      const Quad unit = quad_turned(w);
+      if (row + 8 * h < args.m && column < args.n)
+        *(Quad*)((unsigned short*)args.c + (i64)(row + 8 * h) * args.n + column) = unit;
+    }
+  }
+}
+
 template <bool CHANNEL, class Out, int BIAS, bool ADD = false, class Shape, int TOKENS, int STAGES, int SPLIT>
 __device__ __forceinline__ void decode_end(const DecodePart<Shape, TOKENS, STAGES, SPLIT>& part, const GemmArgs& args,
                                            const Quad& addend = Quad()) {
@@ -283,10 +389,12 @@ __device__ __forceinline__ void decode_end(const DecodePart<Shape, TOKENS, STAGE
   if constexpr (SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 
-template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, int EARLY, bool TURNED, bool CHANNEL, class Out, int BIAS>
+template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, int EARLY, bool TURNED, bool PAIRS, bool LATE, bool CHANNEL,
+          class Out, int BIAS>
 __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
-  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, false, false, TURNED>;
+  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, TURNED, PAIRS, LATE>;
   constexpr int WARPS = Shape::GROUPS * 4;
+  constexpr bool ROWS = TURNED && SPLIT == 1 && COLUMNS >= 32;
   const DecodePart<Shape, TOKENS, STAGES, SPLIT> part(args);
   if (warp_number() == WARPS && lane_number() == 0) tensor_prefetch(a), tensor_prefetch(b);
   decode_start<STAGES, WARPS + 1, WARPS>(part.full, part.empty);
@@ -294,12 +402,15 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
     decode_load<Shape, STAGES, EARLY>(a, b, part.token, part.column, part.first, part.count, part.token_tiles == 1,
                                       part.base, part.full, part.empty, Shape::B_BYTES + args.box * 128);
   } else {
-    grid_wait();
+    decode_wait<Shape>();
     decode_scales<TOKENS, 32 * WARPS, CHANNEL>(args, part.token, part.column, part.first, part.count, part.scales);
-    named_sync(1, 32 * WARPS);
-    decode_part(part, 0);
+    if constexpr (ROWS) {
+      decode_rows<Shape, CHANNEL, Out, BIAS>(part, args);
+    } else {
+      decode_part(part, 0);
+    }
   }
-  decode_end<CHANNEL, Out, BIAS>(part, args);
+  if constexpr (!ROWS) decode_end<CHANNEL, Out, BIAS>(part, args);
 }
 
 }  // namespace quantrot

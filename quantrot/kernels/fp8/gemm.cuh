@@ -13,8 +13,8 @@
 // and the kernel for many tokens adds the same parts (SEGMENTED).
 //
 //   prefill.cuh  many tokens: persistent thread blocks; one warp feeds a ring of stages through the copy engine,
-//                another brings the scales along, two warpgroups multiply, each a slab of 64 rows by 128 columns, or
-//                (WIDE) two side by side; clusters of two neighbours share an operand.
+//                another brings the scales along, two warpgroups multiply, each a slab of 64 rows by 128 columns, in
+//                clusters of two neighbours that share the tokens, or (WIDE) two slabs side by side, in quarters.
 //   decode.cuh   few tokens: the weights are the operand of 64 rows and the tokens are its columns, so that no tile is
 //                padded to 64 rows of nothing; the blocks of a cluster split k and add their parts through each other's
 //                shared memory.

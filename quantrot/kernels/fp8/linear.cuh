@@ -85,10 +85,11 @@ __device__ __forceinline__ void store_gated(const GemmArgs& args, int column, u3
 //
 // NORMED: all of k is this block's, and V groups a half-warp are all there are. A token's sum of squares is that of its
 // groups' sums, which meet at `sums`, in an order that the number of tokens does not change.
-template <int D, bool NORMED, int V, int THREADS, bool CHANNEL, bool GATES>
+template <int D, bool NORMED, int V, int THREADS, bool CHANNEL, class Shape>
 __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const GemmArgs& args, int column, int first,
                                                 int count, u32 codes, u32 scales, u32 sums) {
   const int m = args.m;
+  constexpr bool GATES = Shape::GATES;
   constexpr int HALVES = THREADS / 16;
   const int in = lane_number() % 16, half = threadIdx.x / 16, own = group_of<V, 16>();
   const int apart = HALVES / m, begin = half / m, token = half - begin * m;  // groups
@@ -107,7 +108,7 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
       if (k < real) weight[j] = load16((const char*)tokens.norm + (i64)(k * 128 + in * 8) * 2);
     }
   }
-  grid_wait();  // a second time where nothing may be read early
+  decode_wait<Shape>();  // a second time where nothing may be read early
   for (int start = begin; start - begin < count; start += apart * V) {
     Vec v[V];
 #pragma unroll
@@ -148,13 +149,13 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
 }
 
 // V: see quantize_tokens.
-template <int COLUMNS, int STAGES, int SPLIT, int EARLY, int V, bool NORMED, int D, bool CHANNEL, class Out, int BIAS,
-          bool ADD, bool GATES>
+template <int COLUMNS, int STAGES, int SPLIT, int EARLY, bool PAIRS, bool LATE, int V, bool NORMED, int D, bool CHANNEL,
+          class Out, int BIAS, bool ADD, bool GATES>
 __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args, const Tokens& tokens) {
   static_assert(!NORMED || SPLIT == 1, "a block has the whole of a token");
   constexpr int TOKENS = 8;
   static_assert(!GATES || !(CHANNEL || ADD), "not made");
-  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, true, GATES>;
+  using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, false, PAIRS, LATE, true, GATES>;
   constexpr int WARPS = 4 * Shape::GROUPS, THREADS = 32 * WARPS;
   const DecodePart<Shape, TOKENS, STAGES, SPLIT> part(args);
   const u32 warp = warp_number();
@@ -167,7 +168,7 @@ __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args,
                                       part.full, part.empty, Shape::STAGE, args.n / 2);
   } else {
     const u32 sums = part.codes + part.count * 128 * m + (TOKENS - m) * 16;
-    quantize_tokens<D, NORMED, V, THREADS, CHANNEL, GATES>(tokens, args, part.column, part.first, part.count, part.codes,
+    quantize_tokens<D, NORMED, V, THREADS, CHANNEL, Shape>(tokens, args, part.column, part.first, part.count, part.codes,
                                                            part.scales, sums);
     fence_async();
     const int row = threadIdx.x / (COLUMNS / 8), column = part.column + threadIdx.x % (COLUMNS / 8) * 8;

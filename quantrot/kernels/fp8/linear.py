@@ -72,8 +72,10 @@ class Held(Decode):
 
     def entry(self, work: Work, name: str = "linear") -> str:
         """C++ of the kernel `name`."""
-        norm, channel, add, gates = (str(flag).lower() for flag in (work.norm, work.channel, work.add, work.gates))
-        plan = f"{self.columns}, {self.stages}, {work.parts}, {self.early}, {self.together}, {norm}"
+        pairs, late, norm, channel, add, gates = (
+            str(flag).lower() for flag in (self.pairs, self.late, work.norm, work.channel, work.add, work.gates)
+        )
+        plan = f"{self.columns}, {self.stages}, {work.parts}, {self.early}, {pairs}, {late}, {self.together}, {norm}"
         dtype = f"quantrot::{blocks.DTYPES[work.dtype]}, {channel}, quantrot::{hopper.OUT[work.dtype]}"
         return ENTRY.format(
             cluster=f"__cluster_dims__({work.parts}, 1, 1) " if work.parts > 1 else "",
@@ -108,6 +110,7 @@ def plan_for(
     budget = min(MAX_SHARED, SM_SHARED // plan.resident - 1024) - plan.held_bytes(segment, m, norm, gates)
     in_flight = (192 << 10) // plan.resident // (plan.columns * 128)
     plan = replace(plan, stages=max(0, min(budget // plan.stage_bytes(), in_flight)))
+    plan = replace(plan, pairs=plan.resident == 1 and plan.stages >= 4 and segment > hopper.SHORT)
     if plan.stages < 2 or (norm and not plan.holds_all(segment, m)):
         return None
     return replace(plan, early=hopper.early_blocks(plan, segment)) if settled else plan

@@ -6,30 +6,29 @@ template <int STAGES, int CLUSTER_, bool WIDE_>
 struct PrefillShape {
   static constexpr bool WIDE = WIDE_;
   static constexpr int GROUPS = 2, SLABS = WIDE ? 2 : 1;  // warpgroups that multiply, tiles of 64 x 128 of each
-  static constexpr int CLUSTER = CLUSTER_, TALL_CLUSTER = WIDE ? CLUSTER : 1, WIDE_CLUSTER = WIDE ? 1 : CLUSTER;
-  static constexpr int ROWS = 64 * GROUPS, COLUMNS = 128 * SLABS;
+  static constexpr int CLUSTER = CLUSTER_, ROWS = 64 * GROUPS, COLUMNS = 128 * SLABS;
   static constexpr int A_BYTES = ROWS * 128, B_BYTES = COLUMNS * 128, STAGE = A_BYTES + B_BYTES;
   static constexpr int SCALES = ROWS * 4 + 16;             // of a stage: a row's of a each, then 128 columns' of b each
   static constexpr int BOX = 8 * 64 * 2, OUTPUT = 3 * BOX;  // of a warp: c on its way, 8 rows of 64 columns at a time
   static_assert(STAGES * (STAGE + SCALES + 16) + GROUPS * 4 * OUTPUT <= 227 << 10, "shared memory");
 };
 
-// The tiles of c, in groups of rows, columns inside; a cluster takes neighbours, in m (WIDE) or in n.
+// The tiles of c, in groups of rows, columns inside; a cluster takes neighbours in n.
 template <class Shape>
 struct Tiles {
   int rows, columns, group, m;
 
   __device__ __forceinline__ explicit Tiles(const GemmArgs& args)
-      : rows(blocks_of(args.m, Shape::ROWS * Shape::TALL_CLUSTER)),
-        columns(blocks_of(args.n, Shape::COLUMNS * Shape::WIDE_CLUSTER)),
+      : rows(blocks_of(args.m, Shape::ROWS)),
+        columns(blocks_of(args.n, Shape::COLUMNS * Shape::CLUSTER)),
         group(args.tile_group),
         m(args.m) {}
   __device__ __forceinline__ int count() const { return rows * columns; }
   __device__ __forceinline__ void at(int i, int rank, int& row, int& column) const {  // of c
     const int first = i / (group * columns) * group, inside = i - first * columns;
     const int height = min(group, rows - first);
-    row = start_of(((first + inside % height) * Shape::TALL_CLUSTER + (Shape::WIDE ? rank : 0)) * Shape::ROWS, m, Shape::ROWS);
-    column = (inside / height * Shape::WIDE_CLUSTER + (Shape::WIDE ? 0 : rank)) * Shape::COLUMNS;
+    row = start_of((first + inside % height) * Shape::ROWS, m, Shape::ROWS);
+    column = (inside / height * Shape::CLUSTER + rank) * Shape::COLUMNS;
   }
 };
 
@@ -38,20 +37,20 @@ struct Tiles {
 template <class Shape, int STAGES, bool EARLY>
 __device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap* b, Tiles<Shape> tiles, int blocks,
                                              u32 base, u32 full, u32 empty, u32 a_box) {
-  constexpr int CLUSTER = Shape::CLUSTER, B_BOX = Shape::COLUMNS / (Shape::WIDE ? CLUSTER : 1);
+  constexpr int CLUSTER = Shape::CLUSTER;
   const u64 policy = cache_policy<NORMAL>();
-  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const u32 bytes = Shape::B_BYTES + (Shape::WIDE ? 1 : CLUSTER) * a_box * 128;
-  auto load = [&](u32 to, const TensorMap* map, int k, int first, u32 bar, bool shared, u32 box) {
-    if (CLUSTER > 1 && shared) {
-      tensor_load_all(to + rank * box * 128, map, k * 128, first + rank * box, bar, policy, (1 << CLUSTER) - 1);
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0, bytes = Shape::B_BYTES + CLUSTER * a_box * 128;
+  auto load_a = [&](int k, int row, u32 stage) {
+    const u32 to = base + stage * Shape::STAGE, bar = full + stage * 8;
+    if constexpr (CLUSTER > 1) {
+      tensor_load_all(to + rank * a_box * 128, a, k * 128, row + rank * a_box, bar, policy, (1 << CLUSTER) - 1);
     } else {
-      tensor_load(to, map, k * 128, first, bar, policy);
+      tensor_load(to, a, k * 128, row, bar, policy);
     }
   };
   auto load_b = [&](int k, int column, u32 stage) {
     barrier_expect(full + stage * 8, bytes);
-    load(base + stage * Shape::STAGE + Shape::A_BYTES, b, k, column, full + stage * 8, Shape::WIDE, B_BOX);
+    tensor_load(base + stage * Shape::STAGE + Shape::A_BYTES, b, k * 128, column, full + stage * 8, policy);
   };
   const int first = blockIdx.x / CLUSTER;
   int row, column, ahead = 0;  // blocks whose part of b is on its way
@@ -72,7 +71,7 @@ __device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap
         barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
         load_b(k, column, ring.stage);
       }
-      load(base + ring.stage * Shape::STAGE, a, k, row, full + ring.stage * 8, !Shape::WIDE, a_box);
+      load_a(k, row, ring.stage);
     }
   }
 }
@@ -157,9 +156,9 @@ __device__ __forceinline__ void promote(float* sum, const float (&d)[64], const 
   for (int i = 0; i < 64; i++) sum[i] = fmaf(d[i], scale[i / 2 % 2], sum[i]);
 }
 
-// With two SETS of the tensor cores' sums one block of k is promoted while the next is multiplied. LAG: in every tile
-// the second warpgroup starts so many slabs behind the first, so that one promotes, and later writes its results, while
-// the other multiplies.
+// With two SETS of the tensor cores' sums one block of k (WIDE: a quarter of one, 64 columns) is promoted while the next is
+// multiplied. LAG: in every tile the second warpgroup starts so many blocks, less three quarters, behind the first, so that
+// one promotes, and later writes its results, while the other multiplies.
 template <class Shape, int SETS, int STAGES, int LAG, bool SEGMENTED, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmArgs& args, Tiles<Shape> tiles,
                                                  int blocks, u32 base, u32 output, u32 scales, u32 full, u32 empty) {
@@ -167,7 +166,6 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
   const u32 group = warp_number() / 4, rank = CLUSTER > 1 ? cluster_rank() : 0, lane = lane_number();
   const u32 first_row = group * 64, warp_row = first_row + warp_number() % 4 * 16;
   const u32 own_scales = scales + (warp_row + lane / 4) * 4;
-  output += warp_number() * Shape::OUTPUT;
   Ring<STAGES> ring;
   for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
     float sum[SLABS * 64], total[SEGMENTED ? 64 : 1];
@@ -179,8 +177,8 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
     }
     const bool lags = LAG > 0 && blocks > STAGES;  // else the first could be a whole tile ahead
     if (lags && group == 1) named_sync(1, 256);
-    auto lead = [&](int slabs) {  // so many are done
-      if (LAG > 0 && slabs == LAG && lags && group == 0) named_arrive(1, 256);
+    auto lead = [&](int block) {  // whose first quarter is done
+      if (LAG > 0 && block == LAG - 1 && lags && group == 0) named_arrive(1, 256);
     };
     int left = args.segment;
     auto end_block = [&] {  // of a segment, perhaps
@@ -192,41 +190,96 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
         }
       }
     };
-    // What scales a slab of this stage's block of k: of a lane's two rows, and of b.
-    auto load_scales = [&](float (&scale)[3], int slab) {
-      const u32 stage = ring.stage * Shape::SCALES;
-      scale[2] = CHANNEL ? 1.f : load_shared(scales + stage + (Shape::ROWS + slab) * 4);
-      scale[0] = load_shared(own_scales + stage), scale[1] = load_shared(own_scales + stage + 32);
-    };
-    auto multiply_scales = [&](float (&scale)[3]) {  // once they are needed: the loads' latency passes behind products
-#pragma unroll
-      for (int j = 0; j < 2; j++) product_done(scale[j]), scale[j] *= scale[2];
-    };
-    auto begin = [&](float (&d)[64], int slab) {  // a slab's product over the block
-      const u32 a = base + ring.stage * Shape::STAGE, b = a + Shape::A_BYTES + slab * 16384;
-      product128(d, a + first_row * 128, b);
-    };
     auto next_block = [&](bool last) {
       release<CLUSTER>(empty + ring.stage * 8);
       ring.next();
       if (last) return;
       barrier_wait(full + ring.stage * 8, ring.parity);
     };
-    if constexpr (SETS == 1) {
+    // What scales this stage's block of k: of a lane's two rows, and of b.
+    auto load_scales = [&](float (&scale)[3]) {
+      const u32 stage = ring.stage * Shape::SCALES;
+      scale[2] = CHANNEL ? 1.f : load_shared(scales + stage + Shape::ROWS * 4);
+      scale[0] = load_shared(own_scales + stage), scale[1] = load_shared(own_scales + stage + 32);
+    };
+    auto multiply_scales = [&](float (&scale)[3]) {  // once they are needed: the loads' latency passes behind products
+#pragma unroll
+      for (int j = 0; j < 2; j++) product_done(scale[j]), scale[j] *= scale[2];
+    };
+    auto begin = [&](float (&d)[64]) {
+      const u32 a = base + ring.stage * Shape::STAGE;
+      product128(d, a + first_row * 128, a + Shape::A_BYTES);
+    };
+    if constexpr (Shape::WIDE) {
+      // a's rows are in registers for all four quarters: from shared memory, they and b would take all of its bandwidth.
+      float d[2][32], scale[2][2];
+      u32 rows[4][4];
+      const u32 own_rows = (first_row + warp_number() % 4 * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
+      auto load_rows = [&] {
+        const u32 from = base + ring.stage * Shape::STAGE + own_rows;
+#pragma unroll
+        for (int k = 0; k < 4; k++) load_matrices(rows[k], from ^ k << 5);
+      };
+      auto load_scales = [&] {  // of a lane's two rows, by those of both halves of b
+        const u32 stage = ring.stage * Shape::SCALES;
+        const float upper = load_shared(own_scales + stage), lower = load_shared(own_scales + stage + 32);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const float by = CHANNEL ? 1.f : load_shared(scales + stage + (Shape::ROWS + h) * 4);
+          scale[h][0] = upper * by, scale[h][1] = lower * by;
+        }
+      };
+      auto open = [&](int quarter) {
+        const u32 b = base + ring.stage * Shape::STAGE + Shape::A_BYTES + quarter * 8192;
+        product_fence();
+#pragma unroll
+        for (int k = 0; k < 4; k++) product(d[quarter % 2], rows[k], operand(b, k), k > 0);
+        product_commit();
+      };
+      auto close = [&](int quarter) {
+        product_done(d[quarter % 2]);
+#pragma unroll
+        for (int j = 0; j < 32; j++) {
+          float& to = sum[quarter * 32 + j];
+          to = fmaf(d[quarter % 2][j], scale[quarter / 2][j / 2 % 2], to);
+        }
+      };
+      auto multiply = [&](int k) {
+        open(0);
+        open(1);
+        load_scales();
+        product_wait<1>();
+        close(0);
+        lead(k);
+        open(2);
+        product_wait<1>();
+        close(1);
+        open(3);
+        product_wait<1>();
+        close(2);
+        product_wait<0>();
+        next_block(k + 1 == blocks);
+      };
+      barrier_wait(full + ring.stage * 8, ring.parity);
+      load_rows();
+      for (int k = 0; k + 1 < blocks; k++) {
+        multiply(k);
+        load_rows();
+        close(3);
+      }
+      multiply(blocks - 1);
+      close(3);
+    } else if constexpr (SETS == 1) {
       float d[64], scale[3];
       barrier_wait(full + ring.stage * 8, ring.parity);
       for (int k = 0; k < blocks; k++) {
-#pragma unroll
-        for (int slab = 0; slab < SLABS; slab++) {
-          begin(d, slab);
-          load_scales(scale, slab);
-          product_wait<0>();
-          multiply_scales(scale);
-          product_done(d);
-          lead(k * SLABS + slab + 1);
-          if (slab == SLABS - 1) next_block(k + 1 == blocks);
-          promote(sum + slab * 64, d, scale);
-        }
+        begin(d);
+        load_scales(scale);
+        product_wait<0>();
+        multiply_scales(scale);
+        product_done(d);
+        next_block(k + 1 == blocks);
+        promote(sum, d, scale);
         end_block();
       }
     } else {
@@ -234,8 +287,8 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
       u32 previous = 0;
       auto open = [&](int set) {
         barrier_wait(full + ring.stage * 8, ring.parity);
-        begin(d[set], 0);
-        load_scales(scale[set], 0);
+        begin(d[set]);
+        load_scales(scale[set]);
       };
       auto close = [&](int set) {
         multiply_scales(scale[set]);
@@ -284,8 +337,8 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
     tiles.at(i, rank, row, column);  // here, where the products' registers are free
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++)
-      store_slab<Shape, CHANNEL, Out, BIAS>(c, args, sum + slab * 64, slab, row + (int)warp_row, column + slab * 128,
-                                            output);
+      store_slab<Shape, CHANNEL, Out, BIAS>(c, args, sum + slab * 64, slab, row + (int)(threadIdx.x / 32 * 16),
+                                            column + slab * 128, output + warp_number() * Shape::OUTPUT);
   }
   if (lane_number() == 0) tensor_store_wait<0>();
 }
@@ -297,8 +350,9 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   using Shape = PrefillShape<STAGES, CLUSTER, WIDE>;
   constexpr int GROUPS = Shape::GROUPS;
   static_assert(!SEGMENTED || (SETS == 1 && !WIDE), "a third set of sums fits beside one");
-  static_assert(SETS == 1 || !WIDE, "two sets of sums of a slab fit for one slab");
-  static_assert(LAG == 0 || (SETS == 1 && LAG <= Shape::SLABS * (STAGES - 1)), "only the second waits");
+  static_assert(SETS == 2 || !WIDE, "quarters take turns");
+  static_assert(!WIDE || CLUSTER == 1, "not made");
+  static_assert(LAG == 0 || (WIDE && LAG < STAGES), "only the second waits");
   const u32 base = shared_memory(), output = base + STAGES * Shape::STAGE, scales = output + GROUPS * 4 * Shape::OUTPUT;
   const u32 full = scales + STAGES * Shape::SCALES, empty = full + STAGES * 8, warp = warp_number();
   const Tiles<Shape> tiles(args);

@@ -207,6 +207,7 @@ inline u32 lane_number() { return self().lane(); }
 inline u32 shared_memory() { return emulator::SHARED_START; }
 inline u32 cluster_rank() { return self().block->rank; }
 inline void grid_wait() { self().waited = true; }
+inline void grid_wait_only() { self().waited = true; }
 inline void launch_dependents() {}
 inline u32 in_block(u32 address, u32 rank) { return address | (rank + 1) << 24; }
 
@@ -511,6 +512,14 @@ inline void store_matrices_turned(u32 row, u32 a, u32 b, u32 c, u32 d) {
   unsigned short turned[8];
   for (u32 i = 0; i < 8; i++) turned[i] = all[lane / 8][i * 4 + column / 2] >> 16 * (column % 2);
   emulator::ordinary_write(row, turned, 16);
+}
+inline void load_matrices(u32 (&r)[4], u32 row) {
+  if (row % 16) emulator::fail("a row of 16 bytes that is not aligned");
+  u32 mine[4];
+  memcpy(mine, self().block->at(row, 16), 16);
+  const std::vector<u32> rows[4] = {exchange(mine[0]), exchange(mine[1]), exchange(mine[2]), exchange(mine[3])};
+  const u32 lane = self().lane();
+  for (u32 tile = 0; tile < 4; tile++) r[tile] = rows[lane % 4][tile * 8 + lane / 4];
 }
 inline float4 load_cluster4(u32 mapped) {
   emulator::Block& block = emulator::block_of(mapped);
