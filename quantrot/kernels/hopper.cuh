@@ -301,15 +301,6 @@ __device__ __forceinline__ float2 load_shared2(u32 address) {
   return v;
 }
 
-__device__ __forceinline__ float4 load_shared4(u32 address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
 // Four 8 x 8 matrices of 16-bit elements: a lane gives row lane / 4, columns 2 * (lane % 4) and the next of each, and the
 // address of row lane % 8 of matrix lane / 8.
 __device__ __forceinline__ void store_matrices(u32 row, u32 a, u32 b, u32 c, u32 d) {

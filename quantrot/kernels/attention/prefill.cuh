@@ -38,8 +38,8 @@ struct Codes {
 };
 
 template <class Code>
-__device__ __forceinline__ float scale_at(const void* scales, i64 i) {
-  return Code::value(__ldg((const typename Code::Scale*)scales + i));
+__device__ __forceinline__ typename Code::Scale scale_at(const void* scales, i64 i) {
+  return __ldg((const typename Code::Scale*)scales + i);
 }
 
 template <int D, int GROUPS, int STAGES, class Q>
@@ -121,11 +121,11 @@ __device__ __forceinline__ void attention_load(const TensorMap* q, const TensorM
     const int k_row = w.batch * args.k_batch + group * args.k_head, v_row = w.batch * args.v_batch + group * args.v_head;
     const i64 k_scale = w.batch * args.ks_batch + group * args.ks_head;
     const unsigned char* v_scale = args.v_scale + w.batch * args.vs_batch + group * args.vs_head;
-    float k_next = scale_at<Code>(args.k_scale, k_scale + (tiles - 1) * args.ks_tile);
+    auto k_next = scale_at<Code>(args.k_scale, k_scale + (tiles - 1) * args.ks_tile);
     int v_next = __ldg(v_scale + (tiles - 1) * args.vs_tile);
     for (int j = tiles - 1; j >= 0; j--, ring.next()) {
       const u32 bar = ring.stage * 16, at = max(j - 1, 0);
-      const float k_value = k_next;
+      const float k_value = Code::value(k_next);
       const int v_byte = v_next;
       k_next = scale_at<Code>(args.k_scale, k_scale + at * args.ks_tile), v_next = __ldg(v_scale + at * args.vs_tile);
       barrier_wait(empty + bar, ring.parity ^ 1);
@@ -350,7 +350,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       softmax.limit[r] = m >= w.asked ? 0 : CAUSAL ? min(w.used, w.offset + m + 1) : w.used;
       if constexpr (Q::BYTES == 1) {
         const i64 at = w.batch * args.qs_batch + w.head * args.qs_head + (i64)(m >> args.q_shift) * args.qs_row;
-        if ((u32)m < (u32)w.asked) softmax.rows[r] = scale_at<Code>(args.q_scale, at) * args.scale;
+        if ((u32)m < (u32)w.asked) softmax.rows[r] = Code::value(scale_at<Code>(args.q_scale, at)) * args.scale;
       }
     }
     if (tiles > 0) {

@@ -475,10 +475,6 @@ inline float2 load_shared2(u32 address) {
   memcpy(&v, self().block->at(address, 8), 8);
   return v;
 }
-inline float4 load_shared4(u32 address) {
-  const float2 a = load_shared2(address), b = load_shared2(address + 8);
-  return {a.x, a.y, b.x, b.y};
-}
 inline void store_matrices(u32 row, u32 a, u32 b, u32 c, u32 d) {
   const std::vector<u32> all[4] = {exchange(a), exchange(b), exchange(c), exchange(d)};
   const u32 lane = self().lane();
