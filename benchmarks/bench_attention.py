@@ -1,7 +1,7 @@
 """FP8 attention: prefill, decode over an e4m3 cache, and the kernel that prepares the operands, against their peers.
 
     python benchmarks/bench_attention.py [--out FILE]      # the table, and results/bench_attention-<gpu>.json
-    python benchmarks/bench_attention.py --query-codes 2 [--out FILE]  # prefill alone, a query is the sum of two codes
+    python benchmarks/bench_attention.py --scores fp8 [--out FILE]  # prefill alone, queries and keys in e4m3
     python benchmarks/bench_attention.py --sweep           # every launch configuration of every kernel, best first
     python benchmarks/bench_attention.py --render          # no GPU: the table of docs/attention.md, from the json
 
@@ -64,10 +64,10 @@ def qkv(seq: int, dim: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tens
     return [tuple(t.transpose(1, 2) for t in one) for one in zip(*sets, strict=False)]  # type: ignore[misc]
 
 
-def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Quantized:
-    """k and v in e4m3 and q as it is, which attention quantizes on its way."""
+def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: str) -> Quantized:
+    """k and v in codes and q as it is, which attention quantizes on its way."""
     left = k.transpose(1, 2)
-    made = rope_hadamard_quantize(left[:, :, :0], left, v.transpose(1, 2))
+    made = rope_hadamard_quantize(left[:, :, :0], left, v.transpose(1, 2), scores=scores)
     return made._replace(q=q, q_scale=made.q_scale.new_empty(*q.shape[:2], 0))
 
 
@@ -151,11 +151,11 @@ def error_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, y:
 # --- Rows ------------------------------------------------------------------------------------------------------------
 
 
-def prefill(dim: int, seq: int, causal: bool, gbps: float, query_codes: int) -> dict[str, Any]:
-    sets, how = qkv(seq, dim), {"causal": causal, "query_codes": query_codes}
-    us = time_us([lambda s=s: fp8_attention(*s, **how) for s in sets])
-    given = [prepared(*s) for s in sets]
-    attention = time_us([lambda g=g: attend(g, **how) for g in given])
+def prefill(dim: int, seq: int, causal: bool, gbps: float, scores: str) -> dict[str, Any]:
+    sets = qkv(seq, dim)
+    us = time_us([lambda s=s: fp8_attention(*s, causal=causal, scores=scores) for s in sets])
+    given = [prepared(*s, scores) for s in sets]
+    attention = time_us([lambda g=g: attend(g, causal=causal) for g in given])
     peers = {
         "cudnn_bf16": sdpa(SDPBackend.CUDNN_ATTENTION, causal, sets),
         "flash2": sdpa(SDPBackend.FLASH_ATTENTION, causal, sets),
@@ -164,13 +164,13 @@ def prefill(dim: int, seq: int, causal: bool, gbps: float, query_codes: int) -> 
     operations = 4 * seq * seq * dim * HEADS / (2 if causal else 1)
     return {
         "op": "prefill",
-        "case": {"head_dim": dim, "seq": seq, **how},
+        "case": {"head_dim": dim, "seq": seq, "causal": causal, "scores": scores},
         "us": us,
         "attend_us": attention,
         "tflops": operations / us / 1e6,
         "floor_us": operations / PEAK * 1e6,
         "peers_us": peers,
-        "error": error_of(*sets[0], causal, fp8_attention(*sets[0], **how)),
+        "error": error_of(*sets[0], causal, fp8_attention(*sets[0], causal=causal, scores=scores)),
     }
 
 
@@ -239,18 +239,18 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def main(out: Path | None, query_codes: int) -> None:
+def main(out: Path | None, scores: str) -> None:
     gbps = copy_gbps()
     rows = []
-    jobs: list[tuple[Callable[..., dict[str, Any]], list[Any]]] = [(partial(prefill, query_codes=query_codes), PREFILL)]
-    if query_codes == 1:
+    jobs: list[tuple[Callable[..., dict[str, Any]], list[Any]]] = [(partial(prefill, scores=scores), PREFILL)]
+    if scores == "int8":
         jobs += [(prepare, ROWS), (decode, DECODE)]
     for function, cases in jobs:
         for case in cases:
             rows.append(function(*case, gbps))
             print(line(rows[-1]), flush=True)
             torch.cuda.empty_cache()
-    if query_codes == 1 or out:
+    if scores == "int8" or out:
         write_results("bench_attention", gbps, rows, out)
 
 
@@ -288,7 +288,7 @@ def sweep() -> None:
             lambda c, given=given: [lambda g=g: kernels.attention(g, torch.bfloat16, c) for g in given],
         )
     for dim, seq in product((128, 64), (2048, 8192)):
-        given = [inputs(prepared(*s), True) for s in qkv(seq, dim)]
+        given = [inputs(prepared(*s, "int8"), True) for s in qkv(seq, dim)]
         best(
             f"prefill {dim}, {seq}, CUDA C++",
             [hopper.Plan(*plan) for plan in product((2, 3), (2, 3, 4), (False, True))],
@@ -309,7 +309,9 @@ def sweep() -> None:
         best(
             f"rope_hadamard_quantize {dim}, 8192",
             shapes,
-            lambda c, s=sets, cos=cos, d=dim: [lambda x=x: rope.quantize(*x, cos, cos, None, d, True, c) for x in s],
+            lambda c, s=sets, cos=cos, d=dim: [
+                lambda x=x: rope.quantize(*x, cos, cos, None, d, True, config=c) for x in s
+            ],
         )
 
 
@@ -347,7 +349,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--render", action="store_true")
-    parser.add_argument("--query-codes", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--scores", choices=("int8", "fp8"), default="int8")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.render:
@@ -355,4 +357,4 @@ if __name__ == "__main__":
     elif asked.sweep:
         sweep()
     else:
-        main(asked.out, asked.query_codes)
+        main(asked.out, asked.scores)

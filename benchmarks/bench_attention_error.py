@@ -1,9 +1,10 @@
-"""What e4m3 costs attention: relative error to float64, with and without a rotation of queries and keys.
+"""What 8 bits cost attention: relative error to float64, with and without a rotation of queries and keys.
 
     python benchmarks/bench_attention_error.py [--device cpu] [--seeds 4]
 
 Data: normal, and FlashAttention-3's test distribution N(0, 1) + N(0, 100) Bernoulli(0.001), for q, k and v alike.
-`scores` rounds q and k alone. Writes benchmarks/results/bench_attention_error-<device>.json; render.py makes the table.
+Queries and keys are in e4m3, or in int8 where it says so; `scores` rounds them alone, to e4m3. Writes
+benchmarks/results/bench_attention_error-<device>.json; render.py makes the table.
 """
 
 import argparse
@@ -46,9 +47,11 @@ def measure(kind: str, dim: int, seq: int, causal: bool, device: str, seed: int)
         return error(exact(*(dequantize_heads(*quantize_heads(t), torch.float32) for t in (a, b)), v, causal))
 
     return {
-        "per tensor": error(fp8_attention(q, k, v, causal=causal, granularity="tensor")),
-        "per block": error(fp8_attention(q, k, v, causal=causal)),
-        "rotated": error(fp8_attention(*turned, v, causal=causal)),
+        "per tensor": error(fp8_attention(q, k, v, causal=causal, granularity="tensor", scores="fp8")),
+        "per block": error(fp8_attention(q, k, v, causal=causal, scores="fp8")),
+        "rotated": error(fp8_attention(*turned, v, causal=causal, scores="fp8")),
+        "int8": error(fp8_attention(q, k, v, causal=causal)),
+        "int8, rotated": error(fp8_attention(*turned, v, causal=causal)),
         "scores": scores(q, k),
         "scores, rotated": scores(*turned),
     }

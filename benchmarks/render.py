@@ -147,13 +147,13 @@ def mmlu(result: dict[str, Any]) -> list[str]:
 
 
 def attention_error(result: dict[str, Any]) -> list[str]:
-    """A shape a row: what each scheme's error is, and what a rotation divides it by."""
+    """A shape a row: what each scheme's error is, and what a rotation divides per-tensor e4m3's by."""
     names = list(result["rows"][0]["error"])
-    head = ["data", "head_dim", "tokens", "causal", *names, "rotation divides", "of scores"]
+    head = ["data", "head_dim", "tokens", "causal", *names, "per tensor / rotated", "/ int8, rotated"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in result["rows"]:
         e = row["error"]
-        gains = e["per tensor"] / e["rotated"], e["scores"] / e["scores, rotated"]
+        gains = e["per tensor"] / e["rotated"], e["per tensor"] / e["int8, rotated"]
         cells = [*map(str, row["case"].values()), *(f"{e[n]:.3f}" for n in names), *(f"{g:.2f}" for g in gains)]
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", f"Means over {result['seeds']} seeds, torch {result['torch']}: `{result['command']}`"]

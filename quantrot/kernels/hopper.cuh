@@ -291,6 +291,10 @@ __device__ __forceinline__ void store_shared2(u32 address, u32 a, u32 b) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 
+__device__ __forceinline__ void store_shared4(u32 address, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
 __device__ __forceinline__ u32 load_shared_u16(u32 address) {  // two bytes, zeros above
   u32 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -389,6 +393,11 @@ __device__ __forceinline__ void product_done(float (&d)[W]) {
 #pragma unroll
   for (int i = 0; i < W; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int W>
+__device__ __forceinline__ void product_done(int (&d)[W]) {
+#pragma unroll
+  for (int i = 0; i < W; i++) asm volatile("" : "+r"(d[i])::"memory");
+}
 __device__ __forceinline__ void product_done(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
 #define QR_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -396,6 +405,9 @@ __device__ __forceinline__ void product_done(float& x) { asm volatile("" : "+f"(
 #define QR_16(i) QR_8(i), QR_8(i + 8)
 #define QR_32(i) QR_16(i), QR_16(i + 16)
 #define QR_64(i) QR_32(i), QR_32(i + 32)
+#define QR_WHOLE4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
+#define QR_WHOLE16(i) QR_WHOLE4(i), QR_WHOLE4(i + 4), QR_WHOLE4(i + 8), QR_WHOLE4(i + 12)
+#define QR_WHOLE64(i) QR_WHOLE16(i), QR_WHOLE16(i + 16), QR_WHOLE16(i + 32), QR_WHOLE16(i + 48)
 #define QR_TEXT4 "%0,%1,%2,%3"
 #define QR_TEXT8 QR_TEXT4 ",%4,%5,%6,%7"
 #define QR_TEXT16 QR_TEXT8 ",%8,%9,%10,%11,%12,%13,%14,%15"
@@ -449,6 +461,14 @@ __device__ __forceinline__ void product(float (&d)[W], const u32 (&a)[4], u64 b,
   if constexpr (W == 64) QR_PRODUCT_REGISTERS(128, 64, "64", "65", "66", "67", "68", "69");
   if constexpr (W == 96) QR_PRODUCT_REGISTERS(192, 96, "96", "97", "98", "99", "100", "101");
   if constexpr (W == 128) QR_PRODUCT_REGISTERS(256, 128, "128", "129", "130", "131", "132", "133");
+}
+
+// The same of int8 codes, with exact sums.
+__device__ __forceinline__ void product(int (&d)[64], const u32 (&a)[4], u64 b, bool add) {
+  asm volatile("{.reg .pred add;\nsetp.ne.b32 add, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" QR_TEXT64
+               "}, {%64, %65, %66, %67}, %68, add;}"
+               : QR_WHOLE64(0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
 #define QR_PRODUCT16(N, W, TYPE, TURNED, A0, A1, A2, A3, B, S)                                                      \

@@ -25,8 +25,8 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=g
 DIMS = [64, 96, 128, 256, 80]
 # Of e4m3 on normal data, 2.6 % a rounding: q's and k's move a score by 2.6 % sqrt(2) of its spread of one, p's and v's
 # add to that, sqrt(4) x 2.6 % together. Draws of two heads scatter by 0.0027; these, the same everywhere, give at most
-# 0.0496 causal and 0.0556 not. A query of two codes is as good as not rounded: sqrt(3) x 2.6 %, at head_dim 128 more.
-NORMAL_ERROR = {1: 0.056, 2: 0.050}  # by query_codes
+# 0.0496 causal and 0.0556 not. In int8 a query is rounded by 0.7 %, its scale being its own, and keys by 0.9 %.
+NORMAL_ERROR = {"fp8": 0.056, "int8": 0.042}  # by scores
 TILING_ERROR = 1e-3  # between backends: float32 sums in another order, and a code now and then
 
 
@@ -64,6 +64,15 @@ def outliers(*shape):
 
 # --- Codes and scales ------------------------------------------------------------------------------------------------
 
+WHOLE = [  # values of a group, int8's scale over the largest magnitude's 1 / 127, its codes
+    ("zeros", [0.0, -0.0], 2.0**-100, [0, 0]),
+    ("the largest codes", [-127.0, 127.0], 127, [-127, 127]),
+    ("ties, to even", [127.0, 0.5, 1.5, -2.5], 127, [127, 0, 2, -2]),
+    ("smaller than it is told apart", [1e-40, -1e-40], 2.0**-100, [0, 0]),
+    ("float32's largest", [torch.finfo(torch.float32).max, 1.0], torch.finfo(torch.float32).max, [127, 0]),
+    ("infinity", [float("inf"), 1.0], float("nan"), [0, 0]),
+    ("nan", [1.0, float("nan")], float("nan"), [0, 0]),
+]
 SPECIAL = [  # values of a group, its byte, its codes
     ("zeros", [0.0, 0.0], 127, [0x00, 0x00]),
     ("minus zero", [-0.0, 1.0], 119, [0x80, 0x78]),
@@ -86,6 +95,13 @@ def test_named_groups_have_these_codes(values, byte, codes):
     assert scale.item() == byte and qdata.view(torch.uint8).flatten().tolist() == codes
     back = dequantize_heads(qdata, scale, torch.float32)
     assert torch.equal(back.isnan(), torch.full_like(x, byte == 255, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(("values", "largest", "codes"), [pytest.param(*case[1:], id=case[0]) for case in WHOLE])
+def test_named_groups_have_these_int8_codes(values, largest, codes):
+    qdata, scale = quantize_heads(torch.tensor(values).view(1, 1, 1, -1), codes=torch.int8)
+    assert qdata.dtype == torch.int8 and qdata.flatten().tolist() == codes
+    torch.testing.assert_close(scale.view(1), torch.tensor([largest]) * (1 / 127), rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_byte_is_the_least_power_of_two_that_saturates_nothing():
@@ -113,6 +129,17 @@ def test_a_group_has_the_byte_of_its_largest_magnitude(granularity):
 
 
 @pytest.mark.parametrize("granularity", list(Granularity))
+def test_int8_is_within_half_a_step_of_its_groups_largest_magnitude(granularity):
+    x = torch.randn(2, 3, 300, 16) * torch.rand(2, 3, 300, 1) ** 8
+    qdata, scale = quantize_heads(x, granularity, torch.int8)
+    _, coarse = quantize_heads(x, granularity)
+    assert scale.dtype == torch.float32 and scale.shape == coarse.shape
+    steps = spread(scale, 300).unsqueeze(3)
+    assert ((x - qdata * steps).abs() <= 0.5001 * steps).all() and qdata.abs().amax() == 127
+    assert torch.equal(dequantize_heads(qdata, scale, torch.float32), qdata * steps)
+
+
+@pytest.mark.parametrize("granularity", list(Granularity))
 def test_what_bfloat16_holds_of_a_dequantized_value_is_all_of_it(granularity):
     qdata, scale = quantize_heads(torch.randn(1, 2, 200, 32), granularity)
     wide = dequantize_heads(qdata, scale, torch.bfloat16)
@@ -136,20 +163,21 @@ def angles(tokens, dim, device="cpu", dtype=torch.float32, batch=1):
     return [torch.cat([f(theta)] * 2, -1).to(dtype) for f in (torch.cos, torch.sin)]
 
 
+@pytest.mark.parametrize("scores", ["fp8", "int8"])
 @pytest.mark.parametrize(
     ("dim", "order", "signed"), [(64, 64, False), (128, 128, True), (96, 96, False), (80, 20, True), (80, 40, False)]
 )
-def test_the_definition_is_rope_then_hadamard_then_e4m3(dim, order, signed):
+def test_the_definition_is_rope_then_hadamard_then_codes(dim, order, signed, scores):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     x = [t.transpose(1, 2) for t in qkv(batch=2, dim=dim)]
     cos, sin = angles(70, dim)
     signs = random_signs(dim, 1) if signed else None
-    got = rope_hadamard_quantize(*x, cos, sin, order=order, signs=signs, granularity="token")
+    got = rope_hadamard_quantize(*x, cos, sin, order=order, signs=signs, granularity="token", scores=scores)
     turned = apply_rotary_pos_emb(x[0].transpose(1, 2), x[1].transpose(1, 2), cos, sin)
     for name, t in zip(("q", "k"), turned, strict=True):
-        codes, scale = quantize_heads(hadamard_transform(t, block=order, signs=signs))
-        assert torch.equal(getattr(got, f"{name}_scale"), scale)
+        codes, scale = quantize_heads(hadamard_transform(t, block=order, signs=signs), codes=got.k.dtype)
+        torch.testing.assert_close(getattr(got, f"{name}_scale"), scale, rtol=1e-6, atol=0)  # bytes exactly
         assert (getattr(got, name).view(torch.uint8) == codes.view(torch.uint8)).float().mean() > 0.9999
     codes, scale = quantize_heads(x[2].transpose(1, 2))
     assert torch.equal(got.v.view(torch.uint8), transposed_values(codes).view(torch.uint8))
@@ -162,7 +190,7 @@ def test_a_rotation_of_both_leaves_the_scores():
     turned = attend(
         rope_hadamard_quantize(q, k, v, order=64, signs=random_signs(64, 0)), causal=True, dtype=torch.float32
     )
-    assert relative(turned, plain) <= 2**0.5 * NORMAL_ERROR[1]
+    assert relative(turned, plain) <= 2**0.5 * NORMAL_ERROR["fp8"]
 
 
 def test_a_tokens_codes_are_its_own():
@@ -183,21 +211,21 @@ def test_a_tokens_codes_are_its_own():
 @devices
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("codes", [1, 2])
-def test_error_to_float64_is_that_of_four_roundings(device, dim, causal, codes):
+@pytest.mark.parametrize("scores", ["fp8", "int8"])
+def test_error_to_float64_is_that_of_four_roundings(device, dim, causal, scores):
     q, k, v = qkv(batch=4, heads=2, groups=1, queries=256, keys=256, dim=dim, device=device)
-    y = fp8_attention(q, k, v, causal=causal, query_codes=codes)
-    assert relative(y, exact(q, k, v, causal)) <= NORMAL_ERROR[codes]
+    y = fp8_attention(q, k, v, causal=causal, scores=scores)
+    assert relative(y, exact(q, k, v, causal)) <= NORMAL_ERROR[scores]
 
 
 def test_rotation_lowers_the_error_of_outliers():
     """A query and a key with an outlier in one channel: its product carries the error of two codes; turned, of 128."""
     q, k, v = (outliers(1, 1, 2048, 128) for _ in range(3))
     wide, turned = exact(q, k, v, causal=False), [hadamard_transform(t) for t in (q, k)]
-    plain = fp8_attention(q, k, v, causal=False, granularity="tensor")
-    rotated = fp8_attention(*turned, v, causal=False)
-    assert relative(plain, wide) >= 1.5 * relative(rotated, wide)
-    assert relative(rotated, wide) <= 1.1 * NORMAL_ERROR[1]  # as on normal data
+    plain = relative(fp8_attention(q, k, v, causal=False, granularity="tensor", scores="fp8"), wide)
+    for scores, times in (("fp8", 1.5), ("int8", 2.0)):
+        rotated = relative(fp8_attention(*turned, v, causal=False, scores=scores), wide)
+        assert plain >= times * rotated and rotated <= 1.1 * NORMAL_ERROR[scores]  # as on normal data
     scores = [
         relative(exact(*(dequantize_heads(*quantize_heads(t), torch.float32) for t in pair), v, causal=False), wide)
         for pair in ((q, k), turned)
@@ -206,9 +234,10 @@ def test_rotation_lowers_the_error_of_outliers():
 
 
 @devices
-def test_only_probabilities_are_rounded_between_the_codes_and_the_result(device):
+@pytest.mark.parametrize("scores", ["fp8", "int8"])
+def test_only_probabilities_are_rounded_between_the_codes_and_the_result(device, scores):
     q, k, v = qkv(device=device)
-    given = rope_hadamard_quantize(*(t.transpose(1, 2) for t in (q, k, v)), granularity="token")
+    given = rope_hadamard_quantize(*(t.transpose(1, 2) for t in (q, k, v)), granularity="token", scores=scores)
     k, q = (
         dequantize_heads(given.k, given.k_scale, torch.float32),
         dequantize_heads(given.q, given.q_scale, torch.float32),
@@ -300,14 +329,15 @@ def test_layout_does_not_change_bits(device):
 def test_the_operators_are_functional_and_registered(device):
     q, k, v = (t.transpose(1, 2).contiguous() for t in qkv(queries=20, keys=20, device=device))
     cos, sin = angles(20, 64, device)
-    made = (q, k, v, cos, sin, random_signs(64, 0).to(device), 64, "block", "auto")
-    torch.library.opcheck(torch.ops.quantrot.rope_hadamard_quantize, made)
-    given = Quantized(*torch.ops.quantrot.rope_hadamard_quantize(*made))
-    operands = (given.q, given.k, given.v, given.q_scale, given.k_scale, given.v_scale)
-    options = (None, None, None, True, 0.125)
-    torch.library.opcheck(torch.ops.quantrot.fp8_attention, (*operands, *options, 1, torch.bfloat16, "auto"))
-    wide = (q.transpose(1, 2), *operands[1:3], operands[3][..., :0], *operands[4:])
-    torch.library.opcheck(torch.ops.quantrot.fp8_attention, (*wide, *options, 2, torch.bfloat16, "auto"))
+    options = (None, None, None, True, 0.125, torch.bfloat16, "auto")
+    for scores in ("fp8", "int8"):
+        made = (q, k, v, cos, sin, random_signs(64, 0).to(device), 64, "block", scores, "auto")
+        torch.library.opcheck(torch.ops.quantrot.rope_hadamard_quantize, made)
+        given = Quantized(*torch.ops.quantrot.rope_hadamard_quantize(*made))
+        operands = (given.q, given.k, given.v, given.q_scale, given.k_scale, given.v_scale)
+        torch.library.opcheck(torch.ops.quantrot.fp8_attention, (*operands, *options))
+        wide = (q.transpose(1, 2), *operands[1:3], operands[3][..., :0], *operands[4:])
+        torch.library.opcheck(torch.ops.quantrot.fp8_attention, (*wide, *options))
 
 
 @devices
@@ -345,8 +375,7 @@ ERRORS = [
     ({"backend": "triton"}, "needs a CUDA device"),
     ({"backend": "hopper"}, "needs an sm_90 GPU"),
     ({"dtype": torch.int32}, "q: torch.int32"),
-    ({"query_codes": 3}, "query_codes: 3 with q in torch.float32; allowed: 1, or 2 with q that is not e4m3"),
-    ({"query_codes": 2, "granularity": "head"}, "query_codes: 2 with granularity head; allowed there: 1"),
+    ({"scores": "int4"}, "scores: 'int4'; allowed: int8, fp8"),
     ({"mask": torch.zeros(1, 1, 70, 70)}, "mask: torch.float32"),
     ({"mask": torch.zeros(1, 4, 70, 70, dtype=torch.bool)}, r"allowed: bool \[1 or 1, 1, 1 or 70, 70\]"),
     ({"lengths": torch.zeros(1)}, r"lengths: torch.float32 \(1,\); allowed: int32 \[1\]"),
@@ -372,8 +401,11 @@ def test_operands_that_are_not_quantized_are_named():
     ):
         with pytest.raises(ValueError, match=says):
             attend(given._replace(**change), causal=True)
-    with pytest.raises(ValueError, match="query_codes: 2 with q in torch.float8_e4m3fn; allowed: 1"):
-        attend(given, causal=True, query_codes=2)
+    whole = rope_hadamard_quantize(*(t.transpose(1, 2) for t in (q, k, v)), scores="int8")
+    with pytest.raises(ValueError, match="q: torch.float8_e4m3fn with 4 dimensions; quantize it first"):
+        attend(whole._replace(q=given.q), causal=True)
+    with pytest.raises(ValueError, match="k_scale: torch.uint8 .*; allowed: float32"):
+        attend(whole._replace(k_scale=given.k_scale), causal=True)
     with pytest.raises(ValueError, match="order: 48 does not divide head_dim 64"):
         rope_hadamard_quantize(*(t.transpose(1, 2) for t in (q, k, v)), order=48)
     with pytest.raises(ValueError, match="cos, sin: one is given without the other"):
@@ -388,16 +420,19 @@ from quantrot.kernels.attention import fp8_attention, rope_hadamard_quantize
 from quantrot.orthogonal import random_signs
 torch.manual_seed(0)
 
-def prepared(dim, tokens, order, granularity, dtype, signs=None):
+def prepared(dim, tokens, order, granularity, dtype, signs=None, scores="fp8"):
     q, k, v = (torch.randn(2, tokens, n, dim).to(dtype) for n in (5, 2, 2))
     k[0, 0], v[1] = 0, v[1] * 1e-3
     v[0, -1, 0, 0] = float("nan")
     theta = torch.randn(1, tokens, dim // 2)
     args = q, k, v, theta.cos().to(dtype), theta.sin().to(dtype)
-    kwargs = dict(order=order, signs=signs, granularity=granularity)
+    kwargs = dict(order=order, signs=signs, granularity=granularity, scores=scores)
     ours = rope_hadamard_quantize(*args, **kwargs, backend="triton")
     for name, a, b in zip(ours._fields, ours, rope_hadamard_quantize(*args, **kwargs, backend="reference")):
         assert a.shape == b.shape and a.dtype == b.dtype
+        if a.dtype == torch.float32:
+            torch.testing.assert_close(a, b, rtol=0 if order is None else 1e-6, atol=0)
+            continue
         turned = order is not None and name in ("q", "k")  # float32 sums in another order; a zero's sign is not said
         differ = a.view(torch.uint8) != b.view(torch.uint8) if not turned else a.float() != b.float()
         wrong = differ.float().mean().item()
@@ -414,7 +449,7 @@ def attended(dim, queries, keys, heads, groups, causal, granularity, **kwargs):
     v[:, :, ::7] *= 10
     v *= 2 ** torch.linspace(-6, 6, keys).view(-1, 1)  # the scales rise from tile to tile
     k[:, :, ::5] *= 0.1
-    kwargs |= dict(causal=causal, granularity=granularity)
+    kwargs = dict(scores="fp8") | kwargs | dict(causal=causal, granularity=granularity)
     y, expected = (fp8_attention(q, k, v, backend=b, **kwargs) for b in ("triton", "reference"))
     error = ((y - expected).norm() / expected.norm().clamp_min(1e-30)).item()
     assert error <= 5e-4, (dim, queries, keys, granularity, kwargs, error)
@@ -436,8 +471,12 @@ attended(64, 50, 60, 2, 1, False, "block", mask=mask)
 attended(64, 1, 60, 2, 1, False, "token", mask=mask[:, :, :1], lengths=lengths)
 attended(64, 1, 60, 2, 1, True, "token", lengths=lengths * 0)
 for dim in (64, 128, 80):
-    attended(dim, 70, 70, 2, 1, True, "block", query_codes=2)
-    attended(dim, 1, 90, 4, 2, False, "token", query_codes=2, lengths=lengths)
+    attended(dim, 70, 140, 2, 1, True, "block", scores="int8")
+    attended(dim, 1, 90, 4, 2, False, "token", scores="int8", lengths=lengths)
+attended(256, 20, 40, 1, 1, True, "token", scores="int8")
+attended(64, 1, 300, 2, 1, True, "tensor", scores="int8")
+for case in ((64, 131, None, "block", F16), (128, 20, 128, "token", F16), (80, 17, None, "token", F32)):
+    prepared(*case, scores="int8")
 print("agrees")
 """
 
@@ -452,9 +491,11 @@ from quantrot.kernels.attention import rope, triton as kernels
 E = torch.float8_e4m3fn
 def byte(*shape): return torch.zeros(shape, dtype=torch.uint8)
 
-def attended(dim, queries, scales, mask=None, lengths=None, keys=4096):
-    operands = byte(1, 8, queries, dim).view(E), byte(1, 2, keys, dim).view(E), byte(1, 2, dim, keys).view(E)
+def attended(dim, queries, scales, mask=None, lengths=None, keys=4096, codes=E):
+    operands = byte(1, 8, queries, dim).view(codes), byte(1, 2, keys, dim).view(codes), byte(1, 2, dim, keys).view(E)
     scale = byte(1, 8, queries), byte(1, 2, scales), byte(1, 2, scales)
+    if codes == torch.int8:
+        scale = scale[0].float(), scale[1].float(), scale[2]
     kernels.attention(kernels.Inputs(*operands, *scale, mask, lengths, None, True, 0.1), torch.bfloat16)
 
 def prepared(dim, tokens, by_block, order):
@@ -465,6 +506,8 @@ def prepared(dim, tokens, by_block, order):
 attended(64, 4096, 32)
 attended(128, 4096, 32)
 attended(128, 4096, 4096)
+attended(128, 4096, 32, codes=torch.int8)
+attended(128, 1, 4096, codes=torch.int8)
 attended(128, 1, 4096, torch.ones(1, 1, 1, 4096, dtype=torch.bool), torch.ones(1, dtype=torch.int32))
 prepared(128, 4096, True, 128)
 prepared(128, 1, False, 128)
@@ -479,7 +522,7 @@ def compiled(compiled_for_hopper):
 
 
 def test_no_kernel_spills_on_hopper(compiled):
-    assert [len(found) for found in compiled.values()] == [3, 1, 2]
+    assert [len(found) for found in compiled.values()] == [4, 2, 2]
     for kernel in sum(compiled.values(), []):
         assert not kernel["local"] and kernel["shared"] <= 227 << 10, kernel
 
@@ -492,9 +535,9 @@ def test_prefill_on_hopper_is_wgmma_and_two_programs_a_multiprocessor(compiled):
 
 
 def test_decode_on_hopper_is_wgmma_and_two_programs_a_multiprocessor(compiled):
-    kernel = compiled["decode"][0]
-    assert kernel["wgmma"] >= 8 and not kernel["mma"] and kernel["waits"] <= 2, kernel
-    assert kernel["registers"] <= 128 and 2 * kernel["shared"] <= 227 << 10, kernel
+    for kernel in compiled["decode"]:
+        assert kernel["wgmma"] >= 8 and not kernel["mma"] and kernel["waits"] <= 2, kernel
+        assert kernel["registers"] <= 128 and 2 * kernel["shared"] <= 227 << 10, kernel
 
 
 def test_preparing_on_hopper_loads_sixteen_bytes_and_turns_by_tensor_cores(compiled):
@@ -514,14 +557,19 @@ def both(function, *args, **kwargs):
 @pytest.mark.parametrize("granularity", ["block", "token"])
 @pytest.mark.parametrize("tokens", [1, 3, 63, 257])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128])
-def test_the_kernel_writes_the_references_codes(dtype, granularity, tokens, dim):
+@pytest.mark.parametrize("scores", ["fp8", "int8"])
+def test_the_kernel_writes_the_references_codes(scores, dtype, granularity, tokens, dim):
     x = [t.transpose(1, 2) for t in qkv(batch=2, queries=tokens, keys=tokens, dim=dim, device="cuda", dtype=dtype)]
     x[1][0, -1, 0] = 0
     x[2][1, 0, 1, 3] = float("nan")
     cos, sin = angles(tokens, dim, "cuda", dtype)
     for order in (None, 20 if dim == 80 else dim):
-        ours, theirs = both(rope_hadamard_quantize, *x, cos, sin, order=order, granularity=granularity)
+        options = {"order": order, "granularity": granularity, "scores": scores}
+        ours, theirs = both(rope_hadamard_quantize, *x, cos, sin, **options)
         for name, a, b in zip(ours._fields, ours, theirs, strict=True):
+            if a.dtype == torch.float32:
+                torch.testing.assert_close(a, b, rtol=1e-6 if order else 0, atol=0)
+                continue
             wrong = (a.view(torch.uint8) != b.view(torch.uint8)).sum().item()
             # Turned in another order of additions: about an element in 10^5 has its float32 across a code's edge.
             assert wrong <= (max(1, 1e-4 * a.numel()) if order and name in ("q", "k") else 0), (name, order, wrong)
@@ -546,13 +594,14 @@ def flip_error(dim: int, heavy: int) -> float:
 @pytest.mark.parametrize("granularity", list(Granularity))
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 63), (1, 4097), (3, 3), (63, 63), (257, 257), (65, 1000)])
 @pytest.mark.parametrize("dim", DIMS)
-def test_the_kernels_meet_the_reference(dim, queries, keys, granularity):
+@pytest.mark.parametrize("scores", ["fp8", "int8"])
+def test_the_kernels_meet_the_reference(scores, dim, queries, keys, granularity):
     q, k, v = qkv(batch=2, heads=6, groups=2, queries=queries, keys=keys, dim=dim, device="cuda", dtype=torch.bfloat16)
     v[:, :, ::7] *= 100
     given = rope_hadamard_quantize(
-        *(t.transpose(1, 2) for t in (k, k, v)), granularity=granularity, backend="reference"
+        *(t.transpose(1, 2) for t in (k, k, v)), granularity=granularity, scores=scores, backend="reference"
     )
-    codes, scale = quantize_heads(q)
+    codes, scale = quantize_heads(q, codes=given.k.dtype)
     given = given._replace(q=codes, q_scale=scale)
     for causal in (True, False):
         ours, theirs = both(attend, given, causal=causal, dtype=torch.float32)

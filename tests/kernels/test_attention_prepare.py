@@ -10,14 +10,18 @@ from quantrot.kernels.attention import prepare, rope_hadamard_quantize
 gpu = pytest.mark.gpu
 NAMES = ("q", "q_scale", "k", "k_scale", "v", "v_scale")
 
-# dim, dtype, cosines' dtype or none, rotated, a scale of k and v a block
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+
+# dim, dtype, cosines' dtype or none, rotated, a scale of k and v a block, what q and k become
 KERNELS = [
-    (128, torch.bfloat16, torch.bfloat16, True, True),
-    (128, torch.float16, None, False, True),
-    (128, torch.bfloat16, torch.float32, False, False),
-    (64, torch.bfloat16, None, True, False),
-    (64, torch.float16, torch.float32, True, True),
-    (64, torch.bfloat16, torch.bfloat16, False, True),
+    (128, torch.bfloat16, torch.bfloat16, True, True, E4M3),
+    (128, torch.float16, None, False, True, E4M3),
+    (128, torch.bfloat16, torch.float32, False, False, E4M3),
+    (64, torch.bfloat16, None, True, False, E4M3),
+    (64, torch.float16, torch.float32, True, True, E4M3),
+    (64, torch.bfloat16, torch.bfloat16, False, True, E4M3),
+    (128, torch.bfloat16, None, False, True, INT8),
+    (64, torch.float16, torch.float32, True, False, INT8),
 ]
 RUN = """
 #include <string>
@@ -36,18 +40,18 @@ extern "C" const char* run(int which, const quantrot::PrepareArgs* args, int x, 
 def emulator(emulated):
     """The kernels on the host: emulator(number, q, k, v, cos, sin) -> codes and scales."""
     source, names = prepare.device_functions(), []
-    for i, (dim, dtype, angles, rotate, by_block) in enumerate(KERNELS):
+    for i, (dim, *kernel) in enumerate(KERNELS):
         names.append(f"prepare_{i}")
-        entry = prepare.entry(prepare.plan_for(dim, True, 128), dim, dtype, angles, rotate, by_block)
+        entry = prepare.entry(prepare.plan_for(dim, True, 128), dim, *kernel)
         source += entry.replace("prepare(", f"prepare_{i}(", 1)
     library = emulated(source.replace('extern "C" __global__', "__global__") + RUN.replace("NAMES", ", ".join(names)))
     library.run.restype = ctypes.c_char_p
 
     def run(number, q, k, v, cos, sin):
-        dim, _, _, rotate, by_block = KERNELS[number]
+        dim, _, _, rotate, by_block, codes = KERNELS[number]
         order = dim if rotate else 0
         assert prepare.unsupported(q, k, v, cos, sin, None, order) is None
-        out = prepare.outputs(q, k, by_block)
+        out = prepare.outputs(q, k, by_block, codes)
         for t in out:
             t.view(torch.uint8).fill_(0xAA)
         args = prepare.arguments(q, k, v, cos, sin, order, out, prepare.plan_for(dim, True, 128))
@@ -74,6 +78,10 @@ def operands(dim, dtype, angles, batch, tokens, heads, groups, device="cpu"):
 
 def agree(made, expected, rotate):
     for name, a, b in zip(NAMES, made, expected, strict=True):
+        if a.dtype == torch.float32:
+            assert torch.equal(a.isnan(), b.isnan()), name
+            torch.testing.assert_close(a, b, rtol=1e-6 if rotate else 0, atol=0, equal_nan=True)
+            continue
         a, b = a.view(torch.uint8), b.view(torch.uint8)
         if not rotate or name.startswith("v"):
             assert torch.equal(a, b), name
@@ -85,9 +93,10 @@ def agree(made, expected, rotate):
 @pytest.mark.parametrize("number", range(len(KERNELS)))
 def test_the_kernel_in_the_emulator_meets_the_reference(emulator, number):
     torch.manual_seed(0)
-    dim, dtype, angles, rotate, by_block = KERNELS[number]
+    dim, dtype, angles, rotate, by_block, codes = KERNELS[number]
     given = operands(dim, dtype, angles, 2 if number % 2 else 1, 150, 3, 2)
     options = {"order": dim if rotate else None, "granularity": "block" if by_block else "token"}
+    options["scores"] = "int8" if codes == INT8 else "fp8"
     agree(emulator(number, *given), rope_hadamard_quantize(*given, **options, backend="reference"), rotate)
 
 
@@ -106,7 +115,8 @@ def test_a_kernel_without_queries(emulator):
 @pytest.mark.parametrize("angles", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("granularity", ["block", "token"])
 @pytest.mark.parametrize("dim", prepare.DIMS)
-def test_the_kernel_is_the_reference(dim, granularity, angles, rotate):
+@pytest.mark.parametrize("scores", ["fp8", "int8"])
+def test_the_kernel_is_the_reference(scores, dim, granularity, angles, rotate):
     torch.manual_seed(0)
     dtypes = (torch.bfloat16, torch.float16) if angles != torch.bfloat16 else (torch.bfloat16,)
     for dtype in dtypes:
@@ -115,8 +125,10 @@ def test_the_kernel_is_the_reference(dim, granularity, angles, rotate):
             given = (given[0][:, :, :heads], *given[1:])
             order = dim if rotate else 0
             assert prepare.supports(*given, None, order)
-            expected = rope_hadamard_quantize(*given, order=order or None, granularity=granularity, backend="reference")
-            agree(prepare.quantize(*given, order, granularity == "block"), expected, rotate)
+            options = {"order": order or None, "granularity": granularity, "scores": scores}
+            expected = rope_hadamard_quantize(*given, **options, backend="reference")
+            codes = INT8 if scores == "int8" else E4M3
+            agree(prepare.quantize(*given, order, granularity == "block", codes), expected, rotate)
 
 
 @gpu

@@ -1,4 +1,5 @@
-"""FP8 attention: queries, keys, values and probabilities in e4m3, sums and softmax in float32. Inference only.
+"""FP8 attention: values and probabilities in e4m3, queries and keys in int8 or e4m3, softmax and its sums in float32.
+Inference only.
 
     rope_hadamard_quantize   q, k, v as the projections leave them -> Quantized, in one kernel
     attend                   Quantized                             -> [B, S, H, D]
@@ -6,12 +7,12 @@
 
 Contract of every backend, with B sequences, H query heads, G key and value heads (G divides H), S queries, T keys:
 
-    q e4m3 [B, H, S, D], k e4m3 [B, G, T, D], v e4m3 [B, G, D, T'], T' >= T and a multiple of 128, finite behind T
-    or q bfloat16, float16 or float32 of any strides, quantized on the way with a scale a token; q_scale is then
-        [B, H, 0]. query_codes 2: such a query is the sum of two codes, the second of what the first leaves; at
-        head_dim 128 a quarter of the columns has one (reference.split_queries)
-    q_scale, k_scale, v_scale: bytes uint8 [B, H or G, groups], groups 1, ceil(tokens / 128) or tokens; a byte e means
-        2^(e - 127), 255 NaN: values are qdata * scale
+    q [B, H, S, D] and k [B, G, T, D], both e4m3 or both int8; v e4m3 [B, G, D, T'], T' >= T and a multiple of 128,
+        finite behind T
+    or q bfloat16, float16 or float32 of any strides, which becomes codes as k's on the way with a scale a token;
+        q_scale is then [B, H, 0]
+    q_scale, k_scale, v_scale [B, H or G, groups], groups 1, ceil(tokens / 128) or tokens: values are qdata * scale. Of
+        e4m3 bytes, uint8: e means 2^(e - 127), 255 NaN. Of int8 float32
     mask bool [1 or B, 1, 1 or S, T], True where a query sees a key; lengths int32 [B]: keys from there on are not seen;
         query_lengths int32 [B]: queries from there on are padding, their output is 0
     causal: query i sees keys up to i + lengths - query_lengths: the last query sees the last key
@@ -70,6 +71,7 @@ BACKENDS = ("auto", "hopper", "triton", "reference")
 GRANULARITIES = tuple(granularity.value for granularity in Granularity)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
+SCORES = {"int8": torch.int8, "fp8": E4M3}  # what queries and keys are in
 WIDE = (torch.bfloat16, torch.float16)  # what q may be in, to be quantized on its way
 FEW = 64  # queries up to which the hopper kernel's tiles of 64 rows are mostly padding
 
@@ -77,17 +79,17 @@ FEW = 64  # queries up to which the hopper kernel's tiles of 64 rows are mostly 
 torch.library.define(
     "quantrot::fp8_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale, Tensor? mask, Tensor? lengths, "
-    "Tensor? query_lengths, bool causal, float scale, int query_codes, ScalarType dtype, str backend) -> Tensor",
+    "Tensor? query_lengths, bool causal, float scale, ScalarType dtype, str backend) -> Tensor",
 )
 torch.library.define(
     "quantrot::rope_hadamard_quantize",
-    "(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? signs, int order, str granularity, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? signs, int order, str granularity, str scores, "
+    "str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
 class Quantized(NamedTuple):
-    """Queries, keys and values in e4m3 with their scale bytes, laid out as the contract above says."""
+    """Queries, keys and values in codes with their scales, laid out as the contract above says."""
 
     q: Tensor
     q_scale: Tensor
@@ -108,34 +110,33 @@ def fp8_attention(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     query_lengths: Tensor | None = None,
-    query_codes: int = 1,
+    scores: str = "int8",
     backend: str = "auto",
 ) -> Tensor:
-    """Attention in e4m3 of q [B, H, S, D], k and v [B, G, T, D] (bfloat16, float16, float32): [B, H, S, D], q's dtype.
+    """Attention in 8 bits of q [B, H, S, D], k and v [B, G, T, D] (bfloat16, float16, float32): [B, H, S, D], as q.
 
     scale multiplies the scores, 1 / sqrt(D) when left out. granularity: which keys and values share a scale; queries
-    have one a token, or a coarser one under `head` and `tensor`. query_codes: 2 makes a query the sum of two codes
-    (with `block` and `token`): on normal data 4.9 % of error instead of 5.5, for 8 to 13 % more time. mask, lengths,
-    query_lengths, causal: see the top of the file. The result is a view of [B, S, H, D]. ValueError for shapes, dtypes
-    or backends that do not fit.
+    have one a token, or in e4m3 a coarser one under `head` and `tensor`. scores: what queries and keys are in, int8 or
+    fp8 (e4m3); on normal data int8 leaves 3.9 % of error, e4m3 5.5. mask, lengths, query_lengths, causal: see the top
+    of the file. The result is a view of [B, S, H, D]. ValueError for shapes, dtypes or backends that do not fit.
     """
     granularity = _granularity(granularity)
+    _check_scores(scores)
     for name, t in (("q", q), ("k", k), ("v", v)):
         _check_heads(name, t)
-    if query_codes == 2 and granularity in (Granularity.head, Granularity.tensor):
-        raise ValueError(f"query_codes: 2 with granularity {granularity}; allowed there: 1, or block and token with 2")
     prepare = backend if _has_kernel(granularity, q.shape[-1]) or backend not in BACKENDS else "auto"
     turned = [t.transpose(1, 2) for t in (q, k, v)]
+    how: Any = {"granularity": granularity, "scores": scores, "backend": prepare}
     by_kernel = mask is None and granularity is Granularity.block and backend in ("auto", "hopper") and _reads_wide(q)
-    if query_codes != 1 or by_kernel:
+    if scores == "int8" or by_kernel:
         none = turned[1][:, :, :0]
-        keys = rope_hadamard_quantize(none, *turned[1:], granularity=granularity, backend=prepare)
+        keys = rope_hadamard_quantize(none, *turned[1:], **how)
         given = Quantized(q, keys.q_scale.new_empty(*q.shape[:2], 0), *keys[2:])
     elif q.shape[2:3] == k.shape[2:3]:
-        given = rope_hadamard_quantize(*turned, granularity=granularity, backend=prepare)
+        given = rope_hadamard_quantize(*turned, **how)
     else:  # other numbers of queries and of keys
-        queries = rope_hadamard_quantize(*turned[:1] * 3, granularity=granularity, backend=prepare)
-        keys = rope_hadamard_quantize(turned[1], *turned[1:], granularity=granularity, backend=prepare)
+        queries = rope_hadamard_quantize(*turned[:1] * 3, **how)
+        keys = rope_hadamard_quantize(turned[1], *turned[1:], **how)
         given = Quantized(queries.q, queries.q_scale, *keys[2:])
     y = attend(
         given,
@@ -144,7 +145,6 @@ def fp8_attention(
         mask=mask,
         lengths=lengths,
         query_lengths=query_lengths,
-        query_codes=query_codes,
         dtype=q.dtype,
         backend=backend,
     )
@@ -159,7 +159,6 @@ def attend(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     query_lengths: Tensor | None = None,
-    query_codes: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
 ) -> Tensor:
@@ -168,14 +167,14 @@ def attend(
     With one query (S = 1) and no query_lengths the keys are split over programs, and their parts summed in a fixed
     order.
     """
-    _check_attend(given, mask, lengths, query_lengths, query_codes, dtype, backend)
+    _check_attend(given, mask, lengths, query_lengths, dtype, backend)
     q, q_scale, k, k_scale, v, v_scale = given
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not scale > 0:
         raise ValueError(f"scale: {scale}; a positive number is needed")
     codes = (t.view(torch.uint8) if t.dtype == E4M3 else t for t in (q, k, v))
     y = torch.ops.quantrot.fp8_attention(
-        *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, query_codes, dtype, backend
+        *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, dtype, backend
     )
     return inference_only(y, q)
 
@@ -190,22 +189,26 @@ def rope_hadamard_quantize(
     order: int | None = None,
     signs: Tensor | None = None,
     granularity: Granularity | str = Granularity.block,
+    scores: str = "fp8",
     backend: str = "auto",
 ) -> Quantized:
-    """RoPE and a Hadamard rotation of q [B, S, H, D] and k [B, S, G, D], then e4m3; v [B, S, G, D] to e4m3, transposed.
+    """RoPE and a Hadamard rotation of q [B, S, H, D] and k [B, S, G, D], then codes; v [B, S, G, D]'s transposed.
 
     The inputs are views of the projections' outputs [B, S, heads * D], any strides. cos, sin: [1 or B, S, D] or
     [1 or B, S, D / 2], of which the first D / 2 columns are read (transformers repeats them); None: no RoPE. order: of
     the Hadamard matrix, which is repeated along D and divided by sqrt(order); None: no rotation. signs: +-1 int8
-    [order] or [D], multiplies what the matrix multiplies. granularity: of k and v; see fp8_attention.
+    [order] or [D], multiplies what the matrix multiplies. granularity: of k and v; scores: of q and k; see
+    fp8_attention.
 
     RoPE's products and sum are rounded to float32 each and the result to q's dtype; the rotation sums in float32, and
     its result is quantized unrounded. ValueError for shapes, orders, dtypes or backends that do not fit.
     """
     granularity = _granularity(granularity)
+    _check_scores(scores)
     order, signs = _check_quantize(q, k, v, cos, sin, order, signs, granularity, backend)
-    made = torch.ops.quantrot.rope_hadamard_quantize(q, k, v, cos, sin, signs, order, granularity.value, backend)
-    return Quantized(*(t.view(E4M3) if i % 2 == 0 else t for i, t in enumerate(made)))
+    options = (order, granularity.value, scores, backend)
+    made = torch.ops.quantrot.rope_hadamard_quantize(q, k, v, cos, sin, signs, *options)
+    return Quantized(*(t if i % 2 or t.dtype == torch.int8 else t.view(E4M3) for i, t in enumerate(made)))
 
 
 class _InferenceOnly(torch.autograd.Function):
@@ -237,15 +240,17 @@ def _check_attend(
     mask: Tensor | None,
     lengths: Tensor | None,
     query_lengths: Tensor | None,
-    query_codes: int,
     dtype: torch.dtype,
     backend: str,
 ) -> None:
     q, q_scale, k, k_scale, v, v_scale = given
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        wide = name == "q" and t.dtype in DTYPES
-        if not (t.dtype == E4M3 or wide) or t.dim() != 4:
-            raise ValueError(f"{name}: {t.dtype} with {t.dim()} dimensions; quantize it first, to e4m3 [B, H, S, D]")
+    for name, t in (("k", k), ("q", q), ("v", v)):
+        fits = t.dtype in {"q": (k.dtype, *DTYPES), "k": tuple(SCORES.values()), "v": (E4M3,)}[name]
+        if not fits or t.dim() != 4:
+            raise ValueError(
+                f"{name}: {t.dtype} with {t.dim()} dimensions; quantize it first, to e4m3 [B, H, S, D], or q and k to "
+                "int8"
+            )
     (batch, heads, queries, dim), (_, groups, tokens, _) = q.shape, k.shape
     if k.shape != (batch, groups, tokens, dim) or heads % groups or v.shape[:3] != (batch, groups, dim):
         raise ValueError(
@@ -262,9 +267,11 @@ def _check_attend(
     )
     for name, t, rows, count in scales:
         allowed = (0,) if name == "q_scale" and q.dtype in DTYPES else (1, -(-count // BLOCK), count)
-        if t.dtype != torch.uint8 or t.shape[:-1] != (batch, rows) or t.shape[-1] not in allowed:
+        kind = torch.float32 if k.dtype == torch.int8 and name != "v_scale" else torch.uint8
+        if t.dtype != kind or t.shape[:-1] != (batch, rows) or t.shape[-1] not in allowed:
             raise ValueError(
-                f"{name}: {t.dtype} {tuple(t.shape)}; allowed: uint8 [{batch}, {rows}, n], n in {sorted(set(allowed))}"
+                f"{name}: {t.dtype} {tuple(t.shape)}; allowed: {str(kind)[6:]} [{batch}, {rows}, n], "
+                f"n in {sorted(set(allowed))}"
             )
     if mask is not None:
         fits = mask.dim() == 4 and all(
@@ -277,8 +284,6 @@ def _check_attend(
     for name, counts in (("lengths", lengths), ("query_lengths", query_lengths)):
         if counts is not None and (counts.dtype != torch.int32 or counts.shape != (batch,)):
             raise ValueError(f"{name}: {counts.dtype} {tuple(counts.shape)}; allowed: int32 [{batch}]")
-    if query_codes not in (1, 2) or (query_codes == 2 and q.dtype == E4M3):
-        raise ValueError(f"query_codes: {query_codes} with q in {q.dtype}; allowed: 1, or 2 with q that is not e4m3")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: {dtype}; allowed: {', '.join(map(str, DTYPES))}")
     _check_backend(backend)
@@ -288,6 +293,11 @@ def _granularity(name: Granularity | str) -> Granularity:
     if name not in GRANULARITIES:
         raise ValueError(f"granularity: {name!r}; allowed: {', '.join(GRANULARITIES)}")
     return Granularity(name)
+
+
+def _check_scores(scores: str) -> None:
+    if scores not in SCORES:
+        raise ValueError(f"scores: {scores!r}; allowed: {', '.join(SCORES)}")
 
 
 def _check_heads(name: str, t: Tensor, shape: str = "[B, heads, tokens, D]") -> None:
@@ -394,24 +404,19 @@ def _backend(device: torch.device, asked: str) -> str:
 @implement("quantrot::fp8_attention")
 def _fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, mask: Tensor | None,
-    lengths: Tensor | None, query_lengths: Tensor | None, causal: bool, scale: float, query_codes: int,
-    dtype: torch.dtype, backend: str,
+    lengths: Tensor | None, query_lengths: Tensor | None, causal: bool, scale: float, dtype: torch.dtype,
+    backend: str,
 ) -> Tensor:  # fmt: skip
     q, k, v = (t.view(E4M3) if t.dtype == torch.uint8 else t for t in (q, k, v))
     batch, _, queries, _ = q.shape
-    one = q.dtype != E4M3 and query_codes == 1
-    if one and not _takes_wide(q, k, v, q_scale, k_scale, v_scale, mask, causal, dtype, backend):
-        q, q_scale = quantize_heads(q)
+    if q.dtype != k.dtype and not _takes_wide(q, k, v, q_scale, k_scale, v_scale, mask, causal, dtype, backend):
+        q, q_scale = quantize_heads(q, codes=k.dtype)
     if (runs := _backend(q.device, backend)) != "reference":
         from quantrot.kernels.attention import decode, hopper, triton
 
         many = queries > FEW or query_lengths is not None
-        if query_codes == 2 and (many or runs == "hopper") and hopper.unreadable(q) is not None:
-            q = q.contiguous()
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        given = triton.Inputs(
-            q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, query_codes
-        )
+        given = triton.Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale)
         if backend != "triton" and decode.supports(given, dtype) and (runs == "hopper" or decode.faster(given)):
             return decode.attention(given, dtype)
         if runs == "hopper" or (backend == "auto" and many and hopper.supports(given, dtype)):
@@ -454,8 +459,8 @@ def _takes_wide(
 @torch.library.register_fake("quantrot::fp8_attention")
 def _fp8_attention_fake(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, mask: Tensor | None,
-    lengths: Tensor | None, query_lengths: Tensor | None, causal: bool, scale: float, query_codes: int,
-    dtype: torch.dtype, backend: str,
+    lengths: Tensor | None, query_lengths: Tensor | None, causal: bool, scale: float, dtype: torch.dtype,
+    backend: str,
 ) -> Tensor:  # fmt: skip
     batch, heads, queries, dim = q.shape
     return torch.empty(batch, queries, heads, dim, dtype=dtype, device=q.device)
@@ -464,22 +469,24 @@ def _fp8_attention_fake(
 @implement("quantrot::rope_hadamard_quantize")
 def _rope_hadamard_quantize(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
-    granularity: str, backend: str,
+    granularity: str, scores: str, backend: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    codes = SCORES[scores]
     if _backend(q.device, "auto" if backend == "hopper" else backend) == "triton":
         from quantrot.kernels.attention import prepare, rope
 
         if _has_kernel(granularity, q.shape[3]):
             by_block = granularity == Granularity.block
             if backend != "triton" and prepare.supports(q, k, v, cos, sin, signs, order):
-                return _as_bytes(prepare.quantize(q, k, v, cos, sin, order, by_block))
-            return _as_bytes(rope.quantize(q, k, v, cos, sin, signs, order, by_block))
+                return _as_bytes(prepare.quantize(q, k, v, cos, sin, order, by_block, codes))
+            return _as_bytes(rope.quantize(q, k, v, cos, sin, signs, order, by_block, codes))
         if backend == "triton":
             raise ValueError(
                 f"backend: 'triton' has no granularity {granularity} with head_dim {q.shape[3]}; allowed here: token "
                 f"(any head_dim), block (up to {LARGEST_BLOCK_HEAD}), or backend auto or reference"
             )
-    return _as_bytes(rope_hadamard_quantize_reference(q, k, v, cos, sin, signs, order, Granularity(granularity)))
+    made = rope_hadamard_quantize_reference(q, k, v, cos, sin, signs, order, Granularity(granularity), codes)
+    return _as_bytes(made)
 
 
 def _has_kernel(granularity: str, dim: int) -> bool:
@@ -488,13 +495,13 @@ def _has_kernel(granularity: str, dim: int) -> bool:
 
 
 def _as_bytes(made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(t.view(torch.uint8) for t in made)
+    return tuple(t.view(torch.uint8) if t.dtype == E4M3 else t for t in made)
 
 
 @torch.library.register_fake("quantrot::rope_hadamard_quantize")
 def _rope_hadamard_quantize_fake(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
-    granularity: str, backend: str,
+    granularity: str, scores: str, backend: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, tokens, heads, dim = q.shape
     groups = k.shape[2]
@@ -502,14 +509,15 @@ def _rope_hadamard_quantize_fake(
     fine = {"tensor": 1, "head": 1, "block": padded // BLOCK, "token": tokens}[granularity]
     queries = tokens if granularity in ("block", "token") else 1
 
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.uint8, device=q.device)
+    def new(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
 
+    codes, scale = (torch.int8, torch.float32) if scores == "int8" else (torch.uint8, torch.uint8)
     return (
-        new(batch, heads, tokens, dim),
-        new(batch, heads, queries),
-        new(batch, groups, key_rows(tokens), dim)[:, :, :tokens],
-        new(batch, groups, fine),
+        new(batch, heads, tokens, dim, dtype=codes),
+        new(batch, heads, queries, dtype=scale),
+        new(batch, groups, key_rows(tokens), dim, dtype=codes)[:, :, :tokens],
+        new(batch, groups, fine, dtype=scale),
         new(batch, groups, dim, padded),
         new(batch, groups, fine),
     )

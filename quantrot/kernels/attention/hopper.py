@@ -6,7 +6,7 @@
 The reference's arithmetic, tile by tile of 128 keys; as in the Triton kernels the running maximum is a whole power of
 two. Head dimensions 64 and 128; scales of k and v a block of 128 tokens or coarser; no mask (lengths and causal are).
 K's rows are read in groups of 16: its heads start at multiples of 16 rows. Queries in 16 bits are quantized on their
-way into registers, one scale a token, as reference.quantize_heads does it, or with two codes as split_queries does.
+way into registers, one scale a token, as reference.quantize_heads does it.
 """
 
 import ctypes
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from quantrot.kernels.attention.triton import Inputs
 
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+CODES = {E4M3: "E4m3", torch.int8: "Int8"}
 DIMS = (64, 128)
 STARTS, PLACES = 146, 512  # of AttentionArgs
 EACH = 2.0  # what a block of queries takes besides its tiles of keys, in tiles; with less, some get all the short ones
@@ -110,7 +111,7 @@ def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
 
 def unreadable(q: Tensor) -> str | None:
     """Why the copy engine cannot read these queries [B, H, S, D], codes or 16 bits, wherever they start; or None."""
-    if q.dtype != E4M3 and q.dtype not in OUT:
+    if q.dtype not in CODES and q.dtype not in OUT:
         return f"q in {q.dtype}"
     if q.stride(3) != 1 or _q_row(q) * q.itemsize % 16 or _q_places(q) is None:
         return "rows of q that are not at multiples of 16 bytes, or heads between them"
@@ -158,11 +159,9 @@ def device_functions() -> str:
     return "".join(path.read_text() for path in (here.parent / "hopper.cuh", here / "codes.cuh", here / "prefill.cuh"))
 
 
-def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype, codes: int = 1) -> str:
-    """The source of one kernel, after device_functions. codes: that queries in 16 bits become."""
-    types = [f"quantrot::{OUT.get(t, 'Codes')}" for t in (queries, out)]
-    if codes == 2:
-        types[0] = f"quantrot::TwoCodes<{types[0]}>"
+def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, codes: torch.dtype, out: torch.dtype) -> str:
+    """The source of one kernel, after device_functions. codes: of keys, and of queries or what they become."""
+    types = [f"quantrot::{name}" for name in (OUT.get(queries, "Codes"), CODES[codes], OUT[out])]
     numbers = (str(int(n)) for n in (dim, plan.groups, plan.stages, plan.flow, causal))
     return ENTRY.format(threads=plan.threads, call=", ".join([*numbers, *types]))
 
@@ -237,9 +236,11 @@ def arguments(given: "Inputs", out: Tensor, plan: Plan, dealt: tuple[Any, Any] |
 
 
 @lru_cache(maxsize=256)
-def _kernel(plan: Plan, dim: int, causal: bool, queries: torch.dtype, out: torch.dtype, codes: int, device: int) -> Any:
+def _kernel(
+    plan: Plan, dim: int, causal: bool, queries: torch.dtype, codes: torch.dtype, out: torch.dtype, device: int
+) -> Any:
     """The function, ready to launch on this device."""
-    source = device_functions() + entry(plan, dim, causal, queries, out, codes)
+    source = device_functions() + entry(plan, dim, causal, queries, codes, out)
     return load_kernel(source, "attention", plan.shared_bytes(dim, queries in OUT), device)
 
 
@@ -288,7 +289,7 @@ def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> 
     values = _Parameters(args=arguments(given, out, plan, dealt))
     for field, value in zip("qkv", maps(given, plan), strict=True):
         ctypes.memmove(getattr(values, field), value, 128)
-    function = _kernel(plan, dim, given.causal, given.q.dtype, dtype, given.query_codes, device)
+    function = _kernel(plan, dim, given.causal, given.q.dtype, given.k.dtype, dtype, device)
     shared = plan.shared_bytes(dim, given.q.dtype in OUT)
     nvrtc.launch(function, (blocks,), plan.threads, shared, values, device, overlap=True)
     return out

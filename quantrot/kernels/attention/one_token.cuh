@@ -54,10 +54,6 @@ __device__ __forceinline__ u64 count_arrival(u64* p) {
   return before;
 }
 
-__device__ __forceinline__ void store_shared4(u32 address, float a, float b, float c, float d) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
 // To another block's shared memory (of in_block, as its barrier), some time before its barrier has counted the 8 bytes.
 __device__ __forceinline__ void send2(u32 mapped, u32 bar, float a, float b) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(mapped),

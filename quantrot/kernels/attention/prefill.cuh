@@ -1,4 +1,5 @@
-// FP8 attention of many queries for sm_90a: y = softmax(q k^T) v, e4m3 operands, float32 sums and softmax.
+// FP8 attention of many queries for sm_90a: y = softmax(q k^T) v, q and k in e4m3 or int8, v and the probabilities in
+// e4m3, softmax in float32.
 //
 // q rows of D bytes, or of D 16-bit numbers, which are then quantized here; k rows of D bytes, v transposed: rows of
 // tokens. A thread block takes 64 queries for each of its GROUPS warpgroups that multiply, and walks the keys they see
@@ -16,7 +17,8 @@
 namespace quantrot {
 
 struct AttentionArgs {
-  const unsigned char *q_scale, *k_scale, *v_scale;  // e8m0; q's is not read where q is wide
+  const void *q_scale, *k_scale;  // of their codes; q's is not read where q is wide
+  const unsigned char* v_scale;   // e8m0
   const int *lengths, *query_lengths;                // [batch], or null
   void* out;                                         // [batch, queries, heads, D], 16 bits
   i64 qs_batch, qs_head, qs_row, ks_batch, ks_head, ks_tile, vs_batch, vs_head, vs_tile;
@@ -35,18 +37,10 @@ struct Codes {
   static constexpr int BYTES = 1;
 };
 
-// Queries in 16 bits that become the sum of two codes.
-template <class T>
-struct TwoCodes : T {};
-
-// Steps of 32 columns, the last ones, in which there is a second code: reference.one_code_columns.
-template <class Q, int D>
-constexpr int SECOND_STEPS = 0;
-template <class T, int D>
-constexpr int SECOND_STEPS<TwoCodes<T>, D> = D == 128 ? 3 : D / 32;
-
-template <class Q, int D>  // of a product with K
-constexpr int STEPS_OF = D / 32 + SECOND_STEPS<Q, D>;
+template <class Code>
+__device__ __forceinline__ typename Code::Scale scale_at(const void* scales, i64 i) {
+  return __ldg((const typename Code::Scale*)scales + i);
+}
 
 template <int D, int GROUPS, int STAGES, class Q>
 struct AttentionShape {
@@ -106,7 +100,7 @@ __device__ __forceinline__ int work_of(const AttentionArgs& args, int t) {
   return t * gridDim.x + (t % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
-template <class Shape, int STAGES, bool CAUSAL>
+template <class Shape, class Code, int STAGES, bool CAUSAL>
 __device__ __forceinline__ void attention_load(const TensorMap* q, const TensorMap* k, const TensorMap* v,
                                                const AttentionArgs& args, u32 base) {
   const u64 policy = cache_policy<NORMAL>();
@@ -125,16 +119,18 @@ __device__ __forceinline__ void attention_load(const TensorMap* q, const TensorM
     for (int i = 0; i < Shape::Q_PIECES; i++)
       tensor_load(base + i * Shape::Q_PIECE, q, w.head * args.q_column + i * 128, w.row(args), full_q, policy);
     const int k_row = w.batch * args.k_batch + group * args.k_head, v_row = w.batch * args.v_batch + group * args.v_head;
-    const unsigned char* k_scale = args.k_scale + w.batch * args.ks_batch + group * args.ks_head;
+    const i64 k_scale = w.batch * args.ks_batch + group * args.ks_head;
     const unsigned char* v_scale = args.v_scale + w.batch * args.vs_batch + group * args.vs_head;
-    int k_next = __ldg(k_scale + (tiles - 1) * args.ks_tile), v_next = __ldg(v_scale + (tiles - 1) * args.vs_tile);
+    auto k_next = scale_at<Code>(args.k_scale, k_scale + (tiles - 1) * args.ks_tile);
+    int v_next = __ldg(v_scale + (tiles - 1) * args.vs_tile);
     for (int j = tiles - 1; j >= 0; j--, ring.next()) {
       const u32 bar = ring.stage * 16, at = max(j - 1, 0);
-      const int k_byte = k_next, v_byte = v_next;
-      k_next = __ldg(k_scale + at * args.ks_tile), v_next = __ldg(v_scale + at * args.vs_tile);
+      const float k_value = Code::value(k_next);
+      const int v_byte = v_next;
+      k_next = scale_at<Code>(args.k_scale, k_scale + at * args.ks_tile), v_next = __ldg(v_scale + at * args.vs_tile);
       barrier_wait(empty + bar, ring.parity ^ 1);
       if (lane_number() == 0) {
-        store_shared(base + Shape::SCALES + ring.stage * 8, power_of(k_byte));
+        store_shared(base + Shape::SCALES + ring.stage * 8, k_value);
         store_shared(base + Shape::SCALES + ring.stage * 8 + 4, (u32)v_byte);
       }
       warp_sync();
@@ -148,9 +144,9 @@ __device__ __forceinline__ void attention_load(const TensorMap* q, const TensorM
 }
 
 // A warp's 16 queries at row `row` of the block's as left operands, and in `scales` those of a thread's two rows where
-// they are made here (reference.scale_byte: the least power of two with which the largest magnitude is at most 448).
-template <class Shape, class Q, int D>
-__device__ __forceinline__ void take_queries(u32 (&a)[STEPS_OF<Q, D>][4], float (&scales)[2], u32 base, u32 row) {
+// they are made here.
+template <class Shape, class Q, class Code, int D>
+__device__ __forceinline__ void take_queries(u32 (&a)[D / 32][4], float (&scales)[2], u32 base, u32 row) {
   const u32 q = lane_number() % 4;
   row += lane_number() / 4;
   auto address = [&](int r, u32 column) {  // of a byte, in the swizzle
@@ -174,31 +170,46 @@ __device__ __forceinline__ void take_queries(u32 (&a)[STEPS_OF<Q, D>][4], float 
       low = max(low, high >> 16);
       low = max(low, __shfl_xor_sync(0xFFFFFFFFu, low, 1));
       low = max(low, __shfl_xor_sync(0xFFFFFFFFu, low, 2));
-      const int byte = scale_byte(__float_as_uint(Q::value((unsigned short)low)));
-      scales[r] = power_of(byte);
-      const float inverse = inverse_of(byte);
+      const auto scale = Code::scale_of(__float_as_uint(Q::value((unsigned short)low)));
+      scales[r] = Code::value(scale);
+      const float inverse = Code::inverse(scale);
       auto code = [&](u32 bits) {  // 0 times an infinity is no number
-        return byte == 255 ? 0.f : Q::value((unsigned short)bits) * inverse;
+        return Code::known(scale) ? __fmul_rn(Q::value((unsigned short)bits), inverse) : 0.f;
       };
 #pragma unroll
       for (int i = 0; i < D / 16; i++) {
         const u32 x = __float_as_uint(wide[i].x), y = __float_as_uint(wide[i].y);
-        float left[4] = {code(x), code(x >> 16), code(y), code(y >> 16)};
-        const u32 codes = a[i / 2][i % 2 * 2 + r] = to_e4m3(left[0], left[1], left[2], left[3]);
-        const int second = i / 2 + SECOND_STEPS<Q, D>;
-        if (second < D / 32) continue;
-        u32 pairs[2];
-        unpack_e4m3(codes, pairs[0], pairs[1]);
-#pragma unroll
-        for (int n = 0; n < 4; n++) left[n] -= Fp16::value((unsigned short)(pairs[n / 2] >> n % 2 * 16));
-        a[second][i % 2 * 2 + r] = to_e4m3(left[0], left[1], left[2], left[3]);
+        a[i / 2][i % 2 * 2 + r] = Code::pack(code(x), code(x >> 16), code(y), code(y >> 16));
       }
     }
   }
 }
 
+// A score as a float32 that is BIAS larger: an integer in the last bits of 1.5 * 2^23, where those below 2^22 have room
+// (128 codes of 127 squared are 2^21), without a conversion. HIDDEN: the score of a key out of sight; minus infinity.
+template <class Sum>
+struct Score;
+template <>
+struct Score<float> {
+  static constexpr float BIAS = 0.f;
+  __device__ __forceinline__ static float hidden() { return minus_infinity(); }
+  __device__ __forceinline__ static float biased(float x) { return x; }
+  __device__ __forceinline__ static float bits(float x) { return x; }
+  __device__ __forceinline__ static float larger(float x, float y) { return fmaxf(x, y); }
+};
+template <>
+struct Score<int> {
+  static constexpr float BIAS = 12582912.f;
+  __device__ __forceinline__ static int hidden() { return (int)(0xFF800000u - 0x4B400000u); }
+  __device__ __forceinline__ static float biased(int x) { return __int_as_float(x + 0x4B400000); }
+  __device__ __forceinline__ static int bits(float x) { return __float_as_int(x); }
+  __device__ __forceinline__ static int larger(int x, int y) { return max(x, y); }
+};
+
 // What a thread keeps of its two rows while it walks the keys.
+template <class Sum>
 struct Softmax {
+  using Of = Score<Sum>;
   float top[2], total[2];  // the running maximum, and this thread's part of the sum in units of 2^-P
   float rows[2];           // of a score, times K's scale: bits
   int limit[2];            // keys the row sees: those below
@@ -206,27 +217,27 @@ struct Softmax {
   float shrink[2];         // what those must be multiplied by, after `step`
 
   // The largest of a row's 32 scores in each of four lanes, in all of them.
-  __device__ __forceinline__ static float largest_of(const float (&s)[64], int r) {
-    float m[4] = {s[2 * r], s[2 * r + 1], s[2 * r + 4], s[2 * r + 5]};
+  __device__ __forceinline__ static Sum largest_of(const Sum (&s)[64], int r) {
+    Sum m[4] = {s[2 * r], s[2 * r + 1], s[2 * r + 4], s[2 * r + 5]};
 #pragma unroll
     for (int j = 2; j < 16; j++) {
-      m[j % 2 * 2] = fmaxf(m[j % 2 * 2], s[4 * j + 2 * r]);
-      m[j % 2 * 2 + 1] = fmaxf(m[j % 2 * 2 + 1], s[4 * j + 2 * r + 1]);
+      m[j % 2 * 2] = Of::larger(m[j % 2 * 2], s[4 * j + 2 * r]);
+      m[j % 2 * 2 + 1] = Of::larger(m[j % 2 * 2 + 1], s[4 * j + 2 * r + 1]);
     }
-    float largest = fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
-    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
-    return fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
+    Sum largest = Of::larger(Of::larger(m[0], m[1]), Of::larger(m[2], m[3]));
+    largest = Of::larger(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
+    return Of::larger(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
   }
 
   // Scores s of the tile of keys from `start` -> probabilities times 2^P and V's scale over the unit, as left operands.
   template <bool EDGE>
-  __device__ __forceinline__ void step(u32 (&p)[4][4], float (&s)[64], int start, float k_scale, int v_byte) {
+  __device__ __forceinline__ void step(u32 (&p)[4][4], Sum (&s)[64], int start, float k_scale, int v_byte) {
     const int q = lane_number() % 4;
     if constexpr (EDGE) {
 #pragma unroll
       for (int i = 0; i < 64; i++) {
         const int token = start + i / 8 * 16 + 4 * q + i / 4 % 2 * 2 + i % 2;
-        if (token >= limit[i / 2 % 2]) s[i] = minus_infinity();
+        if (token >= limit[i / 2 % 2]) s[i] = Of::hidden();
       }
     }
     const int next = v_byte == 255 ? unit : max(unit, v_byte), below = min(next - v_byte, 32);
@@ -241,23 +252,25 @@ struct Softmax {
       const bool blind = EDGE && start >= limit[r];
       float by = blind ? 1.f : rows[r] * k_scale;
       if (EDGE && by == 0.f) by = __uint_as_float(0x00800000u);
-      const float now = fmaxf(top[r], round_up(largest_of(s, r) * by)), point = now == minus_infinity() ? 0.f : now;
+      const float largest = Of::biased(largest_of(s, r)) - Of::BIAS;
+      const float now = fmaxf(top[r], round_up(largest * by)), point = now == minus_infinity() ? 0.f : now;
       const float minus = (blind ? 0.f : less) + (float)P_BITS - point, kept = exp2_fast(top[r] - point);
+      // The bias is taken off here, rounded once: by up to 3/4 of what a score of 1 is in bits, the same for all keys.
+      const float from = Of::BIAS == 0.f ? minus : fmaf(-Of::BIAS, by, minus);
       shrink[r] = kept * down;
       top[r] = now;
-      float sum[4];
+      float sum[4], x[4];
 #pragma unroll
       for (int j = 0; j < 16; j++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          float& x = s[4 * j + 2 * r + e];
-          x = exp2_fast(fmaf(x, by, minus));
-          sum[j % 2 * 2 + e] = j < 2 ? x : sum[j % 2 * 2 + e] + x;
+          Sum& score = s[4 * j + 2 * r + e];
+          const int n = j % 2 * 2 + e;
+          x[n] = exp2_fast(fmaf(Of::biased(score), by, from));
+          score = Of::bits(x[n]);  // else the compiler keeps the score until the next product writes there
+          sum[n] = j < 2 ? x[n] : sum[n] + x[n];
         }
-        if (j % 2) {
-          const int from = 4 * (j - 1) + 2 * r;
-          p[(j - 1) / 4][(j - 1) % 4 + r] = to_e4m3(s[from], s[from + 1], s[from + 4], s[from + 5]);
-        }
+        if (j % 2) p[(j - 1) / 4][(j - 1) % 4 + r] = to_e4m3(x[0], x[1], x[2], x[3]);
       }
       total[r] = fmaf(total[r], kept, ((sum[0] + sum[1]) + (sum[2] + sum[3])) * (blind ? 1.f : more));
     }
@@ -265,13 +278,10 @@ struct Softmax {
 };
 
 // d = the scores of a warpgroup's 64 queries and 128 keys at `k`.
-template <int D, int STEPS>
-__device__ __forceinline__ void start_scores(float (&d)[64], const u32 (&q)[STEPS][4], u32 k) {
+template <int D, class Sum>
+__device__ __forceinline__ void start_scores(Sum (&d)[64], const u32 (&q)[D / 32][4], u32 k) {
 #pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    const int step = i < D / 32 ? i : i - (STEPS - D / 32);
-    product(d, q[i], D == 128 ? operand(k, step) : operand_short(k, step), i > 0);
-  }
+  for (int i = 0; i < D / 32; i++) product(d, q[i], D == 128 ? operand(k, i) : operand_short(k, i), i > 0);
   product_commit();
 }
 
@@ -303,16 +313,17 @@ __device__ __forceinline__ void gather(u32 (&w)[4]) {
 
 // FLOW: a block's last products run while the next one's queries are taken, and that one's first scores while the results
 // are written. Products do not depend on branches: where there is nothing to multiply, they are made for nothing.
-template <class Shape, int D, int STAGES, bool FLOW, bool CAUSAL, class Q, class Out>
+template <class Shape, int D, int STAGES, bool FLOW, bool CAUSAL, class Q, class Code, class Out>
 __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u32 base) {
   const u32 full_q = base + Shape::BARRIERS, empty_q = full_q + 8, full = empty_q + 8, empty = full + STAGES * 16;
   const u32 warp = warp_number(), group = warp / 4, lane = lane_number(), rows_at = warp * 16;
   const int all = args.blocks * args.batch * args.heads;
   Ring<STAGES> keys, values;
   u32 parity = 0;
-  Softmax softmax;
-  float s[64], o[D / 2];
-  u32 p[4][4], next[4][4], q[STEPS_OF<Q, D>][4];
+  Softmax<typename Code::Sum> softmax;
+  typename Code::Sum s[64];
+  float o[D / 2];
+  u32 p[4][4], next[4][4], q[D / 32][4];
   float2 scales;
   int j, whole;
   i64 place;  // of the first of this thread's rows in the output, in rows
@@ -338,15 +349,15 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       softmax.top[r] = minus_infinity(), softmax.total[r] = 0.f, softmax.rows[r] = 1.f;
       softmax.limit[r] = m >= w.asked ? 0 : CAUSAL ? min(w.used, w.offset + m + 1) : w.used;
       if constexpr (Q::BYTES == 1) {
-        const unsigned char* at = args.q_scale + w.batch * args.qs_batch + w.head * args.qs_head;
-        if ((u32)m < (u32)w.asked) softmax.rows[r] = power_of(__ldg(at + (i64)(m >> args.q_shift) * args.qs_row)) * args.scale;
+        const i64 at = w.batch * args.qs_batch + w.head * args.qs_head + (i64)(m >> args.q_shift) * args.qs_row;
+        if ((u32)m < (u32)w.asked) softmax.rows[r] = Code::value(scale_at<Code>(args.q_scale, at)) * args.scale;
       }
     }
     if (tiles > 0) {
       barrier_wait(full_q, parity);
       parity ^= 1;
       float scale[2];
-      take_queries<Shape, Q, D>(q, scale, base, rows_at);
+      take_queries<Shape, Q, Code, D>(q, scale, base, rows_at);
       u32 seen = 0;
 #pragma unroll
       for (int i = 0; i < D / 8; i++) seen |= q[i / 4][i % 4];
@@ -393,7 +404,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
 #pragma unroll
   for (int i = 0; i < 16; i++) p[i / 4][i % 4] = 0;
 #pragma unroll
-  for (int i = 0; i < 4 * STEPS_OF<Q, D>; i++) q[i / 4][i % 4] = 0;
+  for (int i = 0; i < D / 8; i++) q[i / 4][i % 4] = 0;
   if (FLOW) take_up(0), start();
 #pragma unroll 1
   for (int t = 0; work_of(args, t) < all; t++) {
@@ -469,8 +480,8 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
   }
 }
 
-// Q: Codes, or the type of 16-bit queries.
-template <int D, int GROUPS, int STAGES, bool FLOW, bool CAUSAL, class Q, class Out>
+// Q: Codes, or the type of 16-bit queries. Code: E4m3 or Int8, what queries and keys are multiplied in.
+template <int D, int GROUPS, int STAGES, bool FLOW, bool CAUSAL, class Q, class Code, class Out>
 __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k, const TensorMap* v,
                                           const AttentionArgs& args) {
   using Shape = AttentionShape<D, GROUPS, STAGES, Q>;
@@ -495,11 +506,11 @@ __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k
   if (warp >= GROUPS * 4) {
     if constexpr (GROUPS == 2) give_registers<24>();
     if constexpr (GROUPS == 3) give_registers<32>();
-    if (warp == GROUPS * 4) attention_load<Shape, STAGES, CAUSAL>(q, k, v, args, base);
+    if (warp == GROUPS * 4) attention_load<Shape, Code, STAGES, CAUSAL>(q, k, v, args, base);
   } else {
     if constexpr (GROUPS == 2) take_registers<240>();
     if constexpr (GROUPS == 3) take_registers<160>();
-    attention_multiply<Shape, D, STAGES, FLOW, CAUSAL, Q, Out>(args, base);
+    attention_multiply<Shape, D, STAGES, FLOW, CAUSAL, Q, Code, Out>(args, base);
   }
 }
 

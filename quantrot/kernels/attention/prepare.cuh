@@ -1,5 +1,5 @@
-// What attention reads, from q, k and v as the projections leave them: RoPE, a Hadamard rotation and e4m3 of q and k,
-// e4m3 of v transposed, in one pass over memory.
+// What attention reads, from q, k and v as the projections leave them: RoPE, a Hadamard rotation and e4m3 or int8 of q and
+// k, e4m3 of v transposed, in one pass over memory.
 //
 // A thread block takes 128 tokens of SHARE heads of q or k, one after another, or of one head of v. A warp has 16 tokens,
 // a thread two of them (g and g + 8, g = lane / 4) and of each the columns that column_of says (q = lane % 4): 16 bytes a
@@ -11,7 +11,11 @@ namespace quantrot {
 
 struct PrepareArgs {
   const void *q, *k, *v, *cos, *sin;  // rows of D elements at multiples of 16 bytes; of cos and sin, D / 2 are read
-  unsigned char *q_out, *q_scale, *k_out, *k_scale, *v_out, *v_scale;
+  unsigned char* q_out;
+  void* q_scale;  // of their codes
+  unsigned char* k_out;
+  void* k_scale;
+  unsigned char *v_out, *v_scale;
   i64 q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, cos_batch, cos_token;  // elements
   int tokens, k_rows, padded;  // of K's storage a head, of V's
   int heads, groups, q_parts, k_parts;
@@ -91,9 +95,9 @@ __device__ __forceinline__ u32 column_of(int i, u32 q) {
 }
 
 // Heads first ... last - 1 of q or k. The pointers are at the sequence's; rows: of the output from a head to the next.
-template <class T, class Angle, int D, bool ROPE, bool ROTATE, bool BY_BLOCK>
+template <class T, class Angle, class Code, int D, bool ROPE, bool ROTATE, bool BY_BLOCK>
 __device__ __forceinline__ void turn(const PrepareArgs& args, const unsigned short* from, const void* cos,
-                                     const void* sin, unsigned char* out, unsigned char* scale, i64 x_token, i64 x_head,
+                                     const void* sin, unsigned char* out, typename Code::Scale* scale, i64 x_token, i64 x_head,
                                      int first, int last, int tile, int rows, u32 base) {
   constexpr int PIECES = D / 32;
   const u32 lane = lane_number(), g = lane / 4, q = lane % 4;
@@ -187,25 +191,25 @@ __device__ __forceinline__ void turn(const PrepareArgs& args, const unsigned sho
         largest[r] = __float_as_uint(T::value((unsigned short)most));
       }
     }
-    int bytes[2];
+    decltype(Code::scale_of(0)) scales[2];
     if constexpr (BY_BLOCK) {
-      bytes[0] = bytes[1] = scale_byte(largest_of_block(max(largest[0], largest[1]), base, head));
-      if (threadIdx.x == 0) scale[head * (args.padded / TOKENS) + tile] = (unsigned char)bytes[0];
+      scales[0] = scales[1] = Code::scale_of(largest_of_block(max(largest[0], largest[1]), base, head));
+      if (threadIdx.x == 0) scale[head * (args.padded / TOKENS) + tile] = scales[0];
     } else {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         u32 most = largest[r];
         most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
         most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
-        bytes[r] = scale_byte(most);
-        if (q == 0 && token + 8 * r < args.tokens) scale[head * args.tokens + token + 8 * r] = (unsigned char)bytes[r];
+        scales[r] = Code::scale_of(most);
+        if (q == 0 && token + 8 * r < args.tokens) scale[head * args.tokens + token + 8 * r] = scales[r];
       }
     }
     u32 codes[2][PIECES][2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float by = ROTATE ? args.factor * inverse_of(bytes[r]) : inverse_of(bytes[r]);
-      const u32 kept = bytes[r] == 255 ? 0u : 0xFFFFFFFFu;
+      const float inverse = Code::inverse(scales[r]), by = ROTATE ? args.factor * inverse : inverse;
+      const u32 kept = Code::known(scales[r]) ? 0xFFFFFFFFu : 0u;
 #pragma unroll
       for (int i = 0; i < 2 * PIECES; i++) {
         float z[4];
@@ -214,10 +218,10 @@ __device__ __forceinline__ void turn(const PrepareArgs& args, const unsigned sho
           if constexpr (ROTATE) {
             z[n] = y[i / 2][i % 2][n / 2][2 * r + n % 2] * by;
           } else {
-            z[n] = T::value((unsigned short)(x[r][i / 2][i % 2 * 2 + n / 2] >> n % 2 * 16)) * by;
+            z[n] = __fmul_rn(T::value((unsigned short)(x[r][i / 2][i % 2 * 2 + n / 2] >> n % 2 * 16)), by);
           }
         }
-        codes[r][i / 2][i % 2] = to_e4m3(z[0], z[1], z[2], z[3]) & kept;
+        codes[r][i / 2][i % 2] = Code::pack(z[0], z[1], z[2], z[3]) & kept;
       }
     }
     if (!ROTATE && head + 1 < last) load(head + 1);
@@ -326,8 +330,8 @@ __device__ __forceinline__ void warm(const PrepareArgs& args, const unsigned sho
   }
 }
 
-// T: Bf16, Fp16; Angle: that of cos and sin, T or Fp32.
-template <class T, class Angle, int D, int SHARE, bool ROPE, bool ROTATE, bool BY_BLOCK>
+// T: Bf16, Fp16; Angle: that of cos and sin, T or Fp32; Code: what q and k become.
+template <class T, class Angle, class Code, int D, int SHARE, bool ROPE, bool ROTATE, bool BY_BLOCK>
 __device__ __forceinline__ void prepare(const PrepareArgs& args) {
   const u32 base = shared_memory();
   const int tile = blockIdx.x, batch = blockIdx.z, scales = BY_BLOCK ? args.padded / TOKENS : args.tokens;
@@ -340,9 +344,10 @@ __device__ __forceinline__ void prepare(const PrepareArgs& args) {
     const int first = part * SHARE, last = min(first + SHARE, args.heads);
     warm<D>(args, from, args.q_token, args.q_head, first, last, tile);
     grid_wait();
-    turn<T, Angle, D, ROPE, ROTATE, false>(args, from, cos, sin, args.q_out + sequence * args.tokens * D,
-                                           args.q_scale + sequence * args.tokens, args.q_token, args.q_head, first,
-                                           last, tile, args.tokens, base);
+    turn<T, Angle, Code, D, ROPE, ROTATE, false>(
+        args, from, cos, sin, args.q_out + sequence * args.tokens * D,
+        (typename Code::Scale*)args.q_scale + sequence * args.tokens, args.q_token, args.q_head, first, last, tile,
+        args.tokens, base);
     return;
   }
   part -= args.q_parts;
@@ -352,9 +357,10 @@ __device__ __forceinline__ void prepare(const PrepareArgs& args) {
     const int first = part * SHARE, last = min(first + SHARE, args.groups);
     warm<D>(args, from, args.k_token, args.k_head, first, last, tile);
     grid_wait();
-    turn<T, Angle, D, ROPE, ROTATE, BY_BLOCK>(args, from, cos, sin, args.k_out + sequence * args.k_rows * D,
-                                              args.k_scale + sequence * scales, args.k_token, args.k_head, first, last,
-                                              tile, args.k_rows, base);
+    turn<T, Angle, Code, D, ROPE, ROTATE, BY_BLOCK>(
+        args, from, cos, sin, args.k_out + sequence * args.k_rows * D,
+        (typename Code::Scale*)args.k_scale + sequence * scales, args.k_token, args.k_head, first, last, tile,
+        args.k_rows, base);
     return;
   }
   part -= args.k_parts;

@@ -1,4 +1,4 @@
-"""RoPE, Hadamard and e4m3 in one pass over memory, for Hopper: CUDA C++ (prepare.cuh), compiled at first use.
+"""RoPE, Hadamard and 8-bit codes in one pass over memory, for Hopper: CUDA C++ (prepare.cuh), compiled at first use.
 
     quantize     what rope.quantize makes, from what it takes, for q, k and v in 16 bits
     unsupported  why these operands are not for it, or None
@@ -20,7 +20,7 @@ from quantrot.kernels.attention.reference import BLOCK, key_rows
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import load_kernel
 
-TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
+TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32", E4M3: "E4m3", torch.int8: "Int8"}
 DIMS = (64, 128)
 THREADS = 256
 FEW = 16  # tokens up to which tiles of 128 are mostly padding
@@ -105,9 +105,12 @@ def shared_bytes(dim: int) -> int:
     return 64 + dim * BLOCK
 
 
-def entry(plan: Plan, dim: int, dtype: torch.dtype, angles: torch.dtype | None, rotate: bool, by_block: bool) -> str:
+def entry(
+    plan: Plan, dim: int, dtype: torch.dtype, angles: torch.dtype | None, rotate: bool, by_block: bool,
+    codes: torch.dtype = E4M3,
+) -> str:  # fmt: skip
     """The source of one kernel, after device_functions."""
-    types = (f"quantrot::{TYPES[t]}" for t in (dtype, angles or dtype))
+    types = (f"quantrot::{TYPES[t]}" for t in (dtype, angles or dtype, codes))
     numbers = (str(int(n)) for n in (dim, plan.share, angles is not None, rotate, by_block))
     return ENTRY.format(threads=THREADS, blocks=plan.blocks, call=", ".join([*types, *numbers]))
 
@@ -145,34 +148,36 @@ def grid(args: Arguments, batch: int) -> tuple[int, int, int]:
     return args.padded // BLOCK, args.q_parts + args.k_parts + args.groups, batch
 
 
-def outputs(q: Tensor, k: Tensor, by_block: bool) -> tuple[Tensor, ...]:
-    """Room for the codes and scale bytes of q, k and v."""
+def outputs(q: Tensor, k: Tensor, by_block: bool, codes: torch.dtype = E4M3) -> tuple[Tensor, ...]:
+    """Room for the codes and scales of q, k and v."""
     batch, tokens, heads, dim = q.shape
     groups, padded = k.shape[2], -(-tokens // BLOCK) * BLOCK
     scales = padded // BLOCK if by_block else tokens
+    scale = torch.uint8 if codes == E4M3 else torch.float32
 
-    def new(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
+    def new(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=k.device)
 
     return (
-        new(batch, heads, tokens, dim), new(batch, heads, tokens, dtype=torch.uint8),
-        new(batch, groups, key_rows(tokens), dim)[:, :, :tokens], new(batch, groups, scales, dtype=torch.uint8),
-        new(batch, groups, dim, padded), new(batch, groups, scales, dtype=torch.uint8),
+        new(codes, batch, heads, tokens, dim), new(scale, batch, heads, tokens),
+        new(codes, batch, groups, key_rows(tokens), dim)[:, :, :tokens], new(scale, batch, groups, scales),
+        new(E4M3, batch, groups, dim, padded), new(torch.uint8, batch, groups, scales),
     )  # fmt: skip
 
 
 def quantize(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, by_block: bool,
-    plan: Plan | None = None,
+    codes: torch.dtype = E4M3, plan: Plan | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """rope_hadamard_quantize_reference's result for granularity block or token. q may have no heads."""
-    out = outputs(q, k, by_block)
+    out = outputs(q, k, by_block, codes)
     if not k.numel():
         return out
     dim, device = k.shape[3], k.get_device()
     tiles = -(-k.shape[1] // BLOCK) * k.shape[0]
     plan = plan or plan_for(dim, order > 0 or cos is not None, tiles)
     values = _Parameters(arguments(q, k, v, cos, sin, order, out, plan))
-    function = _kernel(plan, dim, k.dtype, cos.dtype if cos is not None else None, order > 0, by_block, device)
+    angles = cos.dtype if cos is not None else None
+    function = _kernel(plan, dim, k.dtype, angles, order > 0, by_block, codes, device)
     nvrtc.launch(function, grid(values.args, k.shape[0]), THREADS, shared_bytes(dim), values, device, overlap=True)
     return out

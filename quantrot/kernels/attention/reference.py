@@ -1,6 +1,7 @@
 """FP8 attention in plain torch: the definition every kernel is held to, and the CPU implementation.
 
     quantize_heads     x [B, H, T, D] float -> e4m3 [B, H, T, D], scale bytes uint8 [B, H, groups]
+                                            or int8 [B, H, T, D], scales float32 [B, H, groups]
     transposed_values  e4m3 [B, H, T, D]    -> [B, H, D, T padded to 128 by zeros], V's storage
     attention          scores, softmax and sums in float32, probabilities in e4m3
 
@@ -8,6 +9,9 @@ A scale byte e means 2^(e - 127) (e8m0), and x ~= qdata * scale: the least power
 magnitude is at most 448, so nothing saturates, and both directions are exact. e4m3 has its own exponent, so a power of
 two costs no accuracy against amax / 448. An all-zero group has byte 127, one that holds a NaN or an infinity has byte
 255, which stands for NaN, and codes 0.
+
+int8 has no exponent of its own: its scale is the group's largest magnitude (2^-100 at least) times 1 / 127, rounded to
+float32, and a code is the nearest integer, ties to even, to x times that scale's reciprocal. NaN and codes 0 as above.
 """
 
 from enum import StrEnum
@@ -24,6 +28,7 @@ LARGEST_BLOCK_HEAD = 128  # head_dim up to which the kernel that quantizes has a
 P_BITS = 8  # probabilities are in e4m3 times 2^8: the largest lies in (128, 256]
 NAN_BYTE = 255
 LOG2E = 1.4426950408889634
+LEAST = 2.0**-100  # what a group's largest magnitude counts as under int8: no scale or reciprocal leaves float32
 ROWS = 1 << 24  # scores worked on at a time
 
 
@@ -55,6 +60,17 @@ def power(byte: Tensor) -> Tensor:
     return torch.where(byte == NAN_BYTE, torch.nan, value)
 
 
+def step(largest: Tensor) -> Tensor:
+    """int8's scale for a largest magnitude, given as its float32 bits (int32)."""
+    value = largest.view(torch.float32).clamp(min=LEAST) * (1 / 127)
+    return torch.where(largest >= 0x7F800000, torch.nan, value)
+
+
+def factor(scale: Tensor) -> Tensor:
+    """What codes are multiplied by: float32 scales themselves, or bytes' powers of two."""
+    return power(scale) if scale.dtype == torch.uint8 else scale
+
+
 def group_of(scale: Tensor, tokens: int) -> int:
     """How many tokens share a scale of [B, H, groups]: 1, BLOCK, or 0 for all."""
     groups = scale.shape[-1]
@@ -64,7 +80,7 @@ def group_of(scale: Tensor, tokens: int) -> int:
 
 
 def spread(scale: Tensor, tokens: int) -> Tensor:
-    """scale bytes [B, H, groups] -> one a token, [B, H, tokens]."""
+    """scales [B, H, groups] -> one a token, [B, H, tokens]."""
     group = group_of(scale, tokens)
     if group == 1:
         return scale
@@ -74,9 +90,10 @@ def spread(scale: Tensor, tokens: int) -> Tensor:
 
 
 def merged(scale: Tensor, granularity: Granularity) -> Tensor:
-    """Bytes of single tokens [B, H, T] -> the bytes of a coarser granularity: its largest one is the group's own."""
+    """Single tokens' [B, H, T] -> those of a coarser granularity, of which a group has its largest one."""
     if granularity is Granularity.tensor:
-        return scale.amax().expand(*scale.shape[:2], 1)
+        largest = scale.amax() if scale.numel() else scale.new_zeros(())
+        return largest.expand(*scale.shape[:2], 1)
     if granularity is Granularity.head:
         return scale.amax(-1, keepdim=True)
     if granularity is Granularity.block:
@@ -91,40 +108,30 @@ def encode(x: Tensor, scale: Tensor) -> Tensor:
     return torch.where(bad, 0.0, x * inverse).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
-def quantize_heads(x: Tensor, granularity: Granularity | str = Granularity.token) -> tuple[Tensor, Tensor]:
-    """Quantize [B, H, T, D] of any float dtype, any strides: e4m3 [B, H, T, D], scale uint8 [B, H, groups].
+def quantize_heads(
+    x: Tensor, granularity: Granularity | str = Granularity.token, codes: torch.dtype = E4M3
+) -> tuple[Tensor, Tensor]:
+    """Quantize [B, H, T, D] of any float dtype, any strides: e4m3 [B, H, T, D], scale uint8 [B, H, groups]; with codes
+    torch.int8: int8, scale float32.
 
     groups: 1 for tensor and head, ceil(T / 128) for block, T for token. Rounding is to nearest, ties to even.
     """
     values = x.to(torch.float32)
     largest = (values.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1) if x.numel() else values.int()[..., 0]
+    if codes == torch.int8:
+        scale = step(merged(largest, Granularity(granularity)))
+        each = spread(scale, x.shape[2]).unsqueeze(-1)
+        rounded = torch.where(each.isnan(), 0.0, values * each.reciprocal()).round_()
+        return rounded.to(torch.int8).contiguous(), scale.contiguous()
     bytes_ = torch.where(largest == 0, 0, scale_byte(largest))  # an all-zero token does not raise its group's scale
     scale = merged(bytes_.to(torch.uint8), Granularity(granularity))
     scale = torch.where(scale == 0, 127, scale).to(torch.uint8)
     return encode(values, spread(scale, x.shape[2])).contiguous(), scale.contiguous()
 
 
-def one_code_columns(dim: int) -> int:
-    """How many columns of a query of two codes have one: the first ones.
-
-    At head_dim 128 a quarter: with the other three the error is 4.9 % on normal data, and a product with K on Hopper
-    has seven steps instead of eight. The first columns turn fastest in RoPE; large channels are among those that
-    hardly turn.
-    """
-    return 32 if dim == 128 else 0
-
-
-def split_queries(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, H, S, D] -> codes, second codes (of what the first leave, by the same scale), scale bytes a token."""
-    codes, scale = quantize_heads(x)
-    left = x.to(torch.float32) - dequantize_heads(codes, scale, torch.float32)
-    left[..., : one_code_columns(x.shape[3])] = 0.0
-    return codes, encode(left, scale), scale
-
-
 def dequantize_heads(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[B, H, T, D] in `dtype` from quantize_heads' result; exact in float32 and bfloat16."""
-    return (qdata.to(torch.float32) * power(spread(scale, qdata.shape[2])).unsqueeze(-1)).to(dtype)
+    """[B, H, T, D] in `dtype` from quantize_heads' result; of e4m3 exact in float32 and bfloat16."""
+    return (qdata.to(torch.float32) * factor(spread(scale, qdata.shape[2])).unsqueeze(-1)).to(dtype)
 
 
 def transposed_values(qdata: Tensor) -> Tensor:
@@ -145,13 +152,14 @@ def key_rows(tokens: int) -> int:
 @torch.no_grad()  # codes have no gradient, and the rotation's sums are written in place
 def rope_hadamard_quantize_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
-    granularity: Granularity,
+    granularity: Granularity, codes: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """q [B, S, H, D], k and v [B, S, G, D] -> q, q_scale, k, k_scale, v, v_scale; order 0: no rotation; signs [D]."""
+    """q [B, S, H, D], k and v [B, S, G, D] -> q, q_scale, k, k_scale, v, v_scale; order 0: no rotation; signs [D];
+    codes: of q and k."""
     coarse = granularity in (Granularity.tensor, Granularity.head)
     turned = [_turned(t, cos, sin, signs, order).transpose(1, 2) for t in (q, k)]
-    q, q_scale = quantize_heads(turned[0], granularity if coarse else Granularity.token)
-    k, k_scale = quantize_heads(turned[1], granularity)
+    q, q_scale = quantize_heads(turned[0], granularity if coarse else Granularity.token, codes)
+    k, k_scale = quantize_heads(turned[1], granularity, codes)
     v, v_scale = quantize_heads(v.transpose(1, 2), granularity)
     stored = k.new_empty(*k.shape[:2], key_rows(k.shape[2]), k.shape[3])[:, :, : k.shape[2]]
     k = stored.copy_(k)
@@ -190,19 +198,14 @@ def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, seen: Tensor, scale: float,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """[B, S, H, D] in `dtype` from e4m3 q [B, H, S, D], k [B, G, T, D], v [B, G, D, T'], their scale bytes, and who
-    sees whom, bool [B, 1, S, T]. q that is not e4m3 is split_queries' two codes. Per query, with x the scores in bits:
+    """[B, S, H, D] in `dtype` from q [B, H, S, D] and k [B, G, T, D], both e4m3 or int8, v e4m3 [B, G, D, T'], their
+    scales, and who sees whom, bool [B, 1, S, T]. Per query, with x the scores in bits:
 
         x = (q k) * q_scale * k_scale * scale * log2(e);   m = ceil(max x);   p = 2^(x - m)
         y = sum e4m3(2^8 * p * v_scale / u) * v * u / (2^8 * sum p),   u the largest scale among the head's values
     """
     heads, groups, tokens = q.shape[1], q.shape[1] // k.shape[1], k.shape[2]
-    if q.dtype == E4M3:
-        left = dequantize_heads(q, q_scale, torch.float32)
-    else:
-        codes, second, q_scale = split_queries(q)
-        left = dequantize_heads(codes, q_scale, torch.float32) + dequantize_heads(second, q_scale, torch.float32)
-    left *= scale * LOG2E
+    left = dequantize_heads(q, q_scale, torch.float32) * (scale * LOG2E)
     right = dequantize_heads(k, k_scale, torch.float32).repeat_interleave(groups, 1)
     values = v[..., :tokens].to(torch.float32).transpose(2, 3).repeat_interleave(groups, 1)
     v_bytes = spread(v_scale, tokens).repeat_interleave(groups, 1).unsqueeze(2)

@@ -1,4 +1,4 @@
-"""RoPE, Hadamard and e4m3 in one Triton kernel, from the projections' outputs to what attention reads.
+"""RoPE, Hadamard and 8-bit codes in one Triton kernel, from the projections' outputs to what attention reads.
 
 A program holds a tile of tokens of a few heads, one after another. Head dimensions are worked on in halves, which RoPE
 mixes: the rotation is two products with a quarter of the matrix, or four, whatever its order and block; +-1 and the
@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantrot.kernels.attention import prepare
 from quantrot.kernels.attention.reference import BLOCK, LARGEST_BLOCK_HEAD, key_rows
-from quantrot.kernels.attention.triton import PTX, encode, magnitude, scale_byte
+from quantrot.kernels.attention.triton import PTX, encode, magnitude, scale_byte, step, whole
 from quantrot.kernels.fp8 import E4M3
 from quantrot.orthogonal import hadamard
 
@@ -57,6 +58,7 @@ def _turn(
     t = tile * TILE + tl.arange(0, TILE)
     inside = (t < tokens)[:, None] & (d < HALF)[None, :]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    WHOLE: tl.constexpr = out_ptr.dtype.element_ty == tl.int8
     if ROPE:
         at = t[:, None] * cos_token + d[None, :]
         c = tl.load(cos_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -96,14 +98,15 @@ def _turn(
             low, high = low.to(tl.float32), high.to(tl.float32)
         largest = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
         if BY_BLOCK:
-            byte = scale_byte(tl.max(largest, 0))
-            tl.store(scale_ptr + head * blocks + tile, byte.to(tl.uint8))
+            scale = step(tl.max(largest, 0)) if WHOLE else scale_byte(tl.max(largest, 0))
+            tl.store(scale_ptr + head * blocks + tile, scale.to(scale_ptr.dtype.element_ty))
         else:
-            byte = scale_byte(largest)
-            tl.store(scale_ptr + head * tokens + t, byte.to(tl.uint8), mask=t < tokens)
-            byte = byte[:, None]
-        tl.store(out_at + head * rows * (2 * HALF), encode(low, byte, PTX), mask=inside)
-        tl.store(out_at + head * rows * (2 * HALF) + HALF, encode(high, byte, PTX), mask=inside)
+            scale = step(largest) if WHOLE else scale_byte(largest)
+            tl.store(scale_ptr + head * tokens + t, scale.to(scale_ptr.dtype.element_ty), mask=t < tokens)
+            scale = scale[:, None]
+        codes_at = out_at + head * rows * (2 * HALF)
+        tl.store(codes_at, whole(low, scale) if WHOLE else encode(low, scale, PTX), mask=inside)
+        tl.store(codes_at + HALF, whole(high, scale) if WHOLE else encode(high, scale, PTX), mask=inside)
 
 
 @triton.jit
@@ -190,22 +193,13 @@ def _matrix(order: int, dim: int, half: int, dtype: torch.dtype, device: torch.d
 
 def quantize(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
-    by_block: bool, config: Config | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    by_block: bool, codes: torch.dtype = E4M3, config: Config | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """rope_hadamard_quantize_reference's result for granularity block or token."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     batch, tokens, heads, dim = q.shape
     groups, padded = k.shape[2], -(-tokens // BLOCK) * BLOCK
-    scales = padded // BLOCK if by_block else tokens
-
-    def new(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=q.device)
-
-    out = (
-        new(batch, heads, tokens, dim), new(batch, heads, tokens, dtype=torch.uint8),
-        new(batch, groups, key_rows(tokens), dim)[:, :, :tokens], new(batch, groups, scales, dtype=torch.uint8),
-        new(batch, groups, dim, padded), new(batch, groups, scales, dtype=torch.uint8),
-    )  # fmt: skip
+    out = prepare.outputs(q, k, by_block, codes)
     if not k.numel():
         return out
     unread = k

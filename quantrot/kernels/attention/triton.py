@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantrot.kernels.attention.reference import P_BITS, group_of, one_code_columns
-from quantrot.kernels.fp8 import E4M3
+from quantrot.kernels.attention.reference import LEAST, P_BITS, group_of
 
 P = tl.constexpr(P_BITS)
+SMALLEST = tl.constexpr(LEAST)
 LOG2E = 1.4426950408889634
 PTX = torch.version.hip is None and not triton.knobs.runtime.interpret  # neither AMD nor the interpreter has PTX
 
@@ -36,18 +36,21 @@ class Config:
 
 @triton.jit
 def _power(byte):
-    """int32 -> 2^(byte - 127) as float32, NaN for 255."""
+    """A byte -> 2^(byte - 127) as float32, NaN for 255. int8's scales are float32 already."""
+    if byte.dtype == tl.float32:
+        return byte
+    byte = byte.to(tl.int32)
     return tl.where(byte == 255, float("nan"), (byte << 23).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _bytes(pointer, stride, token, valid, GROUP: tl.constexpr):
-    """The scale bytes of these tokens, int32: GROUP tokens share one, 0: all."""
+    """The scales of these tokens, bytes as int32: GROUP tokens share one, 0: all."""
     if GROUP == 0:
         found = tl.load(pointer)
     else:
         found = tl.load(pointer + token // GROUP * stride, mask=valid, other=0)
-    return found.to(tl.int32)
+    return found.to(tl.int32) if pointer.dtype.element_ty == tl.uint8 else found
 
 
 @triton.jit
@@ -104,20 +107,18 @@ def encode(x, byte, PTX: tl.constexpr):
 
 
 @triton.jit
-def _queries(q_at, valid, columns, scale_at, live, WIDE: tl.constexpr, ONE: tl.constexpr, PTX: tl.constexpr):
-    """Queries, rows of `columns` -> codes, second codes, scale bytes. Codes that are read have no second ones: theirs
-    are themselves, and not used. reference.split_queries has the arithmetic."""
-    if WIDE:
-        x = tl.load(q_at, mask=valid, other=0.0).to(tl.float32)
-        byte = scale_byte(tl.max(magnitude(x), 1))
-        x = scaled(x, byte[:, None])
-        codes = to_e4m3(x, PTX)
-        second = to_e4m3(tl.where((columns >= ONE)[None, :], x - codes.to(tl.float32), 0.0), PTX)
-    else:
-        codes = tl.load(q_at, mask=valid, other=0.0)
-        second = codes
-        byte = tl.load(scale_at, mask=live, other=127).to(tl.int32)
-    return codes, second, byte
+def step(largest):
+    """reference.step."""
+    value = tl.maximum(largest.to(tl.float32, bitcast=True), SMALLEST) * (1 / 127)
+    return tl.where(largest >= 0x7F800000, float("nan"), value)
+
+
+@triton.jit
+def whole(x, scale):
+    """x by scales that broadcast with it -> int8, to nearest, ties to even; 0 where the scale is NaN. No fused sums."""
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    magic = 12582912.0  # 1.5 * 2^23
+    return ((tl.where(scale != scale, 0.0, x * inverse) + magic) - magic).to(tl.int8)
 
 
 @triton.jit
@@ -134,10 +135,9 @@ def _held(x, PTX: tl.constexpr):
 
 @triton.jit
 def _tile(
-    acc, total, top, unit, q, second, rows, positions, k_at, v_at, ks_at, vs_at, mask_at, k_row, ks_row, vs_row, start,
-    keys, d,
+    acc, total, top, unit, q, rows, positions, k_at, v_at, ks_at, vs_at, mask_at, k_row, ks_row, vs_row, start, keys, d,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr, EDGE: tl.constexpr, PTX: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of BN keys from `start` on. acc [BM, DP]: sums in units of 2^(unit - 127) * 2^-P; total [BM]; top [BM]:
     the running maximum in bits. EDGE: some of the tile's keys may be out of sight of some queries."""
@@ -153,9 +153,7 @@ def _tile(
         k = tl.load(k_at + start * k_row)
     else:
         k = tl.load(k_at + start * k_row, mask=(d < D)[None, :], other=0.0)
-    s = tl.dot(q, tl.trans(k))
-    if WIDE:
-        s = tl.dot(second, tl.trans(k), s)
+    s = tl.dot(q, tl.trans(k)).to(tl.float32)
     if K_GROUP == 1:
         s = s * _power(k_bytes)[None, :]
         by = rows
@@ -204,7 +202,7 @@ def _prefill_kernel(
     ks_head, ks_row, vs_batch, vs_head, vs_row, mask_batch, mask_row, heads, queries, keys,
     GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, Q_GROUP: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, LENGTHS: tl.constexpr,
-    QUERY_LENGTHS: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr, PTX: tl.constexpr,
+    QUERY_LENGTHS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first
     batch = (tl.program_id(0) // heads).to(tl.int64)
@@ -219,8 +217,8 @@ def _prefill_kernel(
     live = m < asked
     q_at = q_ptr + batch * q_batch + head * q_head + m[:, None].to(tl.int64) * q_row + d[None, :]
     scale_at = qs_ptr + batch * qs_batch + head * qs_head + (m // Q_GROUP * qs_row if Q_GROUP else m * 0)
-    q, second, q_bytes = _queries(q_at, live[:, None] & (d < D)[None, :], d, scale_at, live, WIDE, ONE, PTX)
-    rows = _power(q_bytes) * scale
+    q = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    rows = _power(tl.load(scale_at, mask=live, other=1)) * scale
     rows = tl.where(live, rows, 1.0)  # -inf times 0 would be NaN
     positions = tl.where(live, tl.maximum(offset + m, -1), -1)
     k_at = k_ptr + batch * k_batch + kv * k_head + n[:, None] * k_row + d[None, :]
@@ -245,13 +243,13 @@ def _prefill_kernel(
     unit = tl.full([], 0, tl.int32)
     for start in tl.range(0, whole, BN):
         acc, total, top, unit = _tile(
-            acc, total, top, unit, q, second, rows, positions, k_at, v_at, ks_at, vs_at, mask_at, k_row, ks_row, vs_row,
-            start, used, d, D, DP, BN, K_GROUP, V_GROUP, CAUSAL, MASK, WIDE, False, PTX,
+            acc, total, top, unit, q, rows, positions, k_at, v_at, ks_at, vs_at, mask_at, k_row, ks_row, vs_row, start,
+            used, d, D, DP, BN, K_GROUP, V_GROUP, CAUSAL, MASK, False, PTX,
         )  # fmt: skip
     for start in tl.range(whole, end, BN):
         acc, total, top, unit = _tile(
-            acc, total, top, unit, q, second, rows, positions, k_at, v_at, ks_at, vs_at, mask_at, k_row, ks_row, vs_row,
-            start, used, d, D, DP, BN, K_GROUP, V_GROUP, CAUSAL, MASK, WIDE, True, PTX,
+            acc, total, top, unit, q, rows, positions, k_at, v_at, ks_at, vs_at, mask_at, k_row, ks_row, vs_row, start,
+            used, d, D, DP, BN, K_GROUP, V_GROUP, CAUSAL, MASK, True, PTX,
         )  # fmt: skip
     inverse = tl.where(total == 0.0, 0.0, _power(unit) / total)
     row = (batch * queries + m[:, None]) * heads + head
@@ -268,8 +266,7 @@ def _decode_kernel(
     q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, qs_batch, qs_head, ks_batch, ks_head, ks_row,
     vs_batch, vs_head, vs_row, mask_batch, kv_heads, keys,
     GROUPS: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, LENGTHS: tl.constexpr, WIDE: tl.constexpr,
-    ONE: tl.constexpr, PTX: tl.constexpr,
+    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, LENGTHS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Products are transposed, keys [BN, DP] by queries [DP, GP] and values [DP, BN] by probabilities [BN, GP]: the
     few query heads of a key's head are the short side of the tensor core's tile, and K and V go through it whole."""
@@ -288,8 +285,8 @@ def _decode_kernel(
     head = kv * GROUPS + g
     q_at = q_ptr + batch * q_batch + head[:, None] * q_head + d[None, :]
     scale_at = qs_ptr + batch * qs_batch + head * qs_head
-    q, second, q_bytes = _queries(q_at, live[:, None] & (d < D)[None, :], d, scale_at, live, WIDE, ONE, PTX)
-    rows = _power(q_bytes) * scale
+    q = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    rows = _power(tl.load(scale_at, mask=live, other=1)) * scale
     k_at = k_ptr + batch * k_batch + kv * k_head + d[None, :]
     v_at = v_ptr + batch * v_batch + kv * v_head + d[:, None].to(tl.int64) * v_row + n[None, :]
     ks_at = ks_ptr + batch * ks_batch + kv * ks_head
@@ -314,9 +311,7 @@ def _decode_kernel(
         k = tl.load(
             k_at + token[:, None].to(tl.int64) * k_row, mask=(token < keys)[:, None] & (d < D)[None, :], other=0.0
         )
-        s = tl.dot(k, tl.trans(q))
-        if WIDE:
-            s = tl.dot(k, tl.trans(second), s)
+        s = tl.dot(k, tl.trans(q)).to(tl.float32)
         if K_GROUP == 0:
             s = s * (rows * _power(k_bytes))[None, :]
         else:
@@ -405,7 +400,6 @@ class Inputs:
     query_lengths: Tensor | None
     causal: bool
     scale: float
-    query_codes: int = 1  # that queries become which are not e4m3; here always two: the others were quantized before
 
 
 def attention(given: Inputs, dtype: torch.dtype, config: Config | None = None) -> Tensor:
@@ -446,7 +440,7 @@ def _prefill(given: Inputs, out: Tensor, config: Config | None) -> None:
         GROUPS=heads // k.shape[1], D=dim, DP=_padded(dim), BM=config.queries, BN=config.keys,
         Q_GROUP=group_of(given.q_scale, queries), K_GROUP=k_group, V_GROUP=v_group, CAUSAL=given.causal,
         MASK=mask is not None, LENGTHS=given.lengths is not None, QUERY_LENGTHS=given.query_lengths is not None,
-        WIDE=q.dtype != E4M3, ONE=one_code_columns(dim), PTX=PTX, num_warps=config.warps, num_stages=config.stages,
+        PTX=PTX, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 
@@ -466,7 +460,7 @@ def _decode(given: Inputs, out: Tensor, config: Config) -> None:
         GROUPS=heads // kv_heads, GP=max(16, triton.next_power_of_2(heads // kv_heads)), D=dim,
         DP=max(64, _padded(dim)), BN=config.keys, K_GROUP=group_of(given.k_scale, keys),
         V_GROUP=group_of(given.v_scale, keys), MASK=mask is not None, LENGTHS=given.lengths is not None,
-        WIDE=q.dtype != E4M3, ONE=one_code_columns(dim), PTX=PTX, num_warps=config.warps, num_stages=config.stages,
+        PTX=PTX, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     _combine_kernel[(batch * heads,)](
         part, stats, out, splits, D=dim, DP=_padded(dim), SPLITS=triton.next_power_of_2(splits), num_warps=4

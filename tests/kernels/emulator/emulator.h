@@ -128,14 +128,17 @@ inline u32 operand_at(u64 descriptor, u32 row, u32 k) {
   return address ^ (address >> 7 & (kind == 1 ? 7 : 3)) << 4;
 }
 
-// 32 bytes of a row: of e4m3, or of 16-bit elements (`wide`), of which there are 16.
-inline void read_operand(Block& block, u64 descriptor, u32 row, float (*wide)(unsigned short), float (&out)[32]) {
+inline float from_code(unsigned char c, bool whole) { return whole ? (signed char)c : from_e4m3(c); }
+
+// 32 bytes of a row: of e4m3 or int8, or of 16-bit elements (`wide`), of which there are 16.
+inline void read_operand(const Product& p, u64 descriptor, u32 row, float (&out)[32]) {
+  Block& block = *self().block;
   for (u32 half = 0; half < 2; half++) {
     const u32 address = operand_at(descriptor, row, half * 16);
     block.must_be_fenced(address, 16, "wgmma");
-    const unsigned char* p = block.at(address, 16);
-    for (u32 k = 0; k < 16 && !wide; k++) out[half * 16 + k] = from_e4m3(p[k]);
-    for (u32 k = 0; k < 8 && wide; k++) out[half * 8 + k] = wide(p[2 * k] | p[2 * k + 1] << 8);
+    const unsigned char* at = block.at(address, 16);
+    for (u32 k = 0; k < 16 && !p.wide; k++) out[half * 16 + k] = from_code(at[k], p.whole);
+    for (u32 k = 0; k < 8 && p.wide; k++) out[half * 8 + k] = p.wide(at[2 * k] | at[2 * k + 1] << 8);
   }
 }
 
@@ -148,13 +151,13 @@ inline void execute(Product& p) {
     if (p.a_given) {
       memcpy(a[h], p.rows[h], sizeof a[h]);
     } else {
-      read_operand(*t.block, p.a, first + g + 8 * h, p.wide, a[h]);
+      read_operand(p, p.a, first + g + 8 * h, a[h]);
     }
   }
-  std::vector<float>& d = t.results[p.d];
+  std::vector<float>& d = t.results[p.d].sums;
   for (u32 i = 0; i < (u32)p.width; i += 4) {
     for (u32 e = 0; e < 2; e++) {
-      read_operand(*t.block, p.b, i * 2 + 2 * q + e, p.wide, b);
+      read_operand(p, p.b, i * 2 + 2 * q + e, b);
       for (u32 h = 0; h < 2; h++) {
         float sum = p.add ? d[i + 2 * h + e] : 0.f;
         for (u32 k = 0; k < (p.wide ? 16 : 32); k++) sum += a[h][k] * b[k];
@@ -170,6 +173,16 @@ inline void execute_before(u32 group) {
     if (!p.executed && p.group < group) execute(p);
 }
 
+// A register of a product's and its later content: the former's goes into the latter's place, and `x` into it.
+inline void exchange_sum(float* at, Result& result, int i, float x) {
+  int bits;
+  memcpy(&bits, at, 4);
+  memcpy(&result.sums[i], at, 4);
+  if (result.whole) result.sums[i] = bits;
+  bits = x == x ? (int)x : 0x7FC00000;
+  memcpy(at, result.whole ? (void*)&bits : (void*)&x, 4);
+}
+
 inline void issue(Product p) {
   Thread& t = self();
   if (!t.fenced) fail("a product without a fence before it");
@@ -178,8 +191,11 @@ inline void issue(Product p) {
   if (mine == sequence.size()) sequence.push_back({p.a, p.b});
   if (sequence[mine] != std::pair(p.a, p.b)) fail("the threads of a warpgroup multiply different operands");
   p.group = t.group, p.executed = false;
-  auto [result, fresh] = t.results.try_emplace(p.d, p.d, p.d + p.width);
-  if (fresh) std::fill(p.d, p.d + p.width, NAN);
+  auto [result, fresh] = t.results.try_emplace(p.d);
+  if (fresh) {
+    result->second = {std::vector<float>(p.width), p.whole};
+    for (int i = 0; i < p.width; i++) exchange_sum(p.d + i, result->second, i, NAN);
+  }
   t.products.push_back(p);
   if (pick(2)) execute_before(t.group + 1);
 }
@@ -462,6 +478,10 @@ inline void take_registers() {
 
 inline void store_shared(u32 address, u32 a) { emulator::ordinary_write(address, &a, 4); }
 inline void store_shared(u32 address, float a) { emulator::ordinary_write(address, &a, 4); }
+inline void store_shared4(u32 address, float a, float b, float c, float d) {
+  const float four[4] = {a, b, c, d};
+  emulator::ordinary_write(address, four, 16);
+}
 inline void store_shared2(u32 address, u32 a, u32 b) {
   const u32 v[2] = {a, b};
   emulator::ordinary_write(address, v, 8);
@@ -564,7 +584,8 @@ inline void product_wait() {
       ++result;
       continue;
     }
-    std::copy(result->second.begin(), result->second.end(), result->first);
+    const std::vector<float> sums = result->second.sums;
+    for (size_t i = 0; i < sums.size(); i++) emulator::exchange_sum(result->first + i, result->second, i, sums[i]);
     result = t.results.erase(result);
   }
   t.products.erase(t.products.begin(), std::find_if(t.products.begin(), t.products.end(),
@@ -574,6 +595,8 @@ inline void product_wait() {
 
 template <int W>
 inline void product_done(float (&)[W]) {}
+template <int W>
+inline void product_done(int (&)[W]) {}
 inline void product_done(float&) {}
 
 template <int W>
@@ -581,17 +604,22 @@ inline void product(float (&d)[W], u64 a, u64 b, bool add) {
   emulator::issue({d, W, a, b, add, false, {}, 0, false, nullptr});
 }
 
-template <int W>
-inline void product(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
-  emulator::Product p{d, W, 0, b, add, true, {}, 0, false, nullptr};
+inline void issue_codes(float* d, int width, const u32 (&a)[4], u64 b, bool add, bool whole) {
+  emulator::Product p{d, width, 0, b, add, true, {}, 0, false, nullptr, whole};
   for (u32 i = 0; i < 4; i++) {
     const std::vector<u32> all = exchange(a[i]);
     for (u32 byte = 0; byte < 16; byte++)
       p.rows[i % 2][i / 2 * 16 + byte] =
-          emulator::from_e4m3(all[lane_number() / 4 * 4 + byte / 4] >> byte % 4 * 8 & 255);
+          emulator::from_code(all[lane_number() / 4 * 4 + byte / 4] >> byte % 4 * 8 & 255, whole);
   }
   emulator::issue(p);
 }
+
+template <int W>
+inline void product(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
+  issue_codes(d, W, a, b, add, false);
+}
+inline void product(int (&d)[64], const u32 (&a)[4], u64 b, bool add) { issue_codes((float*)d, 64, a, b, add, true); }
 
 template <class T, int W>
 inline void product16(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
@@ -716,6 +744,7 @@ struct Fp16 {
 
 inline uint32_t __float_as_uint(float f) { return quantrot::bits_of(f); }
 inline int __float_as_int(float f) { return (int)quantrot::bits_of(f); }
+inline float __int_as_float(int bits) { return __uint_as_float((uint32_t)bits); }
 
 inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
   return quantrot::exchange(value)[(threadIdx.x % 32) ^ mask];
@@ -729,6 +758,7 @@ inline uint32_t __shfl_sync(uint32_t, uint32_t value, int lane) { return quantro
 inline float __shfl_sync(uint32_t, float value, int lane) {
   return __uint_as_float(quantrot::exchange(__float_as_uint(value))[lane & 31]);
 }
+inline int __shfl_xor_sync(uint32_t mask, int value, int lanes) { return (int)__shfl_xor_sync(mask, (uint32_t)value, lanes); }
 inline float __shfl_xor_sync(uint32_t mask, float value, int lanes) {
   uint32_t bits;
   memcpy(&bits, &value, 4);

@@ -110,7 +110,13 @@ struct Product {  // one wgmma that a thread takes part in
   float rows[2][32];  // of a, where it comes from registers
   u32 group;
   bool executed;
-  float (*wide)(unsigned short);  // what 16-bit elements stand for; null: the operands are e4m3
+  float (*wide)(unsigned short);  // what 16-bit elements stand for; null: the operands are e4m3, or int8 (`whole`)
+  bool whole = false;             // d are int32, at the same address
+};
+
+struct Result {  // what a product's registers will hold
+  std::vector<float> sums;
+  bool whole;
 };
 
 struct Thread : Fiber {
@@ -118,7 +124,7 @@ struct Thread : Fiber {
   u32 index;
   std::vector<u32> written;                      // shared words written and not fenced
   std::vector<Product> products;                 // issued, not waited for
-  std::map<float*, std::vector<float>> results;  // what their registers will hold
+  std::map<float*, Result> results;              // of those
   u32 group = 0, issued = 0;                     // of the next product
   std::vector<std::pair<u32, std::vector<unsigned char>>> copies;  // started, not waited for
   std::vector<std::pair<u32, std::vector<unsigned char>>> small;   // copies of 4 bytes, before their arrival
