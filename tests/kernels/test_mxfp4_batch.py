@@ -246,15 +246,17 @@ def test_every_plan_on_a_gpu(name):
 
 @gpu
 def test_rows_and_tokens_outside_of_a_window_are_exact_on_a_gpu():
+    """To the rounding of the result, and 14 bits of all that is added; where the large group meets zeros, the others,
+    which e4m3 lacks, are the sum."""
     torch.manual_seed(0)
     x, w = torch.randn(70, 1024, device="cuda"), torch.randn(4096, 1024, device="cuda")
     x[3, :32] *= 2.0**20
     x[60, 64:96] *= 2.0**-18
     w[17, 32:64] *= 2.0**17
     w[4000, -32:] *= 2.0**-17
+    w[5, :32], x[7, 32:64] = 0, 0
     a, b = quantize_mxfp4(x.to(BF16)), quantize_mxfp4(w)
-    expected = dequantize_mxfp4(*a, torch.float32).double() @ dequantize_mxfp4(*b, torch.float32).double().T
-    y = mxfp4_gemm(x.to(BF16), *b, activations="mxfp4", backend="hopper")
-    for dim in (0, 1):
-        error = (y.double() - expected).norm(dim=dim) / expected.norm(dim=dim)
-        assert error.max() <= 3e-3
+    left, right = (dequantize_mxfp4(*t, torch.float32).double() for t in (a, b))
+    y, expected = mxfp4_gemm(x.to(BF16), *b, activations="mxfp4", backend="hopper").double(), left @ right.T
+    assert ((y - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-12 * (left.abs() @ right.abs().T)).all()
+    assert expected[3, 5].abs() > 1 and expected[7, 17].abs() > 1

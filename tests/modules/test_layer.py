@@ -167,7 +167,7 @@ def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change,
 @gpu
 @pytest.mark.parametrize(
     ("fmt", "dtype"),
-    [("fp8", torch.bfloat16), ("int8", torch.bfloat16), ("int8 groups", torch.float16), ("mxfp4", torch.bfloat16)],
+    [("fp8", torch.bfloat16), ("int8", torch.bfloat16), ("int8 groups", torch.float16), ("mxfp4 A16", torch.bfloat16)],
 )
 def test_gpu_a_model_decodes_as_its_layers_always_did(fmt, dtype):
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8}

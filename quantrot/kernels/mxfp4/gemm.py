@@ -149,10 +149,20 @@ def _widens(rows: Tensor, packed: Tensor, activations: str, backend: str) -> boo
     return hopper_prefill.fits(rows, packed.shape[0])
 
 
+def _few(activations: str, columns: int) -> int:
+    """Tokens up to which the kernel for few of them is faster than the one for a batch.
+
+    W4A4 on an H200, us: 4096 x 14336 by 16 tokens 21.5, and 19.3 as a batch; 8192 x 8192 by 32 22.0 and 20.4; 4096 x
+    4096 by 32 10.3 and 11.1. W4A8: 28672 x 4096 by 16 33.0 and 32.5, by 32 36.9 and 33.3.
+    """
+    return 8 if columns > 8192 else 16 if columns > 4096 or activations == "fp8" else DECODE_ROWS
+
+
 def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
     """Whether one kernel multiplies a batch of tokens in e4m3 by the packed weight."""
-    many = activations != "none" and rows.shape[0] > DECODE_ROWS and backend in ("auto", "hopper")
-    if not many or not rows.is_cuda or not has_triton() or not nvrtc.available(rows.device):
+    many = activations != "none" and rows.shape[0] > _few(activations, rows.shape[1])
+    asked = many and backend in ("auto", "hopper")
+    if not asked or not rows.is_cuda or not has_triton() or not nvrtc.available(rows.device):
         return False
     from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
 
