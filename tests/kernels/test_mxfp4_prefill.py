@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from quantrot.kernels.mxfp4 import hopper_prefill  # noqa: E402
 from quantrot.kernels.mxfp4.hopper_prefill import Plan  # noqa: E402
+from tests.kernels.test_mixed_hopper import DRIVER  # noqa: E402
 
 gpu = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -27,24 +28,6 @@ CASES = {
     "parts_192_rows": Plan(128, 1, 2, groups=3, halves=False, stages=3),
     "parts_192_alone": Plan(128, 1, groups=3, halves=False, stages=3),
 }
-DRIVER = """
-static std::string message;
-
-// Matrices as {data, rows, columns, pitch in bytes, rows of a box, columns of a box, bytes of an element, swizzle}.
-static quantrot::TensorMap map(const unsigned long long* m) {
-  return {(unsigned char*)m[0], m[2], m[1], m[3], (unsigned)m[5], (unsigned)m[4], (unsigned)m[6], (unsigned)m[7]};
-}
-
-extern "C" const char* run(int which, const unsigned long long (*m)[8], const quantrot::MixedArgs* args, int blocks,
-                           int cluster, int threads, int shared, int seed) {
-  using Kernel = void(quantrot::TensorMap, quantrot::TensorMap, quantrot::TensorMap, quantrot::MixedArgs);
-  static Kernel* const kernels[] = {NAMES};
-  const auto codes = map(m[0]), wide = map(m[1]), y = map(m[2]);
-  message = emulator::launch({(unsigned)blocks, 1, 1}, cluster, threads, shared, seed,
-                             [&] { kernels[which](codes, wide, y, *args); });
-  return message.c_str();
-}
-"""
 
 
 @pytest.fixture(scope="module")

@@ -212,7 +212,7 @@ def quantize_expanded(
 
 
 def room(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty e4m3, row scale and outside of a matrix; with no width, only the last two have elements."""
+    """Empty e4m3, row scale and outside of a matrix."""
     return (
         torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device),
         torch.empty(rows, dtype=torch.float32, device=device),
@@ -232,14 +232,13 @@ def expand(
     """packed [N, K/2], scale [N, K/32], not empty -> e4m3 [N, K], row scale [N], outside [N].
 
     to: the `room` for them, made before the kernel that was launched last, which writes neither room nor weight, and
-    lets no other start before it has waited for those before it: the two then run at the same time. Without room for
-    e4m3 only the other two are written.
+    lets no other start before it has waited for those before it: the two then run at the same time.
     """
     weight = _aligned(packed), scale.contiguous()
     beside = to is not None and weight[0] is packed and weight[1] is scale
     to = to or room(len(packed), 2 * packed.shape[1], packed.device)
     rows, groups = scale.shape
-    pointers = (t.data_ptr() if t.numel() else None for t in (*weight, *to))
+    pointers = (t.data_ptr() for t in (*weight, *to))
     parameters = ExpandArguments(*pointers, rows, groups)
     device, blocks = packed.get_device(), -(-rows // (EXPAND_THREADS // 32))
     nvrtc.launch(_expand_kernel(device), (blocks,), EXPAND_THREADS, 0, parameters, device, overlap=beside)

@@ -371,7 +371,7 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
 struct ExpandArgs {
   const u64* packed;           // [rows, groups, 2]
   const unsigned char* scale;  // [rows, groups]
-  Words* e4m3;                 // [rows, groups, 2], or null: only what follows
+  Words* e4m3;                 // [rows, groups, 2]
   float* row_scale;            // [rows]
   int* outside;                // [rows]
   int rows, groups;
@@ -406,14 +406,14 @@ __device__ __forceinline__ void expand(const ExpandArgs& args) {
 #pragma unroll
       for (int i = 0; i < EACH; i++) codes[i] = __ldg(packed + min(first + i * 32 + lane, units - 1));
     };
-    if (args.e4m3) load(0);
+    load(0);
     int most = 0, least = 254;
     for (int g = lane; g < args.groups; g += 32) {
       const int byte = scale[g];
       if (byte != 255) most = max(most, byte), least = min(least, byte);
     }
     const int top = max(warp_max(most) - 127, LEAST_TOP), bottom = -warp_max(-least) - 127;
-    for (int first = 0; args.e4m3 && first < units; first += 32 * EACH) {
+    for (int first = 0; first < units; first += 32 * EACH) {
       if (first) load(first);
 #pragma unroll
       for (int i = 0; i < EACH; i++) {
