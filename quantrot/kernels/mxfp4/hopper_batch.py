@@ -1,5 +1,5 @@
-"""33 to 1024 tokens in e4m3 by a packed MXFP4 weight on Hopper: CUDA C++ (batch.cuh, on kernels/mixed), made at first
-use.
+"""Some ten to 1024 tokens in e4m3 by a packed MXFP4 weight on Hopper: CUDA C++ (batch.cuh, on kernels/mixed), compiled
+at first use.
 
 Order of sums: the tensor core's in float32 along a part of K, times the row's power of two and the token's scale; then
 the parts', two by two. A token's bits depend on the plan's parts alone.
