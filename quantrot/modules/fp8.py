@@ -68,15 +68,7 @@ class Fp8Linear(QuantizedLinear):
             return False
         return has_one_kernel(self.out_features, self.in_features, device)
 
-    def fused(
-        self,
-        x: Tensor,
-        *,
-        norm: Any = None,
-        residual: Tensor | None = None,
-        gates: bool = False,
-    ) -> Tensor:
-        """The product of x or of norm(x), Llama's; silu of its first half times the second; plus residual."""
+    def _fused(self, x: Tensor, *, residual: Tensor | None = None, **rest: Any) -> Tensor:
         weight, scale = (getattr(self, name) for name in self.tensor_names)
         y = fp8_linear(
             x.reshape(-1, self.in_features),
@@ -85,11 +77,9 @@ class Fp8Linear(QuantizedLinear):
             b_block=formats.stored_block(self.format.weights),
             scale_rule=self.format.activations.scale_rule,
             bias=self.bias,
-            norm=None if norm is None else norm.weight,
-            epsilon=0.0 if norm is None else norm.variance_epsilon,
             residual=None if residual is None else residual.reshape(-1, self.out_features),
-            gates=gates,
             b_settled=True,  # as in _product
+            **rest,
         )
         return y.view(*x.shape[:-1], y.shape[1])
 

@@ -35,17 +35,8 @@ class Int8Linear(QuantizedLinear):
         scale = getattr(self, self.tensor_names[1])
         return has_one_kernel(self.out_features, self.in_features, scale.shape[1], device)
 
-    def fused(
-        self,
-        x: Tensor,
-        *,
-        norm: Any = None,
-        residual: Tensor | None = None,
-        gates: bool = False,
-    ) -> Tensor:
-        """The product of x or of norm(x), Llama's; silu of its first half times the second; plus residual."""
-        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-        return self._run(mixed_linear, x, norm=weight, epsilon=epsilon, residual=residual, gates=gates)
+    def _fused(self, x: Tensor, **rest: Any) -> Tensor:
+        return self._run(mixed_linear, x, **rest)
 
     def _run(self, product: Callable[..., Tensor], x: Tensor, **rest: Any) -> Tensor:
         packed, scale = (getattr(self, name) for name in self.tensor_names)

@@ -142,6 +142,14 @@ class QuantizedLinear(nn.Module):
         """Whether this linear has `fused`, and what that does for a token is one kernel there, but for MXFP4's gate."""
         return False
 
+    def fused(self, x: Tensor, *, norm: Any = None, residual: Tensor | None = None, gates: bool = False) -> Tensor:
+        """The product of x or of norm(x), Llama's; silu of its first half times the second; plus residual."""
+        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+        return self._fused(x, norm=weight, epsilon=epsilon, residual=residual, gates=gates)
+
+    def _fused(self, x: Tensor, **rest: Any) -> Tensor:
+        raise AssertionError(f"{type(self).__name__} has no `fused`: see `fuses`")
+
     def forward(self, x: Tensor) -> Tensor:
         x = as_autocast(x)
         return self.multiply(x) if self._decoded is None else self.multiply_wide(x, self._decoded)

@@ -46,18 +46,8 @@ class Mxfp4Linear(QuantizedLinear):
             return False
         return self.runs_packed(device) and has_one_kernel(self.out_features, self.in_features, device)
 
-    def fused(
-        self,
-        x: Tensor,
-        *,
-        norm: Any = None,
-        residual: Tensor | None = None,
-        gates: bool = False,
-    ) -> Tensor:
-        """The product of x or of norm(x), Llama's; silu of its first half times the second; plus residual."""
-        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-        rest = {"norm": weight, "epsilon": epsilon, "residual": residual, "gates": gates, **self._options()}
-        return mxfp4_fused(x, self.weight_packed, self.weight_scale, **rest)
+    def _fused(self, x: Tensor, **rest: Any) -> Tensor:
+        return mxfp4_fused(x, self.weight_packed, self.weight_scale, **rest, **self._options())
 
     def _fused_hadamard(self) -> int:
         """The width of the online transform where the quantizer of the activations does it on its way, else 0."""

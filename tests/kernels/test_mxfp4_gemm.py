@@ -212,6 +212,25 @@ def test_errors_name_the_field_and_the_remedy(call, says):
         call(*quantize_mxfp4(torch.zeros(48, 64)))
 
 
+@pytest.mark.parametrize(
+    ("k", "options", "says"),
+    [
+        (32, {}, r"needs \[..., K\] by \[N, K/2\]"),
+        (64, {"hadamard": 48}, "allowed: 0, 32, 64 or 128"),
+        (64, {"activations": "mxfp4", "scale_rule": "best"}, "scale_rule: 'best'; allowed"),
+    ],
+)
+def test_what_a_fused_product_does_not_take_is_named_before_a_kernel_reads_it(monkeypatch, k, options, says):
+    from quantrot.kernels.mxfp4 import fused
+
+    for name in ("mxfp4_gemm", "_fused"):
+        monkeypatch.setattr(fused, name, lambda *_, **__: pytest.fail("was multiplied"))
+    monkeypatch.setattr(fused, "has_one_kernel", lambda *_: True)
+    packed, scale = quantize_mxfp4(torch.zeros(48, 64))
+    with pytest.raises(ValueError, match=says):
+        fused.mxfp4_fused(torch.zeros(1, k).bfloat16(), packed, scale, norm=torch.ones(k).bfloat16(), **options)
+
+
 # --- Training --------------------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import gate, rms_norm
-from quantrot.kernels.mxfp4.gemm import mxfp4_gemm
-from quantrot.kernels.mxfp4.operators import has_kernels
+from quantrot.kernels.mxfp4.gemm import check_operands, mxfp4_gemm
+from quantrot.kernels.mxfp4.operators import has_kernels, rule_name
 from quantrot.kernels.mxfp4.reference import ScaleRule
 from quantrot.kernels.operators import constant, implement
 
@@ -44,6 +44,7 @@ def mxfp4_fused(
     a gradient is wanted, it is operation by operation. Other arguments and errors as mxfp4_gemm's; settled speaks of
     norm too.
     """
+    check_operands(x, packed, scale, activations, hadamard)
     if gates and residual is not None:
         raise ValueError("gates: a residual is added to a product that is not gated; add it to the result")
     for name, given, shape in (("norm", norm, x.shape[-1:]), ("residual", residual, (*x.shape[:-1], len(packed)))):
@@ -61,7 +62,7 @@ def mxfp4_fused(
     one = x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and activations in ("none", "mxfp4") and not grads
     if one and (norm is not None or residual is not None) and has_one_kernel(len(packed), x.shape[-1], x.device):
         flat = None if residual is None else residual.reshape(1, -1)
-        rest = activations, str(ScaleRule(scale_rule)), hadamard, norm, epsilon, flat, settled
+        rest = activations, rule_name(scale_rule), hadamard, norm, epsilon, flat, settled
         y = torch.ops.quantrot.mxfp4_fused(x.reshape(1, -1), packed, scale, *rest).view(*x.shape[:-1], len(packed))
     else:
         y = mxfp4_gemm(x if norm is None else rms_norm(x, norm, epsilon), packed, scale, **product)

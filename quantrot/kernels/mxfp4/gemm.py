@@ -93,25 +93,30 @@ def mxfp4_gemm(
     W4A8 of up to 1024, also of float16 and with any scales, N a multiple of 8); "cublas" (CUDA, capability 8.9, N a
     multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
     """
-    check_packed("packed", packed, scale)
-    if x.dim() < 1 or packed.dim() != 2 or x.shape[-1] != 2 * packed.shape[1]:
-        raise ValueError(
-            f"x: shape {tuple(x.shape)}; a weight of {tuple(packed.shape)} bytes needs [..., K] by [N, K/2]"
-        )
+    check_operands(x, packed, scale, activations, hadamard)
     if bias is not None and bias.shape != packed.shape[:1]:
         raise ValueError(f"bias: shape {tuple(bias.shape)}; allowed: [{packed.shape[0]}]")
-    _check_dtype("x", x.dtype)
     _check_backend(backend)
-    if activations not in ACTIVATIONS:
-        raise ValueError(f"activations: {activations!r}; allowed: {', '.join(ACTIVATIONS)}")
-    if hadamard and (hadamard not in (32, 64, 128) or x.shape[-1] % hadamard):
-        raise ValueError(f"hadamard: {hadamard}; allowed: 0, 32, 64 or 128, dividing the {x.shape[-1]} columns of x")
     return torch.ops.quantrot.mxfp4_linear(
         x, packed, scale, bias, activations, rule_name(scale_rule), hadamard, settled, backend
     )
 
 
 # --- Checks and choices ----------------------------------------------------------------------------------------------
+
+
+def check_operands(x: Tensor, packed: Tensor, scale: Tensor, activations: str, hadamard: int) -> None:
+    """ValueError for what mxfp4_gemm does not multiply, whatever the backend."""
+    check_packed("packed", packed, scale)
+    if x.dim() < 1 or packed.dim() != 2 or x.shape[-1] != 2 * packed.shape[1]:
+        raise ValueError(
+            f"x: shape {tuple(x.shape)}; a weight of {tuple(packed.shape)} bytes needs [..., K] by [N, K/2]"
+        )
+    _check_dtype("x", x.dtype)
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations: {activations!r}; allowed: {', '.join(ACTIVATIONS)}")
+    if hadamard and (hadamard not in (32, 64, 128) or x.shape[-1] % hadamard):
+        raise ValueError(f"hadamard: {hadamard}; allowed: 0, 32, 64 or 128, dividing the {x.shape[-1]} columns of x")
 
 
 def _check_backend(backend: str) -> None:
@@ -183,10 +188,11 @@ def _decoder(rows: Tensor, activations: str, backend: str) -> str | None:
     if backend not in ("hopper", "triton"):
         return None
     if not (streams if backend == "hopper" else able):
+        more = ", more where N is a multiple of 8 (quantized ones up to 1024)" if backend == "hopper" else ""
         needs = "of capability 9.0, with cuda.core, K a multiple of 128" if backend == "hopper" else "with Triton"
         raise ValueError(
-            f"backend: {backend!r} multiplies 1 to {DECODE_ROWS} tokens of bfloat16 on a CUDA device {needs}; x is "
-            f"{list(rows.shape)} of {rows.dtype} on {rows.device}; allowed here: auto, reference"
+            f"backend: {backend!r} multiplies 1 to {DECODE_ROWS} tokens of bfloat16{more} on a CUDA device {needs}; "
+            f"x is {list(rows.shape)} of {rows.dtype} on {rows.device}; allowed here: auto, reference"
         )
     return backend
 
