@@ -23,6 +23,12 @@ SM_REGISTERS = 65536
 
 
 @lru_cache(maxsize=64)
+def sources(*names: str) -> str:
+    """The CUDA C++ of these files of this folder, one after another: "hopper", "fp8/gemm"."""
+    return "".join((Path(__file__).parent / f"{name}.cuh").read_text() for name in names)
+
+
+@lru_cache(maxsize=64)
 def available(device: torch.device) -> bool:
     """Whether this device and installation can run the kernels."""
     if torch.cuda.get_device_capability(device) != (9, 0):

@@ -9,7 +9,6 @@ Head dimensions 64 and 128, up to 16 query heads a key head, a scale a token for
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -140,8 +139,7 @@ def faster(given: "Inputs") -> bool:
 
 def device_functions() -> str:
     """What every kernel is built on."""
-    here = Path(__file__).parent
-    return "".join(path.read_text() for path in (here.parent / "hopper.cuh", here / "codes.cuh", here / "decode.cuh"))
+    return nvrtc.sources("hopper", "products", "attention/codes", "attention/decode")
 
 
 def entry(plan: Plan, dim: int, share: int, mask: bool, dtype: torch.dtype) -> str:

@@ -13,7 +13,6 @@ import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,8 +154,7 @@ def _folds(k: Tensor) -> int | None:
 
 def device_functions() -> str:
     """What every kernel is built on."""
-    here = Path(__file__).parent
-    return "".join(path.read_text() for path in (here.parent / "hopper.cuh", here / "codes.cuh", here / "prefill.cuh"))
+    return nvrtc.sources("hopper", "products", "attention/codes", "attention/prefill")
 
 
 def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, codes: torch.dtype, out: torch.dtype) -> str:

@@ -22,7 +22,6 @@ the output is NaN and nothing is stored.
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -206,9 +205,8 @@ def plan_for(dim: int, share: int, pairs: int, room: int, units: int) -> Plan:
 
 
 def device_functions() -> str:
-    """What every kernel is built on: hopper.cuh and one_token.cuh."""
-    here = Path(__file__).parent
-    return (here.parent / "hopper.cuh").read_text() + (here / "one_token.cuh").read_text()
+    """What every kernel is built on."""
+    return nvrtc.sources("hopper", "products", "attention/one_token")
 
 
 def entry(plan: Plan, dim: int, share: int, dtype: torch.dtype) -> str:

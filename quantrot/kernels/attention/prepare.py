@@ -9,7 +9,6 @@ Head dimensions 64 and 128, all of a head turned by Sylvester's matrix or not at
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,8 +96,7 @@ def supports(
 
 def device_functions() -> str:
     """What every kernel is built on."""
-    here = Path(__file__).parent
-    return "".join(path.read_text() for path in (here.parent / "hopper.cuh", here / "codes.cuh", here / "prepare.cuh"))
+    return nvrtc.sources("hopper", "products", "attention/codes", "attention/prepare")
 
 
 def shared_bytes(dim: int) -> int:

@@ -5,7 +5,6 @@ import ctypes
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,9 +154,7 @@ MOST_COLUMNS = 1 << 15  # of a row that is a block
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    kernels = Path(__file__).parent.parent
-    files = kernels / "hopper.cuh", kernels / "hadamard/words.cuh", kernels / "fp8/blocks.cuh"
-    return "".join(file.read_text() for file in files)
+    return nvrtc.sources("hopper", "hadamard/words", "fp8/blocks")
 
 
 class Arguments(ctypes.Structure):

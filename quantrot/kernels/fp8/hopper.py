@@ -16,7 +16,6 @@ a_scale [M, K / 128] is read fastest with its rows adjacent (stride (1, M): a [K
 import ctypes
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,9 +134,7 @@ Plan = Prefill | Decode
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    here = Path(__file__).parent
-    files = here.parent / "hopper.cuh", *(here / f"{name}.cuh" for name in ("gemm", "prefill", "decode"))
-    return "".join(file.read_text() for file in files)
+    return nvrtc.sources("hopper", "products", "fp8/gemm", "fp8/prefill", "fp8/decode")
 
 
 def entry(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, name: str = "gemm") -> str:

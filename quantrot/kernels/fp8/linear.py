@@ -13,7 +13,6 @@ product, an MLP's gate or the residual, at its end.
 import ctypes
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,9 +88,8 @@ class Held(Decode):
 @lru_cache(maxsize=4)
 def device_functions(rule: str) -> str:
     """The C++ that every kernel starts with."""
-    kernels = Path(__file__).parent.parent
-    own = (kernels / f"fp8/{name}.cuh" for name in ("blocks", "gemm", "decode", "linear"))
-    text = "".join(file.read_text() for file in (kernels / "hopper.cuh", kernels / "hadamard/words.cuh", *own))
+    shared = nvrtc.sources("hopper", "products", "hadamard/words")
+    text = shared + nvrtc.sources("fp8/blocks", "fp8/gemm", "fp8/decode", "fp8/linear")
     return f"#define SCALE_RULE {blocks.SCALE_RULES.index(rule) + 1}\n{blocks.HINTS[False]}{text}"
 
 

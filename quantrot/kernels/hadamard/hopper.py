@@ -8,7 +8,6 @@ import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,13 +24,14 @@ CACHE_HINTS = '#define LOAD ""\n#define STREAM ""\n#define KEEP "normal"\n'
 STREAM_BYTES = 40 << 20  # input and output past this do not both fit in the 60 MB L2: mark them as passing through
 SMALL_ELEMENTS = 1 << 18  # a tensor up to this is a few microseconds: how soon the first bytes come decides
 LARGEST_POWER = 32768  # of two, in one kernel
+WORDS = ("hadamard/words", "hadamard/columns")
 FILES = {
-    **dict.fromkeys(("lanes", "turn", "warp", "share"), ("words.cuh", "columns.cuh", "common.cuh", "rows.cuh")),
-    **dict.fromkeys(("block", "dense", "axis"), ("words.cuh", "columns.cuh", "common.cuh", "bases.cuh")),
-    "flow": ("../hopper.cuh", "words.cuh", "columns.cuh", "flow.cuh"),
-    "twice": ("../hopper.cuh", "words.cuh", "columns.cuh", "flow.cuh", "twice.cuh"),
-    "stream": ("words.cuh", "columns.cuh", "common.cuh", "stream.cuh"),
-    "held": ("words.cuh", "columns.cuh", "common.cuh", "held.cuh"),
+    **dict.fromkeys(("lanes", "turn", "warp", "share"), (*WORDS, "hadamard/common", "hadamard/rows")),
+    **dict.fromkeys(("block", "dense", "axis"), (*WORDS, "hadamard/common", "hadamard/bases")),
+    "flow": ("hopper", "products", *WORDS, "hadamard/flow"),
+    "twice": ("hopper", "products", *WORDS, "hadamard/flow", "hadamard/twice"),
+    "stream": (*WORDS, "hadamard/common", "hadamard/stream"),
+    "held": (*WORDS, "hadamard/common", "hadamard/held"),
 }
 FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow)
 COUNTERS = 1 << 16  # of a kernel, from which its blocks take rows: one for each stream, and for each launch in a graph
@@ -174,7 +174,7 @@ class Plan:
         return (
             (f"#define SCALE_RULE {SCALE_RULES.index(rule) + 1}\n" if rule else "")
             + (STREAM_HINTS if self.stream and not rule and not self.by_map else CACHE_HINTS)
-            + _device_functions(*FILES[self.kind])
+            + nvrtc.sources(*FILES[self.kind])
             + f"namespace quantrot {{\n{self.bases(order, transpose)}}}\n"
             + ENTRY.format(
                 threads=self.warps * 32,
@@ -258,11 +258,6 @@ class Plan:
         a_warp = 32 * self.vectors * (16 // dtype.itemsize)
         blocks = -(-rows * order // (a_warp * self.warps))
         return min(blocks, processors * self.resident) if self.kind == "stream" else blocks
-
-
-@lru_cache(maxsize=4)
-def _device_functions(*files: str) -> str:
-    return "".join((Path(__file__).parent / file).read_text() for file in files)
 
 
 # --- Plans -----------------------------------------------------------------------------------------------------------

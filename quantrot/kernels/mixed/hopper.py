@@ -16,7 +16,6 @@ the order of K, added in order. Plans for the same number of parts and teams giv
 import ctypes
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -275,9 +274,8 @@ class Decode:
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    here = Path(__file__).parent
-    ours = "".join((here / f"{name}.cuh").read_text() for name in ("multiply", "gemm", "decode", "parts"))
-    return (here.parent / "hopper.cuh").read_text() + conversions.device_functions() + ours
+    ours = nvrtc.sources("mixed/multiply", "mixed/gemm", "mixed/decode", "mixed/parts")
+    return nvrtc.sources("hopper", "products") + conversions.device_functions() + ours
 
 
 def entry(plan: Plan | Decode, kernel: Kernel, name: str = "mixed") -> str:

@@ -11,7 +11,6 @@ import ctypes
 import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,17 +209,15 @@ def template_of(turn: Turn | None) -> dict[str, Any]:
 
 def group_functions() -> str:
     """The C++ of a group: its power of two, and what it rounds to."""
-    here = Path(__file__).parent
     square = struct.unpack("I", struct.pack("f", QUEST_SQUARE))[0]
     constant = f"#define QUEST_SQUARE __uint_as_float({square:#x}u)\n"
-    return (here.parent / "hopper.cuh").read_text() + constant + (here / "group.cuh").read_text()
+    return nvrtc.sources("hopper", "products") + constant + nvrtc.sources("mxfp4/group")
 
 
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    here = Path(__file__).parent
-    return group_functions() + (here / "tokens.cuh").read_text() + (here / "decode.cuh").read_text()
+    return group_functions() + nvrtc.sources("mxfp4/tokens", "mxfp4/decode")
 
 
 def entry(

@@ -8,7 +8,6 @@ the parts', two by two. A token's bits depend on the plan's parts alone.
 import ctypes
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -81,7 +80,7 @@ SHALLOW = 1.4  # times as long, with two stages: 1024 tokens by 4096 x 14336 in 
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return mixed.device_functions() + (Path(__file__).parent / "batch.cuh").read_text()
+    return mixed.device_functions() + nvrtc.sources("mxfp4/batch")
 
 
 def fits(x: Tensor, rows: int) -> bool:

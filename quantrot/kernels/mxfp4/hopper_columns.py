@@ -3,7 +3,6 @@
 import ctypes
 import math
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,8 +51,7 @@ class CodeArguments(ctypes.Structure):
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    here = Path(__file__).parent
-    return hopper_rows.device_functions() + (here / "columns.cuh").read_text() + (here / "requantize.cuh").read_text()
+    return hopper_rows.device_functions() + nvrtc.sources("mxfp4/columns", "mxfp4/requantize")
 
 
 def entry(

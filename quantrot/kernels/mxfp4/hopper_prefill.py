@@ -7,7 +7,6 @@ two by two, and the sum is rounded once. A token's bits depend on the plan's par
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -52,7 +51,7 @@ def entry(plan: Plan, name: str = "mxfp4_prefill") -> str:
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return mixed.device_functions() + (Path(__file__).parent / "prefill.cuh").read_text()
+    return mixed.device_functions() + nvrtc.sources("mxfp4/prefill")
 
 
 def fits(x: Tensor, rows: int) -> bool:

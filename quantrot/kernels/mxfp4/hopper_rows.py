@@ -5,7 +5,6 @@ Persistent kernels: as many thread blocks as fit, every warp with the next tiles
 
 import ctypes
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ class ExpandArguments(ctypes.Structure):
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return hopper.group_functions() + (Path(__file__).parent / "rows.cuh").read_text()
+    return hopper.group_functions() + nvrtc.sources("mxfp4/rows")
 
 
 def entry(

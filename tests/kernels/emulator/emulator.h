@@ -1,5 +1,5 @@
-// The functions of kernels/hopper.cuh for the host. What is asynchronous on the hardware is asynchronous here, and late
-// or early at random: copies land at a random moment in a random order; a product reads its operands anywhere between
+// The functions of kernels/hopper.cuh and products.cuh for the host. What is asynchronous on the hardware is
+// asynchronous here, and late or early at random: copies land at a random moment in a random order; a product reads its operands anywhere between
 // its issue and the wait for it, and until then its registers hold NaN. So a missing wait, a buffer handed back too
 // soon, a missing fence or a wrong parity shows as a wrong result, a message or a deadlock, for some seed.
 //

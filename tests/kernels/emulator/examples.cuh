@@ -1,5 +1,6 @@
 // Small kernels that try the emulator: right ones, and the same with one thing left out (BUG).
 #include "hopper.cuh"
+#include "products.cuh"
 
 namespace quantrot {
 
