@@ -6,10 +6,13 @@ NVRTC compiles through cuda.core, so no CUDA toolkit is needed; the cubin is kep
 
 import ctypes
 import hashlib
+import io
 import os
 import tempfile
 import threading
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,8 @@ def available(device: torch.device) -> bool:
     try:
         import cuda.bindings.driver  # noqa: F401
 
-        _compiler()
-    except ImportError:
+        _compiler()[0].nvrtcVersion()
+    except (ImportError, RuntimeError):  # RuntimeError: its library is not there
         return False
     return True
 
@@ -57,21 +60,49 @@ def _compiler() -> tuple[Any, Any, Any]:
     return nvrtc, Program, ProgramOptions
 
 
+def build(source: str, **options: Any) -> tuple[bytes, str]:
+    """source -> cubin for sm_90a, by NVRTC, and what it says; needs no GPU. Raises ImportError without cuda.core.
+
+    options: more of cuda.core's ProgramOptions.
+    """
+    _, Program, ProgramOptions = _compiler()
+    log = io.StringIO()
+    made = Program(source, "c++", ProgramOptions(arch=ARCH, std="c++17", **options)).compile("cubin", logs=log)
+    return made.code, log.getvalue()
+
+
 def compile_cubin(source: str) -> bytes:
-    """source -> cubin for sm_90a, by NVRTC, through the cache on disk. Raises ImportError without cuda.core."""
-    nvrtc, Program, ProgramOptions = _compiler()
-    version = nvrtc.nvrtcVersion()[1:]
+    """source -> cubin, through the cache on disk where there can be one. Raises ImportError without cuda.core."""
+    version = _compiler()[0].nvrtcVersion()[1:]
     key = hashlib.sha256(f"{ARCH} {version}\n{source}".encode()).hexdigest()
-    folder = Path(os.environ.get("QUANTROT_CACHE", Path.home() / ".cache" / "quantrot"))
-    path = folder / f"{key[:32]}.cubin"
-    if path.exists():
-        return path.read_bytes()
-    code = Program(source, "c++", ProgramOptions(arch=ARCH, std="c++17")).compile("cubin").code
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        file.write(code)
-    os.replace(file.name, path)  # whole or not at all: another process may compile the same kernel
+    name = f"{key[:32]}.cubin"
+    with suppress(OSError, RuntimeError):
+        return (_cache() / name).read_bytes()
+    code, _ = build(source)
+    try:
+        _keep(_cache() / name, code)
+    except (OSError, RuntimeError) as error:  # a home that is read-only or none, a full disk: slower, not wrong
+        why = getattr(error, "strerror", None) or error  # without the file's random name: Python then says it once
+        warnings.warn(f"compiled kernels are not kept: {why}; QUANTROT_CACHE names another folder", stacklevel=2)
     return code
+
+
+def _cache() -> Path:
+    """Raises RuntimeError without a home."""
+    return Path(os.environ.get("QUANTROT_CACHE") or Path.home() / ".cache" / "quantrot")
+
+
+def _keep(path: Path, code: bytes) -> None:
+    """Whole or not at all: another process may compile the same kernel."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = tempfile.NamedTemporaryFile(dir=path.parent, delete=False)
+    try:
+        with file:
+            file.write(code)
+        os.replace(file.name, path)
+    except OSError:
+        os.unlink(file.name)
+        raise
 
 
 def checked(result: tuple) -> Any:

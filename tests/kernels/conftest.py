@@ -1,14 +1,21 @@
 """Triton kernels without a GPU: run by its interpreter, or compiled for an H200 by every launch of a script."""
 
 import ctypes
+import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from quantrot.kernels import nvrtc
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,22 +96,90 @@ def compiled_for_hopper():
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory):
+def once(tmp_path_factory):
+    """`once(key, make) -> folder`, filled by make(folder) unless a worker of this run has; whole or not at all."""
+    base = tmp_path_factory.getbasetemp()
+    common = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def kept(key: str, make: Callable[[Path], None]) -> Path:
+        folder = common / f"once-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+        if not folder.exists():
+            unfinished = tmp_path_factory.mktemp("unfinished")
+            make(unfinished)
+            with suppress(OSError):  # another worker was faster
+                unfinished.rename(folder)
+        return folder
+
+    return kept
+
+
+class Compiled(NamedTuple):
+    """What NVRTC made of a source: the file of its code, and what it and its assembler said."""
+
+    file: Path
+    log: str
+
+    @property
+    def stacks(self) -> list[int]:
+        """Bytes of stack of each function's threads."""
+        return [int(n) for n in re.findall(r"(\d+) bytes stack frame", self.log)]
+
+    @property
+    def spilled(self) -> list[int]:
+        """Bytes of registers that each function's threads store and load elsewhere."""
+        said = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
+        return [int(stores) + int(loads) for stores, loads in re.findall(said, self.log)]
+
+
+@pytest.fixture(scope="session")
+def compiled_cuda(once):
+    """`compiled_cuda(source) -> Compiled` of CUDA C++ for sm_90a, by what compiles it at first use; needs no GPU."""
+    pytest.importorskip("cuda.core", reason="cuda.core is not installed")
+
+    def compiled(source: str) -> Compiled:
+        def make(folder: Path) -> None:
+            code, log = nvrtc.build(source, ptxas_options=["-v"])
+            (folder / "code").write_bytes(code)
+            (folder / "log").write_text(log)
+
+        folder = once(source, make)
+        return Compiled(folder / "code", (folder / "log").read_text())
+
+    return compiled
+
+
+@pytest.fixture(scope="session")
+def ptx_of():
+    """`ptx_of(source) -> str`, which cuda.core gives only where there is a driver."""
+    api = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda.core is not installed")
+
+    def ptx(source: str) -> str:
+        options = [b"-arch=compute_90a", b"-std=c++17"]
+        error, program = api.nvrtcCreateProgram(source.encode(), b"", 0, [], [])
+        assert api.nvrtcCompileProgram(program, len(options), options) == (api.nvrtcResult.NVRTC_SUCCESS,)
+        text = bytes(api.nvrtcGetPTXSize(program)[1])
+        api.nvrtcGetPTX(program, text)
+        return text.decode()
+
+    return ptx
+
+
+@pytest.fixture(scope="session")
+def emulated(once):
     """`emulated(source) -> ctypes library` of CUDA C++ on kernels/hopper.cuh, compiled for the host's emulator."""
     if not shutil.which("g++"):
         pytest.skip("the emulator of Hopper kernels needs g++")
+    include = [f"-I{ROOT / 'quantrot/kernels'}", f"-I{ROOT / 'tests/kernels/emulator'}"]
+    flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-DQUANTROT_EMULATED"]
 
     def build(source: str) -> ctypes.CDLL:
-        folder = tmp_path_factory.mktemp("emulated")
-        (folder / "kernel.cpp").write_text(source)
-        include = [f"-I{ROOT / 'quantrot/kernels'}", f"-I{ROOT / 'tests/kernels/emulator'}"]
-        flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-DQUANTROT_EMULATED"]
-        library = folder / "kernel.so"
-        run = subprocess.run(
-            ["g++", *flags, *include, "kernel.cpp", "-o", library], cwd=folder, capture_output=True, text=True
-        )
-        assert run.returncode == 0, run.stderr[-5000:]
-        return ctypes.CDLL(str(library))
+        def make(folder: Path) -> None:
+            (folder / "kernel.cpp").write_text(source)
+            command = ["g++", *flags, *include, "kernel.cpp", "-o", "kernel.so"]
+            run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            assert run.returncode == 0, run.stderr[-5000:]
+
+        return ctypes.CDLL(str(once(source, make) / "kernel.so"))
 
     return build
 

@@ -2,8 +2,6 @@
 
 import ctypes
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -362,9 +360,7 @@ def test_what_it_does_not_take_is_named():
 # --- Compiled for sm_90a ---------------------------------------------------------------------------------------------
 
 
-def test_no_kernel_spills_or_serializes_its_products(tmp_path):
-    if not shutil.which("nvcc"):
-        pytest.skip("compiling for sm_90a needs nvcc")
+def test_no_kernel_spills_or_serializes_its_products(compiled_cuda):
     kernels = dict.fromkeys((*CASES.values(), *ONE.values()))
     for group in (0, 1, 2):
         for m in (1, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 4096):
@@ -382,27 +378,18 @@ def test_no_kernel_spills_or_serializes_its_products(tmp_path):
         kernels[hopper.plan_for(n, m, k, group // 64, True), kernel] = None
     kernels[hopper.plan_for(3456, 4096, 2048, 0, False), Kernel("int8", BF16, False, 0, False, BF16, None)] = None
     entries = "".join(hopper.entry(*kernel, name=f"mixed{i}") for i, kernel in enumerate(kernels))
-    (tmp_path / "mixed.cu").write_text(hopper.device_functions() + entries)
-    target = ["-gencode", "arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v"]
-    run = subprocess.run(["nvcc", *target, "-cubin", "mixed.cu"], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    log = run.stdout + run.stderr
-    assert "warning" not in log and "C75" not in log, log  # C7510 and others: products one after another
-    assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == len(kernels)
+    made = compiled_cuda(hopper.device_functions() + entries)
+    assert "warning" not in made.log and "C75" not in made.log, made.log  # C7510 and others: products one after another
+    assert made.stacks == made.spilled == [0] * len(kernels), made.log
 
 
-def test_a_stage_is_handed_back_behind_a_fence(tmp_path):
+def test_a_stage_is_handed_back_behind_a_fence(ptx_of):
     """Without it the arrival overtakes loads of codes on their way, and the copy engine writes under them; this needs
     a GPU to be seen, so here it is read off the instructions."""
-    if not shutil.which("nvcc"):
-        pytest.skip("compiling for sm_90a needs nvcc")
     kernels = [case for case in (CASES | ONE).values() if isinstance(case[0], Decode)]
     entries = "".join(hopper.entry(*kernel, name=f"mixed{i}") for i, kernel in enumerate(kernels))
-    (tmp_path / "mixed.cu").write_text(hopper.device_functions() + entries)
-    target = ["-arch=sm_90a", "-std=c++17", "-ptx", "mixed.cu", "-o", "mixed.ptx"]
-    subprocess.run(["nvcc", *target], cwd=tmp_path, capture_output=True, check=True)
     wanted = r"ld\.shared|fence\.proxy\.async|mbarrier\.arrive(?!\.expect_tx)"
-    found = re.findall(wanted, (tmp_path / "mixed.ptx").read_text())
+    found = re.findall(wanted, ptx_of(hopper.device_functions() + entries))
     before = [found[i - 1] for i, what in enumerate(found) if what == "mbarrier.arrive"]
     assert len(before) >= len(kernels) and set(before) == {"fence.proxy.async"}
 

@@ -254,15 +254,10 @@ def test_bits_do_not_depend_on_what_runs_first_nor_on_other_tokens(emulator, nam
 
 
 @pytest.mark.parametrize("name", [*CASES, "even_32", "mse_64"])
-def test_every_kernel_compiles_for_sm_90a_without_spills(name, tmp_path):
-    if not shutil.which("nvcc"):
-        pytest.skip("needs nvcc")
+def test_every_kernel_compiles_for_sm_90a_without_spills(name, compiled_cuda):
     case = CASES[name] if name in CASES else (TURNS[name][0], BF16, TURNS[name][1])
-    (tmp_path / "kernel.cu").write_text(hopper.device_functions() + hopper.entry(*case))
-    target = "-gencode arch=compute_90a,code=sm_90a -std=c++17 -Xptxas -v -cubin -o /dev/null".split()
-    run = subprocess.run(["nvcc", *target, str(tmp_path / "kernel.cu")], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert ", 0 bytes spill stores" in run.stderr, run.stderr[-400:]
+    made = compiled_cuda(hopper.device_functions() + hopper.entry(*case))
+    assert made.spilled == [0], made.log
 
 
 def test_plans_fit_the_multiprocessor():
@@ -301,20 +296,18 @@ def test_few_columns_are_not_shared_by_a_cluster():
     assert all(hopper.plan_for(tokens, 2048, 8192).split == 1 for tokens in range(1, 17))
 
 
-def test_an_arrival_waits_for_the_reads_before_it(tmp_path):
+def test_an_arrival_waits_for_the_reads_before_it(compiled_cuda):
     """Nothing read from shared memory is on its way when a warp hands its stage back, where copies land next.
 
     Seen in the machine code, by the scoreboards that a load sets and an instruction waits for.
     """
     triton = pytest.importorskip("triton")
     tool = shutil.which("cuobjdump") or Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not shutil.which("nvcc") or not Path(tool).exists():
-        pytest.skip("needs nvcc and cuobjdump, which comes with Triton")
+    if not Path(tool).exists():
+        pytest.skip("needs cuobjdump, which comes with Triton")
     for name, case in CASES.items():
-        (tmp_path / "kernel.cu").write_text(hopper.device_functions() + hopper.entry(*case))
-        target = "-gencode arch=compute_90a,code=sm_90a -std=c++17 -cubin -o".split()
-        subprocess.run(["nvcc", *target, str(tmp_path / "cubin"), str(tmp_path / "kernel.cu")], check=True)
-        command = [str(tool), "-sass", str(tmp_path / "cubin")]
+        made = compiled_cuda(hopper.device_functions() + hopper.entry(*case))
+        command = [str(tool), "-sass", str(made.file)]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         pattern = r"/\*[0-9a-f]{4,}\*/ +([^;]+);.*\n +/\* 0x([0-9a-f]{16}) \*/"
         on_their_way: set[int] = set()

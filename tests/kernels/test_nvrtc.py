@@ -28,7 +28,7 @@ class ProgramOptions:
     def __init__(self, **options): pass
 class Program:
     def __init__(self, source, language, options): self.code = source.encode()
-    def compile(self, target): return self
+    def compile(self, target, logs): return self
 """
 NVRTC = "def nvrtcVersion(): return 0, 13, 0"
 
@@ -53,10 +53,49 @@ def test_threads_that_compile_at_once_wait_until_cuda_core_is_imported(tmp_path,
         assert list(pool.map(compile_a_little_later, range(8))) == [f"kernel {i}".encode() for i in range(8)]
 
 
+NOTHING = 'extern "C" __global__ void nothing() {}'
+
+
+@pytest.fixture
+def cuda_core():
+    return pytest.importorskip("cuda.core", reason="cuda.core is not installed")
+
+
+def test_what_is_compiled_is_kept(cuda_core, tmp_path, monkeypatch):
+    monkeypatch.setenv("QUANTROT_CACHE", str(tmp_path / "a folder/cache"))
+    code = nvrtc.compile_cubin(NOTHING)
+    assert code.startswith(b"\x7fELF")
+    assert [path.read_bytes() for path in (tmp_path / "a folder/cache").iterdir()] == [code]
+    with patch.object(nvrtc, "build", side_effect=AssertionError("compiled twice")):
+        assert nvrtc.compile_cubin(NOTHING) == code
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(cuda_core, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUANTROT_CACHE", str(tmp_path / "file/cache"))
+    with pytest.warns(UserWarning, match="not kept: Not a directory; QUANTROT_CACHE names another"):
+        assert nvrtc.compile_cubin(NOTHING).startswith(b"\x7fELF")
+
+
+def test_no_home_is_a_warning(cuda_core, monkeypatch):
+    monkeypatch.delenv("QUANTROT_CACHE", raising=False)
+    with (
+        patch.object(nvrtc.Path, "home", side_effect=RuntimeError("Could not determine home directory.")),
+        pytest.warns(UserWarning, match="not kept: Could not determine home directory"),
+    ):
+        assert nvrtc.compile_cubin(NOTHING).startswith(b"\x7fELF")
+
+
+def test_what_does_not_compile_says_where(cuda_core, tmp_path, monkeypatch):
+    monkeypatch.setenv("QUANTROT_CACHE", str(tmp_path))
+    with pytest.raises(Exception, match=r'default_program\(1\): error: identifier "undefined" is undefined'):
+        nvrtc.compile_cubin("__global__ void kernel() { undefined(); }")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.gpu
 def test_a_launch_that_the_driver_refuses_says_why():
-    source = 'extern "C" __global__ void nothing() {}'
-    function = nvrtc.load_kernel(source, "nothing", 0, 0)
+    function = nvrtc.load_kernel(NOTHING, "nothing", 0, 0)
 
     class Nothing(ctypes.Structure):
         _fields_ = [("unused", ctypes.c_int)]
