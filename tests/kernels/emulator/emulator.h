@@ -239,7 +239,7 @@ inline bool elect_one() {
 
 inline void barrier_init(u32 bar, u32 arrivals) {
   self().block->at(bar, 8);
-  self().block->barriers[bar] = {(int)arrivals, (int)arrivals, 0, 0};
+  self().block->barriers[bar].init(arrivals);
 }
 inline void barrier_init_done() {}
 inline void barrier_arrive(u32 bar) { self().block->barrier(bar).arrive(); }
@@ -274,8 +274,8 @@ inline void send_word(u32 mapped, u32 word, u32 bar) {
   });
 }
 inline void barrier_wait(u32 bar, u32 parity) {
-  const emulator::Barrier& b = self().block->barrier(bar);
-  emulator::wait_until("a barrier", [&] { return b.ended(parity); });
+  emulator::Barrier& b = self().block->barrier(bar);
+  emulator::wait_until(b, "a barrier", [&] { return b.ended(parity); });
 }
 
 inline void block_sync() { self().block->named[0].meet(emulator::block_size.x, "the block"); }
@@ -405,9 +405,10 @@ inline void tensor_store(const TensorMap* map, int x, int y, u32 from) {
 inline void tensor_store_commit() {
   auto left = std::make_shared<int>(self().open.size());
   for (auto& store : self().open) {
-    emulator::scheduler.events.push_back([store, left] {
+    emulator::scheduler.events.push_back([store, left, stored = &self().stored] {
       store();
       --*left;
+      stored->changed();
     });
   }
   self().open.clear();
@@ -418,7 +419,7 @@ template <int N>
 inline void tensor_store_wait() {
   auto& stores = self().stores;
   if (stores.size() <= N) return;
-  emulator::wait_until("stores", [&] {
+  emulator::wait_until(self().stored, "stores", [&] {
     for (size_t i = 0; i + N < stores.size(); i++)
       if (*stores[i]) return false;
     return true;

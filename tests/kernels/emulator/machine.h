@@ -19,15 +19,20 @@ typedef uint64_t u64;
 
 constexpr u32 SHARED_START = 1024;
 
-struct Barrier {
+struct Barrier : Awaited {
   int arrivals = 0, pending = 0;
   long bytes = 0;
   u32 phase = 0;
 
+  void init(int count) {
+    arrivals = pending = count, bytes = 0, phase = 0;
+    changed();
+  }
   void settle() {
     if (pending == 0 && bytes == 0) {
       phase++;
       pending = arrivals;
+      changed();
     }
   }
   void arrive() {
@@ -38,19 +43,20 @@ struct Barrier {
   bool ended(u32 parity) const { return (phase & 1) != parity; }
 };
 
-struct Meeting {  // of the threads of a block, a cluster or a warp, again and again
+struct Meeting : Awaited {  // of the threads of a block, a cluster or a warp, again and again
   u32 count = 0, round = 0;
 
   void arrive(u32 expected) {
     if (++count == expected) {
       count = 0;
       round++;
+      changed();
     }
   }
   void meet(u32 expected, const char* what) {
     const u32 mine = round;
     arrive(expected);
-    wait_until(what, [&] { return round != mine; });
+    wait_until(*this, what, [&] { return round != mine; });
   }
 };
 
@@ -130,6 +136,7 @@ struct Thread : Fiber {
   std::vector<std::pair<u32, std::vector<unsigned char>>> small;   // copies of 4 bytes, before their arrival
   bool fenced = false;
   bool waited = false;  // for the kernel before this one
+  Awaited stored;
   std::vector<std::shared_ptr<int>> stores;      // committed groups: copies still reading shared memory
   std::vector<std::function<void()>> open;       // stores before their commit
   u32 warp() const { return index / 32; }

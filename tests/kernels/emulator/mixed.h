@@ -25,7 +25,7 @@ inline void cluster_arrive() {
 }
 inline void cluster_wait() {  // the first of a kernel
   emulator::Cluster& cluster = *self().block->cluster;
-  emulator::wait_until("the cluster", [&] { return cluster.meeting.round > 0; });
+  emulator::wait_until(cluster.meeting, "the cluster", [&] { return cluster.meeting.round > 0; });
 }
 
 inline void store_shared(u32 to, const float (&v)[4]) { emulator::ordinary_write(to, v, 16); }
