@@ -1,6 +1,7 @@
 """Fixtures for all tests: small random checkpoints, `torch.empty` full of NaN, gpu tests skipped and counted."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ GPU_REASON = "needs a CUDA GPU"
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*:UserWarning")
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))  # more would wait for each other, busily
 
 
 def pytest_collection_modifyitems(items):
