@@ -3,7 +3,7 @@
     python benchmarks/bench_attention.py [--out FILE]      # the table, and results/bench_attention-<gpu>.json
     python benchmarks/bench_attention.py --scores fp8 [--out FILE]  # prefill alone, queries and keys in e4m3
     python benchmarks/bench_attention.py --sweep           # every launch configuration of every kernel, best first
-    python benchmarks/bench_attention.py --render          # no GPU: the table of docs/attention.md, from the json
+    python benchmarks/bench_attention.py --render   # no GPU: the table of docs/measured/attention.md
 
 32 query and 8 key and value heads. `prefill` is bfloat16 q, k, v to a bfloat16 result, the quantization counted;
 `attend_us` is the attention without the quantization of k and v. Its peers are torch's SDPA by cuDNN and by
@@ -46,7 +46,7 @@ PEAK = 1979e12  # e4m3 operations a second on an H200, dense, from its data shee
 PREFILL = [(d, s, c) for d, s, c in product((128, 64), (2048, 8192, 32768), (True, False)) if c or s == 8192]
 ROWS = [(rows, d) for rows, d in product((1, 32, 2048, 8192, 32768), (128, 64))]
 DECODE = [(b, t, d) for b, t, d in product((1, 32), (8192, 32768), (128, 64))]
-DOC = ROOT / "docs" / "attention.md"
+DOC = ROOT / "docs" / "measured" / "attention.md"
 MARK = "<!-- table: bench_attention.py --render -->"
 Calls = list[Callable[[], Any]]
 
@@ -315,7 +315,7 @@ def sweep() -> None:
         )
 
 
-# --- The table of docs/attention.md ----------------------------------------------------------------------------------
+# --- The table of docs/measured/attention.md --------------------------------------------------------------------------
 
 
 def table(result: dict[str, Any]) -> str:

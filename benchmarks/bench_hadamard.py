@@ -2,7 +2,7 @@
 
     python benchmarks/bench_hadamard.py            # the table, and results/bench_hadamard-<gpu>.json
     python benchmarks/bench_hadamard.py --tune     # first times every candidate plan and writes tuned.py
-    python benchmarks/bench_hadamard.py --render   # no GPU: docs/hadamard.md and the notes in tuned.py, from the json
+    python benchmarks/bench_hadamard.py --render   # no GPU: docs/measured/hadamard.md, and notes in tuned.py
 
 Every time is the median of replays of one CUDA graph that holds calls on different random tensors, together past the
 60 MB of L2 (the smallest tensors: 512 of them), outputs included; the copy is timed the same way in the same run. `of
@@ -33,7 +33,7 @@ SMALL = [8, 16, 32, 64]
 POWERS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 BASES = [576, 1536, 3072, 4864, 5120, 11008, 12288, 13824, 14336, 17408, 18944, 25600, 28672, 29568, 53248]
 ELEMENTS = [1 << 13, 1 << 17, 1 << 20, 1 << 23, 1 << 25, 1 << 27]
-DOC = ROOT / "docs" / "hadamard.md"
+DOC = ROOT / "docs" / "measured" / "hadamard.md"
 TUNED = ROOT / "quantrot" / "kernels" / "hadamard" / "tuned.py"
 
 
@@ -459,7 +459,7 @@ def write_tuned(tables: dict[str, dict], notes: dict) -> None:
     TUNED.write_text(text.rstrip("\n") + "\n")
 
 
-# --- The tables of docs/hadamard.md ----------------------------------------------------------------------------------
+# --- The tables of docs/measured/hadamard.md --------------------------------------------------------------------------
 
 
 def render(path: Path) -> None:

@@ -3,7 +3,7 @@
     python benchmarks/bench_mxfp4.py            # the table, and results/bench_mxfp4-<gpu>.json
     python benchmarks/bench_mxfp4.py --tune     # first times every candidate tile and plan and writes tuned.py
     python benchmarks/bench_mxfp4.py --model    # also a whole Llama-3.1-8B shape: decode and prefill
-    python benchmarks/bench_mxfp4.py --render   # no GPU: docs/mxfp4.md from the json
+    python benchmarks/bench_mxfp4.py --render   # no GPU: docs/measured/mxfp4.md from the json
 
 Times are those of timing.py. `floor` is bytes read and written, over the speed of a copy in the same run; of a product,
 the time to read the packed weight. cublas_fp8 multiplies ready e4m3 operands, tensorwise; tinygemm is
@@ -41,7 +41,7 @@ from quantrot.kernels.mxfp4 import (  # noqa: E402
     requantize_mxfp4,
 )
 
-DOC = ROOT / "docs" / "mxfp4.md"
+DOC = ROOT / "docs" / "measured" / "mxfp4.md"
 TUNED = ROOT / "quantrot" / "kernels" / "mxfp4" / "tuned.py"
 ROWS, COLUMNS = 32768, 4096
 SHAPES = [(4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336)]  # (N, K)
@@ -504,7 +504,7 @@ def groups(rows: list[dict]) -> dict[str, list[dict]]:
     return found
 
 
-# --- The tables of docs/mxfp4.md -------------------------------------------------------------------------------------
+# --- The tables of docs/measured/mxfp4.md -----------------------------------------------------------------------------
 
 
 def render(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Fine-tune a Llama with MXFP4 linears, forward and backward, against bfloat16 on the same data in the same order.
 
     python benchmarks/finetune_mxfp4.py --text FILE --save DIR     # writes results/finetune_mxfp4-<name>.json
-    python benchmarks/finetune_mxfp4.py --render                   # docs/finetune_mxfp4.svg and docs/mxfp4.md
+    python benchmarks/finetune_mxfp4.py --render    # docs/finetune_mxfp4.svg and docs/measured/mxfp4.md
 
 Master weights and AdamW are float32, activations bfloat16 (autocast) in both runs; embeddings and the language model
 head stay frozen; in the MXFP4 run every other linear is `Mxfp4TrainingLinear`: QuEST forward, randomised Hadamard and
@@ -33,7 +33,7 @@ from quantrot.source import open_source  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "finetune_mxfp4.svg"
-DOC = ROOT / "docs" / "mxfp4.md"
+DOC = ROOT / "docs" / "measured" / "mxfp4.md"
 KINDS = ("bfloat16", "mxfp4")
 
 

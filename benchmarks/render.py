@@ -1,9 +1,9 @@
-"""Render the tables of README.md and docs/ from benchmarks/results/*.json, in place, between their markers.
+"""Render the tables of README.md and docs/, between their markers, and docs/models.svg from benchmarks/results/*.json.
 
     python benchmarks/render.py [--check]
 
 A marker names the table, `<!-- table: accuracy smollm2-135m -->`, and `<!-- end -->` closes it. --check writes nothing
-and fails if a table is not what the results say.
+and fails if a table or the plot is not what the results say.
 """
 
 import json
@@ -15,6 +15,9 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
+PLOT = DOCS / "models.svg"
+COLOURS = {"int8-weight-only": "#7a9a3a", "fp8-block": "#4878a8", "hadamard-mxfp4": "#c8553d"}
 
 
 def accuracy(result: dict[str, Any]) -> list[str]:
@@ -33,6 +36,19 @@ def accuracy(result: dict[str, Any]) -> list[str]:
         )
     source = f"{result['windows']} windows of {result['seq_len']} tokens of {result['text']}; {result['device']}"
     return [*lines, "", f"{source}, torch {result['torch']}: `{result['command']}`"]
+
+
+def recipes(result: dict[str, Any]) -> list[str]:
+    """The same of shipped recipes alone, without how long they took."""
+    lines = ["| recipe | bits a weight | perplexity | KL (nats a token) | top-1 |", "|---|---|---|---|---|"]
+    lines.append(f"| the original | 16 | {result['rows'][0]['baseline_ppl']:.2f} | 0 | 1 |")
+    for row in sorted(result["rows"], key=lambda row: row["kl"]):
+        if ":" not in row["case"]["recipe"]:
+            kl = f"{row['kl']:.4f} ± {row['kl_stderr']:.4f}"
+            lines.append(
+                f"| `{row['case']['recipe']}` | {row['bits']:.2f} | {row['ppl']:.2f} | {kl} | {row['top1']:.3f} |"
+            )
+    return lines
 
 
 def conversion(result: dict[str, Any]) -> list[str]:
@@ -95,7 +111,7 @@ def model(result: dict[str, Any]) -> list[str]:
     """A recipe, phase and size a row, against transformers' bfloat16 model and against that in quantrot's attention."""
     head = ["recipe", "phase", "sequences or tokens", "us", "bfloat16, us", "faster by", "its attention alone"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    attention = {_place(row): row["us"] for row in result["rows"] if row["case"]["recipe"] == "bf16"}
+    attention = {_place(row): row["us"] for row in _of(result, "bf16")}
     for row in result["rows"]:
         wide, us = row["peers_us"]["bf16"], row["us"]
         if row["case"]["recipe"] != "bf16":
@@ -105,6 +121,67 @@ def model(result: dict[str, Any]) -> list[str]:
                 f"| {wide / us:.2f} | {gain:.2f} |"
             )
     return [*lines, "", _source(result)]
+
+
+def model_plot(result: dict[str, Any]) -> str:
+    """An SVG of the same: a bar a row, the paler part being the attention's alone."""
+    bars: dict[tuple[str, int], list[tuple[str, float, float]]] = {}
+    attention = {_place(row): row["peers_us"]["bf16"] / row["us"] for row in _of(result, "bf16")}
+    for name in COLOURS:
+        for row in _of(result, name):
+            times = row["peers_us"]["bf16"] / row["us"]
+            bars.setdefault(_place(row), []).append((name, times, attention[_place(row)]))
+    left, scale, line, y = 150, 200, 22, 34
+    parts = []
+    for (phase, size), found in sorted(bars.items()):
+        what = f"one token, {size} sequence{'s' * (size > 1)}" if phase == "decode" else f"prompt of {size}"
+        parts.append(f'<text x="{left - 10}" y="{y + line * len(found) / 2 + 1:.0f}" text-anchor="end">{what}</text>')
+        for name, times, alone in found:
+            colour = f'fill="{COLOURS[name]}"'
+            parts.append(f'<rect x="{left}" y="{y}" width="{times * scale:.0f}" height="{line - 5}" {colour}/>')
+            gained = f'x="{left + scale}" y="{y}" width="{(min(alone, times) - 1) * scale:.0f}" height="{line - 5}"'
+            parts.append(f'<rect {gained} fill="#fff" opacity="0.45"/>')
+            parts.append(f'<text x="{left + times * scale + 6:.0f}" y="{y + 13}">{times:.2f} {name}</text>')
+            y += line
+        y += 14
+    one = f'x1="{left + scale}" y1="26" x2="{left + scale}" y2="{y - 8}"'
+    font = 'font-family="sans-serif" font-size="13"'
+    title = f"times faster than transformers' bfloat16: Llama 3.1 8B's shapes, compiled, {result['gpu']}"
+    note = "paler: what quantrot's attention gives the bfloat16 model, too"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {y + 20}" {font}>',
+            f'<rect width="800" height="{y + 20}" fill="white"/>',
+            f'<text x="{left}" y="18">{title}</text>',
+            *parts,
+            f'<line {one} stroke="#333" stroke-dasharray="4 3"/>',
+            f'<text x="{left}" y="{y + 8}" fill="#555">{note}</text>',
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _of(result: dict[str, Any], recipe: str) -> list[dict[str, Any]]:
+    return [row for row in result["rows"] if row["case"]["recipe"] == recipe]
+
+
+def hadamard(result: dict[str, Any]) -> list[str]:
+    """2^25 elements: an order a row, fraction of a copy's speed in each dtype."""
+    dtypes = ("bfloat16", "float16", "float32")
+    found = {
+        (row["case"]["n"], row["case"]["dtype"]): row
+        for row in result["rows"]
+        if row["case"]["elements"] == 1 << 25 and not row["case"]["inplace"]
+    }
+    lines = ["| n | " + " | ".join(dtypes) + " | fast-hadamard-transform, bfloat16 |", "|---" * 5 + "|"]
+    for n in (32, 128, 1024, 4096, 8192, 12288, 14336, 16384, 28672, 32768, 53248):
+        rows = [found.get((n, dtype)) for dtype in dtypes]
+        cells = [f"{row['peers_us']['copy'] / row['us']:.2f}" if row else "" for row in rows]
+        peers = rows[0]["peers_us"] if rows[0] else {}
+        package = peers.get("fast_hadamard_transform")
+        lines.append(f"| {n} | {' | '.join(cells)} | " + (f"{peers['copy'] / package:.2f} |" if package else "|"))
+    return lines
 
 
 def tokens(result: dict[str, Any]) -> list[str]:
@@ -161,10 +238,12 @@ def attention_error(result: dict[str, Any]) -> list[str]:
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "accuracy": accuracy,
+    "recipes": recipes,
     "convert": conversion,
     "fp8_accuracy": fp8_accuracy,
     "mixed": mixed,
     "model": model,
+    "hadamard": hadamard,
     "tokens": tokens,
     "mmlu": mmlu,
     "attention_error": attention_error,
@@ -176,7 +255,7 @@ def render(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         kind, name = match[1], match[2]
-        path = RESULTS / f"bench_{kind}-{name}.json"
+        path = RESULTS / f"bench_{'accuracy' if kind == 'recipes' else kind}-{name}.json"
         if not path.exists():  # not measured yet: the page says so
             return match[0]
         result = json.loads(path.read_text())
@@ -188,10 +267,10 @@ def render(text: str) -> str:
 
 def main() -> None:
     stale = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        old = path.read_text()
-        new = render(old)
-        if new != old:
+    made = {path: render(path.read_text()) for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]}
+    made[PLOT] = model_plot(json.loads((RESULTS / "bench_model-h200.json").read_text()))
+    for path, new in made.items():
+        if not path.exists() or path.read_text() != new:
             stale.append(path.name)
             if "--check" not in sys.argv:
                 path.write_text(new)

@@ -7,8 +7,8 @@ Every plan is timed by itself; the fastest --top ones and the rule's then in tur
 all meet the same clocks. A line a plan of those, fastest first: us, times cuBLAS (the median of the rounds' ratios),
 fraction of the operands' reading time, relative error to float64, whether five runs gave the same bits. Then one line a
 case: m n k group, the best plan's us, times cuBLAS, fraction of the reading time; the rule's; the second. --rule: no
-other plans: the tables of docs/mixed-input.md. layer: the four products of a layer of Llama 3.1 8B and the gate, by one
-token, us a layer; also with norms and residuals, in kernels of their own and inside the products.
+other plans: the tables of docs/measured/mixed-input.md. layer: the four products of a layer of Llama 3.1 8B and the
+gate, by one token, us a layer; also with norms and residuals, in kernels of their own and inside the products.
 """
 
 import argparse

@@ -191,8 +191,8 @@ class _Parameters(ctypes.Structure):
 def plan_for(dim: int, share: int, pairs: int, room: int, units: int) -> Plan:
     """The launch for `pairs` key heads of all sequences, with room for `room` tokens each, on `units` processors.
 
-    By a sweep on an H200 (docs/attention.md): for few key heads small blocks, which start soonest behind a projection;
-    for their long caches more warps; for many key heads a block of 8 warps a processor.
+    By a sweep on an H200 (docs/measured/attention.md): for few key heads small blocks, which start soonest behind a
+    projection; for their long caches more warps; for many key heads a block of 8 warps a processor.
     """
     if pairs * PORTABLE_CLUSTER <= units and room > 4096:
         return Plan(8, 2 * PORTABLE_CLUSTER if room > 16384 and pairs * 2 * PORTABLE_CLUSTER <= units else 8)
