@@ -455,7 +455,8 @@ def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> Non
     if len(plan.shards) > 1:
         (partial / INDEX).write_bytes(index_json(list(plan.shards)))
     manifest = _manifest(plan, records)
-    (partial / "README.md").write_text(model_card(plan, manifest), encoding="utf-8")
+    # a path's bytes that are no character to this locale are written as they are
+    (partial / "README.md").write_text(model_card(plan, manifest), encoding="utf-8", errors="surrogateescape")
     names = [*copies, "config.json", "README.md", *(shard.name for shard in plan.shards)]
     names += [INDEX] if len(plan.shards) > 1 else []
     manifest["files"] = {

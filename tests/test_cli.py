@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import shutil
+import sys
 
 import pytest
 import torch
@@ -91,6 +93,19 @@ def test_a_path_with_brackets_is_shown_as_it_is(source, tmp_path):
     done = run(app, ["convert", str(source), "--recipe", "fp8-dynamic", "-o", str(out)])
     assert done.exit_code == 0 and "[red]x[" in done.stdout.replace("\n", "")
     assert run(app, ["verify", str(out), "--device", "cpu"]).exit_code == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux alone")
+def test_a_path_that_is_no_text_is_taken_as_it_is(source, tmp_path):
+    """As any name with an accent is in the C locale."""
+    model, out = tmp_path / os.fsdecode(b"mod\xe8l"), tmp_path / os.fsdecode(b"\xe8 out")
+    shutil.copytree(source, model)
+    done = run(app, ["convert", str(model), "--recipe", "fp8-dynamic", "-o", str(out)])
+    assert done.exit_code == 0 and "\\udce8 out" in done.stdout, done.output
+    assert b"mod\xe8l" in (out / "README.md").read_bytes()
+    assert run(app, ["inspect", str(out)]).exit_code == 0
+    done = run(app, ["inspect", str(model)])
+    assert done.exit_code == 2 and "mod\\udce8l" in done.stderr
 
 
 def test_a_device_that_is_not_there_is_an_error_of_the_user(source, tmp_path):

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,13 @@ def test_public_names_are_functions_even_after_their_modules_are_imported():
         "assert all(callable(getattr(quantrot, n)) for n in ('Recipe', 'plan', 'convert', 'load', 'verify'))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_an_installed_package_has_every_file():
+    globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["quantrot"]
+    packed = {path for glob in ["**/*.py", *globs] for path in PACKAGE.glob(glob)}
+    files = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert len(packed) > 100 and files == packed
 
 
 def test_the_project_speaks_of_itself_alone():

@@ -4,6 +4,7 @@ A `ValueError` or `OSError` is the user's to mend and becomes one message and ex
 keeps its traceback.
 """
 
+import io
 import sys
 from typing import Any
 
@@ -17,6 +18,9 @@ class Commands(TyperGroup):
     """Turns errors that a user can mend into messages."""
 
     def invoke(self, ctx: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):  # a path may hold what the terminal's encoding does not
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except (ValueError, OSError) as error:

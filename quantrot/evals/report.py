@@ -98,7 +98,7 @@ def write_text(text: str, path: Path) -> None:
     """Write a text file, whole or not at all."""
     descriptor, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="surrogateescape") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

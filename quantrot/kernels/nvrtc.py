@@ -28,7 +28,7 @@ SM_REGISTERS = 65536
 @lru_cache(maxsize=64)
 def sources(*names: str) -> str:
     """The CUDA C++ of these files of this folder, one after another: "hopper", "fp8/gemm"."""
-    return "".join((Path(__file__).parent / f"{name}.cuh").read_text() for name in names)
+    return "".join((Path(__file__).parent / f"{name}.cuh").read_text(encoding="utf-8") for name in names)
 
 
 @lru_cache(maxsize=64)

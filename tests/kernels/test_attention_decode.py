@@ -151,6 +151,12 @@ def test_plans_give_every_processor_one_block():
             assert 2 * (plan.shared_bytes(dim, 8) + 1024) <= SM_SHARED  # the next kernel's blocks start beside these
 
 
+def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
+    entries = (decode.entry(*kernel).replace("decode(", f"decode_{i}(", 1) for i, kernel in enumerate(KERNELS))
+    made = compiled_cuda(decode.device_functions() + "".join(entries))
+    assert made.spilled == [0] * len(KERNELS), made.log
+
+
 # --- On a GPU --------------------------------------------------------------------------------------------------------
 
 

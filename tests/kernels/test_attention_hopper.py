@@ -225,6 +225,15 @@ def test_wide_queries_are_quantized_by_every_backend(scores):
         attend(given._replace(q_scale=scale), causal=True)
 
 
+def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
+    kinds = [KERNELS[name][1:] for name in ("128-wide", "128-full", "64", "64-int8", "128-int8-codes")]
+    sources = (kernels.entry(kernels.plan_for(kind[0]), *kind) for kind in kinds)
+    entries = (source.replace("attention(", f"attention_{i}(", 1) for i, source in enumerate(sources))
+    made = compiled_cuda(kernels.device_functions() + "".join(entries))
+    assert made.spilled == [0] * len(kinds), made.log
+    assert "C75" not in made.log, made.log  # C7510: products one after another
+
+
 # --- On a GPU --------------------------------------------------------------------------------------------------------
 
 

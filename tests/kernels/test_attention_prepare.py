@@ -100,6 +100,14 @@ def test_the_kernel_in_the_emulator_meets_the_reference(emulator, number):
     agree(emulator(number, *given), rope_hadamard_quantize(*given, **options, backend="reference"), rotate)
 
 
+def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
+    plans = [prepare.plan_for(dim, rotate or angles is not None, 128) for dim, _, angles, rotate, *_ in KERNELS]
+    sources = [prepare.entry(plan, *kind) for plan, kind in zip(plans, KERNELS, strict=True)]
+    entries = (source.replace("prepare(", f"prepare_{i}(", 1) for i, source in enumerate(sources))
+    made = compiled_cuda(prepare.device_functions() + "".join(entries))
+    assert made.spilled == [0] * len(KERNELS), made.log
+
+
 def test_a_kernel_without_queries(emulator):
     torch.manual_seed(0)
     q, k, v, _, _ = operands(128, torch.float16, None, 1, 130, 2, 1)

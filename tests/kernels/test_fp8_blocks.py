@@ -136,6 +136,21 @@ def test_emulated_gated_codes_are_those_of_the_gated_tensor(emulated, dtype, pla
     assert torch.equal((bits(q) & 0x80)[numbers], (bits(expected) & 0x80)[numbers])  # of zeros too
 
 
+@pytest.mark.parametrize(("dtype", "rule"), [(torch.bfloat16, "bf16"), (torch.float16, "exact")])
+def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda, dtype, rule):
+    plans = [(block, plan, False) for block, plan in blocks.PLANS.items()]
+    plans += [((256, 256), plan, False) for plan in (blocks.RING, blocks.FEW_SQUARES)]
+    plans += [((1, 128), plan, gated) for gated, plan in ((False, blocks.FEW_ROWS), *((True, g) for g in blocks.GATED))]
+    plans += [((1, 0), blocks.row_plan(columns), False) for columns in (1024, 4096, 14336, 32768)]
+    start = 'extern "C" __global__'
+    sources = [replace(plan, stream=True).source(block, dtype, rule, gated) for block, plan, gated in plans]
+    entries = (
+        start + source.split(start)[1].replace(" blocks(", f" blocks_{i}(", 1) for i, source in enumerate(sources)
+    )
+    made = compiled_cuda(sources[0].split(start)[0] + "".join(entries))
+    assert made.spilled == [0] * len(plans), made.log
+
+
 def test_rows_that_would_not_fill_the_gpu_are_divided_among_more_thread_blocks():
     for rows, columns in ((1, 4096), (64, 14336), (512, 4096)):
         assert blocks.plan_for((1, 128), rows, columns) == replace(blocks.FEW_ROWS, stream=False)

@@ -260,6 +260,18 @@ def test_every_kernel_compiles_for_sm_90a_without_spills(name, compiled_cuda):
     assert made.spilled == [0], made.log
 
 
+def test_what_arranges_tokens_compiles_for_sm_90a_without_spills(compiled_cuda):
+    kinds = [
+        (tiles, turn, grouped)
+        for tiles in (1, 2, 4)
+        for grouped in (False, True)
+        for turn in (None, Turn(ScaleRule.even, 0), Turn(ScaleRule.mse, 64))
+    ]
+    entries = (hopper.arrange_entry(*kind[:2], f"arrange_{i}", kind[2]) for i, kind in enumerate(kinds))
+    made = compiled_cuda(hopper.device_functions() + "".join(entries))
+    assert made.spilled == [0] * len(kinds), made.log
+
+
 def test_plans_fit_the_multiprocessor():
     """The rule's and the measured ones."""
     small = [
