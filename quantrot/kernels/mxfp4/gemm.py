@@ -379,8 +379,7 @@ def _linear_batch(
 
     codes = None
     if activations == "fp8":
-        qdata, token_scale = _fp8_tokens(rows, hadamard)
-        tokens = hopper_batch.arrange(qdata)
+        tokens, token_scale = hopper_batch.quantize(_turned(rows, hadamard))
     else:
         quantized = hopper_rows.quantize_expanded(rows, ScaleRule(rule), hadamard, None, arranged=True)
         tokens, token_scale, codes = *quantized[:2], quantized[2:]
