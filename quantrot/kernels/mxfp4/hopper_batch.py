@@ -120,7 +120,10 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
         qdata, scale = quantize_fp8_block(x, (1, 0), "bf16")
         return arrange(qdata), scale.view(-1)
     q, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
-    blocks.quantize(x, q, scale, (1, 0), "bf16", plan=replace(blocks.row_plan(x.shape[1]), arranged=True))
+    plan = replace(blocks.row_plan(x.shape[1]), arranged=True)
+    if len(x) <= 2 * mixed.PROCESSORS:  # they run at once: rather more registers (64 by 4096 x 14336: 18.2 us for 19.0)
+        plan = replace(plan, resident=1)
+    blocks.quantize(x, q, scale, (1, 0), "bf16", plan=plan)
     return q, scale.view(-1)
 
 
