@@ -9,6 +9,7 @@ import torch
 from quantrot.kernels.fp8 import E4M3, blocks, quantize_fp8_block
 from quantrot.kernels.fp8.blocks import Arguments, Groups, Ring, Rows, Squares
 from quantrot.kernels.fp8.reference import gate, quantize_reference, scale_shape
+from quantrot.kernels.mxfp4 import hopper_batch
 
 INF, NAN = float("inf"), float("nan")
 gpu = pytest.mark.gpu
@@ -84,6 +85,22 @@ def test_emulated_bits_are_the_references(emulated, block, dtype, rule, plan):
         args = Arguments(apart.data_ptr(), q.data_ptr(), scale.data_ptr(), apart.stride(0), *scale.stride(), *x.shape)
         assert library.run(ctypes.byref(args), plan.grid(*x.shape, block), seed) == b""
         assert torch.equal(bits(scale.contiguous()), bits(expected_scale)) and torch.equal(bits(q), bits(expected))
+
+
+@pytest.mark.parametrize("units", [1, 4])
+def test_emulated_rows_for_a_batch_are_the_references_arranged(emulated, units):
+    block, rows = (1, 0), [*range(120, 136), *range(256, 261)]
+    x = torch.cat([blocks_of_everything(128, torch.bfloat16)[rows, start : start + 320] for start in (0, 24)], 1)
+    plan = replace(blocks.row_plan(x.shape[1], units), arranged=True)
+    source = plan.source(block, x.dtype, "bf16")
+    run = RUN.format(call=plan.call(block, x.dtype), cluster=1, threads=plan.threads, shared=plan.shared_bytes())
+    library = emulated(source[: source.index('extern "C" __global__')] + run)
+    library.run.restype = ctypes.c_char_p
+    expected, expected_scale = quantize_reference(x, block, "bf16")
+    q, scale = torch.full(x.shape, 0.5).to(E4M3), torch.zeros(len(x), 1)
+    args = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), *x.shape)
+    assert library.run(ctypes.byref(args), plan.grid(*x.shape, block), 0) == b""
+    assert torch.equal(bits(scale), bits(expected_scale)) and torch.equal(bits(q), bits(hopper_batch.arrange(expected)))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from quantrot.kernels.fp8 import quantize_fp8_block
 from quantrot.kernels.mxfp4 import dequantize_mxfp4, mxfp4_gemm, quantize_mxfp4
 from quantrot.kernels.mxfp4.reference import expand_reference
 
@@ -218,6 +219,28 @@ def test_a_gpu_gives_the_product_of_the_dequantized_operands(shape, activations)
             again = [run() for _ in range(3)]
         graph.replay()
         assert all(torch.equal(other, y) for other in again)
+
+
+def token_codes(device, dtype, shape):
+    """Whether `quantize` gives the reference's codes, arranged, of ordinary rows, zeros, and what is not finite."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
+    x[1], x[2, 5], x[3, 7], x[4] = 0, float("inf"), float("nan"), x[4] * 1e-6
+    expected, scale = quantize_fp8_block(x, (1, 0), "bf16", backend="reference")
+    q, token = (t.cpu() for t in hopper_batch.quantize(x.to(device)))
+    same = torch.equal(q.view(torch.uint8), hopper_batch.arrange(expected).view(torch.uint8))
+    return same and torch.equal(token.view(torch.int32), scale.view(-1).view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_tokens_are_quantized_as_by_the_reference_and_arranged(dtype):
+    assert token_codes("cpu", dtype, (5, 384))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("shape", [(5, 128), (33, 4096), (1024, 14336), (7, 32768), (6, 32896)])
+def test_tokens_are_quantized_on_a_gpu_as_by_the_reference_and_arranged(dtype, shape):
+    assert token_codes("cuda", dtype, shape)
 
 
 @gpu

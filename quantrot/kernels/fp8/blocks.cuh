@@ -62,7 +62,8 @@ __device__ __forceinline__ float inverse_of(float scale, float lift) {
   return __float_as_uint(scale) < 0x7F800000u ? exact_reciprocal(scale * lift) : __uint_as_float(0x7FC00000u);
 }
 
-template <int D, int V>
+// APART: a unit's two words lie 16 bytes from each other.
+template <int D, bool APART = false, int V>
 __device__ __forceinline__ void store_quotients(const Vec (&v)[V], float scale, float lift, char* to, i64 step,
                                                 int apart, int left) {
   const float inverse = inverse_of(scale, lift);
@@ -70,7 +71,13 @@ __device__ __forceinline__ void store_quotients(const Vec (&v)[V], float scale, 
   for (int i = 0; i < V; i++) {
     u32 codes[2];
     quotients<D>(codes, v[i], scale, inverse, lift);
-    if (i * apart < left) store8(to + i * step, codes[0], codes[1]);
+    if (i * apart >= left) continue;
+    if constexpr (APART) {
+      u32* const words = (u32*)(to + i * step);
+      words[0] = codes[0], words[4] = codes[1];
+    } else {
+      store8(to + i * step, codes[0], codes[1]);
+    }
   }
 }
 
@@ -127,13 +134,15 @@ __device__ __forceinline__ void blocks_kernel(const BlockArgs& a) {
 
 // --- Whole rows --------------------------------------------------------------------------------------------------------
 
-// A row a thread block, V units of eight elements a thread.
-template <int D, int V, int THREADS>
+// A row a thread block, V units of eight elements a thread. ARRANGED: the words of each 128 columns as mxfp4/batch.cuh reads them,
+// word w of 32 columns' number q at 4 w + q; that kernel, which waits for this one's end, may start at once and ask for its weight.
+template <int D, int V, int THREADS, bool ARRANGED>
 __device__ __forceinline__ void rows_kernel(const BlockArgs& a) {
   constexpr int WARPS = THREADS / 32, STEP = THREADS * 8;
   const u32 column = threadIdx.x * 8;
   const int left = column < a.columns ? a.columns - column : 0;
   const char* from = (const char*)a.x + (blockIdx.x * a.x_stride + column) * 2;
+  if constexpr (ARRANGED) launch_dependents();
   grid_wait();
   Vec v[V];
 #pragma unroll
@@ -158,8 +167,9 @@ __device__ __forceinline__ void rows_kernel(const BlockArgs& a) {
   unpack<D>(most, amax, none);
   const float scale = scale_of(amax);
   if (threadIdx.x == 0) a.scales[blockIdx.x * a.scale_row] = scale;
-  char* const to = (char*)a.q + (i64)blockIdx.x * a.columns + column;
-  store_quotients<D>(v, scale, scale < LEAST_UNLIFTED ? LIFT_BY : 1.f, to, STEP, STEP, left);
+  const u32 place = ARRANGED ? column / 128 * 128 + column / 32 % 4 * 4 + column % 32 * 4 : column;
+  char* const to = (char*)a.q + (i64)blockIdx.x * a.columns + place;
+  store_quotients<D, ARRANGED>(v, scale, scale < LEAST_UNLIFTED ? LIFT_BY : 1.f, to, STEP, STEP, left);
 }
 
 // --- 1 x 128 ---------------------------------------------------------------------------------------------------------

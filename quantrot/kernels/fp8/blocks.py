@@ -108,9 +108,11 @@ class Rows(Plan):
     """A row, which is a block, by a thread block of so many threads that each has at most `units` of eight elements."""
 
     units: int = 4
+    arranged: bool = False  # codes in the order of mxfp4/batch.cuh
 
     def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
-        return f"rows_kernel<quantrot::{DTYPES[dtype]}, {self.units}, {self.threads}>"
+        shape = f"{self.units}, {self.threads}, {str(self.arranged).lower()}"
+        return f"rows_kernel<quantrot::{DTYPES[dtype]}, {shape}>"
 
     def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
         return rows

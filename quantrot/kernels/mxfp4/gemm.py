@@ -154,18 +154,21 @@ def _widens(rows: Tensor, packed: Tensor, activations: str, backend: str) -> boo
     return hopper_prefill.fits(rows, packed.shape[0])
 
 
-def _few(activations: str, columns: int) -> int:
+def _few(activations: str, rows: int, columns: int) -> int:
     """Tokens up to which the kernel for few of them is faster than the one for a batch.
 
-    W4A4 on an H200, us: 4096 x 14336 by 16 tokens 21.5, and 19.3 as a batch; 8192 x 8192 by 32 22.0 and 20.4; 4096 x
-    4096 by 32 10.3 and 11.1. W4A8: 28672 x 4096 by 16 33.0 and 32.5, by 32 36.9 and 33.3.
+    On an H200, us. W4A4: 4096 x 14336 by 4 tokens 18.2, and 16.8 as a batch; 8192 x 8192 by 12 17.3 and 19.2, by 24
+    20.8 and 19.9; 28672 x 4096 by 24 29.3 and 28.1; 4096 x 4096 by 32 8.9 and 9.4. W4A8: one token by 8192 x 8192 17.5
+    and 17.4, by 4096 x 4096 9.4 and 7.8, 8 tokens 11.2 and 7.8.
     """
-    return 8 if columns > 8192 else 16 if columns > 4096 or activations == "fp8" else DECODE_ROWS
+    if activations == "fp8":
+        return 0
+    return 1 if columns > 8192 else 16 if max(rows, columns) > 4096 else DECODE_ROWS
 
 
 def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
     """Whether one kernel multiplies a batch of tokens in e4m3 by the packed weight."""
-    many = activations != "none" and rows.shape[0] > _few(activations, rows.shape[1])
+    many = activations != "none" and rows.shape[0] > _few(activations, packed.shape[0], rows.shape[1])
     asked = many and backend in ("auto", "hopper")
     if not asked or not rows.is_cuda or not has_triton() or not nvrtc.available(rows.device):
         return False
@@ -379,8 +382,7 @@ def _linear_batch(
 
     codes = None
     if activations == "fp8":
-        qdata, token_scale = _fp8_tokens(rows, hadamard)
-        tokens = hopper_batch.arrange(qdata)
+        tokens, token_scale = hopper_batch.quantize(_turned(rows, hadamard))
     else:
         quantized = hopper_rows.quantize_expanded(rows, ScaleRule(rule), hadamard, None, arranged=True)
         tokens, token_scale, codes = *quantized[:2], quantized[2:]

@@ -39,9 +39,14 @@ __device__ __forceinline__ u32 clamp_half(u32 a, u32 limit) {  // float16, to [-
   asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(limit));
   return r;
 }
-__device__ __forceinline__ u32 within_half(u32 a, u32 limit) {  // ones where |a| <= limit
+__device__ __forceinline__ u32 within_half(u32 a, u32 limit) {  // 1.0 where |a| <= limit, 0.0 elsewhere
   u32 r;
-  asm("{.reg .b32 m;\nabs.f16x2 m, %1;\nset.le.u32.f16x2 %0, m, %2;\n}" : "=r"(r) : "r"(a), "r"(limit));
+  asm("{.reg .b32 m;\nabs.f16x2 m, %1;\nset.le.f16x2.f16x2 %0, m, %2;\n}" : "=r"(r) : "r"(a), "r"(limit));
+  return r;
+}
+__device__ __forceinline__ u32 fma_half(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
 __device__ __forceinline__ u32 times_half(u32 a, u32 b) {
@@ -54,6 +59,11 @@ __device__ __forceinline__ u32 times_half(u32 a, u32 b) {
 __device__ __forceinline__ u32 select_bits(u32 a, u32 b, u32 mask) {
   u32 r;
   asm("lop3.b32 %0, %1, %2, %3, 0xD8;" : "=r"(r) : "r"(a), "r"(b), "r"(mask));
+  return r;
+}
+__device__ __forceinline__ float opaque(float v) {  // v, but the compiler does not know it
+  float r;
+  asm volatile("mov.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
 __device__ __forceinline__ float other_lane(float v, int across) { return __shfl_xor_sync(0xFFFFFFFFu, v, across); }
@@ -114,6 +124,19 @@ struct Group {
     return halved(s);
   }
 
+  // square_sum<false> to 2^-20 of it, in half the instructions; where no square that counts is a subnormal.
+  __device__ __forceinline__ float near_square_sum() const {
+    float s[4];
+#pragma unroll
+    for (int i = 1; i < 32; i++) s[i % 4] = i <= 4 ? __fmul_rn(v[i], v[i]) : __fmaf_rn(v[i], v[i], s[i % 4]);
+    return __fadd_rn(__fadd_rn(s[0], s[1]), __fadd_rn(s[2], s[3]));
+  }
+
+  __device__ __forceinline__ void times(float by) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) v[i] = __fmul_rn(v[i], by);
+  }
+
   __device__ __forceinline__ float amax() const {
     float a[4];  // of every fourth: less that waits for the one before
 #pragma unroll
@@ -153,10 +176,12 @@ struct Exponent {
 
 constexpr u32 INFINITE = 0x7F800000u, TURNED_LIMIT = 0x76800000u;  // bits of 2^110
 
-__device__ __forceinline__ Exponent quest_exponent(float variance, float square, float root) {
-  const u32 bits = __float_as_uint(__fmul_rn(__fmul_rn(variance, __fmul_rn(root, root)), QUEST_SQUARE));
-  const int exponent = bits < 0x00800000u ? -127 : ((int)(bits >> 23) - 127) >> 1;
-  return {min(max(exponent, -127), 126), square < __uint_as_float(INFINITE)};
+// Of quest: the bits of the clipped deviation's square, and its exponent.
+__device__ __forceinline__ u32 quest_square(float variance, float root) {
+  return __float_as_uint(__fmul_rn(__fmul_rn(variance, __fmul_rn(root, root)), QUEST_SQUARE));
+}
+__device__ __forceinline__ int quest_exponent(u32 square) {
+  return square < 0x00800000u ? -127 : ((int)(square >> 23) - 127) >> 1;
 }
 
 // Of root times the group, which is turned by Sylvester's matrix of 32 if TURN.
@@ -165,10 +190,11 @@ __device__ __forceinline__ Exponent exponent_of(Group& x, float root) {
   if constexpr (RULE == QUEST && TURN) {  // the first is the outputs' mean, the others' squares are their variance
     const float variance = x.square_sum<false>(), square = __fadd_rn(variance, __fmul_rn(x.v[0], x.v[0]));
     x.turn_within();
-    return quest_exponent(variance, square, root);
+    return {quest_exponent(quest_square(variance, root)), square < __uint_as_float(INFINITE)};
   } else if constexpr (RULE == QUEST) {
     const float mean = __fmul_rn(x.sum(), 0.03125f), square = __fmul_rn(x.square_sum(), 0.03125f);
-    return quest_exponent(fmaxf(__fsub_rn(square, __fmul_rn(mean, mean)), 0.0f), square, root);
+    const float variance = fmaxf(__fsub_rn(square, __fmul_rn(mean, mean)), 0.0f);
+    return {quest_exponent(quest_square(variance, root)), square < __uint_as_float(INFINITE)};
   } else {
     if constexpr (TURN) x.turn_within();
     const float amax = __fmul_rn(x.amax(), root);
@@ -183,6 +209,32 @@ __device__ __forceinline__ Exponent exponent_of(Group& x, float root) {
     }
     return {min(max(exponent, -127), 126), amax < __uint_as_float(TURN ? TURNED_LIMIT : INFINITE)};
   }
+}
+
+// What quest_exponent takes of N groups before their last five stages. It is estimated, in an instruction an element less; where the
+// estimate might have another exponent (within 32 units in the last place of a power of two; the two are less apart) or is near an
+// end of float32, a warp takes the definition. Groups that are not finite become zeros, and ones in their byte of what is returned.
+template <int N>
+__device__ __forceinline__ u32 quest_squares(Group (&x)[N], u32 (&squares)[N], float root) {
+  u32 lost = 0;
+  bool sure = true;
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const float near = x[n].near_square_sum();
+    squares[n] = quest_square(near, root);
+    sure = sure && (squares[n] + 32 & 0x007FFFFFu) >= 64 && near > 0x1p-90f && __fmaf_rn(x[n].v[0], x[n].v[0], near) < 0x1p120f;
+  }
+  if (__any_sync(0xFFFFFFFFu, !sure)) {
+    const float one = opaque(1.0f);  // or the compiler would square everything twice in any case
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      x[n].times(one);
+      const float variance = x[n].template square_sum<false>(), square = __fadd_rn(variance, __fmul_rn(x[n].v[0], x[n].v[0]));
+      squares[n] = quest_square(variance, root);
+      if (!(square < __uint_as_float(INFINITE))) x[n] = {}, squares[n] = 0, lost |= 255u << 8 * n;
+    }
+  }
+  return lost;
 }
 
 // --- Rounding in float16 ----------------------------------------------------------------------------------------------

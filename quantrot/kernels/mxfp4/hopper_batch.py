@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantrot.kernels import nvrtc
+from quantrot.kernels.fp8 import blocks, quantize_fp8_block
 from quantrot.kernels.mixed import hopper as mixed
 from quantrot.kernels.mxfp4.reference import GROUP
 
@@ -110,6 +111,20 @@ def arrange(tokens: Tensor) -> Tensor:
     count, depth = tokens.shape
     units = tokens.view(torch.int32).view(count, depth // BLOCK, 4, 8)
     return units.transpose(2, 3).contiguous().view(tokens.dtype).view(count, depth)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, K], K a multiple of BLOCK -> e4m3, arranged, and a float32 scale a token, rounded to bfloat16 before it
+    divides."""
+    if not blocks.supports(x, (1, 0)):
+        qdata, scale = quantize_fp8_block(x, (1, 0), "bf16")
+        return arrange(qdata), scale.view(-1)
+    q, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
+    plan = replace(blocks.row_plan(x.shape[1]), arranged=True)
+    if len(x) <= 2 * mixed.PROCESSORS:  # they run at once: rather more registers (64 by 4096 x 14336: 18.2 us for 19.0)
+        plan = replace(plan, resident=1)
+    blocks.quantize(x, q, scale, (1, 0), "bf16", plan=plan)
+    return q, scale.view(-1)
 
 
 class BatchArgs(mixed.MixedArgs):

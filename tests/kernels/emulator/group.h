@@ -25,10 +25,11 @@ inline u32 clamp_half(u32 a, u32 limit) {
   return halves(a, limit, [](float v, float most) { return v != v ? most : std::clamp(v, -most, most); });
 }
 inline u32 within_half(u32 a, u32 limit) {
-  const auto ones = [&](int shift) {
-    return std::fabs(Fp16::value(a >> shift)) <= Fp16::value(limit >> shift) ? 0xFFFFu << shift : 0;
-  };
-  return ones(0) | ones(16);
+  return halves(a, limit, [](float v, float most) { return std::fabs(v) <= most ? 1.f : 0.f; });
+}
+inline u32 fma_half(u32 a, u32 b, u32 c) {
+  const u32 product = halves(a, b, [](float v, float w) { return v * w; });  // exact where it is taken
+  return halves(product, c, [](float v, float w) { return v + w; });
 }
 inline u32 times_half(u32 a, u32 b) {
   return halves(a, b, [](float v, float w) { return v * w; });
@@ -53,3 +54,4 @@ inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline float other_lane(float v, int across) {
   return __uint_as_float(exchange(__float_as_uint(v))[lane_number() ^ across]);
 }
+inline float opaque(float v) { return v; }
