@@ -54,7 +54,7 @@ GROUP = 128  # codes with one scale
 class Plan:
     """How one order is run.
 
-    lanes   a row in one warp by lane exchanges, or in `share` warps          any dtype, powers of two
+    lanes   a row in one warp, or in `share` warps, by additions               any dtype, powers of two
     turn    32 ... 128 elements, one product                                  16 bits
     warp    256 ... 2048 elements in a warp, two products                     16 bits
     share   a row in a thread block's registers                               16 bits, 1024 ... 32768
