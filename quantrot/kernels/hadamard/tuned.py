@@ -80,8 +80,8 @@ PLANS: dict[tuple[str, int], Plan] = {
     ("float32", 2048): Plan("lanes", 4, 6, vectors=4, share=4),  # 0.98
     ("float32", 4096): Plan("lanes", 4, 7, vectors=8, share=4, overlap=True),  # 0.94
     ("float32", 8192): Plan("lanes", 8, 1, vectors=8, share=8, overlap=True, ahead=True),  # 0.99
-    ("float32", 16384): Plan("lanes", 8, 2, vectors=16, share=8, overlap=True),  # 0.76
-    ("float32", 32768): Plan("lanes", 16, 1, vectors=16, share=16, overlap=True, ahead=True),  # 0.85
+    ("float32", 16384): Plan("lanes", 8, 2, vectors=16, share=8, overlap=True),  # 0.82
+    ("float32", 32768): Plan("lanes", 16, 1, vectors=16, share=16, overlap=True, ahead=True),  # 0.87
 }
 
 SMALL_PLANS: dict[tuple[str, int], Plan] = {
