@@ -262,9 +262,12 @@ def flow_candidates(n: int, columns: int) -> list:
             most = room // (replace(plan, stages=1).shared_bytes(n) - plan.shared_bytes(n))
             for stages in (2, 3, 4, 6, 9, 12):
                 if stages % (groups // share) == 0 and stages <= most:
-                    found.append(replace(plan, stages=stages))
+                    ways = [replace(plan, stages=stages)]
                     if tiles % share == 0:
-                        found.append(replace(plan, stages=stages, paced=True))
+                        ways.append(replace(plan, stages=stages, paced=True))
+                    if share * cluster == tiles and -(-n // columns // 16) % 4:  # warps without rows
+                        ways += [replace(way, shift=True) for way in ways]
+                    found += ways
     return found
 
 

@@ -315,6 +315,8 @@ for n in powers + [576, 1536, 3072, 4864, 5120, 11008, 12288, 13824, 14336, 1740
         x = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
         torch.ops.quantrot.hadamard(x, None, n, 1.0, False, "hopper")
         hadamard_transform_(x, backend="hopper")
+for n in (2048, 4096, 16384):
+    hadamard_transform_(torch.empty(5, n, device="cuda"), backend="hopper")
 torch.cuda.synchronize()
 """
 

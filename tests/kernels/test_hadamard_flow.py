@@ -40,6 +40,8 @@ PLANS = [
     (172 * 64, flow(64, 2), torch.float16, True, False),  # more tiles than warpgroups
     (208 * 128, flow(128, 2, cluster=2), torch.bfloat16, True, False),  # a row in four warpgroups of two blocks
     (108 * 128, flow(128, 2, 4, cluster=2, paced=True), torch.float16, False, True),  # two rows in work in both blocks
+    (172 * 64, flow(64, 3, 3, paced=True, shift=True), torch.float16, True, False),  # tiles that change hands
+    (208 * 128, flow(128, 2, cluster=2, shift=True), torch.bfloat16, False, True),  # between blocks, too
 ]
 
 
@@ -106,6 +108,10 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, rule):
         (28672, flow(256, 2, 3)),
         (53248, flow(256, 2, 2)),
         (53248, flow(256, 2, 2, cluster=2, paced=True)),
+        (53248, flow(256, 2, 2, cluster=2, shift=True)),
+        (11008, flow(64, 3, 3, paced=True, shift=True)),
+        (12288, flow(256, 2, 4)),
+        (14336, flow(128, 2, 4, cluster=2, paced=True)),
         (28672, flow(256, 2, 2, cluster=2)),
         (28672, flow(256, 2, 2, paced=True)),
         (18944, flow(128, 3, 3, paced=True)),

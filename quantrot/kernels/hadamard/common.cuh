@@ -231,6 +231,11 @@ __device__ __forceinline__ void last_butterfly(float (&y)[R][W], float scale) {
 #ifndef QUANTROT_EMULATED
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+__device__ __forceinline__ u32 shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared[];
+  return shared_address(shared);
+}
+
 __device__ __forceinline__ void barrier_init(u32 bar, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }

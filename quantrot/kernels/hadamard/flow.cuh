@@ -291,7 +291,9 @@ struct Rows {
 
 // PACED: the warpgroups multiply one after the other. Those at the same row all see it arrive; they would multiply at
 // the same time and then add at the same time, one unit idle after the other.
-template <int D, int K, int C, int GROUPS, int STAGES, int CLUSTER, bool PACED, bool SIGNS>
+// SHIFT: every row a tile goes to another warpgroup, and its 16 rows to another warp, and those past K do nothing. Where 3 of
+// 16 warps have only such (53248), the others do not wait for the one that never has (float16: 0.75 of a copy, 0.71 without).
+template <int D, int K, int C, int GROUPS, int STAGES, int CLUSTER, bool PACED, bool SHIFT, bool SIGNS>
 __device__ __forceinline__ void flow_kernel(const TensorMap& map, const Args& a) {
   using L = FlowLayout<D, K, C, GROUPS, STAGES, CLUSTER, PACED>;
   const u32 inputs = shared_memory(), full = inputs + L::BARRIERS, empty = full + 8 * STAGES, order = empty + 8 * STAGES,
@@ -366,11 +368,13 @@ __device__ __forceinline__ void flow_kernel(const TensorMap& map, const Args& a)
     }
   } else {
     take_registers<L::REGISTERS>();
-    const u32 group = warp / 4, tile0 = rank + CLUSTER * (group % L::SHARE), block = warp & 3;
+    const u32 group = warp / 4, tile0 = rank + CLUSTER * (group % L::SHARE);
+    u32 block = warp & 3, mine = tile0;
     const u32 stage = inputs + STAGES * L::INPUT + warp * STAGE;
     constexpr bool SAME = L::SHARE * CLUSTER == L::TILES;  // tile, every time
     constexpr int OTHERS = 64 + (C == 256 ? 20 : 0);  // registers
-    constexpr bool HOLD = SCALE_RULE > 0 && SAME && 4 * L::STEPS + C / 2 + OTHERS <= L::REGISTERS;
+    static_assert(SAME || !SHIFT, "a warpgroup with one tile of a row");
+    constexpr bool HOLD = !SHIFT && SCALE_RULE > 0 && SAME && 4 * L::STEPS + C / 2 + OTHERS <= L::REGISTERS;
     Operand<D, K, C, L::REGISTERS, HOLD> operand;
     u32 turn = 0, round = 0;
     operand.load(4 * tile0 + block);
@@ -383,14 +387,15 @@ __device__ __forceinline__ void flow_kernel(const TensorMap& map, const Args& a)
       if (row >= (u32)a.rows) break;
       if constexpr (SIGNS) turn_signs<K, C, 128 * L::SHARE>(a, input, row, 1 + group / L::SHARE);
 #pragma unroll 1
-      for (u32 tile = tile0; tile < L::TILES; tile += L::SHARE * CLUSTER) {
+      for (u32 pass = tile0; pass < L::TILES; pass += L::SHARE * CLUSTER) {
+        const u32 tile = SHIFT ? mine : pass;
         if constexpr (!SAME) operand.load(4 * tile + block);
         float d[C / 2];
         if constexpr (PACED) barrier_wait(order + 8 * group, (round++ & 1) ^ (group == 0));
         operand.multiply(d, input);
         if (lane == 0) {
           if constexpr (PACED) barrier_arrive(order + 8 * (group + 1 == GROUPS ? 0 : group + 1));
-          if (tile + L::SHARE * CLUSTER >= L::TILES) {
+          if (pass + L::SHARE * CLUSTER >= L::TILES) {
             if constexpr (CLUSTER > 1) {
               barrier_arrive_cluster(in_block(empty + 8 * ring.stage, 0));
             } else {
@@ -398,9 +403,14 @@ __device__ __forceinline__ void flow_kernel(const TensorMap& map, const Args& a)
             }
           }
         }
+        const u32 m = 64 * tile + 16 * block;
+        if constexpr (SHIFT) {
+          if (++mine == L::TILES) mine = 0, block = (block + 1) & 3;
+          operand.load(4 * mine + block);
+        }
         if (a.sign_rows < 0) return;  // never: ptxas puts the sums before an arrival, but not before a branch
         product_done(d);
-        finish<D, K, C>(a, row, d, stage, 64 * tile + 16 * block, lane);
+        if (!SHIFT || m < K) finish<D, K, C>(a, row, d, stage, m, lane);
       }
     }
   }

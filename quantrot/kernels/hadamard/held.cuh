@@ -2,13 +2,6 @@
 
 namespace quantrot {
 
-#ifndef QUANTROT_EMULATED
-__device__ __forceinline__ u32 shared_memory() {
-  extern __shared__ __align__(128) unsigned char shared[];
-  return shared_address(shared);
-}
-#endif
-
 // --- Rows of K * C elements, H = H_K (x) S_C, C = 16, or 64 a warp ---------------------------------------------------
 //
 // A warp has 64 columns of all K pieces of a row (of C = 16, the pieces of four rows). It reads them straight into registers,
@@ -103,12 +96,8 @@ __device__ __forceinline__ void held_kernel(const Args& a) {
     }
 #pragma unroll
     for (int w = 0; w < WORDS; w++) words[w] = HeldSigns<K>::word(tile + 1 < STEPS ? tile + 1 : 0, w);
-    if constexpr (PIECES == 1) {
-      butterflies<8, 4, TOGETHER, 4>(d);
-      last_butterfly(d, scale);
-    } else {
-      butterflies<8, 4, TOGETHER, 8>(d);
-    }
+    butterflies<8, 4, TOGETHER, 4>(d);
+    if constexpr (PIECES == 1) last_butterfly(d, scale);
     if constexpr (C == 16) {
       const float sign = lane & 1 ? -1.f : 1.f;
 #pragma unroll
@@ -118,6 +107,8 @@ __device__ __forceinline__ void held_kernel(const Args& a) {
     } else {
       eights.template turn<P, TOGETHER>(d);
     }
+    // Sums that a product leaves are stored in fours of one column; additions after it put them where four columns are stored.
+    if constexpr (PIECES > 1) butterflies<8, 4, 4, 8>(d);
     // d[c][2 h + b] is row g + 8 h of the tile, column 8 (q + 4 b) + c.
     if constexpr (PIECES == 1) {
 #pragma unroll

@@ -26,7 +26,8 @@ SMALL_ELEMENTS = 1 << 18  # a tensor up to this is a few microseconds: how soon 
 LARGEST_POWER = 32768  # of two, in one kernel
 WORDS = ("hadamard/words", "hadamard/columns")
 FILES = {
-    **dict.fromkeys(("lanes", "turn", "warp", "share"), (*WORDS, "hadamard/common", "hadamard/rows")),
+    "lanes": (*WORDS, "hadamard/common", "hadamard/lanes"),
+    **dict.fromkeys(("turn", "warp", "share"), (*WORDS, "hadamard/common", "hadamard/rows")),
     **dict.fromkeys(("block", "dense", "axis"), (*WORDS, "hadamard/common", "hadamard/bases")),
     "flow": ("hopper", "products", *WORDS, "hadamard/flow"),
     "twice": ("hopper", "products", *WORDS, "hadamard/flow", "hadamard/twice"),
@@ -53,7 +54,7 @@ GROUP = 128  # codes with one scale
 class Plan:
     """How one order is run.
 
-    lanes   a row in one warp by lane exchanges, or in `share` warps          any dtype, powers of two
+    lanes   a row in one warp, or in `share` warps, by additions               any dtype, powers of two
     turn    32 ... 128 elements, one product                                  16 bits
     warp    256 ... 2048 elements in a warp, two products                     16 bits
     share   a row in a thread block's registers                               16 bits, 1024 ... 32768
@@ -77,6 +78,7 @@ class Plan:
     precision: Literal["CUT", "SPLIT", "PAIR"] = "SPLIT"  # of the float32 product (warp, share, held): columns.cuh
     cluster: int = 1  # thread blocks that share a row (flow)
     paced: bool = False  # warpgroups multiply one after the other (flow)
+    shift: bool = False  # the next row's tiles go to other warps (flow)
     overlap: bool = False  # launched while the kernel before it ends
     ahead: bool = False  # the next wave's rows come to L2 (held, share without stages; overlap)
     stream: bool = True  # cache hints: mark the data as not used again soon
@@ -95,11 +97,12 @@ class Plan:
     def arithmetic(self) -> tuple:
         """What a row's bits depend on: plans of one order that agree in this add in the same order and round alike.
 
-        Rows whose length is a power of two are added lowest index bit first however they are divided; only where they
-        cross between warps is the scale part of the last addition.
+        Rows whose length is a power of two are added lowest index bit first however they are divided, but for lanes of
+        eight vectors or more, whose number comes before the lane's; only where rows cross between warps is the scale
+        part of the last addition.
         """
         if self.kind == "lanes":
-            return self.kind, self.share > 1
+            return self.kind, self.share > 1, self.vectors * (self.share > 1 and self.vectors >= 8)
         if self.kind in ("warp", "share"):
             return self.kind, self.precision
         if self.by_map:
@@ -121,7 +124,7 @@ class Plan:
         if self.kind == "flow":
             shape = f"{order // (8 * self.tiles)}, {8 * self.tiles}"
             extra = f"{self.warps // 4 - 1}, {self.stages}, {self.cluster}, {str(self.paced).lower()}, "
-            return f"flow_kernel<{d}, {shape}, {extra}{flag}>"
+            return f"flow_kernel<{d}, {shape}, {extra}{str(self.shift).lower()}, {flag}>"
         if self.kind == "twice":
             shape = f"{order // (8 * self.tiles)}, {self.tiles // 8}, {self.vectors}, {self.warps // 4}"
             return f"twice_kernel<{d}, {shape}, {self.stages}, {flag}>"
@@ -191,7 +194,7 @@ class Plan:
 
     def wait(self, order: int, dtype: torch.dtype) -> str:
         """The call that waits for the kernel before, of those that do not wait themselves."""
-        if not self.overlap or self.by_map or self.kind == "stream":
+        if not self.overlap or self.by_map or self.kind == "stream" or (self.kind == "share" and self.stages):
             return ""
         if not self.ahead:
             return "quantrot::grid_wait();\n  "
@@ -493,7 +496,7 @@ def plan_for_codes(order: int, columns: int, dtype: torch.dtype) -> Plan | None:
     plan = plan_for(order, dtype)
     if plan is None or not plan.by_map or plan.tiles < 16:
         plan = _flow_plan(order)
-    return plan and replace(plan, cluster=1, paced=False, overlap=False)
+    return plan and replace(plan, cluster=1, paced=False, shift=False, overlap=False)
 
 
 def _flow_plan(order: int) -> Plan | None:

@@ -1,89 +1,6 @@
-// Rows whose length is a power of two: see common.cuh for how their bits are divided.
+// Rows of 16-bit elements whose length is a power of two: see common.cuh for how their bits are divided.
 
 namespace quantrot {
-
-// --- Rows of 2 ... 128 elements, any dtype: registers and lane exchanges, float32 throughout -------------------------
-//
-// R vectors of 16 bytes a lane; a row lies in neighbouring lanes of one vector (N <= 32 * E) or also in R.
-
-template <int D, int N, int R, int WARPS, int SHARE, bool SIGNS>
-__device__ __forceinline__ void lanes_kernel(const Args& a) {
-  constexpr int E = D == FP32 ? 4 : 8;         // elements of a vector
-  constexpr int IN_R = SHARE > 1 ? R : N > 32 * E ? N / (32 * E) : 1;  // vectors of a row in one lane
-  static_assert(SHARE == 1 ? IN_R <= R : SHARE == WARPS && N == 32 * E * R * SHARE, "how rows are divided");
-  constexpr int BYTES = D == FP32 ? 4 : 2;
-  const u32 lane = threadIdx.x & 31;
-  const i64 unit = (i64)blockIdx.x * WARPS + (threadIdx.x >> 5);
-  const i64 first = unit * (32 * E * R);       // of the flat index row * N + column
-  const i64 total = a.rows * N;
-  float y[R][E];
-  i64 offset[R];
-  Vec v[R];
-#pragma unroll
-  for (int r = 0; r < R; r++) {
-    const i64 flat = first + (r * 32 + lane) * E;
-    const i64 row = flat / N;
-    offset[r] = flat % N;
-    v[r] = Vec{{0, 0, 0, 0}};
-    if (flat < total) {
-      const char* p = (const char*)a.x + (row * a.x_stride + offset[r]) * BYTES;
-      v[r] = load16(p);
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < R; r++) {
-    if constexpr (D == FP32) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) y[r][j] = __uint_as_float(v[r].w[j]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; j++) unpack<D>(v[r].w[j], y[r][2 * j], y[r][2 * j + 1]);
-    }
-    if constexpr (SIGNS) {
-      const i64 flat = first + (r * 32 + lane) * E;
-      if (flat < total) {
-#pragma unroll
-        for (int j = 0; j < E; j++)
-          y[r][j] = a.signs[(flat + j) / N % a.sign_rows * N + (flat + j) % N] < 0 ? -y[r][j] : y[r][j];
-      }
-    }
-    butterflies_within<E, N>(y[r]);
-#pragma unroll
-    for (int s = 1; s < 32 && s * E < N; s *= 2) {
-      const float sign = lane & s ? -1.f : 1.f;
-#pragma unroll
-      for (int j = 0; j < E; j++) {
-        const float other = __shfl_xor_sync(0xFFFFFFFFu, y[r][j], s);
-        y[r][j] = fmaf(y[r][j], sign, other);
-      }
-    }
-  }
-  butterflies<R, E, 1, IN_R>(y);
-  if constexpr (SHARE > 1) {
-    constexpr int PART = E * R / WARPS;
-    extern __shared__ __align__(128) unsigned char shared[];
-    float z[WARPS][PART];
-    across_warps(z, y, shared_address(shared), a.scale);
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      const int column = w * R * 32 * E + threadIdx.x * PART;
-      store_part<D>((char*)a.y + (blockIdx.x * a.y_stride + column) * BYTES, z[w]);
-    }
-    return;
-  }
-#pragma unroll
-  for (int r = 0; r < R; r++) {
-    const i64 flat = first + (r * 32 + lane) * E;
-    Vec out;
-    if constexpr (D == FP32) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) out.w[j] = __float_as_uint(y[r][j] * a.scale);
-    } else {
-      out = pack8<D>(y[r], a.scale);
-    }
-    if (flat < total) store16((char*)a.y + (flat / N * a.y_stride + flat % N) * BYTES, out);
-  }
-}
 
 // --- Rows of 32, 64, 128 elements in 16 bits: one exact product, the other bits in registers -------------------------
 //
@@ -207,6 +124,20 @@ __device__ __forceinline__ void warp_kernel(const Args& a) {
 
 // --- Rows of 1024 ... 32768 elements in 16 bits in a block's registers -----------------------------------------------
 
+// Whether this is the last warp, which has waited until all of the block have read their input, so that the bulk copies may
+// have its place. The others go on: the first half of a row is multiplied while the second one comes (16384 in place 14.3 us
+// and not 14.5, in float16 14.7 and not 15.3).
+template <int WARPS>
+__device__ __forceinline__ bool read_by_all(u32 warp) {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // see release_input
+  if (warp < WARPS - 1) {
+    asm volatile("bar.arrive 1, %0;" ::"n"(WARPS * 32) : "memory");
+    return false;
+  }
+  asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
+  return true;
+}
+
 // A warp holds 256 * R neighbours. Without STAGES a block has one row and reads it straight into registers; with them
 // it is persistent, and bulk copies bring its next rows to shared memory while it works on this one.
 template <int D, int N, int R, int WARPS, int STAGES, int P, bool SIGNS>
@@ -217,26 +148,33 @@ __device__ __forceinline__ void share_kernel(const Args& a) {
   const u32 base = shared_address(shared), inputs = base + HEAD, sums = inputs + STAGES * N * 2;
   const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 
-  auto fetch = [&](i64 row, int stage) {  // by one thread
-    barrier_expect(base + stage * 8, N * 2);
-    bulk_load(inputs + stage * N * 2, (const char*)a.x + row * a.x_stride * 2, N * 2, base + stage * 8);
+  auto fetch = [&](i64 row, int stage) {  // by one thread, in halves, which half of the warps wait for
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const u32 bar = base + (2 * stage + half) * 8;
+      barrier_expect(bar, N);
+      bulk_load(inputs + (2 * stage + half) * N, (const char*)a.x + row * a.x_stride * 2 + half * N, N, bar);
+    }
   };
   if (STAGES && threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) barrier_init(base + s * 8, 1);
+    for (int s = 0; s < 2 * STAGES; s++) barrier_init(base + s * 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    for (int s = 0; s < STAGES; s++) {
+  }
+  const WarpTransform<D, R, P> transform;
+  if constexpr (STAGES > 0) {
+    __syncthreads();
+    grid_wait();
+    for (int s = 0; threadIdx.x == 0 && s < STAGES; s++) {
       const i64 row = blockIdx.x + (i64)s * gridDim.x;
       if (row < a.rows) fetch(row, s);
     }
   }
-  const WarpTransform<D, R, P> transform;
-  if constexpr (STAGES > 0) __syncthreads();
 
   int stage = 0;
   u32 parity = 0;
   for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
     Vec v[R];
-    if constexpr (STAGES > 0) barrier_wait(base + stage * 8, parity);
+    if constexpr (STAGES > 0) barrier_wait(base + (2 * stage + (warp >= WARPS / 2)) * 8, parity);
 #pragma unroll
     for (int r = 0; r < R; r++) {
       const int column = (warp * R + r) * 256 + lane * 8;
@@ -248,14 +186,14 @@ __device__ __forceinline__ void share_kernel(const Args& a) {
       if constexpr (SIGNS) apply_signs16(v[r], a.signs + (row % a.sign_rows) * N + column);
     }
     if constexpr (STAGES > 0) {
-      release_input();  // and the previous row's sums
       const i64 next = row + (i64)STAGES * gridDim.x;
-      if (threadIdx.x == 0 && next < a.rows) fetch(next, stage);
+      if (read_by_all<WARPS>(warp) && lane == 0 && next < a.rows) fetch(next, stage);
       __syncwarp();
     }
     float y[R][8], z[WARPS][PART];
     transform.run(y, v);
     butterflies<R, 8, 1, R>(y);
+    if constexpr (STAGES > 0) __syncthreads();  // the previous row's sums have been read
     across_warps(z, y, sums, a.scale);
     char* out = (char*)a.y + (row * a.y_stride + threadIdx.x * PART) * 2;
 #pragma unroll

@@ -7,11 +7,6 @@
 namespace quantrot {
 
 #ifndef QUANTROT_EMULATED
-__device__ __forceinline__ u32 shared_memory() {
-  extern __shared__ __align__(128) unsigned char shared[];
-  return shared_address(shared);
-}
-
 // Without a cache policy: the assembler of CUDA 13.0 loses the registers of one where the target is a register plus a
 // uniform one, which the GPU answers with "illegal instruction".
 __device__ __forceinline__ void copy_ahead(u32 to, const void* from) {

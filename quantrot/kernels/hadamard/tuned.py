@@ -26,10 +26,10 @@ PLANS: dict[tuple[str, int], Plan] = {
     ("bfloat16", 4864): Plan("held", 1, 12, precision="CUT", overlap=True),  # 0.92
     ("bfloat16", 5120): Plan("held", 2, 8, tiles=16, precision="CUT", overlap=True, ahead=True),  # 0.94
     ("bfloat16", 8192): Plan("share", 8, 1, vectors=4, precision="CUT", overlap=True),  # 0.99, 0.99
-    ("bfloat16", 11008): Plan("flow", 16, 1, stages=3, paced=True, overlap=True),  # 0.89
-    ("bfloat16", 12288): Plan("held", 4, 4, tiles=32, precision="CUT", overlap=True, ahead=True),  # 0.93
+    ("bfloat16", 11008): Plan("flow", 16, 1, stages=3, paced=True, shift=True, overlap=True),  # 0.90
+    ("bfloat16", 12288): Plan("flow", 12, 1, stages=4, tiles=32, overlap=True),  # 0.95
     ("bfloat16", 13824): Plan("flow", 12, 1, stages=6, tiles=16, cluster=2, paced=True, overlap=True),  # 0.95
-    ("bfloat16", 14336): Plan("held", 8, 2, tiles=64, precision="CUT", overlap=True, ahead=True),  # 0.91
+    ("bfloat16", 14336): Plan("flow", 12, 1, stages=4, tiles=16, cluster=2, paced=True, overlap=True),  # 0.95
     ("bfloat16", 16384): Plan("share", 16, 2, vectors=4, precision="CUT", overlap=True, ahead=True),  # 0.97, 0.98
     ("bfloat16", 17408): Plan("held", 4, 3, tiles=32, precision="CUT", overlap=True, ahead=True),  # 0.82
     ("bfloat16", 18944): Plan("flow", 16, 1, stages=3, tiles=16, paced=True, overlap=True),  # 0.86
@@ -56,10 +56,10 @@ PLANS: dict[tuple[str, int], Plan] = {
     ("float16", 4864): Plan("held", 1, 12, precision="PAIR", overlap=True),  # 0.91
     ("float16", 5120): Plan("held", 2, 8, tiles=16, precision="PAIR", overlap=True, ahead=True),  # 0.92
     ("float16", 8192): Plan("share", 8, 4, vectors=4, overlap=True, ahead=True),  # 1.01, 0.99
-    ("float16", 11008): Plan("flow", 16, 1, stages=3, paced=True, overlap=True),  # 0.82
-    ("float16", 12288): Plan("held", 4, 4, tiles=32, precision="PAIR", overlap=True, ahead=True),  # 0.90
+    ("float16", 11008): Plan("flow", 16, 1, stages=3, paced=True, shift=True, overlap=True),  # 0.85
+    ("float16", 12288): Plan("flow", 12, 1, stages=4, tiles=32, overlap=True),  # 0.95
     ("float16", 13824): Plan("flow", 12, 1, stages=4, tiles=16, cluster=2, paced=True, overlap=True),  # 0.90
-    ("float16", 14336): Plan("held", 8, 2, tiles=64, precision="PAIR", overlap=True, ahead=True),  # 0.87
+    ("float16", 14336): Plan("flow", 12, 1, stages=2, tiles=32, paced=True, overlap=True),  # 0.94
     ("float16", 16384): Plan("share", 16, 2, vectors=4, precision="PAIR", overlap=True, ahead=True),  # 0.95, 0.98
     ("float16", 17408): Plan("flow", 16, 1, stages=3, tiles=16, paced=True, overlap=True),  # 0.84
     ("float16", 18944): Plan("flow", 16, 1, stages=3, tiles=16, paced=True, overlap=True),  # 0.85
@@ -67,7 +67,7 @@ PLANS: dict[tuple[str, int], Plan] = {
     ("float16", 28672): Plan("flow", 12, 1, stages=2, tiles=32, cluster=2, paced=True, overlap=True),  # 0.91
     ("float16", 29568): Plan("dense", 16, 1, stages=1, tiles=1, part=6),  # 0.22
     ("float16", 32768): Plan("flow", 12, 1, stages=2, tiles=32, cluster=2, paced=True, overlap=True),  # 0.91, 0.95
-    ("float16", 53248): Plan("flow", 12, 1, stages=2, tiles=32, cluster=2, paced=True, overlap=True),  # 0.70
+    ("float16", 53248): Plan("flow", 12, 1, stages=2, tiles=32, cluster=2, shift=True, overlap=True),  # 0.75
     ("float32", 4): Plan("lanes", 4, 6, vectors=2),
     ("float32", 8): Plan("lanes", 2, 12, vectors=2),  # 1.00
     ("float32", 16): Plan("lanes", 2, 8, vectors=4),  # 1.00
@@ -78,10 +78,10 @@ PLANS: dict[tuple[str, int], Plan] = {
     ("float32", 512): Plan("lanes", 2, 3, vectors=2, share=2),  # 1.00
     ("float32", 1024): Plan("lanes", 2, 6, vectors=4, share=2),  # 1.00
     ("float32", 2048): Plan("lanes", 4, 6, vectors=4, share=4),  # 0.98
-    ("float32", 4096): Plan("lanes", 4, 4, vectors=8, share=4, overlap=True),  # 0.94
-    ("float32", 8192): Plan("lanes", 8, 1, vectors=8, share=8, overlap=True),  # 0.98
-    ("float32", 16384): Plan("lanes", 8, 3, vectors=16, share=8),  # 0.72
-    ("float32", 32768): Plan("lanes", 16, 1, vectors=16, share=16),  # 0.78
+    ("float32", 4096): Plan("lanes", 4, 7, vectors=8, share=4, overlap=True),  # 0.94
+    ("float32", 8192): Plan("lanes", 8, 1, vectors=8, share=8, overlap=True, ahead=True),  # 0.99
+    ("float32", 16384): Plan("lanes", 8, 2, vectors=16, share=8, overlap=True),  # 0.82
+    ("float32", 32768): Plan("lanes", 16, 1, vectors=16, share=16, overlap=True, ahead=True),  # 0.87
 }
 
 SMALL_PLANS: dict[tuple[str, int], Plan] = {

@@ -6,6 +6,7 @@ struct longlong2 {
   long long x, y;
 };
 inline void __syncthreads() { block_sync(); }
+inline void __syncwarp() { warp_sync(); }
 using std::min;
 
 template <int D>
