@@ -30,9 +30,10 @@ from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed import KINDS, hopper, mixed_gemm, mixed_linear, mixed_ref
-from quantrot.kernels.mixed.hopper import WIDTHS, Decode, Kernel, Plan
+from quantrot.kernels.mixed.hopper import Decode, Kernel, Plan
 
 FEW, MANY = (1, 8, 16, 24, 32, 48, 64), (256, 512, 1024, 4096)
+WIDTHS = (64, *range(96, 257, 16))  # columns of a tile
 
 
 TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (3, 1, 4), (3, 1, 8), (1, 2, 8), (4, 1, 4), (2, 2, 4), (7, 1, 2)]
@@ -66,21 +67,23 @@ def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decod
 
 
 def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) -> Iterator[Plan]:
-    for width, groups in product(WIDTHS, (2, 4)):
+    for width, groups in product(WIDTHS, (2, 3, 4)):
         down, across = -(-rows // (64 * groups)), -(-columns // width)
-        if width > max(columns, 64) or (groups == 4 and width > 128) or down * across < 50 * groups / 2:
+        if width > max(columns, 64) or width * groups > 512 or down * across < 50 * groups / 2:
             continue
-        for share, halves in product((1, 2), (True, False) if groups == 2 else (True,)):
-            if groups == 2 and (width < 192 or columns < 256) and columns > 64:
+        for share, halves in product((1, 2), (True,) if groups == 4 else (True, False)):
+            if groups == 2 and (width < 192 or columns < 256) and columns > 64 and share == 1:
                 continue
             yield Plan(width, share=share, groups=groups, odd=down % share > 0, halves=halves)
     if not weight:
         return
-    for width, groups, teams, split in product((64, 128, 192, 256), (1, 2, 3), (1, 2), (1, 2)):
+    for width, groups, teams, split in product(WIDTHS, (1, 2, 3), (1, 2), (1, 2)):
         plan = Plan(width, teams, split, groups=groups)
-        if width > max(columns, 64) or groups * teams not in (2, 3, 4) or width * groups > 512 / teams:
+        if width > max(columns, 96) or groups * teams not in (2, 3, 4) or width * groups > (576 if teams == 1 else 256):
             continue
-        if 64 <= plan.grid(rows, columns, hopper.PROCESSORS) <= hopper.PROCESSORS and plan.splits(depth):
+        if width % (16 * plan.parts) == 0 and 64 <= plan.grid(rows, columns, hopper.PROCESSORS) <= hopper.PROCESSORS:
+            if not plan.splits(depth):
+                continue
             yield plan
             if groups * teams < 4:
                 yield replace(plan, halves=False)

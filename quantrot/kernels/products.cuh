@@ -51,11 +51,19 @@ __device__ __forceinline__ void product_done(float& x) { asm volatile("" : "+f"(
 #define QR_96(i) QR_64(i), QR_32(i + 64)
 #define QR_112(i) QR_96(i), QR_16(i + 96)
 #define QR_128(i) QR_64(i), QR_64(i + 64)
+#define QR_56(i) QR_48(i), QR_8(i + 48)
+#define QR_72(i) QR_64(i), QR_8(i + 64)
+#define QR_88(i) QR_80(i), QR_8(i + 80)
+#define QR_104(i) QR_96(i), QR_8(i + 96)
 #define QR_120(i) QR_112(i), QR_8(i + 112)
 #define QR_TEXT48 QR_TEXT32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define QR_TEXT80 QR_TEXT64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define QR_TEXT96 QR_TEXT80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define QR_TEXT112 QR_TEXT96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define QR_TEXT56 QR_TEXT48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define QR_TEXT72 QR_TEXT64 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define QR_TEXT88 QR_TEXT80 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define QR_TEXT104 QR_TEXT96 ",%96,%97,%98,%99,%100,%101,%102,%103"
 #define QR_TEXT120 QR_TEXT112 ",%112,%113,%114,%115,%116,%117,%118,%119"
 #define QR_TEXT128 QR_TEXT112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define QR_PRODUCT(N, W, A, B, S)                                                                                   \
@@ -129,15 +137,19 @@ __device__ __forceinline__ void product_across(float (&d)[W], const u32 (&a)[4],
 // The same with b [N, 16] contiguous along the sum: `operand`, whose numbers k are then of 16 columns.
 template <class T, int W>
 __device__ __forceinline__ void product16(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
-  static_assert(W == 4 || W == 8 || W == 120 || (W <= 128 && W % 16 == 0), "N is 2 W: 8, 16, 240, or 32 to 256 by 32");
+  static_assert(W == 4 || W == 8 || W == 16 || W == 32 || (W >= 48 && W <= 128 && W % 8 == 0), "N is 2 W");
   if constexpr (W == 4) QR_PRODUCT16_TYPES(8, 4, "0", "4", "5", "6", "7", "8", "9");
   if constexpr (W == 8) QR_PRODUCT16_TYPES(16, 8, "0", "8", "9", "10", "11", "12", "13");
   if constexpr (W == 16) QR_PRODUCT16_TYPES(32, 16, "0", "16", "17", "18", "19", "20", "21");
   if constexpr (W == 32) QR_PRODUCT16_TYPES(64, 32, "0", "32", "33", "34", "35", "36", "37");
   if constexpr (W == 48) QR_PRODUCT16_TYPES(96, 48, "0", "48", "49", "50", "51", "52", "53");
+  if constexpr (W == 56) QR_PRODUCT16_TYPES(112, 56, "0", "56", "57", "58", "59", "60", "61");
   if constexpr (W == 64) QR_PRODUCT16_TYPES(128, 64, "0", "64", "65", "66", "67", "68", "69");
+  if constexpr (W == 72) QR_PRODUCT16_TYPES(144, 72, "0", "72", "73", "74", "75", "76", "77");
   if constexpr (W == 80) QR_PRODUCT16_TYPES(160, 80, "0", "80", "81", "82", "83", "84", "85");
+  if constexpr (W == 88) QR_PRODUCT16_TYPES(176, 88, "0", "88", "89", "90", "91", "92", "93");
   if constexpr (W == 96) QR_PRODUCT16_TYPES(192, 96, "0", "96", "97", "98", "99", "100", "101");
+  if constexpr (W == 104) QR_PRODUCT16_TYPES(208, 104, "0", "104", "105", "106", "107", "108", "109");
   if constexpr (W == 112) QR_PRODUCT16_TYPES(224, 112, "0", "112", "113", "114", "115", "116", "117");
   if constexpr (W == 120) QR_PRODUCT16_TYPES(240, 120, "0", "120", "121", "122", "123", "124", "125");
   if constexpr (W == 128) QR_PRODUCT16_TYPES(256, 128, "0", "128", "129", "130", "131", "132", "133");

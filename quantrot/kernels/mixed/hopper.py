@@ -14,6 +14,7 @@ the order of K, added in order. Plans for the same number of parts and teams giv
 """
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -30,10 +31,9 @@ WIDE = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 NUMBERS = WIDE | {torch.float32: "Fp32"}
 BLOCK = 64  # columns of K in a stage
 STEP = 4  # blocks that every part of K but the last has a multiple of
-WIDTHS = (64, 96, 128, 160, 192, 224, 240, 256)  # columns of a tile
 FEW = 16  # tokens, up to which the gates of an MLP may be in the product
 MORE = 32  # up to which a product is Decode's by rule
-SOME = 64  # and up to which it is so where one wave of tiles has all rows
+SOME = 48  # and up to which it is so where one wave of tiles has all rows
 CHUNK = 128  # columns of K in a stage of Decode
 VECTORS = 8  # of 16 bytes, of a token and of a norm's weight, that a thread may hold
 AHEAD = 64 << 10  # bytes of codes asked for before a token that is normed, which would arrive behind more
@@ -294,21 +294,24 @@ def entry(plan: Plan | Decode, kernel: Kernel, name: str = "mixed") -> str:
 PROCESSORS = 132  # of the device that the rules are for
 
 
-# Plans for fewer tiles than multiprocessors; cycles a block of 64 columns of K of all teams, what groups add to them,
-# and of all else.
-PARTS = (
-    (Plan(128, 2, 2), 1331, 157, 6600),
-    (Plan(64, 2, 2), 1064, 105, 6600),
-    (Plan(128, 2, groups=1, halves=False), 729, 97, 3800),
-    (Plan(128, 2, 2, groups=1), 729, 97, 7200),
-    (Plan(128, 1, 2, groups=3, halves=False), 972, 126, 7000),
-    (Plan(128, 1, groups=3, halves=False), 972, 151, 2700),
-    *(
-        (Plan(width, 1, 2, halves=width > 128), 351 + 2.87 * width, 42 + 0.354 * width, 7000 + 11.4 * width)
-        for width in WIDTHS
-        if width % 32 == 0
+# Of (teams, groups): cycles that a block of 64 columns of K takes, of all teams, by the columns of a tile; with groups
+# more, for each of them; cycles of all else, and more where two thread blocks share K. Fitted to the plans of seven
+# shapes by 24 to 512 tokens on an H200, 5 % (standard deviation) off. Of 190 products there it chooses the fastest plan
+# or one within 4 %, but for five, within 6 %.
+CYCLES: dict[tuple[int, int], tuple[dict[int, int], float, int, int]] = {
+    (0, 2): (
+        {64: 600, 96: 676, 112: 729, 128: 747, 144: 778, 160: 819}
+        | {176: 867, 192: 895, 208: 940, 224: 1000, 240: 1060, 256: 1125},
+        *(0.66, 5250, 0),
     ),
-)
+    (0, 3): ({64: 688, 96: 838, 112: 888, 128: 946, 144: 1005, 160: 1081}, 1.47, 6930, 0),
+    (0, 4): ({64: 1077, 96: 1153, 112: 1197, 128: 1303}, 1.66, 5400, 0),
+    (1, 2): ({96: 637, 128: 730, 160: 812, 192: 924, 224: 1068, 256: 1229}, 1.03, 2680, 2680),
+    (1, 3): ({64: 723, 96: 846, 128: 969, 144: 1001, 160: 1085, 192: 1284}, 1.28, 5960, 2250),
+    (2, 1): ({64: 545, 96: 637, 128: 700, 160: 834, 192: 1005}, 1.23, 4250, 3520),
+    (2, 2): ({64: 1024, 96: 1185, 128: 1319}, 2.12, 6080, 560),
+}
+TURN = 900  # cycles of a tile beside its blocks, of persistent thread blocks
 
 
 def one_wave(rows: int) -> bool:
@@ -320,39 +323,37 @@ def one_wave(rows: int) -> bool:
 def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> Plan | Decode:
     """The plan for R, C and K: as measured (`tuned`), or by rule. group: blocks that are summed before scaling, 0: all.
 
-    By rule, the shortest time of a model: cycles a block of 64 columns of K, a tile and a sum of parts, fitted to all
-    plans of bench_mixed.py's shapes with 64 to 4096 columns, on an H200. Its choice there is the fastest, or within 3 %
-    of it from 64 to 512 columns, within 7 % from 1024 on.
+    By rule, what takes least by a model of tiles, turns and sums (CYCLES).
     """
     most = FEW if group == 1 else SOME if one_wave(rows) else MORE  # with groups of 64 these have too few registers
     if weight and columns <= most:
         return decode_plan(rows, columns, depth, group)
-    times: list[tuple[float, Plan]] = []
-    for width in WIDTHS:
-        if columns <= SOME and width > SOME:
-            continue
-        for groups in (2, 4) if weight and width == SOME else (2,):
+    plans = [plan for shape in CYCLES for plan in _plans(*shape, rows, columns, depth, group, weight)]
+    return min(plans, key=lambda plan: cycles(plan, rows, columns, depth, group))
+
+
+def _plans(teams: int, groups: int, rows: int, columns: int, depth: int, group: int, weight: bool) -> Iterator[Plan]:
+    """Those of a shape that can run."""
+    for width in CYCLES[teams, groups][0]:
+        if not teams and (weight or groups == 2):
             share = 2 if rows > 64 * groups else 1
-            odd = _ceil(rows, 64 * groups) % share > 0
-            halves = groups == 4 or _halves(width, columns, group, weight)
-            plan = Plan(width, share=share, groups=groups, odd=odd, halves=halves)
-            times.append((prefill_cycles(plan, rows, columns, depth, group), plan))
-    for plan, block, scaling, rest in PARTS if weight else ():
-        if columns <= SOME and plan.columns > SOME:
-            continue
-        if plan.tiles(rows, columns) <= PROCESSORS // plan.cluster and plan.splits(depth):
-            cycles = depth / plan.parts / BLOCK * (block + (scaling if group else 0)) + rest
-            times.append((cycles, _staged(plan, group)))
-    return min(times, key=lambda found: found[0])[1]
+            odd, halves = _ceil(rows, 64 * groups) % share > 0, _halves(width, groups, columns, group, weight)
+            yield Plan(width, share=share, groups=groups, odd=odd, halves=halves)
+        for split in (1, 2) if teams and weight else ():
+            plan = Plan(width, teams, split, groups=groups, halves=width > 128 and groups < 3)
+            if width % (16 * plan.parts) or (plan.parts, groups) == (1, 2):  # that is one of the tiles above
+                continue
+            if plan.grid(rows, columns, PROCESSORS) <= PROCESSORS and plan.splits(depth):
+                yield _staged(plan, group)
 
 
-def prefill_cycles(plan: Plan, rows: int, columns: int, depth: int, group: int) -> float:
-    """The model's time of persistent thread blocks."""
-    block = 330 + 2.87 * plan.columns + (42 + 0.354 * plan.columns if group else 0) + (21 if plan.share == 1 else 0)
-    if plan.columns == SOME:
-        block = (1200 if group else 1100) if plan.groups == 4 else 666 if group else 570
-    turns = _ceil(plan.tiles(rows, columns), PROCESSORS // plan.cluster)
-    return turns * (depth / BLOCK * block + 11.4 * plan.columns) + 1000  # or 5120 x 3072 by 256 took 23.5 us for 17.8
+def cycles(plan: Plan, rows: int, columns: int, depth: int, group: int) -> float:
+    """The model's time of a product."""
+    blocks, scaling, rest, swap = CYCLES[plan.teams, plan.groups]
+    block = blocks[plan.columns] + (scaling * plan.columns if group else 0)
+    turns = 1 if plan.teams else _ceil(plan.tiles(rows, columns), PROCESSORS // plan.cluster)
+    each = depth / plan.parts / BLOCK * block + (0 if plan.teams else TURN)
+    return turns * each + rest + (swap if plan.split > 1 else 0)
 
 
 def _staged(plan: Plan, group: int) -> Plan:
@@ -363,8 +364,10 @@ def _staged(plan: Plan, group: int) -> Plan:
     return replace(plan, stages=3) if group else replace(plan, blocks=2)
 
 
-def _halves(width: int, columns: int, group: int, weight: bool) -> bool:
+def _halves(width: int, groups: int, columns: int, group: int, weight: bool) -> bool:
     """Whether products start two by two: where that was faster for the width, and beside up to 1024 tokens."""
+    if groups > 2:
+        return True
     if group:
         return width > 128
     return width > 64 and not (weight and columns > 1024)
@@ -394,9 +397,12 @@ def decode_plan(rows: int, columns: int, depth: int, group: int) -> Decode:
     tokens = 0 if columns == 1 else _ceil(columns, 8)
     if columns <= FEW and one_wave(rows) and group != 1:  # half of shared memory: the next kernel starts beside its end
         return replace(Decode(tokens, 2, 4, resident=2).fitted(), resident=1)
-    if tokens <= 3:
+    if columns <= FEW or (tokens == 3 and one_wave(rows)):
         return Decode(tokens, 1, 8, 2).fitted()
-    return Decode(tokens, *((2, 4) if one_wave(rows) else (4, 2))).fitted()
+    shapes = [Decode(tokens, 2, 4)]
+    if not one_wave(rows):
+        shapes = [Decode(tokens, 3, 4), Decode(tokens, 2, 4, 2), *([Decode(tokens, 7, 2)] if tokens > 3 else [])]
+    return min(shapes, key=lambda plan: (_ceil(_ceil(rows, plan.rows), PROCESSORS) * plan.rows, -plan.rows)).fitted()
 
 
 # --- What can be run -------------------------------------------------------------------------------------------------

@@ -59,21 +59,41 @@ def fits(x: Tensor, rows: int) -> bool:
     return x.dtype == torch.bfloat16 and x.numel() > 0 and x.shape[1] % mixed.BLOCK == 0 and rows > 0 and rows % 8 == 0
 
 
+WIDTHS = (64, 96, 128, 160, 192, 224, 240, 256)  # columns of a tile
+SOME = 64  # tokens, up to which no tile is wider
+# Plans for fewer tiles than multiprocessors; cycles a block of 64 columns of K of all teams, and of all else. The model
+# is of the same loops with codes of a byte (kernels/mixed).
+PARTS = (
+    (mixed.Plan(128, 2, groups=1, halves=False), 729, 3800),
+    (mixed.Plan(128, 2, 2, groups=1), 729, 7200),
+    (mixed.Plan(128, 1, 2, groups=3, halves=False), 972, 7000),
+    (mixed.Plan(128, 1, groups=3, halves=False), 972, 2700),
+    *((mixed.Plan(w, 1, 2, halves=w > 128), 351 + 2.87 * w, 7000 + 11.4 * w) for w in WIDTHS if w % 32 == 0),
+)
+
+
+def prefill_cycles(plan: mixed.Plan, rows: int, tokens: int, depth: int) -> float:
+    """The model's time of persistent thread blocks."""
+    block = 570 if plan.columns == SOME else 330 + 2.87 * plan.columns + (21 if plan.share == 1 else 0)
+    turns = -(-plan.tiles(rows, tokens) // (mixed.PROCESSORS // plan.cluster))
+    return turns * (depth / mixed.BLOCK * block + 11.4 * plan.columns) + 1000
+
+
 @lru_cache(maxsize=4096)
 def plan_for(tokens: int, rows: int, depth: int) -> Plan:
-    """The plan that takes least by kernels/mixed's model of the same loops, of codes of a byte.
+    """The plan that takes least by the model.
 
     64 tokens by 4096 x 4096 took 17.9 us in boxes of 128, 128 tokens 11.7.
     """
     share = 2 if rows > 128 else 1
     times: list[tuple[float, mixed.Plan]] = []
-    for width in mixed.WIDTHS:
-        if width <= mixed.SOME or tokens > mixed.SOME:
+    for width in WIDTHS:
+        if width <= SOME or tokens > SOME:
             plan = mixed.Plan(width, share=share, odd=-(-rows // 128) % share > 0, halves=width > 64)
-            times.append((mixed.prefill_cycles(plan, rows, tokens, depth, 0), plan))
-    for plan, block, _, rest in mixed.PARTS:
-        taken = plan.teams * plan.groups < 4 and (plan.columns <= mixed.SOME or tokens > mixed.SOME)
-        if taken and plan.tiles(rows, tokens) <= mixed.PROCESSORS // plan.cluster and plan.splits(depth):
+            times.append((prefill_cycles(plan, rows, tokens, depth), plan))
+    for plan, block, rest in PARTS:
+        taken = (plan.columns <= SOME or tokens > SOME) and plan.splits(depth)
+        if taken and plan.tiles(rows, tokens) <= mixed.PROCESSORS // plan.cluster:
             times.append((depth / plan.parts / mixed.BLOCK * block + rest, plan))
     return Plan(**vars(min(times, key=lambda found: found[0])[1]))
 
