@@ -78,6 +78,7 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
   constexpr int W = H == 1 ? 4 : 2, LANES = 2 * W;    // groups of two chunks of 16 rows, and the lanes that hold one
   constexpr int UNIT = K % 16 == 0 ? 16 : K % 8 == 0 ? 8 : 4, COPIES = H == 1 ? T : 16 / UNIT;  // rows of a box of codes, a warp's
   constexpr u32 FEEDER = 4 * (GROUPS - 1);            // of the warpgroup that multiplies last
+  constexpr u32 OWN = H == 1 ? 8 : 8 * H;             // a warp's groups of 128 in a row
   static_assert(GROUPS == S::TILES && L % 2 == 0 && (H == 1 || T == 1) && K % (H > 1 ? 4 : 16) == 0, "how rows are divided");
   const u32 warp = warp_number();
   const u32 inputs = shared_memory(), out = inputs + STAGES * INPUT, turn = out + THREADS * 32 * L, kept = turn + 4096;
@@ -114,20 +115,20 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
   if (warp == FEEDER)
     for (u32 i = 0; i < STAGES && i < mine.count; i++, coming = mine.after(coming)) fetch(coming, i);
 
-  auto put_scales = [&](u32 end) {                    // of the rows before, of the same eight
+  auto put_scales = [&](u32 end) {                    // this warp's, of the rows before, of the same eight
     const u32 start = (end - 1) / 8 * 8, least = start < mine.in_turns * T ? start : mine.rest * T;
-    block_sync();
-    for (u32 i = threadIdx.x; i < 8 * IN_ROW; i += THREADS) {
-      const u32 row = start + i % 8;
-      if (row < least || row >= end || row >= a.rows) continue;
-      const float scale = load_shared(kept + i * 4);
+    warp_sync();
+    for (u32 i = lane_number(); i < 8 * OWN; i += 32) {
+      const u32 row = start + i % 8, group = warp * OWN + i / 8;
+      if (row < least || row >= end || row >= a.rows || group >= IN_ROW) continue;
+      const float scale = load_shared(kept + (group * 8 + i % 8) * 4);
       if (a.in_row == IN_ROW) {
-        a.scales[row * a.scale_row + i / 8 * a.scale_group] = scale;
+        a.scales[row * a.scale_row + group * a.scale_group] = scale;
       } else {
-        store_scale(a, row * IN_ROW + i / 8, scale);
+        store_scale(a, row * IN_ROW + group, scale);
       }
     }
-    block_sync();
+    warp_sync();
   };
 
   const u64 turned = operand(turn, 0);
@@ -220,9 +221,12 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
     }
     fence_async();
     warp_sync();
-    const u32 to = row + (H == 1 ? lane : 0), m = m0 + (H == 1 ? 0 : lane * UNIT);
-    if (lane < COPIES && m < K && to < a.rows)
-      tensor_store(&codes, 0, (int)(to * IN_ROW + m * H / 2), leaving + lane * UNIT * 64 * H);
+    if (lane == 0)                                    // with numbers that all lanes share: the assembler takes them as they are
+#pragma unroll
+      for (int c = 0; c < COPIES; c++) {
+        const u32 to = row + (H == 1 ? c : 0), m = warp * 16 + (H == 1 ? 0 : c * UNIT);
+        if (m < K && to < a.rows) tensor_store(&codes, 0, (int)(to * IN_ROW + m * H / 2), leaving + c * UNIT * 64 * H);
+      }
     tensor_store_commit();
     tile = mine.after(tile);
     if (tile * T % 8 == 0 || tile * T != row + T || i + 1 == mine.count) put_scales(row + T);
