@@ -332,6 +332,10 @@ __device__ __forceinline__ void store_one(u32 address, u32 a) {
   asm volatile(QR_ONE_LANE "st.shared.u32 [%0], %1;\n}" ::"r"(address), "r"(a) : "memory");
 }
 
+// Every time anew: of equal loads the compiler makes one, and a copy of a register in the place of each other.
+__device__ __forceinline__ void load_shared4(u32 address, int& a, int& b, int& c, int& d) {
+  asm volatile("ld.volatile.shared.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
+}
 __device__ __forceinline__ float2 load_shared2(u32 address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");

@@ -149,6 +149,7 @@ def test_plans_give_every_processor_one_block():
             plan = decode.plan_for(dim, pairs, 132)
             assert plan.splits == 1 or pairs * plan.splits <= 132 < pairs * (plan.splits + 1)
             assert 2 * (plan.shared_bytes(dim, 8) + 1024) <= SM_SHARED  # the next kernel's blocks start beside these
+            assert plan.teams == (2 if dim == 64 and pairs < 256 else 1)
 
 
 def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
@@ -189,13 +190,11 @@ def test_each_split_meets_the_reference(splits):
 
 
 @gpu
-def test_it_is_taken_for_few_sequences_and_what_it_does_not_take_is_tritons():
+def test_it_is_taken_for_any_number_of_sequences_and_what_it_does_not_take_is_tritons():
     torch.manual_seed(0)
-    for batch, keys, taken in ((1, 3000, True), (2, 200, True), (40, 200, False)):
+    for batch, keys in ((1, 3000), (2, 200), (40, 200)):
         given = cache(batch, 8, 4, keys, 64, 0, "cuda")
-        kernel = decode if taken else triton
-        y = attend(given, causal=True)
-        assert torch.equal(y, kernel.attention(as_inputs(given), torch.bfloat16))
+        assert torch.equal(attend(given, causal=True), decode.attention(as_inputs(given), torch.bfloat16))
     odd = given._replace(k_scale=given.k_scale.contiguous())  # rows of 200 bytes
     assert decode.unsupported(as_inputs(odd), torch.bfloat16) and attend(odd, causal=True).isfinite().all()
 

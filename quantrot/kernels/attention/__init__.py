@@ -417,7 +417,7 @@ def _fp8_attention(
         many = queries > FEW or query_lengths is not None
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         given = triton.Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale)
-        if backend != "triton" and decode.supports(given, dtype) and (runs == "hopper" or decode.faster(given)):
+        if backend != "triton" and decode.supports(given, dtype):
             return decode.attention(given, dtype)
         if runs == "hopper" or (backend == "auto" and many and hopper.supports(given, dtype)):
             return hopper.attention(given, dtype)

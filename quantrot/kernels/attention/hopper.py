@@ -57,7 +57,8 @@ class Plan:
 
     def shared_bytes(self, dim: int, wide: bool = False) -> int:
         """wide: queries in 16 bits."""
-        return self.rows * dim * (1 + wide) + 2 * self.stages * BLOCK * dim + (2 + 5 * self.stages) * 8
+        small = -(-(2 + 5 * self.stages) // 2) * 16 + 16  # barriers, scales, what sums start at
+        return self.rows * dim * (1 + wide) + 2 * self.stages * BLOCK * dim + small
 
 
 class Arguments(ctypes.Structure):

@@ -48,7 +48,8 @@ struct AttentionShape {
   static constexpr int Q_LINE = D * Q::BYTES < 128 ? D * Q::BYTES : 128, Q_PIECES = D * Q::BYTES / Q_LINE;  // bytes
   static constexpr int Q_PIECE = ROWS * Q_LINE, TILE = KEYS * D;  // of K, and of V
   static constexpr int K_AT = Q_PIECES * Q_PIECE, V_AT = K_AT + STAGES * TILE, BARRIERS = V_AT + STAGES * TILE;
-  static constexpr int SCALES = BARRIERS + (2 + 4 * STAGES) * 8, SHARED = SCALES + STAGES * 8;
+  static constexpr int SCALES = BARRIERS + (2 + 4 * STAGES) * 8, START = (SCALES + STAGES * 8 + 15) / 16 * 16;
+  static constexpr int SHARED = START + 16;
   static_assert(SHARED <= 227 << 10, "shared memory");
 };
 
@@ -185,25 +186,32 @@ __device__ __forceinline__ void take_queries(u32 (&a)[D / 32][4], float (&scales
   }
 }
 
-// A score as a float32 that is BIAS larger: an integer in the last bits of 1.5 * 2^23, where those below 2^22 have room
-// (128 codes of 127 squared are 2^21), without a conversion. HIDDEN: the score of a key out of sight; minus infinity.
+// A score is a float32, or an integer in the last bits of 1.5 * 2^23, where those below 2^22 have room (128 codes of 127
+// squared are 2^21): the sums of products start there (at `from` in shared memory, four of it), so that they are float32s
+// that are BIAS larger, without a conversion.
 template <class Sum>
 struct Score;
 template <>
 struct Score<float> {
   static constexpr float BIAS = 0.f;
-  __device__ __forceinline__ static float hidden() { return minus_infinity(); }
+  __device__ __forceinline__ static float hidden() { return minus_infinity(); }  // of a key out of sight
   __device__ __forceinline__ static float biased(float x) { return x; }
-  __device__ __forceinline__ static float bits(float x) { return x; }
   __device__ __forceinline__ static float larger(float x, float y) { return fmaxf(x, y); }
+  __device__ __forceinline__ static void start(float (&)[64], u32) {}
+  // Else the compiler keeps a score until the next product writes there.
+  __device__ __forceinline__ static void forget(float& score, float x) { score = x; }
 };
 template <>
 struct Score<int> {
   static constexpr float BIAS = 12582912.f;
-  __device__ __forceinline__ static int hidden() { return (int)(0xFF800000u - 0x4B400000u); }
-  __device__ __forceinline__ static float biased(int x) { return __int_as_float(x + 0x4B400000); }
-  __device__ __forceinline__ static int bits(float x) { return __float_as_int(x); }
+  __device__ __forceinline__ static int hidden() { return (int)0xFF800000u; }
+  __device__ __forceinline__ static float biased(int x) { return __int_as_float(x); }
   __device__ __forceinline__ static int larger(int x, int y) { return max(x, y); }
+  __device__ __forceinline__ static void start(int (&s)[64], u32 from) {
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) load_shared4(from, s[i], s[i + 1], s[i + 2], s[i + 3]);
+  }
+  __device__ __forceinline__ static void forget(int&, float) {}
 };
 
 // What a thread keeps of its two rows while it walks the keys.
@@ -264,10 +272,9 @@ struct Softmax {
       for (int j = 0; j < 16; j++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          Sum& score = s[4 * j + 2 * r + e];
           const int n = j % 2 * 2 + e;
-          x[n] = exp2_fast(fmaf(Of::biased(score), by, from));
-          score = Of::bits(x[n]);  // else the compiler keeps the score until the next product writes there
+          x[n] = exp2_fast(fmaf(Of::biased(s[4 * j + 2 * r + e]), by, from));
+          Of::forget(s[4 * j + 2 * r + e], x[n]);
           sum[n] = j < 2 ? x[n] : sum[n] + x[n];
         }
         if (j % 2) p[(j - 1) / 4][(j - 1) % 4 + r] = to_e4m3(x[0], x[1], x[2], x[3]);
@@ -277,11 +284,12 @@ struct Softmax {
   }
 };
 
-// d = the scores of a warpgroup's 64 queries and 128 keys at `k`.
+// d = the scores of a warpgroup's 64 queries and 128 keys at `k`, once d is where they start.
 template <int D, class Sum>
 __device__ __forceinline__ void start_scores(Sum (&d)[64], const u32 (&q)[D / 32][4], u32 k) {
 #pragma unroll
-  for (int i = 0; i < D / 32; i++) product(d, q[i], D == 128 ? operand(k, i) : operand_short(k, i), i > 0);
+  for (int i = 0; i < D / 32; i++)
+    product(d, q[i], D == 128 ? operand(k, i) : operand_short(k, i), i > 0 || Score<Sum>::BIAS > 0.f);
   product_commit();
 }
 
@@ -321,6 +329,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
   Ring<STAGES> keys, values;
   u32 parity = 0;
   Softmax<typename Code::Sum> softmax;
+  using Of = Score<typename Code::Sum>;
   typename Code::Sum s[64];
   float o[D / 2];
   u32 p[4][4], next[4][4], q[D / 32][4];
@@ -382,6 +391,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       release(empty + values.stage * 16 + 8);
       values.next();
     }
+    Of::start(s, base + Shape::START);
     if (j >= 0) barrier_wait(full + keys.stage * 16, keys.parity);
     product_fence();
     start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
@@ -394,6 +404,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
     } else {
       softmax.template step<false>(next, s, j * 128, scales.x, v_byte);
     }
+    Of::start(s, base + Shape::START);
   };
   auto take = [&] {  // once the products with the codes before have read theirs
     u32 nothing = 0;
@@ -495,6 +506,8 @@ __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k
       barrier_init(bars + 16 + STAGES * 16 + s * 8, 4 * GROUPS);
     }
     barrier_init_done();
+    const float bias = Score<typename Code::Sum>::BIAS;
+    store_shared4(base + Shape::START, bias, bias, bias, bias);
   }
   if (warp == GROUPS * 4) {  // queries that are not in L2 are on their way there while the kernel before ends
     const Work w = Work::place<Shape::ROWS>(args, work_of(args, 0));

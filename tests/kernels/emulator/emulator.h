@@ -154,13 +154,13 @@ inline void execute(Product& p) {
       read_operand(p, p.a, first + g + 8 * h, a[h]);
     }
   }
-  std::vector<float>& d = t.results[p.d].sums;
+  std::vector<double>& d = t.results[p.d].sums;
   for (u32 i = 0; i < (u32)p.width; i += 4) {
     for (u32 e = 0; e < 2; e++) {
       read_operand(p, p.b, i * 2 + 2 * q + e, b);
       for (u32 h = 0; h < 2; h++) {
-        float sum = p.add ? d[i + 2 * h + e] : 0.f;
-        for (u32 k = 0; k < (p.wide ? 16 : 32); k++) sum += a[h][k] * b[k];
+        double sum = p.add ? d[i + 2 * h + e] : 0;
+        for (u32 k = 0; k < (p.wide ? 16 : 32); k++) sum = p.whole ? sum + a[h][k] * b[k] : (float)sum + a[h][k] * b[k];
         d[i + 2 * h + e] = sum;
       }
     }
@@ -174,13 +174,12 @@ inline void execute_before(u32 group) {
 }
 
 // A register of a product's and its later content: the former's goes into the latter's place, and `x` into it.
-inline void exchange_sum(float* at, Result& result, int i, float x) {
-  int bits;
-  memcpy(&bits, at, 4);
-  memcpy(&result.sums[i], at, 4);
-  if (result.whole) result.sums[i] = bits;
-  bits = x == x ? (int)x : 0x7FC00000;
-  memcpy(at, result.whole ? (void*)&bits : (void*)&x, 4);
+inline void exchange_sum(float* at, Result& result, int i, double x) {
+  int bits, whole = x == x ? (int)x : 0x7FC00000;
+  float before, part = x;
+  memcpy(&bits, at, 4), memcpy(&before, at, 4);
+  result.sums[i] = result.whole ? bits : before;
+  memcpy(at, result.whole ? (void*)&whole : (void*)&part, 4);
 }
 
 inline void issue(Product p) {
@@ -193,7 +192,7 @@ inline void issue(Product p) {
   p.group = t.group, p.executed = false;
   auto [result, fresh] = t.results.try_emplace(p.d);
   if (fresh) {
-    result->second = {std::vector<float>(p.width), p.whole};
+    result->second = {std::vector<double>(p.width), p.whole};
     for (int i = 0; i < p.width; i++) exchange_sum(p.d + i, result->second, i, NAN);
   }
   t.products.push_back(p);
@@ -517,6 +516,11 @@ inline void store_one(u32 to, u32 a) {
   if (elect_one()) emulator::ordinary_write(to, &a, 4);
 }
 inline u32 address_after(u32 address, u32) { return address; }
+inline void load_shared4(u32 address, int& a, int& b, int& c, int& d) {
+  int v[4];
+  memcpy(v, self().block->at(address, 16), 16);
+  a = v[0], b = v[1], c = v[2], d = v[3];
+}
 inline float2 load_shared2(u32 address) {
   float2 v;
   memcpy(&v, self().block->at(address, 8), 8);
@@ -585,7 +589,7 @@ inline void product_wait() {
       ++result;
       continue;
     }
-    const std::vector<float> sums = result->second.sums;
+    const std::vector<double> sums = result->second.sums;
     for (size_t i = 0; i < sums.size(); i++) emulator::exchange_sum(result->first + i, result->second, i, sums[i]);
     result = t.results.erase(result);
   }

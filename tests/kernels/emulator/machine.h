@@ -121,7 +121,7 @@ struct Product {  // one wgmma that a thread takes part in
 };
 
 struct Result {  // what a product's registers will hold
-  std::vector<float> sums;
+  std::vector<double> sums;
   bool whole;
 };
 
