@@ -45,7 +45,7 @@ DOC = ROOT / "docs" / "measured" / "mxfp4.md"
 TUNED = ROOT / "quantrot" / "kernels" / "mxfp4" / "tuned.py"
 ROWS, COLUMNS = 32768, 4096
 SHAPES = [(4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336)]  # (N, K)
-PREFILL, BATCH, DECODE = [1024, 4096, 8192], [64, 128, 256, 512], [1, 8, 16, 32]
+PREFILL, BATCH, DECODE = [1024, 4096, 8192], [64, 96, 128, 256, 512], [1, 8, 16, 32]
 PACKED = 0.5 + 1 / 32  # bytes an element
 
 

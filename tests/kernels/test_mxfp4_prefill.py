@@ -1,6 +1,7 @@
-"""Many bfloat16 tokens by a packed weight on Hopper: emulated on the host, compiled for sm_90a, run on a GPU."""
+"""Bfloat16 tokens by a packed weight on Hopper: emulated on the host, compiled for sm_90a, run on a GPU."""
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,11 @@ CASES = {
     "parts_teams": Plan(128, 2, groups=1, halves=False, stages=2),
     "parts_192_rows": Plan(128, 1, 2, groups=3, halves=False, stages=3),
     "parts_192_alone": Plan(128, 1, groups=3, halves=False, stages=3),
+    "deep": Plan(32, 2, groups=1, blocks=2, stages=2),
+    "deep_split": Plan(32, 2, 2, groups=1, blocks=2, stages=3),
+    "deep_four": Plan(64, 2, 2, groups=2, blocks=2, stages=2),
+    "deep_tall": Plan(96, 1, groups=4, blocks=2, stages=2),
+    "deeper": Plan(32, 2, groups=2, blocks=4, stages=2),
 }
 
 
@@ -43,7 +49,7 @@ def run(library, name, packed, x, y, args, seed, processors):
         maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, t.stride(0) * t.itemsize, *box[:2], t.itemsize, box[2])
     message = library.run(
         list(CASES).index(name), maps, ctypes.byref(args), plan.grid(*y.T.shape, processors), plan.cluster,
-        plan.threads, plan.shared_bytes(), seed,
+        plan.threads, plan.bytes_for(x.shape[1]), seed,
     )  # fmt: skip
     assert message == b"", message.decode()
 
@@ -81,13 +87,13 @@ def exact(x, packed, scale):
 @pytest.mark.parametrize(("m", "n", "k"), [(33, 136, 64), (70, 264, 640), (130, 72, 448)])
 def test_every_kernel_is_exact_where_no_sum_rounds(emulator, name, m, n, k):
     torch.manual_seed(m)
-    k = k if CASES[name].splits(k) else 1024
+    k = k if CASES[name].splits(k) and k % (64 * CASES[name].blocks) == 0 else 1024
     given = operands(m, n, k)
     y = emulator(name, *given, seed=m, settled=m == 70)
     assert torch.equal(y, exact(*given).to(BF16))
 
 
-@pytest.mark.parametrize("name", ["alone", "shared", "parts", "parts_teams"])
+@pytest.mark.parametrize("name", ["alone", "shared", "parts", "parts_teams", "deep"])
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     torch.manual_seed(0)
     x, packed, scale = operands(40, 264, 512)
@@ -96,32 +102,47 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_scales_at_the_ends_of_what_is_taken_and_past_them(emulator):
+@pytest.mark.parametrize("name", ["alone", "deep"])
+def test_scales_at_the_ends_of_what_is_taken_and_past_them(emulator, name):
     """From 2^-62 to 2^65 exactly; infinity past that, and of NaN."""
     torch.manual_seed(0)
-    x, packed, scale = operands(33, 64, 64)
+    x, packed, scale = operands(33, 64, 64 if name == "alone" else 512)
     x[:] = 1
     scale[0], scale[1], scale[2] = 65, 192, 255
     packed[3, 16:], scale[4, 1] = 0, 193
     packed[4, 16:] = 0x22
-    y = emulator("alone", x, packed, scale)
+    y = emulator(name, x, packed, scale)
     rest = [i for i in range(64) if i not in (2, 4)]
     assert torch.equal(y[:, rest], exact(x, packed, scale)[:, rest].to(BF16))
     assert not y[:, [2, 4]].isfinite().any()
+
+
+@pytest.mark.parametrize("name", ["alone", "deep"])
+def test_a_token_of_inf_or_nan_is_so_by_itself(emulator, name):
+    torch.manual_seed(0)
+    x, packed, scale = operands(36, 72, 512)
+    x[3, 7], x[5, 300], x[9] = torch.inf, torch.nan, 0
+    packed[:, 3] = packed[:, 3] & 0x0F | 0x20  # column 7 is 1
+    y = emulator(name, x, packed, scale)
+    assert y[3].isinf().all() and y[5].isnan().all() and not y[9].any()
+    rest = [i for i in range(36) if i not in (3, 5)]
+    assert torch.equal(y[rest], exact(x[rest], packed, scale).to(BF16))
 
 
 # --- Plans and compiling ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (4096, 14336), (200, 192), (8, 64)])
-@pytest.mark.parametrize("m", [33, 64, 200, 256, 512, 1024, 8192])
+@pytest.mark.parametrize("m", [33, 64, 90, 128, 200, 256, 512, 1024, 8192])
 def test_every_plan_fits(n, k, m):
     plan = hopper_prefill.plan_for(m, n, k)
-    assert plan.depth >= 2 and plan.shared_bytes() <= 227 << 10 and plan.splits(k)
+    assert plan.depth >= 2 and plan.bytes_for(k) <= 227 << 10 and plan.splits(k)
     assert plan.odd == (plan.share == 2 and -(-n // 128) % 2 == 1)
 
 
-@pytest.mark.parametrize("name", ["alone", "wide", "parts", "parts_192_alone"])
+@pytest.mark.parametrize(
+    "name", ["alone", "wide", "parts", "parts_192_alone", "deep", "deep_four", "deep_tall", "deeper"]
+)
 def test_kernels_compile_without_spills(name, compiled_cuda):
     made = compiled_cuda(hopper_prefill.device_functions() + hopper_prefill.entry(CASES[name]))
     assert made.spilled == [0], made.log
@@ -134,7 +155,18 @@ def test_kernels_compile_without_spills(name, compiled_cuda):
 @gpu
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(33, 4096, 4096), (256, 8192, 8192), (130, 6144, 4096), (1024, 4096, 14336), (1000, 8200, 8192), (4097, 384, 640)],
+    [
+        (33, 4096, 4096),
+        (64, 4096, 14336),
+        (70, 28672, 4096),
+        (96, 200, 1152),
+        (128, 8192, 8192),
+        (256, 8192, 8192),
+        (130, 6144, 4096),
+        (1024, 4096, 14336),
+        (1000, 8200, 8192),
+        (4097, 384, 640),
+    ],
 )
 def test_a_gpu_gives_the_exact_product_once_rounded(m, n, k):
     torch.manual_seed(m)
@@ -142,6 +174,16 @@ def test_a_gpu_gives_the_exact_product_once_rounded(m, n, k):
     for settled in (False, True):
         y = mxfp4_gemm(*given, settled=settled)
         assert torch.equal(y, exact(*given).to(BF16))
+
+
+@gpu
+@pytest.mark.parametrize("plan", [plan for plan, _ in hopper_prefill.DEEP])
+def test_every_deep_plan_gives_the_exact_product_once_rounded(plan):
+    for m, n, k in ((plan.columns, 4096, 2048), (plan.columns - 15, 1000, 3200)):
+        given = operands(m, n, k, 2, "cuda")
+        for split in (1, 2):
+            y = hopper_prefill.multiply(*given, replace(plan, split=split).fitted(k))
+            assert torch.equal(y, exact(*given).to(BF16))
 
 
 @gpu

@@ -54,7 +54,8 @@ template <class O, int W>
 __device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& args, const Ends<O>& ends,
                                            const float (&sum)[W], int row, int column, u32 output, u32 barrier) {
   constexpr int COLUMNS = 2 * W;
-  static_assert(COLUMNS % 16 == 0, "whole pairs of matrices");
+  constexpr bool ALONE = COLUMNS % 16;  // the last matrix has no other beside it, and is stored twice
+  static_assert(COLUMNS % (O::WEIGHT ? 8 : 16) == 0, "whole matrices");
   const u32 lane = lane_number(), warp = warp_number() % 4;
   const bool leader = threadIdx.x % 128 == 0;
   if (leader) tensor_store_wait<0>();
@@ -64,7 +65,7 @@ __device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& 
     u32 pairs[2][2];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int n = j + i / 2, r = i % 2;
+      const int n = ALONE ? min(j + i / 2, COLUMNS / 8 - 1) : j + i / 2, r = i % 2;
       float across[2] = {0.f, 0.f};
       if constexpr (!O::WEIGHT) {
 #pragma unroll
@@ -77,7 +78,7 @@ __device__ __forceinline__ void store_tile(const TensorMap* y, const MixedArgs& 
     }
     const u32 inside = lane % 8, which = lane / 8;  // of the matrices: row r, then columns
     if constexpr (O::WEIGHT) {
-      const u32 line = (j + which / 2) * 8 + inside;
+      const u32 line = (ALONE && j == COLUMNS / 8 - 1 ? j : j + which / 2) * 8 + inside;
       store_matrices_turned(output + swizzled(line, (warp * 2 + which % 2) * 16), pairs[0][0], pairs[0][1], pairs[1][0],
                             pairs[1][1]);
     } else {

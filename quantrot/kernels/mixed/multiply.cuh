@@ -136,9 +136,9 @@ struct Loader {
   }
   __device__ __forceinline__ void load_wide(u32 stage, int k, int column, bool apart) const {
     const u32 to = base + stage * P::STAGE + P::CODES, bar = full + stage * 8;
-    if constexpr (P::BLOCKS == 2) {
+    if constexpr (P::BLOCKS > 1) {
       static_assert(P::SHARE == 1, "its own");
-      for (int i = 0; i < 2; i++) tensor_load(to + i * P::COLUMNS * 128, wide, (k + i) * 64, column, bar, wide_policy);
+      for (int i = 0; i < P::BLOCKS; i++) tensor_load(to + i * P::COLUMNS * 128, wide, (k + i) * 64, column, bar, wide_policy);
     } else if (P::ODD && apart) {
       for (int i = 0; i < P::SHARE; i++)
         tensor_load(to + i * box * 128, wide, k * 64, column + i * box, bar, wide_policy);

@@ -81,8 +81,6 @@ struct BatchMultiplier {
   }
 
   __device__ __forceinline__ static u32 table() { return shared_memory() + TABLE_AT; }
-  // Of a row's scales in shared memory, bytes: an odd number of words, so that eight rows' lie in eight banks.
-  __device__ __forceinline__ u32 pitch() const { return (args.segment + 1) * 4; }
 
   __device__ __forceinline__ int top(int r) const { return NAN_BYTE - (int)(nearest[r] - table()) / 8; }
 
@@ -95,30 +93,12 @@ struct BatchMultiplier {
     }
   }
 
-  // The warp's 16 rows' scale bytes of `blocks` blocks from number `first` on -> shared memory, zeros past the end of a row.
-  __device__ __forceinline__ void take_scales(int row, int first, int blocks) {
-    const u32 to = table() + TABLE * 8 + warp_number() * 16 * pitch(), mine = lane_number();
-    const int there = args.groups / 4 - first;
-    for (int c = mine; c < blocks; c += 32) {
-      u32 bytes[16];
-#pragma unroll
-      for (int r = 0; r < 16; r++) {
-        const i64 at = (i64)min(row + r, args.rows - 1) * args.groups + (first + c) * 4;
-        bytes[r] = c < there ? __ldg((const u32*)((const unsigned char*)args.scale + at)) : 0;
-      }
-#pragma unroll
-      for (int r = 0; r < 16; r++) store_shared(to + r * pitch() + c * 4, bytes[r]);
-    }
-    warp_sync();
-    scales = to + mine / 4 * pitch() + mine % 4;
-  }
-
   // What the lane's two rows have for a window.
   __device__ __forceinline__ void find_tops(int first, int blocks) {
     const int q = lane_number() % 4;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const u32 at = scales - q + r * 8 * pitch();
+      const u32 at = scales - q + r * 8 * scales_pitch(args.segment);
       int most = LEAST_BYTE, least = NAN_BYTE;
       for (int c = q; c < blocks; c += 4) {
         const u32 bytes = load_shared1(at + c * 4);
@@ -160,7 +140,7 @@ struct BatchMultiplier {
     const u32 tile = base + ring.stage * P::STAGE;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float2 entry = load_shared2(nearest[r] + load_shared_u8(scales + r * 8 * pitch() + k * 4) * 8);
+      const float2 entry = load_shared2(nearest[r] + load_shared_u8(scales + r * 8 * scales_pitch(args.segment) + k * 4) * 8);
       now[r] = {__float_as_uint(entry.x), __float_as_uint(entry.y)};
     }
     barrier_wait(full + ring.stage * 8, ring.parity);
@@ -177,7 +157,9 @@ struct BatchMultiplier {
     const int unit = blockIdx.x / P::SPLIT, tiles = parts_of(args.columns, P::COLUMNS);
     const int row = start_of(unit / tiles * P::ROWS, args.rows, P::ROWS) + warp_number() % (P::GROUPS * 4) * 16;
     fill_table();
-    take_scales(row, first, count);
+    const u32 pitch = scales_pitch(args.segment);
+    scales = take_scales(args, table() + TABLE * 8, pitch, row, first, count, [](u32 bytes) { return bytes; });
+    scales += lane_number() % 4;
     find_tops(first, count);
     named_sync(1, 128 * ALL);
     come(0);

@@ -20,7 +20,6 @@ from quantrot.kernels.operators import implement
 ACTIVATIONS = ("none", "fp8", "mxfp4")
 BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")
 DECODE_ROWS = 32  # tokens up to which the packed weight is read by one kernel
-PIECES = 2  # one after another, on Hopper: 64 tokens of W4A16 by 4096 x 14336 take 40 us, by expanding the weight 77
 
 torch.library.define(
     "quantrot::mxfp4_product",

@@ -43,7 +43,7 @@ class Plan(mixed.Plan):
 
     def beside(self, depth: int) -> int:
         """Bytes of shared memory for the table and the rows' scales."""
-        return TABLE + 64 * self.groups * self.teams * (self.segment(depth) + 1) * 4
+        return TABLE + 64 * self.groups * self.teams * (self.segment(depth) | 1) * 4
 
     def fitted(self, depth: int) -> "Plan":
         """The same with as many stages as fit."""
@@ -81,7 +81,7 @@ SHALLOW = 1.4  # times as long, with two stages: 1024 tokens by 4096 x 14336 in 
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return mixed.device_functions() + nvrtc.sources("mxfp4/batch")
+    return mixed.device_functions() + nvrtc.sources("mxfp4/scales", "mxfp4/batch")
 
 
 def fits(x: Tensor, rows: int) -> bool:

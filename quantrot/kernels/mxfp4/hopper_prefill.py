@@ -1,11 +1,11 @@
-"""Many bfloat16 tokens by a packed MXFP4 weight on Hopper: CUDA C++ (prefill.cuh, on kernels/mixed), compiled at use.
+"""Bfloat16 tokens by a packed MXFP4 weight on Hopper: CUDA C++ (prefill.cuh, on kernels/mixed), compiled at use.
 
 All of K, or of a part of it as the plan says, is summed by the tensor cores in float32, in order; the parts are added
 two by two, and the sum is rounded once. A token's bits depend on the plan's parts alone.
 """
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -25,20 +25,33 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {
 
 @dataclass(frozen=True)
 class Plan(mixed.Plan):
-    """The same tiles, of half the bytes of codes; not with four warpgroups that multiply."""
+    """The same tiles, of half the bytes of codes; four warpgroups that multiply take two blocks at a time."""
 
     def _stage(self) -> int:
-        return self.rows * mixed.BLOCK // 2 + self.columns * 128 + 16
+        return self.blocks * (self.rows * mixed.BLOCK // 2 + self.columns * 128) + 16
 
     def boxes(self, columns: int, weight: bool = True) -> tuple[mixed.Box, ...]:
         _, *rest = super().boxes(columns, weight)
-        return (self.rows, mixed.BLOCK // 2, mixed.BLOCK // 2), *rest
+        line = self.blocks * mixed.BLOCK // 2
+        return (self.rows, line, line), *rest
+
+    def beside(self, depth: int) -> int:
+        """Bytes of shared memory for the rows' scales."""
+        return 64 * self.groups * self.teams * (self.segment(depth) // 2 | 1) * 4 if self.blocks > 1 else 0
+
+    def fitted(self, depth: int) -> "Plan":
+        """The same with as many stages as fit."""
+        room = mixed.MAX_SHARED - self._output() - self.beside(depth)
+        return replace(self, stages=min(12, room // self._stage() // self.teams))
+
+    def bytes_for(self, depth: int) -> int:
+        return self.shared_bytes() + self.beside(depth)
 
 
 def entry(plan: Plan, name: str = "mxfp4_prefill") -> str:
     """C++ of the kernel `name`."""
     flags = (str(flag).lower() for flag in (plan.odd, plan.halves))
-    shape = plan.groups, plan.columns, plan.depth, plan.split, plan.share, *flags, max(plan.teams, 1)
+    shape = plan.groups, plan.columns, plan.depth, plan.split, plan.share, *flags, max(plan.teams, 1), plan.blocks
     return ENTRY.format(
         cluster=f"__cluster_dims__({plan.cluster}, 1, 1) " if plan.cluster > 1 else "",
         threads=plan.threads,
@@ -51,7 +64,7 @@ def entry(plan: Plan, name: str = "mxfp4_prefill") -> str:
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return mixed.device_functions() + nvrtc.sources("mxfp4/prefill")
+    return mixed.device_functions() + nvrtc.sources("mxfp4/scales", "mxfp4/prefill")
 
 
 def fits(x: Tensor, rows: int) -> bool:
@@ -79,9 +92,25 @@ def prefill_cycles(plan: mixed.Plan, rows: int, tokens: int, depth: int) -> floa
     return turns * (depth / mixed.BLOCK * block + 11.4 * plan.columns) + 1000
 
 
+# Tiles by stages of more than one block, which hold all tokens, and microseconds of 128 columns of K of one (32 to 128
+# tokens by 4096 x 14336, 8192 x 8192, 28672 x 4096, 4096 x 4096; H200).
+DEEP = (
+    (Plan(64, 2, groups=1, blocks=4), 0.285),
+    (Plan(64, 2, groups=2, blocks=2), 0.58),
+    (Plan(64, 1, groups=4, blocks=4), 1.09),
+    (Plan(96, 2, groups=1, blocks=2), 0.355),
+    (Plan(96, 1, groups=2, blocks=4), 0.69),
+    (Plan(96, 1, groups=4, blocks=2), 1.35),
+    (Plan(128, 1, groups=2, blocks=4), 0.79),
+    (Plan(128, 1, groups=4, blocks=2), 1.68),
+)
+STARTING, SPLITTING = 3.5, 1.0  # us, of what a tile does beside its blocks, and of a cluster's exchange
+CYCLES = 1600  # of the other model in a microsecond
+
+
 @lru_cache(maxsize=4096)
 def plan_for(tokens: int, rows: int, depth: int) -> Plan:
-    """The plan that takes least by the model.
+    """The plan that takes least by the models: prefill_cycles and PARTS, or DEEP.
 
     64 tokens by 4096 x 4096 took 17.9 us in boxes of 128, 128 tokens 11.7.
     """
@@ -95,7 +124,24 @@ def plan_for(tokens: int, rows: int, depth: int) -> Plan:
         taken = (plan.columns <= SOME or tokens > SOME) and plan.splits(depth)
         if taken and plan.tiles(rows, tokens) <= mixed.PROCESSORS // plan.cluster:
             times.append((depth / plan.parts / mixed.BLOCK * block + rest, plan))
-    return Plan(**vars(min(times, key=lambda found: found[0])[1]))
+    shallow, plan = min(times, key=lambda found: found[0])
+    both = [(shallow, Plan(**vars(plan))), *_deep(tokens, rows, depth)]
+    return min(both, key=lambda found: found[0])[1]
+
+
+def _deep(tokens: int, rows: int, depth: int) -> list[tuple[float, Plan]]:
+    """The plans of DEEP that take these operands, and their cycles."""
+    times = []
+    for tile, block in DEEP:
+        for split in (1, 2):
+            plan = replace(tile, split=split)
+            fits = tokens <= plan.columns and depth % (2 * mixed.BLOCK) == 0 and plan.splits(depth)
+            plan = plan.fitted(depth)
+            if fits and plan.stages >= 2:
+                turns = -(-plan.grid(rows, tokens, 0) // mixed.PROCESSORS)
+                us = turns * (STARTING + plan.segment(depth) * plan.teams / 2 * block) + SPLITTING * (split - 1)
+                times.append((CYCLES * us, plan))
+    return times
 
 
 def arguments(x: Tensor, scale: Tensor, y: Tensor, plan: Plan, settled: bool) -> mixed.MixedArgs:
@@ -119,8 +165,8 @@ class _Arguments(ctypes.Structure):
 
 
 @lru_cache(maxsize=256)
-def _kernel(plan: Plan, device: int) -> int:
-    return nvrtc.load_kernel(device_functions() + entry(plan), "mxfp4_prefill", plan.shared_bytes(), device)
+def _kernel(plan: Plan, shared: int, device: int) -> int:
+    return nvrtc.load_kernel(device_functions() + entry(plan), "mxfp4_prefill", shared, device)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -145,6 +191,6 @@ def multiply(x: Tensor, packed: Tensor, scale: Tensor, plan: Plan | None = None,
         pitch = t.stride(0) * t.element_size()
         encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
         ctypes.memmove(getattr(values, field), encoded, 128)
-    grid, shared = (plan.grid(len(packed), len(x), nvrtc.processors(device)),), plan.shared_bytes()
-    nvrtc.launch(_kernel(plan, device), grid, plan.threads, shared, values, device, overlap=True)
+    grid, shared = (plan.grid(len(packed), len(x), nvrtc.processors(device)),), plan.bytes_for(x.shape[1])
+    nvrtc.launch(_kernel(plan, shared, device), grid, plan.threads, shared, values, device, overlap=True)
     return y
