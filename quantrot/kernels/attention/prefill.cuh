@@ -366,7 +366,9 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       barrier_wait(full_q, parity);
       parity ^= 1;
       float scale[2];
-      take_queries<Shape, Q, Code, D>(q, scale, base, rows_at);
+      u32 at = rows_at;  // not the compiler's constant: it would keep seven addresses through the loop, in local memory
+      asm volatile("" : "+r"(at));
+      take_queries<Shape, Q, Code, D>(q, scale, base, at);
       u32 seen = 0;
 #pragma unroll
       for (int i = 0; i < D / 8; i++) seen |= q[i / 4][i % 4];
