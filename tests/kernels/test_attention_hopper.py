@@ -230,8 +230,7 @@ def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
     sources = (kernels.entry(kernels.plan_for(kind[0]), *kind) for kind in kinds)
     entries = (source.replace("attention(", f"attention_{i}(", 1) for i, source in enumerate(sources))
     made = compiled_cuda(kernels.device_functions() + "".join(entries))
-    *rest, int8_at_64 = sorted(made.spilled)  # its sums start as float32: 3 to 5 % faster with 28 bytes than without
-    assert rest == [0] * (len(kinds) - 1) and int8_at_64 <= 56, made.log  # stores and loads
+    assert made.spilled == [0] * len(kinds), made.log
     assert "C75" not in made.log, made.log  # C7510: products one after another
 
 

@@ -18,7 +18,8 @@ __device__ __forceinline__ void across_lanes(const float (&y)[R][4], u32 sums) {
   const u32 lane = threadIdx.x & 31;
 #pragma unroll
   for (int r = 0; r < R; r++) store_shared16(sums + turned_at(lane, r), y[r][0], y[r][1], y[r][2], y[r][3]);
-  __syncwarp();
+  __syncthreads();  // a warp's own would do, but the assembler drops a __syncwarp of lanes that have not diverged: racecheck
+                    // then sees none
 #pragma unroll
   for (int r = 0; r < R; r += 8) {
     const u32 from = sums + r * 512 + lane % 4 * 4;
