@@ -1,6 +1,7 @@
 """README.md and docs/: their tables are what was measured, their links lead somewhere, their examples run."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -41,6 +42,14 @@ def test_tables_are_what_was_measured(page, renderer):
 def test_the_plot_is_what_was_measured(renderer):
     result = renderer.json.loads((renderer.RESULTS / "bench_model-h200.json").read_text())
     assert renderer.model_plot(result) == renderer.PLOT.read_text(), "python benchmarks/render.py"
+
+
+def test_the_plot_of_tokens_is_what_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import bench_tokens
+
+    rows = json.loads(bench_tokens.RESULTS.read_text())["rows"]
+    assert bench_tokens.plot(rows) == bench_tokens.PLOT.read_text(), "python benchmarks/bench_tokens.py --render"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""The Hadamard transform of rows held in registers: run by the emulator, against the definition in float64."""
+"""The Hadamard transform of rows in registers (`held`, `lanes`): by the emulator, against the definition in float64."""
 
 import ctypes
 
@@ -37,6 +37,12 @@ def held(columns: int, warps: int, resident: int = 1, precision: str = "PAIR", *
         (56 * 512, held(512, 8), torch.bfloat16, True, False),
         (64 * 256, held(256, 4), torch.float16, False, False),
         (52 * 1024, held(1024, 16, precision="CUT"), torch.bfloat16, False, False),
+        (128, Plan("lanes", 2, 1, vectors=2), torch.float32, True, False),
+        (2048, Plan("lanes", 4, 1, vectors=4, share=4), torch.float32, False, False),  # across lanes by lane exchange
+        (4096, Plan("lanes", 4, 1, vectors=8, share=4), torch.float32, True, False),  # through shared memory
+        (8192, Plan("lanes", 8, 1, vectors=8, share=8), torch.float32, False, False),
+        (16384, Plan("lanes", 8, 1, vectors=16, share=8), torch.float32, True, False),  # two floats of every lane
+        (32768, Plan("lanes", 16, 1, vectors=16, share=16), torch.float32, False, False),
     ],
 )
 def test_the_emulated_kernel_is_the_definition(emulated, n, plan, dtype, signed, transposed):

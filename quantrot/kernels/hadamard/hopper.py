@@ -54,14 +54,14 @@ GROUP = 128  # codes with one scale
 class Plan:
     """How one order is run.
 
-    lanes   a row in one warp, or in `share` warps, by additions               any dtype, powers of two
+    lanes   a row in one warp, or in `share` warps, by additions              any dtype, powers of two
     turn    32 ... 128 elements, one product                                  16 bits
     warp    256 ... 2048 elements in a warp, two products                     16 bits
     share   a row in a thread block's registers                               16 bits, 1024 ... 32768
     block   a base of at most 32 rows, persistent thread blocks               16 bits, K * 2^m
     dense   a larger base, and up to two small ones                           16 bits
     flow    one asynchronous product, rows through a ring of buffers          16 bits, K * 64, K * 128 or K * 256
-    stream  32 ... 4096 elements as codes, a warp's pieces through a ring      16 bits
+    stream  32 ... 4096 elements as codes, a warp's pieces through a ring     16 bits
     twice   long rows as codes, two asynchronous products                     16 bits, K * 64, K * 128 or K * 256
     held    a row in a thread block's registers, 16 bits of K rows each       16 bits, K * 16, 64, 128 ... 1024
     axis    a base of a float32 tensor, one of several passes                 any

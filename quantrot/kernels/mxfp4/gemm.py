@@ -3,7 +3,7 @@
 On FP8 tensor cores an MXFP4 product is an FP8 product: `expand_mxfp4` writes each operand as e4m3 with one power of two
 a row, cuBLAS multiplies them with row scales, and where a row does not fit e4m3's window its outputs are computed once
 more from the packed operands. A few tokens by a packed weight run in one kernel that reads the packed bytes once; so
-do, on Hopper, bfloat16 tokens in any number and e4m3 ones up to some hundred.
+do, on Hopper, bfloat16 tokens in any number and e4m3 ones up to 1024.
 """
 
 from collections.abc import Callable
