@@ -1,7 +1,8 @@
-"""How the operators of this folder are registered, and what torch.compile may take for constant."""
+"""How the operators of this folder are registered, and what is constant to torch.compile and in its graphs."""
 
 from collections.abc import Callable
-from functools import wraps
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -39,3 +40,19 @@ def constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compiler.assume_constant_result, which imports Dynamo: 0.9 s in every process, compiled or not."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def kept(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A decorator: a constant tensor of its arguments, made once.
+
+    By a thread of its own: where torch.compile records CUDA graphs it has the calling thread allocate from the graph's
+    pool, in which it allows no tensor that it does not know.
+    """
+
+    @lru_cache(maxsize=64)
+    @wraps(make)
+    def made_once(*args: Any) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(make, *args).result()
+
+    return made_once

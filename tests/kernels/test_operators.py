@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from quantrot.kernels.fp8 import fp8_linear, quantize_fp8_block
 from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.kernels.mixed import mixed_gemm, mixed_linear, quantize_int8
 from quantrot.kernels.mxfp4 import mxfp4_gemm, quantize_mxfp4
-from quantrot.kernels.operators import constant, implement
+from quantrot.kernels.operators import constant, implement, kept
 
 gpu = pytest.mark.gpu
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
@@ -69,6 +70,24 @@ def test_constant_is_torchs_own_mark():
 
     marked = vars(torch.compiler.assume_constant_result(lambda: 42))
     assert marked and vars(constant(answer)) == marked
+
+
+@devices
+def test_what_is_kept_is_made_once_and_outside_the_callers_memory_pool(device):
+    made = []
+
+    @kept
+    def zeros(n, device):
+        made.append(n)
+        return torch.zeros(n, device=device)
+
+    pool = torch.cuda.MemPool() if device == "cuda" else None
+    with torch.cuda.use_mem_pool(pool) if pool else nullcontext(), torch.inference_mode():
+        first = zeros(3, device)
+        assert zeros(3, device) is first and made == [3]
+        assert not first.is_inference() and (pool is None or not pool.snapshot())
+        torch.zeros(3, device=device)
+        assert pool is None or pool.snapshot()
 
 
 def test_converting_imports_neither_dynamo_nor_transformers_models():

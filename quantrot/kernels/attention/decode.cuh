@@ -16,7 +16,7 @@ struct DecodeArgs {
   const unsigned char* mask;  // [batch, keys], where there is one: 0 where a token is not seen
   unsigned short* out;        // [batch, heads, D]
   float *parts, *stats;       // [batch * groups, teams, SHARE, D] and [.., 2]: the largest score, the sum
-  u32* arrived;               // [batch * groups], zeros before and after
+  int counter;                // the first of [batch * groups] counters
   i64 q_batch, q_head;        // bytes
   i64 qs_batch, qs_head, ks_batch, ks_head, vs_batch, vs_head, mask_batch;
   int k_batch, k_head, v_batch, v_head;  // rows
@@ -361,7 +361,7 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
   }
   block_sync();
   const u32 last = blocks - 1;
-  if (last > 0 && !block_any(threadIdx.x == 0 && count_in_turn(args.arrived + blockIdx.y, last) == last)) return;
+  if (last > 0 && !block_any(threadIdx.x == 0 && count_in_turn(counters + args.counter + blockIdx.y, last) == last)) return;
   const i64 first = (i64)blockIdx.y * teams * SHARE;
   add_parts<D, SHARE, THREADS, Out>(args.parts + first * D, args.stats + first * 2, min(tiles, teams),
                                     args.out + ((i64)batch * args.heads + group * SHARE) * D, base + Shape::SUMS);

@@ -61,7 +61,8 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "q_scale", "k_scale", "v_scale", "lengths")),
         ("mask", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in ("out", "parts", "stats", "arrived")),
+        *((name, ctypes.c_void_p) for name in ("out", "parts", "stats")),
+        ("counter", ctypes.c_int),
         *((name, ctypes.c_longlong) for name in ("q_batch", "q_head")),
         *((f"{name}_{i}", ctypes.c_longlong) for name in ("qs", "ks", "vs") for i in ("batch", "head")),
         ("mask_batch", ctypes.c_longlong),
@@ -124,14 +125,13 @@ def _left(t: Tensor) -> int:
 def supports(given: "Inputs", dtype: torch.dtype) -> bool:
     """Whether `attention` takes these operands on their device."""
     device = given.q.device
-    if device.type != "cuda" or not nvrtc.available(device) or unsupported(given, dtype) is not None:
-        return False
-    return _counters(given.q.get_device()) is not None
+    return device.type == "cuda" and nvrtc.available(device) and unsupported(given, dtype) is None
 
 
 def device_functions() -> str:
     """What every kernel is built on."""
-    return nvrtc.sources("hopper", "products", "attention/codes", "attention/decode")
+    counters = f"__device__ unsigned counters[{COUNTERS}];\n"  # no tensor: torch's pools would give it to a graph
+    return counters + nvrtc.sources("hopper", "products", "attention/codes", "attention/decode")
 
 
 def entry(plan: Plan, dim: int, share: int, mask: bool, dtype: torch.dtype) -> str:
@@ -149,36 +149,21 @@ def _kernel(plan: Plan, dim: int, share: int, mask: bool, dtype: torch.dtype, de
     return load_kernel(source, "decode", plan.shared_bytes(dim, share), device)
 
 
-class _Counters:
-    """Zeros on a device, which a launch counts up and leaves as zeros. Launches take turns, so that two at once, or two
-    graphs, have their own."""
-
-    def __init__(self, device: int) -> None:
-        self.zeros = torch.zeros(COUNTERS, dtype=torch.int32, device=f"cuda:{device}")
-        torch.cuda.synchronize(device)
-        self.next = 0
-
-    def take(self, count: int) -> int:
-        """The address of the next `count`."""
-        if self.next + count > COUNTERS:
-            self.next = 0
-        at, self.next = self.next, self.next + count
-        return self.zeros.data_ptr() + 4 * at
+_taken = 0
 
 
-_made: dict[int, _Counters] = {}
+def _counter(count: int) -> int:
+    """The first of the next `count` counters of a kernel, which a launch counts up and leaves as zeros.
+
+    Launches take turns, so that two at once, or two graphs, have their own.
+    """
+    global _taken
+    first = _taken if _taken + count <= COUNTERS else 0
+    _taken = first + count
+    return first
 
 
-def _counters(device: int) -> _Counters | None:
-    """The device's counters; None where they would have to be made within a graph that is being recorded."""
-    if device not in _made:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        _made[device] = _Counters(device)
-    return _made[device]
-
-
-def arguments(given: "Inputs", out: Tensor, parts: Tensor, stats: Tensor, arrived: int) -> Arguments:
+def arguments(given: "Inputs", out: Tensor, parts: Tensor, stats: Tensor, counter: int) -> Arguments:
     """The kernel's parameter."""
     q, k, v = given.q, given.k, given.v
     scales = (given.q_scale, given.k_scale, given.v_scale)
@@ -186,7 +171,7 @@ def arguments(given: "Inputs", out: Tensor, parts: Tensor, stats: Tensor, arrive
         *(t.data_ptr() for t in (q, *scales)),
         *(t.data_ptr() if t is not None else None for t in (given.lengths, given.mask)),
         *(t.data_ptr() for t in (out, parts, stats)),
-        arrived,
+        counter,
         *q.stride()[:2],
         *(stride for t in scales for stride in t.stride()[:2]),
         given.mask.stride(0) if given.mask is not None and given.mask.shape[0] > 1 else 0,
@@ -231,9 +216,7 @@ def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> 
     plan = plan or plan_for(dim, batch * groups, processors(device))
     function, shared = _kernel(plan, dim, share, given.mask is not None, dtype, device), plan.shared_bytes(dim, share)
     parts, stats = scratch(given, plan)
-    counters = _counters(device)
-    assert counters is not None, "attention of one query: first called within a graph that is being recorded"
-    values = _Parameters(args=arguments(given, out, parts, stats, counters.take(batch * groups)))
+    values = _Parameters(args=arguments(given, out, parts, stats, _counter(batch * groups)))
     for field, (at, rows, columns, pitch, box, swizzle) in zip("kv", matrices(given), strict=True):
         ctypes.memmove(getattr(values, field), tensor_map(at, rows, columns, pitch, box, torch.uint8, swizzle), 128)
     nvrtc.launch(function, (plan.splits, batch * groups), plan.threads, shared, values, device, overlap=True)

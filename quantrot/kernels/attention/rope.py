@@ -6,7 +6,6 @@ mixes: the rotation is two products with a quarter of the matrix, or four, whate
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -17,6 +16,7 @@ from quantrot.kernels.attention import prepare
 from quantrot.kernels.attention.reference import BLOCK, LARGEST_BLOCK_HEAD, key_rows
 from quantrot.kernels.attention.triton import PTX, encode, magnitude, scale_byte, step, whole
 from quantrot.kernels.fp8 import E4M3
+from quantrot.kernels.operators import kept
 from quantrot.orthogonal import hadamard
 
 FEW = 16  # tokens: a decoding step's tile
@@ -182,7 +182,7 @@ def _kind(order: int, dim: int) -> int:
     return 2 if dim // 2 % order == 0 else 3
 
 
-@lru_cache(maxsize=16)
+@kept
 def _matrix(order: int, dim: int, half: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The quarters of the block-diagonal +-1 matrix, each zero-padded: [4, half, half], upper left, upper right, ..."""
     whole = torch.block_diag(*[hadamard(order)] * (dim // order))

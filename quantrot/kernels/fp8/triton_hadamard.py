@@ -6,8 +6,6 @@ lies in memory. That holds where the order is not padded, or only its outermost 
 is a zero, at the end.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +14,7 @@ from torch import Tensor
 from quantrot.kernels.fp8.triton import NATIVE, codes, magnitude_bits, scale_of
 from quantrot.kernels.fp8.tuned import TurnPlan, turn_plan
 from quantrot.kernels.hadamard.triton import LARGEST_AXIS, _matrix, _padded, axes, load_matrix, multiply_axes
+from quantrot.kernels.operators import kept
 from quantrot.orthogonal import hadamard_factors
 
 GROUP = 128
@@ -119,7 +118,7 @@ def run(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=64)
+@kept
 def _narrow(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The last axis' matrix in 16 bits, which +-1 fits."""
     return _matrix(n, False, device).to(dtype)

@@ -6,13 +6,12 @@ takes 16-bit input as it is (exact, float32 sums); the others are float32 by thr
 is no tf32.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantrot.kernels.operators import kept
 from quantrot.orthogonal import hadamard_base, hadamard_factors
 
 TILE = 4096  # elements of a program that has several rows
@@ -89,7 +88,7 @@ def axes(order: int, largest: int = LARGEST) -> tuple[int, int, int] | None:
     return n1, n2, n3
 
 
-@lru_cache(maxsize=64)
+@kept
 def _matrix(n: int, transpose: bool, device: torch.device) -> Tensor:
     """One axis' matrix, zero-padded, float32."""
     p = _padded(n)
