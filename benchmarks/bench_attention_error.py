@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from quantrot.kernels.attention import dequantize_heads, fp8_attention, quantize_heads  # noqa: E402
 from quantrot.kernels.hadamard import hadamard_transform  # noqa: E402
 
-CASES = list(product(("normal", "outliers"), (64, 128), (512, 2048), (True, False)))
+CASES = list(product(("normal", "outliers"), (64, 128), (512, 2048, 8192), (True, False)))
 
 
 def draw(kind: str, *shape: int) -> torch.Tensor:
