@@ -38,6 +38,7 @@ def held(columns: int, warps: int, resident: int = 1, precision: str = "PAIR", *
         (64 * 256, held(256, 4), torch.float16, False, False),
         (52 * 1024, held(1024, 16, precision="CUT"), torch.bfloat16, False, False),
         (128, Plan("lanes", 2, 1, vectors=2), torch.float32, True, False),
+        (1024, Plan("lanes", 2, 1, vectors=4, share=2), torch.float32, True, False),  # a lane ends with two vectors
         (2048, Plan("lanes", 4, 1, vectors=4, share=4), torch.float32, False, False),  # across lanes by lane exchange
         (4096, Plan("lanes", 4, 1, vectors=8, share=4), torch.float32, True, False),  # through shared memory
         (8192, Plan("lanes", 8, 1, vectors=8, share=8), torch.float32, False, False),

@@ -317,8 +317,9 @@ __device__ __forceinline__ void store_shared8(u32 address, float a, float b) {
 // --- Butterflies across the warps of a block -------------------------------------------------------------------------
 //
 // Every warp holds R vectors of E neighbouring floats a lane, a piece of R * 32 * E. They cross through shared
-// memory, after which a lane holds the same E * R / WARPS neighbours of every warp's piece, and the warp's number is
-// a register index.
+// memory, after which a lane holds the same E * R / WARPS columns of every warp's piece, and the warp's number is
+// a register index: of 16-bit rows neighbours, of float32 rows one or two vectors of four, so that the lanes of a warp
+// store whole lines at a time.
 
 // 16-byte units swap within pairs in every other 128 bytes, so that lanes 32 bytes apart meet different banks.
 __device__ __forceinline__ u32 swapped(u32 unit) { return (unit ^ ((unit >> 3) & 1)) * 16; }
@@ -347,7 +348,8 @@ __device__ __forceinline__ void across_warps(float (&z)[WARPS][E * R / WARPS], c
     } else {
 #pragma unroll
       for (int j = 0; j < PART; j += 4) {
-        const float4 f = load_shared16(from + swapped((warp * 32 + lane) * (PART / 4) + j / 4));
+        const u32 unit = E == 4 ? j / 4 * 32 * WARPS + threadIdx.x : threadIdx.x * (PART / 4) + j / 4;
+        const float4 f = load_shared16(from + swapped(unit));
         z[w][j] = f.x, z[w][j + 1] = f.y, z[w][j + 2] = f.z, z[w][j + 3] = f.w;
       }
     }
@@ -356,8 +358,8 @@ __device__ __forceinline__ void across_warps(float (&z)[WARPS][E * R / WARPS], c
   last_butterfly(z, scale);
 }
 
-// PART results of a lane, neighbours in memory, as 16 bits or 32.
-template <int D, int PART>
+// PART results of a lane: neighbours as 16 bits, or as 32 bits vectors of four that lie APART bytes apart.
+template <int D, int APART = 16, int PART>
 __device__ __forceinline__ void store_part(void* p, const float (&z)[PART]) {
   if constexpr (D == FP32) {
     static_assert(PART % 4 == 0, "whole vectors");
@@ -366,7 +368,7 @@ __device__ __forceinline__ void store_part(void* p, const float (&z)[PART]) {
       Vec v;
 #pragma unroll
       for (int i = 0; i < 4; i++) v.w[i] = __float_as_uint(z[j + i]);
-      store16((char*)p + j * 4, v);
+      store16((char*)p + j / 4 * APART, v);
     }
   } else if constexpr (PART == 8) {
     store16(p, pack8<D>(z));

@@ -95,7 +95,7 @@ __device__ __forceinline__ void lanes_kernel(const Args& a) {
       for (int w = 0; w < WARPS; w++)
 #pragma unroll
         for (int j = 0; j < PART; j += 4) {
-          const u32 vector = threadIdx.x * (PART / 4) + j / 4;
+          const u32 vector = j / 4 * 32 * WARPS + threadIdx.x;
           const float4 f = load_shared16(sums + w * R * 512 + turned_at(vector % 32, vector / 32));
           z[w][j] = f.x, z[w][j + 1] = f.y, z[w][j + 2] = f.z, z[w][j + 3] = f.w;
         }
@@ -106,8 +106,8 @@ __device__ __forceinline__ void lanes_kernel(const Args& a) {
     }
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      const int column = w * R * 32 * E + threadIdx.x * PART;
-      store_part<D>((char*)a.y + (blockIdx.x * a.y_stride + column) * BYTES, z[w]);
+      const int column = w * R * 32 * E + threadIdx.x * (D == FP32 ? 4 : PART);
+      store_part<D, 512 * WARPS>((char*)a.y + (blockIdx.x * a.y_stride + column) * BYTES, z[w]);
     }
     return;
   }
