@@ -254,12 +254,18 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
 // Stores and loads must agree on how long L2 keeps a line: 0.93 of copy against 0.91 where they do not, and for plain
 // loads with L1::no_allocate, which L2 takes as a hint too, 1.00 against 0.95.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_" KEEP ".b64 %0, 1.0;" : "=l"(policy));
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-          "r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy)
-      : "memory");
+  if constexpr (KEEP[0] == 'n') {  // as any other line: no policy has to be made
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(bar)
+                 : "memory");
+  } else {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_" KEEP ".b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+        : "memory");
+  }
 }
 
 // All threads of the block have read their input: the bulk copies may have its buffer. Without the fence the next row can
