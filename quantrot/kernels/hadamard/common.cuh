@@ -36,14 +36,14 @@ __device__ __forceinline__ void warm_rows(const void* x, i64 rows, i64 pitch, i6
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"((const char*)x + row * pitch), "r"(BYTES) : "memory");
 }
 
-// grid_wait, in which the rows of the first WAVE blocks come to L2, and then those of the block that will take this one's
-// place: blocks that start together load together and compute together, while memory has nothing to do (14336 in two blocks
-// of eight warps on a multiprocessor: 0.82 of a copy's speed, 0.92 with this).
-template <int BYTES, int ROWS, int WAVE>
+// grid_wait, in which the rows of the first WAVE blocks come to L2, and then, but where the kernel itself asks for them later,
+// those of the block WAVE further on: blocks that start together load together and compute together, while memory has nothing
+// to do (14336 in two blocks of eight warps on a multiprocessor: 0.82 of a copy's speed, 0.92 with this).
+template <int BYTES, int ROWS, int WAVE, bool NOW>
 __device__ __forceinline__ void grid_wait_ahead(const void* x, i64 rows, i64 pitch) {
   if (blockIdx.x < WAVE) warm_rows<BYTES, ROWS>(x, rows, pitch, blockIdx.x);
   grid_wait();
-  warm_rows<BYTES, ROWS>(x, rows, pitch, (i64)blockIdx.x + WAVE);
+  if constexpr (NOW) warm_rows<BYTES, ROWS>(x, rows, pitch, (i64)blockIdx.x + WAVE);
 }
 
 // --- Tensor core products with constant Hadamard operands ------------------------------------------------------------

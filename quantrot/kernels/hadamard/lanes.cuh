@@ -32,7 +32,8 @@ __device__ __forceinline__ void across_lanes(const float (&y)[R][4], u32 sums) {
   }
 }
 
-template <int D, int N, int R, int WARPS, int SHARE, bool SIGNS>
+// LATER: a block asks L2 for the row of the block so many further on, once its own has come.
+template <int D, int N, int R, int WARPS, int SHARE, int LATER, bool SIGNS>
 __device__ __forceinline__ void lanes_kernel(const Args& a) {
   constexpr int E = D == FP32 ? 4 : 8;         // elements of a vector
   constexpr int IN_R = SHARE > 1 ? R : N > 32 * E ? N / (32 * E) : 1;  // vectors of a row in one lane
@@ -90,6 +91,7 @@ __device__ __forceinline__ void lanes_kernel(const Args& a) {
     float z[WARPS][PART];
     if constexpr (TURNED) {
       across_lanes<R>(y, sums + (threadIdx.x >> 5) * R * 512);
+      if constexpr (LATER > 0) warm_rows<N * 4, 1>(a.x, a.rows, a.x_stride * 4, (i64)blockIdx.x + LATER);
       __syncthreads();
 #pragma unroll
       for (int w = 0; w < WARPS; w++)
