@@ -477,7 +477,7 @@ def transform(
     after = signs if transpose else None
     before = None if transpose or signs is None else signs.contiguous()
     if plan is not None and (order * x.dtype.itemsize % 16 == 0 or rows.numel() * x.dtype.itemsize % 16 == 0):
-        plan = plan if into is None and not stays else replace(plan, stream=False)
+        plan = replace(plan, stream=False) if stays else plan
         launch(rows, out, before, scale, plan, transpose=transpose)
     else:
         _passes(rows, out, before, order, scale, transpose)
