@@ -491,6 +491,15 @@ def test_blocks_of_2_kilobytes_do_not_overlap_in_large_tensors():
             assert not plan.overlap or plan.kind not in ("lanes", "turn", "warp") or bytes_of_a_block >= 4096, (name, n)
 
 
+def test_rows_are_asked_for_by_kernels_that_have_a_row_or_whole_rows_a_block_and_wait_themselves():
+    from quantrot.kernels.hadamard.tuned import CODE_PLANS, PLANS, SMALL_PLANS
+
+    for (name, n), plan in (*PLANS.items(), *SMALL_PLANS.items(), *CODE_PLANS.items()):
+        a_row = plan.kind == "held" or (plan.kind == "share" and not plan.stages) or plan.share > 1
+        assert not (plan.ahead or plan.later) or (a_row and plan.overlap), (name, n)
+        assert not plan.later or (plan.kind == "lanes" and plan.vectors >= 8 and not plan.ahead), (name, n)
+
+
 def test_only_bfloat16_is_turned_by_cut_products():
     from quantrot.kernels.hadamard.tuned import CODE_PLANS, PLANS, SMALL_PLANS
 
