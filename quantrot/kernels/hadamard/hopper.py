@@ -477,7 +477,8 @@ def transform(
     after = signs if transpose else None
     before = None if transpose or signs is None else signs.contiguous()
     if plan is not None and (order * x.dtype.itemsize % 16 == 0 or rows.numel() * x.dtype.itemsize % 16 == 0):
-        plan = replace(plan, stream=False) if stays else plan
+        marked = not stays and (into is None or plan.kind == "held")  # block 10240 in place 165.6 us marked, 163.2 not
+        plan = plan if marked else replace(plan, stream=False)
         launch(rows, out, before, scale, plan, transpose=transpose)
     else:
         _passes(rows, out, before, order, scale, transpose)

@@ -105,16 +105,16 @@ SMALL_PLANS: dict[tuple[str, int], Plan] = {
     ("float16", 1024): Plan("warp", 4, 5, vectors=4, overlap=True),  # 0.84, 1.06
     ("float16", 4096): Plan("share", 8, 1, vectors=2, overlap=True, ahead=1),  # 0.83, 1.26
     ("float16", 8192): Plan("share", 8, 1, vectors=4, overlap=True, ahead=1),  # 0.57, 0.97
-    ("float32", 8): Plan("lanes", 4, 4, vectors=2, overlap=True),  # 1.21, 1.31
-    ("float32", 16): Plan("lanes", 4, 4, vectors=2, overlap=True),  # 1.17, 1.28
-    ("float32", 32): Plan("lanes", 4, 4, vectors=2, overlap=True),  # 1.13, 1.28
-    ("float32", 64): Plan("lanes", 4, 4, vectors=2, overlap=True),  # 0.96, 1.05
-    ("float32", 128): Plan("lanes", 4, 4, vectors=2, overlap=True),  # 1.10, 1.24
-    ("float32", 256): Plan("lanes", 4, 6, vectors=2, overlap=True),  # 1.05, 1.23
-    ("float32", 512): Plan("lanes", 2, 3, vectors=2, share=2, overlap=True, ahead=4),  # 1.25, 1.49
-    ("float32", 1024): Plan("lanes", 2, 6, vectors=4, share=2, overlap=True, ahead=2),  # 1.09, 1.45
-    ("float32", 2048): Plan("lanes", 4, 4, vectors=4, share=4, overlap=True, ahead=1),  # 1.05, 1.35
-    ("float32", 4096): Plan("lanes", 4, 4, vectors=8, share=4, overlap=True, ahead=1),  # 0.82, 1.22
+    ("float32", 8): Plan("lanes", 4, 4, vectors=2, overlap=True),  # 1.24, 1.31
+    ("float32", 16): Plan("lanes", 4, 4, vectors=2, overlap=True),  # 1.17, 1.29
+    ("float32", 32): Plan("lanes", 4, 4, vectors=2, overlap=True),  # 1.17, 1.27
+    ("float32", 64): Plan("lanes", 4, 4, vectors=2, overlap=True),  # 1.12, 1.26
+    ("float32", 128): Plan("lanes", 4, 4, vectors=2, overlap=True),  # 1.09, 1.24
+    ("float32", 256): Plan("lanes", 4, 6, vectors=2, overlap=True),  # 1.06, 1.22
+    ("float32", 512): Plan("lanes", 2, 3, vectors=2, share=2, overlap=True, ahead=4),  # 1.27, 1.50
+    ("float32", 1024): Plan("lanes", 2, 6, vectors=4, share=2, overlap=True, ahead=2),  # 1.10, 1.45
+    ("float32", 2048): Plan("lanes", 4, 4, vectors=4, share=4, overlap=True, ahead=1),  # 1.05, 1.36
+    ("float32", 4096): Plan("lanes", 4, 4, vectors=8, share=4, overlap=True, ahead=1),  # 0.81, 1.21
     ("float32", 16384): Plan("lanes", 8, 3, vectors=16, share=8, overlap=True, ahead=1),  # 0.51
 }
 
