@@ -164,7 +164,7 @@ def compile_plans() -> None:
     def one(case: tuple) -> None:
         n, dtype, stream, small = case
         if plan := plan_for(n, dtype, small):
-            compile_cubin(replace(plan, stream=stream).source(n, dtype, False))
+            compile_cubin((plan if stream else replace(plan, stream=False)).source(n, dtype, False))
 
     sizes = [(True, False), (False, False), (False, True)]  # stays in L2, small
     with ThreadPoolExecutor(16) as pool:
@@ -355,7 +355,9 @@ def tune(orders: list[int], table: str) -> None:
             first = fractions(plans, n, few, dtype, rule)
             best = sorted(plans, key=first.__getitem__, reverse=True)[:5]
             late = [replace(p, overlap=True) for p in best if rule is None or p.by_map]
-            late += [replace(p, ahead=True) for p in late if p.kind == "held" or (p.kind == "share" and not p.stages)]
+            asking = [p for p in late if p.kind == "held" or (p.kind == "share" and not p.stages) or p.share > 1]
+            late += [replace(p, ahead=a) for p in asking for a in sorted({1, 2, 4, p.resident})]
+            late += [replace(p, later=1) for p in asking if p.kind == "lanes" and p.vectors >= 8]
             first |= fractions(late, n, few, dtype, rule)
             best += late
             second = fractions(best, n, many, dtype, rule)
@@ -453,7 +455,7 @@ def write_tuned(tables: dict[str, dict], notes: dict) -> None:
             extra = "".join(
                 f", {field}={value!r}".replace("'", '"')
                 for field, value in vars(plan).items()
-                if value != getattr(plain, field) and field != "stream"
+                if value != getattr(plain, field)
             )
             note = notes.get((table, name, n), "")
             lines += f'    ("{name}", {n}): Plan("{plan.kind}", {plan.warps}, {plan.resident}{extra}),'

@@ -426,7 +426,7 @@ def test_no_triton_program_spills_registers_on_hopper(compiled_for_hopper):
 def _programs() -> list[tuple[str, str]]:
     from dataclasses import replace
 
-    from quantrot.kernels.hadamard.hopper import Plan, plan_for, plan_for_codes
+    from quantrot.kernels.hadamard.hopper import IN_PLACE, Plan, plan_for, plan_for_codes
 
     found = []
     powers = [2, 8, 32, 64, 128, 256, 1024, 2048, 4096, 8192, 16384, 32768]
@@ -435,9 +435,11 @@ def _programs() -> list[tuple[str, str]]:
         found.append((f"{plan.kind}-{n}", plan.source(n, torch.bfloat16, True, True)))
     for n in (256, 1024, 4096):
         found.append((f"small-{n}", plan_for(n, torch.bfloat16, small=True).source(n, torch.bfloat16, True)))
-    for n in (128, 4096):
+    for n in (128, 4096, 32768):
         plan = replace(plan_for(n, torch.float32), stream=False)
         found.append((f"float32-{plan.kind}-{n}", plan.source(n, torch.float32, False)))
+    for (dtype, n), plan in IN_PLACE.items():
+        found.append((f"in-place-{n}-{dtype}", replace(plan, stream=False).source(n, dtype, True)))
     for n, columns, groups in ((3072, 64, 3), (11008, 64, 3), (14336, 256, 2), (18944, 128, 3), (53248, 256, 2)):
         plan = Plan("flow", 4 * groups + 4, 1, tiles=columns // 8, stages=2)
         found.append((f"flow-{n}", replace(plan, stages=3 if groups == 3 else 2).source(n, torch.float16, True, True)))
@@ -487,6 +489,15 @@ def test_blocks_of_2_kilobytes_do_not_overlap_in_large_tensors():
             plan = _plan_of(n, getattr(torch, name), False, stays)
             bytes_of_a_block = plan.warps * plan.vectors * 512
             assert not plan.overlap or plan.kind not in ("lanes", "turn", "warp") or bytes_of_a_block >= 4096, (name, n)
+
+
+def test_rows_are_asked_for_by_kernels_that_have_a_row_or_whole_rows_a_block_and_wait_themselves():
+    from quantrot.kernels.hadamard.tuned import CODE_PLANS, PLANS, SMALL_PLANS
+
+    for (name, n), plan in (*PLANS.items(), *SMALL_PLANS.items(), *CODE_PLANS.items()):
+        a_row = plan.kind == "held" or (plan.kind == "share" and not plan.stages) or plan.share > 1
+        assert not (plan.ahead or plan.later) or (a_row and plan.overlap), (name, n)
+        assert not plan.later or (plan.kind == "lanes" and plan.vectors >= 8 and not plan.ahead), (name, n)
 
 
 def test_only_bfloat16_is_turned_by_cut_products():

@@ -22,7 +22,7 @@ extern "C" const char* run(const void* x, void* y, const signed char* signs, lon
 """
 
 
-def held(columns: int, warps: int, resident: int = 1, precision: str = "PAIR", **options: bool) -> Plan:
+def held(columns: int, warps: int, resident: int = 1, precision: str = "PAIR", **options: int) -> Plan:
     return Plan("held", warps, resident, tiles=columns // 8, precision=precision, **options)
 
 
@@ -38,10 +38,17 @@ def held(columns: int, warps: int, resident: int = 1, precision: str = "PAIR", *
         (64 * 256, held(256, 4), torch.float16, False, False),
         (52 * 1024, held(1024, 16, precision="CUT"), torch.bfloat16, False, False),
         (128, Plan("lanes", 2, 1, vectors=2), torch.float32, True, False),
+        (1024, Plan("lanes", 2, 1, vectors=4, share=2), torch.float32, True, False),  # a lane ends with two vectors
         (2048, Plan("lanes", 4, 1, vectors=4, share=4), torch.float32, False, False),  # across lanes by lane exchange
         (4096, Plan("lanes", 4, 1, vectors=8, share=4), torch.float32, True, False),  # through shared memory
         (8192, Plan("lanes", 8, 1, vectors=8, share=8), torch.float32, False, False),
-        (16384, Plan("lanes", 8, 1, vectors=16, share=8), torch.float32, True, False),  # two floats of every lane
+        (
+            16384,
+            Plan("lanes", 8, 1, vectors=16, share=8, later=2),
+            torch.float32,
+            True,
+            False,
+        ),  # two floats of every lane
         (32768, Plan("lanes", 16, 1, vectors=16, share=16), torch.float32, False, False),
     ],
 )
@@ -79,15 +86,15 @@ def test_the_emulated_kernel_is_the_definition(emulated, n, plan, dtype, signed,
 @pytest.mark.parametrize(
     ("n", "plan"),
     [
-        (576, held(16, 2, 8, overlap=True, ahead=True)),
-        (1536, held(64, 1, 20, overlap=True, ahead=True)),
+        (576, held(16, 2, 8, overlap=True, ahead=8)),
+        (1536, held(64, 1, 20, overlap=True, ahead=20)),
         (4864, held(64, 1, 12, overlap=True)),
-        (5120, held(128, 2, 8, overlap=True, ahead=True)),
-        (12288, held(256, 4, 4, overlap=True, ahead=True)),
+        (5120, held(128, 2, 8, overlap=True, ahead=8)),
+        (12288, held(256, 4, 4, overlap=True, ahead=4)),
         (14336, held(512, 8, 2)),
-        (14336, held(512, 8, 2, overlap=True, ahead=True)),
-        (16384, held(512, 8, 2, overlap=True, ahead=True)),
-        (17408, held(256, 4, 3, overlap=True, ahead=True)),
+        (14336, held(512, 8, 2, overlap=True, ahead=2)),
+        (16384, held(512, 8, 2, overlap=True, ahead=2)),
+        (17408, held(256, 4, 3, overlap=True, ahead=3)),
     ],
 )
 def test_on_a_gpu_every_run_gives_the_same_right_bits(n, plan, transposed):
@@ -108,13 +115,20 @@ def test_on_a_gpu_every_run_gives_the_same_right_bits(n, plan, transposed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [576, 5120, 17408, 16384])
-def test_on_a_gpu_rows_asked_for_early_are_those_that_the_kernel_before_writes(n):
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [
+        *((n, torch.bfloat16) for n in (576, 2048, 5120, 17408, 16384)),
+        *((n, torch.float32) for n in (1024, 8192, 32768)),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_rows_asked_for_early_are_those_that_the_kernel_before_writes(n, dtype):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
-    plan = plan_for(n, torch.bfloat16)
-    assert plan is not None and plan.ahead and plan.overlap
-    x = torch.randn((8 << 20) // n, n, device="cuda").bfloat16()
+    plan = plan_for(n, dtype)
+    assert plan is not None and (plan.ahead or plan.later) and plan.overlap
+    x = torch.randn((8 << 20) // n, n, device="cuda").to(dtype)
     y, z = torch.empty_like(x), torch.empty_like(x)
 
     def run(wait: bool) -> torch.Tensor:

@@ -36,14 +36,14 @@ __device__ __forceinline__ void warm_rows(const void* x, i64 rows, i64 pitch, i6
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"((const char*)x + row * pitch), "r"(BYTES) : "memory");
 }
 
-// grid_wait, in which the rows of the first WAVE blocks come to L2, and then those of the block that will take this one's
-// place: blocks that start together load together and compute together, while memory has nothing to do (14336 in two blocks
-// of eight warps on a multiprocessor: 0.82 of a copy's speed, 0.92 with this).
-template <int BYTES, int ROWS, int WAVE>
+// grid_wait, in which the rows of the first WAVE blocks come to L2, and then, but where the kernel itself asks for them later,
+// those of the block WAVE further on: blocks that start together load together and compute together, while memory has nothing
+// to do (14336 in two blocks of eight warps on a multiprocessor: 0.82 of a copy's speed, 0.92 with this).
+template <int BYTES, int ROWS, int WAVE, bool NOW>
 __device__ __forceinline__ void grid_wait_ahead(const void* x, i64 rows, i64 pitch) {
   if (blockIdx.x < WAVE) warm_rows<BYTES, ROWS>(x, rows, pitch, blockIdx.x);
   grid_wait();
-  warm_rows<BYTES, ROWS>(x, rows, pitch, (i64)blockIdx.x + WAVE);
+  if constexpr (NOW) warm_rows<BYTES, ROWS>(x, rows, pitch, (i64)blockIdx.x + WAVE);
 }
 
 // --- Tensor core products with constant Hadamard operands ------------------------------------------------------------
@@ -254,12 +254,18 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
 // Stores and loads must agree on how long L2 keeps a line: 0.93 of copy against 0.91 where they do not, and for plain
 // loads with L1::no_allocate, which L2 takes as a hint too, 1.00 against 0.95.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_" KEEP ".b64 %0, 1.0;" : "=l"(policy));
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-          "r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy)
-      : "memory");
+  if constexpr (KEEP[0] == 'n') {  // as any other line: no policy has to be made
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(bar)
+                 : "memory");
+  } else {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_" KEEP ".b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+        : "memory");
+  }
 }
 
 // All threads of the block have read their input: the bulk copies may have its buffer. Without the fence the next row can
@@ -317,8 +323,9 @@ __device__ __forceinline__ void store_shared8(u32 address, float a, float b) {
 // --- Butterflies across the warps of a block -------------------------------------------------------------------------
 //
 // Every warp holds R vectors of E neighbouring floats a lane, a piece of R * 32 * E. They cross through shared
-// memory, after which a lane holds the same E * R / WARPS neighbours of every warp's piece, and the warp's number is
-// a register index.
+// memory, after which a lane holds the same E * R / WARPS columns of every warp's piece, and the warp's number is
+// a register index: of 16-bit rows neighbours, of float32 rows one or two vectors of four, so that the lanes of a warp
+// store whole lines at a time.
 
 // 16-byte units swap within pairs in every other 128 bytes, so that lanes 32 bytes apart meet different banks.
 __device__ __forceinline__ u32 swapped(u32 unit) { return (unit ^ ((unit >> 3) & 1)) * 16; }
@@ -347,7 +354,8 @@ __device__ __forceinline__ void across_warps(float (&z)[WARPS][E * R / WARPS], c
     } else {
 #pragma unroll
       for (int j = 0; j < PART; j += 4) {
-        const float4 f = load_shared16(from + swapped((warp * 32 + lane) * (PART / 4) + j / 4));
+        const u32 unit = E == 4 ? j / 4 * 32 * WARPS + threadIdx.x : threadIdx.x * (PART / 4) + j / 4;
+        const float4 f = load_shared16(from + swapped(unit));
         z[w][j] = f.x, z[w][j + 1] = f.y, z[w][j + 2] = f.z, z[w][j + 3] = f.w;
       }
     }
@@ -356,8 +364,8 @@ __device__ __forceinline__ void across_warps(float (&z)[WARPS][E * R / WARPS], c
   last_butterfly(z, scale);
 }
 
-// PART results of a lane, neighbours in memory, as 16 bits or 32.
-template <int D, int PART>
+// PART results of a lane: neighbours as 16 bits, or as 32 bits vectors of four that lie APART bytes apart.
+template <int D, int APART = 16, int PART>
 __device__ __forceinline__ void store_part(void* p, const float (&z)[PART]) {
   if constexpr (D == FP32) {
     static_assert(PART % 4 == 0, "whole vectors");
@@ -366,7 +374,7 @@ __device__ __forceinline__ void store_part(void* p, const float (&z)[PART]) {
       Vec v;
 #pragma unroll
       for (int i = 0; i < 4; i++) v.w[i] = __float_as_uint(z[j + i]);
-      store16((char*)p + j * 4, v);
+      store16((char*)p + j / 4 * APART, v);
     }
   } else if constexpr (PART == 8) {
     store16(p, pack8<D>(z));

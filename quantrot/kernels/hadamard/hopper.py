@@ -21,7 +21,9 @@ from quantrot.orthogonal import hadamard_factors
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 STREAM_HINTS = '#define LOAD ".L1::no_allocate"\n#define STREAM ".cs"\n#define KEEP "first"\n'
 CACHE_HINTS = '#define LOAD ""\n#define STREAM ""\n#define KEEP "normal"\n'
-STREAM_BYTES = 40 << 20  # input and output past this do not both fit in the 60 MB L2: mark them as passing through
+# Kinds whose large tensors are marked so: held 5120 takes 130 us at 2^27 and 147 unmarked, share 4096 129.2 and 126.7.
+HINTED = ("held", "block", "dense", "axis")
+STREAM_BYTES = 40 << 20  # input and output past this do not both fit in the 60 MB L2
 SMALL_ELEMENTS = 1 << 18  # a tensor up to this is a few microseconds: how soon the first bytes come decides
 LARGEST_POWER = 32768  # of two, in one kernel
 WORDS = ("hadamard/words", "hadamard/columns")
@@ -80,8 +82,9 @@ class Plan:
     paced: bool = False  # warpgroups multiply one after the other (flow)
     shift: bool = False  # the next row's tiles go to other warps (flow)
     overlap: bool = False  # launched while the kernel before it ends
-    ahead: bool = False  # the next wave's rows come to L2 (held, share without stages; overlap)
-    stream: bool = True  # cache hints: mark the data as not used again soon
+    ahead: int = 0  # rows of so many thread blocks a multiprocessor further on come to L2 (held, lanes, share; overlap)
+    later: int = 0  # the same, asked for when a block's own row has come (lanes of eight vectors or more; overlap)
+    stream: bool = True  # cache hints (HINTED): mark the data as not used again soon
 
     @property
     def by_map(self) -> bool:
@@ -141,7 +144,7 @@ class Plan:
             )
         extra = {
             "stream": f"{self.stages}, ",
-            "lanes": f"{self.share}, ",
+            "lanes": f"{self.share}, {PROCESSORS * self.later}, ",
             "turn": "",
             "warp": f"{precision}, ",
             "share": f"{self.stages}, {precision}, ",
@@ -176,7 +179,7 @@ class Plan:
         """The text to compile; with a scale rule, of a kernel that writes codes."""
         return (
             (f"#define SCALE_RULE {SCALE_RULES.index(rule) + 1}\n" if rule else "")
-            + (STREAM_HINTS if self.stream and not rule and not self.by_map else CACHE_HINTS)
+            + (STREAM_HINTS if self.stream and self.kind in HINTED else CACHE_HINTS)
             + nvrtc.sources(*FILES[self.kind])
             + f"namespace quantrot {{\n{self.bases(order, transpose)}}}\n"
             + ENTRY.format(
@@ -196,11 +199,11 @@ class Plan:
         """The call that waits for the kernel before, of those that do not wait themselves."""
         if not self.overlap or self.by_map or self.kind == "stream" or (self.kind == "share" and self.stages):
             return ""
-        if not self.ahead:
+        if not self.ahead and not self.later:
             return "quantrot::grid_wait();\n  "
-        size, wave = order * dtype.itemsize, PROCESSORS * self.resident
-        of_rows = f"<{size}, {self.rows_a_block}, {wave}>(x, rows, x_stride * {dtype.itemsize})"
-        return f"quantrot::grid_wait_ahead{of_rows};\n  "
+        size, wave = order * dtype.itemsize, PROCESSORS * (self.ahead or self.later)
+        of_rows = f"<{size}, {self.rows_a_block}, {wave}, {str(self.ahead > 0).lower()}>"
+        return f"quantrot::grid_wait_ahead{of_rows}(x, rows, x_stride * {dtype.itemsize});\n  "
 
     @property
     def rows_a_block(self) -> int:
@@ -288,7 +291,8 @@ def plan_for(order: int, dtype: torch.dtype, small: bool = False) -> Plan | None
 def _plan_of(order: int, dtype: torch.dtype, small: bool, stays: bool) -> Plan | None:
     """The plan for a tensor of this size: that of small ones also where only it overlaps and memory is no bound."""
     plan, other = plan_for(order, dtype), plan_for(order, dtype, small=True)
-    return other if small or (stays and plan and other and other.overlap > plan.overlap) else plan
+    sooner = plan and other and other.overlap > plan.overlap and other.warps * other.vectors >= 8  # 4 KiB a block
+    return other if small or (stays and sooner) else plan
 
 
 def _fitting(plan: Plan, order: int, registers: int) -> Plan | None:
@@ -441,7 +445,7 @@ def launch(
 
 
 # Of tensors turned in place that L2 holds: rows need not be asked for, and persistent blocks with 16-byte stores win.
-# 2^24 elements: 14.4 us; by the order's own plan 15.5, and 16.3 where it asks ahead.
+# 2^24 elements: 13.5 us; by the order's own plan 15.5, and 16.3 where it asks ahead.
 IN_PLACE = {
     (torch.bfloat16, 16384): Plan("share", 8, 2, vectors=8, stages=1, precision="CUT", overlap=True),
     (torch.float16, 16384): Plan("share", 8, 2, vectors=8, stages=1, precision="PAIR", overlap=True),
@@ -463,7 +467,7 @@ def transform(
     small = x.numel() <= SMALL_ELEMENTS
     plan = _plan_of(order, x.dtype, small, stays)
     if plan is not None and into is not None and stays and not small:
-        plan = IN_PLACE.get((x.dtype, order), replace(plan, ahead=False))
+        plan = IN_PLACE.get((x.dtype, order), replace(plan, ahead=0, later=0))
     if plan is not None and not plan.takes(rows):
         rows = rows.contiguous()
     if into is not None and rows.data_ptr() == x.data_ptr():
@@ -473,7 +477,8 @@ def transform(
     after = signs if transpose else None
     before = None if transpose or signs is None else signs.contiguous()
     if plan is not None and (order * x.dtype.itemsize % 16 == 0 or rows.numel() * x.dtype.itemsize % 16 == 0):
-        plan = plan if into is None and not stays else replace(plan, stream=False)
+        marked = not stays and (into is None or plan.kind == "held")  # block 10240 in place 165.6 us marked, 163.2 not
+        plan = plan if marked else replace(plan, stream=False)
         launch(rows, out, before, scale, plan, transpose=transpose)
     else:
         _passes(rows, out, before, order, scale, transpose)

@@ -32,7 +32,8 @@ __device__ __forceinline__ void across_lanes(const float (&y)[R][4], u32 sums) {
   }
 }
 
-template <int D, int N, int R, int WARPS, int SHARE, bool SIGNS>
+// LATER: a block asks L2 for the row of the block so many further on, once its own has come.
+template <int D, int N, int R, int WARPS, int SHARE, int LATER, bool SIGNS>
 __device__ __forceinline__ void lanes_kernel(const Args& a) {
   constexpr int E = D == FP32 ? 4 : 8;         // elements of a vector
   constexpr int IN_R = SHARE > 1 ? R : N > 32 * E ? N / (32 * E) : 1;  // vectors of a row in one lane
@@ -90,12 +91,13 @@ __device__ __forceinline__ void lanes_kernel(const Args& a) {
     float z[WARPS][PART];
     if constexpr (TURNED) {
       across_lanes<R>(y, sums + (threadIdx.x >> 5) * R * 512);
+      if constexpr (LATER > 0) warm_rows<N * 4, 1>(a.x, a.rows, a.x_stride * 4, (i64)blockIdx.x + LATER);
       __syncthreads();
 #pragma unroll
       for (int w = 0; w < WARPS; w++)
 #pragma unroll
         for (int j = 0; j < PART; j += 4) {
-          const u32 vector = threadIdx.x * (PART / 4) + j / 4;
+          const u32 vector = j / 4 * 32 * WARPS + threadIdx.x;
           const float4 f = load_shared16(sums + w * R * 512 + turned_at(vector % 32, vector / 32));
           z[w][j] = f.x, z[w][j + 1] = f.y, z[w][j + 2] = f.z, z[w][j + 3] = f.w;
         }
@@ -106,8 +108,8 @@ __device__ __forceinline__ void lanes_kernel(const Args& a) {
     }
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      const int column = w * R * 32 * E + threadIdx.x * PART;
-      store_part<D>((char*)a.y + (blockIdx.x * a.y_stride + column) * BYTES, z[w]);
+      const int column = w * R * 32 * E + threadIdx.x * (D == FP32 ? 4 : PART);
+      store_part<D, 512 * WARPS>((char*)a.y + (blockIdx.x * a.y_stride + column) * BYTES, z[w]);
     }
     return;
   }
