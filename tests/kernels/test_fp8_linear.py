@@ -434,7 +434,7 @@ def test_gpu_every_kernel(name):
 @gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_gpu_gates_every_number_as_torch_does(dtype):
-    """All 65536 gates, times one: each alone in a block, whose scale then has all bits of the result, and side by side."""
+    """All 65536 gates, times one: each alone in a block, whose scale has all bits of the result, and side by side."""
     gates = torch.arange(-32768, 32768, dtype=torch.int16, device="cuda").view(dtype)
     alone = torch.zeros(65536, 128, dtype=dtype, device="cuda")
     alone[:, 0] = gates
