@@ -164,9 +164,10 @@ def test_what_it_does_not_take_is_named():
             prompt.linear(**ok | change, rule="bf16")
 
 
-def test_one_kernel_is_for_many_tokens_and_weights_that_are_not_wide():
-    assert prompt.pays(4096, 4096, 4096) and prompt.pays(4096, 4096, 14336)
-    assert not prompt.pays(1024, 4096, 4096) and not prompt.pays(4096, 28672, 4096)
+def test_one_kernel_is_for_many_tokens_and_weights_neither_wide_nor_narrow():
+    assert prompt.pays(4096, 4096, 4096) and prompt.pays(2048, 4096, 14336) and prompt.pays(4096, 8192, 8192)
+    assert not prompt.pays(2048, 4096, 4096) and not prompt.pays(1024, 4096, 16384)
+    assert not prompt.pays(4096, 28672, 4096) and not prompt.pays(8192, 2560, 2560)
 
 
 # --- Compiled for sm_90a ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 //
 // Two warpgroups multiply as in prefill.cuh. Of the third's warps one brings tiles and scales, and three quantize, in the
 // order in which tiles need their tokens: on three of the four schedulers, since two warps on two of them held the products
-// up twice as long (24 us at 4096 x 4096 x 4096 for 9). They take strips of four rows from one counter, so that nobody
+// up longer (24 us at 4096 x 4096 x 4096 for 9). They take strips of four rows from one counter, so that nobody
 // waits for a thread block that does not run yet. 128 rows by CHUNK blocks of k are a patch; its strips are counted as they
 // are done, and whoever brings a tile waits for the counts of its patches.
 

@@ -22,7 +22,8 @@ from quantrot.kernels.fp8.hopper import E4M3, GemmArgs, Prefill
 from quantrot.kernels.nvrtc import load_kernel, processors
 
 CHUNK, PIECE, QUANTIZERS = 8, 2048, 3  # as in prompt.cuh: blocks of K of a patch; bytes; warps
-FEWEST, WIDEST = 4096, 8192  # tokens, and rows of b, from and up to which one kernel has been found faster than two
+FEWEST, LEAST = 2048, 1 << 24  # tokens, and elements of x, from which one kernel has been found faster than two
+ROWS = range(4096, 8192 + 1)  # of b: with 2560 the products wait for codes (78 us for 70), with 28672 it is as fast
 WORDS, STREAMS, EACH = 1 << 20, 64, 1 << 12  # of counters on a device: all, streams that have some, and how many each
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, 1) {name}(
     const __grid_constant__ quantrot::TensorMap a, const __grid_constant__ quantrot::TensorMap b,
@@ -87,8 +88,10 @@ def supports(x: Tensor, b: Tensor, b_scale: Tensor, b_block: tuple[int, int], bi
 
 def pays(m: int, n: int, k: int) -> bool:
     """Whether one kernel has been found faster than two for these sizes, by rule."""
+    if m < FEWEST or m * k < LEAST or n not in ROWS:
+        return False
     plan = hopper.plan_for(m, n, k, hopper.parts_of(n, k))
-    return m >= FEWEST and n <= WIDEST and isinstance(plan, Prefill) and plan.wide
+    return isinstance(plan, Prefill) and plan.wide
 
 
 # --- Counters --------------------------------------------------------------------------------------------------------
