@@ -10,7 +10,7 @@ and read_twice, our other plan of that block. op "hadamard_quantize" has the sam
 then the quantization. op "gemm" multiplies quantized operands; its floor is reading the weight. Peers: bf16 (F.linear),
 cuBLAS with one scale a tensor and fast accumulation, cuBLAS with 1 x 128 by 128 x 128 scales, every backend of ours, of
 which triton_splitk is the decode scheme of GridQuant's authors. op "layer" quantizes the activations and multiplies, as
-Fp8Linear does. Peers: bf16, cuBLAS behind the same quantizer, and the layer's two parts alone, all replayed in turn.
+Fp8Linear does. Peers: bf16, two kernels, cuBLAS behind the same quantizer, and the parts alone, all replayed in turn.
 `error` is relative, to float64 of the dequantized operands (quantize: 0 if the bits are the reference's, else 1).
 """
 
@@ -208,6 +208,7 @@ def run_layer(case: dict[str, Any]) -> dict[str, Any]:
     calls: dict[str, list] = {
         "us": [lambda t=t: fp8_linear(*t, scale_rule="exact", b_settled=True) for t in triples],  # as Fp8Linear
         "bf16": [lambda x=x, w=w: F.linear(x, w) for x, w in zip(xs, weights, strict=True)],
+        "two": [lambda t=t: fp8_block_gemm(*quantized(t[0]), *t[1:], **blocks, b_settled=True) for t in triples],
         "quantizer": [lambda x=x: quantized(x) for x in xs],
         "product": [lambda d=d: fp8_block_gemm(*d, **blocks, b_settled=True) for d in data],
     }

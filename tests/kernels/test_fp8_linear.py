@@ -434,13 +434,16 @@ def test_gpu_every_kernel(name):
 @gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_gpu_gates_every_number_as_torch_does(dtype):
-    """All 65536 gates, times one."""
-    gate = torch.arange(-32768, 32768, dtype=torch.int16, device="cuda").view(dtype).view(512, 128)
-    x = torch.cat([gate, torch.ones_like(gate)], 1)
-    want = quantize_fp8_block(gated(x), (1, 128), "exact")
-    got = quantize_fp8_block(x, (1, 128), "exact", gated=True)
-    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
-    assert same(got[1], want[1])
+    """All 65536 gates, times one: each alone in a block, whose scale has all bits of the result, and side by side."""
+    gates = torch.arange(-32768, 32768, dtype=torch.int16, device="cuda").view(dtype)
+    alone = torch.zeros(65536, 128, dtype=dtype, device="cuda")
+    alone[:, 0] = gates
+    for gate in (alone, gates.view(512, 128)):
+        x = torch.cat([gate, torch.ones_like(gate)], 1)
+        want = quantize_fp8_block(gated(x), (1, 128), "exact")
+        got = quantize_fp8_block(x, (1, 128), "exact", gated=True)
+        assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+        assert same(got[1], want[1])
 
 
 @gpu

@@ -228,11 +228,11 @@ def fp8_linear(
     """x [M, K] (float32, float16, bfloat16) in 1 x 128 blocks times the transpose of b [N, K], plus bias [N]: [M, N] in
     x's dtype.
 
-    The bits of quantize_fp8_block and fp8_block_gemm one after the other, which is what it does, but for few tokens of
-    16 bits on Hopper: there one kernel does both, and "auto" takes it. norm [K], of x's dtype: x is first divided by
-    sqrt(mean(x^2) + epsilon), rounded, and multiplied by norm, where the sum's order may give a few numbers their
-    neighbours in x's dtype. residual [M, N], of x's dtype, is added to the rounded result. gates: b is of gate and up,
-    one above the other, and the result is silu(gate) * up, [M, N / 2].
+    The bits of quantize_fp8_block and fp8_block_gemm one after the other, which is what it does, but for one or two
+    tokens of 16 bits, and thousands in bfloat16, on Hopper: there one kernel does both, and "auto" takes it. norm [K],
+    of x's dtype: x is first divided by sqrt(mean(x^2) + epsilon), rounded, and multiplied by norm, where the sum's
+    order may give a few numbers their neighbours in x's dtype. residual [M, N], of x's dtype, is added to the rounded
+    result. gates: b is of gate and up, one above the other, and the result is silu(gate) * up, [M, N / 2].
 
     b_settled: as fp8_block_gemm's, of b and norm. backend: "auto", "hopper" (one kernel), "reference". Not
     differentiable. ValueError for shapes or dtypes that do not fit, or for a backend that cannot run.
@@ -534,14 +534,17 @@ def _linear(
 ) -> Tensor:
     block = b_block[0], b_block[1]
     if backend != "reference" and has_kernels(x.device):
-        from quantrot.kernels.fp8 import linear
+        from quantrot.kernels.fp8 import linear, prompt
 
         if linear.supports(x, b, b_scale, block, bias, norm, residual, gates):
             rest = norm, epsilon, residual, gates
             return linear.linear(x, b, b_scale, block, rule, bias, *rest, b_settled=b_settled)
+        if norm is None and residual is None and not gates and prompt.supports(x, b, b_scale, block, bias):
+            return prompt.linear(x, b, b_scale, block, rule, bias, b_settled=b_settled)
     if backend == "hopper":
         raise ValueError(
-            f"backend: 'hopper' needs an NVIDIA GPU of capability 9.0 and few tokens, x is {tuple(x.shape)}"
+            "backend: 'hopper' needs an NVIDIA GPU of capability 9.0 and few tokens, or thousands in bfloat16 and a "
+            f"plain product; x is {x.dtype} {tuple(x.shape)}"
         )
     x = x if norm is None else rms_norm(x, norm, epsilon)
     q, scale = _quantize(x, 1, 128, rule, True, backend)

@@ -229,10 +229,13 @@ __device__ __forceinline__ void group_codes(u32 (&codes)[V][2], const Vec (&v)[V
   }
 }
 
-// x / (1 + exp(-x)), rounded as torch rounds it. The quotient is correctly rounded without a branch: two corrections by the
-// exact remainder, of a divisor whose reciprocal is no subnormal. Where x or the divisor is infinite there is no remainder, and
-// -0 minus a remainder of nothing would be +0.
+// x / (1 + exp(-x)), rounded to 16 bits as torch's is. Of a bfloat16 by three fast operations, which a test compares for every
+// one (2048 x 14336: 44 us for 64): the divisor, and with it x, by 16, as long as exp(-x) is finite its reciprocal is no
+// subnormal. A float16 is nearer to a tie. There the quotient is correctly rounded without a branch: two corrections by the exact
+// remainder. Where x or the divisor is infinite there is none, and -0 minus a remainder of nothing would be +0.
+template <int D>
 __device__ __forceinline__ float silu(float x) {
+  if constexpr (D == BF16) return x * 0.0625f * reciprocal(fmaf(exp2_fast(x * -1.44269504f), 0.0625f, 0.0625f));
   const float below = 1.f + expf(-x), by = below > 0x1p64f ? 0x1p-64f : 1.f;
   const float top = x * by, bottom = below * by, rough = reciprocal(bottom);
   const float inverse = fmaf(fmaf(-bottom, rough, 1.f), rough, rough);
@@ -265,7 +268,7 @@ __device__ __forceinline__ Vec gated(const Vec& gate, const Vec& up) {
     float a, b, c, d;
     unpack<D>(gate.w[j], a, b);
     unpack<D>(up.w[j], c, d);
-    unpack<D>(pack<D>(silu(a), silu(b)), a, b);
+    unpack<D>(pack<D>(silu<D>(a), silu<D>(b)), a, b);
     y.w[j] = pack<D>(a * c, b * d);
   }
   return y;

@@ -147,7 +147,7 @@ RING = Ring(1, 544)  # of a 256 x 256 matrix with about two blocks a multiproces
 FEW_SQUARES = Squares(2, 512, cluster=2)  # of one with less than one; at 2048 x 2048 0.50, PLANS' 0.41
 LARGE = 1 << 26  # elements of a 128 x 128 matrix from which Triton's kernel is taken (0.77, 0.95, 1.01)
 FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix whose thread blocks would all be resident at once
-GATED = Groups(6, 64, rows=4), Groups(8, 128, rows=1)  # of a 1 x 128 matrix from gate and up: the two likewise
+GATED = Groups(7, 128, rows=4), Groups(8, 128, rows=1)  # of a 1 x 128 matrix from gate and up: the two likewise
 
 
 MOST_COLUMNS = 1 << 15  # of a row that is a block

@@ -2,14 +2,14 @@
 
 namespace quantrot {
 
-template <int STAGES, int CLUSTER_, bool WIDE_>
+template <int STAGES, int CLUSTER_, bool WIDE_, int BOXES_ = 3>
 struct PrefillShape {
   static constexpr bool WIDE = WIDE_;
   static constexpr int GROUPS = 2, SLABS = WIDE ? 2 : 1;  // warpgroups that multiply, tiles of 64 x 128 of each
   static constexpr int CLUSTER = CLUSTER_, ROWS = 64 * GROUPS, COLUMNS = 128 * SLABS;
   static constexpr int A_BYTES = ROWS * 128, B_BYTES = COLUMNS * 128, STAGE = A_BYTES + B_BYTES;
   static constexpr int SCALES = ROWS * 4 + 16;             // of a stage: a row's of a each, then 128 columns' of b each
-  static constexpr int BOX = 8 * 64 * 2, OUTPUT = 3 * BOX;  // of a warp: c on its way, 8 rows of 64 columns at a time
+  static constexpr int BOXES = BOXES_, BOX = 8 * 64 * 2, OUTPUT = BOXES * BOX;  // of a warp: c on its way, 8 x 64 a box
   static_assert(STAGES * (STAGE + SCALES + 16) + GROUPS * 4 * OUTPUT <= 227 << 10, "shared memory");
 };
 
@@ -131,12 +131,12 @@ __device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& a
       }
       word[j] = Out::pack(y[0], y[1]);
     }
-    const u32 to = output + (slab * 4 + box) % 3 * Shape::BOX;
+    const u32 to = output + (slab * 4 + box) % Shape::BOXES * Shape::BOX;
     if (lane == 0) {
       if (slab * 4 + box == 0) {
         tensor_store_wait<0>();  // the tile before this one
       } else {
-        tensor_store_wait<2>();
+        tensor_store_wait<Shape::BOXES - 1>();
       }
     }
     warp_sync();
