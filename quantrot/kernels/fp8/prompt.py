@@ -20,6 +20,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import blocks, hopper
 from quantrot.kernels.fp8.hopper import E4M3, GemmArgs, Prefill
 from quantrot.kernels.nvrtc import load_kernel, processors
+from quantrot.kernels.operators import kept
 
 CHUNK, PIECE, QUANTIZERS = 8, 2048, 3  # as in prompt.cuh: blocks of K of a patch; bytes; warps
 FEWEST, LEAST = 2048, 1 << 24  # tokens, and elements of x, from which one kernel has been found faster than two
@@ -96,7 +97,7 @@ def pays(m: int, n: int, k: int) -> bool:
 
 # --- Counters --------------------------------------------------------------------------------------------------------
 
-_zeros: dict[int, Tensor] = {}
+_ready: set[int] = set()  # devices that have theirs
 _streams: dict[tuple[int, int], int] = {}
 _recorded: dict[int, int] = {}  # words that launches in graphs have, a device
 
@@ -111,11 +112,10 @@ def counters(device: int, count: int, peek: bool = False) -> int | None:
         with torch.cuda.device(device):
             return counters(device, count, peek)
     recording = torch.cuda.is_current_stream_capturing()
-    if device not in _zeros:
-        if recording:
-            return None
-        _zeros[device] = torch.zeros(WORDS, dtype=torch.int32, device=f"cuda:{device}")
-        torch.cuda.synchronize(device)
+    if recording and device not in _ready:
+        return None
+    zeros = _zeros(device)
+    _ready.add(device)
     if recording:
         at = _recorded.get(device, STREAMS * EACH)
         if at + count > WORDS:
@@ -126,7 +126,14 @@ def counters(device: int, count: int, peek: bool = False) -> int | None:
         if number >= STREAMS or count > EACH:
             return None
         at = number * EACH
-    return _zeros[device].data_ptr() + 4 * at
+    return zeros.data_ptr() + 4 * at
+
+
+@kept
+def _zeros(device: int) -> Tensor:
+    zeros = torch.zeros(WORDS, dtype=torch.int32, device=f"cuda:{device}")
+    torch.cuda.synchronize(device)
+    return zeros
 
 
 # --- Launch ----------------------------------------------------------------------------------------------------------
