@@ -173,7 +173,7 @@ class Across:
         return min(self.tiles(m, n), processors // self.cluster) * self.cluster
 
     def box(self, m: int) -> int:
-        """Rows of a that one copy brings, as in Prefill."""
+        """Rows of a that one copy brings."""
         return min(self.tokens // self.cluster, _ceil(_ceil(m, self.cluster), 8) * 8 if self.pair else m)
 
     def boxes(self, m: int) -> tuple[tuple[int, int], ...]:
@@ -259,8 +259,6 @@ def early_blocks(plan: Decode, segment: int, blocks: int = PROCESSORS) -> int:
 WIDE = Prefill(wide=True, sets=2, cluster=1, lag=1)
 SQUARE = Prefill(sets=2, stages=6)
 IN_PARTS = Prefill(stages=6)  # the sum of the parts so far takes the second set's place
-
-
 ACROSS = (
     Across(144, stages=5),
     Across(160, stages=5),
@@ -274,6 +272,7 @@ ACROSS = (
 # longer than the fastest plan, in the mean.
 BLOCK: dict[Prefill | Across, float] = {WIDE: 0.84, SQUARE: 0.422}
 BLOCK |= dict(zip(ACROSS, (0.583, 0.610, 0.760, 0.241, 0.264, 0.340), strict=True))
+SOME, MORE = 256, 1.1  # tokens, past which tiles of Across take up to so many times longer than in the model
 DECODE_BLOCK = {(16, 1): 0.15, (32, 1): 0.17, (32, 2): 0.245, (64, 1): 0.20, (64, 2): 0.368, (128, 1): 0.325}
 REST = {Prefill: 2.5, Across: 3.5, Decode: 1.0}
 
@@ -285,7 +284,8 @@ def microseconds(plan: Plan, m: int, n: int, k: int) -> float:
         block = DECODE_BLOCK[plan.columns, plan.resident]
     else:
         turns, block = _ceil(plan.tiles(m, n), PROCESSORS // plan.cluster), BLOCK[plan]
-    return REST[type(plan)] + turns * _ceil(k, 128) * block
+    us = REST[type(plan)] + turns * _ceil(k, 128) * block
+    return us * MORE if isinstance(plan, Across) and m > SOME else us
 
 
 def _waves(m: int, n: int, plan: Prefill) -> int:
@@ -303,8 +303,8 @@ def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
     """The plan of these sizes, by rule. settled: b may be read before the kernel before this one has ended."""
     plan: Plan = decode_plan(m, n, k, parts)
     if m > 64 and parts == 1:
-        plans = (_prefill_plan(m, n), plan, decode_plan(m, n, k, parts, 128), *ACROSS)
-        plan = min(plans, key=lambda plan: microseconds(plan, m, n, k))
+        few = (decode_plan(m, n, k, parts, columns) for columns in (64, 128))
+        plan = min((_prefill_plan(m, n), plan, *few, *ACROSS), key=lambda plan: microseconds(plan, m, n, k))
     elif m > 64 and _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
         plan = IN_PARTS
     if isinstance(plan, Decode):

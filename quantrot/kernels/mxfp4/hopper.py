@@ -116,7 +116,7 @@ TILES: dict[Shape, tuple[float, float, float, float]] = {
     (2, 4, 2): (0.472, 0.575, 0.666, 0.919),
     (2, 7, 2): (0.838, 1.052, 1.259, 2.0),
 }
-STARTING, ROW, SPLITTING = (1.2, 2.0, 2.3, 3.5), 0.025, 1.0
+STARTING, ROW, SPLITTING = (1.2, 2.0, 1.5, 2.0), 0.025, 1.0
 # Bytes with which no two thread blocks share a multiprocessor. Behind a kernel that turns tokens they else meet on one:
 # 8 tokens by 10240 x 8192 took 31 us, and take 19 alone.
 ALONE = SM_SHARED // 2
