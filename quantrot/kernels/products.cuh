@@ -46,6 +46,7 @@ __device__ __forceinline__ void product_done(float& x) { asm volatile("" : "+f"(
 #define QR_TEXT32 QR_TEXT16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define QR_TEXT64 QR_TEXT32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52," \
                             "%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define QR_40(i) QR_32(i), QR_8(i + 32)
 #define QR_48(i) QR_32(i), QR_16(i + 32)
 #define QR_80(i) QR_64(i), QR_16(i + 64)
 #define QR_96(i) QR_64(i), QR_32(i + 64)
@@ -56,6 +57,7 @@ __device__ __forceinline__ void product_done(float& x) { asm volatile("" : "+f"(
 #define QR_88(i) QR_80(i), QR_8(i + 80)
 #define QR_104(i) QR_96(i), QR_8(i + 96)
 #define QR_120(i) QR_112(i), QR_8(i + 112)
+#define QR_TEXT40 QR_TEXT32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define QR_TEXT48 QR_TEXT32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define QR_TEXT80 QR_TEXT64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define QR_TEXT96 QR_TEXT80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
@@ -80,12 +82,19 @@ __device__ __forceinline__ void product_done(float& x) { asm volatile("" : "+f"(
 // a and b are operands in shared memory (see `operand`); without `add`, d is overwritten.
 template <int W>
 __device__ __forceinline__ void product(float (&d)[W], u64 a, u64 b, bool add) {
-  static_assert(W == 4 || W == 8 || W == 16 || W == 32 || W == 64, "N is 2 W: 8, 16, 32, 64 or 128");
+  static_assert(W == 4 || W == 8 || W == 16 || W == 32 || (W >= 40 && W <= 96 && W % 8 == 0), "N is 2 W");
   if constexpr (W == 4) QR_PRODUCT(8, 4, "4", "5", "6");
   if constexpr (W == 8) QR_PRODUCT(16, 8, "8", "9", "10");
   if constexpr (W == 16) QR_PRODUCT(32, 16, "16", "17", "18");
   if constexpr (W == 32) QR_PRODUCT(64, 32, "32", "33", "34");
+  if constexpr (W == 40) QR_PRODUCT(80, 40, "40", "41", "42");
+  if constexpr (W == 48) QR_PRODUCT(96, 48, "48", "49", "50");
+  if constexpr (W == 56) QR_PRODUCT(112, 56, "56", "57", "58");
   if constexpr (W == 64) QR_PRODUCT(128, 64, "64", "65", "66");
+  if constexpr (W == 72) QR_PRODUCT(144, 72, "72", "73", "74");
+  if constexpr (W == 80) QR_PRODUCT(160, 80, "80", "81", "82");
+  if constexpr (W == 88) QR_PRODUCT(176, 88, "88", "89", "90");
+  if constexpr (W == 96) QR_PRODUCT(192, 96, "96", "97", "98");
 }
 
 // a in registers: a[2 h + r] holds row g + 8 r, columns 16 h + 4 q ... + 3, of the warp's 16 rows.

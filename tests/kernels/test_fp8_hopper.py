@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8 import dequantize_fp8_block, fp8_block_gemm, hopper, quantize_fp8_block
-from quantrot.kernels.fp8.hopper import Decode, Prefill
+from quantrot.kernels.fp8.hopper import Across, Decode, Prefill
 
 gpu = pytest.mark.gpu
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -24,6 +24,11 @@ CASES = {
     "prefill_early": (Prefill(sets=2, stages=6, early=True), 1, False, BF16, 0),
     "prefill_wide_bias": (Prefill(wide=True, sets=2, cluster=1, stages=3), 1, False, BF16, 4),
     "prefill_wide_channel": (Prefill(wide=True, sets=2, cluster=1, stages=3, lag=2), 1, True, BF16, 2),
+    "across": (Across(144, stages=3), 1, False, BF16, 0),
+    "across_early": (Across(80, stages=4, early=True), 1, False, BF16, 2),
+    "across_channel": (Across(192, stages=2), 1, True, BF16, 4),
+    "across_pair": (Across(128, pair=True, stages=3), 1, False, FP16, 0),
+    "across_pair_early": (Across(96, pair=True, stages=3, early=True), 1, False, BF16, 0),
     "decode_channel": (Decode(16, stages=6), 1, True, BF16, 0),
     "decode8": (Decode(8, stages=4), 1, False, BF16, 4),
     "decode16_parts": (Decode(16, stages=3), 2, False, FP16, 0),
@@ -44,7 +49,15 @@ CASES = {
     "decode64_turned_pairs": (Decode(64, columns=32, stages=4, turned=True, pairs=True), 1, True, FP16, 4),
     "decode64_two": (Decode(64, columns=128, stages=2, resident=1), 1, False, BF16, 0),
 }
-PREFILLS = "prefill", "prefill_sets", "prefill_wide", "prefill_early", "prefill_wide_early"  # of one part
+PREFILLS = (
+    "prefill",
+    "prefill_sets",
+    "prefill_wide",
+    "prefill_early",
+    "prefill_wide_early",
+    "across",
+    "across_pair_early",
+)  # of one part
 DRIVER = """
 static std::string message;
 
@@ -83,9 +96,8 @@ def emulator(emulated):
         maps = (ctypes.c_ulonglong * 21)()
         for i, (x, box) in enumerate(zip((a, b, c), plan.boxes(len(a)), strict=False)):
             maps[7 * i : 7 * i + 7] = (x.data_ptr(), *x.shape, x.stride(0) * x.itemsize, *box, x.itemsize)
-        prefill = isinstance(plan, Prefill)
-        blocks = plan.grid(m, n, processors if prefill else parts)
-        cluster = plan.cluster if prefill else parts
+        few = isinstance(plan, Decode)
+        blocks, cluster = plan.grid(m, n, parts if few else processors), parts if few else plan.cluster
         shared = plan.shared_bytes(hopper.segment_of(k, parts))
         message = library.run(
             list(CASES).index(name), maps, ctypes.byref(args), blocks, cluster, plan.threads, shared, seed
@@ -217,12 +229,13 @@ SIZES = [(4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336), (14336, 4096)
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_every_plan_fits(n, k):
     parts = hopper.parts_of(n, k)
-    for m in (1, 7, 16, 33, 64, 65, 200, 257, 1024, 4096):
+    for m in (1, 7, 16, 33, 64, 65, 96, 129, 160, 192, 200, 257, 1024, 4096):
         plan = hopper.plan_for(m, n, k, parts)
         shared = plan.shared_bytes(hopper.segment_of(k, parts))
         assert (shared + 1024) * plan.resident <= hopper.SM_SHARED
-        cluster = plan.cluster if isinstance(plan, Prefill) else parts
-        assert cluster <= 8 and plan.grid(m, n, 132 if isinstance(plan, Prefill) else parts) % cluster == 0
+        few = isinstance(plan, Decode)
+        cluster = parts if few else plan.cluster
+        assert cluster <= 8 and plan.grid(m, n, parts if few else 132) % cluster == 0
 
 
 def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest():
@@ -231,6 +244,24 @@ def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest(
     assert hopper.plan_for(4096, 28672, 4096, 1) == hopper.WIDE  # 28 of 256 columns, or 55 of 128
     assert hopper.plan_for(512, 4096, 4096, 1) == hopper.SQUARE  # one of 128 columns, or one of 256
     assert hopper.plan_for(4096, 576, 1536, 2) == hopper.IN_PARTS
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "plan"),
+    [
+        (128, 28672, 4096, hopper.WIDE),  # one turn
+        (129, 28672, 4096, Across(144, stages=5)),  # where it would be two
+        (256, 28672, 4096, hopper.WIDE),
+        (129, 4096, 14336, Across(80, pair=True, stages=8)),  # tiles of 128 x 128 occupy half of the multiprocessors
+        (256, 4096, 14336, hopper.decode_plan(256, 4096, 14336, 1, 128)),
+        (128, 4096, 14336, hopper.decode_plan(128, 4096, 14336, 1)),
+        (96, 6144, 4096, hopper.decode_plan(96, 6144, 4096, 1, 128)),
+    ],
+)
+def test_some_tokens_take_the_tiles_of_least_time(m, n, k, plan):
+    assert hopper.plan_for(m, n, k, 1) == plan
+    early = hopper.plan_for(m, n, k, 1, settled=True)
+    assert early.early and replace(early, early=0) == replace(plan, early=0)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +324,7 @@ def test_no_kernel_spills_or_serializes_its_products(compiled_cuda):
     kernels = dict.fromkeys(CASES.values())
     for n, k in ((8192, 8192), (1024, 4096)):
         parts = hopper.parts_of(n, k)
-        for m in (64, 257, 4096):
+        for m in (64, 129, 257, 4096):
             kernels[hopper.plan_for(m, n, k, parts), parts, False, BF16, 0] = None
     entries = "".join(hopper.entry(*kernel, name=f"gemm{i}") for i, kernel in enumerate(kernels))
     made = compiled_cuda(hopper.device_functions() + entries)
@@ -310,7 +341,7 @@ def on_gpu(*operands):
 
 @gpu
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1024, 4096), (264, 272), (8192, 1024)])
-@pytest.mark.parametrize("m", [1, 3, 16, 63, 64, 65, 257, 1024])
+@pytest.mark.parametrize("m", [1, 3, 16, 63, 64, 65, 129, 192, 257, 1024])
 def test_gpu_is_exact_on_integers_within_the_hardware_sum(m, n, k):
     a, a_scale, b, b_scale = on_gpu(*integers(m, n, k))
     c = hopper.gemm(a, a_scale, b, b_scale, (1, 128), (128, 128), FP16)

@@ -8,13 +8,15 @@
 //
 // With a scale of b for each of its rows, constant along k (CHANNEL), the last step is sum * b_scale instead.
 //
-// Both kernels below do exactly this for every element, whatever the shape of their tiles, so that a token's result has
+// The kernels below do exactly this for every element, whatever the shape of their tiles, so that a token's result has
 // the same bits in any batch. Where k is split between thread blocks for a few tokens, the parts are added in order,
 // and the kernel for many tokens adds the same parts (SEGMENTED).
 //
 //   prefill.cuh  many tokens: persistent thread blocks; one warp feeds a ring of stages through the copy engine,
 //                another brings the scales along, two warpgroups multiply, each a slab of 64 rows by 128 columns, in
 //                clusters of two neighbours that share the tokens, or (WIDE) two slabs side by side, in quarters.
+//   across.cuh   some hundred tokens: the same ring, but the weights are the operand of 64 rows and the tokens are its
+//                columns, of which tiles have any multiple of 16.
 //   decode.cuh   few tokens: the weights are the operand of 64 rows and the tokens are its columns, so that no tile is
 //                padded to 64 rows of nothing; the blocks of a cluster split k and add their parts through each other's
 //                shared memory.

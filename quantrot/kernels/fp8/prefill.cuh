@@ -32,6 +32,25 @@ struct Tiles {
   }
 };
 
+// The barriers, by the warp that loads.
+template <class Shape, int STAGES>
+__device__ __forceinline__ void prefill_start(const TensorMap* a, const TensorMap* b, const TensorMap* c, u32 full,
+                                              u32 empty) {
+  if (warp_number() == Shape::GROUPS * 4 && lane_number() == 0) {
+    tensor_prefetch(a), tensor_prefetch(b), tensor_prefetch(c);
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(full + s * 8, 1 + 32);  // for the tiles' bytes, and by every lane that copies scales
+      barrier_init(empty + s * 8, 4 * Shape::GROUPS * Shape::CLUSTER);
+    }
+    barrier_init_done();
+  }
+  if constexpr (Shape::CLUSTER > 1) {
+    cluster_start();
+  } else {
+    block_sync();
+  }
+}
+
 // a_box: rows of a that a copy brings. EARLY: the first stages' part of b is asked for while the kernel before this one may
 // still run.
 template <class Shape, int STAGES, bool EARLY>
@@ -90,7 +109,7 @@ __device__ __forceinline__ void release(u32 bar) {
 template <class Shape, int STAGES, bool CHANNEL>
 __device__ __forceinline__ void prefill_scales(const GemmArgs& args, Tiles<Shape> tiles, int blocks, u32 scales,
                                                u32 full, u32 empty) {
-  constexpr int EACH = Shape::ROWS / 32, CLUSTER = Shape::CLUSTER;
+  constexpr int EACH = (Shape::ROWS + 31) / 32, CLUSTER = Shape::CLUSTER;
   const u32 lane = lane_number(), rank = CLUSTER > 1 ? cluster_rank() : 0;
   Ring<STAGES> ring;
   for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
@@ -104,7 +123,9 @@ __device__ __forceinline__ void prefill_scales(const GemmArgs& args, Tiles<Shape
       const u32 to = scales + ring.stage * Shape::SCALES, along = args.a.column(k);
       barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
 #pragma unroll
-      for (int j = 0; j < EACH; j++) copy4(to + (j * 32 + lane) * 4, args.a.data + (rows[j] + along));
+      for (int j = 0; j < EACH; j++) {
+        if (j * 32 + lane < Shape::ROWS) copy4(to + (j * 32 + lane) * 4, args.a.data + (rows[j] + along));
+      }
       if (!CHANNEL && lane * 128 < Shape::COLUMNS)
         copy4(to + (Shape::ROWS + lane) * 4, args.b.data + (b_row + args.b.column(k)));
       copies_arrive(full + ring.stage * 8);
@@ -357,19 +378,7 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   const u32 full = scales + STAGES * Shape::SCALES, empty = full + STAGES * 8, warp = warp_number();
   const Tiles<Shape> tiles(args);
   const int blocks = blocks_of(args.k, 128);
-  if (warp == GROUPS * 4 && lane_number() == 0) {
-    tensor_prefetch(a), tensor_prefetch(b), tensor_prefetch(c);
-    for (int s = 0; s < STAGES; s++) {
-      barrier_init(full + s * 8, 1 + 32);  // for the tiles' bytes, and by every lane that copies scales
-      barrier_init(empty + s * 8, 4 * GROUPS * CLUSTER);
-    }
-    barrier_init_done();
-  }
-  if constexpr (CLUSTER > 1) {
-    cluster_start();
-  } else {
-    block_sync();
-  }
+  prefill_start<Shape, STAGES>(a, b, c, full, empty);
   if (!EARLY || warp != GROUPS * 4) grid_wait();
   if (warp >= GROUPS * 4) {
     give_registers<24>();

@@ -20,6 +20,9 @@ from quantrot.kernels.operators import implement
 ACTIVATIONS = ("none", "fp8", "mxfp4")
 BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")
 DECODE_ROWS = 32  # tokens up to which the packed weight is read by one kernel
+# Microseconds that few tokens take longer than in hopper's model, in which W4A4 is: W4A8's codes are made by one kernel
+# and widened by another.
+BESIDE = {"mxfp4": 0.0, "fp8": 5.5}
 
 torch.library.define(
     "quantrot::mxfp4_product",
@@ -153,23 +156,22 @@ def _widens(rows: Tensor, packed: Tensor, activations: str, backend: str) -> boo
     return hopper_prefill.fits(rows, packed.shape[0])
 
 
-def _few(activations: str, rows: int, columns: int) -> int:
-    """Tokens up to which the kernel for few of them is faster than the one for a batch.
+def _few(activations: str, tokens: int, rows: int, columns: int) -> bool:
+    """Whether the kernel for few tokens is faster than the one for a batch, by the models of both."""
+    from quantrot.kernels.mxfp4 import hopper, hopper_batch
 
-    On an H200, us. W4A4: 4096 x 14336 by 4 tokens 18.2, and 16.8 as a batch; 8192 x 8192 by 12 17.3 and 19.2, by 24
-    20.8 and 19.9; 28672 x 4096 by 24 29.3 and 28.1; 4096 x 4096 by 32 8.9 and 9.4. W4A8: one token by 8192 x 8192 17.5
-    and 17.4, by 4096 x 4096 9.4 and 7.8, 8 tokens 11.2 and 7.8.
-    """
-    if activations == "fp8":
-        return 0
-    return 1 if columns > 8192 else 16 if max(rows, columns) > 4096 else DECODE_ROWS
+    if tokens > DECODE_ROWS or not hopper.fits(columns):
+        return False
+    few, batch = (module.rule(tokens, rows, columns)[0] for module in (hopper, hopper_batch))
+    return few + BESIDE[activations] <= batch
 
 
 def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
     """Whether one kernel multiplies a batch of tokens in e4m3 by the packed weight."""
-    many = activations != "none" and rows.shape[0] > _few(activations, packed.shape[0], rows.shape[1])
-    asked = many and backend in ("auto", "hopper")
+    asked = activations != "none" and rows.numel() > 0 and backend in ("auto", "hopper")
     if not asked or not rows.is_cuda or not has_triton() or not nvrtc.available(rows.device):
+        return False
+    if rows.dtype == torch.bfloat16 and _few(activations, rows.shape[0], packed.shape[0], rows.shape[1]):
         return False
     from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
 

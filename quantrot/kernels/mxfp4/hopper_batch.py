@@ -91,8 +91,8 @@ def fits(x: Tensor, rows: int) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def plan_for(tokens: int, rows: int, depth: int) -> Plan:
-    """The tiles that take least by the times of their blocks, K halved by a cluster or not."""
+def rule(tokens: int, rows: int, depth: int) -> tuple[float, Plan]:
+    """The tiles that take least by the times of their blocks, K halved by a cluster or not, and how long."""
     times: list[tuple[float, Plan]] = []
     for tile, block in TILES:
         for split in (1, 2):
@@ -103,7 +103,11 @@ def plan_for(tokens: int, rows: int, depth: int) -> Plan:
                 turns = -(-plan.grid(rows, tokens, 0) // mixed.PROCESSORS)
                 each = plan.segment(depth) * plan.teams * block * (SHALLOW if plan.stages < 3 else 1)
                 times.append((turns * (STARTING + each) + SPLITTING * (plan.split - 1), plan))
-    return min(times, key=lambda found: found[0])[1]
+    return min(times, key=lambda found: found[0])
+
+
+def plan_for(tokens: int, rows: int, depth: int) -> Plan:
+    return rule(tokens, rows, depth)[1]
 
 
 def arrange(tokens: Tensor) -> Tensor:
