@@ -52,6 +52,19 @@ __device__ __forceinline__ Words load_columns(u32 from) {
 }
 #endif
 
+// Tiles in lines of `each`, by number (less than 2^24): a division by a number that the compiler does not know, in ten instructions.
+struct Lines {
+  u32 each;
+  float inverse;
+
+  __device__ __forceinline__ Lines(u32 each) : each(each), inverse(__fdividef(1.0f, (float)each)) {}
+  __device__ __forceinline__ void find(u32 number, u32& line, u32& place) const {
+    line = (u32)__fmul_rn((float)number, inverse), place = number - line * each;
+    if ((int)place < 0) line--, place += each;
+    else if (place >= each) line++, place -= each;
+  }
+};
+
 __device__ __forceinline__ void start_transpose(u32 to, const TransposeArgs& args, u32 row, u32 byte, u32 width) {
   const u32 unit = threadIdx.x % 8, at = min(byte + unit * 16, width - 16), last = args.rows - 1;
 #pragma unroll
