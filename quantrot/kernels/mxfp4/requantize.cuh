@@ -225,6 +225,22 @@ __device__ __forceinline__ void store_wide_powers(u32 powers, const u32 (&bytes)
   }
 }
 
+// A lane's group of a column, lane % 4 of the column's four from `first_row` on, turned, quantized and written.
+template <int SPAN, int RULE, bool DITHER>
+__device__ __forceinline__ void write_column(Group& x, const TransposeArgs& args, u32 first_row, u32 column) {
+  const u32 groups = args.rows / 32, row_group = first_row / 32 + lane_number() % 4;
+  const i64 group = (i64)column * groups + row_group;
+  x.turn_across<SPAN>();
+  const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, args.root);
+  u32 within;
+  Words codes = codes_of<RULE, false, DITHER>(x, fine_factor<RULE>(exponent.value, args.root), group, args.key, within);
+  if (!exponent.finite) codes = {};
+  if (column < (u32)args.columns && row_group < groups) {
+    store_words(args.packed + group * 16, codes);
+    args.scale[group] = exponent.byte();
+  }
+}
+
 // Lane (c, s) has rows 32 s ... 32 s + 31 of columns 4 c ... 4 c + 3, one after another.
 template <int SPAN, int RULE, bool DITHER>
 __device__ __forceinline__ void by_lanes(const TransposeArgs& args, const Columns& tile) {
@@ -242,7 +258,7 @@ __device__ __forceinline__ void by_lanes(const TransposeArgs& args, const Column
         x.v[i + j * 2] = __uint_as_float(two << 16), x.v[i + j * 2 + 1] = __uint_as_float(two & 0xFFFF0000u);
       }
     }
-    write_column<SPAN, RULE, false, DITHER>(x, args, tile.row, tile.column + c * 4 + pass);
+    write_column<SPAN, RULE, DITHER>(x, args, tile.row, tile.column + c * 4 + pass);
   }
 }
 
