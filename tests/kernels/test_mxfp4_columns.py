@@ -38,7 +38,7 @@ extern "C" const char* run(int which, const void* x, const unsigned char* in_sca
   using Kernel = void(const void*, const unsigned char*, const float*, unsigned char*, unsigned char*, unsigned*,
                       long long, int, int, float, unsigned, unsigned, unsigned, unsigned, int);
   static Kernel* const kernels[] = {ELEMENTS};
-  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, shared, seed, [&] {
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 64, shared, seed, [&] {
     kernels[which](x, in_scale, signs, packed, scale, mask, pitch, rows, columns, root, s0, s1, o0, o1, down);
   });
   return message.c_str();

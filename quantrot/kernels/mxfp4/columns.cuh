@@ -1,9 +1,8 @@
 // MXFP4 of a transpose, on Hopper: groups along the rows of 16-bit elements. Follows rows.cuh.
 //
-// A thread block of 8 warps copies tiles of 128 rows by 128 bytes, some ahead; a warp takes 16 bytes of every row. Lane
-// (c, s) owns the group of rows 32 s ... 32 s + 31 of column c: the four lanes of a column write 64 bytes side by side,
-// and hold a Hadamard block of 64 or 128 together. 16-byte unit u of row r lies at u ^ (r / 32) ^ 4 (r % 2), so that
-// the four meet no bank twice, nor do the two rows of each that ldmatrix reads and turns at once.
+// A thread block of two warps copies tiles of 128 rows by 128 bytes, whole lines, ahead; a warp takes 64 bytes of every row.
+// A lane owns the 128 rows of a column, and with them a Hadamard block of up to 128. 16-byte unit u of row r lies at
+// u ^ 4 (r % 2), so that the two rows of each of four units that ldmatrix reads and turns at once meet no bank twice.
 
 namespace quantrot {
 
@@ -52,41 +51,61 @@ __device__ __forceinline__ Words load_columns(u32 from) {
 }
 #endif
 
+// Tiles in lines of `each`, by number (less than 2^24): a division by a number that the compiler does not know, in ten instructions.
+struct Lines {
+  u32 each;
+  float inverse;
+
+  __device__ __forceinline__ Lines(u32 each) : each(each), inverse(__fdividef(1.0f, (float)each)) {}
+  __device__ __forceinline__ void find(u32 number, u32& line, u32& place) const {
+    line = (u32)__fmul_rn((float)number, inverse), place = number - line * each;
+    if ((int)place < 0) line--, place += each;
+    else if (place >= each) line++, place -= each;
+  }
+};
+
 __device__ __forceinline__ void start_transpose(u32 to, const TransposeArgs& args, u32 row, u32 byte, u32 width) {
-  const u32 unit = threadIdx.x % 8, at = min(byte + unit * 16, width - 16), last = args.rows - 1;
+  const u32 unit = threadIdx.x % 8, r = threadIdx.x / 8, at = min(byte + unit * 16, width - 16), last = args.rows - 1;
+  to += r * WIDE + (unit ^ r % 2 * 4) * 16;
+  if (row + TALL <= args.rows) {
+    const char* const from = (const char*)args.x + (row + r) * args.pitch + at;
 #pragma unroll
-  for (u32 i = 0; i < 4; i++) {
-    const u32 r = i * 32 + threadIdx.x / 8;
-    copy16(to + r * WIDE + (unit ^ i ^ r % 2 * 4) * 16, (const char*)args.x + min(row + r, last) * args.pitch + at);
+    for (u32 i = 0; i < 16; i++) copy16(to + i * (8 * WIDE), from + i * 8 * args.pitch);
+  } else {
+#pragma unroll
+    for (u32 i = 0; i < 16; i++) copy16(to + i * (8 * WIDE), (const char*)args.x + min(row + r + i * 8, last) * args.pitch + at);
   }
 }
 
-// A lane's group of a column, lane % 4 of the column's four from `first_row` on, turned, quantized and written.
-template <int SPAN, int RULE, bool MASK, bool DITHER>
-__device__ __forceinline__ void write_column(Group& x, const TransposeArgs& args, u32 first_row, u32 column) {
-  const u32 groups = args.rows / 32, row_group = first_row / 32 + lane_number() % 4;
-  const i64 group = (i64)column * groups + row_group;
-  x.turn_across<SPAN>();
-  const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, args.root);
-  u32 within;
-  Words codes = codes_of<RULE, MASK, DITHER>(x, fine_factor<RULE>(exponent.value, args.root), group, args.key, within);
-  if (!exponent.finite) codes = {}, within = 0;
-  if (column < (u32)args.columns && row_group < groups) {
-    store_words(args.packed + group * 16, codes);
-    args.scale[group] = exponent.byte();
-    if constexpr (MASK) args.mask[group] = within;
-  }
+// A lane's 32 N rows of a column from the tile's row `first` on, of which `at` is the address that ldmatrix takes of the lane.
+template <class IN, int N, bool SIGNS>
+__device__ __forceinline__ void read_columns(Group (&x)[N], u32 at, u32 first, u32 flips) {
+#pragma unroll
+  for (int i = 0; i < 32; i += 8)
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const Words rows = load_columns(at + (first + n * 32 + i) * WIDE);
+#pragma unroll
+      for (int j = 0; j < 4; j += 2) {
+        const Words flip = SIGNS ? load_shared_words(flips + (n * SIGN_PITCH + i + j * 2) * 4) : Words{};
+        x[n].v[i + j * 2] = signed_value<IN, false>(rows.at(j), flip.x);
+        x[n].v[i + j * 2 + 1] = signed_value<IN, true>(rows.at(j), flip.y);
+        x[n].v[i + j * 2 + 2] = signed_value<IN, false>(rows.at(j + 1), flip.z);
+        x[n].v[i + j * 2 + 3] = signed_value<IN, true>(rows.at(j + 1), flip.w);
+      }
+    }
 }
 
 template <class IN, int SPAN, bool SIGNS, int RULE, bool MASK, bool DITHER, int STAGES>
 __device__ __forceinline__ void transpose(const TransposeArgs& args) {
   constexpr u32 COLUMNS = 64;  // of a tile
-  const u32 lane = lane_number(), warp = warp_number(), c = lane >> 2, s = lane & 3;
+  constexpr int N = SPAN ? SPAN : 1;
+  const u32 lane = lane_number(), warp = warp_number(), mine = lane % 4 * 8 + lane / 4;  // column of the warp's 32
   const u32 ring = shared_memory(), groups = args.rows / 32, width = args.columns * 2;
   const u32 row_tiles = (args.rows + TALL - 1) / TALL, column_tiles = (args.columns + COLUMNS - 1) / COLUMNS;
-  const u32 flips = ring + STAGES * TRANSPOSE_TILE;  // sign bits of 32 rows, for each s
+  const u32 flips = ring + STAGES * TRANSPOSE_TILE;
   if constexpr (SIGNS) {
-    for (u32 i = 0; i < 4; i += SPAN) store_signs(flips + i * SIGN_PITCH * 4, args.signs, SPAN);
+    store_signs(flips, args.signs, SPAN);
     block_sync();
   }
   const Place by(gridDim.x, row_tiles, column_tiles, args.down);
@@ -100,29 +119,58 @@ __device__ __forceinline__ void transpose(const TransposeArgs& args) {
   u32 into = 0, slot = 0;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++, into += TRANSPOSE_TILE) start_ahead(ring + into);
+  const u32 r = lane / 8 * 2 + lane % 2, rows_at = r * WIDE + (warp * 4 + lane % 8 / 2 ^ r % 2 * 4) * 16;
+  // A column's codes come to lie in a row of the tile, in the warp's half of it.
+  const auto unit_at = [&](u32 column, u32 unit) {
+    return slot + column * WIDE + (warp * 4 + (unit ^ column / 2 % 4) ^ column % 2 * 4) * 16;
+  };
   while (inside(here)) {
-    const u32 first_row = here.row * TALL, first_column = here.column * COLUMNS + warp * 8;
+    const u32 first_column = here.column * COLUMNS + warp * 32, column = first_column + mine, row_group = here.row * 4;
+    const i64 group = (i64)column * groups + row_group;
     here.advance(by, row_tiles, column_tiles, args.down);
     copies_wait<STAGES - 2>();
-    block_sync();  // all have copied this tile, and read the one that is overwritten now
-    start_ahead(ring + into);
-    const u32 r = lane % 8, rows_at = ring + slot + (r / 2 * 32 + lane / 8 * 2 + r % 2) * WIDE + (warp ^ r / 2 ^ r % 2 * 4) * 16;
+    block_sync();  // both have copied this tile, and are done with the one that is overwritten next
+    u32 scales = 0, kept[4];
+    Words codes[4];
+#pragma unroll
+    for (int first = 0; first < 4; first += N) {
+      Group x[N];
+      u32 bits[N];
+      read_columns<IN, N, SIGNS>(x, ring + slot + rows_at, first * 32, flips);
+      turn_groups<N>(x);
+      const auto number = [&](int n) { return group + first + n; };
+      const auto keep = [&](int n, const Words& c) {
+        codes[first + n] = c;
+        if (first + n == 0) start_ahead(ring + into);  // with registers free: 100 us for 101, random 118 for 131 (blocks of 128)
+      };
+      scales |= quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, number, args.key, bits, keep) << 8 * first;
+#pragma unroll
+      for (int n = 0; n < N; n++) kept[first + n] = bits[n];
+    }
+    warp_sync();  // all have read what is overwritten now
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) store_shared_words(ring + unit_at(mine, k), codes[k]);
+    warp_sync();
+    const u32 wide = first_column < (u32)args.columns ? args.columns - first_column : 0;
+    if (row_group + lane % 4 < groups) {
+      unsigned char* const to = args.packed + ((i64)(first_column + lane / 4) * groups + (row_group + lane % 4)) * 16;
+#pragma unroll
+      for (u32 n = 0; n < 32; n += 8)
+        if (n + lane / 4 < wide) store_words(to + (u64)groups * (n * 16), load_shared_words(ring + unit_at(n + lane / 4, lane % 4)));
+    }
+    if (mine < wide && groups % 4 == 0) {
+      store_part<4>(args.scale + group, scales);
+      if constexpr (MASK) store_each<4>(args.mask + group, kept);
+    } else if (mine < wide) {
+#pragma unroll
+      for (u32 n = 0; n < 4; n++)
+        if (row_group + n < groups) {
+          args.scale[group + n] = (unsigned char)(scales >> 8 * n);
+          if constexpr (MASK) args.mask[group + n] = kept[n];
+        }
+    }
     into = into == (STAGES - 1) * TRANSPOSE_TILE ? 0 : into + TRANSPOSE_TILE;
     slot = slot == (STAGES - 1) * TRANSPOSE_TILE ? 0 : slot + TRANSPOSE_TILE;
-    Group x;
-#pragma unroll
-    for (int i = 0; i < 32; i += 8) {
-      const Words rows = load_columns(rows_at + i * WIDE);
-#pragma unroll
-      for (int j = 0; j < 4; j += 2) {
-        const Words flip = SIGNS ? load_shared_words(flips + (s * SIGN_PITCH + i + j * 2) * 4) : Words{};
-        x.v[i + j * 2] = signed_value<IN, false>(rows.at(j), flip.x);
-        x.v[i + j * 2 + 1] = signed_value<IN, true>(rows.at(j), flip.y);
-        x.v[i + j * 2 + 2] = signed_value<IN, false>(rows.at(j + 1), flip.z);
-        x.v[i + j * 2 + 3] = signed_value<IN, true>(rows.at(j + 1), flip.w);
-      }
-    }
-    write_column<SPAN, RULE, MASK, DITHER>(x, args, first_row, first_column + c);
   }
 }
 

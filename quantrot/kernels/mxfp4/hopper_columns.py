@@ -13,13 +13,13 @@ from quantrot.kernels.mxfp4 import hopper_rows, tuned
 from quantrot.kernels.mxfp4.reference import GROUP, ScaleRule, float32
 from quantrot.kernels.mxfp4.triton import float_signs, key_of, outputs
 
-THREADS = 256
+THREADS = 64
 TILE = 128 * 128  # bytes
 SIGNS = 4 * 36 * 4
 CODE_BOX = (128, 32)  # rows and bytes of a warp's tile of codes
 SCRATCH = 8 * 80 + 32 * 80  # bytes of a warp that turns codes
 
-TRANSPOSE = """extern "C" __global__ void __launch_bounds__(256, {resident}) {name}(
+TRANSPOSE = """extern "C" __global__ void __launch_bounds__(64, {resident}) {name}(
     const void* x, const unsigned char* in_scale, const float* signs, unsigned char* packed, unsigned char* scale,
     unsigned* mask, long long pitch, int rows, int columns, float root, unsigned s0, unsigned s1, unsigned o0,
     unsigned o1, int down) {{
@@ -62,8 +62,8 @@ def entry(
     *,
     mask: bool = False,
     dither: bool = False,
-    resident: int = 3,
-    stages: int = 3,
+    resident: int = 6,
+    stages: int = 2,
     name: str = "mxfp4_columns",
 ) -> str:
     """C++ of the kernel `name` for elements of this dtype; uint8: for codes, by blocks of so many threads."""
@@ -120,8 +120,8 @@ def plan_of(dtype: torch.dtype, dither: bool, hadamard: int) -> tuple[int, int, 
     """(thread blocks of a multiprocessor, of codes threads of its one, stages, whether tiles follow each other down the
     rows)."""
     if dtype == torch.uint8:
-        return tuned.HOPPER_PACKED_COLUMNS[hadamard]
-    return tuned.HOPPER_RANDOM_COLUMNS if dither else tuned.HOPPER_COLUMNS
+        return (tuned.HOPPER_RANDOM_PACKED_COLUMNS if dither else tuned.HOPPER_PACKED_COLUMNS)[hadamard]
+    return tuned.HOPPER_COLUMNS
 
 
 def _run(

@@ -9,6 +9,7 @@
 namespace quantrot {
 
 constexpr int SPREAD = 12, LEAST_BYTE = 20, MOST_BYTE = 220;  // no power of two of a result is at float32's ends
+constexpr u32 RUN = 4;  // neighbouring tiles that warps of a block take, so that they share lines of codes and of scales
 constexpr u32 CODE_COLUMNS = 64, CODE_TILE = TALL * CODE_COLUMNS / 2;
 constexpr u32 COLUMN_PITCH = 80;  // bytes of a column's codes: eight lanes that write a word each meet no bank twice
 constexpr u32 POWER_PITCH = 80;   // bytes of 32 rows' powers of two: four lanes meet no bank twice
@@ -45,6 +46,14 @@ struct Sylvester {
       }
   }
 };
+
+#ifndef QUANTROT_EMULATED
+__device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {  // of two 16-bit numbers each
+  u32 r;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+#endif
 
 __device__ __forceinline__ u32 other_word(u32 v, int across) {
   return __float_as_uint(other_lane(__uint_as_float(v), across));
@@ -92,8 +101,8 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
   };
   load(0);
   u32 fields[4] = {};  // exponents of a column's blocks of rows, as float32 has them, a byte each
-#pragma unroll 1
-  for (u32 block = 0, place = 1; block < 4; block += SPAN, place <<= SPAN < 4 ? 8 * SPAN : 0) {
+  const u32 base = __float_as_uint(__fmul_rn(args.root, 0.75f * FINE)) + (129u << 23);
+  const auto step = [&](u32 block, bool more) {
     float v[2][SPAN][4][4] = {};  // by pairs of columns, 4 g + 2 p and the next
 #pragma unroll
     for (int n = 0; n < SPAN; n++) {
@@ -114,7 +123,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
             product_warp<Fp16>(v[p][n][i], {a[p][t][0], a[p][t][1], a[p][t + 1][0], a[p][t + 1][1]}, h.words[i][t],
                                h.words[i][t + 1]);
     }
-    if constexpr (SPAN < 4) load(block + SPAN & 3);  // while the products are made
+    if (more) load(block + SPAN & 3);  // while the products are made
 #pragma unroll
     for (int half = SPAN / 2; half; half /= 2)
 #pragma unroll
@@ -146,15 +155,20 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
 #pragma unroll
         for (int i = 1; i < 8; i++) amax[c] = fmaxf(amax[c], fabsf(value(c, i)));
       }
+      u32 two[2];  // columns' exponents, with what is below them in half a word
+#pragma unroll
+      for (int p = 0; p < 2; p++)
+        two[p] = __byte_perm(__float_as_uint(__fmul_rn(amax[2 * p], args.root)),
+                             __float_as_uint(__fmul_rn(amax[2 * p + 1], args.root)), 0x7632);
 #pragma unroll
       for (int across = 1; across < 4; across *= 2)
 #pragma unroll
-        for (int c = 0; c < 4; c++) amax[c] = fmaxf(amax[c], other_lane(amax[c], across));
+        for (int p = 0; p < 2; p++) two[p] = larger_halves(two[p], other_word(two[p], across));
+#pragma unroll
+      for (int c = 0; c < 4; c++) fields[c] = __byte_perm(fields[c], two[c / 2] << 1, c % 2 ? 0x7321 : 0x5321);
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        const u32 field = __float_as_uint(__fmul_rn(amax[c], args.root)) >> 23;
-        fields[c] += field * (place << 8 * n);
-        const float factor = fine_factor<ABSMAX34>((int)field - 129, args.root);
+        const float factor = __uint_as_float(base - ((c % 2 ? two[c / 2] : two[c / 2] << 16) & 0x7F800000u));
         u32 p[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -166,20 +180,34 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
         store_shared32(columns + (c * 8 + g) * COLUMN_PITCH + (block + n) * 16 + q * 4, code_word(p[0], p[1], p[2], p[3]));
       }
     }
+  };
+  if constexpr (DITHER && SPAN < 4) {  // random numbers take the registers that steps at once would
+#pragma unroll 1
+    for (u32 block = 0; block < 4; block += SPAN) step(block, true);
+  } else {
+#pragma unroll
+    for (u32 block = 0; block < 4; block += SPAN) step(block, block + SPAN < 4);
   }
   u32 zero = 0;  // a byte's top bit where it is 0
 #pragma unroll
   for (int c = 0; c < 4; c++) zero |= (fields[c] - 0x01010101u) & ~fields[c];
-  if (warp_max((zero & 0x80808080u) != 0)) return false;
+  if (__any_sync(0xFFFFFFFFu, (zero & 0x80808080u) != 0)) return false;
   warp_sync();
-  const i64 group = (i64)(tile.column + 4 * g) * groups + (tile.row / 32 + q);
-  unsigned char *packed = args.packed + group * 16, *scale = args.scale + group;
-  if (tile.row / 32 + q < groups)
+  const i64 group = (i64)(tile.column + 4 * g) * groups + tile.row / 32;
+  unsigned char *packed = args.packed + (group + q) * 16, *scale = args.scale + group + q;
+  const u32 from = columns + g * COLUMN_PITCH + q * 16, down = (u32)(top - 130) * 0x01010101u;
+  if (groups % 4 == 0) {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) store_words(packed + (i64)(i * groups) * 16, load_shared_words(from + i * (8 * COLUMN_PITCH)));
+    const u32 a = q & 1 ? fields[1] : fields[0], b = q & 1 ? fields[3] : fields[2];
+    *(u32*)(args.scale + group + (i64)q * groups) = (q & 2 ? b : a) + down;
+  } else if (tile.row / 32 + q < groups) {
 #pragma unroll
     for (u32 i = 0; i < 4; i++, packed += (i64)groups * 16, scale += groups) {
-      store_words(packed, load_shared_words(columns + (i * 8 + g) * COLUMN_PITCH + q * 16));
-      *scale = (unsigned char)((fields[i] >> 8 * q) + (top - 130));
+      store_words(packed, load_shared_words(from + i * (8 * COLUMN_PITCH)));
+      *scale = (unsigned char)(fields[i] + down >> 8 * q);
     }
+  }
   warp_sync();
   return true;
 }
@@ -194,6 +222,22 @@ __device__ __forceinline__ void store_wide_powers(u32 powers, const u32 (&bytes)
     const u32 bits = bytes[i] == 255 ? 0x7FC0u : bytes[i] ? bytes[i] << 7 : 0x0040u;
     store_shared16(powers + (lane % 2 * 4 + i / 2) * POWER_PITCH + (i % 2 * 16 + lane / 2) * 2,
                    bits ^ (negative << (15 - i) & 0x8000));
+  }
+}
+
+// A lane's group of a column, lane % 4 of the column's four from `first_row` on, turned, quantized and written.
+template <int SPAN, int RULE, bool DITHER>
+__device__ __forceinline__ void write_column(Group& x, const TransposeArgs& args, u32 first_row, u32 column) {
+  const u32 groups = args.rows / 32, row_group = first_row / 32 + lane_number() % 4;
+  const i64 group = (i64)column * groups + row_group;
+  x.turn_across<SPAN>();
+  const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, args.root);
+  u32 within;
+  Words codes = codes_of<RULE, false, DITHER>(x, fine_factor<RULE>(exponent.value, args.root), group, args.key, within);
+  if (!exponent.finite) codes = {};
+  if (column < (u32)args.columns && row_group < groups) {
+    store_words(args.packed + group * 16, codes);
+    args.scale[group] = exponent.byte();
   }
 }
 
@@ -214,7 +258,7 @@ __device__ __forceinline__ void by_lanes(const TransposeArgs& args, const Column
         x.v[i + j * 2] = __uint_as_float(two << 16), x.v[i + j * 2 + 1] = __uint_as_float(two & 0xFFFF0000u);
       }
     }
-    write_column<SPAN, RULE, false, DITHER>(x, args, tile.row, tile.column + c * 4 + pass);
+    write_column<SPAN, RULE, DITHER>(x, args, tile.row, tile.column + c * 4 + pass);
   }
 }
 
@@ -238,14 +282,15 @@ __device__ __forceinline__ void requantize(const TensorMap* map, const Transpose
   if constexpr (SIGNS)
 #pragma unroll
     for (int i = 0; i < 8; i++) negative |= __float_as_uint(args.signs[(16 * i + lane / 2) % (32 * SPAN)]) >> 31 << i;
+  const Lines lines(args.down ? row_tiles : column_tiles);
+  const u32 in_runs = row_tiles * column_tiles / (RUN * gridDim.x) * RUN;
   const Sylvester h;
   const u64 policy = cache_policy<FIRST>();
   struct Taken {  // a tile, and scales of rows 16 i + lane / 2 of its half lane % 2
     u32 row, column, bytes[8];
   };
-  // A tile's scales until it is done. Random numbers want the registers: loading the scales again, which is rare, saves blocks of
-  // 64 a spill; of 128, which fill them anyhow, it costs 6%.
-  constexpr bool KEEPS = SPAN == 4 || !DITHER;
+  // A tile's scales until it is done. Random numbers want the registers: loading the scales again, which is rare, saves spills.
+  constexpr bool KEEPS = !DITHER;
   const auto load_bytes = [&](u32 (&bytes)[8], u32 row, u32 column) {
     const u32 mine = lane / 2 * pitch + min(lane % 2, pitch - 1 - column * 2);
 #pragma unroll
@@ -256,10 +301,11 @@ __device__ __forceinline__ void requantize(const TensorMap* map, const Transpose
   };
   u32 into = 0;
   const auto start = [&] {
-    const u32 number = blockIdx.x + next_number(counter) * gridDim.x;
-    Taken t = {args.down ? number % row_tiles : number / column_tiles,
-               args.down ? number / row_tiles : number % column_tiles,
-               {}};
+    const u32 next = next_number(counter);
+    const u32 number = next < in_runs ? next / RUN * RUN * gridDim.x + blockIdx.x * RUN + next % RUN : next * gridDim.x + blockIdx.x;
+    u32 line, place;
+    lines.find(number, line, place);
+    Taken t = {args.down ? place : line, args.down ? line : place, {}};
     if (t.row < row_tiles && t.column < column_tiles) {
       barrier_expect(full + into * 8, CODE_TILE);
       tensor_load(ring_at + into * CODE_TILE, map, t.column * 32, t.row * TALL, full + into * 8, policy);

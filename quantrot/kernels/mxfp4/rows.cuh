@@ -90,10 +90,10 @@ struct Random {
 // Codes of a group and, of MASK, which elements are within 6 scales (bit i: element i); factor: see factor_of.
 template <int RULE, bool MASK, bool DITHER>
 __device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 number, const Key& key, u32& within) {
-  // Bits are collected as sums in float16, of eight elements a word, on a pipe that has room (91.7 us for 93.8 with ors, blocks of
-  // 64): bit 4 k + r of a word's lower half is element 4 k + r, of its upper one 4 k + 2 + r.
-  constexpr u32 NONE = 0x64006400u, BIT[4] = {0x3C003C00u, 0x40004000u, 0x4C004C00u, 0x50005000u};  // 1024; 1, 2, 16, 32
-  u32 words[4], kept[4] = {NONE, NONE, NONE, NONE};
+  // Bits are collected as sums of float16's subnormals, of eight elements a word, on a pipe that has room (91.7 us for 93.8 with
+  // ors, blocks of 64): bit 4 k + r of a word's lower half is element 4 k + r, bit 4 k + 2 + r of its upper one that element.
+  constexpr u32 BIT[4] = {0x00040001u, 0x00080002u, 0x00400010u, 0x00800020u};
+  u32 words[4], kept[4] = {};
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     u32 p[8];
@@ -114,9 +114,43 @@ __device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 numb
     }
     words[half * 2] = code_word(p[0], p[1], p[2], p[3]), words[half * 2 + 1] = code_word(p[4], p[5], p[6], p[7]);
   }
-  const u32 first = __byte_perm(kept[0], kept[1], 0x6240), last = __byte_perm(kept[2], kept[3], 0x6240);
-  within = __byte_perm(first, last, 0x5410) | __byte_perm(first, last, 0x7632) << 2;
+  const u32 first = kept[0] + (kept[1] << 8), last = kept[2] + (kept[3] << 8);
+  within = __byte_perm(first, last, 0x5410) | __byte_perm(first, last, 0x7632);
   return {words[0], words[1], words[2], words[3]};
+}
+
+// N groups of a lane, the nth of number(n), as codes, which `keep` takes, clip bits, and their scales' bytes. TURN: after
+// Sylvester's matrix of 32.
+template <int RULE, bool TURN, bool MASK, bool DITHER, int N, class Number, class Keep>
+__device__ __forceinline__ u32 quantize_groups(Group (&x)[N], float root, const Number& number, const Key& key, u32 (&kept)[N],
+                                               const Keep& keep) {
+  constexpr bool ESTIMATES = RULE == QUEST && TURN;
+  u32 squares[N], lost = 0, scales = 0;  // lost: ones in the bytes of groups that are not finite
+  if constexpr (ESTIMATES) lost = quest_squares(x, squares, root);
+  if constexpr (ESTIMATES && N == 4)  // 96 us; each before its codes, which is faster with fewer of them, 98
+#pragma unroll
+    for (int n = 0; n < N; n++) x[n].turn_within();
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    int exponent;
+    if constexpr (ESTIMATES) {
+      if constexpr (N < 4) x[n].turn_within();
+      exponent = quest_exponent(squares[n]);
+    } else {
+      const Exponent found = exponent_of<RULE, TURN>(x[n], root);
+      exponent = found.value;
+      if (!found.finite) x[n] = {}, lost |= 255u << 8 * n;
+    }
+    const float factor = fine_factor<RULE>(exponent, root);
+    const Words codes = codes_of<RULE, MASK, DITHER>(x[n], factor, number(n), key, kept[n]);
+    scales |= (u32)(exponent + 127) << 8 * n;
+    keep(n, codes);
+  }
+  if (MASK && lost)
+#pragma unroll
+    for (int n = 0; n < N; n++)
+      if (lost >> 8 * n & 255) kept[n] = 0;
+  return scales | lost;
 }
 
 // N bytes, or words, at once.
@@ -250,49 +284,32 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
     for (int n = 0; n < N; n++) x[n].template turn_across<LANES>();
     turn_groups<N>(x);
     const u32 group = (taken[0] * 32 + lane) * N;
-    constexpr bool ESTIMATES = RULE == QUEST && SPAN != 0;
-    u32 squares[N], kept[N], lost = 0, scales = 0;  // lost: ones in the bytes of groups that are not finite
-    if constexpr (ESTIMATES) lost = quest_squares(x, squares, args.root);
-    if constexpr (ESTIMATES && N == 4)  // 96 us; each before its codes, which is faster with fewer of them, 98
-#pragma unroll
-      for (int n = 0; n < N; n++) x[n].turn_within();
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      int exponent;
-      if constexpr (ESTIMATES) {
-        if constexpr (N < 4) x[n].turn_within();
-        exponent = quest_exponent(squares[n]);
-      } else {
-        const Exponent found = exponent_of<RULE, SPAN != 0>(x[n], args.root);
-        exponent = found.value;
-        if (!found.finite) x[n] = {}, lost |= 255u << 8 * n;
-      }
-      const float factor = fine_factor<RULE>(exponent, args.root);
-      const Words codes = codes_of<RULE, MASK, DITHER>(x[n], factor, group | n, args.key, kept[n]);
-      scales |= (u32)(exponent + 127) << 8 * n;
+    u32 kept[N];
+    const auto number = [&](int n) { return group | n; };
+    const auto keep = [&](int n, const Words& codes) {
       if constexpr (N < 4) {
         if (group < groups) store_words(args.packed + (i64)group * 16 + n * 16, codes);
       } else {
         if (n == 0) warp_sync();
-        store_shared_words(ring + slot + (lane * N + (n ^ lane * N / 8 % N)) * 16, codes);
+        store_shared_words(ring + slot + lane * 64 ^ (n ^ lane / 2 % 4) * 16, codes);
       }
-    }
+    };
+    const u32 scales = quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, number, args.key, kept, keep);
     if constexpr (N == 4) {  // so that whole lines are written: 106 us for 112 (bulk copies of what lanes left in a row 101 for 97)
       warp_sync();
-      const u32 first = taken[0] * (32 * N) + lane;
+      const u32 first = taken[0] * (32 * N), left = groups - first, from = ring + slot + (lane ^ lane / 8) * 16;
+      unsigned char* const to = args.packed + (u64)(first + lane) * 16;
+      if (left >= 32 * N) {
 #pragma unroll
-      for (u32 n = 0; n < N; n++) {
-        const u32 unit = n * 32 + lane;
-        const Words codes = load_shared_words(ring + slot + (unit ^ unit / 8 % N) * 16);
-        if (first + n * 32 < groups) store_words(args.packed + (i64)first * 16 + n * 512, codes);
+        for (u32 n = 0; n < N; n++) store_words(to + n * 512, load_shared_words(from + n * 512));
+      } else {
+#pragma unroll
+        for (u32 n = 0; n < N; n++)
+          if (lane + n * 32 < left) store_words(to + n * 512, load_shared_words(from + n * 512));
       }
     }
-    if (MASK && lost)
-#pragma unroll
-      for (int n = 0; n < N; n++)
-        if (lost >> 8 * n & 255) kept[n] = 0;
     if (group < groups) {
-      store_part<N>(args.scale + group, scales | lost);
+      store_part<N>(args.scale + group, scales);
       if constexpr (MASK) store_each<N>((u32*)args.mask + group, kept);
     }
     slot = slot == (STAGES - 1) * PIECE ? 0 : slot + PIECE;

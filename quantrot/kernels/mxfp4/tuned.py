@@ -7,10 +7,10 @@ layout of their own, and the compiler then carries every load through shared mem
 
 The CUDA kernels: HOPPER_ROWS, HOPPER_MASK_ROWS with a clip mask, HOPPER_RANDOM_ROWS with random rounding: (threads,
 thread blocks of a multiprocessor, stages), by block; HOPPER_EXPANDED, which writes e4m3: (threads of a multiprocessor,
-stages); HOPPER_COLUMNS, HOPPER_RANDOM_COLUMNS, the transposes: (thread blocks of a multiprocessor, stages, whether
-tiles follow each other down the rows); HOPPER_PACKED_COLUMNS, from packed bytes: (threads of the one block, stages, the
-same), by block; HOPPER_DECODE: the fields of hopper.Plan after its first, up to `grouped`, by (tokens, rows, columns).
-Shapes that are not there follow the rules of `plan_for`.
+stages); HOPPER_COLUMNS, the transposes: (thread blocks of a multiprocessor, stages, whether tiles follow each other
+down the rows); HOPPER_PACKED_COLUMNS, from packed bytes, HOPPER_RANDOM_PACKED_COLUMNS with random rounding: (threads of
+the one block, stages, the same), by block; HOPPER_DECODE: the fields of hopper.Plan after its first, up to `grouped`,
+by (tokens, rows, columns). Shapes that are not there follow the rules of `plan_for`.
 """
 
 ROW_THREADS = {32: 128, 64: 128, 128: 128}
@@ -21,9 +21,9 @@ HOPPER_ROWS = {32: (512, 1, 3), 64: (512, 1, 2), 128: (384, 1, 2)}
 HOPPER_MASK_ROWS = {32: (768, 1, 2), 64: (512, 1, 2), 128: (352, 1, 2)}
 HOPPER_RANDOM_ROWS = {32: (512, 1, 3), 64: (512, 1, 2), 128: (512, 1, 2)}
 HOPPER_EXPANDED = (896, 2)
-HOPPER_COLUMNS = (4, 3, True)
-HOPPER_RANDOM_COLUMNS = (2, 4, True)
-HOPPER_PACKED_COLUMNS = {32: (384, 2, False), 64: (384, 2, False), 128: (256, 3, False)}
+HOPPER_COLUMNS = (6, 2, True)
+HOPPER_PACKED_COLUMNS = {32: (384, 2, False), 64: (384, 2, False), 128: (256, 2, False)}
+HOPPER_RANDOM_PACKED_COLUMNS = {32: (448, 2, False), 64: (384, 2, False), 128: (256, 2, False)}
 HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, bool]] = {
     (1, 4096, 4096): (1, 2, 4, 16, 1, True, 1, False),
     (1, 4096, 14336): (1, 2, 7, 28, 1, True, 1, False),

@@ -1,6 +1,9 @@
 // What kernels/mxfp4/columns.cuh takes beside rows.cuh, for the host: ldmatrix of four tiles, turned.
 #pragma once
 
+inline float __fdividef(float a, float b) { return a / b; }
+inline u32 larger_halves(u32 a, u32 b) { return std::max(a & 0xFFFF, b & 0xFFFF) | std::max(a >> 16, b >> 16) << 16; }
+
 inline Words load_columns(u32 from) {
   Words mine;
   if (from % 16) emulator::fail("a row of 16 bytes that is not aligned");
