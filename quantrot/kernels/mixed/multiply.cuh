@@ -104,6 +104,7 @@ struct Operands {
 };
 
 // ODD: an odd number of rows of tiles, see MixedTiles. HALVES: a block's products start two by two. TEAMS: see parts.cuh.
+// A product has 256 columns at most: more are PASSES = 2 products by the same codes, and are stored in two halves.
 template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool ODD_, bool HALVES_, int TEAMS_ = 1,
           int BLOCKS_ = 1>
 struct Tile {
@@ -113,8 +114,11 @@ struct Tile {
   static constexpr int ROWS = 64 * GROUPS, W = COLUMNS / 2, CLUSTER = SPLIT * SHARE, PART = COLUMNS / SHARE;
   static constexpr int LINE = 64;  // bytes of a row of codes in a block
   static constexpr int CODES = BLOCKS * ROWS * LINE, STAGE = CODES + BLOCKS * COLUMNS * 128;
-  static constexpr int HALF = COLUMNS % 32;                              // of a box of y, past the last whole one
-  static constexpr int OUTPUT = 64 * (COLUMNS + HALF) * 2;               // of a warpgroup's sums in 16 bits
+  static constexpr int PASSES = COLUMNS > 256 ? 2 : 1, STORED = COLUMNS / PASSES;
+  static constexpr int FIRST = PASSES == 2 ? COLUMNS / 4 + COLUMNS / 4 % 8 : W;  // of a lane's sums, the first product's
+  static constexpr int PIECES = SHARE > PASSES ? SHARE : PASSES;         // copies that bring the wide tile
+  static constexpr int HALF = STORED % 32;                               // of a box of y, past the last whole one
+  static constexpr int OUTPUT = 64 * (STORED + HALF) * 2;                // of a warpgroup's sums in 16 bits
   static_assert(COLUMNS % SHARE == 0 && PART % 8 == 0, "a share of the wide tile is whole groups of eight rows");
 };
 
@@ -131,16 +135,16 @@ struct Loader {
   Ring<P::STAGES> ring;
 
   __device__ __forceinline__ void load_codes(u32 stage, int k, int row) const {
-    barrier_expect(full + stage * 8, P::CODES + P::BLOCKS * P::SHARE * box * 128);
+    barrier_expect(full + stage * 8, P::CODES + P::BLOCKS * P::PIECES * box * 128);
     tensor_load(base + stage * P::STAGE, codes, k * P::LINE, row, full + stage * 8, codes_policy);
   }
   __device__ __forceinline__ void load_wide(u32 stage, int k, int column, bool apart) const {
     const u32 to = base + stage * P::STAGE + P::CODES, bar = full + stage * 8;
     if constexpr (P::BLOCKS > 1) {
-      static_assert(P::SHARE == 1, "its own");
+      static_assert(P::PIECES == 1, "its own");
       for (int i = 0; i < P::BLOCKS; i++) tensor_load(to + i * P::COLUMNS * 128, wide, (k + i) * 64, column, bar, wide_policy);
-    } else if (P::ODD && apart) {
-      for (int i = 0; i < P::SHARE; i++)
+    } else if (P::PIECES > P::SHARE || (P::ODD && apart)) {
+      for (int i = 0; i < P::PIECES; i++)
         tensor_load(to + i * box * 128, wide, k * 64, column + i * box, bar, wide_policy);
     } else if constexpr (P::SHARE > 1) {
       const u32 share = rank % P::SHARE;
@@ -282,7 +286,13 @@ struct Multiplier {
   __device__ __forceinline__ void multiply(float (&d)[P::W], int j, u32 tile, bool add) { multiply(d, j, j, tile, add); }
   __device__ __forceinline__ void multiply(float (&d)[P::W], int from, int j, u32 tile, bool add) {
     product_fence();
-    product16<T>(d, a[from], operand(tile + P::CODES, j), add);
+    if constexpr (P::PASSES == 1) {
+      product16<T>(d, a[from], operand(tile + P::CODES, j), add);
+    } else {
+      constexpr int REST = P::W - P::FIRST;
+      product16<T>((float(&)[P::FIRST])d[0], a[from], operand(tile + P::CODES, j), add);
+      product16<T>((float(&)[REST])d[P::FIRST], a[from], operand(tile + P::CODES + P::FIRST * 256, j), add);
+    }
     product_commit();
   }
   __device__ __forceinline__ void back() { hand_back<P>(empty + previous * 8, rank); }
@@ -383,8 +393,9 @@ struct Multiplier {
   }
 };
 
-// A Multiplier for four warpgroups a thread block, who have half the registers: three others' products hide what it waits
-// for, so it keeps the operands of two products and the codes of one.
+// A Multiplier for those who have few registers beside their sums: four warpgroups a thread block, or tiles of more than
+// 256 columns. Three others' products, or long ones, hide what it waits for, so it keeps the operands of two products and
+// the codes of one.
 template <class P, class O>
 struct Patient : Multiplier<P, O> {
   using Base = Multiplier<P, O>;
@@ -451,7 +462,7 @@ struct Patient : Multiplier<P, O> {
   }
 };
 
-template <class P, class O, bool FOUR = P::GROUPS * P::TEAMS == 4>
+template <class P, class O, bool FEW = P::GROUPS * P::TEAMS == 4 || P::PASSES == 2>
 struct Chosen {
   using Type = Multiplier<P, O>;
 };
