@@ -27,8 +27,8 @@ struct DecodeArgs {
   float scale;  // of the scores, times log2(e)
 };
 
-// The next kernel may start before so many tiles are left: a tile takes 1 us where all read, a start 3.
-constexpr int EARLY = 4;
+// The next kernel may start when so many tiles are left: a tile takes 1 us where all read, a start 3 (with 2: 1 us slower).
+constexpr int EARLY = 3;
 
 // Shared memory: the ring, [STAGES] of K and V; probabilities, in pieces of 128 tokens; queries; a byte a token, [STAGES] of
 // k's scales, v's and the mask; numbers that warps exchange; barriers: K's tile and the bytes have come, V's has, [STAGES], and
@@ -295,7 +295,7 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
 #pragma unroll
     for (int a = 0; a < KEYS / 64; a++) product_done(x[a]);
   };
-  // The scales of the team's i-th tile, while the tensor cores work.
+  // The scales of the i-th tile, while the tensor cores work.
   auto weigh = [&](int i) {
     const u32 bytes = scales + at.stage * 3 * KEYS;
     const int left = used - (part + i * parts) * KEYS;  // tokens from here on
