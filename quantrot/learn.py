@@ -42,7 +42,7 @@ from quantrot.rotation import block_matrices, permutation, split_gain, turn_inpu
 from quantrot.version import __version__
 
 BETAS, EPSILON = (0.9, 0.99), 1e-12
-CHECKS = 5  # times on the way that the held-out windows are run; the best matrices of these are kept
+CHECKS = 4  # times on the way that the held-out windows are run; the best matrices of these are kept
 SCALED = ("mxfp4", "int8")  # formats whose errors are of the size of the scale; e4m3's are of each element's
 LEARNABLE = ("R1", "R2")
 

@@ -12,7 +12,7 @@ A side longer than the width (heads side by side) is turned width by width. QuaR
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -47,7 +47,8 @@ class Rotation:
     seed: int
     permutation: bytes = b""  # int32, column j of x P is column permutation[j] of x; empty for none
     turned: int = -1  # how many leading columns of x P are turned, whole blocks; -1 for all
-    matrices: bytes = b""  # of a learned one: float32 [units, width / block, block, block], a unit each layer and head
+    # of a learned one: float32 [units, width / block, block, block], a unit for each layer and head
+    matrices: bytes = field(default=b"", repr=False)
 
 
 def rotation_from_spec(name: str, spec: RotationSpec, width: int) -> Rotation | None:
@@ -209,8 +210,8 @@ def _learned(rotation: Rotation) -> Tensor:
 
 def _own_blocks(rotation: Rotation, start: int, count: int, like: Tensor) -> Tensor:
     """The matrices of `count` columns of the whole side from `start` on, as `like`'s dtype and device."""
-    q = _learned(rotation)
-    return q[torch.arange(start // rotation.block, (start + count) // rotation.block) % len(q)].to(like)
+    q, first, n = _learned(rotation), start // rotation.block, count // rotation.block
+    return (q if (first, n) == (0, len(q)) else q[torch.arange(first, first + n) % len(q)]).to(like)
 
 
 def of_heads(rotation: Rotation, layer: int, heads: int, repeat: int = 1) -> Rotation:
