@@ -30,6 +30,7 @@ CASES = {
     "prefill_x240": (Plan(240, share=2, odd=True, stages=2), Kernel("uint8", BF16, False, 0, False, BF16, BF16)),
     "prefill_240": (Plan(240, share=2, odd=True, stages=2), Kernel("uint8", BF16, True, 0, False, BF16, BF16)),
     "prefill_256": (Plan(256, share=2, stages=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "prefill_256_odd": (Plan(256, share=2, odd=True, stages=2), Kernel("uint8", FP16, True, 2, True, FP32, FP16)),
     "prefill_x_group": (Plan(64, stages=3), Kernel("uint8", FP16, False, 2, True, BF16, None)),
     "decode1": (Decode(0, stages=4), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "decode1_group": (Decode(0, 1, 2, 2, stages=4, keep=1024), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
@@ -52,6 +53,7 @@ CASES = {
     "parts_192_alone": (Plan(128, 1, groups=3, halves=False), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "parts_192_alone64": (Plan(128, 1, groups=3, halves=False), Kernel("int8", FP16, True, 1, True, FP16, BF16)),
     "parts256": (Plan(256, 1, 2, stages=3), Kernel("packed", BF16, True, 0, False, FP32, FP32)),
+    "parts256_group": (Plan(256, 1, 2, stages=3), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
     "parts_long": (Plan(128, 2, 2, blocks=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "parts_64_rows": (Plan(128, 2, groups=1, halves=False), Kernel("e4m3", BF16, True, 2, False, BF16, None)),
     "parts_64_split": (Plan(128, 2, 2, groups=1), Kernel("packed", BF16, True, 2, False, BF16, None)),
@@ -207,7 +209,7 @@ def test_k_need_not_be_whole_blocks(emulator, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["prefill", "prefill_96", "decode8_group64", "decode16_group", "parts256", "parts_teams"]
+    "name", ["prefill", "prefill_96", "prefill_256", "decode8_group64", "decode16_group", "parts256", "parts_teams"]
 )
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     torch.manual_seed(0)
@@ -217,7 +219,10 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     assert relative(first, exact_product(*given)) <= MAX_RELATIVE_ERROR[first.dtype]
 
 
-@pytest.mark.parametrize("name", ["prefill_group64_64", "prefill_group", "prefill_x_group", "parts128", "parts_teams"])
+GROUPED = ["prefill_group64_64", "prefill_group", "prefill_256", "prefill_x_group", "parts128", "parts_teams"]
+
+
+@pytest.mark.parametrize("name", GROUPED)
 def test_a_scale_of_infinity_spoils_its_row_only(emulator, name):
     torch.manual_seed(0)
     x, weight, scale, zero, bias = operands(name, 16, 16, 384)
@@ -238,7 +243,7 @@ def test_scales_of_any_size_leave_each_row_its_error(emulator, name):
     assert ((y - exact).norm(dim=0) / exact.norm(dim=0)).max() <= 1.3 * MAX_RELATIVE_ERROR[x.dtype]  # of 40 elements
 
 
-@pytest.mark.parametrize("name", ["prefill_group64_64", "prefill_group", "prefill_x_group", "parts128", "parts_teams"])
+@pytest.mark.parametrize("name", GROUPED)
 def test_groups_without_a_scale_add_nothing(emulator, name):
     """The sums are kept in units of the last scale: neither 0 nor one that is too small to matter may become it."""
     torch.manual_seed(0)
