@@ -240,11 +240,11 @@ struct BatchMultiplier {
 };
 
 template <class P, class T>
-struct Chosen<P, BatchOperands<T>, false> {
+struct Chosen<P, BatchOperands<T>, ALIKE> {
   using Type = BatchMultiplier<P>;
 };
 template <class P, class T>
-struct Chosen<P, BatchOperands<T>, true> {
+struct Chosen<P, BatchOperands<T>, PATIENT> {
   using Type = BatchMultiplier<P>;
 };
 

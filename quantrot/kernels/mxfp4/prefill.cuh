@@ -242,11 +242,11 @@ struct PackedBy<P, true> {
   using Type = PackedDeep<P>;
 };
 template <class P>
-struct Chosen<P, PackedOperands, false> {
+struct Chosen<P, PackedOperands, ALIKE> {
   using Type = typename PackedBy<P, (P::BLOCKS > 1)>::Type;
 };
 template <class P>
-struct Chosen<P, PackedOperands, true> {
+struct Chosen<P, PackedOperands, PATIENT> {
   using Type = PackedDeep<P>;
 };
 
