@@ -33,7 +33,7 @@ from quantrot.kernels.mixed import KINDS, hopper, mixed_gemm, mixed_linear, mixe
 from quantrot.kernels.mixed.hopper import Decode, Kernel, Plan
 
 FEW, MANY = (1, 8, 16, 24, 32, 48, 64), (256, 512, 1024, 4096)
-WIDTHS = (64, *range(96, 257, 16))  # columns of a tile
+WIDTHS = (64, *range(96, 385, 16))  # columns of a tile
 
 
 TEAMS = [(1, 1, 8), (1, 1, 16), (2, 1, 4), (2, 1, 8), (3, 1, 4), (3, 1, 8), (1, 2, 8), (4, 1, 4), (2, 2, 4), (7, 1, 2)]
@@ -69,9 +69,11 @@ def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decod
 def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) -> Iterator[Plan]:
     for width, groups in product(WIDTHS, (2, 3, 4)):
         down, across = -(-rows // (64 * groups)), -(-columns // width)
-        if width > max(columns, 64) or width * groups > 512 or down * across < 50 * groups / 2:
+        if width > max(columns, 64) or width * groups > (768 if weight and groups == 2 else 512):
             continue
-        for share, halves in product((1, 2), (True,) if groups == 4 else (True, False)):
+        if down * across < 50 * groups / 2:
+            continue
+        for share, halves in product((1, 2), (True,) if groups == 4 or width > 256 else (True, False)):
             if groups == 2 and (width < 192 or columns < 256) and columns > 64 and share == 1:
                 continue
             yield Plan(width, share=share, groups=groups, odd=down % share > 0, halves=halves)
@@ -79,13 +81,13 @@ def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) ->
         return
     for width, groups, teams, split in product(WIDTHS, (1, 2, 3), (1, 2), (1, 2)):
         plan = Plan(width, teams, split, groups=groups)
-        if width > max(columns, 96) or groups * teams not in (2, 3, 4) or width * groups > (576 if teams == 1 else 256):
+        if width > max(columns, 96) or groups * teams not in (2, 3, 4) or width * groups > (640 if teams == 1 else 256):
             continue
         if width % (16 * plan.parts) == 0 and 64 <= plan.grid(rows, columns, hopper.PROCESSORS) <= hopper.PROCESSORS:
-            if not plan.splits(depth):
+            if not plan.splits(depth) or plan.own[0] > 256:
                 continue
             yield plan
-            if groups * teams < 4:
+            if groups * teams < 4 and width <= 256:
                 yield replace(plan, halves=False)
             elif width == 128:
                 yield replace(plan, stages=3)

@@ -44,6 +44,7 @@ from quantrot.checkpoint import (
     tensor_bytes,
 )
 from quantrot.device import device_type, known_device
+from quantrot.learned import COPY
 from quantrot.manifest import MANIFEST, VERSION, dump, rotation_entry
 from quantrot.orthogonal import sylvester
 from quantrot.plan import BUDGET, CHUNK, LOOK_AHEAD, Plan, Step, held_bytes, working_bytes
@@ -454,11 +455,14 @@ def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> Non
     (partial / "config.json").write_bytes((json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode())
     if len(plan.shards) > 1:
         (partial / INDEX).write_bytes(index_json(list(plan.shards)))
+    if plan.learned is not None:
+        (partial / COPY).write_bytes(plan.learned.data)
     manifest = _manifest(plan, records)
     # a path's bytes that are no character to this locale are written as they are
     (partial / "README.md").write_text(model_card(plan, manifest), encoding="utf-8", errors="surrogateescape")
     names = [*copies, "config.json", "README.md", *(shard.name for shard in plan.shards)]
     names += [INDEX] if len(plan.shards) > 1 else []
+    names += [COPY] if plan.learned is not None else []
     manifest["files"] = {
         name: {"size": (partial / name).stat().st_size, "sha256": sha256_range(partial / name)}
         for name in sorted(names)

@@ -38,6 +38,7 @@ class Manifest:
 def rotation_entry(rotation: Rotation, online: bool) -> dict[str, Any]:
     """A rotation as JSON, with the checksum that a loader regenerates and compares."""
     entry = asdict(rotation)
+    del entry["matrices"]
     entry["channels"] = "by-gain" if entry.pop("permutation") else "natural"
     entry["turned"] = entry["turned"] if entry["turned"] >= 0 else entry["width"]
     return entry | {"online": online, "checksum": checksum(rotation)}

@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-RotationKind = Literal["hadamard", "random-hadamard", "random-orthogonal"]
+RotationKind = Literal["hadamard", "random-hadamard", "random-orthogonal", "learned"]
 
 MAX_BASE = 1024  # a base this large is a dense product of that width; past it a rotation stops paying
 # Prime p: (order of a subgroup of GF(p)*, four sets of its cosets by bits). A circulant matrix's first row is 1 at zero

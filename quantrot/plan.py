@@ -21,13 +21,13 @@ import psutil
 import torch
 from torch import Tensor
 
-from quantrot import engines, formats, llama
+from quantrot import engines, formats, learned, llama
 from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, not_finite, open_checkpoint, read_rows
 from quantrot.device import device_type
 from quantrot.formats import LinearFormat
 from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
 from quantrot.recipe import ONLINE, ROTATIONS, Recipe, Rule, load_recipe
-from quantrot.rotation import Rotation, by_gain, checksum, rotation_from_spec
+from quantrot.rotation import Rotation, by_gain, checksum, of_heads, rotation_from_spec
 from quantrot.source import Source, open_source
 from quantrot.version import __version__
 
@@ -84,7 +84,8 @@ class Plan:
 
     rotations: the active ones by name. linears: every linear's format, None for its own dtype. online: the rotation
     that runs on a linear's input. config: the config.json to write. notes: what a user should know before starting.
-    working_bytes: memory that the largest chunk takes while it is in flight.
+    working_bytes: memory that the largest chunk takes while it is in flight. learned: the recipe's file of rotations,
+    whose path is in `recipe` the one that the output has it under.
     """
 
     source: Source
@@ -101,6 +102,7 @@ class Plan:
     copied: tuple[Path, ...]
     notes: tuple[str, ...]
     working_bytes: int
+    learned: learned.Learned | None
 
     @property
     def attention(self) -> Rotation | None:
@@ -122,6 +124,7 @@ class Plan:
         tensors = sorted((t.name, t.dtype, t.shape, t.file.name, t.start) for t in self.checkpoint.tensors.values())
         layout = [shard.header.hex() for shard in self.shards]
         turns = {rotation.name: checksum(rotation) for rotation in [*self.rotations.values(), *self.online.values()]}
+        turns |= {"path": self.learned.sha256} if self.learned else {}
         parts = [__version__, self.recipe.resolved(), tensors, turns, layout, self.config, device_type(self.device)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -139,12 +142,17 @@ def plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: in
     notes: list[str] = []
     _check_tensors(checkpoint, arch, errors, notes)
     _check_attention(recipe, arch, checkpoint.config, errors, notes)
-    rotations = _rotations(recipe, arch, errors)
+    file = _learned(recipe, errors)
+    rotations = _rotations(recipe, arch, file, errors)
     if recipe.rotations.R1.channels == "by-gain" and "R1" in rotations and not errors:
         rotations["R1"] = by_gain(rotations["R1"], _gains(checkpoint, arch))
     linears = _assign(recipe, arch, rotations, errors, notes)
     if errors:
         raise ValueError("\n".join(errors))
+    if file is not None:
+        notes += learned.notes(file, recipe, digest(checkpoint, arch))
+        rotations_at_rest = recipe.rotations.model_copy(update={"path": learned.COPY})
+        recipe = recipe.model_copy(update={"rotations": rotations_at_rest})
     online = _online(arch, linears, rotations)
     _note_online(online, rotations, notes)
     untied = arch.tied and ("R1" in rotations or linears[HEAD] is not None)
@@ -168,6 +176,7 @@ def plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: in
         copied=tuple(_copied(source.path)),
         notes=tuple(notes),
         working_bytes=max(working_bytes(step) for step in steps),
+        learned=file,
     )
 
 
@@ -222,11 +231,23 @@ def _check_attention(recipe: Recipe, arch: Llama, config: dict[str, Any], errors
         )
 
 
-def _rotations(recipe: Recipe, arch: Llama, errors: list[str]) -> dict[str, Rotation]:
+def _learned(recipe: Recipe, errors: list[str]) -> learned.Learned | None:
+    """The recipe's file of learned rotations, None where it has none."""
+    try:
+        return learned.read(recipe.rotations_file) if recipe.rotations.learned else None
+    except ValueError as error:
+        errors.append(f"{recipe.where('rotations', 'path')}: {error}")
+        return None
+
+
+def _rotations(recipe: Recipe, arch: Llama, file: learned.Learned | None, errors: list[str]) -> dict[str, Rotation]:
     found: dict[str, Rotation] = {}
     for name in ROTATIONS:
         try:
             rotation = rotation_from_spec(name, getattr(recipe.rotations, name), llama.width(arch, name))
+            if rotation is not None and rotation.kind == "learned" and file is not None:
+                units = (arch.layers, arch.kv_heads) if name == "R2" else ()
+                rotation = learned.with_matrices(rotation, file, units)
         except ValueError as error:
             errors.append(f"{recipe.where('rotations', name)}: {error}")
             continue
@@ -235,8 +256,16 @@ def _rotations(recipe: Recipe, arch: Llama, errors: list[str]) -> dict[str, Rota
     return found
 
 
+def digest(checkpoint: Checkpoint, arch: Llama) -> str:
+    """sha256 of every tensor's name and shape and the values of the norms' gains: which model this is."""
+    found = hashlib.sha256(json.dumps(sorted((t.name, t.shape) for t in checkpoint.tensors.values())).encode())
+    for name in llama.norms(arch):
+        found.update(read_rows(checkpoint.tensors[f"{name}.weight"]).float().numpy().tobytes())
+    return found.hexdigest()
+
+
 def _gains(checkpoint: Checkpoint, arch: Llama) -> Tensor:
-    """The gain of every norm before an attention or MLP, float32 [2 * layers, hidden]: the only values a plan reads."""
+    """The gain of every norm before an attention or MLP, float32 [2 * layers, hidden]: all that most plans read."""
     infos = [checkpoint.tensors[f"{name}.weight"] for name in llama.norms(arch) if name != llama.FINAL_NORM]
     gains = [read_rows(info).float() for info in infos]
     for info, gain in zip(infos, gains, strict=True):
@@ -388,9 +417,9 @@ def _linear_steps(
     native: bool,
 ) -> list[Step]:
     source = checkpoint.tensors[f"{EMBEDDING if linear.fqn == HEAD and arch.tied else linear.fqn}.weight"]
-    fused = rotations.get(linear.input_side) if linear.input_side not in ONLINE else None
+    fused = _fused(rotations, arch, linear, linear.input_side)
     turns = tuple(r for r in (fused, online) if r is not None)
-    output_turn = rotations.get(linear.output_side)
+    output_turn = _fused(rotations, arch, linear, linear.output_side)
     norm = f"{linear.norm}.weight" if linear.norm and "R1" in rotations else ""
     weight = f"{linear.fqn}.weight"
     outputs: tuple[tuple[str, str, tuple[int, ...]], ...] = ((weight, source.dtype, source.shape),)
@@ -425,6 +454,15 @@ def _linear_steps(
         matrix = (engines.matrix_name(linear.fqn, online), "BF16", (online.block, online.block))
         steps.append(Step("hadamard", "", "BF16", (online.block, online.block), (matrix,)))
     return steps
+
+
+def _fused(rotations: dict[str, Rotation], arch: Llama, linear: Linear, side: str) -> Rotation | None:
+    """What turns this side of a linear offline: R1, or R2 on all heads of its layer."""
+    rotation = rotations.get(side) if side not in ONLINE else None
+    if rotation is None or side == "R1":
+        return rotation
+    repeat = arch.heads // arch.kv_heads if side == linear.input_side else 1  # query heads share a value head
+    return of_heads(rotation, int(linear.fqn.split(".")[2]), arch.kv_heads, repeat)
 
 
 def _rows(step: Step, chunk: int) -> int:

@@ -30,8 +30,8 @@ class Strict(BaseModel):
 class RotationSpec(Strict):
     """One rotation: which matrix, on the full width or in blocks, from which seed."""
 
-    kind: Literal["none", "hadamard", "random-hadamard", "random-orthogonal"] = Field(
-        description="which orthogonal matrix; none: no rotation"
+    kind: Literal["none", "hadamard", "random-hadamard", "random-orthogonal", "learned"] = Field(
+        description="which orthogonal matrix; none: no rotation; learned: out of the rotations' `path`"
     )
     block: int | str = Field(
         "full",
@@ -63,6 +63,12 @@ class Rotations(Strict):
     R2: RotationSpec = NO_ROTATION
     R3: RotationSpec = NO_ROTATION
     R4: RotationSpec = NO_ROTATION
+    path: str = Field("", description="the file of the learned ones, from `quantrot learn`; beside the recipe")
+
+    @property
+    def learned(self) -> tuple[RotationName, ...]:
+        """The rotations that are read from `path`."""
+        return tuple(name for name in ROTATIONS if getattr(self, name).kind == "learned")
 
     @model_validator(mode="after")
     def _online_rotations_are_fast(self) -> "Rotations":
@@ -70,10 +76,15 @@ class Rotations(Strict):
             if getattr(self, name).channels != "natural":
                 raise ValueError(f"{name}.channels is by-gain, which R1 alone can have: only it turns what norms scale")
         for name in ONLINE:
-            if getattr(self, name).kind == "random-orthogonal":
+            kind = getattr(self, name).kind
+            if kind in ("random-orthogonal", "learned"):
                 raise ValueError(
-                    f"{name} runs online, where random-orthogonal is a dense product; use hadamard or random-hadamard"
+                    f"{name} runs online, where {kind} is a dense product; use hadamard or random-hadamard"
                 )
+        if self.learned and not self.path:
+            raise ValueError(f"{self.learned[0]} is learned and path is missing; name the file of `quantrot learn`")
+        if self.path and not self.learned:
+            raise ValueError(f"path is {_shown(self.path)} and no rotation is of kind learned; give one that kind")
         return self
 
 
@@ -193,6 +204,11 @@ class Recipe(Strict):
         """`file:line` of a field, for messages."""
         return f"{self._file}:{_line(self._tree, loc)}" if self._tree is not None else self._file
 
+    @property
+    def rotations_file(self) -> Path:
+        """The file of learned rotations: a relative path starts where the recipe's file is."""
+        return Path(self._file).parent / Path(self.rotations.path).expanduser()
+
     def resolved(self) -> dict[str, Any]:
         """The recipe with every default written out, as plain JSON values."""
         return self.model_dump(mode="json")
@@ -231,12 +247,15 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
-def load_recipe(recipe: "str | Path | dict[str, Any] | Recipe") -> Recipe:
-    """A recipe from a shipped name, a YAML file, a dict, or itself. ValueError tells what is wrong and where."""
+def load_recipe(recipe: "str | Path | dict[str, Any] | Recipe", file: str = "recipe") -> Recipe:
+    """A recipe from a shipped name, a YAML file, a dict, or itself. ValueError tells what is wrong and where.
+
+    file: what messages call the place of a dict, and where its relative paths start.
+    """
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, dict):
-        return _validate(recipe, "recipe", "recipe", None)
+        return _validate(recipe, file, "recipe", None)
     text = str(recipe)
     if text in shipped_recipes():
         path = SHIPPED / f"{text}.yaml"

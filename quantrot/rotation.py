@@ -1,7 +1,8 @@
 """Rotations as exact operations on weights: fold a norm's gain, turn an input side, turn an output side.
 
 A rotation of width n is an orthogonal matrix R = P diag(signs) blockdiag(Q, Q, ...), with Q a normalised Hadamard or a
-random orthogonal matrix of order `block` and P a permutation, usually none. Blocks past `turned` are left as they are.
+random orthogonal matrix of order `block` and P a permutation, usually none. A learned one has a Q of its own for every
+block and no signs. Blocks past `turned` are left as they are.
 A row vector x becomes x R. So that a network's function stays,
 
     a linear that reads x R:  W -> W R      (its input side)       y = (x R)(W R)^T = x W^T
@@ -11,7 +12,7 @@ A side longer than the width (heads side by side) is turned width by width. QuaR
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -29,6 +30,7 @@ from quantrot.orthogonal import (
 )
 from quantrot.recipe import RotationSpec
 
+DENSE = ("random-orthogonal", "learned")  # kinds that are no Hadamard matrices
 UNLIKE = 0.5  # spread of log gains within a block, past which it is left alone; a quarter of that is usual
 SMALL = 64  # blocks up to this are a product with their matrix on a CPU
 SLAB = 1 << 20  # elements of a transposed slab in `turn_output`: 4 MB in float32, so it stays in cache
@@ -36,7 +38,7 @@ SLAB = 1 << 20  # elements of a transposed slab in `turn_output`: 4 MB in float3
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotation by name; its matrix is regenerated from these values, never stored."""
+    """A rotation by name; its matrix is regenerated from these values, never stored, unless it is learned."""
 
     name: str
     kind: RotationKind
@@ -45,6 +47,8 @@ class Rotation:
     seed: int
     permutation: bytes = b""  # int32, column j of x P is column permutation[j] of x; empty for none
     turned: int = -1  # how many leading columns of x P are turned, whole blocks; -1 for all
+    # of a learned one: float32 [units, width / block, block, block], a unit for each layer and head
+    matrices: bytes = field(default=b"", repr=False)
 
 
 def rotation_from_spec(name: str, spec: RotationSpec, width: int) -> Rotation | None:
@@ -52,7 +56,7 @@ def rotation_from_spec(name: str, spec: RotationSpec, width: int) -> Rotation | 
     if spec.kind == "none":
         return None
     block = _block(name, spec.block, width)
-    if spec.kind != "random-orthogonal":
+    if spec.kind not in DENSE:
         try:
             hadamard_factors(block)
         except ValueError as error:
@@ -111,7 +115,8 @@ def _halve(logs: Tensor, channels: Tensor, block: int) -> Tensor:
     return torch.cat([_halve(logs, order[:first], block), _halve(logs, order[first:], block)])
 
 
-def _permutation(rotation: Rotation) -> Tensor:
+def permutation(rotation: Rotation) -> Tensor:
+    """Column j of x P is this column of x, int64 [width]."""
     return torch.frombuffer(bytearray(rotation.permutation), dtype=torch.int32).long()
 
 
@@ -122,7 +127,7 @@ def split_gain(gain: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
     """
     if rotation.turned < 0:
         return gain, torch.ones_like(gain)
-    order = _permutation(rotation).to(gain.device)
+    order = permutation(rotation).to(gain.device)
     folds, stays = gain.clone(), gain[order]
     folds[order[rotation.turned :]] = 1
     stays[: rotation.turned] = 1
@@ -143,7 +148,9 @@ def signs(rotation: Rotation) -> Tensor | None:
 def checksum(rotation: Rotation) -> str:
     """sha256 over what determines the matrix: its base matrices or its entries, and its signs."""
     digest = hashlib.sha256(f"{rotation.kind} {rotation.width} {rotation.block}".encode())
-    if rotation.kind == "random-orthogonal":
+    if rotation.kind == "learned":
+        digest.update(rotation.matrices)
+    elif rotation.kind == "random-orthogonal":
         digest.update(_orthogonal(rotation.block, rotation.seed).numpy().tobytes())
     else:
         for factor in hadamard_factors(rotation.block):
@@ -162,14 +169,17 @@ def turn_input(x: Tensor, rotation: Rotation, start: int = 0) -> Tensor:
     """
     if rotation.permutation:
         assert start == 0 and x.shape[-1] == rotation.width, "a permuted side is turned whole"
-        x = x.index_select(-1, _permutation(rotation).to(x.device))  # a fifth of the time of indexing
+        x = x.index_select(-1, permutation(rotation).to(x.device))  # a fifth of the time of indexing
     if 0 <= rotation.turned < x.shape[-1]:
         left = replace(rotation, permutation=b"", turned=-1)
         return torch.cat([turn_input(x[..., : rotation.turned], left), x[..., rotation.turned :]], dim=-1)
     s = _signs_from(rotation, start, x.shape[-1], x)
     if _is_product(rotation, x):
         turned = x if s is None else x * s
-        return (turned.unflatten(-1, (-1, rotation.block)) @ _block_matrix(rotation).to(x)).flatten(-2)
+        blocks = turned.unflatten(-1, (-1, rotation.block))
+        if rotation.kind == "learned":
+            return torch.einsum("...nb,nbc->...nc", blocks, _own_blocks(rotation, start, x.shape[-1], x)).flatten(-2)
+        return (blocks @ _block_matrix(rotation).to(x)).flatten(-2)
     return hadamard_transform(x, block=rotation.block, signs=s)
 
 
@@ -181,7 +191,7 @@ def _signs_from(rotation: Rotation, start: int, count: int, like: Tensor) -> Ten
 
 def _is_product(rotation: Rotation, x: Tensor) -> bool:
     """Whether a block is turned by a product with its matrix: on a CPU up to 64, 0.7 against 3 ns an element."""
-    return rotation.kind == "random-orthogonal" or (x.device.type == "cpu" and rotation.block <= SMALL)
+    return rotation.kind in DENSE or (x.device.type == "cpu" and rotation.block <= SMALL)
 
 
 @lru_cache(maxsize=32)
@@ -190,6 +200,39 @@ def _block_matrix(rotation: Rotation) -> Tensor:
     if rotation.kind == "random-orthogonal":
         return _orthogonal(rotation.block, rotation.seed)
     return hadamard(rotation.block).to(torch.float32) / rotation.block**0.5
+
+
+@lru_cache(maxsize=32)
+def _learned(rotation: Rotation) -> Tensor:
+    """Every block of every unit, float32 [n, block, block]."""
+    return torch.frombuffer(bytearray(rotation.matrices), dtype=torch.float32).view(-1, rotation.block, rotation.block)
+
+
+def _own_blocks(rotation: Rotation, start: int, count: int, like: Tensor) -> Tensor:
+    """The matrices of `count` columns of the whole side from `start` on, as `like`'s dtype and device."""
+    q, first, n = _learned(rotation), start // rotation.block, count // rotation.block
+    return (q if (first, n) == (0, len(q)) else q[torch.arange(first, first + n) % len(q)]).to(like)
+
+
+def of_heads(rotation: Rotation, layer: int, heads: int, repeat: int = 1) -> Rotation:
+    """R2 on a layer's heads side by side; a learned one has matrices for each, `repeat` heads in turn share theirs."""
+    if rotation.kind != "learned":
+        return rotation
+    units = _learned(rotation).unflatten(0, (-1, heads, rotation.width // rotation.block))
+    mine = units[layer].repeat_interleave(repeat, 0)
+    return replace(rotation, width=rotation.width * heads * repeat, matrices=mine.numpy().tobytes())
+
+
+def block_matrices(rotation: Rotation) -> Tensor:
+    """Every block with its signs, orthogonal to float64's precision: float64 [n, block, block]; of a learned rotation,
+    every unit's."""
+    if rotation.kind == "learned":
+        blocks = _learned(rotation).double()
+    else:
+        blocks = _block_matrix(rotation).double().expand(rotation.width // rotation.block, -1, -1)
+        s = signs(rotation)
+        blocks = blocks if s is None else blocks * s.view(-1, rotation.block, 1)
+    return blocks @ (1.5 * torch.eye(rotation.block, dtype=torch.float64) - 0.5 * blocks.mT @ blocks)  # Newton's step
 
 
 def turn_output(w: Tensor, rotation: Rotation, start: int = 0) -> Tensor:
@@ -201,13 +244,20 @@ def turn_output(w: Tensor, rotation: Rotation, start: int = 0) -> Tensor:
         s = _signs_from(rotation, start, w.shape[0], w)
         if s is not None:
             w.mul_(s.unsqueeze(1))
-        h, blocks = _block_matrix(rotation).to(w).T, w.view(-1, rotation.block, w.shape[1])
-        for some in blocks.split(max(1, SLAB // max(blocks[:1].numel(), 1))):
+        blocks = w.view(-1, rotation.block, w.shape[1])
+        size = max(1, SLAB // max(blocks[:1].numel(), 1))
+        if rotation.kind == "learned":
+            own = _own_blocks(rotation, start, w.shape[0], w)
+            for q, some in zip(own.split(size), blocks.split(size), strict=True):
+                some.copy_(q.mT @ some)
+            return w
+        h = _block_matrix(rotation).to(w).T
+        for some in blocks.split(size):
             some.copy_(h @ some)
         return w
     if rotation.permutation:
         assert start == 0 and w.shape[0] == rotation.width, "a permuted side is turned whole"
-        order = _permutation(rotation).to(w.device)
+        order = permutation(rotation).to(w.device)
         count = rotation.turned if rotation.turned >= 0 else rotation.width
         turned = w[order]
         turn_output(turned[:count], replace(rotation, permutation=b"", turned=-1))

@@ -10,7 +10,7 @@ from quantrot.recipe import MAX_BYTES, load_recipe, parse_recipe
 HEAD = b"description: x\n"
 RULE = b"linear:\n  - match: down_proj\n"
 ANY_BLOCK = r"allowed: full, or a whole number from 1 up, or a bound as '<=32'$"
-ROTATION_KINDS = r"allowed: 'none', 'hadamard', 'random-hadamard' or 'random-orthogonal'"
+ROTATION_KINDS = r"allowed: 'none', 'hadamard', 'random-hadamard', 'random-orthogonal' or 'learned'"
 FORMATS = r"allowed: 'fp8', 'mxfp4', 'int8'"
 
 

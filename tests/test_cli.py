@@ -18,6 +18,7 @@ run = CliRunner().invoke
 OPTIONS = {
     "convert": "--recipe --output --device --resume --max-shard-size --overwrite --threads --dry-run",
     "plan": "--recipe --device --max-shard-size",
+    "learn": "--recipe --output --text --steps --seq-len --windows --held-out --rate --seed --device",
     "verify": "--against --text --max-kl --min-top1 --device",
     "inspect": "",
     "eval mmlu": "--fewshot --limit --batch-size --data --baseline --recipes --work --output --device --dtype",

@@ -13,12 +13,12 @@ PACKAGE = ROOT / "quantrot"
 # Each may import only what stands below it
 LAYERS = [
     {"cli"},
-    {"verify"},
+    {"verify", "learn"},
     {"evals"},
     {"load", "convert"},
     {"card"},
     {"plan", "manifest"},
-    {"engines"},
+    {"engines", "learned"},
     {"modules"},
     {"formats", "rotation"},
     {"recipe"},

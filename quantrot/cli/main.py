@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from quantrot.cli import convert, eval, inspect, plan, recipes, verify
+from quantrot.cli import convert, eval, inspect, learn, plan, recipes, verify
 
 
 class Commands(TyperGroup):
@@ -37,6 +37,7 @@ app = typer.Typer(
 )
 app.command("convert")(convert.command)
 app.command("plan")(plan.command)
+app.command("learn")(learn.command)
 app.command("verify")(verify.command)
 app.command("inspect")(inspect.command)
 app.add_typer(recipes.app, name="recipes")

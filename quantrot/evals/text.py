@@ -12,20 +12,20 @@ import torch
 from quantrot.evals import hub
 
 WIKITEXT_REPO = "Salesforce/wikitext"
-WIKITEXT_FILE = "wikitext-2-raw-v1/test-00000-of-00001.parquet"
+WIKITEXT_FILE = "wikitext-2-raw-v1/{split}-00000-of-00001.parquet"
 
 
-def evaluation_text(path: Path | None = None) -> tuple[str, str]:
+def evaluation_text(path: Path | None = None, split: str = "test") -> tuple[str, str]:
     """The text to evaluate on, and one line that says where it comes from and its sha256.
 
-    `path` names a UTF-8 file. Without it: the raw test split of WikiText-2 from the hub (or its cache), rows joined by
-    blank lines as GPTQ and QuaRot do; where that cannot be had: the help topics that every Python carries.
+    `path` names a UTF-8 file. Without it: a split of raw WikiText-2 from the hub (or its cache), rows joined by blank
+    lines as GPTQ and QuaRot do; where that cannot be had: the help topics that every Python carries.
     Raises ValueError for a file that is missing or is not UTF-8 text.
     """
     if path is not None:
         text, origin = _read(path), str(path)
-    elif (parquet := _wikitext_file()) is not None:
-        text, origin = wikitext(parquet), f"{WIKITEXT_REPO} wikitext-2-raw-v1 test"
+    elif (parquet := _wikitext_file(split)) is not None:
+        text, origin = wikitext(parquet), f"{WIKITEXT_REPO} wikitext-2-raw-v1 {split}"
     else:
         text = python_topics()
         origin = f"pydoc topics of Python {platform.python_version()} (the hub is unreachable: no WikiText-2)"
@@ -77,18 +77,20 @@ def _read(path: Path) -> str:
         raise ValueError(f"text: cannot read {path}: {error.strerror}; name an existing UTF-8 file") from error
 
 
-def _wikitext_file() -> Path | None:
+def _wikitext_file(split: str) -> Path | None:
     """The hub's parquet file: from the cache if it is there, downloaded if the hub answers, else None."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    file = WIKITEXT_FILE.format(split=split)
+
     try:
-        return Path(hf_hub_download(WIKITEXT_REPO, WIKITEXT_FILE, repo_type="dataset", local_files_only=True))
+        return Path(hf_hub_download(WIKITEXT_REPO, file, repo_type="dataset", local_files_only=True))
     except LocalEntryNotFoundError:
         pass
     if not hub.reachable():
         return None
     try:
-        return Path(hf_hub_download(WIKITEXT_REPO, WIKITEXT_FILE, repo_type="dataset"))
+        return Path(hf_hub_download(WIKITEXT_REPO, file, repo_type="dataset"))
     except OSError:
         return None

@@ -133,10 +133,17 @@ def load_kernel(source: str, name: str, shared: int, device: int) -> int:
 
 
 def tensor_map(
-    data: int, rows: int, columns: int, pitch: int, box: tuple[int, int], dtype: torch.dtype, swizzle: int = 128
+    data: int,
+    rows: int,
+    columns: int,
+    pitch: int,
+    box: tuple[int, int],
+    dtype: torch.dtype,
+    swizzle: int = 128,
+    promotion: int = 256,
 ) -> bytes:
     """encode_map of a matrix, pitch in bytes, boxes (rows, columns)."""
-    return encode_map(data, (columns, rows), (pitch,), box[::-1], dtype, swizzle)
+    return encode_map(data, (columns, rows), (pitch,), box[::-1], dtype, swizzle, promotion)
 
 
 @lru_cache(maxsize=4096)
@@ -147,15 +154,16 @@ def encode_map(
     box: tuple[int, ...],
     dtype: torch.dtype = torch.uint8,
     swizzle: int = 128,
+    promotion: int = 256,
 ) -> bytes:
     """The driver's description of a tensor for the copy engine, dimensions from the contiguous one on.
 
     strides in bytes, from the second dimension on; boxes swizzled in 128, 64 or 32 bytes or not (0), zeros past the
-    edges.
+    edges; promotion: bytes that L2 fetches at once.
     RuntimeError with the driver's number for what it refuses.
     """
     rank, kind = len(sizes), {torch.float16: 6, torch.bfloat16: 9}.get(dtype, 0)  # CUtensorMapDataType; or bytes
-    no_interleave, promote_256, fill_zeros = 0, 3, 0
+    no_interleave, fill_zeros = 0, 0
     room = ctypes.create_string_buffer(128 + 64)
     start = -ctypes.addressof(room) % 64  # the driver wants it aligned, which cuda.bindings' object is not
     error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
@@ -169,7 +177,7 @@ def encode_map(
         (ctypes.c_uint32 * rank)(*[1] * rank),
         no_interleave,
         {0: 0, 32: 1, 64: 2, 128: 3}[swizzle],
-        promote_256,
+        {0: 0, 64: 1, 128: 2, 256: 3}[promotion],
         fill_zeros,
     )
     if error:

@@ -25,7 +25,7 @@ def test_an_unusable_file_is_named(tmp_path, content, message):
 
 
 def test_without_a_hub_the_text_is_pythons_own_and_says_so(monkeypatch):
-    monkeypatch.setattr(text, "_wikitext_file", lambda: None)
+    monkeypatch.setattr(text, "_wikitext_file", lambda split: None)
     content, origin = text.evaluation_text()
     assert content == text.python_topics() and len(content) > 100_000
     assert "pydoc" in origin and "unreachable" in origin
@@ -35,7 +35,7 @@ def test_an_unreachable_hub_is_asked_once(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(hub, "reachable", lambda: False)
     with hub.offline():
-        assert text._wikitext_file() is None
+        assert text._wikitext_file("test") is None
 
 
 def test_python_topics_are_in_alphabetical_order(monkeypatch):

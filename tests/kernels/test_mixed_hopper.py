@@ -30,6 +30,7 @@ CASES = {
     "prefill_x240": (Plan(240, share=2, odd=True, stages=2), Kernel("uint8", BF16, False, 0, False, BF16, BF16)),
     "prefill_240": (Plan(240, share=2, odd=True, stages=2), Kernel("uint8", BF16, True, 0, False, BF16, BF16)),
     "prefill_256": (Plan(256, share=2, stages=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "prefill_256_odd": (Plan(256, share=2, odd=True, stages=2), Kernel("uint8", FP16, True, 2, True, FP32, FP16)),
     "prefill_x_group": (Plan(64, stages=3), Kernel("uint8", FP16, False, 2, True, BF16, None)),
     "decode1": (Decode(0, stages=4), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "decode1_group": (Decode(0, 1, 2, 2, stages=4, keep=1024), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
@@ -52,6 +53,7 @@ CASES = {
     "parts_192_alone": (Plan(128, 1, groups=3, halves=False), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "parts_192_alone64": (Plan(128, 1, groups=3, halves=False), Kernel("int8", FP16, True, 1, True, FP16, BF16)),
     "parts256": (Plan(256, 1, 2, stages=3), Kernel("packed", BF16, True, 0, False, FP32, FP32)),
+    "parts256_group": (Plan(256, 1, 2, stages=3), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
     "parts_long": (Plan(128, 2, 2, blocks=2), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "parts_64_rows": (Plan(128, 2, groups=1, halves=False), Kernel("e4m3", BF16, True, 2, False, BF16, None)),
     "parts_64_split": (Plan(128, 2, 2, groups=1), Kernel("packed", BF16, True, 2, False, BF16, None)),
@@ -61,6 +63,11 @@ CASES = {
     "prefill_three": (
         Plan(144, share=2, odd=True, groups=3, stages=3), Kernel("packed", BF16, True, 2, False, BF16, None)
     ),
+    "prefill_272": (Plan(272, share=2, odd=True, stages=3), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
+    "prefill_384": (Plan(384, stages=3), Kernel("int8", FP16, True, 1, True, BF16, None)),
+    "prefill_x320": (Plan(320, share=2, stages=3), Kernel("uint8", BF16, False, 0, False, BF16, BF16)),
+    "parts_352": (Plan(352, 1, 2), Kernel("packed", BF16, True, 0, False, BF16, None)),
+    "parts_352_group": (Plan(352, 1, 2), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "prefill_x112": (Plan(112, share=2, odd=True, stages=3), Kernel("uint8", FP16, False, 0, False, BF16, None)),
 }  # fmt: skip
 
@@ -178,6 +185,20 @@ def test_every_kernel_is_exact_where_no_sum_rounds(emulator, name, m, n, k):
     assert agrees(name, y, exact_product(*given))
 
 
+WIDE = ["prefill_272", "prefill_384", "prefill_x320", "parts_352", "parts_352_group"]
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("m", [257, 400])
+def test_a_tile_may_have_more_columns_than_a_product(emulator, name, m):
+    torch.manual_seed(m)
+    given = operands(name, m, 136, 384)
+    if not CASES[name][1].weight:
+        given = operands(name, 136, m - m % 8, 384)
+    y = emulator(name, *given, seed=m)
+    assert agrees(name, y, exact_product(*given))
+
+
 @pytest.mark.parametrize("name", ["prefill", "prefill_x", "decode1", "decode8", "prefill_wide"])
 def test_k_need_not_be_whole_blocks(emulator, name):
     torch.manual_seed(0)
@@ -188,7 +209,7 @@ def test_k_need_not_be_whole_blocks(emulator, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["prefill", "prefill_96", "decode8_group64", "decode16_group", "parts256", "parts_teams"]
+    "name", ["prefill", "prefill_96", "prefill_256", "decode8_group64", "decode16_group", "parts256", "parts_teams"]
 )
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     torch.manual_seed(0)
@@ -198,7 +219,10 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     assert relative(first, exact_product(*given)) <= MAX_RELATIVE_ERROR[first.dtype]
 
 
-@pytest.mark.parametrize("name", ["prefill_group64_64", "prefill_group", "prefill_x_group", "parts128", "parts_teams"])
+GROUPED = ["prefill_group64_64", "prefill_group", "prefill_256", "prefill_x_group", "parts128", "parts_teams"]
+
+
+@pytest.mark.parametrize("name", GROUPED)
 def test_a_scale_of_infinity_spoils_its_row_only(emulator, name):
     torch.manual_seed(0)
     x, weight, scale, zero, bias = operands(name, 16, 16, 384)
@@ -219,7 +243,7 @@ def test_scales_of_any_size_leave_each_row_its_error(emulator, name):
     assert ((y - exact).norm(dim=0) / exact.norm(dim=0)).max() <= 1.3 * MAX_RELATIVE_ERROR[x.dtype]  # of 40 elements
 
 
-@pytest.mark.parametrize("name", ["prefill_group64_64", "prefill_group", "prefill_x_group", "parts128", "parts_teams"])
+@pytest.mark.parametrize("name", GROUPED)
 def test_groups_without_a_scale_add_nothing(emulator, name):
     """The sums are kept in units of the last scale: neither 0 nor one that is too small to matter may become it."""
     torch.manual_seed(0)
@@ -284,7 +308,7 @@ def test_one_token_meets_float64(emulator, name):
 @pytest.mark.parametrize("group", [0, 1, 2])
 @pytest.mark.parametrize("weight", [True, False])
 def test_every_plan_fits(n, k, group, weight):
-    for m in (1, 7, 16, 33, 64, 65, 200, 257, 512, 1024, 4096):
+    for m in (1, 7, 16, 33, 64, 65, 200, 257, 384, 512, 640, 1024, 4096):
         rows, columns = (n, m) if weight else (m, n)
         plan = hopper.plan_for(rows, columns, k, group, weight)
         assert plan.depth >= 2 and (plan.shared_bytes() + 1024) * plan.resident <= 228 << 10
@@ -324,6 +348,9 @@ def test_every_plan_fits(n, k, group, weight):
         (4096, 129, 14336, 0, Plan(192, 2, 2, groups=1)),
         (4096, 257, 4096, 2, Plan(160, 1, 2)),
         (6144, 257, 4096, 0, Plan(160, 1, 2, groups=3, halves=False)),
+        (28672, 257, 4096, 2, Plan(272, share=2)),
+        (28672, 384, 4096, 0, Plan(384, share=2)),
+        (8192, 257, 8192, 0, Plan(288, 1, 2)),
         (17920, 129, 1536, 0, Plan(144, 1, groups=3, halves=False)),
         (17920, 256, 1536, 2, Plan(128, share=2, groups=3)),
         (28672, 32, 4096, 2, Decode(4, 7, 2).fitted()),
@@ -378,7 +405,7 @@ def test_what_it_does_not_take_is_named():
 def test_no_kernel_spills_or_serializes_its_products(compiled_cuda):
     kernels = dict.fromkeys((*CASES.values(), *ONE.values()))
     for group in (0, 1, 2):
-        for m in (1, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 4096):
+        for m in (1, 16, 24, 32, 48, 64, 128, 256, 384, 512, 1024, 4096):
             kernel = Kernel("packed", BF16, True, group, False, BF16, None)
             for n, k in [(4096, 4096), (4096, 14336), (6144, 4096), (8192, 8192), (28672, 4096)]:
                 kernels[hopper.plan_for(n, m, k, group, True), kernel] = None

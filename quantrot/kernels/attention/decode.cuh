@@ -1,12 +1,15 @@
 // FP8 attention of one query a sequence for sm_90a, in one launch: bound by the reading of K and V.
 //
-// The tiles of 128 tokens of a key head are dealt out to the TEAMS warpgroups of several blocks. A team has a ring of its
-// own, STAGES tiles that the copy engine fills. Products are transposed, tokens by query heads and values by
-// probabilities: K and V are the rows of a warpgroup's product, and the few query heads of a key head its columns. A thread
-// (warp w of the team, g = lane / 4, q = lane % 4) has the scores of tokens 64 a + 16 w + 8 h + g, heads 2 q and the next.
+// The tiles of 16 KB of K and of V (128 tokens at head_dim 128, 256 at 64) of a key head are dealt out to several blocks, each
+// of one warpgroup that multiplies, a warp that fills its ring of STAGES tiles by the copy engine, and one that arranges
+// the end. Products are transposed, tokens by query heads and values by probabilities: K and V are the rows of a warpgroup's
+// product, and the few query heads of a key head its columns. A thread (warp w, g = lane / 4, q = lane % 4) has the scores of
+// tokens 64 a + 16 w + 8 h + g, heads 2 q and the next.
 //
-// Teams leave their sums in global memory; the last block of a head to do so adds them up, always in the same order. What
-// a team reads first it has asked L2 for while the kernel before it ended.
+// Blocks leave their sums in global memory, and the block of a head that was the last to start adds them up, always in the
+// same order. They meet at the start, when all wait for their tiles: each makes its place zeros and counts itself, so that the
+// last one knows that all places are, and later that whatever is not 0 has come. (Counted at the end, when all has been
+// written: a fence and an atomic more in the way of the next kernel.)
 
 namespace quantrot {
 
@@ -15,7 +18,7 @@ struct DecodeArgs {
   const int* lengths;         // [batch], or null
   const unsigned char* mask;  // [batch, keys], where there is one: 0 where a token is not seen
   unsigned short* out;        // [batch, heads, D]
-  float *parts, *stats;       // [batch * groups, teams, SHARE, D] and [.., 2]: the largest score, the sum
+  float* parts;               // [batch * groups, blocks, SHARE, D + 4]: sums, the largest score, the probabilities' sum, two more
   int counter;                // the first of [batch * groups] counters
   i64 q_batch, q_head;        // bytes
   i64 qs_batch, qs_head, ks_batch, ks_head, vs_batch, vs_head, mask_batch;
@@ -24,15 +27,18 @@ struct DecodeArgs {
   float scale;  // of the scores, times log2(e)
 };
 
-// Shared memory: the teams' rings, [TEAMS][STAGES] of K and V; their probabilities; queries; a byte a token, [TEAMS][STAGES]
-// of k's scales, v's and the mask; numbers that a team's warps exchange; barriers; what threads add up, six numbers each
-// (not in the rings' place: a team has not waited for the other's copies itself).
-template <int D, int SHARE, int TEAMS, int STAGES>
+// The next kernel may start when so many tiles are left: a tile takes 1 us where all read, a start 3 (with 2: 1 us slower).
+constexpr int EARLY = 3;
+
+// Shared memory: the ring, [STAGES] of K and V; probabilities, in pieces of 128 tokens; queries; a byte a token, [STAGES] of
+// k's scales, v's and the mask; numbers that warps exchange; barriers: K's tile and the bytes have come, V's has, [STAGES], and
+// K's has been read, and V's before it, [STAGES]; what threads add up, six numbers each.
+template <int D, int SHARE, int STAGES>
 struct DecodeShape {
-  static constexpr int KEYS = 128, TILE = KEYS * D, TILES = (SHARE + 7) / 8, HEADS = 8 * TILES;
-  static constexpr int P_AT = TEAMS * STAGES * 2 * TILE, Q_AT = P_AT + TEAMS * HEADS * KEYS;
-  static constexpr int SCALES = Q_AT + HEADS * D, MET = SCALES + TEAMS * STAGES * 3 * KEYS;
-  static constexpr int BARRIERS = MET + TEAMS * 4 * HEADS * 4, SUMS = BARRIERS + TEAMS * STAGES * 8;
+  static constexpr int KEYS = 16384 / D, TILE = KEYS * D, TILES = (SHARE + 7) / 8, HEADS = 8 * TILES;
+  static constexpr int P_AT = STAGES * 2 * TILE, Q_AT = P_AT + HEADS * KEYS;
+  static constexpr int SCALES = Q_AT + HEADS * D, MET = SCALES + STAGES * 3 * KEYS;
+  static constexpr int BARRIERS = MET + 4 * HEADS * 4, SUMS = BARRIERS + 3 * STAGES * 8;
 };
 
 #ifndef QUANTROT_EMULATED
@@ -47,7 +53,27 @@ __device__ __forceinline__ void line_load(u32 to, const void* from, u32 bytes, u
 __device__ __forceinline__ void store_byte(u32 address, u32 a) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(a) : "memory");
 }
+
+// Numbers that other blocks are writing, asked for every time.
+__device__ __forceinline__ float4 load_fresh4(const float* p) {
+  float4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(p)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ float2 load_fresh2(const float* p) {
+  float2 x;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(p) : "memory");
+  return x;
+}
 #endif
+
+// What blocks leave for the last one is never the bits of 0, which stand for what is not there yet.
+__device__ __forceinline__ float no_zero(float x) { return x == 0.f ? -0.f : x; }
+__device__ __forceinline__ u32 least_bits(float a, float b) { return min(__float_as_uint(a), __float_as_uint(b)); }
 
 // Operands with rows of D bytes.
 template <int D>
@@ -76,29 +102,38 @@ __device__ __forceinline__ void write_quad(unsigned short* out, const float (&y)
   *(u64*)out = Out::pack(y[0] * inverse, y[1] * inverse) | (u64)Out::pack(y[2] * inverse, y[3] * inverse) << 32;
 }
 
-// The sums that `count` teams have left of a head's queries, added up by the whole block: threads take turns over the teams
-// of four columns of a query.
-template <int D, int SHARE, int THREADS, class Out>
-__device__ __forceinline__ void add_parts(const float* parts, const float* stats, int count, unsigned short* out, u32 base) {
-  constexpr int QUADS = SHARE * D / 4, TURNS = THREADS / QUADS > 1 ? THREADS / QUADS : 1, BATCH = 8;
+// The sums that `count` blocks leave of a head's queries, added up by 128 threads: they take turns over the blocks, four
+// columns of a query each.
+template <int D, int SHARE, class Out>
+__device__ __forceinline__ void add_parts(const float* parts, int count, unsigned short* out, u32 base) {
+  constexpr int QUADS = SHARE * D / 4, TURNS = QUADS < 128 ? 128 / QUADS : 1, BATCH = 8, ROW = D + 4;
   const u32 turn = threadIdx.x / QUADS;
 #pragma unroll 1
-  for (int at = threadIdx.x % QUADS; at < QUADS && turn < TURNS; at += THREADS) {
-    const int head = at * 4 / D;
+  for (int at = threadIdx.x % QUADS; at < QUADS && turn < TURNS; at += 128) {
+    const float* row = parts + at * 4 / D * ROW;
     float highest = minus_infinity(), sum = 0.f, y[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
     for (int first = turn; first < count; first += TURNS * BATCH) {
       float4 x[BATCH];
-      float2 stat[BATCH];
+      float2 stat[BATCH];  // the largest score, the probabilities' sum
       float high = highest;
+      u32 least;  // of their bits
+      do {
+        least = ~0u;
+#pragma unroll
+        for (int n = 0; n < BATCH; n++) {
+          const float* from = row + (i64)min(first + n * TURNS, count - 1) * SHARE * ROW;
+          x[n] = load_fresh4(from + at * 4 % D), stat[n] = load_fresh2(from + D);
+        }
+#pragma unroll
+        for (int n = 0; n < BATCH; n++)
+          least = min(least, min(min(least_bits(x[n].x, x[n].y), least_bits(x[n].z, x[n].w)), least_bits(stat[n].x, stat[n].y)));
+      } while (least == 0);
 #pragma unroll
       for (int n = 0; n < BATCH; n++) {
-        const int i = min(first + n * TURNS, count - 1) * SHARE;
-        x[n] = fresh4(parts + (i64)i * D + at * 4), stat[n] = fresh2(stats + (i + head) * 2);
-        if (first + n * TURNS >= count) stat[n] = {minus_infinity(), 0.f};
+        if (first + n * TURNS >= count) stat[n].x = minus_infinity();
+        high = fmaxf(high, stat[n].x);
       }
-#pragma unroll
-      for (int n = 0; n < BATCH; n++) high = fmaxf(high, stat[n].x);
       const float shrink = weight_of(highest, high);
       highest = high, sum *= shrink;
 #pragma unroll
@@ -121,7 +156,7 @@ __device__ __forceinline__ void add_parts(const float* parts, const float* stats
     }
   }
   if constexpr (TURNS > 1) {
-    block_sync();
+    named_sync(1, 128);
     if (threadIdx.x >= QUADS) return;
     float highest = minus_infinity(), sum = 0.f, y[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -138,53 +173,85 @@ __device__ __forceinline__ void add_parts(const float* parts, const float* stats
   }
 }
 
-template <int D, int SHARE, int TEAMS, int STAGES, bool MASK, int WARM, class Out>
+template <int D, int SHARE, int STAGES, bool MASK, class Out>
 __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, const DecodeArgs& args) {
-  using Shape = DecodeShape<D, SHARE, TEAMS, STAGES>;
-  constexpr int KEYS = Shape::KEYS, TILE = Shape::TILE, TILES = Shape::TILES;
-  constexpr int THREADS = 128 * TEAMS, UNITS = D / 16;
-  const u32 lane = lane_number(), g = lane / 4, q = lane % 4, warp = warp_number(), team = warp / 4, w = warp % 4;
+  using Shape = DecodeShape<D, SHARE, STAGES>;
+  constexpr int KEYS = Shape::KEYS, TILE = Shape::TILE, BOX = D * 128, ROWS = KEYS / 32, TILES = Shape::TILES;
+  constexpr int UNITS = D / 16, ROW = D + 4;
+  const u32 lane = lane_number(), g = lane / 4, q = lane % 4, w = warp_number();
   const u32 base = shared_memory();
   const int batch = blockIdx.y / args.groups, group = blockIdx.y % args.groups;
-  const int teams = gridDim.x * TEAMS, part = team * gridDim.x + blockIdx.x;
+  const int parts = gridDim.x, part = blockIdx.x;
   const int k_row = batch * args.k_batch + group * args.k_head, v_row = batch * args.v_batch + group * args.v_head;
-  const u32 ring = base + team * STAGES * 2 * TILE, scales = base + Shape::SCALES + team * STAGES * 3 * KEYS;
-  const u32 full = base + Shape::BARRIERS + team * STAGES * 8;
+  const u32 p_at = base + Shape::P_AT, scales = base + Shape::SCALES, met = base + Shape::MET;
+  const u32 full = base + Shape::BARRIERS, freed = full + STAGES * 16;
   // The length may still be the one before: it is read again. No more than that is asked for of a cache with room.
   auto length = [&] { return args.lengths ? min(load_fresh(args.lengths + batch), args.keys) : args.keys; };
   const int likely = length();
-  if (w == 0) {
-#pragma unroll 1
-    for (int tile = part, n = 0; n < WARM && tile * KEYS < likely; n++, tile += teams)
-      tensor_warm(k, 0, k_row + tile * KEYS), tensor_warm(v, tile * KEYS, v_row);
-  }
-  if (threadIdx.x == 0) {
-    tensor_prefetch(k), tensor_prefetch(v);
-    for (int i = 0; i < TEAMS * STAGES; i++) barrier_init(base + Shape::BARRIERS + i * 8, 1);
-    barrier_init_done();
+  if (w == 4) {
+#pragma unroll
+    for (int n = 0; n < KEYS / 128; n++) {
+      const int at = part * KEYS + n * 128;
+      if (at < likely) tensor_warm(k, 0, k_row + at), tensor_warm(v, at, v_row);
+    }
+    if (lane == 0) {
+      tensor_prefetch(k), tensor_prefetch(v);
+      for (int i = 0; i < 2 * STAGES; i++) barrier_init(full + i * 8, 1);
+      for (int i = 0; i < STAGES; i++) barrier_init(freed + i * 8, 4);
+      barrier_init_done();
+    }
   }
   block_sync();
-  grid_wait();
-  const int used = length(), tiles = (used + KEYS - 1) / KEYS, count = max((tiles - part + teams - 1) / teams, 0);
+  grid_wait_only();
+  const int used = length(), tiles = (used + KEYS - 1) / KEYS, count = max((tiles - part + parts - 1) / parts, 0);
   const int blocks = min(max(tiles, 1), (int)gridDim.x);  // that have a tile, or write zeros
-  if ((int)blockIdx.x >= blocks) return;
-  const u64 policy = cache_policy<FIRST>();  // or it drives out of L2 what the next kernel has asked for
-  auto load = [&](int i) {  // this team's i-th tile, or nothing
-    if (i >= count) return;
-    const int start = (part + i * teams) * KEYS, slot = i % STAGES, bytes = min((args.keys - start + 15) / 16 * 16, KEYS);
-    const u32 bar = full + slot * 8, to = ring + slot * 2 * TILE, line = scales + slot * 3 * KEYS;
-    barrier_expect(bar, 2 * TILE + (MASK ? 3 : 2) * bytes);
-    tensor_load(to, k, 0, k_row + start, bar, policy);
-    line_load(line, args.k_scale + batch * args.ks_batch + group * args.ks_head + start, bytes, bar);
-    tensor_load(to + TILE, v, start, v_row, bar, policy);
-    line_load(line + KEYS, args.v_scale + batch * args.vs_batch + group * args.vs_head + start, bytes, bar);
-    if (MASK) line_load(line + 2 * KEYS, args.mask + batch * args.mask_batch + start, bytes, bar);
-  };
-  if (w == 0) {
+  if (part >= blocks) return;
+  float* const mine = args.parts + ((i64)blockIdx.y * parts + part) * SHARE * ROW;
+  const u32 others = blocks - 1;
+  if (w == 4) {
+    const u64 policy = cache_policy<FIRST>();  // or it drives out of L2 what the next kernel has asked for
+    auto load_k = [&](int i) {  // the block's i-th tile of K and the bytes a token, or nothing
+      if (i >= count) return;
+      const int start = (part + i * parts) * KEYS, slot = i % STAGES, bytes = min((args.keys - start + 15) / 16 * 16, KEYS);
+      const u32 bar = full + slot * 16, to = base + slot * 2 * TILE, line = scales + slot * 3 * KEYS;
+      barrier_expect(bar, TILE + (MASK ? 3 : 2) * bytes);
+#pragma unroll
+      for (int n = 0; n < KEYS / 128; n++) tensor_load(to + n * BOX, k, 0, k_row + start + n * 128, bar, policy);
+      line_load(line, args.k_scale + batch * args.ks_batch + group * args.ks_head + start, bytes, bar);
+      line_load(line + KEYS, args.v_scale + batch * args.vs_batch + group * args.vs_head + start, bytes, bar);
+      if (MASK) line_load(line + 2 * KEYS, args.mask + batch * args.mask_batch + start, bytes, bar);
+    };
+    auto load_v = [&](int i) {
+      if (i >= count) return;
+      const int start = (part + i * parts) * KEYS, slot = i % STAGES;
+      const u32 bar = full + slot * 16 + 8, to = base + slot * 2 * TILE + TILE;
+      barrier_expect(bar, TILE);
+#pragma unroll
+      for (int n = 0; n < KEYS / 128; n++) tensor_load(to + n * BOX, v, start + n * 128, v_row, bar, policy);
+    };
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++) load(i);
+    for (int i = 0; i < STAGES; i++) load_k(i), load_v(i);
+#pragma unroll 1
+    for (int i = 0; i < count; i++) {
+      if (i == max(count - EARLY, 0)) launch_dependents();
+      barrier_wait(freed + i % STAGES * 8, i / STAGES % 2);
+      load_k(i + STAGES);
+      if (i > 0) load_v(i - 1 + STAGES);
+    }
+    block_any(false);
+    return;
   }
-  for (u32 at = threadIdx.x; at < Shape::HEADS * UNITS; at += THREADS) {
+  if (w == 5) {
+    bool last = others == 0;
+    if (others > 0) {
+      for (int i = lane; i < SHARE * ROW / 4; i += 32) ((float4*)mine)[i] = {0.f, 0.f, 0.f, 0.f};
+      warp_sync();
+      last = lane == 0 && count_in_turn(counters + args.counter + blockIdx.y, others) == others;
+    }
+    block_any(last);
+    return;
+  }
+  for (u32 at = threadIdx.x; at < Shape::HEADS * UNITS; at += 128) {
     const u32 row = at / UNITS, to = base + Shape::Q_AT + place_of<D>(row, at % UNITS * 16);
     Quad x = {{0, 0, 0, 0}};
     if (row < SHARE)
@@ -209,36 +276,43 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     for (int i = 0; i < 4 * TILES; i++) acc[m][i] = 0.f;
   }
   fence_async();
-  block_sync();
-  const u32 met = base + Shape::MET + team * 4 * Shape::HEADS * 4, p_at = base + Shape::P_AT + team * Shape::HEADS * KEYS;
-  float x[2][4 * TILES], up[4], down[4], step;
-  bool seen[4];
+  named_sync(1, 128);
+  float x[KEYS / 64][4 * TILES], up[ROWS], down[ROWS], step;
+  bool seen[ROWS];
   Ring<STAGES> at;
   auto scores = [&] {
-    barrier_wait(full + at.stage * 8, at.parity);
+    barrier_wait(full + at.stage * 16, at.parity);
     product_fence();
 #pragma unroll
-    for (int a = 0; a < 2; a++) {
+    for (int a = 0; a < KEYS / 64; a++) {
 #pragma unroll
       for (int n = 0; n < D / 32; n++)
-        product(x[a], operand_of<D>(ring + at.stage * 2 * TILE + a * 64 * D, n), operand_of<D>(base + Shape::Q_AT, n), n > 0);
+        product(x[a], operand_of<D>(base + at.stage * 2 * TILE + a * 64 * D, n), operand_of<D>(base + Shape::Q_AT, n), n > 0);
     }
     product_commit();
   };
-  // The scales of the team's i-th tile, while the tensor cores work.
+  auto scored = [&] {
+#pragma unroll
+    for (int a = 0; a < KEYS / 64; a++) product_done(x[a]);
+  };
+  // The scales of the i-th tile, while the tensor cores work.
   auto weigh = [&](int i) {
     const u32 bytes = scales + at.stage * 3 * KEYS;
-    const int left = used - (part + i * teams) * KEYS;  // tokens from here on
-    u32 word = load_shared1(bytes + KEYS + lane * 4);  // a lane's share of the tile's tokens
-    word = ((word & 0x7F7F7F7F) + 0x01010101) ^ (word & 0x80808080);  // each byte one more, and 0 for no number
-    const int inside = left - 4 * (int)lane;
-    if (inside < 4) word &= inside > 0 ? (1u << 8 * inside) - 1 : 0;
-    const u32 most = max(max(word & 255, word >> 8 & 255), max(word >> 16 & 255, word >> 24));
+    const int left = used - (part + i * parts) * KEYS;  // tokens from here on
+    u32 most = 0;
+#pragma unroll
+    for (int at = 4 * lane; at < KEYS; at += 128) {  // a lane's share of the tile's tokens
+      u32 word = load_shared1(bytes + KEYS + at);
+      word = ((word & 0x7F7F7F7F) + 0x01010101) ^ (word & 0x80808080);  // each byte one more, and 0 for no number
+      const int inside = left - at;
+      if (inside < 4) word &= inside > 0 ? (1u << 8 * inside) - 1 : 0;
+      most = max(most, max(max(word & 255, word >> 8 & 255), max(word >> 16 & 255, word >> 24)));
+    }
     const int before = unit;
     unit = max(unit, (int)largest_of_warp(most) - 1);
     step = down_to(before, unit);
 #pragma unroll
-    for (int n = 0; n < 4; n++) {  // the tokens whose scores it will have
+    for (int n = 0; n < ROWS; n++) {  // the tokens whose scores it will have
       const u32 token = n / 2 * 64 + 16 * w + n % 2 * 8 + g, four = bytes + token / 4 * 4, shift = token % 4 * 8;
       const int byte = load_shared1(four + KEYS) >> shift & 255;
       seen[n] = (int)token < left && (!MASK || (load_shared1(four + 2 * KEYS) >> shift & 255));
@@ -250,10 +324,12 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     scores();
     weigh(0);
     product_wait<0>();
-    product_done(x[0]), product_done(x[1]);
+    scored();
   }
 #pragma unroll 1
   for (int i = 0; i < count; i++) {
+    warp_sync();
+    if (lane == 0) barrier_arrive(freed + at.stage * 8);  // K's tile, and V's before it
     float largest[TILES][2];
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
@@ -261,7 +337,7 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
       for (int e = 0; e < 2; e++) {
         largest[t][e] = minus_infinity();
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
+        for (int n = 0; n < ROWS; n++) {
           float& s = x[n / 2][4 * t + n % 2 * 2 + e];
           s = seen[n] ? s * (rows[t][e] * up[n]) : minus_infinity();
           largest[t][e] = fmaxf(largest[t][e], s);
@@ -274,7 +350,7 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
         store_shared2(met + (w * Shape::HEADS + 8 * t + 2 * q) * 4, __float_as_uint(largest[t][0]),
                       __float_as_uint(largest[t][1]));
     }
-    named_sync(1 + team, 128);
+    named_sync(1, 128);
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
@@ -287,9 +363,9 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
         const float now = fmaxf(top[t][e], ceilf(largest[t][e])), point = now == minus_infinity() ? 0.f : now;
         const float shrink = exp2_fast(top[t][e] - point);
         top[t][e] = now;
-        float z[4], sum = 0.f;
+        float z[ROWS], sum = 0.f;
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
+        for (int n = 0; n < ROWS; n++) {
           const float power = exp2_fast(x[n / 2][4 * t + n % 2 * 2 + e] - (point - (float)P_BITS));
           sum += power;
           z[n] = seen[n] ? power * down[n] : 0.f;  // a scale that is NaN stays out of what is not seen
@@ -300,23 +376,28 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
 #pragma unroll
           for (int h = 0; h < 2; h++) acc[m][4 * t + 2 * h + e] *= shrink * step;
         }
-        const u32 codes = to_e4m3(z[0], z[1], z[2], z[3]);
 #pragma unroll
-        for (int n = 0; n < 4; n++)
-          store_byte(p_at + swizzled(8 * t + 2 * q + e, n / 2 * 64 + 16 * w + n % 2 * 8 + g), codes >> 8 * n);
+        for (int n = 0; n < ROWS; n += 4) {
+          const u32 codes = to_e4m3(z[n], z[n + 1], z[n + 2], z[n + 3]);
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            store_byte(p_at + n * Shape::HEADS * 32 + swizzled(8 * t + 2 * q + e, i / 2 * 64 + 16 * w + i % 2 * 8 + g),
+                       codes >> 8 * i);
+        }
       }
     }
     fence_async();
-    named_sync(1 + team, 128);
+    named_sync(1, 128);
+    barrier_wait(full + at.stage * 16 + 8, at.parity);
     product_fence();
 #pragma unroll
     for (int m = 0; m < D / 64; m++) {
 #pragma unroll
       for (int n = 0; n < KEYS / 32; n++)
-        product(acc[m], operand(ring + at.stage * 2 * TILE + TILE + m * 64 * KEYS, n), operand(p_at, n), true);
+        product(acc[m], operand(base + at.stage * 2 * TILE + TILE + n / 4 * BOX + m * 8192, n % 4),
+                operand(p_at + n / 4 * Shape::HEADS * 128, n % 4), true);
     }
     product_commit();
-    if (w == 0 && i > 0) load(i - 1 + STAGES);  // no warp is at the tile before
     at.next();
     if (i + 1 < count) {
       scores();
@@ -325,27 +406,27 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     product_wait<0>();
 #pragma unroll
     for (int m = 0; m < D / 64; m++) product_done(acc[m]);
-    product_done(x[0]), product_done(x[1]);
+    scored();
   }
-  // The team's sums.
-  const i64 all = (i64)blockIdx.y * teams;
+  // The block's sums.
   const float by = power_of(unit);
 #pragma unroll
   for (int t = 0; t < TILES; t++) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
+      const int head = 8 * t + 2 * q + e;
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2)
         total[t][e] += __shfl_xor_sync(0xFFFFFFFFu, total[t][e], lanes);
-      const int head = 8 * t + 2 * q + e;
       if (g == 0) store_shared(met + (w * Shape::HEADS + head) * 4, total[t][e]);
       if (head >= SHARE || count == 0) continue;
-      float* to = args.parts + ((all + part) * SHARE + head) * D + 16 * w + g;
+      float* to = mine + head * ROW + 16 * w + g;
 #pragma unroll
-      for (int m = 0; m < D / 64; m++) to[64 * m] = acc[m][4 * t + e] * by, to[64 * m + 8] = acc[m][4 * t + 2 + e] * by;
+      for (int m = 0; m < D / 64; m++)
+        to[64 * m] = no_zero(acc[m][4 * t + e] * by), to[64 * m + 8] = no_zero(acc[m][4 * t + 2 + e] * by);
     }
   }
-  named_sync(1 + team, 128);
+  named_sync(1, 128);
 #pragma unroll
   for (int t = 0; t < TILES; t++) {
 #pragma unroll
@@ -355,16 +436,12 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
       float sum = 0.f;
 #pragma unroll
       for (int n = 0; n < 4; n++) sum += load_shared(met + (n * Shape::HEADS + head) * 4);
-      float* to = args.stats + ((all + part) * SHARE + head) * 2;
-      to[0] = top[t][e], to[1] = sum;
+      mine[head * ROW + D] = no_zero(top[t][e]), mine[head * ROW + D + 1] = no_zero(sum);
     }
   }
-  block_sync();
-  const u32 last = blocks - 1;
-  if (last > 0 && !block_any(threadIdx.x == 0 && count_in_turn(counters + args.counter + blockIdx.y, last) == last)) return;
-  const i64 first = (i64)blockIdx.y * teams * SHARE;
-  add_parts<D, SHARE, THREADS, Out>(args.parts + first * D, args.stats + first * 2, min(tiles, teams),
-                                    args.out + ((i64)batch * args.heads + group * SHARE) * D, base + Shape::SUMS);
+  if (!block_any(false)) return;
+  add_parts<D, SHARE, Out>(args.parts + (i64)blockIdx.y * parts * SHARE * ROW, min(tiles, parts),
+                           args.out + ((i64)batch * args.heads + group * SHARE) * D, base + Shape::SUMS);
 }
 
 }  // namespace quantrot

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantrot.kernels import nvrtc
 from quantrot.kernels.attention.reference import BLOCK, LOG2E, group_of
 from quantrot.kernels.fp8 import E4M3
-from quantrot.kernels.nvrtc import SM_SHARED, load_kernel, processors, tensor_map
+from quantrot.kernels.nvrtc import load_kernel, processors, tensor_map
 
 if TYPE_CHECKING:
     from quantrot.kernels.attention.triton import Inputs
@@ -26,6 +26,9 @@ OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 DIMS = (64, 128)
 LARGEST_SHARE = 16  # query heads a key head
 COUNTERS = 1 << 16
+THREADS = 192  # a warpgroup that multiplies, a warp that loads, one that arranges the end
+TILE = 1 << 14  # bytes of K, and of V
+PROMOTION = 128  # V's rows are read 128 bytes at a time (with 256: 4 to 16 % slower)
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {blocks}) decode(
     const __grid_constant__ quantrot::TensorMap k, const __grid_constant__ quantrot::TensorMap v,
     const __grid_constant__ quantrot::DecodeArgs args) {{
@@ -36,23 +39,15 @@ ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {blocks}) dec
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch: warpgroups of a thread block, tiles of K and V each has in shared memory, blocks of a key head, tiles
-    that a warpgroup asks L2 for while the kernel before it ends."""
+    """A launch: tiles of K and V that a thread block has in shared memory, blocks of a key head."""
 
-    teams: int
     stages: int
     splits: int
-    warm: int = 1
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.teams
 
     def shared_bytes(self, dim: int, share: int) -> int:
         """As DecodeShape of decode.cuh has it."""
-        heads = -(-share // 8) * 8
-        team = self.stages * (BLOCK * (2 * dim + 3) + 8) + heads * (BLOCK + 16)
-        return self.teams * team + heads * dim + 24 * self.threads
+        heads, keys = -(-share // 8) * 8, TILE // dim
+        return self.stages * (2 * TILE + 3 * keys + 24) + heads * (keys + 16 + dim) + 24 * 128
 
 
 class Arguments(ctypes.Structure):
@@ -61,7 +56,7 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "q_scale", "k_scale", "v_scale", "lengths")),
         ("mask", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in ("out", "parts", "stats")),
+        *((name, ctypes.c_void_p) for name in ("out", "parts")),
         ("counter", ctypes.c_int),
         *((name, ctypes.c_longlong) for name in ("q_batch", "q_head")),
         *((f"{name}_{i}", ctypes.c_longlong) for name in ("qs", "ks", "vs") for i in ("batch", "head")),
@@ -76,11 +71,10 @@ class _Parameters(ctypes.Structure):
 
 
 @lru_cache(maxsize=256)
-def plan_for(dim: int, pairs: int, units: int) -> Plan:
+def plan_for(pairs: int, units: int) -> Plan:
     """The launch for `pairs` key heads of all sequences on `units` processors: a block on each, with half its shared
-    memory, so that the next kernel's start beside it. More heads than processors: blocks of one warpgroup, several on
-    each (32 sequences of 32768 tokens at head_dim 64: 266 us, with two warpgroups 289)."""
-    return Plan(2 if dim == 64 and pairs <= units else 1, 3, max(1, units // pairs))
+    memory, so that the next kernel's start beside it. More heads than processors: a block each, two on a processor."""
+    return Plan(3, max(1, units // pairs))
 
 
 def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
@@ -136,10 +130,10 @@ def device_functions() -> str:
 
 def entry(plan: Plan, dim: int, share: int, mask: bool, dtype: torch.dtype) -> str:
     """The source of one kernel, after device_functions."""
-    numbers = (dim, share, plan.teams, plan.stages, int(mask), plan.warm)
+    numbers = (dim, share, plan.stages, int(mask))
     call = ", ".join([*map(str, numbers), f"quantrot::{OUT[dtype]}"])
-    blocks = 2 if plan.shared_bytes(dim, share) <= SM_SHARED // 2 - 1024 else 1
-    return ENTRY.format(threads=plan.threads, blocks=blocks, call=call)
+    # Registers are given to 8 warps where there are 6, so that two blocks of more than 128 are not beside each other.
+    return ENTRY.format(threads=256, blocks=2 if share <= 8 else 1, call=call)
 
 
 @lru_cache(maxsize=256)
@@ -163,14 +157,14 @@ def _counter(count: int) -> int:
     return first
 
 
-def arguments(given: "Inputs", out: Tensor, parts: Tensor, stats: Tensor, counter: int) -> Arguments:
+def arguments(given: "Inputs", out: Tensor, parts: Tensor, counter: int) -> Arguments:
     """The kernel's parameter."""
     q, k, v = given.q, given.k, given.v
     scales = (given.q_scale, given.k_scale, given.v_scale)
     return Arguments(
         *(t.data_ptr() for t in (q, *scales)),
         *(t.data_ptr() if t is not None else None for t in (given.lengths, given.mask)),
-        *(t.data_ptr() for t in (out, parts, stats)),
+        *(t.data_ptr() for t in (out, parts)),
         counter,
         *q.stride()[:2],
         *(stride for t in scales for stride in t.stride()[:2]),
@@ -196,12 +190,10 @@ def matrices(given: "Inputs") -> list[tuple[int, int, int, int, tuple[int, int],
     ]
 
 
-def scratch(given: "Inputs", plan: Plan) -> tuple[Tensor, Tensor]:
-    """Room for what teams leave: sums, and what they weigh."""
+def scratch(given: "Inputs", plan: Plan) -> Tensor:
+    """Room for what blocks leave: sums, and what they weigh."""
     batch, heads, _, dim = given.q.shape
-    rows = batch * heads * plan.splits * plan.teams
-    room = torch.empty(rows * (dim + 2), dtype=torch.float32, device=given.q.device)
-    return room[: rows * dim], room[rows * dim :]
+    return torch.empty(batch * heads * plan.splits * (dim + 4), dtype=torch.float32, device=given.q.device)
 
 
 def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> Tensor:
@@ -213,11 +205,12 @@ def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> 
     if not out.numel():
         return out
     share = heads // groups
-    plan = plan or plan_for(dim, batch * groups, processors(device))
+    plan = plan or plan_for(batch * groups, processors(device))
     function, shared = _kernel(plan, dim, share, given.mask is not None, dtype, device), plan.shared_bytes(dim, share)
-    parts, stats = scratch(given, plan)
-    values = _Parameters(args=arguments(given, out, parts, stats, _counter(batch * groups)))
+    parts = scratch(given, plan)
+    values = _Parameters(args=arguments(given, out, parts, _counter(batch * groups)))
     for field, (at, rows, columns, pitch, box, swizzle) in zip("kv", matrices(given), strict=True):
-        ctypes.memmove(getattr(values, field), tensor_map(at, rows, columns, pitch, box, torch.uint8, swizzle), 128)
-    nvrtc.launch(function, (plan.splits, batch * groups), plan.threads, shared, values, device, overlap=True)
+        encoded = tensor_map(at, rows, columns, pitch, box, torch.uint8, swizzle, PROMOTION)
+        ctypes.memmove(getattr(values, field), encoded, 128)
+    nvrtc.launch(function, (plan.splits, batch * groups), THREADS, shared, values, device, overlap=True)
     return out

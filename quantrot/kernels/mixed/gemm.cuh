@@ -153,7 +153,14 @@ __device__ __forceinline__ void prefill(const TensorMap* codes, const TensorMap*
       multiplier.lane.at(row, args.rows);
       float sum[P::W];
       multiplier.run(sum, 0, blocks);
-      store_tile<O>(y, args, Ends<O>(args, multiplier.lane), sum, row, column, output + group * P::OUTPUT, 1 + group);
+      const Ends<O> ends(args, multiplier.lane);
+#pragma unroll
+      for (int p = 0; p < P::PASSES; p++) {
+        float part[P::STORED / 2];
+#pragma unroll
+        for (int i = 0; i < P::STORED / 2; i++) part[i] = sum[p * (P::STORED / 2) + i];
+        store_tile<O>(y, args, ends, part, row, column + p * P::STORED, output + group * P::OUTPUT, 1 + group);
+      }
     }
     if (threadIdx.x % 128 == 0) tensor_store_wait<0>();
   }

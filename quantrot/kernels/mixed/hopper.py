@@ -121,7 +121,7 @@ class Plan:
     def _output(self) -> int:
         if self.teams:
             return self.groups * self.teams * (128 * self.own[0] * self.split + 8)
-        return self.groups * 64 * (self.columns + self.columns % 32) * 2
+        return self.groups * 64 * (self.own[0] + self.own[0] % 32) * 2
 
     def shared_bytes(self) -> int:
         return self.depth * max(self.teams, 1) * self._stage() + self._output()
@@ -159,15 +159,21 @@ class Plan:
         return self.split * max(self.teams, 1)
 
     @property
+    def passes(self) -> int:
+        """Products of the same codes, which have 256 columns at most."""
+        return 2 if self.columns > 256 else 1
+
+    @property
     def own(self) -> tuple[int, int]:
-        """Columns and rows of y that a warpgroup finishes."""
-        return self.columns // self.parts if self.teams else self.columns, 64
+        """Columns and rows of y that a warpgroup stores at a time."""
+        return self.columns // (self.parts if self.teams else self.passes), 64
 
     def box(self, columns: int) -> int:
         """Rows of the wide operand that one copy brings, of so many: no more than there are (start_of in hopper.cuh).
         Shares are whole groups of eight."""
-        share = columns if self.share == 1 else _ceil(_ceil(columns, self.share), 8) * 8
-        return min(self.columns // self.share, share)
+        pieces = max(self.share, self.passes)
+        share = columns if pieces == 1 else _ceil(_ceil(columns, pieces), 8) * 8
+        return min(self.columns // pieces, share)
 
     def boxes(self, columns: int, weight: bool) -> tuple[Box, ...]:
         """Rows, columns and swizzle, in bytes, of what the copy engine moves of the codes, the wide operand and y."""
@@ -294,22 +300,28 @@ def entry(plan: Plan | Decode, kernel: Kernel, name: str = "mixed") -> str:
 PROCESSORS = 132  # of the device that the rules are for
 
 
-# Of (teams, groups): cycles that a block of 64 columns of K takes, of all teams, by the columns of a tile; with groups
-# more, for each of them; cycles of all else, and more where two thread blocks share K. Fitted to the plans of seven
-# shapes by 24 to 512 tokens on an H200, 5 % (standard deviation) off. Of 190 products there it chooses the fastest plan
-# or one within 4 %, but for five, within 6 %.
-CYCLES: dict[tuple[int, int], tuple[dict[int, int], float, int, int]] = {
-    (0, 2): (
+# Of (teams, groups, passes): cycles that a block of 64 columns of K takes, of all teams, by the columns of a tile; with
+# groups more, for each of them; cycles of all else, and more where two thread blocks share K. Fitted to the plans of
+# seven shapes by 24 to 512 tokens on an H200, 5 % (standard deviation) off. Of 190 products there it chooses the
+# fastest plan or one within 4 %, but for five, within 6 %. Two passes: from six shapes by 257 to 1536 tokens; with
+# groups 0.1 more than measured, since tiles of 256 columns gain by turns (multiply.cuh), which is not in these numbers.
+CYCLES: dict[tuple[int, int, int], tuple[dict[int, int], float, int, int]] = {
+    (0, 2, 1): (
         {64: 600, 96: 676, 112: 729, 128: 747, 144: 778, 160: 819}
         | {176: 867, 192: 895, 208: 940, 224: 1000, 240: 1060, 256: 1125},
         *(0.66, 5250, 0),
     ),
-    (0, 3): ({64: 688, 96: 838, 112: 888, 128: 946, 144: 1005, 160: 1081}, 1.47, 6930, 0),
-    (0, 4): ({64: 1077, 96: 1153, 112: 1197, 128: 1303}, 1.66, 5400, 0),
-    (1, 2): ({96: 637, 128: 730, 160: 812, 192: 924, 224: 1068, 256: 1229}, 1.03, 2680, 2680),
-    (1, 3): ({64: 723, 96: 846, 128: 969, 144: 1001, 160: 1085, 192: 1284}, 1.28, 5960, 2250),
-    (2, 1): ({64: 545, 96: 637, 128: 700, 160: 834, 192: 1005}, 1.23, 4250, 3520),
-    (2, 2): ({64: 1024, 96: 1185, 128: 1319}, 2.12, 6080, 560),
+    (0, 2, 2): (
+        {272: 1205, 288: 1265, 304: 1335, 320: 1405, 336: 1480, 352: 1550, 368: 1605, 384: 1670},
+        *(0.76, 5250, 0),
+    ),
+    (0, 3, 1): ({64: 688, 96: 838, 112: 888, 128: 946, 144: 1005, 160: 1081}, 1.47, 6930, 0),
+    (0, 4, 1): ({64: 1077, 96: 1153, 112: 1197, 128: 1303}, 1.66, 5400, 0),
+    (1, 2, 1): ({96: 637, 128: 730, 160: 812, 192: 924, 224: 1068, 256: 1229}, 1.03, 2680, 2680),
+    (1, 2, 2): ({288: 1390, 320: 1550}, 0.65, 2680, 2680),
+    (1, 3, 1): ({64: 723, 96: 846, 128: 969, 144: 1001, 160: 1085, 192: 1284}, 1.28, 5960, 2250),
+    (2, 1, 1): ({64: 545, 96: 637, 128: 700, 160: 834, 192: 1005}, 1.23, 4250, 3520),
+    (2, 2, 1): ({64: 1024, 96: 1185, 128: 1319}, 2.12, 6080, 560),
 }
 TURN = 900  # cycles of a tile beside its blocks, of persistent thread blocks
 
@@ -328,13 +340,16 @@ def plan_for(rows: int, columns: int, depth: int, group: int, weight: bool) -> P
     most = FEW if group == 1 else SOME if one_wave(rows) else MORE  # with groups of 64 these have too few registers
     if weight and columns <= most:
         return decode_plan(rows, columns, depth, group)
-    plans = [plan for shape in CYCLES for plan in _plans(*shape, rows, columns, depth, group, weight)]
+    plans = [plan for shape in CYCLES for plan in _plans(shape, rows, columns, depth, group, weight)]
     return min(plans, key=lambda plan: cycles(plan, rows, columns, depth, group))
 
 
-def _plans(teams: int, groups: int, rows: int, columns: int, depth: int, group: int, weight: bool) -> Iterator[Plan]:
-    """Those of a shape that can run."""
-    for width in CYCLES[teams, groups][0]:
+def _plans(
+    shape: tuple[int, int, int], rows: int, columns: int, depth: int, group: int, weight: bool
+) -> Iterator[Plan]:
+    """Those of a shape that can run. Two passes of narrow activations were not measured."""
+    teams, groups, passes = shape
+    for width in CYCLES[shape][0] if weight or passes == 1 else ():
         if not teams and (weight or groups == 2):
             share = 2 if rows > 64 * groups else 1
             odd, halves = _ceil(rows, 64 * groups) % share > 0, _halves(width, groups, columns, group, weight)
@@ -349,7 +364,7 @@ def _plans(teams: int, groups: int, rows: int, columns: int, depth: int, group: 
 
 def cycles(plan: Plan, rows: int, columns: int, depth: int, group: int) -> float:
     """The model's time of a product."""
-    blocks, scaling, rest, swap = CYCLES[plan.teams, plan.groups]
+    blocks, scaling, rest, swap = CYCLES[plan.teams, plan.groups, plan.passes]
     block = blocks[plan.columns] + (scaling * plan.columns if group else 0)
     turns = 1 if plan.teams else _ceil(plan.tiles(rows, columns), PROCESSORS // plan.cluster)
     each = depth / plan.parts / BLOCK * block + (0 if plan.teams else TURN)

@@ -52,7 +52,7 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
   constexpr int HALF = W / TEAMS, OWN = HALF / P::SPLIT;  // a lane's sums of its team's columns, and those it finishes
   constexpr int AREA = 256 * OWN * P::SPLIT;              // bytes that a warpgroup is sent; then its part of y
   static_assert(O::WEIGHT, "few tokens by a narrow weight");
-  static_assert(P::SPLIT <= 2 && TEAMS <= 2 && P::SHARE == 1 && ALL <= 4 && OWN % 4 == 0, "halves, whole matrices");
+  static_assert(P::SPLIT <= 2 && TEAMS <= 2 && P::SHARE == 1 && ALL <= 4 && OWN % 4 == 0 && OWN <= 128, "halves, matrices");
   static_assert(TEAMS == 1 || P::GROUPS * 128 * W * 4 <= RINGS * P::STAGE, "the halves take the stages' place");
   static_assert(RINGS * (P::STAGE + 16) + ALL * (AREA + 8) <= 227 << 10, "shared memory");
   const u32 base = shared_memory(), areas = base + RINGS * P::STAGE, full = areas + ALL * AREA;

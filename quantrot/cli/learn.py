@@ -1,0 +1,71 @@
+"""quantrot learn: fused rotations by gradient descent."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quantrot.cli.common import Model, Recipe, console, count_progress, grid
+
+if TYPE_CHECKING:
+    from quantrot.learn import Learning
+
+
+def command(
+    model: Model,
+    recipe: Recipe,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The safetensors file to write.")],
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to learn on; WikiText-2's training split by default.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Windows to learn from, one a step.")] = 100,
+    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens in a window.")] = 256,
+    windows: Annotated[int | None, typer.Option(help="Windows of the text to use; all by default.")] = None,
+    held_out: Annotated[int, typer.Option("--held-out", help="The last of them, which only choose the best.")] = 8,
+    rate: Annotated[float, typer.Option(help="Radians that an entry may turn by in the first step.")] = 0.003,
+    seed: Annotated[int, typer.Option(help="Of the windows' order.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
+) -> None:
+    """Learn a recipe's R1 and R2 for a model, which is held in memory."""
+    from quantrot.evals.text import evaluation_text
+    from quantrot.learn import learn
+    from quantrot.recipe import load_recipe
+
+    start = load_recipe(recipe)
+    content, origin = evaluation_text(text, "train")
+    with count_progress() as progress:
+        found = learn(
+            model,
+            start,
+            output,
+            text=content,
+            steps=steps,
+            seq_len=seq_len,
+            windows=windows,
+            held_out=held_out,
+            rate=rate,
+            seed=seed,
+            device=device,
+            progress=progress,
+        )
+    rows = [
+        ["text", origin],
+        ["KL of the start, nats per token", f"{found.kl_before:.4f}"],
+        ["KL of what was learned", f"{found.kl_after:.4f}"],
+        ["best step", f"{found.best_step} of {steps}"],
+    ]
+    out = console()
+    title = f"{', '.join(found.names)} -> {output}, {found.held_out} held-out windows of {found.seq_len} tokens"
+    out.print(grid(title, ["", ""], rows))
+    out.print("in the recipe:\n" + _fragment(found, start), markup=False)
+
+
+def _fragment(found: "Learning", recipe: Any) -> str:
+    """The rotations of a recipe that uses what was learned; the file is beside the recipe's."""
+    lines = ["rotations:", f"  path: {found.out.name}"]
+    for name in found.names:
+        spec = getattr(recipe.rotations, name)
+        block = spec.block if spec.block == "full" or isinstance(spec.block, int) else f'"{spec.block}"'
+        channels = f", channels: {spec.channels}" if spec.channels != "natural" else ""
+        lines.append(f"  {name}: {{kind: learned, block: {block}{channels}}}")
+    return "\n".join(lines)

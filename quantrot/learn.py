@@ -1,0 +1,344 @@
+"""Learn R1 and R2: the orthogonal matrices with which the quantized model's next-token distributions are nearest to the
+original's on a text, found by gradient descent.
+
+Every weight stays; only the matrices move, R1's blocks, which the whole network shares, and R2's of every layer and
+value head. A step runs the network as the recipe would run it: weights turned and rounded to their formats, inputs
+turned online where a rule says so, and rounded. (Attention runs in float32, whatever the recipe makes of it.)
+
+Gradients. Without rounding a rotation changes nothing, so all of a gradient is due to rounding errors. To keep an error
+as it is while the matrices move (the straight-through gradient) says little: it changes with every step. What lasts is
+its size, which is the scale's, which is the group's largest magnitude's: so there the gradient gets the group's sum of
+gradient times error, divided by that magnitude (`_slope`).
+
+Steps. For a matrix R with gradient G, the tangent R (R^T G - G^T R) stays among orthogonal matrices; Adam makes a skew
+A of it, and the step is Cayley's transform, R (I - A/2)^-1 (I + A/2), which is orthogonal up to float64's rounding. The
+idea is SpinQuant's (arXiv:2405.16406), the transform on manifolds Li et al.'s (arXiv:2002.01113).
+
+Memory: the model in float32, twice (turned weights are kept for the backward), and what a window's backward needs.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quantrot import formats, llama
+from quantrot.device import known_device
+from quantrot.evals.text import windows as cut
+from quantrot.formats import ActivationFormat, WeightFormat
+from quantrot.learned import purpose, write
+from quantrot.load import open_model
+from quantrot.modules import quantize_dequantize
+from quantrot.plan import Plan, digest
+from quantrot.plan import plan as make_plan
+from quantrot.rotation import block_matrices, permutation, split_gain, turn_input
+from quantrot.version import __version__
+
+BETAS, EPSILON = (0.9, 0.99), 1e-12
+CHECKS = 4  # times on the way that the held-out windows are run; the best matrices of these are kept
+SCALED = ("mxfp4", "int8")  # formats whose errors are of the size of the scale; e4m3's are of each element's
+LEARNABLE = ("R1", "R2")
+
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What was learned: KL(original || quantized) in nats a token on the held-out windows, at the start and of what was
+    written, which is of this step (0: the start, where nothing was better)."""
+
+    out: Path
+    names: tuple[str, ...]
+    kl_before: float
+    kl_after: float
+    best_step: int
+    held_out: int
+    seq_len: int
+
+
+def learn(
+    model: str | Path,
+    recipe: Any,
+    out: str | Path,
+    *,
+    text: str,
+    steps: int = 100,
+    seq_len: int = 256,
+    windows: int | None = None,
+    held_out: int = 8,
+    rate: float = 0.003,
+    seed: int = 0,
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> Learning:
+    """Learn the recipe's R1 and R2, from what it has there as a start, and write them to `out` for `kind: learned`.
+
+    text: cut into windows of `seq_len` tokens, the first `windows` of them are used, and of these the last `held_out`
+    only to choose the best matrices with; the others are run one a step, in the seed's order. rate: how far an entry of
+    A may go in the first step, in radians; it falls to 0 along a cosine. ValueError for what a user can mend.
+    """
+    for name, value in (("steps", steps), ("held_out", held_out)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; a positive number is needed")
+    if not 0 < rate < 1:
+        raise ValueError(f"rate is {rate}; a number of radians between 0 and 1 is needed, such as 0.003")
+    target = Path(out).expanduser()
+    if target.exists() or not target.parent.is_dir():
+        what = "exists; choose another name" if target.exists() else "is in no directory; make that first"
+        raise ValueError(f"output {target} {what}")
+    plan = make_plan(model, recipe)
+    _check(plan)
+    network, tokenizer = open_model(model, known_device(device), "float32")
+    ids = cut(tokenizer, text, seq_len, windows, plan.llama.max_positions).to(network.device)
+    if len(ids) <= held_out:
+        raise ValueError(f"text: {len(ids)} windows of {seq_len} tokens, {held_out} are held out; give a longer text")
+    order = torch.randperm(len(ids) - held_out, generator=torch.Generator().manual_seed(seed)).tolist()
+    turns = Turns(plan, network.device)
+    make_turned(network, plan, turns)
+    train = (ids[order[i % len(order)]] for i in range(steps))
+    kl, best, step = _descend(network, turns, train, steps, ids[-held_out:], rate, progress or (lambda *_: None))
+    about = {
+        "quantrot": __version__,
+        "model": plan.source.base_model,
+        "revision": plan.source.revision,
+        "digest": digest(plan.checkpoint, plan.llama),
+        "recipe": purpose(plan.recipe),
+        "start": {name: plan.rotations[name].kind for name in turns.matrices},
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "steps": steps,
+        "best_step": step,
+        "seq_len": seq_len,
+        "windows": len(ids),
+        "held_out": held_out,
+        "rate": rate,
+        "seed": seed,
+        "kl_before": kl[0],
+        "kl_after": kl[1],
+    }
+    write(target, {name: matrices.float().cpu().contiguous() for name, matrices in best.items()}, about)
+    return Learning(target, tuple(best), *kl, step, held_out, seq_len)
+
+
+def _check(plan: Plan) -> None:
+    """That there is something to learn, and something to learn it from."""
+    if not any(name in plan.rotations for name in LEARNABLE):
+        raise ValueError(
+            f"recipe {plan.recipe.name}: R1 and R2 are none, nothing else is learned; give them a kind to start from"
+        )
+    if not any(plan.linears.values()):
+        raise ValueError(f"recipe {plan.recipe.name}: it quantizes no linear, so that every rotation is as good")
+
+
+def _descend(
+    network: Any, turns: "Turns", train: Iterator[Tensor], steps: int, held: Tensor, rate: float, progress: Progress
+) -> tuple[tuple[float, float], dict[str, Tensor], int]:
+    """((KL of the start, of the best), the best matrices, their step)."""
+    first = lowest = held_out_kl(network, turns, held)
+    best, best_step = turns.copy(), 0
+    optimizer = Cayley(list(turns.matrices.values()))
+    for i, ids in enumerate(train):
+        turns.refresh()
+        loss = kl(network, turns, ids)
+        loss.backward()
+        optimizer.step(rate * 0.5 * (1 + math.cos(math.pi * i / steps)))
+        progress(f"KL {loss.item():.4f}, held out {lowest:.4f}", i + 1, steps)
+        if (i + 1) * CHECKS // steps > i * CHECKS // steps:
+            reached = held_out_kl(network, turns, held)
+            if reached < lowest:
+                lowest, best, best_step = reached, turns.copy(), i + 1
+    return (first, lowest), best, best_step
+
+
+def kl(network: Any, turns: "Turns", ids: Tensor) -> Tensor:
+    """KL(original || quantized) in nats a token over a window ids [S]."""
+    turns.exact = True
+    with torch.no_grad():
+        wanted = F.log_softmax(network(input_ids=ids[None], use_cache=False).logits[0], -1)
+    turns.exact = False
+    got = F.log_softmax(network(input_ids=ids[None], use_cache=False).logits[0], -1)
+    return F.kl_div(got, wanted, reduction="none", log_target=True).sum(-1).mean()
+
+
+@torch.no_grad()
+def held_out_kl(network: Any, turns: "Turns", held: Tensor) -> float:
+    """The mean over windows [n, S]."""
+    turns.refresh()
+    return sum(kl(network, turns, ids).item() for ids in held) / len(held)
+
+
+class Cayley:
+    """Adam for orthogonal matrices [..., b, b]: its moments are of the skew R^T G - G^T R, its steps Cayley's."""
+
+    def __init__(self, matrices: list[Tensor]) -> None:
+        self.matrices, self.count = matrices, 0
+        self.first, self.second = ([torch.zeros_like(m) for m in matrices] for _ in range(2))
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        self.count += 1
+        for r, m, v in zip(self.matrices, self.first, self.second, strict=True):
+            assert r.grad is not None
+            slope, r.grad = r.mT @ r.grad, None
+            skew = slope - slope.mT
+            m.lerp_(skew, 1 - BETAS[0])
+            v.lerp_(skew * skew, 1 - BETAS[1])
+            deviation = (v / (1 - BETAS[1] ** self.count)).sqrt_().add_(EPSILON)
+            half = m / (1 - BETAS[0] ** self.count) / deviation * (-rate / 2)
+            eye = torch.eye(r.shape[-1], dtype=r.dtype, device=r.device)
+            r.copy_(r @ torch.linalg.solve(eye - half, eye + half))
+
+
+# --- The network, turned and rounded ---------------------------------------------------------------------------------
+
+
+class Turns:
+    """The matrices that a network turns by. matrices: by name, float64, the optimizer's: R1 [n, block, block], R2
+    [layers, kv_heads, n, block, block]. exact: run the original instead, neither turned nor rounded."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self.exact = plan, False
+        self.matrices: dict[str, Tensor] = {}
+        arch = plan.llama
+        for name in LEARNABLE:
+            if name in plan.rotations:
+                start = block_matrices(plan.rotations[name])
+                if name == "R2":
+                    units = arch.layers, arch.kv_heads, arch.head_dim // plan.rotations[name].block
+                    start = start.expand(arch.layers * arch.kv_heads, *start.shape) if len(start) == units[2] else start
+                    start = start.reshape(*units, *start.shape[-2:])
+                self.matrices[name] = start.to(device, copy=True).requires_grad_()
+        r1 = plan.rotations.get("R1")
+        self.turned = 0 if r1 is None else (r1.turned if r1.turned >= 0 else r1.width) // r1.block
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the matrices as they are now, in float32."""
+        self.now = {name: matrices.float() for name, matrices in self.matrices.items()}
+
+    def copy(self) -> dict[str, Tensor]:
+        return {name: matrices.detach().clone() for name, matrices in self.matrices.items()}
+
+    def blocks(self, side: str, layer: int, repeat: int = 1) -> Tensor | None:
+        """What turns a side in this layer, float32 [n, block, block]; None for nothing."""
+        if self.exact or side not in self.now:
+            return None
+        if side == "R1":
+            return self.now["R1"][: self.turned]
+        return self.now["R2"][layer].repeat_interleave(repeat, 0).flatten(0, 1)
+
+
+def turn(x: Tensor, blocks: Tensor | None) -> Tensor:
+    """x [..., m] times blocks [n, b, b] on the diagonal; columns past n * b stay."""
+    if blocks is None:
+        return x
+    n, b, _ = blocks.shape
+    turned = torch.einsum("...nb,nbc->...nc", x[..., : n * b].unflatten(-1, (n, b)), blocks).flatten(-2)
+    return turned if n * b == x.shape[-1] else torch.cat([turned, x[..., n * b :]], -1)
+
+
+class TurnedEmbedding(nn.Module):
+    def __init__(self, weight: Tensor, turns: Turns) -> None:
+        super().__init__()
+        self.weight, self.turns = weight, turns
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return turn(F.embedding(ids, self.weight), self.turns.blocks("R1", 0))
+
+
+class TurnedLinear(nn.Module):
+    """One linear. weight, bias: with its norm's gain, in the order of channels that R1 has them in."""
+
+    def __init__(self, place: llama.Linear, weight: Tensor, bias: Tensor | None, turns: Turns) -> None:
+        super().__init__()
+        plan, self.turns, self.weight, self.bias = turns.plan, turns, weight, bias
+        self.format, self.online = plan.linears[place.fqn], plan.online.get(place.fqn)
+        layer = int(place.fqn.split(".")[2]) if place.fqn != llama.HEAD else 0
+        self.inside = partial(turns.blocks, place.input_side, layer, plan.llama.heads // plan.llama.kv_heads)
+        self.outside = partial(turns.blocks, place.output_side, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside, outside = self.inside(), self.outside()
+        if self.turns.exact or self.format is None:  # unrounded, all bases give the same: turn the fewer
+            back = None if inside is None else inside.mT
+            return turn(F.linear(turn(x, back), self.weight, self.bias), outside)
+        weight = turn(self.weight, inside)
+        if self.online is not None:
+            x, weight = turn_input(x, self.online), turn_input(weight, self.online)
+        weight = turn(weight.T, outside).T.contiguous()
+        y: Tensor = _RoundedProduct.apply(_RoundedInput.apply(x, self.format.activations), weight, self.format.weights)
+        return y if self.bias is None else y + turn(self.bias, outside)
+
+
+@torch.no_grad()
+def make_turned(network: Any, plan: Plan, turns: Turns) -> None:
+    """Put turned modules in the place of a network's own, with its weights."""
+    r1 = plan.rotations.get("R1")
+    order = permutation(r1).to(network.device) if r1 is not None and r1.permutation else slice(None)
+    for place in llama.linears(plan.llama):
+        old = network.get_submodule(place.fqn)
+        weight, bias = old.weight.data, None if old.bias is None else old.bias.data
+        if place.norm and r1 is not None:
+            weight = weight * split_gain(network.get_submodule(place.norm).weight.data, r1)[0]
+        weight = weight[:, order] if place.input_side == "R1" else weight
+        if place.output_side == "R1":
+            weight, bias = weight[order], None if bias is None else bias[order]
+        network.set_submodule(place.fqn, TurnedLinear(place, weight.contiguous(), bias, turns))
+    if r1 is not None:
+        for name in llama.norms(plan.llama):
+            gain = network.get_submodule(name).weight
+            gain.data = split_gain(gain.data, r1)[1]
+    table = network.get_submodule(llama.EMBEDDING).weight.data
+    network.set_submodule(llama.EMBEDDING, TurnedEmbedding(table[:, order], turns))
+    network.requires_grad_(False)
+
+
+class _RoundedInput(torch.autograd.Function):
+    """x [..., K] as the product sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activations: ActivationFormat) -> Tensor:
+        y = quantize_dequantize(x, activations)
+        ctx.activations = activations
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        return _slope(grad, x, y, ctx.activations), None
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """x W^T of the rounded W, which is rounded to the tensors on disk and kept as those."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, fmt: WeightFormat) -> Tensor:
+        stored = formats.quantize_rows(fmt, weight)
+        ctx.format = fmt
+        ctx.save_for_backward(x, weight, *stored)
+        return F.linear(x, formats.dequantize(fmt, stored, x.shape[-1], x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, *stored = ctx.saved_tensors
+        rounded = formats.dequantize(ctx.format, stored, x.shape[-1], grad.dtype)
+        slope = grad.flatten(0, -2).T @ x.flatten(0, -2)
+        return grad @ rounded, _slope(slope, weight, rounded, ctx.format), None
+
+
+def _slope(grad: Tensor, x: Tensor, rounded: Tensor, fmt: WeightFormat | ActivationFormat) -> Tensor:
+    """The gradient of x [..., K] from its rounded self's: straight through, and through the scale."""
+    if fmt.kind not in SCALED:
+        return grad
+    g, v, error = (t.unflatten(-1, (-1, fmt.block[1] or t.shape[-1])) for t in (grad, x, rounded - x))
+    where = v.abs().argmax(-1, keepdim=True)
+    largest = v.gather(-1, where)
+    push = (g * error).sum(-1, keepdim=True) / torch.where(largest == 0, 1.0, largest)
+    return g.scatter_add(-1, where, push).flatten(-2)

@@ -1,0 +1,284 @@
+"""Learned rotations: exact as all are, never worse than their start, and in the output what learning measured."""
+
+import json
+import re
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+from quantrot import convert, load, plan, verify
+from quantrot.cli.main import app
+from quantrot.evals.divergence import divergence
+from quantrot.evals.text import windows
+from quantrot.formats import ActivationFormat
+from quantrot.learn import Cayley, _slope, learn
+from quantrot.learned import COPY, distance, read
+from quantrot.load import open_model
+from quantrot.recipe import load_recipe
+
+TEXT = "".join(chr(97 + i * i % 23) for i in range(640))
+SHORT = {"text": TEXT, "steps": 10, "seq_len": 32, "held_out": 2, "device": "cpu"}
+MXFP4 = {"weights": {"format": "mxfp4"}, "activations": {"format": "mxfp4"}}
+R1, R2 = {"kind": "random-hadamard", "block": 16, "channels": "by-gain"}, {"kind": "hadamard", "block": 8}
+START = {"rotations": {"R1": R1, "R2": R2}, "linear": [{"match": "*", **MXFP4}]}
+SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 32, "tied": True, "attention_bias": True, "mlp_bias": True}
+
+
+def using(path, recipe=START, **spec):
+    """The recipe with what was learned."""
+    rotations = {name: {**made, "kind": "learned", **spec} for name, made in recipe["rotations"].items() if name < "R3"}
+    return {**recipe, "rotations": {**recipe["rotations"], **rotations, "path": str(path)}}
+
+
+@pytest.fixture(scope="module")
+def source(tiny, tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("model") / "source", **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def learned(source, tmp_path_factory):
+    path = tmp_path_factory.mktemp("learned") / "rotations.safetensors"
+    return path, learn(source, START, path, rate=0.02, **SHORT)
+
+
+def test_learning_gets_nearer_to_the_original(learned):
+    path, found = learned
+    file = read(path)
+    assert found.names == ("R1", "R2") and found.best_step > 0 and found.kl_after < 0.97 * found.kl_before
+    assert (file.about["kl_before"], file.about["kl_after"]) == (found.kl_before, found.kl_after)
+    assert file.matrices["R1"].shape == (4, 16, 16) and file.matrices["R2"].shape == (2, 2, 4, 8, 8)
+    assert all(distance(matrices) < 1e-6 for matrices in file.matrices.values())
+
+
+def test_the_same_seed_learns_the_same_and_another_another(source, tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        learn(source, START, tmp_path / name, rate=0.01, seed=seed, **{**SHORT, "steps": 3})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
+
+
+def test_where_nothing_is_better_the_start_is_kept(source, learned, tmp_path):
+    """A rate that only destroys; the start is what was learned before."""
+    found = learn(source, using(learned[0]), tmp_path / "out", rate=0.99, **{**SHORT, "steps": 2})
+    before, after = read(learned[0]), read(tmp_path / "out")
+    assert found.best_step == 0 and found.kl_after == found.kl_before == pytest.approx(learned[1].kl_after, rel=1e-3)
+    for name, matrices in before.matrices.items():
+        assert (matrices - after.matrices[name]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        START,
+        {
+            "rotations": {"R1": {**R1, "block": "full"}, "R2": R2, "R4": {"kind": "random-hadamard", "seed": 2}},
+            "linear": [
+                {"match": "down_proj", "weights": {"format": "int8", "group": 64}},
+                {"match": "mlp.*", **MXFP4, "hadamard": 32},
+                {"match": "o_proj", "weights": {"format": "fp8", "block": "channel"}},
+                {"match": "lm_head", **MXFP4},
+            ],
+            "skip": ["model.layers.0.mlp.up_proj"],
+        },
+        {"rotations": {"R2": R2}, "linear": [{"match": "*", **MXFP4}]},
+    ],
+    ids=["mxfp4", "mixed", "R2-alone"],
+)
+def test_what_is_measured_while_learning_is_what_the_conversion_has(source, tmp_path, recipe):
+    found = learn(source, recipe, tmp_path / "learned", **{**SHORT, "steps": 2})
+    convert(source, using(tmp_path / "learned", recipe), tmp_path / "out")
+    original, tokenizer = open_model(source, "cpu", "float32")
+    ids = windows(tokenizer, TEXT, 32)[-2:]
+    reached = divergence(load(tmp_path / "out", device_map="cpu"), original, ids)
+    assert reached.kl == pytest.approx(found.kl_after, rel=0.08)  # that has one token more a window
+
+
+def test_unquantized_the_logits_stay(source, learned, tmp_path):
+    """With every block and head turned by another matrix: a wrong place of one would show."""
+    path, _ = learned
+    convert(source, {"rotations": using(path)["rotations"]}, tmp_path / "out")
+    original, _ = open_model(source, "cpu", "float32")
+    ids = torch.arange(30).view(1, 30)
+    with torch.no_grad():
+        before, after = original(ids).logits, load(tmp_path / "out", device_map="cpu")(ids).logits
+    assert (before - after).abs().max() < 1e-4 * before.abs().max()
+
+
+def test_an_output_holds_what_it_was_turned_with(source, learned, tmp_path):
+    """verify needs no other file, and the manifest does not say where the file was."""
+    shutil.copy(learned[0], tmp_path / "learned")
+    convert(source, using(tmp_path / "learned"), tmp_path / "out")
+    (tmp_path / "learned").unlink()
+    manifest = json.loads((tmp_path / "out" / "quantrot.json").read_text())
+    assert (tmp_path / "out" / COPY).read_bytes() == learned[0].read_bytes() and COPY in manifest["files"]
+    assert manifest["recipe"]["rotations"]["path"] == COPY and str(tmp_path) not in json.dumps(manifest["rotations"])
+    assert {r["kind"] for r in manifest["rotations"].values()} == {"learned"}
+    assert not verify(tmp_path / "out", text=TEXT, seq_len=32, count=2, device="cpu").failures
+
+
+def test_resumed_conversions_end_with_the_same_bytes(source, learned, tmp_path):
+    recipe = using(learned[0])
+    convert(source, recipe, tmp_path / "whole")
+
+    def stop(name, done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, recipe, tmp_path / "again", progress=stop)
+    with pytest.raises(ValueError, match="holds an unfinished conversion of another source, recipe"):
+        convert(source, START, tmp_path / "again", resume=True)
+    convert(source, recipe, tmp_path / "again", resume=True, threads=1)
+    for file in (tmp_path / "whole").iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
+
+
+def test_a_path_starts_at_the_recipe(source, learned, tmp_path):
+    shutil.copy(learned[0], tmp_path / "r.safetensors")
+    fragment = "rotations: {path: r.safetensors, R2: {kind: learned, block: 8}}\n"
+    (tmp_path / "recipe.yaml").write_text(fragment)
+    assert plan(source, tmp_path / "recipe.yaml").learned.path == tmp_path / "r.safetensors"
+
+
+def edited(path, out, **change):
+    """The file with other matrices."""
+    file = read(path)
+    data = safetensors.torch.save({**file.matrices, **change}, {"quantrot": json.dumps(file.about)})
+    out.write_bytes(data)
+    return out
+
+
+def test_every_wrong_file_is_an_error_of_the_plan(source, learned, tmp_path):
+    path, r1 = learned[0], read(learned[0]).matrices["R1"]
+    cases = [
+        (tmp_path / "none", {}, r"recipe: .*none: no such file; `quantrot learn` writes one"),
+        (edited(path, tmp_path / "half", R1=r1.half()), {}, r"R1 as float16 \[4, 16, 16\]; .*needs float32 \[4,"),
+        (path, {"block": 32}, r"R1 as float32 \[4, 16, 16\]; this model, in blocks of 32, needs float32 \[2, 32, 32\]"),
+        (edited(path, tmp_path / "skewed", R1=r1 * 1.001), {}, r"R1 of .* is not orthogonal: .* reaches 2.0e-03"),
+        (edited(path, tmp_path / "nan", R1=r1 * torch.nan), {}, r"R1 of .* is not orthogonal: .* reaches nan"),
+    ]
+    for file, spec, message in cases:
+        with pytest.raises(ValueError, match=message):
+            plan(source, using(file, **spec))
+    with pytest.raises(ValueError) as caught:  # all at once
+        plan(source, using(path, block=32) | {"skip": ["lm_hed"]})
+    assert len(str(caught.value).splitlines()) == 3
+    weights = source / "model.safetensors"
+    with pytest.raises(ValueError, match="its metadata does not say what was learned"):
+        plan(source, using(weights))
+    safetensors.torch.save_file({"R1": r1}, tmp_path / "one", {"quantrot": json.dumps(read(path).about)})
+    with pytest.raises(ValueError, match="one holds no R2; it holds R1"):
+        plan(source, using(tmp_path / "one"))
+
+
+def test_rotations_of_another_model_or_recipe_are_noted(source, learned, tiny, tmp_path):
+    path, other = learned[0], tiny(tmp_path / "other", seed=1, **SHAPE)
+    assert not any("learned" in note for note in plan(source, using(path)).notes)
+    assert any("learned on another model than this, " in note for note in plan(other, using(path)).notes)
+    wide = using(path) | {"linear": []}
+    assert any("learned for a recipe of other formats" in note for note in plan(source, wide).notes)
+
+
+@pytest.mark.parametrize(
+    ("rotations", "message"),
+    [
+        ({"R1": {"kind": "learned"}}, "R1 is learned and path is missing; name the file of `quantrot learn`"),
+        ({"path": "a"}, "path is 'a' and no rotation is of kind learned; give one that kind"),
+        ({"path": "a", "R4": {"kind": "learned"}}, "R4 runs online, where learned is a dense product"),
+    ],
+)
+def test_recipes_that_cannot_be(rotations, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_recipe({"rotations": rotations})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ({"linear": START["linear"]}, {}, "recipe recipe: R1 and R2 are none, nothing else is learned"),
+        ({"rotations": START["rotations"]}, {}, "recipe recipe: it quantizes no linear"),
+        (START, {"steps": 0}, "steps is 0; a positive number"),
+        (START, {"held_out": 0}, "held_out is 0; a positive number"),
+        (START, {"rate": float("nan")}, "rate is nan; a number of radians between 0 and 1"),
+        (START, {"held_out": 20}, "text: 20 windows of 32 tokens, 20 are held out; give a longer text"),
+        (START, {"seq_len": 1000}, "seq_len: 1000; the model takes at most 512"),
+    ],
+)
+def test_what_cannot_be_learned(source, tmp_path, recipe, options, message):
+    with pytest.raises(ValueError, match=message):
+        learn(source, recipe, tmp_path / "out", **SHORT | options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_a_gpu_learns_the_same(source, learned, tmp_path):
+    found = learn(source, START, tmp_path / "out", rate=0.02, **SHORT | {"device": "cuda"})
+    assert found.kl_before == pytest.approx(learned[1].kl_before, rel=0.01)
+    assert found.best_step > 0 and found.kl_after < 0.97 * found.kl_before
+    assert all(distance(matrices) < 1e-6 for matrices in read(tmp_path / "out").matrices.values())
+
+
+def test_what_is_there_is_not_replaced(source, tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match="out exists; choose another name"):
+        learn(source, START, tmp_path / "out", **SHORT)
+    with pytest.raises(ValueError, match="is in no directory"):
+        learn(source, START, tmp_path / "none" / "out", **SHORT)
+
+
+def test_from_the_command_line(source, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "start.yaml").write_text(json.dumps(START))
+    run = ["learn", str(source), "-r", str(tmp_path / "start.yaml"), "-o", str(tmp_path / "r.safetensors")]
+    run += ["--text", str(tmp_path / "text.txt"), "--steps", "2", "--seq-len", "32", "--held-out", "2"]
+    result = CliRunner().invoke(app, run)
+    assert result.exit_code == 0 and "KL of what was learned" in result.output, result.output
+    fragment = result.output.partition("in the recipe:\n")[2]
+    assert "  R1: {kind: learned, block: 16, channels: by-gain}\n" in fragment
+    (tmp_path / "use.yaml").write_text(fragment + "linear: " + json.dumps(START["linear"]))
+    shown = CliRunner().invoke(app, ["plan", str(source), "-r", str(tmp_path / "use.yaml")])
+    assert "R2: learned, width 32, blocks of 8, from " in shown.output and "note: the rotations" not in shown.output
+    converted = CliRunner().invoke(
+        app, ["convert", str(source), "-r", str(tmp_path / "use.yaml"), "-o", str(tmp_path / "out")]
+    )
+    assert converted.exit_code == 0, converted.output
+    assert "R1: learned, blocks of 16, fused" in CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
+
+
+def test_steps_stay_orthogonal():
+    generator = torch.Generator().manual_seed(0)
+    r = torch.eye(16, dtype=torch.float64).repeat(3, 1, 1).requires_grad_()
+    optimizer = Cayley([r])
+    for _ in range(300):
+        r.grad = torch.randn(r.shape, generator=generator, dtype=torch.float64)
+        optimizer.step(0.1)
+    assert distance(r.detach()) < 1e-12 and distance(r.detach() + 1e-5) > 1e-6
+
+
+def test_steps_go_downhill():
+    """To a matrix that is known, from 90 degrees away in one plane."""
+    wanted = torch.eye(4, dtype=torch.float64).roll(1, 0)
+    wanted[0] *= -1  # a rotation, as the start is
+    r = torch.eye(4, dtype=torch.float64).requires_grad_()
+    optimizer = Cayley([r])
+    for _ in range(400):
+        (r - wanted).square().sum().backward()
+        optimizer.step(0.01)
+    assert (r - wanted).abs().max() < 0.02
+
+
+def test_the_gradient_knows_that_errors_grow_with_their_scale():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 64, generator=generator, dtype=torch.float64)
+    error, grad = (torch.randn(5, 64, generator=generator, dtype=torch.float64) for _ in range(2))
+    at = x.clone().requires_grad_()
+    groups = at.view(5, 2, 32)
+    scale = groups.abs().amax(-1, keepdim=True)
+    ((groups + error.view(5, 2, 32) * (scale / scale.detach())).flatten(1) * grad).sum().backward()
+    slope = _slope(grad, x, x + error, ActivationFormat("mxfp4", (1, 32), "even"))
+    assert torch.allclose(slope, at.grad)
+    zeros = torch.zeros(1, 32)
+    assert torch.equal(_slope(zeros + 1, zeros, zeros, ActivationFormat("mxfp4", (1, 32), "even")), zeros + 1)
+    assert _slope(grad, x, x + error, ActivationFormat("fp8", (1, 32), "exact")) is grad
