@@ -6,9 +6,9 @@ value head. A step runs the network as the recipe would run it: weights turned a
 turned online where a rule says so, and rounded. (Attention runs in float32, whatever the recipe makes of it.)
 
 Gradients. Without rounding a rotation changes nothing, so all of a gradient is due to rounding errors. To keep an error
-as it is while the matrices move (the straight-through gradient) says little: it changes with every step. What lasts is
-its size, which is the scale's, which is the group's largest magnitude's: so there the gradient gets the group's sum of
-gradient times error, divided by that magnitude (`_slope`).
+as it is while the matrices move (the straight-through gradient) is true of small steps alone. What lasts is its size,
+which is the scale's, which is the group's largest magnitude's: so that one's gradient gets the group's sum of gradient
+times error, divided by the magnitude (`_slope`). SmolLM2-135M after 15 steps: KL 1.016 without it, 1.001 with it.
 
 Steps. For a matrix R with gradient G, the tangent R (R^T G - G^T R) stays among orthogonal matrices; Adam makes a skew
 A of it, and the step is Cayley's transform, R (I - A/2)^-1 (I + A/2), which is orthogonal up to float64's rounding. The
