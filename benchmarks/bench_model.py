@@ -96,7 +96,7 @@ def replace_linears(model: Any, config: dict[str, Any], name: str) -> int:
         return 0
     recipe, arch = load_recipe(name), llama.from_config(config)
     errors: list[str] = []
-    rotations = _rotations(recipe, arch, errors)
+    rotations = _rotations(recipe, arch, None, errors)
     linears = _assign(recipe, arch, rotations, errors, [])
     if errors:
         raise ValueError("\n".join(errors))
