@@ -228,6 +228,14 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, bool inside) {
 
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the last N groups of this thread's copies, each ended by copies_commit, have landed.
+template <int N>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
 // 4 bytes of global memory -> shared memory, for ordinary loads, before this thread's next copies_arrive arrives.
 __device__ __forceinline__ void copy4(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");

@@ -11,14 +11,6 @@ namespace quantrot {
 #ifdef QUANTROT_EMULATED
 #include "prompt.h"
 #else
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all but the last N groups of this thread's copies have landed.
-template <int N>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
 // Adds one, by a lane of the warp, which gets what was there, the others 0; it orders nothing.
 __device__ __forceinline__ u32 take_one(u32* p) {
   u32 before = 0;

@@ -440,6 +440,21 @@ inline void copies_wait() {
   self().copies.clear(), self().small.clear();
 }
 
+// A group's bytes land when it is waited for, no sooner.
+inline void copies_commit() { self().copies.push_back({0, {}}); }
+template <int LEFT>
+inline void copies_wait() {
+  auto& copies = self().copies;
+  int groups = -LEFT;
+  for (const auto& [to, bytes] : copies) groups += to == 0;
+  while (groups > 0) {
+    const auto [to, bytes] = copies.front();
+    copies.erase(copies.begin());
+    if (to) emulator::ordinary_write(to, bytes.data(), 16);
+    groups -= to == 0;
+  }
+}
+
 // Without copies_wait, bytes land, and the arrival comes, at some later moment: never unfenced, since only ordinary loads are to read them.
 inline void copy4(u32 to, const void* from) {
   self().small.push_back({to, std::vector<unsigned char>((const unsigned char*)from, (const unsigned char*)from + 4)});

@@ -29,21 +29,7 @@ inline void mma_tf32(float (&d)[4], const u32 (&a)[4], float b0, float b1) {
   product_tf32(d, wide, b0, b1);
 }
 
-// A group's bytes land when it is waited for, no sooner.
 inline void copy_ahead(u32 to, const void* from) { copy16(to, from, true); }
-inline void copies_commit() { self().copies.push_back({0, {}}); }
-template <int LEFT>
-inline void copies_wait() {
-  auto& copies = self().copies;
-  int groups = -LEFT;
-  for (const auto& [to, bytes] : copies) groups += to == 0;
-  while (groups > 0) {
-    const auto [to, bytes] = copies.front();
-    copies.erase(copies.begin());
-    if (to) emulator::ordinary_write(to, bytes.data(), 16);
-    groups -= to == 0;
-  }
-}
 
 inline Vec load_vec_shared(u32 from) { return load_vector(from); }
 inline float4 load_shared16(u32 from) {

@@ -4,20 +4,6 @@
 
 inline emulator::Awaited counts_seen;
 
-inline void copies_commit() { self().copies.push_back({0, {}}); }
-template <int LEFT>
-inline void copies_wait() {
-  auto& copies = self().copies;
-  int groups = -LEFT;
-  for (const auto& [to, bytes] : copies) groups += to == 0;
-  while (groups > 0) {
-    const auto [to, bytes] = copies.front();
-    copies.erase(copies.begin());
-    if (to) emulator::ordinary_write(to, bytes.data(), 16);
-    groups -= to == 0;
-  }
-}
-
 inline u32 take_one(u32* p) { return elect_one() ? (*p)++ : 0; }
 inline void fence_async_global() {}
 inline void count_done(u32* p) { ++*p, counts_seen.changed(); }

@@ -5,9 +5,6 @@ inline void copy16(u32 to, const void* from) {
   if ((uintptr_t)from % 16 || to % 16) emulator::fail("a copy of 16 bytes that is not aligned");
   memcpy(self().block->at(to, 16), from, 16);
 }
-inline void copies_commit() {}
-template <int LEFT>
-inline void copies_wait() {}
 
 inline u32 load_shared32(u32 from) {
   u32 v;
