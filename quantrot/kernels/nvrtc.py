@@ -208,6 +208,23 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _OVERLAP = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint64 * 8)(1))
 
 
+_streams: dict[tuple[int, int], int] = {}
+
+
+def stream_number(device: int) -> int | None:
+    """The number, from 0 on, of the device's current stream; None where a graph is recorded.
+
+    Launches in a stream run one after the other and may share what they count in; what is recorded may run beside any
+    other.
+    """
+    if torch.cuda.current_device() != device:
+        with torch.cuda.device(device):
+            return stream_number(device)
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return _streams.setdefault((device, torch._C._cuda_getCurrentRawStream(device)), len(_streams))
+
+
 @lru_cache(maxsize=1)
 def _launcher() -> Any:
     function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx

@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 
+from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import hadamard_quantize_reference
 from quantrot.kernels.hadamard import hopper
 from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for, transform_codes
@@ -139,7 +140,7 @@ def test_launches_that_may_run_at_once_count_their_rows_apart(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
-    monkeypatch.setattr(hopper, "_streams", {})
+    monkeypatch.setattr(nvrtc, "_streams", {})
     monkeypatch.setattr(hopper, "_recorded", iter(range(hopper.STREAMS, hopper.STREAMS + 3)))
     assert [hopper._counter(0) for _ in range(3)] == [0, 0, 0]
     stream = 8
@@ -148,7 +149,7 @@ def test_launches_that_may_run_at_once_count_their_rows_apart(monkeypatch):
     assert [hopper._counter(0) for _ in range(4)] == [64, 65, 66, -1]  # none is left: fixed shares
     recording, device = False, 1
     assert hopper._counter(1) == 2
-    monkeypatch.setattr(hopper, "_streams", {(0, other): other for other in range(hopper.STREAMS)})
+    monkeypatch.setattr(nvrtc, "_streams", {(0, other): other for other in range(hopper.STREAMS)})
     assert hopper._counter(1) == -1
 
 

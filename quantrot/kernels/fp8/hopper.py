@@ -1,5 +1,4 @@
-"""The block-scaled FP8 product for Hopper: CUDA C++ (gemm, prefill, across, decode.cuh), compiled at
-first use.
+"""The block-scaled FP8 product for Hopper: CUDA C++ (gemm, prefill, across, decode.cuh), compiled at first use.
 
     gemm         a [M, K], b [N, K], e4m3 with block scales -> a b^T [M, N], + bias
     unsupported  why these operands are not for it, or None; `supports` is the same as a bool

@@ -20,17 +20,16 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import blocks, hopper
 from quantrot.kernels.fp8.hopper import E4M3, GemmArgs, Prefill
 from quantrot.kernels.nvrtc import load_kernel, processors
-from quantrot.kernels.operators import kept
 
 CHUNK, PIECE, QUANTIZERS = 8, 2048, 3  # as in prompt.cuh: blocks of K of a patch; bytes; warps
 FEWEST, LEAST = 2048, 1 << 24  # tokens, and elements of x, from which one kernel has been found faster than two
 ROWS = range(4096, 8192 + 1)  # of b: with 2560 the products wait for codes (78 us for 70), with 28672 it is as fast
-WORDS, STREAMS, EACH = 1 << 20, 64, 1 << 12  # of counters on a device: all, streams that have some, and how many each
+COUNTERS, STREAMS, EACH = 1 << 20, 64, 1 << 12  # of a kernel: all, streams that have some, and how many each
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, 1) {name}(
     const __grid_constant__ quantrot::TensorMap a, const __grid_constant__ quantrot::TensorMap b,
     const __grid_constant__ quantrot::TensorMap c, const __grid_constant__ quantrot::GemmArgs args,
-    const __grid_constant__ quantrot::BlockArgs tokens, unsigned* counts) {{
-  quantrot::{call}(&a, &b, &c, args, tokens, counts);
+    const __grid_constant__ quantrot::BlockArgs tokens, int first) {{
+  quantrot::{call}(&a, &b, &c, args, tokens, counters + first);
 }}
 """
 
@@ -40,7 +39,8 @@ def device_functions(rule: str) -> str:
     """The C++ that every kernel starts with."""
     shared = nvrtc.sources("hopper", "products", "hadamard/words")
     text = shared + nvrtc.sources("fp8/blocks", "fp8/gemm", "fp8/prefill", "fp8/prompt")
-    return f"#define SCALE_RULE {blocks.SCALE_RULES.index(rule) + 1}\n{blocks.HINTS[False]}{text}"
+    counters = f"__device__ unsigned counters[{COUNTERS}];\n"
+    return f"#define SCALE_RULE {blocks.SCALE_RULES.index(rule) + 1}\n{blocks.HINTS[False]}{counters}{text}"
 
 
 def entry(plan: Prefill, channel: bool, bias: int, name: str = "prompt") -> str:
@@ -56,7 +56,7 @@ def shared_bytes(plan: Prefill) -> int:
 
 
 def counts_of(m: int, k: int) -> int:
-    """Words that a launch counts in."""
+    """Counters of a launch."""
     return 2 + -(-m // 128) * -(-k // (128 * CHUNK))
 
 
@@ -97,43 +97,23 @@ def pays(m: int, n: int, k: int) -> bool:
 
 # --- Counters --------------------------------------------------------------------------------------------------------
 
-_ready: set[int] = set()  # devices that have theirs
-_streams: dict[tuple[int, int], int] = {}
-_recorded: dict[int, int] = {}  # words that launches in graphs have, a device
+_recorded = STREAMS * EACH  # the first counter that no recorded launch has
 
 
 def counters(device: int, count: int, peek: bool = False) -> int | None:
-    """The address of so many zeros, which a launch leaves as zeros; None if there are none.
+    """The first of so many of a kernel's counters, 0 but while it runs, that a launch may use; None if there are none.
 
-    Launches in a stream run one after the other and share theirs; what is recorded in a graph may run beside any other.
-    None too where they would have to be made within a graph that is being recorded. peek: they are not used.
+    peek: they are not used.
     """
-    if torch.cuda.current_device() != device:
-        with torch.cuda.device(device):
-            return counters(device, count, peek)
-    recording = torch.cuda.is_current_stream_capturing()
-    if recording and device not in _ready:
+    global _recorded
+    number = nvrtc.stream_number(device)
+    if number is not None:
+        return number * EACH if number < STREAMS and count <= EACH else None
+    first = _recorded
+    if first + count > COUNTERS:
         return None
-    zeros = _zeros(device)
-    _ready.add(device)
-    if recording:
-        at = _recorded.get(device, STREAMS * EACH)
-        if at + count > WORDS:
-            return None
-        _recorded[device] = at + (0 if peek else count)
-    else:
-        number = _streams.setdefault((device, torch._C._cuda_getCurrentRawStream(device)), len(_streams))
-        if number >= STREAMS or count > EACH:
-            return None
-        at = number * EACH
-    return zeros.data_ptr() + 4 * at
-
-
-@kept
-def _zeros(device: int) -> Tensor:
-    zeros = torch.zeros(WORDS, dtype=torch.int32, device=f"cuda:{device}")
-    torch.cuda.synchronize(device)
-    return zeros
+    _recorded += 0 if peek else count
+    return first
 
 
 # --- Launch ----------------------------------------------------------------------------------------------------------
@@ -143,7 +123,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ubyte * 128) for name in "abc"] + [
         ("args", GemmArgs),
         ("tokens", blocks.Arguments),
-        ("counts", ctypes.c_void_p),
+        ("first", ctypes.c_int),
     ]
 
 
@@ -181,10 +161,10 @@ def linear(
     scale = torch.empty((k // 128, m), dtype=torch.float32, device=x.device).T
     given, b, bias = b, hopper.aligned(b), bias.contiguous() if bias is not None else None
     plan = replace(hopper.WIDE, early=b_settled and b is given)
-    counts = counters(device, counts_of(m, k))
-    assert counts is not None
+    first = counters(device, counts_of(m, k))
+    assert first is not None, "see supports"
     args = hopper.arguments(q, scale, b, b_scale, c, (1, 128), b_block, bias, plan, 1)
-    values = _Arguments(args=args, tokens=token_arguments(x, q, scale), counts=counts)
+    values = _Arguments(args=args, tokens=token_arguments(x, q, scale), first=first)
     for field, each, box in zip("abc", (q, b, c), plan.boxes(m), strict=True):
         rows, columns = each.shape
         of = nvrtc.tensor_map(each.data_ptr(), rows, columns, each.stride(0) * each.itemsize, box, each.dtype)

@@ -377,21 +377,14 @@ def _kernel(
     return load_kernel(source, "hadamard", plan.shared_bytes(order), device)
 
 
-_streams: dict[tuple[int, int], int] = {}
 _recorded: Iterator[int] = iter(range(STREAMS, COUNTERS))
 
 
 def _counter(device: int) -> int:
-    """Which of a kernel's counters, all 0 but while it runs, a launch may use; -1 if none is left.
-
-    Launches in a stream run one after the other and share one; what is recorded in a graph may run beside any other.
-    """
-    if torch.cuda.current_device() != device:
-        with torch.cuda.device(device):
-            return _counter(device)
-    if torch.cuda.is_current_stream_capturing():
+    """Which of a kernel's counters, all 0 but while it runs, a launch may use; -1 if none is left."""
+    number = nvrtc.stream_number(device)
+    if number is None:
         return next(_recorded, -1)
-    number = _streams.setdefault((device, torch._C._cuda_getCurrentRawStream(device)), len(_streams))
     return number if number < STREAMS else -1
 
 

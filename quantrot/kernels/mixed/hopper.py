@@ -303,7 +303,8 @@ PROCESSORS = 132  # of the device that the rules are for
 # Of (teams, groups, passes): cycles that a block of 64 columns of K takes, of all teams, by the columns of a tile; with
 # groups more, for each of them; cycles of all else, and more where two thread blocks share K. Fitted to the plans of
 # seven shapes by 24 to 512 tokens on an H200, 5 % (standard deviation) off. Of 190 products there it chooses the
-# fastest plan or one within 4 %, but for five, within 6 %. Two passes: from six shapes by 257 to 1536 tokens; with
+# fastest plan or one within 4 %, but for five, within 6 %; of small linears outside it loses up to 22 % (2048 x 2048
+# by 256 tokens: 8.2 us for 6.7). Two passes: from six shapes by 257 to 1536 tokens; with
 # groups 0.1 more than measured, since tiles of 256 columns gain by turns (multiply.cuh), which is not in these numbers.
 CYCLES: dict[tuple[int, int, int], tuple[dict[int, int], float, int, int]] = {
     (0, 2, 1): (
