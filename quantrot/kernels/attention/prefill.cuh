@@ -214,10 +214,13 @@ struct Score<int> {
   __device__ __forceinline__ static void forget(int&, float) {}
 };
 
-// What a thread keeps of its two rows while it walks the keys.
-template <class Sum>
+// What a thread keeps of its two rows while it walks the keys. SHORT: head_dim 64, where edges are compared with constants
+// (938 instructions in the loop for 1078). FOURS: a row's sum takes four probabilities at a time, not each in one of four
+// chains, so that fewer instructions wait for an exponential: 2 to 4 % with int8 at head_dim 64, 5 % slower at 128.
+template <class Sum, bool SHORT>
 struct Softmax {
   using Of = Score<Sum>;
+  static constexpr bool FOURS = SHORT && Of::BIAS != 0.f;
   float top[2], total[2];  // the running maximum, and this thread's part of the sum in units of 2^-P
   float rows[2];           // of a score, times K's scale: bits
   int limit[2];            // keys the row sees: those below
@@ -240,12 +243,12 @@ struct Softmax {
   // Scores s of the tile of keys from `start` -> probabilities times 2^P and V's scale over the unit, as left operands.
   template <bool EDGE>
   __device__ __forceinline__ void step(u32 (&p)[4][4], Sum (&s)[64], int start, float k_scale, int v_byte) {
-    const int q = lane_number() % 4;
     if constexpr (EDGE) {
+      const int first = start + 4 * (lane_number() % 4);
 #pragma unroll
       for (int i = 0; i < 64; i++) {
-        const int token = start + i / 8 * 16 + 4 * q + i / 4 % 2 * 2 + i % 2;
-        if (token >= limit[i / 2 % 2]) s[i] = Of::hidden();
+        const int token = i / 8 * 16 + i / 4 % 2 * 2 + i % 2, r = i / 2 % 2;
+        if (SHORT ? token >= limit[r] - first : first + token >= limit[r]) s[i] = Of::hidden();
       }
     }
     const int next = v_byte == 255 ? unit : max(unit, v_byte), below = min(next - v_byte, 32);
@@ -267,7 +270,7 @@ struct Softmax {
       const float from = Of::BIAS == 0.f ? minus : fmaf(-Of::BIAS, by, minus);
       shrink[r] = kept * down;
       top[r] = now;
-      float sum[4], x[4];
+      float sum[4] = {}, x[4];
 #pragma unroll
       for (int j = 0; j < 16; j++) {
 #pragma unroll
@@ -275,9 +278,12 @@ struct Softmax {
           const int n = j % 2 * 2 + e;
           x[n] = exp2_fast(fmaf(Of::biased(s[4 * j + 2 * r + e]), by, from));
           Of::forget(s[4 * j + 2 * r + e], x[n]);
-          sum[n] = j < 2 ? x[n] : sum[n] + x[n];
+          if (!FOURS) sum[n] = j < 2 ? x[n] : sum[n] + x[n];
         }
-        if (j % 2) p[(j - 1) / 4][(j - 1) % 4 + r] = to_e4m3(x[0], x[1], x[2], x[3]);
+        if (j % 2 == 0) continue;
+        const float four = (x[0] + x[1]) + (x[2] + x[3]);
+        if (FOURS) sum[0] = j == 1 ? four : sum[0] + four;
+        p[(j - 1) / 4][(j - 1) % 4 + r] = to_e4m3(x[0], x[1], x[2], x[3]);
       }
       total[r] = fmaf(total[r], kept, ((sum[0] + sum[1]) + (sum[2] + sum[3])) * (blind ? 1.f : more));
     }
@@ -328,7 +334,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
   const int all = args.blocks * args.batch * args.heads;
   Ring<STAGES> keys, values;
   u32 parity = 0;
-  Softmax<typename Code::Sum> softmax;
+  Softmax<typename Code::Sum, D == 64> softmax;
   using Of = Score<typename Code::Sum>;
   typename Code::Sum s[64];
   float o[D / 2];
@@ -337,6 +343,13 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
   int j, whole;
   i64 place;  // of the first of this thread's rows in the output, in rows
   int left;   // rows from that on to the end
+  // V's tile that goes with the last of K's. At head_dim 64 a ring of its own would be in vector registers, from which each
+  // product's operand must come through moves: 512 us for 483 (8192 tokens).
+  auto place_of_v = [&] {
+    Ring<STAGES> last = keys;
+    last.stage = keys.stage == 0 ? STAGES - 1 : keys.stage - 1, last.parity ^= keys.stage == 0;
+    return D == 64 ? last : values;
+  };
   auto release = [&](u32 bar) {
     if (lane == 0) barrier_arrive(bar);
   };
@@ -388,9 +401,10 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       warp_sync();
       release(empty + keys.stage * 16);
       keys.next();
-      barrier_wait(full + values.stage * 16 + 8, values.parity);
+      const Ring<STAGES> v = place_of_v();
+      barrier_wait(full + v.stage * 16 + 8, v.parity);
       warp_sync();
-      release(empty + values.stage * 16 + 8);
+      release(empty + v.stage * 16 + 8);
       values.next();
     }
     Of::start(s, base + Shape::START);
@@ -438,9 +452,10 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       product_fence();
       start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
       scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
-      barrier_wait(full + values.stage * 16 + 8, values.parity);
+      const Ring<STAGES> v = place_of_v();
+      barrier_wait(full + v.stage * 16 + 8, v.parity);
       product_fence();
-      start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
+      start_values(o, p, base + Shape::V_AT + v.stage * Shape::TILE);
       product_wait<1>();
       product_done(s);
       release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
@@ -448,7 +463,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       step();
       product_wait<0>();
       product_done(o);
-      release(empty + values.stage * 16 + 8);
+      release(empty + v.stage * 16 + 8);
       values.next();
       if (__any_sync(0xFFFFFFFFu, !(softmax.shrink[0] == 1.f && softmax.shrink[1] == 1.f))) {
 #pragma unroll
@@ -456,13 +471,14 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       }
       take();
     }
-    if (any) barrier_wait(full + values.stage * 16 + 8, values.parity);
+    const Ring<STAGES> v = place_of_v();
+    if (any) barrier_wait(full + v.stage * 16 + 8, v.parity);
     product_fence();
-    start_values(o, p, base + Shape::V_AT + values.stage * Shape::TILE);
+    start_values(o, p, base + Shape::V_AT + v.stage * Shape::TILE);
     const float totals[2] = {softmax.total[0], softmax.total[1]};
     const int unit = softmax.unit, end = left;
     unsigned short* to = (unsigned short*)args.out + place * D;
-    const u32 done = empty + values.stage * 16 + 8;
+    const u32 done = empty + v.stage * 16 + 8;
     if (any) values.next();
     if (FLOW) take_up(t + 1);
     product_wait<0>();
