@@ -162,6 +162,12 @@ def test_plans_give_every_processor_one_block():
             assert 2 * (plan.shared_bytes(dim, 8) + 1024) <= SM_SHARED  # the next kernel's blocks start beside these
 
 
+def test_keys_that_are_not_whole_rows_of_the_copy_engine_are_for_another_kernel():
+    for dim, rows, taken in ((64, 77, False), (64, 78, True), (128, 77, True)):
+        given = cache(1, 1, 4, 77, dim)._replace(k=torch.zeros(1, 1, rows, dim).to(decode.E4M3)[:, :, :77])
+        assert (decode.unsupported(as_inputs(given), torch.bfloat16) is None) == taken
+
+
 def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
     entries = (decode.entry(*kernel).replace("decode(", f"decode_{i}(", 1) for i, kernel in enumerate(KERNELS))
     made = compiled_cuda(decode.device_functions() + "".join(entries))

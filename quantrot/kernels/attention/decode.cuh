@@ -3,8 +3,9 @@
 // The tiles of 16 KB of K and of V (128 tokens at head_dim 128, 256 at 64) of a key head are dealt out to several blocks, each
 // of one warpgroup that multiplies, a warp that fills its ring of STAGES tiles by the copy engine, and one that arranges
 // the end. Products are transposed, tokens by query heads and values by probabilities: K and V are the rows of a warpgroup's
-// product, and the few query heads of a key head its columns. A thread (warp w, g = lane / 4, q = lane % 4) has the scores of
-// tokens 64 a + 16 w + 8 h + g, heads 2 q and the next.
+// product, and the few query heads of a key head its columns. The copy engine reads rows of 128 bytes, of K FOLD tokens each:
+// two at head_dim 64, of which a product takes the left halves of the rows or the right ones. A thread (warp w, g = lane / 4,
+// q = lane % 4) has the scores of tokens FOLD (64 a + 16 w + 8 h + g) and the next FOLD - 1, heads 2 q and the next.
 //
 // Blocks leave their sums in global memory, and the block of a head that was the last to start adds them up, always in the
 // same order. They meet at the start, when all wait for their tiles: each makes its place zeros and counts itself, so that the
@@ -22,7 +23,7 @@ struct DecodeArgs {
   int counter;                // the first of [batch * groups] counters
   i64 q_batch, q_head;        // bytes
   i64 qs_batch, qs_head, ks_batch, ks_head, vs_batch, vs_head, mask_batch;
-  int k_batch, k_head, v_batch, v_head;  // rows
+  int k_batch, k_head, v_batch, v_head;  // rows, of K those of 128 bytes
   int heads, groups, keys;
   float scale;  // of the scores, times log2(e)
 };
@@ -35,7 +36,7 @@ constexpr int EARLY = 3;
 // K's has been read, and V's before it, [STAGES]; what threads add up, six numbers each.
 template <int D, int SHARE, int STAGES>
 struct DecodeShape {
-  static constexpr int KEYS = 16384 / D, TILE = KEYS * D, TILES = (SHARE + 7) / 8, HEADS = 8 * TILES;
+  static constexpr int KEYS = 16384 / D, TILE = KEYS * D, FOLD = 128 / D, TILES = (SHARE + 7) / 8, HEADS = 8 * TILES;
   static constexpr int P_AT = STAGES * 2 * TILE, Q_AT = P_AT + HEADS * KEYS;
   static constexpr int SCALES = Q_AT + HEADS * D, MET = SCALES + STAGES * 3 * KEYS;
   static constexpr int BARRIERS = MET + 4 * HEADS * 4, SUMS = BARRIERS + 3 * STAGES * 8;
@@ -52,6 +53,10 @@ __device__ __forceinline__ void line_load(u32 to, const void* from, u32 bytes, u
 
 __device__ __forceinline__ void store_byte(u32 address, u32 a) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(a) : "memory");
+}
+
+__device__ __forceinline__ void store_two_bytes(u32 address, u32 a) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((unsigned short)a) : "memory");
 }
 
 // Numbers that other blocks are writing, asked for every time.
@@ -75,7 +80,7 @@ __device__ __forceinline__ float2 load_fresh2(const float* p) {
 __device__ __forceinline__ float no_zero(float x) { return x == 0.f ? -0.f : x; }
 __device__ __forceinline__ u32 least_bits(float a, float b) { return min(__float_as_uint(a), __float_as_uint(b)); }
 
-// Operands with rows of D bytes.
+// Queries: operands with rows of D bytes.
 template <int D>
 __device__ __forceinline__ u64 operand_of(u32 address, int k) {
   return D == 128 ? operand(address, k) : operand_short(address, k);
@@ -177,7 +182,7 @@ template <int D, int SHARE, int STAGES, bool MASK, class Out>
 __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, const DecodeArgs& args) {
   using Shape = DecodeShape<D, SHARE, STAGES>;
   constexpr int KEYS = Shape::KEYS, TILE = Shape::TILE, BOX = D * 128, ROWS = KEYS / 32, TILES = Shape::TILES;
-  constexpr int UNITS = D / 16, ROW = D + 4;
+  constexpr int UNITS = D / 16, ROW = D + 4, FOLD = Shape::FOLD;
   const u32 lane = lane_number(), g = lane / 4, q = lane % 4, w = warp_number();
   const u32 base = shared_memory();
   const int batch = blockIdx.y / args.groups, group = blockIdx.y % args.groups;
@@ -190,9 +195,10 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
   const int likely = length();
   if (w == 4) {
 #pragma unroll
-    for (int n = 0; n < KEYS / 128; n++) {
+    for (int n = 0; n < FOLD; n++) {
       const int at = part * KEYS + n * 128;
-      if (at < likely) tensor_warm(k, 0, k_row + at), tensor_warm(v, at, v_row);
+      if (n == 0 && at < likely) tensor_warm(k, 0, k_row + at / FOLD);
+      if (at < likely) tensor_warm(v, at, v_row);
     }
     if (lane == 0) {
       tensor_prefetch(k), tensor_prefetch(v);
@@ -215,8 +221,7 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
       const int start = (part + i * parts) * KEYS, slot = i % STAGES, bytes = min((args.keys - start + 15) / 16 * 16, KEYS);
       const u32 bar = full + slot * 16, to = base + slot * 2 * TILE, line = scales + slot * 3 * KEYS;
       barrier_expect(bar, TILE + (MASK ? 3 : 2) * bytes);
-#pragma unroll
-      for (int n = 0; n < KEYS / 128; n++) tensor_load(to + n * BOX, k, 0, k_row + start + n * 128, bar, policy);
+      tensor_load(to, k, 0, k_row + start / FOLD, bar, policy);
       line_load(line, args.k_scale + batch * args.ks_batch + group * args.ks_head + start, bytes, bar);
       line_load(line + KEYS, args.v_scale + batch * args.vs_batch + group * args.vs_head + start, bytes, bar);
       if (MASK) line_load(line + 2 * KEYS, args.mask + batch * args.mask_batch + start, bytes, bar);
@@ -227,7 +232,7 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
       const u32 bar = full + slot * 16 + 8, to = base + slot * 2 * TILE + TILE;
       barrier_expect(bar, TILE);
 #pragma unroll
-      for (int n = 0; n < KEYS / 128; n++) tensor_load(to + n * BOX, v, start + n * 128, v_row, bar, policy);
+      for (int n = 0; n < FOLD; n++) tensor_load(to + n * BOX, v, start + n * 128, v_row, bar, policy);
     };
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) load_k(i), load_v(i);
@@ -287,7 +292,8 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     for (int a = 0; a < KEYS / 64; a++) {
 #pragma unroll
       for (int n = 0; n < D / 32; n++)
-        product(x[a], operand_of<D>(base + at.stage * 2 * TILE + a * 64 * D, n), operand_of<D>(base + Shape::Q_AT, n), n > 0);
+        product(x[a], operand(base + at.stage * 2 * TILE + a / FOLD * 8192, a % FOLD * 2 + n),
+                operand_of<D>(base + Shape::Q_AT, n), n > 0);
     }
     product_commit();
   };
@@ -313,7 +319,8 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     step = down_to(before, unit);
 #pragma unroll
     for (int n = 0; n < ROWS; n++) {  // the tokens whose scores it will have
-      const u32 token = n / 2 * 64 + 16 * w + n % 2 * 8 + g, four = bytes + token / 4 * 4, shift = token % 4 * 8;
+      const u32 token = FOLD * (n / 2 / FOLD * 64 + 16 * w + n % 2 * 8 + g) + n / 2 % FOLD;
+      const u32 four = bytes + token / 4 * 4, shift = token % 4 * 8;
       const int byte = load_shared1(four + KEYS) >> shift & 255;
       seen[n] = (int)token < left && (!MASK || (load_shared1(four + 2 * KEYS) >> shift & 255));
       up[n] = power_of(load_shared1(four) >> shift & 255);
@@ -377,12 +384,18 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
           for (int h = 0; h < 2; h++) acc[m][4 * t + 2 * h + e] *= shrink * step;
         }
 #pragma unroll
-        for (int n = 0; n < ROWS; n += 4) {
-          const u32 codes = to_e4m3(z[n], z[n + 1], z[n + 2], z[n + 3]);
+        for (int n = 0; n < ROWS; n += 4) {  // 128 tokens
+          const u32 codes = to_e4m3(z[n], z[n + 2], z[n + 1], z[n + 3]);
 #pragma unroll
-          for (int i = 0; i < 4; i++)
-            store_byte(p_at + n * Shape::HEADS * 32 + swizzled(8 * t + 2 * q + e, i / 2 * 64 + 16 * w + i % 2 * 8 + g),
-                       codes >> 8 * i);
+          for (int i = 0; i < 2; i++) {
+            const u32 row = 8 * t + 2 * q + e, column = FOLD * (16 * w + 8 * i + g), to = p_at + n * Shape::HEADS * 32;
+            if (FOLD == 2) {
+              store_two_bytes(to + swizzled(row, column), codes >> 16 * i);
+            } else {
+              store_byte(to + swizzled(row, column), codes >> 16 * i);
+              store_byte(to + swizzled(row, column + 64), codes >> 16 * i + 8);
+            }
+          }
         }
       }
     }

@@ -28,6 +28,7 @@ LARGEST_SHARE = 16  # query heads a key head
 COUNTERS = 1 << 16
 THREADS = 192  # a warpgroup that multiplies, a warp that loads, one that arranges the end
 TILE = 1 << 14  # bytes of K, and of V
+ROW = 128  # bytes of K, two tokens at head_dim 64, that the copy engine reads as one
 PROMOTION = 128  # V's rows are read 128 bytes at a time (with 256: 4 to 16 % slower)
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {blocks}) decode(
     const __grid_constant__ quantrot::TensorMap k, const __grid_constant__ quantrot::TensorMap v,
@@ -90,8 +91,10 @@ def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
         return "a scale of k or v for more than a token"
     if given.k.stride(2) != dim or any(s % given.v.stride(2) for s in given.v.stride()[:2]):
         return "rows of k that are not adjacent, or heads of v between rows"
-    if any(s % dim for s in given.k.stride()[:2]) or given.k.shape.numel() >= 1 << 31:
-        return "heads of k between rows, or too many"
+    if any(s % ROW for s in given.k.stride()[:2]) or given.k.shape.numel() >= 1 << 31:
+        return "heads of k that do not start at rows of 128 bytes, or too many"
+    if _left(given.k) < _span(given.k) + -_span(given.k) % ROW:
+        return "keys that end within a row of 128 bytes"
     lines = [given.k_scale, given.v_scale, *([given.mask] if given.mask is not None else [])]
     if any(_crooked(t) for t in (given.q, given.k, given.v, *lines)):
         return "rows that are not contiguous, or do not start at multiples of 16 bytes"
@@ -169,7 +172,7 @@ def arguments(given: "Inputs", out: Tensor, parts: Tensor, counter: int) -> Argu
         *q.stride()[:2],
         *(stride for t in scales for stride in t.stride()[:2]),
         given.mask.stride(0) if given.mask is not None and given.mask.shape[0] > 1 else 0,
-        *(s // k.shape[3] for s in k.stride()[:2]),
+        *(s // ROW for s in k.stride()[:2]),
         *(s // v.stride(2) for s in v.stride()[:2]),
         q.shape[1],
         k.shape[1],
@@ -185,7 +188,7 @@ def matrices(given: "Inputs") -> list[tuple[int, int, int, int, tuple[int, int],
     """
     k, v, dim = given.k, given.v, given.k.shape[3]
     return [
-        (k.data_ptr(), _left(k) // dim, dim, dim, (BLOCK, dim), dim),
+        (k.data_ptr(), _left(k) // ROW, ROW, ROW, (BLOCK, ROW), ROW),
         (v.data_ptr(), -(-_span(v) // v.stride(2)), v.shape[3], v.stride(2), (dim, BLOCK), BLOCK),
     ]
 
