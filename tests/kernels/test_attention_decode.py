@@ -154,12 +154,21 @@ def test_sums_that_are_zero_are_not_waited_for(emulator):
     assert not y[:, :, 4:].any() and y[:, :, :4].all()
 
 
-def test_plans_give_every_processor_one_block():
-    for dim in decode.DIMS:
-        for pairs in (1, 8, 33, 64, 256):
-            plan = decode.plan_for(pairs, 132)
-            assert plan.splits == 1 or pairs * plan.splits <= 132 < pairs * (plan.splits + 1)
-            assert 2 * (plan.shared_bytes(dim, 8) + 1024) <= SM_SHARED  # the next kernel's blocks start beside these
+def test_plans_give_every_processor_one_block_or_two():
+    for pairs, splits, alone in (
+        (1, 132, True), (8, 16, True), (33, 4, True), (48, 2, False), (64, 2, True), (72, 3, False), (96, 1, False),
+        (112, 1, True), (132, 1, True), (133, 1, False), (256, 1, False),
+    ):  # fmt: skip
+        plan = decode.plan_for(pairs, 132)
+        assert (plan.splits, plan.alone) == (splits, alone)
+        for dim in decode.DIMS:
+            assert SM_SHARED // (plan.shared_bytes(dim, 8) + 1024) == (1 if alone else 2)
+
+
+def test_keys_that_are_not_whole_rows_of_the_copy_engine_are_for_another_kernel():
+    for dim, rows, taken in ((64, 77, False), (64, 78, True), (128, 77, True)):
+        given = cache(1, 1, 4, 77, dim)._replace(k=torch.zeros(1, 1, rows, dim).to(decode.E4M3)[:, :, :77])
+        assert (decode.unsupported(as_inputs(given), torch.bfloat16) is None) == taken
 
 
 def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):

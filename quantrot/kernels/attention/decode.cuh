@@ -3,8 +3,9 @@
 // The tiles of 16 KB of K and of V (128 tokens at head_dim 128, 256 at 64) of a key head are dealt out to several blocks, each
 // of one warpgroup that multiplies, a warp that fills its ring of STAGES tiles by the copy engine, and one that arranges
 // the end. Products are transposed, tokens by query heads and values by probabilities: K and V are the rows of a warpgroup's
-// product, and the few query heads of a key head its columns. A thread (warp w, g = lane / 4, q = lane % 4) has the scores of
-// tokens 64 a + 16 w + 8 h + g, heads 2 q and the next.
+// product, and the few query heads of a key head its columns. The copy engine reads rows of 128 bytes, of K FOLD tokens each:
+// two at head_dim 64, of which a product takes the left halves of the rows or the right ones. A thread (warp w, g = lane / 4,
+// q = lane % 4) has the scores of tokens FOLD (64 a + 16 w + 8 h + g) and the next FOLD - 1, heads 2 q and the next.
 //
 // Blocks leave their sums in global memory, and the block of a head that was the last to start adds them up, always in the
 // same order. They meet at the start, when all wait for their tiles: each makes its place zeros and counts itself, so that the
@@ -22,12 +23,13 @@ struct DecodeArgs {
   int counter;                // the first of [batch * groups] counters
   i64 q_batch, q_head;        // bytes
   i64 qs_batch, qs_head, ks_batch, ks_head, vs_batch, vs_head, mask_batch;
-  int k_batch, k_head, v_batch, v_head;  // rows
+  int k_batch, k_head, v_batch, v_head;  // rows, of K those of 128 bytes
   int heads, groups, keys;
   float scale;  // of the scores, times log2(e)
 };
 
-// The next kernel may start when so many tiles are left: a tile takes 1 us where all read, a start 3 (with 2: 1 us slower).
+// The next kernel may start when so many tiles are left: a tile takes 1 us where all read, a start 3. (A chain of this kernel
+// itself is as fast with 1 or 99: see plan_for.)
 constexpr int EARLY = 3;
 
 // Shared memory: the ring, [STAGES] of K and V; probabilities, in pieces of 128 tokens; queries; a byte a token, [STAGES] of
@@ -35,7 +37,7 @@ constexpr int EARLY = 3;
 // K's has been read, and V's before it, [STAGES]; what threads add up, six numbers each.
 template <int D, int SHARE, int STAGES>
 struct DecodeShape {
-  static constexpr int KEYS = 16384 / D, TILE = KEYS * D, TILES = (SHARE + 7) / 8, HEADS = 8 * TILES;
+  static constexpr int KEYS = 16384 / D, TILE = KEYS * D, FOLD = 128 / D, TILES = (SHARE + 7) / 8, HEADS = 8 * TILES;
   static constexpr int P_AT = STAGES * 2 * TILE, Q_AT = P_AT + HEADS * KEYS;
   static constexpr int SCALES = Q_AT + HEADS * D, MET = SCALES + STAGES * 3 * KEYS;
   static constexpr int BARRIERS = MET + 4 * HEADS * 4, SUMS = BARRIERS + 3 * STAGES * 8;
@@ -52,6 +54,10 @@ __device__ __forceinline__ void line_load(u32 to, const void* from, u32 bytes, u
 
 __device__ __forceinline__ void store_byte(u32 address, u32 a) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(a) : "memory");
+}
+
+__device__ __forceinline__ void store_two_bytes(u32 address, u32 a) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((unsigned short)a) : "memory");
 }
 
 // Numbers that other blocks are writing, asked for every time.
@@ -75,7 +81,7 @@ __device__ __forceinline__ float2 load_fresh2(const float* p) {
 __device__ __forceinline__ float no_zero(float x) { return x == 0.f ? -0.f : x; }
 __device__ __forceinline__ u32 least_bits(float a, float b) { return min(__float_as_uint(a), __float_as_uint(b)); }
 
-// Operands with rows of D bytes.
+// Queries: operands with rows of D bytes.
 template <int D>
 __device__ __forceinline__ u64 operand_of(u32 address, int k) {
   return D == 128 ? operand(address, k) : operand_short(address, k);
@@ -177,7 +183,7 @@ template <int D, int SHARE, int STAGES, bool MASK, class Out>
 __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, const DecodeArgs& args) {
   using Shape = DecodeShape<D, SHARE, STAGES>;
   constexpr int KEYS = Shape::KEYS, TILE = Shape::TILE, BOX = D * 128, ROWS = KEYS / 32, TILES = Shape::TILES;
-  constexpr int UNITS = D / 16, ROW = D + 4;
+  constexpr int UNITS = D / 16, ROW = D + 4, FOLD = Shape::FOLD;
   const u32 lane = lane_number(), g = lane / 4, q = lane % 4, w = warp_number();
   const u32 base = shared_memory();
   const int batch = blockIdx.y / args.groups, group = blockIdx.y % args.groups;
@@ -190,9 +196,10 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
   const int likely = length();
   if (w == 4) {
 #pragma unroll
-    for (int n = 0; n < KEYS / 128; n++) {
+    for (int n = 0; n < FOLD; n++) {
       const int at = part * KEYS + n * 128;
-      if (at < likely) tensor_warm(k, 0, k_row + at), tensor_warm(v, at, v_row);
+      if (n == 0 && at < likely) tensor_warm(k, 0, k_row + at / FOLD);
+      if (at < likely) tensor_warm(v, at, v_row);
     }
     if (lane == 0) {
       tensor_prefetch(k), tensor_prefetch(v);
@@ -202,41 +209,50 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     }
   }
   block_sync();
+  int used = likely;
   grid_wait_only();
-  const int used = length(), tiles = (used + KEYS - 1) / KEYS, count = max((tiles - part + parts - 1) / parts, 0);
-  const int blocks = min(max(tiles, 1), (int)gridDim.x);  // that have a tile, or write zeros
-  if (part >= blocks) return;
+  if (args.lengths) used = length();
+  // The block's tiles start at tokens first, first + stride, ... below `used`. (Counted, by a division, and with all that
+  // the first loads need behind the wait: 0.1 to 0.25 us more, of 3 to 7.)
+  const int first = part * KEYS, stride = parts * KEYS;
+  if (part > 0 && first >= used) return;
+  const int blocks = min((used + KEYS - 1) / KEYS, parts);  // that have a tile
   float* const mine = args.parts + ((i64)blockIdx.y * parts + part) * SHARE * ROW;
-  const u32 others = blocks - 1;
+  const u32 others = max(blocks, 1) - 1;
   if (w == 4) {
     const u64 policy = cache_policy<FIRST>();  // or it drives out of L2 what the next kernel has asked for
-    auto load_k = [&](int i) {  // the block's i-th tile of K and the bytes a token, or nothing
-      if (i >= count) return;
-      const int start = (part + i * parts) * KEYS, slot = i % STAGES, bytes = min((args.keys - start + 15) / 16 * 16, KEYS);
-      const u32 bar = full + slot * 16, to = base + slot * 2 * TILE, line = scales + slot * 3 * KEYS;
+    const unsigned char* const k_line = args.k_scale + batch * args.ks_batch + group * args.ks_head;
+    const unsigned char* const v_line = args.v_scale + batch * args.vs_batch + group * args.vs_head;
+    auto load_k = [&](int slot, int start) {  // a tile of K and the bytes a token
+      const u32 to = base + slot * 2 * TILE, bar = full + slot * 16, line = scales + slot * 3 * KEYS;
+      const int bytes = min((args.keys - start + 15) / 16 * 16, KEYS);
       barrier_expect(bar, TILE + (MASK ? 3 : 2) * bytes);
-#pragma unroll
-      for (int n = 0; n < KEYS / 128; n++) tensor_load(to + n * BOX, k, 0, k_row + start + n * 128, bar, policy);
-      line_load(line, args.k_scale + batch * args.ks_batch + group * args.ks_head + start, bytes, bar);
-      line_load(line + KEYS, args.v_scale + batch * args.vs_batch + group * args.vs_head + start, bytes, bar);
+      tensor_load(to, k, 0, k_row + start / FOLD, bar, policy);
+      line_load(line, k_line + start, bytes, bar);
+      line_load(line + KEYS, v_line + start, bytes, bar);
       if (MASK) line_load(line + 2 * KEYS, args.mask + batch * args.mask_batch + start, bytes, bar);
     };
-    auto load_v = [&](int i) {
-      if (i >= count) return;
-      const int start = (part + i * parts) * KEYS, slot = i % STAGES;
-      const u32 bar = full + slot * 16 + 8, to = base + slot * 2 * TILE + TILE;
+    auto load_v = [&](int slot, int start) {
+      const u32 to = base + slot * 2 * TILE + TILE, bar = full + slot * 16 + 8;
       barrier_expect(bar, TILE);
 #pragma unroll
-      for (int n = 0; n < KEYS / 128; n++) tensor_load(to + n * BOX, v, start + n * 128, v_row, bar, policy);
+      for (int n = 0; n < FOLD; n++) tensor_load(to + n * BOX, v, start + n * 128, v_row, bar, policy);
     };
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+      if (first + i * stride < used) load_k(i, first + i * stride), load_v(i, first + i * stride);
+    }
+    Ring<STAGES> at;
+    int before = 0;
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++) load_k(i), load_v(i);
-#pragma unroll 1
-    for (int i = 0; i < count; i++) {
-      if (i == max(count - EARLY, 0)) launch_dependents();
-      barrier_wait(freed + i % STAGES * 8, i / STAGES % 2);
-      load_k(i + STAGES);
-      if (i > 0) load_v(i - 1 + STAGES);
+    for (int start = first; start < used; start += stride) {
+      if (start + EARLY * stride >= used) launch_dependents();
+      barrier_wait(freed + at.stage * 8, at.parity);
+      const int next = start + STAGES * stride;
+      if (next < used) load_k(at.stage, next);
+      if (start > first && next - stride < used) load_v(before, next - stride);
+      before = at.stage;
+      at.next();
     }
     block_any(false);
     return;
@@ -287,7 +303,8 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     for (int a = 0; a < KEYS / 64; a++) {
 #pragma unroll
       for (int n = 0; n < D / 32; n++)
-        product(x[a], operand_of<D>(base + at.stage * 2 * TILE + a * 64 * D, n), operand_of<D>(base + Shape::Q_AT, n), n > 0);
+        product(x[a], operand(base + at.stage * 2 * TILE + a / FOLD * 8192, a % FOLD * 2 + n),
+                operand_of<D>(base + Shape::Q_AT, n), n > 0);
     }
     product_commit();
   };
@@ -295,10 +312,9 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
 #pragma unroll
     for (int a = 0; a < KEYS / 64; a++) product_done(x[a]);
   };
-  // The scales of the i-th tile, while the tensor cores work.
-  auto weigh = [&](int i) {
+  // The scales of a tile with `left` tokens from there on, while the tensor cores work.
+  auto weigh = [&](int left) {
     const u32 bytes = scales + at.stage * 3 * KEYS;
-    const int left = used - (part + i * parts) * KEYS;  // tokens from here on
     u32 most = 0;
 #pragma unroll
     for (int at = 4 * lane; at < KEYS; at += 128) {  // a lane's share of the tile's tokens
@@ -313,21 +329,22 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     step = down_to(before, unit);
 #pragma unroll
     for (int n = 0; n < ROWS; n++) {  // the tokens whose scores it will have
-      const u32 token = n / 2 * 64 + 16 * w + n % 2 * 8 + g, four = bytes + token / 4 * 4, shift = token % 4 * 8;
+      const u32 token = FOLD * (n / 2 / FOLD * 64 + 16 * w + n % 2 * 8 + g) + n / 2 % FOLD;
+      const u32 four = bytes + token / 4 * 4, shift = token % 4 * 8;
       const int byte = load_shared1(four + KEYS) >> shift & 255;
       seen[n] = (int)token < left && (!MASK || (load_shared1(four + 2 * KEYS) >> shift & 255));
       up[n] = power_of(load_shared1(four) >> shift & 255);
       down[n] = byte == 255 ? power_of(255) : down_to(byte, unit);
     }
   };
-  if (count > 0) {
+  if (first < used) {
     scores();
-    weigh(0);
+    weigh(used - first);
     product_wait<0>();
     scored();
   }
 #pragma unroll 1
-  for (int i = 0; i < count; i++) {
+  for (int start = first; start < used; start += stride) {
     warp_sync();
     if (lane == 0) barrier_arrive(freed + at.stage * 8);  // K's tile, and V's before it
     float largest[TILES][2];
@@ -377,12 +394,18 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
           for (int h = 0; h < 2; h++) acc[m][4 * t + 2 * h + e] *= shrink * step;
         }
 #pragma unroll
-        for (int n = 0; n < ROWS; n += 4) {
-          const u32 codes = to_e4m3(z[n], z[n + 1], z[n + 2], z[n + 3]);
+        for (int n = 0; n < ROWS; n += 4) {  // 128 tokens
+          const u32 codes = to_e4m3(z[n], z[n + 2], z[n + 1], z[n + 3]);
 #pragma unroll
-          for (int i = 0; i < 4; i++)
-            store_byte(p_at + n * Shape::HEADS * 32 + swizzled(8 * t + 2 * q + e, i / 2 * 64 + 16 * w + i % 2 * 8 + g),
-                       codes >> 8 * i);
+          for (int i = 0; i < 2; i++) {
+            const u32 row = 8 * t + 2 * q + e, column = FOLD * (16 * w + 8 * i + g), to = p_at + n * Shape::HEADS * 32;
+            if (FOLD == 2) {
+              store_two_bytes(to + swizzled(row, column), codes >> 16 * i);
+            } else {
+              store_byte(to + swizzled(row, column), codes >> 16 * i);
+              store_byte(to + swizzled(row, column + 64), codes >> 16 * i + 8);
+            }
+          }
         }
       }
     }
@@ -399,9 +422,9 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     }
     product_commit();
     at.next();
-    if (i + 1 < count) {
+    if (start + stride < used) {
       scores();
-      weigh(i + 1);
+      weigh(used - start - stride);
     }
     product_wait<0>();
 #pragma unroll
@@ -419,7 +442,7 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
       for (int lanes = 4; lanes < 32; lanes *= 2)
         total[t][e] += __shfl_xor_sync(0xFFFFFFFFu, total[t][e], lanes);
       if (g == 0) store_shared(met + (w * Shape::HEADS + head) * 4, total[t][e]);
-      if (head >= SHARE || count == 0) continue;
+      if (head >= SHARE || first >= used) continue;
       float* to = mine + head * ROW + 16 * w + g;
 #pragma unroll
       for (int m = 0; m < D / 64; m++)
@@ -432,7 +455,7 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const int head = 8 * t + 2 * q + e;
-      if (head >= SHARE || count == 0 || w + g > 0) continue;
+      if (head >= SHARE || first >= used || w + g > 0) continue;
       float sum = 0.f;
 #pragma unroll
       for (int n = 0; n < 4; n++) sum += load_shared(met + (n * Shape::HEADS + head) * 4);
@@ -440,7 +463,7 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     }
   }
   if (!block_any(false)) return;
-  add_parts<D, SHARE, Out>(args.parts + (i64)blockIdx.y * parts * SHARE * ROW, min(tiles, parts),
+  add_parts<D, SHARE, Out>(args.parts + (i64)blockIdx.y * parts * SHARE * ROW, blocks,
                            args.out + ((i64)batch * args.heads + group * SHARE) * D, base + Shape::SUMS);
 }
 
