@@ -261,6 +261,7 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     bool last = others == 0;
     if (others > 0) {
       for (int i = lane; i < SHARE * ROW / 4; i += 32) ((float4*)mine)[i] = {0.f, 0.f, 0.f, 0.f};
+      named_arrive(2, 160);  // the block's sums come after
       warp_sync();
       last = lane == 0 && count_in_turn(counters + args.counter + blockIdx.y, others) == others;
     }
@@ -432,6 +433,7 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
     scored();
   }
   // The block's sums.
+  if (others > 0) named_sync(2, 160);
   const float by = power_of(unit);
 #pragma unroll
   for (int t = 0; t < TILES; t++) {
