@@ -13,7 +13,7 @@ constexpr u32 RUN = 4;  // neighbouring tiles that warps of a block take, so tha
 constexpr u32 CODE_COLUMNS = 64, CODE_TILE = TALL * CODE_COLUMNS / 2;
 constexpr u32 COLUMN_PITCH = 80;  // bytes of a column's codes: eight lanes that write a word each meet no bank twice
 constexpr u32 POWER_PITCH = 80;   // bytes of 32 rows' powers of two: four lanes meet no bank twice
-constexpr u32 POWERS = 8 * POWER_PITCH, SCRATCH = POWERS + 32 * COLUMN_PITCH;  // bytes of a warp
+constexpr u32 POWERS = 8 * POWER_PITCH, SCRATCH = POWERS + 32 * COLUMN_PITCH + 1024;  // bytes of a warp
 
 struct Columns {  // 32 of a tile
   u32 codes;      // 128 rows of 32 bytes: unit u of row r lies at u ^ (r / 4 % 2)
@@ -48,6 +48,9 @@ struct Sylvester {
 };
 
 #ifndef QUANTROT_EMULATED
+__device__ __forceinline__ void load_shared_two(u32 from, u32 (&words)[2]) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from) : "memory");
+}
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {  // of two 16-bit numbers each
   u32 r;
   asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -59,20 +62,26 @@ __device__ __forceinline__ u32 other_word(u32 v, int across) {
   return __float_as_uint(other_lane(__uint_as_float(v), across));
 }
 
-// Random words of a lane's eight rows of two columns, by the columns' counters: lanes q and q ^ 1 share a call for each
-// column, and make one each. FULL: no register is left, and the words are indexed, for which they go through local memory.
-template <bool FULL>
+// Random words of a lane's eight rows of columns 4 g ... 4 g + 3: four lanes make a column's each, and hand them out
+// through shared memory, laid down so that neither stores nor loads meet a bank twice.
 struct Randoms {
-  u32 words[2][2];
+  u32 store, load;
 
-  __device__ __forceinline__ Randoms(u64 counter, u64 next, const Key& key) {
-    const bool odd = lane_number() & 1;
-    const Random mine(odd ? next : counter, key);
+  __device__ __forceinline__ Randoms(u32 at) {
+    const u32 g = lane_number() >> 2, q = lane_number() & 3;
+    const auto unit = [&](u32 column, u32 half) {  // of 16 bytes
+      return (g / 2 | half << 2) * 8 + (g % 2 | (column % 2 ^ g / 2 % 2) << 1 | (column / 2 ^ half) << 2);
+    };
+    store = at + unit(q, 0) * 16, load = at + unit(0, q / 2) * 16 + q % 2 * 8;
+  }
+  __device__ __forceinline__ void make(u64 counter, const Key& key, u32 (&words)[4][2]) const {
+    const Random mine(counter, key);
+    warp_sync();
+    store_shared_words(store, {mine.words[0], mine.words[1], mine.words[2], mine.words[3]});
+    store_shared_words((store ^ 64) + 512, {mine.words[4], mine.words[5], mine.words[6], mine.words[7]});
+    warp_sync();
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const u32 theirs = other_word(FULL ? mine.words[odd ? i : i + 2] : odd ? mine.words[i] : mine.words[i + 2], 1);
-      words[0][i] = odd ? theirs : mine.words[i], words[1][i] = odd ? mine.words[i + 2] : theirs;
-    }
+    for (u32 c = 0; c < 4; c++) load_shared_two(load ^ c * 32, words[c]);
   }
 };
 
@@ -100,6 +109,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
       codes[n] = tile.words((block + n) * 32 + lane);
   };
   load(0);
+  const Randoms randoms(columns + 32 * COLUMN_PITCH);
   u32 fields[4] = {};  // exponents of a column's blocks of rows, as float32 has them, a byte each
   const u32 base = __float_as_uint(__fmul_rn(args.root, 0.75f * FINE)) + (129u << 23);
   const auto step = [&](u32 block, bool more) {
@@ -138,14 +148,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
     for (int n = 0; n < SPAN; n++) {
       u32 random[4][2];
       if constexpr (DITHER) {
-        const u64 group = (u64)(tile.column + 4 * g) * groups + tile.row / 32 + block + n;
-#pragma unroll
-        for (int p = 0; p < 2; p++) {
-          const u64 counter = (group + 2 * p * groups) * 2 + q / 2;
-          const Randoms<SPAN == 4> both(counter, counter + 2 * groups, args.key);
-#pragma unroll
-          for (int i = 0; i < 2; i++) random[2 * p][i] = both.words[0][i], random[2 * p + 1][i] = both.words[1][i];
-        }
+        randoms.make((u64)(tile.column + 4 * g + q) * groups + tile.row / 32 + block + n, args.key, random);
       }
       const auto value = [&](int column, int i) { return v[column / 2][n][i / 2][column % 2 * 2 + i % 2]; };
       float amax[4];  // of a column each; all four at once, for each waits for other lanes
@@ -174,7 +177,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
         for (int i = 0; i < 4; i++) {
           const int first = i / 2 * 4 + i % 2;
           p[i] = Fp16::pack(__fmul_rn(value(c, first), factor), __fmul_rn(value(c, first + 2), factor));
-          if constexpr (DITHER) p[i] += random[c][i / 2] >> (i % 2 ? 7 : 0) & 0x01FF01FFu;
+          if constexpr (DITHER) p[i] = i % 2 ? with_bits<true>(p[i], random[c][i / 2]) : with_bits<false>(p[i], random[c][i / 2]);
           else p[i] = to_nearest(p[i]);
         }
         store_shared32(columns + (c * 8 + g) * COLUMN_PITCH + (block + n) * 16 + q * 4, code_word(p[0], p[1], p[2], p[3]));
