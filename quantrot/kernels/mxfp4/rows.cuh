@@ -255,18 +255,14 @@ __device__ __forceinline__ void turn_groups(Group (&x)[N]) {
         }
 }
 
-// The groups of a Hadamard block that a lane has: all, but with random numbers two of four, for want of registers.
-template <int SPAN, bool DITHER>
-__device__ __forceinline__ constexpr int lane_groups() { return SPAN == 0 ? 1 : SPAN == 4 && DITHER ? 2 : SPAN; }
-
 // A block's warps take its tiles in turn, each the next when it is ready for one: where every warp had its own from the
 // start, 12 of a multiprocessor's 16 were active on average.
 template <class IN, int SPAN, bool SIGNS, int RULE, bool MASK, bool DITHER, int STAGES>
 __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
-  constexpr int N = lane_groups<SPAN, DITHER>(), LANES = SPAN ? SPAN / N : 1;
+  constexpr int N = SPAN ? SPAN : 1;
   constexpr u32 PIECE = N * TILE;
   const u32 lane = lane_number(), warps = blockDim.x / 32, ring = shared_memory() + warp_number() * (STAGES * PIECE);
-  const u32 flips = shared_memory() + warps * (STAGES * PIECE), counter = flips + N * LANES * SIGN_PITCH * 4;
+  const u32 flips = shared_memory() + warps * (STAGES * PIECE), counter = flips + N * SIGN_PITCH * 4;
   const u32 groups = (u32)(args.rows * args.row_groups), tiles = (groups + 32 * N - 1) / (32 * N);
   if constexpr (SIGNS) store_signs(flips, args.signs, SPAN);
   if (threadIdx.x == 0) store_shared32(counter, 0);
@@ -288,9 +284,7 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
     copies_wait<STAGES - 1>();
     warp_sync();
     Group x[N];
-    read_groups<IN, N, SIGNS>(x, ring + slot, flips + lane % LANES * (N * SIGN_PITCH * 4));
-#pragma unroll
-    for (int n = 0; n < N; n++) x[n].template turn_across<LANES>();
+    read_groups<IN, N, SIGNS>(x, ring + slot, flips);
     turn_groups<N>(x);
     const u32 group = (taken[0] * 32 + lane) * N;
     u32 kept[N];
