@@ -1,5 +1,7 @@
 """MXFP4 codes and scales, bitwise: one table of named blocks that every implementation must meet."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -355,19 +357,31 @@ def test_each_fraction_of_a_step_is_rounded_up_by_as_many_random_numbers():
 
 
 def test_dither_is_uniform():
-    """Each of four neighbours on the 512 numbers, by chi squared (z = 5); two that share bits, one's highest and
-    the other's lowest, are correlated by 160 of 21845, and others are not."""
-    n = 1 << 18
-    u = reference.dither_of(16 * 12345, 4 * n, 5, 6).double().mul(512).add(255.5).view(n, 4)
+    """Each of a group's 32 on the 512 numbers, by chi squared (z = 5); two that share bits, one's highest and the
+    other's lowest, are correlated by 160 of 21845, and others are not."""
+    n = 1 << 16
+    u = reference.dither_of(32 * 12345, 32 * n, 5, 6).double().mul(512).add(255.5).view(n, 32)
     assert torch.equal(u, u.round()) and u.min() == 0 and u.max() == 511
     for numbers in u.T:
         counts = torch.bincount(numbers.long(), minlength=512)
         assert ((counts - n / 512).square() / (n / 512)).sum() < 511 + 5 * (2 * 511) ** 0.5
-    expected = torch.eye(4, dtype=torch.float64)
-    for a, b in ((0, 1), (2, 3)):
-        expected[a, b] = expected[b, a] = 160 / ((512**2 - 1) / 12)
+    expected = torch.eye(32, dtype=torch.float64)
+    for first in range(0, 32, 2):
+        expected[first, first + 1] = expected[first + 1, first] = 160 / ((512**2 - 1) / 12)
     assert (torch.corrcoef(u.T) - expected).abs().max() < 5 / n**0.5
-    assert (torch.corrcoef(torch.stack((u[:-1, 3], u[1:, 0])))[0, 1]).abs() < 5 / n**0.5
+    assert (torch.corrcoef(torch.stack((u[:-1, 31], u[1:, 0])))[0, 1]).abs() < 5 / n**0.5
+
+
+def test_any_three_random_words_of_a_group_are_independent():
+    """Bits of eight words by 256 counters: no word, nor the sum of two or three, is the same in all of them."""
+    u = reference.dither_of(0, 32 * 256, 7, 8).double().mul(512).add(255.5).long().view(256, 8, 4)
+    words = u[..., 0] | (u[..., 2] << 16)
+    for count in (1, 2, 3):
+        for chosen in itertools.combinations(range(8), count):
+            total = words[:, chosen[0]]
+            for other in chosen[1:]:
+                total = total ^ words[:, other]
+            assert len(total.unique()) > 200
 
 
 # --- The window ------------------------------------------------------------------------------------------------------

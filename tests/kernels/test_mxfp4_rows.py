@@ -139,7 +139,7 @@ def test_bits_are_the_references(library, name, rows, width):
     numbers = [
         ctypes.c_longlong(a.rows), ctypes.c_longlong(a.row_groups), ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1,
     ]  # fmt: skip
-    shared = hopper_rows.shared_bytes(threads, stages, hadamard, expanded=expanded, dither=dither)
+    shared = hopper_rows.shared_bytes(threads, stages, hadamard, expanded=expanded)
     message = library.run(list(CASES).index(name), *pointers, *numbers, 2, threads, shared, rows)
     assert message == b"", message.decode()
     if expanded:

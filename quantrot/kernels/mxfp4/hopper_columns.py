@@ -17,7 +17,7 @@ THREADS = 64
 TILE = 128 * 128  # bytes
 SIGNS = 4 * 36 * 4
 CODE_BOX = (128, 32)  # rows and bytes of a warp's tile of codes
-SCRATCH = 8 * 80 + 32 * 80  # bytes of a warp that turns codes
+SCRATCH = 8 * 80 + 32 * 80 + 1024  # bytes of a warp that turns codes
 
 TRANSPOSE = """extern "C" __global__ void __launch_bounds__(64, {resident}) {name}(
     const void* x, const unsigned char* in_scale, const float* signs, unsigned char* packed, unsigned char* scale,

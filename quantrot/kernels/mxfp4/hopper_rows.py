@@ -102,17 +102,17 @@ def entry(
     )
 
 
-def lane_groups(hadamard: int, dither: bool) -> int:
-    """Groups of 32 columns that a thread of `quantize` has."""
-    return min(max(hadamard // GROUP, 1), 2 if dither else 4)
+def lane_groups(hadamard: int) -> int:
+    """Groups of 32 columns that a thread of `quantize` has: a Hadamard block."""
+    return max(hadamard // GROUP, 1)
 
 
-def shared_bytes(threads: int, stages: int, hadamard: int, *, expanded: bool = False, dither: bool = False) -> int:
+def shared_bytes(threads: int, stages: int, hadamard: int, *, expanded: bool = False) -> int:
     """Of a block: its warps' tiles, signs, and what the warps tell each other of a row, or a counter of tiles."""
-    warps, signs = threads // 32, max(hadamard // GROUP, 1) * 36 * 4
+    warps, signs = threads // 32, lane_groups(hadamard) * 36 * 4
     if expanded:
         return warps * (stages * TILE + 36) + signs
-    return warps * stages * lane_groups(hadamard, dither) * TILE + signs + 16
+    return warps * stages * lane_groups(hadamard) * TILE + signs + 16
 
 
 @lru_cache(maxsize=256)
@@ -176,10 +176,10 @@ def quantize(
         x.dtype, rule, hadamard, signs is not None, mask=mask, dither=dither,
         threads=threads, resident=resident, stages=stages,
     )  # fmt: skip
-    device, shared, groups = x.get_device(), shared_bytes(threads, stages, hadamard, dither=dither), x.numel() // GROUP
+    device, shared, groups = x.get_device(), shared_bytes(threads, stages, hadamard), x.numel() // GROUP
     factors = None if signs is None else float_signs(signs, x)
     parameters = arguments(x, factors, (packed, scale, bits, None, None), 1, groups, hadamard, random)
-    blocks = min(-(-groups // (threads * lane_groups(hadamard, dither))), nvrtc.processors(device) * resident)
+    blocks = min(-(-groups // (threads * lane_groups(hadamard))), nvrtc.processors(device) * resident)
     nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device)
     return packed, scale, bits
 

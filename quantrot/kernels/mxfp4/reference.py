@@ -1,7 +1,7 @@
 """MXFP4 in plain torch: the definition of every operator, bit for bit, and the CPU implementation.
 
 Every operation is float32 in a fixed order (sums are halving trees, the Hadamard transform is a butterfly), powers of
-two are built from bits, and random numbers are Philox4x32-7 of the element's index, so that a kernel can give the same
+two are built from bits, and random numbers are Philox4x32-7 of the group's number, so that a kernel can give the same
 codes, scales and masks whatever its tiles.
 """
 
@@ -319,11 +319,13 @@ def philox(counter: Tensor, offset: int, seed: int) -> list[Tensor]:
 def dither_of(start: int, count: int, seed: int, offset: int, device: torch.device | str = "cpu") -> Tensor:
     """float32 [count], uniform on the 2^9 odd multiples of 2^-10 in (-1/2, 1/2), of elements start, start + 1, ...
 
-    Element e takes nine bits of word e // 4 % 4 of Philox's four at counter e // 16, from bit 0, 7, 16 or 23 on
-    (e % 4 = 0, 1, 2, 3). start and count are multiples of 16.
+    Element e takes nine bits of word e // 4 % 8 of a group's eight, from bit 0, 7, 16 or 23 on (e % 4 = 0, 1, 2, 3):
+    Philox's four at counter e // 32, and each sum (xor) of three of them. Of these eight any three are independent.
+    start and count are multiples of 32.
     """
-    counter = torch.arange(start // 16, (start + count) // 16, dtype=torch.int64, device=device)
-    words = torch.stack(philox(counter, offset, seed), -1).unsqueeze(-1)
+    counter = torch.arange(start // 32, (start + count) // 32, dtype=torch.int64, device=device)
+    a, b, c, d = philox(counter, offset, seed)
+    words = torch.stack((a, b, c, d, a ^ b ^ c, a ^ b ^ d, a ^ c ^ d, b ^ c ^ d), -1).unsqueeze(-1)
     bits = (words >> torch.tensor(NINE_BITS_FROM, device=device)) & 511
     return bits.flatten().to(torch.float32).sub_(255.5).mul_(2.0**-9)
 

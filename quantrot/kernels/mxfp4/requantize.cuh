@@ -13,7 +13,7 @@ constexpr u32 RUN = 4;  // neighbouring tiles that warps of a block take, so tha
 constexpr u32 CODE_COLUMNS = 64, CODE_TILE = TALL * CODE_COLUMNS / 2;
 constexpr u32 COLUMN_PITCH = 80;  // bytes of a column's codes: eight lanes that write a word each meet no bank twice
 constexpr u32 POWER_PITCH = 80;   // bytes of 32 rows' powers of two: four lanes meet no bank twice
-constexpr u32 POWERS = 8 * POWER_PITCH, SCRATCH = POWERS + 32 * COLUMN_PITCH;  // bytes of a warp
+constexpr u32 POWERS = 8 * POWER_PITCH, SCRATCH = POWERS + 32 * COLUMN_PITCH + 1024;  // bytes of a warp
 
 struct Columns {  // 32 of a tile
   u32 codes;      // 128 rows of 32 bytes: unit u of row r lies at u ^ (r / 4 % 2)
@@ -48,6 +48,9 @@ struct Sylvester {
 };
 
 #ifndef QUANTROT_EMULATED
+__device__ __forceinline__ void load_shared_two(u32 from, u32 (&words)[2]) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from) : "memory");
+}
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {  // of two 16-bit numbers each
   u32 r;
   asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -59,35 +62,45 @@ __device__ __forceinline__ u32 other_word(u32 v, int across) {
   return __float_as_uint(other_lane(__uint_as_float(v), across));
 }
 
-// Random words of a lane's eight rows of two columns, by the columns' counters: lanes q and q ^ 1 share a call for each
-// column, and make one each. FULL: no register is left, and the words are indexed, for which they go through local memory.
-template <bool FULL>
+// Random words of a lane's eight rows of columns 4 g ... 4 g + 3: four lanes make a column's each, and hand them out
+// through shared memory, laid down so that neither stores nor loads meet a bank twice.
 struct Randoms {
-  u32 words[2][2];
+  u32 store, load;
 
-  __device__ __forceinline__ Randoms(u64 counter, u64 next, const Key& key) {
-    const bool odd = lane_number() & 1;
-    const Random mine(odd ? next : counter, key);
+  __device__ __forceinline__ Randoms(u32 at) {
+    const u32 g = lane_number() >> 2, q = lane_number() & 3;
+    const auto unit = [&](u32 column, u32 half) {  // of 16 bytes
+      return (g / 2 | half << 2) * 8 + (g % 2 | (column % 2 ^ g / 2 % 2) << 1 | (column / 2 ^ half) << 2);
+    };
+    store = at + unit(q, 0) * 16, load = at + unit(0, q / 2) * 16 + q % 2 * 8;
+  }
+  __device__ __forceinline__ void make(u64 counter, const Key& key, u32 (&words)[4][2]) const {
+    const Random mine(counter, key);
+    warp_sync();
+    store_shared_words(store, {mine.words[0], mine.words[1], mine.words[2], mine.words[3]});
+    store_shared_words((store ^ 64) + 512, {mine.words[4], mine.words[5], mine.words[6], mine.words[7]});
+    warp_sync();
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const u32 theirs = other_word(FULL ? mine.words[odd ? i : i + 2] : odd ? mine.words[i] : mine.words[i + 2], 1);
-      words[0][i] = odd ? theirs : mine.words[i], words[1][i] = odd ? mine.words[i + 2] : theirs;
-    }
+    for (u32 c = 0; c < 4; c++) load_shared_two(load ^ c * 32, words[c]);
   }
 };
 
-// Powers of two of a tile as float16, `top` as 2^15: of 32 rows, rows 8 t + 2 q and the next, t = 0 ... 3, lie side by side.
+// Powers of two of a tile as float16, `top` as 2^15, as lanes (g, q) take them: of 32 rows, rows 8 t + 2 q and the next, t =
+// 0 ... 3, lie side by side; of blocks of 128 rows 32 q + 8 m + t and the next but three.
+template <int SPAN>
 __device__ __forceinline__ void store_powers(u32 powers, const u32 (&bytes)[8], u32 negative, int top) {
   const u32 lane = lane_number();
 #pragma unroll
   for (u32 i = 0; i < 8; i++) {
     const u32 r = i % 2 * 16 + lane / 2;
-    store_shared16(powers + (lane % 2 * 4 + i / 2) * POWER_PITCH + r % 8 / 2 * 16 + r / 8 * 4 + r % 2 * 2,
+    const u32 at = SPAN == 4 ? r / 8 * POWER_PITCH + i / 2 * 16 + r % 4 * 4 + r / 4 % 2 * 2
+                             : i / 2 * POWER_PITCH + r % 8 / 2 * 16 + r / 8 * 4 + r % 2 * 2;
+    store_shared16(powers + lane % 2 * 4 * POWER_PITCH + at,
                    (u32)(30 - top + (int)bytes[i]) << 10 | (negative << (15 - i) & 0x8000));
   }
 }
 
-// Whether it was done: else nothing was written. top: the byte of the power of two that is 2^15.
+// Whether it was done, of blocks of 32 and 64: else nothing was written. top: the byte of the power of two that is 2^15.
 template <int SPAN, bool DITHER>
 __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Sylvester& h, const Columns& tile, int top) {
   const u32 lane = lane_number(), g = lane >> 2, q = lane & 3, groups = args.rows / 32;
@@ -99,10 +112,13 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
       power[n] = load_shared_words(powers + (block + n) * POWER_PITCH + q * 16),
       codes[n] = tile.words((block + n) * 32 + lane);
   };
-  load(0);
+  constexpr bool LATE = DITHER && SPAN == 2;  // for want of registers
+  if constexpr (!LATE) load(0);
+  const Randoms randoms(columns + 32 * COLUMN_PITCH);
   u32 fields[4] = {};  // exponents of a column's blocks of rows, as float32 has them, a byte each
   const u32 base = __float_as_uint(__fmul_rn(args.root, 0.75f * FINE)) + (129u << 23);
   const auto step = [&](u32 block, bool more) {
+    if constexpr (LATE) load(block);
     float v[2][SPAN][4][4] = {};  // by pairs of columns, 4 g + 2 p and the next
 #pragma unroll
     for (int n = 0; n < SPAN; n++) {
@@ -123,7 +139,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
             product_warp<Fp16>(v[p][n][i], {a[p][t][0], a[p][t][1], a[p][t + 1][0], a[p][t + 1][1]}, h.words[i][t],
                                h.words[i][t + 1]);
     }
-    if (more) load(block + SPAN & 3);  // while the products are made
+    if (more && !LATE) load(block + SPAN & 3);  // while the products are made
 #pragma unroll
     for (int half = SPAN / 2; half; half /= 2)
 #pragma unroll
@@ -138,14 +154,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
     for (int n = 0; n < SPAN; n++) {
       u32 random[4][2];
       if constexpr (DITHER) {
-        const u64 group = (u64)(tile.column + 4 * g) * groups + tile.row / 32 + block + n;
-#pragma unroll
-        for (int p = 0; p < 2; p++) {
-          const u64 counter = (group + 2 * p * groups) * 2 + q / 2;
-          const Randoms<SPAN == 4> both(counter, counter + 2 * groups, args.key);
-#pragma unroll
-          for (int i = 0; i < 2; i++) random[2 * p][i] = both.words[0][i], random[2 * p + 1][i] = both.words[1][i];
-        }
+        randoms.make((u64)(tile.column + 4 * g + q) * groups + tile.row / 32 + block + n, args.key, random);
       }
       const auto value = [&](int column, int i) { return v[column / 2][n][i / 2][column % 2 * 2 + i % 2]; };
       float amax[4];  // of a column each; all four at once, for each waits for other lanes
@@ -174,14 +183,14 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
         for (int i = 0; i < 4; i++) {
           const int first = i / 2 * 4 + i % 2;
           p[i] = Fp16::pack(__fmul_rn(value(c, first), factor), __fmul_rn(value(c, first + 2), factor));
-          if constexpr (DITHER) p[i] += random[c][i / 2] >> (i % 2 ? 7 : 0) & 0x01FF01FFu;
+          if constexpr (DITHER) p[i] = i % 2 ? with_bits<true>(p[i], random[c][i / 2]) : with_bits<false>(p[i], random[c][i / 2]);
           else p[i] = to_nearest(p[i]);
         }
         store_shared32(columns + (c * 8 + g) * COLUMN_PITCH + (block + n) * 16 + q * 4, code_word(p[0], p[1], p[2], p[3]));
       }
     }
   };
-  if constexpr (DITHER && SPAN < 4) {  // random numbers take the registers that steps at once would
+  if constexpr (DITHER) {  // random numbers take the registers that steps at once would
 #pragma unroll 1
     for (u32 block = 0; block < 4; block += SPAN) step(block, true);
   } else {
@@ -210,6 +219,110 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
   }
   warp_sync();
   return true;
+}
+
+// --- Blocks of 128 by tensor cores ---------------------------------------------------------------------------------------
+//
+// Products turn by five of a row's seven bits, two of which tell a block's groups apart, and additions by the other two. Of row
+// 32 q + 8 m + 4 b + t of a block, lane (g, q) has half b of word t of product m; results lie alike. So a lane comes to hold a
+// whole group of a column: it finds its power of two, its random numbers and its 16 bytes by itself.
+
+// The words of Sylvester's matrix that such products take: but for signs of popcount(n & t), which the compiler knows, one.
+struct SylvesterWord {
+  u32 words[2];
+
+  __device__ __forceinline__ SylvesterWord() {
+    const u32 g = lane_number() >> 2, q = lane_number() & 3;
+    words[0] = 0x3C003C00u ^ (__popc(g / 2 & q) & 1) * 0x80008000u ^ (g & 1) << 31, words[1] = words[0] ^ 0x80008000u;
+  }
+  __device__ __forceinline__ u32 at(int n, int t) const { return words[((n & t) ^ (n & t) >> 1) & 1]; }
+};
+
+// Whether all was done: else some was written that is to be written again. top: the byte of the power of two that is 2^15.
+template <bool DITHER>
+__device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, const SylvesterWord& h, const Columns& tile, int top) {
+  const u32 lane = lane_number(), g = lane >> 2, q = lane & 3, groups = args.rows / 32, group = tile.row / 32 + q;
+  const u32 powers = tile.powers + tile.unit * 4 * POWER_PITCH + q * 16;
+  const u32 base = __float_as_uint(__fmul_rn(args.root, 0.75f * FINE)) + (129u << 23);
+  Words power[4];
+  u32 low[4][4], high[4][4];  // s00eem00, a byte above, is float16's 2^-14 of the code
+#pragma unroll
+  for (int m = 0; m < 4; m++) {
+    const Words codes = tile.words(lane % 8 / 2 * 32 + m * 8 + lane % 2 * 4 + lane / 8);
+    power[m] = load_shared_words(powers + m * POWER_PITCH);
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+      const u32 word = codes.at(t);
+      low[m][t] = select_bits(word << 1, word << 4, 0x80808080u), high[m][t] = select_bits(word >> 3, word, 0x80808080u);
+    }
+  }
+  u32 zero = 0;
+#pragma unroll
+  for (int pair = 0; pair < 2; pair++) {  // of columns, 4 g + 2 pair and the next
+    float v[4][4][4] = {};
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+      u32 a[4][2];
+#pragma unroll
+      for (int t = 0; t < 4; t++) {
+        const u32 up = pair ? 0 : 8;
+        a[t][0] = times_half(low[m][t] << up & 0x8E008E00u, power[m].at(t));
+        a[t][1] = times_half(high[m][t] << up & 0x8E008E00u, power[m].at(t));
+      }
+#pragma unroll
+      for (int t = 0; t < 4; t += 2)
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+          product_warp<Fp16>(v[m][n], {a[t][0], a[t][1], a[t + 1][0], a[t + 1][1]}, h.at(n, t), h.at(n, t + 1));
+    }
+#pragma unroll
+    for (int half = 2; half; half /= 2)
+#pragma unroll
+      for (int m = 0; m < 4; m++)
+        if (!(m & half))
+#pragma unroll
+          for (int i = 0; i < 16; i++) {
+            const float x = v[m][i / 4][i % 4], y = v[m + half][i / 4][i % 4];
+            v[m][i / 4][i % 4] = __fadd_rn(x, y), v[m + half][i / 4][i % 4] = __fsub_rn(x, y);
+          }
+    const auto value = [&](int c, int i) { return v[i / 8][i % 4][c * 2 + i / 4 % 2]; };
+    u32 fields[2];  // columns' exponents, as float32 has them
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      float most[2] = {fabsf(value(c, 0)), fabsf(value(c, 1))};
+#pragma unroll
+      for (int i = 2; i < 32; i++) most[i % 2] = fmaxf(most[i % 2], fabsf(value(c, i)));
+      fields[c] = __float_as_uint(__fmul_rn(fmaxf(most[0], most[1]), args.root)) & INFINITE, zero |= fields[c] == 0;
+    }
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const float factor = __uint_as_float(base - fields[c]);
+      const i64 to = (i64)(tile.column + 4 * g + 2 * pair + c) * groups + group;
+      u32 random[8], words[4];
+      if constexpr (DITHER) {
+        const Random mine(to, args.key);
+#pragma unroll
+        for (int i = 0; i < 8; i++) random[i] = mine.words[i];
+      }
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        u32 p[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int at = m * 8 + i / 2 * 4 + i % 2;
+          p[i] = Fp16::pack(__fmul_rn(value(c, at), factor), __fmul_rn(value(c, at + 2), factor));
+          if constexpr (!DITHER) p[i] = to_nearest(p[i]);
+          else p[i] = i % 2 ? with_bits<true>(p[i], random[m * 2 + i / 2]) : with_bits<false>(p[i], random[m * 2 + i / 2]);
+        }
+        words[m] = code_word(p[0], p[1], p[2], p[3]);
+      }
+      if (group < groups) {  // always; without the branch the compiler mixes columns, and spills
+        store_words(args.packed + to * 16, {words[0], words[1], words[2], words[3]});
+        args.scale[to] = (unsigned char)((fields[c] >> 23) + top - 130);
+      }
+    }
+  }
+  return !__any_sync(0xFFFFFFFFu, zero);
 }
 
 // --- By lanes ----------------------------------------------------------------------------------------------------------
@@ -285,6 +398,7 @@ __device__ __forceinline__ void requantize(const TensorMap* map, const Transpose
   const Lines lines(args.down ? row_tiles : column_tiles);
   const u32 in_runs = row_tiles * column_tiles / (RUN * gridDim.x) * RUN;
   const Sylvester h;
+  const SylvesterWord word;
   const u64 policy = cache_policy<FIRST>();
   struct Taken {  // a tile, and scales of rows 16 i + lane / 2 of its half lane % 2
     u32 row, column, bytes[8];
@@ -327,7 +441,7 @@ __device__ __forceinline__ void requantize(const TensorMap* map, const Transpose
     for (int i = 1; i < 8; i++) most = max(most, b[i]), least = min(least, b[i]);
     const int top = warp_max((int)most), low = -warp_max(-(int)least);
     const bool near = RULE == ABSMAX34 && top <= low + SPREAD && low >= LEAST_BYTE && top <= MOST_BYTE;
-    if (near) store_powers(scratch, b, negative, top);
+    if (near) store_powers<SPAN>(scratch, b, negative, top);
     else store_wide_powers(scratch, b, negative);
     barrier_wait(full + ring.stage * 8, ring.parity);
     warp_sync();
@@ -338,7 +452,10 @@ __device__ __forceinline__ void requantize(const TensorMap* map, const Transpose
       if (tile.column >= (u32)args.columns) break;
       if constexpr (RULE == ABSMAX34)
         if (near) {
-          if (by_products<SPAN, DITHER>(args, h, tile, top)) continue;
+          bool done;
+          if constexpr (SPAN == 4) done = by_wide_products<DITHER>(args, word, tile, top);
+          else done = by_products<SPAN, DITHER>(args, h, tile, top);
+          if (done) continue;
           warp_sync();
           if constexpr (KEEPS) {
             store_wide_powers(scratch, b, negative);
@@ -353,11 +470,11 @@ __device__ __forceinline__ void requantize(const TensorMap* map, const Transpose
       if (near && half == 0) {
         warp_sync();
         if constexpr (KEEPS) {
-          store_powers(scratch, b, negative, top);
+          store_powers<SPAN>(scratch, b, negative, top);
         } else {
           u32 again[8];
           load_bytes(again, taken[0].row, taken[0].column);
-          store_powers(scratch, again, negative, top);
+          store_powers<SPAN>(scratch, again, negative, top);
         }
         warp_sync();
       }

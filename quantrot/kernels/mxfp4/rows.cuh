@@ -65,10 +65,10 @@ __device__ __forceinline__ int* block_numbers(int at) {
 }
 #endif
 
-// Philox4x32-7 of (counter, offset) under the key: sixteen times nine bits, for four elements of each word from bit 0, 7,
-// 16 and 23 on, which is where pairs of elements take them.
+// Nine bits for each of a group's 32 elements, for four elements of each word from bit 0, 7, 16 and 23 on, which is where
+// pairs of elements take them: Philox4x32-7 of (counter, offset) under the key, and the sums of three of its words.
 struct Random {
-  u32 words[4];
+  u32 words[8];
 
   __device__ __forceinline__ Random(u64 counter, const Key& key) {
     u32 c0 = (u32)counter, c1 = (u32)(counter >> 32), c2 = key.o0, c3 = key.o1, k0 = key.s0, k1 = key.s1;
@@ -79,8 +79,15 @@ struct Random {
       k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
     words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
+    words[4] = c0 ^ c1 ^ c2, words[5] = c0 ^ c1 ^ c3, words[6] = c0 ^ c2 ^ c3, words[7] = c1 ^ c2 ^ c3;
   }
 };
+
+// A pair of elements, with the word's bits from 0 and 16 on added, or (ODD) from 7 and 23 on: two instructions each.
+template <bool ODD>
+__device__ __forceinline__ u32 with_bits(u32 pair, u32 word) {
+  return ODD ? pair + (select_bits(0, word, 0xFF80FF80u) >> 7) : pair + (word & 0x01FF01FFu);
+}
 
 // Codes of a group and, of MASK, which elements are within 6 scales (bit i: element i); factor: see factor_of.
 template <int RULE, bool MASK, bool DITHER>
@@ -88,7 +95,12 @@ __device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 numb
   // Bits are collected as sums of float16's subnormals, of eight elements a word, on a pipe that has room (91.7 us for 93.8 with
   // ors, blocks of 64): bit 4 k + r of a word's lower half is element 4 k + r, bit 4 k + 2 + r of its upper one that element.
   constexpr u32 BIT[4] = {0x00040001u, 0x00080002u, 0x00400010u, 0x00800020u};
-  u32 words[4], kept[4] = {};
+  u32 words[4], kept[4] = {}, random[8];
+  if constexpr (DITHER) {
+    const Random found(number, key);
+#pragma unroll
+    for (int i = 0; i < 8; i++) random[i] = found.words[i];
+  }
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     u32 p[8];
@@ -100,9 +112,11 @@ __device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 numb
       if constexpr (clamps<RULE>()) p[i] = clamp_half(p[i], SIX);
     }
     if constexpr (DITHER) {
-      const Random random(number << 1 | half, key);
 #pragma unroll
-      for (int i = 0; i < 8; i++) p[i] += random.words[i / 2] >> (i % 2 ? 7 : 0) & 0x01FF01FFu;
+      for (int i = 0; i < 8; i += 2) {
+        p[i] = with_bits<false>(p[i], random[half * 4 + i / 2]);
+        p[i + 1] = with_bits<true>(p[i + 1], random[half * 4 + i / 2]);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < 8; i++) p[i] = to_nearest(p[i]);
@@ -241,18 +255,14 @@ __device__ __forceinline__ void turn_groups(Group (&x)[N]) {
         }
 }
 
-// The groups of a Hadamard block that a lane has: all, but with random numbers two of four, for want of registers.
-template <int SPAN, bool DITHER>
-__device__ __forceinline__ constexpr int lane_groups() { return SPAN == 0 ? 1 : SPAN == 4 && DITHER ? 2 : SPAN; }
-
 // A block's warps take its tiles in turn, each the next when it is ready for one: where every warp had its own from the
 // start, 12 of a multiprocessor's 16 were active on average.
 template <class IN, int SPAN, bool SIGNS, int RULE, bool MASK, bool DITHER, int STAGES>
 __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
-  constexpr int N = lane_groups<SPAN, DITHER>(), LANES = SPAN ? SPAN / N : 1;
+  constexpr int N = SPAN ? SPAN : 1;
   constexpr u32 PIECE = N * TILE;
   const u32 lane = lane_number(), warps = blockDim.x / 32, ring = shared_memory() + warp_number() * (STAGES * PIECE);
-  const u32 flips = shared_memory() + warps * (STAGES * PIECE), counter = flips + N * LANES * SIGN_PITCH * 4;
+  const u32 flips = shared_memory() + warps * (STAGES * PIECE), counter = flips + N * SIGN_PITCH * 4;
   const u32 groups = (u32)(args.rows * args.row_groups), tiles = (groups + 32 * N - 1) / (32 * N);
   if constexpr (SIGNS) store_signs(flips, args.signs, SPAN);
   if (threadIdx.x == 0) store_shared32(counter, 0);
@@ -274,9 +284,7 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
     copies_wait<STAGES - 1>();
     warp_sync();
     Group x[N];
-    read_groups<IN, N, SIGNS>(x, ring + slot, flips + lane % LANES * (N * SIGN_PITCH * 4));
-#pragma unroll
-    for (int n = 0; n < N; n++) x[n].template turn_across<LANES>();
+    read_groups<IN, N, SIGNS>(x, ring + slot, flips);
     turn_groups<N>(x);
     const u32 group = (taken[0] * 32 + lane) * N;
     u32 kept[N];

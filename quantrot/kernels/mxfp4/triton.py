@@ -253,12 +253,11 @@ def _dither(group, key):
     s1 = key[1].to(tl.uint32, bitcast=True)
     o0 = key[2].to(tl.uint32, bitcast=True)
     o1 = key[3].to(tl.uint32, bitcast=True)
-    for q in tl.static_range(2):
-        counter = group * 2 + q
-        words = _philox(counter.to(tl.uint32), (counter >> 32).to(tl.uint32), o0, o1, s0, s1)
-        for i in tl.static_range(4):
-            w = words[i]
-            u = u + (_nine_bits(w), _nine_bits(w >> 7), _nine_bits(w >> 16), _nine_bits(w >> 23))
+    a, b, c, d = _philox(group.to(tl.uint32), (group >> 32).to(tl.uint32), o0, o1, s0, s1)
+    words = (a, b, c, d, a ^ b ^ c, a ^ b ^ d, a ^ c ^ d, b ^ c ^ d)
+    for i in tl.static_range(8):
+        w = words[i]
+        u = u + (_nine_bits(w), _nine_bits(w >> 7), _nine_bits(w >> 16), _nine_bits(w >> 23))
     return u
 
 

@@ -19,10 +19,10 @@ RANDOM_COLUMNS = {32: (4, 32, 4), 64: (2, 64, 4), 128: (1, 128, 4)}
 PACKED_COLUMNS = {32: (2, 64, 4), 64: (2, 64, 4)}
 HOPPER_ROWS = {32: (512, 1, 3), 64: (512, 1, 2), 128: (384, 1, 2)}
 HOPPER_MASK_ROWS = {32: (768, 1, 2), 64: (512, 1, 2), 128: (352, 1, 2)}
-HOPPER_RANDOM_ROWS = {32: (512, 1, 3), 64: (512, 1, 2), 128: (512, 1, 2)}
+HOPPER_RANDOM_ROWS = {32: (512, 1, 3), 64: (512, 1, 2), 128: (384, 1, 2)}
 HOPPER_EXPANDED = (896, 2)
 HOPPER_COLUMNS = (6, 2, True)
-HOPPER_PACKED_COLUMNS = {32: (384, 2, False), 64: (384, 2, False), 128: (256, 2, False)}
+HOPPER_PACKED_COLUMNS = {32: (384, 2, False), 64: (384, 2, False), 128: (384, 2, False)}
 HOPPER_RANDOM_PACKED_COLUMNS = {32: (448, 2, False), 64: (384, 2, False), 128: (256, 2, False)}
 HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, bool]] = {
     (1, 4096, 4096): (1, 2, 4, 16, 1, True, 1, False),

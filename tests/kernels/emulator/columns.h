@@ -17,3 +17,4 @@ inline Words load_columns(u32 from) {
   }
   return {words[0], words[1], words[2], words[3]};
 }
+inline void load_shared_two(u32 from, u32 (&words)[2]) { memcpy(words, self().block->at(from, 8), 8); }
