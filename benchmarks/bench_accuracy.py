@@ -1,10 +1,11 @@
 """What each recipe costs in accuracy: perplexity, KL, top-1, bits and seconds, on the same tokens for all.
 
     python benchmarks/bench_accuracy.py --model demo --name smollm2-135m [--text FILE] [--device cpu] [--windows 24]
-        [--seq-len 1024] [--recipes NAME ...] [--even] [--attention [--key-bias]]
+        [--seq-len 1024] [--recipes NAME ...] [--gptq FILE] [--even] [--attention [--key-bias]]
 
---even adds the schemes with the `even` rule on both sides, which isolate a rotation from the scale search; --attention
-those of attention and the KV cache, on wide weights; --key-bias leaves a bias in the keys that are quantized.
+--gptq adds each recipe with its weights rounded by GPTQ, calibrated on this text; --even adds the schemes with the
+`even` rule on both sides, which isolate a rotation from the scale search; --attention those of attention and the KV
+cache, on wide weights; --key-bias leaves a bias in the keys that are quantized.
 Writes benchmarks/results/bench_accuracy-<name>.json; `python benchmarks/render.py` makes the tables.
 """
 
@@ -20,12 +21,12 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from quantrot import convert
+from quantrot import Calibration, convert
 from quantrot.evals.divergence import divergence
 from quantrot.evals.text import evaluation_text, windows
 from quantrot.formats import bits_per_weight
 from quantrot.load import open_model
-from quantrot.recipe import shipped_recipes
+from quantrot.recipe import load_recipe, shipped_recipes
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -85,6 +86,20 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 
 
+def needs_text(recipe: Any) -> bool:
+    """Whether GPTQ rounds any of its weights."""
+    recipe = load_recipe(recipe)
+    return bool(recipe != recipe.nearest())
+
+
+def with_gptq(recipe: str) -> dict[str, Any]:
+    """The recipe with all its weights rounded by GPTQ."""
+    tree = load_recipe(recipe).resolved()
+    for rule in tree["linear"]:
+        rule["weights"]["rounding"] = "gptq"
+    return tree
+
+
 class Remembered:
     """A model that has been run once: its last hidden states a window, and its head. Half the time and memory."""
 
@@ -112,7 +127,8 @@ def main() -> None:
     parser.add_argument("--convert-device", default="cpu")
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--recipes", nargs="*", default=shipped_recipes())
+    parser.add_argument("--recipes", nargs="*", default=[name for name in shipped_recipes() if not needs_text(name)])
+    parser.add_argument("--gptq", type=Path)
     parser.add_argument("--even", nargs="?", const=",".join(EVEN), default="")
     parser.add_argument("--attention", action="store_true")
     parser.add_argument("--key-bias", action="store_true")
@@ -125,12 +141,16 @@ def main() -> None:
     baseline = Remembered(original, ids)
     del original
     recipes: dict[str, Any] = {name: name for name in options.recipes}
+    calibration = Calibration(evaluation_text(options.gptq)[0]) if options.gptq else None
+    if calibration is not None:
+        recipes |= {f"{name}, gptq": with_gptq(name) for name in options.recipes if load_recipe(name).linear}
     recipes |= {name: EVEN[name] for name in options.even.split(",") if name}
     recipes |= ATTENTION if options.attention else {}
     rows = []
     for name, recipe in recipes.items():
-        devices = options.device, options.convert_device
-        rows.append(measure(options.model, name, recipe, baseline, ids, *devices, options.key_bias))
+        where = options.device, options.convert_device, options.key_bias
+        text = calibration if needs_text(recipe) else None
+        rows.append(measure(options.model, name, recipe, baseline, ids, *where, text))
         print(json.dumps(rows[-1]), flush=True)
     result = {
         "model": options.name,
@@ -155,12 +175,13 @@ def measure(
     device: str,
     convert_device: str,
     key_bias: bool = False,
+    calibration: Calibration | None = None,
 ) -> dict[str, Any]:
     """Convert, load in float32, compare with the baseline on the same windows."""
     work = Path(tempfile.mkdtemp())
     try:
         started = time.monotonic()
-        done = convert(model, recipe, work / "out", device=convert_device)
+        done = convert(model, recipe, work / "out", device=convert_device, calibration=calibration)
         seconds = time.monotonic() - started
         converted, _ = open_model(work / "out", device, "float32")
         if "per tensor" in name:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from quantrot.version import __version__
 
 if TYPE_CHECKING:
+    from quantrot.calibration import Calibration as Calibration
     from quantrot.convert import convert as convert
     from quantrot.load import load as load
     from quantrot.plan import plan as plan
     from quantrot.recipe import Recipe as Recipe
     from quantrot.verify import verify as verify
 
-__all__ = ["Recipe", "__version__", "convert", "load", "plan", "verify"]
+__all__ = ["Calibration", "Recipe", "__version__", "convert", "load", "plan", "verify"]
 
 _FUNCTIONS = ("plan", "convert", "load", "verify")  # each lives in the module of its own name
 
@@ -37,6 +38,6 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    if name not in (*_FUNCTIONS, "Recipe"):
+    if name not in __all__:
         raise AttributeError(f"module 'quantrot' has no attribute {name!r}")
     return getattr(importlib.import_module(f"quantrot.{name.lower()}"), name)

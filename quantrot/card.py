@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from quantrot import engines, formats, llama
+from quantrot.calibration import Calibration
 from quantrot.plan import Plan
 from quantrot.version import __version__
 
@@ -36,6 +37,7 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
             *_scheme_rows(plan, manifest),
             "",
             _rotations(plan),
+            *(["", _calibration(plan.calibration)] if plan.calibration else []),
             *(["", _attention(plan)] if narrow else []),
             "",
             "| engine | runs it | as |",
@@ -94,6 +96,13 @@ def _rotations(plan: Plan) -> str:
         where = "fused" if name in ("R1", "R2") else "online"
         words.append(f"{name} {r.kind}, {'full width' if r.block == r.width else f'blocks of {r.block}'}, {where}")
     return "Rotations: " + "; ".join(words) + "."
+
+
+def _calibration(used: Calibration) -> str:
+    return (
+        f"Weights marked gptq were rounded by GPTQ, calibrated on {used.windows} windows of {used.seq_len} tokens of a "
+        f"text with sha256 {used.entry()['text_sha256'][:16]}."
+    )
 
 
 def _attention(plan: Plan) -> str:

@@ -4,8 +4,8 @@ Work goes into `<out>.partial`; a journal there has a line for each finished ste
 bytes. A killed conversion resumes by checking those hashes and doing the rest, so it needs no fsync on the way and ends
 with the same bytes. Only a complete directory gets the output's name.
 
-Chunks are independent and their size does not depend on the number of threads; each runs on one thread, so that the
-bytes do not either (a multi-threaded GEMM may sum in another order).
+Chunks are independent and their size does not depend on the number of threads: the bytes do not either. Where GPTQ
+rounds, the layers before a chunk's are written first, because its layer's inputs are theirs (calibrate.py).
 """
 
 import fcntl
@@ -19,38 +19,26 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
 
-from quantrot import formats
+from quantrot.calibration import Calibration
 from quantrot.card import model_card
-from quantrot.checkpoint import (
-    DTYPES,
-    INDEX,
-    TensorInfo,
-    index_json,
-    not_finite,
-    read_json,
-    read_rows,
-    sha256_range,
-    tensor_bytes,
-)
-from quantrot.device import device_type, known_device
+from quantrot.checkpoint import INDEX, TensorInfo, index_json, read_json, sha256_range, tensor_bytes
+from quantrot.device import known_device
+from quantrot.gptq import Feedback
 from quantrot.learned import COPY
 from quantrot.manifest import MANIFEST, VERSION, dump, rotation_entry
-from quantrot.orthogonal import sylvester
-from quantrot.plan import BUDGET, CHUNK, LOOK_AHEAD, Plan, Step, held_bytes, working_bytes
+from quantrot.plan import BUDGET, LOOK_AHEAD, Plan, held_bytes, working_bytes
 from quantrot.plan import plan as make_plan
 from quantrot.recipe import ONLINE
-from quantrot.rotation import Rotation, split_gain, turn_input, turn_output
+from quantrot.transform import Chunk, one_threaded, starts, transform
 from quantrot.version import __version__
 
 JOURNAL = "journal.jsonl"
@@ -68,16 +56,6 @@ class Conversion:
     peak_bytes: int
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """A chunk's output rows, the source bytes they came from, and its part of the step's signal and error energy."""
-
-    outputs: list[Tensor]
-    source: memoryview
-    signal: float = 0.0
-    error: float = 0.0
-
-
 def convert(
     model: str | Path,
     recipe: Any,
@@ -87,18 +65,20 @@ def convert(
     resume: bool = False,
     overwrite: bool = False,
     max_shard_size: int = 5_000_000_000,
+    calibration: Calibration | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert a checkpoint by a recipe into the directory `out`. The source is only read.
 
-    model: a directory, hub id or "demo"; recipe: a shipped name, a YAML file, a dict or a `Recipe`; threads: chunks at
-    a time (default: the CPUs this process may use). ValueError for anything a user can mend, before a weight is read
-    wherever headers show it; OSError from the file system passes through, and what was done stays resumable.
+    model: a directory, hub id or "demo"; recipe: a shipped name, a YAML file, a dict or a `Recipe`; calibration: the
+    text for what the recipe rounds by GPTQ; threads: chunks at a time (default: the CPUs this process may use).
+    ValueError for anything a user can mend, before a weight is read wherever headers show it; OSError from the file
+    system passes through, and what was done stays resumable.
     """
     started = time.monotonic()
     target = Path(os.path.realpath(Path(out).expanduser()))  # where a link points: a rename would replace the link
-    plan = make_plan(model, recipe, device, max_shard_size)
+    plan = make_plan(model, recipe, device, max_shard_size, calibration)
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}; a positive integer is needed")
     workers = threads or len(os.sched_getaffinity(0))
@@ -171,8 +151,8 @@ def _conversion(directory: Path) -> str:
 
 def _other_conversion(partial: Path) -> str:
     return (
-        f"{partial} holds an unfinished conversion of another source, recipe, shard size, device or version of "
-        "quantrot; repeat that one's arguments with --resume, or start again with --overwrite alone"
+        f"{partial} holds an unfinished conversion of another source, recipe, text, shard size, device or version "
+        "of quantrot; repeat that one's arguments with --resume, or start again with --overwrite alone"
     )
 
 
@@ -239,15 +219,19 @@ def _run(plan: Plan, partial: Path, journal: BinaryIO, workers: int, progress: P
     sizes = [plan.checkpoint.tensors[step.source].nbytes if step.source else 0 for step in plan.steps]
     done, total = sum(sizes[i] for i in records), sum(sizes)
     handles = {shard.name: _open_shard(partial / shard.name, shard.header, shard.nbytes) for shard in plan.shards}
+
+    def report(name: str) -> None:
+        if progress is not None:
+            progress(name, done, total)
+
     try:
-        for i, chunk, last in _stream(plan, [i for i in range(len(plan.steps)) if i not in records], workers):
+        for i, chunk, last in _chunks(plan, set(records), partial, workers, report):
             step = plan.steps[i]
             outputs = [places[name] for name, _, _ in step.outputs]
             if i not in records:
                 records[i] = {}
                 state = _Open([place.start for place in outputs], [hashlib.sha256() for _ in outputs])
-                if progress is not None:
-                    progress(step.name, done, total)
+                report(step.name)
             _write_chunk(chunk, outputs, handles, state)
             done += len(chunk.source)
             if last:
@@ -256,8 +240,7 @@ def _run(plan: Plan, partial: Path, journal: BinaryIO, workers: int, progress: P
                 records[i] |= {"signal": state.signal, "error": state.error}
                 journal.write(json.dumps(records[i]).encode() + b"\n")
                 journal.flush()
-                if progress is not None:
-                    progress(step.name, done, total)
+                report(step.name)
         for handle in handles.values():
             os.fsync(handle.fileno())
     finally:
@@ -318,7 +301,7 @@ def _named(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def _write_chunk(chunk: _Chunk, outputs: list[TensorInfo], handles: dict[str, BinaryIO], state: _Open) -> None:
+def _write_chunk(chunk: Chunk, outputs: list[TensorInfo], handles: dict[str, BinaryIO], state: _Open) -> None:
     """Write a chunk's rows where the ones before it ended, and bring the step's hashes and energies up to date."""
     for k, (tensor, place) in enumerate(zip(chunk.outputs, outputs, strict=True)):
         data = tensor_bytes(tensor)
@@ -334,19 +317,32 @@ def _write_chunk(chunk: _Chunk, outputs: list[TensorInfo], handles: dict[str, Bi
     state.error += chunk.error
 
 
-def _stream(plan: Plan, todo: list[int], workers: int) -> Iterator[tuple[int, _Chunk, bool]]:
+def _chunks(
+    plan: Plan, done: set[int], partial: Path, workers: int, report: Callable[[str], None]
+) -> Iterator[tuple[int, Chunk, bool]]:
+    """What `_stream` gives of all steps that are not done; where GPTQ rounds, layer by layer."""
+    if plan.calibration is None:
+        yield from _stream(plan, [i for i in range(len(plan.steps)) if i not in done], {}, workers)
+        return
+    from quantrot.calibrate import stages  # with transformers' models, which take a second
+
+    for todo, feedback in stages(plan, done, partial, workers, report):
+        yield from _stream(plan, todo, feedback, workers)
+
+
+def _stream(
+    plan: Plan, todo: list[int], feedback: dict[str, Feedback], workers: int
+) -> Iterator[tuple[int, Chunk, bool]]:
     """(step, chunk, whether it is the step's last) in order, computed ahead by one-threaded workers.
 
     Of the chunks in flight, the largest are taken to be at work, the others to be finished and wait to be written.
     """
-    chunks = ((i, row, row + max(plan.steps[i].rows, 1)) for i in todo for row in _starts(plan.steps[i]))
-    pending: deque[tuple[int, bool, Future[_Chunk]]] = deque()
+    chunks = ((i, row, row + max(plan.steps[i].rows, 1)) for i in todo for row in starts(plan.steps[i]))
+    pending: deque[tuple[int, bool, Future[Chunk]]] = deque()
     working = {i: working_bytes(plan.steps[i]) for i in todo}
     held = {i: held_bytes(plan.steps[i]) for i in todo}
     following = next(chunks, None)
-    threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    try:
+    with one_threaded(workers) as pool:
         while following or pending:
             while following and len(pending) < workers + LOOK_AHEAD:
                 i, start, stop = following
@@ -354,87 +350,12 @@ def _stream(plan: Plan, todo: list[int], workers: int) -> Iterator[tuple[int, _C
                 needed = sum(nlargest(workers, (working[k] for k in steps))) + sum(held[k] for k in steps)
                 if pending and needed > BUDGET:
                     break
-                last = stop >= (plan.steps[i].shape[0] if plan.steps[i].shape else 1)
-                pending.append((i, last, pool.submit(_transform, plan, plan.steps[i], start)))
+                step = plan.steps[i]
+                last = stop >= (step.shape[0] if step.shape else 1)
+                pending.append((i, last, pool.submit(transform, plan, step, start, feedback.get(step.hessian))))
                 following = next(chunks, None)
             i, last, future = pending.popleft()
             yield i, future.result(), last
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
-
-
-def _starts(step: Step) -> range:
-    return range(0, max(step.shape[0] if step.shape else 1, 1), max(step.rows, 1))
-
-
-# --- One chunk -------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=8)
-def _folded_gain(info: TensorInfo, rotation: Rotation, device: str) -> Tensor:
-    return split_gain(read_rows(info).float(), rotation)[0].to(device)
-
-
-def _transform(plan: Plan, step: Step, start: int) -> _Chunk:
-    """Rows of one step, from `start` on: read, fold, turn, quantize."""
-    if step.kind == "hadamard":
-        return _Chunk([sylvester(step.shape[0]).to(torch.bfloat16)], memoryview(b""))
-    if step.kind == "shape":
-        return _Chunk([torch.tensor(step.shape, dtype=torch.int64)], memoryview(b""))
-    info = plan.checkpoint.tensors[step.source]
-    rows = read_rows(info, start, min(start + step.rows, info.shape[0]))
-    source = tensor_bytes(rows)
-    if step.kind != "matrix" and not _is_finite(rows):
-        raise not_finite(info)
-    if step.kind == "copy":
-        return _Chunk([rows], source)
-    if step.kind == "norm":
-        return _Chunk([split_gain(rows.float(), step.input_turns[0])[1].to(rows.dtype)], source)
-    if step.kind == "vector":
-        assert step.output_turn is not None
-        bias = turn_input(rows.to(plan.device, torch.float32), step.output_turn)
-        return _Chunk([bias.to(rows.dtype).cpu()], source)
-    w = turned_rows(plan, step, rows, start)
-    result = w.to(DTYPES[step.dtype]) if step.format is None else w
-    if not _is_finite(result):
-        if not _is_finite(rows):
-            raise not_finite(info)
-        what = f"{info.file.name}: {info.name} holds values that overflow {result.dtype} once folded and turned"
-        raise ValueError(f"{what}; repair the checkpoint, or convert without rotations")
-    if step.format is None:
-        return _Chunk([result.cpu()], source)
-    return _quantize(step.format.weights, w, source, CHUNK[device_type(plan.device)])
-
-
-def _is_finite(values: Tensor) -> bool:
-    """Ten times as fast as `values.isfinite().all()`."""
-    return values.numel() == 0 or bool(torch.isfinite(torch.stack(values.aminmax())).all())
-
-
-def turned_rows(plan: Plan, step: Step, rows: Tensor, start: int = 0) -> Tensor:
-    """What a step makes of its source's rows before they are quantized or rounded: float32, on the plan's device."""
-    w = rows.to(plan.device, torch.float32, copy=True)
-    if step.norm:
-        w.mul_(_folded_gain(plan.checkpoint.tensors[step.norm], step.input_turns[0], plan.device))
-    for rotation in step.input_turns:
-        w = turn_input(w, rotation)
-    return w if step.output_turn is None else turn_output(w, step.output_turn, start)
-
-
-def _quantize(weights: formats.WeightFormat, w: Tensor, source: memoryview, elements: int) -> _Chunk:
-    """Quantize rows piece by piece, each small enough for the cache, and add up what it costs."""
-    unit = weights.block[0] or 1
-    size = unit * max(1, elements // (unit * w.shape[1]))
-    pieces, signal, error = [], 0.0, 0.0
-    for piece in w.split(size):
-        stored = formats.quantize_rows(weights, piece)
-        back = formats.dequantize(weights, stored, w.shape[1], torch.float32)
-        noise = back.sub_(piece).flatten()
-        signal += torch.dot(piece.flatten(), piece.flatten()).item()
-        error += torch.dot(noise, noise).item()
-        pieces.append([tensor.cpu() for tensor in stored])
-    return _Chunk([torch.cat(parts) for parts in zip(*pieces, strict=True)], source, signal, error)
 
 
 # --- The files beside the shards -------------------------------------------------------------------------------------
@@ -509,6 +430,7 @@ def _manifest(plan: Plan, records: list[dict[str, Any]]) -> dict[str, Any]:
         "attention": rotation_entry(plan.attention, True) if plan.attention else None,
         "arithmetic": plan.recipe.attention,
         "kv_cache": plan.recipe.kv_cache,
+        "calibration": plan.calibration.entry() if plan.calibration else None,
         "linears": linears,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }

@@ -5,15 +5,18 @@ vLLM, SGLang): DeepSeek-V3's `fp8` for 128 x 128 blocks, compressed-tensors for 
 as four 128 x 128 blocks that repeat its scale: the same values, and every engine's fast kernels take it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from quantrot.kernels.fp8 import dequantize_fp8_block, quantize_fp8_block
+from quantrot.kernels.fp8.reference import E4M3, E4M3_MAX
 from quantrot.kernels.mixed import dequantize_int8, pack_int8, quantize_int8, unpack_int8
+from quantrot.kernels.mixed.reference import INT8_MAX
 from quantrot.kernels.mxfp4 import GROUP, dequantize_mxfp4, quantize_mxfp4
+from quantrot.kernels.mxfp4.reference import pack_e2m1, round_e2m1, scale_value
 from quantrot.recipe import Fp8Activations, Fp8Weights, Int8Weights, Mxfp4Activations, Rule
 
 STORED_BLOCK = 128  # engines' kernels know fp8 weight blocks of 128 x 128 only
@@ -21,11 +24,13 @@ STORED_BLOCK = 128  # engines' kernels know fp8 weight blocks of 128 x 128 only
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """kind, the scaled block [out_features, in_features] (0: the whole dimension), and the scale rule's name."""
+    """kind, the scaled block [out_features, in_features] (0: the whole dimension), the scale rule's name, and how the
+    weights are rounded to it."""
 
     kind: Literal["fp8", "mxfp4", "int8"]
     block: tuple[int, int]
     scale_rule: str
+    rounding: str = "nearest"
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,12 @@ def from_rule(rule: Rule) -> LinearFormat:
     weights, activations = rule.weights, rule.activations
     if isinstance(weights, Fp8Weights):
         block = (1, 0) if weights.block == "channel" else weights.block
-        weight_format = WeightFormat("fp8", block, weights.scale_rule.value)
+        weight_format = WeightFormat("fp8", block, weights.scale_rule.value, weights.rounding)
     elif isinstance(weights, Int8Weights):
-        weight_format = WeightFormat("int8", (1, 0 if weights.group == "channel" else weights.group), "bf16")
+        block = (1, 0 if weights.group == "channel" else weights.group)
+        weight_format = WeightFormat("int8", block, "bf16", weights.rounding)
     else:
-        weight_format = WeightFormat("mxfp4", (1, GROUP), weights.scale_rule.value)
+        weight_format = WeightFormat("mxfp4", (1, GROUP), weights.scale_rule.value, weights.rounding)
     activation_format = WIDE
     if isinstance(activations, Fp8Activations):
         block = (1, 0) if activations.block == "token" else activations.block
@@ -81,7 +87,7 @@ def fallback(wanted: LinearFormat, rule: Rule, hadamard_fits: bool = True) -> Li
     activations = wanted.activations
     if activations.kind == "fp8":
         activations = ActivationFormat("fp8", (1, 0), activations.scale_rule)
-    weights = WeightFormat(wanted.weights.kind, (1, 0), wanted.weights.scale_rule)
+    weights = replace(wanted.weights, block=(1, 0))
     return LinearFormat(weights, activations, wanted.hadamard)
 
 
@@ -116,6 +122,30 @@ def quantize_rows(weights: WeightFormat, w: Tensor) -> list[Tensor]:
     return [qdata, scale]
 
 
+def steps(weights: WeightFormat, scale: Tensor, shape: torch.Size) -> Tensor:
+    """What 1 of a code is worth in every element of a weight of this shape, float32 [N, K], of its stored scale."""
+    if weights.kind == "mxfp4":
+        scale = scale_value(scale)
+    rows, columns = (shape[i] // scale.shape[i] for i in (0, 1))
+    return scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+
+def round_steps(weights: WeightFormat, x: Tensor) -> Tensor:
+    """x, float32 in steps, to the nearest values that a code can have, as `quantize_rows` rounds."""
+    if weights.kind == "mxfp4":
+        return round_e2m1(x)
+    if weights.kind == "int8":
+        return x.round().clamp_(-INT8_MAX, INT8_MAX)
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).to(torch.float32)
+
+
+def store(weights: WeightFormat, values: Tensor, scale: Tensor) -> list[Tensor]:
+    """The tensors on disk of what `round_steps` gave, [m, K], and of the stored scale."""
+    if weights.kind == "mxfp4":
+        return [pack_e2m1(values), scale]
+    return [pack_int8(values.to(torch.int8)) if weights.kind == "int8" else values.to(E4M3), scale]
+
+
 def dequantize(weights: WeightFormat, stored: list[Tensor], in_features: int, dtype: torch.dtype) -> Tensor:
     """The weight [N, K] in `dtype` from its tensors on disk."""
     data, scale = stored
@@ -147,6 +177,7 @@ def label(fmt: LinearFormat) -> str:
         name = "INT8 " + (f"g{weights.block[1]}" if weights.block[1] else "channel")
     else:
         name = "MXFP4"
+    name += " gptq" if weights.rounding == "gptq" else ""
     if activations.kind == "mxfp4":
         name += " x MXFP4"
     elif activations.kind == "fp8":

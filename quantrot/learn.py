@@ -38,6 +38,7 @@ from quantrot.load import open_model
 from quantrot.modules import quantize_dequantize
 from quantrot.plan import Plan, digest
 from quantrot.plan import plan as make_plan
+from quantrot.recipe import load_recipe
 from quantrot.rotation import block_matrices, permutation, split_gain, turn_input
 from quantrot.version import __version__
 
@@ -93,7 +94,7 @@ def learn(
     if target.exists() or not target.parent.is_dir():
         what = "exists; choose another name" if target.exists() else "is in no directory; make that first"
         raise ValueError(f"output {target} {what}")
-    plan = make_plan(model, recipe)
+    plan = make_plan(model, load_recipe(recipe).nearest())
     _check(plan)
     network, tokenizer = open_model(model, known_device(device), "float32")
     ids = cut(tokenizer, text, seq_len, windows, plan.llama.max_positions).to(network.device)

@@ -105,11 +105,14 @@ def distance(matrices: Tensor) -> float:
 
 
 def purpose(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe learned rotations are good for: all but its description, and how R1 and R2 are made."""
+    """What of a recipe learned rotations are good for: all but its description, how R1 and R2 are made, and how weights
+    are rounded to their formats."""
     tree = recipe.resolved()
     del tree["description"], tree["rotations"]["path"]
     for name in ("R1", "R2"):
         del tree["rotations"][name]["kind"], tree["rotations"][name]["seed"]
+    for rule in tree["linear"]:
+        del rule["weights"]["rounding"]
     return tree
 
 

@@ -86,7 +86,7 @@ def _format(entry: dict[str, Any] | None) -> LinearFormat | None:
     if any(type(n) is not int or not 0 <= n <= MAX_WIDTH for n in (m, k, t, f, hadamard)):
         raise ValueError(f"blocks [{m!r:.20}, {k!r:.20}] and [{t!r:.20}, {f!r:.20}], hadamard {hadamard!r:.20}")
     return LinearFormat(
-        WeightFormat(weights["kind"], (m, k), str(weights["scale_rule"])),
+        WeightFormat(weights["kind"], (m, k), str(weights["scale_rule"]), str(weights.get("rounding", "nearest"))),
         ActivationFormat(activations["kind"], (t, f), str(activations["scale_rule"])),
         hadamard,
     )

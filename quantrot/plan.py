@@ -2,8 +2,8 @@
 
 A step makes the output tensors of one source tensor: rows of the source are cut off, the norm's gain is folded in, the
 input side is turned, the output side is turned, the result is quantized, and the rows go to their place in a shard.
-Each step needs only its tensor, its norm's gain and rotations regenerated from seeds, so weights stream.
-(A calibrated quantizer would add a field to `Step` that names its per-layer statistics, and read it in one place.)
+Each step needs only its tensor, its norm's gain and rotations regenerated from seeds, so weights stream. A calibrated
+one needs the Hessian of its linear's input, too (calibrate.py).
 """
 
 import copy
@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quantrot import engines, formats, learned, llama
+from quantrot.calibration import Calibration, tokens
 from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, not_finite, open_checkpoint, read_rows
 from quantrot.device import device_type
 from quantrot.formats import LinearFormat
@@ -32,6 +34,7 @@ from quantrot.source import Source, open_source
 from quantrot.version import __version__
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements: 1 MB in float32 stays in cache; smaller ones wait for Python
+COLUMNWISE = 16  # times as many where GPTQ takes a column of all rows at a time: 50 us, however few they are
 LOOK_AHEAD = 96  # chunks in flight besides one a thread: what one thread does while another turns a whole down_proj
 BUDGET = 384 << 20  # bytes that chunks in flight may take together; a larger chunk goes alone
 OVERHEAD = 64 << 20  # thread pools, GEMM packing buffers, allocator slack
@@ -58,7 +61,7 @@ class Step:
     "hadamard" (the stored matrix of an online rotation), "shape" (int8's weight_shape).
     source: the tensor read ("" for none), of this dtype and shape. outputs: (name, dtype, shape).
     norm: the gain to fold, or "". rows: how many source rows are handled at a time, a multiple of what the output
-    side's rotation and the format need together.
+    side's rotation and the format need together. hessian: the linear whose input's Hessian rounds this one, or "".
     """
 
     kind: Literal["matrix", "vector", "copy", "norm", "hadamard", "shape"]
@@ -71,6 +74,7 @@ class Step:
     output_turn: Rotation | None = None
     format: LinearFormat | None = None
     rows: int = 0
+    hessian: str = ""
 
     @property
     def name(self) -> str:
@@ -85,7 +89,8 @@ class Plan:
     rotations: the active ones by name. linears: every linear's format, None for its own dtype. online: the rotation
     that runs on a linear's input. config: the config.json to write. notes: what a user should know before starting.
     working_bytes: memory that the largest chunk takes while it is in flight. learned: the recipe's file of rotations,
-    whose path is in `recipe` the one that the output has it under.
+    whose path is in `recipe` the one that the output has it under. calibration: what GPTQ rounds by; windows: its
+    tokens, int64 [n, seq_len].
     """
 
     source: Source
@@ -103,6 +108,8 @@ class Plan:
     notes: tuple[str, ...]
     working_bytes: int
     learned: learned.Learned | None
+    calibration: Calibration | None
+    windows: Tensor | None
 
     @property
     def attention(self) -> Rotation | None:
@@ -117,7 +124,22 @@ class Plan:
         """Predicted peak resident set: this process as it is now, and the chunks in flight."""
         waiting = LOOK_AHEAD * max(held_bytes(step) for step in self.steps)
         chunks = min(threads * self.working_bytes + waiting, max(BUDGET, self.working_bytes))
-        return psutil.Process().memory_info().rss + OVERHEAD + chunks
+        return psutil.Process().memory_info().rss + OVERHEAD + chunks + self.calibration_bytes(threads)
+
+    def calibration_bytes(self, threads: int) -> int:
+        """What calibration holds at its worst: every window's hidden states, the widest layer in float32, its Hessians,
+        those being decomposed in float64, twice, and what is on the way in a window a thread."""
+        if self.windows is None:
+            return 0
+        threads, most = calibration_threads(self.device, threads), 0
+        for _, stage in groupby(self.steps, network_order):
+            steps = [step for step in stage if len(step.shape) == 2 and step.source and step.name != EMBEDDING]
+            widths = sorted({step.hessian: step.shape[1] for step in steps if step.hessian}.values())
+            inputs = threads * self.windows.shape[1] * (sum(widths) + 4 * self.llama.intermediate_size)
+            squares = [width * width for width in widths]
+            weights = sum(math.prod(step.shape) for step in steps)
+            most = max(most, 4 * (weights + inputs + sum(squares)) + 20 * sum(squares[-threads:]))
+        return 4 * self.windows.numel() * self.llama.hidden_size + most
 
     def fingerprint(self) -> str:
         """sha256 of all that determines the output's bytes: recipe, source headers, layout, device."""
@@ -126,10 +148,17 @@ class Plan:
         turns = {rotation.name: checksum(rotation) for rotation in [*self.rotations.values(), *self.online.values()]}
         turns |= {"path": self.learned.sha256} if self.learned else {}
         parts = [__version__, self.recipe.resolved(), tensors, turns, layout, self.config, device_type(self.device)]
+        parts += [self.calibration.entry()] if self.calibration else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: int = 5_000_000_000) -> Plan:
+def plan(
+    model: str | Path,
+    recipe: Any,
+    device: str = "cpu",
+    max_shard_size: int = 5_000_000_000,
+    calibration: Calibration | None = None,
+) -> Plan:
     """Plan a conversion. ValueError lists every error that the headers and the recipe can show, one a line."""
     recipe = load_recipe(recipe)
     chunk = CHUNK[device_type(device)]
@@ -147,8 +176,13 @@ def plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: in
     if recipe.rotations.R1.channels == "by-gain" and "R1" in rotations and not errors:
         rotations["R1"] = by_gain(rotations["R1"], _gains(checkpoint, arch))
     linears = _assign(recipe, arch, rotations, errors, notes)
+    windows = _windows(recipe, linears, calibration, source.path, arch, errors)
     if errors:
         raise ValueError("\n".join(errors))
+    if calibration is not None and windows is not None:
+        if len(windows) < (calibration.windows or 0):
+            notes.append(f"calibration: the text has {len(windows)} windows, {calibration.windows} were asked for")
+        calibration = replace(calibration, windows=len(windows))
     if file is not None:
         notes += learned.notes(file, recipe, digest(checkpoint, arch))
         rotations_at_rest = recipe.rotations.model_copy(update={"path": learned.COPY})
@@ -177,6 +211,8 @@ def plan(model: str | Path, recipe: Any, device: str = "cpu", max_shard_size: in
         notes=tuple(notes),
         working_bytes=max(working_bytes(step) for step in steps),
         learned=file,
+        calibration=calibration,
+        windows=windows,
     )
 
 
@@ -254,6 +290,30 @@ def _rotations(recipe: Recipe, arch: Llama, file: learned.Learned | None, errors
         if rotation is not None:
             found[name] = rotation
     return found
+
+
+def _windows(
+    recipe: Recipe,
+    linears: dict[str, LinearFormat | None],
+    calibration: Calibration | None,
+    model: Path,
+    arch: Llama,
+    errors: list[str],
+) -> Tensor | None:
+    """The calibration's tokens. There is a text exactly where a rounding needs one."""
+    needed = [fqn for fqn, fmt in linears.items() if fmt is not None and fmt.weights.rounding == "gptq"]
+    if needed and calibration is None:
+        errors.append(
+            f"{recipe.where('linear')}: {len(needed)} linears have rounding: gptq, as {needed[0]}, and no text "
+            "to calibrate on; give --calibration FILE"
+        )
+    if calibration is not None and not needed:
+        errors.append(f"{recipe.where('linear')}: nothing has rounding: gptq, and --calibration gives a text for it")
+    try:
+        return tokens(calibration, model, arch) if calibration is not None and needed else None
+    except ValueError as error:
+        errors.append(str(error))
+        return None
 
 
 def digest(checkpoint: Checkpoint, arch: Llama) -> str:
@@ -391,20 +451,23 @@ def _steps(
         info = checkpoint.tensors[f"{norm}.weight"]
         output = ((info.name, info.dtype, info.shape),)
         steps.append(Step("norm" if r1 else "copy", info.name, info.dtype, info.shape, output, input_turns=turns))
+    inputs: dict[Any, str] = {}  # what linears read -> the first that reads it
     for linear in llama.linears(arch):
         if linear.fqn != HEAD or not arch.tied or untied:
-            steps += _linear_steps(
-                checkpoint, arch, linear, rotations, linears[linear.fqn], online.get(linear.fqn), native
-            )
-    return [replace(step, rows=_rows(step, chunk)) for step in sorted(steps, key=_network_order)]
+            fmt, turn = linears[linear.fqn], online.get(linear.fqn)
+            hessian = ""
+            if fmt is not None and fmt.weights.rounding == "gptq":
+                hessian = inputs.setdefault((linear.group, turn, fmt.activations), linear.fqn)
+            steps += _linear_steps(checkpoint, arch, linear, rotations, fmt, turn, native, hessian)
+    return [replace(step, rows=_rows(step, chunk)) for step in sorted(steps, key=network_order)]
 
 
-def _network_order(step: Step) -> tuple[int, int]:
-    """Embedding, layers in order, final norm, head."""
+def network_order(step: Step) -> tuple[int, int]:
+    """Embedding, layers in order, final norm and head."""
     name = step.outputs[0][0]
     if name.startswith("model.layers."):
         return 1, int(name.split(".")[2])
-    return (0, 0) if name.startswith(EMBEDDING) else (2, 0 if name.startswith(llama.FINAL_NORM) else 1)
+    return (0, 0) if name.startswith(EMBEDDING) else (2, 0)
 
 
 def _linear_steps(
@@ -415,6 +478,7 @@ def _linear_steps(
     fmt: LinearFormat | None,
     online: Rotation | None,
     native: bool,
+    hessian: str,
 ) -> list[Step]:
     source = checkpoint.tensors[f"{EMBEDDING if linear.fqn == HEAD and arch.tied else linear.fqn}.weight"]
     fused = _fused(rotations, arch, linear, linear.input_side)
@@ -438,6 +502,7 @@ def _linear_steps(
             input_turns=turns,
             output_turn=output_turn,
             format=fmt,
+            hessian=hessian,
         )
     ]
     if fmt is not None and fmt.weights.kind == "int8":
@@ -476,7 +541,13 @@ def _rows(step: Step, chunk: int) -> int:
     if step.format is not None:
         unit = math.lcm(unit, step.format.weights.block[0] or 1)
     width = math.prod(step.shape[1:])
+    chunk *= COLUMNWISE if step.hessian else 1
     return min(total, unit * max(1, chunk // max(unit * width, 1)))
+
+
+def calibration_threads(device: str, threads: int) -> int:
+    """One for a GPU, which has nothing to wait for, and whose torch.linalg fails if two threads call it first."""
+    return threads if device_type(device) == "cpu" else 1
 
 
 def working_bytes(step: Step) -> int:
@@ -486,6 +557,7 @@ def working_bytes(step: Step) -> int:
     wide = 0 if step.kind == "copy" else 4
     permuted = step.output_turn is not None and step.output_turn.permutation
     copies = 2 if step.input_turns or permuted else 1
+    copies += 5 if step.hessian else 0  # columns, their steps, errors and values, these as rows
     small = min(elements, CHUNK["cpu"]) * 40  # the quantizer's temporaries, at most a cache-sized piece
     return elements * (source + wide * copies + source) + small
 

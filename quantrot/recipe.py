@@ -88,7 +88,13 @@ class Rotations(Strict):
         return self
 
 
-class Fp8Weights(Strict):
+class Rounded(Strict):
+    """How weights of any format are rounded: each to nearest, or so that their errors cancel on a text's inputs."""
+
+    rounding: Literal["nearest", "gptq"] = Field("nearest", description="gptq: calibrated, needs a text")
+
+
+class Fp8Weights(Rounded):
     """e4m3 with one float32 scale a block; `channel` is one scale an output feature and fits any shape."""
 
     format: Literal["fp8"]
@@ -102,7 +108,7 @@ class Fp8Weights(Strict):
         return _one_of("block", block, ["channel", (128, 128), (256, 256)])
 
 
-class Mxfp4Weights(Strict):
+class Mxfp4Weights(Rounded):
     """MXFP4: groups of 32 along in_features share an e8m0 scale."""
 
     format: Literal["mxfp4"]
@@ -115,7 +121,7 @@ class Mxfp4Weights(Strict):
         return _stored_rule(rule)
 
 
-class Int8Weights(Strict):
+class Int8Weights(Rounded):
     """Symmetric int8, one bfloat16 scale per group of in_features or per channel."""
 
     format: Literal["int8"]
@@ -208,6 +214,12 @@ class Recipe(Strict):
     def rotations_file(self) -> Path:
         """The file of learned rotations: a relative path starts where the recipe's file is."""
         return Path(self._file).parent / Path(self.rotations.path).expanduser()
+
+    def nearest(self) -> "Recipe":
+        """The recipe with every weight rounded to nearest: what needs no text."""
+        weights = [rule.weights.model_copy(update={"rounding": "nearest"}) for rule in self.linear]
+        rules = [rule.model_copy(update={"weights": w}) for rule, w in zip(self.linear, weights, strict=True)]
+        return self.model_copy(update={"linear": tuple(rules)})
 
     def resolved(self) -> dict[str, Any]:
         """The recipe with every default written out, as plain JSON values."""

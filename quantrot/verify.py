@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from quantrot import formats, llama
 from quantrot.checkpoint import read_rows
-from quantrot.convert import sqnr_db, turned_rows
+from quantrot.convert import sqnr_db
 from quantrot.device import known_device
 from quantrot.evals.divergence import Divergence, divergence
 from quantrot.evals.text import python_topics, windows
@@ -27,6 +27,7 @@ from quantrot.modules import QuantizedLinear, quantize_dequantize
 from quantrot.plan import Plan, Step
 from quantrot.plan import plan as make_plan
 from quantrot.recipe import load_recipe
+from quantrot.transform import turned_rows
 
 EXACT_KL = 0.01  # nats: what rounding rotated weights to bfloat16 may cost; SmolLM2-135M measures 0.0002
 BROKEN_KL = 4.0  # the worst shipped recipe measures 1.5 on SmolLM2-135M
@@ -86,7 +87,7 @@ def verify(
     manifest = read_manifest(root)
     source = str(against) if against is not None else _source_name(manifest.data)
     try:
-        plan = make_plan(source, load_recipe(manifest.data["recipe"], str(root / MANIFEST)), "cpu")
+        plan = make_plan(source, load_recipe(manifest.data["recipe"], str(root / MANIFEST)).nearest(), "cpu")
     except ValueError as error:
         raise ValueError(f"{error}\n(the source to compare with; --against names another place of it)") from None
     _check_same(manifest.data, plan, source)

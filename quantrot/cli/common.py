@@ -3,14 +3,21 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from quantrot.calibration import Calibration
 
 Model = Annotated[str, typer.Argument(help="A directory, a hub id, or demo.", metavar="MODEL")]
 Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A shipped name (see `quantrot recipes`) or a YAML file.")]
 Device = Annotated[str, typer.Option(help="Where the arithmetic runs: cpu, cuda, cuda:N.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest output file: 5GB, 500MB.")]
+Text = Annotated[Path | None, typer.Option("--calibration", help="UTF-8 text that `rounding: gptq` calibrates on.")]
+Windows = Annotated[int, typer.Option("--windows", help="Windows of the calibration's text to use.")]
+SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens in a window.")]
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -22,6 +29,16 @@ def parse_size(text: str) -> int:
     if not 1 <= nbytes < 1 << 63:
         raise ValueError(f"max-shard-size is {text!r:.80}; write a size such as 5GB, 500MB or 1GiB")
     return int(nbytes)
+
+
+def calibration(text: Path | None, windows: int, seq_len: int) -> "Calibration | None":
+    """What a conversion is calibrated on; None without a text."""
+    if text is None:
+        return None
+    from quantrot.calibration import Calibration
+    from quantrot.evals.text import evaluation_text
+
+    return Calibration(evaluation_text(text)[0], windows, seq_len)
 
 
 def size(nbytes: float) -> str:

@@ -10,8 +10,12 @@ from quantrot.cli.common import (
     Device,
     Model,
     Recipe,
+    SeqLen,
     ShardSize,
+    Text,
+    Windows,
     byte_progress,
+    calibration,
     console,
     grid,
     parse_size,
@@ -34,6 +38,9 @@ def command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the output when the new one is done.")
     ] = False,
+    text: Text = None,
+    windows: Windows = 32,
+    seq_len: SeqLen = 512,
     threads: Annotated[int | None, typer.Option(min=1, help="Chunks at a time; all CPUs by default.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
 ) -> None:
@@ -41,7 +48,7 @@ def command(
     if dry_run:
         from quantrot.cli import plan
 
-        return plan.command(model, recipe, device, max_shard_size)
+        return plan.command(model, recipe, device, max_shard_size, text, windows, seq_len)
     if output is None:
         raise ValueError("--output is missing; give the directory to write, or --dry-run")
     from quantrot.convert import convert
@@ -56,6 +63,7 @@ def command(
                 resume=resume,
                 overwrite=overwrite,
                 max_shard_size=parse_size(max_shard_size),
+                calibration=calibration(text, windows, seq_len),
                 threads=threads,
                 progress=progress,
             )

@@ -3,17 +3,38 @@
 import os
 from typing import TYPE_CHECKING
 
-from quantrot.cli.common import Device, Model, Recipe, ShardSize, console, grid, parse_size, size
+from quantrot.cli.common import (
+    Device,
+    Model,
+    Recipe,
+    SeqLen,
+    ShardSize,
+    Text,
+    Windows,
+    calibration,
+    console,
+    grid,
+    parse_size,
+    size,
+)
 
 if TYPE_CHECKING:
     from quantrot.plan import Plan
 
 
-def command(model: Model, recipe: Recipe, device: Device = "cpu", max_shard_size: ShardSize = "5GB") -> None:
+def command(
+    model: Model,
+    recipe: Recipe,
+    device: Device = "cpu",
+    max_shard_size: ShardSize = "5GB",
+    text: Text = None,
+    windows: Windows = 32,
+    seq_len: SeqLen = 512,
+) -> None:
     """Show what convert would do, and every error at once, before any weight is read."""
     from quantrot.plan import plan
 
-    show(plan(model, recipe, device, parse_size(max_shard_size)))
+    show(plan(model, recipe, device, parse_size(max_shard_size), calibration(text, windows, seq_len)))
 
 
 def show(planned: "Plan") -> None:
@@ -36,7 +57,8 @@ def show(planned: "Plan") -> None:
     out.print(
         f"{len(planned.steps)} steps, {len(planned.shards)} shard(s): {size(source)} -> {size(planned.output_bytes)}"
     )
-    out.print(f"predicted peak memory {size(planned.peak_bytes(threads))} with {threads} threads")
+    held = f", {size(planned.calibration_bytes(threads))} of it for calibration" if planned.calibration else ""
+    out.print(f"predicted peak memory {size(planned.peak_bytes(threads))} with {threads} threads{held}")
     for note in planned.notes:
         out.print(f"note: {note}", markup=False)
 

@@ -271,9 +271,29 @@ def _butterfly(x: Tensor, first: int, last: int) -> Tensor:
     return x
 
 
+def round_e2m1(x: Tensor) -> Tensor:
+    """Float32 x, in units of its scale, to the nearest e2m1 values, as `quantize_reference` rounds."""
+    y = x.abs().clamp_(max=E2M1_MAX)
+    shifted, magic = _round_e2m1(y, torch.empty_like(y))
+    return torch.copysign(shifted.sub_(magic), x)
+
+
+def pack_e2m1(values: Tensor) -> Tensor:
+    """e2m1 values, float32 [..., K] -> packed uint8 [..., K/2]."""
+    y = values.abs()
+    code = _code(*_round_e2m1(y, torch.empty_like(y))).add_(torch.signbit(values), alpha=8)
+    return (code[..., 0::2] | (code[..., 1::2] << 4)).to(torch.uint8)
+
+
+def scale_value(scale: Tensor) -> Tensor:
+    """float32 of e8m0 bytes: 2^(byte - 127), NaN for 255."""
+    power = power_of_two((scale.int() - 127).clamp_(min=-126))
+    return torch.where(scale == 0, 2.0**-127, torch.where(scale == 255, torch.nan, power))
+
+
 def dequantize_reference(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """[..., K] in `dtype` from packed uint8 [..., K/2] and scale uint8 [..., K/32]; exact in bfloat16 and float32."""
-    groups, power = packed.reshape(-1, GROUP // 2), _scale_value(scale.reshape(-1, 1))
+    groups, power = packed.reshape(-1, GROUP // 2), scale_value(scale.reshape(-1, 1))
     out = torch.empty(groups.shape[0], GROUP // 2, 2, dtype=dtype, device=packed.device)
     for start in range(0, groups.shape[0], CHUNK // GROUP):
         here = slice(start, start + CHUNK // GROUP)
@@ -283,12 +303,6 @@ def dequantize_reference(packed: Tensor, scale: Tensor, dtype: torch.dtype = tor
             bits = ((bytes_ << (22 - 4 * nibble)) & 0x01C00000) | ((bytes_ << (28 - 4 * nibble)) & -0x80000000)
             out[here, :, nibble] = bits.view(torch.float32).mul_(2.0**126).mul_(power[here])
     return out.view(*packed.shape[:-1], packed.shape[-1] * 2)
-
-
-def _scale_value(scale: Tensor) -> Tensor:
-    """float32 of e8m0 bytes: 2^(byte - 127), NaN for 255."""
-    power = power_of_two((scale.int() - 127).clamp_(min=-126))
-    return torch.where(scale == 0, 2.0**-127, torch.where(scale == 255, torch.nan, power))
 
 
 # --- Random numbers --------------------------------------------------------------------------------------------------

@@ -1,0 +1,180 @@
+"""Collect the Hessians that GPTQ rounds by (gptq.py), layer by layer while a conversion advances.
+
+A layer's Hessians are of the inputs that reach its linears in the converted model: the layers before it are read back
+as they were written, and every input is turned and rounded as its linear will do it. Only the layer's own linears are
+still exact. (Attention runs in float32, whatever the recipe makes of it.) So calibration holds all windows' hidden
+states, which it takes through one layer at a time; a conversion that resumes takes them through the layers that are
+done, to the same bits: a window is run by one thread, and Hessians are summed in the order of the windows.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModel
+
+from quantrot import formats, gptq, llama
+from quantrot.checkpoint import read_rows
+from quantrot.gptq import Feedback
+from quantrot.modules import quantize_dequantize
+from quantrot.plan import Plan, Step, calibration_threads, network_order
+from quantrot.rotation import turn_input
+from quantrot.transform import one_threaded, starts, transform, turned_rows
+
+SLAB = 256  # rows of a Hessian that one thread sums
+_SEEN = threading.local()  # .inputs: what a thread's window showed its linears, by Step.hessian
+
+
+def stages(
+    plan: Plan, done: Collection[int], out: Path, workers: int, report: Callable[[str], None]
+) -> Iterator[tuple[list[int], dict[str, Feedback]]]:
+    """The steps to do, in order, some at a time, each time with the feedback of the Hessians that they name.
+
+    What one yield gives must be in `out` when the next is asked for. report: is told what is being calibrated.
+    """
+    waiting = [i for i, step in enumerate(plan.steps) if step.hessian and i not in done]
+    network = Network(plan, out, workers) if waiting else None
+    for _, stage in groupby(range(len(plan.steps)), lambda i: network_order(plan.steps[i])):
+        found = list(stage)
+        todo = [i for i in found if i not in done]
+        if network is None or found[0] > waiting[-1]:
+            yield todo, {}
+            continue
+        steps = [plan.steps[i] for i in found]
+        report(f"calibrating {steps[0].name}")
+        network.place(steps)
+        yield todo, network.feedback({plan.steps[i].hessian for i in todo} - {""})
+        if found[-1] < waiting[-1]:
+            network.advance(steps)
+
+
+class Network:
+    """The decoder with one layer, or with the head alone, and what every window [S, hidden] is before it."""
+
+    def __init__(self, plan: Plan, out: Path, workers: int) -> None:
+        assert plan.windows is not None
+        self.plan = plan
+        self.workers = calibration_threads(plan.device, workers)
+        infos = [info for shard in plan.shards for info in shard.tensors]
+        self.written = {info.name: replace(info, file=out / info.file) for info in infos}
+        self.hidden: list[Tensor] = []
+        config = AutoConfig.for_model(**plan.checkpoint.config | {"num_hidden_layers": 1})
+        with init_empty_weights(include_buffers=False):
+            self.decoder = AutoModel.from_config(config, dtype=torch.float32).requires_grad_(False).eval()
+        self.decoder.rotary_emb.to(plan.device)
+        self.layer, self.norm = self.decoder.layers[0], self.decoder.norm
+        self.decoder.embed_tokens, self.decoder.norm = nn.Identity(), nn.Identity()
+        self.head: Linear | None = None
+
+    def place(self, steps: list[Step]) -> None:
+        """Make the layer of these steps the decoder's, its weights as they are before they are quantized."""
+        for step in steps:
+            if step.name == llama.HEAD:
+                self.decoder.layers, self.decoder.norm = nn.ModuleList(), self.norm
+                self.head = Linear(self.plan, step)
+            elif len(step.shape) == 2 and step.source and step.name != llama.EMBEDDING:
+                self.layer.set_submodule(_inside(step.name), Linear(self.plan, step))
+        with one_threaded(self.workers) as pool:
+            list(pool.map(self._place, (step for step in steps if step.source and step.name != llama.EMBEDDING)))
+
+    def feedback(self, names: set[str]) -> dict[str, Feedback]:
+        """The feedback of the inputs that have these names, by name."""
+        plan, hessians = self.plan, {}
+        for name in sorted(names):
+            width = next(step.shape[1] for step in plan.steps if step.hessian == name)
+            hessians[name] = torch.zeros(width, width, device=plan.device)
+        with one_threaded(self.workers) as pool:
+            for i in range(0, len(self.hidden) if names else 0, self.workers):
+                seen = [inputs for _, inputs in pool.map(self._run, self.hidden[i : i + self.workers])]
+                for name, hessian in hessians.items():
+                    inputs = [found.pop(name) for found in seen]
+                    list(pool.map(partial(_add, hessian, inputs), range(0, len(hessian), SLAB)))
+            for name, hessian in hessians.items():
+                if not torch.isfinite(hessian).all():
+                    raise ValueError(f"calibration: the inputs of {name} are not finite when squared; repair the model")
+            return dict(zip(hessians, pool.map(gptq.feedback, hessians.values()), strict=True))
+
+    def advance(self, steps: list[Step]) -> None:
+        """Take every window through the layer of these steps, or through the embedding, as it was written."""
+        with one_threaded(self.workers) as pool:
+            if not self.hidden:
+                self.hidden = self._embedded()
+                return
+            list(pool.map(self._replace, (step for step in steps if step.format is not None)))
+            for i, after in enumerate(pool.map(lambda hidden: self._run(hidden)[0], self.hidden)):
+                self.hidden[i] = after
+
+    def _embedded(self) -> list[Tensor]:
+        assert self.plan.windows is not None
+        info = self.written[f"{llama.EMBEDDING}.weight"]
+        tokens, where = self.plan.windows.unique(return_inverse=True)
+        rows = torch.cat([read_rows(info, token, token + 1) for token in tokens.tolist()])
+        return list(F.embedding(where, rows.to(torch.float32)).to(self.plan.device))
+
+    def _place(self, step: Step) -> None:
+        plan = self.plan
+        if step.format is not None:
+            value = turned_rows(plan, step, read_rows(plan.checkpoint.tensors[step.source]))
+        else:
+            value = torch.cat([transform(plan, step, start).outputs[0] for start in starts(step)])
+        self._set(step, value)
+
+    def _replace(self, step: Step) -> None:
+        assert step.format is not None
+        stored = [read_rows(self.written[name]).to(self.plan.device) for name, _, _ in step.outputs]
+        self._set(step, formats.dequantize(step.format.weights, stored, step.shape[1], torch.float32))
+
+    def _set(self, step: Step, value: Tensor) -> None:
+        places = {llama.HEAD: self.head, llama.FINAL_NORM: self.norm}
+        module = places[step.name] if step.name in places else self.layer.get_submodule(_inside(step.name))
+        kind = "bias" if len(step.shape) == 1 and isinstance(module, Linear) else "weight"
+        setattr(module, kind, nn.Parameter(value.to(self.plan.device, torch.float32), requires_grad=False))
+
+    @torch.no_grad()
+    def _run(self, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """(a window after the layer, its linears' inputs by name)."""
+        _SEEN.inputs = {}
+        after = self.decoder(inputs_embeds=hidden[None], use_cache=False).last_hidden_state[0]
+        if self.head is not None:
+            self.head(after)
+        return after, _SEEN.__dict__.pop("inputs")
+
+
+class Linear(nn.Module):
+    """x -> Q(x R) W^T + b as the converted linear will have it; what it multiplies is noted for its Hessian."""
+
+    def __init__(self, plan: Plan, step: Step) -> None:
+        super().__init__()
+        self.format, self.online = step.format, plan.online.get(step.name)
+        self.hessian = step.hessian if step.hessian == step.name else ""  # the first of those that read the same
+        self.weight: Tensor | None
+        self.bias: Tensor | None
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.online is None else turn_input(x, self.online)
+        x = x if self.format is None else quantize_dequantize(x, self.format.activations)
+        if self.hessian:
+            _SEEN.inputs[self.hessian] = x.flatten(0, -2)
+        assert self.weight is not None
+        return F.linear(x, self.weight, self.bias)
+
+
+def _inside(fqn: str) -> str:
+    """The name within a layer."""
+    return fqn.split(".", 3)[3]
+
+
+def _add(hessian: Tensor, inputs: list[Tensor], row: int) -> None:
+    """Add the products of the windows' inputs [S, K], one window after the other, to SLAB rows' upper triangle."""
+    here = slice(row, row + SLAB)
+    for x in inputs:
+        hessian[here, row:].addmm_(x[:, here].T, x[:, row:])

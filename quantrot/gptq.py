@@ -1,0 +1,67 @@
+"""GPTQ: weights rounded so that their errors cancel on the inputs that a linear is known to see.
+
+Inputs X [tokens, K] have the Hessian H = X^T X. With it, the errors e = w - q of a row of weights cost the output
+
+    |X e|^2 = e H e^T = e F D F^T e^T = sum over k of D_k (e_k + sum over j < k of e_j F_jk)^2
+
+where H = F D F^T, F unit upper triangular, D diagonal. So columns are rounded one after the other, column k to what is
+nearest to w_k + sum over j < k of e_j F_jk: each takes up what the ones before it left over. One Cholesky
+decomposition, and no inverse, gives F. The columns with the largest inputs come first, when little is left over. Rows
+do not know of each other, nor do scales of roundings: those are the recipe's, of the weight as it was.
+
+GPTQ is arXiv:2210.17323; that it is this recurrence, QuIP's (arXiv:2307.13304).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantrot import formats
+from quantrot.formats import WeightFormat
+
+DAMPING = 0.01  # of H's mean diagonal, added to the diagonal: so little of every input is taken to be noise
+BLOCK = 128  # columns whose sums over all columns before the block are one product
+
+
+class Feedback(NamedTuple):
+    """order: int64 [K], in which columns are rounded. factor: F^T of the columns in this order, float32 [K, K]: row k
+    is what column k takes of the errors before it."""
+
+    order: Tensor
+    factor: Tensor
+
+
+def feedback(hessian: Tensor) -> Feedback:
+    """Of a Hessian float [K, K], whose upper triangle is read."""
+    mean = hessian.diagonal().mean()
+    damping = DAMPING * torch.where(mean > 0, mean, 1.0)
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    last = order.flip(0)  # backwards, Cholesky's lower triangle is the upper one
+    h = (hessian.triu() + hessian.triu(1).T)[last[:, None], last].double()
+    while True:
+        h.diagonal().add_(damping)
+        root, wrong = torch.linalg.cholesky_ex(h)
+        if not wrong:
+            break
+        damping = damping * 10  # H is positive but for the rounding of its sums
+    del h  # a wide one is gigabytes
+    return Feedback(order, root.div_(root.diagonal().clone()).to(torch.float32).flip(0, 1).T.contiguous())
+
+
+def round_rows(weights: WeightFormat, w: Tensor, by: Feedback) -> list[Tensor]:
+    """Rows of a weight, float32 [m, K] with m a multiple of the block's rows, to the tensors on disk. With F = I, the
+    bits of `formats.quantize_rows`."""
+    scale = formats.quantize_rows(weights, w)[1]
+    columns = w.T[by.order]
+    step = formats.steps(weights, scale, w.shape).T[by.order]
+    error, rounded = torch.zeros_like(columns), torch.empty_like(columns)
+    for start in range(0, len(columns), BLOCK):
+        stop = min(start + BLOCK, len(columns))
+        targets = torch.addmm(columns[start:stop], by.factor[start:stop, :start], error[:start])
+        for k, target in enumerate(targets, start):
+            target.addmv_(error[start:k].T, by.factor[k, start:k])
+            rounded[k] = formats.round_steps(weights, target.div_(step[k]))
+            error[k] = columns[k] - rounded[k] * step[k]
+    rows = torch.empty_like(w).index_copy_(1, by.order, rounded.T)
+    return formats.store(weights, rows, scale)

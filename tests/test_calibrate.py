@@ -1,0 +1,211 @@
+"""Conversions that round by GPTQ: calibrated on what the converted layers see, whatever happens on the way."""
+
+import json
+import os
+import re
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from quantrot import Calibration, convert, load, plan, verify
+from quantrot.cli.main import app
+from quantrot.evals.divergence import divergence
+from quantrot.learn import learn
+from quantrot.load import open_model
+from quantrot.manifest import read_manifest
+from quantrot.modules import quantize_dequantize
+from quantrot.recipe import load_recipe
+from tests.damage import GAIN, Q_PROJ, contents, copy, poison
+
+TEXT = "".join(chr(97 + i * i % 23) for i in range(640))
+CALIBRATION = Calibration(TEXT, windows=7, seq_len=48)
+MXFP4 = {"weights": {"format": "mxfp4", "rounding": "gptq"}, "activations": {"format": "mxfp4"}}
+FUSED = {
+    "R1": {"kind": "random-hadamard", "block": 32, "channels": "by-gain"},
+    "R2": {"kind": "hadamard", "block": 16},
+    "R4": {"kind": "random-hadamard", "block": 64},
+}
+PLAIN = {"linear": [{"match": "*", **MXFP4}]}
+ROTATED = {"rotations": FUSED, **PLAIN}
+MIXED = {
+    "rotations": {"R1": FUSED["R1"]},
+    "linear": [
+        {"match": "down_proj", "weights": {"format": "int8", "group": 64, "rounding": "gptq"}},
+        {"match": "gate_proj", **MXFP4},
+        {"match": "mlp.*", **MXFP4, "hadamard": 64},
+        {"match": "o_proj", "weights": {"format": "fp8", "block": "channel"}},
+        {"match": "v_proj", "weights": {"format": "fp8", "block": [128, 128], "rounding": "gptq"}},
+        {"match": "lm_head", **MXFP4},
+    ],
+    "skip": ["embed_tokens", "model.layers.0.self_attn.q_proj"],
+}
+SHAPE = {"hidden": 128, "intermediate": 256, "layers": 3, "attention_bias": True, "mlp_bias": True, "tied": True}
+
+
+@pytest.fixture(scope="module")
+def source(tiny, tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("model") / "source", dtype=torch.bfloat16, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory):
+    return convert(source, MIXED, tmp_path_factory.mktemp("whole") / "out", calibration=CALIBRATION).out
+
+
+@pytest.mark.parametrize("recipe", [PLAIN, ROTATED, MIXED], ids=["plain", "rotated", "mixed"])
+def test_it_is_nearer_to_the_original_than_nearest(source, tmp_path, recipe):
+    convert(source, recipe, tmp_path / "gptq", calibration=CALIBRATION)
+    convert(source, load_recipe(recipe).nearest(), tmp_path / "nearest")
+    original, _ = open_model(source, "cpu", "float32")
+    ids = plan(source, recipe, calibration=CALIBRATION).windows
+    found, nearest = (divergence(load(tmp_path / d, device_map="cpu"), original, ids).kl for d in ("gptq", "nearest"))
+    assert found < 0.8 * nearest
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("recipe", [PLAIN, ROTATED, MIXED], ids=["plain", "rotated", "mixed"])
+def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, monkeypatch, recipe, model_type):
+    """Of layer 2's first linears and of the head; the others follow linears of their own layer, which are exact."""
+    biases = {} if model_type == "llama" else {"attention_bias": False, "mlp_bias": False}
+    source = tiny(tmp_path / "model", **SHAPE | biases, model_type=model_type)
+    seen, real = [], sys.modules["quantrot.gptq"].feedback
+    monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda h: seen.append(h.clone()) or real(h))
+    done = convert(source, recipe, tmp_path / "out", calibration=CALIBRATION, threads=1)
+    names = [step.hessian for step in done.plan.steps if step.hessian == step.name]
+    model = load(tmp_path / "out", device_map="cpu", dtype=torch.float32, merge=False)
+    names = sorted(names, key=lambda fqn: (fqn == "lm_head", fqn))  # by layer, within one by name
+    hessians = dict(zip(names, seen, strict=True))
+    first = next(n for n in ("q_proj", "v_proj") if f"model.layers.2.self_attn.{n}" in hessians)
+    for fqn in {f"model.layers.2.self_attn.{first}", "lm_head"} & hessians.keys():
+        module, total = model.get_submodule(fqn), 0.0
+
+        def note(module, args, fqn=fqn):
+            nonlocal total
+            x = quantize_dequantize(module.turned(args[0]), module.format.activations).flatten(0, -2)
+            total = total + x.T @ x
+
+        handle = module.register_forward_pre_hook(note)
+        with torch.no_grad():
+            for ids in done.plan.windows:
+                model(ids[None])
+        handle.remove()
+        assert (hessians[fqn].triu() - total.triu()).norm() < 2e-3 * total.norm(), fqn
+
+
+def test_threads_do_not_change_a_byte(source, whole, tmp_path):
+    for threads in (1, 3):
+        out = convert(source, MIXED, tmp_path / str(threads), calibration=CALIBRATION, threads=threads).out
+        assert contents(out) == contents(whole)
+
+
+@pytest.mark.parametrize("moment", [1, 12, 37, 60])
+def test_resumed_conversions_end_with_the_same_bytes(source, whole, tmp_path, monkeypatch, moment):
+    real, left = os.pwrite, [moment]
+
+    def stop(*args):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, MIXED, tmp_path / "out", calibration=CALIBRATION)
+    other = Calibration(TEXT[1:], windows=7, seq_len=48)
+    with pytest.raises(ValueError, match="holds an unfinished conversion of another source, recipe, text"):
+        convert(source, MIXED, tmp_path / "out", calibration=other, resume=True)
+    convert(source, MIXED, tmp_path / "out", calibration=CALIBRATION, resume=True, threads=1)
+    assert contents(tmp_path / "out") == contents(whole)
+
+
+def test_the_manifest_says_how_it_was_rounded(source, whole, tmp_path):
+    manifest = read_manifest(whole)
+    assert manifest.data["calibration"] == CALIBRATION.entry()
+    assert manifest.data["calibration"].keys() == {"text_sha256", "windows", "seq_len"}
+    roundings = {fqn.rpartition(".")[2]: fmt.weights.rounding for fqn, fmt in manifest.linears.items() if fmt}
+    assert roundings["down_proj"] == roundings["v_proj"] == roundings["lm_head"] == "gptq"
+    assert roundings["o_proj"] == "nearest"
+    assert convert(source, "mxfp4", tmp_path / "out").manifest["calibration"] is None
+    planned = plan(source, MIXED, calibration=CALIBRATION)
+    assert planned.fingerprint() == manifest.data["conversion"]
+    assert "calibrated on 7 windows of 48 tokens" in (whole / "README.md").read_text()
+    few = plan(source, MIXED, calibration=Calibration(TEXT, windows=99, seq_len=48))
+    assert few.calibration.windows == len(few.windows) == 13 and any("the text has 13 windows" in n for n in few.notes)
+    assert planned.calibration_bytes(2) > planned.calibration_bytes(1) > 0
+    assert plan(source, "mxfp4").calibration_bytes(2) == 0
+
+
+def test_verifying_and_learning_need_no_text(source, whole, tmp_path):
+    assert not verify(whole, text=TEXT, seq_len=32, count=2, device="cpu").failures
+    learn(source, ROTATED, tmp_path / "r", text=TEXT, steps=1, seq_len=32, windows=3, held_out=1, device="cpu")
+    rotations = {name: {**FUSED[name], "kind": "learned"} for name in ("R1", "R2")} | {"R4": FUSED["R4"]}
+    recipe = {"rotations": {**rotations, "path": str(tmp_path / "r")}, **PLAIN}
+    assert not any("learned" in note for note in plan(source, recipe, calibration=CALIBRATION).notes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "calibration", "message"),
+    [
+        (PLAIN, None, "recipe: 21 linears have rounding: gptq, as model.layers.0.self_attn.q_proj, and no text to"),
+        ("mxfp4", CALIBRATION, "nothing has rounding: gptq, and --calibration gives a text for it"),
+        (PLAIN, Calibration("short"), "text: 5 tokens, one window needs 512"),
+        (PLAIN, Calibration(TEXT, seq_len=1000), "seq_len: 1000; the model takes at most 512"),
+        (PLAIN, Calibration(TEXT, windows=0, seq_len=48), "windows: 0; at least 1"),
+    ],
+)
+def test_texts_that_do_not_fit_are_errors_of_the_plan(source, tmp_path, recipe, calibration, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        convert(source, recipe, tmp_path / "out", calibration=calibration)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "at"), [(Q_PROJ, (-1, -1)), ("model.embed_tokens.weight", (0, 0)), (GAIN, (5,))])
+def test_weights_that_are_not_finite_are_named(source, tmp_path, name, at):
+    root = copy(source, tmp_path)
+    poison(name, float("nan"), at)(root)
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {re.escape(name)} holds NaN or infinity; repair"):
+        convert(root, PLAIN, tmp_path / "out", calibration=CALIBRATION)
+
+
+def test_a_missing_text_is_one_error_among_all(source):
+    with pytest.raises(ValueError) as caught:
+        plan(source, {**PLAIN, "skip": ["lm_hed"]})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_model_without_a_tokenizer_cannot_be_calibrated(tiny, tmp_path):
+    root = tiny(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (root / name).unlink()
+    with pytest.raises(ValueError, match="transformers cannot load its tokenizer, which calibration needs"):
+        plan(root, PLAIN, calibration=CALIBRATION)
+
+
+def test_from_the_command_line(source, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "mixed.yaml").write_text(json.dumps(MIXED))
+    run = [str(source), "-r", str(tmp_path / "mixed.yaml")]
+    text = ["--calibration", str(tmp_path / "text.txt"), "--windows", "7", "--seq-len", "48"]
+    assert "give --calibration FILE" in CliRunner().invoke(app, ["plan", *run]).output
+    shown = CliRunner().invoke(app, ["plan", *run, *text])
+    assert "MXFP4 gptq x MXFP4" in shown.output and "of it for calibration" in shown.output, shown.output
+    result = CliRunner().invoke(app, ["convert", *run, *text, "-o", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert read_manifest(tmp_path / "out").data["calibration"] == CALIBRATION.entry()
+    assert "INT8 g64 gptq" in CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [PLAIN, ROTATED, MIXED], ids=["plain", "rotated", "mixed"])
+def test_a_gpu_rounds_as_well(source, tmp_path, recipe):
+    original, _ = open_model(source, "cpu", "float32")
+    found = {}
+    for device in ("cpu", "cuda"):
+        done = convert(source, recipe, tmp_path / device, calibration=CALIBRATION, device=device)
+        found[device] = divergence(load(done.out, device_map="cpu"), original, done.plan.windows).kl
+    convert(source, load_recipe(recipe).nearest(), tmp_path / "nearest")
+    nearest = divergence(load(tmp_path / "nearest", device_map="cpu"), original, done.plan.windows).kl
+    assert found["cuda"] < 0.8 * nearest and found["cuda"] == pytest.approx(found["cpu"], rel=0.1)
