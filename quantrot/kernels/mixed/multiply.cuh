@@ -22,6 +22,8 @@ struct MixedArgs {
   int early;                 // what belongs to the weight may be read before the kernel before this one has ended
   float epsilon;
   const void *token, *norm, *residual;  // of a product of one token (decode.cuh), of type T: [depth] twice, [rows]
+  float* parts;  // of tiles whose K is in two clusters' halves: each one's sums
+  int counter;   // and the first of a count for every warpgroup of such a tile
   int box;  // rows that a copy brings of the wide operand: a tile's, or its share's, or fewer where there are no more
 };
 
@@ -104,11 +106,11 @@ struct Operands {
 };
 
 // ODD: an odd number of rows of tiles, see MixedTiles. HALVES: a block's products start two by two. TEAMS: see parts.cuh.
-// A product has 256 columns at most: more are PASSES = 2 products by the same codes, and are stored in two halves.
+// APART: also. A product has 256 columns at most: more are PASSES = 2 products by the same codes, stored in two halves.
 template <int GROUPS_, int COLUMNS_, int STAGES_, int SPLIT_, int SHARE_, bool ODD_, bool HALVES_, int TEAMS_ = 1,
-          int BLOCKS_ = 1>
+          int BLOCKS_ = 1, int APART_ = 1>
 struct Tile {
-  static constexpr int TEAMS = TEAMS_, BLOCKS = BLOCKS_;
+  static constexpr int TEAMS = TEAMS_, BLOCKS = BLOCKS_, APART = APART_;
   static constexpr bool ODD = ODD_ && SHARE_ > 1, HALVES = HALVES_;
   static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, STAGES = STAGES_, SPLIT = SPLIT_, SHARE = SHARE_;
   static constexpr int ROWS = 64 * GROUPS, W = COLUMNS / 2, CLUSTER = SPLIT * SHARE, PART = COLUMNS / SHARE;
