@@ -79,11 +79,11 @@ def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) ->
             yield Plan(width, share=share, groups=groups, odd=down % share > 0, halves=halves)
     if not weight:
         return
-    for width, groups, teams, split in product(WIDTHS, (1, 2, 3), (1, 2), (1, 2)):
-        plan = Plan(width, teams, split, groups=groups)
+    for width, groups, teams, (split, apart) in product(WIDTHS, (1, 2, 3), (1, 2), ((1, 1), (2, 1), (2, 2))):
+        plan = Plan(width, teams, split, groups=groups, apart=apart)
         if width > max(columns, 96) or groups * teams not in (2, 3, 4) or width * groups > (640 if teams == 1 else 256):
             continue
-        if width % (16 * plan.parts) == 0 and 64 <= plan.grid(rows, columns, hopper.PROCESSORS) <= hopper.PROCESSORS:
+        if width % (16 * split * teams) == 0 and 64 <= plan.grid(rows, columns, hopper.PROCESSORS) <= hopper.PROCESSORS:
             if not plan.splits(depth) or plan.own[0] > 256:
                 continue
             yield plan
@@ -191,7 +191,11 @@ def short(plan: Plan | Decode) -> str:
     if isinstance(plan, Decode):
         shape = f"r{plan.row_warps}h{plan.height}t{plan.teams} st{plan.stages} res{plan.resident}"
         return f"decode {plan.tokens} {shape}{' keep' * bool(plan.keep)}{' split' * (plan.split > 1)}"
-    kind = f"parts {plan.teams} x {plan.split}" if plan.teams else f"tiles share{plan.share}{' odd' * plan.odd}"
+    kind = (
+        f"parts {plan.teams} x {plan.split} x {plan.apart}"
+        if plan.teams
+        else f"tiles share{plan.share}{' odd' * plan.odd}"
+    )
     size = f"{plan.rows} x {plan.columns}, {plan.depth} stages of {64 * plan.blocks}"
     return f"{kind} {size}{' halves' * plan.halves}"
 

@@ -68,6 +68,9 @@ CASES = {
     "prefill_x320": (Plan(320, share=2, stages=3), Kernel("uint8", BF16, False, 0, False, BF16, BF16)),
     "parts_352": (Plan(352, 1, 2), Kernel("packed", BF16, True, 0, False, BF16, None)),
     "parts_352_group": (Plan(352, 1, 2), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "parts_apart": (Plan(128, 1, 2, apart=2), Kernel("packed", BF16, True, 2, False, BF16, BF16)),
+    "parts_apart_256": (Plan(256, 1, 2, apart=2), Kernel("packed", BF16, True, 2, False, BF16, None)),
+    "parts_apart_teams": (Plan(128, 2, 2, apart=2), Kernel("uint8", FP16, True, 0, True, BF16, None)),
     "prefill_x112": (Plan(112, share=2, odd=True, stages=3), Kernel("uint8", FP16, False, 0, False, BF16, None)),
 }  # fmt: skip
 
@@ -125,6 +128,7 @@ def emulator(emulated):
         assert hopper.kernel_of(wide, scale, zero, bias, kernel.kind, kernel.weight) == kernel
         assert isinstance(plan, Plan) or (plan.splits(wide.shape[1]) and columns <= plan.columns)
         y = torch.full((x.shape[0], weight.shape[0] >> is_gated(name)), float("nan"), dtype=wide.dtype)
+        more["parts"] = hopper.scratch(plan, rows, columns, y.device)
         args = hopper.arguments(y, wide, scale, zero, bias, plan, early, **more)
         maps = (ctypes.c_ulonglong * 24)()
         for i, (t, box) in enumerate(zip((codes, wide, y), plan.boxes(columns, kernel.weight), strict=True)):
@@ -209,7 +213,17 @@ def test_k_need_not_be_whole_blocks(emulator, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["prefill", "prefill_96", "prefill_256", "decode8_group64", "decode16_group", "parts256", "parts_teams"]
+    "name",
+    [
+        "prefill",
+        "prefill_96",
+        "prefill_256",
+        "decode8_group64",
+        "decode16_group",
+        "parts256",
+        "parts_teams",
+        "parts_apart",
+    ],
 )
 def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     torch.manual_seed(0)
@@ -219,7 +233,20 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     assert relative(first, exact_product(*given)) <= MAX_RELATIVE_ERROR[first.dtype]
 
 
-GROUPED = ["prefill_group64_64", "prefill_group", "prefill_256", "prefill_x_group", "parts128", "parts_teams"]
+def test_launches_take_turns_at_counters(monkeypatch):
+    monkeypatch.setattr(hopper, "_taken", hopper.COUNTERS - 10)
+    assert [hopper._counter(count) for count in (4, 6, 8, 2)] == [hopper.COUNTERS - 10, hopper.COUNTERS - 6, 0, 8]
+
+
+GROUPED = [
+    "prefill_group64_64",
+    "prefill_group",
+    "prefill_256",
+    "prefill_x_group",
+    "parts128",
+    "parts_teams",
+    "parts_apart",
+]
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -338,15 +365,18 @@ def test_every_plan_fits(n, k, group, weight):
         (4096, 256, 4096, 0, Plan(128, 2, groups=1, halves=False)),
         (4096, 256, 4096, 2, Plan(128, 2, groups=1, halves=False)),
         (4096, 256, 14336, 0, Plan(128, 2, 2, blocks=2, halves=False)),
-        (4096, 256, 14336, 2, Plan(128, 2, 2, stages=3, halves=False)),
+        (4096, 256, 14336, 2, Plan(256, 1, 2, apart=2)),
+        (2048, 128, 8192, 0, Plan(128, 2, 2, groups=1, halves=False, apart=2)),
+        (2048, 256, 2048, 2, Plan(128, 2, 2, groups=1, halves=False)),
+        (3584, 192, 3584, 2, Plan(96, 2, groups=1, halves=False)),
         (4096, 128, 4096, 0, Plan(128, 2, 2, groups=1, halves=False)),
         (4096, 128, 4096, 2, Plan(128, 2, 2, groups=1, halves=False)),
         (8192, 64, 8192, 0, Plan(64, 2, groups=1, halves=False)),
         (8192, 64, 8192, 2, Plan(64, 2, 2, halves=False)),
         (28672, 129, 4096, 0, Plan(144, share=2)),
         (28672, 128, 4096, 0, Plan(128, share=2, groups=4)),
-        (4096, 129, 14336, 0, Plan(192, 2, 2, groups=1)),
-        (4096, 257, 4096, 2, Plan(160, 1, 2)),
+        (4096, 129, 14336, 0, Plan(160, 1, 2, apart=2)),
+        (4096, 257, 4096, 2, Plan(160, 2, groups=1)),
         (6144, 257, 4096, 0, Plan(160, 1, 2, groups=3, halves=False)),
         (28672, 257, 4096, 2, Plan(272, share=2)),
         (28672, 384, 4096, 0, Plan(384, share=2)),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed import conversions
-from quantrot.kernels.mixed.tuned import DECODE
+from quantrot.kernels.mixed.tuned import APART, CYCLES, DECODE, TURN
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel, processors
 
 WIDE = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
@@ -35,6 +35,7 @@ FEW = 16  # tokens, up to which the gates of an MLP may be in the product
 MORE = 32  # up to which a product is Decode's by rule
 SOME = 48  # and up to which it is so where one wave of tiles has all rows
 CHUNK = 128  # columns of K in a stage of Decode
+COUNTERS = 1 << 16  # of a kernel whose plan has clusters apart
 VECTORS = 8  # of 16 bytes, of a token and of a norm's weight, that a thread may hold
 AHEAD = 64 << 10  # bytes of codes asked for before a token that is normed, which would arrive behind more
 Box = tuple[int, int, int]
@@ -89,6 +90,7 @@ class Plan:
     halves: bool = True  # two products of 16 columns at a time
     blocks: int = 1  # of 64 columns of K in a stage
     stages: int = 0  # blocks of K in shared memory, of a team; 0: as many as fit
+    apart: int = 1  # clusters that halve K, through memory
     resident: ClassVar[int] = 1  # thread blocks a multiprocessor
     tile_group: int = 8  # rows of tiles that run together
 
@@ -129,14 +131,14 @@ class Plan:
     def call(self, kernel: Kernel) -> str:
         how = ", ".join(str(flag).lower() for flag in (self.odd, self.halves))
         if self.teams:
-            how += f", {self.teams}, {self.blocks}"
+            how += f", {self.teams}, {self.blocks}, {self.apart}"
         tile = f"quantrot::Tile<{self.groups}, {self.columns}, {self.depth}, {self.split}, {self.share}, {how}>"
         operands = kernel.operands()
         return f"{'parts' if self.teams else 'prefill'}<{tile}, {operands}>(&codes, &wide, &y, args)"
 
     def grid(self, rows: int, columns: int, processors: int) -> int:
         tiles = self.tiles(rows, columns)
-        return (tiles if self.teams else min(tiles, processors // self.share)) * self.cluster
+        return (tiles * self.apart if self.teams else min(tiles, processors // self.share)) * self.cluster
 
     def tiles(self, rows: int, columns: int) -> int:
         """Of clusters."""
@@ -156,7 +158,7 @@ class Plan:
     @property
     def parts(self) -> int:
         """Of K."""
-        return self.split * max(self.teams, 1)
+        return self.split * max(self.teams, 1) * self.apart
 
     @property
     def passes(self) -> int:
@@ -166,7 +168,7 @@ class Plan:
     @property
     def own(self) -> tuple[int, int]:
         """Columns and rows of y that a warpgroup stores at a time."""
-        return self.columns // (self.parts if self.teams else self.passes), 64
+        return self.columns // (self.split * self.teams if self.teams else self.passes), 64
 
     def box(self, columns: int) -> int:
         """Rows of the wide operand that one copy brings, of so many: no more than there are (start_of in hopper.cuh).
@@ -300,33 +302,6 @@ def entry(plan: Plan | Decode, kernel: Kernel, name: str = "mixed") -> str:
 PROCESSORS = 132  # of the device that the rules are for
 
 
-# Of (teams, groups, passes): cycles that a block of 64 columns of K takes, of all teams, by the columns of a tile; with
-# groups more, for each of them; cycles of all else, and more where two thread blocks share K. Fitted to the plans of
-# seven shapes by 24 to 512 tokens on an H200, 5 % (standard deviation) off. Of 190 products there it chooses the
-# fastest plan or one within 4 %, but for five, within 6 %; of small linears outside it loses up to 22 % (2048 x 2048
-# by 256 tokens: 8.2 us for 6.7). Two passes: from six shapes by 257 to 1536 tokens; with
-# groups 0.1 more than measured, since tiles of 256 columns gain by turns (multiply.cuh), which is not in these numbers.
-CYCLES: dict[tuple[int, int, int], tuple[dict[int, int], float, int, int]] = {
-    (0, 2, 1): (
-        {64: 600, 96: 676, 112: 729, 128: 747, 144: 778, 160: 819}
-        | {176: 867, 192: 895, 208: 940, 224: 1000, 240: 1060, 256: 1125},
-        *(0.66, 5250, 0),
-    ),
-    (0, 2, 2): (
-        {272: 1205, 288: 1265, 304: 1335, 320: 1405, 336: 1480, 352: 1550, 368: 1605, 384: 1670},
-        *(0.76, 5250, 0),
-    ),
-    (0, 3, 1): ({64: 688, 96: 838, 112: 888, 128: 946, 144: 1005, 160: 1081}, 1.47, 6930, 0),
-    (0, 4, 1): ({64: 1077, 96: 1153, 112: 1197, 128: 1303}, 1.66, 5400, 0),
-    (1, 2, 1): ({96: 637, 128: 730, 160: 812, 192: 924, 224: 1068, 256: 1229}, 1.03, 2680, 2680),
-    (1, 2, 2): ({288: 1390, 320: 1550}, 0.65, 2680, 2680),
-    (1, 3, 1): ({64: 723, 96: 846, 128: 969, 144: 1001, 160: 1085, 192: 1284}, 1.28, 5960, 2250),
-    (2, 1, 1): ({64: 545, 96: 637, 128: 700, 160: 834, 192: 1005}, 1.23, 4250, 3520),
-    (2, 2, 1): ({64: 1024, 96: 1185, 128: 1319}, 2.12, 6080, 560),
-}
-TURN = 900  # cycles of a tile beside its blocks, of persistent thread blocks
-
-
 def one_wave(rows: int) -> bool:
     """Whether every tile of 32 rows has a multiprocessor."""
     return rows <= 32 * PROCESSORS
@@ -355,9 +330,11 @@ def _plans(
             share = 2 if rows > 64 * groups else 1
             odd, halves = _ceil(rows, 64 * groups) % share > 0, _halves(width, groups, columns, group, weight)
             yield Plan(width, share=share, groups=groups, odd=odd, halves=halves)
-        for split in (1, 2) if teams and weight else ():
-            plan = Plan(width, teams, split, groups=groups, halves=width > 128 and groups < 3)
-            if width % (16 * plan.parts) or (plan.parts, groups) == (1, 2):  # that is one of the tiles above
+        for split, apart in ((1, 1), (2, 1), (2, 2)) if teams and weight else ():
+            plan = Plan(width, teams, split, groups=groups, halves=width > 128 and groups < 3, apart=apart)
+            if width % (16 * split * teams) or (plan.parts, groups) == (1, 2):  # that is one of the tiles above
+                continue
+            if apart > 1 and (width < 128 or groups * teams > 2):  # never the fastest
                 continue
             if plan.grid(rows, columns, PROCESSORS) <= PROCESSORS and plan.splits(depth):
                 yield _staged(plan, group)
@@ -365,11 +342,13 @@ def _plans(
 
 def cycles(plan: Plan, rows: int, columns: int, depth: int, group: int) -> float:
     """The model's time of a product."""
-    blocks, scaling, rest, swap = CYCLES[plan.teams, plan.groups, plan.passes]
-    block = blocks[plan.columns] + (scaling * plan.columns if group else 0)
-    turns = 1 if plan.teams else _ceil(plan.tiles(rows, columns), PROCESSORS // plan.cluster)
-    each = depth / plan.parts / BLOCK * block + (0 if plan.teams else TURN)
-    return turns * each + rest + (swap if plan.split > 1 else 0)
+    blocks, (scaling, more), rest, swap = CYCLES[plan.teams, plan.groups, plan.passes]
+    block = blocks[plan.columns] + (scaling + more * plan.columns if group else 0)
+    if not plan.teams:
+        turns = _ceil(plan.tiles(rows, columns), PROCESSORS // plan.cluster)
+        return turns * (depth / BLOCK * block + TURN) + rest
+    apart = APART[0] + APART[1] * plan.rows * plan.columns if plan.apart > 1 else 0
+    return plan.segment(depth) * block + rest + (swap if plan.split > 1 else 0) + apart
 
 
 def _staged(plan: Plan, group: int) -> Plan:
@@ -462,8 +441,8 @@ class MixedArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("rows", "columns", "depth", "groups", "group_blocks", "segment")),
         *((name, ctypes.c_int) for name in ("tile_group", "early")),
         ("epsilon", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("token", "norm", "residual")),
-        ("box", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("token", "norm", "residual", "parts")),
+        *((name, ctypes.c_int) for name in ("counter", "box")),
     ]
 
 
@@ -493,6 +472,7 @@ def arguments(
     norm: Tensor | None = None,
     epsilon: float = 0.0,
     residual: Tensor | None = None,
+    parts: Tensor | None = None,
 ) -> MixedArgs:
     """The kernel's last parameter."""
     (columns, depth), (rows, groups) = wide.shape, scale.shape
@@ -514,8 +494,32 @@ def arguments(
         wide.data_ptr(),
         norm_at,
         residual_at,
+        None if parts is None else parts.data_ptr(),
+        0 if parts is None else _counter(len(parts)),
         plan.box(columns),
     )
+
+
+_taken = 0
+
+
+def _counter(count: int) -> int:
+    """The first of the next `count` counters of a kernel, which a launch counts up and leaves as zeros.
+
+    Launches take turns, so that two at once, or two graphs, have their own.
+    """
+    global _taken
+    first = _taken if _taken + count <= COUNTERS else 0
+    _taken = first + count
+    return first
+
+
+def scratch(plan: Plan | Decode, rows: int, columns: int, device: torch.device) -> Tensor | None:
+    """Room for what every warpgroup of two clusters that halve K through memory leaves of its tile."""
+    if isinstance(plan, Decode) or plan.apart == 1:
+        return None
+    warpgroups = plan.tiles(rows, columns) * plan.split * plan.teams * plan.groups
+    return torch.empty(warpgroups, 2 * 64 * plan.own[0], dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=1024)
@@ -580,7 +584,8 @@ def multiply(
         assert isinstance(plan, Decode)
         plan = replace(plan, gated=True)
     device = x.get_device()
-    values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan, early, norm, epsilon, residual))
+    parts = scratch(plan, rows, columns, x.device)
+    values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan, early, norm, epsilon, residual, parts))
     for name, t, box in zip(("codes", "wide", "y"), (codes, wide, y), plan.boxes(columns, narrow_weight), strict=True):
         if name != "y" or isinstance(plan, Plan):
             pitch = t.stride(0) * t.element_size()

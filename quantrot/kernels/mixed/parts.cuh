@@ -4,6 +4,9 @@
 // products run. SPLIT = 2 blocks of a cluster halve K again. At the end warpgroups that have the same rows swap halves of
 // their sums, first between the teams, through shared memory, then between the blocks, straight into the other's: a sum
 // crosses from one multiprocessor to the other once, and every warpgroup finishes as many columns as the others.
+//
+// APART = 2: K is halved once more, by clusters that need not run at once. Both leave their sums in memory, and the warpgroup
+// that comes last adds the other's to its own, which gives the same bits whichever it is.
 
 namespace quantrot {
 
@@ -45,6 +48,29 @@ __device__ __forceinline__ void add_half(float (&sum)[W], u32 from) {
   }
 }
 
+template <class P>
+__device__ u32 counters[1 << 16];  // as in hopper.py
+
+// A warpgroup's sums and those of the other cluster's warpgroup of the same rows and columns, which are next to it in
+// `parts`: whether it came last and has both.
+template <int N>
+__device__ __forceinline__ bool add_apart(float (&sum)[N], float* parts, u32 which, u32* counter, u32 word, u32 barrier) {
+  float *mine = parts + which * (N * 128) + threadIdx.x % 128 * 4;
+  const float* other = parts + (which ^ 1) * (N * 128) + threadIdx.x % 128 * 4;
+#pragma unroll
+  for (int i = 0; i < N; i += 4) store_fresh4(mine + i * 128, {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]});
+  named_sync(barrier, 128);
+  if (threadIdx.x % 128 == 0) store_shared(word, count_in_turn(counter, 1));
+  named_sync(barrier, 128);
+  if (load_shared1(word) == 0) return false;
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    const float4 there = fresh4(other + i * 128);
+    sum[i] += there.x, sum[i + 1] += there.y, sum[i + 2] += there.z, sum[i + 3] += there.w;
+  }
+  return true;
+}
+
 template <class P, class O>
 __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* wide, const TensorMap* y,
                                       const MixedArgs& args) {
@@ -58,10 +84,11 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
   const u32 base = shared_memory(), areas = base + RINGS * P::STAGE, full = areas + ALL * AREA;
   const u32 empty = full + RINGS * 8, sent = empty + RINGS * 8;
   const u32 warp = warp_number(), half = P::SPLIT > 1 ? cluster_rank() : 0;
-  const int unit = blockIdx.x / P::SPLIT, tiles = parts_of(args.columns, P::COLUMNS);
+  const int clusters = gridDim.x / P::CLUSTER / P::APART, apart = blockIdx.x / P::CLUSTER / clusters;
+  const int unit = blockIdx.x / P::CLUSTER % clusters, tiles = parts_of(args.columns, P::COLUMNS);
   const int column = start_of(unit % tiles * P::COLUMNS, args.columns, P::COLUMNS);
   const int row = start_of(unit / tiles * P::ROWS, args.rows, P::ROWS);
-  const int first = half * TEAMS * args.segment;  // of the first team; past the end, zeros from the copy engine
+  const int first = (apart * P::SPLIT + half) * TEAMS * args.segment;  // of the first team; past the end, zeros
   if (warp == ALL * 4 && lane_number() == 0) {
     tensor_prefetch(codes), tensor_prefetch(wide), tensor_prefetch(y);
     for (int s = 0; s < RINGS; s++) {
@@ -141,8 +168,15 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
     float last[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) last[i] = sum[i];
-    store_tile<O>(y, args, ends, last, row + group * 64, column + 2 * (team * HALF + half * OWN), area, 4 + own);
-    if (threadIdx.x % 128 == 0) tensor_store_wait<0>();
+    bool whole = true;
+    if constexpr (P::APART == 2) {
+      const u32 number = (unit * P::SPLIT + half) * ALL + own;
+      whole = add_apart(last, args.parts, number * 2 + apart, counters<P> + args.counter + number, area, 4 + own);
+    }
+    if (whole) {
+      store_tile<O>(y, args, ends, last, row + group * 64, column + 2 * (team * HALF + half * OWN), area, 4 + own);
+      if (threadIdx.x % 128 == 0) tensor_store_wait<0>();
+    }
   }
 }
 
