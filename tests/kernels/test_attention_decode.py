@@ -245,7 +245,7 @@ def test_a_compiled_graph_may_be_the_first_to_call_it():
 import sys, torch
 sys.path.insert(0, "tests/kernels")
 import test_attention_decode as t
-given = t.cache(1, 8, 4, 300, 64, 0, "cuda")
+given = t.cache(1, 8, 4, 384, 64, 0, "cuda")  # all of its storage: a graph's copies of it have no more
 step = torch.compile(lambda *given: t.attend(t.Quantized(*given), causal=True) + 1, mode="reduce-overhead")
 other = torch.compile(lambda y: y * 2, mode="reduce-overhead")
 for _ in range(3):
