@@ -215,6 +215,11 @@ class Recipe(Strict):
         """The file of learned rotations: a relative path starts where the recipe's file is."""
         return Path(self._file).parent / Path(self.rotations.path).expanduser()
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether a rule rounds by GPTQ, which takes a text."""
+        return any(rule.weights.rounding == "gptq" for rule in self.linear)
+
     def nearest(self) -> "Recipe":
         """The recipe with every weight rounded to nearest: what needs no text."""
         weights = [rule.weights.model_copy(update={"rounding": "nearest"}) for rule in self.linear]

@@ -22,7 +22,8 @@ OPTIONS = {
     "learn": "--recipe --output --text --steps --seq-len --windows --held-out --rate --seed --device",
     "verify": "--against --text --max-kl --min-top1 --device",
     "inspect": "",
-    "eval mmlu": "--fewshot --limit --batch-size --data --baseline --recipes --work --output --device --dtype",
+    "eval mmlu": "--fewshot --limit --batch-size --data --baseline --recipes --work --calibration --windows --seq-len "
+    "--output --device --dtype",
     "eval ppl": "--text --seq-len --windows --output --device --dtype",
     "eval compare": "--baseline --text --seq-len --windows --output --device --dtype",
     "recipes show": "",

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantrot.cli import common
 from quantrot.cli.common import console, grid
 from quantrot.source import open_source
 
 if TYPE_CHECKING:
+    from quantrot.calibration import Calibration
     from quantrot.evals.mmlu import Mmlu, Score
     from quantrot.evals.statistics import Paired
 
@@ -40,6 +42,9 @@ def mmlu(
     work: Annotated[
         Path | None, typer.Option(help="Where conversions and results of --recipes are kept for the next run.")
     ] = None,
+    text: common.Text = None,
+    windows: common.Windows = 32,
+    seq_len: common.SeqLen = 512,
     output: Output = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -54,6 +59,8 @@ def mmlu(
         evals.check_data(data, fewshot)
     if recipes is not None and baseline is not None:
         raise ValueError("baseline: not with --recipes, whose first entry is what the others are compared with")
+    if recipes is None and text is not None:
+        raise ValueError("calibration: only with --recipes, which converts; an evaluation needs no such text")
 
     def run(name: str) -> tuple[Mmlu, dict[str, Any]]:
         loaded, tokenizer = _open(name, device, dtype)
@@ -68,7 +75,8 @@ def mmlu(
     if recipes is not None:
         settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit}
         how = {"data": data, "fewshot": fewshot, "limit": limit, "batch": batch_size, "device": device, "dtype": dtype}
-        return _recipes(model, recipes.split(","), work, output, settings, how, run)
+        calibration = common.calibration(text, windows, seq_len)
+        return _recipes(model, recipes.split(","), calibration, work, output, settings, how, run)
     result, entry = run(model)
     against, against_entry = run(baseline) if baseline else (None, None)  # the first model is freed by now
     difference = evals.compare(result, against) if against else None
@@ -84,6 +92,7 @@ def mmlu(
 def _recipes(
     model: str,
     names: list[str],
+    calibration: Calibration | None,
     work: Path | None,
     output: Path | None,
     settings: dict[str, Any],
@@ -98,12 +107,17 @@ def _recipes(
 
     from quantrot.evals import recipes as table
     from quantrot.evals import report
+    from quantrot.recipe import load_recipe
 
     table.check_names(names)
+    others = [name for name in names if name != table.ORIGINAL]
+    if calibration is not None and not any(load_recipe(name).calibrated for name in others):
+        raise ValueError(f"calibration: none of {', '.join(others)} has rounding: gptq; leave the text out")
     with tempfile.TemporaryDirectory(prefix="quantrot-recipes-") as temporary:
         place = work or Path(temporary)
         # All errors of all recipes before the first evaluation: it takes hours.
-        where = {name: model if name == table.ORIGINAL else str(table.converted(model, name, place)) for name in names}
+        where = {name: str(table.converted(model, name, place, calibration=calibration)) for name in others}
+        where[table.ORIGINAL] = model
         entries: dict[str, Any] = {}
 
         def evaluate(name: str) -> Mmlu:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantrot.calibration import Calibration
 from quantrot.checkpoint import read_json
 from quantrot.convert import convert
 from quantrot.evals.mmlu import Mmlu, Score, compare
@@ -21,6 +22,7 @@ from quantrot.evals.report import number, versions, write
 from quantrot.evals.statistics import Paired
 from quantrot.manifest import read_manifest
 from quantrot.plan import plan
+from quantrot.recipe import load_recipe
 from quantrot.source import open_source
 
 ORIGINAL = "bf16"  # what the unconverted model is called among recipes
@@ -48,16 +50,21 @@ def check_names(names: list[str]) -> None:
         )
 
 
-def converted(model: str, recipe: str, work: Path, device: str = "cpu") -> Path:
-    """The directory of a model by a recipe, under `work`: what an earlier run left there, or converted now."""
-    planned = plan(model, recipe, device)
+def converted(model: str, recipe: str, work: Path, device: str = "cpu", calibration: Calibration | None = None) -> Path:
+    """The directory of a model by a recipe, under `work`: what an earlier run left there, or converted now.
+
+    calibration: for what the recipe rounds by GPTQ, if anything.
+    """
+    text = calibration if load_recipe(recipe).calibrated else None
+    planned = plan(model, recipe, device, calibration=text)
     name = re.sub(r"[^\w.-]", "-", planned.recipe.name)
     out = work / f"{name}-{planned.fingerprint()[:12]}"
     if out.is_dir():
         read_manifest(out)
         return out
     work.mkdir(parents=True, exist_ok=True)
-    return convert(model, recipe, out, device=device, resume=out.with_name(out.name + ".partial").exists()).out
+    resume = out.with_name(out.name + ".partial").exists()
+    return convert(model, recipe, out, device=device, calibration=text, resume=resume).out
 
 
 def result_file(work: Path, recipe: str, model: str, settings: dict[str, Any]) -> Path:

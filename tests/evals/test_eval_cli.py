@@ -81,7 +81,7 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
         (tmp_path / model).mkdir()
         (tmp_path / model / "config.json").write_text("{}")
     made = []
-    monkeypatch.setattr(recipes, "converted", lambda model, recipe, work: made.append((model, recipe, work)) or two)
+    monkeypatch.setattr(recipes, "converted", lambda *given, calibration: made.append(given) or two)
     args = ["--fewshot", 2, "--limit", 2, "--data", mmlu_dir, "--output", tmp_path / "r.json", "--work", tmp_path]
     result, opened = run("mmlu", one, "--recipes", "bf16,my/fp8-attention.yaml", *args)
     assert made == [(one, "my/fp8-attention.yaml", tmp_path)] and [name for name, _, _ in opened] == [one, two]
@@ -125,6 +125,24 @@ def test_no_model_is_converted_twice(model_dir, tmp_path, monkeypatch):
         recipes.converted(str(model_dir), "mxfp4", tmp_path)
 
 
+def test_a_text_is_for_the_recipes_that_round_by_gptq(run, mmlu_dir, model_dir, tmp_path):
+    from quantrot.calibration import Calibration
+    from quantrot.evals import recipes
+    from quantrot.manifest import MANIFEST
+
+    text = Calibration("".join(map(chr, range(32, 127))) * 8, 4, 32)
+    made = [
+        recipes.converted(str(model_dir), f"hadamard-mxfp4{name}", tmp_path, calibration=text) for name in ("", "-gptq")
+    ]
+    assert [json.loads((out / MANIFEST).read_text())["calibration"] for out in made] == [None, text.entry()]
+    (tmp_path / "text").write_text(text.text)
+    args = ["--data", mmlu_dir, "--fewshot", 2, "--work", tmp_path, "--calibration", tmp_path / "text"]
+    with pytest.raises(ValueError, match="calibration: none of mxfp4 has rounding: gptq"):
+        run("mmlu", model_dir, "--recipes", "bf16,mxfp4", *args)
+    with pytest.raises(ValueError, match="calibration: only with --recipes"):
+        run("mmlu", model_dir, *args)
+
+
 def test_bad_options_are_refused_before_a_model_is_opened(run, tmp_path):
     with pytest.raises(ValueError, match="output: .* is a directory"):
         run("ppl", "one", "--output", tmp_path)
@@ -149,7 +167,10 @@ def test_the_surface_is_what_is_documented():
     run = ["--device", "--dtype", "--output"]
     text = ["--seq-len", "--text", "--windows"]
     assert surface == {
-        "mmlu": sorted(["--baseline", "--batch-size", "--data", "--fewshot", "--limit", "--recipes", "--work", *run]),
+        "mmlu": sorted(
+            ["--baseline", "--batch-size", "--calibration", "--data", "--fewshot", "--limit", "--recipes", "--seq-len"]
+            + ["--windows", "--work", *run]
+        ),
         "ppl": sorted([*text, *run]),
         "compare": sorted(["--baseline", *text, *run]),
     }
