@@ -86,12 +86,6 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 
 
-def needs_text(recipe: Any) -> bool:
-    """Whether GPTQ rounds any of its weights."""
-    recipe = load_recipe(recipe)
-    return bool(recipe != recipe.nearest())
-
-
 def with_gptq(recipe: str) -> dict[str, Any]:
     """The recipe with all its weights rounded by GPTQ."""
     tree = load_recipe(recipe).resolved()
@@ -127,7 +121,9 @@ def main() -> None:
     parser.add_argument("--convert-device", default="cpu")
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--recipes", nargs="*", default=[name for name in shipped_recipes() if not needs_text(name)])
+    parser.add_argument(
+        "--recipes", nargs="*", default=[name for name in shipped_recipes() if not load_recipe(name).calibrated]
+    )
     parser.add_argument("--gptq", type=Path)
     parser.add_argument("--even", nargs="?", const=",".join(EVEN), default="")
     parser.add_argument("--attention", action="store_true")
@@ -149,7 +145,7 @@ def main() -> None:
     rows = []
     for name, recipe in recipes.items():
         where = options.device, options.convert_device, options.key_bias
-        text = calibration if needs_text(recipe) else None
+        text = calibration if load_recipe(recipe).calibrated else None
         rows.append(measure(options.model, name, recipe, baseline, ids, *where, text))
         print(json.dumps(rows[-1]), flush=True)
     result = {

@@ -225,6 +225,21 @@ def stream_number(device: int) -> int | None:
     return _streams.setdefault((device, torch._C._cuda_getCurrentRawStream(device)), len(_streams))
 
 
+COUNTERS = 1 << 16  # that a kernel has, where its launches take turns at them
+_taken = 0
+
+
+def counters_in_turn(count: int) -> int:
+    """The first of the next `count` of a kernel's counters, which a launch counts up and leaves as zeros.
+
+    Launches take turns, so that two at once, or two graphs, have their own.
+    """
+    global _taken
+    first = _taken if _taken + count <= COUNTERS else 0
+    _taken = first + count
+    return first
+
+
 @lru_cache(maxsize=1)
 def _launcher() -> Any:
     function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx

@@ -233,11 +233,6 @@ def test_bits_do_not_depend_on_what_runs_first(emulator, name):
     assert relative(first, exact_product(*given)) <= MAX_RELATIVE_ERROR[first.dtype]
 
 
-def test_launches_take_turns_at_counters(monkeypatch):
-    monkeypatch.setattr(hopper, "_taken", hopper.COUNTERS - 10)
-    assert [hopper._counter(count) for count in (4, 6, 8, 2)] == [hopper.COUNTERS - 10, hopper.COUNTERS - 6, 0, 8]
-
-
 GROUPED = [
     "prefill_group64_64",
     "prefill_group",

@@ -20,6 +20,12 @@ def test_launch_structures_lie_as_in_cuda_h():
     assert attribute.value.offset == 8 and ctypes.sizeof(attribute) == 72
 
 
+def test_launches_take_turns_at_counters(monkeypatch):
+    last = nvrtc.COUNTERS
+    monkeypatch.setattr(nvrtc, "_taken", last - 10)
+    assert [nvrtc.counters_in_turn(count) for count in (4, 6, 8, 2)] == [last - 10, last - 6, 0, 8]
+
+
 CUDA_CORE = """
 import importlib, time
 globals().update(importlib.import_module(".cu13", __package__).__dict__)  # __spec__ of a module that is ready

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 DIMS = (64, 128)
 LARGEST_SHARE = 16  # query heads a key head
-COUNTERS = 1 << 16
 THREADS = 192  # a warpgroup that multiplies, a warp that loads, one that arranges the end
 TILE = 1 << 14  # bytes of K, and of V
 ROW = 128  # bytes of K, two tokens at head_dim 64, that the copy engine reads as one
@@ -138,7 +137,7 @@ def supports(given: "Inputs", dtype: torch.dtype) -> bool:
 
 def device_functions() -> str:
     """What every kernel is built on."""
-    counters = f"__device__ unsigned counters[{COUNTERS}];\n"  # no tensor: torch's pools would give it to a graph
+    counters = f"__device__ unsigned counters[{nvrtc.COUNTERS}];\n"  # no tensor: torch's pools would give it to a graph
     return counters + nvrtc.sources("hopper", "products", "attention/codes", "attention/decode")
 
 
@@ -155,20 +154,6 @@ def _kernel(plan: Plan, dim: int, share: int, mask: bool, dtype: torch.dtype, de
     """The function, ready to launch on this device."""
     source = device_functions() + entry(plan, dim, share, mask, dtype)
     return load_kernel(source, "decode", plan.shared_bytes(dim, share), device)
-
-
-_taken = 0
-
-
-def _counter(count: int) -> int:
-    """The first of the next `count` counters of a kernel, which a launch counts up and leaves as zeros.
-
-    Launches take turns, so that two at once, or two graphs, have their own.
-    """
-    global _taken
-    first = _taken if _taken + count <= COUNTERS else 0
-    _taken = first + count
-    return first
 
 
 def arguments(given: "Inputs", out: Tensor, parts: Tensor, counter: int) -> Arguments:
@@ -222,7 +207,7 @@ def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> 
     plan = plan or plan_for(batch * groups, processors(device))
     function, shared = _kernel(plan, dim, share, given.mask is not None, dtype, device), plan.shared_bytes(dim, share)
     parts = scratch(given, plan)
-    values = _Parameters(args=arguments(given, out, parts, _counter(batch * groups)))
+    values = _Parameters(args=arguments(given, out, parts, nvrtc.counters_in_turn(batch * groups)))
     for field, (at, rows, columns, pitch, box, swizzle) in zip("kv", matrices(given), strict=True):
         encoded = tensor_map(at, rows, columns, pitch, box, torch.uint8, swizzle, PROMOTION)
         ctypes.memmove(getattr(values, field), encoded, 128)

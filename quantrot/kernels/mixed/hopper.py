@@ -35,7 +35,6 @@ FEW = 16  # tokens, up to which the gates of an MLP may be in the product
 MORE = 32  # up to which a product is Decode's by rule
 SOME = 48  # and up to which it is so where one wave of tiles has all rows
 CHUNK = 128  # columns of K in a stage of Decode
-COUNTERS = 1 << 16  # of a kernel whose plan has clusters apart
 VECTORS = 8  # of 16 bytes, of a token and of a norm's weight, that a thread may hold
 AHEAD = 64 << 10  # bytes of codes asked for before a token that is normed, which would arrive behind more
 Box = tuple[int, int, int]
@@ -495,23 +494,9 @@ def arguments(
         norm_at,
         residual_at,
         None if parts is None else parts.data_ptr(),
-        0 if parts is None else _counter(len(parts)),
+        0 if parts is None else nvrtc.counters_in_turn(len(parts)),
         plan.box(columns),
     )
-
-
-_taken = 0
-
-
-def _counter(count: int) -> int:
-    """The first of the next `count` counters of a kernel, which a launch counts up and leaves as zeros.
-
-    Launches take turns, so that two at once, or two graphs, have their own.
-    """
-    global _taken
-    first = _taken if _taken + count <= COUNTERS else 0
-    _taken = first + count
-    return first
 
 
 def scratch(plan: Plan | Decode, rows: int, columns: int, device: torch.device) -> Tensor | None:
