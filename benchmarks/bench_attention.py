@@ -3,7 +3,6 @@
     python benchmarks/bench_attention.py [--out FILE]      # the table, and results/bench_attention-<gpu>.json
     python benchmarks/bench_attention.py --scores fp8 [--out FILE]  # prefill alone, queries and keys in e4m3
     python benchmarks/bench_attention.py --sweep           # every launch configuration of every kernel, best first
-    python benchmarks/bench_attention.py --render   # no GPU: the table of docs/measured/attention.md
 
 32 query and 8 key and value heads. `prefill` is bfloat16 q, k, v to a bfloat16 result, the quantization counted;
 `attend_us` is the attention without the quantization of k and v. Its peers are torch's SDPA by cuDNN and by
@@ -15,7 +14,6 @@ on normal data.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from timing import copy_gbps, random_tensors, time_us, write_results  # noqa: E402
+from timing import copy_gbps, give_back, random_tensors, time_us, write_results  # noqa: E402
 
 from quantrot.kernels.attention import (  # noqa: E402
     Quantized,
@@ -46,8 +44,6 @@ PEAK = 1979e12  # e4m3 operations a second on an H200, dense, from its data shee
 PREFILL = [(d, s, c) for d, s, c in product((128, 64), (2048, 8192, 32768), (True, False)) if c or s == 8192]
 ROWS = [(rows, d) for rows, d in product((1, 32, 2048, 8192, 32768), (128, 64))]
 DECODE = [(b, t, d) for b, t, d in product((1, 32), (8192, 32768), (128, 64))]
-DOC = ROOT / "docs" / "measured" / "attention.md"
-MARK = "<!-- table: bench_attention.py --render -->"
 Calls = list[Callable[[], Any]]
 
 
@@ -249,7 +245,7 @@ def main(out: Path | None, scores: str) -> None:
         for case in cases:
             rows.append(function(*case, gbps))
             print(line(rows[-1]), flush=True)
-            torch.cuda.empty_cache()
+            give_back()
     if scores == "int8" or out:
         write_results("bench_attention", gbps, rows, out)
 
@@ -315,46 +311,13 @@ def sweep() -> None:
         )
 
 
-# --- The table of docs/measured/attention.md --------------------------------------------------------------------------
-
-
-def table(result: dict[str, Any]) -> str:
-    """The rows of a results file as Markdown."""
-    text = f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}, triton {result['triton']}: copy "
-    text += f"{result['copy_gbps']:.0f} GB/s. `{result['command']}`, commit {result['commit']}.\n"
-    for op, unit in (("prefill", "TFLOP/s"), ("rope_hadamard_quantize", ""), ("decode", "")):
-        rows = [row for row in result["rows"] if row["op"] == op]
-        if not rows:
-            continue
-        peers = list(rows[0]["peers_us"])
-        head = [*rows[0]["case"], "us", *([unit] if unit else []), "of the floor", *(f"{p} / ours" for p in peers)]
-        last = "codes that differ" if op == "rope_hadamard_quantize" else "error"
-        text += f"\n{op}:\n\n| " + " | ".join([*head, last]) + " |\n" + "|---" * (len(head) + 1) + "|\n"
-        for row in rows:
-            cells = [str(value) for value in row["case"].values()] + [f"{row['us']:.1f}"]
-            cells += [f"{row['tflops']:.0f}"] if unit else []
-            cells += [f"{row['floor_us'] / row['us']:.2f}"]
-            cells += [f"{us / row['us']:.2f}" if us else "" for us in row["peers_us"].values()]
-            text += "| " + " | ".join([*cells, f"{row['error']:.1e}"]) + " |\n"
-    return text
-
-
-def render(path: Path, doc: Path = DOC) -> None:
-    head, _, tail = doc.read_text().partition(MARK + "\n")
-    _, _, tail = tail.partition("<!-- end -->\n")
-    doc.write_text(f"{head}{MARK}\n{table(json.loads(path.read_text()))}<!-- end -->\n{tail}")
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--render", action="store_true")
     parser.add_argument("--scores", choices=("int8", "fp8"), default="int8")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    if asked.render:
-        render(asked.out or ROOT / "benchmarks" / "results" / "bench_attention-h200.json")
-    elif asked.sweep:
+    if asked.sweep:
         sweep()
     else:
         main(asked.out, asked.scores)

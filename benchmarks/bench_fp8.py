@@ -20,8 +20,6 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from timing import copy_gbps, race_us, random_tensors, time_us, write_results  # noqa: E402
+from timing import copy_gbps, give_back, in_processes, race_us, random_tensors, time_us, write_results  # noqa: E402
 
 from quantrot.kernels.fp8 import (  # noqa: E402
     E4M3,
@@ -261,7 +259,7 @@ def main(ops: list[str], out: Path | None) -> None:
         row["floor_us"] = row.pop("floor_bytes") / gbps / 1e3
         rows.append(row)
         print(line(row), flush=True)
-        torch.cuda.empty_cache()
+        give_back()
     write_results("bench_fp8", gbps, rows, out)
     print("\n".join(bars(rows)))
 
@@ -442,7 +440,7 @@ def tune(ops: list[str]) -> None:
             rule = _us(lambda d, p=gemm_plan(m, n, k), b=blocks: multiply_with(d, b, p), data)
             print(f"    ({up(m)}, {n}, {k}): {_best(times)}  # rule {rule:.1f} us", flush=True)
             del data
-            torch.cuda.empty_cache()
+            give_back()
 
 
 def _us(call: Callable[[Any], Any], inputs: list) -> float:
@@ -459,11 +457,9 @@ def _best(times: dict[Any, list[float]]) -> str:
 
 
 def warm(jobs: list[tuple]) -> None:
-    """Compile all kernels in as many processes as there are cores, into Triton's cache on disk."""
-    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
-        for error in pool.map(_warm, jobs, chunksize=2):
-            if error:
-                print(error, flush=True)
+    """Compile all kernels, into the caches on disk."""
+    for error in filter(None, in_processes(_warm, jobs)):
+        print(error, flush=True)
 
 
 def _warm(job: tuple) -> str:

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_hadamard.py            # the table, and results/bench_hadamard-<gpu>.json
     python benchmarks/bench_hadamard.py --tune     # first times every candidate plan and writes tuned.py
-    python benchmarks/bench_hadamard.py --render   # no GPU: docs/measured/hadamard.md, and notes in tuned.py
+    python benchmarks/bench_hadamard.py --note     # no GPU: the results in the comments of tuned.py
 
 Every time is the median of replays of one CUDA graph that holds calls on different random tensors, together past the
 60 MB of L2 (the smallest tensors: 512 of them), outputs included; the copy is timed the same way in the same run. `of
@@ -33,7 +33,6 @@ SMALL = [8, 16, 32, 64]
 POWERS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 BASES = [576, 1536, 3072, 4864, 5120, 11008, 12288, 13824, 14336, 17408, 18944, 25600, 28672, 29568, 53248]
 ELEMENTS = [1 << 13, 1 << 17, 1 << 20, 1 << 23, 1 << 25, 1 << 27]
-DOC = ROOT / "docs" / "measured" / "hadamard.md"
 TUNED = ROOT / "quantrot" / "kernels" / "hadamard" / "tuned.py"
 
 
@@ -464,58 +463,17 @@ def write_tuned(tables: dict[str, dict], notes: dict) -> None:
     TUNED.write_text(text.rstrip("\n") + "\n")
 
 
-# --- The tables of docs/measured/hadamard.md --------------------------------------------------------------------------
-
-
-def render(path: Path) -> None:
-    result = json.loads(path.read_text())
-    rows = {tuple(r["case"].values()): r for r in result["rows"]}
-
-    def of_copy(*case) -> str:
-        row = rows.get(case)
-        return f"{row['peers_us']['copy'] / row['us']:.2f}" if row else ""
-
-    text = f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}: copy {result['copy_gbps']:.0f} GB/s. "
-    text += f"`{result['command']}`, commit {result['commit']}.\n\nPowers of two, fraction of the speed of a copy:\n\n"
-    columns = [("bfloat16", e) for e in ELEMENTS[2:]] + [
-        ("float16", 1 << 25),
-        ("float16", 1 << 27),
-        ("float32", 1 << 25),
-    ]
-    peers = {n: rows[n, 1 << 25, "bfloat16", False]["peers_us"] for n in SMALL + POWERS}
-    package = any("fast_hadamard_transform" in found for found in peers.values())  # was installed
-    heads = [f"{d}, 2^{e.bit_length() - 1}" for d, e in columns] + ["package, bfloat16, 2^25"] * package
-    text += "| n | " + " | ".join(heads) + " |\n" + "|---" * (len(heads) + 1) + "|\n"
-    for n, found in peers.items():
-        cells = [of_copy(n, e, d, False) for d, e in columns]
-        if package:
-            cells.append(f"{found['copy'] / found['fast_hadamard_transform']:.2f}")
-        text += f"| {n} | " + " | ".join(cells) + " |\n"
-    text += "\nK * 2^m, 2^25 elements of bfloat16:\n\n| n | factors | us | of copy | dense product / ours | error |\n"
-    text += "|---|---|---|---|---|---|\n"
-    for n in BASES:
-        row = rows[n, 1 << 25, "bfloat16", False]
-        factors = " x ".join(map(str, row["factors"]))
-        dense = row["peers_us"]["dense_gemm"] / row["us"]
-        text += f"| {n} | {factors} | {row['us']:.1f} | {of_copy(n, 1 << 25, 'bfloat16', False)} | {dense:.0f} | "
-        text += f"{row['error']:.2e} |\n"
-    inplace = [r for case, r in rows.items() if case[3]]
-    text += "\nIn place, 2^24 elements of bfloat16 that stay in L2, over the out-of-place copy: "
-    text += ", ".join(f"{r['peers_us']['copy'] / r['us']:.2f} (n = {r['case']['n']})" for r in inplace) + ".\n"
-    doc = DOC.read_text()
-    mark = "<!-- table: bench_hadamard.py --render -->"
-    head, _, tail = doc.partition(mark + "\n")
-    _, _, tail = tail.partition("<!-- end -->\n")
-    DOC.write_text(f"{head}{mark}\n{text}<!-- end -->\n{tail}")
-
+def note(path: Path) -> None:
+    """The fractions of a results file into tuned.py's comments."""
     from quantrot.kernels.hadamard import tuned
 
+    rows = {tuple(r["case"].values()): r for r in json.loads(path.read_text())["rows"]}
     notes = read_notes()
     for table, sizes in (("PLANS", (25, 27)), ("SMALL_PLANS", (13, 17))):
         for name, n in getattr(tuned, table):
-            found = [of_copy(n, 1 << bits, name, False) for bits in sizes]
-            if any(found):  # else as --tune left it
-                notes[table, name, n] = ", ".join(fraction for fraction in found if fraction)
+            found = [rows[case] for bits in sizes if (case := (n, 1 << bits, name, False)) in rows]
+            if found:  # else as --tune left it
+                notes[table, name, n] = ", ".join(f"{r['peers_us']['copy'] / r['us']:.2f}" for r in found)
     write_tuned({table: dict(getattr(tuned, table)) for table in PROPOSE}, notes)
 
 
@@ -523,11 +481,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", nargs="*", type=int, help="orders to tune (none: all)")
     parser.add_argument("--table", choices=PROPOSE, default="PLANS", help="of tuned.py, for --tune")
-    parser.add_argument("--render", action="store_true")
+    parser.add_argument("--note", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    if asked.render:
-        render(asked.out or ROOT / "benchmarks" / "results" / "bench_hadamard-h200.json")
+    if asked.note:
+        note(asked.out or ROOT / "benchmarks" / "results" / "bench_hadamard-h200.json")
     else:
         if asked.tune is not None:
             tune(asked.tune or [*SMALL, *POWERS, *([] if asked.table == "SMALL_PLANS" else BASES)], asked.table)

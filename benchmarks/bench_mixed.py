@@ -12,11 +12,9 @@ dequantized operands. tune_mixed_hopper.py times every plan of the Hopper kernel
 """
 
 import argparse
-import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from timing import ROTATE_BYTES, Calls, copy_gbps, race, ratio, time_us, write_results  # noqa: E402
+from timing import ROTATE_BYTES, Calls, copy_gbps, in_processes, race, ratio, time_us, write_results  # noqa: E402
 
 from quantrot.kernels.mixed import mixed_gemm, mixed_ref, pack_int8  # noqa: E402
 
@@ -189,12 +187,6 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def warm_cache(work: list[Case]) -> None:
-    """Compile in processes: one by one, at first use, it would take longer than the table."""
-    with ProcessPoolExecutor(12, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_one, work))
-
-
 def compile_one(c: Case) -> None:
     x, weight, scale = operands(c, 1)[0]
     for backend in ("hopper", "triton", "expand"):
@@ -202,7 +194,7 @@ def compile_one(c: Case) -> None:
 
 
 def main(out: Path | None) -> None:
-    warm_cache(cases())
+    in_processes(compile_one, cases())
     gbps, rows = copy_gbps(), []
     print(HEADER)
     for c in cases():

@@ -2,32 +2,40 @@
 
     python benchmarks/bench_mxfp4.py            # the table, and results/bench_mxfp4-<gpu>.json
     python benchmarks/bench_mxfp4.py --tune     # first times every candidate tile and plan and writes tuned.py
-    python benchmarks/bench_mxfp4.py --model    # also a whole Llama-3.1-8B shape: decode and prefill
-    python benchmarks/bench_mxfp4.py --render   # no GPU: docs/measured/mxfp4.md from the json
 
-Times are those of timing.py. `floor` is bytes read and written, over the speed of a copy in the same run; of a product,
-the time to read the packed weight. cublas_fp8 multiplies ready e4m3 operands, tensorwise; tinygemm is
-torch.ops.aten._weight_int4pack_mm with groups of 128. `error` is relative, to float64 of the dequantized operands, or
-the share of codes that differ from the reference's on a part of the tensor (0).
+Times are those of timing.py, products and their peers in turn. `floor` is bytes read and written, over the speed of a
+copy in the same run; of a product, the time to read the packed weight. cublas_fp8 multiplies ready e4m3 operands,
+tensorwise; tinygemm is torch.ops.aten._weight_int4pack_mm with groups of 128. `error` is relative, to float64 of the
+dequantized operands, or the share of a quantizer's bytes that differ from the reference's on a part of the tensor (0).
 """
 
 import argparse
 import itertools
-import json
-import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from timing import ROTATE_BYTES, copy_gbps, random_tensors, time_us, write_results  # noqa: E402
+from tables import mxfp4_means  # noqa: E402
+from timing import (  # noqa: E402
+    ROTATE_BYTES,
+    Calls,
+    copy_gbps,
+    give_back,
+    in_processes,
+    race_us,
+    random_tensors,
+    time_us,
+    write_results,
+)
 
 from quantrot.kernels.fp8 import quantize_fp8_block  # noqa: E402
 from quantrot.kernels.mxfp4 import (  # noqa: E402
@@ -40,17 +48,21 @@ from quantrot.kernels.mxfp4 import (  # noqa: E402
     quantize_mxfp4,
     requantize_mxfp4,
 )
+from quantrot.kernels.mxfp4.gemm import scaled_product  # noqa: E402
 
-DOC = ROOT / "docs" / "measured" / "mxfp4.md"
 TUNED = ROOT / "quantrot" / "kernels" / "mxfp4" / "tuned.py"
 ROWS, COLUMNS = 32768, 4096
 SHAPES = [(4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336)]  # (N, K)
-PREFILL, BATCH, DECODE = [1024, 4096, 8192], [64, 96, 128, 256, 512], [1, 8, 16, 32]
+HADAMARD = (32, 64, 128)
+DECODE, PREFILL = [1, 8, 16, 32], [1024, 4096, 8192]
+TOKENS = [*DECODE, 64, 96, 128, 256, 512, *PREFILL]
 PACKED = 0.5 + 1 / 32  # bytes an element
 
+Row = dict[str, Any]
 
-def row(op: str, case: dict[str, Any], us: float, floor_bytes: float, peers: dict, error: float | None) -> dict:
-    return {"op": op, "case": case, "us": us, "floor_us": floor_bytes, "peers_us": peers, "error": error}
+
+def measured(op: str, case: dict[str, Any], us: float, floor_bytes: float, peers: dict, error: float | None) -> Row:
+    return {"op": op, "case": case, "us": us, "floor_bytes": floor_bytes, "peers_us": peers, "error": error}
 
 
 # --- Quantizers ------------------------------------------------------------------------------------------------------
@@ -58,124 +70,86 @@ def row(op: str, case: dict[str, Any], us: float, floor_bytes: float, peers: dic
 
 def quantizers() -> list[tuple[str, dict[str, Any], float, Callable]]:
     """(op, case beside rows and columns, bytes an element, function of (x, packed, scale))."""
-    signs = torch.randint(0, 2, (128,)) * 2 - 1
+    drawn = torch.randint(0, 2, (128,)).float() * 2 - 1
+    signs = {"cpu": drawn, "cuda": drawn.cuda()}
+
+    def backward(x: Tensor, h: int, random: bool) -> dict[str, Any]:
+        return {"hadamard": h, "signs": signs[x.device.type][:h], "random": (1, 2) if random else None}
+
     found: list[tuple[str, dict[str, Any], float, Callable]] = []
-
-    def add(op: str, case: dict, read: float, write: float, call: Callable) -> None:
-        found.append((op, case, read + write, call))
-
-    def random(hadamard: int, on: bool = True) -> dict:
-        return {"hadamard": hadamard, "signs": signs[:hadamard].float().cuda(), "random": (1, 2) if on else None}
-
-    for h in (32, 64, 128):
-        add(
-            "quantize_forward",
-            {"hadamard": h, "rule": "quest", "mask": True},
-            2,
-            PACKED + 0.125,
-            lambda x, p, s, h=h: hadamard_quantize_mxfp4(x, "quest", hadamard=h, clip_mask=True),
-        )
+    for h in HADAMARD:
+        quest = partial(hadamard_quantize_mxfp4, scale_rule="quest", hadamard=h, clip_mask=True)
+        case = {"hadamard": h, "rule": "quest", "mask": True}
+        found.append(("quantize_forward", case, 2 + PACKED + 0.125, lambda x, p, s, call=quest: call(x)))
     for rule in ("even", "quest", "mse"):
-        add(
-            "quantize_forward",
-            {"hadamard": 32, "rule": rule, "mask": False},
-            2,
-            PACKED,
-            lambda x, p, s, rule=rule: hadamard_quantize_mxfp4(x, rule),
-        )
-    add("quantize_forward", {"hadamard": 0, "rule": "even"}, 2, PACKED, lambda x, p, s: quantize_mxfp4(x))
-    add(
-        "quantize_forward",
-        {"hadamard": 32, "rule": "even", "to": "e4m3"},
-        2,
-        1,
-        lambda x, p, s: torch.ops.quantrot.mxfp4_quantize_expanded(x, None, "even", 32, "auto"),
-    )
-    for on in (True, False):
-        case = {"rounding": "stochastic" if on else "nearest"}
-        for h in (32, 128):
-            more = {"hadamard": h, **case}
-            add(
-                "quantize_backward",
-                more,
-                2,
-                PACKED,
-                lambda x, p, s, o=random(h, on): hadamard_quantize_mxfp4(x, "absmax34", **o),
-            )
-            add(
-                "quantize_transpose",
-                more,
-                2,
-                PACKED,
-                lambda x, p, s, o=random(h, on): hadamard_quantize_mxfp4(x, "absmax34", transpose=True, **o),
-            )
-            add(
-                "requantize_transpose",
-                more,
-                PACKED,
-                PACKED,
-                lambda x, p, s, o=random(h, on): requantize_mxfp4(p, s, **o),
-            )
-    add("expand", {}, PACKED, 1, lambda x, p, s: expand_mxfp4(p, s))
-    add("dequantize", {}, PACKED, 2, lambda x, p, s: dequantize_mxfp4(p, s))
+        plain = partial(hadamard_quantize_mxfp4, scale_rule=rule)
+        case = {"hadamard": 32, "rule": rule, "mask": False}
+        found.append(("quantize_forward", case, 2 + PACKED, lambda x, p, s, call=plain: call(x)))
+    found.append(("quantize_forward", {"hadamard": 0, "rule": "even"}, 2 + PACKED, lambda x, p, s: quantize_mxfp4(x)))
+    expanded = {"hadamard": 32, "rule": "even", "to": "e4m3"}
+    found.append(("quantize_forward", expanded, 3, lambda x, p, s: ready_tokens(x, "mxfp4")))
+    for random, h in itertools.product((False, True), HADAMARD):
+        case = {"rounding": "stochastic" if random else "nearest", "hadamard": h}
+
+        def turned(x: Tensor, p: Tensor, s: Tensor, transpose: bool, h: int = h, random: bool = random) -> Any:
+            return hadamard_quantize_mxfp4(x, "absmax34", transpose=transpose, **backward(x, h, random))
+
+        def again(x: Tensor, p: Tensor, s: Tensor, h: int = h, random: bool = random) -> Any:
+            return requantize_mxfp4(p, s, **backward(x, h, random))
+
+        found.append(("quantize_backward", case, 2 + PACKED, partial(turned, transpose=False)))
+        found.append(("quantize_transpose", case, 2 + PACKED, partial(turned, transpose=True)))
+        found.append(("requantize_transpose", case, 2 * PACKED, again))
+    found.append(("expand", {}, PACKED + 1, lambda x, p, s: expand_mxfp4(p, s)))
+    found.append(("dequantize", {}, PACKED + 2, lambda x, p, s: dequantize_mxfp4(p, s)))
     return found
 
 
 def differing(call: Callable, part: tuple) -> float:
-    """The share of codes on which the GPU and the CPU disagree."""
+    """The share of bytes on which the GPU and the CPU disagree."""
     got, expected = call(*(t.cuda() for t in part)), call(*part)
     got, expected = (t[0] if isinstance(t, tuple) else t for t in (got, expected))
     as_bytes = [t.cpu().view(torch.uint8) for t in (got, expected)]
     return (as_bytes[0] != as_bytes[1]).float().mean().item()
 
 
-def bench_quantizers() -> list[dict]:
-    xs = random_tensors((ROWS, COLUMNS), torch.bfloat16)
-    ready = [(x, *quantize_mxfp4(x)) for x in xs]
+def bench_quantizers() -> Iterator[Row]:
+    ready = [(x, *quantize_mxfp4(x)) for x in random_tensors((ROWS, COLUMNS), torch.bfloat16)]
     part = tuple(t[:256].cpu() for t in ready[0])
-    rows = []
     for op, case, size, call in quantizers():
-        us = time_us([lambda r=r, call=call: call(*r) for r in ready])
-        case = {"rows": ROWS, "cols": COLUMNS, **case}
-        on_cpu = "signs" not in (
-            call.__defaults__[0] if call.__defaults__ and isinstance(call.__defaults__[0], dict) else ()
-        )
-        rows.append(row(op, case, us, size * ROWS * COLUMNS, {}, differing(call, part) if on_cpu else None))
-        print(line(rows[-1]), flush=True)
-    return rows
+        us = time_us([partial(call, *each) for each in ready])
+        error = differing(call, part)
+        yield measured(op, {"rows": ROWS, "cols": COLUMNS, **case}, us, size * ROWS * COLUMNS, {}, error)
 
 
 # --- Products --------------------------------------------------------------------------------------------------------
 
 
-def relative(y: torch.Tensor, exact: torch.Tensor) -> float:
+def relative(y: Tensor, exact: Tensor) -> float:
     return ((y.double() - exact).norm() / exact.norm()).item()
 
 
-def int4_weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def int4_weight(n: int, k: int) -> tuple[Tensor, Tensor]:
     """A random weight as tinygemm takes it, groups of 128."""
     raw = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
     packed = torch.ops.aten._convert_weight_to_int4pack(raw, 8)
     return packed, torch.randn(k // 128, n, 2, device="cuda", dtype=torch.bfloat16)
 
 
-def fp8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    one = torch.ones((), device="cuda")
-    return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+def peers_of(x: Tensor, weights: list[Tensor]) -> dict[str, Calls]:
+    a, one, e4m3 = x.to(torch.float8_e4m3fn), torch.ones((), device="cuda"), torch.float8_e4m3fn
+    tensorwise = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    calls: dict[str, Calls] = {
+        "bf16": [partial(F.linear, x, w) for w in weights],
+        "cublas_fp8": [partial(tensorwise, a, w.to(e4m3).t()) for w in weights],
+    }
+    if len(x) <= 64:
+        ready = [int4_weight(*w.shape) for w in weights]
+        calls["tinygemm"] = [partial(torch.ops.aten._weight_int4pack_mm, x, w, 128, scale) for w, scale in ready]
+    return calls
 
 
-def peers_of(m: int, n: int, k: int, weights: list[torch.Tensor], x: torch.Tensor) -> dict[str, float]:
-    peers = {"bf16": time_us([lambda w=w: F.linear(x, w) for w in weights])}
-    e4m3 = [w.to(torch.float8_e4m3fn) for w in weights]
-    a = x.to(torch.float8_e4m3fn)
-    peers["cublas_fp8"] = time_us([lambda w=w: fp8_product(a, w) for w in e4m3])
-    if m <= 64:
-        ready = [int4_weight(n, k) for _ in weights]
-        peers["tinygemm"] = time_us([lambda w=w: torch.ops.aten._weight_int4pack_mm(x, w[0], 128, w[1]) for w in ready])
-    return peers
-
-
-def ready_tokens(x: torch.Tensor, activations: str) -> tuple[torch.Tensor, torch.Tensor]:
+def ready_tokens(x: Tensor, activations: str) -> tuple[Tensor, Tensor]:
     """Tokens in e4m3 with a scale each, as the product takes them."""
     if activations == "mxfp4":
         return torch.ops.quantrot.mxfp4_quantize_expanded(x, None, "even", 32, "auto")[:2]
@@ -183,149 +157,77 @@ def ready_tokens(x: torch.Tensor, activations: str) -> tuple[torch.Tensor, torch
     return qdata, scale.view(-1)
 
 
-def ready_product(tokens: tuple, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """W4A4 or W4A8 at prefill with the activations quantized before: the weight's expansion, and the product."""
-    from quantrot.kernels.mxfp4.gemm import scaled_product
-
+def ready_product(tokens: tuple[Tensor, Tensor], packed: Tensor, scale: Tensor) -> Tensor:
+    """W4A4 or W4A8 of a prompt that is quantized already: the weight's expansion, and the product."""
     weight, weight_scale, _ = expand_mxfp4(packed, scale)
-    return scaled_product(tokens[0], tokens[1], weight, weight_scale, torch.bfloat16)
+    return scaled_product(*tokens, weight, weight_scale, torch.bfloat16)
 
 
-def rotated(packed: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def product(x: Tensor, activations: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """As `Mxfp4Linear` runs it."""
+    hadamard = 32 if activations == "mxfp4" else 0
+    return partial(mxfp4_gemm, x, activations=activations, hadamard=hadamard, settled=True)
+
+
+def rotated(packed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Copies of packed weights in turn, as many as it takes to pass L2 (timing.py), and at least eight."""
     size = sum(t.numel() for t in packed[0])
     count = max(8, -(-ROTATE_BYTES // size))
     return [(w.clone(), s.clone()) for w, s in (packed[i % len(packed)] for i in range(count))]
 
 
-def bench_gemm(m: int, n: int, k: int) -> list[dict]:
+def bench_gemm(m: int, n: int, k: int) -> Iterator[Row]:
+    """All of a cell in turn."""
     weights = [w * 0.02 for w in random_tensors((n, k), torch.bfloat16)]
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    peers = peers_of(m, n, k, weights, x)
     packed = rotated([quantize_mxfp4(w, "mse") for w in weights])
-    dequantized = dequantize_mxfp4(*packed[0], torch.float32).double()
-    rows = []
+    calls: dict[Any, Calls] = dict(peers_of(x, weights))
     for activations in ("mxfp4", "fp8", "none"):
-        for ready in (True, False):
-            if ready and (activations == "none" or m not in PREFILL):
-                continue
-            if ready:
-                tokens = ready_tokens(x, activations)
-                calls = [lambda w=w, t=tokens: ready_product(t, *w) for w in packed]
-            else:
-                h = 32 if activations == "mxfp4" else 0
-                gemm = partial(mxfp4_gemm, x, activations=activations, hadamard=h, settled=True)
-                calls = [lambda w=w, gemm=gemm: gemm(*w) for w in packed]
-            us = time_us(calls)
-            error = None
-            if activations != "fp8":
-                operand = x.double()
-                if activations == "mxfp4":
-                    operand = dequantize_mxfp4(*hadamard_quantize_mxfp4(x)[:2], torch.float32).double()
-                error = relative(calls[0](), operand @ dequantized.T)
-            case = {"m": m, "n": n, "k": k, "activations": activations, "activations_ready": ready}
-            rows.append(row("gemm", case, us, PACKED * n * k, peers, error))
-            print(line(rows[-1]), flush=True)
-    return rows
+        calls[activations, False] = [partial(product(x, activations), *w) for w in packed]
+        if m in PREFILL and activations != "none":
+            tokens = ready_tokens(x, activations)
+            calls[activations, True] = [partial(ready_product, tokens, *w) for w in packed]
+    us = race_us(calls)
+    peers = {name: us[name] for name in us if isinstance(name, str)}
+    weight = dequantize_mxfp4(*packed[0], torch.float32).double()
+    operands = {"none": x, "mxfp4": dequantize_mxfp4(*hadamard_quantize_mxfp4(x)[:2], torch.float32)}
+    for activations, ready in (name for name in us if isinstance(name, tuple)):
+        error = None
+        if activations in operands:
+            y = calls[activations, ready][0]()
+            error = relative(y, operands[activations].double() @ weight.T)
+        case = {"m": m, "n": n, "k": k, "activations": activations, "activations_ready": ready}
+        yield measured("gemm", case, us[activations, ready], PACKED * n * k, peers, error)
 
 
 # --- Training --------------------------------------------------------------------------------------------------------
 
 
-def bench_training(m: int, n: int, k: int) -> list[dict]:
+def bench_training(m: int, n: int, k: int) -> Iterator[Row]:
     """The products of one layer: forward, and forward with backward, on tensors that change from call to call."""
     xs = [x.view(64, m // 64, k).requires_grad_() for x in random_tensors((m, k), torch.bfloat16)]
     w = (torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02).requires_grad_()
     g = torch.randn(64, m // 64, n, device="cuda", dtype=torch.bfloat16)
-
-    def step(product: Callable) -> float:
-        def one(x: torch.Tensor) -> tuple:
-            return torch.autograd.grad(product(x), (x, w), g)
-
-        return time_us([lambda x=x: one(x) for x in xs], replays=3)
-
-    def forward(product: Callable) -> float:
-        with torch.no_grad():
-            return time_us([lambda x=x: product(x) for x in xs], replays=3)
-
     packed, scale, _ = hadamard_quantize_mxfp4(w.detach(), "quest")
-    ready = forward(lambda x: mxfp4_gemm(x, packed, scale, activations="mxfp4", scale_rule="quest", hadamard=32))
-    plain = forward(lambda x: F.linear(x, w))
-    case = {"m": m, "n": n, "k": k}
-    rows = [row("training_forward", {**case, "weights": "ready"}, ready, 0, {"bf16": plain}, None)]
-    peers = {"bf16": step(lambda x: F.linear(x, w)), "hadamard": step(lambda x: HadamardGemm.apply(x, w, 32))}
-    for hadamard in (32, 128):
-        ours = step(lambda x, h=hadamard: Mxfp4Gemm.apply(x, w, h, (1, 2)))
-        rows.append(row("training_step", {**case, "hadamard": hadamard}, ours, 0, peers, None))
-    for entry in rows:
-        print(line(entry), flush=True)
-    return rows
+    settled = partial(mxfp4_gemm, activations="mxfp4", scale_rule="quest", hadamard=32)
 
-
-# --- A whole model ---------------------------------------------------------------------------------------------------
-
-
-def bench_model(tokens: int = 2048) -> list[dict]:
-    """Llama-3.1-8B's shape with random weights: decode at batch 1 and prefill, torch.compile reduce-overhead."""
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
-
-    from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
-    from quantrot.modules import Mxfp4Linear, OnlineHadamard
-    from quantrot.rotation import Rotation
-
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-    )
-    with torch.device("cuda"):
-        model: Any = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    fmt = LinearFormat(WeightFormat("mxfp4", (1, 32), "mse"), ActivationFormat("mxfp4", (1, 32), "even"), 32)
-
-    def swap() -> None:
-        for name, old in list(model.named_modules()):
-            if type(old) is torch.nn.Linear and name != "lm_head":
-                online = OnlineHadamard(Rotation("hadamard", "hadamard", old.in_features, 32))
-                new = Mxfp4Linear(old.in_features, old.out_features, False, torch.bfloat16, fmt, online=online)
-                packed, scale, _ = hadamard_quantize_mxfp4(old.weight.detach(), "mse")
-                new.weight_packed.data, new.weight_scale.data = packed, scale
-                model.set_submodule(name, new.cuda())
-
-    def times() -> tuple[float, float]:
-        torch._dynamo.reset()
-        run = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
-        cache = StaticCache(config=config, max_cache_len=tokens + 64)
-        ids = torch.randint(0, config.vocab_size, (1, tokens), device="cuda")
-
-        def call(piece: torch.Tensor, start: int) -> float:
-            at = torch.arange(start, start + piece.shape[1], device="cuda")
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.compiler.cudagraph_mark_step_begin()
-            begin.record()
-            run(input_ids=piece, past_key_values=cache, cache_position=at, use_cache=True, logits_to_keep=1)
-            end.record()
-            end.synchronize()
-            return begin.elapsed_time(end) * 1e3
-
-        with torch.no_grad():
-            prefill = sorted(call(ids, 0) for _ in range(8))[3]
-            decode = sorted(call(ids[:, :1], tokens + i) for i in range(32))[15]
-        return decode, prefill
-
-    plain = times()
-    swap()
-    ours = times()
-    rows = []
-    for what, us, theirs in (("decode", ours[0], plain[0]), ("prefill", ours[1], plain[1])):
-        rows.append(
-            row("model", {"shape": "llama-3.1-8b", "phase": what, "tokens": tokens}, us, 0, {"bf16": theirs}, None)
+    with torch.no_grad():
+        us = race_us(
+            {"us": [partial(settled, x, packed, scale) for x in xs], "bf16": [partial(F.linear, x, w) for x in xs]}
         )
-        print(line(rows[-1]), flush=True)
-    return rows
+    case = {"m": m, "n": n, "k": k}
+    yield measured("training_forward", {**case, "weights": "ready"}, us["us"], 0, {"bf16": us["bf16"]}, None)
+
+    def step(forward: Callable[[Tensor], Tensor]) -> Calls:
+        return [lambda x=x: torch.autograd.grad(forward(x), (x, w), g) for x in xs]
+
+    calls: dict[Any, Calls] = {"bf16": step(lambda x: F.linear(x, w))}
+    calls["hadamard"] = step(lambda x: HadamardGemm.apply(x, w, 32))
+    calls |= {h: step(lambda x, h=h: Mxfp4Gemm.apply(x, w, h, (1, 2))) for h in (32, 128)}
+    us = race_us(calls)
+    for h in (32, 128):
+        peers = {name: us[name] for name in ("bf16", "hadamard")}
+        yield measured("training_step", {**case, "hadamard": h}, us[h], 0, peers, None)
 
 
 # --- Tuning ----------------------------------------------------------------------------------------------------------
@@ -447,124 +349,54 @@ def write_tuned() -> None:
 
 # --- The table -------------------------------------------------------------------------------------------------------
 
-HEADER = f"{'op':22s} {'case':62s} {'us':>9s} {'floor':>8s} {'of floor':>8s}  peers over ours; error\n" + "-" * 140
+HEADER = f"{'op':22s} {'case':62s} {'us':>9s} {'of floor':>8s}  peers over ours; error\n" + "-" * 140
 
 
-def line(entry: dict) -> str:
-    case = " ".join(f"{k}={v}" for k, v in entry["case"].items())
-    peers = ", ".join(f"{name} {us / entry['us']:.2f}" for name, us in entry["peers_us"].items())
-    error = "" if entry["error"] is None else f"; {entry['error']:.2e}"
-    return f"{entry['op']:22s} {case:62s} {entry['us']:9.1f} {'':17s} {peers}{error}"
+def line(row: Row) -> str:
+    case = " ".join(f"{k}={v}" for k, v in row["case"].items())
+    peers = ", ".join(f"{name} {us / row['us']:.2f}" for name, us in row["peers_us"].items())
+    error = "" if row["error"] is None else f"; {row['error']:.2e}"
+    return f"{row['op']:22s} {case:62s} {row['us']:9.1f} {row['floor_us'] / row['us']:8.2f}  {peers}{error}"
 
 
-def main(asked: argparse.Namespace) -> None:
+def warm(job: tuple) -> None:
+    """Compiles what one row runs."""
+    if len(job) == 1:
+        x = torch.randn(ROWS, COLUMNS, device="cuda", dtype=torch.bfloat16)
+        quantizers()[job[0]][3](x, *quantize_mxfp4(x))
+    else:
+        m, n, k = job
+        x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
+        for activations in ("mxfp4", "fp8", "none"):
+            product(x, activations)(*quantize_mxfp4(w, "mse"))
+
+
+def main(out: Path | None) -> None:
+    shapes = [(m, n, k) for n, k in SHAPES for m in TOKENS]
+    in_processes(warm, [(i,) for i in range(len(quantizers()))] + shapes)
     gbps = copy_gbps()
     print(HEADER)
-    rows = bench_quantizers()
-    for n, k in SHAPES:
-        for m in DECODE + BATCH + PREFILL:
-            rows += bench_gemm(m, n, k)
-    rows += bench_training(ROWS, 4096, 4096)
-    if asked.model:
-        rows += bench_model()
-    for entry in rows:
-        entry["floor_us"] /= gbps * 1e3
-    write_results("bench_mxfp4", gbps, rows, asked.out)
-    print(summary(rows))
-
-
-def summary(rows: list[dict]) -> str:
-    """The bars: geometric mean and worst of each kind."""
-    text = ""
-    for name, chosen in groups(rows).items():
-        ratios = [r["peers_us"]["bf16"] / r["us"] for r in chosen]
-        if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            text += f"{name}: {mean:.2f} x bf16 (geometric mean), {min(ratios):.2f} at worst\n"
-    return text
-
-
-def groups(rows: list[dict]) -> dict[str, list[dict]]:
-    """The products by what they multiply."""
-    gemm = [r for r in rows if r["op"] == "gemm"]
-    found = {}
-    for activations, label in (("mxfp4", "W4A4"), ("fp8", "W4A8"), ("none", "W4A16")):
-        mine = [r for r in gemm if r["case"]["activations"] == activations]
-        found[f"{label}, prefill, activations ready"] = [r for r in mine if r["case"]["activations_ready"]]
-        late = [r for r in mine if not r["case"]["activations_ready"]]
-        found[f"{label}, prefill"] = [r for r in late if r["case"]["m"] in PREFILL]
-        for m in DECODE + BATCH:
-            found[f"{label}, {m} token{'s' if m > 1 else ''}"] = [r for r in late if r["case"]["m"] == m]
-    return found
-
-
-# --- The tables of docs/measured/mxfp4.md -----------------------------------------------------------------------------
-
-
-def render(path: Path) -> None:
-    result = json.loads(path.read_text())
-    rows = result["rows"]
-    text = f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}, triton {result['triton']}: copy "
-    text += f"{result['copy_gbps']:.0f} GB/s. `{result['command']}`, commit {result['commit']}.\n\n"
-    text += f"Quantizers, {ROWS} x {COLUMNS} bfloat16:\n\n| op | | us | of the byte floor |\n|---|---|---|---|\n"
-    for r in rows:
-        if r["case"].get("rows"):
-            case = ", ".join(f"{k} {v}" for k, v in r["case"].items() if k not in ("rows", "cols"))
-            text += f"| {r['op']} | {case} | {r['us']:.1f} | {r['floor_us'] / r['us']:.2f} |\n"
-    text += "\nProducts, bfloat16's time over ours:\n\n| M, N, K | " + " | ".join(GEMM_COLUMNS) + " |\n"
-    text += "|---" * (len(GEMM_COLUMNS) + 1) + "|\n"
-    for n, k in SHAPES:
-        for m in DECODE + BATCH + PREFILL:
-            here = [
-                r for r in rows if r["op"] == "gemm" and (r["case"]["m"], r["case"]["n"], r["case"]["k"]) == (m, n, k)
-            ]
-            text += f"| {m}, {n}, {k} | " + " | ".join(cell(here, column) for column in GEMM_COLUMNS) + " |\n"
-    text += "\n" + summary(rows).replace("\n", "\n\n")
-    for r in rows:
-        if r["op"] in ("training_forward", "training_step", "model"):
-            case = ", ".join(f"{k} {v}" for k, v in r["case"].items())
-            text += (
-                f"{r['op']} ({case}): {r['us'] / 1e3:.2f} ms, {r['us'] / r['peers_us']['bf16']:.2f} of bfloat16's.\n\n"
-            )
-    doc = DOC.read_text()
-    mark = "<!-- table: bench_mxfp4.py --render -->"
-    head, _, tail = doc.partition(mark + "\n")
-    _, _, tail = tail.partition("<!-- end -->\n")
-    DOC.write_text(f"{head}{mark}\n{text.rstrip()}\n<!-- end -->\n{tail}")
-
-
-GEMM_COLUMNS = ["W4A4 ready", "W4A4", "W4A8 ready", "W4A8", "W4A16", "tinygemm", "cublas_fp8", "of weight floor"]
-
-
-def cell(rows: list[dict], column: str) -> str:
-    """bfloat16's time over that of one column; `ready`: the activations are quantized before."""
-    if not rows:
-        return ""
-    peers = rows[0]["peers_us"]
-    if column in peers:
-        return f"{peers['bf16'] / peers[column]:.2f}"
-    if column == "of weight floor":
-        late = [r for r in rows if not r["case"]["activations_ready"] and r["case"]["activations"] == "none"]
-        return f"{late[0]['floor_us'] / late[0]['us']:.2f}" if late and late[0]["case"]["m"] <= 32 else ""
-    kind = {"W4A4": "mxfp4", "W4A8": "fp8", "W4A16": "none"}.get(column.split()[0])
-    chosen = [
-        r
-        for r in rows
-        if r["case"]["activations"] == kind and r["case"]["activations_ready"] == column.endswith("ready")
+    rows = []
+    parts = [
+        bench_quantizers,
+        *(partial(bench_gemm, *shape) for shape in shapes),
+        partial(bench_training, ROWS, 4096, 4096),
     ]
-    return f"{peers['bf16'] / chosen[0]['us']:.2f}" if chosen else ""
+    for part in parts:
+        for row in part():
+            row["floor_us"] = row.pop("floor_bytes") / gbps / 1e3
+            print(line(row), flush=True)
+            rows.append(row)
+        give_back()
+    write_results("bench_mxfp4", gbps, rows, out)
+    print("\n".join(mxfp4_means(rows)))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--model", action="store_true")
-    parser.add_argument("--render", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    if asked.render:
-        render(asked.out or ROOT / "benchmarks" / "results" / "bench_mxfp4-h200.json")
-    else:
-        if asked.tune:
-            tune()
-        main(asked)
+    if asked.tune:
+        tune()
+    main(asked.out)

@@ -1,15 +1,12 @@
 """A decoder layer's four products by every format at every number of tokens a server meets, against bfloat16.
 
-    python benchmarks/bench_tokens.py               # the table, and results/bench_tokens-<gpu>.json
-    python benchmarks/bench_tokens.py --render      # docs/tokens.svg from that
+    python benchmarks/bench_tokens.py      # the table, and results/bench_tokens-<gpu>.json
 
 Each layer as chain.py has it: queries, keys and values, o_proj, gate and up, silu(gate) * up, down_proj, each with the
 quantization of its tokens; no norms, no attention.
 """
 
 import argparse
-import json
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +14,7 @@ from pathlib import Path
 import torch
 from bench_mxfp4_layer import weight as mxfp4_weight
 from chain import DEVICE, GPU, HIDDEN, chain, gate, int8_weight, layer_us, normal, weights
-from timing import ROOT, copy_gbps, write_results
+from timing import copy_gbps, write_results
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,9 +23,6 @@ from quantrot.kernels.mixed import mixed_gemm
 from quantrot.kernels.mxfp4 import mxfp4_gemm
 
 TOKENS = (1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512) if GPU else (1, 3)
-RESULTS = ROOT / "benchmarks" / "results" / "bench_tokens-h200.json"
-PLOT = ROOT / "docs" / "tokens.svg"
-COLOURS = {"int8": "#7a9a3a", "fp8": "#4878a8", "mxfp4": "#c8553d"}
 
 
 def fp8_weight(n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -66,50 +60,7 @@ def measure(out: Path | None) -> None:
         write_results("bench_tokens", copy_gbps(), rows, out)
 
 
-# --- The plot --------------------------------------------------------------------------------------------------------
-
-
-def plot(rows: list[dict]) -> str:
-    """An SVG of how many times faster than bfloat16 each format's layer is, tokens on a scale of powers of two."""
-    width, height, left, bottom, top = 760, 380, 50, 50, 20
-    most = max(row["case"]["m"] for row in rows)
-    high = math.ceil(max(row["peers_us"]["bf16"] / row["us"] for row in rows) * 2) / 2
-
-    def point(m: int, times: float) -> tuple[float, float]:
-        across = left + math.log2(m) / math.log2(most) * (width - left - 20)
-        return round(across, 1), round(height - bottom - times / high * (height - bottom - top), 1)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for i in range(int(high * 2) + 1):
-        (x1, y), (x2, _) = point(1, i / 2), point(most, i / 2)
-        parts.append(f'<line x1="{x1}" y1="{y}" x2="{x2}" y2="{y}" stroke="{"#888" if i == 2 else "#ddd"}"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{i / 2:.1f}</text>')
-    for i in range(int(math.log2(most)) + 1):
-        parts.append(f'<text x="{point(1 << i, 0)[0]}" y="{height - bottom + 18}" text-anchor="middle">{1 << i}</text>')
-    for i, (name, colour) in enumerate(COLOURS.items()):
-        points = [point(r["case"]["m"], r["peers_us"]["bf16"] / r["us"]) for r in rows if r["case"]["format"] == name]
-        line = " ".join(f"{x},{y}" for x, y in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in points]
-        parts.append(f'<text x="{width - 30}" y="{top + 16 + 18 * i}" text-anchor="end" fill="{colour}">{name}</text>')
-    parts.append(
-        f'<text x="{(width + left) / 2}" y="{height - 10}" text-anchor="middle">tokens; a decoder layer\'s products of '
-        "Llama 3.1 8B, times faster than bfloat16</text>"
-    )
-    return "\n".join([*parts, "</svg>", ""])
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--render", action="store_true", help="the plot, of results that are there")
     parser.add_argument("--out", type=Path, help="the json")
-    asked = parser.parse_args()
-    if asked.render:
-        PLOT.write_text(plot(json.loads(RESULTS.read_text())["rows"]))
-        print(f"wrote {PLOT}")
-    else:
-        measure(asked.out)
+    measure(parser.parse_args().out)

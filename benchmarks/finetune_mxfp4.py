@@ -1,7 +1,6 @@
 """Fine-tune a Llama with MXFP4 linears, forward and backward, against bfloat16 on the same data in the same order.
 
     python benchmarks/finetune_mxfp4.py --text FILE --save DIR     # writes results/finetune_mxfp4-<name>.json
-    python benchmarks/finetune_mxfp4.py --render    # docs/finetune_mxfp4.svg and docs/measured/mxfp4.md
 
 Master weights and AdamW are float32, activations bfloat16 (autocast) in both runs; embeddings and the language model
 head stay frozen; in the MXFP4 run every other linear is `Mxfp4TrainingLinear`: QuEST forward, randomised Hadamard and
@@ -32,8 +31,6 @@ from quantrot.modules.mxfp4 import train_in_mxfp4  # noqa: E402
 from quantrot.source import open_source  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-PLOT = ROOT / "docs" / "finetune_mxfp4.svg"
-DOC = ROOT / "docs" / "measured" / "mxfp4.md"
 KINDS = ("bfloat16", "mxfp4")
 
 
@@ -144,84 +141,7 @@ def main(asked: argparse.Namespace) -> None:
     print(f"wrote {asked.out}")
 
 
-# --- The plot --------------------------------------------------------------------------------------------------------
-
-
-def smooth(values: list[float], width: int = 10) -> list[tuple[float, float]]:
-    """(step, mean of the `width` losses that end there)."""
-    return [(i, sum(values[i + 1 - width : i + 1]) / width) for i in range(width - 1, len(values))]
-
-
-def plot(result: dict[str, Any]) -> str:
-    """An SVG of the training losses (thin, means of ten steps) and validation losses (thick, dots)."""
-    width, height, left, bottom, top = 760, 400, 60, 50, 30
-    curves = [(run["kind"], smooth(run["loss"]), run["validation"]) for run in result["runs"]]
-    values = [y for _, thin, thick in curves for _, y in [*thin, *thick]]
-    low, high = math.floor(min(values) * 10) / 10, math.ceil(max(values) * 10) / 10
-    colour = {"bfloat16": "#4878a8", "mxfp4": "#c8553d"}
-
-    def point(x: float, y: float) -> str:
-        across = left + x / result["steps"] * (width - left - 20)
-        return f"{across:.1f},{height - bottom - (y - low) / (high - low) * (height - bottom - top):.1f}"
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for i in range(6):
-        y = low + (high - low) * i / 5
-        start, end = point(0, y), point(result["steps"], y)
-        (x1, y1), (x2, y2) = start.split(","), end.split(",")
-        parts.append(f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 8}" y="{float(y1) + 4:.1f}" text-anchor="end">{y:.2f}</text>')
-        step = result["steps"] * i // 5
-        parts.append(
-            f'<text x="{point(step, low).split(",")[0]}" y="{height - bottom + 18}" text-anchor="middle">{step}</text>'
-        )
-    for i, (kind, thin, thick) in enumerate(curves):
-        line = " ".join(point(x, y) for x, y in thin)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour[kind]}" opacity="0.45"/>')
-        line = " ".join(point(x, y) for x, y in thick)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour[kind]}" stroke-width="2.5"/>')
-        for x, y in thick:
-            cx, cy = point(x, y).split(",")
-            parts.append(f'<circle cx="{cx}" cy="{cy}" r="3.5" fill="{colour[kind]}"/>')
-        label = f"{kind}: validation {thick[0][1]:.3f} at step 0, {thick[-1][1]:.3f} at step {thick[-1][0]}"
-        parts.append(
-            f'<text x="{width - 30}" y="{top + 16 + 18 * i}" text-anchor="end" fill="{colour[kind]}">{label}</text>'
-        )
-    parts.append(
-        f'<text x="{(width + left) / 2}" y="{height - 10}" text-anchor="middle">step ({result["batch"]} x '
-        f"{result['seq_len']} tokens); thick: validation loss, thin: training loss, mean of ten steps</text>"
-    )
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def table(result: dict[str, Any]) -> str:
-    """The runs as Markdown, and the perplexities that `evaluations` of the json holds."""
-    lines = ["| run | validation loss, first | last | mean of the last 20 training losses | seconds a step |"]
-    lines.append("|---|---|---|---|---|")
-    for run in result["runs"]:
-        first, last = run["validation"][0][1], run["validation"][-1]
-        tail = sum(run["loss"][-20:]) / len(run["loss"][-20:])
-        pace = run["seconds"] / len(run["loss"])
-        lines.append(f"| {run['kind']}, {last[0]} steps | {first:.3f} | {last[1]:.3f} | {tail:.3f} | {pace:.1f} |")
-    run = result["runs"][-1]
-    lines += [
-        "",
-        f"{Path(result['model']).name}, {result['batch']} x {result['seq_len']} tokens a step of {result['text']}, "
-        f"AdamW, learning rate {result['lr']:g}; {run['trained_parameters'] / 1e6:.1f} million parameters of "
-        f"{run['mxfp4_linears']} linears and the norms train, embeddings stay. {result['device']}, {result['threads']} "
-        f"thread of a shared machine, torch {result['torch']}.",
-    ]
-    found = result.get("evaluations")
-    if found:
-        one = next(iter(found.values()))
-        lines += ["", "| saved model | perplexity |", "|---|---|"]
-        lines += [f"| {name} | {entry['ppl']:.2f} +- {entry['stderr']:.2f} |" for name, entry in found.items()]
-        lines += ["", f"`quantrot eval ppl`: {one['windows']} windows of {one['seq_len']} tokens of {one['text']}."]
-    return "\n".join(lines)
+# --- Perplexities ----------------------------------------------------------------------------------------------------
 
 
 def add(path: Path, entry: str) -> None:
@@ -237,14 +157,6 @@ def add(path: Path, entry: str) -> None:
         "text": Path(settings["text"].split(",")[0]).name,
     }
     path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def render(result: dict[str, Any]) -> None:
-    PLOT.write_text(plot(result))
-    mark = "<!-- table: finetune_mxfp4.py --render -->\n"
-    head, _, tail = DOC.read_text().partition(mark)
-    _, _, tail = tail.partition("<!-- end -->\n")
-    DOC.write_text(f"{head}{mark}{table(result)}\n<!-- end -->\n{tail}")
 
 
 if __name__ == "__main__":
@@ -264,12 +176,9 @@ if __name__ == "__main__":
     parser.add_argument("--save", type=Path, help="directory for the trained models")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--add", nargs="+", help="label=file: perplexities of `quantrot eval ppl --output`")
-    parser.add_argument("--render", action="store_true")
     asked = parser.parse_args()
     asked.out = asked.out or RESULTS / f"finetune_mxfp4-{asked.name}.json"
     for entry in asked.add or []:
         add(asked.out, entry)
-    if asked.render or asked.add:
-        render(json.loads(asked.out.read_text()))
-    else:
+    if not asked.add:
         main(asked)

@@ -4,11 +4,15 @@ A time is the median of replays of one CUDA graph that holds calls on different 
 of L2 (the smallest tensors: 512 of them), outputs included. The copy is timed the same way in the same run.
 """
 
+import gc
 import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,18 @@ import torch
 ROOT = Path(__file__).parent.parent
 ROTATE_BYTES = 256 << 20
 WARM_US = 10_000  # before a timing: one kernel read 0.58 of copy after an idle gap, 0.75 in a run of timings
+CLEARED_A_SECOND = 250e9  # bytes, at least: 640e9 were measured
 Calls = Sequence[Callable[[], Any]]
+
+
+def give_back() -> None:
+    """torch's unused memory to the driver, and the time that the driver takes to clear it: while it did, reads at
+    memory speed took 282 us for 249 and copies 950 for 777, for 28 ms after 16 GB and 100 ms after 64."""
+    gc.collect()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    freed = before - torch.cuda.memory_reserved()
+    time.sleep(freed / CLEARED_A_SECOND)
 
 
 def captured(calls: Calls, least: int) -> tuple[Callable[[], float], int]:
@@ -29,6 +44,7 @@ def captured(calls: Calls, least: int) -> tuple[Callable[[], float], int]:
         for call in calls[:2]:
             call()
     torch.cuda.synchronize()
+    give_back()  # or capturing would, unseen
     graph, kept = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
@@ -99,6 +115,13 @@ def copy_gbps() -> float:
     """Bytes read plus bytes written per nanosecond by the copy of 2^27 bfloat16 elements: the byte floors' speed."""
     xs = random_tensors((1 << 15, 1 << 12), torch.bfloat16)
     return 4 * xs[0].numel() / copy_us(xs) / 1e3
+
+
+def in_processes(call: Callable[[Any], Any], jobs: Iterable[Any], workers: int = 12) -> list[Any]:
+    """`call` (a function of a module) of every job, side by side: kernels compiled one by one, at first use, would take
+    longer than the table."""
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(call, jobs))
 
 
 def write_results(script: str, gbps: float, rows: list[dict[str, Any]], out: Path | None = None) -> Path:

@@ -13,15 +13,13 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from bench_fp8 import DECODE, PREFILL, WEIGHTS, operands, tensorwise
-from timing import copy_gbps, race_us, time_us
+from timing import copy_gbps, give_back, in_processes, race_us, time_us
 
 from quantrot.kernels.fp8 import dequantize_fp8_block, fp8_block_gemm, hopper
 from quantrot.kernels.fp8.hopper import Decode, Plan, Prefill
@@ -86,8 +84,7 @@ def source(choice: Choice) -> str:
 def compile_all(choices: Sequence[Choice]) -> None:
     """Into the cache on disk, side by side: by processes that never use the GPU."""
     sources = {source(choice) for choice in choices}
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_cubin, sources))
+    in_processes(compile_cubin, sources, os.cpu_count() or 1)
 
 
 def name_of(choice: Choice) -> str:
@@ -206,7 +203,7 @@ def prefill(quick: bool, gbps: float, log: IO[str]) -> None:
             bench.write(log)
             bench.data, bench.first = [], {}  # not kept: they fill the memory together
             benches.append(bench)
-            torch.cuda.empty_cache()
+            give_back()
         best = table(benches, choices)
         choices = [best, *((plan, 1) for plan in changed(best[0]))]
 

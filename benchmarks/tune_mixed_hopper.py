@@ -12,10 +12,8 @@ gate, by one token, us a layer; also with norms and residuals, in kernels of the
 """
 
 import argparse
-import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 from bench_mixed import GROUP, PAPER, SHAPES, WIDE, Case, case, copies_of, cublas, operands, traffic
 from chain import EPSILON, HIDDEN, INNER, chain, gate, int8_weight, layer_us, norm, normal, weights
-from timing import Calls, copy_gbps, race, ratio, time_us
+from timing import Calls, copy_gbps, in_processes, race, ratio, time_us
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -251,8 +249,7 @@ def main() -> None:
             cases += [case(m, n, k, "packed", "bfloat16", "weight", group) for m, (n, k), group in todo]
     work = list(dict.fromkeys((plan, kernel_of(c)) for c in cases for plan in plans_of(c, asked.rule)))
     print(len(work), "kernels", flush=True)
-    with ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_one, work, chunksize=4))
+    in_processes(compile_one, work, 14)
     if asked.compile_only:
         return
     gbps = copy_gbps() if cases else 0.0
