@@ -38,7 +38,8 @@ def feedback(hessian: Tensor) -> Feedback:
     damping = DAMPING * torch.where(mean > 0, mean, 1.0)
     order = hessian.diagonal().argsort(descending=True, stable=True)
     last = order.flip(0)  # backwards, Cholesky's lower triangle is the upper one
-    h = (hessian.triu() + hessian.triu(1).T)[last[:, None], last].double()
+    # Indexing by both at once would write out two int64 [K, K] on a GPU.
+    h = (hessian.triu() + hessian.triu(1).T).index_select(0, last).index_select(1, last).double()
     while True:
         h.diagonal().add_(damping)
         root, wrong = torch.linalg.cholesky_ex(h)
