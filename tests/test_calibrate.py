@@ -146,6 +146,38 @@ def test_verifying_and_learning_need_no_text(source, whole, tmp_path):
     assert not any("learned" in note for note in plan(source, recipe, calibration=CALIBRATION).notes)
 
 
+def test_learned_rotations_and_gptq_from_the_command_line(source, tmp_path, monkeypatch):
+    """Stopped and resumed, it ends with the same bytes, which are nearer to the original than to nearest."""
+    learn(source, ROTATED, tmp_path / "r", text=TEXT, steps=1, seq_len=32, windows=3, held_out=1, device="cpu")
+    rotations = {name: {**FUSED[name], "kind": "learned"} for name in ("R1", "R2")} | {"R4": FUSED["R4"]}
+    recipe, (text, out) = {"rotations": {**rotations, "path": "r"}, **PLAIN}, (tmp_path / "text", tmp_path / "out")
+    (tmp_path / "learned.yaml").write_text(json.dumps(recipe))
+    text.write_text(TEXT)
+    run = ["convert", str(source), "-r", str(tmp_path / "learned.yaml"), "--calibration", str(text)]
+    run += ["--windows", "7", "--seq-len", "48", "-o"]
+    assert CliRunner().invoke(app, [*run, str(out)]).exit_code == 0
+    real, left = os.pwrite, [30]
+
+    def stop(*args):
+        left[0] -= 1
+        if not left[0]:
+            raise OSError("no space")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", stop)
+        assert CliRunner().invoke(app, [*run, str(tmp_path / "again")]).exit_code
+    result = CliRunner().invoke(app, [*run, str(tmp_path / "again"), "--resume"])
+    assert result.exit_code == 0, result.output
+    assert contents(tmp_path / "again") == contents(out)
+    assert not verify(out, text=TEXT, seq_len=32, count=2, device="cpu").failures
+    convert(source, load_recipe(tmp_path / "learned.yaml").nearest(), tmp_path / "nearest")
+    original, _ = open_model(source, "cpu", "float32")
+    ids = plan(source, tmp_path / "learned.yaml", calibration=CALIBRATION).windows
+    found, nearest = (divergence(load(d, device_map="cpu"), original, ids).kl for d in (out, tmp_path / "nearest"))
+    assert found < 0.8 * nearest
+
+
 @pytest.mark.parametrize(
     ("recipe", "calibration", "message"),
     [
