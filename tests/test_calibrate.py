@@ -71,7 +71,7 @@ def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, mon
     biases = {} if model_type == "llama" else {"attention_bias": False, "mlp_bias": False}
     source = tiny(tmp_path / "model", **SHAPE | biases, model_type=model_type)
     seen, real = [], sys.modules["quantrot.gptq"].feedback
-    monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda h: seen.append(h.clone()) or real(h))
+    monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda h, c: seen.append(h.clone()) or real(h, c))
     done = convert(source, recipe, tmp_path / "out", calibration=CALIBRATION, threads=1)
     names = [step.hessian for step in done.plan.steps if step.hessian == step.name]
     model = load(tmp_path / "out", device_map="cpu", dtype=torch.float32, merge=False)
@@ -92,6 +92,26 @@ def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, mon
                 model(ids[None])
         handle.remove()
         assert (hessians[fqn].triu() - total.triu()).norm() < 2e-3 * total.norm(), fqn
+
+
+def test_cross_products_are_of_what_inputs_miss_of_the_originals(source, tmp_path, monkeypatch):
+    seen, real = [], sys.modules["quantrot.gptq"].feedback
+    monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda h, c: seen.append(c.clone()) or real(h, c))
+    done = convert(source, PLAIN, tmp_path / "out", calibration=CALIBRATION, threads=1)
+    names = sorted({step.hessian for step in done.plan.steps} - {""})
+    fqn, inputs = "model.layers.2.self_attn.q_proj", []
+    for model in (load(done.out, device_map="cpu", dtype=torch.float32, merge=False), open_model(source, "cpu")[0]):
+        found = []
+        model.float().get_submodule(fqn).register_forward_pre_hook(
+            lambda _, args, found=found: found.append(args[0][0])
+        )
+        with torch.no_grad():
+            for ids in done.plan.windows:
+                model(ids[None])
+        inputs.append(torch.cat(found))
+    x = quantize_dequantize(inputs[0], done.plan.linears[fqn].activations)
+    wanted = (inputs[1] - x).T @ x
+    assert (seen[names.index(fqn)] - wanted).norm() < 2e-2 * wanted.norm()
 
 
 def test_threads_do_not_change_a_byte(source, whole, tmp_path):
