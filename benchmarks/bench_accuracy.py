@@ -88,9 +88,12 @@ ATTENTION: dict[str, dict[str, Any]] = {
 
 def with_gptq(recipe: str) -> dict[str, Any]:
     """The recipe with all its weights rounded by GPTQ."""
-    tree = load_recipe(recipe).resolved()
+    loaded = load_recipe(recipe)
+    tree = loaded.resolved()
     for rule in tree["linear"]:
         rule["weights"]["rounding"] = "gptq"
+    if loaded.rotations.learned:  # a path starts at the recipe's file, and this has none
+        tree["rotations"]["path"] = str(loaded.rotations_file)
     return tree
 
 

@@ -2,9 +2,10 @@
 
 A layer's Hessians are of the inputs that reach its linears in the converted model: the layers before it are read back
 as they were written, and every input is turned and rounded as its linear will do it. Only the layer's own linears are
-still exact. (Attention runs in float32, whatever the recipe makes of it.) So calibration holds all windows' hidden
-states, which it takes through one layer at a time; a conversion that resumes takes them through the layers that are
-done, to the same bits: a window is run by one thread, and Hessians are summed in the order of the windows.
+still exact. (Attention runs in float32, whatever the recipe makes of it.) Beside them run the original's, through the
+same exact linears with nothing rounded. So calibration holds all windows' hidden states twice, which it takes through
+one layer at a time; a conversion that resumes takes them through the layers that are done, to the same bits: a window
+is run by one thread, and Hessians are summed in the order of the windows.
 """
 
 import threading
@@ -29,7 +30,7 @@ from quantrot.rotation import turn_input
 from quantrot.transform import one_threaded, starts, transform, turned_rows
 
 SLAB = 256  # rows of a Hessian that one thread sums
-_SEEN = threading.local()  # .inputs: what a thread's window showed its linears, by Step.hessian
+_SEEN = threading.local()  # .inputs: a window's, of its linears, by Step.hessian; .exact: whether nothing is rounded
 
 
 def stages(
@@ -56,7 +57,8 @@ def stages(
 
 
 class Network:
-    """The decoder with one layer, or with the head alone, and what every window [S, hidden] is before it."""
+    """The decoder with one layer, or with the head alone, and what every window [S, hidden] is before it, in the
+    converted model and in the original."""
 
     def __init__(self, plan: Plan, out: Path, workers: int) -> None:
         assert plan.windows is not None
@@ -65,6 +67,7 @@ class Network:
         infos = [info for shard in plan.shards for info in shard.tensors]
         self.written = {info.name: replace(info, file=out / info.file) for info in infos}
         self.hidden: list[Tensor] = []
+        self.original: list[Tensor] = []
         config = AutoConfig.for_model(**plan.checkpoint.config | {"num_hidden_layers": 1})
         with init_empty_weights(include_buffers=False):
             self.decoder = AutoModel.from_config(config, dtype=torch.float32).requires_grad_(False).eval()
@@ -85,27 +88,34 @@ class Network:
             list(pool.map(self._place, (step for step in steps if step.source and step.name != llama.EMBEDDING)))
 
     def feedback(self, names: set[str]) -> dict[str, Feedback]:
-        """The feedback of the inputs that have these names, by name."""
-        plan, hessians = self.plan, {}
+        """The feedback of the inputs that have these names, by name. Takes the original's windows through the layer."""
+        plan, sums = self.plan, {}
         for name in sorted(names):
             width = next(step.shape[1] for step in plan.steps if step.hessian == name)
-            hessians[name] = torch.zeros(width, width, device=plan.device)
+            sums[name] = [torch.zeros(width, width, device=plan.device) for _ in range(2)]
         with one_threaded(self.workers) as pool:
-            for i in range(0, len(self.hidden) if names else 0, self.workers):
-                seen = [inputs for _, inputs in pool.map(self._run, self.hidden[i : i + self.workers])]
-                for name, hessian in hessians.items():
+            for i in range(0, len(self.hidden), self.workers):
+                here = slice(i, i + self.workers)
+                ran = list(pool.map(partial(self._run, exact=True), self.original[here]))
+                self.original[here] = [after for after, _ in ran]
+                if not names:
+                    continue
+                seen = [inputs for _, inputs in pool.map(self._run, self.hidden[here])]
+                for name, (hessian, cross) in sums.items():
                     inputs = [found.pop(name) for found in seen]
-                    list(pool.map(partial(_add, hessian, inputs), range(0, len(hessian), SLAB)))
-            for name, hessian in hessians.items():
-                if not torch.isfinite(hessian).all():
+                    missing = [found.pop(name) - x for (_, found), x in zip(ran, inputs, strict=True)]
+                    list(pool.map(partial(_add, hessian, cross, inputs, missing), range(0, len(hessian), SLAB)))
+            for name, both in sums.items():
+                if not all(torch.isfinite(products).all() for products in both):
                     raise ValueError(f"calibration: the inputs of {name} are not finite when squared; repair the model")
-            return dict(zip(hessians, pool.map(gptq.feedback, hessians.values()), strict=True))
+            return dict(zip(sums, pool.map(lambda both: gptq.feedback(*both), sums.values()), strict=True))
 
     def advance(self, steps: list[Step]) -> None:
         """Take every window through the layer of these steps, or through the embedding, as it was written."""
         with one_threaded(self.workers) as pool:
             if not self.hidden:
                 self.hidden = self._embedded()
+                self.original = list(self.hidden)
                 return
             list(pool.map(self._replace, (step for step in steps if step.format is not None)))
             for i, after in enumerate(pool.map(lambda hidden: self._run(hidden)[0], self.hidden)):
@@ -138,9 +148,9 @@ class Network:
         setattr(module, kind, nn.Parameter(value.to(self.plan.device, torch.float32), requires_grad=False))
 
     @torch.no_grad()
-    def _run(self, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """(a window after the layer, its linears' inputs by name)."""
-        _SEEN.inputs = {}
+    def _run(self, hidden: Tensor, exact: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        """(a window after the layer, its linears' inputs by name). exact: as the original has them, not rounded."""
+        _SEEN.inputs, _SEEN.exact = {}, exact
         after = self.decoder(inputs_embeds=hidden[None], use_cache=False).last_hidden_state[0]
         if self.head is not None:
             self.head(after)
@@ -161,7 +171,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.online is None else turn_input(x, self.online)
-        x = x if self.format is None else quantize_dequantize(x, self.format.activations)
+        x = x if self.format is None or _SEEN.exact else quantize_dequantize(x, self.format.activations)
         if self.hessian:
             _SEEN.inputs[self.hessian] = x.flatten(0, -2)
         assert self.weight is not None
@@ -173,8 +183,10 @@ def _inside(fqn: str) -> str:
     return fqn.split(".", 3)[3]
 
 
-def _add(hessian: Tensor, inputs: list[Tensor], row: int) -> None:
-    """Add the products of the windows' inputs [S, K], one window after the other, to SLAB rows' upper triangle."""
+def _add(hessian: Tensor, cross: Tensor, inputs: list[Tensor], missing: list[Tensor], row: int) -> None:
+    """Add the products of the windows' inputs [S, K], one window after the other, to SLAB rows: the upper triangle of
+    one another's, and all of those with what they miss of the original's."""
     here = slice(row, row + SLAB)
-    for x in inputs:
+    for x, m in zip(inputs, missing, strict=True):
         hessian[here, row:].addmm_(x[:, here].T, x[:, row:])
+        cross[here].addmm_(m[:, here].T, x)

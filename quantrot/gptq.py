@@ -7,9 +7,14 @@ Inputs X [tokens, K] have the Hessian H = X^T X. With it, the errors e = w - q o
 where H = F D F^T, F unit upper triangular, D diagonal. So columns are rounded one after the other, column k to what is
 nearest to w_k + sum over j < k of e_j F_jk: each takes up what the ones before it left over. One Cholesky
 decomposition, and no inverse, gives F. The columns with the largest inputs come first, when little is left over. Rows
-do not know of each other, nor do scales of roundings: those are the recipe's, of the weight as it was.
+do not know of each other, nor do scales of roundings: those are the recipe's, of the weight that is rounded.
 
-GPTQ is arXiv:2210.17323; that it is this recurrence, QuIP's (arXiv:2307.13304).
+The inputs X are the converted model's, and the original's, Y, had been others. With C = (Y - X)^T X, the weight whose
+outputs on X are nearest to w Y^T is w + w C H^-1. What is rounded is a quarter of the way there, `SHIFT`: the whole way
+is worse than none (docs/measured/accuracy.md).
+
+GPTQ is arXiv:2210.17323; that it is this recurrence, QuIP's (arXiv:2307.13304); to round for the original's inputs is
+GPTAQ's idea (arXiv:2504.02692), the shifted weight QEP's (arXiv:2504.09629).
 """
 
 from typing import NamedTuple
@@ -21,24 +26,28 @@ from quantrot import formats
 from quantrot.formats import WeightFormat
 
 DAMPING = 0.01  # of H's mean diagonal, added to the diagonal: so little of every input is taken to be noise
+SHIFT = 0.25  # of the way: stories15m keeps 0.237 nats of KL for 0.251; half-way it has 0.256, the whole way 0.468
+SLAB = 1024  # rows of C that are solved for at a time: all of a wide one's are gigabytes
 BLOCK = 128  # columns whose sums over all columns before the block are one product
 
 
 class Feedback(NamedTuple):
     """order: int64 [K], in which columns are rounded. factor: F^T of the columns in this order, float32 [K, K]: row k
-    is what column k takes of the errors before it."""
+    is what column k takes of the errors before it. shift: float32 [K, K], by which w + w shift is rounded for w."""
 
     order: Tensor
     factor: Tensor
+    shift: Tensor | None
 
 
-def feedback(hessian: Tensor) -> Feedback:
-    """Of a Hessian float [K, K], whose upper triangle is read."""
+def feedback(hessian: Tensor, cross: Tensor | None = None) -> Feedback:
+    """Of a Hessian float [K, K], whose upper triangle is read, and of C [K, K]; None for inputs like the original's."""
     mean = hessian.diagonal().mean()
     damping = DAMPING * torch.where(mean > 0, mean, 1.0)
     order = hessian.diagonal().argsort(descending=True, stable=True)
     last = order.flip(0)  # backwards, Cholesky's lower triangle is the upper one
-    h = (hessian.triu() + hessian.triu(1).T)[last[:, None], last].double()
+    # Indexing by both at once would write out two int64 [K, K] on a GPU.
+    h = (hessian.triu() + hessian.triu(1).T).index_select(0, last).index_select(1, last).double()
     while True:
         h.diagonal().add_(damping)
         root, wrong = torch.linalg.cholesky_ex(h)
@@ -46,12 +55,20 @@ def feedback(hessian: Tensor) -> Feedback:
             break
         damping = damping * 10  # H is positive but for the rounding of its sums
     del h  # a wide one is gigabytes
-    return Feedback(order, root.div_(root.diagonal().clone()).to(torch.float32).flip(0, 1).T.contiguous())
+    shift = None
+    if cross is not None:
+        shift = torch.empty_like(cross)
+        for rows, found in zip(cross.split(SLAB), shift.split(SLAB), strict=True):
+            solved = torch.cholesky_solve(rows.T.index_select(0, last).double(), root)
+            found.index_copy_(1, last, solved.mul_(SHIFT).to(torch.float32).T)
+    factor = root.div_(root.diagonal().clone()).to(torch.float32).flip(0, 1).T.contiguous()
+    return Feedback(order, factor, shift)
 
 
 def round_rows(weights: WeightFormat, w: Tensor, by: Feedback) -> list[Tensor]:
-    """Rows of a weight, float32 [m, K] with m a multiple of the block's rows, to the tensors on disk. With F = I, the
-    bits of `formats.quantize_rows`."""
+    """Rows of a weight, float32 [m, K] with m a multiple of the block's rows, to the tensors on disk. With F = I and
+    no shift, the bits of `formats.quantize_rows`."""
+    w = w if by.shift is None else torch.addmm(w, w, by.shift)
     scale = formats.quantize_rows(weights, w)[1]
     columns = w.T[by.order]
     step = formats.steps(weights, scale, w.shape).T[by.order]

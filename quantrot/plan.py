@@ -127,19 +127,21 @@ class Plan:
         return psutil.Process().memory_info().rss + OVERHEAD + chunks + self.calibration_bytes(threads)
 
     def calibration_bytes(self, threads: int) -> int:
-        """What calibration holds at its worst: every window's hidden states, the widest layer in float32, its Hessians,
-        those being decomposed in float64, twice, and what is on the way in a window a thread."""
+        """What calibration holds at its worst: every window's hidden states, the widest layer in float32, its Hessians
+        and cross products, those being decomposed in float64, twice, and what is on the way in a window a thread; of
+        windows the converted model's and the original's."""
         if self.windows is None:
             return 0
         threads, most = calibration_threads(self.device, threads), 0
         for _, stage in groupby(self.steps, network_order):
             steps = [step for step in stage if len(step.shape) == 2 and step.source and step.name != EMBEDDING]
             widths = sorted({step.hessian: step.shape[1] for step in steps if step.hessian}.values())
-            inputs = threads * self.windows.shape[1] * (sum(widths) + 4 * self.llama.intermediate_size)
+            inputs = threads * self.windows.shape[1] * (2 * sum(widths) + 4 * self.llama.intermediate_size)
             squares = [width * width for width in widths]
             weights = sum(math.prod(step.shape) for step in steps)
-            most = max(most, 4 * (weights + inputs + sum(squares)) + 20 * sum(squares[-threads:]))
-        return 4 * self.windows.numel() * self.llama.hidden_size + most
+            solved = 24 * sum(squares[-threads:])  # 16, and 8 of the factor and the shift that come of them
+            most = max(most, 4 * (weights + inputs + 2 * sum(squares)) + solved)
+        return 8 * self.windows.numel() * self.llama.hidden_size + most
 
     def fingerprint(self) -> str:
         """sha256 of all that determines the output's bytes: recipe, source headers, layout, device."""
@@ -557,7 +559,7 @@ def working_bytes(step: Step) -> int:
     wide = 0 if step.kind == "copy" else 4
     permuted = step.output_turn is not None and step.output_turn.permutation
     copies = 2 if step.input_turns or permuted else 1
-    copies += 5 if step.hessian else 0  # columns, their steps, errors and values, these as rows
+    copies += 6 if step.hessian else 0  # shifted, columns, their steps, errors and values, these as rows
     small = min(elements, CHUNK["cpu"]) * 40  # the quantizer's temporaries, at most a cache-sized piece
     return elements * (source + wide * copies + source) + small
 

@@ -71,7 +71,7 @@ def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, mon
     biases = {} if model_type == "llama" else {"attention_bias": False, "mlp_bias": False}
     source = tiny(tmp_path / "model", **SHAPE | biases, model_type=model_type)
     seen, real = [], sys.modules["quantrot.gptq"].feedback
-    monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda h: seen.append(h.clone()) or real(h))
+    monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda h, c: seen.append(h.clone()) or real(h, c))
     done = convert(source, recipe, tmp_path / "out", calibration=CALIBRATION, threads=1)
     names = [step.hessian for step in done.plan.steps if step.hessian == step.name]
     model = load(tmp_path / "out", device_map="cpu", dtype=torch.float32, merge=False)
@@ -92,6 +92,26 @@ def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, mon
                 model(ids[None])
         handle.remove()
         assert (hessians[fqn].triu() - total.triu()).norm() < 2e-3 * total.norm(), fqn
+
+
+def test_cross_products_are_of_what_inputs_miss_of_the_originals(source, tmp_path, monkeypatch):
+    seen, real = [], sys.modules["quantrot.gptq"].feedback
+    monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda h, c: seen.append(c.clone()) or real(h, c))
+    done = convert(source, PLAIN, tmp_path / "out", calibration=CALIBRATION, threads=1)
+    names = sorted({step.hessian for step in done.plan.steps} - {""})
+    fqn, inputs = "model.layers.2.self_attn.q_proj", []
+    for model in (load(done.out, device_map="cpu", dtype=torch.float32, merge=False), open_model(source, "cpu")[0]):
+        found = []
+        model.float().get_submodule(fqn).register_forward_pre_hook(
+            lambda _, args, found=found: found.append(args[0][0])
+        )
+        with torch.no_grad():
+            for ids in done.plan.windows:
+                model(ids[None])
+        inputs.append(torch.cat(found))
+    x = quantize_dequantize(inputs[0], done.plan.linears[fqn].activations)
+    wanted = (inputs[1] - x).T @ x
+    assert (seen[names.index(fqn)] - wanted).norm() < 2e-2 * wanted.norm()
 
 
 def test_threads_do_not_change_a_byte(source, whole, tmp_path):
@@ -144,6 +164,38 @@ def test_verifying_and_learning_need_no_text(source, whole, tmp_path):
     rotations = {name: {**FUSED[name], "kind": "learned"} for name in ("R1", "R2")} | {"R4": FUSED["R4"]}
     recipe = {"rotations": {**rotations, "path": str(tmp_path / "r")}, **PLAIN}
     assert not any("learned" in note for note in plan(source, recipe, calibration=CALIBRATION).notes)
+
+
+def test_learned_rotations_and_gptq_from_the_command_line(source, tmp_path, monkeypatch):
+    """Stopped and resumed, it ends with the same bytes, which are nearer to the original than to nearest."""
+    learn(source, ROTATED, tmp_path / "r", text=TEXT, steps=1, seq_len=32, windows=3, held_out=1, device="cpu")
+    rotations = {name: {**FUSED[name], "kind": "learned"} for name in ("R1", "R2")} | {"R4": FUSED["R4"]}
+    recipe, (text, out) = {"rotations": {**rotations, "path": "r"}, **PLAIN}, (tmp_path / "text", tmp_path / "out")
+    (tmp_path / "learned.yaml").write_text(json.dumps(recipe))
+    text.write_text(TEXT)
+    run = ["convert", str(source), "-r", str(tmp_path / "learned.yaml"), "--calibration", str(text)]
+    run += ["--windows", "7", "--seq-len", "48", "-o"]
+    assert CliRunner().invoke(app, [*run, str(out)]).exit_code == 0
+    real, left = os.pwrite, [30]
+
+    def stop(*args):
+        left[0] -= 1
+        if not left[0]:
+            raise OSError("no space")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", stop)
+        assert CliRunner().invoke(app, [*run, str(tmp_path / "again")]).exit_code
+    result = CliRunner().invoke(app, [*run, str(tmp_path / "again"), "--resume"])
+    assert result.exit_code == 0, result.output
+    assert contents(tmp_path / "again") == contents(out)
+    assert not verify(out, text=TEXT, seq_len=32, count=2, device="cpu").failures
+    convert(source, load_recipe(tmp_path / "learned.yaml").nearest(), tmp_path / "nearest")
+    original, _ = open_model(source, "cpu", "float32")
+    ids = plan(source, tmp_path / "learned.yaml", calibration=CALIBRATION).windows
+    found, nearest = (divergence(load(d, device_map="cpu"), original, ids).kl for d in (out, tmp_path / "nearest"))
+    assert found < 0.8 * nearest
 
 
 @pytest.mark.parametrize(
