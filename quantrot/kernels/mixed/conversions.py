@@ -67,7 +67,7 @@ _STEPS: dict[tuple[str, str], tuple[int, dict[str, int], tuple[str, ...]]] = {
 }
 
 
-_CODES, _ZEROS = "0x5150", "0x5454"  # permutations of a word of codes and a constant
+_CODES, _UPPER, _ZEROS = "0x5150", "0x5352", "0x5454"  # permutations of a word of codes and a constant
 _FUNCTIONS = (("pair", 0, "0x4140", "c0"), ("upper", 16, "0x4342", "c1"), ("chosen", 0, "$2", "c0"))
 
 
@@ -115,14 +115,15 @@ def program(kind: str, wide: str, pairs: int, arch: int) -> str:
 
 def device_functions() -> str:
     """C++: `Widen<KIND, T>::pair(codes)` and `upper(codes)`, the values of the two codes in a word's low or high bytes
-    as a pair of T, exactly; `chosen(codes, which)`, those of `pair` or two zeros, at no instruction more: which of
-    `chosen_codes` or `chosen_zeros` (not for e4m3, where NaN times zero is not zero).
+    as a pair of T, exactly; `chosen(codes, which)`, those of `pair`, of `upper` or two zeros, at no instruction more:
+    which of `chosen_codes`, `chosen_upper` or `chosen_zeros` (not for e4m3, where NaN times zero is not zero).
 
     On the host (QUANTROT_EMULATED) by plain arithmetic, from `code_value` of the tests' emulator.
     """
     found = ["#ifdef QUANTROT_EMULATED", '#include "mixed.h"', "#endif"]
     found += ["namespace quantrot {", "enum Kind { INT8, UINT8, PACKED, E4M3 };", "template <int KIND, class T>"]
-    found += ["struct Widen;", f"constexpr u32 chosen_codes = {_CODES}, chosen_zeros = {_ZEROS};"]
+    choices = f"chosen_codes = {_CODES}, chosen_upper = {_UPPER}, chosen_zeros = {_ZEROS}"
+    found += ["struct Widen;", f"constexpr u32 {choices};"]
     for kind, (wide, name) in product(KINDS, (("bf16", "Bf16"), ("fp16", "Fp16"))):
         found += [f"template <>\nstruct Widen<{kind.upper()}, {name}> {{"]
         for function, shift, select, half in _FUNCTIONS[: 2 if kind == "e4m3" else 3]:
@@ -142,6 +143,7 @@ def device_functions() -> str:
                 "#ifdef QUANTROT_EMULATED",
                 f"    constexpr int K = {kind.upper()};",
                 *(["    if (which == chosen_zeros) return 0;"] * chooses),
+                *(["    if (which == chosen_upper) codes >>= 16;"] * chooses),
                 f"    codes >>= {shift};",
                 f"    return {name}::pack(code_value<K>(codes & 255), code_value<K>(codes >> 8));",
                 "#else",

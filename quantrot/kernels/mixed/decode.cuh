@@ -81,7 +81,7 @@ struct Cursor {
 template <class P, class O>
 struct Scales {
   static constexpr int G = O::GROUP == 1 ? 2 : 1;
-  float scale[P::HEIGHT][2][G];
+  u32 scale[P::HEIGHT][2][G];  // bits: what is found of them where they are asked for, the warp waits for there
   u32 zero[P::HEIGHT][2][G];
 
   __device__ __forceinline__ void load(const MixedArgs& args, const int (&rows)[P::HEIGHT][2], const Cursor& cursor) {
@@ -91,8 +91,8 @@ struct Scales {
       const int group = O::GROUP ? cursor.group + (e && cursor.rest + 1 == args.group_blocks) : 0;
       const i64 at = (i64)rows[m][r] * args.groups + min(group, args.groups - 1);
       if constexpr (O::GROUP != 0) {
-        const float found = number<typename O::S>(args.scale, at);
-        scale[m][r][e] = group < args.groups ? found : 0.f;
+        scale[m][r][e] = 0;
+        if (group < args.groups) scale[m][r][e] = number_bits<typename O::S>(args.scale, at);
       }
       if constexpr (O::ZERO) zero[m][r][e] = __ldg(args.zero + at);
     }
@@ -106,12 +106,17 @@ struct Decoder {
   const MixedArgs& args;
   u32 codes_at, wide_at, swizzle;  // in a stage: of the lane's row and of its token
   int rows[P::HEIGHT][2];          // of the matrix, not past its end
+  u32 which[2];                    // chosen_codes and chosen_upper
   float sums[P::HEIGHT][P::TILES][4];
 
   __device__ __forceinline__ Decoder(const MixedArgs& args, u32 row_warp) : args(args) {
     const u32 lane = lane_number(), g = lane / 4, q = lane % 4, row = turned(g);
     codes_at = (row_warp * 16 * P::HEIGHT + row) * 128 + ((q ^ row) << 4);
     wide_at = P::ONE ? q * 32 : g * 128 + ((2 * q ^ g) << 4);
+    // Always these two, but not for the compiler, who copies a constant for each permutation, and without the shuffle
+    // finds them again in every stage. 16 tokens take 201 instructions a stage for 232, with groups 213 for 259.
+    which[0] = __shfl_sync(0xFFFFFFFFu, (int)lane + args.columns > 0 ? chosen_codes : chosen_zeros, 0);
+    which[1] = __shfl_sync(0xFFFFFFFFu, (int)lane + args.columns > 0 ? chosen_upper : chosen_zeros, 0);
   }
 
   __device__ __forceinline__ void at(int tile, int row) {  // row: the warp's first in the tile
@@ -154,7 +159,11 @@ struct Decoder {
         const int m = i / (4 * P::TILES), t = i / 4 % P::TILES, v = i % 4;
         float sum = partial[0][m][t][v];
         if constexpr (P::CHAINS == 2) sum += partial[P::CHAINS - 1][m][t][v];
-        sums[m][t][v] = O::GROUP ? fmaf(sum, s.scale[m][v / 2][O::GROUP ? e : 0], sums[m][t][v]) : sums[m][t][v] + sum;
+        if constexpr (O::GROUP != 0) {
+          sums[m][t][v] = fmaf(sum, number_of<typename O::S>(s.scale[m][v / 2][e]), sums[m][t][v]);
+        } else {
+          sums[m][t][v] += sum;
+        }
       }
     };
     clear(0);
@@ -186,7 +195,11 @@ struct Decoder {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
               const u32 word = c[m][r].w[2 * i + j];
-              a[r] = Widen<O::KIND, T>::pair(word), a[2 + r] = Widen<O::KIND, T>::upper(word);
+              if constexpr (O::KIND == E4M3) {
+                a[r] = Widen<O::KIND, T>::pair(word), a[2 + r] = Widen<O::KIND, T>::upper(word);
+              } else {
+                a[r] = Widen<O::KIND, T>::chosen(word, which[0]), a[2 + r] = Widen<O::KIND, T>::chosen(word, which[1]);
+              }
               if constexpr (O::ZERO) a[r] = subtract_pair<T>(a[r], zero[m][r]), a[2 + r] = subtract_pair<T>(a[2 + r], zero[m][r]);
             }
 #pragma unroll
@@ -270,15 +283,38 @@ __device__ __forceinline__ uint2 addend_of(const MixedArgs& args, int tile) {
   return first < P::OUT && at < args.rows ? *(const uint2*)((const unsigned short*)args.residual + at) : uint2{0, 0};
 }
 
+// A scale a row: those of the four rows of y that this thread stores of a tile, of both halves where GATED. They are read
+// at the tile's start: at its end the whole block would wait for memory, 0.4 us of a product.
+template <class P, class O>
+struct RowScales {
+  static constexpr int QUADS = P::OUT / 4;
+  static_assert(32 * P::WARPS % QUADS == 0, "for every token that it stores, the same");
+  u32 scale[1 + P::GATED][4];
+
+  __device__ __forceinline__ static int first() { return threadIdx.x % QUADS * 4; }  // of the rows, in the tile
+
+  __device__ __forceinline__ void load(const MixedArgs& args, int tile) {
+    const int rows = P::GATED ? args.rows / 2 : args.rows;  // of y
+    if constexpr (O::GROUP == 0) {
+#pragma unroll
+      for (int i = 0; i < (1 + P::GATED) * 4; i++) {
+        const int row = i / 4 * rows + min(tile * P::OUT + first(), rows - 4) + i % 4;
+        scale[i / 4][i % 4] = number_bits<typename O::S>(args.scale, row);
+      }
+    }
+  }
+};
+
 // The teams' sums of a tile, of each part of K in the order of the teams -> y [tokens, rows]. addend: see ADD.
 template <class P, class O>
-__device__ __forceinline__ void store_teams(const MixedArgs& args, int tile, u32 sums, u32 rank, uint2 addend) {
-  constexpr int QUADS = P::OUT / 4, THREADS = 32 * P::WARPS;
+__device__ __forceinline__ void store_teams(const MixedArgs& args, int tile, u32 sums, u32 rank, const RowScales<P, O>& s,
+                                            uint2 addend) {
+  constexpr int QUADS = RowScales<P, O>::QUADS, THREADS = 32 * P::WARPS;
   const int rows = P::GATED ? args.rows / 2 : args.rows;  // of y
   for (int i = rank * THREADS + threadIdx.x; i < P::USED * QUADS; i += P::SPLIT * THREADS) {
-    const int token = i / QUADS, first = i % QUADS * 4, at = tile * P::OUT + first;  // rows are a multiple of eight
+    const int token = i / QUADS, first = s.first(), at = tile * P::OUT + first;  // rows are a multiple of eight
     if (token >= args.columns || at >= rows) continue;
-    auto total = [&](int r, int row, u32 (&out)[2]) {  // four rows: r in the tile, `row` in the matrix
+    auto total = [&](int r, int row, const u32 (&scales)[4], u32 (&out)[2]) {  // of four rows: r in the tile, `row` in all
       float sum[4];
 #pragma unroll
       for (int s = 0; s < P::SPLIT * P::KS; s++) {
@@ -295,15 +331,15 @@ __device__ __forceinline__ void store_teams(const MixedArgs& args, int tile, u32
       }
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const float scale = O::GROUP ? 1.f : number<typename O::S>(args.scale, row + j);
+        const float scale = O::GROUP ? 1.f : number_of<typename O::S>(scales[j]);
         sum[j] = finished<O>(sum[j], scale, number<typename O::B>(args.bias, row + j));
       }
       out[0] = O::T::pack(sum[0], sum[1]), out[1] = O::T::pack(sum[2], sum[3]);
     };
     u32 out[2], up[2];
-    total(first, at, out);
+    total(first, at, s.scale[0], out);
     if constexpr (P::GATED) {
-      total(first + P::OUT, at + rows, up);
+      total(first + P::OUT, at + rows, s.scale[1], up);
       out[0] = gated_pair<typename O::T>(out[0], up[0]), out[1] = gated_pair<typename O::T>(out[1], up[1]);
     }
     if constexpr (P::ADD) out[0] = add_pair<typename O::T>(out[0], addend.x), out[1] = add_pair<typename O::T>(out[1], addend.y);
@@ -382,7 +418,8 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       if (O::GROUP) cursor.advance(each, args.group_blocks), scales[1].load(args, decoder.rows, cursor);
     };
     uint2 addend{};
-    if (first < tiles) begin(first);
+    RowScales<P, O> row_scales;
+    if (first < tiles) begin(first), row_scales.load(args, first);
     if constexpr (P::NORM > 0) normed_token<P, typename O::T>(args, args.token, chunks * 128, tokens, sums);
     if constexpr (P::ADD) {
       grid_wait();
@@ -417,7 +454,8 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       } else {
         named_sync(1, 32 * P::WARPS);
       }
-      store_teams<P, O>(args, tile, sums, rank, addend);
+      store_teams<P, O>(args, tile, sums, rank, row_scales, addend);
+      if (tile + step < tiles) row_scales.load(args, tile + step);
       if (P::ADD && tile + step < tiles) addend = addend_of<P>(args, tile + step);
       if (tile + step < tiles) named_sync(1, 32 * P::WARPS);
     }

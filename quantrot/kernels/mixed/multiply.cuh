@@ -31,12 +31,24 @@ struct Fp32 {};
 struct None {};
 
 template <class S>
-__device__ __forceinline__ float number(const void* p, i64 at) {
-  return S::value(__ldg((const unsigned short*)p + at));
+__device__ __forceinline__ u32 number_bits(const void* p, i64 at) {
+  return __ldg((const unsigned short*)p + at);
 }
 template <>
-__device__ __forceinline__ float number<Fp32>(const void* p, i64 at) {
-  return __ldg((const float*)p + at);
+__device__ __forceinline__ u32 number_bits<Fp32>(const void* p, i64 at) {
+  return __float_as_uint(__ldg((const float*)p + at));
+}
+template <class S>
+__device__ __forceinline__ float number_of(u32 bits) {
+  return S::value(bits);
+}
+template <>
+__device__ __forceinline__ float number_of<Fp32>(u32 bits) {
+  return __uint_as_float(bits);
+}
+template <class S>
+__device__ __forceinline__ float number(const void* p, i64 at) {
+  return number_of<S>(number_bits<S>(p, at));
 }
 template <>
 __device__ __forceinline__ float number<None>(const void*, i64) {
