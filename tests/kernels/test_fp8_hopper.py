@@ -21,6 +21,9 @@ CASES = {
     "prefill_sets": (Prefill(sets=2, stages=3), 1, False, BF16, 0),
     "prefill_wide": (Prefill(wide=True, sets=2, cluster=1, stages=3, lag=1), 1, False, BF16, 0),
     "prefill_wide_early": (Prefill(wide=True, sets=2, cluster=1, stages=4, lag=1, early=True), 1, False, BF16, 0),
+    "prefill_pair": (Prefill(wide=True, sets=2, cluster=2, stages=3, lag=1), 1, False, BF16, 0),
+    "prefill_pair_early": (Prefill(wide=True, sets=2, cluster=2, stages=4, lag=1, early=True), 1, False, FP16, 2),
+    "prefill_pair_channel": (Prefill(wide=True, sets=2, cluster=2, stages=3), 1, True, BF16, 4),
     "prefill_early": (Prefill(sets=2, stages=6, early=True), 1, False, BF16, 0),
     "prefill_wide_bias": (Prefill(wide=True, sets=2, cluster=1, stages=3), 1, False, BF16, 4),
     "prefill_wide_channel": (Prefill(wide=True, sets=2, cluster=1, stages=3, lag=2), 1, True, BF16, 2),
@@ -55,6 +58,7 @@ PREFILLS = (
     "prefill_wide",
     "prefill_early",
     "prefill_wide_early",
+    "prefill_pair",
     "across",
     "across_pair_early",
 )  # of one part
@@ -239,9 +243,9 @@ def test_every_plan_fits(n, k):
 
 
 def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest():
-    assert hopper.plan_for(4096, 8192, 8192, 1) == hopper.WIDE
-    assert hopper.plan_for(4096, 8192, 8192, 1, settled=True) == replace(hopper.WIDE, early=True)
-    assert hopper.plan_for(4096, 28672, 4096, 1) == hopper.WIDE  # 28 of 256 columns, or 55 of 128
+    assert hopper.plan_for(4096, 8192, 8192, 1) == hopper.PAIRED
+    assert hopper.plan_for(4096, 8192, 8192, 1, settled=True) == replace(hopper.PAIRED, early=True)
+    assert hopper.plan_for(4096, 28672, 4096, 1) == hopper.PAIRED  # 28 of 256 columns, or 55 of 128
     assert hopper.plan_for(512, 4096, 4096, 1) == hopper.SQUARE  # one of 128 columns, or one of 256
     assert hopper.plan_for(4096, 576, 1536, 2) == hopper.IN_PARTS
 
@@ -251,7 +255,7 @@ def test_a_prompt_takes_wide_tiles_unless_square_ones_leave_less_to_the_busiest(
     [
         (128, 28672, 4096, hopper.WIDE),  # one turn
         (129, 28672, 4096, Across(144, stages=5)),  # where it would be two
-        (256, 28672, 4096, hopper.WIDE),
+        (256, 28672, 4096, hopper.PAIRED),
         (129, 4096, 14336, Across(80, pair=True, stages=8)),  # tiles of 128 x 128 occupy half of the multiprocessors
         (256, 4096, 14336, hopper.decode_plan(256, 4096, 14336, 1, 128)),
         (128, 4096, 14336, hopper.decode_plan(128, 4096, 14336, 1)),

@@ -12,13 +12,14 @@ from quantrot.kernels.fp8.reference import gemm_reference, quantize_reference
 
 gpu = pytest.mark.gpu
 BF16, E4M3, INF, NAN = torch.bfloat16, torch.float8_e4m3fn, float("inf"), float("nan")
-EARLY = replace(hopper.WIDE, early=True)
+EARLY = replace(prompt.PLAN, early=True)
 
 # plan, a scale of b a row, bytes of a bias element, scale rule: every branch of the source
 CASES = {
-    "late": (hopper.WIDE, False, 0, "bf16"),
+    "late": (prompt.PLAN, False, 0, "bf16"),
+    "alone": (hopper.WIDE, False, 0, "bf16"),
     "early": (EARLY, False, 4, "exact"),
-    "channel": (replace(hopper.WIDE, stages=3), True, 2, "pow2"),
+    "channel": (replace(prompt.PLAN, stages=3), True, 2, "pow2"),
 }
 DRIVER = """
 static std::string message;
@@ -30,9 +31,9 @@ static quantrot::TensorMap map(const unsigned long long* m, int fresh) {
 }
 
 extern "C" const char* run(const unsigned long long (*m)[7], const quantrot::GemmArgs* args,
-                           const quantrot::BlockArgs* tokens, int blocks, int threads, int shared, int seed) {
+                           const quantrot::BlockArgs* tokens, int blocks, int cluster, int threads, int shared, int seed) {
   const auto a = map(m[0], 1), b = map(m[1], 0), c = map(m[2], 0);
-  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, shared, seed,
+  message = emulator::launch({(unsigned)blocks, 1, 1}, cluster, threads, shared, seed,
                              [&] { prompt(a, b, c, *args, *tokens, seed); });
   for (const unsigned counter : counters)
     if (counter) message = "a counter that is not zero again";
@@ -45,7 +46,7 @@ extern "C" const char* run(const unsigned long long (*m)[7], const quantrot::Gem
 def emulator(emulated):
     """Every case's kernel on the host: emulator(case, x, b, b_scale, bias, seed) -> c, codes, scale."""
 
-    def run(name, x, b, b_scale, bias=None, seed=0, processors=3):
+    def run(name, x, b, b_scale, bias=None, seed=0, processors=4):
         plan, channel, _, rule = CASES[name]
         source = prompt.device_functions(rule) + prompt.entry(plan, channel, bias.itemsize if bias is not None else 0)
         library = emulated(source + DRIVER)
@@ -64,7 +65,7 @@ def emulator(emulated):
         assert shared <= hopper.MAX_SHARED
         message = library.run(
             maps, ctypes.byref(args), ctypes.byref(prompt.token_arguments(x, q, scale)),
-            blocks, plan.threads, shared, seed,
+            blocks, plan.cluster, plan.threads, shared, seed,
         )  # fmt: skip
         assert message == b"", message.decode()
         return c, q, scale

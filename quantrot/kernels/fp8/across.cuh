@@ -9,6 +9,7 @@ template <int TOKENS, int STAGES, bool PAIR>
 struct AcrossShape {
   static constexpr int GROUPS = PAIR ? 1 : 2, CLUSTER = PAIR ? 2 : 1, SETS = PAIR ? 2 : 1;
   static constexpr int ROWS = TOKENS, COLUMNS = 64 * GROUPS, W = TOKENS / 2;  // W: sums of a thread
+  static constexpr int DOWN = 1, RIGHT = CLUSTER;                             // a cluster's tiles
   static constexpr int A_BYTES = ROWS * 128, B_BYTES = COLUMNS * 128, STAGE = A_BYTES + B_BYTES;
   static constexpr int SCALES = ROWS * 4 + 16;    // of a stage: a token's each, then b's
   static constexpr int OUTPUT = TOKENS * 64 * 2;  // of a warpgroup: c on its way, in rows of 64 columns

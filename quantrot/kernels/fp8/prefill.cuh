@@ -7,28 +7,30 @@ struct PrefillShape {
   static constexpr bool WIDE = WIDE_;
   static constexpr int GROUPS = 2, SLABS = WIDE ? 2 : 1;  // warpgroups that multiply, tiles of 64 x 128 of each
   static constexpr int CLUSTER = CLUSTER_, ROWS = 64 * GROUPS, COLUMNS = 128 * SLABS;
+  static constexpr int DOWN = WIDE ? CLUSTER : 1, RIGHT = CLUSTER / DOWN;  // a cluster's tiles, which share b or a
   static constexpr int A_BYTES = ROWS * 128, B_BYTES = COLUMNS * 128, STAGE = A_BYTES + B_BYTES;
   static constexpr int SCALES = ROWS * 4 + 16;             // of a stage: a row's of a each, then 128 columns' of b each
   static constexpr int BOXES = BOXES_, BOX = 8 * 64 * 2, OUTPUT = BOXES * BOX;  // of a warp: c on its way, 8 x 64 a box
-  static_assert(STAGES * (STAGE + SCALES + 16) + GROUPS * 4 * OUTPUT <= 227 << 10, "shared memory");
+  static constexpr int LAST = COLUMNS * 8;  // of a warpgroup: what is done to its columns at the end, see fetch_columns
+  static_assert(STAGES * (STAGE + SCALES + 16) + GROUPS * (4 * OUTPUT + LAST) <= 227 << 10, "shared memory");
 };
 
-// The tiles of c, in groups of rows, columns inside; a cluster takes neighbours in n.
+// The tiles of c by clusters, which take neighbours; in groups of rows, columns inside.
 template <class Shape>
 struct Tiles {
   int rows, columns, group, m;
 
   __device__ __forceinline__ explicit Tiles(const GemmArgs& args)
-      : rows(blocks_of(args.m, Shape::ROWS)),
-        columns(blocks_of(args.n, Shape::COLUMNS * Shape::CLUSTER)),
+      : rows(blocks_of(args.m, Shape::ROWS * Shape::DOWN)),
+        columns(blocks_of(args.n, Shape::COLUMNS * Shape::RIGHT)),
         group(args.tile_group),
         m(args.m) {}
   __device__ __forceinline__ int count() const { return rows * columns; }
   __device__ __forceinline__ void at(int i, int rank, int& row, int& column) const {  // of c
     const int first = i / (group * columns) * group, inside = i - first * columns;
     const int height = min(group, rows - first);
-    row = start_of((first + inside % height) * Shape::ROWS, m, Shape::ROWS);
-    column = (inside / height * Shape::CLUSTER + rank) * Shape::COLUMNS;
+    row = start_of(((first + inside % height) * Shape::DOWN + rank % Shape::DOWN) * Shape::ROWS, m, Shape::ROWS);
+    column = (inside / height * Shape::RIGHT + rank % Shape::RIGHT) * Shape::COLUMNS;
   }
 };
 
@@ -51,6 +53,18 @@ __device__ __forceinline__ void prefill_start(const TensorMap* a, const TensorMa
   }
 }
 
+// The part of b of a block of k: in a cluster that shares it each thread block brings a share to all.
+template <class Shape>
+__device__ __forceinline__ void load_b(const TensorMap* b, int k, int column, u32 to, u32 bar, u64 policy) {
+  if constexpr (Shape::DOWN > 1) {
+    constexpr u32 SHARE = Shape::COLUMNS / Shape::DOWN;
+    const u32 first = cluster_rank() * SHARE;
+    tensor_load_all(to + first * 128, b, k * 128, column + first, bar, policy, (1 << Shape::DOWN) - 1);
+  } else {
+    tensor_load(to, b, k * 128, column, bar, policy);
+  }
+}
+
 // a_box: rows of a that a copy brings. EARLY: the first stages' part of b is asked for while the kernel before this one may
 // still run.
 template <class Shape, int STAGES, bool EARLY>
@@ -58,25 +72,25 @@ __device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap
                                              u32 base, u32 full, u32 empty, u32 a_box) {
   constexpr int CLUSTER = Shape::CLUSTER;
   const u64 policy = cache_policy<NORMAL>();
-  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0, bytes = Shape::B_BYTES + CLUSTER * a_box * 128;
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0, bytes = Shape::B_BYTES + Shape::RIGHT * a_box * 128;
+  auto open_stage = [&](int k, int column, u32 stage) {
+    barrier_expect(full + stage * 8, bytes);
+    load_b<Shape>(b, k, column, base + stage * Shape::STAGE + Shape::A_BYTES, full + stage * 8, policy);
+  };
   auto load_a = [&](int k, int row, u32 stage) {
     const u32 to = base + stage * Shape::STAGE, bar = full + stage * 8;
-    if constexpr (CLUSTER > 1) {
-      tensor_load_all(to + rank * a_box * 128, a, k * 128, row + rank * a_box, bar, policy, (1 << CLUSTER) - 1);
+    if constexpr (Shape::RIGHT > 1) {
+      tensor_load_all(to + rank * a_box * 128, a, k * 128, row + rank * a_box, bar, policy, (1 << Shape::RIGHT) - 1);
     } else {
       tensor_load(to, a, k * 128, row, bar, policy);
     }
-  };
-  auto load_b = [&](int k, int column, u32 stage) {
-    barrier_expect(full + stage * 8, bytes);
-    tensor_load(base + stage * Shape::STAGE + Shape::A_BYTES, b, k * 128, column, full + stage * 8, policy);
   };
   const int first = blockIdx.x / CLUSTER;
   int row, column, ahead = 0;  // blocks whose part of b is on its way
   if constexpr (EARLY) {
     if (first < tiles.count()) {
       tiles.at(first, rank, row, column);
-      for (; ahead < min(blocks, STAGES); ahead++) load_b(ahead, column, ahead);
+      for (; ahead < min(blocks, STAGES); ahead++) open_stage(ahead, column, ahead);
     }
     grid_wait();
   }
@@ -88,7 +102,7 @@ __device__ __forceinline__ void prefill_load(const TensorMap* a, const TensorMap
         ahead--;
       } else {
         barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-        load_b(k, column, ring.stage);
+        open_stage(k, column, ring.stage);
       }
       load_a(k, row, ring.stage);
     }
@@ -133,10 +147,40 @@ __device__ __forceinline__ void prefill_scales(const GemmArgs& args, Tiles<Shape
   }
 }
 
+// What a tile's columns are multiplied by and what is added to them -> shared memory, by a warpgroup, some time before
+// copies_wait: read from memory where it is needed, it would hold up a tile's end (128 columns by lane) for 2 us.
+template <class Shape, bool CHANNEL, int BIAS>
+__device__ __forceinline__ void fetch_columns(const GemmArgs& args, int column, u32 to) {
+#pragma unroll
+  for (int i = threadIdx.x % 128; i < Shape::COLUMNS; i += 128) {
+    const int at = min(column + i, args.n - 1);
+    if (CHANNEL) copy4(to + i * 4, args.b.data + args.b.row(at));
+    if (BIAS == 4) copy4(to + (Shape::COLUMNS + i) * 4, (const float*)args.bias + at);
+    if (BIAS == 2 && i % 2 == 0) copy4(to + Shape::COLUMNS * 4 + i * 2, (const unsigned short*)args.bias + (at & ~1));
+  }
+}
+
+// `finished` of two neighbours, the first of which is column `at` of the tile.
+template <class Shape, bool CHANNEL, class Out, int BIAS>
+__device__ __forceinline__ void finish(float& x, float& y, int at, u32 columns) {
+  if constexpr (CHANNEL) {
+    const float2 scale = load_shared2(columns + at * 4);
+    x = __fmul_rn(x, scale.x), y = __fmul_rn(y, scale.y);
+  }
+  if constexpr (BIAS == 4) {
+    const float2 bias = load_shared2(columns + (Shape::COLUMNS + at) * 4);
+    x += bias.x, y += bias.y;
+  }
+  if constexpr (BIAS == 2) {
+    const u32 bias = load_shared1(columns + Shape::COLUMNS * 4 + at * 2);
+    x += Out::value((unsigned short)bias), y += Out::value((unsigned short)(bias >> 16));
+  }
+}
+
 // A warp's 16 rows of slab number `slab` -> 16 bits -> shared memory -> c, in boxes whose memory is used in turn.
 template <class Shape, bool CHANNEL, class Out, int BIAS>
-__device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& args, const float* sum, int slab,
-                                           int row, int column, u32 output) {
+__device__ __forceinline__ void store_slab(const TensorMap* c, const float* sum, int slab, int row, int column,
+                                           u32 output, u32 columns) {
   const u32 lane = lane_number(), within = swizzled(lane % 8, lane / 8 * 16);
 #pragma unroll
   for (int box = 0; box < 4; box++) {  // rows 0 to 7, then 8 to 15
@@ -144,13 +188,10 @@ __device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& a
     u32 word[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      const int at = 4 * (left / 8 + j) + 2 * h, first = column + left + j * 8 + lane % 4 * 2;
-      float y[2] = {sum[at], sum[at + 1]};
-      if ((CHANNEL || BIAS) && first < args.n) {
-        y[0] = finished<CHANNEL, Out, BIAS>(args, y[0], first);
-        y[1] = finished<CHANNEL, Out, BIAS>(args, y[1], first + 1);
-      }
-      word[j] = Out::pack(y[0], y[1]);
+      const int at = 4 * (left / 8 + j) + 2 * h;
+      float x = sum[at], y = sum[at + 1];
+      finish<Shape, CHANNEL, Out, BIAS>(x, y, slab * 128 + left + j * 8 + lane % 4 * 2, columns);
+      word[j] = Out::pack(x, y);
     }
     const u32 to = output + (slab * 4 + box) % Shape::BOXES * Shape::BOX;
     if (lane == 0) {
@@ -166,7 +207,7 @@ __device__ __forceinline__ void store_slab(const TensorMap* c, const GemmArgs& a
     fence_async();
     warp_sync();
     if (lane == 0) {
-      tensor_store(c, column + left, row + 8 * h, to);
+      tensor_store(c, column + slab * 128 + left, row + 8 * h, to);
       tensor_store_commit();
     }
   }
@@ -182,13 +223,21 @@ __device__ __forceinline__ void promote(float* sum, const float (&d)[64], const 
 // one promotes, and later writes its results, while the other multiplies.
 template <class Shape, int SETS, int STAGES, int LAG, bool SEGMENTED, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmArgs& args, Tiles<Shape> tiles,
-                                                 int blocks, u32 base, u32 output, u32 scales, u32 full, u32 empty) {
+                                                 int blocks, u32 base, u32 output, u32 scales, u32 full, u32 empty,
+                                                 u32 last) {
   constexpr int CLUSTER = Shape::CLUSTER, SLABS = Shape::SLABS;
+  constexpr bool FINISHES = CHANNEL || BIAS;
   const u32 group = warp_number() / 4, rank = CLUSTER > 1 ? cluster_rank() : 0, lane = lane_number();
   const u32 first_row = group * 64, warp_row = first_row + warp_number() % 4 * 16;
-  const u32 own_scales = scales + (warp_row + lane / 4) * 4;
+  const u32 own_scales = scales + (warp_row + lane / 4) * 4, columns = last + group * Shape::LAST;
   Ring<STAGES> ring;
   for (int i = blockIdx.x / CLUSTER; i < tiles.count(); i += gridDim.x / CLUSTER) {
+    int row, column;
+    if constexpr (FINISHES) {
+      tiles.at(i, rank, row, column);
+      named_sync(2 + group, 128);  // all have stored the tile before this one
+      fetch_columns<Shape, CHANNEL, BIAS>(args, column, columns);
+    }
     float sum[SLABS * 64], total[SEGMENTED ? 64 : 1];
 #pragma unroll
     for (int j = 0; j < SLABS * 64; j++) sum[j] = 0.f;
@@ -354,12 +403,15 @@ __device__ __forceinline__ void prefill_multiply(const TensorMap* c, const GemmA
 #pragma unroll
       for (int j = 0; j < 64; j++) sum[j] += total[j];
     }
-    int row, column;
+    if constexpr (FINISHES) {
+      copies_wait();
+      named_sync(2 + group, 128);
+    }
     tiles.at(i, rank, row, column);  // here, where the products' registers are free
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++)
-      store_slab<Shape, CHANNEL, Out, BIAS>(c, args, sum + slab * 64, slab, row + (int)(threadIdx.x / 32 * 16),
-                                            column + slab * 128, output + warp_number() * Shape::OUTPUT);
+      store_slab<Shape, CHANNEL, Out, BIAS>(c, sum + slab * 64, slab, row + (int)(threadIdx.x / 32 * 16), column,
+                                            output + warp_number() * Shape::OUTPUT, columns);
   }
   if (lane_number() == 0) tensor_store_wait<0>();
 }
@@ -372,10 +424,10 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   constexpr int GROUPS = Shape::GROUPS;
   static_assert(!SEGMENTED || (SETS == 1 && !WIDE), "a third set of sums fits beside one");
   static_assert(SETS == 2 || !WIDE, "quarters take turns");
-  static_assert(!WIDE || CLUSTER == 1, "not made");
   static_assert(LAG == 0 || (WIDE && LAG < STAGES), "only the second waits");
   const u32 base = shared_memory(), output = base + STAGES * Shape::STAGE, scales = output + GROUPS * 4 * Shape::OUTPUT;
   const u32 full = scales + STAGES * Shape::SCALES, empty = full + STAGES * 8, warp = warp_number();
+  const u32 last = empty + STAGES * 8;
   const Tiles<Shape> tiles(args);
   const int blocks = blocks_of(args.k, 128);
   prefill_start<Shape, STAGES>(a, b, c, full, empty);
@@ -388,7 +440,7 @@ __device__ __forceinline__ void prefill(const TensorMap* a, const TensorMap* b, 
   } else {
     take_registers<240>();
     prefill_multiply<Shape, SETS, STAGES, LAG, SEGMENTED, CHANNEL, Out, BIAS>(c, args, tiles, blocks, base, output,
-                                                                              scales, full, empty);
+                                                                              scales, full, empty, last);
   }
   if constexpr (CLUSTER > 1) cluster_sync();  // a block that ended could still be written to
 }

@@ -43,14 +43,15 @@ __device__ __forceinline__ u32 larger_magnitudes(u32 a, u32 b) {
 constexpr int CHUNK = 8, STRIPS = 32;  // blocks of k of a patch, and its strips: PIECES of 4 rows by 256 columns
 constexpr int PIECES = CHUNK / 2, PIECE = 4 * 512, QUANTIZERS = 3;
 
-// Counts, zeros before and after: [0] strips taken, [1] warps that have ended, then each patch's strips done.
+// Counts, zeros before and after: [0] strips taken, [1] warps that have ended, then each patch's strips done. They are
+// taken in the order in which `Tiles` needs them.
 template <class Shape>
 struct Patches {
   u32* counts;
-  int rows, across, group;  // of patches, as `Tiles` has rows of tiles
+  int rows, across, group;
 
   __device__ __forceinline__ Patches(const Tiles<Shape>& tiles, int blocks, u32* counts)
-      : counts(counts), rows(tiles.rows), across(blocks_of(blocks, CHUNK)), group(tiles.group) {}
+      : counts(counts), rows(blocks_of(tiles.m, 128)), across(blocks_of(blocks, CHUNK)), group(tiles.group * Shape::DOWN) {}
   __device__ __forceinline__ u32 count() const { return rows * across; }
   __device__ __forceinline__ void at(int i, int& row, int& column) const {
     const int first = i / (group * across) * group, inside = i - first * across, height = min(group, rows - first);
@@ -83,22 +84,23 @@ template <class Shape, int STAGES, bool EARLY, bool CHANNEL>
 __device__ __forceinline__ void prompt_load(const TensorMap* a, const TensorMap* b, const GemmArgs& args, Tiles<Shape> tiles,
                                             const Patches<Shape>& patches, int blocks, u32 base, u32 scales, u32 full,
                                             u32 empty) {
-  constexpr int EACH = Shape::ROWS / 32;
+  constexpr int EACH = Shape::ROWS / 32, CLUSTER = Shape::CLUSTER;
   const u64 policy = cache_policy<NORMAL>();
-  const u32 lane = lane_number(), bytes = Shape::B_BYTES + args.box * 128;
-  auto load_b = [&](int k, int column, u32 stage) {
+  const u32 lane = lane_number(), rank = CLUSTER > 1 ? cluster_rank() : 0, bytes = Shape::B_BYTES + args.box * 128;
+  const int start = blockIdx.x / CLUSTER;
+  auto open_stage = [&](int k, int column, u32 stage) {
     barrier_expect(full + stage * 8, bytes);
-    tensor_load(base + stage * Shape::STAGE + Shape::A_BYTES, b, k * 128, column, full + stage * 8, policy);
+    load_b<Shape>(b, k, column, base + stage * Shape::STAGE + Shape::A_BYTES, full + stage * 8, policy);
   };
   int row, column, ahead = 0;  // blocks whose part of b is on its way
   if constexpr (EARLY) {
-    tiles.at(blockIdx.x, 0, row, column);
-    for (; ahead < min(blocks, STAGES); ahead++) load_b(ahead, column, ahead);
+    tiles.at(start, rank, row, column);
+    for (; ahead < min(blocks, STAGES); ahead++) open_stage(ahead, column, ahead);
     grid_wait();
   }
   Ring<STAGES> ring;
-  for (int i = blockIdx.x; i < tiles.count(); i += gridDim.x) {
-    tiles.at(i, 0, row, column);
+  for (int i = start; i < tiles.count(); i += gridDim.x / CLUSTER) {
+    tiles.at(i, rank, row, column);
     const float* const b_scale = args.b.data + args.b.row(min(column + (int)lane * 128, args.n - 1));
     u32 rows[EACH];
 #pragma unroll
@@ -110,7 +112,7 @@ __device__ __forceinline__ void prompt_load(const TensorMap* a, const TensorMap*
         ahead--;
       } else {
         barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-        load_b(k, column, ring.stage);
+        open_stage(k, column, ring.stage);
       }
       tensor_load(base + ring.stage * Shape::STAGE, a, k * 128, row, bar, policy);
 #pragma unroll
@@ -195,26 +197,18 @@ __device__ __forceinline__ void prompt_quantize(const BlockArgs& a, const Patche
   }
 }
 
-template <int STAGES, int LAG, bool EARLY, bool CHANNEL, class Out, int BIAS>
+template <int STAGES, int CLUSTER, int LAG, bool EARLY, bool CHANNEL, class Out, int BIAS>
 __device__ __forceinline__ void prompt(const TensorMap* a, const TensorMap* b, const TensorMap* c, const GemmArgs& args,
                                        const BlockArgs& tokens, u32* counts) {
-  using Shape = PrefillShape<STAGES, 1, true, 2>;
+  using Shape = PrefillShape<STAGES, CLUSTER, true, 2>;
   constexpr int MULTIPLIERS = 4 * Shape::GROUPS;
   const u32 base = shared_memory(), output = base + STAGES * Shape::STAGE, scales = output + MULTIPLIERS * Shape::OUTPUT;
   const u32 full = scales + STAGES * Shape::SCALES, empty = full + STAGES * 8, room = empty + STAGES * 8;
-  const u32 warp = warp_number();
+  const u32 last = room + QUANTIZERS * (2 * PIECE), warp = warp_number();
   const Tiles<Shape> tiles(args);
   const int blocks = blocks_of(args.k, 128);
   const Patches<Shape> patches(tiles, blocks, counts);
-  if (warp == MULTIPLIERS && lane_number() == 0) {
-    tensor_prefetch(a), tensor_prefetch(b), tensor_prefetch(c);
-    for (int s = 0; s < STAGES; s++) {
-      barrier_init(full + s * 8, 1 + 32);  // for the tiles' bytes, and by every lane that copies scales
-      barrier_init(empty + s * 8, MULTIPLIERS);
-    }
-    barrier_init_done();
-  }
-  block_sync();
+  prefill_start<Shape, STAGES>(a, b, c, full, empty);
   if (!EARLY || warp != MULTIPLIERS) grid_wait();
   if (warp >= MULTIPLIERS) {
     give_registers<40>();
@@ -227,8 +221,9 @@ __device__ __forceinline__ void prompt(const TensorMap* a, const TensorMap* b, c
   } else {
     take_registers<232>();
     prefill_multiply<Shape, 2, STAGES, LAG, false, CHANNEL, Out, BIAS>(c, args, tiles, blocks, base, output, scales, full,
-                                                                       empty);
+                                                                       empty, last);
   }
+  if constexpr (CLUSTER > 1) cluster_sync();  // a block that ended could still be written to
 }
 
 }  // namespace quantrot

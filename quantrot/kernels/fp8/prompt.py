@@ -21,11 +21,12 @@ from quantrot.kernels.fp8 import blocks, hopper
 from quantrot.kernels.fp8.hopper import E4M3, GemmArgs, Prefill
 from quantrot.kernels.nvrtc import load_kernel, processors
 
+PLAN = replace(hopper.PAIRED, tile_group=4)  # fewer rows at once: the first products wait for fewer codes
 CHUNK, PIECE, QUANTIZERS = 8, 2048, 3  # as in prompt.cuh: blocks of K of a patch; bytes; warps
 FEWEST, LEAST = 2048, 1 << 24  # tokens, and elements of x, from which one kernel has been found faster than two
 ROWS = range(4096, 8192 + 1)  # of b: with 2560 the products wait for codes (78 us for 70), with 28672 it is as fast
 COUNTERS, STREAMS, EACH = 1 << 20, 64, 1 << 12  # of a kernel: all, streams that have some, and how many each
-ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, 1) {name}(
+ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
     const __grid_constant__ quantrot::TensorMap a, const __grid_constant__ quantrot::TensorMap b,
     const __grid_constant__ quantrot::TensorMap c, const __grid_constant__ quantrot::GemmArgs args,
     const __grid_constant__ quantrot::BlockArgs tokens, int first) {{
@@ -46,8 +47,8 @@ def device_functions(rule: str) -> str:
 def entry(plan: Prefill, channel: bool, bias: int, name: str = "prompt") -> str:
     """C++ of the kernel `name`. channel: b has a scale a row; bias: the bytes of an element of it, 0 for none."""
     early, by_row = (str(flag).lower() for flag in (plan.early, channel))
-    call = f"prompt<{plan.stages}, {plan.lag}, {early}, {by_row}, quantrot::Bf16, {bias}>"
-    return ENTRY.format(threads=plan.threads, name=name, call=call)
+    call = f"prompt<{plan.stages}, {plan.cluster}, {plan.lag}, {early}, {by_row}, quantrot::Bf16, {bias}>"
+    return ENTRY.format(cluster=hopper.cluster_of(plan.cluster), threads=plan.threads, name=name, call=call)
 
 
 def shared_bytes(plan: Prefill) -> int:
@@ -159,8 +160,8 @@ def linear(
     c = torch.empty((m, n), dtype=x.dtype, device=x.device)
     q = torch.empty((m, k), dtype=E4M3, device=x.device)
     scale = torch.empty((k // 128, m), dtype=torch.float32, device=x.device).T
-    given, b, bias = b, hopper.aligned(b), bias.contiguous() if bias is not None else None
-    plan = replace(hopper.WIDE, early=b_settled and b is given)
+    given, b, bias = b, hopper.aligned(b), hopper.aligned_bias(bias)
+    plan = replace(PLAN, early=b_settled and b is given)
     first = counters(device, counts_of(m, k))
     assert first is not None, "see supports"
     args = hopper.arguments(q, scale, b, b_scale, c, (1, 128), b_block, bias, plan, 1)
