@@ -4,7 +4,8 @@
     python benchmarks/bench_attention.py --scores fp8 [--out FILE]  # prefill alone, queries and keys in e4m3
     python benchmarks/bench_attention.py --sweep           # every launch configuration of every kernel, best first
 
-32 query and 8 key and value heads. `prefill` is bfloat16 q, k, v to a bfloat16 result, the quantization counted;
+32 query and 8 key and value heads. `prefill` is bfloat16 q, k, v to a bfloat16 result, the quantization counted, replayed in
+turn with its peers: by itself behind a pause the same kernel took up to a tenth longer or not, and they did not;
 `attend_us` is the attention without the quantization of k and v. Its peers are torch's SDPA by cuDNN and by
 FlashAttention-2 in bfloat16, and cuDNN's own FP8 attention on operands that are e4m3 already (nvidia-cudnn-frontend;
 left out where it is not installed). The `decode` peer bf16_cache is the fastest of SDPA's implementations on a
@@ -28,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from timing import copy_gbps, give_back, random_tensors, time_us, write_results  # noqa: E402
+from timing import copy_gbps, give_back, race_us, random_tensors, time_us, write_results  # noqa: E402
 
 from quantrot.kernels.attention import (  # noqa: E402
     Quantized,
@@ -67,8 +68,8 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: str) -> 
     return made._replace(q=q, q_scale=made.q_scale.new_empty(*q.shape[:2], 0))
 
 
-def sdpa(backend: SDPBackend, causal: bool, sets: list[Any]) -> float | None:
-    """Microseconds of torch's SDPA by this backend, None where it refuses."""
+def sdpa(backend: SDPBackend, causal: bool, sets: list[Any]) -> Calls:
+    """torch's SDPA by this backend, of each set; no calls where it refuses."""
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
@@ -76,10 +77,10 @@ def sdpa(backend: SDPBackend, causal: bool, sets: list[Any]) -> float | None:
 
     try:
         call(*sets[0])
-        return time_us([lambda s=s: call(*s) for s in sets])
+        return [lambda s=s: call(*s) for s in sets]
     except RuntimeError as error:
         print(f"  {backend}: {str(error).splitlines()[0]}")
-        return None
+        return []
 
 
 def cudnn_fp8(seq: int, dim: int, causal: bool) -> float | None:
@@ -149,14 +150,17 @@ def error_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, y:
 
 def prefill(dim: int, seq: int, causal: bool, gbps: float, scores: str) -> dict[str, Any]:
     sets = qkv(seq, dim)
-    us = time_us([lambda s=s: fp8_attention(*s, causal=causal, scores=scores) for s in sets])
     given = [prepared(*s, scores) for s in sets]
-    attention = time_us([lambda g=g: attend(g, causal=causal) for g in given])
-    peers = {
+    calls = {
+        "us": [lambda s=s: fp8_attention(*s, causal=causal, scores=scores) for s in sets],
+        "attend": [lambda g=g: attend(g, causal=causal) for g in given],
         "cudnn_bf16": sdpa(SDPBackend.CUDNN_ATTENTION, causal, sets),
         "flash2": sdpa(SDPBackend.FLASH_ATTENTION, causal, sets),
-        "cudnn_fp8": cudnn_fp8(seq, dim, causal),
     }
+    peers = race_us({name: each for name, each in calls.items() if each})
+    us, attention = peers.pop("us"), peers.pop("attend")
+    if fp8 := cudnn_fp8(seq, dim, causal):
+        peers["cudnn_fp8"] = fp8
     operations = 4 * seq * seq * dim * HEADS / (2 if causal else 1)
     return {
         "op": "prefill",
@@ -207,7 +211,7 @@ def bf16_cache(caches: list[Any]) -> float | None:
     packed = [(q.unflatten(1, (GROUPS, -1)).squeeze(3), k, v) for q, k, v in caches]
     backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     found = [sdpa(backend, False, sets) for backend in backends for sets in (packed, caches)]
-    return min((us for us in found if us is not None), default=None)
+    return min((time_us(calls) for calls in found if calls), default=None)
 
 
 def decode(batch: int, tokens: int, dim: int, gbps: float) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def run_gemm(case: dict[str, Any]) -> dict[str, Any]:
     one = torch.ones((), device="cuda")
     weights = random_tensors((n, k), torch.bfloat16)  # as many as activations
     calls: dict[str, list] = {
-        "us": [lambda d=d: fp8_block_gemm(*d, **blocks) for d in data],
+        "us": [lambda d=d: fp8_block_gemm(*d, **blocks, b_settled=True) for d in data],  # as Fp8Linear
         "bf16": [lambda x=x, w=w: F.linear(x, w) for x, w in zip(xs, weights, strict=True)],
         "cublas_tensorwise": [lambda d=d: tensorwise(d, one) for d in data],
     }

@@ -160,6 +160,17 @@ def test_the_kernel_in_the_emulator_meets_the_reference(emulator, name, queries,
         assert relative(y, expected) <= 3e-3, seed
 
 
+@pytest.mark.parametrize("name", ["64", "64-int8", "128", "128-int8-codes"])
+def test_values_whose_blocks_have_scales_far_apart_in_the_emulator(emulator, name):
+    torch.manual_seed(0)
+    _, dim, causal, q_type, codes, dtype = KERNELS[name]
+    wide, scores = q_type if q_type in kernels.OUT else None, "int8" if codes == INT8 else "fp8"
+    given = quantized(500, 640, dim, wide=wide, scores=scores)
+    given.v_scale[0, :] = torch.tensor([131, 118, 124, 127, 121])  # from the last: the unit rises by 6 and 4, codes lose 3, 13
+    expected = attend(given, causal=causal, dtype=dtype, backend="reference")
+    assert relative(emulator(name, given, 1, 0), expected) <= 3e-3
+
+
 def test_lengths_in_the_emulator(emulator):
     torch.manual_seed(0)
     given = quantized(400, 640, 64, 1, 1, batch=2)

@@ -31,7 +31,8 @@ static quantrot::TensorMap map(const unsigned long long* m, int fresh) {
 }
 
 extern "C" const char* run(const unsigned long long (*m)[7], const quantrot::GemmArgs* args,
-                           const quantrot::BlockArgs* tokens, int blocks, int cluster, int threads, int shared, int seed) {
+                           const quantrot::BlockArgs* tokens, int blocks, int cluster, int threads, int shared,
+                           int seed) {
   const auto a = map(m[0], 1), b = map(m[1], 0), c = map(m[2], 0);
   message = emulator::launch({(unsigned)blocks, 1, 1}, cluster, threads, shared, seed,
                              [&] { prompt(a, b, c, *args, *tokens, seed); });

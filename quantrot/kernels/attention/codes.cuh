@@ -24,6 +24,14 @@ __device__ __forceinline__ float inverse_of(int byte) {
   return byte == 255 ? 0.f : __uint_as_float((u32)(254 - byte) << 23);
 }
 
+// Of four numbers in e4m3.
+__device__ __forceinline__ float sum_of_codes(u32 codes) {
+  u32 low, high;
+  unpack_e4m3(codes, low, high);
+  auto both = [](u32 w) { return Fp16::value((unsigned short)w) + Fp16::value((unsigned short)(w >> 16)); };
+  return both(low) + both(high);
+}
+
 // Codes in e4m3 with a power of two, or in int8 with a float. scale_of: for a largest magnitude, given as float32 bits;
 // NaN stands for one that is no finite number, and then codes are 0.
 struct E4m3 {

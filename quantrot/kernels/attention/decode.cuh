@@ -383,11 +383,11 @@ __device__ __forceinline__ void decode(const TensorMap* k, const TensorMap* v, c
         top[t][e] = now;
         float z[ROWS], sum = 0.f;
 #pragma unroll
-        for (int n = 0; n < ROWS; n++) {
-          const float power = exp2_fast(x[n / 2][4 * t + n % 2 * 2 + e] - (point - (float)P_BITS));
-          sum += power;
-          z[n] = seen[n] ? power * down[n] : 0.f;  // a scale that is NaN stays out of what is not seen
-        }
+        for (int n = 0; n < ROWS; n++) z[n] = exp2_fast(x[n / 2][4 * t + n % 2 * 2 + e] - (point - (float)P_BITS));
+#pragma unroll
+        for (int n = 0; n < ROWS; n += 4) sum += sum_of_codes(to_e4m3(z[n], z[n + 1], z[n + 2], z[n + 3]));
+#pragma unroll
+        for (int n = 0; n < ROWS; n++) z[n] = seen[n] ? z[n] * down[n] : 0.f;  // a NaN scale stays out of what is not seen
         total[t][e] = fmaf(total[t][e], shrink, sum);
 #pragma unroll
         for (int m = 0; m < D / 64; m++) {

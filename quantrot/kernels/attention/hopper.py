@@ -58,7 +58,9 @@ class Plan:
     def shared_bytes(self, dim: int, wide: bool = False) -> int:
         """wide: queries in 16 bits."""
         small = -(-(2 + 5 * self.stages) // 2) * 16 + 16  # barriers, scales, what sums start at
-        return self.rows * dim * (1 + wide) + 2 * self.stages * BLOCK * dim + small
+        ones, own = 1024, 16 * 128 * self.groups
+        tiles = self.rows * dim * (1 + wide) + 2 * self.stages * BLOCK * dim
+        return tiles + -(-small // 128) * 128 + ones + own
 
 
 class Arguments(ctypes.Structure):

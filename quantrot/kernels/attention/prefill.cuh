@@ -49,7 +49,7 @@ struct AttentionShape {
   static constexpr int Q_PIECE = ROWS * Q_LINE, TILE = KEYS * D;  // of K, and of V
   static constexpr int K_AT = Q_PIECES * Q_PIECE, V_AT = K_AT + STAGES * TILE, BARRIERS = V_AT + STAGES * TILE;
   static constexpr int SCALES = BARRIERS + (2 + 4 * STAGES) * 8, START = (SCALES + STAGES * 8 + 15) / 16 * 16;
-  static constexpr int SHARED = START + 16;
+  static constexpr int ONES = (START + 16 + 127) / 128 * 128, SUMS = ONES + 1024, SHARED = SUMS + GROUPS * 2048;
   static_assert(SHARED <= 227 << 10, "shared memory");
 };
 
@@ -215,17 +215,22 @@ struct Score<int> {
 };
 
 // What a thread keeps of its two rows while it walks the keys. SHORT: head_dim 64, where edges are compared with constants
-// (938 instructions in the loop for 1078). FOURS: a row's sum takes four probabilities at a time, not each in one of four
-// chains, so that fewer instructions wait for an exponential: 2 to 4 % with int8 at head_dim 64, 5 % slower at 128.
+// (938 instructions in the loop for 1078).
+//
+// A row's probabilities are added up by the tensor cores: a product of their codes with ones (`start_values`) in place of 62
+// additions a thread. Codes have V's scale in them, so where that is more than 2^CLOSE below the unit, and they could vanish,
+// the codes that they would have without it are added one by one. What few tiles have waits in shared memory (`own`): a thread
+// at head_dim 64 has no registers left.
 template <class Sum, bool SHORT>
 struct Softmax {
   using Of = Score<Sum>;
-  static constexpr bool FOURS = SHORT && Of::BIAS != 0.f;
-  float top[2], total[2];  // the running maximum, and this thread's part of the sum in units of 2^-P
+  static constexpr int CLOSE = 2;
+  float top[2], total[2];  // the running maximum, and the sum in units of 2^-P, but for what is on its way
   float rows[2];           // of a score, times K's scale: bits
   int limit[2];            // keys the row sees: those below
   int unit;                // the byte of the scale in which the sums of products are
-  float shrink[2];         // what those must be multiplied by, after `step`
+  float kept[2];           // after `step`: what `total` and the sums of products must be multiplied by
+  float more;              // and what the sum of the tile's codes: a magnitude; 0 where `own` has it, negative where unit rose
 
   // The largest of a row's 32 scores in each of four lanes, in all of them.
   __device__ __forceinline__ static Sum largest_of(const Sum (&s)[64], int r) {
@@ -240,9 +245,37 @@ struct Softmax {
     return Of::larger(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
   }
 
-  // Scores s of the tile of keys from `start` -> probabilities times 2^P and V's scale over the unit, as left operands.
+  // Scores s of the tile of keys from `start` -> probabilities times 2^P and V's scale over the unit, as left operands. first: the
+  // tile's scale becomes the unit.
   template <bool EDGE>
-  __device__ __forceinline__ void step(u32 (&p)[4][4], Sum (&s)[64], int start, float k_scale, int v_byte) {
+  __device__ __forceinline__ void step(u32 (&p)[4][4], Sum (&s)[64], int start, float k_scale, int v_byte, u32 sums,
+                                       bool first) {
+    const int next = v_byte == 255 ? unit : max(unit, v_byte), below = min(next - v_byte, 32);
+    const bool rises = next != unit;
+    if (rises) store_shared(own(sums) + 8, power_of(max(unit - next, -32) + 127));
+    unit = next;
+    if (first || __builtin_expect(!__any_sync(0xFFFFFFFFu, below > CLOSE), true)) {  // the same in all lanes; so said, it takes fewer registers
+      encode<EDGE, false>(p, s, start, k_scale, v_byte, below, sums);
+      more = v_byte == 255 ? 1.f : power_of(127 + below);
+    } else {
+      encode<EDGE, true>(p, s, start, k_scale, v_byte, below, sums);
+      more = 0.f;
+    }
+    if (rises) more = -more;
+  }
+
+  // This thread's place in shared memory: a tile's sums of two rows, and what a rise of the unit takes from the sums of products.
+  // Not the compiler's constant: that would take a register through the loop.
+  __device__ __forceinline__ static u32 own(u32 sums) {
+    u32 thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return sums + thread * 16;
+  }
+
+  // ADDS: their sums -> `own(sums)`.
+  template <bool EDGE, bool ADDS>
+  __device__ __forceinline__ void encode(u32 (&p)[4][4], Sum (&s)[64], int start, float k_scale, int v_byte, int below,
+                                         u32 sums) {
     if constexpr (EDGE) {
       const int first = start + 4 * (lane_number() % 4);
 #pragma unroll
@@ -251,11 +284,8 @@ struct Softmax {
         if (SHORT ? token >= limit[r] - first : first + token >= limit[r]) s[i] = Of::hidden();
       }
     }
-    const int next = v_byte == 255 ? unit : max(unit, v_byte), below = min(next - v_byte, 32);
     const float less = v_byte == 255 ? __uint_as_float(0x7FC00000u) : 8388608.f - __uint_as_float(0x4B000000u + below);
-    const float more = v_byte == 255 ? 1.f : power_of(127 + below);
-    const float down = unit == next ? 1.f : power_of(max(unit - next, -32) + 127);
-    unit = next;
+    const float up = power_of(127 + below);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       // A row that sees no key of the tile does not see its scales, which may be no numbers; one that does becomes one.
@@ -265,12 +295,12 @@ struct Softmax {
       if (EDGE && by == 0.f) by = __uint_as_float(0x00800000u);
       const float largest = Of::biased(largest_of(s, r)) - Of::BIAS;
       const float now = fmaxf(top[r], round_up(largest * by)), point = now == minus_infinity() ? 0.f : now;
-      const float minus = (blind ? 0.f : less) + (float)P_BITS - point, kept = exp2_fast(top[r] - point);
+      const float minus = (blind ? 0.f : less) + (float)P_BITS - point;
       // The bias is taken off here, rounded once: by up to 3/4 of what a score of 1 is in bits, the same for all keys.
       const float from = Of::BIAS == 0.f ? minus : fmaf(-Of::BIAS, by, minus);
-      shrink[r] = kept * down;
+      kept[r] = exp2_fast(top[r] - point);
       top[r] = now;
-      float sum[4] = {}, x[4];
+      float x[4], sum = 0.f;
 #pragma unroll
       for (int j = 0; j < 16; j++) {
 #pragma unroll
@@ -278,15 +308,35 @@ struct Softmax {
           const int n = j % 2 * 2 + e;
           x[n] = exp2_fast(fmaf(Of::biased(s[4 * j + 2 * r + e]), by, from));
           Of::forget(s[4 * j + 2 * r + e], x[n]);
-          if (!FOURS) sum[n] = j < 2 ? x[n] : sum[n] + x[n];
         }
         if (j % 2 == 0) continue;
-        const float four = (x[0] + x[1]) + (x[2] + x[3]);
-        if (FOURS) sum[0] = j == 1 ? four : sum[0] + four;
+        if (ADDS) sum += sum_of_codes(to_e4m3(x[0] * up, x[1] * up, x[2] * up, x[3] * up));
         p[(j - 1) / 4][(j - 1) % 4 + r] = to_e4m3(x[0], x[1], x[2], x[3]);
       }
-      total[r] = fmaf(total[r], kept, ((sum[0] + sum[1]) + (sum[2] + sum[3])) * (blind ? 1.f : more));
+      if (ADDS) {
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+        store_shared(own(sums) + r * 4, sum);
+      }
     }
+  }
+
+  // codes: the sums of a tile's codes, in every column of a row; `more` was of that tile.
+  __device__ __forceinline__ void add(const float (&codes)[4], float more) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) total[r] = fmaf(codes[2 * r], fabsf(more), total[r]);
+  }
+
+  // After `step`.
+  __device__ __forceinline__ void scale_total(u32 sums) {
+    total[0] *= kept[0], total[1] *= kept[1];
+    if (more == 0.f) {
+      const float2 sum = load_shared2(own(sums));
+      total[0] += sum.x, total[1] += sum.y;
+    }
+  }
+  __device__ __forceinline__ float down(u32 sums) const {
+    return __float_as_uint(more) >> 31 ? load_shared(own(sums) + 8) : 1.f;
   }
 };
 
@@ -299,11 +349,15 @@ __device__ __forceinline__ void start_scores(Sum (&d)[64], const u32 (&q)[D / 32
   product_commit();
 }
 
-// o += p v, over 128 tokens.
+// o += p v, over 128 tokens, and `codes` = the sums of p's rows, each eight times; in turn, so that a short product does not
+// wait for the one before it.
 template <int W>
-__device__ __forceinline__ void start_values(float (&o)[W], const u32 (&p)[4][4], u32 v) {
+__device__ __forceinline__ void start_values(float (&o)[W], float (&codes)[4], const u32 (&p)[4][4], u32 v, u32 ones) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) product(o, p[i], operand(v, i), true);
+  for (int i = 0; i < 4; i++) {
+    product(codes, p[i], operand(ones, i), i > 0);
+    product(o, p[i], operand(v, i), true);
+  }
   product_commit();
 }
 
@@ -337,7 +391,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
   Softmax<typename Code::Sum, D == 64> softmax;
   using Of = Score<typename Code::Sum>;
   typename Code::Sum s[64];
-  float o[D / 2];
+  float o[D / 2], codes[4], more = 0.f;  // more: of the tile whose codes are in p
   u32 p[4][4], next[4][4], q[D / 32][4];
   float2 scales;
   int j, whole;
@@ -413,12 +467,12 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
     start_scores<D>(s, q, base + Shape::K_AT + keys.stage * Shape::TILE);
     scales = load_shared2(base + Shape::SCALES + keys.stage * 8);
   };
-  auto step = [&] {
+  auto step = [&](bool first) {
     const int v_byte = __float_as_int(scales.y);
     if (j * 128 + 128 > whole) {
-      softmax.template step<true>(next, s, j * 128, scales.x, v_byte);
+      softmax.template step<true>(next, s, j * 128, scales.x, v_byte, base + Shape::SUMS, first);
     } else {
-      softmax.template step<false>(next, s, j * 128, scales.x, v_byte);
+      softmax.template step<false>(next, s, j * 128, scales.x, v_byte, base + Shape::SUMS, first);
     }
     Of::start(s, base + Shape::START);
   };
@@ -427,6 +481,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
     asm volatile("" : "+r"(nothing));
 #pragma unroll
     for (int i = 0; i < 16; i++) p[i / 4][i % 4] = next[i / 4][i % 4] ^ nothing;
+    more = softmax.more;
   };
 #pragma unroll
   for (int i = 0; i < 16; i++) p[i / 4][i % 4] = 0;
@@ -444,7 +499,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
     if (any) {
       release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
       keys.next();
-      step();
+      step(true);
       take();
     }
     for (j--; j >= 0; j--) {
@@ -455,27 +510,32 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
       const Ring<STAGES> v = place_of_v();
       barrier_wait(full + v.stage * 16 + 8, v.parity);
       product_fence();
-      start_values(o, p, base + Shape::V_AT + v.stage * Shape::TILE);
+      start_values(o, codes, p, base + Shape::V_AT + v.stage * Shape::TILE, base + Shape::ONES);
       product_wait<1>();
       product_done(s);
       release(address_after(empty + keys.stage * 16, __float_as_uint(scales.y)));
       keys.next();
-      step();
+      step(false);
       product_wait<0>();
       product_done(o);
+      product_done(codes);
       release(empty + v.stage * 16 + 8);
       values.next();
-      if (__any_sync(0xFFFFFFFFu, !(softmax.shrink[0] == 1.f && softmax.shrink[1] == 1.f))) {
+      softmax.add(codes, more);
+      softmax.scale_total(base + Shape::SUMS);
+      const float down = softmax.down(base + Shape::SUMS), shrink[2] = {softmax.kept[0] * down, softmax.kept[1] * down};
+      if (__any_sync(0xFFFFFFFFu, !(shrink[0] == 1.f && shrink[1] == 1.f))) {
 #pragma unroll
-        for (int n = 0; n < D / 2; n++) o[n] *= softmax.shrink[n / 2 % 2];
+        for (int n = 0; n < D / 2; n++) o[n] *= shrink[n / 2 % 2];
       }
       take();
     }
     const Ring<STAGES> v = place_of_v();
     if (any) barrier_wait(full + v.stage * 16 + 8, v.parity);
     product_fence();
-    start_values(o, p, base + Shape::V_AT + v.stage * Shape::TILE);
-    const float totals[2] = {softmax.total[0], softmax.total[1]};
+    start_values(o, codes, p, base + Shape::V_AT + v.stage * Shape::TILE, base + Shape::ONES);
+    const float last = more;
+    const float before[2] = {softmax.total[0], softmax.total[1]};
     const int unit = softmax.unit, end = left;
     unsigned short* to = (unsigned short*)args.out + place * D;
     const u32 done = empty + v.stage * 16 + 8;
@@ -483,13 +543,13 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
     if (FLOW) take_up(t + 1);
     product_wait<0>();
     product_done(o);
+    product_done(codes);
     if (any) release(done);
+    const float totals[2] = {fmaf(codes[0], fabsf(last), before[0]), fmaf(codes[2], fabsf(last), before[1])};
     if (FLOW) start();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float total = totals[r];
-      total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
-      total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
+      const float total = totals[r];
       const float inverse = total == 0.f ? 0.f : power_of(unit) / total;
 #pragma unroll
       for (int j = 0; j < D / 8; j += 4) {
@@ -526,6 +586,10 @@ __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k
     barrier_init_done();
     const float bias = Score<typename Code::Sum>::BIAS;
     store_shared4(base + Shape::START, bias, bias, bias, bias);
+  }
+  if (warp == GROUPS * 4) {
+    for (u32 i = lane_number() * 4; i < 1024; i += 128) store_shared(base + Shape::ONES + i, 0x38383838u);  // e4m3's 1
+    fence_async();
   }
   if (warp == GROUPS * 4) {  // queries that are not in L2 are on their way there while the kernel before ends
     const Work w = Work::place<Shape::ROWS>(args, work_of(args, 0));

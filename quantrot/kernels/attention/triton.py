@@ -79,6 +79,12 @@ def to_e4m3(x, PTX: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, PTX: tl.constexpr):
+    """float32, |x| <= 448, as the e4m3 that is nearest to it."""
+    return to_e4m3(x, PTX).to(tl.float32)
+
+
+@triton.jit
 def magnitude(x):
     """The bits of |x|, float32: NaN is above infinity, which is above all else."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -175,7 +181,7 @@ def _tile(
     if V_GROUP == 1:
         new = tl.maximum(unit, tl.max(_known(v_bytes), 0))
         p = tl.exp2(s * by[:, None] - (base - P)[:, None])
-        total = total * shrink + tl.sum(p, 1)
+        total = total * shrink + tl.sum(rounded(p, PTX), 1)
         p = p * _down(v_bytes, new)[None, :]
         if EDGE:
             p = tl.where(visible, p, 0.0)  # a scale that is NaN stays out of rows that do not see it
@@ -185,7 +191,8 @@ def _tile(
         p = tl.exp2(s * by[:, None] - (base - P - less)[:, None])
         if EDGE:
             p = tl.where(visible, p, 0.0)
-        total = total * shrink + tl.sum(p, 1) * tl.where(v_bytes == 255, 1.0, tl.exp2(-less))  # 0 NaN would be NaN
+        more = tl.where(v_bytes == 255, 1.0, tl.exp2(-less))  # 0 NaN would be NaN
+        total = total * shrink + tl.sum(rounded(p * more, PTX), 1)
     shrink = shrink * _down(unit, new)
     if D == DP:
         v = tl.load(v_at + start)
@@ -321,7 +328,7 @@ def _decode_kernel(
         base = tl.where(now == float("-inf"), 0.0, now)
         p = tl.exp2(s - (base - P)[None, :])
         shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, 0)
+        total = total * shrink + tl.sum(rounded(p, PTX), 0)
         if V_GROUP == 0:
             new = tl.maximum(unit, _known(v_bytes))
             p = p * _down(v_bytes, new)
