@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 import subprocess
 import sys
 import types
@@ -123,6 +125,16 @@ def test_no_model_is_converted_twice(model_dir, tmp_path, monkeypatch):
     assert recipes.converted(str(model_dir), "int8-weight-only", tmp_path) == first
     with pytest.raises(TypeError):
         recipes.converted(str(model_dir), "mxfp4", tmp_path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_model_that_was_written_to_is_converted_again(model_dir, tmp_path, file):
+    from quantrot.evals import recipes
+
+    source = shutil.copytree(model_dir, tmp_path / "source")
+    first = recipes.converted(str(source), "int8-weight-only", tmp_path)
+    os.utime(source / file, ns=(1, 1))
+    assert recipes.converted(str(source), "int8-weight-only", tmp_path) != first
 
 
 def test_a_text_is_for_the_recipes_that_round_by_gptq(run, mmlu_dir, model_dir, tmp_path):
