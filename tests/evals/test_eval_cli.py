@@ -83,6 +83,7 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
         (tmp_path / model).mkdir()
         (tmp_path / model / "config.json").write_text("{}")
     made = []
+    monkeypatch.setattr(recipes, "planned", lambda *given, calibration: None)
     monkeypatch.setattr(recipes, "converted", lambda *given, calibration: made.append(given) or two)
     args = ["--fewshot", 2, "--limit", 2, "--data", mmlu_dir, "--output", tmp_path / "r.json", "--work", tmp_path]
     result, opened = run("mmlu", one, "--recipes", "bf16,my/fp8-attention.yaml", *args)
@@ -108,11 +109,15 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
     assert len(run("mmlu", one, "--recipes", "bf16,fp8-attention", *args, "--limit", 1)[1]) == 2
 
 
-def test_a_recipe_that_is_wrong_stops_before_anything_is_evaluated(run, mmlu_dir, model_dir, tmp_path):
+def test_a_recipe_that_is_wrong_stops_before_anything_is_converted(run, mmlu_dir, model_dir, tmp_path):
     args = ["--data", mmlu_dir, "--fewshot", 2, "--work", tmp_path]
-    for recipes, says in (("bf16", "at least two"), ("a/bf16.yaml,bf16", "different names"), ("bf16,fp9", "fp9")):
+    wrong = {"bf16": "at least two", "a/bf16.yaml,bf16": "different names", "bf16,fp9": "fp9", "mxfp4,fp9": "fp9"}
+    for recipes, says in wrong.items():
         with pytest.raises(ValueError, match=says):
             run("mmlu", model_dir, "--recipes", recipes, *args)
+    with pytest.raises(ValueError, match="give --calibration"):
+        run("mmlu", model_dir, "--recipes", "mxfp4,hadamard-mxfp4-gptq", *args)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="baseline: not with --recipes"):
         run("mmlu", model_dir, "--recipes", "bf16,mxfp4", "--baseline", "two", *args)
 
