@@ -19,6 +19,7 @@ Memory: the model in float32, twice (turned weights are kept for the backward), 
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -94,6 +95,8 @@ def learn(
     if target.exists() or not target.parent.is_dir():
         what = "exists; choose another name" if target.exists() else "is in no directory; make that first"
         raise ValueError(f"output {target} {what}")
+    if not os.access(target.parent, os.W_OK):  # said now, not when all is learned
+        raise ValueError(f"output {target} is in a directory that cannot be written to; choose another")
     plan = make_plan(model, load_recipe(recipe).nearest())
     _check(plan)
     network, tokenizer = open_model(model, known_device(device), "float32")

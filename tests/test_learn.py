@@ -1,6 +1,7 @@
 """Learned rotations: exact as all are, never worse than their start, and in the output what learning measured."""
 
 import json
+import os
 import re
 import shutil
 
@@ -226,6 +227,12 @@ def test_what_is_there_is_not_replaced(source, tmp_path):
         learn(source, START, tmp_path / "out", **SHORT)
     with pytest.raises(ValueError, match="is in no directory"):
         learn(source, START, tmp_path / "none" / "out", **SHORT)
+
+
+def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
+    with pytest.raises(ValueError, match="out is in a directory that cannot be written to"):
+        learn("no model", START, tmp_path / "out", **SHORT)
 
 
 def test_from_the_command_line(source, tmp_path):
