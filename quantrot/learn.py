@@ -145,6 +145,8 @@ def _descend(
 ) -> tuple[tuple[float, float], dict[str, Tensor], int]:
     """((KL of the start, of the best), the best matrices, their step)."""
     first = lowest = held_out_kl(network, turns, held)
+    if not math.isfinite(first):  # nothing is less than NaN: all steps would be for nothing
+        raise ValueError(f"KL at the start is {first}: the model computes NaN or infinity; repair its checkpoint")
     best, best_step = turns.copy(), 0
     optimizer = Cayley(list(turns.matrices.values()))
     for i, ids in enumerate(train):

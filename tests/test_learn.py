@@ -19,6 +19,7 @@ from quantrot.learn import Cayley, _slope, learn
 from quantrot.learned import COPY, distance, read
 from quantrot.load import open_model
 from quantrot.recipe import load_recipe
+from tests.damage import Q_PROJ, copy, poison
 
 TEXT = "".join(chr(97 + i * i % 23) for i in range(640))
 SHORT = {"text": TEXT, "steps": 10, "seq_len": 32, "held_out": 2, "device": "cpu"}
@@ -211,6 +212,14 @@ def test_what_cannot_be_learned(source, tmp_path, recipe, options, message):
     with pytest.raises(ValueError, match=message):
         learn(source, recipe, tmp_path / "out", **SHORT | options)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_not_finite_is_refused(source, tmp_path):
+    root = copy(source, tmp_path)
+    poison(Q_PROJ, float("nan"), (0, 0))(root)
+    with pytest.raises(ValueError, match="KL at the start is nan: the model computes NaN or infinity; repair"):
+        learn(root, START, tmp_path / "out", **SHORT)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.gpu
