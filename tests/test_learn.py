@@ -173,6 +173,11 @@ def test_every_wrong_file_is_an_error_of_the_plan(source, learned, tmp_path):
     safetensors.torch.save_file({"R1": r1}, tmp_path / "one", {"quantrot": json.dumps(read(path).about)})
     with pytest.raises(ValueError, match="one holds no R2; it holds R1"):
         plan(source, using(tmp_path / "one"))
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    header = path.read_bytes()[8 : 8 + length].replace(b'"__metadata__":{', b'"__metadata__":{"n":3,')
+    (tmp_path / "number").write_bytes(len(header).to_bytes(8, "little") + header + path.read_bytes()[8 + length :])
+    with pytest.raises(ValueError, match="number: safetensors cannot read it: .*; learn it again"):
+        plan(source, using(tmp_path / "number"))
 
 
 def test_rotations_of_another_model_or_recipe_are_noted(source, learned, tiny, tmp_path):
