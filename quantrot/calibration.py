@@ -57,5 +57,5 @@ def windows(
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     count = len(ids) // seq_len
     if count == 0:
-        raise ValueError(f"text: {len(ids)} tokens, one window needs {seq_len}; a longer --text or a smaller --seq-len")
+        raise ValueError(f"text: {len(ids)} tokens, one window needs {seq_len}; give a longer text or less seq_len")
     return ids[: count * seq_len].view(count, seq_len)[:limit]

@@ -89,6 +89,8 @@ def learn(
     for name, value in (("steps", steps), ("held_out", held_out)):
         if value < 1:
             raise ValueError(f"{name} is {value}; a positive number is needed")
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed is {seed}; a whole number from 0 to 2^63 - 1 is needed")
     if not 0 < rate < 1:
         raise ValueError(f"rate is {rate}; a number of radians between 0 and 1 is needed, such as 0.003")
     target = Path(out).expanduser()
@@ -102,7 +104,10 @@ def learn(
     network, tokenizer = open_model(model, known_device(device), "float32")
     ids = cut(tokenizer, text, seq_len, windows, plan.llama.max_positions).to(network.device)
     if len(ids) <= held_out:
-        raise ValueError(f"text: {len(ids)} windows of {seq_len} tokens, {held_out} are held out; give a longer text")
+        remedy = "a longer text" if windows is None or len(ids) < windows else "more windows"
+        raise ValueError(
+            f"text: {len(ids)} windows of {seq_len} tokens, {held_out} are held out; give {remedy} or less held_out"
+        )
     order = torch.randperm(len(ids) - held_out, generator=torch.Generator().manual_seed(seed)).tolist()
     turns = Turns(plan, network.device)
     make_turned(network, plan, turns)
