@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantrot.llama import Llama
+from quantrot.source import open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,7 @@ class Calibration:
 
 def tokens(calibration: Calibration, model: Path, arch: Llama) -> Tensor:
     """The windows in the model's tokens, int64 [n, seq_len]. ValueError where there are none."""
-    from transformers import AutoTokenizer  # a second, which plans without a text need not wait for
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{model}: transformers cannot load its tokenizer, which calibration needs: {error}") from None
-    ids = windows(tokenizer, calibration.text, calibration.seq_len, calibration.windows, arch.max_positions)
+    ids = windows(open_tokenizer(model), calibration.text, calibration.seq_len, calibration.windows, arch.max_positions)
     if ids.max() >= arch.vocab_size:
         raise ValueError(f"{model}: its tokenizer gives token {ids.max()}; config.json has {arch.vocab_size} of them")
     return ids
@@ -57,5 +52,5 @@ def windows(
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     count = len(ids) // seq_len
     if count == 0:
-        raise ValueError(f"text: {len(ids)} tokens, one window needs {seq_len}; a longer --text or a smaller --seq-len")
+        raise ValueError(f"text: {len(ids)} tokens, one window needs {seq_len}; give a longer text or less seq_len")
     return ids[: count * seq_len].view(count, seq_len)[:limit]

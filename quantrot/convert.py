@@ -130,14 +130,15 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
         _remove(partial)
     if (partial / MANIFEST).exists() and _conversion(partial) != plan.fingerprint():
         raise ValueError(_other_conversion(partial))
-    partial.mkdir(parents=True, exist_ok=True)
-    written = sum(f.stat().st_blocks * 512 for f in partial.iterdir())
-    free = shutil.disk_usage(partial).free
+    there = partial if partial.exists() else next(path for path in partial.parents if path.exists())
+    written = sum(f.stat().st_blocks * 512 for f in partial.iterdir()) if there == partial else 0
+    free = shutil.disk_usage(there).free
     if free + written < plan.output_bytes:
         raise ValueError(
             f"output {target}: the disk has {free / 1e9:.2f} GB free and the conversion writes "
             f"{plan.output_bytes / 1e9:.2f} GB; free some space or choose another disk"
         )
+    partial.mkdir(parents=True, exist_ok=True)
     return partial
 
 

@@ -19,6 +19,7 @@ Memory: the model in float32, twice (turned weights are kept for the backward), 
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -88,18 +89,25 @@ def learn(
     for name, value in (("steps", steps), ("held_out", held_out)):
         if value < 1:
             raise ValueError(f"{name} is {value}; a positive number is needed")
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed is {seed}; a whole number from 0 to 2^63 - 1 is needed")
     if not 0 < rate < 1:
         raise ValueError(f"rate is {rate}; a number of radians between 0 and 1 is needed, such as 0.003")
     target = Path(out).expanduser()
     if target.exists() or not target.parent.is_dir():
         what = "exists; choose another name" if target.exists() else "is in no directory; make that first"
         raise ValueError(f"output {target} {what}")
+    if not os.access(target.parent, os.W_OK):  # said now, not when all is learned
+        raise ValueError(f"output {target} is in a directory that cannot be written to; choose another")
     plan = make_plan(model, load_recipe(recipe).nearest())
     _check(plan)
     network, tokenizer = open_model(model, known_device(device), "float32")
     ids = cut(tokenizer, text, seq_len, windows, plan.llama.max_positions).to(network.device)
     if len(ids) <= held_out:
-        raise ValueError(f"text: {len(ids)} windows of {seq_len} tokens, {held_out} are held out; give a longer text")
+        remedy = "a longer text" if windows is None or len(ids) < windows else "more windows"
+        raise ValueError(
+            f"text: {len(ids)} windows of {seq_len} tokens, {held_out} are held out; give {remedy} or less held_out"
+        )
     order = torch.randperm(len(ids) - held_out, generator=torch.Generator().manual_seed(seed)).tolist()
     turns = Turns(plan, network.device)
     make_turned(network, plan, turns)
@@ -142,6 +150,8 @@ def _descend(
 ) -> tuple[tuple[float, float], dict[str, Tensor], int]:
     """((KL of the start, of the best), the best matrices, their step)."""
     first = lowest = held_out_kl(network, turns, held)
+    if not math.isfinite(first):  # nothing is less than NaN: all steps would be for nothing
+        raise ValueError(f"KL at the start is {first}: the model computes NaN or infinity; repair its checkpoint")
     best, best_step = turns.copy(), 0
     optimizer = Cayley(list(turns.matrices.values()))
     for i, ids in enumerate(train):

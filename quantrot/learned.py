@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -52,7 +53,10 @@ def read(path: Path) -> Learned:
         str(about["model"]), str(about["digest"]), dict(about["recipe"])
     except (KeyError, TypeError, ValueError, RecursionError):
         raise ValueError(f"{path}: its metadata does not say what was learned; `quantrot learn` writes that") from None
-    return Learned(path, data, safetensors.torch.load(data), about)
+    try:
+        return Learned(path, data, safetensors.torch.load(data), about)
+    except safetensors.SafetensorError as error:  # stricter than `read_header`, as on other metadata
+        raise ValueError(f"{path}: safetensors cannot read it: {error}; learn it again") from None
 
 
 def write(path: Path, matrices: dict[str, Tensor], about: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
 from accelerate.utils import get_balanced_memory, load_checkpoint_in_model
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from quantrot import engines
@@ -34,7 +34,7 @@ from quantrot.modules import (
     few_tokens,
 )
 from quantrot.modules.masks import leave_masks_out
-from quantrot.source import open_source
+from quantrot.source import open_source, open_tokenizer
 
 DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
 
@@ -107,7 +107,7 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
                 model = model.to(where).eval()
         except (SafetensorError, ImportError) as error:
             raise ValueError(f"model {str(name)!r}: transformers cannot load it: {error}") from None
-    return model, AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
+    return model, open_tokenizer(source.path)
 
 
 @contextmanager

@@ -150,7 +150,8 @@ class Plan:
         turns = {rotation.name: checksum(rotation) for rotation in [*self.rotations.values(), *self.online.values()]}
         turns |= {"path": self.learned.sha256} if self.learned else {}
         parts = [__version__, self.recipe.resolved(), tensors, turns, layout, self.config, device_type(self.device)]
-        parts += [self.calibration.entry()] if self.calibration else []
+        if self.calibration is not None and self.windows is not None:
+            parts += [self.calibration.entry(), self.windows.tolist()]  # the tokens: a tokenizer may have been changed
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

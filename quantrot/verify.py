@@ -93,7 +93,7 @@ def verify(
     _check_same(manifest.data, plan, source)
     model = load(root, device_map=known_device(device), dtype=torch.float32, merge=False)  # each linear is looked at
     baseline, tokenizer = open_model(source, device, "float32")
-    ids = windows(tokenizer, text or python_topics(), min(seq_len, plan.llama.max_positions), count)
+    ids = windows(tokenizer, python_topics() if text is None else text, min(seq_len, plan.llama.max_positions), count)
     report = progress or (lambda what, done, total: None)
     found = divergence(model, baseline, ids, lambda done, total: report("logits", done, total))
     layers = _layers(plan, model, baseline, ids[:1], report)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, StaticCache
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from quantrot import convert, load
 from quantrot.kernels.attention import rope_hadamard_quantize
@@ -179,6 +180,16 @@ def test_without_a_narrow_format_nothing_changes(source, tmp_path):
     assert not any(isinstance(m, QuantizedAttention) for m in model.modules())
     for options in (GREEDY, {**GREEDY, "num_beams": 3}, {**GREEDY, "cache_implementation": "static"}):
         assert torch.equal(model.generate(IDS, **options), base.generate(IDS, **options))
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_the_cache_has_a_name_in_every_version_of_transformers(name):
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
+    attention, cache = QuantizedAttention(LlamaAttention(config, 0), kv_cache="int4"), DynamicCache(config=config)
+    angles = torch.ones(1, 5, 16), torch.zeros(1, 5, 16)
+    with torch.no_grad():
+        attention(torch.randn(1, 5, 64), angles, **{name: cache})
+    assert cache.get_seq_length() == 5
 
 
 def test_generate_continues_as_the_forward_says(model):

@@ -222,6 +222,16 @@ def test_weights_that_are_not_finite_are_named(source, tmp_path, name, at):
         convert(root, PLAIN, tmp_path / "out", calibration=CALIBRATION)
 
 
+def test_a_changed_tokenizer_is_another_conversion(source, tmp_path):
+    root = copy(source, tmp_path)
+    before = plan(root, PLAIN, calibration=CALIBRATION).fingerprint()
+    tokenizer = json.loads((root / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (root / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert plan(root, PLAIN, calibration=CALIBRATION).fingerprint() != before
+
+
 def test_a_missing_text_is_one_error_among_all(source):
     with pytest.raises(ValueError) as caught:
         plan(source, {**PLAIN, "skip": ["lm_hed"]})
@@ -230,9 +240,14 @@ def test_a_missing_text_is_one_error_among_all(source):
 
 def test_a_model_without_a_tokenizer_cannot_be_calibrated(tiny, tmp_path):
     root = tiny(tmp_path / "model")
+    tokenizer = json.loads((root / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = ["no token"]
+    (root / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="transformers cannot load its tokenizer: Token `no` out of vocabulary"):
+        plan(root, PLAIN, calibration=CALIBRATION)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (root / name).unlink()
-    with pytest.raises(ValueError, match="transformers cannot load its tokenizer, which calibration needs"):
+    with pytest.raises(ValueError, match="transformers cannot load its tokenizer"):
         plan(root, PLAIN, calibration=CALIBRATION)
 
 

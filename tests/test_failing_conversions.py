@@ -107,8 +107,8 @@ def test_disk_that_is_too_small(single, tmp_path, monkeypatch):
         ValueError,
         match=r"^output .*out: the disk has 0\.00 GB free and the conversion writes 0\.00 GB; free some space",
     ):
-        convert(single, FP8, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        convert(single, FP8, tmp_path / "new" / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_output_that_exists_is_kept(single, tmp_path):

@@ -1,6 +1,7 @@
 """Learned rotations: exact as all are, never worse than their start, and in the output what learning measured."""
 
 import json
+import os
 import re
 import shutil
 
@@ -18,6 +19,7 @@ from quantrot.learn import Cayley, _slope, learn
 from quantrot.learned import COPY, distance, read
 from quantrot.load import open_model
 from quantrot.recipe import load_recipe
+from tests.damage import Q_PROJ, copy, poison
 
 TEXT = "".join(chr(97 + i * i % 23) for i in range(640))
 SHORT = {"text": TEXT, "steps": 10, "seq_len": 32, "held_out": 2, "device": "cpu"}
@@ -171,6 +173,11 @@ def test_every_wrong_file_is_an_error_of_the_plan(source, learned, tmp_path):
     safetensors.torch.save_file({"R1": r1}, tmp_path / "one", {"quantrot": json.dumps(read(path).about)})
     with pytest.raises(ValueError, match="one holds no R2; it holds R1"):
         plan(source, using(tmp_path / "one"))
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    header = path.read_bytes()[8 : 8 + length].replace(b'"__metadata__":{', b'"__metadata__":{"n":3,')
+    (tmp_path / "number").write_bytes(len(header).to_bytes(8, "little") + header + path.read_bytes()[8 + length :])
+    with pytest.raises(ValueError, match="number: safetensors cannot read it: .*; learn it again"):
+        plan(source, using(tmp_path / "number"))
 
 
 def test_rotations_of_another_model_or_recipe_are_noted(source, learned, tiny, tmp_path):
@@ -202,7 +209,9 @@ def test_recipes_that_cannot_be(rotations, message):
         (START, {"steps": 0}, "steps is 0; a positive number"),
         (START, {"held_out": 0}, "held_out is 0; a positive number"),
         (START, {"rate": float("nan")}, "rate is nan; a number of radians between 0 and 1"),
-        (START, {"held_out": 20}, "text: 20 windows of 32 tokens, 20 are held out; give a longer text"),
+        (START, {"held_out": 20}, "text: 20 windows of 32 tokens, 20 are held out; give a longer text or"),
+        (START, {"windows": 2}, "text: 2 windows of 32 tokens, 2 are held out; give more windows or less held_out"),
+        (START, {"seed": 1 << 63}, "seed is 9223372036854775808; a whole number from 0 to"),
         (START, {"seq_len": 1000}, "seq_len: 1000; the model takes at most 512"),
     ],
 )
@@ -210,6 +219,14 @@ def test_what_cannot_be_learned(source, tmp_path, recipe, options, message):
     with pytest.raises(ValueError, match=message):
         learn(source, recipe, tmp_path / "out", **SHORT | options)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_not_finite_is_refused(source, tmp_path):
+    root = copy(source, tmp_path)
+    poison(Q_PROJ, float("nan"), (0, 0))(root)
+    with pytest.raises(ValueError, match="KL at the start is nan: the model computes NaN or infinity; repair"):
+        learn(root, START, tmp_path / "out", **SHORT)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.gpu
@@ -226,6 +243,12 @@ def test_what_is_there_is_not_replaced(source, tmp_path):
         learn(source, START, tmp_path / "out", **SHORT)
     with pytest.raises(ValueError, match="is in no directory"):
         learn(source, START, tmp_path / "none" / "out", **SHORT)
+
+
+def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
+    with pytest.raises(ValueError, match="out is in a directory that cannot be written to"):
+        learn("no model", START, tmp_path / "out", **SHORT)
 
 
 def test_from_the_command_line(source, tmp_path):

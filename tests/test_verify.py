@@ -52,6 +52,12 @@ def test_limits_are_the_callers(source, tmp_path):
     assert [f.split(" with")[0].split(" to")[0] for f in found.failures] == ["KL", "top-1 agreement"]
 
 
+def test_an_empty_text_is_not_exchanged_for_another(source, tmp_path):
+    convert(source, "int8-weight-only", tmp_path / "out")
+    with pytest.raises(ValueError, match="text: 0 tokens, one window needs"):
+        verify(tmp_path / "out", **{**OPTIONS, "text": ""})
+
+
 def test_limits_that_are_none_are_refused_before_the_work(tmp_path):
     for limit in ({"max_kl": float("nan")}, {"max_kl": -1.0}, {"min_top1": float("nan")}):
         with pytest.raises(ValueError, match=r"(max_kl|min_top1) is (nan|-1\.0); a number from 0 up is needed"):

@@ -115,7 +115,8 @@ def _recipes(
         raise ValueError(f"calibration: none of {', '.join(others)} has rounding: gptq; leave the text out")
     with tempfile.TemporaryDirectory(prefix="quantrot-recipes-") as temporary:
         place = work or Path(temporary)
-        # All errors of all recipes before the first evaluation: it takes hours.
+        for name in others:  # all recipes' errors before the first conversion, which may take hours, as evaluations do
+            table.planned(model, name, calibration=calibration)
         where = {name: str(table.converted(model, name, place, calibration=calibration)) for name in others}
         where[table.ORIGINAL] = model
         entries: dict[str, Any] = {}

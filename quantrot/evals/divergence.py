@@ -47,15 +47,8 @@ class TokenDivergence:
 
 @torch.no_grad()
 def logit_divergence(baseline: torch.Tensor, model: torch.Tensor) -> TokenDivergence:
-    """Compare two models' logits [n, vocab] for the same n tokens; the arithmetic is float32.
-
-    Raises ValueError where the shapes differ.
-    """
-    if baseline.shape != model.shape:
-        raise ValueError(
-            f"baseline: its logits are {list(baseline.shape)}, the model's {list(model.shape)}; "
-            "compare a model with the checkpoint that it was made from"
-        )
+    """Compare two models' logits [n, vocab] for the same n tokens; the arithmetic is float32."""
+    assert baseline.shape == model.shape
     expected, actual = baseline.float(), model.to(baseline.device).float()
     log_p, log_q = F.log_softmax(expected, dim=-1), F.log_softmax(actual, dim=-1)
     return TokenDivergence(
@@ -74,6 +67,12 @@ def divergence(
     `progress(done, total)` is called after each window; `chunk` bounds the float32 logits held, in tokens.
     Raises ValueError where the vocabularies differ.
     """
+    sizes = [m.config.vocab_size for m in (baseline, model)]
+    if sizes[0] != sizes[1]:  # the tokens are the model's, and a smaller baseline could not look them up
+        raise ValueError(
+            f"baseline: its vocabulary has {sizes[0]} tokens, the model's {sizes[1]}; "
+            "compare a model with the checkpoint that it was made from"
+        )
     seen = []
     for done, ids in enumerate(windows, start=1):
         seen.append(_window(model, baseline, ids, chunk))

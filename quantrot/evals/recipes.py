@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from quantrot.evals.mmlu import Mmlu, Score, compare
 from quantrot.evals.report import number, versions, write
 from quantrot.evals.statistics import Paired
 from quantrot.manifest import read_manifest
-from quantrot.plan import plan
+from quantrot.plan import Plan, plan
 from quantrot.recipe import load_recipe
 from quantrot.source import open_source
 
@@ -50,21 +50,35 @@ def check_names(names: list[str]) -> None:
         )
 
 
+def planned(model: str, recipe: str, device: str = "cpu", calibration: Calibration | None = None) -> Plan:
+    """The plan of `converted`; ValueError where there can be none."""
+    return plan(model, recipe, device, calibration=calibration if load_recipe(recipe).calibrated else None)
+
+
 def converted(model: str, recipe: str, work: Path, device: str = "cpu", calibration: Calibration | None = None) -> Path:
     """The directory of a model by a recipe, under `work`: what an earlier run left there, or converted now.
 
-    calibration: for what the recipe rounds by GPTQ, if anything.
+    calibration: for what the recipe rounds by GPTQ, if anything. A model whose files were written to since is converted
+    again: its headers, which the plan's fingerprint is of, may be as they were.
     """
-    text = calibration if load_recipe(recipe).calibrated else None
-    planned = plan(model, recipe, device, calibration=text)
-    name = re.sub(r"[^\w.-]", "-", planned.recipe.name)
-    out = work / f"{name}-{planned.fingerprint()[:12]}"
+    made = planned(model, recipe, device, calibration)
+    sources = sorted({*(info.file for info in made.checkpoint.tensors.values()), *made.copied})
+    depends = json.dumps([made.fingerprint(), _stamps(sources, made.source.path)])
+    name = re.sub(r"[^\w.-]", "-", made.recipe.name)
+    out = work / f"{name}-{hashlib.sha256(depends.encode()).hexdigest()[:12]}"
     if out.is_dir():
         read_manifest(out)
         return out
     work.mkdir(parents=True, exist_ok=True)
     resume = out.with_name(out.name + ".partial").exists()
+    text = calibration if made.recipe.calibrated else None
     return convert(model, recipe, out, device=device, calibration=text, resume=resume).out
+
+
+def _stamps(files: Iterable[Path], root: Path) -> list[tuple[str, int, int]]:
+    """Each file's name, size and time: what shows, without reading it, that it was written to."""
+    stats = [(str(file.relative_to(root)), file.stat()) for file in files]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 def result_file(work: Path, recipe: str, model: str, settings: dict[str, Any]) -> Path:
@@ -73,8 +87,7 @@ def result_file(work: Path, recipe: str, model: str, settings: dict[str, Any]) -
     settings: what was asked; of `data`, a directory, and of the model's, each file's name, size and time count.
     """
     places = [open_source(model).path, *([Path(settings["data"])] if settings["data"] else [])]
-    stats = [(str(f.relative_to(p)), f.stat()) for p in places for f in sorted(p.rglob("*")) if f.is_file()]
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    files = [stamp for p in places for stamp in _stamps((f for f in sorted(p.rglob("*")) if f.is_file()), p)]
     depends = json.dumps([files, settings, versions()], sort_keys=True, default=str)
     stem = re.sub(r"[^\w.-]", "-", label(recipe))
     return work / f"{stem}-{hashlib.sha256(depends.encode()).hexdigest()[:12]}.mmlu.json"

@@ -93,21 +93,24 @@ class QuantizedAttention(Merging):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         norm: nn.Module | None = None,
         residual: Tensor | None = None,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As in transformers: hidden_states [B, S, hidden] -> (the same, attention weights or None).
 
+        past_key_values: the cache, by the name that transformers 5.17 calls this with; 5.24 has `cache`.
         norm: of hidden_states first; residual: added to the result; both in the linears' kernels (see FewTokens).
         """
+        cache = past_key_values if cache is None else cache
         tokens = hidden_states.shape[:-1]
         q, k, v = (projected.view(*tokens, -1, self.head_dim) for projected in self.outputs(hidden_states, norm))
         if self.arithmetic == "fp8":
-            output, weights = self._fp8(q, k, v, position_embeddings, attention_mask, past_key_values), None
+            output, weights = self._fp8(q, k, v, position_embeddings, attention_mask, cache), None
         else:
-            output, weights = self._wide(q, k, v, position_embeddings, attention_mask, past_key_values, kwargs)
+            output, weights = self._wide(q, k, v, position_embeddings, attention_mask, cache, kwargs)
         output = output.reshape(*tokens, -1).contiguous()
         return self.o_proj(output) if residual is None else self.o_proj.fused(output, residual=residual), weights
 

@@ -61,11 +61,12 @@ def test_pieces_do_not_change_it(model, other_model, windows, chunk):
     assert pieces.max_logit_error == pytest.approx(whole.max_logit_error, rel=1e-5)
 
 
-def test_another_vocabulary_is_refused(model, windows):
-    larger = copy.deepcopy(model)
-    larger.resize_token_embeddings(300)
-    with pytest.raises(ValueError, match="compare a model with the checkpoint that it was made from"):
-        divergence(model, larger, windows)
+@pytest.mark.parametrize("size", [100, 300])
+def test_another_vocabulary_is_refused(model, windows, size):
+    other = copy.deepcopy(model)
+    other.resize_token_embeddings(size)
+    with pytest.raises(ValueError, match=f"has {size} .*compare a model with the checkpoint that it was made from"):
+        divergence(model, other, windows)
 
 
 def test_nan_is_not_hidden_by_a_maximum(model, windows):

@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 import subprocess
 import sys
 import types
@@ -81,6 +83,7 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
         (tmp_path / model).mkdir()
         (tmp_path / model / "config.json").write_text("{}")
     made = []
+    monkeypatch.setattr(recipes, "planned", lambda *given, calibration: None)
     monkeypatch.setattr(recipes, "converted", lambda *given, calibration: made.append(given) or two)
     args = ["--fewshot", 2, "--limit", 2, "--data", mmlu_dir, "--output", tmp_path / "r.json", "--work", tmp_path]
     result, opened = run("mmlu", one, "--recipes", "bf16,my/fp8-attention.yaml", *args)
@@ -106,11 +109,15 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
     assert len(run("mmlu", one, "--recipes", "bf16,fp8-attention", *args, "--limit", 1)[1]) == 2
 
 
-def test_a_recipe_that_is_wrong_stops_before_anything_is_evaluated(run, mmlu_dir, model_dir, tmp_path):
+def test_a_recipe_that_is_wrong_stops_before_anything_is_converted(run, mmlu_dir, model_dir, tmp_path):
     args = ["--data", mmlu_dir, "--fewshot", 2, "--work", tmp_path]
-    for recipes, says in (("bf16", "at least two"), ("a/bf16.yaml,bf16", "different names"), ("bf16,fp9", "fp9")):
+    wrong = {"bf16": "at least two", "a/bf16.yaml,bf16": "different names", "bf16,fp9": "fp9", "mxfp4,fp9": "fp9"}
+    for recipes, says in wrong.items():
         with pytest.raises(ValueError, match=says):
             run("mmlu", model_dir, "--recipes", recipes, *args)
+    with pytest.raises(ValueError, match="give --calibration"):
+        run("mmlu", model_dir, "--recipes", "mxfp4,hadamard-mxfp4-gptq", *args)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="baseline: not with --recipes"):
         run("mmlu", model_dir, "--recipes", "bf16,mxfp4", "--baseline", "two", *args)
 
@@ -123,6 +130,16 @@ def test_no_model_is_converted_twice(model_dir, tmp_path, monkeypatch):
     assert recipes.converted(str(model_dir), "int8-weight-only", tmp_path) == first
     with pytest.raises(TypeError):
         recipes.converted(str(model_dir), "mxfp4", tmp_path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_model_that_was_written_to_is_converted_again(model_dir, tmp_path, file):
+    from quantrot.evals import recipes
+
+    source = shutil.copytree(model_dir, tmp_path / "source")
+    first = recipes.converted(str(source), "int8-weight-only", tmp_path)
+    os.utime(source / file, ns=(1, 1))
+    assert recipes.converted(str(source), "int8-weight-only", tmp_path) != first
 
 
 def test_a_text_is_for_the_recipes_that_round_by_gptq(run, mmlu_dir, model_dir, tmp_path):
