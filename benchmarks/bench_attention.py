@@ -4,9 +4,9 @@
     python benchmarks/bench_attention.py --scores fp8 [--out FILE]  # prefill alone, queries and keys in e4m3
     python benchmarks/bench_attention.py --sweep           # every launch configuration of every kernel, best first
 
-32 query and 8 key and value heads. `prefill` is bfloat16 q, k, v to a bfloat16 result, the quantization counted, replayed in
-turn with its peers: by itself behind a pause the same kernel took up to a tenth longer or not, and they did not;
-`attend_us` is the attention without the quantization of k and v. Its peers are torch's SDPA by cuDNN and by
+32 query and 8 key and value heads. `prefill` is bfloat16 q, k, v to a bfloat16 result, the quantization counted,
+replayed in turn with its peers (by itself the same kernel at head_dim 64 took a tenth longer in some runs, and they did
+not); `attend_us` is the attention without the quantization of k and v. Its peers are torch's SDPA by cuDNN and by
 FlashAttention-2 in bfloat16, and cuDNN's own FP8 attention on operands that are e4m3 already (nvidia-cudnn-frontend;
 left out where it is not installed). The `decode` peer bf16_cache is the fastest of SDPA's implementations on a
 bfloat16 cache, with grouped heads packed as queries. Floors: prefill, 2 x 2 S^2 D operations a head (half if causal)

@@ -166,7 +166,8 @@ def test_values_whose_blocks_have_scales_far_apart_in_the_emulator(emulator, nam
     _, dim, causal, q_type, codes, dtype = KERNELS[name]
     wide, scores = q_type if q_type in kernels.OUT else None, "int8" if codes == INT8 else "fp8"
     given = quantized(500, 640, dim, wide=wide, scores=scores)
-    given.v_scale[0, :] = torch.tensor([131, 118, 124, 127, 121])  # from the last: the unit rises by 6 and 4, codes lose 3, 13
+    # From the last block on the unit rises by 6 and by 4, and codes are 3 and 9 binades below it.
+    given.v_scale[0, :] = torch.tensor([131, 118, 124, 127, 121])
     expected = attend(given, causal=causal, dtype=dtype, backend="reference")
     assert relative(emulator(name, given, 1, 0), expected) <= 3e-3
 

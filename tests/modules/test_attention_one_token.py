@@ -151,5 +151,15 @@ def test_generate_with_a_static_cache_is_transformers_own(device, batch):
     if batch > 1:
         ids[1, :3], mask[1, :3] = 0, 0
     options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
-    expected = plain.generate(ids, attention_mask=mask, **options)
-    assert torch.equal(ours.generate(ids, attention_mask=mask, **options), expected)
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected, got = (model.generate(ids, attention_mask=mask, **options) for model in (plain, ours))
+    same = torch.ones(batch, dtype=torch.bool, device=device)  # so far: bfloat16 breaks near ties either way
+    for step, (theirs, logits) in enumerate(zip(expected.logits, got.logits, strict=True)):
+        error = 2**-5 * theirs.abs().max().item()
+        torch.testing.assert_close(logits[same], theirs[same], rtol=0, atol=error)
+        best = theirs.topk(2).values
+        token = ids.shape[1] + step
+        differs = expected.sequences[:, token] != got.sequences[:, token]
+        assert not (same & differs & (best[:, 0] - best[:, 1] > 2 * error)).any()
+        same &= ~differs
+    assert step == 7 and same.any()

@@ -204,8 +204,8 @@ def attention_reference(
         x = (q k) * q_scale * k_scale * scale * log2(e);   m = ceil(max x);   p = 2^(x - m)
         y = sum e4m3(2^8 * p * v_scale / u) * v * u / sum e4m3(2^8 * p),   u the largest scale among the head's values
 
-    The sum below is of rounded probabilities, too, so that they are weights whose sum is one: on normal data 5 to 20% less
-    error than by the sum of p, the more the fewer keys matter, and 20 to 25% less where values have a mean of their size.
+    The sum below is of rounded probabilities, too, so that they are weights whose sum is one: on normal data 5 to 20%
+    less error than by the sum of p, the more the fewer keys matter, and 20 to 25% less where values have a mean.
     """
     heads, groups, tokens = q.shape[1], q.shape[1] // k.shape[1], k.shape[2]
     left = dequantize_heads(q, q_scale, torch.float32) * (scale * LOG2E)
