@@ -46,13 +46,14 @@ def hadamard_reference(x: Tensor, signs: Tensor | None, order: int, scale: float
 
 
 def _transform(x: Tensor, order: int, transpose: bool) -> Tensor:
-    """x [rows, order] @ H, unscaled, in x's precision."""
+    """x [rows, order] @ H, unscaled, in x's precision; products with a base in float64, or their float32 bits would be a
+    matter of the number of rows: a CPU's library adds one row in another order than many."""
     *bases, power = hadamard_factors(order)
     outer, inner = x.shape[0], order
     for base in bases:
         inner //= base
-        h = hadamard_base(base).to(x)
-        x = torch.matmul(h if transpose else h.T, x.reshape(outer, base, inner))
+        h = hadamard_base(base).to(x.device, torch.float64)
+        x = torch.matmul(h if transpose else h.T, x.reshape(outer, base, inner).double()).to(x.dtype)
         outer *= base
     return butterfly(x.reshape(outer, power))
 
