@@ -217,10 +217,10 @@ struct Score<int> {
 // What a thread keeps of its two rows while it walks the keys. SHORT: head_dim 64, where edges are compared with constants
 // (938 instructions in the loop for 1078).
 //
-// A row's probabilities are added up by the tensor cores: a product of their codes with ones (`start_values`) in place of 62
-// additions a thread. Codes have V's scale in them, so where that is more than 2^CLOSE below the unit, and they could vanish,
-// the codes that they would have without it are added one by one. What few tiles have waits in shared memory (`own`): a thread
-// at head_dim 64 has no registers left.
+// A row's probabilities are added up by the tensor cores: a product of their codes with ones (`start_values`) in place of
+// 62 additions a thread. Codes have V's scale in them, so where that is more than 2^CLOSE below the unit, and they could
+// vanish, the codes that they would have without it are added one by one. What few tiles have waits in shared memory
+// (`own`): a thread at head_dim 64 has no registers left.
 template <class Sum, bool SHORT>
 struct Softmax {
   using Of = Score<Sum>;
@@ -230,7 +230,7 @@ struct Softmax {
   int limit[2];            // keys the row sees: those below
   int unit;                // the byte of the scale in which the sums of products are
   float kept[2];           // after `step`: what `total` and the sums of products must be multiplied by
-  float more;              // and what the sum of the tile's codes: a magnitude; 0 where `own` has it, negative where unit rose
+  float more;              // and what the sum of the tile's codes: a magnitude, 0 where `own` has it; negative: unit rose
 
   // The largest of a row's 32 scores in each of four lanes, in all of them.
   __device__ __forceinline__ static Sum largest_of(const Sum (&s)[64], int r) {
@@ -245,8 +245,8 @@ struct Softmax {
     return Of::larger(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
   }
 
-  // Scores s of the tile of keys from `start` -> probabilities times 2^P and V's scale over the unit, as left operands. first: the
-  // tile's scale becomes the unit.
+  // Scores s of the tile of keys from `start` -> probabilities times 2^P and V's scale over the unit, as left operands.
+  // first: the tile's scale becomes the unit.
   template <bool EDGE>
   __device__ __forceinline__ void step(u32 (&p)[4][4], Sum (&s)[64], int start, float k_scale, int v_byte, u32 sums,
                                        bool first) {
@@ -254,7 +254,8 @@ struct Softmax {
     const bool rises = next != unit;
     if (rises) store_shared(own(sums) + 8, power_of(max(unit - next, -32) + 127));
     unit = next;
-    if (first || __builtin_expect(!__any_sync(0xFFFFFFFFu, below > CLOSE), true)) {  // the same in all lanes; so said, it takes fewer registers
+    // It is the same in all lanes; so said, it takes fewer registers.
+    if (first || __builtin_expect(!__any_sync(0xFFFFFFFFu, below > CLOSE), true)) {
       encode<EDGE, false>(p, s, start, k_scale, v_byte, below, sums);
       more = v_byte == 255 ? 1.f : power_of(127 + below);
     } else {
@@ -264,8 +265,8 @@ struct Softmax {
     if (rises) more = -more;
   }
 
-  // This thread's place in shared memory: a tile's sums of two rows, and what a rise of the unit takes from the sums of products.
-  // Not the compiler's constant: that would take a register through the loop.
+  // This thread's place in shared memory: a tile's sums of two rows, and what a rise of the unit takes from the sums of
+  // products. Not the compiler's constant: that would take a register through the loop.
   __device__ __forceinline__ static u32 own(u32 sums) {
     u32 thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
