@@ -40,6 +40,7 @@ from timing import copy_gbps, write_results  # noqa: E402
 from quantrot import engines, formats, llama  # noqa: E402
 from quantrot.load import merge_projections  # noqa: E402
 from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedLinear, RotatedLinear  # noqa: E402
+from quantrot.modules.cache import cache_name  # noqa: E402
 from quantrot.modules.masks import leave_masks_out  # noqa: E402
 from quantrot.plan import _assign, _online, _rotations  # noqa: E402
 from quantrot.recipe import load_recipe, shipped_recipes  # noqa: E402
@@ -175,12 +176,13 @@ def decode_us(model: Any, batch: int, asked: argparse.Namespace, step: Callable[
     device, prompt, steps = model.device, asked.prompt, asked.steps
     cache = StaticCache(config=model.config, max_cache_len=prompt + WARM_TOKENS + steps + PROFILED)
     ids = torch.randint(0, model.config.vocab_size, (batch, prompt), device=device)
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    held = {cache_name(model): cache}
+    model(ids, **held, logits_to_keep=1)
     token = ids[:, -1:].clone()
 
     def tokens(count: int) -> None:
         for _ in range(count):
-            step(token, past_key_values=cache, logits_to_keep=1)
+            step(token, **held, logits_to_keep=1)
 
     tokens(WARM_TOKENS)
     us = seconds(lambda: tokens(steps), device) / steps * 1e6

@@ -87,6 +87,17 @@ def test_sizes_are_read(text, nbytes):
     assert parse_size(text) == nbytes
 
 
+@pytest.mark.parametrize("option", ["--windows", "--seq-len"])
+@pytest.mark.parametrize("command", ["convert", "plan", "eval mmlu"])
+def test_numbers_of_a_text_that_is_not_there_are_refused(source, tmp_path, command, option):
+    words = [*command.split(), str(source), option, "8"]
+    words += [] if command == "eval mmlu" else ["--recipe", "hadamard-mxfp4"]
+    words += ["-o", str(tmp_path / "out")] if command == "convert" else []
+    done = run(app, words)
+    assert done.exit_code == 2 and f"{option}: 8 of no text; give --calibration TEXT" in done.stderr.replace("\n", " ")
+    assert not (tmp_path / "out").exists()
+
+
 def test_sizes_are_written():
     assert [size(n) for n in (12, 34_500, 1.5e9)] == ["12 bytes", "34.5 KB", "1.5 GB"]
 

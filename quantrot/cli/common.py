@@ -16,8 +16,8 @@ Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A shipped name (see
 Device = Annotated[str, typer.Option(help="Where the arithmetic runs: cpu, cuda, cuda:N.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest output file: 5GB, 500MB.")]
 Text = Annotated[Path | None, typer.Option("--calibration", help="UTF-8 text that `rounding: gptq` calibrates on.")]
-Windows = Annotated[int, typer.Option("--windows", help="Windows of the calibration's text to use.")]
-SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens in a window.")]
+Windows = Annotated[int | None, typer.Option("--windows", help="Windows of --calibration's text; 32 by default.")]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in one of them; 512 by default.")]
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -31,14 +31,18 @@ def parse_size(text: str) -> int:
     return int(nbytes)
 
 
-def calibration(text: Path | None, windows: int, seq_len: int) -> "Calibration | None":
+def calibration(text: Path | None, windows: int | None, seq_len: int | None) -> "Calibration | None":
     """What a conversion is calibrated on; None without a text."""
+    asked = {name: value for name, value in (("windows", windows), ("seq_len", seq_len)) if value is not None}
     if text is None:
+        for name, value in asked.items():
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option}: {value} of no text; give --calibration TEXT, or leave {option} out")
         return None
     from quantrot.calibration import Calibration
     from quantrot.evals.text import evaluation_text
 
-    return Calibration(evaluation_text(text)[0], windows, seq_len)
+    return Calibration(evaluation_text(text)[0], **asked)
 
 
 def size(nbytes: float) -> str:

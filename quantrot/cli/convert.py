@@ -39,8 +39,8 @@ def command(
         bool, typer.Option("--overwrite", help="Replace the output when the new one is done.")
     ] = False,
     text: Text = None,
-    windows: Windows = 32,
-    seq_len: SeqLen = 512,
+    windows: Windows = None,
+    seq_len: SeqLen = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Chunks at a time; all CPUs by default.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
 ) -> None:

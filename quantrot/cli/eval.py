@@ -43,8 +43,8 @@ def mmlu(
         Path | None, typer.Option(help="Where conversions and results of --recipes are kept for the next run.")
     ] = None,
     text: common.Text = None,
-    windows: common.Windows = 32,
-    seq_len: common.SeqLen = 512,
+    windows: common.Windows = None,
+    seq_len: common.SeqLen = None,
     output: Output = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -59,8 +59,10 @@ def mmlu(
         evals.check_data(data, fewshot)
     if recipes is not None and baseline is not None:
         raise ValueError("baseline: not with --recipes, whose first entry is what the others are compared with")
-    if recipes is None and text is not None:
-        raise ValueError("calibration: only with --recipes, which converts; an evaluation needs no such text")
+    if recipes is None:
+        if text is not None:
+            raise ValueError("calibration: only with --recipes, which converts; an evaluation needs no such text")
+        common.calibration(None, windows, seq_len)  # refuses numbers of no text
 
     def run(name: str) -> tuple[Mmlu, dict[str, Any]]:
         loaded, tokenizer = _open(name, device, dtype)

@@ -28,8 +28,8 @@ def command(
     device: Device = "cpu",
     max_shard_size: ShardSize = "5GB",
     text: Text = None,
-    windows: Windows = 32,
-    seq_len: SeqLen = 512,
+    windows: Windows = None,
+    seq_len: SeqLen = None,
 ) -> None:
     """Show what convert would do, and every error at once, before any weight is read."""
     from quantrot.plan import plan

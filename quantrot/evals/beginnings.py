@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantrot.modules.cache import cache_name
+
 Tokens = tuple[int, ...]
 Request = tuple[tuple[str, str], list[int], list[int]]  # lm-eval's: texts, context, continuation
 
@@ -93,7 +95,8 @@ def _batch_size(lm: Any, requests: list[Request]) -> int:
 def _continued(lm: Any, shared: int, contexts: list[Tokens], size: int) -> Iterator[tuple[Tokens, Tensor]]:
     """Each context with the log probabilities [vocab] of what comes next."""
     start = torch.tensor([contexts[0][:shared]], device=lm.device)
-    beginning = lm.model(start, use_cache=True, logits_to_keep=1).past_key_values
+    name = cache_name(lm.model)
+    beginning = lm.model(start, use_cache=True, logits_to_keep=1)[name]
     longest_first = sorted(contexts, key=len, reverse=True)
     for first in range(0, len(contexts), size):
         batch = longest_first[first : first + size]
@@ -103,6 +106,6 @@ def _continued(lm: Any, shared: int, contexts: list[Tokens], size: int) -> Itera
         ids = torch.tensor([[*c[shared:], *[0] * (width - len(c) + shared)] for c in batch], device=lm.device)
         last = torch.tensor([len(c) - shared - 1 for c in batch], device=lm.device)
         kept, place = last.unique(return_inverse=True)  # a row's padding is behind what is read
-        logits = lm.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=kept).logits
+        logits = lm.model(ids, **{name: cache}, use_cache=True, logits_to_keep=kept).logits
         rows = logits[torch.arange(len(batch), device=lm.device), place]
         yield from zip(batch, F.log_softmax(rows, dim=-1, dtype=lm.softmax_dtype), strict=True)

@@ -11,6 +11,7 @@ that `model.generate(...)` and `model(..., use_cache=True)` need no argument.
 What is dropped by `crop` or overwritten leaves no trace: a token's bytes depend on that token alone.
 """
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,12 @@ GROW = 256  # tokens of room added at least; a quarter of what there is, if that
 
 Buffers = dict[str, Tensor]
 TOKEN_AXIS = {"value_transposed": 3}  # [B, G, D, T], as the e4m3 attention reads it; all others have tokens third
+
+
+def cache_name(model: Any) -> str:
+    """By what name a transformers model takes a cache and gives it back: `cache` since transformers 5.24, before that
+    `past_key_values`, whose end is announced."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 # --- Formats ---------------------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def hadamard_reference(x: Tensor, signs: Tensor | None, order: int, scale: float
 
 
 def _transform(x: Tensor, order: int, transpose: bool) -> Tensor:
-    """x [rows, order] @ H, unscaled, in x's precision; products with a base in float64, or their float32 bits would be a
-    matter of the number of rows: a CPU's library adds one row in another order than many."""
+    """x [rows, order] @ H, unscaled, in x's precision; products with a base in float64: in float32 their bits depended
+    on the number of rows, since a CPU's library adds one row in another order than many."""
     *bases, power = hadamard_factors(order)
     outer, inner = x.shape[0], order
     for base in bases:
