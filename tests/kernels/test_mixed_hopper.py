@@ -427,7 +427,8 @@ def test_what_it_does_not_take_is_named():
 # --- Compiled for sm_90a ---------------------------------------------------------------------------------------------
 
 
-def test_no_kernel_spills_or_serializes_its_products(compiled_cuda):
+@pytest.mark.parametrize("part", range(4))  # of 85 s in one
+def test_no_kernel_spills_or_serializes_its_products(compiled_cuda, part):
     kernels = dict.fromkeys((*CASES.values(), *ONE.values()))
     for group in (0, 1, 2):
         for m in (1, 16, 24, 32, 48, 64, 128, 256, 384, 512, 1024, 4096):
@@ -444,10 +445,11 @@ def test_no_kernel_spills_or_serializes_its_products(compiled_cuda):
         kernel = Kernel("packed", BF16, True, group // 64, False, BF16, None)
         kernels[hopper.plan_for(n, m, k, group // 64, True), kernel] = None
     kernels[hopper.plan_for(3456, 4096, 2048, 0, False), Kernel("int8", BF16, False, 0, False, BF16, None)] = None
-    entries = "".join(hopper.entry(*kernel, name=f"mixed{i}") for i, kernel in enumerate(kernels))
+    ours = list(kernels)[part::4]
+    entries = "".join(hopper.entry(*kernel, name=f"mixed{i}") for i, kernel in enumerate(ours))
     made = compiled_cuda(hopper.device_functions() + entries)
     assert "warning" not in made.log and "C75" not in made.log, made.log  # C7510 and others: products one after another
-    assert made.stacks == made.spilled == [0] * len(kernels), made.log
+    assert made.stacks == made.spilled == [0] * len(ours), made.log
 
 
 def test_a_stage_is_handed_back_behind_a_fence(ptx_of):
