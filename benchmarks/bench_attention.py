@@ -5,13 +5,12 @@
     python benchmarks/bench_attention.py --sweep           # every launch configuration of every kernel, best first
 
 32 query and 8 key and value heads. `prefill` is bfloat16 q, k, v to a bfloat16 result, the quantization counted,
-replayed in turn with its peers (by itself the same kernel at head_dim 64 took a tenth longer in some runs, and they did
-not); `attend_us` is the attention without the quantization of k and v. Its peers are torch's SDPA by cuDNN and by
-FlashAttention-2 in bfloat16, and cuDNN's own FP8 attention on operands that are e4m3 already (nvidia-cudnn-frontend;
-left out where it is not installed). The `decode` peer bf16_cache is the fastest of SDPA's implementations on a
-bfloat16 cache, with grouped heads packed as queries. Floors: prefill, 2 x 2 S^2 D operations a head (half if causal)
-at PEAK; the others, the bytes that must move, at the speed of a copy in the same run. `error` is relative to float64,
-on normal data.
+replayed in turn with its peers, so that all have the same clocks; `attend_us` is the attention without the
+quantization of k and v. Its peers are torch's SDPA by cuDNN and by FlashAttention-2 in bfloat16, and cuDNN's own FP8
+attention on operands that are e4m3 already (nvidia-cudnn-frontend; left out where it is not installed). The `decode`
+peer bf16_cache is the fastest of SDPA's implementations on a bfloat16 cache, with grouped heads packed as queries.
+Floors: prefill, 2 x 2 S^2 D operations a head (half if causal) at PEAK; the others, the bytes that must move, at the
+speed of a copy in the same run. `error` is relative to float64, on normal data.
 """
 
 import argparse

@@ -301,6 +301,14 @@ def test_what_few_tokens_take_beside_their_tile(m, n, k, pairs, late):
     assert (plan.pairs, plan.late) == (pairs, late)
 
 
+@pytest.mark.parametrize("columns", [slice(1, 65), slice(0, 64, 2), slice(64, 128)])
+def test_a_bias_is_copied_where_pairs_of_its_elements_cannot_be(columns):
+    whole = torch.arange(128, dtype=torch.bfloat16)
+    bias = hopper.aligned_bias(whole[columns])
+    assert torch.equal(bias, whole[columns]) and bias.stride(0) == 1 and bias.data_ptr() % 4 == 0
+    assert (bias.data_ptr() == whole[columns].data_ptr()) == (columns == slice(64, 128))
+
+
 def test_what_it_does_not_take_is_named():
     a, a_scale, b, b_scale = integers(4, 128, 256)
 

@@ -1,4 +1,4 @@
-"""FP8 attention of many queries for Hopper: CUDA C++ (prefill.cuh, on kernels/hopper.cuh), compiled at first use.
+"""FP8 attention of many queries for Hopper: CUDA C++ (softmax.cuh, prefill.cuh, on hopper.cuh), compiled at first use.
 
     attention    Inputs -> [B, S, H, D]
     unsupported  why these operands are not for it, or None
@@ -157,7 +157,7 @@ def _folds(k: Tensor) -> int | None:
 
 def device_functions() -> str:
     """What every kernel is built on."""
-    return nvrtc.sources("hopper", "products", "attention/codes", "attention/prefill")
+    return nvrtc.sources("hopper", "products", "attention/codes", "attention/softmax", "attention/prefill")
 
 
 def entry(plan: Plan, dim: int, causal: bool, queries: torch.dtype, codes: torch.dtype, out: torch.dtype) -> str:

@@ -284,7 +284,7 @@ ACROSS = (
 )
 # Microseconds of a block of K of one tile (Decode: by columns, and by thread blocks a multiprocessor), and of all else.
 # Fitted to 29 shapes of Llama's and Qwen's linears by 65 to 384 tokens on an H200, where the model's choice takes 0.7 %
-# longer than the fastest plan, in the mean.
+# longer than the fastest plan, in the mean. PAIRED's is from a race with WIDE on an H100.
 BLOCK: dict[Prefill | Across, float] = {WIDE: 0.84, PAIRED: 0.80, SQUARE: 0.422}
 BLOCK |= dict(zip(ACROSS, (0.583, 0.610, 0.760, 0.241, 0.264, 0.340), strict=True))
 SOME, MORE = 256, 1.1  # tokens, past which tiles of Across take up to so many times longer than in the model

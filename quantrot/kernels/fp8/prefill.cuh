@@ -148,7 +148,7 @@ __device__ __forceinline__ void prefill_scales(const GemmArgs& args, Tiles<Shape
 }
 
 // What a tile's columns are multiplied by and what is added to them -> shared memory, by a warpgroup, some time before
-// copies_wait: read from memory where it is needed, it would hold up a tile's end (128 columns by lane) for 2 us.
+// copies_wait: read from memory at a tile's end, a scale a channel took 4096 x 4096 x 4096 from 119 us to 142 (H100).
 template <class Shape, bool CHANNEL, int BIAS>
 __device__ __forceinline__ void fetch_columns(const GemmArgs& args, int column, u32 to) {
 #pragma unroll
