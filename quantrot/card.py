@@ -127,7 +127,7 @@ def _inherited(source: Path) -> dict[str, Any]:
     try:
         text = (source / "README.md").read_text(encoding="utf-8")
         front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, IndexError):
+    except (OSError, ValueError, yaml.YAMLError, IndexError, RecursionError):  # ValueError: a date that is none, too
         return {}
     keys = ("license", "license_name", "license_link", "language")
     return {key: front[key] for key in keys if isinstance(front, dict) and key in front}

@@ -89,7 +89,7 @@ def convert(
             _lock(journal, partial)
             if not (partial / MANIFEST).exists():
                 _write_rest(plan, partial, _run(plan, partial, journal, workers, progress))
-        _finish(partial, target)
+            _finish(partial, target)
     _remove(_replaced(target))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Conversion(target, plan, read_json(target / MANIFEST), time.monotonic() - started, peak)
@@ -124,10 +124,9 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
             raise ValueError(
                 f"{partial} is left from an unfinished conversion; --resume goes on, --overwrite starts again"
             )
-        if (partial / JOURNAL).exists():
-            with (partial / JOURNAL).open("rb") as journal:
-                _lock(journal, partial)  # it may not be unfinished but running
-        _remove(partial)
+        with (partial / JOURNAL).open("ab") as journal:
+            _lock(journal, partial)  # it may not be unfinished but running
+            _remove(partial)
     if (partial / MANIFEST).exists() and _conversion(partial) != plan.fingerprint():
         raise ValueError(_other_conversion(partial))
     there = partial if partial.exists() else next(path for path in partial.parents if path.exists())
@@ -263,17 +262,20 @@ def _resume(plan: Plan, partial: Path, journal: BinaryIO, places: dict[str, Tens
         journal.flush()
         return {}
     try:
-        lines = [json.loads(line) for line in whole]
-        if lines[0] != first:
-            raise ValueError(_other_conversion(partial))
-        for line in lines[1:]:
+        head, *lines = (json.loads(line) for line in whole)
+        if head != first:
+            lines = []
+        for line in lines:
             if set(line["sha256"]) != {name for name, _, _ in plan.steps[line["step"]].outputs}:
                 raise KeyError(line["step"])
             float(line["signal"]), float(line["error"]), str(line["source"])
-        return {line["step"]: line for line in lines[1:] if _intact(partial, line["sha256"], places)}
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, IndexError, TypeError) as error:
+        done = {line["step"]: line for line in lines if _intact(partial, line["sha256"], places)}
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"{partial / JOURNAL}: malformed ({what}); start again with --overwrite alone") from None
+    if head != first:
+        raise ValueError(_other_conversion(partial))
+    return done
 
 
 def _intact(partial: Path, hashes: dict[str, str], places: dict[str, TensorInfo]) -> bool:
@@ -385,6 +387,8 @@ def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> Non
     names = [*copies, "config.json", "README.md", *(shard.name for shard in plan.shards)]
     names += [INDEX] if len(plan.shards) > 1 else []
     names += [COPY] if plan.learned is not None else []
+    for name in names:
+        _sync(partial / name)  # the manifest must not reach the disk before what it lists
     manifest["files"] = {
         name: {"size": (partial / name).stat().st_size, "sha256": sha256_range(partial / name)}
         for name in sorted(names)

@@ -4,17 +4,17 @@ import re
 
 import torch
 
+NAMES = re.compile(r"cpu|cuda(:\d+)?")
+
 
 def known_device(name: str) -> str:
     """The device of this name, for "auto" a GPU where there is one. ValueError where PyTorch has none such."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N") from None
+    if not NAMES.fullmatch(name):
+        raise ValueError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= gpus:
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= gpus:
         found = f"only CUDA GPUs 0 to {gpus - 1}" if gpus > 1 else "only CUDA GPU 0" if gpus else "no CUDA GPU"
         raise ValueError(f"device is {name!r}, and there is {found} that this PyTorch can use; use another, or cpu")
     return name
@@ -22,6 +22,6 @@ def known_device(name: str) -> str:
 
 def device_type(name: str) -> str:
     """cpu or cuda, of a name that a conversion may run on, whether or not this machine has it; else ValueError."""
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+    if not NAMES.fullmatch(name):
         raise ValueError(f"device is {name!r}; allowed: cpu, cuda, cuda:N")
     return name.partition(":")[0]

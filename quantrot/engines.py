@@ -6,7 +6,7 @@ config carries a guard that makes every loader which does not know the rotation 
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from quantrot import formats
 from quantrot.formats import LinearFormat
@@ -18,10 +18,10 @@ LARGEST_STORED = 512  # a stored matrix is [B, B] bf16 in every layer: 512 KB at
 
 @dataclass(frozen=True)
 class Support:
-    """One engine's verdict on a conversion: runs is "yes", "no" or "partly"; note says at which precision, or why."""
+    """One engine's verdict on a conversion: note says at which precision, or why."""
 
     engine: str
-    runs: str
+    runs: Literal["yes", "no"]
     note: str
 
 
@@ -142,14 +142,14 @@ def support(
     }
     if any(fmt.weights.kind == "mxfp4" and fmt.activations.kind == "none" for fmt in quantized):
         notes["mxfp4"] = "W4A16; Hopper runs it as W4A8"
-    if any(fmt.activations.block[0] > 1 for fmt in quantized):
-        notes["fp8"] += "; activations in 1x128 blocks, not the recipe's"
+    if any(f.activations.kind == "fp8" and f.activations.block not in formats.STORED_ACTIVATIONS for f in quantized):
+        own = "; activations in 1x128 blocks, not the recipe's" + own
     precision = "; ".join(notes[k] for k in sorted(kinds)) or "as the original"
     native = is_native(linears, False)
     package = "" if native or not quantized else " (with compressed-tensors)"
     if "mxfp4" in kinds:  # compressed-tensors decompresses it to bfloat16 whatever the model's dtype
         package += ", of a model that is not bfloat16 with from_pretrained(..., dtype=torch.bfloat16)"
-    sglang = "yes" if kinds <= {"fp8"} else "no"
+    sglang: Literal["yes", "no"] = "yes" if kinds <= {"fp8"} else "no"
     return rows + [
         Support("vLLM", "yes", precision + own),
         Support(

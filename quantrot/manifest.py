@@ -56,6 +56,7 @@ def read_manifest(root: Path) -> Manifest:
         linears = {fqn: _format(entry["format"]) for fqn, entry in data["linears"].items()}
         online = {fqn: _rotation(entry["online"]) for fqn, entry in data["linears"].items() if entry["online"]}
         attention = _rotation(data["attention"]) if data["attention"] else None
+        _check_fields(data)
         arithmetic, kv_cache = data.get("arithmetic", "bf16"), data.get("kv_cache", "bf16")
         if arithmetic not in ARITHMETICS or kv_cache not in KV_CACHES:
             raise ValueError(f"arithmetic {arithmetic!r:.40}, kv_cache {kv_cache!r:.40}")
@@ -74,6 +75,16 @@ def read_manifest(root: Path) -> Manifest:
                 "convert again"
             )
     return Manifest(data, linears, online, attention, arithmetic, kv_cache)
+
+
+def _check_fields(data: dict[str, Any]) -> None:
+    """KeyError or TypeError where something is missing that `verify` and `inspect` read and nothing else here does."""
+    wanted = [(data, ("recipe", "recipe_name", "quantrot")), (data["source"], ("model", "revision"))]
+    wanted += [(entry, ("kind", "block", "width", "checksum")) for entry in data["rotations"].values()]
+    wanted += [(entry, ("shape",)) for entry in data["linears"].values()]
+    for entry, names in wanted:
+        for name in names:
+            entry[name]
 
 
 def _format(entry: dict[str, Any] | None) -> LinearFormat | None:

@@ -30,7 +30,7 @@ from quantrot.formats import LinearFormat
 from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
 from quantrot.recipe import ONLINE, ROTATIONS, Recipe, Rule, load_recipe
 from quantrot.rotation import Rotation, by_gain, checksum, of_heads, rotation_from_spec
-from quantrot.source import Source, open_source
+from quantrot.source import COPIED, LICENCES, Source, open_source
 from quantrot.version import __version__
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements: 1 MB in float32 stays in cache; smaller ones wait for Python
@@ -38,18 +38,7 @@ COLUMNWISE = 16  # times as many where GPTQ takes a column of all rows at a time
 LOOK_AHEAD = 96  # chunks in flight besides one a thread: what one thread does while another turns a whole down_proj
 BUDGET = 384 << 20  # bytes that chunks in flight may take together; a larger chunk goes alone
 OVERHEAD = 64 << 20  # thread pools, GEMM packing buffers, allocator slack
-COPIED = (
-    "tokenizer",
-    "tekken",
-    "special_tokens",
-    "added_tokens",
-    "vocab",
-    "merges",
-    "chat_template",
-    "generation_config",
-)
 TEMPLATES = "additional_chat_templates"  # where transformers puts a tokenizer's other templates
-LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 LARGEST_HEAD = 256  # of attention: fp8
 
 
@@ -390,7 +379,7 @@ def _assign(
 def _fits(linear: Linear, rule: Rule) -> bool:
     fmt = formats.from_rule(rule)
     hadamard = linear.in_features % max(fmt.hadamard, 1) == 0
-    groups = fmt.activations.kind != "mxfp4" or linear.in_features % 32 == 0
+    groups = linear.in_features % (fmt.activations.block[1] or 1) == 0
     return hadamard and groups and formats.fits(fmt.weights, linear.out_features, linear.in_features)
 
 

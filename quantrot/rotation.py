@@ -97,7 +97,7 @@ def by_gain(rotation: Rotation, gains: Tensor) -> Rotation:
         order = _halve(logs, torch.arange(rotation.width), rotation.block).view(-1, rotation.block)
     finally:
         torch.set_num_threads(threads)
-    spread = logs[order].std(1).mean(-1)
+    spread = logs[order].std(1, correction=min(1, rotation.block - 1)).mean(-1)
     alike, unlike = order[spread <= UNLIKE], order[spread > UNLIKE]
     permutation = torch.cat([alike, unlike]).flatten().to(torch.int32).numpy().tobytes()
     return replace(rotation, permutation=permutation, turned=alike.numel())

@@ -7,7 +7,19 @@ from pathlib import Path
 from typing import Any
 
 DEMO = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the embedded demo model is
-WEIGHTS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"]
+COPIED = (  # beginnings of the names of what a conversion copies
+    "tokenizer",
+    "tekken",
+    "special_tokens",
+    "added_tokens",
+    "vocab",
+    "merges",
+    "chat_template",
+    "generation_config",
+)
+LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")  # in capitals or not
+FETCHED = ["*.safetensors", "*.json", "*.jinja", "README.md", "quantrot.rotations"]
+FETCHED += [f"{name}*" for name in (*COPIED, *LICENCES, *map(str.lower, LICENCES))]
 TWICE = ["consolidated*"]  # Mistral's own layout of the same weights
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
@@ -65,7 +77,7 @@ def _from_hub(text: str) -> Source:
 
     name, _, revision = text.partition("@")
     try:
-        path = Path(snapshot_download(name, revision=revision or None, allow_patterns=WEIGHTS, ignore_patterns=TWICE))
+        path = Path(snapshot_download(name, revision=revision or None, allow_patterns=FETCHED, ignore_patterns=TWICE))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""

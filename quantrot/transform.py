@@ -6,18 +6,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from quantrot import formats
-from quantrot.checkpoint import DTYPES, TensorInfo, not_finite, read_rows, tensor_bytes
+from quantrot.checkpoint import DTYPES, not_finite, read_rows, tensor_bytes
 from quantrot.device import device_type
 from quantrot.gptq import Feedback, round_rows
 from quantrot.orthogonal import sylvester
 from quantrot.plan import CHUNK, Plan, Step
-from quantrot.rotation import Rotation, split_gain, turn_input, turn_output
+from quantrot.rotation import split_gain, turn_input, turn_output
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,6 @@ def one_threaded(workers: int) -> Iterator[ThreadPoolExecutor]:
 def starts(step: Step) -> range:
     """The first row of every chunk."""
     return range(0, max(step.shape[0] if step.shape else 1, 1), max(step.rows, 1))
-
-
-@lru_cache(maxsize=8)
-def _folded_gain(info: TensorInfo, rotation: Rotation, device: str) -> Tensor:
-    return split_gain(read_rows(info).float(), rotation)[0].to(device)
 
 
 def transform(plan: Plan, step: Step, start: int, feedback: Feedback | None = None) -> Chunk:
@@ -87,7 +81,8 @@ def turned_rows(plan: Plan, step: Step, rows: Tensor, start: int = 0) -> Tensor:
     keep, on the plan's device."""
     w = rows.to(plan.device, torch.float32, copy=True)
     if step.norm:
-        w.mul_(_folded_gain(plan.checkpoint.tensors[step.norm], step.input_turns[0], plan.device))
+        gain = read_rows(plan.checkpoint.tensors[step.norm]).float()
+        w.mul_(split_gain(gain, step.input_turns[0])[0].to(plan.device))
     for rotation in step.input_turns:
         w = turn_input(w, rotation)
     w = w if step.output_turn is None else turn_output(w, step.output_turn, start)

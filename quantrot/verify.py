@@ -5,6 +5,7 @@ same inputs and the unquantized, rotated weight. Where a rotation turned the lin
 source model without any rotation, so that a rotation which cost more than it gained shows.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,7 @@ def _warnings(layers: list[Layer]) -> list[str]:
 
 
 def _gain(layer: Layer) -> float:
-    return layer.sqnr_db - (layer.unrotated_db or layer.sqnr_db)
+    return layer.sqnr_db - (layer.sqnr_db if layer.unrotated_db is None else layer.unrotated_db)
 
 
 # --- Per layer -------------------------------------------------------------------------------------------------------
@@ -188,10 +189,10 @@ def _rounded(fmt: LinearFormat, weight: Tensor) -> Tensor:
 
 
 def _sqnr(exact: Tensor, got: Tensor) -> float:
-    """Output SQNR in dB; infinite where nothing was lost."""
+    """Output SQNR in dB; infinite where nothing was lost, minus infinity where the output is NaN or all noise."""
     signal, error = exact.double().square().sum().item(), (got.double() - exact.double()).square().sum().item()
     value = sqnr_db(signal, error)
-    return float("inf") if value is None else value
+    return math.inf if error == 0 else -math.inf if value is None else value
 
 
 def _with_hooks(model: nn.Module, hooks: dict[str, Callable[..., None]], ids: Tensor) -> None:

@@ -194,3 +194,15 @@ def test_config_is_the_sources_own_plus_quantization(source, tmp_path):
     assert before == after and list(before) == list(after)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (source / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [([1, 128], False), ([128, 128], True), ([1, 256], True), ([256, 256], True), ("token", False)],
+)
+@pytest.mark.parametrize("weights", [{"format": "fp8", "block": "channel"}, {"format": "mxfp4"}])
+def test_blocks_of_activations_that_engines_change_are_named(weights, block, said):
+    rule = {"match": "*", "weights": weights, "activations": {"format": "fp8", "block": block}}
+    found = support({"a": from_rule(load_recipe({"linear": [rule]}).linear[0])}, {}, None)
+    theirs = [row.note for row in found if row.engine != "quantrot" and row.runs == "yes"]
+    assert theirs and all(("not the recipe's" in note) == said for note in theirs)

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 from collections import namedtuple
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from quantrot.cli.common import parse_size
 from quantrot.convert import convert
+from quantrot.device import known_device
 from quantrot.manifest import MANIFEST
 from tests.damage import FP8, GAIN, Q_PROJ, ROTATE, contents, copy, poison
 
@@ -198,7 +200,9 @@ def test_overwrite_replaces_only_what_quantrot_wrote(single, tmp_path, kind):
         b"GOOD{}\n",
         b'GOOD{"step": 999, "sha256": {}}\n',
     ]
-    + [b'GOOD{"step": 0, "sha256": {"x": ""}}\n', b"GOOD" + b"[" * 100_000 + b"\n"],
+    + [b'GOOD{"step": 0, "sha256": {"x": ""}}\n', b"GOOD" + b"[" * 100_000 + b"\n"]
+    + [b'GOOD{"step": 0, "sha256": {"%b": ""}, "signal": "abc", "error": 0}\n' % b"model.embed_tokens.weight"]
+    + [b'GOOD{"step": 0, "sha256": ["%b"], "signal": 0, "error": 0, "source": ""}\n' % b"model.embed_tokens.weight"],
 )
 def test_journal_that_is_malformed(single, tmp_path, monkeypatch, text):
     out, journal = tmp_path / "out", tmp_path / "out.partial" / "journal.jsonl"
@@ -241,3 +245,42 @@ def test_shard_size_that_is_no_size(text):
         ValueError, match=rf"^max-shard-size is '{re.escape(text)}'; write a size such as 5GB, 500MB or 1GiB$"
     ):
         parse_size(text)
+
+
+def test_a_readme_that_is_no_yaml_stops_nothing(single, tmp_path):
+    root = copy(single, tmp_path)
+    (root / "README.md").write_text("---\nlicense: mit\ndate: 2024-02-30\n---\n")
+    assert (convert(root, FP8, tmp_path / "out").out / "README.md").exists()
+
+
+def test_nobody_else_resumes_while_the_output_gets_its_name(single, tmp_path, monkeypatch):
+    module = sys.modules["quantrot.convert"]  # of that name the package has the function
+    finish = module._finish
+
+    def watched(partial, target):
+        with pytest.raises(ValueError, match="another process"):
+            convert(single, FP8, tmp_path / "out", resume=True)
+        finish(partial, target)
+
+    monkeypatch.setattr(module, "_finish", watched)
+    convert(single, FP8, tmp_path / "out")
+    assert (tmp_path / "out" / MANIFEST).exists()
+
+
+def test_what_the_manifest_lists_is_on_the_disk_before_it(single, tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+
+    def fsync(descriptor):
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    manifest = convert(single, ROTATE, tmp_path / "out").manifest
+    manifests = [i for i, name in enumerate(synced) if MANIFEST in name]
+    assert manifests and set(manifest["files"]) <= set(synced[: manifests[0]])
+
+
+@pytest.mark.parametrize("name", ["meta", "mps", "xpu:3", "cpu:7", "", "cuda:-1"])
+def test_devices_that_nothing_here_runs_on(name):
+    with pytest.raises(ValueError, match=f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N"):
+        known_device(name)

@@ -6,9 +6,12 @@ import re
 import pytest
 import torch
 
+from quantrot.convert import convert
+from quantrot.learned import COPY
+from quantrot.manifest import MANIFEST
 from quantrot.plan import plan
 from quantrot.recipe import SHIPPED, load_recipe, shipped_recipes
-from quantrot.source import open_source
+from quantrot.source import FETCHED, TWICE, open_source
 
 FP8 = {"weights": {"format": "fp8", "block": [128, 128]}, "activations": {"format": "fp8", "block": [1, 128]}}
 MXFP4 = {"weights": {"format": "mxfp4"}}
@@ -142,3 +145,26 @@ def test_source_dtypes_are_kept(tiny, tmp_path):
     for dtype, name in ((torch.float16, "F16"), (torch.bfloat16, "BF16"), (torch.float32, "F32")):
         planned = plan(tiny(tmp_path / name, dtype=dtype), "rotate-only")
         assert {d for s in planned.steps for _, d, _ in s.outputs} == {name}
+
+
+def test_what_a_conversion_lists_is_downloaded_from_a_hub(tiny, tmp_path):
+    from huggingface_hub.utils import filter_repo_objects
+
+    model = tiny(tmp_path / "model")
+    for name in ("merges.txt", "vocab.json", "license.txt", "LICENCE", "use_policy.md", "chat_template.jinja"):
+        (model / name).write_text("x")
+    out = convert(model, {"rotations": {"R1": {"kind": "hadamard"}}}, tmp_path / "out").out
+    listed = set(json.loads((out / MANIFEST).read_text())["files"]) | {MANIFEST, COPY}
+    assert {"merges.txt", "license.txt", "LICENCE", "use_policy.md"} < listed
+    assert set(filter_repo_objects(listed, allow_patterns=FETCHED, ignore_patterns=TWICE)) == listed
+
+
+@pytest.mark.parametrize(
+    ("weights", "block"), [({"format": "fp8", "block": "channel"}, (1, 0)), ({"format": "mxfp4"}, None)]
+)
+def test_groups_of_inputs_that_do_not_fit_fall_back(tiny, tmp_path, weights, block):
+    rule = {"match": "*", "weights": weights, "activations": {"format": "fp8", "block": [1, 128]}}
+    planned = plan(tiny(tmp_path / "model", hidden=96, intermediate=128), {"linear": [rule]})
+    blocks = {fqn.rpartition(".")[2]: fmt and fmt.activations.block for fqn, fmt in planned.linears.items()}
+    assert blocks["q_proj"] == block and blocks["down_proj"] == (1, 128)
+    assert any("q_proj [96, 96] does not fit" in note for note in planned.notes)

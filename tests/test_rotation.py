@@ -163,6 +163,27 @@ def test_blocks_of_unlike_gains_keep_them_and_are_not_turned(tiny, tmp_path):
     assert relative_change(logits(model, ids), logits(load(tmp_path / "out", device_map="cpu"), ids)) < TOLERANCE
 
 
+def test_gains_are_read_anew_by_every_conversion(tiny, tmp_path):
+    source, recipe = tiny(tmp_path / "model"), {"rotations": {"R1": {"kind": "hadamard"}}}
+    convert(source, recipe, tmp_path / "first")
+    doubled = {k: t * 2 if "norm" in k else t for k, t in load_file(source / "model.safetensors").items()}
+    save_file(doubled, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, recipe, tmp_path / "second")
+    shutil.copytree(source, tmp_path / "elsewhere")
+    convert(tmp_path / "elsewhere", recipe, tmp_path / "third")
+    first, second, third = ((tmp_path / out / "model.safetensors").read_bytes() for out in ("first", "second", "third"))
+    assert first != second == third
+
+
+def test_channels_by_gain_in_blocks_of_one(tiny, tmp_path):
+    source = tiny(tmp_path / "model")
+    spec = {"kind": "hadamard", "block": 1, "channels": "by-gain"}
+    convert(source, {"rotations": {"R1": spec}}, tmp_path / "out")
+    ids = torch.arange(30).view(1, 30)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert relative_change(logits(model, ids), logits(load(tmp_path / "out", device_map="cpu"), ids)) < TOLERANCE
+
+
 def test_channels_by_gain_are_for_r1_alone():
     with pytest.raises(ValueError, match="R2.channels is by-gain, which R1 alone can have"):
         load_recipe({"rotations": {"R2": {"kind": "hadamard", "channels": "by-gain"}}})

@@ -1,6 +1,7 @@
 """verify tells a good conversion from a broken one."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from quantrot import convert, verify
 from quantrot.checkpoint import sha256_range
 from quantrot.load import load, merge_projections
 from quantrot.modules import LINEARS
+from quantrot.verify import Layer, _sqnr, _warnings
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 OPTIONS = dict(text=TEXT, seq_len=64, count=2, device="cpu")
@@ -116,3 +118,16 @@ def test_another_model_is_not_compared_with(source, tiny, tmp_path):
     other = tiny(tmp_path / "other", hidden=32, layers=1)
     with pytest.raises(ValueError, match="other: not the model that was converted: .* there and .* here; .*--against"):
         verify(out, against=other, device="cpu")
+
+
+def test_an_output_that_is_nan_is_the_worst_there_is():
+    one = torch.ones(2)
+    assert _sqnr(one, torch.tensor([float("nan"), 1.0])) == _sqnr(torch.zeros(2), one) == -math.inf
+    assert _sqnr(one, one) == _sqnr(torch.zeros(2), torch.zeros(2)) == math.inf
+    assert _sqnr(one, one * 0.9) == pytest.approx(20)
+
+
+def test_a_linear_of_no_decibels_is_compared_too():
+    layers = [Layer("a", "f", -1.0, 0.0), Layer("b", "f", 1.0, 1.6)]
+    (warning,) = _warnings(layers)
+    assert "2 of 2 linears" in warning and "most: a, 0.0 dB without, -1.0 dB with" in warning

@@ -57,11 +57,16 @@ def mmlu(
     evals.check_options(fewshot, limit, batch_size)
     if data is not None:
         evals.check_data(data, fewshot)
-    if recipes is not None and baseline is not None:
-        raise ValueError("baseline: not with --recipes, whose first entry is what the others are compared with")
-    if recipes is None:
+    if recipes is not None:
+        if baseline is not None:
+            raise ValueError("baseline: not with --recipes, whose first entry is what the others are compared with")
+        if output is not None and output.suffix in (".md", ".svg"):
+            raise ValueError(f"output: {output} is where the table or the plot goes; name a .json file")
+    else:
         if text is not None:
             raise ValueError("calibration: only with --recipes, which converts; an evaluation needs no such text")
+        if work is not None:
+            raise ValueError("work: only with --recipes, whose conversions it keeps; leave it out")
         common.calibration(None, windows, seq_len)  # refuses numbers of no text
 
     def run(name: str) -> tuple[Mmlu, dict[str, Any]]:
@@ -103,10 +108,12 @@ def _recipes(
 ) -> None:
     """The table of several recipes of one model; --output writes it as JSON, and .md and .svg beside that.
 
-    settings: what the report says was asked; how: all that a kept result depends on.
+    settings: what the report says was asked; how: all that a kept result depends on. Conversions run on the device
+    that the evaluations run on.
     """
     import tempfile
 
+    from quantrot.device import known_device
     from quantrot.evals import recipes as table
     from quantrot.evals import report
     from quantrot.recipe import load_recipe
@@ -115,12 +122,15 @@ def _recipes(
     others = [name for name in names if name != table.ORIGINAL]
     if calibration is not None and not any(load_recipe(name).calibrated for name in others):
         raise ValueError(f"calibration: none of {', '.join(others)} has rounding: gptq; leave the text out")
+    on = known_device(how["device"])
     with tempfile.TemporaryDirectory(prefix="quantrot-recipes-") as temporary:
         place = work or Path(temporary)
         for name in others:  # all recipes' errors before the first conversion, which may take hours, as evaluations do
-            table.planned(model, name, calibration=calibration)
-        where = {name: str(table.converted(model, name, place, calibration=calibration)) for name in others}
-        where[table.ORIGINAL] = model
+            table.planned(model, name, on, calibration)
+        where = {table.ORIGINAL: model}
+        for name in others:
+            with common.byte_progress() as progress:
+                where[name] = str(table.converted(model, name, place, on, calibration, progress))
         entries: dict[str, Any] = {}
 
         def evaluate(name: str) -> Mmlu:

@@ -16,7 +16,7 @@ from typing import Any
 
 from quantrot.calibration import Calibration
 from quantrot.checkpoint import read_json
-from quantrot.convert import convert
+from quantrot.convert import Progress, convert
 from quantrot.evals.mmlu import Mmlu, Score, compare
 from quantrot.evals.report import number, versions, write
 from quantrot.evals.statistics import Paired
@@ -55,7 +55,14 @@ def planned(model: str, recipe: str, device: str = "cpu", calibration: Calibrati
     return plan(model, recipe, device, calibration=calibration if load_recipe(recipe).calibrated else None)
 
 
-def converted(model: str, recipe: str, work: Path, device: str = "cpu", calibration: Calibration | None = None) -> Path:
+def converted(
+    model: str,
+    recipe: str,
+    work: Path,
+    device: str = "cpu",
+    calibration: Calibration | None = None,
+    progress: Progress | None = None,
+) -> Path:
     """The directory of a model by a recipe, under `work`: what an earlier run left there, or converted now.
 
     calibration: for what the recipe rounds by GPTQ, if anything. A model whose files were written to since is converted
@@ -72,7 +79,7 @@ def converted(model: str, recipe: str, work: Path, device: str = "cpu", calibrat
     work.mkdir(parents=True, exist_ok=True)
     resume = out.with_name(out.name + ".partial").exists()
     text = calibration if made.recipe.calibrated else None
-    return convert(model, recipe, out, device=device, calibration=text, resume=resume).out
+    return convert(model, recipe, out, device=device, calibration=text, resume=resume, progress=progress).out
 
 
 def _stamps(files: Iterable[Path], root: Path) -> list[tuple[str, int, int]]:

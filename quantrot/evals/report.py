@@ -55,7 +55,7 @@ def model_entry(name: str, model: Any) -> dict[str, Any]:
         "revision": getattr(model.config, "_commit_hash", None),
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "manifest": manifest(name),
+        "manifest": manifest(getattr(model.config, "_name_or_path", "") or name),  # where a hub's model lies
     }
 
 

@@ -83,11 +83,11 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
         (tmp_path / model).mkdir()
         (tmp_path / model / "config.json").write_text("{}")
     made = []
-    monkeypatch.setattr(recipes, "planned", lambda *given, calibration: None)
-    monkeypatch.setattr(recipes, "converted", lambda *given, calibration: made.append(given) or two)
+    monkeypatch.setattr(recipes, "planned", lambda *given: None)
+    monkeypatch.setattr(recipes, "converted", lambda *given: made.append(given[:4]) or two)
     args = ["--fewshot", 2, "--limit", 2, "--data", mmlu_dir, "--output", tmp_path / "r.json", "--work", tmp_path]
     result, opened = run("mmlu", one, "--recipes", "bf16,my/fp8-attention.yaml", *args)
-    assert made == [(one, "my/fp8-attention.yaml", tmp_path)] and [name for name, _, _ in opened] == [one, two]
+    assert made == [(one, "my/fp8-attention.yaml", tmp_path, "cpu")] and [name for name, _, _ in opened] == [one, two]
     report = json.loads((tmp_path / "r.json").read_text())
     found, difference = report["results"]["mmlu"], report["results"]["differences"]["fp8-attention"]
     gain = found["fp8-attention"]["overall"]["acc"] - found["bf16"]["overall"]["acc"]
@@ -198,3 +198,25 @@ def test_the_command_line_imports_nothing_heavy():
     root = Path(__file__).parents[2]
     printed = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True).stdout
     assert printed == "set()\n"
+
+
+@pytest.mark.parametrize(("asked", "used"), [("auto", "cuda"), ("cuda:1", "cuda:1"), ("cpu", "cpu")])
+def test_recipes_are_converted_where_they_are_evaluated(run, mmlu_dir, model_dir, tmp_path, monkeypatch, asked, used):
+    from quantrot.evals import recipes
+
+    def convert(*args, device, **options):
+        raise RuntimeError(f"on {device}")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(recipes, "convert", convert)
+    with pytest.raises(RuntimeError, match=f"^on {used}$"):
+        run("mmlu", model_dir, "--recipes", "bf16,mxfp4", "--data", mmlu_dir, "--fewshot", 2, "--device", asked)
+
+
+def test_options_of_recipes_alone(run, mmlu_dir, model_dir, tmp_path):
+    args = ["--data", mmlu_dir, "--fewshot", 2]
+    with pytest.raises(ValueError, match=r"r\.md is where the table or the plot goes; name a \.json file"):
+        run("mmlu", model_dir, "--recipes", "bf16,mxfp4", *args, "--output", tmp_path / "r.md")
+    with pytest.raises(ValueError, match="work: only with --recipes"):
+        run("mmlu", model_dir, *args, "--work", tmp_path)

@@ -33,6 +33,12 @@ def test_a_converted_model_brings_its_recipe_and_hashes(model, tmp_path):
     assert report.model_entry(str(tmp_path), model)["manifest"] == manifest
 
 
+def test_a_converted_model_from_a_hub_brings_them_too(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(model.config, "_name_or_path", str(tmp_path), raising=False)
+    (tmp_path / "quantrot.json").write_text('{"recipe": {"R1": {}}}')
+    assert report.model_entry("owner/name", model)["manifest"] == {"recipe": {"R1": {}}}
+
+
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_broken_manifest_is_named(tmp_path, content):
     (tmp_path / "quantrot.json").write_text(content)

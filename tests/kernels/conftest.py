@@ -67,6 +67,18 @@ CompiledKernel.launch_metadata = lambda self, *args: None
 atexit.register(lambda: print(json.dumps(found)))
 '''
 
+ONE_ROUNDING = """
+import numpy
+from triton.runtime import interpreter
+
+def fma(self, x, y, z):
+    exact = x.data.astype(numpy.longdouble) * y.data + z.data
+    return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+if not hasattr(interpreter._interpreter, "fma_fp32"):  # before 3.9 it rounded the product, then the sum
+    interpreter.InterpreterBuilder.create_fma = fma
+"""
+
 
 def _run(code: str, **env: str) -> str:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
@@ -79,7 +91,7 @@ def _run(code: str, **env: str) -> str:
 def interpreted():
     """`interpreted(code) -> stdout` of a script that runs Triton kernels on CPU tensors, in Triton's interpreter."""
     pytest.importorskip("triton", reason="triton is not installed")
-    return lambda code: _run(code, TRITON_INTERPRET="1")
+    return lambda code: _run(ONE_ROUNDING + code, TRITON_INTERPRET="1")
 
 
 @pytest.fixture(scope="session")
