@@ -39,6 +39,7 @@ CHOICES: dict[str, tuple[Any, Any, str, str]] = {  # weights, activations, their
     "128x128 by 128x128": ([128, 128], [128, 128], "bf16", "exact"),
     "256x256 by 1x128": ([256, 256], [1, 128], "bf16", "exact"),
     "128x128 by 1x256": ([128, 128], [1, 256], "bf16", "exact"),
+    "128x128, pow2, by 1x128": ([128, 128], [1, 128], "pow2", "exact"),
     "128x128 by 1x128, pow2": ([128, 128], [1, 128], "pow2", "pow2"),
     "128x128, weights only": ([128, 128], None, "bf16", ""),
     "256x256, weights only": ([256, 256], None, "bf16", ""),

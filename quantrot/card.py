@@ -21,7 +21,7 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
     front |= {"tags": ["quantrot", *_tags(plan)]}
     title = Path(plan.source.base_model).name
     narrow = (plan.recipe.attention, plan.recipe.kv_cache) != ("bf16", "bf16")
-    rows = engines.support(plan.linears, plan.online, plan.attention, narrow)
+    rows = engines.support(plan.linears, plan.online, plan.attention, plan.checkpoint.biased, narrow)
     return "\n".join(
         [
             "---",
@@ -45,7 +45,7 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
             *(f"| {row.engine} | {row.runs} | {row.note} |" for row in rows),
             "",
             "```",
-            engines.serve_command(plan.linears, plan.online, plan.attention),
+            engines.serve_command(rows, plan.online),
             "```",
             "",
             "Measure it with `quantrot eval mmlu .` and `quantrot eval compare . --baseline "

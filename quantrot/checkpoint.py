@@ -64,6 +64,11 @@ class Checkpoint:
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
 
+    @property
+    def biased(self) -> set[str]:
+        """Names of the modules with a bias."""
+        return {name.removesuffix(".bias") for name in self.tensors if name.endswith(".bias")}
+
 
 def open_checkpoint(root: Path) -> Checkpoint:
     """Read config.json and every shard's header. ValueError says which file is missing, malformed or lying."""

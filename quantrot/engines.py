@@ -5,14 +5,18 @@ config carries a guard that makes every loader which does not know the rotation 
 """
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from quantrot import formats
 from quantrot.formats import LinearFormat
+from quantrot.llama import HEAD
 from quantrot.rotation import Rotation
 
 GUARD = "+online-hadamard"  # no such compressed-tensors format exists: transformers raises on it
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}  # linears that engines make one of
+FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 LARGEST_STORED = 512  # a stored matrix is [B, B] bf16 in every layer: 512 KB at 512, 2 GB over 16 layers at 8192
 
 
@@ -56,25 +60,45 @@ def quantization_config(
         by_format[fmt].append(fqn)
     groups = {
         f"group_{i}": formats.compressed_tensors_group(
-            fmt, ["Linear"] if len(by_format) == 1 else _patterns(names, list(linears)), guard
+            fmt, _everything(names) if len(by_format) == 1 else _patterns(names, list(linears)), guard
         )
         for i, (fmt, names) in enumerate(by_format.items())
     }
     containers = {formats.container(fmt) for fmt in by_format}
     layout = containers.pop() if len(containers) == 1 else "mixed-precision"
-    if not quantized:  # only an online rotation: a group without a target, for the guard's sake
-        groups = {"group_0": {"targets": [], "format": GUARD, "weights": None, "input_activations": None}}
+    if not quantized:  # only an online rotation: a group without weights, which no loader knows what to do with
+        groups = {"group_0": {"targets": ["Linear"], "format": GUARD, "weights": None, "input_activations": None}}
         layout = GUARD
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "ignore": kept,
+        "ignore": [*kept, *_fused_names(kept, list(linears))],
         "kv_cache_scheme": None,
         "sparsity_config": {},
         "transform_config": _transforms(online, attention, list(linears)),
         "config_groups": groups,
     }
+
+
+def _everything(names: list[str]) -> list[str]:
+    """The target of a config whose linears are of one format or ignored; engines do not count the head among them."""
+    return ["Linear", f"re:.*{HEAD}$"] if HEAD in names else ["Linear"]
+
+
+def _fused(fqn: str) -> str:
+    """The name of the linear that an engine makes of this one and its neighbours."""
+    parent, _, kind = fqn.rpartition(".")
+    return f"{parent}.{FUSED[kind]}" if kind in FUSED else fqn
+
+
+def _fused_names(kept: list[str], all_names: list[str]) -> list[str]:
+    """What engines call linears of which no part is quantized: SGLang looks these names up, not their parts'."""
+    parts: dict[str, list[str]] = defaultdict(list)
+    for name in all_names:
+        if _fused(name) != name:
+            parts[_fused(name)].append(name)
+    return [name for name, members in parts.items() if set(members) <= set(kept)]
 
 
 def is_native(linears: dict[str, LinearFormat | None], has_online: bool) -> bool:
@@ -118,57 +142,109 @@ def support(
     linears: dict[str, LinearFormat | None],
     online: dict[str, Rotation],
     attention: Rotation | None,
+    biased: Collection[str] = (),
     narrow_attention: bool = False,
 ) -> list[Support]:
-    """What each engine makes of the files, at which effective precision. narrow_attention: whether the recipe quantizes
-    attention or the KV cache, which is not written into weights and which others therefore do in their own way."""
-    quantized = [fmt for fmt in linears.values() if fmt is not None]
-    kinds = {fmt.weights.kind for fmt in quantized}
+    """What each engine makes of the files, at which effective precision.
+
+    biased: linears with a bias; narrow_attention: whether the recipe quantizes attention or the KV cache, which is not
+    written into weights and which others therefore do in their own way. Source: the schemes that vLLM 0.33's and SGLang
+    0.5.23's own code chooses for such configs.
+    """
+    quantized = {fqn: fmt for fqn, fmt in linears.items() if fmt is not None}
     rows = [Support("quantrot", "yes", "every format and rotation; on a CPU with dequantized weights")]
     if attention is not None or not all(is_stored(r) for r in online.values()):
         why = "the online rotation is quantrot's own: the file is refused, on purpose"
         return rows + [Support(name, "no", why) for name in ("vLLM", "transformers", "SGLang")]
     own = "; attention and KV cache in its own precision" if narrow_attention else ""
-    if online:
-        return rows + [
-            Support("vLLM", "yes", f"--tensor-parallel-size 1 only; needs its hadacore kernel{own}"),
-            Support("transformers", "no", "would skip the online Hadamard: the file is refused, on purpose"),
-            Support("SGLang", "no", "does not know the online Hadamard"),
-        ]
-    notes = {
-        "fp8": "W8A8 on FP8 tensor cores (Ada, Hopper, Blackwell)",
-        "mxfp4": "W4A4 on Blackwell, W4A8 on Hopper, W4A16 on Ampere and Ada",
-        "int8": "W8A16",
+    precision = "; ".join(sorted({_precision(fmt) for fmt in quantized.values()})) or "as the original"
+    rounded = [f for f in quantized.values() if f.weights.kind == "fp8" and f.weights.block != (1, 0)]
+    again = "; Hopper and Blackwell round the weight's scales up to powers of two unless VLLM_USE_DEEP_GEMM_E8M0=0"
+    again = again if any(fmt.weights.scale_rule != "pow2" for fmt in rounded) else ""
+    refusals = {
+        "vLLM": _not_in_vllm(linears, online, biased),
+        "transformers": "would skip the online Hadamard: the file is refused, on purpose" if online else "",
+        "SGLang": _not_in_sglang(linears, online),
     }
-    if any(fmt.weights.kind == "mxfp4" and fmt.activations.kind == "none" for fmt in quantized):
-        notes["mxfp4"] = "W4A16; Hopper runs it as W4A8"
-    if any(f.activations.kind == "fp8" and f.activations.block not in formats.STORED_ACTIVATIONS for f in quantized):
-        own = "; activations in 1x128 blocks, not the recipe's" + own
-    precision = "; ".join(notes[k] for k in sorted(kinds)) or "as the original"
-    native = is_native(linears, False)
-    package = "" if native or not quantized else " (with compressed-tensors)"
-    if "mxfp4" in kinds:  # compressed-tensors decompresses it to bfloat16 whatever the model's dtype
+    notes = {
+        "vLLM": f"--tensor-parallel-size 1 only; needs its hadacore kernel{own}" if online else precision + again + own,
+        "transformers": ("emulated, dequantized weights" if quantized else "as the original") + _package(linears) + own,
+        "SGLang": precision + (" where shapes are multiples of 64 x 128" if "W8A16" in precision else "") + own,
+    }
+    return rows + [Support(name, "no" if why else "yes", why or notes[name]) for name, why in refusals.items()]
+
+
+def _precision(fmt: LinearFormat) -> str:
+    """What vLLM and SGLang multiply in."""
+    kind, block = fmt.activations.kind, fmt.activations.block
+    if fmt.weights.kind == "int8":
+        return "W8A16"
+    if fmt.weights.kind == "mxfp4":
+        if kind == "fp8":
+            return "W4A8"
+        if kind == "mxfp4":
+            return "W4A4 on Blackwell, W4A16 elsewhere"
+        return "W4A16, on Blackwell with --linear-backend marlin (W4A4 without it)"
+    if kind == "none":
+        return "W8A16"
+    theirs = (1, 0) if fmt.weights.block == (1, 0) else (1, formats.STORED_BLOCK)
+    other = ", activations " + ("a token" if theirs == (1, 0) else "in 1x128 blocks") + ", not the recipe's blocks"
+    return "W8A8 on FP8 tensor cores (Ada, Hopper, Blackwell)" + ("" if block == theirs else other)
+
+
+def _not_in_vllm(linears: dict[str, LinearFormat | None], online: dict[str, Rotation], biased: Collection[str]) -> str:
+    """Why vLLM does not run it, or nothing."""
+    kinds = {fmt.weights.kind for fmt in linears.values() if fmt is not None}
+    if online and kinds != {"mxfp4"}:
+        return "runs an online Hadamard in front of MXFP4 alone: the file is refused, on purpose"
+    if online and not set(online).isdisjoint(biased):
+        return "its online Hadamard takes no linear with a bias"
+    if is_native(linears, bool(online)) and linears.get(HEAD) is not None:
+        return f"knows no FP8 blocks in {HEAD}"
+    return _mixed(linears)
+
+
+def _not_in_sglang(linears: dict[str, LinearFormat | None], online: dict[str, Rotation]) -> str:
+    """Why SGLang does not run it, or nothing."""
+    quantized = {fqn: fmt for fqn, fmt in linears.items() if fmt is not None}
+    if online:
+        return "does not know the online Hadamard: the file is refused, on purpose"
+    if any(fmt.weights.kind == "mxfp4" for fmt in quantized.values()):
+        return "does not know MXFP4 in this layout"
+    blocks = {fqn: fmt for fqn, fmt in quantized.items() if fmt.weights.kind == "fp8" and fmt.weights.block != (1, 0)}
+    if any(fmt.activations.kind == "none" for fmt in blocks.values()):
+        return "takes FP8 blocks with FP8 activations alone"
+    if HEAD in blocks:
+        return f"knows no FP8 blocks in {HEAD}"
+    config = quantization_config(linears, online, None) or {}
+    targets = [name for group in config.get("config_groups", {}).values() for name in group["targets"]]
+    if any(name in linears for name in targets):
+        return "takes no formats that differ from layer to layer"
+    return _mixed(linears)
+
+
+def _mixed(linears: dict[str, LinearFormat | None]) -> str:
+    """Why engines that make one linear of several do not run it, or nothing."""
+    groups: dict[str, set[LinearFormat | None]] = defaultdict(set)
+    for fqn, fmt in linears.items():
+        groups[_fused(fqn)].add(fmt)
+    several = next((name for name, found in groups.items() if len(found) > 1), None)
+    return f"makes one linear of {several}, whose parts have several formats" if several else ""
+
+
+def _package(linears: dict[str, LinearFormat | None]) -> str:
+    """What transformers needs for it."""
+    kinds = {fmt.weights.kind for fmt in linears.values() if fmt is not None}
+    if not kinds or is_native(linears, False):
+        return ""
+    package = " (with compressed-tensors)"
+    if "mxfp4" in kinds:  # which it decompresses to bfloat16 whatever the model's dtype
         package += ", of a model that is not bfloat16 with from_pretrained(..., dtype=torch.bfloat16)"
-    sglang: Literal["yes", "no"] = "yes" if kinds <= {"fp8"} else "no"
-    return rows + [
-        Support("vLLM", "yes", precision + own),
-        Support(
-            "transformers",
-            "yes",
-            f"{'emulated, dequantized weights' if quantized else 'as the original'}{package}{own}",
-        ),
-        Support(
-            "SGLang",
-            sglang,
-            precision + own if sglang == "yes" else f"{', '.join(sorted(kinds))} in this layout: not known",
-        ),
-    ]
+    return package
 
 
-def serve_command(
-    linears: dict[str, LinearFormat | None], online: dict[str, Rotation], attention: Rotation | None
-) -> str:
+def serve_command(support: list[Support], online: dict[str, Rotation]) -> str:
     """The exact command that serves the directory, or how quantrot loads it."""
-    if any(row.engine == "vLLM" and row.runs == "yes" for row in support(linears, online, attention)):
+    if any(row.engine == "vLLM" and row.runs == "yes" for row in support):
         return "vllm serve ." + (" --tensor-parallel-size 1" if online else "")
     return "python -c \"import quantrot; model = quantrot.load('.')\""

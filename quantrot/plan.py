@@ -180,7 +180,7 @@ def plan(
         rotations_at_rest = recipe.rotations.model_copy(update={"path": learned.COPY})
         recipe = recipe.model_copy(update={"rotations": rotations_at_rest})
     online = _online(arch, linears, rotations)
-    _note_online(online, rotations, notes)
+    _note_engines(engines.support(linears, online, rotations.get("R3"), checkpoint.biased), bool(online), notes)
     untied = arch.tied and ("R1" in rotations or linears[HEAD] is not None)
     if untied:
         notes.append("the tied embedding is untied: lm_head.weight is written, tie_word_embeddings becomes false")
@@ -410,9 +410,11 @@ def _online(
     return found
 
 
-def _note_online(online: dict[str, Rotation], rotations: dict[str, Rotation], notes: list[str]) -> None:
-    if "R3" in rotations or not all(engines.is_stored(r) for r in online.values()):
-        notes.append("an online rotation that no other engine can execute: only quantrot will load the result")
+def _note_engines(support: list[engines.Support], online: bool, notes: list[str]) -> None:
+    """What users of the most common engine would else find out from its refusal."""
+    vllm = next(row for row in support if row.engine == "vLLM")
+    if vllm.runs == "no":
+        notes.append(f"vLLM will not load the result: {vllm.note}")
     elif online:
         notes.append(
             "online Hadamards: quantrot and vLLM (tensor parallel size 1) run the result, transformers refuses it"

@@ -1,6 +1,7 @@
 """Outputs load unchanged in plain transformers with compressed-tensors, and never silently wrong."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from quantrot.kernels.mixed import dequantize_int8, quantize_int8
 from quantrot.kernels.mxfp4 import dequantize_mxfp4, power_of_two, quantize_mxfp4
 from quantrot.manifest import read_manifest
 from quantrot.modules import QuantizedLinear
+from quantrot.plan import plan
 from quantrot.recipe import load_recipe
 
 MXFP4_BOTH = {"weights": {"format": "mxfp4"}, "activations": {"format": "mxfp4"}}
@@ -196,13 +198,89 @@ def test_config_is_the_sources_own_plus_quantization(source, tmp_path):
         assert (source / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("block", "said"),
-    [([1, 128], False), ([128, 128], True), ([1, 256], True), ([256, 256], True), ("token", False)],
-)
-@pytest.mark.parametrize("weights", [{"format": "fp8", "block": "channel"}, {"format": "mxfp4"}])
-def test_blocks_of_activations_that_engines_change_are_named(weights, block, said):
-    rule = {"match": "*", "weights": weights, "activations": {"format": "fp8", "block": block}}
-    found = support({"a": from_rule(load_recipe({"linear": [rule]}).linear[0])}, {}, None)
-    theirs = [row.note for row in found if row.engine != "quantrot" and row.runs == "yes"]
-    assert theirs and all(("not the recipe's" in note) == said for note in theirs)
+TOKEN, GROUPS = {"format": "fp8", "block": "token"}, {"format": "fp8", "block": [1, 128]}
+CHANNEL, BLOCKS, INT8 = ({"format": "fp8", "block": "channel"}, FP8_BLOCK["weights"], {"format": "int8", "group": 128})
+
+
+def rule(weights, activations=None, **more):
+    return {"match": "*", "weights": weights, **({"activations": activations} if activations else {}), **more}
+
+
+# What vLLM 0.33.0 and SGLang 0.5.23 make of such files, by their own choice of a scheme; "" where they refuse it.
+VERDICTS = [
+    (rule(CHANNEL, TOKEN), "W8A8", "W8A8"),
+    (rule(CHANNEL, GROUPS), "W8A8.*a token, not the recipe's", "W8A8.*a token, not the recipe's"),
+    (rule(CHANNEL), "W8A16", "W8A16"),
+    (rule(BLOCKS, GROUPS), "W8A8.*E8M0=0", "W8A8"),
+    (rule(BLOCKS | {"scale_rule": "pow2"}, GROUPS), r"W8A8[^;]*$", "W8A8"),
+    (rule(BLOCKS, TOKEN), "W8A8.*1x128 blocks, not the recipe's", "W8A8.*1x128 blocks, not the recipe's"),
+    (rule(BLOCKS), "W8A16", ""),
+    (rule(INT8), "W8A16", "W8A16"),
+    (rule({"format": "mxfp4"}), "W4A16.*marlin", ""),
+    (rule({"format": "mxfp4"}, {"format": "mxfp4"}), "W4A4 on Blackwell, W4A16", ""),
+    (rule({"format": "mxfp4"}, TOKEN), "W4A8", ""),
+    (rule(CHANNEL, TOKEN, hadamard=32), "", ""),
+    (rule(INT8, hadamard=32), "", ""),
+]
+
+
+@pytest.mark.parametrize(("given", "vllm", "sglang"), VERDICTS)
+def test_what_other_engines_do_is_said(source, given, vllm, sglang):
+    planned = plan(source, {"linear": [given]})
+    found = {row.engine: row for row in support(planned.linears, planned.online, None)}
+    for engine, says in (("vLLM", vllm), ("SGLang", sglang)):
+        assert found[engine].runs == ("yes" if says else "no")
+        assert re.search(says or "refused|does not|takes|runs", found[engine].note)
+    assert bool(vllm) != any(note.startswith("vLLM will not load the result") for note in planned.notes)
+
+
+SPLITS = [
+    ([{**rule(CHANNEL, TOKEN), "match": "q_proj"}], "makes one linear of .*qkv_proj", "makes one linear of .*qkv_proj"),
+    ([{**rule(INT8), "match": "up_proj"}, rule(CHANNEL)], "one linear of .*gate_up", "one linear of .*gate_up"),
+    ([{**rule(INT8), "match": "model.layers.0.*"}, rule(CHANNEL)], "", "from layer to layer"),
+    ([{**rule(INT8), "match": "down_proj"}, rule(CHANNEL)], "", ""),
+    ([{**rule(INT8), "match": "mlp.*"}], "", ""),
+]
+
+
+@pytest.mark.parametrize(("linear", "vllm", "sglang"), SPLITS)
+def test_formats_that_differ_where_engines_have_one_linear(source, linear, vllm, sglang):
+    planned = plan(source, {"linear": linear})
+    found = {row.engine: row for row in support(planned.linears, {}, None)}
+    for engine, why in (("vLLM", vllm), ("SGLang", sglang)):
+        assert found[engine].runs == ("no" if why else "yes") and re.search(why, found[engine].note)
+
+
+def test_a_bias_behind_an_online_hadamard_is_not_for_vllm(source):
+    planned = plan(source, "hadamard-mxfp4")
+    biased = planned.checkpoint.biased
+    assert {fqn.rpartition(".")[2] for fqn in biased} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    verdicts = [support(planned.linears, planned.online, None, who)[1] for who in ((), biased, {"lm_head"})]
+    assert [verdict.runs for verdict in verdicts] == ["yes", "no", "yes"]
+    assert "--tensor-parallel-size 1" in verdicts[0].note and "bias" in verdicts[1].note
+
+
+def test_a_quantized_head_is_a_target_of_its_own(source):
+    config = plan(source, {"skip": ["embed_tokens"], "linear": [rule(CHANNEL, TOKEN)]}).config["quantization_config"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "re:.*lm_head$"]
+    native = plan(source, {"skip": ["embed_tokens"], "linear": [FP8_BLOCK | {"match": "*"}]})
+    assert [row.runs for row in support(native.linears, {}, None)] == ["yes", "no", "yes", "no"]
+
+
+def test_what_is_ignored_is_named_as_engines_name_it(source):
+    """SGLang looks up the name of the linear that it makes of several."""
+    config = plan(source, {"linear": [{**rule(CHANNEL, TOKEN), "match": "mlp.*"}]}).config["quantization_config"]
+    names = {f"model.layers.{i}.self_attn.{kind}" for i in (0, 1) for kind in ("q_proj", "o_proj", "qkv_proj")}
+    assert names <= set(config["ignore"]) and not any("gate_up" in name for name in config["ignore"])
+
+
+def test_an_online_rotation_of_wide_linears_is_refused_too(source, tmp_path):
+    convert(source, {"rotations": {"R4": {"kind": "hadamard", "block": 32}}}, tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert group["targets"] == ["Linear"] and group["weights"] is None  # SGLang reads no group without a target
+    with pytest.raises(ValueError):
+        plain(tmp_path / "out", "auto")
+    manifest = read_manifest(tmp_path / "out")
+    verdicts = support(manifest.linears, manifest.online, manifest.attention)
+    assert [row.runs for row in verdicts] == ["yes", "no", "no", "no"]
