@@ -8,6 +8,7 @@ is used. Format: https://github.com/huggingface/safetensors (8-byte little-endia
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,6 +275,23 @@ def index_json(shards: list[Shard]) -> bytes:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: nobody reads half of it, and an old one survives a failure."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def sha256_range(file: Path, start: int = 0, stop: int | None = None) -> str:
