@@ -77,9 +77,8 @@ class Plan:
 
     rotations: the active ones by name. linears: every linear's format, None for its own dtype. online: the rotation
     that runs on a linear's input. config: the config.json to write. notes: what a user should know before starting.
-    working_bytes: memory that the largest chunk takes while it is in flight. learned: the recipe's file of rotations,
-    whose path is in `recipe` the one that the output has it under. calibration: what GPTQ rounds by; windows: its
-    tokens, int64 [n, seq_len].
+    learned: the recipe's file of rotations, whose path is in `recipe` the one that the output has it under.
+    calibration: what GPTQ rounds by; windows: its tokens, int64 [n, seq_len].
     """
 
     source: Source
@@ -95,7 +94,6 @@ class Plan:
     config: dict[str, Any]
     copied: tuple[Path, ...]
     notes: tuple[str, ...]
-    working_bytes: int
     learned: learned.Learned | None
     calibration: Calibration | None
     windows: Tensor | None
@@ -112,7 +110,8 @@ class Plan:
     def peak_bytes(self, threads: int) -> int:
         """Predicted peak resident set: this process as it is now, and the chunks in flight."""
         waiting = LOOK_AHEAD * max(held_bytes(step) for step in self.steps)
-        chunks = min(threads * self.working_bytes + waiting, max(BUDGET, self.working_bytes))
+        largest = max(working_bytes(step) for step in self.steps)
+        chunks = min(threads * largest + waiting, max(BUDGET, largest))
         return psutil.Process().memory_info().rss + OVERHEAD + chunks + self.calibration_bytes(threads)
 
     def calibration_bytes(self, threads: int) -> int:
@@ -201,7 +200,6 @@ def plan(
         config=_config(checkpoint.config, untied, linears, online, rotations.get("R3")),
         copied=tuple(_copied(source.path)),
         notes=tuple(notes),
-        working_bytes=max(working_bytes(step) for step in steps),
         learned=file,
         calibration=calibration,
         windows=windows,

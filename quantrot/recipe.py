@@ -359,7 +359,7 @@ def _validate(data: dict[str, Any], file: str, name: str, tree: Any) -> Recipe:
 
 def _explain(error: Any, file: str, tree: Any) -> str:
     """One pydantic error as `file:line: field: what is wrong, what is allowed`."""
-    loc = tuple(part for part in error["loc"])
+    loc = error["loc"]
     place = f"{file}:{_line(tree, loc)}" if tree is not None else file
     tags = {"fp8", "mxfp4", "int8", "none", "tuple[int, int]", "constrained-int", "int"}
     outer = [str(p) for p in loc[:-1] if p not in tags]
