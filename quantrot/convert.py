@@ -14,7 +14,6 @@ import json
 import math
 import os
 import platform
-import resource
 import shutil
 import time
 from collections import deque
@@ -37,12 +36,12 @@ from quantrot.learned import COPY
 from quantrot.manifest import MANIFEST, VERSION, dump, rotation_entry
 from quantrot.plan import BUDGET, LOOK_AHEAD, Plan, held_bytes, working_bytes
 from quantrot.plan import plan as make_plan
-from quantrot.recipe import ONLINE
+from quantrot.process import Progress, cpus, peak_bytes
+from quantrot.recipe import ONLINE, RecipeLike
 from quantrot.transform import Chunk, one_threaded, starts, transform
 from quantrot.version import __version__
 
 JOURNAL = "journal.jsonl"
-Progress = Callable[[str, int, int], None]  # current tensor, source bytes done, source bytes in all
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Conversion:
 
 def convert(
     model: str | Path,
-    recipe: Any,
+    recipe: RecipeLike,
     out: str | Path,
     *,
     device: str = "cpu",
@@ -72,7 +71,8 @@ def convert(
     """Convert a checkpoint by a recipe into the directory `out`. The source is only read.
 
     model: a directory, hub id or "demo"; recipe: a shipped name, a YAML file, a dict or a `Recipe`; calibration: the
-    text for what the recipe rounds by GPTQ; threads: chunks at a time (default: the CPUs this process may use).
+    text for what the recipe rounds by GPTQ; threads: chunks at a time (default: the CPUs this process may use);
+    progress: told the current tensor, source bytes done, source bytes in all.
     ValueError for anything a user can mend, before a weight is read wherever headers show it; OSError from the file
     system passes through, and what was done stays resumable.
     """
@@ -81,7 +81,7 @@ def convert(
     plan = make_plan(model, recipe, device, max_shard_size, calibration)
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}; a positive integer is needed")
-    workers = threads or len(os.sched_getaffinity(0))
+    workers = threads or cpus()
     known_device(device)  # a plan needs none
     partial = _prepare(target, plan, resume, overwrite)
     if partial is not None:  # None: resumed after the last rename, nothing is left to do
@@ -91,8 +91,7 @@ def convert(
                 _write_rest(plan, partial, _run(plan, partial, journal, workers, progress))
             _finish(partial, target)
     _remove(_replaced(target))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Conversion(target, plan, read_json(target / MANIFEST), time.monotonic() - started, peak)
+    return Conversion(target, plan, read_json(target / MANIFEST), time.monotonic() - started, peak_bytes())
 
 
 # --- Directories -----------------------------------------------------------------------------------------------------

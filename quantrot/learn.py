@@ -20,7 +20,7 @@ Memory: the model in float32, twice (turned weights are kept for the backward), 
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,8 @@ from quantrot.load import open_model
 from quantrot.modules import quantize_dequantize
 from quantrot.plan import Plan, digest
 from quantrot.plan import plan as make_plan
-from quantrot.recipe import load_recipe
+from quantrot.process import Progress
+from quantrot.recipe import RecipeLike, load_recipe
 from quantrot.rotation import block_matrices, permutation, split_gain, turn_input
 from quantrot.version import __version__
 
@@ -47,8 +48,6 @@ BETAS, EPSILON = (0.9, 0.99), 1e-12
 CHECKS = 4  # times on the way that the held-out windows are run; the best matrices of these are kept
 SCALED = ("mxfp4", "int8")  # formats whose errors are of the size of the scale; e4m3's are of each element's
 LEARNABLE = ("R1", "R2")
-
-Progress = Callable[[str, int, int], None]  # what, done, total
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Learning:
 
 def learn(
     model: str | Path,
-    recipe: Any,
+    recipe: RecipeLike,
     out: str | Path,
     *,
     text: str,

@@ -28,7 +28,7 @@ from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, not_
 from quantrot.device import device_type
 from quantrot.formats import LinearFormat
 from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
-from quantrot.recipe import ONLINE, ROTATIONS, Recipe, Rule, load_recipe
+from quantrot.recipe import ONLINE, ROTATIONS, Recipe, RecipeLike, Rule, load_recipe
 from quantrot.rotation import Rotation, by_gain, checksum, of_heads, rotation_from_spec
 from quantrot.source import COPIED, LICENCES, Source, open_source
 from quantrot.version import __version__
@@ -104,6 +104,11 @@ class Plan:
         return self.rotations.get("R3")
 
     @property
+    def source_bytes(self) -> int:
+        """What of the source is read."""
+        return sum(self.checkpoint.tensors[name].nbytes for name in {step.source for step in self.steps} - {""})
+
+    @property
     def output_bytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)
 
@@ -145,7 +150,7 @@ class Plan:
 
 def plan(
     model: str | Path,
-    recipe: Any,
+    recipe: RecipeLike,
     device: str = "cpu",
     max_shard_size: int = 5_000_000_000,
     calibration: Calibration | None = None,

@@ -71,7 +71,7 @@ class Rotations(Strict):
         return tuple(name for name in ROTATIONS if getattr(self, name).kind == "learned")
 
     @model_validator(mode="after")
-    def _online_rotations_are_fast(self) -> "Rotations":
+    def _consistent(self) -> "Rotations":
         for name in ("R2", "R3", "R4"):
             if getattr(self, name).channels != "natural":
                 raise ValueError(f"{name}.channels is by-gain, which R1 alone can have: only it turns what norms scale")
@@ -264,8 +264,11 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
-def load_recipe(recipe: "str | Path | dict[str, Any] | Recipe", file: str = "recipe") -> Recipe:
-    """A recipe from a shipped name, a YAML file, a dict, or itself. ValueError tells what is wrong and where.
+RecipeLike = str | Path | dict[str, Any] | Recipe  # a shipped name, a YAML file, what one holds, or itself
+
+
+def load_recipe(recipe: RecipeLike, file: str = "recipe") -> Recipe:
+    """The recipe that is meant. ValueError tells what is wrong and where.
 
     file: what messages call the place of a dict, and where its relative paths start.
     """

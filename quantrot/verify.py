@@ -27,14 +27,13 @@ from quantrot.manifest import MANIFEST, read_manifest
 from quantrot.modules import QuantizedLinear, quantize_dequantize
 from quantrot.plan import Plan
 from quantrot.plan import plan as make_plan
+from quantrot.process import Progress
 from quantrot.recipe import load_recipe
 from quantrot.transform import turned_rows
 
 EXACT_KL = 0.01  # nats: what rounding rotated weights to bfloat16 may cost; SmolLM2-135M measures 0.0002
 BROKEN_KL = 4.0  # the worst shipped recipe measures 1.5 on SmolLM2-135M
 WORSE_DB = 0.5  # a rotation that costs a linear more than this is reported
-
-Progress = Callable[[str, int, int], None]  # what, done, total
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ LAYERS = [
     {"calibration"},
     {"kernels", "llama", "checkpoint", "source"},
     {"demo"},
-    {"orthogonal", "device", "version"},
+    {"orthogonal", "device", "process", "version"},
 ]
 
 

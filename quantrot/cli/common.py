@@ -1,12 +1,14 @@
 """What several commands share: argument types, size arithmetic, consoles, progress bars."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from quantrot.process import Progress
 
 if TYPE_CHECKING:
     from quantrot.calibration import Calibration
@@ -60,7 +62,7 @@ def console(stderr: bool = False) -> Any:
 
 
 @contextmanager
-def byte_progress() -> Iterator[Callable[[str, int, int], None]]:
+def byte_progress() -> Iterator[Progress]:
     """A bar on stderr with bytes, rate and time left; yields progress(current, done, total)."""
     from rich import progress
 
@@ -76,7 +78,7 @@ def byte_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextmanager
-def count_progress() -> Iterator[Callable[[str, int, int], None]]:
+def count_progress() -> Iterator[Progress]:
     """A bar on stderr that counts; yields progress(what, done, total)."""
     from rich import progress
 
@@ -86,7 +88,7 @@ def count_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextmanager
-def _bars(columns: tuple[Any, ...]) -> Iterator[Callable[[str, int, int], None]]:
+def _bars(columns: tuple[Any, ...]) -> Iterator[Progress]:
     """One bar on stderr, which appears with the first progress: an error before it is not preceded by an empty bar."""
     from rich import progress
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from quantrot.evals import harness
 from quantrot.evals.beginnings import share_beginnings
-from quantrot.evals.logits import Progress
+from quantrot.evals.logits import Count
 from quantrot.evals.mmlu_data import read_data
 from quantrot.evals.statistics import Paired, paired
 
@@ -59,7 +59,7 @@ def mmlu(
     limit: int | None = None,
     batch_size: int | str = "auto",
     data: Path | None = None,
-    progress: Progress | None = None,
+    progress: Count | None = None,
 ) -> Mmlu:
     """Run MMLU on a transformers causal model, with lm-eval's prompts, scores and aggregation.
 
