@@ -21,7 +21,7 @@ Text = Annotated[Path | None, typer.Option("--calibration", help="UTF-8 text tha
 Windows = Annotated[int | None, typer.Option("--windows", help="Windows of --calibration's text; 32 by default.")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in one of them; 512 by default.")]
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def parse_size(text: str) -> int:
@@ -48,9 +48,13 @@ def calibration(text: Path | None, windows: int | None, seq_len: int | None) -> 
 
 
 def size(nbytes: float) -> str:
-    """1.23 GB, 45.6 MB."""
-    unit = next((u for u in ("GB", "MB", "KB") if nbytes >= UNITS[u]), "")
-    return f"{nbytes / UNITS[unit]:.3g} {unit or 'bytes'}"
+    """1.23 GB, 45.6 MB: three digits, or as many as a number of terabytes has."""
+    unit = "bytes"
+    for larger in ("KB", "MB", "GB", "TB"):
+        if nbytes < 999.5:
+            break
+        nbytes, unit = nbytes / 1000, larger
+    return f"{nbytes:.3g} {unit}" if nbytes < 999.5 else f"{nbytes:.0f} {unit}"
 
 
 def console(stderr: bool = False) -> Any:
