@@ -21,6 +21,8 @@ MAX_BYTES = 1 << 20
 RotationName = Literal["R1", "R2", "R3", "R4"]
 ROTATIONS: tuple[RotationName, ...] = get_args(RotationName)
 ONLINE: tuple[RotationName, ...] = ("R3", "R4")  # executed at run time; R1 and R2 are fused into weights
+Arithmetic = Literal["bf16", "fp8"]  # of attention
+KVCache = Literal["bf16", "fp8", "int4"]
 
 
 class Strict(BaseModel):
@@ -194,8 +196,8 @@ class Recipe(Strict):
     rotations: Rotations = Rotations()
     linear: tuple[Rule, ...] = ()
     skip: tuple[str, ...] = Field(("lm_head", "embed_tokens"), description="modules that no rule may touch")
-    attention: Literal["bf16", "fp8"] = "bf16"
-    kv_cache: Literal["bf16", "fp8", "int4"] = "bf16"
+    attention: Arithmetic = "bf16"
+    kv_cache: KVCache = "bf16"
 
     _name: str = PrivateAttr("recipe")
     _file: str = PrivateAttr("recipe")
