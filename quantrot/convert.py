@@ -5,7 +5,7 @@ bytes. A killed conversion resumes by checking those hashes and doing the rest, 
 with the same bytes. Only a complete directory gets the output's name.
 
 Chunks are independent and their size does not depend on the number of threads: the bytes do not either. Where GPTQ
-rounds, the layers before a chunk's are written first, because its layer's inputs are theirs (calibrate.py).
+rounds, the layers before a chunk's are written first, because its layer's inputs are theirs (hessians.py).
 """
 
 import fcntl
@@ -326,7 +326,7 @@ def _chunks(
     if plan.calibration is None:
         yield from _stream(plan, [i for i in range(len(plan.steps)) if i not in done], {}, workers)
         return
-    from quantrot.calibrate import stages  # with transformers' models, which take a second
+    from quantrot.hessians import stages  # with transformers' models, which take a second
 
     for todo, feedback in stages(plan, done, partial, workers, report):
         yield from _stream(plan, todo, feedback, workers)

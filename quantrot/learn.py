@@ -32,7 +32,6 @@ from torch.nn import functional as F
 
 from quantrot import formats, llama
 from quantrot.device import known_device
-from quantrot.evals.text import windows as cut
 from quantrot.formats import ActivationFormat, WeightFormat
 from quantrot.learned import purpose, write
 from quantrot.load import open_model
@@ -42,6 +41,7 @@ from quantrot.plan import plan as make_plan
 from quantrot.process import Progress
 from quantrot.recipe import RecipeLike, load_recipe
 from quantrot.rotation import block_matrices, permutation, split_gain, turn_input
+from quantrot.tokenizer import windows as cut
 from quantrot.version import __version__
 
 BETAS, EPSILON = (0.9, 0.99), 1e-12

@@ -3,7 +3,7 @@
 A step makes the output tensors of one source tensor: rows of the source are cut off, the norm's gain is folded in, the
 input side is turned, the output side is turned, the result is quantized, and the rows go to their place in a shard.
 Each step needs only its tensor, its norm's gain and rotations regenerated from seeds, so weights stream. A calibrated
-one needs the Hessian of its linear's input, too (calibrate.py).
+one needs the Hessian of its linear's input, too (hessians.py).
 """
 
 import copy

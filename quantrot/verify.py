@@ -20,7 +20,7 @@ from quantrot.checkpoint import read_rows
 from quantrot.convert import sqnr_db
 from quantrot.device import known_device
 from quantrot.evals.divergence import Divergence, divergence
-from quantrot.evals.text import python_topics, windows
+from quantrot.evals.text import python_topics
 from quantrot.formats import LinearFormat
 from quantrot.load import load, open_model
 from quantrot.manifest import MANIFEST, read_manifest
@@ -29,6 +29,7 @@ from quantrot.plan import Plan
 from quantrot.plan import plan as make_plan
 from quantrot.process import Progress
 from quantrot.recipe import load_recipe
+from quantrot.tokenizer import windows
 from quantrot.transform import turned_rows
 
 EXACT_KL = 0.01  # nats: what rounding rotated weights to bfloat16 may cost; SmolLM2-135M measures 0.0002

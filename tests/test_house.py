@@ -16,7 +16,7 @@ LAYERS = [
     {"verify", "learn"},
     {"evals"},
     {"load", "convert"},
-    {"card", "calibrate"},
+    {"card", "hessians"},
     {"transform"},
     {"plan", "manifest"},
     {"engines", "learned"},
@@ -24,7 +24,7 @@ LAYERS = [
     {"formats", "rotation"},
     {"recipe"},
     {"calibration"},
-    {"kernels", "llama", "checkpoint", "source"},
+    {"kernels", "llama", "checkpoint", "source", "tokenizer"},
     {"demo"},
     {"orthogonal", "device", "process", "version"},
 ]

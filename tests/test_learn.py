@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from quantrot import convert, load, plan, verify
 from quantrot.cli.main import app
 from quantrot.evals.divergence import divergence
-from quantrot.evals.text import windows
 from quantrot.formats import ActivationFormat
 from quantrot.learn import Cayley, _slope, learn
 from quantrot.learned import COPY, distance, read
 from quantrot.load import open_model
 from quantrot.recipe import load_recipe
+from quantrot.tokenizer import windows
 from tests.damage import Q_PROJ, copy, poison
 
 TEXT = "".join(chr(97 + i * i % 23) for i in range(640))

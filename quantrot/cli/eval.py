@@ -243,7 +243,7 @@ def _text(path: Path | None) -> tuple[str, str]:
 
 
 def _windows(model: Any, tokenizer: Any, text: str, seq_len: int, limit: int | None) -> Any:
-    from quantrot.evals.text import windows
+    from quantrot.tokenizer import windows
 
     return windows(tokenizer, text, seq_len, limit, getattr(model.config, "max_position_embeddings", None))
 
