@@ -137,12 +137,14 @@ class Plan:
         return 8 * self.windows.numel() * self.llama.hidden_size + most
 
     def fingerprint(self) -> str:
-        """sha256 of all that determines the output's bytes: recipe, source headers, layout, device."""
+        """sha256 of all that determines the weights' bytes, but the source's: recipe, headers, layout, device, text,
+        and versions of quantrot and of torch, whose products may differ in their last bits."""
         tensors = sorted((t.name, t.dtype, t.shape, t.file.name, t.start) for t in self.checkpoint.tensors.values())
         layout = [shard.header.hex() for shard in self.shards]
         turns = {rotation.name: checksum(rotation) for rotation in [*self.rotations.values(), *self.online.values()]}
         turns |= {"path": self.learned.sha256} if self.learned else {}
-        parts = [__version__, self.recipe.resolved(), tensors, turns, layout, self.config, device_type(self.device)]
+        versions = [__version__, torch.__version__]
+        parts = [versions, self.recipe.resolved(), tensors, turns, layout, self.config, device_type(self.device)]
         if self.calibration is not None and self.windows is not None:
             parts += [self.calibration.entry(), self.windows.tolist()]  # the tokens: a tokenizer may have been changed
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
