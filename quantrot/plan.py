@@ -224,6 +224,13 @@ def _check_tensors(checkpoint: Checkpoint, arch: Llama, errors: list[str], notes
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         errors.append(f"{checkpoint.root}: {len(missing)} tensors are missing: {shown}")
+        prefix = next((name.removesuffix(missing[0]) for name in found if name.endswith(missing[0])), "")
+        if missing == list(wanted) and all(prefix + name in found for name in missing):
+            errors[-1] += (
+                f"; they are there with {prefix!r} before each, a wrapper's: save the model inside it, such as "
+                "wrapper.module or, of torch.compile, wrapper._orig_mod, with save_pretrained"
+            )
+            return  # else each name would be an error of its own
     for name, info in found.items():
         if name not in wanted:
             if name == f"{HEAD}.weight" and arch.tied:

@@ -44,6 +44,8 @@ class Source:
 
 def open_source(model: str | Path) -> Source:
     """Find a model: an existing directory, `demo`, or a hub id `owner/name`, optionally `owner/name@revision`."""
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError(f"model is a {type(model).__name__}; save it with save_pretrained and give the directory")
     text = str(model)
     if text == "demo":
         from quantrot.demo import demo_model
