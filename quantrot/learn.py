@@ -85,21 +85,10 @@ def learn(
     only to choose the best matrices with; the others are run one a step, in the seed's order. rate: how far an entry of
     A may go in the first step, in radians; it falls to 0 along a cosine. ValueError for what a user can mend.
     """
-    for name, value in (("steps", steps), ("held_out", held_out)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; a positive number is needed")
-    if not 0 <= seed < 1 << 63:
-        raise ValueError(f"seed is {seed}; a whole number from 0 to 2^63 - 1 is needed")
-    if not 0 < rate < 1:
-        raise ValueError(f"rate is {rate}; a number of radians between 0 and 1 is needed, such as 0.003")
     target = Path(out).expanduser()
-    if target.exists() or not target.parent.is_dir():
-        what = "exists; choose another name" if target.exists() else "is in no directory; make that first"
-        raise ValueError(f"output {target} {what}")
-    if not os.access(target.parent, os.W_OK):  # said now, not when all is learned
-        raise ValueError(f"output {target} is in a directory that cannot be written to; choose another")
+    _check_options(target, steps, held_out, rate, seed)
     plan = make_plan(model, load_recipe(recipe).nearest())
-    _check(plan)
+    _check_plan(plan)
     network, tokenizer = open_model(model, known_device(device), "float32")
     ids = cut(tokenizer, text, seq_len, windows, plan.llama.max_positions).to(network.device)
     if len(ids) <= held_out:
@@ -134,7 +123,23 @@ def learn(
     return Learning(target, tuple(best), *kl, step, held_out, seq_len)
 
 
-def _check(plan: Plan) -> None:
+def _check_options(target: Path, steps: int, held_out: int, rate: float, seed: int) -> None:
+    """What can be said now, not when all is learned."""
+    for name, value in (("steps", steps), ("held_out", held_out)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; a positive number is needed")
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed is {seed}; a whole number from 0 to 2^63 - 1 is needed")
+    if not 0 < rate < 1:
+        raise ValueError(f"rate is {rate}; a number of radians between 0 and 1 is needed, such as 0.003")
+    if target.exists() or not target.parent.is_dir():
+        what = "exists; choose another name" if target.exists() else "is in no directory; make that first"
+        raise ValueError(f"output {target} {what}")
+    if not os.access(target.parent, os.W_OK):
+        raise ValueError(f"output {target} is in a directory that cannot be written to; choose another")
+
+
+def _check_plan(plan: Plan) -> None:
     """That there is something to learn, and something to learn it from."""
     if not any(name in plan.rotations for name in LEARNABLE):
         raise ValueError(

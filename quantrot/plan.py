@@ -174,13 +174,9 @@ def plan(
     if recipe.rotations.R1.channels == "by-gain" and "R1" in rotations and not errors:
         rotations["R1"] = by_gain(rotations["R1"], _gains(checkpoint, arch))
     linears = _assign(recipe, arch, rotations, errors, notes)
-    windows = _windows(recipe, linears, calibration, source.path, arch, errors)
+    calibration, windows = _calibrated(recipe, linears, calibration, source.path, arch, errors, notes)
     if errors:
         raise ValueError("\n".join(errors))
-    if calibration is not None and windows is not None:
-        if len(windows) < (calibration.windows or 0):
-            notes.append(f"calibration: the text has {len(windows)} windows, {calibration.windows} were asked for")
-        calibration = replace(calibration, windows=len(windows))
     if file is not None:
         notes += learned.notes(file, recipe, digest(checkpoint, arch))
         rotations_at_rest = recipe.rotations.model_copy(update={"path": learned.COPY})
@@ -296,28 +292,34 @@ def _rotations(recipe: Recipe, arch: Llama, file: learned.Learned | None, errors
     return found
 
 
-def _windows(
+def _calibrated(
     recipe: Recipe,
     linears: dict[str, LinearFormat | None],
     calibration: Calibration | None,
     model: Path,
     arch: Llama,
     errors: list[str],
-) -> Tensor | None:
-    """The calibration's tokens. There is a text exactly where a rounding needs one."""
+    notes: list[str],
+) -> tuple[Calibration | None, Tensor | None]:
+    """(the calibration with the windows that its text has, their tokens), which is there where a rounding needs it."""
     needed = [fqn for fqn, fmt in linears.items() if fmt is not None and fmt.weights.rounding == "gptq"]
     if needed and calibration is None:
         errors.append(
             f"{recipe.where('linear')}: {len(needed)} linears have rounding: gptq, as {needed[0]}, and no text "
-            "to calibrate on; give --calibration FILE"
+            "to calibrate on; give one as calibration"
         )
     if calibration is not None and not needed:
-        errors.append(f"{recipe.where('linear')}: nothing has rounding: gptq, and --calibration gives a text for it")
+        errors.append(f"{recipe.where('linear')}: nothing has rounding: gptq, and calibration gives a text for it")
+    if calibration is None or not needed:
+        return None, None
     try:
-        return tokens(calibration, model, arch) if calibration is not None and needed else None
+        windows = tokens(calibration, model, arch)
     except ValueError as error:
         errors.append(str(error))
-        return None
+        return None, None
+    if len(windows) < (calibration.windows or 0):
+        notes.append(f"calibration: the text has {len(windows)} windows, {calibration.windows} were asked for")
+    return replace(calibration, windows=len(windows)), windows
 
 
 def digest(checkpoint: Checkpoint, arch: Llama) -> str:

@@ -212,7 +212,7 @@ def test_recipes_that_cannot_be(rotations, message):
         (START, {"held_out": 20}, "text: 20 windows of 32 tokens, 20 are held out; give a longer text or"),
         (START, {"windows": 2}, "text: 2 windows of 32 tokens, 2 are held out; give more windows or less held_out"),
         (START, {"seed": 1 << 63}, "seed is 9223372036854775808; a whole number from 0 to"),
-        (START, {"seq_len": 1000}, "seq_len: 1000; the model takes at most 512"),
+        (START, {"seq_len": 1000}, "seq_len is 1000; the model takes at most 512"),
     ],
 )
 def test_what_cannot_be_learned(source, tmp_path, recipe, options, message):
