@@ -69,7 +69,7 @@ class Checkpoint:
 def open_checkpoint(root: Path) -> Checkpoint:
     """Read config.json and every shard's header. ValueError says which file is missing, malformed or lying."""
     if not root.is_dir():
-        raise ValueError(f"{root}: not a directory")
+        raise ValueError(f"{root}: not a directory; give one that holds config.json and safetensors files")
     if not (root / "config.json").exists():
         _refuse_other_kinds(root)
     config = read_json(root / "config.json")
@@ -122,7 +122,7 @@ def _shards(root: Path) -> list[Path]:
             "save the model as safetensors first (model.save_pretrained(...) in transformers does)"
         )
     _refuse_other_kinds(root)
-    raise ValueError(f"{root}: no {SINGLE} and no {INDEX}")
+    raise ValueError(f"{root}: no {SINGLE} and no {INDEX}; give a checkpoint that was saved as safetensors")
 
 
 def _refuse_other_kinds(root: Path) -> None:

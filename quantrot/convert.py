@@ -115,14 +115,12 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
     if resume and not partial.exists() and _conversion(target) == plan.fingerprint():
         return None
     if target.exists() and not overwrite:
-        raise ValueError(f"output {target} exists; choose another, or give --overwrite to replace it when done")
+        raise ValueError(f"output {target} exists; choose another, or give overwrite to replace it when done")
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]) and not (target / MANIFEST).is_file():
         raise ValueError(f"output {target} was not written by quantrot and is not replaced; choose another directory")
     if partial.exists() and not resume:
         if not overwrite:
-            raise ValueError(
-                f"{partial} is left from an unfinished conversion; --resume goes on, --overwrite starts again"
-            )
+            raise ValueError(f"{partial} is left from an unfinished conversion; resume goes on, overwrite starts again")
         with (partial / JOURNAL).open("ab") as journal:
             _lock(journal, partial)  # it may not be unfinished but running
             _remove(partial)
@@ -151,7 +149,7 @@ def _conversion(directory: Path) -> str:
 def _other_conversion(partial: Path) -> str:
     return (
         f"{partial} holds an unfinished conversion of another source, recipe, text, shard size, device or version "
-        "of quantrot; repeat that one's arguments with --resume, or start again with --overwrite alone"
+        "of quantrot or torch; repeat that one's arguments with resume, or start again with overwrite alone"
     )
 
 
@@ -271,7 +269,7 @@ def _resume(plan: Plan, partial: Path, journal: BinaryIO, places: dict[str, Tens
         done = {line["step"]: line for line in lines if _intact(partial, line["sha256"], places)}
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{partial / JOURNAL}: malformed ({what}); start again with --overwrite alone") from None
+        raise ValueError(f"{partial / JOURNAL}: malformed ({what}); start again with overwrite alone") from None
     if head != first:
         raise ValueError(_other_conversion(partial))
     return done

@@ -27,11 +27,11 @@ def windows(
     Raises ValueError where the text has fewer than `seq_len` tokens, or a number is out of range.
     """
     if seq_len < 2:
-        raise ValueError(f"seq_len: {seq_len}; a window needs at least 2 tokens, one to read and one to predict")
+        raise ValueError(f"seq_len is {seq_len}; a window needs at least 2 tokens, one to read and one to predict")
     if max_positions is not None and seq_len > max_positions:
-        raise ValueError(f"seq_len: {seq_len}; the model takes at most {max_positions}: pass --seq-len {max_positions}")
+        raise ValueError(f"seq_len is {seq_len}; the model takes at most {max_positions}, give that or less")
     if limit is not None and limit < 1:
-        raise ValueError(f"windows: {limit}; at least 1, or leave it out for all")
+        raise ValueError(f"windows is {limit}; give at least 1, or leave it out for all")
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     count = len(ids) // seq_len
     if count == 0:

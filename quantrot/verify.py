@@ -90,7 +90,7 @@ def verify(
     try:
         plan = make_plan(source, load_recipe(manifest.data["recipe"], str(root / MANIFEST)).nearest(), "cpu")
     except ValueError as error:
-        raise ValueError(f"{error}\n(the source to compare with; --against names another place of it)") from None
+        raise ValueError(f"{error}\n(the source to compare with; if it has moved, give its place as against)") from None
     _check_same(manifest.data, plan, source)
     model = load(root, device_map=known_device(device), dtype=torch.float32, merge=False)  # each linear is looked at
     baseline, tokenizer = open_model(source, device, "float32")
@@ -122,7 +122,7 @@ def _check_same(data: dict[str, Any], plan: Plan, source: str) -> None:
         fqn = differing[0]
         raise ValueError(
             f"{source}: not the model that was converted: {fqn} is {shapes.get(fqn, 'missing')} there and "
-            f"{converted.get(fqn, 'missing')} here; give that model's place with --against"
+            f"{converted.get(fqn, 'missing')} here; give that model as against"
         )
 
 

@@ -71,7 +71,7 @@ BROKEN = [
     ("size-null", config(max_position_embeddings=None), rf"config\.json: max_position_embeddings is None; {NEEDS_COUNT}"),
     ("kv-heads-negative", config(num_key_value_heads=-1), rf"config\.json: num_key_value_heads is -1; {NEEDS_COUNT}"),
     # which files
-    ("no-weights", remove(SINGLE), r"model: no model\.safetensors and no model\.safetensors\.index\.json$"),
+    ("no-weights", remove(SINGLE), r"model: no model\.safetensors and no model\.safetensors\.index\.json; give a checkpoint that was saved as safetensors$"),
     ("a-peft-adapter", both(remove("config.json", SINGLE), file("adapter_config.json", b"{}")), r"model: a PEFT adapter \(adapter_config\.json\); merge it into its model first"),
     ("only-gguf", both(remove("config.json", SINGLE), file("m.gguf", b"")), r"model: holds GGUF weights \(m\.gguf\), which are not read; give the safetensors checkpoint$"),
     ("gguf-and-a-config", both(remove(SINGLE), file("m.gguf", b"")), r"model: holds GGUF weights \(m\.gguf\), which are not read"),

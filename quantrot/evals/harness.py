@@ -43,7 +43,7 @@ def mmlu_task(data: Path | None, fewshot: int) -> Iterator[tuple[Any, Any]]:
             try:
                 loaded = _load(manager)
             except OSError as error:
-                raise ValueError(f"data: MMLU cannot be fetched ({error}); pass --data DIR with local files") from error
+                raise ValueError(f"data: MMLU cannot be fetched ({error}); give local files as data") from error
         yield loaded["groups"]["mmlu"], manager
 
 

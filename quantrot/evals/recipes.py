@@ -47,7 +47,7 @@ def check_names(names: list[str]) -> None:
     """Raise ValueError where the list of recipes cannot be compared."""
     if len(names) < 2 or len({label(name) for name in names}) != len(names) or not all(names):
         raise ValueError(
-            f"recipes: {','.join(names)!r}; at least two of different names, with commas, {ORIGINAL} for the original"
+            f"recipes is {','.join(names)!r}; give at least two of different names, {ORIGINAL} for the original"
         )
 
 

@@ -65,9 +65,9 @@ def test_windows_are_the_text_in_order_without_its_tail(tokenizer):
     "seq_len, limit, message",
     [
         (1, None, "at least 2 tokens"),
-        (1000, None, "the model takes at most 512: pass --seq-len 512"),
+        (1000, None, "the model takes at most 512, give that or less"),
         (500, None, "text: 300 tokens, one window needs 500; give a longer text or less seq_len"),
-        (10, 0, "windows: 0; at least 1"),
+        (10, 0, "windows is 0; give at least 1"),
     ],
 )
 def test_impossible_windows_are_refused(tokenizer, seq_len, limit, message):
