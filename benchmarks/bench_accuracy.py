@@ -23,10 +23,11 @@ from transformers.utils import logging
 
 from quantrot import Calibration, convert
 from quantrot.evals.divergence import divergence
-from quantrot.evals.text import evaluation_text, windows
+from quantrot.evals.text import evaluation_text
 from quantrot.formats import bits_per_weight
 from quantrot.load import open_model
 from quantrot.recipe import load_recipe, shipped_recipes
+from quantrot.tokenizer import windows
 
 RESULTS = Path(__file__).parent / "results"
 

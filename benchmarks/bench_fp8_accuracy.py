@@ -26,8 +26,9 @@ from quantrot.evals.divergence import logit_divergence
 from quantrot.evals.logits import next_token_logits
 from quantrot.evals.perplexity import safe_exp
 from quantrot.evals.statistics import mean_and_stderr
-from quantrot.evals.text import evaluation_text, windows
+from quantrot.evals.text import evaluation_text
 from quantrot.load import open_model
+from quantrot.tokenizer import windows
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT, PROMPTS = 64, 4  # tokens of a prompt, prompts of a batch

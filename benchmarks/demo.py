@@ -22,8 +22,9 @@ from quantrot import convert, verify  # noqa: E402
 from quantrot.cli.common import byte_progress, console, count_progress, grid, size  # noqa: E402
 from quantrot.evals import hub  # noqa: E402
 from quantrot.evals.divergence import divergence  # noqa: E402
-from quantrot.evals.text import python_topics, windows  # noqa: E402
+from quantrot.evals.text import python_topics  # noqa: E402
 from quantrot.load import open_model  # noqa: E402
+from quantrot.tokenizer import windows  # noqa: E402
 
 RECIPES = ["fp8-dynamic", "mxfp4-weight-only", "quarot-mxfp4-online"]
 WINDOWS, SEQ_LEN = 3, 512

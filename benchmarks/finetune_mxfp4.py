@@ -26,9 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from quantrot.evals.text import _read, python_topics, windows  # noqa: E402
+from quantrot.evals.text import _read, python_topics  # noqa: E402
 from quantrot.modules.mxfp4 import train_in_mxfp4  # noqa: E402
 from quantrot.source import open_source  # noqa: E402
+from quantrot.tokenizer import windows  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 KINDS = ("bfloat16", "mxfp4")

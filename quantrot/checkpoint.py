@@ -8,6 +8,7 @@ is used. Format: https://github.com/huggingface/safetensors (8-byte little-endia
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ class Checkpoint:
 def open_checkpoint(root: Path) -> Checkpoint:
     """Read config.json and every shard's header. ValueError says which file is missing, malformed or lying."""
     if not root.is_dir():
-        raise ValueError(f"{root}: not a directory")
+        raise ValueError(f"{root}: not a directory; give one that holds config.json and safetensors files")
     if not (root / "config.json").exists():
         _refuse_other_kinds(root)
     config = read_json(root / "config.json")
@@ -126,7 +127,7 @@ def _shards(root: Path) -> list[Path]:
             "save the model as safetensors first (model.save_pretrained(...) in transformers does)"
         )
     _refuse_other_kinds(root)
-    raise ValueError(f"{root}: no {SINGLE} and no {INDEX}")
+    raise ValueError(f"{root}: no {SINGLE} and no {INDEX}; give a checkpoint that was saved as safetensors")
 
 
 def _refuse_other_kinds(root: Path) -> None:
@@ -279,6 +280,23 @@ def index_json(shards: list[Shard]) -> bytes:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: nobody reads half of it, and an old one survives a failure."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def sha256_range(file: Path, start: int = 0, stop: int | None = None) -> str:

@@ -5,7 +5,7 @@ bytes. A killed conversion resumes by checking those hashes and doing the rest, 
 with the same bytes. Only a complete directory gets the output's name.
 
 Chunks are independent and their size does not depend on the number of threads: the bytes do not either. Where GPTQ
-rounds, the layers before a chunk's are written first, because its layer's inputs are theirs (calibrate.py).
+rounds, the layers before a chunk's are written first, because its layer's inputs are theirs (hessians.py).
 """
 
 import fcntl
@@ -14,7 +14,6 @@ import json
 import math
 import os
 import platform
-import resource
 import shutil
 import time
 from collections import deque
@@ -37,12 +36,12 @@ from quantrot.learned import COPY
 from quantrot.manifest import MANIFEST, VERSION, dump, rotation_entry
 from quantrot.plan import BUDGET, LOOK_AHEAD, Plan, held_bytes, working_bytes
 from quantrot.plan import plan as make_plan
-from quantrot.recipe import ONLINE
+from quantrot.process import Progress, cpus, peak_bytes
+from quantrot.recipe import ONLINE, RecipeLike
 from quantrot.transform import Chunk, one_threaded, starts, transform
 from quantrot.version import __version__
 
 JOURNAL = "journal.jsonl"
-Progress = Callable[[str, int, int], None]  # current tensor, source bytes done, source bytes in all
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Conversion:
 
 def convert(
     model: str | Path,
-    recipe: Any,
+    recipe: RecipeLike,
     out: str | Path,
     *,
     device: str = "cpu",
@@ -72,7 +71,8 @@ def convert(
     """Convert a checkpoint by a recipe into the directory `out`. The source is only read.
 
     model: a directory, hub id or "demo"; recipe: a shipped name, a YAML file, a dict or a `Recipe`; calibration: the
-    text for what the recipe rounds by GPTQ; threads: chunks at a time (default: the CPUs this process may use).
+    text for what the recipe rounds by GPTQ; threads: chunks at a time (default: the CPUs this process may use);
+    progress: told the current tensor, source bytes done, source bytes in all.
     ValueError for anything a user can mend, before a weight is read wherever headers show it; OSError from the file
     system passes through, and what was done stays resumable.
     """
@@ -81,7 +81,7 @@ def convert(
     plan = make_plan(model, recipe, device, max_shard_size, calibration)
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}; a positive integer is needed")
-    workers = threads or len(os.sched_getaffinity(0))
+    workers = threads or cpus()
     known_device(device)  # a plan needs none
     partial = _prepare(target, plan, resume, overwrite)
     if partial is not None:  # None: resumed after the last rename, nothing is left to do
@@ -91,8 +91,7 @@ def convert(
                 _write_rest(plan, partial, _run(plan, partial, journal, workers, progress))
             _finish(partial, target)
     _remove(_replaced(target))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Conversion(target, plan, read_json(target / MANIFEST), time.monotonic() - started, peak)
+    return Conversion(target, plan, read_json(target / MANIFEST), time.monotonic() - started, peak_bytes())
 
 
 # --- Directories -----------------------------------------------------------------------------------------------------
@@ -116,14 +115,12 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
     if resume and not partial.exists() and _conversion(target) == plan.fingerprint():
         return None
     if target.exists() and not overwrite:
-        raise ValueError(f"output {target} exists; choose another, or give --overwrite to replace it when done")
+        raise ValueError(f"output {target} exists; choose another, or give overwrite to replace it when done")
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]) and not (target / MANIFEST).is_file():
         raise ValueError(f"output {target} was not written by quantrot and is not replaced; choose another directory")
     if partial.exists() and not resume:
         if not overwrite:
-            raise ValueError(
-                f"{partial} is left from an unfinished conversion; --resume goes on, --overwrite starts again"
-            )
+            raise ValueError(f"{partial} is left from an unfinished conversion; resume goes on, overwrite starts again")
         with (partial / JOURNAL).open("ab") as journal:
             _lock(journal, partial)  # it may not be unfinished but running
             _remove(partial)
@@ -152,7 +149,7 @@ def _conversion(directory: Path) -> str:
 def _other_conversion(partial: Path) -> str:
     return (
         f"{partial} holds an unfinished conversion of another source, recipe, text, shard size, device or version "
-        "of quantrot; repeat that one's arguments with --resume, or start again with --overwrite alone"
+        "of quantrot or torch; repeat that one's arguments with resume, or start again with overwrite alone"
     )
 
 
@@ -272,7 +269,7 @@ def _resume(plan: Plan, partial: Path, journal: BinaryIO, places: dict[str, Tens
         done = {line["step"]: line for line in lines if _intact(partial, line["sha256"], places)}
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{partial / JOURNAL}: malformed ({what}); start again with --overwrite alone") from None
+        raise ValueError(f"{partial / JOURNAL}: malformed ({what}); start again with overwrite alone") from None
     if head != first:
         raise ValueError(_other_conversion(partial))
     return done
@@ -327,7 +324,7 @@ def _chunks(
     if plan.calibration is None:
         yield from _stream(plan, [i for i in range(len(plan.steps)) if i not in done], {}, workers)
         return
-    from quantrot.calibrate import stages  # with transformers' models, which take a second
+    from quantrot.hessians import stages  # with transformers' models, which take a second
 
     for todo, feedback in stages(plan, done, partial, workers, report):
         yield from _stream(plan, todo, feedback, workers)

@@ -20,7 +20,7 @@ Memory: the model in float32, twice (turned weights are kept for the backward), 
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,23 +32,22 @@ from torch.nn import functional as F
 
 from quantrot import formats, llama
 from quantrot.device import known_device
-from quantrot.evals.text import windows as cut
 from quantrot.formats import ActivationFormat, WeightFormat
 from quantrot.learned import purpose, write
 from quantrot.load import open_model
 from quantrot.modules import quantize_dequantize
 from quantrot.plan import Plan, digest
 from quantrot.plan import plan as make_plan
-from quantrot.recipe import load_recipe
+from quantrot.process import Progress
+from quantrot.recipe import RecipeLike, load_recipe
 from quantrot.rotation import block_matrices, permutation, split_gain, turn_input
+from quantrot.tokenizer import windows as cut
 from quantrot.version import __version__
 
 BETAS, EPSILON = (0.9, 0.99), 1e-12
 CHECKS = 4  # times on the way that the held-out windows are run; the best matrices of these are kept
 SCALED = ("mxfp4", "int8")  # formats whose errors are of the size of the scale; e4m3's are of each element's
 LEARNABLE = ("R1", "R2")
-
-Progress = Callable[[str, int, int], None]  # what, done, total
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Learning:
 
 def learn(
     model: str | Path,
-    recipe: Any,
+    recipe: RecipeLike,
     out: str | Path,
     *,
     text: str,
@@ -86,21 +85,10 @@ def learn(
     only to choose the best matrices with; the others are run one a step, in the seed's order. rate: how far an entry of
     A may go in the first step, in radians; it falls to 0 along a cosine. ValueError for what a user can mend.
     """
-    for name, value in (("steps", steps), ("held_out", held_out)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; a positive number is needed")
-    if not 0 <= seed < 1 << 63:
-        raise ValueError(f"seed is {seed}; a whole number from 0 to 2^63 - 1 is needed")
-    if not 0 < rate < 1:
-        raise ValueError(f"rate is {rate}; a number of radians between 0 and 1 is needed, such as 0.003")
     target = Path(out).expanduser()
-    if target.exists() or not target.parent.is_dir():
-        what = "exists; choose another name" if target.exists() else "is in no directory; make that first"
-        raise ValueError(f"output {target} {what}")
-    if not os.access(target.parent, os.W_OK):  # said now, not when all is learned
-        raise ValueError(f"output {target} is in a directory that cannot be written to; choose another")
+    _check_options(target, steps, held_out, rate, seed)
     plan = make_plan(model, load_recipe(recipe).nearest())
-    _check(plan)
+    _check_plan(plan)
     network, tokenizer = open_model(model, known_device(device), "float32")
     ids = cut(tokenizer, text, seq_len, windows, plan.llama.max_positions).to(network.device)
     if len(ids) <= held_out:
@@ -135,7 +123,23 @@ def learn(
     return Learning(target, tuple(best), *kl, step, held_out, seq_len)
 
 
-def _check(plan: Plan) -> None:
+def _check_options(target: Path, steps: int, held_out: int, rate: float, seed: int) -> None:
+    """What can be said now, not when all is learned."""
+    for name, value in (("steps", steps), ("held_out", held_out)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; a positive number is needed")
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed is {seed}; a whole number from 0 to 2^63 - 1 is needed")
+    if not 0 < rate < 1:
+        raise ValueError(f"rate is {rate}; a number of radians between 0 and 1 is needed, such as 0.003")
+    if target.exists() or not target.parent.is_dir():
+        what = "exists; choose another name" if target.exists() else "is in no directory; make that first"
+        raise ValueError(f"output {target} {what}")
+    if not os.access(target.parent, os.W_OK):
+        raise ValueError(f"output {target} is in a directory that cannot be written to; choose another")
+
+
+def _check_plan(plan: Plan) -> None:
     """That there is something to learn, and something to learn it from."""
     if not any(name in plan.rotations for name in LEARNABLE):
         raise ValueError(

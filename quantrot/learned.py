@@ -8,8 +8,6 @@ text, steps, seed, and the KL on windows that were held out, before and after.
 
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from quantrot.checkpoint import read_header
+from quantrot.checkpoint import read_header, write_whole
 from quantrot.recipe import Recipe
 from quantrot.rotation import Rotation
 
@@ -61,17 +59,7 @@ def read(path: Path) -> Learned:
 
 def write(path: Path, matrices: dict[str, Tensor], about: dict[str, Any]) -> None:
     """Write a file of learned rotations, whole or not at all."""
-    data = safetensors.torch.save(matrices, {"quantrot": json.dumps(about)})
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, safetensors.torch.save(matrices, {"quantrot": json.dumps(about)}))
 
 
 def with_matrices(rotation: Rotation, file: Learned, units: tuple[int, ...]) -> Rotation:

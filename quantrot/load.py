@@ -34,7 +34,8 @@ from quantrot.modules import (
     few_tokens,
 )
 from quantrot.modules.masks import leave_masks_out
-from quantrot.source import open_source, open_tokenizer
+from quantrot.source import open_source
+from quantrot.tokenizer import open_tokenizer
 
 DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
 

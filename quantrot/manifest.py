@@ -8,17 +8,17 @@ the same bytes.
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args, get_type_hints
 
 from quantrot.checkpoint import read_json, sha256_range
 from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
+from quantrot.recipe import Arithmetic, KVCache
 from quantrot.rotation import Rotation, checksum
 
 MANIFEST = "quantrot.json"
 VERSION = 1  # of the file's layout
-WEIGHT_KINDS, ACTIVATION_KINDS = ("fp8", "mxfp4", "int8"), ("none", "fp8", "mxfp4")
+WEIGHT_KINDS, ACTIVATION_KINDS = (get_args(get_type_hints(t)["kind"]) for t in (WeightFormat, ActivationFormat))
 ONLINE_KINDS = ("hadamard", "random-hadamard")
-ARITHMETICS, KV_CACHES = ("bf16", "fp8"), ("bf16", "fp8", "int4")
 MAX_WIDTH = 1 << 24  # past every model's
 
 
@@ -31,8 +31,8 @@ class Manifest:
     linears: dict[str, LinearFormat | None]
     online: dict[str, Rotation]
     attention: Rotation | None
-    arithmetic: Literal["bf16", "fp8"]
-    kv_cache: Literal["bf16", "fp8", "int4"]
+    arithmetic: Arithmetic
+    kv_cache: KVCache
 
 
 def rotation_entry(rotation: Rotation, online: bool) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def read_manifest(root: Path) -> Manifest:
         attention = _rotation(data["attention"]) if data["attention"] else None
         _check_fields(data)
         arithmetic, kv_cache = data.get("arithmetic", "bf16"), data.get("kv_cache", "bf16")
-        if arithmetic not in ARITHMETICS or kv_cache not in KV_CACHES:
+        if arithmetic not in get_args(Arithmetic) or kv_cache not in get_args(KVCache):
             raise ValueError(f"arithmetic {arithmetic!r:.40}, kv_cache {kv_cache!r:.40}")
         rotations = data["rotations"].values()
         stored = [*rotations, *(e["online"] for e in data["linears"].values() if e["online"])]

@@ -3,7 +3,7 @@
 A step makes the output tensors of one source tensor: rows of the source are cut off, the norm's gain is folded in, the
 input side is turned, the output side is turned, the result is quantized, and the rows go to their place in a shard.
 Each step needs only its tensor, its norm's gain and rotations regenerated from seeds, so weights stream. A calibrated
-one needs the Hessian of its linear's input, too (calibrate.py).
+one needs the Hessian of its linear's input, too (hessians.py).
 """
 
 import copy
@@ -28,7 +28,7 @@ from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, not_
 from quantrot.device import device_type
 from quantrot.formats import LinearFormat
 from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
-from quantrot.recipe import ONLINE, ROTATIONS, Recipe, Rule, load_recipe
+from quantrot.recipe import ONLINE, ROTATIONS, Recipe, RecipeLike, Rule, load_recipe
 from quantrot.rotation import Rotation, by_gain, checksum, of_heads, rotation_from_spec
 from quantrot.source import COPIED, LICENCES, Source, open_source
 from quantrot.version import __version__
@@ -77,9 +77,8 @@ class Plan:
 
     rotations: the active ones by name. linears: every linear's format, None for its own dtype. online: the rotation
     that runs on a linear's input. config: the config.json to write. notes: what a user should know before starting.
-    working_bytes: memory that the largest chunk takes while it is in flight. learned: the recipe's file of rotations,
-    whose path is in `recipe` the one that the output has it under. calibration: what GPTQ rounds by; windows: its
-    tokens, int64 [n, seq_len].
+    learned: the recipe's file of rotations, whose path is in `recipe` the one that the output has it under.
+    calibration: what GPTQ rounds by; windows: its tokens, int64 [n, seq_len].
     """
 
     source: Source
@@ -95,7 +94,6 @@ class Plan:
     config: dict[str, Any]
     copied: tuple[Path, ...]
     notes: tuple[str, ...]
-    working_bytes: int
     learned: learned.Learned | None
     calibration: Calibration | None
     windows: Tensor | None
@@ -106,13 +104,19 @@ class Plan:
         return self.rotations.get("R3")
 
     @property
+    def source_bytes(self) -> int:
+        """What of the source is read."""
+        return sum(self.checkpoint.tensors[name].nbytes for name in {step.source for step in self.steps} - {""})
+
+    @property
     def output_bytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)
 
     def peak_bytes(self, threads: int) -> int:
         """Predicted peak resident set: this process as it is now, and the chunks in flight."""
         waiting = LOOK_AHEAD * max(held_bytes(step) for step in self.steps)
-        chunks = min(threads * self.working_bytes + waiting, max(BUDGET, self.working_bytes))
+        largest = max(working_bytes(step) for step in self.steps)
+        chunks = min(threads * largest + waiting, max(BUDGET, largest))
         return psutil.Process().memory_info().rss + OVERHEAD + chunks + self.calibration_bytes(threads)
 
     def calibration_bytes(self, threads: int) -> int:
@@ -133,12 +137,14 @@ class Plan:
         return 8 * self.windows.numel() * self.llama.hidden_size + most
 
     def fingerprint(self) -> str:
-        """sha256 of all that determines the output's bytes: recipe, source headers, layout, device."""
+        """sha256 of all that determines the weights' bytes, but the source's: recipe, headers, layout, device, text,
+        and versions of quantrot and of torch, whose products may differ in their last bits."""
         tensors = sorted((t.name, t.dtype, t.shape, t.file.name, t.start) for t in self.checkpoint.tensors.values())
         layout = [shard.header.hex() for shard in self.shards]
         turns = {rotation.name: checksum(rotation) for rotation in [*self.rotations.values(), *self.online.values()]}
         turns |= {"path": self.learned.sha256} if self.learned else {}
-        parts = [__version__, self.recipe.resolved(), tensors, turns, layout, self.config, device_type(self.device)]
+        versions = [__version__, torch.__version__]
+        parts = [versions, self.recipe.resolved(), tensors, turns, layout, self.config, device_type(self.device)]
         if self.calibration is not None and self.windows is not None:
             parts += [self.calibration.entry(), self.windows.tolist()]  # the tokens: a tokenizer may have been changed
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
@@ -146,7 +152,7 @@ class Plan:
 
 def plan(
     model: str | Path,
-    recipe: Any,
+    recipe: RecipeLike,
     device: str = "cpu",
     max_shard_size: int = 5_000_000_000,
     calibration: Calibration | None = None,
@@ -168,13 +174,9 @@ def plan(
     if recipe.rotations.R1.channels == "by-gain" and "R1" in rotations and not errors:
         rotations["R1"] = by_gain(rotations["R1"], _gains(checkpoint, arch))
     linears = _assign(recipe, arch, rotations, errors, notes)
-    windows = _windows(recipe, linears, calibration, source.path, arch, errors)
+    calibration, windows = _calibrated(recipe, linears, calibration, source.path, arch, errors, notes)
     if errors:
         raise ValueError("\n".join(errors))
-    if calibration is not None and windows is not None:
-        if len(windows) < (calibration.windows or 0):
-            notes.append(f"calibration: the text has {len(windows)} windows, {calibration.windows} were asked for")
-        calibration = replace(calibration, windows=len(windows))
     if file is not None:
         notes += learned.notes(file, recipe, digest(checkpoint, arch))
         rotations_at_rest = recipe.rotations.model_copy(update={"path": learned.COPY})
@@ -201,7 +203,6 @@ def plan(
         config=_config(checkpoint.config, untied, linears, online, rotations.get("R3")),
         copied=tuple(_copied(source.path)),
         notes=tuple(notes),
-        working_bytes=max(working_bytes(step) for step in steps),
         learned=file,
         calibration=calibration,
         windows=windows,
@@ -219,6 +220,13 @@ def _check_tensors(checkpoint: Checkpoint, arch: Llama, errors: list[str], notes
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         errors.append(f"{checkpoint.root}: {len(missing)} tensors are missing: {shown}")
+        prefix = next((name.removesuffix(missing[0]) for name in found if name.endswith(missing[0])), "")
+        if missing == list(wanted) and all(prefix + name in found for name in missing):
+            errors[-1] += (
+                f"; they are there with {prefix!r} before each, a wrapper's: save the model inside it, such as "
+                "wrapper.module or, of torch.compile, wrapper._orig_mod, with save_pretrained"
+            )
+            return  # else each name would be an error of its own
     for name, info in found.items():
         if name not in wanted:
             if name == f"{HEAD}.weight" and arch.tied:
@@ -284,28 +292,34 @@ def _rotations(recipe: Recipe, arch: Llama, file: learned.Learned | None, errors
     return found
 
 
-def _windows(
+def _calibrated(
     recipe: Recipe,
     linears: dict[str, LinearFormat | None],
     calibration: Calibration | None,
     model: Path,
     arch: Llama,
     errors: list[str],
-) -> Tensor | None:
-    """The calibration's tokens. There is a text exactly where a rounding needs one."""
+    notes: list[str],
+) -> tuple[Calibration | None, Tensor | None]:
+    """(the calibration with the windows that its text has, their tokens), which is there where a rounding needs it."""
     needed = [fqn for fqn, fmt in linears.items() if fmt is not None and fmt.weights.rounding == "gptq"]
     if needed and calibration is None:
         errors.append(
             f"{recipe.where('linear')}: {len(needed)} linears have rounding: gptq, as {needed[0]}, and no text "
-            "to calibrate on; give --calibration FILE"
+            "to calibrate on; give one as calibration"
         )
     if calibration is not None and not needed:
-        errors.append(f"{recipe.where('linear')}: nothing has rounding: gptq, and --calibration gives a text for it")
+        errors.append(f"{recipe.where('linear')}: nothing has rounding: gptq, and calibration gives a text for it")
+    if calibration is None or not needed:
+        return None, None
     try:
-        return tokens(calibration, model, arch) if calibration is not None and needed else None
+        windows = tokens(calibration, model, arch)
     except ValueError as error:
         errors.append(str(error))
-        return None
+        return None, None
+    if len(windows) < (calibration.windows or 0):
+        notes.append(f"calibration: the text has {len(windows)} windows, {calibration.windows} were asked for")
+    return replace(calibration, windows=len(windows)), windows
 
 
 def digest(checkpoint: Checkpoint, arch: Llama) -> str:

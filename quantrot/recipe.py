@@ -21,6 +21,8 @@ MAX_BYTES = 1 << 20
 RotationName = Literal["R1", "R2", "R3", "R4"]
 ROTATIONS: tuple[RotationName, ...] = get_args(RotationName)
 ONLINE: tuple[RotationName, ...] = ("R3", "R4")  # executed at run time; R1 and R2 are fused into weights
+Arithmetic = Literal["bf16", "fp8"]  # of attention
+KVCache = Literal["bf16", "fp8", "int4"]
 
 
 class Strict(BaseModel):
@@ -71,7 +73,7 @@ class Rotations(Strict):
         return tuple(name for name in ROTATIONS if getattr(self, name).kind == "learned")
 
     @model_validator(mode="after")
-    def _online_rotations_are_fast(self) -> "Rotations":
+    def _consistent(self) -> "Rotations":
         for name in ("R2", "R3", "R4"):
             if getattr(self, name).channels != "natural":
                 raise ValueError(f"{name}.channels is by-gain, which R1 alone can have: only it turns what norms scale")
@@ -194,8 +196,8 @@ class Recipe(Strict):
     rotations: Rotations = Rotations()
     linear: tuple[Rule, ...] = ()
     skip: tuple[str, ...] = Field(("lm_head", "embed_tokens"), description="modules that no rule may touch")
-    attention: Literal["bf16", "fp8"] = "bf16"
-    kv_cache: Literal["bf16", "fp8", "int4"] = "bf16"
+    attention: Arithmetic = "bf16"
+    kv_cache: KVCache = "bf16"
 
     _name: str = PrivateAttr("recipe")
     _file: str = PrivateAttr("recipe")
@@ -264,8 +266,11 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
-def load_recipe(recipe: "str | Path | dict[str, Any] | Recipe", file: str = "recipe") -> Recipe:
-    """A recipe from a shipped name, a YAML file, a dict, or itself. ValueError tells what is wrong and where.
+RecipeLike = str | Path | dict[str, Any] | Recipe  # a shipped name, a YAML file, what one holds, or itself
+
+
+def load_recipe(recipe: RecipeLike, file: str = "recipe") -> Recipe:
+    """The recipe that is meant. ValueError tells what is wrong and where.
 
     file: what messages call the place of a dict, and where its relative paths start.
     """
@@ -359,7 +364,7 @@ def _validate(data: dict[str, Any], file: str, name: str, tree: Any) -> Recipe:
 
 def _explain(error: Any, file: str, tree: Any) -> str:
     """One pydantic error as `file:line: field: what is wrong, what is allowed`."""
-    loc = tuple(part for part in error["loc"])
+    loc = error["loc"]
     place = f"{file}:{_line(tree, loc)}" if tree is not None else file
     tags = {"fp8", "mxfp4", "int8", "none", "tuple[int, int]", "constrained-int", "int"}
     outer = [str(p) for p in loc[:-1] if p not in tags]

@@ -1,10 +1,9 @@
-"""Where a model comes from: a local directory, a Hugging Face hub id, or `demo`. And its tokenizer."""
+"""Where a model comes from: a local directory, a Hugging Face hub id, or `demo`."""
 
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 DEMO = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the embedded demo model is
 COPIED = (  # beginnings of the names of what a conversion copies
@@ -45,6 +44,8 @@ class Source:
 
 def open_source(model: str | Path) -> Source:
     """Find a model: an existing directory, `demo`, or a hub id `owner/name`, optionally `owner/name@revision`."""
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError(f"model is a {type(model).__name__}; save it with save_pretrained and give the directory")
     text = str(model)
     if text == "demo":
         from quantrot.demo import demo_model
@@ -58,16 +59,6 @@ def open_source(model: str | Path) -> Source:
     if not HUB_ID.fullmatch(text):
         raise ValueError(f"model {text!r} is no directory; give one, a hub id such as meta-llama/Llama-3.2-1B, or demo")
     return _from_hub(text)
-
-
-def open_tokenizer(path: Path) -> Any:
-    """The tokenizer of a model's directory; ValueError where transformers cannot load it."""
-    from transformers import AutoTokenizer  # a second, which plans without a text need not wait for
-
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # that class itself is what a malformed tokenizer.json raises
-        raise ValueError(f"{path}: transformers cannot load its tokenizer: {error}") from None
 
 
 def _from_hub(text: str) -> Source:

@@ -6,7 +6,7 @@ source model without any rotation, so that a rotation which cost more than it ga
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,21 @@ from quantrot.checkpoint import read_rows
 from quantrot.convert import sqnr_db
 from quantrot.device import known_device
 from quantrot.evals.divergence import Divergence, divergence
-from quantrot.evals.text import python_topics, windows
+from quantrot.evals.text import python_topics
 from quantrot.formats import LinearFormat
 from quantrot.load import load, open_model
 from quantrot.manifest import MANIFEST, read_manifest
 from quantrot.modules import QuantizedLinear, quantize_dequantize
-from quantrot.plan import Plan, Step
+from quantrot.plan import Plan
 from quantrot.plan import plan as make_plan
+from quantrot.process import Progress
 from quantrot.recipe import load_recipe
+from quantrot.tokenizer import windows
 from quantrot.transform import turned_rows
 
 EXACT_KL = 0.01  # nats: what rounding rotated weights to bfloat16 may cost; SmolLM2-135M measures 0.0002
 BROKEN_KL = 4.0  # the worst shipped recipe measures 1.5 on SmolLM2-135M
 WORSE_DB = 0.5  # a rotation that costs a linear more than this is reported
-
-Progress = Callable[[str, int, int], None]  # what, done, total
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def verify(
     try:
         plan = make_plan(source, load_recipe(manifest.data["recipe"], str(root / MANIFEST)).nearest(), "cpu")
     except ValueError as error:
-        raise ValueError(f"{error}\n(the source to compare with; --against names another place of it)") from None
+        raise ValueError(f"{error}\n(the source to compare with; if it has moved, give its place as against)") from None
     _check_same(manifest.data, plan, source)
     model = load(root, device_map=known_device(device), dtype=torch.float32, merge=False)  # each linear is looked at
     baseline, tokenizer = open_model(source, device, "float32")
@@ -122,7 +122,7 @@ def _check_same(data: dict[str, Any], plan: Plan, source: str) -> None:
         fqn = differing[0]
         raise ValueError(
             f"{source}: not the model that was converted: {fqn} is {shapes.get(fqn, 'missing')} there and "
-            f"{converted.get(fqn, 'missing')} here; give that model's place with --against"
+            f"{converted.get(fqn, 'missing')} here; give that model as against"
         )
 
 
@@ -147,39 +147,27 @@ def _gain(layer: Layer) -> float:
 def _layers(plan: Plan, model: nn.Module, baseline: nn.Module, ids: Tensor, report: Progress) -> list[Layer]:
     """Run one window through both models and measure every quantized linear where it stands."""
     steps = {step.name: step for step in plan.steps if step.format is not None}
+    found = {step.name: step.format for step in plan.steps if step.format is not None}
     rotated: dict[str, float] = {}
     plain: dict[str, float] = {}
-    turned = {fqn for fqn, step in steps.items() if step.input_turns or step.output_turn or step.norm}
+    turned = [fqn for fqn, step in steps.items() if step.input_turns or step.output_turn or step.norm]
     total = len(steps) + len(turned)
 
     def converted(fqn: str, module: QuantizedLinear, x: Tensor, y: Tensor) -> None:
-        exact = turned_rows(plan, steps[fqn], _source_rows(plan, steps[fqn])).to(x.device)
-        inner = x
-        if module.online_name:
-            inner = module.get_submodule(module.online_name)(x)
+        step = steps[fqn]
+        exact = turned_rows(plan, step, read_rows(plan.checkpoint.tensors[step.source])).to(x.device)
+        inner = module.get_submodule(module.online_name)(x) if module.online_name else x
         rotated[fqn] = _sqnr(F.linear(inner, exact, module.bias), y)
         report("layers", len(rotated) + len(plain), total)
 
     def original(fqn: str, module: nn.Linear, x: Tensor, y: Tensor) -> None:
-        fmt = steps[fqn].format
-        assert fmt is not None
-        plain[fqn] = _sqnr(
-            y, F.linear(quantize_dequantize(x, fmt.activations), _rounded(fmt, module.weight), module.bias)
-        )
+        rounded = quantize_dequantize(x, found[fqn].activations)
+        plain[fqn] = _sqnr(y, F.linear(rounded, _rounded(found[fqn], module.weight), module.bias))
         report("layers", len(rotated) + len(plain), total)
 
-    _with_hooks(model, {fqn: converted for fqn in steps}, ids)
-    _with_hooks(baseline, {fqn: original for fqn in turned}, ids)
-    return [Layer(fqn, formats.label(_format(steps[fqn])), rotated[fqn], plain.get(fqn)) for fqn in steps]
-
-
-def _format(step: Step) -> LinearFormat:
-    assert step.format is not None
-    return step.format
-
-
-def _source_rows(plan: Plan, step: Step) -> Tensor:
-    return read_rows(plan.checkpoint.tensors[step.source])
+    _with_hooks(model, found, converted, ids)
+    _with_hooks(baseline, turned, original, ids)
+    return [Layer(fqn, formats.label(fmt), rotated[fqn], plain.get(fqn)) for fqn, fmt in found.items()]
 
 
 def _rounded(fmt: LinearFormat, weight: Tensor) -> Tensor:
@@ -195,14 +183,12 @@ def _sqnr(exact: Tensor, got: Tensor) -> float:
     return math.inf if error == 0 else -math.inf if value is None else value
 
 
-def _with_hooks(model: nn.Module, hooks: dict[str, Callable[..., None]], ids: Tensor) -> None:
-    """One forward pass over ids int64 [1, S], calling hooks[fqn](fqn, module, input, output) for each named module."""
-    handles = []
-    for fqn, function in hooks.items():
-        module = model.get_submodule(fqn)
-        handles.append(
-            module.register_forward_hook(lambda m, args, y, fqn=fqn, function=function: function(fqn, m, args[0], y))
-        )
+def _with_hooks(model: nn.Module, names: Iterable[str], function: Callable[..., None], ids: Tensor) -> None:
+    """One forward pass over ids int64 [1, S], calling function(fqn, module, input, output) for each named module."""
+    handles = [
+        model.get_submodule(fqn).register_forward_hook(lambda m, args, y, fqn=fqn: function(fqn, m, args[0], y))
+        for fqn in names
+    ]
     try:
         model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
     finally:

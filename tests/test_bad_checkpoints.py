@@ -71,7 +71,7 @@ BROKEN = [
     ("size-null", config(max_position_embeddings=None), rf"config\.json: max_position_embeddings is None; {NEEDS_COUNT}"),
     ("kv-heads-negative", config(num_key_value_heads=-1), rf"config\.json: num_key_value_heads is -1; {NEEDS_COUNT}"),
     # which files
-    ("no-weights", remove(SINGLE), r"model: no model\.safetensors and no model\.safetensors\.index\.json$"),
+    ("no-weights", remove(SINGLE), r"model: no model\.safetensors and no model\.safetensors\.index\.json; give a checkpoint that was saved as safetensors$"),
     ("a-peft-adapter", both(remove("config.json", SINGLE), file("adapter_config.json", b"{}")), r"model: a PEFT adapter \(adapter_config\.json\); merge it into its model first"),
     ("only-gguf", both(remove("config.json", SINGLE), file("m.gguf", b"")), r"model: holds GGUF weights \(m\.gguf\), which are not read; give the safetensors checkpoint$"),
     ("gguf-and-a-config", both(remove(SINGLE), file("m.gguf", b"")), r"model: holds GGUF weights \(m\.gguf\), which are not read"),
@@ -119,6 +119,7 @@ BROKEN = [
     # tensors that are not the model's
     ("shape-not-as-config-says", config(hidden_size=128, head_dim=16), r"model\.safetensors: \S+ has shape \(.*\); config\.json implies \(.*\)$"),
     ("tensors-missing", tensors(lambda found: found.pop(Q_PROJ)), rf"model: 1 tensors are missing: {Q_PROJ}$"),
+    ("tensors-of-a-wrapper", tensors(lambda found: [found.update({f"module.{name}": found.pop(name)}) for name in list(found)]), r"model: 21 tensors are missing: \S+, \S+, \S+, \.\.\.; they are there with 'module\.' before each, a wrapper's: save the model inside it, .*$"),
     ("many-tensors-missing", config(num_hidden_layers=4), r"model: 18 tensors are missing: model\.layers\.2\.\S+, \S+, \S+, \.\.\.$"),
     ("biases-missing", config(attention_bias=True), r"model: 8 tensors are missing: model\.layers\.0\.self_attn\.q_proj\.bias, "),
     ("tensor-unknown", tensors(lambda found: found.update({"model.extra.weight": torch.ones(2)})), r"model\.safetensors: tensor 'model\.extra\.weight' is not part of a llama model$"),
@@ -207,6 +208,7 @@ def test_sizes_that_no_model_has_are_refused_at_once(single, tmp_path):
         ("no/such/directory", r"model 'no/such/directory' is no directory; give one, a hub id such as .*, or demo$"),
         ("nowhere", r"model 'nowhere' is no directory; give one, a hub id such as .*, or demo$"),
         ("a b/c", r"model 'a b/c' is no directory"),
+        (torch.nn.Linear(64, 64), r"model is a Linear; save it with save_pretrained and give the directory$"),
     ],
 )
 def test_model_that_is_neither_directory_nor_hub_id(tmp_path, monkeypatch, model, message):

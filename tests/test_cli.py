@@ -82,7 +82,9 @@ def test_missing_output_says_what_to_do(source):
     assert result.exit_code == 2 and "--output is missing" in result.output
 
 
-@pytest.mark.parametrize("text, nbytes", [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("1GiB", 2**30), ("4096", 4096)])
+@pytest.mark.parametrize(
+    "text, nbytes", [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("1GiB", 2**30), ("2TB", 2 * 10**12), ("4096", 4096)]
+)
 def test_sizes_are_read(text, nbytes):
     assert parse_size(text) == nbytes
 
@@ -99,7 +101,8 @@ def test_numbers_of_a_text_that_is_not_there_are_refused(source, tmp_path, comma
 
 
 def test_sizes_are_written():
-    assert [size(n) for n in (12, 34_500, 1.5e9)] == ["12 bytes", "34.5 KB", "1.5 GB"]
+    shown = {12: "12 bytes", 34_500: "34.5 KB", 999.7e6: "1 GB", 1.5e9: "1.5 GB", 1.5e12: "1.5 TB", 1.5e15: "1500 TB"}
+    assert [size(n) for n in shown] == list(shown.values())
 
 
 def test_a_path_with_brackets_is_shown_as_it_is(source, tmp_path):

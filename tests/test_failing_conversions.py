@@ -63,12 +63,12 @@ def test_conversion_that_failed_resumes_after_the_repair(single, tmp_path, monke
     assert not out.exists() and not (tmp_path / "out.partial" / MANIFEST).exists()
     with pytest.raises(
         ValueError,
-        match=r"out\.partial is left from an unfinished conversion; --resume goes on, --overwrite starts again$",
+        match=r"out\.partial is left from an unfinished conversion; resume goes on, overwrite starts again$",
     ):
         convert(single, FP8, out)
     with pytest.raises(
         ValueError,
-        match=r"out\.partial holds an unfinished conversion of another source, .*start again with --overwrite alone$",
+        match=r"out\.partial holds an unfinished conversion of another source, .*start again with overwrite alone$",
     ):
         convert(single, ROTATE, out, resume=True)
     assert not out.exists()
@@ -118,7 +118,7 @@ def test_output_that_exists_is_kept(single, tmp_path):
     out.mkdir()
     (out / "mine").write_text("precious")
     with pytest.raises(
-        ValueError, match=r"^output .*out exists; choose another, or give --overwrite to replace it when done$"
+        ValueError, match=r"^output .*out exists; choose another, or give overwrite to replace it when done$"
     ):
         convert(single, FP8, out)
     assert (out / "mine").read_text() == "precious"
@@ -211,7 +211,7 @@ def test_journal_that_is_malformed(single, tmp_path, monkeypatch, text):
         with pytest.raises(OSError, match="full"):
             convert(single, FP8, out, threads=1)
     journal.write_bytes(text.replace(b"GOOD", journal.read_bytes()))
-    with pytest.raises(ValueError, match=r"journal\.jsonl: malformed \(.*\); start again with --overwrite alone$"):
+    with pytest.raises(ValueError, match=r"journal\.jsonl: malformed \(.*\); start again with overwrite alone$"):
         convert(single, FP8, out, resume=True)
     assert not out.exists()
     convert(single, FP8, out, overwrite=True)

@@ -16,7 +16,7 @@ LAYERS = [
     {"verify", "learn"},
     {"evals"},
     {"load", "convert"},
-    {"card", "calibrate"},
+    {"card", "hessians"},
     {"transform"},
     {"plan", "manifest"},
     {"engines", "learned"},
@@ -24,9 +24,9 @@ LAYERS = [
     {"formats", "rotation"},
     {"recipe"},
     {"calibration"},
-    {"kernels", "llama", "checkpoint", "source"},
+    {"kernels", "llama", "checkpoint", "source", "tokenizer"},
     {"demo"},
-    {"orthogonal", "device", "version"},
+    {"orthogonal", "device", "process", "version"},
 ]
 
 

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from quantrot import convert, load, plan, verify
 from quantrot.cli.main import app
 from quantrot.evals.divergence import divergence
-from quantrot.evals.text import windows
 from quantrot.formats import ActivationFormat
 from quantrot.learn import Cayley, _slope, learn
 from quantrot.learned import COPY, distance, read
 from quantrot.load import open_model
 from quantrot.recipe import load_recipe
+from quantrot.tokenizer import windows
 from tests.damage import Q_PROJ, copy, poison
 
 TEXT = "".join(chr(97 + i * i % 23) for i in range(640))
@@ -212,7 +212,7 @@ def test_recipes_that_cannot_be(rotations, message):
         (START, {"held_out": 20}, "text: 20 windows of 32 tokens, 20 are held out; give a longer text or"),
         (START, {"windows": 2}, "text: 2 windows of 32 tokens, 2 are held out; give more windows or less held_out"),
         (START, {"seed": 1 << 63}, "seed is 9223372036854775808; a whole number from 0 to"),
-        (START, {"seq_len": 1000}, "seq_len: 1000; the model takes at most 512"),
+        (START, {"seq_len": 1000}, "seq_len is 1000; the model takes at most 512"),
     ],
 )
 def test_what_cannot_be_learned(source, tmp_path, recipe, options, message):

@@ -108,7 +108,7 @@ def test_a_source_that_moved_is_asked_for(tiny, tmp_path):
     source = tiny(tmp_path / "model", hidden=64)
     convert(source, "mxfp4", tmp_path / "out")
     source.rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match="--against"):
+    with pytest.raises(ValueError, match="has moved, give its place as against"):
         verify(tmp_path / "out", **OPTIONS)
     assert verify(tmp_path / "out", tmp_path / "moved", **OPTIONS).divergence.tokens == 126
 
@@ -116,7 +116,7 @@ def test_a_source_that_moved_is_asked_for(tiny, tmp_path):
 def test_another_model_is_not_compared_with(source, tiny, tmp_path):
     out = convert(source, "int8-weight-only", tmp_path / "out").out
     other = tiny(tmp_path / "other", hidden=32, layers=1)
-    with pytest.raises(ValueError, match="other: not the model that was converted: .* there and .* here; .*--against"):
+    with pytest.raises(ValueError, match="other: not the model that was converted: .* there and .* here; .*against"):
         verify(out, against=other, device="cpu")
 
 

@@ -1,12 +1,14 @@
 """What several commands share: argument types, size arithmetic, consoles, progress bars."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from quantrot.process import Progress
 
 if TYPE_CHECKING:
     from quantrot.calibration import Calibration
@@ -19,7 +21,7 @@ Text = Annotated[Path | None, typer.Option("--calibration", help="UTF-8 text tha
 Windows = Annotated[int | None, typer.Option("--windows", help="Windows of --calibration's text; 32 by default.")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in one of them; 512 by default.")]
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def parse_size(text: str) -> int:
@@ -46,9 +48,13 @@ def calibration(text: Path | None, windows: int | None, seq_len: int | None) -> 
 
 
 def size(nbytes: float) -> str:
-    """1.23 GB, 45.6 MB."""
-    unit = next((u for u in ("GB", "MB", "KB") if nbytes >= UNITS[u]), "")
-    return f"{nbytes / UNITS[unit]:.3g} {unit or 'bytes'}"
+    """1.23 GB, 45.6 MB: three digits, or as many as a number of terabytes has."""
+    unit = "bytes"
+    for larger in ("KB", "MB", "GB", "TB"):
+        if nbytes < 999.5:
+            break
+        nbytes, unit = nbytes / 1000, larger
+    return f"{nbytes:.3g} {unit}" if nbytes < 999.5 else f"{nbytes:.0f} {unit}"
 
 
 def console(stderr: bool = False) -> Any:
@@ -60,7 +66,7 @@ def console(stderr: bool = False) -> Any:
 
 
 @contextmanager
-def byte_progress() -> Iterator[Callable[[str, int, int], None]]:
+def byte_progress() -> Iterator[Progress]:
     """A bar on stderr with bytes, rate and time left; yields progress(current, done, total)."""
     from rich import progress
 
@@ -76,7 +82,7 @@ def byte_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextmanager
-def count_progress() -> Iterator[Callable[[str, int, int], None]]:
+def count_progress() -> Iterator[Progress]:
     """A bar on stderr that counts; yields progress(what, done, total)."""
     from rich import progress
 
@@ -86,7 +92,7 @@ def count_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextmanager
-def _bars(columns: tuple[Any, ...]) -> Iterator[Callable[[str, int, int], None]]:
+def _bars(columns: tuple[Any, ...]) -> Iterator[Progress]:
     """One bar on stderr, which appears with the first progress: an error before it is not preceded by an empty bar."""
     from rich import progress
 

@@ -80,11 +80,10 @@ def show(done: "Conversion") -> None:
     from quantrot import formats
 
     plan = done.plan
-    before = sum(plan.checkpoint.tensors[n].nbytes for n in {s.source for s in plan.steps if s.source})
     shapes = [(fmt, done.manifest["linears"][fqn]["shape"]) for fqn, fmt in plan.linears.items() if fmt is not None]
     weights = sum(n * k for _, (n, k) in shapes)
     bits = sum(formats.bits_per_weight(fmt.weights, n, k) * n * k for fmt, (n, k) in shapes) / max(weights, 1)
-    rows = [["size", f"{size(before)} -> {size(plan.output_bytes)}"]]
+    rows = [["size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)}"]]
     if shapes:
         rows.append(["quantized weights", f"{weights / 1e6:.0f} M at {bits:.2f} bits"])
     worst = sorted((v["sqnr_db"], k) for k, v in done.manifest["linears"].items() if v["sqnr_db"] is not None)

@@ -57,17 +57,9 @@ def mmlu(
     evals.check_options(fewshot, limit, batch_size)
     if data is not None:
         evals.check_data(data, fewshot)
-    if recipes is not None:
-        if baseline is not None:
-            raise ValueError("baseline: not with --recipes, whose first entry is what the others are compared with")
-        if output is not None and output.suffix in (".md", ".svg"):
-            raise ValueError(f"output: {output} is where the table or the plot goes; name a .json file")
-    else:
-        if text is not None:
-            raise ValueError("calibration: only with --recipes, which converts; an evaluation needs no such text")
-        if work is not None:
-            raise ValueError("work: only with --recipes, whose conversions it keeps; leave it out")
-        common.calibration(None, windows, seq_len)  # refuses numbers of no text
+    _check_mmlu(recipes, baseline, output, text, work)
+    calibration = common.calibration(text, windows, seq_len)
+    settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit}
 
     def run(name: str) -> tuple[Mmlu, dict[str, Any]]:
         loaded, tokenizer = _open(name, device, dtype)
@@ -80,20 +72,31 @@ def mmlu(
     if baseline is not None:
         open_source(baseline)  # what is not there is said before the first model's hours
     if recipes is not None:
-        settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit}
-        how = {"data": data, "fewshot": fewshot, "limit": limit, "batch": batch_size, "device": device, "dtype": dtype}
-        calibration = common.calibration(text, windows, seq_len)
+        how = {**settings, "data": data, "batch": batch_size, "device": device, "dtype": dtype}
         return _recipes(model, recipes.split(","), calibration, work, output, settings, how, run)
     result, entry = run(model)
     against, against_entry = run(baseline) if baseline else (None, None)  # the first model is freed by now
     difference = evals.compare(result, against) if against else None
     if output:
         results = {"mmlu": result, "baseline": against, "difference": difference}
-        settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit, "seed": result.seed}
-        report.write(report.report("mmlu", entry, settings, results, against_entry), output)
+        report.write(report.report("mmlu", entry, settings | {"seed": result.seed}, results, against_entry), output)
     _print_mmlu(model, result, against, difference)
     if result.truncated:
         _note(f"{result.truncated} of {result.overall.n} prompts were cut: the model's context is shorter")
+
+
+def _check_mmlu(
+    recipes: str | None, baseline: str | None, output: Path | None, text: Path | None, work: Path | None
+) -> None:
+    """ValueError for options that do not go together."""
+    if recipes is None and text is not None:
+        raise ValueError("calibration: only with --recipes, which converts; an evaluation needs no such text")
+    if recipes is None and work is not None:
+        raise ValueError("work: only with --recipes, whose conversions it keeps; leave it out")
+    if recipes is not None and baseline is not None:
+        raise ValueError("baseline: not with --recipes, whose first entry is what the others are compared with")
+    if recipes is not None and output is not None and output.suffix in (".md", ".svg"):
+        raise ValueError(f"output: {output} is where the table or the plot goes; name a .json file")
 
 
 def _recipes(
@@ -243,7 +246,7 @@ def _text(path: Path | None) -> tuple[str, str]:
 
 
 def _windows(model: Any, tokenizer: Any, text: str, seq_len: int, limit: int | None) -> Any:
-    from quantrot.evals.text import windows
+    from quantrot.tokenizer import windows
 
     return windows(tokenizer, text, seq_len, limit, getattr(model.config, "max_position_embeddings", None))
 

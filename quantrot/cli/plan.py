@@ -1,6 +1,5 @@
 """quantrot plan: everything that convert would do, before any weight is read."""
 
-import os
 from typing import TYPE_CHECKING
 
 from quantrot.cli.common import (
@@ -17,6 +16,7 @@ from quantrot.cli.common import (
     parse_size,
     size,
 )
+from quantrot.process import cpus
 
 if TYPE_CHECKING:
     from quantrot.plan import Plan
@@ -52,11 +52,9 @@ def show(planned: "Plan") -> None:
         out.print(f"{name}: {r.kind}, width {r.width}, {width}, {made}, {where}", markup=False)
     if (planned.recipe.attention, planned.recipe.kv_cache) != ("bf16", "bf16"):
         out.print(f"attention: {planned.recipe.attention}; KV cache: {planned.recipe.kv_cache}; both at run time")
-    source = sum(planned.checkpoint.tensors[n].nbytes for n in {s.source for s in planned.steps if s.source})
-    threads = len(os.sched_getaffinity(0))
-    out.print(
-        f"{len(planned.steps)} steps, {len(planned.shards)} shard(s): {size(source)} -> {size(planned.output_bytes)}"
-    )
+    threads = cpus()
+    sizes = f"{size(planned.source_bytes)} -> {size(planned.output_bytes)}"
+    out.print(f"{len(planned.steps)} steps, {len(planned.shards)} shard(s): {sizes}")
     held = f", {size(planned.calibration_bytes(threads))} of it for calibration" if planned.calibration else ""
     out.print(f"predicted peak memory {size(planned.peak_bytes(threads))} with {threads} threads{held}")
     for note in planned.notes:

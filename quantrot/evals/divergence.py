@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quantrot.evals.logits import Progress, default_chunk, next_token_logits
+from quantrot.evals.logits import Count, default_chunk, next_token_logits
 from quantrot.evals.perplexity import safe_exp
 from quantrot.evals.statistics import mean_and_stderr
 
@@ -60,7 +60,7 @@ def logit_divergence(baseline: torch.Tensor, model: torch.Tensor) -> TokenDiverg
 
 
 def divergence(
-    model: Any, baseline: Any, windows: torch.Tensor, progress: Progress | None = None, chunk: int | None = None
+    model: Any, baseline: Any, windows: torch.Tensor, progress: Count | None = None, chunk: int | None = None
 ) -> Divergence:
     """Run both models over `windows` (int64 [n, seq_len]), one window at a time.
 

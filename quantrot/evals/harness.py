@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from quantrot.evals import hub
-from quantrot.evals.logits import Progress
+from quantrot.evals.logits import Count
 from quantrot.evals.mmlu_data import as_dataset, read_data
 
 TOKENIZED = 1024  # prompts at a time: the tokenizer's own record of one is a hundred times its tokens
@@ -43,7 +43,7 @@ def mmlu_task(data: Path | None, fewshot: int) -> Iterator[tuple[Any, Any]]:
             try:
                 loaded = _load(manager)
             except OSError as error:
-                raise ValueError(f"data: MMLU cannot be fetched ({error}); pass --data DIR with local files") from error
+                raise ValueError(f"data: MMLU cannot be fetched ({error}); give local files as data") from error
         yield loaded["groups"]["mmlu"], manager
 
 
@@ -83,7 +83,7 @@ def private_tokenizer(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def report_progress(lm: Any, questions: int, progress: Progress) -> None:
+def report_progress(lm: Any, questions: int, progress: Count) -> None:
     """Call progress(done, questions) as `lm` scores a question's last choice.
 
     It listens where a cache of answers would: forward passes are no measure, the search for a batch size makes some.
@@ -96,7 +96,7 @@ class _Listener:
 
     CHOICES = 4
 
-    def __init__(self, questions: int, progress: Progress) -> None:
+    def __init__(self, questions: int, progress: Count) -> None:
         self.questions, self.progress, self.scored = questions, progress, 0
 
     def add_partial(self, attribute: str, request: Any, answer: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-Progress = Callable[[int, int], None]  # (done, total)
+Count = Callable[[int, int], None]  # (done, total)
 
 # 64 MiB of float32 logits: 128 tokens of a 128k vocabulary, enough rows to keep the head's GEMM efficient.
 CHUNK_BYTES = 64 * 2**20

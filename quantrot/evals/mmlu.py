@@ -11,7 +11,7 @@ from typing import Any
 
 from quantrot.evals import harness
 from quantrot.evals.beginnings import share_beginnings
-from quantrot.evals.logits import Progress
+from quantrot.evals.logits import Count
 from quantrot.evals.mmlu_data import read_data
 from quantrot.evals.statistics import Paired, paired
 
@@ -59,7 +59,7 @@ def mmlu(
     limit: int | None = None,
     batch_size: int | str = "auto",
     data: Path | None = None,
-    progress: Progress | None = None,
+    progress: Count | None = None,
 ) -> Mmlu:
     """Run MMLU on a transformers causal model, with lm-eval's prompts, scores and aggregation.
 
@@ -93,11 +93,11 @@ def mmlu(
 def check_options(fewshot: int, limit: int | None, batch_size: int | str) -> None:
     """Raise ValueError where an option of `mmlu` is out of range."""
     if not 0 <= fewshot <= 5:
-        raise ValueError(f"fewshot: {fewshot}; MMLU's dev split has 5 examples: 0 to 5")
+        raise ValueError(f"fewshot is {fewshot}; allowed: 0 to 5, the examples of MMLU's dev split")
     if limit is not None and limit < 1:
-        raise ValueError(f"limit: {limit}; at least 1 question per subject, or leave it out for all")
+        raise ValueError(f"limit is {limit}; give at least 1 question per subject, or leave it out for all")
     if batch_size != "auto" and not (str(batch_size).isdecimal() and int(batch_size) > 0):
-        raise ValueError(f"batch_size: {batch_size!r}; a positive number or auto")
+        raise ValueError(f"batch_size is {batch_size!r}; allowed: a positive number, or auto")
 
 
 def check_data(data: Path, fewshot: int) -> None:

@@ -37,7 +37,7 @@ def read_data(directory: Path, subjects: list[str], fewshot: int) -> dict[str, d
         data[subject][split] = [row for file in files for row in _read(file, subject)]
     for subject, splits in data.items():
         if len(splits["dev"]) < fewshot:
-            raise ValueError(f"data: {subject} has {len(splits['dev'])} dev rows, fewer than --fewshot {fewshot}")
+            raise ValueError(f"data: {subject} has {len(splits['dev'])} dev rows, fewer than fewshot, {fewshot}")
         if not splits["test"]:
             raise ValueError(f"data: {subject} has no test row in {directory}")
     return data

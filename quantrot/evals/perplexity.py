@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quantrot.evals.logits import Progress, next_token_logits
+from quantrot.evals.logits import Count, next_token_logits
 from quantrot.evals.statistics import mean_and_stderr
 
 
@@ -30,7 +30,7 @@ class Perplexity:
 
 
 def perplexity(
-    model: Any, windows: torch.Tensor, progress: Progress | None = None, chunk: int | None = None
+    model: Any, windows: torch.Tensor, progress: Count | None = None, chunk: int | None = None
 ) -> Perplexity:
     """Perplexity of `model` on `windows` (int64 [n, seq_len]), one window at a time.
 

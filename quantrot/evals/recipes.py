@@ -16,12 +16,13 @@ from typing import Any
 
 from quantrot.calibration import Calibration
 from quantrot.checkpoint import read_json
-from quantrot.convert import Progress, convert
+from quantrot.convert import convert
 from quantrot.evals.mmlu import Mmlu, Score, compare
 from quantrot.evals.report import number, versions, write
 from quantrot.evals.statistics import Paired
 from quantrot.manifest import read_manifest
 from quantrot.plan import Plan, plan
+from quantrot.process import Progress
 from quantrot.recipe import load_recipe
 from quantrot.source import open_source
 
@@ -46,7 +47,7 @@ def check_names(names: list[str]) -> None:
     """Raise ValueError where the list of recipes cannot be compared."""
     if len(names) < 2 or len({label(name) for name in names}) != len(names) or not all(names):
         raise ValueError(
-            f"recipes: {','.join(names)!r}; at least two of different names, with commas, {ORIGINAL} for the original"
+            f"recipes is {','.join(names)!r}; give at least two of different names, {ORIGINAL} for the original"
         )
 
 

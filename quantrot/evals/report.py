@@ -8,14 +8,13 @@ import os
 import platform
 import shlex
 import sys
-import tempfile
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from quantrot.checkpoint import read_json
+from quantrot.checkpoint import read_json, write_whole
 from quantrot.manifest import MANIFEST
 from quantrot.version import __version__
 
@@ -90,23 +89,13 @@ def check_output(path: Path | None) -> None:
 
 
 def write(content: dict[str, Any], path: Path) -> None:
-    """Write a report as JSON, whole or not at all: nobody reads half a file, and an old one survives a failure."""
+    """Write a report as JSON, whole or not at all."""
     write_text(json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n", path)
 
 
 def write_text(text: str, path: Path) -> None:
     """Write a text file, whole or not at all."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="surrogateescape") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode("utf-8", "surrogateescape"))
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -129,12 +118,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 def _finite(value: Any) -> Any:

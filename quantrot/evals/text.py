@@ -1,4 +1,4 @@
-"""The text that perplexity and divergence are measured on, and how it is cut into windows of tokens."""
+"""The text that perplexity and divergence are measured on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import platform
 from pathlib import Path
 
-from quantrot.calibration import windows as windows
 from quantrot.evals import hub
 
 WIKITEXT_REPO = "Salesforce/wikitext"

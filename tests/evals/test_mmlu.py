@@ -144,7 +144,7 @@ def test_an_unreachable_hub_is_said_with_the_remedy(model, tokenizer, monkeypatc
     monkeypatch.setattr(hub, "reachable", lambda: False)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="cannot be fetched .* pass --data DIR"):
+    with pytest.raises(ValueError, match="cannot be fetched .* give local files as data"):
         mmlu(model, tokenizer)
 
 
@@ -166,11 +166,11 @@ def test_compare_refuses_other_questions(result):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ((6, None, 1), "fewshot: 6; .* 0 to 5"),
-        ((-1, None, 1), "fewshot: -1"),
-        ((5, 0, 1), "limit: 0; at least 1"),
-        ((5, None, 0), "batch_size: 0; a positive number or auto"),
-        ((5, None, "many"), "batch_size: 'many'; a positive number or auto"),
+        ((6, None, 1), "fewshot is 6; allowed: 0 to 5"),
+        ((-1, None, 1), "fewshot is -1"),
+        ((5, 0, 1), "limit is 0; give at least 1"),
+        ((5, None, 0), "batch_size is 0; allowed: a positive number, or auto"),
+        ((5, None, "many"), "batch_size is 'many'; allowed: a positive number, or auto"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

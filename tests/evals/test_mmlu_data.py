@@ -84,7 +84,7 @@ def test_a_directory_that_is_none_is_named(tmp_path):
 
 
 def test_too_few_examples_are_refused(mmlu_dir):
-    with pytest.raises(ValueError, match="anatomy has 2 dev rows, fewer than --fewshot 5"):
+    with pytest.raises(ValueError, match="anatomy has 2 dev rows, fewer than fewshot, 5"):
         read_data(mmlu_dir, SUBJECTS, 5)
 
 

@@ -5,6 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quantrot.evals import hub, text
+from quantrot.tokenizer import windows
 
 
 def test_a_named_file_is_read_as_it_stands(tmp_path):
@@ -52,26 +53,26 @@ def test_wikitext_rows_are_joined_by_blank_lines(tmp_path):
 
 def test_windows_are_the_text_in_order_without_its_tail(tokenizer):
     content = "".join(chr(97 + i % 26) for i in range(47))
-    ids = text.windows(tokenizer, content, 10)
+    ids = windows(tokenizer, content, 10)
     assert ids.shape == (4, 10)
     assert tokenizer.decode(ids.flatten()) == content[:40]
-    assert text.windows(tokenizer, content[:40], 10).equal(ids)
-    assert text.windows(tokenizer, content, 10, limit=2).equal(ids[:2])
-    assert text.windows(tokenizer, content, 10, limit=99).equal(ids)
+    assert windows(tokenizer, content[:40], 10).equal(ids)
+    assert windows(tokenizer, content, 10, limit=2).equal(ids[:2])
+    assert windows(tokenizer, content, 10, limit=99).equal(ids)
 
 
 @pytest.mark.parametrize(
     "seq_len, limit, message",
     [
         (1, None, "at least 2 tokens"),
-        (1000, None, "the model takes at most 512: pass --seq-len 512"),
+        (1000, None, "the model takes at most 512, give that or less"),
         (500, None, "text: 300 tokens, one window needs 500; give a longer text or less seq_len"),
-        (10, 0, "windows: 0; at least 1"),
+        (10, 0, "windows is 0; give at least 1"),
     ],
 )
 def test_impossible_windows_are_refused(tokenizer, seq_len, limit, message):
     with pytest.raises(ValueError, match=message):
-        text.windows(tokenizer, "x" * 300, seq_len, limit, max_positions=512)
+        windows(tokenizer, "x" * 300, seq_len, limit, max_positions=512)
 
 
 def test_offline_leaves_nothing_changed():

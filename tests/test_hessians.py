@@ -202,10 +202,10 @@ def test_learned_rotations_and_gptq_from_the_command_line(source, tmp_path, monk
     ("recipe", "calibration", "message"),
     [
         (PLAIN, None, "recipe: 21 linears have rounding: gptq, as model.layers.0.self_attn.q_proj, and no text to"),
-        ("mxfp4", CALIBRATION, "nothing has rounding: gptq, and --calibration gives a text for it"),
+        ("mxfp4", CALIBRATION, "nothing has rounding: gptq, and calibration gives a text for it"),
         (PLAIN, Calibration("short"), "text: 5 tokens, one window needs 512"),
-        (PLAIN, Calibration(TEXT, seq_len=1000), "seq_len: 1000; the model takes at most 512"),
-        (PLAIN, Calibration(TEXT, windows=0, seq_len=48), "windows: 0; at least 1"),
+        (PLAIN, Calibration(TEXT, seq_len=1000), "seq_len is 1000; the model takes at most 512"),
+        (PLAIN, Calibration(TEXT, windows=0, seq_len=48), "windows is 0; give at least 1"),
     ],
 )
 def test_texts_that_do_not_fit_are_errors_of_the_plan(source, tmp_path, recipe, calibration, message):
@@ -256,7 +256,7 @@ def test_from_the_command_line(source, tmp_path):
     (tmp_path / "mixed.yaml").write_text(json.dumps(MIXED))
     run = [str(source), "-r", str(tmp_path / "mixed.yaml")]
     text = ["--calibration", str(tmp_path / "text.txt"), "--windows", "7", "--seq-len", "48"]
-    assert "give --calibration FILE" in CliRunner().invoke(app, ["plan", *run]).output
+    assert "give one as calibration" in CliRunner().invoke(app, ["plan", *run]).output
     shown = CliRunner().invoke(app, ["plan", *run, *text])
     assert "MXFP4 gptq x MXFP4" in shown.output and "of it for calibration" in shown.output, shown.output
     result = CliRunner().invoke(app, ["convert", *run, *text, "-o", str(tmp_path / "out")])

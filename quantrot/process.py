@@ -1,0 +1,18 @@
+"""The process that works: the CPUs it may use, the memory it has taken, and whom it tells how far it is."""
+
+import os
+import resource
+import sys
+from collections.abc import Callable
+
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, how much there is
+
+
+def cpus() -> int:
+    """The CPUs that this process may use; macOS has no affinity, where that is all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_bytes() -> int:
+    """The largest resident set so far: getrusage counts in bytes on macOS, in KiB elsewhere."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,39 @@
+"""A text in a model's tokens, cut into windows."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def open_tokenizer(path: Path) -> Any:
+    """The tokenizer of a model's directory; ValueError where transformers cannot load it."""
+    from transformers import AutoTokenizer  # a second, which plans without a text need not wait for
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # that class itself is what a malformed tokenizer.json raises
+        raise ValueError(f"{path}: transformers cannot load its tokenizer: {error}") from None
+
+
+def windows(
+    tokenizer: Any, text: str, seq_len: int, limit: int | None = None, max_positions: int | None = None
+) -> Tensor:
+    """The tokens of `text` as non-overlapping windows, int64 [n, seq_len]; the incomplete last one is dropped.
+
+    The text is tokenised whole, with the tokenizer's own special tokens (GPTQ's protocol: at most one BOS, in the
+    first window). `limit` keeps at most that many windows; `max_positions` is the longest sequence the model takes.
+    Raises ValueError where the text has fewer than `seq_len` tokens, or a number is out of range.
+    """
+    if seq_len < 2:
+        raise ValueError(f"seq_len is {seq_len}; a window needs at least 2 tokens, one to read and one to predict")
+    if max_positions is not None and seq_len > max_positions:
+        raise ValueError(f"seq_len is {seq_len}; the model takes at most {max_positions}, give that or less")
+    if limit is not None and limit < 1:
+        raise ValueError(f"windows is {limit}; give at least 1, or leave it out for all")
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    count = len(ids) // seq_len
+    if count == 0:
+        raise ValueError(f"text: {len(ids)} tokens, one window needs {seq_len}; give a longer text or less seq_len")
+    return ids[: count * seq_len].view(count, seq_len)[:limit]
