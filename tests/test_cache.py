@@ -293,6 +293,16 @@ def test_any_transformers_model_takes_one(source, kind):
     assert torch.equal(static, out)
 
 
+@kinds
+@pytest.mark.parametrize("room", [None, 40])
+def test_a_gradient_through_any_models_narrow_cache_is_an_error(source, kind, room):
+    """And not one without the share of keys and values."""
+    base = AutoModelForCausalLM.from_pretrained(source)
+    loss = base(IDS, labels=IDS, past_key_values=KVCache(kind, base.config, max_cache_len=room)).loss
+    with pytest.raises(NotImplementedError, match="no backward"):
+        loss.backward()
+
+
 def test_layers_that_hold_something_or_slide_stay():
     k, v = kv(3)
     cache = DynamicCache()

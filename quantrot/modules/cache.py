@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from quantrot.kernels.attention import BLOCK, Quantized, dequantize_heads, quantize_heads, spread
+from quantrot.kernels.attention import BLOCK, Quantized, dequantize_heads, inference_only, quantize_heads, spread
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.int4 import dequantize_int4, group_for, quantize_int4
 
@@ -124,9 +124,13 @@ class KVLayer(CacheLayerMixin):
         self._allocate(FORMATS[self.kind].encode(key_states[:, :, :0], value_states[:, :, :0]), key_states.dtype)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store [B, G, T, D] after what is there; all keys and values, dequantized to the given dtype."""
+        """Store [B, G, T, D] after what is there; all keys and values, dequantized to the given dtype.
+
+        What is stored has no gradient: a backward pass through keys or values that want one raises.
+        """
         stored = self._store(FORMATS[self.kind].encode(key_states, value_states), key_states.dtype)
-        return FORMATS[self.kind].decode(stored, key_states.dtype)
+        key, value = FORMATS[self.kind].decode(stored, key_states.dtype)
+        return inference_only(key, key_states), inference_only(value, value_states)
 
     def append(self, given: Quantized, dtype: torch.dtype) -> tuple[Quantized, Tensor | None]:
         """Store quantized keys and values (a scale a block or token), kind fp8: (the same with all of them, how many
