@@ -45,8 +45,11 @@ class OnlineHadamard(nn.Module):
         return hadamard_transform(x, block=self.block, signs=self.signs)
 
 
-class RotatedLinear(nn.Linear):
-    """A linear in its own dtype whose input is turned by `online`, held under the name `online_name`."""
+class RotatedLinear(nn.Module):
+    """A linear in its own dtype whose input is turned by `online`, held under the name `online_name`.
+
+    No nn.Linear: what takes one for such (peft's adapters, torchao's filters) would add W x to W (x R).
+    """
 
     def __init__(
         self,
@@ -58,12 +61,18 @@ class RotatedLinear(nn.Linear):
         online: OnlineHadamard,
         online_name: str = "online",
     ) -> None:
-        super().__init__(in_features, out_features, bias, dtype=dtype)
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
         self.online_name = online_name
         self.add_module(online_name, online)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.get_submodule(self.online_name)(x), self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
 class QuantizedLinear(nn.Module):
