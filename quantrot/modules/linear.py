@@ -76,8 +76,8 @@ class RotatedLinear(nn.Module):
 
 
 class QuantizedLinear(nn.Module):
-    """y = Q(x R) W^T + b: x [..., in_features] in any float dtype, y in the same; autocast's where that is on. W is in
-    `fmt`'s tensors.
+    """y = Q(x R) W^T + b: x [..., in_features] in float32, float16 or bfloat16, y in the same, whatever the model's
+    dtype; autocast's where that is on. W is in `fmt`'s tensors.
 
     native_fp8: DeepSeek-V3's name for the scale. online: what turns the input, under the name `online_name`.
     """
@@ -129,8 +129,9 @@ class QuantizedLinear(nn.Module):
         return self.multiply_wide(x, self.dequantized(x.dtype))
 
     def multiply_wide(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product in x's dtype from a dequantized weight."""
-        return F.linear(quantize_dequantize(self.turned(x), self.format.activations), weight, self.bias)
+        """The product in x's dtype from a weight dequantized to it."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(quantize_dequantize(self.turned(x), self.format.activations), weight, bias)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         """self(silu(gate) * up), x [..., 2 * in_features] gate and up side by side; both are rounded to x's dtype.
@@ -161,7 +162,12 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = as_autocast(x)
-        return self.multiply(x) if self._decoded is None else self.multiply_wide(x, self._decoded)
+        if self._decoded is None or self._decoded.dtype not in (
+            x.dtype,
+            torch.float32,
+        ):  # of a narrow one bits are lost
+            return self.multiply(x)
+        return self.multiply_wide(x, self._decoded.to(x.dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
         """Stored tensors are moved but never cast: what `model.to(torch.float16)` means is the rest of the model.
