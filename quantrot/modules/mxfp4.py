@@ -3,11 +3,14 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_kernels, has_one_kernel, mxfp4_fused, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import check_fused
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, as_autocast
+
+RANK_STEP = 0x9E3779B97F4A7C15  # odd: no two ranks have the same seed
 
 
 class Mxfp4Linear(QuantizedLinear):
@@ -62,8 +65,11 @@ class Mxfp4TrainingLinear(nn.Linear):
     """A linear with master weights whose three products, forward and backward, are MXFP4 (`Mxfp4Gemm`).
 
     Both dimensions must be multiples of `hadamard`, 32, 64 or 128. stochastic: round gradients at random, with random
-    signs, seeded from torch's generator at construction and counted by the forwards; without it, to nearest. The
-    state dict is nn.Linear's. Under autocast x and y are its dtype.
+    signs; without it, to nearest. The state dict is nn.Linear's. Under autocast x and y are its dtype.
+
+    Each forward in training mode, or of which a gradient is recorded, draws from torch's CPU generator: training goes
+    on bit for bit where that is put back, as Trainer does. Ranks of torch.distributed turn one draw into different
+    numbers.
     """
 
     def __init__(
@@ -80,14 +86,25 @@ class Mxfp4TrainingLinear(nn.Linear):
         check_fused(hadamard)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.hadamard, self.stochastic = hadamard, stochastic
-        self.seed, self.forwards = int(torch.randint(1 << 62, (), device="cpu")), 0
 
-    @torch.compiler.disable  # the count of forwards would compile each step anew
+    @torch.compiler.disable  # numbers that the host draws are no part of a graph
     def forward(self, x: Tensor) -> Tensor:
         x = as_autocast(x)
-        self.forwards += 1
-        y = Mxfp4Gemm.apply(x, self.weight, self.hadamard, (self.seed, self.forwards) if self.stochastic else None)
+        y = Mxfp4Gemm.apply(x, self.weight, self.hadamard, self._draw(x))
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _draw(self, x: Tensor) -> tuple[int, int] | None:
+        """(seed, offset) of this forward's gradients, None where they are rounded to nearest or not recorded.
+
+        Not under no_grad alone: the first forward of a reentrant checkpoint is under it, and if that drew nothing, the
+        one whose gradient is recorded would begin with the same generator at every step.
+        """
+        recorded = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        if not self.stochastic or not (self.training or recorded):
+            return None
+        seed, offset = torch.randint(1 << 61, (2,), device="cpu").tolist()  # 2^122 pairs: none comes twice
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return (seed + rank * RANK_STEP) % (1 << 63), offset
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, hadamard={self.hadamard}, stochastic={self.stochastic}"
