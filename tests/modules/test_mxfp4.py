@@ -116,7 +116,51 @@ def test_replacing_keeps_the_parameters_and_the_state_dict():
 def test_what_does_not_fit_or_is_named_stays():
     net = nn.ModuleDict({"a": nn.Linear(64, 48), "b": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)})
     assert train_in_mxfp4(net) == ["b"] and type(net["a"]) is nn.Linear and type(net["lm_head"]) is nn.Linear
-    assert train_in_mxfp4(nn.ModuleDict({"a": nn.Linear(64, 64)}), skip=("a",)) == []
+
+
+def block(**linears: nn.Module) -> nn.ModuleDict:
+    return nn.ModuleDict({"attn": nn.ModuleDict(linears), "mlp": nn.ModuleDict({"up": nn.Linear(64, 64)})})
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [
+        ("q_proj", ["0.attn.q_proj", "1.attn.q_proj"]),
+        ("attn.*_proj", ["0.attn.q_proj", "0.attn.v_proj", "1.attn.q_proj", "1.attn.v_proj"]),
+        ("mlp", ["0.mlp.up", "1.mlp.up"]),
+        (("layers.0.*", "attn.v_proj"), ["0.attn.q_proj", "0.attn.v_proj", "0.mlp.up", "1.attn.v_proj"]),
+        ([], []),
+    ],
+    ids=str,  # lists: a set has another order in every worker
+)
+def test_skip_takes_a_recipes_patterns_and_any_component(skip, left):
+    net = nn.ModuleDict(
+        {"layers": nn.ModuleList(block(q_proj=nn.Linear(64, 64), v_proj=nn.Linear(64, 32)) for _ in "12")}
+    )
+    names = {name for name, module in net.named_modules() if type(module) is nn.Linear}
+    assert set(train_in_mxfp4(net, skip=skip)) == names - {f"layers.{name}" for name in left}
+
+
+def test_adapters_stay():
+    """Of peft, whose linear is the base_layer of a module of that name; of any rank."""
+    adapter = nn.ModuleDict({"default": nn.Linear(64, 64, bias=False)})
+    net = block(q_proj=nn.ModuleDict({"base_layer": nn.Linear(64, 64), "lora_A": adapter, "lora_B": adapter}))
+    assert train_in_mxfp4(net) == ["attn.q_proj.base_layer", "mlp.up"]
+
+
+def test_a_pattern_for_nothing_and_a_model_without_a_linear_to_replace_are_errors():
+    net = block(q_proj=nn.Linear(64, 64))
+    for skip, meant in (("q_porj", "did you mean 'q_proj'"), (("mlp", "zzz"), "there are attn, mlp, q_proj, up")):
+        with pytest.raises(ValueError, match=rf"skip: '\w+' matches no module of this model \({meant}"):
+            train_in_mxfp4(net, skip=skip)
+    with pytest.raises(ValueError, match="model: 2 nn.Linear that skip names, so nothing is replaced"):
+        train_in_mxfp4(net, skip="*")
+    with pytest.raises(
+        ValueError, match="model: 1 nn.Linear of no multiples of 128, 1 Mxfp4Linear, so nothing is repl"
+    ):
+        train_in_mxfp4(nn.Sequential(nn.Linear(64, 64), linear()), hadamard=128)
+    with pytest.raises(ValueError, match="model: no linear in it, so nothing is replaced; allowed: nn.Linear with"):
+        train_in_mxfp4(nn.Sequential(nn.GELU()))
 
 
 def test_a_linear_in_two_places_stays_one():
