@@ -132,12 +132,23 @@ def test_a_reset_layer_is_a_new_one(kind, make):
 
 @kinds
 def test_a_static_layer_that_is_full_takes_no_token(kind):
-    """And does not lose it in the padding of its buffers."""
+    """And does not lose it in the padding of its buffers; compiled, the error is the operator's."""
     k, v = kv(40)
     layer = StaticKVLayer(kind, 40)
     layer.update(k, v)
+    new = k[:, :, :1], v[:, :, :1]
+    with pytest.raises(ValueError, match="max_cache_len is 40, and the cache is to hold 41 tokens; give it the length"):
+        layer.update(*new)
+    assert layer.get_seq_length() == 40
     with pytest.raises((IndexError, RuntimeError), match="out of (bounds|range)"):
-        layer.update(k[:, :, :1], v[:, :, :1])
+        torch.compile(layer.update, backend="eager")(*new)
+
+
+@kinds
+def test_a_prompt_that_is_longer_than_a_static_cache_is_an_error_of_the_user(source, kind):
+    base = AutoModelForCausalLM.from_pretrained(source)
+    with pytest.raises(ValueError, match="max_cache_len is 16, and the cache is to hold 20 tokens"):
+        base.generate(IDS, past_key_values=KVCache(kind, base.config, max_cache_len=16), **GREEDY)
 
 
 @kinds

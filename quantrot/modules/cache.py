@@ -270,6 +270,7 @@ class StaticKVLayer(KVLayer):
         if not self.is_initialized:
             self._allocate(parts, dtype)
         new = parts["key"].shape[2]
+        self._check_room(new)
         at = torch.arange(new, device=self.device) + self.cumulative_length
         room = self.buffers["key"].shape[2]
         if room > self.max_cache_len:  # no token is lost in the padding: past the end is past the buffers' end
@@ -278,6 +279,17 @@ class StaticKVLayer(KVLayer):
         for name, part in parts.items():
             self.buffers[name].index_copy_(TOKEN_AXIS.get(name, 2), at, part.detach())
         return {n: b if n in TOKEN_AXIS else b.narrow(2, 0, self.max_cache_len) for n, b in self.buffers.items()}
+
+    def _check_room(self, new: int) -> None:
+        """Where the count is no part of a graph and at hand; elsewhere index_copy_ finds it, and counts the padding."""
+        if self.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        tokens = int(self.cumulative_length) + new
+        if tokens > self.max_cache_len:
+            raise ValueError(
+                f"max_cache_len is {self.max_cache_len}, and the cache is to hold {tokens} tokens; give it the length "
+                "of prompt and answer together, or leave it out for a cache that grows"
+            )
 
     def _lengths(self, batch: int) -> Tensor | None:
         return self.cumulative_length.to(torch.int32).expand(batch).contiguous()
