@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from quantrot import formats
 from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
-from quantrot.modules import LINEARS, OnlineHadamard, QuantizedLinear, quantize_dequantize
+from quantrot.modules import LINEARS, Fp8TrainingLinear, OnlineHadamard, QuantizedLinear, quantize_dequantize
 from quantrot.rotation import Rotation
 
 FORMATS = {
@@ -17,9 +17,9 @@ FORMATS = {
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def linear(kind: str, dtype: torch.dtype) -> QuantizedLinear:
+def linear(kind: str, dtype: torch.dtype, turned: bool = True) -> QuantizedLinear:
     generator = torch.Generator().manual_seed(0)
-    online = OnlineHadamard(Rotation("R4", "random-hadamard", 256, 32, 0))
+    online = OnlineHadamard(Rotation("R4", "random-hadamard", 256, 32, 0)) if turned else None
     module = LINEARS[kind](256, 128, True, dtype, FORMATS[kind], online=online)
     stored = formats.quantize_rows(FORMATS[kind].weights, torch.randn(128, 256, generator=generator) / 16)
     for name, value in zip(module.tensor_names, stored, strict=True):
@@ -41,3 +41,24 @@ def test_x_may_be_in_another_dtype_than_the_model(kind, dtype, given):
     assert torch.equal(module(x), expected)
     module.bias.data = module.bias.float()
     assert torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("decoded", [False, True])
+def test_what_adapters_in_front_train_through(kind, decoded):
+    """MXFP4 and INT8 as they are; FP8's activations have no gradient, and the error's way out has."""
+    module, x = linear(kind, torch.float32, turned=False), torch.randn(5, 256, requires_grad=True)
+    grad = torch.randn(5, 128)
+    if decoded:
+        module.decode(torch.float32)
+    if kind == "fp8":
+        with pytest.raises(
+            RuntimeError, match=r"no gradient.* put Fp8TrainingLinear.of\(linear\) in .* with requires_"
+        ):
+            module(x).backward(grad)
+        module = Fp8TrainingLinear.of(module).requires_grad_(False)
+    module(x).backward(grad)
+    weight = module.weight.float() if kind == "fp8" else module.dequantized(torch.float32)
+    expected = grad @ weight
+    error = ((x.grad - expected).norm() / expected.norm()).item()
+    assert error < (0.045 if kind == "fp8" else 1e-5) and all(p.grad is None for p in module.parameters())
