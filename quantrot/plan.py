@@ -7,13 +7,11 @@ one needs the Hessian of its linear's input, too (hessians.py).
 """
 
 import copy
-import difflib
 import hashlib
 import json
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +20,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from quantrot import engines, formats, learned, llama
+from quantrot import engines, formats, learned, llama, patterns
 from quantrot.calibration import Calibration, tokens
 from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, not_finite, open_checkpoint, read_rows
 from quantrot.device import device_type
@@ -343,17 +341,6 @@ def _gains(checkpoint: Checkpoint, arch: Llama) -> Tensor:
 # --- Which linear gets what ------------------------------------------------------------------------------------------
 
 
-def _names(fqn: str) -> tuple[str, ...]:
-    """The names a pattern may mean: full, without the layer's prefix, and the last component."""
-    parts = fqn.split(".")
-    short = ".".join(parts[3:]) if parts[:2] == ["model", "layers"] else fqn
-    return fqn, short, parts[-1]
-
-
-def _matches(pattern: str, fqn: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in _names(fqn))
-
-
 def _assign(
     recipe: Recipe, arch: Llama, rotations: dict[str, Rotation], errors: list[str], notes: list[str]
 ) -> dict[str, LinearFormat | None]:
@@ -362,15 +349,15 @@ def _assign(
     _check_patterns(recipe, [linear.fqn for linear in all_linears], errors)
     rules: dict[str, Rule] = {}
     for linear in all_linears:
-        skipped = any(_matches(pattern, linear.fqn) for pattern in recipe.skip)
-        rule = next((r for r in recipe.linear if _matches(r.match, linear.fqn)), None)
+        skipped = any(patterns.matches(pattern, linear.fqn) for pattern in recipe.skip)
+        rule = next((r for r in recipe.linear if patterns.matches(r.match, linear.fqn)), None)
         if rule is not None and not skipped:
             rules[linear.fqn] = rule
             if linear.input_side == "R4" and "R4" in rotations and rule.hadamard != "none":
                 where = recipe.where("linear", recipe.linear.index(rule), "hadamard")
                 errors.append(f"{where}: hadamard {rule.hadamard} and R4 both turn {linear.fqn}'s input; drop one")
     for i, rule in enumerate(recipe.linear):
-        if any(_matches(rule.match, linear.fqn) for linear in all_linears) and rule not in rules.values():
+        if any(patterns.matches(rule.match, linear.fqn) for linear in all_linears) and rule not in rules.values():
             where = recipe.where("linear", i, "match")
             notes.append(f"{where}: {rule.match!r} applies to nothing: its linears are skipped or have an earlier rule")
     misfit = {linear.group for linear in all_linears if linear.fqn in rules and not _fits(linear, rules[linear.fqn])}
@@ -399,14 +386,12 @@ def _fits(linear: Linear, rule: Rule) -> bool:
 
 def _check_patterns(recipe: Recipe, linears: list[str], errors: list[str]) -> None:
     """Every pattern of the recipe names something: a rule a linear, what is skipped a linear or the embedding."""
-    patterns: list[tuple[tuple[str | int, ...], str, list[str]]]
-    patterns = [(("linear", i, "match"), rule.match, linears) for i, rule in enumerate(recipe.linear)]
-    patterns += [(("skip", i), pattern, [*linears, EMBEDDING]) for i, pattern in enumerate(recipe.skip)]
-    for loc, pattern, names in patterns:
-        words = sorted({_names(name)[-1] for name in names})
-        if not any(_matches(pattern, name) for name in names):
-            close = difflib.get_close_matches(pattern, words, n=1, cutoff=0.6)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(words)}"
+    found: list[tuple[tuple[str | int, ...], str, list[str]]]
+    found = [(("linear", i, "match"), rule.match, linears) for i, rule in enumerate(recipe.linear)]
+    found += [(("skip", i), pattern, [*linears, EMBEDDING]) for i, pattern in enumerate(recipe.skip)]
+    for loc, pattern, names in found:
+        if not any(patterns.matches(pattern, name) for name in names):
+            hint = patterns.hint(pattern, names)
             errors.append(f"{recipe.where(*loc)}: {pattern!r} matches no module of this model ({hint})")
 
 

@@ -149,7 +149,7 @@ def test_attention_weights_are_recorded_where_they_exist(tiny, tmp_path, model_t
 @torch.no_grad()
 @pytest.mark.parametrize("compiled", [False, True])
 def test_fp8_attention_of_a_prompt_needs_no_mask(tiny, tmp_path, compiled, monkeypatch):
-    """Without one it is the fast kernel's; with sdpa's own boolean masks it is the same, and with numbers an error."""
+    """Without one it is the fast kernel's; with sdpa's own boolean masks it is the same."""
     seen = []
 
     def noted(given, *, mask, **options):
@@ -172,6 +172,31 @@ def test_fp8_attention_of_a_prompt_needs_no_mask(tiny, tmp_path, compiled, monke
     model.set_attn_implementation("sdpa")
     assert torch.equal(logits(), plain)
     assert torch.equal(logits(attention_mask=padding)[padding.bool()], padded[padding.bool()])
+
+
+@torch.no_grad()
+def test_fp8_attention_takes_masks_that_say_seen_or_not_and_no_others(source, tmp_path):
+    """Numbers, too, as `eager` makes them and users do."""
+    model = load(convert(source, "fp8-attention", tmp_path / "out").out, device_map="cpu")
+    padding = torch.ones_like(IDS)
+    padding[0, :3] = 0
+    plain, padded = model(IDS).logits, model(IDS, attention_mask=padding).logits
+    seen = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, 12, 12)
+    for dtype in (torch.float32, torch.bfloat16):
+        for least in (-torch.inf, torch.finfo(dtype).min):
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, least)
+            assert torch.equal(model(IDS, attention_mask=mask).logits, model(IDS, attention_mask=seen).logits)
+    assert torch.equal(model(IDS, attention_mask=seen).logits, plain)
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="set the model's attention implementation to sdpa"):
+    assert torch.equal(model(IDS).logits, plain)
+    kept = padding.bool()
+    assert torch.equal(model(IDS, attention_mask=padding).logits[kept], padded[kept])
+    with pytest.raises(
+        ValueError, match="no mask of torch.float32 with other numbers than 0 and the least; set the mod"
+    ):
+        model(IDS, attention_mask=seen.float().log() - 1.0)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(
+        ValueError, match="attention: fp8 takes no BlockMask; set the model's attention implementation to"
+    ):
         model(IDS)

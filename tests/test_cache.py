@@ -132,12 +132,23 @@ def test_a_reset_layer_is_a_new_one(kind, make):
 
 @kinds
 def test_a_static_layer_that_is_full_takes_no_token(kind):
-    """And does not lose it in the padding of its buffers."""
+    """And does not lose it in the padding of its buffers; compiled, the error is the operator's."""
     k, v = kv(40)
     layer = StaticKVLayer(kind, 40)
     layer.update(k, v)
+    new = k[:, :, :1], v[:, :, :1]
+    with pytest.raises(ValueError, match="max_cache_len is 40, and the cache is to hold 41 tokens; give it the length"):
+        layer.update(*new)
+    assert layer.get_seq_length() == 40
     with pytest.raises((IndexError, RuntimeError), match="out of (bounds|range)"):
-        layer.update(k[:, :, :1], v[:, :, :1])
+        torch.compile(layer.update, backend="eager")(*new)
+
+
+@kinds
+def test_a_prompt_that_is_longer_than_a_static_cache_is_an_error_of_the_user(source, kind):
+    base = AutoModelForCausalLM.from_pretrained(source)
+    with pytest.raises(ValueError, match="max_cache_len is 16, and the cache is to hold 20 tokens"):
+        base.generate(IDS, past_key_values=KVCache(kind, base.config, max_cache_len=16), **GREEDY)
 
 
 @kinds
@@ -291,6 +302,16 @@ def test_any_transformers_model_takes_one(source, kind):
     assert out.shape == (2, 30) and cache.get_seq_length() == 29
     static = base.generate(IDS, past_key_values=KVCache(kind, base.config, max_cache_len=40), **GREEDY)
     assert torch.equal(static, out)
+
+
+@kinds
+@pytest.mark.parametrize("room", [None, 40])
+def test_a_gradient_through_any_models_narrow_cache_is_an_error(source, kind, room):
+    """And not one without the share of keys and values."""
+    base = AutoModelForCausalLM.from_pretrained(source)
+    loss = base(IDS, labels=IDS, past_key_values=KVCache(kind, base.config, max_cache_len=room)).loss
+    with pytest.raises(NotImplementedError, match="no backward"):
+        loss.backward()
 
 
 def test_layers_that_hold_something_or_slide_stay():

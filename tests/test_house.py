@@ -22,7 +22,7 @@ LAYERS = [
     {"engines", "learned"},
     {"modules", "gptq"},
     {"formats", "rotation"},
-    {"recipe"},
+    {"recipe", "patterns"},
     {"calibration"},
     {"kernels", "llama", "checkpoint", "source", "tokenizer"},
     {"demo"},

@@ -6,11 +6,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from quantrot import convert, load
 from quantrot.load import open_model
-from quantrot.modules import Fp8Linear, Int8Linear, Mxfp4Linear, QuantizedLinear
+from quantrot.modules import Fp8Linear, Int8Linear, Mxfp4Linear, QuantizedLinear, RotatedLinear
 
 IDS = torch.arange(2, 26).view(2, 12)  # without 0, which generate would take for padding
 
@@ -42,6 +43,19 @@ def test_modules_hold_what_is_on_disk(source, tmp_path, recipe, kind):
     state = model.state_dict()
     assert state.keys() == stored.keys()
     assert all(torch.equal(state[k].view(torch.uint8), stored[k].view(torch.uint8)) for k in stored)
+
+
+def test_what_turns_its_input_is_no_linear_for_others(tiny, tmp_path):
+    """peft merges W + B A into an nn.Linear, where x A^T was of the input before it is turned."""
+    source = tiny(tmp_path / "model", mlp_bias=True)
+    out = convert(source, {"rotations": {"R4": {"kind": "hadamard"}}, "linear": []}, tmp_path / "out").out
+    model, base = load(out, device_map="cpu"), AutoModelForCausalLM.from_pretrained(source)
+    down = model.model.layers[0].mlp.down_proj
+    assert type(down) is RotatedLinear and not isinstance(down, nn.Linear)
+    assert list(down.state_dict()) == ["weight", "bias", "R4_input.weight"]
+    assert down.weight.requires_grad and down.bias.requires_grad
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, base(IDS).logits, rtol=1e-3, atol=1e-3)
 
 
 def test_generate_continues_as_the_forward_says(converted):

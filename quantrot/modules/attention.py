@@ -199,11 +199,7 @@ class QuantizedAttention(Merging):
         cache: Any,
     ) -> Tensor:
         """q, k, v [B, S, heads, D] -> [B, S, heads, D]."""
-        if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4):
-            raise ValueError(
-                f"attention: fp8 takes no mask of {mask.dtype} and {mask.dim()} dimensions; set the model's attention "
-                "implementation to sdpa, whose masks are boolean"
-            )
+        mask = None if mask is None else _boolean(mask)
         layer = adopt(cache, self.layer_idx, "fp8") if cache is not None and self.kv_cache == "fp8" else None
         prompt = cache is None or (layer is not None and not layer.is_initialized)
         rotation: dict[str, Any] = {}
@@ -237,6 +233,23 @@ class QuantizedAttention(Merging):
             key, value = key[:, :, :tokens], value[:, :, :tokens]  # a static cache that was empty: the rest is unused
         (k, k_scale), (v, v_scale) = quantize_heads(key), quantize_heads(value)
         return Quantized(given.q, given.q_scale, k, k_scale, transposed_values(v), v_scale)
+
+
+def _boolean(mask: Any) -> Tensor:
+    """True where a query sees a key, of such a mask or of one of numbers that says no more: 0, or the dtype's least."""
+    given = type(mask).__name__
+    if isinstance(mask, Tensor):
+        if mask.dim() == 4 and mask.dtype == torch.bool:
+            return mask
+        given = f"mask of {mask.dtype} and {mask.dim()} dimensions"
+        if mask.dim() == 4 and mask.is_floating_point() and not torch.compiler.is_compiling():  # values are read
+            seen = mask == 0
+            if (seen | (mask <= torch.finfo(mask.dtype).min)).all():
+                return seen
+            given = f"mask of {mask.dtype} with other numbers than 0 and the least"
+    raise ValueError(
+        f"attention: fp8 takes no {given}; set the model's attention implementation to sdpa, whose masks are boolean"
+    )
 
 
 # Models record the attention weights that `output_attentions=True` asks for by the class of the module.

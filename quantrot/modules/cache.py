@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from quantrot.kernels.attention import BLOCK, Quantized, dequantize_heads, quantize_heads, spread
+from quantrot.kernels.attention import BLOCK, Quantized, dequantize_heads, inference_only, quantize_heads, spread
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.int4 import dequantize_int4, group_for, quantize_int4
 
@@ -124,9 +124,13 @@ class KVLayer(CacheLayerMixin):
         self._allocate(FORMATS[self.kind].encode(key_states[:, :, :0], value_states[:, :, :0]), key_states.dtype)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store [B, G, T, D] after what is there; all keys and values, dequantized to the given dtype."""
+        """Store [B, G, T, D] after what is there; all keys and values, dequantized to the given dtype.
+
+        What is stored has no gradient: a backward pass through keys or values that want one raises.
+        """
         stored = self._store(FORMATS[self.kind].encode(key_states, value_states), key_states.dtype)
-        return FORMATS[self.kind].decode(stored, key_states.dtype)
+        key, value = FORMATS[self.kind].decode(stored, key_states.dtype)
+        return inference_only(key, key_states), inference_only(value, value_states)
 
     def append(self, given: Quantized, dtype: torch.dtype) -> tuple[Quantized, Tensor | None]:
         """Store quantized keys and values (a scale a block or token), kind fp8: (the same with all of them, how many
@@ -266,6 +270,7 @@ class StaticKVLayer(KVLayer):
         if not self.is_initialized:
             self._allocate(parts, dtype)
         new = parts["key"].shape[2]
+        self._check_room(new)
         at = torch.arange(new, device=self.device) + self.cumulative_length
         room = self.buffers["key"].shape[2]
         if room > self.max_cache_len:  # no token is lost in the padding: past the end is past the buffers' end
@@ -274,6 +279,17 @@ class StaticKVLayer(KVLayer):
         for name, part in parts.items():
             self.buffers[name].index_copy_(TOKEN_AXIS.get(name, 2), at, part.detach())
         return {n: b if n in TOKEN_AXIS else b.narrow(2, 0, self.max_cache_len) for n, b in self.buffers.items()}
+
+    def _check_room(self, new: int) -> None:
+        """Where the count is no part of a graph and at hand; elsewhere index_copy_ finds it, and counts the padding."""
+        if self.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        tokens = int(self.cumulative_length) + new
+        if tokens > self.max_cache_len:
+            raise ValueError(
+                f"max_cache_len is {self.max_cache_len}, and the cache is to hold {tokens} tokens; give it the length "
+                "of prompt and answer together, or leave it out for a cache that grows"
+            )
 
     def _lengths(self, batch: int) -> Tensor | None:
         return self.cumulative_length.to(torch.int32).expand(batch).contiguous()

@@ -117,9 +117,16 @@ class Fp8TrainingLinear(nn.Linear):
     @classmethod
     def of(cls, linear: "nn.Linear | Fp8Linear") -> "Fp8TrainingLinear":
         """The same linear, made trainable in FP8: shares an nn.Linear's parameters, dequantizes an Fp8Linear's to
-        bfloat16. ValueError for an Fp8Linear that turns its input: train it with the rotation in front."""
-        if isinstance(linear, Fp8Linear) and linear.online_name:
-            raise ValueError(f"{linear.online_name}: an online rotation; put it in front of an Fp8TrainingLinear")
+        bfloat16. ValueError for what turns its input (train it with the rotation in front), and any other module."""
+        kind = type(linear).__name__
+        if name := getattr(linear, "online_name", ""):
+            raise ValueError(
+                f"linear: {kind}, which turns its input; put its {name} in front of an Fp8TrainingLinear of a linear "
+                "without one"
+            )
+        if not isinstance(linear, nn.Linear | Fp8Linear):
+            way = ", or give an nn.Linear of its dequantized weight" if isinstance(linear, QuantizedLinear) else ""
+            raise ValueError(f"linear: {kind}; allowed: nn.Linear, Fp8Linear; train from the original checkpoint{way}")
         with torch.device("meta"):
             new = cls(linear.in_features, linear.out_features, linear.bias is not None)
         if isinstance(linear, Fp8Linear):

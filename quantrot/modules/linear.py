@@ -45,8 +45,11 @@ class OnlineHadamard(nn.Module):
         return hadamard_transform(x, block=self.block, signs=self.signs)
 
 
-class RotatedLinear(nn.Linear):
-    """A linear in its own dtype whose input is turned by `online`, held under the name `online_name`."""
+class RotatedLinear(nn.Module):
+    """A linear in its own dtype whose input is turned by `online`, held under the name `online_name`.
+
+    No nn.Linear: what takes one for such (peft's adapters, torchao's filters) would add W x to W (x R).
+    """
 
     def __init__(
         self,
@@ -58,17 +61,23 @@ class RotatedLinear(nn.Linear):
         online: OnlineHadamard,
         online_name: str = "online",
     ) -> None:
-        super().__init__(in_features, out_features, bias, dtype=dtype)
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
         self.online_name = online_name
         self.add_module(online_name, online)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.get_submodule(self.online_name)(x), self.weight, self.bias)
 
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
 
 class QuantizedLinear(nn.Module):
-    """y = Q(x R) W^T + b: x [..., in_features] in any float dtype, y in the same; autocast's where that is on. W is in
-    `fmt`'s tensors.
+    """y = Q(x R) W^T + b: x [..., in_features] in float32, float16 or bfloat16, y in the same, whatever the model's
+    dtype; autocast's where that is on. W is in `fmt`'s tensors.
 
     native_fp8: DeepSeek-V3's name for the scale. online: what turns the input, under the name `online_name`.
     """
@@ -120,8 +129,9 @@ class QuantizedLinear(nn.Module):
         return self.multiply_wide(x, self.dequantized(x.dtype))
 
     def multiply_wide(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product in x's dtype from a dequantized weight."""
-        return F.linear(quantize_dequantize(self.turned(x), self.format.activations), weight, self.bias)
+        """The product in x's dtype from a weight dequantized to it."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(quantize_dequantize(self.turned(x), self.format.activations), weight, bias)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         """self(silu(gate) * up), x [..., 2 * in_features] gate and up side by side; both are rounded to x's dtype.
@@ -152,7 +162,12 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = as_autocast(x)
-        return self.multiply(x) if self._decoded is None else self.multiply_wide(x, self._decoded)
+        if self._decoded is None or self._decoded.dtype not in (
+            x.dtype,
+            torch.float32,
+        ):  # of a narrow one bits are lost
+            return self.multiply(x)
+        return self.multiply_wide(x, self._decoded.to(x.dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
         """Stored tensors are moved but never cast: what `model.to(torch.float16)` means is the rest of the model.

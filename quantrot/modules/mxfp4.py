@@ -1,13 +1,19 @@
 """MXFP4 linears: packed weights for inference, master weights for training."""
 
+from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from quantrot import patterns
 from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_kernels, has_one_kernel, mxfp4_fused, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import check_fused
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, as_autocast
+
+SKIP = ("lm_head", "lora_*")  # and peft's adapters: small, and what is to be learned exactly
+RANK_STEP = 0x9E3779B97F4A7C15  # odd: no two ranks have the same seed
 
 
 class Mxfp4Linear(QuantizedLinear):
@@ -62,8 +68,11 @@ class Mxfp4TrainingLinear(nn.Linear):
     """A linear with master weights whose three products, forward and backward, are MXFP4 (`Mxfp4Gemm`).
 
     Both dimensions must be multiples of `hadamard`, 32, 64 or 128. stochastic: round gradients at random, with random
-    signs, seeded from torch's generator at construction and counted by the forwards; without it, to nearest. The
-    state dict is nn.Linear's. Under autocast x and y are its dtype.
+    signs; without it, to nearest. The state dict is nn.Linear's. Under autocast x and y are its dtype.
+
+    Each forward in training mode, or of which a gradient is recorded, draws from torch's CPU generator: training goes
+    on bit for bit where that is put back, as Trainer does. Ranks of torch.distributed turn one draw into different
+    numbers.
     """
 
     def __init__(
@@ -80,35 +89,50 @@ class Mxfp4TrainingLinear(nn.Linear):
         check_fused(hadamard)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.hadamard, self.stochastic = hadamard, stochastic
-        self.seed, self.forwards = int(torch.randint(1 << 62, (), device="cpu")), 0
 
-    @torch.compiler.disable  # the count of forwards would compile each step anew
+    @torch.compiler.disable  # numbers that the host draws are no part of a graph
     def forward(self, x: Tensor) -> Tensor:
         x = as_autocast(x)
-        self.forwards += 1
-        y = Mxfp4Gemm.apply(x, self.weight, self.hadamard, (self.seed, self.forwards) if self.stochastic else None)
+        y = Mxfp4Gemm.apply(x, self.weight, self.hadamard, self._draw(x))
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _draw(self, x: Tensor) -> tuple[int, int] | None:
+        """(seed, offset) of this forward's gradients, None where they are rounded to nearest or not recorded.
+
+        Not under no_grad alone: the first forward of a reentrant checkpoint is under it, and if that drew nothing, the
+        one whose gradient is recorded would begin with the same generator at every step.
+        """
+        recorded = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        if not self.stochastic or not (self.training or recorded):
+            return None
+        seed, offset = torch.randint(1 << 61, (2,), device="cpu").tolist()  # 2^122 pairs: none comes twice
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return (seed + rank * RANK_STEP) % (1 << 63), offset
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, hadamard={self.hadamard}, stochastic={self.stochastic}"
 
 
-def train_in_mxfp4(model: nn.Module, *, skip: str | tuple[str, ...] = ("lm_head",), hadamard: int = GROUP) -> list[str]:
+def train_in_mxfp4(model: nn.Module, *, skip: str | tuple[str, ...] = SKIP, hadamard: int = GROUP) -> list[str]:
     """Replace the model's linears by Mxfp4TrainingLinear on the same parameters; the names of those that it replaced.
 
-    skip: names, or last parts of names, that stay; so do linears whose dimensions are no multiples of `hadamard`. A
-    linear in two places stays one in both. ValueError for a model that is a linear, or another `hadamard`.
+    skip: patterns as a recipe's, or of any component of a name ("mlp", "*.layers.0.*"), of what stays; given ones take
+    the place of "lm_head" and "lora_*", peft's adapters. Linears whose dimensions are no multiples of `hadamard` stay,
+    too. A linear in two places stays one in both. ValueError for a model that is a linear or has none to replace, a
+    pattern that matches no module, or another `hadamard`.
     """
     check_fused(hadamard)
-    skip = (skip,) if isinstance(skip, str) else skip
+    if type(model) is nn.Linear:
+        raise ValueError("model: a linear itself; give a module that holds it, whose linear can be replaced")
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    _check_skip(skip, modules)
     made: dict[nn.Module, Mxfp4TrainingLinear] = {}
     replaced = []
-    for name, old in list(model.named_modules(remove_duplicate=False)):
+    for name, old in modules.items():
         fits = type(old) is nn.Linear and old.in_features % hadamard == 0 and old.out_features % hadamard == 0
-        if not fits or name in skip or name.rpartition(".")[2] in skip:
+        if not fits or any(_names(pattern, name) for pattern in skip):
             continue
-        if not name:
-            raise ValueError("model: a linear itself; give a module that holds it, whose linear can be replaced")
         if old not in made:
             with torch.device("meta"):
                 made[old] = Mxfp4TrainingLinear(
@@ -117,4 +141,35 @@ def train_in_mxfp4(model: nn.Module, *, skip: str | tuple[str, ...] = ("lm_head"
             made[old].weight, made[old].bias = old.weight, old.bias
         model.set_submodule(name, made[old])
         replaced.append(name)
+    if not replaced:
+        raise ValueError(
+            f"model: {_linears(modules, skip, hadamard)}, so nothing is replaced; allowed: nn.Linear with dimensions "
+            f"of multiples of {hadamard}; what is quantized is trained from the original checkpoint"
+        )
     return replaced
+
+
+def _names(pattern: str, name: str) -> bool:
+    return patterns.matches(pattern, name) or any(patterns.matches(pattern, part) for part in name.split("."))
+
+
+def _check_skip(skip: tuple[str, ...], modules: dict[str, nn.Module]) -> None:
+    """Every pattern names a module; the ones that are always there need not."""
+    for pattern in skip:
+        if pattern not in SKIP and not any(_names(pattern, name) for name in modules if name):
+            parts = {part for name, module in modules.items() if type(module) is nn.Linear for part in name.split(".")}
+            raise ValueError(f"skip: {pattern!r} matches no module of this model ({patterns.hint(pattern, parts)})")
+
+
+def _linears(modules: dict[str, nn.Module], skip: tuple[str, ...], hadamard: int) -> str:
+    """How many linears there are and why each is none that can be replaced."""
+    found: Counter[str] = Counter()
+    for name, module in modules.items():
+        kind = type(module)
+        if kind is nn.Linear and any(_names(pattern, name) for pattern in skip):
+            found["nn.Linear that skip names"] += 1
+        elif kind is nn.Linear:
+            found[f"nn.Linear of no multiples of {hadamard}"] += 1
+        elif "Linear" in kind.__name__:
+            found[kind.__name__] += 1
+    return ", ".join(f"{count} {what}" for what, count in found.items()) or "no linear in it"

@@ -7,7 +7,7 @@ from torch import nn
 from quantrot import formats
 from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
 from quantrot.load import _decode_where_memory_allows
-from quantrot.modules import Fp8Linear, Fp8TrainingLinear, OnlineHadamard
+from quantrot.modules import LINEARS, Fp8Linear, Fp8TrainingLinear, OnlineHadamard, RotatedLinear
 from quantrot.modules import fp8 as modules_fp8
 from quantrot.rotation import Rotation
 
@@ -131,8 +131,22 @@ def test_an_fp8_linear_can_be_trained_further():
     assert trained.weight.dtype == torch.bfloat16 and trained.weight.requires_grad and trained.bias.requires_grad
     torch.testing.assert_close(trained.weight.float(), module.dequantized(torch.bfloat16).float())
     assert relative(trained(x), module(x)) < GRADIENT_ERROR
-    with pytest.raises(ValueError, match="put it in front"):
-        Fp8TrainingLinear.of(linear(online=OnlineHadamard(Rotation("R4", "hadamard", 512, 32, 0))))
+
+
+def test_what_cannot_be_trained_as_it_is_is_an_error():
+    """And no linear without its rotation."""
+    turn = OnlineHadamard(Rotation("R4", "hadamard", 512, 32, 0))
+    rotated = RotatedLinear(512, 256, True, torch.float32, online=turn, online_name="R4_input")
+    for module, name in ((linear(online=turn), "online"), (rotated, "R4_input")):
+        with pytest.raises(ValueError, match=f"{type(module).__name__}, which turns its input; put its {name} in"):
+            Fp8TrainingLinear.of(module)
+    for kind, block in (("mxfp4", (1, 32)), ("int8", (1, 128))):
+        fmt = LinearFormat(WeightFormat(kind, block, "mse"), ActivationFormat("none", (0, 0), ""))
+        packed = LINEARS[kind](512, 256, False, torch.float32, fmt)
+        with pytest.raises(ValueError, match="linear: (Mxfp4|Int8)Linear; allowed: nn.Linear, Fp8Linear; train from"):
+            Fp8TrainingLinear.of(packed)
+    with pytest.raises(ValueError, match="linear: Bilinear; allowed: nn.Linear, Fp8Linear; train from the original"):
+        Fp8TrainingLinear.of(nn.Bilinear(8, 8, 8))
 
 
 def test_steps_of_gradient_descent_bring_the_loss_down():

@@ -1,11 +1,13 @@
 """MXFP4 linears: the packed path is the dequantized one up to rounding, and the training linear trains."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from quantrot import formats
 from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
@@ -114,7 +116,51 @@ def test_replacing_keeps_the_parameters_and_the_state_dict():
 def test_what_does_not_fit_or_is_named_stays():
     net = nn.ModuleDict({"a": nn.Linear(64, 48), "b": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)})
     assert train_in_mxfp4(net) == ["b"] and type(net["a"]) is nn.Linear and type(net["lm_head"]) is nn.Linear
-    assert train_in_mxfp4(nn.ModuleDict({"a": nn.Linear(64, 64)}), skip=("a",)) == []
+
+
+def block(**linears: nn.Module) -> nn.ModuleDict:
+    return nn.ModuleDict({"attn": nn.ModuleDict(linears), "mlp": nn.ModuleDict({"up": nn.Linear(64, 64)})})
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [
+        ("q_proj", ["0.attn.q_proj", "1.attn.q_proj"]),
+        ("attn.*_proj", ["0.attn.q_proj", "0.attn.v_proj", "1.attn.q_proj", "1.attn.v_proj"]),
+        ("mlp", ["0.mlp.up", "1.mlp.up"]),
+        (("layers.0.*", "attn.v_proj"), ["0.attn.q_proj", "0.attn.v_proj", "0.mlp.up", "1.attn.v_proj"]),
+        ([], []),
+    ],
+    ids=str,  # lists: a set has another order in every worker
+)
+def test_skip_takes_a_recipes_patterns_and_any_component(skip, left):
+    net = nn.ModuleDict(
+        {"layers": nn.ModuleList(block(q_proj=nn.Linear(64, 64), v_proj=nn.Linear(64, 32)) for _ in "12")}
+    )
+    names = {name for name, module in net.named_modules() if type(module) is nn.Linear}
+    assert set(train_in_mxfp4(net, skip=skip)) == names - {f"layers.{name}" for name in left}
+
+
+def test_adapters_stay():
+    """Of peft, whose linear is the base_layer of a module of that name; of any rank."""
+    adapter = nn.ModuleDict({"default": nn.Linear(64, 64, bias=False)})
+    net = block(q_proj=nn.ModuleDict({"base_layer": nn.Linear(64, 64), "lora_A": adapter, "lora_B": adapter}))
+    assert train_in_mxfp4(net) == ["attn.q_proj.base_layer", "mlp.up"]
+
+
+def test_a_pattern_for_nothing_and_a_model_without_a_linear_to_replace_are_errors():
+    net = block(q_proj=nn.Linear(64, 64))
+    for skip, meant in (("q_porj", "did you mean 'q_proj'"), (("mlp", "zzz"), "there are attn, mlp, q_proj, up")):
+        with pytest.raises(ValueError, match=rf"skip: '\w+' matches no module of this model \({meant}"):
+            train_in_mxfp4(net, skip=skip)
+    with pytest.raises(ValueError, match="model: 2 nn.Linear that skip names, so nothing is replaced"):
+        train_in_mxfp4(net, skip="*")
+    with pytest.raises(
+        ValueError, match="model: 1 nn.Linear of no multiples of 128, 1 Mxfp4Linear, so nothing is repl"
+    ):
+        train_in_mxfp4(nn.Sequential(nn.Linear(64, 64), linear()), hadamard=128)
+    with pytest.raises(ValueError, match="model: no linear in it, so nothing is replaced; allowed: nn.Linear with"):
+        train_in_mxfp4(nn.Sequential(nn.GELU()))
 
 
 def test_a_linear_in_two_places_stays_one():
@@ -142,17 +188,78 @@ def gradients(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_a_seed_repeats_and_steps_differ():
-    x = torch.randn(40, 64)
-    nets = [model() for _ in range(2)]
-    for net in nets:
-        torch.manual_seed(7)
-        train_in_mxfp4(net)
-    first, again = (gradients(net, x) for net in nets)
+    x, net = torch.randn(40, 64), model()
+    train_in_mxfp4(net)
+    torch.manual_seed(7)
+    first, second = gradients(net, x), gradients(net, x)
+    assert not torch.equal(first[0], second[0])
+    torch.manual_seed(7)
+    again = gradients(net, x)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(gradients(nets[0], x)[0], first[0])  # the next step's random numbers
-    still = copy.deepcopy(nets[1])
+    still = copy.deepcopy(net)
     for module in still.modules():
         if isinstance(module, Mxfp4TrainingLinear):
             module.stochastic = False
     one, two = (gradients(still, x) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_what_goes_on_from_a_checkpoint_repeats_what_went_on_without():
+    """Parameters and torch's generator are all there is, however the model was made; an evaluation leaves no trace."""
+    x, net = torch.randn(40, 64), model()
+    train_in_mxfp4(net)
+    gradients(net, x)
+    state, saved = net.state_dict(), torch.get_rng_state()
+    net.eval()
+    with torch.no_grad():
+        net(x)
+    expected = gradients(net.train(), x)
+    torch.manual_seed(99)
+    resumed = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32, bias=False))
+    train_in_mxfp4(resumed)
+    resumed.load_state_dict(state)
+    torch.set_rng_state(saved)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(resumed, x), expected, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_no_gradient_and_repeats_no_number(reentrant):
+    x, net = torch.randn(40, 64, requires_grad=True), model()
+    train_in_mxfp4(net)
+
+    def step() -> torch.Tensor:
+        net.zero_grad()
+        checkpoint(net, x, use_reentrant=reentrant).square().sum().backward()
+        return net[0].weight.grad.clone()
+
+    torch.manual_seed(7)
+    plain = [gradients(net, x)[0] for _ in range(2)]
+    torch.manual_seed(7)
+    assert all(torch.equal(step(), expected) for expected in plain) and not torch.equal(*plain)
+
+
+def test_ranks_have_random_numbers_of_their_own(monkeypatch):
+    """With one seed for all, as Trainer sets it: what the mean over ranks is to take away would else stay."""
+    net, x = model(), torch.randn(40, 64)
+    train_in_mxfp4(net)
+    found = []
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for rank in range(3):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        torch.manual_seed(7)
+        found.append(gradients(copy.deepcopy(net), x)[0])
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
+
+
+def test_a_compiled_step_draws_what_an_eager_one_does():
+    net, x = model(), torch.randn(40, 64)
+    train_in_mxfp4(net)
+    torch.manual_seed(7)
+    expected = [gradients(net, x) for _ in range(2)]
+    torch.compiler.reset()
+    run = torch.compile(net, backend="aot_eager")
+    torch.manual_seed(7)
+    for step in expected:
+        net.zero_grad()
+        run(x).square().sum().backward()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(net.parameters(), step, strict=True))

@@ -588,7 +588,10 @@ def _keep_nothing(ctx, inputs, output) -> None:
 
 
 def _not_differentiable(ctx, *grads):
-    raise RuntimeError("FP8 codes and scales have no gradient: detach them, or train with Fp8TrainingLinear")
+    raise RuntimeError(
+        "FP8 codes and scales have no gradient: detach them, or put Fp8TrainingLinear.of(linear) in a linear's place; "
+        "under adapters with requires_grad_(False)"
+    )
 
 
 OPERATORS = "quantize_fp8_block", "hadamard_quantize_fp8", "quantize_fp8_both_ways", "fp8_block_gemm", "fp8_linear"

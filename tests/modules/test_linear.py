@@ -1,0 +1,64 @@
+"""What all quantized linears share."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from quantrot import formats
+from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
+from quantrot.modules import LINEARS, Fp8TrainingLinear, OnlineHadamard, QuantizedLinear, quantize_dequantize
+from quantrot.rotation import Rotation
+
+FORMATS = {
+    "fp8": LinearFormat(WeightFormat("fp8", (128, 128), "bf16"), ActivationFormat("fp8", (1, 128), "bf16")),
+    "mxfp4": LinearFormat(WeightFormat("mxfp4", (1, 32), "even"), ActivationFormat("mxfp4", (1, 32), "even")),
+    "int8": LinearFormat(WeightFormat("int8", (1, 128), "bf16"), ActivationFormat("none", (0, 0), "")),
+}
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def linear(kind: str, dtype: torch.dtype, turned: bool = True) -> QuantizedLinear:
+    generator = torch.Generator().manual_seed(0)
+    online = OnlineHadamard(Rotation("R4", "random-hadamard", 256, 32, 0)) if turned else None
+    module = LINEARS[kind](256, 128, True, dtype, FORMATS[kind], online=online)
+    stored = formats.quantize_rows(FORMATS[kind].weights, torch.randn(128, 256, generator=generator) / 16)
+    for name, value in zip(module.tensor_names, stored, strict=True):
+        getattr(module, name).data = value
+    module.bias.data = torch.randn(128, generator=generator).to(dtype)
+    return module
+
+
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("given", FLOATS, ids=str)
+def test_x_may_be_in_another_dtype_than_the_model(kind, dtype, given):
+    """As after peft's prepare_model_for_kbit_training; the weight is what x's dtype makes of the stored one."""
+    module, x = linear(kind, dtype), torch.randn(3, 256).to(given)
+    operand = quantize_dequantize(module.turned(x), module.format.activations)
+    expected = F.linear(operand, module.dequantized(given), module.bias.to(given))
+    assert expected.dtype == given and torch.equal(module(x), expected)
+    module.decode(dtype)
+    assert torch.equal(module(x), expected)
+    module.bias.data = module.bias.float()
+    assert torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("decoded", [False, True])
+def test_what_adapters_in_front_train_through(kind, decoded):
+    """MXFP4 and INT8 as they are; FP8's activations have no gradient, and the error's way out has."""
+    module, x = linear(kind, torch.float32, turned=False), torch.randn(5, 256, requires_grad=True)
+    grad = torch.randn(5, 128)
+    if decoded:
+        module.decode(torch.float32)
+    if kind == "fp8":
+        with pytest.raises(
+            RuntimeError, match=r"no gradient.* put Fp8TrainingLinear.of\(linear\) in .* with requires_"
+        ):
+            module(x).backward(grad)
+        module = Fp8TrainingLinear.of(module).requires_grad_(False)
+    module(x).backward(grad)
+    weight = module.weight.float() if kind == "fp8" else module.dequantized(torch.float32)
+    expected = grad @ weight
+    error = ((x.grad - expected).norm() / expected.norm()).item()
+    assert error < (0.045 if kind == "fp8" else 1e-5) and all(p.grad is None for p in module.parameters())
