@@ -45,7 +45,7 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
             *(f"| {row.engine} | {row.runs} | {row.note} |" for row in rows),
             "",
             "```",
-            engines.serve_command(rows, plan.online),
+            engines.serve_command(rows, plan.linears, plan.online),
             "```",
             "",
             "Measure it with `quantrot eval mmlu .` and `quantrot eval compare . --baseline "

@@ -48,6 +48,12 @@ class TensorInfo:
     nbytes: int
 
 
+def same_bytes(a: TensorInfo, b: TensorInfo) -> bool:
+    """Whether two tensors have the same dtype, shape and values; reads both."""
+    hashes = (sha256_range(info.file, info.start, info.start + info.nbytes) for info in (a, b))
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and len(set(hashes)) == 1
+
+
 def not_finite(info: TensorInfo) -> ValueError:
     """The error for a tensor that a conversion cannot make anything of."""
     return ValueError(f"{info.file.name}: {info.name} holds NaN or infinity; repair the checkpoint before converting")

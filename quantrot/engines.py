@@ -158,9 +158,8 @@ def support(
         return rows + [Support(name, "no", why) for name in ("vLLM", "transformers", "SGLang")]
     own = "; attention and KV cache in its own precision" if narrow_attention else ""
     precision = "; ".join(sorted({_precision(fmt) for fmt in quantized.values()})) or "as the original"
-    rounded = [f for f in quantized.values() if f.weights.kind == "fp8" and f.weights.block != (1, 0)]
-    again = "; Hopper and Blackwell round the weight's scales up to powers of two unless VLLM_USE_DEEP_GEMM_E8M0=0"
-    again = again if any(fmt.weights.scale_rule != "pow2" for fmt in rounded) else ""
+    again = "; without VLLM_USE_DEEP_GEMM_E8M0=0 Hopper and Blackwell round weights again, to powers of two as scales"
+    again = again if any(map(_rounded_again, quantized.values())) else ""
     refusals = {
         "vLLM": _not_in_vllm(linears, online, biased),
         "transformers": "would skip the online Hadamard: the file is refused, on purpose" if online else "",
@@ -190,6 +189,12 @@ def _precision(fmt: LinearFormat) -> str:
     theirs = (1, 0) if fmt.weights.block == (1, 0) else (1, formats.STORED_BLOCK)
     other = ", activations " + ("a token" if theirs == (1, 0) else "in 1x128 blocks") + ", not the recipe's blocks"
     return "W8A8 on FP8 tensor cores (Ada, Hopper, Blackwell)" + ("" if block == theirs else other)
+
+
+def _rounded_again(fmt: LinearFormat) -> bool:
+    """Whether vLLM's DeepGEMM wants other scales for this weight, and rounds it anew (3 dB of SQNR)."""
+    blocks = fmt.weights.kind == "fp8" and fmt.weights.block != (1, 0) and fmt.activations.kind == "fp8"
+    return blocks and fmt.weights.scale_rule != "pow2"
 
 
 def _not_in_vllm(linears: dict[str, LinearFormat | None], online: dict[str, Rotation], biased: Collection[str]) -> str:
@@ -243,8 +248,9 @@ def _package(linears: dict[str, LinearFormat | None]) -> str:
     return package
 
 
-def serve_command(support: list[Support], online: dict[str, Rotation]) -> str:
+def serve_command(support: list[Support], linears: dict[str, LinearFormat | None], online: dict[str, Rotation]) -> str:
     """The exact command that serves the directory, or how quantrot loads it."""
     if any(row.engine == "vLLM" and row.runs == "yes" for row in support):
-        return "vllm serve ." + (" --tensor-parallel-size 1" if online else "")
+        again = any(fmt is not None and _rounded_again(fmt) for fmt in linears.values())
+        return ("VLLM_USE_DEEP_GEMM_E8M0=0 " * again) + "vllm serve ." + (" --tensor-parallel-size 1" * bool(online))
     return "python -c \"import quantrot; model = quantrot.load('.')\""

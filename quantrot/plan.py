@@ -22,7 +22,17 @@ from torch import Tensor
 
 from quantrot import engines, formats, learned, llama, patterns
 from quantrot.calibration import Calibration, tokens
-from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, Shard, lay_out, not_finite, open_checkpoint, read_rows
+from quantrot.checkpoint import (
+    DTYPES,
+    FLOATS,
+    Checkpoint,
+    Shard,
+    lay_out,
+    not_finite,
+    open_checkpoint,
+    read_rows,
+    same_bytes,
+)
 from quantrot.device import device_type
 from quantrot.formats import LinearFormat
 from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
@@ -227,8 +237,12 @@ def _check_tensors(checkpoint: Checkpoint, arch: Llama, errors: list[str], notes
             return  # else each name would be an error of its own
     for name, info in found.items():
         if name not in wanted:
-            if name == f"{HEAD}.weight" and arch.tied:
-                notes.append("lm_head.weight is stored although tie_word_embeddings is true; the embedding is used")
+            if name == f"{HEAD}.weight" and arch.tied:  # one that was trained apart must not be lost
+                if not same_bytes(info, found.get(f"{EMBEDDING}.weight", info)):
+                    errors.append(
+                        f"{info.file.name}: {name} is not the embedding, though config.json says tie_word_embeddings; "
+                        "set that to false, or drop the tensor if the embedding is meant"
+                    )
             elif not llama.may_be_dropped(name):
                 errors.append(f"{info.file.name}: tensor {name!r} is not part of a {arch.model_type} model")
         elif info.shape != wanted[name]:

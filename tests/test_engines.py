@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from quantrot import convert, load
-from quantrot.engines import support
+from quantrot.engines import serve_command, support
 from quantrot.formats import WIDE, compressed_tensors_group, from_rule
 from quantrot.kernels.mixed import dequantize_int8, quantize_int8
 from quantrot.kernels.mxfp4 import dequantize_mxfp4, power_of_two, quantize_mxfp4
@@ -284,3 +284,19 @@ def test_an_online_rotation_of_wide_linears_is_refused_too(source, tmp_path):
     manifest = read_manifest(tmp_path / "out")
     verdicts = support(manifest.linears, manifest.online, manifest.attention)
     assert [row.runs for row in verdicts] == ["yes", "no", "no", "no"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "command"),
+    [
+        ("fp8-block", "VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve ."),
+        ({"linear": [rule(BLOCKS | {"scale_rule": "pow2"}, GROUPS)]}, "vllm serve ."),
+        ("mxfp4", "vllm serve ."),
+        ({"rotations": {"R3": {"kind": "hadamard"}}}, "python -c"),
+    ],
+)
+def test_the_command_that_serves_it(source, recipe, command):
+    planned = plan(source, recipe)
+    verdicts = support(planned.linears, planned.online, planned.attention, planned.checkpoint.biased)
+    said = serve_command(verdicts, planned.linears, planned.online)
+    assert said == command or (command == "python -c" and said.startswith(command))

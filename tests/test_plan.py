@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quantrot.convert import convert
 from quantrot.learned import COPY
@@ -171,3 +172,16 @@ def test_groups_of_inputs_that_do_not_fit_fall_back(tiny, tmp_path, weights, blo
     blocks = {fqn.rpartition(".")[2]: fmt and fmt.activations.block for fqn, fmt in planned.linears.items()}
     assert blocks["q_proj"] == block and blocks["down_proj"] == (1, 128)
     assert any("q_proj [96, 96] does not fit" in note for note in planned.notes)
+
+
+def test_a_head_that_was_trained_apart_is_not_lost(tiny, tmp_path):
+    model = tiny(tmp_path / "model", tied=True)
+    tensors = load_file(model / "model.safetensors")
+    for change, works in ((0.0, True), (1.0, False)):
+        head = tensors["model.embed_tokens.weight"] + change
+        save_file(tensors | {"lm_head.weight": head}, model / "model.safetensors", metadata={"format": "pt"})
+        if works:
+            assert plan(model, "fp8-dynamic").llama.tied
+        else:
+            with pytest.raises(ValueError, match="lm_head.weight is not the embedding, .* set that to false, or drop"):
+                plan(model, "fp8-dynamic")

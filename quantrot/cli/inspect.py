@@ -46,7 +46,7 @@ def command(output: Annotated[Path, typer.Argument(help="A directory that conver
         out.print(f"attention: {manifest.arithmetic}; KV cache: {_cache(manifest.kv_cache, checkpoint.config)}")
     support = engines.support(manifest.linears, manifest.online, manifest.attention, checkpoint.biased, narrow)
     out.print(grid("Engines", ["engine", "runs it", "as"], [[s.engine, s.runs, s.note] for s in support]))
-    out.print(engines.serve_command(support, manifest.online), markup=False)
+    out.print(engines.serve_command(support, manifest.linears, manifest.online), markup=False)
 
 
 def _cache(kind: Any, config: dict[str, Any]) -> str:

@@ -162,12 +162,10 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = as_autocast(x)
-        if self._decoded is None or self._decoded.dtype not in (
-            x.dtype,
-            torch.float32,
-        ):  # of a narrow one bits are lost
+        decoded = self._decoded
+        if decoded is None or decoded.dtype not in (x.dtype, torch.float32):  # a narrower one has lost bits
             return self.multiply(x)
-        return self.multiply_wide(x, self._decoded.to(x.dtype))
+        return self.multiply_wide(x, decoded.to(x.dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
         """Stored tensors are moved but never cast: what `model.to(torch.float16)` means is the rest of the model.
