@@ -7,7 +7,7 @@ head stay frozen; in the MXFP4 run every other linear is `Mxfp4TrainingLinear`: 
 stochastic rounding backward. The validation loss is that of the arithmetic that trains, on windows held out from the
 end of the text. --save keeps both models as transformers directories, which convert and evaluate like any other:
 
-    quantrot convert DIR/mxfp4 -r benchmarks/finetune_mxfp4.yaml -o OUT
+    quantrot convert DIR/mxfp4 -r trained-mxfp4 -o OUT
     quantrot eval ppl OUT --text FILE --output RESULT
     python benchmarks/finetune_mxfp4.py --add "trained in MXFP4, converted=RESULT"
 """
