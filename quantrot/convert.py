@@ -381,10 +381,10 @@ def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> Non
     manifest = _manifest(plan, records)
     # a path's bytes that are no character to this locale are written as they are
     (partial / "README.md").write_text(model_card(plan, manifest), encoding="utf-8", errors="surrogateescape")
-    names = [*copies, "config.json", "README.md", *(shard.name for shard in plan.shards)]
+    names = [*copies, "config.json", *(shard.name for shard in plan.shards)]  # not the card, which people edit
     names += [INDEX] if len(plan.shards) > 1 else []
     names += [COPY] if plan.learned is not None else []
-    for name in names:
+    for name in (*names, "README.md"):
         _sync(partial / name)  # the manifest must not reach the disk before what it lists
     manifest["files"] = {
         name: {"size": (partial / name).stat().st_size, "sha256": sha256_range(partial / name)}

@@ -49,15 +49,15 @@ def load(
     offload_folder: str | Path | None = None,
     merge: bool = True,
 ) -> Any:
-    """Load a directory that `quantrot.convert` wrote as a causal language model of transformers, in eval mode.
+    """Load what `quantrot.convert` wrote as a causal language model of transformers, in eval mode.
 
-    device_map: "auto", a device such as "cpu", "cuda:1" or 1, accelerate's dict, or None for the CPU. dtype: of what is
-    not quantized ("auto": as on disk). check_hashes=False skips reading all files once more. offload_folder: where
-    modules that the map sends to "disk" are kept. merge: let `merge_projections` make fewer products of a layer's;
-    False keeps forward hooks on each projection working. ValueError for a directory that is incomplete, altered or
-    newer than this version.
+    path: a directory, or a hub id (owner/name@revision). device_map: "auto", a device such as "cpu", "cuda:1" or 1,
+    accelerate's dict, or None for the CPU. dtype: of what is not quantized ("auto": as on disk). check_hashes=False
+    skips reading all files once more. offload_folder: where modules that the map sends to "disk" are kept. merge: let
+    `merge_projections` make fewer products of a layer's; False keeps forward hooks on each projection working.
+    ValueError for a directory that is incomplete, altered or newer than this version.
     """
-    root = Path(path).expanduser()
+    root = open_source(path).path
     manifest = read_manifest(root)
     if check_hashes:
         check_files(root, manifest.data)
@@ -172,6 +172,8 @@ def _place(model: Any, device_map: str | int | torch.device | dict[str, Any] | N
     """accelerate's map from module names to devices (names, or numbers of GPUs)."""
     if isinstance(device_map, dict):
         placed = {name: str(d) if isinstance(d, torch.device) else d for name, d in device_map.items()}
+        for device in {*placed.values()} - {"disk"}:
+            known_device(f"cuda:{device}" if isinstance(device, int) else str(device))
         if set(placed.values()) == {"disk"}:
             raise ValueError("device_map sends the whole model to disk; keep a part of it on a device, or give 'cpu'")
         return placed

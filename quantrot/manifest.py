@@ -1,8 +1,8 @@
 """quantrot.json: the contract between convert and load.
 
 It holds the resolved recipe, what the source was, every rotation with the checksum of its matrix, every linear's
-format, each file's hash, and versions. It has no times and no paths of the output, so that the same conversion gives
-the same bytes.
+format, the hash of each file but the card, and versions. It has no times and no paths of the output, so that the same
+conversion gives the same bytes.
 """
 
 import json

@@ -231,7 +231,7 @@ def test_manifest_records_source_and_rotations(source, tmp_path):
     embedding = open_checkpoint(source).tensors["model.embed_tokens.weight"]
     digest = hashlib.sha256(read_rows(embedding).view(torch.uint8).numpy().tobytes()).hexdigest()
     assert data["source"]["tensors"]["model.embed_tokens.weight"] == digest
-    assert set(data["files"]) == {p.name for p in (tmp_path / "out").iterdir()} - {"quantrot.json"}
+    assert set(data["files"]) == {p.name for p in (tmp_path / "out").iterdir()} - {"quantrot.json", "README.md"}
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,21 @@ def test_a_device_that_is_not_there_is_an_error_of_the_user(converted):
         load(converted, device_map={"": "disk"})
 
 
+@pytest.mark.parametrize("device_map", [{"": 7}, {"": "cuda:7"}, {"model": "cpu", "lm_head": 7}])
+def test_a_device_of_a_map_that_is_not_there_is_one_too(converted, device_map):
+    with pytest.raises(ValueError, match="^device is 'cuda:7', and there is"):
+        load(converted, device_map=device_map)
+
+
+def test_a_model_from_a_hub_whose_card_was_edited_is_loaded(converted, tmp_path, monkeypatch):
+    snapshot = shutil.copytree(converted, tmp_path / "snapshot")
+    (snapshot / "README.md").write_text("Better words.")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(snapshot))
+    assert load("owner/name@main", device_map="cpu").config._name_or_path == str(snapshot)
+    with pytest.raises(ValueError, match="is no directory; give one, a hub id"):
+        load(tmp_path / "nothing here")
+
+
 def test_dtype_is_of_what_is_not_quantized(converted):
     model = load(converted, device_map="cpu", dtype="float32")
     assert model.model.embed_tokens.weight.dtype == torch.float32
