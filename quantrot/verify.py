@@ -156,8 +156,7 @@ def _layers(plan: Plan, model: nn.Module, baseline: nn.Module, ids: Tensor, repo
     def converted(fqn: str, module: QuantizedLinear, x: Tensor, y: Tensor) -> None:
         step = steps[fqn]
         exact = turned_rows(plan, step, read_rows(plan.checkpoint.tensors[step.source])).to(x.device)
-        inner = module.get_submodule(module.online_name)(x) if module.online_name else x
-        rotated[fqn] = _sqnr(F.linear(inner, exact, module.bias), y)
+        rotated[fqn] = _sqnr(F.linear(module.turned(x), exact, module.bias), y)
         report("layers", len(rotated) + len(plain), total)
 
     def original(fqn: str, module: nn.Linear, x: Tensor, y: Tensor) -> None:

@@ -15,7 +15,7 @@ from quantrot.kernels.fp8 import (
     quantize_fp8_block,
     quantize_fp8_both_ways,
 )
-from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, as_autocast
+from quantrot.modules.linear import QuantizedLinear, as_autocast
 
 ROW, SQUARE = (1, 128), (128, 128)
 
@@ -46,7 +46,7 @@ class Fp8Linear(QuantizedLinear):
 
     def _product(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
         """The product of these codes, in x's dtype and leading dimensions."""
-        weight, weight_scale = (getattr(self, name) for name in self.tensor_names)
+        weight, weight_scale = self.stored()
         y = fp8_block_gemm(
             codes,
             scale,
@@ -69,7 +69,7 @@ class Fp8Linear(QuantizedLinear):
         return has_one_kernel(self.out_features, self.in_features, device)
 
     def _fused(self, x: Tensor, *, residual: Tensor | None = None, **rest: Any) -> Tensor:
-        weight, scale = (getattr(self, name) for name in self.tensor_names)
+        weight, scale = self.stored()
         y = fp8_linear(
             x.reshape(-1, self.in_features),
             weight,
@@ -87,10 +87,8 @@ class Fp8Linear(QuantizedLinear):
         """x [tokens, in_features] after the online rotation, quantized."""
         activations = self.format.activations
         rule, turned = activations.scale_rule, activations.block == ROW
-        if not self.online_name:
+        if (online := self.transform()) is None:
             return quantize_fp8_block(x, activations.block, rule, transposed_scale=turned)
-        online = self.get_submodule(self.online_name)
-        assert isinstance(online, OnlineHadamard)
         signs = online.signs
         if signs is not None and signs.numel() != online.block:
             signs = signs.repeat(x.shape[1] // signs.numel())

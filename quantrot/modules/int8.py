@@ -32,13 +32,13 @@ class Int8Linear(QuantizedLinear):
     def fuses(self, device: torch.device) -> bool:
         if self._decoded is not None or self.online_name or not self.runs_packed(device):
             return False
-        scale = getattr(self, self.tensor_names[1])
+        scale = self.stored()[1]
         return has_one_kernel(self.out_features, self.in_features, scale.shape[1], device)
 
     def _fused(self, x: Tensor, **rest: Any) -> Tensor:
         return self._run(mixed_linear, x, **rest)
 
     def _run(self, product: Callable[..., Tensor], x: Tensor, **rest: Any) -> Tensor:
-        packed, scale = (getattr(self, name) for name in self.tensor_names)
+        packed, scale = self.stored()
         ready = True  # parameters: no kernel that still runs writes them
         return product(self.turned(x), packed, scale, bias=self.bias, weight_ready=ready, **rest)

@@ -111,10 +111,19 @@ class QuantizedLinear(nn.Module):
         """Whether `multiply` has kernels for this device that read the stored tensors; nothing is decoded then."""
         return False
 
+    def stored(self) -> list[Tensor]:
+        """The tensors that are the quantized weight, in the order of formats.stored_tensors."""
+        return [getattr(self, name) for name in self.tensor_names]
+
+    def transform(self) -> OnlineHadamard | None:
+        """What turns x, or None."""
+        online = self.get_submodule(self.online_name) if self.online_name else None
+        assert online is None or isinstance(online, OnlineHadamard)
+        return online
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features] in `dtype`."""
-        stored = [getattr(self, name) for name in self.tensor_names]
-        return formats.dequantize(self.format.weights, stored, self.in_features, dtype)
+        return formats.dequantize(self.format.weights, self.stored(), self.in_features, dtype)
 
     def decode(self, dtype: torch.dtype) -> None:
         """Keep the dequantized weight for the forwards to come."""
@@ -122,7 +131,7 @@ class QuantizedLinear(nn.Module):
 
     def turned(self, x: Tensor) -> Tensor:
         """x after the online rotation, or x."""
-        return self.get_submodule(self.online_name)(x) if self.online_name else x
+        return x if (online := self.transform()) is None else online(x)
 
     def multiply(self, x: Tensor) -> Tensor:
         """The product from the stored tensors. Subclasses that have kernels for it do it with those."""
@@ -182,7 +191,7 @@ class QuantizedLinear(nn.Module):
         finally:
             for name, dtype in stored.items():
                 getattr(self, name).data = getattr(self, name).data.view(dtype)
-        if wide is not None and not self.runs_packed(getattr(self, self.tensor_names[0]).device):
+        if wide is not None and not self.runs_packed(self.stored()[0].device):
             self.decode(wide)
         return self
 

@@ -124,8 +124,7 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
     if not isinstance(first, QuantizedLinear) or any(_kind(linear) != _kind(first) for linear in linears):
         return None
     wide = first.bias is not None
-    online = first.get_submodule(first.online_name) if first.online_name else None
-    assert online is None or isinstance(online, OnlineHadamard)
+    online = first.transform()
     alike: list[Any] = list(linears)
     with torch.device("meta"):
         whole = type(first)(
@@ -150,11 +149,10 @@ def _kind(linear: nn.Module) -> Any:
     """What is equal in linears that can be one; the linear itself, unlike any other, where it can be part of none."""
     if not isinstance(linear, QuantizedLinear) or linear._decoded is not None or hasattr(linear, "_hf_hook"):
         return linear
-    online = linear.get_submodule(linear.online_name) if linear.online_name else None
-    tensors = [getattr(linear, name) for name in linear.tensor_names]
+    online, tensors = linear.transform(), linear.stored()
     if any(tensor.device.type == "meta" for tensor in tensors):
         return linear
-    rotation = online.rotation if isinstance(online, OnlineHadamard) else None
+    rotation = None if online is None else online.rotation
     bias = None if linear.bias is None else (linear.bias.dtype, linear.bias.device)
     rows = [(tensor.device, linear.out_features / len(tensor)) for tensor in tensors]  # that share one of its rows
     return type(linear), linear.in_features, linear.format, linear.tensor_names, rotation, bias, rows

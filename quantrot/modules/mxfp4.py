@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quantrot import patterns
 from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_kernels, has_one_kernel, mxfp4_fused, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import check_fused
-from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, as_autocast
+from quantrot.modules.linear import QuantizedLinear, as_autocast
 
 SKIP = ("lm_head", "lora_*")  # and peft's adapters: small, and what is to be learned exactly
 RANK_STEP = 0x9E3779B97F4A7C15  # odd: no two ranks have the same seed
@@ -57,10 +57,9 @@ class Mxfp4Linear(QuantizedLinear):
 
     def _fused_hadamard(self) -> int:
         """The width of the online transform where the quantizer of the activations does it on its way, else 0."""
-        if not self.online_name or self.format.activations.kind != "mxfp4":
+        online = self.transform()
+        if online is None or self.format.activations.kind != "mxfp4":
             return 0
-        online = self.get_submodule(self.online_name)
-        assert isinstance(online, OnlineHadamard)
         return online.block if online.signs is None and online.block in (32, 64, 128) else 0
 
 
