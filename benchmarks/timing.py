@@ -140,7 +140,7 @@ def write_results(script: str, gbps: float, rows: list[dict[str, Any]], out: Pat
         "copy_gbps": gbps,
         "rows": rows,
     }
-    name = torch.cuda.get_device_name().split()[-1].lower()
+    name = torch.cuda.get_device_name().split()[1].lower()  # of NVIDIA H100 80GB HBM3
     out = out or ROOT / "benchmarks" / "results" / f"{script}-{name}.json"
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"copy {gbps:.0f} GB/s; wrote {out}")

@@ -209,6 +209,7 @@ _OVERLAP = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint64 * 8
 
 
 _streams: dict[tuple[int, int], int] = {}
+_COUNTING = threading.Lock()  # threads that serve would else get the same numbers
 
 
 def stream_number(device: int) -> int | None:
@@ -222,7 +223,11 @@ def stream_number(device: int) -> int | None:
             return stream_number(device)
     if torch.cuda.is_current_stream_capturing():
         return None
-    return _streams.setdefault((device, torch._C._cuda_getCurrentRawStream(device)), len(_streams))
+    key = device, torch._C._cuda_getCurrentRawStream(device)
+    if key not in _streams:
+        with _COUNTING:
+            _streams.setdefault(key, sum(other == device for other, _ in _streams))
+    return _streams[key]
 
 
 COUNTERS = 1 << 16  # that a kernel has, where its launches take turns at them
@@ -232,11 +237,12 @@ _taken = 0
 def counters_in_turn(count: int) -> int:
     """The first of the next `count` of a kernel's counters, which a launch counts up and leaves as zeros.
 
-    Launches take turns, so that two at once, or two graphs, have their own.
+    Launches take turns, so that two at once have their own.
     """
     global _taken
-    first = _taken if _taken + count <= COUNTERS else 0
-    _taken = first + count
+    with _COUNTING:
+        first = _taken if _taken + count <= COUNTERS else 0
+        _taken = first + count
     return first
 
 
@@ -279,4 +285,8 @@ def launch(
     if error:
         from cuda.bindings import driver
 
-        raise RuntimeError(f"CUDA driver: {driver.CUresult(error).name}")
+        if error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has done no CUDA work yet, as autograd's
+            checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(driver.CUdevice(device)))))
+            error = _launcher()(launch, function, pointers, None)
+        if error:
+            raise RuntimeError(f"CUDA driver: {driver.CUresult(error).name}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -36,6 +36,14 @@ def implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
+def check_device(**tensors: torch.Tensor | None) -> None:
+    """ValueError for tensors, by name, that are not on the first one's device: kernels are given bare addresses."""
+    (first, leader), *others = ((name, t) for name, t in tensors.items() if t is not None)
+    for name, t in others:
+        if t.device != leader.device:
+            raise ValueError(f"{name}: on {t.device}, {first} is on {leader.device}; move them to one device")
+
+
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compiler.assume_constant_result, which imports Dynamo: 0.9 s in every process, compiled or not."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -49,7 +57,7 @@ def kept(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     pool, in which it allows no tensor that it does not know.
     """
 
-    @lru_cache(maxsize=64)
+    @cache  # a recorded graph reads it as long as it is replayed
     @wraps(make)
     def made_once(*args: Any) -> torch.Tensor:
         with ThreadPoolExecutor(1) as thread:

@@ -410,3 +410,29 @@ def test_operands_that_are_not_quantized_are_named():
         rope_hadamard_quantize(*(t.transpose(1, 2) for t in (q, k, v)), order=48)
     with pytest.raises(ValueError, match="cos, sin: one is given without the other"):
         rope_hadamard_quantize(*(t.transpose(1, 2) for t in (q, k, v)), torch.zeros(1, 70, 64))
+
+
+def test_a_backward_through_prepared_operands_raises():
+    q, k, v = (torch.randn(1, 8, heads, 32, requires_grad=True) for heads in (2, 1, 1))
+    for scores in ("fp8", "int8"):
+        y = attend(rope_hadamard_quantize(q, k, v, scores=scores), causal=True, dtype=torch.float32)
+        with pytest.raises(NotImplementedError, match="for inference"):
+            (y.sum() + q.sum()).backward()
+
+
+def test_queries_that_are_one_and_keys_that_are_none():
+    q = torch.randn(1, 2, 1, 64).bfloat16()
+    k, v = (torch.randn(1, 2, 80, 64).bfloat16() for _ in range(2))
+    y = fp8_attention(q.expand(1, 2, 80, 64), k, v, causal=False)
+    assert torch.equal(y, fp8_attention(q.repeat(1, 1, 80, 1), k, v, causal=False))
+    for granularity in Granularity:
+        y = fp8_attention(q, k[:, :, :0], v[:, :, :0], causal=False, granularity=granularity)
+        assert y.shape == q.shape and (y == 0).all()
+    with pytest.raises(ValueError, match="G a divisor of H"):
+        fp8_attention(q, k[:, :0], v[:, :0], causal=True)
+
+
+def test_what_is_no_heads_is_named():
+    for x, codes in ((torch.randn(2, 3, 4), torch.int8), (torch.randn(1, 2, 3, 4), torch.uint8)):
+        with pytest.raises(ValueError, match=r"x: .*codes: .*; allowed: floats \[B, H, T, D\]"):
+            quantize_heads(x, "token", codes)

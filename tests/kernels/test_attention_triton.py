@@ -73,6 +73,14 @@ mask[0, 0, 3] = False
 attended(64, 50, 60, 2, 1, False, "block", mask=mask)
 attended(64, 1, 60, 2, 1, False, "token", mask=mask[:, :, :1], lengths=lengths)
 attended(64, 1, 60, 2, 1, True, "token", lengths=lengths * 0)
+apart = torch.stack([lengths, lengths * 0], 1)[:, 0]  # two apart, and one for both
+one = torch.tensor(23, dtype=torch.int32).expand(2)
+wide = torch.stack([mask, ~mask], -1)[..., 0]
+for queries in (1, 50):
+    attended(64, queries, 60, 2, 1, False, "token", lengths=apart)
+    attended(64, queries, 60, 2, 1, False, "token", lengths=one)
+    attended(64, queries, 60, 2, 1, False, "block", mask=wide[:, :, :queries])
+    attended(64, queries, 60, 2, 1, False, "block", mask=mask[:, :, :1, :1].expand(2, 1, queries, 60))
 for dim in (64, 128, 80):
     attended(dim, 70, 140, 2, 1, True, "block", scores="int8")
     attended(dim, 1, 90, 4, 2, False, "token", scores="int8", lengths=lengths)

@@ -197,3 +197,10 @@ def test_gpu_in_a_graph_overlapped_with_what_makes_its_operands(m, groups, ready
             t.zero_()
         graph.replay()
         assert all(torch.equal(y, other) for y, other in zip(results, expected, strict=True))
+
+
+def test_a_norm_of_float64_is_in_float64():
+    torch.manual_seed(0)
+    x, norm = torch.randn(3, 128, dtype=torch.float64), torch.rand(128, dtype=torch.float64)
+    exact = norm * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert (rms_norm(x, norm, 1e-5) - exact).norm() < 1e-14 * exact.norm()

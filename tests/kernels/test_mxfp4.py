@@ -496,3 +496,12 @@ def test_compiled_bits_are_eager_bits(device):
     x = torch.randn(64, 96, device=device)
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")(x)
     assert all(torch.equal(a, b) for a, b in zip(compiled, step(x), strict=True))
+
+
+def test_backends_and_orders_that_there_are_not():
+    packed, scale = quantize_mxfp4(torch.randn(4, 64))
+    for call in (dequantize_mxfp4, expand_mxfp4):
+        with pytest.raises(ValueError, match="backend: 'nonsense'; allowed"):
+            call(packed, scale, backend="nonsense")
+    with pytest.raises(ValueError, match="hadamard: 0; allowed"):
+        hadamard_quantize_mxfp4(torch.randn(4, 64), hadamard=0)

@@ -116,7 +116,8 @@ def test_leading_dimensions_and_empty_inputs():
     x = normal(2, 3, 64)
     y = mxfp4_gemm(x, packed, scale)
     assert y.shape == (2, 3, 48) and torch.equal(y.view(6, 48), mxfp4_gemm(x.view(6, 64), packed, scale))
-    assert mxfp4_gemm(x[:0], packed, scale, activations="mxfp4").shape == (0, 3, 48)
+    for activations in ("none", "fp8", "mxfp4"):
+        assert mxfp4_gemm(x[:0], packed, scale, activations=activations).shape == (0, 3, 48)
 
 
 SHAPES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192)]
@@ -357,3 +358,49 @@ def test_compiled_bits_are_eager_bits(device):
     x = normal(5, 64, device=device, dtype=torch.bfloat16)
     backend = "inductor" if device == "cuda" else "aot_eager"
     assert torch.equal(torch.compile(step, fullgraph=True, backend=backend)(x), step(x))
+
+
+@pytest.mark.parametrize("order", [12, 20, 32, 44])
+def test_gradients_of_a_hadamard_gemm_are_exact_for_every_order(order):
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 2 * order, dtype=torch.float64), torch.randn(5, 2 * order, dtype=torch.float64)
+    made = [t.clone().requires_grad_() for t in (x, w)]
+    exact = [t.clone().requires_grad_() for t in (x, w)]
+    grad = torch.randn(3, 5, dtype=torch.float64)
+    HadamardGemm.apply(*made, order).backward(grad)
+    F.linear(*exact).backward(grad)
+    for ours, theirs in zip(made, exact, strict=True):
+        assert relative(ours.grad, theirs.grad) < 1e-14
+
+
+def test_a_hadamard_gemm_under_autocast_keeps_its_dtype():
+    x, w = torch.randn(3, 32, requires_grad=True), torch.randn(5, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = HadamardGemm.apply(x, w, 32)
+    y.sum().backward()
+    assert y.dtype == x.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("token", "weight"), [(6e4, 1e-8), (1e-4, 1e5)])
+def test_float16_tokens_by_weights_that_float16_does_not_hold(token, weight):
+    packed, scale = quantize_mxfp4(torch.full((32, 32), weight))
+    x = torch.full((1, 32), token, dtype=torch.float16)
+    exact = F.linear(x.double(), dequantize_mxfp4(packed, scale, torch.float32).double())
+    assert relative(mxfp4_gemm(x, packed, scale, backend="reference"), exact) < MAX_RELATIVE_ERROR[torch.float16]
+
+
+def test_random_numbers_out_of_range_are_refused_before_the_forward():
+    x, w = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32)
+    for random in ((1, 1 << 61), (-1, 0), (1,)):
+        with pytest.raises(ValueError, match="random: .*; allowed:"):
+            Mxfp4Gemm.apply(x, w, 32, random)
+
+
+def test_more_columns_than_a_batchs_kernel_has_a_plan_for():
+    from quantrot.kernels.mxfp4 import hopper_batch
+
+    for depth in (hopper_batch.MOST_DEPTH, 2 * hopper_batch.MOST_DEPTH):
+        x = torch.empty(16, depth, dtype=torch.bfloat16, device="meta")
+        assert hopper_batch.fits(x, 4096) == (depth == hopper_batch.MOST_DEPTH)
+        if hopper_batch.fits(x, 4096):
+            assert all(hopper_batch.plan_for(n, rows, depth).stages >= 2 for n in (1, 16, 512) for rows in (8, 4096))

@@ -110,3 +110,34 @@ def test_a_launch_that_the_driver_refuses_says_why():
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
         nvrtc.launch(function, (1,), 4096, 0, Nothing(), 0)
+
+
+def test_streams_are_numbered_by_device_and_each_once(monkeypatch):
+    at = {"device": 0, "stream": 0}
+    monkeypatch.setattr(nvrtc, "_streams", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: at["device"])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: at["stream"], raising=False)
+    found = []
+    for device, stream in ((0, 7), (0, 8), (1, 7), (0, 7), (1, 9)):
+        at |= {"device": device, "stream": stream}
+        found.append(nvrtc.stream_number(device))
+    assert found == [0, 1, 0, 0, 1]
+
+
+def test_a_thread_without_a_context_gets_the_devices(monkeypatch):
+    """autograd's thread of a device has none before its first CUDA work, which may be this launch."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    made, answers = [], [int(driver.CUresult.CUDA_ERROR_INVALID_CONTEXT), 0]
+    ok = driver.CUresult.CUDA_SUCCESS
+    monkeypatch.setattr(nvrtc, "_launcher", lambda: lambda *args: answers.pop(0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda device: (ok, f"of {int(device)}"))
+    monkeypatch.setattr(driver, "cuCtxSetCurrent", lambda context: made.append(context) or (ok,))
+
+    class Nothing(ctypes.Structure):
+        _fields_ = [("n", ctypes.c_int)]
+
+    nvrtc.launch(0, (1,), 32, 0, Nothing(), 3)
+    assert made == ["of 3"] and not answers

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from quantrot.kernels.attention import fp8_attention
-from quantrot.kernels.fp8 import fp8_linear, quantize_fp8_block
+from quantrot.kernels.attention import fp8_attention, rope_hadamard_quantize
+from quantrot.kernels.fp8 import dequantize_fp8_block, fp8_linear, quantize_fp8_block
 from quantrot.kernels.hadamard import hadamard_transform
-from quantrot.kernels.mixed import mixed_gemm, mixed_linear, quantize_int8
-from quantrot.kernels.mxfp4 import mxfp4_gemm, quantize_mxfp4
+from quantrot.kernels.mixed import dequantize_int8, mixed_gemm, mixed_linear, quantize_int8
+from quantrot.kernels.mxfp4 import masked_hadamard, mxfp4_gemm, mxfp4_product, quantize_mxfp4
 from quantrot.kernels.operators import constant, implement, kept
 
 gpu = pytest.mark.gpu
@@ -94,3 +94,29 @@ def test_converting_imports_neither_dynamo_nor_transformers_models():
     names = "torch._dynamo transformers.modeling_utils triton"
     code = f"import sys, quantrot; quantrot.convert; assert not {{*{names.split()}}} & {{*sys.modules}}"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+CODES = quantize_mxfp4(torch.randn(16, 64))
+HEADS = [torch.randn(1, 2, 8, 32) for _ in range(3)]
+TOKENS = [t.transpose(1, 2) for t in HEADS]
+COSINES = torch.randn(1, 8, 32)
+APART = {  # calls with one operand elsewhere, and which one
+    "x": lambda: mxfp4_gemm(torch.randn(2, 64), *(t.to("meta") for t in CODES)),
+    "bias": lambda: mxfp4_gemm(torch.randn(2, 64), *CODES, torch.ones(16, device="meta")),
+    "b": lambda: mxfp4_product(*CODES, *(t.to("meta") for t in CODES)),
+    "mask": lambda: masked_hadamard(torch.randn(2, 64), torch.zeros(2, 8, dtype=torch.uint8, device="meta")),
+    "v": lambda: fp8_attention(*HEADS[:2], HEADS[2].to("meta"), causal=True),
+    "lengths": lambda: fp8_attention(*HEADS, causal=True, lengths=torch.ones(1, dtype=torch.int32, device="meta")),
+    "cos": lambda: rope_hadamard_quantize(*TOKENS, COSINES.to("meta"), COSINES),
+    "signs": lambda: rope_hadamard_quantize(*TOKENS, order=32, signs=torch.ones(32, device="meta")),
+    "scale": lambda: dequantize_int8(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1, device="meta")),
+    "scale of fp8": lambda: dequantize_fp8_block(
+        torch.ones(4, 128).to(torch.float8_e4m3fn), torch.ones(4, 1, device="meta"), (1, 128)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", APART.values(), ids=APART)
+def test_operands_on_several_devices_are_an_error(call):
+    with pytest.raises(ValueError, match="on meta"):
+        call()

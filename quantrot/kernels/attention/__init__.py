@@ -16,7 +16,7 @@ Contract of every backend, with B sequences, H query heads, G key and value head
     mask bool [1 or B, 1, 1 or S, T], True where a query sees a key; lengths int32 [B]: keys from there on are not seen;
         query_lengths int32 [B]: queries from there on are padding, their output is 0
     causal: query i sees keys up to i + lengths - query_lengths: the last query sees the last key
-    a query that sees nothing gets 0; a NaN reaches the queries that see it and no other
+    a query that sees nothing gets 0; a NaN reaches the queries that see a token of its scale and no other
 
 The softmax weights are rounded to e4m3 (times 2^8, relative to their row's maximum rounded up to a power of two), their
 sum is not. attention_reference has the formula. Backends: "hopper" (CUDA C++ for sm_90; what it takes is said there,
@@ -38,6 +38,7 @@ from quantrot.kernels.attention.reference import (
     BLOCK,
     LARGEST_BLOCK_HEAD,
     Granularity,
+    Inputs,
     attention_reference,
     dequantize_heads,
     group_of,
@@ -49,7 +50,7 @@ from quantrot.kernels.attention.reference import (
     visible_keys,
 )
 from quantrot.kernels.fp8 import E4M3
-from quantrot.kernels.operators import constant, implement
+from quantrot.kernels.operators import check_device, constant, implement
 from quantrot.orthogonal import hadamard_factors
 
 __all__ = [
@@ -176,7 +177,7 @@ def attend(
     y = torch.ops.quantrot.fp8_attention(
         *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, dtype, backend
     )
-    return inference_only(y, q)
+    return inference_only(y, *given)
 
 
 def rope_hadamard_quantize(
@@ -207,8 +208,10 @@ def rope_hadamard_quantize(
     _check_scores(scores)
     order, signs = _check_quantize(q, k, v, cos, sin, order, signs, granularity, backend)
     options = (order, granularity.value, scores, backend)
-    made = torch.ops.quantrot.rope_hadamard_quantize(q, k, v, cos, sin, signs, *options)
-    return Quantized(*(t if i % 2 or t.dtype == torch.int8 else t.view(E4M3) for i, t in enumerate(made)))
+    with torch.no_grad():
+        made = torch.ops.quantrot.rope_hadamard_quantize(q, k, v, cos, sin, signs, *options)
+    typed = (t if i % 2 or t.dtype == torch.int8 else t.view(E4M3) for i, t in enumerate(made))
+    return Quantized(*(inference_only(t, q, k, v) if t.is_floating_point() else t for t in typed))
 
 
 class _InferenceOnly(torch.autograd.Function):
@@ -252,7 +255,7 @@ def _check_attend(
                 "int8"
             )
     (batch, heads, queries, dim), (_, groups, tokens, _) = q.shape, k.shape
-    if k.shape != (batch, groups, tokens, dim) or heads % groups or v.shape[:3] != (batch, groups, dim):
+    if k.shape != (batch, groups, tokens, dim) or not groups or heads % groups or v.shape[:3] != (batch, groups, dim):
         raise ValueError(
             f"shapes: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; q [B, H, S, D], k [B, G, T, D] and v "
             "[B, G, D, T'] are needed, G a divisor of H"
@@ -287,6 +290,7 @@ def _check_attend(
     if dtype not in DTYPES:
         raise ValueError(f"dtype: {dtype}; allowed: {', '.join(map(str, DTYPES))}")
     _check_backend(backend)
+    check_device(**given._asdict(), mask=mask, lengths=lengths, query_lengths=query_lengths)
 
 
 def _granularity(name: Granularity | str) -> Granularity:
@@ -343,6 +347,7 @@ def _check_quantize(
         )
     _check_head_dim(dim)
     _check_backend(backend)
+    check_device(q=q, k=k, v=v, cos=cos, sin=sin, signs=signs)
     if (cos is None) != (sin is None):
         raise ValueError("cos, sin: one is given without the other; give both, or neither")
     for name, angles in (("cos", cos), ("sin", sin)):
@@ -412,15 +417,19 @@ def _fp8_attention(
     if q.dtype != k.dtype and not _takes_wide(q, k, v, q_scale, k_scale, v_scale, mask, causal, dtype, backend):
         q, q_scale = quantize_heads(q, codes=k.dtype)
     if (runs := _backend(q.device, backend)) != "reference":
-        from quantrot.kernels.attention import decode, hopper, triton
+        from quantrot.kernels.attention import decode, hopper
 
         many = queries > FEW or query_lengths is not None
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        given = triton.Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale)
+        mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
+        lengths, query_lengths = (t if t is None else t.contiguous() for t in (lengths, query_lengths))
+        given = Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale)
         if backend != "triton" and decode.supports(given, dtype):
             return decode.attention(given, dtype)
         if runs == "hopper" or (backend == "auto" and many and hopper.supports(given, dtype)):
             return hopper.attention(given, dtype)
+        from quantrot.kernels.attention import triton
+
         return triton.attention(given, dtype)
     seen = visible_keys(batch, queries, k.shape[2], mask, lengths, query_lengths, causal, q.device)
     return attention_reference(q, k, v, q_scale, k_scale, v_scale, seen, scale, dtype)
@@ -450,9 +459,9 @@ def _takes_wide(
     """Whether the kernel that will run reads queries in 16 bits."""
     if q.device.type != "cuda" or not _many(q.shape[2], backend):
         return False
-    from quantrot.kernels.attention import hopper, triton
+    from quantrot.kernels.attention import hopper
 
-    given = triton.Inputs(q, k, v, q_scale, k_scale, v_scale, mask, None, None, causal, 1.0)
+    given = Inputs(q, k, v, q_scale, k_scale, v_scale, mask, None, None, causal, 1.0)
     return hopper.supports(given, dtype)
 
 

@@ -9,18 +9,14 @@ Head dimensions 64 and 128, up to 16 query heads a key head, a scale a token for
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.attention.reference import BLOCK, LOG2E, group_of
+from quantrot.kernels.attention.reference import BLOCK, LOG2E, Inputs, group_of
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import SM_SHARED, load_kernel, processors, tensor_map
-
-if TYPE_CHECKING:
-    from quantrot.kernels.attention.triton import Inputs
 
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 DIMS = (64, 128)
@@ -88,7 +84,7 @@ def plan_for(pairs: int, units: int) -> Plan:
     return Plan(3, splits, alone=4 * units <= 5 * pairs * splits <= 5 * units)
 
 
-def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
+def unsupported(given: Inputs, dtype: torch.dtype) -> str | None:
     """Why `attention` does not take these operands, or None. Does not look at the device."""
     (batch, heads, queries, dim), (groups, keys) = given.q.shape, given.k.shape[1:3]
     if dim not in DIMS or dtype not in OUT or given.q.dtype != E4M3:
@@ -129,7 +125,7 @@ def _left(t: Tensor) -> int:
     return int(t.untyped_storage().nbytes()) - int(t.storage_offset())
 
 
-def supports(given: "Inputs", dtype: torch.dtype) -> bool:
+def supports(given: Inputs, dtype: torch.dtype) -> bool:
     """Whether `attention` takes these operands on their device."""
     device = given.q.device
     return device.type == "cuda" and nvrtc.available(device) and unsupported(given, dtype) is None
@@ -156,7 +152,7 @@ def _kernel(plan: Plan, dim: int, share: int, mask: bool, dtype: torch.dtype, de
     return load_kernel(source, "decode", plan.shared_bytes(dim, share), device)
 
 
-def arguments(given: "Inputs", out: Tensor, parts: Tensor, counter: int) -> Arguments:
+def arguments(given: Inputs, out: Tensor, parts: Tensor, counter: int) -> Arguments:
     """The kernel's parameter."""
     q, k, v = given.q, given.k, given.v
     scales = (given.q_scale, given.k_scale, given.v_scale)
@@ -177,7 +173,7 @@ def arguments(given: "Inputs", out: Tensor, parts: Tensor, counter: int) -> Argu
     )
 
 
-def matrices(given: "Inputs") -> list[tuple[int, int, int, int, tuple[int, int], int]]:
+def matrices(given: Inputs) -> list[tuple[int, int, int, int, tuple[int, int], int]]:
     """k and v as the copy engine reads them: address, rows, columns, bytes from a row to the next, a box, its swizzle.
 
     Of k all rows that its storage has: so a cache that grows into its room keeps its matrix.
@@ -189,13 +185,13 @@ def matrices(given: "Inputs") -> list[tuple[int, int, int, int, tuple[int, int],
     ]
 
 
-def scratch(given: "Inputs", plan: Plan) -> Tensor:
+def scratch(given: Inputs, plan: Plan) -> Tensor:
     """Room for what blocks leave: sums, and what they weigh."""
     batch, heads, _, dim = given.q.shape
     return torch.empty(batch * heads * plan.splits * (dim + 4), dtype=torch.float32, device=given.q.device)
 
 
-def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> Tensor:
+def attention(given: Inputs, dtype: torch.dtype, plan: Plan | None = None) -> Tensor:
     """[B, 1, H, D] in `dtype`, contiguous. plan: instead of the rule's (to measure). ValueError: see unsupported."""
     if reason := unsupported(given, dtype):
         raise ValueError(f"{reason}; use another backend")

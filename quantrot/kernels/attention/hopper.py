@@ -13,18 +13,15 @@ import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.attention.reference import BLOCK, LOG2E, group_of
+from quantrot.kernels.attention.reference import BLOCK, LOG2E, Inputs, group_of
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import encode_map, load_kernel, processors
-
-if TYPE_CHECKING:
-    from quantrot.kernels.attention.triton import Inputs
 
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 CODES = {E4M3: "E4m3", torch.int8: "Int8"}
@@ -88,7 +85,7 @@ def plan_for(dim: int) -> Plan:
     return Plan(2, 3, False) if dim == 128 else Plan(3, 4, True)
 
 
-def unsupported(given: "Inputs", dtype: torch.dtype) -> str | None:
+def unsupported(given: Inputs, dtype: torch.dtype) -> str | None:
     """Why `attention` does not take these operands, or None. Does not look at the device."""
     q, k, v = given.q, given.k, given.v
     dim, keys = q.shape[3], k.shape[2]
@@ -115,12 +112,12 @@ def unreadable(q: Tensor) -> str | None:
     """Why the copy engine cannot read these queries [B, H, S, D], codes or 16 bits, wherever they start; or None."""
     if q.dtype not in CODES and q.dtype not in OUT:
         return f"q in {q.dtype}"
-    if q.stride(3) != 1 or _q_row(q) * q.itemsize % 16 or _q_places(q) is None:
+    if q.stride(3) != 1 or not _q_row(q) or _q_row(q) * q.itemsize % 16 or _q_places(q) is None:
         return "rows of q that are not at multiples of 16 bytes, or heads between them"
     return None
 
 
-def supports(given: "Inputs", dtype: torch.dtype) -> bool:
+def supports(given: Inputs, dtype: torch.dtype) -> bool:
     """Whether `attention` takes these operands on their device."""
     device = given.q.device
     return device.type == "cuda" and nvrtc.available(device) and unsupported(given, dtype) is None
@@ -207,7 +204,7 @@ def _deal_up_to(bound: float, work: list[float], heads: int, blocks: int) -> lis
     return dealt
 
 
-def arguments(given: "Inputs", out: Tensor, plan: Plan, dealt: tuple[Any, Any] | None) -> Arguments:
+def arguments(given: Inputs, out: Tensor, plan: Plan, dealt: tuple[Any, Any] | None) -> Arguments:
     """The kernel's last parameter. dealt: see deal."""
     (batch, heads, queries, dim), keys = given.q.shape, given.k.shape[2]
     wide, places = given.q.dtype in OUT, _q_places(given.q)
@@ -255,7 +252,7 @@ def q_matrix(q: Tensor, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
     return q.data_ptr(), rows, columns * size, row * size, plan.rows, min(q.shape[3] * size, 128), 0
 
 
-def maps(given: "Inputs", plan: Plan) -> list[bytes]:
+def maps(given: Inputs, plan: Plan) -> list[bytes]:
     """The tensor maps of q, k and v."""
     k, v, dim = given.k, given.v, given.q.shape[3]
     at, q_rows, columns, pitch, *box, _ = q_matrix(given.q, plan)
@@ -274,7 +271,7 @@ def maps(given: "Inputs", plan: Plan) -> list[bytes]:
     ]
 
 
-def attention(given: "Inputs", dtype: torch.dtype, plan: Plan | None = None) -> Tensor:
+def attention(given: Inputs, dtype: torch.dtype, plan: Plan | None = None) -> Tensor:
     """[B, S, H, D] in `dtype`, contiguous. plan: instead of the rule's (to measure). ValueError: see unsupported."""
     reason = unsupported(given, dtype)
     if reason:

@@ -114,6 +114,8 @@ def unsupported(
         return f"length {length.dtype} {tuple(length.shape)}; an int64 without dimensions, on {q.device}, is needed"
     if mask is not None and (mask.dtype != torch.bool or mask.shape not in ((1, 1, 1, room), (batch, 1, 1, room))):
         return f"mask {mask.dtype} {tuple(mask.shape)}; bool [1 or {batch}, 1, 1, {room}] is needed"
+    if mask is not None and mask.device != q.device:
+        return f"a mask on {mask.device}, q on {q.device}"
     return None
 
 

@@ -14,6 +14,7 @@ int8 has no exponent of its own: its scale is the group's largest magnitude (2^-
 float32, and a code is the nearest integer, ties to even, to x times that scale's reciprocal. NaN and codes 0 as above.
 """
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -45,6 +46,23 @@ class Granularity(StrEnum):
     head = "head"
     block = "block"
     token = "token"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What quantrot::fp8_attention takes, checked."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    mask: Tensor | None
+    lengths: Tensor | None
+    query_lengths: Tensor | None
+    causal: bool
+    scale: float
 
 
 def scale_byte(largest: Tensor) -> Tensor:
@@ -95,7 +113,7 @@ def merged(scale: Tensor, granularity: Granularity) -> Tensor:
         largest = scale.amax() if scale.numel() else scale.new_zeros(())
         return largest.expand(*scale.shape[:2], 1)
     if granularity is Granularity.head:
-        return scale.amax(-1, keepdim=True)
+        return F.pad(scale, (0, int(scale.shape[-1] == 0))).amax(-1, keepdim=True)  # of no tokens: 0
     if granularity is Granularity.block:
         return F.pad(scale, (0, -scale.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).amax(-1)
     return scale
@@ -116,6 +134,8 @@ def quantize_heads(
 
     groups: 1 for tensor and head, ceil(T / 128) for block, T for token. Rounding is to nearest, ties to even.
     """
+    if x.dim() != 4 or not x.is_floating_point() or codes not in (E4M3, torch.int8):
+        raise ValueError(f"x: {x.dtype} {tuple(x.shape)}, codes: {codes}; allowed: floats [B, H, T, D], {E4M3} or int8")
     values = x.to(torch.float32)
     largest = (values.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1) if x.numel() else values.int()[..., 0]
     if codes == torch.int8:
@@ -202,8 +222,9 @@ def attention_reference(
     scales, and who sees whom, bool [B, 1, S, T]. Per query, with x the scores in bits:
 
         x = (q k) * q_scale * k_scale * scale * log2(e);   m = ceil(max x);   p = 2^(x - m)
-        y = sum e4m3(2^8 * p * v_scale / u) * v * u / sum e4m3(2^8 * p),   u the largest scale among the head's values
+        y = sum e4m3(2^8 * p * v_scale / u) * v * u / sum e4m3(2^8 * p)
 
+    where u is the largest scale of the head's values that a query sees.
     The sum below is of rounded probabilities, too, so that they are weights whose sum is one: on normal data 5 to 20%
     less error than by the sum of p, the more the fewer keys matter, and 20 to 25% less where values have a mean.
     """
@@ -212,9 +233,8 @@ def attention_reference(
     right = dequantize_heads(k, k_scale, torch.float32).repeat_interleave(groups, 1)
     values = v[..., :tokens].to(torch.float32).transpose(2, 3).repeat_interleave(groups, 1)
     v_bytes = spread(v_scale, tokens).repeat_interleave(groups, 1).unsqueeze(2)
-    unit = (
-        torch.where(v_bytes == NAN_BYTE, 1, v_bytes).amax(-1, keepdim=True) if tokens else v_bytes.new_ones(1, 1, 1, 1)
-    )
+    counts = seen.any(2, keepdim=True) & (v_bytes != NAN_BYTE)  # what lies behind a cache's tokens does not
+    unit = torch.where(counts, v_bytes, 1).amax(-1, keepdim=True) if tokens else v_bytes.new_ones(1, 1, 1, 1)
     relative = power(v_bytes) / power(unit)
     out = torch.empty(q.shape[0], q.shape[2], heads, q.shape[3], dtype=dtype, device=q.device)
     step = max(1, ROWS // max(1, q.shape[0] * heads * tokens))

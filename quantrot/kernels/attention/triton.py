@@ -6,14 +6,14 @@ e4m3 products want both operands contiguous along the summed dimension.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantrot.kernels.attention.reference import LEAST, P_BITS, group_of
+from quantrot.kernels.attention.reference import LEAST, P_BITS, Inputs, group_of
+from quantrot.kernels.nvrtc import processors
 
 P = tl.constexpr(P_BITS)
 SMALLEST = tl.constexpr(LEAST)
@@ -277,9 +277,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """Products are transposed, keys [BN, DP] by queries [DP, GP] and values [DP, BN] by probabilities [BN, GP]: the
     few query heads of a key's head are the short side of the tensor core's tile, and K and V go through it whole."""
-    split, splits = tl.program_id(0), tl.num_programs(0)
-    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv = (tl.program_id(1) % kv_heads).to(tl.int64)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    batch = (tl.program_id(0) // kv_heads).to(tl.int64)
+    kv = (tl.program_id(0) % kv_heads).to(tl.int64)
     used = tl.minimum(tl.load(lengths_ptr + batch), keys) if LENGTHS else keys
     tiles = tl.cdiv(used, BN)
     share = tl.cdiv(tiles, splits)
@@ -382,31 +382,10 @@ def decode_config(head_dim: int) -> Config:
     return Config(16, 128 if head_dim <= 128 else 64, 4, 3)
 
 
-@lru_cache(maxsize=16)
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def splits_for(programs: int, tiles: int, device: torch.device) -> int:
     """How many programs share the keys of one head: two programs a multiprocessor, a tile each at least."""
-    return max(1, min(tiles, -(-2 * _processors(device) // programs)))
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What the operator takes, checked."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_scale: Tensor
-    k_scale: Tensor
-    v_scale: Tensor
-    mask: Tensor | None
-    lengths: Tensor | None
-    query_lengths: Tensor | None
-    causal: bool
-    scale: float
+    count = processors(device.index) if device.type == "cuda" else 4
+    return max(1, min(tiles, -(-2 * count // programs)))
 
 
 def attention(given: Inputs, dtype: torch.dtype, config: Config | None = None) -> Tensor:
@@ -459,7 +438,7 @@ def _decode(given: Inputs, out: Tensor, config: Config) -> None:
     part = torch.empty(batch * heads, splits, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(batch * heads, splits, 2, dtype=torch.float32, device=q.device)
     unread = given.q_scale
-    _decode_kernel[splits, batch * kv_heads](
+    _decode_kernel[batch * kv_heads, splits](
         q, k, v, given.q_scale, given.k_scale, given.v_scale, unread if mask is None else mask,
         unread if given.lengths is None else given.lengths, part, stats, given.scale * LOG2E,
         *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *given.q_scale.stride()[:2], *given.k_scale.stride(),

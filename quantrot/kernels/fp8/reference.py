@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantrot.kernels.hadamard.reference import hadamard_reference
+from quantrot.kernels.operators import check_device
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -92,8 +93,8 @@ def gate(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """[..., K] over its root mean square, times weight, each rounded to x's dtype: Llama's norm."""
-    wide = x.to(torch.float32)
+    """[..., K] over its root mean square, in float32 or wider, times weight, each rounded to x's dtype: as Llama."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return weight * wide.to(x.dtype)
 
@@ -107,6 +108,7 @@ def dequantize_fp8_block(
             f"qdata: {qdata.dtype} {tuple(qdata.shape)}, scale: {tuple(scale.shape)}, block: {tuple(block)}; allowed: "
             f"{E4M3} [M, K] and a scale a block"
         )
+    check_device(qdata=qdata, scale=scale)
     expanded = _expand(scale, whole(block, qdata.shape), qdata.shape)
     return qdata.to(torch.float32).mul_(expanded).to(dtype)
 

@@ -121,4 +121,4 @@ def run(
 @kept
 def _narrow(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The last axis' matrix in 16 bits, which +-1 fits."""
-    return _matrix(n, False, device).to(dtype)
+    return _matrix(n, False, torch.device("cpu")).to(device, dtype)  # which waits: another stream may read it

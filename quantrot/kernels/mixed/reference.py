@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantrot.kernels.operators import check_device
+
 INT8_MAX = 127.0
 MAX_RELATIVE_ERROR = {  # ||y - exact|| / ||exact|| of every backend but "expand"; right: one rounding alone
     torch.bfloat16: 1.9e-3,  # 1.66e-3
@@ -50,6 +52,7 @@ def dequantize_int8(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfl
             f"qdata: {qdata.dtype} {list(qdata.shape)}, scale: {list(scale.shape)}; allowed: torch.int8 [N, K] and "
             "[N, G], G a divisor of K"
         )
+    check_device(qdata=qdata, scale=scale)
     groups = qdata.to(torch.float32).unflatten(-1, (scale.shape[-1], -1))
     return groups.mul_(scale.to(torch.float32).unsqueeze(-1)).flatten(-2).to(dtype)
 

@@ -35,25 +35,32 @@ STREAMS = 4  # random numbers of one backward pass: offsets 4 * offset ... 4 * o
 
 
 class HadamardGemm(torch.autograd.Function):
-    """F.linear(x H, w H) = F.linear(x, w): Mxfp4Gemm without the quantization. x [..., K], weight [N, K], hadamard."""
+    """F.linear(x H, w H) = F.linear(x, w): Mxfp4Gemm without the quantization. x [..., K], weight [N, K] of its dtype,
+    hadamard of any order that divides K. Under autocast it stays in their dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, hadamard: int = 32) -> Tensor:
         turned_x, turned_w = hadamard_transform(x, block=hadamard), hadamard_transform(weight, block=hadamard)
         ctx.save_for_backward(turned_x, turned_w)
         ctx.hadamard = hadamard
-        return F.linear(turned_x, turned_w)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(turned_x, turned_w)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         turned_x, turned_w = ctx.saved_tensors
-        dx = hadamard_transform(grad @ turned_w, block=ctx.hadamard) if ctx.needs_input_grad[0] else None
+        dx = _turned_back(grad @ turned_w, ctx.hadamard) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
             g, rows = (t.reshape(-1, t.shape[-1]) for t in (grad, turned_x))
-            dw = hadamard_transform(g.T @ rows, block=ctx.hadamard)
+            dw = _turned_back(g.T @ rows, ctx.hadamard)
         return dx, dw, None
+
+
+def _turned_back(x: Tensor, order: int) -> Tensor:
+    """x times the transpose of H / sqrt(order), in blocks: not every order's matrix is symmetric."""
+    return torch.ops.quantrot.hadamard(x, None, order, order**-0.5, True, "auto")
 
 
 class Mxfp4Gemm(torch.autograd.Function):
@@ -74,7 +81,7 @@ class Mxfp4Gemm(torch.autograd.Function):
         random: tuple[int, int] | None = None,
         outside: Tensor | None = None,
     ) -> Tensor:
-        _check(x, weight, hadamard)
+        _check(x, weight, hadamard, random)
         rows = x.reshape(-1, x.shape[-1])
         turn: Any = {"hadamard": hadamard, "clip_mask": True}
         xq, x_scale, x_mask = hadamard_quantize_mxfp4(rows, ScaleRule.quest, **turn)
@@ -115,8 +122,10 @@ class Mxfp4Gemm(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def _check(x: Tensor, weight: Tensor, hadamard: int) -> None:
+def _check(x: Tensor, weight: Tensor, hadamard: int, random: tuple[int, int] | None) -> None:
     check_fused(hadamard)
+    if random is not None and not (len(random) == 2 and 0 <= random[0] < 1 << 63 and 0 <= random[1] < 1 << 61):
+        raise ValueError(f"random: {random}; allowed: (seed below 2^63, offset below 2^61), or None")
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x and weight: shapes {tuple(x.shape)} and {tuple(weight.shape)}; allowed: [..., K] and [N, K]"

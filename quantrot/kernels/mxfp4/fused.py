@@ -45,8 +45,8 @@ def mxfp4_fused(
     norm too.
     """
     check_operands(x, packed, scale, activations, hadamard)
-    if gates and residual is not None:
-        raise ValueError("gates: a residual is added to a product that is not gated; add it to the result")
+    if gates and (residual is not None or len(packed) % 2):
+        raise ValueError(f"gates: packed {tuple(packed.shape)}; it takes an even number of rows, and no residual")
     for name, given, shape in (("norm", norm, x.shape[-1:]), ("residual", residual, (*x.shape[:-1], len(packed)))):
         if given is not None and (given.shape != shape or given.dtype != x.dtype or given.device != x.device):
             found = f"{given.dtype} {list(given.shape)} on {given.device}"

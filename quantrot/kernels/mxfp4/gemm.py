@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, has_triton, rule_name
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
-from quantrot.kernels.operators import implement
+from quantrot.kernels.operators import check_device, implement
 
 ACTIVATIONS = ("none", "fp8", "mxfp4")
 BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")
@@ -56,6 +56,7 @@ def mxfp4_product(
     """
     check_packed("a", a, a_scale)
     check_packed("b", b, b_scale)
+    check_device(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a and b: shapes {tuple(a.shape)} and {tuple(b.shape)}; allowed: [M, K/2] and [N, K/2]")
     _check_backend(backend)
@@ -98,7 +99,10 @@ def mxfp4_gemm(
     check_operands(x, packed, scale, activations, hadamard)
     if bias is not None and bias.shape != packed.shape[:1]:
         raise ValueError(f"bias: shape {tuple(bias.shape)}; allowed: [{packed.shape[0]}]")
+    check_device(x=x, bias=bias)
     _check_backend(backend)
+    if backend == "cublas" and activations == "none":
+        raise ValueError("backend: 'cublas' multiplies e4m3, x stays wide; allowed: auto, hopper, triton, reference")
     return torch.ops.quantrot.mxfp4_linear(
         x, packed, scale, bias, activations, rule_name(scale_rule), hadamard, settled, backend
     )
@@ -110,6 +114,7 @@ def mxfp4_gemm(
 def check_operands(x: Tensor, packed: Tensor, scale: Tensor, activations: str, hadamard: int) -> None:
     """ValueError for what mxfp4_gemm does not multiply, whatever the backend."""
     check_packed("packed", packed, scale)
+    check_device(x=x, packed=packed, scale=scale)
     if x.dim() < 1 or packed.dim() != 2 or x.shape[-1] != 2 * packed.shape[1]:
         raise ValueError(
             f"x: shape {tuple(x.shape)}; a weight of {tuple(packed.shape)} bytes needs [..., K] by [N, K/2]"
@@ -272,17 +277,18 @@ def _turned(x: Tensor, hadamard: int) -> Tensor:
 
 
 def _linear_wide(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
-    """The definition: dequantized operands in x's dtype."""
+    """The definition: dequantized operands in x's dtype, or float32 for float16, whose exponents do not hold them."""
+    dtype = rows.dtype
+    work = torch.float32 if dtype == torch.float16 else dtype
     if activations == "mxfp4":
         codes, scales, _ = quantize_reference(rows, ScaleRule(rule), hadamard=hadamard)
-        rows = dequantize_reference(codes, scales, rows.dtype)
+        rows = dequantize_reference(codes, scales, work)
     elif activations == "fp8":
         qdata, token = _fp8_tokens(rows, hadamard)
-        rows = (qdata.to(torch.float32) * token.unsqueeze(1)).to(rows.dtype)
+        rows = (qdata.to(torch.float32) * token.unsqueeze(1)).to(work)
     else:
-        rows = _turned(rows, hadamard)
-    weight = torch.ops.quantrot.mxfp4_dequantize(packed, scale, rows.dtype, "auto")
-    return F.linear(rows, weight)
+        rows = _turned(rows, hadamard).to(work)
+    return F.linear(rows, torch.ops.quantrot.mxfp4_dequantize(packed, scale, work, "auto")).to(dtype)
 
 
 @implement("quantrot::mxfp4_linear")
@@ -297,7 +303,9 @@ def _linear(
     settled: bool,
     backend: str,
 ) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    if not len(rows):  # what expands the weight relies on the quantizer's launch in front of it
+        return x.new_empty((*x.shape[:-1], packed.shape[0]))
     widens = _widens(rows, packed, activations, backend)
     batches = _batches(rows, packed, activations, rule, hadamard, backend)
     decoder = None if widens or batches else _decoder(rows, activations, backend)

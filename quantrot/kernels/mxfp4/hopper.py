@@ -347,7 +347,8 @@ def arrange(tokens: Tensor, tiles: int, turn: Turn | None, grouped: bool = False
     return y
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy that is contiguous and starts at 16 bytes."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -377,7 +378,7 @@ def decode(
     goes through RMSNorm first; residual is added to the rounded result. No kernel that may still run writes norm.
     """
     given = packed, scale
-    tokens, packed, scale = _aligned(tokens), _aligned(packed), _aligned(scale)
+    tokens, packed, scale = aligned(tokens), aligned(packed), aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
     (count, columns), rows, device = tokens.shape, packed.shape[0], tokens.get_device()
     plan = plan or plan_for(count, rows, columns)

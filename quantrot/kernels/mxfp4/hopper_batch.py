@@ -15,6 +15,7 @@ from torch import Tensor
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import blocks, quantize_fp8_block
 from quantrot.kernels.mixed import hopper as mixed
+from quantrot.kernels.mxfp4.hopper import aligned
 from quantrot.kernels.mxfp4.reference import GROUP
 
 WIDE = mixed.WIDE
@@ -61,6 +62,7 @@ class Plan(mixed.Plan):
 
 
 MOST = 1024  # tokens
+MOST_DEPTH = 1 << 17  # no plan has room for the scales of more
 # Tiles, and microseconds of a block of K of one (64 to 512 tokens by 4096 x 14336, 8192 x 8192, 28672 x 4096; H200).
 TILES = (
     (Plan(64, 2, groups=1), 0.20),
@@ -87,7 +89,8 @@ def device_functions() -> str:
 def fits(x: Tensor, rows: int) -> bool:
     """Whether `multiply` takes tokens [M, K] like these and a weight of so many rows."""
     tokens, depth = x.shape
-    return x.dtype in WIDE and 0 < tokens <= MOST and depth > 0 and depth % BLOCK == 0 and rows > 0 and rows % 8 == 0
+    counts = 0 < tokens <= MOST and 0 < depth <= MOST_DEPTH and rows > 0
+    return x.dtype in WIDE and counts and depth % BLOCK == 0 and rows % 8 == 0
 
 
 @lru_cache(maxsize=4096)
@@ -181,11 +184,6 @@ def _kernel(plan: Plan, out: torch.dtype, shared: int, device: int) -> int:
     return nvrtc.load_kernel(device_functions() + plan.entry(out), "mxfp4_batch", shared, device)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
 def multiply(
     tokens: Tensor,
     token_scale: Tensor,
@@ -203,7 +201,7 @@ def multiply(
     there, packed and scale. settled: no kernel that may still run when this one is launched writes the weight.
     """
     given = packed, scale
-    packed, scale = _aligned(packed), _aligned(scale)
+    packed, scale = aligned(packed), aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
     (count, depth), rows, device = tokens.shape, packed.shape[0], packed.get_device()
     plan = plan or plan_for(count, rows, depth)

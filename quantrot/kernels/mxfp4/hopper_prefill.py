@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed import hopper as mixed
+from quantrot.kernels.mxfp4.hopper import aligned
 from quantrot.kernels.mxfp4.reference import GROUP
 
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
@@ -169,11 +170,6 @@ def _kernel(plan: Plan, shared: int, device: int) -> int:
     return nvrtc.load_kernel(device_functions() + entry(plan), "mxfp4_prefill", shared, device)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
 def multiply(x: Tensor, packed: Tensor, scale: Tensor, plan: Plan | None = None, *, settled: bool = False) -> Tensor:
     """x bfloat16 [M, K] by a packed weight [N, K/2]: [M, N], for which `fits` holds.
 
@@ -181,7 +177,7 @@ def multiply(x: Tensor, packed: Tensor, scale: Tensor, plan: Plan | None = None,
     launched writes the weight.
     """
     given = packed, scale
-    x, packed, scale = _aligned(x), _aligned(packed), _aligned(scale)
+    x, packed, scale = aligned(x), aligned(packed), aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
     assert scale.shape[1] * GROUP == x.shape[1]
     plan = plan or plan_for(len(x), len(packed), x.shape[1])

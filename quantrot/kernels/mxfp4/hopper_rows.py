@@ -148,11 +148,6 @@ def fits(x: Tensor, rule: ScaleRule, hadamard: int, row: bool = False) -> bool:
     return x.dtype in IN and rounds_exactly(x.dtype, rule, hadamard) and whole
 
 
-def _aligned(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
 def plan_of(hadamard: int, mask: bool, dither: bool) -> tuple[int, int, int]:
     """(threads, thread blocks of a multiprocessor, stages) of `quantize`."""
     plans = tuned.HOPPER_RANDOM_ROWS if dither else tuned.HOPPER_MASK_ROWS if mask else tuned.HOPPER_ROWS
@@ -168,7 +163,7 @@ def quantize(
     mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [..., K] bfloat16 or float16 -> packed, scale, mask (empty unless asked for). Checked by the caller."""
-    x = _aligned(x)
+    x = hopper.aligned(x)
     packed, scale, bits = outputs(x, x.shape, mask)
     dither = random is not None
     threads, resident, stages = plan_of(hadamard, mask, dither)
@@ -191,7 +186,7 @@ def quantize_expanded(
 
     arranged: e4m3's columns in the order in which batch.cuh reads them.
     """
-    x = _aligned(x)
+    x = hopper.aligned(x)
     rows, width = x.shape
     packed, scale, _ = outputs(x, x.shape, False)
     to = room(rows, width, x.device)
@@ -233,7 +228,7 @@ def expand(
     to: the `room` for them, made before the kernel that was launched last, which writes neither room nor weight, and
     lets no other start before it has waited for those before it: the two then run at the same time.
     """
-    weight = _aligned(packed), scale.contiguous()
+    weight = hopper.aligned(packed), scale.contiguous()
     beside = to is not None and weight[0] is packed and weight[1] is scale
     to = to or room(len(packed), 2 * packed.shape[1], packed.device)
     rows, groups = scale.shape
@@ -252,7 +247,7 @@ def _dequantize_kernel(device: int) -> Any:
 
 def dequantize(packed: Tensor, scale: Tensor) -> Tensor:
     """[..., K] bfloat16 from packed uint8 [..., K/2] and scale uint8 [..., K/32], not empty."""
-    packed, scale = _aligned(packed), scale.contiguous()
+    packed, scale = hopper.aligned(packed), scale.contiguous()
     out = torch.empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=torch.bfloat16, device=packed.device)
     words, device = packed.numel() // 4, packed.get_device()
     parameters = DequantizeArguments(packed.data_ptr(), scale.data_ptr(), out.data_ptr(), words)

@@ -16,7 +16,7 @@ from quantrot.kernels.mxfp4.reference import (
     masked_hadamard_reference,
     quantize_reference,
 )
-from quantrot.kernels.operators import implement
+from quantrot.kernels.operators import check_device, implement
 from quantrot.orthogonal import hadamard_factors
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -76,6 +76,7 @@ def dequantize_mxfp4(
     check_packed("packed", packed, scale)
     if dtype not in FLOATS:
         raise ValueError(f"dtype: {dtype}; allowed: {', '.join(map(str, FLOATS))}")
+    _check_backend(backend)
     return torch.ops.quantrot.mxfp4_dequantize(packed, scale, dtype, backend)
 
 
@@ -104,6 +105,8 @@ def hadamard_quantize_mxfp4(
     """
     if transpose and x.dim() != 2:
         raise ValueError(f"x: shape {tuple(x.shape)}; transpose takes [M, K]: flatten the leading dimensions")
+    if hadamard < 1:
+        raise ValueError(f"hadamard: {hadamard}; allowed: multiples of 32; quantize_mxfp4 turns nothing")
     _check(x, x.shape[0 if transpose else -1] if x.dim() else 0, hadamard, signs, backend)
     rule, (seed, offset) = _rule(scale_rule, random), random or (0, 0)
     if hadamard not in FUSED:
@@ -159,6 +162,7 @@ def expand_mxfp4(packed: Tensor, scale: Tensor, *, backend: str = "auto") -> tup
     check_packed("packed", packed, scale)
     if packed.dim() != 2:
         raise ValueError(f"packed: shape {tuple(packed.shape)}; expand_mxfp4 takes [N, K/2]")
+    _check_backend(backend)
     return torch.ops.quantrot.mxfp4_expand(packed, scale, backend)
 
 
@@ -176,6 +180,7 @@ def masked_hadamard(
         raise ValueError("x: requires a gradient, which masked_hadamard has not; detach it")
     if mask.dtype != torch.uint8 or mask.shape != (*x.shape[:-1], x.shape[-1] // 8):
         raise ValueError(f"mask: {mask.dtype} {tuple(mask.shape)}; x {tuple(x.shape)} needs uint8 with K/8 columns")
+    check_device(x=x, mask=mask)
     return torch.ops.quantrot.masked_hadamard(x, mask, hadamard, factor * hadamard**-0.5, backend)
 
 
@@ -238,7 +243,7 @@ def _rule(scale_rule: ScaleRule | str, random: tuple[int, int] | None) -> str:
         return rule
     if rule != ScaleRule.absmax34:
         raise ValueError(f"scale_rule: {rule} saturates, so rounding at random would be biased; allowed: absmax34")
-    if any(not 0 <= n < 1 << 63 for n in random):
+    if len(random) != 2 or any(not 0 <= n < 1 << 63 for n in random):
         raise ValueError(f"random: {random}; allowed: (seed, offset), both from 0 to 2^63 - 1")
     return rule
 
