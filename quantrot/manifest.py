@@ -50,8 +50,10 @@ def read_manifest(root: Path) -> Manifest:
     if not path.exists():
         raise ValueError(f"{path}: missing; give a directory that `quantrot convert` wrote")
     data = read_json(path)
-    if data.get("layout") != VERSION:
-        raise ValueError(f"{path}: layout is {data.get('layout')!r}; this version reads {VERSION}: upgrade quantrot")
+    if "layout" not in data:
+        raise ValueError(f"{path}: malformed: KeyError at 'layout'; convert again")
+    if data["layout"] != VERSION:
+        raise ValueError(f"{path}: layout is {data['layout']!r}; this version reads {VERSION}: upgrade quantrot")
     try:
         linears = {fqn: _format(entry["format"]) for fqn, entry in data["linears"].items()}
         online = {fqn: _rotation(entry["online"]) for fqn, entry in data["linears"].items() if entry["online"]}

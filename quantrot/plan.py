@@ -367,23 +367,23 @@ def _assign(
         rule = next((r for r in recipe.linear if patterns.matches(r.match, linear.fqn)), None)
         if rule is not None and not skipped:
             rules[linear.fqn] = rule
-            if linear.input_side == "R4" and "R4" in rotations and rule.hadamard != "none":
-                where = recipe.where("linear", recipe.linear.index(rule), "hadamard")
-                errors.append(f"{where}: hadamard {rule.hadamard} and R4 both turn {linear.fqn}'s input; drop one")
+    for rule in dict.fromkeys(rules[a.fqn] for a in all_linears if a.input_side == "R4" and a.fqn in rules):
+        if "R4" in rotations and rule.hadamard != "none":
+            where = recipe.where("linear", recipe.linear.index(rule), "hadamard")
+            errors.append(f"{where}: hadamard {rule.hadamard} and R4 both turn the input of down_proj; drop one")
     for i, rule in enumerate(recipe.linear):
         if any(patterns.matches(rule.match, linear.fqn) for linear in all_linears) and rule not in rules.values():
             where = recipe.where("linear", i, "match")
             notes.append(f"{where}: {rule.match!r} applies to nothing: its linears are skipped or have an earlier rule")
     misfit = {linear.group for linear in all_linears if linear.fqn in rules and not _fits(linear, rules[linear.fqn])}
-    assigned: dict[str, LinearFormat | None] = {}
-    fallen: Counter[str] = Counter()
+    assigned, fallen = dict[str, LinearFormat | None](), Counter[str]()
     for linear in all_linears:
         rule = rules.get(linear.fqn)
         assigned[linear.fqn] = None if rule is None else formats.from_rule(rule)
         if rule is not None and linear.group in misfit:
             wanted = formats.from_rule(rule)
-            hadamard_fits = linear.in_features % max(wanted.hadamard, 1) == 0
-            got = assigned[linear.fqn] = formats.fallback(wanted, rule, hadamard_fits)
+            turns = linear.in_features % max(wanted.hadamard, 1) == 0
+            got = assigned[linear.fqn] = formats.fallback(wanted, rule, turns)
             result = formats.label(got) if got else "its own dtype"
             shape = f"[{linear.out_features}, {linear.in_features}]"
             fallen[f"{linear.fqn.rpartition('.')[2]} {shape} does not fit {formats.label(wanted)}: {result}"] += 1

@@ -376,7 +376,8 @@ def _explain(error: Any, file: str, tree: Any) -> str:
     if error["type"] in ("literal_error", "enum"):
         allowed = str(error["ctx"]["expected"])
         words = allowed.replace("'", "").replace(" or ", ", ").split(", ")
-        return f"{place}: {field} is {_shown(error['input'])}; allowed: {allowed}{_did_you_mean(error['input'], words)}"
+        hint = " (without quotes)" if error["input"] in words else _did_you_mean(error["input"], words)
+        return f"{place}: {field} is {_shown(error['input'])}; allowed: {allowed}{hint}"
     if error["type"] == "union_tag_invalid":
         tag, allowed = error["ctx"]["tag"], error["ctx"]["expected_tags"]
         hint = _did_you_mean(tag, allowed.replace("'", "").split(", "))

@@ -54,12 +54,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found. failures: why the conversion is not acceptable; warnings: what to think about."""
+    """What was found. failures: why the conversion is not acceptable; warnings: what to think about; max_kl: the limit
+    that held."""
 
     divergence: Divergence
     layers: tuple[Layer, ...]
     failures: tuple[str, ...]
     warnings: tuple[str, ...]
+    max_kl: float
 
 
 @torch.no_grad()
@@ -82,8 +84,8 @@ def verify(
     nothing is quantized, else 4). min_top1: least agreement. ValueError for files that do not match their hashes.
     """
     for name, value in (("max_kl", max_kl), ("min_top1", min_top1)):
-        if value is not None and not value >= 0:
-            raise ValueError(f"{name} is {value}; a number from 0 up is needed")
+        if value is not None and not 0 <= value <= (1 if name == "min_top1" else math.inf):
+            raise ValueError(f"{name} is {value}; a number from 0 {'to 1' if name == 'min_top1' else 'up'} is needed")
     root = Path(path).expanduser()
     manifest = read_manifest(root)
     source = str(against) if against is not None else _source_name(manifest.data)
@@ -105,7 +107,7 @@ def verify(
         failures.append(f"KL to the source is {found.kl:.4g} nats per token, above {limit:g}")
     if min_top1 is not None and not found.top1 >= min_top1:
         failures.append(f"top-1 agreement with the source is {found.top1:.4f}, below {min_top1:g}")
-    return Verification(found, tuple(layers), tuple(failures), tuple(_warnings(layers)))
+    return Verification(found, tuple(layers), tuple(failures), tuple(_warnings(layers)), limit)
 
 
 def _source_name(data: dict[str, Any]) -> str:

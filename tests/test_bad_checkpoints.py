@@ -153,7 +153,7 @@ REQUESTS = [
     ("skip-matches-nothing", {"skip": ["lm_haed"]}, {}, r"recipe: 'lm_haed' matches no module of this model \(did you mean 'lm_head'\?\)$"),
     ("block-does-not-divide", {"rotations": {"R1": {"kind": "hadamard", "block": 24}}}, {}, r"recipe: R1\.block is 24, which does not divide the width 64; use a divisor, or full$"),
     ("bound-that-nothing-meets", {"rotations": {"R1": {"kind": "hadamard", "block": "<=1"}}}, {}, r"recipe: R1\.block is <=1, and no Hadamard block up to 1 divides the width 64$"),
-    ("r4-and-hadamard", linear(match="down_proj", hadamard=32) | {"rotations": {"R4": {"kind": "hadamard"}}}, {}, r"recipe: hadamard 32 and R4 both turn model\.layers\.0\.mlp\.down_proj's input; drop one$"),
+    ("r4-and-hadamard", linear(match="down_proj", hadamard=32) | {"rotations": {"R4": {"kind": "hadamard"}}}, {}, r"recipe: hadamard 32 and R4 both turn the input of down_proj; drop one$"),
 ]  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def test_recipe_without_a_file_names_the_field_and_not_a_line():
         ),
         (
             "nonsense!",
-            r"recipe 'nonsense!' is neither a file nor a shipped recipe; shipped: fp8-attention, .*rotate-only$",
+            r"recipe 'nonsense!' is neither a file nor a shipped recipe; shipped: fp8-attention, .*trained-mxfp4$",
         ),
         ("", r"recipe '' is neither a file nor a shipped recipe; shipped: "),
         ("a\0b", r"recipe 'a\\x00b' is neither a file nor a shipped recipe"),

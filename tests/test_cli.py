@@ -18,7 +18,7 @@ run = CliRunner().invoke
 OPTIONS = {
     "convert": "--recipe --output --device --resume --max-shard-size --overwrite --calibration --windows --seq-len "
     "--threads --dry-run",
-    "plan": "--recipe --device --max-shard-size --calibration --windows --seq-len",
+    "plan": "--recipe --device --max-shard-size --calibration --windows --seq-len --threads",
     "learn": "--recipe --output --text --steps --seq-len --windows --held-out --rate --seed --device",
     "verify": "--against --text --max-kl --min-top1 --device",
     "inspect": "",

@@ -50,7 +50,7 @@ def test_a_wrong_weight_fails(source, tmp_path):
 def test_limits_are_the_callers(source, tmp_path):
     convert(source, "int8-weight-only", tmp_path / "out")
     assert not verify(tmp_path / "out", **OPTIONS).failures
-    found = verify(tmp_path / "out", max_kl=0.0, min_top1=1.1, **OPTIONS)
+    found = verify(tmp_path / "out", max_kl=0.0, min_top1=1.0, **OPTIONS)
     assert [f.split(" with")[0].split(" to")[0] for f in found.failures] == ["KL", "top-1 agreement"]
 
 
@@ -61,8 +61,8 @@ def test_an_empty_text_is_not_exchanged_for_another(source, tmp_path):
 
 
 def test_limits_that_are_none_are_refused_before_the_work(tmp_path):
-    for limit in ({"max_kl": float("nan")}, {"max_kl": -1.0}, {"min_top1": float("nan")}):
-        with pytest.raises(ValueError, match=r"(max_kl|min_top1) is (nan|-1\.0); a number from 0 up is needed"):
+    for limit in ({"max_kl": float("nan")}, {"max_kl": -1.0}, {"min_top1": float("nan")}, {"min_top1": 90.0}):
+        with pytest.raises(ValueError, match=r"(max_kl|min_top1) is (nan|-1\.0|90\.0); a number from 0 (up|to 1) is"):
             verify(tmp_path, **limit)
 
 

@@ -1,7 +1,8 @@
 """What several commands share: argument types, size arithmetic, consoles, progress bars."""
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
 Model = Annotated[str, typer.Argument(help="A directory, a hub id, or demo.", metavar="MODEL")]
 Recipe = Annotated[str, typer.Option("--recipe", "-r", help="A shipped name (see `quantrot recipes`) or a YAML file.")]
 Device = Annotated[str, typer.Option(help="Where the arithmetic runs: cpu, cuda, cuda:N.")]
-ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest output file: 5GB, 500MB.")]
+ShardSize = Annotated[
+    str, typer.Option("--max-shard-size", help="Largest output file, unless one tensor is larger: 5GB, 500MB.")
+]
 Text = Annotated[Path | None, typer.Option("--calibration", help="UTF-8 text that `rounding: gptq` calibrates on.")]
 Windows = Annotated[int | None, typer.Option("--windows", help="Windows of --calibration's text; 32 by default.")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in one of them; 512 by default.")]
+
+Threads = Annotated[int | None, typer.Option(min=1, help="Chunks at a time; all CPUs by default.")]
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -70,14 +75,11 @@ def byte_progress() -> Iterator[Progress]:
     """A bar on stderr with bytes, rate and time left; yields progress(current, done, total)."""
     from rich import progress
 
-    columns = (
-        progress.TextColumn("{task.description:<44}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with _bars(columns) as show:
+    width = console(stderr=True).width
+    name = progress.TextColumn(f"{{task.description:<{min(44, width // 3)}.{min(44, width // 3)}}}")
+    speed = [progress.TransferSpeedColumn()] if width >= 100 else []
+    columns = (name, progress.BarColumn(), progress.DownloadColumn(), *speed, progress.TimeRemainingColumn())
+    with _bars(columns, size) as show:
         yield show
 
 
@@ -87,16 +89,21 @@ def count_progress() -> Iterator[Progress]:
     from rich import progress
 
     columns = progress.TextColumn("{task.description:<12}"), progress.BarColumn(), progress.MofNCompleteColumn()
-    with _bars((*columns, progress.TimeElapsedColumn())) as show:
+    with _bars((*columns, progress.TimeElapsedColumn(), progress.TimeRemainingColumn()), str) as show:
         yield show
 
 
 @contextmanager
-def _bars(columns: tuple[Any, ...]) -> Iterator[Progress]:
-    """One bar on stderr, which appears with the first progress: an error before it is not preceded by an empty bar."""
+def _bars(columns: tuple[Any, ...], number: Callable[[int], str]) -> Iterator[Progress]:
+    """One bar on stderr, which appears with the first progress: an error before it is not preceded by an empty bar.
+    Where stderr is a file or a pipe, lines."""
     from rich import progress
 
-    bars = progress.Progress(*columns, console=console(stderr=True))
+    where = console(stderr=True)
+    if not where.is_terminal:
+        yield _tenths(number)
+        return
+    bars = progress.Progress(*columns, console=where)
     task = bars.add_task("", total=None)
 
     def show(name: str, done: int, total: int) -> None:
@@ -110,14 +117,44 @@ def _bars(columns: tuple[Any, ...]) -> Iterator[Progress]:
             bars.stop()
 
 
-def grid(title: str, columns: list[str], rows: list[list[str]]) -> Any:
+def _tenths(number: Callable[[int], str]) -> Progress:
+    """Prints a line with the time at every tenth."""
+    started, last, whole = time.monotonic(), 0, 0
+
+    def show(name: str, done: int, total: int) -> None:
+        nonlocal last, whole
+        tenth = done * 10 // max(total, 1)
+        if (tenth, total) != (last, whole) and tenth:
+            note(f"{name}: {number(done)}/{number(total)} after {time.monotonic() - started:.0f} s")
+        last, whole = tenth, total
+
+    return show
+
+
+def note(text: str) -> None:
+    """A remark, on stderr and in one line."""
+    console(stderr=True).print(text, markup=False, soft_wrap=True)
+
+
+def line(text: str) -> None:
+    """A line of a result, on stdout; however long, one line."""
+    console().print(text, markup=False, soft_wrap=True)
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A result with a line above it: a table's own title is wrapped at the table's width."""
+    line(title)
+    console().print(grid(columns, rows))
+
+
+def grid(columns: list[str], rows: list[list[str]]) -> Any:
     """A table; columns of numbers are flush right. Brackets are text: a path may have them."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
     shown = any(columns)
-    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=shown)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=shown)
     for i, column in enumerate(columns):
         numbers = all(re.fullmatch(r"[-+]?[\d.,]*", row[i]) for row in rows)
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")

@@ -13,13 +13,14 @@ from quantrot.cli.common import (
     SeqLen,
     ShardSize,
     Text,
+    Threads,
     Windows,
     byte_progress,
     calibration,
-    console,
-    grid,
+    line,
     parse_size,
     size,
+    table,
 )
 
 if TYPE_CHECKING:
@@ -41,14 +42,14 @@ def command(
     text: Text = None,
     windows: Windows = None,
     seq_len: SeqLen = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Chunks at a time; all CPUs by default.")] = None,
+    threads: Threads = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
 ) -> None:
     """Rotate, quantize and write a checkpoint, streaming: memory does not grow with the model."""
     if dry_run:
         from quantrot.cli import plan
 
-        return plan.command(model, recipe, device, max_shard_size, text, windows, seq_len)
+        return plan.command(model, recipe, device, max_shard_size, text, windows, seq_len, threads)
     if output is None:
         raise ValueError("--output is missing; give the directory to write, or --dry-run")
     from quantrot.convert import convert
@@ -89,7 +90,6 @@ def show(done: "Conversion") -> None:
     worst = sorted((v["sqnr_db"], k) for k, v in done.manifest["linears"].items() if v["sqnr_db"] is not None)
     rows += [[f"worst weights {i}", f"{name}, SQNR {db:.2f} dB"] for i, (db, name) in enumerate(worst[:WORST], 1)]
     rows += [["time", f"{done.seconds:.1f} s"], ["peak memory", size(done.peak_bytes)]]
-    out = console()
-    out.print(grid(f"{plan.source.name} by {plan.recipe.name} -> {done.out}", ["", ""], rows))
+    table(f"{plan.source.name} by {plan.recipe.name} -> {done.out}", ["", ""], rows)
     for note in plan.notes:
-        out.print(f"note: {note}", markup=False)
+        line(f"note: {note}")

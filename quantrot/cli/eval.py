@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantrot.cli import common
-from quantrot.cli.common import console, grid
+from quantrot.cli.common import count_progress, note, table
 from quantrot.source import open_source
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def mmlu(
         report.write(report.report("mmlu", entry, settings | {"seed": result.seed}, results, against_entry), output)
     _print_mmlu(model, result, against, difference)
     if result.truncated:
-        _note(f"{result.truncated} of {result.overall.n} prompts were cut: the model's context is shorter")
+        note(f"{result.truncated} of {result.overall.n} prompts were cut: the model's context is shorter")
 
 
 def _check_mmlu(
@@ -139,10 +138,10 @@ def _recipes(
         def evaluate(name: str) -> Mmlu:
             file = table.result_file(place, name, where[name], how)
             if file.exists():
-                _note(f"{name}: {where[name]}, as in {file}")
+                note(f"{name}: {where[name]}, as in {file}")
                 result, entries[table.label(name)] = table.kept_result(file)
                 return result
-            _note(f"{name}: {where[name]}")
+            note(f"{name}: {where[name]}")
             result, entry = run(where[name])
             entries[table.label(name)] = entry
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +149,7 @@ def _recipes(
             return result
 
         rows = table.compared(names, evaluate)
-    _table(
+    common.table(
         f"MMLU, {rows[0].mmlu.fewshot}-shot, {rows[0].mmlu.overall.n} questions, {model}",
         table.COLUMNS,
         table.cells(rows),
@@ -190,7 +189,7 @@ def ppl(
         ["perplexity", report.number(result.ppl), report.number(result.ppl_stderr)],
         ["nats per token", report.number(result.nll, 5), report.number(result.nll_stderr, 5)],
     ]
-    _table(f"{model}, {_extent(result)}", ["", "value", "± stderr"], rows)
+    table(f"{model}, {_extent(result)}", ["", "value", "± stderr"], rows)
 
 
 @app.command()
@@ -228,7 +227,7 @@ def compare(
         ["perplexity of the baseline", report.number(result.baseline_ppl), "-"],
         ["max logit error / max logit", report.number(result.max_logit_error), "-"],
     ]
-    _table(f"{model} against {baseline}, {_extent(result)}", ["", "value", "± stderr"], rows)
+    table(f"{model} against {baseline}, {_extent(result)}", ["", "value", "± stderr"], rows)
 
 
 def _open(name: str, device: str, dtype: str) -> tuple[Any, Any]:
@@ -241,7 +240,7 @@ def _text(path: Path | None) -> tuple[str, str]:
     from quantrot.evals.text import evaluation_text
 
     content, origin = evaluation_text(path)
-    _note(f"text: {origin}")
+    note(f"text: {origin}")
     return content, origin
 
 
@@ -266,12 +265,12 @@ def _print_mmlu(name: str, result: Mmlu, against: Mmlu | None, difference: Paire
             row += [number(baseline[label].acc), f"{score.acc - baseline[label].acc:+.4f}"]
         rows.append(row)
     columns = ["", "n", "acc", "± stderr", *(["baseline", "difference"] if against else [])]
-    _table(f"MMLU, {result.fewshot}-shot, {name}", columns, rows)
+    table(f"MMLU, {result.fewshot}-shot, {name}", columns, rows)
     if difference:
         row = ["overall", f"{difference.difference:+.4f}", number(difference.stderr), str(difference.only_model)]
         row += [str(difference.only_baseline), number(difference.p_value)]
         columns = ["", "difference", "± stderr", "only model", "only baseline", "McNemar p"]
-        _table("The same questions, model minus baseline", columns, [row])
+        table("The same questions, model minus baseline", columns, [row])
 
 
 def _mmlu_scores(result: Mmlu) -> Iterator[tuple[str, Score]]:
@@ -283,45 +282,8 @@ def _mmlu_scores(result: Mmlu) -> Iterator[tuple[str, Score]]:
             yield f"    {subject}", result.subjects[subject]
 
 
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    out = console()
-    out.print(title, markup=False, soft_wrap=True)  # not the table's own title: that is wrapped at the table's width
-    out.print(grid("", columns, rows))
-
-
-def _note(text: str) -> None:
-    console(stderr=True).print(text, markup=False, soft_wrap=True)
-
-
-def _tenths(description: str) -> Callable[[int, int], None]:
-    """Prints a line with the time at every tenth."""
-    started, printed = time.monotonic(), 0
-
-    def moved(done: int, total: int) -> None:
-        nonlocal printed
-        if done * 10 // total > printed:
-            printed = done * 10 // total
-            _note(f"{description}: {done}/{total} after {time.monotonic() - started:.0f} s")
-
-    return moved
-
-
 @contextmanager
-def _progress(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, or lines where stderr is a file; yields the function that moves it to (done, total)."""
-    from rich import progress
-
-    if not console(stderr=True).is_terminal:
-        yield _tenths(description)
-        return
-
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=console(stderr=True)) as bars:
-        task = bars.add_task(description, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that counts; yields the function that moves it to (done, total)."""
+    with count_progress() as show:
+        yield lambda done, total: show(what, done, total)

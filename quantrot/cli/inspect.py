@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantrot.cli.common import console, grid, size
+from quantrot.cli.common import console, size, table
 
 
 def command(output: Annotated[Path, typer.Argument(help="A directory that convert wrote.", metavar="OUT")]) -> None:
@@ -33,7 +33,7 @@ def command(output: Annotated[Path, typer.Argument(help="A directory that conver
     title = (
         f"{data['source']['model']} by {data['recipe_name']} (quantrot {data['quantrot']}), {size(checkpoint.nbytes)}"
     )
-    out.print(grid(title, ["linears", "count", "format", "bits a weight"], rows))
+    table(title, ["linears", "count", "format", "bits a weight"], rows)
     if weights:
         out.print(f"{weights / 1e6:.0f} M quantized weights at {bits / weights:.3f} bits")
     for name, r in data["rotations"].items():
@@ -45,7 +45,7 @@ def command(output: Annotated[Path, typer.Argument(help="A directory that conver
     if narrow:
         out.print(f"attention: {manifest.arithmetic}; KV cache: {_cache(manifest.kv_cache, checkpoint.config)}")
     support = engines.support(manifest.linears, manifest.online, manifest.attention, checkpoint.biased, narrow)
-    out.print(grid("Engines", ["engine", "runs it", "as"], [[s.engine, s.runs, s.note] for s in support]))
+    table("Engines", ["engine", "runs it", "as"], [[s.engine, s.runs, s.note] for s in support])
     out.print(engines.serve_command(support, manifest.linears, manifest.online), markup=False)
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantrot.cli.common import Model, Recipe, console, count_progress, grid
+from quantrot.cli.common import Model, Recipe, count_progress, line, note, table
 
 if TYPE_CHECKING:
     from quantrot.learn import Learning
@@ -16,7 +16,7 @@ def command(
     recipe: Recipe,
     output: Annotated[Path, typer.Option("--output", "-o", help="The safetensors file to write.")],
     text: Annotated[
-        Path | None, typer.Option(help="UTF-8 text to learn on; WikiText-2's training split by default.")
+        Path | None, typer.Option(help="UTF-8 text to learn on; without it WikiText-2's, or Python's own topics.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Windows to learn from, one a step.")] = 100,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens in a window.")] = 256,
@@ -33,6 +33,7 @@ def command(
 
     start = load_recipe(recipe)
     content, origin = evaluation_text(text, "train")
+    note(f"text: {origin}")
     with count_progress() as progress:
         found = learn(
             model,
@@ -54,10 +55,9 @@ def command(
         ["KL of what was learned", f"{found.kl_after:.4f}"],
         ["best step", f"{found.best_step} of {steps}"],
     ]
-    out = console()
     title = f"{', '.join(found.names)} -> {output}, {found.held_out} held-out windows of {found.seq_len} tokens"
-    out.print(grid(title, ["", ""], rows))
-    out.print("in the recipe:\n" + _fragment(found, start), markup=False)
+    table(title, ["", ""], rows)
+    line("in the recipe:\n" + _fragment(found, start))
 
 
 def _fragment(found: "Learning", recipe: Any) -> str:

@@ -5,6 +5,8 @@ keeps its traceback.
 """
 
 import io
+import os
+import signal
 import sys
 from typing import Any
 
@@ -23,6 +25,9 @@ class Commands(TyperGroup):
                 stream.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # whoever read has enough; Python would say so once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(128 + signal.SIGPIPE) from None
         except (ValueError, OSError) as error:
             for line in str(error).splitlines() or [type(error).__name__]:
                 print(f"error: {line}", file=sys.stderr)

@@ -9,12 +9,14 @@ from quantrot.cli.common import (
     SeqLen,
     ShardSize,
     Text,
+    Threads,
     Windows,
     calibration,
     console,
-    grid,
+    line,
     parse_size,
     size,
+    table,
 )
 from quantrot.process import cpus
 
@@ -30,21 +32,20 @@ def command(
     text: Text = None,
     windows: Windows = None,
     seq_len: SeqLen = None,
+    threads: Threads = None,
 ) -> None:
     """Show what convert would do, and every error at once, before any weight is read."""
     from quantrot.plan import plan
 
-    show(plan(model, recipe, device, parse_size(max_shard_size), calibration(text, windows, seq_len)))
+    planned = plan(model, recipe, device, parse_size(max_shard_size), calibration(text, windows, seq_len))
+    show(planned, threads or cpus())
 
 
-def show(planned: "Plan") -> None:
+def show(planned: "Plan", threads: int) -> None:
     """Print a plan: formats by kind of linear, rotations, sizes, memory, notes."""
     out = console()
-    out.print(
-        grid(
-            f"{planned.source.name} by {planned.recipe.name}", ["linears", "count", "shape", "becomes"], _kinds(planned)
-        )
-    )
+    title = f"{planned.source.name} by {planned.recipe.name}"
+    table(title, ["linears", "count", "shape", "becomes"], _kinds(planned))
     for name, r in planned.rotations.items():
         where = "fused into the weights" if name in ("R1", "R2") else "online"
         width = "full width" if r.block == r.width else f"blocks of {r.block}"
@@ -52,13 +53,12 @@ def show(planned: "Plan") -> None:
         out.print(f"{name}: {r.kind}, width {r.width}, {width}, {made}, {where}", markup=False)
     if (planned.recipe.attention, planned.recipe.kv_cache) != ("bf16", "bf16"):
         out.print(f"attention: {planned.recipe.attention}; KV cache: {planned.recipe.kv_cache}; both at run time")
-    threads = cpus()
     sizes = f"{size(planned.source_bytes)} -> {size(planned.output_bytes)}"
     out.print(f"{len(planned.steps)} steps, {len(planned.shards)} shard(s): {sizes}")
     held = f", {size(planned.calibration_bytes(threads))} of it for calibration" if planned.calibration else ""
     out.print(f"predicted peak memory {size(planned.peak_bytes(threads))} with {threads} threads{held}")
     for note in planned.notes:
-        out.print(f"note: {note}", markup=False)
+        line(f"note: {note}")
 
 
 def _kinds(planned: "Plan") -> list[list[str]]:

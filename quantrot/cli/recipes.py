@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from quantrot.cli.common import console, grid
+from quantrot.cli.common import table
 
 app = typer.Typer(help="Recipes: list them, show one, or print the JSON schema.", invoke_without_command=True)
 
@@ -16,7 +16,7 @@ def main(context: typer.Context) -> None:
         from quantrot.recipe import load_recipe, shipped_recipes
 
         rows = [[name, load_recipe(name).description] for name in shipped_recipes()]
-        console().print(grid("Shipped recipes", ["name", "what it does (engines)"], rows))
+        table("Shipped recipes", ["name", "what it does (engines)"], rows)
 
 
 @app.command()

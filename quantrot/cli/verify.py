@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from quantrot.cli.common import console, count_progress, grid
+from quantrot.cli.common import count_progress, line, table
 
 WORST = 10
 
@@ -16,11 +16,13 @@ def command(
         str | None, typer.Option(help="The unconverted model; the manifest's source by default.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to run; Python's help topics by default.")] = None,
-    max_kl: Annotated[float | None, typer.Option(help="Fail above this KL (nats per token).")] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Fail above this KL (nats per token); 4, or 0.01 if nothing is quantized.")
+    ] = None,
     min_top1: Annotated[float | None, typer.Option(help="Fail below this top-1 agreement (0 to 1).")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
 ) -> None:
-    """Check hashes, logits and every layer; exit status 1 if the conversion is not acceptable."""
+    """Check hashes, logits and every layer. Exit status 1: not acceptable; 2: damaged, or cannot be checked."""
     from quantrot.evals.text import evaluation_text
     from quantrot.verify import verify
 
@@ -29,7 +31,6 @@ def command(
         found = verify(
             output, against, text=content, max_kl=max_kl, min_top1=min_top1, device=device, progress=progress
         )
-    out = console()
     d = found.divergence
     rows = [
         ["mean KL to the source, nats per token", f"{d.kl:.5f}"],
@@ -37,20 +38,18 @@ def command(
         ["perplexity, source -> converted", f"{d.baseline_ppl:.3f} -> {d.ppl:.3f}"],
         ["largest logit error / largest logit", f"{d.max_logit_error:.2e}"],
     ]
-    out.print(grid(f"{output}, {d.windows} windows of {d.seq_len} tokens, float32", ["", ""], rows))
+    table(f"{output}, {d.windows} windows of {d.seq_len} tokens, float32", ["", ""], rows)
     worst = sorted(found.layers, key=lambda layer: layer.sqnr_db)[:WORST]
     if worst:
-        table = [
+        rows = [
             [w.fqn, w.format, f"{w.sqnr_db:.2f}", "-" if w.unrotated_db is None else f"{w.unrotated_db:.2f}"]
             for w in worst
         ]
-        out.print(
-            grid("Worst linears by output SQNR (dB)", ["linear", "format", "converted", "without rotation"], table)
-        )
+        table("Worst linears by output SQNR (dB)", ["linear", "format", "converted", "without rotation"], rows)
     for warning in found.warnings:
-        out.print(f"warning: {warning}", markup=False)
+        line(f"warning: {warning}")
     for failure in found.failures:
-        out.print(f"FAILED: {failure}", markup=False)
+        line(f"FAILED: {failure}")
     if found.failures:
         raise typer.Exit(1)
-    out.print("files match their hashes; ok")
+    line(f"files match their hashes; ok (KL up to {found.max_kl:g} is)")

@@ -47,9 +47,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"text: {path} is not UTF-8 (byte {error.start}); convert it to UTF-8") from error
+        raise ValueError(f"text {path}: not UTF-8 (byte {error.start}); convert it to UTF-8") from error
     except OSError as error:
-        raise ValueError(f"text: cannot read {path}: {error.strerror}; name an existing UTF-8 file") from error
+        raise ValueError(f"text {path}: cannot be read: {error.strerror}; name an existing UTF-8 file") from error
 
 
 def _wikitext_file(split: str) -> Path | None:

@@ -16,7 +16,7 @@ def test_a_named_file_is_read_as_it_stands(tmp_path):
     assert str(file) in origin and "sha256" in origin
 
 
-@pytest.mark.parametrize("content, message", [(None, "cannot read"), (b"\xff\xfe", "is not UTF-8")])
+@pytest.mark.parametrize("content, message", [(None, "cannot be read"), (b"\xff\xfe", "not UTF-8")])
 def test_an_unusable_file_is_named(tmp_path, content, message):
     file = tmp_path / "a.txt"
     if content is not None:
