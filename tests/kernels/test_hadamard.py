@@ -546,3 +546,10 @@ def test_plans_fit_the_multiprocessor():
         assert hadamard_factors(n)
         assert plan.shared_bytes(n) <= MAX_SHARED and plan.resident * plan.warps <= 64
         assert plan.resident * (plan.shared_bytes(n) + 1024) <= SM_SHARED
+
+
+def test_the_definition_has_gradients_and_compiles_too():
+    x, g = torch.randn(3, 24, dtype=torch.float64, requires_grad=True), torch.randn(3, 24, dtype=torch.float64)
+    run = torch.compile(lambda t: hadamard_ref(t, block=8), fullgraph=True, backend="aot_eager")
+    made = [torch.autograd.grad(f(x), x, g)[0] for f in (run, lambda t: hadamard_transform(t, block=8))]
+    assert torch.equal(*made)

@@ -404,3 +404,14 @@ def test_more_columns_than_a_batchs_kernel_has_a_plan_for():
         assert hopper_batch.fits(x, 4096) == (depth == hopper_batch.MOST_DEPTH)
         if hopper_batch.fits(x, 4096):
             assert all(hopper_batch.plan_for(n, rows, depth).stages >= 2 for n in (1, 16, 512) for rows in (8, 4096))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_e4m3_tokens_are_multiplied_exactly_by_the_definition_too(dtype):
+    from quantrot.kernels.fp8 import quantize_fp8_block
+
+    x, (packed, scale) = normal(64, 512).to(dtype), quantize_mxfp4(normal(48, 512))
+    codes, token = quantize_fp8_block(x, (1, 0), "bf16")
+    exact = (codes.double() * token.double()) @ dequantize_mxfp4(packed, scale, torch.float32).double().T
+    y = mxfp4_gemm(x, packed, scale, activations="fp8", backend="reference")
+    assert relative(y, exact) < 1.01 * relative(exact.to(dtype), exact)

@@ -83,7 +83,7 @@ def hadamard_ref(
 ) -> Tensor:
     """The definition of hadamard_transform, in plain torch on any device: same arguments, same errors."""
     size, signs, scale = check_transform(x, order, block, signs, scale, "auto")
-    return hadamard_reference(x, signs, size, scale)
+    return torch.ops.quantrot.hadamard(x, signs, size, scale, False, "reference")
 
 
 @constant

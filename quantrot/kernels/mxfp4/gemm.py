@@ -81,7 +81,8 @@ def mxfp4_gemm(
     settled: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """x [..., K] times the transpose of an MXFP4 weight [N, K]: [..., N] in x's dtype, float32 sums, rounded once.
+    """x [..., K] times the transpose of an MXFP4 weight [N, K]: [..., N] in x's dtype, float32 sums, rounded once,
+    then plus the bias [N].
 
     activations: "none" multiplies x as it is (W4A16), "fp8" its e4m3 with one bfloat16 scale a token (W4A8), "mxfp4"
     its MXFP4 with `scale_rule` (W4A4). hadamard: 32, 64 or 128: x is turned in blocks of this width first. Operands are
@@ -277,9 +278,9 @@ def _turned(x: Tensor, hadamard: int) -> Tensor:
 
 
 def _linear_wide(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
-    """The definition: dequantized operands in x's dtype, or float32 for float16, whose exponents do not hold them."""
+    """The definition: dequantized operands in x's dtype, or float32 where that does not hold them."""
     dtype = rows.dtype
-    work = torch.float32 if dtype == torch.float16 else dtype
+    work = torch.float32 if dtype == torch.float16 or activations == "fp8" else dtype
     if activations == "mxfp4":
         codes, scales, _ = quantize_reference(rows, ScaleRule(rule), hadamard=hadamard)
         rows = dequantize_reference(codes, scales, work)
