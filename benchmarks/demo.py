@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from quantrot import convert, verify  # noqa: E402
-from quantrot.cli.common import byte_progress, console, count_progress, grid, size  # noqa: E402
+from quantrot.cli.common import byte_progress, console, count_progress, size, table  # noqa: E402
 from quantrot.evals import hub  # noqa: E402
 from quantrot.evals.divergence import divergence  # noqa: E402
 from quantrot.evals.text import python_topics  # noqa: E402
@@ -47,7 +47,7 @@ def main() -> None:
         rows.append(_row(recipe, options.work / recipe, baseline, ids))
     columns = ["recipe", "bits", "size", "seconds", "KL", "top-1", "ppl ratio", "worst layer (dB)"]
     title = f"SmolLM2-135M-Instruct, {WINDOWS} windows of {SEQ_LEN} tokens of Python's help topics"
-    out.print(grid(title, columns, rows))
+    table(title, columns, rows)
     if options.data or hub.reachable():
         _mmlu(tokenizer, baseline, options.data)
     else:

@@ -116,8 +116,8 @@ def checked(result: tuple) -> Any:
 
 @lru_cache(maxsize=1024)
 def processors(device: int) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Multiprocessors of a tensor's get_device(); 4 where there is none, -1 (Triton's interpreter)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
 
 
 def load_kernel(source: str, name: str, shared: int, device: int) -> int:

@@ -384,8 +384,7 @@ def decode_config(head_dim: int) -> Config:
 
 def splits_for(programs: int, tiles: int, device: torch.device) -> int:
     """How many programs share the keys of one head: two programs a multiprocessor, a tile each at least."""
-    count = processors(device.index) if device.type == "cuda" else 4
-    return max(1, min(tiles, -(-2 * count // programs)))
+    return max(1, min(tiles, -(-2 * processors(device.index if device.type == "cuda" else -1) // programs)))
 
 
 def attention(given: Inputs, dtype: torch.dtype, config: Config | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quantrot.kernels.fp8.tuned import GemmPlan, gemm_plan
+from quantrot.kernels.nvrtc import processors
 
 NEEDS = "scaled blocks whose columns are a multiple of 128 or all of K"
 STEP = 128  # of K, between promotions
@@ -218,7 +219,7 @@ def run(
     left = TensorDescriptor.from_tensor(a, [plan.bm, STEP]) if tma else a
     right = TensorDescriptor.from_tensor(b, [plan.bn, STEP]) if tma else b
     tiles = triton.cdiv(m, plan.bm) * triton.cdiv(n, plan.bn) * plan.splits
-    grid = min(tiles, plan.persistent * _processors(a.device)) if plan.persistent else tiles
+    grid = min(tiles, plan.persistent * processors(a.get_device())) if plan.persistent else tiles
     _gemm_kernel[(grid,)](
         left, right, parts, out if bias is None else bias, a_scale, b_scale, m, n, padded, a.stride(0), b.stride(0), n,
         m * n, *a_scale.stride(), *b_scale.stride(), plan.bm, plan.bn, *_height_span(a_block, m, k),
@@ -248,8 +249,3 @@ def _aligned(x: Tensor) -> Tensor:
 @lru_cache(maxsize=16)
 def _has_tma(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@lru_cache(maxsize=16)
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,7 +6,6 @@ sums in float32, added in their order by a second kernel, so a result does not d
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -14,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantrot.kernels.mxfp4.reference import GROUP
+from quantrot.kernels.nvrtc import processors
 
 _GROUP = tl.constexpr(GROUP)
 
@@ -72,16 +72,6 @@ def _add_slices_kernel(
     if SCALED:
         acc *= tl.load(token_scale_ptr + at // rows, mask=at < size, other=0.0)
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=at < size)
-
-
-@lru_cache(maxsize=16)
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def processors(x: Tensor) -> int:
-    """Multiprocessors of x's device; 4 where there is none (Triton's interpreter)."""
-    return _processors(x.get_device()) if x.is_cuda else 4
 
 
 def plan_for(tokens: int, rows: int, columns: int) -> Plan:
@@ -255,7 +245,7 @@ def repair(
         tile = 128 if rows > 32 else 32
         tiles = triton.cdiv(rows, tile) * triton.cdiv(columns, 128)
         overlap = y.device.type == "cuda" and torch.cuda.get_device_capability(y.device)[0] >= 9
-        _repair_kernel[(min(tiles, processors(y)),)](
+        _repair_kernel[(min(tiles, processors(y.get_device())),)](
             y, *(packed or (y, y, y)), b, b_scale, b_outside, *(wide or (y, y)), rows, columns, 2 * b.shape[1],
             ROWS=tile, COLUMNS=128, DEPTH=64, A_PACKED=packed is not None, WIDE=wide is not None,
             OVERLAP=overlap, num_warps=8 if tile == 128 else 4, **({"launch_pdl": True} if overlap else {}),
