@@ -148,8 +148,8 @@ def test_launches_that_may_run_at_once_count_their_rows_apart(monkeypatch):
     recording = True
     assert [hopper._counter(0) for _ in range(4)] == [64, 65, 66, -1]  # none is left: fixed shares
     recording, device = False, 1
-    assert hopper._counter(1) == 2
-    monkeypatch.setattr(nvrtc, "_streams", {(0, other): other for other in range(hopper.STREAMS)})
+    assert hopper._counter(1) == 0  # each device has its own
+    monkeypatch.setattr(nvrtc, "_streams", {(1, 100 + other): other for other in range(hopper.STREAMS)})
     assert hopper._counter(1) == -1
 
 
