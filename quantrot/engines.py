@@ -158,8 +158,10 @@ def support(
         return rows + [Support(name, "no", why) for name in ("vLLM", "transformers", "SGLang")]
     own = "; attention and KV cache in its own precision" if narrow_attention else ""
     precision = "; ".join(sorted({_precision(fmt) for fmt in quantized.values()})) or "as the original"
-    again = "; without VLLM_USE_DEEP_GEMM_E8M0=0 Hopper and Blackwell round weights again, to powers of two as scales"
-    again = again if any(map(_rounded_again, quantized.values())) else ""
+    kinds = {fmt.weights.kind for fmt in quantized.values()}
+    again = ""
+    if any(map(_rounded_again, quantized.values())):
+        again = "; Hopper and Blackwell round weights again (scales to powers of two) without VLLM_USE_DEEP_GEMM_E8M0=0"
     refusals = {
         "vLLM": _not_in_vllm(linears, online, biased),
         "transformers": "would skip the online Hadamard: the file is refused, on purpose" if online else "",
@@ -168,7 +170,7 @@ def support(
     notes = {
         "vLLM": f"--tensor-parallel-size 1 only; needs its hadacore kernel{own}" if online else precision + again + own,
         "transformers": ("emulated, dequantized weights" if quantized else "as the original") + _package(linears) + own,
-        "SGLang": precision + (" where shapes are multiples of 64 x 128" if "W8A16" in precision else "") + own,
+        "SGLang": precision + ("; INT8 in shapes that are multiples of 64 x 128" if "int8" in kinds else "") + own,
     }
     return rows + [Support(name, "no" if why else "yes", why or notes[name]) for name, why in refusals.items()]
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from quantrot import convert, load
 from quantrot.engines import serve_command, support
 from quantrot.formats import WIDE, compressed_tensors_group, from_rule
+from quantrot.kernels.fp8 import dequantize_fp8_block, quantize_fp8_block
 from quantrot.kernels.mixed import dequantize_int8, quantize_int8
 from quantrot.kernels.mxfp4 import dequantize_mxfp4, power_of_two, quantize_mxfp4
 from quantrot.manifest import read_manifest
@@ -210,12 +211,12 @@ def rule(weights, activations=None, **more):
 VERDICTS = [
     (rule(CHANNEL, TOKEN), "W8A8", "W8A8"),
     (rule(CHANNEL, GROUPS), "W8A8.*a token, not the recipe's", "W8A8.*a token, not the recipe's"),
-    (rule(CHANNEL), "W8A16", "W8A16"),
+    (rule(CHANNEL), "W8A16", "W8A16$"),
     (rule(BLOCKS, GROUPS), "W8A8.*E8M0=0", "W8A8"),
     (rule(BLOCKS | {"scale_rule": "pow2"}, GROUPS), r"W8A8[^;]*$", "W8A8"),
     (rule(BLOCKS, TOKEN), "W8A8.*1x128 blocks, not the recipe's", "W8A8.*1x128 blocks, not the recipe's"),
     (rule(BLOCKS), "W8A16", ""),
-    (rule(INT8), "W8A16", "W8A16"),
+    (rule(INT8), "W8A16$", "W8A16; INT8 in shapes that are multiples of 64 x 128$"),
     (rule({"format": "mxfp4"}), "W4A16.*marlin", ""),
     (rule({"format": "mxfp4"}, {"format": "mxfp4"}), "W4A4 on Blackwell, W4A16", ""),
     (rule({"format": "mxfp4"}, TOKEN), "W4A8", ""),
@@ -300,3 +301,19 @@ def test_the_command_that_serves_it(source, recipe, command):
     verdicts = support(planned.linears, planned.online, planned.attention, planned.checkpoint.biased)
     said = serve_command(verdicts, planned.linears, planned.online)
     assert said == command or (command == "python -c" and said.startswith(command))
+
+
+def test_weights_that_are_rounded_again_lose_what_is_said():
+    """As vLLM's DeepGEMM does it: the codes times their scales, rounded once more to scales that are powers of two."""
+    torch.manual_seed(0)
+    w = torch.randn(512, 512)
+
+    def rounded(w, rule):
+        return dequantize_fp8_block(*quantize_fp8_block(w, (128, 128), rule), (128, 128), torch.float32)
+
+    def decibels(got):
+        return 10 * (w.square().sum() / (got - w).square().sum()).log10().item()
+
+    once, again, powers = rounded(w, "bf16"), rounded(rounded(w, "bf16"), "pow2"), rounded(w, "pow2")
+    assert decibels(once) - decibels(again) == pytest.approx(3, abs=0.3)
+    assert abs(decibels(once) - decibels(powers)) < 0.1 and torch.equal(rounded(powers, "pow2"), powers)

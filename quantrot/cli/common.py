@@ -23,7 +23,6 @@ ShardSize = Annotated[
 Text = Annotated[Path | None, typer.Option("--calibration", help="UTF-8 text that `rounding: gptq` calibrates on.")]
 Windows = Annotated[int | None, typer.Option("--windows", help="Windows of --calibration's text; 32 by default.")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in one of them; 512 by default.")]
-
 Threads = Annotated[int | None, typer.Option(min=1, help="Chunks at a time; all CPUs by default.")]
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -75,8 +74,9 @@ def byte_progress() -> Iterator[Progress]:
     """A bar on stderr with bytes, rate and time left; yields progress(current, done, total)."""
     from rich import progress
 
-    width = console(stderr=True).width
-    name = progress.TextColumn(f"{{task.description:<{min(44, width // 3)}.{min(44, width // 3)}}}")
+    width = console(stderr=True).width  # of 80 columns a longer name would take two lines
+    letters = min(44, width // 3)
+    name = progress.TextColumn(f"{{task.description:<{letters}.{letters}}}")
     speed = [progress.TransferSpeedColumn()] if width >= 100 else []
     columns = (name, progress.BarColumn(), progress.DownloadColumn(), *speed, progress.TimeRemainingColumn())
     with _bars(columns, size) as show:

@@ -209,7 +209,7 @@ _OVERLAP = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint64 * 8
 
 
 _streams: dict[tuple[int, int], int] = {}
-_COUNTING = threading.Lock()  # threads that serve would else get the same numbers
+COUNTING = threading.Lock()  # numbers are given out under it: threads would else get the same ones
 
 
 def stream_number(device: int) -> int | None:
@@ -225,7 +225,7 @@ def stream_number(device: int) -> int | None:
         return None
     key = device, torch._C._cuda_getCurrentRawStream(device)
     if key not in _streams:
-        with _COUNTING:
+        with COUNTING:
             _streams.setdefault(key, sum(other == device for other, _ in _streams))
     return _streams[key]
 
@@ -240,7 +240,7 @@ def counters_in_turn(count: int) -> int:
     Launches take turns, so that two at once have their own.
     """
     global _taken
-    with _COUNTING:
+    with COUNTING:
         first = _taken if _taken + count <= COUNTERS else 0
         _taken = first + count
     return first

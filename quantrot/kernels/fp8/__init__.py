@@ -49,7 +49,7 @@ from quantrot.kernels.fp8.reference import (
     whole,
 )
 from quantrot.kernels.hadamard import check_transform
-from quantrot.kernels.operators import constant, implement
+from quantrot.kernels.operators import check_device, constant, implement
 
 __all__ = [
     "E4M3",
@@ -247,7 +247,7 @@ def fp8_linear(
             raise ValueError(f"{name}: {given.dtype} {tuple(given.shape)}; allowed: {x.dtype} {shape}")
     if gates and (residual is not None or b.shape[0] % 2):
         raise ValueError(f"gates: b {tuple(b.shape)}; it takes an even number of rows, and no residual")
-    _check_rest(b, (b_scale, x, *(t for t in (norm, residual) if t is not None)), x.dtype, bias)
+    _check_rest(b, x.dtype, bias, b_scale=b_scale, x=x, norm=norm, residual=residual)
     if backend not in ("auto", "hopper", "reference"):
         raise ValueError(f"backend: {backend!r}; allowed: auto, hopper, reference")
     rest = norm, epsilon, residual, gates
@@ -295,7 +295,7 @@ def _check_product(
         raise ValueError(f"b: {tuple(b.shape)} has not a's {a.shape[1]} columns; the product is a times b transposed")
     _check_scale("a", a, a_scale, a_block)
     _check_scale("b", b, b_scale, b_block)
-    _check_rest(b, (a, a_scale, b_scale), out_dtype, bias)
+    _check_rest(b, out_dtype, bias, a=a, a_scale=a_scale, b_scale=b_scale)
     if backend not in (*CHOICES, "reference", *GEMMS):
         raise ValueError(f"backend: {backend!r}; allowed: auto, {', '.join(GEMMS)}, fastest, reference")
 
@@ -309,14 +309,13 @@ def _check_scale(name: str, data: Tensor, scale: Tensor, block: tuple[int, int])
         )
 
 
-def _check_rest(b: Tensor, others: tuple[Tensor, ...], out_dtype: torch.dtype, bias: Tensor | None) -> None:
+def _check_rest(b: Tensor, out_dtype: torch.dtype, bias: Tensor | None, **others: Tensor | None) -> None:
     """Of a product: its result's dtype, its bias, and that all are on one device."""
     if out_dtype not in DTYPES:
         raise ValueError(f"out_dtype: {out_dtype}; allowed: {', '.join(map(str, DTYPES))}")
     if bias is not None and bias.shape != b.shape[:1]:
         raise ValueError(f"bias: shape {tuple(bias.shape)}; allowed: ({b.shape[0]},), one number a row of b")
-    if any(t.device != b.device for t in others) or (bias is not None and bias.device != b.device):
-        raise ValueError(f"operands, scales or bias: not all on b's device {b.device}; move them there")
+    check_device(b=b, bias=bias, **others)
 
 
 # --- Backends --------------------------------------------------------------------------------------------------------

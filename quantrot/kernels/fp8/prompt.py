@@ -9,7 +9,6 @@ while the others multiply, in the order in which the products need the tokens.
 """
 
 import ctypes
-import threading
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -100,7 +99,6 @@ def pays(m: int, n: int, k: int) -> bool:
 # --- Counters --------------------------------------------------------------------------------------------------------
 
 _recorded = STREAMS * EACH  # the first counter that no recorded launch has
-_COUNTING = threading.Lock()
 
 
 def counters(device: int, count: int, peek: bool = False) -> int | None:
@@ -112,7 +110,7 @@ def counters(device: int, count: int, peek: bool = False) -> int | None:
     number = nvrtc.stream_number(device)
     if number is not None:
         return number * EACH if number < STREAMS and count <= EACH else None
-    with _COUNTING:
+    with nvrtc.COUNTING:
         first = _recorded
         if first + count > COUNTERS:
             return None

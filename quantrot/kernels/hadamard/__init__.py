@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.hadamard.reference import hadamard_reference
-from quantrot.kernels.operators import constant, implement
+from quantrot.kernels.operators import check_device, constant, implement
 from quantrot.orthogonal import hadamard_factors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -115,8 +115,7 @@ def check_transform(
         if signs.dim() != 1 or signs.numel() not in (size, width):
             allowed = f"[{size}]" if size == width else f"[{size}] or [{width}]"
             raise ValueError(f"signs: shape {tuple(signs.shape)}; allowed: {allowed}, one +-1 a column")
-        if signs.device != x.device:
-            raise ValueError(f"signs: on {signs.device}, x on {x.device}; move them to the same device")
+        check_device(x=x, signs=signs)
         signs = signs.to(torch.int8)
     return size, signs, size**-0.5 if scale is None else float(scale)
 

@@ -49,7 +49,7 @@ from quantrot.kernels.mixed.reference import (
     unpack_int8,
 )
 from quantrot.kernels.mixed.tuned import EXPAND_FROM
-from quantrot.kernels.operators import constant, implement
+from quantrot.kernels.operators import check_device, constant, implement
 
 __all__ = [
     "dequantize_int8",
@@ -215,9 +215,7 @@ def _check(
             raise ValueError(f"zero_point: {_shape(zero_point)}; allowed: scale's shape, {list(scale.shape)}")
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
         raise ValueError(f"bias: {_shape(bias)}; allowed: a float type of shape [{weight.shape[0]}]")
-    for name, other in (("weight", weight), ("scale", scale), ("zero_point", zero_point), ("bias", bias)):
-        if other is not None and other.device != x.device:
-            raise ValueError(f"{name}: on {other.device}, x on {x.device}; move them to the same device")
+    check_device(x=x, weight=weight, scale=scale, zero_point=zero_point, bias=bias)
     return scale, zero_point
 
 
