@@ -402,6 +402,7 @@ def test_more_columns_than_a_batchs_kernel_has_a_plan_for():
     for depth in (hopper_batch.MOST_DEPTH, 2 * hopper_batch.MOST_DEPTH):
         x = torch.empty(16, depth, dtype=torch.bfloat16, device="meta")
         assert hopper_batch.fits(x, 4096) == (depth == hopper_batch.MOST_DEPTH)
+        assert all(_few(activations, 16, 4096, depth) in (True, False) for activations in ("fp8", "mxfp4"))
         if hopper_batch.fits(x, 4096):
             assert all(hopper_batch.plan_for(n, rows, depth).stages >= 2 for n in (1, 16, 512) for rows in (8, 4096))
 

@@ -168,6 +168,8 @@ def _few(activations: str, tokens: int, rows: int, columns: int) -> bool:
 
     if tokens > DECODE_ROWS or not hopper.fits(columns):
         return False
+    if columns > hopper_batch.MOST_DEPTH:  # which has no plan for them
+        return True
     few, batch = (module.rule(tokens, rows, columns)[0] for module in (hopper, hopper_batch))
     return few + BESIDE[activations] <= batch
 
