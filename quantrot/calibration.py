@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from quantrot.device import device_type
 from quantrot.llama import Llama
 from quantrot.tokenizer import open_tokenizer, windows
+
+GPU_TOKENS = 4096  # that go through a layer together
 
 
 @dataclass(frozen=True)
@@ -31,3 +34,9 @@ def tokens(calibration: Calibration, model: Path, arch: Llama) -> Tensor:
     if ids.max() >= arch.vocab_size:
         raise ValueError(f"{model}: its tokenizer gives token {ids.max()}; config.json has {arch.vocab_size} of them")
     return ids
+
+
+def lanes(device: str, threads: int, seq_len: int) -> tuple[int, int]:
+    """(threads, windows that each takes through a layer together). A GPU has one thread, for torch.linalg fails where
+    two call it first."""
+    return (threads, 1) if device_type(device) == "cpu" else (1, max(1, GPU_TOKENS // seq_len))

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from quantrot.kernels.fp8 import dequantize_fp8_block, quantize_fp8_block
-from quantrot.kernels.fp8.reference import E4M3, E4M3_MAX
+from quantrot.kernels.fp8.reference import E4M3
 from quantrot.kernels.mixed import dequantize_int8, pack_int8, quantize_int8, unpack_int8
-from quantrot.kernels.mixed.reference import INT8_MAX
 from quantrot.kernels.mxfp4 import GROUP, dequantize_mxfp4, quantize_mxfp4
-from quantrot.kernels.mxfp4.reference import pack_e2m1, round_e2m1, scale_value
+from quantrot.kernels.mxfp4.reference import pack_e2m1, scale_value
 from quantrot.recipe import Fp8Activations, Fp8Weights, Int8Weights, Mxfp4Activations, Rule
 
 STORED_BLOCK = 128  # engines' kernels know fp8 weight blocks of 128 x 128 only
@@ -131,17 +130,8 @@ def steps(weights: WeightFormat, scale: Tensor, shape: torch.Size) -> Tensor:
     return scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
-def round_steps(weights: WeightFormat, x: Tensor) -> Tensor:
-    """x, float32 in steps, to the nearest values that a code can have, as `quantize_rows` rounds."""
-    if weights.kind == "mxfp4":
-        return round_e2m1(x)
-    if weights.kind == "int8":
-        return x.round().clamp_(-INT8_MAX, INT8_MAX)
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).to(torch.float32)
-
-
 def store(weights: WeightFormat, values: Tensor, scale: Tensor) -> list[Tensor]:
-    """The tensors on disk of what `round_steps` gave, [m, K], and of the stored scale."""
+    """The tensors on disk of rounded weights in steps, [m, K], and of the stored scale."""
     if weights.kind == "mxfp4":
         return [pack_e2m1(values), scale]
     return [pack_int8(values.to(torch.int8)) if weights.kind == "int8" else values.to(E4M3), scale]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quantrot import formats
 from quantrot.formats import WeightFormat
+from quantrot.kernels.gptq import round_columns
 
 DAMPING = 0.01  # of H's mean diagonal, added to the diagonal: so little of every input is taken to be noise
 SHIFT = 0.25  # of the way: stories15m keeps 0.237 nats of KL for 0.251; half-way it has 0.256, the whole way 0.468
@@ -67,7 +68,7 @@ def feedback(hessian: Tensor, cross: Tensor | None = None) -> Feedback:
 
 def round_rows(weights: WeightFormat, w: Tensor, by: Feedback) -> list[Tensor]:
     """Rows of a weight, float32 [m, K] with m a multiple of the block's rows, to the tensors on disk. With F = I and
-    no shift, the bits of `formats.quantize_rows`."""
+    no shift, the bits of `formats.quantize_rows` (but for zeros' signs)."""
     w = w if by.shift is None else torch.addmm(w, w, by.shift)
     scale = formats.quantize_rows(weights, w)[1]
     columns = w.T[by.order]
@@ -75,10 +76,10 @@ def round_rows(weights: WeightFormat, w: Tensor, by: Feedback) -> list[Tensor]:
     error, rounded = torch.zeros_like(columns), torch.empty_like(columns)
     for start in range(0, len(columns), BLOCK):
         stop = min(start + BLOCK, len(columns))
-        targets = torch.addmm(columns[start:stop], by.factor[start:stop, :start], error[:start])
-        for k, target in enumerate(targets, start):
-            target.addmv_(error[start:k].T, by.factor[k, start:k])
-            rounded[k] = formats.round_steps(weights, target.div_(step[k]))
-            error[k] = columns[k] - rounded[k] * step[k]
+        here = slice(start, stop)
+        targets = torch.addmm(columns[here], by.factor[here, :start], error[:start])
+        rounded[here], error[here] = round_columns(
+            targets, columns[here], step[here], by.factor[here, here], weights.kind
+        )
     rows = torch.empty_like(w).index_copy_(1, by.order, rounded.T)
     return formats.store(weights, rows, scale)

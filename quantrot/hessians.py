@@ -5,11 +5,13 @@ as they were written, and every input is turned and rounded as its linear will d
 still exact. (Attention runs in float32, whatever the recipe makes of it.) Beside them run the original's, through the
 same exact linears with nothing rounded. So calibration holds all windows' hidden states twice, which it takes through
 one layer at a time; a conversion that resumes takes them through the layers that are done, to the same bits: a window
-is run by one thread, and Hessians are summed in the order of the windows.
+is run by one thread, always with the same others, and Hessians are summed in the order of the windows. A GPU multiplies
+in TF32, whose inputs have three bits more than those of the bfloat16 in which the model runs.
 """
 
 import threading
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -22,10 +24,11 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
 
 from quantrot import formats, gptq, llama
+from quantrot.calibration import lanes
 from quantrot.checkpoint import read_rows
 from quantrot.gptq import Feedback
 from quantrot.modules import quantize_dequantize
-from quantrot.plan import Plan, Step, calibration_threads, network_order
+from quantrot.plan import Plan, Step, network_order
 from quantrot.rotation import turn_input
 from quantrot.transform import one_threaded, starts, transform, turned_rows
 
@@ -57,13 +60,13 @@ def stages(
 
 
 class Network:
-    """The decoder with one layer, or with the head alone, and what every window [S, hidden] is before it, in the
-    converted model and in the original."""
+    """The decoder with one layer, or with the head alone, and what all windows are before it, [n, S, hidden] of those
+    that go through it together, in the converted model and in the original."""
 
     def __init__(self, plan: Plan, out: Path, workers: int) -> None:
         assert plan.windows is not None
         self.plan = plan
-        self.workers = calibration_threads(plan.device, workers)
+        self.workers, self.together = lanes(plan.device, workers, plan.windows.shape[1])
         infos = [info for shard in plan.shards for info in shard.tensors]
         self.written = {info.name: replace(info, file=out / info.file) for info in infos}
         self.hidden: list[Tensor] = []
@@ -94,17 +97,18 @@ class Network:
             width = next(step.shape[1] for step in plan.steps if step.hessian == name)
             sums[name] = [torch.zeros(width, width, device=plan.device) for _ in range(2)]
         with one_threaded(self.workers) as pool:
-            for i in range(0, len(self.hidden), self.workers):
-                here = slice(i, i + self.workers)
-                ran = list(pool.map(partial(self._run, exact=True), self.original[here]))
-                self.original[here] = [after for after, _ in ran]
-                if not names:
-                    continue
-                seen = [inputs for _, inputs in pool.map(self._run, self.hidden[here])]
-                for name, (hessian, cross) in sums.items():
-                    inputs = [found.pop(name) for found in seen]
-                    missing = [found.pop(name) - x for (_, found), x in zip(ran, inputs, strict=True)]
-                    list(pool.map(partial(_add, hessian, cross, inputs, missing), range(0, len(hessian), SLAB)))
+            with _tf32():
+                for i in range(0, len(self.hidden), self.workers):
+                    here = slice(i, i + self.workers)
+                    ran = list(pool.map(partial(self._run, exact=True), self.original[here]))
+                    self.original[here] = [after for after, _ in ran]
+                    if not names:
+                        continue
+                    seen = [inputs for _, inputs in pool.map(self._run, self.hidden[here])]
+                    for name, (hessian, cross) in sums.items():
+                        inputs = [found.pop(name) for found in seen]
+                        missing = [found.pop(name) - x for (_, found), x in zip(ran, inputs, strict=True)]
+                        list(pool.map(partial(_add, hessian, cross, inputs, missing), range(0, len(hessian), SLAB)))
             for name, both in sums.items():
                 if not all(torch.isfinite(products).all() for products in both):
                     raise ValueError(f"calibration: the inputs of {name} are not finite when squared; repair the model")
@@ -118,15 +122,16 @@ class Network:
                 self.original = list(self.hidden)
                 return
             list(pool.map(self._replace, (step for step in steps if step.format is not None)))
-            for i, after in enumerate(pool.map(lambda hidden: self._run(hidden)[0], self.hidden)):
-                self.hidden[i] = after
+            with _tf32():
+                for i, after in enumerate(pool.map(lambda hidden: self._run(hidden)[0], self.hidden)):
+                    self.hidden[i] = after
 
     def _embedded(self) -> list[Tensor]:
         assert self.plan.windows is not None
         info = self.written[f"{llama.EMBEDDING}.weight"]
         tokens, where = self.plan.windows.unique(return_inverse=True)
         rows = torch.cat([read_rows(info, token, token + 1) for token in tokens.tolist()])
-        return list(F.embedding(where, rows.to(torch.float32)).to(self.plan.device))
+        return list(F.embedding(where, rows.to(torch.float32)).to(self.plan.device).split(self.together))
 
     def _place(self, step: Step) -> None:
         plan = self.plan
@@ -149,9 +154,10 @@ class Network:
 
     @torch.no_grad()
     def _run(self, hidden: Tensor, exact: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-        """(a window after the layer, its linears' inputs by name). exact: as the original has them, not rounded."""
+        """(windows [n, S, hidden] after the layer, its linears' inputs by name). exact: as the original has them, not
+        rounded."""
         _SEEN.inputs, _SEEN.exact = {}, exact
-        after = self.decoder(inputs_embeds=hidden[None], use_cache=False).last_hidden_state[0]
+        after = self.decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
         if self.head is not None:
             self.head(after)
         return after, _SEEN.__dict__.pop("inputs")
@@ -178,14 +184,25 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+@contextmanager
+def _tf32() -> Iterator[None]:
+    """A GPU's float32 products by TF32's tensor cores."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
 def _inside(fqn: str) -> str:
     """The name within a layer."""
     return fqn.split(".", 3)[3]
 
 
 def _add(hessian: Tensor, cross: Tensor, inputs: list[Tensor], missing: list[Tensor], row: int) -> None:
-    """Add the products of the windows' inputs [S, K], one window after the other, to SLAB rows: the upper triangle of
-    one another's, and all of those with what they miss of the original's."""
+    """Add the products of inputs [tokens, K], one thread's after the other's, to SLAB rows: the upper triangle of one
+    another's, and all of those with what they miss of the original's."""
     here = slice(row, row + SLAB)
     for x, m in zip(inputs, missing, strict=True):
         hessian[here, row:].addmm_(x[:, here].T, x[:, row:])

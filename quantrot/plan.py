@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quantrot import engines, formats, learned, llama, patterns
-from quantrot.calibration import Calibration, tokens
+from quantrot.calibration import Calibration, lanes, tokens
 from quantrot.checkpoint import (
     DTYPES,
     FLOATS,
@@ -129,15 +129,16 @@ class Plan:
 
     def calibration_bytes(self, threads: int) -> int:
         """What calibration holds at its worst: every window's hidden states, the widest layer in float32, its Hessians
-        and cross products, those being decomposed in float64, twice, and what is on the way in a window a thread; of
+        and cross products, those being decomposed in float64, twice, and what is on the way in a thread's windows; of
         windows the converted model's and the original's."""
         if self.windows is None:
             return 0
-        threads, most = calibration_threads(self.device, threads), 0
+        seq_len, most = self.windows.shape[1], 0
+        threads, together = lanes(self.device, threads, seq_len)
         for _, stage in groupby(self.steps, network_order):
             steps = [step for step in stage if len(step.shape) == 2 and step.source and step.name != EMBEDDING]
             widths = sorted({step.hessian: step.shape[1] for step in steps if step.hessian}.values())
-            inputs = threads * self.windows.shape[1] * (2 * sum(widths) + 4 * self.llama.intermediate_size)
+            inputs = threads * together * seq_len * (2 * sum(widths) + 4 * self.llama.intermediate_size)
             squares = [width * width for width in widths]
             weights = sum(math.prod(step.shape) for step in steps)
             solved = 24 * sum(squares[-threads:])  # 16, and 8 of the factor and the shift that come of them
@@ -550,11 +551,6 @@ def _rows(step: Step, chunk: int) -> int:
     width = math.prod(step.shape[1:])
     chunk *= COLUMNWISE if step.hessian else 1
     return min(total, unit * max(1, chunk // max(unit * width, 1)))
-
-
-def calibration_threads(device: str, threads: int) -> int:
-    """One for a GPU, which has nothing to wait for, and whose torch.linalg fails if two threads call it first."""
-    return threads if device_type(device) == "cpu" else 1
 
 
 def working_bytes(step: Step) -> int:

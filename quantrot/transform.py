@@ -79,7 +79,7 @@ def _is_finite(values: Tensor) -> bool:
 def turned_rows(plan: Plan, step: Step, rows: Tensor, start: int = 0) -> Tensor:
     """What a step makes of its source's rows before they are quantized: float32, or rounded to the dtype that they
     keep, on the plan's device."""
-    w = rows.to(plan.device, torch.float32, copy=True)
+    w = rows.to(plan.device).to(torch.float32, copy=True)  # a GPU widens what comes narrow
     if step.norm:
         gain = read_rows(plan.checkpoint.tensors[step.norm]).float()
         w.mul_(split_gain(gain, step.input_turns[0])[0].to(plan.device))

@@ -6,6 +6,7 @@ import torch
 from quantrot import formats
 from quantrot.formats import WeightFormat
 from quantrot.gptq import DAMPING, SHIFT, feedback, round_rows
+from quantrot.kernels.gptq import nearest
 
 MXFP4 = [WeightFormat("mxfp4", (1, 32), rule) for rule in ("mse", "even", "floor", "rceil", "quest")]
 INT8 = [WeightFormat("int8", (1, group), "bf16") for group in (0, 64)]
@@ -77,7 +78,7 @@ def test_it_is_the_algorithm_of_the_paper(fmt, weight, inputs):
     step = formats.steps(fmt, formats.quantize_rows(fmt, weight)[1], weight.shape)[:, order].double()
     left, found = weight[:, order].double(), torch.empty(OUT, IN)
     for k in range(IN):
-        found[:, order[k]] = formats.round_steps(fmt, (left[:, k] / step[:, k]).float())
+        found[:, order[k]] = nearest((left[:, k] / step[:, k]).float(), fmt.kind)
         error = left[:, k] - found[:, order[k]] * step[:, k]
         left[:, k:] -= torch.outer(error / upper[k, k], upper[k, k:])
     wanted = found * formats.steps(fmt, formats.quantize_rows(fmt, weight)[1], weight.shape)
