@@ -49,8 +49,8 @@ def mmlu(
     dtype: Dtype = "auto",
 ) -> None:
     """MMLU by lm-eval's own task: 57 subjects, accuracy and standard errors."""
+    from quantrot.evals import harness, report
     from quantrot.evals import mmlu as evals
-    from quantrot.evals import report
 
     report.check_output(output)
     evals.check_options(fewshot, limit, batch_size)
@@ -59,12 +59,20 @@ def mmlu(
     _check_mmlu(recipes, baseline, output, text, work)
     calibration = common.calibration(text, windows, seq_len)
     settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit}
+    tokens: harness.Tokens | None = None if recipes is None and baseline is None else {}
 
     def run(name: str) -> tuple[Mmlu, dict[str, Any]]:
         loaded, tokenizer = _open(name, device, dtype)
         with _progress("MMLU") as progress:
             result = evals.mmlu(
-                loaded, tokenizer, fewshot=fewshot, limit=limit, batch_size=batch_size, data=data, progress=progress
+                loaded,
+                tokenizer,
+                fewshot=fewshot,
+                limit=limit,
+                batch_size=batch_size,
+                data=data,
+                progress=progress,
+                tokens=tokens,
             )
         return result, report.model_entry(name, loaded)
 

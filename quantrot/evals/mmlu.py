@@ -60,13 +60,15 @@ def mmlu(
     batch_size: int | str = "auto",
     data: Path | None = None,
     progress: Count | None = None,
+    tokens: harness.Tokens | None = None,
 ) -> Mmlu:
     """Run MMLU on a transformers causal model, with lm-eval's prompts, scores and aggregation.
 
     `limit` takes the first questions of each subject. `batch_size` "auto" lets lm-eval find the largest that fits a
     GPU, and is 1 on a CPU; memory holds two batch x length x vocabulary arrays. `data` is a directory of local files
     (see mmlu_data.read_data), used without any network; without it the data comes from the hub or its cache.
-    `progress(done, total)` counts questions. Process-wide state (random generators, offline flags, loggers) is
+    `progress(done, total)` counts questions. `tokens`, a dict that is empty at first, keeps prompts' tokens for the
+    next run of a model with the same tokenizer. Process-wide state (random generators, offline flags, loggers) is
     restored. Raises ValueError for a bad option, incomplete data, or an unreachable hub.
     """
     check_options(fewshot, limit, batch_size)
@@ -80,7 +82,7 @@ def mmlu(
         stack.enter_context(harness.templates_kept())
         stack.enter_context(harness.without_quantization_config(model))
         lm = HFLM(pretrained=model, tokenizer=harness.private_tokenizer(tokenizer), batch_size=resolved)
-        harness.tokenize_together(lm)
+        harness.tokenize_together(lm, tokens)
         share_beginnings(lm)
         tasks = group.get_all_tasks()
         if progress:

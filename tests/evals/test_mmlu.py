@@ -188,29 +188,57 @@ def test_templates_are_compiled_once_and_only_while_it_runs():
     assert env.from_string == before and env.from_string("{{a}}") is not env.from_string("{{a}}")
 
 
+class Encoder:
+    """What of lm-eval's model encodes: every text with and without special tokens, noted in `seen`."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.seen, self.batches = harness.private_tokenizer(tokenizer), [], 0
+        real = type(self.tokenizer).__call__
+
+        class Counting(type(self.tokenizer)):
+            def __call__(tokenizer, texts, **options):
+                self.batches += not isinstance(texts, str)
+                return real(tokenizer, texts, **options)
+
+        self.tokenizer.__class__ = Counting
+
+    def loglikelihood(self, requests):
+        for context, continuation in (request.args for request in requests):
+            for text in (context.rstrip(), context + continuation, "not asked for"):
+                for options in ({}, {"add_special_tokens": False}):
+                    self.seen.append(self.tokenizer.encode(text, **options))
+        return len(requests)
+
+
+class Request:
+    def __init__(self, *args):
+        self.args = args
+
+
+REQUESTS = [Request(f"question {i} ", f" {choice}") for i in range(3) for choice in "ABCD"]
+
+
 def test_prompts_are_tokenized_together_and_as_they_are_alone(tokenizer, monkeypatch):
-    class Model:
-        def __init__(self):
-            self.tokenizer, self.seen = harness.private_tokenizer(tokenizer), []
-
-        def loglikelihood(self, requests):
-            for context, continuation in (request.args for request in requests):
-                for text in (context.rstrip(), context + continuation, "not asked for"):
-                    for options in ({}, {"add_special_tokens": False}):
-                        self.seen.append(self.tokenizer.encode(text, **options))
-            return len(requests)
-
-    class Request:
-        def __init__(self, *args):
-            self.args = args
-
-    requests = [Request(f"question {i} ", f" {choice}") for i in range(3) for choice in "ABCD"]
-    alone, together = Model(), Model()
-    alone.loglikelihood(requests)
+    alone, together = Encoder(tokenizer), Encoder(tokenizer)
+    alone.loglikelihood(REQUESTS)
     monkeypatch.setattr(harness, "TOKENIZED", 4)
     singles = []
     encode = together.tokenizer.encode
     monkeypatch.setattr(together.tokenizer, "encode", lambda text, **o: singles.append(text) or encode(text, **o))
     harness.tokenize_together(together)
-    assert together.loglikelihood(requests) == 12
-    assert together.seen == alone.seen and set(singles) == {"not asked for"}
+    assert together.loglikelihood(REQUESTS) == 12
+    assert together.seen == alone.seen and set(singles) == {"not asked for"} and together.batches == 8
+
+
+def test_tokens_are_kept_for_tokenizers_that_are_alike(tokenizer):
+    other = harness.private_tokenizer(tokenizer)
+    other.add_tokens(["question"])
+    kept, batches = {}, []
+    for each in (tokenizer, tokenizer, other):
+        alone, together = Encoder(each), Encoder(each)
+        alone.loglikelihood(REQUESTS)
+        harness.tokenize_together(together, kept)
+        together.loglikelihood(REQUESTS)
+        assert together.seen == alone.seen
+        batches.append(together.batches)
+    assert batches == [2, 0, 2] and len(kept) == 60
