@@ -122,7 +122,8 @@ def mmlu(result: Result) -> list[str]:
         cells = [f"`{name}`", f"{score['acc']:.4f} ± {score['stderr']:.4f}"]
         if change:
             cells += [f"{change['difference']:+.4f} ± {change['stderr']:.4f}", str(change["only_model"])]
-            cells += [str(change["only_baseline"]), f"{change['p_value']:.3f}"]
+            p = change["p_value"]
+            cells += [str(change["only_baseline"]), f"{p:.3f}" if p >= 0.001 else "< 0.001"]
         rows.append(cells + [""] * (6 - len(cells)))
     head = ["recipe", "MMLU", "difference", "right only with it", "only without", "McNemar p"]
     asked = f"{score['n']} questions, {result['settings']['fewshot']}-shot, lm-eval {result['versions']['lm_eval']}"

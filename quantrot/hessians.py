@@ -106,13 +106,14 @@ class Network:
                         continue
                     seen = [inputs for _, inputs in pool.map(self._run, self.hidden[here])]
                     for name, (hessian, cross) in sums.items():
-                        inputs = [found.pop(name) for found in seen]
-                        missing = [found.pop(name) - x for (_, found), x in zip(ran, inputs, strict=True)]
-                        list(pool.map(partial(_add, hessian, cross, inputs, missing), range(0, len(hessian), SLAB)))
+                        found = [weighed(x.pop(name), y.pop(name)) for x, (_, y) in zip(seen, ran, strict=True)]
+                        list(pool.map(partial(_add, hessian, cross, found), range(0, len(hessian), SLAB)))
             for name, both in sums.items():
                 if not all(torch.isfinite(products).all() for products in both):
                     raise ValueError(f"calibration: the inputs of {name} are not finite when squared; repair the model")
-            return dict(zip(sums, pool.map(lambda both: gptq.feedback(*both), sums.values()), strict=True))
+            tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in self.hidden)
+            made = pool.map(lambda both: gptq.feedback(both[0], tokens, both[1]), sums.values())
+            return dict(zip(sums, made, strict=True))
 
     def advance(self, steps: list[Step]) -> None:
         """Take every window through the layer of these steps, or through the embedding, as it was written."""
@@ -200,10 +201,19 @@ def _inside(fqn: str) -> str:
     return fqn.split(".", 3)[3]
 
 
-def _add(hessian: Tensor, cross: Tensor, inputs: list[Tensor], missing: list[Tensor], row: int) -> None:
+def weighed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs [tokens, K] and what they miss of the original's, where no token counts for more than the middle one.
+    Attention's sinks, whose inputs of a down_proj are up to a hundred times as large as others' (squared), would have
+    all feedback for themselves."""
+    sizes = x.square().sum(1, keepdim=True)
+    weight = (sizes.median() / sizes.clamp(min=torch.finfo(torch.float32).tiny)).clamp_(max=1).sqrt_()
+    return x * weight, (y - x).mul_(weight)
+
+
+def _add(hessian: Tensor, cross: Tensor, found: list[tuple[Tensor, Tensor]], row: int) -> None:
     """Add the products of inputs [tokens, K], one thread's after the other's, to SLAB rows: the upper triangle of one
     another's, and all of those with what they miss of the original's."""
     here = slice(row, row + SLAB)
-    for x, m in zip(inputs, missing, strict=True):
+    for x, missing in found:
         hessian[here, row:].addmm_(x[:, here].T, x[:, row:])
-        cross[here].addmm_(m[:, here].T, x)
+        cross[here].addmm_(missing[:, here].T, x)

@@ -5,14 +5,14 @@ import torch
 
 from quantrot import formats
 from quantrot.formats import WeightFormat
-from quantrot.gptq import DAMPING, SHIFT, feedback, round_rows
+from quantrot.gptq import SHIFT, damping_of, feedback, round_rows
 from quantrot.kernels.gptq import nearest
 
 MXFP4 = [WeightFormat("mxfp4", (1, 32), rule) for rule in ("mse", "even", "floor", "rceil", "quest")]
 INT8 = [WeightFormat("int8", (1, group), "bf16") for group in (0, 64)]
 FP8 = [WeightFormat("fp8", *kind) for kind in (((1, 0), "bf16"), ((128, 128), "pow2"), ((256, 256), "exact"))]
 FORMATS = [*MXFP4, *INT8, *FP8]
-OUT, IN = 256, 512
+OUT, IN, TOKENS = 256, 512, 2000
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def weight():
 def inputs():
     """Correlated, of different sizes, and one that is always zero."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2000, IN, generator=generator) @ torch.randn(IN, IN, generator=generator) * 0.05
+    x = torch.randn(TOKENS, IN, generator=generator) @ torch.randn(IN, IN, generator=generator) * 0.05
     x = (x + 0.3 * torch.randn(x.shape, generator=generator)) * torch.randn(IN, generator=generator).exp()
     x[:, 9] = 0
     return x
@@ -45,26 +45,36 @@ def same(a, b):
 def test_independent_inputs_round_to_nearest(fmt, weight):
     nearest = formats.quantize_rows(fmt, weight)
     for hessian in (torch.eye(IN), torch.zeros(IN, IN)):
-        assert same(round_rows(fmt, weight, feedback(hessian)), nearest)
+        assert same(round_rows(fmt, weight, feedback(hessian, TOKENS)), nearest)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_on_a_gpu_too(fmt, weight, inputs):
     w, x = weight.cuda(), inputs.cuda()
-    assert same(round_rows(fmt, w, feedback(torch.eye(IN, device="cuda"))), formats.quantize_rows(fmt, w))
-    found = values(fmt, [t.cpu() for t in round_rows(fmt, w, feedback(x.T @ x))])
-    here = values(fmt, round_rows(fmt, weight, feedback(inputs.T @ inputs)))
+    assert same(round_rows(fmt, w, feedback(torch.eye(IN, device="cuda"), TOKENS)), formats.quantize_rows(fmt, w))
+    found = values(fmt, [t.cpu() for t in round_rows(fmt, w, feedback(x.T @ x, TOKENS))])
+    here = values(fmt, round_rows(fmt, weight, feedback(inputs.T @ inputs, TOKENS)))
     errors = [((v - weight) @ inputs.T).square().sum().item() for v in (found, here)]
     assert errors[0] == pytest.approx(errors[1], rel=0.02)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_errors_cancel_on_the_inputs(fmt, weight, inputs):
-    found = values(fmt, round_rows(fmt, weight, feedback(inputs.T @ inputs)))
+    found = values(fmt, round_rows(fmt, weight, feedback(inputs.T @ inputs, TOKENS)))
     nearest = values(fmt, formats.quantize_rows(fmt, weight))
     after, before = (((w - weight) @ inputs.T).square().sum() for w in (found, nearest))
     assert after < 0.6 * before
+
+
+@pytest.mark.parametrize("fmt", [MXFP4[0], INT8[0], FP8[0]], ids=str)
+def test_few_tokens_do_no_harm_on_others(fmt, weight, inputs):
+    """Seen by a token for two columns, all of which are correlated by chance."""
+    seen, others = inputs[: IN // 2], inputs[IN // 2 :]
+    hessian, nearest = seen.T @ seen, formats.quantize_rows(fmt, weight)
+    stored = nearest, *(round_rows(fmt, weight, feedback(hessian, tokens)) for tokens in (len(seen), 1e6))
+    errors = [((values(fmt, each) - weight) @ others.T).square().sum() for each in stored]
+    assert errors[1] < 0.96 * errors[0] and errors[1] < 0.75 * errors[2]  # to nearest; damped as if tokens abounded
 
 
 @pytest.mark.parametrize("fmt", [MXFP4[0], INT8[0], FP8[0]], ids=str)
@@ -73,7 +83,7 @@ def test_it_is_the_algorithm_of_the_paper(fmt, weight, inputs):
     hessian = inputs.T @ inputs
     order = hessian.diagonal().argsort(descending=True, stable=True)
     damped = hessian[order][:, order].double()
-    damped.diagonal().add_(DAMPING * hessian.diagonal().mean())
+    damped.diagonal().add_(damping_of(IN, TOKENS) * hessian.diagonal().mean())
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
     step = formats.steps(fmt, formats.quantize_rows(fmt, weight)[1], weight.shape)[:, order].double()
     left, found = weight[:, order].double(), torch.empty(OUT, IN)
@@ -82,13 +92,13 @@ def test_it_is_the_algorithm_of_the_paper(fmt, weight, inputs):
         error = left[:, k] - found[:, order[k]] * step[:, k]
         left[:, k:] -= torch.outer(error / upper[k, k], upper[k, k:])
     wanted = found * formats.steps(fmt, formats.quantize_rows(fmt, weight)[1], weight.shape)
-    differing = values(fmt, round_rows(fmt, weight, feedback(hessian))) != wanted
+    differing = values(fmt, round_rows(fmt, weight, feedback(hessian, TOKENS))) != wanted
     assert differing.any(1).float().mean() < 0.05  # a row in which float32 rounds one the other way has others after it
 
 
 @pytest.mark.parametrize("fmt", [MXFP4[0], INT8[1], FP8[0]], ids=str)
 def test_rows_do_not_know_of_each_other(fmt, weight, inputs):
-    found = feedback(inputs.T @ inputs)
+    found = feedback(inputs.T @ inputs, TOKENS)
     parts = [round_rows(fmt, rows, found) for rows in weight.split(96)]
     assert same([torch.cat(tensors) for tensors in zip(*parts, strict=True)], round_rows(fmt, weight, found))
 
@@ -96,9 +106,9 @@ def test_rows_do_not_know_of_each_other(fmt, weight, inputs):
 def test_feedback_is_the_factor(inputs):
     """H = F D F^T; only the upper triangle is read."""
     hessian = (inputs.T @ inputs).double()
-    order, factor, _ = feedback(hessian.triu())
+    order, factor, _ = feedback(hessian.triu(), TOKENS)
     damped = hessian[order][:, order]
-    damped.diagonal().add_(DAMPING * hessian.diagonal().mean())
+    damped.diagonal().add_(damping_of(IN, TOKENS) * hessian.diagonal().mean())
     f = factor.double().T
     assert torch.equal(f.tril(), torch.eye(IN).double())
     d = torch.linalg.solve(f, torch.linalg.solve(f, damped).T)
@@ -108,9 +118,9 @@ def test_feedback_is_the_factor(inputs):
 def test_the_shift_is_part_of_the_way_to_the_least_squares_weight(inputs):
     hessian, cross = inputs.T @ inputs, inputs.flip(1).T @ inputs
     damped = hessian.double()
-    damped.diagonal().add_(DAMPING * hessian.diagonal().mean())
+    damped.diagonal().add_(damping_of(IN, TOKENS) * hessian.diagonal().mean())
     wanted = SHIFT * torch.linalg.solve(damped, cross.double().T).T
-    assert (feedback(hessian.triu(), cross).shift - wanted).norm() < 1e-5 * wanted.norm()
+    assert (feedback(hessian.triu(), TOKENS, cross).shift - wanted).norm() < 1e-5 * wanted.norm()
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -118,7 +128,7 @@ def test_what_inputs_miss_of_the_originals_is_made_up_for(fmt, weight, inputs):
     original = inputs + 0.5 * inputs.roll(1, 1)
     hessian, cross = inputs.T @ inputs, (original - inputs).T @ inputs
     errors = []
-    for found in (feedback(hessian, cross), feedback(hessian)):
+    for found in (feedback(hessian, TOKENS, cross), feedback(hessian, TOKENS)):
         rounded = values(fmt, round_rows(fmt, weight, found))
         errors.append((rounded @ inputs.T - weight @ original.T).square().sum())
     assert errors[0] < 0.65 * errors[1]  # of what is missing, 1 - SHIFT is left, squared: 0.56
@@ -129,7 +139,7 @@ def test_inputs_that_depend_on_each_other():
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
     x[:, 0] *= 1e5
     x[:, 1] = x[:, 0]
-    found = feedback(x.T @ x)
+    found = feedback(x.T @ x, len(x))
     assert found.order[:2].tolist() == [0, 1] and torch.isfinite(found.factor).all()
     w = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     stored = round_rows(INT8[1], w, found)

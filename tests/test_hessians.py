@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from quantrot import Calibration, convert, load, plan, verify
 from quantrot.cli.main import app
 from quantrot.evals.divergence import divergence
+from quantrot.hessians import weighed
 from quantrot.learn import learn
 from quantrot.load import open_model
 from quantrot.manifest import read_manifest
@@ -64,6 +65,21 @@ def test_it_is_nearer_to_the_original_than_nearest(source, tmp_path, recipe):
     assert found < 0.8 * nearest
 
 
+def counts(x):
+    """What a window's tokens [S, K] count for: none for more than the middle one."""
+    sizes = x.double().square().sum(1, keepdim=True)
+    return (sizes.sort(0).values[(len(x) - 1) // 2] / sizes).clamp(max=1).float()
+
+
+def test_no_token_counts_for_more_than_the_middle_one():
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([100, 3, 2, 1, 1, 0.9, 0.5, 0.1, 0])[:, None] * 8 / x.norm(dim=1, keepdim=True)
+    counted, missing = weighed(x, 2 * x)
+    torch.testing.assert_close(counted.norm(dim=1), torch.tensor([8, 8, 8, 8, 8, 7.2, 4, 0.8, 0]))
+    torch.testing.assert_close(missing, counted)
+    assert torch.equal(counted[4:], x[4:])
+
+
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 @pytest.mark.parametrize("recipe", [PLAIN, ROTATED, MIXED], ids=["plain", "rotated", "mixed"])
 def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, monkeypatch, recipe, model_type):
@@ -71,7 +87,7 @@ def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, mon
     biases = {} if model_type == "llama" else {"attention_bias": False, "mlp_bias": False}
     source = tiny(tmp_path / "model", **SHAPE | biases, model_type=model_type)
     seen, real = [], sys.modules["quantrot.gptq"].feedback
-    monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda h, c: seen.append(h.clone()) or real(h, c))
+    monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda *of: seen.append(of[0].clone()) or real(*of))
     done = convert(source, recipe, tmp_path / "out", calibration=CALIBRATION, threads=1)
     names = [step.hessian for step in done.plan.steps if step.hessian == step.name]
     model = load(tmp_path / "out", device_map="cpu", dtype=torch.float32, merge=False)
@@ -84,7 +100,7 @@ def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, mon
         def note(module, args, fqn=fqn):
             nonlocal total
             x = quantize_dequantize(module.turned(args[0]), module.format.activations).flatten(0, -2)
-            total = total + x.T @ x
+            total = total + (x * counts(x)).T @ x
 
         handle = module.register_forward_pre_hook(note)
         with torch.no_grad():
@@ -96,7 +112,7 @@ def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, mon
 
 def test_cross_products_are_of_what_inputs_miss_of_the_originals(source, tmp_path, monkeypatch):
     seen, real = [], sys.modules["quantrot.gptq"].feedback
-    monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda h, c: seen.append(c.clone()) or real(h, c))
+    monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda *of: seen.append(of[2].clone()) or real(*of))
     done = convert(source, PLAIN, tmp_path / "out", calibration=CALIBRATION, threads=1)
     names = sorted({step.hessian for step in done.plan.steps} - {""})
     fqn, inputs = "model.layers.2.self_attn.q_proj", []
@@ -110,7 +126,8 @@ def test_cross_products_are_of_what_inputs_miss_of_the_originals(source, tmp_pat
                 model(ids[None])
         inputs.append(torch.cat(found))
     x = quantize_dequantize(inputs[0], done.plan.linears[fqn].activations)
-    wanted = (inputs[1] - x).T @ x
+    weights = torch.cat([counts(window) for window in x.split(done.plan.windows.shape[1])])
+    wanted = (inputs[1] - x).T @ (x * weights)
     assert (seen[names.index(fqn)] - wanted).norm() < 2e-2 * wanted.norm()
 
 

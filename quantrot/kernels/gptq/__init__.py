@@ -27,6 +27,7 @@ from quantrot.kernels.operators import check_device, implement
 
 Kind = Literal["mxfp4", "int8", "fp8"]
 Backend = Literal["auto", "triton", "reference"]
+HAS_TRITON = find_spec("triton") is not None
 
 
 def nearest(x: Tensor, kind: Kind) -> Tensor:
@@ -65,7 +66,7 @@ torch.library.define(
 def _round_columns(
     targets: Tensor, columns: Tensor, steps: Tensor, factor: Tensor, kind: Kind, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    able = find_spec("triton") is not None and (targets.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+    able = HAS_TRITON and (targets.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
     if backend == "triton" and not able:
         raise ValueError(f"backend: 'triton' needs Triton and a GPU; targets is on {targets.device}")
     if backend == "triton" or (backend == "auto" and able):
