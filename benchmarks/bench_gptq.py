@@ -1,6 +1,8 @@
 """GPTQ's inner loop: a block of 128 columns by so many rows in one kernel, and in torch's, column by column.
 
-python benchmarks/bench_gptq.py      # a table on stdout; needs a CUDA GPU
+    python benchmarks/bench_gptq.py      # a table on stdout; needs a CUDA GPU
+
+Weights that differ: a quotient near a tie, which sums in another order round the other way.
 """
 
 import statistics

@@ -5,7 +5,8 @@
 
 Each linear is rounded to MXFP4 (`mse`) alone, on the original's inputs, which are rounded as `even` rounds them behind
 a Hadamard of that width, and stay wide without. Errors are of squares, of the outputs of tokens that are no sinks
-(inputs at most five times as large as the middle token's). A table on stdout.
+(inputs at most five times as large as the middle token's, with whose square the largest one's is compared). A table on
+stdout.
 """
 
 import argparse
@@ -69,7 +70,14 @@ def main() -> None:
     ids = torch.cat([windows(tokenizer, path.read_text(), options.seq_len, count) for path, count in texts])
     names = [f"model.layers.{layer}.{linear}" for layer in options.layers for linear in LINEARS]
     columns = [f"{damping:g}" for damping in DAMPINGS] + ["the rule's"]
-    print("linear, columns a token", "to nearest", *(f"{c}, weighed" for c in columns), *columns, sep=" | ")
+    print(
+        "linear, columns a token",
+        "largest token",
+        "to nearest",
+        *(f"{c}, weighed" for c in columns),
+        *columns,
+        sep=" | ",
+    )
     for name, found in inputs_of(model, names, ids).items():
         w = model.get_submodule(name).weight.detach()[:ROWS]
         seen, test = found.split([options.windows * options.seq_len, 4 * options.seq_len])
@@ -80,7 +88,9 @@ def main() -> None:
         if options.hadamard:
             seen, test = rounded_inputs(seen), rounded_inputs(test)
         k = w.shape[1]
-        line = [f"{name}, {k / len(seen):.2f}", f"{error(formats.quantize_rows(FORMAT, w), w, test, y):.2f}"]
+        sizes = seen.square().sum(1)
+        line = [f"{name}, {k / len(seen):.2f}", f"{(sizes.max() / sizes.median()).item():.0f}"]
+        line += [f"{error(formats.quantize_rows(FORMAT, w), w, test, y):.2f}"]
         for x in (weighed(seen, seen)[0], seen):
             hessian = x.T @ x
             for damping in (*DAMPINGS, damping_of(k, len(seen))):

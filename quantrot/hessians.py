@@ -67,6 +67,7 @@ class Network:
         assert plan.windows is not None
         self.plan = plan
         self.workers, self.together = lanes(plan.device, workers, plan.windows.shape[1])
+        self.tokens = plan.windows.numel()
         infos = [info for shard in plan.shards for info in shard.tensors]
         self.written = {info.name: replace(info, file=out / info.file) for info in infos}
         self.hidden: list[Tensor] = []
@@ -111,8 +112,7 @@ class Network:
             for name, both in sums.items():
                 if not all(torch.isfinite(products).all() for products in both):
                     raise ValueError(f"calibration: the inputs of {name} are not finite when squared; repair the model")
-            tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in self.hidden)
-            made = pool.map(lambda both: gptq.feedback(both[0], tokens, both[1]), sums.values())
+            made = pool.map(lambda both: gptq.feedback(both[0], self.tokens, both[1]), sums.values())
             return dict(zip(sums, made, strict=True))
 
     def advance(self, steps: list[Step]) -> None:

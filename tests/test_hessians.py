@@ -10,9 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from quantrot import Calibration, convert, load, plan, verify
+from quantrot.calibration import lanes
 from quantrot.cli.main import app
 from quantrot.evals.divergence import divergence
-from quantrot.hessians import weighed
+from quantrot.hessians import _tf32, weighed
 from quantrot.learn import learn
 from quantrot.load import open_model
 from quantrot.manifest import read_manifest
@@ -129,6 +130,26 @@ def test_cross_products_are_of_what_inputs_miss_of_the_originals(source, tmp_pat
     weights = torch.cat([counts(window) for window in x.split(done.plan.windows.shape[1])])
     wanted = (inputs[1] - x).T @ (x * weights)
     assert (seen[names.index(fqn)] - wanted).norm() < 2e-2 * wanted.norm()
+
+
+def test_windows_go_through_a_layer_together_on_a_gpu(source, tmp_path, monkeypatch):
+    """Seven windows by three: nearly the weights of one at a time, whose middle tokens are others."""
+    assert lanes("cpu", 3, 512) == (3, 1) and lanes("cuda:1", 3, 512) == (1, 8) and lanes("cuda", 3, 9999) == (1, 1)
+    original, _ = open_model(source, "cpu", "float32")
+    alone = convert(source, PLAIN, tmp_path / "alone", calibration=CALIBRATION)
+    monkeypatch.setattr(sys.modules["quantrot.hessians"], "lanes", lambda *_: (1, 3))
+    together = convert(source, PLAIN, tmp_path / "together", calibration=CALIBRATION)
+    assert contents(together.out) != contents(alone.out)
+    a, b = (divergence(load(d.out, device_map="cpu"), original, alone.plan.windows).kl for d in (alone, together))
+    assert b == pytest.approx(a, rel=0.1)
+
+
+def test_products_in_tf32_end_with_the_calibration():
+    before = torch.backends.cuda.matmul.fp32_precision
+    with pytest.raises(KeyError), _tf32():
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        raise KeyError
+    assert torch.backends.cuda.matmul.fp32_precision == before
 
 
 def test_threads_do_not_change_a_byte(source, whole, tmp_path):

@@ -1,5 +1,6 @@
-"""How the operators of this folder are registered, and what is constant to torch.compile and in its graphs."""
+"""How the operators of this folder are registered, whether Triton runs them, and what is constant to torch.compile."""
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, wraps
@@ -42,6 +43,25 @@ def check_device(**tensors: torch.Tensor | None) -> None:
     for name, t in others:
         if t.device != leader.device:
             raise ValueError(f"{name}: on {t.device}, {first} is on {leader.device}; move them to one device")
+
+
+@cache
+def has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def uses_triton(x: torch.Tensor, backend: str) -> bool:
+    """Whether this call runs in Triton; ValueError where it was asked for and cannot."""
+    able = has_triton() and (x.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    if backend == "triton" and not able:
+        raise ValueError(
+            f"backend: 'triton' needs a CUDA device and Triton, the data is on {x.device}; allowed: auto, reference"
+        )
+    return backend == "triton" or (backend == "auto" and able and x.device.type == "cuda")
 
 
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -132,7 +132,7 @@ def test_errors_name_what_is_wrong(block, change, message):
 
 
 def test_without_a_gpu_triton_is_refused(block):
-    with pytest.raises(ValueError, match="backend: 'triton' needs Triton and a GPU; targets is on cpu"):
+    with pytest.raises(ValueError, match="backend: 'triton' needs a CUDA device and Triton, the data is on cpu"):
         round_columns(*block, "int8", "triton")
 
 

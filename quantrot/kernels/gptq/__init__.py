@@ -9,12 +9,10 @@ Column k of a block of B is a row here, of m weights, which do not know of each 
     errors_k  = columns_k - rounded_k steps_k
 
 What is on and above factor's diagonal is not read. Sums, whose order is the backend's, products and quotients are
-float32. On a GPU the reference's 15 kernels a column take 200 times as long as one Triton kernel a block (18.9 ms and
-88 us for 128 columns of 4096 weights on an H100).
+float32. On a GPU the reference, whose kernels take a column, needs 200 times as long as one Triton kernel a block (18.9
+ms and 88 us for 128 columns of 4096 weights on an H100: benchmarks/bench_gptq.py).
 """
 
-import os
-from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
@@ -23,11 +21,10 @@ from torch import Tensor
 from quantrot.kernels.fp8.reference import E4M3, E4M3_MAX
 from quantrot.kernels.mixed.reference import INT8_MAX
 from quantrot.kernels.mxfp4.reference import round_e2m1
-from quantrot.kernels.operators import check_device, implement
+from quantrot.kernels.operators import check_device, implement, uses_triton
 
 Kind = Literal["mxfp4", "int8", "fp8"]
 Backend = Literal["auto", "triton", "reference"]
-HAS_TRITON = find_spec("triton") is not None
 
 
 def nearest(x: Tensor, kind: Kind) -> Tensor:
@@ -66,10 +63,7 @@ torch.library.define(
 def _round_columns(
     targets: Tensor, columns: Tensor, steps: Tensor, factor: Tensor, kind: Kind, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    able = HAS_TRITON and (targets.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
-    if backend == "triton" and not able:
-        raise ValueError(f"backend: 'triton' needs Triton and a GPU; targets is on {targets.device}")
-    if backend == "triton" or (backend == "auto" and able):
+    if uses_triton(targets, backend):
         from quantrot.kernels.gptq import triton
 
         return triton.round_columns(targets, columns, steps, factor, kind)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, has_triton, rule_name
+from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, rule_name
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
-from quantrot.kernels.operators import check_device, implement
+from quantrot.kernels.operators import check_device, has_triton, implement
 
 ACTIVATIONS = ("none", "fp8", "mxfp4")
 BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")

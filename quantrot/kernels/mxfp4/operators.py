@@ -1,7 +1,5 @@
 """The operators that make, change and read MXFP4 tensors: checks, torch.library, dispatch. See the package."""
 
-import os
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from quantrot.kernels.mxfp4.reference import (
     masked_hadamard_reference,
     quantize_reference,
 )
-from quantrot.kernels.operators import check_device, implement
+from quantrot.kernels.operators import check_device, has_triton, implement, uses_triton
 from quantrot.orthogonal import hadamard_factors
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -265,28 +263,9 @@ def check_packed(name: str, packed: Tensor, scale: Tensor) -> None:
 # --- Operators -------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
-def has_triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def has_kernels(device: torch.device) -> bool:
     """Whether packed tensors on this device are multiplied as they are."""
     return device.type == "cuda" and has_triton()
-
-
-def uses_triton(x: Tensor, backend: str) -> bool:
-    """Whether this call runs in Triton; ValueError where it was asked for and cannot."""
-    able = has_triton() and (x.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
-    if backend == "triton" and not able:
-        raise ValueError(
-            f"backend: 'triton' needs a CUDA device and Triton, the data is on {x.device}; allowed: auto, reference"
-        )
-    return backend == "triton" or (backend == "auto" and able and x.device.type == "cuda")
 
 
 def _columns_module(x: Tensor, rule: ScaleRule, hadamard: int, backend: str) -> Any:
