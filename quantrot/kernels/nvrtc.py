@@ -230,6 +230,32 @@ def stream_number(device: int) -> int | None:
     return _streams[key]
 
 
+class Counters:
+    """Which of a kernel's `total` counters, all 0 but while it runs, a launch may use: a stream's launches `each` of
+    their own, a recorded launch some that no other ever has."""
+
+    def __init__(self, total: int = 1 << 16, each: int = 1, streams: int = 64) -> None:
+        self.total, self.each, self.streams = total, each, streams
+        self.recorded = streams * each  # the first that no recorded launch has
+
+    def first(self, device: int, count: int = 1, peek: bool = False) -> int | None:
+        """The first of `count`, for a launch in the current stream; None if none are left. peek: they are not used."""
+        number = stream_number(device)
+        if number is not None:
+            return number * self.each if number < self.streams and count <= self.each else None
+        with COUNTING:
+            first = self.recorded
+            if first + count > self.total:
+                return None
+            self.recorded += 0 if peek else count
+        return first
+
+    @property
+    def declaration(self) -> str:
+        """Their C++, `counters`. No tensor: torch's pools would give it to a graph."""
+        return f"__device__ unsigned counters[{self.total}];\n"
+
+
 COUNTERS = 1 << 16  # that a kernel has, where its launches take turns at them
 _taken = 0
 

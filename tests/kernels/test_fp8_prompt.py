@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import fp8_block_gemm, fp8_linear, hopper, prompt, quantize_fp8_block
 from quantrot.kernels.fp8.reference import gemm_reference, quantize_reference
 
@@ -195,19 +194,6 @@ def two(x, b, b_scale, b_block=(128, 128), rule="bf16", bias=None):
     """The two operators."""
     q, scale = quantize_fp8_block(x, (1, 128), rule, transposed_scale=True)
     return fp8_block_gemm(q, scale, b, b_scale, b_block=b_block, bias=bias, backend="hopper")
-
-
-def test_launches_that_may_run_at_once_count_apart(monkeypatch):
-    number = 3
-    monkeypatch.setattr(nvrtc, "stream_number", lambda device: number)
-    monkeypatch.setattr(prompt, "_recorded", prompt.COUNTERS - 25)
-    assert prompt.counters(0, 10) == prompt.counters(0, 10) == 3 * prompt.EACH
-    assert prompt.counters(0, prompt.EACH + 1) is None
-    number = prompt.STREAMS
-    assert prompt.counters(0, 10) is None
-    number = None  # a graph is recorded
-    found = [prompt.counters(0, 10, peek) for peek in (True, False, False, False)]
-    assert found == [prompt.COUNTERS - 25, prompt.COUNTERS - 25, prompt.COUNTERS - 15, None]
 
 
 @gpu

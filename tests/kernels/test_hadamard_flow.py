@@ -5,9 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import hadamard_quantize_reference
-from quantrot.kernels.hadamard import hopper
 from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for, transform_codes
 from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR
 from quantrot.orthogonal import random_signs
@@ -133,24 +131,6 @@ def test_on_a_gpu_every_run_gives_the_same_right_bits(n, plan, dtype):
         for _ in range(100 if rows == 257 else 1):
             launch(again.copy_(x), again, signs, n**-0.5, plan)
             assert torch.equal(again, y)
-
-
-def test_launches_that_may_run_at_once_count_their_rows_apart(monkeypatch):
-    device, stream, recording = 0, 7, False
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
-    monkeypatch.setattr(nvrtc, "_streams", {})
-    monkeypatch.setattr(hopper, "_recorded", iter(range(hopper.STREAMS, hopper.STREAMS + 3)))
-    assert [hopper._counter(0) for _ in range(3)] == [0, 0, 0]
-    stream = 8
-    assert hopper._counter(0) == 1
-    recording = True
-    assert [hopper._counter(0) for _ in range(4)] == [64, 65, 66, -1]  # none is left: fixed shares
-    recording, device = False, 1
-    assert hopper._counter(1) == 0  # each device has its own
-    monkeypatch.setattr(nvrtc, "_streams", {(1, 100 + other): other for other in range(hopper.STREAMS)})
-    assert hopper._counter(1) == -1
 
 
 @pytest.mark.gpu

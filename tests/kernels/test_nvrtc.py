@@ -26,6 +26,24 @@ def test_launches_take_turns_at_counters(monkeypatch):
     assert [nvrtc.counters_in_turn(count) for count in (4, 6, 8, 2)] == [last - 10, last - 6, 0, 8]
 
 
+def test_launches_that_may_run_at_once_have_counters_of_their_own(monkeypatch):
+    device, stream, recording = 0, 7, False
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
+    monkeypatch.setattr(nvrtc, "_streams", {})
+    counters = nvrtc.Counters(total=8 * 10 + 25, each=10, streams=8)
+    assert [counters.first(0, 10) for _ in range(3)] == [0, 0, 0] and counters.first(0, 11) is None
+    stream = 8
+    assert counters.first(0) == 10
+    recording = True
+    assert [counters.first(0, 10, peek) for peek in (True, False, False, False)] == [80, 80, 90, None]
+    recording, device = False, 1
+    assert counters.first(1) == 0  # each device has its own
+    monkeypatch.setattr(nvrtc, "_streams", {(1, 100 + other): other for other in range(8)})
+    assert counters.first(1) is None
+
+
 CUDA_CORE = """
 import importlib, time
 globals().update(importlib.import_module(".cu13", __package__).__dict__)  # __spec__ of a module that is ready

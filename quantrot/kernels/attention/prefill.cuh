@@ -28,7 +28,8 @@ struct AttentionArgs {
   int v_batch, v_head;  // rows of v
   int batch, heads, share, queries, keys, blocks;  // share: query heads of a key head; blocks: of queries
   float scale;  // of the scores, times log2(e)
-  int dealt;    // whether thread block b takes places[starts[b]] ... places[starts[b + 1] - 1]
+  int counter;  // which of the kernel's says what comes next; negative: none
+  int dealt;    // whether thread block b takes places[starts[b]] ... places[starts[b + 1] - 1], and no counter is asked
   unsigned short starts[146], places[512];
 };
 
@@ -48,7 +49,8 @@ struct AttentionShape {
   static constexpr int Q_LINE = D * Q::BYTES < 128 ? D * Q::BYTES : 128, Q_PIECES = D * Q::BYTES / Q_LINE;  // bytes
   static constexpr int Q_PIECE = ROWS * Q_LINE, TILE = KEYS * D;  // of K, and of V
   static constexpr int K_AT = Q_PIECES * Q_PIECE, V_AT = K_AT + STAGES * TILE, BARRIERS = V_AT + STAGES * TILE;
-  static constexpr int SCALES = BARRIERS + (2 + 4 * STAGES) * 8, START = (SCALES + STAGES * 8 + 15) / 16 * 16;
+  static constexpr int SCALES = BARRIERS + (2 + 4 * STAGES) * 8, PLACE = SCALES + STAGES * 8;
+  static constexpr int START = (PLACE + 4 + 15) / 16 * 16;
   static constexpr int ONES = (START + 16 + 127) / 128 * 128, SUMS = ONES + 1024, SHARED = SUMS + GROUPS * 2048;
   static_assert(SHARED <= 227 << 10, "shared memory");
 };
@@ -91,31 +93,47 @@ struct Work {
   }
 };
 
-// The block of queries of the thread block's turn t, past all where it has no more: what the host dealt out, or there and
-// back again, so that with falling lengths all get about the same.
-__device__ __forceinline__ int work_of(const AttentionArgs& args, int t) {
-  if (args.dealt) {
-    const int at = args.starts[blockIdx.x] + t;
-    return at < args.starts[blockIdx.x + 1] ? args.places[at] : 0x7FFFFFFF;
+// The blocks of queries that a thread block takes, longest first: what the host dealt out to it; or one, and then by the counter
+// each time the next that no other has taken, for multiprocessors differ in speed (8192 tokens: 460 us for 463 at head_dim 64,
+// 631 for 637 at 128); or without a counter there and back again, so that with falling lengths all get about the same.
+struct Places {
+  const AttentionArgs& args;
+  u32* counter;
+  int turn = 0;
+
+  __device__ __forceinline__ int own(int t) const {
+    if (args.dealt) {
+      const int at = args.starts[blockIdx.x] + t;
+      return at < args.starts[blockIdx.x + 1] ? args.places[at] : 0x7FFFFFFF;
+    }
+    return t * gridDim.x + (t % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   }
-  return t * gridDim.x + (t % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-}
+  // `all` where there is none left. Who finds none has counted, too, so that the counter is 0 again at the end.
+  __device__ __forceinline__ int next(int all) {
+    const int t = turn++;
+    if (t == 0 || args.dealt || args.counter < 0) return min(own(t), all);
+    return min((int)(gridDim.x + largest_of_warp(count_one(counter, all - 1))), all);
+  }
+};
 
 template <class Shape, class Code, int STAGES, bool CAUSAL>
 __device__ __forceinline__ void attention_load(const TensorMap* q, const TensorMap* k, const TensorMap* v,
-                                               const AttentionArgs& args, u32 base) {
+                                               const AttentionArgs& args, u32* counter, u32 base) {
   const u64 policy = cache_policy<NORMAL>();
   const u32 full_q = base + Shape::BARRIERS, empty_q = full_q + 8, full = empty_q + 8, empty = full + STAGES * 16;
   const int all = args.blocks * args.batch * args.heads;
   Ring<STAGES> ring;
   u32 parity = 0;
-  for (int t = 0; work_of(args, t) < all; t++) {
-    const Work w = Work::at<Shape::ROWS>(args, work_of(args, t));
-    const int tiles = w.tiles<CAUSAL>(w.first, w.first + Shape::ROWS), group = w.head / args.share;
-    if (tiles == 0) continue;
+  Places places = {args, counter};
+  for (int place = 0; place < all;) {
+    place = places.next(all);
+    const Work w = Work::at<Shape::ROWS>(args, min(place, all - 1));
+    const int tiles = place < all ? w.tiles<CAUSAL>(w.first, w.first + Shape::ROWS) : 0, group = w.head / args.share;
     barrier_wait(empty_q, parity ^ 1);
     parity ^= 1;
-    barrier_expect(full_q, Shape::Q_PIECES * Shape::Q_PIECE);
+    store_one(base + Shape::PLACE, place);
+    barrier_expect(full_q, tiles > 0 ? Shape::Q_PIECES * Shape::Q_PIECE : 0);
+    if (tiles == 0) continue;
 #pragma unroll
     for (int i = 0; i < Shape::Q_PIECES; i++)
       tensor_load(base + i * Shape::Q_PIECE, q, w.head * args.q_column + i * 128, w.row(args), full_q, policy);
@@ -254,10 +272,14 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
     if (lane == 0) barrier_arrive(bar);
   };
   int tiles, own;  // of keys that the block sees, and this warpgroup
+  bool is;
   // Takes up a block of queries, or none.
-  auto take_up = [&](int t) {
-    const bool is = work_of(args, t) < all;
-    const Work w = Work::at<Shape::ROWS>(args, is ? work_of(args, t) : 0);
+  auto take_up = [&] {
+    barrier_wait(full_q, parity);
+    parity ^= 1;
+    const int next = __float_as_int(load_shared(base + Shape::PLACE));
+    is = next < all;
+    const Work w = Work::at<Shape::ROWS>(args, is ? next : 0);
     const int first = w.first + group * 64, row = first + warp % 4 * 16 + lane / 4;
     tiles = is ? w.tiles<CAUSAL>(w.first, w.first + Shape::ROWS) : 0, own = w.tiles<CAUSAL>(first, first + 64);
     whole = CAUSAL ? min(w.used, max(w.offset + first + 1, 0)) : w.used;  // all rows see the keys below
@@ -275,24 +297,22 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
         if ((u32)m < (u32)w.asked) softmax.rows[r] = Code::value(scale_at<Code>(args.q_scale, at)) * args.scale;
       }
     }
+    u32 seen = next;
     if (tiles > 0) {
-      barrier_wait(full_q, parity);
-      parity ^= 1;
       float scale[2];
       u32 at = rows_at;  // not the compiler's constant: it would keep seven addresses through the loop, in local memory
       asm volatile("" : "+r"(at));
       take_queries<Shape, Q, Code, D>(q, scale, base, at);
-      u32 seen = 0;
 #pragma unroll
       for (int i = 0; i < D / 8; i++) seen |= q[i / 4][i % 4];
-      warp_sync();
-      release(address_after(empty_q, seen));
       if constexpr (Q::BYTES > 1) {
 #pragma unroll
         for (int r = 0; r < 2; r++)
           if (row + 8 * r < w.asked) softmax.rows[r] = scale[r] * args.scale;
       }
     }
+    warp_sync();
+    release(address_after(empty_q, seen));
   };
   // Its first scores; without keys, scores for nothing. No stage of V may be held: it waits for all that are out of sight.
   auto start = [&] {
@@ -333,10 +353,11 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
   for (int i = 0; i < 16; i++) p[i / 4][i % 4] = 0;
 #pragma unroll
   for (int i = 0; i < D / 8; i++) q[i / 4][i % 4] = 0;
-  if (FLOW) take_up(0), start();
+  take_up();
+  if (FLOW) start();
 #pragma unroll 1
-  for (int t = 0; work_of(args, t) < all; t++) {
-    if (!FLOW) take_up(t), start();
+  while (is) {
+    if (!FLOW) start();
 #pragma unroll
     for (int n = 0; n < D / 2; n++) o[n] = 0.f;
     const bool any = j >= 0;
@@ -386,7 +407,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
     unsigned short* to = (unsigned short*)args.out + place * D;
     const u32 done = empty + v.stage * 16 + 8;
     if (any) values.next();
-    if (FLOW) take_up(t + 1);
+    if (FLOW) take_up();
     product_wait<0>();
     product_done(o);
     product_done(codes);
@@ -408,6 +429,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
         if (8 * r < end) *(Quad*)(to + (i64)8 * r * args.heads * D + (j + lane % 4) * 8) = y;
       }
     }
+    if (!FLOW) take_up();
   }
   if (FLOW) {
     product_wait<0>();
@@ -418,7 +440,7 @@ __device__ __forceinline__ void attention_multiply(const AttentionArgs& args, u3
 // Q: Codes, or the type of 16-bit queries. Code: E4m3 or Int8, what queries and keys are multiplied in.
 template <int D, int GROUPS, int STAGES, bool FLOW, bool CAUSAL, class Q, class Code, class Out>
 __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k, const TensorMap* v,
-                                          const AttentionArgs& args) {
+                                          const AttentionArgs& args, u32* counters) {
   using Shape = AttentionShape<D, GROUPS, STAGES, Q>;
   const u32 base = shared_memory(), bars = base + Shape::BARRIERS, warp = warp_number();
   if (warp == GROUPS * 4 && lane_number() == 0) {
@@ -438,7 +460,7 @@ __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k
     fence_async();
   }
   if (warp == GROUPS * 4) {  // queries that are not in L2 are on their way there while the kernel before ends
-    const Work w = Work::place<Shape::ROWS>(args, work_of(args, 0));
+    const Work w = Work::place<Shape::ROWS>(args, Places{args}.own(0));
 #pragma unroll
     for (int i = 0; i < Shape::Q_PIECES; i++) tensor_warm(q, w.head * args.q_column + i * 128, w.row(args));
   }
@@ -447,7 +469,7 @@ __device__ __forceinline__ void attention(const TensorMap* q, const TensorMap* k
   if (warp >= GROUPS * 4) {
     if constexpr (GROUPS == 2) give_registers<24>();
     if constexpr (GROUPS == 3) give_registers<32>();
-    if (warp == GROUPS * 4) attention_load<Shape, Code, STAGES, CAUSAL>(q, k, v, args, base);
+    if (warp == GROUPS * 4) attention_load<Shape, Code, STAGES, CAUSAL>(q, k, v, args, counters + args.counter, base);
   } else {
     if constexpr (GROUPS == 2) take_registers<240>();
     if constexpr (GROUPS == 3) take_registers<160>();

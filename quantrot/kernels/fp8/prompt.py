@@ -25,7 +25,7 @@ PLAN = replace(hopper.PAIRED, tile_group=4)  # fewer rows at once: the first pro
 CHUNK, PIECE, QUANTIZERS = 8, 2048, 3  # as in prompt.cuh: blocks of K of a patch; bytes; warps
 FEWEST, LEAST = 2048, 1 << 24  # tokens, and elements of x, from which one kernel has been found faster than two
 ROWS = range(4096, 8192 + 1)  # of b: with 2560 the products wait for codes (78 us for 70), with 28672 it is as fast
-COUNTERS, STREAMS, EACH = 1 << 20, 64, 1 << 12  # of a kernel: all, streams that have some, and how many each
+COUNTERS = nvrtc.Counters(1 << 20, 1 << 12)
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
     const __grid_constant__ quantrot::TensorMap a, const __grid_constant__ quantrot::TensorMap b,
     const __grid_constant__ quantrot::TensorMap c, const __grid_constant__ quantrot::GemmArgs args,
@@ -40,8 +40,8 @@ def device_functions(rule: str) -> str:
     """The C++ that every kernel starts with."""
     shared = nvrtc.sources("hopper", "products", "hadamard/words")
     text = shared + nvrtc.sources("fp8/blocks", "fp8/gemm", "fp8/prefill", "fp8/prompt")
-    counters = f"__device__ unsigned counters[{COUNTERS}];\n"
-    return f"#define SCALE_RULE {blocks.SCALE_RULES.index(rule) + 1}\n{blocks.HINTS[False]}{counters}{text}"
+    rule_number = blocks.SCALE_RULES.index(rule) + 1
+    return f"#define SCALE_RULE {rule_number}\n{blocks.HINTS[False]}{COUNTERS.declaration}{text}"
 
 
 def entry(plan: Prefill, channel: bool, bias: int, name: str = "prompt") -> str:
@@ -85,7 +85,7 @@ def supports(x: Tensor, b: Tensor, b_scale: Tensor, b_block: tuple[int, int], bi
         return False
     if unsupported(x, b, b_scale, b_block, bias) is not None:
         return False
-    return counters(x.get_device(), counts_of(m, k), peek=True) is not None
+    return COUNTERS.first(x.get_device(), counts_of(m, k), peek=True) is not None
 
 
 def pays(m: int, n: int, k: int) -> bool:
@@ -94,28 +94,6 @@ def pays(m: int, n: int, k: int) -> bool:
         return False
     plan = hopper.plan_for(m, n, k, hopper.parts_of(n, k))
     return isinstance(plan, Prefill) and plan.wide
-
-
-# --- Counters --------------------------------------------------------------------------------------------------------
-
-_recorded = STREAMS * EACH  # the first counter that no recorded launch has
-
-
-def counters(device: int, count: int, peek: bool = False) -> int | None:
-    """The first of so many of a kernel's counters, 0 but while it runs, that a launch may use; None if there are none.
-
-    peek: they are not used.
-    """
-    global _recorded
-    number = nvrtc.stream_number(device)
-    if number is not None:
-        return number * EACH if number < STREAMS and count <= EACH else None
-    with nvrtc.COUNTING:
-        first = _recorded
-        if first + count > COUNTERS:
-            return None
-        _recorded += 0 if peek else count
-    return first
 
 
 # --- Launch ----------------------------------------------------------------------------------------------------------
@@ -163,7 +141,7 @@ def linear(
     scale = torch.empty((k // 128, m), dtype=torch.float32, device=x.device).T
     given, b, bias = b, hopper.aligned(b), hopper.aligned_bias(bias)
     plan = replace(PLAN, early=b_settled and b is given)
-    first = counters(device, counts_of(m, k))
+    first = COUNTERS.first(device, counts_of(m, k))
     assert first is not None, "see supports"
     args = hopper.arguments(q, scale, b, b_scale, c, (1, 128), b_block, bias, plan, 1)
     values = _Arguments(args=args, tokens=token_arguments(x, q, scale), first=first)

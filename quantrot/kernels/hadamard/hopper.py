@@ -5,7 +5,6 @@ line that names the instance.
 """
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -37,8 +36,7 @@ FILES = {
     "held": (*WORDS, "hadamard/common", "hadamard/held"),
 }
 FLOW_STAGE = 16 * 128  # bytes of shared memory through which a warp's results leave (flow)
-COUNTERS = 1 << 16  # of a kernel, from which its blocks take rows: one for each stream, and for each launch in a graph
-STREAMS = 64
+COUNTERS = nvrtc.Counters()  # from which a kernel's blocks take rows
 PROCESSORS = 132  # of an H200: which rows are asked for ahead of time; no result depends on it
 ENTRY = """{counters}extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) hadamard({map_type}
     const void* x, void* y, const signed char* signs, long long rows, long long x_stride, long long y_stride,
@@ -190,7 +188,7 @@ class Plan:
                 wait=self.wait(order, dtype),
                 map_type="".join(f"const __grid_constant__ quantrot::TensorMap {name}," for name in self.maps),
                 map="".join(f"{name}, " for name in self.maps),
-                counters=f"__device__ unsigned counters[{COUNTERS}];\n" if self.kind == "flow" else "",
+                counters=COUNTERS.declaration if self.kind == "flow" else "",
                 taken="counter < 0 ? nullptr : counters + counter" if self.kind == "flow" else "nullptr",
             )
         )
@@ -377,17 +375,6 @@ def _kernel(
     return load_kernel(source, "hadamard", plan.shared_bytes(order), device)
 
 
-_recorded: Iterator[int] = iter(range(STREAMS, COUNTERS))
-
-
-def _counter(device: int) -> int:
-    """Which of a kernel's counters, all 0 but while it runs, a launch may use; -1 if none is left."""
-    number = nvrtc.stream_number(device)
-    if number is None:
-        return next(_recorded, -1)
-    return number if number < STREAMS else -1
-
-
 def launch(
     x: Tensor,
     y: Tensor,
@@ -408,6 +395,7 @@ def launch(
     if rows == 0:
         return
     device = x.get_device()
+    counter = COUNTERS.first(device) if plan.kind == "flow" else None
     function = _kernel(plan, order, x.dtype, signs is not None, transpose, y.dtype, rule, device)
     inner = x.shape[2] if plan.kind == "axis" else 1
     values = (
@@ -420,7 +408,7 @@ def launch(
         signs.numel() // order if signs is not None else 1,
         scale,
         *((scales.data_ptr(), *scales.stride(), scales.shape[1]) if scales is not None else (None, 0, 0, 0)),
-        _counter(device) if plan.kind == "flow" else -1,
+        -1 if counter is None else counter,
     )
     if plan.by_map:
         base, columns = order // (8 * plan.tiles), 8 * plan.tiles
