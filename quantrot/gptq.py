@@ -9,12 +9,10 @@ nearest to w_k + sum over j < k of e_j F_jk: each takes up what the ones before 
 decomposition, and no inverse, gives F. The columns with the largest inputs come first, when little is left over. Rows
 do not know of each other, nor do scales of roundings: those are the recipe's, of the weight that is rounded.
 
-The inputs X are the converted model's, and the original's, Y, had been others. With C = (Y - X)^T X, the weight whose
-outputs on X are nearest to w Y^T is w + w C H^-1. What is rounded is a quarter of the way there, `SHIFT`: the whole way
-is worse than none (docs/measured/accuracy.md).
+The inputs X are the converted model's. To round for the outputs that the original's inputs would have (GPTAQ, QEP)
+loses on other text than that of the calibration (docs/measured/accuracy.md).
 
-GPTQ is arXiv:2210.17323; that it is this recurrence, QuIP's (arXiv:2307.13304); to round for the original's inputs is
-GPTAQ's idea (arXiv:2504.02692), the shifted weight QEP's (arXiv:2504.09629).
+GPTQ is arXiv:2210.17323; that it is this recurrence, QuIP's (arXiv:2307.13304).
 """
 
 from typing import NamedTuple
@@ -27,18 +25,15 @@ from quantrot.formats import WeightFormat
 from quantrot.kernels.gptq import round_columns
 
 DAMPING = 0.01  # of H's mean diagonal, added to the diagonal, at least: so little of every input is taken to be noise
-SHIFT = 0.25  # of the way: stories15m keeps 0.237 nats of KL for 0.251; half-way it has 0.256, the whole way 0.468
-SLAB = 1024  # rows of C that are solved for at a time: all of a wide one's are gigabytes
 BLOCK = 128  # columns whose sums over all columns before the block are one product
 
 
 class Feedback(NamedTuple):
     """order: int64 [K], in which columns are rounded. factor: F^T of the columns in this order, float32 [K, K]: row k
-    is what column k takes of the errors before it. shift: float32 [K, K], by which w + w shift is rounded for w."""
+    is what column k takes of the errors before it."""
 
     order: Tensor
     factor: Tensor
-    shift: Tensor | None
 
 
 def damping_of(columns: int, tokens: float) -> float:
@@ -50,9 +45,8 @@ def damping_of(columns: int, tokens: float) -> float:
     return max(DAMPING, columns / (2 * tokens))
 
 
-def feedback(hessian: Tensor, tokens: float, cross: Tensor | None = None) -> Feedback:
-    """Of a Hessian float [K, K], whose upper triangle is read, of so many tokens, and of C [K, K]; None for inputs like
-    the original's."""
+def feedback(hessian: Tensor, tokens: float) -> Feedback:
+    """Of a Hessian float [K, K], whose upper triangle is read, of so many tokens."""
     mean = hessian.diagonal().mean()
     damping = damping_of(len(hessian), tokens) * torch.where(mean > 0, mean, 1.0)
     order = hessian.diagonal().argsort(descending=True, stable=True)
@@ -66,20 +60,13 @@ def feedback(hessian: Tensor, tokens: float, cross: Tensor | None = None) -> Fee
             break
         damping = damping * 10  # H is positive but for the rounding of its sums
     del h  # a wide one is gigabytes
-    shift = None
-    if cross is not None:
-        shift = torch.empty_like(cross)
-        for rows, found in zip(cross.split(SLAB), shift.split(SLAB), strict=True):
-            solved = torch.cholesky_solve(rows.T.index_select(0, last).double(), root)
-            found.index_copy_(1, last, solved.mul_(SHIFT).to(torch.float32).T)
     factor = root.div_(root.diagonal().clone()).to(torch.float32).flip(0, 1).T.contiguous()
-    return Feedback(order, factor, shift)
+    return Feedback(order, factor)
 
 
 def round_rows(weights: WeightFormat, w: Tensor, by: Feedback) -> list[Tensor]:
-    """Rows of a weight, float32 [m, K] with m a multiple of the block's rows, to the tensors on disk. With F = I and
-    no shift, the bits of `formats.quantize_rows` (but for zeros' signs)."""
-    w = w if by.shift is None else torch.addmm(w, w, by.shift)
+    """Rows of a weight, float32 [m, K] with m a multiple of the block's rows, to the tensors on disk. With F = I, the
+    bits of `formats.quantize_rows` (but for zeros' signs)."""
     scale = formats.quantize_rows(weights, w)[1]
     columns = w.T[by.order]
     step = formats.steps(weights, scale, w.shape).T[by.order]

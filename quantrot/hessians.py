@@ -2,11 +2,11 @@
 
 A layer's Hessians are of the inputs that reach its linears in the converted model: the layers before it are read back
 as they were written, and every input is turned and rounded as its linear will do it. Only the layer's own linears are
-still exact. (Attention runs in float32, whatever the recipe makes of it.) Beside them run the original's, through the
-same exact linears with nothing rounded. So calibration holds all windows' hidden states twice, which it takes through
-one layer at a time; a conversion that resumes takes them through the layers that are done, to the same bits: a window
-is run by one thread, always with the same others, and Hessians are summed in the order of the windows. A GPU multiplies
-in TF32, whose inputs have three bits more than those of the bfloat16 in which the model runs.
+still exact. (Attention runs in float32, whatever the recipe makes of it.) So calibration holds all windows' hidden
+states, which it takes through one layer at a time; a conversion that resumes takes them through the layers that are
+done, to the same bits: a window is run by one thread, always with the same others, and Hessians are summed in the order
+of the windows. A GPU multiplies in TF32, whose inputs have three bits more than those of the bfloat16 in which the
+model runs.
 """
 
 import threading
@@ -33,7 +33,7 @@ from quantrot.rotation import turn_input
 from quantrot.transform import one_threaded, starts, transform, turned_rows
 
 SLAB = 256  # rows of a Hessian that one thread sums
-_SEEN = threading.local()  # .inputs: a window's, of its linears, by Step.hessian; .exact: whether nothing is rounded
+_SEEN = threading.local()  # .inputs: a window's, of its linears, by Step.hessian
 
 
 def stages(
@@ -61,7 +61,7 @@ def stages(
 
 class Network:
     """The decoder with one layer, or with the head alone, and what all windows are before it, [n, S, hidden] of those
-    that go through it together, in the converted model and in the original."""
+    that go through it together."""
 
     def __init__(self, plan: Plan, out: Path, workers: int) -> None:
         assert plan.windows is not None
@@ -71,7 +71,6 @@ class Network:
         infos = [info for shard in plan.shards for info in shard.tensors]
         self.written = {info.name: replace(info, file=out / info.file) for info in infos}
         self.hidden: list[Tensor] = []
-        self.original: list[Tensor] = []
         config = AutoConfig.for_model(**plan.checkpoint.config | {"num_hidden_layers": 1})
         with init_empty_weights(include_buffers=False):
             self.decoder = AutoModel.from_config(config, dtype=torch.float32).requires_grad_(False).eval()
@@ -92,27 +91,24 @@ class Network:
             list(pool.map(self._place, (step for step in steps if step.source and step.name != llama.EMBEDDING)))
 
     def feedback(self, names: set[str]) -> dict[str, Feedback]:
-        """The feedback of the inputs that have these names, by name. Takes the original's windows through the layer."""
+        """The feedback of the inputs that have these names, by name."""
+        if not names:
+            return {}
         plan, sums = self.plan, {}
         for name in sorted(names):
             width = next(step.shape[1] for step in plan.steps if step.hessian == name)
-            sums[name] = [torch.zeros(width, width, device=plan.device) for _ in range(2)]
+            sums[name] = torch.zeros(width, width, device=plan.device)
         with one_threaded(self.workers) as pool:
             with _tf32():
                 for i in range(0, len(self.hidden), self.workers):
-                    here = slice(i, i + self.workers)
-                    ran = list(pool.map(partial(self._run, exact=True), self.original[here]))
-                    self.original[here] = [after for after, _ in ran]
-                    if not names:
-                        continue
-                    seen = [inputs for _, inputs in pool.map(self._run, self.hidden[here])]
-                    for name, (hessian, cross) in sums.items():
-                        found = [weighed(x.pop(name), y.pop(name)) for x, (_, y) in zip(seen, ran, strict=True)]
-                        list(pool.map(partial(_add, hessian, cross, found), range(0, len(hessian), SLAB)))
-            for name, both in sums.items():
-                if not all(torch.isfinite(products).all() for products in both):
+                    seen = [inputs for _, inputs in pool.map(self._run, self.hidden[i : i + self.workers])]
+                    for name, hessian in sums.items():
+                        found = [weighed(inputs.pop(name)) for inputs in seen]
+                        list(pool.map(partial(_add, hessian, found), range(0, len(hessian), SLAB)))
+            for name, hessian in sums.items():
+                if not torch.isfinite(hessian).all():
                     raise ValueError(f"calibration: the inputs of {name} are not finite when squared; repair the model")
-            made = pool.map(lambda both: gptq.feedback(both[0], self.tokens, both[1]), sums.values())
+            made = pool.map(lambda hessian: gptq.feedback(hessian, self.tokens), sums.values())
             return dict(zip(sums, made, strict=True))
 
     def advance(self, steps: list[Step]) -> None:
@@ -120,7 +116,6 @@ class Network:
         with one_threaded(self.workers) as pool:
             if not self.hidden:
                 self.hidden = self._embedded()
-                self.original = list(self.hidden)
                 return
             list(pool.map(self._replace, (step for step in steps if step.format is not None)))
             with _tf32():
@@ -154,10 +149,9 @@ class Network:
         setattr(module, kind, nn.Parameter(value.to(self.plan.device, torch.float32), requires_grad=False))
 
     @torch.no_grad()
-    def _run(self, hidden: Tensor, exact: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-        """(windows [n, S, hidden] after the layer, its linears' inputs by name). exact: as the original has them, not
-        rounded."""
-        _SEEN.inputs, _SEEN.exact = {}, exact
+    def _run(self, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """(windows [n, S, hidden] after the layer, its linears' inputs by name)."""
+        _SEEN.inputs = {}
         after = self.decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
         if self.head is not None:
             self.head(after)
@@ -178,7 +172,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.online is None else turn_input(x, self.online)
-        x = x if self.format is None or _SEEN.exact else quantize_dequantize(x, self.format.activations)
+        x = x if self.format is None else quantize_dequantize(x, self.format.activations)
         if self.hessian:
             _SEEN.inputs[self.hessian] = x.flatten(0, -2)
         assert self.weight is not None
@@ -201,19 +195,14 @@ def _inside(fqn: str) -> str:
     return fqn.split(".", 3)[3]
 
 
-def weighed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs [tokens, K] and what they miss of the original's, where no token counts for more than the middle one.
-    Attention's sinks, whose inputs of a down_proj are up to a hundred times as large as others' (squared), would have
-    all feedback for themselves."""
+def weighed(x: Tensor) -> Tensor:
+    """Inputs [tokens, K] of which no token counts for more than the middle one. Attention's sinks, whose inputs of a
+    down_proj are up to a hundred times as large as others' (squared), would have all feedback for themselves."""
     sizes = x.square().sum(1, keepdim=True)
-    weight = (sizes.median() / sizes.clamp(min=torch.finfo(torch.float32).tiny)).clamp_(max=1).sqrt_()
-    return x * weight, (y - x).mul_(weight)
+    return x * (sizes.median() / sizes.clamp(min=torch.finfo(torch.float32).tiny)).clamp_(max=1).sqrt_()
 
 
-def _add(hessian: Tensor, cross: Tensor, found: list[tuple[Tensor, Tensor]], row: int) -> None:
-    """Add the products of inputs [tokens, K], one thread's after the other's, to SLAB rows: the upper triangle of one
-    another's, and all of those with what they miss of the original's."""
-    here = slice(row, row + SLAB)
-    for x, missing in found:
-        hessian[here, row:].addmm_(x[:, here].T, x[:, row:])
-        cross[here].addmm_(missing[:, here].T, x)
+def _add(hessian: Tensor, found: list[Tensor], row: int) -> None:
+    """Add the products of inputs [tokens, K], one thread's after the other's, to SLAB rows of the upper triangle."""
+    for x in found:
+        hessian[row : row + SLAB, row:].addmm_(x[:, row : row + SLAB].T, x[:, row:])

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 import math
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -46,6 +47,7 @@ COLUMNWISE = 16  # times as many where GPTQ takes a column of all rows at a time
 LOOK_AHEAD = 96  # chunks in flight besides one a thread: what one thread does while another turns a whole down_proj
 BUDGET = 384 << 20  # bytes that chunks in flight may take together; a larger chunk goes alone
 OVERHEAD = 64 << 20  # thread pools, GEMM packing buffers, allocator slack
+MODEL_CODE = 124_000_000  # bytes that a process grows by when hessians.py imports transformers' models
 TEMPLATES = "additional_chat_templates"  # where transformers puts a tokenizer's other templates
 LARGEST_HEAD = 256  # of attention: fp8
 
@@ -128,9 +130,8 @@ class Plan:
         return psutil.Process().memory_info().rss + OVERHEAD + chunks + self.calibration_bytes(threads)
 
     def calibration_bytes(self, threads: int) -> int:
-        """What calibration holds at its worst: every window's hidden states, the widest layer in float32, its Hessians
-        and cross products, those being decomposed in float64, twice, and what is on the way in a thread's windows; of
-        windows the converted model's and the original's."""
+        """What calibration holds at its worst: every window's hidden states, the widest layer in float32, its Hessians,
+        those being decomposed in float64, twice, what is on the way in a thread's windows, code not imported yet."""
         if self.windows is None:
             return 0
         seq_len, most = self.windows.shape[1], 0
@@ -138,12 +139,13 @@ class Plan:
         for _, stage in groupby(self.steps, network_order):
             steps = [step for step in stage if len(step.shape) == 2 and step.source and step.name != EMBEDDING]
             widths = sorted({step.hessian: step.shape[1] for step in steps if step.hessian}.values())
-            inputs = threads * together * seq_len * (2 * sum(widths) + 4 * self.llama.intermediate_size)
+            inputs = threads * together * seq_len * (sum(widths) + 4 * self.llama.intermediate_size)
             squares = [width * width for width in widths]
             weights = sum(math.prod(step.shape) for step in steps)
-            solved = 24 * sum(squares[-threads:])  # 16, and 8 of the factor and the shift that come of them
-            most = max(most, 4 * (weights + inputs + 2 * sum(squares)) + solved)
-        return 8 * self.windows.numel() * self.llama.hidden_size + most
+            solved = 20 * sum(squares[-threads:])  # 16, and 4 of the factor that comes of them
+            most = max(most, 4 * (weights + inputs + sum(squares)) + solved)
+        imported = 0 if "quantrot.hessians" in sys.modules else MODEL_CODE
+        return 4 * self.windows.numel() * self.llama.hidden_size + most + imported
 
     def fingerprint(self) -> str:
         """sha256 of all that determines the weights' bytes, but the source's: recipe, headers, layout, device, text,
@@ -560,7 +562,7 @@ def working_bytes(step: Step) -> int:
     wide = 0 if step.kind == "copy" else 4
     permuted = step.output_turn is not None and step.output_turn.permutation
     copies = 2 if step.input_turns or permuted else 1
-    copies += 6 if step.hessian else 0  # shifted, columns, their steps, errors and values, these as rows
+    copies += 5 if step.hessian else 0  # columns, their steps, errors and values, these as rows
     small = min(elements, CHUNK["cpu"]) * 40  # the quantizer's temporaries, at most a cache-sized piece
     return elements * (source + wide * copies + source) + small
 
