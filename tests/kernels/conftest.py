@@ -183,6 +183,7 @@ def emulated(once):
         pytest.skip("the emulator of Hopper kernels needs g++")
     include = [f"-I{ROOT / 'quantrot/kernels'}", f"-I{ROOT / 'tests/kernels/emulator'}"]
     flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-DQUANTROT_EMULATED"]
+    flags.append("-U_FORTIFY_SOURCE")  # Ubuntu's default, whose longjmp refuses to enter a fiber's stack
 
     def compile(folder: Path, *files: str | Path) -> None:
         run = subprocess.run(["g++", *flags, *include, *files], cwd=folder, capture_output=True, text=True)
