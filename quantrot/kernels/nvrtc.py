@@ -256,19 +256,26 @@ class Counters:
         return f"__device__ unsigned counters[{self.total}];\n"
 
 
-COUNTERS = 1 << 16  # that a kernel has, where its launches take turns at them
-_taken = 0
+TURNS = 1 << 16  # counters of a kernel at which its launches take turns
+COUNTERS = 2 * TURNS  # that it has: the others are for recorded launches
+_taken, _recorded = 0, TURNS
 
 
 def counters_in_turn(count: int) -> int:
     """The first of the next `count` of a kernel's counters, which a launch counts up and leaves as zeros.
 
-    Launches take turns, so that two at once have their own.
+    Launches take turns, so that two at once have their own. One that is recorded runs whenever its graph does, also
+    beside one that has the same turn: it has counters that no other has, while there are any.
     """
-    global _taken
+    global _taken, _recorded
+    recorded = torch.cuda.is_current_stream_capturing()
     with COUNTING:
-        first = _taken if _taken + count <= COUNTERS else 0
-        _taken = first + count
+        if recorded and _recorded + count <= COUNTERS:
+            first = _recorded
+            _recorded += count
+        else:
+            first = _taken if _taken + count <= TURNS else 0
+            _taken = first + count
     return first
 
 

@@ -1,9 +1,11 @@
 """What is handed to the compiler and to the CUDA driver."""
 
 import ctypes
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -21,9 +23,20 @@ def test_launch_structures_lie_as_in_cuda_h():
 
 
 def test_launches_take_turns_at_counters(monkeypatch):
-    last = nvrtc.COUNTERS
+    last, recording = nvrtc.TURNS, False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
     monkeypatch.setattr(nvrtc, "_taken", last - 10)
+    monkeypatch.setattr(nvrtc, "_recorded", nvrtc.COUNTERS - 10)
     assert [nvrtc.counters_in_turn(count) for count in (4, 6, 8, 2)] == [last - 10, last - 6, 0, 8]
+    recording = True  # has its own, then takes turns with the others
+    assert [nvrtc.counters_in_turn(count) for count in (6, 4, 2)] == [nvrtc.COUNTERS - 10, nvrtc.COUNTERS - 4, 10]
+    recording = False
+    assert nvrtc.counters_in_turn(1) == 12
+
+
+def test_kernels_have_as_many_counters_as_are_given_out():
+    source = (Path(nvrtc.__file__).parent / "mixed/parts.cuh").read_text()
+    assert 1 << int(re.search(r"u32 counters\[1 << (\d+)\]", source)[1]) == nvrtc.COUNTERS
 
 
 def test_launches_that_may_run_at_once_have_counters_of_their_own(monkeypatch):
