@@ -31,7 +31,6 @@ graphs see one opaque function, and so does autograd (with respect to the wide o
 import os
 import warnings
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ from quantrot.kernels.mixed.reference import (
     unpack_int8,
 )
 from quantrot.kernels.mixed.tuned import EXPAND_FROM
-from quantrot.kernels.operators import check_device, constant, implement
+from quantrot.kernels.operators import check_device, constant, has_triton, implement
 
 __all__ = [
     "dequantize_int8",
@@ -63,7 +62,6 @@ __all__ = [
     "unpack_int8",
 ]
 
-HAS_TRITON = find_spec("triton") is not None
 KINDS = {torch.int8: "int8", torch.uint8: "uint8", torch.float8_e4m3fn: "e4m3", torch.int32: "packed"}
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BACKENDS = ("auto", "hopper", "triton", "expand", "reference")
@@ -160,7 +158,7 @@ def mixed_ref(
 
 def has_kernels(device: torch.device) -> bool:
     """Whether products on this device run from the codes, without a wide copy of the weight kept beside them."""
-    return device.type == "cuda" and HAS_TRITON
+    return device.type == "cuda" and has_triton()
 
 
 @constant
@@ -241,9 +239,9 @@ def _per_group(name: str, t: Tensor, rows: int, columns: int) -> Tensor:
 @lru_cache(maxsize=1)
 def _no_triton() -> bool:
     """Whether Triton is missing; says so once."""
-    if not HAS_TRITON:
+    if not has_triton():
         warnings.warn("mixed_gemm: no Triton, so weights are expanded in torch; `pip install triton`", stacklevel=2)
-    return not HAS_TRITON
+    return not has_triton()
 
 
 def _is_hopper(t: Tensor) -> bool:
@@ -254,7 +252,7 @@ def _hopper(codes: Tensor, wide: Tensor, scale: Tensor, narrow_weight: bool) -> 
     """Why the kernels for Hopper do not take this product on its device, or None."""
     from quantrot.kernels import nvrtc
 
-    if not wide.is_cuda or not HAS_TRITON or not nvrtc.available(wide.device):
+    if not wide.is_cuda or not has_triton() or not nvrtc.available(wide.device):
         return f"needs an NVIDIA GPU of capability 9.0, cuda.core and Triton; x is on {wide.device}"
     from quantrot.kernels.mixed import hopper
 
