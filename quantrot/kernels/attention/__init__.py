@@ -50,8 +50,8 @@ from quantrot.kernels.attention.reference import (
     visible_keys,
 )
 from quantrot.kernels.fp8 import E4M3
-from quantrot.kernels.operators import check_device, constant, implement
-from quantrot.orthogonal import hadamard_factors
+from quantrot.kernels.hadamard import is_known
+from quantrot.kernels.operators import check_device, implement
 
 __all__ = [
     "BLOCK",
@@ -321,11 +321,6 @@ def _check_backend(backend: str) -> None:
         raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
 
 
-@constant
-def _known(order: int) -> bool:
-    return bool(hadamard_factors(order))  # raises for an order with no known matrix
-
-
 def _check_quantize(
     q: Tensor,
     k: Tensor,
@@ -359,7 +354,7 @@ def _check_quantize(
         return 0, None
     if order < 1 or dim % order:
         raise ValueError(f"order: {order} does not divide head_dim {dim}; give a divisor of it")
-    _known(order)
+    is_known(order)
     if signs is None:
         return order, None
     if signs.dim() != 1 or signs.numel() not in (order, dim):

@@ -87,8 +87,9 @@ def hadamard_ref(
 
 
 @constant
-def _known(order: int) -> bool:
-    return bool(hadamard_factors(order))  # raises for an order with no known matrix
+def is_known(order: int) -> bool:
+    """True; ValueError for an order with no known matrix."""
+    return bool(hadamard_factors(order))
 
 
 def check_transform(
@@ -110,7 +111,7 @@ def check_transform(
             f"order: {order} is not the transformed width {size}; leave it out, or give `block={order}` to transform "
             "blocks of that width"
         )
-    _known(size)
+    is_known(size)
     if signs is not None:
         if signs.dim() != 1 or signs.numel() not in (size, width):
             allowed = f"[{size}]" if size == width else f"[{size}] or [{width}]"
