@@ -1,10 +1,12 @@
-"""The text that weights are calibrated on: how much of it, how it is cut into windows, what a manifest says of it."""
+"""The texts that weights are calibrated on: how much of them, how they are cut into windows, what a manifest says."""
 
 import hashlib
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantrot.device import device_type
@@ -16,21 +18,37 @@ GPU_TOKENS = 4096  # that go through a layer together
 
 @dataclass(frozen=True)
 class Calibration:
-    """A text, of which the first `windows` windows of `seq_len` tokens are used; None for all."""
+    """A text, or several whose windows take turns, of which the first `windows` windows of `seq_len` tokens are used;
+    None for all."""
 
-    text: str = field(repr=False)
+    text: str | tuple[str, ...] = field(repr=False)
     windows: int | None = 32
     seq_len: int = 512
 
     def entry(self) -> dict[str, Any]:
         """What determines the windows, given the tokenizer."""
-        digest = hashlib.sha256(self.text.encode()).hexdigest()
-        return {"text_sha256": digest, "windows": self.windows, "seq_len": self.seq_len}
+        digests = [hashlib.sha256(text.encode()).hexdigest() for text in self.texts]
+        return {"text_sha256": digests, "windows": self.windows, "seq_len": self.seq_len}
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.text,) if isinstance(self.text, str) else self.text
 
 
 def tokens(calibration: Calibration, model: Path, arch: Llama) -> Tensor:
-    """The windows in the model's tokens, int64 [n, seq_len]. ValueError where there are none."""
-    ids = windows(open_tokenizer(model), calibration.text, calibration.seq_len, calibration.windows, arch.max_positions)
+    """The windows in the model's tokens, int64 [n, seq_len]: every text's first, every text's second, and so on, of
+    those that have one. ValueError where a text has none."""
+    if not calibration.texts:
+        raise ValueError("calibration: there is no text in it; give at least one")
+    tokenizer, found = open_tokenizer(model), []
+    for i, text in enumerate(calibration.texts, 1):
+        try:
+            found.append(windows(tokenizer, text, calibration.seq_len, calibration.windows, arch.max_positions))
+        except ValueError as error:
+            several = f"calibration, text {i} of {len(calibration.texts)}: " if len(calibration.texts) > 1 else ""
+            raise ValueError(f"{several}{error}") from None
+    turns = [window for window in chain.from_iterable(zip_longest(*found)) if window is not None]
+    ids = torch.stack(turns[: calibration.windows])
     if ids.max() >= arch.vocab_size:
         raise ValueError(f"{model}: its tokenizer gives token {ids.max()}; config.json has {arch.vocab_size} of them")
     return ids

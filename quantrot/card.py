@@ -99,9 +99,10 @@ def _rotations(plan: Plan) -> str:
 
 
 def _calibration(used: Calibration) -> str:
+    digests = ", ".join(digest[:16] for digest in used.entry()["text_sha256"])
     return (
-        f"Weights marked gptq were rounded by GPTQ, calibrated on {used.windows} windows of {used.seq_len} tokens of a "
-        f"text with sha256 {used.entry()['text_sha256'][:16]}."
+        f"Weights marked gptq were rounded by GPTQ, calibrated on {used.windows} windows of {used.seq_len} tokens of "
+        f"{'a text' if len(used.texts) == 1 else 'texts'} with sha256 {digests}."
     )
 
 

@@ -71,7 +71,7 @@ def convert(
     """Convert a checkpoint by a recipe into the directory `out`. The source is only read.
 
     model: a directory, hub id or "demo"; recipe: a shipped name, a YAML file, a dict or a `Recipe`; calibration: the
-    text for what the recipe rounds by GPTQ; threads: chunks at a time (default: the CPUs this process may use);
+    texts for what the recipe rounds by GPTQ; threads: chunks at a time (default: the CPUs this process may use);
     progress: told the current tensor, source bytes done, source bytes in all.
     ValueError for anything a user can mend, before a weight is read wherever headers show it; OSError from the file
     system passes through, and what was done stays resumable.

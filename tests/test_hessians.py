@@ -171,7 +171,7 @@ def test_the_manifest_says_how_it_was_rounded(source, whole, tmp_path, monkeypat
     assert planned.fingerprint() == manifest.data["conversion"]
     assert "calibrated on 7 windows of 48 tokens" in (whole / "README.md").read_text()
     few = plan(source, MIXED, calibration=Calibration(TEXT, windows=99, seq_len=48))
-    assert few.calibration.windows == len(few.windows) == 13 and any("the text has 13 windows" in n for n in few.notes)
+    assert few.calibration.windows == len(few.windows) == 13 and any("its text has 13 windows" in n for n in few.notes)
     held = planned.calibration_bytes(1)
     assert planned.calibration_bytes(2) > held > 0
     with monkeypatch.context() as before_import:
@@ -226,6 +226,8 @@ def test_learned_rotations_and_gptq_from_the_command_line(source, tmp_path, monk
         (PLAIN, None, "recipe: 21 linears have rounding: gptq, as model.layers.0.self_attn.q_proj, and no text to"),
         ("mxfp4", CALIBRATION, "nothing has rounding: gptq, and calibration gives a text for it"),
         (PLAIN, Calibration("short"), "text: 5 tokens, one window needs 512"),
+        (PLAIN, Calibration((TEXT, "short")), "calibration, text 2 of 2: text: 5 tokens, one window needs 512"),
+        (PLAIN, Calibration(()), "there is no text in it; give at least one"),
         (PLAIN, Calibration(TEXT, seq_len=1000), "seq_len is 1000; the model takes at most 512"),
         (PLAIN, Calibration(TEXT, windows=0, seq_len=48), "windows is 0; give at least 1"),
     ],
@@ -271,6 +273,23 @@ def test_a_model_without_a_tokenizer_cannot_be_calibrated(tiny, tmp_path):
         (root / name).unlink()
     with pytest.raises(ValueError, match="transformers cannot load its tokenizer"):
         plan(root, PLAIN, calibration=CALIBRATION)
+
+
+def test_windows_of_several_texts_take_turns(source, tmp_path):
+    texts = TEXT, MORE[0], MORE[1][:100]
+    a, b, c = (plan(source, PLAIN, calibration=Calibration(text, None, 48)).windows for text in texts)
+    assert len(c) == 2 and not torch.equal(a[0], b[0])
+    several = Calibration(texts, 8, 48)
+    found = plan(source, PLAIN, calibration=several).windows
+    assert torch.equal(found, torch.stack([a[0], b[0], c[0], a[1], b[1], c[1], a[2], b[2]]))
+    assert several.entry()["text_sha256"] == [Calibration(text).entry()["text_sha256"][0] for text in texts]
+    for i, text in enumerate(texts):
+        (tmp_path / str(i)).write_text(text)
+    run = ["convert", str(source), "-r", "mxfp4-weight-only-gptq", "-o", str(tmp_path / "out"), "--seq-len", "48"]
+    result = CliRunner().invoke(app, [*run, *(word for i in "012" for word in ("--calibration", str(tmp_path / i)))])
+    assert result.exit_code == 0, result.output
+    assert read_manifest(tmp_path / "out").data["calibration"] == Calibration(texts, 28, 48).entry()
+    assert "28 windows of 48 tokens of texts with sha256" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_from_the_command_line(source, tmp_path):

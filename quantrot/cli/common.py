@@ -20,7 +20,12 @@ Device = Annotated[str, typer.Option(help="Where the arithmetic runs: cpu, cuda,
 ShardSize = Annotated[
     str, typer.Option("--max-shard-size", help="Largest output file, unless one tensor is larger: 5GB, 500MB.")
 ]
-Text = Annotated[Path | None, typer.Option("--calibration", help="UTF-8 text that `rounding: gptq` calibrates on.")]
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--calibration", help="UTF-8 text that `rounding: gptq` calibrates on; the windows of several take turns."
+    ),
+]
 Windows = Annotated[int | None, typer.Option("--windows", help="Windows of --calibration's text; 32 by default.")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in one of them; 512 by default.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Chunks at a time; all CPUs by default.")]
@@ -37,10 +42,10 @@ def parse_size(text: str) -> int:
     return int(nbytes)
 
 
-def calibration(text: Path | None, windows: int | None, seq_len: int | None) -> "Calibration | None":
+def calibration(texts: list[Path] | None, windows: int | None, seq_len: int | None) -> "Calibration | None":
     """What a conversion is calibrated on; None without a text."""
     asked = {name: value for name, value in (("windows", windows), ("seq_len", seq_len)) if value is not None}
-    if text is None:
+    if not texts:
         for name, value in asked.items():
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option}: {value} of no text; give --calibration TEXT, or leave {option} out")
@@ -48,7 +53,7 @@ def calibration(text: Path | None, windows: int | None, seq_len: int | None) -> 
     from quantrot.calibration import Calibration
     from quantrot.evals.text import evaluation_text
 
-    return Calibration(evaluation_text(text)[0], **asked)
+    return Calibration(tuple(evaluation_text(text)[0] for text in texts), **asked)
 
 
 def size(nbytes: float) -> str:

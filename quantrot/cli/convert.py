@@ -12,7 +12,7 @@ from quantrot.cli.common import (
     Recipe,
     SeqLen,
     ShardSize,
-    Text,
+    Texts,
     Threads,
     Windows,
     byte_progress,
@@ -39,7 +39,7 @@ def command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the output when the new one is done.")
     ] = False,
-    text: Text = None,
+    texts: Texts = None,
     windows: Windows = None,
     seq_len: SeqLen = None,
     threads: Threads = None,
@@ -49,7 +49,7 @@ def command(
     if dry_run:
         from quantrot.cli import plan
 
-        return plan.command(model, recipe, device, max_shard_size, text, windows, seq_len, threads)
+        return plan.command(model, recipe, device, max_shard_size, texts, windows, seq_len, threads)
     if output is None:
         raise ValueError("--output is missing; give the directory to write, or --dry-run")
     from quantrot.convert import convert
@@ -64,7 +64,7 @@ def command(
                 resume=resume,
                 overwrite=overwrite,
                 max_shard_size=parse_size(max_shard_size),
-                calibration=calibration(text, windows, seq_len),
+                calibration=calibration(texts, windows, seq_len),
                 threads=threads,
                 progress=progress,
             )

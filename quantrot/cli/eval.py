@@ -41,7 +41,7 @@ def mmlu(
     work: Annotated[
         Path | None, typer.Option(help="Where conversions and results of --recipes are kept for the next run.")
     ] = None,
-    text: common.Text = None,
+    texts: common.Texts = None,
     windows: common.Windows = None,
     seq_len: common.SeqLen = None,
     output: Output = None,
@@ -56,8 +56,8 @@ def mmlu(
     evals.check_options(fewshot, limit, batch_size)
     if data is not None:
         evals.check_data(data, fewshot)
-    _check_mmlu(recipes, baseline, output, text, work)
-    calibration = common.calibration(text, windows, seq_len)
+    _check_mmlu(recipes, baseline, output, texts, work)
+    calibration = common.calibration(texts, windows, seq_len)
     settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit}
     tokens: harness.Tokens | None = None if recipes is None and baseline is None else {}
 
@@ -93,10 +93,10 @@ def mmlu(
 
 
 def _check_mmlu(
-    recipes: str | None, baseline: str | None, output: Path | None, text: Path | None, work: Path | None
+    recipes: str | None, baseline: str | None, output: Path | None, texts: list[Path] | None, work: Path | None
 ) -> None:
     """ValueError for options that do not go together."""
-    if recipes is None and text is not None:
+    if recipes is None and texts:
         raise ValueError("calibration: only with --recipes, which converts; an evaluation needs no such text")
     if recipes is None and work is not None:
         raise ValueError("work: only with --recipes, whose conversions it keeps; leave it out")

@@ -8,7 +8,7 @@ from quantrot.cli.common import (
     Recipe,
     SeqLen,
     ShardSize,
-    Text,
+    Texts,
     Threads,
     Windows,
     calibration,
@@ -29,7 +29,7 @@ def command(
     recipe: Recipe,
     device: Device = "cpu",
     max_shard_size: ShardSize = "5GB",
-    text: Text = None,
+    texts: Texts = None,
     windows: Windows = None,
     seq_len: SeqLen = None,
     threads: Threads = None,
@@ -37,7 +37,7 @@ def command(
     """Show what convert would do, and every error at once, before any weight is read."""
     from quantrot.plan import plan
 
-    planned = plan(model, recipe, device, parse_size(max_shard_size), calibration(text, windows, seq_len))
+    planned = plan(model, recipe, device, parse_size(max_shard_size), calibration(texts, windows, seq_len))
     show(planned, threads or cpus())
 
 
