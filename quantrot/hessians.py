@@ -11,6 +11,7 @@ model runs.
 
 import threading
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -92,24 +93,28 @@ class Network:
 
     def feedback(self, names: set[str]) -> dict[str, Feedback]:
         """The feedback of the inputs that have these names, by name."""
-        if not names:
-            return {}
-        plan, sums = self.plan, {}
-        for name in sorted(names):
-            width = next(step.shape[1] for step in plan.steps if step.hessian == name)
-            sums[name] = torch.zeros(width, width, device=plan.device)
         with one_threaded(self.workers) as pool:
-            with _tf32():
-                for i in range(0, len(self.hidden), self.workers):
-                    seen = [inputs for _, inputs in pool.map(self._run, self.hidden[i : i + self.workers])]
-                    for name, hessian in sums.items():
-                        found = [weighed(inputs.pop(name)) for inputs in seen]
-                        list(pool.map(partial(_add, hessian, found), range(0, len(hessian), SLAB)))
-            for name, hessian in sums.items():
-                if not torch.isfinite(hessian).all():
-                    raise ValueError(f"calibration: the inputs of {name} are not finite when squared; repair the model")
-            made = pool.map(lambda hessian: gptq.feedback(hessian, self.tokens), sums.values())
-            return dict(zip(sums, made, strict=True))
+            hessians = self._hessians(sorted(names), pool) if names else {}
+            order = list(hessians)
+            made = pool.map(lambda name: gptq.feedback(hessians.pop(name), self.tokens), order)
+            return dict(zip(order, made, strict=True))
+
+    def _hessians(self, names: list[str], pool: ThreadPoolExecutor) -> dict[str, Tensor]:
+        """The upper triangles of what these inputs' products sum to over all windows, float32 [K, K]."""
+        sums = {}
+        for name in names:
+            width = next(step.shape[1] for step in self.plan.steps if step.hessian == name)
+            sums[name] = torch.zeros(width, width, device=self.plan.device)
+        with _tf32():
+            for i in range(0, len(self.hidden), self.workers):
+                seen = [inputs for _, inputs in pool.map(self._run, self.hidden[i : i + self.workers])]
+                for name, hessian in sums.items():
+                    found = [weighed(inputs.pop(name)) for inputs in seen]
+                    list(pool.map(partial(_add, hessian, found), range(0, len(hessian), SLAB)))
+        for name, hessian in sums.items():
+            if not torch.isfinite(hessian).all():
+                raise ValueError(f"calibration: the inputs of {name} are not finite when squared; repair the model")
+        return sums
 
     def advance(self, steps: list[Step]) -> None:
         """Take every window through the layer of these steps, or through the embedding, as it was written."""

@@ -130,8 +130,9 @@ class Plan:
         return psutil.Process().memory_info().rss + OVERHEAD + chunks + self.calibration_bytes(threads)
 
     def calibration_bytes(self, threads: int) -> int:
-        """What calibration holds at its worst: every window's hidden states, the widest layer in float32, its Hessians,
-        those being decomposed in float64, twice, what is on the way in a thread's windows, code not imported yet."""
+        """What calibration holds at its worst: every window's hidden states, the widest layer in float32, what its
+        Hessians become, those being decomposed in float64, twice, what is on the way in a thread's windows, code not
+        imported yet."""
         if self.windows is None:
             return 0
         seq_len, most = self.windows.shape[1], 0
@@ -142,8 +143,8 @@ class Plan:
             inputs = threads * together * seq_len * (sum(widths) + 4 * self.llama.intermediate_size)
             squares = [width * width for width in widths]
             weights = sum(math.prod(step.shape) for step in steps)
-            solved = 20 * sum(squares[-threads:])  # 16, and 4 of the factor that comes of them
-            most = max(most, 4 * (weights + inputs + sum(squares)) + solved)
+            solved = 16 * sum(squares[-threads:])
+            most = max(most, 4 * (weights + inputs) + 8 * sum(squares) + solved)
         imported = 0 if "quantrot.hessians" in sys.modules else MODEL_CODE
         return 4 * self.windows.numel() * self.llama.hidden_size + most + imported
 
@@ -316,7 +317,7 @@ def _calibrated(
     errors: list[str],
     notes: list[str],
 ) -> tuple[Calibration | None, Tensor | None]:
-    """(the calibration with the windows that its text has, their tokens), which is there where a rounding needs it."""
+    """(the calibration with the windows that it has, their tokens), which is there where a rounding needs it."""
     needed = [fqn for fqn, fmt in linears.items() if fmt is not None and fmt.weights.rounding == "gptq"]
     if needed and calibration is None:
         errors.append(
@@ -333,7 +334,7 @@ def _calibrated(
         errors.append(str(error))
         return None, None
     if len(windows) < (calibration.windows or 0):
-        notes.append(f"calibration: the text has {len(windows)} windows, {calibration.windows} were asked for")
+        notes.append(f"calibration: its text has {len(windows)} windows, {calibration.windows} were asked for")
     return replace(calibration, windows=len(windows)), windows
 
 

@@ -33,6 +33,11 @@ def inputs():
     return x
 
 
+def damp(hessian):
+    """As `feedback` does."""
+    return hessian.double() + damping_of(IN, TOKENS) * hessian.diagonal().mean() * torch.eye(IN)
+
+
 def values(fmt, stored):
     return formats.dequantize(fmt, stored, IN, torch.float32)
 
@@ -82,8 +87,7 @@ def test_it_is_the_algorithm_of_the_paper(fmt, weight, inputs):
     """Which updates all weights to come by a row of the inverse Hessian's Cholesky factor."""
     hessian = inputs.T @ inputs
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    damped = hessian[order][:, order].double()
-    damped.diagonal().add_(damping_of(IN, TOKENS) * hessian.diagonal().mean())
+    damped = damp(hessian)[order][:, order]
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
     step = formats.steps(fmt, formats.quantize_rows(fmt, weight)[1], weight.shape)[:, order].double()
     left, found = weight[:, order].double(), torch.empty(OUT, IN)
@@ -92,8 +96,19 @@ def test_it_is_the_algorithm_of_the_paper(fmt, weight, inputs):
         error = left[:, k] - found[:, order[k]] * step[:, k]
         left[:, k:] -= torch.outer(error / upper[k, k], upper[k, k:])
     wanted = found * formats.steps(fmt, formats.quantize_rows(fmt, weight)[1], weight.shape)
-    differing = values(fmt, round_rows(fmt, weight, feedback(hessian, TOKENS))) != wanted
+    differing = values(fmt, round_rows(fmt, weight, feedback(hessian, TOKENS), sweeps=0)) != wanted
     assert differing.any(1).float().mean() < 0.05  # a row in which float32 rounds one the other way has others after it
+
+
+@pytest.mark.parametrize("fmt", [MXFP4[0], INT8[1], FP8[0]], ids=str)
+def test_sweeps_lower_the_cost_until_no_weight_can(fmt, weight, inputs):
+    found, damped = feedback(inputs.T @ inputs, TOKENS), damp(inputs.T @ inputs)
+    rounded = [values(fmt, round_rows(fmt, weight, found, sweeps)).double() for sweeps in (0, 1, 2, 40)]
+    costs = [((w - weight) @ damped * (w - weight)).sum().item() for w in rounded]
+    assert costs[3] < costs[2] < costs[1] < 0.99 * costs[0]
+    step = formats.steps(fmt, formats.quantize_rows(fmt, weight)[1], weight.shape)
+    least = rounded[3] - (rounded[3] - weight) @ damped / damped.diagonal()  # of each weight, all others as they are
+    assert (nearest((least / step).float(), fmt.kind) * step != rounded[3].float()).float().mean() < 1e-4  # ties
 
 
 @pytest.mark.parametrize("fmt", [MXFP4[0], INT8[1], FP8[0]], ids=str)
@@ -106,9 +121,9 @@ def test_rows_do_not_know_of_each_other(fmt, weight, inputs):
 def test_feedback_is_the_factor(inputs):
     """H = F D F^T; only the upper triangle is read."""
     hessian = (inputs.T @ inputs).double()
-    order, factor = feedback(hessian.triu(), TOKENS)
-    damped = hessian[order][:, order]
-    damped.diagonal().add_(damping_of(IN, TOKENS) * hessian.diagonal().mean())
+    order, factor, pull = feedback(hessian.triu(), TOKENS)
+    damped = damp(hessian)[order][:, order]
+    assert torch.allclose(pull.double(), damped / damped.diagonal()[:, None], rtol=1e-6)
     f = factor.double().T
     assert torch.equal(f.tril(), torch.eye(IN).double())
     d = torch.linalg.solve(f, torch.linalg.solve(f, damped).T)
