@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from quantrot.kernels import mixed, mxfp4
 from quantrot.kernels.attention import fp8_attention, rope_hadamard_quantize
 from quantrot.kernels.fp8 import dequantize_fp8_block, fp8_linear, quantize_fp8_block
 from quantrot.kernels.hadamard import hadamard_transform
@@ -120,3 +121,11 @@ APART = {  # calls with one operand elsewhere, and which one
 def test_operands_on_several_devices_are_an_error(call):
     with pytest.raises(ValueError, match="on meta"):
         call()
+
+
+@pytest.mark.parametrize("kernels", [mixed, mxfp4])
+def test_a_compiled_module_asks_for_kernels_without_a_warning(kernels, recwarn):
+    """Dynamo warns of a cache that it traces."""
+    compiled = torch.compile(lambda x: x + kernels.has_kernels(torch.device("cuda")), backend="eager", fullgraph=True)
+    compiled(torch.zeros(1))
+    assert not [warning for warning in recwarn if "cache" in str(warning.message)]

@@ -156,6 +156,7 @@ def mixed_ref(
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
+@constant
 def has_kernels(device: torch.device) -> bool:
     """Whether products on this device run from the codes, without a wide copy of the weight kept beside them."""
     return device.type == "cuda" and has_triton()

@@ -14,7 +14,7 @@ from quantrot.kernels.mxfp4.reference import (
     masked_hadamard_reference,
     quantize_reference,
 )
-from quantrot.kernels.operators import check_device, has_triton, implement, uses_triton
+from quantrot.kernels.operators import check_device, constant, has_triton, implement, uses_triton
 from quantrot.orthogonal import hadamard_factors
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -263,6 +263,7 @@ def check_packed(name: str, packed: Tensor, scale: Tensor) -> None:
 # --- Operators -------------------------------------------------------------------------------------------------------
 
 
+@constant
 def has_kernels(device: torch.device) -> bool:
     """Whether packed tensors on this device are multiplied as they are."""
     return device.type == "cuda" and has_triton()
