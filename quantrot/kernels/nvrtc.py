@@ -268,7 +268,7 @@ def counters_in_turn(count: int) -> int:
     beside one that has the same turn: it has counters that no other has, while there are any.
     """
     global _taken, _recorded
-    recorded = torch.cuda.is_current_stream_capturing()
+    recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # the emulator has no CUDA
     with COUNTING:
         if recorded and _recorded + count <= COUNTERS:
             first = _recorded

@@ -24,6 +24,7 @@ def test_launch_structures_lie_as_in_cuda_h():
 
 def test_launches_take_turns_at_counters(monkeypatch):
     last, recording = nvrtc.TURNS, False
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
     monkeypatch.setattr(nvrtc, "_taken", last - 10)
     monkeypatch.setattr(nvrtc, "_recorded", nvrtc.COUNTERS - 10)
