@@ -243,6 +243,10 @@ class Counters:
         number = stream_number(device)
         if number is not None:
             return number * self.each if number < self.streams and count <= self.each else None
+        return self.for_recorded(count, peek)
+
+    def for_recorded(self, count: int, peek: bool = False) -> int | None:
+        """The first of `count` that no other launch ever has; None if none are left."""
         with COUNTING:
             first = self.recorded
             if first + count > self.total:
@@ -257,8 +261,8 @@ class Counters:
 
 
 TURNS = 1 << 16  # counters of a kernel at which its launches take turns
-COUNTERS = 2 * TURNS  # that it has: the others are for recorded launches
-_taken, _recorded = 0, TURNS
+IN_TURN = Counters(2 * TURNS, TURNS, streams=1)  # of such kernels: the other half is for recorded launches
+_taken = 0
 
 
 def counters_in_turn(count: int) -> int:
@@ -267,15 +271,13 @@ def counters_in_turn(count: int) -> int:
     Launches take turns, so that two at once have their own. One that is recorded runs whenever its graph does, also
     beside one that has the same turn: it has counters that no other has, while there are any.
     """
-    global _taken, _recorded
+    global _taken
     recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # the emulator has no CUDA
+    if recorded and (own := IN_TURN.for_recorded(count)) is not None:
+        return own
     with COUNTING:
-        if recorded and _recorded + count <= COUNTERS:
-            first = _recorded
-            _recorded += count
-        else:
-            first = _taken if _taken + count <= TURNS else 0
-            _taken = first + count
+        first = _taken if _taken + count <= TURNS else 0
+        _taken = first + count
     return first
 
 

@@ -27,17 +27,17 @@ def test_launches_take_turns_at_counters(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
     monkeypatch.setattr(nvrtc, "_taken", last - 10)
-    monkeypatch.setattr(nvrtc, "_recorded", nvrtc.COUNTERS - 10)
+    monkeypatch.setattr(nvrtc, "IN_TURN", nvrtc.Counters(last + 10, last, streams=1))
     assert [nvrtc.counters_in_turn(count) for count in (4, 6, 8, 2)] == [last - 10, last - 6, 0, 8]
     recording = True  # has its own, then takes turns with the others
-    assert [nvrtc.counters_in_turn(count) for count in (6, 4, 2)] == [nvrtc.COUNTERS - 10, nvrtc.COUNTERS - 4, 10]
+    assert [nvrtc.counters_in_turn(count) for count in (6, 4, 2)] == [last, last + 6, 10]
     recording = False
     assert nvrtc.counters_in_turn(1) == 12
 
 
 def test_kernels_have_as_many_counters_as_are_given_out():
     source = (Path(nvrtc.__file__).parent / "mixed/parts.cuh").read_text()
-    assert 1 << int(re.search(r"u32 counters\[1 << (\d+)\]", source)[1]) == nvrtc.COUNTERS
+    assert 1 << int(re.search(r"u32 counters\[1 << (\d+)\]", source)[1]) == nvrtc.IN_TURN.total
 
 
 def test_launches_that_may_run_at_once_have_counters_of_their_own(monkeypatch):

@@ -133,8 +133,7 @@ def supports(given: Inputs, dtype: torch.dtype) -> bool:
 
 def device_functions() -> str:
     """What every kernel is built on."""
-    counters = f"__device__ unsigned counters[{nvrtc.COUNTERS}];\n"  # no tensor: torch's pools would give it to a graph
-    return counters + nvrtc.sources("hopper", "products", "attention/codes", "attention/decode")
+    return nvrtc.IN_TURN.declaration + nvrtc.sources("hopper", "products", "attention/codes", "attention/decode")
 
 
 def entry(plan: Plan, dim: int, share: int, mask: bool, dtype: torch.dtype) -> str:

@@ -49,7 +49,7 @@ __device__ __forceinline__ void add_half(float (&sum)[W], u32 from) {
 }
 
 template <class P>
-__device__ u32 counters[1 << 17];  // COUNTERS of nvrtc.py
+__device__ u32 counters[1 << 17];  // IN_TURN of nvrtc.py
 
 // A warpgroup's sums and those of the other cluster's warpgroup of the same rows and columns, which are next to it in
 // `parts`: whether it came last and has both.
