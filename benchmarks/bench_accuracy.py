@@ -1,9 +1,9 @@
 """What each recipe costs in accuracy: perplexity, KL, top-1, bits and seconds, on the same tokens for all.
 
     python benchmarks/bench_accuracy.py --model demo --name smollm2-135m [--text FILE] [--device cpu] [--windows 24]
-        [--seq-len 1024] [--recipes NAME ...] [--gptq FILE [--gptq-windows 32]] [--even] [--attention [--key-bias]]
+        [--seq-len 1024] [--recipes NAME ...] [--gptq FILE ... [--gptq-windows 32]] [--even] [--attention [--key-bias]]
 
---gptq adds each recipe with its weights rounded by GPTQ, calibrated on so many windows of this text; --even adds the
+--gptq adds each recipe with its weights rounded by GPTQ, calibrated on so many windows of these texts; --even adds the
 schemes with the `even` rule on both sides, which isolate a rotation from the scale search; --attention those of
 attention and the KV cache, on wide weights; --key-bias leaves a bias in the keys that are quantized.
 Writes benchmarks/results/bench_accuracy-<name>.json; `python benchmarks/render.py` makes the tables.
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument(
         "--recipes", nargs="*", default=[name for name in shipped_recipes() if not load_recipe(name).calibrated]
     )
-    parser.add_argument("--gptq", type=Path)
+    parser.add_argument("--gptq", type=Path, nargs="*", default=[])
     parser.add_argument("--gptq-windows", type=int, default=32)
     parser.add_argument("--even", nargs="?", const=",".join(EVEN), default="")
     parser.add_argument("--attention", action="store_true")
@@ -142,7 +142,8 @@ def main() -> None:
     baseline = Remembered(original, ids)
     del original
     recipes: dict[str, Any] = {name: name for name in options.recipes}
-    calibration = Calibration(evaluation_text(options.gptq)[0], options.gptq_windows) if options.gptq else None
+    texts = tuple(evaluation_text(path)[0] for path in options.gptq)
+    calibration = Calibration(texts, options.gptq_windows) if texts else None
     if calibration is not None:
         recipes |= {f"{name}, gptq": with_gptq(name) for name in options.recipes if load_recipe(name).linear}
     recipes |= {name: EVEN[name] for name in options.even.split(",") if name}

@@ -1,5 +1,6 @@
 """The model card (README.md) that every output carries: what it is, which engine runs it how, and what it cost."""
 
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import yaml
 from quantrot import engines, formats, llama
 from quantrot.calibration import Calibration
 from quantrot.plan import Plan
+from quantrot.recipe import ONLINE
 from quantrot.version import __version__
 
 
@@ -86,15 +88,13 @@ def _scheme_rows(plan: Plan, manifest: dict[str, Any]) -> list[str]:
 
 
 def _rotations(plan: Plan) -> str:
-    named = dict(plan.rotations)
-    if plan.online and "R4" not in named:
-        named["Hadamard"] = next(iter(plan.online.values()))
-    if not named:
+    blocks = sorted({r.block for r in plan.online.values() if r.name not in plan.rotations})
+    if not plan.rotations and not blocks:
         return "No rotation."
-    words = []
-    for name, r in named.items():
-        where = "fused" if name in ("R1", "R2") else "online"
-        words.append(f"{name} {r.kind}, {'full width' if r.block == r.width else f'blocks of {r.block}'}, {where}")
+    words = [
+        f"{name} {r.kind}, {r.extent}, {'online' if name in ONLINE else 'fused'}" for name, r in plan.rotations.items()
+    ]
+    words += [f"a Hadamard in front of linears, blocks of {block}, online" for block in blocks]
     return "Rotations: " + "; ".join(words) + "."
 
 
@@ -126,9 +126,10 @@ def _tags(plan: Plan) -> list[str]:
 def _inherited(source: Path) -> dict[str, Any]:
     """license, license_name, license_link and language of the source's own card, where it has one."""
     try:
-        text = (source / "README.md").read_text(encoding="utf-8")
-        front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
-    except (OSError, ValueError, yaml.YAMLError, IndexError, RecursionError):  # ValueError: a date that is none, too
+        text = (source / "README.md").read_text(encoding="utf-8-sig")
+        found = re.match(r"---[ \t]*\n(.*?)\n---[ \t]*(\n|$)", text, re.DOTALL)
+        front = yaml.safe_load(found[1]) if found else {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # ValueError: a date that is none, too
         return {}
     keys = ("license", "license_name", "license_link", "language")
     return {key: front[key] for key in keys if isinstance(front, dict) and key in front}

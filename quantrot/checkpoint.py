@@ -50,7 +50,7 @@ class TensorInfo:
 
 def same_bytes(a: TensorInfo, b: TensorInfo) -> bool:
     """Whether two tensors have the same dtype, shape and values; reads both."""
-    hashes = (sha256_range(info.file, info.start, info.start + info.nbytes) for info in (a, b))
+    hashes = (sha256_of(info) for info in (a, b))
     return (a.dtype, a.shape) == (b.dtype, b.shape) and len(set(hashes)) == 1
 
 
@@ -107,7 +107,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _shards(root: Path) -> list[Path]:
-    """The safetensors files of a directory: the index's, else the single file."""
+    """The safetensors files of a directory: the single file, else the index's. As transformers looks for them, whose
+    save_pretrained leaves an index behind when a sharded model becomes one file."""
+    if (root / SINGLE).exists():
+        return [root / SINGLE]
     if (root / INDEX).exists():
         weight_map = read_json(root / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -124,8 +127,6 @@ def _shards(root: Path) -> list[Path]:
                 f"{root}: missing {len(missing)} of {len(names)} shards: {', '.join(missing[:5])}; download again"
             )
         return [root / name for name in names]
-    if (root / SINGLE).exists():
-        return [root / SINGLE]
     pickles = sorted(p.name for p in root.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
         raise ValueError(
@@ -303,6 +304,11 @@ def write_whole(path: Path, data: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def sha256_of(info: TensorInfo) -> str:
+    """sha256 of a tensor's bytes."""
+    return sha256_range(info.file, info.start, info.start + info.nbytes)
 
 
 def sha256_range(file: Path, start: int = 0, stop: int | None = None) -> str:

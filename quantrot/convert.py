@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,11 +29,11 @@ import torch
 
 from quantrot.calibration import Calibration
 from quantrot.card import model_card
-from quantrot.checkpoint import INDEX, TensorInfo, index_json, read_json, sha256_range, tensor_bytes
+from quantrot.checkpoint import INDEX, TensorInfo, index_json, read_json, sha256_of, sha256_range, tensor_bytes
 from quantrot.device import known_device
 from quantrot.gptq import Feedback
 from quantrot.learned import COPY
-from quantrot.manifest import MANIFEST, VERSION, dump, rotation_entry
+from quantrot.manifest import MANIFEST, VERSION, check_files, dump, rotation_entry
 from quantrot.plan import BUDGET, LOOK_AHEAD, Plan, held_bytes, working_bytes
 from quantrot.plan import plan as make_plan
 from quantrot.process import Progress, cpus, peak_bytes
@@ -112,7 +112,7 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
         ours = any((kept / name).exists() for name in (JOURNAL, MANIFEST))
         if kept.exists() and not ours and any(kept.iterdir() if kept.is_dir() else [kept]):
             raise ValueError(f"{kept} was not written by quantrot and would be replaced; move it, or change output")
-    if resume and not partial.exists() and _conversion(target) == plan.fingerprint():
+    if resume and not partial.exists() and _is_done(target, plan):
         return None
     if target.exists() and not overwrite:
         raise ValueError(f"output {target} exists; choose another, or give overwrite to replace it when done")
@@ -124,7 +124,7 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
         with (partial / JOURNAL).open("ab") as journal:
             _lock(journal, partial)  # it may not be unfinished but running
             _remove(partial)
-    if (partial / MANIFEST).exists() and _conversion(partial) != plan.fingerprint():
+    if (partial / MANIFEST).exists() and not _is_done(partial, plan):
         raise ValueError(_other_conversion(partial))
     there = partial if partial.exists() else next(path for path in partial.parents if path.exists())
     written = sum(f.stat().st_blocks * 512 for f in partial.iterdir()) if there == partial else 0
@@ -138,12 +138,18 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
     return partial
 
 
-def _conversion(directory: Path) -> str:
-    """The fingerprint of the conversion that made a directory, "" if there is none to read."""
+def _is_done(directory: Path, plan: Plan) -> bool:
+    """Whether a directory holds all that the plan makes of the source as it is now. Reads both: a source that was
+    trained on in place has the headers that it had, of which a fingerprint is."""
     try:
-        return str(read_json(directory / MANIFEST).get("conversion", ""))
-    except (ValueError, OSError):
-        return ""
+        data = read_json(directory / MANIFEST)
+        if data["conversion"] != plan.fingerprint():
+            return False
+        check_files(directory, data)
+        tensors = plan.checkpoint.tensors
+        return all(sha256_of(tensors[name]) == sha256 for name, sha256 in data["source"]["tensors"].items())
+    except (ValueError, LookupError, TypeError, AttributeError, OSError):
+        return False
 
 
 def _other_conversion(partial: Path) -> str:
@@ -277,9 +283,8 @@ def _resume(plan: Plan, partial: Path, journal: BinaryIO, places: dict[str, Tens
 
 def _intact(partial: Path, hashes: dict[str, str], places: dict[str, TensorInfo]) -> bool:
     for name, expected in hashes.items():
-        place = places[name]
-        file = partial / place.file
-        if not file.exists() or sha256_range(file, place.start, place.start + place.nbytes) != expected:
+        place = replace(places[name], file=partial / places[name].file)
+        if not place.file.exists() or sha256_of(place) != expected:
             return False
     return True
 

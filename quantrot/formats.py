@@ -19,7 +19,6 @@ from quantrot.kernels.mxfp4.reference import pack_e2m1, scale_value
 from quantrot.recipe import Fp8Activations, Fp8Weights, Int8Weights, Mxfp4Activations, Rule
 
 STORED_BLOCK = 128  # engines' kernels know fp8 weight blocks of 128 x 128 only
-STORED_ACTIVATIONS = ((1, 0), (1, STORED_BLOCK))  # and these blocks of fp8 activations
 
 
 @dataclass(frozen=True)

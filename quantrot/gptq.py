@@ -55,7 +55,7 @@ def damping_of(columns: int, tokens: float) -> float:
 
 def feedback(hessian: Tensor, tokens: float) -> Feedback:
     """Of a Hessian float [K, K], whose upper triangle is read, of so many tokens."""
-    mean = hessian.diagonal().mean()
+    mean = hessian.diagonal().double().mean()  # a hundredth of a small float32 could be 0
     damping = damping_of(len(hessian), tokens) * torch.where(mean > 0, mean, 1.0)
     order = hessian.diagonal().argsort(descending=True, stable=True)
     last = order.flip(0)  # backwards, Cholesky's lower triangle is the upper one

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -34,6 +35,7 @@ from quantrot.rotation import turn_input
 from quantrot.transform import one_threaded, starts, transform, turned_rows
 
 SLAB = 256  # rows of a Hessian that one thread sums
+DESCRIBED = ("layer_types", "attn_implementation", "_attn_implementation", "return_dict")  # not what this network has
 _SEEN = threading.local()  # .inputs: a window's, of its linears, by Step.hessian
 
 
@@ -72,9 +74,7 @@ class Network:
         infos = [info for shard in plan.shards for info in shard.tensors]
         self.written = {info.name: replace(info, file=out / info.file) for info in infos}
         self.hidden: list[Tensor] = []
-        config = AutoConfig.for_model(**plan.checkpoint.config | {"num_hidden_layers": 1})
-        with init_empty_weights(include_buffers=False):
-            self.decoder = AutoModel.from_config(config, dtype=torch.float32).requires_grad_(False).eval()
+        self.decoder = _decoder(plan.checkpoint.config)
         self.decoder.rotary_emb.to(plan.device)
         self.layer, self.norm = self.decoder.layers[0], self.decoder.norm
         self.decoder.embed_tokens, self.decoder.norm = nn.Identity(), nn.Identity()
@@ -83,7 +83,7 @@ class Network:
     def place(self, steps: list[Step]) -> None:
         """Make the layer of these steps the decoder's, its weights as they are before they are quantized."""
         for step in steps:
-            if step.name == llama.HEAD:
+            if step.name == llama.HEAD and step.source:
                 self.decoder.layers, self.decoder.norm = nn.ModuleList(), self.norm
                 self.head = Linear(self.plan, step)
             elif len(step.shape) == 2 and step.source and step.name != llama.EMBEDDING:
@@ -104,7 +104,7 @@ class Network:
         sums = {}
         for name in names:
             width = next(step.shape[1] for step in self.plan.steps if step.hessian == name)
-            sums[name] = torch.zeros(width, width, device=self.plan.device)
+            sums[name] = torch.zeros(width, width, dtype=torch.float32, device=self.plan.device)
         with _tf32():
             for i in range(0, len(self.hidden), self.workers):
                 seen = [inputs for _, inputs in pool.map(self._run, self.hidden[i : i + self.workers])]
@@ -159,8 +159,22 @@ class Network:
         _SEEN.inputs = {}
         after = self.decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
         if self.head is not None:
-            self.head(after)
+            self.head.inputs(after)
         return after, _SEEN.__dict__.pop("inputs")
+
+
+def _decoder(config: dict[str, Any]) -> Any:
+    """The model of this config.json with one layer, on the meta device. ValueError where transformers cannot build it,
+    with which it says what it likes."""
+    described = {key: value for key, value in config.items() if key not in DESCRIBED}
+    try:
+        with init_empty_weights(include_buffers=False):
+            made = AutoConfig.for_model(**described | {"num_hidden_layers": 1})
+            decoder = AutoModel.from_config(made, dtype=torch.float32, attn_implementation="sdpa")
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"config.json: transformers cannot build the model to calibrate it: {what:.300}") from None
+    return decoder.requires_grad_(False).eval()
 
 
 class Linear(nn.Module):
@@ -175,13 +189,17 @@ class Linear(nn.Module):
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def inputs(self, x: Tensor) -> Tensor:
+        """What the weight multiplies."""
         x = x if self.online is None else turn_input(x, self.online)
         x = x if self.format is None else quantize_dequantize(x, self.format.activations)
         if self.hessian:
             _SEEN.inputs[self.hessian] = x.flatten(0, -2)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(self.inputs(x), self.weight, self.bias)
 
 
 @contextmanager

@@ -127,7 +127,8 @@ class Plan:
         waiting = LOOK_AHEAD * max(held_bytes(step) for step in self.steps)
         largest = max(working_bytes(step) for step in self.steps)
         chunks = min(threads * largest + waiting, max(BUDGET, largest))
-        return psutil.Process().memory_info().rss + OVERHEAD + chunks + self.calibration_bytes(threads)
+        dense = max((64 * r.block**2 for r in self.rotations.values() if r.kind == "random-orthogonal"), default=0)
+        return psutil.Process().memory_info().rss + OVERHEAD + chunks + dense + self.calibration_bytes(threads)
 
     def calibration_bytes(self, threads: int) -> int:
         """What calibration holds at its worst: every window's hidden states, the widest layer in float32, what its
@@ -143,8 +144,7 @@ class Plan:
             inputs = threads * together * seq_len * (sum(widths) + 4 * self.llama.intermediate_size)
             squares = [width * width for width in widths]
             weights = sum(math.prod(step.shape) for step in steps)
-            solved = 16 * sum(squares[-threads:])
-            most = max(most, 4 * (weights + inputs) + 8 * sum(squares) + solved)
+            most = max(most, 4 * (weights + inputs) + 8 * sum(squares) + 16 * sum(squares[-threads:]))
         imported = 0 if "quantrot.hessians" in sys.modules else MODEL_CODE
         return 4 * self.windows.numel() * self.llama.hidden_size + most + imported
 
@@ -502,20 +502,9 @@ def _linear_steps(
         stored = formats.stored_tensors(fmt.weights, linear.out_features, linear.in_features, native)
         outputs = tuple((f"{linear.fqn}.{suffix}", dtype, shape) for suffix, dtype, shape in stored)
     touched = bool(fmt or turns or output_turn or norm)
-    steps = [
-        Step(
-            "matrix" if touched else "copy",
-            source.name,
-            source.dtype,
-            source.shape,
-            outputs,
-            norm=norm,
-            input_turns=turns,
-            output_turn=output_turn,
-            format=fmt,
-            hessian=hessian,
-        )
-    ]
+    kind: Literal["matrix", "copy"] = "matrix" if touched else "copy"
+    turned: dict[str, Any] = {"norm": norm, "input_turns": turns, "output_turn": output_turn}
+    steps = [Step(kind, source.name, source.dtype, source.shape, outputs, **turned, format=fmt, hessian=hessian)]
     if fmt is not None and fmt.weights.kind == "int8":
         steps.append(Step("shape", "", "I64", source.shape, ((f"{linear.fqn}.weight_shape", "I64", (2,)),)))
     if linear.bias:
@@ -558,7 +547,7 @@ def _rows(step: Step, chunk: int) -> int:
 
 def working_bytes(step: Step) -> int:
     """What a chunk of this step holds at its worst: source, float32, its turned copy, temporaries, outputs."""
-    elements = step.rows * math.prod(step.shape[1:])
+    elements = _elements(step)
     source = DTYPES[step.dtype].itemsize
     wide = 0 if step.kind == "copy" else 4
     permuted = step.output_turn is not None and step.output_turn.permutation
@@ -570,7 +559,12 @@ def working_bytes(step: Step) -> int:
 
 def held_bytes(step: Step) -> int:
     """What a finished chunk of this step holds until it is written, at most: its source and as much again."""
-    return 2 * step.rows * math.prod(step.shape[1:]) * DTYPES[step.dtype].itemsize
+    return 2 * _elements(step) * DTYPES[step.dtype].itemsize
+
+
+def _elements(step: Step) -> int:
+    """Of a chunk; `shape` is what a shape step writes, two numbers."""
+    return 2 if step.kind == "shape" else step.rows * math.prod(step.shape[1:])
 
 
 # --- Files -----------------------------------------------------------------------------------------------------------

@@ -79,6 +79,8 @@ class Rotations(Strict):
                 raise ValueError(f"{name}.channels is by-gain, which R1 alone can have: only it turns what norms scale")
         for name in ONLINE:
             kind = getattr(self, name).kind
+            if kind != "none" and getattr(self, name).block == 1:
+                raise ValueError(f"{name}.block is 1, which turns nothing and folds no norm; use kind: none")
             if kind in ("random-orthogonal", "learned"):
                 raise ValueError(
                     f"{name} runs online, where {kind} is a dense product; use hadamard or random-hadamard"
@@ -282,7 +284,7 @@ def load_recipe(recipe: RecipeLike, file: str = "recipe") -> Recipe:
     if text in shipped_recipes():
         path = SHIPPED / f"{text}.yaml"
     else:
-        path = Path(text)
+        path = Path(text).expanduser()
         if not path.is_file():
             raise ValueError(
                 f"recipe {text!r} is neither a file nor a shipped recipe"

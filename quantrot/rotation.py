@@ -50,6 +50,11 @@ class Rotation:
     # of a learned one: float32 [units, width / block, block, block], a unit for each layer and head
     matrices: bytes = field(default=b"", repr=False)
 
+    @property
+    def extent(self) -> str:
+        """How much of the side a block is, in words."""
+        return "full width" if self.block == self.width else f"blocks of {self.block}"
+
 
 def rotation_from_spec(name: str, spec: RotationSpec, width: int) -> Rotation | None:
     """The recipe's rotation on a side of this width; None for kind none. ValueError if the block does not fit."""
@@ -170,6 +175,8 @@ def turn_input(x: Tensor, rotation: Rotation, start: int = 0) -> Tensor:
     if rotation.permutation:
         assert start == 0 and x.shape[-1] == rotation.width, "a permuted side is turned whole"
         x = x.index_select(-1, permutation(rotation).to(x.device))  # a fifth of the time of indexing
+    if rotation.turned == 0 and rotation.permutation:  # by gain, and no block was alike
+        return x
     if 0 <= rotation.turned < x.shape[-1]:
         left = replace(rotation, permutation=b"", turned=-1)
         return torch.cat([turn_input(x[..., : rotation.turned], left), x[..., rotation.turned :]], dim=-1)
@@ -260,7 +267,8 @@ def turn_output(w: Tensor, rotation: Rotation, start: int = 0) -> Tensor:
         order = permutation(rotation).to(w.device)
         count = rotation.turned if rotation.turned >= 0 else rotation.width
         turned = w[order]
-        turn_output(turned[:count], replace(rotation, permutation=b"", turned=-1))
+        if count:
+            turn_output(turned[:count], replace(rotation, permutation=b"", turned=-1))
         return turned
     columns = max(1, SLAB // max(w.shape[0], 1))
     for first in range(0, w.shape[1], columns):

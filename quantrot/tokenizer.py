@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LETTERS = 8  # of a text for each token that is asked for, at first; English has four
+SPARE = 64  # tokens beside a cut that may not be the whole text's
+
 
 def open_tokenizer(path: Path) -> Any:
     """The tokenizer of a model's directory; ValueError where transformers cannot load it."""
@@ -22,7 +25,7 @@ def windows(
 ) -> Tensor:
     """The tokens of `text` as non-overlapping windows, int64 [n, seq_len]; the incomplete last one is dropped.
 
-    The text is tokenised whole, with the tokenizer's own special tokens (GPTQ's protocol: at most one BOS, in the
+    The text is tokenised as a whole, with the tokenizer's own special tokens (GPTQ's protocol: at most one BOS, in the
     first window). `limit` keeps at most that many windows; `max_positions` is the longest sequence the model takes.
     Raises ValueError where the text has fewer than `seq_len` tokens, or a number is out of range.
     """
@@ -32,8 +35,21 @@ def windows(
         raise ValueError(f"seq_len is {seq_len}; the model takes at most {max_positions}, give that or less")
     if limit is not None and limit < 1:
         raise ValueError(f"windows is {limit}; give at least 1, or leave it out for all")
-    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    ids = torch.tensor(_ids(tokenizer, text, None if limit is None else limit * seq_len), dtype=torch.int64)
     count = len(ids) // seq_len
     if count == 0:
         raise ValueError(f"text: {len(ids)} tokens, one window needs {seq_len}; give a longer text or less seq_len")
     return ids[: count * seq_len].view(count, seq_len)[:limit]
+
+
+def _ids(tokenizer: Any, text: str, wanted: int | None) -> list[int]:
+    """Token ids of the text, or of so much of its beginning that the first `wanted` are those of the whole: a fast
+    tokenizer takes 145 bytes for each of a text, which may be a corpus. A cut changes the tokens beside it."""
+    enough = len(text) if wanted is None else wanted + SPARE
+    size = LETTERS * enough
+    while size < len(text):
+        ids = tokenizer(text[:size], verbose=False)["input_ids"]
+        if len(ids) >= enough:
+            return ids
+        size *= 2
+    return tokenizer(text, verbose=False)["input_ids"]

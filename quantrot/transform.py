@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantrot import formats
-from quantrot.checkpoint import DTYPES, not_finite, read_rows, tensor_bytes
+from quantrot.checkpoint import DTYPES, TensorInfo, not_finite, read_rows, tensor_bytes
 from quantrot.device import device_type
 from quantrot.gptq import Feedback, round_rows
 from quantrot.orthogonal import sylvester
@@ -63,8 +63,10 @@ def transform(plan: Plan, step: Step, start: int, feedback: Feedback | None = No
         return Chunk([split_gain(rows.float(), step.input_turns[0])[1].to(rows.dtype)], source)
     if step.kind == "vector":
         assert step.output_turn is not None
-        bias = turn_input(rows.to(plan.device, torch.float32), step.output_turn)
-        return Chunk([bias.to(rows.dtype).cpu()], source)
+        bias = turn_input(rows.to(plan.device, torch.float32), step.output_turn).to(rows.dtype).cpu()
+        if not _is_finite(bias):
+            raise _overflow(info, bias.dtype)
+        return Chunk([bias], source)
     w = turned_rows(plan, step, rows, start)
     if step.format is None:
         return Chunk([w.cpu()], source)
@@ -91,9 +93,13 @@ def turned_rows(plan: Plan, step: Step, rows: Tensor, start: int = 0) -> Tensor:
         info = plan.checkpoint.tensors[step.source]
         if not _is_finite(rows):
             raise not_finite(info)
-        what = f"{info.file.name}: {info.name} holds values that overflow {w.dtype} once folded and turned"
-        raise ValueError(f"{what}; repair the checkpoint, or convert without rotations")
+        raise _overflow(info, w.dtype)
     return w
+
+
+def _overflow(info: TensorInfo, dtype: torch.dtype) -> ValueError:
+    what = f"{info.file.name}: {info.name} holds values that overflow {dtype} once folded and turned"
+    return ValueError(f"{what}; repair the checkpoint, or convert without rotations")
 
 
 def _quantize(

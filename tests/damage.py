@@ -35,7 +35,13 @@ def config_bytes(data):
 
 
 def index_bytes(data):
-    return lambda root: (root / INDEX).write_bytes(data)
+    """This index in the place of the one file."""
+
+    def edit(root):
+        (root / "model.safetensors").unlink(missing_ok=True)
+        (root / INDEX).write_bytes(data)
+
+    return edit
 
 
 def index(change):

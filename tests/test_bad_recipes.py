@@ -85,6 +85,7 @@ CASES = [
     # what does not go together
     ("int8-with-activations", rule(b"weights: {format: int8, group: 128}\nactivations: {format: mxfp4}"), r"r\.yaml:2: linear\.0: int8 weights do not go with mxfp4 activations; allowed: none$"),
     ("fp8-with-mxfp4-activations", rule(FP8 + b"\nactivations: {format: mxfp4}"), r"r\.yaml:2: linear\.0: fp8 weights do not go with mxfp4 activations; allowed: none, fp8$"),
+    ("online-block-of-one", HEAD + b"rotations: {R3: {kind: hadamard, block: 1}}\n", r"r\.yaml:2: rotations: R3\.block is 1, which turns nothing .*; use kind: none$"),
     ("online-random-orthogonal", HEAD + b"rotations: {R4: {kind: random-orthogonal}}\n", r"r\.yaml:2: rotations: R4 runs online, .*; use hadamard or random-hadamard$"),
     # YAML that is broken or clever
     ("duplicate-key", b"skip: []\nlinear: []\nskip: []\n", r"r\.yaml:3: 'skip' is given twice \(first on line 1\); keep one$"),

@@ -325,3 +325,26 @@ def test_layers_that_hold_something_or_slide_stay():
         KVCache("fp8", sliding)
     with pytest.raises(ValueError, match="kind: 'bf16'; allowed: fp8, int4"):
         KVCache("bf16", LlamaConfig(num_hidden_layers=1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_static_cache_is_cropped_as_a_growing_one(source, kind):
+    base = AutoModelForCausalLM.from_pretrained(source)
+    caches = [KVCache(kind, base.config, max_cache_len=length) for length in (None, 40)]
+    with torch.no_grad():
+        for cache in caches:
+            base(IDS[:1], past_key_values=cache)
+            cache.crop(-7)
+            assert int(cache.get_seq_length()) == 13
+        grown, static = (base(IDS[:1, 13:], past_key_values=cache).logits for cache in caches)
+    torch.testing.assert_close(static, grown, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="crop: 3; give a negative number"):
+        caches[1].crop(3)
+
+
+def test_layers_that_are_no_attention_are_refused():
+    config = LlamaConfig(num_hidden_layers=2, layer_types=["full_attention", "full_attention"])
+    KVCache("fp8", config)
+    config.layer_types = ["conv", "full_attention"]
+    with pytest.raises(ValueError, match="layers of conv; use transformers' own DynamicCache"):
+        KVCache("fp8", config)

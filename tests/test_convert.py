@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from quantrot import convert, load
 from quantrot.checkpoint import open_checkpoint, read_rows
@@ -87,6 +88,21 @@ def test_what_a_tokenizer_is_made_of_is_copied(source, tmp_path):
     out = convert(root, "int8-weight-only", tmp_path / "out").out
     assert {name: (out / name).read_bytes() for name in files} == files
     assert files.keys() <= read_manifest(out).data["files"].keys()
+
+
+def test_a_card_keeps_the_licence_and_names_every_online_hadamard(tiny, tmp_path):
+    source = tiny(tmp_path / "model", hidden=128)
+    front = "\ufeff---\nlicense: other\nlicense_name: my---licence\nlicense_link: there\n---\n# It\n"
+    (source / "README.md").write_text(front, encoding="utf-8")
+    weights = {"format": "mxfp4"}
+    rules = [{"match": m, "weights": weights, "hadamard": h} for m, h in (("q_proj", 32), ("k_proj", 64))]
+    recipe = {"rotations": {"R4": {"kind": "hadamard", "block": 16}}, "linear": rules}
+    card = (convert(source, recipe, tmp_path / "out").out / "README.md").read_text()
+    assert yaml.safe_load(card.split("\n---\n")[0])["license_name"] == "my---licence" and "license_link: there" in card
+    online = (
+        "a Hadamard in front of linears, blocks of 32, online; a Hadamard in front of linears, blocks of 64, online"
+    )
+    assert f"Rotations: R4 hadamard, blocks of 16, online; {online}." in card
 
 
 def test_a_card_names_a_base_model_that_the_hub_knows(source, tmp_path, monkeypatch):
@@ -202,6 +218,39 @@ def test_resuming_a_finished_conversion_does_nothing(source, tmp_path):
     before = (tmp_path / "out/quantrot.json").stat().st_mtime_ns
     convert(source, RECIPE, tmp_path / "out", resume=True)
     assert (tmp_path / "out/quantrot.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("which", ["source", "output"])
+def test_a_finished_conversion_is_not_one_of_other_weights_or_bytes(tiny, tmp_path, which):
+    source, out = tiny(tmp_path / "model"), tmp_path / "out"
+    convert(source, "fp8-dynamic", out)
+    with ((source if which == "source" else out) / "model.safetensors").open("r+b") as file:  # same size, same header
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\0\0")
+    with pytest.raises(ValueError, match="exists; choose another, or give overwrite"):
+        convert(source, "fp8-dynamic", out, resume=True)
+    convert(source, "fp8-dynamic", out, resume=True, overwrite=True)
+    convert(source, "fp8-dynamic", tmp_path / "fresh")
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+def test_a_single_file_is_read_though_an_index_was_left_beside_it(tiny, tmp_path):
+    source = tiny(tmp_path / "model", max_shard_size="50KB")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.lm_head.weight.data.fill_(0.5)
+    model.save_pretrained(source)
+    assert (source / "model.safetensors.index.json").exists() and not list(source.glob("model-*"))
+    head = open_checkpoint(source).tensors["lm_head.weight"]
+    assert (read_rows(head) == 0.5).all()
+
+
+def test_a_bias_that_overflows_when_it_is_turned_is_an_error(tiny, tmp_path):
+    source = tiny(tmp_path / "model", attention_bias=True, dtype=torch.float16)
+    tensors = load_file(source / "model.safetensors")
+    tensors |= {name: torch.full_like(t, 2e4) for name, t in tensors.items() if name.endswith("o_proj.bias")}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="o_proj.bias holds values that overflow torch.float16 once folded and turned"):
+        convert(source, {"rotations": {"R1": {"kind": "hadamard"}}}, tmp_path / "out")
 
 
 def test_two_conversions_into_one_place_are_refused(source, tmp_path):

@@ -140,3 +140,9 @@ def test_inputs_that_depend_on_each_other():
     w = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     stored = round_rows(INT8[1], w, found)
     assert torch.isfinite(formats.dequantize(INT8[1], stored, 64, torch.float32)).all()
+
+
+def test_a_hessian_of_nearly_nothing_has_an_end():
+    x = torch.randn(4, 8, generator=torch.manual_seed(0)) * 5e-23
+    found = feedback(x.T @ x, 4000.0)
+    assert torch.isfinite(found.factor).all() and torch.isfinite(found.pull).all()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -66,6 +67,37 @@ def test_it_is_nearer_to_the_original_than_nearest(source, tmp_path, recipe):
     ids = plan(source, recipe, calibration=CALIBRATION).windows
     found, nearest = (divergence(load(tmp_path / d, device_map="cpu"), original, ids).kl for d in ("gptq", "nearest"))
     assert found < 0.8 * nearest
+
+
+def test_the_heads_stored_shape_is_no_head(source, tmp_path):
+    rule = {"match": "lm_head", "weights": {"format": "int8", "group": "channel", "rounding": "gptq"}}
+    convert(source, {"linear": [rule], "skip": ["embed_tokens"]}, tmp_path / "out", calibration=CALIBRATION)
+    load(tmp_path / "out", device_map="cpu")
+
+
+def test_what_a_config_says_of_layers_and_of_transformers_calls_is_not_the_calibrations(source, tmp_path):
+    said = {"layer_types": ["full_attention"] * 3, "attn_implementation": "flash_attention_2", "return_dict": False}
+    convert(source, PLAIN, tmp_path / "plain", calibration=CALIBRATION)
+    model = copy(source, tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | said))
+    convert(model, PLAIN, tmp_path / "said", calibration=CALIBRATION)
+    plain, told = ((tmp_path / out / "model.safetensors").read_bytes() for out in ("plain", "said"))
+    assert plain == told
+    (model / "config.json").write_text(json.dumps(config | {"hidden_act": "gelo"}))
+    with pytest.raises(ValueError, match="config.json: transformers cannot build the model to calibrate it: KeyError"):
+        convert(model, PLAIN, tmp_path / "unknown", calibration=CALIBRATION)
+
+
+def test_the_callers_default_dtype_does_not_matter(source, tmp_path):
+    convert(source, MIXED, tmp_path / "float32", calibration=CALIBRATION)
+    code = f"""import torch
+from tests.test_hessians import CALIBRATION, MIXED, convert
+torch.set_default_dtype(torch.bfloat16)
+convert({str(source)!r}, MIXED, {str(tmp_path / "bfloat16")!r}, calibration=CALIBRATION)"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    first, second = ((tmp_path / d / "model.safetensors").read_bytes() for d in ("float32", "bfloat16"))
+    assert first == second
 
 
 def counts(x):

@@ -185,3 +185,16 @@ def test_a_head_that_was_trained_apart_is_not_lost(tiny, tmp_path):
         else:
             with pytest.raises(ValueError, match="lm_head.weight is not the embedding, .* set that to false, or drop"):
                 plan(model, "fp8-dynamic")
+
+
+def test_what_is_written_of_a_shape_takes_no_memory(single):
+    recipe = {"linear": [{"match": "*", "weights": {"format": "int8", "group": "channel"}}]}
+    steps = {step.kind: step for step in plan(single, recipe).steps if step.shape == (128, 64)}
+    assert working_bytes(steps["shape"]) < 1000 < working_bytes(steps["matrix"] if "matrix" in steps else steps["copy"])
+
+
+def test_a_dense_rotation_counts_into_the_peak(tiny, tmp_path):
+    source = tiny(tmp_path / "model", hidden=1024)
+    recipes = ({"rotations": {"R1": {"kind": kind}}} for kind in ("hadamard", "random-orthogonal"))
+    peaks = [plan(source, recipe).peak_bytes(1) for recipe in recipes]
+    assert peaks[1] - peaks[0] > 60 * 1024**2

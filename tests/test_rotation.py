@@ -163,6 +163,19 @@ def test_blocks_of_unlike_gains_keep_them_and_are_not_turned(tiny, tmp_path):
     assert relative_change(logits(model, ids), logits(load(tmp_path / "out", device_map="cpu"), ids)) < TOLERANCE
 
 
+def test_channels_by_gain_none_of_which_are_alike(tiny, tmp_path):
+    source = tiny(tmp_path / "model", hidden=128)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight"):
+            tensors[name] = torch.exp(0.7 * torch.randn(tensor.shape, generator=torch.manual_seed(0)))
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, {"rotations": {"R1": {"kind": "random-hadamard", "channels": "by-gain"}}}, tmp_path / "out")
+    ids = torch.arange(30).view(1, 30)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert relative_change(logits(model, ids), logits(load(tmp_path / "out", device_map="cpu"), ids)) < TOLERANCE
+
+
 def test_gains_are_read_anew_by_every_conversion(tiny, tmp_path):
     source, recipe = tiny(tmp_path / "model"), {"rotations": {"R1": {"kind": "hadamard"}}}
     convert(source, recipe, tmp_path / "first")

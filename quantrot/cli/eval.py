@@ -88,8 +88,9 @@ def mmlu(
         results = {"mmlu": result, "baseline": against, "difference": difference}
         report.write(report.report("mmlu", entry, settings | {"seed": result.seed}, results, against_entry), output)
     _print_mmlu(model, result, against, difference)
-    if result.truncated:
-        note(f"{result.truncated} of {result.overall.n} prompts were cut: the model's context is shorter")
+    for name, seen in {model: result, baseline: against}.items():
+        if seen is not None and seen.truncated:
+            note(f"{name}: {seen.cut}")
 
 
 def _check_mmlu(
@@ -162,6 +163,9 @@ def _recipes(
         table.COLUMNS,
         table.cells(rows),
     )
+    for row in rows:
+        if row.mmlu.truncated:
+            note(f"{row.recipe}: {row.mmlu.cut}")
     if output:
         settings["models"] = entries
         content = report.report("mmlu", entries[rows[0].recipe], settings, table.summary(rows))

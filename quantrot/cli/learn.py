@@ -1,5 +1,6 @@
 """quantrot learn: fused rotations by gradient descent."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,7 +63,7 @@ def command(
 
 def _fragment(found: "Learning", recipe: Any) -> str:
     """The rotations of a recipe that uses what was learned; the file is beside the recipe's."""
-    lines = ["rotations:", f"  path: {found.out.name}"]
+    lines = ["rotations:", f"  path: {json.dumps(found.out.name, ensure_ascii=False)}"]
     for name in found.names:
         spec = getattr(recipe.rotations, name)
         block = spec.block if spec.block == "full" or isinstance(spec.block, int) else f'"{spec.block}"'

@@ -48,9 +48,8 @@ def show(planned: "Plan", threads: int) -> None:
     table(title, ["linears", "count", "shape", "becomes"], _kinds(planned))
     for name, r in planned.rotations.items():
         where = "fused into the weights" if name in ("R1", "R2") else "online"
-        width = "full width" if r.block == r.width else f"blocks of {r.block}"
         made = f"from {planned.learned.path}" if r.kind == "learned" and planned.learned else f"seed {r.seed}"
-        out.print(f"{name}: {r.kind}, width {r.width}, {width}, {made}, {where}", markup=False)
+        out.print(f"{name}: {r.kind}, width {r.width}, {r.extent}, {made}, {where}", markup=False)
     if (planned.recipe.attention, planned.recipe.kv_cache) != ("bf16", "bf16"):
         out.print(f"attention: {planned.recipe.attention}; KV cache: {planned.recipe.kv_cache}; both at run time")
     sizes = f"{size(planned.source_bytes)} -> {size(planned.output_bytes)}"

@@ -50,6 +50,11 @@ class Mmlu:
     seed: int
     truncated: int
 
+    @property
+    def cut(self) -> str:
+        """What `truncated` says, in words. A question is one prompt or several."""
+        return f"{self.truncated} prompts were cut from the left: the model's context is shorter than they are"
+
 
 def mmlu(
     model: Any,

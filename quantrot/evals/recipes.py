@@ -147,7 +147,8 @@ def markdown(model: str, rows: list[Row]) -> str:
     asked = f"MMLU of {model}: {first.overall.n} questions, {first.fewshot}-shot, lm-eval {first.lm_eval}."
     note = f"Differences are to {rows[0].recipe}, on the same questions."
     lines = ["| " + " | ".join(line) + " |" for line in (COLUMNS, ["---"] * len(COLUMNS), *cells(rows))]
-    return "\n".join([asked, "", *lines, "", note, ""])
+    cut = [f"{row.recipe}: {row.mmlu.cut}." for row in rows if row.mmlu.truncated]
+    return "\n".join([asked, "", *lines, "", note, *cut, ""])
 
 
 LEFT, WIDTH, LINE = 220, 640, 34  # pixels: labels, the axis' end, a row's height

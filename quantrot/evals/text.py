@@ -45,7 +45,7 @@ def python_topics() -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"text {path}: not UTF-8 (byte {error.start}); convert it to UTF-8") from error
     except OSError as error:

@@ -5,15 +5,15 @@
 
 x ~= code * scale + low, codes 0 to 15: low is the group's minimum and scale a fifteenth of its range, both rounded to
 bfloat16 before they divide; rounding is to nearest, ties to even, in float32. Byte j holds column 2j in its low nibble
-and column 2j + 1 in its high one. A constant group is low itself (to bfloat16). A group that holds a NaN or an infinity
-dequantizes to NaN. Keys and values are one-sided in many channels, so a symmetric code wastes a bit on some groups
-(docs/attention.md has what it costs). QuaRot, arXiv:2404.00456, quantizes its KV cache so.
+and column 2j + 1 in its high one. A constant group is low itself where that is a bfloat16 number.
+A group that holds a NaN or an infinity dequantizes to NaN. Keys and values are one-sided in many channels, so a
+symmetric code wastes a bit on some groups (docs/attention.md has what it costs). QuaRot (arXiv:2404.00456) quantizes
+its KV cache so.
 """
 
 import torch
 from torch import Tensor
 
-GROUPS = (64, 128)
 LEVELS = 15
 
 
@@ -24,6 +24,8 @@ def group_for(width: int, group: int) -> int:
 
 def quantize_int4(x: Tensor, group: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize [..., D], D even and a multiple of `group`, any float dtype, any strides. ValueError if D does not."""
+    if x.dim() < 1 or not x.is_floating_point():
+        raise ValueError(f"x: {x.dtype} {list(x.shape)}; a float tensor with a last dimension is needed")
     width = x.shape[-1]
     if width % 2 or group < 1 or width % group:
         raise ValueError(f"x has {width} columns and groups of {group}; an even width and a divisor of it are needed")

@@ -239,9 +239,14 @@ class DynamicKVLayer(KVLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop: {tokens_to_remove}; give a negative number, of tokens to remove")
-        self.length = max(0, self.length + tokens_to_remove)
+        self.length = max(0, self.length - _removed(tokens_to_remove))
+
+
+def _removed(tokens_to_remove: int) -> int:
+    """How many tokens a crop drops: transformers counts them below zero."""
+    if tokens_to_remove > 0:
+        raise ValueError(f"crop: {tokens_to_remove}; give a negative number, of tokens to remove")
+    return -tokens_to_remove
 
 
 class StaticKVLayer(KVLayer):
@@ -249,6 +254,7 @@ class StaticKVLayer(KVLayer):
 
     is_compileable = True
     is_sliding = False
+    is_croppable = True
     cumulative_length: Any  # an int in transformers' other layers
 
     def __init__(self, kind: Kind, max_cache_len: int) -> None:
@@ -291,6 +297,10 @@ class StaticKVLayer(KVLayer):
                 "of prompt and answer together, or leave it out for a cache that grows"
             )
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last -tokens_to_remove tokens, in place: the count's address is a graph's."""
+        self.cumulative_length.sub_(_removed(tokens_to_remove)).clamp_(min=0)
+
     def _lengths(self, batch: int) -> Tensor | None:
         return self.cumulative_length.to(torch.int32).expand(batch).contiguous()
 
@@ -314,7 +324,7 @@ class KVCache(Cache):
     """A cache whose every layer is of this kind. kind: "fp8" or "int4". max_cache_len: None to grow, else static.
 
     config: of the model; the number of layers is read from it. ValueError for a kind that does not exist, or a model
-    with a sliding window, whose layers transformers' own caches know how to roll.
+    with a sliding window or layers that are no attention, whose states transformers' own caches know.
     """
 
     def __init__(self, kind: Kind, config: Any, max_cache_len: int | None = None) -> None:
@@ -323,6 +333,9 @@ class KVCache(Cache):
         config = config.get_text_config(decoder=True)
         if getattr(config, "sliding_window", None) is not None:
             raise ValueError("kind: this model has a sliding window; use transformers' own DynamicCache or StaticCache")
+        kinds = {*(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())}
+        if other := sorted(kinds - {"full_attention", "attention"}):
+            raise ValueError(f"kind: this model has layers of {', '.join(other)}; use transformers' own DynamicCache")
         layers: list[Any] = [_layer(kind, max_cache_len) for _ in range(config.num_hidden_layers)]
         super().__init__(layers=layers)
 

@@ -192,7 +192,7 @@ class QuantizedLinear(nn.Module):
             for name, dtype in stored.items():
                 getattr(self, name).data = getattr(self, name).data.view(dtype)
         if wide is not None and not self.runs_packed(self.stored()[0].device):
-            self.decode(wide)
+            self.decode(wide if wide in (torch.bfloat16, torch.float16) else torch.float32)
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:

@@ -51,7 +51,7 @@ from quantrot.kernels.attention.reference import (
 )
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.hadamard import is_known
-from quantrot.kernels.operators import check_device, implement
+from quantrot.kernels.operators import check_device, constant, implement
 
 __all__ = [
     "BLOCK",
@@ -434,7 +434,7 @@ def _many(queries: int, backend: str) -> bool:
     return backend == "hopper" or (backend == "auto" and queries > FEW)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and nvrtc.available(device)
 

@@ -78,7 +78,7 @@ def _round_columns_fake(
 
 
 def _reference(targets: Tensor, columns: Tensor, steps: Tensor, factor: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    rounded, errors = (torch.empty(targets.shape, device=targets.device) for _ in range(2))
+    rounded, errors = torch.empty_like(targets), torch.empty_like(targets)
     for k, target in enumerate(targets):
         target = torch.addmv(target, errors[:k].T, factor[k, :k])
         rounded[k] = nearest(target.div_(steps[k]), kind)

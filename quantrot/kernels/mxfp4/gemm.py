@@ -223,7 +223,7 @@ def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype
     left, right = a_scale.unsqueeze(1), b_scale.unsqueeze(0)
     if dtype == torch.bfloat16:
         return torch._scaled_mm(a, b.t(), left, right, out_dtype=dtype, use_fast_accum=True)
-    one = torch.ones((), device=a.device)
+    one = torch.ones((), dtype=torch.float32, device=a.device)
     y = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=False)
     return y.mul_(left).mul_(right).to(dtype)
 

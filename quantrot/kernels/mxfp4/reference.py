@@ -86,10 +86,10 @@ _KEPT = threading.local()
 def _buffers(n: int, device: torch.device) -> list[Tensor]:
     """Four float32 [32, n] to work in; on a CPU the thread's own, the same in every call."""
     if device.type != "cpu":
-        return [torch.empty(GROUP, n, device=device) for _ in range(4)]
+        return [torch.empty(GROUP, n, dtype=torch.float32, device=device) for _ in range(4)]
     if not hasattr(_KEPT, "buffers"):
         with torch.inference_mode(False):  # else they could only be written in inference mode
-            _KEPT.buffers = torch.empty(4, CHUNK)
+            _KEPT.buffers = torch.empty(4, CHUNK, dtype=torch.float32)
     return [buffer[: GROUP * n].view(GROUP, n) for buffer in _KEPT.buffers]
 
 

@@ -1,0 +1,20 @@
+"""Texts cut into windows."""
+
+import torch
+
+from quantrot.tokenizer import open_tokenizer, windows
+
+
+def test_some_windows_are_the_first_of_the_whole_text(single):
+    tokenizer = open_tokenizer(single)
+    text = "".join(chr(97 + i * i % 23) for i in range(20000))
+    whole = windows(tokenizer, text, 40)
+    seen = []
+
+    def counted(text, **how):
+        seen.append(len(text))
+        return tokenizer(text, **how)
+
+    for limit in (1, 3, 20, len(whole), 10 * len(whole)):
+        assert torch.equal(windows(counted, text, 40, limit), whole[:limit])
+    assert seen[:3] == [8 * (40 * n + 64) for n in (1, 3, 20)] and seen[-1] == len(text)
