@@ -34,6 +34,7 @@ from quantrot.plan import Plan, Step, network_order
 from quantrot.rotation import turn_input
 from quantrot.transform import one_threaded, starts, transform, turned_rows
 
+ENDS = (llama.EMBEDDING, llama.HEAD)  # rows of one are looked up, and nobody needs the other's logits
 SLAB = 256  # rows of a Hessian that one thread sums
 DESCRIBED = ("layer_types", "attn_implementation", "_attn_implementation", "return_dict")  # not what this network has
 _SEEN = threading.local()  # .inputs: a window's, of its linears, by Step.hessian
@@ -89,7 +90,7 @@ class Network:
             elif len(step.shape) == 2 and step.source and step.name != llama.EMBEDDING:
                 self.layer.set_submodule(_inside(step.name), Linear(self.plan, step))
         with one_threaded(self.workers) as pool:
-            list(pool.map(self._place, (step for step in steps if step.source and step.name != llama.EMBEDDING)))
+            list(pool.map(self._place, (step for step in steps if step.source and step.name not in ENDS)))
 
     def feedback(self, names: set[str]) -> dict[str, Feedback]:
         """The feedback of the inputs that have these names, by name."""

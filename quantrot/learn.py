@@ -141,9 +141,11 @@ def _check_options(target: Path, steps: int, held_out: int, rate: float, seed: i
 
 def _check_plan(plan: Plan) -> None:
     """That there is something to learn, and something to learn it from."""
-    if not any(name in plan.rotations for name in LEARNABLE):
+    found = [plan.rotations[name] for name in LEARNABLE if name in plan.rotations]
+    if not any(rotation.block > 1 and rotation.turned for rotation in found):
         raise ValueError(
-            f"recipe {plan.recipe.name}: R1 and R2 are none, nothing else is learned; give them a kind to start from"
+            f"recipe {plan.recipe.name}: R1 and R2 turn nothing, nothing else is learned; give them a kind and a block "
+            "to start from"
         )
     if not any(plan.linears.values()):
         raise ValueError(f"recipe {plan.recipe.name}: it quantizes no linear, so that every rotation is as good")

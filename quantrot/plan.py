@@ -143,7 +143,7 @@ class Plan:
             widths = sorted({step.hessian: step.shape[1] for step in steps if step.hessian}.values())
             inputs = threads * together * seq_len * (sum(widths) + 4 * self.llama.intermediate_size)
             squares = [width * width for width in widths]
-            weights = sum(math.prod(step.shape) for step in steps)
+            weights = sum(math.prod(step.shape) for step in steps if step.name != HEAD)  # whose logits nobody needs
             most = max(most, 4 * (weights + inputs) + 8 * sum(squares) + 16 * sum(squares[-threads:]))
         imported = 0 if "quantrot.hessians" in sys.modules else MODEL_CODE
         return 4 * self.windows.numel() * self.llama.hidden_size + most + imported

@@ -204,7 +204,12 @@ def test_recipes_that_cannot_be(rotations, message):
 @pytest.mark.parametrize(
     ("recipe", "options", "message"),
     [
-        ({"linear": START["linear"]}, {}, "recipe recipe: R1 and R2 are none, nothing else is learned"),
+        ({"linear": START["linear"]}, {}, "recipe recipe: R1 and R2 turn nothing, nothing else is learned"),
+        (
+            {"rotations": {"R1": {"kind": "hadamard", "block": 1}}, "linear": START["linear"]},
+            {},
+            "R1 and R2 turn nothing",
+        ),
         ({"rotations": START["rotations"]}, {}, "recipe recipe: it quantizes no linear"),
         (START, {"steps": 0}, "steps is 0; a positive number"),
         (START, {"held_out": 0}, "held_out is 0; a positive number"),

@@ -45,6 +45,15 @@ def check_device(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name}: on {t.device}, {first} is on {leader.device}; move them to one device")
 
 
+def check_around(x: torch.Tensor, features: int, norm: torch.Tensor | None, residual: torch.Tensor | None) -> None:
+    """ValueError for a norm [K] or a residual [..., features] of another shape, dtype or device than x [..., K] asks
+    for."""
+    for name, given, shape in (("norm", norm, x.shape[-1:]), ("residual", residual, (*x.shape[:-1], features))):
+        if given is not None and (given.shape != shape or given.dtype != x.dtype or given.device != x.device):
+            found = f"{given.dtype} {list(given.shape)} on {given.device}"
+            raise ValueError(f"{name}: {found}; allowed: {x.dtype} {list(shape)} on {x.device}")
+
+
 @cache
 def has_triton() -> bool:
     try:

@@ -49,7 +49,7 @@ from quantrot.kernels.fp8.reference import (
     whole,
 )
 from quantrot.kernels.hadamard import check_transform
-from quantrot.kernels.operators import check_device, constant, implement
+from quantrot.kernels.operators import check_around, check_device, constant, implement
 
 __all__ = [
     "E4M3",
@@ -242,12 +242,10 @@ def fp8_linear(
     if b.dim() != 2 or b.dtype != E4M3 or b.shape[1] != k:
         raise ValueError(f"b: {b.dtype} {tuple(b.shape)}; it must be {E4M3} (N, {k}), of x's {k} columns")
     _check_scale("b", b, b_scale, b_block)
-    for name, given, shape in (("norm", norm, (k,)), ("residual", residual, (x.shape[0], b.shape[0]))):
-        if given is not None and (tuple(given.shape) != shape or given.dtype != x.dtype):
-            raise ValueError(f"{name}: {given.dtype} {tuple(given.shape)}; allowed: {x.dtype} {shape}")
+    check_around(x, b.shape[0], norm, residual)
     if gates and (residual is not None or b.shape[0] % 2):
         raise ValueError(f"gates: b {tuple(b.shape)}; it takes an even number of rows, and no residual")
-    _check_rest(b, x.dtype, bias, b_scale=b_scale, x=x, norm=norm, residual=residual)
+    _check_rest(b, x.dtype, bias, b_scale=b_scale, x=x)
     if backend not in ("auto", "hopper", "reference"):
         raise ValueError(f"backend: {backend!r}; allowed: auto, hopper, reference")
     rest = norm, epsilon, residual, gates

@@ -48,7 +48,7 @@ from quantrot.kernels.mixed.reference import (
     unpack_int8,
 )
 from quantrot.kernels.mixed.tuned import EXPAND_FROM
-from quantrot.kernels.operators import check_device, constant, has_triton, implement
+from quantrot.kernels.operators import check_around, check_device, constant, has_triton, implement
 
 __all__ = [
     "dequantize_int8",
@@ -131,9 +131,7 @@ def mixed_linear(
     _check_matrices(x, weight)
     if gates and (weight.shape[0] % 2 or residual is not None):
         raise ValueError(f"gates: weight {_shape(weight)}; it takes an even number of rows, gate over up, no residual")
-    for name, given, shape in (("norm", norm, x.shape[-1:]), ("residual", residual, (*x.shape[:-1], weight.shape[0]))):
-        if given is not None and (given.shape != shape or given.dtype != x.dtype or given.device != x.device):
-            raise ValueError(f"{name}: {_shape(given)} on {given.device}; allowed: {x.dtype} {list(shape)}, where x is")
+    check_around(x, weight.shape[0], norm, residual)
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, norm, residual))
     if grads or x.dtype not in WIDE or x.numel() > DECODE_COLUMNS * x.shape[-1]:
         x = x if norm is None else rms_norm(x, norm, epsilon)

@@ -10,7 +10,7 @@ from quantrot.kernels.fp8.reference import gate, rms_norm
 from quantrot.kernels.mxfp4.gemm import check_operands, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import has_kernels, rule_name
 from quantrot.kernels.mxfp4.reference import ScaleRule
-from quantrot.kernels.operators import constant, implement
+from quantrot.kernels.operators import check_around, constant, implement
 
 torch.library.define(
     "quantrot::mxfp4_fused",
@@ -47,10 +47,7 @@ def mxfp4_fused(
     check_operands(x, packed, scale, activations, hadamard)
     if gates and (residual is not None or len(packed) % 2):
         raise ValueError(f"gates: packed {tuple(packed.shape)}; it takes an even number of rows, and no residual")
-    for name, given, shape in (("norm", norm, x.shape[-1:]), ("residual", residual, (*x.shape[:-1], len(packed)))):
-        if given is not None and (given.shape != shape or given.dtype != x.dtype or given.device != x.device):
-            found = f"{given.dtype} {list(given.shape)} on {given.device}"
-            raise ValueError(f"{name}: {found}; allowed: {x.dtype} {list(shape)} on {x.device}")
+    check_around(x, len(packed), norm, residual)
     product: dict[str, Any] = {
         "activations": activations,
         "scale_rule": scale_rule,
