@@ -79,7 +79,7 @@ def test_a_linears_errors_say_what_is_allowed():
     for message, more in {
         "even number": {"gates": True, "residual": residual},
         "norm: torch.bfloat16 .255. on cpu; allowed: torch.bfloat16 .256.": {"norm": norm[1:]},
-        "norm: float32": {"norm": norm.float()},
+        "norm: torch.float32": {"norm": norm.float()},
         "residual: .*allowed: torch.bfloat16 .3, 64.": {"residual": residual[:1]},
     }.items():
         with pytest.raises(ValueError, match=message):
