@@ -1,4 +1,5 @@
-"""What a conversion will do, as data: recipe x checkpoint headers -> steps, shards, sizes, notes. No matrix is read.
+"""What a conversion will do, as data: recipe x checkpoint headers -> steps, shards, sizes, notes. No matrix is read,
+but for a head that is stored although tied, which is compared with its embedding.
 
 A step makes the output tensors of one source tensor: rows of the source are cut off, the norm's gain is folded in, the
 input side is turned, the output side is turned, the result is quantized, and the rows go to their place in a shard.

@@ -25,8 +25,8 @@ def windows(
 ) -> Tensor:
     """The tokens of `text` as non-overlapping windows, int64 [n, seq_len]; the incomplete last one is dropped.
 
-    The text is tokenised as a whole, with the tokenizer's own special tokens (GPTQ's protocol: at most one BOS, in the
-    first window). `limit` keeps at most that many windows; `max_positions` is the longest sequence the model takes.
+    Tokens are the whole text's, with the tokenizer's own special tokens (GPTQ's protocol: at most one BOS, in the first
+    window). `limit` keeps at most that many windows; `max_positions` is the longest sequence the model takes.
     Raises ValueError where the text has fewer than `seq_len` tokens, or a number is out of range.
     """
     if seq_len < 2:

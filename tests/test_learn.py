@@ -259,7 +259,7 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path, monk
 def test_from_the_command_line(source, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "start.yaml").write_text(json.dumps(START))
-    run = ["learn", str(source), "-r", str(tmp_path / "start.yaml"), "-o", str(tmp_path / "r.safetensors")]
+    run = ["learn", str(source), "-r", str(tmp_path / "start.yaml"), "-o", str(tmp_path / "r #1.safetensors")]
     run += ["--text", str(tmp_path / "text.txt"), "--steps", "2", "--seq-len", "32", "--held-out", "2"]
     result = CliRunner().invoke(app, run)
     assert result.exit_code == 0 and "KL of what was learned" in result.output, result.output

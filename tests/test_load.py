@@ -234,3 +234,12 @@ def test_a_config_without_a_dtype_means_the_files_own(source, tmp_path):
     (plain / "config.json").write_text(json.dumps(config))
     model = load(convert(plain, "int8-weight-only", tmp_path / "out").out, device_map="cpu")
     assert model.model.embed_tokens.weight.dtype == model.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_a_model_cast_to_a_dtype_that_its_format_does_not_have_can_be_cast_back(source, tmp_path):
+    model = load(convert(source, "mxfp4", tmp_path / "out").out, device_map="cpu").float()
+    ids = torch.arange(20).view(1, 20)
+    expected = model(ids).logits
+    with pytest.raises(ValueError, match="x: dtype torch.float64; allowed"):
+        model.double()(ids)
+    assert torch.equal(model.float()(ids).logits, expected)

@@ -214,6 +214,19 @@ def test_recipes_are_converted_where_they_are_evaluated(run, mmlu_dir, model_dir
         run("mmlu", model_dir, "--recipes", "bf16,mxfp4", "--data", mmlu_dir, "--fewshot", 2, "--device", asked)
 
 
+def test_a_table_says_whose_prompts_were_cut():
+    from dataclasses import fields
+
+    from quantrot.evals.mmlu import Mmlu, Score
+    from quantrot.evals.recipes import Row, markdown
+
+    whole, cut = (
+        Mmlu(**{f.name: 0 for f in fields(Mmlu)} | {"overall": Score(57, 0.5, 0.1), "truncated": n}) for n in (0, 114)
+    )
+    text = markdown("m", [Row("bf16", whole, None), Row("mxfp4", cut, None)])
+    assert "mxfp4: 114 prompts were cut from the left" in text and "bf16: " not in text
+
+
 def test_options_of_recipes_alone(run, mmlu_dir, model_dir, tmp_path):
     args = ["--data", mmlu_dir, "--fewshot", 2]
     with pytest.raises(ValueError, match=r"r\.md is where the table or the plot goes; name a \.json file"):

@@ -8,9 +8,10 @@ from quantrot.evals import hub, text
 from quantrot.tokenizer import windows
 
 
-def test_a_named_file_is_read_as_it_stands(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_named_file_is_read_as_it_stands(tmp_path, encoding):
     file = tmp_path / "a.txt"
-    file.write_text("ein Text, ü\n", encoding="utf-8")
+    file.write_text("ein Text, ü\n", encoding=encoding)
     content, origin = text.evaluation_text(file)
     assert content == "ein Text, ü\n"
     assert str(file) in origin and "sha256" in origin
