@@ -186,6 +186,18 @@ def model(result: Result) -> list[str]:
     return [*grid(head, rows), "", source(result)]
 
 
+def cpu(result: Result) -> list[str]:
+    """A recipe and phase a row: milliseconds, and how many times the original's in bfloat16 that is."""
+    rows = []
+    for row in result["rows"]:
+        case, ms, wide = row["case"], row["ms"], row["peers_ms"]["bf16"]
+        rows.append(
+            [f"`{case['recipe']}`", case["phase"], str(case["tokens"]), f"{ms:.0f}", f"{wide:.0f}", f"{ms / wide:.2f}"]
+        )
+    head = ["recipe", "phase", "tokens", "ms", "bfloat16, ms", "of it"]
+    return [*grid(head, rows), "", f"{result['threads']} threads, torch {result['torch']}: `{result['command']}`"]
+
+
 def place(row: Row) -> tuple[str, int]:
     return row["case"]["phase"], row["case"]["size"]
 
@@ -452,6 +464,17 @@ FILES = {  # a kind of table: its results file, without the name; the others are
     "mxfp4_training": "bench_mxfp4",
     "finetune": "finetune_mxfp4",
 }
-KINDS = (accuracy, recipes, fp8_accuracy, conversion, mmlu, attention_error, finetune, model, tokens, hadamard_summary)
-KINDS += (hadamard, fp8_quantize, fp8_hadamard, fp8_gemm, fp8_layer, mxfp4_quantize, mxfp4_gemm, mxfp4_training, mixed)
+KINDS = (accuracy, recipes, fp8_accuracy, conversion, mmlu, attention_error, finetune, model, cpu, tokens)
+KINDS += (
+    hadamard_summary,
+    hadamard,
+    fp8_quantize,
+    fp8_hadamard,
+    fp8_gemm,
+    fp8_layer,
+    mxfp4_quantize,
+    mxfp4_gemm,
+    mxfp4_training,
+    mixed,
+)
 TABLES: dict[str, Callable[[Result], list[str]]] = {kind.__name__: kind for kind in (*KINDS, attention)}

@@ -28,8 +28,9 @@ from transformers import AutoConfig, AutoModel
 from quantrot import formats, gptq, llama
 from quantrot.calibration import lanes
 from quantrot.checkpoint import read_rows
+from quantrot.formats import WIDE
 from quantrot.gptq import Feedback
-from quantrot.modules import quantize_dequantize
+from quantrot.modules.linear import fused_hadamard, quantize_dequantize
 from quantrot.plan import Plan, Step, network_order
 from quantrot.rotation import turn_input
 from quantrot.transform import one_threaded, starts, transform, turned_rows
@@ -192,8 +193,10 @@ class Linear(nn.Module):
 
     def inputs(self, x: Tensor) -> Tensor:
         """What the weight multiplies."""
-        x = x if self.online is None else turn_input(x, self.online)
-        x = x if self.format is None else quantize_dequantize(x, self.format.activations)
+        activations = WIDE if self.format is None else self.format.activations
+        hadamard = 0 if self.online is None else fused_hadamard(self.online, activations)
+        x = x if self.online is None or hadamard else turn_input(x, self.online)
+        x = quantize_dequantize(x, activations, hadamard)
         if self.hessian:
             _SEEN.inputs[self.hessian] = x.flatten(0, -2)
         return x

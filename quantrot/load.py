@@ -197,16 +197,15 @@ def _offloaded(name: str, placed: dict[str, Any]) -> bool:
 
 def merge_projections(model: Any) -> int:
     """In every layer, one product for queries, keys and values and one for gate and up, where their formats are equal
-    and their device has kernels for the stored tensors. Returns how many there are. Rounding apart, no number changes.
+    and the whole model is on one device or theirs has kernels for the stored tensors. Returns how many there are.
+    Rounding apart, no number changes.
     """
-    count = 0
+    count, alone = 0, len({p.device for p in model.parameters()}) == 1  # else accelerate may move linears as they run
     for layer in model.model.layers:
         for name, module in (("self_attn", QuantizedAttention), ("mlp", QuantizedMLP)):
             old = getattr(layer, name)
             linears = [getattr(old, part) for part in module.parts]
-            if all(
-                isinstance(x, QuantizedLinear) and x.runs_packed(getattr(x, x.tensor_names[0]).device) for x in linears
-            ):
+            if all(isinstance(x, QuantizedLinear) and (alone or x.runs_packed(x.stored()[0].device)) for x in linears):
                 new = old if isinstance(old, module) else module(old)
                 if new.merge():
                     setattr(layer, name, new.train(old.training))

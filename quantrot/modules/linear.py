@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from quantrot import formats
 from quantrot.checkpoint import DTYPES
 from quantrot.formats import ActivationFormat, LinearFormat
-from quantrot.kernels.fp8 import dequantize_fp8_block, quantize_fp8_block
+from quantrot.kernels.fp8.round_trip import round_trip_fp8
 from quantrot.kernels.hadamard import hadamard_transform
-from quantrot.kernels.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from quantrot.kernels.mxfp4 import round_trip_mxfp4
+from quantrot.kernels.mxfp4.operators import FUSED
 from quantrot.rotation import Rotation, signs
 
 
@@ -121,6 +122,11 @@ class QuantizedLinear(nn.Module):
         assert online is None or isinstance(online, OnlineHadamard)
         return online
 
+    def fused_hadamard(self) -> int:
+        """The width of the online transform where the quantizer of the activations does it on its way, else 0."""
+        online = self.transform()
+        return 0 if online is None else fused_hadamard(online.rotation, self.format.activations)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features] in `dtype`."""
         return formats.dequantize(self.format.weights, self.stored(), self.in_features, dtype)
@@ -140,7 +146,12 @@ class QuantizedLinear(nn.Module):
     def multiply_wide(self, x: Tensor, weight: Tensor) -> Tensor:
         """The product in x's dtype from a weight dequantized to it."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(quantize_dequantize(self.turned(x), self.format.activations), weight, bias)
+        return F.linear(self.operand(x), weight, bias)
+
+    def operand(self, x: Tensor) -> Tensor:
+        """x [..., in_features], turned and quantized, as the product sees it, in x's dtype."""
+        hadamard = self.fused_hadamard()
+        return quantize_dequantize(x if hadamard else self.turned(x), self.format.activations, hadamard)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         """self(silu(gate) * up), x [..., 2 * in_features] gate and up side by side; both are rounded to x's dtype.
@@ -204,27 +215,35 @@ class QuantizedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {formats.label(self.format)}"
 
 
-def quantize_dequantize(x: Tensor, activations: ActivationFormat) -> Tensor:
+def fused_hadamard(rotation: Rotation, activations: ActivationFormat) -> int:
+    """The width of this online transform where the quantizer of these activations does it on its way, else 0."""
+    fuses = activations.kind == "mxfp4" and rotation.kind == "hadamard" and rotation.block in FUSED
+    return rotation.block if fuses else 0
+
+
+def quantize_dequantize(x: Tensor, activations: ActivationFormat, hadamard: int = 0) -> Tensor:
     """x [..., K] as the quantized multiplication sees it, in x's dtype. Blocks run over the flattened tokens.
 
+    hadamard: `fused_hadamard`'s width; what it makes of x is not rounded to x's dtype in between, as in the kernels.
     As in the kernels' products, MXFP4 passes gradients unchanged and FP8 has none: a backward through it raises.
     """
     if activations.kind == "none":
         return x
     if activations.kind == "mxfp4":
-        return _Mxfp4RoundTrip.apply(x, activations.scale_rule)
+        return _Mxfp4RoundTrip.apply(x, activations.scale_rule, hadamard)
     flat = x.reshape(-1, x.shape[-1])
-    qdata, scale = quantize_fp8_block(flat, activations.block, activations.scale_rule)
-    return dequantize_fp8_block(qdata, scale, activations.block, x.dtype).view(x.shape)
+    return round_trip_fp8(flat, activations.block, activations.scale_rule).view(x.shape)
 
 
 class _Mxfp4RoundTrip(torch.autograd.Function):
-    """x through MXFP4 and back; the gradient is the straight-through one."""
+    """x, turned by blocks of `hadamard` columns (0: as it is), through MXFP4 and back; the gradient is the transform's,
+    straight through the rounding."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale_rule: str) -> Tensor:
-        return dequantize_mxfp4(*quantize_mxfp4(x, scale_rule), x.dtype)
+    def forward(ctx: Any, x: Tensor, scale_rule: str, hadamard: int) -> Tensor:
+        ctx.hadamard = hadamard
+        return round_trip_mxfp4(x, scale_rule, hadamard=hadamard)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return hadamard_transform(grad, block=ctx.hadamard) if ctx.hadamard else grad, None, None

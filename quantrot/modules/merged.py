@@ -1,8 +1,8 @@
 """Linears that read the same input as one product: queries, keys and values; gate and up.
 
-A small weight takes as long to start on as to read, and each product's input is turned and quantized by a kernel of its
-own: merged, a decoder layer has two products and two quantizations where it had five. The linears keep their names and
-their tensors, which become slices of the whole's memory.
+A small weight takes as long to start on as to read, and each product's input is turned and quantized on its own:
+merged, a decoder layer has two products and two quantizations where it had five. The linears keep their names and their
+tensors, which become slices of the whole's memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,11 +70,15 @@ class Merging(nn.Module):
 
 
 def _merge_what_was_assigned(module: Merging, keys: Any) -> None:
-    """After load_state_dict(assign=True), whose tensors are no slices of the whole's memory."""
+    """After load_state_dict, whose tensors with assign=True, and what is decoded of them, are no slices of the whole's
+    memory."""
     if module.merged is None:
         return
-    for name, memory in module.merged.named_buffers(recurse=False):
-        where = memory.untyped_storage().data_ptr()
+    memory = dict(module.merged.named_buffers(recurse=False))
+    if module.merged._decoded is not None:
+        memory["_decoded"] = module.merged._decoded
+    for name, whole in memory.items():
+        where = whole.untyped_storage().data_ptr()
         if any(getattr(part, name).untyped_storage().data_ptr() != where for part in module._merged_of):
             module.merge()
             return
@@ -118,7 +122,8 @@ def hooked(module: nn.Module) -> bool:
 def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
     """One linear whose outputs are those of all side by side; None if they differ in more than out_features.
 
-    Its tensors are buffers in no state dict; the linears' tensors become slices of them.
+    Its tensors are buffers in no state dict; the linears' tensors become slices of them, and of its decoded weight
+    where they have one.
     """
     first = linears[0]
     if not isinstance(first, QuantizedLinear) or any(_kind(linear) != _kind(first) for linear in linears):
@@ -134,10 +139,14 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
         delattr(whole, name)
     for name in [*first.tensor_names, *(["bias"] if wide else [])]:
         tensors = [getattr(part, name) for part in alike]
-        memory = torch.cat([tensor.data for tensor in tensors])
-        for tensor, piece in zip(tensors, memory.split([len(tensor) for tensor in tensors]), strict=True):
+        memory, pieces = _side_by_side([tensor.data for tensor in tensors])
+        for tensor, piece in zip(tensors, pieces, strict=True):
             tensor.data = piece
         whole.register_buffer(name, memory, persistent=False)
+    if first._decoded is not None:
+        whole._decoded, pieces = _side_by_side([part._decoded for part in alike])
+        for part, piece in zip(alike, pieces, strict=True):
+            part._decoded = piece
     whole.tensor_names = first.tensor_names
     if online is not None:
         whole.online_name = first.online_name
@@ -145,14 +154,20 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
     return whole
 
 
+def _side_by_side(tensors: list[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """(all rows in one memory, each tensor's slice of it)."""
+    memory = torch.cat(tensors)
+    return memory, memory.split([len(tensor) for tensor in tensors])
+
+
 def _kind(linear: nn.Module) -> Any:
     """What is equal in linears that can be one; the linear itself, unlike any other, where it can be part of none."""
-    if not isinstance(linear, QuantizedLinear) or linear._decoded is not None or hasattr(linear, "_hf_hook"):
+    if not isinstance(linear, QuantizedLinear) or hasattr(linear, "_hf_hook"):
         return linear
     online, tensors = linear.transform(), linear.stored()
     if any(tensor.device.type == "meta" for tensor in tensors):
         return linear
     rotation = None if online is None else online.rotation
-    bias = None if linear.bias is None else (linear.bias.dtype, linear.bias.device)
+    bias, decoded = (None if t is None else (t.dtype, t.device) for t in (linear.bias, linear._decoded))
     rows = [(tensor.device, linear.out_features / len(tensor)) for tensor in tensors]  # that share one of its rows
-    return type(linear), linear.in_features, linear.format, linear.tensor_names, rotation, bias, rows
+    return type(linear), linear.in_features, linear.format, linear.tensor_names, rotation, bias, decoded, rows

@@ -34,7 +34,7 @@ class Mxfp4Linear(QuantizedLinear):
     def multiply(self, x: Tensor) -> Tensor:
         if not self.runs_packed(x.device):
             return super().multiply(x)
-        x = x if self._fused_hadamard() else self.turned(x)
+        x = x if self.fused_hadamard() else self.turned(x)
         return mxfp4_gemm(x, self.weight_packed, self.weight_scale, self.bias, **self._options())
 
     def _options(self) -> dict[str, Any]:
@@ -42,25 +42,18 @@ class Mxfp4Linear(QuantizedLinear):
         return {
             "activations": activations.kind,
             "scale_rule": activations.scale_rule if activations.kind == "mxfp4" else "even",
-            "hadamard": self._fused_hadamard(),
+            "hadamard": self.fused_hadamard(),
             "settled": True,  # parameters: who writes them on the device waits before a forward
         }
 
     def fuses(self, device: torch.device) -> bool:
-        turns = bool(self.online_name) and not self._fused_hadamard()
+        turns = bool(self.online_name) and not self.fused_hadamard()
         if self._decoded is not None or self.bias is not None or turns or self.format.activations.kind == "fp8":
             return False
         return self.runs_packed(device) and has_one_kernel(self.out_features, self.in_features, device)
 
     def _fused(self, x: Tensor, **rest: Any) -> Tensor:
         return mxfp4_fused(x, self.weight_packed, self.weight_scale, **rest, **self._options())
-
-    def _fused_hadamard(self) -> int:
-        """The width of the online transform where the quantizer of the activations does it on its way, else 0."""
-        online = self.transform()
-        if online is None or self.format.activations.kind != "mxfp4":
-            return 0
-        return online.block if online.signs is None and online.block in (32, 64, 128) else 0
 
 
 class Mxfp4TrainingLinear(nn.Linear):

@@ -1,5 +1,7 @@
 """FP8 codes and scales: bitwise, against a loop over blocks and a table of special ones."""
 
+import threading
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ from quantrot.kernels.fp8 import (
     hadamard_quantize_fp8,
     quantize_fp8_block,
     quantize_fp8_both_ways,
+    round_trip,
 )
+from quantrot.kernels.fp8.round_trip import round_trip_fp8
 from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.orthogonal import random_signs
 
@@ -218,11 +222,35 @@ def test_other_blocks_and_orders_go_through_two_operators(device):
     torch.testing.assert_close(scale, expected[1], rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rule", ["exact", "bf16", "pow2"])
+@pytest.mark.parametrize("block", [*BLOCKS, (32, 64)], ids=str)
+def test_a_round_trip_is_the_two_steps(monkeypatch, device, block, rule, dtype):
+    monkeypatch.setattr(round_trip, "CHUNK", 1 << 12)
+    monkeypatch.setattr(round_trip, "_KEPT", threading.local())  # buffers of that many
+    for shape in ((0, 256), (1, 300), (96, 256), (70, 200)):
+        x = randn(*shape, dtype=dtype).to(device) * torch.linspace(-10, 4, 200, device=device).exp2()[: shape[0], None]
+        x = torch.cat((x, x), 1).to(dtype)[:, : shape[1]]  # strided
+        if shape[0] > 1:
+            x[3], x[9, 7], x[50:60, 5] = -0.0, NAN, INF
+        got = round_trip_fp8(x, block, rule)
+        expected = dequantize_fp8_block(*quantize_fp8_block(x, block, rule), block, dtype)
+        assert got.dtype == dtype and torch.equal(got.isnan(), expected.isnan())
+        assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7)) and got.shape == x.shape
+
+
+def test_a_round_trip_is_an_operator_for_torch():
+    torch.library.opcheck(torch.ops.quantrot.fp8_round_trip, (randn(5, 256, dtype=torch.bfloat16), 1, 128, "bf16"))
+
+
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_codes_have_no_gradient():
     x = torch.randn(4, 128, requires_grad=True)
+    with pytest.raises(RuntimeError, match="Fp8TrainingLinear"):
+        round_trip_fp8(x, (1, 128), "bf16").sum().backward()
     q, scale = quantize_fp8_block(x)
     with pytest.raises(RuntimeError, match="Fp8TrainingLinear"):
         dequantize_fp8_block(q, scale, (1, 128)).sum().backward()
@@ -242,6 +270,26 @@ def test_codes_have_no_gradient():
 def test_quantization_errors_name_the_field_and_the_remedy(x, kwargs, says):
     with pytest.raises(ValueError, match=says):
         quantize_fp8_block(x, **kwargs)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-126, 0.75 * 2.0**119])
+def test_every_code_is_dequantized(device, scale):
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    got = dequantize_fp8_block(codes[None], torch.full((1, 2), scale, device=device), (1, 128), torch.float32)
+    expected = codes.to(torch.float64).mul(scale).float()[None]
+    assert torch.equal(got.isnan(), expected.isnan()) and got.isnan().sum() == 2
+    assert torch.equal(got.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32))
+
+
+def test_round_trip_errors_are_the_quantizers():
+    for x, block, rule, says in (
+        (torch.zeros(2, 3, 4), (1, 128), "bf16", r"round_trip_fp8 takes \[M, K\]: flatten"),
+        (torch.zeros(2, 4), (1, -1), "bf16", r"block: \(1, -1\)"),
+        (torch.zeros(2, 4), (1, 128), "e8m0", "scale_rule: 'e8m0'; allowed: exact, bf16, pow2"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            round_trip_fp8(x, block, rule)
 
 
 def test_codes_and_scales_that_do_not_belong_together_are_named():

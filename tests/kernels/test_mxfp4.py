@@ -1,6 +1,7 @@
 """MXFP4 codes and scales, bitwise: one table of named blocks that every implementation must meet."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from quantrot.kernels.mxfp4 import (
     quantize_mxfp4,
     reference,
     requantize_mxfp4,
+    round_trip_mxfp4,
     unpack_bits,
 )
 
@@ -152,6 +154,35 @@ def test_odd_shapes_and_strides(shape):
     assert torch.equal(packed, again[0]) and torch.equal(scale, again[1])
     assert packed.shape == (*shape[:-1], shape[-1] // 2) and scale.shape == (*shape[:-1], shape[-1] // 32)
     assert dequantize_mxfp4(packed, scale).shape == shape
+
+
+@pytest.mark.parametrize("hadamard", [0, 32, 64, 128])
+@pytest.mark.parametrize("rule", ScaleRule)
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        *(("cpu", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        pytest.param("cuda", torch.bfloat16, marks=gpu),
+    ],
+    ids=str,
+)
+def test_a_round_trip_is_the_two_steps(device, dtype, rule, hadamard, monkeypatch):
+    """Signs of zeros, NaN, both ends of float32 and the cut into pieces included."""
+    monkeypatch.setattr(reference, "CHUNK", 1 << 11)
+    monkeypatch.setattr(reference, "_KEPT", threading.local())  # buffers of that many
+    x = torch.randn(3, 7, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[0, 0, :40], x[0, 1, 3], x[0, 2, 200], x[1, 0] = -0.0, NAN, INF, x[1, 0] * 2.0**-16
+    if dtype != torch.float16:
+        x[1, 1:3], x[2, :2] = x[1, 1:3] * 2.0**-125, x[2, :2] * 2.0**120
+    x = x.to(device)
+    packed, scale = quantize_mxfp4(x, rule) if not hadamard else hadamard_quantize_mxfp4(x, rule, hadamard=hadamard)[:2]
+    expected, got = dequantize_mxfp4(packed, scale, dtype), round_trip_mxfp4(x, rule, hadamard=hadamard)
+    assert got.dtype == dtype and torch.equal(got.isnan(), expected.isnan()) and got.isnan().any()
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    number = ~expected.isnan()
+    assert torch.equal(got[number].view(bits), expected[number].view(bits))
+    strided = torch.cat((x, x), -1)[..., : x.shape[-1]]
+    assert torch.equal(round_trip_mxfp4(strided, rule, hadamard=hadamard).nan_to_num(), got.nan_to_num())
 
 
 # --- Transformed, masked, transposed ---------------------------------------------------------------------------------
@@ -340,6 +371,7 @@ def test_random_rounding_does_not_depend_on_how_the_work_is_cut(monkeypatch):
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
     whole = hadamard_quantize_mxfp4(x, "absmax34", hadamard=64, random=(7, 9))
     monkeypatch.setattr(reference, "CHUNK", 1 << 11)
+    monkeypatch.setattr(reference, "_KEPT", threading.local())  # buffers of that many
     assert torch.equal(hadamard_quantize_mxfp4(x, "absmax34", hadamard=64, random=(7, 9))[0], whole[0])
 
 
@@ -451,6 +483,9 @@ Z = torch.zeros
         (lambda: hadamard_quantize_mxfp4(Z(2, 64), signs=torch.ones(64)), r"allowed: \[32\]"),
         (lambda: hadamard_quantize_mxfp4(Z(2, 64), random=(0, 0)), "even saturates.*allowed: absmax34"),
         (lambda: hadamard_quantize_mxfp4(Z(2, 64), "absmax34", random=(-1, 0)), "from 0 to 2"),
+        (lambda: round_trip_mxfp4(Z(2, 48)), "48 columns; MXFP4 needs a multiple of 32"),
+        (lambda: round_trip_mxfp4(Z(2, 256), hadamard=256), "hadamard: 256; allowed: 32, 64, 128"),
+        (lambda: round_trip_mxfp4(Z(2, 96), "evn", hadamard=32), "scale_rule: 'evn'; allowed: floor, even"),
         (lambda: requantize_mxfp4(*quantize_mxfp4(Z(48, 64))), "does not divide packed's 48 rows"),
         (lambda: requantize_mxfp4(*quantize_mxfp4(Z(64, 64)), hadamard=16), "allowed: 32, 64, 128"),
         (lambda: dequantize_mxfp4(Z(2, 16, dtype=torch.uint8), Z(2, 2, dtype=torch.uint8)), r"allowed: \[..., K/2\]"),
@@ -476,6 +511,7 @@ def test_the_operators_are_functional_and_registered(device):
         (ops.mxfp4_quantize, (x, None, "quest", 32, False, False, 0, 0, True, "auto")),
         (ops.mxfp4_requantize, (packed, scale, signs, "absmax34", 32, True, 1, 2, "auto")),
         (ops.mxfp4_dequantize, (packed, scale, torch.bfloat16, "auto")),
+        (ops.mxfp4_round_trip, (x, "even", 32, "auto")),
         (ops.mxfp4_expand, (packed, scale, "auto")),
         (ops.mxfp4_quantize_expanded, (x, None, "even", 32, "auto")),
         (ops.masked_hadamard, (x, mask, 32, 0.5, "auto")),
@@ -491,7 +527,8 @@ def test_compiled_bits_are_eager_bits(device):
     def step(x):
         packed, scale, mask = hadamard_quantize_mxfp4(x * 2, "quest", clip_mask=True)
         again = requantize_mxfp4(packed, scale, random=(3, 4))
-        return dequantize_mxfp4(packed, scale, torch.float32), mask, *again, *expand_mxfp4(packed, scale)[1:]
+        wide = dequantize_mxfp4(packed, scale, torch.float32), round_trip_mxfp4(x, hadamard=32)
+        return *wide, mask, *again, *expand_mxfp4(packed, scale)[1:]
 
     x = torch.randn(64, 96, device=device)
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")(x)

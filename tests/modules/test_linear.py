@@ -43,6 +43,22 @@ def test_x_may_be_in_another_dtype_than_the_model(kind, dtype, given):
     assert torch.equal(module(x), expected)
 
 
+@pytest.mark.parametrize("decoded", [False, True])
+def test_the_gradient_of_a_transform_that_the_quantizer_does_is_the_transforms(decoded):
+    rotation = Rotation("R4", "hadamard", 256, 64, 0)
+    module = LINEARS["mxfp4"](256, 128, False, torch.float32, FORMATS["mxfp4"], online=OnlineHadamard(rotation))
+    stored = formats.quantize_rows(FORMATS["mxfp4"].weights, torch.randn(128, 256) / 16)
+    for name, value in zip(module.tensor_names, stored, strict=True):
+        getattr(module, name).data = value
+    if decoded:
+        module.decode(torch.float32)
+    x, grad = torch.randn(5, 256, requires_grad=True), torch.randn(5, 128)
+    assert module.fused_hadamard() == 64
+    module(x).backward(grad)
+    eye = torch.eye(256)
+    torch.testing.assert_close(x.grad, grad @ module.dequantized(torch.float32) @ module.turned(eye).T)
+
+
 @pytest.mark.parametrize("kind", LINEARS)
 @pytest.mark.parametrize("decoded", [False, True])
 def test_what_adapters_in_front_train_through(kind, decoded):

@@ -12,7 +12,7 @@ from quantrot import formats
 from quantrot.formats import WIDE, ActivationFormat, LinearFormat, WeightFormat
 from quantrot.kernels.mixed import mixed_linear
 from quantrot.load import merge_projections
-from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedMLP, int8
+from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedLinear, QuantizedMLP, int8
 from quantrot.rotation import Rotation
 
 FORMATS = {
@@ -140,6 +140,48 @@ def test_the_parts_stay_slices_of_the_whole(change):
     attention.v_proj.bias.mul_(2)
     q, k, v = attention.outputs(x)
     assert torch.equal(q, expected[0]) and torch.equal(k, expected[1]) and torch.equal(v, expected[2] * 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["none", "deepcopy", "save", "cast", "load", "assign"])
+def test_decoded_weights_are_merged_where_there_are_no_kernels(monkeypatch, change):
+    """And again after everything that makes them anew: a weight is decoded once, and the parts' are slices of it."""
+    monkeypatch.undo()
+    llama = model("mxfp4", bias=True, online=True)
+    for linear in llama.model.layers.modules():
+        if isinstance(linear, QuantizedLinear):
+            linear.decode(torch.float32)
+    alone = copy.deepcopy(llama)
+    assert merge_projections(llama) == 4
+    if change == "deepcopy":
+        llama = copy.deepcopy(llama)
+    if change == "save":
+        torch.save(llama, file := io.BytesIO())
+        llama = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    if change == "cast":
+        llama, alone = llama.to(torch.bfloat16), alone.to(torch.bfloat16)
+    if change in ("load", "assign"):
+        state = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
+        state["model.layers.0.self_attn.k_proj.weight_scale"] += 1
+        for each in (llama, alone):
+            each.load_state_dict(copy.deepcopy(state), assign=change == "assign")
+    for layer, before in zip(llama.model.layers, alone.model.layers, strict=True):
+        for module, old in ((layer.self_attn, before.self_attn), (layer.mlp, before.mlp)):
+            whole, x = module.current(), torch.randn(5, 256).to(llama.dtype)
+            assert whole is not None and whole._decoded.dtype == llama.dtype
+            start = 0
+            for name, y in zip(module.parts, module.outputs(x), strict=True):
+                part = getattr(module, name)
+                assert part._decoded.data_ptr() == whole._decoded[start:].data_ptr()
+                start += part.out_features
+                torch.testing.assert_close(y, getattr(old, name)(x), rtol=0, atol=2**-7 * y.abs().max().item())
+
+
+def test_what_accelerate_may_move_is_not_merged_where_there_are_no_kernels(monkeypatch):
+    monkeypatch.undo()
+    llama = model("mxfp4")
+    llama.lm_head.to("meta")
+    assert merge_projections(llama) == 0
 
 
 def test_a_replaced_projection_is_the_one_that_runs():

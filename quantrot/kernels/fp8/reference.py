@@ -36,7 +36,7 @@ class Fp8ScaleRule(StrEnum):
     pow2 = "pow2"
 
 
-def _round_scale(amax: Tensor, rule: Fp8ScaleRule) -> Tensor:
+def round_scale(amax: Tensor, rule: Fp8ScaleRule) -> Tensor:
     most = amax.new_full((), E4M3_MAX)  # a tensor: on a GPU torch multiplies by a number's reciprocal instead
     scale = torch.where(amax == 0, 1.0, amax / most)
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
@@ -60,6 +60,11 @@ def scale_shape(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
     return -(-shape[0] // rows), -(-shape[1] // columns)
 
 
+def tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """x [M, K] of whole blocks as [gm, bm, gn, bn], a view."""
+    return x.unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1]))
+
+
 def _expand(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     """scale [gm, gn] repeated over its blocks to `shape`; broadcasting does the work where a block spans a row."""
     if block[0] > 1:
@@ -69,21 +74,36 @@ def _expand(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     return scale
 
 
+def _beside(x: Tensor, scale: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """x [M, K] and scale [gm, gn] in shapes where every element meets its block's scale; x is a view."""
+    if x.shape[0] % block[0] or x.shape[1] % block[1]:
+        return x, _expand(scale, block, x.shape)
+    return tiles(x, block), scale[:, None, :, None]  # nothing is repeated in memory
+
+
 def quantize_reference(x: Tensor, block: tuple[int, int], rule: str) -> tuple[Tensor, Tensor]:
     """x [M, K] -> (qdata e4m3 [M, K], scale float32), both contiguous."""
     block = whole(block, x.shape)
     values = x.to(torch.float32)
     edges = -x.shape[1] % block[1], -x.shape[0] % block[0]
     padded = F.pad(values, (0, edges[0], 0, edges[1])) if any(edges) else values
-    tiles = padded.abs().unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1]))
-    scale = _round_scale(tiles.amax((1, 3)), Fp8ScaleRule(rule))
-    scaled = values / _expand(scale, block, x.shape)
-    qdata = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    amax = tiles(padded.abs(), block).amax(3).amax(1)  # of both at once takes a CPU three times as long
+    scale = round_scale(amax, Fp8ScaleRule(rule))
+    scaled = torch.div(*_beside(values, scale, block))
+    qdata = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3).reshape(x.shape)
     wrong = ~torch.isfinite(scale)
     if x.device.type != "cpu" or wrong.any():  # rare: a CPU saves the passes, a GPU must not wait for the answer
         qdata.view(torch.uint8).masked_fill_(_expand(wrong, block, x.shape), NAN_CODE)
         scale.masked_fill_(scale.isnan(), torch.nan)  # one NaN for all, whatever its bits were
     return qdata.contiguous(), scale.contiguous()
+
+
+def _widened(qdata: Tensor) -> Tensor:
+    """float32 of e4m3: as float16, whose exponent has a bit more, 2^-8 of it. 0.37 ms for 2^19.6 elements on a CPU,
+    where torch's conversion takes 2.3."""
+    codes = qdata.view(torch.int8)
+    halves = (codes.to(torch.int16) << 7).bitwise_and_(~0x4000).view(torch.float16)
+    return halves.to(torch.float32).mul_(2.0**8).masked_fill_((codes & 127) == NAN_CODE, torch.nan)
 
 
 def gate(x: Tensor) -> Tensor:
@@ -109,8 +129,10 @@ def dequantize_fp8_block(
             f"{E4M3} [M, K] and a scale a block"
         )
     check_device(qdata=qdata, scale=scale)
-    expanded = _expand(scale, whole(block, qdata.shape), qdata.shape)
-    return qdata.to(torch.float32).mul_(expanded).to(dtype)
+    wide = qdata.to(torch.float32) if qdata.is_cuda else _widened(qdata)
+    elements, scales = _beside(wide, scale, whole(block, qdata.shape))
+    elements.mul_(scales)
+    return wide.to(dtype)
 
 
 def both_ways_reference(x: Tensor, block: tuple[int, int], rule: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

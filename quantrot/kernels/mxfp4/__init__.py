@@ -3,6 +3,7 @@
     quantize_mxfp4            [..., K] float         -> packed uint8 [..., K/2], scale uint8 [..., K/32]
     dequantize_mxfp4          packed, scale          -> [..., K] float
     hadamard_quantize_mxfp4   the same after a Hadamard transform, of the tensor or its transpose; clip mask; stochastic
+    round_trip_mxfp4          [..., K] float         -> what the two make of it, in one step
     requantize_mxfp4          packed, scale          -> the transpose of it, transformed and quantized again
     expand_mxfp4              packed, scale          -> e4m3 [N, K] and one power of two a row: the same values
     mxfp4_product             packed by packed       -> [M, N], exact in its operands
@@ -36,6 +37,7 @@ from quantrot.kernels.mxfp4.operators import (
     masked_hadamard,
     quantize_mxfp4,
     requantize_mxfp4,
+    round_trip_mxfp4,
 )
 from quantrot.kernels.mxfp4.reference import E2M1, E2M1_MAX, GROUP, TOP, WINDOW, ScaleRule, power_of_two, unpack_bits
 
@@ -60,5 +62,6 @@ __all__ = [
     "power_of_two",
     "quantize_mxfp4",
     "requantize_mxfp4",
+    "round_trip_mxfp4",
     "unpack_bits",
 ]

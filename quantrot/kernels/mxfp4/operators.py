@@ -13,6 +13,7 @@ from quantrot.kernels.mxfp4.reference import (
     expand_reference,
     masked_hadamard_reference,
     quantize_reference,
+    round_trip_reference,
 )
 from quantrot.kernels.operators import check_device, constant, has_triton, implement, uses_triton
 from quantrot.orthogonal import hadamard_factors
@@ -35,6 +36,7 @@ torch.library.define(
 torch.library.define(
     "quantrot::mxfp4_dequantize", "(Tensor packed, Tensor scale, ScalarType dtype, str backend) -> Tensor"
 )
+torch.library.define("quantrot::mxfp4_round_trip", "(Tensor x, str rule, int hadamard, str backend) -> Tensor")
 torch.library.define("quantrot::mxfp4_expand", "(Tensor packed, Tensor scale, str backend) -> (Tensor, Tensor, Tensor)")
 torch.library.define(
     "quantrot::mxfp4_quantize_expanded",
@@ -117,6 +119,20 @@ def hadamard_quantize_mxfp4(
         x, signs, rule, hadamard, transpose, random is not None, seed, offset, clip_mask, backend
     )
     return packed, scale, mask if clip_mask else None
+
+
+def round_trip_mxfp4(
+    x: Tensor, scale_rule: ScaleRule | str = ScaleRule.even, *, hadamard: int = 0, backend: str = "auto"
+) -> Tensor:
+    """x as a product of MXFP4 sees it: quantized, dequantized to its dtype; the packed form is left out on a CPU.
+
+    x: [..., K] float32, float16 or bfloat16, any strides. hadamard: of the transform before, 32, 64 or 128, or 0 for
+    none. No gradient. ValueError for sizes, options or a backend that do not fit.
+    """
+    _check(x, x.shape[-1] if x.dim() else 0, hadamard, None, backend)
+    if hadamard:
+        check_fused(hadamard)
+    return torch.ops.quantrot.mxfp4_round_trip(x, rule_name(scale_rule), hadamard, backend)
 
 
 def requantize_mxfp4(
@@ -371,6 +387,19 @@ def _dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype, backend: str)
 @torch.library.register_fake("quantrot::mxfp4_dequantize")
 def _dequantize_fake(packed, scale, dtype, backend):
     return packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
+
+
+@implement("quantrot::mxfp4_round_trip")
+def _round_trip(x: Tensor, rule: str, hadamard: int, backend: str) -> Tensor:
+    if not uses_triton(x, backend):
+        return round_trip_reference(x, ScaleRule(rule), hadamard=hadamard)
+    packed, scale, _ = _quantize(x, None, rule, hadamard, False, False, 0, 0, False, backend)
+    return _dequantize(packed, scale, x.dtype, backend)
+
+
+@torch.library.register_fake("quantrot::mxfp4_round_trip")
+def _round_trip_fake(x, rule, hadamard, backend):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @implement("quantrot::mxfp4_expand")
