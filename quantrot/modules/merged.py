@@ -17,7 +17,8 @@ from quantrot.modules.linear import OnlineHadamard, QuantizedLinear
 class Merging(nn.Module):
     """A module whose linears named in `parts` read the same input, and may be one product.
 
-    Merged, the linears' own forwards are not called, nor are hooks on them; one that is replaced ends the merger.
+    Merged, the linears' own forwards are not called; one that is replaced ends the merger, and while forward hooks are
+    on one they run apart.
     """
 
     parts: tuple[str, ...]
@@ -50,8 +51,8 @@ class Merging(nn.Module):
         return merged(x).split([linear.out_features for linear in linears], dim=-1)
 
     def current(self) -> QuantizedLinear | None:
-        """The one linear, while its parts are those that it was made of."""
-        same = all(a is b for a, b in zip(self.linears(), self._merged_of, strict=False))
+        """The one linear, while its parts are those that it was made of and nobody watches them."""
+        same = all(a is b and not watched(a) for a, b in zip(self.linears(), self._merged_of, strict=False))
         return self.merged if same else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Merging":
@@ -114,9 +115,14 @@ def is_silu(act: Any) -> bool:
     return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"  # transformers' own, which is F.silu
 
 
-def hooked(module: nn.Module) -> bool:
+def watched(module: nn.Module) -> bool:
     """Whether somebody wants to see this module being called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or hasattr(module, "_hf_hook")
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Or accelerate moves it, or its input, as it is called."""
+    return watched(module) or hasattr(module, "_hf_hook")
 
 
 def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:

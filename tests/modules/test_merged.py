@@ -194,6 +194,19 @@ def test_a_replaced_projection_is_the_one_that_runs():
         torch.testing.assert_close(mlp.outputs(x)[1], mlp.up_proj(x))
 
 
+def test_a_projection_that_is_watched_is_called():
+    llama = model("fp8")
+    merge_projections(llama)
+    mlp, x, seen = llama.model.layers[0].mlp, torch.randn(3, 256), []
+    with torch.no_grad():
+        expected = mlp(x)
+        handle = mlp.gate_proj.register_forward_hook(lambda module, inputs, y: seen.append((inputs[0], y)))
+        torch.testing.assert_close(mlp(x), expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(seen[0][0], x) and torch.equal(seen[0][1], mlp.gate_proj(x)) and mlp.current() is None
+        handle.remove()
+        assert torch.equal(mlp(x), expected) and len(seen) == 2
+
+
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("change", ["none", "act", "hook", "replaced"])
 def test_silu_of_a_merged_product_is_left_to_the_linear_behind_it(monkeypatch, change, merge):
