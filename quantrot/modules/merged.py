@@ -79,8 +79,8 @@ def _merge_what_was_assigned(module: Merging, keys: Any) -> None:
     if module.merged._decoded is not None:
         memory["_decoded"] = module.merged._decoded
     for name, whole in memory.items():
-        where = whole.untyped_storage().data_ptr()
-        if any(getattr(part, name).untyped_storage().data_ptr() != where for part in module._merged_of):
+        pieces = [getattr(part, name) for part in module._merged_of]
+        if any(p is None or p.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() for p in pieces):
             module.merge()
             return
 

@@ -177,6 +177,15 @@ def test_decoded_weights_are_merged_where_there_are_no_kernels(monkeypatch, chan
                 torch.testing.assert_close(y, getattr(old, name)(x), rtol=0, atol=2**-7 * y.abs().max().item())
 
 
+@torch.no_grad()
+def test_a_whole_that_alone_was_decoded_is_not_used_for_other_tensors():
+    mlp, x = QuantizedMLP(model("int8").model.layers[0].mlp), torch.randn(3, 256)
+    assert mlp.merge()
+    mlp.merged.decode(torch.float32)
+    mlp.load_state_dict({name: t * 2 if "scale" in name else t for name, t in mlp.state_dict().items()})
+    torch.testing.assert_close(mlp.outputs(x)[0], mlp.gate_proj(x))
+
+
 def test_what_accelerate_may_move_is_not_merged_where_there_are_no_kernels(monkeypatch):
     monkeypatch.undo()
     llama = model("mxfp4")
