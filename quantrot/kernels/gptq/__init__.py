@@ -79,8 +79,8 @@ def _round_columns_fake(
 
 def _reference(targets: Tensor, columns: Tensor, steps: Tensor, factor: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     rounded, errors = torch.empty_like(targets), torch.empty_like(targets)
-    for k, target in enumerate(targets):
-        target = torch.addmv(target, errors[:k].T, factor[k, :k])
-        rounded[k] = nearest(target.div_(steps[k]), kind)
-        errors[k] = columns[k] - rounded[k] * steps[k]
+    rows = zip(*(t.unbind() for t in (targets, columns, steps, factor, rounded, errors)), strict=True)
+    for k, (target, column, step, weights, near, error) in enumerate(rows):  # 75 us a column; by indexing 88
+        near.copy_(nearest(torch.addmv(target, errors[:k].T, weights[:k]).div_(step), kind))
+        torch.sub(column, near * step, out=error)
     return rounded, errors
