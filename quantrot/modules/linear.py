@@ -107,6 +107,7 @@ class QuantizedLinear(nn.Module):
         if online is not None:
             self.add_module(online_name, online)
         self._decoded: Tensor | None = None
+        self._apart = True  # its tensors are no slices of a merged linear's (see merged.py)
 
     def runs_packed(self, device: torch.device) -> bool:
         """Whether `multiply` has kernels for this device that read the stored tensors; nothing is decoded then."""
@@ -133,7 +134,11 @@ class QuantizedLinear(nn.Module):
 
     def decode(self, dtype: torch.dtype) -> None:
         """Keep the dequantized weight for the forwards to come."""
-        self._decoded = self.dequantized(dtype)
+        weight, kept = self.dequantized(dtype), self._decoded
+        if kept is None or (kept.dtype, kept.device) != (weight.dtype, weight.device) or kept.is_inference():
+            self._decoded, self._apart = weight, True
+        else:
+            kept.copy_(weight)  # which may be a slice of a merged linear's
 
     def turned(self, x: Tensor) -> Tensor:
         """x after the online rotation, or x."""
@@ -194,6 +199,7 @@ class QuantizedLinear(nn.Module):
         anew, where it is now and in the dtype of now.
         """
         wide, self._decoded = None if self._decoded is None else fn(self._decoded[:0]).dtype, None
+        self._apart = True
         stored = {name: getattr(self, name).dtype for name in self.tensor_names}
         for name in stored:
             getattr(self, name).data = getattr(self, name).data.view(torch.uint8)
@@ -206,9 +212,11 @@ class QuantizedLinear(nn.Module):
             self.decode(wide if wide in (torch.bfloat16, torch.float16) else torch.float32)
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        if self._decoded is not None:
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+        self._apart = self._apart or bool(metadata.get("assign_to_params_buffers"))
+        loaded = any(prefix + name in state for name in self.tensor_names)  # of a merged linear the parts' are
+        if self._decoded is not None and loaded:
             self.decode(self._decoded.dtype)
 
     def extra_repr(self) -> str:

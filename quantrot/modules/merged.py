@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantrot import formats
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear
 
 
 class Merging(nn.Module):
     """A module whose linears named in `parts` read the same input, and may be one product.
 
-    Merged, the linears' own forwards are not called; one that is replaced ends the merger, and while forward hooks are
-    on one they run apart.
+    Merged, the linears' own forwards are not called; one that is replaced ends the merger, and while one has hooks, or
+    tensors that it was given alone, they run apart.
     """
 
     parts: tuple[str, ...]
@@ -27,7 +28,7 @@ class Merging(nn.Module):
         super().__init__()
         self.merged: QuantizedLinear | None = None
         self._merged_of: list[nn.Module] = []
-        self.register_load_state_dict_post_hook(_merge_what_was_assigned)
+        self.register_load_state_dict_post_hook(_merge_again)
 
     def linears(self) -> list[nn.Module]:
         return [getattr(self, name) for name in self.parts]
@@ -51,8 +52,10 @@ class Merging(nn.Module):
         return merged(x).split([linear.out_features for linear in linears], dim=-1)
 
     def current(self) -> QuantizedLinear | None:
-        """The one linear, while its parts are those that it was made of and nobody watches them."""
-        same = all(a is b and not watched(a) for a, b in zip(self.linears(), self._merged_of, strict=False))
+        """The one linear, while its parts are those that it was made of, with slices of its tensors, and nobody watches
+        them."""
+        pairs: Any = zip(self.linears(), self._merged_of, strict=False)
+        same = all(a is b and not a._apart and not watched(a) for a, b in pairs)
         return self.merged if same else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Merging":
@@ -64,15 +67,13 @@ class Merging(nn.Module):
         return self
 
     def __setstate__(self, state: Any) -> None:
-        """Copied or unpickled, each tensor has memory of its own: they are merged again."""
+        """Copied or unpickled, tensors may have memory of their own: then they are merged again."""
         super().__setstate__(state)
-        if self.merged is not None:
-            self.merge()
+        _merge_again(self)
 
 
-def _merge_what_was_assigned(module: Merging, keys: Any) -> None:
-    """After load_state_dict, whose tensors with assign=True, and what is decoded of them, are no slices of the whole's
-    memory."""
+def _merge_again(module: Merging, keys: Any = None) -> None:
+    """Where tensors are no slices of the whole's memory, as after load_state_dict(assign=True)."""
     if module.merged is None:
         return
     memory = dict(module.merged.named_buffers(recurse=False))
@@ -117,7 +118,8 @@ def is_silu(act: Any) -> bool:
 
 def watched(module: nn.Module) -> bool:
     """Whether somebody wants to see this module being called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -153,6 +155,8 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
         whole._decoded, pieces = _side_by_side([part._decoded for part in alike])
         for part, piece in zip(alike, pieces, strict=True):
             part._decoded = piece
+    for part in alike:
+        part._apart = False
     whole.tensor_names = first.tensor_names
     if online is not None:
         whole.online_name = first.online_name
@@ -161,8 +165,10 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
 
 
 def _side_by_side(tensors: list[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """(all rows in one memory, each tensor's slice of it)."""
+    """(all rows in one memory, which is shared if theirs is, and each tensor's slice of it)."""
     memory = torch.cat(tensors)
+    if tensors[0].is_shared():
+        memory.share_memory_()
     return memory, memory.split([len(tensor) for tensor in tensors])
 
 
@@ -171,7 +177,9 @@ def _kind(linear: nn.Module) -> Any:
     if not isinstance(linear, QuantizedLinear) or hasattr(linear, "_hf_hook"):
         return linear
     online, tensors = linear.transform(), linear.stored()
-    if any(tensor.device.type == "meta" for tensor in tensors):
+    weights = linear.format.weights
+    ragged = weights.kind == "fp8" and linear.out_features % formats.stored_block(weights)[0]  # the last scale's rows
+    if ragged or any(tensor.device.type == "meta" for tensor in tensors):
         return linear
     rotation = None if online is None else online.rotation
     bias, decoded = (None if t is None else (t.dtype, t.device) for t in (linear.bias, linear._decoded))

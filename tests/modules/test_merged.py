@@ -203,17 +203,64 @@ def test_a_replaced_projection_is_the_one_that_runs():
         torch.testing.assert_close(mlp.outputs(x)[1], mlp.up_proj(x))
 
 
-def test_a_projection_that_is_watched_is_called():
-    llama = model("fp8")
+@pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_projection_that_is_watched_is_called(hook):
+    llama = model("int8")
     merge_projections(llama)
-    mlp, x, seen = llama.model.layers[0].mlp, torch.randn(3, 256), []
-    with torch.no_grad():
-        expected = mlp(x)
-        handle = mlp.gate_proj.register_forward_hook(lambda module, inputs, y: seen.append((inputs[0], y)))
-        torch.testing.assert_close(mlp(x), expected, rtol=1e-4, atol=1e-4)
-        assert torch.equal(seen[0][0], x) and torch.equal(seen[0][1], mlp.gate_proj(x)) and mlp.current() is None
-        handle.remove()
-        assert torch.equal(mlp(x), expected) and len(seen) == 2
+    mlp, x, seen = llama.model.layers[0].mlp, torch.randn(3, 256, requires_grad=True), []
+    expected = mlp(x)
+    handle = getattr(mlp.gate_proj, f"register_{hook}_hook")(lambda module, *values: seen.append(module))
+    y = mlp(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    assert seen == [mlp.gate_proj] and mlp.current() is None
+    handle.remove()
+    assert torch.equal(mlp(x), expected) and len(seen) == 1 and mlp.current() is not None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["load", "assign", "in place", "cast"])
+def test_tensors_that_one_part_was_given_count(monkeypatch, change):
+    monkeypatch.undo()
+    attention = model("mxfp4").model.layers[0].self_attn
+    for name in QuantizedAttention.parts:
+        getattr(attention, name).decode(torch.float32)
+    merged, x = QuantizedAttention(attention), torch.randn(3, 256)
+    assert merged.merge()
+    part, before = merged.v_proj, merged.outputs(x)[2]
+    scale = part.weight_scale + 1
+    if change in ("load", "assign"):
+        part.load_state_dict({**part.state_dict(), "weight_scale": scale}, assign=change == "assign")
+    elif change == "in place":
+        part.weight_scale.copy_(scale)
+        part.decode(torch.float32)
+    else:
+        part.to(torch.float64).weight_scale.copy_(scale)
+        part.decode(torch.float32)
+    torch.testing.assert_close(merged.outputs(x)[2], before * 2)
+    assert (merged.current() is None) == (change in ("assign", "cast"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [100, 192])
+def test_blocks_that_end_in_the_middle_of_a_part_are_not_merged(rows):
+    mlp = model("fp8").model.layers[0].mlp
+    for name in QuantizedMLP.parts:
+        part = LINEARS["fp8"](256, rows, False, torch.float32, FORMATS["fp8"])
+        stored = formats.quantize_rows(FORMATS["fp8"].weights, torch.randn(rows, 256))
+        for tensor, value in zip(part.tensor_names, stored, strict=True):
+            getattr(part, tensor).data = value
+        setattr(mlp, name, part)
+    assert not QuantizedMLP(mlp).merge()
+
+
+def test_shared_memory_stays_shared():
+    llama = model("int8", bias=True)
+    merge_projections(llama)
+    llama.share_memory()
+    attention = llama.model.layers[0].self_attn
+    assert attention.current() is not None and all(t.is_shared() for t in attention.merged.buffers())
+    assert all(p.is_shared() for p in llama.parameters())
 
 
 @pytest.mark.parametrize("merge", [False, True])

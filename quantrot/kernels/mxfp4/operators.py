@@ -127,12 +127,12 @@ def round_trip_mxfp4(
     """x as a product of MXFP4 sees it: quantized, dequantized to its dtype; the packed form is left out on a CPU.
 
     x: [..., K] float32, float16 or bfloat16, any strides. hadamard: of the transform before, 32, 64 or 128, or 0 for
-    none. No gradient. ValueError for sizes, options or a backend that do not fit.
+    none. The result has no gradient. ValueError for sizes, options or a backend that do not fit.
     """
     _check(x, x.shape[-1] if x.dim() else 0, hadamard, None, backend)
     if hadamard:
         check_fused(hadamard)
-    return torch.ops.quantrot.mxfp4_round_trip(x, rule_name(scale_rule), hadamard, backend)
+    return torch.ops.quantrot.mxfp4_round_trip(x.detach(), rule_name(scale_rule), hadamard, backend)
 
 
 def requantize_mxfp4(
