@@ -54,9 +54,10 @@ class Merging(nn.Module):
     def current(self) -> QuantizedLinear | None:
         """The one linear, while its parts are those that it was made of, with slices of its tensors, and nobody watches
         them."""
-        pairs: Any = zip(self.linears(), self._merged_of, strict=False)
-        same = all(a is b and not a._apart and not watched(a) for a, b in pairs)
-        return self.merged if same else None
+        if self.merged is None:
+            return None
+        pairs: Any = zip(self.linears(), self._merged_of, strict=True)
+        return self.merged if all(a is b and not a._apart and not watched(a) for a, b in pairs) else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Merging":
         """Moved or cast, each tensor gets memory of its own: they are merged again."""

@@ -193,14 +193,16 @@ def test_what_accelerate_may_move_is_not_merged_where_there_are_no_kernels(monke
     assert merge_projections(llama) == 0
 
 
-def test_a_replaced_projection_is_the_one_that_runs():
+@pytest.mark.parametrize("name", QuantizedMLP.parts)
+def test_a_replaced_projection_is_the_one_that_runs(name):
     llama = model("fp8")
     merge_projections(llama)
-    mlp = llama.model.layers[0].mlp
-    mlp.up_proj = nn.Linear(256, 384, bias=False)
-    x = torch.randn(3, 256)
+    mlp, x, at = llama.model.layers[0].mlp, torch.randn(3, 256), QuantizedMLP.parts.index(name)
+    setattr(mlp, name, new := nn.Linear(256, 384, bias=False))
     with torch.no_grad():
-        torch.testing.assert_close(mlp.outputs(x)[1], mlp.up_proj(x))
+        torch.testing.assert_close(mlp.outputs(x)[at], new(x))
+        llama.to(torch.bfloat16)
+        assert mlp.current() is None and torch.equal(mlp.outputs(x.bfloat16())[at], new(x.bfloat16()))
 
 
 @pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
