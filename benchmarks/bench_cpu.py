@@ -30,11 +30,12 @@ RECIPES = ["int8-weight-only", "mxfp4-weight-only", "fp8-dynamic", "mxfp4", "had
 BEFORE = 64  # tokens in the cache of the one that is decoded
 
 
-def prefill(model: Any, ids: torch.Tensor) -> None:
-    model.get_decoder()(input_ids=ids, use_cache=False)
+def prefill(model: Any, ids: torch.Tensor) -> Callable[[], Any]:
+    """The whole prompt."""
+    return partial(model.get_decoder(), input_ids=ids, use_cache=False)
 
 
-def decoder(model: Any, ids: torch.Tensor) -> Callable[[], Any]:
+def decode(model: Any, ids: torch.Tensor) -> Callable[[], Any]:
     """A token after BEFORE others, always in the same place."""
     cache = DynamicCache(config=model.config)
     model(input_ids=ids[:, :BEFORE], past_key_values=cache)
@@ -68,16 +69,18 @@ def main() -> None:
     for recipe in options.recipes:
         with tempfile.TemporaryDirectory() as work, torch.inference_mode():
             converted, _ = open_model(convert(options.model, recipe, Path(work) / "out").out, "cpu", "bfloat16")
-            for phase, times in (("prefill", 1), ("decode", 8)):
-                make = partial(partial, prefill) if phase == "prefill" else decoder
-                calls = [make(model, ids) for model in (converted, original)]
+            for phase, tokens, times in ((prefill, options.prompt, 1), (decode, 1, 8)):
+                calls = [phase(model, ids) for model in (converted, original)]
                 for call in calls:
                     call()
                 runs = [[milliseconds(call, times) for call in calls] for _ in range(options.rounds)]
                 ms, wide = (statistics.median(of) for of in zip(*runs, strict=True))
-                case = {"recipe": recipe, "phase": phase, "tokens": options.prompt if phase == "prefill" else 1}
+                case = {"recipe": recipe, "phase": phase.__name__, "tokens": tokens}
                 rows.append({"op": "model", "case": case, "ms": ms, "peers_ms": {"bf16": wide}})
-                print(f"{recipe:20} {phase:8} {ms:8.1f} ms, bfloat16 {wide:8.1f} ms, {ms / wide:.2f} of it", flush=True)
+                print(
+                    f"{recipe:20} {phase.__name__:8} {ms:8.1f} ms, bfloat16 {wide:8.1f} ms, {ms / wide:.2f} of it",
+                    flush=True,
+                )
     result = {
         "cpu": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),

@@ -1,7 +1,6 @@
 """MXFP4 codes and scales, bitwise: one table of named blocks that every implementation must meet."""
 
 import itertools
-import threading
 
 import pytest
 import torch
@@ -169,7 +168,6 @@ def test_odd_shapes_and_strides(shape):
 def test_a_round_trip_is_the_two_steps(device, dtype, rule, hadamard, monkeypatch):
     """Signs of zeros, NaN, both ends of float32 and the cut into pieces included."""
     monkeypatch.setattr(reference, "CHUNK", 1 << 11)
-    monkeypatch.setattr(reference, "_KEPT", threading.local())  # buffers of that many
     x = torch.randn(3, 7, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[0, 0, :40], x[0, 1, 3], x[0, 2, 200], x[1, 0] = -0.0, NAN, INF, x[1, 0] * 2.0**-16
     if dtype != torch.float16:
@@ -372,7 +370,6 @@ def test_random_rounding_does_not_depend_on_how_the_work_is_cut(monkeypatch):
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
     whole = hadamard_quantize_mxfp4(x, "absmax34", hadamard=64, random=(7, 9))
     monkeypatch.setattr(reference, "CHUNK", 1 << 11)
-    monkeypatch.setattr(reference, "_KEPT", threading.local())  # buffers of that many
     assert torch.equal(hadamard_quantize_mxfp4(x, "absmax34", hadamard=64, random=(7, 9))[0], whole[0])
 
 

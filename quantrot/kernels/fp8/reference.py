@@ -99,8 +99,8 @@ def quantize_reference(x: Tensor, block: tuple[int, int], rule: str) -> tuple[Te
 
 
 def _widened(qdata: Tensor) -> Tensor:
-    """float32 of e4m3: as float16, whose exponent has a bit more, 2^-8 of it. 0.37 ms for 2^19.6 elements on a CPU,
-    where torch's conversion takes 2.3."""
+    """float32 of e4m3: as float16, whose exponent has a bit more, 2^-8 of it. 0.37 ms for 512 x 1536 elements on a
+    CPU, where torch's conversion takes 2.3."""
     codes = qdata.view(torch.int8)
     halves = (codes.to(torch.int16) << 7).bitwise_and_(~0x4000).view(torch.float16)
     return halves.to(torch.float32).mul_(2.0**8).masked_fill_((codes & 127) == NAN_CODE, torch.nan)

@@ -1,10 +1,8 @@
 """What a product of FP8 sees of its activations, in their own dtype: quantized and dequantized in one step.
 
-On a CPU no code is made: an addition rounds to e4m3's grid, in buffers that stay (1.5 ms for 512 x 1536 elements, the
+On a CPU no code is made: an addition rounds to e4m3's grid, in buffers that stay (512 x 1536 elements: 1.5 ms, by the
 two steps 4.5).
 """
-
-import threading
 
 import torch
 from torch import Tensor
@@ -19,10 +17,10 @@ from quantrot.kernels.fp8 import (
     quantize_fp8_block,
 )
 from quantrot.kernels.fp8.reference import round_scale, tiles, whole
+from quantrot.kernels.scratch import LARGEST, scratch
 
-CHUNK = 1 << 18  # elements at a time; of half or a quarter of that it takes as long
+CHUNK = LARGEST  # elements at a time
 LEAST = 2.0**-6  # e4m3's least normal number: the step is the same below it
-_KEPT = threading.local()
 
 torch.library.define("quantrot::fp8_round_trip", "(Tensor x, int rows, int columns, str rule) -> Tensor")
 
@@ -49,7 +47,7 @@ def _round_trip(x: Tensor, rows: int, columns: int, rule: str) -> Tensor:
 def _piece(x: Tensor, block: tuple[int, int], rule: Fp8ScaleRule, out: Tensor) -> None:
     edges = -x.shape[0] % block[0], -x.shape[1] % block[1]
     shape = x.shape[0] + edges[0], x.shape[1] + edges[1]
-    scaled, magic = _buffers(*shape)
+    scaled, magic = scratch(2, shape[0] * shape[1]).view(2, *shape)
     if any(edges):
         scaled.zero_()
     scaled[: x.shape[0], : x.shape[1]] = x
@@ -61,16 +59,6 @@ def _piece(x: Tensor, block: tuple[int, int], rule: Fp8ScaleRule, out: Tensor) -
     scaled.add_(magic.mul_(1.5 * 2.0**20)).sub_(magic)  # 1.5 * 2^23 steps, at which an addition rounds to one
     each.mul_(scale)  # a scale of infinity or NaN makes all of its block NaN
     out.copy_(scaled[: x.shape[0], : x.shape[1]])
-
-
-def _buffers(rows: int, columns: int) -> Tensor:
-    """Two float32 [rows, columns], the thread's own unless they are large: fresh memory costs more than the work."""
-    if rows * columns > CHUNK:
-        return torch.empty(2, rows, columns, dtype=torch.float32)
-    if not hasattr(_KEPT, "buffers"):
-        with torch.inference_mode(False):  # else they could only be written in inference mode
-            _KEPT.buffers = torch.empty(2, CHUNK, dtype=torch.float32)
-    return _KEPT.buffers[:, : rows * columns].view(2, rows, columns)
 
 
 torch.library.impl("quantrot::fp8_round_trip", "CPU", _round_trip)

@@ -6,7 +6,6 @@ codes, scales and masks whatever its tiles.
 """
 
 import struct
-import threading
 from collections.abc import Iterator
 from enum import StrEnum
 from functools import cache
@@ -15,13 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quantrot.kernels.scratch import LARGEST, scratch
+
 GROUP = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 MIN_EXPONENT, MAX_EXPONENT = -127, 126  # float32 amax never asks for e8m0's 2^127
 QUEST_CLIP = 2.92247856  # the Gaussian's MSE-optimal e2m1 range, in standard deviations
 QUEST_SQUARE = (QUEST_CLIP / E2M1_MAX) ** 2
-CHUNK = 1 << 18  # elements at a time: with two threads, steps on fewer wait for the interpreter's lock (19 s for 14 s)
+CHUNK = LARGEST  # elements at a time: with two threads, steps on fewer wait for the interpreter's lock (19 s for 14 s)
 E4M3 = torch.float8_e4m3fn
 TOP, WINDOW = (
     6,
@@ -81,20 +82,14 @@ def tree_sum(x: Tensor) -> Tensor:
 # --- Quantization ----------------------------------------------------------------------------------------------------
 #
 # Inside, a piece of a tensor lies as [32, groups], so that every step is a run over contiguous memory, and the steps
-# write into buffers that stay: on a CPU an operation on 2^17 elements takes 10 us in place and 180 us, which are page
-# faults, into fresh memory.
-
-_KEPT = threading.local()
+# write into buffers that stay.
 
 
 def _buffers(n: int, device: torch.device) -> list[Tensor]:
     """Five float32 [32, n] to work in; on a CPU the thread's own, the same in every call."""
     if device.type != "cpu":
         return [torch.empty(GROUP, n, dtype=torch.float32, device=device) for _ in range(5)]
-    if not hasattr(_KEPT, "buffers"):
-        with torch.inference_mode(False):  # else they could only be written in inference mode
-            _KEPT.buffers = torch.empty(5, CHUNK, dtype=torch.float32)
-    return [buffer[: GROUP * n].view(GROUP, n) for buffer in _KEPT.buffers]
+    return [buffer.view(GROUP, n) for buffer in scratch(5, GROUP * n)]
 
 
 def _spread(groups: Tensor) -> tuple[Tensor, Tensor]:
