@@ -4,6 +4,9 @@ The residual stream h is turned to h R1 by the embedding, by every o_proj and do
 by every linear that reads it (input side). A norm's gain must first be folded into the linears that read the norm,
 because RMSNorm commutes with a rotation only without it. R2 turns each value head, and o_proj turns it back. R4 turns
 down_proj's input and needs an online half; R3 touches no weight at all. QuaRot, arXiv:2404.00456.
+
+Mistral and Qwen2 differ in which linears have a bias, Qwen3 in a norm of each query and key head, which no rotation
+passes: R1 ends in front of it, R3 begins behind it.
 """
 
 from dataclasses import dataclass
@@ -12,6 +15,13 @@ from typing import Any
 SUPPORTED = {
     "llama": "LlamaForCausalLM (Llama 1 to 3.3, SmolLM2, TinyLlama, and what shares their tensors)",
     "mistral": "MistralForCausalLM (Mistral 7B and its kind)",
+    "qwen2": "Qwen2ForCausalLM (Qwen2 and Qwen2.5, dense)",
+    "qwen3": "Qwen3ForCausalLM (Qwen3, dense)",
+}
+DEFAULTS = {  # of what a config.json may leave out, where transformers' are not Llama's
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
 MAX_LAYERS, MAX_SIZE = 10_000, 1 << 24  # past every model's
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
@@ -30,8 +40,11 @@ class Llama:
     head_dim: int
     vocab_size: int
     tied: bool
-    attention_bias: bool
+    qkv_bias: bool
+    o_bias: bool
     mlp_bias: bool
+    qk_norm: bool
+    slides: bool  # whether attention has a window
     max_positions: int
 
 
@@ -61,6 +74,9 @@ def from_config(config: dict[str, Any]) -> Llama:
         raise ValueError(f"config.json: model_type {kind!r} is not supported. Supported: {known}")
     if config.get("quantization_config") or config.get("compression_config"):
         raise ValueError("config.json: the checkpoint is already quantized (quantization_config); convert its original")
+    if kind.startswith("qwen"):
+        _check_windows(config)
+    config = DEFAULTS.get(kind, {}) | config
     heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
     if not config.get("head_dim") and hidden % heads:
         raise ValueError(
@@ -72,6 +88,7 @@ def from_config(config: dict[str, Any]) -> Llama:
         raise ValueError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
+    bias = kind in ("llama", "qwen3") and _flag(config, "attention_bias")  # the others ignore it
     return Llama(
         model_type=kind,
         hidden_size=hidden,
@@ -82,10 +99,23 @@ def from_config(config: dict[str, Any]) -> Llama:
         head_dim=head_dim,
         vocab_size=_count(config, "vocab_size"),
         tied=_flag(config, "tie_word_embeddings"),
-        attention_bias=_flag(config, "attention_bias"),
-        mlp_bias=_flag(config, "mlp_bias"),
+        qkv_bias=bias or kind == "qwen2",
+        o_bias=bias,
+        mlp_bias=kind == "llama" and _flag(config, "mlp_bias"),
+        qk_norm=kind == "qwen3",
+        slides=kind == "mistral" and config.get("sliding_window", 4096) is not None,
         max_positions=_count(config, "max_position_embeddings") if "max_position_embeddings" in config else 2048,
     )
+
+
+def _check_windows(config: dict[str, Any]) -> None:
+    """Every layer attends to all tokens."""
+    types = config.get("layer_types") or []
+    if _flag(config, "use_sliding_window") or any(kind != "full_attention" for kind in types):
+        raise ValueError(
+            "config.json: use_sliding_window and layer_types say that some layers attend to a window, which is not "
+            "supported; for texts within the window, set use_sliding_window to false and drop layer_types"
+        )
 
 
 def _flag(config: dict[str, Any], key: str) -> bool:
@@ -106,7 +136,7 @@ def _count(config: dict[str, Any], key: str, most: int = MAX_SIZE) -> int:
 
 def linears(model: Llama) -> list[Linear]:
     """Every linear in the order of the network, lm_head last (present whether or not it is tied)."""
-    h, inner, a, m = model.hidden_size, model.intermediate_size, model.attention_bias, model.mlp_bias
+    h, inner, b, m = model.hidden_size, model.intermediate_size, model.qkv_bias, model.mlp_bias
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     found = []
     for i in range(model.layers):
@@ -114,10 +144,10 @@ def linears(model: Llama) -> list[Linear]:
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
         norm1, norm2 = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
         found += [
-            Linear(f"{attention}.q_proj", q, h, norm1, "R1", "", a, f"{attention}.qkv"),
-            Linear(f"{attention}.k_proj", kv, h, norm1, "R1", "", a, f"{attention}.qkv"),
-            Linear(f"{attention}.v_proj", kv, h, norm1, "R1", "R2", a, f"{attention}.qkv"),
-            Linear(f"{attention}.o_proj", h, q, "", "R2", "R1", a, f"{attention}.o_proj"),
+            Linear(f"{attention}.q_proj", q, h, norm1, "R1", "", b, f"{attention}.qkv"),
+            Linear(f"{attention}.k_proj", kv, h, norm1, "R1", "", b, f"{attention}.qkv"),
+            Linear(f"{attention}.v_proj", kv, h, norm1, "R1", "R2", b, f"{attention}.qkv"),
+            Linear(f"{attention}.o_proj", h, q, "", "R2", "R1", model.o_bias, f"{attention}.o_proj"),
             Linear(f"{mlp}.gate_proj", inner, h, norm2, "R1", "", m, f"{mlp}.gate_up"),
             Linear(f"{mlp}.up_proj", inner, h, norm2, "R1", "", m, f"{mlp}.gate_up"),
             Linear(f"{mlp}.down_proj", h, inner, "", "R4", "R1", m, f"{mlp}.down_proj"),
@@ -127,9 +157,16 @@ def linears(model: Llama) -> list[Linear]:
 
 
 def norms(model: Llama) -> list[str]:
-    """Every RMSNorm's name, in the order of the network."""
+    """The name of every RMSNorm of the residual stream, in the order of the network."""
     kinds = "input_layernorm", "post_attention_layernorm"
     return [f"model.layers.{i}.{kind}" for i in range(model.layers) for kind in kinds] + [FINAL_NORM]
+
+
+def head_norms(model: Llama) -> list[str]:
+    """The names of the norms of query and key heads, whose gains stay as they are."""
+    if not model.qk_norm:
+        return []
+    return [f"model.layers.{i}.self_attn.{kind}" for i in range(model.layers) for kind in ("q_norm", "k_norm")]
 
 
 def tensors(model: Llama) -> dict[str, tuple[int, ...]]:
@@ -141,6 +178,7 @@ def tensors(model: Llama) -> dict[str, tuple[int, ...]]:
         shapes[f"{linear.fqn}.weight"] = (linear.out_features, linear.in_features)
         if linear.bias:
             shapes[f"{linear.fqn}.bias"] = (linear.out_features,)
+    shapes |= {f"{norm}.weight": (model.head_dim,) for norm in head_norms(model)}
     return shapes | {f"{norm}.weight": (model.hidden_size,) for norm in norms(model)}
 
 

@@ -181,7 +181,7 @@ def plan(
     errors: list[str] = []
     notes: list[str] = []
     _check_tensors(checkpoint, arch, errors, notes)
-    _check_attention(recipe, arch, checkpoint.config, errors, notes)
+    _check_attention(recipe, arch, errors, notes)
     file = _learned(recipe, errors)
     rotations = _rotations(recipe, arch, file, errors)
     if recipe.rotations.R1.channels == "by-gain" and "R1" in rotations and not errors:
@@ -256,7 +256,7 @@ def _check_tensors(checkpoint: Checkpoint, arch: Llama, errors: list[str], notes
             errors.append(f"{info.file.name}: {name} has dtype {info.dtype}; allowed: {', '.join(FLOATS)}")
 
 
-def _check_attention(recipe: Recipe, arch: Llama, config: dict[str, Any], errors: list[str], notes: list[str]) -> None:
+def _check_attention(recipe: Recipe, arch: Llama, errors: list[str], notes: list[str]) -> None:
     """What attention and the KV cache can be made of, in this model and together."""
     dim = arch.head_dim
     if recipe.attention == "fp8" and (dim % 16 or dim > LARGEST_HEAD):
@@ -278,7 +278,7 @@ def _check_attention(recipe: Recipe, arch: Llama, config: dict[str, Any], errors
         notes.append(
             "attention: fp8 with kv_cache: bf16 quantizes the whole cache at every step; kv_cache: fp8 does not"
         )
-    if recipe.kv_cache != "bf16" and config.get("sliding_window") is not None:
+    if recipe.kv_cache != "bf16" and arch.slides:
         notes.append(
             f"the model has a sliding window: values pass through {recipe.kv_cache}, the cache holds them wide"
         )
@@ -459,10 +459,11 @@ def _steps(
     turns = (r1,) if r1 else ()
     kind: Literal["matrix", "copy"] = "matrix" if r1 else "copy"
     steps = [Step(kind, embedding.name, embedding.dtype, embedding.shape, (table,), input_turns=turns)]
-    for norm in llama.norms(arch):
+    norms = dict.fromkeys(llama.norms(arch), turns) | dict.fromkeys(llama.head_norms(arch), ())
+    for norm, turned in norms.items():
         info = checkpoint.tensors[f"{norm}.weight"]
         output = ((info.name, info.dtype, info.shape),)
-        steps.append(Step("norm" if r1 else "copy", info.name, info.dtype, info.shape, output, input_turns=turns))
+        steps.append(Step("norm" if turned else "copy", info.name, info.dtype, info.shape, output, input_turns=turned))
     inputs: dict[Any, str] = {}  # what linears read -> the first that reads it
     for linear in llama.linears(arch):
         if linear.fqn != HEAD or not arch.tied or untied:

@@ -72,7 +72,7 @@ def save_tiny(
     seed: int = 0,
 ) -> Path:
     """Write a random checkpoint with transformers' own save_pretrained: every gain, bias and weight matters."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {
         "vocab_size": vocab,
@@ -88,14 +88,16 @@ def save_tiny(
     }
     if head_dim is not None:
         sizes["head_dim"] = head_dim
-    if model_type == "mistral":
-        assert not attention_bias and not mlp_bias, "Mistral has no biases"
-        config, model_class = MistralConfig(**sizes, sliding_window=None), MistralForCausalLM
+    if model_type == "llama":
+        sizes |= {"attention_bias": attention_bias, "mlp_bias": mlp_bias}
     else:
-        assert model_type == "llama", model_type
-        config, model_class = LlamaConfig(**sizes, attention_bias=attention_bias, mlp_bias=mlp_bias), LlamaForCausalLM
+        assert not attention_bias and not mlp_bias, "Llama's to choose"
+    if model_type == "mistral":
+        sizes["sliding_window"] = None
+    if model_type == "qwen3":
+        sizes.setdefault("head_dim", hidden // heads)
     with torch.device("meta"):
-        model = model_class(config)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
     model.to(dtype).to_empty(device="cpu")
     model.tie_weights()
     generator = torch.Generator().manual_seed(seed)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from quantrot import convert, load, verify
 from quantrot.cli.main import app
 from quantrot.kernels.attention import attend
+from quantrot.llama import SUPPORTED
 from quantrot.manifest import MANIFEST, read_manifest
 from quantrot.modules import QuantizedAttention
 from quantrot.modules.cache import DynamicKVLayer
@@ -133,7 +134,7 @@ def test_a_gradient_through_quantized_keys_is_an_error(source, tmp_path, recipe,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("model_type", SUPPORTED)
 def test_attention_weights_are_recorded_where_they_exist(tiny, tmp_path, model_type):
     source = tiny(tmp_path / "model", model_type=model_type)
     out = convert(source, {"rotations": {"R3": {"kind": "hadamard"}}}, tmp_path / "out").out

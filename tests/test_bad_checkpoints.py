@@ -56,7 +56,7 @@ BROKEN = [
     ("config-nested-deeply", config_bytes(b"[" * 100_000), r"config\.json: not valid JSON: .*recursion"),
     ("config-a-list", config_bytes(b"[1]"), r"config\.json: a JSON object is needed, found a list$"),
     ("config-number-of-5000-digits", config_bytes(b'{"hidden_size": %s}' % (b"9" * 5000)), r"config\.json: not valid JSON: Exceeds the limit"),
-    ("model-type", config(model_type="qwen2"), rf"config\.json: model_type 'qwen2' {SUPPORTED}"),
+    ("model-type", config(model_type="gemma"), rf"config\.json: model_type 'gemma' {SUPPORTED}"),
     ("model-type-missing", config(drop=["model_type"]), rf"config\.json: model_type None {SUPPORTED}"),
     ("model-type-a-list", config(model_type=["llama"]), rf"config\.json: model_type \['llama'\] {SUPPORTED}"),
     ("already-quantized", config(quantization_config={"quant_method": "fp8"}), r"config\.json: the checkpoint is already quantized \(quantization_config\); convert its original$"),

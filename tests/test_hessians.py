@@ -17,6 +17,7 @@ from quantrot.cli.main import app
 from quantrot.evals.divergence import divergence
 from quantrot.hessians import _tf32, weighed
 from quantrot.learn import learn
+from quantrot.llama import SUPPORTED
 from quantrot.load import open_model
 from quantrot.manifest import read_manifest
 from quantrot.modules import quantize_dequantize
@@ -114,11 +115,11 @@ def test_no_token_counts_for_more_than_the_middle_one():
     assert torch.equal(counted[4:], x[4:])
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("model_type", SUPPORTED)
 @pytest.mark.parametrize("recipe", [PLAIN, ROTATED, MIXED], ids=["plain", "rotated", "mixed"])
 def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, monkeypatch, recipe, model_type):
     """Of layer 2's first linears and of the head; the others follow linears of their own layer, which are exact."""
-    biases = {} if model_type == "llama" else {"attention_bias": False, "mlp_bias": False}
+    biases = {} if model_type == "llama" else {"attention_bias": False, "mlp_bias": False}  # what is Llama's to choose
     source = tiny(tmp_path / "model", **SHAPE | biases, model_type=model_type)
     seen, real = [], sys.modules["quantrot.gptq"].feedback
     monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda *of: seen.append(of[0].clone()) or real(*of))

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantrot import convert, load
+from quantrot.llama import SUPPORTED
 from quantrot.orthogonal import hadamard, random_orthogonal
 from quantrot.recipe import RotationSpec, load_recipe
 from quantrot.rotation import Rotation, by_gain, checksum, rotation_from_spec, signs, turn_input, turn_output
@@ -63,7 +64,7 @@ def test_logits_stay(tiny, tmp_path, shape):
 
 @pytest.mark.parametrize("kind", ["hadamard", "random-hadamard", "random-orthogonal"])
 @pytest.mark.parametrize("block", ["full", 16])
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("model_type", SUPPORTED)
 def test_every_kind_and_block_keeps_a_deep_model(tiny, tmp_path, kind, block, model_type):
     source = tiny(tmp_path / "model", layers=3, model_type=model_type)
     spec = {"kind": kind, "block": block, "seed": 5}

@@ -12,6 +12,8 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralPreTrainedModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3PreTrainedModel
 
 from quantrot.kernels.attention import (
     Granularity,
@@ -34,9 +36,9 @@ CENTERED = 1024  # positions of the mean; with Qwen2's RoPE 256 do as well as 40
 
 
 class QuantizedAttention(Merging):
-    """Llama's or Mistral's attention. rotation: R3, which turns queries and keys after RoPE; scores stay the same,
-    (q R)(k R)^T = q k^T, and the cache holds turned keys. arithmetic: "fp8" for products and probabilities in e4m3.
-    kv_cache: the format that keys and values pass through, whether or not a cache is there to hold them.
+    """Attention of a model that llama.py knows. rotation: R3, which turns queries and keys after RoPE; scores stay the
+    same, (q R)(k R)^T = q k^T, and the cache holds turned keys. arithmetic: "fp8" for products and probabilities in
+    e4m3. kv_cache: the format that keys and values pass through, whether or not a cache is there to hold them.
 
     Under "fp8" keys and values are in e4m3 whatever the cache: one of the model's dtype holds the same values, exactly,
     and they are quantized again at every step. A prompt's keys and values share a scale per 128 tokens and head
@@ -63,9 +65,10 @@ class QuantizedAttention(Merging):
         self.scaling, self.attention_dropout, self.is_causal = attention.scaling, attention.attention_dropout, True
         self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
         self.o_proj = attention.o_proj
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)  # Qwen3's
         self.R3 = OnlineHadamard(rotation) if rotation is not None else None
         self.arithmetic, self.kv_cache, self.granularity = arithmetic, kv_cache, Granularity.block
-        window = getattr(attention.config, "sliding_window", None)
+        window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
         self.window = {} if window is None else {"sliding_window": window}
         self.register_buffer("key_center", None, persistent=False)
 
@@ -76,10 +79,11 @@ class QuantizedAttention(Merging):
         bias is large in channels that RoPE hardly turns, as Qwen2's is (354 against a root mean square of 77 in one
         layer of Qwen2.5-Coder-1.5B): quantized with it, keys keep little of what tells them apart. KL of that model to
         its original with an FP8 cache 0.345, centered 0.0030; after R3 0.879 and 0.0012; with an INT4 cache 8.0 and
-        0.022 (docs/attention.md). No data is needed. ValueError where the bias is not in memory.
+        0.022 (docs/attention.md). No data is needed. Behind a norm of keys a bias is not the same in all of them, and
+        stays. ValueError where the bias is not in memory.
         """
         bias = self.k_proj.bias
-        if bias is None or (self.arithmetic, self.kv_cache) == ("bf16", "bf16"):
+        if bias is None or self.k_norm is not None or (self.arithmetic, self.kv_cache) == ("bf16", "bf16"):
             return
         if bias.device.type == "meta":
             raise ValueError(f"layer {self.layer_idx}: k_proj.bias is offloaded to disk; keep self_attn in memory")
@@ -107,6 +111,8 @@ class QuantizedAttention(Merging):
         cache = past_key_values if cache is None else cache
         tokens = hidden_states.shape[:-1]
         q, k, v = (projected.view(*tokens, -1, self.head_dim) for projected in self.outputs(hidden_states, norm))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.arithmetic == "fp8":
             output, weights = self._fp8(q, k, v, position_embeddings, attention_mask, cache), None
         else:
@@ -253,5 +259,10 @@ def _boolean(mask: Any) -> Tensor:
 
 
 # Models record the attention weights that `output_attentions=True` asks for by the class of the module.
-LlamaPreTrainedModel._can_record_outputs["attentions"] = [LlamaAttention, QuantizedAttention]
-MistralPreTrainedModel._can_record_outputs["attentions"] = [MistralAttention, QuantizedAttention]
+for models, attention in (
+    (LlamaPreTrainedModel, LlamaAttention),
+    (MistralPreTrainedModel, MistralAttention),
+    (Qwen2PreTrainedModel, Qwen2Attention),
+    (Qwen3PreTrainedModel, Qwen3Attention),
+):
+    models._can_record_outputs["attentions"] = [attention, QuantizedAttention]

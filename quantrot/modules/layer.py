@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from quantrot.modules.attention import QuantizedAttention
 from quantrot.modules.linear import QuantizedLinear
 from quantrot.modules.merged import QuantizedMLP, hooked, is_silu
 
-NORMS = ("LlamaRMSNorm", "MistralRMSNorm")  # transformers' names; both are kernels.fp8.reference.rms_norm
+# transformers' names; all are kernels.fp8.reference.rms_norm
+NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 
 
 class FewTokens:
@@ -58,9 +61,19 @@ class FewTokensMistral(FewTokens, MistralDecoderLayer):  # type: ignore[misc]
     pass
 
 
+class FewTokensQwen2(FewTokens, Qwen2DecoderLayer):  # type: ignore[misc]
+    pass
+
+
+class FewTokensQwen3(FewTokens, Qwen3DecoderLayer):  # type: ignore[misc]
+    pass
+
+
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     LlamaDecoderLayer: FewTokensLlama,
     MistralDecoderLayer: FewTokensMistral,
+    Qwen2DecoderLayer: FewTokensQwen2,
+    Qwen3DecoderLayer: FewTokensQwen3,
 }
 
 

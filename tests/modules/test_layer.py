@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from quantrot import formats
 from quantrot.formats import WIDE, ActivationFormat, LinearFormat, WeightFormat
@@ -43,11 +43,11 @@ def model(kind: str = "llama", fmt: str = "fp8", dtype: torch.dtype = torch.bflo
     """Every linear of the layers in a format, norms that do something."""
     torch.manual_seed(0)
     chosen = FORMATS[fmt]
-    config, causal = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM)}[kind]
-    whole = causal(config(**(SIZES | sizes))).to(dtype).eval()
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | sizes))).to(dtype).eval()
     for layer in whole.model.layers:
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            norm.weight.data.uniform_(0.5, 1.5)
+        for name, gain in layer.named_parameters():
+            if name.endswith("norm.weight"):
+                gain.data.uniform_(0.5, 1.5)
         for parent in (layer.self_attn, layer.mlp):
             for name, old in list(parent.named_children()):
                 if isinstance(old, nn.Linear):
@@ -91,6 +91,9 @@ def count_fused(monkeypatch) -> list[dict]:
         ("mistral", "int8 groups", torch.float16),
         ("llama", "mxfp4", torch.bfloat16),
         ("mistral", "mxfp4 A16", torch.bfloat16),
+        ("qwen2", "int8 groups", torch.bfloat16),
+        ("qwen3", "fp8", torch.float16),
+        ("qwen3", "mxfp4", torch.bfloat16),
     ],
 )
 def test_one_token_has_the_bits_of_the_layer(monkeypatch, kind, fmt, dtype):
