@@ -6,7 +6,8 @@
 A CUDA graph holds the merged projection (int8 weights, 4096 -> queries, keys and values), the attention and the output
 projection of several layers, one after another, each with a weight and a cache of its own. A time is what the attention
 adds to the same chain without it, a layer: its start and the gap before it are in it, and so is what it hides behind
-the projection. The peer is RoPE, two copies into the static cache, keys and values repeated, and SDPA with a mask.
+the projection. The peer is RoPE (behind norms of queries and keys, as Qwen3 has them, where `norms` is 1), two copies
+into the static cache, keys and values repeated, and SDPA with a mask.
 `alone` is the kernel after itself. The floor reads K and V at the speed of a copy in the same run. `error` is the
 relative difference of the chains' results, in which every layer's roundings add up.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chain import DEVICE, GPU, HIDDEN, LAYERS, int8_weight, layer_us, normal
+from chain import DEVICE, EPSILON, GPU, HIDDEN, LAYERS, int8_weight, layer_us, normal
 from timing import copy_gbps, write_results
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,37 +27,42 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from quantrot.kernels.attention import one_token
 from quantrot.kernels.attention.one_token import Plan
+from quantrot.kernels.fp8.reference import rms_norm
 from quantrot.kernels.mixed import mixed_gemm
 
-CASES = [  # sequences, tokens, room in the cache, head_dim, query heads, key heads
-    (1, 200, 256, 128, 32, 8),
-    (1, 2048, 2104, 128, 32, 8),
-    (1, 8192, 8248, 128, 32, 8),
-    (1, 32768, 32824, 128, 32, 8),
-    (1, 200, 32768, 128, 32, 8),
-    (4, 2048, 2104, 128, 32, 8),
-    (8, 1000, 1056, 128, 32, 8),
-    (16, 2048, 2104, 128, 32, 8),
-    (32, 200, 256, 128, 32, 8),
-    (32, 2048, 2104, 128, 32, 8),
-    (1, 2048, 2104, 64, 32, 8),
-    (1, 2048, 2104, 128, 64, 8),
-    (1, 2048, 2104, 128, 32, 32),
-    (1, 2048, 2104, 256, 16, 8),
+CASES = [  # sequences, tokens, room in the cache, head_dim, query heads, key heads, whether these have norms
+    (1, 200, 256, 128, 32, 8, 0),
+    (1, 2048, 2104, 128, 32, 8, 0),
+    (1, 8192, 8248, 128, 32, 8, 0),
+    (1, 32768, 32824, 128, 32, 8, 0),
+    (1, 200, 32768, 128, 32, 8, 0),
+    (4, 2048, 2104, 128, 32, 8, 0),
+    (8, 1000, 1056, 128, 32, 8, 0),
+    (16, 2048, 2104, 128, 32, 8, 0),
+    (32, 200, 256, 128, 32, 8, 0),
+    (32, 2048, 2104, 128, 32, 8, 0),
+    (1, 2048, 2104, 64, 32, 8, 0),
+    (1, 2048, 2104, 128, 64, 8, 0),
+    (1, 2048, 2104, 128, 32, 32, 0),
+    (1, 2048, 2104, 256, 16, 8, 0),
+    (1, 200, 256, 128, 32, 8, 1),
+    (1, 2048, 2104, 128, 32, 8, 1),
+    (32, 2048, 2104, 128, 32, 8, 1),
 ]
-CASES = CASES if GPU else [(2, 20, 32, 128, 2, 1)]
+CASES = CASES if GPU else [(2, 20, 32, 128, 2, 1, 0), (2, 20, 32, 128, 2, 1, 1)]
 SWEPT = [
     Plan(warps, split, blocks)
     for warps, split, blocks in product((2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 3, 4))
     if blocks == 1 or warps * blocks in (8, 12, 16)
 ]
+NAMES = "batch", "tokens", "room", "head_dim", "heads", "key_heads", "norms"
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Case:
     """Weights and caches of the layers, and what runs on them."""
 
-    def __init__(self, batch: int, tokens: int, room: int, dim: int, heads: int, groups: int) -> None:
+    def __init__(self, batch: int, tokens: int, room: int, dim: int, heads: int, groups: int, norms: int) -> None:
         self.batch, self.tokens, self.dim, self.heads, self.groups = batch, tokens, dim, heads, groups
         self.sizes = [heads * dim, groups * dim, groups * dim]
         self.layers = LAYERS if batch * room < 1 << 18 else 2
@@ -66,6 +72,7 @@ class Case:
         self.caches = [(normal(*shape), normal(*shape)) for _ in range(self.layers)]
         self.cos, self.sin, self.x = normal(1, 1, dim), normal(1, 1, dim), normal(batch, 1, HIDDEN)
         self.attended = normal(batch, 1, heads * dim)
+        self.norms = (normal(dim), normal(dim)) if norms else None
         self.count = torch.tensor(tokens - 1, device=DEVICE)
         seen = torch.arange(shape[2], device=DEVICE) < tokens
         self.mask = seen.view(1, 1, 1, -1).expand(batch, 1, 1, -1)
@@ -86,7 +93,7 @@ class Case:
         def attend(y: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             q, k, v = self.split(y)
             places = keys, values, self.count, False
-            options = (self.mask, self.dim**-0.5, True, plan)[: 4 if GPU else 2]
+            options = (self.mask, self.norms, EPSILON, self.dim**-0.5, True, plan)[: 6 if GPU else 4]
             run = one_token.launch if GPU else one_token.rope_attend_one_reference
             return run(q, k, v, self.cos, self.sin, *places, *options).reshape(self.batch, 1, -1)
 
@@ -95,6 +102,8 @@ class Case:
     def transformers(self) -> Attend:
         def attend(y: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             q, k, v = (t.transpose(1, 2) for t in self.split(y))
+            if self.norms is not None:
+                q, k = (rms_norm(t, gain, EPSILON) for t, gain in zip((q, k), self.norms, strict=True))
             q, k = apply_rotary_pos_emb(q, k, self.cos, self.sin)
             at = torch.arange(1, device=y.device) + self.count
             keys.index_copy_(2, at, k)
@@ -123,7 +132,7 @@ def measure(sizes: tuple[int, ...], gbps: float) -> dict[str, Any]:
     a, b = (case.chain(attend).float() for attend in (case.ours(None), peer))
     return {
         "op": "rope_attend_one",
-        "case": dict(zip(("batch", "tokens", "room", "head_dim", "heads", "key_heads"), sizes, strict=True)),
+        "case": dict(zip(NAMES, sizes, strict=True)),
         "us": case.us(case.ours(None)) - without,
         "alone_us": case.alone_us(),
         "floor_us": 4 * case.batch * case.groups * case.tokens * case.dim / gbps / 1e3,
@@ -153,7 +162,9 @@ def sweep() -> None:
 
 def main(out: Path | None) -> None:
     gbps, rows = copy_gbps() if GPU else 1.0, []
-    print(" batch tokens   room    dim  heads   keys        us     alone     floor transformers      x     error")
+    print(
+        " batch tokens   room    dim  heads   keys  norms        us     alone     floor transformers      x     error"
+    )
     for sizes in CASES:
         rows.append(measure(sizes, gbps))
         print(line(rows[-1]), flush=True)

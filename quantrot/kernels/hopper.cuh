@@ -440,6 +440,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+__device__ __forceinline__ float inverse_root(float a) { return rsqrtf(a); }
+
 // The least integer that is not below x (for |x| < 2^22; past that, one a few ulp above).
 __device__ __forceinline__ float round_up(float x) {
   float y;

@@ -29,7 +29,7 @@ from quantrot.kernels.attention import (
 from quantrot.modules.cache import StaticLayer, adopt, round_trip
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.modules.masks import IMPLEMENTATION
-from quantrot.modules.merged import Merging
+from quantrot.modules.merged import Merging, is_rms_norm
 from quantrot.rotation import Rotation
 
 CENTERED = 1024  # positions of the mean; with Qwen2's RoPE 256 do as well as 4096, with a faster one fewer are better
@@ -48,6 +48,8 @@ class QuantizedAttention(Merging):
     """
 
     key_center: Tensor | None
+    q_norm: Any
+    k_norm: Any
     parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
@@ -111,8 +113,6 @@ class QuantizedAttention(Merging):
         cache = past_key_values if cache is None else cache
         tokens = hidden_states.shape[:-1]
         q, k, v = (projected.view(*tokens, -1, self.head_dim) for projected in self.outputs(hidden_states, norm))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         if self.arithmetic == "fp8":
             output, weights = self._fp8(q, k, v, position_embeddings, attention_mask, cache), None
         else:
@@ -122,6 +122,16 @@ class QuantizedAttention(Merging):
 
     def extra_repr(self) -> str:
         return f"{self.arithmetic}, kv_cache={self.kv_cache}"
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B, S, heads, D] over their heads' root mean squares, in a model that has such norms."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
+
+    def _gains(self) -> tuple[Tensor, Tensor] | None:
+        """What those norms multiply by, of queries and of keys."""
+        return None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
 
     # --- In the model's dtype ---
 
@@ -140,13 +150,14 @@ class QuantizedAttention(Merging):
         if (layer := self._one_token(q, k, v, position_embeddings, mask, cache, kwargs)) is not None:
             first = self.layer_idx == 0  # from its count the model has computed the positions and the mask
             stored: Any = layer.keys, layer.values, layer.cumulative_length
-            y = one_token.rope_attend_one(
-                q, k, v, *position_embeddings, *stored, mask=mask, scale=self.scaling, advance=not first, settled=True
-            )
+            options: dict[str, Any] = {"mask": mask, "scale": self.scaling, "advance": not first, "settled": True}
+            if (gains := self._gains()) is not None:
+                options |= {"norms": gains, "epsilon": self.q_norm.variance_epsilon}
+            y = one_token.rope_attend_one(q, k, v, *position_embeddings, *stored, **options)
             if first:
                 layer.cumulative_length.add_(1)
             return y, None
-        query, key, value = (t.transpose(1, 2) for t in (q, k, v))
+        query, key, value = (t.transpose(1, 2) for t in (*self._normed(q, k), v))
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if self.key_center is not None:
             key = (key - self.key_center[:, None]).to(key.dtype)
@@ -175,8 +186,9 @@ class QuantizedAttention(Merging):
     ) -> StaticLayer | None:
         """The cache's layer where one kernel turns, stores and attends: a token in a static cache of the model's dtype.
 
-        Not with R3 or a narrow cache, with another implementation than sdpa, whose weights nobody asks for, or where
-        gradients are recorded. The layer's count is transformers': `update` adds to it as the kernel does.
+        Not with R3 or a narrow cache, with another implementation than sdpa, whose weights nobody asks for, with hooks
+        on a norm, or where gradients are recorded. The layer's count is transformers': `update` adds to it as the
+        kernel does.
         """
         if cache is None or q.shape[1] != 1 or torch.is_grad_enabled() or (self.training and self.attention_dropout):
             return None
@@ -184,11 +196,13 @@ class QuantizedAttention(Merging):
             return None
         if self.config._attn_implementation not in ("sdpa", IMPLEMENTATION) or cache.offloading:
             return None
+        if not all(is_rms_norm(norm, q.dtype) for norm in (self.q_norm, self.k_norm) if norm is not None):
+            return None
         layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
         if type(layer) is not StaticLayer or not layer.is_initialized or not one_token.runs_on(q.device):
             return None
         length = getattr(layer, "cumulative_length", None)  # a tensor in every version that quantrot knows
-        stored: Any = layer.keys, layer.values, length, mask
+        stored: Any = layer.keys, layer.values, length, mask, self._gains()
         if not isinstance(length, Tensor) or one_token.unsupported(q, k, v, *position_embeddings, *stored):
             return None
         return layer
@@ -205,6 +219,7 @@ class QuantizedAttention(Merging):
         cache: Any,
     ) -> Tensor:
         """q, k, v [B, S, heads, D] -> [B, S, heads, D]."""
+        q, k = self._normed(q, k)
         mask = None if mask is None else _boolean(mask)
         layer = adopt(cache, self.layer_idx, "fp8") if cache is not None and self.kv_cache == "fp8" else None
         prompt = cache is None or (layer is not None and not layer.is_initialized)

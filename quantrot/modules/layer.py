@@ -15,10 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from quantrot.modules.attention import QuantizedAttention
 from quantrot.modules.linear import QuantizedLinear
-from quantrot.modules.merged import QuantizedMLP, hooked, is_silu
-
-# transformers' names; all are kernels.fp8.reference.rms_norm
-NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+from quantrot.modules.merged import QuantizedMLP, hooked, is_rms_norm, is_silu
 
 
 class FewTokens:
@@ -44,9 +41,8 @@ class FewTokens:
             return False
         if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
             return False
-        for norm in (self.input_layernorm, self.post_attention_layernorm):
-            if type(norm).__name__ not in NORMS or norm.weight.dtype != x.dtype or hooked(norm):
-                return False
+        if not all(is_rms_norm(norm, x.dtype) for norm in (self.input_layernorm, self.post_attention_layernorm)):
+            return False
         for each in (attention.current(), attention.o_proj, mlp.current(), mlp.down_proj):
             if not isinstance(each, QuantizedLinear) or hooked(each) or not each.fuses(x.device):
                 return False

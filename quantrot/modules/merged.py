@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from quantrot import formats
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear
 
+# transformers' names; all are kernels.fp8.reference.rms_norm
+RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+
 
 class Merging(nn.Module):
     """A module whose linears named in `parts` read the same input, and may be one product.
@@ -115,6 +118,11 @@ class QuantizedMLP(Merging):
 
 def is_silu(act: Any) -> bool:
     return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"  # transformers' own, which is F.silu
+
+
+def is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether kernels may take this norm's gain, beside numbers of this dtype, and leave out its forward."""
+    return type(norm).__name__ in RMS_NORMS and norm.weight.dtype == dtype and not hooked(norm)
 
 
 def watched(module: nn.Module) -> bool:

@@ -8,17 +8,22 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quantrot.kernels.attention import one_token
+from quantrot.kernels.fp8.reference import rms_norm
 
 gpu = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
 ULP = {BF16: 2**-8, FP16: 2**-11}  # half a unit in the last place, relative
 
-# plan, head_dim, query heads a key head, dtype
+EPSILON = 1e-6
+
+# plan, head_dim, query heads a key head, dtype, norms
 KERNELS = [
-    (one_token.Plan(2, 2), 64, 4, BF16),
-    (one_token.Plan(2, 4), 128, 3, FP16),
-    (one_token.Plan(2, 1), 96, 16, BF16),
-    (one_token.Plan(1, 2), 256, 1, BF16),
+    (one_token.Plan(2, 2), 64, 4, BF16, False),
+    (one_token.Plan(2, 4), 128, 3, FP16, True),
+    (one_token.Plan(2, 1), 96, 16, BF16, False),
+    (one_token.Plan(1, 2), 256, 1, BF16, False),
+    (one_token.Plan(2, 2), 96, 2, BF16, True),
+    (one_token.Plan(4, 8, 3), 128, 4, BF16, True),
 ]
 RUN = """
 #include <string>
@@ -51,12 +56,12 @@ def emulator(emulated):
     library.run.restype = ctypes.c_char_p
 
     def run(number, operands, *, seed):
-        plan, dim, share, dtype = KERNELS[number]
+        plan, dim, share, dtype, norms = KERNELS[number]
         assert one_token.unsupported(*operands) is None
-        q, mask = operands[0], operands[-1]
+        q = operands[0]
         out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
-        args = one_token.arguments(*operands[:-1], True, mask, q.shape[3] ** -0.5, seed % 2 == 0, out)
-        rows, shared = q.shape[0] * q.shape[2] // share, plan.shared_bytes(dim, share)
+        args = one_token.arguments(*operands[:8], True, *operands[8:], EPSILON, dim**-0.5, seed % 2 == 0, out)
+        rows, shared = q.shape[0] * q.shape[2] // share, plan.shared_bytes(dim, share, norms)
         message = library.run(number, ctypes.byref(args), plan.split, rows, plan.threads, shared, seed)
         assert message == b"", message.decode()
         return out
@@ -68,7 +73,17 @@ def relative(y, exact):
     return ((y.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-300)).item()
 
 
-def operands(batch, groups, share, length, room, dim, dtype, mask=None, device="cpu"):
+def options(given):
+    """What rope_attend_one takes by name of such operands."""
+    return {"mask": given[8], "norms": given[9], "epsilon": EPSILON}
+
+
+def cloned(given):
+    """Operands of which what is changed, the cache and its length, is a copy."""
+    return [t.clone() if i in (5, 6, 7) else t for i, t in enumerate(given)]
+
+
+def operands(batch, groups, share, length, room, dim, dtype, mask=None, device="cpu", norms=False):
     """Of rope_attend_one: a merged projection's slices, a cache with NaN behind its tokens. mask: None, "padded"."""
     heads = groups * share
     merged = torch.randn(batch, 1, (heads + 2 * groups) * dim, device=device).to(dtype)
@@ -81,12 +96,16 @@ def operands(batch, groups, share, length, room, dim, dtype, mask=None, device="
         hidden = torch.arange(batch, device=device).view(batch, 1, 1, 1) * 7 % max(length, 1)
         mask = (torch.arange(room, device=device) >= hidden) & (torch.arange(room, device=device) % 11 != 3)
         mask[..., length:] = True  # the new one is seen; those behind it are not, whatever this says
-    return q, k, v, cos, sin, keys, values, torch.tensor(length, device=device), mask
+    gains = (torch.rand(2, dim, device=device) + 0.5).to(dtype)
+    gains = (gains[0], gains[1]) if norms else None
+    return q, k, v, cos, sin, keys, values, torch.tensor(length, device=device), mask, gains
 
 
-def exact(q, k, v, cos, sin, keys, values, length, mask):
-    """In float64, from RoPE in the dtype: (output, keys, values)."""
+def exact(q, k, v, cos, sin, keys, values, length, mask, norms):
+    """In float64, from norms and RoPE in the dtype: (output, keys, values)."""
     at = length.item()
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], EPSILON), rms_norm(k, norms[1], EPSILON)
     query, key = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
     keys, values = keys.clone(), values.clone()
     keys[:, :, at], values[:, :, at] = key[:, 0], v[:, 0]
@@ -100,11 +119,16 @@ def exact(q, k, v, cos, sin, keys, values, length, mask):
 
 def check(given, run):
     """run(operands) -> output is right, keys and values have the new token and are else as they were."""
-    given = [t.clone() if t is not None and i > 4 else t for i, t in enumerate(given)]
+    given = cloned(given)
     expected, keys, values = exact(*given)
     length, dtype = given[7].item(), given[0].dtype
     y = run(given)
     assert given[7].item() == length + 1
+    if given[9] is not None:  # a sum of squares in another order: a neighbour, here and there
+        new, wanted = given[5][:, :, length].float(), keys[:, :, length].float()
+        assert ((new - wanted).abs() <= 4 * ULP[dtype] * wanted.abs().amax()).all()
+        assert (new != wanted).float().mean() < 0.02
+        given[5][:, :, length] = keys[:, :, length]
     for stored, wanted in ((given[5], keys), (given[6], values)):
         assert torch.equal(stored.view(torch.int16), wanted.view(torch.int16))
     assert relative(y, expected) <= 2 * ULP[dtype]  # the weights' rounding, and the result's
@@ -116,18 +140,19 @@ def check(given, run):
     [
         (0, 0, None), (0, 15, None), (0, 16, "padded"), (0, 150, "padded"), (0, 199, None), (1, 1, "padded"),
         (1, 170, None), (1, 31, "padded"), (2, 40, "padded"), (2, 95, None), (3, 70, None), (3, 33, "padded"),
+        (4, 40, "padded"), (4, 0, None), (5, 170, "padded"),
     ],
 )  # fmt: skip
 def test_the_kernel_in_the_emulator_is_exact_but_for_two_roundings(emulator, number, length, mask):
     torch.manual_seed(0)
-    _, dim, share, dtype = KERNELS[number]
-    given = operands(2, 2, share, length, 200, dim, dtype, mask)
+    _, dim, share, dtype, norms = KERNELS[number]
+    given = operands(2, 2, share, length, 200, dim, dtype, mask, norms=norms)
     for seed in range(2):
         y = check(given, partial(emulator, number, seed=seed))
-        check(given, lambda each: one_token.rope_attend_one(*each[:-1], mask=each[-1]))
+        check(given, lambda each: one_token.rope_attend_one(*each[:8], **options(each)))
     if mask is None and length:
         given[5][:, 0, length // 2], given[6][:, 0, length // 3] = float("nan"), float("inf")
-        y = emulator(number, [t.clone() if t is not None else t for t in given], seed=0)
+        y = emulator(number, cloned(given), seed=0)
         assert not y[:, 0, :share].isfinite().any() and y[:, 0, share:].isfinite().all()
 
 
@@ -137,15 +162,15 @@ def test_a_query_that_sees_nothing_gets_zero_and_a_full_cache_stores_nothing(emu
     mask[1] = False
     for run in (
         lambda each: emulator(0, each, seed=0),
-        lambda each: one_token.rope_attend_one(*each[:-1], mask=each[-1]),
+        lambda each: one_token.rope_attend_one(*each[:8], **options(each)),
     ):
-        y = run([*(t.clone() for t in given[:-1]), mask])
+        y = run([*cloned(given)[:8], mask, None])
         assert y[0].isfinite().all() and y[0].any() and not y[1].any()
-        full = [t.clone() for t in given[:-1]]
+        full = cloned(given)[:8]
         full[5].nan_to_num_(), full[6].nan_to_num_()
         before = [t.clone() for t in full]
         full[7].fill_(64)
-        assert run([*full, None]).isnan().all() and full[7] == 65
+        assert run([*full, None, None]).isnan().all() and full[7] == 65
         assert torch.equal(full[5], before[5]) and torch.equal(full[6], before[6])
 
 
@@ -161,6 +186,8 @@ def test_a_query_that_sees_nothing_gets_zero_and_a_full_cache_stores_nothing(emu
         ({7: lambda t: t.int()}, "length"),
         ({8: lambda t: torch.ones(2, 1, 1, 63, dtype=torch.bool)}, "mask"),
         ({8: lambda t: torch.zeros(2, 1, 1, 64)}, "mask"),
+        ({9: lambda t: (torch.ones(64), torch.ones(64, dtype=BF16))}, "norms torch.float32"),
+        ({9: lambda t: (torch.ones(64, dtype=BF16), torch.ones(32, dtype=BF16))}, "norms torch.bfloat16 .32,."),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
@@ -168,18 +195,18 @@ def test_what_does_not_fit_is_refused(change, message):
     for i, how in change.items():
         given[i] = how(given[i])
     with pytest.raises(ValueError, match=message):
-        one_token.rope_attend_one(*given[:-1], mask=given[-1])
+        one_token.rope_attend_one(*given[:8], **options(given))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-@pytest.mark.parametrize("advance", [False, True])
-def test_the_operator_says_what_it_changes(device, advance):
-    given = operands(1, 2, 4, 20, 32, 64, BF16, "padded", device)
+@pytest.mark.parametrize(("advance", "norms"), [(False, False), (True, False), (True, True)])
+def test_the_operator_says_what_it_changes(device, advance, norms):
+    given = operands(1, 2, 4, 20, 32, 64, BF16, "padded", device, norms)
     given[5].nan_to_num_(), given[6].nan_to_num_()
     counts = (None, given[7]) if advance else (given[7], None)
-    args = *given[:7], *counts, given[8], 0.125, False
+    args = *given[:7], *counts, given[8], *(given[9] or (None, None)), EPSILON, 0.125, False
     torch.library.opcheck(torch.ops.quantrot.rope_attend_one.default, args)
-    one_token.rope_attend_one(*given[:-1], mask=given[-1], advance=advance)
+    one_token.rope_attend_one(*given[:8], **options(given), advance=advance)
     assert given[7] == 20 + advance
 
 
@@ -206,21 +233,22 @@ def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
 
 
 def launched(plan=None, settled=False):
-    return lambda each: one_token.launch(*each[:-1], True, each[-1], each[0].shape[3] ** -0.5, settled, plan)
+    return lambda each: one_token.launch(*each[:8], True, *each[8:], EPSILON, each[0].shape[3] ** -0.5, settled, plan)
 
 
 @gpu
+@pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("mask", [None, "padded"])
 @pytest.mark.parametrize(
     ("dim", "share"), [(d, s) for d, most in one_token.DIMS.items() for s in (1, 3, 4, 8, 16) if s <= most]
 )
-def test_the_kernel_is_exact_but_for_two_roundings(dim, share, mask):
+def test_the_kernel_is_exact_but_for_two_roundings(dim, share, mask, norms):
     torch.manual_seed(0)
     for batch, groups, length, room, dtype in (
         (1, 8, 127, 128, BF16), (4, 2, 2000, 2048, FP16), (32, 2, 700, 1000, BF16), (40, 8, 33, 64, BF16),
         (1, 1, 0, 16, FP16), (2, 3, 16, 17, BF16),
     ):  # fmt: skip
-        check(operands(batch, groups, share, length, room, dim, dtype, mask, "cuda"), launched())
+        check(operands(batch, groups, share, length, room, dim, dtype, mask, "cuda", norms), launched())
 
 
 @gpu
@@ -228,7 +256,7 @@ def test_the_kernel_is_exact_but_for_two_roundings(dim, share, mask):
 def test_each_launch_is_as_exact(plan):
     torch.manual_seed(0)
     for length, room in ((0, 100), (200, 300), (5001, 8192), (32767, 32768)):
-        given = operands(1, 8, 4, length, room, 128, BF16, "padded", "cuda")
+        given = operands(1, 8, 4, length, room, 128, BF16, "padded", "cuda", length > 0)
         check(given, launched(one_token.Plan(*plan)))
 
 
@@ -241,7 +269,7 @@ def test_a_hundred_runs_and_a_graph_of_tokens_are_bit_equal():
 
     def tokens(count, wait):
         """Each one's query is made of the last one's output, by a kernel in between: what `settled` asks for."""
-        each, made = [given[0], *(t.clone() if t is not None else t for t in given[1:])], []
+        each, made = cloned(given), []
         for i in range(count):
             made.append(launched(settled=i > 0)(each))
             each[0] = (made[-1].view(2, 1, -1) @ weight).view_as(given[0])
@@ -253,7 +281,7 @@ def test_a_hundred_runs_and_a_graph_of_tokens_are_bit_equal():
     for _ in range(5):
         assert all(torch.equal(a, b) for a, b in zip(tokens(20, False), expected, strict=True))
     for _ in range(100):
-        y = run([t.clone() if t is not None else t for t in given])
+        y = run(cloned(given))
         first = y if first is None else first
         assert torch.equal(y, first)
     graph = torch.cuda.CUDAGraph()
@@ -268,7 +296,8 @@ def moved(run):
     """run on a GPU, of operands on the CPU, which get what it has written: no other kernel runs there."""
 
     def over(each):
-        there = [t.cuda() if t is not None else t for t in each]
+        there = [t.cuda() if isinstance(t, torch.Tensor) else t for t in each]
+        there[9] = None if each[9] is None else tuple(t.cuda() for t in each[9])
         y = run(there)
         for i in (5, 6, 7):
             each[i].copy_(there[i])
@@ -284,6 +313,6 @@ def test_compute_sanitizer_finds_nothing(sanitized):
         "import sys, torch; sys.path.insert(0, 'tests/kernels'); import test_attention_one_token as t\n"
         "for plan in ((4, 8, 3), (8, 1)):\n"
         "    for length in (0, 130):\n"
-        "        given = t.operands(2, 2, 4, length, 160, 128, t.BF16, 'padded')\n"
+        "        given = t.operands(2, 2, 4, length, 160, 128, t.BF16, 'padded', norms=length > 0)\n"
         "        t.check(given, t.moved(t.launched(t.one_token.Plan(*plan))))\n"
     )

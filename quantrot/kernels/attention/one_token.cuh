@@ -1,5 +1,5 @@
-// One new token a sequence, for sm_90a: RoPE of its queries and key, its place in the KV cache, and its attention to
-// all that is cached, in one launch. Bound by the reading of K and V, whose bytes go straight from memory to registers.
+// One new token a sequence, for sm_90a: norms and RoPE of its queries and key, its place in the KV cache, and its attention
+// to all that is cached, in one launch. Bound by the reading of K and V, whose bytes go straight from memory to registers.
 //
 // A cluster of SPLIT blocks has a key head of a sequence. A warp takes 16 tokens at a time, on its own: products with
 // tokens as the rows and up to 8 (16) query heads as the columns, softmax, products with V's columns as the rows. What
@@ -18,11 +18,13 @@ struct TokenArgs {
   unsigned short *keys, *values;                // [batch, groups, room, D], tokens adjacent
   u64* count;                                   // tokens in the cache; 2^32 and up is 0 between launches
   const unsigned char* mask;                    // [batch, room] or null: 0 where a token is not seen
+  const unsigned short *q_norm, *k_norm;        // [D], if NORM: gains of queries and of the key
   unsigned short* out;                          // [batch, heads, D]
   i64 q_batch, q_head, k_batch, k_head, v_batch, v_head, cos_batch, sin_batch;  // elements
   i64 keys_batch, keys_head, values_batch, values_head, mask_batch;
   int heads, groups, room, advance, settled;
   float scale;  // of the scores, times log2(e)
+  float epsilon;  // of the norms
 };
 
 #ifndef QUANTROT_EMULATED
@@ -112,6 +114,34 @@ struct Row {
     }
   }
 
+  // x over its root mean square, and that times the gain in shared memory, each rounded to 16 bits. Four lanes have the row.
+  template <class T>
+  __device__ __forceinline__ void normalize(u32 gain, float epsilon) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < D / 8; i++) {
+      const u32 pair = x[i / 4].w[i % 4];
+      const float low = T::value(pair), high = T::value(pair >> 16);
+      sum = fmaf(low, low, sum), sum = fmaf(high, high, sum);
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
+    const float factor = inverse_root(sum * (1.f / D) + epsilon);
+    const auto scale = [&](Quad& y, int column) {
+      int g[4];
+      load_shared4(gain + column * 2, g[0], g[1], g[2], g[3]);
+#pragma unroll
+      for (int w = 0; w < 4; w++)
+        y.w[w] = times<T>((u32)g[w], T::pack(T::value(y.w[w]) * factor, T::value(y.w[w] >> 16) * factor));
+    };
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) {
+      const int column = 32 * j + lane_number() % 4 * 8;
+      scale(x[j], column);
+      if constexpr (D % 64 != 0) scale(other[j], (column + D / 2) % D);
+    }
+  }
+
   // x cos + rotate_half(x) sin, each operation rounded to 16 bits.
   template <class T>
   __device__ __forceinline__ void turn(Quad (&y)[D / 32], const Row& cos, const Row& sin) const {
@@ -132,13 +162,14 @@ struct Row {
 };
 
 // Shared memory: floats [WARPS][SHARE][PITCH], [WARPS][SHARE][2]; what comes from the cluster's blocks, [SPLIT][OWN][2]
-// and [SPLIT][SHARE][2]; a barrier for that; a word.
+// and [SPLIT][SHARE][2]; a barrier for that; a word; gains [2][D] of 16 bits, if there are norms.
 template <int D, int SHARE, int WARPS, int SPLIT>
 struct TokenShape {
   static constexpr int PITCH = D + 8;  // lanes meet different banks
   static constexpr int PAIRS = SHARE * D / 2, OWN = (PAIRS + SPLIT - 1) / SPLIT;  // of columns; that a block finishes
   static constexpr int STATS = WARPS * SHARE * PITCH * 4, LANDED = STATS + WARPS * SHARE * 8;
   static constexpr int NUMBERS = LANDED + SPLIT * OWN * 8, BARRIER = NUMBERS + SPLIT * SHARE * 8, WORD = BARRIER + 8;
+  static constexpr int GAINS = (WORD + 4 + 15) / 16 * 16;
 };
 
 // The parts of a head: their largest scores and sums, of `count` of N, `pitch` bytes apart.
@@ -171,7 +202,7 @@ struct Parts {
   }
 };
 
-template <int D, int SHARE, int WARPS, int SPLIT, class T>
+template <int D, int SHARE, int WARPS, int SPLIT, bool NORM, class T>
 __device__ __forceinline__ void attend_token(const TokenArgs& args) {
   using Shape = TokenShape<D, SHARE, WARPS, SPLIT>;
   constexpr int TILES = (SHARE + 7) / 8;
@@ -182,6 +213,9 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
   if (SPLIT > 1 && threadIdx.x == 0) barrier_init(base + Shape::BARRIER, 1), barrier_init_done();
   if (!args.settled) grid_wait();
   if (threadIdx.x == 0) store_shared(base + Shape::WORD, load_count(args.count));
+  if constexpr (NORM)
+    for (int i = threadIdx.x; i < D; i += THREADS)
+      store_shared(base + Shape::GAINS + i * 4, ((const u32*)(i < D / 2 ? args.q_norm : args.k_norm))[i % (D / 2)]);
   if constexpr (SPLIT > 1) cluster_start();  // the others' barriers are there
   block_sync();
   const u32 counted = load_shared1(base + Shape::WORD);
@@ -244,9 +278,13 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
   if (counting) arrivals = count_arrival(args.count);  // after this block has read it, while the loads are on their way
   if (step >= 0) {
 #pragma unroll
-    for (int t = 0; t < TILES; t++) row[t].template turn<T>(b[t], cos, sin);
+    for (int t = 0; t < TILES; t++) {
+      if constexpr (NORM) row[t].template normalize<T>(base + Shape::GAINS, args.epsilon);
+      row[t].template turn<T>(b[t], cos, sin);
+    }
     if (first) {  // the new token
       Quad turned[LOADS];
+      if constexpr (NORM) key.template normalize<T>(base + Shape::GAINS + D * 2, args.epsilon);
       key.template turn<T>(turned, cos, sin);
       const int last = position % 16;
 #pragma unroll

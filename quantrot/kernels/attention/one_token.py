@@ -1,4 +1,4 @@
-"""Attention of one new token a sequence with a static KV cache of 16 bits: RoPE, the cache's next place, attention.
+"""Attention of one new token a sequence with a static KV cache of 16 bits: norms, RoPE, the next place, attention.
 
     rope_attend_one   q, k, v as the projections leave them, the cache -> [B, 1, H, D]; the cache has a token more
     runs_on           whether that is one kernel on a device (CUDA C++ for Hopper, one_token.cuh)
@@ -9,6 +9,8 @@ Contract, with B sequences, H query heads, G key heads (G divides H), room for L
         them
     keys, values [B, G, L, D], changed: the new key (turned) and value go to place `length`
     length int64 []: how many tokens are in the cache, the same of every sequence; with `advance` one more afterwards
+    norms gains of each head's queries and of its key, two of [D], or None: they are normed before RoPE, as Qwen3's are
+        (fp8.reference.rms_norm; the sum of squares in another order)
     mask bool [1 or B, 1, 1, L] or None: False where a cached token is not seen; those behind the new one are not seen
         and not read, whatever it says
     settled: nothing that may still run when the kernel which wrote q, k or v starts writes keys, values or length: they
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.attention.reference import LOG2E
+from quantrot.kernels.fp8.reference import rms_norm
 from quantrot.kernels.nvrtc import checked, load_kernel, processors
 from quantrot.kernels.operators import constant, implement
 
@@ -43,7 +46,8 @@ ENTRY = """extern "C" __global__ void {cluster} __launch_bounds__({threads}, {bl
 torch.library.define(
     "quantrot::rope_attend_one",
     "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor? position, Tensor(c!)? length, Tensor? mask, float scale, bool settled) -> Tensor",
+    "Tensor? position, Tensor(c!)? length, Tensor? mask, Tensor? q_norm, Tensor? k_norm, float epsilon, float scale, "
+    "bool settled) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 
@@ -59,21 +63,25 @@ def rope_attend_one(
     length: Tensor,
     *,
     mask: Tensor | None = None,
+    norms: tuple[Tensor, Tensor] | None = None,
+    epsilon: float = 0.0,
     scale: float | None = None,
     advance: bool = True,
     settled: bool = False,
 ) -> Tensor:
-    """[B, 1, H, D] in q's dtype, contiguous; see the top of this file. scale: of the scores, 1 / sqrt(D) if None.
+    """[B, 1, H, D] in q's dtype, contiguous; see the top of this file. epsilon: of the norms; scale: of the scores, 1 /
+    sqrt(D) if None.
 
     advance: length becomes one more. Not to be asked for, under torch.compile, of a length from which operands of this
     or a later call are computed: Inductor (torch 2.13) may compute them again after it has changed. No backward.
     ValueError for shapes and dtypes that do not fit.
     """
-    if reason := unsupported(q, k, v, cos, sin, keys, values, length, mask):
+    if reason := unsupported(q, k, v, cos, sin, keys, values, length, mask, norms):
         raise ValueError(f"rope_attend_one: {reason}")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     counts = (None, length) if advance else (length, None)
-    return torch.ops.quantrot.rope_attend_one(q, k, v, cos, sin, keys, values, *counts, mask, scale, settled)
+    rest = mask, *(norms or (None, None)), float(epsilon), scale, settled
+    return torch.ops.quantrot.rope_attend_one(q, k, v, cos, sin, keys, values, *counts, *rest)
 
 
 @constant
@@ -92,6 +100,7 @@ def unsupported(
     values: Tensor,
     length: Tensor,
     mask: Tensor | None,
+    norms: tuple[Tensor, Tensor] | None = None,
 ) -> str | None:
     """Why these are not operands of rope_attend_one, or None."""
     if any(t.dim() != 4 for t in (q, k, v, keys, values)) or q.dtype not in DTYPES:
@@ -116,6 +125,9 @@ def unsupported(
         return f"mask {mask.dtype} {tuple(mask.shape)}; bool [1 or {batch}, 1, 1, {room}] is needed"
     if mask is not None and mask.device != q.device:
         return f"a mask on {mask.device}, q on {q.device}"
+    for gain in norms or ():
+        if gain.shape != (dim,) or gain.dtype != q.dtype or gain.device != q.device:
+            return f"norms {gain.dtype} {tuple(gain.shape)} on {gain.device}; {q.dtype} [{dim}] on {q.device} is needed"
     return None
 
 
@@ -130,10 +142,12 @@ def rotate_half(x: Tensor) -> Tensor:
 
 def rope_attend_one_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor,
-    advance: bool, mask: Tensor | None, scale: float,
+    advance: bool, mask: Tensor | None, norms: tuple[Tensor, Tensor] | None, epsilon: float, scale: float,
 ) -> Tensor:  # fmt: skip
     """The definition. Any device; softmax and sums in float32 throughout."""
     (batch, _, heads, dim), (groups, room) = q.shape, keys.shape[1:3]
+    if norms is not None:
+        q, k = (rms_norm(t, gain, epsilon) for t, gain in zip((q, k), norms, strict=True))
     query, key = (t * cos[:, :, None] + rotate_half(t) * sin[:, :, None] for t in (q, k))
     at = torch.arange(room, device=q.device)
     here = (at == length).view(room, 1)
@@ -166,22 +180,25 @@ class Plan:
     def threads(self) -> int:
         return 32 * self.warps
 
-    def shared_bytes(self, dim: int, share: int) -> int:
+    def shared_bytes(self, dim: int, share: int, norms: bool = False) -> int:
         """As TokenShape of one_token.cuh has it."""
         own = -(-share * dim // 2 // self.split)
-        return self.warps * share * ((dim + 8) * 4 + 8) + self.split * (own + share) * 8 + 16
+        sums = self.warps * share * ((dim + 8) * 4 + 8) + self.split * (own + share) * 8 + 16
+        return -(-sums // 16) * 16 + norms * 4 * dim
 
 
 class Arguments(ctypes.Structure):
     """TokenArgs of one_token.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "keys", "values", "count", "mask", "out")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "keys", "values", "count", "mask")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "out")),
         *((f"{name}_{i}", ctypes.c_longlong) for name in "qkv" for i in ("batch", "head")),
         *((name, ctypes.c_longlong) for name in ("cos_batch", "sin_batch", "keys_batch", "keys_head")),
         *((name, ctypes.c_longlong) for name in ("values_batch", "values_head", "mask_batch")),
         *((name, ctypes.c_int) for name in ("heads", "groups", "room", "advance", "settled")),
         ("scale", ctypes.c_float),
+        ("epsilon", ctypes.c_float),
     ]
 
 
@@ -211,18 +228,18 @@ def device_functions() -> str:
     return nvrtc.sources("hopper", "products", "attention/one_token")
 
 
-def entry(plan: Plan, dim: int, share: int, dtype: torch.dtype) -> str:
+def entry(plan: Plan, dim: int, share: int, dtype: torch.dtype, norms: bool = False) -> str:
     """The source of one kernel, after device_functions."""
-    call = f"{dim}, {share}, {plan.warps}, {plan.split}, quantrot::{DTYPES[dtype]}"
+    call = f"{dim}, {share}, {plan.warps}, {plan.split}, {str(norms).lower()}, quantrot::{DTYPES[dtype]}"
     cluster = f"__cluster_dims__({plan.split}, 1, 1)" if plan.split > 1 else ""
     return ENTRY.format(cluster=cluster, threads=plan.threads, blocks=plan.blocks, call=call)
 
 
 @lru_cache(maxsize=256)
-def _kernel(plan: Plan, dim: int, share: int, dtype: torch.dtype, device: int) -> int:
+def _kernel(plan: Plan, dim: int, share: int, dtype: torch.dtype, norms: bool, device: int) -> int:
     """The function, ready to launch on this device."""
-    source = device_functions() + entry(plan, dim, share, dtype)
-    kernel = load_kernel(source, "attend_token", plan.shared_bytes(dim, share), device)
+    source = device_functions() + entry(plan, dim, share, dtype, norms)
+    kernel = load_kernel(source, "attend_token", plan.shared_bytes(dim, share, norms), device)
     if plan.split > PORTABLE_CLUSTER:
         from cuda.bindings import driver
 
@@ -233,14 +250,13 @@ def _kernel(plan: Plan, dim: int, share: int, dtype: torch.dtype, device: int) -
 
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor,
-    advance: bool, mask: Tensor | None, scale: float, settled: bool, out: Tensor,
+    advance: bool, mask: Tensor | None, norms: tuple[Tensor, Tensor] | None, epsilon: float, scale: float,
+    settled: bool, out: Tensor,
 ) -> Arguments:  # fmt: skip
     """The kernel's parameter."""
-    every = (q, k, v, cos, sin, keys, values, length)
+    every = (q, k, v, cos, sin, keys, values, length, mask, *(norms or (None, None)), out)
     return Arguments(
-        *(t.data_ptr() for t in every),
-        mask.data_ptr() if mask is not None else None,
-        out.data_ptr(),
+        *(None if t is None else t.data_ptr() for t in every),
         *(stride for t in (q, k, v) for stride in (t.stride(0), t.stride(2))),
         *(t.stride(0) if t.shape[0] > 1 else 0 for t in (cos, sin)),
         *keys.stride()[:2],
@@ -252,6 +268,7 @@ def arguments(
         int(advance),
         int(settled),
         scale * LOG2E,
+        epsilon,
     )
 
 
@@ -264,19 +281,23 @@ def _aligned(t: Tensor) -> Tensor:
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor,
-    advance: bool, mask: Tensor | None, scale: float, settled: bool, plan: Plan | None = None,
+    advance: bool, mask: Tensor | None, norms: tuple[Tensor, Tensor] | None, epsilon: float, scale: float,
+    settled: bool, plan: Plan | None = None,
 ) -> Tensor:  # fmt: skip
     """rope_attend_one's kernel. plan: instead of the rule's (to measure)."""
     (batch, _, heads, dim), (groups, room), device = q.shape, keys.shape[1:3], q.get_device()
     if any(t.stride()[2:] != (dim, 1) or _aligned(t) is not t for t in (keys, values)):
         raise ValueError("rope_attend_one: keys or values whose tokens are not adjacent, or not at 16 bytes")
     q, k, v, cos, sin = (_aligned(t) for t in (q, k, v, cos, sin))
+    norms = None if norms is None else (_aligned(norms[0]), _aligned(norms[1]))
     mask = mask if mask is None or mask.stride(3) == 1 else mask.contiguous()
     out = torch.empty(batch, 1, heads, dim, dtype=q.dtype, device=q.device)
     share = heads // groups
     plan = plan or plan_for(dim, share, batch * groups, room, processors(device))
-    values_ = _Parameters(arguments(q, k, v, cos, sin, keys, values, length, advance, mask, scale, settled, out))
-    function, shared = _kernel(plan, dim, share, q.dtype, device), plan.shared_bytes(dim, share)
+    rest = advance, mask, norms, epsilon, scale, settled, out
+    values_ = _Parameters(arguments(q, k, v, cos, sin, keys, values, length, *rest))
+    normed = norms is not None
+    function, shared = _kernel(plan, dim, share, q.dtype, normed, device), plan.shared_bytes(dim, share, normed)
     nvrtc.launch(function, (plan.split, batch * groups), plan.threads, shared, values_, device, overlap=True)
     return out
 
@@ -284,18 +305,18 @@ def launch(
 @implement("quantrot::rope_attend_one")
 def _rope_attend_one(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor | None,
-    length: Tensor | None, mask: Tensor | None, scale: float, settled: bool,
+    length: Tensor | None, mask: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, epsilon: float,
+    scale: float, settled: bool,
 ) -> Tensor:  # fmt: skip
     advance, length = length is not None, position if length is None else length
+    norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
     assert length is not None
+    given = q, k, v, cos, sin, keys, values, length, advance, mask, norms, epsilon, scale
     if q.is_cuda and runs_on(q.device) and q.numel():
-        return launch(q, k, v, cos, sin, keys, values, length, advance, mask, scale, settled)
-    return rope_attend_one_reference(q, k, v, cos, sin, keys, values, length, advance, mask, scale)
+        return launch(*given, settled)
+    return rope_attend_one_reference(*given)
 
 
 @torch.library.register_fake("quantrot::rope_attend_one")
-def _rope_attend_one_fake(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor | None,
-    length: Tensor | None, mask: Tensor | None, scale: float, settled: bool,
-) -> Tensor:  # fmt: skip
+def _rope_attend_one_fake(q: Tensor, *given: object) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)

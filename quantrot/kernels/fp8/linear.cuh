@@ -18,12 +18,6 @@ struct Tokens {
   float epsilon;
 };
 
-#ifdef QUANTROT_EMULATED
-inline float inverse_root(float a) { return 1 / std::sqrt(a); }
-#else
-__device__ __forceinline__ float inverse_root(float a) { return rsqrtf(a); }
-#endif
-
 // The sum over 16 lanes, in the same order in each.
 __device__ __forceinline__ float sum_of_half(float a) {
 #pragma unroll

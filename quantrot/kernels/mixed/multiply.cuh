@@ -69,7 +69,6 @@ inline u32 add_pair(u32 a, u32 b) {
   return T::pack(T::value(a) + T::value(b), T::value(a >> 16) + T::value(b >> 16));
 }
 inline float quotient(float a, float b) { return a / b; }
-inline float inverse_root(float a) { return 1 / std::sqrt(a); }
 #else
 #define QR_PAIR(OPERATION)                                                                                          \
   u32 r;                                                                                                            \
@@ -96,7 +95,6 @@ __device__ __forceinline__ float quotient(float a, float b) {  // to 2 ulp, with
   asm("div.full.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b));
   return q;
 }
-__device__ __forceinline__ float inverse_root(float a) { return rsqrtf(a); }
 #endif
 
 __device__ __forceinline__ int parts_of(int size, int part) { return (size + part - 1) / part; }

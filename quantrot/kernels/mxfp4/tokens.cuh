@@ -18,7 +18,6 @@ __device__ __forceinline__ Words load_fresh_words(const void* p) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ float inverse_root(float a) { return rsqrtf(a); }
 __device__ __forceinline__ void store_shared_words(u32 to, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

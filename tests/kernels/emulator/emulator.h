@@ -747,6 +747,7 @@ inline u32 to_e4m3(float a, float b, float c, float d) {
   return r;
 }
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float inverse_root(float a) { return 1 / std::sqrt(a); }
 inline float round_up(float x) { return std::ceil(x); }
 
 struct Fp16 {

@@ -8,7 +8,6 @@ inline Words load_fresh_words(const void* p) {
   memcpy(&v, p, 16);
   return v;
 }
-inline float inverse_root(float a) { return 1 / std::sqrt(a); }
 inline void store_shared_words(u32 to, const Words& v) {
   if (to % 16) emulator::fail("a store of 16 bytes that is not aligned");
   emulator::ordinary_write(to, &v, 16);
