@@ -155,6 +155,8 @@ def read_header(file: Path) -> list[TensorInfo]:
     with file.open("rb") as handle:
         first = handle.read(8)
         length = int.from_bytes(first, "little")
+        if first == b"version ":
+            raise ValueError(f"{file}: a Git LFS pointer, not the file itself; run git lfs pull, or download it again")
         if len(first) < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
             raise ValueError(
                 f"{file}: not a safetensors file, or truncated: header of {length} bytes in a file of {size}"

@@ -77,7 +77,7 @@ def convert(
     system passes through, and what was done stays resumable.
     """
     started = time.monotonic()
-    target = Path(os.path.realpath(Path(out).expanduser()))  # where a link points: a rename would replace the link
+    target = Path(os.path.realpath(os.path.expanduser(out)))  # where a link points: a rename would replace the link
     plan = make_plan(model, recipe, device, max_shard_size, calibration)
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}; a positive integer is needed")
@@ -89,8 +89,9 @@ def convert(
             _lock(journal, partial)
             if not (partial / MANIFEST).exists():
                 _write_rest(plan, partial, _run(plan, partial, journal, workers, progress))
-            _finish(partial, target)
-    _remove(_replaced(target))
+            _finish(partial, target, overwrite)
+    if resume or overwrite:
+        _remove(_replaced(target))
     return Conversion(target, plan, read_json(target / MANIFEST), time.monotonic() - started, peak_bytes())
 
 
@@ -114,10 +115,12 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
             raise ValueError(f"{kept} was not written by quantrot and would be replaced; move it, or change output")
     if resume and not partial.exists() and _is_done(target, plan):
         return None
-    if target.exists() and not overwrite:
-        raise ValueError(f"output {target} exists; choose another, or give overwrite to replace it when done")
-    if target.exists() and any(target.iterdir() if target.is_dir() else [target]) and not (target / MANIFEST).is_file():
-        raise ValueError(f"output {target} was not written by quantrot and is not replaced; choose another directory")
+    _check_free(target, overwrite)
+    if _replaced(target).exists() and not (resume or overwrite):
+        raise ValueError(
+            f"{_replaced(target)} is an older output, set aside by a conversion that did not end; resume ends that "
+            "one, overwrite starts again and deletes it; or move it"
+        )
     if partial.exists() and not resume:
         if not overwrite:
             raise ValueError(f"{partial} is left from an unfinished conversion; resume goes on, overwrite starts again")
@@ -138,6 +141,14 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
     return partial
 
 
+def _check_free(target: Path, overwrite: bool) -> None:
+    """Nothing is where the output will be, or a conversion that may be overwritten."""
+    if target.exists() and not overwrite:
+        raise ValueError(f"output {target} exists; choose another, or give overwrite to replace it when done")
+    if target.exists() and any(target.iterdir() if target.is_dir() else [target]) and not (target / MANIFEST).is_file():
+        raise ValueError(f"output {target} was not written by quantrot and is not replaced; choose another directory")
+
+
 def _is_done(directory: Path, plan: Plan) -> bool:
     """Whether a directory holds all that the plan makes of the source as it is now. Reads both: a source that was
     trained on in place has the headers that it had, of which a fingerprint is."""
@@ -146,6 +157,11 @@ def _is_done(directory: Path, plan: Plan) -> bool:
         if data["conversion"] != plan.fingerprint():
             return False
         check_files(directory, data)
+        files, copies = data["files"], _copies(plan)
+        if set(files) != set(_names(plan)):
+            return False
+        if any(files[name]["sha256"] != sha256_range(path) for name, path in copies.items()):
+            return False
         tensors = plan.checkpoint.tensors
         return all(sha256_of(tensors[name]) == sha256 for name, sha256 in data["source"]["tensors"].items())
     except (ValueError, LookupError, TypeError, AttributeError, OSError):
@@ -182,8 +198,9 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _finish(partial: Path, target: Path) -> None:
+def _finish(partial: Path, target: Path, overwrite: bool) -> None:
     """Give the complete directory its name; an older output steps aside only now. Safe to repeat after a kill."""
+    _check_free(target, overwrite)  # somebody may have put something there meanwhile
     (partial / JOURNAL).unlink(missing_ok=True)
     _sync(partial)
     if target.exists():
@@ -374,8 +391,7 @@ def sqnr_db(signal: float, error: float) -> float | None:
 
 def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> None:
     """Config, tokenizer, model card and, last, the manifest: its presence says that all else is there."""
-    copies = {str(path.relative_to(plan.source.path)): path for path in plan.copied}
-    for name, path in copies.items():
+    for name, path in _copies(plan).items():
         (partial / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, partial / name)
     (partial / "config.json").write_bytes((json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode())
@@ -386,9 +402,7 @@ def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> Non
     manifest = _manifest(plan, records)
     # a path's bytes that are no character to this locale are written as they are
     (partial / "README.md").write_text(model_card(plan, manifest), encoding="utf-8", errors="surrogateescape")
-    names = [*copies, "config.json", *(shard.name for shard in plan.shards)]  # not the card, which people edit
-    names += [INDEX] if len(plan.shards) > 1 else []
-    names += [COPY] if plan.learned is not None else []
+    names = _names(plan)
     for name in (*names, "README.md"):
         _sync(partial / name)  # the manifest must not reach the disk before what it lists
     manifest["files"] = {
@@ -399,6 +413,18 @@ def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> Non
     temporary.write_bytes(dump(manifest))
     _sync(temporary)
     temporary.replace(partial / MANIFEST)
+
+
+def _copies(plan: Plan) -> dict[str, Path]:
+    """What is copied byte for byte: its name in the output -> the source's file."""
+    return {str(path.relative_to(plan.source.path)): path for path in plan.copied}
+
+
+def _names(plan: Plan) -> list[str]:
+    """The files of an output that its manifest lists: not the card, which people edit."""
+    names = [*_copies(plan), "config.json", *(shard.name for shard in plan.shards)]
+    names += [INDEX] if len(plan.shards) > 1 else []
+    return names + ([COPY] if plan.learned is not None else [])
 
 
 def _manifest(plan: Plan, records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -180,17 +180,17 @@ def _precision(fmt: LinearFormat) -> str:
     kind, block = fmt.activations.kind, fmt.activations.block
     if fmt.weights.kind == "int8":
         return "W8A16"
-    if fmt.weights.kind == "mxfp4":
-        if kind == "fp8":
-            return "W4A8"
-        if kind == "mxfp4":
-            return "W4A4 on Blackwell, W4A16 elsewhere"
+    if fmt.weights.kind == "mxfp4" and kind == "mxfp4":
+        return "W4A4 on Blackwell, W4A16 elsewhere"
+    if fmt.weights.kind == "mxfp4" and kind != "fp8":
         return "W4A16, on Blackwell with --linear-backend marlin (W4A4 without it)"
     if kind == "none":
         return "W8A16"
-    theirs = (1, 0) if fmt.weights.block == (1, 0) else (1, formats.STORED_BLOCK)
-    other = ", activations " + ("a token" if theirs == (1, 0) else "in 1x128 blocks") + ", not the recipe's blocks"
-    return "W8A8 on FP8 tensor cores (Ada, Hopper, Blackwell)" + ("" if block == theirs else other)
+    by_token = (block if fmt.weights.kind == "mxfp4" else fmt.weights.block) == (1, 0)
+    theirs = (1, 0) if by_token else (1, formats.STORED_BLOCK)
+    other = ", activations " + ("a token" if by_token else "in 1x128 blocks") + ", not the recipe's blocks"
+    precision = "W4A8" if fmt.weights.kind == "mxfp4" else "W8A8 on FP8 tensor cores (Ada, Hopper, Blackwell)"
+    return precision + ("" if block == theirs else other)
 
 
 def _rounded_again(fmt: LinearFormat) -> bool:

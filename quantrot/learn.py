@@ -85,12 +85,12 @@ def learn(
     only to choose the best matrices with; the others are run one a step, in the seed's order. rate: how far an entry of
     A may go in the first step, in radians; it falls to 0 along a cosine. ValueError for what a user can mend.
     """
-    target = Path(out).expanduser()
+    target = Path(os.path.expanduser(out))
     _check_options(target, steps, held_out, rate, seed)
     plan = make_plan(model, load_recipe(recipe).nearest())
     _check_plan(plan)
     network, tokenizer = open_model(model, known_device(device), "float32")
-    ids = cut(tokenizer, text, seq_len, windows, plan.llama.max_positions).to(network.device)
+    ids = cut(tokenizer, text, seq_len, windows, plan.llama.max_positions, plan.llama.vocab_size).to(network.device)
     if len(ids) <= held_out:
         remedy = "a longer text" if windows is None or len(ids) < windows else "more windows"
         raise ValueError(

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from quantrot import engines
 from quantrot.checkpoint import DTYPES, open_checkpoint, read_json
 from quantrot.device import known_device
-from quantrot.llama import EMBEDDING
+from quantrot.llama import EMBEDDING, HEAD
 from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest
 from quantrot.modules import (
     LINEARS,
@@ -37,6 +37,7 @@ from quantrot.modules.masks import leave_masks_out
 from quantrot.source import open_source
 from quantrot.tokenizer import open_tokenizer
 
+NOT_DESCRIBED = ("quantization_config", "attn_implementation", "_attn_implementation")  # what this loader decides
 DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
 
 
@@ -52,9 +53,10 @@ def load(
     """Load what `quantrot.convert` wrote as a causal language model of transformers, in eval mode.
 
     path: a directory, or a hub id (owner/name@revision). device_map: "auto", a device such as "cpu", "cuda:1" or 1,
-    accelerate's dict, or None for the CPU. dtype: of what is not quantized ("auto": as on disk). check_hashes=False
-    skips reading all files once more. offload_folder: where modules that the map sends to "disk" are kept. merge: let
-    `merge_projections` make fewer products of a layer's; a projection with hooks runs apart all the same.
+    accelerate's dict, or None for the CPU. dtype: of what is not quantized ("auto": config.json's, else the
+    embedding's). check_hashes=False skips reading all files once more. offload_folder: where modules that the map sends
+    to "disk" are kept. merge: let `merge_projections` make fewer products of a layer's; a projection with hooks runs
+    apart all the same.
     ValueError for a directory that is incomplete, altered or newer than this version.
     """
     root = open_source(path).path
@@ -135,12 +137,17 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any:
     """The model on the meta device, with the manifest's modules in place. Buffers (RoPE) are real."""
-    config_dict = {k: v for k, v in read_json(root / "config.json").items() if k != "quantization_config"}
-    config = AutoConfig.for_model(**config_dict)
-    config._name_or_path = str(root)
-    dtype: Any = wanted or config.dtype or DTYPES[open_checkpoint(root).tensors[f"{EMBEDDING}.weight"].dtype]
+    described = {key: value for key, value in read_json(root / "config.json").items() if key not in NOT_DESCRIBED}
+    try:
+        config = AutoConfig.for_model(**described)
+        config._name_or_path = str(root)
+        dtype: Any = wanted or config.dtype or DTYPES[open_checkpoint(root).tensors[f"{EMBEDDING}.weight"].dtype]
+        with init_empty_weights(include_buffers=False):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # of many classes, some its own
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{root / 'config.json'}: transformers cannot build the model: {what:.300}") from None
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         native = engines.is_native(manifest.linears, bool(manifest.online) or manifest.attention is not None)
         modules = dict(model.named_modules())
         for fqn, fmt in manifest.linears.items():
@@ -174,6 +181,7 @@ def _place(model: Any, device_map: str | int | torch.device | dict[str, Any] | N
         placed = {name: str(d) if isinstance(d, torch.device) else d for name, d in device_map.items()}
         for device in {*placed.values()} - {"disk"}:
             known_device(f"cuda:{device}" if isinstance(device, int) else str(device))
+        _check_map(model, placed)
         if set(placed.values()) == {"disk"}:
             raise ValueError("device_map sends the whole model to disk; keep a part of it on a device, or give 'cpu'")
         return placed
@@ -189,6 +197,21 @@ def _place(model: Any, device_map: str | int | torch.device | dict[str, Any] | N
     whole = model._no_split_modules
     memory = get_balanced_memory(model, no_split_module_classes=whole) if device_map != "sequential" else None
     return infer_auto_device_map(model, max_memory=memory, no_split_module_classes=whole)
+
+
+def _check_map(model: Any, placed: dict[str, Any]) -> None:
+    """Every parameter has a place, and an embedding that is the head, too, one that both can read."""
+    places = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        found = [device for prefix, device in placed.items() if not prefix or f"{name}.".startswith(f"{prefix}.")]
+        if not found:
+            raise ValueError(f"device_map has no place for {name}; name its module, or one that holds it ('' is all)")
+        places[name] = found[0]
+    embedding, head = (places.get(f"{name}.weight") for name in (EMBEDDING, HEAD))
+    if model.config.tie_word_embeddings and embedding == "disk" != head:
+        raise ValueError(
+            f"device_map sends {EMBEDDING} to disk and {HEAD}, which is the same tensor, to {head}; give them one place"
+        )
 
 
 def _offloaded(name: str, placed: dict[str, Any]) -> bool:
@@ -224,7 +247,8 @@ def _decode_where_memory_allows(model: nn.Module) -> None:
     quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear) and not m.runs_packed(device)]
     if not quantized:
         return
-    dtype = next(p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16, torch.float32))
+    wide = (p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16, torch.float32))
+    dtype = next(wide, torch.float32)
     needed = sum(m.in_features * m.out_features for m in quantized) * dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed <= DECODE_FRACTION * free:

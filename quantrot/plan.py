@@ -40,7 +40,7 @@ from quantrot.formats import LinearFormat
 from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
 from quantrot.recipe import ONLINE, ROTATIONS, Recipe, RecipeLike, Rule, load_recipe
 from quantrot.rotation import Rotation, by_gain, checksum, of_heads, rotation_from_spec
-from quantrot.source import COPIED, LICENCES, Source, open_source
+from quantrot.source import Source, copied_files, open_source
 from quantrot.version import __version__
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements: 1 MB in float32 stays in cache; smaller ones wait for Python
@@ -49,7 +49,6 @@ LOOK_AHEAD = 96  # chunks in flight besides one a thread: what one thread does w
 BUDGET = 384 << 20  # bytes that chunks in flight may take together; a larger chunk goes alone
 OVERHEAD = 64 << 20  # thread pools, GEMM packing buffers, allocator slack
 MODEL_CODE = 124_000_000  # bytes that a process grows by when hessians.py imports transformers' models
-TEMPLATES = "additional_chat_templates"  # where transformers puts a tokenizer's other templates
 LARGEST_HEAD = 256  # of attention: fp8
 
 
@@ -185,7 +184,9 @@ def plan(
     file = _learned(recipe, errors)
     rotations = _rotations(recipe, arch, file, errors)
     if recipe.rotations.R1.channels == "by-gain" and "R1" in rotations and not errors:
-        rotations["R1"] = by_gain(rotations["R1"], _gains(checkpoint, arch))
+        r1 = rotations["R1"] = by_gain(rotations["R1"], _gains(checkpoint, arch))
+        if r1.turned < r1.width:
+            notes.append(f"R1 in {r1.extent}: in the other blocks, norms' gains are not alike (channels: by-gain)")
     linears = _assign(recipe, arch, rotations, errors, notes)
     calibration, windows = _calibrated(recipe, linears, calibration, source.path, arch, errors, notes)
     if errors:
@@ -214,7 +215,7 @@ def plan(
         steps=tuple(steps),
         shards=tuple(shards),
         config=_config(checkpoint.config, untied, linears, online, rotations.get("R3")),
-        copied=tuple(_copied(source.path)),
+        copied=copied_files(source.path),
         notes=tuple(notes),
         learned=file,
         calibration=calibration,
@@ -587,9 +588,3 @@ def _config(
     if fragment is not None:
         config["quantization_config"] = fragment
     return config
-
-
-def _copied(root: Path) -> list[Path]:
-    """Tokenizer, chat template, generation config and licence files: copied byte for byte."""
-    names = [p for p in root.iterdir() if p.name.startswith(COPIED) or p.name.upper().startswith(LICENCES)]
-    return sorted(path for path in [*names, *(root / TEMPLATES).glob("*.jinja")] if path.is_file())

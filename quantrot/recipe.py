@@ -5,6 +5,7 @@ the file, the line, what is allowed and, where one is close, the word that was p
 """
 
 import difflib
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args
@@ -217,7 +218,7 @@ class Recipe(Strict):
     @property
     def rotations_file(self) -> Path:
         """The file of learned rotations: a relative path starts where the recipe's file is."""
-        return Path(self._file).parent / Path(self.rotations.path).expanduser()
+        return Path(self._file).parent / os.path.expanduser(self.rotations.path)
 
     @property
     def calibrated(self) -> bool:
@@ -284,7 +285,7 @@ def load_recipe(recipe: RecipeLike, file: str = "recipe") -> Recipe:
     if text in shipped_recipes():
         path = SHIPPED / f"{text}.yaml"
     else:
-        path = Path(text).expanduser()
+        path = Path(os.path.expanduser(text))
         if not path.is_file():
             raise ValueError(
                 f"recipe {text!r} is neither a file nor a shipped recipe"

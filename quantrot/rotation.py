@@ -52,8 +52,9 @@ class Rotation:
 
     @property
     def extent(self) -> str:
-        """How much of the side a block is, in words."""
-        return "full width" if self.block == self.width else f"blocks of {self.block}"
+        """How much of the side a block is, and how much is turned if not all, in words."""
+        block = "full width" if self.block == self.width else f"blocks of {self.block}"
+        return block if self.turned in (-1, self.width) else f"{block}, {self.turned} of {self.width} channels turned"
 
 
 def rotation_from_spec(name: str, spec: RotationSpec, width: int) -> Rotation | None:

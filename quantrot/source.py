@@ -16,6 +16,7 @@ COPIED = (  # beginnings of the names of what a conversion copies
     "chat_template",
     "generation_config",
 )
+TEMPLATES = "additional_chat_templates"  # where transformers puts a tokenizer's other templates
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")  # in capitals or not
 FETCHED = ["*.safetensors", "*.json", "*.jinja", "README.md", "quantrot.rotations"]
 FETCHED += [f"{name}*" for name in (*COPIED, *LICENCES, *map(str.lower, LICENCES))]
@@ -51,14 +52,25 @@ def open_source(model: str | Path) -> Source:
         from quantrot.demo import demo_model
 
         return Source("demo", "", demo_model())
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if text and path.is_dir():
-        return Source(str(model), "", path)
+        return Source(os.path.abspath(path), "", path)  # a relative one is none for who reads the manifest elsewhere
     if text and path.exists():
         raise ValueError(f"model {text!r} is a file; give the directory that holds config.json and the weights")
     if not HUB_ID.fullmatch(text):
         raise ValueError(f"model {text!r} is no directory; give one, a hub id such as meta-llama/Llama-3.2-1B, or demo")
     return _from_hub(text)
+
+
+def copied_files(root: Path) -> tuple[Path, ...]:
+    """Tokenizer, chat template, generation config and licence files: copied byte for byte. ValueError for a link to
+    nothing, as a cache that was cleared has them."""
+    names = [p for p in root.iterdir() if p.name.startswith(COPIED) or p.name.upper().startswith(LICENCES)]
+    names += (root / TEMPLATES).glob("*.jinja")
+    for path in names:
+        if not path.exists():
+            raise ValueError(f"{path}: links to {os.readlink(path)}, which is not there; download it again")
+    return tuple(sorted(path for path in names if path.is_file()))
 
 
 def _from_hub(text: str) -> Source:

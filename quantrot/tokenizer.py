@@ -21,25 +21,36 @@ def open_tokenizer(path: Path) -> Any:
 
 
 def windows(
-    tokenizer: Any, text: str, seq_len: int, limit: int | None = None, max_positions: int | None = None
+    tokenizer: Any,
+    text: str,
+    seq_len: int,
+    limit: int | None = None,
+    max_positions: int | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """The tokens of `text` as non-overlapping windows, int64 [n, seq_len]; the incomplete last one is dropped.
 
     Tokens are the whole text's, with the tokenizer's own special tokens (GPTQ's protocol: at most one BOS, in the first
-    window). `limit` keeps at most that many windows; `max_positions` is the longest sequence the model takes.
-    Raises ValueError where the text has fewer than `seq_len` tokens, or a number is out of range.
+    window). `limit` keeps at most that many windows; `max_positions` is the longest sequence the model takes and
+    `vocab_size` how many tokens it knows. Raises ValueError where the text has fewer than `seq_len` tokens, or a number
+    is out of range.
     """
     if seq_len < 2:
         raise ValueError(f"seq_len is {seq_len}; a window needs at least 2 tokens, one to read and one to predict")
     if max_positions is not None and seq_len > max_positions:
         raise ValueError(f"seq_len is {seq_len}; the model takes at most {max_positions}, give that or less")
     if limit is not None and limit < 1:
-        raise ValueError(f"windows is {limit}; give at least 1, or leave it out for all")
+        raise ValueError(f"windows is {limit}; give at least 1")
     ids = torch.tensor(_ids(tokenizer, text, None if limit is None else limit * seq_len), dtype=torch.int64)
     count = len(ids) // seq_len
     if count == 0:
         raise ValueError(f"text: {len(ids)} tokens, one window needs {seq_len}; give a longer text or less seq_len")
-    return ids[: count * seq_len].view(count, seq_len)[:limit]
+    found = ids[: count * seq_len].view(count, seq_len)[:limit]
+    if vocab_size is not None and found.max() >= vocab_size:
+        raise ValueError(
+            f"{tokenizer.name_or_path}: its tokenizer gives token {found.max()}; config.json has {vocab_size} of them"
+        )
+    return found
 
 
 def _ids(tokenizer: Any, text: str, wanted: int | None) -> list[int]:

@@ -2,6 +2,7 @@
 many there are (a multi-threaded GEMM may sum in another order).
 """
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -70,7 +71,7 @@ def transform(plan: Plan, step: Step, start: int, feedback: Feedback | None = No
     w = turned_rows(plan, step, rows, start)
     if step.format is None:
         return Chunk([w.cpu()], source)
-    return _quantize(step.format.weights, w, source, CHUNK[device_type(plan.device)], feedback)
+    return _quantize(step, info, w, source, CHUNK[device_type(plan.device)], feedback)
 
 
 def _is_finite(values: Tensor) -> bool:
@@ -103,10 +104,12 @@ def _overflow(info: TensorInfo, dtype: torch.dtype) -> ValueError:
 
 
 def _quantize(
-    weights: formats.WeightFormat, w: Tensor, source: memoryview, elements: int, feedback: Feedback | None
+    step: Step, info: TensorInfo, w: Tensor, source: memoryview, elements: int, feedback: Feedback | None
 ) -> Chunk:
     """Quantize rows piece by piece, each small enough for the cache, and add up what it costs. (GPTQ rounds a column of
     all at a time.)"""
+    assert step.format is not None
+    weights = step.format.weights
     unit = weights.block[0] or 1
     size = unit * max(1, elements // (unit * w.shape[1])) if feedback is None else len(w)
     pieces, signal, error = [], 0.0, 0.0
@@ -119,5 +122,8 @@ def _quantize(
         noise = rounded.sub_(piece).flatten()
         signal += torch.dot(piece.flatten(), piece.flatten()).item()
         error += torch.dot(noise, noise).item()
+        if not math.isfinite(error) and not _is_finite(noise):
+            what = f"{info.file.name}: {info.name} holds values that {weights.kind} rounds to infinity or NaN"
+            raise ValueError(f"{what}; repair the checkpoint, or skip this linear")
         pieces.append([tensor.cpu() for tensor in stored])
     return Chunk([torch.cat(parts) for parts in zip(*pieces, strict=True)], source, signal, error)

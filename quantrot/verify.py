@@ -6,6 +6,7 @@ source model without any rotation, so that a rotation which cost more than it ga
 """
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ def verify(
     for name, value in (("max_kl", max_kl), ("min_top1", min_top1)):
         if value is not None and not 0 <= value <= (1 if name == "min_top1" else math.inf):
             raise ValueError(f"{name} is {value}; a number from 0 {'to 1' if name == 'min_top1' else 'up'} is needed")
-    root = Path(path).expanduser()
+    root = Path(os.path.expanduser(path))
     manifest = read_manifest(root)
     source = str(against) if against is not None else _source_name(manifest.data)
     try:
@@ -96,7 +97,8 @@ def verify(
     _check_same(manifest.data, plan, source)
     model = load(root, device_map=known_device(device), dtype=torch.float32, merge=False)  # each linear is looked at
     baseline, tokenizer = open_model(source, device, "float32")
-    ids = windows(tokenizer, python_topics() if text is None else text, min(seq_len, plan.llama.max_positions), count)
+    arch, text = plan.llama, python_topics() if text is None else text
+    ids = windows(tokenizer, text, min(seq_len, arch.max_positions), count, vocab_size=arch.vocab_size)
     report = progress or (lambda what, done, total: None)
     found = divergence(model, baseline, ids, lambda done, total: report("logits", done, total))
     layers = _layers(plan, model, baseline, ids[:1], report)

@@ -89,6 +89,8 @@ BROKEN = [
     ("index-names-a-pickle", both(only_pickles, index_bytes(b'{"weight_map": {"a": "pytorch_model.bin"}}')), r"pytorch_model\.bin: not a safetensors file"),
     # the bytes of a safetensors file
     ("file-empty", weights_bytes(lambda raw: b""), r"model\.safetensors: not a safetensors file, or truncated: header of 0 bytes in a file of 0$"),
+    ("file-a-git-lfs-pointer", weights_bytes(lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"), r"model\.safetensors: a Git LFS pointer, not the file itself; run git lfs pull, or download it again$"),
+    ("tokenizer-a-link-to-nothing", lambda root: [(root / "tokenizer.json").unlink(), (root / "tokenizer.json").symlink_to("/nowhere/blob")], r"model/tokenizer\.json: links to /nowhere/blob, which is not there; download it again$"),
     ("file-of-seven-bytes", weights_bytes(lambda raw: raw[:7]), r"model\.safetensors: not a safetensors file, or truncated"),
     ("file-cut-in-the-header", weights_bytes(lambda raw: raw[:100]), r"not a safetensors file, or truncated: header of \d+ bytes in a file of 100$"),
     ("file-cut-in-the-data", weights_bytes(lambda raw: raw[:-1]), r"truncated or padded: the header describes \d+ bytes, the file has \d+$"),

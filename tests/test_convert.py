@@ -234,6 +234,22 @@ def test_a_finished_conversion_is_not_one_of_other_weights_or_bytes(tiny, tmp_pa
     assert tree(out) == tree(tmp_path / "fresh")
 
 
+@pytest.mark.parametrize("change", ["another", "gone", "new"])
+def test_a_finished_conversion_is_not_one_of_other_files_beside_the_weights(tiny, tmp_path, change):
+    source, out = tiny(tmp_path / "model"), tmp_path / "out"
+    (source / "generation_config.json").write_text("{}")
+    convert(source, "fp8-dynamic", out)
+    convert(source, "fp8-dynamic", out, resume=True)
+    if change == "another":
+        (source / "generation_config.json").write_text('{"top_k": 1}')
+    elif change == "gone":
+        (source / "generation_config.json").unlink()
+    else:
+        (source / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(ValueError, match="exists; choose another, or give overwrite"):
+        convert(source, "fp8-dynamic", out, resume=True)
+
+
 def test_a_single_file_is_read_though_an_index_was_left_beside_it(tiny, tmp_path):
     source = tiny(tmp_path / "model", max_shard_size="50KB")
     model = AutoModelForCausalLM.from_pretrained(source)

@@ -219,7 +219,8 @@ VERDICTS = [
     (rule(INT8), "W8A16$", "W8A16; INT8 in shapes that are multiples of 64 x 128$"),
     (rule({"format": "mxfp4"}), "W4A16.*marlin", ""),
     (rule({"format": "mxfp4"}, {"format": "mxfp4"}), "W4A4 on Blackwell, W4A16", ""),
-    (rule({"format": "mxfp4"}, TOKEN), "W4A8", ""),
+    (rule({"format": "mxfp4"}, TOKEN), "W4A8$", ""),
+    (rule({"format": "mxfp4"}, {"format": "fp8", "block": [256, 256]}), "W4A8.*1x128 blocks, not the recipe's", ""),
     (rule(CHANNEL, TOKEN, hadamard=32), "", ""),
     (rule(INT8, hadamard=32), "", ""),
 ]

@@ -164,6 +164,44 @@ def test_directories_of_somebody_else_are_not_deleted(single, tmp_path, name):
     assert contents(tmp_path) == {(tmp_path / name / "precious").relative_to(tmp_path): b"mine"}
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_appears_in_the_output_s_place_meanwhile_stays(single, tmp_path, overwrite):
+    """And the conversion, which is whole, waits for its place."""
+    out = tmp_path / "out"
+
+    def progress(name, done, total):
+        if done == total and not out.exists():
+            out.mkdir()
+            (out / "thesis").write_text("mine")
+
+    with pytest.raises(ValueError, match="was not written by quantrot" if overwrite else "exists; choose another"):
+        convert(single, FP8, out, progress=progress, overwrite=overwrite)
+    assert contents(out) == {(out / "thesis").relative_to(out): b"mine"}
+    shutil.rmtree(out)
+    convert(single, FP8, out, resume=True)
+    convert(single, FP8, tmp_path / "fresh")
+    assert contents(out) == contents(tmp_path / "fresh")
+
+
+def test_an_output_with_the_name_of_one_set_aside_is_not_deleted(single, tmp_path):
+    convert(single, FP8, tmp_path / "out.replaced")
+    before = contents(tmp_path / "out.replaced")
+    with pytest.raises(
+        ValueError, match=r"out\.replaced is an older output, set aside by a conversion that did not end"
+    ):
+        convert(single, FP8, tmp_path / "out")
+    assert contents(tmp_path / "out.replaced") == before and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("recipe", [{"linear": [{"match": "*", "weights": {"format": "mxfp4"}}]}, "trained-mxfp4"])
+def test_finite_weights_that_round_to_infinity_stop_the_conversion(single, tmp_path, recipe):
+    root = copy(single, tmp_path)
+    poison(Q_PROJ, 3e38, (0, 0))(root)
+    with pytest.raises(ValueError, match=f"{Q_PROJ} holds values that mxfp4 rounds to infinity or NaN; repair"):
+        convert(root, recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("exists", [True, False])
 def test_an_output_that_is_a_link_is_where_it_points(single, tmp_path, exists):
     place, link = tmp_path / "disk" / "place", tmp_path / "out"
@@ -257,10 +295,10 @@ def test_nobody_else_resumes_while_the_output_gets_its_name(single, tmp_path, mo
     module = sys.modules["quantrot.convert"]  # of that name the package has the function
     finish = module._finish
 
-    def watched(partial, target):
+    def watched(*args):
         with pytest.raises(ValueError, match="another process"):
             convert(single, FP8, tmp_path / "out", resume=True)
-        finish(partial, target)
+        finish(*args)
 
     monkeypatch.setattr(module, "_finish", watched)
     convert(single, FP8, tmp_path / "out")

@@ -105,6 +105,50 @@ def test_accelerate_device_map_with_offload(converted, tmp_path):
         assert torch.equal(model(IDS).logits, whole(IDS).logits)
 
 
+def test_a_map_names_a_place_for_every_parameter_that_can_read_it(tiny, tmp_path):
+    out = convert(tiny(tmp_path / "model", tied=True), "mxfp4", tmp_path / "out").out
+    for device_map in ({}, {"model": "cpu"}):
+        missing = "lm_head" if device_map else "model.embed_tokens"
+        with pytest.raises(ValueError, match=f"device_map has no place for {missing}.weight; name its module"):
+            load(out, device_map=device_map)
+    places = {"model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    apart = places | {"model.embed_tokens": "disk", "lm_head": "cpu"}
+    with pytest.raises(
+        ValueError, match="sends model.embed_tokens to disk and lm_head, which is the same tensor, to cpu"
+    ):
+        load(out, device_map=apart, offload_folder=tmp_path / "offloaded")
+    model = load(out, device_map=apart | {"model.embed_tokens": "cpu"}, offload_folder=tmp_path / "offloaded")
+    assert model(IDS).logits.isfinite().all()
+
+
+def test_float64_weights_are_decoded_to_float32(tiny, tmp_path):
+    source = tiny(tmp_path / "model", hidden=128, intermediate=256, dtype=torch.float64)
+    out = convert(source, "mxfp4-weight-only", tmp_path / "out").out
+    with torch.no_grad():
+        wide, single = (load(out, device_map="cpu", dtype=dtype)(IDS).logits for dtype in ("auto", "float32"))
+    torch.testing.assert_close(wide.float(), single, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fails"),
+    [
+        ("rms_norm_eps", "much", True),
+        ("rope_scaling", {"type": "su"}, True),
+        ("_attn_implementation", "flash_attention_2", False),
+    ],
+)
+def test_a_config_that_transformers_refuses_is_an_error_of_the_user(tiny, tmp_path, field, value, fails):
+    source = tiny(tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {field: value}))
+    out = convert(source, "rotate-only", tmp_path / "out").out
+    if fails:
+        with pytest.raises(ValueError, match=r"out/config\.json: transformers cannot build the model: "):
+            load(out, device_map="cpu")
+    else:
+        assert load(out, device_map="cpu").config._attn_implementation != value
+
+
 @pytest.mark.parametrize("device_map", [None, torch.device("cpu"), {"": torch.device("cpu")}])
 def test_a_device_is_what_torch_and_transformers_call_one(converted, device_map):
     assert load(converted, device_map=device_map).device.type == "cpu"

@@ -198,3 +198,14 @@ def test_a_dense_rotation_counts_into_the_peak(tiny, tmp_path):
     recipes = ({"rotations": {"R1": {"kind": kind}}} for kind in ("hadamard", "random-orthogonal"))
     peaks = [plan(source, recipe).peak_bytes(1) for recipe in recipes]
     assert peaks[1] - peaks[0] > 60 * 1024**2
+
+
+def test_a_source_has_the_name_that_finds_it_from_anywhere(single, monkeypatch):
+    monkeypatch.chdir(single)
+    found = plan(".", "mxfp4").source
+    assert found.name == str(single) and found.base_model == str(single)
+
+
+def test_a_home_that_is_not_there_is_an_error_of_the_user():
+    with pytest.raises(ValueError, match="model '~nobody-here/model' is no directory; give one"):
+        plan("~nobody-here/model", "mxfp4")

@@ -171,7 +171,12 @@ def test_channels_by_gain_none_of_which_are_alike(tiny, tmp_path):
         if name.endswith("norm.weight"):
             tensors[name] = torch.exp(0.7 * torch.randn(tensor.shape, generator=torch.manual_seed(0)))
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    convert(source, {"rotations": {"R1": {"kind": "random-hadamard", "channels": "by-gain"}}}, tmp_path / "out")
+    recipe = {"rotations": {"R1": {"kind": "random-hadamard", "channels": "by-gain"}}}
+    plan = convert(source, recipe, tmp_path / "out").plan
+    assert plan.rotations["R1"].extent.endswith("full width, 0 of 128 channels turned")
+    assert any(
+        "0 of 128 channels turned: in the other blocks, norms' gains are not alike" in note for note in plan.notes
+    )
     ids = torch.arange(30).view(1, 30)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     assert relative_change(logits(model, ids), logits(load(tmp_path / "out", device_map="cpu"), ids)) < TOLERANCE

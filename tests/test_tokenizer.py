@@ -1,5 +1,6 @@
 """Texts cut into windows."""
 
+import pytest
 import torch
 
 from quantrot.tokenizer import open_tokenizer, windows
@@ -18,3 +19,12 @@ def test_some_windows_are_the_first_of_the_whole_text(single):
     for limit in (1, 3, 20, len(whole), 10 * len(whole)):
         assert torch.equal(windows(counted, text, 40, limit), whole[:limit])
     assert seen[:3] == [8 * (40 * n + 64) for n in (1, 3, 20)] and seen[-1] == len(text)
+
+
+def test_a_token_that_the_model_does_not_know_is_an_error_and_no_index(single):
+    tokenizer = open_tokenizer(single)
+    text = "".join(chr(97 + i % 23) for i in range(200))
+    largest = windows(tokenizer, text, 40).max().item()
+    assert windows(tokenizer, text, 40, vocab_size=largest + 1).max() == largest
+    with pytest.raises(ValueError, match=f"its tokenizer gives token {largest}; config.json has {largest} of them"):
+        windows(tokenizer, text, 40, vocab_size=largest)

@@ -259,7 +259,8 @@ def _text(path: Path | None) -> tuple[str, str]:
 def _windows(model: Any, tokenizer: Any, text: str, seq_len: int, limit: int | None) -> Any:
     from quantrot.tokenizer import windows
 
-    return windows(tokenizer, text, seq_len, limit, getattr(model.config, "max_position_embeddings", None))
+    known = (getattr(model.config, name, None) for name in ("max_position_embeddings", "vocab_size"))
+    return windows(tokenizer, text, seq_len, limit, *known)
 
 
 def _extent(result: Any) -> str:

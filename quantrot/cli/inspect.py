@@ -14,6 +14,7 @@ def command(output: Annotated[Path, typer.Argument(help="A directory that conver
     from quantrot import engines, formats
     from quantrot.checkpoint import open_checkpoint
     from quantrot.manifest import read_manifest
+    from quantrot.rotation import Rotation
 
     manifest = read_manifest(output)
     checkpoint = open_checkpoint(output)
@@ -37,10 +38,9 @@ def command(output: Annotated[Path, typer.Argument(help="A directory that conver
     if weights:
         out.print(f"{weights / 1e6:.0f} M quantized weights at {bits / weights:.3f} bits")
     for name, r in data["rotations"].items():
-        width = "full width" if r["block"] == r["width"] else f"blocks of {r['block']}"
-        out.print(
-            f"{name}: {r['kind']}, {width}, {'online' if r['online'] else 'fused'}, checksum {r['checksum'][:12]}"
-        )
+        width = Rotation(name, r["kind"], r["width"], r["block"], r["seed"], turned=r.get("turned", -1)).extent
+        where = "online" if r["online"] else "fused"
+        out.print(f"{name}: {r['kind']}, {width}, {where}, checksum {r['checksum'][:12]}", markup=False)
     narrow = (manifest.arithmetic, manifest.kv_cache) != ("bf16", "bf16")
     if narrow:
         out.print(f"attention: {manifest.arithmetic}; KV cache: {_cache(manifest.kv_cache, checkpoint.config)}")
