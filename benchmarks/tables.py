@@ -179,8 +179,8 @@ def model(result: Result) -> list[str]:
     for row in result["rows"]:
         wide, us = row["peers_us"]["bf16"], row["us"]
         if row["case"]["recipe"] != "bf16":
-            gain = wide / attention[place(row)]
-            numbers = [f"{us:.0f}", f"{wide:.0f}", f"{wide / us:.2f}", f"{gain:.2f}"]
+            alone = f"{wide / attention[place(row)]:.2f}" if attention else ""
+            numbers = [f"{us:.0f}", f"{wide:.0f}", f"{wide / us:.2f}", alone]
             rows.append([f"`{row['case']['recipe']}`", *map(str, place(row)), *numbers])
     head = ["recipe", "phase", "sequences or tokens", "us", "bfloat16, us", "faster by", "its attention alone"]
     return [*grid(head, rows), "", source(result)]

@@ -133,6 +133,24 @@ def test_a_gradient_through_quantized_keys_is_an_error(source, tmp_path, recipe,
         model(IDS, labels=IDS, use_cache=use_cache).loss.backward()
 
 
+@pytest.mark.parametrize("recipe", ["fp8-dynamic", "fp8-attention", {"kv_cache": "int4"}])
+def test_a_compiled_forward_needs_no_no_grad(source, tmp_path, recipe):
+    """torch.compile traces the backward of what might have one: the error is left to who runs it."""
+    model = load(convert(source, recipe, tmp_path / "out").out, device_map="cpu")
+    torch._dynamo.reset()
+    y = torch.compile(model, fullgraph=True, backend="aot_eager")(IDS, use_cache=False).logits
+    assert torch.equal(y, model(IDS, use_cache=False).logits) and y.requires_grad
+    with pytest.raises(NotImplementedError, match="no gradient|no backward"):
+        y.sum().backward()
+
+
+def test_fp8_attention_has_no_weights_to_give(source, tmp_path):
+    model = load(convert(source, "fp8-attention", tmp_path / "out").out, device_map="cpu")
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="output_attentions: attention: fp8 has no weights to give"):
+        model(IDS, output_attentions=True)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", SUPPORTED)
 def test_attention_weights_are_recorded_where_they_exist(tiny, tmp_path, model_type):

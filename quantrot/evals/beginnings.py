@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantrot.modules.cache import cache_name
+from quantrot.modules.cache import cache_name, other_layers
 
 Tokens = tuple[int, ...]
 Request = tuple[tuple[str, str], list[int], list[int]]  # lm-eval's: texts, context, continuation
@@ -27,11 +27,13 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # lm-eval's: texts, cont
 def share_beginnings(lm: Any) -> None:
     """Have `lm`, an HFLM, score single-token continuations of prompts that begin alike as above.
 
-    Does nothing for a model whose cache forgets (a sliding window) or that cannot be asked for some logits alone.
+    Does nothing for a model whose cache forgets (a sliding window, layers that are no attention) or that cannot be
+    asked for some logits alone.
     """
     model = lm.model
     asked = inspect.signature(model.forward).parameters
-    if getattr(model.config, "sliding_window", None) is not None or "logits_to_keep" not in asked:
+    forgets = getattr(model.config, "sliding_window", None) is not None or other_layers(model.config)
+    if forgets or "logits_to_keep" not in asked:
         return
     plain = lm._loglikelihood_tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,7 +21,8 @@ SEED = 1234  # lm-eval's own default; MMLU draws nothing at random, so it change
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracy over n questions; stderr is lm-eval's (None for one question)."""
+    """Accuracy over n questions; stderr is lm-eval's, or of so many independent questions where it has none
+    (None for one question)."""
 
     n: int
     acc: float
@@ -180,8 +182,11 @@ def _subject(task: str) -> str:
 
 
 def _score(values: dict[str, Any]) -> Score:
-    stderr = values["acc_stderr,none"]
-    return Score(values["sample_len"], float(values["acc,none"]), None if stderr == "N/A" else float(stderr))
+    """lm-eval has no error of a group where one of its subjects has a single question."""
+    stderr, count, share = values["acc_stderr,none"], values["sample_len"], float(values["acc,none"])
+    if stderr == "N/A" and count > 1:
+        stderr = math.sqrt(share * (1 - share) / (count - 1))
+    return Score(count, share, None if stderr == "N/A" else float(stderr))
 
 
 def _task_hash(rows: list[dict[str, Any]]) -> str:

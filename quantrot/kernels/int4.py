@@ -30,15 +30,23 @@ def quantize_int4(x: Tensor, group: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     if width % 2 or group < 1 or width % group:
         raise ValueError(f"x has {width} columns and groups of {group}; an even width and a divisor of it are needed")
     values = x.to(torch.float32).unflatten(-1, (-1, group))
-    low, high = values.amin(-1), values.amax(-1)
-    low = low.to(torch.bfloat16)
-    scale = ((high - low.to(torch.float32)) / LEVELS).to(torch.bfloat16)
-    scale = torch.where(scale == 0, 1.0, scale).to(torch.bfloat16)
-    steps = (values - low.to(torch.float32).unsqueeze(-1)) / scale.to(torch.float32).unsqueeze(-1)
+    low, high = _rounded(values.amin(-1)), values.amax(-1)
+    scale = _rounded((high - low) / LEVELS)
+    scale = torch.where(scale == 0, 1.0, scale)
+    steps = (values - low.unsqueeze(-1)) / scale.unsqueeze(-1)
     finite = torch.isfinite(scale) & torch.isfinite(low)
     code = torch.where(finite.unsqueeze(-1), steps, 0.0).round_().clamp_(0, LEVELS).to(torch.uint8).flatten(-2)
     pairs = code.unflatten(-1, (-1, 2))
-    return pairs[..., 0] | (pairs[..., 1] << 4), torch.where(finite, scale, torch.nan).to(torch.bfloat16), low
+    scale = torch.where(finite, scale, torch.nan).to(torch.bfloat16)
+    return pairs[..., 0] | (pairs[..., 1] << 4), scale, low.to(torch.bfloat16)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """float32, rounded to what bfloat16 holds, ties to even, by its bits: torch.compile leaves out a cast to bfloat16
+    and back, and codes would be others than those without it."""
+    bits = x.view(torch.int32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1) & -0x10000).view(torch.float32)
+    return torch.where(torch.isfinite(x), rounded, x)
 
 
 def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -37,6 +37,40 @@ def implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
+torch.library.define("quantrot::no_gradient", "(Tensor grad, SymInt[] shape, str why) -> Tensor")
+
+
+@implement("quantrot::no_gradient")
+def _no_gradient(grad: torch.Tensor, shape: list[int], why: str) -> torch.Tensor:
+    raise NotImplementedError(why)
+
+
+@torch.library.register_fake("quantrot::no_gradient")
+def _no_gradient_fake(grad: torch.Tensor, shape: list[int], why: str) -> torch.Tensor:
+    return grad.new_empty(shape)
+
+
+def no_gradient(grad: torch.Tensor, shape: torch.Size, why: str) -> torch.Tensor:
+    """What a backward returns for an input that has none: an error once it runs. torch.compile traces the backward of
+    every forward outside of no_grad, which must not fail already."""
+    return torch.ops.quantrot.no_gradient(grad, shape, why)
+
+
+def register_no_gradient(name: str, why: str) -> None:
+    """Have a backward through this operator raise. Its forward keeps nothing: a model in eval mode builds a graph that
+    nobody runs backward."""
+
+    def keep_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.shapes = [x.shape if isinstance(x, torch.Tensor) else None for x in inputs]
+
+    def refuse(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        grad = next(grad for grad in grads if grad is not None)
+        wanted = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
+        return tuple(no_gradient(grad, shape, why) if needed else None for shape, needed in wanted)
+
+    torch.library.register_autograd(name, refuse, setup_context=keep_shapes)
+
+
 def check_device(**tensors: torch.Tensor | None) -> None:
     """ValueError for tensors, by name, that are not on the first one's device: kernels are given bare addresses."""
     (first, leader), *others = ((name, t) for name, t in tensors.items() if t is not None)
@@ -45,13 +79,20 @@ def check_device(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name}: on {t.device}, {first} is on {leader.device}; move them to one device")
 
 
-def check_around(x: torch.Tensor, features: int, norm: torch.Tensor | None, residual: torch.Tensor | None) -> None:
+def check_around(
+    x: torch.Tensor,
+    features: int,
+    norm: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> None:
     """ValueError for a norm [K] or a residual [..., features] of another shape, dtype or device than x [..., K] asks
-    for."""
-    for name, given, shape in (("norm", norm, x.shape[-1:]), ("residual", residual, (*x.shape[:-1], features))):
-        if given is not None and (given.shape != shape or given.dtype != x.dtype or given.device != x.device):
+    for; dtype: of the residual, x's if None."""
+    asked = (("norm", norm, x.shape[-1:], x.dtype), ("residual", residual, (*x.shape[:-1], features), dtype or x.dtype))
+    for name, given, shape, kind in asked:
+        if given is not None and (given.shape != shape or given.dtype != kind or given.device != x.device):
             found = f"{given.dtype} {list(given.shape)} on {given.device}"
-            raise ValueError(f"{name}: {found}; allowed: {x.dtype} {list(shape)} on {x.device}")
+            raise ValueError(f"{name}: {found}; allowed: {kind} {list(shape)} on {x.device}")
 
 
 @cache

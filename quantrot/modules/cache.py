@@ -320,6 +320,12 @@ class StaticKVLayer(KVLayer):
 # --- Caches ----------------------------------------------------------------------------------------------------------
 
 
+def other_layers(config: Any) -> list[str]:
+    """What kinds of layers a model's config names beside attention to all tokens."""
+    kinds = {*(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())}
+    return sorted(kinds - {"full_attention", "attention"})
+
+
 class KVCache(Cache):
     """A cache whose every layer is of this kind. kind: "fp8" or "int4". max_cache_len: None to grow, else static.
 
@@ -333,8 +339,7 @@ class KVCache(Cache):
         config = config.get_text_config(decoder=True)
         if getattr(config, "sliding_window", None) is not None:
             raise ValueError("kind: this model has a sliding window; use transformers' own DynamicCache or StaticCache")
-        kinds = {*(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())}
-        if other := sorted(kinds - {"full_attention", "attention"}):
+        if other := other_layers(config):
             raise ValueError(f"kind: this model has layers of {', '.join(other)}; use transformers' own DynamicCache")
         layers: list[Any] = [_layer(kind, max_cache_len) for _ in range(config.num_hidden_layers)]
         super().__init__(layers=layers)

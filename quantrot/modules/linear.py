@@ -151,12 +151,16 @@ class QuantizedLinear(nn.Module):
     def multiply_wide(self, x: Tensor, weight: Tensor) -> Tensor:
         """The product in x's dtype from a weight dequantized to it."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(self.operand(x), weight, bias)
+        operand = self.operand(x)
+        return F.linear(operand, weight.to(operand.dtype), bias if bias is None else bias.to(operand.dtype)).to(x.dtype)
 
     def operand(self, x: Tensor) -> Tensor:
-        """x [..., in_features], turned and quantized, as the product sees it, in x's dtype."""
+        """x [..., in_features], turned and quantized, as the product sees it, in x's dtype; MXFP4 of float16 in
+        float32, for 60000 rounds to 65536."""
         hadamard = self.fused_hadamard()
-        return quantize_dequantize(x if hadamard else self.turned(x), self.format.activations, hadamard)
+        x = x if hadamard else self.turned(x)
+        x = x.float() if x.dtype == torch.float16 and self.format.activations.kind == "mxfp4" else x
+        return quantize_dequantize(x, self.format.activations, hadamard)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         """self(silu(gate) * up), x [..., 2 * in_features] gate and up side by side; both are rounded to x's dtype.

@@ -32,6 +32,7 @@ class Merging(nn.Module):
         self.merged: QuantizedLinear | None = None
         self._merged_of: list[nn.Module] = []
         self.register_load_state_dict_post_hook(_merge_again)
+        self.register_state_dict_post_hook(_each_in_its_memory)
 
     def linears(self) -> list[nn.Module]:
         return [getattr(self, name) for name in self.parts]
@@ -88,6 +89,17 @@ def _merge_again(module: Merging, keys: Any = None) -> None:
         if any(p is None or p.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() for p in pieces):
             module.merge()
             return
+
+
+def _each_in_its_memory(module: Merging, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    """The parts' tensors in a state dict, each in a storage that begins and ends with it, over the same memory: who
+    writes safetensors (accelerate's `save_state`, say) takes slices of one storage for one tensor, and leaves out all
+    but one."""
+    for part in module._merged_of and module.parts:
+        for key in [key for key in state if key.startswith(f"{prefix}{part}.")]:
+            tensor = state[key]
+            if isinstance(tensor, Tensor) and not tensor.requires_grad and tensor.device.type != "meta":
+                state[key] = torch.from_dlpack(tensor.view(torch.uint8)).view(tensor.dtype)
 
 
 class QuantizedMLP(Merging):

@@ -78,10 +78,14 @@ def test_fp8_attention_continues_a_beginning(tokenizer):
     assert 0 < (shared - wide).norm() < 1.5 * (whole - wide).norm()
 
 
-def test_a_model_whose_cache_forgets_is_left_alone(tokenizer):
+@pytest.mark.parametrize("field", [{"sliding_window": 64}, {"layer_types": ["conv", "full_attention"]}, {}])
+def test_a_model_whose_cache_forgets_is_left_alone(field):
     model = make_model(0)
-    model.config.sliding_window = 64
-    assert scores(model, tokenizer, PROMPTS, True)[1] == scores(model, tokenizer, PROMPTS, False)[1]
+    for name, value in field.items():
+        setattr(model.config, name, value)
+    lm = SimpleNamespace(model=model, _loglikelihood_tokens=print)
+    share_beginnings(lm)
+    assert (lm._loglikelihood_tokens is print) == bool(field)
 
 
 def test_alike_groups_what_shares_half_and_leaves_a_token_each():

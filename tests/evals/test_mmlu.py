@@ -88,6 +88,8 @@ def test_limit_takes_the_first_questions_and_counts_them(model, tokenizer, mmlu_
     )
     assert few.answers == {subject: answers[:1] for subject, answers in result.answers.items()}
     assert few.overall.n == 57 and few.subjects["anatomy"].stderr is None
+    share = few.overall.acc
+    assert few.overall.stderr == pytest.approx((share * (1 - share) / 56) ** 0.5)
     assert seen == [(i, 57) for i in range(1, 58)]
 
 

@@ -204,3 +204,14 @@ def test_a_norm_of_float64_is_in_float64():
     x, norm = torch.randn(3, 128, dtype=torch.float64), torch.rand(128, dtype=torch.float64)
     exact = norm * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert (rms_norm(x, norm, 1e-5) - exact).norm() < 1e-14 * exact.norm()
+
+
+def test_narrow_activations_take_a_residual_of_the_result_and_no_norm():
+    codes, weight = torch.randint(-127, 128, (3, 64), dtype=torch.int8), torch.randn(32, 64).bfloat16()
+    scale, residual = torch.rand(3, 1), torch.randn(3, 32).bfloat16()
+    y = mixed_linear(codes, weight, scale, residual=residual)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, mixed_linear(codes, weight, scale) + residual)
+    with pytest.raises(ValueError, match="residual: torch.int8"):
+        mixed_linear(codes, weight, scale, residual=torch.zeros(3, 32, dtype=torch.int8))
+    with pytest.raises(ValueError, match="norm: x is torch.int8; it takes x of torch.bfloat16"):
+        mixed_linear(codes, weight, scale, norm=torch.ones(64))

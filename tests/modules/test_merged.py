@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from safetensors.torch import load_file, load_model, save_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -348,3 +349,28 @@ def test_only_equal_linears_are_merged():
     layer.self_attn.v_proj = nn.Linear(256, 128, bias=False)
     assert merge_projections(llama) == 2  # of the other layer
     assert not isinstance(layer.self_attn, QuantizedAttention) and not isinstance(layer.mlp, QuantizedMLP)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_who_writes_safetensors_finds_every_tensor(tmp_path, kind, bias):
+    """accelerate, and safetensors' own save_model, leave out what has the storage of another tensor."""
+    llama = model(kind, bias)
+    assert merge_projections(llama) == 4
+    state = llama.state_dict()
+    memory = {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in state.values()}
+    assert len(memory) == len(state)
+    q = llama.model.layers[0].self_attn.q_proj
+    assert state[f"model.layers.0.self_attn.q_proj.{q.tensor_names[0]}"].data_ptr() == q.stored()[0].data_ptr()
+    save_model(llama, str(tmp_path / "model.safetensors"))
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), state[name].view(torch.uint8)) for name in state)
+    other = model(kind, bias)
+    merge_projections(other)
+    for p in other.model.layers.parameters():
+        p.data.zero_()
+    load_model(other, str(tmp_path / "model.safetensors"))
+    ids = torch.randint(0, 64, (1, 9))
+    with torch.no_grad():
+        assert torch.equal(other(ids).logits, llama(ids).logits)

@@ -51,7 +51,7 @@ from quantrot.kernels.attention.reference import (
 )
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.hadamard import is_known
-from quantrot.kernels.operators import check_device, constant, implement
+from quantrot.kernels.operators import check_device, constant, implement, no_gradient
 
 __all__ = [
     "BLOCK",
@@ -214,19 +214,24 @@ def rope_hadamard_quantize(
     return Quantized(*(inference_only(t, q, k, v) if t.is_floating_point() else t for t in typed))
 
 
+NO_BACKWARD = (
+    "quantized attention and KV caches are for inference and have no backward; train with attention: bf16 and "
+    "kv_cache: bf16"
+)
+
+
 class _InferenceOnly(torch.autograd.Function):
     """y, as if the inputs had a gradient, and an error where it is asked for."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.shapes = [x.shape for x in (y, *inputs)]
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError(
-            "quantized attention and KV caches are for inference and have no backward; train with attention: bf16 and "
-            "kv_cache: bf16"
-        )
+        wanted = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
+        return tuple(no_gradient(grads[0], shape, NO_BACKWARD) if needed else None for shape, needed in wanted)
 
 
 def inference_only(y: Tensor, *inputs: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ from quantrot.kernels.fp8.reference import (
     whole,
 )
 from quantrot.kernels.hadamard import check_transform
-from quantrot.kernels.operators import check_around, check_device, constant, implement
+from quantrot.kernels.operators import check_around, check_device, constant, implement, register_no_gradient
 
 __all__ = [
     "E4M3",
@@ -580,17 +580,10 @@ def _gemm_fake(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backen
 # --- Autograd --------------------------------------------------------------------------------------------------------
 
 
-def _keep_nothing(ctx, inputs, output) -> None:
-    """A model in eval mode builds a graph that nobody runs backward."""
-
-
-def _not_differentiable(ctx, *grads):
-    raise RuntimeError(
-        "FP8 codes and scales have no gradient: detach them, or put Fp8TrainingLinear.of(linear) in a linear's place; "
-        "under adapters with requires_grad_(False)"
-    )
-
-
+NO_GRADIENT = (
+    "FP8 codes and scales have no gradient: detach them, or put Fp8TrainingLinear.of(linear) in a linear's place; "
+    "under adapters with requires_grad_(False)"
+)
 OPERATORS = "quantize_fp8_block", "hadamard_quantize_fp8", "quantize_fp8_both_ways", "fp8_block_gemm", "fp8_linear"
 for _name in OPERATORS:
-    torch.library.register_autograd(f"quantrot::{_name}", _not_differentiable, setup_context=_keep_nothing)
+    register_no_gradient(f"quantrot::{_name}", NO_GRADIENT)

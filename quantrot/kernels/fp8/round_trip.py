@@ -9,14 +9,14 @@ from torch import Tensor
 
 from quantrot.kernels.fp8 import (
     E4M3_MAX,
+    NO_GRADIENT,
     Fp8ScaleRule,
     _check_input,
-    _keep_nothing,
-    _not_differentiable,
     dequantize_fp8_block,
     quantize_fp8_block,
 )
 from quantrot.kernels.fp8.reference import round_scale, tiles, whole
+from quantrot.kernels.operators import register_no_gradient
 from quantrot.kernels.scratch import LARGEST, scratch
 
 CHUNK = LARGEST  # elements at a time
@@ -69,4 +69,4 @@ def _round_trip_fake(x, rows, columns, rule):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-torch.library.register_autograd("quantrot::fp8_round_trip", _not_differentiable, setup_context=_keep_nothing)
+register_no_gradient("quantrot::fp8_round_trip", NO_GRADIENT)

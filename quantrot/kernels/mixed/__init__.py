@@ -131,7 +131,9 @@ def mixed_linear(
     _check_matrices(x, weight)
     if gates and (weight.shape[0] % 2 or residual is not None):
         raise ValueError(f"gates: weight {_shape(weight)}; it takes an even number of rows, gate over up, no residual")
-    check_around(x, weight.shape[0], norm, residual)
+    if norm is not None and x.dtype not in WIDE:
+        raise ValueError(f"norm: x is {x.dtype}; it takes x of {', '.join(map(str, WIDE))}")
+    check_around(x, weight.shape[0], norm, residual, x.dtype if x.dtype in WIDE else weight.dtype)
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, norm, residual))
     if grads or x.dtype not in WIDE or x.numel() > DECODE_COLUMNS * x.shape[-1]:
         x = x if norm is None else rms_norm(x, norm, epsilon)
