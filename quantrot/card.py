@@ -21,7 +21,7 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
         front |= {"base_model": plan.source.base_model, "base_model_relation": "quantized"}
     front |= {"library_name": "transformers", "pipeline_tag": "text-generation", **_inherited(plan.source.path)}
     front |= {"tags": ["quantrot", *_tags(plan)]}
-    title = Path(plan.source.base_model).name or plan.source.base_model
+    title = Path(plan.source.base_model).name
     narrow = (plan.recipe.attention, plan.recipe.kv_cache) != ("bf16", "bf16")
     rows = engines.support(plan.linears, plan.online, plan.attention, plan.checkpoint.biased, narrow)
     return "\n".join(

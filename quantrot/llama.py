@@ -111,7 +111,8 @@ def from_config(config: dict[str, Any]) -> Llama:
 def _check_windows(config: dict[str, Any]) -> None:
     """Every layer attends to all tokens."""
     types = config.get("layer_types") or []
-    if _flag(config, "use_sliding_window") or any(kind != "full_attention" for kind in types):
+    full = isinstance(types, list) and all(kind == "full_attention" for kind in types)
+    if _flag(config, "use_sliding_window") or not full:
         raise ValueError(
             "config.json: use_sliding_window and layer_types say that some layers attend to a window, which is not "
             "supported; for texts within the window, set use_sliding_window to false and drop layer_types"

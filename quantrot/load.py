@@ -137,11 +137,12 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any:
     """The model on the meta device, with the manifest's modules in place. Buffers (RoPE) are real."""
+    stored = DTYPES[open_checkpoint(root).tensors[f"{EMBEDDING}.weight"].dtype]
     described = {key: value for key, value in read_json(root / "config.json").items() if key not in NOT_DESCRIBED}
     try:
         config = AutoConfig.for_model(**described)
         config._name_or_path = str(root)
-        dtype: Any = wanted or config.dtype or DTYPES[open_checkpoint(root).tensors[f"{EMBEDDING}.weight"].dtype]
+        dtype: Any = wanted or config.dtype or stored
         with init_empty_weights(include_buffers=False):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # of many classes, some its own

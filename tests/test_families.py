@@ -97,7 +97,8 @@ def test_qwen2_is_llama_with_biases_of_queries_keys_and_values(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}]
+    "fields",
+    [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}, {"layer_types": 5}],
 )
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 def test_layers_with_windows_of_their_own_are_refused(tiny, tmp_path, model_type, fields):

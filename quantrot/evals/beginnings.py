@@ -32,8 +32,8 @@ def share_beginnings(lm: Any) -> None:
     """
     model = lm.model
     asked = inspect.signature(model.forward).parameters
-    forgets = getattr(model.config, "sliding_window", None) is not None or other_layers(model.config)
-    if forgets or "logits_to_keep" not in asked:
+    stateful = getattr(model, "_is_stateful", False) or other_layers(model.config)
+    if stateful or getattr(model.config, "sliding_window", None) is not None or "logits_to_keep" not in asked:
         return
     plain = lm._loglikelihood_tokens
 
