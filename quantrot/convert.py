@@ -42,6 +42,7 @@ from quantrot.transform import Chunk, one_threaded, starts, transform
 from quantrot.version import __version__
 
 JOURNAL = "journal.jsonl"
+SET_ASIDE = ".set-aside"  # in an output that is being overwritten, until the new one has its name
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,7 @@ def convert(
             if not (partial / MANIFEST).exists():
                 _write_rest(plan, partial, _run(plan, partial, journal, workers, progress))
             _finish(partial, target, overwrite)
-    if resume or overwrite:
-        _remove(_replaced(target))
+    _remove(_replaced(target))
     return Conversion(target, plan, read_json(target / MANIFEST), time.monotonic() - started, peak_bytes())
 
 
@@ -109,18 +109,17 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
     for taken in (target, partial, _replaced(target)):  # all three may be deleted
         if taken.resolve() == source or taken.resolve() in source.parents:
             raise ValueError(f"the source {source} is in {taken}, which would be replaced; choose another output")
-    for kept in (partial, _replaced(target)):
-        ours = any((kept / name).exists() for name in (JOURNAL, MANIFEST))
+    if target.suffix in (partial.suffix, _replaced(target).suffix):
+        raise ValueError(f"output {target}: names that end so are of unfinished and older outputs; choose another")
+    for kept, signs in ((partial, (JOURNAL, MANIFEST)), (_replaced(target), (SET_ASIDE,))):
+        ours = any((kept / name).exists() for name in signs)
         if kept.exists() and not ours and any(kept.iterdir() if kept.is_dir() else [kept]):
-            raise ValueError(f"{kept} was not written by quantrot and would be replaced; move it, or change output")
+            raise ValueError(
+                f"{kept} is nothing that a conversion left, and would be replaced; move it, or change output"
+            )
     if resume and not partial.exists() and _is_done(target, plan):
         return None
     _check_free(target, overwrite)
-    if _replaced(target).exists() and not (resume or overwrite):
-        raise ValueError(
-            f"{_replaced(target)} is an older output, set aside by a conversion that did not end; resume ends that "
-            "one, overwrite starts again and deletes it; or move it"
-        )
     if partial.exists() and not resume:
         if not overwrite:
             raise ValueError(f"{partial} is left from an unfinished conversion; resume goes on, overwrite starts again")
@@ -193,8 +192,10 @@ def _remove(directory: Path) -> None:
         for path in directory.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.name not in (JOURNAL, MANIFEST):
+            elif path.name not in (MANIFEST, JOURNAL, SET_ASIDE):
                 path.unlink(missing_ok=True)
+        for name in (MANIFEST, JOURNAL, SET_ASIDE):
+            (directory / name).unlink(missing_ok=True)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -205,6 +206,7 @@ def _finish(partial: Path, target: Path, overwrite: bool) -> None:
     _sync(partial)
     if target.exists():
         _remove(_replaced(target))
+        (target / SET_ASIDE).touch()  # so that nothing else of this name is ever removed
         target.rename(_replaced(target))
     partial.rename(target)
     _sync(target.parent)
@@ -391,6 +393,11 @@ def sqnr_db(signal: float, error: float) -> float | None:
 
 def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> None:
     """Config, tokenizer, model card and, last, the manifest: its presence says that all else is there."""
+    kept = {*_names(plan), JOURNAL}
+    for path in [
+        path for path in partial.rglob("*") if not path.is_dir() and str(path.relative_to(partial)) not in kept
+    ]:
+        path.unlink()  # what the source had when this conversion was begun
     for name, path in _copies(plan).items():
         (partial / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, partial / name)

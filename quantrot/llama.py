@@ -76,6 +76,8 @@ def from_config(config: dict[str, Any]) -> Llama:
         raise ValueError("config.json: the checkpoint is already quantized (quantization_config); convert its original")
     if kind.startswith("qwen"):
         _check_windows(config)
+        if config.get("head_dim", 1) is None:
+            raise ValueError("config.json: head_dim is null, which transformers cannot read; drop it, or give a number")
     config = DEFAULTS.get(kind, {}) | config
     heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
     if not config.get("head_dim") and hidden % heads:
@@ -109,10 +111,15 @@ def from_config(config: dict[str, Any]) -> Llama:
 
 
 def _check_windows(config: dict[str, Any]) -> None:
-    """Every layer attends to all tokens."""
-    types = config.get("layer_types") or []
-    full = isinstance(types, list) and all(kind == "full_attention" for kind in types)
-    if _flag(config, "use_sliding_window") or not full:
+    """Every layer of a Qwen attends to all tokens, by transformers' defaults for what is not said."""
+    types = config.get("layer_types")
+    if types is None:
+        layers, first = _count(config, "num_hidden_layers", MAX_LAYERS), config.get("max_window_layers", 28)
+        all_full = config.get("sliding_window", 4096) is None or (isinstance(first, int) and first >= layers)
+        slides = _flag(config, "use_sliding_window") and not all_full
+    else:
+        slides = not isinstance(types, list) or any(kind != "full_attention" for kind in types)
+    if slides:
         raise ValueError(
             "config.json: use_sliding_window and layer_types say that some layers attend to a window, which is not "
             "supported; for texts within the window, set use_sliding_window to false and drop layer_types"

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from quantrot import engines
 from quantrot.checkpoint import DTYPES, open_checkpoint, read_json
 from quantrot.device import known_device
-from quantrot.llama import EMBEDDING, HEAD
+from quantrot.llama import EMBEDDING
 from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest
 from quantrot.modules import (
     LINEARS,
@@ -202,21 +202,22 @@ def _place(model: Any, device_map: str | int | torch.device | dict[str, Any] | N
 
 def _check_map(model: Any, placed: dict[str, Any]) -> None:
     """Every parameter has a place, and an embedding that is the head, too, one that both can read."""
-    places = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        found = [device for prefix, device in placed.items() if not prefix or f"{name}.".startswith(f"{prefix}.")]
-        if not found:
+        places = [device for prefix, device in placed.items() if _holds(prefix, name)]
+        if not places:
             raise ValueError(f"device_map has no place for {name}; name its module, or one that holds it ('' is all)")
-        places[name] = found[0]
-    embedding, head = (places.get(f"{name}.weight") for name in (EMBEDDING, HEAD))
-    if model.config.tie_word_embeddings and embedding == "disk" != head:
-        raise ValueError(
-            f"device_map sends {EMBEDDING} to disk and {HEAD}, which is the same tensor, to {head}; give them one place"
-        )
+        if len(set(places)) > 1 and "disk" in places:
+            raise ValueError(f"device_map has several places for {name}, one of them disk; name modules apart")
+    if model.config.tie_word_embeddings and _offloaded(f"{EMBEDDING}.weight", placed):
+        raise ValueError(f"device_map sends {EMBEDDING} to disk, and it is the head, too; keep both on a device")
+
+
+def _holds(prefix: str, name: str) -> bool:
+    return not prefix or f"{name}.".startswith(f"{prefix}.")
 
 
 def _offloaded(name: str, placed: dict[str, Any]) -> bool:
-    return any(device == "disk" and f"{name}.".startswith(f"{prefix}.") for prefix, device in placed.items() if prefix)
+    return any(device == "disk" and _holds(prefix, name) for prefix, device in placed.items())
 
 
 def merge_projections(model: Any) -> int:

@@ -159,7 +159,9 @@ def test_directories_of_somebody_else_are_not_deleted(single, tmp_path, name):
     (tmp_path / name).mkdir()
     (tmp_path / name / "precious").write_text("mine")
     for options in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(ValueError, match=rf"{name} was not written by quantrot and would be replaced; move it"):
+        with pytest.raises(
+            ValueError, match=rf"{name} is nothing that a conversion left, and would be replaced; move it"
+        ):
             convert(single, FP8, tmp_path / "out", **options)
     assert contents(tmp_path) == {(tmp_path / name / "precious").relative_to(tmp_path): b"mine"}
 
@@ -183,14 +185,39 @@ def test_what_appears_in_the_output_s_place_meanwhile_stays(single, tmp_path, ov
     assert contents(out) == contents(tmp_path / "fresh")
 
 
-def test_an_output_with_the_name_of_one_set_aside_is_not_deleted(single, tmp_path):
-    convert(single, FP8, tmp_path / "out.replaced")
-    before = contents(tmp_path / "out.replaced")
-    with pytest.raises(
-        ValueError, match=r"out\.replaced is an older output, set aside by a conversion that did not end"
-    ):
-        convert(single, FP8, tmp_path / "out")
-    assert contents(tmp_path / "out.replaced") == before and len(list(tmp_path.iterdir())) == 1
+@pytest.mark.parametrize("options", [{}, {"resume": True}, {"overwrite": True}])
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_older_output_that_no_conversion_set_aside_is_not_deleted(single, tmp_path, options, exists):
+    convert(single, FP8, tmp_path / "aside").out.rename(tmp_path / "out.replaced")
+    if exists:
+        convert(single, FP8, tmp_path / "fresh").out.rename(tmp_path / "out")
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"out\.replaced is nothing that a conversion left, and would be replaced"):
+        convert(single, FP8, tmp_path / "out", **options)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["out.partial", "out.replaced"])
+def test_an_output_has_no_name_of_an_unfinished_or_an_older_one(single, tmp_path, name):
+    with pytest.raises(ValueError, match=rf"output .*{name}: names that end so are of unfinished and older outputs"):
+        convert(single, FP8, tmp_path / name)
+
+
+def test_a_resumed_conversion_leaves_no_file_that_the_source_no_longer_has(single, tmp_path, monkeypatch):
+    root = copy(single, tmp_path)
+    (root / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "additional_chat_templates/rag.jinja"):
+        (root / name).write_text("{{ messages }}")
+    module = sys.modules["quantrot.convert"]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_manifest", lambda *of: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(root, FP8, tmp_path / "out")
+    assert (tmp_path / "out.partial" / "additional_chat_templates/rag.jinja").exists()
+    for name in ("chat_template.jinja", "additional_chat_templates/rag.jinja"):
+        (root / name).unlink()
+    out = convert(root, FP8, tmp_path / "out", resume=True).out
+    assert contents(out) == contents(convert(root, FP8, tmp_path / "fresh").out)
 
 
 @pytest.mark.parametrize("recipe", [{"linear": [{"match": "*", "weights": {"format": "mxfp4"}}]}, "trained-mxfp4"])

@@ -98,7 +98,11 @@ def test_qwen2_is_llama_with_biases_of_queries_keys_and_values(tiny, tmp_path):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}, {"layer_types": 5}],
+    [
+        {"use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": 5},
+    ],
 )
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 def test_layers_with_windows_of_their_own_are_refused(tiny, tmp_path, model_type, fields):
@@ -106,6 +110,31 @@ def test_layers_with_windows_of_their_own_are_refused(tiny, tmp_path, model_type
     with pytest.raises(
         ValueError, match=r"config\.json: use_sliding_window and layer_types say .* set use_sliding_window"
     ):
+        plan(source, "mxfp4")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_window_layers": 2}, {"layer_types": ["full_attention"] * 2}, {"sliding_window": None}]
+)
+def test_a_window_that_no_layer_has_is_none(tiny, tmp_path, fields):
+    """By transformers' own reading."""
+    source = tiny(tmp_path / "model", model_type="qwen2")
+    config = json.loads((source / "config.json").read_text())
+    del config["layer_types"]
+    config |= {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} | fields
+    (source / "config.json").write_text(json.dumps(config))
+    base = AutoModelForCausalLM.from_pretrained(source)
+    assert set(base.config.layer_types) == {"full_attention"}
+    model = load(convert(source, R3, tmp_path / "out").out, device_map="cpu")
+    torch.testing.assert_close(logits(model), logits(base))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_a_head_dim_of_null_is_an_error(tiny, tmp_path, model_type):
+    source = tiny(tmp_path / "model", model_type=model_type)
+    config = json.loads((source / "config.json").read_text()) | {"head_dim": None}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json: head_dim is null, .*; drop it, or give a number"):
         plan(source, "mxfp4")
 
 

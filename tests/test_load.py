@@ -113,10 +113,12 @@ def test_a_map_names_a_place_for_every_parameter_that_can_read_it(tiny, tmp_path
             load(out, device_map=device_map)
     places = {"model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     apart = places | {"model.embed_tokens": "disk", "lm_head": "cpu"}
-    with pytest.raises(
-        ValueError, match="sends model.embed_tokens to disk and lm_head, which is the same tensor, to cpu"
-    ):
-        load(out, device_map=apart, offload_folder=tmp_path / "offloaded")
+    for head in ("cpu", "disk"):
+        with pytest.raises(ValueError, match="sends model.embed_tokens to disk, and it is the head, too; keep both on"):
+            load(out, device_map=apart | {"lm_head": head}, offload_folder=tmp_path / "offloaded")
+    for within in ({"": "cpu", "model.norm": "disk"}, places | {"model": "disk", "lm_head": "cpu"}):
+        with pytest.raises(ValueError, match="has several places for model.*, one of them disk; name modules apart"):
+            load(out, device_map=within, offload_folder=tmp_path / "offloaded")
     model = load(out, device_map=apart | {"model.embed_tokens": "cpu"}, offload_folder=tmp_path / "offloaded")
     assert model(IDS).logits.isfinite().all()
 

@@ -95,10 +95,12 @@ def _each_in_its_memory(module: Merging, state: dict[str, Tensor], prefix: str, 
     """The parts' tensors in a state dict, each in a storage that begins and ends with it, over the same memory: who
     writes safetensors (accelerate's `save_state`, say) takes slices of one storage for one tensor, and leaves out all
     but one."""
-    for part in module._merged_of and module.parts:
-        for key in [key for key in state if key.startswith(f"{prefix}{part}.")]:
-            tensor = state[key]
-            if isinstance(tensor, Tensor) and not tensor.requires_grad and tensor.device.type != "meta":
+    for name, part in zip(module.parts, module._merged_of, strict=False):
+        if not isinstance(part, QuantizedLinear) or getattr(module, name) is not part:
+            continue
+        for key in (f"{prefix}{name}.{tensor}" for tensor in (*part.tensor_names, "bias")):
+            tensor = state.get(key)
+            if tensor is not None and not isinstance(tensor, nn.Parameter) and tensor.device.type != "meta":
                 state[key] = torch.from_dlpack(tensor.view(torch.uint8)).view(tensor.dtype)
 
 

@@ -63,10 +63,10 @@ def test_the_gradient_of_a_transform_that_the_quantizer_does_is_the_transforms(d
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_mxfp4_of_float16_does_not_overflow_on_the_way(turned):
-    """60000 rounds to 65536, and 32 times 15000 turned is 84852: no float16 numbers, but their products are."""
+    """60000 rounds to 65536, and 64 times 15000 turned is 120000: no float16 numbers, but their products are."""
     module = linear("mxfp4", torch.float16, turned=turned)
     x = torch.zeros(3, 256, dtype=torch.float16)
-    x[0, 5], x[1, 32:64] = 60000, 15000
+    x[0, 5], x[1, 64:128] = 60000, 15000
     module.weight_scale.sub_(8)  # weights of a few hundredths
     y, wide = module(x), module.float()(x.float())
     assert wide.abs().max() < 65000 and y.dtype == torch.float16

@@ -374,3 +374,17 @@ def test_who_writes_safetensors_finds_every_tensor(tmp_path, kind, bias):
     ids = torch.randint(0, 64, (1, 9))
     with torch.no_grad():
         assert torch.equal(other(ids).logits, llama(ids).logits)
+
+
+def test_a_state_dict_leaves_alone_what_is_not_the_merged_parts_own():
+    llama = model("mxfp4", bias=True)
+    assert merge_projections(llama) == 4
+    attention = llama.model.layers[0].self_attn
+    attention.q_proj.register_buffer("steps", torch.tensor(7))
+    kept = llama.state_dict(keep_vars=True)
+    assert all(kept[name] is parameter for name, parameter in llama.named_parameters())
+    assert llama.state_dict()["model.layers.0.self_attn.q_proj.steps"] == 7
+    attention.k_proj = nn.Linear(128, 256, bias=False)
+    attention.k_proj.weight = nn.Parameter(torch.randn(128, 256).t())
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert torch.equal(llama.state_dict()[name], attention.k_proj.weight)
