@@ -64,10 +64,15 @@ def test_the_gradient_of_a_transform_that_the_quantizer_does_is_the_transforms(d
 @pytest.mark.parametrize("turned", [False, True])
 def test_mxfp4_of_float16_does_not_overflow_on_the_way(turned):
     """60000 rounds to 65536, and 64 times 15000 turned is 120000: no float16 numbers, but their products are."""
-    module = linear("mxfp4", torch.float16, turned=turned)
+    online = OnlineHadamard(Rotation("R4", "hadamard", 256, 64, 0)) if turned else None
+    module = LINEARS["mxfp4"](256, 128, False, torch.float16, FORMATS["mxfp4"], online=online)
+    stored = formats.quantize_rows(FORMATS["mxfp4"].weights, torch.randn(128, 256) / 2**12)
+    for name, value in zip(module.tensor_names, stored, strict=True):
+        getattr(module, name).data = value
+    assert module.fused_hadamard() == (64 if turned else 0)
     x = torch.zeros(3, 256, dtype=torch.float16)
     x[0, 5], x[1, 64:128] = 60000, 15000
-    module.weight_scale.sub_(8)  # weights of a few hundredths
+    assert not quantize_dequantize(x, module.format.activations, module.fused_hadamard()).isfinite().all()
     y, wide = module(x), module.float()(x.float())
     assert wide.abs().max() < 65000 and y.dtype == torch.float16
     torch.testing.assert_close(y.float(), wide, rtol=2e-3, atol=2e-3 * wide.abs().max().item())
