@@ -393,11 +393,10 @@ def sqnr_db(signal: float, error: float) -> float | None:
 
 def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> None:
     """Config, tokenizer, model card and, last, the manifest: its presence says that all else is there."""
-    kept = {*_names(plan), JOURNAL}
-    for path in [
-        path for path in partial.rglob("*") if not path.is_dir() and str(path.relative_to(partial)) not in kept
-    ]:
-        path.unlink()  # what the source had when this conversion was begun
+    names = _names(plan)
+    for path in [path for path in partial.rglob("*") if not path.is_dir()]:
+        if str(path.relative_to(partial)) not in (*names, JOURNAL):
+            path.unlink()  # what the source had when this conversion was begun
     for name, path in _copies(plan).items():
         (partial / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, partial / name)
@@ -409,7 +408,6 @@ def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> Non
     manifest = _manifest(plan, records)
     # a path's bytes that are no character to this locale are written as they are
     (partial / "README.md").write_text(model_card(plan, manifest), encoding="utf-8", errors="surrogateescape")
-    names = _names(plan)
     for name in (*names, "README.md"):
         _sync(partial / name)  # the manifest must not reach the disk before what it lists
     manifest["files"] = {
