@@ -50,10 +50,12 @@ def _no_gradient_fake(grad: torch.Tensor, shape: list[int], why: str) -> torch.T
     return grad.new_empty(shape)
 
 
-def no_gradient(grad: torch.Tensor, shape: torch.Size, why: str) -> torch.Tensor:
-    """What a backward returns for an input that has none: an error once it runs. torch.compile traces the backward of
-    every forward outside of no_grad, which must not fail already."""
-    return torch.ops.quantrot.no_gradient(grad, shape, why)
+def no_gradients(ctx: Any, grads: tuple[torch.Tensor | None, ...], why: str) -> Any:
+    """What a backward returns that has none for its inputs, of ctx.shapes: an error once it runs. torch.compile traces
+    the backward of every forward outside of no_grad, which must not fail already."""
+    grad = next(grad for grad in grads if grad is not None)
+    wanted = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
+    return tuple(torch.ops.quantrot.no_gradient(grad, shape, why) if needed else None for shape, needed in wanted)
 
 
 def register_no_gradient(name: str, why: str) -> None:
@@ -64,9 +66,7 @@ def register_no_gradient(name: str, why: str) -> None:
         ctx.shapes = [x.shape if isinstance(x, torch.Tensor) else None for x in inputs]
 
     def refuse(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        grad = next(grad for grad in grads if grad is not None)
-        wanted = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
-        return tuple(no_gradient(grad, shape, why) if needed else None for shape, needed in wanted)
+        return no_gradients(ctx, grads, why)
 
     torch.library.register_autograd(name, refuse, setup_context=keep_shapes)
 

@@ -113,9 +113,9 @@ class QuantizedAttention(Merging):
         cache = past_key_values if cache is None else cache
         tokens = hidden_states.shape[:-1]
         q, k, v = (projected.view(*tokens, -1, self.head_dim) for projected in self.outputs(hidden_states, norm))
-        if self.arithmetic == "fp8" and kwargs.get("output_attentions"):
-            raise ValueError("output_attentions: attention: fp8 has no weights to give; use one with attention: bf16")
         if self.arithmetic == "fp8":
+            if kwargs.get("output_attentions"):
+                raise ValueError("output_attentions: attention: fp8 has no weights to give; use attention: bf16")
             output, weights = self._fp8(q, k, v, position_embeddings, attention_mask, cache), None
         else:
             output, weights = self._wide(q, k, v, position_embeddings, attention_mask, cache, kwargs)

@@ -51,7 +51,7 @@ from quantrot.kernels.attention.reference import (
 )
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.hadamard import is_known
-from quantrot.kernels.operators import check_device, constant, implement, no_gradient
+from quantrot.kernels.operators import check_device, constant, implement, no_gradients
 
 __all__ = [
     "BLOCK",
@@ -230,8 +230,7 @@ class _InferenceOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        wanted = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
-        return tuple(no_gradient(grads[0], shape, NO_BACKWARD) if needed else None for shape, needed in wanted)
+        return no_gradients(ctx, grads, NO_BACKWARD)
 
 
 def inference_only(y: Tensor, *inputs: Tensor) -> Tensor:
