@@ -427,11 +427,12 @@ def test_what_it_does_not_take_is_named():
 # --- Compiled for sm_90a ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", range(4))  # of 85 s in one
+@pytest.mark.parametrize("part", range(4))  # of 70 s in one
 def test_no_kernel_spills_or_serializes_its_products(compiled_cuda, part):
     kernels = dict.fromkeys((*CASES.values(), *ONE.values()))
     for group in (0, 1, 2):
-        for m in (1, 16, 24, 32, 48, 64, 128, 256, 384, 512, 1024, 4096):
+        # Groups of 64 differ from those of 128 in how often a scale is read: a few of their kernels stand for all.
+        for m in (1, 64, 4096) if group == 1 else (1, 16, 24, 32, 48, 64, 128, 256, 384, 512, 1024, 4096):
             kernel = Kernel("packed", BF16, True, group, False, BF16, None)
             for n, k in [(4096, 4096), (4096, 14336), (6144, 4096), (8192, 8192), (28672, 4096)]:
                 kernels[hopper.plan_for(n, m, k, group, True), kernel] = None
