@@ -48,7 +48,7 @@ class Mxfp4Linear(QuantizedLinear):
 
     def fuses(self, device: torch.device) -> bool:
         turns = bool(self.online_name) and not self.fused_hadamard()
-        if self._decoded is not None or self.bias is not None or turns or self.format.activations.kind == "fp8":
+        if self._decoded is not None or self.bias is not None or turns:
             return False
         return self.runs_packed(device) and has_one_kernel(self.out_features, self.in_features, device)
 

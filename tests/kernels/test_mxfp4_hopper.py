@@ -1,6 +1,7 @@
 """The CUDA kernel that multiplies a few tokens by a packed MXFP4 weight: emulated on the host, compiled, on a GPU."""
 
 import ctypes
+import math
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantrot.kernels.fp8 import quantize_fp8_block
 from quantrot.kernels.fp8.reference import rms_norm
 from quantrot.kernels.mxfp4 import (
     dequantize_mxfp4,
@@ -59,6 +61,8 @@ TURNS = {
     "thirty_two_mse_64": (CASES["thirty_two_split4"][0], Turn(ScaleRule.mse, 64)),
     "eight_quest": (CASES["eight"][0], Turn(ScaleRule.quest, 0)),
     "grouped_even_32": (CASES["thirty_two_grouped"][0], Turn(ScaleRule.even, 32)),
+    "fp8": (CASES["one_held"][0], Turn("fp8", 0)),
+    "fp8_once": (CASES["one_held_once"][0], Turn("fp8", 0)),
 }
 # plan, output, what the token becomes, groups of it that a thread norms, whether a residual is added
 BESIDE = {
@@ -66,6 +70,8 @@ BESIDE = {
     "normed_twice": (CASES["one_held_once"][0], BF16, TURNS["even_32"][1], 2, False),
     "added": (CASES["one_held_once"][0], BF16, TURNS["rceil_128"][1], 0, True),
     "normed_and_added": (CASES["one_held"][0], BF16, TURNS["quest_128"][1], 1, True),
+    "normed_in_fp8": (CASES["one_held_once"][0], BF16, TURNS["fp8"][1], 2, True),
+    "added_in_fp8": (CASES["one_held"][0], BF16, TURNS["fp8"][1], 0, True),
 }
 DRIVER = """
 static std::string message;
@@ -160,6 +166,16 @@ def operands(tokens: int, rows: int, columns: int, seed: int = 0):
     return x, packed, scale
 
 
+def turned(x: torch.Tensor, turn: Turn | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What operators before the product make of tokens, in bfloat16, and the scales that it then multiplies by."""
+    if turn is None:
+        return x, None
+    if turn.rule == "fp8":
+        codes, scale = quantize_fp8_block(x, (1, 0), "bf16")
+        return codes.to(BF16), scale.flatten()
+    return dequantize_reference(*quantize_reference(x, turn.rule, hadamard=turn.hadamard)[:2], BF16), None
+
+
 def counts(plan: Plan) -> list[int]:
     """Of tokens: one, nearly all, all that the plan takes."""
     return sorted({1, max(1, plan.tokens - 3), plan.tokens})
@@ -191,11 +207,11 @@ def test_tokens_turned_by_the_product_are_those_turned_before_it(emulator, name,
     x[:, 128:256] *= torch.tensor([0.0, 2.0**-120, 2.0**-30, 2.0**40]).repeat_interleave(32).to(BF16)
     x[:, 257::4] *= 1 / 4
     packed, scale = quantize_mxfp4(torch.randn(rows, columns, generator=generator))
-    before = dequantize_reference(*quantize_reference(x, turn.rule, hadamard=turn.hadamard)[:2], BF16)
+    before = turned(x, turn)
     plain = next(n for n, (p, *_) in CASES.items() if p == plan)
     for seed in range(2):
         y = emulator(name, x, None, packed, scale, seed)
-        assert torch.equal(y.to(CASES[plain][1]), emulator(plain, before, None, packed, scale, seed))
+        assert torch.equal(y.to(CASES[plain][1]), emulator(plain, *before, packed, scale, seed))
 
 
 @pytest.mark.parametrize("name", BESIDE)
@@ -210,11 +226,9 @@ def test_one_token_is_normed_before_the_product_and_its_residual_added_behind_it
     norm = torch.rand(columns, generator=generator).to(BF16) if groups else None
     residual = torch.randn(1, rows, generator=generator).to(BF16) if adds else None
     packed, scale = quantize_mxfp4(torch.randn(rows, columns, generator=generator))
-    before = x if norm is None else rms_norm(x, norm, 1e-5)
-    if turn:
-        before = dequantize_reference(*quantize_reference(before, turn.rule, hadamard=turn.hadamard)[:2], BF16)
+    before = turned(x if norm is None else rms_norm(x, norm, 1e-5), turn)
     plain = next(n for n, (p, *_) in CASES.items() if p == plan)
-    expected = emulator(plain, before, None, packed, scale).to(BF16)
+    expected = emulator(plain, *before, packed, scale).to(BF16)
     for seed in range(2):
         y = emulator(name, x, None, packed, scale, seed, norm=norm, epsilon=1e-5, residual=residual)
         assert torch.equal(y, expected if residual is None else expected + residual)
@@ -253,7 +267,18 @@ def test_bits_do_not_depend_on_what_runs_first_nor_on_other_tokens(emulator, nam
     assert ((first - exact(x, packed, scale)).norm() / first.double().norm()).item() < 1e-6
 
 
-@pytest.mark.parametrize("name", [*CASES, "even_32", "mse_64"])
+@pytest.mark.parametrize("special", [0.0, 2.0**-133, 2.0**-120, 2.0**118, float("inf"), float("nan")])
+def test_codes_of_a_special_token_are_the_quantizers(emulator, special):
+    """Zeros (also negative ones), subnormals, the largest numbers; what is not finite makes all of the result NaN."""
+    x = (torch.randn(1, 256, generator=torch.Generator().manual_seed(0)).clamp(-1, 1) * special).to(BF16)
+    x = torch.full_like(x, special) if special == float("nan") else x
+    packed, scale = quantize_mxfp4(torch.randn(24, 256, generator=torch.Generator().manual_seed(1)))
+    expected = emulator("one_held", *turned(x, TURNS["fp8"][1]), packed, scale)
+    assert torch.isfinite(expected).all() == math.isfinite(special)
+    torch.testing.assert_close(emulator("fp8", x, None, packed, scale), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [*CASES, "even_32", "mse_64", "fp8"])
 def test_every_kernel_compiles_for_sm_90a_without_spills(name, compiled_cuda):
     case = CASES[name] if name in CASES else (TURNS[name][0], BF16, TURNS[name][1])
     made = compiled_cuda(hopper.device_functions() + hopper.entry(*case))
@@ -361,7 +386,7 @@ def test_a_token_with_its_norm_and_residual_on_the_gpu(shape):
     x, packed, scale = (t.cuda() for t in operands(1, *shape))
     norm = torch.rand(shape[1], device="cuda").to(BF16) + 0.5
     residual = torch.randn(1, shape[0], device="cuda").to(BF16)
-    for activations in ("none", "mxfp4"):
+    for activations in ("none", "mxfp4", "fp8"):
         options = {"activations": activations, "hadamard": 32 if activations == "mxfp4" else 0, "settled": True}
         call = partial(mxfp4_fused, x, packed, scale, norm=norm, epsilon=1e-5, residual=residual, **options)
         expected = mxfp4_gemm(rms_norm(x, norm, 1e-5), packed, scale, **options) + residual
@@ -371,6 +396,19 @@ def test_a_token_with_its_norm_and_residual_on_the_gpu(shape):
             results = [call() for _ in range(4)]
         graph.replay()
         assert all(torch.equal(y, expected) for y in results)
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(48, 128), (1000, 1152), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192)])
+def test_a_tokens_codes_on_the_gpu(shape):
+    """One kernel has the bits of the quantizer and the product."""
+    on_hopper()
+    packed, scale = quantize_mxfp4(torch.randn(*shape, device="cuda"))
+    for special in (1.0, 0.0, 2.0**-120, float("inf")):
+        x = (torch.randn(1, shape[1], device="cuda") * special).to(BF16)
+        y = mxfp4_gemm(x, packed, scale, activations="fp8", backend="hopper")
+        expected = hopper.decode(*turned(x, Turn("fp8", 0)), packed, scale, BF16)
+        torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @gpu

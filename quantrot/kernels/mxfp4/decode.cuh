@@ -143,7 +143,8 @@ struct Plan {
   static constexpr int PITCH = ROWS + 4;  // of a team's sums, floats: lanes meet different banks
   static constexpr int SUMS = ONCE ? 0 : BARRIERS + STAGES * 16;
   static constexpr int ZEROS_AT = BARRIERS + STAGES * 16 + (ONCE ? 0 : TEAMS * TOKENS * PITCH * 4);  // 256 bytes
-  static constexpr int SQUARES_AT = ZEROS_AT + 256, HELD_AT = SQUARES_AT + 64;  // a warp's share of a norm; the token
+  static constexpr int SQUARES_AT = ZEROS_AT + 256, MAXIMA_AT = SQUARES_AT + 64;  // a warp's share of a norm, of a scale
+  static constexpr int HELD_AT = MAXIMA_AT + 64;                                  // the token
   static constexpr int CHUNK = 512;  // bytes of a held token
   static constexpr int CHAINS = TALL * TILES <= 2 && !GROUPED && !ONE ? 2 : 1;  // of products that wait for each other, in turn
   static_assert(STAGES % TEAMS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
@@ -343,9 +344,10 @@ __device__ __forceinline__ uint2 addend_of(const DecodeArgs& args, int row) {
   return {__float_as_uint(two.x), __float_as_uint(two.y)};
 }
 
-// The sums of a tile, of the cluster's blocks and of their teams in order -> y. A block of a cluster does its share.
-template <class P, class OUT, bool ADD = false>
-__device__ __forceinline__ void store_tile(const DecodeArgs& args, int row, u32 rank, u32 sums, uint2 addend = {}) {
+// The sums of a tile, of the cluster's blocks and of their teams in order -> y. A block of a cluster does its share. SCALED:
+// they are of one token, whose scale this is.
+template <class P, class OUT, bool ADD = false, bool SCALED = false>
+__device__ __forceinline__ void store_tile(const DecodeArgs& args, int row, u32 rank, u32 sums, uint2 addend = {}, float scale = 1.f) {
   constexpr int FOURS = P::ROWS / 4, THREADS = 32 * P::WARPS;
   for (int i = rank * THREADS + threadIdx.x; i < P::TOKENS * FOURS; i += P::SPLIT * THREADS) {
     const int token = i / FOURS, r = i % FOURS * 4;
@@ -366,8 +368,8 @@ __device__ __forceinline__ void store_tile(const DecodeArgs& args, int row, u32 
 #pragma unroll
       for (int e = 0; e < 4; e++) v[e] += part[e];
     }
-    if (args.token_scale) {
-      const float factor = __ldg(args.token_scale + token);
+    if (SCALED || args.token_scale) {
+      const float factor = SCALED ? scale : __ldg(args.token_scale + token);
 #pragma unroll
       for (int e = 0; e < 4; e++) v[e] = __fmul_rn(v[e], factor);
     }
@@ -462,6 +464,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
                                        const DecodeArgs& args) {
   static_assert(!NORM || (P::HELD && P::SPLIT == 1), "each thread block norms all of a token that it holds");
   static_assert(!ADD || (P::ONE && P::SPLIT == 1), "what is added to one token");
+  static_assert(RULE != FP8 || (P::HELD && P::SPLIT == 1), "each thread block has all of a token that it gives a scale");
   const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8, zeros = base + P::ZEROS_AT, held = base + P::HELD_AT;
   const u32 warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
   const int tiles = (args.rows + P::ROWS - 1) / P::ROWS, step = gridDim.x / P::SPLIT;
@@ -513,12 +516,15 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       ask.scales(ring.stage, tile * P::ROWS, first_chunk + c);
     }
   } else {
+    float token_scale = 1.f;  // of FP8
     if constexpr (NORM > 0) {
-      hold_normed<32 * P::WARPS, SPAN, RULE, NORM>(args.x, args.norm, args.epsilon, args.columns, chunks * 8, args.root, held,
-                                                   base + P::SQUARES_AT);
+      token_scale = hold_normed<32 * P::WARPS, SPAN, RULE, NORM>(args.x, args.norm, args.epsilon, args.columns, chunks * 8, args.root,
+                                                                 held, base + P::SQUARES_AT, base + P::MAXIMA_AT);
     } else {
       grid_wait();
-      if constexpr (P::HELD)
+      if constexpr (RULE == FP8)
+        token_scale = hold_codes<32 * P::WARPS>(args.x, args.columns, chunks * 8, held, base + P::MAXIMA_AT);
+      else if constexpr (P::HELD)
         hold<32 * P::WARPS, SPAN, RULE>(args.x, args.columns, first_chunk * 256, chunks * 8, args.root, held);
     }
     if constexpr (P::HELD) named_sync(1, 32 * P::WARPS);
@@ -550,7 +556,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       sums.store(base + P::SUMS + (team * P::TOKENS * P::PITCH + row) * 4);
       if constexpr (P::SPLIT == 1) {
         named_sync(1, 32 * P::WARPS);
-        store_tile<P, OUT, ADD>(args, tile * P::ROWS, 0, base + P::SUMS, addend);
+        store_tile<P, OUT, ADD, RULE == FP8>(args, tile * P::ROWS, 0, base + P::SUMS, addend, token_scale);
         if (tile + step < tiles) named_sync(1, 32 * P::WARPS);
       }
     }

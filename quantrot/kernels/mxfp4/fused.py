@@ -39,10 +39,9 @@ def mxfp4_fused(
     and quantized. residual, of the result's shape and dtype, is added to it. gates, without residual: the product is
     gate and up side by side, and the result silu(gate) * up, [..., N / 2], by operations of their own.
 
-    On Hopper norm and residual are in the product's kernel for one token of bfloat16 whose activations are "none" or
-    "mxfp4"; the norm's sum has an order of its own, which may give a few numbers their neighbours. Elsewhere, and where
-    a gradient is wanted, it is operation by operation. Other arguments and errors as mxfp4_gemm's; settled speaks of
-    norm too.
+    On Hopper norm and residual are in the product's kernel for one token of bfloat16; the norm's sum has an order of
+    its own, which may give a few numbers their neighbours. Elsewhere, and where a gradient is wanted, it is operation
+    by operation. Other arguments and errors as mxfp4_gemm's; settled speaks of norm too.
     """
     check_operands(x, packed, scale, activations, hadamard)
     if gates and (residual is not None or len(packed) % 2):
@@ -56,7 +55,7 @@ def mxfp4_fused(
     }
     tensors = x, norm, residual
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    one = x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and activations in ("none", "mxfp4") and not grads
+    one = x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and not grads
     if one and (norm is not None or residual is not None) and has_one_kernel(len(packed), x.shape[-1], x.device):
         flat = None if residual is None else residual.reshape(1, -1)
         rest = activations, rule_name(scale_rule), hadamard, norm, epsilon, flat, settled
@@ -91,11 +90,12 @@ def _fused(
     settled: bool,
 ) -> Tensor:
     beside = [t for t in (norm, residual) if t is not None]
-    turns = activations == "mxfp4" or not hadamard  # bfloat16 that is turned and not quantized has a kernel of its own
+    turns = activations == "mxfp4" or not hadamard  # what is turned and not quantized to MXFP4 has a kernel of its own
     if x.is_cuda and turns and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in beside):
         from quantrot.kernels.mxfp4 import hopper
 
-        turn = hopper.Turn(ScaleRule(rule), hadamard) if activations == "mxfp4" else None
+        rules: dict[str, Any] = {"mxfp4": ScaleRule(rule), "fp8": "fp8"}
+        turn = hopper.Turn(rules[activations], hadamard) if activations in rules else None
         rest: dict[str, Any] = {"norm": norm, "epsilon": epsilon, "residual": residual, "settled": settled}
         return hopper.decode(x, None, packed, scale, x.dtype, turn=turn, **rest)
     x = x if norm is None else rms_norm(x, norm, epsilon)

@@ -11,7 +11,7 @@ import ctypes
 import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
 OUT = {torch.bfloat16: "OutBf16", torch.float16: "OutFp16", torch.float32: "OutFp32"}
 STEP = 128  # columns that are multiplied together, and the granule of K
 CHUNK = 256  # columns of K in a stage
-ZEROS, SQUARES = 256, 64  # bytes of shared memory that one token takes beside itself: zeros, and for its norm
+ZEROS, SQUARES = 256, 128  # bytes of shared memory that one token takes beside itself: zeros, and for norm and scale
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
     const __grid_constant__ quantrot::TensorMap scale, const __grid_constant__ quantrot::DecodeArgs args) {{
@@ -204,6 +204,12 @@ def turns(tokens: int, rows: int, columns: int) -> bool:
     return tokens > 1 or plan_for(tokens, rows, columns).held
 
 
+def makes_codes(tokens: int, rows: int, columns: int) -> bool:
+    """Whether `decode` makes e4m3's codes of tokens on their way: of one, all of which each thread block holds."""
+    plan = plan_for(tokens, rows, columns)
+    return tokens == 1 and plan.held and plan.split == 1
+
+
 class DecodeArgs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("scale", "token_scale", "x", "norm", "residual", "y")),
@@ -218,9 +224,10 @@ class _Arguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Turn:
-    """What tokens become on their way: turned in blocks of `hadamard` (0, 32, 64, 128) and quantized by `rule`."""
+    """What tokens become on their way: turned in blocks of `hadamard` (0, 32, 64, 128) and quantized by `rule`; "fp8",
+    of one token that is not turned: to e4m3, as `quantize_fp8_block` does with a bfloat16 scale a token."""
 
-    rule: ScaleRule
+    rule: ScaleRule | Literal["fp8"]
     hadamard: int
 
     @property
@@ -371,7 +378,8 @@ def decode(
 
     token_scale: float32 [M], multiplies each token's result, or None. Products are exact for group scales from 2^-62
     to 2^65; numbers of a single token past 2^65 are infinite.
-    turn: what the tokens become first, where it `turns` them.
+    turn: what the tokens become first, where it `turns` them; "fp8" where it `makes_codes` of them, whose scale then
+    multiplies the result.
     settled: no kernel that may still run when this one is launched writes the weight, so that it is read before the
     kernel before this one has ended.
     norm [K], residual [1, N], bfloat16, contiguous, at multiples of 16 bytes, where a weight `takes_one`: the token

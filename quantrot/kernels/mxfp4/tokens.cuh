@@ -1,5 +1,5 @@
 // Tokens in the order in which a product reads them (see decode.cuh): as they are, or turned, quantized to MXFP4 and back,
-// which bfloat16 holds exactly. Follows group.cuh.
+// or as e4m3's codes, all of which bfloat16 holds exactly. Follows group.cuh.
 //
 // One token a thread block keeps in its shared memory for as long as it multiplies by it (hold). Every block does this for
 // itself: 32 columns are some five hundred instructions of one lane, done while the weight's first stages are on their
@@ -8,6 +8,7 @@
 namespace quantrot {
 
 constexpr int AS_IS = -1;  // a rule that rounds nothing
+constexpr int FP8 = -2;    // e4m3, with a scale for all of the one token, which is held
 
 #ifdef QUANTROT_EMULATED
 #include "tokens.h"
@@ -43,6 +44,7 @@ __device__ __forceinline__ u32 power_pair(int exponent, bool finite) {
 // A group of one token: words[j] of 8 columns, PAIRED as `arranged` or as they follow each other.
 template <int SPAN, int RULE, bool PAIRED>
 __device__ __forceinline__ void take(Words (&words)[4], float root) {
+  static_assert(RULE != FP8, "whose scale needs all of the token");
   if constexpr (RULE == AS_IS) {
     if constexpr (PAIRED)
 #pragma unroll
@@ -103,14 +105,57 @@ __device__ __forceinline__ void arrange(const void* x, Words* y, int tokens, int
   }
 }
 
+// Where word 0 of a token's group lies; the others follow 64 bytes apart.
+__device__ __forceinline__ u32 place_of(int group, u32 to) { return to + group / 4 * 256 + group % 4 * 16; }
+
 // Group number `group` of a token to its place, if it is one; all lanes of a warp.
 template <int SPAN, int RULE>
 __device__ __forceinline__ void keep_group(Words (&words)[4], int group, int groups, float root, u32 to) {
   take<SPAN, RULE, true>(words, root);
-  const u32 at = to + group / 4 * 256 + group % 4 * 16;
   if (group < groups)
 #pragma unroll
-    for (int j = 0; j < 4; j++) store_shared_words(at + j * 64, raised(words[j]));
+    for (int j = 0; j < 4; j++) store_shared_words(place_of(group, to) + j * 64, raised(words[j]));
+}
+
+// The larger magnitude, as bits: they order like the numbers and put NaN above infinity.
+__device__ __forceinline__ u32 larger_magnitude(u32 most, const Words (&words)[4]) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const u32 two = words[i / 4].at(i % 4) & 0x7FFF7FFFu;
+    most = max(most, max(two & 0xFFFF, two >> 16));
+  }
+  return most;
+}
+
+// The scale of a token by the threads' largest magnitudes: amax / 448 rounded to bfloat16, 1 for zeros; NaN where it is not
+// finite. `maxima`: room for a number of each warp.
+template <int THREADS>
+__device__ __forceinline__ float token_scale_of(u32 most, u32 maxima) {
+  most = largest_of_warp(most);
+  if (lane_number() == 0) store_shared(maxima + threadIdx.x / 32 * 4, most);
+  named_sync(1, THREADS);
+  most = largest_of_warp(lane_number() < THREADS / 32 ? __float_as_uint(load_shared(maxima + lane_number() * 4)) : 0);
+  if (most >= 0x7F80) return __uint_as_float(0x7FC00000u);
+  const float scale = fmaxf(__fdiv_rn(Bf16::value((unsigned short)most), 448.f), __uint_as_float(0x00800000u));
+  return most ? Bf16::value((unsigned short)Bf16::pack(scale, 0.f)) : 1.f;
+}
+
+// The same as keep_group, of e4m3's codes, which the scale does not multiply yet.
+__device__ __forceinline__ void keep_codes(const Words (&words)[4], float scale, int group, int groups, u32 to) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    u32 y[4];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const u32 one = words[j].at(2 * h), two = words[j].at(2 * h + 1);
+      const auto over = [&](u32 bits) { return __fdiv_rn(Bf16::value((unsigned short)bits), scale); };
+      u32 low, high;
+      unpack_e4m3(to_e4m3(over(one), over(one >> 16), over(two), over(two >> 16)), low, high);
+      y[2 * h] = Bf16::pack(Fp16::value((unsigned short)low), Fp16::value((unsigned short)(low >> 16)));
+      y[2 * h + 1] = Bf16::pack(Fp16::value((unsigned short)high), Fp16::value((unsigned short)(high >> 16)));
+    }
+    if (group < groups) store_shared_words(place_of(group, to) + j * 64, raised(arranged({y[0], y[1], y[2], y[3]})));
+  }
 }
 
 // `groups` groups, a multiple of 4, of a token x [columns] from column `first` on -> [step of 128 columns][word][group] of
@@ -129,6 +174,28 @@ __device__ __forceinline__ void hold(const void* x, int columns, int first, int 
   }
 }
 
+// The same of e4m3's codes, of all of a token; its scale. Until that is known the token lies there as it came, each
+// group by the thread that will make codes of it.
+template <int THREADS>
+__device__ __forceinline__ float hold_codes(const void* x, int columns, int groups, u32 to, u32 maxima) {
+  u32 most = 0;
+  for (int group = threadIdx.x; group < groups; group += THREADS) {
+    Words words[4];
+    load_group(words, x, columns, 0, group * 32, group * 32 < columns);
+    most = larger_magnitude(most, words);
+#pragma unroll
+    for (int j = 0; j < 4; j++) store_shared_words(place_of(group, to) + j * 64, words[j]);
+  }
+  const float scale = token_scale_of<THREADS>(most, maxima);
+  for (int group = threadIdx.x; group < groups; group += THREADS) {
+    Words words[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) words[j] = load_shared_words(place_of(group, to) + j * 64);
+    keep_codes(words, scale, group, groups, to);
+  }
+  return scale;
+}
+
 __device__ __forceinline__ float sum_of_warp(float a) {  // in the same order in each lane
 #pragma unroll
   for (int s = 1; s < 32; s *= 2) a += __shfl_xor_sync(0xFFFFFFFFu, a, s);
@@ -136,10 +203,11 @@ __device__ __forceinline__ float sum_of_warp(float a) {  // in the same order in
 }
 
 // The same of all of x, which first goes through RMSNorm: x / sqrt(mean(x^2) + epsilon), rounded, times norm, rounded. A
-// thread has at most NORM groups. `squares`: room for a number of each warp. Waits for the kernel before, norm is not its.
+// thread has at most NORM groups. `squares`, `maxima`: room for a number of each warp. Waits for the kernel before, norm is
+// not its. The scale of FP8, else 1.
 template <int THREADS, int SPAN, int RULE, int NORM>
-__device__ __forceinline__ void hold_normed(const void* x, const void* norm, float epsilon, int columns, int groups, float root,
-                                            u32 to, u32 squares) {
+__device__ __forceinline__ float hold_normed(const void* x, const void* norm, float epsilon, int columns, int groups, float root,
+                                             u32 to, u32 squares, u32 maxima) {
   Words weight[NORM][4], v[NORM][4];
   const auto group = [](int i) { return (int)(i * THREADS + threadIdx.x); };
 #pragma unroll
@@ -161,9 +229,9 @@ __device__ __forceinline__ void hold_normed(const void* x, const void* norm, flo
   named_sync(1, THREADS);
   sum = sum_of_warp(lane_number() < THREADS / 32 ? load_shared(squares + lane_number() * 4) : 0.f);
   const float factor = inverse_root(sum * (1.f / columns) + epsilon);
+  u32 most = 0;
 #pragma unroll
   for (int i = 0; i < NORM; i++) {
-    Words words[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       u32 y[4];
@@ -173,10 +241,18 @@ __device__ __forceinline__ void hold_normed(const void* x, const void* norm, flo
         const float low = Bf16::value((unsigned short)two), high = Bf16::value((unsigned short)(two >> 16));
         y[k] = times_bf16(Bf16::pack(__fmul_rn(low, factor), __fmul_rn(high, factor)), weight[i][j].at(k));
       }
-      words[j] = {y[0], y[1], y[2], y[3]};
+      v[i][j] = {y[0], y[1], y[2], y[3]};
     }
-    keep_group<SPAN, RULE>(words, group(i), groups, root, to);
+    if constexpr (RULE == FP8)
+      most = larger_magnitude(most, v[i]);
+    else
+      keep_group<SPAN, RULE>(v[i], group(i), groups, root, to);
   }
+  if constexpr (RULE != FP8) return 1.f;
+  const float scale = token_scale_of<THREADS>(most, maxima);
+#pragma unroll
+  for (int i = 0; i < NORM; i++) keep_codes(v[i], scale, group(i), groups, to);
+  return scale;
 }
 
 }  // namespace quantrot
