@@ -28,8 +28,7 @@ class Mxfp4Linear(QuantizedLinear):
 
     def runs_packed(self, device: torch.device) -> bool:
         activations = self.format.activations
-        per_token = activations.block == (1, 0) and activations.scale_rule == "bf16"
-        return has_kernels(device) and (activations.kind != "fp8" or per_token)
+        return has_kernels(device) and (activations.kind != "fp8" or activations.block == (1, 0))
 
     def multiply(self, x: Tensor) -> Tensor:
         if not self.runs_packed(x.device):
@@ -41,7 +40,7 @@ class Mxfp4Linear(QuantizedLinear):
         activations = self.format.activations
         return {
             "activations": activations.kind,
-            "scale_rule": activations.scale_rule if activations.kind == "mxfp4" else "even",
+            "scale_rule": activations.scale_rule or None,
             "hadamard": self.fused_hadamard(),
             "settled": True,  # parameters: who writes them on the device waits before a forward
         }

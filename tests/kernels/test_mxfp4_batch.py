@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from quantrot.kernels.fp8 import quantize_fp8_block
+from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.mxfp4 import dequantize_mxfp4, mxfp4_gemm, quantize_mxfp4
 from quantrot.kernels.mxfp4.reference import expand_reference
 
@@ -225,10 +225,13 @@ def token_codes(device, dtype, shape):
     """Whether `quantize` gives the reference's codes, arranged, of ordinary rows, zeros, and what is not finite."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
     x[1], x[2, 5], x[3, 7], x[4] = 0, float("inf"), float("nan"), x[4] * 1e-6
-    expected, scale = quantize_fp8_block(x, (1, 0), "bf16", backend="reference")
-    q, token = (t.cpu() for t in hopper_batch.quantize(x.to(device)))
-    same = torch.equal(q.view(torch.uint8), hopper_batch.arrange(expected).view(torch.uint8))
-    return same and torch.equal(token.view(torch.int32), scale.view(-1).view(torch.int32))
+    same = []
+    for rule in Fp8ScaleRule:
+        expected, scale = quantize_fp8_block(x, (1, 0), rule, backend="reference")
+        q, token = (t.cpu() for t in hopper_batch.quantize(x.to(device), rule))
+        same.append(torch.equal(q.view(torch.uint8), hopper_batch.arrange(expected).view(torch.uint8)))
+        same.append(torch.equal(token.view(torch.int32), scale.view(-1).view(torch.int32)))
+    return all(same)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

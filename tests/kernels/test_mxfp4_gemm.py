@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.hadamard import hadamard_ref
 from quantrot.kernels.mxfp4 import (
     HadamardGemm,
@@ -127,6 +128,7 @@ def test_few_tokens_take_their_own_kernel_where_the_models_say_that_it_is_faster
     assert all(_few("mxfp4", 1, *shape) for shape in SHAPES)
     assert _few("mxfp4", 8, 10240, 8192) and _few("mxfp4", 8, 57344, 8192) and not _few("mxfp4", 32, 4096, 14336)
     assert _few("fp8", 8, 10240, 8192) and not _few("fp8", 8, 8192, 8192)
+    assert all(_few("fp8", 1, *shape) for shape in SHAPES)
     assert not _few("mxfp4", 33, 1536, 1536)
 
 
@@ -343,7 +345,8 @@ def test_the_operators_are_functional_and_registered(device):
     x, w = normal(4, 64, device=device), quantize_mxfp4(normal(48, 64, device=device, seed=1))
     ops, tests = torch.ops.quantrot, ("test_schema", "test_faketensor", "test_autograd_registration")
     for activations in ("none", "fp8", "mxfp4"):
-        arguments = (x.requires_grad_(), *w, None, activations, "even", 32, True, "auto")
+        rule = "bf16" if activations == "fp8" else "even"
+        arguments = (x.requires_grad_(), *w, None, activations, rule, 32, True, "auto")
         torch.library.opcheck(ops.mxfp4_linear, arguments, test_utils=tests)
     torch.library.opcheck(ops.mxfp4_product, (*w, *w, torch.bfloat16, True, "auto"), test_utils=tests)
 
@@ -407,12 +410,22 @@ def test_more_columns_than_a_batchs_kernel_has_a_plan_for():
             assert all(hopper_batch.plan_for(n, rows, depth).stages >= 2 for n in (1, 16, 512) for rows in (8, 4096))
 
 
+@pytest.mark.parametrize("rule", Fp8ScaleRule)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_e4m3_tokens_are_multiplied_exactly_by_the_definition_too(dtype):
-    from quantrot.kernels.fp8 import quantize_fp8_block
-
+def test_e4m3_tokens_are_multiplied_exactly_by_the_definition_too(dtype, rule):
     x, (packed, scale) = normal(64, 512).to(dtype), quantize_mxfp4(normal(48, 512))
-    codes, token = quantize_fp8_block(x, (1, 0), "bf16")
+    codes, token = quantize_fp8_block(x, (1, 0), rule)
     exact = (codes.double() * token.double()) @ dequantize_mxfp4(packed, scale, torch.float32).double().T
-    y = mxfp4_gemm(x, packed, scale, activations="fp8", backend="reference")
+    y = mxfp4_gemm(x, packed, scale, activations="fp8", scale_rule=rule, backend="reference")
     assert relative(y, exact) < 1.01 * relative(exact.to(dtype), exact)
+
+
+def test_activations_have_scale_rules_of_their_own():
+    x, (packed, scale) = normal(3, 64), quantize_mxfp4(normal(48, 64))
+    for activations, rule in (("fp8", "bf16"), ("mxfp4", "even")):
+        given, default = (mxfp4_gemm(x, packed, scale, activations=activations, scale_rule=r) for r in (rule, None))
+        assert torch.equal(given, default)
+    with pytest.raises(ValueError, match="scale_rule: 'even'; allowed for activations 'fp8': exact, bf16, pow2"):
+        mxfp4_gemm(x, packed, scale, activations="fp8", scale_rule="even")
+    with pytest.raises(ValueError, match="scale_rule: 'exact'; allowed: floor"):
+        mxfp4_gemm(x, packed, scale, activations="mxfp4", scale_rule="exact")

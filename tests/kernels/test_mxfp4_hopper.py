@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantrot.kernels.fp8 import quantize_fp8_block
+from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.fp8.reference import rms_norm
 from quantrot.kernels.mxfp4 import (
     dequantize_mxfp4,
@@ -61,8 +61,9 @@ TURNS = {
     "thirty_two_mse_64": (CASES["thirty_two_split4"][0], Turn(ScaleRule.mse, 64)),
     "eight_quest": (CASES["eight"][0], Turn(ScaleRule.quest, 0)),
     "grouped_even_32": (CASES["thirty_two_grouped"][0], Turn(ScaleRule.even, 32)),
-    "fp8": (CASES["one_held"][0], Turn("fp8", 0)),
-    "fp8_once": (CASES["one_held_once"][0], Turn("fp8", 0)),
+    "fp8": (CASES["one_held"][0], Turn(Fp8ScaleRule.bf16, 0)),
+    "fp8_exact": (CASES["one_held_once"][0], Turn(Fp8ScaleRule.exact, 0)),
+    "fp8_pow2": (CASES["one_held"][0], Turn(Fp8ScaleRule.pow2, 0)),
 }
 # plan, output, what the token becomes, groups of it that a thread norms, whether a residual is added
 BESIDE = {
@@ -170,8 +171,8 @@ def turned(x: torch.Tensor, turn: Turn | None) -> tuple[torch.Tensor, torch.Tens
     """What operators before the product make of tokens, in bfloat16, and the scales that it then multiplies by."""
     if turn is None:
         return x, None
-    if turn.rule == "fp8":
-        codes, scale = quantize_fp8_block(x, (1, 0), "bf16")
+    if isinstance(turn.rule, Fp8ScaleRule):
+        codes, scale = quantize_fp8_block(x, (1, 0), turn.rule)
         return codes.to(BF16), scale.flatten()
     return dequantize_reference(*quantize_reference(x, turn.rule, hadamard=turn.hadamard)[:2], BF16), None
 
@@ -267,15 +268,19 @@ def test_bits_do_not_depend_on_what_runs_first_nor_on_other_tokens(emulator, nam
     assert ((first - exact(x, packed, scale)).norm() / first.double().norm()).item() < 1e-6
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_exact", "fp8_pow2"])
 @pytest.mark.parametrize("special", [0.0, 2.0**-133, 2.0**-120, 2.0**118, float("inf"), float("nan")])
-def test_codes_of_a_special_token_are_the_quantizers(emulator, special):
+def test_codes_of_a_special_token_are_the_quantizers(emulator, name, special):
     """Zeros (also negative ones), subnormals, the largest numbers; what is not finite makes all of the result NaN."""
     x = (torch.randn(1, 256, generator=torch.Generator().manual_seed(0)).clamp(-1, 1) * special).to(BF16)
     x = torch.full_like(x, special) if special == float("nan") else x
     packed, scale = quantize_mxfp4(torch.randn(24, 256, generator=torch.Generator().manual_seed(1)))
-    expected = emulator("one_held", *turned(x, TURNS["fp8"][1]), packed, scale)
+    plan, turn = TURNS[name]
+    plain = next(n for n, (p, *_) in CASES.items() if p == plan)
+    expected = emulator(plain, *turned(x, turn), packed, scale)
     assert torch.isfinite(expected).all() == math.isfinite(special)
-    torch.testing.assert_close(emulator("fp8", x, None, packed, scale), expected, rtol=0, atol=0, equal_nan=True)
+    y = emulator(name, x, None, packed, scale).to(expected.dtype)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", [*CASES, "even_32", "mse_64", "fp8"])
@@ -406,9 +411,10 @@ def test_a_tokens_codes_on_the_gpu(shape):
     packed, scale = quantize_mxfp4(torch.randn(*shape, device="cuda"))
     for special in (1.0, 0.0, 2.0**-120, float("inf")):
         x = (torch.randn(1, shape[1], device="cuda") * special).to(BF16)
-        y = mxfp4_gemm(x, packed, scale, activations="fp8", backend="hopper")
-        expected = hopper.decode(*turned(x, Turn("fp8", 0)), packed, scale, BF16)
-        torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+        for rule in Fp8ScaleRule:
+            y = mxfp4_gemm(x, packed, scale, activations="fp8", scale_rule=rule, backend="hopper")
+            expected = hopper.decode(*turned(x, Turn(rule, 0)), packed, scale, BF16)
+            torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @gpu

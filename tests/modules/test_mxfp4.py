@@ -15,11 +15,12 @@ from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
 from quantrot.kernels.mxfp4 import dequantize_mxfp4, hadamard_quantize_mxfp4
 from quantrot.modules import Mxfp4Linear, Mxfp4TrainingLinear, OnlineHadamard, train_in_mxfp4
 from quantrot.modules import mxfp4 as modules_mxfp4
+from quantrot.recipe import load_recipe, shipped_recipes
 from quantrot.rotation import Rotation
 
 NONE, TOKEN, MXFP4 = (
     ActivationFormat("none", (0, 0), ""),
-    ActivationFormat("fp8", (1, 0), "bf16"),
+    ActivationFormat("fp8", (1, 0), "exact"),
     ActivationFormat("mxfp4", (1, 32), "even"),
 )
 
@@ -69,10 +70,18 @@ def test_an_online_rotation_rides_along(monkeypatch, rotation, fused, activation
     assert error < 1e-6
 
 
-def test_other_fp8_activations_take_the_wide_path(monkeypatch):
+def test_fp8_activations_in_blocks_take_the_wide_path(monkeypatch):
     monkeypatch.setattr(modules_mxfp4, "has_kernels", lambda device: True)
     module = linear(ActivationFormat("fp8", (1, 128), "bf16"))
     assert not module.runs_packed(torch.device("cpu")) and module(torch.randn(3, 256)).shape == (3, 96)
+
+
+def test_what_is_shipped_runs_packed(monkeypatch):
+    monkeypatch.setattr(modules_mxfp4, "has_kernels", lambda device: True)
+    rules = [rule for name in shipped_recipes() for rule in load_recipe(name).linear]
+    shipped = {fmt.activations for fmt in map(formats.from_rule, rules) if fmt.weights.kind == "mxfp4"}
+    assert {activations.kind for activations in shipped} == {"none", "fp8", "mxfp4"}
+    assert all(linear(activations).runs_packed(torch.device("cpu")) for activations in shipped)
 
 
 # --- Training --------------------------------------------------------------------------------------------------------

@@ -464,7 +464,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
                                        const DecodeArgs& args) {
   static_assert(!NORM || (P::HELD && P::SPLIT == 1), "each thread block norms all of a token that it holds");
   static_assert(!ADD || (P::ONE && P::SPLIT == 1), "what is added to one token");
-  static_assert(RULE != FP8 || (P::HELD && P::SPLIT == 1), "each thread block has all of a token that it gives a scale");
+  static_assert(!is_fp8<RULE>() || (P::HELD && P::SPLIT == 1), "each thread block has all of a token that it gives a scale");
   const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8, zeros = base + P::ZEROS_AT, held = base + P::HELD_AT;
   const u32 warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
   const int tiles = (args.rows + P::ROWS - 1) / P::ROWS, step = gridDim.x / P::SPLIT;
@@ -516,14 +516,14 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       ask.scales(ring.stage, tile * P::ROWS, first_chunk + c);
     }
   } else {
-    float token_scale = 1.f;  // of FP8
+    float token_scale = 1.f;  // of e4m3's codes
     if constexpr (NORM > 0) {
       token_scale = hold_normed<32 * P::WARPS, SPAN, RULE, NORM>(args.x, args.norm, args.epsilon, args.columns, chunks * 8, args.root,
                                                                  held, base + P::SQUARES_AT, base + P::MAXIMA_AT);
     } else {
       grid_wait();
-      if constexpr (RULE == FP8)
-        token_scale = hold_codes<32 * P::WARPS>(args.x, args.columns, chunks * 8, held, base + P::MAXIMA_AT);
+      if constexpr (is_fp8<RULE>())
+        token_scale = hold_codes<32 * P::WARPS, RULE>(args.x, args.columns, chunks * 8, held, base + P::MAXIMA_AT);
       else if constexpr (P::HELD)
         hold<32 * P::WARPS, SPAN, RULE>(args.x, args.columns, first_chunk * 256, chunks * 8, args.root, held);
     }
@@ -556,7 +556,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       sums.store(base + P::SUMS + (team * P::TOKENS * P::PITCH + row) * 4);
       if constexpr (P::SPLIT == 1) {
         named_sync(1, 32 * P::WARPS);
-        store_tile<P, OUT, ADD, RULE == FP8>(args, tile * P::ROWS, 0, base + P::SUMS, addend, token_scale);
+        store_tile<P, OUT, ADD, is_fp8<RULE>()>(args, tile * P::ROWS, 0, base + P::SUMS, addend, token_scale);
         if (tile + step < tiles) named_sync(1, 32 * P::WARPS);
       }
     }

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.fp8.reference import gate, rms_norm
-from quantrot.kernels.mxfp4.gemm import check_operands, mxfp4_gemm
-from quantrot.kernels.mxfp4.operators import has_kernels, rule_name
+from quantrot.kernels.fp8.reference import Fp8ScaleRule, gate, rms_norm
+from quantrot.kernels.mxfp4.gemm import activation_rule, check_operands, mxfp4_gemm
+from quantrot.kernels.mxfp4.operators import has_kernels
 from quantrot.kernels.mxfp4.reference import ScaleRule
 from quantrot.kernels.operators import check_around, constant, implement
 
@@ -25,7 +25,7 @@ def mxfp4_fused(
     scale: Tensor,
     *,
     activations: str = "none",
-    scale_rule: ScaleRule | str = ScaleRule.even,
+    scale_rule: ScaleRule | Fp8ScaleRule | str | None = None,
     hadamard: int = 0,
     norm: Tensor | None = None,
     epsilon: float = 0.0,
@@ -58,7 +58,7 @@ def mxfp4_fused(
     one = x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and not grads
     if one and (norm is not None or residual is not None) and has_one_kernel(len(packed), x.shape[-1], x.device):
         flat = None if residual is None else residual.reshape(1, -1)
-        rest = activations, rule_name(scale_rule), hadamard, norm, epsilon, flat, settled
+        rest = activations, activation_rule(activations, scale_rule), hadamard, norm, epsilon, flat, settled
         y = torch.ops.quantrot.mxfp4_fused(x.reshape(1, -1), packed, scale, *rest).view(*x.shape[:-1], len(packed))
     else:
         y = mxfp4_gemm(x if norm is None else rms_norm(x, norm, epsilon), packed, scale, **product)
@@ -94,8 +94,8 @@ def _fused(
     if x.is_cuda and turns and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in beside):
         from quantrot.kernels.mxfp4 import hopper
 
-        rules: dict[str, Any] = {"mxfp4": ScaleRule(rule), "fp8": "fp8"}
-        turn = hopper.Turn(rules[activations], hadamard) if activations in rules else None
+        kinds: dict[str, Any] = {"mxfp4": ScaleRule, "fp8": Fp8ScaleRule}
+        turn = hopper.Turn(kinds[activations](rule), hadamard) if activations in kinds else None
         rest: dict[str, Any] = {"norm": norm, "epsilon": epsilon, "residual": residual, "settled": settled}
         return hopper.decode(x, None, packed, scale, x.dtype, turn=turn, **rest)
     x = x if norm is None else rms_norm(x, norm, epsilon)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
+from quantrot.kernels.fp8 import SCALE_RULES, Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, rule_name
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.operators import check_device, has_triton, implement
@@ -76,7 +77,7 @@ def mxfp4_gemm(
     bias: Tensor | None = None,
     *,
     activations: str = "none",
-    scale_rule: ScaleRule | str = ScaleRule.even,
+    scale_rule: ScaleRule | Fp8ScaleRule | str | None = None,
     hadamard: int = 0,
     settled: bool = False,
     backend: str = "auto",
@@ -84,8 +85,9 @@ def mxfp4_gemm(
     """x [..., K] times the transpose of an MXFP4 weight [N, K]: [..., N] in x's dtype, float32 sums, rounded once,
     then plus the bias [N].
 
-    activations: "none" multiplies x as it is (W4A16), "fp8" its e4m3 with one bfloat16 scale a token (W4A8), "mxfp4"
-    its MXFP4 with `scale_rule` (W4A4). hadamard: 32, 64 or 128: x is turned in blocks of this width first. Operands are
+    activations: "none" multiplies x as it is (W4A16), "fp8" its e4m3 with one float32 scale a token (W4A8), "mxfp4" its
+    MXFP4 (W4A4). scale_rule: what the activations' scales are rounded to, by default `bf16` for "fp8" (Fp8ScaleRule),
+    `even` for "mxfp4" (ScaleRule). hadamard: 32, 64 or 128: x is turned in blocks of this width first. Operands are
     multiplied exactly whatever the backend. Differentiable in x and bias; quantization passes gradients unchanged.
 
     settled: no kernel that may still run when this is called writes packed or scale (weights that were loaded, not such
@@ -104,9 +106,8 @@ def mxfp4_gemm(
     _check_backend(backend)
     if backend == "cublas" and activations == "none":
         raise ValueError("backend: 'cublas' multiplies e4m3, x stays wide; allowed: auto, hopper, triton, reference")
-    return torch.ops.quantrot.mxfp4_linear(
-        x, packed, scale, bias, activations, rule_name(scale_rule), hadamard, settled, backend
-    )
+    rule = activation_rule(activations, scale_rule)
+    return torch.ops.quantrot.mxfp4_linear(x, packed, scale, bias, activations, rule, hadamard, settled, backend)
 
 
 # --- Checks and choices ----------------------------------------------------------------------------------------------
@@ -125,6 +126,16 @@ def check_operands(x: Tensor, packed: Tensor, scale: Tensor, activations: str, h
         raise ValueError(f"activations: {activations!r}; allowed: {', '.join(ACTIVATIONS)}")
     if hadamard and (hadamard not in (32, 64, 128) or x.shape[-1] % hadamard):
         raise ValueError(f"hadamard: {hadamard}; allowed: 0, 32, 64 or 128, dividing the {x.shape[-1]} columns of x")
+
+
+def activation_rule(activations: str, scale_rule: ScaleRule | Fp8ScaleRule | str | None) -> str:
+    """The name of the rule by which activations of this kind are scaled. ValueError for one of the other kind's."""
+    if activations != "fp8":
+        return rule_name(scale_rule or ScaleRule.even)
+    rule = scale_rule or Fp8ScaleRule.bf16
+    if rule not in SCALE_RULES:
+        raise ValueError(f"scale_rule: {rule!r}; allowed for activations 'fp8': {', '.join(SCALE_RULES)}")
+    return str(rule)
 
 
 def _check_backend(backend: str) -> None:
@@ -263,11 +274,9 @@ def _product_fake(a, a_scale, b, b_scale, dtype, exact, backend):
 # --- The linear ------------------------------------------------------------------------------------------------------
 
 
-def _fp8_tokens(rows: Tensor, hadamard: int) -> tuple[Tensor, Tensor]:
-    """e4m3 [M, K] and a float32 scale a token, rounded to bfloat16 before it divides."""
-    from quantrot.kernels.fp8 import quantize_fp8_block
-
-    qdata, scale = quantize_fp8_block(_turned(rows, hadamard), (1, 0), "bf16")
+def _fp8_tokens(rows: Tensor, rule: str, hadamard: int) -> tuple[Tensor, Tensor]:
+    """e4m3 [M, K] and a float32 scale a token."""
+    qdata, scale = quantize_fp8_block(_turned(rows, hadamard), (1, 0), rule)
     return qdata, scale.view(-1)
 
 
@@ -287,7 +296,7 @@ def _linear_wide(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, 
         codes, scales, _ = quantize_reference(rows, ScaleRule(rule), hadamard=hadamard)
         rows = dequantize_reference(codes, scales, work)
     elif activations == "fp8":
-        qdata, token = _fp8_tokens(rows, hadamard)
+        qdata, token = _fp8_tokens(rows, rule, hadamard)
         rows = (qdata.to(torch.float32) * token.unsqueeze(1)).to(work)
     else:
         rows = _turned(rows, hadamard).to(work)
@@ -349,9 +358,9 @@ def _linear_decode(
         else:
             tokens = triton_rows.round_trip(rows, ScaleRule(rule), hadamard)
     elif activations == "fp8" and decoder == "hopper" and hopper.makes_codes(len(rows), len(packed), rows.shape[1]):
-        tokens, turn = _turned(rows, hadamard), hopper.Turn("fp8", 0)
+        tokens, turn = _turned(rows, hadamard), hopper.Turn(Fp8ScaleRule(rule), 0)
     elif activations == "fp8":
-        qdata, token_scale = _fp8_tokens(rows, hadamard)
+        qdata, token_scale = _fp8_tokens(rows, rule, hadamard)
         tokens = qdata.to(torch.bfloat16)
     else:
         tokens = _turned(rows, hadamard)
@@ -366,7 +375,7 @@ def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, r
     expand = expander(packed, scale)
     codes: tuple[Tensor, Tensor, Tensor] | None = None
     if activations == "fp8":
-        tokens, token_scale = _fp8_tokens(rows, hadamard)
+        tokens, token_scale = _fp8_tokens(rows, rule, hadamard)
     else:  # exact in the rows that are inside, whose codes are not written
         tokens, token_scale, outside, *written = torch.ops.quantrot.mxfp4_quantize_expanded(
             rows, None, rule, hadamard, "auto"
@@ -396,7 +405,7 @@ def _linear_batch(
 
     codes = None
     if activations == "fp8":
-        tokens, token_scale = hopper_batch.quantize(_turned(rows, hadamard))
+        tokens, token_scale = hopper_batch.quantize(_turned(rows, hadamard), rule)
     else:
         quantized = hopper_rows.quantize_expanded(rows, ScaleRule(rule), hadamard, None, arranged=True)
         tokens, token_scale, codes = *quantized[:2], quantized[2:]

@@ -11,12 +11,13 @@ import ctypes
 import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantrot.kernels import nvrtc
+from quantrot.kernels.fp8.reference import Fp8ScaleRule
 from quantrot.kernels.mxfp4 import tuned
 from quantrot.kernels.mxfp4.reference import GROUP, QUEST_SQUARE, ScaleRule, float32
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
@@ -224,10 +225,10 @@ class _Arguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Turn:
-    """What tokens become on their way: turned in blocks of `hadamard` (0, 32, 64, 128) and quantized by `rule`; "fp8",
-    of one token that is not turned: to e4m3, as `quantize_fp8_block` does with a bfloat16 scale a token."""
+    """What tokens become on their way: turned in blocks of `hadamard` (0, 32, 64, 128) and quantized to MXFP4 by
+    `rule`; or one token, not turned, to e4m3 with a scale by an Fp8ScaleRule."""
 
-    rule: ScaleRule | Literal["fp8"]
+    rule: ScaleRule | Fp8ScaleRule
     hadamard: int
 
     @property
@@ -239,7 +240,8 @@ def template_of(turn: Turn | None) -> dict[str, Any]:
     """`span` and `rule` of the entries."""
     if turn is None:
         return {"span": 0, "rule": "AS_IS"}
-    return {"span": turn.hadamard // GROUP, "rule": str(turn.rule).upper()}
+    kind = "FP8_" if isinstance(turn.rule, Fp8ScaleRule) else ""
+    return {"span": turn.hadamard // GROUP, "rule": kind + str(turn.rule).upper()}
 
 
 def group_functions() -> str:
@@ -378,7 +380,7 @@ def decode(
 
     token_scale: float32 [M], multiplies each token's result, or None. Products are exact for group scales from 2^-62
     to 2^65; numbers of a single token past 2^65 are infinite.
-    turn: what the tokens become first, where it `turns` them; "fp8" where it `makes_codes` of them, whose scale then
+    turn: what the tokens become first, where it `turns` them, or where it `makes_codes` of them, whose scale then
     multiplies the result.
     settled: no kernel that may still run when this one is launched writes the weight, so that it is read before the
     kernel before this one has ended.

@@ -120,17 +120,16 @@ def arrange(tokens: Tensor) -> Tensor:
     return units.transpose(2, 3).contiguous().view(tokens.dtype).view(count, depth)
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K], K a multiple of BLOCK -> e4m3, arranged, and a float32 scale a token, rounded to bfloat16 before it
-    divides."""
+def quantize(x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+    """x [M, K], K a multiple of BLOCK -> e4m3, arranged, and a float32 scale a token by the rule (Fp8ScaleRule)."""
     if not blocks.supports(x, (1, 0)):
-        qdata, scale = quantize_fp8_block(x, (1, 0), "bf16")
+        qdata, scale = quantize_fp8_block(x, (1, 0), rule)
         return arrange(qdata), scale.view(-1)
     q, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
     plan = replace(blocks.row_plan(x.shape[1]), arranged=True)
     if len(x) <= 2 * mixed.PROCESSORS:  # they run at once: rather more registers (64 by 4096 x 14336: 18.2 us for 19.0)
         plan = replace(plan, resident=1)
-    blocks.quantize(x, q, scale, (1, 0), "bf16", plan=plan)
+    blocks.quantize(x, q, scale, (1, 0), rule, plan=plan)
     return q, scale.view(-1)
 
 

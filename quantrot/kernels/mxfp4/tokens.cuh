@@ -8,7 +8,10 @@
 namespace quantrot {
 
 constexpr int AS_IS = -1;  // a rule that rounds nothing
-constexpr int FP8 = -2;    // e4m3, with a scale for all of the one token, which is held
+// e4m3, with a scale for all of the one token, which is held: amax / 448 as it is, as a bfloat16, or the next power of two.
+constexpr int FP8_EXACT = -2, FP8_BF16 = -3, FP8_POW2 = -4;
+template <int RULE>
+__device__ __forceinline__ constexpr bool is_fp8() { return RULE <= FP8_EXACT; }
 
 #ifdef QUANTROT_EMULATED
 #include "tokens.h"
@@ -44,7 +47,7 @@ __device__ __forceinline__ u32 power_pair(int exponent, bool finite) {
 // A group of one token: words[j] of 8 columns, PAIRED as `arranged` or as they follow each other.
 template <int SPAN, int RULE, bool PAIRED>
 __device__ __forceinline__ void take(Words (&words)[4], float root) {
-  static_assert(RULE != FP8, "whose scale needs all of the token");
+  static_assert(!is_fp8<RULE>(), "whose scale needs all of the token");
   if constexpr (RULE == AS_IS) {
     if constexpr (PAIRED)
 #pragma unroll
@@ -127,34 +130,50 @@ __device__ __forceinline__ u32 larger_magnitude(u32 most, const Words (&words)[4
   return most;
 }
 
-// The scale of a token by the threads' largest magnitudes: amax / 448 rounded to bfloat16, 1 for zeros; NaN where it is not
-// finite. `maxima`: room for a number of each warp.
-template <int THREADS>
+// What e4m3's codes of a token are made with: quotients by its scale, all times `lift` where they could be too small, rounded
+// correctly (see fp8/blocks.cuh).
+struct TokenScale {
+  float scale, lifted, inverse, lift;
+
+  __device__ __forceinline__ explicit TokenScale(float scale) : scale(scale), lift(scale < 0x1p-60f ? 0x1p64f : 1.f) {
+    lifted = scale * lift, inverse = __frcp_rn(lifted);
+  }
+  __device__ __forceinline__ float over(u32 bits) const {
+    const float x = Bf16::value((unsigned short)bits) * lift, near = x * inverse;
+    return fmaf(fmaf(near, lifted, -x), -inverse, near);
+  }
+};
+
+// The scale of a token by the threads' largest magnitudes: of amax / 448, 1 for zeros; NaN where it is not finite. `maxima`:
+// room for a number of each warp.
+template <int THREADS, int RULE>
 __device__ __forceinline__ float token_scale_of(u32 most, u32 maxima) {
   most = largest_of_warp(most);
   if (lane_number() == 0) store_shared(maxima + threadIdx.x / 32 * 4, most);
   named_sync(1, THREADS);
   most = largest_of_warp(lane_number() < THREADS / 32 ? __float_as_uint(load_shared(maxima + lane_number() * 4)) : 0);
   if (most >= 0x7F80) return __uint_as_float(0x7FC00000u);
-  const float scale = fmaxf(__fdiv_rn(Bf16::value((unsigned short)most), 448.f), __uint_as_float(0x00800000u));
-  return most ? Bf16::value((unsigned short)Bf16::pack(scale, 0.f)) : 1.f;
+  const float scale = most ? fmaxf(__fdiv_rn(Bf16::value((unsigned short)most), 448.f), 0x1p-126f) : 1.f;
+  if constexpr (RULE == FP8_BF16) return Bf16::value((unsigned short)Bf16::pack(scale, 0.f));
+  if constexpr (RULE == FP8_POW2) return __uint_as_float((__float_as_uint(scale) + 0x7FFFFF) & 0xFF800000u);
+  return scale;
 }
 
 // The same as keep_group, of e4m3's codes, which the scale does not multiply yet.
-__device__ __forceinline__ void keep_codes(const Words (&words)[4], float scale, int group, int groups, u32 to) {
+__device__ __forceinline__ void keep_codes(const Words (&words)[4], const TokenScale& by, int group, int groups, u32 to) {
+  if (group >= groups) return;
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     u32 y[4];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const u32 one = words[j].at(2 * h), two = words[j].at(2 * h + 1);
-      const auto over = [&](u32 bits) { return __fdiv_rn(Bf16::value((unsigned short)bits), scale); };
       u32 low, high;
-      unpack_e4m3(to_e4m3(over(one), over(one >> 16), over(two), over(two >> 16)), low, high);
+      unpack_e4m3(to_e4m3(by.over(one), by.over(one >> 16), by.over(two), by.over(two >> 16)), low, high);
       y[2 * h] = Bf16::pack(Fp16::value((unsigned short)low), Fp16::value((unsigned short)(low >> 16)));
       y[2 * h + 1] = Bf16::pack(Fp16::value((unsigned short)high), Fp16::value((unsigned short)(high >> 16)));
     }
-    if (group < groups) store_shared_words(place_of(group, to) + j * 64, raised(arranged({y[0], y[1], y[2], y[3]})));
+    store_shared_words(place_of(group, to) + j * 64, raised(arranged({y[0], y[1], y[2], y[3]})));
   }
 }
 
@@ -176,7 +195,7 @@ __device__ __forceinline__ void hold(const void* x, int columns, int first, int 
 
 // The same of e4m3's codes, of all of a token; its scale. Until that is known the token lies there as it came, each
 // group by the thread that will make codes of it.
-template <int THREADS>
+template <int THREADS, int RULE>
 __device__ __forceinline__ float hold_codes(const void* x, int columns, int groups, u32 to, u32 maxima) {
   u32 most = 0;
   for (int group = threadIdx.x; group < groups; group += THREADS) {
@@ -186,14 +205,14 @@ __device__ __forceinline__ float hold_codes(const void* x, int columns, int grou
 #pragma unroll
     for (int j = 0; j < 4; j++) store_shared_words(place_of(group, to) + j * 64, words[j]);
   }
-  const float scale = token_scale_of<THREADS>(most, maxima);
+  const TokenScale by(token_scale_of<THREADS, RULE>(most, maxima));
   for (int group = threadIdx.x; group < groups; group += THREADS) {
     Words words[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) words[j] = load_shared_words(place_of(group, to) + j * 64);
-    keep_codes(words, scale, group, groups, to);
+    keep_codes(words, by, group, groups, to);
   }
-  return scale;
+  return by.scale;
 }
 
 __device__ __forceinline__ float sum_of_warp(float a) {  // in the same order in each lane
@@ -204,7 +223,7 @@ __device__ __forceinline__ float sum_of_warp(float a) {  // in the same order in
 
 // The same of all of x, which first goes through RMSNorm: x / sqrt(mean(x^2) + epsilon), rounded, times norm, rounded. A
 // thread has at most NORM groups. `squares`, `maxima`: room for a number of each warp. Waits for the kernel before, norm is
-// not its. The scale of FP8, else 1.
+// not its. The scale of e4m3's codes, else 1.
 template <int THREADS, int SPAN, int RULE, int NORM>
 __device__ __forceinline__ float hold_normed(const void* x, const void* norm, float epsilon, int columns, int groups, float root,
                                              u32 to, u32 squares, u32 maxima) {
@@ -243,16 +262,16 @@ __device__ __forceinline__ float hold_normed(const void* x, const void* norm, fl
       }
       v[i][j] = {y[0], y[1], y[2], y[3]};
     }
-    if constexpr (RULE == FP8)
+    if constexpr (is_fp8<RULE>())
       most = larger_magnitude(most, v[i]);
     else
       keep_group<SPAN, RULE>(v[i], group(i), groups, root, to);
   }
-  if constexpr (RULE != FP8) return 1.f;
-  const float scale = token_scale_of<THREADS>(most, maxima);
+  if constexpr (!is_fp8<RULE>()) return 1.f;
+  const TokenScale by(token_scale_of<THREADS, RULE>(most, maxima));
 #pragma unroll
-  for (int i = 0; i < NORM; i++) keep_codes(v[i], scale, group(i), groups, to);
-  return scale;
+  for (int i = 0; i < NORM; i++) keep_codes(v[i], by, group(i), groups, to);
+  return by.scale;
 }
 
 }  // namespace quantrot
