@@ -364,7 +364,7 @@ def _gains(checkpoint: Checkpoint, arch: Llama) -> Tensor:
 def _assign(
     recipe: Recipe, arch: Llama, rotations: dict[str, Rotation], errors: list[str], notes: list[str]
 ) -> dict[str, LinearFormat | None]:
-    """Every linear's format. Members of a group that an engine fuses fall back together."""
+    """Every linear's format. What an engine fuses falls back together, as far as it is to have one format."""
     all_linears = llama.linears(arch)
     _check_patterns(recipe, [linear.fqn for linear in all_linears], errors)
     rules: dict[str, Rule] = {}
@@ -381,20 +381,30 @@ def _assign(
         if any(patterns.matches(rule.match, linear.fqn) for linear in all_linears) and rule not in rules.values():
             where = recipe.where("linear", i, "match")
             notes.append(f"{where}: {rule.match!r} applies to nothing: its linears are skipped or have an earlier rule")
-    misfit = {linear.group for linear in all_linears if linear.fqn in rules and not _fits(linear, rules[linear.fqn])}
+    misfit: dict[tuple[str, LinearFormat, str], str] = {}  # what is fused, in one format -> its first that does not fit
+    for linear in all_linears:
+        if linear.fqn in rules and not _fits(linear, rules[linear.fqn]):
+            misfit.setdefault(_alike(linear, rules[linear.fqn]), linear.fqn)
     assigned, fallen = dict[str, LinearFormat | None](), Counter[str]()
     for linear in all_linears:
         rule = rules.get(linear.fqn)
         assigned[linear.fqn] = None if rule is None else formats.from_rule(rule)
-        if rule is not None and linear.group in misfit:
+        if rule is not None and (first := misfit.get(_alike(linear, rule))):
             wanted = formats.from_rule(rule)
             turns = linear.in_features % max(wanted.hadamard, 1) == 0
             got = assigned[linear.fqn] = formats.fallback(wanted, rule, turns)
             result = formats.label(got) if got else "its own dtype"
+            why = f"follows {first.rpartition('.')[2]}, which " if _fits(linear, rule) else ""
+            why += f"does not fit {formats.label(wanted)}"
             shape = f"[{linear.out_features}, {linear.in_features}]"
-            fallen[f"{linear.fqn.rpartition('.')[2]} {shape} does not fit {formats.label(wanted)}: {result}"] += 1
+            fallen[f"{linear.fqn.rpartition('.')[2]} {shape} {why}: {result}"] += 1
     notes += [f"{count} x {what}" for what, count in fallen.items()]
     return assigned
+
+
+def _alike(linear: Linear, rule: Rule) -> tuple[str, LinearFormat, str]:
+    """Equal for what can be fused: parts of several formats cannot be, whatever one of them falls back to."""
+    return linear.group, formats.from_rule(rule), rule.weights.fallback
 
 
 def _fits(linear: Linear, rule: Rule) -> bool:

@@ -71,6 +71,34 @@ def test_a_misfit_falls_back_with_all_that_an_engine_fuses(source):
     assert set(kinds(kept).values()) == {None}
 
 
+def test_a_misfit_takes_along_only_what_has_its_format(tiny, tmp_path):
+    """Of another format or behind another Hadamard, a neighbour that fits keeps what its rule says."""
+    source = tiny(tmp_path / "model", hidden=192, intermediate=320, heads=4, kv_heads=2, head_dim=64)
+    turned = {"match": "gate_proj", **MXFP4, "hadamard": 128}
+    rules = [{"match": "q_proj", **FP8}, turned, {"match": "up_proj", **MXFP4, "hadamard": 32}, {"match": "*", **MXFP4}]
+    planned = plan(source, {"linear": rules})
+    found = kinds(planned)
+    assert found["q_proj"] == ("fp8", (1, 0)) and found["gate_proj"] is None
+    assert found["k_proj"] == found["v_proj"] == found["up_proj"] == ("mxfp4", (1, 32))
+    assert [note for note in planned.notes if "fit" in note] == [
+        "2 x q_proj [256, 192] does not fit FP8 128x128 x FP8 1x128: FP8 channel x FP8 token",
+        "2 x gate_proj [320, 192] does not fit MXFP4 h128: its own dtype",
+    ]
+
+
+def test_what_follows_a_misfit_says_so(tiny, tmp_path):
+    """k and v have 64 rows, q 256: one product only if all have a scale a channel."""
+    source = tiny(tmp_path / "model", hidden=256, intermediate=256, heads=4, kv_heads=1, head_dim=64)
+    planned = plan(source, {"linear": [{"match": "*", **FP8}]})
+    assert kinds(planned)["q_proj"] == kinds(planned)["k_proj"] == ("fp8", (1, 0))
+    result = "does not fit FP8 128x128 x FP8 1x128: FP8 channel x FP8 token"
+    notes = [f"2 x q_proj [256, 256] follows k_proj, which {result}", f"2 x k_proj [64, 256] {result}"]
+    assert set(notes) < set(planned.notes)
+    kept = {"weights": {**FP8["weights"], "fallback": "keep"}, "activations": FP8["activations"]}
+    planned = plan(source, {"linear": [{"match": "q_proj", **FP8}, {"match": "*", **kept}]})
+    assert kinds(planned)["q_proj"] == ("fp8", (128, 128)) and kinds(planned)["k_proj"] is None
+
+
 def test_native_fp8_needs_every_linear_to_be_block_scaled(tiny, tmp_path):
     source = tiny(tmp_path / "model", hidden=256, intermediate=512, kv_heads=4)
     config = plan(source, "fp8-block").config["quantization_config"]
