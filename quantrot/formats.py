@@ -79,14 +79,17 @@ def fits(weights: WeightFormat, out_features: int, in_features: int) -> bool:
     return out_features % (rows or out_features) == 0 and in_features % (columns or in_features) == 0
 
 
-def fallback(wanted: LinearFormat, rule: Rule, hadamard_fits: bool = True) -> LinearFormat | None:
-    """What a linear gets when its shape does not fit: one scale a channel (and a token), or None, its own dtype."""
-    if rule.weights.fallback == "keep" or not hadamard_fits:
+def fallback(wanted: LinearFormat, rule: Rule, in_features: int) -> LinearFormat | None:
+    """What a linear gets when its shape does not fit: one scale a channel (and a token), or None, its own dtype. MXFP4
+    weights in whole groups are what they are, and only their inputs get one scale a token."""
+    weights, activations = wanted.weights, wanted.activations
+    kept = in_features % GROUP != 0 if weights.kind == "mxfp4" else rule.weights.fallback == "keep"
+    if kept or in_features % max(wanted.hadamard, 1):
         return None
-    activations = wanted.activations
+    if weights.kind != "mxfp4":
+        weights = replace(weights, block=(1, 0))
     if activations.kind == "fp8":
         activations = ActivationFormat("fp8", (1, 0), activations.scale_rule)
-    weights = replace(wanted.weights, block=(1, 0))
     return LinearFormat(weights, activations, wanted.hadamard)
 
 

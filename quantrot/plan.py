@@ -391,8 +391,7 @@ def _assign(
         assigned[linear.fqn] = None if rule is None else formats.from_rule(rule)
         if rule is not None and (first := misfit.get(_alike(linear, rule))):
             wanted = formats.from_rule(rule)
-            turns = linear.in_features % max(wanted.hadamard, 1) == 0
-            got = assigned[linear.fqn] = formats.fallback(wanted, rule, turns)
+            got = assigned[linear.fqn] = formats.fallback(wanted, rule, linear.in_features)
             result = formats.label(got) if got else "its own dtype"
             why = f"follows {first.rpartition('.')[2]}, which " if _fits(linear, rule) else ""
             why += f"does not fit {formats.label(wanted)}"

@@ -192,14 +192,26 @@ def test_what_a_conversion_lists_is_downloaded_from_a_hub(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weights", "block"), [({"format": "fp8", "block": "channel"}, (1, 0)), ({"format": "mxfp4"}, None)]
+    ("weights", "label"), [({"format": "fp8", "block": "channel"}, "FP8 channel"), ({"format": "mxfp4"}, "MXFP4")]
 )
-def test_groups_of_inputs_that_do_not_fit_fall_back(tiny, tmp_path, weights, block):
+def test_groups_of_inputs_that_do_not_fit_fall_back(tiny, tmp_path, weights, label):
+    """96 is no multiple of 128; the weights fit all the same, and stay what the rule says."""
     rule = {"match": "*", "weights": weights, "activations": {"format": "fp8", "block": [1, 128]}}
     planned = plan(tiny(tmp_path / "model", hidden=96, intermediate=128), {"linear": [rule]})
-    blocks = {fqn.rpartition(".")[2]: fmt and fmt.activations.block for fqn, fmt in planned.linears.items()}
-    assert blocks["q_proj"] == block and blocks["down_proj"] == (1, 128)
-    assert any("q_proj [96, 96] does not fit" in note for note in planned.notes)
+    short = {fqn.rpartition(".")[2]: fmt for fqn, fmt in planned.linears.items()}
+    assert short["q_proj"].activations.block == (1, 0) and short["down_proj"].activations.block == (1, 128)
+    assert short["q_proj"].weights == short["down_proj"].weights
+    assert f"2 x q_proj [96, 96] does not fit {label} x FP8 1x128: {label} x FP8 token" in planned.notes
+
+
+def test_mxfp4_of_no_whole_groups_keeps_its_dtype(tiny, tmp_path):
+    """Whatever its inputs are, and where the Hadamard before it does not fit either."""
+    source = tiny(tmp_path / "model", hidden=96, intermediate=144)
+    for activations in ("none", "mxfp4", "fp8"):
+        made = {"format": activations} | ({"block": "token"} if activations == "fp8" else {})
+        assert kinds(plan(source, {"linear": [{"match": "*", **MXFP4, "activations": made}]}))["down_proj"] is None
+    rule = {"match": "*", **MXFP4, "activations": FP8["activations"], "hadamard": 64}
+    assert set(kinds(plan(source, {"linear": [rule]})).values()) == {None}
 
 
 def test_a_head_that_was_trained_apart_is_not_lost(tiny, tmp_path):
