@@ -37,9 +37,14 @@ class Calibration:
 
 def tokens(calibration: Calibration, model: Path, arch: Llama) -> Tensor:
     """The windows in the model's tokens, int64 [n, seq_len]: every text's first, every text's second, and so on, of
-    those that have one. ValueError where a text has none."""
+    those that have one. ValueError where a text has none or gets no turn."""
     if not calibration.texts:
         raise ValueError("calibration: there is no text in it; give at least one")
+    if calibration.windows is not None and calibration.windows < len(calibration.texts) > 1:
+        raise ValueError(
+            f"calibration: windows is {calibration.windows} of {len(calibration.texts)} texts, which take turns; give "
+            f"at least {len(calibration.texts)} windows, or fewer texts"
+        )
     tokenizer, found = open_tokenizer(model), []
     for i, text in enumerate(calibration.texts, 1):
         try:

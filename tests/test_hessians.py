@@ -263,6 +263,7 @@ def test_learned_rotations_and_gptq_from_the_command_line(source, tmp_path, monk
         (PLAIN, Calibration(()), "there is no text in it; give at least one"),
         (PLAIN, Calibration(TEXT, seq_len=1000), "seq_len is 1000; the model takes at most 512"),
         (PLAIN, Calibration(TEXT, windows=0, seq_len=48), "windows is 0; give at least 1"),
+        (PLAIN, Calibration((TEXT, *MORE[:2]), 2, 48), "windows is 2 of 3 texts, which take turns; give at least 3"),
     ],
 )
 def test_texts_that_do_not_fit_are_errors_of_the_plan(source, tmp_path, recipe, calibration, message):
@@ -315,6 +316,7 @@ def test_windows_of_several_texts_take_turns(source, tmp_path):
     several = Calibration(texts, 8, 48)
     found = plan(source, PLAIN, calibration=several).windows
     assert torch.equal(found, torch.stack([a[0], b[0], c[0], a[1], b[1], c[1], a[2], b[2]]))
+    assert torch.equal(plan(source, PLAIN, calibration=Calibration(texts, 3, 48)).windows, found[:3])
     assert several.entry()["text_sha256"] == [Calibration(text).entry()["text_sha256"][0] for text in texts]
     for i, text in enumerate(texts):
         (tmp_path / str(i)).write_text(text)
