@@ -33,10 +33,10 @@ from torch.nn import functional as F
 from quantrot import formats, llama
 from quantrot.device import known_device
 from quantrot.formats import ActivationFormat, WeightFormat
-from quantrot.learned import purpose, write
+from quantrot.learned import digest, purpose, write
 from quantrot.load import open_model
 from quantrot.modules import quantize_dequantize
-from quantrot.plan import Plan, digest
+from quantrot.plan import Plan
 from quantrot.plan import plan as make_plan
 from quantrot.process import Progress
 from quantrot.recipe import RecipeLike, load_recipe

@@ -17,7 +17,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from quantrot.checkpoint import read_header, write_whole
+from quantrot import llama
+from quantrot.checkpoint import Checkpoint, read_header, read_rows, write_whole
+from quantrot.llama import Llama
 from quantrot.recipe import Recipe
 from quantrot.rotation import Rotation
 
@@ -96,11 +98,23 @@ def distance(matrices: Tensor) -> float:
     return max((m.T @ m - eye).abs().max().item() for m in r)
 
 
+def digest(checkpoint: Checkpoint, arch: Llama) -> str:
+    """Which model this is: sha256 of its tensors' names and shapes, every vector, and two rows of every matrix. What a
+    file may hold besides, such as a tied head, and in which dtype it does, is no other model."""
+    shapes = sorted(llama.tensors(arch).items())
+    found = hashlib.sha256(json.dumps(shapes).encode())
+    for name, shape in shapes:
+        spans = [(0, 1), (shape[0] // 2, shape[0] // 2 + 1)] if len(shape) == 2 else [(0, shape[0])]
+        for start, stop in spans:
+            found.update(read_rows(checkpoint.tensors[name], start, stop).float().numpy().tobytes())
+    return found.hexdigest()
+
+
 def purpose(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe learned rotations are good for: all but its description, how R1 and R2 are made, and how weights
-    are rounded to their formats."""
+    """What of a recipe learned rotations are good for: all but its description, how R1 and R2 are made, how weights are
+    rounded to their formats, and what it makes of attention and the KV cache, which learning leaves as they were."""
     tree = recipe.resolved()
-    del tree["description"], tree["rotations"]["path"]
+    del tree["description"], tree["attention"], tree["kv_cache"], tree["rotations"]["path"], tree["rotations"]["R3"]
     for name in ("R1", "R2"):
         del tree["rotations"][name]["kind"], tree["rotations"][name]["seed"]
     for rule in tree["linear"]:

@@ -1,5 +1,6 @@
 """What a conversion will do, as data: recipe x checkpoint headers -> steps, shards, sizes, notes. No matrix is read,
-but for a head that is stored although tied, which is compared with its embedding.
+but for a head that is stored although tied, which is compared with its embedding, and a few rows of each where
+rotations are learned, which tell the model that they are for.
 
 A step makes the output tensors of one source tensor: rows of the source are cut off, the norm's gain is folded in, the
 input side is turned, the output side is turned, the result is quantized, and the rows go to their place in a shard.
@@ -192,7 +193,7 @@ def plan(
     if errors:
         raise ValueError("\n".join(errors))
     if file is not None:
-        notes += learned.notes(file, recipe, digest(checkpoint, arch))
+        notes += learned.notes(file, recipe, learned.digest(checkpoint, arch))
         rotations_at_rest = recipe.rotations.model_copy(update={"path": learned.COPY})
         recipe = recipe.model_copy(update={"rotations": rotations_at_rest})
     online = _online(arch, linears, rotations)
@@ -338,14 +339,6 @@ def _calibrated(
     if len(windows) < (calibration.windows or 0):
         notes.append(f"calibration: its text has {len(windows)} windows, {calibration.windows} were asked for")
     return replace(calibration, windows=len(windows)), windows
-
-
-def digest(checkpoint: Checkpoint, arch: Llama) -> str:
-    """sha256 of every tensor's name and shape and the values of the norms' gains: which model this is."""
-    found = hashlib.sha256(json.dumps(sorted((t.name, t.shape) for t in checkpoint.tensors.values())).encode())
-    for name in llama.norms(arch):
-        found.update(read_rows(checkpoint.tensors[f"{name}.weight"]).float().numpy().tobytes())
-    return found.hexdigest()
 
 
 def _gains(checkpoint: Checkpoint, arch: Llama) -> Tensor:

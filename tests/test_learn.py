@@ -180,12 +180,41 @@ def test_every_wrong_file_is_an_error_of_the_plan(source, learned, tmp_path):
         plan(source, using(tmp_path / "number"))
 
 
+def about_learned(planned):
+    return [note for note in planned.notes if "learned" in note]
+
+
 def test_rotations_of_another_model_or_recipe_are_noted(source, learned, tiny, tmp_path):
     path, other = learned[0], tiny(tmp_path / "other", seed=1, **SHAPE)
-    assert not any("learned" in note for note in plan(source, using(path)).notes)
-    assert any("learned on another model than this, " in note for note in plan(other, using(path)).notes)
+    assert not about_learned(plan(source, using(path)))
+    assert any("learned on another model than this, " in note for note in about_learned(plan(other, using(path))))
     wide = using(path) | {"linear": []}
-    assert any("learned for a recipe of other formats" in note for note in plan(source, wide).notes)
+    assert any("learned for a recipe of other formats" in note for note in about_learned(plan(source, wide)))
+
+
+def test_a_model_is_known_by_every_matrix_and_by_nothing_that_it_need_not_hold(source, learned, tmp_path):
+    tensors, path = safetensors.torch.load_file(source / "model.safetensors"), learned[0]
+    root = copy(source, tmp_path)
+
+    def noted(**change):
+        safetensors.torch.save_file(tensors | change, root / "model.safetensors", {"format": "pt"})
+        return bool(about_learned(plan(root, using(path))))
+
+    for name, tensor in tensors.items():
+        assert noted(**{name: tensor.flip(0)}), name
+    assert not noted(**{"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    assert not noted(**{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)})
+
+
+@pytest.mark.parametrize(
+    "more", [{"kv_cache": "fp8"}, {"attention": "fp8"}, {"rotations": {"R3": {"kind": "hadamard"}}}]
+)
+def test_what_learning_does_not_run_is_no_other_recipe(source, learned, more):
+    recipe = using(learned[0])
+    rotations = {**recipe["rotations"], **more.get("rotations", {})}
+    assert not about_learned(plan(source, recipe | more | {"rotations": rotations}))
+    rotations["R4"] = {"kind": "hadamard", "block": 32}
+    assert about_learned(plan(source, recipe | more | {"rotations": rotations}))
 
 
 @pytest.mark.parametrize(
