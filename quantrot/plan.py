@@ -327,8 +327,10 @@ def _calibrated(
             f"{recipe.where('linear')}: {len(needed)} linears have rounding: gptq, as {needed[0]}, and no text "
             "to calibrate on; give one as calibration"
         )
-    if calibration is not None and not needed:
+    if calibration is not None and not recipe.calibrated:
         errors.append(f"{recipe.where('linear')}: nothing has rounding: gptq, and calibration gives a text for it")
+    elif calibration is not None and not needed:  # all fell back, as notes before say; other recipes may need the text
+        notes.append("calibration: its text is not used: no linear is left that has rounding: gptq")
     if calibration is None or not needed:
         return None, None
     try:

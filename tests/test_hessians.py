@@ -272,6 +272,17 @@ def test_texts_that_do_not_fit_are_errors_of_the_plan(source, tmp_path, recipe, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_text_that_no_linear_is_left_to_need_is_noted(tiny, tmp_path):
+    """172 columns are no whole groups of 32: down_proj, which alone has rounding: gptq, keeps its dtype."""
+    source = tiny(tmp_path / "model", intermediate=172)
+    recipe = {"linear": [{"match": "down_proj", **MXFP4}]}
+    misfit = "2 x down_proj [64, 172] does not fit MXFP4 gptq x MXFP4: its own dtype"
+    assert plan(source, recipe).notes == (misfit,)
+    done = convert(source, recipe, tmp_path / "out", calibration=CALIBRATION)
+    assert done.plan.notes == (misfit, "calibration: its text is not used: no linear is left that has rounding: gptq")
+    assert done.manifest["calibration"] is None
+
+
 @pytest.mark.parametrize(("name", "at"), [(Q_PROJ, (-1, -1)), ("model.embed_tokens.weight", (0, 0)), (GAIN, (5,))])
 def test_weights_that_are_not_finite_are_named(source, tmp_path, name, at):
     root = copy(source, tmp_path)
