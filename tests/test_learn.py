@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from quantrot import convert, load, plan, verify
+from quantrot.cli.learn import _fragment
 from quantrot.cli.main import app
 from quantrot.evals.divergence import divergence
 from quantrot.formats import ActivationFormat
@@ -302,6 +303,19 @@ def test_from_the_command_line(source, tmp_path):
     )
     assert converted.exit_code == 0, converted.output
     assert "R1: learned, blocks of 16, fused" in CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
+
+
+def test_what_is_not_learned_is_printed_as_it_is(source, tmp_path):
+    """A recipe whose rotations are replaced by the printed ones turns what was turned while learning."""
+    others = {"R3": {"kind": "hadamard"}, "R4": {"kind": "random-hadamard", "block": "<=32", "seed": 7}}
+    start = {"rotations": {"R2": R2, **others}, "linear": START["linear"]}
+    learning = learn(source, start, tmp_path / "r.safetensors", **SHORT | {"steps": 1})
+    printed = _fragment(learning, load_recipe(start))
+    (tmp_path / "use.yaml").write_text(printed + "\nlinear: " + json.dumps(START["linear"]))
+    before, after = plan(source, start), plan(source, tmp_path / "use.yaml")
+    assert after.rotations.keys() == before.rotations.keys() == {"R2", "R3", "R4"}
+    assert all(after.rotations[name] == before.rotations[name] for name in ("R3", "R4"))
+    assert after.rotations["R2"].kind == "learned" and not about_learned(after)
 
 
 def test_steps_stay_orthogonal():

@@ -62,11 +62,17 @@ def command(
 
 
 def _fragment(found: "Learning", recipe: Any) -> str:
-    """The rotations of a recipe that uses what was learned; the file is beside the recipe's."""
+    """The rotations of a recipe that uses what was learned, and the others as they were; the file is beside the
+    recipe's."""
+    from quantrot.recipe import ROTATIONS
+
     lines = ["rotations:", f"  path: {json.dumps(found.out.name, ensure_ascii=False)}"]
-    for name in found.names:
+    for name in ROTATIONS:
         spec = getattr(recipe.rotations, name)
+        if spec.kind == "none":
+            continue
+        kind, seed = ("learned", 0) if name in found.names else (spec.kind, spec.seed)
         block = spec.block if spec.block == "full" or isinstance(spec.block, int) else f'"{spec.block}"'
         channels = f", channels: {spec.channels}" if spec.channels != "natural" else ""
-        lines.append(f"  {name}: {{kind: learned, block: {block}{channels}}}")
+        lines.append(f"  {name}: {{kind: {kind}, block: {block}{f', seed: {seed}' if seed else ''}{channels}}}")
     return "\n".join(lines)
