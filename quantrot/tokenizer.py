@@ -27,13 +27,15 @@ def windows(
     limit: int | None = None,
     max_positions: int | None = None,
     vocab_size: int | None = None,
+    *,
+    remedy: str = "a longer text or less seq_len",
 ) -> Tensor:
     """The tokens of `text` as non-overlapping windows, int64 [n, seq_len]; the incomplete last one is dropped.
 
     Tokens are the whole text's, with the tokenizer's own special tokens (GPTQ's protocol: at most one BOS, in the first
     window). `limit` keeps at most that many windows; `max_positions` is the longest sequence the model takes and
-    `vocab_size` how many tokens it knows. Raises ValueError where the text has fewer than `seq_len` tokens, or a number
-    is out of range.
+    `vocab_size` how many tokens it knows. Raises ValueError where the text has fewer than `seq_len` tokens, for which
+    `remedy` is what to give, or a number is out of range.
     """
     if seq_len < 2:
         raise ValueError(f"seq_len is {seq_len}; a window needs at least 2 tokens, one to read and one to predict")
@@ -44,7 +46,7 @@ def windows(
     ids = torch.tensor(_ids(tokenizer, text, None if limit is None else limit * seq_len), dtype=torch.int64)
     count = len(ids) // seq_len
     if count == 0:
-        raise ValueError(f"text: {len(ids)} tokens, one window needs {seq_len}; give a longer text or less seq_len")
+        raise ValueError(f"text: {len(ids)} tokens, one window needs {seq_len}; give {remedy}")
     found = ids[: count * seq_len].view(count, seq_len)[:limit]
     if vocab_size is not None and found.max() >= vocab_size:
         raise ValueError(

@@ -98,7 +98,8 @@ def verify(
     model = load(root, device_map=known_device(device), dtype=torch.float32, merge=False)  # each linear is looked at
     baseline, tokenizer = open_model(source, device, "float32")
     arch, text = plan.llama, python_topics() if text is None else text
-    ids = windows(tokenizer, text, min(seq_len, arch.max_positions), count, vocab_size=arch.vocab_size)
+    seq_len, remedy = min(seq_len, arch.max_positions), "a longer text"  # all that the command can be given
+    ids = windows(tokenizer, text, seq_len, count, vocab_size=arch.vocab_size, remedy=remedy)
     report = progress or (lambda what, done, total: None)
     found = divergence(model, baseline, ids, lambda done, total: report("logits", done, total))
     layers = _layers(plan, model, baseline, ids[:1], report)

@@ -6,9 +6,11 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from quantrot import convert, verify
 from quantrot.checkpoint import sha256_range
+from quantrot.cli.main import app
 from quantrot.load import load, merge_projections
 from quantrot.modules import LINEARS
 from quantrot.verify import Layer, _sqnr, _warnings
@@ -58,6 +60,13 @@ def test_an_empty_text_is_not_exchanged_for_another(source, tmp_path):
     convert(source, "int8-weight-only", tmp_path / "out")
     with pytest.raises(ValueError, match="text: 0 tokens, one window needs"):
         verify(tmp_path / "out", **{**OPTIONS, "text": ""})
+
+
+def test_what_a_short_text_is_answered_with_can_be_given(source, tmp_path):
+    convert(source, "int8-weight-only", tmp_path / "out")
+    (tmp_path / "short.txt").write_text("short")
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--text", str(tmp_path / "short.txt")])
+    assert result.exit_code == 2 and result.stderr.endswith("one window needs 256; give a longer text\n")
 
 
 def test_limits_that_are_none_are_refused_before_the_work(tmp_path):
