@@ -76,6 +76,16 @@ def test_the_recurrence(block, kind):
     check(block, kind, "reference")
 
 
+def test_the_operator_is_registered_and_its_results_are_contiguous(block):
+    """As its fake says, in which torch.compile believes."""
+    turned = (*(t.T.contiguous().T for t in block), "int8", "auto")
+    torch.library.opcheck(torch.ops.quantrot.round_columns, turned)
+    results = torch.ops.quantrot.round_columns(*turned)
+    assert all(t.is_contiguous() for t in results)
+    for x, y in zip(results, round_columns(*block, "int8"), strict=True):
+        torch.testing.assert_close(x, y)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", [1, 3, 300])

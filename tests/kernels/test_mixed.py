@@ -285,6 +285,7 @@ def test_the_operators_are_functional_and_registered(device, kind):
     gemm, expand = torch.ops.quantrot.mixed_gemm, torch.ops.quantrot.mixed_expand
     torch.library.opcheck(gemm, (x.requires_grad_(), weight, scale, zero, bias, "auto"), test_utils=tests)
     torch.library.opcheck(expand, (weight, scale, zero, 128, torch.bfloat16), test_utils=tests)
+    assert expand(weight.T.contiguous().T, scale, zero, 128, torch.bfloat16).is_contiguous()  # as compiled code has it
 
 
 @devices

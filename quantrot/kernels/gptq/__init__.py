@@ -78,7 +78,7 @@ def _round_columns_fake(
 
 
 def _reference(targets: Tensor, columns: Tensor, steps: Tensor, factor: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    rounded, errors = torch.empty_like(targets), torch.empty_like(targets)
+    rounded, errors = (targets.new_empty(targets.shape) for _ in range(2))  # contiguous, whatever targets are
     rows = zip(*(t.unbind() for t in (targets, columns, steps, factor, rounded, errors)), strict=True)
     for k, (target, column, step, weights, near, error) in enumerate(rows):  # 75 us a column; by indexing 88
         near.copy_(nearest(torch.addmv(target, errors[:k].T, weights[:k]).div_(step), kind))

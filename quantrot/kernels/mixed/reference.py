@@ -92,9 +92,12 @@ def values(codes: Tensor, zero_point: Tensor | None, columns: int, dtype: torch.
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
-    """(code - zero_point) * scale, a float32 product (float64 for float64) rounded once: [R, columns] in `dtype`."""
+    """(code - zero_point) * scale, a float32 product (float64 for float64) rounded once.
+
+    [R, columns] in `dtype`, contiguous whatever the codes are.
+    """
     work = torch.float64 if dtype == torch.float64 else torch.float32
-    groups = values(codes, zero_point, columns, work).unflatten(1, (scale.shape[1], -1))
+    groups = values(codes.contiguous(), zero_point, columns, work).unflatten(1, (scale.shape[1], -1))
     return (groups * scale.to(work).unsqueeze(-1)).flatten(1).to(dtype)
 
 
