@@ -269,10 +269,13 @@ def test_lengths_are_shorter_sequences(device, queries):
 @devices
 def test_a_right_padded_batch_is_its_sequences(device):
     q, k, v = qkv(batch=2, queries=90, keys=90, device=device)
-    lengths = torch.tensor([17, 90], dtype=torch.int32, device=device)
+    lengths = torch.tensor([17, 95], dtype=torch.int32, device=device)  # 95 count as the 90 that there are
     y = fp8_attention(q, k, v, causal=True, granularity="token", lengths=lengths, query_lengths=lengths)
-    one = fp8_attention(q[:1, :, :17], k[:1, :, :17], v[:1, :, :17], causal=True, granularity="token")
-    assert relative(y[:1, :, :17], one) <= TILING_ERROR and not y[0, :, 17:].any()
+    for i, n in enumerate((17, 90)):
+        one = fp8_attention(*(t[i : i + 1, :, :n] for t in (q, k, v)), causal=True, granularity="token")
+        assert relative(y[i : i + 1, :, :n], one) <= TILING_ERROR and not y[i, :, n:].any()
+    y = fp8_attention(q, k[:, :, :60], v[:, :, :60], causal=True, query_lengths=lengths[1:].repeat(2))
+    assert relative(y, fp8_attention(q, k[:, :, :60], v[:, :, :60], causal=True)) <= TILING_ERROR
 
 
 @devices

@@ -60,6 +60,7 @@ def attended(dim, queries, keys, heads, groups, causal, granularity, **kwargs):
 lengths = torch.tensor([17, 90], dtype=torch.int32)
 attended(64, 140, 140, 2, 1, True, "block")
 attended(64, 90, 90, 1, 1, True, "token", lengths=lengths, query_lengths=lengths)
+attended(64, 20, 30, 1, 1, True, "token", query_lengths=lengths)
 attended(64, 1, 90, 4, 2, True, "token", lengths=lengths)
 attended(128, 1, 640, 3, 1, True, "block")
 attended(64, 1, 640, 1, 1, True, "token")

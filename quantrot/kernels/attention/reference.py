@@ -206,7 +206,11 @@ def visible_keys(
     """bool [B, 1, S, T]: what each query sees."""
     key, query = torch.arange(keys, device=device), torch.arange(queries, device=device)[:, None]
     used = torch.full((batch,), keys, device=device) if lengths is None else lengths.long().clamp(max=keys)
-    asked = torch.full((batch,), queries, device=device) if query_lengths is None else query_lengths.long()
+    asked = (
+        torch.full((batch,), queries, device=device)
+        if query_lengths is None
+        else query_lengths.long().clamp(max=queries)
+    )
     used, asked = used.view(-1, 1, 1, 1), asked.view(-1, 1, 1, 1)
     seen = (key < used) & (query < asked)
     if causal:
