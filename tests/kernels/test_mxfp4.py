@@ -51,6 +51,7 @@ SPECIAL_BLOCKS = {
     "nan under quest": ([NAN, 1.0], "quest", 255, None),
     "squares past float32": ([1e20, 1.0], "quest", 255, None),
     "all zero under quest": ([0.0], "quest", 0, [0]),
+    "all zero under mse": ([0.0], "mse", 1, [0]),
     "no spread but zeros": ([8.0], "quest", 126, [7, 0]),
     "three quarters": ([4.0, -2.0, 1.0], "absmax34", 127, [5, 11, 2]),
 }

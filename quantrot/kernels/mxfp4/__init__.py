@@ -13,8 +13,9 @@
 A code is sign << 3 | index into E2M1; byte j holds column 2j in its low nibble and column 2j + 1 in its high one. A
 scale byte e means 2^(e - 127). Rounding is to nearest, ties to the even code; values past 6 scales saturate. -0 keeps
 its sign. A group that holds a NaN or an infinity, or (quest) whose squares overflow float32, gets the scale byte 255,
-which dequantizes to NaN, and codes 0. An all-zero group gets scale byte 0 (2^-127). Arithmetic is float32 whatever the
-input type, in the fixed order of the reference: codes, scales and masks are the same bits on every backend.
+which dequantizes to NaN, and codes 0. An all-zero group gets the rule's least scale byte, 0 (2^-127), of mse 1.
+Arithmetic is float32 whatever the input type, in the fixed order of the reference: codes, scales and masks are the same
+bits on every backend.
 
 Backends: "triton" (CUDA), "reference" (plain torch), and for the products "cublas" (FP8 tensor cores, capability 8.9
 and later) and "hopper" (CUDA C++, few tokens, and bfloat16 ones in any number). "auto" takes CUDA C++ on capability
