@@ -92,7 +92,8 @@ def mixed_gemm(
     """x [..., K] times the transpose of weight [N, K], one of them narrow: [..., N] in the wide one's dtype.
 
     Which is narrow, the dtypes say; scale and zero_point belong to it (activations count as [M, K], leading dimensions
-    flattened). Any strides. Differentiable in the wide operand and the bias. The contract is at the top of the file.
+    flattened). Any strides. Differentiable in the wide operand and the bias; where scale or e4m3 codes require a
+    gradient, a backward raises NotImplementedError. The contract is at the top of the file.
     weight_ready: nothing that still runs on the device writes weight, scale, zero_point or bias, as with a module's
     parameters: then, for a few tokens, reading them begins before the kernel before this one has ended.
     Raises ValueError for shapes, dtypes or devices that do not fit, or a backend that cannot run here.
@@ -134,7 +135,8 @@ def mixed_linear(
     if norm is not None and x.dtype not in WIDE:
         raise ValueError(f"norm: x is {x.dtype}; it takes x of {', '.join(map(str, WIDE))}")
     check_around(x, weight.shape[0], norm, residual, x.dtype if x.dtype in WIDE else weight.dtype)
-    grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, norm, residual))
+    tensors = x, weight, scale, bias, norm, residual
+    grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if grads or x.dtype not in WIDE or x.numel() > DECODE_COLUMNS * x.shape[-1]:
         x = x if norm is None else rms_norm(x, norm, epsilon)
         y = mixed_gemm(x, weight, scale, zero_point, bias, weight_ready=weight_ready)
@@ -409,6 +411,12 @@ def _mixed_expand_fake(
     return scale.new_empty(codes.shape[0], columns, dtype=dtype)
 
 
+NO_GRADIENT = (
+    "mixed_gemm: scale and codes have no gradient; detach them (requires_grad_(False) of parameters), or train the "
+    "dequantized weight"
+)
+
+
 def _save_for_backward(ctx, inputs, output) -> None:
     x, weight, scale, zero_point, bias, *_ = inputs
     ctx.narrow_weight = x.dtype in WIDE
@@ -419,13 +427,17 @@ def _save_for_backward(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad: Tensor):
     codes, scale, zero_point = ctx.saved_tensors
-    dx = dweight = dbias = None
-    if ctx.needs_input_grad[0 if ctx.narrow_weight else 1]:
+    wide, narrow = (0, 1) if ctx.narrow_weight else (1, 0)
+    grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    for i, t in ((narrow, codes), (2, scale)):
+        if ctx.needs_input_grad[i]:
+            grads[i] = torch.ops.quantrot.no_gradient(grad, t.shape, NO_GRADIENT)
+    if ctx.needs_input_grad[wide]:
         expanded = torch.ops.quantrot.mixed_expand(codes, scale, zero_point, ctx.columns, grad.dtype)
-        dx, dweight = (grad @ expanded, None) if ctx.narrow_weight else (None, grad.T @ expanded)
+        grads[wide] = (grad if ctx.narrow_weight else grad.T) @ expanded
     if ctx.needs_input_grad[4]:
-        dbias = grad.sum(0, dtype=torch.float32 if grad.dtype != torch.float64 else None).to(ctx.bias_dtype)
-    return dx, dweight, None, None, dbias, None, None
+        grads[4] = grad.sum(0, dtype=torch.float32 if grad.dtype != torch.float64 else None).to(ctx.bias_dtype)
+    return tuple(grads)
 
 
 torch.library.register_autograd("quantrot::mixed_gemm", _backward, setup_context=_save_for_backward)
