@@ -16,6 +16,8 @@ from quantrot.kernels.mxfp4 import round_trip_mxfp4
 from quantrot.kernels.mxfp4.operators import FUSED
 from quantrot.rotation import Rotation, signs
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def as_autocast(x: Tensor) -> Tensor:
     """x in autocast's dtype where that is on, as nn.Linear takes it."""
@@ -190,6 +192,8 @@ class QuantizedLinear(nn.Module):
         raise AssertionError(f"{type(self).__name__} has no `fused`: see `fuses`")
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype not in (*FLOATS, torch.float64):  # the last of which formats with wide activations take
+            raise ValueError(f"x: {x.dtype}; allowed: {', '.join(map(str, FLOATS))}; convert it")
         x = as_autocast(x)
         decoded = self._decoded
         if decoded is None or decoded.dtype not in (x.dtype, torch.float32):  # a narrower one has lost bits

@@ -45,6 +45,26 @@ def test_x_may_be_in_another_dtype_than_the_model(kind, dtype, given):
     assert torch.equal(module(x), expected)
 
 
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("decoded", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_x_that_is_no_wide_float_is_an_error(kind, decoded, autocast):
+    module = linear(kind, torch.float32, turned=False)
+    if decoded:
+        module.decode(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for dtype in (torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64):
+            with pytest.raises(ValueError, match=f"x: {dtype}; allowed: torch.float32, torch.float16, torch.bfloat16"):
+                module(torch.ones(3, 256).to(dtype))
+
+
+def test_weights_alone_in_8_bits_take_float64():
+    module, x = linear("int8", torch.float32), torch.randn(3, 256).double()
+    expected = F.linear(module.turned(x), module.dequantized(torch.float64), module.bias.double())
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert torch.equal(module(x), expected) and torch.equal(compiled(x), expected)
+
+
 @pytest.mark.parametrize("decoded", [False, True])
 def test_the_gradient_of_a_transform_that_the_quantizer_does_is_the_transforms(decoded):
     rotation = Rotation("R4", "hadamard", 256, 64, 0)
