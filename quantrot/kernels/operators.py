@@ -71,6 +71,16 @@ def register_no_gradient(name: str, why: str) -> None:
     torch.library.register_autograd(name, refuse, setup_context=keep_shapes)
 
 
+def refuse_create_graph() -> None:
+    """For a backward from what its forward made of the inputs: an error where its gradients are to be differentiated
+    again, which would miss the inputs' terms. Compiled code refuses that by itself."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "create_graph: this product's gradients have no gradient themselves; put nn.Linear in its layer's place "
+            "where they are differentiated again"
+        )
+
+
 def check_device(**tensors: torch.Tensor | None) -> None:
     """ValueError for tensors, by name, that are not on the first one's device: kernels are given bare addresses."""
     (first, leader), *others = ((name, t) for name, t in tensors.items() if t is not None)

@@ -15,6 +15,7 @@ from quantrot.kernels.fp8 import (
     quantize_fp8_block,
     quantize_fp8_both_ways,
 )
+from quantrot.kernels.operators import refuse_create_graph
 from quantrot.modules.linear import QuantizedLinear, as_autocast
 
 ROW, SQUARE = (1, 128), (128, 128)
@@ -154,6 +155,7 @@ class _Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph()
         x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         g, g_scale, g_t, g_t_scale = quantize_fp8_both_ways(grad, ROW, transposed_scale=True)

@@ -320,6 +320,13 @@ def test_one_token_without_dimensions_and_no_token_have_gradients(device, shape)
     assert got[0].shape == x.shape and torch.equal(got[1], exact[2])
 
 
+@pytest.mark.parametrize("product", [HadamardGemm, Mxfp4Gemm])
+def test_gradients_of_gradients_are_refused(product):
+    x, w = normal(3, 64).requires_grad_(), normal(32, 64, seed=1).requires_grad_()
+    with pytest.raises(NotImplementedError, match="create_graph: .* put nn.Linear in its layer's place"):
+        torch.autograd.grad(product.apply(x, w, 32).sum(), x, create_graph=True)
+
+
 def test_a_clipped_gradient_has_none_itself():
     x, mask = normal(3, 64).requires_grad_(), torch.full((3, 8), 255, dtype=torch.uint8)
     with pytest.raises(ValueError, match="x: requires a gradient, which masked_hadamard has not; detach it"):

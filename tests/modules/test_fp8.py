@@ -125,6 +125,18 @@ def test_gradients_are_within_the_error_of_two_e4m3_operands(device, shape, dtyp
         assert name == "db" or error > 0.01, (name, "was not quantized")
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_gradients_of_gradients_are_refused(compiles):
+    layer, x = Fp8TrainingLinear(128, 64), torch.randn(9, 128, requires_grad=True)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiles else layer
+    with pytest.raises(
+        RuntimeError, match="create_graph|double backward" if compiles else "create_graph: .* put nn.Linear"
+    ):
+        (dx,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+        dx.square().sum().backward()
+    assert layer.weight.grad is None
+
+
 def test_an_fp8_linear_can_be_trained_further():
     module, x = linear(), torch.randn(7, 512)
     trained = Fp8TrainingLinear.of(module)

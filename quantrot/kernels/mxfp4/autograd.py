@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from quantrot.kernels.hadamard import hadamard_transform
@@ -27,6 +26,7 @@ from quantrot.kernels.mxfp4.operators import (
     requantize_mxfp4,
 )
 from quantrot.kernels.mxfp4.reference import ScaleRule
+from quantrot.kernels.operators import refuse_create_graph
 from quantrot.orthogonal import random_signs
 
 SIGN_VECTORS = 1024
@@ -47,8 +47,8 @@ class HadamardGemm(torch.autograd.Function):
             return F.linear(turned_x, turned_w)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph()
         turned_x, turned_w = ctx.saved_tensors
         dx = _turned_back(grad @ turned_w, ctx.hadamard) if ctx.needs_input_grad[0] else None
         dw = None
@@ -92,8 +92,8 @@ class Mxfp4Gemm(torch.autograd.Function):
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph()
         xq, x_scale, x_mask, wq, w_scale, w_mask = ctx.saved_tensors
         hadamard, random, outside, weight_dtype = ctx.options
         g = grad.reshape(-1, grad.shape[-1])
