@@ -61,7 +61,7 @@ def test_x_that_is_no_wide_float_is_an_error(kind, decoded, autocast):
 def test_weights_alone_in_8_bits_take_float64():
     module, x = linear("int8", torch.float32), torch.randn(3, 256).double()
     expected = F.linear(module.turned(x), module.dequantized(torch.float64), module.bias.double())
-    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    compiled = torch.compile(lambda x: module(x), backend="eager", fullgraph=True)
     assert torch.equal(module(x), expected) and torch.equal(compiled(x), expected)
 
 
