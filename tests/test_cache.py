@@ -119,6 +119,28 @@ def test_sequences_move_whole(kind):
             assert torch.equal(a[:, :, :30], b)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reset_static_cache_forgets_what_was_no_number(source, kind):
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    cache, fresh = (KVCache(kind, model.config, 16) for _ in range(2))
+    wrong = model.get_input_embeddings()(IDS[:, :6]).detach().clone()
+    wrong[:, -1] = float("nan")
+    with torch.no_grad():
+        model(inputs_embeds=wrong, past_key_values=cache)
+        cache.reset()
+        again, first = (model(IDS[:, :1], past_key_values=c).logits for c in (cache, fresh))
+    assert torch.equal(again, first)
+
+
+def test_a_prompt_after_a_reset_is_the_first_prompt(model):
+    cache = StaticCache(config=model.config, max_cache_len=30)
+    with torch.no_grad():
+        first = model(IDS, past_key_values=cache).logits
+        model(IDS[:, :1], past_key_values=cache)
+        cache.reset()
+        assert torch.equal(model(IDS, past_key_values=cache).logits, first)
+
+
 @kinds
 @layers
 def test_a_reset_layer_is_a_new_one(kind, make):

@@ -224,7 +224,7 @@ class QuantizedAttention(Merging):
         q, k = self._normed(q, k)
         mask = None if mask is None else _boolean(mask)
         layer = adopt(cache, self.layer_idx, "fp8") if cache is not None and self.kv_cache == "fp8" else None
-        prompt = cache is None or (layer is not None and not layer.is_initialized)
+        prompt = cache is None or (layer is not None and layer.empty)
         rotation: dict[str, Any] = {}
         if self.R3 is not None:
             rotation = {"order": self.R3.block, "signs": self.R3.signs}

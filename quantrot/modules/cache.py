@@ -8,7 +8,8 @@ all keys and values dequantized; `append` takes and returns quantized ones, for 
 are. A converted model's attention puts its kind of layer in the place of transformers' own empty ones (`adopt`), so
 that `model.generate(...)` and `model(..., use_cache=True)` need no argument.
 
-What is dropped by `crop` or overwritten leaves no trace: a token's bytes depend on that token alone.
+What is overwritten or dropped by `crop` leaves no trace where each token has its own scale, as all have but a prompt's
+under `attention: fp8`: those share a scale per block of tokens, dropped ones among them.
 """
 
 import inspect
@@ -110,6 +111,7 @@ class KVLayer(CacheLayerMixin):
         super().__init__()
         self.kind = kind
         self.buffers = {}
+        self.empty = True  # no token came yet, or since a reset: what comes is a prompt
 
     def __repr__(self) -> str:
         return f"{self.__class__.__name__}({self.kind})"
@@ -129,6 +131,7 @@ class KVLayer(CacheLayerMixin):
         What is stored has no gradient: a backward pass through keys or values that want one raises.
         """
         stored = self._store(FORMATS[self.kind].encode(key_states, value_states), key_states.dtype)
+        self.empty = False
         key, value = FORMATS[self.kind].decode(stored, key_states.dtype)
         return inference_only(key, key_states), inference_only(value, value_states)
 
@@ -141,6 +144,7 @@ class KVLayer(CacheLayerMixin):
         for name, scale in (("key_scale", given.k_scale), ("value_scale", given.v_scale)):
             parts[name] = spread(scale, tokens)
         stored = self._store(parts, dtype)
+        self.empty = False
         key, value = stored["key"].view(E4M3), stored["value_transposed"].view(E4M3)
         every = Quantized(given.q, given.q_scale, key, stored["key_scale"], value, stored["value_scale"])
         return every, self._lengths(key.shape[0])
@@ -235,7 +239,7 @@ class DynamicKVLayer(KVLayer):
         return -1
 
     def reset(self) -> None:
-        self.buffers, self.length, self.is_initialized = {}, 0, False
+        self.buffers, self.length, self.is_initialized, self.empty = {}, 0, False, True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens."""
@@ -314,7 +318,10 @@ class StaticKVLayer(KVLayer):
         return self.max_cache_len
 
     def reset(self) -> None:
-        self.cumulative_length.zero_()  # what lies behind the length is not read
+        """In place: addresses are a graph's. All of the room is decoded, and a hidden NaN is still one in a sum."""
+        for tensor in (*self.buffers.values(), self.cumulative_length):
+            tensor.zero_()
+        self.empty = True
 
 
 # --- Caches ----------------------------------------------------------------------------------------------------------
