@@ -16,7 +16,7 @@ from quantrot.kernels.fp8 import (
     quantize_fp8_both_ways,
 )
 from quantrot.kernels.operators import refuse_create_graph
-from quantrot.modules.linear import QuantizedLinear, as_autocast
+from quantrot.modules.linear import QuantizedLinear, as_autocast, hooked
 
 ROW, SQUARE = (1, 128), (128, 128)
 
@@ -116,16 +116,21 @@ class Fp8TrainingLinear(nn.Linear):
     @classmethod
     def of(cls, linear: "nn.Linear | Fp8Linear") -> "Fp8TrainingLinear":
         """The same linear, made trainable in FP8: shares an nn.Linear's parameters, dequantizes an Fp8Linear's to
-        bfloat16. ValueError for what turns its input (train it with the rotation in front), and any other module."""
+        bfloat16. ValueError for what turns its input (train it with the rotation in front), for hooks, which it would
+        lose, and any other module."""
         kind = type(linear).__name__
         if name := getattr(linear, "online_name", ""):
             raise ValueError(
                 f"linear: {kind}, which turns its input; put its {name} in front of an Fp8TrainingLinear of a linear "
                 "without one"
             )
-        if not isinstance(linear, nn.Linear | Fp8Linear):
+        if type(linear) not in (nn.Linear, cls) and not isinstance(linear, Fp8Linear):
             way = ", or give an nn.Linear of its dequantized weight" if isinstance(linear, QuantizedLinear) else ""
             raise ValueError(f"linear: {kind}; allowed: nn.Linear, Fp8Linear; train from the original checkpoint{way}")
+        if hooked(linear):
+            raise ValueError(
+                f"linear: {kind} with hooks, which would be lost; remove them, and give them to the new one"
+            )
         with torch.device("meta"):
             new = cls(linear.in_features, linear.out_features, linear.bias is not None)
         if isinstance(linear, Fp8Linear):
@@ -134,7 +139,7 @@ class Fp8TrainingLinear(nn.Linear):
                 new.bias = nn.Parameter(linear.bias.detach().to(torch.bfloat16))
         else:
             new.weight, new.bias = linear.weight, linear.bias
-        return new
+        return new.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
         x = as_autocast(x)

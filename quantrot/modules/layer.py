@@ -14,8 +14,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from quantrot.modules.attention import QuantizedAttention
-from quantrot.modules.linear import QuantizedLinear
-from quantrot.modules.merged import QuantizedMLP, hooked, is_rms_norm, is_silu
+from quantrot.modules.linear import QuantizedLinear, hooked
+from quantrot.modules.merged import QuantizedMLP, is_rms_norm, is_silu
 
 
 class FewTokens:

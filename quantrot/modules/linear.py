@@ -19,6 +19,17 @@ from quantrot.rotation import Rotation, signs
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def watched(module: nn.Module) -> bool:
+    """Whether somebody wants to see this module being called."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Or accelerate moves it, or its input, as it is called."""
+    return watched(module) or hasattr(module, "_hf_hook")
+
+
 def as_autocast(x: Tensor) -> Tensor:
     """x in autocast's dtype where that is on, as nn.Linear takes it."""
     kind = x.device.type
@@ -110,6 +121,10 @@ class QuantizedLinear(nn.Module):
             self.add_module(online_name, online)
         self._decoded: Tensor | None = None
         self._apart = True  # its tensors are no slices of a merged linear's (see merged.py)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._apart = True
 
     def runs_packed(self, device: torch.device) -> bool:
         """Whether `multiply` has kernels for this device that read the stored tensors; nothing is decoded then."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quantrot import formats
-from quantrot.modules.linear import OnlineHadamard, QuantizedLinear
+from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, hooked, watched
 
 # transformers' names; all are kernels.fp8.reference.rms_norm
 RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
@@ -57,11 +57,14 @@ class Merging(nn.Module):
 
     def current(self) -> QuantizedLinear | None:
         """The one linear, while its parts are those that it was made of, with slices of its tensors, and nobody watches
-        them."""
+        them or trains their biases."""
         if self.merged is None:
             return None
         pairs: Any = zip(self.linears(), self._merged_of, strict=True)
-        return self.merged if all(a is b and not a._apart and not watched(a) for a, b in pairs) else None
+        if not all(a is b and not a._apart and not watched(a) for a, b in pairs):
+            return None
+        bias, parts = self.merged.bias, self._merged_of
+        return None if bias is not None and any(_alone(part.bias, bias) for part in parts) else self.merged
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Merging":
         """Moved or cast, each tensor gets memory of its own: they are merged again."""
@@ -75,6 +78,14 @@ class Merging(nn.Module):
         """Copied or unpickled, tensors may have memory of their own: then they are merged again."""
         super().__setstate__(state)
         _merge_again(self)
+
+
+def _alone(bias: Any, whole: Tensor) -> bool:
+    """Whether a part's bias is to get a gradient, which the whole's would not give it, or was put into other memory, as
+    torch.func.functional_call does (which compiled code does not look at)."""
+    if bias.requires_grad and torch.is_grad_enabled():
+        return True
+    return not torch.compiler.is_compiling() and bias.untyped_storage()._cdata != whole.untyped_storage()._cdata
 
 
 def _merge_again(module: Merging, keys: Any = None) -> None:
@@ -137,17 +148,6 @@ def is_silu(act: Any) -> bool:
 def is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
     """Whether kernels may take this norm's gain, beside numbers of this dtype, and leave out its forward."""
     return type(norm).__name__ in RMS_NORMS and norm.weight.dtype == dtype and not hooked(norm)
-
-
-def watched(module: nn.Module) -> bool:
-    """Whether somebody wants to see this module being called."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
-
-
-def hooked(module: nn.Module) -> bool:
-    """Or accelerate moves it, or its input, as it is called."""
-    return watched(module) or hasattr(module, "_hf_hook")
 
 
 def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quantrot import patterns
 from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_kernels, has_one_kernel, mxfp4_fused, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import check_fused
-from quantrot.modules.linear import QuantizedLinear, as_autocast
+from quantrot.modules.linear import QuantizedLinear, as_autocast, hooked
 
 SKIP = ("lm_head", "lora_*")  # and peft's adapters: small, and what is to be learned exactly
 RANK_STEP = 0x9E3779B97F4A7C15  # odd: no two ranks have the same seed
@@ -110,7 +110,7 @@ def train_in_mxfp4(model: nn.Module, *, skip: str | tuple[str, ...] = SKIP, hada
     skip: patterns as a recipe's, or of any component of a name ("mlp", "*.layers.0.*"), of what stays; given ones take
     the place of "lm_head" and "lora_*", peft's adapters. Linears whose dimensions are no multiples of `hadamard` stay,
     too. A linear in two places stays one in both. ValueError for a model that is a linear or has none to replace, a
-    pattern that matches no module, or another `hadamard`.
+    linear with hooks, a pattern that matches no module, or another `hadamard`; no linear is replaced then.
     """
     check_fused(hadamard)
     if type(model) is nn.Linear:
@@ -118,26 +118,30 @@ def train_in_mxfp4(model: nn.Module, *, skip: str | tuple[str, ...] = SKIP, hada
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     modules = dict(model.named_modules(remove_duplicate=False))
     _check_skip(skip, modules)
-    made: dict[nn.Module, Mxfp4TrainingLinear] = {}
-    replaced = []
-    for name, old in modules.items():
-        fits = type(old) is nn.Linear and old.in_features % hadamard == 0 and old.out_features % hadamard == 0
-        if not fits or any(_names(pattern, name) for pattern in skip):
-            continue
-        if old not in made:
-            with torch.device("meta"):
-                made[old] = Mxfp4TrainingLinear(
-                    old.in_features, old.out_features, old.bias is not None, hadamard=hadamard
-                )
-            made[old].weight, made[old].bias = old.weight, old.bias
-        model.set_submodule(name, made[old])
-        replaced.append(name)
-    if not replaced:
+    chosen = {
+        name: old
+        for name, old in modules.items()
+        if type(old) is nn.Linear
+        and old.in_features % hadamard == 0
+        and old.out_features % hadamard == 0
+        and not any(_names(pattern, name) for pattern in skip)
+    }
+    if not chosen:
         raise ValueError(
             f"model: {_linears(modules, skip, hadamard)}, so nothing is replaced; allowed: nn.Linear with dimensions "
             f"of multiples of {hadamard}; what is quantized is trained from the original checkpoint"
         )
-    return replaced
+    if name := next((name for name, old in chosen.items() if hooked(old)), ""):
+        raise ValueError(f"model: {name} has hooks, which would be lost; remove them, and give them to the new one")
+    made: dict[nn.Module, Mxfp4TrainingLinear] = {}
+    for name, old in chosen.items():
+        if old not in made:
+            with torch.device("meta"):
+                new = Mxfp4TrainingLinear(old.in_features, old.out_features, old.bias is not None, hadamard=hadamard)
+            new.weight, new.bias = old.weight, old.bias
+            made[old] = new.train(old.training)
+        model.set_submodule(name, made[old])
+    return list(chosen)
 
 
 def _names(pattern: str, name: str) -> bool:

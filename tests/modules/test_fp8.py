@@ -159,6 +159,13 @@ def test_what_cannot_be_trained_as_it_is_is_an_error():
             Fp8TrainingLinear.of(packed)
     with pytest.raises(ValueError, match="linear: Bilinear; allowed: nn.Linear, Fp8Linear; train from the original"):
         Fp8TrainingLinear.of(nn.Bilinear(8, 8, 8))
+    with pytest.raises(ValueError, match="linear: NonDynamicallyQuantizableLinear; allowed"):  # or any other subclass
+        Fp8TrainingLinear.of(nn.MultiheadAttention(64, 2).out_proj)
+    watched = nn.Linear(64, 64)
+    watched.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="linear: Linear with hooks, which would be lost"):
+        Fp8TrainingLinear.of(watched)
+    assert not Fp8TrainingLinear.of(nn.Linear(64, 64).eval()).training
 
 
 def test_steps_of_gradient_descent_bring_the_loss_down():

@@ -244,6 +244,26 @@ def test_tensors_that_one_part_was_given_count(monkeypatch, change):
     assert (merged.current() is None) == (change in ("assign", "cast"))
 
 
+@pytest.mark.parametrize("kind", ["mxfp4", "int8"])
+def test_a_bias_that_is_trained_or_given_alone_counts(kind):
+    attention = model(kind, bias=True).model.layers[0].self_attn
+    merged, x = QuantizedAttention(attention), torch.randn(3, 256)
+    assert merged.merge()
+    part, before = merged.v_proj, merged.outputs(x)[2].detach()
+    part.bias.requires_grad_(True)
+    merged.outputs(x)[2].sum().backward()
+    assert torch.equal(part.bias.grad, torch.full_like(part.bias, 3))
+    with torch.no_grad():
+        assert merged.current() is not None
+        part.bias.data = part.bias.data + 1
+        torch.testing.assert_close(merged.outputs(x)[2], before + 1)
+        assert merged.merge() and merged.current() is not None
+        part.bias = torch.nn.Parameter(part.bias + 1)
+        torch.testing.assert_close(merged.outputs(x)[2], before + 2)
+        part.bias = None
+        torch.testing.assert_close(merged.outputs(x)[2], part(x))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [100, 192])
 def test_blocks_that_end_in_the_middle_of_a_part_are_not_merged(rows):

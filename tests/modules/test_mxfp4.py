@@ -92,6 +92,17 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32, bias=False))
 
 
+def test_a_replaced_linear_keeps_its_mode_and_loses_no_hook():
+    net = model().eval()
+    train_in_mxfp4(net)
+    assert not any(module.training for module in net.modules())
+    watched = model()
+    watched[2].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="model: 2 has hooks, which would be lost"):
+        train_in_mxfp4(watched)
+    assert type(watched[0]) is nn.Linear
+
+
 def train(net: nn.Module, steps: int = 60) -> float:
     generator = torch.Generator().manual_seed(1)
     teacher = torch.randn(32, 64, generator=generator)
