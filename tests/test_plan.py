@@ -165,7 +165,7 @@ def test_predicted_memory_does_not_grow_with_depth(tiny, tmp_path):
 
 
 def test_shipped_recipes_say_what_they_are_for_and_round_trip():
-    assert len(shipped_recipes()) == 19
+    assert len(shipped_recipes()) == 21
     for name in shipped_recipes():
         recipe = load_recipe(name)
         comment = (SHIPPED / f"{name}.yaml").read_text()
