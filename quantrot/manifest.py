@@ -80,13 +80,15 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def _check_fields(data: dict[str, Any]) -> None:
-    """KeyError or TypeError where something is missing that `verify` and `inspect` read and nothing else here does."""
+    """KeyError, TypeError or AttributeError where something is missing that `verify` and `inspect` read and nothing
+    else here does."""
     wanted = [(data, ("recipe", "recipe_name", "quantrot")), (data["source"], ("model", "revision"))]
     wanted += [(entry, ("kind", "block", "width", "checksum")) for entry in data["rotations"].values()]
     wanted += [(entry, ("shape",)) for entry in data["linears"].values()]
     for entry, names in wanted:
         for name in names:
             entry[name]
+    data["source"]["tensors"].items()
 
 
 def _format(entry: dict[str, Any] | None) -> LinearFormat | None:

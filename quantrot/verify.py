@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantrot import formats, llama
-from quantrot.checkpoint import read_rows
+from quantrot.checkpoint import read_rows, sha256_of
 from quantrot.convert import sqnr_db
 from quantrot.device import known_device
 from quantrot.evals.divergence import Divergence, divergence
@@ -82,7 +82,8 @@ def verify(
 
     against: the unconverted model (default: the source that the manifest names). text: what is run through both
     (default: Python's own help topics), `count` windows of `seq_len` tokens. max_kl: nats per token (default 0.01 where
-    nothing is quantized, else 4). min_top1: least agreement. ValueError for files that do not match their hashes.
+    nothing is quantized, else 4). min_top1: least agreement. ValueError for files that do not match their hashes, and
+    for a source that has other tensors than those that were converted.
     """
     for name, value in (("max_kl", max_kl), ("min_top1", min_top1)):
         if value is not None and not 0 <= value <= (1 if name == "min_top1" else math.inf):
@@ -94,13 +95,13 @@ def verify(
         plan = make_plan(source, load_recipe(manifest.data["recipe"], str(root / MANIFEST)).nearest(), "cpu")
     except ValueError as error:
         raise ValueError(f"{error}\n(the source to compare with; if it has moved, give its place as against)") from None
-    _check_same(manifest.data, plan, source)
+    report = progress or (lambda what, done, total: None)
+    _check_same(manifest.data, plan, source, report)
     model = load(root, device_map=known_device(device), dtype=torch.float32, merge=False)  # each linear is looked at
     baseline, tokenizer = open_model(source, device, "float32")
     arch, text = plan.llama, python_topics() if text is None else text
     seq_len, remedy = min(seq_len, arch.max_positions), "a longer text"  # all that the command can be given
     ids = windows(tokenizer, text, seq_len, count, vocab_size=arch.vocab_size, remedy=remedy)
-    report = progress or (lambda what, done, total: None)
     found = divergence(model, baseline, ids, lambda done, total: report("logits", done, total))
     layers = _layers(plan, model, baseline, ids[:1], report)
     exact = not any(manifest.linears.values()) and (manifest.arithmetic, manifest.kv_cache) == ("bf16", "bf16")
@@ -118,8 +119,8 @@ def _source_name(data: dict[str, Any]) -> str:
     return f"{name}@{revision}" if revision else name
 
 
-def _check_same(data: dict[str, Any], plan: Plan, source: str) -> None:
-    """ValueError where the source is a model of other sizes than the one that was converted."""
+def _check_same(data: dict[str, Any], plan: Plan, source: str, report: Progress) -> None:
+    """ValueError where the source is not the model that was converted: other sizes, or other bytes. Reads all of it."""
     shapes = {linear.fqn: [linear.out_features, linear.in_features] for linear in llama.linears(plan.llama)}
     converted = {fqn: entry["shape"] or shapes.get(fqn) for fqn, entry in data["linears"].items()}
     differing = [fqn for fqn in {**converted, **shapes} if converted.get(fqn) != shapes.get(fqn)]
@@ -129,6 +130,16 @@ def _check_same(data: dict[str, Any], plan: Plan, source: str) -> None:
             f"{source}: not the model that was converted: {fqn} is {shapes.get(fqn, 'missing')} there and "
             f"{converted.get(fqn, 'missing')} here; give that model as against"
         )
+    hashes = data["source"]["tensors"]
+    for done, (name, sha256) in enumerate(hashes.items()):
+        report("source", done, len(hashes))
+        info = plan.checkpoint.tensors.get(name)
+        if info is None or sha256_of(info) != sha256:
+            raise ValueError(
+                f"{source}: not the model that was converted: {name} is {'missing' if info is None else 'another'} "
+                "there; give that model as against, or convert this one"
+            )
+    report("source", len(hashes), len(hashes))
 
 
 def _warnings(layers: list[Layer]) -> list[str]:

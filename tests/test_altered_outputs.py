@@ -50,6 +50,8 @@ ALTERED = [
     ("manifest-without-linears", edit_manifest(lambda data: data.pop("linears")), r"quantrot\.json: malformed: .*linears.*; convert again$"),
     ("manifest-without-recipe", edit_manifest(lambda data: data.pop("recipe")), r"quantrot\.json: malformed: KeyError at 'recipe'; convert again$"),
     ("manifest-without-revision", edit_manifest(lambda data: data["source"].pop("revision")), r"quantrot\.json: malformed: KeyError at 'revision'; convert again$"),
+    ("manifest-without-tensors", edit_manifest(lambda data: data["source"].pop("tensors")), r"quantrot\.json: malformed: KeyError at 'tensors'; convert again$"),
+    ("manifest-tensors-a-list", edit_manifest(lambda data: data["source"].update(tensors=[Q_PROJ])), r"quantrot\.json: malformed: AttributeError at .*items.*; convert again$"),
     ("manifest-without-shape", edit_manifest(lambda data: data["linears"][Q_PROJ.removesuffix(".weight")].pop("shape")), r"quantrot\.json: malformed: KeyError at 'shape'; convert again$"),
     ("manifest-without-files", edit_manifest(lambda data: data.pop("files")), r"quantrot\.json: malformed: .*files.*; convert again$"),
     ("manifest-names-another-module", edit_manifest(lambda data: data["linears"].update({"model.norm": data["linears"][Q_PROJ.removesuffix(".weight")]})), r"quantrot\.json: 'model\.norm' is not a linear of this model; convert again$"),

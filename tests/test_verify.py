@@ -129,6 +129,22 @@ def test_another_model_is_not_compared_with(source, tiny, tmp_path):
         verify(out, against=other, device="cpu")
 
 
+def test_a_source_that_was_trained_on_since_is_not_compared_with(tiny, tmp_path):
+    """Neither in its place nor as against, whatever its sizes; what was converted may be in other files by now."""
+    source = tiny(tmp_path / "model")
+    out = convert(source, "int8-weight-only", tmp_path / "out").out
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.01
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    for options in ([], ["--against", str(source)]):
+        result = CliRunner().invoke(app, ["verify", str(out), "--device", "cpu", *options])
+        message = "model: not the model that was converted: model.layers.1.mlp.up_proj.weight is another there; give"
+        assert result.exit_code == 2 and message in result.stderr and not result.stdout
+    parts, seen = tiny(tmp_path / "parts", max_shard_size="50KB"), []
+    assert not verify(out, parts, progress=lambda *step: seen.append(step), **OPTIONS).failures
+    assert seen[:22] == [("source", done, 21) for done in range(22)]
+
+
 def test_an_output_that_is_nan_is_the_worst_there_is():
     one = torch.ones(2)
     assert _sqnr(one, torch.tensor([float("nan"), 1.0])) == _sqnr(torch.zeros(2), one) == -math.inf
