@@ -37,7 +37,8 @@ from quantrot.transform import one_threaded, starts, transform, turned_rows
 
 ENDS = (llama.EMBEDDING, llama.HEAD)  # rows of one are looked up, and nobody needs the other's logits
 SLAB = 256  # rows of a Hessian that one thread sums
-DESCRIBED = ("layer_types", "attn_implementation", "_attn_implementation", "return_dict")  # not what this network has
+# Not what this network has: a type for every layer, a Qwen's window (llama.py refuses those that use it), a caller.
+DESCRIBED = ("layer_types", "use_sliding_window", "attn_implementation", "_attn_implementation", "return_dict")
 _SEEN = threading.local()  # .inputs: a window's, of its linears, by Step.hessian
 
 

@@ -90,6 +90,32 @@ def test_what_a_config_says_of_layers_and_of_transformers_calls_is_not_the_calib
         convert(model, PLAIN, tmp_path / "unknown", calibration=CALIBRATION)
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_a_window_that_no_layer_has_is_not_calibrated_with(tiny, tmp_path, model_type):
+    """Neither where layer types say so nor where max_window_layers does."""
+    model = tiny(tmp_path / "model", model_type=model_type)
+    config = json.loads((model / "config.json").read_text()) | {"layer_types": None}
+    window = {"use_sliding_window": True, "sliding_window": 8}
+    types = {"layer_types": ["full_attention"] * 2, "max_window_layers": 0}
+    cases = {"without": {}, "types": window | types, "layers": window | {"max_window_layers": 2}}
+    for name, fields in cases.items():
+        (model / "config.json").write_text(json.dumps(config | fields))
+        convert(model, PLAIN, tmp_path / name, calibration=CALIBRATION)
+    without, *others = ((tmp_path / name / "model.safetensors").read_bytes() for name in cases)
+    assert all(other == without for other in others)
+
+
+def test_the_window_that_every_layer_has_is_calibrated_with(tiny, tmp_path):
+    model = tiny(tmp_path / "model", model_type="mistral")
+    config = json.loads((model / "config.json").read_text())
+    for name, window in {"without": None, "with": 8}.items():
+        fields = {"sliding_window": window, "use_sliding_window": False, "layer_types": ["full_attention"] * 2}
+        (model / "config.json").write_text(json.dumps(config | fields))
+        convert(model, PLAIN, tmp_path / name, calibration=CALIBRATION)
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("without", "with"))
+    assert first != second
+
+
 def test_the_callers_default_dtype_does_not_matter(source, tmp_path):
     convert(source, MIXED, tmp_path / "float32", calibration=CALIBRATION)
     code = f"""import torch
