@@ -2,7 +2,9 @@
 
 A linear's SQNR compares what its module computes from the inputs that really reach it with the exact product of the
 same inputs and the unquantized, rotated weight. Where a rotation turned the linear, the same number is taken from the
-source model without any rotation, so that a rotation which cost more than it gained shows.
+source model without any rotation, so that a rotation which cost more than it gained shows. Without it weights are
+rounded to nearest; where GPTQ rounded the linear, what is compared with that is its turned weight rounded to nearest,
+too: GPTQ gains more than many a rotation costs.
 """
 
 import math
@@ -40,17 +42,24 @@ WORSE_DB = 0.5  # a rotation that costs a linear more than this is reported
 
 @dataclass(frozen=True)
 class Layer:
-    """One quantized linear: output SQNR in dB as converted, and without rotation (None where none turned it)."""
+    """One quantized linear: output SQNR in dB as converted, without rotation (None where none turned it), and with it
+    but rounded to nearest (None but for what was turned and rounded by GPTQ)."""
 
     fqn: str
     format: str
     sqnr_db: float
     unrotated_db: float | None
+    nearest_db: float | None = None
+
+    @property
+    def rotated_db(self) -> float:
+        """What there is to compare with unrotated_db: of the same rounding."""
+        return self.sqnr_db if self.nearest_db is None else self.nearest_db
 
     @property
     def worse(self) -> bool:
         """Whether its rotation made it worse by more than WORSE_DB."""
-        return self.unrotated_db is not None and self.sqnr_db < self.unrotated_db - WORSE_DB
+        return self.unrotated_db is not None and self.rotated_db < self.unrotated_db - WORSE_DB
 
 
 @dataclass(frozen=True)
@@ -147,14 +156,15 @@ def _warnings(layers: list[Layer]) -> list[str]:
     if not worse:
         return []
     first = worse[0]
+    rounding = "" if first.nearest_db is None else ", both rounded to nearest"
     return [
         f"rotation made {len(worse)} of {len(layers)} linears worse by more than {WORSE_DB} dB; most: {first.fqn}, "
-        f"{first.unrotated_db:.1f} dB without, {first.sqnr_db:.1f} dB with"
+        f"{first.unrotated_db:.1f} dB without, {first.rotated_db:.1f} dB with{rounding}"
     ]
 
 
 def _gain(layer: Layer) -> float:
-    return layer.sqnr_db - (layer.sqnr_db if layer.unrotated_db is None else layer.unrotated_db)
+    return layer.rotated_db - (layer.rotated_db if layer.unrotated_db is None else layer.unrotated_db)
 
 
 # --- Per layer -------------------------------------------------------------------------------------------------------
@@ -165,14 +175,18 @@ def _layers(plan: Plan, model: nn.Module, baseline: nn.Module, ids: Tensor, repo
     steps = {step.name: step for step in plan.steps if step.format is not None}
     found = {step.name: step.format for step in plan.steps if step.format is not None}
     rotated: dict[str, float] = {}
+    nearest: dict[str, float] = {}
     plain: dict[str, float] = {}
     turned = [fqn for fqn, step in steps.items() if step.input_turns or step.output_turn or step.norm]
     total = len(steps) + len(turned)
 
     def converted(fqn: str, module: QuantizedLinear, x: Tensor, y: Tensor) -> None:
         step = steps[fqn]
-        exact = turned_rows(plan, step, read_rows(plan.checkpoint.tensors[step.source])).to(x.device)
-        rotated[fqn] = _sqnr(F.linear(module.turned(x), exact, module.bias), y)
+        weight = turned_rows(plan, step, read_rows(plan.checkpoint.tensors[step.source])).to(x.device)
+        exact = F.linear(module.turned(x), weight, module.bias)
+        rotated[fqn] = _sqnr(exact, y)
+        if fqn in turned and module.format.weights.rounding == "gptq":  # the plan's format rounds to nearest
+            nearest[fqn] = _sqnr(exact, module.multiply_wide(x, _rounded(found[fqn], weight)))
         report("layers", len(rotated) + len(plain), total)
 
     def original(fqn: str, module: nn.Linear, x: Tensor, y: Tensor) -> None:
@@ -182,7 +196,8 @@ def _layers(plan: Plan, model: nn.Module, baseline: nn.Module, ids: Tensor, repo
 
     _with_hooks(model, found, converted, ids)
     _with_hooks(baseline, turned, original, ids)
-    return [Layer(fqn, formats.label(fmt), rotated[fqn], plain.get(fqn)) for fqn, fmt in found.items()]
+    labels = {fqn: formats.label(fmt) for fqn, fmt in found.items()}
+    return [Layer(fqn, label, rotated[fqn], plain.get(fqn), nearest.get(fqn)) for fqn, label in labels.items()]
 
 
 def _rounded(fmt: LinearFormat, weight: Tensor) -> Tensor:

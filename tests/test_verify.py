@@ -2,13 +2,14 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from quantrot import convert, verify
+from quantrot import Calibration, convert, verify
 from quantrot.checkpoint import sha256_range
 from quantrot.cli.main import app
 from quantrot.load import load, merge_projections
@@ -111,6 +112,32 @@ def test_a_rotation_that_costs_more_than_it_gains_is_named(source, tmp_path, tin
     assert len(found.warnings) == 1 and "rotation made 14 of 14 linears worse" in found.warnings[0]
     convert(source, "int8-weight-only", tmp_path / "plain")
     assert not verify(tmp_path / "plain", **OPTIONS).warnings
+
+
+def test_what_gptq_gains_does_not_hide_what_a_rotation_costs(source, tmp_path):
+    """Norm gains that are large in some channels cost a weight that they are folded into, less than GPTQ gains. Inputs
+    of the first layer's queries, keys and values are the same however the weights were rounded."""
+    model = shutil.copytree(source, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    for name, t in tensors.items():
+        if name.endswith("layernorm.weight"):
+            t[::32] *= 30
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    found = {}
+    for rounding, calibration in {"nearest": None, "gptq": Calibration(TEXT, windows=8, seq_len=64)}.items():
+        rule = {"match": "*", "weights": {"format": "mxfp4", "rounding": rounding}}
+        folded = {"rotations": {"R1": {"kind": "hadamard", "block": 1}}, "linear": [rule]}
+        convert(model, folded, tmp_path / rounding, calibration=calibration)
+        found[rounding] = verify(tmp_path / rounding, **OPTIONS)
+    nearest, gptq = ([layer for layer in v.layers if layer.worse] for v in found.values())
+    assert len(nearest) == len(gptq) == 10 and all(layer.nearest_db is None for layer in nearest)
+    assert all(layer.sqnr_db > layer.unrotated_db > layer.nearest_db + 0.5 for layer in gptq)
+    for a, b in zip(nearest[:3], gptq[:3], strict=True):
+        assert a.fqn == b.fqn and a.sqnr_db == pytest.approx(b.nearest_db, abs=0.02)
+    (warning,) = found["gptq"].warnings
+    assert "made 10 of 14 linears worse" in warning and warning.endswith(" with, both rounded to nearest")
+    convert(model, {"linear": [rule]}, tmp_path / "plain", calibration=calibration)
+    assert all(layer.nearest_db is None for layer in verify(tmp_path / "plain", **OPTIONS).layers)
 
 
 def test_a_source_that_moved_is_asked_for(tiny, tmp_path):
