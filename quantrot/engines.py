@@ -152,7 +152,9 @@ def support(
     0.5.23's own code chooses for such configs.
     """
     quantized = {fqn: fmt for fqn, fmt in linears.items() if fmt is not None}
-    rows = [Support("quantrot", "yes", "every format and rotation; on a CPU with dequantized weights")]
+    emulated = any(map(_has_no_kernels, quantized.values()))
+    where = "on a CPU" + ", and MXFP4 by FP8 activations in blocks on a GPU," * emulated
+    rows = [Support("quantrot", "yes", f"every format and rotation; {where} with dequantized weights")]
     if attention is not None or not all(is_stored(r) for r in online.values()):
         why = "the online rotation is quantrot's own: the file is refused, on purpose"
         return rows + [Support(name, "no", why) for name in ("vLLM", "transformers", "SGLang")]
@@ -191,6 +193,11 @@ def _precision(fmt: LinearFormat) -> str:
     other = ", activations " + ("a token" if by_token else "in 1x128 blocks") + ", not the recipe's blocks"
     precision = "W4A8" if fmt.weights.kind == "mxfp4" else "W8A8 on FP8 tensor cores (Ada, Hopper, Blackwell)"
     return precision + ("" if block == theirs else other)
+
+
+def _has_no_kernels(fmt: LinearFormat) -> bool:
+    """Whether quantrot multiplies this weight dequantized on every device: of e4m3 its MXFP4 kernels take tokens."""
+    return fmt.weights.kind == "mxfp4" and fmt.activations.kind == "fp8" and fmt.activations.block != (1, 0)
 
 
 def _rounded_again(fmt: LinearFormat) -> bool:

@@ -234,6 +234,8 @@ def test_what_other_engines_do_is_said(source, given, vllm, sglang):
         assert found[engine].runs == ("yes" if says else "no")
         assert re.search(says or "refused|does not|takes|runs", found[engine].note)
     assert bool(vllm) != any(note.startswith("vLLM will not load the result") for note in planned.notes)
+    blocks = given["weights"]["format"] == "mxfp4" and given.get("activations", TOKEN).get("block", "token") != "token"
+    assert ("MXFP4 by FP8 activations in blocks on a GPU" in found["quantrot"].note) == blocks
 
 
 SPLITS = [
