@@ -56,6 +56,7 @@ class Conversion:
     peak_bytes: int
 
 
+@torch.inference_mode(False)  # the caller's, in which the threads that do the work are not
 def convert(
     model: str | Path,
     recipe: RecipeLike,

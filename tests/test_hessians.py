@@ -116,12 +116,13 @@ def test_the_window_that_every_layer_has_is_calibrated_with(tiny, tmp_path):
     assert first != second
 
 
-def test_the_callers_default_dtype_does_not_matter(source, tmp_path):
+def test_the_callers_default_dtype_and_inference_mode_do_not_matter(source, tmp_path):
     convert(source, MIXED, tmp_path / "float32", calibration=CALIBRATION)
     code = f"""import torch
 from tests.test_hessians import CALIBRATION, MIXED, convert
 torch.set_default_dtype(torch.bfloat16)
-convert({str(source)!r}, MIXED, {str(tmp_path / "bfloat16")!r}, calibration=CALIBRATION)"""
+with torch.inference_mode():
+    convert({str(source)!r}, MIXED, {str(tmp_path / "bfloat16")!r}, calibration=CALIBRATION)"""
     subprocess.run([sys.executable, "-c", code], check=True)
     first, second = ((tmp_path / d / "model.safetensors").read_bytes() for d in ("float32", "bfloat16"))
     assert first == second
