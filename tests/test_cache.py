@@ -119,15 +119,18 @@ def test_sequences_move_whole(kind):
             assert torch.equal(a[:, :, :30], b)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_reset_static_cache_forgets_what_was_no_number(source, kind):
+@kinds
+@pytest.mark.parametrize("kept", [0, 3])
+def test_a_static_cache_forgets_what_was_no_number(source, kind, kept):
+    """Tokens that were dropped by a reset, or by a crop."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     cache, fresh = (KVCache(kind, model.config, 16) for _ in range(2))
-    wrong = model.get_input_embeddings()(IDS[:, :6]).detach().clone()
-    wrong[:, -1] = float("nan")
+    embeddings = model.get_input_embeddings()(IDS[:, :6]).detach().clone()
     with torch.no_grad():
-        model(inputs_embeds=wrong, past_key_values=cache)
-        cache.reset()
+        for each in (cache, fresh) if kept else ():
+            model(inputs_embeds=embeddings[:, :kept], past_key_values=each)
+        model(inputs_embeds=torch.full_like(embeddings[:, kept:], torch.nan), past_key_values=cache)
+        cache.crop(kept - 6) if kept else cache.reset()
         again, first = (model(IDS[:, :1], past_key_values=c).logits for c in (cache, fresh))
     assert torch.equal(again, first)
 

@@ -302,8 +302,13 @@ class StaticKVLayer(KVLayer):
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last -tokens_to_remove tokens, in place: the count's address is a graph's."""
-        self.cumulative_length.sub_(_removed(tokens_to_remove)).clamp_(min=0)
+        """Drop the last -tokens_to_remove tokens, in place: addresses are a graph's. See `reset` for the zeros."""
+        removed = _removed(tokens_to_remove)
+        self.cumulative_length.sub_(removed).clamp_(min=0)
+        for name, buffer in self.buffers.items():
+            axis = TOKEN_AXIS.get(name, 2)
+            at = torch.arange(removed, device=buffer.device) + self.cumulative_length
+            buffer.index_fill_(axis, at.clamp_(max=buffer.shape[axis] - 1), 0)
 
     def _lengths(self, batch: int) -> Tensor | None:
         return self.cumulative_length.to(torch.int32).expand(batch).contiguous()
