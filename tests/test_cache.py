@@ -135,6 +135,17 @@ def test_a_static_cache_forgets_what_was_no_number(source, kind, kept):
     assert torch.equal(again, first)
 
 
+@kinds
+def test_what_was_filled_in_inference_mode_is_cropped_and_reset_outside_of_it(source, kind):
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    cache = KVCache(kind, model.config, 16)
+    for drop in (lambda: cache.crop(-2), cache.reset):
+        with torch.inference_mode():
+            model(IDS[:, :5], past_key_values=cache)
+        drop()
+    assert int(cache.get_seq_length()) == 0
+
+
 def test_a_prompt_after_a_reset_is_the_first_prompt(model):
     cache = StaticCache(config=model.config, max_cache_len=30)
     with torch.no_grad():

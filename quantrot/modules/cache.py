@@ -301,6 +301,7 @@ class StaticKVLayer(KVLayer):
                 "of prompt and answer together, or leave it out for a cache that grows"
             )
 
+    @torch.inference_mode()
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens, in place: addresses are a graph's. See `reset` for the zeros."""
         removed = _removed(tokens_to_remove)
@@ -322,6 +323,7 @@ class StaticKVLayer(KVLayer):
     def get_max_length(self) -> int:
         return self.max_cache_len
 
+    @torch.inference_mode()  # in which buffers may have been made, and then be written
     def reset(self) -> None:
         """In place: addresses are a graph's. All of the room is decoded, and a hidden NaN is still one in a sum."""
         for tensor in (*self.buffers.values(), self.cumulative_length):

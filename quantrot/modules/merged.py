@@ -81,9 +81,9 @@ class Merging(nn.Module):
 
 
 def _alone(bias: Any, whole: Tensor) -> bool:
-    """Whether a part's bias is to get a gradient, which the whole's would not give it, or was put into other memory, as
-    torch.func.functional_call does (which compiled code does not look at)."""
-    if bias.requires_grad and torch.is_grad_enabled():
+    """Whether a part's bias is to get a gradient, which the whole's would not give it, or was put into other memory
+    (which compiled code does not look at), as torch.func.functional_call does, under vmap without an address."""
+    if (bias.requires_grad and torch.is_grad_enabled()) or not isinstance(bias, nn.Parameter):
         return True
     return not torch.compiler.is_compiling() and bias.untyped_storage()._cdata != whole.untyped_storage()._cdata
 

@@ -265,6 +265,24 @@ def test_a_bias_that_is_trained_or_given_alone_counts(kind):
 
 
 @torch.no_grad()
+def test_stacked_biases_are_those_that_were_given():
+    attention = model("int8", bias=True).model.layers[0].self_attn
+    merged, x = QuantizedAttention(attention), torch.randn(3, 256)
+    assert merged.merge()
+    expected = merged.outputs(x)[2]
+
+    def values(bias):
+        previous, merged.v_proj._parameters["bias"] = merged.v_proj.bias, bias
+        try:
+            return merged.outputs(x)[2]
+        finally:
+            merged.v_proj._parameters["bias"] = previous
+
+    bias = merged.v_proj.bias
+    torch.testing.assert_close(torch.vmap(values)(torch.stack([bias, bias + 1])), torch.stack([expected, expected + 1]))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("rows", [100, 192])
 def test_blocks_that_end_in_the_middle_of_a_part_are_not_merged(rows):
     mlp = model("fp8").model.layers[0].mlp
