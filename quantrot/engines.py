@@ -241,7 +241,7 @@ def _mixed(linears: dict[str, LinearFormat | None]) -> str:
     """Why engines that make one linear of several do not run it, or nothing."""
     groups: dict[str, set[LinearFormat | None]] = defaultdict(set)
     for fqn, fmt in linears.items():
-        groups[_fused(fqn)].add(fmt)
+        groups[_fused(fqn)].add(fmt and formats.on_disk(fmt))
     several = next((name for name, found in groups.items() if len(found) > 1), None)
     return f"makes one linear of {several}, whose parts have several formats" if several else ""
 

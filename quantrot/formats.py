@@ -73,6 +73,12 @@ def from_rule(rule: Rule) -> LinearFormat:
     return LinearFormat(weight_format, activation_format, 0 if rule.hadamard == "none" else rule.hadamard)
 
 
+def on_disk(fmt: LinearFormat) -> LinearFormat:
+    """What files say of it: all but how numbers are rounded and scaled to it."""
+    weights = replace(fmt.weights, scale_rule="", rounding="nearest")
+    return LinearFormat(weights, replace(fmt.activations, scale_rule=""), fmt.hadamard)
+
+
 def fits(weights: WeightFormat, out_features: int, in_features: int) -> bool:
     """Whether the block divides the shape. (Engines mis-handle ragged blocks, some of them silently.)"""
     rows, columns = weights.block

@@ -398,7 +398,7 @@ def _assign(
 
 def _alike(linear: Linear, rule: Rule) -> tuple[str, LinearFormat, str]:
     """Equal for what can be fused: parts of several formats cannot be, whatever one of them falls back to."""
-    return linear.group, formats.from_rule(rule), rule.weights.fallback
+    return linear.group, formats.on_disk(formats.from_rule(rule)), rule.weights.fallback
 
 
 def _fits(linear: Linear, rule: Rule) -> bool:

@@ -244,6 +244,7 @@ SPLITS = [
     ([{**rule(INT8), "match": "model.layers.0.*"}, rule(CHANNEL)], "", "from layer to layer"),
     ([{**rule(INT8), "match": "down_proj"}, rule(CHANNEL)], "", ""),
     ([{**rule(INT8), "match": "mlp.*"}], "", ""),
+    ([{**rule(BLOCKS | {"scale_rule": "pow2"}, GROUPS), "match": "q_proj"}, rule(BLOCKS, GROUPS)], "", ""),
 ]
 
 

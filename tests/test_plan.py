@@ -94,6 +94,9 @@ def test_what_follows_a_misfit_says_so(tiny, tmp_path):
     result = "does not fit FP8 128x128 x FP8 1x128: FP8 channel x FP8 token"
     notes = [f"2 x q_proj [256, 256] follows k_proj, which {result}", f"2 x k_proj [64, 256] {result}"]
     assert set(notes) < set(planned.notes)
+    powers = {"weights": {**FP8["weights"], "scale_rule": "pow2"}, "activations": FP8["activations"]}
+    planned = plan(source, {"linear": [{"match": "q_proj", **powers}, {"match": "*", **FP8}]})  # the same on disk
+    assert kinds(planned)["q_proj"] == kinds(planned)["k_proj"] == ("fp8", (1, 0)) and set(notes) < set(planned.notes)
     kept = {"weights": {**FP8["weights"], "fallback": "keep"}, "activations": FP8["activations"]}
     planned = plan(source, {"linear": [{"match": "q_proj", **FP8}, {"match": "*", **kept}]})
     assert kinds(planned)["q_proj"] == ("fp8", (128, 128)) and kinds(planned)["k_proj"] is None
