@@ -44,6 +44,7 @@ from quantrot.kernels.mxfp4 import (  # noqa: E402
     dequantize_mxfp4,
     expand_mxfp4,
     hadamard_quantize_mxfp4,
+    hopper_batch,  # noqa: E402
     mxfp4_gemm,
     quantize_mxfp4,
     requantize_mxfp4,
@@ -169,6 +170,12 @@ def product(x: Tensor, activations: str) -> Callable[[Tensor, Tensor], Tensor]:
     return partial(mxfp4_gemm, x, activations=activations, hadamard=hadamard, settled=True)
 
 
+def in_two(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """W4A8 by the batch's quantizer and product, whatever the number of tokens."""
+    tokens, token_scale = hopper_batch.quantize(x, "bf16")
+    return hopper_batch.multiply(tokens, token_scale, packed, scale, x.dtype, settled=True)
+
+
 def rotated(packed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Copies of packed weights in turn, as many as it takes to pass L2 (timing.py), and at least eight."""
     size = sum(t.numel() for t in packed[0])
@@ -187,6 +194,8 @@ def bench_gemm(m: int, n: int, k: int) -> Iterator[Row]:
         if m in PREFILL and activations != "none":
             tokens = ready_tokens(x, activations)
             calls[activations, True] = [partial(ready_product, tokens, *w) for w in packed]
+    if m == 1:
+        calls["w4a8_in_two"] = [partial(in_two, x, *w) for w in packed]
     us = race_us(calls)
     peers = {name: us[name] for name in us if isinstance(name, str)}
     weight = dequantize_mxfp4(*packed[0], torch.float32).double()

@@ -85,7 +85,11 @@ def _alone(bias: Any, whole: Tensor) -> bool:
     (which compiled code does not look at), as torch.func.functional_call does, under vmap without an address."""
     if (bias.requires_grad and torch.is_grad_enabled()) or not isinstance(bias, nn.Parameter):
         return True
-    return not torch.compiler.is_compiling() and bias.untyped_storage()._cdata != whole.untyped_storage()._cdata
+    return not torch.compiler.is_compiling() and not _share_memory(bias, whole)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _merge_again(module: Merging, keys: Any = None) -> None:
@@ -97,7 +101,7 @@ def _merge_again(module: Merging, keys: Any = None) -> None:
         memory["_decoded"] = module.merged._decoded
     for name, whole in memory.items():
         pieces = [getattr(part, name) for part in module._merged_of]
-        if any(p is None or p.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() for p in pieces):
+        if any(piece is None or not _share_memory(piece, whole) for piece in pieces):
             module.merge()
             return
 

@@ -427,7 +427,7 @@ def test_what_it_does_not_take_is_named():
 # --- Compiled for sm_90a ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", range(4))  # of 70 s in one
+@pytest.mark.parametrize("part", range(4))  # of 80 s in one
 def test_no_kernel_spills_or_serializes_its_products(compiled_cuda, part):
     kernels = dict.fromkeys((*CASES.values(), *ONE.values()))
     for group in (0, 1, 2):

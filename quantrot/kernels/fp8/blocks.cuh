@@ -4,15 +4,13 @@
 // that several are resident and one loads while another stores. Their largest magnitudes meet in each other's shared
 // memory, between two cluster barriers.
 //
-// Magnitudes are compared as integers, which order like the numbers and put NaN above infinity. Quotients are rounded
-// correctly (Markstein 1990): a product with the correctly rounded reciprocal, its exact remainder, one correction. The
-// signs are such that zeros keep theirs. That holds while nothing underflows, so a block of scale under 2^-60 is lifted.
+// Magnitudes are compared as integers, which order like the numbers and put NaN above infinity. A block of a scale under
+// 2^-60 is lifted before it is divided by it (see `exact_quotient`).
 
 namespace quantrot {
 
 #ifdef QUANTROT_EMULATED
 inline u32 larger_halves(u32 a, u32 b) { return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF); }
-inline float exact_reciprocal(float a) { return 1 / a; }
 inline u32 zero_after(u32) { return 0; }
 #else
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
@@ -20,7 +18,6 @@ __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
   asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-__device__ __forceinline__ float exact_reciprocal(float a) { return __frcp_rn(a); }
 
 // Zero, once `seen` is there.
 __device__ __forceinline__ u32 zero_after(u32 seen) {
@@ -29,8 +26,6 @@ __device__ __forceinline__ u32 zero_after(u32 seen) {
   return zero;
 }
 #endif
-
-constexpr float LEAST_UNLIFTED = 0x1p-60f, LIFT_BY = 0x1p64f;
 
 struct BlockArgs {
   const void* x;
@@ -48,10 +43,7 @@ __device__ __forceinline__ void quotients(u32 (&codes)[2], const Vec& v, float s
   for (int j = 0; j < 4; j++) {
     unpack<D>(v.w[j], q[2 * j], q[2 * j + 1]);
 #pragma unroll
-    for (int i = 2 * j; i < 2 * j + 2; i++) {
-      const float x = q[i] * lift, near = x * inverse;
-      q[i] = fmaf(fmaf(near, scale * lift, -x), -inverse, near);
-    }
+    for (int i = 2 * j; i < 2 * j + 2; i++) q[i] = exact_quotient(q[i] * lift, scale * lift, inverse);
   }
 #pragma unroll
   for (int j = 0; j < 2; j++) codes[j] = codes4(q[4 * j], q[4 * j + 1], q[4 * j + 2], q[4 * j + 3]);
@@ -59,7 +51,7 @@ __device__ __forceinline__ void quotients(u32 (&codes)[2], const Vec& v, float s
 
 // What quotients are made from; a NaN, which makes every code one, for a scale that is not finite.
 __device__ __forceinline__ float inverse_of(float scale, float lift) {
-  return __float_as_uint(scale) < 0x7F800000u ? exact_reciprocal(scale * lift) : __uint_as_float(0x7FC00000u);
+  return __float_as_uint(scale) < 0x7F800000u ? __frcp_rn(scale * lift) : __uint_as_float(0x7FC00000u);
 }
 
 // APART: a unit's two words lie 16 bytes from each other.

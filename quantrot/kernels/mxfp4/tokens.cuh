@@ -130,17 +130,15 @@ __device__ __forceinline__ u32 larger_magnitude(u32 most, const Words (&words)[4
   return most;
 }
 
-// What e4m3's codes of a token are made with: quotients by its scale, all times `lift` where they could be too small, rounded
-// correctly (see fp8/blocks.cuh).
+// What e4m3's codes of a token are made with: quotients by its scale, both times `lift`.
 struct TokenScale {
   float scale, lifted, inverse, lift;
 
-  __device__ __forceinline__ explicit TokenScale(float scale) : scale(scale), lift(scale < 0x1p-60f ? 0x1p64f : 1.f) {
+  __device__ __forceinline__ explicit TokenScale(float scale) : scale(scale), lift(scale < LEAST_UNLIFTED ? LIFT_BY : 1.f) {
     lifted = scale * lift, inverse = __frcp_rn(lifted);
   }
   __device__ __forceinline__ float over(u32 bits) const {
-    const float x = Bf16::value((unsigned short)bits) * lift, near = x * inverse;
-    return fmaf(fmaf(near, lifted, -x), -inverse, near);
+    return exact_quotient(Bf16::value((unsigned short)bits) * lift, lifted, inverse);
   }
 };
 
