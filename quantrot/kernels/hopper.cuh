@@ -484,12 +484,11 @@ __device__ __forceinline__ int start_of(int at, int size, int tile) {
 
 // x / divisor, rounded correctly (Markstein 1990): a product with the divisor's correctly rounded reciprocal, its exact
 // remainder, one correction. The signs are such that zeros keep theirs. That holds while nothing underflows: of divisors
-// under LEAST_UNLIFTED both are to be lifted first.
+// under 2^-60 both are to be lifted first.
 __device__ __forceinline__ float exact_quotient(float x, float divisor, float inverse) {
   const float near = x * inverse;
   return fmaf(fmaf(near, divisor, -x), -inverse, near);
 }
-constexpr float LEAST_UNLIFTED = 0x1p-60f, LIFT_BY = 0x1p64f;
 
 struct alignas(16) Quad {
   u32 w[4];

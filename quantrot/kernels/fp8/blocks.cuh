@@ -27,6 +27,8 @@ __device__ __forceinline__ u32 zero_after(u32 seen) {
 }
 #endif
 
+constexpr float LEAST_UNLIFTED = 0x1p-60f, LIFT_BY = 0x1p64f;
+
 struct BlockArgs {
   const void* x;
   void* q;  // contiguous

@@ -134,7 +134,7 @@ __device__ __forceinline__ u32 larger_magnitude(u32 most, const Words (&words)[4
 struct TokenScale {
   float scale, lifted, inverse, lift;
 
-  __device__ __forceinline__ explicit TokenScale(float scale) : scale(scale), lift(scale < LEAST_UNLIFTED ? LIFT_BY : 1.f) {
+  __device__ __forceinline__ explicit TokenScale(float scale) : scale(scale), lift(scale < 0x1p-60f ? 0x1p64f : 1.f) {
     lifted = scale * lift, inverse = __frcp_rn(lifted);
   }
   __device__ __forceinline__ float over(u32 bits) const {
