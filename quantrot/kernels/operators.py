@@ -73,7 +73,7 @@ def register_no_gradient(name: str, why: str) -> None:
 
 def refuse_create_graph() -> None:
     """For a backward from what its forward made of the inputs: an error where its gradients are to be differentiated
-    again, which would miss the inputs' terms. Compiled code refuses that by itself."""
+    again, which would miss the inputs' terms. Compiled code refuses that by itself (torch 2.11: has no graph)."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise NotImplementedError(
             "create_graph: this product's gradients have no gradient themselves; put nn.Linear in its layer's place "

@@ -67,8 +67,9 @@ CompiledKernel.launch_metadata = lambda self, *args: None
 atexit.register(lambda: print(json.dumps(found)))
 '''
 
-ONE_ROUNDING = """
+AS_COMPILED = """
 import numpy
+from triton.language import semantic
 from triton.runtime import interpreter
 
 def fma(self, x, y, z):
@@ -77,6 +78,26 @@ def fma(self, x, y, z):
 
 if not hasattr(interpreter._interpreter, "fma_fp32"):  # before 3.9 it rounded the product, then the sum
     interpreter.InterpreterBuilder.create_fma = fma
+
+def widened(x, scale, kind):
+    if kind == "bf16":
+        return (x.astype(numpy.uint32) << 16).view(numpy.float32)
+    if kind == "fp16":
+        return x.astype(numpy.float32)
+    assert kind == "e2m1", kind
+    values = numpy.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], numpy.float32)
+    x = values[numpy.stack([x & 15, x >> 4], -1).reshape(len(x), -1)]
+    powers = numpy.where(scale == 255, numpy.nan, numpy.exp2(scale.astype(numpy.float64) - 127))
+    return x * powers.repeat(32, 1).astype(numpy.float32)
+
+def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, acc, *others):
+    scales = [None if scale is None else scale.handle.data for scale in (a_scale, b_scale)]
+    left = widened(a.handle.data, scales[0], a_format)
+    right = widened(numpy.ascontiguousarray(b.handle.data.T), scales[1], b_format).T
+    return self.tensor(interpreter.TensorHandle(left @ right + acc.handle.data, acc.dtype), acc.type)
+
+if not hasattr(interpreter.InterpreterBuilder, "create_dot_scaled"):  # before 3.8
+    semantic.TritonSemantic.dot_scaled = dot_scaled
 """
 
 
@@ -91,7 +112,7 @@ def _run(code: str, **env: str) -> str:
 def interpreted():
     """`interpreted(code) -> stdout` of a script that runs Triton kernels on CPU tensors, in Triton's interpreter."""
     pytest.importorskip("triton", reason="triton is not installed")
-    return lambda code: _run(ONE_ROUNDING + code, TRITON_INTERPRET="1")
+    return lambda code: _run(AS_COMPILED + code, TRITON_INTERPRET="1")
 
 
 @pytest.fixture(scope="session")

@@ -129,9 +129,9 @@ def test_gradients_are_within_the_error_of_two_e4m3_operands(device, shape, dtyp
 def test_gradients_of_gradients_are_refused(compiles):
     layer, x = Fp8TrainingLinear(128, 64), torch.randn(9, 128, requires_grad=True)
     run = torch.compile(lambda x: layer(x), fullgraph=True, backend="aot_eager") if compiles else layer
-    with pytest.raises(
-        RuntimeError, match="create_graph|double backward" if compiles else "create_graph: .* put nn.Linear"
-    ):
+    # torch 2.11 compiles backwards without a graph of what a forward made, of any function
+    compiled = "double backward|does not require grad"
+    with pytest.raises(RuntimeError, match=compiled if compiles else "create_graph: .* put nn.Linear"):
         (dx,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
         dx.square().sum().backward()
     assert layer.weight.grad is None

@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 BACKENDS = ("auto", "hopper", "triton", "reference")
-GRANULARITIES = tuple(granularity.value for granularity in Granularity)
+GRANULARITIES = {each.value: each for each in Granularity}  # torch 2.11 does not compile Granularity(name)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
 SCORES = {"int8": torch.int8, "fp8": E4M3}  # what queries and keys are in
@@ -300,7 +300,7 @@ def _check_attend(
 def _granularity(name: Granularity | str) -> Granularity:
     if name not in GRANULARITIES:
         raise ValueError(f"granularity: {name!r}; allowed: {', '.join(GRANULARITIES)}")
-    return Granularity(name)
+    return GRANULARITIES[name]
 
 
 def _check_scores(scores: str) -> None:
