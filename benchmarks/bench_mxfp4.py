@@ -171,7 +171,7 @@ def product(x: Tensor, activations: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def in_two(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    """W4A8 by the batch's quantizer and product, whatever the number of tokens."""
+    """W4A8 by the batch's quantizer and product, which few tokens may take, too."""
     tokens, token_scale = hopper_batch.quantize(x, "bf16")
     return hopper_batch.multiply(tokens, token_scale, packed, scale, x.dtype, settled=True)
 
@@ -194,17 +194,19 @@ def bench_gemm(m: int, n: int, k: int) -> Iterator[Row]:
         if m in PREFILL and activations != "none":
             tokens = ready_tokens(x, activations)
             calls[activations, True] = [partial(ready_product, tokens, *w) for w in packed]
-    if m == 1:
+    if m in DECODE:
         calls["w4a8_in_two"] = [partial(in_two, x, *w) for w in packed]
     us = race_us(calls)
     peers = {name: us[name] for name in us if isinstance(name, str)}
     weight = dequantize_mxfp4(*packed[0], torch.float32).double()
-    operands = {"none": x, "mxfp4": dequantize_mxfp4(*hadamard_quantize_mxfp4(x)[:2], torch.float32)}
+    codes, token_scale = ready_tokens(x, "fp8")
+    operands = {
+        "none": x,
+        "fp8": codes.double() * token_scale.unsqueeze(1),
+        "mxfp4": dequantize_mxfp4(*hadamard_quantize_mxfp4(x)[:2], torch.float32),
+    }
     for activations, ready in (name for name in us if isinstance(name, tuple)):
-        error = None
-        if activations in operands:
-            y = calls[activations, ready][0]()
-            error = relative(y, operands[activations].double() @ weight.T)
+        error = relative(calls[activations, ready][0](), operands[activations].double() @ weight.T)
         case = {"m": m, "n": n, "k": k, "activations": activations, "activations_ready": ready}
         yield measured("gemm", case, us[activations, ready], PACKED * n * k, peers, error)
 

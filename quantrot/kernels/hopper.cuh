@@ -271,6 +271,7 @@ __device__ __forceinline__ u32 count_one(u32* p, u32 last) {
 }
 
 // What other blocks have written: from L2, whatever this multiprocessor has read before.
+__device__ __forceinline__ float fresh1(const float* p) { return __ldcg(p); }
 __device__ __forceinline__ float2 fresh2(const float* p) { return __ldcg((const float2*)p); }
 __device__ __forceinline__ float4 fresh4(const float* p) { return __ldcg((const float4*)p); }
 __device__ __forceinline__ void store_fresh4(float* p, float4 v) { __stcg((float4*)p, v); }

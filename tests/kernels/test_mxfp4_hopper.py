@@ -1,6 +1,7 @@
 """The CUDA kernel that multiplies a few tokens by a packed MXFP4 weight: emulated on the host, compiled, on a GPU."""
 
 import ctypes
+import itertools
 import math
 import re
 import shutil
@@ -64,6 +65,12 @@ TURNS = {
     "fp8": (CASES["one_held"][0], Turn(Fp8ScaleRule.bf16, 0)),
     "fp8_exact": (CASES["one_held_once"][0], Turn(Fp8ScaleRule.exact, 0)),
     "fp8_pow2": (CASES["one_held"][0], Turn(Fp8ScaleRule.pow2, 0)),
+    "fp8_one_split": (CASES["one_held_split"][0], Turn(Fp8ScaleRule.bf16, 0)),
+    "fp8_one_of_a_ring": (CASES["one"][0], Turn(Fp8ScaleRule.bf16, 0)),
+    "fp8_eight": (CASES["eight"][0], Turn(Fp8ScaleRule.bf16, 0)),
+    "fp8_sixteen": (CASES["sixteen_tall"][0], Turn(Fp8ScaleRule.exact, 0)),
+    "fp8_thirty_two_grouped": (CASES["thirty_two_grouped"][0], Turn(Fp8ScaleRule.pow2, 0)),
+    "even_32_of_a_ring": (CASES["one"][0], Turn(ScaleRule.even, 32)),
 }
 # plan, output, what the token becomes, groups of it that a thread norms, whether a residual is added
 BESIDE = {
@@ -74,6 +81,7 @@ BESIDE = {
     "normed_in_fp8": (CASES["one_held_once"][0], BF16, TURNS["fp8"][1], 2, True),
     "added_in_fp8": (CASES["one_held"][0], BF16, TURNS["fp8"][1], 0, True),
 }
+CODED = (256, 1152, 2560)  # columns of tokens that become e4m3's codes
 DRIVER = """
 static std::string message;
 struct ArrangeArgs {
@@ -88,6 +96,20 @@ extern "C" const char* arranged(int which, const ArrangeArgs* a, int blocks, int
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, 0, 0, [&] {
     kernels[which](a->x, a->y, a->tokens, a->columns, a->root);
   });
+  return message.c_str();
+}
+
+struct CodesArgs {
+  const void* x;
+  quantrot::Words* y;
+  float* scales;
+  int columns;
+};
+extern "C" const char* coded(int which, const CodesArgs* a, int blocks, int threads, int shared) {
+  using Kernel = void(const void*, quantrot::Words*, float*, int);
+  static Kernel* const kernels[] = {CODED};
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, shared, 0,
+                             [&] { kernels[which](a->x, a->y, a->scales, a->columns); });
   return message.c_str();
 }
 
@@ -114,40 +136,60 @@ def whole(case: tuple) -> tuple:
     return (*case, None)[:3]
 
 
+def before(plan: Plan, turn: Turn | None) -> str | None:
+    """Which kernel runs before the product."""
+    if turn and turn.codes and not hopper.inside(plan, turn):
+        return "codes"
+    return "arrange" if plan.grouped or (turn and not hopper.inside(plan, turn)) else None
+
+
 @pytest.fixture(scope="module")
 def emulator(emulated):
     """emulator(case, tokens, token_scale, packed, scale, seed) -> y."""
     cases = CASES | {name: (plan, FP32, turn) for name, (plan, turn) in TURNS.items()} | BESIDE
     entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in cases.items())
-    turns = {(plan.tiles, turn, plan.grouped): None for plan, _, turn in map(whole, cases.values())}
-    turns = {key: None for key in turns if key[0] and (key[1] or key[2])}
+    kinds = [(before(plan, turn), plan, turn) for plan, _, turn in map(whole, cases.values())]
+    turns = list(dict.fromkeys((plan.tiles or 1, turn, plan.grouped) for b, plan, turn in kinds if b == "arrange"))
     entries += "".join(hopper.arrange_entry(*key[:2], f"arrange_{i}", key[2]) for i, key in enumerate(turns))
+    codes = [(columns, turn, plan.grouped) for b, plan, turn in kinds if b == "codes" for columns in CODED]
+    entries += "".join(hopper.codes_entry(*key[:2], f"codes_{i}", key[2]) for i, key in enumerate(codes))
     driver = DRIVER.replace("NAMES", ", ".join(f"decode_{name}" for name in cases))
     driver = driver.replace("ARRANGE", ", ".join(f"arrange_{i}" for i in range(len(turns))))
+    driver = driver.replace("CODED", ", ".join(f"codes_{i}" for i in range(len(codes))))
     library = emulated(hopper.device_functions() + entries + driver)
-    library.run.restype = library.arranged.restype = ctypes.c_char_p
+    library.run.restype = library.arranged.restype = library.coded.restype = ctypes.c_char_p
 
     def arrange(x, tiles, turn, grouped):
         y = torch.full((tiles * 8, x.shape[1]), float("nan"), dtype=BF16)
         arguments, blocks = hopper.arrange_arguments(x, y, turn), hopper.arrange_blocks(x.shape[1], tiles)
-        which = list(turns).index((tiles, turn, grouped))
+        which = turns.index((tiles, turn, grouped))
         message = library.arranged(which, ctypes.byref(arguments), blocks, hopper.ARRANGE_THREADS)
         assert message == b"", message.decode()
         return y
+
+    def code(x, turn, grouped):
+        y, scales = torch.full_like(x, float("nan")), torch.full((len(x),), float("nan"))
+        arguments = hopper.CodesArguments(*(t.data_ptr() for t in (x, y, scales)), x.shape[1])
+        which, threads = codes.index((x.shape[1], turn, grouped)), hopper.codes_threads(x.shape[1])
+        message = library.coded(which, ctypes.byref(arguments), len(x), threads, hopper.MAXIMA)
+        assert message == b"", message.decode()
+        return y, scales
 
     def run(name, tokens, token_scale, packed, scale, seed=0, processors=2, norm=None, epsilon=0.0, residual=None):
         plan, out, turn = whole(cases[name])
         y = torch.full((len(tokens), len(packed)), float("nan"), dtype=out)
         read = tokens
-        if plan.grouped or (turn and not plan.held):
-            read = arrange(tokens, plan.tiles, turn, plan.grouped)
+        if before(plan, turn) == "codes":
+            read, token_scale = code(tokens, turn, plan.grouped)
+        elif before(plan, turn):
+            read = arrange(tokens, plan.tiles or 1, turn, plan.grouped)[: 8 * plan.tiles or 1]
         maps = (ctypes.c_ulonglong * 24)()  # what the copy engine does not read stays empty
         for i, (t, box) in enumerate(zip(hopper.matrices(plan, packed, read, scale), plan.boxes, strict=True)):
             if t is not None:
                 pitch = t.stride(0) * t.itemsize
                 maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, pitch, *box[:2], t.itemsize, box[2])
         beside = norm, epsilon, residual
-        args = hopper.arguments(plan, tokens, token_scale, scale, y, turn, seed % 2 == 1, *beside)
+        args = hopper.arguments(plan, read, token_scale, scale, y, turn, seed % 2 == 1, *beside)
         message = library.run(
             list(cases).index(name), maps, ctypes.byref(args), plan.grid(len(packed), processors), plan.split,
             plan.threads, plan.shared_bytes(packed.shape[1] * 2), seed,
@@ -268,7 +310,7 @@ def test_bits_do_not_depend_on_what_runs_first_nor_on_other_tokens(emulator, nam
     assert ((first - exact(x, packed, scale)).norm() / first.double().norm()).item() < 1e-6
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_exact", "fp8_pow2"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_exact", "fp8_pow2", "fp8_eight", "fp8_thirty_two_grouped"])
 @pytest.mark.parametrize("special", [0.0, 2.0**-133, 2.0**-120, 2.0**118, float("inf"), float("nan")])
 def test_codes_of_a_special_token_are_the_quantizers(emulator, name, special):
     """Zeros (also negative ones), subnormals, the largest numbers; what is not finite makes all of the result NaN."""
@@ -277,6 +319,8 @@ def test_codes_of_a_special_token_are_the_quantizers(emulator, name, special):
     packed, scale = quantize_mxfp4(torch.randn(24, 256, generator=torch.Generator().manual_seed(1)))
     plan, turn = TURNS[name]
     plain = next(n for n, (p, *_) in CASES.items() if p == plan)
+    x = x.repeat(plan.tokens, 1)
+    x[1:, ::3] = 0  # a token's codes are its own
     expected = emulator(plain, *turned(x, turn), packed, scale)
     assert torch.isfinite(expected).all() == math.isfinite(special)
     y = emulator(name, x, None, packed, scale).to(expected.dtype)
@@ -297,9 +341,12 @@ def test_what_arranges_tokens_compiles_for_sm_90a_without_spills(compiled_cuda):
         for grouped in (False, True)
         for turn in (None, Turn(ScaleRule.even, 0), Turn(ScaleRule.mse, 64))
     ]
-    entries = (hopper.arrange_entry(*kind[:2], f"arrange_{i}", kind[2]) for i, kind in enumerate(kinds))
+    entries = [hopper.arrange_entry(*kind[:2], f"arrange_{i}", kind[2]) for i, kind in enumerate(kinds)]
+    coded = itertools.product((128, 4096, 14336, 28672), Fp8ScaleRule, (False, True))
+    for i, (columns, rule, grouped) in enumerate(coded):
+        entries.append(hopper.codes_entry(columns, Turn(rule, 0), f"codes_{i}", grouped))
     made = compiled_cuda(hopper.device_functions() + "".join(entries))
-    assert made.spilled == [0] * len(kinds), made.log
+    assert made.spilled == [0] * len(entries), made.log
 
 
 def test_plans_fit_the_multiprocessor():
@@ -327,7 +374,6 @@ def test_plans_fit_the_multiprocessor():
                 assert plan.grid(rows, 132) * plan.rows >= rows * plan.split
                 ring = plan.stages * (plan.rows * 144 + 4096 * plan.tiles)
                 assert plan.teams * plan.tokens * (plan.rows + 4) * 4 <= ring
-    assert hopper.turns(1, 4096, 14336) and hopper.turns(1, 57344, 28672)
 
 
 def test_few_columns_are_not_shared_by_a_cluster():
@@ -405,16 +451,23 @@ def test_a_token_with_its_norm_and_residual_on_the_gpu(shape):
 
 @gpu
 @pytest.mark.parametrize("shape", [(48, 128), (1000, 1152), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192)])
-def test_a_tokens_codes_on_the_gpu(shape):
-    """One kernel has the bits of the quantizer and the product."""
+def test_tokens_codes_on_the_gpu(shape):
+    """The bits of the quantizer and the product: one token's are made in the product, more in a kernel before."""
     on_hopper()
     packed, scale = quantize_mxfp4(torch.randn(*shape, device="cuda"))
-    for special in (1.0, 0.0, 2.0**-120, float("inf")):
-        x = (torch.randn(1, shape[1], device="cuda") * special).to(BF16)
+    for tokens, special in itertools.product((1, 2, 8, 13, 32), (1.0, 0.0, 2.0**-120, float("inf"))):
+        x = torch.randn(tokens, shape[1], device="cuda").to(BF16)
+        x[-1] *= special
         for rule in Fp8ScaleRule:
-            y = mxfp4_gemm(x, packed, scale, activations="fp8", scale_rule=rule, backend="hopper")
+            call = partial(hopper.decode, x, None, packed, scale, BF16, turn=Turn(rule, 0), settled=tokens % 2 == 1)
             expected = hopper.decode(*turned(x, Turn(rule, 0)), packed, scale, BF16)
-            torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+            graph = torch.cuda.CUDAGraph()
+            results = [call()]
+            with torch.cuda.graph(graph):
+                results += [call() for _ in range(4)]
+            graph.replay()
+            for y in results:
+                torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @gpu

@@ -369,7 +369,7 @@ __device__ __forceinline__ void store_tile(const DecodeArgs& args, int row, u32 
       for (int e = 0; e < 4; e++) v[e] += part[e];
     }
     if (SCALED || args.token_scale) {
-      const float factor = SCALED ? scale : __ldg(args.token_scale + token);
+      const float factor = SCALED ? scale : fresh1(args.token_scale + token);
 #pragma unroll
       for (int e = 0; e < 4; e++) v[e] = __fmul_rn(v[e], factor);
     }

@@ -21,9 +21,6 @@ from quantrot.kernels.operators import check_device, has_triton, implement
 ACTIVATIONS = ("none", "fp8", "mxfp4")
 BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")
 DECODE_ROWS = 32  # tokens up to which the packed weight is read by one kernel
-# Microseconds that few tokens take longer than in hopper's model, in which W4A4 is: W4A8's codes are made by one kernel
-# and widened by another, but for one token.
-BESIDE = {"mxfp4": 0.0, "fp8": 5.5}
 
 torch.library.define(
     "quantrot::mxfp4_product",
@@ -173,7 +170,7 @@ def _widens(rows: Tensor, packed: Tensor, activations: str, backend: str) -> boo
     return hopper_prefill.fits(rows, packed.shape[0])
 
 
-def _few(activations: str, tokens: int, rows: int, columns: int) -> bool:
+def _few(tokens: int, rows: int, columns: int) -> bool:
     """Whether the kernel for few tokens is faster than the one for a batch, by the models of both."""
     from quantrot.kernels.mxfp4 import hopper, hopper_batch
 
@@ -182,7 +179,7 @@ def _few(activations: str, tokens: int, rows: int, columns: int) -> bool:
     if columns > hopper_batch.MOST_DEPTH:  # which has no plan for them
         return True
     few, batch = (module.rule(tokens, rows, columns)[0] for module in (hopper, hopper_batch))
-    return few + (0.0 if hopper.makes_codes(tokens, rows, columns) else BESIDE[activations]) <= batch
+    return few <= batch
 
 
 def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
@@ -190,7 +187,7 @@ def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard
     asked = activations != "none" and rows.numel() > 0 and backend in ("auto", "hopper")
     if not asked or not rows.is_cuda or not has_triton() or not nvrtc.available(rows.device):
         return False
-    if rows.dtype == torch.bfloat16 and _few(activations, rows.shape[0], packed.shape[0], rows.shape[1]):
+    if rows.dtype == torch.bfloat16 and _few(rows.shape[0], packed.shape[0], rows.shape[1]):
         return False
     from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
 
@@ -351,17 +348,16 @@ def _linear_decode(
     """bfloat16 holds every kind of tokens exactly, but for e4m3's scale, which multiplies the result."""
     from quantrot.kernels.mxfp4 import hopper, triton_gemm, triton_rows
 
-    token_scale = turn = None
-    if activations == "mxfp4":
-        if decoder == "hopper" and hopper.turns(rows.shape[0], packed.shape[0], rows.shape[1]):
-            tokens, turn = rows, hopper.Turn(ScaleRule(rule), hadamard)
-        else:
-            tokens = triton_rows.round_trip(rows, ScaleRule(rule), hadamard)
-    elif activations == "fp8" and decoder == "hopper" and hopper.makes_codes(len(rows), len(packed), rows.shape[1]):
+    tokens, token_scale, turn = rows, None, None
+    if activations == "fp8" and decoder == "hopper":
         tokens, turn = _turned(rows, hadamard), hopper.Turn(Fp8ScaleRule(rule), 0)
     elif activations == "fp8":
         qdata, token_scale = _fp8_tokens(rows, rule, hadamard)
         tokens = qdata.to(torch.bfloat16)
+    elif activations == "mxfp4" and decoder == "hopper":
+        turn = hopper.Turn(ScaleRule(rule), hadamard)
+    elif activations == "mxfp4":
+        tokens = triton_rows.round_trip(rows, ScaleRule(rule), hadamard)
     else:
         tokens = _turned(rows, hadamard)
     if decoder == "hopper":

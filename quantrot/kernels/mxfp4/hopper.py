@@ -38,6 +38,11 @@ ARRANGE = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
   quantrot::arrange<{tiles}, {span}, quantrot::{rule}, {grouped}>(x, y, tokens, columns, root);
 }}
 """
+ARRANGE_CODES = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
+    const void* x, quantrot::Words* y, float* scales, int columns) {{
+  quantrot::arrange_codes<{threads}, {words}, quantrot::{rule}, {grouped}>(x, y, scales, columns);
+}}
+"""
 Box = tuple[int, int, int]
 Shape = tuple[int, int, int]
 
@@ -117,13 +122,14 @@ TILES: dict[Shape, tuple[float, float, float, float]] = {
     (2, 4, 2): (0.472, 0.575, 0.666, 0.919),
     (2, 7, 2): (0.838, 1.052, 1.259, 2.0),
 }
-STARTING, ROW, SPLITTING = (1.2, 2.0, 1.5, 2.0), 0.025, 1.0
+STARTING, ROW, SPLITTING = (1.2, 2.0, 1.5, 1.95), 0.025, 1.0
 # Bytes with which no two thread blocks share a multiprocessor. Behind a kernel that turns tokens they else meet on one:
 # 8 tokens by 10240 x 8192 took 31 us, and take 19 alone.
 ALONE = SM_SHARED // 2
 MAPPED_ROWS = 64  # of a tile whose scales the copy engine takes
 NORM_GROUPS = 2  # of a token that a thread may norm: they stay in registers
 ARRANGE_THREADS = 64  # each a group of 32 columns: few, so that all multiprocessors have some
+CODES_THREADS, MAXIMA = 1024, 128  # most of a token whose e4m3 codes they make; bytes of their warps' largest numbers
 
 
 def tiles_of(tokens: int) -> int:
@@ -200,17 +206,6 @@ def takes_one(rows: int, columns: int) -> bool:
     return plan.held and plan.split == 1 and norm_groups(plan, columns) <= NORM_GROUPS
 
 
-def turns(tokens: int, rows: int, columns: int) -> bool:
-    """Whether `decode` turns tokens on their way: many by a kernel of their own, one by each thread block."""
-    return tokens > 1 or plan_for(tokens, rows, columns).held
-
-
-def makes_codes(tokens: int, rows: int, columns: int) -> bool:
-    """Whether `decode` makes e4m3's codes of tokens on their way: of one, all of which each thread block holds."""
-    plan = plan_for(tokens, rows, columns)
-    return tokens == 1 and plan.held and plan.split == 1
-
-
 class DecodeArgs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("scale", "token_scale", "x", "norm", "residual", "y")),
@@ -226,7 +221,7 @@ class _Arguments(ctypes.Structure):
 @dataclass(frozen=True)
 class Turn:
     """What tokens become on their way: turned in blocks of `hadamard` (0, 32, 64, 128) and quantized to MXFP4 by
-    `rule`; or one token, not turned, to e4m3 with a scale by an Fp8ScaleRule."""
+    `rule`; or, not turned, to e4m3 with a scale a token by an Fp8ScaleRule."""
 
     rule: ScaleRule | Fp8ScaleRule
     hadamard: int
@@ -235,12 +230,22 @@ class Turn:
     def root(self) -> float:
         return float32((self.hadamard or 1) ** -0.5)
 
+    @property
+    def codes(self) -> bool:
+        """Whether e4m3's: the scale, which multiplies the result, needs all of a token."""
+        return isinstance(self.rule, Fp8ScaleRule)
+
+
+def inside(plan: Plan, turn: Turn | None) -> Turn | None:
+    """What the product's thread blocks make of one token, each for itself: where they hold it, in e4m3 all of it."""
+    return turn if turn and plan.held and (plan.split == 1 or not turn.codes) else None
+
 
 def template_of(turn: Turn | None) -> dict[str, Any]:
     """`span` and `rule` of the entries."""
     if turn is None:
         return {"span": 0, "rule": "AS_IS"}
-    kind = "FP8_" if isinstance(turn.rule, Fp8ScaleRule) else ""
+    kind = "FP8_" if turn.codes else ""
     return {"span": turn.hadamard // GROUP, "rule": kind + str(turn.rule).upper()}
 
 
@@ -273,7 +278,7 @@ def entry(
         out=OUT[out],
         norm=norm,
         add=str(add).lower(),
-        **template_of(turn if plan.held else None),
+        **template_of(inside(plan, turn)),
     )
 
 
@@ -356,6 +361,39 @@ def arrange(tokens: Tensor, tiles: int, turn: Turn | None, grouped: bool = False
     return y
 
 
+def codes_threads(columns: int) -> int:
+    """Threads a token: one takes 8 columns, or several times as many."""
+    words = -(-columns // (8 * CODES_THREADS))
+    return -(-columns // (8 * words * 32)) * 32
+
+
+def codes_entry(columns: int, turn: Turn, name: str = "mxfp4_arrange_codes", grouped: bool = False) -> str:
+    """C++ of the kernel `name`, for tokens of about so many columns."""
+    threads = codes_threads(columns)
+    options = {"threads": threads, "words": -(-columns // (8 * threads)), "grouped": str(grouped).lower()}
+    return ARRANGE_CODES.format(name=name, **options, rule=template_of(turn)["rule"])
+
+
+@lru_cache(maxsize=256)
+def _codes_kernel(columns: int, turn: Turn, grouped: bool, device: int) -> int:
+    source = device_functions() + codes_entry(columns, turn, grouped=grouped)
+    return nvrtc.load_kernel(source, "mxfp4_arrange_codes", MAXIMA, device)
+
+
+class CodesArguments(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("x", "y", "scales")), ("columns", ctypes.c_int)]
+
+
+def arrange_codes(tokens: Tensor, turn: Turn, grouped: bool = False) -> tuple[Tensor, Tensor]:
+    """e4m3's codes of tokens in bfloat16, [M, K], grouped as `arrange` does, and the float32 scales [M]."""
+    (count, columns), device = tokens.shape, tokens.get_device()
+    y, scales = torch.empty_like(tokens), torch.empty(count, dtype=torch.float32, device=tokens.device)
+    parameters = CodesArguments(*(t.data_ptr() for t in (tokens, y, scales)), columns)
+    function, threads = _codes_kernel(columns, turn, grouped, device), codes_threads(columns)
+    nvrtc.launch(function, (count,), threads, MAXIMA, parameters, device, overlap=True)
+    return y, scales
+
+
 def aligned(x: Tensor) -> Tensor:
     """x, or a copy that is contiguous and starts at 16 bytes."""
     x = x.contiguous()
@@ -380,8 +418,7 @@ def decode(
 
     token_scale: float32 [M], multiplies each token's result, or None. Products are exact for group scales from 2^-62
     to 2^65; numbers of a single token past 2^65 are infinite.
-    turn: what the tokens become first, where it `turns` them, or where it `makes_codes` of them, whose scale then
-    multiplies the result.
+    turn: what the tokens become first; in e4m3 their scales, which are made with them, take token_scale's place.
     settled: no kernel that may still run when this one is launched writes the weight, so that it is read before the
     kernel before this one has ended.
     norm [K], residual [1, N], bfloat16, contiguous, at multiples of 16 bytes, where a weight `takes_one`: the token
@@ -392,14 +429,15 @@ def decode(
     settled = settled and packed is given[0] and scale is given[1]
     (count, columns), rows, device = tokens.shape, packed.shape[0], tokens.get_device()
     plan = plan or plan_for(count, rows, columns)
-    assert not turn or plan.tiles or plan.held, "one token is turned where it is held"
+    within = inside(plan, turn)
     y = torch.empty(count, rows, dtype=dtype, device=tokens.device)
-    if plan.grouped or (turn and not plan.held):
-        read = arrange(tokens, plan.tiles, turn, plan.grouped)
-    else:
-        read = tokens
+    read = tokens
+    if turn and turn.codes and not within:
+        read, token_scale = arrange_codes(tokens, turn, plan.grouped)
+    elif plan.grouped or (turn and not within):
+        read = arrange(tokens, plan.tiles or 1, turn, plan.grouped)[: 8 * plan.tiles or 1]
     beside = norm, epsilon, residual
-    values = _Arguments(args=arguments(plan, tokens, token_scale, scale, y, turn, settled, *beside))
+    values = _Arguments(args=arguments(plan, read, token_scale, scale, y, turn, settled, *beside))
     for field, t, box in zip(("codes", "wide", "scale"), matrices(plan, packed, read, scale), plan.boxes, strict=True):
         if t is not None:
             pitch = t.stride(0) * t.element_size()
@@ -409,6 +447,6 @@ def decode(
     if read is not tokens:
         shared = max(shared, ALONE)
     flags = 0 if norm is None else norm_groups(plan, columns), residual is not None
-    function = _kernel(plan, dtype, turn if plan.held else None, shared, device, *flags)
+    function = _kernel(plan, dtype, within, shared, device, *flags)
     nvrtc.launch(function, grid, plan.threads, shared, values, device, overlap=True)
     return y

@@ -3,12 +3,13 @@
 //
 // One token a thread block keeps in its shared memory for as long as it multiplies by it (hold). Every block does this for
 // itself: 32 columns are some five hundred instructions of one lane, done while the weight's first stages are on their
-// way, and a kernel of its own costs its launch and a trip through memory. For more, there is that kernel (arrange).
+// way, and a kernel of its own costs its launch and a trip through memory. For more, there are such kernels: arrange, and
+// for e4m3, whose scale needs all of a token, arrange_codes.
 
 namespace quantrot {
 
 constexpr int AS_IS = -1;  // a rule that rounds nothing
-// e4m3, with a scale for all of the one token, which is held: amax / 448 as it is, as a bfloat16, or the next power of two.
+// e4m3, with a scale for all of a token: amax / 448 as it is, as a bfloat16, or the next power of two.
 constexpr int FP8_EXACT = -2, FP8_BF16 = -3, FP8_POW2 = -4;
 template <int RULE>
 __device__ __forceinline__ constexpr bool is_fp8() { return RULE <= FP8_EXACT; }
@@ -121,9 +122,10 @@ __device__ __forceinline__ void keep_group(Words (&words)[4], int group, int gro
 }
 
 // The larger magnitude, as bits: they order like the numbers and put NaN above infinity.
-__device__ __forceinline__ u32 larger_magnitude(u32 most, const Words (&words)[4]) {
+template <int WORDS>
+__device__ __forceinline__ u32 larger_magnitude(u32 most, const Words (&words)[WORDS]) {
 #pragma unroll
-  for (int i = 0; i < 16; i++) {
+  for (int i = 0; i < 4 * WORDS; i++) {
     const u32 two = words[i / 4].at(i % 4) & 0x7FFF7FFFu;
     most = max(most, max(two & 0xFFFF, two >> 16));
   }
@@ -157,21 +159,53 @@ __device__ __forceinline__ float token_scale_of(u32 most, u32 maxima) {
   return scale;
 }
 
-// The same as keep_group, of e4m3's codes, which the scale does not multiply yet.
+// Eight columns as e4m3's codes, which the scale does not multiply yet.
+__device__ __forceinline__ Words codes_of(const Words& x, const TokenScale& by) {
+  u32 y[4];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const u32 one = x.at(2 * h), two = x.at(2 * h + 1);
+    u32 low, high;
+    unpack_e4m3(to_e4m3(by.over(one), by.over(one >> 16), by.over(two), by.over(two >> 16)), low, high);
+    y[2 * h] = Bf16::pack(Fp16::value((unsigned short)low), Fp16::value((unsigned short)(low >> 16)));
+    y[2 * h + 1] = Bf16::pack(Fp16::value((unsigned short)high), Fp16::value((unsigned short)(high >> 16)));
+  }
+  return {y[0], y[1], y[2], y[3]};
+}
+
+// The same as keep_group, of e4m3's codes.
 __device__ __forceinline__ void keep_codes(const Words (&words)[4], const TokenScale& by, int group, int groups, u32 to) {
   if (group >= groups) return;
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
-    u32 y[4];
+  for (int j = 0; j < 4; j++) store_shared_words(place_of(group, to) + j * 64, raised(arranged(codes_of(words[j], by))));
+}
+
+// What arrange writes, of e4m3's codes, and their scales [tokens]: a thread block a token, WORDS times 8 columns a thread.
+template <int THREADS, int WORDS, int RULE, bool GROUPED>
+__device__ __forceinline__ void arrange_codes(const void* x, Words* y, float* scales, int columns) {
+  launch_dependents();
+  grid_wait();
+  const int token = blockIdx.x;
+  const auto column = [](int i) { return (int)(i * THREADS + threadIdx.x) * 8; };
+  Words words[WORDS];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const u32 one = words[j].at(2 * h), two = words[j].at(2 * h + 1);
-      u32 low, high;
-      unpack_e4m3(to_e4m3(by.over(one), by.over(one >> 16), by.over(two), by.over(two >> 16)), low, high);
-      y[2 * h] = Bf16::pack(Fp16::value((unsigned short)low), Fp16::value((unsigned short)(low >> 16)));
-      y[2 * h + 1] = Bf16::pack(Fp16::value((unsigned short)high), Fp16::value((unsigned short)(high >> 16)));
+  for (int i = 0; i < WORDS; i++)
+    words[i] = column(i) < columns ? load_fresh_words((const char*)x + ((u64)token * columns + column(i)) * 2) : Words{};
+  const TokenScale by(token_scale_of<THREADS, RULE>(larger_magnitude(0, words), shared_memory()));
+  if (threadIdx.x == 0) scales[token] = by.scale;
+#pragma unroll
+  for (int i = 0; i < WORDS; i++) {
+    if (column(i) >= columns) break;
+    const Words codes = codes_of(words[i], by);
+    const u64 at = (u64)token * columns + column(i);
+    if constexpr (GROUPED) {
+      const int group = column(i) / 32 % 4, first = column(i) / 8 % 4 * 4;
+      u32* const to = (u32*)y + (at - at % 128) / 2 + group;
+#pragma unroll
+      for (int k = 0; k < 4; k++) to[(first + k) * 4] = arranged(codes).at(k);
+    } else {
+      store_words(y + at / 8, codes);
     }
-    store_shared_words(place_of(group, to) + j * 64, raised(arranged({y[0], y[1], y[2], y[3]})));
   }
 }
 

@@ -478,6 +478,7 @@ inline u32 count_in_turn(u32* p, u32 last) {
   return before;
 }
 inline u32 count_one(u32* p, u32 last) { return elect_one() ? count_in_turn(p, last) : 0; }
+inline float fresh1(const float* p) { return *p; }
 inline float2 fresh2(const float* p) { return {p[0], p[1]}; }
 inline float4 fresh4(const float* p) { return {p[0], p[1], p[2], p[3]}; }
 inline void store_fresh4(float* p, float4 v) { p[0] = v.x, p[1] = v.y, p[2] = v.z, p[3] = v.w; }
