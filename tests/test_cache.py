@@ -359,6 +359,8 @@ def test_layers_that_hold_something_or_slide_stay():
     assert adopt(DynamicCache(config=sliding), 0, "fp8") is None
     with pytest.raises(ValueError, match="has a sliding window; use transformers' own"):
         KVCache("fp8", sliding)
+    with pytest.raises(ValueError, match="max_cache_len: 0; allowed: 1 and more, or None"):
+        KVCache("fp8", LlamaConfig(num_hidden_layers=1), max_cache_len=0)
     with pytest.raises(ValueError, match="kind: 'bf16'; allowed: fp8, int4"):
         KVCache("bf16", LlamaConfig(num_hidden_layers=1))
 

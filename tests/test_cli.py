@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -104,6 +106,15 @@ def test_numbers_of_a_text_that_is_not_there_are_refused(source, tmp_path, comma
 def test_sizes_are_written():
     shown = {12: "12 bytes", 34_500: "34.5 KB", 999.7e6: "1 GB", 1.5e9: "1.5 GB", 1.5e12: "1.5 TB", 1.5e15: "1500 TB"}
     assert [size(n) for n in shown] == list(shown.values())
+
+
+@pytest.mark.parametrize("command", [["recipes"], ["recipes", "show", "mxfp4"]])
+def test_a_reader_that_has_enough_is_no_error(command):
+    read, write = os.pipe()
+    os.close(read)
+    made = subprocess.run([sys.executable, "-m", "quantrot", *command], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert made.returncode == 128 + signal.SIGPIPE and not made.stderr
 
 
 def test_a_path_with_brackets_is_shown_as_it_is(source, tmp_path):

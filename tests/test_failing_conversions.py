@@ -254,6 +254,18 @@ def test_overwrite_replaces_only_what_quantrot_wrote(single, tmp_path, kind):
     assert precious.read_text() == "mine"
 
 
+def test_overwrite_deletes_nothing_that_was_put_into_an_output(single, tmp_path):
+    out = tmp_path / "out"
+    convert(single, FP8, out)
+    (out / "mmlu.json").write_text("mine")
+    convert(single, FP8, out / "inner")
+    with pytest.raises(ValueError, match="also holds inner, mmlu.json, which overwrite would delete; move it"):
+        convert(single, FP8, out, overwrite=True)
+    assert (out / "mmlu.json").read_text() == "mine" and (out / "inner" / "config.json").exists()
+    (out / "mmlu.json").unlink(), shutil.rmtree(out / "inner")
+    convert(single, FP8, out, overwrite=True)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -70,8 +70,13 @@ def console(stderr: bool = False) -> Any:
     """A rich console; a pipe or a file gets 120 columns instead of rich's 80."""
     from rich.console import Console
 
-    made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=120)
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            """rich's own exits with 1, which of `verify` means that the output is not acceptable."""
+            raise BrokenPipeError
+
+    made = Piped(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Piped(stderr=stderr, highlight=False, width=120)
 
 
 @contextmanager

@@ -36,7 +36,11 @@ def mmlu(
     data: Annotated[Path | None, typer.Option(help="Local parquet or CSV files, read without a network.")] = None,
     baseline: Annotated[str | None, typer.Option(help="Compare with this model, question by question.")] = None,
     recipes: Annotated[
-        str | None, typer.Option(help="Convert MODEL by each of these and compare them: bf16,fp8-attention,... .")
+        str | None,
+        typer.Option(
+            help="Convert MODEL by each of these and compare them: bf16,fp8-attention,... ; --output then has a table "
+            "(.md) and a plot (.svg) beside it."
+        ),
     ] = None,
     work: Annotated[
         Path | None, typer.Option(help="Where conversions and results of --recipes are kept for the next run.")
@@ -96,7 +100,9 @@ def mmlu(
 def _check_mmlu(
     recipes: str | None, baseline: str | None, output: Path | None, texts: list[Path] | None, work: Path | None
 ) -> None:
-    """ValueError for options that do not go together."""
+    """ValueError for options that do not go together, or a table or plot that would take another file's place."""
+    from quantrot.evals import report
+
     if recipes is None and texts:
         raise ValueError("calibration: only with --recipes, which converts; an evaluation needs no such text")
     if recipes is None and work is not None:
@@ -105,6 +111,10 @@ def _check_mmlu(
         raise ValueError("baseline: not with --recipes, whose first entry is what the others are compared with")
     if recipes is not None and output is not None and output.suffix in (".md", ".svg"):
         raise ValueError(f"output: {output} is where the table or the plot goes; name a .json file")
+    if recipes is not None and output is not None and not output.exists():
+        for taken in (report.beside(output, suffix) for suffix in (".md", ".svg")):
+            if taken.exists():
+                raise ValueError(f"output: {taken}, which goes with {output}, is there; move it, or name another")
 
 
 def _recipes(
@@ -170,8 +180,8 @@ def _recipes(
         settings["models"] = entries
         content = report.report("mmlu", entries[rows[0].recipe], settings, table.summary(rows))
         report.write(content, output)
-        report.write_text(table.markdown(model, rows), output.with_suffix(".md"))
-        report.write_text(table.svg(model, rows), output.with_suffix(".svg"))
+        report.write_text(table.markdown(model, rows), report.beside(output, ".md"))
+        report.write_text(table.svg(model, rows), report.beside(output, ".svg"))
 
 
 @app.command()

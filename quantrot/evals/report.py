@@ -88,6 +88,11 @@ def check_output(path: Path | None) -> None:
         raise ValueError(f"output: no permission to write in {path.absolute().parent}")
 
 
+def beside(path: Path, suffix: str) -> Path:
+    """Where what goes with a report lies: its name with this suffix in place of .json, or behind any other name."""
+    return path.with_name(path.name.removesuffix(".json") + suffix)
+
+
 def write(content: dict[str, Any], path: Path) -> None:
     """Write a report as JSON, whole or not at all."""
     write_text(json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n", path)

@@ -355,6 +355,8 @@ class KVCache(Cache):
             raise ValueError("kind: this model has a sliding window; use transformers' own DynamicCache or StaticCache")
         if other := other_layers(config):
             raise ValueError(f"kind: this model has layers of {', '.join(other)}; use transformers' own DynamicCache")
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"max_cache_len: {max_cache_len}; allowed: 1 and more, or None for a cache that grows")
         layers: list[Any] = [_layer(kind, max_cache_len) for _ in range(config.num_hidden_layers)]
         super().__init__(layers=layers)
 

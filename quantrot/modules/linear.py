@@ -111,7 +111,8 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.format = fmt
-        self.tensor_names = []
+        self.tensor_names: list[str] = []
+        self._decoded: Tensor | None = None
         for suffix, stored, shape in formats.stored_tensors(fmt.weights, out_features, in_features, native_fp8):
             self.register_parameter(suffix, nn.Parameter(torch.empty(shape, dtype=DTYPES[stored]), requires_grad=False))
             self.tensor_names.append(suffix)
@@ -119,12 +120,14 @@ class QuantizedLinear(nn.Module):
         self.online_name = online_name if online is not None else ""
         if online is not None:
             self.add_module(online_name, online)
-        self._decoded: Tensor | None = None
         self._apart = True  # its tensors are no slices of a merged linear's (see merged.py)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Also what an assignment does: a weight that was decoded from other tensors is so no longer."""
         super().register_parameter(name, param)
         self._apart = True
+        if name in self.tensor_names:
+            self._decoded = None
 
     def runs_packed(self, device: torch.device) -> bool:
         """Whether `multiply` has kernels for this device that read the stored tensors; nothing is decoded then."""
@@ -150,7 +153,8 @@ class QuantizedLinear(nn.Module):
         return formats.dequantize(self.format.weights, self.stored(), self.in_features, dtype)
 
     def decode(self, dtype: torch.dtype) -> None:
-        """Keep the dequantized weight for the forwards to come."""
+        """Keep the dequantized weight for the forwards to come. Anew where the stored tensors are written in place, or
+        swapped as torch.func.functional_call does; load_state_dict does so itself, an assigned tensor ends it."""
         weight, kept = self.dequantized(dtype), self._decoded
         if kept is None or (kept.dtype, kept.device) != (weight.dtype, weight.device) or kept.is_inference():
             self._decoded, self._apart = weight, True
@@ -177,7 +181,8 @@ class QuantizedLinear(nn.Module):
         hadamard = self.fused_hadamard()
         x = x if hadamard else self.turned(x)
         x = x.float() if x.dtype == torch.float16 and self.format.activations.kind == "mxfp4" else x
-        return quantize_dequantize(x, self.format.activations, hadamard)
+        passes_fp8 = self.format.weights.kind == "mxfp4"  # as mxfp4_gemm
+        return quantize_dequantize(x, self.format.activations, hadamard, passes_fp8=passes_fp8)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         """self(silu(gate) * up), x [..., 2 * in_features] gate and up side by side; both are rounded to x's dtype.
@@ -218,16 +223,21 @@ class QuantizedLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
         """Stored tensors are moved but never cast: what `model.to(torch.float16)` means is the rest of the model.
 
-        As bytes they are none of the floating-point tensors that a cast looks for. A weight that was decoded is decoded
-        anew, where it is now and in the dtype of now.
+        As bytes they are none of the floating-point tensors that a cast looks for, and `type`, which casts everything,
+        only moves them. A weight that was decoded is decoded anew, where it is now and in the dtype of now.
         """
+
+        def keep(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            return made if tensor.dtype != torch.uint8 or made.dtype == torch.uint8 else tensor.to(made.device)
+
         wide, self._decoded = None if self._decoded is None else fn(self._decoded[:0]).dtype, None
         self._apart = True
         stored = {name: getattr(self, name).dtype for name in self.tensor_names}
         for name in stored:
             getattr(self, name).data = getattr(self, name).data.view(torch.uint8)
         try:
-            super()._apply(fn, recurse)
+            super()._apply(keep, recurse)
         finally:
             for name, dtype in stored.items():
                 getattr(self, name).data = getattr(self, name).data.view(dtype)
@@ -236,11 +246,12 @@ class QuantizedLinear(nn.Module):
         return self
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        decoded = self._decoded  # which assigning ends
         super()._load_from_state_dict(state, prefix, metadata, *rest)
         self._apart = self._apart or bool(metadata.get("assign_to_params_buffers"))
         loaded = any(prefix + name in state for name in self.tensor_names)  # of a merged linear the parts' are
-        if self._decoded is not None and loaded:
-            self.decode(self._decoded.dtype)
+        if decoded is not None and loaded:
+            self.decode(decoded.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {formats.label(self.format)}"
@@ -252,28 +263,37 @@ def fused_hadamard(rotation: Rotation, activations: ActivationFormat) -> int:
     return rotation.block if fuses else 0
 
 
-def quantize_dequantize(x: Tensor, activations: ActivationFormat, hadamard: int = 0) -> Tensor:
+def quantize_dequantize(
+    x: Tensor, activations: ActivationFormat, hadamard: int = 0, *, passes_fp8: bool = False
+) -> Tensor:
     """x [..., K] as the quantized multiplication sees it, in x's dtype. Blocks run over the flattened tokens.
 
     hadamard: `fused_hadamard`'s width; what it makes of x is not rounded to x's dtype in between, as in the kernels.
-    As in the kernels' products, MXFP4 passes gradients unchanged and FP8 has none: a backward through it raises.
+    As in the kernels' products, MXFP4 passes gradients unchanged, and FP8 does where it `passes_fp8`, in front of MXFP4
+    weights; else it has none: a backward through it raises.
     """
     if activations.kind == "none":
         return x
-    if activations.kind == "mxfp4":
-        return _Mxfp4RoundTrip.apply(x, activations.scale_rule, hadamard)
+    if activations.kind == "mxfp4" or passes_fp8:
+        return _RoundTrip.apply(x, activations, hadamard)
+    return _round_trip_fp8(x, activations)
+
+
+def _round_trip_fp8(x: Tensor, activations: ActivationFormat) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     return round_trip_fp8(flat, activations.block, activations.scale_rule).view(x.shape)
 
 
-class _Mxfp4RoundTrip(torch.autograd.Function):
-    """x, turned by blocks of `hadamard` columns (0: as it is), through MXFP4 and back; the gradient is the transform's,
+class _RoundTrip(torch.autograd.Function):
+    """x, turned by blocks of `hadamard` columns (0: as it is), quantized and back; the gradient is the transform's,
     straight through the rounding."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale_rule: str, hadamard: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, activations: ActivationFormat, hadamard: int) -> Tensor:
         ctx.hadamard = hadamard
-        return round_trip_mxfp4(x, scale_rule, hadamard=hadamard)
+        if activations.kind == "fp8":
+            return _round_trip_fp8(x, activations)
+        return round_trip_mxfp4(x, activations.scale_rule, hadamard=hadamard)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

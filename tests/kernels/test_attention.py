@@ -367,7 +367,8 @@ def test_training_through_it_is_an_error_and_not_a_wrong_gradient():
 
 
 ERRORS = [
-    ({"q": torch.zeros(1, 4, 70, 80)}, "shapes: q"),
+    ({"q": torch.zeros(1, 4, 70, 80)}, r"shapes: q \(1, 4, 70, 80\), k \(1, 2, 70, 64\), v \(1, 2, 70, 64\); allowed"),
+    ({"q": torch.zeros(1, 3, 5, 64)}, r"shapes: q \(1, 3, 5, 64\), .*G a divisor of H"),
     ({"dim": 72}, "head_dim: 72; allowed: multiples of 16 up to 256"),
     ({"dim": 272}, "head_dim: 272"),
     ({"heads": 3}, "G a divisor of H"),

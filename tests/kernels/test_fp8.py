@@ -294,6 +294,9 @@ def test_codes_and_scales_that_do_not_belong_together_are_named():
     for args in ((q.float(), scale, (1, 128)), (q, scale.T, (1, 128)), (q, scale, (2, 128)), (q[0], scale, (1, 128))):
         with pytest.raises(ValueError, match=r"scale: .*, block: \(., 128\); allowed: .* a scale a block"):
             dequantize_fp8_block(*args)
+    for args in ((q, scale, (128,)), (q, scale.int(), (1, 128)), (q, scale, (1, 128), torch.int32)):
+        with pytest.raises(ValueError, match=r"a scale a block, of \(rows, columns\), in floats; dtype torch"):
+            dequantize_fp8_block(*args)
 
 
 def test_both_ways_and_transform_errors():

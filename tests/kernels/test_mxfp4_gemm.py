@@ -10,6 +10,7 @@ from quantrot.kernels.mxfp4 import (
     HadamardGemm,
     Mxfp4Gemm,
     dequantize_mxfp4,
+    expand_mxfp4,
     hadamard_quantize_mxfp4,
     masked_hadamard,
     mxfp4_gemm,
@@ -119,6 +120,9 @@ def test_leading_dimensions_and_empty_inputs():
     assert y.shape == (2, 3, 48) and torch.equal(y.view(6, 48), mxfp4_gemm(x.view(6, 64), packed, scale))
     for activations in ("none", "fp8", "mxfp4"):
         assert mxfp4_gemm(x[:0], packed, scale, activations=activations).shape == (0, 3, 48)
+        y = mxfp4_gemm(x[..., :0], packed[:, :0], scale[:, :0], torch.ones(48).to(x), activations=activations)
+        assert torch.equal(y, torch.ones(*x.shape[:-1], 48).to(x))
+    assert [t.shape[0] for t in expand_mxfp4(packed[:, :0], scale[:, :0])] == [48] * 3
 
 
 SHAPES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192)]
@@ -215,6 +219,8 @@ def test_gradients_of_the_linear_are_those_of_the_dequantized_weight(hadamard):
         (lambda p, s: mxfp4_product(p, s, p, s, backend="cublas"), "'cublas' needs a CUDA device"),
         (lambda p, s: mxfp4_product(p, s, p[:, :16], s[:, :1]), r"allowed: \[M, K/2\] and \[N, K/2\]"),
         (lambda p, s: mxfp4_product(p, s, p, s, dtype=torch.int8), "dtype: dtype torch.int8; allowed"),
+        (lambda p, s: mxfp4_product(p, s, p, s, outside=torch.zeros(3).int()), r"outside: torch.int32 \(3,\); allowed"),
+        (lambda p, s: mxfp4_product(p, s, p, s, outside=torch.zeros(())), "allowed: an integer tensor of one element"),
     ],
 )
 def test_errors_name_the_field_and_the_remedy(call, says):

@@ -14,14 +14,15 @@ FORMATS = {
     "mxfp4": LinearFormat(WeightFormat("mxfp4", (1, 32), "even"), ActivationFormat("mxfp4", (1, 32), "even")),
     "int8": LinearFormat(WeightFormat("int8", (1, 128), "bf16"), ActivationFormat("none", (0, 0), "")),
 }
+W4A8 = LinearFormat(WeightFormat("mxfp4", (1, 32), "even"), ActivationFormat("fp8", (1, 0), "bf16"))
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def linear(kind: str, dtype: torch.dtype, turned: bool = True) -> QuantizedLinear:
-    generator = torch.Generator().manual_seed(0)
+def linear(kind: str, dtype: torch.dtype, turned: bool = True, fmt: LinearFormat | None = None) -> QuantizedLinear:
+    generator, fmt = torch.Generator().manual_seed(0), fmt or FORMATS[kind]
     online = OnlineHadamard(Rotation("R4", "random-hadamard", 256, 32, 0)) if turned else None
-    module = LINEARS[kind](256, 128, True, dtype, FORMATS[kind], online=online)
-    stored = formats.quantize_rows(FORMATS[kind].weights, torch.randn(128, 256, generator=generator) / 16)
+    module = LINEARS[kind](256, 128, True, dtype, fmt, online=online)
+    stored = formats.quantize_rows(fmt.weights, torch.randn(128, 256, generator=generator) / 16)
     for name, value in zip(module.tensor_names, stored, strict=True):
         getattr(module, name).data = value
     module.bias.data = torch.randn(128, generator=generator).to(dtype)
@@ -117,3 +118,52 @@ def test_what_adapters_in_front_train_through(kind, decoded):
     expected = grad @ weight
     error = ((x.grad - expected).norm() / expected.norm()).item()
     assert error < (0.045 if kind == "fp8" else 1e-5) and all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_w4a8_passes_gradients_as_its_kernels_do(decoded):
+    module, x = linear("mxfp4", torch.float32, fmt=W4A8), torch.randn(5, 256, requires_grad=True)
+    if decoded:
+        module.decode(torch.float32)
+    grad = torch.randn(5, 128)
+    module(x).backward(grad)
+    turned = module.turned(torch.eye(256))
+    torch.testing.assert_close(x.grad, grad @ module.dequantized(torch.float32) @ turned.T)
+
+
+@pytest.mark.parametrize("kind", LINEARS)
+def test_an_assigned_weight_is_the_one_that_is_multiplied(kind):
+    module, x = linear(kind, torch.float32), torch.randn(3, 256)
+    other = formats.quantize_rows(FORMATS[kind].weights, torch.randn(128, 256))
+    module.decode(torch.float32)
+    before = module(x)
+    for name, value in zip(module.tensor_names, other, strict=True):
+        setattr(module, name, torch.nn.Parameter(value, requires_grad=False))
+    weight = formats.dequantize(FORMATS[kind].weights, other, 256, torch.float32)
+    expected = module.multiply_wide(x, weight)
+    assert torch.equal(module(x), expected) and not torch.equal(before, expected)
+    module.decode(torch.float32)
+    assert torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_is_decoded_again(assign):
+    module = linear("int8", torch.float32)
+    state = linear("int8", torch.float32).state_dict()
+    state["weight_packed"] = state["weight_packed"].flip(0)
+    module.decode(torch.float32)
+    module.load_state_dict(state, assign=assign)
+    assert module._decoded is not None and torch.equal(module._decoded, module.dequantized(torch.float32))
+
+
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("decoded", [False, True])
+def test_type_casts_no_stored_tensor(kind, decoded):
+    module, like = linear(kind, torch.float32), linear(kind, torch.float32)
+    if decoded:
+        module.decode(torch.float32), like.decode(torch.float32)
+    x = torch.randn(3, 256, dtype=torch.float16)
+    module.type(torch.float16), like.to(torch.float16)
+    assert module.bias.dtype == torch.float16 and torch.equal(module(x), like(x))
+    for got, expected in zip(module.stored(), like.stored(), strict=True):
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))

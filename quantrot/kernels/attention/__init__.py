@@ -125,6 +125,10 @@ def fp8_attention(
     _check_scores(scores)
     for name, t in (("q", q), ("k", k), ("v", v)):
         _check_heads(name, t)
+    heads = q.shape[1] % k.shape[1] if k.shape[1] else 1
+    if heads or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"shapes: {shapes}; allowed: q [B, H, S, D], k and v [B, G, T, D], G a divisor of H")
     prepare = backend if _has_kernel(granularity, q.shape[-1]) or backend not in BACKENDS else "auto"
     turned = [t.transpose(1, 2) for t in (q, k, v)]
     how: Any = {"granularity": granularity, "scores": scores, "backend": prepare}

@@ -108,7 +108,7 @@ def unsupported(
     (batch, tokens, heads, dim), (groups, room) = q.shape, keys.shape[1:3]
     if tokens != 1 or dim not in DIMS or k.shape != (batch, 1, groups, dim) or v.shape != k.shape:
         return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; one token, head_dim in {tuple(DIMS)}"
-    if heads % groups or heads // groups > DIMS[dim]:
+    if not groups or heads % groups or heads // groups > DIMS[dim]:
         return f"{heads} query heads, {groups} key heads; up to {DIMS[dim]} of the first for each of the second"
     if keys.shape != (batch, groups, room, dim) or values.shape != keys.shape or not room:
         return f"keys {tuple(keys.shape)}, values {tuple(values.shape)}; [B, G, L, D] are needed"

@@ -123,10 +123,11 @@ def dequantize_fp8_block(
     qdata: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """[M, K] in `dtype` from e4m3 [M, K] and its scales: the float32 product, rounded once."""
-    if qdata.dtype != E4M3 or qdata.dim() != 2 or tuple(scale.shape) != scale_shape(qdata.shape, block):
+    fits = qdata.dtype == E4M3 and qdata.dim() == 2 and len(block) == 2 and scale.is_floating_point()
+    if not fits or not dtype.is_floating_point or tuple(scale.shape) != scale_shape(qdata.shape, block):
         raise ValueError(
             f"qdata: {qdata.dtype} {tuple(qdata.shape)}, scale: {tuple(scale.shape)}, block: {tuple(block)}; allowed: "
-            f"{E4M3} [M, K] and a scale a block"
+            f"{E4M3} [M, K] and a scale a block, of (rows, columns), in floats; dtype {dtype} is to be of floats too"
         )
     check_device(qdata=qdata, scale=scale)
     wide = qdata.to(torch.float32) if qdata.is_cuda else _widened(qdata)

@@ -69,7 +69,8 @@ class Mxfp4Gemm(torch.autograd.Function):
     x [..., K] and weight [N, K] in bfloat16, float16 or float32 (they may differ); y is x's dtype. hadamard: 32, 64 or
     128, dividing K and N (tokens are padded with zeros). random: (seed, offset) of the backward pass's signs and
     rounding, each pair to be used once, offset below 2^61; None rounds to nearest, without signs. outside: an integer
-    tensor of one element that counts groups outside e4m3's window (they are rounded to its floor), or None.
+    tensor of one element that counts groups outside e4m3's window (they are rounded to its floor; a CPU has no window),
+    or None.
     """
 
     @staticmethod

@@ -50,7 +50,8 @@ def mxfp4_product(
     a, b: packed uint8 [M, K/2], [N, K/2]; their scales uint8 [., K/32]. exact: rows outside e4m3's window (see
     `expand_mxfp4`) are multiplied once more from the packed operands; without it they are rounded to the window's
     floor. outside: an integer tensor of one element, to which the number of groups outside is added. backend: "cublas"
-    (CUDA, capability 8.9, N a multiple of 16), "reference". ValueError for shapes or a backend that do not fit.
+    (CUDA, capability 8.9, N a multiple of 16), "reference", which has no window: always exact, none outside. ValueError
+    for shapes, `outside` or a backend that do not fit.
     """
     check_packed("a", a, a_scale)
     check_packed("b", b, b_scale)
@@ -61,6 +62,8 @@ def mxfp4_product(
     if backend in ("hopper", "triton"):
         raise ValueError(f"backend: {backend!r} multiplies few tokens (mxfp4_gemm); allowed: auto, cublas, reference")
     _check_dtype("dtype", dtype)
+    if outside is not None and (outside.numel() != 1 or outside.is_floating_point() or outside.is_complex()):
+        raise ValueError(f"outside: {outside.dtype} {tuple(outside.shape)}; allowed: an integer tensor of one element")
     y, left, right = torch.ops.quantrot.mxfp4_product(a, a_scale, b, b_scale, dtype, exact, backend)
     if outside is not None:
         outside += left.sum() + right.sum()
@@ -315,8 +318,9 @@ def _linear(
     backend: str,
 ) -> Tensor:
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    if not len(rows):  # what expands the weight relies on the quantizer's launch in front of it
-        return x.new_empty((*x.shape[:-1], packed.shape[0]))
+    if not rows.numel():  # what expands the weight relies on the quantizer's launch in front of it
+        y = x.new_zeros((*x.shape[:-1], packed.shape[0]))
+        return y if bias is None else y.add_(bias)
     widens = _widens(rows, packed, activations, backend)
     batches = _batches(rows, packed, activations, rule, hadamard, backend)
     decoder = None if widens or batches else _decoder(rows, activations, backend)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quantrot.kernels.scratch import LARGEST, scratch
 
@@ -410,7 +411,7 @@ def expand_reference(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Ten
     """packed [N, K/2], scale [N, K/32] -> e4m3 [N, K], row scale float32 [N], groups outside the window int32 [N]."""
     exponent = scale.int() - 127
     finite = scale != 255
-    top = torch.where(finite, exponent, MIN_EXPONENT).amax(-1).clamp_(min=LEAST_TOP)
+    top = F.pad(torch.where(finite, exponent, MIN_EXPONENT), (0, 1), value=LEAST_TOP).amax(-1)
     shift = exponent - top.unsqueeze(-1) + TOP
     unit = torch.full_like(scale, 127)
     values = dequantize_reference(packed, unit, torch.float32).unflatten(-1, (-1, GROUP))
