@@ -13,7 +13,7 @@ test: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/pytest -n logical --maxprocesses 8 --dist worksteal
 
-# The tests on the oldest versions that pyproject.toml allows, in an environment of their own (with torch's GPU build, 5 GB).
+# The tests on the oldest versions that pyproject.toml allows, in an environment of their own (5 GB).
 oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet uv

@@ -176,15 +176,14 @@ class Mxfp4Activations(Strict):
         return _stored_rule(rule)
 
 
-def _named(activations: Any) -> Any:
-    return {"format": "none"} if activations == "none" else activations
-
-
 Weights = Annotated[Union[Fp8Weights, Mxfp4Weights, Int8Weights], Field(discriminator="format")]  # noqa: UP007
+_Activations = Annotated[Union[NoActivations, Fp8Activations, Mxfp4Activations], Field(discriminator="format")]  # noqa: UP007
 Activations = Annotated[
-    Union[NoActivations, Fp8Activations, Mxfp4Activations],  # noqa: UP007
-    Field(discriminator="format"),
-    BeforeValidator(_named),
+    _Activations,
+    BeforeValidator(
+        lambda given: {"format": "none"} if given == "none" else given,
+        json_schema_input_type=Union[Literal["none"], _Activations],  # noqa: UP007
+    ),
 ]
 
 PAIRS = {"fp8": ("none", "fp8"), "mxfp4": ("none", "fp8", "mxfp4"), "int8": ("none",)}
