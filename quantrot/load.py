@@ -23,7 +23,7 @@ from quantrot import engines
 from quantrot.checkpoint import DTYPES, open_checkpoint, read_json
 from quantrot.device import known_device
 from quantrot.llama import EMBEDDING
-from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest
+from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest, weights_of
 from quantrot.modules import (
     LINEARS,
     OnlineHadamard,
@@ -65,7 +65,13 @@ def load(
         check_files(root, manifest.data)
     model = _skeleton(root, manifest, _dtype(dtype))
     placed = _place(model, device_map)
-    load_checkpoint_in_model(model, str(root), device_map=placed, offload_folder=offload_folder, strict=True)
+    weights = root / weights_of(manifest.data)  # of a directory accelerate would choose itself, a pickle first
+    try:
+        load_checkpoint_in_model(model, str(weights), device_map=placed, offload_folder=offload_folder, strict=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{weights}: its tensors are not those of {MANIFEST}: {error}; convert again") from None
     missing = [name for name, p in model.named_parameters() if p.device.type == "meta" and not _offloaded(name, placed)]
     if missing:
         raise ValueError(f"{root}: {len(missing)} tensors are not in its shards, e.g. {missing[0]}; convert again")
@@ -88,7 +94,7 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     """transformers would write a config that says nothing of formats and rotations: what loads it computes nonsense."""
     raise ValueError(
         "save_pretrained: a converted model has no other files than those it was loaded from; copy its directory "
-        "(model.config._name_or_path), or keep model.state_dict()"
+        "(model.config._name_or_path), or keep model.state_dict(); of transformers' Trainer give save_strategy='no'"
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from quantrot.checkpoint import read_json, sha256_range
+from quantrot.checkpoint import INDEX, SINGLE, read_json, sha256_range
 from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
 from quantrot.recipe import Arithmetic, KVCache
 from quantrot.rotation import Rotation, checksum
@@ -45,10 +45,10 @@ def rotation_entry(rotation: Rotation, online: bool) -> dict[str, Any]:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """Read and check quantrot.json: layout version, formats, and every online rotation's checksum."""
+    """Read and check quantrot.json: layout version, formats, and every online rotation's checksum and place."""
     path = root / MANIFEST
     if not path.exists():
-        raise ValueError(f"{path}: missing; give a directory that `quantrot convert` wrote")
+        raise ValueError(f"{path}: missing; give a directory that `quantrot convert` wrote (no hub id)")
     data = read_json(path)
     if "layout" not in data:
         raise ValueError(f"{path}: malformed: KeyError at 'layout'; convert again")
@@ -76,7 +76,33 @@ def read_manifest(root: Path) -> Manifest:
                 f"seed {rotation.seed}) has checksum {actual[:12]}, the weights were turned with {expected[:12]}; "
                 "convert again"
             )
+    if lost := _lost(data, linears, online, attention, arithmetic, kv_cache):
+        raise ValueError(f"{path}: {lost}, which the weights were made for; convert again")
     return Manifest(data, linears, online, attention, arithmetic, kv_cache)
+
+
+def _lost(
+    data: dict[str, Any],
+    linears: dict[str, LinearFormat | None],
+    online: dict[str, Rotation],
+    attention: Rotation | None,
+    arithmetic: str,
+    kv_cache: str,
+) -> str | None:
+    """What the recipe and the rotations say that is done at run time, and nothing here would do."""
+    apart = [fqn for fqn in linears if fqn not in online]
+    turned = {name for name, entry in data["rotations"].items() if entry["online"]}
+    if "R3" in turned and attention is None:
+        return "attention is without R3"
+    if "R4" in turned and (bare := next((fqn for fqn in apart if fqn.endswith(".down_proj")), None)):
+        return f"{bare} is without R4"
+    for fqn in apart:
+        if (fmt := linears[fqn]) is not None and fmt.hadamard:
+            return f"{fqn} is without its Hadamard of {fmt.hadamard}"
+    for name, found in (("attention", arithmetic), ("kv_cache", kv_cache)):
+        if (asked := data["recipe"].get(name, found)) != found:
+            return f"{name} is {found}, not {asked}"
+    return None
 
 
 def _check_fields(data: dict[str, Any]) -> None:
@@ -89,6 +115,7 @@ def _check_fields(data: dict[str, Any]) -> None:
         for name in names:
             entry[name]
     data["source"]["tensors"].items()
+    data["recipe"].items()
 
 
 def _format(entry: dict[str, Any] | None) -> LinearFormat | None:
@@ -121,9 +148,11 @@ def _rotation(entry: dict[str, Any]) -> Rotation:
 
 
 def check_files(root: Path, data: dict[str, Any]) -> None:
-    """Every file that the manifest lists is there with its size and sha256; ValueError names the first that is not."""
+    """Every file that the manifest lists is there with its size and sha256, and no other that loaders take for the
+    weights; ValueError names the first that is not so."""
     try:
         listed = {str(name): (entry["size"], entry["sha256"]) for name, entry in data["files"].items()}
+        weights_of(data)
     except (KeyError, TypeError, AttributeError) as error:
         where = f"{root / MANIFEST}: malformed: {type(error).__name__} at {error}"
         raise ValueError(f"{where}, in files; convert again") from None
@@ -133,6 +162,19 @@ def check_files(root: Path, data: dict[str, Any]) -> None:
             raise ValueError(f"{path}: missing, although {MANIFEST} lists it; convert again")
         if path.stat().st_size != size or sha256_range(path) != sha256:
             raise ValueError(f"{path}: differs from what {MANIFEST} lists (size or sha256); convert or download again")
+    for name in {SINGLE, INDEX} - set(listed):
+        if (root / name).exists():
+            raise ValueError(
+                f"{root / name}: {MANIFEST} does not list it, and loaders take it for the weights; move it"
+            )
+
+
+def weights_of(data: dict[str, Any]) -> str:
+    """The file that holds the weights, or says which do; KeyError where the manifest lists none."""
+    if INDEX in data["files"]:
+        return INDEX
+    data["files"][SINGLE]
+    return SINGLE
 
 
 def dump(data: dict[str, Any]) -> bytes:

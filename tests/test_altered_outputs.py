@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import quantrot
-from quantrot.checkpoint import SINGLE
+from quantrot.checkpoint import INDEX, SINGLE
 from quantrot.convert import convert
 from quantrot.manifest import MANIFEST, VERSION, read_manifest
 from tests.damage import FP8, Q_PROJ, config, remove, tensors
@@ -54,6 +54,8 @@ ALTERED = [
     ("manifest-tensors-a-list", edit_manifest(lambda data: data["source"].update(tensors=[Q_PROJ])), r"quantrot\.json: malformed: AttributeError at .*items.*; convert again$"),
     ("manifest-without-shape", edit_manifest(lambda data: data["linears"][Q_PROJ.removesuffix(".weight")].pop("shape")), r"quantrot\.json: malformed: KeyError at 'shape'; convert again$"),
     ("manifest-without-files", edit_manifest(lambda data: data.pop("files")), r"quantrot\.json: malformed: .*files.*; convert again$"),
+    ("manifest-without-a-file-of-weights", edit_manifest(lambda data: data.update(files={})), r"quantrot\.json: malformed: KeyError at 'model\.safetensors', in files; convert again$"),
+    ("index-beside-the-weights", lambda out: (out / INDEX).write_text("{}"), r"index\.json: quantrot\.json does not list it, and loaders take it for the weights; move it$"),
     ("manifest-names-another-module", edit_manifest(lambda data: data["linears"].update({"model.norm": data["linears"][Q_PROJ.removesuffix(".weight")]})), r"quantrot\.json: 'model\.norm' is not a linear of this model; convert again$"),
     ("manifest-linears-a-list", edit_manifest(lambda data: data.update(linears=[])), r"quantrot\.json: malformed: .*; convert again$"),
 ]  # fmt: skip
@@ -89,6 +91,10 @@ EDITED = [
     ("block-zero", lambda data: data["linears"][DOWN]["online"].update(block=0), r"quantrot\.json: .*block"),
     ("block-a-word", lambda data: data["linears"][DOWN]["online"].update(block="full"), r"quantrot\.json: malformed"),
     ("seed-a-list", lambda data: data["linears"][DOWN]["online"].update(seed=[1]), r"quantrot\.json: malformed"),
+    ("R3-lost", lambda data: data.update(attention=None), r"quantrot\.json: attention is without R3, which the weights were made for; convert again$"),
+    ("R4-lost", lambda data: data["linears"][DOWN].update(online=None), rf"quantrot\.json: {DOWN} is without R4, which"),
+    ("cache-lost", lambda data: data["recipe"].update(kv_cache="int4"), r"quantrot\.json: kv_cache is bf16, not int4, which"),
+    ("arithmetic-lost", lambda data: data["recipe"].update(attention="fp8"), r"quantrot\.json: attention is bf16, not fp8, which"),
     ("name-a-list", lambda data: data["linears"][DOWN]["online"].update(name=["R4"]), r"quantrot\.json: malformed"),
 ]  # fmt: skip
 
@@ -100,6 +106,28 @@ def test_manifest_whose_rotation_was_edited_is_refused(online, tmp_path, change,
     edit_manifest(change)(out)
     with pytest.raises(ValueError, match=message):
         read_manifest(out)
+
+
+def test_an_online_hadamard_that_was_lost_is_named(single, tmp_path):
+    rule = {"match": "*", "weights": {"format": "mxfp4"}, "hadamard": 32}
+    convert(single, {"linear": [rule]}, tmp_path / "out")
+    edit_manifest(lambda data: data["linears"][DOWN].update(online=None))(tmp_path / "out")
+    with pytest.raises(ValueError, match=rf"quantrot\.json: {DOWN} is without its Hadamard of 32, which"):
+        quantrot.load(tmp_path / "out")
+
+
+def test_tensors_that_the_manifest_does_not_describe_are_named(converted, tmp_path):
+    out = shutil.copytree(converted, tmp_path / "out")
+    tensors(lambda found: found.update({"model.norm.other": torch.ones(4)}))(out)
+    with pytest.raises(ValueError, match=r"model\.safetensors: its tensors are not those of quantrot\.json: .*other"):
+        quantrot.load(out, device_map="cpu", check_hashes=False)
+
+
+def test_no_pickle_beside_the_weights_is_read(converted, tmp_path):
+    out, ids = shutil.copytree(converted, tmp_path / "out"), torch.tensor([[1, 2]])
+    (out / "pytorch_model.bin").write_bytes(b"no pickle")
+    got, expected = (quantrot.load(path, device_map="cpu")(ids).logits for path in (out, converted))
+    assert torch.equal(got, expected)
 
 
 def test_output_without_a_tensor_is_not_loaded(converted, tmp_path):

@@ -113,9 +113,7 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
 def test_a_table_takes_no_other_files_place(run, mmlu_dir, model_dir, tmp_path):
     (tmp_path / "report.v2.md").write_text("mine")
     args = ["--data", mmlu_dir, "--fewshot", 2, "--limit", 2, "--recipes", "bf16,mxfp4", "--output"]
-    with pytest.raises(
-        ValueError, match=r"output: .*report\.v2\.md, .* with .*report\.v2\.json, is there; move"
-    ):
+    with pytest.raises(ValueError, match=r"output: .*report\.v2\.md, .* with .*report\.v2\.json, is there; move"):
         run("mmlu", model_dir, *args, tmp_path / "report.v2.json")
     assert [path.name for path in tmp_path.iterdir()] == ["report.v2.md"]
     assert [report.beside(Path(name), ".md").name for name in ("a.json", "a-1.5b")] == ["a.md", "a-1.5b.md"]
