@@ -177,13 +177,10 @@ class Mxfp4Activations(Strict):
 
 
 Weights = Annotated[Union[Fp8Weights, Mxfp4Weights, Int8Weights], Field(discriminator="format")]  # noqa: UP007
-_Activations = Annotated[Union[NoActivations, Fp8Activations, Mxfp4Activations], Field(discriminator="format")]  # noqa: UP007
 Activations = Annotated[
-    _Activations,
-    BeforeValidator(
-        lambda given: {"format": "none"} if given == "none" else given,
-        json_schema_input_type=Union[Literal["none"], _Activations],  # noqa: UP007
-    ),
+    Union[NoActivations, Fp8Activations, Mxfp4Activations],  # noqa: UP007
+    Field(discriminator="format", json_schema_extra=lambda schema: schema["oneOf"].append({"const": "none"})),
+    BeforeValidator(lambda given: {"format": "none"} if given == "none" else given),
 ]
 
 PAIRS = {"fp8": ("none", "fp8"), "mxfp4": ("none", "fp8", "mxfp4"), "int8": ("none",)}
