@@ -76,31 +76,25 @@ def read_manifest(root: Path) -> Manifest:
                 f"seed {rotation.seed}) has checksum {actual[:12]}, the weights were turned with {expected[:12]}; "
                 "convert again"
             )
-    if lost := _lost(data, linears, online, attention, arithmetic, kv_cache):
+    manifest = Manifest(data, linears, online, attention, arithmetic, kv_cache)
+    if lost := _lost(manifest):
         raise ValueError(f"{path}: {lost}, which the weights were made for; convert again")
-    return Manifest(data, linears, online, attention, arithmetic, kv_cache)
+    return manifest
 
 
-def _lost(
-    data: dict[str, Any],
-    linears: dict[str, LinearFormat | None],
-    online: dict[str, Rotation],
-    attention: Rotation | None,
-    arithmetic: str,
-    kv_cache: str,
-) -> str | None:
-    """What the recipe and the rotations say that is done at run time, and nothing here would do."""
-    apart = [fqn for fqn in linears if fqn not in online]
-    turned = {name for name, entry in data["rotations"].items() if entry["online"]}
-    if "R3" in turned and attention is None:
+def _lost(manifest: Manifest) -> str | None:
+    """What the recipe and the rotations say that is done at run time, and nothing would do."""
+    apart = {fqn: fmt for fqn, fmt in manifest.linears.items() if fqn not in manifest.online}
+    turned = {name for name, entry in manifest.data["rotations"].items() if entry["online"]}
+    if "R3" in turned and manifest.attention is None:
         return "attention is without R3"
-    if "R4" in turned and (bare := next((fqn for fqn in apart if fqn.endswith(".down_proj")), None)):
-        return f"{bare} is without R4"
-    for fqn in apart:
-        if (fmt := linears[fqn]) is not None and fmt.hadamard:
+    for fqn, fmt in apart.items():
+        if "R4" in turned and fqn.endswith(".down_proj"):
+            return f"{fqn} is without R4"
+        if fmt is not None and fmt.hadamard:
             return f"{fqn} is without its Hadamard of {fmt.hadamard}"
-    for name, found in (("attention", arithmetic), ("kv_cache", kv_cache)):
-        if (asked := data["recipe"].get(name, found)) != found:
+    for name, found in (("attention", manifest.arithmetic), ("kv_cache", manifest.kv_cache)):
+        if (asked := manifest.data["recipe"].get(name, found)) != found:
             return f"{name} is {found}, not {asked}"
     return None
 
@@ -116,6 +110,7 @@ def _check_fields(data: dict[str, Any]) -> None:
             entry[name]
     data["source"]["tensors"].items()
     data["recipe"].items()
+    weights_of(data)
 
 
 def _format(entry: dict[str, Any] | None) -> LinearFormat | None:
@@ -152,7 +147,6 @@ def check_files(root: Path, data: dict[str, Any]) -> None:
     weights; ValueError names the first that is not so."""
     try:
         listed = {str(name): (entry["size"], entry["sha256"]) for name, entry in data["files"].items()}
-        weights_of(data)
     except (KeyError, TypeError, AttributeError) as error:
         where = f"{root / MANIFEST}: malformed: {type(error).__name__} at {error}"
         raise ValueError(f"{where}, in files; convert again") from None
