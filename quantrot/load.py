@@ -68,9 +68,7 @@ def load(
     weights = root / weights_of(manifest.data)  # of a directory accelerate would choose itself, a pickle first
     try:
         load_checkpoint_in_model(model, str(weights), device_map=placed, offload_folder=offload_folder, strict=True)
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, LookupError, RuntimeError, ValueError) as error:
+    except (AttributeError, LookupError, ValueError) as error:
         raise ValueError(f"{weights}: its tensors are not those of {MANIFEST}: {error}; convert again") from None
     missing = [name for name, p in model.named_parameters() if p.device.type == "meta" and not _offloaded(name, placed)]
     if missing:

@@ -136,19 +136,12 @@ def whole(case: tuple) -> tuple:
     return (*case, None)[:3]
 
 
-def before(plan: Plan, turn: Turn | None) -> str | None:
-    """Which kernel runs before the product."""
-    if turn and turn.codes and not hopper.inside(plan, turn):
-        return "codes"
-    return "arrange" if plan.grouped or (turn and not hopper.inside(plan, turn)) else None
-
-
 @pytest.fixture(scope="module")
 def emulator(emulated):
     """emulator(case, tokens, token_scale, packed, scale, seed) -> y."""
     cases = CASES | {name: (plan, FP32, turn) for name, (plan, turn) in TURNS.items()} | BESIDE
     entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in cases.items())
-    kinds = [(before(plan, turn), plan, turn) for plan, _, turn in map(whole, cases.values())]
+    kinds = [(hopper.before(plan, turn), plan, turn) for plan, _, turn in map(whole, cases.values())]
     turns = list(dict.fromkeys((plan.tiles or 1, turn, plan.grouped) for b, plan, turn in kinds if b == "arrange"))
     entries += "".join(hopper.arrange_entry(*key[:2], f"arrange_{i}", key[2]) for i, key in enumerate(turns))
     codes = [(columns, turn, plan.grouped) for b, plan, turn in kinds if b == "codes" for columns in CODED]
@@ -179,9 +172,9 @@ def emulator(emulated):
         plan, out, turn = whole(cases[name])
         y = torch.full((len(tokens), len(packed)), float("nan"), dtype=out)
         read = tokens
-        if before(plan, turn) == "codes":
+        if hopper.before(plan, turn) == "codes":
             read, token_scale = code(tokens, turn, plan.grouped)
-        elif before(plan, turn):
+        elif hopper.before(plan, turn):
             read = arrange(tokens, plan.tiles or 1, turn, plan.grouped)[: 8 * plan.tiles or 1]
         maps = (ctypes.c_ulonglong * 24)()  # what the copy engine does not read stays empty
         for i, (t, box) in enumerate(zip(hopper.matrices(plan, packed, read, scale), plan.boxes, strict=True)):

@@ -130,7 +130,8 @@ def test_gradients_of_gradients_are_refused(compiles):
     layer, x = Fp8TrainingLinear(128, 64), torch.randn(9, 128, requires_grad=True)
     run = torch.compile(lambda x: layer(x), fullgraph=True, backend="aot_eager") if compiles else layer
     # torch 2.11 compiles backwards without a graph of what a forward made, of any function
-    compiled = "double backward|does not require grad"
+    old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+    compiled = "does not require grad" if old else "double backward"
     with pytest.raises(RuntimeError, match=compiled if compiles else "create_graph: .* put nn.Linear"):
         (dx,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
         dx.square().sum().backward()

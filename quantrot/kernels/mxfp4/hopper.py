@@ -241,6 +241,13 @@ def inside(plan: Plan, turn: Turn | None) -> Turn | None:
     return turn if turn and plan.held and (plan.split == 1 or not turn.codes) else None
 
 
+def before(plan: Plan, turn: Turn | None) -> str:
+    """The kernel that tokens go through before the product: "codes" (arrange_codes), "arrange" or none, ""."""
+    if turn and turn.codes and not inside(plan, turn):
+        return "codes"
+    return "arrange" if plan.grouped or (turn and not inside(plan, turn)) else ""
+
+
 def template_of(turn: Turn | None) -> dict[str, Any]:
     """`span` and `rule` of the entries."""
     if turn is None:
@@ -429,12 +436,11 @@ def decode(
     settled = settled and packed is given[0] and scale is given[1]
     (count, columns), rows, device = tokens.shape, packed.shape[0], tokens.get_device()
     plan = plan or plan_for(count, rows, columns)
-    within = inside(plan, turn)
     y = torch.empty(count, rows, dtype=dtype, device=tokens.device)
-    read = tokens
-    if turn and turn.codes and not within:
+    read, first = tokens, before(plan, turn)
+    if turn and first == "codes":
         read, token_scale = arrange_codes(tokens, turn, plan.grouped)
-    elif plan.grouped or (turn and not within):
+    elif first:
         read = arrange(tokens, plan.tiles or 1, turn, plan.grouped)[: 8 * plan.tiles or 1]
     beside = norm, epsilon, residual
     values = _Arguments(args=arguments(plan, read, token_scale, scale, y, turn, settled, *beside))
@@ -447,6 +453,6 @@ def decode(
     if read is not tokens:
         shared = max(shared, ALONE)
     flags = 0 if norm is None else norm_groups(plan, columns), residual is not None
-    function = _kernel(plan, dtype, within, shared, device, *flags)
+    function = _kernel(plan, dtype, inside(plan, turn), shared, device, *flags)
     nvrtc.launch(function, grid, plan.threads, shared, values, device, overlap=True)
     return y
