@@ -77,10 +77,12 @@ def compile_cubin(source: str) -> bytes:
     key = hashlib.sha256(f"{ARCH} {version}\n{source}".encode()).hexdigest()
     name = f"{key[:32]}.cubin"
     with suppress(OSError, RuntimeError):
-        return (_cache() / name).read_bytes()
+        code, digest = (kept := (_cache() / name).read_bytes())[:-32], kept[-32:]
+        if hashlib.sha256(code).digest() == digest:  # else a power cut or a full disk left a part of it
+            return code
     code, _ = build(source)
     try:
-        _keep(_cache() / name, code)
+        _keep(_cache() / name, code + hashlib.sha256(code).digest())
     except (OSError, RuntimeError) as error:  # a home that is read-only or none, a full disk: slower, not wrong
         why = getattr(error, "strerror", None) or error  # without the file's random name: Python then says it once
         warnings.warn(f"compiled kernels are not kept: {why}; QUANTROT_CACHE names another folder", stacklevel=2)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+HOPPER_SHARED = 227 << 10  # bytes of shared memory that a program may have on Hopper
+
 
 def implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator: this operator on CPU and CUDA; its first argument is a tensor.
@@ -103,6 +105,15 @@ def check_around(
         if given is not None and (given.shape != shape or given.dtype != kind or given.device != x.device):
             found = f"{given.dtype} {list(given.shape)} on {given.device}"
             raise ValueError(f"{name}: {found}; allowed: {kind} {list(shape)} on {x.device}")
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program on this device may have; Hopper's, the most there is, where there is no GPU."""
+    if device.type != "cuda":
+        return HOPPER_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
 @cache

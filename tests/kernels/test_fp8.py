@@ -354,6 +354,13 @@ print("agrees")
 """
 
 
+def test_a_gpu_with_little_shared_memory_turns_and_quantizes_long_rows_in_two_kernels():
+    """Ada and consumer Blackwell have 99 KB; 14336 columns, padded to 16384, take 128."""
+    triton_hadamard = pytest.importorskip("quantrot.kernels.fp8.triton_hadamard", reason="triton is not installed")
+    for order, fits in ((4096, True), (8192, True), (14336, False)):
+        assert triton_hadamard.supports(order, order, 2) and triton_hadamard.supports(order, order, 2, 99 << 10) == fits
+
+
 def test_the_triton_kernels_agree_when_interpreted(interpreted):
     assert interpreted(INTERPRETED.replace("SPECIAL", repr(SPECIAL))).strip() == "agrees"
 

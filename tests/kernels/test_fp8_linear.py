@@ -489,3 +489,19 @@ def test_gpu_a_chain_in_a_graph(settled):
         y.zero_()
         graph.replay()
         assert torch.equal(y, expected)
+
+
+@gpu
+def test_a_norm_that_the_kernel_before_writes_is_waited_for():
+    """It fills the multiprocessors and lets the next kernel start at once."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    (wide, wide_scale), (b, b_scale) = ((t.cuda() for t in weight(4096, k, False)) for k in (8192, 4096))
+    x = torch.randn(1, 4096, device="cuda").to(BF16)
+    for _ in range(50):
+        before = torch.randn(1, 8192, device="cuda").to(BF16)
+        torch.cuda._sleep(1_000_000)
+        norm = fp8_linear(before, wide, wide_scale)[0]
+        y = fp8_linear(x, b, b_scale, norm=norm, epsilon=1e-5)
+        torch.cuda.synchronize()
+        assert torch.equal(y, fp8_linear(x, b, b_scale, norm=norm, epsilon=1e-5))

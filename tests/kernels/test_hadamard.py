@@ -213,6 +213,19 @@ def test_in_place_is_out_of_place(device, dtype, n):
         assert torch.equal(rows, y)
 
 
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_backward_does_not_take_what_was_transformed_in_place_for_what_it_saved(device, dtype):
+    w, x = (
+        torch.randn(256, device=device, dtype=dtype, requires_grad=True),
+        torch.randn(8, 256, device=device).to(dtype),
+    )
+    y = (w * x).sum()
+    hadamard_transform_(x.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("n", [4096, 8192, 16384])

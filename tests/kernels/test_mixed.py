@@ -1,6 +1,7 @@
 """INT8 weights, and the laws of the mixed-input product: on the CPU and, where there is a GPU, on every backend."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -554,3 +555,14 @@ def test_more_than_2_31_codes():
         y = mixed_gemm(x, weight, scale, backend="triton")
         exact = exact_product(x, weight[-3:], scale[-3:])
         assert relative(y[:, -3:], exact) <= MAX_RELATIVE_ERROR[torch.bfloat16] * 2 and not y[:, :-3].any()
+
+
+def test_each_gpu_is_compiled_for_by_its_own_capability(monkeypatch):
+    triton = pytest.importorskip("quantrot.kernels.mixed.triton", reason="triton is not installed")
+    targets = iter([SimpleNamespace(arch=120, backend="cuda"), SimpleNamespace(arch=89, backend="cuda")])
+    active = SimpleNamespace(get_current_target=lambda: next(targets))
+    monkeypatch.setattr(triton.triton.runtime, "driver", SimpleNamespace(active=active))
+    triton.architecture.cache_clear()
+    found = [triton.architecture(torch.device("cuda", i)) for i in (0, 1, 0)]
+    triton.architecture.cache_clear()
+    assert found == [120, 89, 120]

@@ -277,3 +277,14 @@ def test_rows_and_tokens_outside_of_a_window_are_exact_on_a_gpu():
     y, expected = mxfp4_gemm(x.to(BF16), *b, activations="mxfp4", backend="hopper").double(), left @ right.T
     assert ((y - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-12 * (left.abs() @ right.abs().T)).all()
     assert expected[3, 5].abs() > 1 and expected[7, 17].abs() > 1
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [8, 64, 1024, 2048])
+@pytest.mark.parametrize("activations", ["none", "fp8", "mxfp4"])
+def test_a_gpu_takes_tokens_whose_columns_are_not_adjacent(tokens, activations):
+    weight = quantize_mxfp4(torch.randn(512, 1024, device="cuda"))
+    x = torch.randn(tokens, 1024, 2, device="cuda").bfloat16()
+    for rows in (x[..., 1], x[:, :1, :1].expand(-1, 1024, 1)[..., 0], x[:1, :, 0].expand(tokens, -1)):
+        expected = mxfp4_gemm(rows.contiguous(), *weight, activations=activations)
+        assert torch.equal(mxfp4_gemm(rows, *weight, activations=activations), expected)

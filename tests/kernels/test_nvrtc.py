@@ -103,9 +103,13 @@ def test_what_is_compiled_is_kept(cuda_core, tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTROT_CACHE", str(tmp_path / "a folder/cache"))
     code = nvrtc.compile_cubin(NOTHING)
     assert code.startswith(b"\x7fELF")
-    assert [path.read_bytes() for path in (tmp_path / "a folder/cache").iterdir()] == [code]
+    (file,) = (tmp_path / "a folder/cache").iterdir()
     with patch.object(nvrtc, "build", side_effect=AssertionError("compiled twice")):
         assert nvrtc.compile_cubin(NOTHING) == code
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:32], whole[:-1], whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]):
+        file.write_bytes(damaged)
+        assert nvrtc.compile_cubin(NOTHING) == code and file.read_bytes() == whole
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(cuda_core, tmp_path, monkeypatch):

@@ -491,8 +491,9 @@ def _rope_hadamard_quantize(
             by_block = granularity == Granularity.block
             if backend != "triton" and prepare.supports(q, k, v, cos, sin, signs, order):
                 return _as_bytes(prepare.quantize(q, k, v, cos, sin, order, by_block, codes))
-            return _as_bytes(rope.quantize(q, k, v, cos, sin, signs, order, by_block, codes))
-        if backend == "triton":
+            if backend == "triton" or rope.supports(q.shape[3], order, q.dtype, q.device):
+                return _as_bytes(rope.quantize(q, k, v, cos, sin, signs, order, by_block, codes))
+        elif backend == "triton":
             raise ValueError(
                 f"backend: 'triton' has no granularity {granularity} with head_dim {q.shape[3]}; allowed here: token "
                 f"(any head_dim), block (up to {LARGEST_BLOCK_HEAD}), or backend auto or reference"

@@ -16,7 +16,7 @@ from quantrot.kernels.attention import prepare
 from quantrot.kernels.attention.reference import BLOCK, LARGEST_BLOCK_HEAD, key_rows
 from quantrot.kernels.attention.triton import PTX, encode, magnitude, scale_byte, step, whole
 from quantrot.kernels.fp8 import E4M3
-from quantrot.kernels.operators import kept
+from quantrot.kernels.operators import kept, shared_bytes
 from quantrot.orthogonal import hadamard
 
 FEW = 16  # tokens: a decoding step's tile
@@ -72,6 +72,7 @@ def _turn(
     x_at = x_ptr + t[:, None].to(tl.int64) * x_token + d[None, :]
     out_at = out_ptr + t[:, None].to(tl.int64) * (2 * HALF) + d[None, :]
     for head in tl.range(first, last):
+        head = tl.full((), 0, tl.int64) + head  # 32 heads of 524288 tokens have 2^31 elements
         low = tl.load(x_at + head * x_head, mask=inside, other=0.0)
         high = tl.load(x_at + head * x_head + HALF, mask=inside, other=0.0)
         if ROPE:
@@ -164,9 +165,10 @@ def _quantize_kernel(
             blocks, factor, HALF, HP, TILE, ROPE, SIGNS, ROTATE, BY_BLOCK, PRECISION, PTX,
         )  # fmt: skip
     else:
-        group = batch * groups + part - q_parts - k_parts
+        head = (part - q_parts - k_parts).to(tl.int64)
+        group = batch * groups + head
         _values(
-            v_ptr + batch * v_batch + (part - q_parts - k_parts) * v_head, v_out + group * padded * 2 * HALF,
+            v_ptr + batch * v_batch + head * v_head, v_out + group * padded * 2 * HALF,
             v_scale + group * (blocks if BY_BLOCK else tokens), v_token, tile, tokens, padded, 2 * HALF, DP, VALUES,
             BY_BLOCK, PTX,
         )  # fmt: skip
@@ -189,6 +191,13 @@ def _matrix(order: int, dim: int, half: int, dtype: torch.dtype, device: torch.d
     quarters = torch.zeros(2, 2, half, half)
     quarters[:, :, : dim // 2, : dim // 2] = whole.view(2, dim // 2, 2, dim // 2).transpose(1, 2)
     return quarters.to(device, dtype)
+
+
+def supports(dim: int, order: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether its tiles fit into a multiprocessor: a rotation of float32 takes 128 KB of it, of more than 128 numbers
+    224, which Ada and consumer Blackwell (99 KB) do not have."""
+    needs = (128 if dim <= LARGEST_BLOCK_HEAD else 224) << 10
+    return not order or dtype != torch.float32 or dim <= 64 or shared_bytes(device) >= needs
 
 
 def quantize(

@@ -49,7 +49,14 @@ from quantrot.kernels.fp8.reference import (
     whole,
 )
 from quantrot.kernels.hadamard import check_transform
-from quantrot.kernels.operators import check_around, check_device, constant, implement, register_no_gradient
+from quantrot.kernels.operators import (
+    check_around,
+    check_device,
+    constant,
+    implement,
+    register_no_gradient,
+    shared_bytes,
+)
 
 __all__ = [
     "E4M3",
@@ -462,7 +469,8 @@ def _hadamard_quantize(
         return q, scale
     from quantrot.kernels.fp8 import triton_hadamard
 
-    if (rows, columns) != (1, 128) or not triton_hadamard.supports(order, x.shape[1], x.dtype.itemsize):
+    shape, shared = (order, x.shape[1], x.dtype.itemsize), shared_bytes(x.device)
+    if (rows, columns) != (1, 128) or not triton_hadamard.supports(*shape, shared):
         if backend == "triton":
             raise ValueError(
                 f"backend: 'triton' has no kernel for order {order}, {x.shape[1]} columns and block_size "

@@ -188,8 +188,9 @@ def row_plan(columns: int, units: int = 4) -> Rows:
 
 
 def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
-    """Whether `quantize` takes x [M, K] (gated [M, 2 K]), contiguous columns, on this device and installation."""
+    """Whether `quantize` takes x [M, K] (gated [M, 2 K]) on this device and installation."""
     aligned = x.shape[1] % (16 if gated else 8) == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    aligned = aligned and x.stride(1) == 1
     row = whole_row(block, x.shape[1]) and x.shape[1] <= MOST_COLUMNS
     fits = (block in PLANS or row) and x.dtype in DTYPES and aligned and max(x.shape) < 1 << 31
     if gated:

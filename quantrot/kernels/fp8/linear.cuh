@@ -79,7 +79,7 @@ __device__ __forceinline__ void store_gated(const GemmArgs& args, int column, u3
 //
 // NORMED: all of k is this block's, and V groups a half-warp are all there are. A token's sum of squares is that of its
 // groups' sums, which meet at `sums`, in an order that the number of tokens does not change.
-template <int D, bool NORMED, int V, int THREADS, bool CHANNEL, class Shape>
+template <int D, bool NORMED, int V, int EARLY, int THREADS, bool CHANNEL, class Shape>
 __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const GemmArgs& args, int column, int first,
                                                 int count, u32 codes, u32 scales, u32 sums) {
   const int m = args.m;
@@ -95,6 +95,7 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
   codes += (in / 2 * m + token) * 16 + in % 2 * 8, scales += token * 4, sums += token * 4;
   Vec weight[NORMED ? V : 1];
   if constexpr (NORMED) {
+    if constexpr (EARLY == 0) decode_wait<Shape>();  // the kernel before this one may write it
 #pragma unroll
     for (int j = 0; j < V; j++) {
       weight[j] = Vec{{0, 0, 0, 0}};
@@ -102,7 +103,7 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
       if (k < real) weight[j] = load16((const char*)tokens.norm + (i64)(k * 128 + in * 8) * 2);
     }
   }
-  decode_wait<Shape>();  // a second time where nothing may be read early
+  decode_wait<Shape>();
   for (int start = begin; start - begin < count; start += apart * V) {
     Vec v[V];
 #pragma unroll
@@ -162,7 +163,7 @@ __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args,
                                       part.full, part.empty, Shape::STAGE, args.n / 2);
   } else {
     const u32 sums = part.codes + part.count * 128 * m + (TOKENS - m) * 16;
-    quantize_tokens<D, NORMED, V, THREADS, CHANNEL, Shape>(tokens, args, part.column, part.first, part.count, part.codes,
+    quantize_tokens<D, NORMED, V, EARLY, THREADS, CHANNEL, Shape>(tokens, args, part.column, part.first, part.count, part.codes,
                                                            part.scales, sums);
     fence_async();
     const int row = threadIdx.x / (COLUMNS / 8), column = part.column + threadIdx.x % (COLUMNS / 8) * 8;

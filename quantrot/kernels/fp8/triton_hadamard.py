@@ -14,10 +14,11 @@ from torch import Tensor
 from quantrot.kernels.fp8.triton import NATIVE, codes, magnitude_bits, scale_of
 from quantrot.kernels.fp8.tuned import TurnPlan, turn_plan
 from quantrot.kernels.hadamard.triton import LARGEST_AXIS, _matrix, _padded, axes, load_matrix, multiply_axes
-from quantrot.kernels.operators import kept
+from quantrot.kernels.operators import HOPPER_SHARED, kept
 from quantrot.orthogonal import hadamard_factors
 
 GROUP = 128
+BYTES_EACH = 8  # of shared memory, a padded element of a row
 LARGEST = 16384  # padded elements of a row: 139 KB of shared memory, 127 registers of 512 threads
 # Padded axes of the kernels whose codes were right on an H200, compiled by Triton 3.6. It compiles (1, 16, 32),
 # (1, 32, 32) and (1, 64, 32) wrongly, whatever the rows and warps; the others that there could be have not run on one.
@@ -77,8 +78,8 @@ def _axes(order: int, itemsize: int) -> tuple[int, int, int] | None:
     return (n1, n2, n3) if fits else None
 
 
-def supports(order: int, columns: int, itemsize: int) -> bool:
-    """Whether one kernel does it: see the top of the file."""
+def supports(order: int, columns: int, itemsize: int, shared: int = HOPPER_SHARED) -> bool:
+    """Whether one kernel does it, with so many bytes of shared memory: see the top of the file."""
     n = _axes(order, itemsize)
     if n is None or tuple(map(_padded, n)) not in RIGHT:
         return False
@@ -86,6 +87,8 @@ def supports(order: int, columns: int, itemsize: int) -> bool:
     if any(_padded(k) != k for k in n[outer + 1 :]) or (outer == 2 and _padded(n[2]) != n[2]):
         return False
     size = _padded(n[0]) * _padded(n[1]) * _padded(n[2])
+    if size * BYTES_EACH > shared:
+        return False
     if order == size:
         return columns % GROUP == 0
     return order == columns or order % GROUP == 0

@@ -201,6 +201,7 @@ def _hadamard_(x: Tensor, signs: Tensor | None, order: int, scale: float, transp
         from quantrot.kernels.hadamard import hopper
 
         hopper.transform(x, signs, order, scale, transpose, into=x)
+        torch.autograd.graph.increment_version(x)  # or a backward that has saved x would take what it is now
     else:
         x.copy_(_run(x, signs, order, scale, transpose, backend))
 

@@ -5,8 +5,9 @@ Sizes are the kernels' (`triton`): R rows of the narrow operand, C of the wide o
 
 from dataclasses import dataclass
 
+from quantrot.kernels.operators import HOPPER_SHARED
+
 DECODE_COLUMNS = 16
-HOPPER_SHARED = 227 << 10
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quantrot.kernels.mixed.conversions import program, widen
-from quantrot.kernels.mixed.plans import HOPPER_SHARED, Decode, Prefill, plan_for
+from quantrot.kernels.mixed.plans import Decode, Prefill, plan_for
+from quantrot.kernels.operators import shared_bytes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -216,9 +217,10 @@ def _expand_kernel(
 # --- Launches --------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
-def architecture() -> int:
-    """The compute capability that kernels are compiled for, 90 for 9.0; 0 in the interpreter and on other makes."""
+@lru_cache(maxsize=16)
+def architecture(device: torch.device) -> int:
+    """The compute capability that kernels for this device, the current one, are compiled for, 90 for 9.0; 0 in the
+    interpreter and on other makes."""
     if INTERPRETED:
         return 0
     target = triton.runtime.driver.active.get_current_target()
@@ -232,7 +234,7 @@ def launch_decode(
     """y [C, R] = wide [C, K] times the transpose of the codes' values [R, K]."""
     (columns, depth), rows = wide.shape, scale.shape[0]
     group = 0 if scale.shape[1] == 1 else depth // scale.shape[1]
-    arch = architecture()
+    arch = architecture(codes.device)
     step = plan.slices * plan.depth
     _decode_kernel[(triton.cdiv(rows, plan.rows),)](
         codes, wide, scale, scale if zero is None else zero, scale if bias is None else bias, y, rows, columns, depth,
@@ -246,11 +248,8 @@ def launch_decode(
 @lru_cache(maxsize=16)
 def _machine(device: torch.device) -> tuple[int, int]:
     """Multiprocessors, and the shared memory that a program may have; an H200's where there is no GPU."""
-    if device.type != "cuda":
-        return 132, HOPPER_SHARED
-    properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return properties.multi_processor_count, shared
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return processors, shared_bytes(device)
 
 
 def _tileable(t: Tensor) -> bool:
@@ -265,7 +264,7 @@ def launch_prefill(
     """y [M, N] contiguous; the narrow operand [R, K] is the weight (R = N) or the activations (R = M)."""
     (columns, depth), rows = wide.shape, scale.shape[0]
     group = 0 if scale.shape[1] == 1 else depth // scale.shape[1]
-    arch = architecture()
+    arch = architecture(codes.device)
     part = triton.cdiv(triton.cdiv(depth, plan.depth), plan.split) * plan.depth
     split = triton.cdiv(depth, part)
     sums = torch.empty(split, *y.shape, dtype=torch.float32, device=y.device) if split > 1 else y[None]
@@ -300,7 +299,7 @@ def expand(codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, out: Te
     block = max(16, min(4096, triton.next_power_of_2(depth)))
     _expand_kernel[(rows, triton.cdiv(depth, block))](
         codes, scale, scale if zero is None else zero, out, depth, codes.stride(0), GROUP=group, KIND=kind,
-        ARCH=architecture(), ZERO=zero is not None, BLOCK=block, PIECE=16 if group % 16 == 0 else 1,
+        ARCH=architecture(codes.device), ZERO=zero is not None, BLOCK=block, PIECE=16 if group % 16 == 0 else 1,
         num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
 

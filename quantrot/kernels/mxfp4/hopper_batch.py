@@ -122,6 +122,7 @@ def arrange(tokens: Tensor) -> Tensor:
 
 def quantize(x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     """x [M, K], K a multiple of BLOCK -> e4m3, arranged, and a float32 scale a token by the rule (Fp8ScaleRule)."""
+    x = x if x.stride(1) == 1 else x.contiguous()
     if not blocks.supports(x, (1, 0)):
         qdata, scale = quantize_fp8_block(x, (1, 0), rule)
         return arrange(qdata), scale.view(-1)
