@@ -64,8 +64,10 @@ class Fp8Linear(QuantizedLinear):
     def _quantizes_rows(self) -> bool:
         return self.format.activations.block == ROW and not self.online_name
 
-    def fuses(self, device: torch.device) -> bool:
-        if self._decoded is not None or not self._quantizes_rows() or not self.runs_packed(device):
+    gates_behind = True
+
+    def fuses(self, device: torch.device, tokens: int) -> bool:
+        if tokens != 1 or self._decoded is not None or not self._quantizes_rows() or not self.runs_packed(device):
             return False
         return has_one_kernel(self.out_features, self.in_features, device)
 

@@ -29,8 +29,10 @@ class Int8Linear(QuantizedLinear):
     def gated(self, x: Tensor) -> Tensor | None:
         return self.fused(as_autocast(x), gates=True) if self._decoded is None and self.runs_packed(x.device) else None
 
-    def fuses(self, device: torch.device) -> bool:
-        if self._decoded is not None or self.online_name or not self.runs_packed(device):
+    gates_behind = True
+
+    def fuses(self, device: torch.device, tokens: int) -> bool:
+        if tokens != 1 or self._decoded is not None or self.online_name or not self.runs_packed(device):
             return False
         scale = self.stored()[1]
         return has_one_kernel(self.out_features, self.in_features, scale.shape[1], device)

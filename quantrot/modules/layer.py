@@ -1,7 +1,7 @@
-"""Decoder layers of one token: their norms, gate and residuals belong to the linears' kernels.
+"""Decoder layers of few tokens: their norms, gate and residuals belong to the linears' kernels.
 
-Each would be a kernel of its own that takes 3 us to start, read 8 KB, and end; four linears and the attention are left
-(and a gate of MXFP4's, which costs more at the end of a product).
+Each would be a kernel of its own that takes 3 us to start, read 8 KB a token, and end; four linears and the attention
+are left.
 """
 
 from typing import Any
@@ -17,10 +17,12 @@ from quantrot.modules.attention import QuantizedAttention
 from quantrot.modules.linear import QuantizedLinear, hooked
 from quantrot.modules.merged import QuantizedMLP, is_rms_norm, is_silu
 
+FEW = 32  # tokens; more than that no linear `fuses`
+
 
 class FewTokens:
-    """In front of a decoder layer's class: what that does, in fewer kernels for a single token where one kernel runs
-    each linear with what is before and behind it. Numbers change as the order of a norm's sum does."""
+    """In front of a decoder layer's class: what that does, in fewer kernels for few tokens, where each linear's run
+    what is before and behind it. Numbers change as the order of a norm's sum does."""
 
     self_attn: Any
     mlp: Any
@@ -28,7 +30,7 @@ class FewTokens:
     post_attention_layernorm: Any
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or hidden_states.shape[:-1].numel() != 1 or not self.fuses(hidden_states):
+        if args or not self.fuses(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         norm, residual = self.input_layernorm, hidden_states
         hidden_states, _ = self.self_attn(hidden_states, norm=norm, residual=residual, **kwargs)
@@ -36,15 +38,15 @@ class FewTokens:
 
     def fuses(self, x: Tensor) -> bool:
         """Whether the layer as it is now can be run so, for x's dtype and device."""
-        attention, mlp = self.self_attn, self.mlp
-        if not isinstance(attention, QuantizedAttention) or not isinstance(mlp, QuantizedMLP):
+        attention, mlp, tokens = self.self_attn, self.mlp, x.shape[:-1].numel()
+        if tokens > FEW or not (isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)):
             return False
         if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
             return False
         if not all(is_rms_norm(norm, x.dtype) for norm in (self.input_layernorm, self.post_attention_layernorm)):
             return False
         for each in (attention.current(), attention.o_proj, mlp.current(), mlp.down_proj):
-            if not isinstance(each, QuantizedLinear) or hooked(each) or not each.fuses(x.device):
+            if not isinstance(each, QuantizedLinear) or hooked(each) or not each.fuses(x.device, tokens):
                 return False
         return is_silu(mlp.act_fn) and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from quantrot import formats
 from quantrot.checkpoint import DTYPES
 from quantrot.formats import ActivationFormat, LinearFormat
+from quantrot.kernels.fp8.reference import gate
 from quantrot.kernels.fp8.round_trip import round_trip_fp8
 from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.kernels.mxfp4 import round_trip_mxfp4
@@ -199,14 +200,28 @@ class QuantizedLinear(nn.Module):
         """
         return None
 
-    def fuses(self, device: torch.device) -> bool:
-        """Whether this linear has `fused`, and what that does for a token is one kernel there, but for MXFP4's gate."""
+    gates_before, gates_behind = False, False  # which of `gated` and `gates` this linear's `_fused` takes
+
+    def fuses(self, device: torch.device, tokens: int) -> bool:
+        """Whether this linear has `fused`, and what that does for so many tokens is one kernel there, or two."""
         return False
 
-    def fused(self, x: Tensor, *, norm: Any = None, residual: Tensor | None = None, gates: bool = False) -> Tensor:
-        """The product of x or of norm(x), Llama's; silu of its first half times the second; plus residual."""
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: Any = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+        gates: bool = False,
+    ) -> Tensor:
+        """The product of x or of norm(x), Llama's, plus residual. gated: of silu(x's first half) * its second; gates:
+        the same is made of the product."""
         weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-        return self._fused(x, norm=weight, epsilon=epsilon, residual=residual, gates=gates)
+        rest = {"gated": gated} if self.gates_before else {"gates": gates} if self.gates_behind else {}
+        x = gate(x) if gated and not self.gates_before else x
+        y = self._fused(x, norm=weight, epsilon=epsilon, residual=residual, **rest)
+        return gate(y) if gates and not self.gates_behind else y
 
     def _fused(self, x: Tensor, **rest: Any) -> Tensor:
         raise AssertionError(f"{type(self).__name__} has no `fused`: see `fuses`")

@@ -134,7 +134,8 @@ class QuantizedMLP(Merging):
         merged: Any = self.current()
         down = self.down_proj
         if norm is not None:
-            return down.fused(merged.fused(x, norm=norm, gates=True), residual=residual)
+            gated = down.gates_before and not merged.gates_behind
+            return down.fused(merged.fused(x, norm=norm, gates=not gated), gated=gated, residual=residual)
         if merged is not None and is_silu(self.act_fn):
             middle = merged.gated(x)
             if middle is not None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quantrot import patterns
-from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_kernels, has_one_kernel, mxfp4_fused, mxfp4_gemm
+from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_fused, has_kernels, mxfp4_fused, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import check_fused
 from quantrot.modules.linear import QuantizedLinear, as_autocast, hooked
 
@@ -45,11 +45,13 @@ class Mxfp4Linear(QuantizedLinear):
             "settled": True,  # parameters: who writes them on the device waits before a forward
         }
 
-    def fuses(self, device: torch.device) -> bool:
+    gates_before = True
+
+    def fuses(self, device: torch.device, tokens: int) -> bool:
         turns = bool(self.online_name) and not self.fused_hadamard()
         if self._decoded is not None or self.bias is not None or turns:
             return False
-        return self.runs_packed(device) and has_one_kernel(self.out_features, self.in_features, device)
+        return self.runs_packed(device) and has_fused(tokens, self.out_features, self.in_features, device)
 
     def _fused(self, x: Tensor, **rest: Any) -> Tensor:
         return mxfp4_fused(x, self.weight_packed, self.weight_scale, **rest, **self._options())

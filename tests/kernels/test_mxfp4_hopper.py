@@ -6,24 +6,26 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
-from quantrot.kernels.fp8.reference import rms_norm
+from quantrot.kernels.fp8.reference import gate, rms_norm
 from quantrot.kernels.mxfp4 import (
     dequantize_mxfp4,
-    has_one_kernel,
+    has_fused,
     hopper,
     mxfp4_fused,
     mxfp4_gemm,
     quantize_mxfp4,
     tuned,
 )
-from quantrot.kernels.mxfp4.hopper import Plan, Turn
+from quantrot.kernels.mxfp4.hopper import Arranging, Plan, Turn
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 
 gpu = pytest.mark.gpu
@@ -72,44 +74,32 @@ TURNS = {
     "fp8_thirty_two_grouped": (CASES["thirty_two_grouped"][0], Turn(Fp8ScaleRule.pow2, 0)),
     "even_32_of_a_ring": (CASES["one"][0], Turn(ScaleRule.even, 32)),
 }
-# plan, output, what the token becomes, groups of it that a thread norms, whether a residual is added
+# plan, what the tokens become, what is before that, whether a residual is added; of one token that the product norms:
+# for how many groups a thread
 BESIDE = {
-    "normed": (CASES["one_held"][0], BF16, None, 1, False),
-    "normed_twice": (CASES["one_held_once"][0], BF16, TURNS["even_32"][1], 2, False),
-    "added": (CASES["one_held_once"][0], BF16, TURNS["rceil_128"][1], 0, True),
-    "normed_and_added": (CASES["one_held"][0], BF16, TURNS["quest_128"][1], 1, True),
-    "normed_in_fp8": (CASES["one_held_once"][0], BF16, TURNS["fp8"][1], 2, True),
-    "added_in_fp8": (CASES["one_held"][0], BF16, TURNS["fp8"][1], 0, True),
+    "normed": (CASES["one_held"][0], None, "NORMED", False, 1),
+    "normed_twice": (CASES["one_held_once"][0], TURNS["even_32"][1], "NORMED", False, 2),
+    "added": (CASES["one_held_once"][0], TURNS["rceil_128"][1], "NO_FRONT", True),
+    "normed_and_added": (CASES["one_held"][0], TURNS["quest_128"][1], "NORMED", True, 1),
+    "normed_in_fp8": (CASES["one_held_once"][0], TURNS["fp8"][1], "NORMED", True, 2),
+    "added_in_fp8": (CASES["one_held"][0], TURNS["fp8"][1], "NO_FRONT", True),
+    "one_gated": (CASES["one_held"][0], TURNS["even_32"][1], "GATED", True),
+    "eight_normed": (CASES["eight"][0], TURNS["even_32"][1], "NORMED", True),
+    "eight_gated": (CASES["eight"][0], None, "GATED", False),
+    "sixteen_gated_in_fp8": (CASES["sixteen"][0], TURNS["fp8_exact"][1], "GATED", True),
+    "sixteen_normed_in_fp8": (CASES["sixteen"][0], TURNS["fp8"][1], "NORMED", True),
+    "thirty_two_added": (CASES["thirty_two_split4"][0], None, "NO_FRONT", True),
+    "thirty_two_normed": (CASES["thirty_two_split4"][0], TURNS["mse_64"][1], "NORMED", True),
+    "grouped_normed": (CASES["thirty_two_grouped"][0], None, "NORMED", True),
+    "grouped_gated": (CASES["thirty_two_grouped"][0], TURNS["quest_128"][1], "GATED", True),
 }
-CODED = (256, 1152, 2560)  # columns of tokens that become e4m3's codes
+WIDTHS = (128, 1152, 1536, 2560, 2816)  # columns of tokens
 DRIVER = """
 static std::string message;
-struct ArrangeArgs {
-  const void* x;
-  quantrot::Words* y;
-  int tokens, columns;
-  float root;
-};
-extern "C" const char* arranged(int which, const ArrangeArgs* a, int blocks, int threads) {
-  using Kernel = void(const void*, quantrot::Words*, int, int, float);
+extern "C" const char* arranged(int which, const quantrot::ArrangeArgs* a, int blocks, int threads, int shared) {
+  using Kernel = void(quantrot::ArrangeArgs);
   static Kernel* const kernels[] = {ARRANGE};
-  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, 0, 0, [&] {
-    kernels[which](a->x, a->y, a->tokens, a->columns, a->root);
-  });
-  return message.c_str();
-}
-
-struct CodesArgs {
-  const void* x;
-  quantrot::Words* y;
-  float* scales;
-  int columns;
-};
-extern "C" const char* coded(int which, const CodesArgs* a, int blocks, int threads, int shared) {
-  using Kernel = void(const void*, quantrot::Words*, float*, int);
-  static Kernel* const kernels[] = {CODED};
-  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, shared, 0,
-                             [&] { kernels[which](a->x, a->y, a->scales, a->columns); });
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, shared, 0, [&] { kernels[which](*a); });
   return message.c_str();
 }
 
@@ -131,61 +121,58 @@ extern "C" const char* run(int which, const unsigned long long (*m)[8], const qu
 """
 
 
-def whole(case: tuple) -> tuple:
-    """(plan, output, turn)."""
-    return (*case, None)[:3]
+class Arranger:
+    """Kernels that arrange tokens, of given kinds and widths, in the emulator."""
+
+    def __init__(self, kinds: Iterable[Arranging], widths: Iterable[int]) -> None:
+        made = {(kind, kind.shape(columns)): columns for kind in kinds for columns in widths}
+        self.keys = list(made)
+        entries = enumerate(made.items())
+        self.source = "".join(hopper.arrange_entry(columns, key[0], f"arrange_{i}") for i, (key, columns) in entries)
+        self.names = ", ".join(f"arrange_{i}" for i in range(len(self.keys)))
+
+    def run(self, library, x, columns: int, kind: Arranging, norm=None, epsilon: float = 0.0, settled: bool = False):
+        y, scales = torch.full((len(x), columns), float("nan"), dtype=BF16), torch.full((len(x),), float("nan"))
+        arguments = hopper.arrange_arguments(x, y, scales, kind.turn, norm, epsilon, settled)
+        shape = kind.shape(columns)
+        sizes = len(x) * kind.shares, shape[0], hopper.REDUCED
+        library.arranged.restype = ctypes.c_char_p
+        message = library.arranged(self.keys.index((kind, shape)), ctypes.byref(arguments), *sizes)
+        assert message == b"", message.decode()
+        return y, scales if kind.turn and kind.turn.codes else None
 
 
 @pytest.fixture(scope="module")
 def emulator(emulated):
     """emulator(case, tokens, token_scale, packed, scale, seed) -> y."""
-    cases = CASES | {name: (plan, FP32, turn) for name, (plan, turn) in TURNS.items()} | BESIDE
-    entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in cases.items())
-    kinds = [(hopper.before(plan, turn), plan, turn) for plan, _, turn in map(whole, cases.values())]
-    turns = list(dict.fromkeys((plan.tiles or 1, turn, plan.grouped) for b, plan, turn in kinds if b == "arrange"))
-    entries += "".join(hopper.arrange_entry(*key[:2], f"arrange_{i}", key[2]) for i, key in enumerate(turns))
-    codes = [(columns, turn, plan.grouped) for b, plan, turn in kinds if b == "codes" for columns in CODED]
-    entries += "".join(hopper.codes_entry(*key[:2], f"codes_{i}", key[2]) for i, key in enumerate(codes))
+    turned_on_the_way = {name: (plan, FP32, turn) for name, (plan, turn) in TURNS.items()}
+    cases = {name: (*case, None) for name, case in CASES.items()} | turned_on_the_way
+    cases |= {name: (plan, BF16, turn, *groups, adds) if groups else (plan, BF16, turn, 0, adds)
+              for name, (plan, turn, _, adds, *groups) in BESIDE.items()}  # fmt: skip
+    fronts = {name: (front == "NORMED", front == "GATED") for name, (_, _, front, *_) in BESIDE.items()}
+    before = {name: hopper.before(plan, turn, *fronts.get(name, ())) for name, (plan, _, turn, *_) in cases.items()}
+    arranger = Arranger([kind for kind in before.values() if kind], WIDTHS)
+    entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in cases.items()) + arranger.source
     driver = DRIVER.replace("NAMES", ", ".join(f"decode_{name}" for name in cases))
-    driver = driver.replace("ARRANGE", ", ".join(f"arrange_{i}" for i in range(len(turns))))
-    driver = driver.replace("CODED", ", ".join(f"codes_{i}" for i in range(len(codes))))
-    library = emulated(hopper.device_functions() + entries + driver)
-    library.run.restype = library.arranged.restype = library.coded.restype = ctypes.c_char_p
-
-    def arrange(x, tiles, turn, grouped):
-        y = torch.full((tiles * 8, x.shape[1]), float("nan"), dtype=BF16)
-        arguments, blocks = hopper.arrange_arguments(x, y, turn), hopper.arrange_blocks(x.shape[1], tiles)
-        which = turns.index((tiles, turn, grouped))
-        message = library.arranged(which, ctypes.byref(arguments), blocks, hopper.ARRANGE_THREADS)
-        assert message == b"", message.decode()
-        return y
-
-    def code(x, turn, grouped):
-        y, scales = torch.full_like(x, float("nan")), torch.full((len(x),), float("nan"))
-        arguments = hopper.CodesArguments(*(t.data_ptr() for t in (x, y, scales)), x.shape[1])
-        which, threads = codes.index((x.shape[1], turn, grouped)), hopper.codes_threads(x.shape[1])
-        message = library.coded(which, ctypes.byref(arguments), len(x), threads, hopper.MAXIMA)
-        assert message == b"", message.decode()
-        return y, scales
+    library = emulated(hopper.device_functions() + entries + driver.replace("ARRANGE", arranger.names))
+    library.run.restype = ctypes.c_char_p
 
     def run(name, tokens, token_scale, packed, scale, seed=0, processors=2, norm=None, epsilon=0.0, residual=None):
-        plan, out, turn = whole(cases[name])
+        plan, out, turn = cases[name][:3]
         y = torch.full((len(tokens), len(packed)), float("nan"), dtype=out)
-        read = tokens
-        if hopper.before(plan, turn) == "codes":
-            read, token_scale = code(tokens, turn, plan.grouped)
-        elif hopper.before(plan, turn):
-            read = arrange(tokens, plan.tiles or 1, turn, plan.grouped)[: 8 * plan.tiles or 1]
+        read, columns, settled = tokens, packed.shape[1] * 2, seed % 2 == 1
+        if before[name]:
+            read, scales = arranger.run(library, tokens, columns, before[name], norm, epsilon, settled)
+            token_scale, norm = token_scale if scales is None else scales, None
         maps = (ctypes.c_ulonglong * 24)()  # what the copy engine does not read stays empty
         for i, (t, box) in enumerate(zip(hopper.matrices(plan, packed, read, scale), plan.boxes, strict=True)):
             if t is not None:
                 pitch = t.stride(0) * t.itemsize
                 maps[8 * i : 8 * i + 8] = (t.data_ptr(), *t.shape, pitch, *box[:2], t.itemsize, box[2])
-        beside = norm, epsilon, residual
-        args = hopper.arguments(plan, read, token_scale, scale, y, turn, seed % 2 == 1, *beside)
+        args = hopper.arguments(plan, read, token_scale, scale, y, turn, settled, norm, epsilon, residual)
         message = library.run(
             list(cases).index(name), maps, ctypes.byref(args), plan.grid(len(packed), processors), plan.split,
-            plan.threads, plan.shared_bytes(packed.shape[1] * 2), seed,
+            plan.threads, plan.shared_bytes(columns), seed,
         )  # fmt: skip
         assert message == b"", message.decode()
         return y
@@ -252,22 +239,40 @@ def test_tokens_turned_by_the_product_are_those_turned_before_it(emulator, name,
 
 @pytest.mark.parametrize("name", BESIDE)
 @pytest.mark.parametrize(("rows", "columns"), [(40, 1152), (132, 2560)])
-def test_one_token_is_normed_before_the_product_and_its_residual_added_behind_it(emulator, name, rows, columns):
-    """The bits of the operations one by one: the squares' sum is exact in any order."""
-    plan, _, turn, groups, adds = BESIDE[name]
-    if groups and hopper.norm_groups(plan, columns) > groups:
+def test_what_a_layer_has_around_a_product_has_the_bits_of_the_operations(emulator, name, rows, columns):
+    """Norms or gates before it, residuals behind it; the squares' sum is exact in any order."""
+    plan, turn, front, adds, *groups = BESIDE[name]
+    if groups and hopper.norm_groups(plan, columns) > groups[0]:
         pytest.skip("a thread would norm more")
     generator = torch.Generator().manual_seed(0)
-    x = torch.randint(-8, 9, (1, columns), generator=generator).to(BF16)
-    norm = torch.rand(columns, generator=generator).to(BF16) if groups else None
-    residual = torch.randn(1, rows, generator=generator).to(BF16) if adds else None
+    tokens = counts(plan)[-1] - (plan.tokens > 1)
+    x = torch.randint(-8, 9, (tokens, columns * (2 if front == "GATED" else 1)), generator=generator).to(BF16)
+    norm = torch.rand(columns, generator=generator).to(BF16) if front == "NORMED" else None
+    residual = torch.randn(tokens, rows, generator=generator).to(BF16) if adds else None
     packed, scale = quantize_mxfp4(torch.randn(rows, columns, generator=generator))
-    before = turned(x if norm is None else rms_norm(x, norm, 1e-5), turn)
+    inner = gate(x) if front == "GATED" else x if norm is None else rms_norm(x, norm, 1e-5)
     plain = next(n for n, (p, *_) in CASES.items() if p == plan)
-    expected = emulator(plain, *before, packed, scale).to(BF16)
+    expected = emulator(plain, *turned(inner, turn), packed, scale).to(BF16)
     for seed in range(2):
         y = emulator(name, x, None, packed, scale, seed, norm=norm, epsilon=1e-5, residual=residual)
         assert torch.equal(y, expected if residual is None else expected + residual)
+
+
+@pytest.mark.parametrize("front", ["NO_FRONT", "NORMED", "GATED"])
+@pytest.mark.parametrize("turn", [None, Turn(ScaleRule.quest, 64), Turn(Fp8ScaleRule.bf16, 0)])
+def test_wide_tokens_are_arranged_by_blocks_of_several_turns(emulated, front, turn):
+    """33024 columns: a thread has two words of its share."""
+    columns, kind = 33024, Arranging(turn, False, front)
+    arranger = Arranger([kind], [columns])
+    source = DRIVER[: DRIVER.index("// Matrices")].replace("ARRANGE", arranger.names)
+    library = emulated(hopper.device_functions() + arranger.source + source)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-8, 9, (2, columns * (2 if front == "GATED" else 1)), generator=generator).to(BF16)
+    norm = torch.rand(columns, generator=generator).to(BF16) if front == "NORMED" else None
+    inner = gate(x) if front == "GATED" else x if norm is None else rms_norm(x, norm, 1e-5)
+    expected, scale = turned(inner, turn)
+    y, scales = arranger.run(library, x, columns, kind, norm, 1e-5)
+    assert torch.equal(y, expected) and (scales is None or torch.equal(scales, scale))
 
 
 def test_every_scale_of_a_sane_weight_is_exact_and_others_are_loud(emulator):
@@ -320,24 +325,29 @@ def test_codes_of_a_special_token_are_the_quantizers(emulator, name, special):
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", [*CASES, "even_32", "mse_64", "fp8"])
+@pytest.mark.parametrize("name", [*CASES, *BESIDE, "even_32", "mse_64", "fp8"])
 def test_every_kernel_compiles_for_sm_90a_without_spills(name, compiled_cuda):
-    case = CASES[name] if name in CASES else (TURNS[name][0], BF16, TURNS[name][1])
+    if name in BESIDE:
+        plan, turn, _, adds, *groups = BESIDE[name]
+        case = plan, BF16, turn, *(groups or [0]), adds
+    else:
+        case = CASES[name] if name in CASES else (TURNS[name][0], BF16, TURNS[name][1])
     made = compiled_cuda(hopper.device_functions() + hopper.entry(*case))
     assert made.spilled == [0], made.log
 
 
 def test_what_arranges_tokens_compiles_for_sm_90a_without_spills(compiled_cuda):
-    kinds = [
-        (tiles, turn, grouped)
-        for tiles in (1, 2, 4)
-        for grouped in (False, True)
-        for turn in (None, Turn(ScaleRule.even, 0), Turn(ScaleRule.mse, 64))
+    turns = (None, Turn(ScaleRule.quest, 32), Turn(ScaleRule.mse, 64), *(Turn(rule, 0) for rule in Fp8ScaleRule))
+    fronts = (
+        ("NO_FRONT", 53248),
+        ("NORMED", 16384),
+        ("GATED", 53248),
+    )  # hidden and intermediate size of Llama 3.1 405B
+    entries = [
+        hopper.arrange_entry(columns, Arranging(turn, grouped, front), f"arrange_{i}_{columns}")
+        for i, (turn, grouped, (front, most)) in enumerate(itertools.product(turns, (False, True), fronts))
+        for columns in (128, most)
     ]
-    entries = [hopper.arrange_entry(*kind[:2], f"arrange_{i}", kind[2]) for i, kind in enumerate(kinds)]
-    coded = itertools.product((128, 4096, 14336, 28672), Fp8ScaleRule, (False, True))
-    for i, (columns, rule, grouped) in enumerate(coded):
-        entries.append(hopper.codes_entry(columns, Turn(rule, 0), f"codes_{i}", grouped))
     made = compiled_cuda(hopper.device_functions() + "".join(entries))
     assert made.spilled == [0] * len(entries), made.log
 
@@ -423,23 +433,58 @@ def test_on_the_gpu(tokens, shape):
 
 
 @gpu
+@pytest.mark.parametrize("tokens", [1, 2, 8, 13, 32])
+@pytest.mark.parametrize("front", ["norm", "gated", "none"])
 @pytest.mark.parametrize("shape", [(48, 128), (1000, 1152), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192)])
-def test_a_token_with_its_norm_and_residual_on_the_gpu(shape):
+def test_few_tokens_with_what_a_layer_has_around_them_on_the_gpu(tokens, front, shape):
     """The bits of the operations one by one where the squares' sum is exact; again and in a graph the same."""
     on_hopper()
-    x, packed, scale = (t.cuda() for t in operands(1, *shape))
-    norm = torch.rand(shape[1], device="cuda").to(BF16) + 0.5
-    residual = torch.randn(1, shape[0], device="cuda").to(BF16)
+    x, packed, scale = (t.cuda() for t in operands(tokens, *shape))
+    around: dict[str, Any] = {"residual": torch.randn(tokens, shape[0], device="cuda").to(BF16)}
+    if front == "gated":
+        x, around["gated"] = torch.cat([x / 2, torch.randn_like(x)], 1), True
+    if front == "norm":
+        around |= {"norm": torch.rand(shape[1], device="cuda").to(BF16) + 0.5, "epsilon": 1e-5}
+    inner = gate(x) if front == "gated" else rms_norm(x, around["norm"], 1e-5) if front == "norm" else x
     for activations in ("none", "mxfp4", "fp8"):
-        options = {"activations": activations, "hadamard": 32 if activations == "mxfp4" else 0, "settled": True}
-        call = partial(mxfp4_fused, x, packed, scale, norm=norm, epsilon=1e-5, residual=residual, **options)
-        expected = mxfp4_gemm(rms_norm(x, norm, 1e-5), packed, scale, **options) + residual
-        assert has_one_kernel(*shape, x.device) and torch.equal(call(), expected)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = [call() for _ in range(4)]
-        graph.replay()
-        assert all(torch.equal(y, expected) for y in results)
+        options = {"activations": activations, "hadamard": 32 if activations == "mxfp4" else 0}
+        turn = {"none": None, "mxfp4": Turn(ScaleRule.even, 32), "fp8": Turn(Fp8ScaleRule.bf16, 0)}[activations]
+        expected = hopper.decode(inner, None, packed, scale, BF16, turn=turn) + around["residual"]
+        assert has_fused(tokens, *shape, x.device)
+        for settled in (False, True):
+            call = partial(mxfp4_fused, x, packed, scale, **options, **around, settled=settled)
+            graph = torch.cuda.CUDAGraph()
+            results = [call()]
+            with torch.cuda.graph(graph):
+                results += [call() for _ in range(4)]
+            graph.replay()
+            assert all(torch.equal(y, expected) for y in results)
+
+
+@gpu
+def test_every_gate_is_torchs_on_the_gpu():
+    """silu of each bfloat16 times one."""
+    on_hopper()
+    every = torch.arange(1 << 16, device="cuda", dtype=torch.int32).to(torch.int16).view(BF16).view(32, -1)
+    x = torch.cat([every, torch.ones_like(every)], 1)
+    y, _ = hopper.arrange(x, every.shape[1], Arranging(None, False, "GATED"))
+    torch.testing.assert_close(y, torch.nn.functional.silu(every), rtol=0, atol=0, equal_nan=True)
+
+
+@gpu
+def test_a_norm_that_the_kernel_before_writes_is_waited_for():
+    """It fills nearly all multiprocessors and lets the next kernel start at once; one token and several."""
+    on_hopper()
+    wide, narrow = (quantize_mxfp4(torch.randn(4096, columns, device="cuda")) for columns in (16384, 4096))
+    for tokens in (1, 8):
+        x = torch.randn(tokens, 4096, device="cuda").to(BF16)
+        for _ in range(50):
+            before = torch.randn(1, 16384, device="cuda").to(BF16)
+            torch.cuda._sleep(1_000_000)
+            norm = mxfp4_gemm(before, *wide)[0]
+            y = mxfp4_fused(x, *narrow, norm=norm, epsilon=1e-5)
+            torch.cuda.synchronize()
+            assert torch.equal(y, mxfp4_fused(x, *narrow, norm=norm, epsilon=1e-5))
 
 
 @gpu

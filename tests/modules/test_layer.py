@@ -1,4 +1,4 @@
-"""A decoder layer of one token is the same with its norms, gate and residuals in the linears' kernels."""
+"""A decoder layer of few tokens is the same with its norms, gate and residuals in the linears' kernels."""
 
 import copy
 
@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from quantrot import formats
 from quantrot.formats import WIDE, ActivationFormat, LinearFormat, WeightFormat
+from quantrot.kernels.mxfp4 import fused as mxfp4_fused
 from quantrot.load import merge_projections
 from quantrot.modules import LINEARS, QuantizedMLP
 from quantrot.modules import fp8 as modules_fp8
@@ -63,9 +64,12 @@ def model(kind: str = "llama", fmt: str = "fp8", dtype: torch.dtype = torch.bflo
 def packed(monkeypatch, request):
     """Without a GPU: said to have kernels, with the references behind them."""
     if "gpu" not in request.keywords:
-        for name in ("has_kernels", "has_one_kernel"):
-            for modules in (modules_fp8, modules_int8, modules_mxfp4):
-                monkeypatch.setattr(modules, name, torch.compiler.assume_constant_result(lambda *sizes_device: True))
+        there = torch.compiler.assume_constant_result(lambda *sizes_device: True)
+        for modules in (modules_fp8, modules_int8, modules_mxfp4):
+            monkeypatch.setattr(modules, "has_kernels", there)
+        for modules in (modules_fp8, modules_int8):
+            monkeypatch.setattr(modules, "has_one_kernel", there)
+        monkeypatch.setattr(mxfp4_fused, "_has_fused", there)
 
 
 def count_fused(monkeypatch) -> list[dict]:
@@ -83,23 +87,25 @@ def count_fused(monkeypatch) -> list[dict]:
 
 @pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize(
-    ("kind", "fmt", "dtype"),
+    ("kind", "fmt", "dtype", "tokens"),
     [
-        ("llama", "fp8", torch.bfloat16),
-        ("mistral", "fp8", torch.bfloat16),
-        ("llama", "int8", torch.bfloat16),
-        ("mistral", "int8 groups", torch.float16),
-        ("llama", "mxfp4", torch.bfloat16),
-        ("mistral", "mxfp4 A16", torch.bfloat16),
-        ("qwen2", "int8 groups", torch.bfloat16),
-        ("qwen3", "fp8", torch.float16),
-        ("qwen3", "mxfp4", torch.bfloat16),
+        ("llama", "fp8", torch.bfloat16, (1, 1)),
+        ("mistral", "fp8", torch.bfloat16, (1, 1)),
+        ("llama", "int8", torch.bfloat16, (1, 1)),
+        ("mistral", "int8 groups", torch.float16, (1, 1)),
+        ("llama", "mxfp4", torch.bfloat16, (1, 1)),
+        ("mistral", "mxfp4 A16", torch.bfloat16, (1, 1)),
+        ("qwen2", "int8 groups", torch.bfloat16, (1, 1)),
+        ("qwen3", "fp8", torch.float16, (1, 1)),
+        ("qwen3", "mxfp4", torch.bfloat16, (1, 1)),
+        ("llama", "mxfp4", torch.bfloat16, (8, 1)),
+        ("qwen3", "mxfp4 A16", torch.bfloat16, (2, 16)),
     ],
 )
-def test_one_token_has_the_bits_of_the_layer(monkeypatch, kind, fmt, dtype):
-    whole, x = model(kind, fmt, dtype), torch.randn(1, 1, 256).to(dtype)
+def test_few_tokens_have_the_bits_of_the_layer(monkeypatch, kind, fmt, dtype, tokens):
+    whole, x = model(kind, fmt, dtype), torch.randn(*tokens, 256).to(dtype)
     before = copy.deepcopy(whole.state_dict())
-    rope = whole.model.rotary_emb(x, torch.tensor([[3]]))
+    rope = whole.model.rotary_emb(x, torch.arange(tokens[1])[None] + 3)
     with torch.no_grad():
         expected = [layer(x, position_embeddings=rope) for layer in whole.model.layers]
         merge_projections(whole)
@@ -129,8 +135,11 @@ def test_tokens_one_by_one_through_a_cache_and_compiled(fmt):
             torch.testing.assert_close(step[0, 0], expected[0, i], rtol=0, atol=0.05 * expected.abs().max().item())
         layer, x = whole.model.layers[0], torch.randn(1, 1, 256).bfloat16()
         rope = whole.model.rotary_emb(x, torch.tensor([[0]]))
+        torch.compiler.reset()
         compiled = torch.compile(layer, fullgraph=True, backend="eager")
-        assert torch.equal(compiled(x, position_embeddings=rope), layer(x, position_embeddings=rope))
+        for several in (1, 3, 8, 40):  # the third with a number of sequences that is not known
+            inputs = x.repeat(several, 1, 1)
+            assert torch.equal(compiled(inputs, position_embeddings=rope), layer(inputs, position_embeddings=rope))
 
 
 @pytest.mark.usefixtures("packed")
@@ -140,7 +149,8 @@ def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change,
     whole = model(fmt=fmt)
     merge_projections(whole)
     layer = whole.model.layers[0]
-    shape = {"tokens": (1, 2, 256), "batch": (2, 1, 256)}.get(change, (1, 1, 256))
+    few = 32 if fmt == "mxfp4" else 1
+    shape = {"tokens": (1, few + 1, 256), "batch": (few + 1, 1, 256)}.get(change, (1, 1, 256))
     x, seen = torch.randn(shape).bfloat16(), []
     hook = lambda module, *values: seen.append(module)  # noqa: E731
     if change == "norm hook":

@@ -8,7 +8,7 @@
     expand_mxfp4              packed, scale          -> e4m3 [N, K] and one power of two a row: the same values
     mxfp4_product             packed by packed       -> [M, N], exact in its operands
     mxfp4_gemm                x by a packed weight   -> [..., N], x as it is, in e4m3, or in MXFP4
-    mxfp4_fused               the same with a norm before it, a gate or a residual behind it
+    mxfp4_fused               the same with a norm or a gate before it, a residual behind it
 
 A code is sign << 3 | index into E2M1; byte j holds column 2j in its low nibble and column 2j + 1 in its high one. A
 scale byte e means 2^(e - 127). Rounding is to nearest, ties to the even code; values past 6 scales saturate. -0 keeps
@@ -28,7 +28,7 @@ Sources: OCP Microscaling Formats v1.0 section 6.3 (floor); QuEST, arXiv:2502.05
 """
 
 from quantrot.kernels.mxfp4.autograd import HadamardGemm, Mxfp4Gemm
-from quantrot.kernels.mxfp4.fused import has_one_kernel, mxfp4_fused
+from quantrot.kernels.mxfp4.fused import has_fused, mxfp4_fused
 from quantrot.kernels.mxfp4.gemm import mxfp4_gemm, mxfp4_product
 from quantrot.kernels.mxfp4.operators import (
     dequantize_mxfp4,
@@ -55,7 +55,7 @@ __all__ = [
     "expand_mxfp4",
     "hadamard_quantize_mxfp4",
     "has_kernels",
-    "has_one_kernel",
+    "has_fused",
     "masked_hadamard",
     "mxfp4_fused",
     "mxfp4_gemm",

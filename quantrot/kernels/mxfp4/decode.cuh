@@ -34,7 +34,7 @@ struct DecodeArgs {
   const float* token_scale;    // [tokens], or null
   const void* x;               // of a token that is held: bfloat16 [columns]
   const void* norm;            // of a token that goes through RMSNorm first: bfloat16 [columns], its weight
-  const void* residual;        // of one token: bfloat16 [rows], what is added to y
+  const void* residual;        // bfloat16 [tokens, rows], what is added to y
   void* y;                     // OUT [tokens, rows]
   float root;                  // of a Hadamard transform: 1 / sqrt
   float epsilon;               // of the norm
@@ -335,23 +335,34 @@ struct Sums {
   }
 };
 
-// Four numbers of the residual that this thread adds to a tile's, whose first row is `row`; rows are a multiple of four.
+// What is added to a tile, whose first row is `row`, by this thread: four numbers at a time, in store_tile's order; rows are a
+// multiple of four.
 template <class P>
-__device__ __forceinline__ uint2 addend_of(const DecodeArgs& args, int row) {
-  const int inside = threadIdx.x * 4;
-  if (inside >= P::ROWS || row + inside >= args.rows) return {};
-  const float2 two = fresh2((const float*)args.residual + (row + inside) / 2);
-  return {__float_as_uint(two.x), __float_as_uint(two.y)};
-}
+struct Addends {
+  static constexpr int FOURS = P::ROWS / 4, THREADS = 32 * P::WARPS, EACH = (P::TOKENS * FOURS - 1) / (P::SPLIT * THREADS) + 1;
+  uint2 v[EACH];
+
+  __device__ __forceinline__ void load(const DecodeArgs& args, int row, u32 rank) {
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+      const int i = (n * P::SPLIT + rank) * THREADS + threadIdx.x, token = i / FOURS, r = row + i % FOURS * 4;
+      v[n] = {};
+      if (token >= min(P::TOKENS, args.tokens) || r >= args.rows) continue;
+      const float2 two = fresh2((const float*)args.residual + ((u64)token * args.rows + r) / 2);
+      v[n] = {__float_as_uint(two.x), __float_as_uint(two.y)};
+    }
+  }
+};
 
 // The sums of a tile, of the cluster's blocks and of their teams in order -> y. A block of a cluster does its share. SCALED:
 // they are of one token, whose scale this is.
 template <class P, class OUT, bool ADD = false, bool SCALED = false>
-__device__ __forceinline__ void store_tile(const DecodeArgs& args, int row, u32 rank, u32 sums, uint2 addend = {}, float scale = 1.f) {
-  constexpr int FOURS = P::ROWS / 4, THREADS = 32 * P::WARPS;
-  for (int i = rank * THREADS + threadIdx.x; i < P::TOKENS * FOURS; i += P::SPLIT * THREADS) {
-    const int token = i / FOURS, r = i % FOURS * 4;
-    if (token >= args.tokens) break;
+__device__ __forceinline__ void store_tile(const DecodeArgs& args, int row, u32 rank, u32 sums, const Addends<P>& addends = {}, float scale = 1.f) {
+  using A = Addends<P>;
+#pragma unroll(ADD ? A::EACH : 1)
+  for (int n = 0; n < A::EACH; n++) {
+    const int i = (n * P::SPLIT + rank) * A::THREADS + threadIdx.x, token = i / A::FOURS, r = i % A::FOURS * 4;
+    if (token >= min(P::TOKENS, args.tokens)) break;
     float v[4] = {};
 #pragma unroll
     for (int s = 0; s < P::SPLIT * P::TEAMS; s++) {
@@ -373,12 +384,12 @@ __device__ __forceinline__ void store_tile(const DecodeArgs& args, int row, u32 
 #pragma unroll
       for (int e = 0; e < 4; e++) v[e] = __fmul_rn(v[e], factor);
     }
-    if constexpr (ADD) {
-      static_assert(P::ROWS / 4 <= THREADS, "a thread has its addend");
+    if constexpr (ADD)
 #pragma unroll
-      for (int e = 0; e < 4; e++)
-        v[e] = Bf16::value((unsigned short)Bf16::pack(v[e], 0.f)) + Bf16::value((unsigned short)((e < 2 ? addend.x : addend.y) >> e % 2 * 16));
-    }
+      for (int e = 0; e < 4; e++) {
+        const u32 two = e < 2 ? addends.v[n].x : addends.v[n].y;
+        v[e] = Bf16::value((unsigned short)Bf16::pack(v[e], 0.f)) + Bf16::value((unsigned short)(two >> e % 2 * 16));
+      }
     const u64 at = (u64)token * args.rows + row + r;
     if (args.rows % 4 == 0) {
       if (row + r < args.rows) OUT::store4(args.y, at, v);
@@ -463,7 +474,6 @@ template <class P, class OUT, int SPAN, int RULE, int NORM = 0, bool ADD = false
 __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* wide, const TensorMap* scale,
                                        const DecodeArgs& args) {
   static_assert(!NORM || (P::HELD && P::SPLIT == 1), "each thread block norms all of a token that it holds");
-  static_assert(!ADD || (P::ONE && P::SPLIT == 1), "what is added to one token");
   static_assert(!is_fp8<RULE>() || (P::HELD && P::SPLIT == 1), "each thread block has all of a token that it gives a scale");
   const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8, zeros = base + P::ZEROS_AT, held = base + P::HELD_AT;
   const u32 warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
@@ -518,6 +528,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
   } else {
     float token_scale = 1.f;  // of e4m3's codes
     if constexpr (NORM > 0) {
+      if (!args.settled) grid_wait();
       token_scale = hold_normed<32 * P::WARPS, SPAN, RULE, NORM>(args.x, args.norm, args.epsilon, args.columns, chunks * 8, args.root,
                                                                  held, base + P::SQUARES_AT, base + P::MAXIMA_AT);
     } else {
@@ -535,7 +546,8 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
     for (int tile = first; tile < tiles; tile += step) {
       Sums<P> sums;
       sums.clear();
-      const uint2 addend = ADD ? addend_of<P>(args, tile * P::ROWS) : uint2{};
+      Addends<P> addends = {};
+      if constexpr (ADD && P::SPLIT == 1) addends.load(args, tile * P::ROWS, 0);
       for (int c = team; c < chunks; c += P::TEAMS) {
         barrier_wait(full + ring.stage * 8, ring.parity);
         const u32 tokens = P::HELD ? held + c * P::CHUNK : base + P::WIDE_AT + ring.stage * P::WIDE;
@@ -556,14 +568,16 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       sums.store(base + P::SUMS + (team * P::TOKENS * P::PITCH + row) * 4);
       if constexpr (P::SPLIT == 1) {
         named_sync(1, 32 * P::WARPS);
-        store_tile<P, OUT, ADD, is_fp8<RULE>()>(args, tile * P::ROWS, 0, base + P::SUMS, addend, token_scale);
+        store_tile<P, OUT, ADD, is_fp8<RULE>()>(args, tile * P::ROWS, 0, base + P::SUMS, addends, token_scale);
         if (tile + step < tiles) named_sync(1, 32 * P::WARPS);
       }
     }
   }
   if constexpr (P::SPLIT > 1) {
+    Addends<P> addends = {};
+    if (ADD && warp != P::WARPS) addends.load(args, first * P::ROWS, rank);
     cluster_sync();
-    if (warp != P::WARPS) store_tile<P, OUT>(args, first * P::ROWS, rank, base + P::SUMS);
+    if (warp != P::WARPS) store_tile<P, OUT, ADD>(args, first * P::ROWS, rank, base + P::SUMS, addends);
     cluster_sync();  // a block that has ended has no shared memory
   }
 }

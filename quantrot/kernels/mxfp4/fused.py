@@ -1,4 +1,4 @@
-"""One token by a packed weight, with what a decoder layer has before and behind the product."""
+"""Few tokens by a packed weight, with what a decoder layer has before and behind the product."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import Fp8ScaleRule, gate, rms_norm
-from quantrot.kernels.mxfp4.gemm import activation_rule, check_operands, mxfp4_gemm
+from quantrot.kernels.mxfp4.gemm import DECODE_ROWS, activation_rule, check_operands, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import has_kernels
 from quantrot.kernels.mxfp4.reference import ScaleRule
 from quantrot.kernels.operators import check_around, constant, implement
@@ -15,7 +15,7 @@ from quantrot.kernels.operators import check_around, constant, implement
 torch.library.define(
     "quantrot::mxfp4_fused",
     "(Tensor x, Tensor packed, Tensor scale, str activations, str rule, int hadamard, Tensor? norm, float epsilon,"
-    " Tensor? residual, bool settled) -> Tensor",
+    " Tensor? residual, bool gated, bool settled) -> Tensor",
 )
 
 
@@ -30,50 +30,73 @@ def mxfp4_fused(
     norm: Tensor | None = None,
     epsilon: float = 0.0,
     residual: Tensor | None = None,
-    gates: bool = False,
+    gated: bool = False,
     settled: bool = False,
 ) -> Tensor:
     """mxfp4_gemm of a linear in a decoder layer, with what comes before and behind it, each rounded to x's dtype.
 
-    norm [K], of x's dtype: x is first divided by sqrt(mean(x^2) + epsilon) and multiplied by norm; then it is turned
-    and quantized. residual, of the result's shape and dtype, is added to it. gates, without residual: the product is
-    gate and up side by side, and the result silu(gate) * up, [..., N / 2], by operations of their own.
+    norm [K], of x's dtype: x is first divided by sqrt(mean(x^2) + epsilon) and multiplied by norm. gated, without norm:
+    x is gate and up side by side, [..., 2 K], and silu(gate) * up is what is then turned, quantized and multiplied.
+    residual, of the result's shape and dtype, is added to it.
 
-    On Hopper norm and residual are in the product's kernel for one token of bfloat16; the norm's sum has an order of
-    its own, which may give a few numbers their neighbours. Elsewhere, and where a gradient is wanted, it is operation
-    by operation. Other arguments and errors as mxfp4_gemm's; settled speaks of norm too.
+    On Hopper one to 32 tokens of bfloat16 take one or two kernels. The norm's sum has an order of its own, which may
+    give a few numbers their neighbours. Elsewhere, and where a gradient is wanted, it is operation by operation. Other
+    arguments and errors as mxfp4_gemm's; settled speaks of norm too.
     """
-    check_operands(x, packed, scale, activations, hadamard)
-    if gates and (residual is not None or len(packed) % 2):
-        raise ValueError(f"gates: packed {tuple(packed.shape)}; it takes an even number of rows, and no residual")
-    check_around(x, len(packed), norm, residual)
+    n, k = len(packed), packed.shape[-1] * 2
+    if gated and (norm is not None or x.shape[-1:] != (2 * k,)):
+        found = f"x {list(x.shape)} by packed {list(packed.shape)}" + ("" if norm is None else ", with a norm")
+        raise ValueError(f"gated: {found}; allowed: x [..., {2 * k}], and no norm")
+    inner = x.chunk(2, -1)[0] if gated else x
+    check_operands(inner, packed, scale, activations, hadamard)
+    check_around(inner, n, norm, residual)
+    tokens, tensors = x.shape[:-1].numel(), (x, norm, residual)
+    grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    around = norm is not None or residual is not None or gated
+    if around and x.dtype == torch.bfloat16 and not grads and has_fused(tokens, n, k, x.device):
+        flat = None if residual is None else residual.reshape(-1, n)
+        rest = activations, activation_rule(activations, scale_rule), hadamard, norm, epsilon, flat, gated, settled
+        y = torch.ops.quantrot.mxfp4_fused(x.reshape(-1, x.shape[-1]), packed, scale, *rest)
+        return y.view(*x.shape[:-1], n)
     product: dict[str, Any] = {
         "activations": activations,
         "scale_rule": scale_rule,
         "hadamard": hadamard,
         "settled": settled,
     }
-    tensors = x, norm, residual
-    grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    one = x.dtype == torch.bfloat16 and x.numel() == x.shape[-1] and not grads
-    if one and (norm is not None or residual is not None) and has_one_kernel(len(packed), x.shape[-1], x.device):
-        flat = None if residual is None else residual.reshape(1, -1)
-        rest = activations, activation_rule(activations, scale_rule), hadamard, norm, epsilon, flat, settled
-        y = torch.ops.quantrot.mxfp4_fused(x.reshape(1, -1), packed, scale, *rest).view(*x.shape[:-1], len(packed))
-    else:
-        y = mxfp4_gemm(x if norm is None else rms_norm(x, norm, epsilon), packed, scale, **product)
-        y = y if residual is None else y + residual
-    return gate(y) if gates else y
+    return _apart(x, packed, scale, norm, epsilon, residual, gated, product)
+
+
+def _apart(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    norm: Tensor | None,
+    epsilon: float,
+    residual: Tensor | None,
+    gated: bool,
+    product: dict[str, Any],
+) -> Tensor:
+    """Operation by operation."""
+    x = gate(x) if gated else x if norm is None else rms_norm(x, norm, epsilon)
+    y = mxfp4_gemm(x, packed, scale, **product)
+    return y if residual is None else y + residual
+
+
+def has_fused(tokens: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether mxfp4_fused of so many tokens of bfloat16 and a weight [n, k] is in one or two kernels there."""
+    if tokens > 1:  # a branch: of torch.compile's numbers that are not known yet it is no constant
+        return tokens <= DECODE_ROWS and _has_fused(True, n, k, device)
+    return tokens == 1 and _has_fused(False, n, k, device)
 
 
 @constant
-def has_one_kernel(n: int, k: int, device: torch.device) -> bool:
-    """Whether mxfp4_fused of one token of bfloat16 and a weight [n, k] is one kernel there, but for a gate."""
+def _has_fused(several: bool, n: int, k: int, device: torch.device) -> bool:
     if not has_kernels(device) or not nvrtc.available(device):
         return False
     from quantrot.kernels.mxfp4 import hopper
 
-    return hopper.takes_one(n, k)
+    return hopper.takes(1 + several, n, k)
 
 
 @implement("quantrot::mxfp4_fused")
@@ -87,6 +110,7 @@ def _fused(
     norm: Tensor | None,
     epsilon: float,
     residual: Tensor | None,
+    gated: bool,
     settled: bool,
 ) -> Tensor:
     beside = [t for t in (norm, residual) if t is not None]
@@ -96,13 +120,12 @@ def _fused(
 
         kinds: dict[str, Any] = {"mxfp4": ScaleRule, "fp8": Fp8ScaleRule}
         turn = hopper.Turn(kinds[activations](rule), hadamard) if activations in kinds else None
-        rest: dict[str, Any] = {"norm": norm, "epsilon": epsilon, "residual": residual, "settled": settled}
-        return hopper.decode(x, None, packed, scale, x.dtype, turn=turn, **rest)
-    x = x if norm is None else rms_norm(x, norm, epsilon)
-    y = mxfp4_gemm(x, packed, scale, activations=activations, scale_rule=rule, hadamard=hadamard, settled=settled)
-    return y if residual is None else y + residual
+        rest: dict[str, Any] = {"norm": norm, "epsilon": epsilon, "residual": residual, "gated": gated}
+        return hopper.decode(x, None, packed, scale, x.dtype, turn=turn, settled=settled, **rest)
+    product = {"activations": activations, "scale_rule": rule, "hadamard": hadamard, "settled": settled}
+    return _apart(x, packed, scale, norm, epsilon, residual, gated, product)
 
 
 @torch.library.register_fake("quantrot::mxfp4_fused")
-def _fused_fake(x, packed, scale, activations, rule, hadamard, norm, epsilon, residual, settled):
-    return x.new_empty(1, packed.shape[0])
+def _fused_fake(x, packed, scale, activations, rule, hadamard, norm, epsilon, residual, gated, settled):
+    return x.new_empty(x.shape[0], packed.shape[0])

@@ -1,4 +1,4 @@
-// A group of MXFP4, 32 float32 numbers of one lane, on Hopper: what its power of two is and what it rounds to. Follows
+// A group of MXFP4, 32 float32 numbers, on Hopper: what its power of two is and what it rounds to. Follows
 // hopper.cuh.
 //
 // Every sum and product is rounded on its own, in the order of the reference: the bits are the reference's.
@@ -71,61 +71,73 @@ __device__ __forceinline__ float other_lane(float v, int across) { return __shfl
 
 __device__ __forceinline__ float power(int exponent) { return __uint_as_float((u32)(exponent + 127) << 23); }
 
-// The sum of 16, halved again and again.
-__device__ __forceinline__ float halved(const float (&s)[16]) {
-  float t[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) t[i] = __fadd_rn(s[i], s[i + 8]);
-#pragma unroll
-  for (int i = 0; i < 4; i++) t[i] = __fadd_rn(t[i], t[i + 4]);
-  return __fadd_rn(__fadd_rn(t[0], t[2]), __fadd_rn(t[1], t[3]));
-}
+// A group of 32 numbers, a share of each of LANES lanes; what is returned of all of them, each lane has.
+template <int LANES>
+struct GroupOf {
+  static_assert(LANES == 1 || LANES == 4, "a lane has all of it, or eight numbers");
+  static constexpr int N = 32 / LANES;
+  float v[N];
 
-struct Group {
-  float v[32];
-
-  // Sylvester's matrix of SPAN lanes' 32 numbers, from the widest stride down: the stages between lanes, those of a lane.
+  // Sylvester's matrix of SPAN groups' numbers, from the widest stride down: the stages between groups, those of a group.
   template <int SPAN>
   __device__ __forceinline__ void turn_across() {
 #pragma unroll
-    for (int across = SPAN / 2; across; across /= 2) {
-      const float sign = lane_number() & across ? -1.0f : 1.0f;
-#pragma unroll
-      for (int i = 0; i < 32; i++) v[i] = __fmaf_rn(v[i], sign, other_lane(v[i], across));
-    }
+    for (int across = SPAN / 2; across; across /= 2) between(across * LANES);
   }
   __device__ __forceinline__ void turn_within() {
 #pragma unroll
-    for (int half = 16; half; half /= 2)
+    for (int across = LANES / 2; across; across /= 2) between(across);
 #pragma unroll
-      for (int i = 0; i < 32; i++)
+    for (int half = N / 2; half; half /= 2)
+#pragma unroll
+      for (int i = 0; i < N; i++)
         if (!(i & half)) {
           const float a = v[i], b = v[i + half];
           v[i] = __fadd_rn(a, b), v[i + half] = __fsub_rn(a, b);
         }
   }
-
-  __device__ __forceinline__ float sum() const {
-    float s[16];
+  __device__ __forceinline__ void between(int across) {
+    const float sign = lane_number() & across ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < 16; i++) s[i] = __fadd_rn(v[i], v[i + 16]);
-    return halved(s);
+    for (int i = 0; i < N; i++) v[i] = __fmaf_rn(v[i], sign, other_lane(v[i], across));
   }
 
-  // Of all, or of all but the first.
+  // The sum of what `of` makes of each, halved again and again, the two halves of all first. FIRST: with the group's first.
+  template <bool FIRST = true, class F>
+  __device__ __forceinline__ static float halved(const F& of) {
+    float t[8];
+    if constexpr (LANES == 1) {
+      float s[16];
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        s[i] = of(i + 16);
+        if (FIRST || i) s[i] = __fadd_rn(of(i), s[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; i++) t[i] = __fadd_rn(s[i], s[i + 8]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        t[i] = FIRST || i || !is_first() ? of(i) : 0.f;
+        t[i] = __fadd_rn(t[i], other_lane(t[i], 2));
+        t[i] = __fadd_rn(t[i], other_lane(t[i], 1));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) t[i] = __fadd_rn(t[i], t[i + 4]);
+    return __fadd_rn(__fadd_rn(t[0], t[2]), __fadd_rn(t[1], t[3]));
+  }
+  __device__ __forceinline__ float sum() const {
+    return halved([&](int i) { return v[i]; });
+  }
   template <bool FIRST = true>
   __device__ __forceinline__ float square_sum() const {
-    float s[16];
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      s[i] = __fmul_rn(v[i + 16], v[i + 16]);
-      if (FIRST || i) s[i] = __fadd_rn(__fmul_rn(v[i], v[i]), s[i]);
-    }
-    return halved(s);
+    return halved<FIRST>([&](int i) { return __fmul_rn(v[i], v[i]); });
   }
 
   // square_sum<false> to 2^-20 of it, in half the instructions; where no square that counts is a subnormal.
   __device__ __forceinline__ float near_square_sum() const {
+    static_assert(LANES == 1, "of one lane");
     float s[4];
 #pragma unroll
     for (int i = 1; i < 32; i++) s[i % 4] = i <= 4 ? __fmul_rn(v[i], v[i]) : __fmaf_rn(v[i], v[i], s[i % 4]);
@@ -134,7 +146,7 @@ struct Group {
 
   __device__ __forceinline__ void times(float by) {
 #pragma unroll
-    for (int i = 0; i < 32; i++) v[i] = __fmul_rn(v[i], by);
+    for (int i = 0; i < N; i++) v[i] = __fmul_rn(v[i], by);
   }
 
   __device__ __forceinline__ float amax() const {
@@ -142,10 +154,20 @@ struct Group {
 #pragma unroll
     for (int i = 0; i < 4; i++) a[i] = fabsf(v[i]);
 #pragma unroll
-    for (int i = 4; i < 32; i++) a[i % 4] = max_nan(a[i % 4], fabsf(v[i]));
-    return max_nan(max_nan(a[0], a[1]), max_nan(a[2], a[3]));
+    for (int i = 4; i < N; i++) a[i % 4] = max_nan(a[i % 4], fabsf(v[i]));
+    float most = max_nan(max_nan(a[0], a[1]), max_nan(a[2], a[3]));
+#pragma unroll
+    for (int across = LANES / 2; across; across /= 2) most = max_nan(most, other_lane(most, across));
+    return most;
   }
+
+  // The group's first number, in each lane.
+  __device__ __forceinline__ float first() const {
+    return LANES == 1 ? v[0] : __shfl_sync(0xFFFFFFFFu, v[0], lane_number() / LANES * LANES);
+  }
+  __device__ __forceinline__ static bool is_first() { return lane_number() % LANES == 0; }
 };
+using Group = GroupOf<1>;
 
 // 1, 2 or 4: the power of two at or below |y|, at least 1, with y's sign (1.0's exponent is ones below its top bit).
 __device__ __forceinline__ float binade(float y) {
@@ -154,10 +176,11 @@ __device__ __forceinline__ float binade(float y) {
 
 constexpr float MAGIC = 6291456.0f;  // 1.5 * 2^23 / 2: times two steps, it rounds a sum to a multiple of the step
 
-__device__ __forceinline__ float squared_error(const Group& x, float factor) {
-  Group errors;
+template <int LANES>
+__device__ __forceinline__ float squared_error(const GroupOf<LANES>& x, float factor) {
+  GroupOf<LANES> errors;
 #pragma unroll
-  for (int i = 0; i < 32; i++) {
+  for (int i = 0; i < x.N; i++) {
     const float y = fabsf(__fmul_rn(x.v[i], factor)), clipped = fminf(y, 6.0f);
     const float magic = __fmul_rn(binade(clipped), MAGIC);
     const float error = __fsub_rn(__fsub_rn(__fadd_rn(clipped, magic), magic), y);
@@ -186,10 +209,10 @@ __device__ __forceinline__ u32 quest_square(float variance, float root) {
 __device__ __forceinline__ int quest_exponent(u32 square) { return ((int)square >> 23) - 127 >> 1; }
 
 // Of root times the group, which is turned by Sylvester's matrix of 32 if TURN.
-template <int RULE, bool TURN>
-__device__ __forceinline__ Exponent exponent_of(Group& x, float root) {
+template <int RULE, bool TURN, int LANES>
+__device__ __forceinline__ Exponent exponent_of(GroupOf<LANES>& x, float root) {
   if constexpr (RULE == QUEST && TURN) {  // the first is the outputs' mean, the others' squares are their variance
-    const float variance = x.square_sum<false>(), square = __fadd_rn(variance, __fmul_rn(x.v[0], x.v[0]));
+    const float mean = x.first(), variance = x.template square_sum<false>(), square = __fadd_rn(variance, __fmul_rn(mean, mean));
     x.turn_within();
     return {quest_exponent(quest_square(variance, root)), square < __uint_as_float(INFINITE)};
   } else if constexpr (RULE == QUEST) {

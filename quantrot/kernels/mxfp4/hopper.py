@@ -34,13 +34,8 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {res
 }}
 """
 ARRANGE = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
-    const void* x, quantrot::Words* y, int tokens, int columns, float root) {{
-  quantrot::arrange<{tiles}, {span}, quantrot::{rule}, {grouped}>(x, y, tokens, columns, root);
-}}
-"""
-ARRANGE_CODES = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
-    const void* x, quantrot::Words* y, float* scales, int columns) {{
-  quantrot::arrange_codes<{threads}, {words}, quantrot::{rule}, {grouped}>(x, y, scales, columns);
+    const __grid_constant__ quantrot::ArrangeArgs args) {{
+  quantrot::arrange<{threads}, {words}, {shares}, {span}, quantrot::{rule}, {grouped}, quantrot::{front}>(args);
 }}
 """
 Box = tuple[int, int, int]
@@ -128,8 +123,7 @@ STARTING, ROW, SPLITTING = (1.2, 2.0, 1.5, 1.95), 0.025, 1.0
 ALONE = SM_SHARED // 2
 MAPPED_ROWS = 64  # of a tile whose scales the copy engine takes
 NORM_GROUPS = 2  # of a token that a thread may norm: they stay in registers
-ARRANGE_THREADS = 64  # each a group of 32 columns: few, so that all multiprocessors have some
-CODES_THREADS, MAXIMA = 1024, 128  # most of a token whose e4m3 codes they make; bytes of their warps' largest numbers
+MOST_THREADS, REDUCED = 1024, 256  # of such a block; bytes of shared memory for its warps' sums and largest numbers
 
 
 def tiles_of(tokens: int) -> int:
@@ -198,10 +192,12 @@ def norm_groups(plan: Plan, columns: int) -> int:
     return -(-plan.chunks(columns) * CHUNK // (GROUP * (plan.threads - 32)))
 
 
-def takes_one(rows: int, columns: int) -> bool:
-    """Whether a token by such a weight is one kernel with a norm before it and a residual behind it."""
+def takes(tokens: int, rows: int, columns: int) -> bool:
+    """Whether so many tokens by such a weight can have a norm or a gate in front of them and a residual behind them."""
     if not fits(columns) or rows % 4:
         return False
+    if tokens > 1:
+        return True
     plan = plan_for(1, rows, columns)
     return plan.held and plan.split == 1 and norm_groups(plan, columns) <= NORM_GROUPS
 
@@ -236,16 +232,39 @@ class Turn:
         return isinstance(self.rule, Fp8ScaleRule)
 
 
+@dataclass(frozen=True)
+class Arranging:
+    """A kernel that tokens go through before the product: what they become there, whether in the order of wgmma's
+    operands, and what is in front of that: "NORMED" (RMSNorm), "GATED" (silu of the first half of the columns times the
+    second) or "NO_FRONT"."""
+
+    turn: Turn | None
+    grouped: bool
+    front: str = "NO_FRONT"
+
+    @property
+    def shares(self) -> int:
+        """Thread blocks a token. Each makes e4m3's scale for itself, of all of the token: 8 tokens by 4096 x 14336,
+        silu(gate) * up in front, take 17.1 us with two and 18.8 with four; in MXFP4 16.5 and 16.4, 32 20.8 and 19.4."""
+        return 2 if self.turn and self.turn.codes else 4
+
+    def shape(self, columns: int) -> tuple[int, int]:
+        """Threads of a block, and eights of a token's columns that each has room for, a multiple of the shares."""
+        words = self.shares * -(-columns // (8 * self.shares * MOST_THREADS))
+        return -(-columns // (8 * words * 32)) * 32, words
+
+
 def inside(plan: Plan, turn: Turn | None) -> Turn | None:
     """What the product's thread blocks make of one token, each for itself: where they hold it, in e4m3 all of it."""
     return turn if turn and plan.held and (plan.split == 1 or not turn.codes) else None
 
 
-def before(plan: Plan, turn: Turn | None) -> str:
-    """The kernel that tokens go through before the product: "codes" (arrange_codes), "arrange" or none, ""."""
-    if turn and turn.codes and not inside(plan, turn):
-        return "codes"
-    return "arrange" if plan.grouped or (turn and not inside(plan, turn)) else ""
+def before(plan: Plan, turn: Turn | None, normed: bool = False, gated: bool = False) -> Arranging | None:
+    """The kernel before the product, if there is one; one token is normed by the product."""
+    own = inside(plan, turn)
+    front = "GATED" if gated else "NORMED" if normed and plan.tiles else "NO_FRONT"
+    needed = plan.grouped or own is not turn or front != "NO_FRONT"
+    return Arranging(None if own else turn, plan.grouped, front) if needed else None
 
 
 def template_of(turn: Turn | None) -> dict[str, Any]:
@@ -330,74 +349,63 @@ def _kernel(
     return nvrtc.load_kernel(source, "mxfp4_decode", shared, device)
 
 
-def arrange_entry(tiles: int, turn: Turn | None, name: str = "mxfp4_arrange", grouped: bool = False) -> str:
-    """C++ of the kernel `name`."""
-    options = {"threads": ARRANGE_THREADS, "grouped": str(grouped).lower()}
-    return ARRANGE.format(name=name, tiles=tiles, **options, **template_of(turn))
+def arrange_entry(columns: int, arranging: Arranging, name: str = "mxfp4_arrange") -> str:
+    """C++ of the kernel `name`, for tokens of about so many columns."""
+    threads, words = arranging.shape(columns)
+    return ARRANGE.format(
+        name=name,
+        threads=threads,
+        words=words,
+        shares=arranging.shares,
+        grouped=str(arranging.grouped).lower(),
+        front=arranging.front,
+        **template_of(arranging.turn),
+    )
 
 
-@lru_cache(maxsize=64)
-def _arrange_kernel(tiles: int, turn: Turn | None, grouped: bool, device: int) -> int:
-    source = device_functions() + arrange_entry(tiles, turn, grouped=grouped)
-    return nvrtc.load_kernel(source, "mxfp4_arrange", 0, device)
+@lru_cache(maxsize=256)
+def _arrange_kernel(columns: int, arranging: Arranging, device: int) -> int:
+    source = device_functions() + arrange_entry(columns, arranging)
+    return nvrtc.load_kernel(source, "mxfp4_arrange", REDUCED, device)
 
 
 class ArrangeArguments(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in "xy"),
-        *((name, ctypes.c_int) for name in ("tokens", "columns")),
-        ("root", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "y", "scales")),
+        *((name, ctypes.c_float) for name in ("root", "epsilon")),
+        *((name, ctypes.c_int) for name in ("columns", "settled")),
     ]
 
 
-def arrange_arguments(tokens: Tensor, y: Tensor, turn: Turn | None) -> ArrangeArguments:
-    return ArrangeArguments(tokens.data_ptr(), y.data_ptr(), *tokens.shape, turn.root if turn else 1.0)
+def arrange_arguments(
+    x: Tensor,
+    y: Tensor,
+    scales: Tensor | None,
+    turn: Turn | None,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    settled: bool = False,
+) -> ArrangeArguments:
+    pointers = (None if t is None else t.data_ptr() for t in (x, norm, y, scales))
+    return ArrangeArguments(*pointers, turn.root if turn else 1.0, epsilon, y.shape[1], int(settled))
 
 
-def arrange_blocks(columns: int, tiles: int) -> int:
-    return -(-(columns // STEP * tiles * 32) // ARRANGE_THREADS)
-
-
-def arrange(tokens: Tensor, tiles: int, turn: Turn | None, grouped: bool = False) -> Tensor:
-    """At most 8 * tiles tokens, turned, [8 * tiles, K]; grouped: in the order in which warpgroups multiply them."""
-    columns, device = tokens.shape[1], tokens.get_device()
-    y = torch.empty(tiles * 8, columns, dtype=torch.bfloat16, device=tokens.device)
-    parameters = arrange_arguments(tokens, y, turn)
-    function, blocks = _arrange_kernel(tiles, turn, grouped, device), arrange_blocks(columns, tiles)
-    nvrtc.launch(function, (blocks,), ARRANGE_THREADS, 0, parameters, device, overlap=True)
-    return y
-
-
-def codes_threads(columns: int) -> int:
-    """Threads a token: one takes 8 columns, or several times as many."""
-    words = -(-columns // (8 * CODES_THREADS))
-    return -(-columns // (8 * words * 32)) * 32
-
-
-def codes_entry(columns: int, turn: Turn, name: str = "mxfp4_arrange_codes", grouped: bool = False) -> str:
-    """C++ of the kernel `name`, for tokens of about so many columns."""
-    threads = codes_threads(columns)
-    options = {"threads": threads, "words": -(-columns // (8 * threads)), "grouped": str(grouped).lower()}
-    return ARRANGE_CODES.format(name=name, **options, rule=template_of(turn)["rule"])
-
-
-@lru_cache(maxsize=256)
-def _codes_kernel(columns: int, turn: Turn, grouped: bool, device: int) -> int:
-    source = device_functions() + codes_entry(columns, turn, grouped=grouped)
-    return nvrtc.load_kernel(source, "mxfp4_arrange_codes", MAXIMA, device)
-
-
-class CodesArguments(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("x", "y", "scales")), ("columns", ctypes.c_int)]
-
-
-def arrange_codes(tokens: Tensor, turn: Turn, grouped: bool = False) -> tuple[Tensor, Tensor]:
-    """e4m3's codes of tokens in bfloat16, [M, K], grouped as `arrange` does, and the float32 scales [M]."""
-    (count, columns), device = tokens.shape, tokens.get_device()
-    y, scales = torch.empty_like(tokens), torch.empty(count, dtype=torch.float32, device=tokens.device)
-    parameters = CodesArguments(*(t.data_ptr() for t in (tokens, y, scales)), columns)
-    function, threads = _codes_kernel(columns, turn, grouped, device), codes_threads(columns)
-    nvrtc.launch(function, (count,), threads, MAXIMA, parameters, device, overlap=True)
+def arrange(
+    x: Tensor,
+    columns: int,
+    arranging: Arranging,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    settled: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens [M, columns], or gate and up side by side, as the product reads them, bfloat16 [M, columns]; of e4m3's
+    codes, which a scale is to multiply, also the float32 scales [M]."""
+    device, turn = x.get_device(), arranging.turn
+    y = torch.empty(len(x), columns, dtype=torch.bfloat16, device=x.device)
+    scales = torch.empty(len(x), dtype=torch.float32, device=x.device) if turn and turn.codes else None
+    parameters = arrange_arguments(x, y, scales, turn, norm, epsilon, settled)
+    function, threads = _arrange_kernel(columns, arranging, device), arranging.shape(columns)[0]
+    nvrtc.launch(function, (len(x) * arranging.shares,), threads, REDUCED, parameters, device, overlap=True)
     return y, scales
 
 
@@ -420,6 +428,7 @@ def decode(
     norm: Tensor | None = None,
     epsilon: float = 0.0,
     residual: Tensor | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """tokens bfloat16 [M, K] by a packed weight [N, K/2]: [M, N] in dtype; M from 1 to 32, K a multiple of 128.
 
@@ -428,20 +437,20 @@ def decode(
     turn: what the tokens become first; in e4m3 their scales, which are made with them, take token_scale's place.
     settled: no kernel that may still run when this one is launched writes the weight, so that it is read before the
     kernel before this one has ended.
-    norm [K], residual [1, N], bfloat16, contiguous, at multiples of 16 bytes, where a weight `takes_one`: the token
-    goes through RMSNorm first; residual is added to the rounded result. No kernel that may still run writes norm.
+    norm [K], residual [M, N], bfloat16, contiguous, at multiples of 16 bytes, where a weight `takes` so many tokens:
+    they go through RMSNorm first; residual is added to the rounded result. settled speaks of norm, too.
+    gated, without norm: tokens are [M, 2 K], gate and up side by side; silu(gate) * up is multiplied.
     """
     given = packed, scale
     tokens, packed, scale = aligned(tokens), aligned(packed), aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
-    (count, columns), rows, device = tokens.shape, packed.shape[0], tokens.get_device()
+    count, (rows, columns), device = len(tokens), (len(packed), packed.shape[1] * 2), tokens.get_device()
     plan = plan or plan_for(count, rows, columns)
     y = torch.empty(count, rows, dtype=dtype, device=tokens.device)
-    read, first = tokens, before(plan, turn)
-    if turn and first == "codes":
-        read, token_scale = arrange_codes(tokens, turn, plan.grouped)
-    elif first:
-        read = arrange(tokens, plan.tiles or 1, turn, plan.grouped)[: 8 * plan.tiles or 1]
+    read, arranging = tokens, before(plan, turn, norm is not None, gated)
+    if arranging:
+        read, scales = arrange(tokens, columns, arranging, norm, epsilon, settled)
+        token_scale, norm = token_scale if scales is None else scales, None
     beside = norm, epsilon, residual
     values = _Arguments(args=arguments(plan, read, token_scale, scale, y, turn, settled, *beside))
     for field, t, box in zip(("codes", "wide", "scale"), matrices(plan, packed, read, scale), plan.boxes, strict=True):

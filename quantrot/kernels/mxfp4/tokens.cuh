@@ -3,8 +3,9 @@
 //
 // One token a thread block keeps in its shared memory for as long as it multiplies by it (hold). Every block does this for
 // itself: 32 columns are some five hundred instructions of one lane, done while the weight's first stages are on their
-// way, and a kernel of its own costs its launch and a trip through memory. For more, there are such kernels: arrange, and
-// for e4m3, whose scale needs all of a token, arrange_codes.
+// way, and a kernel of its own costs its launch and a trip through memory. For more, there is such a kernel (arrange).
+//
+// Either may begin with what a decoder layer has in front of the product: RMSNorm; arrange also with silu(gate) * up.
 
 namespace quantrot {
 
@@ -26,6 +27,11 @@ __device__ __forceinline__ Words load_fresh_words(const void* p) {
 __device__ __forceinline__ void store_shared_words(u32 to, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+__device__ __forceinline__ float reciprocal(float a) {  // to 1 ulp
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return r;
+}
 #endif
 
 // What a lane multiplies by word j of its group: of each half of 8 columns, k and k + 4 for k = 0, 1, 2, 3.
@@ -45,27 +51,27 @@ __device__ __forceinline__ u32 power_pair(int exponent, bool finite) {
   return finite ? max((u32)(exponent + 127) << 7, 0x40u) * 0x00010001u : 0x7FFF7FFFu;
 }
 
-// A group of one token: words[j] of 8 columns, PAIRED as `arranged` or as they follow each other.
-template <int SPAN, int RULE, bool PAIRED>
-__device__ __forceinline__ void take(Words (&words)[4], float root) {
+// A group of one token, or a lane's share of it: WORDS of 8 columns, PAIRED as `arranged` or as they follow each other.
+template <int SPAN, int RULE, bool PAIRED, int WORDS>
+__device__ __forceinline__ void take(Words (&words)[WORDS], float root) {
   static_assert(!is_fp8<RULE>(), "whose scale needs all of the token");
   if constexpr (RULE == AS_IS) {
     if constexpr (PAIRED)
 #pragma unroll
-      for (int j = 0; j < 4; j++) words[j] = arranged(words[j]);
+      for (int j = 0; j < WORDS; j++) words[j] = arranged(words[j]);
   } else {
-    Group x;
+    GroupOf<4 / WORDS> x;
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < 4 * WORDS; i++) {
       const u32 two = words[i / 4].at(i % 4);
       x.v[2 * i] = Bf16::value((unsigned short)two), x.v[2 * i + 1] = Bf16::value((unsigned short)(two >> 16));
     }
-    x.turn_across<SPAN>();
+    x.template turn_across<SPAN>();
     const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, root);
     const float factor = fine_factor<RULE>(exponent.value, root);
     const u32 power = power_pair(exponent.value, exponent.finite);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < WORDS; j++) {
       u32 pairs[4];
 #pragma unroll
       for (int k = 0; k < 4; k++) {
@@ -85,28 +91,6 @@ __device__ __forceinline__ void load_group(Words (&words)[4], const void* x, int
   const char* const from = (const char*)x + ((u64)token * columns + column) * 2;
 #pragma unroll
   for (int p = 0; p < 4; p++) words[p] = inside ? load_fresh_words(from + p * 16) : Words{};
-}
-
-// Tokens bfloat16 [tokens, columns], columns a multiple of 128, to y [8 * TILES, columns], zeros where there is no token.
-// GROUPED, for products by a warpgroup: 16 columns of each product's side by side.
-template <int TILES, int SPAN, int RULE, bool GROUPED>
-__device__ __forceinline__ void arrange(const void* x, Words* y, int tokens, int columns, float root) {
-  launch_dependents();
-  grid_wait();
-  const int at = blockIdx.x * blockDim.x + threadIdx.x, tile = at / 32 % TILES, step = at / (32 * TILES);
-  const int lane = lane_number(), token = tile * 8 + lane / 4;
-  if (step * 128 >= columns) return;
-  Words words[4];
-  load_group(words, x, columns, token, step * 128 + lane % 4 * 32, token < tokens);
-  take<SPAN, RULE, GROUPED>(words, root);
-  u32* const to = (u32*)y + ((i64)token * columns + step * 128) / 2;
-  if constexpr (GROUPED) {
-#pragma unroll
-    for (int i = 0; i < 16; i++) to[i * 4 + lane % 4] = words[i / 4].at(i % 4);
-  } else {
-#pragma unroll
-    for (int j = 0; j < 4; j++) store_words((Words*)to + lane % 4 * 4 + j, words[j]);
-  }
 }
 
 // Where word 0 of a token's group lies; the others follow 64 bytes apart.
@@ -173,40 +157,59 @@ __device__ __forceinline__ Words codes_of(const Words& x, const TokenScale& by) 
   return {y[0], y[1], y[2], y[3]};
 }
 
+__device__ __forceinline__ float sum_of_warp(float a) {  // in the same order in each lane
+#pragma unroll
+  for (int s = 1; s < 32; s *= 2) a += __shfl_xor_sync(0xFFFFFFFFu, a, s);
+  return a;
+}
+
+// What RMSNorm multiplies a token of `columns` by, of which a thread has these; `squares`: room for a number of each warp.
+template <int THREADS, int WORDS>
+__device__ __forceinline__ float norm_factor(const Words (&words)[WORDS], int columns, float epsilon, u32 squares) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < WORDS * 8; i++) {
+    const float a = Bf16::value((unsigned short)(words[i / 8].at(i / 2 % 4) >> i % 2 * 16));
+    sum = __fmaf_rn(a, a, sum);
+  }
+  sum = sum_of_warp(sum);
+  if (lane_number() == 0) store_shared(squares + threadIdx.x / 32 * 4, sum);
+  named_sync(1, THREADS);
+  sum = sum_of_warp(lane_number() < THREADS / 32 ? load_shared(squares + lane_number() * 4) : 0.f);
+  return inverse_root(sum * (1.f / columns) + epsilon);
+}
+
+// x times the factor, rounded, times the norm's weight, rounded.
+__device__ __forceinline__ Words normed(const Words& x, float factor, const Words& weight) {
+  u32 y[4];
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const float low = Bf16::value((unsigned short)x.at(k)), high = Bf16::value((unsigned short)(x.at(k) >> 16));
+    y[k] = times_bf16(Bf16::pack(__fmul_rn(low, factor), __fmul_rn(high, factor)), weight.at(k));
+  }
+  return {y[0], y[1], y[2], y[3]};
+}
+
+// x / (1 + exp(-x)) of a bfloat16, to be rounded to one: divisor and x by 16, for as long as exp(-x) is finite the divisor's
+// reciprocal then is no subnormal.
+__device__ __forceinline__ float silu(u32 bits) {
+  const float x = Bf16::value((unsigned short)bits);
+  return x * 0.0625f * reciprocal(fmaf(exp2_fast(x * -1.44269504f), 0.0625f, 0.0625f));
+}
+
+// silu(gate) * up, each rounded.
+__device__ __forceinline__ Words gated(const Words& gate, const Words& up) {
+  u32 y[4];
+#pragma unroll
+  for (int k = 0; k < 4; k++) y[k] = times_bf16(Bf16::pack(silu(gate.at(k)), silu(gate.at(k) >> 16)), up.at(k));
+  return {y[0], y[1], y[2], y[3]};
+}
+
 // The same as keep_group, of e4m3's codes.
 __device__ __forceinline__ void keep_codes(const Words (&words)[4], const TokenScale& by, int group, int groups, u32 to) {
   if (group >= groups) return;
 #pragma unroll
   for (int j = 0; j < 4; j++) store_shared_words(place_of(group, to) + j * 64, raised(arranged(codes_of(words[j], by))));
-}
-
-// What arrange writes, of e4m3's codes, and their scales [tokens]: a thread block a token, WORDS times 8 columns a thread.
-template <int THREADS, int WORDS, int RULE, bool GROUPED>
-__device__ __forceinline__ void arrange_codes(const void* x, Words* y, float* scales, int columns) {
-  launch_dependents();
-  grid_wait();
-  const int token = blockIdx.x;
-  const auto column = [](int i) { return (int)(i * THREADS + threadIdx.x) * 8; };
-  Words words[WORDS];
-#pragma unroll
-  for (int i = 0; i < WORDS; i++)
-    words[i] = column(i) < columns ? load_fresh_words((const char*)x + ((u64)token * columns + column(i)) * 2) : Words{};
-  const TokenScale by(token_scale_of<THREADS, RULE>(larger_magnitude(0, words), shared_memory()));
-  if (threadIdx.x == 0) scales[token] = by.scale;
-#pragma unroll
-  for (int i = 0; i < WORDS; i++) {
-    if (column(i) >= columns) break;
-    const Words codes = codes_of(words[i], by);
-    const u64 at = (u64)token * columns + column(i);
-    if constexpr (GROUPED) {
-      const int group = column(i) / 32 % 4, first = column(i) / 8 % 4 * 4;
-      u32* const to = (u32*)y + (at - at % 128) / 2 + group;
-#pragma unroll
-      for (int k = 0; k < 4; k++) to[(first + k) * 4] = arranged(codes).at(k);
-    } else {
-      store_words(y + at / 8, codes);
-    }
-  }
 }
 
 // `groups` groups, a multiple of 4, of a token x [columns] from column `first` on -> [step of 128 columns][word][group] of
@@ -247,12 +250,6 @@ __device__ __forceinline__ float hold_codes(const void* x, int columns, int grou
   return by.scale;
 }
 
-__device__ __forceinline__ float sum_of_warp(float a) {  // in the same order in each lane
-#pragma unroll
-  for (int s = 1; s < 32; s *= 2) a += __shfl_xor_sync(0xFFFFFFFFu, a, s);
-  return a;
-}
-
 // The same of all of x, which first goes through RMSNorm: x / sqrt(mean(x^2) + epsilon), rounded, times norm, rounded. A
 // thread has at most NORM groups. `squares`, `maxima`: room for a number of each warp. Waits for the kernel before, norm is
 // not its. The scale of e4m3's codes, else 1.
@@ -269,31 +266,12 @@ __device__ __forceinline__ float hold_normed(const void* x, const void* norm, fl
   grid_wait();
 #pragma unroll
   for (int i = 0; i < NORM; i++) load_group(v[i], x, columns, 0, group(i) * 32, group(i) * 32 < columns);
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < NORM * 32; i++) {
-    const float a = Bf16::value((unsigned short)(v[i / 32][i / 8 % 4].at(i / 2 % 4) >> i % 2 * 16));
-    sum = __fmaf_rn(a, a, sum);
-  }
-  sum = sum_of_warp(sum);
-  if (lane_number() == 0) store_shared(squares + threadIdx.x / 32 * 4, sum);
-  named_sync(1, THREADS);
-  sum = sum_of_warp(lane_number() < THREADS / 32 ? load_shared(squares + lane_number() * 4) : 0.f);
-  const float factor = inverse_root(sum * (1.f / columns) + epsilon);
+  const float factor = norm_factor<THREADS>(reinterpret_cast<Words(&)[NORM * 4]>(v), columns, epsilon, squares);
   u32 most = 0;
 #pragma unroll
   for (int i = 0; i < NORM; i++) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      u32 y[4];
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const u32 two = v[i][j].at(k);
-        const float low = Bf16::value((unsigned short)two), high = Bf16::value((unsigned short)(two >> 16));
-        y[k] = times_bf16(Bf16::pack(__fmul_rn(low, factor), __fmul_rn(high, factor)), weight[i][j].at(k));
-      }
-      v[i][j] = {y[0], y[1], y[2], y[3]};
-    }
+    for (int j = 0; j < 4; j++) v[i][j] = normed(v[i][j], factor, weight[i][j]);
     if constexpr (is_fp8<RULE>())
       most = larger_magnitude(most, v[i]);
     else
@@ -304,6 +282,80 @@ __device__ __forceinline__ float hold_normed(const void* x, const void* norm, fl
 #pragma unroll
   for (int i = 0; i < NORM; i++) keep_codes(v[i], by, group(i), groups, to);
   return by.scale;
+}
+
+struct ArrangeArgs {
+  const void* x;     // bfloat16 [tokens, columns], [tokens, 2 * columns] where gated; columns: a multiple of 128
+  const void* norm;  // bfloat16 [columns]
+  Words* y;          // bfloat16 [tokens, columns]
+  float* scales;     // [tokens], of e4m3's codes, which they do not multiply yet
+  float root, epsilon;
+  int columns;
+  int settled;       // whether no kernel that may still run writes norm
+};
+
+enum Front { NO_FRONT, NORMED, GATED };
+
+// SHARES thread blocks a token, which has room in WORDS times 8 columns of each of THREADS: e4m3's scale and the norm's sum each
+// of them makes for itself, of all of the token. GROUPED, for products by a warpgroup: 16 columns of each product's side
+// by side.
+template <int THREADS, int WORDS, int SHARES, int SPAN, int RULE, bool GROUPED, int FRONT>
+__device__ __forceinline__ void arrange(const ArrangeArgs& args) {
+  constexpr int MINE = WORDS / SHARES;
+  constexpr int READ = is_fp8<RULE>() || FRONT == NORMED ? WORDS : MINE;  // words
+  const int token = blockIdx.x / SHARES, share = blockIdx.x % SHARES;
+  const auto column = [&](int word) { return (int)(word * THREADS + threadIdx.x) * 8; };
+  const auto inside = [&](int word) { return column(word) < args.columns; };
+  const int first = READ == WORDS ? 0 : share * MINE;
+  launch_dependents();
+  Words words[READ], beside[FRONT == NO_FRONT ? 1 : READ];
+  if (FRONT == NORMED && !args.settled) grid_wait();
+  if constexpr (FRONT == NORMED)
+#pragma unroll
+    for (int i = 0; i < READ; i++) beside[i] = inside(first + i) ? ((const Words*)args.norm)[column(first + i) / 8] : Words{};
+  grid_wait();
+  const char* const from = (const char*)args.x + (u64)token * args.columns * (FRONT == GATED ? 4 : 2);
+#pragma unroll
+  for (int i = 0; i < READ; i++) words[i] = inside(first + i) ? load_fresh_words(from + column(first + i) * 2) : Words{};
+  if constexpr (FRONT == GATED) {
+#pragma unroll
+    for (int i = 0; i < READ; i++)
+      beside[i] = inside(first + i) ? load_fresh_words(from + (column(first + i) + args.columns) * 2) : Words{};
+#pragma unroll
+    for (int i = 0; i < READ; i++) words[i] = gated(words[i], beside[i]);
+  }
+  if constexpr (FRONT == NORMED) {
+    const float factor = norm_factor<THREADS>(words, args.columns, args.epsilon, shared_memory() + 128);
+#pragma unroll
+    for (int i = 0; i < READ; i++) words[i] = normed(words[i], factor, beside[i]);
+  }
+  float scale = 1.f;
+  if constexpr (is_fp8<RULE>()) scale = token_scale_of<THREADS, RULE>(larger_magnitude(0, words), shared_memory());
+  const TokenScale by(scale);
+  if (is_fp8<RULE>() && threadIdx.x == 0 && share == 0) args.scales[token] = scale;
+#pragma unroll
+  for (int i = 0; i < MINE; i++) {
+    Words mine[1] = {words[i]};
+    if constexpr (READ > MINE)
+#pragma unroll
+      for (int s = 1; s < SHARES; s++)
+        if (s == share) mine[0] = words[s * MINE + i];
+    if constexpr (is_fp8<RULE>()) {
+      mine[0] = codes_of(mine[0], by);
+      if constexpr (GROUPED) mine[0] = arranged(mine[0]);
+    } else {
+      take<SPAN, RULE, GROUPED>(mine, args.root);
+    }
+    const int at = column(share * MINE + i), group = at / 32 % 4, quarter = at / 8 % 4;
+    if (at >= args.columns) continue;
+    Words* const to = args.y + (u64)token * (args.columns / 8);
+    if constexpr (GROUPED) {
+#pragma unroll
+      for (int k = 0; k < 4; k++) ((u32*)(to + at / 128 * 16))[(quarter * 4 + k) * 4 + group] = mine[0].at(k);
+    } else {
+      store_words(to + at / 8, mine[0]);
+    }
+  }
 }
 
 }  // namespace quantrot
