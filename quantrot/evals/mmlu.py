@@ -76,7 +76,8 @@ def mmlu(
     (see mmlu_data.read_data), used without any network; without it the data comes from the hub or its cache.
     `progress(done, total)` counts questions. `tokens`, a dict that is empty at first, keeps prompts' tokens for the
     next run of a model with the same tokenizer. Process-wide state (random generators, offline flags, loggers) is
-    restored. Raises ValueError for a bad option, incomplete data, or an unreachable hub.
+    restored. Raises ValueError for a bad option, incomplete data, an unreachable hub, or a tokenizer that ends all
+    answers alike.
     """
     check_options(fewshot, limit, batch_size)
     from lm_eval.models.huggingface import HFLM
@@ -89,6 +90,7 @@ def mmlu(
         stack.enter_context(harness.templates_kept())
         stack.enter_context(harness.without_quantization_config(model))
         lm = HFLM(pretrained=model, tokenizer=harness.private_tokenizer(tokenizer), batch_size=resolved)
+        _check_answers(lm)
         harness.tokenize_together(lm, tokens)
         share_beginnings(lm)
         tasks = group.get_all_tasks()
@@ -107,6 +109,19 @@ def check_options(fewshot: int, limit: int | None, batch_size: int | str) -> Non
         raise ValueError(f"limit is {limit}; give at least 1 question per subject, or leave it out for all")
     if batch_size != "auto" and not (str(batch_size).isdecimal() and int(batch_size) > 0):
         raise ValueError(f"batch_size is {batch_size!r}; allowed: a positive number, or auto")
+
+
+def _check_answers(lm: Any) -> None:
+    """Raise ValueError where no choice can be told from another: lm-eval scores what a prompt with its answer has
+    behind as many tokens as the prompt alone, which is EOS, whatever the answer, where that is appended to both."""
+    ends = {answer: tuple(lm._encode_pair("Answer:", f" {answer}")[1][-1:]) for answer in "ABCD"}
+    if len(set(ends.values())) < len(ends) or () in ends.values():
+        shown = ", ".join(f"{answer} {list(end)}" for answer, end in ends.items())
+        raise ValueError(
+            f"tokenizer {lm.tokenizer.name_or_path}: prompts with MMLU's answers end in its tokens {shown}, which must "
+            "differ, or all choices score alike; take what it appends to every text, such as EOS, out of "
+            "post_processor in tokenizer.json, or set add_eos_token to false in tokenizer_config.json"
+        )
 
 
 def check_data(data: Path, fewshot: int) -> None:

@@ -1,13 +1,18 @@
+import copy
 import csv
 import dataclasses
 import logging
 import random
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from tokenizers import Regex
+from tokenizers.normalizers import Replace
+from tokenizers.processors import TemplateProcessing
 
 from quantrot.evals import harness, hub
 from quantrot.evals.mmlu import Score, check_options, compare, mmlu
@@ -140,6 +145,23 @@ def test_prompts_longer_than_the_context_are_counted(model, tokenizer, mmlu_dir,
     assert result.truncated == 0
     monkeypatch.setattr(model.config, "max_position_embeddings", 64)
     assert mmlu(model, tokenizer, fewshot=2, limit=1, data=mmlu_dir).truncated == 57
+
+
+@pytest.mark.parametrize(
+    ("part", "made", "ends"),
+    [
+        ("post_processor", TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 260), ("</s>", 261)]), 261),
+        ("normalizer", Replace(Regex("[A-D]$"), "it"), 83),  # " it" is two tokens
+        ("normalizer", Replace(Regex(" [A-D]$"), ""), ""),
+    ],
+    ids=["EOS-appended", "the-same-answers", "no-answers"],
+)
+def test_answers_that_end_alike_are_refused(model, tokenizer, mmlu_dir, part, made, ends):
+    alike = copy.deepcopy(tokenizer)
+    setattr(alike.backend_tokenizer, part, made)
+    shown = ", ".join(f"{answer} [{ends}]" for answer in "ABCD")
+    with pytest.raises(ValueError, match=re.escape(f"answers end in its tokens {shown}, which must differ")):
+        mmlu(model, alike, fewshot=0, limit=1, data=mmlu_dir)
 
 
 def test_an_unreachable_hub_is_said_with_the_remedy(model, tokenizer, monkeypatch, tmp_path):
