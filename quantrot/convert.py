@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from heapq import nlargest
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch
 
 from quantrot.calibration import Calibration
 from quantrot.card import CARD, model_card
-from quantrot.checkpoint import INDEX, TensorInfo, index_json, read_json, sha256_of, sha256_range, tensor_bytes
+from quantrot.checkpoint import INDEX, TensorInfo, index_json, named, read_json, sha256_of, sha256_range, tensor_bytes
 from quantrot.device import known_device
 from quantrot.gptq import Feedback
 from quantrot.learned import COPY
@@ -325,19 +324,10 @@ def _intact(partial: Path, hashes: dict[str, str], places: dict[str, TensorInfo]
 
 def _open_shard(path: Path, header: bytes, nbytes: int) -> BinaryIO:
     handle = path.open("r+b" if path.exists() else "w+b", buffering=0)
-    with _named(path):
+    with named(path):
         handle.write(header)
         handle.truncate(nbytes)
     return handle
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """An error of the file system with the file that it is about."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _write_chunk(chunk: Chunk, outputs: list[TensorInfo], handles: dict[str, BinaryIO], state: _Open) -> None:
@@ -346,7 +336,7 @@ def _write_chunk(chunk: Chunk, outputs: list[TensorInfo], handles: dict[str, Bin
         data = tensor_bytes(tensor)
         state.digests[k].update(data)
         handle = handles[place.file.name]
-        with _named(Path(handle.name)):
+        with named(Path(handle.name)):
             while data:
                 count = os.pwrite(handle.fileno(), data, state.offsets[k])
                 state.offsets[k] += count

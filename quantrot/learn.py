@@ -20,6 +20,7 @@ Memory: the model in float32, twice (turned weights are kept for the backward), 
 import hashlib
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -119,8 +120,18 @@ def learn(
         "kl_before": kl[0],
         "kl_after": kl[1],
     }
-    write(target, {name: matrices.float().cpu().contiguous() for name, matrices in best.items()}, about)
+    _keep(target, {name: matrices.float().cpu().contiguous() for name, matrices in best.items()}, about)
     return Learning(target, tuple(best), *kl, step, held_out, seq_len)
+
+
+def _keep(target: Path, matrices: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Write the file, or where the disk refuses, another one that the error names: what was learned took hours."""
+    try:
+        write(target, matrices, about)
+    except OSError as error:
+        saved = Path(tempfile.mkdtemp(prefix="quantrot-learn-")) / target.name
+        write(saved, matrices, about)
+        raise OSError(f"{error}\nwhat was learned is in {saved} instead; move it from there") from None
 
 
 def _check_options(target: Path, steps: int, held_out: int, rate: float, seed: int) -> None:

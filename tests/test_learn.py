@@ -1,9 +1,11 @@
 """Learned rotations: exact as all are, never worse than their start, and in the output what learning measured."""
 
+import errno
 import json
 import os
 import re
 import shutil
+import tempfile
 
 import pytest
 import safetensors.torch
@@ -278,6 +280,22 @@ def test_what_is_there_is_not_replaced(source, tmp_path):
         learn(source, START, tmp_path / "out", **SHORT)
     with pytest.raises(ValueError, match="is in no directory"):
         learn(source, START, tmp_path / "none" / "out", **SHORT)
+
+
+def test_what_a_full_disk_refuses_is_kept_elsewhere(source, tmp_path, monkeypatch):
+    (tmp_path / "full").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    refused = iter([OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))])
+
+    def once(descriptor):
+        for error in refused:
+            raise error
+
+    monkeypatch.setattr(os, "fsync", once)
+    with pytest.raises(OSError, match=r"No space left on device: '.*full/out'\nwhat was learned is in .*/out instead"):
+        learn(source, START, tmp_path / "full" / "out", **SHORT | {"steps": 1})
+    (kept,) = tmp_path.glob("quantrot-learn-*/out")
+    assert not about_learned(plan(source, using(kept))) and not list((tmp_path / "full").iterdir())
 
 
 def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):

@@ -88,13 +88,12 @@ def mmlu(
     result, entry = run(model)
     against, against_entry = run(baseline) if baseline else (None, None)  # the first model is freed by now
     difference = evals.compare(result, against) if against else None
-    if output:
-        results = {"mmlu": result, "baseline": against, "difference": difference}
-        report.write(report.report("mmlu", entry, settings | {"seed": result.seed}, results, against_entry), output)
-    _print_mmlu(model, result, against, difference)
-    for name, seen in {model: result, baseline: against}.items():
-        if seen is not None and seen.truncated:
-            note(f"{name}: {seen.cut}")
+    results = {"mmlu": result, "baseline": against, "difference": difference}
+    with _then_written(output, "mmlu", entry, settings | {"seed": result.seed}, results, against_entry):
+        _print_mmlu(model, result, against, difference)
+        for name, seen in {model: result, baseline: against}.items():
+            if seen is not None and seen.truncated:
+                note(f"{name}: {seen.cut}")
 
 
 def _check_mmlu(
@@ -163,23 +162,25 @@ def _recipes(
             note(f"{name}: {where[name]}")
             result, entry = run(where[name])
             entries[table.label(name)] = entry
-            file.parent.mkdir(parents=True, exist_ok=True)
-            table.keep_result(file, result, entry)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                table.keep_result(file, result, entry)
+            except OSError as error:  # the table needs no file: what follows need not be lost, too
+                note(f"{name}: its result is not kept for another run: {error}")
             return result
 
         rows = table.compared(names, evaluate)
-    common.table(
-        f"MMLU, {rows[0].mmlu.fewshot}-shot, {rows[0].mmlu.overall.n} questions, {model}",
-        table.COLUMNS,
-        table.cells(rows),
-    )
-    for row in rows:
-        if row.mmlu.truncated:
-            note(f"{row.recipe}: {row.mmlu.cut}")
+    settings["models"] = entries
+    with _then_written(output, "mmlu", entries[rows[0].recipe], settings, table.summary(rows)):
+        common.table(
+            f"MMLU, {rows[0].mmlu.fewshot}-shot, {rows[0].mmlu.overall.n} questions, {model}",
+            table.COLUMNS,
+            table.cells(rows),
+        )
+        for row in rows:
+            if row.mmlu.truncated:
+                note(f"{row.recipe}: {row.mmlu.cut}")
     if output:
-        settings["models"] = entries
-        content = report.report("mmlu", entries[rows[0].recipe], settings, table.summary(rows))
-        report.write(content, output)
         report.write_text(table.markdown(model, rows), report.beside(output, ".md"))
         report.write_text(table.svg(model, rows), report.beside(output, ".svg"))
 
@@ -201,17 +202,17 @@ def ppl(
     report.check_output(output)
     content, origin = _text(text)
     loaded, tokenizer = _open(model, device, dtype)
+    entry = report.model_entry(model, loaded)
     ids = _windows(loaded, tokenizer, content, seq_len, windows)
     with _progress("perplexity") as progress:
         result = perplexity(loaded, ids, progress)
-    if output:
-        settings = {"text": origin, "seq_len": seq_len, "windows": windows, "seed": None}
-        report.write(report.report("ppl", report.model_entry(model, loaded), settings, {"ppl": result}), output)
+    settings = {"text": origin, "seq_len": seq_len, "windows": windows, "seed": None}
     rows = [
         ["perplexity", report.number(result.ppl), report.number(result.ppl_stderr)],
         ["nats per token", report.number(result.nll, 5), report.number(result.nll_stderr, 5)],
     ]
-    table(f"{model}, {_extent(result)}", ["", "value", "± stderr"], rows)
+    with _then_written(output, "ppl", entry, settings, {"ppl": result}):
+        table(f"{model}, {_extent(result)}", ["", "value", "± stderr"], rows)
 
 
 @app.command()
@@ -234,13 +235,11 @@ def compare(
     content, origin = _text(text)
     loaded, tokenizer = _open(model, device, dtype)
     reference, _ = _open(baseline, device, dtype)
+    entries = report.model_entry(model, loaded), report.model_entry(baseline, reference)
     ids = _windows(loaded, tokenizer, content, seq_len, windows)
     with _progress("divergence") as progress:
         result = divergence(loaded, reference, ids, progress)
-    if output:
-        entries = report.model_entry(model, loaded), report.model_entry(baseline, reference)
-        settings = {"text": origin, "seq_len": seq_len, "windows": windows, "seed": None}
-        report.write(report.report("compare", entries[0], settings, {"divergence": result}, entries[1]), output)
+    settings = {"text": origin, "seq_len": seq_len, "windows": windows, "seed": None}
     rows = [
         ["mean KL(baseline || model), nats per token", report.number(result.kl, 5), report.number(result.kl_stderr, 5)],
         ["top-1 agreement", report.number(result.top1), report.number(result.top1_stderr)],
@@ -249,7 +248,21 @@ def compare(
         ["perplexity of the baseline", report.number(result.baseline_ppl), "-"],
         ["max logit error / max logit", report.number(result.max_logit_error), "-"],
     ]
-    table(f"{model} against {baseline}, {_extent(result)}", ["", "value", "± stderr"], rows)
+    with _then_written(output, "compare", entries[0], settings, {"divergence": result}, entries[1]):
+        table(f"{model} against {baseline}, {_extent(result)}", ["", "value", "± stderr"], rows)
+
+
+@contextmanager
+def _then_written(output: Path | None, *content: Any) -> Iterator[None]:
+    """Write a report of this content behind what is printed: a disk that is full must not cost the table, nor a reader
+    who leaves the table (`| head`) the report."""
+    from quantrot.evals import report
+
+    try:
+        yield
+    finally:
+        if output:
+            report.write(report.report(*content), output)
 
 
 def _open(name: str, device: str, dtype: str) -> tuple[Any, Any]:

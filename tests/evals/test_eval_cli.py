@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,10 @@ from typer.testing import CliRunner
 
 from quantrot.cli.eval import app
 from quantrot.evals import report
+
+
+def full(descriptor):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.fixture
@@ -31,9 +36,10 @@ def run(monkeypatch, model, other_model, tokenizer, tmp_path_factory):
     stub.open_model = open_model
     monkeypatch.setitem(sys.modules, "quantrot.load", stub)
 
-    def run(*args):
+    def run(*args, fails=None):
         opened.clear()
-        result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+        result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=fails is not None)
+        assert fails is None or isinstance(result.exception, fails)
         return result, list(opened)
 
     return run
@@ -74,6 +80,44 @@ def test_mmlu_with_a_baseline_reports_the_paired_difference(run, mmlu_dir, tmp_p
     gain = results["mmlu"]["overall"]["acc"] - results["baseline"]["overall"]["acc"]
     assert results["difference"]["difference"] == pytest.approx(gain)
     assert "McNemar p" in result.stdout and "high_school_government_and_politics" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["mmlu", "ppl", "compare"])
+def test_a_result_that_cannot_be_written_is_printed(run, mmlu_dir, tmp_path, monkeypatch, command):
+    monkeypatch.setattr(os, "fsync", full)
+    (tmp_path / "t.txt").write_text("some words, " * 100)
+    data = ["--data", mmlu_dir, "--fewshot", 0, "--limit", 1] if command == "mmlu" else ["--text", tmp_path / "t.txt"]
+    size = [] if command == "mmlu" else ["--seq-len", 32, "--windows", 4]
+    baseline = ["--baseline", "two"] if command == "compare" else []
+    result, _ = run(command, "one", *data, *size, *baseline, "--output", tmp_path / "r.json", fails=OSError)
+    assert result.exception.errno == errno.ENOSPC and result.exception.filename == str(tmp_path / "r.json")
+    assert {"mmlu": "overall", "ppl": "perplexity", "compare": "top-1 agreement"}[command] in result.stdout
+    assert not list(tmp_path.glob("*r.json*"))
+
+
+def test_a_result_is_written_though_nobody_reads_the_table(run, tmp_path, monkeypatch):
+    def closed(*args):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("quantrot.cli.eval.table", closed)
+    (tmp_path / "t.txt").write_text("some words, " * 100)
+    args = ["--text", tmp_path / "t.txt", "--seq-len", 32, "--windows", 4, "--output", tmp_path / "r.json"]
+    run("ppl", "one", *args, fails=BrokenPipeError)
+    assert json.loads((tmp_path / "r.json").read_text())["results"]["ppl"]["windows"] == 4
+
+
+def test_a_result_that_cannot_be_kept_stops_no_recipe(run, mmlu_dir, model_dir, tmp_path, monkeypatch):
+    from quantrot.evals import recipes
+
+    monkeypatch.setattr(recipes, "planned", lambda *given: None)
+    monkeypatch.setattr(recipes, "converted", lambda *given: "two")
+    monkeypatch.setattr(os, "fsync", full)
+    args = ["--data", mmlu_dir, "--fewshot", 0, "--limit", 1, "--work", tmp_path / "work"]
+    result, opened = run("mmlu", "one", "--recipes", "bf16,mxfp4", *args)
+    assert [name for name, _, _ in opened] == ["one", "two"] and "McNemar p" in result.stdout
+    notes = [line for line in result.stderr.splitlines() if "No space left on device" in line]
+    assert [line.partition(": its result is not kept for another run: ")[0] for line in notes] == ["bf16", "mxfp4"]
+    assert "mmlu.json" in notes[0] and not list((tmp_path / "work").iterdir())
 
 
 def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir, tmp_path, monkeypatch):

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -58,10 +59,10 @@ def test_a_failed_write_leaves_the_old_report_and_nothing_else(tmp_path, monkeyp
     report.write({"run": 1}, path)
 
     def fail(*args):
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(os, moment, fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match="disk full: '.*/r.json'$"):
         report.write({"run": 2}, path)
     assert json.loads(path.read_text()) == {"run": 1}
     assert list(tmp_path.iterdir()) == [path]
