@@ -79,8 +79,14 @@ def subject_names() -> list[str]:
 
 
 def private_tokenizer(tokenizer: Any) -> Any:
-    """A copy for lm-eval, which sets a pad token; without the remark about long prompts, which are counted instead."""
+    """A copy for lm-eval, which sets a pad token; without the remark about long prompts, which are counted instead.
+
+    lm-eval looks whether a prompt has its first token in front already, BOS or else EOS. A tokenizer with neither gets
+    what lm-eval would add to it for padding: no prompt begins with that, and no token of a prompt changes.
+    """
     tokenizer = copy.deepcopy(tokenizer)
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        tokenizer.add_special_tokens({"eos_token": "<|pad|>"})
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 

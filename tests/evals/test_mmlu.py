@@ -13,6 +13,7 @@ import yaml
 from tokenizers import Regex
 from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from quantrot.evals import harness, hub
 from quantrot.evals.mmlu import Score, check_options, compare, mmlu
@@ -162,6 +163,13 @@ def test_answers_that_end_alike_are_refused(model, tokenizer, mmlu_dir, part, ma
     shown = ", ".join(f"{answer} [{ends}]" for answer in "ABCD")
     with pytest.raises(ValueError, match=re.escape(f"answers end in its tokens {shown}, which must differ")):
         mmlu(model, alike, fewshot=0, limit=1, data=mmlu_dir)
+
+
+def test_a_tokenizer_needs_neither_bos_nor_eos(model, tokenizer, mmlu_dir, result):
+    neither = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    size = len(neither)
+    assert mmlu(model, neither, fewshot=2, data=mmlu_dir) == result
+    assert neither.eos_token is None and len(neither) == size
 
 
 def test_an_unreachable_hub_is_said_with_the_remedy(model, tokenizer, monkeypatch, tmp_path):
