@@ -280,9 +280,10 @@ def _text(path: Path | None) -> tuple[str, str]:
 
 
 def _windows(model: Any, tokenizer: Any, text: str, seq_len: int, limit: int | None) -> Any:
+    from quantrot.evals.logits import text_config
     from quantrot.tokenizer import windows
 
-    known = (getattr(model.config, name, None) for name in ("max_position_embeddings", "vocab_size"))
+    known = (getattr(text_config(model), name, None) for name in ("max_position_embeddings", "vocab_size"))
     return windows(tokenizer, text, seq_len, limit, *known)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantrot.evals.logits import text_config
 from quantrot.modules.cache import cache_name, other_layers
 
 Tokens = tuple[int, ...]
@@ -32,8 +33,9 @@ def share_beginnings(lm: Any) -> None:
     """
     model = lm.model
     asked = inspect.signature(model.forward).parameters
-    stateful = getattr(model, "_is_stateful", False) or other_layers(model.config)
-    if stateful or getattr(model.config, "sliding_window", None) is not None or "logits_to_keep" not in asked:
+    config = text_config(model)
+    stateful = getattr(model, "_is_stateful", False) or other_layers(config)
+    if stateful or getattr(config, "sliding_window", None) is not None or "logits_to_keep" not in asked:
         return
     plain = lm._loglikelihood_tokens
 

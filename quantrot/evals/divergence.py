@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quantrot.evals.logits import Count, default_chunk, next_token_logits
+from quantrot.evals.logits import Count, default_chunk, next_token_logits, text_config
 from quantrot.evals.perplexity import safe_exp
 from quantrot.evals.statistics import mean_and_stderr
 
@@ -67,7 +67,7 @@ def divergence(
     `progress(done, total)` is called after each window; `chunk` bounds the float32 logits held, in tokens.
     Raises ValueError where the vocabularies differ.
     """
-    sizes = [m.config.vocab_size for m in (baseline, model)]
+    sizes = [text_config(m).vocab_size for m in (baseline, model)]
     if sizes[0] != sizes[1]:  # the tokens are the model's, and a smaller baseline could not look them up
         raise ValueError(
             f"baseline: its vocabulary has {sizes[0]} tokens, the model's {sizes[1]}; "

@@ -38,7 +38,12 @@ def next_token_logits(model: Any, ids: torch.Tensor, chunk: int | None = None) -
 
 def default_chunk(*models: Any) -> int:
     """How many tokens' float32 logits fit CHUNK_BYTES, for the largest vocabulary among `models`."""
-    return max(1, CHUNK_BYTES // (4 * max(model.config.vocab_size for model in models)))
+    return max(1, CHUNK_BYTES // (4 * max(text_config(model).vocab_size for model in models)))
+
+
+def text_config(model: Any) -> Any:
+    """Where a model's vocabulary, positions and window are said: the config of its part for text, if it has several."""
+    return model.config.get_text_config(decoder=True)
 
 
 def _input_device(model: Any) -> torch.device:

@@ -5,7 +5,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from quantrot.evals.harness import subject_names
 
@@ -46,6 +52,18 @@ def model():
 @pytest.fixture(scope="session")
 def other_model():
     return make_model(1)
+
+
+@pytest.fixture(scope="session")
+def composite():
+    """A model for pictures and text, whose config has one for each."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    text = {**sizes, "vocab_size": VOCAB, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+    text |= {"max_position_embeddings": 512}
+    vision = {**sizes, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(config).eval()
 
 
 @pytest.fixture(scope="session")

@@ -88,6 +88,12 @@ def test_a_model_whose_cache_forgets_is_left_alone(field):
     assert (lm._loglikelihood_tokens is print) == bool(field)
 
 
+def test_a_window_of_a_models_text_part_counts(composite):
+    lm = SimpleNamespace(model=composite, _loglikelihood_tokens=print)
+    share_beginnings(lm)
+    assert lm._loglikelihood_tokens is print and composite.config.get_text_config().sliding_window
+
+
 def test_alike_groups_what_shares_half_and_leaves_a_token_each():
     a, b = (1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 7)
     assert alike([b, a]) == [(4, [a, b])]

@@ -61,6 +61,14 @@ def test_pieces_do_not_change_it(model, other_model, windows, chunk):
     assert pieces.max_logit_error == pytest.approx(whole.max_logit_error, rel=1e-5)
 
 
+def test_a_model_whose_config_has_parts_is_measured_by_its_text_part(model, composite, windows):
+    with torch.no_grad():
+        logits = composite(input_ids=windows).logits[:, :-1]
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert perplexity(composite, windows).nll == pytest.approx(nll.item(), rel=1e-5)
+    assert divergence(composite, model, windows).ppl == pytest.approx(nll.exp().item(), rel=1e-4)
+
+
 @pytest.mark.parametrize("size", [100, 300])
 def test_another_vocabulary_is_refused(model, windows, size):
     other = copy.deepcopy(model)

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from quantrot.cli.eval import app
+from quantrot.cli.eval import _windows, app
 from quantrot.evals import report
 
 
@@ -61,6 +61,11 @@ def test_a_log_file_gets_a_line_a_tenth(run, tmp_path):
     result, _ = run("ppl", "one", "--text", tmp_path / "t.txt", "--seq-len", 32, "--windows", 4)
     lines = [line for line in result.stderr.splitlines() if line.startswith("perplexity: ")]
     assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"] and lines[-1].endswith(" s")
+
+
+def test_windows_are_at_most_what_the_text_part_of_a_model_takes(composite, tokenizer):
+    with pytest.raises(ValueError, match="seq_len is 513; the model takes at most 512"):
+        _windows(composite, tokenizer, "some words, " * 100, 513, None)
 
 
 def test_compare_measures_both_models(run, tmp_path):
