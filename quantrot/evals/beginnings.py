@@ -28,14 +28,17 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # lm-eval's: texts, cont
 def share_beginnings(lm: Any) -> None:
     """Have `lm`, an HFLM, score single-token continuations of prompts that begin alike as above.
 
-    Does nothing for a model whose cache forgets (a sliding window, layers that are no attention) or that cannot be
-    asked for some logits alone.
+    Does nothing for a model whose cache forgets (a sliding window, layers that are no attention), that cannot be asked
+    for some logits alone, or whose positions are turned by other factors in a long prompt (longrope): a beginning
+    would be cached by those of its own length, not of the prompt's.
     """
     model = lm.model
     asked = inspect.signature(model.forward).parameters
     config = text_config(model)
     stateful = getattr(model, "_is_stateful", False) or other_layers(config)
-    if stateful or getattr(config, "sliding_window", None) is not None or "logits_to_keep" not in asked:
+    forgets = stateful or getattr(config, "sliding_window", None) is not None
+    by_length = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope"
+    if forgets or by_length or "logits_to_keep" not in asked:
         return
     plain = lm._loglikelihood_tokens
 

@@ -78,14 +78,24 @@ def test_fp8_attention_continues_a_beginning(tokenizer):
     assert 0 < (shared - wide).norm() < 1.5 * (whole - wide).norm()
 
 
-@pytest.mark.parametrize("field", [{"sliding_window": 64}, {"layer_types": ["conv", "full_attention"]}, {}])
-def test_a_model_whose_cache_forgets_is_left_alone(field):
+@pytest.mark.parametrize(
+    ("field", "left"),
+    [
+        ({"sliding_window": 64}, True),
+        ({"layer_types": ["conv", "full_attention"]}, True),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 100}}, True),
+        ({"rope_parameters": {"rope_type": "yarn"}}, False),
+        ({"rope_parameters": None}, False),
+        ({}, False),
+    ],
+)
+def test_a_model_whose_cache_cannot_be_continued_is_left_alone(field, left):
     model = make_model(0)
     for name, value in field.items():
         setattr(model.config, name, value)
     lm = SimpleNamespace(model=model, _loglikelihood_tokens=print)
     share_beginnings(lm)
-    assert (lm._loglikelihood_tokens is print) == bool(field)
+    assert (lm._loglikelihood_tokens is print) == left
 
 
 def test_a_window_of_a_models_text_part_counts(composite):
