@@ -35,7 +35,7 @@ from quantrot.learned import COPY
 from quantrot.manifest import MANIFEST, VERSION, check_files, dump, rotation_entry
 from quantrot.plan import BUDGET, LOOK_AHEAD, Plan, held_bytes, working_bytes
 from quantrot.plan import plan as make_plan
-from quantrot.process import Progress, cpus, peak_bytes
+from quantrot.process import Progress, cpus, peak_bytes, size
 from quantrot.recipe import ONLINE, RecipeLike
 from quantrot.transform import Chunk, one_threaded, starts, transform
 from quantrot.version import __version__
@@ -133,8 +133,8 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
     free = shutil.disk_usage(there).free
     if free + written < plan.output_bytes:
         raise ValueError(
-            f"output {target}: the disk has {free / 1e9:.2f} GB free and the conversion writes "
-            f"{plan.output_bytes / 1e9:.2f} GB; free some space or choose another disk"
+            f"output {target}: the disk has {size(free)} free and the conversion writes "
+            f"{size(plan.output_bytes)}; free some space or choose another disk"
         )
     partial.mkdir(parents=True, exist_ok=True)
     return partial

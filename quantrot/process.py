@@ -1,4 +1,5 @@
-"""The process that works: the CPUs it may use, the memory it has taken, and whom it tells how far it is."""
+"""The process that works: the CPUs it may use, the memory it has taken, whom it tells how far it is, and how it writes
+sizes."""
 
 import os
 import resource
@@ -16,3 +17,13 @@ def cpus() -> int:
 def peak_bytes() -> int:
     """The largest resident set so far: getrusage counts in bytes on macOS, in KiB elsewhere."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def size(nbytes: float) -> str:
+    """1.23 GB, 45.6 MB: three digits, or as many as a number of terabytes has."""
+    unit = "bytes"
+    for larger in ("KB", "MB", "GB", "TB"):
+        if nbytes < 999.5:
+            break
+        nbytes, unit = nbytes / 1000, larger
+    return f"{nbytes:.3g} {unit}" if nbytes < 999.5 else f"{nbytes:.0f} {unit}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantrot.process import Progress
+from quantrot.process import Progress, size
 
 if TYPE_CHECKING:
     from quantrot.calibration import Calibration
@@ -54,16 +54,6 @@ def calibration(texts: list[Path] | None, windows: int | None, seq_len: int | No
     from quantrot.evals.text import evaluation_text
 
     return Calibration(tuple(evaluation_text(text)[0] for text in texts), **asked)
-
-
-def size(nbytes: float) -> str:
-    """1.23 GB, 45.6 MB: three digits, or as many as a number of terabytes has."""
-    unit = "bytes"
-    for larger in ("KB", "MB", "GB", "TB"):
-        if nbytes < 999.5:
-            break
-        nbytes, unit = nbytes / 1000, larger
-    return f"{nbytes:.3g} {unit}" if nbytes < 999.5 else f"{nbytes:.0f} {unit}"
 
 
 def console(stderr: bool = False) -> Any:
