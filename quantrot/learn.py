@@ -85,6 +85,7 @@ def learn(
     text: cut into windows of `seq_len` tokens, the first `windows` of them are used, and of these the last `held_out`
     only to choose the best matrices with; the others are run one a step, in the seed's order. rate: how far an entry of
     A may go in the first step, in radians; it falls to 0 along a cosine. ValueError for what a user can mend.
+    KeyboardInterrupt passes through when what was better than the start by then is written.
     """
     target = Path(os.path.expanduser(out))
     _check_options(target, steps, held_out, rate, seed)
@@ -101,7 +102,9 @@ def learn(
     turns = Turns(plan, network.device)
     make_turned(network, plan, turns)
     train = (ids[order[i % len(order)]] for i in range(steps))
-    kl, best, step = _descend(network, turns, train, steps, ids[-held_out:], rate, progress or (lambda *_: None))
+    kl, best, step, interrupted = _descend(
+        network, turns, train, steps, ids[-held_out:], rate, progress or (lambda *_: None)
+    )
     about = {
         "quantrot": __version__,
         "model": plan.source.base_model,
@@ -112,6 +115,7 @@ def learn(
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "steps": steps,
         "best_step": step,
+        "interrupted": interrupted,
         "seq_len": seq_len,
         "windows": len(ids),
         "held_out": held_out,
@@ -121,6 +125,8 @@ def learn(
         "kl_after": kl[1],
     }
     _keep(target, {name: matrices.float().cpu().contiguous() for name, matrices in best.items()}, about)
+    if interrupted:
+        raise KeyboardInterrupt(f"interrupted; {target} holds the best matrices until then, those of step {step}")
     return Learning(target, tuple(best), *kl, step, held_out, seq_len)
 
 
@@ -164,24 +170,30 @@ def _check_plan(plan: Plan) -> None:
 
 def _descend(
     network: Any, turns: "Turns", train: Iterator[Tensor], steps: int, held: Tensor, rate: float, progress: Progress
-) -> tuple[tuple[float, float], dict[str, Tensor], int]:
-    """((KL of the start, of the best), the best matrices, their step)."""
+) -> tuple[tuple[float, float], dict[str, Tensor], int, bool]:
+    """((KL of the start, of the best), the best matrices, their step, whether an interrupt ended it)."""
     first = lowest = held_out_kl(network, turns, held)
     if not math.isfinite(first):  # nothing is less than NaN: all steps would be for nothing
         raise ValueError(f"KL at the start is {first}: the model computes NaN or infinity; repair its checkpoint")
     best, best_step = turns.copy(), 0
     optimizer = Cayley(list(turns.matrices.values()))
-    for i, ids in enumerate(train):
-        turns.refresh()
-        loss = kl(network, turns, ids)
-        loss.backward()
-        optimizer.step(rate * 0.5 * (1 + math.cos(math.pi * i / steps)))
-        progress(f"KL {loss.item():.4f}, held out {lowest:.4f}", i + 1, steps)
-        if (i + 1) * CHECKS // steps > i * CHECKS // steps:
-            reached = held_out_kl(network, turns, held)
-            if reached < lowest:
-                lowest, best, best_step = reached, turns.copy(), i + 1
-    return (first, lowest), best, best_step
+    interrupted = False
+    try:
+        for i, ids in enumerate(train):
+            turns.refresh()
+            loss = kl(network, turns, ids)
+            loss.backward()
+            optimizer.step(rate * 0.5 * (1 + math.cos(math.pi * i / steps)))
+            progress(f"KL {loss.item():.4f}, held out {lowest:.4f}", i + 1, steps)
+            if (i + 1) * CHECKS // steps > i * CHECKS // steps:
+                reached = held_out_kl(network, turns, held)
+                if reached < lowest:
+                    lowest, best, best_step = reached, turns.copy(), i + 1
+    except KeyboardInterrupt:
+        if best_step == 0:  # nothing is worth a file yet
+            raise
+        interrupted = True
+    return (first, lowest), best, best_step, interrupted
 
 
 def kl(network: Any, turns: "Turns", ids: Tensor) -> Tensor:

@@ -323,6 +323,31 @@ def test_from_the_command_line(source, tmp_path):
     assert "R1: learned, blocks of 16, fused" in CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
 
 
+@pytest.mark.parametrize(("step", "kept"), [(2, False), (9, True)])
+def test_an_interrupt_keeps_the_best_until_then(source, tmp_path, monkeypatch, step, kept):
+    """Of ten steps the held-out windows are run after the third, fifth and eighth."""
+    real = Cayley.step
+
+    def interrupted(optimizer, rate):
+        if optimizer.count + 1 == step:
+            raise KeyboardInterrupt
+        real(optimizer, rate)
+
+    monkeypatch.setattr(Cayley, "step", interrupted)
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "start.yaml").write_text(json.dumps(START))
+    out = tmp_path / "r.safetensors"
+    run = ["learn", str(source), "-r", str(tmp_path / "start.yaml"), "-o", str(out), "--steps", "10", "--rate", "0.02"]
+    run += ["--text", str(tmp_path / "text.txt"), "--seq-len", "32", "--held-out", "2", "--device", "cpu"]
+    result = CliRunner().invoke(app, run)
+    assert result.exit_code == 130 and out.exists() == kept
+    assert (f"interrupted; {out} holds the best matrices until then" in result.stderr) == kept
+    if kept:
+        about = read(out).about
+        assert about["interrupted"] and about["best_step"] in (3, 5, 8) and about["kl_after"] < about["kl_before"]
+        assert not about_learned(plan(source, using(out)))
+
+
 def test_what_is_not_learned_is_printed_as_it_is(source, tmp_path):
     """A recipe whose rotations are replaced by the printed ones turns what was turned while learning."""
     others = {"R3": {"kind": "hadamard"}, "R4": {"kind": "random-hadamard", "block": "<=32", "seed": 7}}

@@ -35,21 +35,26 @@ def command(
     start = load_recipe(recipe)
     content, origin = evaluation_text(text, "train")
     note(f"text: {origin}")
-    with count_progress() as progress:
-        found = learn(
-            model,
-            start,
-            output,
-            text=content,
-            steps=steps,
-            seq_len=seq_len,
-            windows=windows,
-            held_out=held_out,
-            rate=rate,
-            seed=seed,
-            device=device,
-            progress=progress,
-        )
+    try:
+        with count_progress() as progress:
+            found = learn(
+                model,
+                start,
+                output,
+                text=content,
+                steps=steps,
+                seq_len=seq_len,
+                windows=windows,
+                held_out=held_out,
+                rate=rate,
+                seed=seed,
+                device=device,
+                progress=progress,
+            )
+    except KeyboardInterrupt as interrupt:
+        for what in interrupt.args:  # none where nothing was written
+            note(what)
+        raise
     rows = [
         ["text", origin],
         ["KL of the start, nats per token", f"{found.kl_before:.4f}"],
