@@ -135,7 +135,6 @@ def _recipes(
 
     from quantrot.device import known_device
     from quantrot.evals import recipes as table
-    from quantrot.evals import report
     from quantrot.recipe import load_recipe
 
     table.check_names(names)
@@ -171,7 +170,8 @@ def _recipes(
 
         rows = table.compared(names, evaluate)
     settings["models"] = entries
-    with _then_written(output, "mmlu", entries[rows[0].recipe], settings, table.summary(rows)):
+    beside = {".md": table.markdown(model, rows), ".svg": table.svg(model, rows)}
+    with _then_written(output, "mmlu", entries[rows[0].recipe], settings, table.summary(rows), beside=beside):
         common.table(
             f"MMLU, {rows[0].mmlu.fewshot}-shot, {rows[0].mmlu.overall.n} questions, {model}",
             table.COLUMNS,
@@ -180,9 +180,6 @@ def _recipes(
         for row in rows:
             if row.mmlu.truncated:
                 note(f"{row.recipe}: {row.mmlu.cut}")
-    if output:
-        report.write_text(table.markdown(model, rows), report.beside(output, ".md"))
-        report.write_text(table.svg(model, rows), report.beside(output, ".svg"))
 
 
 @app.command()
@@ -253,9 +250,9 @@ def compare(
 
 
 @contextmanager
-def _then_written(output: Path | None, *content: Any) -> Iterator[None]:
-    """Write a report of this content behind what is printed: a disk that is full must not cost the table, nor a reader
-    who leaves the table (`| head`) the report."""
+def _then_written(output: Path | None, *content: Any, beside: dict[str, str] | None = None) -> Iterator[None]:
+    """Write a report of this content, and texts beside it by their endings, behind what is printed: a disk that is full
+    must not cost the table, nor a reader who leaves the table (`| head`) the report."""
     from quantrot.evals import report
 
     try:
@@ -263,6 +260,8 @@ def _then_written(output: Path | None, *content: Any) -> Iterator[None]:
     finally:
         if output:
             report.write(report.report(*content), output)
+            for ending, text in (beside or {}).items():
+                report.write_text(text, report.beside(output, ending))
 
 
 def _open(name: str, device: str, dtype: str) -> tuple[Any, Any]:

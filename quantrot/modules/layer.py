@@ -14,10 +14,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from quantrot.modules.attention import QuantizedAttention
-from quantrot.modules.linear import QuantizedLinear, hooked
+from quantrot.modules.linear import QuantizedLinear, as_autocast, hooked
 from quantrot.modules.merged import QuantizedMLP, is_rms_norm, is_silu
-
-FEW = 32  # tokens; more than that no linear `fuses`
 
 
 class FewTokens:
@@ -39,7 +37,9 @@ class FewTokens:
     def fuses(self, x: Tensor) -> bool:
         """Whether the layer as it is now can be run so, for x's dtype and device."""
         attention, mlp, tokens = self.self_attn, self.mlp, x.shape[:-1].numel()
-        if tokens > FEW or not (isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)):
+        if not (isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)):
+            return False
+        if as_autocast(x).dtype != x.dtype:  # each linear would cast
             return False
         if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
             return False

@@ -111,6 +111,21 @@ def test_a_result_is_written_though_nobody_reads_the_table(run, tmp_path, monkey
     assert json.loads((tmp_path / "r.json").read_text())["results"]["ppl"]["windows"] == 4
 
 
+def test_a_table_of_recipes_is_written_though_nobody_reads_it(run, mmlu_dir, tmp_path, monkeypatch):
+    from quantrot.cli import common
+    from quantrot.evals import recipes
+
+    def closed(*args):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(recipes, "planned", lambda *given: None)
+    monkeypatch.setattr(recipes, "converted", lambda *given: "two")
+    monkeypatch.setattr(common, "table", closed)
+    args = ["--data", mmlu_dir, "--fewshot", 0, "--limit", 1, "--output", tmp_path / "r.json"]
+    run("mmlu", "one", "--recipes", "bf16,mxfp4", *args, fails=BrokenPipeError)
+    assert sorted(path.name for path in tmp_path.glob("r.*")) == ["r.json", "r.md", "r.svg"]
+
+
 def test_a_result_that_cannot_be_kept_stops_no_recipe(run, mmlu_dir, model_dir, tmp_path, monkeypatch):
     from quantrot.evals import recipes
 

@@ -234,6 +234,13 @@ def test_errors_name_the_field_and_the_remedy(call, says):
         (32, {}, r"needs \[..., K\] by \[N, K/2\]"),
         (64, {"hadamard": 48}, "allowed: 0, 32, 64 or 128"),
         (64, {"activations": "mxfp4", "scale_rule": "best"}, "scale_rule: 'best'; allowed"),
+        (
+            128,
+            {"gated": True},
+            r"gated: x \[1, 128\] by packed \[48, 32\], with a norm; .* x \[..., 128\], and no norm",
+        ),
+        (64, {"gated": True, "norm": None}, r"gated: x \[1, 64\] by packed \[48, 32\]; allowed: x \[..., 128\]"),
+        (64, {"residual": torch.zeros(2, 48).bfloat16()}, r"residual: .*\[2, 48\] on cpu; allowed: .*\[1, 48\]"),
     ],
 )
 def test_what_a_fused_product_does_not_take_is_named_before_a_kernel_reads_it(monkeypatch, k, options, says):
@@ -241,10 +248,11 @@ def test_what_a_fused_product_does_not_take_is_named_before_a_kernel_reads_it(mo
 
     for name in ("mxfp4_gemm", "_fused"):
         monkeypatch.setattr(fused, name, lambda *_, **__: pytest.fail("was multiplied"))
-    monkeypatch.setattr(fused, "has_one_kernel", lambda *_: True)
+    monkeypatch.setattr(fused, "has_fused", lambda *_: True)
     packed, scale = quantize_mxfp4(torch.zeros(48, 64))
+    given = {"norm": torch.ones(k).bfloat16()} | options
     with pytest.raises(ValueError, match=says):
-        fused.mxfp4_fused(torch.zeros(1, k).bfloat16(), packed, scale, norm=torch.ones(k).bfloat16(), **options)
+        fused.mxfp4_fused(torch.zeros(1, k).bfloat16(), packed, scale, **given)
 
 
 # --- Training --------------------------------------------------------------------------------------------------------

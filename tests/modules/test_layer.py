@@ -28,7 +28,7 @@ CLOSE = [name for name in FORMATS if name != "mxfp4"]  # where a neighbour in bf
 gpu = pytest.mark.gpu
 CHANGES = [
     *("tokens", "batch", "norm hook", "linear hook", "attention hook", "act", "replaced", "norm dtype", "norm kind"),
-    *("grad", "wide"),
+    *("grad", "wide", "autocast"),
 ]
 SIZES = {
     "hidden_size": 256,
@@ -171,10 +171,41 @@ def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change,
         layer.mlp.down_proj.decode(torch.bfloat16)
     calls = count_fused(monkeypatch)
     rope = whole.model.rotary_emb(x, torch.arange(shape[1])[None])
-    with torch.set_grad_enabled(change == "grad"):
+    half = torch.autocast("cpu", torch.float16, enabled=change == "autocast")
+    with torch.set_grad_enabled(change == "grad"), half:
         assert layer(x, position_embeddings=rope).shape == x.shape
     assert not any(call.get("norm") is not None or call.get("residual") is not None for call in calls)
     assert len(seen) == ("hook" in change)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "int8", "mxfp4"])
+def test_without_kernels_nothing_is_compiled_anew_for_few_tokens(fmt):
+    whole, graphs = model(fmt=fmt), []
+    merge_projections(whole)
+    layer = whole.model.layers[0]
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    with torch.no_grad():
+        for tokens in (100, 60, 33, 32, 20):
+            x, rope = torch.randn(1, tokens, 256).bfloat16(), None
+            rope = whole.model.rotary_emb(x, torch.arange(tokens)[None])
+            assert torch.equal(compiled(x, position_embeddings=rope), layer(x, position_embeddings=rope))
+    assert len(graphs) == 2  # of 100, and of any number
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize(("tokens", "fused"), [(16, True), (17, False), (32, False), (33, False)])
+def test_quantized_tokens_are_fused_where_that_is_faster(monkeypatch, tokens, fused):
+    """17 to 32 by 28672 x 4096 are the kernel's for a batch, and what is around them kernels."""
+    assert mxfp4_fused._fused_is_faster(4096, 4096)
+    seen = []
+    monkeypatch.setattr(mxfp4_fused, "_apart", lambda x, *rest: seen.append(len(x)))
+    with torch.device("meta"):
+        x, weight = torch.empty(tokens, 4096).bfloat16(), torch.empty(28672, 2048, dtype=torch.uint8)
+        scale, norm = torch.empty(28672, 128, dtype=torch.uint8), torch.empty(4096).bfloat16()
+    for activations in ("mxfp4", "fp8", "none"):
+        mxfp4_fused.mxfp4_fused(x, weight, scale, activations=activations, norm=norm)
+    assert len(seen) == (0 if fused else 2 if tokens <= 32 else 3)
 
 
 @gpu

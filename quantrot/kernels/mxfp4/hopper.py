@@ -123,7 +123,7 @@ STARTING, ROW, SPLITTING = (1.2, 2.0, 1.5, 1.95), 0.025, 1.0
 ALONE = SM_SHARED // 2
 MAPPED_ROWS = 64  # of a tile whose scales the copy engine takes
 NORM_GROUPS = 2  # of a token that a thread may norm: they stay in registers
-MOST_THREADS, REDUCED = 1024, 256  # of such a block; bytes of shared memory for its warps' sums and largest numbers
+MOST_THREADS, REDUCED = 1024, 256  # of a block that arranges; bytes of its warps' sums and largest numbers
 
 
 def tiles_of(tokens: int) -> int:

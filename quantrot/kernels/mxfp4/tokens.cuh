@@ -251,8 +251,8 @@ __device__ __forceinline__ float hold_codes(const void* x, int columns, int grou
 }
 
 // The same of all of x, which first goes through RMSNorm: x / sqrt(mean(x^2) + epsilon), rounded, times norm, rounded. A
-// thread has at most NORM groups. `squares`, `maxima`: room for a number of each warp. Waits for the kernel before, norm is
-// not its. The scale of e4m3's codes, else 1.
+// thread has at most NORM groups. `squares`, `maxima`: room for a number of each warp. Waits for the kernel before behind its
+// loads of norm. The scale of e4m3's codes, else 1.
 template <int THREADS, int SPAN, int RULE, int NORM>
 __device__ __forceinline__ float hold_normed(const void* x, const void* norm, float epsilon, int columns, int groups, float root,
                                              u32 to, u32 squares, u32 maxima) {
@@ -296,9 +296,9 @@ struct ArrangeArgs {
 
 enum Front { NO_FRONT, NORMED, GATED };
 
-// SHARES thread blocks a token, which has room in WORDS times 8 columns of each of THREADS: e4m3's scale and the norm's sum each
-// of them makes for itself, of all of the token. GROUPED, for products by a warpgroup: 16 columns of each product's side
-// by side.
+// SHARES thread blocks a token. A token is WORDS times 8 columns of each of THREADS threads: that much of it each block reads
+// where it needs all of it, for e4m3's scale or the norm's sum, and WORDS / SHARES it writes. GROUPED, for products by a
+// warpgroup: 16 columns of each product's side by side.
 template <int THREADS, int WORDS, int SHARES, int SPAN, int RULE, bool GROUPED, int FRONT>
 __device__ __forceinline__ void arrange(const ArrangeArgs& args) {
   constexpr int MINE = WORDS / SHARES;
