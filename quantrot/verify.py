@@ -177,11 +177,12 @@ def _layers(plan: Plan, model: nn.Module, baseline: nn.Module, ids: Tensor, repo
     rotated: dict[str, float] = {}
     nearest: dict[str, float] = {}
     plain: dict[str, float] = {}
+    labels: dict[str, str] = {}
     turned = [fqn for fqn, step in steps.items() if step.input_turns or step.output_turn or step.norm]
     total = len(steps) + len(turned)
 
     def converted(fqn: str, module: QuantizedLinear, x: Tensor, y: Tensor) -> None:
-        step = steps[fqn]
+        step, labels[fqn] = steps[fqn], formats.label(module.format)
         weight = turned_rows(plan, step, read_rows(plan.checkpoint.tensors[step.source])).to(x.device)
         exact = F.linear(module.turned(x), weight, module.bias)
         rotated[fqn] = _sqnr(exact, y)
@@ -196,8 +197,7 @@ def _layers(plan: Plan, model: nn.Module, baseline: nn.Module, ids: Tensor, repo
 
     _with_hooks(model, found, converted, ids)
     _with_hooks(baseline, turned, original, ids)
-    labels = {fqn: formats.label(fmt) for fqn, fmt in found.items()}
-    return [Layer(fqn, label, rotated[fqn], plain.get(fqn), nearest.get(fqn)) for fqn, label in labels.items()]
+    return [Layer(fqn, labels[fqn], rotated[fqn], plain.get(fqn), nearest.get(fqn)) for fqn in found]
 
 
 def _rounded(fmt: LinearFormat, weight: Tensor) -> Tensor:

@@ -132,6 +132,7 @@ def test_what_gptq_gains_does_not_hide_what_a_rotation_costs(source, tmp_path):
     nearest, gptq = ([layer for layer in v.layers if layer.worse] for v in found.values())
     assert len(nearest) == len(gptq) == 10 and all(layer.nearest_db is None for layer in nearest)
     assert all(layer.sqnr_db > layer.unrotated_db > layer.nearest_db + 0.5 for layer in gptq)
+    assert all(b.format == a.format.replace("MXFP4", "MXFP4 gptq", 1) for a, b in zip(nearest, gptq, strict=True))
     for a, b in zip(nearest[:3], gptq[:3], strict=True):
         assert a.fqn == b.fqn and a.sqnr_db == pytest.approx(b.nearest_db, abs=0.02)
     (warning,) = found["gptq"].warnings
