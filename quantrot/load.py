@@ -55,7 +55,7 @@ def load(
     path: a directory, or a hub id (owner/name@revision). device_map: "auto", a device such as "cpu", "cuda:1" or 1,
     accelerate's dict, or None for the CPU. dtype: of what is not quantized ("auto": config.json's, else the
     embedding's). check_hashes=False skips reading all files once more. offload_folder: where modules that the map sends
-    to "disk" are kept. merge: let `merge_projections` make fewer products of a layer's; a projection with hooks runs
+    to "disk" are kept, in the files' dtype. merge: let `merge_projections` make fewer products of a layer's; a projection with hooks runs
     apart all the same.
     ValueError for a directory that is incomplete, altered or newer than this version.
     """
@@ -65,11 +65,13 @@ def load(
         check_files(root, manifest.data)
     model = _skeleton(root, manifest, _dtype(dtype))
     placed = _place(model, device_map)
+    if "disk" in placed.values():
+        _check_disk(root, model, offload_folder)
     weights = root / weights_of(manifest.data)  # of a directory accelerate would choose itself, a pickle first
     try:
         load_checkpoint_in_model(model, str(weights), device_map=placed, offload_folder=offload_folder, strict=True)
     except (AttributeError, LookupError, ValueError) as error:
-        raise ValueError(f"{weights}: its tensors are not those of {MANIFEST}: {error}; convert again") from None
+        raise ValueError(f"{weights}: its tensors are not those of {MANIFEST}: {error!s:.300}; convert again") from None
     missing = [name for name, p in model.named_parameters() if p.device.type == "meta" and not _offloaded(name, placed)]
     if missing:
         raise ValueError(f"{root}: {len(missing)} tensors are not in its shards, e.g. {missing[0]}; convert again")
@@ -139,14 +141,18 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return known[dtype]
 
 
+def _stored_dtype(root: Path) -> torch.dtype:
+    """Of what is not quantized: the embedding's."""
+    return DTYPES[open_checkpoint(root).tensors[f"{EMBEDDING}.weight"].dtype]
+
+
 def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any:
     """The model on the meta device, with the manifest's modules in place. Buffers (RoPE) are real."""
-    stored = DTYPES[open_checkpoint(root).tensors[f"{EMBEDDING}.weight"].dtype]
     described = {key: value for key, value in read_json(root / "config.json").items() if key not in NOT_DESCRIBED}
     try:
         config = AutoConfig.for_model(**described)
         config._name_or_path = str(root)
-        dtype: Any = wanted or config.dtype or stored
+        dtype: Any = wanted or config.dtype or _stored_dtype(root)
         with init_empty_weights(include_buffers=False):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # of many classes, some its own
@@ -202,6 +208,14 @@ def _place(model: Any, device_map: str | int | torch.device | dict[str, Any] | N
     whole = model._no_split_modules
     memory = get_balanced_memory(model, no_split_module_classes=whole) if device_map != "sequential" else None
     return infer_auto_device_map(model, max_memory=memory, no_split_module_classes=whole)
+
+
+def _check_disk(root: Path, model: Any, folder: str | Path | None) -> None:
+    if folder is None:
+        raise ValueError("offload_folder: None, but device_map sends modules to disk; give a folder to keep them in")
+    stored, asked = _stored_dtype(root), model.get_input_embeddings().weight.dtype
+    if asked != stored:  # accelerate writes tensors there as the files have them
+        raise ValueError(f"dtype: {asked}; modules on disk stay {stored}, as {root} has them; give that, or no disk")
 
 
 def _check_map(model: Any, placed: dict[str, Any]) -> None:

@@ -173,8 +173,8 @@ def plan(
     """Plan a conversion. ValueError lists every error that the headers and the recipe can show, one a line."""
     recipe = load_recipe(recipe)
     chunk = CHUNK[device_type(device)]
-    if max_shard_size < 1:
-        raise ValueError(f"max_shard_size is {max_shard_size}; a positive number of bytes is needed")
+    if not isinstance(max_shard_size, int) or max_shard_size < 1:
+        raise ValueError(f"max_shard_size is {max_shard_size!r}; allowed: a positive number of bytes, as 5_000_000_000")
     source = open_source(model)
     checkpoint = open_checkpoint(source.path)
     arch = llama.from_config(checkpoint.config)

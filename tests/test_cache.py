@@ -1,8 +1,18 @@
 """KV caches: what comes back depends on what went in and on nothing else, and what lies there is narrow."""
 
+import copy
+import inspect
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    StaticCache,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from quantrot import convert, load
@@ -227,6 +237,20 @@ def test_without_a_narrow_format_nothing_changes(source, tmp_path):
     assert not any(isinstance(m, QuantizedAttention) for m in model.modules())
     for options in (GREEDY, {**GREEDY, "num_beams": 3}, {**GREEDY, "cache_implementation": "static"}):
         assert torch.equal(model.generate(IDS, **options), base.generate(IDS, **options))
+
+
+def test_continuous_batching_gives_the_tokens_of_generate(model):
+    paged = pytest.importorskip("transformers.generation.continuous_batching.cache").PagedAttentionCache
+    if "kwargs" not in inspect.signature(paged.update).parameters:
+        pytest.skip("this version of transformers has the attention implementation write the cache")
+    model = copy.deepcopy(model)  # whose attention's implementation others want as it is
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
+    config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    alone = [model.generate(torch.tensor([ids]), generation_config=config)[0, len(ids) :].tolist() for ids in prompts]
+    model.set_attn_implementation("sdpa")
+    made = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+    assert [result.generated_tokens for result in made.values()] == alone
+    assert not any(result.error for result in made.values())
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])

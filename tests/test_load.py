@@ -151,6 +151,19 @@ def test_a_config_that_transformers_refuses_is_an_error_of_the_user(tiny, tmp_pa
         assert load(out, device_map="cpu").config._attn_implementation != value
 
 
+def test_what_goes_to_disk_needs_a_folder_and_the_files_dtype(converted, tmp_path):
+    split = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu"}
+    split |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    with pytest.raises(ValueError, match="offload_folder: None, but device_map sends modules to disk; give a folder"):
+        load(converted, device_map=split)
+    stored = load(converted, device_map="cpu").dtype
+    for dtype in {torch.float32, torch.bfloat16} - {stored}:
+        with pytest.raises(ValueError, match=f"dtype: {dtype}; modules on disk stay {stored}"):
+            load(converted, device_map=split, dtype=dtype, offload_folder=tmp_path)
+    model = load(converted, device_map=split, dtype=stored, offload_folder=tmp_path)
+    assert torch.equal(model(IDS).logits, load(converted, device_map="cpu")(IDS).logits)
+
+
 @pytest.mark.parametrize("device_map", [None, torch.device("cpu"), {"": torch.device("cpu")}])
 def test_a_device_is_what_torch_and_transformers_call_one(converted, device_map):
     assert load(converted, device_map=device_map).device.type == "cpu"

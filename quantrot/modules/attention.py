@@ -26,7 +26,7 @@ from quantrot.kernels.attention import (
     rope_hadamard_quantize,
     transposed_values,
 )
-from quantrot.modules.cache import StaticLayer, adopt, round_trip
+from quantrot.modules.cache import StaticLayer, adopt, round_trip, update
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.modules.masks import IMPLEMENTATION
 from quantrot.modules.merged import Merging, is_rms_norm
@@ -116,7 +116,7 @@ class QuantizedAttention(Merging):
         if self.arithmetic == "fp8":
             if kwargs.get("output_attentions"):
                 raise ValueError("output_attentions: attention: fp8 has no weights to give; use attention: bf16")
-            output, weights = self._fp8(q, k, v, position_embeddings, attention_mask, cache), None
+            output, weights = self._fp8(q, k, v, position_embeddings, attention_mask, cache, kwargs), None
         else:
             output, weights = self._wide(q, k, v, position_embeddings, attention_mask, cache, kwargs)
         output = output.reshape(*tokens, -1).contiguous()
@@ -169,7 +169,7 @@ class QuantizedAttention(Merging):
         if self.kv_cache != "bf16" and (cache is None or adopt(cache, self.layer_idx, self.kv_cache) is None):
             key, value = round_trip(self.kv_cache, key, value)
         if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
+            key, value = update(cache, key, value, self.layer_idx, kwargs)
         if self.kv_cache != "bf16":
             key, value = inference_only(key, wide[0]), inference_only(value, wide[1])
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -219,6 +219,7 @@ class QuantizedAttention(Merging):
         position_embeddings: tuple[Tensor, Tensor],
         mask: Tensor | None,
         cache: Any,
+        kwargs: dict[str, Any],
     ) -> Tensor:
         """q, k, v [B, S, heads, D] -> [B, S, heads, D]."""
         q, k = self._normed(q, k)
@@ -242,16 +243,18 @@ class QuantizedAttention(Merging):
         elif layer is not None:
             given = stored
         else:
-            given = self._through(cache, given, mask, q.dtype)
+            given = self._through(cache, given, mask, q.dtype, kwargs)
         y = attend(given, causal=mask is None, scale=self.scaling, mask=mask, lengths=lengths, dtype=q.dtype)
         return inference_only(y, q, k, v)
 
-    def _through(self, cache: Any, given: Quantized, mask: Tensor | None, dtype: torch.dtype) -> Quantized:
+    def _through(
+        self, cache: Any, given: Quantized, mask: Tensor | None, dtype: torch.dtype, kwargs: dict[str, Any]
+    ) -> Quantized:
         """Keys and values through a cache of the model's dtype: what it returns, quantized again, is what it was."""
         tokens = given.k.shape[2]
         key = dequantize_heads(given.k, given.k_scale, dtype)
         value = dequantize_heads(given.v[..., :tokens].transpose(2, 3), given.v_scale, dtype)
-        key, value = cache.update(key, value, self.layer_idx)
+        key, value = update(cache, key, value, self.layer_idx, kwargs)
         if mask is None and tokens > 1:
             key, value = key[:, :, :tokens], value[:, :, :tokens]  # a static cache that was empty: the rest is unused
         (k, k_scale), (v, v_scale) = quantize_heads(key), quantize_heads(value)

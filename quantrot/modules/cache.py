@@ -368,15 +368,25 @@ def _layer(kind: Kind, max_cache_len: int | None) -> KVLayer:
 def adopt(cache: Any, index: int, kind: Kind) -> KVLayer | None:
     """The cache's layer if it is of this kind, after putting one in the place of an empty one of transformers'.
 
-    None for layers that hold something already, that slide, or that are offloaded: those stay as they are.
+    None for layers that hold something already, that slide, or that are offloaded: those stay as they are; and for the
+    paged cache of continuous batching.
     """
+    if not isinstance(cache, Cache):
+        return None
+    layers: list[Any] = cache.layers
     if cache.layer_class_to_replicate is not None:
-        while len(cache.layers) <= index:
-            cache.layers.append(cache.layer_class_to_replicate())
-    layer = cache.layers[index]
+        while len(layers) <= index:
+            layers.append(cache.layer_class_to_replicate())
+    layer = layers[index]
     if isinstance(layer, KVLayer):
         return layer if layer.kind == kind else None
     if cache.offloading or layer.is_initialized or type(layer) not in (DynamicLayer, StaticLayer):
         return None
-    cache.layers[index] = _layer(kind, layer.max_cache_len if isinstance(layer, StaticLayer) else None)
-    return cache.layers[index]
+    layers[index] = _layer(kind, layer.max_cache_len if isinstance(layer, StaticLayer) else None)
+    return layers[index]
+
+
+def update(cache: Any, key: Tensor, value: Tensor, index: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, heads, S, D] through the cache's layer; a paged cache looks into kwargs for their places."""
+    beside = {} if isinstance(cache, Cache) else {"kwargs": kwargs}
+    return cache.update(key, value, index, **beside)
