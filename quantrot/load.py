@@ -55,8 +55,8 @@ def load(
     path: a directory, or a hub id (owner/name@revision). device_map: "auto", a device such as "cpu", "cuda:1" or 1,
     accelerate's dict, or None for the CPU. dtype: of what is not quantized ("auto": config.json's, else the
     embedding's). check_hashes=False skips reading all files once more. offload_folder: where modules that the map sends
-    to "disk" are kept, in the files' dtype. merge: let `merge_projections` make fewer products of a layer's; a projection with hooks runs
-    apart all the same.
+    to "disk" are kept, in the files' dtype. merge: let `merge_projections` make fewer products of a layer's; a
+    projection with hooks runs apart all the same.
     ValueError for a directory that is incomplete, altered or newer than this version.
     """
     root = open_source(path).path
