@@ -170,7 +170,7 @@ def _recipes(
 
         rows = table.compared(names, evaluate)
     settings["models"] = entries
-    beside = {".md": table.markdown(model, rows), ".svg": table.svg(model, rows)}
+    beside = {".md": lambda: table.markdown(model, rows), ".svg": lambda: table.svg(model, rows)}
     with _then_written(output, "mmlu", entries[rows[0].recipe], settings, table.summary(rows), beside=beside):
         common.table(
             f"MMLU, {rows[0].mmlu.fewshot}-shot, {rows[0].mmlu.overall.n} questions, {model}",
@@ -250,9 +250,11 @@ def compare(
 
 
 @contextmanager
-def _then_written(output: Path | None, *content: Any, beside: dict[str, str] | None = None) -> Iterator[None]:
-    """Write a report of this content, and texts beside it by their endings, behind what is printed: a disk that is full
-    must not cost the table, nor a reader who leaves the table (`| head`) the report."""
+def _then_written(
+    output: Path | None, *content: Any, beside: dict[str, Callable[[], str]] | None = None
+) -> Iterator[None]:
+    """Write a report of this content, and what makes texts beside it by their endings, behind what is printed: a disk
+    that is full must not cost the table, nor a reader who leaves the table (`| head`) the report."""
     from quantrot.evals import report
 
     try:
@@ -260,8 +262,8 @@ def _then_written(output: Path | None, *content: Any, beside: dict[str, str] | N
     finally:
         if output:
             report.write(report.report(*content), output)
-            for ending, text in (beside or {}).items():
-                report.write_text(text, report.beside(output, ending))
+            for ending, made in (beside or {}).items():
+                report.write_text(made(), report.beside(output, ending))
 
 
 def _open(name: str, device: str, dtype: str) -> tuple[Any, Any]:

@@ -29,6 +29,8 @@ class Fp8Linear(QuantizedLinear):
     multiplied. Activation blocks run over the flattened tokens.
     """
 
+    gates_behind = True
+
     def runs_packed(self, device: torch.device) -> bool:
         return self.format.activations.kind == "fp8" and has_kernels(device)
 
@@ -63,8 +65,6 @@ class Fp8Linear(QuantizedLinear):
 
     def _quantizes_rows(self) -> bool:
         return self.format.activations.block == ROW and not self.online_name
-
-    gates_behind = True
 
     def fuses(self, device: torch.device, tokens: int) -> bool:
         if tokens != 1 or self._decoded is not None or not self._quantizes_rows() or not self.runs_packed(device):

@@ -16,6 +16,8 @@ class Int8Linear(QuantizedLinear):
     On a GPU the product reads the packed weight as it is on disk; its gradient reaches the input.
     """
 
+    gates_behind = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.weight_shape = nn.Parameter(torch.empty(2, dtype=torch.int64), requires_grad=False)
@@ -28,8 +30,6 @@ class Int8Linear(QuantizedLinear):
 
     def gated(self, x: Tensor) -> Tensor | None:
         return self.fused(as_autocast(x), gates=True) if self._decoded is None and self.runs_packed(x.device) else None
-
-    gates_behind = True
 
     def fuses(self, device: torch.device, tokens: int) -> bool:
         if tokens != 1 or self._decoded is not None or self.online_name or not self.runs_packed(device):

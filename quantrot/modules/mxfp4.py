@@ -23,6 +23,7 @@ class Mxfp4Linear(QuantizedLinear):
     MXFP4 activations turns them on its way; elsewhere the dequantized weight is multiplied.
     """
 
+    gates_before = True
     weight_packed: Tensor
     weight_scale: Tensor
 
@@ -44,8 +45,6 @@ class Mxfp4Linear(QuantizedLinear):
             "hadamard": self.fused_hadamard(),
             "settled": True,  # parameters: who writes them on the device waits before a forward
         }
-
-    gates_before = True
 
     def fuses(self, device: torch.device, tokens: int) -> bool:
         turns = bool(self.online_name) and not self.fused_hadamard()

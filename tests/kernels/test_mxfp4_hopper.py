@@ -146,16 +146,22 @@ class Arranger:
 @pytest.fixture(scope="module")
 def emulator(emulated):
     """emulator(case, tokens, token_scale, packed, scale, seed) -> y."""
+    return built(emulated, hopper.device_functions())
+
+
+def built(emulated, functions: str, names: Iterable[str] = ()):
+    """What `emulator` is, of these functions, and of these cases or all."""
     turned_on_the_way = {name: (plan, FP32, turn) for name, (plan, turn) in TURNS.items()}
     cases = {name: (*case, None) for name, case in CASES.items()} | turned_on_the_way
     cases |= {name: (plan, BF16, turn, *groups, adds) if groups else (plan, BF16, turn, 0, adds)
               for name, (plan, turn, _, adds, *groups) in BESIDE.items()}  # fmt: skip
+    cases = {name: case for name, case in cases.items() if not names or name in names}
     fronts = {name: (front == "NORMED", front == "GATED") for name, (_, _, front, *_) in BESIDE.items()}
     before = {name: hopper.before(plan, turn, *fronts.get(name, ())) for name, (plan, _, turn, *_) in cases.items()}
     arranger = Arranger([kind for kind in before.values() if kind], WIDTHS)
     entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in cases.items()) + arranger.source
     driver = DRIVER.replace("NAMES", ", ".join(f"decode_{name}" for name in cases))
-    library = emulated(hopper.device_functions() + entries + driver.replace("ARRANGE", arranger.names))
+    library = emulated(functions + entries + driver.replace("ARRANGE", arranger.names))
     library.run.restype = ctypes.c_char_p
 
     def run(name, tokens, token_scale, packed, scale, seed=0, processors=2, norm=None, epsilon=0.0, residual=None):
@@ -257,6 +263,29 @@ def test_what_a_layer_has_around_a_product_has_the_bits_of_the_operations(emulat
     for seed in range(2):
         y = emulator(name, x, None, packed, scale, seed, norm=norm, epsilon=1e-5, residual=residual)
         assert torch.equal(y, expected if residual is None else expected + residual)
+
+
+def test_a_norm_is_read_before_the_kernel_in_front_has_ended_only_where_it_is_settled(emulated):
+    """Its loads are made ones that the emulator refuses before the wait."""
+    functions = hopper.device_functions()
+    for load, at in (
+        ("((const Words*)norm)[", "group(i) * 4 + j"),
+        ("((const Words*)args.norm)[", "column(first + i) / 8"),
+    ):
+        assert functions.count(f"{load}{at}]") == 1
+        functions = functions.replace(f"{load}{at}]", f"load_fresh_words({load[1:-2]} + {at})")
+    run = built(emulated, functions, ("normed", "eight_normed"))
+    packed, scale = quantize_mxfp4(torch.ones(40, 1152))
+    for name, tokens in (("normed", 1), ("eight_normed", 8)):
+        x, norm, residual = (
+            torch.ones(tokens, 1152).to(BF16),
+            torch.ones(1152).to(BF16),
+            torch.zeros(tokens, 40).to(BF16),
+        )
+        call = partial(run, name, x, None, packed, scale, norm=norm, epsilon=1e-5, residual=residual)
+        assert torch.equal(call(seed=0), call(seed=2))
+        with pytest.raises(AssertionError, match="before grid_wait"):  # odd seeds: settled
+            call(seed=1)
 
 
 @pytest.mark.parametrize("front", ["NO_FRONT", "NORMED", "GATED"])

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from quantrot import formats
 from quantrot.formats import WIDE, ActivationFormat, LinearFormat, WeightFormat
 from quantrot.kernels.mxfp4 import fused as mxfp4_fused
+from quantrot.kernels.mxfp4 import gemm
 from quantrot.load import merge_projections
 from quantrot.modules import LINEARS, QuantizedMLP
 from quantrot.modules import fp8 as modules_fp8
@@ -198,6 +199,8 @@ def test_without_kernels_nothing_is_compiled_anew_for_few_tokens(fmt):
 def test_quantized_tokens_are_fused_where_that_is_faster(monkeypatch, tokens, fused):
     """17 to 32 by 28672 x 4096 are the kernel's for a batch, and what is around them kernels."""
     assert mxfp4_fused._fused_is_faster(4096, 4096)
+    sizes = [(28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672), (3584, 18944), (17920, 1536)]
+    assert all(gemm._few(few, *size, mxfp4_fused.SAVED) for size in sizes for few in (2, mxfp4_fused.ALWAYS_FEW))
     seen = []
     monkeypatch.setattr(mxfp4_fused, "_apart", lambda x, *rest: seen.append(len(x)))
     with torch.device("meta"):
