@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from quantrot.kernels import fp8, nvrtc
-from quantrot.kernels.fp8 import fp8_block_gemm, fp8_linear, hopper, linear, quantize_fp8_block
+from quantrot.kernels import nvrtc
+from quantrot.kernels.fp8 import fp8_block_gemm, fp8_linear, fused, hopper, linear, quantize_fp8_block
 from quantrot.kernels.fp8.linear import Held, Work
 from quantrot.kernels.fp8.reference import gate as gated
 from quantrot.kernels.fp8.reference import gemm_reference, quantize_reference, rms_norm
@@ -262,10 +262,10 @@ def test_what_it_does_not_take_is_named():
 
 def test_one_token_is_one_kernel_where_it_has_been_found_faster(monkeypatch):
     device = torch.device("cuda")
-    monkeypatch.setattr(fp8, "has_kernels", lambda device: True)
+    monkeypatch.setattr(fused, "has_kernels", lambda device: True)
     monkeypatch.setattr(nvrtc, "available", lambda device: True)
-    assert all(fp8.has_one_kernel(*size, device) for size in ((28672, 4096), (4096, 14336), (8192, 8192)))
-    assert not any(fp8.has_one_kernel(*size, device) for size in ((8192, 28672), (100, 4096), (128, 24)))
+    assert all(fused.has_one_kernel(*size, device) for size in ((28672, 4096), (4096, 14336), (8192, 8192)))
+    assert not any(fused.has_one_kernel(*size, device) for size in ((8192, 28672), (100, 4096), (128, 24)))
 
 
 # --- The operator ----------------------------------------------------------------------------------------------------

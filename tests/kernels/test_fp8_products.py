@@ -139,7 +139,7 @@ def test_product_errors_name_the_field_and_the_remedy(change, says):
 
 
 def test_auto_takes_no_backend_whose_bits_depend_on_the_batch(monkeypatch):
-    import quantrot.kernels.fp8 as fp8
+    from quantrot.kernels.fp8 import gemm as fp8
 
     def module(path):  # all but "hopper" take the product
         return SimpleNamespace(path=path, supports=lambda *operands: path != fp8.GEMMS["hopper"])

@@ -495,6 +495,26 @@ def test_few_tokens_with_what_a_layer_has_around_them_on_the_gpu(tokens, front, 
             assert all(torch.equal(y, expected) for y in results)
 
 
+SANITIZED = """
+import sys, torch
+sys.path.insert(0, "tests/kernels")
+from test_mxfp4_hopper import *
+for tokens, front in itertools.product((1, 3, 32), ("NO_FRONT", "NORMED", "GATED")):
+    x, packed, scale = (t.cuda() for t in operands(tokens, 1000, 1152))
+    norm = torch.ones(1152, device="cuda", dtype=BF16) if front == "NORMED" else None
+    around = {"norm": norm, "gated": front == "GATED", "residual": torch.randn(tokens, 1000, device="cuda").to(BF16)}
+    x = torch.cat([x, x], 1) if front == "GATED" else x
+    for turn in (None, Turn(ScaleRule.even, 32), Turn(Fp8ScaleRule.bf16, 0)):
+        hopper.decode(x, None, packed, scale, BF16, turn=turn, **around)
+torch.cuda.synchronize()
+"""
+
+
+@gpu
+def test_the_sanitizer_finds_nothing_around_the_product(sanitized):
+    sanitized(SANITIZED)
+
+
 @gpu
 def test_every_gate_is_torchs_on_the_gpu():
     """silu of each bfloat16 times one."""

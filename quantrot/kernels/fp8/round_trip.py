@@ -7,15 +7,15 @@ two steps 4.5).
 import torch
 from torch import Tensor
 
-from quantrot.kernels.fp8 import (
+from quantrot.kernels.fp8.operators import NO_GRADIENT, check_input, quantize_fp8_block
+from quantrot.kernels.fp8.reference import (
     E4M3_MAX,
-    NO_GRADIENT,
     Fp8ScaleRule,
-    _check_input,
     dequantize_fp8_block,
-    quantize_fp8_block,
+    round_scale,
+    tiles,
+    whole,
 )
-from quantrot.kernels.fp8.reference import round_scale, tiles, whole
 from quantrot.kernels.operators import register_no_gradient
 from quantrot.kernels.scratch import LARGEST, scratch
 
@@ -33,7 +33,7 @@ def round_trip_fp8(x: Tensor, block: tuple[int, int], rule: Fp8ScaleRule | str) 
     """
     if x.device.type != "cpu":
         return dequantize_fp8_block(*quantize_fp8_block(x, block, rule), block, x.dtype)
-    return torch.ops.quantrot.fp8_round_trip(x, *block, _check_input("round_trip_fp8", x, block, rule, "auto"))
+    return torch.ops.quantrot.fp8_round_trip(x, *block, check_input("round_trip_fp8", x, block, rule, "auto"))
 
 
 def _round_trip(x: Tensor, rows: int, columns: int, rule: str) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.fp8 import SCALE_RULES, Fp8ScaleRule, quantize_fp8_block
+from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
+from quantrot.kernels.fp8.operators import SCALE_RULES
 from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, rule_name
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.operators import check_device, has_triton, implement
