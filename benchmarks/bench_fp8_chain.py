@@ -4,7 +4,7 @@
 
 two     quantize_fp8_block and fp8_block_gemm, the norms apart, the gate in the quantizer
 one     fp8_linear; behind the gate, in the quantizer, the two operators
-inside  fp8_linear with the norm, the gate and the residual: four kernels
+inside  fp8_linear with the norm, the gate and the residual: four kernels of one token, eight of more
 """
 
 from functools import partial
@@ -38,14 +38,17 @@ def main() -> None:
 
         return chain(layers, x, normed, normed, lambda y, w, _: multiply(y, w, y.shape[1] != w[0].shape[1]))
 
-    for tokens in (1, 2, 4):
+    def added(y: Tensor, w: Weight, residual: Tensor) -> Tensor:
+        return fp8_linear(y, *w, residual=residual, gated=y.shape[1] != w[0].shape[1], b_settled=True)
+
+    for tokens in (1, 2, 4, 8, 16, 32, 64):
         x = normal(tokens, HIDDEN) * 0.1
         calls = {"two": partial(apart, two, x), "one": partial(apart, one, x)}
         within = partial(
             chain, layers, x,
             lambda y, w: inside(y, *w),
-            lambda y, w: inside(y, *w, gates=True),
-            lambda y, w, residual: fp8_linear(y, *w, residual=residual, b_settled=True),
+            lambda y, w, gates=tokens == 1: inside(y, *w, gates=gates),
+            added,
         )  # fmt: skip
         by_torch = partial(
             chain, layers, x,
@@ -53,7 +56,7 @@ def main() -> None:
             lambda y, w: gate(two(rms_norm(y, ones, EPSILON), w)),
             lambda y, w, residual: residual + two(y, w),
         )  # fmt: skip
-        calls |= {"inside": within} if tokens <= 2 else {}
+        calls["inside"] = within
         assert torch.equal(calls["one"](), calls["two"]())
         times = ", ".join(f"{name} {layer_us(call):.1f}" for name, call in calls.items())
         want = by_torch().float()

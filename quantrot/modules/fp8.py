@@ -10,8 +10,8 @@ from quantrot.kernels.fp8 import (
     fp8_block_gemm,
     fp8_linear,
     hadamard_quantize_fp8,
+    has_fused,
     has_kernels,
-    has_one_kernel,
     quantize_fp8_block,
     quantize_fp8_both_ways,
 )
@@ -29,7 +29,7 @@ class Fp8Linear(QuantizedLinear):
     multiplied. Activation blocks run over the flattened tokens.
     """
 
-    gates_behind = True
+    gates_before, gates_behind = True, True
 
     def runs_packed(self, device: torch.device) -> bool:
         return self.format.activations.kind == "fp8" and has_kernels(device)
@@ -67,14 +67,14 @@ class Fp8Linear(QuantizedLinear):
         return self.format.activations.block == ROW and not self.online_name
 
     def fuses(self, device: torch.device, tokens: int) -> bool:
-        if tokens != 1 or self._decoded is not None or not self._quantizes_rows() or not self.runs_packed(device):
+        if self._decoded is not None or not self._quantizes_rows() or not self.runs_packed(device):
             return False
-        return has_one_kernel(self.out_features, self.in_features, device)
+        return has_fused(tokens, self.out_features, self.in_features, device)
 
     def _fused(self, x: Tensor, *, residual: Tensor | None = None, **rest: Any) -> Tensor:
         weight, scale = self.stored()
         y = fp8_linear(
-            x.reshape(-1, self.in_features),
+            x.reshape(-1, x.shape[-1]),
             weight,
             scale,
             b_block=formats.stored_block(self.format.weights),

@@ -218,7 +218,8 @@ class QuantizedLinear(nn.Module):
         """The product of x or of norm(x), Llama's, plus residual. gated: of silu(x's first half) * its second; gates:
         the same is made of the product."""
         weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-        rest = {"gated": gated} if self.gates_before else {"gates": gates} if self.gates_behind else {}
+        takes = ("gated", gated, self.gates_before), ("gates", gates, self.gates_behind)
+        rest = {name: asked for name, asked, taken in takes if taken}
         x = gate(x) if gated and not self.gates_before else x
         y = self._fused(x, norm=weight, epsilon=epsilon, residual=residual, **rest)
         return gate(y) if gates and not self.gates_behind else y

@@ -134,7 +134,8 @@ class QuantizedMLP(Merging):
         merged: Any = self.current()
         down = self.down_proj
         if norm is not None:
-            gated = down.gates_before and not merged.gates_behind
+            one = x.shape[:-1].numel() == 1  # behind a product it is in one kernel of one token alone
+            gated = down.gates_before and not (one and merged.gates_behind)
             return down.fused(merged.fused(x, norm=norm, gates=not gated), gated=gated, residual=residual)
         if merged is not None and is_silu(self.act_fn):
             middle = merged.gated(x)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8 import E4M3, blocks, quantize_fp8_block
-from quantrot.kernels.fp8.blocks import Arguments, Groups, Ring, Rows, Squares
-from quantrot.kernels.fp8.reference import gate, quantize_reference, scale_shape
+from quantrot.kernels.fp8.blocks import Arguments, Groups, Normed, Ring, Rows, Squares
+from quantrot.kernels.fp8.reference import gate, quantize_reference, rms_norm, scale_shape
 from quantrot.kernels.mxfp4 import hopper_batch
 
 INF, NAN = float("inf"), float("nan")
@@ -153,12 +153,56 @@ def test_emulated_gated_codes_are_those_of_the_gated_tensor(emulated, dtype, pla
     assert torch.equal((bits(q) & 0x80)[numbers], (bits(expected) & 0x80)[numbers])  # of zeros too
 
 
+RUN_NORMED = """
+static std::string message;
+extern "C" const char* run(const quantrot::BlockArgs* a, const quantrot::NormArgs* norm, unsigned rows, int seed) {{
+  const emulator::Dim3 grid{{rows, 1, 1}};
+  message = emulator::launch(grid, 1, {threads}, {shared}, seed, [&] {{ quantrot::{call}(*a, *norm); }});
+  return message.c_str();
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rule", "columns", "plan"),
+    [
+        (torch.bfloat16, "bf16", 1056, blocks.normed_plan(1056)),
+        (torch.float16, "exact", 1056, Normed(1, 96, units=2)),
+        (torch.bfloat16, "pow2", 2184, Normed(1, 64, units=8)),
+    ],
+)
+def test_emulated_codes_behind_a_norm(emulated, dtype, rule, columns, plan):
+    """Exact for tokens of signs, whose mean square is one; of others the sum has its own order."""
+    source = plan.source((1, 128), dtype, rule)
+    run = RUN_NORMED.format(call=plan.call((1, 128), dtype), threads=plan.threads, shared=plan.shared_bytes())
+    library = emulated(source[: source.index('extern "C" __global__')] + run)
+    library.run.restype = ctypes.c_char_p
+    norm = blocks_of_everything(128, dtype)[[5, 131, 256, 300]].flatten()[:columns].contiguous()
+    norm = torch.cat([norm, torch.randn(columns - len(norm)).to(dtype)])
+    signs, others = torch.randint(0, 2, (5, columns + 8)) * 2 - 1, torch.randn(5, columns + 8)
+    for x in (t.to(dtype)[:, :columns] for t in (signs, others)):
+        turned = rms_norm(x, norm, 1e-9)
+        expected, expected_scale = quantize_reference(turned, (1, 128), rule)
+        for seed in range(2):
+            q, scale = torch.full(x.shape, 0.5).to(E4M3), torch.zeros(scale_shape(x.shape, (1, 128))[::-1]).T
+            args = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), *x.shape)
+            by = blocks.NormArgs(norm.data_ptr(), 1e-9, seed)
+            assert library.run(ctypes.byref(args), ctypes.byref(by), len(x), seed) == b""
+            if x[0, 0].abs() == 1:
+                assert torch.equal(bits(scale.contiguous()), bits(expected_scale))
+                assert torch.equal(bits(q), bits(expected))
+            else:
+                assert (bits(q) != bits(expected)).float().mean() < 0.01
+                torch.testing.assert_close(scale, expected_scale, rtol=0.01, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(("dtype", "rule"), [(torch.bfloat16, "bf16"), (torch.float16, "exact")])
 def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda, dtype, rule):
     plans = [(block, plan, False) for block, plan in blocks.PLANS.items()]
     plans += [((256, 256), plan, False) for plan in (blocks.RING, blocks.FEW_SQUARES)]
     plans += [((1, 128), plan, gated) for gated, plan in ((False, blocks.FEW_ROWS), *((True, g) for g in blocks.GATED))]
     plans += [((1, 0), blocks.row_plan(columns), False) for columns in (1024, 4096, 14336, 32768)]
+    plans += [((1, 128), blocks.normed_plan(columns), False) for columns in (64, 4096, 8192, 14336, 32768)]
     start = 'extern "C" __global__'
     sources = [replace(plan, stream=True).source(block, dtype, rule, gated) for block, plan, gated in plans]
     entries = (

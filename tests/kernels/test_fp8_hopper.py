@@ -12,7 +12,7 @@ from quantrot.kernels.fp8.hopper import Across, Decode, Prefill
 gpu = pytest.mark.gpu
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
-# plan, parts, a scale of b a row, output, bytes of a bias element: every branch of the source
+# plan, parts, a scale of b a row, output, bytes of a bias element, a residual: every branch of the source
 CASES = {
     "prefill": (Prefill(stages=3), 1, False, BF16, 0),
     "prefill_alone": (Prefill(stages=4, cluster=1), 1, False, FP16, 2),
@@ -51,6 +51,10 @@ CASES = {
     "decode32_pairs": (Decode(32, stages=4, pairs=True), 2, False, BF16, 2),
     "decode64_turned_pairs": (Decode(64, columns=32, stages=4, turned=True, pairs=True), 1, True, FP16, 4),
     "decode64_two": (Decode(64, columns=128, stages=2, resident=1), 1, False, BF16, 0),
+    "decode8_added": (Decode(8, columns=32, stages=5, early=5), 1, False, BF16, 2, True),
+    "decode32_parts_added": (Decode(32, stages=3), 2, False, BF16, 0, True),
+    "decode64_turned_added": (Decode(64, columns=128, stages=2, resident=1, turned=True), 1, True, BF16, 0, True),
+    "decode64_narrow_added": (Decode(64, columns=16, stages=4, turned=True), 1, False, FP16, 4, True),
 }
 PREFILLS = (
     "prefill",
@@ -90,13 +94,27 @@ def emulator(emulated):
     library = emulated(hopper.device_functions() + entries + DRIVER.replace("NAMES", names))
     library.run.restype = ctypes.c_char_p
 
-    def run(name, a, a_scale, b, b_scale, a_block=(1, 128), b_block=(128, 128), bias=None, seed=0, processors=4):
-        plan, parts, channel, out, _ = CASES[name]
+    def run(
+        name,
+        a,
+        a_scale,
+        b,
+        b_scale,
+        a_block=(1, 128),
+        b_block=(128, 128),
+        bias=None,
+        seed=0,
+        processors=4,
+        residual=None,
+    ):
+        plan, parts, channel, out, _, *add = CASES[name]
+        assert add == [True] * (residual is not None)
         (m, k), n = a.shape, b.shape[0]
         b_block = (1, 0) if channel else b_block
-        assert hopper.unsupported(a, a_scale, b, b_scale, a_block, b_block, out, bias) is None
+        if len(a) <= 64:
+            assert hopper.unsupported(a, a_scale, b, b_scale, a_block, b_block, out, bias, residual) is None
         c = torch.full((m, n), float("nan"), dtype=out)
-        args = hopper.arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts)
+        args = hopper.arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts, residual)
         maps = (ctypes.c_ulonglong * 21)()
         for i, (x, box) in enumerate(zip((a, b, c), plan.boxes(len(a)), strict=False)):
             maps[7 * i : 7 * i + 7] = (x.data_ptr(), *x.shape, x.stride(0) * x.itemsize, *box, x.itemsize)
@@ -131,7 +149,7 @@ def exact(a, a_scale, b, b_scale, a_block=(1, 128), b_block=(128, 128), bias=Non
 
 
 def bias_of(name: str, n: int) -> torch.Tensor | None:
-    *_, out, size = CASES[name]
+    _, _, _, out, size, *_ = CASES[name]
     return torch.randint(-8, 9, (n,)).to(torch.float32 if size == 4 else out) if size else None
 
 
@@ -152,8 +170,11 @@ def test_every_kernel_is_exact_on_integers(emulator, name, m, n, k):
     torch.manual_seed(m)
     b_block = (1, 0) if CASES[name][2] else (128, 128)
     operands, bias = integers(m, n, k, b_block=b_block), bias_of(name, n)
-    c = emulator(name, *operands, bias=bias, seed=m)
-    assert torch.equal(c.double(), exact(*operands, b_block=b_block, bias=bias).to(c.dtype).double())
+    dtype = CASES[name][3]
+    residual = torch.randn(m, n + 8).to(dtype)[:, :n] if name.endswith("added") else None
+    expected = exact(*operands, b_block=b_block, bias=bias).to(dtype)
+    expected = expected if residual is None else expected + residual
+    assert torch.equal(emulator(name, *operands, bias=bias, seed=m, residual=residual), expected)
 
 
 @pytest.mark.parametrize("name", [*PREFILLS, "decode16_parts", "decode64_parts"])
@@ -312,8 +333,18 @@ def test_a_bias_is_copied_where_pairs_of_its_elements_cannot_be(columns):
 def test_what_it_does_not_take_is_named():
     a, a_scale, b, b_scale = integers(4, 128, 256)
 
-    def why(a=a, a_scale=a_scale, b=b, b_scale=b_scale, a_block=(1, 128), b_block=(128, 128), out=BF16, bias=None):
-        return hopper.unsupported(a, a_scale, b, b_scale, a_block, b_block, out, bias)
+    def why(
+        a=a,
+        a_scale=a_scale,
+        b=b,
+        b_scale=b_scale,
+        a_block=(1, 128),
+        b_block=(128, 128),
+        out=BF16,
+        bias=None,
+        added=None,
+    ):
+        return hopper.unsupported(a, a_scale, b, b_scale, a_block, b_block, out, bias, added)
 
     assert why() is None
     assert "N of 8" in why(b=b[:100])
@@ -325,6 +356,12 @@ def test_what_it_does_not_take_is_named():
     assert "torch.float32" in why(out=torch.float32)
     assert "bias is" in why(bias=torch.zeros(4))
     assert "both must be" in why(a=a.to(BF16))
+    added = torch.zeros(4, 136, dtype=BF16)
+    assert why(added=added[:, :128]) is None
+    for wrong in (added[:, 4:132], added[:, :128].half(), added.new_zeros(4, 129)[:, :128]):
+        assert "up to 64 rows of it, of torch.bfloat16, aligned" in why(added=wrong)
+    many, many_scale, *_ = integers(65, 128, 256)
+    assert "up to 64 rows" in why(a=many, a_scale=many_scale, added=added.new_zeros(65, 128))
     with pytest.raises(ValueError, match="use another backend"):
         hopper.gemm(a, a_scale, b[:100], b_scale, (1, 128), (128, 128), BF16)
 
@@ -337,7 +374,7 @@ def test_no_kernel_spills_or_serializes_its_products(compiled_cuda):
     for n, k in ((8192, 8192), (1024, 4096)):
         parts = hopper.parts_of(n, k)
         for m in (64, 129, 257, 4096):
-            kernels[hopper.plan_for(m, n, k, parts), parts, False, BF16, 0] = None
+            kernels[hopper.plan_for(m, n, k, parts), parts, False, BF16, 0, m <= 64] = None
     entries = "".join(hopper.entry(*kernel, name=f"gemm{i}") for i, kernel in enumerate(kernels))
     made = compiled_cuda(hopper.device_functions() + entries)
     assert "warning" not in made.log and "C75" not in made.log, made.log  # C7510: products one after another
@@ -381,14 +418,15 @@ def test_gpu_rows_have_the_same_bits_in_any_batch(n, k):
 @gpu
 @pytest.mark.parametrize("name", CASES)
 def test_gpu_kernels_agree_with_the_exact_product(name):
-    plan, parts, channel, out, _ = CASES[name]
+    plan, parts, channel, out, _, *add = CASES[name]
     blocks = (1, 128), (1, 0) if channel else (128, 128)
     for m in (1, 63, 65, 300):
         operands, bias = integers(m, 520, 1040, *blocks), bias_of(name, 520)
         expected = exact(*operands, *blocks, bias).to(out)
         bias = bias if bias is None else bias.cuda()
-        c = hopper.gemm(*on_gpu(*operands), *blocks, out, bias, plan=plan, parts=parts)
-        assert torch.equal(c.cpu(), expected)
+        residual = torch.randn(m, 520).to(out).cuda() if add and m <= hopper.DECODE_ROWS else None
+        c = hopper.gemm(*on_gpu(*operands), *blocks, out, bias, residual, plan=plan, parts=parts)
+        assert torch.equal(c.cpu(), expected if residual is None else expected + residual.cpu())
 
 
 @gpu

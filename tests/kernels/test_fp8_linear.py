@@ -260,12 +260,15 @@ def test_what_it_does_not_take_is_named():
         linear.linear(x.float(), b, b_scale, (128, 128), "exact")
 
 
-def test_one_token_is_one_kernel_where_it_has_been_found_faster(monkeypatch):
+def test_which_linears_take_what_is_around_them(monkeypatch):
     device = torch.device("cuda")
     monkeypatch.setattr(fused, "has_kernels", lambda device: True)
     monkeypatch.setattr(nvrtc, "available", lambda device: True)
-    assert all(fused.has_one_kernel(*size, device) for size in ((28672, 4096), (4096, 14336), (8192, 8192)))
-    assert not any(fused.has_one_kernel(*size, device) for size in ((8192, 28672), (100, 4096), (128, 24)))
+    assert all(fused.has_fused(1, *size, device) for size in ((28672, 4096), (4096, 14336), (8192, 8192)))
+    assert not any(fused.has_fused(1, *size, device) for size in ((8192, 28672), (100, 4096), (128, 24)))
+    assert all(fused.has_fused(m, *size, device) for m in (2, 64) for size in ((28672, 4096), (8192, 28672), (8, 16)))
+    assert not any(fused.has_fused(8, *size, device) for size in ((100, 4096), (128, 24), (4096, 1 << 16)))
+    assert not any(fused.has_fused(m, 4096, 4096, device) for m in (0, 65))
 
 
 # --- The operator ----------------------------------------------------------------------------------------------------
@@ -505,3 +508,60 @@ def test_a_norm_that_the_kernel_before_writes_is_waited_for():
         y = fp8_linear(x, b, b_scale, norm=norm, epsilon=1e-5)
         torch.cuda.synchronize()
         assert torch.equal(y, fp8_linear(x, b, b_scale, norm=norm, epsilon=1e-5))
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [2, 3, 8, 17, 32, 64])
+@pytest.mark.parametrize("front", ["norm", "gated", "none"])
+@pytest.mark.parametrize("shape", [(48, 128), (1000, 1152), (1024, 4096), (28672, 4096), (4096, 14336), (8192, 8192)])
+def test_gpu_several_tokens_with_what_a_layer_has_around_them(tokens, front, shape):
+    """The bits of the operations one by one where the squares' sum is exact; again and in a graph the same."""
+    n, k = shape
+    b = quantize_fp8_block(torch.randn(n, k, device="cuda"), (128, 128))
+    x = torch.randn(tokens, k * (1 + (front == "gated")), device="cuda").to(BF16)
+    norm = torch.randn(k, device="cuda").to(BF16) if front == "norm" else None
+    residual = torch.randn(tokens, n + 8, device="cuda").to(BF16)[:, :n]
+    if front == "norm":
+        x = x.sign() + (x == 0)
+    inner = gated(x) if front == "gated" else x if norm is None else rms_norm(x, norm, EPSILON)
+    expected = fp8_block_gemm(*quantize_fp8_block(inner, (1, 128), transposed_scale=True), *b) + residual
+    around = {"norm": norm, "epsilon": EPSILON, "gated": front == "gated", "residual": residual}
+    for settled in (False, True):
+        call = partial(fp8_linear, x, *b, **around, b_settled=settled)
+        graph = torch.cuda.CUDAGraph()
+        results = [call()]
+        with torch.cuda.graph(graph):
+            results += [call() for _ in range(4)]
+        graph.replay()
+        assert all(torch.equal(y, expected) for y in results)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gpu_a_token_behind_a_norm_has_the_same_bits_alone_and_among_others(dtype):
+    b = quantize_fp8_block(torch.randn(1024, 4096, device="cuda"), (128, 128))
+    big = quantize_fp8_block(torch.randn(28672, 4096, device="cuda"), (128, 128))
+    x, norm = torch.randn(64, 4096, device="cuda").to(dtype), torch.randn(4096, device="cuda").to(dtype)
+    for weight in (b, big):
+        whole = fp8_linear(x, *weight, norm=norm, epsilon=1e-5)
+        for rows in (slice(0, 1), slice(5, 6), slice(7, 9), slice(20, 40)):
+            assert torch.equal(fp8_linear(x[rows], *weight, norm=norm, epsilon=1e-5), whole[rows])
+
+
+AROUND_SANITIZED = """
+import torch
+from quantrot.kernels.fp8 import fp8_linear, quantize_fp8_block
+b = quantize_fp8_block(torch.randn(1000, 1152, device="cuda"), (128, 128))
+norm = torch.ones(1152, device="cuda", dtype=torch.bfloat16)
+for tokens in (2, 9, 33, 64):
+    x = torch.randn(tokens, 2304, device="cuda", dtype=torch.bfloat16)
+    residual = torch.randn(tokens, 1000, device="cuda", dtype=torch.bfloat16)
+    fp8_linear(x, *b, gated=True, residual=residual)
+    fp8_linear(x[:, :1152], *b, norm=norm, epsilon=1e-5, residual=residual)
+torch.cuda.synchronize()
+"""
+
+
+@gpu
+def test_the_sanitizer_finds_nothing_around_several_tokens(sanitized):
+    sanitized(AROUND_SANITIZED)

@@ -25,7 +25,7 @@ GridQuant's 2D-block scheme; DeepSeek-V3, arXiv:2412.19437, section 3.3 (1 x 128
 arXiv:2404.00456 (the Hadamard).
 """
 
-from quantrot.kernels.fp8.fused import fp8_linear, has_one_kernel
+from quantrot.kernels.fp8.fused import fp8_linear, has_fused
 from quantrot.kernels.fp8.gemm import fp8_block_gemm
 from quantrot.kernels.fp8.operators import (
     hadamard_quantize_fp8,
@@ -43,8 +43,8 @@ __all__ = [
     "fp8_block_gemm",
     "fp8_linear",
     "hadamard_quantize_fp8",
+    "has_fused",
     "has_kernels",
-    "has_one_kernel",
     "quantize_fp8_block",
     "quantize_fp8_both_ways",
 ]

@@ -314,6 +314,99 @@ __device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
     if (i < left) store8(to + (i64)i * a.columns, codes[i][0], codes[i][1]);
 }
 
+// --- 1 x 128 behind RMSNorm ------------------------------------------------------------------------------------------
+//
+// Few rows: each by a thread block, V units of eight elements a thread. x / sqrt(mean(x^2) + epsilon), rounded, times the norm's
+// weight, rounded, is quantized: the bits of linear.cuh, which does the same for one token.
+
+struct NormArgs {
+  const void* weight;  // [columns]
+  float epsilon;
+  int settled;  // whether no kernel that may still run writes it
+};
+
+// The sum over 16 lanes, in the same order in each.
+__device__ __forceinline__ float sum_of_half(float a) {
+#pragma unroll
+  for (int s = 1; s < 16; s *= 2) a += __shfl_xor_sync(0xFFFFFFFFu, a, s);
+  return a;
+}
+
+template <int D>
+__device__ __forceinline__ float square_sum(const Vec& v) {
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    float a, b;
+    unpack<D>(v.w[j], a, b);
+    sum = fmaf(b, b, fmaf(a, a, sum));
+  }
+  return sum;
+}
+
+// What RMSNorm multiplies a row of so many columns by, from the sums of squares of its `count` groups of 128, which lie `step`
+// bytes apart at `sums`; by each half-warp, in one order.
+__device__ __forceinline__ float norm_factor(u32 sums, int count, int step, int columns, float epsilon) {
+  float sum = 0.f;
+  for (int k = threadIdx.x % 16; k < count; k += 16) sum += load_shared(sums + k * step);
+  return inverse_root(sum_of_half(sum) * (1.f / columns) + epsilon);
+}
+
+// x * factor, rounded to 16 bits, times weight, rounded.
+template <int D>
+__device__ __forceinline__ Vec normed(const Vec& x, float factor, const Vec& weight) {
+  Vec y;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    float a, b, c, d;
+    unpack<D>(x.w[j], a, b);
+    unpack<D>(weight.w[j], c, d);
+    unpack<D>(pack<D>(a * factor, b * factor), a, b);
+    y.w[j] = pack<D>(a * c, b * d);
+  }
+  return y;
+}
+
+template <int D, int V, int THREADS>
+__device__ __forceinline__ void normed_kernel(const BlockArgs& a, const NormArgs& by) {
+  constexpr int STEP = THREADS * 8;
+  const u32 column = threadIdx.x * 8, lane = lane_number(), sums = shared_memory();
+  const int left = column < a.columns ? a.columns - column : 0;
+  const char* const from = (const char*)a.x + (blockIdx.x * a.x_stride + column) * 2;
+  launch_dependents();
+  if (!by.settled) grid_wait();
+  Vec weight[V], v[V];
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    weight[i] = Vec{{0, 0, 0, 0}};
+    if (i * STEP < left) weight[i] = load16((const char*)by.weight + (i64)(column + i * STEP) * 2);
+  }
+  grid_wait();
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    v[i] = Vec{{0, 0, 0, 0}};
+    if (i * STEP < left) v[i] = load16(from + i * STEP * 2);
+  }
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const float sum = sum_of_half(square_sum<D>(v[i]));
+    if (lane % 16 == 0) store_shared(sums + (column + i * STEP) / 128 * 4, sum);
+  }
+  block_sync();
+  const float factor = norm_factor(sums, (a.columns + 127) / 128, 4, a.columns, by.epsilon);
+#pragma unroll
+  for (int i = 0; i < V; i++) v[i] = normed<D>(v[i], factor, weight[i]);
+  u32 codes[V][2];
+  group_codes<D>(codes, v, [&](float scale) {
+    const u32 own = column / 128 * 128 + group_of<V, 16>() * STEP;
+    if (lane % 16 < V && own < a.columns) a.scales[blockIdx.x * a.scale_row + own / 128 * a.scale_column] = scale;
+  });
+  char* const to = (char*)a.q + (i64)blockIdx.x * a.columns + column;
+#pragma unroll
+  for (int i = 0; i < V; i++)
+    if (i * STEP < left) store8(to + i * STEP, codes[i][0], codes[i][1]);
+}
+
 // --- A ring of rows --------------------------------------------------------------------------------------------------
 //
 // Persistent thread blocks. One warp brings 256 x 256 after 256 x 256 through the copy engine, ROWS rows a stage, as

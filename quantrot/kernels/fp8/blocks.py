@@ -1,5 +1,9 @@
 """Quantization of 16-bit matrices in 1 x 128, 128 x 128 and 256 x 256 blocks on Hopper: CUDA C++ (blocks.cuh), compiled
-at first use."""
+at first use.
+
+    quantize         a matrix, or what silu(gate) * up makes of one twice as wide
+    quantize_normed  a few rows behind RMSNorm, in 1 x 128 blocks
+"""
 
 import ctypes
 from abc import ABC, abstractmethod
@@ -32,6 +36,13 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {res
 RING_ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) blocks(
     const __grid_constant__ quantrot::TensorMap x, const __grid_constant__ quantrot::BlockArgs args) {{
   quantrot::{call}(x, args);
+}}
+"""
+
+
+NORMED_ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) blocks(
+    const __grid_constant__ quantrot::BlockArgs args, const __grid_constant__ quantrot::NormArgs norm) {{
+  quantrot::{call}(args, norm);
 }}
 """
 
@@ -119,6 +130,24 @@ class Rows(Plan):
 
 
 @dataclass(frozen=True)
+class Normed(Plan):
+    """A row behind RMSNorm by a thread block, of which each thread has at most `units` of eight elements."""
+
+    units: int = 1
+
+    entry = NORMED_ENTRY
+
+    def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
+        return f"normed_kernel<quantrot::{DTYPES[dtype]}, {self.units}, {self.threads}>"
+
+    def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
+        return rows
+
+    def shared_bytes(self) -> int:
+        return self.units * self.threads // 16 * 4  # a sum of each 128 columns
+
+
+@dataclass(frozen=True)
 class Ring(Plan):
     """256 x 256 by persistent thread blocks, one a multiprocessor, with a ring of stages of `rows` rows."""
 
@@ -150,7 +179,8 @@ FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix whose thread blocks wou
 GATED = Groups(7, 128, rows=4), Groups(8, 128, rows=1)  # of a 1 x 128 matrix from gate and up: the two likewise
 
 
-MOST_COLUMNS = 1 << 15  # of a row that is a block
+MOST_COLUMNS = 1 << 15  # of a row that a thread block has
+MOST_NORMED = 64  # rows behind a norm: the next kernel may start at once, which takes room from more of them
 
 
 @lru_cache(maxsize=1)
@@ -172,6 +202,14 @@ class Arguments(ctypes.Structure):
     ]
 
 
+class NormArgs(ctypes.Structure):
+    _fields_ = [("weight", ctypes.c_void_p), ("epsilon", ctypes.c_float), ("settled", ctypes.c_int)]
+
+
+class NormedArguments(ctypes.Structure):
+    _fields_ = [("args", Arguments), ("norm", NormArgs)]
+
+
 class RingArguments(ctypes.Structure):
     _fields_ = [("x", ctypes.c_ubyte * 128), ("args", Arguments)]
 
@@ -187,6 +225,12 @@ def row_plan(columns: int, units: int = 4) -> Rows:
     return Rows(max(1, min(16, 1536 // threads)), threads, stream=False, units=units)
 
 
+def normed_plan(columns: int) -> Normed:
+    """At most 512 threads, whose barrier every number waits for."""
+    units = next(units for units in (1, 2, 4, 8) if columns <= 4096 * units)
+    return Normed(1, 32 * -(-columns // (256 * units)), stream=False, units=units)
+
+
 def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
     """Whether `quantize` takes x [M, K] (gated [M, 2 K]) on this device and installation."""
     aligned = x.shape[1] % (16 if gated else 8) == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
@@ -200,6 +244,12 @@ def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
     else:
         taken = block[0] == 1 or x.numel() < LARGE
     return fits and taken and x.device.type == "cuda" and nvrtc.available(x.device)
+
+
+def supports_normed(x: Tensor, norm: Tensor) -> bool:
+    """Whether `quantize_normed` takes x [M, K] and norm [K] on this device and installation."""
+    few = 0 < x.shape[0] <= MOST_NORMED and 0 < x.shape[1] <= MOST_COLUMNS and norm.is_contiguous()
+    return few and norm.dtype == x.dtype and norm.data_ptr() % 16 == 0 and supports(x, (1, 128))
 
 
 @lru_cache(maxsize=1024)
@@ -245,3 +295,17 @@ def quantize(
     function = _kernel(plan, block, x.dtype, rule, gated, device)
     grid = plan.grid(rows, columns, block)
     nvrtc.launch(function, (grid,), plan.threads, plan.shared_bytes(), values, device, overlap=plan.overlap)
+
+
+def quantize_normed(
+    x: Tensor, norm: Tensor, epsilon: float, q: Tensor, scale: Tensor, rule: str, settled: bool = False
+) -> None:
+    """x [M, K] / sqrt(mean(x^2) + epsilon), rounded, * norm [K], rounded -> codes q [M, K], contiguous, and scale, in
+    1 x 128 blocks. Operands for which `supports_normed` holds. settled: no kernel that may still run writes norm."""
+    rows, columns = x.shape
+    plan = normed_plan(columns)
+    args = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), rows, columns)
+    values = NormedArguments(args, NormArgs(norm.data_ptr(), epsilon, settled))
+    device = x.get_device()
+    function = _kernel(plan, (1, 128), x.dtype, rule, False, device)
+    nvrtc.launch(function, (rows,), plan.threads, plan.shared_bytes(), values, device, overlap=plan.overlap)

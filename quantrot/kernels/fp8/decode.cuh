@@ -247,17 +247,32 @@ __device__ __forceinline__ void add_parts(float (&y)[8], u32 from) {
   }
 }
 
-// The parts of the cluster's blocks, added in the order of k -> c. ADD: to this unit, the thread's only one, after a
-// rounding.
+// What is added to the rounded results of a tile by this thread, of each token's units of eight columns, in decode_store's order.
+template <class Shape, int TOKENS, int SPLIT>
+struct Addends {
+  static constexpr int UNITS = Shape::COLUMNS / 8, THREADS = 128 * Shape::GROUPS;
+  static constexpr int EACH = (TOKENS * UNITS - 1) / (SPLIT * THREADS) + 1;
+  Quad v[EACH];
+
+  __device__ __forceinline__ void load(const GemmArgs& args, int token, int column, u32 rank) {
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+      const int i = (n * SPLIT + rank) * THREADS + threadIdx.x, t = i / UNITS, c = i % UNITS * 8;
+      v[n] = Quad{};
+      if (t < TOKENS && token + t < args.m && column + c < args.n) v[n] = args.addend(token + t, column + c);
+    }
+  }
+};
+
+// The parts of the cluster's blocks, added in the order of k -> c.
 template <class Shape, int TOKENS, int SPLIT, bool CHANNEL, class Out, int BIAS, bool ADD>
 __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, int column, u32 rank, u32 parts,
-                                             const Quad& addend) {
-  constexpr int UNITS = Shape::COLUMNS / 8, THREADS = 128 * Shape::GROUPS;  // units of eight columns, a token
-  static_assert(!ADD || TOKENS * UNITS <= THREADS, "a unit a thread");
+                                             const Addends<Shape, TOKENS, SPLIT>& addends) {
+  using A = Addends<Shape, TOKENS, SPLIT>;
 #pragma unroll
-  for (int i = rank * THREADS + threadIdx.x; i < TOKENS * UNITS; i += SPLIT * THREADS) {
-    const int t = i / UNITS, c = i % UNITS * 8;
-    if (token + t >= args.m || column + c >= args.n) continue;
+  for (int n = 0; n < A::EACH; n++) {
+    const int i = (n * SPLIT + rank) * A::THREADS + threadIdx.x, t = i / A::UNITS, c = i % A::UNITS * 8;
+    if (t >= TOKENS || token + t >= args.m || column + c >= args.n) continue;
     float y[8];
     add_parts<SPLIT>(y, parts + (t * Shape::PITCH + c) * 4);
     Quad out;
@@ -266,7 +281,7 @@ __device__ __forceinline__ void decode_store(const GemmArgs& args, int token, in
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       out.w[j] = Out::pack(y[2 * j], y[2 * j + 1]);
-      if constexpr (ADD) out.w[j] = sum_of_pairs<Out>(out.w[j], addend.w[j]);
+      if constexpr (ADD) out.w[j] = sum_of_pairs<Out>(out.w[j], addends.v[n].w[j]);
     }
     *(Quad*)((unsigned short*)args.c + (i64)(token + t) * args.n + column + c) = out;
   }
@@ -354,48 +369,58 @@ __device__ __forceinline__ Quad quad_turned(const u32 (&w)[4]) {
 }
 
 // TURNED, of which a lane's sums are of two tokens: the products -> c, without a detour through shared memory.
-template <class Shape, bool CHANNEL, class Out, int BIAS, int TOKENS, int STAGES>
+template <class Shape, bool CHANNEL, class Out, int BIAS, bool ADD, int TOKENS, int STAGES>
 __device__ __forceinline__ void decode_rows(const DecodePart<Shape, TOKENS, STAGES, 1>& part, const GemmArgs& args) {
+  constexpr int FOURS = Shape::SUMS / 16;  // of units of eight columns
+  const int lane = lane_number(), warp = warp_number();
+  const int row = part.token + warp % 4 * 16 + lane / 4, left = part.column + warp / 4 * 64 + lane % 4 * 8;
+  const auto inside = [&](int f, int h) { return row + 8 * h < args.m && left + f * 32 < args.n; };
+  Quad addends[ADD ? FOURS : 1][2] = {};
+  if constexpr (ADD)
+#pragma unroll
+    for (int i = 0; i < 2 * FOURS; i++)
+      if (Shape::counts() && inside(i / 2, i % 2)) addends[i / 2][i % 2] = args.addend(row + i % 2 * 8, left + i / 2 * 32);
   float sum[Shape::SUMS];
   decode_sums(sum, part, 0);
   if (!Shape::counts()) return;
-  const int lane = lane_number(), warp = warp_number();
-  const int row = part.token + warp % 4 * 16 + lane / 4, left = part.column + warp / 4 * 64;
 #pragma unroll
-  for (int first = 0; first < Shape::SUMS / 4; first += 4) {  // of four units of eight columns
-    const int column = left + (first + lane % 4) * 8;
+  for (int f = 0; f < FOURS; f++) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       u32 w[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int j = (first + i) * 4 + 2 * h, at = min(left + (first + i) * 8 + lane % 4 * 2, args.n - 2);
+        const int j = (f * 4 + i) * 4 + 2 * h;
+        const int at = min(part.column + warp / 4 * 64 + (f * 4 + i) * 8 + lane % 4 * 2, args.n - 2);
         w[i] = Out::pack(finished<CHANNEL, Out, BIAS>(args, sum[j], at), finished<CHANNEL, Out, BIAS>(args, sum[j + 1], at + 1));
       }
-      const Quad unit = quad_turned(w);
-      if (row + 8 * h < args.m && column < args.n)
-        *(Quad*)((unsigned short*)args.c + (i64)(row + 8 * h) * args.n + column) = unit;
+      Quad unit = quad_turned(w);
+      if constexpr (ADD)
+#pragma unroll
+        for (int i = 0; i < 4; i++) unit.w[i] = sum_of_pairs<Out>(unit.w[i], addends[f][h].w[i]);
+      if (inside(f, h)) *(Quad*)((unsigned short*)args.c + (i64)(row + 8 * h) * args.n + left + f * 32) = unit;
     }
   }
 }
 
-template <bool CHANNEL, class Out, int BIAS, bool ADD = false, class Shape, int TOKENS, int STAGES, int SPLIT>
+template <bool CHANNEL, class Out, int BIAS, bool ADD, class Shape, int TOKENS, int STAGES, int SPLIT>
 __device__ __forceinline__ void decode_end(const DecodePart<Shape, TOKENS, STAGES, SPLIT>& part, const GemmArgs& args,
-                                           const Quad& addend = Quad()) {
+                                           const Addends<Shape, TOKENS, SPLIT>& addends) {
   if constexpr (SPLIT > 1) cluster_sync();
   if (warp_number() < Shape::GROUPS * 4)
     decode_store<Shape, TOKENS, SPLIT, CHANNEL, Out, BIAS, ADD>(args, part.token, part.column, part.rank, part.base,
-                                                                addend);
+                                                                addends);
   if constexpr (SPLIT > 1) cluster_sync();  // a block that ended could still be read
 }
 
 template <int TOKENS, int COLUMNS, int STAGES, int SPLIT, int EARLY, bool TURNED, bool PAIRS, bool LATE, bool CHANNEL,
-          class Out, int BIAS>
+          class Out, int BIAS, bool ADD>
 __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, const GemmArgs& args) {
   using Shape = DecodeShape<TOKENS, COLUMNS, STAGES, TURNED, PAIRS, LATE>;
   constexpr int WARPS = Shape::GROUPS * 4;
   constexpr bool ROWS = TURNED && SPLIT == 1 && COLUMNS >= 32;
   const DecodePart<Shape, TOKENS, STAGES, SPLIT> part(args);
+  Addends<Shape, TOKENS, SPLIT> addends{};
   if (warp_number() == WARPS && lane_number() == 0) tensor_prefetch(a), tensor_prefetch(b);
   decode_start<STAGES, WARPS + 1, WARPS>(part.full, part.empty);
   if (warp_number() == WARPS) {
@@ -405,12 +430,13 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
     decode_wait<Shape>();
     decode_scales<TOKENS, 32 * WARPS, CHANNEL>(args, part.token, part.column, part.first, part.count, part.scales);
     if constexpr (ROWS) {
-      decode_rows<Shape, CHANNEL, Out, BIAS>(part, args);
+      decode_rows<Shape, CHANNEL, Out, BIAS, ADD>(part, args);
     } else {
+      if constexpr (ADD) addends.load(args, part.token, part.column, part.rank);
       decode_part(part, 0);
     }
   }
-  if constexpr (!ROWS) decode_end<CHANNEL, Out, BIAS>(part, args);
+  if constexpr (!ROWS) decode_end<CHANNEL, Out, BIAS, ADD>(part, args, addends);
 }
 
 }  // namespace quantrot

@@ -3,15 +3,28 @@
 import torch
 from torch import Tensor
 
+from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.gemm import gemm
-from quantrot.kernels.fp8.operators import NO_GRADIENT, check_input, check_rest, check_scale, has_kernels, quantize
+from quantrot.kernels.fp8.operators import (
+    NO_GRADIENT,
+    check_input,
+    check_rest,
+    check_scale,
+    has_kernels,
+    outputs,
+    quantize,
+)
 from quantrot.kernels.fp8.reference import E4M3, Fp8ScaleRule, gate, rms_norm
 from quantrot.kernels.operators import check_around, constant, implement, register_no_gradient
+
+ROW = (1, 128)
+MOST = 64  # tokens that two kernels take with what is around them
 
 torch.library.define(
     "quantrot::fp8_linear",
     "(Tensor x, Tensor b, Tensor b_scale, int[] b_block, str rule, Tensor? bias, str backend, "
-    "bool b_settled=False, Tensor? norm=None, float epsilon=0.0, Tensor? residual=None, bool gates=False) -> Tensor",
+    "bool b_settled=False, Tensor? norm=None, float epsilon=0.0, Tensor? residual=None, bool gates=False, "
+    "bool gated=False) -> Tensor",
 )
 
 
@@ -27,6 +40,7 @@ def fp8_linear(
     epsilon: float = 0.0,
     residual: Tensor | None = None,
     gates: bool = False,
+    gated: bool = False,
     backend: str = "auto",
     b_settled: bool = False,
 ) -> Tensor:
@@ -34,36 +48,51 @@ def fp8_linear(
     x's dtype.
 
     The bits of quantize_fp8_block and fp8_block_gemm one after the other, which is what it does, but for one or two
-    tokens of 16 bits, and thousands in bfloat16, on Hopper: there one kernel does both, and "auto" takes it. norm [K],
-    of x's dtype: x is first divided by sqrt(mean(x^2) + epsilon), rounded, and multiplied by norm, where the sum's
-    order may give a few numbers their neighbours in x's dtype. residual [M, N], of x's dtype, is added to the rounded
-    result. gates: b is of gate and up, one above the other, and the result is silu(gate) * up, [M, N / 2].
+    tokens of 16 bits, and thousands in bfloat16, on Hopper: there one kernel does both, and "auto" takes it.
+
+    norm [K], of x's dtype: x is first divided by sqrt(mean(x^2) + epsilon), rounded, and multiplied by norm, where the
+    sum's order may give a few numbers their neighbours in x's dtype. gated, without norm: x is gate and up side by
+    side, [M, 2 K], and silu(gate) * up is what is quantized. residual [M, N], of x's dtype, is added to the rounded
+    result. gates: b is of gate and up, one above the other, and the result is silu(gate) * up, [M, N / 2]. On Hopper up
+    to 64 tokens take one or two kernels with all of these, but for gates of more than one.
 
     b_settled: as fp8_block_gemm's, of b and norm. backend: "auto", "hopper" (one kernel), "reference". Not
     differentiable. ValueError for shapes or dtypes that do not fit, or for a backend that cannot run.
     """
     rule = check_input("fp8_linear", x, (1, 128), scale_rule, "auto")
-    k = x.shape[1]
+    if gated and (norm is not None or x.shape[1] % 2):
+        found = f"x {tuple(x.shape)}" + ("" if norm is None else ", with a norm")
+        raise ValueError(f"gated: {found}; it takes an even number of columns, gate and up side by side, and no norm")
+    inner = x[:, : x.shape[1] // 2] if gated else x
+    k = inner.shape[1]
     if b.dim() != 2 or b.dtype != E4M3 or b.shape[1] != k:
         raise ValueError(f"b: {b.dtype} {tuple(b.shape)}; it must be {E4M3} (N, {k}), of x's {k} columns")
     check_scale("b", b, b_scale, b_block)
-    check_around(x, b.shape[0], norm, residual)
+    check_around(inner, b.shape[0], norm, residual)
     if gates and (residual is not None or b.shape[0] % 2):
         raise ValueError(f"gates: b {tuple(b.shape)}; it takes an even number of rows, and no residual")
     check_rest(b, x.dtype, bias, b_scale=b_scale, x=x)
     if backend not in ("auto", "hopper", "reference"):
         raise ValueError(f"backend: {backend!r}; allowed: auto, hopper, reference")
-    rest = norm, epsilon, residual, gates
+    rest = norm, epsilon, residual, gates, gated
     return torch.ops.quantrot.fp8_linear(x, b, b_scale, list(b_block), rule, bias, backend, b_settled, *rest)
 
 
-@constant
-def has_one_kernel(n: int, k: int, device: torch.device) -> bool:
-    """Whether fp8_linear of one token and a weight [n, k] is one kernel on this device."""
-    from quantrot.kernels import nvrtc
-    from quantrot.kernels.fp8 import linear
+def has_fused(tokens: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether fp8_linear of so many tokens of 16 bits and a weight [n, k], with a norm or gated and with a residual (of
+    one token also: gates), is in one or two kernels there."""
+    if tokens > 1:  # a branch: of torch.compile's numbers that are not known yet it is no constant
+        return _has_fused(True, n, k, device) and tokens <= MOST  # which a device without kernels does not ask
+    return tokens == 1 and _has_fused(False, n, k, device)
 
-    return has_kernels(device) and nvrtc.available(device) and linear.takes_one(n, k)
+
+@constant
+def _has_fused(several: bool, n: int, k: int, device: torch.device) -> bool:
+    if not has_kernels(device) or not nvrtc.available(device):
+        return False
+    from quantrot.kernels.fp8 import blocks, linear
+
+    return k % 16 == 0 and n % 8 == 0 and k <= blocks.MOST_COLUMNS if several else linear.takes_one(n, k)
 
 
 @implement("quantrot::fp8_linear")
@@ -80,30 +109,86 @@ def _linear(
     epsilon: float = 0.0,
     residual: Tensor | None = None,
     gates: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     block = b_block[0], b_block[1]
     if backend != "reference" and has_kernels(x.device):
         from quantrot.kernels.fp8 import linear, prompt
 
-        if linear.supports(x, b, b_scale, block, bias, norm, residual, gates):
+        if not gated and linear.supports(x, b, b_scale, block, bias, norm, residual, gates):
             rest = norm, epsilon, residual, gates
             return linear.linear(x, b, b_scale, block, rule, bias, *rest, b_settled=b_settled)
-        if norm is None and residual is None and not gates and prompt.supports(x, b, b_scale, block, bias):
+        if (
+            norm is None
+            and residual is None
+            and not gates
+            and not gated
+            and prompt.supports(x, b, b_scale, block, bias)
+        ):
             return prompt.linear(x, b, b_scale, block, rule, bias, b_settled=b_settled)
     if backend == "hopper":
         raise ValueError(
             "backend: 'hopper' needs an NVIDIA GPU of capability 9.0 and few tokens, or thousands in bfloat16 and a "
             f"plain product; x is {x.dtype} {tuple(x.shape)}"
         )
-    x = x if norm is None else rms_norm(x, norm, epsilon)
-    q, scale = quantize(x, 1, 128, rule, True, backend)
-    y = gemm(q, scale, b, b_scale, [1, 128], b_block, x.dtype, bias, backend, b_settled)
-    return gate(y) if gates else y if residual is None else y + residual
+    codes = _codes(x, norm, epsilon, gated, rule, backend, b_settled)
+    y = _product(codes, b, b_scale, block, x.dtype, bias, residual, backend, b_settled)
+    return gate(y) if gates else y
+
+
+def _codes(
+    x: Tensor, norm: Tensor | None, epsilon: float, gated: bool, rule: str, backend: str, settled: bool
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of 1 x 128 blocks of x, behind what is before."""
+    if norm is None:
+        return quantize(x, 1, 128, rule, True, backend, gated)
+    if backend == "auto" and x.is_cuda and has_kernels(x.device):
+        from quantrot.kernels.fp8 import blocks
+
+        if blocks.supports_normed(x, norm):
+            q, scale = outputs(x, ROW, True)
+            blocks.quantize_normed(x, norm, epsilon, q, scale, rule, settled)
+            return q, scale
+    return quantize(rms_norm(x, norm, epsilon), 1, 128, rule, True, backend)
+
+
+def _product(
+    codes: tuple[Tensor, Tensor],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: tuple[int, int],
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    backend: str,
+    settled: bool,
+) -> Tensor:
+    """Their product with b, and what is behind it."""
+    if residual is not None and backend == "auto" and residual.is_cuda and has_kernels(residual.device):
+        from quantrot.kernels.fp8 import hopper
+
+        operands = *codes, b, b_scale, ROW, b_block, dtype, bias, residual
+        if hopper.supports(*operands):
+            return hopper.gemm(*operands, b_settled=settled)
+    y = gemm(*codes, b, b_scale, list(ROW), list(b_block), dtype, bias, backend, settled)
+    return y if residual is None else y + residual
 
 
 @torch.library.register_fake("quantrot::fp8_linear")
 def _linear_fake(
-    x, b, b_scale, b_block, rule, bias, backend, b_settled=False, norm=None, epsilon=0.0, residual=None, gates=False
+    x,
+    b,
+    b_scale,
+    b_block,
+    rule,
+    bias,
+    backend,
+    b_settled=False,
+    norm=None,
+    epsilon=0.0,
+    residual=None,
+    gates=False,
+    gated=False,
 ):
     return torch.empty((x.shape[0], b.shape[0] // (1 + gates)), dtype=x.dtype, device=x.device)
 

@@ -42,6 +42,12 @@ struct GemmArgs {
   int segment;     // blocks of k whose sum is one part
   int tile_group;  // rows of tiles that run together, so that what they read stays in L2
   int box;         // rows that a copy brings of a: a tile's, or its share's, or fewer where there are no more
+  const void* residual;  // [m, n], of c's type: few tokens' results, rounded, are added to it
+  i64 residual_stride;   // of its rows, elements
+
+  __device__ __forceinline__ Quad addend(int row, int column) const {
+    return *(const Quad*)((const unsigned short*)residual + row * residual_stride + column);
+  }
 };
 
 __device__ __forceinline__ int blocks_of(int size, int block) { return (size + block - 1) / block; }

@@ -1,13 +1,13 @@
 """The block-scaled FP8 product for Hopper: CUDA C++ (gemm, prefill, across, decode.cuh), compiled at first use.
 
-    gemm         a [M, K], b [N, K], e4m3 with block scales -> a b^T [M, N], + bias
+    gemm         a [M, K], b [N, K], e4m3 with block scales -> a b^T [M, N], + bias; of few rows, + residual
     unsupported  why these operands are not for it, or None; `supports` is the same as a bool
 
 Order of operations, the same for every tile shape: 128 products are added by the tensor cores, that sum times
 (a_scale * b_scale) is added to a float32 sum in the order of K, the bias is added, the result is rounded once. With a
 b_scale a row, block (1, 0), that sum times a_scale is added, and the whole is multiplied by b_scale before the bias. K
 is one chain, or as many parts as `parts_of(N, K)` says, each a chain, added in order; never a matter of M, so a row has
-the same bits alone and in any batch.
+the same bits alone and in any batch. A residual is added to the rounded result, and the sum rounded.
 
 Layouts: K contiguous, rows (and the data) aligned to 16 bytes: K a multiple of 16, N of 8. Scales in any strides; an
 a_scale [M, K / 128] is read fastest with its rows adjacent (stride (1, M): a [K / 128, M] tensor, transposed).
@@ -27,6 +27,7 @@ from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel, processor
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 E4M3 = torch.float8_e4m3fn
 PROCESSORS = 132  # of the device that the rules are for
+DECODE_ROWS = 64  # up to which every plan is a Decode
 BUSY = 112  # thread blocks that keep the memory busy
 WHOLE = 31  # the shift of a block that is the whole dimension
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
@@ -122,10 +123,10 @@ class Decode:
         pad = (64 - self.tokens if self.turned else -self.columns % 64) * 128  # the operand of 64 rows reads on
         return self.stages * self.stage_bytes() + pad + segment * (self.tokens + 1) * 4
 
-    def call(self, parts: int, channel: bool, out: torch.dtype, bias: int) -> str:
+    def call(self, parts: int, channel: bool, out: torch.dtype, bias: int, add: bool = False) -> str:
         shape = f"{self.tokens}, {self.columns}, {self.stages}, {parts}, {self.early}"
         shape += "".join(f", {flag}".lower() for flag in (self.turned, self.pairs, self.late, channel))
-        return f"decode<{shape}, quantrot::{OUT[out]}, {bias}>(&a, &b, args)"
+        return f"decode<{shape}, quantrot::{OUT[out]}, {bias}, {str(add).lower()}>(&a, &b, args)"
 
     def grid(self, m: int, n: int, parts: int) -> int:
         return _ceil(m, self.tokens) * _ceil(n, self.columns) * parts
@@ -204,15 +205,21 @@ def cluster_of(blocks: int) -> str:
     return f"__cluster_dims__({blocks}, 1, 1) " if blocks > 1 else ""
 
 
-def entry(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, name: str = "gemm") -> str:
-    """C++ of the kernel `name`. channel: b has a scale a row; bias: the bytes of an element of it, 0 for none."""
+def entry(
+    plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, add: bool = False, name: str = "gemm"
+) -> str:
+    """C++ of the kernel `name`. channel: b has a scale a row; bias: the bytes of an element of it, 0 for none; add: a
+    residual."""
     cluster = parts if isinstance(plan, Decode) else plan.cluster
+    call = (
+        plan.call(parts, channel, out, bias, add) if isinstance(plan, Decode) else plan.call(parts, channel, out, bias)
+    )
     return ENTRY.format(
         cluster=cluster_of(cluster),
         threads=plan.threads,
         resident=plan.resident,
         name=name,
-        call=plan.call(parts, channel, out, bias),
+        call=call,
     )
 
 
@@ -318,10 +325,10 @@ def _prefill_plan(m: int, n: int) -> Prefill:
 def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
     """The plan of these sizes, by rule. settled: b may be read before the kernel before this one has ended."""
     plan: Plan = decode_plan(m, n, k, parts)
-    if m > 64 and parts == 1:
+    if m > DECODE_ROWS and parts == 1:
         few = (decode_plan(m, n, k, parts, columns) for columns in (64, 128))
         plan = min((_prefill_plan(m, n), plan, *few, *ACROSS), key=lambda plan: microseconds(plan, m, n, k))
-    elif m > 64 and _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
+    elif m > DECODE_ROWS and _ceil(m, 128) * _ceil(n, 128) >= 48:  # below, tiles of 64 tokens by 64 columns occupy more
         plan = IN_PARTS
     if isinstance(plan, Decode):
         early = early_blocks(plan, segment_of(k, parts), plan.grid(m, n, parts)) if settled else 0
@@ -362,6 +369,7 @@ def unsupported(
     b_block: tuple[int, int],
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> str | None:
     """Why `gemm` does not take these operands (whatever the device), or None."""
     (m, k), n = a.shape, b.shape[0]
@@ -373,6 +381,8 @@ def unsupported(
         return f"a is [{m}, {k}], b is {list(b.shape)}; K must be a multiple of 16, N of 8"
     if max(m, n, k) >= 1 << 30:
         return f"a size of {max(m, n, k)}; allowed: below 2^30"
+    if residual is not None and (m > DECODE_ROWS or not readable(residual) or residual.dtype != out_dtype):
+        return f"residual: it takes up to {DECODE_ROWS} rows of it, of {out_dtype}, aligned to 16 bytes"
     reasons = (unsupported_scale("a", a, a_scale, a_block), unsupported_scale("b", b, b_scale, b_block))
     return next((reason for reason in reasons if reason), unsupported_bias(n, out_dtype, bias))
 
@@ -407,10 +417,11 @@ def supports(
     b_block: tuple[int, int],
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> bool:
     """Whether `gemm` takes this product: operands, device and installation."""
     on_device = a.device.type == "cuda" and nvrtc.available(a.device)
-    return on_device and unsupported(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias) is None
+    return on_device and unsupported(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, residual) is None
 
 
 # --- Launch ----------------------------------------------------------------------------------------------------------
@@ -438,6 +449,8 @@ class GemmArgs(ctypes.Structure):
         ("segment", ctypes.c_int),
         ("tile_group", ctypes.c_int),
         ("box", ctypes.c_int),
+        ("residual", ctypes.c_void_p),
+        ("residual_stride", ctypes.c_longlong),
     ]
 
 
@@ -461,6 +474,7 @@ def arguments(
     bias: Tensor | None,
     plan: Plan,
     parts: int,
+    residual: Tensor | None = None,
 ) -> GemmArgs:
     """The kernel's last parameter."""
     (m, k), n = a.shape, b.shape[0]
@@ -475,7 +489,13 @@ def arguments(
         segment_of(k, parts),
         0 if isinstance(plan, Decode) else plan.tile_group,
         plan.box(m),
+        *residual_of(residual),
     )
+
+
+def residual_of(residual: Tensor | None) -> tuple[int | None, int]:
+    """Its address and the stride of its rows."""
+    return (None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
 
 
 def is_channel(b: Tensor, block: tuple[int, int]) -> bool:
@@ -484,9 +504,11 @@ def is_channel(b: Tensor, block: tuple[int, int]) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _kernel(plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, segment: int, device: int) -> Any:
+def _kernel(
+    plan: Plan, parts: int, channel: bool, out: torch.dtype, bias: int, add: bool, segment: int, device: int
+) -> Any:
     """The function, ready to launch on this device."""
-    source = device_functions() + entry(plan, parts, channel, out, bias)
+    source = device_functions() + entry(plan, parts, channel, out, bias, add)
     return load_kernel(source, "gemm", plan.shared_bytes(segment), device)
 
 
@@ -494,6 +516,11 @@ def aligned(x: Tensor) -> Tensor:
     """x with contiguous columns and rows that start at multiples of 16 bytes."""
     plain = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.stride(0) >= x.shape[1] and x.data_ptr() % 16 == 0
     return x if plain else x.clone(memory_format=torch.contiguous_format)
+
+
+def readable(x: Tensor) -> bool:
+    """By 16 bytes, of 16-bit elements."""
+    return x.stride(1) == 1 and (x.shape[0] == 1 or x.stride(0) % 8 == 0) and x.data_ptr() % 16 == 0
 
 
 def aligned_bias(bias: Tensor | None) -> Tensor | None:
@@ -510,6 +537,7 @@ def gemm(
     b_block: tuple[int, int],
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     *,
     b_settled: bool = False,
     plan: Plan | None = None,
@@ -517,10 +545,11 @@ def gemm(
 ) -> Tensor:
     """a [M, K] times the transpose of b [N, K], both e4m3 with block scales, + bias: [M, N] in out_dtype, contiguous.
 
+    residual [M, N], of out_dtype and up to 64 rows: is added to the rounded result.
     b_settled: no kernel that may still run writes b, which may be read before the kernel before this one has ended.
     plan and parts: instead of the rules' (to measure). Raises ValueError for what `unsupported` names.
     """
-    reason = unsupported(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias)
+    reason = unsupported(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, residual)
     if reason:
         raise ValueError(f"{reason}; use another backend")
     (m, k), n = a.shape, b.shape[0]
@@ -530,15 +559,17 @@ def gemm(
     given, a, b, bias = b, aligned(a), aligned(b), aligned_bias(bias)
     parts = parts or parts_of(n, k)
     plan = plan or plan_for(m, n, k, parts, b_settled and b is given)
-    device, segment, channel = a.get_device(), segment_of(k, parts), is_channel(b, b_block)
+    device, segment, channel, add = a.get_device(), segment_of(k, parts), is_channel(b, b_block), residual is not None
+    assert isinstance(plan, Decode) or not add
     maps = [
         nvrtc.tensor_map(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0) * x.itemsize, box, x.dtype)
         for x, box in zip((a, b, c), plan.boxes(m), strict=False)
     ]
-    values = _Arguments(args=arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts))
+    values = _Arguments(args=arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts, residual))
     for field, value in zip("abc", maps, strict=False):
         ctypes.memmove(getattr(values, field), value, 128)
-    function = _kernel(plan, parts, channel, out_dtype, bias.itemsize if bias is not None else 0, segment, device)
+    bias_bytes = bias.itemsize if bias is not None else 0
+    function = _kernel(plan, parts, channel, out_dtype, bias_bytes, add, segment, device)
     blocks = plan.grid(m, n, parts if isinstance(plan, Decode) else processors(device))
     nvrtc.launch(function, (blocks,), plan.threads, plan.shared_bytes(segment), values, device, overlap=plan.overlap)
     return c

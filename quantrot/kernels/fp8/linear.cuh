@@ -13,44 +13,8 @@ struct Tokens {
   const void* x;  // [m, k], 16 bits
   i64 stride;     // of its rows, elements
   const void* norm;  // [k], of x's type: x / sqrt(mean(x^2) + epsilon) * norm is what is quantized
-  const void* residual;  // [m, n], of x's type: added to the result
-  i64 residual_stride;
   float epsilon;
 };
-
-// The sum over 16 lanes, in the same order in each.
-__device__ __forceinline__ float sum_of_half(float a) {
-#pragma unroll
-  for (int s = 1; s < 16; s *= 2) a += __shfl_xor_sync(0xFFFFFFFFu, a, s);
-  return a;
-}
-
-template <int D>
-__device__ __forceinline__ float square_sum(const Vec& v) {
-  float sum = 0.f;
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    float a, b;
-    unpack<D>(v.w[j], a, b);
-    sum = fmaf(b, b, fmaf(a, a, sum));
-  }
-  return sum;
-}
-
-// x * factor, rounded to 16 bits, times weight, rounded.
-template <int D>
-__device__ __forceinline__ Vec normed(const Vec& x, float factor, const Vec& weight) {
-  Vec y;
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    float a, b, c, d;
-    unpack<D>(x.w[j], a, b);
-    unpack<D>(weight.w[j], c, d);
-    unpack<D>(pack<D>(a * factor, b * factor), a, b);
-    y.w[j] = pack<D>(a * c, b * d);
-  }
-  return y;
-}
 
 // silu(gate) * up of the columns and of those that they gate, n / 2 apart, each rounded, -> c [m, n / 2].
 template <class Shape, int D, int TOKENS, int SPLIT, class Out, int BIAS>
@@ -77,8 +41,7 @@ __device__ __forceinline__ void store_gated(const GemmArgs& args, int column, u3
 // Of THREADS threads: codes and a_scale * b_scale -> shared memory. A half-warp has a token, and V of its groups of 128
 // columns at once.
 //
-// NORMED: all of k is this block's, and V groups a half-warp are all there are. A token's sum of squares is that of its
-// groups' sums, which meet at `sums`, in an order that the number of tokens does not change.
+// NORMED: all of k is this block's, and V groups a half-warp are all there are. The groups' sums of squares meet at `sums`.
 template <int D, bool NORMED, int V, int EARLY, int THREADS, bool CHANNEL, class Shape>
 __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const GemmArgs& args, int column, int first,
                                                 int count, u32 codes, u32 scales, u32 sums) {
@@ -124,9 +87,7 @@ __device__ __forceinline__ void quantize_tokens(const Tokens& tokens, const Gemm
         if (in == 0 && begin + j * apart < whole) store_shared(sums + (begin + j * apart) * 32, sum);
       }
       named_sync(3, THREADS);
-      float sum = 0.f;
-      for (int k = in; k < count; k += 16) sum += load_shared(sums + k * 32);
-      const float factor = inverse_root(sum_of_half(sum) * (1.f / args.k) + tokens.epsilon);
+      const float factor = norm_factor(sums, count, 32, args.k, tokens.epsilon);
 #pragma unroll
       for (int j = 0; j < V; j++) v[j] = normed<D>(v[j], factor, weight[j]);
     }
@@ -155,7 +116,7 @@ __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args,
   const DecodePart<Shape, TOKENS, STAGES, SPLIT> part(args);
   const u32 warp = warp_number();
   const int m = args.m;
-  Quad addend{};
+  Addends<Shape, TOKENS, SPLIT> addends{};
   if (warp == WARPS && lane_number() == 0) tensor_prefetch(b);
   decode_start<STAGES, WARPS + 1, WARPS>(part.full, part.empty);
   if (warp == WARPS) {
@@ -166,9 +127,7 @@ __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args,
     quantize_tokens<D, NORMED, V, EARLY, THREADS, CHANNEL, Shape>(tokens, args, part.column, part.first, part.count, part.codes,
                                                            part.scales, sums);
     fence_async();
-    const int row = threadIdx.x / (COLUMNS / 8), column = part.column + threadIdx.x % (COLUMNS / 8) * 8;
-    if (ADD && row < m && column < args.n)
-      addend = *(const Quad*)((const unsigned short*)tokens.residual + row * tokens.residual_stride + column);
+    if constexpr (ADD) addends.load(args, part.token, part.column, part.rank);
     named_sync(2, THREADS);
     decode_part(part, m);
   }
@@ -177,7 +136,7 @@ __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args,
     if (warp < WARPS) store_gated<Shape, D, TOKENS, SPLIT, Out, BIAS>(args, part.column, part.rank, part.base);
     if constexpr (SPLIT > 1) cluster_sync();
   } else {
-    decode_end<CHANNEL, Out, BIAS, ADD>(part, args, addend);
+    decode_end<CHANNEL, Out, BIAS, ADD>(part, args, addends);
   }
 }
 

@@ -139,18 +139,13 @@ def unsupported(
     if x.shape[1] != k or k == 0 or n == 0 or k % 16 or n % 8 or max(n, k) >= 1 << 30:
         return f"x is {list(x.shape)}, b is {[n, k]}; K must be a multiple of 16, N of 8"
     for name, rows in (("x", x), ("residual", residual), ("norm", norm if norm is None else norm[None])):
-        if rows is not None and not (_readable(rows) and rows.dtype == x.dtype):
+        if rows is not None and not (hopper.readable(rows) and rows.dtype == x.dtype):
             return f"{name} is not of x's dtype, its columns not contiguous or its rows not aligned to 16 bytes"
     if gates and (n % 128 or hopper.is_channel(b, b_block) or residual is not None):
         return "a gate at the end takes N a multiple of 128, scales of blocks, and no residual"
     if not 1 <= m <= TOKENS or plan_for(m, n, k, hopper.parts_of(n, k), norm is not None, gates) is None:
         return f"x is {list(x.shape)}; it takes up to {FEW} tokens, and {MOST} elements"
     return hopper.unsupported_scale("b", b, b_scale, b_block) or hopper.unsupported_bias(n, x.dtype, bias)
-
-
-def _readable(x: Tensor) -> bool:
-    """By 16 bytes."""
-    return x.stride(1) == 1 and (x.shape[0] == 1 or x.stride(0) % 8 == 0) and x.data_ptr() % 16 == 0
 
 
 def supports(
@@ -176,8 +171,6 @@ class Tokens(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("stride", ctypes.c_longlong),
         ("norm", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("residual_stride", ctypes.c_longlong),
         ("epsilon", ctypes.c_float),
     ]
 
@@ -200,11 +193,11 @@ def arguments(
 ) -> tuple[GemmArgs, Tokens]:
     """The kernel's last parameters."""
     n, k = b.shape
-    bias_at, norm_at, residual_at = (None if t is None else t.data_ptr() for t in (bias, norm, residual))
+    bias_at, norm_at = (None if t is None else t.data_ptr() for t in (bias, norm))
     none, scales, segment = hopper.Scales(), hopper.scales_of(b, b_scale, b_block), hopper.segment_of(k, parts)
-    residual_stride = 0 if residual is None else residual.stride(0)
-    tokens = Tokens(x.data_ptr(), x.stride(0), norm_at, residual_at, residual_stride, epsilon)
-    return GemmArgs(none, scales, bias_at, c.data_ptr(), x.shape[0], n, k, segment, 0, 0), tokens
+    tokens = Tokens(x.data_ptr(), x.stride(0), norm_at, epsilon)
+    sizes = x.shape[0], n, k, segment, 0, 0
+    return GemmArgs(none, scales, bias_at, c.data_ptr(), *sizes, *hopper.residual_of(residual)), tokens
 
 
 @lru_cache(maxsize=1024)

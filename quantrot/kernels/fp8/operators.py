@@ -212,7 +212,8 @@ def _ordered(x: Tensor, scale: Tensor, transposed: bool) -> Tensor:
     return _empty_scale(x, (scale.shape[0], scale.shape[1]), True).copy_(scale) if transposed else scale
 
 
-def _outputs(x: Tensor, block: tuple[int, int], transposed: bool, gated: bool = False) -> tuple[Tensor, Tensor]:
+def outputs(x: Tensor, block: tuple[int, int], transposed: bool, gated: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x, uninitialised."""
     q = torch.empty((x.shape[0], x.shape[1] // (1 + gated)), dtype=E4M3, device=x.device)
     return q, _empty_scale(x, scale_shape(q.shape, block), transposed)
 
@@ -243,7 +244,7 @@ def quantize(
     in_one = backend == "auto" and x.numel() > 0 and blocks.supports(x, block, gated)
     if gated and not in_one:
         return quantize(gate(x), rows, columns, rule, transposed_scale, backend)
-    q, scale = _outputs(x, block, transposed_scale, gated)
+    q, scale = outputs(x, block, transposed_scale, gated)
     if in_one:
         blocks.quantize(x, q, scale, block, rule, gated)
     elif x.numel():
@@ -269,7 +270,7 @@ def _hadamard_quantize(
     if backend == "auto" and (rows, columns) == (1, 128) and x.numel() and _turns_on_hopper(x, order):
         from quantrot.kernels.hadamard import hopper
 
-        q, scale = _outputs(x, (rows, columns), transposed_scale)
+        q, scale = outputs(x, (rows, columns), transposed_scale)
         hopper.transform_codes(_columns_contiguous(x), q, scale, signs, order, factor, rule)
         return q, scale
     from quantrot.kernels.fp8 import triton_hadamard
@@ -283,7 +284,7 @@ def _hadamard_quantize(
             )
         turned = torch.ops.quantrot.hadamard(x, signs, order, factor, False, "auto")
         return torch.ops.quantrot.quantize_fp8_block(turned, rows, columns, rule, transposed_scale, backend)
-    q, scale = _outputs(x, (rows, columns), transposed_scale)
+    q, scale = outputs(x, (rows, columns), transposed_scale)
     if x.numel():
         signs = None if signs is None else signs.contiguous()
         triton_hadamard.quantize(_columns_contiguous(x), q, scale, signs, order, factor, rule)
@@ -300,7 +301,7 @@ def _both_ways(
         return q, _ordered(x, scale, transposed_scale), turned, _ordered(x, turned_scale, transposed_scale)
     from quantrot.kernels.fp8 import triton
 
-    q, scale = _outputs(x, block, transposed_scale)
+    q, scale = outputs(x, block, transposed_scale)
     turned, turned_scale = _turned_outputs(x, block, transposed_scale)
     if x.numel():
         triton.quantize_both_ways(_columns_contiguous(x), q, scale, turned, turned_scale, rows == 128, rule)
@@ -309,18 +310,18 @@ def _both_ways(
 
 @torch.library.register_fake("quantrot::quantize_fp8_block")
 def _quantize_fake(x, rows, columns, rule, transposed_scale, backend, gated=False):
-    return _outputs(x, (rows, columns), transposed_scale, gated)
+    return outputs(x, (rows, columns), transposed_scale, gated)
 
 
 @torch.library.register_fake("quantrot::hadamard_quantize_fp8")
 def _hadamard_quantize_fake(x, signs, order, factor, rows, columns, rule, transposed_scale, backend):
-    return _outputs(x, (rows, columns), transposed_scale)
+    return outputs(x, (rows, columns), transposed_scale)
 
 
 @torch.library.register_fake("quantrot::quantize_fp8_both_ways")
 def _both_ways_fake(x, rows, columns, rule, transposed_scale, backend):
     block = rows, columns
-    return *_outputs(x, block, transposed_scale), *_turned_outputs(x, block, transposed_scale)
+    return *outputs(x, block, transposed_scale), *_turned_outputs(x, block, transposed_scale)
 
 
 for _name in ("quantize_fp8_block", "hadamard_quantize_fp8", "quantize_fp8_both_ways"):

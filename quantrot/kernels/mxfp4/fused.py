@@ -7,14 +7,10 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import Fp8ScaleRule, gate, rms_norm
-from quantrot.kernels.mxfp4.gemm import DECODE_ROWS, _few, activation_rule, check_operands, mxfp4_gemm
+from quantrot.kernels.mxfp4.gemm import DECODE_ROWS, activation_rule, check_operands, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import has_kernels
 from quantrot.kernels.mxfp4.reference import ScaleRule
 from quantrot.kernels.operators import check_around, constant, implement
-
-# Microseconds a linear: eight sequences of Llama 3.1 8B's shapes took 2464 in place of 2886 on an H100, of 128 linears.
-# With them the kernel for few tokens has up to 16 of every Llama and Qwen shape, by the models of both kernels.
-SAVED, ALWAYS_FEW = 3.0, 16
 
 torch.library.define(
     "quantrot::mxfp4_fused",
@@ -43,10 +39,9 @@ def mxfp4_fused(
     x is gate and up side by side, [..., 2 K], and silu(gate) * up is what is then turned, quantized and multiplied.
     residual, of the result's shape and dtype, is added to it.
 
-    On Hopper one to 32 tokens of bfloat16 take one or two kernels (17 and more of quantized ones where the kernel for a
-    batch is not faster). The norm's sum has an order of its own, which may give a few numbers their neighbours.
-    Elsewhere, and where a gradient is wanted, it is operation by operation. Other arguments and errors as mxfp4_gemm's;
-    settled speaks of norm too.
+    On Hopper one to 32 tokens of bfloat16 take one or two kernels. The norm's sum has an order of its own, which may
+    give a few numbers their neighbours. Elsewhere, and where a gradient is wanted, it is operation by operation. Other
+    arguments and errors as mxfp4_gemm's; settled speaks of norm too.
     """
     n, k = len(packed), packed.shape[-1] * 2
     if gated and (norm is not None or x.shape[-1:] != (2 * k,)):
@@ -58,8 +53,7 @@ def mxfp4_fused(
     tokens, tensors = x.shape[:-1].numel(), (x, norm, residual)
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     around = norm is not None or residual is not None or gated
-    taken = around and x.dtype == torch.bfloat16 and not grads and has_fused(tokens, n, k, x.device)
-    if taken and (activations == "none" or tokens <= ALWAYS_FEW or _fused_is_faster(n, k)):
+    if around and x.dtype == torch.bfloat16 and not grads and has_fused(tokens, n, k, x.device):
         flat = None if residual is None else residual.reshape(-1, n)
         rest = activations, activation_rule(activations, scale_rule), hadamard, norm, epsilon, flat, gated, settled
         y = torch.ops.quantrot.mxfp4_fused(x.reshape(-1, x.shape[-1]), packed, scale, *rest)
@@ -103,12 +97,6 @@ def _has_fused(several: bool, n: int, k: int, device: torch.device) -> bool:
     from quantrot.kernels.mxfp4 import hopper
 
     return hopper.takes(1 + several, n, k)
-
-
-@constant
-def _fused_is_faster(n: int, k: int) -> bool:
-    """Of 17 to 32 quantized tokens: than the kernel for a batch, with norm, gate and residual as kernels beside it."""
-    return _few(DECODE_ROWS, n, k, SAVED)
 
 
 @implement("quantrot::mxfp4_fused")

@@ -175,9 +175,8 @@ def _widens(rows: Tensor, packed: Tensor, activations: str, backend: str) -> boo
     return hopper_prefill.fits(rows, packed.shape[0])
 
 
-def _few(tokens: int, rows: int, columns: int, saved: float = 0.0) -> bool:
-    """Whether the kernel for few tokens is faster than the one for a batch, by the models of both; saved: microseconds
-    that it saves elsewhere."""
+def _few(tokens: int, rows: int, columns: int) -> bool:
+    """Whether the kernel for few tokens is faster than the one for a batch, by the models of both."""
     from quantrot.kernels.mxfp4 import hopper, hopper_batch
 
     if tokens > DECODE_ROWS or not hopper.fits(columns):
@@ -185,7 +184,7 @@ def _few(tokens: int, rows: int, columns: int, saved: float = 0.0) -> bool:
     if columns > hopper_batch.MOST_DEPTH:  # which has no plan for them
         return True
     few, batch = (module.rule(tokens, rows, columns)[0] for module in (hopper, hopper_batch))
-    return few <= batch + saved
+    return few <= batch
 
 
 def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
