@@ -86,7 +86,7 @@ def load(
     if merge:
         merge_projections(model)
     leave_masks_out(model)
-    model.save_pretrained = _refuse_to_save
+    model.save_pretrained = model.model.save_pretrained = _refuse_to_save
     return dispatch_model(model, placed, offload_dir=offload_folder) if len(placed) > 1 else model
 
 
@@ -149,6 +149,9 @@ def _stored_dtype(root: Path) -> torch.dtype:
 def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any:
     """The model on the meta device, with the manifest's modules in place. Buffers (RoPE) are real."""
     described = {key: value for key, value in read_json(root / "config.json").items() if key not in NOT_DESCRIBED}
+    for key in ("dtype", "torch_dtype"):  # "auto", which transformers' own configs may say, is no dtype
+        if described.get(key) == "auto":
+            del described[key]
     try:
         config = AutoConfig.for_model(**described)
         config._name_or_path = str(root)

@@ -264,9 +264,22 @@ def test_tensors_loaded_into_a_model_are_the_ones_that_count(converted, assign):
 
 
 def test_save_pretrained_is_an_error_and_not_a_directory_of_nonsense(converted, tmp_path):
-    with pytest.raises(ValueError, match="save_pretrained: .* copy its directory"):
-        load(converted, device_map="cpu").save_pretrained(tmp_path / "saved")
+    model = load(converted, device_map="cpu")
+    for each in (model, model.model):
+        with pytest.raises(ValueError, match="save_pretrained: .* copy its directory"):
+            each.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_config_whose_dtype_is_auto_means_the_embeddings(source, tmp_path, key):
+    shutil.copytree(source, tmp_path / "source")
+    config = json.loads((tmp_path / "source/config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "source/config.json").write_text(json.dumps(config | {key: "auto"}))
+    out = convert(tmp_path / "source", "int8-weight-only", tmp_path / "out").out
+    assert load(out, device_map="cpu").dtype == torch.bfloat16
+    assert load(out, device_map="cpu", dtype="float16").dtype == torch.float16
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4", "quarot-mxfp4-online"])

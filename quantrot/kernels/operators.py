@@ -83,6 +83,13 @@ def refuse_create_graph() -> None:
         )
 
 
+def refuse_tangents(x: torch.Tensor) -> None:
+    """NotImplementedError for a forward-mode derivative (jvp, jacfwd), which torch drops without a word where an
+    operator has a backward alone."""
+    if torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError("quantrot's operators have no forward-mode derivative; use a backward (grad, vjp)")
+
+
 def check_device(**tensors: torch.Tensor | None) -> None:
     """ValueError for tensors, by name, that are not on the first one's device: kernels are given bare addresses."""
     (first, leader), *others = ((name, t) for name, t in tensors.items() if t is not None)

@@ -1,5 +1,6 @@
 """Llama's attention with what a conversion adds to it: turned queries and keys, e4m3 arithmetic, a narrow KV cache."""
 
+import copy
 from typing import Any, Literal
 
 import torch
@@ -90,6 +91,7 @@ class QuantizedAttention(Merging):
         if bias.device.type == "meta":
             raise ValueError(f"layer {self.layer_idx}: k_proj.bias is offloaded to disk; keep self_attn in memory")
         heads = bias.detach().float().view(-1, self.head_dim)
+        rotary = copy.deepcopy(rotary)  # RoPE that is scaled by the longest sequence remembers it
         cos, sin = rotary(heads, torch.arange(CENTERED, device=heads.device)[None])
         low, high = heads.chunk(2, -1)
         self.key_center = heads * cos[0].float().mean(0) + torch.cat([-high, low], -1) * sin[0].float().mean(0)

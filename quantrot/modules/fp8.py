@@ -131,14 +131,15 @@ class Fp8TrainingLinear(nn.Linear):
             raise ValueError(f"linear: {kind}; allowed: nn.Linear, Fp8Linear; train from the original checkpoint{way}")
         if hooked(linear):
             raise ValueError(
-                f"linear: {kind} with hooks, which would be lost; remove them, and give them to the new one"
+                f"linear: {kind} with hooks or a forward of its own, which would be lost; remove them, and give them "
+                "to the new one"
             )
         with torch.device("meta"):
             new = cls(linear.in_features, linear.out_features, linear.bias is not None)
         if isinstance(linear, Fp8Linear):
             new.weight = nn.Parameter(linear.dequantized(torch.bfloat16))
             if linear.bias is not None:
-                new.bias = nn.Parameter(linear.bias.detach().to(torch.bfloat16))
+                new.bias = nn.Parameter(linear.bias.detach().to(torch.bfloat16, copy=True))
         else:
             new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)

@@ -21,9 +21,17 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether somebody wants to see this module being called."""
+    """Whether somebody wants to see this module being called, or has it do something else."""
     forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks or _replaced(module))
+
+
+def _replaced(module: nn.Module) -> bool:
+    """Whether it has a forward that is not its class's. accelerate's hook that only moves tensors is none."""
+    own = module.__dict__.get("forward")
+    if own is None or type(getattr(module, "_hf_hook", None)).__name__ == "AlignDevicesHook":
+        return False
+    return getattr(own, "__func__", None) is not type(module).forward  # which a hook leaves there as it goes
 
 
 def hooked(module: nn.Module) -> bool:
@@ -32,9 +40,10 @@ def hooked(module: nn.Module) -> bool:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """x in autocast's dtype where that is on, as nn.Linear takes it."""
+    """x in autocast's dtype where that is on, as nn.Linear takes it: float64 and integers stay."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else x
+    casts = x.dtype in FLOATS and kind != "meta" and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if casts else x
 
 
 class OnlineHadamard(nn.Module):

@@ -133,7 +133,10 @@ def train_in_mxfp4(model: nn.Module, *, skip: str | tuple[str, ...] = SKIP, hada
             f"of multiples of {hadamard}; what is quantized is trained from the original checkpoint"
         )
     if name := next((name for name, old in chosen.items() if hooked(old)), ""):
-        raise ValueError(f"model: {name} has hooks, which would be lost; remove them, and give them to the new one")
+        raise ValueError(
+            f"model: {name} has hooks or a forward of its own, which would be lost; remove them, and give them to the "
+            "new one"
+        )
     made: dict[nn.Module, Mxfp4TrainingLinear] = {}
     for name, old in chosen.items():
         if old not in made:

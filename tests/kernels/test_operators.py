@@ -57,6 +57,16 @@ def test_autocast_changes_no_bit_and_no_dtype(name, device):
     assert y.dtype == expected.dtype == torch.float32 and torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forward_mode_derivative_is_an_error_and_not_zero(name):
+    x, w = torch.randn(4, 344), torch.randn(16, 256)
+    operand = (lambda t: CALLS[name](x, t)) if name == "fp8_attention" else lambda t: CALLS[name](t, w)
+    given = w if name == "fp8_attention" else x
+    for way in (lambda: torch.func.jvp(operand, (given,), (given,)), lambda: torch.func.jacfwd(operand)(given)):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            way()
+
+
 def test_autocast_keeps_the_gradient():
     x = torch.randn(4, 344, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):

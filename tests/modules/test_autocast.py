@@ -38,6 +38,15 @@ def test_a_quantized_linear_takes_and_gives_autocasts_dtype(kind, decoded):
     assert torch.equal(y, expected) and y.dtype == torch.bfloat16
 
 
+def test_what_nn_linear_does_not_cast_is_not_cast():
+    codes, wide = torch.ones(3, 256, dtype=torch.int64), torch.randn(3, 256, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear("int8")(wide).dtype == torch.float64
+        for layer in (linear("int8"), Fp8TrainingLinear(256, 128), Mxfp4TrainingLinear(256, 128)):
+            with pytest.raises(ValueError, match="int64"):
+                layer(codes)
+
+
 def test_so_does_a_kernel_that_gates(monkeypatch):
     torch.manual_seed(0)
     module, x = linear("int8"), torch.randn(3, 256)

@@ -142,6 +142,8 @@ def test_an_fp8_linear_can_be_trained_further():
     module, x = linear(), torch.randn(7, 512)
     trained = Fp8TrainingLinear.of(module)
     assert trained.weight.dtype == torch.bfloat16 and trained.weight.requires_grad and trained.bias.requires_grad
+    module.bias.data = module.bias.data.bfloat16()
+    assert Fp8TrainingLinear.of(module).bias.data_ptr() != module.bias.data_ptr()
     torch.testing.assert_close(trained.weight.float(), module.dequantized(torch.bfloat16).float())
     assert relative(trained(x), module(x)) < GRADIENT_ERROR
 
@@ -164,8 +166,11 @@ def test_what_cannot_be_trained_as_it_is_is_an_error():
         Fp8TrainingLinear.of(nn.MultiheadAttention(64, 2).out_proj)
     watched = nn.Linear(64, 64)
     watched.register_forward_pre_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="linear: Linear with hooks, which would be lost"):
-        Fp8TrainingLinear.of(watched)
+    changed = nn.Linear(64, 64)
+    changed.forward = lambda x: x
+    for other in (watched, changed):
+        with pytest.raises(ValueError, match="linear: Linear with hooks or a forward of its own, which would be lost"):
+            Fp8TrainingLinear.of(other)
     assert not Fp8TrainingLinear.of(nn.Linear(64, 64).eval()).training
 
 

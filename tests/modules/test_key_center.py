@@ -80,6 +80,18 @@ def test_a_loaded_model_is_centered_and_stores_nothing_of_it(biased, tmp_path):
     assert centered < (model(IDS).logits - exact).norm() / 2
 
 
+@torch.no_grad()
+def test_rope_that_remembers_the_longest_sequence_has_not_seen_one(biased):
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    config = LlamaConfig(**{**biased.config.to_dict(), "max_position_embeddings": 16, "rope_parameters": rope})
+    model = narrow(LlamaForCausalLM(config).eval(), kv_cache="fp8")
+    rotary = model.model.rotary_emb
+    before = rotary.inv_freq.clone(), rotary.max_seq_len_cached
+    for layer in model.model.layers:
+        layer.self_attn.center_keys(rotary)
+    assert torch.equal(rotary.inv_freq, before[0]) and rotary.max_seq_len_cached == before[1]
+
+
 def test_no_bias_no_narrow_keys_and_a_bias_elsewhere(biased):
     wide = QuantizedAttention(copy.deepcopy(biased.model.layers[0].self_attn))
     wide.center_keys(biased.model.rotary_emb)

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
 from safetensors.torch import load_file, load_model, save_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -219,6 +220,32 @@ def test_a_projection_that_is_watched_is_called(hook):
     assert seen == [mlp.gate_proj] and mlp.current() is None
     handle.remove()
     assert torch.equal(mlp(x), expected) and len(seen) == 1 and mlp.current() is not None
+
+
+class Adds(ModelHook):
+    def post_forward(self, module, output):
+        return output + 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["patched", "accelerate"])
+def test_a_projection_that_was_given_another_forward_runs_it(way):
+    llama = model("mxfp4")
+    merge_projections(llama)
+    mlp, x = llama.model.layers[0].mlp, torch.randn(3, 256)
+    before = mlp(x)
+    add_hook_to_module(mlp.gate_proj, AlignDevicesHook(execution_device="cpu"))  # as dispatch_model: it only moves
+    assert mlp.current() is not None
+    remove_hook_from_module(mlp.gate_proj)
+    assert "forward" in vars(mlp.gate_proj) and mlp.current() is not None  # its own, that accelerate put back
+    gate = mlp.gate_proj(x) + 1
+    if way == "patched":
+        own = mlp.gate_proj.forward
+        mlp.gate_proj.forward = lambda x: own(x) + 1
+    else:
+        add_hook_to_module(mlp.gate_proj, Adds())
+    assert mlp.current() is None and not torch.allclose(mlp(x), before)
+    torch.testing.assert_close(mlp.outputs(x)[0], gate)
 
 
 @torch.no_grad()

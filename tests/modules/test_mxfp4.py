@@ -96,11 +96,13 @@ def test_a_replaced_linear_keeps_its_mode_and_loses_no_hook():
     net = model().eval()
     train_in_mxfp4(net)
     assert not any(module.training for module in net.modules())
-    watched = model()
+    watched, changed = model(), model()
     watched[2].register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="model: 2 has hooks, which would be lost"):
-        train_in_mxfp4(watched)
-    assert type(watched[0]) is nn.Linear
+    changed[2].forward = lambda x: x
+    for other in (watched, changed):
+        with pytest.raises(ValueError, match="model: 2 has hooks or a forward of its own, which would be lost"):
+            train_in_mxfp4(other)
+        assert type(other[0]) is nn.Linear
 
 
 def train(net: nn.Module, steps: int = 60) -> float:

@@ -51,7 +51,7 @@ from quantrot.kernels.attention.reference import (
 )
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.hadamard import is_known
-from quantrot.kernels.operators import check_device, constant, implement, no_gradients
+from quantrot.kernels.operators import check_device, constant, implement, no_gradients, refuse_tangents
 
 __all__ = [
     "BLOCK",
@@ -317,6 +317,7 @@ def _check_heads(name: str, t: Tensor, shape: str = "[B, heads, tokens, D]") -> 
         raise ValueError(
             f"{name}: {t.dtype} with {t.dim()} dimensions; allowed: {shape}, {', '.join(map(str, DTYPES))}"
         )
+    refuse_tangents(t)
 
 
 def _check_head_dim(dim: int) -> None:

@@ -18,7 +18,14 @@ from quantrot.kernels.fp8.reference import (
     whole,
 )
 from quantrot.kernels.hadamard import check_transform
-from quantrot.kernels.operators import check_device, constant, implement, register_no_gradient, shared_bytes
+from quantrot.kernels.operators import (
+    check_device,
+    constant,
+    implement,
+    refuse_tangents,
+    register_no_gradient,
+    shared_bytes,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_RULES = tuple(rule.value for rule in Fp8ScaleRule)  # Dynamo of torch 2.11 cannot iterate over an Enum
@@ -134,6 +141,7 @@ def check_input(name: str, x: Tensor, block: tuple[int, int], rule: Fp8ScaleRule
         raise ValueError(f"scale_rule: {rule!r}; allowed: {', '.join(SCALE_RULES)}")
     if backend not in QUANTIZERS:
         raise ValueError(f"backend: {backend!r}; allowed: {', '.join(QUANTIZERS)}")
+    refuse_tangents(x)
     return str(rule)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.hadamard.reference import hadamard_reference
-from quantrot.kernels.operators import check_device, constant, implement
+from quantrot.kernels.operators import check_device, constant, implement, refuse_tangents
 from quantrot.orthogonal import hadamard_factors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -112,6 +112,7 @@ def check_transform(
             "blocks of that width"
         )
     is_known(size)
+    refuse_tangents(x)
     if signs is not None:
         if signs.dim() != 1 or signs.numel() not in (size, width):
             allowed = f"[{size}]" if size == width else f"[{size}] or [{width}]"

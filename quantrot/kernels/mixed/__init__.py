@@ -48,7 +48,7 @@ from quantrot.kernels.mixed.reference import (
     unpack_int8,
 )
 from quantrot.kernels.mixed.tuned import EXPAND_FROM
-from quantrot.kernels.operators import check_around, check_device, constant, has_triton, implement
+from quantrot.kernels.operators import check_around, check_device, constant, has_triton, implement, refuse_tangents
 
 __all__ = [
     "dequantize_int8",
@@ -217,6 +217,7 @@ def _check(
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
         raise ValueError(f"bias: {_shape(bias)}; allowed: a float type of shape [{weight.shape[0]}]")
     check_device(x=x, weight=weight, scale=scale, zero_point=zero_point, bias=bias)
+    refuse_tangents(x)
     return scale, zero_point
 
 

@@ -17,7 +17,7 @@ from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.fp8.operators import SCALE_RULES
 from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, rule_name
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
-from quantrot.kernels.operators import check_device, has_triton, implement
+from quantrot.kernels.operators import check_device, has_triton, implement, refuse_tangents
 
 ACTIVATIONS = ("none", "fp8", "mxfp4")
 BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")
@@ -119,6 +119,7 @@ def check_operands(x: Tensor, packed: Tensor, scale: Tensor, activations: str, h
     """ValueError for what mxfp4_gemm does not multiply, whatever the backend."""
     check_packed("packed", packed, scale)
     check_device(x=x, packed=packed, scale=scale)
+    refuse_tangents(x)
     if x.dim() < 1 or packed.dim() != 2 or x.shape[-1] != 2 * packed.shape[1]:
         raise ValueError(
             f"x: shape {tuple(x.shape)}; a weight of {tuple(packed.shape)} bytes needs [..., K] by [N, K/2]"

@@ -15,7 +15,7 @@ from quantrot.kernels.mxfp4.reference import (
     quantize_reference,
     round_trip_reference,
 )
-from quantrot.kernels.operators import check_device, constant, has_triton, implement, uses_triton
+from quantrot.kernels.operators import check_device, constant, has_triton, implement, refuse_tangents, uses_triton
 from quantrot.orthogonal import hadamard_factors
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -206,6 +206,7 @@ def _check(x: Tensor, width: int, hadamard: int, signs: Tensor | None, backend: 
         raise ValueError(f"x: dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}; convert it first")
     if x.dim() < 1:
         raise ValueError("x: a scalar; MXFP4 needs at least one dimension, a multiple of 32 long")
+    refuse_tangents(x)
     if width % GROUP:
         raise ValueError(f"x has {width} columns; MXFP4 needs a multiple of {GROUP}")
     if hadamard:
