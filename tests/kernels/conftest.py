@@ -226,6 +226,19 @@ def emulated(once):
     return build
 
 
+@pytest.fixture
+def loads_that_wait():
+    """`loads_that_wait(source)`: kernels whose loads of 16 bytes the emulator refuses before grid_wait."""
+    load = "inline Vec load16(const void* p) {"
+    refused = f'{load}\n  if (!self().waited) emulator::fail("a load before grid_wait");'
+
+    def edited(source: str) -> str:
+        assert source.count(load) == 1
+        return source.replace(load, refused)
+
+    return edited
+
+
 @pytest.fixture(params=["memcheck", "racecheck"])
 def sanitized(request):
     """`sanitized(code)` runs Python under compute-sanitizer, once for each tool, and asserts that it finds nothing."""

@@ -196,6 +196,21 @@ def test_emulated_codes_behind_a_norm(emulated, dtype, rule, columns, plan):
                 torch.testing.assert_close(scale, expected_scale, rtol=0.01, atol=0, equal_nan=True)
 
 
+def test_a_norm_is_read_before_the_kernel_in_front_has_ended_only_where_it_is_settled(emulated, loads_that_wait):
+    plan, dtype = blocks.normed_plan(512), torch.bfloat16
+    source = loads_that_wait(plan.source((1, 128), dtype, "bf16"))
+    run = RUN_NORMED.format(call=plan.call((1, 128), dtype), threads=plan.threads, shared=plan.shared_bytes())
+    library = emulated(source[: source.index('extern "C" __global__')] + run)
+    library.run.restype = ctypes.c_char_p
+    x, norm = torch.ones(2, 512).to(dtype), torch.ones(512).to(dtype)
+    q, scale = torch.empty(2, 512).to(E4M3), torch.empty(2, 4)
+    args = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), *x.shape)
+    for settled, says in ((0, b""), (1, b"before grid_wait")):
+        by = blocks.NormArgs(norm.data_ptr(), 1e-9, settled)
+        message = library.run(ctypes.byref(args), ctypes.byref(by), len(x), 0)
+        assert says in message and bool(says) == bool(message)
+
+
 @pytest.mark.parametrize(("dtype", "rule"), [(torch.bfloat16, "bf16"), (torch.float16, "exact")])
 def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda, dtype, rule):
     plans = [(block, plan, False) for block, plan in blocks.PLANS.items()]

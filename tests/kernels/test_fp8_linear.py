@@ -69,13 +69,18 @@ extern "C" const char* run(int which, unsigned char* b, unsigned rows, unsigned 
 @pytest.fixture(scope="module")
 def emulator(emulated):
     """Every case's kernel on the host: emulator(case, x, b, b_scale, bias, seed) -> c."""
+    return built(emulated, CASES)
+
+
+def built(emulated, names, edited=str):
+    """What `emulator` is, of these cases, of device functions as `edited` leaves them."""
     libraries = {}
-    for rule in ("exact", "bf16", "pow2"):
-        cases = {name: case for name, case in CASES.items() if case[1].rule == rule}
+    for rule in sorted({CASES[name][1].rule for name in names}):
+        cases = {name: CASES[name] for name in names if CASES[name][1].rule == rule}
         entries = "".join(plan.entry(work, f"linear_{name}") for name, (plan, work) in cases.items())
-        names = ", ".join(f"linear_{name}" for name in cases)
         entries += hopper.entry(*PAIR, channel=False, out=BF16, bias=0)
-        library = emulated(linear.device_functions(rule) + entries + DRIVER.replace("NAMES", names))
+        driver = DRIVER.replace("NAMES", ", ".join(f"linear_{name}" for name in cases))
+        library = emulated(edited(linear.device_functions(rule)) + entries + driver)
         library.run.restype = library.product.restype = ctypes.c_char_p
         libraries |= {name: (library, i, rule) for i, name in enumerate(cases)}
 
@@ -168,6 +173,21 @@ def test_every_kernel_is_exact_on_codes_of_integers(emulator, name, m, n, k):
     expected = gated(expected) if work.gates else expected if residual is None else expected + residual
     for seed in range(3):
         assert torch.equal(emulator(name, x, b, b_scale, bias, seed, norm, residual), expected)
+
+
+def test_a_norm_is_read_before_the_kernel_in_front_has_ended_only_where_a_weight_is(emulated, loads_that_wait):
+    """That is where both are settled."""
+    run = built(emulated, ("normed", "normed_half"), loads_that_wait)
+    b, b_scale = weight(40, 512, False)
+    for name, settled in (("normed", True), ("normed_half", False)):
+        work = CASES[name][1]
+        x, norm, _ = integers(1, 512, work)
+        call = partial(run, name, x, b, b_scale, norm=norm, residual=torch.zeros(1, 40).to(FP16) if work.add else None)
+        if settled:
+            with pytest.raises(AssertionError, match="before grid_wait"):
+                call()
+        else:
+            assert call().isfinite().all()
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
