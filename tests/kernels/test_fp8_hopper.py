@@ -360,6 +360,7 @@ def test_what_it_does_not_take_is_named():
     assert why(added=added[:, :128]) is None
     for wrong in (added[:, 4:132], added[:, :128].half(), added.new_zeros(4, 129)[:, :128]):
         assert "up to 64 rows of it, of torch.bfloat16, aligned" in why(added=wrong)
+    assert hopper._adds(64, 128, 32768) and not hopper._adds(64, 4096, 1 << 17) and not hopper._adds(0, 128, 256)
     many, many_scale, *_ = integers(65, 128, 256)
     assert "up to 64 rows" in why(a=many, a_scale=many_scale, added=added.new_zeros(65, 128))
     with pytest.raises(ValueError, match="use another backend"):

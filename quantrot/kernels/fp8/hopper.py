@@ -27,7 +27,7 @@ from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel, processor
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 E4M3 = torch.float8_e4m3fn
 PROCESSORS = 132  # of the device that the rules are for
-DECODE_ROWS = 64  # up to which every plan is a Decode
+DECODE_ROWS = 64  # up to which plans are Decodes, but for a K whose scales fill shared memory
 BUSY = 112  # thread blocks that keep the memory busy
 WHOLE = 31  # the shift of a block that is the whole dimension
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
@@ -381,10 +381,15 @@ def unsupported(
         return f"a is [{m}, {k}], b is {list(b.shape)}; K must be a multiple of 16, N of 8"
     if max(m, n, k) >= 1 << 30:
         return f"a size of {max(m, n, k)}; allowed: below 2^30"
-    if residual is not None and (m > DECODE_ROWS or not readable(residual) or residual.dtype != out_dtype):
-        return f"residual: it takes up to {DECODE_ROWS} rows of it, of {out_dtype}, aligned to 16 bytes"
+    if residual is not None and not (readable(residual) and residual.dtype == out_dtype and _adds(m, n, k)):
+        return f"residual: it takes up to {DECODE_ROWS} rows of it, of {out_dtype}, aligned to 16 bytes, of no huge K"
     reasons = (unsupported_scale("a", a, a_scale, a_block), unsupported_scale("b", b, b_scale, b_block))
     return next((reason for reason in reasons if reason), unsupported_bias(n, out_dtype, bias))
+
+
+def _adds(m: int, n: int, k: int) -> bool:
+    """Whether the plan of these sizes adds a residual."""
+    return 0 < m <= DECODE_ROWS and isinstance(plan_for(m, n, k, parts_of(n, k)), Decode)
 
 
 def unsupported_scale(name: str, x: Tensor, scale: Tensor, block: tuple[int, int]) -> str | None:
