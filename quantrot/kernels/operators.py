@@ -83,11 +83,19 @@ def refuse_create_graph() -> None:
         )
 
 
-def refuse_tangents(x: torch.Tensor) -> None:
+def refuse_tangents(*tensors: torch.Tensor | None) -> None:
     """NotImplementedError for a forward-mode derivative (jvp, jacfwd), which torch drops without a word where an
     operator has a backward alone."""
-    if torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+    if any(t is not None and _has_tangent(t) for t in tensors):
         raise NotImplementedError("quantrot's operators have no forward-mode derivative; use a backward (grad, vjp)")
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    if torch.autograd.forward_ad._current_level < 0:
+        return False
+    while torch._C._functorch.is_batchedtensor(x):  # vmap has no rule for the question
+        x = torch._C._functorch.get_unwrapped(x)
+    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_device(**tensors: torch.Tensor | None) -> None:
@@ -107,6 +115,7 @@ def check_around(
 ) -> None:
     """ValueError for a norm [K] or a residual [..., features] of another shape, dtype or device than x [..., K] asks
     for; dtype: of the residual, x's if None."""
+    refuse_tangents(norm, residual)
     asked = (("norm", norm, x.shape[-1:], x.dtype), ("residual", residual, (*x.shape[:-1], features), dtype or x.dtype))
     for name, given, shape, kind in asked:
         if given is not None and (given.shape != shape or given.dtype != kind or given.device != x.device):

@@ -14,7 +14,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from quantrot.modules.attention import QuantizedAttention
-from quantrot.modules.linear import QuantizedLinear, as_autocast, hooked
+from quantrot.modules.linear import QuantizedLinear, autocast_dtype, hooked
 from quantrot.modules.merged import QuantizedMLP, is_rms_norm, is_silu
 
 
@@ -39,7 +39,7 @@ class FewTokens:
         attention, mlp, tokens = self.self_attn, self.mlp, x.shape[:-1].numel()
         if not (isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)):
             return False
-        if as_autocast(x).dtype != x.dtype:  # each linear would cast
+        if autocast_dtype(x) != x.dtype:  # each linear would cast
             return False
         if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
             return False

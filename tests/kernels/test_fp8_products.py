@@ -148,7 +148,7 @@ def test_auto_takes_no_backend_whose_bits_depend_on_the_batch(monkeypatch):
     monkeypatch.setattr(fp8, "has_kernels", lambda device: True)
     monkeypatch.setattr(fp8, "importlib", SimpleNamespace(import_module=module))
     for asked, taken in (("auto", "triton"), ("fastest", "cublas")):
-        assert fp8._product(asked, *data, (1, 128), (1, 128), torch.bfloat16, None).path == fp8.GEMMS[taken]
+        assert fp8._multiplier(asked, *data, (1, 128), (1, 128), torch.bfloat16, None).path == fp8.GEMMS[taken]
 
 
 # --- The kernels, without a GPU ---------------------------------------------------------------------------------------

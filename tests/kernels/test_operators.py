@@ -67,6 +67,26 @@ def test_a_forward_mode_derivative_is_an_error_and_not_zero(name):
             way()
 
 
+@pytest.mark.parametrize("around", ["norm", "residual", "bias"])
+def test_so_it_is_of_what_is_around_a_product(around):
+    x, w = torch.randn(4, 256), quantize_fp8_block(torch.randn(64, 256), (128, 128))
+    given = {"norm": torch.randn(256), "residual": torch.randn(4, 64), "bias": torch.randn(64)}[around]
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda t: fp8_linear(x, *w, **{around: t}), (given,), (given,))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_an_operator_beside_a_forward_mode_derivative_runs(mapped):
+    """Also under vmap, which has no rule for whether a tensor has a tangent."""
+    x, w, t = torch.randn(4, 256), quantize_fp8_block(torch.randn(64, 256), (128, 128)), torch.randn(4, 64)
+
+    def product():
+        return torch.vmap(lambda row: fp8_linear(row[None], *w)[0])(x) if mapped else fp8_linear(x, *w)
+
+    tangent = torch.func.jvp(lambda t: t * product(), (t,), (torch.ones_like(t),))[1]
+    torch.testing.assert_close(tangent, fp8_linear(x, *w))  # a row alone may be summed in another order here
+
+
 def test_autocast_keeps_the_gradient():
     x = torch.randn(4, 344, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):

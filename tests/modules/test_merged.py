@@ -228,24 +228,50 @@ class Adds(ModelHook):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", ["patched", "accelerate"])
+@pytest.mark.parametrize("way", ["patched", "accelerate", "patched, then moved", "moved, then patched"])
 def test_a_projection_that_was_given_another_forward_runs_it(way):
     llama = model("mxfp4")
     merge_projections(llama)
     mlp, x = llama.model.layers[0].mlp, torch.randn(3, 256)
+    torch.compiler.reset()
+    compiled = torch.compile(mlp, fullgraph=True, backend="eager")
     before = mlp(x)
+    assert torch.equal(compiled(x), before)
     add_hook_to_module(mlp.gate_proj, AlignDevicesHook(execution_device="cpu"))  # as dispatch_model: it only moves
     assert mlp.current() is not None
     remove_hook_from_module(mlp.gate_proj)
     assert "forward" in vars(mlp.gate_proj) and mlp.current() is not None  # its own, that accelerate put back
     gate = mlp.gate_proj(x) + 1
-    if way == "patched":
+    if way == "accelerate":
+        add_hook_to_module(mlp.gate_proj, Adds())
+    if way == "moved, then patched":
+        add_hook_to_module(mlp.gate_proj, AlignDevicesHook(execution_device="cpu"))
+    if "patched" in way:
         own = mlp.gate_proj.forward
         mlp.gate_proj.forward = lambda x: own(x) + 1
-    else:
-        add_hook_to_module(mlp.gate_proj, Adds())
+    if way == "patched, then moved":
+        add_hook_to_module(mlp.gate_proj, AlignDevicesHook(execution_device="cpu"))
     assert mlp.current() is None and not torch.allclose(mlp(x), before)
     torch.testing.assert_close(mlp.outputs(x)[0], gate)
+    if way in ("patched", "accelerate"):
+        assert torch.equal(torch.compile(mlp, backend="eager")(x), mlp(x))
+    if way == "patched":  # after it was compiled
+        assert torch.equal(compiled(x), mlp(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["hook", "patched"])
+def test_an_activation_that_is_watched_is_called(way):
+    llama = model("mxfp4")
+    merge_projections(llama)
+    mlp, x, seen = llama.model.layers[0].mlp, torch.randn(3, 256), []
+    if way == "hook":
+        mlp.act_fn.register_forward_hook(lambda *values: seen.append(1))
+    else:
+        own = mlp.act_fn.forward
+        mlp.act_fn.forward = lambda x: seen.append(1) or own(x)
+    mlp(x)
+    assert seen == [1]
 
 
 @torch.no_grad()

@@ -180,7 +180,6 @@ GATED = Groups(7, 128, rows=4), Groups(8, 128, rows=1)  # of a 1 x 128 matrix fr
 
 
 MOST_COLUMNS = 1 << 15  # of a row that a thread block has
-MOST_NORMED = 64  # rows behind a norm: the next kernel may start at once, which takes room from more of them
 
 
 @lru_cache(maxsize=1)
@@ -248,8 +247,8 @@ def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
 
 def supports_normed(x: Tensor, norm: Tensor) -> bool:
     """Whether `quantize_normed` takes x [M, K] and norm [K] on this device and installation."""
-    few = 0 < x.shape[0] <= MOST_NORMED and 0 < x.shape[1] <= MOST_COLUMNS and norm.is_contiguous()
-    return few and norm.dtype == x.dtype and norm.data_ptr() % 16 == 0 and supports(x, (1, 128))
+    read = norm.is_contiguous() and norm.dtype == x.dtype and norm.data_ptr() % 16 == 0
+    return read and x.numel() > 0 and x.shape[1] <= MOST_COLUMNS and supports(x, (1, 128))
 
 
 @lru_cache(maxsize=1024)

@@ -420,7 +420,7 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
   constexpr int WARPS = Shape::GROUPS * 4;
   constexpr bool ROWS = TURNED && SPLIT == 1 && COLUMNS >= 32;
   const DecodePart<Shape, TOKENS, STAGES, SPLIT> part(args);
-  Addends<Shape, TOKENS, SPLIT> addends{};
+  Addends<Shape, TOKENS, SPLIT> addends{};  // but for ROWS
   if (warp_number() == WARPS && lane_number() == 0) tensor_prefetch(a), tensor_prefetch(b);
   decode_start<STAGES, WARPS + 1, WARPS>(part.full, part.empty);
   if (warp_number() == WARPS) {

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.gemm import gemm
+from quantrot.kernels.fp8.hopper import DECODE_ROWS
 from quantrot.kernels.fp8.operators import (
     NO_GRADIENT,
     check_input,
@@ -18,7 +19,6 @@ from quantrot.kernels.fp8.reference import E4M3, Fp8ScaleRule, gate, rms_norm
 from quantrot.kernels.operators import check_around, constant, implement, register_no_gradient
 
 ROW = (1, 128)
-MOST = 64  # tokens that two kernels take with what is around them
 
 torch.library.define(
     "quantrot::fp8_linear",
@@ -54,7 +54,8 @@ def fp8_linear(
     sum's order may give a few numbers their neighbours in x's dtype. gated, without norm: x is gate and up side by
     side, [M, 2 K], and silu(gate) * up is what is quantized. residual [M, N], of x's dtype, is added to the rounded
     result. gates: b is of gate and up, one above the other, and the result is silu(gate) * up, [M, N / 2]. On Hopper up
-    to 64 tokens take one or two kernels with all of these, but for gates of more than one.
+    to 64 tokens take one or two kernels with all of these, but for gates of more than one token, of an N that is no
+    multiple of 128, and of channel scales.
 
     b_settled: as fp8_block_gemm's, of b and norm. backend: "auto", "hopper" (one kernel), "reference". Not
     differentiable. ValueError for shapes or dtypes that do not fit, or for a backend that cannot run.
@@ -82,7 +83,7 @@ def has_fused(tokens: int, n: int, k: int, device: torch.device) -> bool:
     """Whether fp8_linear of so many tokens of 16 bits and a weight [n, k], with a norm or gated and with a residual (of
     one token also: gates), is in one or two kernels there."""
     if tokens > 1:  # a branch: of torch.compile's numbers that are not known yet it is no constant
-        return _has_fused(True, n, k, device) and tokens <= MOST  # which a device without kernels does not ask
+        return _has_fused(True, n, k, device) and tokens <= DECODE_ROWS  # which a device without kernels does not ask
     return tokens == 1 and _has_fused(False, n, k, device)
 
 
@@ -128,8 +129,8 @@ def _linear(
             return prompt.linear(x, b, b_scale, block, rule, bias, b_settled=b_settled)
     if backend == "hopper":
         raise ValueError(
-            "backend: 'hopper' needs an NVIDIA GPU of capability 9.0 and few tokens, or thousands in bfloat16 and a "
-            f"plain product; x is {x.dtype} {tuple(x.shape)}"
+            "backend: 'hopper' needs an NVIDIA GPU of capability 9.0 and one or two tokens that are not gated, or "
+            f"thousands in bfloat16 and a plain product; x is {x.dtype} {tuple(x.shape)}"
         )
     codes = _codes(x, norm, epsilon, gated, rule, backend, b_settled)
     y = _product(codes, b, b_scale, block, x.dtype, bias, residual, backend, b_settled)
@@ -145,7 +146,8 @@ def _codes(
     if backend == "auto" and x.is_cuda and has_kernels(x.device):
         from quantrot.kernels.fp8 import blocks
 
-        if blocks.supports_normed(x, norm):
+        # The next kernel may start at once, which takes room from more rows.
+        if x.shape[0] <= DECODE_ROWS and blocks.supports_normed(x, norm):
             q, scale = outputs(x, ROW, True)
             blocks.quantize_normed(x, norm, epsilon, q, scale, rule, settled)
             return q, scale

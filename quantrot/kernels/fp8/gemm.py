@@ -82,7 +82,7 @@ def _check_product(
         raise ValueError(f"backend: {backend!r}; allowed: auto, {', '.join(GEMMS)}, fastest, reference")
 
 
-def _product(asked: str, *operands) -> ModuleType | None:
+def _multiplier(asked: str, *operands) -> ModuleType | None:
     """The module that multiplies, None for the reference, or ValueError where it cannot and was asked for."""
     device = operands[0].device
     if asked == "reference" or (asked in CHOICES and not has_kernels(device)):
@@ -119,7 +119,7 @@ def gemm(
     b_settled: bool = False,
 ) -> Tensor:
     operands = a, a_scale, b, b_scale, (a_block[0], a_block[1]), (b_block[0], b_block[1]), out_dtype, bias
-    module = _product(backend, *operands)
+    module = _multiplier(backend, *operands)
     if module is None or not (a.numel() and b.numel()):
         return gemm_reference(*operands)
     return module.gemm(*operands, **({"b_settled": b_settled} if module.__name__ == GEMMS["hopper"] else {}))

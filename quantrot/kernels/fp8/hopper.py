@@ -211,15 +211,13 @@ def entry(
     """C++ of the kernel `name`. channel: b has a scale a row; bias: the bytes of an element of it, 0 for none; add: a
     residual."""
     cluster = parts if isinstance(plan, Decode) else plan.cluster
-    call = (
-        plan.call(parts, channel, out, bias, add) if isinstance(plan, Decode) else plan.call(parts, channel, out, bias)
-    )
+    more = (add,) if isinstance(plan, Decode) else ()
     return ENTRY.format(
         cluster=cluster_of(cluster),
         threads=plan.threads,
         resident=plan.resident,
         name=name,
-        call=call,
+        call=plan.call(parts, channel, out, bias, *more),
     )
 
 
@@ -565,7 +563,8 @@ def gemm(
     parts = parts or parts_of(n, k)
     plan = plan or plan_for(m, n, k, parts, b_settled and b is given)
     device, segment, channel, add = a.get_device(), segment_of(k, parts), is_channel(b, b_block), residual is not None
-    assert isinstance(plan, Decode) or not add
+    if add and not isinstance(plan, Decode):
+        raise ValueError(f"plan: a {type(plan).__name__} adds no residual; give a Decode")
     maps = [
         nvrtc.tensor_map(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0) * x.itemsize, box, x.dtype)
         for x, box in zip((a, b, c), plan.boxes(m), strict=False)

@@ -166,6 +166,7 @@ def check_rest(b: Tensor, out_dtype: torch.dtype, bias: Tensor | None, **others:
     if bias is not None and bias.shape != b.shape[:1]:
         raise ValueError(f"bias: shape {tuple(bias.shape)}; allowed: ({b.shape[0]},), one number a row of b")
     check_device(b=b, bias=bias, **others)
+    refuse_tangents(bias, *others.values())
 
 
 # --- Backends ---------------------------------------------------------------------------------------------------------

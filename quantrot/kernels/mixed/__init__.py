@@ -217,7 +217,7 @@ def _check(
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
         raise ValueError(f"bias: {_shape(bias)}; allowed: a float type of shape [{weight.shape[0]}]")
     check_device(x=x, weight=weight, scale=scale, zero_point=zero_point, bias=bias)
-    refuse_tangents(x)
+    refuse_tangents(x, scale, zero_point, bias)
     return scale, zero_point
 
 

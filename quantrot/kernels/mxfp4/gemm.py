@@ -105,6 +105,7 @@ def mxfp4_gemm(
     if bias is not None and bias.shape != packed.shape[:1]:
         raise ValueError(f"bias: shape {tuple(bias.shape)}; allowed: [{packed.shape[0]}]")
     check_device(x=x, bias=bias)
+    refuse_tangents(bias)
     _check_backend(backend)
     if backend == "cublas" and activations == "none":
         raise ValueError("backend: 'cublas' multiplies e4m3, x stays wide; allowed: auto, hopper, triton, reference")
