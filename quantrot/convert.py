@@ -121,11 +121,16 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
         return None
     _check_free(target, overwrite)
     if partial.exists() and not resume:
+        if overwrite or (partial / JOURNAL).exists():
+            with (partial / JOURNAL).open("ab") as journal:
+                _lock(journal, partial)  # it may not be unfinished but running
+                if overwrite:
+                    _remove(partial)
         if not overwrite:
-            raise ValueError(f"{partial} is left from an unfinished conversion; resume goes on, overwrite starts again")
-        with (partial / JOURNAL).open("ab") as journal:
-            _lock(journal, partial)  # it may not be unfinished but running
-            _remove(partial)
+            raise ValueError(
+                f"{partial} is left from an unfinished conversion; resume (--resume) goes on, overwrite (--overwrite) "
+                "starts again"
+            )
     if (partial / MANIFEST).exists() and not _is_done(partial, plan):
         raise ValueError(_other_conversion(partial))
     there = partial if partial.exists() else next(path for path in partial.parents if path.exists())
@@ -143,7 +148,9 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
 def _check_free(target: Path, overwrite: bool) -> None:
     """Nothing is where the output will be, or a conversion that may be overwritten."""
     if target.exists() and not overwrite:
-        raise ValueError(f"output {target} exists; choose another, or give overwrite to replace it when done")
+        raise ValueError(
+            f"output {target} exists; choose another, or give overwrite (--overwrite) to replace it when done"
+        )
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]) and not (target / MANIFEST).is_file():
         raise ValueError(f"output {target} was not written by quantrot and is not replaced; choose another directory")
     if others := _others(target):

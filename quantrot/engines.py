@@ -4,6 +4,7 @@ An online rotation that an engine would skip gives wrong results without any sig
 config carries a guard that makes every loader which does not know the rotation stop with an error.
 """
 
+import shlex
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -257,9 +258,12 @@ def _package(linears: dict[str, LinearFormat | None]) -> str:
     return package
 
 
-def serve_command(support: list[Support], linears: dict[str, LinearFormat | None], online: dict[str, Rotation]) -> str:
+def serve_command(
+    support: list[Support], linears: dict[str, LinearFormat | None], online: dict[str, Rotation], directory: str = "."
+) -> str:
     """The exact command that serves the directory, or how quantrot loads it."""
     if any(row.engine == "vLLM" and row.runs == "yes" for row in support):
         again = any(fmt is not None and _rounded_again(fmt) for fmt in linears.values())
-        return ("VLLM_USE_DEEP_GEMM_E8M0=0 " * again) + "vllm serve ." + (" --tensor-parallel-size 1" * bool(online))
-    return "python -c \"import quantrot; model = quantrot.load('.')\""
+        serve = f"vllm serve {shlex.quote(directory)}"
+        return ("VLLM_USE_DEEP_GEMM_E8M0=0 " * again) + serve + (" --tensor-parallel-size 1" * bool(online))
+    return f"python -c {shlex.quote(f'import quantrot; model = quantrot.load({directory!r})')}"

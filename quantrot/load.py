@@ -5,6 +5,7 @@ accelerate, so `device_map`, several GPUs and offloading work as they do in tran
 file's hash, an online rotation's checksum or the set of tensors is not what the manifest says.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +70,8 @@ def load(
         _check_disk(root, model, offload_folder)
     weights = root / weights_of(manifest.data)  # of a directory accelerate would choose itself, a pickle first
     try:
-        load_checkpoint_in_model(model, str(weights), device_map=placed, offload_folder=offload_folder, strict=True)
+        with _uncollected():
+            load_checkpoint_in_model(model, str(weights), device_map=placed, offload_folder=offload_folder, strict=True)
     except (AttributeError, LookupError, ValueError) as error:
         raise ValueError(f"{weights}: its tensors are not those of {MANIFEST}: {error!s:.300}; convert again") from None
     missing = [name for name, p in model.named_parameters() if p.device.type == "meta" and not _offloaded(name, placed)]
@@ -88,6 +90,19 @@ def load(
     leave_masks_out(model)
     model.save_pretrained = model.model.save_pretrained = _refuse_to_save
     return dispatch_model(model, placed, offload_dir=offload_folder) if len(placed) > 1 else model
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """accelerate collects garbage behind every shard, 0.2 s of looking at what lives anyhow: that is left out."""
+    if gc.get_freeze_count():  # whose it is would be gone by unfreeze
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:

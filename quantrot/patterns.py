@@ -17,7 +17,10 @@ def matches(pattern: str, fqn: str) -> bool:
 
 
 def hint(pattern: str, names: Iterable[str]) -> str:
-    """What may have been meant among the names' last components."""
+    """What may have been meant: the full name, which begins with `model.`, or a name's last component."""
+    names = list(names)
+    if any(fnmatchcase(name, f"model.{pattern}") for name in names):
+        return f"did you mean 'model.{pattern}'?"
     words = sorted({name.rpartition(".")[2] for name in names})
     close = difflib.get_close_matches(pattern, words, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(words)}"

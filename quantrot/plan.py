@@ -325,7 +325,7 @@ def _calibrated(
     if needed and calibration is None:
         errors.append(
             f"{recipe.where('linear')}: {len(needed)} linears have rounding: gptq, as {needed[0]}, and no text "
-            "to calibrate on; give one as calibration"
+            "to calibrate on; give one as calibration (--calibration TEXT)"
         )
     if calibration is not None and not recipe.calibrated:
         errors.append(f"{recipe.where('linear')}: nothing has rounding: gptq, and calibration gives a text for it")

@@ -32,7 +32,7 @@ from quantrot.plan import Plan
 from quantrot.plan import plan as make_plan
 from quantrot.process import Progress
 from quantrot.recipe import load_recipe
-from quantrot.tokenizer import windows
+from quantrot.tokenizer import open_tokenizer, windows
 from quantrot.transform import turned_rows
 
 EXACT_KL = 0.01  # nats: what rounding rotated weights to bfloat16 may cost; SmolLM2-135M measures 0.0002
@@ -103,14 +103,17 @@ def verify(
     try:
         plan = make_plan(source, load_recipe(manifest.data["recipe"], str(root / MANIFEST)).nearest(), "cpu")
     except ValueError as error:
-        raise ValueError(f"{error}\n(the source to compare with; if it has moved, give its place as against)") from None
+        raise ValueError(
+            f"{error}\n(the source to compare with; if it has moved, give its place as against, --against)"
+        ) from None
     report = progress or (lambda what, done, total: None)
-    _check_same(manifest.data, plan, source, report)
-    model = load(root, device_map=known_device(device), dtype=torch.float32, merge=False)  # each linear is looked at
-    baseline, tokenizer = open_model(source, device, "float32")
     arch, text = plan.llama, python_topics() if text is None else text
     seq_len, remedy = min(seq_len, arch.max_positions), "a longer text"  # all that the command can be given
+    tokenizer = open_tokenizer(plan.source.path)
     ids = windows(tokenizer, text, seq_len, count, vocab_size=arch.vocab_size, remedy=remedy)
+    _check_same(manifest.data, plan, source, report)
+    model = load(root, device_map=known_device(device), dtype=torch.float32, merge=False)  # each linear is looked at
+    baseline, _ = open_model(source, device, "float32")
     found = divergence(model, baseline, ids, lambda done, total: report("logits", done, total))
     layers = _layers(plan, model, baseline, ids[:1], report)
     exact = not any(manifest.linears.values()) and (manifest.arithmetic, manifest.kv_cache) == ("bf16", "bf16")

@@ -152,6 +152,7 @@ REQUESTS = [
     ("attention-and-cache-apart", {"attention": "fp8", "kv_cache": "int4"}, {}, r"recipe: kv_cache: int4 is attended in the model's dtype and attention: fp8 reads e4m3; use kv_cache: fp8, or attention: bf16$"),
     ("pattern-matches-nothing", linear(match="down_porj"), {}, r"recipe: 'down_porj' matches no module of this model \(did you mean 'down_proj'\?\)$"),
     ("pattern-not-close-to-any", linear(match="zzz"), {}, r"recipe: 'zzz' matches no module of this model \(there are down_proj, gate_proj, .*v_proj\)$"),
+    ("pattern-without-the-model", linear(match="layers.0.*"), {}, r"recipe: 'layers.0.\*' .*\(did you mean 'model.layers.0.\*'\?\)$"),
     ("pattern-is-no-linear", linear(match="embed_tokens"), {}, r"recipe: 'embed_tokens' matches no module of this model \(there are down_proj, .*\)$"),
     ("skip-matches-nothing", {"skip": ["lm_haed"]}, {}, r"recipe: 'lm_haed' matches no module of this model \(did you mean 'lm_head'\?\)$"),
     ("block-does-not-divide", {"rotations": {"R1": {"kind": "hadamard", "block": 24}}}, {}, r"recipe: R1\.block is 24, which does not divide the width 64; use a divisor, or full$"),

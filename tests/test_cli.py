@@ -56,7 +56,7 @@ def test_convert_inspect_verify(source, tmp_path):
     assert "at 4.25 bits" in result.output and "worst weights 1" in result.output and "peak memory" in result.output
     result = run(app, ["inspect", out])
     assert result.exit_code == 0 and "MXFP4 x MXFP4" in result.output and "blocks of 32" in result.output
-    assert ", fused, checksum" in result.output
+    assert ", fused, checksum" in result.output and f"vllm serve {out}\n" in result.output
     text = tmp_path / "text.txt"
     text.write_text("Some words to run through both models, again and again. " * 40)
     result = run(app, ["verify", out, "--text", str(text), "--device", "cpu"])

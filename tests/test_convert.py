@@ -275,8 +275,9 @@ def test_two_conversions_into_one_place_are_refused(source, tmp_path):
     assert run_killed(source, tmp_path / "out", "pwrite", 5).returncode == -9
     with (tmp_path / "out.partial/journal.jsonl").open("rb") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="another process is converting into it"):
-            convert(source, RECIPE, tmp_path / "out", resume=True)
+        for way in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(ValueError, match="another process is converting into it"):
+                convert(source, RECIPE, tmp_path / "out", **way)
 
 
 def test_a_changed_source_is_noticed_on_resume(tiny, tmp_path):

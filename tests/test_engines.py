@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 import torch
@@ -305,6 +306,8 @@ def test_the_command_that_serves_it(source, recipe, command):
     verdicts = support(planned.linears, planned.online, planned.attention, planned.checkpoint.biased)
     said = serve_command(verdicts, planned.linears, planned.online)
     assert said == command or (command == "python -c" and said.startswith(command))
+    *_, last = shlex.split(serve_command(verdicts, planned.linears, planned.online, "a model's/out"))
+    assert last == "a model's/out" or (command == "python -c" and last.endswith("""load("a model's/out")"""))
 
 
 def test_weights_that_are_rounded_again_lose_what_is_said():

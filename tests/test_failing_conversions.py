@@ -63,7 +63,7 @@ def test_conversion_that_failed_resumes_after_the_repair(single, tmp_path, monke
     assert not out.exists() and not (tmp_path / "out.partial" / MANIFEST).exists()
     with pytest.raises(
         ValueError,
-        match=r"out\.partial is left from an unfinished conversion; resume goes on, overwrite starts again$",
+        match=r"out\.partial is left from an unfinished conversion; resume .--resume. goes on, overwrite .* again$",
     ):
         convert(single, FP8, out)
     with pytest.raises(
@@ -118,7 +118,8 @@ def test_output_that_exists_is_kept(single, tmp_path):
     out.mkdir()
     (out / "mine").write_text("precious")
     with pytest.raises(
-        ValueError, match=r"^output .*out exists; choose another, or give overwrite to replace it when done$"
+        ValueError,
+        match=r"^output .*out exists; choose another, or give overwrite .--overwrite. to replace it when done$",
     ):
         convert(single, FP8, out)
     assert (out / "mine").read_text() == "precious"

@@ -370,7 +370,7 @@ def test_from_the_command_line(source, tmp_path):
     (tmp_path / "mixed.yaml").write_text(json.dumps(MIXED))
     run = [str(source), "-r", str(tmp_path / "mixed.yaml")]
     text = ["--calibration", str(tmp_path / "text.txt"), "--windows", "7", "--seq-len", "48"]
-    assert "give one as calibration" in CliRunner().invoke(app, ["plan", *run]).output
+    assert "give one as calibration (--calibration TEXT)" in CliRunner().invoke(app, ["plan", *run]).output
     shown = CliRunner().invoke(app, ["plan", *run, *text])
     assert "MXFP4 gptq x MXFP4" in shown.output and "of it for calibration" in shown.output, shown.output
     result = CliRunner().invoke(app, ["convert", *run, *text, "-o", str(tmp_path / "out")])

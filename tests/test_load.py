@@ -1,5 +1,6 @@
 """Loading: ready to use, and refused where it could be wrong. (Damaged files are in test_bad_checkpoints.)"""
 
+import gc
 import json
 import shutil
 
@@ -269,6 +270,16 @@ def test_save_pretrained_is_an_error_and_not_a_directory_of_nonsense(converted, 
         with pytest.raises(ValueError, match="save_pretrained: .* copy its directory"):
             each.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+def test_loading_leaves_what_others_froze(converted):
+    for frozen in (False, True):
+        if frozen:
+            gc.freeze()
+        before = gc.get_freeze_count()
+        load(converted, device_map="cpu")
+        assert gc.get_freeze_count() == before
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])

@@ -58,9 +58,9 @@ def mmlu(
 
     report.check_output(output)
     evals.check_options(fewshot, limit, batch_size)
-    if data is not None:
-        evals.check_data(data, fewshot)
     _check_mmlu(recipes, baseline, output, texts, work)
+    if data is not None or recipes is not None:  # whose conversions may take hours
+        evals.check_data(data, fewshot)
     calibration = common.calibration(texts, windows, seq_len)
     settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit}
     tokens: harness.Tokens | None = None if recipes is None and baseline is None else {}

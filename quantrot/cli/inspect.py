@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantrot.cli.common import console, size, table
+from quantrot.cli.common import console, line, size, table
 
 
 def command(output: Annotated[Path, typer.Argument(help="A directory that convert wrote.", metavar="OUT")]) -> None:
@@ -46,7 +46,7 @@ def command(output: Annotated[Path, typer.Argument(help="A directory that conver
         out.print(f"attention: {manifest.arithmetic}; KV cache: {_cache(manifest.kv_cache, checkpoint.config)}")
     support = engines.support(manifest.linears, manifest.online, manifest.attention, checkpoint.biased, narrow)
     table("Engines", ["engine", "runs it", "as"], [[s.engine, s.runs, s.note] for s in support])
-    out.print(engines.serve_command(support, manifest.linears, manifest.online), markup=False)
+    line(engines.serve_command(support, manifest.linears, manifest.online, str(output)))
 
 
 def _cache(kind: Any, config: dict[str, Any]) -> str:

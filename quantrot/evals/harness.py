@@ -40,12 +40,15 @@ def mmlu_task(data: Path | None, fewshot: int) -> Iterator[tuple[Any, Any]]:
             with hub.attributes(read):
                 loaded = _load(manager)
         else:
-            if not hub.reachable():
+            why = "" if (reachable := hub.reachable()) else "the hub cannot be reached, and datasets' cache has it not"
+            if not reachable:
                 stack.enter_context(hub.offline())
             try:
                 loaded = _load(manager)
             except OSError as error:
-                raise ValueError(f"data: MMLU cannot be fetched ({error}); give local files as data") from error
+                raise ValueError(
+                    f"data: MMLU cannot be fetched ({why or error}); give local files as data (--data DIR)"
+                ) from error
         yield loaded["groups"]["mmlu"], manager
 
 

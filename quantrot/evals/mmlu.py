@@ -124,9 +124,14 @@ def _check_answers(lm: Any) -> None:
         )
 
 
-def check_data(data: Path, fewshot: int) -> None:
-    """Raise ValueError where `data` is not a complete MMLU: to be asked before a model is loaded."""
-    read_data(data, harness.subject_names(), fewshot)
+def check_data(data: Path | None, fewshot: int) -> None:
+    """Raise ValueError where `data` is not a complete MMLU, or there is none and the hub's, which is fetched, cannot be
+    had: to be asked before what takes long."""
+    if data is not None:
+        read_data(data, harness.subject_names(), fewshot)
+        return
+    with harness.mmlu_task(None, fewshot):
+        pass
 
 
 def compare(model: Mmlu, baseline: Mmlu) -> Paired:

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from quantrot.evals import harness, hub
-from quantrot.evals.mmlu import Score, check_options, compare, mmlu
+from quantrot.evals.mmlu import Score, check_data, check_options, compare, mmlu
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +176,10 @@ def test_an_unreachable_hub_is_said_with_the_remedy(model, tokenizer, monkeypatc
     monkeypatch.setattr(hub, "reachable", lambda: False)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="cannot be fetched .* give local files as data"):
+    with pytest.raises(ValueError, match="cannot be fetched .the hub cannot be reached.* give local files as data"):
         mmlu(model, tokenizer)
+    with pytest.raises(ValueError, match="give local files as data .--data DIR"):
+        check_data(None, 5)
 
 
 def test_compare_pairs_the_same_questions(result):
