@@ -37,6 +37,7 @@ from quantrot.formats import ActivationFormat, WeightFormat
 from quantrot.learned import digest, purpose, write
 from quantrot.load import open_model
 from quantrot.modules import quantize_dequantize
+from quantrot.modules.linear import fused_hadamard
 from quantrot.plan import Plan
 from quantrot.plan import plan as make_plan
 from quantrot.process import Progress
@@ -308,11 +309,13 @@ class TurnedLinear(nn.Module):
         if self.turns.exact or self.format is None:  # unrounded, all bases give the same: turn the fewer
             back = None if inside is None else inside.mT
             return turn(F.linear(turn(x, back), self.weight, self.bias), outside)
-        weight = turn(self.weight, inside)
+        weight, activations, plain, hadamard = turn(self.weight, inside), self.format.activations, x, 0
         if self.online is not None:
             x, weight = turn_input(x, self.online), turn_input(weight, self.online)
+            hadamard = fused_hadamard(self.online, activations)
         weight = turn(weight.T, outside).T.contiguous()
-        y: Tensor = _RoundedProduct.apply(_RoundedInput.apply(x, self.format.activations), weight, self.format.weights)
+        x = _RoundedInput.apply(x, plain if hadamard else x, activations, hadamard)
+        y: Tensor = _RoundedProduct.apply(x, weight, self.format.weights)
         return y if self.bias is None else y + turn(self.bias, outside)
 
 
@@ -340,19 +343,19 @@ def make_turned(network: Any, plan: Plan, turns: Turns) -> None:
 
 
 class _RoundedInput(torch.autograd.Function):
-    """x [..., K] as the product sees it."""
+    """x [..., K] as the product sees it. plain: what the quantizer takes, x before it was turned where it turns it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activations: ActivationFormat) -> Tensor:
-        y = quantize_dequantize(x, activations)
+    def forward(ctx: Any, x: Tensor, plain: Tensor, activations: ActivationFormat, hadamard: int) -> Tensor:
+        y = quantize_dequantize(plain, activations, hadamard)
         ctx.activations = activations
         ctx.save_for_backward(x, y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         x, y = ctx.saved_tensors
-        return _slope(grad, x, y, ctx.activations), None
+        return _slope(grad, x, y, ctx.activations), None, None, None
 
 
 class _RoundedProduct(torch.autograd.Function):

@@ -100,6 +100,19 @@ def test_what_is_measured_while_learning_is_what_the_conversion_has(source, tmp_
     assert reached.kl == pytest.approx(found.kl_after, rel=0.08)  # that has one token more a window
 
 
+@pytest.mark.parametrize("online", [{"hadamard": 32}, {"hadamard": 64}, {}])
+def test_the_start_is_measured_as_the_conversion_runs_it(source, tmp_path, online):
+    """An online Hadamard in front of MXFP4 is the quantizer's, which rounds what it makes of x less than x's dtype."""
+    recipe = {"rotations": {"R2": R2}, "linear": [{"match": "*", **MXFP4, **online}]}
+    found = learn(source, recipe, tmp_path / "learned", **{**SHORT, "steps": 1})
+    model = load(convert(source, recipe, tmp_path / "out").out, device_map="cpu", dtype="float32")
+    original, tokenizer = open_model(source, "cpu", "float32")
+    ids = windows(tokenizer, TEXT, 32)[-2:]
+    with torch.no_grad():
+        p, q = (each(input_ids=ids).logits.log_softmax(-1) for each in (original, model))
+    assert (p.exp() * (p - q)).sum(-1).mean().item() == pytest.approx(found.kl_before, rel=1e-4)
+
+
 def test_unquantized_the_logits_stay(source, learned, tmp_path):
     """With every block and head turned by another matrix: a wrong place of one would show."""
     path, _ = learned

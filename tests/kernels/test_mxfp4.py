@@ -42,6 +42,8 @@ SPECIAL_BLOCKS = {
     "even stays below 7": ([6.99], "even", 127, [7]),
     "rceil never saturates": ([6.01], "rceil", 128, [5]),
     "rceil keeps 6": ([6.0], "rceil", 127, [7]),
+    "rceil of the least scale": ([6 * 2.0**-127], "rceil", 0, [7]),
+    "rceil past the least scale": ([7.5 * 2.0**-127], "rceil", 1, [6]),
     "mse prefers clipping one": ([7.0, 1.0, 1.0, 1.0, 1.0, 1.0], "mse", 127, [7, 2, 2]),
     "float32's largest": ([3.4e38], "floor", 252, [7]),
     "subnormal input": ([1e-40], "even", 0, [0]),

@@ -224,7 +224,7 @@ __device__ __forceinline__ Exponent exponent_of(GroupOf<LANES>& x, float root) {
     const float amax = __fmul_rn(x.amax(), root);
     const u32 bits = __float_as_uint(amax);
     int exponent = (int)((RULE == EVEN ? bits + (TURN ? 0x201000u : 0x200000u) : bits) >> 23) - 129;
-    if constexpr (RULE == RCEIL) exponent += amax > __fmul_rn(power(min(max(exponent, -126), 125)), 6.0f);
+    if constexpr (RULE == RCEIL) exponent += (bits & 0x7FFFFFu) > 0x400000u;  // past 1.5, 6 scales
     if constexpr (RULE == MSE) {
       exponent = min(max(exponent, -126), 125);
       const float once = squared_error(x, __fmul_rn(power(-exponent), root));

@@ -133,7 +133,7 @@ def _exponents(
     else:
         exponents = _floor_log2(amax) - 2
     if rule is ScaleRule.rceil:
-        exponents += (amax > 6 * power_of_two(exponents.clamp(-126, 125))).int()
+        exponents += ((amax.view(torch.int32) & 0x7FFFFF) > 0x400000).int()  # past 1.5, 6 scales
     if rule is ScaleRule.mse:
         exponents = _least_error(magnitude, amax, exponents.clamp_(MIN_EXPONENT + 1, MAX_EXPONENT - 1), root, work)
     return exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT), amax < (TURNED_LIMIT if turned else torch.inf)

@@ -216,8 +216,7 @@ def _exponent(turned, root, RULE: tl.constexpr, TURN: tl.constexpr):
         else:
             exponent = (bits >> 23) - 129
         if RULE == "rceil":
-            most = _power(tl.minimum(tl.maximum(exponent, -126), 125)) * 6.0
-            exponent += (amax > most).to(tl.int32)
+            exponent += ((bits & 0x7FFFFF) > 0x400000).to(tl.int32)
         if RULE == "mse":
             exponent = tl.minimum(tl.maximum(exponent, -126), 125)
             once = _squared_error(x, _power(-exponent) * root)
