@@ -40,8 +40,9 @@ def mmlu_task(data: Path | None, fewshot: int) -> Iterator[tuple[Any, Any]]:
             with hub.attributes(read):
                 loaded = _load(manager)
         else:
-            why = "" if (reachable := hub.reachable()) else "the hub cannot be reached, and datasets' cache has it not"
-            if not reachable:
+            why = ""
+            if not hub.reachable():
+                why = "the hub cannot be reached, and datasets' cache has it not"
                 stack.enter_context(hub.offline())
             try:
                 loaded = _load(manager)

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from quantrot.kernels import nvrtc
+from quantrot.kernels.fp8 import hopper
 from quantrot.kernels.fp8.gemm import gemm
-from quantrot.kernels.fp8.hopper import DECODE_ROWS
 from quantrot.kernels.fp8.operators import (
     NO_GRADIENT,
     check_input,
@@ -60,7 +60,7 @@ def fp8_linear(
     b_settled: as fp8_block_gemm's, of b and norm. backend: "auto", "hopper" (one kernel), "reference". Not
     differentiable. ValueError for shapes or dtypes that do not fit, or for a backend that cannot run.
     """
-    rule = check_input("fp8_linear", x, (1, 128), scale_rule, "auto")
+    rule = check_input("fp8_linear", x, ROW, scale_rule, "auto")
     if gated and (norm is not None or x.shape[1] % 2):
         found = f"x {tuple(x.shape)}" + ("" if norm is None else ", with a norm")
         raise ValueError(f"gated: {found}; it takes an even number of columns, gate and up side by side, and no norm")
@@ -83,7 +83,9 @@ def has_fused(tokens: int, n: int, k: int, device: torch.device) -> bool:
     """Whether fp8_linear of so many tokens of 16 bits and a weight [n, k], with a norm or gated and with a residual (of
     one token also: gates), is in one or two kernels there."""
     if tokens > 1:  # a branch: of torch.compile's numbers that are not known yet it is no constant
-        return _has_fused(True, n, k, device) and tokens <= DECODE_ROWS  # which a device without kernels does not ask
+        return (
+            _has_fused(True, n, k, device) and tokens <= hopper.DECODE_ROWS
+        )  # which a device without kernels does not ask
     return tokens == 1 and _has_fused(False, n, k, device)
 
 
@@ -119,13 +121,8 @@ def _linear(
         if not gated and linear.supports(x, b, b_scale, block, bias, norm, residual, gates):
             rest = norm, epsilon, residual, gates
             return linear.linear(x, b, b_scale, block, rule, bias, *rest, b_settled=b_settled)
-        if (
-            norm is None
-            and residual is None
-            and not gates
-            and not gated
-            and prompt.supports(x, b, b_scale, block, bias)
-        ):
+        plain = norm is None and residual is None and not (gates or gated)
+        if plain and prompt.supports(x, b, b_scale, block, bias):
             return prompt.linear(x, b, b_scale, block, rule, bias, b_settled=b_settled)
     if backend == "hopper":
         raise ValueError(
@@ -143,11 +140,11 @@ def _codes(
     """Codes and scales of 1 x 128 blocks of x, behind what is before."""
     if norm is None:
         return quantize(x, 1, 128, rule, True, backend, gated)
-    if backend == "auto" and x.is_cuda and has_kernels(x.device):
+    if backend == "auto" and has_kernels(x.device):
         from quantrot.kernels.fp8 import blocks
 
         # The next kernel may start at once, which takes room from more rows.
-        if x.shape[0] <= DECODE_ROWS and blocks.supports_normed(x, norm):
+        if x.shape[0] <= hopper.DECODE_ROWS and blocks.supports_normed(x, norm):
             q, scale = outputs(x, ROW, True)
             blocks.quantize_normed(x, norm, epsilon, q, scale, rule, settled)
             return q, scale
@@ -166,9 +163,7 @@ def _product(
     settled: bool,
 ) -> Tensor:
     """Their product with b, and what is behind it."""
-    if residual is not None and backend == "auto" and residual.is_cuda and has_kernels(residual.device):
-        from quantrot.kernels.fp8 import hopper
-
+    if residual is not None and backend == "auto" and has_kernels(residual.device):
         operands = *codes, b, b_scale, ROW, b_block, dtype, bias, residual
         if hopper.supports(*operands):
             return hopper.gemm(*operands, b_settled=settled)
