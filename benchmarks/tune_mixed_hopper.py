@@ -8,7 +8,8 @@ all meet the same clocks. A line a plan of those, fastest first: us, times cuBLA
 fraction of the operands' reading time, relative error to float64, whether five runs gave the same bits. Then one line a
 case: m n k group, the best plan's us, times cuBLAS, fraction of the reading time; the rule's; the second. --rule: no
 other plans: the tables of docs/measured/mixed-input.md. layer: the four products of a layer of Llama 3.1 8B and the
-gate, by one token, us a layer; also with norms and residuals, in kernels of their own and inside the products.
+gate, by 1, 8 and 16 tokens (or --rows), us a layer; also with norms and residuals, in kernels of their own and inside
+the products' operations.
 """
 
 import argparse
@@ -198,7 +199,7 @@ def short(plan: Plan | Decode) -> str:
     return f"{kind} {size}{' halves' * plan.halves}"
 
 
-def layer(group: int) -> None:
+def layer(group: int, tokens: int) -> None:
     """A chain of layers, so that each kernel waits for what the one before it makes."""
     narrow, wide = weights(partial(int8_weight, group=group)), weights(lambda n, k: normal(n, k) * k**-0.5)
 
@@ -208,7 +209,7 @@ def layer(group: int) -> None:
     def ready(v: Tensor, w: tuple, **rest: Any) -> Tensor:
         return mixed_linear(v, *w, weight_ready=True, **rest)
 
-    x, ones = normal(1, HIDDEN), normal(HIDDEN).fill_(1)
+    x, ones = normal(tokens, HIDDEN), normal(HIDDEN).fill_(1)
     gated, inside = partial(ready, gates=True), partial(ready, norm=ones, epsilon=EPSILON)
     ways: dict[str, tuple[list, Callable, Callable, Callable]] = {  # weights, and the products as `chain` has them
         "bfloat16": (wide, F.linear, lambda v, w: gate(F.linear(v, w)), lambda v, w, _: F.linear(v, w)),
@@ -225,7 +226,7 @@ def layer(group: int) -> None:
         "inside": (narrow, inside, partial(inside, gates=True), lambda v, w, residual: ready(v, w, residual=residual)),
     }
     times = [f"{name} {layer_us(partial(chain, way[0], x, *way[1:])):.2f}" for name, way in ways.items()]
-    print("LAYER", group, *times, flush=True)
+    print("LAYER", group, tokens, *times, flush=True)
 
 
 def main() -> None:
@@ -255,8 +256,8 @@ def main() -> None:
     gbps = copy_gbps() if cases else 0.0
     for c in cases:
         print("BEST", sweep(c, gbps, asked.top, asked.rule), flush=True)
-    for group in (0, GROUP) if "layer" in asked.what else ():
-        layer(group)
+    for group, tokens in product((0, GROUP), asked.rows or (1, 8, 16)) if "layer" in asked.what else ():
+        layer(group, tokens)
 
 
 if __name__ == "__main__":

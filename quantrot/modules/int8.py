@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantrot.kernels.mixed import has_kernels, has_one_kernel, mixed_gemm, mixed_linear
+from quantrot.kernels.mixed import has_fused, has_kernels, mixed_gemm, mixed_linear
 from quantrot.modules.linear import QuantizedLinear, as_autocast
 
 
@@ -32,10 +32,10 @@ class Int8Linear(QuantizedLinear):
         return self.fused(as_autocast(x), gates=True) if self._decoded is None and self.runs_packed(x.device) else None
 
     def fuses(self, device: torch.device, tokens: int) -> bool:
-        if tokens != 1 or self._decoded is not None or self.online_name or not self.runs_packed(device):
+        if self._decoded is not None or self.online_name or not self.runs_packed(device):
             return False
         scale = self.stored()[1]
-        return has_one_kernel(self.out_features, self.in_features, scale.shape[1], device)
+        return has_fused(tokens, self.out_features, self.in_features, scale.shape[1], device)
 
     def _fused(self, x: Tensor, **rest: Any) -> Tensor:
         return self._run(mixed_linear, x, **rest)

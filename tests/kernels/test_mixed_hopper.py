@@ -80,17 +80,20 @@ def normed(plan: Decode) -> Decode:
     return replace(plan.normed(1024), stages=plan.stages)
 
 
-# of one token, with what is before and behind it; the same without, by the same order of sums, is `apart`
-ONE = {
+# with what is before and behind the product; the same without, by the same order of sums, is `apart`
+AROUND = {
     "normed": (normed(Decode(0, 1, 4, 2, 8)), Kernel("packed", BF16, True, 0, False, BF16, BF16)),
     "normed_group": (normed(Decode(0, 1, 2, 1, 4, ahead=2)), Kernel("int8", FP16, True, 2, True, BF16, None)),
     "normed_gated": (normed(Decode(0, 2, 2, 1, 6, gated=True)), Kernel("packed", BF16, True, 2, False, BF16, None)),
     "added": (Decode(0, 2, 4, 1, 4, add=True), Kernel("packed", BF16, True, 0, False, BF16, BF16)),
     "added_group": (Decode(0, 1, 2, 2, 4, 1024, add=True), Kernel("packed", FP16, True, 2, False, BF16, None)),
     "both": (normed(Decode(0, 1, 2, 1, 4, add=True)), Kernel("uint8", FP16, True, 1, True, FP16, FP16)),
+    "added8": (Decode(1, 3, 4, 1, 8, 1024, add=True), Kernel("packed", BF16, True, 0, False, BF16, BF16)),
+    "added16_group": (Decode(2, 1, 2, 2, 4, add=True), Kernel("packed", FP16, True, 2, False, BF16, None)),
+    "added16_split": (Decode(2, 2, 1, 1, 4, split=2, add=True), Kernel("int8", BF16, True, 1, True, BF16, FP16)),
 }
-ALL = CASES | ONE
-ALL |= {f"{name}_apart": (replace(plan, norm=0, add=False, ahead=0), kernel) for name, (plan, kernel) in ONE.items()}
+ALL = CASES | AROUND
+ALL |= {f"{name}_apart": (replace(plan, norm=0, add=False, ahead=0), kernel) for name, (plan, kernel) in AROUND.items()}
 DRIVER = """
 static std::string message;
 
@@ -278,30 +281,31 @@ def test_groups_without_a_scale_add_nothing(emulator, name):
     assert torch.equal(y, exact_product(x, weight, scale, zero, bias).to(y.dtype))
 
 
-def token_operands(name: str, n: int, k: int, exact: bool, device: str = "cpu"):
-    """What ONE's kernel takes, and its norm, epsilon and residual. exact: no sum of squares rounds."""
-    x, weight, scale, zero, bias = operands(name, 1, n, k, exact, device)
-    plan, dtype = ONE[name][0], x.dtype
+def around_operands(name: str, n: int, k: int, exact: bool, device: str = "cpu"):
+    """What AROUND's kernel takes, and its norm, epsilon and residual. exact: no sum of squares rounds."""
+    plan = AROUND[name][0]
+    x, weight, scale, zero, bias = operands(name, plan.columns - (plan.columns > 1), n, k, exact, device)
+    dtype = x.dtype
     norm = (torch.rand(k, device=device) + 0.5).to(dtype) if plan.norm else None
-    residual = torch.randn(1, n, device=device).to(dtype) if plan.add else None
+    residual = torch.randn(len(x), n, device=device).to(dtype) if plan.add else None
     return (x, weight, scale, zero, bias), {"norm": norm, "epsilon": 0.1, "residual": residual}
 
 
 def through_norm(x, norm, epsilon, residual):
-    """Of the token; the mean as a multiplication, as GPUs have it."""
+    """Of the tokens; the mean as a multiplication, as GPUs have it."""
     if norm is None:
         return x
     mean = x.float().square().sum(-1, keepdim=True) * torch.tensor(1 / x.shape[1])
     return norm * (x.float() * torch.rsqrt(mean + epsilon)).to(x.dtype)
 
 
-@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize(("n", "k"), [(16, 256), (136, 640), (264, 1024)])
-def test_one_token_has_the_bits_of_norm_product_gate_and_residual_apart(emulator, name, n, k):
+def test_a_product_has_the_bits_of_norm_product_gate_and_residual_apart(emulator, name, n, k):
     torch.manual_seed(k)
     n += 8 * is_gated(name) if n == 136 else 0
-    k += -48 if k == 640 and not ONE[name][1].group else 0
-    (x, *rest), more = token_operands(name, n, k, True)
+    k += -48 if k == 640 and not AROUND[name][1].group else 0
+    (x, *rest), more = around_operands(name, n, k, True)
     want = emulator(f"{name}_apart", through_norm(x, **more), *rest, seed=n)
     want = want if more["residual"] is None else want + more["residual"]
     for seed in range(3):
@@ -312,7 +316,7 @@ def test_one_token_has_the_bits_of_norm_product_gate_and_residual_apart(emulator
 @pytest.mark.parametrize("name", ["normed", "normed_group", "both"])
 def test_one_token_meets_float64(emulator, name):
     torch.manual_seed(0)
-    (x, *rest), more = token_operands(name, 136, 1024, False)
+    (x, *rest), more = around_operands(name, 136, 1024, False)
     first, *others = (emulator(name, x, *rest, seed=seed, early=True, **more) for seed in range(3))
     assert all(torch.equal(first, other) for other in others)
     wide = {key: t.double() if isinstance(t, torch.Tensor) else t for key, t in more.items()}
@@ -429,7 +433,7 @@ def test_what_it_does_not_take_is_named():
 
 @pytest.mark.parametrize("part", range(4))  # of 80 s in one
 def test_no_kernel_spills_or_serializes_its_products(compiled_cuda, part):
-    kernels = dict.fromkeys((*CASES.values(), *ONE.values()))
+    kernels = dict.fromkeys((*CASES.values(), *AROUND.values()))
     for group in (0, 1, 2):
         # Groups of 64 differ from those of 128 in how often a scale is read: a few of their kernels stand for all.
         for m in (1, 64, 4096) if group == 1 else (1, 16, 24, 32, 48, 64, 128, 256, 384, 512, 1024, 4096):
@@ -442,6 +446,14 @@ def test_no_kernel_spills_or_serializes_its_products(compiled_cuda, part):
             (4096, 14336, False, False, True),
         ]:
             kernels[hopper.token_plan(n, k, group, *rest), kernel] = None
+        for m in (8, 16):
+            for n, k, rest in [
+                (28672, 4096, {"gated": True}),
+                (4096, 4096, {"add": True}),
+                (4096, 14336, {"add": True}),
+                (8192, 8192, {"add": True}),
+            ]:
+                kernels[replace(hopper.plan_for(n, m, k, group, True), **rest), kernel] = None
     for n, k, group, m in DECODE:
         kernel = Kernel("packed", BF16, True, group // 64, False, BF16, None)
         kernels[hopper.plan_for(n, m, k, group // 64, True), kernel] = None
@@ -456,7 +468,7 @@ def test_no_kernel_spills_or_serializes_its_products(compiled_cuda, part):
 def test_a_stage_is_handed_back_behind_a_fence(ptx_of):
     """Without it the arrival overtakes loads of codes on their way, and the copy engine writes under them; this needs
     a GPU to be seen, so here it is read off the instructions."""
-    kernels = [case for case in (CASES | ONE).values() if isinstance(case[0], Decode)]
+    kernels = [case for case in (CASES | AROUND).values() if isinstance(case[0], Decode)]
     entries = "".join(hopper.entry(*kernel, name=f"mixed{i}") for i, kernel in enumerate(kernels))
     wanted = r"ld\.shared|fence\.proxy\.async|mbarrier\.arrive(?!\.expect_tx)"
     found = re.findall(wanted, ptx_of(hopper.device_functions() + entries))
@@ -514,12 +526,12 @@ def test_gpu_all_codes_are_exact(kind, wide, groups):
 
 
 @gpu
-@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize(("n", "k"), [(144, 1024), (2064, 512)])
-def test_gpu_one_token_has_the_bits_of_norm_product_gate_and_residual_apart(name, n, k):
+def test_gpu_a_product_has_the_bits_of_norm_product_gate_and_residual_apart(name, n, k):
     torch.manual_seed(0)
-    plan, kernel = ONE[name]
-    (x, weight, *rest), more = token_operands(name, n, k, True, "cuda")
+    plan, kernel = AROUND[name]
+    (x, weight, *rest), more = around_operands(name, n, k, True, "cuda")
     codes, flags = weight.view(torch.uint8), (kernel.kind, True)
     h = x if more["norm"] is None else rms_norm(x, more["norm"], more["epsilon"])
     want = hopper.multiply(h, codes, *rest, *flags, ALL[f"{name}_apart"][0], gated=plan.gated)

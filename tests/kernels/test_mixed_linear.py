@@ -7,7 +7,7 @@ import torch
 
 from quantrot.kernels import mixed, nvrtc
 from quantrot.kernels.fp8.reference import gate, rms_norm
-from quantrot.kernels.mixed import has_one_kernel, hopper, mixed_gemm, mixed_linear
+from quantrot.kernels.mixed import has_fused, hopper, mixed_gemm, mixed_linear
 from quantrot.kernels.mixed.reference import dequantize_int8, unpack_int8
 from tests.kernels.test_mixed import operands as random_operands
 
@@ -86,13 +86,14 @@ def test_a_linears_errors_say_what_is_allowed():
             mixed_linear(x, weight, scale, **more)
 
 
-def test_one_token_is_one_kernel_where_sizes_allow(monkeypatch):
+def test_few_tokens_are_fused_where_sizes_allow(monkeypatch):
     device = torch.device("cuda")
     monkeypatch.setattr(mixed, "has_kernels", lambda device: True)
     monkeypatch.setattr(nvrtc, "available", lambda device: True)
     sizes = (28672, 4096, 1), (4096, 14336, 1), (6144, 4096, 32), (8192, 8192, 128), (3072, 2048, 16)
-    assert all(has_one_kernel(*size, device) for size in sizes)
-    assert not any(has_one_kernel(*size, device) for size in ((4096, 4096, 128), (100, 4096, 1), (128, 24, 1)))
+    assert all(has_fused(m, *size, device) for size in sizes for m in (1, 2, 16))
+    assert not any(has_fused(m, *sizes[0], device) for m in (0, 17))
+    assert not any(has_fused(1, *size, device) for size in ((4096, 4096, 128), (100, 4096, 1), (128, 24, 1)))
     for (n, k, groups), gated in product(sizes, (False, True)):
         plan = hopper.token_plan(n, k, 0 if groups == 1 else k // groups // 64, True, gated, False)
         assert plan.gated == gated and plan.keep == k and plan.splits(k) and plan.shared_bytes() <= 226 << 10
@@ -119,13 +120,14 @@ def test_gpu_gated_is_what_three_operations_make(m, groups):
 @gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("groups", [1, 32])
+@pytest.mark.parametrize("m", [1, 2, 8, 13, 16])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (4096, 4096), (1024, 2048), (4096, 8192)])
-def test_gpu_a_linear_of_one_token_is_its_operations_one_by_one(n, k, groups, dtype):
+def test_gpu_a_linear_of_few_tokens_is_its_operations_one_by_one(n, k, m, groups, dtype):
     torch.manual_seed(0)
-    x, weight, scale, norm, residual = layer_operands(1, n, k, dtype, groups, "cuda")
+    x, weight, scale, norm, residual = layer_operands(m, n, k, dtype, groups, "cuda")
     norm /= 64
     h, more = rms_norm(x, norm, 0.1), {"norm": norm, "epsilon": 0.1, "weight_ready": True}
-    assert hopper.takes_token(x, n, groups, norm, residual) and has_one_kernel(n, k, groups, x.device)
+    assert hopper.takes(x, n, groups, norm, residual) and has_fused(m, n, k, groups, x.device)
     product = mixed_gemm(h, weight, scale)
     for _ in range(3):
         assert torch.equal(mixed_linear(x, weight, scale, **more), product)
@@ -136,14 +138,15 @@ def test_gpu_a_linear_of_one_token_is_its_operations_one_by_one(n, k, groups, dt
 
 
 @gpu
+@pytest.mark.parametrize("m", [1, 5, 16])
 @pytest.mark.parametrize("groups", [1, 32])
 @pytest.mark.parametrize("ready", [False, True])
-def test_gpu_a_chain_of_layers_in_a_graph(groups, ready):
+def test_gpu_a_chain_of_layers_in_a_graph(m, groups, ready):
     """Each reads what the kernel before has just written, and what the one before that was given."""
     torch.manual_seed(0)
-    _, up, up_scale, norm, _ = layer_operands(1, 8192, 4096, BF16, groups, "cuda")
-    _, down, down_scale, _, _ = layer_operands(1, 4096, 4096, BF16, groups, "cuda")
-    x, graph = torch.randn(1, 4096, device="cuda").bfloat16(), torch.cuda.CUDAGraph()
+    _, up, up_scale, norm, _ = layer_operands(m, 8192, 4096, BF16, groups, "cuda")
+    _, down, down_scale, _, _ = layer_operands(m, 4096, 4096, BF16, groups, "cuda")
+    x, graph = torch.randn(m, 4096, device="cuda").bfloat16(), torch.cuda.CUDAGraph()
     norm /= 64
 
     def chain(wait):

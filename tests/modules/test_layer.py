@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from quantrot import formats
 from quantrot.formats import WIDE, ActivationFormat, LinearFormat, WeightFormat
+from quantrot.kernels import mixed
 from quantrot.kernels.fp8 import fused as fp8_fused
 from quantrot.kernels.mxfp4 import fused as mxfp4_fused
 from quantrot.load import merge_projections
@@ -68,8 +69,7 @@ def packed(monkeypatch, request):
         there = torch.compiler.assume_constant_result(lambda *sizes_device: True)
         for modules in (modules_fp8, modules_int8, modules_mxfp4):
             monkeypatch.setattr(modules, "has_kernels", there)
-        monkeypatch.setattr(modules_int8, "has_one_kernel", there)
-        for modules in (fp8_fused, mxfp4_fused):
+        for modules in (fp8_fused, mixed, mxfp4_fused):
             monkeypatch.setattr(modules, "_has_fused", there)
 
 
@@ -103,6 +103,8 @@ def count_fused(monkeypatch) -> list[dict]:
         ("qwen3", "fp8", torch.float16, (4, 16)),
         ("llama", "mxfp4", torch.bfloat16, (8, 1)),
         ("qwen3", "mxfp4 A16", torch.bfloat16, (2, 16)),
+        ("llama", "int8", torch.bfloat16, (8, 1)),
+        ("qwen2", "int8 groups", torch.float16, (2, 8)),
     ],
 )
 def test_few_tokens_have_the_bits_of_the_layer(monkeypatch, kind, fmt, dtype, tokens):
@@ -152,7 +154,7 @@ def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change,
     whole = model(fmt=fmt)
     merge_projections(whole)
     layer = whole.model.layers[0]
-    few = {"fp8": 64, "int8": 1, "mxfp4": 32}[fmt]
+    few = {"fp8": 64, "int8": 16, "mxfp4": 32}[fmt]
     shape = {"tokens": (1, few + 1, 256), "batch": (few + 1, 1, 256)}.get(change, (1, 1, 256))
     x, seen = torch.randn(shape).bfloat16(), []
     hook = lambda module, *values: seen.append(module)  # noqa: E731

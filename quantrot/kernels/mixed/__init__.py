@@ -53,7 +53,7 @@ from quantrot.kernels.operators import check_around, check_device, constant, has
 __all__ = [
     "dequantize_int8",
     "has_kernels",
-    "has_one_kernel",
+    "has_fused",
     "mixed_gemm",
     "mixed_linear",
     "mixed_ref",
@@ -124,10 +124,10 @@ def mixed_linear(
     is gate and up side by side, and the result is silu(gate) * up, [..., N / 2]; silu is computed in float32. residual,
     of the result's shape and dtype, is added to it; not with gates.
 
-    On Hopper one kernel does all of it for one token, and the gate for up to 16: silu to 2 ulp of float32, and the sum
-    of the norm in an order of its own, which may give a few numbers their neighbours in x's dtype. Otherwise, and
-    where a gradient is wanted, operation by operation; for more rows torch.compile fuses those. Other arguments and
-    errors as mixed_gemm's; weight_ready speaks of norm too.
+    On Hopper one kernel does all of it for one token, and for up to 16 all but the norm, which is a kernel in front:
+    silu to 2 ulp of float32, and the sum of the norm in an order of its own, which may give a few numbers their
+    neighbours in x's dtype. Otherwise, and where a gradient is wanted, operation by operation; for more rows
+    torch.compile fuses those. Other arguments and errors as mixed_gemm's; weight_ready speaks of norm too.
     """
     _check_matrices(x, weight)
     if gates and (weight.shape[0] % 2 or residual is not None):
@@ -164,16 +164,23 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and has_triton()
 
 
+def has_fused(tokens: int, n: int, k: int, groups: int, device: torch.device) -> bool:
+    """Whether mixed_linear of so many tokens of 16 bits and a weight [n, k], groups scales a row, is in one or two
+    kernels there with all that it takes."""
+    if tokens < 1 or tokens > DECODE_COLUMNS:  # a branch: of torch.compile's numbers that are not known yet
+        return False
+    return _has_fused(n, k, groups, device)
+
+
 @constant
-def has_one_kernel(n: int, k: int, groups: int, device: torch.device) -> bool:
-    """Whether mixed_linear of one token of 16 bits and a weight [n, k], groups scales a row, is one kernel there."""
+def _has_fused(n: int, k: int, groups: int, device: torch.device) -> bool:
     from quantrot.kernels import nvrtc
 
     if not has_kernels(device) or not nvrtc.available(device):
         return False
     from quantrot.kernels.mixed import hopper
 
-    return hopper.takes_one(n, k, groups)
+    return hopper.takes_around(n, k, groups)
 
 
 def _shape(t: Tensor) -> str:
@@ -369,15 +376,15 @@ def _mixed_linear(
 ) -> Tensor:
     operands = weight, scale, zero_point, bias
     fits = (not gates or weight.shape[0] % 16 == 0) and x.shape[0] <= DECODE_COLUMNS
-    on_hopper = fits and _backend(weight, x, scale, True, "auto") == "hopper"
-    if on_hopper and (norm is not None or residual is not None):
+    around = gates or norm is not None or residual is not None
+    if around and fits and _backend(weight, x, scale, True, "auto") == "hopper":
         from quantrot.kernels.mixed import hopper
 
-        if hopper.takes_token(x, weight.shape[0], scale.shape[1], norm, residual):
+        if norm is not None and not hopper.takes(x, weight.shape[0], scale.shape[1], norm, residual):
+            x, norm = rms_norm(x, norm, epsilon), None
+        if hopper.takes(x, weight.shape[0], scale.shape[1], norm, residual):
             return _multiply(x, *operands, weight_ready, norm=norm, epsilon=epsilon, residual=residual, gated=gates)
     x = x if norm is None else rms_norm(x, norm, epsilon)
-    if gates and on_hopper:
-        return _multiply(x, *operands, weight_ready, gated=True)
     y = _mixed_gemm(x, *operands, "auto", weight_ready)
     return gate(y) if gates else y if residual is None else y + residual
 

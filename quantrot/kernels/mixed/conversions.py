@@ -123,7 +123,7 @@ def device_functions() -> str:
     found = ["#ifdef QUANTROT_EMULATED", '#include "mixed.h"', "#endif"]
     found += ["namespace quantrot {", "enum Kind { INT8, UINT8, PACKED, E4M3 };", "template <int KIND, class T>"]
     choices = f"chosen_codes = {_CODES}, chosen_upper = {_UPPER}, chosen_zeros = {_ZEROS}"
-    found += ["struct Widen;", f"constexpr u32 {choices};"]
+    found += ["struct Widen;", f"[[maybe_unused]] constexpr u32 {choices};"]
     for kind, (wide, name) in product(KINDS, (("bf16", "Bf16"), ("fp16", "Fp16"))):
         found += [f"template <>\nstruct Widen<{kind.upper()}, {name}> {{"]
         for function, shift, select, half in _FUNCTIONS[: 2 if kind == "e4m3" else 3]:

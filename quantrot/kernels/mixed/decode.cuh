@@ -40,8 +40,8 @@ __device__ __forceinline__ void multiply16(float (&d)[4], const u32 (&a)[4], u32
 // thread blocks of a cluster that share K, of one tile: the more rows a tile has, the fewer times the tokens are read.
 // GATED: the matrix is gate over up, half of a tile's rows are of each, and y is silu(gate) * up.
 //
-// Of one token: NORM: it goes through RMSNorm on its way to shared memory, so many times 16 bytes a thread. ADD: a residual is
-// added to y. AHEAD: stages that are asked for before the kernel before this one has ended.
+// ADD: a residual is added to y. Of one token: NORM: it goes through RMSNorm on its way to shared memory, so many times 16
+// bytes a thread. AHEAD: stages that are asked for before the kernel before this one has ended.
 template <int TOKENS_, int HEIGHT_, int ROW_WARPS_, int KS_, int STAGES_, bool KEEP_, int SPLIT_, bool GATED_ = false,
           int NORM_ = 0, bool ADD_ = false, int AHEAD_ = STAGES_>
 struct Decode {
@@ -59,7 +59,8 @@ struct Decode {
   static constexpr int TOKENS_AT = (BARRIERS + STAGES * 16 + 1023) / 1024 * 1024;
   static constexpr int CHAINS = HEIGHT * TILES <= 2 ? 2 : 1;  // products in a row that wait for each other: 8 / CHAINS
   static_assert(SPLIT == 1 || !KEEP, "one tile reads its tokens once");
-  static_assert(!(NORM || ADD) || (ONE && SPLIT == 1 && !(GATED && ADD)), "not made");
+  static_assert(!NORM || (ONE && SPLIT == 1), "norm.cuh is in front of more");
+  static_assert(!(GATED && ADD), "not made");
   static_assert(!NORM || KEEP, "all of the token is there before the first product");
   static_assert(STAGES % KS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
 };
@@ -229,91 +230,73 @@ __device__ __forceinline__ u32 gated_pair(u32 gate, u32 up) {
   return multiply_pair<T>(T::pack(silu[0], silu[1]), up);
 }
 
-__device__ __forceinline__ float sum_of_warp(float a) {  // in the same order in each lane
-#pragma unroll
-  for (int s = 1; s < 32; s *= 2) a += __shfl_xor_sync(0xFFFFFFFFu, a, s);
-  return a;
-}
-
-// x [depth] / sqrt(mean(x^2) + epsilon), rounded, times norm, rounded -> `to`, zeros behind it up to `size` numbers. By
-// all warps that multiply; where their sums of squares meet, `sums`, nothing else is yet.
+// x [depth] behind RMSNorm -> `to`, zeros behind it up to `size` numbers. By all warps that multiply; where their sums of
+// squares meet, `sums`, nothing else is yet.
 template <class P, class T>
 __device__ __forceinline__ void normed_token(const MixedArgs& args, const void* x, int size, u32 to, u32 sums) {
-  constexpr int THREADS = 32 * P::WARPS;
-  Quad weight[P::NORM], v[P::NORM];
-  auto at = [](int i) { return (int)(i * THREADS + threadIdx.x) * 8; };
-  auto load = [&](Quad (&found)[P::NORM], const void* from) {
-#pragma unroll
-    for (int i = 0; i < P::NORM; i++) {
-      found[i] = Quad{};
-      if (at(i) < args.depth) found[i] = *(const Quad*)((const unsigned short*)from + at(i));
-    }
-  };
-  load(weight, args.norm);
-  grid_wait();  // a second time where nothing may be read early
-  load(v, x);
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < P::NORM * 8; i++) {
-    const float a = T::value(v[i / 8].w[i / 2 % 4] >> i % 2 * 16);
-    sum = fmaf(a, a, sum);
-  }
-  sum = sum_of_warp(sum);
-  if (lane_number() == 0) store_shared(sums + threadIdx.x / 32 * 4, sum);
-  named_sync(1, THREADS);
-  sum = sum_of_warp(lane_number() < P::WARPS ? load_shared(sums + lane_number() * 4) : 0.f);
-  const float factor = inverse_root(sum * (1.f / args.depth) + args.epsilon);
-#pragma unroll
-  for (int i = 0; i < P::NORM; i++) {
-    u32 y[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const u32 pair = v[i].w[j];
-      y[j] = multiply_pair<T>(T::pack(T::value(pair) * factor, T::value(pair >> 16) * factor), weight[i].w[j]);
-    }
-    if (at(i) < size) store_shared2(to + at(i) * 2, y[0], y[1]), store_shared2(to + at(i) * 2 + 8, y[2], y[3]);
-  }
-  named_sync(1, THREADS);
+  rms_norm<P::NORM, P::WARPS, T>(x, args.norm, args.depth, args.epsilon, sums, [&](int at, const Quad& y) {
+    if (at < size) store_shared2(to + at * 2, y.w[0], y.w[1]), store_shared2(to + at * 2 + 8, y.w[2], y.w[3]);
+  });
+  named_sync(1, 32 * P::WARPS);
 }
 
-// Four numbers of the residual that this thread adds to a tile's.
+// The quads of y [tokens, rows] that this thread stores of a tile: four rows of a token each.
 template <class P>
-__device__ __forceinline__ uint2 addend_of(const MixedArgs& args, int tile) {
-  const int first = threadIdx.x * 4, at = tile * P::OUT + first;
-  return first < P::OUT && at < args.rows ? *(const uint2*)((const unsigned short*)args.residual + at) : uint2{0, 0};
-}
+struct Quads {
+  static constexpr int ACROSS = P::OUT / 4, STEP = P::SPLIT * 32 * P::WARPS;
+  static constexpr int EACH = (P::USED * ACROSS + STEP - 1) / STEP;
+  static_assert(32 * P::WARPS % ACROSS == 0, "the same rows of every token");
+  u32 rank;  // of the thread block in its cluster
 
-// A scale a row: those of the four rows of y that this thread stores of a tile, of both halves where GATED. They are read
-// at the tile's start: at its end the whole block would wait for memory, 0.4 us of a product.
+  __device__ __forceinline__ int token(int i) const { return (i * STEP + rank * 32 * P::WARPS + threadIdx.x) / ACROSS; }
+  __device__ __forceinline__ static int row() { return threadIdx.x % ACROSS * 4; }  // in the tile
+};
+
+// A scale a row: those of the four rows, of both halves where GATED. They are read at the tile's start: at its end the
+// whole block would wait for memory, 0.4 us of a product.
 template <class P, class O>
 struct RowScales {
-  static constexpr int QUADS = P::OUT / 4;
-  static_assert(32 * P::WARPS % QUADS == 0, "for every token that it stores, the same");
   u32 scale[1 + P::GATED][4];
-
-  __device__ __forceinline__ static int first() { return threadIdx.x % QUADS * 4; }  // of the rows, in the tile
 
   __device__ __forceinline__ void load(const MixedArgs& args, int tile) {
     const int rows = P::GATED ? args.rows / 2 : args.rows;  // of y
     if constexpr (O::GROUP == 0) {
 #pragma unroll
       for (int i = 0; i < (1 + P::GATED) * 4; i++) {
-        const int row = i / 4 * rows + min(tile * P::OUT + first(), rows - 4) + i % 4;
+        const int row = i / 4 * rows + min(tile * P::OUT + Quads<P>::row(), rows - 4) + i % 4;
         scale[i / 4][i % 4] = number_bits<typename O::S>(args.scale, row);
       }
     }
   }
 };
 
-// The teams' sums of a tile, of each part of K in the order of the teams -> y [tokens, rows]. addend: see ADD.
+// A residual's numbers, read at the tile's start too.
+template <class P>
+struct Addends {
+  uint2 pairs[Quads<P>::EACH];
+
+  __device__ __forceinline__ void load(const MixedArgs& args, int tile, const Quads<P>& quads) {
+    if constexpr (P::ADD) {
+#pragma unroll
+      for (int i = 0; i < Quads<P>::EACH; i++) {
+        const int token = quads.token(i), at = tile * P::OUT + quads.row();
+        pairs[i] = uint2{0, 0};
+        if (token < min(P::USED, args.columns) && at < args.rows)
+          pairs[i] = *(const uint2*)((const unsigned short*)args.residual + (i64)token * args.rows + at);
+      }
+    }
+  }
+};
+
+// The teams' sums of a tile, of each part of K in the order of the teams -> y.
 template <class P, class O>
-__device__ __forceinline__ void store_teams(const MixedArgs& args, int tile, u32 sums, u32 rank, const RowScales<P, O>& s,
-                                            uint2 addend) {
-  constexpr int QUADS = RowScales<P, O>::QUADS, THREADS = 32 * P::WARPS;
+__device__ __forceinline__ void store_teams(const MixedArgs& args, int tile, u32 sums, const Quads<P>& quads,
+                                            const RowScales<P, O>& s, const Addends<P>& addends) {
   const int rows = P::GATED ? args.rows / 2 : args.rows;  // of y
-  for (int i = rank * THREADS + threadIdx.x; i < P::USED * QUADS; i += P::SPLIT * THREADS) {
-    const int token = i / QUADS, first = s.first(), at = tile * P::OUT + first;  // rows are a multiple of eight
-    if (token >= args.columns || at >= rows) continue;
+#pragma unroll
+  for (int i = 0; i < Quads<P>::EACH; i++) {
+    const int token = quads.token(i), first = quads.row(), at = tile * P::OUT + first;  // rows are a multiple of eight
+    if (token >= min(P::USED, args.columns) || at >= rows) continue;
     auto total = [&](int r, int row, const u32 (&scales)[4], u32 (&out)[2]) {  // of four rows: r in the tile, `row` in all
       float sum[4];
 #pragma unroll
@@ -342,7 +325,10 @@ __device__ __forceinline__ void store_teams(const MixedArgs& args, int tile, u32
       total(first + P::OUT, at + rows, s.scale[1], up);
       out[0] = gated_pair<typename O::T>(out[0], up[0]), out[1] = gated_pair<typename O::T>(out[1], up[1]);
     }
-    if constexpr (P::ADD) out[0] = add_pair<typename O::T>(out[0], addend.x), out[1] = add_pair<typename O::T>(out[1], addend.y);
+    if constexpr (P::ADD) {
+      out[0] = add_pair<typename O::T>(out[0], addends.pairs[i].x);
+      out[1] = add_pair<typename O::T>(out[1], addends.pairs[i].y);
+    }
     u32* y = (u32*)((unsigned short*)args.y + (i64)token * rows + at);
     y[0] = out[0], y[1] = out[1];
   }
@@ -417,14 +403,13 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       scales[0].load(args, decoder.rows, cursor);
       if (O::GROUP) cursor.advance(each, args.group_blocks), scales[1].load(args, decoder.rows, cursor);
     };
-    uint2 addend{};
+    const Quads<P> quads{rank};
+    Addends<P> addends;
     RowScales<P, O> row_scales;
     if (first < tiles) begin(first), row_scales.load(args, first);
     if constexpr (P::NORM > 0) normed_token<P, typename O::T>(args, args.token, chunks * 128, tokens, sums);
-    if constexpr (P::ADD) {
-      grid_wait();
-      addend = addend_of<P>(args, first);
-    }
+    if constexpr (P::ADD) grid_wait();
+    addends.load(args, first, quads);
     for (int tile = first; tile < tiles; tile += step) {
       decoder.clear();
       auto take = [&](int c, Scales<P, O>& its) {
@@ -454,9 +439,8 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       } else {
         named_sync(1, 32 * P::WARPS);
       }
-      store_teams<P, O>(args, tile, sums, rank, row_scales, addend);
-      if (tile + step < tiles) row_scales.load(args, tile + step);
-      if (P::ADD && tile + step < tiles) addend = addend_of<P>(args, tile + step);
+      store_teams<P, O>(args, tile, sums, quads, row_scales, addends);
+      if (tile + step < tiles) row_scales.load(args, tile + step), addends.load(args, tile + step, quads);
       if (tile + step < tiles) named_sync(1, 32 * P::WARPS);
     }
   }

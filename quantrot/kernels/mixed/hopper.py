@@ -1,5 +1,5 @@
-"""The mixed product for Hopper: CUDA C++ (multiply.cuh, gemm.cuh, parts.cuh and decode.cuh, on kernels/hopper.cuh),
-compiled at first use.
+"""The mixed product for Hopper: CUDA C++ (multiply.cuh, gemm.cuh, parts.cuh, norm.cuh and decode.cuh, on
+kernels/hopper.cuh), compiled at first use.
 
     multiply     y = narrow operand [R, K] by the wide one [C, K]: [C, R] where the weight is narrow, [R, C] otherwise
     unsupported  why these operands are not for it, or None
@@ -24,6 +24,8 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed import conversions
+from quantrot.kernels.mixed.norm import VECTORS, normed
+from quantrot.kernels.mixed.norm import supports as supports_norm
 from quantrot.kernels.mixed.tuned import APART, CYCLES, DECODE, TURN
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel, processors
 
@@ -31,11 +33,10 @@ WIDE = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 NUMBERS = WIDE | {torch.float32: "Fp32"}
 BLOCK = 64  # columns of K in a stage
 STEP = 4  # blocks that every part of K but the last has a multiple of
-FEW = 16  # tokens, up to which the gates of an MLP may be in the product
+FEW = 16  # tokens, up to which what a layer has around a product may be in its kernels
 MORE = 32  # up to which a product is Decode's by rule
 SOME = 48  # and up to which it is so where one wave of tiles has all rows
 CHUNK = 128  # columns of K in a stage of Decode
-VECTORS = 8  # of 16 bytes, of a token and of a norm's weight, that a thread may hold
 AHEAD = 64 << 10  # bytes of codes asked for before a token that is normed, which would arrive behind more
 Box = tuple[int, int, int]
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
@@ -199,7 +200,7 @@ class Decode:
     split: int = 1
     gated: bool = field(default=False, kw_only=True)  # the weight is gate over up: y is silu(gate) * up
     norm: int = field(default=0, kw_only=True)  # the token goes through RMSNorm: vectors of 16 bytes a thread, 0: not
-    add: bool = field(default=False, kw_only=True)  # a residual, to one token
+    add: bool = field(default=False, kw_only=True)  # a residual
     ahead: int = field(default=0, kw_only=True)  # stages asked for before the kernel before this one ended; 0: all
 
     @property
@@ -281,7 +282,7 @@ class Decode:
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    ours = nvrtc.sources("mixed/multiply", "mixed/gemm", "mixed/decode", "mixed/parts")
+    ours = nvrtc.sources("mixed/multiply", "mixed/gemm", "mixed/norm", "mixed/decode", "mixed/parts")
     return nvrtc.sources("hopper", "products") + conversions.device_functions() + ours
 
 
@@ -416,19 +417,20 @@ def unsupported(codes: Tensor, wide: Tensor, scale: Tensor, weight: bool) -> str
     return None
 
 
-def takes_one(rows: int, depth: int, groups: int) -> bool:
-    """Whether a token by a weight of this size is one kernel with a gate or residual behind it."""
+def takes_around(rows: int, depth: int, groups: int) -> bool:
+    """Whether up to FEW tokens by a weight of this size have a gate or residual in their kernel."""
     return depth % 16 == 0 and rows % 16 == 0 and (groups == 1 or depth // groups % BLOCK == 0)
 
 
-def takes_token(x: Tensor, rows: int, groups: int, norm: Tensor | None, residual: Tensor | None) -> bool:
+def takes(x: Tensor, rows: int, groups: int, norm: Tensor | None, residual: Tensor | None) -> bool:
     """Whether `multiply` takes this norm and residual with an x that it takes."""
-    if x.shape[0] != 1:
+    if x.shape[0] > FEW or (residual is not None and (residual.data_ptr() % 16 or not residual.is_contiguous())):
         return False
-    if any(t is not None and (t.data_ptr() % 16 or not t.is_contiguous()) for t in (norm, residual)):
-        return False
-    group = _group(x.shape[1], groups)
-    return norm is None or token_plan(rows, x.shape[1], group, True, False, False) is not None
+    if norm is None:
+        return True
+    one = x.shape[0] == 1
+    fits = not one or token_plan(rows, x.shape[1], _group(x.shape[1], groups), True, False, False) is not None
+    return fits and supports_norm(x, norm)
 
 
 # --- Launch ----------------------------------------------------------------------------------------------------------
@@ -543,7 +545,7 @@ def multiply(
     """mixed_gemm for 16-bit wide operands, x [M, K], weight [N, K] (codes as bytes), by the plan or the rule's.
 
     ready: mixed_gemm's weight_ready. A copy that is made here, for its alignment, is not. gated (gates), norm, epsilon
-    and residual: mixed_linear's, the first for up to FEW tokens, the others where `takes_token` says so.
+    and residual: mixed_linear's, for up to FEW tokens, the last three where `takes` says so.
     Raises ValueError for what `unsupported` names.
     """
     wide, codes = (x, weight) if narrow_weight else (weight, x)
@@ -561,13 +563,14 @@ def multiply(
     pairs = zip(given, (codes, scale, bias), strict=True)
     early = ready and narrow_weight and all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
     kernel = kernel_of(wide, scale, zero, bias, kind, narrow_weight)
-    if norm is not None or residual is not None:
-        plan = plan or token_plan(rows, depth, kernel.group, norm is not None, gated, residual is not None)
-        assert columns == 1 and plan is not None
+    if norm is not None and columns > 1:
+        wide, norm = normed(wide, norm, epsilon, ready), None
+    if norm is not None:
+        plan = plan or token_plan(rows, depth, kernel.group, True, gated, residual is not None)
     plan = plan or plan_for(rows, columns, depth, kernel.group, narrow_weight)
-    if gated:
+    if gated or residual is not None:
         assert isinstance(plan, Decode)
-        plan = replace(plan, gated=True)
+        plan = replace(plan, gated=gated, add=residual is not None)
     device = x.get_device()
     parts = scratch(plan, rows, columns, x.device)
     values = _Arguments(args=arguments(y, wide, scale, zero, bias, plan, early, norm, epsilon, residual, parts))
