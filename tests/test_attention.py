@@ -194,6 +194,22 @@ def test_fp8_attention_of_a_prompt_needs_no_mask(tiny, tmp_path, compiled, monke
 
 
 @torch.no_grad()
+def test_fp8_attention_looks_ahead_where_it_is_asked_to(source, tmp_path):
+    """As embedding models do, by an argument or the modules' own: transformers then makes no mask of what is whole."""
+    model = load(convert(source, "fp8-attention", tmp_path / "out").out, device_map="cpu")
+    seen = torch.ones(1, 1, IDS.shape[1], IDS.shape[1], dtype=torch.bool)
+    expected = model(IDS, attention_mask=seen, use_cache=False).logits
+    assert torch.equal(model(IDS, is_causal=False, use_cache=False).logits, expected)
+    causal = model(IDS, use_cache=False).logits
+    assert not torch.allclose(causal, expected, rtol=0.1)
+    model.config.is_causal = False
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    assert torch.equal(model(IDS, use_cache=False).logits, expected)
+    assert torch.equal(model(IDS, is_causal=True, use_cache=False).logits, causal)
+
+
+@torch.no_grad()
 def test_fp8_attention_takes_masks_that_say_seen_or_not_and_no_others(source, tmp_path):
     """Numbers, too, as `eager` makes them and users do."""
     model = load(convert(source, "fp8-attention", tmp_path / "out").out, device_map="cpu")

@@ -73,7 +73,7 @@ class QuantizedAttention(Merging):
         self.arithmetic, self.kv_cache, self.granularity = arithmetic, kv_cache, Granularity.block
         window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
         self.window = {} if window is None else {"sliding_window": window}
-        self.register_buffer("key_center", None, persistent=False)
+        self.key_center = None  # a buffer where there is one: accelerate takes no other
 
     def center_keys(self, rotary: Any) -> None:
         """Have keys quantized without the mean over positions of their turned bias; rotary: the model's module.
@@ -94,7 +94,10 @@ class QuantizedAttention(Merging):
         rotary = copy.deepcopy(rotary)  # RoPE that is scaled by the longest sequence remembers it
         cos, sin = rotary(heads, torch.arange(CENTERED, device=heads.device)[None])
         low, high = heads.chunk(2, -1)
-        self.key_center = heads * cos[0].float().mean(0) + torch.cat([-high, low], -1) * sin[0].float().mean(0)
+        center = heads * cos[0].float().mean(0) + torch.cat([-high, low], -1) * sin[0].float().mean(0)
+        if self.key_center is None:
+            del self.key_center
+        self.register_buffer("key_center", center, persistent=False)
 
     def forward(
         self,
@@ -246,7 +249,9 @@ class QuantizedAttention(Merging):
             given = stored
         else:
             given = self._through(cache, given, mask, q.dtype, kwargs)
-        y = attend(given, causal=mask is None, scale=self.scaling, mask=mask, lengths=lengths, dtype=q.dtype)
+        asked = kwargs.get("is_causal")  # as transformers' sdpa takes it
+        causal = mask is None and (self.is_causal if asked is None else asked)
+        y = attend(given, causal=causal, scale=self.scaling, mask=mask, lengths=lengths, dtype=q.dtype)
         return inference_only(y, q, k, v)
 
     def _through(

@@ -16,7 +16,7 @@ from quantrot.kernels.fp8 import (
     quantize_fp8_both_ways,
 )
 from quantrot.kernels.operators import refuse_create_graph
-from quantrot.modules.linear import QuantizedLinear, as_autocast, hooked
+from quantrot.modules.linear import QuantizedLinear, as_autocast, hooked, sharded
 
 ROW, SQUARE = (1, 128), (128, 128)
 
@@ -119,7 +119,7 @@ class Fp8TrainingLinear(nn.Linear):
     def of(cls, linear: "nn.Linear | Fp8Linear") -> "Fp8TrainingLinear":
         """The same linear, made trainable in FP8: shares an nn.Linear's parameters, dequantizes an Fp8Linear's to
         bfloat16. ValueError for what turns its input (train it with the rotation in front), for hooks, which it would
-        lose, and any other module."""
+        lose, for a weight that is sharded already, and any other module."""
         kind = type(linear).__name__
         if name := getattr(linear, "online_name", ""):
             raise ValueError(
@@ -133,6 +133,10 @@ class Fp8TrainingLinear(nn.Linear):
             raise ValueError(
                 f"linear: {kind} with hooks or a forward of its own, which would be lost; remove them, and give them "
                 "to the new one"
+            )
+        if isinstance(linear, nn.Linear) and (found := sharded(linear.weight)):
+            raise ValueError(
+                f"linear: its weight is a {found}; call this before FSDP or fully_shard, and without tensor parallelism"
             )
         with torch.device("meta"):
             new = cls(linear.in_features, linear.out_features, linear.bias is not None)

@@ -4,6 +4,7 @@ Each would be a kernel of its own that takes 3 us to start, read 8 KB a token, a
 are left.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ class FewTokens:
 
     def fuses(self, x: Tensor) -> bool:
         """Whether the layer as it is now can be run so, for x's dtype and device."""
-        attention, mlp, tokens = self.self_attn, self.mlp, x.shape[:-1].numel()
+        if torch.compiler.is_exporting():  # for any number of tokens
+            return False
+        attention, mlp, tokens = self.self_attn, self.mlp, math.prod(x.shape[:-1])
         if not (isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)):
             return False
         if autocast_dtype(x) != x.dtype:  # each linear would cast

@@ -1,6 +1,6 @@
 """Linears that turn their input, and what all quantized linears share: tensors as on disk, and a forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -65,7 +65,11 @@ class OnlineHadamard(nn.Module):
     def __init__(self, rotation: Rotation, stored: bool = False) -> None:
         super().__init__()
         self.rotation, self.block = rotation, rotation.block
-        self.register_buffer("signs", signs(rotation), persistent=False)
+        numbers = signs(rotation)
+        if numbers is None:  # which accelerate does not take for a buffer
+            self.signs = None
+        else:
+            self.register_buffer("signs", numbers, persistent=False)
         if stored:
             shape = rotation.block, rotation.block
             self.weight = nn.Parameter(torch.empty(shape, dtype=torch.bfloat16), requires_grad=False)
@@ -131,6 +135,7 @@ class QuantizedLinear(nn.Module):
         self.format = fmt
         self.tensor_names: list[str] = []
         self._decoded: Tensor | None = None
+        self._decoded_from: list[Tensor] = []
         for suffix, stored, shape in formats.stored_tensors(fmt.weights, out_features, in_features, native_fp8):
             self.register_parameter(suffix, nn.Parameter(torch.empty(shape, dtype=DTYPES[stored]), requires_grad=False))
             self.tensor_names.append(suffix)
@@ -171,13 +176,26 @@ class QuantizedLinear(nn.Module):
         return formats.dequantize(self.format.weights, self.stored(), self.in_features, dtype)
 
     def decode(self, dtype: torch.dtype) -> None:
-        """Keep the dequantized weight for the forwards to come. Anew where the stored tensors are written in place, or
-        swapped as torch.func.functional_call does; load_state_dict does so itself, an assigned tensor ends it."""
+        """Keep the dequantized weight for the forwards to come. Anew where the stored tensors are written in place;
+        load_state_dict does so itself, other tensors end it."""
         weight, kept = self.dequantized(dtype), self._decoded
         if kept is None or (kept.dtype, kept.device) != (weight.dtype, weight.device) or kept.is_inference():
             self._decoded, self._apart = weight, True
         else:
             kept.copy_(weight)  # which may be a slice of a merged linear's
+        self._decoded_from = self.stored()
+
+    def decoded(self) -> Tensor | None:
+        """The weight that was kept, if it was decoded from the tensors that are here now. Other parameters than those,
+        which accelerate and FSDP put here where no assignment is seen, end it; compiled code does not look."""
+        if self._decoded is None or torch.compiler.is_compiling():
+            return self._decoded
+        now = self.stored()
+        if replaced(now, self._decoded_from):
+            if all(isinstance(tensor, nn.Parameter) for tensor in now):  # or they are functional_call's, for a while
+                self._decoded = None
+            return None
+        return self._decoded
 
     def turned(self, x: Tensor) -> Tensor:
         """x after the online rotation, or x."""
@@ -248,7 +266,7 @@ class QuantizedLinear(nn.Module):
         if x.dtype not in (*FLOATS, torch.float64):  # the last of which formats with wide activations take
             raise ValueError(f"x: {x.dtype}; allowed: {', '.join(map(str, FLOATS))}; convert it")
         x = as_autocast(x)
-        decoded = self._decoded
+        decoded = self.decoded()
         if decoded is None or decoded.dtype not in (x.dtype, torch.float32):  # a narrower one has lost bits
             return self.multiply(x)
         return self.multiply_wide(x, decoded.to(x.dtype))
@@ -279,7 +297,7 @@ class QuantizedLinear(nn.Module):
         return self
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-        decoded = self._decoded  # which assigning ends
+        decoded = self.decoded()  # which assigning ends
         super()._load_from_state_dict(state, prefix, metadata, *rest)
         self._apart = self._apart or bool(metadata.get("assign_to_params_buffers"))
         loaded = any(prefix + name in state for name in self.tensor_names)  # of a merged linear the parts' are
@@ -288,6 +306,17 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {formats.label(self.format)}"
+
+
+def sharded(weight: Tensor) -> str:
+    """What a weight is that is not all of a matrix, as FSDP and tensor parallelism leave one, or nothing."""
+    kind = type(weight.data)
+    return "" if kind is Tensor and weight.dim() == 2 else f"{kind.__name__} {list(weight.shape)}"
+
+
+def replaced(now: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
+    """Whether these are other tensors, not the same ones with other numbers."""
+    return any(a is not b for a, b in zip(now, before, strict=True))
 
 
 def fused_hadamard(rotation: Rotation, activations: ActivationFormat) -> int:

@@ -5,6 +5,7 @@ merged, a decoder layer has two products and two quantizations where it had five
 tensors, which become slices of the whole's memory.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantrot import formats
-from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, hooked, watched
+from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, hooked, replaced, watched
 
 # transformers' names; all are kernels.fp8.reference.rms_norm
 RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
@@ -31,6 +32,7 @@ class Merging(nn.Module):
         super().__init__()
         self.merged: QuantizedLinear | None = None
         self._merged_of: list[nn.Module] = []
+        self._merged_tensors: list[Tensor] = []  # theirs
         self.register_load_state_dict_post_hook(_merge_again)
         self.register_state_dict_post_hook(_each_in_its_memory)
 
@@ -40,7 +42,8 @@ class Merging(nn.Module):
     def merge(self) -> bool:
         """Make one product of them if they differ in out_features only; whether they are one now."""
         self.merged, self._merged_of = joined(self.linears()), self.linears()
-        for device in {tensor.device for tensor in self.merged.buffers() if tensor.is_cuda} if self.merged else ():
+        self._merged_tensors = _tensors(self._merged_of) if self.merged else []
+        for device in {tensor.device for tensor in self.merged.stored() if tensor.is_cuda} if self.merged else ():
             torch.cuda.synchronize(device)  # a product may read its weight before the kernel before it has ended
         return self.merged is not None
 
@@ -57,11 +60,15 @@ class Merging(nn.Module):
 
     def current(self) -> QuantizedLinear | None:
         """The one linear, while its parts are those that it was made of, with slices of its tensors, and nobody watches
-        them or trains their biases."""
+        them or trains their biases. Other parameters in their place end it, as QuantizedLinear.decoded."""
         if self.merged is None:
             return None
         pairs: Any = zip(self.linears(), self._merged_of, strict=True)
         if not all(a is b and not a._apart and not watched(a) for a, b in pairs):
+            return None
+        if not torch.compiler.is_compiling() and replaced(now := _tensors(self._merged_of), self._merged_tensors):
+            if all(isinstance(tensor, nn.Parameter) for tensor in now):
+                self.merged = None
             return None
         bias, parts = self.merged.bias, self._merged_of
         return None if bias is not None and any(_alone(part.bias, bias) for part in parts) else self.merged
@@ -80,6 +87,10 @@ class Merging(nn.Module):
         _merge_again(self)
 
 
+def _tensors(linears: Sequence[Any]) -> list[Tensor]:
+    return [tensor for linear in linears for tensor in linear.stored()]
+
+
 def _alone(bias: Any, whole: Tensor) -> bool:
     """Whether a part's bias is to get a gradient, which the whole's would not give it, or was put into other memory
     (which compiled code does not look at), as torch.func.functional_call does, under vmap without an address."""
@@ -96,12 +107,11 @@ def _merge_again(module: Merging, keys: Any = None) -> None:
     """Where tensors are no slices of the whole's memory, as after load_state_dict(assign=True)."""
     if module.merged is None:
         return
-    memory = dict(module.merged.named_buffers(recurse=False))
-    if module.merged._decoded is not None:
-        memory["_decoded"] = module.merged._decoded
-    for name, whole in memory.items():
+    whole = module.merged
+    kept = ["_decoded"] if whole._decoded is not None else []
+    for name in [*whole.tensor_names, *(["bias"] if whole.bias is not None else []), *kept]:
         pieces = [getattr(part, name) for part in module._merged_of]
-        if any(piece is None or not _share_memory(piece, whole) for piece in pieces):
+        if any(piece is None or not _share_memory(piece, getattr(whole, name)) for piece in pieces):
             module.merge()
             return
 
@@ -115,7 +125,7 @@ def _each_in_its_memory(module: Merging, state: dict[str, Tensor], prefix: str, 
             continue
         for key in (f"{prefix}{name}.{tensor}" for tensor in (*part.tensor_names, "bias")):
             tensor = state.get(key)
-            if tensor is not None and not isinstance(tensor, nn.Parameter) and tensor.device.type != "meta":
+            if type(tensor) is Tensor and tensor.device.type != "meta":  # not keep_vars', nor FSDP's
                 state[key] = torch.from_dlpack(tensor.view(torch.uint8)).view(tensor.dtype)
 
 
@@ -134,7 +144,7 @@ class QuantizedMLP(Merging):
         merged: Any = self.current()
         down = self.down_proj
         if norm is not None:
-            one = x.shape[:-1].numel() == 1  # behind a product it is in one kernel of one token alone
+            one = math.prod(x.shape[:-1]) == 1  # behind a product it is in one kernel of one token alone
             gated = down.gates_before and not (one and merged.gates_behind)
             return down.fused(merged.fused(x, norm=norm, gates=not gated), gated=gated, residual=residual)
         if merged is not None and is_silu(self.act_fn):
@@ -160,8 +170,8 @@ def is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
 def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
     """One linear whose outputs are those of all side by side; None if they differ in more than out_features.
 
-    Its tensors are buffers in no state dict; the linears' tensors become slices of them, and of its decoded weight
-    where they have one.
+    Its tensors are plain attributes (no buffers, which DDP would send at every forward); the linears' tensors become
+    slices of them, and of its decoded weight where they have one.
     """
     first = linears[0]
     if not isinstance(first, QuantizedLinear) or any(_kind(linear) != _kind(first) for linear in linears):
@@ -180,11 +190,12 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
         memory, pieces = _side_by_side([tensor.data for tensor in tensors])
         for tensor, piece in zip(tensors, pieces, strict=True):
             tensor.data = piece
-        whole.register_buffer(name, memory, persistent=False)
-    if first._decoded is not None:
+        setattr(whole, name, memory)
+    if first.decoded() is not None:
         whole._decoded, pieces = _side_by_side([part._decoded for part in alike])
         for part, piece in zip(alike, pieces, strict=True):
             part._decoded = piece
+        whole._decoded_from = [getattr(whole, name) for name in first.tensor_names]
     for part in alike:
         part._apart = False
     whole.tensor_names = first.tensor_names
@@ -209,9 +220,10 @@ def _kind(linear: nn.Module) -> Any:
     online, tensors = linear.transform(), linear.stored()
     weights = linear.format.weights
     ragged = weights.kind == "fp8" and linear.out_features % formats.stored_block(weights)[0]  # the last scale's rows
-    if ragged or any(tensor.device.type == "meta" for tensor in tensors):
+    sharded = any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors)
+    if ragged or sharded or any(tensor.device.type == "meta" for tensor in tensors):
         return linear
     rotation = None if online is None else online.rotation
-    bias, decoded = (None if t is None else (t.dtype, t.device) for t in (linear.bias, linear._decoded))
+    bias, decoded = (None if t is None else (t.dtype, t.device) for t in (linear.bias, linear.decoded()))
     rows = [(tensor.device, linear.out_features / len(tensor)) for tensor in tensors]  # that share one of its rows
     return type(linear), linear.in_features, linear.format, linear.tensor_names, rotation, bias, decoded, rows

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quantrot import patterns
 from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_fused, has_kernels, mxfp4_fused, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import check_fused
-from quantrot.modules.linear import QuantizedLinear, as_autocast, hooked
+from quantrot.modules.linear import QuantizedLinear, as_autocast, hooked, sharded
 
 SKIP = ("lm_head", "lora_*")  # and peft's adapters: small, and what is to be learned exactly
 RANK_STEP = 0x9E3779B97F4A7C15  # odd: no two ranks have the same seed
@@ -111,7 +111,8 @@ def train_in_mxfp4(model: nn.Module, *, skip: str | tuple[str, ...] = SKIP, hada
     skip: patterns as a recipe's, or of any component of a name ("mlp", "*.layers.0.*"), of what stays; given ones take
     the place of "lm_head" and "lora_*", peft's adapters. Linears whose dimensions are no multiples of `hadamard` stay,
     too. A linear in two places stays one in both. ValueError for a model that is a linear or has none to replace, a
-    linear with hooks, a pattern that matches no module, or another `hadamard`; no linear is replaced then.
+    linear with hooks or a weight that is sharded already, a pattern that matches no module, or another `hadamard`; no
+    linear is replaced then.
     """
     check_fused(hadamard)
     if type(model) is nn.Linear:
@@ -136,6 +137,11 @@ def train_in_mxfp4(model: nn.Module, *, skip: str | tuple[str, ...] = SKIP, hada
         raise ValueError(
             f"model: {name} has hooks or a forward of its own, which would be lost; remove them, and give them to the "
             "new one"
+        )
+    if name := next((name for name, old in chosen.items() if sharded(old.weight)), ""):
+        raise ValueError(
+            f"model: {name}'s weight is a {sharded(chosen[name].weight)}; call this before FSDP or fully_shard, and "
+            "without tensor parallelism"
         )
     made: dict[nn.Module, Mxfp4TrainingLinear] = {}
     for name, old in chosen.items():

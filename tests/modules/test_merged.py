@@ -353,7 +353,7 @@ def test_shared_memory_stays_shared():
     merge_projections(llama)
     llama.share_memory()
     attention = llama.model.layers[0].self_attn
-    assert attention.current() is not None and all(t.is_shared() for t in attention.merged.buffers())
+    assert attention.current() is not None and all(t.is_shared() for t in attention.merged.stored())
     assert all(p.is_shared() for p in llama.parameters())
 
 
@@ -435,7 +435,7 @@ def test_merged_is_separate_and_compiled_is_eager(kind, tokens, device):
 def test_only_equal_linears_are_merged():
     llama = model("mxfp4")
     layer = llama.model.layers[0]
-    layer.mlp.gate_proj._decoded = torch.zeros(384, 256)
+    layer.mlp.gate_proj.decode(torch.float32)
     layer.self_attn.k_proj = model("int8").model.layers[0].self_attn.k_proj
     layer.self_attn.v_proj = nn.Linear(256, 128, bias=False)
     assert merge_projections(llama) == 2  # of the other layer

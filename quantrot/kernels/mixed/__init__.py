@@ -137,7 +137,8 @@ def mixed_linear(
     check_around(x, weight.shape[0], norm, residual, x.dtype if x.dtype in WIDE else weight.dtype)
     tensors = x, weight, scale, bias, norm, residual
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if grads or x.dtype not in WIDE or x.numel() > DECODE_COLUMNS * x.shape[-1]:
+    few = torch.compiler.is_exporting() or x.numel() <= DECODE_COLUMNS * x.shape[-1]  # the operator takes any number
+    if grads or x.dtype not in WIDE or not few:
         x = x if norm is None else rms_norm(x, norm, epsilon)
         y = mixed_gemm(x, weight, scale, zero_point, bias, weight_ready=weight_ready)
         return gate(y) if gates else y if residual is None else y + residual
@@ -167,9 +168,9 @@ def has_kernels(device: torch.device) -> bool:
 def has_fused(tokens: int, n: int, k: int, groups: int, device: torch.device) -> bool:
     """Whether mixed_linear of so many tokens of 16 bits and a weight [n, k], groups scales a row, is in one or two
     kernels there with all that it takes."""
-    if tokens < 1 or tokens > DECODE_COLUMNS:  # a branch: of torch.compile's numbers that are not known yet
+    if not _has_fused(n, k, groups, device):
         return False
-    return _has_fused(n, k, groups, device)
+    return bool(0 < tokens <= DECODE_COLUMNS)  # a branch: of torch.compile's numbers that are not known yet
 
 
 @constant
