@@ -83,6 +83,12 @@ def refuse_create_graph() -> None:
         )
 
 
+def exporting() -> bool:
+    """Whether torch.export traces this, whose graph is for any number of tokens. Not torch.compile, in which torch 2.11
+    says is_exporting, too."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
 def refuse_tangents(*tensors: torch.Tensor | None) -> None:
     """NotImplementedError for a forward-mode derivative (jvp, jacfwd), which torch drops without a word where an
     operator has a backward alone."""

@@ -14,6 +14,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from quantrot.kernels.operators import exporting
 from quantrot.modules.attention import QuantizedAttention
 from quantrot.modules.linear import QuantizedLinear, autocast_dtype, hooked
 from quantrot.modules.merged import QuantizedMLP, is_rms_norm, is_silu
@@ -37,7 +38,7 @@ class FewTokens:
 
     def fuses(self, x: Tensor) -> bool:
         """Whether the layer as it is now can be run so, for x's dtype and device."""
-        if torch.compiler.is_exporting():  # for any number of tokens
+        if exporting():
             return False
         attention, mlp, tokens = self.self_attn, self.mlp, math.prod(x.shape[:-1])
         if not (isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)):

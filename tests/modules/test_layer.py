@@ -125,6 +125,21 @@ def test_few_tokens_have_the_bits_of_the_layer(monkeypatch, kind, fmt, dtype, to
 
 
 @pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("fmt", ["fp8", "int8", "mxfp4"])
+def test_few_tokens_are_fused_in_compiled_code_and_any_number_exported(fmt):
+    whole, x = model(fmt=fmt), torch.ones(3, 1, 256).bfloat16()
+    merge_projections(whole)
+
+    class Fuses(nn.Module):
+        def forward(self, x):
+            return x * whole.model.layers[0].fuses(x)
+
+    with torch.no_grad():
+        assert Fuses()(x).all() and torch.compile(Fuses(), backend="eager", fullgraph=True)(x).all()
+        assert not torch.export.export(Fuses(), (x,)).module()(x).any()
+
+
+@pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("fmt", CLOSE)
 def test_tokens_one_by_one_through_a_cache_and_compiled(fmt):
     whole = model(fmt=fmt)

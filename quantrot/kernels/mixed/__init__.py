@@ -48,7 +48,15 @@ from quantrot.kernels.mixed.reference import (
     unpack_int8,
 )
 from quantrot.kernels.mixed.tuned import EXPAND_FROM
-from quantrot.kernels.operators import check_around, check_device, constant, has_triton, implement, refuse_tangents
+from quantrot.kernels.operators import (
+    check_around,
+    check_device,
+    constant,
+    exporting,
+    has_triton,
+    implement,
+    refuse_tangents,
+)
 
 __all__ = [
     "dequantize_int8",
@@ -137,7 +145,7 @@ def mixed_linear(
     check_around(x, weight.shape[0], norm, residual, x.dtype if x.dtype in WIDE else weight.dtype)
     tensors = x, weight, scale, bias, norm, residual
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    few = torch.compiler.is_exporting() or x.numel() <= DECODE_COLUMNS * x.shape[-1]  # the operator takes any number
+    few = exporting() or x.numel() <= DECODE_COLUMNS * x.shape[-1]  # the operator takes any number
     if grads or x.dtype not in WIDE or not few:
         x = x if norm is None else rms_norm(x, norm, epsilon)
         y = mixed_gemm(x, weight, scale, zero_point, bias, weight_ready=weight_ready)
