@@ -24,12 +24,11 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed import conversions
-from quantrot.kernels.mixed.norm import VECTORS, normed
+from quantrot.kernels.mixed.norm import VECTORS, WIDE, normed
 from quantrot.kernels.mixed.norm import supports as supports_norm
 from quantrot.kernels.mixed.tuned import APART, CYCLES, DECODE, TURN
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel, processors
 
-WIDE = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 NUMBERS = WIDE | {torch.float32: "Fp32"}
 BLOCK = 64  # columns of K in a stage
 STEP = 4  # blocks that every part of K but the last has a multiple of

@@ -10,7 +10,7 @@ from torch import Tensor
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed import conversions
 
-DTYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+WIDE = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 WARPS = 8  # most plans of one token have as many, and so sum in the same order
 VECTORS = 8  # of 16 bytes, of a token and of the norm's weight, that a thread may hold
 MOST_COLUMNS = 8 * VECTORS * 32 * WARPS
@@ -35,7 +35,7 @@ def source(vectors: int, dtype: torch.dtype) -> str:
     """C++ of the kernel `normed`."""
     ours = nvrtc.sources("mixed/multiply", "mixed/norm")
     functions = nvrtc.sources("hopper", "products") + conversions.device_functions() + ours
-    return functions + ENTRY.format(threads=32 * WARPS, vectors=vectors, warps=WARPS, dtype=DTYPES[dtype])
+    return functions + ENTRY.format(threads=32 * WARPS, vectors=vectors, warps=WARPS, dtype=WIDE[dtype])
 
 
 @lru_cache(maxsize=64)
@@ -47,7 +47,7 @@ def supports(x: Tensor, norm: Tensor) -> bool:
     """Whether `normed` takes norm [K] with an x [M, K] of 16 bits whose rows are aligned to 16 bytes, there."""
     k = x.shape[1]
     read = norm.is_contiguous() and norm.data_ptr() % 16 == 0
-    return read and norm.dtype == x.dtype and x.dtype in DTYPES and k % 8 == 0 and k <= MOST_COLUMNS
+    return read and norm.dtype == x.dtype and x.dtype in WIDE and k % 8 == 0 and k <= MOST_COLUMNS
 
 
 def vectors(depth: int) -> int:
