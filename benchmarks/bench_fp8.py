@@ -35,13 +35,13 @@ from timing import copy_gbps, give_back, in_processes, race_us, random_tensors, 
 
 from quantrot.kernels.fp8 import (  # noqa: E402
     E4M3,
-    GEMMS,
     dequantize_fp8_block,
     fp8_block_gemm,
     fp8_linear,
     hadamard_quantize_fp8,
     quantize_fp8_block,
 )
+from quantrot.kernels.fp8.gemm import GEMMS  # noqa: E402
 from quantrot.kernels.fp8.reference import scale_shape  # noqa: E402
 from quantrot.kernels.fp8.tuned import BlockPlan, GemmPlan, RowPlan, TurnPlan, gemm_plan, turn_plan, up  # noqa: E402
 from quantrot.kernels.hadamard import hadamard_transform  # noqa: E402

@@ -1,5 +1,6 @@
 """The house rules that a machine can check: names at the root, imports, what may import what."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -40,6 +41,13 @@ def test_kernels_never_shadows_another_package():
     assert not (PACKAGE / "kernels" / "__init__.py").exists()
     for file in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         assert not re.search(r"^\s*(from|import) kernels\b", file.read_text(), re.MULTILINE), file
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda file: file.stem)
+def test_benchmarks_import_what_there_is(file, monkeypatch):
+    """Most run on a GPU alone."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    importlib.import_module(file.stem)
 
 
 def test_tests_are_no_package():

@@ -152,6 +152,11 @@ class QuantizedLinear(nn.Module):
         if name in self.tensor_names:
             self._decoded = None
 
+    def hold(self, name: str, tensor: Tensor) -> None:
+        """Make it an attribute that neither state_dict nor parameters() lists. A Parameter all the same: sizes of other
+        attributes become variables in code compiled for two models, and kernels are chosen by sizes."""
+        self.__dict__[name] = nn.Parameter(tensor, requires_grad=False)
+
     def runs_packed(self, device: torch.device) -> bool:
         """Whether `multiply` has kernels for this device that read the stored tensors; nothing is decoded then."""
         return False
@@ -180,7 +185,8 @@ class QuantizedLinear(nn.Module):
         load_state_dict does so itself, other tensors end it."""
         weight, kept = self.dequantized(dtype), self._decoded
         if kept is None or (kept.dtype, kept.device) != (weight.dtype, weight.device) or kept.is_inference():
-            self._decoded, self._apart = weight, True
+            self.hold("_decoded", weight)
+            self._apart = True
         else:
             kept.copy_(weight)  # which may be a slice of a merged linear's
         self._decoded_from = self.stored()

@@ -170,8 +170,8 @@ def is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
 def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
     """One linear whose outputs are those of all side by side; None if they differ in more than out_features.
 
-    Its tensors are plain attributes (no buffers, which DDP would send at every forward); the linears' tensors become
-    slices of them, and of its decoded weight where they have one.
+    Its tensors are listed nowhere (DDP would send buffers at every forward); the linears' become slices of them, and of
+    its decoded weight where they have one.
     """
     first = linears[0]
     if not isinstance(first, QuantizedLinear) or any(_kind(linear) != _kind(first) for linear in linears):
@@ -190,9 +190,10 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
         memory, pieces = _side_by_side([tensor.data for tensor in tensors])
         for tensor, piece in zip(tensors, pieces, strict=True):
             tensor.data = piece
-        setattr(whole, name, memory)
+        whole.hold(name, memory)
     if first.decoded() is not None:
-        whole._decoded, pieces = _side_by_side([part._decoded for part in alike])
+        memory, pieces = _side_by_side([part._decoded for part in alike])
+        whole.hold("_decoded", memory)
         for part, piece in zip(alike, pieces, strict=True):
             part._decoded = piece
         whole._decoded_from = [getattr(whole, name) for name in first.tensor_names]

@@ -432,6 +432,28 @@ def test_merged_is_separate_and_compiled_is_eager(kind, tokens, device):
             assert torch.equal(same, whole)
 
 
+@pytest.mark.parametrize("decoded", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_weights_sizes_are_known_in_code_for_any_size(kind, decoded):
+    """Also where models of two sizes ran: kernels are chosen by them."""
+    llama, weights = model(kind), []
+    merge_projections(llama)
+    mlp = llama.model.layers[0].mlp
+    if decoded:
+        for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            linear.decode(torch.bfloat16)
+        mlp.merge()
+
+    def backend(graph, examples):
+        values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        weights.extend(value.shape for value in values if isinstance(value, torch.Tensor) and value.dim() == 2)
+        return graph
+
+    with torch.no_grad():
+        torch.compile(mlp, dynamic=True, fullgraph=True, backend=backend)(torch.ones(3, 2, 256).bfloat16())
+    assert len(weights) >= 2 and all(type(size) is int for shape in weights for size in shape)
+
+
 def test_only_equal_linears_are_merged():
     llama = model("mxfp4")
     layer = llama.model.layers[0]
