@@ -26,6 +26,10 @@ CASES = {
     "wide": (Plan(256, 1, 2, groups=2, stages=2), BF16),
     "tallest": (Plan(64, 1, groups=4, stages=2), BF16),
     "wide_teams": (Plan(192, 2, 2, groups=1, stages=2), BF16),
+    "four_teams": (Plan(64, 4, groups=1, stages=2), BF16),
+    "few": (Plan(32, 4, groups=1, stages=2, blocks=2), BF16),
+    "two_blocks": (Plan(64, 2, groups=2, stages=2, blocks=2), BF16),
+    "few_split": (Plan(32, 2, 2, groups=1, stages=2), FP16),
 }
 DRIVER = """
 static std::string message;
@@ -219,6 +223,23 @@ def test_a_gpu_gives_the_product_of_the_dequantized_operands(shape, activations)
             again = [run() for _ in range(3)]
         graph.replay()
         assert all(torch.equal(other, y) for other in again)
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (8192, 8192), (28672, 4096), (208, 11008), (8, 128)])
+def test_a_gpu_multiplies_few_tokens_by_tiles_of_their_own(shape):
+    rows, columns = shape
+    torch.manual_seed(0)
+    packed, scale = quantize_mxfp4(torch.randn(rows, columns, device="cuda") * 0.05)
+    wide = dequantize_mxfp4(packed, scale, torch.float32).double()
+    for tokens in (1, 7, 16, 32):
+        q, token = hopper_batch.quantize(torch.randn(tokens, columns, device="cuda").to(BF16), "bf16")
+        run = partial(hopper_batch.multiply, q, token, packed, scale, BF16, settled=True)
+        y = run()
+        unarranged = q.view(torch.int32).view(tokens, columns // 128, 8, 4).transpose(2, 3).reshape(tokens, -1)
+        operand = unarranged.contiguous().view(E4M3).double() * token.double()[:, None]
+        assert relative(y, operand @ wide.T) <= 2e-3
+        assert all(torch.equal(run(), y) for _ in range(20))
 
 
 def token_codes(device, dtype, shape):

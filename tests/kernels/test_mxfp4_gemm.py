@@ -129,9 +129,11 @@ SHAPES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192)
 
 
 def test_few_tokens_take_their_own_kernel_where_the_models_say_that_it_is_faster():
-    assert all(_few(1, *shape) for shape in SHAPES)
-    assert _few(8, 10240, 8192) and _few(8, 57344, 8192) and not _few(32, 4096, 14336)
-    assert not _few(33, 1536, 1536)
+    for activations in ("fp8", "mxfp4"):
+        assert all(_few(1, *shape, activations) for shape in SHAPES)
+        assert _few(8, 10240, 8192, activations) and not _few(32, 4096, 14336, activations)
+        assert not _few(33, 1536, 1536, activations)
+    assert _few(32, 4096, 4096, "mxfp4") and not _few(32, 4096, 4096, "fp8")
 
 
 ALL_TURNS = [(rule, hadamard) for rule in ScaleRule for hadamard in (0, 32, 64, 128)]
@@ -149,7 +151,7 @@ def test_quantized_in_the_product_or_before_it_tokens_give_the_same_bits(rule, h
     from quantrot.kernels.mxfp4 import triton_rows
 
     packed, scale = quantize_mxfp4(normal(*shape, device="cuda", seed=1))
-    for tokens in (n for n in (1, 2, 8, 13, 16, 32) if _few(n, *shape)):  # a batch has bits of its own
+    for tokens in (n for n in (1, 2, 8, 13, 16, 32) if _few(n, *shape, "mxfp4")):  # a batch has bits of its own
         x = normal(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
         x[:, 128:256] *= torch.tensor([0.0, 2.0**-120, 2.0**-30, 2.0**40], device="cuda").repeat_interleave(32)
         x[-1, 33] = float("nan") if tokens > 1 else 1.0
@@ -423,7 +425,7 @@ def test_more_columns_than_a_batchs_kernel_has_a_plan_for():
     for depth in (hopper_batch.MOST_DEPTH, 2 * hopper_batch.MOST_DEPTH):
         x = torch.empty(16, depth, dtype=torch.bfloat16, device="meta")
         assert hopper_batch.fits(x, 4096) == (depth == hopper_batch.MOST_DEPTH)
-        assert _few(16, 4096, depth) or hopper_batch.fits(x, 4096)
+        assert _few(16, 4096, depth, "fp8") or hopper_batch.fits(x, 4096)
         if hopper_batch.fits(x, 4096):
             assert all(hopper_batch.plan_for(n, rows, depth).stages >= 2 for n in (1, 16, 512) for rows in (8, 4096))
 

@@ -2,8 +2,9 @@
 //
 // TEAMS of GROUPS warpgroups in a thread block take a part each: while one widens, waits or rescales, the others'
 // products run. SPLIT = 2 blocks of a cluster halve K again. At the end warpgroups that have the same rows swap halves of
-// their sums, first between the teams, through shared memory, then between the blocks, straight into the other's: a sum
-// crosses from one multiprocessor to the other once, and every warpgroup finishes as many columns as the others.
+// their sums, first between the teams (four: twice), through shared memory, then between the blocks, straight into the
+// other's: a sum crosses from one multiprocessor to the other once, and every warpgroup finishes as many columns as the
+// others.
 //
 // APART = 2: K is halved once more, by clusters that need not run at once. Both leave their sums in memory, and the warpgroup
 // that comes last adds the other's to its own, which gives the same bits whichever it is.
@@ -48,6 +49,20 @@ __device__ __forceinline__ void add_half(float (&sum)[W], u32 from) {
   }
 }
 
+// Of each lane's first N sums a half for the warpgroup BIT from this one, whose other half is added to what stays.
+template <int N, int BIT, int W>
+__device__ __forceinline__ void swap_halves(float (&sum)[W], u32 space, u32 own, u32 barrier) {
+  const u32 mine = threadIdx.x % 128 * 16;
+  keep_half<N>(sum, own & BIT);
+#pragma unroll
+  for (int i = 0; i < N / 2; i += 4) {
+    const float given[4] = {sum[N / 2 + i], sum[N / 2 + i + 1], sum[N / 2 + i + 2], sum[N / 2 + i + 3]};
+    store_shared(space + (own ^ BIT) * (N * 256) + mine + i * 512, given);
+  }
+  named_sync(barrier, 256);
+  add_half<N / 2>(sum, space + own * (N * 256) + mine);
+}
+
 template <class P>
 __device__ u32 counters[1 << 17];  // IN_TURN of nvrtc.py
 
@@ -78,8 +93,9 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
   constexpr int HALF = W / TEAMS, OWN = HALF / P::SPLIT;  // a lane's sums of its team's columns, and those it finishes
   constexpr int AREA = 256 * OWN * P::SPLIT;              // bytes that a warpgroup is sent; then its part of y
   static_assert(O::WEIGHT, "few tokens by a narrow weight");
-  static_assert(P::SPLIT <= 2 && TEAMS <= 2 && P::SHARE == 1 && ALL <= 4 && OWN % 4 == 0 && OWN <= 128, "halves, matrices");
-  static_assert(TEAMS == 1 || P::GROUPS * 128 * W * 4 <= RINGS * P::STAGE, "the halves take the stages' place");
+  static_assert(P::SPLIT <= 2 && (TEAMS <= 2 || TEAMS == 4) && P::SHARE == 1 && ALL <= 4, "halves");
+  static_assert(OWN % 4 == 0 && OWN <= 128, "matrices");
+  static_assert(TEAMS == 1 || ALL * W * (TEAMS == 4 ? 384 : 256) <= RINGS * P::STAGE, "swapped sums take the stages' place");
   static_assert(RINGS * (P::STAGE + 16) + ALL * (AREA + 8) <= 227 << 10, "shared memory");
   const u32 base = shared_memory(), areas = base + RINGS * P::STAGE, full = areas + ALL * AREA;
   const u32 empty = full + RINGS * 8, sent = empty + RINGS * 8;
@@ -140,18 +156,9 @@ __device__ __forceinline__ void parts(const TensorMap* codes, const TensorMap* w
     multiplier.lane.at(row + group * 64, args.rows);
     multiplier.run(sum, first + team * args.segment, args.segment);
     const Ends<O> ends(args, multiplier.lane);  // on their way while sums are swapped
-    if constexpr (TEAMS == 2) {
-      const u32 swap = base + group * (W * 512) + mine;
-      keep_half<W>(sum, team);
-      named_sync(1, 128 * ALL);  // every warp's products have read the stages
-#pragma unroll
-      for (int i = 0; i < HALF; i += 4) {
-        const float given[4] = {sum[HALF + i], sum[HALF + i + 1], sum[HALF + i + 2], sum[HALF + i + 3]};
-        store_shared(swap + (team ^ 1) * (HALF * 512) + i * 512, given);
-      }
-      named_sync(2 + group, 256);
-      add_half<HALF>(sum, swap + team * (HALF * 512));
-    }
+    if constexpr (TEAMS > 1) named_sync(1, 128 * ALL);  // every warp's products have read the stages
+    if constexpr (TEAMS == 4) swap_halves<W, 2 * P::GROUPS>(sum, base + ALL * W * 128, own, 8 + own % 2);
+    if constexpr (TEAMS > 1) swap_halves<2 * HALF, P::GROUPS>(sum, base, own, 2 + own / (2 * P::GROUPS) * P::GROUPS + group);
     const u32 area = areas + own * AREA;
     if constexpr (P::SPLIT == 2) {
       const u32 to = in_block(area + mine, half ^ 1), bar = in_block(sent + own * 8, half ^ 1);

@@ -77,7 +77,8 @@ struct BatchMultiplier {
 
   __device__ __forceinline__ BatchMultiplier(const MixedArgs& given, u32 group, u32 base, u32 full, u32 empty, u32 rank)
       : args(static_cast<const BatchArgs&>(given)), lane(group), base(base), full(full), empty(empty), rank(rank) {
-    from = swizzled64(group * 64 + warp_number() % 4 * 16 + lane_number() / 4, lane_number() % 4 * 16);
+    const u32 row = group * 64 + warp_number() % 4 * 16 + lane_number() / 4, byte = lane_number() % 4 * 16;
+    from = P::BLOCKS == 1 ? swizzled64(row, byte) : swizzled(row, byte);
   }
 
   __device__ __forceinline__ static u32 table() { return shared_memory() + TABLE_AT; }
@@ -136,16 +137,16 @@ struct BatchMultiplier {
     return found;
   }
 
-  __device__ __forceinline__ void come(int k) {  // the stage of block k
+  __device__ __forceinline__ void come(int k, int b) {  // block k, number b of its stage
     const u32 tile = base + ring.stage * P::STAGE;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float2 entry = load_shared2(nearest[r] + load_shared_u8(scales + r * 8 * scales_pitch(args.segment) + k * 4) * 8);
       now[r] = {__float_as_uint(entry.x), __float_as_uint(entry.y)};
     }
-    barrier_wait(full + ring.stage * 8, ring.parity);
+    if (b == 0) barrier_wait(full + ring.stage * 8, ring.parity);
 #pragma unroll
-    for (int r = 0; r < 2; r++) words[r] = load_shared16bytes(tile + from + r * 512);
+    for (int r = 0; r < 2; r++) words[r] = load_shared16bytes(tile + (from ^ b * 64) + r * (512 * P::BLOCKS));
   }
 
   __device__ __forceinline__ void back() const {  // the stage before this one
@@ -162,22 +163,29 @@ struct BatchMultiplier {
     scales += lane_number() % 4;
     find_tops(first, count);
     named_sync(1, 128 * ALL);
-    come(0);
-    for (int k = 0; k < count; k++) {
-      const u32 at = base + ring.stage * P::STAGE + P::CODES;
+    come(0, 0);
+    for (int k = 0; k < count; k += P::BLOCKS) {
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        product_wait<1>();  // the operand before the last may be overwritten
-        if (j == 1 && k > 0) back();
-        u32(&to)[4] = a[j % 2];
+      for (int b = 0; b < P::BLOCKS; b++) {
+        const u32 at = base + ring.stage * P::STAGE + P::CODES + b * (P::COLUMNS * 128);
 #pragma unroll
-        for (int r = 0; r < 2; r++) widen(words[r].w[j], now[r], to[r], to[2 + r]);
-        product_fence();
-        product(sum, to, operand(at, j), k > 0 || j > 0);
-        product_commit();
+        for (int j = 0; j < 4; j++) {
+          product_wait<1>();  // the operand before the last may be overwritten
+          if (b == 0 && j == 1 && k > 0) back();
+          u32(&to)[4] = a[j % 2];
+#pragma unroll
+          for (int r = 0; r < 2; r++) widen(words[r].w[j], now[r], to[r], to[2 + r]);
+          product_fence();
+          product(sum, to, operand(at, j), k > 0 || b > 0 || j > 0);
+          product_commit();
+        }
+        if (b + 1 < P::BLOCKS) {
+          come(k + b + 1, b + 1);
+        } else {
+          ring.next();
+          if (k + P::BLOCKS < count) come(k + P::BLOCKS, 0);
+        }
       }
-      ring.next();
-      if (k + 1 < count) come(k + 1);
     }
     product_wait<0>();
     product_done(sum);

@@ -1,0 +1,96 @@
+"""Every tile of the MXFP4 batch's product: what kernels/mxfp4/hopper_batch.py should choose.
+
+    python benchmarks/tune_mxfp4_batch.py [--tokens M ...] [--shapes NxK ...] [--compile-only]
+
+Tokens in e4m3 by a packed weight, without the kernel that quantizes them. A line a case: tokens, N x K, the rule's us,
+its time over the fastest tile's, the model's time over the measured one, and the tiles, fastest first, all replayed in
+turn: columns, teams, groups, blocks of a stage, and after the stroke the thread blocks that share K. `wide` is what the
+rule for more than 32 tokens takes. Each result is compared with the rule's (relative, at most 5e-3: K is summed in
+other parts), and with itself in 20 runs (its bits). The last line: geometric means over the cases.
+"""
+
+import argparse
+import os
+from statistics import geometric_mean
+
+import torch
+from timing import in_processes, race_us
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.mixed.hopper import PROCESSORS
+from quantrot.kernels.mxfp4 import hopper_batch
+from quantrot.kernels.mxfp4.hopper_batch import Plan
+
+LLAMA = "4096x4096 6144x4096 14336x4096 28672x4096 4096x14336 8192x8192 10240x8192 57344x8192 8192x28672"
+QWEN = "3584x3584 4608x3584 37888x3584 3584x18944 7168x5120 5120x5120 55296x5120 5120x27648"
+SMALL = "2048x2048 3072x2048 16384x2048 2048x8192 17920x1536 1536x8960"
+TURNS = 4  # of a multiprocessor at most: tiles that take more are left out
+
+
+def name(plan: Plan) -> str:
+    return f"{plan.columns}t{plan.teams}g{plan.groups}b{plan.blocks}/{plan.split}"
+
+
+def plans(tokens: int, rows: int, depth: int) -> dict[str, Plan]:
+    few = tokens <= hopper_batch.FEW
+    found = {"rule": hopper_batch.plan_for(tokens, rows, depth)}
+    if few:
+        found["wide"] = hopper_batch.plan_for(hopper_batch.FEW + 1, rows, depth)
+    for tile, *_ in hopper_batch.FEW_TILES if few else hopper_batch.TILES:
+        for plan in hopper_batch.fitted(tile, depth, few):
+            turns = -(-plan.grid(rows, tokens, 0) // PROCESSORS)
+            if plan.stages >= 2 and plan.own[0] % (8 if few else 16) == 0 and turns <= TURNS:
+                found[name(plan)] = plan
+    return found
+
+
+def measured(tokens: int, rows: int, depth: int) -> dict[str, float]:
+    """us by plan."""
+    copies = max(2, -(-(200 << 20) // (rows * depth // 2)))  # more than L2 holds
+    stored = [((rows, depth // 2), 0, 256), ((rows, depth // 32), 118, 126)]
+    weights = [
+        [torch.randint(low, high, size, dtype=torch.uint8, device="cuda") for size, low, high in stored]
+        for _ in range(copies)
+    ]
+    q, scale = hopper_batch.quantize(torch.randn(tokens, depth, device="cuda", dtype=torch.bfloat16), "bf16")
+
+    def call(weight: list[torch.Tensor], plan: Plan) -> torch.Tensor:
+        return hopper_batch.multiply(q, scale, *weight, torch.bfloat16, settled=True, plan=plan)
+
+    found = plans(tokens, rows, depth)
+    expected = call(weights[0], found["rule"]).float()
+    for plan in found.values():
+        y = call(weights[0], plan)
+        assert (y.float() - expected).norm() <= 5e-3 * expected.norm(), plan
+        assert all(torch.equal(call(weights[0], plan), y) for _ in range(20)), plan
+    return race_us({key: [lambda w=w, p=plan: call(w, p) for w in weights] for key, plan in found.items()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 32])
+    parser.add_argument("--shapes", nargs="+", default=f"{LLAMA} {QWEN} {SMALL}".split())
+    parser.add_argument("--compile-only", action="store_true")
+    args = parser.parse_args()
+    cases = [(m, *map(int, shape.split("x"))) for shape in args.shapes for m in args.tokens]
+    kernels = sorted({plan.entry(torch.bfloat16) for case in cases for plan in plans(*case).values()})
+    sources = [hopper_batch.device_functions() + kernel for kernel in kernels]
+    in_processes(nvrtc.compile_cubin, sources, os.cpu_count() or 1)
+    print(f"{len(kernels)} kernels")
+    if args.compile_only:
+        return
+    over_best, over_wide = [], []
+    for case in cases:
+        us = measured(*case)
+        ours, best = us["rule"], min(us.values())
+        over_best.append(ours / best)
+        over_wide.append(ours / us.get("wide", ours))
+        tiles = "  ".join(f"{key} {t:.2f}" for key, t in sorted(us.items(), key=lambda item: item[1]) if key != "rule")
+        model = hopper_batch.rule(*case)[0] / ours
+        shape = f"{case[1]} x {case[2]}"
+        print(f"{case[0]:5} {shape:14} {ours:7.2f} us {ours / best:6.3f} {model:6.2f}   {tiles}", flush=True)
+    print(f"of the fastest {geometric_mean(over_best):.3f}, of wide {geometric_mean(over_wide):.3f}")
+
+
+if __name__ == "__main__":
+    main()
