@@ -117,7 +117,7 @@ def test_every_plan_is_exact_on_integers(emulator, name, count, rows, columns):
     assert torch.equal(y, exact(*given).to(y.dtype))
 
 
-@pytest.mark.parametrize("name", ["teams", "tall"])
+@pytest.mark.parametrize("name", ["teams", "tall", "few"])
 def test_groups_at_any_distance_from_a_rows_largest_are_exact(emulator, name):
     """Row r has one group 2^(r - 20) of its largest scale, in the last part of K; row 3 another one of zeros."""
     rows, columns = 24, 2176
@@ -171,7 +171,7 @@ def test_scales_at_the_ends_of_what_a_byte_holds(emulator):
     assert torch.equal(y[:, 1:3], expected[:, 1:3].to(y.dtype))
 
 
-@pytest.mark.parametrize("name", ["teams", "four"])
+@pytest.mark.parametrize("name", ["teams", "four", "four_teams", "few"])
 def test_bits_do_not_depend_on_what_runs_first_or_on_neighbours(emulator, name):
     tokens, token_scale, packed, scale = operands(40, 136, 2048)
     tokens = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1)).to(E4M3)
@@ -184,13 +184,13 @@ def test_bits_do_not_depend_on_what_runs_first_or_on_neighbours(emulator, name):
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (200, 384), (8, 128)])
-@pytest.mark.parametrize("tokens", [33, 64, 65, 128, 200, 256, 300, 512, 1024])
+@pytest.mark.parametrize("tokens", [1, 16, 32, 33, 64, 65, 128, 200, 256, 300, 512, 1024])
 def test_every_plan_fits(shape, tokens):
     plan = hopper_batch.plan_for(tokens, *shape)
     assert plan.stages >= 2 and plan.bytes_for(shape[1]) <= 227 << 10 and plan.splits(shape[1])
 
 
-@pytest.mark.parametrize("name", ["four", "wide", "tallest", "wide_teams"])
+@pytest.mark.parametrize("name", ["four", "wide", "tallest", "wide_teams", "four_teams", "few", "two_blocks"])
 def test_kernels_compile_without_spills(name, compiled_cuda):
     made = compiled_cuda(hopper_batch.device_functions() + CASES[name][0].entry(BF16))
     assert made.spilled == [0], made.log
