@@ -98,7 +98,8 @@ def _rotations(plan: Plan) -> str:
         f"{name} {r.kind}, {r.extent}, {'online' if name in ONLINE else 'fused'}" for name, r in plan.rotations.items()
     ]
     words += [f"a Hadamard in front of linears, blocks of {block}, online" for block in blocks]
-    return "Rotations: " + "; ".join(words) + "."
+    turned = " Adapters made for the original model (LoRA, prefixes) do not fit: merge them into it and convert that."
+    return "Rotations: " + "; ".join(words) + "." + turned * any(name in plan.rotations for name in ("R1", "R2", "R3"))
 
 
 def _calibration(used: Calibration) -> str:

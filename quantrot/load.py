@@ -88,7 +88,8 @@ def load(
     if merge:
         merge_projections(model)
     leave_masks_out(model)
-    model.save_pretrained = model.model.save_pretrained = _refuse_to_save
+    for each in (model, model.model):
+        each.save_pretrained = each.push_to_hub = _refuse_to_save
     return dispatch_model(model, placed, offload_dir=offload_folder) if len(placed) > 1 else model
 
 
@@ -108,8 +109,9 @@ def _uncollected() -> Iterator[None]:
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     """transformers would write a config that says nothing of formats and rotations: what loads it computes nonsense."""
     raise ValueError(
-        "save_pretrained: a converted model has no other files than those it was loaded from; copy its directory "
-        "(model.config._name_or_path), or keep model.state_dict(); of transformers' Trainer give save_strategy='no'"
+        "save_pretrained, push_to_hub: a converted model has no other files than those it was loaded from; copy its "
+        "directory (model.config._name_or_path) or upload it (hf upload), or keep model.state_dict(); of transformers' "
+        "Trainer give save_strategy='no'"
     )
 
 

@@ -102,7 +102,13 @@ def test_a_card_keeps_the_licence_and_names_every_online_hadamard(tiny, tmp_path
     online = (
         "a Hadamard in front of linears, blocks of 32, online; a Hadamard in front of linears, blocks of 64, online"
     )
-    assert f"Rotations: R4 hadamard, blocks of 16, online; {online}." in card
+    assert f"Rotations: R4 hadamard, blocks of 16, online; {online}.\n" in card
+
+
+def test_a_card_of_turned_weights_says_that_adapters_do_not_fit(source, tmp_path):
+    for recipe, turned in (("rotate-only", True), ("int8-weight-only", False)):
+        card = (convert(source, recipe, tmp_path / recipe).out / "README.md").read_text()
+        assert ("Adapters made for the original model" in card) is turned
 
 
 def test_a_card_names_a_base_model_that_the_hub_knows(source, tmp_path, monkeypatch):

@@ -3,12 +3,14 @@
 import gc
 import json
 import shutil
+from inspect import signature
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from quantrot import convert, load
 from quantrot.load import open_model
@@ -267,9 +269,25 @@ def test_tensors_loaded_into_a_model_are_the_ones_that_count(converted, assign):
 def test_save_pretrained_is_an_error_and_not_a_directory_of_nonsense(converted, tmp_path):
     model = load(converted, device_map="cpu")
     for each in (model, model.model):
-        with pytest.raises(ValueError, match="save_pretrained: .* copy its directory"):
-            each.save_pretrained(tmp_path / "saved")
+        for save in (each.save_pretrained, each.push_to_hub):
+            with pytest.raises(ValueError, match="save_pretrained, push_to_hub: .* copy its directory"):
+                save(str(tmp_path / "saved"))
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("recipe", ["int8-weight-only", "quarot-mxfp4", "fp8-block", "quarot-w4a4kv4"])
+def test_continuous_batching_gives_the_tokens_of_generate(source, recipe, tmp_path):
+    if "kwargs" not in signature(PagedAttentionCache.update).parameters:
+        pytest.skip("this transformers' attention functions write the paged cache")
+    model = load(convert(source, recipe, tmp_path / "out").out, device_map="cpu")
+    rules = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # or it takes most of the memory there is
+    options = {"generation_config": rules, "continuous_batching_config": small, "progress_bar": False}
+    (found,) = model.generate_batch([[5, 6, 7, 8]], **options).values()
+    assert not found.error and len(found.generated_tokens) == 4
+    if recipe != "quarot-w4a4kv4":  # whose own cache is INT4, and the paged one wide
+        expected = model.generate(torch.tensor([[5, 6, 7, 8]]), generation_config=rules)
+        assert expected[0, 4:].tolist() == found.generated_tokens
 
 
 def test_loading_leaves_what_others_froze(converted):

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -197,7 +198,9 @@ class QuantizedAttention(Merging):
         on a norm, or where gradients are recorded. The layer's count is transformers': `update` adds to it as the
         kernel does.
         """
-        if cache is None or q.shape[1] != 1 or torch.is_grad_enabled() or (self.training and self.attention_dropout):
+        if not isinstance(cache, Cache) or q.shape[1] != 1:  # a paged one is none
+            return None
+        if torch.is_grad_enabled() or (self.training and self.attention_dropout):
             return None
         if self.R3 is not None or self.kv_cache != "bf16" or self.window or kwargs.get("output_attentions"):
             return None

@@ -7,6 +7,7 @@ one before PyTorch 2.14, where it cannot tell compiling from exporting. A model 
 implementation.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +33,15 @@ def leave_masks_out(model: Any) -> None:
     """Let this model's prompts go without masks where they need none, if its attention implementation is sdpa."""
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(IMPLEMENTATION)
+        model.init_continuous_batching = partial(init_continuous_batching, model)  # copied with it
+
+
+def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' (`generate_batch`, `transformers serve`), which knows its own implementations' names alone: from
+    here on the model has sdpa."""
+    if model.config._attn_implementation == IMPLEMENTATION:
+        model.set_attn_implementation("sdpa")
+    return type(model).init_continuous_batching(model, *args, **kwargs)
 
 
 AttentionInterface.register(IMPLEMENTATION, sdpa_attention_forward)

@@ -1,10 +1,17 @@
 """A prompt without a mask is the prompt with one, and every other case keeps its mask."""
 
 import copy
+import pickle
 
 import pytest
 import torch
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from quantrot.modules import masks
 
@@ -60,3 +67,20 @@ def test_another_implementation_is_left_alone_and_nothing_is_saved(models, tmp_p
     ours.set_attn_implementation("eager")
     masks.leave_masks_out(ours)
     assert ours.config._attn_implementation == "eager"
+
+
+def test_continuous_batching_runs_on_sdpa_and_a_copy_is_its_own(models):
+    sdpa, ours, _ = models
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts = [[5, 6, 7, 8], [1, 2, 3]]
+
+    def tokens(model):
+        small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # or it takes most of the memory there is
+        options = {"generation_config": config, "continuous_batching_config": small, "progress_bar": False}
+        found = model.generate_batch(prompts, **options)
+        return [each.generated_tokens for _, each in sorted(found.items())]
+
+    other = copy.deepcopy(ours)
+    assert tokens(other) == tokens(sdpa)
+    assert ours.config._attn_implementation == masks.IMPLEMENTATION
+    assert tokens(pickle.loads(pickle.dumps(ours))) == tokens(sdpa)
