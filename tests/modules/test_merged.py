@@ -443,6 +443,7 @@ def test_the_weights_sizes_are_known_in_code_for_any_size(kind, decoded):
         for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             linear.decode(torch.bfloat16)
         mlp.merge()
+    assert mlp.merged is not None
 
     def backend(graph, examples):
         values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
