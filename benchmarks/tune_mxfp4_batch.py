@@ -1,16 +1,22 @@
-"""Every tile of the MXFP4 batch's product: what kernels/mxfp4/hopper_batch.py should choose.
+"""Every tile of the MXFP4 batch's product: what kernels/mxfp4/hopper_batch.py should choose, and gemm.py with --choice.
 
-    python benchmarks/tune_mxfp4_batch.py [--tokens M ...] [--shapes NxK ...] [--compile-only]
+    python benchmarks/tune_mxfp4_batch.py [--tokens M ...] [--shapes NxK ...] [--compile-only | --choice]
 
 Tokens in e4m3 by a packed weight, without the kernel that quantizes them. A line a case: tokens, N x K, the rule's us,
 its time over the fastest tile's, the model's time over the measured one, and the tiles, fastest first, all replayed in
 turn: columns, teams, groups, blocks of a stage, and after the stroke the thread blocks that share K. `wide` is what the
 rule for more than 32 tokens takes. Each result is compared with the rule's (relative, at most 5e-3: K is summed in
 other parts), and with itself in 20 runs (its bits). The last line: geometric means over the cases.
+
+--choice: W4A8 and W4A4 (Hadamard 32) by the kernel for few tokens and by the batch's behind its quantizer, in turn. A
+line a case: tokens, N x K, and for each of both: us of few, of the batch, by how much the models find few slower, and
+the time of what gemm.py chooses over the faster one's. The last line: their geometric means, and the largest.
 """
 
 import argparse
+import itertools
 import os
+from functools import partial
 from statistics import geometric_mean
 
 import torch
@@ -18,7 +24,7 @@ from timing import in_processes, race_us
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed.hopper import PROCESSORS
-from quantrot.kernels.mxfp4 import hopper_batch
+from quantrot.kernels.mxfp4 import gemm, hopper, hopper_batch
 from quantrot.kernels.mxfp4.hopper_batch import Plan
 
 LLAMA = "4096x4096 6144x4096 14336x4096 28672x4096 4096x14336 8192x8192 10240x8192 57344x8192 8192x28672"
@@ -46,24 +52,51 @@ def plans(tokens: int, rows: int, depth: int) -> dict[str, Plan]:
 
 def measured(tokens: int, rows: int, depth: int) -> dict[str, float]:
     """us by plan."""
-    copies = max(2, -(-(200 << 20) // (rows * depth // 2)))  # more than L2 holds
-    stored = [((rows, depth // 2), 0, 256), ((rows, depth // 32), 118, 126)]
-    weights = [
-        [torch.randint(low, high, size, dtype=torch.uint8, device="cuda") for size, low, high in stored]
-        for _ in range(copies)
-    ]
+    ws = weights(rows, depth)
     q, scale = hopper_batch.quantize(torch.randn(tokens, depth, device="cuda", dtype=torch.bfloat16), "bf16")
 
     def call(weight: list[torch.Tensor], plan: Plan) -> torch.Tensor:
         return hopper_batch.multiply(q, scale, *weight, torch.bfloat16, settled=True, plan=plan)
 
     found = plans(tokens, rows, depth)
-    expected = call(weights[0], found["rule"]).float()
+    expected = call(ws[0], found["rule"]).float()
     for plan in found.values():
-        y = call(weights[0], plan)
+        y = call(ws[0], plan)
         assert (y.float() - expected).norm() <= 5e-3 * expected.norm(), plan
-        assert all(torch.equal(call(weights[0], plan), y) for _ in range(20)), plan
-    return race_us({key: [lambda w=w, p=plan: call(w, p) for w in weights] for key, plan in found.items()})
+        assert all(torch.equal(call(ws[0], plan), y) for _ in range(20)), plan
+    return race_us({key: [lambda w=w, p=plan: call(w, p) for w in ws] for key, plan in found.items()})
+
+
+def weights(rows: int, depth: int) -> list[list[torch.Tensor]]:
+    """[packed, scale] as often as it takes to pass L2."""
+    stored = [((rows, depth // 2), 0, 256), ((rows, depth // 32), 118, 126)]
+    return [
+        [torch.randint(low, high, size, dtype=torch.uint8, device="cuda") for size, low, high in stored]
+        for _ in range(max(2, -(-(200 << 20) // (rows * depth // 2))))
+    ]
+
+
+def product(x: torch.Tensor, weight: list[torch.Tensor], activations: str, few: bool) -> torch.Tensor:
+    gemm._few = lambda *_: few
+    return gemm.mxfp4_gemm(x, *weight, activations=activations, hadamard=32 * (activations == "mxfp4"))
+
+
+def choose(cases: list[tuple[int, int, int]]) -> None:
+    """The table of --choice."""
+    chosen = gemm._few
+    over_best: dict[str, list[float]] = {activations: [] for activations in gemm.QUANTIZING}
+    for case in cases:
+        tokens, rows, depth = case
+        x, ws = torch.randn(tokens, depth, device="cuda", dtype=torch.bfloat16), weights(rows, depth)
+        ways = list(itertools.product(over_best, (True, False)))
+        us = race_us({way: [partial(product, x, weight, *way) for weight in ws] for way in ways}, 5)
+        slower, line = hopper.rule(*case)[0] - hopper_batch.rule(*case)[0], f"{tokens:5} {f'{rows} x {depth}':14}"
+        for activations, found in over_best.items():
+            few, batch = us[activations, True], us[activations, False]
+            found.append((few if chosen(*case, activations) else batch) / min(few, batch))
+            line += f"   {activations} {few:7.2f} {batch:7.2f} {slower:7.2f} {found[-1]:6.3f}"
+        print(line, flush=True)
+    print("  ".join(f"{key}: {geometric_mean(found):.4f}, {max(found):.3f}" for key, found in over_best.items()))
 
 
 def main() -> None:
@@ -71,8 +104,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--shapes", nargs="+", default=f"{LLAMA} {QWEN} {SMALL}".split())
     parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--choice", action="store_true")
     args = parser.parse_args()
     cases = [(m, *map(int, shape.split("x"))) for shape in args.shapes for m in args.tokens]
+    if args.choice:
+        return choose(cases)
     kernels = sorted({plan.entry(torch.bfloat16) for case in cases for plan in plans(*case).values()})
     sources = [hopper_batch.device_functions() + kernel for kernel in kernels]
     in_processes(nvrtc.compile_cubin, sources, os.cpu_count() or 1)

@@ -20,7 +20,6 @@ from quantrot.kernels.nvrtc import load_kernel
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 SCALE_RULES = ("exact", "bf16", "pow2")  # 1, 2, 3 in the kernels
 STREAM_BYTES = 40 << 20  # codes and input past this do not both fit in the 60 MB L2: mark them as passing through
-CLUSTERS_STREAM_BYTES = 3 << 26  # the same of 256 x 256 by clusters: at 8192 x 8192 0.83 with the mark, 0.94 without
 PROCESSORS = 132  # of the device that the plans are for
 HINTS = {
     True: '#define LOAD ".L1::no_allocate"\n#define STREAM ".cs"\n',
@@ -170,7 +169,7 @@ class Ring(Plan):
 PLANS: dict[tuple[int, int], Plan] = {
     (1, 128): Groups(8, 128, rows=4, stream=False, warm=8 * PROCESSORS),  # (0.85, 0.96, 0.99)
     (128, 128): Squares(3, 512),  # (0.80, 0.94, 0.98)
-    (256, 256): Squares(4, 256, cluster=4),  # (0.73, 0.94, 0.97)
+    (256, 256): Squares(4, 256, cluster=4, stream=False),  # (0.73, 0.91, 0.99); marked 0.69, 0.83, 0.88
 }
 RING = Ring(1, 544)  # of a 256 x 256 matrix with about two blocks a multiprocessor (0.80, 0.85, 0.95)
 FEW_SQUARES = Squares(2, 512, cluster=2)  # of one with less than one; at 2048 x 2048 0.50, PLANS' 0.41
@@ -262,8 +261,7 @@ def plan_for(block: tuple[int, int], rows: int, columns: int, gated: bool = Fals
         plan = few
     elif block == (256, 256) and (each < 1 or 5 / 3 <= each <= 2):
         plan = FEW_SQUARES if each < 1 else RING
-    limit = CLUSTERS_STREAM_BYTES if plan == PLANS[256, 256] else STREAM_BYTES
-    return plan if (5 if gated else 3) * rows * columns > limit else replace(plan, stream=False)
+    return plan if (5 if gated else 3) * rows * columns > STREAM_BYTES else replace(plan, stream=False)
 
 
 @lru_cache(maxsize=256)
