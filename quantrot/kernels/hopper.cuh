@@ -483,13 +483,19 @@ __device__ __forceinline__ int start_of(int at, int size, int tile) {
   return at < last ? at : last;
 }
 
-// x / divisor, rounded correctly (Markstein 1990): a product with the divisor's correctly rounded reciprocal, its exact
-// remainder, one correction. The signs are such that zeros keep theirs. That holds while nothing underflows: of divisors
-// under 2^-60 both are to be lifted first.
-__device__ __forceinline__ float exact_quotient(float x, float divisor, float inverse) {
-  const float near = x * inverse;
-  return fmaf(fmaf(near, divisor, -x), -inverse, near);
-}
+// 1 / divisor in two floats, to 47 bits: quotients of 16-bit numbers by it are correctly rounded wherever that decides a code
+// (see fp8/blocks.cuh), in two operations. With low >= 0 zeros keep their signs. NaN of a divisor that is not finite.
+struct Reciprocal {
+  float high, low;
+
+  __device__ __forceinline__ explicit Reciprocal(float divisor) {
+    high = __frcp_rn(divisor);
+    if (fmaf(-divisor, high, 1.f) < 0.f) high = __uint_as_float(__float_as_uint(high) - 1);
+    low = fmaf(-divisor, high, 1.f) * high;
+  }
+  __device__ __forceinline__ Reciprocal(float high, float low) : high(high), low(low) {}
+  __device__ __forceinline__ float times(float x) const { return fmaf(x, high, x * low); }
+};
 
 struct alignas(16) Quad {
   u32 w[4];

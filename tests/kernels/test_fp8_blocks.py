@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8 import E4M3, blocks, quantize_fp8_block
-from quantrot.kernels.fp8.blocks import Arguments, Groups, Normed, Ring, Rows, Squares
+from quantrot.kernels.fp8.blocks import Arguments, Groups, Normed, Rows, Squares
 from quantrot.kernels.fp8.reference import gate, quantize_reference, rms_norm, scale_shape
 from quantrot.kernels.mxfp4 import hopper_batch
 
@@ -21,16 +21,6 @@ extern "C" const char* run(const quantrot::BlockArgs* args, unsigned blocks, uns
   return message.c_str();
 }}
 """
-RUN_RING = """
-static std::string message;
-extern "C" const char* run(const quantrot::BlockArgs* a, unsigned blocks, unsigned seed) {{
-  const unsigned long long pitch = 2 * a->x_stride;
-  const quantrot::TensorMap x{{(unsigned char*)a->x, a->columns, a->rows, pitch, 256, {rows}, 2, 0}};
-  const emulator::Dim3 grid{{blocks, 1, 1}};
-  message = emulator::launch(grid, 1, {threads}, {shared}, seed, [&] {{ quantrot::{call}(x, *a); }});
-  return message.c_str();
-}}
-"""
 
 
 def bits(t):
@@ -38,14 +28,13 @@ def bits(t):
 
 
 def blocks_of_everything(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """3 x 3 blocks with ragged edges: ordinary, special, scales that are lifted, ties."""
+    """3 x 3 blocks with ragged edges: ordinary, special, tiny, ties."""
     torch.manual_seed(size)
     x = torch.randn(3 * size - 24, 3 * size - 40)
     x[:size, :size] = 0
     x[5, 7], x[6, 8] = -0.0, 0.0
     x[size + 3, 3], x[size + 4, size + 5], x[size - 1, 2 * size + 1] = INF, NAN, -INF
-    lift = 2.0**-124 if dtype == torch.bfloat16 else 2.0**-20
-    x[2 * size :, :size] *= lift
+    x[2 * size :, :size] *= 2.0**-124 if dtype == torch.bfloat16 else 2.0**-20
     x[2 * size :, size : 2 * size] = torch.randint(-448, 449, x[2 * size :, size : 2 * size].shape).float()
     x[2 * size, size] = 448  # the scale is 1: integers between 16 and 448 meet every tie
     return x.to(dtype)
@@ -58,7 +47,7 @@ def blocks_of_everything(size: int, dtype: torch.dtype) -> torch.Tensor:
         ((128, 128), torch.bfloat16, "exact", Squares(4, 256)),
         ((128, 128), torch.float16, "bf16", Squares(4, 128, cluster=2)),
         ((256, 256), torch.bfloat16, "bf16", blocks.PLANS[256, 256]),
-        ((256, 256), torch.bfloat16, "pow2", blocks.FEW_SQUARES),
+        ((256, 256), torch.bfloat16, "pow2", Squares(4, 256, cluster=4)),
         ((256, 256), torch.float16, "exact", Squares(6, 128, cluster=4)),
         ((1, 128), torch.bfloat16, "exact", blocks.PLANS[1, 128]),
         ((1, 128), torch.float16, "bf16", Groups(4, 128, rows=16)),
@@ -103,30 +92,39 @@ def test_emulated_rows_for_a_batch_are_the_references_arranged(emulated, units):
     assert torch.equal(bits(scale), bits(expected_scale)) and torch.equal(bits(q), bits(hopper_batch.arrange(expected)))
 
 
+def every_quotient(dtype: torch.dtype, exponent: int) -> torch.Tensor:
+    """Rows of 4096, each with another significand as its largest magnitude, near 2^exponent, and beside it what decides
+    its codes: each significand of bfloat16 at each magnitude that has a code; those of float16 around every tie."""
+    if dtype == torch.bfloat16:
+        most = torch.arange(128.0, 256.0, dtype=torch.float64)
+        x = most.repeat(len(most), 1)
+    else:
+        most = torch.arange(1024.0, 2048.0, dtype=torch.float64)
+        ties = most[:, None] * (torch.arange(16, 32, dtype=torch.float64) / 448)
+        ties = ties * 2.0 ** torch.ceil(torch.log2(1024 / ties))
+        x = torch.cat([(ties.round() + i).clamp(1024, 2047) for i in (-1, 0, 1)], 1)
+    x = torch.cat([torch.minimum(x * 2.0**-j, most[:, None]) for j in range(22)], 1)
+    x = torch.cat([most[:, None], x, -x], 1).repeat(1, 2)[:, :4096]
+    return (x * 2.0**exponent / most[0]).to(dtype)
+
+
+@pytest.mark.parametrize("rule", ["exact", "bf16", "pow2"])
 @pytest.mark.parametrize(
-    ("dtype", "rule", "plan"),
-    [
-        (torch.bfloat16, "exact", blocks.RING),
-        (torch.float16, "bf16", Ring(1, 288, stages=3)),
-        (torch.bfloat16, "pow2", Ring(1, 160, rows=16, stages=2)),
-    ],
+    ("dtype", "exponents"), [(torch.bfloat16, (127, 64, 0, -64, -117, -120)), (torch.float16, (15, 0, -14))]
 )
-def test_emulated_ring_keeps_the_references_bits_over_many_blocks_of_a_thread_block(emulated, dtype, rule, plan):
-    block = (256, 256)
-    source = plan.source(block, dtype, rule)
-    shape = {"threads": plan.threads, "shared": plan.shared_bytes(), "rows": plan.rows}
-    run = RUN_RING.format(call=plan.call(block, dtype), **shape)
+def test_emulated_codes_of_every_quotient_are_the_references(emulated, dtype, exponents, rule):
+    plan = blocks.row_plan(4096)
+    source = plan.source((1, 0), dtype, rule)
+    run = RUN.format(call=plan.call((1, 0), dtype), cluster=1, threads=plan.threads, shared=plan.shared_bytes())
     library = emulated(source[: source.index('extern "C" __global__')] + run)
     library.run.restype = ctypes.c_char_p
-    x = blocks_of_everything(256, dtype)
-    apart = torch.full((x.shape[0], x.shape[1] + 16), NAN, dtype=dtype)
-    apart[:, : x.shape[1]] = x
-    expected, expected_scale = quantize_reference(x, block, rule)
-    for seed in range(6):
-        q, scale = torch.full(x.shape, 0.5).to(E4M3), torch.zeros(scale_shape(x.shape, block)[::-1]).T
-        args = Arguments(apart.data_ptr(), q.data_ptr(), scale.data_ptr(), apart.stride(0), *scale.stride(), *x.shape)
-        assert library.run(ctypes.byref(args), 1 + seed % 2, seed) == b""
-        assert torch.equal(bits(scale.contiguous()), bits(expected_scale)) and torch.equal(bits(q), bits(expected))
+    for exponent in exponents:
+        x = every_quotient(dtype, exponent)
+        expected, expected_scale = quantize_reference(x, (1, 0), rule)
+        q, scale = torch.full(x.shape, 0.5).to(E4M3), torch.zeros(len(x), 1)
+        args = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), *x.shape)
+        assert library.run(ctypes.byref(args), len(x), 0) == b""
+        assert torch.equal(bits(scale), bits(expected_scale)) and torch.equal(bits(q), bits(expected))
 
 
 @pytest.mark.parametrize(("dtype", "plan"), [(torch.bfloat16, blocks.GATED[0]), (torch.float16, blocks.GATED[1])])
@@ -214,12 +212,11 @@ def test_a_norm_is_read_before_the_kernel_in_front_has_ended_only_where_it_is_se
 @pytest.mark.parametrize(("dtype", "rule"), [(torch.bfloat16, "bf16"), (torch.float16, "exact")])
 def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda, dtype, rule):
     plans = [(block, plan, False) for block, plan in blocks.PLANS.items()]
-    plans += [((256, 256), plan, False) for plan in (blocks.RING, blocks.FEW_SQUARES)]
     plans += [((1, 128), plan, gated) for gated, plan in ((False, blocks.FEW_ROWS), *((True, g) for g in blocks.GATED))]
     plans += [((1, 0), blocks.row_plan(columns), False) for columns in (1024, 4096, 14336, 32768)]
     plans += [((1, 128), blocks.normed_plan(columns), False) for columns in (64, 4096, 8192, 14336, 32768)]
     start = 'extern "C" __global__'
-    sources = [replace(plan, stream=True).source(block, dtype, rule, gated) for block, plan, gated in plans]
+    sources = [plan.source(block, dtype, rule, gated) for block, plan, gated in plans]
     entries = (
         start + source.split(start)[1].replace(" blocks(", f" blocks_{i}(", 1) for i, source in enumerate(sources)
     )
@@ -229,21 +226,11 @@ def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda, dtype, r
 
 def test_rows_that_would_not_fill_the_gpu_are_divided_among_more_thread_blocks():
     for rows, columns in ((1, 4096), (64, 14336), (512, 4096)):
-        assert blocks.plan_for((1, 128), rows, columns) == replace(blocks.FEW_ROWS, stream=False)
-    assert blocks.plan_for((1, 128), 1, 14336, gated=True) == replace(blocks.GATED[1], stream=False)
+        assert blocks.plan_for((1, 128), rows, columns) == blocks.FEW_ROWS
+    assert blocks.plan_for((1, 128), 1, 14336, gated=True) == blocks.GATED[1]
     assert blocks.plan_for((1, 128), 2048, 14336, gated=True) == blocks.GATED[0]
-    assert blocks.plan_for((1, 128), 2048, 4096) == replace(blocks.PLANS[1, 128], stream=False)
+    assert blocks.plan_for((1, 128), 2048, 4096) == blocks.PLANS[1, 128]
     assert blocks.plan_for((1, 128), 4096, 8192) == blocks.PLANS[1, 128]
-
-
-def test_the_plan_of_256_x_256_blocks_goes_by_how_many_a_multiprocessor_has():
-    for n, plan in ((2048, blocks.FEW_SQUARES), (3072, blocks.PLANS[256, 256])):
-        assert blocks.plan_for((256, 256), n, n) == replace(plan, stream=False)
-    for n in (3840, 4096):
-        assert blocks.plan_for((256, 256), n, n) == blocks.RING
-    for rows, columns in ((4096, 4352), (14336, 4096), (8192, 8192)):
-        assert blocks.plan_for((256, 256), rows, columns) == replace(blocks.PLANS[256, 256], stream=False)
-    assert blocks.plan_for((256, 256), 16384, 16384) == blocks.PLANS[256, 256]
 
 
 @gpu
@@ -261,20 +248,6 @@ def test_gpu_bits_are_the_references(block, dtype, rule):
 
 
 @gpu
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("block", sorted(blocks.PLANS))
-def test_gpu_bits_are_the_references_by_the_plans_of_large_matrices(block, stream):
-    x = blocks_of_everything(block[1], torch.bfloat16)
-    if not blocks.supports(x.cuda(), block):
-        pytest.skip("needs sm_90 and cuda.core")
-    expected = quantize_reference(x, block, "exact")
-    for _ in range(20):
-        q, scale = (torch.empty_like(t, device="cuda") for t in expected)
-        blocks.quantize(x.cuda(), q, scale, block, "exact", plan=replace(blocks.PLANS[block], stream=stream))
-        assert torch.equal(bits(q), bits(expected[0])) and torch.equal(bits(scale), bits(expected[1]))
-
-
-@gpu
 def test_gpu_rows_with_a_pitch_and_rows_that_do_not_start_at_16_bytes():
     x = torch.randn(300, 1040, device="cuda").bfloat16()
     for part in (x[:, :520], x[3:, 8:264], x[:, 4:260], x[:, :257]):
@@ -285,7 +258,7 @@ def test_gpu_rows_with_a_pitch_and_rows_that_do_not_start_at_16_bytes():
 
 
 def large_matrix(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """256 x 256 blocks for the ring, ragged, of which nine are blocks_of_everything's."""
+    """Blocks for many thread blocks, ragged, of which nine are blocks_of_everything's."""
     x = torch.randn(3500, 4104, generator=torch.Generator().manual_seed(0)).to(dtype)
     special = blocks_of_everything(256, dtype)
     x[1024 : 1024 + special.shape[0], 2560 : 2560 + special.shape[1]] = special
@@ -295,13 +268,12 @@ def large_matrix(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @gpu
 @pytest.mark.parametrize("rule", ["exact", "pow2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gpu_ring_keeps_the_references_bits_in_a_hundred_runs(dtype, rule):
+def test_gpu_clusters_keep_the_references_bits_in_a_hundred_runs(dtype, rule):
     x = large_matrix(dtype)
     apart = torch.full((x.shape[0], x.shape[1] + 24), NAN, dtype=dtype, device="cuda")
     part = apart[:, 8 : 8 + x.shape[1]].copy_(x)
     if not blocks.supports(part, (256, 256)):
         pytest.skip("needs sm_90 and cuda.core")
-    assert isinstance(blocks.plan_for((256, 256), *x.shape), Ring)
     expected = [t.cuda() for t in quantize_reference(x, (256, 256), rule)]
     for given in (x.cuda(), part):
         for _ in range(100):
@@ -311,7 +283,7 @@ def test_gpu_ring_keeps_the_references_bits_in_a_hundred_runs(dtype, rule):
 
 
 @gpu
-@pytest.mark.parametrize("block", [(256, 256), (1, 128)])  # by the ring, and with rows asked for early
+@pytest.mark.parametrize("block", [(256, 256), (1, 128)])  # by clusters, and with rows asked for early
 def test_gpu_waits_for_the_kernel_that_writes_its_input_and_the_one_that_reads_its_codes(block):
     given = [large_matrix().cuda().roll(i, 0) for i in range(8)]
     if not blocks.supports(given[0], block):
@@ -334,19 +306,6 @@ def test_gpu_waits_for_the_kernel_that_writes_its_input_and_the_one_that_reads_i
             for g, e in zip(got, want, strict=True):
                 assert torch.equal(g.view(torch.uint8), e.view(torch.uint8))
                 g.view(torch.uint8).fill_(1)
-
-
-@gpu
-def test_gpu_sanitizers_find_nothing_in_the_ring(sanitized):
-    """Of three blocks for each of three thread blocks."""
-    sanitized(
-        "import torch\n"
-        "from quantrot.kernels.fp8 import blocks\n"
-        "blocks.PROCESSORS = 3\n"
-        "x, q = (torch.zeros(700, 520, dtype=d, device='cuda') for d in (torch.bfloat16, torch.float8_e4m3fn))\n"
-        "blocks.quantize(x, q, torch.empty(3, 3, device='cuda'), (256, 256), 'exact', plan=blocks.RING)\n"
-        "torch.cuda.synchronize()\n"
-    )
 
 
 @gpu

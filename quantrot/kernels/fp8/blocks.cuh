@@ -4,8 +4,10 @@
 // that several are resident and one loads while another stores. Their largest magnitudes meet in each other's shared
 // memory, between two cluster barriers.
 //
-// Magnitudes are compared as integers, which order like the numbers and put NaN above infinity. A block of a scale under
-// 2^-60 is lifted before it is divided by it (see `exact_quotient`).
+// Magnitudes are compared as integers, which order like the numbers and put NaN above infinity.
+//
+// A code is that of x / scale, rounded to float32 first. A scale has the significand of a 16-bit number over 448 or one of 8
+// bits, so there are few: a test takes each by every bfloat16, and x times the reciprocal in two parts always has the same code.
 
 namespace quantrot {
 
@@ -27,8 +29,6 @@ __device__ __forceinline__ u32 zero_after(u32 seen) {
 }
 #endif
 
-constexpr float LEAST_UNLIFTED = 0x1p-60f, LIFT_BY = 0x1p64f;
-
 struct BlockArgs {
   const void* x;
   void* q;  // contiguous
@@ -37,34 +37,27 @@ struct BlockArgs {
   u32 rows, columns;
 };
 
-// Eight elements over their scale, as codes. All is times `lift`; inverse is 1 / (scale * lift).
+// Eight elements over their scale, as codes.
 template <int D>
-__device__ __forceinline__ void quotients(u32 (&codes)[2], const Vec& v, float scale, float inverse, float lift) {
+__device__ __forceinline__ void quotients(u32 (&codes)[2], const Vec& v, const Reciprocal& by) {
   float q[8];
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     unpack<D>(v.w[j], q[2 * j], q[2 * j + 1]);
-#pragma unroll
-    for (int i = 2 * j; i < 2 * j + 2; i++) q[i] = exact_quotient(q[i] * lift, scale * lift, inverse);
+    q[2 * j] = by.times(q[2 * j]), q[2 * j + 1] = by.times(q[2 * j + 1]);
   }
 #pragma unroll
   for (int j = 0; j < 2; j++) codes[j] = codes4(q[4 * j], q[4 * j + 1], q[4 * j + 2], q[4 * j + 3]);
 }
 
-// What quotients are made from; a NaN, which makes every code one, for a scale that is not finite.
-__device__ __forceinline__ float inverse_of(float scale, float lift) {
-  return __float_as_uint(scale) < 0x7F800000u ? __frcp_rn(scale * lift) : __uint_as_float(0x7FC00000u);
-}
-
 // APART: a unit's two words lie 16 bytes from each other.
 template <int D, bool APART = false, int V>
-__device__ __forceinline__ void store_quotients(const Vec (&v)[V], float scale, float lift, char* to, i64 step,
-                                                int apart, int left) {
-  const float inverse = inverse_of(scale, lift);
+__device__ __forceinline__ void store_quotients(const Vec (&v)[V], float scale, char* to, i64 step, int apart, int left) {
+  const Reciprocal by(scale);
 #pragma unroll
   for (int i = 0; i < V; i++) {
     u32 codes[2];
-    quotients<D>(codes, v[i], scale, inverse, lift);
+    quotients<D>(codes, v[i], by);
     if (i * apart >= left) continue;
     if constexpr (APART) {
       u32* const words = (u32*)(to + i * step);
@@ -119,11 +112,7 @@ __device__ __forceinline__ void blocks_kernel(const BlockArgs& a) {
   unpack<D>(most, amax, none);
   const float scale = scale_of(amax);
   if (rank == 0 && threadIdx.x == 0) a.scales[down * a.scale_row + right * a.scale_column] = scale;
-  if (scale < LEAST_UNLIFTED) {
-    store_quotients<D>(v, scale, LIFT_BY, to, to_step, APART, left);
-  } else {
-    store_quotients<D>(v, scale, 1.f, to, to_step, APART, left);
-  }
+  store_quotients<D>(v, scale, to, to_step, APART, left);
 }
 
 // --- Whole rows --------------------------------------------------------------------------------------------------------
@@ -163,7 +152,7 @@ __device__ __forceinline__ void rows_kernel(const BlockArgs& a) {
   if (threadIdx.x == 0) a.scales[blockIdx.x * a.scale_row] = scale;
   const u32 place = ARRANGED ? column / 128 * 128 + column / 32 % 4 * 4 + column % 32 * 4 : column;
   char* const to = (char*)a.q + (i64)blockIdx.x * a.columns + place;
-  store_quotients<D, ARRANGED>(v, scale, scale < LEAST_UNLIFTED ? LIFT_BY : 1.f, to, STEP, STEP, left);
+  store_quotients<D, ARRANGED>(v, scale, to, STEP, STEP, left);
 }
 
 // --- 1 x 128 ---------------------------------------------------------------------------------------------------------
@@ -191,15 +180,6 @@ __device__ __forceinline__ u32 largest_of_group(const u32 (&most)[W]) {
   }
 }
 
-template <int D, int V, bool LIFTS>
-__device__ __forceinline__ void scaled_codes(u32 (&codes)[V][2], const Vec (&v)[V], float scale, float inverse) {
-#pragma unroll
-  for (int i = 0; i < V; i++) {
-    const float by = from_group<V, 16>(scale, i), times = from_group<V, 16>(inverse, i);
-    quotients<D>(codes[i], v[i], by, times, LIFTS && by < LEAST_UNLIFTED ? LIFT_BY : 1.f);
-  }
-}
-
 // Eight elements each of V groups -> their scales, own group's (`group_of<V, 16>`) in every lane, and their codes.
 template <int D, int V, class Scaled>
 __device__ __forceinline__ void group_codes(u32 (&codes)[V][2], const Vec (&v)[V], const Scaled& scaled) {
@@ -215,11 +195,11 @@ __device__ __forceinline__ void group_codes(u32 (&codes)[V][2], const Vec (&v)[V
   unpack<D>(largest_of_group(most), amax, none);
   const float scale = scale_of(amax);
   scaled(scale);
-  const float own_lift = scale < LEAST_UNLIFTED ? LIFT_BY : 1.f, inverse = inverse_of(scale, own_lift);
-  if (__any_sync(0xFFFFFFFFu, own_lift > 1.f)) {
-    scaled_codes<D, V, true>(codes, v, scale, inverse);
-  } else {
-    scaled_codes<D, V, false>(codes, v, scale, inverse);
+  const Reciprocal own(scale);
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const Reciprocal by(from_group<V, 16>(own.high, i), from_group<V, 16>(own.low, i));
+    quotients<D>(codes[i], v[i], by);
   }
 }
 
@@ -405,87 +385,6 @@ __device__ __forceinline__ void normed_kernel(const BlockArgs& a, const NormArgs
 #pragma unroll
   for (int i = 0; i < V; i++)
     if (i * STEP < left) store8(to + i * STEP, codes[i][0], codes[i][1]);
-}
-
-// --- A ring of rows --------------------------------------------------------------------------------------------------
-//
-// Persistent thread blocks. One warp brings 256 x 256 after 256 x 256 through the copy engine, ROWS rows a stage, as
-// far ahead as shared memory has room. The others take each stage into registers, which frees it at once: while a block
-// waits for its last rows and for its largest magnitude, and while it is stored, memory is busy with the next one.
-
-template <int D, int ROWS, int STAGES, int WARPS>
-__device__ __forceinline__ void ring_kernel(const TensorMap& map, const BlockArgs& a) {
-  constexpr int PIECES = 256 / ROWS, V = ROWS / WARPS;  // V rows of a stage for a warp
-  constexpr u32 STAGE = ROWS * 512, BARRIERS = STAGES * STAGE, MAXIMA = BARRIERS + STAGES * 16;
-  static_assert(V * WARPS == ROWS && PIECES * ROWS == 256 && V > 0, "whole rows");
-  static_assert(WARPS <= 32, "a lane for every warp's maximum");
-  const u32 base = shared_memory(), full = base + BARRIERS, empty = full + STAGES * 8;
-  const u32 warp = warp_number(), lane = lane_number();
-  const u32 across = (a.columns + 255) / 256, blocks = across * ((a.rows + 255) / 256);
-  if (threadIdx.x == 0) {
-#pragma unroll 1
-    for (u32 i = 0; i < STAGES; i++) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, WARPS);
-    barrier_init_done();
-  }
-  block_sync();
-  if (warp == WARPS) {
-    const u64 policy = cache_policy<FIRST>();
-    tensor_prefetch(&map);
-    grid_wait();
-    Ring<STAGES> ring;
-    for (u32 block = blockIdx.x; block < blocks; block += gridDim.x) {
-      const u32 down = block / across, right = block - down * across;
-#pragma unroll 1
-      for (u32 p = 0; p < PIECES; p++) {
-        barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-        barrier_expect(full + ring.stage * 8, STAGE);
-        tensor_load(base + ring.stage * STAGE, &map, right * 256, down * 256 + p * ROWS, full + ring.stage * 8, policy);
-        ring.next();
-      }
-    }
-    return;
-  }
-  grid_wait();
-  Ring<STAGES> ring;
-  u32 set = 0;  // of the two sets of maxima: a warp may be a block ahead of the last to read
-  for (u32 block = blockIdx.x; block < blocks; block += gridDim.x, set ^= 1) {
-    const u32 down = block / across, right = block - down * across;
-    const u32 row = down * 256 + warp, column = right * 256 + lane * 8;
-    const int left = column < a.columns && row < a.rows ? min(a.rows - row, 256u) : 0;  // rows, of this warp's on
-    Vec v[PIECES * V];
-    u32 most = 0;
-#pragma unroll
-    for (int p = 0; p < PIECES; p++) {
-      barrier_wait(full + ring.stage * 8, ring.parity);
-      const u32 from = base + ring.stage * STAGE + warp * 512 + lane * 16;
-#pragma unroll
-      for (int i = p * V; i < p * V + V; i++) v[i] = load_vector(from + (i - p * V) * (WARPS * 512));
-#pragma unroll
-      for (int i = p * V; i < p * V + V; i++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) most = larger_halves(most, v[i].w[j] & 0x7FFF7FFFu);
-      }
-      warp_sync();
-      if (lane == 0) barrier_arrive(address_after(empty + ring.stage * 8, most));  // not before the loads
-      ring.next();
-    }
-    most = largest_of_warp(most >> 16 > (most & 0xFFFF) ? most >> 16 : most & 0xFFFF);
-    const u32 maxima = base + MAXIMA + set * (WARPS * 4);
-    if (lane == 0) store_shared(maxima + warp * 4, most);
-    named_sync(1, WARPS * 32);
-    most = largest_of_warp(lane < WARPS ? __float_as_uint(load_shared(maxima + lane * 4)) : 0);
-    float amax, none;
-    unpack<D>(most, amax, none);
-    const float scale = scale_of(amax);
-    if (threadIdx.x == 0) a.scales[down * a.scale_row + right * a.scale_column] = scale;
-    char* const to = (char*)a.q + (i64)row * a.columns + column;
-    const i64 step = (i64)a.columns * WARPS;
-    if (scale < LEAST_UNLIFTED) {
-      store_quotients<D>(v, scale, LIFT_BY, to, step, WARPS, left);
-    } else {
-      store_quotients<D>(v, scale, 1.f, to, step, WARPS, left);
-    }
-  }
 }
 
 }  // namespace quantrot

@@ -7,7 +7,7 @@ at first use.
 
 import ctypes
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -19,25 +19,14 @@ from quantrot.kernels.nvrtc import load_kernel
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 SCALE_RULES = ("exact", "bf16", "pow2")  # 1, 2, 3 in the kernels
-STREAM_BYTES = 40 << 20  # codes and input past this do not both fit in the 60 MB L2: mark them as passing through
 PROCESSORS = 132  # of the device that the plans are for
-HINTS = {
-    True: '#define LOAD ".L1::no_allocate"\n#define STREAM ".cs"\n',
-    False: '#define LOAD ""\n#define STREAM ""\n',
-}
+CACHE_HINTS = '#define LOAD ""\n#define STREAM ""\n'  # none: marked as passing through, nothing is faster
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) blocks(
     const void* x, void* q, float* scales, long long x_stride, long long scale_row, long long scale_column,
     unsigned rows, unsigned columns) {{
   quantrot::{call}({{x, q, scales, x_stride, scale_row, scale_column, rows, columns}});
 }}
 """
-
-RING_ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) blocks(
-    const __grid_constant__ quantrot::TensorMap x, const __grid_constant__ quantrot::BlockArgs args) {{
-  quantrot::{call}(x, args);
-}}
-"""
-
 
 NORMED_ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) blocks(
     const __grid_constant__ quantrot::BlockArgs args, const __grid_constant__ quantrot::NormArgs norm) {{
@@ -55,8 +44,6 @@ def squares(rows: int, columns: int, block: tuple[int, int]) -> int:
 class Plan(ABC):
     resident: int  # thread blocks that a multiprocessor must have room for
     threads: int
-    stream: bool = True  # cache hints: mark the data as not used again soon
-    overlap: bool = True  # launched while the kernel before it ends
 
     cluster = 1
     entry = ENTRY
@@ -71,7 +58,7 @@ class Plan(ABC):
 
     def source(self, block: tuple[int, int], dtype: torch.dtype, rule: str, gated: bool = False) -> str:
         return (
-            f"#define SCALE_RULE {SCALE_RULES.index(rule) + 1}\n{HINTS[self.stream]}{device_functions()}"
+            f"#define SCALE_RULE {SCALE_RULES.index(rule) + 1}\n{CACHE_HINTS}{device_functions()}"
             + self.entry.format(
                 cluster=f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else "",
                 threads=self.threads,
@@ -146,34 +133,12 @@ class Normed(Plan):
         return self.units * self.threads // 16 * 4  # a sum of each 128 columns
 
 
-@dataclass(frozen=True)
-class Ring(Plan):
-    """256 x 256 by persistent thread blocks, one a multiprocessor, with a ring of stages of `rows` rows."""
-
-    rows: int = 32
-    stages: int = 14
-
-    entry = RING_ENTRY
-
-    def call(self, block: tuple[int, int], dtype: torch.dtype, gated: bool = False) -> str:
-        return f"ring_kernel<quantrot::{DTYPES[dtype]}, {self.rows}, {self.stages}, {self.threads // 32 - 1}>"
-
-    def grid(self, rows: int, columns: int, block: tuple[int, int]) -> int:
-        return min(squares(rows, columns, block), self.resident * PROCESSORS)
-
-    def shared_bytes(self) -> int:
-        return self.stages * (self.rows * 512 + 16) + 2 * (self.threads // 32 - 1) * 4
-
-
-# In parentheses what each has of the byte floor at 4096, 8192 and 16384 squared, through the operator.
+# In parentheses what each has of the byte floor at 4096, 8192 and 16384 squared.
 PLANS: dict[tuple[int, int], Plan] = {
-    (1, 128): Groups(8, 128, rows=4, stream=False, warm=8 * PROCESSORS),  # (0.85, 0.96, 0.99)
-    (128, 128): Squares(3, 512),  # (0.80, 0.94, 0.98)
-    (256, 256): Squares(4, 256, cluster=4, stream=False),  # (0.73, 0.91, 0.99); marked 0.69, 0.83, 0.88
+    (1, 128): Groups(8, 128, rows=4, warm=8 * PROCESSORS),  # (0.89, 0.98, 1.01)
+    (128, 128): Squares(3, 512),  # (0.85, 0.97, 1.02)
+    (256, 256): Squares(2, 512, cluster=2),  # (0.78, 0.93, 1.01)
 }
-RING = Ring(1, 544)  # of a 256 x 256 matrix with about two blocks a multiprocessor (0.80, 0.85, 0.95)
-FEW_SQUARES = Squares(2, 512, cluster=2)  # of one with less than one; at 2048 x 2048 0.50, PLANS' 0.41
-LARGE = 1 << 26  # elements of a 128 x 128 matrix from which Triton's kernel is taken (0.77, 0.95, 1.01)
 FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix whose thread blocks would all be resident at once
 GATED = Groups(7, 128, rows=4), Groups(8, 128, rows=1)  # of a 1 x 128 matrix from gate and up: the two likewise
 
@@ -208,10 +173,6 @@ class NormedArguments(ctypes.Structure):
     _fields_ = [("args", Arguments), ("norm", NormArgs)]
 
 
-class RingArguments(ctypes.Structure):
-    _fields_ = [("x", ctypes.c_ubyte * 128), ("args", Arguments)]
-
-
 def whole_row(block: tuple[int, int], columns: int) -> bool:
     """Whether a block is a row, and not one that PLANS has."""
     return block[0] == 1 and block not in PLANS and (block[1] == 0 or block[1] >= columns)
@@ -220,13 +181,13 @@ def whole_row(block: tuple[int, int], columns: int) -> bool:
 def row_plan(columns: int, units: int = 4) -> Rows:
     """Of rows that are blocks."""
     threads = 32 * -(-columns // (256 * units))
-    return Rows(max(1, min(16, 1536 // threads)), threads, stream=False, units=units)
+    return Rows(max(1, min(16, 1536 // threads)), threads, units=units)
 
 
 def normed_plan(columns: int) -> Normed:
     """At most 512 threads, whose barrier every number waits for."""
     units = next(units for units in (1, 2, 4, 8) if columns <= 4096 * units)
-    return Normed(1, 32 * -(-columns // (256 * units)), stream=False, units=units)
+    return Normed(1, 32 * -(-columns // (256 * units)), units=units)
 
 
 def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
@@ -234,14 +195,9 @@ def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
     aligned = x.shape[1] % (16 if gated else 8) == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     aligned = aligned and x.stride(1) == 1
     row = whole_row(block, x.shape[1]) and x.shape[1] <= MOST_COLUMNS
-    fits = (block in PLANS or row) and x.dtype in DTYPES and aligned and max(x.shape) < 1 << 31
-    if gated:
-        taken = block == (1, 128)
-    elif block == (256, 256):
-        taken = x.stride(0) >= x.shape[1]  # as a tensor map has it
-    else:
-        taken = block[0] == 1 or x.numel() < LARGE
-    return fits and taken and x.device.type == "cuda" and nvrtc.available(x.device)
+    taken = block == (1, 128) or (not gated and (block in PLANS or row))
+    fits = taken and x.dtype in DTYPES and aligned and max(x.shape) < 1 << 31
+    return fits and x.device.type == "cuda" and nvrtc.available(x.device)
 
 
 def supports_normed(x: Tensor, norm: Tensor) -> bool:
@@ -252,16 +208,13 @@ def supports_normed(x: Tensor, norm: Tensor) -> bool:
 
 @lru_cache(maxsize=1024)
 def plan_for(block: tuple[int, int], rows: int, columns: int, gated: bool = False) -> Plan:
-    """Of a matrix of 16-bit numbers. Only what is larger than a limit is marked as passing through."""
+    """Of a matrix of 16-bit numbers."""
     if whole_row(block, columns):
         return row_plan(columns)
+    if block != (1, 128):
+        return PLANS[block]
     plan, few = GATED if gated else (PLANS[block], FEW_ROWS)
-    each = squares(rows, columns, block) / PROCESSORS
-    if block == (1, 128) and plan.grid(rows, columns, block) < plan.resident * PROCESSORS:
-        plan = few
-    elif block == (256, 256) and (each < 1 or 5 / 3 <= each <= 2):
-        plan = FEW_SQUARES if each < 1 else RING
-    return plan if (5 if gated else 3) * rows * columns > STREAM_BYTES else replace(plan, stream=False)
+    return plan if plan.grid(rows, columns, block) >= plan.resident * PROCESSORS else few
 
 
 @lru_cache(maxsize=256)
@@ -281,17 +234,11 @@ def quantize(
     """x [M, K] (gated [M, 2 K]), not empty, for which `supports` holds -> codes q [M, K], contiguous, and scale."""
     rows, columns = q.shape
     plan = plan or plan_for(block, rows, columns, gated)
-    values: ctypes.Structure = Arguments(
-        x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), rows, columns
-    )
-    if isinstance(plan, Ring):
-        box = nvrtc.tensor_map(x.data_ptr(), rows, columns, x.stride(0) * 2, (plan.rows, 256), x.dtype, swizzle=0)
-        values = RingArguments(args=values)
-        ctypes.memmove(values.x, box, 128)
+    values = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), rows, columns)
     device = x.get_device()
     function = _kernel(plan, block, x.dtype, rule, gated, device)
     grid = plan.grid(rows, columns, block)
-    nvrtc.launch(function, (grid,), plan.threads, plan.shared_bytes(), values, device, overlap=plan.overlap)
+    nvrtc.launch(function, (grid,), plan.threads, plan.shared_bytes(), values, device, overlap=True)
 
 
 def quantize_normed(
@@ -305,4 +252,4 @@ def quantize_normed(
     values = NormedArguments(args, NormArgs(norm.data_ptr(), epsilon, settled))
     device = x.get_device()
     function = _kernel(plan, (1, 128), x.dtype, rule, False, device)
-    nvrtc.launch(function, (rows,), plan.threads, plan.shared_bytes(), values, device, overlap=plan.overlap)
+    nvrtc.launch(function, (rows,), plan.threads, plan.shared_bytes(), values, device, overlap=True)

@@ -123,21 +123,6 @@ __device__ __forceinline__ void prompt_load(const TensorMap* a, const TensorMap*
   }
 }
 
-// Eight elements over their scale, as codes; high + low is its reciprocal to 47 bits. The quotients are correctly rounded
-// wherever that decides a code, which a test shows for all significands of x and of the block's largest magnitude; with
-// low >= 0 zeros keep their signs. Two operations each, where `quotients` has four.
-__device__ __forceinline__ void short_quotients(u32 (&codes)[2], const Vec& v, float high, float low) {
-  float q[8];
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    unpack<BF16>(v.w[j], q[2 * j], q[2 * j + 1]);
-#pragma unroll
-    for (int i = 2 * j; i < 2 * j + 2; i++) q[i] = fmaf(q[i], high, q[i] * low);
-  }
-#pragma unroll
-  for (int j = 0; j < 2; j++) codes[j] = codes4(q[4 * j], q[4 * j + 1], q[4 * j + 2], q[4 * j + 3]);
-}
-
 // Four rows by 256 columns, this lane's eight of each 512 bytes from `slot` on in shared memory, -> codes and scales.
 __device__ __forceinline__ void code_piece(const BlockArgs& a, u32 row, u32 column, u32 slot) {
   u32 most[4];
@@ -151,14 +136,13 @@ __device__ __forceinline__ void code_piece(const BlockArgs& a, u32 row, u32 colu
   unpack<BF16>(largest_of_group(most), amax, none);
   const float scale = scale_of(amax);
   if (lane_number() % 16 < 4) a.scales[(row + group_of<4, 16>()) * a.scale_row + column / 128 * a.scale_column] = scale;
-  float high = inverse_of(scale, 1.f);
-  if (fmaf(-scale, high, 1.f) < 0.f) high = __uint_as_float(__float_as_uint(high) - 1);
-  const float low = fmaf(-scale, high, 1.f) * high;
+  const Reciprocal own(scale);
   char* to = (char*)a.q + (i64)row * a.columns + column;
 #pragma unroll
   for (int i = 0; i < 4; i++, to += a.columns) {
     u32 codes[2];
-    short_quotients(codes, load_vector(slot + i * 512), from_group<4, 16>(high, i), from_group<4, 16>(low, i));
+    const Reciprocal by(from_group<4, 16>(own.high, i), from_group<4, 16>(own.low, i));
+    quotients<BF16>(codes, load_vector(slot + i * 512), by);
     store8(to, codes[0], codes[1]);
   }
 }

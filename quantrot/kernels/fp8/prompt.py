@@ -41,7 +41,7 @@ def device_functions(rule: str) -> str:
     shared = nvrtc.sources("hopper", "products", "hadamard/words")
     text = shared + nvrtc.sources("fp8/blocks", "fp8/gemm", "fp8/prefill", "fp8/prompt")
     rule_number = blocks.SCALE_RULES.index(rule) + 1
-    return f"#define SCALE_RULE {rule_number}\n{blocks.HINTS[False]}{COUNTERS.declaration}{text}"
+    return f"#define SCALE_RULE {rule_number}\n{blocks.CACHE_HINTS}{COUNTERS.declaration}{text}"
 
 
 def entry(plan: Prefill, channel: bool, bias: int, name: str = "prompt") -> str:

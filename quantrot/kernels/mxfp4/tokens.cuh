@@ -116,16 +116,13 @@ __device__ __forceinline__ u32 larger_magnitude(u32 most, const Words (&words)[W
   return most;
 }
 
-// What e4m3's codes of a token are made with: quotients by its scale, both times `lift`.
+// What e4m3's codes of a token are made with.
 struct TokenScale {
-  float scale, lifted, inverse, lift;
+  float scale;
+  Reciprocal by;
 
-  __device__ __forceinline__ explicit TokenScale(float scale) : scale(scale), lift(scale < 0x1p-60f ? 0x1p64f : 1.f) {
-    lifted = scale * lift, inverse = __frcp_rn(lifted);
-  }
-  __device__ __forceinline__ float over(u32 bits) const {
-    return exact_quotient(Bf16::value((unsigned short)bits) * lift, lifted, inverse);
-  }
+  __device__ __forceinline__ explicit TokenScale(float scale) : scale(scale), by(scale) {}
+  __device__ __forceinline__ float over(u32 bits) const { return by.times(Bf16::value((unsigned short)bits)); }
 };
 
 // The scale of a token by the threads' largest magnitudes: of amax / 448, 1 for zeros; NaN where it is not finite. `maxima`:

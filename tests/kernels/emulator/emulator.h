@@ -774,11 +774,12 @@ inline float __int_as_float(int bits) { return __uint_as_float((uint32_t)bits); 
 inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
   return quantrot::exchange(value)[(threadIdx.x % 32) ^ mask];
 }
-inline int __any_sync(uint32_t, int value) {
-  for (uint32_t v : quantrot::exchange(value != 0))
-    if (v) return 1;
-  return 0;
+inline uint32_t __ballot_sync(uint32_t, int value) {
+  uint32_t votes = 0, lane = 0;
+  for (uint32_t v : quantrot::exchange(value != 0)) votes |= v << lane++;
+  return votes;
 }
+inline int __any_sync(uint32_t mask, int value) { return __ballot_sync(mask, value) != 0; }
 inline uint32_t __shfl_sync(uint32_t, uint32_t value, int lane) { return quantrot::exchange(value)[lane & 31]; }
 inline float __shfl_sync(uint32_t, float value, int lane) {
   return __uint_as_float(quantrot::exchange(__float_as_uint(value))[lane & 31]);
