@@ -1,6 +1,6 @@
 """Every tile of the MXFP4 batch's product: what kernels/mxfp4/hopper_batch.py should choose, and gemm.py with --choice.
 
-    python benchmarks/tune_mxfp4_batch.py [--tokens M ...] [--shapes NxK ...] [--compile-only | --choice]
+    python benchmarks/tune_mxfp4_batch.py [--tokens M ...] [--shapes NxK ...] [--compile-only | --choice [PLACE]]
 
 Tokens in e4m3 by a packed weight, without the kernel that quantizes them. A line a case: tokens, N x K, the rule's us,
 its time over the fastest tile's, the model's time over the measured one, and the tiles, fastest first, all replayed in
@@ -8,9 +8,11 @@ turn: columns, teams, groups, blocks of a stage, and after the stroke the thread
 rule for more than 32 tokens takes. Each result is compared with the rule's (relative, at most 5e-3: K is summed in
 other parts), and with itself in 20 runs (its bits). The last line: geometric means over the cases.
 
---choice: W4A8 and W4A4 (Hadamard 32) by the kernel for few tokens and by the batch's behind its quantizer, in turn. A
-line a case: tokens, N x K, and for each of both: us of few, of the batch, by how much the models find few slower, and
-the time of what gemm.py chooses over the faster one's. The last line: their geometric means, and the largest.
+--choice: W4A8 and W4A4 (Hadamard 32) by the kernel for few tokens and by the batch's behind its quantizer, in turn; as
+in a decoder layer, where PLACE is what is around the product there: norm, add (a residual), gate (and a residual), the
+weight settled. A line a case: tokens, N x K, and for each of both: us of few, of the batch, by how much the models find
+few slower, and the time of what gemm.py (fused.py) chooses over the faster one's. The last line: their geometric means,
+and the largest.
 """
 
 import argparse
@@ -18,13 +20,14 @@ import itertools
 import os
 from functools import partial
 from statistics import geometric_mean
+from typing import Any
 
 import torch
 from timing import in_processes, race_us
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed.hopper import PROCESSORS
-from quantrot.kernels.mxfp4 import gemm, hopper, hopper_batch
+from quantrot.kernels.mxfp4 import fused, gemm, hopper, hopper_batch
 from quantrot.kernels.mxfp4.hopper_batch import Plan
 
 LLAMA = "4096x4096 6144x4096 14336x4096 28672x4096 4096x14336 8192x8192 10240x8192 57344x8192 8192x28672"
@@ -76,24 +79,48 @@ def weights(rows: int, depth: int) -> list[list[torch.Tensor]]:
     ]
 
 
-def product(x: torch.Tensor, weight: list[torch.Tensor], activations: str, few: bool) -> torch.Tensor:
-    gemm._few = lambda *_: few
-    return gemm.mxfp4_gemm(x, *weight, activations=activations, hadamard=32 * (activations == "mxfp4"))
+def product(weight: list[torch.Tensor], activations: str, few: bool, around: dict[str, Any]) -> torch.Tensor:
+    """mxfp4_fused, or mxfp4_gemm where nothing is around it, by the kernel that is asked for."""
+    gemm._few, fused.batch_is_faster = lambda *_: few, lambda *_: not few
+    call = fused.mxfp4_fused if len(around) > 1 else gemm.mxfp4_gemm
+    return call(
+        packed=weight[0], scale=weight[1], activations=activations, hadamard=32 * (activations == "mxfp4"), **around
+    )
 
 
-def choose(cases: list[tuple[int, int, int]]) -> None:
+def around(place: str, tokens: int, rows: int, depth: int) -> dict[str, Any]:
+    """x, and what it meets in a decoder layer."""
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    x = new(tokens, depth * (2 if place == "gate" else 1))
+    residual = {"settled": True, "residual": new(tokens, rows)}
+    found = {
+        "alone": {},
+        "norm": {"settled": True, "norm": new(depth), "epsilon": 1e-5},
+        "add": residual,
+        "gate": residual | {"gated": True},
+    }
+    return {"x": x} | found[place]
+
+
+def choose(cases: list[tuple[int, int, int]], place: str) -> None:
     """The table of --choice."""
-    chosen = gemm._few
+    few_is_chosen, batch_is_chosen = gemm._few, fused.batch_is_faster
     over_best: dict[str, list[float]] = {activations: [] for activations in gemm.QUANTIZING}
     for case in cases:
-        tokens, rows, depth = case
-        x, ws = torch.randn(tokens, depth, device="cuda", dtype=torch.bfloat16), weights(rows, depth)
-        ways = list(itertools.product(over_best, (True, False)))
-        us = race_us({way: [partial(product, x, weight, *way) for weight in ws] for way in ways}, 5)
-        slower, line = hopper.rule(*case)[0] - hopper_batch.rule(*case)[0], f"{tokens:5} {f'{rows} x {depth}':14}"
+        beside, ws, ways = around(place, *case), weights(*case[1:]), list(itertools.product(over_best, (True, False)))
+        us = race_us({way: [partial(product, weight, *way, beside) for weight in ws] for way in ways}, 5)
+        slower = hopper.rule(*case)[0] - hopper_batch.rule(*case)[0]
+        line = f"{case[0]:5} {f'{case[1]} x {case[2]}':14}"
         for activations, found in over_best.items():
             few, batch = us[activations, True], us[activations, False]
-            found.append((few if chosen(*case, activations) else batch) / min(few, batch))
+            if place == "alone":
+                chosen = few_is_chosen(*case, activations)
+            else:
+                chosen = not batch_is_chosen(*case, activations, place in ("norm", "gate"), place in ("add", "gate"))
+            found.append((few if chosen else batch) / min(few, batch))
             line += f"   {activations} {few:7.2f} {batch:7.2f} {slower:7.2f} {found[-1]:6.3f}"
         print(line, flush=True)
     print("  ".join(f"{key}: {geometric_mean(found):.4f}, {max(found):.3f}" for key, found in over_best.items()))
@@ -104,11 +131,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--shapes", nargs="+", default=f"{LLAMA} {QWEN} {SMALL}".split())
     parser.add_argument("--compile-only", action="store_true")
-    parser.add_argument("--choice", action="store_true")
+    parser.add_argument("--choice", nargs="?", const="alone", choices=["alone", "norm", "add", "gate"])
     args = parser.parse_args()
     cases = [(m, *map(int, shape.split("x"))) for shape in args.shapes for m in args.tokens]
     if args.choice:
-        return choose(cases)
+        return choose(cases, args.choice)
     kernels = sorted({plan.entry(torch.bfloat16) for case in cases for plan in plans(*case).values()})
     sources = [hopper_batch.device_functions() + kernel for kernel in kernels]
     in_processes(nvrtc.compile_cubin, sources, os.cpu_count() or 1)

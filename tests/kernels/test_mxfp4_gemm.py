@@ -18,6 +18,7 @@ from quantrot.kernels.mxfp4 import (
     quantize_mxfp4,
     unpack_bits,
 )
+from quantrot.kernels.mxfp4.fused import batch_is_faster
 from quantrot.kernels.mxfp4.gemm import _few
 from quantrot.kernels.mxfp4.reference import ScaleRule
 
@@ -135,6 +136,16 @@ def test_few_tokens_take_their_own_kernel_where_the_models_say_that_it_is_faster
         assert _few(32, 4096, 4096, activations) and not _few(24, 28672, 4096, activations)
         assert not _few(33, 1536, 1536, activations)
     assert _few(32, 4096, 14336, "mxfp4") and not _few(32, 4096, 14336, "fp8")
+
+
+def test_what_is_around_a_product_in_a_layer_must_be_made_up_for_by_the_batchs():
+    for activations in ("fp8", "mxfp4"):
+        assert batch_is_faster(24, 28672, 4096, activations, True, False)
+        assert batch_is_faster(24, 8192, 28672, activations, True, True)
+        assert not batch_is_faster(16, 10240, 8192, activations, True, False)
+        assert not batch_is_faster(32, 4096, 14336, activations, True, True)
+    assert not batch_is_faster(32, 57344, 8192, "none", True, False)
+    assert batch_is_faster(32, 4096, 14336, "fp8", False, False)
 
 
 ALL_TURNS = [(rule, hadamard) for rule in ScaleRule for hadamard in (0, 32, 64, 128)]

@@ -215,8 +215,8 @@ def test_without_kernels_nothing_is_compiled_anew_for_few_tokens(fmt):
 
 @pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize(("tokens", "fused"), [(17, True), (32, True), (33, False)])
-def test_tokens_are_fused_even_where_a_batch_has_a_faster_product(monkeypatch, tokens, fused):
-    """As 17 and more quantized ones by 28672 x 4096: what is around them, as kernels, takes longer."""
+def test_up_to_32_tokens_are_one_operation_even_where_a_batch_has_a_faster_product(monkeypatch, tokens, fused):
+    """As 17 and more quantized ones by 28672 x 4096: it has kernels of its own for what is around that."""
     seen = []
     monkeypatch.setattr(mxfp4_fused, "_apart", lambda x, *rest: seen.append(len(x)))
     with torch.device("meta"):

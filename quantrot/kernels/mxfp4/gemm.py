@@ -183,8 +183,9 @@ def _widens(rows: Tensor, packed: Tensor, activations: str, backend: str) -> boo
 QUANTIZING = {"fp8": (3.9, -12e-5), "mxfp4": (4.4, 8e-5)}
 
 
-def _few(tokens: int, rows: int, columns: int, activations: str) -> bool:
-    """Whether the kernel for few tokens is faster than the one for a batch, by the models of both."""
+def _few(tokens: int, rows: int, columns: int, activations: str, around: float = 0.0) -> bool:
+    """Whether the kernel for few tokens is faster than the one for a batch, by the models of both. around: microseconds
+    of what the batch needs kernels of its own for, and few tokens do not."""
     from quantrot.kernels.mxfp4 import hopper, hopper_batch
 
     if tokens > DECODE_ROWS or not hopper.fits(columns):
@@ -193,7 +194,7 @@ def _few(tokens: int, rows: int, columns: int, activations: str) -> bool:
         return True
     few, batch = (module.rule(tokens, rows, columns)[0] for module in (hopper, hopper_batch))
     at_least, a_column = QUANTIZING[activations]
-    return few <= batch + at_least + a_column * columns
+    return few <= batch + at_least + a_column * columns + around
 
 
 def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
