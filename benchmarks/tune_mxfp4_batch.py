@@ -81,7 +81,7 @@ def weights(rows: int, depth: int) -> list[list[torch.Tensor]]:
 
 def product(weight: list[torch.Tensor], activations: str, few: bool, around: dict[str, Any]) -> torch.Tensor:
     """mxfp4_fused, or mxfp4_gemm where nothing is around it, by the kernel that is asked for."""
-    gemm._few, fused.batch_is_faster = lambda *_: few, lambda *_: not few
+    gemm.few_is_faster, fused.batch_is_faster = lambda *_: few, lambda *_: not few
     call = fused.mxfp4_fused if len(around) > 1 else gemm.mxfp4_gemm
     return call(
         packed=weight[0], scale=weight[1], activations=activations, hadamard=32 * (activations == "mxfp4"), **around
@@ -107,7 +107,7 @@ def around(place: str, tokens: int, rows: int, depth: int) -> dict[str, Any]:
 
 def choose(cases: list[tuple[int, int, int]], place: str) -> None:
     """The table of --choice."""
-    few_is_chosen, batch_is_chosen = gemm._few, fused.batch_is_faster
+    few_is_chosen, batch_is_chosen = gemm.few_is_faster, fused.batch_is_faster
     over_best: dict[str, list[float]] = {activations: [] for activations in gemm.QUANTIZING}
     for case in cases:
         beside, ws, ways = around(place, *case), weights(*case[1:]), list(itertools.product(over_best, (True, False)))

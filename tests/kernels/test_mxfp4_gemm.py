@@ -19,7 +19,7 @@ from quantrot.kernels.mxfp4 import (
     unpack_bits,
 )
 from quantrot.kernels.mxfp4.fused import batch_is_faster
-from quantrot.kernels.mxfp4.gemm import _few
+from quantrot.kernels.mxfp4.gemm import few_is_faster
 from quantrot.kernels.mxfp4.reference import ScaleRule
 
 gpu = pytest.mark.gpu
@@ -131,11 +131,11 @@ SHAPES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192)
 
 def test_few_tokens_take_their_own_kernel_where_the_models_say_that_it_is_faster():
     for activations in ("fp8", "mxfp4"):
-        assert all(_few(1, *shape, activations) for shape in SHAPES)
-        assert _few(8, 10240, 8192, activations) and not _few(32, 10240, 8192, activations)
-        assert _few(32, 4096, 4096, activations) and not _few(24, 28672, 4096, activations)
-        assert not _few(33, 1536, 1536, activations)
-    assert _few(32, 4096, 14336, "mxfp4") and not _few(32, 4096, 14336, "fp8")
+        assert all(few_is_faster(1, *shape, activations) for shape in SHAPES)
+        assert few_is_faster(8, 10240, 8192, activations) and not few_is_faster(32, 10240, 8192, activations)
+        assert few_is_faster(32, 4096, 4096, activations) and not few_is_faster(24, 28672, 4096, activations)
+        assert not few_is_faster(33, 1536, 1536, activations)
+    assert few_is_faster(32, 4096, 14336, "mxfp4") and not few_is_faster(32, 4096, 14336, "fp8")
 
 
 def test_what_is_around_a_product_in_a_layer_must_be_made_up_for_by_the_batchs():
@@ -163,7 +163,9 @@ def test_quantized_in_the_product_or_before_it_tokens_give_the_same_bits(rule, h
     from quantrot.kernels.mxfp4 import triton_rows
 
     packed, scale = quantize_mxfp4(normal(*shape, device="cuda", seed=1))
-    for tokens in (n for n in (1, 2, 8, 13, 16, 32) if _few(n, *shape, "mxfp4")):  # a batch has bits of its own
+    for tokens in (
+        n for n in (1, 2, 8, 13, 16, 32) if few_is_faster(n, *shape, "mxfp4")
+    ):  # a batch has its own bits
         x = normal(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
         x[:, 128:256] *= torch.tensor([0.0, 2.0**-120, 2.0**-30, 2.0**40], device="cuda").repeat_interleave(32)
         x[-1, 33] = float("nan") if tokens > 1 else 1.0
@@ -437,7 +439,7 @@ def test_more_columns_than_a_batchs_kernel_has_a_plan_for():
     for depth in (hopper_batch.MOST_DEPTH, 2 * hopper_batch.MOST_DEPTH):
         x = torch.empty(16, depth, dtype=torch.bfloat16, device="meta")
         assert hopper_batch.fits(x, 4096) == (depth == hopper_batch.MOST_DEPTH)
-        assert _few(16, 4096, depth, "fp8") or hopper_batch.fits(x, 4096)
+        assert few_is_faster(16, 4096, depth, "fp8") or hopper_batch.fits(x, 4096)
         if hopper_batch.fits(x, 4096):
             assert all(hopper_batch.plan_for(n, rows, depth).stages >= 2 for n in (1, 16, 512) for rows in (8, 4096))
 

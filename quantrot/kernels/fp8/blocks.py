@@ -135,9 +135,9 @@ class Normed(Plan):
 
 # In parentheses what each has of the byte floor at 4096, 8192 and 16384 squared.
 PLANS: dict[tuple[int, int], Plan] = {
-    (1, 128): Groups(8, 128, rows=4, warm=8 * PROCESSORS),  # (0.89, 0.98, 1.01)
-    (128, 128): Squares(3, 512),  # (0.85, 0.97, 1.02)
-    (256, 256): Squares(2, 512, cluster=2),  # (0.78, 0.93, 1.01)
+    (1, 128): Groups(8, 128, rows=4, warm=8 * PROCESSORS),  # (0.89, 0.99, 1.01)
+    (128, 128): Squares(3, 512),  # (0.84, 0.98, 1.02)
+    (256, 256): Squares(2, 512, cluster=2),  # (0.75, 0.94, 1.01)
 }
 FEW_ROWS = Groups(4, 128, rows=1)  # of a 1 x 128 matrix whose thread blocks would all be resident at once
 GATED = Groups(7, 128, rows=4), Groups(8, 128, rows=1)  # of a 1 x 128 matrix from gate and up: the two likewise

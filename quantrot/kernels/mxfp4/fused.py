@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import Fp8ScaleRule, gate, rms_norm
-from quantrot.kernels.mxfp4.gemm import DECODE_ROWS, _few, activation_rule, check_operands, mxfp4_gemm
+from quantrot.kernels.mxfp4.gemm import DECODE_ROWS, activation_rule, check_operands, few_is_faster, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import has_kernels
 from quantrot.kernels.mxfp4.reference import ScaleRule
 from quantrot.kernels.operators import check_around, constant, implement
@@ -106,7 +106,7 @@ def _has_fused(several: bool, n: int, k: int, device: torch.device) -> bool:
 
 def batch_is_faster(tokens: int, n: int, k: int, activations: str, front: bool, behind: bool) -> bool:
     """Whether quantized tokens take a batch's product, with kernels of their own for what is in front and behind."""
-    return activations != "none" and not _few(tokens, n, k, activations, FRONT * front + BEHIND * behind)
+    return activations != "none" and not few_is_faster(tokens, n, k, activations, FRONT * front + BEHIND * behind)
 
 
 @implement("quantrot::mxfp4_fused")

@@ -183,7 +183,7 @@ def _widens(rows: Tensor, packed: Tensor, activations: str, backend: str) -> boo
 QUANTIZING = {"fp8": (3.9, -12e-5), "mxfp4": (4.4, 8e-5)}
 
 
-def _few(tokens: int, rows: int, columns: int, activations: str, around: float = 0.0) -> bool:
+def few_is_faster(tokens: int, rows: int, columns: int, activations: str, around: float = 0.0) -> bool:
     """Whether the kernel for few tokens is faster than the one for a batch, by the models of both. around: microseconds
     of what the batch needs kernels of its own for, and few tokens do not."""
     from quantrot.kernels.mxfp4 import hopper, hopper_batch
@@ -203,7 +203,7 @@ def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard
     if not asked or not rows.is_cuda or not has_triton() or not nvrtc.available(rows.device):
         return False
     shape = rows.shape[0], packed.shape[0], rows.shape[1]
-    if rows.dtype == torch.bfloat16 and _few(*shape, activations):
+    if rows.dtype == torch.bfloat16 and few_is_faster(*shape, activations):
         return False
     from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
 
