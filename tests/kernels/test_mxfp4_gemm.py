@@ -163,9 +163,7 @@ def test_quantized_in_the_product_or_before_it_tokens_give_the_same_bits(rule, h
     from quantrot.kernels.mxfp4 import triton_rows
 
     packed, scale = quantize_mxfp4(normal(*shape, device="cuda", seed=1))
-    for tokens in (
-        n for n in (1, 2, 8, 13, 16, 32) if few_is_faster(n, *shape, "mxfp4")
-    ):  # a batch has its own bits
+    for tokens in (n for n in (1, 2, 8, 13, 16, 32) if few_is_faster(n, *shape, "mxfp4")):  # a batch has its own bits
         x = normal(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
         x[:, 128:256] *= torch.tensor([0.0, 2.0**-120, 2.0**-30, 2.0**40], device="cuda").repeat_interleave(32)
         x[-1, 33] = float("nan") if tokens > 1 else 1.0
