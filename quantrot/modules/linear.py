@@ -136,6 +136,7 @@ class QuantizedLinear(nn.Module):
         self.tensor_names: list[str] = []
         self._decoded: Tensor | None = None
         self._decoded_from: list[Tensor] = []
+        self._decoded_at: list[int] = []
         for suffix, stored, shape in formats.stored_tensors(fmt.weights, out_features, in_features, native_fp8):
             self.register_parameter(suffix, nn.Parameter(torch.empty(shape, dtype=DTYPES[stored]), requires_grad=False))
             self.tensor_names.append(suffix)
@@ -181,19 +182,23 @@ class QuantizedLinear(nn.Module):
         return formats.dequantize(self.format.weights, self.stored(), self.in_features, dtype)
 
     def decode(self, dtype: torch.dtype) -> None:
-        """Keep the dequantized weight for the forwards to come. Anew where the stored tensors are written in place;
-        load_state_dict does so itself, other tensors end it."""
+        """Keep the dequantized weight for the forwards to come. load_state_dict does so anew, other tensors end it."""
         weight, kept = self.dequantized(dtype), self._decoded
         if kept is None or (kept.dtype, kept.device) != (weight.dtype, weight.device) or kept.is_inference():
             self.hold("_decoded", weight)
             self._apart = True
         else:
             kept.copy_(weight)  # which may be a slice of a merged linear's
-        self._decoded_from = self.stored()
+        self.decoded_from(self.stored())
+
+    def decoded_from(self, tensors: list[Tensor]) -> None:
+        """Remember what the kept weight was made of."""
+        self._decoded_from, self._decoded_at = tensors, versions(tensors)
 
     def decoded(self) -> Tensor | None:
         """The weight that was kept, if it was decoded from the tensors that are here now. Other parameters than those,
-        which accelerate and FSDP put here where no assignment is seen, end it; compiled code does not look."""
+        which accelerate and FSDP put here where no assignment is seen, end it; where these were written in place, other
+        than through their `data`, it is decoded anew. Compiled code does not look."""
         if self._decoded is None or torch.compiler.is_compiling():
             return self._decoded
         now = self.stored()
@@ -201,6 +206,8 @@ class QuantizedLinear(nn.Module):
             if all(isinstance(tensor, nn.Parameter) for tensor in now):  # or they are functional_call's, for a while
                 self._decoded = None
             return None
+        if versions(now) != self._decoded_at:
+            self.decode(self._decoded.dtype)
         return self._decoded
 
     def turned(self, x: Tensor) -> Tensor:
@@ -323,6 +330,11 @@ def sharded(weight: Tensor) -> str:
 def replaced(now: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
     """Whether these are other tensors, not the same ones with other numbers."""
     return any(a is not b for a, b in zip(now, before, strict=True))
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each has been written, which tensors of inference mode do not know."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def fused_hadamard(rotation: Rotation, activations: ActivationFormat) -> int:

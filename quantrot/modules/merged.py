@@ -66,10 +66,13 @@ class Merging(nn.Module):
         pairs: Any = zip(self.linears(), self._merged_of, strict=True)
         if not all(a is b and not a._apart and not watched(a) for a, b in pairs):
             return None
-        if not torch.compiler.is_compiling() and replaced(now := _tensors(self._merged_of), self._merged_tensors):
-            if all(isinstance(tensor, nn.Parameter) for tensor in now):
-                self.merged = None
-            return None
+        if not torch.compiler.is_compiling():
+            if replaced(now := _tensors(self._merged_of), self._merged_tensors):
+                if all(isinstance(tensor, nn.Parameter) for tensor in now):
+                    self.merged = None
+                return None
+            for part in self._merged_of:
+                part.decoded()  # anew, into its slice, where it was written
         bias, parts = self.merged.bias, self._merged_of
         return None if bias is not None and any(_alone(part.bias, bias) for part in parts) else self.merged
 
@@ -196,7 +199,7 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
         whole.hold("_decoded", memory)
         for part, piece in zip(alike, pieces, strict=True):
             part._decoded = piece
-        whole._decoded_from = [getattr(whole, name) for name in first.tensor_names]
+        whole.decoded_from([getattr(whole, name) for name in first.tensor_names])
     for part in alike:
         part._apart = False
     whole.tensor_names = first.tensor_names
@@ -208,7 +211,7 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
 
 def _side_by_side(tensors: list[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     """(all rows in one memory, which is shared if theirs is, and each tensor's slice of it)."""
-    memory = torch.cat(tensors)
+    memory = torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)  # autocast knows no e4m3
     if tensors[0].is_shared():
         memory.share_memory_()
     return memory, memory.split([len(tensor) for tensor in tensors])

@@ -53,6 +53,14 @@ def same(llama, other) -> bool:
         return torch.allclose(llama(IDS).logits, other(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_parameters_written_in_place_count(pair):
+    llama, other = pair
+    for own, new in zip(llama.parameters(), other.parameters(), strict=True):
+        own.copy_(new)
+    assert same(llama, other)
+
+
 def test_parameters_that_accelerate_puts_there_count(pair):
     llama, other = pair
     assert not same(llama, other)

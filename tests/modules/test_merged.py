@@ -195,6 +195,14 @@ def test_what_accelerate_may_move_is_not_merged_where_there_are_no_kernels(monke
     assert merge_projections(llama) == 0
 
 
+def test_it_is_merged_and_cast_under_autocast_which_knows_no_e4m3():
+    llama = model("fp8")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert merge_projections(llama) == 4
+        llama.to(torch.float16)
+    assert llama.model.layers[0].mlp.current() is not None
+
+
 @pytest.mark.parametrize("name", QuantizedMLP.parts)
 def test_a_replaced_projection_is_the_one_that_runs(name):
     llama = model("fp8")
