@@ -12,6 +12,8 @@ passes: R1 ends in front of it, R3 begins behind it.
 from dataclasses import dataclass
 from typing import Any
 
+from quantrot.checkpoint import FLOATS, Checkpoint, same_bytes
+
 SUPPORTED = {
     "llama": "LlamaForCausalLM (Llama 1 to 3.3, SmolLM2, TinyLlama, and what shares their tensors)",
     "mistral": "MistralForCausalLM (Mistral 7B and its kind)",
@@ -24,6 +26,7 @@ DEFAULTS = {  # of what a config.json may leave out, where transformers' are not
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
 MAX_LAYERS, MAX_SIZE = 10_000, 1 << 24  # past every model's
+QUANTIZED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale")  # what GPTQ, AWQ and others make of weights
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
 
 
@@ -200,3 +203,49 @@ def width(model: Llama, rotation: str) -> int:
     return {"R1": model.hidden_size, "R2": model.head_dim, "R3": model.head_dim, "R4": model.intermediate_size}[
         rotation
     ]
+
+
+def mistakes(checkpoint: Checkpoint, model: Llama) -> list[str]:
+    """Where a checkpoint holds other than the model's tensors, of the shapes that config.json implies and in floats."""
+    wanted, found, errors = tensors(model), checkpoint.tensors, []
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        errors.append(f"{checkpoint.root}: {_several(missing)} missing: {_shown(missing)}")
+        if missing == [f"{HEAD}.weight"]:
+            errors[-1] += "; set tie_word_embeddings to true in config.json if the embedding is meant"
+        prefix = next((name.removesuffix(missing[0]) for name in found if name.endswith(missing[0])), "")
+        if missing == list(wanted) and all(prefix + name in found for name in missing):
+            errors[-1] += (
+                f"; they are there with {prefix!r} before each, a wrapper's: save the model inside it, such as "
+                "wrapper.module or, of torch.compile, wrapper._orig_mod, with save_pretrained"
+            )
+            return errors  # else each name would be an error of its own
+    foreign = []
+    for name, info in found.items():
+        if name == f"{HEAD}.weight" and model.tied:  # one that was trained apart must not be lost
+            if not same_bytes(info, found.get(f"{EMBEDDING}.weight", info)):
+                errors.append(
+                    f"{info.file.name}: {name} is not the embedding, though config.json says tie_word_embeddings; "
+                    "set that to false, or drop the tensor if the embedding is meant"
+                )
+        elif name not in wanted:
+            if not may_be_dropped(name):
+                foreign.append(name)
+        elif info.shape != wanted[name]:
+            errors.append(f"{info.file.name}: {name} has shape {info.shape}; config.json implies {wanted[name]}")
+        elif info.dtype not in FLOATS:
+            errors.append(f"{info.file.name}: {name} has dtype {info.dtype}; allowed: {', '.join(FLOATS)}")
+    if foreign:
+        files = _shown(sorted({found[name].file.name for name in foreign}))
+        errors.append(f"{files}: {_several(foreign)} not part of a {model.model_type} model: {_shown(foreign)}")
+        if any(name.endswith(QUANTIZED) for name in foreign):
+            errors[-1] += "; the model is quantized already: convert the one that it was made from"
+    return errors
+
+
+def _several(names: list[str]) -> str:
+    return "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -27,14 +27,12 @@ from quantrot import engines, formats, learned, llama, patterns
 from quantrot.calibration import Calibration, lanes, tokens
 from quantrot.checkpoint import (
     DTYPES,
-    FLOATS,
     Checkpoint,
     Shard,
     lay_out,
     not_finite,
     open_checkpoint,
     read_rows,
-    same_bytes,
 )
 from quantrot.device import device_type
 from quantrot.formats import LinearFormat
@@ -180,7 +178,7 @@ def plan(
     arch = llama.from_config(checkpoint.config)
     errors: list[str] = []
     notes: list[str] = []
-    _check_tensors(checkpoint, arch, errors, notes)
+    errors += llama.mistakes(checkpoint, arch)
     _check_attention(recipe, arch, errors, notes)
     file = _learned(recipe, errors)
     rotations = _rotations(recipe, arch, file, errors)
@@ -225,37 +223,6 @@ def plan(
 
 
 # --- Checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_tensors(checkpoint: Checkpoint, arch: Llama, errors: list[str], notes: list[str]) -> None:
-    """The checkpoint holds exactly a Llama's tensors, in float dtypes and the shapes that its config implies."""
-    wanted = llama.tensors(arch)
-    found = checkpoint.tensors
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        errors.append(f"{checkpoint.root}: {len(missing)} tensors are missing: {shown}")
-        prefix = next((name.removesuffix(missing[0]) for name in found if name.endswith(missing[0])), "")
-        if missing == list(wanted) and all(prefix + name in found for name in missing):
-            errors[-1] += (
-                f"; they are there with {prefix!r} before each, a wrapper's: save the model inside it, such as "
-                "wrapper.module or, of torch.compile, wrapper._orig_mod, with save_pretrained"
-            )
-            return  # else each name would be an error of its own
-    for name, info in found.items():
-        if name not in wanted:
-            if name == f"{HEAD}.weight" and arch.tied:  # one that was trained apart must not be lost
-                if not same_bytes(info, found.get(f"{EMBEDDING}.weight", info)):
-                    errors.append(
-                        f"{info.file.name}: {name} is not the embedding, though config.json says tie_word_embeddings; "
-                        "set that to false, or drop the tensor if the embedding is meant"
-                    )
-            elif not llama.may_be_dropped(name):
-                errors.append(f"{info.file.name}: tensor {name!r} is not part of a {arch.model_type} model")
-        elif info.shape != wanted[name]:
-            errors.append(f"{info.file.name}: {name} has shape {info.shape}; config.json implies {wanted[name]}")
-        elif info.dtype not in FLOATS:
-            errors.append(f"{info.file.name}: {name} has dtype {info.dtype}; allowed: {', '.join(FLOATS)}")
 
 
 def _check_attention(recipe: Recipe, arch: Llama, errors: list[str], notes: list[str]) -> None:

@@ -324,6 +324,8 @@ def parse_recipe(text: bytes, file: str = "recipe", name: str = "recipe") -> Rec
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
+        if problem.startswith("but "):  # the second half of a sentence
+            problem = f"{error.context}, {problem}"  # type: ignore[attr-defined]
         if isinstance(error, yaml.reader.ReaderError):
             line = f":{decoded.count(chr(10), 0, error.position) + 1}"
             problem = f"character {error.character:#x} is not allowed"

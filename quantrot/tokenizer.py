@@ -10,6 +10,9 @@ LETTERS = 8  # of a text for each token that is asked for, at first; English has
 SPARE = 64  # tokens beside a cut that may not be the whole text's
 
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
 def open_tokenizer(path: Path) -> Any:
     """The tokenizer of a model's directory; ValueError where transformers cannot load it."""
     from transformers import AutoTokenizer  # a second, which plans without a text need not wait for
@@ -17,6 +20,8 @@ def open_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # that class itself is what a malformed tokenizer.json raises
+        if path.is_dir() and not any((path / name).exists() for name in TOKENIZERS):
+            raise ValueError(f"{path}: no tokenizer, none of {', '.join(TOKENIZERS)}; put its files there") from None
         raise ValueError(f"{path}: transformers cannot load its tokenizer: {error}") from None
 
 

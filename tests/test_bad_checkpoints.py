@@ -120,11 +120,13 @@ BROKEN = [
     ("dtype-a-list", entry(dtype=["F32"]), r"has dtype \['F32'\]; supported: F64, "),
     # tensors that are not the model's
     ("shape-not-as-config-says", config(hidden_size=128, head_dim=16), r"model\.safetensors: \S+ has shape \(.*\); config\.json implies \(.*\)$"),
-    ("tensors-missing", tensors(lambda found: found.pop(Q_PROJ)), rf"model: 1 tensors are missing: {Q_PROJ}$"),
+    ("tensors-missing", tensors(lambda found: found.pop(Q_PROJ)), rf"model: 1 tensor is missing: {Q_PROJ}$"),
+    ("head-missing", tensors(lambda found: found.pop("lm_head.weight")), r"model: 1 tensor is missing: lm_head\.weight; set tie_word_embeddings to true in config\.json if the embedding is meant$"),
     ("tensors-of-a-wrapper", tensors(lambda found: [found.update({f"module.{name}": found.pop(name)}) for name in list(found)]), r"model: 21 tensors are missing: \S+, \S+, \S+, \.\.\.; they are there with 'module\.' before each, a wrapper's: save the model inside it, .*$"),
     ("many-tensors-missing", config(num_hidden_layers=4), r"model: 18 tensors are missing: model\.layers\.2\.\S+, \S+, \S+, \.\.\.$"),
     ("biases-missing", config(attention_bias=True), r"model: 8 tensors are missing: model\.layers\.0\.self_attn\.q_proj\.bias, "),
-    ("tensor-unknown", tensors(lambda found: found.update({"model.extra.weight": torch.ones(2)})), r"model\.safetensors: tensor 'model\.extra\.weight' is not part of a llama model$"),
+    ("tensor-unknown", tensors(lambda found: found.update({"model.extra.weight": torch.ones(2)})), r"model\.safetensors: 1 tensor is not part of a llama model: model\.extra\.weight$"),
+    ("tensors-of-gptq", tensors(lambda found: found.update({f"{Q_PROJ.removesuffix('weight')}{name}": torch.ones(2) for name in ("qweight", "qzeros", "scales", "g_idx")})), r"model\.safetensors: 4 tensors are not part of a llama model: \S+, \S+, \S+, \.\.\.; the model is quantized already: convert the one that it was made from$"),
     ("weight-of-integers", tensors(lambda found: found.update({Q_PROJ: torch.ones(64, 64, dtype=torch.int32)})), rf"model\.safetensors: {Q_PROJ} has dtype I32; allowed: F64, F32, F16, BF16$"),
 ]  # fmt: skip
 
@@ -249,8 +251,8 @@ def test_all_errors_of_a_plan_are_reported_at_once(single, tmp_path):
         plan(root, path)
     lines = str(caught.value).splitlines()
     wanted = [
-        "1 tensors are missing",
-        "'extra' is not part",
+        "1 tensor is missing",
+        "is not part of a llama model: extra",
         "yaml:7: kv_cache",
         "yaml:2: R1",
         "yaml:3: R2",

@@ -100,7 +100,7 @@ CASES = [
     ("tab", b"rotations:\n\tR1: {kind: hadamard}\n", r"r\.yaml:2: not valid YAML: found character '\\t' that cannot start any token$"),
     ("brace-not-closed", b"skip: []\nrotations: {R1: {kind: hadamard}\n", r"r\.yaml:3: not valid YAML: expected ',' or '}'"),
     ("bracket-too-many", b"skip: [lm_head]]\n", r"r\.yaml:1: not valid YAML: expected <block end>, but found '\]'$"),
-    ("two-documents", b"skip: []\n---\nskip: []\n", r"r\.yaml:2: not valid YAML: but found another document$"),
+    ("two-documents", b"skip: []\n---\nskip: []\n", r"r\.yaml:2: not valid YAML: expected a single document in the stream, but found another document$"),
     ("list-as-key", b"skip: []\n[1, 2]: 3\n", r"r\.yaml:2: not valid YAML: found unhashable key$"),
     ("null-byte", b"skip: []\ndescription: a\x00b\n", r"r\.yaml:2: not valid YAML: character 0x0 is not allowed$"),
     ("control-character", b"skip: []\ndescription: a\x07b\n", r"r\.yaml:2: not valid YAML: character 0x7 is not allowed$"),

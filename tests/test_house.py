@@ -25,7 +25,8 @@ LAYERS = [
     {"formats", "rotation"},
     {"recipe", "patterns"},
     {"calibration"},
-    {"kernels", "llama", "checkpoint", "source", "tokenizer"},
+    {"llama"},
+    {"kernels", "checkpoint", "source", "tokenizer"},
     {"demo"},
     {"orthogonal", "device", "process", "version"},
 ]

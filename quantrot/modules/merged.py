@@ -71,7 +71,8 @@ class Merging(nn.Module):
                 if all(isinstance(tensor, nn.Parameter) for tensor in now):
                     self.merged = None
                 return None
-            for part in self._merged_of:
+            parts: list[Any] = self._merged_of
+            for part in parts:
                 part.decoded()  # anew, into its slice, where it was written
         bias, parts = self.merged.bias, self._merged_of
         return None if bias is not None and any(_alone(part.bias, bias) for part in parts) else self.merged
@@ -211,7 +212,7 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
 
 def _side_by_side(tensors: list[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     """(all rows in one memory, which is shared if theirs is, and each tensor's slice of it)."""
-    memory = torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)  # autocast knows no e4m3
+    memory = torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)  # for autocast
     if tensors[0].is_shared():
         memory.share_memory_()
     return memory, memory.split([len(tensor) for tensor in tensors])
