@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     LlamaConfig,
@@ -248,7 +249,8 @@ def test_continuous_batching_gives_the_tokens_of_generate(model):
     config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
     alone = [model.generate(torch.tensor([ids]), generation_config=config)[0, len(ids) :].tolist() for ids in prompts]
     model.set_attn_implementation("sdpa")
-    made = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # or it takes most of the memory there is
+    made = model.generate_batch(prompts, config, continuous_batching_config=small, progress_bar=False)
     assert [result.generated_tokens for result in made.values()] == alone
     assert not any(result.error for result in made.values())
 
