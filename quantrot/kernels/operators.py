@@ -93,7 +93,22 @@ def refuse_tangents(*tensors: torch.Tensor | None) -> None:
     """NotImplementedError for a forward-mode derivative (jvp, jacfwd), which torch drops without a word where an
     operator has a backward alone."""
     if any(t is not None and _has_tangent(t) for t in tensors):
-        raise NotImplementedError("quantrot's operators have no forward-mode derivative; use a backward (grad, vjp)")
+        raise NotImplementedError(
+            "quantrot's operators have no forward-mode derivative; use a backward: .backward() or torch.autograd.grad"
+        )
+
+
+def check_signs(signs: torch.Tensor) -> None:
+    """ValueError for what no +-1 are in, or are to have a gradient."""
+    if signs.dtype == torch.bool or signs.is_complex() or signs.requires_grad:
+        found = f"{signs.dtype}{', with a gradient' if signs.requires_grad else ''}"
+        raise ValueError(f"signs: {found}; allowed: +-1 in a dtype of integers or floats, without a gradient")
+
+
+def check_bias(bias: torch.Tensor | None, rows: int) -> None:
+    """ValueError for a bias that is not one floating-point number for each of so many columns of a product."""
+    if bias is not None and (bias.shape != (rows,) or not bias.is_floating_point()):
+        raise ValueError(f"bias: {bias.dtype} {list(bias.shape)}; allowed: [{rows}], of a floating-point dtype")
 
 
 def _has_tangent(x: torch.Tensor) -> bool:

@@ -1,5 +1,7 @@
 """The laws of FP8 attention and of the kernel that prepares its operands, on the CPU and where there is a GPU."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -372,7 +374,8 @@ ERRORS = [
     ({"dim": 72}, "head_dim: 72; allowed: multiples of 16 up to 256"),
     ({"dim": 272}, "head_dim: 272"),
     ({"heads": 3}, "G a divisor of H"),
-    ({"scale": 0.0}, "scale: 0.0; a positive number"),
+    ({"scale": 0.0}, "scale: 0.0; a positive, finite number"),
+    ({"scale": math.inf}, "scale: inf; a positive, finite number"),
     ({"granularity": "row"}, "granularity: 'row'; allowed: tensor, head, block, token"),
     ({"q": torch.zeros(70, 64)}, r"q: torch.float32 with 2 dimensions; allowed: \[B, heads, tokens, D\]"),
     ({"backend": "cudnn"}, "backend: 'cudnn'; allowed: auto, hopper, triton, reference"),

@@ -281,6 +281,13 @@ def test_the_operators_are_functional_and_registered(device):
     torch.library.opcheck(torch.ops.quantrot.hadamard_, (x.detach().clone(), s, 64, 0.125, False, "auto"))
 
 
+def test_compiled_code_takes_another_width_and_another_block():
+    run = torch.compile(lambda x, block: hadamard_transform(x, block=block) * 1, fullgraph=True, backend="eager")
+    for width, block in ((256, None), (512, None), (768, 32), (768, 64)):
+        x = torch.randn(4, width)
+        assert torch.equal(run(x, block), hadamard_transform(x, block=block))
+
+
 @devices
 def test_compiled_bits_are_eager_bits(device):
     s = signs_of(64, device)
@@ -379,6 +386,8 @@ def test_more_than_2_31_elements():
         (torch.zeros(2, 8, dtype=torch.int32), {}, "dtype torch.int32"),
         (torch.tensor(1.0), {}, "no last dimension"),
         (torch.zeros(2, 8), {"signs": torch.ones(3)}, "signs: shape"),
+        (torch.zeros(2, 8), {"signs": torch.ones(8).bool()}, "signs: torch.bool; allowed"),
+        (torch.zeros(2, 8), {"signs": torch.ones(8, requires_grad=True)}, "signs: torch.float32, with a gradient"),
         (torch.zeros(2, 8), {"backend": "cuda"}, "allowed: auto, hopper"),
         (torch.zeros(2, 8), {"backend": "hopper"}, "needs a CUDA device of capability 9.0"),
         (torch.zeros(2, 8, dtype=torch.float64), {"backend": "triton"}, "no float64"),

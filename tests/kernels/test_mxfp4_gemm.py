@@ -13,6 +13,7 @@ from quantrot.kernels.mxfp4 import (
     expand_mxfp4,
     hadamard_quantize_mxfp4,
     masked_hadamard,
+    mxfp4_fused,
     mxfp4_gemm,
     mxfp4_product,
     quantize_mxfp4,
@@ -148,7 +149,8 @@ def test_what_is_around_a_product_in_a_layer_must_be_made_up_for_by_the_batchs()
     assert batch_is_faster(32, 4096, 14336, "fp8", False, False)
 
 
-ALL_TURNS = [(rule, hadamard) for rule in ScaleRule for hadamard in (0, 32, 64, 128)]
+WHOLE_RULES = [rule for rule in ScaleRule if rule is not ScaleRule.absmax34]
+ALL_TURNS = [(rule, hadamard) for rule in WHOLE_RULES for hadamard in (0, 32, 64, 128)]
 
 
 @gpu
@@ -220,7 +222,12 @@ def test_gradients_of_the_linear_are_those_of_the_dequantized_weight(hadamard):
     ("call", "says"),
     [
         (lambda p, s: mxfp4_gemm(torch.zeros(2, 32), p, s), r"needs \[..., K\] by \[N, K/2\]"),
-        (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, torch.zeros(3)), r"bias: shape \(3,\); allowed: \[48\]"),
+        (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, torch.zeros(3)), r"bias: \S+ \[3\]; allowed: \[48\]"),
+        (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, torch.zeros(48).int()), r"bias: torch.int32 \[48\]"),
+        (
+            lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, activations="mxfp4", scale_rule="absmax34"),
+            "scale_rule: absmax34 stores 3/4 of each value, .*; allowed: floor, even, rceil, quest, mse$",
+        ),
         (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, activations="int8"), "allowed: none, fp8, mxfp4"),
         (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, hadamard=48), "allowed: 0, 32, 64 or 128"),
         (
@@ -240,6 +247,17 @@ def test_gradients_of_the_linear_are_those_of_the_dequantized_weight(hadamard):
 def test_errors_name_the_field_and_the_remedy(call, says):
     with pytest.raises(ValueError, match=says):
         call(*quantize_mxfp4(torch.zeros(48, 64)))
+
+
+def test_what_is_around_a_product_is_exported_for_any_number_of_tokens():
+    class Fused(torch.nn.Module):
+        def forward(self, x):
+            return mxfp4_fused(x, *packed, norm=torch.ones(64), epsilon=1e-5)
+
+    packed, tokens = quantize_mxfp4(torch.randn(48, 64)), torch.export.Dim("tokens", min=2, max=1000)
+    exported = torch.export.export(Fused(), (torch.randn(8, 64),), dynamic_shapes=({0: tokens},)).module()
+    x = torch.randn(33, 64)
+    assert torch.equal(exported(x), Fused()(x))
 
 
 @pytest.mark.parametrize(

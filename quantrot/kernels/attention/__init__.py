@@ -25,6 +25,7 @@ up), "reference" (plain torch); "auto" takes the first that can run, and "hopper
 it is the faster. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
 """
 
+import math
 import os
 import warnings
 from functools import lru_cache
@@ -51,7 +52,7 @@ from quantrot.kernels.attention.reference import (
 )
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.hadamard import is_known
-from quantrot.kernels.operators import check_device, constant, implement, no_gradients, refuse_tangents
+from quantrot.kernels.operators import check_device, check_signs, constant, implement, no_gradients, refuse_tangents
 
 __all__ = [
     "BLOCK",
@@ -175,8 +176,8 @@ def attend(
     _check_attend(given, mask, lengths, query_lengths, dtype, backend)
     q, q_scale, k, k_scale, v, v_scale = given
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not scale > 0:
-        raise ValueError(f"scale: {scale}; a positive number is needed")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale: {scale}; a positive, finite number is needed")
     codes = (t.view(torch.uint8) if t.dtype == E4M3 else t for t in (q, k, v))
     y = torch.ops.quantrot.fp8_attention(
         *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, dtype, backend
@@ -355,19 +356,24 @@ def _check_quantize(
     if (cos is None) != (sin is None):
         raise ValueError("cos, sin: one is given without the other; give both, or neither")
     for name, angles in (("cos", cos), ("sin", sin)):
-        if angles is not None and not _fits(angles.shape, (batch, tokens, dim)):
-            raise ValueError(f"{name}: {tuple(angles.shape)}; allowed: [1 or {batch}, {tokens}, {dim} or {dim // 2}]")
+        if angles is not None and not (_fits(angles.shape, (batch, tokens, dim)) and angles.is_floating_point()):
+            raise ValueError(
+                f"{name}: {angles.dtype} {tuple(angles.shape)}; allowed: floating-point numbers "
+                f"[1 or {batch}, {tokens}, {dim} or {dim // 2}]"
+            )
     if order is None:
         if signs is not None:
             raise ValueError("signs: given without a rotation; give its order too")
         return 0, None
     if order < 1 or dim % order:
         raise ValueError(f"order: {order} does not divide head_dim {dim}; give a divisor of it")
-    is_known(order)
+    if not torch.compiler.is_compiling():
+        is_known(order)
     if signs is None:
         return order, None
     if signs.dim() != 1 or signs.numel() not in (order, dim):
         raise ValueError(f"signs: {tuple(signs.shape)}; allowed: [{order}] or [{dim}], one +-1 a column")
+    check_signs(signs)
     return order, signs.to(torch.int8).repeat(dim // signs.numel())
 
 

@@ -19,6 +19,7 @@ from quantrot.kernels.fp8.reference import (
 )
 from quantrot.kernels.hadamard import check_transform
 from quantrot.kernels.operators import (
+    check_bias,
     check_device,
     constant,
     implement,
@@ -129,14 +130,18 @@ def quantize_fp8_both_ways(
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
+def _check_block(name: str, block: tuple[int, int]) -> None:
+    if len(block) != 2 or min(block) < 0:
+        raise ValueError(f"{name}: {tuple(block)}; give (rows, columns), each positive, or 0 for the whole dimension")
+
+
 def check_input(name: str, x: Tensor, block: tuple[int, int], rule: Fp8ScaleRule | str, backend: str) -> str:
     """The rule's name, or ValueError."""
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; {name} takes [M, K]: flatten leading dimensions")
     if x.dtype not in DTYPES:
         raise ValueError(f"x: dtype {x.dtype}; allowed: {', '.join(map(str, DTYPES))}; convert it first")
-    if len(block) != 2 or min(block) < 0:
-        raise ValueError(f"block: {tuple(block)}; give (rows, columns), each positive, or 0 for the whole dimension")
+    _check_block("block_size" if name == "hadamard_quantize_fp8" else "block", block)
     if rule not in SCALE_RULES:
         raise ValueError(f"scale_rule: {rule!r}; allowed: {', '.join(SCALE_RULES)}")
     if backend not in QUANTIZERS:
@@ -151,6 +156,7 @@ def _check_gated(x: Tensor, gated: bool) -> None:
 
 
 def check_scale(name: str, data: Tensor, scale: Tensor, block: tuple[int, int]) -> None:
+    _check_block(f"{name}_block", block)
     expected = scale_shape(data.shape, block)
     if tuple(scale.shape) != expected or scale.dtype != torch.float32:
         raise ValueError(
@@ -163,8 +169,7 @@ def check_rest(b: Tensor, out_dtype: torch.dtype, bias: Tensor | None, **others:
     """Of a product: its result's dtype, its bias, and that all are on one device."""
     if out_dtype not in DTYPES:
         raise ValueError(f"out_dtype: {out_dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    if bias is not None and bias.shape != b.shape[:1]:
-        raise ValueError(f"bias: shape {tuple(bias.shape)}; allowed: ({b.shape[0]},), one number a row of b")
+    check_bias(bias, b.shape[0])
     check_device(b=b, bias=bias, **others)
     refuse_tangents(bias, *others.values())
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.hadamard.reference import hadamard_reference
-from quantrot.kernels.operators import check_device, constant, implement, refuse_tangents
+from quantrot.kernels.operators import check_device, check_signs, implement, refuse_tangents
 from quantrot.orthogonal import hadamard_factors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -86,7 +86,6 @@ def hadamard_ref(
     return torch.ops.quantrot.hadamard(x, signs, size, scale, False, "reference")
 
 
-@constant
 def is_known(order: int) -> bool:
     """True; ValueError for an order with no known matrix."""
     return bool(hadamard_factors(order))
@@ -111,12 +110,14 @@ def check_transform(
             f"order: {order} is not the transformed width {size}; leave it out, or give `block={order}` to transform "
             "blocks of that width"
         )
-    is_known(size)
+    if not torch.compiler.is_compiling():  # or it may be of any width, and the operator itself finds out
+        is_known(size)
     refuse_tangents(x)
     if signs is not None:
         if signs.dim() != 1 or signs.numel() not in (size, width):
             allowed = f"[{size}]" if size == width else f"[{size}] or [{width}]"
             raise ValueError(f"signs: shape {tuple(signs.shape)}; allowed: {allowed}, one +-1 a column")
+        check_signs(signs)
         check_device(x=x, signs=signs)
         signs = signs.to(torch.int8)
     return size, signs, size**-0.5 if scale is None else float(scale)

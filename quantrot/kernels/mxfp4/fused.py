@@ -1,5 +1,6 @@
 """Few tokens by a packed weight, with what a decoder layer has before and behind the product."""
 
+import math
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def mxfp4_fused(
     inner = x.chunk(2, -1)[0] if gated else x
     check_operands(inner, packed, scale, activations, hadamard)
     check_around(inner, n, norm, residual)
-    tokens, tensors = x.shape[:-1].numel(), (x, norm, residual)
+    tokens, tensors = math.prod(x.shape[:-1]), (x, norm, residual)
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     around = norm is not None or residual is not None or gated
     if around and x.dtype == torch.bfloat16 and not grads and has_fused(tokens, n, k, x.device):

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.fp8.operators import SCALE_RULES
-from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, rule_name
+from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, whole_rule
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
-from quantrot.kernels.operators import check_device, has_triton, implement, refuse_tangents
+from quantrot.kernels.operators import check_bias, check_device, has_triton, implement, refuse_tangents
 
 ACTIVATIONS = ("none", "fp8", "mxfp4")
 BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")
@@ -102,8 +102,7 @@ def mxfp4_gemm(
     multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
     """
     check_operands(x, packed, scale, activations, hadamard)
-    if bias is not None and bias.shape != packed.shape[:1]:
-        raise ValueError(f"bias: shape {tuple(bias.shape)}; allowed: [{packed.shape[0]}]")
+    check_bias(bias, packed.shape[0])
     check_device(x=x, bias=bias)
     refuse_tangents(bias)
     _check_backend(backend)
@@ -135,8 +134,8 @@ def check_operands(x: Tensor, packed: Tensor, scale: Tensor, activations: str, h
 def activation_rule(activations: str, scale_rule: ScaleRule | Fp8ScaleRule | str | None) -> str:
     """The name of the rule by which activations of this kind are scaled. ValueError for one of the other kind's."""
     if activations != "fp8":
-        return rule_name(scale_rule or ScaleRule.even)
-    rule = scale_rule or Fp8ScaleRule.bf16
+        return whole_rule(ScaleRule.even if scale_rule is None else scale_rule)
+    rule = Fp8ScaleRule.bf16 if scale_rule is None else scale_rule
     if rule not in SCALE_RULES:
         raise ValueError(f"scale_rule: {rule!r}; allowed for activations 'fp8': {', '.join(SCALE_RULES)}")
     return str(rule)

@@ -15,7 +15,15 @@ from quantrot.kernels.mxfp4.reference import (
     quantize_reference,
     round_trip_reference,
 )
-from quantrot.kernels.operators import check_device, constant, has_triton, implement, refuse_tangents, uses_triton
+from quantrot.kernels.operators import (
+    check_device,
+    check_signs,
+    constant,
+    has_triton,
+    implement,
+    refuse_tangents,
+    uses_triton,
+)
 from quantrot.orthogonal import hadamard_factors
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,7 +77,8 @@ def quantize_mxfp4(
 def dequantize_mxfp4(
     packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: str = "auto"
 ) -> Tensor:
-    """[..., K] in `dtype` from packed uint8 [..., K/2] and scale uint8 [..., K/32]; exact in bfloat16 and float32.
+    """[..., K] in `dtype` from packed uint8 [..., K/2] and scale uint8 [..., K/32]; exact in bfloat16 and
+    float32, but for scales of 2^126 and 2^127, which nothing here writes: their largest codes are infinite.
 
     float16 rounds to nearest even and overflows past 65504. ValueError where the shapes do not belong together.
     """
@@ -124,7 +133,7 @@ def hadamard_quantize_mxfp4(
 def round_trip_mxfp4(
     x: Tensor, scale_rule: ScaleRule | str = ScaleRule.even, *, hadamard: int = 0, backend: str = "auto"
 ) -> Tensor:
-    """x as a product of MXFP4 sees it: quantized, dequantized to its dtype; the packed form is left out on a CPU.
+    """x quantized and dequantized to its dtype, as a product of MXFP4 sees it; the packed form is left out on a CPU.
 
     x: [..., K] float32, float16 or bfloat16, any strides. hadamard: of the transform before, 32, 64 or 128, or 0 for
     none. The result has no gradient. ValueError for sizes, options or a backend that do not fit.
@@ -158,9 +167,10 @@ def requantize_mxfp4(
     _check_width("packed", packed.shape[0], hadamard, "rows")
     _check_signs(signs, hadamard, packed)
     _check_backend(backend)
+    rule = _rule(scale_rule, random)
     seed, offset = random or (0, 0)
     return torch.ops.quantrot.mxfp4_requantize(
-        packed, scale, signs, _rule(scale_rule, random), hadamard, random is not None, seed, offset, backend
+        packed, scale, signs, rule, hadamard, random is not None, seed, offset, backend
     )
 
 
@@ -239,6 +249,7 @@ def _check_signs(signs: Tensor | None, hadamard: int, x: Tensor) -> None:
         raise ValueError(f"signs: shape {tuple(signs.shape)}; allowed: [{hadamard}], one +-1 a column of a block")
     if signs.device != x.device:
         raise ValueError(f"signs: on {signs.device}, the data on {x.device}; move them to the same device")
+    check_signs(signs)
 
 
 def _check_backend(backend: str) -> None:
@@ -252,13 +263,22 @@ def rule_name(scale_rule: ScaleRule | str) -> str:
     return str(scale_rule)
 
 
+def whole_rule(scale_rule: ScaleRule | str) -> str:
+    """The name of a rule by which values are stored as they are, and not 3/4 of them."""
+    rule = rule_name(scale_rule)
+    if rule == ScaleRule.absmax34:
+        allowed = ", ".join(name for name in RULES if name != rule)
+        raise ValueError(f"scale_rule: absmax34 stores 3/4 of each value, for who makes up for it; allowed: {allowed}")
+    return rule
+
+
 def _rule(scale_rule: ScaleRule | str, random: tuple[int, int] | None) -> str:
     rule = rule_name(scale_rule)
     if random is None:
         return rule
     if rule != ScaleRule.absmax34:
         raise ValueError(f"scale_rule: {rule} saturates, so rounding at random would be biased; allowed: absmax34")
-    if len(random) != 2 or any(not 0 <= n < 1 << 63 for n in random):
+    if not isinstance(random, tuple | list) or len(random) != 2 or any(not 0 <= n < 1 << 63 for n in random):
         raise ValueError(f"random: {random}; allowed: (seed, offset), both from 0 to 2^63 - 1")
     return rule
 

@@ -352,7 +352,7 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def dequantize_reference(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[..., K] in `dtype` from packed uint8 [..., K/2] and scale uint8 [..., K/32]; exact in bfloat16 and float32."""
+    """[..., K] in `dtype` from packed uint8 [..., K/2] and scale uint8 [..., K/32]: dequantize_mxfp4."""
     work = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     pairs, bytes_, powers = _pairs(work, packed.device), packed.reshape(-1), scale.reshape(-1, 1)
     out = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=work, device=packed.device)
