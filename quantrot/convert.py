@@ -78,7 +78,7 @@ def convert(
     system passes through, and what was done stays resumable.
     """
     started = time.monotonic()
-    target = Path(os.path.realpath(os.path.expanduser(out)))  # where a link points: a rename would replace the link
+    target = _target(out)
     plan = make_plan(model, recipe, device, max_shard_size, calibration)
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}; a positive integer is needed")
@@ -98,11 +98,24 @@ def convert(
 # --- Directories -----------------------------------------------------------------------------------------------------
 
 
+def begun(out: str | Path) -> bool:
+    """Whether there is something of a conversion to `out` that resuming it would go on from."""
+    return _partial(_target(out)).exists()
+
+
+def _target(out: str | Path) -> Path:
+    return Path(os.path.realpath(os.path.expanduser(out)))  # where a link points: a rename would replace the link
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(target.name + ".partial")
+
+
 def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | None:
     """The directory to work in, checked and ready, or None if the output already is this conversion's."""
     if not target.name:
         raise ValueError(f"output {target} has no name of its own; give a directory to create")
-    partial = target.with_name(target.name + ".partial")
+    partial = _partial(target)
     source = plan.source.path.resolve()
     if target.resolve() == source or source in target.resolve().parents:
         raise ValueError(f"output {target} is inside the source {source}; choose another directory")

@@ -176,7 +176,7 @@ def _descend(
     first = lowest = held_out_kl(network, turns, held)
     if not math.isfinite(first):  # nothing is less than NaN: all steps would be for nothing
         raise ValueError(f"KL at the start is {first}: the model computes NaN or infinity; repair its checkpoint")
-    best, best_step = turns.copy(), 0
+    best, best_step, done = turns.copy(), 0, 0
     optimizer = Cayley(list(turns.matrices.values()))
     interrupted = False
     try:
@@ -185,14 +185,19 @@ def _descend(
             loss = kl(network, turns, ids)
             loss.backward()
             optimizer.step(rate * 0.5 * (1 + math.cos(math.pi * i / steps)))
-            progress(f"KL {loss.item():.4f}, held out {lowest:.4f}", i + 1, steps)
+            done = i + 1
+            progress(f"KL {loss.item():.4f}, held out {lowest:.4f}", done, steps)
             if (i + 1) * CHECKS // steps > i * CHECKS // steps:
                 reached = held_out_kl(network, turns, held)
                 if reached < lowest:
-                    lowest, best, best_step = reached, turns.copy(), i + 1
+                    lowest, best, best_step = reached, turns.copy(), done
     except KeyboardInterrupt:
-        if best_step == 0:  # nothing is worth a file yet
-            raise
+        if done and best_step == 0 and (reached := held_out_kl(network, turns, held)) < lowest:
+            lowest, best, best_step = reached, turns.copy(), done
+        if best_step == 0:
+            raise KeyboardInterrupt(
+                f"interrupted; nothing was written: until step {done} the held-out windows prefer the start"
+            ) from None
         interrupted = True
     return (first, lowest), best, best_step, interrupted
 

@@ -131,7 +131,9 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
                     source.path, dtype=_dtype(dtype) or "auto", use_safetensors=True, trust_remote_code=False
                 )
                 model = model.to(where).eval()
-        except (SafetensorError, ImportError) as error:
+        except (SafetensorError, ImportError, OSError) as error:
+            if isinstance(error, OSError):
+                open_checkpoint(source.path)  # which names the weights that there are instead
             raise ValueError(f"model {str(name)!r}: transformers cannot load it: {error}") from None
     return model, open_tokenizer(source.path)
 

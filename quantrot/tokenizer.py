@@ -1,5 +1,6 @@
 """A text in a model's tokens, cut into windows."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,6 @@ from torch import Tensor
 
 LETTERS = 8  # of a text for each token that is asked for, at first; English has four
 SPARE = 64  # tokens beside a cut that may not be the whole text's
-
-
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -22,7 +21,20 @@ def open_tokenizer(path: Path) -> Any:
     except Exception as error:  # that class itself is what a malformed tokenizer.json raises
         if path.is_dir() and not any((path / name).exists() for name in TOKENIZERS):
             raise ValueError(f"{path}: no tokenizer, none of {', '.join(TOKENIZERS)}; put its files there") from None
+        missing = [name for name in ("sentencepiece", "google.protobuf") if not _installed(name)]
+        if missing and (path / "tokenizer.model").exists() and not (path / "tokenizer.json").exists():
+            raise ValueError(
+                f"{path}: tokenizer.model is read with {' and '.join(missing)}, not installed here: pip install "
+                "sentencepiece protobuf, or put a tokenizer.json there"
+            ) from None
         raise ValueError(f"{path}: transformers cannot load its tokenizer: {error}") from None
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
 
 
 def windows(

@@ -159,6 +159,14 @@ def test_errors_are_lines_of_stderr_alone(source, tmp_path, monkeypatch):
     done = run(app, ["convert", source, "-r", "fp8-block", "-o", str(tmp_path / "out")])
     first, second = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "No space left on device: " in first and "the same command with --resume goes on" in second
+    shutil.rmtree(tmp_path / "out.partial")
+
+    def refused(path, *args, **kwargs):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refused)
+    done = run(app, ["convert", source, "-r", "fp8-block", "-o", str(tmp_path / "out")])
+    assert done.exit_code == 2 and "Permission denied" in done.stderr and "--resume" not in done.stderr
 
 
 def test_inspect_of_another_directory_says_what_it_needs(source):

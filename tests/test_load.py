@@ -228,7 +228,7 @@ def test_evaluated_models_run_no_code_and_no_pickles(source, tmp_path, monkeypat
     pickled = shutil.copytree(source, tmp_path / "pickled")
     torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
     (pickled / "model.safetensors").unlink()
-    with pytest.raises(OSError, match=r"model\.safetensors"):
+    with pytest.raises(ValueError, match=r"holds only pickle weights \(pytorch_model\.bin\)"):
         open_model(pickled, device="cpu")
     coded = shutil.copytree(source, tmp_path / "coded")
     config = json.loads((coded / "config.json").read_text())

@@ -1,8 +1,11 @@
 """Texts cut into windows."""
 
+import shutil
+
 import pytest
 import torch
 
+from quantrot import tokenizer
 from quantrot.tokenizer import open_tokenizer, windows
 
 
@@ -19,6 +22,15 @@ def test_some_windows_are_the_first_of_the_whole_text(single):
     for limit in (1, 3, 20, len(whole), 10 * len(whole)):
         assert torch.equal(windows(counted, text, 40, limit), whole[:limit])
     assert seen[:3] == [8 * (40 * n + 64) for n in (1, 3, 20)] and seen[-1] == len(text)
+
+
+def test_what_reads_a_sentencepiece_model_is_named_where_it_is_missing(single, tmp_path, monkeypatch):
+    root = shutil.copytree(single, tmp_path / "model")
+    (root / "tokenizer.json").unlink()
+    (root / "tokenizer.model").write_bytes(b"no sentencepiece model")
+    monkeypatch.setattr(tokenizer, "_installed", lambda name: name != "google.protobuf")
+    with pytest.raises(ValueError, match=r"model is read with google\.protobuf, not installed here: pip install"):
+        open_tokenizer(root)
 
 
 def test_a_token_that_the_model_does_not_know_is_an_error_and_no_index(single):

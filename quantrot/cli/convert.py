@@ -52,7 +52,7 @@ def command(
         return plan.command(model, recipe, device, max_shard_size, texts, windows, seq_len, threads)
     if output is None:
         raise ValueError("--output is missing; give the directory to write, or --dry-run")
-    from quantrot.convert import convert
+    from quantrot.convert import begun, convert
 
     try:
         with byte_progress() as progress:
@@ -69,10 +69,12 @@ def command(
                 progress=progress,
             )
     except KeyboardInterrupt:
-        print("interrupted; the same command with --resume goes on from here", file=sys.stderr)
+        if begun(output):
+            print("interrupted; the same command with --resume goes on from here", file=sys.stderr)
         raise
     except OSError as error:
-        raise ValueError(f"{error}\nonce that is mended, the same command with --resume goes on from here") from None
+        remedy = "\nonce that is mended, the same command with --resume goes on from here" if begun(output) else ""
+        raise ValueError(f"{error}{remedy}") from None
     show(done)
 
 

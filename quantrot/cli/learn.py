@@ -52,7 +52,7 @@ def command(
                 progress=progress,
             )
     except KeyboardInterrupt as interrupt:
-        for what in interrupt.args:  # none where nothing was written
+        for what in interrupt.args:  # none before the first step
             note(what)
         raise
     rows = [
