@@ -99,14 +99,14 @@ def refuse_tangents(*tensors: torch.Tensor | None) -> None:
 
 
 def check_signs(signs: torch.Tensor) -> None:
-    """ValueError for what no +-1 are in, or are to have a gradient."""
+    """ValueError for signs of a dtype that has no +-1, or that are to have a gradient."""
     if signs.dtype == torch.bool or signs.is_complex() or signs.requires_grad:
         found = f"{signs.dtype}{', with a gradient' if signs.requires_grad else ''}"
         raise ValueError(f"signs: {found}; allowed: +-1 in a dtype of integers or floats, without a gradient")
 
 
 def check_bias(bias: torch.Tensor | None, rows: int) -> None:
-    """ValueError for a bias that is not one floating-point number for each of so many columns of a product."""
+    """ValueError for a bias that is not one floating-point number a row of the weight."""
     if bias is not None and (bias.shape != (rows,) or not bias.is_floating_point()):
         raise ValueError(f"bias: {bias.dtype} {list(bias.shape)}; allowed: [{rows}], of a floating-point dtype")
 
