@@ -348,7 +348,7 @@ def test_errors_say_what_is_allowed():
         "b: torch.float32": {"b": b.float()},
         "it must be .*N, 128": {"x": x[:, :128]},
         "b_scale: ": {"b_scale": b_scale[:, :1]},
-        "bias: shape": {"bias": torch.zeros(4)},
+        r"bias: torch.float32 \[4\]; allowed: \[128\]": {"bias": torch.zeros(4)},
         "norm: torch.float32 .256. on cpu; allowed: torch.bfloat16": {"norm": torch.zeros(256)},
         "residual: .*allowed: torch.bfloat16 .4, 128.": {"residual": torch.zeros(3, 128, dtype=BF16)},
         "and no residual": {"gates": True, "residual": torch.zeros(4, 128, dtype=BF16)},
