@@ -51,7 +51,7 @@ from quantrot.kernels.attention.reference import (
     visible_keys,
 )
 from quantrot.kernels.fp8 import E4M3
-from quantrot.kernels.hadamard import is_known
+from quantrot.kernels.hadamard import check_known
 from quantrot.kernels.operators import check_device, check_signs, constant, implement, no_gradients, refuse_tangents
 
 __all__ = [
@@ -367,8 +367,7 @@ def _check_quantize(
         return 0, None
     if order < 1 or dim % order:
         raise ValueError(f"order: {order} does not divide head_dim {dim}; give a divisor of it")
-    if not torch.compiler.is_compiling():
-        is_known(order)
+    check_known(order)
     if signs is None:
         return order, None
     if signs.dim() != 1 or signs.numel() not in (order, dim):

@@ -86,9 +86,10 @@ def hadamard_ref(
     return torch.ops.quantrot.hadamard(x, signs, size, scale, False, "reference")
 
 
-def is_known(order: int) -> bool:
-    """True; ValueError for an order with no known matrix."""
-    return bool(hadamard_factors(order))
+def check_known(order: int) -> None:
+    """ValueError for an order with no known matrix. In compiled code, where it may be any, the operator finds out."""
+    if not torch.compiler.is_compiling():
+        hadamard_factors(order)
 
 
 def check_transform(
@@ -110,8 +111,7 @@ def check_transform(
             f"order: {order} is not the transformed width {size}; leave it out, or give `block={order}` to transform "
             "blocks of that width"
         )
-    if not torch.compiler.is_compiling():  # or it may be of any width, and the operator itself finds out
-        is_known(size)
+    check_known(size)
     refuse_tangents(x)
     if signs is not None:
         if signs.dim() != 1 or signs.numel() not in (size, width):
