@@ -324,3 +324,15 @@ def test_gpu_a_matrix_of_more_than_2_to_the_31_elements(block):
         expected, expected_scale = quantize_reference(x[part].cpu(), block, "exact")
         of = slice(part.start // block[0], part.stop and -(-part.stop // block[0]))
         assert torch.equal(bits(q[part]), bits(expected)) and torch.equal(bits(scale[of]), bits(expected_scale))
+
+
+@gpu
+def test_the_sanitizer_finds_nothing_in_clusters(sanitized):
+    """Ragged edges of blocks that two thread blocks share."""
+    sanitized(
+        "import torch\n"
+        "from quantrot.kernels.fp8 import blocks\n"
+        "x = torch.zeros(700, 520, dtype=torch.bfloat16, device='cuda')\n"
+        "blocks.quantize(x, x.to(torch.float8_e4m3fn), torch.empty(3, 3, device='cuda'), (256, 256), 'exact')\n"
+        "torch.cuda.synchronize()\n"
+    )

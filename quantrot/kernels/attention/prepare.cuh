@@ -1,11 +1,11 @@
 // What attention reads, from q, k and v as the projections leave them: RoPE, a Hadamard rotation and e4m3 or int8 of q and
 // k, e4m3 of v transposed, in one pass over memory.
 //
-// A thread block takes 128 tokens of SHARE heads of q or k, one after another, or of one head of v. A warp has 16 tokens,
-// a thread two of them (g and g + 8, g = lane / 4) and of each the columns that column_of says (q = lane % 4): 16 bytes a
-// load, and both columns that RoPE mixes. Of the index of a column, the bits of q and two of the lowest are one product
-// with the Hadamard matrix of order 16 (exact operands, float32 sums), whose result lies as its operand did; the others
-// are butterflies in registers.
+// A thread block takes some heads of q or k, one after another, of 64 tokens, or of 128 where k has a scale a tile; or a head
+// of v, of 128. Four lanes have a row, of which each has the columns that column_of says: 16 bytes a load, and both columns
+// that RoPE mixes. Of the index of a column, the bits of the lane, the lowest and the third are one product with the Hadamard
+// matrix of order 16 (exact operands, float32 sums), whose result lies as its operand did; the others are butterflies in
+// registers.
 
 namespace quantrot {
 
@@ -22,7 +22,7 @@ struct PrepareArgs {
   float factor;  // of the rotation
 };
 
-constexpr int TOKENS = 128, PREPARE_THREADS = 256, EARLY = 512;
+constexpr int TOKENS = 128, PREPARE_THREADS = 256;
 
 // The larger magnitude of two 16-bit numbers, as the bits of one.
 __device__ __forceinline__ u32 larger(u32 most, u32 pair) {
@@ -42,26 +42,25 @@ __device__ __forceinline__ u32 largest_of_block(u32 x, u32 base, int turn) {
   return x;
 }
 
-// Cosines or sines of columns `column` ... + 7.
+// Cosines or sines of eight neighbouring columns, as they lie in memory.
+template <class Angle>
 struct Angles {
-  float w[8];
+  u32 w[Angle::BYTES * 2];
 
-  template <class Angle>
-  __device__ __forceinline__ static Angles at(const void* row, int column) {
-    Angles a;
-    if constexpr (Angle::BYTES == 4) {
+  __device__ __forceinline__ void load(const void* row, u32 column) {
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const Quad x = *(const Quad*)((const float*)row + column + 4 * h);
+    for (int i = 0; i < Angle::BYTES / 2; i++) {
+      const Quad x = *(const Quad*)((const char*)row + column * Angle::BYTES + 16 * i);
 #pragma unroll
-        for (int i = 0; i < 4; i++) a.w[4 * h + i] = __uint_as_float(x.w[i]);
-      }
-    } else {
-      const Quad x = *(const Quad*)((const unsigned short*)row + column);
-#pragma unroll
-      for (int i = 0; i < 8; i++) a.w[i] = Angle::value((unsigned short)(x.w[i / 2] >> i % 2 * 16));
+      for (int n = 0; n < 4; n++) w[4 * i + n] = x.w[n];
     }
-    return a;
+  }
+  __device__ __forceinline__ float at(int i) const {
+    if constexpr (Angle::BYTES == 4) {
+      return __uint_as_float(w[i]);
+    } else {
+      return Angle::value((unsigned short)(w[i / 2] >> i % 2 * 16));
+    }
   }
 };
 
@@ -69,19 +68,20 @@ struct Fp32 {
   static constexpr int BYTES = 4;
 };
 
-// RoPE of two neighbouring columns and of those that go with them: products are rounded to float32, and their sum. Of
-// numbers of 16 bits they are exact, so one of them and the sum are one operation.
+// RoPE of two neighbouring columns (i and the next of eight) and of those that go with them: products are rounded to
+// float32, and their sum. Of numbers of 16 bits they are exact, so one of them and the sum are one operation.
 template <class T, class Angle>
-__device__ __forceinline__ void turn_pair(u32& low, u32& high, const float* cosines, const float* sines) {
+__device__ __forceinline__ void turn_pair(u32& low, u32& high, const Angles<Angle>& cos, const Angles<Angle>& sin, int i) {
   float a[2], b[2];
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const float one = T::value((unsigned short)(low >> 16 * e)), two = T::value((unsigned short)(high >> 16 * e));
-    const float p = __fmul_rn(two, sines[e]), r = __fmul_rn(one, sines[e]);
+    const float cosine = cos.at(i + e), sine = sin.at(i + e);
+    const float p = __fmul_rn(two, sine), r = __fmul_rn(one, sine);
     if constexpr (Angle::BYTES == 2) {
-      a[e] = __fmaf_rn(one, cosines[e], -p), b[e] = __fmaf_rn(two, cosines[e], r);
+      a[e] = __fmaf_rn(one, cosine, -p), b[e] = __fmaf_rn(two, cosine, r);
     } else {
-      a[e] = __fsub_rn(__fmul_rn(one, cosines[e]), p), b[e] = __fadd_rn(__fmul_rn(two, cosines[e]), r);
+      a[e] = __fsub_rn(__fmul_rn(one, cosine), p), b[e] = __fadd_rn(__fmul_rn(two, cosine), r);
     }
   }
   low = T::pack(a[0], a[1]), high = T::pack(b[0], b[1]);
@@ -94,150 +94,238 @@ __device__ __forceinline__ u32 column_of(int i, u32 q) {
   return D == 128 ? i / 2 * 64 + 16 * q + i % 2 * 8 : 32 * i + 8 * q;
 }
 
-// Heads first ... last - 1 of q or k. The pointers are at the sequence's; rows: of the output from a head to the next.
-template <class T, class Angle, class Code, int D, bool ROPE, bool ROTATE, bool BY_BLOCK>
-__device__ __forceinline__ void turn(const PrepareArgs& args, const unsigned short* from, const void* cos,
-                                     const void* sin, unsigned char* out, typename Code::Scale* scale, i64 x_token, i64 x_head,
-                                     int first, int last, int tile, int rows, u32 base) {
-  constexpr int PIECES = D / 32;
-  const u32 lane = lane_number(), g = lane / 4, q = lane % 4;
-  const int token = tile * TOKENS + warp_number() * 16 + g;
-  u32 x[2][PIECES][4];
-  auto load = [&](int head) {
+// The angles of a lane's columns of a token, a quarter of them.
+template <class Angle, int D>
+struct Turn {
+  Angles<Angle> cos[D / 64], sin[D / 64];
+
+  // Rows behind the last have its angles: without a branch all are loaded at once.
+  __device__ __forceinline__ void load(const PrepareArgs& args, const void* cosines, const void* sines, int token) {
+    const i64 row = min(token, args.tokens - 1) * args.cos_token * Angle::BYTES;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
+    for (int i = 0; i < D / 64; i++) {
+      cos[i].load((const char*)cosines + row, column_of<D>(i, lane_number() % 4));
+      sin[i].load((const char*)sines + row, column_of<D>(i, lane_number() % 4));
+    }
+  }
+};
+
+// A row of q or k, of which each of four lanes has a quarter. Where it is not rotated, y stays unused.
+template <class T, class Code, int D, bool ROTATE>
+struct Row {
+  static constexpr int PIECES = D / 32;
+  u32 x[PIECES][4];  // as loaded, then turned
+
+  __device__ __forceinline__ void load(const unsigned short* row, bool there) {
 #pragma unroll
-      for (int i = 0; i < PIECES; i++) {
-        Quad y = {{0, 0, 0, 0}};
-        if (token + 8 * r < args.tokens)
-          y = *(const Quad*)(from + (i64)(token + 8 * r) * x_token + head * x_head + column_of<D>(i, q));
+    for (int i = 0; i < PIECES; i++) {
+      Quad y = {{0, 0, 0, 0}};
+      if (there) y = *(const Quad*)(row + column_of<D>(i, lane_number() % 4));
 #pragma unroll
-        for (int n = 0; n < 4; n++) x[r][i][n] = y.w[n];
+      for (int n = 0; n < 4; n++) x[i][n] = y.w[n];
+    }
+  }
+  template <class Angle>
+  __device__ __forceinline__ void turn(const Turn<Angle, D>& by) {
+#pragma unroll
+    for (int i = 0; i < PIECES / 2; i++)
+#pragma unroll
+      for (int n = 0; n < 4; n++) turn_pair<T, Angle>(x[i][n], x[i + PIECES / 2][n], by.cos[i], by.sin[i], 2 * n);
+  }
+  // y: [piece][columns + 4][+ 2, + 1].
+  __device__ __forceinline__ void rotate(float (&y)[PIECES][2][4], const u32 (&signs)[2]) const {
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+#pragma unroll
+        for (int n = 0; n < 4; n++) y[i][t][n] = 0.f;
+        product_warp<T>(y[i][t], x[i], signs[0], signs[t]);
       }
     }
-  };
-  u32 signs[2];  // the matrix of order 16 at rows 2 q and 2 q + 1, column g, and eight further in both, negated
-  {
-    const u32 one = T::BRAIN ? 0x3F80 : 0x3C00, both = q & g >> 1, odd = (both ^ both >> 1) & 1;
-    signs[0] = (one | odd << 15) | (one | ((odd ^ g) & 1) << 15) << 16;
-    signs[1] = signs[0] ^ 0x80008000u;
+#pragma unroll
+    for (int n = 0; n < 4; n++) {  // column + 4, column + 1
+      float z[2 * PIECES];
+#pragma unroll
+      for (int i = 0; i < 2 * PIECES; i++) z[i] = y[i / 2][n / 2][i % 2 * 2 + n % 2];
+#pragma unroll
+      for (int bit = 1; bit < 2 * PIECES; bit *= 2) {
+#pragma unroll
+        for (int i = 0; i < 2 * PIECES; i++) {
+          if (i & bit) continue;
+          const float sum = z[i] + z[i | bit], difference = z[i] - z[i | bit];
+          z[i] = sum, z[i | bit] = difference;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * PIECES; i++) y[i / 2][n / 2][i % 2 * 2 + n % 2] = z[i];
+    }
   }
+  // The largest magnitude, as float32 bits, of this lane's columns. One that is no number makes all of a rotated row so, and
+  // an infinity all of it infinite or no number.
+  __device__ __forceinline__ u32 largest(const float (&y)[PIECES][2][4], float factor) const {
+    if constexpr (ROTATE) {
+      float most = fabsf(y[0][0][0]);
+#pragma unroll
+      for (int i = 1; i < 8 * PIECES; i++) most = fmaxf(most, fabsf(y[i / 8][i / 4 % 2][i % 4]));
+      return __float_as_uint(most * factor);
+    } else {
+      u32 most = 0;
+#pragma unroll
+      for (int i = 0; i < PIECES * 4; i++) most = larger(most, x[i / 4][i % 4]);
+      return __float_as_uint(T::value((unsigned short)most));
+    }
+  }
+  template <class Scale>
+  __device__ __forceinline__ void encode(u32 (&codes)[PIECES][2], const float (&y)[PIECES][2][4], Scale scale,
+                                         float factor) const {
+    const float inverse = Code::inverse(scale), by = ROTATE ? factor * inverse : inverse;
+    const u32 kept = Code::known(scale) ? 0xFFFFFFFFu : 0u;
+#pragma unroll
+    for (int i = 0; i < 2 * PIECES; i++) {
+      float z[4];
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        if constexpr (ROTATE) {
+          z[n] = y[i / 2][i % 2][n] * by;
+        } else {
+          z[n] = __fmul_rn(T::value((unsigned short)(x[i / 2][i % 2 * 2 + n / 2] >> n % 2 * 16)), by);
+        }
+      }
+      codes[i / 2][i % 2] = Code::pack(z[0], z[1], z[2], z[3]) & kept;
+    }
+  }
+  // y waits in shared memory, eight bytes at a time.
+  __device__ __forceinline__ static void put(u32 at, const float (&y)[PIECES][2][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * PIECES; i++) {
+      const float* two = &y[i / 4][i / 2 % 2][i % 2 * 2];
+      store_shared2(at + i * (PREPARE_THREADS * 8), __float_as_uint(two[0]), __float_as_uint(two[1]));
+    }
+  }
+  __device__ __forceinline__ static void get(float (&y)[PIECES][2][4], u32 at) {
+#pragma unroll
+    for (int i = 0; i < 4 * PIECES; i++) {
+      const float2 two = load_shared2(at + i * (PREPARE_THREADS * 8));
+      y[i / 4][i / 2 % 2][i % 2 * 2] = two.x, y[i / 4][i / 2 % 2][i % 2 * 2 + 1] = two.y;
+    }
+  }
+  __device__ __forceinline__ static void store(unsigned char* row, const u32 (&codes)[PIECES][2]) {
+    const u32 q = lane_number() % 4;
+    if constexpr (D == 128) {
+#pragma unroll
+      for (int i = 0; i < PIECES; i += 2)
+        *(Quad*)(row + column_of<D>(i, q)) = {{codes[i][0], codes[i][1], codes[i + 1][0], codes[i + 1][1]}};
+    } else {
+#pragma unroll
+      for (int i = 0; i < PIECES; i++) *(u64*)(row + column_of<D>(i, q)) = codes[i][0] | (u64)codes[i][1] << 32;
+    }
+  }
+};
+
+// The matrix of order 16 at rows 2 q and 2 q + 1, column g, and eight further in both, negated.
+template <class T>
+__device__ __forceinline__ void matrix_of_16(u32 (&signs)[2]) {
+  const u32 q = lane_number() % 4, g = lane_number() / 4;
+  const u32 one = T::BRAIN ? 0x3F80 : 0x3C00, both = q & g >> 1, odd = (both ^ both >> 1) & 1;
+  signs[0] = (one | odd << 15) | (one | ((odd ^ g) & 1) << 15) << 16;
+  signs[1] = signs[0] ^ 0x80008000u;
+}
+
+// Heads first ... last - 1 of q or k, each row with its own scale: 64 tokens, one a lane, whose angles stay in registers. The
+// pointers are at the sequence's; rows: of the output from a head to the next.
+template <class T, class Angle, class Code, int D, bool ROPE, bool ROTATE>
+__device__ __forceinline__ void turn(const PrepareArgs& args, const unsigned short* from, const void* cos,
+                                     const void* sin, unsigned char* out, typename Code::Scale* scales, i64 x_token,
+                                     i64 x_head, int first, int last, int start, int rows) {
+  constexpr int AHEAD = 128 / D;  // heads on their way
+  const int token = start + warp_number() * 8 + lane_number() / 4;
+  const bool there = token < args.tokens;
+  using R = Row<T, Code, D, ROTATE>;
+  R row[AHEAD];
+  Turn<Angle, D> angles;
+  u32 signs[2];
+  matrix_of_16<T>(signs);
+  from += token * x_token;
+#pragma unroll
+  for (int a = 0; a < AHEAD; a++) row[a].load(from + (first + a) * x_head, there && first + a < last);
+  if constexpr (ROPE) angles.load(args, cos, sin, token);
+#pragma unroll 1
+  for (int start = first; start < last; start += AHEAD) {
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++) {
+      const int head = start + a;
+      if (a && head >= last) break;
+      float y[R::PIECES][2][4];
+      auto next = [&] {
+        if (head + AHEAD < last) row[a].load(from + (head + AHEAD) * x_head, there);
+      };
+      if constexpr (ROPE) row[a].turn(angles);
+      if constexpr (ROTATE) {
+        row[a].rotate(y, signs);
+        next();
+      }
+      u32 most = row[a].largest(y, args.factor);
+      most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
+      most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
+      const auto scale = Code::scale_of(most);
+      u32 codes[R::PIECES][2];
+      row[a].encode(codes, y, scale, args.factor);
+      if constexpr (!ROTATE) next();
+      if (there) {
+        if (lane_number() % 4 == 0) scales[head * args.tokens + token] = scale;
+        R::store(out + ((i64)head * rows + token) * D, codes);
+      }
+    }
+  }
+}
+
+// Heads of k with a scale for all of a tile's tokens: two rows a lane, of which one waits in shared memory, rotated, for it.
+template <class T, class Angle, class Code, int D, bool ROPE, bool ROTATE>
+__device__ __forceinline__ void turn_tile(const PrepareArgs& args, const unsigned short* from, const void* cos,
+                                          const void* sin, unsigned char* out, typename Code::Scale* scales, i64 x_token,
+                                          i64 x_head, int first, int last, int tile, int rows, u32 base) {
+  using R = Row<T, Code, D, ROTATE>;
+  const int token = tile * TOKENS + warp_number() * 16 + lane_number() / 4;
+  const u32 waiting = base + 64 + threadIdx.x * 8;
+  R row[2];
+  u32 signs[2];
+  matrix_of_16<T>(signs);
+  auto load = [&](int head) {
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      row[r].load(from + (token + 8 * r) * x_token + head * x_head, token + 8 * r < args.tokens);
+  };
   load(first);
 #pragma unroll 1
   for (int head = first; head < last; head++) {
     if constexpr (ROPE) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        // Rows behind the last are turned too (by its angles): without a branch all angles are loaded at once.
-        const i64 at = min(token + 8 * r, args.tokens - 1) * args.cos_token;
-#pragma unroll
-        for (int i = 0; i < PIECES / 2; i++) {
-          const Angles c = Angles::at<Angle>((const char*)cos + at * Angle::BYTES, column_of<D>(i, q));
-          const Angles s = Angles::at<Angle>((const char*)sin + at * Angle::BYTES, column_of<D>(i, q));
-#pragma unroll
-          for (int n = 0; n < 4; n++)
-            turn_pair<T, Angle>(x[r][i][n], x[r][i + PIECES / 2][n], c.w + 2 * n, s.w + 2 * n);
-        }
+        Turn<Angle, D> angles;
+        angles.load(args, cos, sin, token + 8 * r);
+        row[r].turn(angles);
       }
     }
-    float y[PIECES][2][2][4];  // [piece][columns + 4][+ 2][row g: two, row g + 8: two]
-    u32 largest[2] = {0, 0};
+    float y[R::PIECES][2][4];
+    if constexpr (ROTATE) row[0].rotate(y, signs);
+    u32 most = row[0].largest(y, args.factor);
     if constexpr (ROTATE) {
-#pragma unroll
-      for (int i = 0; i < PIECES; i++) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const u32 a[4] = {x[0][i][2 * h], x[1][i][2 * h], x[0][i][2 * h + 1], x[1][i][2 * h + 1]};
-#pragma unroll
-          for (int t = 0; t < 2; t++) {
-#pragma unroll
-            for (int n = 0; n < 4; n++) y[i][h][t][n] = 0.f;
-            product_warp<T>(y[i][h][t], a, signs[0], signs[t]);
-          }
-        }
-      }
-      if (head + 1 < last) load(head + 1);
-#pragma unroll
-      for (int n = 0; n < 8; n++) {  // t and the product's four numbers
-        float z[2 * PIECES];
-#pragma unroll
-        for (int i = 0; i < 2 * PIECES; i++) z[i] = y[i / 2][i % 2][n / 4][n % 4];
-#pragma unroll
-        for (int bit = 1; bit < 2 * PIECES; bit *= 2) {
-#pragma unroll
-          for (int i = 0; i < 2 * PIECES; i++) {
-            if (i & bit) continue;
-            const float sum = z[i] + z[i | bit], difference = z[i] - z[i | bit];
-            z[i] = sum, z[i | bit] = difference;
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < 2 * PIECES; i++) y[i / 2][i % 2][n / 4][n % 4] = z[i];
-      }
-      // A column that is no number makes all of its row so, and an infinity all of it infinite or no number.
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        float most = fabsf(y[0][0][0][2 * r]);
-#pragma unroll
-        for (int i = 1; i < 8 * PIECES; i++) most = fmaxf(most, fabsf(y[i / 8][i / 4 % 2][i / 2 % 2][2 * r + i % 2]));
-        largest[r] = __float_as_uint(most * args.factor);
-      }
-    } else {
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        u32 most = 0;
-#pragma unroll
-        for (int i = 0; i < PIECES * 4; i++) most = larger(most, x[r][i / 4][i % 4]);
-        largest[r] = __float_as_uint(T::value((unsigned short)most));
-      }
+      R::put(waiting, y);
+      row[1].rotate(y, signs);
     }
-    decltype(Code::scale_of(0)) scales[2];
-    if constexpr (BY_BLOCK) {
-      scales[0] = scales[1] = Code::scale_of(largest_of_block(max(largest[0], largest[1]), base, head));
-      if (threadIdx.x == 0) scale[head * (args.padded / TOKENS) + tile] = scales[0];
-    } else {
+    most = max(most, row[1].largest(y, args.factor));
+    if (ROTATE && head + 1 < last) load(head + 1);
+    const auto scale = Code::scale_of(largest_of_block(most, base, head));
+    if (threadIdx.x == 0) scales[head * (args.padded / TOKENS) + tile] = scale;
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        u32 most = largest[r];
-        most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
-        most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
-        scales[r] = Code::scale_of(most);
-        if (q == 0 && token + 8 * r < args.tokens) scale[head * args.tokens + token + 8 * r] = scales[r];
-      }
-    }
-    u32 codes[2][PIECES][2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float inverse = Code::inverse(scales[r]), by = ROTATE ? args.factor * inverse : inverse;
-      const u32 kept = Code::known(scales[r]) ? 0xFFFFFFFFu : 0u;
-#pragma unroll
-      for (int i = 0; i < 2 * PIECES; i++) {
-        float z[4];
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-          if constexpr (ROTATE) {
-            z[n] = y[i / 2][i % 2][n / 2][2 * r + n % 2] * by;
-          } else {
-            z[n] = __fmul_rn(T::value((unsigned short)(x[r][i / 2][i % 2 * 2 + n / 2] >> n % 2 * 16)), by);
-          }
-        }
-        codes[r][i / 2][i % 2] = Code::pack(z[0], z[1], z[2], z[3]) & kept;
-      }
+    for (int r = 1; r >= 0; r--) {
+      if (ROTATE && r == 0) R::get(y, waiting);
+      u32 codes[R::PIECES][2];
+      row[r].encode(codes, y, scale, args.factor);
+      if (token + 8 * r < args.tokens) R::store(out + ((i64)head * rows + token + 8 * r) * D, codes);
     }
     if (!ROTATE && head + 1 < last) load(head + 1);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      if (token + 8 * r >= args.tokens) continue;
-      unsigned char* to = out + ((i64)head * rows + token + 8 * r) * D;
-      if constexpr (D == 128) {
-#pragma unroll
-        for (int i = 0; i < PIECES; i += 2)
-          *(Quad*)(to + column_of<D>(i, q)) = {{codes[r][i][0], codes[r][i][1], codes[r][i + 1][0], codes[r][i + 1][1]}};
-      } else {
-#pragma unroll
-        for (int i = 0; i < PIECES; i++) *(u64*)(to + column_of<D>(i, q)) = codes[r][i][0] | (u64)codes[r][i][1] << 32;
-      }
-    }
   }
 }
 
@@ -316,20 +404,6 @@ __device__ __forceinline__ void values(const PrepareArgs& args, const unsigned s
   }
 }
 
-// What a thread block will read of q, k or v comes to L2 while the kernel before it ends: for those that start by then. (For
-// all of them it was 70 instructions a thread, and every line asked for twice.)
-template <int D>
-__device__ __forceinline__ void warm(const PrepareArgs& args, const unsigned short* from, i64 x_token, i64 x_head,
-                                     int first, int last, int tile) {
-  if (blockIdx.z + (blockIdx.y * gridDim.x + blockIdx.x) / EARLY > 0) return;
-  constexpr int LINES = D * 2 / 128;  // of a row
-  for (int i = threadIdx.x; i < (last - first) * TOKENS * LINES; i += PREPARE_THREADS) {
-    const int token = tile * TOKENS + i / LINES % TOKENS;
-    if (token < args.tokens)
-      warm_line(from + token * x_token + (first + i / LINES / TOKENS) * x_head + i % LINES * 64);
-  }
-}
-
 // T: Bf16, Fp16; Angle: that of cos and sin, T or Fp32; Code: what q and k become.
 template <class T, class Angle, class Code, int D, int SHARE, bool ROPE, bool ROTATE, bool BY_BLOCK>
 __device__ __forceinline__ void prepare(const PrepareArgs& args) {
@@ -338,36 +412,37 @@ __device__ __forceinline__ void prepare(const PrepareArgs& args) {
   int part = blockIdx.y;
   const void* cos = (const char*)args.cos + batch * args.cos_batch * Angle::BYTES;
   const void* sin = (const char*)args.sin + batch * args.cos_batch * Angle::BYTES;
+  grid_wait();
   if (part < args.q_parts) {
     const i64 sequence = (i64)batch * args.heads;
     const auto* from = (const unsigned short*)args.q + batch * args.q_batch;
-    const int first = part * SHARE, last = min(first + SHARE, args.heads);
-    warm<D>(args, from, args.q_token, args.q_head, first, last, tile);
-    grid_wait();
-    turn<T, Angle, Code, D, ROPE, ROTATE, false>(
+    const int first = part / 2 * SHARE, last = min(first + SHARE, args.heads);
+    turn<T, Angle, Code, D, ROPE, ROTATE>(
         args, from, cos, sin, args.q_out + sequence * args.tokens * D,
-        (typename Code::Scale*)args.q_scale + sequence * args.tokens, args.q_token, args.q_head, first, last, tile,
-        args.tokens, base);
+        (typename Code::Scale*)args.q_scale + sequence * args.tokens, args.q_token, args.q_head, first, last,
+        tile * TOKENS + part % 2 * (TOKENS / 2), args.tokens);
     return;
   }
   part -= args.q_parts;
   const i64 sequence = (i64)batch * args.groups;
   if (part < args.k_parts) {
     const auto* from = (const unsigned short*)args.k + batch * args.k_batch;
-    const int first = part * SHARE, last = min(first + SHARE, args.groups);
-    warm<D>(args, from, args.k_token, args.k_head, first, last, tile);
-    grid_wait();
-    turn<T, Angle, Code, D, ROPE, ROTATE, BY_BLOCK>(
-        args, from, cos, sin, args.k_out + sequence * args.k_rows * D,
-        (typename Code::Scale*)args.k_scale + sequence * scales, args.k_token, args.k_head, first, last, tile,
-        args.k_rows, base);
+    unsigned char* out = args.k_out + sequence * args.k_rows * D;
+    auto* scale = (typename Code::Scale*)args.k_scale + sequence * scales;
+    if constexpr (BY_BLOCK) {
+      const int first = part * (SHARE / 2), last = min(first + SHARE / 2, args.groups);
+      turn_tile<T, Angle, Code, D, ROPE, ROTATE>(args, from, cos, sin, out, scale, args.k_token, args.k_head, first,
+                                                 last, tile, args.k_rows, base);
+    } else {
+      const int first = part / 2 * SHARE, last = min(first + SHARE, args.groups);
+      turn<T, Angle, Code, D, ROPE, ROTATE>(args, from, cos, sin, out, scale, args.k_token, args.k_head, first, last,
+                                            tile * TOKENS + part % 2 * (TOKENS / 2), args.k_rows);
+    }
     return;
   }
   part -= args.k_parts;
-  const auto* from = (const unsigned short*)args.v + batch * args.v_batch;
-  warm<D>(args, from, args.v_token, args.v_head, part, part + 1, tile);
-  grid_wait();
-  values<T, D, BY_BLOCK>(args, from + part * args.v_head, args.v_out + (sequence + part) * args.padded * D,
+  const auto* from = (const unsigned short*)args.v + batch * args.v_batch + part * args.v_head;
+  values<T, D, BY_BLOCK>(args, from, args.v_out + (sequence + part) * args.padded * D,
                          args.v_scale + (sequence + part) * scales, tile, base);
 }
 
