@@ -63,18 +63,21 @@ class Merging(nn.Module):
         them or trains their biases. Other parameters in their place end it, as QuantizedLinear.decoded."""
         if self.merged is None:
             return None
-        pairs: Any = zip(self.linears(), self._merged_of, strict=True)
+        parts: list[Any] = self._merged_of
+        if not torch.compiler.is_compiling():
+            # Where they were written, anew into their slices, all before one runs: apart, autograd keeps slices, and
+            # counts a write into one as one into each.
+            for part in parts:
+                part.decoded()
+        pairs: Any = zip(self.linears(), parts, strict=True)
         if not all(a is b and not a._apart and not watched(a) for a, b in pairs):
             return None
         if not torch.compiler.is_compiling():
-            if replaced(now := _tensors(self._merged_of), self._merged_tensors):
+            if replaced(now := _tensors(parts), self._merged_tensors):
                 if all(isinstance(tensor, nn.Parameter) for tensor in now):
                     self.merged = None
                 return None
-            parts: list[Any] = self._merged_of
-            for part in parts:
-                part.decoded()  # anew, into its slice, where it was written
-        bias, parts = self.merged.bias, self._merged_of
+        bias = self.merged.bias
         return None if bias is not None and any(_alone(part.bias, bias) for part in parts) else self.merged
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Merging":

@@ -61,6 +61,22 @@ def test_parameters_written_in_place_count(pair):
     assert same(llama, other)
 
 
+def test_adapters_train_behind_linears_that_were_written_in_place(pair):
+    """As DDP writes at first, and where a hook has the parts run apart."""
+    llama, other = pair
+    for each in pair:
+        each.requires_grad_(False)
+        each.lm_head.weight.requires_grad_(True)
+        each.enable_input_require_grads()
+    llama.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, y: y)
+    with torch.no_grad():
+        for own, new in zip(llama.parameters(), other.parameters(), strict=True):
+            own.copy_(new)
+    for each in pair:
+        each(IDS).logits.square().sum().backward()
+    torch.testing.assert_close(llama.lm_head.weight.grad, other.lm_head.weight.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_parameters_that_accelerate_puts_there_count(pair):
     llama, other = pair
     assert not same(llama, other)
