@@ -88,6 +88,7 @@ def load(
     if merge:
         merge_projections(model)
     leave_masks_out(model)
+    model._ddp_params_and_buffers_to_ignore = _StoredNames(model._modules)
     for each in (model, model.model):
         each.save_pretrained = each.push_to_hub = _refuse_to_save
     return dispatch_model(model, placed, offload_dir=offload_folder) if len(placed) > 1 else model
@@ -104,6 +105,23 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+class _StoredNames:
+    """The names of the quantized weights, which DistributedDataParallel is to leave alone: it would send them all, and
+    gloo sends no e4m3.
+
+    Of those that there are when DDP asks: what took the place of one to be trained has a weight of the same name.
+    """
+
+    def __init__(self, children: dict[str, nn.Module]) -> None:
+        self.children = children  # the model itself would hold what holds it
+
+    def __iter__(self) -> Iterator[str]:
+        for prefix, child in self.children.items():
+            for name, module in child.named_modules(prefix=prefix):
+                if isinstance(module, QuantizedLinear):
+                    yield from (f"{name}.{tensor}" for tensor in module.tensor_names)
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:

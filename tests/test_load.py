@@ -1,5 +1,6 @@
 """Loading: ready to use, and refused where it could be wrong. (Damaged files are in test_bad_checkpoints.)"""
 
+import copy
 import gc
 import json
 import shutil
@@ -7,14 +8,16 @@ from inspect import signature
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from quantrot import convert, load
 from quantrot.load import open_model
-from quantrot.modules import Fp8Linear, Int8Linear, Mxfp4Linear, QuantizedLinear, RotatedLinear
+from quantrot.modules import Fp8Linear, Fp8TrainingLinear, Int8Linear, Mxfp4Linear, QuantizedLinear, RotatedLinear
 
 IDS = torch.arange(2, 26).view(2, 12)  # without 0, which generate would take for padding
 
@@ -96,6 +99,26 @@ def test_decoding_ahead_changes_nothing(converted):
                 assert module._decoded is not None
                 module._decoded = None
         assert torch.equal(model(IDS).logits, ahead)
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp_sends_no_quantized_weights(source, tmp_path, alone):
+    """e4m3 cannot be sent by gloo. What took the place of a quantized linear is DDP's, as its gradients are."""
+    model = load(convert(source, "fp8-block", tmp_path / "out").out, device_map="cpu").requires_grad_(False)
+    mlp = model.model.layers[1].mlp
+    mlp.down_proj = Fp8TrainingLinear.of(mlp.down_proj).requires_grad_(True)
+    for each in (model, copy.deepcopy(model)):
+        ddp = DistributedDataParallel(each)
+        left = {name for name, _ in each.named_parameters()} & ddp.parameters_to_ignore
+        assert len(left) == 2 * 13 and not any("layers.1.mlp.down_proj" in name for name in left)
+        ddp(IDS).logits.sum().backward()
+        assert each.model.layers[1].mlp.down_proj.weight.grad is not None
 
 
 def test_accelerate_device_map_with_offload(converted, tmp_path):
