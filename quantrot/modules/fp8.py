@@ -49,7 +49,7 @@ class Fp8Linear(QuantizedLinear):
 
     def _product(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
         """The product of these codes, in x's dtype and leading dimensions."""
-        weight, weight_scale = self.stored()
+        weight, weight_scale = self.uncast()
         y = fp8_block_gemm(
             codes,
             scale,
@@ -72,7 +72,7 @@ class Fp8Linear(QuantizedLinear):
         return has_fused(tokens, self.out_features, self.in_features, device)
 
     def _fused(self, x: Tensor, *, residual: Tensor | None = None, **rest: Any) -> Tensor:
-        weight, scale = self.stored()
+        weight, scale = self.uncast()
         y = fp8_linear(
             x.reshape(-1, x.shape[-1]),
             weight,

@@ -41,6 +41,6 @@ class Int8Linear(QuantizedLinear):
         return self._run(mixed_linear, x, **rest)
 
     def _run(self, product: Callable[..., Tensor], x: Tensor, **rest: Any) -> Tensor:
-        packed, scale = self.stored()
+        packed, scale = self.uncast()
         ready = True  # parameters: no kernel that still runs writes them
         return product(self.turned(x), packed, scale, bias=self.bias, weight_ready=ready, **rest)

@@ -134,12 +134,14 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.format = fmt
         self.tensor_names: list[str] = []
+        self.tensor_dtypes: list[torch.dtype] = []
         self._decoded: Tensor | None = None
         self._decoded_from: list[Tensor] = []
         self._decoded_at: list[int] = []
         for suffix, stored, shape in formats.stored_tensors(fmt.weights, out_features, in_features, native_fp8):
             self.register_parameter(suffix, nn.Parameter(torch.empty(shape, dtype=DTYPES[stored]), requires_grad=False))
             self.tensor_names.append(suffix)
+            self.tensor_dtypes.append(DTYPES[stored])
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         self.online_name = online_name if online is not None else ""
         if online is not None:
@@ -166,6 +168,22 @@ class QuantizedLinear(nn.Module):
         """The tensors that are the quantized weight, in the order of formats.stored_tensors."""
         return [getattr(self, name) for name in self.tensor_names]
 
+    def uncast(self) -> list[Tensor]:
+        """stored(), for a product. ValueError for what was cast."""
+        tensors = self.stored()
+        if [tensor.dtype for tensor in tensors] != self.tensor_dtypes:
+            found = ", ".join(
+                f"{name} is {tensor.dtype}, not {dtype}"
+                for name, tensor, dtype in zip(self.tensor_names, tensors, self.tensor_dtypes, strict=True)
+                if tensor.dtype != dtype
+            )
+            raise ValueError(
+                f"{type(self).__name__}: its {found}: parameters were cast, as fully_shard's mp_policy does; give it "
+                "ignored_params={p for x in model.modules() if isinstance(x, QuantizedLinear) for p in x.parameters() "
+                "if not p.requires_grad}"
+            )
+        return tensors
+
     def transform(self) -> OnlineHadamard | None:
         """What turns x, or None."""
         online = self.get_submodule(self.online_name) if self.online_name else None
@@ -179,7 +197,7 @@ class QuantizedLinear(nn.Module):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [out_features, in_features] in `dtype`."""
-        return formats.dequantize(self.format.weights, self.stored(), self.in_features, dtype)
+        return formats.dequantize(self.format.weights, self.uncast(), self.in_features, dtype)
 
     def decode(self, dtype: torch.dtype) -> None:
         """Keep the dequantized weight for the forwards to come. load_state_dict does so anew, other tensors end it."""

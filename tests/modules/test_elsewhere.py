@@ -9,7 +9,7 @@ from accelerate import cpu_offload
 from accelerate.utils import set_module_tensor_to_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
@@ -119,7 +119,12 @@ def alone():
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(TORCH < (2, 13), reason="this torch's fully_shard takes parameters of floating point alone")
+whole_numbers = pytest.mark.skipif(
+    TORCH < (2, 13), reason="this torch's fully_shard takes parameters of floating point alone"
+)
+
+
+@whole_numbers
 def test_shards_are_what_a_model_of_fsdp_runs_saves_and_loads(pair, alone):
     llama, other = pair
     expected = copy.deepcopy(llama).state_dict()
@@ -135,6 +140,28 @@ def test_shards_are_what_a_model_of_fsdp_runs_saves_and_loads(pair, alone):
     assert same(llama, before)
     llama.load_state_dict(other.state_dict())
     assert same(llama, other) and not same(llama, before)
+
+
+@pytest.mark.parametrize(
+    "kind, dtype", [("fp8", torch.bfloat16), pytest.param("int8", torch.float16, marks=whole_numbers)]
+)
+def test_weights_that_fsdp_casts_are_an_error_that_says_how_to_leave_them(kind, dtype, alone):
+    llama = model(kind)
+    merge_projections(llama)
+    llama.requires_grad_(False).lm_head.weight.requires_grad_(True)
+    expected = copy.deepcopy(llama).to(dtype)(IDS).logits.float()
+    ignoring = copy.deepcopy(llama)
+    for layer in llama.model.layers:
+        fully_shard(layer, mesh=alone, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    with pytest.raises(ValueError, match=rf"is {dtype}, not torch\..*: parameters were cast.* ignored_params="):
+        llama(IDS)
+    stored = {p for x in linears(ignoring) for p in x.parameters() if not p.requires_grad}
+    for module in (*ignoring.model.layers, ignoring):
+        fully_shard(module, mesh=alone, mp_policy=MixedPrecisionPolicy(param_dtype=dtype), ignored_params=stored)
+    found = ignoring(IDS).logits.float()
+    assert (found - expected).norm() < 0.1 * expected.norm()
+    found.sum().backward()
+    assert ignoring.lm_head.weight.grad is not None
 
 
 def test_what_is_sharded_is_not_made_trainable(alone):
