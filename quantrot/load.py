@@ -55,9 +55,10 @@ def load(
 
     path: a directory, or a hub id (owner/name@revision). device_map: "auto", a device such as "cpu", "cuda:1" or 1,
     accelerate's dict, or None for the CPU. dtype: of what is not quantized ("auto": config.json's, else the
-    embedding's). check_hashes=False skips reading all files once more. offload_folder: where modules that the map sends
-    to "disk" are kept, in the files' dtype. merge: let `merge_projections` make fewer products of a layer's; a
-    projection with hooks runs apart all the same.
+    embedding's; float32 for float64 where activations, attention or the cache are narrow). check_hashes=False skips
+    reading all files once more. offload_folder: where modules that the map sends to "disk" are kept, in the files'
+    dtype. merge: let `merge_projections` make fewer products of a layer's; a projection with hooks runs apart all the
+    same.
     ValueError for a directory that is incomplete, altered or newer than this version.
     """
     root = open_source(path).path
@@ -193,6 +194,8 @@ def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any
         config = AutoConfig.for_model(**described)
         config._name_or_path = str(root)
         dtype: Any = wanted or config.dtype or _stored_dtype(root)
+        if dtype == torch.float64 and _narrows(manifest):
+            dtype = torch.float32
         with init_empty_weights(include_buffers=False):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # of many classes, some its own
@@ -224,6 +227,13 @@ def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any
                 layer.self_attn = QuantizedAttention(layer.self_attn, rotation=manifest.attention, **kind)
     model.tie_weights()
     return model.eval()
+
+
+def _narrows(manifest: Manifest) -> bool:
+    """Whether anything but weights is quantized, which is done from 16 or 32 bits."""
+    if (manifest.arithmetic, manifest.kv_cache) != ("bf16", "bf16"):
+        return True
+    return any(fmt is not None and fmt.activations.kind != "none" for fmt in manifest.linears.values())
 
 
 def _place(model: Any, device_map: str | int | torch.device | dict[str, Any] | None) -> dict[str, Any]:

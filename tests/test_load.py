@@ -157,6 +157,17 @@ def test_float64_weights_are_decoded_to_float32(tiny, tmp_path):
     torch.testing.assert_close(wide.float(), single, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("recipe", ["fp8-dynamic", "hadamard-mxfp4", "fp8-attention", {"kv_cache": "int4"}])
+def test_float64_is_loaded_as_float32_where_more_than_weights_is_quantized(tiny, tmp_path, recipe):
+    """No quantizer takes float64. What narrows weights alone, or nothing, keeps it."""
+    source = tiny(tmp_path / "model", hidden=128, intermediate=256, dtype=torch.float64)
+    model = load(convert(source, recipe, tmp_path / "out").out, device_map="cpu")
+    assert model.dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, load(tmp_path / "out", device_map="cpu", dtype="float32")(IDS).logits)
+    assert load(convert(source, "rotate-only", tmp_path / "wide").out, device_map="cpu").dtype == torch.float64
+
+
 @pytest.mark.parametrize(
     ("field", "value", "fails"),
     [
