@@ -169,6 +169,46 @@ def test_errors_are_lines_of_stderr_alone(source, tmp_path, monkeypatch):
     assert done.exit_code == 2 and "Permission denied" in done.stderr and "--resume" not in done.stderr
 
 
+TERMINATED = """
+import os, signal, sys
+from quantrot.cli.main import app
+real = os.pwrite
+def terminated(*args):
+    os.pwrite = real
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return real(*args)
+os.pwrite = terminated
+app(sys.argv[1:])
+"""
+
+
+def test_a_terminated_conversion_says_how_to_go_on(source, tmp_path):
+    """As an interrupted one does. timeout sends the signal to the process, and to its group."""
+    args = ["convert", source, "-r", "fp8-block", "-o", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", TERMINATED, *args], capture_output=True, text=True)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "interrupted; the same command with --resume goes on from here\n" in done.stderr and not done.stdout
+    assert run(app, [*args, "--resume"]).exit_code == 0
+
+
+def test_a_handler_of_sigterm_is_left_and_put_back(source, monkeypatch):
+    seen = []
+    monkeypatch.setattr("quantrot.cli.recipes.table", lambda *_: seen.append(signal.getsignal(signal.SIGTERM)))
+
+    def mine(*_):
+        pass
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        for handler in (signal.SIG_DFL, signal.SIG_IGN, mine):
+            signal.signal(signal.SIGTERM, handler)
+            assert run(app, ["recipes"]).exit_code == 0 and signal.getsignal(signal.SIGTERM) == handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen[0] not in (signal.SIG_DFL, None) and seen[1:] == [signal.SIG_IGN, mine]
+
+
 def test_inspect_of_another_directory_says_what_it_needs(source):
     done = run(app, ["inspect", str(source)])
     assert "quantrot.json: missing; give a directory that `quantrot convert` wrote" in done.stderr

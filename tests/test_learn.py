@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 
@@ -363,6 +365,31 @@ def test_an_interrupt_keeps_the_best_until_then(source, tmp_path, monkeypatch, s
         assert about["best_step"] in ((3, 5, 8) if checks == 4 else (8,))
         assert about["interrupted"] and about["kl_after"] < about["kl_before"]
         assert not about_learned(plan(source, using(out)))
+
+
+TERMINATED = """
+import os, signal, sys
+from quantrot.cli.main import app
+from quantrot.learn import Cayley
+real = Cayley.step
+def terminated(optimizer, rate):
+    if optimizer.count == 8:
+        os.kill(os.getpid(), signal.SIGTERM)
+    real(optimizer, rate)
+Cayley.step = terminated
+app(sys.argv[1:])
+"""
+
+
+def test_a_termination_keeps_the_best_until_then(source, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "start.yaml").write_text(json.dumps(START))
+    out = tmp_path / "r.safetensors"
+    args = ["learn", str(source), "-r", str(tmp_path / "start.yaml"), "-o", str(out), "--steps", "10", "--rate", "0.02"]
+    args += ["--text", str(tmp_path / "text.txt"), "--seq-len", "32", "--held-out", "2", "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-c", TERMINATED, *args], capture_output=True, text=True)
+    assert done.returncode == 128 + signal.SIGTERM and f"interrupted; {out} holds the best" in done.stderr, done.stderr
+    assert read(out).about["interrupted"] and not about_learned(plan(source, using(out)))
 
 
 def test_what_is_not_learned_is_printed_as_it_is(source, tmp_path):

@@ -1,19 +1,49 @@
 """The command line. One file a command; each parses, calls the library and prints.
 
 A `ValueError` or `OSError` is the user's to mend and becomes one message and exit status 2; anything else is a bug and
-keeps its traceback.
+keeps its traceback. SIGTERM ends a command as Ctrl-C does, with exit status 143.
 """
 
 import io
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from quantrot.cli import convert, eval, inspect, learn, plan, recipes, verify
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM (of timeout, Slurm, docker stop) raises KeyboardInterrupt, so that it keeps and clears what Ctrl-C does.
+    A handler that somebody else set stays, and only the main thread can set one."""
+    came = False
+
+    def interrupt(*_: Any) -> None:
+        nonlocal came
+        came = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # timeout sends two, and the first is being heeded
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if came:
+            raise typer.Exit(128 + signal.SIGTERM) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Commands(TyperGroup):
@@ -24,7 +54,8 @@ class Commands(TyperGroup):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         try:
-            return super().invoke(ctx)
+            with _terminated_as_interrupted():
+                return super().invoke(ctx)
         except BrokenPipeError:  # whoever read has enough; Python would say so once more at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(128 + signal.SIGPIPE) from None

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -286,6 +287,26 @@ def test_recipes_are_converted_where_they_are_evaluated(run, mmlu_dir, model_dir
     monkeypatch.setattr(recipes, "convert", convert)
     with pytest.raises(RuntimeError, match=f"^on {used}$"):
         run("mmlu", model_dir, "--recipes", "bf16,mxfp4", "--data", mmlu_dir, "--fewshot", 2, "--device", asked)
+
+
+TERMINATED = """
+import os, signal, sys
+from quantrot.cli.main import app
+from quantrot.evals import recipes
+def terminated(*args, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+recipes.compared = terminated
+app(sys.argv[1:])
+"""
+
+
+def test_a_terminated_comparison_leaves_no_conversions(mmlu_dir, model_dir, tmp_path):
+    args = ["eval", "mmlu", model_dir, "--recipes", "bf16,mxfp4", "--data", mmlu_dir, "--fewshot", 2, "--device", "cpu"]
+    command = [sys.executable, "-c", TERMINATED, *map(str, args)]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 128 + signal.SIGTERM and "after" in done.stderr, done.stderr
+    assert not list(tmp_path.glob("quantrot-recipes-*"))
 
 
 def test_a_table_says_whose_prompts_were_cut():
