@@ -12,7 +12,9 @@ passes: R1 ends in front of it, R3 begins behind it.
 from dataclasses import dataclass
 from typing import Any
 
-from quantrot.checkpoint import FLOATS, Checkpoint, same_bytes
+import torch
+
+from quantrot.checkpoint import DTYPES, FLOATS, Checkpoint, same_bytes
 
 SUPPORTED = {
     "llama": "LlamaForCausalLM (Llama 1 to 3.3, SmolLM2, TinyLlama, and what shares their tensors)",
@@ -77,6 +79,9 @@ def from_config(config: dict[str, Any]) -> Llama:
         raise ValueError(f"config.json: model_type {kind!r} is not supported. Supported: {known}")
     if config.get("quantization_config") or config.get("compression_config"):
         raise ValueError("config.json: the checkpoint is already quantized (quantization_config); convert its original")
+    _check_dtype(config)
+    _check_epsilon(config)
+    _check_rope(config)
     if kind.startswith("qwen"):
         _check_windows(config)
         if config.get("head_dim", 1) is None:
@@ -111,6 +116,39 @@ def from_config(config: dict[str, Any]) -> Llama:
         slides=kind == "mistral" and config.get("sliding_window", 4096) is not None,
         max_positions=_count(config, "max_position_embeddings") if "max_position_embeddings" in config else 2048,
     )
+
+
+def _check_dtype(config: dict[str, Any]) -> None:
+    """Any of torch's names for a dtype that weights may have, or "auto"."""
+    known = [DTYPES[name] for name in FLOATS]
+    for key in ("dtype", "torch_dtype"):
+        value = config.get(key)
+        if value in (None, "auto") or (isinstance(value, str) and getattr(torch, value, None) in known):
+            continue
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in known)
+        raise ValueError(f"config.json: {key} is {value!r:.80}; allowed: auto, {names}; give the weights' own")
+
+
+def _check_epsilon(config: dict[str, Any]) -> None:
+    value = config.get("rms_norm_eps", 1e-6)
+    if not isinstance(value, float) or not 0 < value < float("inf"):  # transformers takes no integer
+        raise ValueError(f"config.json: rms_norm_eps is {value!r:.80}; a small positive number is needed, as 1e-05")
+
+
+def _check_rope(config: dict[str, Any]) -> None:
+    """The kind of RoPE is one that transformers computes; of both keys it reads the older one."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json: {key} is {rope!r:.80}; an object or null is needed")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # half a second
+
+    if not isinstance(kind, str) or kind not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+        raise ValueError(f"config.json: rope_type of {key} is {kind!r:.80}; allowed: {known}; give the model's own")
 
 
 def _check_windows(config: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 def open_tokenizer(path: Path) -> Any:
     """The tokenizer of a model's directory; ValueError where transformers cannot load it."""
-    from transformers import AutoTokenizer  # a second, which plans without a text need not wait for
+    from transformers import AutoConfig, AutoTokenizer  # a second, which plans without a text need not wait for
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -27,6 +27,12 @@ def open_tokenizer(path: Path) -> Any:
                 f"{path}: tokenizer.model is read with {' and '.join(missing)}, not installed here: pip install "
                 "sentencepiece protobuf, or put a tokenizer.json there"
             ) from None
+        if (path / "config.json").exists():  # which is read on the way
+            try:
+                AutoConfig.from_pretrained(path, trust_remote_code=False)
+            except Exception as unread:  # of many classes, some its own
+                what = f"{type(unread).__name__}: {unread}"
+                raise ValueError(f"{path / 'config.json'}: transformers cannot read it: {what:.300}") from None
         raise ValueError(f"{path}: transformers cannot load its tokenizer: {error}") from None
 
 

@@ -70,6 +70,18 @@ BROKEN = [
     ("size-a-float", config(hidden_size=64.0), rf"config\.json: hidden_size is 64\.0; {NEEDS_COUNT}"),
     ("size-null", config(max_position_embeddings=None), rf"config\.json: max_position_embeddings is None; {NEEDS_COUNT}"),
     ("kv-heads-negative", config(num_key_value_heads=-1), rf"config\.json: num_key_value_heads is -1; {NEEDS_COUNT}"),
+    *((f"epsilon-{name}", config(rms_norm_eps=value), rf"config\.json: rms_norm_eps is {shown}; a small positive number is needed, as 1e-05$") for name, value, shown in [
+        ("a-word", "x", "'x'"), ("negative", -1.0, r"-1\.0"), ("zero", 0.0, r"0\.0"), ("an-integer", 1, "1"), ("null", None, "None"),
+        ("nan", float("nan"), "nan"), ("infinite", float("inf"), "inf"),
+    ]),
+    *((f"dtype-{name}", config(**{key: value}), rf"config\.json: {key} is {value!r}; allowed: auto, float64, float32, float16, bfloat16; give the weights' own$") for name, key, value in [
+        ("unknown", "dtype", "float17"), ("older-key", "torch_dtype", "float17"), ("integer", "dtype", "int64"), ("no-dtype", "dtype", "nn"), ("a-number", "dtype", 3),
+    ]),
+    *((f"rope-type-{name}", config(**{key: rope}), rf"config\.json: rope_type of {key} is {shown}; allowed: default, linear, dynamic, yarn, longrope, llama3, .*; give the model's own$") for name, key, rope, shown in [
+        ("unknown", "rope_parameters", {"rope_type": "nonsense", "rope_theta": 1e4}, "'nonsense'"), ("older-key", "rope_scaling", {"type": "su", "factor": 2.0}, "'su'"),
+        ("null", "rope_parameters", {"rope_type": None}, "None"), ("a-list", "rope_parameters", {"rope_type": ["yarn"]}, r"\['yarn'\]"),
+    ]),
+    ("rope-a-word", config(rope_parameters="yarn"), r"config\.json: rope_parameters is 'yarn'; an object or null is needed$"),
     # which files
     ("no-weights", remove(SINGLE), r"model: no model\.safetensors and no model\.safetensors\.index\.json; give a checkpoint that was saved as safetensors$"),
     ("a-peft-adapter", both(remove("config.json", SINGLE), file("adapter_config.json", b"{}")), r"model: a PEFT adapter \(adapter_config\.json\); merge it into its model first"),

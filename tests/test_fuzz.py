@@ -240,6 +240,9 @@ CONFIG = {
     "vocab_size": 256,
     "tie_word_embeddings": False,
     "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
+    "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
 }
 
 

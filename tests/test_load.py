@@ -171,8 +171,8 @@ def test_float64_is_loaded_as_float32_where_more_than_weights_is_quantized(tiny,
 @pytest.mark.parametrize(
     ("field", "value", "fails"),
     [
-        ("rms_norm_eps", "much", True),
-        ("rope_scaling", {"type": "su"}, True),
+        ("attention_dropout", "much", True),
+        ("rope_scaling", {"type": "linear"}, True),
         ("_attn_implementation", "flash_attention_2", False),
     ],
 )

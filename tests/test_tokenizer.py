@@ -1,5 +1,6 @@
 """Texts cut into windows."""
 
+import json
 import shutil
 
 import pytest
@@ -30,6 +31,18 @@ def test_what_reads_a_sentencepiece_model_is_named_where_it_is_missing(single, t
     (root / "tokenizer.model").write_bytes(b"no sentencepiece model")
     monkeypatch.setattr(tokenizer, "_installed", lambda name: name != "google.protobuf")
     with pytest.raises(ValueError, match=r"model is read with google\.protobuf, not installed here: pip install"):
+        open_tokenizer(root)
+
+
+def test_a_config_that_cannot_be_read_is_not_the_tokenizers_error(single, tmp_path):
+    root = shutil.copytree(single, tmp_path / "model")
+    config = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps(config | {"attention_dropout": "much"}))
+    with pytest.raises(ValueError, match=r"model/config\.json: transformers cannot read it: .*'attention_dropout'"):
+        open_tokenizer(root)
+    (root / "config.json").write_text(json.dumps(config))
+    (root / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="model: transformers cannot load its tokenizer: "):
         open_tokenizer(root)
 
 
