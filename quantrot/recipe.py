@@ -252,7 +252,7 @@ class Recipe(Strict):
 def _one_of(field: str, value: Any, allowed: list[Any]) -> Any:
     if (tuple(value) if isinstance(value, list) else value) not in allowed:
         shown = ", ".join(str(list(a) if isinstance(a, tuple) else a) for a in allowed)
-        hint = _did_you_mean(value, [a for a in allowed if isinstance(a, str)]) if isinstance(value, str) else ""
+        hint = did_you_mean(value, [a for a in allowed if isinstance(a, str)]) if isinstance(value, str) else ""
         raise ValueError(f"{field} is {_shown(value)}; allowed: {shown}{hint}")
     return value
 
@@ -302,7 +302,7 @@ def load_recipe(recipe: RecipeLike, file: str = "recipe") -> Recipe:
         if not path.is_file():
             raise ValueError(
                 f"recipe {text!r} is neither a file nor a shipped recipe"
-                f"{_did_you_mean(text, shipped_recipes())}; shipped: {', '.join(shipped_recipes())}"
+                f"{did_you_mean(text, shipped_recipes())}; shipped: {', '.join(shipped_recipes())}"
             )
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path}: {path.stat().st_size} bytes; a recipe has at most {MAX_BYTES}")
@@ -380,34 +380,47 @@ def _validate(data: dict[str, Any], file: str, name: str, tree: Any) -> Recipe:
     return recipe
 
 
+SEED = "a whole number from 0 to 2^63 - 1 is needed"  # of the only numbers whose errors are pydantic's
+MAPPING = "a mapping (key: value) is needed"
+NEEDED = {  # by pydantic's names of errors
+    "int_type": SEED,
+    "greater_than_equal": SEED,
+    "less_than": SEED,
+    "string_type": "a string is needed, in quotes where it looks like a number",
+    "string_too_short": "a linear's name or a glob is needed, as down_proj or '*'",
+    "model_type": MAPPING,
+    "model_attributes_type": MAPPING,
+    "tuple_type": "a list is needed",
+}
+
+
 def _explain(error: Any, file: str, tree: Any) -> str:
     """One pydantic error as `file:line: field: what is wrong, what is allowed`."""
     loc = error["loc"]
     place = f"{file}:{_line(tree, loc)}" if tree is not None else file
     tags = {"fp8", "mxfp4", "int8", "none", "tuple[int, int]", "constrained-int", "int"}
     outer = [str(p) for p in loc[:-1] if p not in tags]
-    if error["type"] == "extra_forbidden":
-        field = ".".join([*outer, str(loc[-1])])
+    if error["type"] in ("extra_forbidden", "invalid_key"):  # the second is no string
+        key = str(loc[-1]) if error["type"] == "extra_forbidden" else _shown(error["input"])
+        field = ".".join([*outer, key])
         known = sorted(_known_keys(loc[:-1]))
-        return f"{place}: unknown key {field!r}; allowed: {', '.join(known)}{_did_you_mean(str(loc[-1]), known)}"
+        return f"{place}: unknown key {field!r}; allowed: {', '.join(known)}{did_you_mean(key, known)}"
     field = ".".join(outer if loc[-1] in tags else [*outer, str(loc[-1])])
     if error["type"] in ("literal_error", "enum"):
         allowed = str(error["ctx"]["expected"])
         words = allowed.replace("'", "").replace(" or ", ", ").split(", ")
-        hint = " (without quotes)" if error["input"] in words else _did_you_mean(error["input"], words)
+        hint = " (without quotes)" if error["input"] in words else did_you_mean(error["input"], words)
         return f"{place}: {field} is {_shown(error['input'])}; allowed: {allowed}{hint}"
     if error["type"] == "union_tag_invalid":
         tag, allowed = error["ctx"]["tag"], error["ctx"]["expected_tags"]
-        hint = _did_you_mean(tag, allowed.replace("'", "").split(", "))
+        hint = did_you_mean(tag, allowed.replace("'", "").split(", "))
         return f"{place}: {field}.format is {_shown(tag)}; allowed: {allowed}{hint}"
     if error["type"] == "union_tag_not_found":
         return f"{place}: {field} needs a format; write e.g. {{format: fp8, ...}}"
     if error["type"] == "missing":
         return f"{place}: {field} is missing; it has no default"
-    if error["type"] in ("model_type", "model_attributes_type"):
-        return f"{place}: {field} is {_shown(error['input'])}; a mapping (key: value) is needed"
-    if error["type"] == "tuple_type":
-        return f"{place}: {field} is {_shown(error['input'])}; a list is needed"
+    if error["type"] in NEEDED:
+        return f"{place}: {field} is {_shown(error['input'])}; {NEEDED[error['type']]}"
     message = error["msg"].removeprefix("Value error, ")
     got = "" if error["type"] == "value_error" else f" (got {_shown(error['input'])})"
     return f"{place}: {field}: {message}{got}"
@@ -444,6 +457,7 @@ def _line(node: Any, loc: tuple[str | int, ...]) -> int:
     return line
 
 
-def _did_you_mean(word: Any, known: list[str]) -> str:
+def did_you_mean(word: Any, known: list[str]) -> str:
+    """The end of a message: the known word that is nearest, if one is near."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6) if isinstance(word, str) else []
     return f" (did you mean {close[0]!r}?)" if close else ""

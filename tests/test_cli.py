@@ -77,7 +77,8 @@ def test_recipes_list_show_schema():
     assert run(app, ["recipes", "show", "mxfp4"]).output.startswith("# MXFP4 weights and activations")
     schema = json.loads(run(app, ["recipes", "schema"]).output)
     assert set(schema["properties"]) == {"description", "rotations", "linear", "skip", "attention", "kv_cache"}
-    assert run(app, ["recipes", "show", "mxfp5"]).exit_code == 2
+    unknown = run(app, ["recipes", "show", "mxfp"])
+    assert unknown.exit_code == 2 and "called 'mxfp' (did you mean 'mxfp4'?); there are fp8-" in unknown.stderr
 
 
 def test_missing_output_says_what_to_do(source):

@@ -22,10 +22,13 @@ def main(context: typer.Context) -> None:
 @app.command()
 def show(name: Annotated[str, typer.Argument(help="A shipped recipe.")]) -> None:
     """Print a shipped recipe: a good start for your own."""
-    from quantrot.recipe import SHIPPED, shipped_recipes
+    from quantrot.recipe import SHIPPED, did_you_mean, shipped_recipes
 
-    if name not in shipped_recipes():
-        raise ValueError(f"no shipped recipe is called {name!r}; there are {', '.join(shipped_recipes())}")
+    known = shipped_recipes()
+    if name not in known:
+        raise ValueError(
+            f"no shipped recipe is called {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}"
+        )
     print((SHIPPED / f"{name}.yaml").read_text(encoding="utf-8"), end="")
 
 
