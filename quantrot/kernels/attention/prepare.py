@@ -47,7 +47,8 @@ def plan_for(dim: int, angles: torch.dtype | None, rotate: bool, rows: int) -> P
     """
     if angles is None and not rotate:
         return Plan(2, 4)
-    share = 16 if rows >= 8192 else 8 if rows >= 4096 else 4
+    halves = rows * 128 // dim  # of head_dim 64: blocks half as long
+    share = 16 if halves >= 8192 else 8 if halves >= 4096 else 4
     if dim == 128 and rotate and angles == torch.float32:  # for three there are too few registers: 250 us for 206
         return Plan(min(share, 8), 2)
     return Plan(share, 3)
