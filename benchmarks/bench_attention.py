@@ -32,6 +32,7 @@ from timing import copy_gbps, give_back, race_us, random_tensors, time_us, write
 
 from quantrot.kernels.attention import (  # noqa: E402
     Quantized,
+    append,
     attend,
     fp8_attention,
     quantize_heads,
@@ -43,6 +44,7 @@ HEADS, GROUPS = 32, 8
 PEAK = 1979e12  # e4m3 operations a second on an H200, dense, from its data sheet
 PREFILL = [(d, s, c) for d, s, c in product((128, 64), (2048, 8192, 32768), (True, False)) if c or s == 8192]
 ROWS = [(rows, d) for rows, d in product((1, 32, 2048, 8192, 32768), (128, 64))]
+STORED = [(b, d) for b, d in product((1, 8, 32, 128), (128, 64))]
 DECODE = [(b, t, d) for b, t, d in product((1, 32), (8192, 32768), (128, 64))]
 Calls = list[Callable[[], Any]]
 
@@ -197,6 +199,38 @@ def prepare(rows: int, dim: int, gbps: float) -> dict[str, Any]:
     }
 
 
+def store(batch: int, dim: int, gbps: float) -> dict[str, Any]:
+    """A token a sequence into a static cache of 4096, in one kernel, and by quantizing and copying."""
+    sets = list(zip(*(normal(batch, 1, heads, dim) for heads in (HEADS, GROUPS, GROUPS)), strict=False))
+    theta = torch.randn(1, 1, dim, device="cuda")
+    cos, sin = theta.cos().bfloat16(), theta.sin().bfloat16()
+    shapes = (batch, GROUPS, 4096, dim), (batch, GROUPS, 4096), (batch, GROUPS, dim, 4096), (batch, GROUPS, 4096)
+    buffers = [torch.zeros(shape, dtype=torch.uint8, device="cuda") for shape in shapes]
+    copied, length = [b.clone() for b in buffers], torch.tensor(1000, device="cuda")
+
+    def one(s: Any) -> Any:
+        return append.rope_hadamard_append(*s, cos, sin, *buffers, length, limit=4096, order=dim, advance=False)
+
+    def two(s: Any) -> Any:
+        made = rope_hadamard_quantize(*s, cos, sin, order=dim, granularity="token")
+        parts = made.k.view(torch.uint8), made.k_scale, made.v[..., :1].view(torch.uint8), made.v_scale
+        for buffer, part, axis in zip(copied, parts, (2, 2, 3, 2), strict=True):
+            buffer.index_copy_(axis, length.view(1), part)
+        return made
+
+    one(sets[0]), two(sets[0])
+    differ = sum((a != b).sum().item() for a, b in zip(buffers, copied, strict=True))
+    sets = sets[:16]
+    return {
+        "op": "rope_hadamard_append",
+        "case": {"batch": batch, "head_dim": dim},
+        "us": time_us([lambda s=s: one(s) for s in sets]),
+        "floor_us": batch * (HEADS + 2 * GROUPS) * dim * 3 / gbps / 1e3,
+        "peers_us": {"copies": time_us([lambda s=s: two(s) for s in sets])},
+        "error": differ / (batch * 2 * GROUPS * (dim + 1)),
+    }
+
+
 def cache(batch: int, tokens: int, dim: int) -> tuple[Quantized, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """One query and an e4m3 cache with a scale a token, and the same in bfloat16."""
     q = torch.randn(batch, HEADS, 1, dim, device="cuda", dtype=torch.bfloat16)
@@ -243,7 +277,7 @@ def main(out: Path | None, scores: str) -> None:
     rows = []
     jobs: list[tuple[Callable[..., dict[str, Any]], list[Any]]] = [(partial(prefill, scores=scores), PREFILL)]
     if scores == "int8":
-        jobs += [(prepare, ROWS), (decode, DECODE)]
+        jobs += [(prepare, ROWS), (store, STORED), (decode, DECODE)]
     for function, cases in jobs:
         for case in cases:
             rows.append(function(*case, gbps))

@@ -434,9 +434,10 @@ def _mixed_cell(row: Row) -> str:
 
 
 def attention(result: Result) -> list[str]:
-    """Prompts, the kernel that prepares their operands, decoded tokens."""
+    """Prompts, the kernels that prepare operands and store tokens, decoded tokens."""
     lines = [source(result)]
-    for op in ("prefill", "rope_hadamard_quantize", "decode"):
+    ops = dict.fromkeys(row["op"] for row in result["rows"])
+    for op in ops:
         found = _of(result, op)
         peers, rate = list(found[0]["peers_us"]), ["TFLOP/s"] if op == "prefill" else []
         rows = []
@@ -444,7 +445,7 @@ def attention(result: Result) -> list[str]:
             cells = [*map(str, row["case"].values()), f"{row['us']:.1f}"]
             cells += [f"{row['tflops']:.0f}"] if rate else []
             rows.append([*cells, _floor(row), *(_times(row, peer) for peer in peers), f"{row['error']:.1e}"])
-        last = "codes that differ" if op == "rope_hadamard_quantize" else "error"
+        last = "codes that differ" if op.startswith("rope") else "error"
         head = [*found[0]["case"], "us", *rate, "of the floor", *(f"{peer} / ours" for peer in peers), last]
         lines += ["", f"{op}:", "", *grid(head, rows)]
     return lines

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from typer.testing import CliRunner
 
 from quantrot import convert, load, verify
@@ -149,6 +150,15 @@ def test_fp8_attention_has_no_weights_to_give(source, tmp_path):
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="output_attentions: attention: fp8 has no weights to give"):
         model(IDS, output_attentions=True)
+
+
+def test_fp8_attention_through_a_wide_cache_wants_masks(source, tmp_path):
+    """Where an implementation has none, nothing says which keys of the cache a later chunk sees."""
+    AttentionInterface.register("without_masks", sdpa_attention_forward)
+    model = load(convert(source, {"attention": "fp8"}, tmp_path / "out").out, device_map="cpu")
+    model.set_attn_implementation("without_masks")
+    with torch.no_grad(), pytest.raises(ValueError, match="'without_masks'; set it to sdpa"):
+        model(IDS)
 
 
 @torch.no_grad()

@@ -270,6 +270,25 @@ __device__ __forceinline__ u32 count_one(u32* p, u32 last) {
   return before;
 }
 
+// A number below 2^32, on which blocks also count themselves once they have read it: in the bits above, until the last one
+// sets it.
+__device__ __forceinline__ u32 load_count(const u64* p) {
+  u32 count;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(p) : "memory");
+  return count;
+}
+
+// For a whole warp, of which one lane counts and gets what was there before, the others 0. (Without QR_ONE_LANE the
+// compiler adds up what lanes count, and has them exchange the result.)
+__device__ __forceinline__ u64 count_arrival(u64* p) {
+  u64 before = 0;
+  asm volatile(QR_ONE_LANE "atom.relaxed.gpu.global.add.u64 %0, [%1], %2;\n}"
+               : "+l"(before)
+               : "l"(p), "l"(1ull << 32)
+               : "memory");
+  return before;
+}
+
 // What other blocks have written: from L2, whatever this multiprocessor has read before.
 __device__ __forceinline__ float fresh1(const float* p) { return __ldcg(p); }
 __device__ __forceinline__ float2 fresh2(const float* p) { return __ldcg((const float2*)p); }

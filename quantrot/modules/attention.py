@@ -4,6 +4,7 @@ import copy
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,7 +29,7 @@ from quantrot.kernels.attention import (
     rope_hadamard_quantize,
     transposed_values,
 )
-from quantrot.modules.cache import StaticLayer, adopt, round_trip, update
+from quantrot.modules.cache import StaticKVLayer, StaticLayer, adopt, round_trip, update
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.modules.masks import IMPLEMENTATION
 from quantrot.modules.merged import Merging, is_rms_norm
@@ -242,16 +243,21 @@ class QuantizedAttention(Merging):
         if self.key_center is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
             k, angles = (k - self.key_center).to(k.dtype), (None, None)
-        given = rope_hadamard_quantize(q, k, v, *angles, granularity=granularity, **rotation)
-        lengths = None
-        if layer is not None:
-            stored, lengths = layer.append(given, q.dtype)
-        if prompt:  # the same keys as in the cache, which has spread their blocks' scales
-            lengths, mask = None, None if mask is None else mask[..., : q.shape[1]]
-        elif layer is not None:
-            given = stored
+        appended = None
+        if isinstance(layer, StaticKVLayer) and not prompt and q.shape[1] == 1:
+            keep = self.layer_idx == 0  # from its count the model has computed the positions and the mask
+            appended = layer.append_turned(q, k, v, *angles, **rotation, keep=keep)
+        if appended is not None:
+            given, lengths = appended
+            if mask is not None and (room := given.k.shape[2] - mask.shape[-1]):
+                mask = F.pad(mask, (0, room))
         else:
-            given = self._through(cache, given, mask, q.dtype, kwargs)
+            given = rope_hadamard_quantize(q, k, v, *angles, granularity=granularity, **rotation)
+            stored, lengths = (given, None) if layer is None else layer.append(given, q.dtype)
+            if prompt:  # the same keys as in the cache, which has spread their blocks' scales
+                lengths, mask = None, None if mask is None else mask[..., : q.shape[1]]
+            else:
+                given = stored if layer is not None else self._through(cache, given, mask, q.dtype, kwargs)
         asked = kwargs.get("is_causal")  # as transformers' sdpa takes it
         causal = mask is None and (self.is_causal if asked is None else asked)
         y = attend(given, causal=causal, scale=self.scaling, mask=mask, lengths=lengths, dtype=q.dtype)
@@ -261,6 +267,12 @@ class QuantizedAttention(Merging):
         self, cache: Any, given: Quantized, mask: Tensor | None, dtype: torch.dtype, kwargs: dict[str, Any]
     ) -> Quantized:
         """Keys and values through a cache of the model's dtype: what it returns, quantized again, is what it was."""
+        implementation = self.config._attn_implementation
+        if mask is None and implementation not in ("sdpa", IMPLEMENTATION, "eager"):  # it may have no masks at all
+            raise ValueError(
+                f"attention: fp8 with kv_cache: bf16 needs the masks of sdpa, the model's attention implementation is "
+                f"{implementation!r}; set it to sdpa"
+            )
         tokens = given.k.shape[2]
         key = dequantize_heads(given.k, given.k_scale, dtype)
         value = dequantize_heads(given.v[..., :tokens].transpose(2, 3), given.v_scale, dtype)

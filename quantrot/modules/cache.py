@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from quantrot.kernels.attention import BLOCK, Quantized, dequantize_heads, inference_only, quantize_heads, spread
+from quantrot.kernels.attention import (
+    BLOCK,
+    Quantized,
+    append,
+    dequantize_heads,
+    inference_only,
+    quantize_heads,
+    spread,
+)
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.int4 import dequantize_int4, group_for, quantize_int4
 
@@ -145,9 +153,12 @@ class KVLayer(CacheLayerMixin):
             parts[name] = spread(scale, tokens)
         stored = self._store(parts, dtype)
         self.empty = False
+        return self._every(given.q, given.q_scale, stored), self._lengths(given.k.shape[0])
+
+    def _every(self, q: Tensor, q_scale: Tensor, stored: Buffers) -> Quantized:
+        """Queries' codes with all keys and values."""
         key, value = stored["key"].view(E4M3), stored["value_transposed"].view(E4M3)
-        every = Quantized(given.q, given.q_scale, key, stored["key_scale"], value, stored["value_scale"])
-        return every, self._lengths(key.shape[0])
+        return Quantized(q, q_scale, key, stored["key_scale"], value, stored["value_scale"])
 
     @abstractmethod
     def _allocate(self, parts: Buffers, dtype: torch.dtype) -> None:
@@ -289,6 +300,37 @@ class StaticKVLayer(KVLayer):
         for name, part in parts.items():
             self.buffers[name].index_copy_(TOKEN_AXIS.get(name, 2), at, part.detach())
         return {n: b if n in TOKEN_AXIS else b.narrow(2, 0, self.max_cache_len) for n, b in self.buffers.items()}
+
+    @torch.no_grad()
+    def append_turned(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        order: int = 0,
+        signs: Tensor | None = None,
+        *,
+        keep: bool,
+    ) -> tuple[Quantized, Tensor | None] | None:
+        """`append` of rope_hadamard_quantize of one token, in one kernel; None where there is none. What it gives has
+        the buffers' padding, which is past the lengths: a kernel for one query reads whole lines.
+
+        keep: the count is added to behind it, not in it.
+        """
+        if not self.is_initialized or signs is not None or not append.runs_on(q.device):
+            return None
+        cache = (self.buffers[n] for n in ("key", "key_scale", "value_transposed", "value_scale"))
+        given: Any = q, k, v, cos, sin, *cache, self.cumulative_length
+        asked: Any = *given, order
+        if append.unsupported(*asked):
+            return None
+        made = append.rope_hadamard_append(*given, limit=self.max_cache_len, order=order, advance=not keep)
+        if keep:
+            self.cumulative_length.add_(1)
+        self.empty = False
+        return self._every(*made[:2], self.buffers), made[2]
 
     def _check_room(self, new: int) -> None:
         """Where the count is no part of a graph and at hand; elsewhere index_copy_ finds it, and counts the padding."""

@@ -39,23 +39,6 @@ __device__ __forceinline__ Quad load_once(const unsigned short* p) {
 
 __device__ __forceinline__ Quad load_plain(const unsigned short* p) { return *(const Quad*)p; }
 
-__device__ __forceinline__ u32 load_count(const u64* p) {
-  u32 count;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(p) : "memory");
-  return count;
-}
-
-// For a whole warp, of which one lane counts and gets what was there before, the others 0. (Without QR_ONE_LANE the
-// compiler adds up what lanes count, and has them exchange the result.)
-__device__ __forceinline__ u64 count_arrival(u64* p) {
-  u64 before = 0;
-  asm volatile(QR_ONE_LANE "atom.relaxed.gpu.global.add.u64 %0, [%1], %2;\n}"
-               : "+l"(before)
-               : "l"(p), "l"(1ull << 32)
-               : "memory");
-  return before;
-}
-
 // To another block's shared memory (of in_block, as its barrier), some time before its barrier has counted the 8 bytes.
 __device__ __forceinline__ void send2(u32 mapped, u32 bar, float a, float b) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(mapped),

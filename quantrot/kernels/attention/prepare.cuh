@@ -99,14 +99,17 @@ template <class Angle, int D>
 struct Turn {
   Angles<Angle> cos[D / 64], sin[D / 64];
 
+  __device__ __forceinline__ void load(const void* cosines, const void* sines) {
+#pragma unroll
+    for (int i = 0; i < D / 64; i++) {
+      cos[i].load(cosines, column_of<D>(i, lane_number() % 4));
+      sin[i].load(sines, column_of<D>(i, lane_number() % 4));
+    }
+  }
   // Rows behind the last have its angles: without a branch all are loaded at once.
   __device__ __forceinline__ void load(const PrepareArgs& args, const void* cosines, const void* sines, int token) {
     const i64 row = min(token, args.tokens - 1) * args.cos_token * Angle::BYTES;
-#pragma unroll
-    for (int i = 0; i < D / 64; i++) {
-      cos[i].load((const char*)cosines + row, column_of<D>(i, lane_number() % 4));
-      sin[i].load((const char*)sines + row, column_of<D>(i, lane_number() % 4));
-    }
+    load((const char*)cosines + row, (const char*)sines + row);
   }
 };
 

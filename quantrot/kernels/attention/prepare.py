@@ -86,12 +86,13 @@ def unsupported(
     angles = [t for t in (cos, sin) if t is not None]
     if any(t.dtype not in (k.dtype, torch.float32) for t in angles) or len({(t.dtype, t.stride()) for t in angles}) > 1:
         return "cosines and sines of another type than the rest, or of two layouts"
-    if any(not _aligned(t) for t in (q, k, v, *angles) if t.numel()):
+    if any(not aligned(t) for t in (q, k, v, *angles) if t.numel()):
         return "rows that do not start at multiples of 16 bytes"
     return None
 
 
-def _aligned(t: Tensor) -> bool:
+def aligned(t: Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes."""
     return t.stride(-1) == 1 and all(n * t.itemsize % 16 == 0 for n in (*t.stride()[:-1], t.data_ptr() // t.itemsize))
 
 

@@ -11,8 +11,6 @@ inline Quad load_plain(const unsigned short* p) {
   return v;
 }
 inline Quad load_once(const unsigned short* p) { return load_plain(p); }
-inline u32 load_count(const u64* p) { return (u32)*p; }
-inline u64 count_arrival(u64* p) { return elect_one() ? (*p += 1ull << 32) - (1ull << 32) : 0; }
 
 // Lands at some later moment.
 inline void send2(u32 mapped, u32 bar, float a, float b) {

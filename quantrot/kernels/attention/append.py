@@ -1,0 +1,252 @@
+"""One new token a sequence on its way into a static FP8 cache: RoPE, a Hadamard rotation, codes, the next place.
+
+    rope_hadamard_append   q, k, v as the projections leave them, the cache -> q's codes; the cache has a token more
+    runs_on                whether that is one kernel on a device (CUDA C++ for Hopper, append.cuh)
+
+Contract, with B sequences, H query heads, G key heads, room for L tokens:
+
+    q [B, 1, H, D], k and v [B, 1, G, D] in bfloat16 or float16, D 64 or 128 and contiguous; cos, sin [1 or B, 1, D or
+        D / 2] in their dtype or float32, of which the first D / 2 are read, or None: no RoPE
+    key [B, G, L, D] and value [B, G, D, L'] (L' >= L) e4m3 as uint8, key_scale and value_scale uint8 [B, G, L], a scale
+        a token as quantize_heads has them, all changed: the new token goes to place `length`
+    length int64 []: how many tokens are in the cache, the same of every sequence; with `advance` one more afterwards
+
+Codes and scales are rope_hadamard_quantize's with a scale a token. Where the cache is full (`limit` tokens) nothing is
+stored, and the query's scale says that it is no number.
+"""
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantrot.kernels import nvrtc
+from quantrot.kernels.attention.prepare import DIMS, TYPES, aligned
+from quantrot.kernels.attention.reference import Granularity, rope_hadamard_quantize_reference
+from quantrot.kernels.fp8 import E4M3
+from quantrot.kernels.nvrtc import load_kernel
+from quantrot.kernels.operators import constant, implement
+
+HEADS = 8  # of a thread block
+ENTRY = """extern "C" __global__ void __launch_bounds__(32) append(const __grid_constant__ quantrot::AppendArgs args) {{
+  quantrot::append<{call}>(args);
+}}
+"""
+
+torch.library.define(
+    "quantrot::rope_hadamard_append",
+    "(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, int order, Tensor(a!) key, Tensor(b!) key_scale, "
+    "Tensor(c!) value, Tensor(d!) value_scale, Tensor? position, Tensor(e!)? length, int limit) "
+    "-> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.flexible_layout,),
+)
+
+
+def rope_hadamard_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    key: Tensor,
+    key_scale: Tensor,
+    value: Tensor,
+    value_scale: Tensor,
+    length: Tensor,
+    *,
+    limit: int,
+    order: int = 0,
+    advance: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q's codes e4m3 [B, H, 1, D], their scales uint8 [B, H, 1], tokens with the new one int32 [B]); see the top of
+    this file. order: of the Hadamard matrix, D, or 0 for no rotation.
+
+    advance: length becomes one more. Not to be asked for, under torch.compile, of a length from which operands of this
+    or a later call are computed: see rope_attend_one. No backward. ValueError for shapes and dtypes that do not fit.
+    """
+    if reason := unsupported(q, k, v, cos, sin, key, key_scale, value, value_scale, length, order):
+        raise ValueError(f"rope_hadamard_append: {reason}")
+    if not 0 < limit <= key.shape[2]:
+        raise ValueError(f"rope_hadamard_append: limit {limit}; allowed: 1 to {key.shape[2]}, the cache's room")
+    counts = (None, length) if advance else (length, None)
+    cache = key, key_scale, value, value_scale
+    codes, *rest = torch.ops.quantrot.rope_hadamard_append(q, k, v, cos, sin, order, *cache, *counts, limit)
+    return codes.view(E4M3), *rest
+
+
+@constant
+def runs_on(device: torch.device) -> bool:
+    """Whether rope_hadamard_append is one kernel on this device; elsewhere it is plain torch, of no use but to
+    compare."""
+    return device.type == "cuda" and torch.version.hip is None and nvrtc.available(device)
+
+
+def unsupported(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, key: Tensor, key_scale: Tensor,
+    value: Tensor, value_scale: Tensor, length: Tensor, order: int,
+) -> str | None:  # fmt: skip
+    """Why these are not operands of rope_hadamard_append, or None."""
+    if any(t.dim() != 4 for t in (q, k, v, key, value)) or q.dtype not in (torch.bfloat16, torch.float16):
+        return f"q {tuple(q.shape)}, {q.dtype}; [B, 1, H, D] in bfloat16 or float16 is needed"
+    (batch, tokens, _, dim), (groups, room) = q.shape, key.shape[1:3]
+    if tokens != 1 or dim not in DIMS or k.shape != (batch, 1, groups, dim) or v.shape != k.shape:
+        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; one token, head_dim in {DIMS}"
+    if order not in (0, dim):
+        return f"order {order}; allowed: 0, {dim}"
+    if k.dtype != q.dtype or v.dtype != q.dtype or (cos is None) != (sin is None):
+        return f"q {q.dtype}, k {k.dtype}, v {v.dtype}, cos {cos is not None}, sin {sin is not None}"
+    for angles in (cos, sin):
+        if angles is not None and (
+            angles.shape not in [(n, 1, d) for n in (1, batch) for d in (dim, dim // 2)]
+            or angles.dtype not in (q.dtype, torch.float32)
+        ):
+            return f"cos or sin {angles.dtype} {tuple(angles.shape)}; [1 or {batch}, 1, {dim} or {dim // 2}] is needed"
+    if cos is not None and sin is not None and (cos.dtype, cos.stride()) != (sin.dtype, sin.stride()):
+        return "cosines and sines of two dtypes or layouts"
+    if key.shape != (batch, groups, room, dim) or value.shape[:3] != (batch, groups, dim) or value.shape[3] < room:
+        return f"key {tuple(key.shape)}, value {tuple(value.shape)}; [B, G, L, D] and [B, G, D, L] are needed"
+    if any(t.shape != (batch, groups, room) for t in (key_scale, value_scale)):
+        return f"scales {tuple(key_scale.shape)}, {tuple(value_scale.shape)}; {(batch, groups, room)} is needed"
+    if any(t.dtype != torch.uint8 for t in (key, key_scale, value, value_scale)):
+        return f"a cache in {key.dtype}; uint8, of e4m3 and its scales, is needed"
+    if any(t.stride(-1) != 1 for t in (key, key_scale, value, value_scale)) or key.stride(2) != dim:
+        return "a cache whose tokens are not adjacent"
+    if length.dtype != torch.int64 or length.dim():
+        return f"length {length.dtype} {tuple(length.shape)}; an int64 without dimensions is needed"
+    if any(t is not None and t.device != q.device for t in (k, v, cos, sin, key, value, length)):
+        return f"operands on several devices, q on {q.device}"
+    return None
+
+
+# --- Plain torch -----------------------------------------------------------------------------------------------------
+
+
+def rope_hadamard_append_reference(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, key: Tensor,
+    key_scale: Tensor, value: Tensor, value_scale: Tensor, length: Tensor, advance: bool, limit: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The definition. Any device."""
+    made = rope_hadamard_quantize_reference(q, k, v, cos, sin, None, order, Granularity.token, E4M3)
+    codes, scale, *new = (t.view(torch.uint8) for t in made)
+    here = torch.arange(value.shape[3], device=q.device) == torch.where(length < limit, length, -1)
+    room = here[: key.shape[2]]
+    key.copy_(torch.where(room[:, None], new[0], key))
+    key_scale.copy_(torch.where(room, new[1], key_scale))
+    value.copy_(torch.where(here, new[2][..., :1], value))
+    value_scale.copy_(torch.where(room, new[3], value_scale))
+    scale = torch.where(length < limit, scale, 255)
+    lengths = (length + 1).to(torch.int32).expand(q.shape[0]).contiguous()
+    if advance:
+        length.add_(1)
+    return codes, scale, lengths
+
+
+# --- The kernel ------------------------------------------------------------------------------------------------------
+
+
+class Arguments(ctypes.Structure):
+    """AppendArgs of append.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "q_out", "q_scale")),
+        *((name, ctypes.c_void_p) for name in ("key", "key_scale", "value", "value_scale", "count", "lengths")),
+        *((f"{name}_{i}", ctypes.c_longlong) for name in "qkv" for i in ("batch", "head")),
+        ("cos_batch", ctypes.c_longlong),
+        *((f"{name}_{i}", ctypes.c_longlong) for name in ("key", "key_scale") for i in ("batch", "head")),
+        *((f"value_{i}", ctypes.c_longlong) for i in ("batch", "head", "column")),
+        *((f"value_scale_{i}", ctypes.c_longlong) for i in ("batch", "head")),
+        *((name, ctypes.c_int) for name in ("heads", "groups", "limit", "advance")),
+        ("factor", ctypes.c_float),
+    ]
+
+
+class _Parameters(ctypes.Structure):
+    _fields_ = [("args", Arguments)]
+
+
+def device_functions() -> str:
+    """What every kernel is built on."""
+    return nvrtc.sources("hopper", "products", "attention/codes", "attention/prepare", "attention/append")
+
+
+def entry(dim: int, dtype: torch.dtype, angles: torch.dtype | None, rotate: bool) -> str:
+    """The source of one kernel, after device_functions."""
+    types = (f"quantrot::{TYPES[t]}" for t in (dtype, angles or dtype))
+    return ENTRY.format(call=", ".join([*types, str(dim), str(int(angles is not None)), str(int(rotate))]))
+
+
+@lru_cache(maxsize=64)
+def _kernel(dim: int, dtype: torch.dtype, angles: torch.dtype | None, rotate: bool, device: int) -> int:
+    """The function, ready to launch on this device."""
+    return load_kernel(device_functions() + entry(dim, dtype, angles, rotate), "append", 0, device)
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, key: Tensor,
+    key_scale: Tensor, value: Tensor, value_scale: Tensor, length: Tensor, advance: bool, limit: int,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> Arguments:  # fmt: skip
+    """The kernel's parameter. out: q's codes, their scales, lengths."""
+    codes, scale, lengths = out
+    every = (q, k, v, cos, sin, codes, scale, key, key_scale, value, value_scale, length, lengths)
+    return Arguments(
+        *(None if t is None else t.data_ptr() for t in every),
+        *(stride for t in (q, k, v) for stride in (t.stride(0), t.stride(2))),
+        cos.stride(0) if cos is not None and cos.shape[0] > 1 else 0,
+        *key.stride()[:2],
+        *key_scale.stride()[:2],
+        *value.stride()[:3],
+        *value_scale.stride()[:2],
+        q.shape[2],
+        k.shape[2],
+        limit,
+        int(advance),
+        order**-0.5 if order else 1.0,
+    )
+
+
+def grid(batch: int, heads: int, groups: int) -> tuple[int, int]:
+    return -(-heads // HEADS) + 2 * -(-groups // HEADS), batch
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, *cache: Tensor | bool | int
+) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, _, heads, dim), groups, device = q.shape, k.shape[2], q.get_device()
+    q, k, v = (t if aligned(t) else t.contiguous() for t in (q, k, v))
+    if cos is not None and sin is not None and not (aligned(cos) and aligned(sin)):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    out = (
+        torch.empty(batch, heads, 1, dim, dtype=torch.uint8, device=q.device),
+        torch.empty(batch, heads, 1, dtype=torch.uint8, device=q.device),
+        torch.empty(batch, dtype=torch.int32, device=q.device),
+    )
+    given: Any = q, k, v, cos, sin, order, *cache, out
+    values = _Parameters(arguments(*given))
+    function = _kernel(dim, q.dtype, None if cos is None else cos.dtype, order > 0, device)
+    nvrtc.launch(function, grid(batch, heads, groups), 32, 0, values, device, overlap=True)
+    return out
+
+
+@implement("quantrot::rope_hadamard_append")
+def _rope_hadamard_append(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, key: Tensor,
+    key_scale: Tensor, value: Tensor, value_scale: Tensor, position: Tensor | None, length: Tensor | None, limit: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    advance, length = length is not None, position if length is None else length
+    assert length is not None
+    given = q, k, v, cos, sin, order, key, key_scale, value, value_scale, length, advance, limit
+    run = _launch if q.is_cuda and runs_on(q.device) and q.numel() else rope_hadamard_append_reference
+    return run(*given)
+
+
+@torch.library.register_fake("quantrot::rope_hadamard_append")
+def _rope_hadamard_append_fake(q: Tensor, *given: object) -> tuple[Tensor, Tensor, Tensor]:
+    batch, _, heads, dim = q.shape
+    return (
+        q.new_empty(batch, heads, 1, dim, dtype=torch.uint8),
+        q.new_empty(batch, heads, 1, dtype=torch.uint8),
+        q.new_empty(batch, dtype=torch.int32),
+    )
