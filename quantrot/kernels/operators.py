@@ -1,14 +1,19 @@
 """How the operators of this folder are registered, whether Triton runs them, and what is constant to torch.compile."""
 
+import math
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, wraps
-from typing import Any
+from numbers import Real
+from typing import Any, Literal
 
 import torch
 
 HOPPER_SHARED = 227 << 10  # bytes of shared memory that a program may have on Hopper
+NUMBERS = (float, int, torch.SymFloat, torch.SymInt, Real)  # numpy's are Real, by the slow way
+LEAST = {"finite": -sys.float_info.max, "non-negative, finite": 0.0, "positive, finite": math.ulp(0.0)}
 
 
 def implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -103,6 +108,16 @@ def check_signs(signs: torch.Tensor) -> None:
     if signs.dtype == torch.bool or signs.is_complex() or signs.requires_grad:
         found = f"{signs.dtype}{', with a gradient' if signs.requires_grad else ''}"
         raise ValueError(f"signs: {found}; allowed: +-1 in a dtype of integers or floats, without a gradient")
+
+
+def number(
+    name: str, value: float, kind: Literal["finite", "non-negative, finite", "positive, finite"] = "finite"
+) -> float:
+    """value as a float, or ValueError for what is no number of this kind. A tensor is none: a GPU's would be waited
+    for, and its gradient be lost."""
+    if isinstance(value, NUMBERS) and LEAST[kind] <= (found := float(value)) < math.inf:
+        return found
+    raise ValueError(f"{name}: {value!r:.80}; a {kind} number is needed")
 
 
 def check_bias(bias: torch.Tensor | None, rows: int) -> None:

@@ -1,18 +1,22 @@
 """What holds for every operator."""
 
+import math
 import subprocess
 import sys
 from contextlib import nullcontext
+from fractions import Fraction
 
+import numpy
 import pytest
 import torch
 
 from quantrot.kernels import mixed, mxfp4
 from quantrot.kernels.attention import fp8_attention, rope_hadamard_quantize
-from quantrot.kernels.fp8 import dequantize_fp8_block, fp8_linear, quantize_fp8_block
-from quantrot.kernels.hadamard import hadamard_transform
+from quantrot.kernels.attention.one_token import rope_attend_one
+from quantrot.kernels.fp8 import dequantize_fp8_block, fp8_linear, hadamard_quantize_fp8, quantize_fp8_block
+from quantrot.kernels.hadamard import hadamard_ref, hadamard_transform, hadamard_transform_
 from quantrot.kernels.mixed import dequantize_int8, mixed_gemm, mixed_linear, quantize_int8
-from quantrot.kernels.mxfp4 import masked_hadamard, mxfp4_gemm, mxfp4_product, quantize_mxfp4
+from quantrot.kernels.mxfp4 import masked_hadamard, mxfp4_fused, mxfp4_gemm, mxfp4_product, quantize_mxfp4
 from quantrot.kernels.operators import constant, implement, kept
 
 gpu = pytest.mark.gpu
@@ -128,6 +132,7 @@ def test_converting_imports_neither_dynamo_nor_transformers_models():
 
 
 CODES = quantize_mxfp4(torch.randn(16, 64))
+FP8 = quantize_fp8_block(torch.randn(16, 64), (128, 128))
 HEADS = [torch.randn(1, 2, 8, 32) for _ in range(3)]
 TOKENS = [t.transpose(1, 2) for t in HEADS]
 COSINES = torch.randn(1, 8, 32)
@@ -151,6 +156,57 @@ APART = {  # calls with one operand elsewhere, and which one
 def test_operands_on_several_devices_are_an_error(call):
     with pytest.raises(ValueError, match="on meta"):
         call()
+
+
+ONES = torch.ones(64)
+TOKEN = [torch.ones(1, 1, heads, 64).bfloat16() for heads in (2, 1, 1)]
+CACHE = [torch.zeros(1, 1, 4, 64).bfloat16() for _ in range(2)]
+NUMBERS = {  # calls with a number, and what it has to be
+    "epsilon of fp8_linear": lambda n: fp8_linear(ONES[None], *FP8, norm=ONES, epsilon=n),
+    "epsilon of mixed_linear": lambda n: mixed_linear(ONES[None], *quantize_int8(ONES[None], 64), norm=ONES, epsilon=n),
+    "epsilon of mxfp4_fused": lambda n: mxfp4_fused(ONES[None], *CODES, norm=ONES, epsilon=n),
+    "epsilon of rope_attend_one": lambda n: _one(norms=(ONES.bfloat16(),) * 2, epsilon=n),
+    "scale of rope_attend_one": lambda n: _one(scale=n),
+    "scale of fp8_attention": lambda n: fp8_attention(*HEADS, causal=True, scale=n),
+    "scale of hadamard_transform": lambda n: hadamard_transform(ONES, scale=n),
+    "scale of hadamard_transform_": lambda n: hadamard_transform_(ONES.clone(), scale=n),
+    "scale of hadamard_ref": lambda n: hadamard_ref(ONES, scale=n),
+    "scale of hadamard_quantize_fp8": lambda n: hadamard_quantize_fp8(ONES[None], scale=n)[1],
+    "factor of masked_hadamard": lambda n: masked_hadamard(ONES, torch.ones(8, dtype=torch.uint8), factor=n),
+}
+SIGNS = {"epsilon": "non-negative, ", "rope_attend_one": "positive, ", "fp8_attention": "positive, "}
+
+
+def _one(**rest):
+    angles = (torch.ones(1, 1, 64).bfloat16(),) * 2
+    return rope_attend_one(*TOKEN, *angles, *(t.clone() for t in CACHE), torch.tensor(0), **rest)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_is_none_or_not_finite_is_an_error(name):
+    field, call = name.split()[0], NUMBERS[name]
+    sign = SIGNS.get(field, SIGNS.get(name.split()[2], ""))
+    least = {"": (), "positive, ": (-1.0, 0), "non-negative, ": (-1e-6,)}[sign]
+    for wrong in (math.nan, math.inf, -math.inf, "1", 1j, torch.tensor(1.0), [1.0], *least):
+        with pytest.raises(ValueError, match=rf"^{field}: .*; a {sign}finite number is needed"):
+            call(wrong)
+    expected = call(0.5)
+    for right in (numpy.float32(0.5), numpy.float64(0.5), Fraction(1, 2)):
+        assert torch.equal(call(right), expected)
+    call(1), call(numpy.int64(1))
+    if not sign:
+        call(-0.5), call(0)
+
+
+def test_a_number_is_checked_in_compiled_code_and_without_data():
+    x = torch.ones(2, 64)
+    compiled = torch.compile(lambda x, n: hadamard_transform(x, scale=n), backend="eager", fullgraph=True)
+    for n in (0.5, 0.25, 2):
+        assert torch.equal(compiled(x, n), hadamard_transform(x, scale=n))
+    with pytest.raises(Exception, match="scale: nan; a finite number is needed"):
+        compiled(x, math.nan)
+    with pytest.raises(ValueError, match="scale: nan; a finite number is needed"):
+        hadamard_transform(x.to("meta"), scale=math.nan)
 
 
 @pytest.mark.parametrize("kernels", [mixed, mxfp4])

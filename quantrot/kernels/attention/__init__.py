@@ -25,7 +25,6 @@ up), "reference" (plain torch); "auto" takes the first that can run, and "hopper
 it is the faster. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
 """
 
-import math
 import os
 import warnings
 from functools import lru_cache
@@ -52,7 +51,15 @@ from quantrot.kernels.attention.reference import (
 )
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.hadamard import check_known
-from quantrot.kernels.operators import check_device, check_signs, constant, implement, no_gradients, refuse_tangents
+from quantrot.kernels.operators import (
+    check_device,
+    check_signs,
+    constant,
+    implement,
+    no_gradients,
+    number,
+    refuse_tangents,
+)
 
 __all__ = [
     "BLOCK",
@@ -175,9 +182,7 @@ def attend(
     """
     _check_attend(given, mask, lengths, query_lengths, dtype, backend)
     q, q_scale, k, k_scale, v, v_scale = given
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale: {scale}; a positive, finite number is needed")
+    scale = q.shape[-1] ** -0.5 if scale is None else number("scale", scale, "positive, finite")
     codes = (t.view(torch.uint8) if t.dtype == E4M3 else t for t in (q, k, v))
     y = torch.ops.quantrot.fp8_attention(
         *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, dtype, backend

@@ -32,7 +32,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.attention.reference import LOG2E
 from quantrot.kernels.fp8.reference import rms_norm
 from quantrot.kernels.nvrtc import checked, load_kernel, processors
-from quantrot.kernels.operators import constant, implement
+from quantrot.kernels.operators import constant, implement, number
 
 DTYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 DIMS = {64: 16, 96: 16, 128: 16, 256: 8}  # head_dim: how many query heads of a key head, at most
@@ -78,9 +78,10 @@ def rope_attend_one(
     """
     if reason := unsupported(q, k, v, cos, sin, keys, values, length, mask, norms):
         raise ValueError(f"rope_attend_one: {reason}")
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    scale = q.shape[3] ** -0.5 if scale is None else number("scale", scale, "positive, finite")
+    epsilon = number("epsilon", epsilon, "non-negative, finite")
     counts = (None, length) if advance else (length, None)
-    rest = mask, *(norms or (None, None)), float(epsilon), scale, settled
+    rest = mask, *(norms or (None, None)), epsilon, scale, settled
     return torch.ops.quantrot.rope_attend_one(q, k, v, cos, sin, keys, values, *counts, *rest)
 
 

@@ -16,7 +16,7 @@ from quantrot.kernels.fp8.operators import (
     quantize,
 )
 from quantrot.kernels.fp8.reference import E4M3, Fp8ScaleRule, gate, rms_norm
-from quantrot.kernels.operators import check_around, constant, implement, register_no_gradient
+from quantrot.kernels.operators import check_around, constant, implement, number, register_no_gradient
 
 ROW = (1, 128)
 
@@ -75,7 +75,7 @@ def fp8_linear(
     check_rest(b, x.dtype, bias, b_scale=b_scale, x=x)
     if backend not in ("auto", "hopper", "reference"):
         raise ValueError(f"backend: {backend!r}; allowed: auto, hopper, reference")
-    rest = norm, epsilon, residual, gates, gated
+    rest = norm, number("epsilon", epsilon, "non-negative, finite"), residual, gates, gated
     return torch.ops.quantrot.fp8_linear(x, b, b_scale, list(b_block), rule, bias, backend, b_settled, *rest)
 
 

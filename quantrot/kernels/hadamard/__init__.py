@@ -5,7 +5,7 @@ weights are the same matrix; with `block=B` it is block-diagonal, H of order B r
 
     x       [..., n], bfloat16, float16, float32 or float64; any number of rows (0 too), any strides, any alignment
     signs   [B] or [n] of +-1, or None; multiplies the input
-    scale   a float; by default 1 / sqrt(B), which makes the transform orthonormal
+    scale   a finite number; by default 1 / sqrt(B), which makes the transform orthonormal
     y       x's shape and dtype, contiguous; sums in float32 (float64 for float64), rounded once to nearest even
     inf, nan reach every output of their own block and no other, as sums of +-x do; a zero's sign is not specified
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.hadamard.reference import hadamard_reference
-from quantrot.kernels.operators import check_device, check_signs, implement, refuse_tangents
+from quantrot.kernels.operators import check_device, check_signs, implement, number, refuse_tangents
 from quantrot.orthogonal import hadamard_factors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -120,7 +120,7 @@ def check_transform(
         check_signs(signs)
         check_device(x=x, signs=signs)
         signs = signs.to(torch.int8)
-    return size, signs, size**-0.5 if scale is None else float(scale)
+    return size, signs, size**-0.5 if scale is None else number("scale", scale)
 
 
 # --- Backends --------------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ from quantrot.kernels.operators import (
     exporting,
     has_triton,
     implement,
+    number,
     refuse_tangents,
 )
 
@@ -143,6 +144,7 @@ def mixed_linear(
     if norm is not None and x.dtype not in WIDE:
         raise ValueError(f"norm: x is {x.dtype}; it takes x of {', '.join(map(str, WIDE))}")
     check_around(x, weight.shape[0], norm, residual, x.dtype if x.dtype in WIDE else weight.dtype)
+    epsilon = number("epsilon", epsilon, "non-negative, finite")
     tensors = x, weight, scale, bias, norm, residual
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     few = exporting() or x.numel() <= DECODE_COLUMNS * x.shape[-1]  # the operator takes any number

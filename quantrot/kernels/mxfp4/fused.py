@@ -11,7 +11,7 @@ from quantrot.kernels.fp8.reference import Fp8ScaleRule, gate, rms_norm
 from quantrot.kernels.mxfp4.gemm import DECODE_ROWS, activation_rule, check_operands, few_is_faster, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import has_kernels
 from quantrot.kernels.mxfp4.reference import ScaleRule
-from quantrot.kernels.operators import check_around, constant, implement
+from quantrot.kernels.operators import check_around, constant, implement, number
 
 # Microseconds by which a norm or a gate, and an addition, each in a kernel of its own, are slower than with few tokens
 # (H200, 16 to 32 tokens by 14 linears: the choice then takes 0.2% longer than the faster one in the mean).
@@ -56,6 +56,7 @@ def mxfp4_fused(
     inner = x.chunk(2, -1)[0] if gated else x
     check_operands(inner, packed, scale, activations, hadamard)
     check_around(inner, n, norm, residual)
+    epsilon = number("epsilon", epsilon, "non-negative, finite")
     tokens, tensors = math.prod(x.shape[:-1]), (x, norm, residual)
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     around = norm is not None or residual is not None or gated
@@ -124,7 +125,8 @@ def _fused(
     gated: bool,
     settled: bool,
 ) -> Tensor:
-    product = {"activations": activations, "scale_rule": rule, "hadamard": hadamard, "settled": settled}
+    asked = None if activations == "none" else rule
+    product = {"activations": activations, "scale_rule": asked, "hadamard": hadamard, "settled": settled}
     beside = [t for t in (norm, residual) if t is not None]
     turns = activations == "mxfp4" or not hadamard  # what is turned and not quantized to MXFP4 has a kernel of its own
     if x.is_cuda and turns and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in beside):

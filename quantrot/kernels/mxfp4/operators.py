@@ -21,6 +21,7 @@ from quantrot.kernels.operators import (
     constant,
     has_triton,
     implement,
+    number,
     refuse_tangents,
     uses_triton,
 )
@@ -205,7 +206,8 @@ def masked_hadamard(
     if mask.dtype != torch.uint8 or mask.shape != (*x.shape[:-1], x.shape[-1] // 8):
         raise ValueError(f"mask: {mask.dtype} {tuple(mask.shape)}; x {tuple(x.shape)} needs uint8 with K/8 columns")
     check_device(x=x, mask=mask)
-    return torch.ops.quantrot.masked_hadamard(x, mask, hadamard, factor * hadamard**-0.5, backend)
+    scale = number("factor", factor) * hadamard**-0.5
+    return torch.ops.quantrot.masked_hadamard(x, mask, hadamard, scale, backend)
 
 
 # --- Checks ----------------------------------------------------------------------------------------------------------
