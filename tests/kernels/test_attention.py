@@ -439,6 +439,37 @@ def test_queries_that_are_one_and_keys_that_are_none():
         fp8_attention(q, k[:, :0], v[:, :0], causal=True)
 
 
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8])
+def test_scales_that_are_not_the_codes_are_named(codes):
+    """Broadcast or repeated, they would be silently taken."""
+    qdata, scale = quantize_heads(torch.randn(2, 3, 300, 16), "block", codes)
+    token, kind = quantize_heads(torch.randn(2, 3, 300, 16), "token", codes)[1], scale.dtype
+    for wrong in (scale[:1], scale[:, :1], scale[..., :2], token[..., :130], scale[..., :0], scale[0], scale.int(),
+                  scale.to(torch.float32 if kind == torch.uint8 else torch.uint8), scale.to("meta")):  # fmt: skip
+        with pytest.raises(ValueError, match=r"scale: .*(allowed: .*\[B, H, groups\]|on meta)"):
+            dequantize_heads(qdata, wrong)
+    for change in ({"qdata": qdata[0]}, {"qdata": qdata.view(torch.uint8)}, {"dtype": torch.int32}):
+        with pytest.raises(ValueError, match="as quantize_heads makes them, and a dtype of floats"):
+            dequantize_heads(**{"qdata": qdata, "scale": scale} | change)
+    with pytest.raises(ValueError, match=r"scale: \(2, 3, 3\) of 700 tokens; .*groups in \[1, 6, 700\]"):
+        spread(scale, 700)
+    for granularity in Granularity:
+        for tokens in (0, 1, 128, 300):
+            made = quantize_heads(torch.randn(2, 3, tokens, 16), granularity, codes)
+            assert dequantize_heads(*made).shape == (2, 3, tokens, 16)
+
+
+def test_dequantizing_is_exported_for_any_number_of_tokens():
+    class RoundTrip(torch.nn.Module):
+        def forward(self, x):
+            return dequantize_heads(*quantize_heads(x), x.dtype)
+
+    x, tokens = torch.randn(1, 2, 8, 16), torch.export.Dim("tokens", min=2, max=1000)
+    exported = torch.export.export(RoundTrip(), (x,), dynamic_shapes=({2: tokens},)).module()
+    x = torch.randn(1, 2, 200, 16)
+    assert torch.equal(exported(x), RoundTrip()(x))
+
+
 def test_what_is_no_heads_is_named():
     for x, codes in ((torch.randn(2, 3, 4), torch.int8), (torch.randn(1, 2, 3, 4), torch.uint8)):
         with pytest.raises(ValueError, match=r"x: .*codes: .*; allowed: floats \[B, H, T, D\]"):

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from quantrot.kernels.fp8 import E4M3, E4M3_MAX
 from quantrot.kernels.hadamard.reference import hadamard_reference
+from quantrot.kernels.operators import check_device
 
 BLOCK = 128  # tokens that share a scale under `block`, and V's storage is a multiple of
 LARGEST_BLOCK_HEAD = 128  # head_dim up to which the kernel that quantizes has a block's values in registers at once
@@ -98,7 +99,13 @@ def group_of(scale: Tensor, tokens: int) -> int:
 
 
 def spread(scale: Tensor, tokens: int) -> Tensor:
-    """scales [B, H, groups] -> one a token, [B, H, tokens]."""
+    """scales [B, H, groups] -> one a token, [B, H, tokens]. ValueError for other numbers of groups than there are."""
+    groups = scale.shape[-1] if scale.dim() == 3 else -1
+    if groups != tokens and groups != 1 and groups != -(-tokens // BLOCK):  # in this order: export knows the first
+        allowed = sorted({1, -(-tokens // BLOCK), tokens})
+        raise ValueError(
+            f"scale: {tuple(scale.shape)} of {tokens} tokens; allowed: [B, H, groups], groups in {allowed}"
+        )
     group = group_of(scale, tokens)
     if group == 1:
         return scale
@@ -151,6 +158,14 @@ def quantize_heads(
 
 def dequantize_heads(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """[B, H, T, D] in `dtype` from quantize_heads' result; of e4m3 exact in float32 and bfloat16."""
+    kind = {E4M3: torch.uint8, torch.int8: torch.float32}.get(qdata.dtype)
+    if qdata.dim() != 4 or scale.dtype != kind or scale.shape[:-1] != qdata.shape[:2] or not dtype.is_floating_point:
+        raise ValueError(
+            f"qdata: {qdata.dtype} {tuple(qdata.shape)}, scale: {scale.dtype} {tuple(scale.shape)}, dtype: {dtype}; "
+            f"allowed: {E4M3} [B, H, T, D] with bytes (uint8) [B, H, groups], or int8 with float32, as quantize_heads "
+            "makes them, and a dtype of floats"
+        )
+    check_device(qdata=qdata, scale=scale)
     return (qdata.to(torch.float32) * factor(spread(scale, qdata.shape[2])).unsqueeze(-1)).to(dtype)
 
 
