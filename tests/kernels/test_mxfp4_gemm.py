@@ -242,6 +242,7 @@ def test_gradients_of_the_linear_are_those_of_the_dequantized_weight(hadamard):
         (lambda p, s: mxfp4_product(p, s, p, s, dtype=torch.int8), "dtype: dtype torch.int8; allowed"),
         (lambda p, s: mxfp4_product(p, s, p, s, outside=torch.zeros(3).int()), r"outside: torch.int32 \(3,\); allowed"),
         (lambda p, s: mxfp4_product(p, s, p, s, outside=torch.zeros(())), "allowed: an integer tensor of one element"),
+        (lambda p, s: mxfp4_product(p, s, p, s, outside=torch.tensor(True)), "outside: torch.bool"),
     ],
 )
 def test_errors_name_the_field_and_the_remedy(call, says):
@@ -479,3 +480,9 @@ def test_activations_have_scale_rules_of_their_own():
         mxfp4_gemm(x, packed, scale, activations="fp8", scale_rule="even")
     with pytest.raises(ValueError, match="scale_rule: 'exact'; allowed: floor"):
         mxfp4_gemm(x, packed, scale, activations="mxfp4", scale_rule="exact")
+    for call in (mxfp4_gemm, mxfp4_fused):
+        with pytest.raises(ValueError, match="scale_rule: 'even' with activations 'none', which have no scales"):
+            call(x, packed, scale, scale_rule="even")
+    around = torch.ones(64), 0.1, None, False, False
+    y = torch.ops.quantrot.mxfp4_fused(x, packed, scale, "none", "even", 0, *around)  # as mxfp4_fused calls it
+    assert torch.equal(y, mxfp4_fused(x, packed, scale, norm=around[0], epsilon=0.1))

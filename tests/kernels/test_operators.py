@@ -140,6 +140,7 @@ APART = {  # calls with one operand elsewhere, and which one
     "x": lambda: mxfp4_gemm(torch.randn(2, 64), *(t.to("meta") for t in CODES)),
     "bias": lambda: mxfp4_gemm(torch.randn(2, 64), *CODES, torch.ones(16, device="meta")),
     "b": lambda: mxfp4_product(*CODES, *(t.to("meta") for t in CODES)),
+    "outside": lambda: mxfp4_product(*CODES, *CODES, outside=torch.zeros(1, dtype=torch.int64, device="meta")),
     "mask": lambda: masked_hadamard(torch.randn(2, 64), torch.zeros(2, 8, dtype=torch.uint8, device="meta")),
     "v": lambda: fp8_attention(*HEADS[:2], HEADS[2].to("meta"), causal=True),
     "lengths": lambda: fp8_attention(*HEADS, causal=True, lengths=torch.ones(1, dtype=torch.int32, device="meta")),

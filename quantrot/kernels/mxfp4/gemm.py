@@ -56,14 +56,15 @@ def mxfp4_product(
     """
     check_packed("a", a, a_scale)
     check_packed("b", b, b_scale)
-    check_device(a=a, a_scale=a_scale, b=b, b_scale=b_scale)
+    check_device(a=a, a_scale=a_scale, b=b, b_scale=b_scale, outside=outside)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a and b: shapes {tuple(a.shape)} and {tuple(b.shape)}; allowed: [M, K/2] and [N, K/2]")
     _check_backend(backend)
     if backend in ("hopper", "triton"):
         raise ValueError(f"backend: {backend!r} multiplies few tokens (mxfp4_gemm); allowed: auto, cublas, reference")
     _check_dtype("dtype", dtype)
-    if outside is not None and (outside.numel() != 1 or outside.is_floating_point() or outside.is_complex()):
+    counts = outside is None or not (outside.is_floating_point() or outside.is_complex() or outside.dtype == torch.bool)
+    if outside is not None and (outside.numel() != 1 or not counts):
         raise ValueError(f"outside: {outside.dtype} {tuple(outside.shape)}; allowed: an integer tensor of one element")
     y, left, right = torch.ops.quantrot.mxfp4_product(a, a_scale, b, b_scale, dtype, exact, backend)
     if outside is not None:
@@ -88,9 +89,9 @@ def mxfp4_gemm(
 
     activations: "none" multiplies x as it is (W4A16), "fp8" its e4m3 with one float32 scale a token (W4A8), "mxfp4" its
     MXFP4 (W4A4). scale_rule: what the activations' scales are rounded to, by default `bf16` for "fp8" (Fp8ScaleRule),
-    `even` for "mxfp4" (ScaleRule). hadamard: 32, 64 or 128: x is turned in blocks of this width first. Operands are
-    multiplied exactly whatever the backend; sums of W4A8 on FP8 tensor cores keep some 14 bits. Differentiable in x
-    and bias; quantization passes gradients unchanged.
+    `even` for "mxfp4" (ScaleRule); "none" takes none. hadamard: 32, 64 or 128: x is turned in blocks of this width
+    first. Operands are multiplied exactly whatever the backend; sums of W4A8 on FP8 tensor cores keep some 14 bits.
+    Differentiable in x and bias; quantization passes gradients unchanged.
 
     settled: no kernel that may still run when this is called writes packed or scale (weights that were loaded, not such
     as the kernel before makes), so that a few tokens' product may read them before the kernel before it has ended.
@@ -132,7 +133,10 @@ def check_operands(x: Tensor, packed: Tensor, scale: Tensor, activations: str, h
 
 
 def activation_rule(activations: str, scale_rule: ScaleRule | Fp8ScaleRule | str | None) -> str:
-    """The name of the rule by which activations of this kind are scaled. ValueError for one of the other kind's."""
+    """The name of the rule by which activations of this kind are scaled. ValueError for one of the other kind's, or
+    where there is nothing to scale."""
+    if activations == "none" and scale_rule is not None:
+        raise ValueError(f"scale_rule: {scale_rule!r} with activations 'none', which have no scales; leave it out")
     if activations != "fp8":
         return whole_rule(ScaleRule.even if scale_rule is None else scale_rule)
     rule = Fp8ScaleRule.bf16 if scale_rule is None else scale_rule
