@@ -492,6 +492,7 @@ Z = torch.zeros
         (lambda: dequantize_mxfp4(Z(2, 16, dtype=torch.uint8), Z(2, 2, dtype=torch.uint8)), r"allowed: \[..., K/2\]"),
         (lambda: dequantize_mxfp4(Z(2, 16), Z(2, 1)), "allowed: torch.uint8"),
         (lambda: dequantize_mxfp4(*quantize_mxfp4(Z(2, 32)), torch.int8), "dtype: torch.int8; allowed"),
+        (lambda: power_of_two(torch.arange(3)), "exponent: torch.int64; allowed: torch.int32"),
         (lambda: masked_hadamard(Z(2, 32), Z(2, 2, dtype=torch.uint8)), "needs uint8 with K/8 columns"),
     ],
 )

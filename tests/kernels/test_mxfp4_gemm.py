@@ -387,6 +387,16 @@ def test_a_frozen_side_costs_no_gradient():
 def test_dimensions_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="both dimensions must be multiples of hadamard = 64"):
         Mxfp4Gemm.apply(torch.zeros(2, 64), torch.zeros(96, 64), 64)
+    for gemm in (HadamardGemm, Mxfp4Gemm):
+        for x, weight, says in (
+            (torch.zeros(4, 64), torch.zeros(64, 32), r"shapes \(4, 64\) and \(64, 32\); allowed: .* \[N, K\]"),
+            (torch.zeros(4, 64), torch.zeros(64, 64, device="meta"), "weight: on meta, x is on cpu"),
+            (torch.zeros(4, 64), torch.zeros(64, 64).int(), "weight: torch.int32; allowed here: .*torch.float32"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                gemm.apply(x, weight, 32)
+    with pytest.raises(ValueError, match="outside: on meta"):
+        Mxfp4Gemm.apply(torch.zeros(4, 64), torch.zeros(64, 64), 32, None, torch.zeros(1, device="meta").int())
     with pytest.raises(ValueError, match="hadamard: 16; allowed: 32, 64, 128"):
         Mxfp4Gemm.apply(torch.zeros(2, 64), torch.zeros(96, 64), 16)
 

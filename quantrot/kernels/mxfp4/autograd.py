@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.kernels.mxfp4.gemm import mxfp4_product
 from quantrot.kernels.mxfp4.operators import (
+    FLOATS,
     FUSED,
     check_fused,
     hadamard_quantize_mxfp4,
@@ -26,7 +27,7 @@ from quantrot.kernels.mxfp4.operators import (
     requantize_mxfp4,
 )
 from quantrot.kernels.mxfp4.reference import ScaleRule
-from quantrot.kernels.operators import refuse_create_graph
+from quantrot.kernels.operators import check_device, refuse_create_graph
 from quantrot.orthogonal import random_signs
 
 SIGN_VECTORS = 1024
@@ -40,6 +41,7 @@ class HadamardGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, hadamard: int = 32) -> Tensor:
+        _check_operands(x, weight, (x.dtype,))
         turned_x, turned_w = hadamard_transform(x, block=hadamard), hadamard_transform(weight, block=hadamard)
         ctx.save_for_backward(turned_x, turned_w)
         ctx.hadamard = hadamard
@@ -82,7 +84,7 @@ class Mxfp4Gemm(torch.autograd.Function):
         random: tuple[int, int] | None = None,
         outside: Tensor | None = None,
     ) -> Tensor:
-        _check(x, weight, hadamard, random)
+        _check(x, weight, hadamard, random, outside)
         rows = x.reshape(-1, x.shape[-1])
         turn: Any = {"hadamard": hadamard, "clip_mask": True}
         xq, x_scale, x_mask = hadamard_quantize_mxfp4(rows, ScaleRule.quest, **turn)
@@ -123,14 +125,21 @@ class Mxfp4Gemm(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def _check(x: Tensor, weight: Tensor, hadamard: int, random: tuple[int, int] | None) -> None:
-    check_fused(hadamard)
-    if random is not None and not (len(random) == 2 and 0 <= random[0] < 1 << 63 and 0 <= random[1] < 1 << 61):
-        raise ValueError(f"random: {random}; allowed: (seed below 2^63, offset below 2^61), or None")
+def _check_operands(x: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, ...], outside: Tensor | None = None) -> None:
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x and weight: shapes {tuple(x.shape)} and {tuple(weight.shape)}; allowed: [..., K] and [N, K]"
         )
+    if weight.dtype not in dtypes:
+        raise ValueError(f"weight: {weight.dtype}; allowed here: {', '.join(map(str, dtypes))}; convert it")
+    check_device(x=x, weight=weight, outside=outside)
+
+
+def _check(x: Tensor, weight: Tensor, hadamard: int, random: tuple[int, int] | None, outside: Tensor | None) -> None:
+    check_fused(hadamard)
+    if random is not None and not (len(random) == 2 and 0 <= random[0] < 1 << 63 and 0 <= random[1] < 1 << 61):
+        raise ValueError(f"random: {random}; allowed: (seed below 2^63, offset below 2^61), or None")
+    _check_operands(x, weight, FLOATS, outside)
     if weight.shape[0] % hadamard or weight.shape[1] % hadamard:
         raise ValueError(
             f"weight: shape {tuple(weight.shape)}; both dimensions must be multiples of hadamard = {hadamard}; use a "

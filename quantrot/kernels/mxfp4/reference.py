@@ -58,6 +58,8 @@ class ScaleRule(StrEnum):
 
 def power_of_two(exponent: Tensor) -> Tensor:
     """2.0^exponent as float32, exact, for int32 exponents in [-127, 127]: the bits are built, no libm is called."""
+    if exponent.dtype != torch.int32:
+        raise ValueError(f"exponent: {exponent.dtype}; allowed: torch.int32; convert it")
     bits = (exponent + 127) << 23
     return bits.clamp_(min=1 << 22).view(torch.float32)  # 2^-127 is a subnormal, half of the least normal number
 
