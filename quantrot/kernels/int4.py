@@ -14,6 +14,8 @@ its KV cache so.
 import torch
 from torch import Tensor
 
+from quantrot.kernels.operators import check_device
+
 LEVELS = 15
 
 
@@ -50,7 +52,15 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[..., D] in `dtype`: the float32 product and sum, rounded once."""
+    """[..., D] in `dtype`: the float32 product and sum, rounded once. ValueError for what does not belong together."""
+    fits = codes.dtype == torch.uint8 and codes.dim() == scale.dim() > 0 and codes.shape[:-1] == scale.shape[:-1]
+    groups = scale.shape[-1] if fits else 0
+    if not groups or 2 * codes.shape[-1] % groups or low.shape != scale.shape or not scale.is_floating_point():
+        raise ValueError(
+            f"codes: {codes.dtype} {list(codes.shape)}, scale: {scale.dtype} {list(scale.shape)}, low: "
+            f"{list(low.shape)}; allowed: torch.uint8 [..., D/2], and floating-point numbers [..., D/group] for both"
+        )
+    check_device(codes=codes, scale=scale, low=low)
     code = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).unflatten(-1, (scale.shape[-1], -1))
     x = code.to(torch.float32) * scale.to(torch.float32).unsqueeze(-1) + low.to(torch.float32).unsqueeze(-1)
     return x.flatten(-2).to(dtype)

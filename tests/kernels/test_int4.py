@@ -73,3 +73,18 @@ def test_layout_does_not_change_bits():
 def test_a_group_that_does_not_fit_is_named(width, group):
     with pytest.raises(ValueError, match=f"x has {width} columns and groups of {group}; an even width"):
         quantize_int4(torch.zeros(1, width), group)
+
+
+@pytest.mark.parametrize("which", ["codes", "scale", "low"])
+def test_what_does_not_belong_together_is_an_error(which):
+    """Broadcast, it would be silently taken."""
+    given = dict(zip(("codes", "scale", "low"), quantize_int4(torch.randn(4, 128), 32), strict=True))
+    t = given[which]
+    wrong = [t[:1], t[0], t[None], t.to("meta")] + ([t.int()] if which == "codes" else [t[:, :1], t[:, :3], t[:, :0]])
+    for each in wrong:
+        with pytest.raises(
+            ValueError, match=r"codes: .*, scale: .*, low: .*; allowed: torch.uint8 \[..., D/2\]|on meta"
+        ):
+            dequantize_int4(**given | {which: each})
+    with pytest.raises(ValueError, match="scale: torch.int32"):
+        dequantize_int4(**given | {"scale": given["scale"].int()})

@@ -83,6 +83,7 @@ def test_packing_takes_any_strides():
         (lambda: quantize_int8(torch.zeros(2, 64, dtype=torch.int32), 64), "w: torch.int32"),
         (lambda: dequantize_int8(torch.zeros(2, 64), torch.ones(2, 1)), "qdata: torch.float32"),
         (lambda: dequantize_int8(torch.zeros(2, 64, dtype=torch.int8), torch.ones(4, 1)), r" \[4, 1\], .*; allowed"),
+        (lambda: dequantize_int8(torch.zeros(2, 64, dtype=torch.int8), torch.ones(2, 0)), r" \[2, 0\], .*; allowed"),
         (
             lambda: dequantize_int8(torch.zeros(2, 64, dtype=torch.int8), torch.ones(2, 1).int()),
             r"scale: torch.int32 \[2, 1\], .*; allowed",

@@ -48,7 +48,7 @@ def dequantize_int8(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfl
     """[N, K] in `dtype`: the float32 product of each code and its group's scale, rounded once."""
     same = qdata.dim() == scale.dim() > 0 and qdata.shape[:-1] == scale.shape[:-1]
     floats = scale.is_floating_point() and dtype.is_floating_point
-    if qdata.dtype != torch.int8 or not same or not floats or qdata.shape[-1] % max(scale.shape[-1], 1):
+    if qdata.dtype != torch.int8 or not same or not floats or not scale.shape[-1] or qdata.shape[-1] % scale.shape[-1]:
         raise ValueError(
             f"qdata: {qdata.dtype} {list(qdata.shape)}, scale: {scale.dtype} {list(scale.shape)}, dtype: {dtype}; "
             "allowed: torch.int8 [N, K], floating-point numbers [N, G], G a divisor of K, and a dtype of such"
