@@ -24,6 +24,7 @@ from quantrot.orthogonal import random_signs
 
 gpu = pytest.mark.gpu
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+R = torch.randn
 DIMS = [64, 96, 128, 256, 80]
 # Of e4m3 on normal data, 2.6 % a rounding: q's and k's move a score by 2.6 % sqrt(2) of its spread of one, p's and v's
 # add to that, sqrt(4) x 2.6 % together. Draws of two heads scatter by 0.0027; these, the same everywhere, give at most
@@ -375,6 +376,7 @@ ERRORS = [
     ({"dim": 272}, "head_dim: 272"),
     ({"heads": 3}, "G a divisor of H"),
     ({"scale": 0.0}, "scale: 0.0; a positive, finite number"),
+    ({"causal": None}, "causal: None; allowed: True, False"),
     ({"scale": math.inf}, "scale: inf; a positive, finite number"),
     ({"granularity": "row"}, "granularity: 'row'; allowed: tensor, head, block, token"),
     ({"q": torch.zeros(70, 64)}, r"q: torch.float32 with 2 dimensions; allowed: \[B, heads, tokens, D\]"),
@@ -471,6 +473,11 @@ def test_dequantizing_is_exported_for_any_number_of_tokens():
 
 
 def test_what_is_no_heads_is_named():
-    for x, codes in ((torch.randn(2, 3, 4), torch.int8), (torch.randn(1, 2, 3, 4), torch.uint8)):
+    for x, codes in ((R(2, 3, 4), torch.int8), (R(1, 2, 3, 4), torch.uint8), (R(1, 2, 3, 0), torch.int8)):
         with pytest.raises(ValueError, match=r"x: .*codes: .*; allowed: floats \[B, H, T, D\]"):
             quantize_heads(x, "token", codes)
+    with pytest.raises(ValueError, match="granularity: 'row'; allowed: tensor, head, block, token"):
+        quantize_heads(R(1, 2, 3, 4), "row")
+    for qdata in (quantize_heads(R(1, 2, 3, 4), codes=torch.int8)[0], quantize_heads(R(1, 2, 3, 4))[0][0]):
+        with pytest.raises(ValueError, match=r"qdata: .*; allowed: torch.float8_e4m3fn \[B, H, T, D\]"):
+            transposed_values(qdata)

@@ -41,6 +41,7 @@ from quantrot.kernels.attention.reference import (
     Inputs,
     attention_reference,
     dequantize_heads,
+    granularity_of,
     group_of,
     key_rows,
     quantize_heads,
@@ -77,7 +78,6 @@ __all__ = [
 ]
 
 BACKENDS = ("auto", "hopper", "triton", "reference")
-GRANULARITIES = {each.value: each for each in Granularity}  # torch 2.11 does not compile Granularity(name)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
 SCORES = {"int8": torch.int8, "fp8": E4M3}  # what queries and keys are in
@@ -129,7 +129,7 @@ def fp8_attention(
     fp8 (e4m3); on normal data int8 leaves 3.9 % of error, e4m3 5.5. mask, lengths, query_lengths, causal: see the top
     of the file. The result is a view of [B, S, H, D]. ValueError for shapes, dtypes or backends that do not fit.
     """
-    granularity = _granularity(granularity)
+    granularity = granularity_of(granularity)
     _check_scores(scores)
     for name, t in (("q", q), ("k", k), ("v", v)):
         _check_heads(name, t)
@@ -181,6 +181,8 @@ def attend(
     order.
     """
     _check_attend(given, mask, lengths, query_lengths, dtype, backend)
+    if causal is None:  # which the operator would take for False
+        raise ValueError("causal: None; allowed: True, False")
     q, q_scale, k, k_scale, v, v_scale = given
     scale = q.shape[-1] ** -0.5 if scale is None else number("scale", scale, "positive, finite")
     codes = (t.view(torch.uint8) if t.dtype == E4M3 else t for t in (q, k, v))
@@ -214,7 +216,7 @@ def rope_hadamard_quantize(
     RoPE's products and sum are rounded to float32 each and the result to q's dtype; the rotation sums in float32, and
     its result is quantized unrounded. ValueError for shapes, orders, dtypes or backends that do not fit.
     """
-    granularity = _granularity(granularity)
+    granularity = granularity_of(granularity)
     _check_scores(scores)
     order, signs = _check_quantize(q, k, v, cos, sin, order, signs, granularity, backend)
     options = (order, granularity.value, scores, backend)
@@ -305,12 +307,6 @@ def _check_attend(
         raise ValueError(f"dtype: {dtype}; allowed: {', '.join(map(str, DTYPES))}")
     _check_backend(backend)
     check_device(**given._asdict(), mask=mask, lengths=lengths, query_lengths=query_lengths)
-
-
-def _granularity(name: Granularity | str) -> Granularity:
-    if name not in GRANULARITIES:
-        raise ValueError(f"granularity: {name!r}; allowed: {', '.join(GRANULARITIES)}")
-    return GRANULARITIES[name]
 
 
 def _check_scores(scores: str) -> None:

@@ -104,11 +104,13 @@ def unsupported(
     norms: tuple[Tensor, Tensor] | None = None,
 ) -> str | None:
     """Why these are not operands of rope_attend_one, or None."""
-    if any(t.dim() != 4 for t in (q, k, v, keys, values)) or q.dtype not in DTYPES:
-        return f"q {tuple(q.shape)}, {q.dtype}; [B, 1, H, D] in {', '.join(map(str, DTYPES))} is needed"
+    for name, t in (("q", q), ("k", k), ("v", v), ("keys", keys), ("values", values)):
+        if t.dim() != 4 or q.dtype not in DTYPES:
+            return f"{name} {tuple(t.shape)}, {t.dtype}; four dimensions in {', '.join(map(str, DTYPES))} are needed"
     (batch, tokens, heads, dim), (groups, room) = q.shape, keys.shape[1:3]
     if tokens != 1 or dim not in DIMS or k.shape != (batch, 1, groups, dim) or v.shape != k.shape:
-        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; one token, head_dim in {tuple(DIMS)}"
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, keys {tuple(keys.shape)}"
+        return f"{shapes}; one token, as many key heads in each, head_dim in {tuple(DIMS)}"
     if not groups or heads % groups or heads // groups > DIMS[dim]:
         return f"{heads} query heads, {groups} key heads; up to {DIMS[dim]} of the first for each of the second"
     if keys.shape != (batch, groups, room, dim) or values.shape != keys.shape or not room:
@@ -126,6 +128,8 @@ def unsupported(
         return f"mask {mask.dtype} {tuple(mask.shape)}; bool [1 or {batch}, 1, 1, {room}] is needed"
     if mask is not None and mask.device != q.device:
         return f"a mask on {mask.device}, q on {q.device}"
+    if norms is not None and len(norms) != 2:
+        return f"{len(norms)} norms; two are needed, of queries and of keys"
     for gain in norms or ():
         if gain.shape != (dim,) or gain.dtype != q.dtype or gain.device != q.device:
             return f"norms {gain.dtype} {tuple(gain.shape)} on {gain.device}; {q.dtype} [{dim}] on {q.device} is needed"

@@ -49,6 +49,9 @@ class Granularity(StrEnum):
     token = "token"
 
 
+GRANULARITIES = {each.value: each for each in Granularity}  # torch 2.11 does not compile Granularity(name)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What quantrot::fp8_attention takes, checked."""
@@ -88,6 +91,12 @@ def step(largest: Tensor) -> Tensor:
 def factor(scale: Tensor) -> Tensor:
     """What codes are multiplied by: float32 scales themselves, or bytes' powers of two."""
     return power(scale) if scale.dtype == torch.uint8 else scale
+
+
+def granularity_of(name: Granularity | str) -> Granularity:
+    if name not in GRANULARITIES:
+        raise ValueError(f"granularity: {name!r}; allowed: {', '.join(GRANULARITIES)}")
+    return GRANULARITIES[name]
 
 
 def group_of(scale: Tensor, tokens: int) -> int:
@@ -141,17 +150,18 @@ def quantize_heads(
 
     groups: 1 for tensor and head, ceil(T / 128) for block, T for token. Rounding is to nearest, ties to even.
     """
-    if x.dim() != 4 or not x.is_floating_point() or codes not in (E4M3, torch.int8):
+    if x.dim() != 4 or not x.shape[3] or not x.is_floating_point() or codes not in (E4M3, torch.int8):
         raise ValueError(f"x: {x.dtype} {tuple(x.shape)}, codes: {codes}; allowed: floats [B, H, T, D], {E4M3} or int8")
+    granularity = granularity_of(granularity)
     values = x.to(torch.float32)
     largest = (values.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1) if x.numel() else values.int()[..., 0]
     if codes == torch.int8:
-        scale = step(merged(largest, Granularity(granularity)))
+        scale = step(merged(largest, granularity))
         each = spread(scale, x.shape[2]).unsqueeze(-1)
         rounded = torch.where(each.isnan(), 0.0, values * each.reciprocal()).round_()
         return rounded.to(torch.int8).contiguous(), scale.contiguous()
     bytes_ = torch.where(largest == 0, 0, scale_byte(largest))  # an all-zero token does not raise its group's scale
-    scale = merged(bytes_.to(torch.uint8), Granularity(granularity))
+    scale = merged(bytes_.to(torch.uint8), granularity)
     scale = torch.where(scale == 0, 127, scale).to(torch.uint8)
     return encode(values, spread(scale, x.shape[2])).contiguous(), scale.contiguous()
 
@@ -171,6 +181,8 @@ def dequantize_heads(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bf
 
 def transposed_values(qdata: Tensor) -> Tensor:
     """e4m3 [B, H, T, D] -> [B, H, D, T'], contiguous, T' the next multiple of 128, zeros behind T."""
+    if qdata.dtype != E4M3 or qdata.dim() != 4:
+        raise ValueError(f"qdata: {qdata.dtype} {tuple(qdata.shape)}; allowed: {E4M3} [B, H, T, D]")
     tokens = qdata.shape[2]
     out = torch.zeros(
         *qdata.shape[:2], qdata.shape[3], -(-tokens // BLOCK) * BLOCK, dtype=torch.uint8, device=qdata.device
