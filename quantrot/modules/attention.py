@@ -243,14 +243,14 @@ class QuantizedAttention(Merging):
         if self.key_center is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
             k, angles = (k - self.key_center).to(k.dtype), (None, None)
-        appended = None
+        appended: tuple[Quantized, Tensor | None] | None = None
         if isinstance(layer, StaticKVLayer) and not prompt and q.shape[1] == 1:
             keep = self.layer_idx == 0  # from its count the model has computed the positions and the mask
             appended = layer.append_turned(q, k, v, *angles, **rotation, keep=keep)
+            if appended is not None and mask is not None and mask.shape[-1] == layer.max_cache_len:
+                mask = F.pad(mask, (0, appended[0].k.shape[2] - layer.max_cache_len))
         if appended is not None:
             given, lengths = appended
-            if mask is not None and (room := given.k.shape[2] - mask.shape[-1]):
-                mask = F.pad(mask, (0, room))
         else:
             given = rope_hadamard_quantize(q, k, v, *angles, granularity=granularity, **rotation)
             stored, lengths = (given, None) if layer is None else layer.append(given, q.dtype)

@@ -147,3 +147,12 @@ def test_a_full_cache_gives_what_is_no_number_and_keeps_its_tokens(device, used)
     assert y.isnan().all()
     for layer, before in zip(cache.layers, kept, strict=True):
         assert all(torch.equal(buffer, before[name]) for name, buffer in layer.buffers.items())
+
+
+def test_a_mask_of_another_length_than_the_caches_is_an_error(used):
+    model, ids = model_of("cpu"), torch.randint(1, 64, (1, 4))
+    cache = StaticCache(config=model.config, max_cache_len=ROOM)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="mask: "):
+            model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 1, 1, ROOM - 1, dtype=torch.bool))
