@@ -120,6 +120,12 @@ def number(
     raise ValueError(f"{name}: {value!r:.80}; a {kind} number is needed")
 
 
+def check_backend(backend: str, allowed: tuple[str, ...]) -> None:
+    """ValueError for a backend that none is called."""
+    if backend not in allowed:
+        raise ValueError(f"backend: {backend!r}; allowed: {', '.join(allowed)}")
+
+
 def check_bias(bias: torch.Tensor | None, rows: int) -> None:
     """ValueError for a bias that is not one floating-point number a row of the weight."""
     if bias is not None and (bias.shape != (rows,) or not bias.is_floating_point()):

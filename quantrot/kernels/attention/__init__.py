@@ -53,6 +53,7 @@ from quantrot.kernels.attention.reference import (
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.hadamard import check_known
 from quantrot.kernels.operators import (
+    check_backend,
     check_device,
     check_signs,
     constant,
@@ -305,7 +306,7 @@ def _check_attend(
             raise ValueError(f"{name}: {counts.dtype} {tuple(counts.shape)}; allowed: int32 [{batch}]")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: {dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    _check_backend(backend)
+    check_backend(backend, BACKENDS)
     check_device(**given._asdict(), mask=mask, lengths=lengths, query_lengths=query_lengths)
 
 
@@ -325,11 +326,6 @@ def _check_heads(name: str, t: Tensor, shape: str = "[B, heads, tokens, D]") -> 
 def _check_head_dim(dim: int) -> None:
     if dim % 16 or not 16 <= dim <= LARGEST_HEAD:
         raise ValueError(f"head_dim: {dim}; allowed: multiples of 16 up to {LARGEST_HEAD}")
-
-
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
 
 
 def _check_quantize(
@@ -352,7 +348,7 @@ def _check_quantize(
             f"shapes: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; q [B, S, H, D], k and v [B, S, G, D]"
         )
     _check_head_dim(dim)
-    _check_backend(backend)
+    check_backend(backend, BACKENDS)
     check_device(q=q, k=k, v=v, cos=cos, sin=sin, signs=signs)
     if (cos is None) != (sin is None):
         raise ValueError("cos, sin: one is given without the other; give both, or neither")

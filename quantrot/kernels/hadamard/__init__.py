@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.hadamard.reference import hadamard_reference
-from quantrot.kernels.operators import check_device, check_signs, implement, number, refuse_tangents
+from quantrot.kernels.operators import check_backend, check_device, check_signs, implement, number, refuse_tangents
 from quantrot.orthogonal import hadamard_factors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -100,8 +100,7 @@ def check_transform(
         raise ValueError(f"x: dtype {x.dtype}; allowed: {', '.join(map(str, DTYPES))}; convert it first")
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x: shape {tuple(x.shape)} has no last dimension to transform; give it at least one column")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
+    check_backend(backend, BACKENDS)
     width = x.shape[-1]
     if block is not None and (block < 1 or width % block):
         raise ValueError(f"block: {block} does not divide the last dimension {width}; give a divisor of it")

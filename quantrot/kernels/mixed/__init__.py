@@ -50,6 +50,8 @@ from quantrot.kernels.mixed.reference import (
 from quantrot.kernels.mixed.tuned import EXPAND_FROM
 from quantrot.kernels.operators import (
     check_around,
+    check_backend,
+    check_bias,
     check_device,
     constant,
     exporting,
@@ -202,8 +204,7 @@ def _check(
     x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor | None]:
     """(scale, zero_point) as [R, G], or ValueError."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
+    check_backend(backend, BACKENDS)
     _check_matrices(x, weight)
     narrow_weight = x.dtype in WIDE
     wide, codes = (x, weight) if narrow_weight else (weight, x)
@@ -232,8 +233,7 @@ def _check(
         zero_point = _per_group("zero_point", zero_point, rows, columns)
         if zero_point.shape != scale.shape:
             raise ValueError(f"zero_point: {_shape(zero_point)}; allowed: scale's shape, {list(scale.shape)}")
-    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
-        raise ValueError(f"bias: {_shape(bias)}; allowed: a float type of shape [{weight.shape[0]}]")
+    check_bias(bias, weight.shape[0])
     check_device(x=x, weight=weight, scale=scale, zero_point=zero_point, bias=bias)
     refuse_tangents(x, scale, zero_point, bias)
     return scale, zero_point

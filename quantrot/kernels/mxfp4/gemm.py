@@ -17,7 +17,7 @@ from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.fp8.operators import SCALE_RULES
 from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, whole_rule
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
-from quantrot.kernels.operators import check_bias, check_device, has_triton, implement, refuse_tangents
+from quantrot.kernels.operators import check_backend, check_bias, check_device, has_triton, implement, refuse_tangents
 
 ACTIVATIONS = ("none", "fp8", "mxfp4")
 BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")
@@ -59,7 +59,7 @@ def mxfp4_product(
     check_device(a=a, a_scale=a_scale, b=b, b_scale=b_scale, outside=outside)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a and b: shapes {tuple(a.shape)} and {tuple(b.shape)}; allowed: [M, K/2] and [N, K/2]")
-    _check_backend(backend)
+    check_backend(backend, BACKENDS)
     if backend in ("hopper", "triton"):
         raise ValueError(f"backend: {backend!r} multiplies few tokens (mxfp4_gemm); allowed: auto, cublas, reference")
     _check_dtype("dtype", dtype)
@@ -106,7 +106,7 @@ def mxfp4_gemm(
     check_bias(bias, packed.shape[0])
     check_device(x=x, bias=bias)
     refuse_tangents(bias)
-    _check_backend(backend)
+    check_backend(backend, BACKENDS)
     if backend == "cublas" and activations == "none":
         raise ValueError("backend: 'cublas' multiplies e4m3, x stays wide; allowed: auto, hopper, triton, reference")
     rule = activation_rule(activations, scale_rule)
@@ -143,11 +143,6 @@ def activation_rule(activations: str, scale_rule: ScaleRule | Fp8ScaleRule | str
     if rule not in SCALE_RULES:
         raise ValueError(f"scale_rule: {rule!r}; allowed for activations 'fp8': {', '.join(SCALE_RULES)}")
     return str(rule)
-
-
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:

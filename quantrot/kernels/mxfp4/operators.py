@@ -16,6 +16,7 @@ from quantrot.kernels.mxfp4.reference import (
     round_trip_reference,
 )
 from quantrot.kernels.operators import (
+    check_backend,
     check_device,
     check_signs,
     constant,
@@ -86,7 +87,7 @@ def dequantize_mxfp4(
     check_packed("packed", packed, scale)
     if dtype not in FLOATS:
         raise ValueError(f"dtype: {dtype}; allowed: {', '.join(map(str, FLOATS))}")
-    _check_backend(backend)
+    check_backend(backend, BACKENDS)
     return torch.ops.quantrot.mxfp4_dequantize(packed, scale, dtype, backend)
 
 
@@ -167,7 +168,7 @@ def requantize_mxfp4(
     check_fused(hadamard)
     _check_width("packed", packed.shape[0], hadamard, "rows")
     _check_signs(signs, hadamard, packed)
-    _check_backend(backend)
+    check_backend(backend, BACKENDS)
     rule = _rule(scale_rule, random)
     seed, offset = random or (0, 0)
     return torch.ops.quantrot.mxfp4_requantize(
@@ -187,7 +188,7 @@ def expand_mxfp4(packed: Tensor, scale: Tensor, *, backend: str = "auto") -> tup
     check_packed("packed", packed, scale)
     if packed.dim() != 2:
         raise ValueError(f"packed: shape {tuple(packed.shape)}; expand_mxfp4 takes [N, K/2]")
-    _check_backend(backend)
+    check_backend(backend, BACKENDS)
     return torch.ops.quantrot.mxfp4_expand(packed, scale, backend)
 
 
@@ -224,7 +225,7 @@ def _check(x: Tensor, width: int, hadamard: int, signs: Tensor | None, backend: 
     if hadamard:
         _check_width("x", width, hadamard, "columns")
     _check_signs(signs, hadamard, x)
-    _check_backend(backend)
+    check_backend(backend, BACKENDS)
 
 
 def check_fused(hadamard: int) -> None:
@@ -252,11 +253,6 @@ def _check_signs(signs: Tensor | None, hadamard: int, x: Tensor) -> None:
     if signs.device != x.device:
         raise ValueError(f"signs: on {signs.device}, the data on {x.device}; move them to the same device")
     check_signs(signs)
-
-
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r}; allowed: {', '.join(BACKENDS)}")
 
 
 def rule_name(scale_rule: ScaleRule | str) -> str:
