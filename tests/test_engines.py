@@ -182,6 +182,21 @@ def test_config_passes_compressed_tensors_own_schema(source, tmp_path, recipe):
     QuantizationConfig.model_validate(config)
 
 
+@pytest.mark.parametrize(
+    "more", [FP8_BLOCK | {"hadamard": 32}, {**FP8_BLOCK, "weights": {"format": "mxfp4"}}], ids=["fp8 h32", "mxfp4"]
+)
+def test_inputs_in_blocks_are_groups_of_128(source, more):
+    config = plan(source, {"linear": [{"match": "*", **more}]}).config["quantization_config"]
+    assert config["config_groups"]["group_0"]["input_activations"] == {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "group",
+        "group_size": 128,
+        "symmetric": True,
+        "dynamic": True,
+    }
+
+
 def test_mxfp4_of_a_float16_model_runs_in_transformers_as_the_card_says(tiny, tmp_path):
     """As it is, compressed-tensors multiplies float16 by bfloat16 and raises."""
     root = tiny(tmp_path / "half", hidden=64, intermediate=64, layers=1, dtype=torch.float16)

@@ -104,6 +104,7 @@ def test_it_is_the_algorithm_of_the_paper(fmt, weight, inputs):
 def test_sweeps_lower_the_cost_until_no_weight_can(fmt, weight, inputs):
     found, damped = feedback(inputs.T @ inputs, TOKENS), damp(inputs.T @ inputs)
     rounded = [values(fmt, round_rows(fmt, weight, found, sweeps)).double() for sweeps in (0, 1, 2, 40)]
+    assert torch.equal(values(fmt, round_rows(fmt, weight, found)).double(), rounded[2])
     costs = [((w - weight) @ damped * (w - weight)).sum().item() for w in rounded]
     assert costs[3] < costs[2] < costs[1] < 0.99 * costs[0]
     step = formats.steps(fmt, formats.quantize_rows(fmt, weight)[1], weight.shape)

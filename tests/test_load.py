@@ -5,7 +5,9 @@ import gc
 import json
 import shutil
 from inspect import signature
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,6 +101,16 @@ def test_decoding_ahead_changes_nothing(converted):
                 assert module._decoded is not None
                 module._decoded = None
         assert torch.equal(model(IDS).logits, ahead)
+
+
+@pytest.mark.parametrize("enough", [False, True])
+def test_decoded_weights_take_half_of_the_free_memory_at_most(converted, monkeypatch, enough):
+    numbers = 2 * (4 * 128 * 128 + 3 * 128 * 256)
+    free = SimpleNamespace(available=2 * 2 * numbers - (not enough))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    model = load(converted, device_map="cpu", merge=False)
+    linears = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    assert len(linears) == 14 and all((m._decoded is not None) == enough for m in linears)
 
 
 @pytest.fixture

@@ -2,11 +2,15 @@
 
 import json
 import re
+import sys
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantrot import Calibration
 from quantrot.convert import convert
 from quantrot.learned import COPY
 from quantrot.manifest import MANIFEST
@@ -14,6 +18,7 @@ from quantrot.plan import plan, working_bytes
 from quantrot.recipe import SHIPPED, load_recipe, shipped_recipes
 from quantrot.source import FETCHED, TWICE, open_source
 
+MODULE = sys.modules["quantrot.plan"]  # the package's `plan` is the function
 FP8 = {"weights": {"format": "fp8", "block": [128, 128]}, "activations": {"format": "fp8", "block": [1, 128]}}
 MXFP4 = {"weights": {"format": "mxfp4"}}
 
@@ -165,6 +170,45 @@ def test_predicted_memory_does_not_grow_with_depth(tiny, tmp_path):
     shallow = plan(tiny(tmp_path / "a", layers=1), "quarot-mxfp4")
     deep = plan(tiny(tmp_path / "b", layers=9), "quarot-mxfp4")
     assert len({max(working_bytes(step) for step in planned.steps) for planned in (shallow, deep)}) == 1
+
+
+def test_predicted_memory_is_its_parts(single, monkeypatch):
+    """The embedding, 256 x 64 in float32, takes most: to read, wide, turned and written 16 bytes an element, 40 for a
+    quantizer; 8 until it is written."""
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=5))
+    monkeypatch.setattr(psutil, "Process", lambda: process)
+    planned, chunk = plan(single, "rotate-only"), 256 * 64 * (16 + 40)
+    least = 5 + (64 << 20)
+    for threads in (1, 2, 7):
+        assert planned.peak_bytes(threads) == least + threads * chunk + 96 * 256 * 64 * 8
+    monkeypatch.setattr(MODULE, "BUDGET", 2 * chunk)
+    assert planned.peak_bytes(1) == planned.peak_bytes(7) == least + 2 * chunk
+    monkeypatch.setattr(MODULE, "BUDGET", 0)
+    assert planned.peak_bytes(7) == least + chunk
+
+
+def test_predicted_memory_of_calibration_is_its_parts(single, monkeypatch):
+    """Of a layer, in float32: its weights, and of a thread's 32 tokens what four Hessians are of and four times the 128
+    inside the MLP; in float64 the Hessians, and those being decomposed twice more."""
+    monkeypatch.setitem(sys.modules, "quantrot.hessians", None)  # as if it had been imported
+    recipe = {"linear": [{"match": "*", "weights": {"format": "mxfp4", "rounding": "gptq"}}]}
+    planned = plan(single, recipe, calibration=Calibration("abcdefgh" * 100, windows=4, seq_len=32))
+    weights = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128
+    inputs, narrow, wide = 32 * (3 * 64 + 128 + 4 * 128), 64 * 64, 128 * 128
+    for threads, decomposed in ((1, wide), (2, wide + narrow), (9, wide + 3 * narrow)):
+        layer = 4 * (weights + threads * inputs) + 8 * (wide + 3 * narrow) + 16 * decomposed
+        assert planned.calibration_bytes(threads) == 4 * 4 * 32 * 64 + layer
+    assert planned.peak_bytes(2) > planned.peak_bytes(1) + planned.calibration_bytes(2) - planned.calibration_bytes(1)
+    monkeypatch.delitem(sys.modules, "quantrot.hessians")
+    assert planned.calibration_bytes(9) == 4 * 4 * 32 * 64 + layer + MODULE.MODEL_CODE
+
+
+def test_rows_are_whole_blocks_of_the_rotation_and_of_the_format(tiny, tmp_path, monkeypatch):
+    source = tiny(tmp_path / "model", hidden=384, intermediate=384, layers=1, kv_heads=4)
+    monkeypatch.setitem(MODULE.CHUNK, "cpu", 1 << 10)
+    recipe = {"rotations": {"R1": {"kind": "hadamard", "block": 12}}, "linear": [{"match": "*", **FP8}]}
+    rows = {step.name.rpartition(".")[2]: step.rows for step in plan(source, recipe).steps}
+    assert rows["o_proj"] == rows["down_proj"] == 384 and rows["q_proj"] == 128
 
 
 def test_shipped_recipes_say_what_they_are_for_and_round_trip():

@@ -86,6 +86,18 @@ def test_layer_sqnr_is_the_formats_noise(source, tmp_path):
     assert all(12 < layer.sqnr_db < 22 for layer in mxfp4)
 
 
+def test_without_a_rotation_inputs_are_quantized_too(source, tmp_path):
+    """The first layer's queries, keys and values read the same, whatever was done to the layers after them."""
+    layers = {}
+    for name, kind in (("plain", "none"), ("turned", "hadamard")):
+        rule = {"match": "*", "weights": {"format": "mxfp4"}, "activations": {"format": "mxfp4"}}
+        convert(source, {"rotations": {"R1": {"kind": kind}}, "linear": [rule]}, tmp_path / name)
+        layers[name] = verify(tmp_path / name, **OPTIONS).layers
+    for plain, turned in zip(layers["plain"][:3], layers["turned"][:3], strict=True):
+        assert plain.fqn == turned.fqn and turned.unrotated_db == pytest.approx(plain.sqnr_db, abs=1e-3)
+        assert abs(turned.sqnr_db - plain.sqnr_db) > 0.01
+
+
 def test_every_linear_is_looked_at_where_projections_would_be_merged(source, tmp_path, monkeypatch):
     convert(source, "int8-weight-only", tmp_path / "out")
     expected = verify(tmp_path / "out", **OPTIONS).layers
@@ -181,6 +193,6 @@ def test_an_output_that_is_nan_is_the_worst_there_is():
 
 
 def test_a_linear_of_no_decibels_is_compared_too():
-    layers = [Layer("a", "f", -1.0, 0.0), Layer("b", "f", 1.0, 1.6)]
+    layers = [Layer("b", "f", 1.0, 1.6), Layer("a", "f", -1.0, 0.0)]
     (warning,) = _warnings(layers)
     assert "2 of 2 linears" in warning and "most: a, 0.0 dB without, -1.0 dB with" in warning
