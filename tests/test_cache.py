@@ -108,8 +108,9 @@ def test_cropped_tokens_leave_no_trace(kind):
     assert torch.equal(got[0][:, :, 10:], round_trip(kind, k, v)[0][:, :, 10:])
     with pytest.raises(ValueError, match="crop: 3; give a negative number"):
         layer.crop(3)
+    assert not layer.empty
     layer.crop(-1000)
-    assert layer.get_seq_length() == 0
+    assert layer.get_seq_length() == 0 and layer.empty
 
 
 @kinds
@@ -172,8 +173,9 @@ def test_a_reset_layer_is_a_new_one(kind, make):
     k, v = kv(50)
     layer = make(kind)
     layer.update(k * 3, v)
+    assert not layer.empty
     layer.reset()
-    assert layer.get_seq_length() == 0
+    assert layer.get_seq_length() == 0 and layer.empty
     assert torch.equal(layer.update(k, v)[0][:, :, :50], round_trip(kind, k, v)[0])
 
 

@@ -255,6 +255,7 @@ class DynamicKVLayer(KVLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens."""
         self.length = max(0, self.length - _removed(tokens_to_remove))
+        self.empty = self.length == 0
 
 
 def _removed(tokens_to_remove: int) -> int:
