@@ -36,10 +36,6 @@ class Learned:
     matrices: dict[str, Tensor]
     about: dict[str, Any]
 
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.data).hexdigest()
-
 
 def read(path: Path) -> Learned:
     """Read a file of learned rotations; ValueError where it is none."""

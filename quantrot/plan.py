@@ -153,7 +153,6 @@ class Plan:
         tensors = sorted((t.name, t.dtype, t.shape, t.file.name, t.start) for t in self.checkpoint.tensors.values())
         layout = [shard.header.hex() for shard in self.shards]
         turns = {rotation.name: checksum(rotation) for rotation in [*self.rotations.values(), *self.online.values()]}
-        turns |= {"path": self.learned.sha256} if self.learned else {}
         versions = [__version__, torch.__version__]
         parts = [versions, self.recipe.resolved(), tensors, turns, layout, self.config, device_type(self.device)]
         if self.calibration is not None and self.windows is not None:

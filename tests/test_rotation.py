@@ -111,7 +111,8 @@ def test_checksum_tells_matrices_apart():
     base = Rotation("R4", "random-hadamard", 96, 32, 1)
     others = [Rotation("R4", "random-hadamard", 96, 32, 2), Rotation("R4", "hadamard", 96, 32, 1)]
     others += [Rotation("R4", "random-hadamard", 96, 96, 1), Rotation("R4", "random-orthogonal", 96, 32, 1)]
-    assert len({checksum(r) for r in [base, *others]}) == 5
+    others += [Rotation("R1", "learned", 64, 32, 0, matrices=bytes(8 * 32**2 - 1) + bytes([last])) for last in (0, 1)]
+    assert len({checksum(r) for r in [base, *others]}) == 7
     assert checksum(base) == checksum(Rotation("R4", "random-hadamard", 96, 32, 1))
 
 
