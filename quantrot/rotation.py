@@ -232,15 +232,12 @@ def of_heads(rotation: Rotation, layer: int, heads: int, repeat: int = 1) -> Rot
 
 
 def block_matrices(rotation: Rotation) -> Tensor:
-    """Every block with its signs, orthogonal to float64's precision: float64 [n, block, block]; of a learned rotation,
-    every unit's."""
+    """Every block with its signs, float64 [n, block, block]; of a learned rotation, every unit's."""
     if rotation.kind == "learned":
-        blocks = _learned(rotation).double()
-    else:
-        blocks = _block_matrix(rotation).double().expand(rotation.width // rotation.block, -1, -1)
-        s = signs(rotation)
-        blocks = blocks if s is None else blocks * s.view(-1, rotation.block, 1)
-    return blocks @ (1.5 * torch.eye(rotation.block, dtype=torch.float64) - 0.5 * blocks.mT @ blocks)  # Newton's step
+        return _learned(rotation).double()
+    blocks = _block_matrix(rotation).double().expand(rotation.width // rotation.block, -1, -1)
+    s = signs(rotation)
+    return blocks if s is None else blocks * s.view(-1, rotation.block, 1)
 
 
 def turn_output(w: Tensor, rotation: Rotation, start: int = 0) -> Tensor:
