@@ -5,12 +5,14 @@ vLLM, SGLang): DeepSeek-V3's `fp8` for 128 x 128 blocks, compressed-tensors for 
 as four 128 x 128 blocks that repeat its scale: the same values, and every engine's fast kernels take it.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from quantrot.checkpoint import DTYPES
 from quantrot.kernels.fp8 import dequantize_fp8_block, quantize_fp8_block
 from quantrot.kernels.fp8.reference import E4M3
 from quantrot.kernels.mixed import dequantize_int8, pack_int8, quantize_int8, unpack_int8
@@ -162,9 +164,9 @@ def stored_block(weights: WeightFormat) -> tuple[int, int]:
 
 def bits_per_weight(weights: WeightFormat, out_features: int, in_features: int) -> float:
     """Bits that a weight and its share of the scales take on disk."""
-    size = {"U8": 8, "I32": 32, "F8_E4M3": 8, "BF16": 16, "F32": 32}
     tensors = stored_tensors(weights, out_features, in_features, native_fp8=False)
-    return sum(torch.Size(shape).numel() * size[dtype] for _, dtype, shape in tensors) / (out_features * in_features)
+    stored = sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in tensors)
+    return 8 * stored / (out_features * in_features)
 
 
 def label(fmt: LinearFormat) -> str:

@@ -175,32 +175,32 @@ def _gain(layer: Layer) -> float:
 
 def _layers(plan: Plan, model: nn.Module, baseline: nn.Module, ids: Tensor, report: Progress) -> list[Layer]:
     """Run one window through both models and measure every quantized linear where it stands."""
-    steps = {step.name: step for step in plan.steps if step.format is not None}
-    found = {step.name: step.format for step in plan.steps if step.format is not None}
+    steps = {step.name: (step, step.format) for step in plan.steps if step.format is not None}
     rotated: dict[str, float] = {}
     nearest: dict[str, float] = {}
     plain: dict[str, float] = {}
     labels: dict[str, str] = {}
-    turned = [fqn for fqn, step in steps.items() if step.input_turns or step.output_turn or step.norm]
+    turned = [fqn for fqn, (step, _) in steps.items() if step.input_turns or step.output_turn or step.norm]
     total = len(steps) + len(turned)
 
     def converted(fqn: str, module: QuantizedLinear, x: Tensor, y: Tensor) -> None:
-        step, labels[fqn] = steps[fqn], formats.label(module.format)
+        (step, fmt), labels[fqn] = steps[fqn], formats.label(module.format)
         weight = turned_rows(plan, step, read_rows(plan.checkpoint.tensors[step.source])).to(x.device)
         exact = F.linear(module.turned(x), weight, module.bias)
         rotated[fqn] = _sqnr(exact, y)
         if fqn in turned and module.format.weights.rounding == "gptq":  # the plan's format rounds to nearest
-            nearest[fqn] = _sqnr(exact, module.multiply_wide(x, _rounded(found[fqn], weight)))
+            nearest[fqn] = _sqnr(exact, module.multiply_wide(x, _rounded(fmt, weight)))
         report("layers", len(rotated) + len(plain), total)
 
     def original(fqn: str, module: nn.Linear, x: Tensor, y: Tensor) -> None:
-        rounded = quantize_dequantize(x, found[fqn].activations)
-        plain[fqn] = _sqnr(y, F.linear(rounded, _rounded(found[fqn], module.weight), module.bias))
+        _, fmt = steps[fqn]
+        rounded = quantize_dequantize(x, fmt.activations)
+        plain[fqn] = _sqnr(y, F.linear(rounded, _rounded(fmt, module.weight), module.bias))
         report("layers", len(rotated) + len(plain), total)
 
-    _with_hooks(model, found, converted, ids)
+    _with_hooks(model, steps, converted, ids)
     _with_hooks(baseline, turned, original, ids)
-    return [Layer(fqn, labels[fqn], rotated[fqn], plain.get(fqn), nearest.get(fqn)) for fqn in found]
+    return [Layer(fqn, labels[fqn], rotated[fqn], plain.get(fqn), nearest.get(fqn)) for fqn in steps]
 
 
 def _rounded(fmt: LinearFormat, weight: Tensor) -> Tensor:

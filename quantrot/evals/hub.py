@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def reachable(timeout: float = 5.0) -> bool:
-    """Whether the hub answers within `timeout` seconds.
+def reachable() -> bool:
+    """Whether the hub answers within five seconds.
 
     Asked first because huggingface_hub retries for 23 seconds, with a line for each attempt, before it gives up.
     """
     from huggingface_hub import constants, get_session
 
     try:
-        get_session().head(constants.ENDPOINT, timeout=timeout)
+        get_session().head(constants.ENDPOINT, timeout=5.0)
     except Exception:  # each transport (httpx, its proxies, offline mode) has its own family of errors
         return False
     return True

@@ -16,7 +16,7 @@ from typing import Any
 
 from quantrot.calibration import Calibration
 from quantrot.checkpoint import read_json
-from quantrot.convert import convert
+from quantrot.convert import begun, convert
 from quantrot.evals.mmlu import Mmlu, Score, compare
 from quantrot.evals.report import number, versions, write
 from quantrot.evals.statistics import Paired
@@ -78,9 +78,8 @@ def converted(
         read_manifest(out)
         return out
     work.mkdir(parents=True, exist_ok=True)
-    resume = out.with_name(out.name + ".partial").exists()
     text = calibration if made.recipe.calibrated else None
-    return convert(model, recipe, out, device=device, calibration=text, resume=resume, progress=progress).out
+    return convert(model, recipe, out, device=device, calibration=text, resume=begun(out), progress=progress).out
 
 
 def _stamps(files: Iterable[Path], root: Path) -> list[tuple[str, int, int]]:

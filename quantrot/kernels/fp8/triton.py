@@ -388,7 +388,7 @@ def _both_ways_kernel(
 
 
 def quantize_both_ways(
-    x: Tensor, q: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, square: bool, rule: str, warps: int = 16
+    x: Tensor, q: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, square: bool, rule: str
 ) -> None:
     """x [M, K] -> q [M, K] in 1 x 128 or 128 x 128 blocks and, the same of the transpose, turned [K, M to 128s]."""
     rows, columns = x.shape
@@ -401,5 +401,5 @@ def quantize_both_ways(
         return
     _both_ways_kernel[(triton.cdiv(rows, 128) * triton.cdiv(columns, 128),)](
         x, q, scale, turned, turned_scale, rows, columns, turned.shape[1], x.stride(0), *scale.stride(),
-        *turned_scale.stride(), 128, square, rule, NATIVE, num_warps=warps,
+        *turned_scale.stride(), 128, square, rule, NATIVE, num_warps=16,
     )  # fmt: skip
