@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows, tuned
+from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows, triton_rows, tuned
 from quantrot.kernels.mxfp4.reference import (
     ScaleRule,
     dequantize_reference,
@@ -241,7 +241,7 @@ def test_expand_on_the_gpu(rows, groups):
     for _ in range(20):
         alone = hopper_rows.expand(packed.cuda(), scale.cuda())
         given, weight = x.cuda(), (packed.cuda(), scale.cuda())
-        room = hopper_rows.room(rows, groups * 32, given.device)
+        room = triton_rows.room(rows, groups * 32, given.device)
         quantized = hopper_rows.quantize_expanded(given, ScaleRule.even, 32, None)
         beside = hopper_rows.expand(*weight, room)
         for got, wanted in ((alone, expected), (beside, expected), (quantized, tokens)):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.attention.reference import BLOCK, LOG2E, Inputs, group_of
+from quantrot.kernels.attention.reference import BLOCK, LOG2E, Inputs, group_of, span
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import SM_SHARED, load_kernel, processors, tensor_map
 
@@ -99,12 +99,12 @@ def unsupported(given: Inputs, dtype: torch.dtype) -> str | None:
         return "rows of k that are not adjacent, or heads of v between rows"
     if any(s % ROW for s in given.k.stride()[:2]) or given.k.shape.numel() >= 1 << 31:
         return "heads of k that do not start at rows of 128 bytes, or too many"
-    if _left(given.k) < _span(given.k) + -_span(given.k) % ROW:
+    if _left(given.k) < span(given.k) + -span(given.k) % ROW:
         return "keys that end within a row of 128 bytes"
     lines = [given.k_scale, given.v_scale, *([given.mask] if given.mask is not None else [])]
     if any(_crooked(t) for t in (given.q, given.k, given.v, *lines)):
         return "rows that are not contiguous, or do not start at multiples of 16 bytes"
-    if any(_left(t) < _span(t) + -keys % 16 for t in lines):
+    if any(_left(t) < span(t) + -keys % 16 for t in lines):
         return "scales or a mask that end within 16 bytes"
     return None
 
@@ -113,11 +113,6 @@ def _crooked(t: Tensor) -> bool:
     """Whether rows of bytes have gaps, or start elsewhere than at multiples of 16."""
     starts = (t.data_ptr(), *(s for s, n in zip(t.stride()[:-1], t.shape, strict=False) if n > 1))
     return t.stride(-1) != 1 or any(n % 16 for n in starts)
-
-
-def _span(t: Tensor) -> int:
-    """Bytes from the first to the last."""
-    return sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
 
 
 def _left(t: Tensor) -> int:
@@ -180,7 +175,7 @@ def matrices(given: Inputs) -> list[tuple[int, int, int, int, tuple[int, int], i
     k, v, dim = given.k, given.v, given.k.shape[3]
     return [
         (k.data_ptr(), _left(k) // ROW, ROW, ROW, (BLOCK, ROW), ROW),
-        (v.data_ptr(), -(-_span(v) // v.stride(2)), v.shape[3], v.stride(2), (dim, BLOCK), BLOCK),
+        (v.data_ptr(), -(-span(v) // v.stride(2)), v.shape[3], v.stride(2), (dim, BLOCK), BLOCK),
     ]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.attention.reference import BLOCK, LOG2E, Inputs, group_of
+from quantrot.kernels.attention.reference import BLOCK, LOG2E, Inputs, group_of, span
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import encode_map, load_kernel, processors
 
@@ -125,11 +125,6 @@ def supports(given: Inputs, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and nvrtc.available(device) and unsupported(given, dtype) is None
 
 
-def _span(t: Tensor) -> int:
-    """Elements from the first to the last."""
-    return sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
-
-
 def _q_row(q: Tensor) -> int:
     """Elements from a query to the next, or with one alone what makes a matrix of the others."""
     if q.shape[2] > 1:
@@ -149,7 +144,7 @@ def _q_places(q: Tensor) -> tuple[int, int, int] | None:
 
 def _folds(k: Tensor) -> int | None:
     """How many groups of 16 rows cover k's memory, None where the last would leave it."""
-    groups = -(-_span(k) // (16 * k.shape[3]))
+    groups = -(-span(k) // (16 * k.shape[3]))
     left = k.untyped_storage().nbytes() // k.itemsize - k.storage_offset()
     return groups if groups * 16 * k.shape[3] <= left else None
 
@@ -252,7 +247,7 @@ def q_matrix(q: Tensor, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
     It has the columns of its last row: there are no more behind all rows.
     """
     row, size = _q_row(q), q.itemsize
-    rows, columns = -(-_span(q) // row), (_span(q) - 1) % row + 1
+    rows, columns = -(-span(q) // row), (span(q) - 1) % row + 1
     return q.data_ptr(), rows, columns * size, row * size, plan.rows, min(q.shape[3] * size, 128), 0
 
 
@@ -260,7 +255,7 @@ def maps(given: Inputs, plan: Plan) -> list[bytes]:
     """The tensor maps of q, k and v."""
     k, v, dim = given.k, given.v, given.q.shape[3]
     at, q_rows, columns, pitch, *box, _ = q_matrix(given.q, plan)
-    v_rows = -(-_span(v) // v.stride(2))
+    v_rows = -(-span(v) // v.stride(2))
     folds = _folds(k) or 0
     return [
         encode_map(at, (columns, q_rows), (pitch,), (box[1], box[0]), swizzle=box[1]),

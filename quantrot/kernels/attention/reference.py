@@ -107,6 +107,11 @@ def group_of(scale: Tensor, tokens: int) -> int:
     return 1 if groups == tokens else BLOCK
 
 
+def span(t: Tensor) -> int:
+    """Elements of its storage from the first to the last."""
+    return sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+
+
 def spread(scale: Tensor, tokens: int) -> Tensor:
     """scales [B, H, groups] -> one a token, [B, H, tokens]. ValueError for other numbers of groups than there are."""
     groups = scale.shape[-1] if scale.dim() == 3 else -1

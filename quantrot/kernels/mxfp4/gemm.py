@@ -404,9 +404,9 @@ def expander(packed: Tensor, scale: Tensor) -> Callable[[], tuple[Tensor, Tensor
     run at the same time."""
     if not packed.numel() or not nvrtc.available(packed.device):
         return lambda: torch.ops.quantrot.mxfp4_expand(packed, scale, "auto")
-    from quantrot.kernels.mxfp4 import hopper_rows
+    from quantrot.kernels.mxfp4 import hopper_rows, triton_rows
 
-    room = hopper_rows.room(packed.shape[0], 2 * packed.shape[1], packed.device)
+    room = triton_rows.room(packed.shape[0], 2 * packed.shape[1], packed.device)
     return lambda: hopper_rows.expand(packed, scale, room)
 
 

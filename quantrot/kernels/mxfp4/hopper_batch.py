@@ -16,6 +16,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import blocks, quantize_fp8_block
 from quantrot.kernels.mixed import hopper as mixed
 from quantrot.kernels.mxfp4.hopper import aligned
+from quantrot.kernels.mxfp4.hopper_prefill import ScaledPlan
 from quantrot.kernels.mxfp4.reference import GROUP
 
 WIDE = mixed.WIDE
@@ -31,7 +32,7 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {
 
 
 @dataclass(frozen=True)
-class Plan(mixed.Plan):
+class Plan(ScaledPlan):
     """mixed's plan with teams; a block of K is 128 columns: 64 bytes of codes, 128 of a token."""
 
     halves: bool = False
@@ -45,14 +46,6 @@ class Plan(mixed.Plan):
     def beside(self, depth: int) -> int:
         """Bytes of shared memory for the table and the rows' scales."""
         return TABLE + 64 * self.groups * self.teams * (self.segment(depth) | 1) * 4
-
-    def fitted(self, depth: int) -> "Plan":
-        """The same with as many stages as fit."""
-        room = mixed.MAX_SHARED - self._output() - self.beside(depth)
-        return replace(self, stages=min(12, room // self._stage() // self.teams))
-
-    def bytes_for(self, depth: int) -> int:
-        return self.shared_bytes() + self.beside(depth)
 
     def entry(self, out: torch.dtype, name: str = "mxfp4_batch") -> str:
         """C++ of the kernel `name`."""

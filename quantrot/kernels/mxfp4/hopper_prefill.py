@@ -5,8 +5,10 @@ two by two, and the sum is rounded once. A token's bits depend on the plan's par
 """
 
 import ctypes
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,7 +27,24 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {
 
 
 @dataclass(frozen=True)
-class Plan(mixed.Plan):
+class ScaledPlan(mixed.Plan, ABC):
+    """mixed's plan with something beside the stages in shared memory."""
+
+    @abstractmethod
+    def beside(self, depth: int) -> int:
+        """Bytes of it, for so many columns of K."""
+
+    def fitted(self, depth: int) -> Self:
+        """The same with as many stages as fit."""
+        room = mixed.MAX_SHARED - self._output() - self.beside(depth)
+        return replace(self, stages=min(12, room // self._stage() // self.teams))
+
+    def bytes_for(self, depth: int) -> int:
+        return self.shared_bytes() + self.beside(depth)
+
+
+@dataclass(frozen=True)
+class Plan(ScaledPlan):
     """The same tiles, of half the bytes of codes; four warpgroups that multiply take two blocks at a time."""
 
     def _stage(self) -> int:
@@ -39,14 +58,6 @@ class Plan(mixed.Plan):
     def beside(self, depth: int) -> int:
         """Bytes of shared memory for the rows' scales."""
         return 64 * self.groups * self.teams * (self.segment(depth) // 2 | 1) * 4 if self.blocks > 1 else 0
-
-    def fitted(self, depth: int) -> "Plan":
-        """The same with as many stages as fit."""
-        room = mixed.MAX_SHARED - self._output() - self.beside(depth)
-        return replace(self, stages=min(12, room // self._stage() // self.teams))
-
-    def bytes_for(self, depth: int) -> int:
-        return self.shared_bytes() + self.beside(depth)
 
 
 def entry(plan: Plan, name: str = "mxfp4_prefill") -> str:

@@ -14,6 +14,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4 import hopper, tuned
 from quantrot.kernels.mxfp4.reference import GROUP, ScaleRule, float32
 from quantrot.kernels.mxfp4.triton import float_signs, key_of, outputs
+from quantrot.kernels.mxfp4.triton_rows import room
 
 IN = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 MOST_THREADS = 1024  # of a block that holds a row whose e4m3 operand is written at once
@@ -203,15 +204,6 @@ def quantize_expanded(
     blocks = min(rows, nvrtc.processors(device) * resident)
     nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device, overlap=True)
     return *to, packed, scale
-
-
-def room(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty e4m3, row scale and outside of a matrix."""
-    return (
-        torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device),
-        torch.empty(rows, dtype=torch.float32, device=device),
-        torch.empty(rows, dtype=torch.int32, device=device),
-    )
 
 
 @lru_cache(maxsize=8)

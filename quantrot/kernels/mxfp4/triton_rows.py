@@ -175,7 +175,7 @@ def _expand_kernel(
 def expand(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """packed [N, K/2], scale [N, K/32] -> e4m3 [N, K], row scale [N], outside [N]: a program a row."""
     rows, groups = scale.shape
-    out, row_scale, outside = _expanded(rows, groups * GROUP, packed.device)
+    out, row_scale, outside = room(rows, groups * GROUP, packed.device)
     if not groups:
         row_scale.fill_(2.0 ** (LEAST_TOP - TOP))
         outside.zero_()
@@ -189,7 +189,8 @@ def expand(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return out, row_scale, outside
 
 
-def _expanded(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def room(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty e4m3, row scale and outside of a matrix."""
     return (
         torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device),
         torch.empty(rows, dtype=torch.float32, device=device),
@@ -275,7 +276,7 @@ def quantize_expanded(
     if tile > LARGEST_ROW or not threads:
         packed, scale, _ = quantize(x, rule, hadamard, signs, None, False)
         return *expand(packed, scale), packed, scale
-    out, row_scale, outside = _expanded(rows, width, x.device)
+    out, row_scale, outside = room(rows, width, x.device)
     packed, scale, _ = outputs(x, x.shape, False)
     if rows:
         _quantize_expanded_kernel[(rows,)](
