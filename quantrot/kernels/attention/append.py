@@ -113,9 +113,12 @@ def unsupported(
         return f"a cache in {key.dtype}; uint8, of e4m3 and its scales, is needed"
     if any(t.stride(-1) != 1 for t in (key, key_scale, value, value_scale)) or key.stride(2) != dim:
         return "a cache whose tokens are not adjacent"
+    if any(n % 16 for n in (*key.stride()[:2], key.storage_offset())):
+        return "keys that do not start at multiples of 16 bytes"
     if length.dtype != torch.int64 or length.dim():
         return f"length {length.dtype} {tuple(length.shape)}; an int64 without dimensions is needed"
-    if any(t is not None and t.device != q.device for t in (k, v, cos, sin, key, value, length)):
+    others = (k, v, cos, sin, key, key_scale, value, value_scale, length)
+    if any(t is not None and t.device != q.device for t in others):
         return f"operands on several devices, q on {q.device}"
     return None
 
