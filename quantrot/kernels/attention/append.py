@@ -113,7 +113,7 @@ def unsupported(
         return f"a cache in {key.dtype}; uint8, of e4m3 and its scales, is needed"
     if any(t.stride(-1) != 1 for t in (key, key_scale, value, value_scale)) or key.stride(2) != dim:
         return "a cache whose tokens are not adjacent"
-    if any(n % 16 for n in (*key.stride()[:2], key.storage_offset())):
+    if any(n % 16 for n in key.stride()[:2]):
         return "keys that do not start at multiples of 16 bytes"
     if length.dtype != torch.int64 or length.dim():
         return f"length {length.dtype} {tuple(length.shape)}; an int64 without dimensions is needed"
@@ -215,9 +215,11 @@ def grid(batch: int, heads: int, groups: int) -> tuple[int, int]:
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, *cache: Tensor | bool | int
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, *cache: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     (batch, _, heads, dim), groups, device = q.shape, k.shape[2], q.get_device()
+    if cache[0].data_ptr() % 16:  # of which Dynamo knows nothing
+        raise ValueError("rope_hadamard_append: keys that do not start at a multiple of 16 bytes")
     q, k, v = (t if aligned(t) else t.contiguous() for t in (q, k, v))
     if cos is not None and sin is not None and not (aligned(cos) and aligned(sin)):
         cos, sin = cos.contiguous(), sin.contiguous()
