@@ -17,18 +17,6 @@ struct AppendArgs {
   float factor;                       // of the rotation
 };
 
-// Codes of a row of which four lanes have a quarter each, and its scale.
-template <class R>
-__device__ __forceinline__ int encode_row(u32 (&codes)[R::PIECES][2], const R& row, const float (&y)[R::PIECES][2][4],
-                                          float factor) {
-  u32 most = row.largest(y, factor);
-  most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
-  most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
-  const int scale = E4m3::scale_of(most);
-  row.encode(codes, y, scale, factor);
-  return scale;
-}
-
 // T: Bf16, Fp16; Angle: that of cos and sin, T or Fp32.
 template <class T, class Angle, int D, bool ROPE, bool ROTATE>
 __device__ __forceinline__ void append(const AppendArgs& args) {
@@ -64,7 +52,7 @@ __device__ __forceinline__ void append(const AppendArgs& args) {
       matrix_of_16<T>(signs);
       row.rotate(y, signs);
     }
-    int scale = encode_row(codes, row, y, args.factor);
+    int scale = row.encode(codes, y, args.factor);
     if (place < count && query) {
       const i64 to = (i64)batch * args.heads + head;
       if (!room) scale = 255;  // and what is attended to is no number
@@ -81,7 +69,7 @@ __device__ __forceinline__ void append(const AppendArgs& args) {
     using R = Row<T, E4m3, D, false>;
     R row;
     row.load((const unsigned short*)args.v + batch * args.v_batch + head * args.v_head, true);
-    const int scale = encode_row(codes, row, y, 1.f);
+    const int scale = row.encode(codes, y, 1.f);
     if (place < args.groups && room) {
       if (quarter == 0)
         args.value_scale[batch * args.value_scale_batch + head * args.value_scale_head + at] = (unsigned char)scale;

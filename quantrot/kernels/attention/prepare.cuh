@@ -198,6 +198,15 @@ struct Row {
       codes[i / 2][i % 2] = Code::pack(z[0], z[1], z[2], z[3]) & kept;
     }
   }
+  // With a scale of its own, which it gives.
+  __device__ __forceinline__ auto encode(u32 (&codes)[PIECES][2], const float (&y)[PIECES][2][4], float factor) const {
+    u32 most = largest(y, factor);
+    most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
+    most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
+    const auto scale = Code::scale_of(most);
+    encode(codes, y, scale, factor);
+    return scale;
+  }
   // y waits in shared memory, eight bytes at a time.
   __device__ __forceinline__ static void put(u32 at, const float (&y)[PIECES][2][4]) {
 #pragma unroll
@@ -235,14 +244,14 @@ __device__ __forceinline__ void matrix_of_16(u32 (&signs)[2]) {
   signs[1] = signs[0] ^ 0x80008000u;
 }
 
-// Heads first ... last - 1 of q or k, each row with its own scale: 64 tokens, one a lane, whose angles stay in registers. The
-// pointers are at the sequence's; rows: of the output from a head to the next.
+// Heads first ... last - 1 of q or k, each row with its own scale: 64 tokens from `begin` on, eight a warp, whose angles stay
+// in registers. The pointers are at the sequence's; rows: of the output from a head to the next.
 template <class T, class Angle, class Code, int D, bool ROPE, bool ROTATE>
 __device__ __forceinline__ void turn(const PrepareArgs& args, const unsigned short* from, const void* cos,
                                      const void* sin, unsigned char* out, typename Code::Scale* scales, i64 x_token,
-                                     i64 x_head, int first, int last, int start, int rows) {
+                                     i64 x_head, int first, int last, int begin, int rows) {
   constexpr int AHEAD = 128 / D;  // heads on their way
-  const int token = start + warp_number() * 8 + lane_number() / 4;
+  const int token = begin + warp_number() * 8 + lane_number() / 4;
   const bool there = token < args.tokens;
   using R = Row<T, Code, D, ROTATE>;
   R row[AHEAD];
@@ -268,12 +277,8 @@ __device__ __forceinline__ void turn(const PrepareArgs& args, const unsigned sho
         row[a].rotate(y, signs);
         next();
       }
-      u32 most = row[a].largest(y, args.factor);
-      most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
-      most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
-      const auto scale = Code::scale_of(most);
       u32 codes[R::PIECES][2];
-      row[a].encode(codes, y, scale, args.factor);
+      const auto scale = row[a].encode(codes, y, args.factor);
       if constexpr (!ROTATE) next();
       if (there) {
         if (lane_number() % 4 == 0) scales[head * args.tokens + token] = scale;
