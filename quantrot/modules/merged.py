@@ -133,7 +133,8 @@ def _each_in_its_memory(module: Merging, state: dict[str, Tensor], prefix: str, 
         for key in (f"{prefix}{name}.{tensor}" for tensor in (*part.tensor_names, "bias")):
             tensor = state.get(key)
             if type(tensor) is Tensor and tensor.device.type != "meta":  # not keep_vars', nor FSDP's
-                state[key] = torch.from_dlpack(tensor.view(torch.uint8)).view(tensor.dtype)
+                with torch.cuda.device_of(tensor):  # from_dlpack takes tensors of the current GPU alone
+                    state[key] = torch.from_dlpack(tensor.view(torch.uint8)).view(tensor.dtype)
 
 
 class QuantizedMLP(Merging):
