@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.mixed import KINDS, hopper, mixed_gemm, mixed_linear, mixed_ref
-from quantrot.kernels.mixed.hopper import Decode, Kernel, Plan
+from quantrot.kernels.mixed import KINDS, hopper, hopper_plans, mixed_gemm, mixed_linear, mixed_ref
+from quantrot.kernels.mixed.hopper_plans import Decode, Kernel, Plan
 
 FEW, MANY = (1, 8, 16, 24, 32, 48, 64), (256, 512, 1024, 4096)
 WIDTHS = (64, *range(96, 385, 16))  # columns of a tile
@@ -48,7 +48,7 @@ def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decod
     for tokens, (row_warps, height, teams) in product((0, 1) if columns == 1 else (eights,), TEAMS):
         for resident, lean, keep in ((1, 0, 0), (1, 1, 0), (2, 1, 0), (1, 0, depth), (1, 1, depth), (2, 1, depth)):
             plan = Decode(tokens, row_warps, teams, height, keep=keep, resident=1 + lean)
-            tiles, slots = -(-rows // plan.rows), hopper.PROCESSORS * resident
+            tiles, slots = -(-rows // plan.rows), hopper_plans.PROCESSORS * resident
             waves = -(-tiles // slots)
             registers = REGISTERS[tokens] * (1 + (height - 1) * 0.6) + (20 if group else 0)
             if (keep and waves == 1) or tiles < 0.85 * waves * slots:
@@ -61,7 +61,7 @@ def few_plans(rows: int, columns: int, depth: int, group: int) -> Iterator[Decod
                 yield plan
     for row_warps, height, teams in SPLIT_TEAMS if columns > 1 else ():  # with K in two parts
         plan = replace(Decode(eights, row_warps, teams, height).fitted(), split=2)
-        if 0.85 * hopper.PROCESSORS <= 2 * -(-rows // plan.rows) <= hopper.PROCESSORS:
+        if 0.85 * hopper_plans.PROCESSORS <= 2 * -(-rows // plan.rows) <= hopper_plans.PROCESSORS:
             yield plan
 
 
@@ -82,7 +82,8 @@ def many_plans(rows: int, columns: int, depth: int, group: int, weight: bool) ->
         plan = Plan(width, teams, split, groups=groups, apart=apart)
         if width > max(columns, 96) or groups * teams not in (2, 3, 4) or width * groups > (640 if teams == 1 else 256):
             continue
-        if width % (16 * split * teams) == 0 and 64 <= plan.grid(rows, columns, hopper.PROCESSORS) <= hopper.PROCESSORS:
+        processors = hopper_plans.PROCESSORS
+        if width % (16 * split * teams) == 0 and 64 <= plan.grid(rows, columns, processors) <= processors:
             if not plan.splits(depth) or plan.own[0] > 256:
                 continue
             yield plan
@@ -98,13 +99,13 @@ def plans_of(c: Case, only_rule: bool = False) -> list[Plan | Decode]:
     weight = c["narrow_operand"] == "weight"
     rows, columns = (c["n"], c["m"]) if weight else (c["m"], c["n"])
     group = 0 if not c["group"] else 2 if c["group"] % 128 == 0 else 1
-    rule = hopper.plan_for(rows, columns, c["k"], group, weight)
+    rule = hopper_plans.plan_for(rows, columns, c["k"], group, weight)
     found: list[Plan | Decode] = [rule]
     if only_rule:
         return found
     if weight and columns <= 64:
         found += few_plans(rows, columns, c["k"], group)
-    if columns > hopper.FEW:
+    if columns > hopper_plans.FEW:
         many = many_plans(rows, columns, c["k"], group, weight)
         found += [plan for plan in many if plan.columns >= 224 or (c["m"], c["n"], c["k"]) != PAPER]
     return list(dict.fromkeys(found))

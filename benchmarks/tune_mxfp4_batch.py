@@ -26,7 +26,7 @@ import torch
 from timing import in_processes, race_us
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.mixed.hopper import PROCESSORS
+from quantrot.kernels.mixed.hopper_plans import PROCESSORS
 from quantrot.kernels.mxfp4 import fused, gemm, hopper, hopper_batch
 from quantrot.kernels.mxfp4.hopper_batch import Plan
 

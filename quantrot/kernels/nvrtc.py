@@ -148,6 +148,12 @@ def tensor_map(
     return encode_map(data, (columns, rows), (pitch,), box[::-1], dtype, swizzle, promotion)
 
 
+def matrix_map(t: torch.Tensor, box: tuple[int, int, int]) -> bytes:
+    """tensor_map of a tensor [rows, columns]; box: rows, columns, swizzle."""
+    pitch = t.stride(0) * t.element_size()
+    return tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
+
+
 @lru_cache(maxsize=4096)
 def encode_map(
     data: int,
@@ -295,6 +301,42 @@ def _offsets(structure: type[ctypes.Structure]) -> tuple[int, ...]:
     return tuple(getattr(structure, field[0]).offset for field in structure._fields_)
 
 
+class Launch:
+    """A kernel, its grid and its device: all of a launch but the parameters, to be called with them as often as wanted.
+
+    overlap: the kernel may start while the one before it ends; it waits for that one itself (griddepcontrol.wait).
+    Calls the driver through ctypes, which takes a third of the time that cuda.bindings' objects take to make.
+    """
+
+    def __init__(
+        self, function: int, grid: Sequence[int], threads: int, shared: int, device: int, *, overlap: bool = False
+    ) -> None:
+        self.function, self.device = function, device
+        self.config = _Launch((*grid, 1, 1)[:3], (threads, 1, 1), shared, None, ctypes.pointer(_OVERLAP), int(overlap))
+
+    def __call__(self, arguments: ctypes.Structure) -> None:
+        """On the device's current stream; the structure's fields are the kernel's parameters, in order."""
+        start, offsets, device = ctypes.addressof(arguments), _offsets(type(arguments)), self.device
+        pointers = (ctypes.c_void_p * len(offsets))(*[start + offset for offset in offsets])
+        config = _Launch.from_buffer_copy(self.config)  # threads may launch it at the same time, in streams of theirs
+        config.stream = torch._C._cuda_getCurrentRawStream(device)
+        if torch.cuda.current_device() == device:
+            error = _launcher()(config, self.function, pointers, None)
+        else:
+            with torch.cuda.device(device):
+                error = _launcher()(config, self.function, pointers, None)
+        if error:
+            from cuda.bindings import driver
+
+            if (
+                error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+            ):  # this thread has done no CUDA work yet, as autograd's
+                checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(driver.CUdevice(device)))))
+                error = _launcher()(config, self.function, pointers, None)
+            if error:
+                raise RuntimeError(f"CUDA driver: {driver.CUresult(error).name}")
+
+
 def launch(
     function: int,
     grid: Sequence[int],
@@ -305,25 +347,5 @@ def launch(
     *,
     overlap: bool = False,
 ) -> None:
-    """Launch on the device's current stream; the structure's fields are the kernel's parameters, in order.
-
-    overlap: the kernel may start while the one before it ends; it waits for that one itself (griddepcontrol.wait).
-    Calls the driver through ctypes, which takes a third of the time that cuda.bindings' objects take to make.
-    """
-    start, offsets = ctypes.addressof(arguments), _offsets(type(arguments))
-    pointers = (ctypes.c_void_p * len(offsets))(*[start + offset for offset in offsets])
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    launch = _Launch((*grid, 1, 1)[:3], (threads, 1, 1), shared, stream, ctypes.pointer(_OVERLAP), int(overlap))
-    if torch.cuda.current_device() == device:
-        error = _launcher()(launch, function, pointers, None)
-    else:
-        with torch.cuda.device(device):
-            error = _launcher()(launch, function, pointers, None)
-    if error:
-        from cuda.bindings import driver
-
-        if error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has done no CUDA work yet, as autograd's
-            checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(driver.CUdevice(device)))))
-            error = _launcher()(launch, function, pointers, None)
-        if error:
-            raise RuntimeError(f"CUDA driver: {driver.CUresult(error).name}")
+    """Launch once; see Launch."""
+    Launch(function, grid, threads, shared, device, overlap=overlap)(arguments)

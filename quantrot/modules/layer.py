@@ -16,40 +16,38 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from quantrot.kernels.operators import exporting
 from quantrot.modules.attention import QuantizedAttention
-from quantrot.modules.linear import QuantizedLinear, autocast_dtype, hooked
+from quantrot.modules.linear import QuantizedLinear, autocast_dtype, child, hooked
 from quantrot.modules.merged import QuantizedMLP, is_rms_norm, is_silu
+
+PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
 
 class FewTokens:
     """In front of a decoder layer's class: what that does, in fewer kernels for few tokens, where each linear's run
     what is before and behind it. Numbers change as the order of a norm's sum does."""
 
-    self_attn: Any
-    mlp: Any
-    input_layernorm: Any
-    post_attention_layernorm: Any
-
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or not self.fuses(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        norm, residual = self.input_layernorm, hidden_states
-        hidden_states, _ = self.self_attn(hidden_states, norm=norm, residual=residual, **kwargs)
-        return self.mlp(hidden_states, norm=self.post_attention_layernorm, residual=hidden_states)
+        attention, mlp, before, between = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
+        hidden_states, _ = attention(hidden_states, norm=before, residual=hidden_states, **kwargs)
+        return mlp(hidden_states, norm=between, residual=hidden_states)
 
     def fuses(self, x: Tensor) -> bool:
         """Whether the layer as it is now can be run so, for x's dtype and device."""
         if exporting():
             return False
-        attention, mlp, tokens = self.self_attn, self.mlp, math.prod(x.shape[:-1])
+        attention, mlp, *norms = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
+        tokens = math.prod(x.shape[:-1])
         if not (isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)):
             return False
         if autocast_dtype(x) != x.dtype:  # each linear would cast
             return False
         if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
             return False
-        if not all(is_rms_norm(norm, x.dtype) for norm in (self.input_layernorm, self.post_attention_layernorm)):
+        if not all(is_rms_norm(norm, x.dtype) for norm in norms):
             return False
-        for each in (attention.current(), attention.o_proj, mlp.current(), mlp.down_proj):
+        for each in (attention.current(), child(attention, "o_proj"), mlp.current(), child(mlp, "down_proj")):
             if not isinstance(each, QuantizedLinear) or hooked(each) or not each.fuses(x.device, tokens):
                 return False
         return is_silu(mlp.act_fn) and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()

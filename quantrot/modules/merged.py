@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantrot import formats
-from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, hooked, replaced, watched
+from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, child, hooked, replaced, watched
 
 # transformers' names; all are kernels.fp8.reference.rms_norm
 RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
@@ -37,7 +37,7 @@ class Merging(nn.Module):
         self.register_state_dict_post_hook(_each_in_its_memory)
 
     def linears(self) -> list[nn.Module]:
-        return [getattr(self, name) for name in self.parts]
+        return [child(self, name) for name in self.parts]
 
     def merge(self) -> bool:
         """Make one product of them if they differ in out_features only; whether they are one now."""
@@ -49,14 +49,12 @@ class Merging(nn.Module):
 
     def outputs(self, x: Tensor, norm: nn.Module | None = None) -> Sequence[Tensor]:
         """What each linear makes of x [..., in_features], in their order; merged, slices of one tensor. norm: of x
-        first, in the same kernel (see FewTokens)."""
-        linears: list[Any] = self.linears()
-        merged: Any = self.current()
-        if norm is not None:
-            return merged.fused(x, norm=norm).split([linear.out_features for linear in linears], dim=-1)
+        first, in the same kernel: FewTokens has found them merged."""
+        merged: Any = self.current() if norm is None else self.merged
         if merged is None:
-            return [linear(x) for linear in linears]
-        return merged(x).split([linear.out_features for linear in linears], dim=-1)
+            return [linear(x) for linear in self.linears()]
+        y = merged(x) if norm is None else merged.fused(x, norm=norm)
+        return y.split([part.out_features for part in self._merged_of], dim=-1)
 
     def current(self) -> QuantizedLinear | None:
         """The one linear, while its parts are those that it was made of, with slices of its tensors, and nobody watches
@@ -69,12 +67,12 @@ class Merging(nn.Module):
             # counts a write into one as one into each.
             for part in parts:
                 part.decoded()
-        pairs: Any = zip(self.linears(), parts, strict=True)
-        if not all(a is b and not a._apart and not watched(a) for a, b in pairs):
-            return None
+        for now, before in zip(self.linears(), parts, strict=True):
+            if now is not before or before._apart or watched(before):
+                return None
         if not torch.compiler.is_compiling():
-            if replaced(now := _tensors(parts), self._merged_tensors):
-                if all(isinstance(tensor, nn.Parameter) for tensor in now):
+            if replaced(tensors := _tensors(parts), self._merged_tensors):
+                if all(isinstance(tensor, nn.Parameter) for tensor in tensors):
                     self.merged = None
                 return None
         bias = self.merged.bias
@@ -149,8 +147,8 @@ class QuantizedMLP(Merging):
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
         """norm: of x first; residual: added to the result; both in the linears' kernels (see FewTokens)."""
-        merged: Any = self.current()
-        down = self.down_proj
+        merged: Any = self.current() if norm is None else self.merged  # as in `outputs`
+        down = child(self, "down_proj")
         if norm is not None:
             one = math.prod(x.shape[:-1]) == 1  # behind a product it is in one kernel of one token alone
             gated = down.gates_before and not (one and merged.gates_behind)

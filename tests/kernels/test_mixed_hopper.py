@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8.reference import gate, rms_norm
-from quantrot.kernels.mixed import KINDS, hopper, mixed_gemm
-from quantrot.kernels.mixed.hopper import Decode, Kernel, Plan
+from quantrot.kernels.mixed import KINDS, hopper, hopper_plans, mixed_gemm
+from quantrot.kernels.mixed.hopper_plans import Decode, Kernel, Plan
 from quantrot.kernels.mixed.reference import MAX_RELATIVE_ERROR
 from quantrot.kernels.mixed.tuned import DECODE
 from tests.kernels.test_mixed import exact_product, relative
@@ -336,7 +336,7 @@ def test_one_token_meets_float64(emulator, name):
 def test_every_plan_fits(n, k, group, weight):
     for m in (1, 7, 16, 33, 64, 65, 200, 257, 384, 512, 640, 1024, 4096):
         rows, columns = (n, m) if weight else (m, n)
-        plan = hopper.plan_for(rows, columns, k, group, weight)
+        plan = hopper_plans.plan_for(rows, columns, k, group, weight)
         assert plan.depth >= 2 and (plan.shared_bytes() + 1024) * plan.resident <= 228 << 10
         assert plan.cluster <= 2 and plan.splits(k)
         if isinstance(plan, Plan):
@@ -389,11 +389,11 @@ def test_every_plan_fits(n, k, group, weight):
     ],
 )
 def test_the_rule_chooses_what_was_fastest(rows, columns, depth, group, expected):
-    assert hopper.plan_for(rows, columns, depth, group, True) == expected
+    assert hopper_plans.plan_for(rows, columns, depth, group, True) == expected
 
 
 def test_the_rule_chooses_what_was_fastest_for_narrow_activations():
-    assert hopper.plan_for(3456, 4096, 2048, 0, False) == Plan(224, share=2, odd=True)
+    assert hopper_plans.plan_for(3456, 4096, 2048, 0, False) == Plan(224, share=2, odd=True)
 
 
 def test_codes_that_are_no_bytes_are_refused():
@@ -410,10 +410,10 @@ def test_an_odd_row_of_tiles_takes_half_as_many_clusters():
 
 def test_measured_plans_are_the_ones_that_run():
     for (n, k, group, m), plan in DECODE.items():
-        found = hopper.plan_for(n, m, k, group // 64, True)
+        found = hopper_plans.plan_for(n, m, k, group // 64, True)
         assert isinstance(found, Decode) and found.stages % found.teams == 0 and found.columns >= m
         assert found == Decode(*plan) and found.splits(k)
-    assert hopper.plan_for(4096, 7, 4096, 0, True) == hopper.plan_for(4096, 8, 4096, 0, True)
+    assert hopper_plans.plan_for(4096, 7, 4096, 0, True) == hopper_plans.plan_for(4096, 8, 4096, 0, True)
 
 
 def test_what_it_does_not_take_is_named():
@@ -439,13 +439,13 @@ def test_no_kernel_spills_or_serializes_its_products(compiled_cuda, part):
         for m in some:
             kernel = Kernel("packed", BF16, True, group, False, BF16, None)
             for n, k in [(4096, 4096), (4096, 14336), (6144, 4096), (8192, 8192), (28672, 4096)]:
-                kernels[hopper.plan_for(n, m, k, group, True), kernel] = None
+                kernels[hopper_plans.plan_for(n, m, k, group, True), kernel] = None
         for n, k, *rest in [
             (6144, 4096, True, False, False),
             (28672, 4096, True, True, False),
             (4096, 14336, False, False, True),
         ]:
-            kernels[hopper.token_plan(n, k, group, *rest), kernel] = None
+            kernels[hopper_plans.token_plan(n, k, group, *rest), kernel] = None
         for m in (8, 16):
             for n, k, rest in [
                 (28672, 4096, {"gated": True}),
@@ -453,11 +453,11 @@ def test_no_kernel_spills_or_serializes_its_products(compiled_cuda, part):
                 (4096, 14336, {"add": True}),
                 (8192, 8192, {"add": True}),
             ]:
-                kernels[replace(hopper.plan_for(n, m, k, group, True), **rest), kernel] = None
+                kernels[replace(hopper_plans.plan_for(n, m, k, group, True), **rest), kernel] = None
     for n, k, group, m in DECODE:
         kernel = Kernel("packed", BF16, True, group // 64, False, BF16, None)
-        kernels[hopper.plan_for(n, m, k, group // 64, True), kernel] = None
-    kernels[hopper.plan_for(3456, 4096, 2048, 0, False), Kernel("int8", BF16, False, 0, False, BF16, None)] = None
+        kernels[hopper_plans.plan_for(n, m, k, group // 64, True), kernel] = None
+    kernels[hopper_plans.plan_for(3456, 4096, 2048, 0, False), Kernel("int8", BF16, False, 0, False, BF16, None)] = None
     ours = list(kernels)[part::3]
     entries = "".join(hopper.entry(*kernel, name=f"mixed{i}") for i, kernel in enumerate(ours))
     made = compiled_cuda(hopper.device_functions() + entries)

@@ -7,7 +7,7 @@ import torch
 
 from quantrot.kernels import mixed, nvrtc
 from quantrot.kernels.fp8.reference import gate, rms_norm
-from quantrot.kernels.mixed import has_fused, hopper, mixed_gemm, mixed_linear
+from quantrot.kernels.mixed import has_fused, hopper, hopper_plans, mixed_gemm, mixed_linear
 from quantrot.kernels.mixed.reference import dequantize_int8, unpack_int8
 from tests.kernels.test_mixed import operands as random_operands
 
@@ -95,10 +95,10 @@ def test_few_tokens_are_fused_where_sizes_allow(monkeypatch):
     assert not any(has_fused(m, *sizes[0], device) for m in (0, 17))
     assert not any(has_fused(1, *size, device) for size in ((4096, 4096, 128), (100, 4096, 1), (128, 24, 1)))
     for (n, k, groups), gated in product(sizes, (False, True)):
-        plan = hopper.token_plan(n, k, 0 if groups == 1 else k // groups // 64, True, gated, False)
+        plan = hopper_plans.token_plan(n, k, 0 if groups == 1 else k // groups // 64, True, gated, False)
         assert plan.gated == gated and plan.keep == k and plan.splits(k) and plan.shared_bytes() <= 226 << 10
         assert bool(plan.ahead) == (groups == 1) and plan.ahead <= plan.stages
-    assert hopper.token_plan(4096, 1 << 17, 0, True, False, False) is None  # the token alone is more than there is
+    assert hopper_plans.token_plan(4096, 1 << 17, 0, True, False, False) is None  # one token is more than fits
 
 
 # --- On a GPU --------------------------------------------------------------------------------------------------------

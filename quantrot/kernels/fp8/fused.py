@@ -1,5 +1,7 @@
 """Tokens quantized and multiplied by a weight, with what a decoder layer has before and behind the product."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,10 @@ from quantrot.kernels.fp8.operators import (
 )
 from quantrot.kernels.fp8.reference import E4M3, Fp8ScaleRule, gate, rms_norm
 from quantrot.kernels.operators import check_around, constant, implement, number, register_no_gradient
+from quantrot.kernels.ready import Ready, lies_well, like, same, unseen
 
 ROW = (1, 128)
+READY = Ready()
 
 torch.library.define(
     "quantrot::fp8_linear",
@@ -60,6 +64,12 @@ def fp8_linear(
     b_settled: as fp8_block_gemm's, of b and norm. backend: "auto", "hopper" (one kernel), "reference". Not
     differentiable. ValueError for shapes or dtypes that do not fit, or for a backend that cannot run.
     """
+    key = None
+    if backend == "auto" and unseen(x, b, b_scale, bias, norm, residual):
+        held = same(b), same(b_scale), same(bias), same(norm)
+        key = like(x), held, like(residual), tuple(b_block), scale_rule, epsilon, gates, gated, b_settled
+        if (again := READY.get(key)) is not None:
+            return again(x, residual)
     rule = check_input("fp8_linear", x, ROW, scale_rule, "auto")
     if gated and (norm is not None or x.shape[1] % 2):
         found = f"x {tuple(x.shape)}" + ("" if norm is None else ", with a norm")
@@ -76,6 +86,9 @@ def fp8_linear(
     if backend not in ("auto", "hopper", "reference"):
         raise ValueError(f"backend: {backend!r}; allowed: auto, hopper, reference")
     rest = norm, number("epsilon", epsilon, "non-negative, finite"), residual, gates, gated
+    if key is not None and key not in READY:
+        again = _one_kernel(x, b, b_scale, b_block, rule, bias, b_settled, *rest)
+        READY.keep(key, again if all(map(lies_well, (b, b_scale, bias, norm))) else None)
     return torch.ops.quantrot.fp8_linear(x, b, b_scale, list(b_block), rule, bias, backend, b_settled, *rest)
 
 
@@ -98,6 +111,29 @@ def _has_fused(several: bool, n: int, k: int, device: torch.device) -> bool:
     return k % 16 == 0 and n % 8 == 0 and k <= blocks.MOST_COLUMNS if several else linear.takes_one(n, k)
 
 
+def _one_kernel(
+    x: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: tuple[int, int],
+    rule: str,
+    bias: Tensor | None,
+    b_settled: bool,
+    norm: Tensor | None,
+    epsilon: float,
+    residual: Tensor | None,
+    gates: bool,
+    gated: bool,
+) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+    """All of it in the one kernel of one or two tokens, where they have it."""
+    from quantrot.kernels.fp8 import linear
+
+    if gated or not has_kernels(x.device) or not linear.supports(x, b, b_scale, b_block, bias, norm, residual, gates):
+        return None
+    around = bias, norm, epsilon, residual, gates
+    return linear.prepare(x, b, b_scale, b_block, rule, *around, b_settled=b_settled)
+
+
 @implement("quantrot::fp8_linear")
 def _linear(
     x: Tensor,
@@ -116,11 +152,11 @@ def _linear(
 ) -> Tensor:
     block = b_block[0], b_block[1]
     if backend != "reference" and has_kernels(x.device):
-        from quantrot.kernels.fp8 import linear, prompt
+        from quantrot.kernels.fp8 import prompt
 
-        if not gated and linear.supports(x, b, b_scale, block, bias, norm, residual, gates):
-            rest = norm, epsilon, residual, gates
-            return linear.linear(x, b, b_scale, block, rule, bias, *rest, b_settled=b_settled)
+        around = norm, epsilon, residual, gates, gated
+        if (run := _one_kernel(x, b, b_scale, block, rule, bias, b_settled, *around)) is not None:
+            return run(x, residual)
         plain = norm is None and residual is None and not (gates or gated)
         if plain and prompt.supports(x, b, b_scale, block, bias):
             return prompt.linear(x, b, b_scale, block, rule, bias, b_settled=b_settled)

@@ -11,6 +11,7 @@ product, an MLP's gate or the residual, at its end.
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -183,7 +184,7 @@ def arguments(
     x: Tensor,
     b: Tensor,
     b_scale: Tensor,
-    c: Tensor,
+    c: Tensor | None,
     b_block: tuple[int, int],
     bias: Tensor | None,
     parts: int,
@@ -193,11 +194,11 @@ def arguments(
 ) -> tuple[GemmArgs, Tokens]:
     """The kernel's last parameters."""
     n, k = b.shape
-    bias_at, norm_at = (None if t is None else t.data_ptr() for t in (bias, norm))
+    bias_at, norm_at, c_at = (None if t is None else t.data_ptr() for t in (bias, norm, c))
     none, scales, segment = hopper.Scales(), hopper.scales_of(b, b_scale, b_block), hopper.segment_of(k, parts)
     tokens = Tokens(x.data_ptr(), x.stride(0), norm_at, epsilon)
     sizes = x.shape[0], n, k, segment, 0, 0
-    return GemmArgs(none, scales, bias_at, c.data_ptr(), *sizes, *hopper.residual_of(residual)), tokens
+    return GemmArgs(none, scales, bias_at, c_at, *sizes, *hopper.residual_of(residual)), tokens
 
 
 @lru_cache(maxsize=1024)
@@ -232,19 +233,52 @@ def linear(
     reason = unsupported(x, b, b_scale, b_block, bias, norm, residual, gates)
     if reason and (plan is None or "it takes up to" not in reason):
         raise ValueError(f"{reason}; use another backend")
-    m, (n, k), normed = x.shape[0], b.shape, norm is not None
-    c = torch.empty((m, n // (1 + gates)), dtype=x.dtype, device=x.device)
-    given, b, bias = b, hopper.aligned(b), bias.contiguous() if bias is not None else None
+    given = x, b, b_scale, b_block, rule, bias, norm, epsilon, residual, gates
+    return prepare(*given, b_settled=b_settled, plan=plan, parts=parts)(x, residual)
+
+
+def prepare(
+    x: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: tuple[int, int],
+    rule: str,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    epsilon: float,
+    residual: Tensor | None,
+    gates: bool,
+    *,
+    b_settled: bool,
+    plan: Held | None = None,
+    parts: int | None = None,
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """`linear` of operands that it takes, as a function of x and residual: of any like these."""
+    m, (n, k), normed, given = x.shape[0], b.shape, norm is not None, (b, bias)
+    b, bias = hopper.aligned(b), bias.contiguous() if bias is not None else None
     parts = parts or hopper.parts_of(n, k)
-    plan = plan or plan_for(m, n, k, parts, normed, gates, b_settled and b is given)
+    plan = plan or plan_for(m, n, k, parts, normed, gates, b_settled and b is given[0])
     assert plan is not None and m <= TOKENS and (norm is None or plan.holds_all(hopper.segment_of(k, parts), m))
     device, shared = x.get_device(), plan.held_bytes(hopper.segment_of(k, parts), m, normed, gates)
     box = nvrtc.tensor_map(b.data_ptr(), n, k, b.stride(0), (plan.columns // (1 + gates), 128), b.dtype)
-    args, tokens = arguments(x, b, b_scale, c, b_block, bias, parts, norm, epsilon, residual)
+    args, tokens = arguments(x, b, b_scale, None, b_block, bias, parts, norm, epsilon, residual)
     values = _Arguments(args=args, tokens=tokens)
+    values.copies = [
+        t for t in (b, bias) if t is not None and all(t is not g for g in given)
+    ]  # as long as their addresses
     ctypes.memmove(values.b, box, 128)
     bias_bytes = bias.itemsize if bias is not None else 0
     work = Work(parts, normed, x.dtype, rule, hopper.is_channel(b, b_block), bias_bytes, residual is not None, gates)
     function = _kernel(plan, work, shared, device)
-    nvrtc.launch(function, (plan.grid(m, n, parts),), plan.threads, shared, values, device, overlap=plan.overlap)
-    return c
+    launch = nvrtc.Launch(function, (plan.grid(m, n, parts),), plan.threads, shared, device, overlap=plan.overlap)
+    made: Any = {"size": (m, n // (1 + gates)), "dtype": x.dtype, "device": x.device}
+
+    def run(x: Tensor, residual: Tensor | None) -> Tensor:
+        c, now = torch.empty(**made), _Arguments.from_buffer_copy(values)
+        now.tokens.x, now.args.c = x.data_ptr(), c.data_ptr()
+        if residual is not None:
+            now.args.residual = residual.data_ptr()
+        launch(now)
+        return c
+
+    return run

@@ -30,8 +30,8 @@ graphs see one opaque function, and so does autograd (with respect to the wide o
 
 import os
 import warnings
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ from quantrot.kernels.operators import (
     number,
     refuse_tangents,
 )
+from quantrot.kernels.ready import Ready, lies_well, like, same, unseen
 
 __all__ = [
     "dequantize_int8",
@@ -77,6 +78,7 @@ KINDS = {torch.int8: "int8", torch.uint8: "uint8", torch.float8_e4m3fn: "e4m3", 
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BACKENDS = ("auto", "hopper", "triton", "expand", "reference")
 GROUP_STEP = 64  # the kernels' groups are multiples of it
+READY = Ready()
 
 OPERANDS = "Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? bias"
 torch.library.define("quantrot::mixed_gemm", f"({OPERANDS}, str backend, bool weight_ready=False) -> Tensor")
@@ -140,6 +142,11 @@ def mixed_linear(
     neighbours in x's dtype. Otherwise, and where a gradient is wanted, operation by operation; for more rows
     torch.compile fuses those. Other arguments and errors as mixed_gemm's; weight_ready speaks of norm too.
     """
+    key, held = None, (weight, scale, zero_point, bias, norm)
+    if unseen(x, residual, *held):
+        key = like(x), *map(same, held), like(residual), epsilon, gates, weight_ready
+        if (again := READY.get(key)) is not None:
+            return again(x.reshape(-1, x.shape[-1]), residual).view(*x.shape[:-1], -1)
     _check_matrices(x, weight)
     if gates and (weight.shape[0] % 2 or residual is not None):
         raise ValueError(f"gates: weight {_shape(weight)}; it takes an even number of rows, gate over up, no residual")
@@ -158,6 +165,9 @@ def mixed_linear(
     scale, zero_point = _check(x, weight, scale, zero_point, bias, "auto")
     flat, ready = x.reshape(-1, x.shape[-1]), weight_ready and not copied
     rest = norm, epsilon, None if residual is None else residual.reshape(-1, weight.shape[0]), gates, ready
+    if key is not None and key not in READY:
+        again = _few_tokens(flat, weight, scale, zero_point, bias, *rest)
+        READY.keep(key, again if all(map(lies_well, (*held, residual))) else None)
     y = torch.ops.quantrot.mixed_linear(flat, weight, scale, zero_point, bias, *rest)
     return y.view(*x.shape[:-1], y.shape[1])
 
@@ -344,7 +354,11 @@ def _mixed_gemm(
         same = None if bias is None else bias.to(wide.dtype)
         return F.linear(x, expanded, same) if narrow_weight else F.linear(expanded, weight, same)
     if backend == "hopper":
-        return _multiply(x, weight, scale, zero_point, bias, weight_ready)
+        from quantrot.kernels.mixed import hopper
+
+        left, right = (x, _bytes(codes)) if narrow_weight else (_bytes(codes), weight)
+        ready, kind = weight_ready and right.data_ptr() == weight.data_ptr(), KINDS[codes.dtype]
+        return hopper.multiply(left, right, scale, zero_point, bias, kind, narrow_weight, ready=ready)
     from quantrot.kernels.mixed import triton
 
     wide = wide if wide.stride(-1) == 1 else wide.contiguous()
@@ -353,23 +367,31 @@ def _mixed_gemm(
         return triton.multiply(left, right, scale, zero_point, bias, KINDS[codes.dtype], narrow_weight)
 
 
-def _multiply(
+def _few_tokens(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
     bias: Tensor | None,
+    norm: Tensor | None,
+    epsilon: float,
+    residual: Tensor | None,
+    gates: bool,
     weight_ready: bool,
-    **rest: Any,
-) -> Tensor:
-    """By the kernels for Hopper, which must take it."""
+) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+    """What is around a product with it in one kernel on Hopper, as a function of x [M, K] and residual, or None."""
+    fits = (not gates or weight.shape[0] % 16 == 0) and x.shape[0] <= DECODE_COLUMNS
+    around = gates or norm is not None or residual is not None
+    if not (around and fits and _backend(weight, x, scale, True, "auto") == "hopper"):
+        return None
     from quantrot.kernels.mixed import hopper
 
-    narrow_weight = x.dtype in WIDE
-    codes = weight if narrow_weight else x
-    left, right = (x, _bytes(codes)) if narrow_weight else (_bytes(codes), weight)
-    ready, kind = weight_ready and right.data_ptr() == weight.data_ptr(), KINDS[codes.dtype]
-    return hopper.multiply(left, right, scale, zero_point, bias, kind, narrow_weight, ready=ready, **rest)
+    if not hopper.takes(x, weight.shape[0], scale.shape[1], norm, residual):
+        return None
+    codes = _bytes(weight)
+    ready = weight_ready and codes.data_ptr() == weight.data_ptr()
+    rest = None, ready, gates, norm, epsilon, residual
+    return hopper.prepare(x, codes, scale, zero_point, bias, KINDS[weight.dtype], True, *rest)
 
 
 @implement("quantrot::mixed_linear")
@@ -385,17 +407,13 @@ def _mixed_linear(
     gates: bool,
     weight_ready: bool = False,
 ) -> Tensor:
-    operands = weight, scale, zero_point, bias
-    fits = (not gates or weight.shape[0] % 16 == 0) and x.shape[0] <= DECODE_COLUMNS
-    around = gates or norm is not None or residual is not None
-    if around and fits and _backend(weight, x, scale, True, "auto") == "hopper":
-        from quantrot.kernels.mixed import hopper
-
-        if norm is not None and not hopper.takes(x, weight.shape[0], scale.shape[1], norm, residual):
-            x, norm = rms_norm(x, norm, epsilon), None
-        if hopper.takes(x, weight.shape[0], scale.shape[1], norm, residual):
-            return _multiply(x, *operands, weight_ready, norm=norm, epsilon=epsilon, residual=residual, gated=gates)
-    x = x if norm is None else rms_norm(x, norm, epsilon)
+    operands, behind = (weight, scale, zero_point, bias), (residual, gates, weight_ready)
+    run = _few_tokens(x, *operands, norm, epsilon, *behind)
+    if run is None and norm is not None:
+        x, norm = rms_norm(x, norm, epsilon), None
+        run = _few_tokens(x, *operands, norm, epsilon, *behind)
+    if run is not None:
+        return run(x, residual)
     y = _mixed_gemm(x, *operands, "auto", weight_ready)
     return gate(y) if gates else y if residual is None else y + residual
 

@@ -9,6 +9,7 @@ quantized.
 
 import ctypes
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -337,8 +338,12 @@ def arguments(
 
 def matrices(plan: Plan, packed: Tensor, tokens: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
     """What the copy engine reads, in the order of the plan's boxes, None where it does not: one token as rows of 64."""
-    wide = None if plan.held else tokens.view(-1, 64) if plan.tiles == 0 else tokens
-    return packed, wide, scale if maps_scale(plan, scale) else None
+    return packed, None if plan.held else wide_matrix(plan, tokens), scale if maps_scale(plan, scale) else None
+
+
+def wide_matrix(plan: Plan, tokens: Tensor) -> Tensor:
+    """The tokens as the copy engine reads them."""
+    return tokens.view(-1, 64) if plan.tiles == 0 else tokens
 
 
 @lru_cache(maxsize=1024)
@@ -400,13 +405,28 @@ def arrange(
 ) -> tuple[Tensor, Tensor | None]:
     """Tokens [M, columns], or gate and up side by side, as the product reads them, bfloat16 [M, columns]; of e4m3's
     codes, which a scale is to multiply, also the float32 scales [M]."""
-    device, turn = x.get_device(), arranging.turn
-    y = torch.empty(len(x), columns, dtype=torch.bfloat16, device=x.device)
-    scales = torch.empty(len(x), dtype=torch.float32, device=x.device) if turn and turn.codes else None
-    parameters = arrange_arguments(x, y, scales, turn, norm, epsilon, settled)
+    return prepare_arranging(x, columns, arranging, norm, epsilon, settled)(x)
+
+
+def prepare_arranging(
+    x: Tensor, columns: int, arranging: Arranging, norm: Tensor | None, epsilon: float, settled: bool
+) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
+    """`arrange` of tokens like these, as a function of them."""
+    device, turn, count = x.get_device(), arranging.turn, len(x)
+    made: Any = {"size": (count, columns), "dtype": torch.bfloat16, "device": x.device}
+    its_scales: Any = {"size": (count,), "dtype": torch.float32, "device": x.device} if turn and turn.codes else None
+    values = arrange_arguments(x, torch.empty(count, columns, device="meta"), None, turn, norm, epsilon, settled)
     function, threads = _arrange_kernel(columns, arranging, device), arranging.shape(columns)[0]
-    nvrtc.launch(function, (len(x) * arranging.shares,), threads, REDUCED, parameters, device, overlap=True)
-    return y, scales
+    launch = nvrtc.Launch(function, (count * arranging.shares,), threads, REDUCED, device, overlap=True)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
+        y, now = torch.empty(**made), ArrangeArguments.from_buffer_copy(values)
+        scales = torch.empty(**its_scales) if its_scales else None
+        now.x, now.y, now.scales = (None if t is None else t.data_ptr() for t in (x, y, scales))
+        launch(now)
+        return y, scales
+
+    return run
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -441,27 +461,57 @@ def decode(
     they go through RMSNorm first; residual is added to the rounded result. settled speaks of norm, too.
     gated, without norm: tokens are [M, 2 K], gate and up side by side; silu(gate) * up is multiplied.
     """
+    beside: Any = norm, epsilon, residual, gated
+    return prepare(tokens, packed, scale, dtype, plan, turn, settled, *beside)(tokens, token_scale, residual)
+
+
+def prepare(
+    tokens: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    plan: Plan | None = None,
+    turn: Turn | None = None,
+    settled: bool = False,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
+    """`decode` of operands like these, as a function of tokens, token_scale and residual."""
     given = packed, scale
-    tokens, packed, scale = aligned(tokens), aligned(packed), aligned(scale)
+    packed, scale = aligned(packed), aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
     count, (rows, columns), device = len(tokens), (len(packed), packed.shape[1] * 2), tokens.get_device()
     plan = plan or plan_for(count, rows, columns)
-    y = torch.empty(count, rows, dtype=dtype, device=tokens.device)
-    read, arranging = tokens, before(plan, turn, norm is not None, gated)
-    if arranging:
-        read, scales = arrange(tokens, columns, arranging, norm, epsilon, settled)
-        token_scale, norm = token_scale if scales is None else scales, None
-    beside = norm, epsilon, residual
-    values = _Arguments(args=arguments(plan, read, token_scale, scale, y, turn, settled, *beside))
-    for field, t, box in zip(("codes", "wide", "scale"), matrices(plan, packed, read, scale), plan.boxes, strict=True):
-        if t is not None:
-            pitch = t.stride(0) * t.element_size()
-            encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
-            ctypes.memmove(getattr(values, field), encoded, 128)
+    arrange = None
+    if arranging := before(plan, turn, norm is not None, gated):
+        arrange, norm = prepare_arranging(tokens, columns, arranging, norm, epsilon, settled), None
+    made: Any = {"size": (count, rows), "dtype": dtype, "device": tokens.device}
+    sizes = torch.empty(count, rows, device="meta")
+    values = _Arguments(args=arguments(plan, tokens, None, scale, sizes, turn, settled, norm, epsilon, residual))
+    values.copies = [new for new, old in zip((packed, scale), given, strict=True) if new is not old]
+    codes, wide, scales = plan.boxes
+    ctypes.memmove(values.codes, nvrtc.matrix_map(packed, codes), 128)
+    if maps_scale(plan, scale):
+        ctypes.memmove(values.scale, nvrtc.matrix_map(scale, scales), 128)
     grid, shared = (plan.grid(rows, nvrtc.processors(device)),), plan.shared_bytes(columns)
-    if read is not tokens:
+    if arrange:
         shared = max(shared, ALONE)
     flags = 0 if norm is None else norm_groups(plan, columns), residual is not None
     function = _kernel(plan, dtype, inside(plan, turn), shared, device, *flags)
-    nvrtc.launch(function, grid, plan.threads, shared, values, device, overlap=True)
-    return y
+    launch = nvrtc.Launch(function, grid, plan.threads, shared, device, overlap=True)
+
+    def run(tokens: Tensor, token_scale: Tensor | None, residual: Tensor | None) -> Tensor:
+        read, y, now = aligned(tokens), torch.empty(**made), _Arguments.from_buffer_copy(values)
+        if arrange:
+            read, found = arrange(read)
+            token_scale = token_scale if found is None else found
+        pointers = (None if t is None else t.data_ptr() for t in (token_scale, read, residual, y))
+        now.args.token_scale, now.args.x, now.args.residual, now.args.y = pointers
+        if not plan.held:
+            ctypes.memmove(now.wide, nvrtc.matrix_map(wide_matrix(plan, read), wide), 128)
+        launch(now)
+        return y
+
+    return run

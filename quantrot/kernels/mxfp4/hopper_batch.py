@@ -15,11 +15,12 @@ from torch import Tensor
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import blocks, quantize_fp8_block
 from quantrot.kernels.mixed import hopper as mixed
+from quantrot.kernels.mixed import hopper_plans as plans
 from quantrot.kernels.mxfp4.hopper import aligned
 from quantrot.kernels.mxfp4.hopper_prefill import ScaledPlan
 from quantrot.kernels.mxfp4.reference import GROUP
 
-WIDE = mixed.WIDE
+WIDE = plans.WIDE
 Codes = tuple[Tensor, Tensor, Tensor]  # of tokens: outside, packed, scale
 BLOCK = 128  # columns of K that a stage holds, and the granule of K
 TABLE = 4096  # bytes of shared memory: see batch.cuh
@@ -120,9 +121,9 @@ def rule(tokens: int, rows: int, depth: int) -> tuple[float, Plan]:
             if plan.stages < 2 or plan.own[0] % (8 if few else 16):
                 continue
             each, tiles = plan.segment(depth) * plan.teams * block, plan.grid(rows, tokens, 0)
-            turns, splitting = -(-tiles // mixed.PROCESSORS), SPLITTING
+            turns, splitting = -(-tiles // plans.PROCESSORS), SPLITTING
             if few:
-                each *= 1 - BUSY + BUSY * min(1, tiles / mixed.PROCESSORS)
+                each *= 1 - BUSY + BUSY * min(1, tiles / plans.PROCESSORS)
                 splitting = FEW_SPLITTING
             elif plan.stages < 3:
                 each *= SHALLOW
@@ -149,7 +150,7 @@ def quantize(x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
         return arrange(qdata), scale.view(-1)
     q, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
     plan = replace(blocks.row_plan(x.shape[1]), arranged=True)
-    if len(x) <= 2 * mixed.PROCESSORS:  # they run at once: rather more registers (64 by 4096 x 14336: 18.2 us for 19.0)
+    if len(x) <= 2 * plans.PROCESSORS:  # they run at once: rather more registers (64 by 4096 x 14336: 18.2 us for 19.0)
         plan = replace(plan, resident=1)
     blocks.quantize(x, q, scale, (1, 0), rule, plan=plan)
     return q, scale.view(-1)

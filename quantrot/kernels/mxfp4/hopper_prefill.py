@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mixed import hopper as mixed
+from quantrot.kernels.mixed import hopper_plans as plans
 from quantrot.kernels.mxfp4.hopper import aligned
 from quantrot.kernels.mxfp4.reference import GROUP
 
@@ -27,7 +28,7 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {
 
 
 @dataclass(frozen=True)
-class ScaledPlan(mixed.Plan, ABC):
+class ScaledPlan(plans.Plan, ABC):
     """mixed's plan with something beside the stages in shared memory."""
 
     @abstractmethod
@@ -36,7 +37,7 @@ class ScaledPlan(mixed.Plan, ABC):
 
     def fitted(self, depth: int) -> Self:
         """The same with as many stages as fit."""
-        room = mixed.MAX_SHARED - self._output() - self.beside(depth)
+        room = plans.MAX_SHARED - self._output() - self.beside(depth)
         return replace(self, stages=min(12, room // self._stage() // self.teams))
 
     def bytes_for(self, depth: int) -> int:
@@ -48,11 +49,11 @@ class Plan(ScaledPlan):
     """The same tiles, of half the bytes of codes; four warpgroups that multiply take two blocks at a time."""
 
     def _stage(self) -> int:
-        return self.blocks * (self.rows * mixed.BLOCK // 2 + self.columns * 128) + 16
+        return self.blocks * (self.rows * plans.BLOCK // 2 + self.columns * 128) + 16
 
-    def boxes(self, columns: int, weight: bool = True) -> tuple[mixed.Box, ...]:
+    def boxes(self, columns: int, weight: bool = True) -> tuple[plans.Box, ...]:
         _, *rest = super().boxes(columns, weight)
-        line = self.blocks * mixed.BLOCK // 2
+        line = self.blocks * plans.BLOCK // 2
         return (self.rows, line, line), *rest
 
     def beside(self, depth: int) -> int:
@@ -81,7 +82,7 @@ def device_functions() -> str:
 
 def fits(x: Tensor, rows: int) -> bool:
     """Whether `multiply` takes these tokens [M, K] and a weight of so many rows."""
-    return x.dtype == torch.bfloat16 and x.numel() > 0 and x.shape[1] % mixed.BLOCK == 0 and rows > 0 and rows % 8 == 0
+    return x.dtype == torch.bfloat16 and x.numel() > 0 and x.shape[1] % plans.BLOCK == 0 and rows > 0 and rows % 8 == 0
 
 
 WIDTHS = (64, 96, 128, 160, 192, 224, 240, 256)  # columns of a tile
@@ -89,19 +90,19 @@ SOME = 64  # tokens, up to which no tile is wider
 # Plans for fewer tiles than multiprocessors; cycles a block of 64 columns of K of all teams, and of all else. The model
 # is of the same loops with codes of a byte (kernels/mixed).
 PARTS = (
-    (mixed.Plan(128, 2, groups=1, halves=False), 729, 3800),
-    (mixed.Plan(128, 2, 2, groups=1), 729, 7200),
-    (mixed.Plan(128, 1, 2, groups=3, halves=False), 972, 7000),
-    (mixed.Plan(128, 1, groups=3, halves=False), 972, 2700),
-    *((mixed.Plan(w, 1, 2, halves=w > 128), 351 + 2.87 * w, 7000 + 11.4 * w) for w in WIDTHS if w % 32 == 0),
+    (plans.Plan(128, 2, groups=1, halves=False), 729, 3800),
+    (plans.Plan(128, 2, 2, groups=1), 729, 7200),
+    (plans.Plan(128, 1, 2, groups=3, halves=False), 972, 7000),
+    (plans.Plan(128, 1, groups=3, halves=False), 972, 2700),
+    *((plans.Plan(w, 1, 2, halves=w > 128), 351 + 2.87 * w, 7000 + 11.4 * w) for w in WIDTHS if w % 32 == 0),
 )
 
 
-def prefill_cycles(plan: mixed.Plan, rows: int, tokens: int, depth: int) -> float:
+def prefill_cycles(plan: plans.Plan, rows: int, tokens: int, depth: int) -> float:
     """The model's time of persistent thread blocks."""
     block = 570 if plan.columns == SOME else 330 + 2.87 * plan.columns + (21 if plan.share == 1 else 0)
-    turns = -(-plan.tiles(rows, tokens) // (mixed.PROCESSORS // plan.cluster))
-    return turns * (depth / mixed.BLOCK * block + 11.4 * plan.columns) + 1000
+    turns = -(-plan.tiles(rows, tokens) // (plans.PROCESSORS // plan.cluster))
+    return turns * (depth / plans.BLOCK * block + 11.4 * plan.columns) + 1000
 
 
 # Tiles by stages of more than one block, which hold all tokens, and microseconds of 128 columns of K of one (32 to 128
@@ -127,15 +128,15 @@ def plan_for(tokens: int, rows: int, depth: int) -> Plan:
     64 tokens by 4096 x 4096 took 17.9 us in boxes of 128, 128 tokens 11.7.
     """
     share = 2 if rows > 128 else 1
-    times: list[tuple[float, mixed.Plan]] = []
+    times: list[tuple[float, plans.Plan]] = []
     for width in WIDTHS:
         if width <= SOME or tokens > SOME:
-            plan = mixed.Plan(width, share=share, odd=-(-rows // 128) % share > 0, halves=width > 64)
+            plan = plans.Plan(width, share=share, odd=-(-rows // 128) % share > 0, halves=width > 64)
             times.append((prefill_cycles(plan, rows, tokens, depth), plan))
     for plan, block, rest in PARTS:
         taken = (plan.columns <= SOME or tokens > SOME) and plan.splits(depth)
-        if taken and plan.tiles(rows, tokens) <= mixed.PROCESSORS // plan.cluster:
-            times.append((depth / plan.parts / mixed.BLOCK * block + rest, plan))
+        if taken and plan.tiles(rows, tokens) <= plans.PROCESSORS // plan.cluster:
+            times.append((depth / plan.parts / plans.BLOCK * block + rest, plan))
     shallow, plan = min(times, key=lambda found: found[0])
     both = [(shallow, Plan(**vars(plan))), *_deep(tokens, rows, depth)]
     return min(both, key=lambda found: found[0])[1]
@@ -147,10 +148,10 @@ def _deep(tokens: int, rows: int, depth: int) -> list[tuple[float, Plan]]:
     for tile, block in DEEP:
         for split in (1, 2):
             plan = replace(tile, split=split)
-            fits = tokens <= plan.columns and depth % (2 * mixed.BLOCK) == 0 and plan.splits(depth)
+            fits = tokens <= plan.columns and depth % (2 * plans.BLOCK) == 0 and plan.splits(depth)
             plan = plan.fitted(depth)
             if fits and plan.stages >= 2:
-                turns = -(-plan.grid(rows, tokens, 0) // mixed.PROCESSORS)
+                turns = -(-plan.grid(rows, tokens, 0) // plans.PROCESSORS)
                 us = turns * (STARTING + plan.segment(depth) * plan.teams / 2 * block) + SPLITTING * (split - 1)
                 times.append((CYCLES * us, plan))
     return times
@@ -164,7 +165,7 @@ def arguments(x: Tensor, scale: Tensor, y: Tensor, plan: Plan, settled: bool) ->
         columns=x.shape[0],
         depth=x.shape[1],
         groups=scale.shape[1],
-        group_blocks=x.shape[1] // mixed.BLOCK,
+        group_blocks=x.shape[1] // plans.BLOCK,
         segment=plan.segment(x.shape[1]),
         tile_group=plan.tile_group,
         early=settled,
