@@ -1,5 +1,6 @@
-"""A new token's codes into a static FP8 cache: the kernel in the emulator, compiled, and on a GPU; the operator."""
+"""A new token's codes into an FP8 cache with room: the kernel in the emulator, compiled, and on a GPU; the operator."""
 
+import copy
 import ctypes
 
 import pytest
@@ -56,8 +57,9 @@ def emulator(emulated):
     return run
 
 
-def operands(kernel, batch, heads, groups, length, room=40, device="cpu"):
-    """As a fused projection leaves them, what is large, small, zero and no number, and a cache of odd bytes."""
+def operands(kernel, batch, heads, groups, length, room=40, device="cpu", host=False):
+    """As a fused projection leaves them, what is large, small, zero and no number, and a cache of odd bytes. host: the
+    length is a number."""
     dim, dtype, angles, _ = kernel
     x = torch.randn(batch, 1, (heads + 2 * groups) * dim, device=device).to(dtype).unflatten(-1, (-1, dim))
     x[:, :, ::3] *= 0.01
@@ -70,15 +72,17 @@ def operands(kernel, batch, heads, groups, length, room=40, device="cpu"):
         cos, sin = theta.cos().to(angles), theta.sin().to(angles)
     shapes = (batch, groups, room, dim), (batch, groups, room), (batch, groups, dim, 128), (batch, groups, room)
     cache = (torch.randint(256, shape, dtype=torch.uint8, device=device) for shape in shapes)
-    return q, k, v, cos, sin, *cache, torch.tensor(length, device=device)
+    return q, k, v, cos, sin, *cache, length if host else torch.tensor(length, device=device)
 
 
 def both(kernel, given, limit, advance, run):
     """What run(operands) and the reference give and leave behind, by name."""
     order = kernel[0] if kernel[3] else 0
-    mine, its = ([*given[:5], *(t.clone() for t in given[5:])] for _ in range(2))
+    mine, its = ([*given[:5], *(t.clone() for t in given[5:9]), copy.deepcopy(given[9])] for _ in range(2))
     expected = append.rope_hadamard_append_reference(*its[:5], order, *its[5:], advance, limit)
-    return zip(NAMES, (*run(mine), *mine[5:]), (*expected, *its[5:]), strict=True)
+    tensors = 5 if isinstance(given[9], torch.Tensor) else 4
+    names = NAMES[: 3 + tensors]
+    return zip(names, (*run(mine), *mine[5:][:tensors]), (*expected, *its[5:][:tensors]), strict=True)
 
 
 def agree(compared, rotated):
@@ -94,9 +98,12 @@ def agree(compared, rotated):
     ("batch", "heads", "groups", "length", "limit", "advance"),
     [(1, 9, 3, 0, 40, True), (3, 8, 8, 21, 33, False), (2, 4, 1, 33, 33, True)],
 )
-def test_the_kernel_in_the_emulator_is_the_reference(emulator, number, batch, heads, groups, length, limit, advance):
+@pytest.mark.parametrize("host", [False, True])
+def test_the_kernel_in_the_emulator_is_the_reference(
+    emulator, number, batch, heads, groups, length, limit, advance, host
+):
     torch.manual_seed(0)
-    given = operands(KERNELS[number], batch, heads, groups, length)
+    given = operands(KERNELS[number], batch, heads, groups, length, host=host)
     agree(
         both(KERNELS[number], given, limit, advance, lambda g: emulator(number, g, limit, advance)), KERNELS[number][3]
     )
@@ -108,10 +115,10 @@ def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
     assert made.spilled == [0] * len(KERNELS), made.log
 
 
-@pytest.mark.parametrize("advance", [True, False])
-def test_the_operator_is_the_reference(advance):
+@pytest.mark.parametrize(("advance", "host"), [(True, False), (False, False), (True, True)])
+def test_the_operator_is_the_reference(advance, host):
     torch.manual_seed(0)
-    given = operands(KERNELS[0], 2, 4, 2, 7)
+    given = operands(KERNELS[0], 2, 4, 2, 7, host=host)
     options = {"limit": 40, "order": 128, "advance": advance}
 
     def run(g):
@@ -119,10 +126,19 @@ def test_the_operator_is_the_reference(advance):
         return codes.view(torch.uint8), *rest
 
     agree(both(KERNELS[0], given, 40, advance, run), False)
-    torch.library.opcheck(
-        torch.ops.quantrot.rope_hadamard_append.default,
-        (*given[:5], 128, *given[5:9], *((None, given[9]) if advance else (given[9], None)), 40),
-    )
+    place = (None, None, 7) if host else (None, given[9], 0) if advance else (given[9], None, 0)
+    torch.library.opcheck(torch.ops.quantrot.rope_hadamard_append.default, (*given[:5], 128, *given[5:9], *place, 40))
+
+
+def test_a_number_stores_what_a_length_on_the_device_does():
+    torch.manual_seed(0)
+    given = operands(KERNELS[0], 2, 4, 2, 7)
+    other = [*given[:5], *(t.clone() for t in given[5:9])]
+    mine = rope_hadamard_append(*other, 7, limit=40, order=128)
+    its = rope_hadamard_append(*given, limit=40, order=128)
+    for a, b in zip((*mine, *other[5:]), (*its, *given[5:9]), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert mine[2].tolist() == [8, 8] and given[9].item() == 8
 
 
 @pytest.mark.parametrize(
@@ -137,6 +153,8 @@ def test_the_operator_is_the_reference(advance):
         (6, lambda t: t.to("meta"), "several devices"),
         (8, lambda t: t[..., :8], "scales"),
         (9, lambda t: t.int(), "length"),
+        (9, lambda t: 40, "length 40; allowed: 0 to 39, the limit is 40"),
+        (9, lambda t: -1, "length -1; allowed: 0 to 39"),
     ],
 )
 def test_what_does_not_fit_is_an_error(at, value, said):
@@ -159,11 +177,13 @@ def test_other_orders_and_limits_are_errors():
 
 @gpu
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("advance", [True, False])
-def test_the_kernel_is_the_reference(kernel, advance):
+@pytest.mark.parametrize(("advance", "host"), [(True, False), (False, False), (True, True)])
+def test_the_kernel_is_the_reference(kernel, advance, host):
     torch.manual_seed(0)
     for batch, heads, groups, length in ((1, 32, 8, 0), (32, 32, 8, 20), (5, 14, 2, 31), (2, 9, 9, 33), (300, 4, 1, 7)):
-        given = operands(kernel, batch, heads, groups, length, device="cuda")
+        if host and length == 33:  # of a full cache the host knows
+            continue
+        given = operands(kernel, batch, heads, groups, length, device="cuda", host=host)
         assert append.runs_on(given[0].device)
 
         def run(g):
@@ -199,7 +219,8 @@ def test_the_sanitizer_finds_nothing(sanitized):
     sanitized(
         "import sys, torch; sys.path.insert(0, 'tests/kernels'); import test_attention_append as t\n"
         "for kernel in t.KERNELS:\n"
-        "    given = t.operands(kernel, 3, 9, 3, 5, device='cuda')\n"
-        "    t.rope_hadamard_append(*given, limit=40, order=kernel[0] if kernel[3] else 0)\n"
+        "    for host in (False, True):\n"
+        "        given = t.operands(kernel, 3, 9, 3, 5, device='cuda', host=host)\n"
+        "        t.rope_hadamard_append(*given, limit=40, order=kernel[0] if kernel[3] else 0)\n"
         "torch.cuda.synchronize()\n"
     )

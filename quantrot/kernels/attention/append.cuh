@@ -1,4 +1,4 @@
-// RoPE, rotation and e4m3 codes of one new token a sequence, k's and v's into a static cache. Follows prepare.cuh.
+// RoPE, rotation and e4m3 codes of one new token a sequence, k's and v's into a cache with room. Follows prepare.cuh.
 //
 // A warp is a thread block, and takes eight heads of q, of k or of v: the rows of prepare.cuh.
 
@@ -8,13 +8,13 @@ struct AppendArgs {
   const void *q, *k, *v, *cos, *sin;  // heads of D elements at multiples of 16 bytes; of cos and sin, D / 2 are read
   unsigned char *q_out, *q_scale;     // [batch, heads, D], [batch, heads]
   unsigned char *key, *key_scale, *value, *value_scale;
-  u64* count;    // tokens in the cache
+  u64* count;    // tokens in the cache, or null: `at` says it
   int* lengths;  // [batch]: with the new one
   i64 q_batch, q_head, k_batch, k_head, v_batch, v_head, cos_batch;  // elements
   i64 key_batch, key_head, key_scale_batch, key_scale_head;          // bytes, as what follows
   i64 value_batch, value_head, value_column, value_scale_batch, value_scale_head;
-  int heads, groups, limit, advance;  // limit: tokens that the cache may have
-  float factor;                       // of the rotation
+  int heads, groups, at, limit, advance;  // limit: tokens that the cache may have
+  float factor;                           // of the rotation
 };
 
 // T: Bf16, Fp16; Angle: that of cos and sin, T or Fp32.
@@ -24,7 +24,7 @@ __device__ __forceinline__ void append(const AppendArgs& args) {
   const u32 lane = lane_number(), quarter = lane % 4;
   int part = blockIdx.x;
   grid_wait();
-  const u32 at = load_count(args.count);
+  const u32 at = args.count ? load_count(args.count) : (u32)args.at;
   u64 arrivals = 0;
   if (args.advance) arrivals = count_arrival(args.count);
   const bool room = at < (u32)args.limit;

@@ -1,4 +1,4 @@
-"""One new token a sequence on its way into a static FP8 cache: RoPE, a Hadamard rotation, codes, the next place.
+"""One new token a sequence on its way into an FP8 cache with room: RoPE, a Hadamard rotation, codes, the next place.
 
     rope_hadamard_append   q, k, v as the projections leave them, the cache -> q's codes; the cache has a token more
     runs_on                whether that is one kernel on a device (CUDA C++ for Hopper, append.cuh)
@@ -9,10 +9,11 @@ Contract, with B sequences, H query heads, G key heads, room for L tokens:
         D / 2] in their dtype or float32, of which the first D / 2 are read, or None: no RoPE
     key [B, G, L, D] and value [B, G, D, L'] (L' >= L) e4m3 as uint8, key_scale and value_scale uint8 [B, G, L], a scale
         a token as quantize_heads has them, all changed: the new token goes to place `length`
-    length int64 []: how many tokens are in the cache, the same of every sequence; with `advance` one more afterwards
+    length: how many tokens are in the cache, the same of every sequence; int64 [], read on the device and one more
+        afterwards (`advance`), or a number, which the host counts
 
 Codes and scales are rope_hadamard_quantize's with a scale a token. Where the cache is full (`limit` tokens) nothing is
-stored, and the query's scale says that it is no number.
+stored, and the query's scale says that it is no number; where the host knows that, it is an error.
 """
 
 import ctypes
@@ -38,7 +39,7 @@ ENTRY = """extern "C" __global__ void __launch_bounds__(32) append(const __grid_
 torch.library.define(
     "quantrot::rope_hadamard_append",
     "(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, int order, Tensor(a!) key, Tensor(b!) key_scale, "
-    "Tensor(c!) value, Tensor(d!) value_scale, Tensor? position, Tensor(e!)? length, int limit) "
+    "Tensor(c!) value, Tensor(d!) value_scale, Tensor? position, Tensor(e!)? length, SymInt at, SymInt limit) "
     "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.flexible_layout,),
 )
@@ -54,7 +55,7 @@ def rope_hadamard_append(
     key_scale: Tensor,
     value: Tensor,
     value_scale: Tensor,
-    length: Tensor,
+    length: Tensor | int,
     *,
     limit: int,
     order: int = 0,
@@ -63,16 +64,23 @@ def rope_hadamard_append(
     """(q's codes e4m3 [B, H, 1, D], their scales uint8 [B, H, 1], tokens with the new one int32 [B]); see the top of
     this file. order: of the Hadamard matrix, D, or 0 for no rotation.
 
-    advance: length becomes one more. Not to be asked for, under torch.compile, of a length from which operands of this
-    or a later call are computed: see rope_attend_one. No backward. ValueError for shapes and dtypes that do not fit.
+    advance: a length on the device becomes one more. Not to be asked for, under torch.compile, of a length from which
+    operands of this or a later call are computed: see rope_attend_one. No backward. ValueError for shapes and dtypes
+    that do not fit, and for a number that is no place below the limit.
     """
     if reason := unsupported(q, k, v, cos, sin, key, key_scale, value, value_scale, length, order):
         raise ValueError(f"rope_hadamard_append: {reason}")
     if not 0 < limit <= key.shape[2]:
         raise ValueError(f"rope_hadamard_append: limit {limit}; allowed: 1 to {key.shape[2]}, the cache's room")
-    counts = (None, length) if advance else (length, None)
+    place: tuple[Tensor | None, Tensor | None, int]  # a length to read, one to count, a number
+    if isinstance(length, Tensor):
+        place = (None, length, 0) if advance else (length, None, 0)
+    elif 0 <= length < limit:
+        place = None, None, length
+    else:
+        raise ValueError(f"rope_hadamard_append: length {length}; allowed: 0 to {limit - 1}, the limit is {limit}")
     cache = key, key_scale, value, value_scale
-    codes, *rest = torch.ops.quantrot.rope_hadamard_append(q, k, v, cos, sin, order, *cache, *counts, limit)
+    codes, *rest = torch.ops.quantrot.rope_hadamard_append(q, k, v, cos, sin, order, *cache, *place, limit)
     return codes.view(E4M3), *rest
 
 
@@ -85,7 +93,7 @@ def runs_on(device: torch.device) -> bool:
 
 def unsupported(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, key: Tensor, key_scale: Tensor,
-    value: Tensor, value_scale: Tensor, length: Tensor, order: int,
+    value: Tensor, value_scale: Tensor, length: Tensor | int, order: int,
 ) -> str | None:  # fmt: skip
     """Why these are not operands of rope_hadamard_append, or None."""
     if any(t.dim() != 4 for t in (q, k, v, key, value)) or q.dtype not in (torch.bfloat16, torch.float16):
@@ -115,10 +123,10 @@ def unsupported(
         return "a cache whose tokens are not adjacent"
     if any(n % 16 for n in key.stride()[:2]):
         return "keys that do not start at multiples of 16 bytes"
-    if length.dtype != torch.int64 or length.dim():
-        return f"length {length.dtype} {tuple(length.shape)}; an int64 without dimensions is needed"
+    if isinstance(length, Tensor) and (length.dtype != torch.int64 or length.dim()):
+        return f"length {length.dtype} {tuple(length.shape)}; an int64 without dimensions, or a number, is needed"
     others = (k, v, cos, sin, key, key_scale, value, value_scale, length)
-    if any(t is not None and t.device != q.device for t in others):
+    if any(isinstance(t, Tensor) and t.device != q.device for t in others):
         return f"operands on several devices, q on {q.device}"
     return None
 
@@ -128,9 +136,10 @@ def unsupported(
 
 def rope_hadamard_append_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, key: Tensor,
-    key_scale: Tensor, value: Tensor, value_scale: Tensor, length: Tensor, advance: bool, limit: int,
+    key_scale: Tensor, value: Tensor, value_scale: Tensor, length: Tensor | int, advance: bool, limit: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The definition. Any device."""
+    counted, length = advance and isinstance(length, Tensor), torch.as_tensor(length, device=q.device)
     made = rope_hadamard_quantize_reference(q, k, v, cos, sin, None, order, Granularity.token, E4M3)
     codes, scale, *new = (t.view(torch.uint8) for t in made)
     here = torch.arange(value.shape[3], device=q.device) == torch.where(length < limit, length, -1)
@@ -141,7 +150,7 @@ def rope_hadamard_append_reference(
     value_scale.copy_(torch.where(room, new[3], value_scale))
     scale = torch.where(length < limit, scale, 255)
     lengths = (length + 1).to(torch.int32).expand(q.shape[0]).contiguous()
-    if advance:
+    if counted:
         length.add_(1)
     return codes, scale, lengths
 
@@ -160,7 +169,7 @@ class Arguments(ctypes.Structure):
         *((f"{name}_{i}", ctypes.c_longlong) for name in ("key", "key_scale") for i in ("batch", "head")),
         *((f"value_{i}", ctypes.c_longlong) for i in ("batch", "head", "column")),
         *((f"value_scale_{i}", ctypes.c_longlong) for i in ("batch", "head")),
-        *((name, ctypes.c_int) for name in ("heads", "groups", "limit", "advance")),
+        *((name, ctypes.c_int) for name in ("heads", "groups", "at", "limit", "advance")),
         ("factor", ctypes.c_float),
     ]
 
@@ -188,12 +197,13 @@ def _kernel(dim: int, dtype: torch.dtype, angles: torch.dtype | None, rotate: bo
 
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, key: Tensor,
-    key_scale: Tensor, value: Tensor, value_scale: Tensor, length: Tensor, advance: bool, limit: int,
+    key_scale: Tensor, value: Tensor, value_scale: Tensor, length: Tensor | int, advance: bool, limit: int,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> Arguments:  # fmt: skip
     """The kernel's parameter. out: q's codes, their scales, lengths."""
     codes, scale, lengths = out
-    every = (q, k, v, cos, sin, codes, scale, key, key_scale, value, value_scale, length, lengths)
+    count, at = (length, 0) if isinstance(length, Tensor) else (None, length)
+    every = (q, k, v, cos, sin, codes, scale, key, key_scale, value, value_scale, count, lengths)
     return Arguments(
         *(None if t is None else t.data_ptr() for t in every),
         *(stride for t in (q, k, v) for stride in (t.stride(0), t.stride(2))),
@@ -204,8 +214,9 @@ def arguments(
         *value_scale.stride()[:2],
         q.shape[2],
         k.shape[2],
+        at,
         limit,
-        int(advance),
+        int(advance and count is not None),
         order**-0.5 if order else 1.0,
     )
 
@@ -238,11 +249,12 @@ def _launch(
 @implement("quantrot::rope_hadamard_append")
 def _rope_hadamard_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, key: Tensor,
-    key_scale: Tensor, value: Tensor, value_scale: Tensor, position: Tensor | None, length: Tensor | None, limit: int,
+    key_scale: Tensor, value: Tensor, value_scale: Tensor, position: Tensor | None, length: Tensor | None, at: int,
+    limit: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    advance, length = length is not None, position if length is None else length
-    assert length is not None
-    given = q, k, v, cos, sin, order, key, key_scale, value, value_scale, length, advance, limit
+    tokens = position if length is None else length
+    place = at if tokens is None else tokens
+    given = q, k, v, cos, sin, order, key, key_scale, value, value_scale, place, length is not None, limit
     run = _launch if q.is_cuda and runs_on(q.device) and q.numel() else rope_hadamard_append_reference
     return run(*given)
 
