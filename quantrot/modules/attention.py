@@ -29,7 +29,7 @@ from quantrot.kernels.attention import (
     rope_hadamard_quantize,
     transposed_values,
 )
-from quantrot.modules.cache import StaticKVLayer, StaticLayer, adopt, round_trip, update
+from quantrot.modules.cache import StaticLayer, adopt, round_trip, update
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.modules.masks import IMPLEMENTATION
 from quantrot.modules.merged import Merging, is_rms_norm
@@ -244,11 +244,11 @@ class QuantizedAttention(Merging):
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
             k, angles = (k - self.key_center).to(k.dtype), (None, None)
         appended: tuple[Quantized, Tensor | None] | None = None
-        if isinstance(layer, StaticKVLayer) and not prompt and q.shape[1] == 1:
+        if layer is not None and not prompt and q.shape[1] == 1:
             keep = self.layer_idx == 0  # from its count the model has computed the positions and the mask
             appended = layer.append_turned(q, k, v, *angles, **rotation, keep=keep)
-            if appended is not None and mask is not None and mask.shape[-1] == layer.max_cache_len:
-                mask = F.pad(mask, (0, appended[0].k.shape[2] - layer.max_cache_len))
+            if appended is not None and mask is not None and mask.shape[-1] == (keys := layer.get_mask_sizes(0)[0]):
+                mask = F.pad(mask, (0, appended[0].k.shape[2] - keys))
         if appended is not None:
             given, lengths = appended
         else:

@@ -155,6 +155,37 @@ class KVLayer(CacheLayerMixin):
         self.empty = False
         return self._every(given.q, given.q_scale, stored), self._lengths(given.k.shape[0])
 
+    @torch.no_grad()
+    def append_turned(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        order: int = 0,
+        signs: Tensor | None = None,
+        *,
+        keep: bool,
+    ) -> tuple[Quantized, Tensor | None] | None:
+        """`append` of rope_hadamard_quantize of one token, in one kernel; None where there is none. What it gives has
+        the buffers' padding, which is past the lengths: a kernel for one query reads whole lines.
+
+        keep: a count on the device is added to behind the kernel, not in it.
+        """
+        if not self.is_initialized or signs is not None or not append.runs_on(q.device):
+            return None
+        at, limit = self._next()
+        cache = (self.buffers[n] for n in ("key", "key_scale", "value_transposed", "value_scale"))
+        given: Any = q, k, v, cos, sin, *cache, at
+        asked: Any = *given, order
+        if append.unsupported(*asked):
+            return None
+        codes, scale, lengths = append.rope_hadamard_append(*given, limit=limit, order=order, advance=not keep)
+        self._count(keep)
+        self.empty = False
+        return self._every(codes, scale, self.buffers), lengths
+
     def _every(self, q: Tensor, q_scale: Tensor, stored: Buffers) -> Quantized:
         """Queries' codes with all keys and values."""
         key, value = stored["key"].view(E4M3), stored["value_transposed"].view(E4M3)
@@ -167,6 +198,14 @@ class KVLayer(CacheLayerMixin):
     @abstractmethod
     def _store(self, parts: Buffers, dtype: torch.dtype) -> Buffers:
         """Write the parts after what is there; views of all tokens."""
+
+    @abstractmethod
+    def _next(self) -> tuple[Tensor | int, int]:
+        """The next token's place, which a layer that grows has made room for, and how many tokens there may be."""
+
+    @abstractmethod
+    def _count(self, kept: bool) -> None:
+        """A token was stored; kept: a count on the device is what it was."""
 
     @abstractmethod
     def _lengths(self, batch: int) -> Tensor | None:
@@ -223,19 +262,30 @@ class DynamicKVLayer(KVLayer):
     def _store(self, parts: Buffers, dtype: torch.dtype) -> Buffers:
         if not self.is_initialized:
             self._allocate(parts, dtype)
-        new, before = parts["key"].shape[2], self.length
-        capacity = self.buffers["key"].shape[2]
-        if before + new > capacity:
-            wanted = _padded(max(before + new, capacity + max(GROW, capacity // 4) if capacity else 0))
-            larger = _room(parts, wanted)
-            for name, buffer in larger.items():
-                axis = TOKEN_AXIS.get(name, 2)
-                buffer.narrow(axis, 0, before).copy_(self.buffers[name].narrow(axis, 0, before))
-            self.buffers = larger
+        new = parts["key"].shape[2]
+        self._make_room(new)
         for name, part in parts.items():
-            self.buffers[name].narrow(TOKEN_AXIS.get(name, 2), before, new).copy_(part.detach())
+            self.buffers[name].narrow(TOKEN_AXIS.get(name, 2), self.length, new).copy_(part.detach())
         self.length += new
         return {name: b if name in TOKEN_AXIS else b.narrow(2, 0, self.length) for name, b in self.buffers.items()}
+
+    def _make_room(self, new: int) -> None:
+        """For so many tokens more."""
+        tokens, capacity = self.length, self.buffers["key"].shape[2]
+        if tokens + new <= capacity:
+            return
+        larger = _room(self.buffers, _padded(max(tokens + new, capacity + max(GROW, capacity // 4) if capacity else 0)))
+        for name, buffer in larger.items():
+            axis = TOKEN_AXIS.get(name, 2)
+            buffer.narrow(axis, 0, tokens).copy_(self.buffers[name].narrow(axis, 0, tokens))
+        self.buffers = larger
+
+    def _next(self) -> tuple[int, int]:
+        self._make_room(1)
+        return self.length, self.buffers["key"].shape[2]
+
+    def _count(self, kept: bool) -> None:
+        self.length += 1
 
     def _lengths(self, batch: int) -> Tensor | None:
         return None
@@ -302,36 +352,12 @@ class StaticKVLayer(KVLayer):
             self.buffers[name].index_copy_(TOKEN_AXIS.get(name, 2), at, part.detach())
         return {n: b if n in TOKEN_AXIS else b.narrow(2, 0, self.max_cache_len) for n, b in self.buffers.items()}
 
-    @torch.no_grad()
-    def append_turned(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        order: int = 0,
-        signs: Tensor | None = None,
-        *,
-        keep: bool,
-    ) -> tuple[Quantized, Tensor | None] | None:
-        """`append` of rope_hadamard_quantize of one token, in one kernel; None where there is none. What it gives has
-        the buffers' padding, which is past the lengths: a kernel for one query reads whole lines.
+    def _next(self) -> tuple[Tensor, int]:
+        return self.cumulative_length, self.max_cache_len
 
-        keep: the count is added to behind it, not in it.
-        """
-        if not self.is_initialized or signs is not None or not append.runs_on(q.device):
-            return None
-        cache = (self.buffers[n] for n in ("key", "key_scale", "value_transposed", "value_scale"))
-        given: Any = q, k, v, cos, sin, *cache, self.cumulative_length
-        asked: Any = *given, order
-        if append.unsupported(*asked):
-            return None
-        made = append.rope_hadamard_append(*given, limit=self.max_cache_len, order=order, advance=not keep)
-        if keep:
+    def _count(self, kept: bool) -> None:
+        if kept:
             self.cumulative_length.add_(1)
-        self.empty = False
-        return self._every(*made[:2], self.buffers), made[2]
 
     def _check_room(self, new: int) -> None:
         """Where the count is no part of a graph and at hand; elsewhere index_copy_ finds it, and counts the padding."""
