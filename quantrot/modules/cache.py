@@ -173,15 +173,16 @@ class KVLayer(CacheLayerMixin):
 
         keep: a count on the device is added to behind the kernel, not in it.
         """
-        if not self.is_initialized or signs is not None or not append.runs_on(q.device):
+        if not self.is_initialized or not append.runs_on(q.device):
             return None
         at, limit = self._next()
         cache = (self.buffers[n] for n in ("key", "key_scale", "value_transposed", "value_scale"))
         given: Any = q, k, v, cos, sin, *cache, at
-        asked: Any = *given, order
+        asked: Any = *given, order, signs
         if append.unsupported(*asked):
             return None
-        codes, scale, lengths = append.rope_hadamard_append(*given, limit=limit, order=order, advance=not keep)
+        how: Any = {"limit": limit, "order": order, "signs": signs, "advance": not keep}
+        codes, scale, lengths = append.rope_hadamard_append(*given, **how)
         self._count(keep)
         self.empty = False
         return self._every(codes, scale, self.buffers), lengths

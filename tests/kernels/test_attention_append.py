@@ -33,7 +33,7 @@ extern "C" const char* run(int which, const quantrot::AppendArgs* args, int x, i
 
 @pytest.fixture(scope="module")
 def emulator(emulated):
-    """The kernels on the host: emulator(number, operands, limit, advance) -> q's codes, scales, lengths."""
+    """The kernels on the host: emulator(number, operands, rotation, limit, advance) -> q's codes, scales, lengths."""
     source, names = append.device_functions(), []
     for i, kernel in enumerate(KERNELS):
         names.append(f"append_{i}")
@@ -41,7 +41,7 @@ def emulator(emulated):
     library = emulated(source.replace('extern "C" __global__', "__global__") + RUN.replace("NAMES", ", ".join(names)))
     library.run.restype = ctypes.c_char_p
 
-    def run(number, given, limit, advance):
+    def run(number, given, order, signs, limit, advance):
         q, k, v, cos, sin, *cache = given
         batch, _, heads, dim = q.shape
         out = (
@@ -49,7 +49,7 @@ def emulator(emulated):
             torch.full((batch, heads, 1), 0xAA, dtype=torch.uint8),
             torch.zeros(batch, dtype=torch.int32),
         )
-        args = append.arguments(q, k, v, cos, sin, dim if KERNELS[number][3] else 0, *cache, advance, limit, out)
+        args = append.arguments(q, k, v, cos, sin, signs, order, *cache, advance, limit, out)
         message = library.run(number, ctypes.byref(args), *append.grid(batch, heads, k.shape[2]), 0)
         assert message == b"", message.decode()
         return out
@@ -75,11 +75,19 @@ def operands(kernel, batch, heads, groups, length, room=40, device="cpu", host=F
     return q, k, v, cos, sin, *cache, length if host else torch.tensor(length, device=device)
 
 
-def both(kernel, given, limit, advance, run):
+def rotation_of(kernel, length, device="cpu"):
+    """Its order; signs where the length is odd."""
+    if not kernel[3]:
+        return {"order": 0, "signs": None}
+    signs = torch.randint(2, (kernel[0],), device=device) * 2 - 1
+    return {"order": kernel[0], "signs": signs.to(torch.int8) if length % 2 else None}
+
+
+def both(rotation, given, limit, advance, run):
     """What run(operands) and the reference give and leave behind, by name."""
-    order = kernel[0] if kernel[3] else 0
+    signs, order = rotation["signs"], rotation["order"]
     mine, its = ([*given[:5], *(t.clone() for t in given[5:9]), copy.deepcopy(given[9])] for _ in range(2))
-    expected = append.rope_hadamard_append_reference(*its[:5], order, *its[5:], advance, limit)
+    expected = append.rope_hadamard_append_reference(*its[:5], signs, order, *its[5:], advance, limit)
     tensors = 5 if isinstance(given[9], torch.Tensor) else 4
     names = NAMES[: 3 + tensors]
     return zip(names, (*run(mine), *mine[5:][:tensors]), (*expected, *its[5:][:tensors]), strict=True)
@@ -103,10 +111,13 @@ def test_the_kernel_in_the_emulator_is_the_reference(
     emulator, number, batch, heads, groups, length, limit, advance, host
 ):
     torch.manual_seed(0)
-    given = operands(KERNELS[number], batch, heads, groups, length, host=host)
-    agree(
-        both(KERNELS[number], given, limit, advance, lambda g: emulator(number, g, limit, advance)), KERNELS[number][3]
-    )
+    kernel = KERNELS[number]
+    given, rotation = operands(kernel, batch, heads, groups, length, host=host), rotation_of(kernel, length)
+
+    def run(g):
+        return emulator(number, g, **rotation, limit=limit, advance=advance)
+
+    agree(both(rotation, given, limit, advance, run), kernel[3])
 
 
 def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
@@ -118,16 +129,18 @@ def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
 @pytest.mark.parametrize(("advance", "host"), [(True, False), (False, False), (True, True)])
 def test_the_operator_is_the_reference(advance, host):
     torch.manual_seed(0)
-    given = operands(KERNELS[0], 2, 4, 2, 7, host=host)
-    options = {"limit": 40, "order": 128, "advance": advance}
+    given, rotation = operands(KERNELS[0], 2, 4, 2, 7, host=host), rotation_of(KERNELS[0], 7)
+    options = {"limit": 40, **rotation, "advance": advance}
 
     def run(g):
         codes, *rest = rope_hadamard_append(*g, **options)
         return codes.view(torch.uint8), *rest
 
-    agree(both(KERNELS[0], given, 40, advance, run), False)
+    agree(both(rotation, given, 40, advance, run), False)
     place = (None, None, 7) if host else (None, given[9], 0) if advance else (given[9], None, 0)
-    torch.library.opcheck(torch.ops.quantrot.rope_hadamard_append.default, (*given[:5], 128, *given[5:9], *place, 40))
+    torch.library.opcheck(
+        torch.ops.quantrot.rope_hadamard_append.default, (*given[:5], rotation["signs"], 128, *given[5:9], *place, 40)
+    )
 
 
 def test_a_number_stores_what_a_length_on_the_device_does():
@@ -170,6 +183,9 @@ def test_other_orders_and_limits_are_errors():
         rope_hadamard_append(*given, limit=40, order=64)
     with pytest.raises(ValueError, match="limit 41; allowed: 1 to 40"):
         rope_hadamard_append(*given, limit=41)
+    for order, signs in ((0, torch.ones(128).char()), (128, torch.ones(64).char()), (128, torch.ones(128))):
+        with pytest.raises(ValueError, match=f"signs .*, order {order}; int8 .128. and a rotation are needed"):
+            rope_hadamard_append(*given, limit=40, order=order, signs=signs)
 
 
 # --- On a GPU --------------------------------------------------------------------------------------------------------
@@ -184,13 +200,14 @@ def test_the_kernel_is_the_reference(kernel, advance, host):
         if host and length == 33:  # of a full cache the host knows
             continue
         given = operands(kernel, batch, heads, groups, length, device="cuda", host=host)
+        rotation = rotation_of(kernel, length, "cuda")
         assert append.runs_on(given[0].device)
 
-        def run(g):
-            codes, *rest = rope_hadamard_append(*g, limit=33, order=kernel[0] if kernel[3] else 0, advance=advance)
+        def run(g, rotation=rotation):
+            codes, *rest = rope_hadamard_append(*g, limit=33, **rotation, advance=advance)
             return codes.view(torch.uint8), *rest
 
-        agree(both(kernel, given, 33, advance, run), kernel[3])
+        agree(both(rotation, given, 33, advance, run), kernel[3])
 
 
 @gpu
@@ -200,7 +217,7 @@ def test_a_graph_of_many_tokens_fills_the_cache():
     given = [*operands(kernel, 3, 8, 2, 0, device="cuda")]
     wanted = [t.clone() for t in given[5:]]
     for _ in range(30):
-        append.rope_hadamard_append_reference(*given[:5], 128, *wanted, True, 40)
+        append.rope_hadamard_append_reference(*given[:5], None, 128, *wanted, True, 40)
     rope_hadamard_append(*given, limit=40, order=128)  # compiled before it is recorded
     given[9].zero_()
     graph = torch.cuda.CUDAGraph()
@@ -221,6 +238,6 @@ def test_the_sanitizer_finds_nothing(sanitized):
         "for kernel in t.KERNELS:\n"
         "    for host in (False, True):\n"
         "        given = t.operands(kernel, 3, 9, 3, 5, device='cuda', host=host)\n"
-        "        t.rope_hadamard_append(*given, limit=40, order=kernel[0] if kernel[3] else 0)\n"
+        "        t.rope_hadamard_append(*given, limit=40, **t.rotation_of(kernel, 5, 'cuda'))\n"
         "torch.cuda.synchronize()\n"
     )

@@ -6,6 +6,7 @@ namespace quantrot {
 
 struct AppendArgs {
   const void *q, *k, *v, *cos, *sin;  // heads of D elements at multiples of 16 bytes; of cos and sin, D / 2 are read
+  const signed char* signs;           // +-1 [D] before the rotation, at a multiple of 8 bytes, or null
   unsigned char *q_out, *q_scale;     // [batch, heads, D], [batch, heads]
   unsigned char *key, *key_scale, *value, *value_scale;
   u64* count;    // tokens in the cache, or null: `at` says it
@@ -16,6 +17,20 @@ struct AppendArgs {
   int heads, groups, at, limit, advance;  // limit: tokens that the cache may have
   float factor;                           // of the rotation
 };
+
+// The columns of a row by their signs, +-1.
+template <class R, int D>
+__device__ __forceinline__ void apply_signs(R& row, const signed char* signs) {
+#pragma unroll
+  for (int i = 0; i < R::PIECES; i++) {
+    const u64 eight = *(const u64*)(signs + column_of<D>(i, lane_number() % 4));
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      const u32 two = (u32)(eight >> 16 * n);
+      row.x[i][n] ^= (two & 0x80) << 8 | (two & 0x8000) << 16;
+    }
+  }
+}
 
 // T: Bf16, Fp16; Angle: that of cos and sin, T or Fp32.
 template <class T, class Angle, int D, bool ROPE, bool ROTATE>
@@ -48,6 +63,7 @@ __device__ __forceinline__ void append(const AppendArgs& args) {
       row.turn(angles);
     }
     if constexpr (ROTATE) {
+      if (args.signs) apply_signs<R, D>(row, args.signs);
       u32 signs[2];
       matrix_of_16<T>(signs);
       row.rotate(y, signs);

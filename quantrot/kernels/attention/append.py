@@ -38,9 +38,9 @@ ENTRY = """extern "C" __global__ void __launch_bounds__(32) append(const __grid_
 
 torch.library.define(
     "quantrot::rope_hadamard_append",
-    "(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, int order, Tensor(a!) key, Tensor(b!) key_scale, "
-    "Tensor(c!) value, Tensor(d!) value_scale, Tensor? position, Tensor(e!)? length, SymInt at, SymInt limit) "
-    "-> (Tensor, Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? signs, int order, Tensor(a!) key, "
+    "Tensor(b!) key_scale, Tensor(c!) value, Tensor(d!) value_scale, Tensor? position, Tensor(e!)? length, SymInt at, "
+    "SymInt limit) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.flexible_layout,),
 )
 
@@ -59,16 +59,18 @@ def rope_hadamard_append(
     *,
     limit: int,
     order: int = 0,
+    signs: Tensor | None = None,
     advance: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q's codes e4m3 [B, H, 1, D], their scales uint8 [B, H, 1], tokens with the new one int32 [B]); see the top of
-    this file. order: of the Hadamard matrix, D, or 0 for no rotation.
+    this file. order: of the Hadamard matrix, D, or 0 for no rotation. signs: +-1 int8 [D], multiplies what the matrix
+    multiplies.
 
     advance: a length on the device becomes one more. Not to be asked for, under torch.compile, of a length from which
     operands of this or a later call are computed: see rope_attend_one. No backward. ValueError for shapes and dtypes
     that do not fit, and for a number that is no place below the limit.
     """
-    if reason := unsupported(q, k, v, cos, sin, key, key_scale, value, value_scale, length, order):
+    if reason := unsupported(q, k, v, cos, sin, key, key_scale, value, value_scale, length, order, signs):
         raise ValueError(f"rope_hadamard_append: {reason}")
     if not 0 < limit <= key.shape[2]:
         raise ValueError(f"rope_hadamard_append: limit {limit}; allowed: 1 to {key.shape[2]}, the cache's room")
@@ -80,7 +82,7 @@ def rope_hadamard_append(
     else:
         raise ValueError(f"rope_hadamard_append: length {length}; allowed: 0 to {limit - 1}, the limit is {limit}")
     cache = key, key_scale, value, value_scale
-    codes, *rest = torch.ops.quantrot.rope_hadamard_append(q, k, v, cos, sin, order, *cache, *place, limit)
+    codes, *rest = torch.ops.quantrot.rope_hadamard_append(q, k, v, cos, sin, signs, order, *cache, *place, limit)
     return codes.view(E4M3), *rest
 
 
@@ -93,7 +95,7 @@ def runs_on(device: torch.device) -> bool:
 
 def unsupported(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, key: Tensor, key_scale: Tensor,
-    value: Tensor, value_scale: Tensor, length: Tensor | int, order: int,
+    value: Tensor, value_scale: Tensor, length: Tensor | int, order: int, signs: Tensor | None,
 ) -> str | None:  # fmt: skip
     """Why these are not operands of rope_hadamard_append, or None."""
     if any(t.dim() != 4 for t in (q, k, v, key, value)) or q.dtype not in (torch.bfloat16, torch.float16):
@@ -103,6 +105,8 @@ def unsupported(
         return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; one token, head_dim in {DIMS}"
     if order not in (0, dim):
         return f"order {order}; allowed: 0, {dim}"
+    if signs is not None and (not order or signs.shape != (dim,) or signs.dtype != torch.int8):
+        return f"signs {signs.dtype} {tuple(signs.shape)}, order {order}; int8 [{dim}] and a rotation are needed"
     if k.dtype != q.dtype or v.dtype != q.dtype or (cos is None) != (sin is None):
         return f"q {q.dtype}, k {k.dtype}, v {v.dtype}, cos {cos is not None}, sin {sin is not None}"
     for angles in (cos, sin):
@@ -125,7 +129,7 @@ def unsupported(
         return "keys that do not start at multiples of 16 bytes"
     if isinstance(length, Tensor) and (length.dtype != torch.int64 or length.dim()):
         return f"length {length.dtype} {tuple(length.shape)}; an int64 without dimensions, or a number, is needed"
-    others = (k, v, cos, sin, key, key_scale, value, value_scale, length)
+    others = (k, v, cos, sin, signs, key, key_scale, value, value_scale, length)
     if any(isinstance(t, Tensor) and t.device != q.device for t in others):
         return f"operands on several devices, q on {q.device}"
     return None
@@ -135,12 +139,13 @@ def unsupported(
 
 
 def rope_hadamard_append_reference(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, key: Tensor,
-    key_scale: Tensor, value: Tensor, value_scale: Tensor, length: Tensor | int, advance: bool, limit: int,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
+    key: Tensor, key_scale: Tensor, value: Tensor, value_scale: Tensor, length: Tensor | int, advance: bool,
+    limit: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The definition. Any device."""
     counted, length = advance and isinstance(length, Tensor), torch.as_tensor(length, device=q.device)
-    made = rope_hadamard_quantize_reference(q, k, v, cos, sin, None, order, Granularity.token, E4M3)
+    made = rope_hadamard_quantize_reference(q, k, v, cos, sin, signs, order, Granularity.token, E4M3)
     codes, scale, *new = (t.view(torch.uint8) for t in made)
     here = torch.arange(value.shape[3], device=q.device) == torch.where(length < limit, length, -1)
     room = here[: key.shape[2]]
@@ -162,7 +167,7 @@ class Arguments(ctypes.Structure):
     """AppendArgs of append.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "q_out", "q_scale")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "signs", "q_out", "q_scale")),
         *((name, ctypes.c_void_p) for name in ("key", "key_scale", "value", "value_scale", "count", "lengths")),
         *((f"{name}_{i}", ctypes.c_longlong) for name in "qkv" for i in ("batch", "head")),
         ("cos_batch", ctypes.c_longlong),
@@ -196,14 +201,14 @@ def _kernel(dim: int, dtype: torch.dtype, angles: torch.dtype | None, rotate: bo
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, key: Tensor,
-    key_scale: Tensor, value: Tensor, value_scale: Tensor, length: Tensor | int, advance: bool, limit: int,
-    out: tuple[Tensor, Tensor, Tensor],
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
+    key: Tensor, key_scale: Tensor, value: Tensor, value_scale: Tensor, length: Tensor | int, advance: bool,
+    limit: int, out: tuple[Tensor, Tensor, Tensor],
 ) -> Arguments:  # fmt: skip
     """The kernel's parameter. out: q's codes, their scales, lengths."""
     codes, scale, lengths = out
     count, at = (length, 0) if isinstance(length, Tensor) else (None, length)
-    every = (q, k, v, cos, sin, codes, scale, key, key_scale, value, value_scale, count, lengths)
+    every = (q, k, v, cos, sin, signs, codes, scale, key, key_scale, value, value_scale, count, lengths)
     return Arguments(
         *(None if t is None else t.data_ptr() for t in every),
         *(stride for t in (q, k, v) for stride in (t.stride(0), t.stride(2))),
@@ -226,20 +231,23 @@ def grid(batch: int, heads: int, groups: int) -> tuple[int, int]:
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, *cache: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
+    *cache: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (batch, _, heads, dim), groups, device = q.shape, k.shape[2], q.get_device()
     if cache[0].data_ptr() % 16:  # of which Dynamo knows nothing
         raise ValueError("rope_hadamard_append: keys that do not start at a multiple of 16 bytes")
     q, k, v = (t if aligned(t) else t.contiguous() for t in (q, k, v))
     if cos is not None and sin is not None and not (aligned(cos) and aligned(sin)):
         cos, sin = cos.contiguous(), sin.contiguous()
+    if signs is not None and not (signs.is_contiguous() and signs.data_ptr() % 8 == 0):
+        signs = signs.clone(memory_format=torch.contiguous_format)
     out = (
         torch.empty(batch, heads, 1, dim, dtype=torch.uint8, device=q.device),
         torch.empty(batch, heads, 1, dtype=torch.uint8, device=q.device),
         torch.empty(batch, dtype=torch.int32, device=q.device),
     )
-    given: Any = q, k, v, cos, sin, order, *cache, out
+    given: Any = q, k, v, cos, sin, signs, order, *cache, out
     values = _Parameters(arguments(*given))
     function = _kernel(dim, q.dtype, None if cos is None else cos.dtype, order > 0, device)
     nvrtc.launch(function, grid(batch, heads, groups), 32, 0, values, device, overlap=True)
@@ -248,13 +256,13 @@ def _launch(
 
 @implement("quantrot::rope_hadamard_append")
 def _rope_hadamard_append(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, key: Tensor,
-    key_scale: Tensor, value: Tensor, value_scale: Tensor, position: Tensor | None, length: Tensor | None, at: int,
-    limit: int,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
+    key: Tensor, key_scale: Tensor, value: Tensor, value_scale: Tensor, position: Tensor | None,
+    length: Tensor | None, at: int, limit: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     tokens = position if length is None else length
     place = at if tokens is None else tokens
-    given = q, k, v, cos, sin, order, key, key_scale, value, value_scale, place, length is not None, limit
+    given = q, k, v, cos, sin, signs, order, key, key_scale, value, value_scale, place, length is not None, limit
     run = _launch if q.is_cuda and runs_on(q.device) and q.numel() else rope_hadamard_append_reference
     return run(*given)
 
