@@ -3,20 +3,30 @@
     quantize_int4    x [..., D] float -> codes uint8 [..., D/2], scale bfloat16 [..., D/group], low bfloat16 (as scale)
     dequantize_int4  codes, scale, low -> [..., D] float
 
-x ~= code * scale + low, codes 0 to 15: low is the group's minimum and scale a fifteenth of its range, both rounded to
+x ~= code * scale + low, codes 0 to 15: low is the group's minimum and scale its range times 1/15, both rounded to
 bfloat16 before they divide; rounding is to nearest, ties to even, in float32. Byte j holds column 2j in its low nibble
-and column 2j + 1 in its high one. A constant group is low itself where that is a bfloat16 number.
+and column 2j + 1 in its high one. A constant group is low itself where that is a bfloat16 number; a zero low is +0.
 A group that holds a NaN or an infinity dequantizes to NaN. Keys and values are one-sided in many channels, so a
 symmetric code wastes a bit on some groups (docs/attention.md has what it costs). QuaRot (arXiv:2404.00456) quantizes
 its KV cache so.
+
+On a GPU each is one Triton kernel of the same bits: plain torch launches 25, and a cache's layer would take 2.3 ms of a
+token in eager mode. It stays plain where torch.compile fuses it with what is around it, and where there is a gradient.
 """
 
 import torch
 from torch import Tensor
 
-from quantrot.kernels.operators import check_device
+from quantrot.kernels.operators import check_device, eager_inference, implement, uses_triton
 
 LEVELS = 15
+LARGEST_GROUP = 1024  # of the kernels
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+torch.library.define("quantrot::quantize_int4", "(Tensor x, int group) -> (Tensor, Tensor, Tensor)")
+torch.library.define(
+    "quantrot::dequantize_int4", "(Tensor codes, Tensor scale, Tensor low, ScalarType dtype) -> Tensor"
+)
 
 
 def group_for(width: int, group: int) -> int:
@@ -31,9 +41,15 @@ def quantize_int4(x: Tensor, group: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     width = x.shape[-1]
     if width % 2 or group < 1 or width % group:
         raise ValueError(f"x has {width} columns and groups of {group}; an even width and a divisor of it are needed")
+    if x.is_cuda and eager_inference(x):
+        return torch.ops.quantrot.quantize_int4(x, group)
+    return _plain_quantize(x, group)
+
+
+def _plain_quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     values = x.to(torch.float32).unflatten(-1, (-1, group))
-    low, high = _rounded(values.amin(-1)), values.amax(-1)
-    scale = _rounded((high - low) / LEVELS)
+    low, high = _rounded(values.amin(-1)) + 0.0, values.amax(-1)  # amin takes either zero, by the order of its steps
+    scale = _rounded((high - low) * (1 / LEVELS))  # what a GPU's torch makes of a division by a number
     scale = torch.where(scale == 0, 1.0, scale)
     steps = (values - low.unsqueeze(-1)) / scale.unsqueeze(-1)
     finite = torch.isfinite(scale) & torch.isfinite(low)
@@ -61,6 +77,50 @@ def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtyp
             f"{list(low.shape)}; allowed: torch.uint8 [..., D/2], and floating-point numbers [..., D/group] for both"
         )
     check_device(codes=codes, scale=scale, low=low)
+    if codes.is_cuda and eager_inference(codes, scale, low):
+        return torch.ops.quantrot.dequantize_int4(codes, scale, low, dtype)
+    return _plain_dequantize(codes, scale, low, dtype)
+
+
+def _plain_dequantize(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
     code = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).unflatten(-1, (scale.shape[-1], -1))
     x = code.to(torch.float32) * scale.to(torch.float32).unsqueeze(-1) + low.to(torch.float32).unsqueeze(-1)
     return x.flatten(-2).to(dtype)
+
+
+def _kernel_takes(x: Tensor, groups: int, group: int, *dtypes: torch.dtype) -> bool:
+    sizes = x.dim() <= 4 and 0 < groups <= 1 << 30 and group % 2 == 0 and 0 < group <= LARGEST_GROUP
+    return sizes and all(dtype in KERNEL_DTYPES for dtype in dtypes) and uses_triton(x, "auto")
+
+
+@implement("quantrot::quantize_int4")
+def _quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    if _kernel_takes(x, x.numel() // group, group, x.dtype):
+        from quantrot.kernels import int4_triton
+
+        return int4_triton.quantize(x, group)
+    codes, scale, low = _plain_quantize(x, group)
+    return codes.contiguous(), scale.contiguous(), low.contiguous()
+
+
+@torch.library.register_fake("quantrot::quantize_int4")
+def _quantize_fake(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    *rows, width = x.shape
+    scale = x.new_empty((*rows, width // group), dtype=torch.bfloat16)
+    return x.new_empty((*rows, width // 2), dtype=torch.uint8), scale, torch.empty_like(scale)
+
+
+@implement("quantrot::dequantize_int4")
+def _dequantize(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
+    group = 2 * codes.shape[-1] // scale.shape[-1]
+    if _kernel_takes(codes, scale.numel(), group, scale.dtype, low.dtype, dtype):
+        from quantrot.kernels import int4_triton
+
+        return int4_triton.dequantize(codes, scale, low, dtype)
+    return _plain_dequantize(codes, scale, low, dtype).contiguous()
+
+
+@torch.library.register_fake("quantrot::dequantize_int4")
+def _dequantize_fake(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
+    *rows, half = codes.shape
+    return codes.new_empty((*rows, 2 * half), dtype=dtype)

@@ -103,6 +103,19 @@ def refuse_tangents(*tensors: torch.Tensor | None) -> None:
         )
 
 
+def eager_inference(*tensors: torch.Tensor) -> bool:
+    """Whether an operator without derivatives may stand for plain torch on these: nobody traces or differentiates it,
+    and no subclass or transform (vmap) of torch's has rules of its own for it."""
+    if torch.compiler.is_compiling():
+        return False
+    graph = torch.is_grad_enabled()
+    for t in tensors:
+        ordinary = type(t) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+        if not ordinary or (graph and t.requires_grad) or _has_tangent(t):
+            return False
+    return True
+
+
 def check_signs(signs: torch.Tensor) -> None:
     """ValueError for signs of a dtype that has no +-1, or that are to have a gradient."""
     if signs.dtype == torch.bool or signs.is_complex() or signs.requires_grad:
