@@ -97,7 +97,12 @@ def arounds(tokens, device, seed=0):
     torch.manual_seed(seed)
     norm = torch.rand(K, device=device).bfloat16() + 0.5
     residual = torch.randn(tokens, N, device=device).bfloat16()
-    return {}, {"residual": residual}, {"norm": norm, "epsilon": 1e-5}, {"norm": norm, "epsilon": 1e-5, "residual": residual}
+    return (
+        {},
+        {"residual": residual},
+        {"norm": norm, "epsilon": 1e-5},
+        {"norm": norm, "epsilon": 1e-5, "residual": residual},
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16])
