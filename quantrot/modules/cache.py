@@ -178,14 +178,13 @@ class KVLayer(CacheLayerMixin):
         at, limit = self._next()
         cache = (self.buffers[n] for n in ("key", "key_scale", "value_transposed", "value_scale"))
         given: Any = q, k, v, cos, sin, *cache, at
-        asked: Any = *given, order, signs
-        if append.unsupported(*asked):
+        run = append.run_for(*given, limit=limit, order=order, signs=signs, advance=not keep)
+        if run is None:
             return None
-        how: Any = {"limit": limit, "order": order, "signs": signs, "advance": not keep}
-        codes, scale, lengths = append.rope_hadamard_append(*given, **how)
+        codes, scale, lengths = run(q, k, v, cos, sin, 0 if isinstance(at, Tensor) else at)
         self._count(keep)
         self.empty = False
-        return self._every(codes, scale, self.buffers), lengths
+        return self._every(codes.view(E4M3), scale, self.buffers), lengths
 
     def _every(self, q: Tensor, q_scale: Tensor, stored: Buffers) -> Quantized:
         """Queries' codes with all keys and values."""

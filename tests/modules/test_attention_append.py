@@ -8,6 +8,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
+from quantrot.kernels import attention
 from quantrot.kernels.attention import append, attend, decode, rope_hadamard_quantize
 from quantrot.modules import KVCache, QuantizedAttention
 from quantrot.modules.cache import DynamicKVLayer, StaticKVLayer
@@ -33,14 +34,15 @@ def used(monkeypatch):
 
 @pytest.fixture
 def counted(used, monkeypatch):
-    """A list that grows with each call of the operator."""
-    calls, real = [], append.rope_hadamard_append
+    """A list that grows with each token's kernel."""
+    calls, real = [], append.run_for
 
     def called(*args, **kwargs):
-        calls.append(kwargs["advance"])
-        return real(*args, **kwargs)
+        if (run := real(*args, **kwargs)) is not None:
+            calls.append(kwargs["advance"])
+        return run
 
-    monkeypatch.setattr(append, "rope_hadamard_append", called)
+    monkeypatch.setattr(append, "run_for", called)
     return calls
 
 
@@ -197,13 +199,14 @@ def test_a_cache_that_grows_is_read_by_hoppers_kernel(counted, monkeypatch, padd
     model, ids = model_of("cuda"), torch.randint(1, 64, (3, 16), device="cuda")
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    lengths, real = [], decode.attention
+    lengths, real = [], decode.prepare
 
-    def attention(given, dtype):
-        lengths.append(given.lengths.tolist())
-        return real(given, dtype)
+    def prepare(given, dtype, plan=None):
+        run = real(given, dtype, plan)
+        return lambda *moving: (lengths.append(moving[-1].tolist()), run(*moving))[1]
 
-    monkeypatch.setattr(decode, "attention", attention)
+    monkeypatch.setattr(decode, "prepare", prepare)
+    attention.READY.clear()
     decoded(model, ids, mask if padded else None, cache=DynamicCache())
     assert len(counted) == 15 and lengths == [[n] * 3 for n in range(12, 17) for _ in range(3)]
 

@@ -7,6 +7,7 @@ Head dimensions 64 and 128, up to 16 query heads a key head, a scale a token for
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,6 +25,7 @@ LARGEST_SHARE = 16  # query heads a key head
 THREADS = 192  # a warpgroup that multiplies, a warp that loads, one that arranges the end
 TILE = 1 << 14  # bytes of K, and of V
 ROW = 128  # bytes of K, two tokens at head_dim 64, that the copy engine reads as one
+MOVING = ("q", "q_scale", "mask", "lengths", "out", "parts")  # of the kernel's parameters, from call to call
 PROMOTION = 128  # V's rows are read 128 bytes at a time (with 256: 4 to 16 % slower)
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {blocks}) decode(
     const __grid_constant__ quantrot::TensorMap k, const __grid_constant__ quantrot::TensorMap v,
@@ -99,12 +101,12 @@ def unsupported(given: Inputs, dtype: torch.dtype) -> str | None:
         return "rows of k that are not adjacent, or heads of v between rows"
     if any(s % ROW for s in given.k.stride()[:2]) or given.k.shape.numel() >= 1 << 31:
         return "heads of k that do not start at rows of 128 bytes, or too many"
-    if _left(given.k) < span(given.k) + -span(given.k) % ROW:
+    if left(given.k) < span(given.k) + -span(given.k) % ROW:
         return "keys that end within a row of 128 bytes"
     lines = [given.k_scale, given.v_scale, *([given.mask] if given.mask is not None else [])]
     if any(_crooked(t) for t in (given.q, given.k, given.v, *lines)):
         return "rows that are not contiguous, or do not start at multiples of 16 bytes"
-    if any(_left(t) < span(t) + -keys % 16 for t in lines):
+    if any(left(t) < span(t) + -keys % 16 for t in lines):
         return "scales or a mask that end within 16 bytes"
     return None
 
@@ -115,7 +117,7 @@ def _crooked(t: Tensor) -> bool:
     return t.stride(-1) != 1 or any(n % 16 for n in starts)
 
 
-def _left(t: Tensor) -> int:
+def left(t: Tensor) -> int:
     """Bytes of its storage from the first on."""
     return int(t.untyped_storage().nbytes()) - int(t.storage_offset())
 
@@ -174,7 +176,7 @@ def matrices(given: Inputs) -> list[tuple[int, int, int, int, tuple[int, int], i
     """
     k, v, dim = given.k, given.v, given.k.shape[3]
     return [
-        (k.data_ptr(), _left(k) // ROW, ROW, ROW, (BLOCK, ROW), ROW),
+        (k.data_ptr(), left(k) // ROW, ROW, ROW, (BLOCK, ROW), ROW),
         (v.data_ptr(), -(-span(v) // v.stride(2)), v.shape[3], v.stride(2), (dim, BLOCK), BLOCK),
     ]
 
@@ -189,17 +191,35 @@ def attention(given: Inputs, dtype: torch.dtype, plan: Plan | None = None) -> Te
     """[B, 1, H, D] in `dtype`, contiguous. plan: instead of the rule's (to measure). ValueError: see unsupported."""
     if reason := unsupported(given, dtype):
         raise ValueError(f"{reason}; use another backend")
+    if not given.q.numel():
+        return torch.empty(given.q.shape[0], 1, *given.q.shape[1::2], dtype=dtype, device=given.q.device)
+    return prepare(given, dtype, plan)(given.q, given.q_scale, given.mask, given.lengths)
+
+
+def prepare(
+    given: Inputs, dtype: torch.dtype, plan: Plan | None = None
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]:
+    """`attention` of operands like these, as a function of q, its scales, mask and lengths."""
     (batch, heads, _, dim), groups, device = given.q.shape, given.k.shape[1], given.q.get_device()
-    out = torch.empty(batch, 1, heads, dim, dtype=dtype, device=given.q.device)
-    if not out.numel():
-        return out
-    share = heads // groups
-    plan = plan or plan_for(batch * groups, processors(device))
-    function, shared = _kernel(plan, dim, share, given.mask is not None, dtype, device), plan.shared_bytes(dim, share)
-    parts = scratch(given, plan)
-    values = _Parameters(args=arguments(given, out, parts, nvrtc.counters_in_turn(batch * groups)))
+    share, made = heads // groups, ((batch, 1, heads, dim), dtype, given.q.device)
+    chosen = plan or plan_for(batch * groups, processors(device))
+    shared = chosen.shared_bytes(dim, share)
+    function = _kernel(chosen, dim, share, given.mask is not None, dtype, device)
+    room = scratch(given, chosen).shape
+    nowhere = torch.empty(0, device="meta")
+    values = _Parameters(args=arguments(given, nowhere, nowhere, 0))
     for field, (at, rows, columns, pitch, box, swizzle) in zip("kv", matrices(given), strict=True):
         encoded = tensor_map(at, rows, columns, pitch, box, torch.uint8, swizzle, PROMOTION)
         ctypes.memmove(getattr(values, field), encoded, 128)
-    nvrtc.launch(function, (plan.splits, batch * groups), THREADS, shared, values, device, overlap=True)
-    return out
+    launch = nvrtc.Launch(function, (chosen.splits, batch * groups), THREADS, shared, device, overlap=True)
+
+    def run(q: Tensor, q_scale: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor:
+        out = torch.empty(made[0], dtype=made[1], device=made[2])
+        parts, now = torch.empty(room, dtype=torch.float32, device=made[2]), _Parameters.from_buffer_copy(values)
+        for name, t in zip(MOVING, (q, q_scale, mask, lengths, out, parts), strict=True):
+            setattr(now.args, name, None if t is None else t.data_ptr())
+        now.args.counter = nvrtc.counters_in_turn(batch * groups)
+        launch(now)
+        return out
+
+    return run
