@@ -7,6 +7,7 @@ at first use.
 
 import ctypes
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -152,6 +153,9 @@ def device_functions() -> str:
     return nvrtc.sources("hopper", "hadamard/words", "fp8/blocks")
 
 
+Run = Callable[[Tensor, Tensor, Tensor], None]
+
+
 class Arguments(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p),
@@ -232,13 +236,7 @@ def quantize(
     plan: Plan | None = None,
 ) -> None:
     """x [M, K] (gated [M, 2 K]), not empty, for which `supports` holds -> codes q [M, K], contiguous, and scale."""
-    rows, columns = q.shape
-    plan = plan or plan_for(block, rows, columns, gated)
-    values = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), rows, columns)
-    device = x.get_device()
-    function = _kernel(plan, block, x.dtype, rule, gated, device)
-    grid = plan.grid(rows, columns, block)
-    nvrtc.launch(function, (grid,), plan.threads, plan.shared_bytes(), values, device, overlap=True)
+    prepare(x, q, scale, block, rule, gated, plan)(x, q, scale)
 
 
 def quantize_normed(
@@ -246,10 +244,46 @@ def quantize_normed(
 ) -> None:
     """x [M, K] / sqrt(mean(x^2) + epsilon), rounded, * norm [K], rounded -> codes q [M, K], contiguous, and scale, in
     1 x 128 blocks. Operands for which `supports_normed` holds. settled: no kernel that may still run writes norm."""
-    rows, columns = x.shape
+    prepare_normed(x, norm, epsilon, q, scale, rule, settled)(x, q, scale)
+
+
+def prepare(
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    block: tuple[int, int],
+    rule: str,
+    gated: bool = False,
+    plan: Plan | None = None,
+) -> Run:
+    """`quantize` of operands like these, as a function of x, q and scale."""
+    (rows, columns), device = q.shape, x.get_device()
+    plan = plan or plan_for(block, rows, columns, gated)
+    values = Arguments(None, None, None, x.stride(0), *scale.stride(), rows, columns)
+    function = _kernel(plan, block, x.dtype, rule, gated, device)
+    grid = (plan.grid(rows, columns, block),)
+    launch = nvrtc.Launch(function, grid, plan.threads, plan.shared_bytes(), device, overlap=True)
+
+    def run(x: Tensor, q: Tensor, scale: Tensor) -> None:
+        now = Arguments.from_buffer_copy(values)
+        now.x, now.q, now.scales = x.data_ptr(), q.data_ptr(), scale.data_ptr()
+        launch(now)
+
+    return run
+
+
+def prepare_normed(x: Tensor, norm: Tensor, epsilon: float, q: Tensor, scale: Tensor, rule: str, settled: bool) -> Run:
+    """`quantize_normed` of operands like these, as a function of x, q and scale."""
+    (rows, columns), device = x.shape, x.get_device()
     plan = normed_plan(columns)
-    args = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), rows, columns)
+    args = Arguments(None, None, None, x.stride(0), *scale.stride(), rows, columns)
     values = NormedArguments(args, NormArgs(norm.data_ptr(), epsilon, settled))
-    device = x.get_device()
     function = _kernel(plan, (1, 128), x.dtype, rule, False, device)
-    nvrtc.launch(function, (rows,), plan.threads, plan.shared_bytes(), values, device, overlap=True)
+    launch = nvrtc.Launch(function, (rows,), plan.threads, plan.shared_bytes(), device, overlap=True)
+
+    def run(x: Tensor, q: Tensor, scale: Tensor) -> None:
+        now = NormedArguments.from_buffer_copy(values)
+        now.args.x, now.args.q, now.args.scales = x.data_ptr(), q.data_ptr(), scale.data_ptr()
+        launch(now)
+
+    return run

@@ -1,6 +1,7 @@
 """Tokens quantized and multiplied by a weight, with what a decoder layer has before and behind the product."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from quantrot.kernels.operators import check_around, constant, implement, number
 from quantrot.kernels.ready import Ready, lies_well, like, same, unseen
 
 ROW = (1, 128)
+Run = Callable[[Tensor, Tensor | None], Tensor]  # of x and residual
 READY = Ready()
 
 torch.library.define(
@@ -87,7 +89,7 @@ def fp8_linear(
         raise ValueError(f"backend: {backend!r}; allowed: auto, hopper, reference")
     rest = norm, number("epsilon", epsilon, "non-negative, finite"), residual, gates, gated
     if key is not None and key not in READY:
-        again = _one_kernel(x, b, b_scale, b_block, rule, bias, b_settled, *rest)
+        again = _few_tokens(x, b, b_scale, b_block, rule, bias, b_settled, *rest)
         READY.keep(key, again if all(map(lies_well, (b, b_scale, bias, norm))) else None)
     return torch.ops.quantrot.fp8_linear(x, b, b_scale, list(b_block), rule, bias, backend, b_settled, *rest)
 
@@ -124,14 +126,58 @@ def _one_kernel(
     residual: Tensor | None,
     gates: bool,
     gated: bool,
-) -> Callable[[Tensor, Tensor | None], Tensor] | None:
-    """All of it in the one kernel of one or two tokens, where they have it."""
+) -> Run | None:
+    """All of it in the kernel of one or two tokens; None where these are not for it."""
     from quantrot.kernels.fp8 import linear
 
-    if gated or not has_kernels(x.device) or not linear.supports(x, b, b_scale, b_block, bias, norm, residual, gates):
+    if gated or not linear.supports(x, b, b_scale, b_block, bias, norm, residual, gates):
         return None
     around = bias, norm, epsilon, residual, gates
     return linear.prepare(x, b, b_scale, b_block, rule, *around, b_settled=b_settled)
+
+
+def _few_tokens(
+    x: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: tuple[int, int],
+    rule: str,
+    bias: Tensor | None,
+    b_settled: bool,
+    norm: Tensor | None,
+    epsilon: float,
+    residual: Tensor | None,
+    gates: bool,
+    gated: bool,
+) -> Run | None:
+    """All of it in that kernel, or in the quantizer's and the product's of up to 64 tokens (more rows would take room
+    from each other: the second starts while the first ends)."""
+    from quantrot.kernels.fp8 import blocks
+
+    if not has_kernels(x.device) or not 0 < len(x) <= hopper.DECODE_ROWS:
+        return None
+    around = norm, epsilon, residual, gates, gated
+    if (run := _one_kernel(x, b, b_scale, b_block, rule, bias, b_settled, *around)) is not None:
+        return run
+    if not (blocks.supports(x, ROW, gated) if norm is None else blocks.supports_normed(x, norm)):
+        return None
+    q, scale = outputs(x, ROW, True, gated)
+    operands: Any = q, scale, b, b_scale, ROW, b_block, x.dtype, bias, residual
+    if not hopper.supports(*operands):
+        return None
+    if norm is None:
+        quantize_x = blocks.prepare(x, q, scale, ROW, rule, gated)
+    else:
+        quantize_x = blocks.prepare_normed(x, norm, epsilon, q, scale, rule, b_settled)
+    product = hopper.prepare(*operands, b_settled=b_settled)
+
+    def in_two(x: Tensor, residual: Tensor | None) -> Tensor:
+        q, scale = outputs(x, ROW, True, gated)
+        quantize_x(x, q, scale)
+        y = product(q, scale, residual)
+        return gate(y) if gates else y
+
+    return in_two
 
 
 @implement("quantrot::fp8_linear")
@@ -150,12 +196,12 @@ def _linear(
     gates: bool = False,
     gated: bool = False,
 ) -> Tensor:
-    block = b_block[0], b_block[1]
+    block, around = (b_block[0], b_block[1]), (norm, epsilon, residual, gates, gated)
     if backend != "reference" and has_kernels(x.device):
         from quantrot.kernels.fp8 import prompt
 
-        around = norm, epsilon, residual, gates, gated
-        if (run := _one_kernel(x, b, b_scale, block, rule, bias, b_settled, *around)) is not None:
+        find = _few_tokens if backend == "auto" else _one_kernel
+        if (run := find(x, b, b_scale, block, rule, bias, b_settled, *around)) is not None:
             return run(x, residual)
         plain = norm is None and residual is None and not (gates or gated)
         if plain and prompt.supports(x, b, b_scale, block, bias):
@@ -165,46 +211,11 @@ def _linear(
             "backend: 'hopper' needs an NVIDIA GPU of capability 9.0 and one or two tokens that are not gated, or "
             f"thousands in bfloat16 and a plain product; x is {x.dtype} {tuple(x.shape)}"
         )
-    codes = _codes(x, norm, epsilon, gated, rule, backend, b_settled)
-    y = _product(codes, b, b_scale, block, x.dtype, bias, residual, backend, b_settled)
+    x = x if norm is None else rms_norm(x, norm, epsilon)
+    codes = quantize(x, 1, 128, rule, True, backend, gated)
+    y = gemm(*codes, b, b_scale, list(ROW), b_block, x.dtype, bias, backend, b_settled)
+    y = y if residual is None else y + residual
     return gate(y) if gates else y
-
-
-def _codes(
-    x: Tensor, norm: Tensor | None, epsilon: float, gated: bool, rule: str, backend: str, settled: bool
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales of 1 x 128 blocks of x, behind what is before."""
-    if norm is None:
-        return quantize(x, 1, 128, rule, True, backend, gated)
-    if backend == "auto" and has_kernels(x.device):
-        from quantrot.kernels.fp8 import blocks
-
-        # The next kernel may start at once, which takes room from more rows.
-        if x.shape[0] <= hopper.DECODE_ROWS and blocks.supports_normed(x, norm):
-            q, scale = outputs(x, ROW, True)
-            blocks.quantize_normed(x, norm, epsilon, q, scale, rule, settled)
-            return q, scale
-    return quantize(rms_norm(x, norm, epsilon), 1, 128, rule, True, backend)
-
-
-def _product(
-    codes: tuple[Tensor, Tensor],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: tuple[int, int],
-    dtype: torch.dtype,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    backend: str,
-    settled: bool,
-) -> Tensor:
-    """Their product with b, and what is behind it."""
-    if residual is not None and backend == "auto" and has_kernels(residual.device):
-        operands = *codes, b, b_scale, ROW, b_block, dtype, bias, residual
-        if hopper.supports(*operands):
-            return hopper.gemm(*operands, b_settled=settled)
-    y = gemm(*codes, b, b_scale, list(ROW), list(b_block), dtype, bias, backend, settled)
-    return y if residual is None else y + residual
 
 
 @torch.library.register_fake("quantrot::fp8_linear")

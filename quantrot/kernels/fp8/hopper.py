@@ -14,6 +14,7 @@ a_scale [M, K / 128] is read fastest with its rows adjacent (stride (1, M): a [K
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -471,7 +472,7 @@ def arguments(
     a_scale: Tensor,
     b: Tensor,
     b_scale: Tensor,
-    c: Tensor,
+    c: Tensor | None,
     a_block: tuple[int, int],
     b_block: tuple[int, int],
     bias: Tensor | None,
@@ -481,19 +482,10 @@ def arguments(
 ) -> GemmArgs:
     """The kernel's last parameter."""
     (m, k), n = a.shape, b.shape[0]
-    return GemmArgs(
-        scales_of(a, a_scale, a_block),
-        scales_of(b, b_scale, b_block),
-        bias.data_ptr() if bias is not None else None,
-        c.data_ptr(),
-        m,
-        n,
-        k,
-        segment_of(k, parts),
-        0 if isinstance(plan, Decode) else plan.tile_group,
-        plan.box(m),
-        *residual_of(residual),
-    )
+    scales = scales_of(a, a_scale, a_block), scales_of(b, b_scale, b_block)
+    group = 0 if isinstance(plan, Decode) else plan.tile_group
+    pointers = (t.data_ptr() if t is not None else None for t in (bias, c))
+    return GemmArgs(*scales, *pointers, m, n, k, segment_of(k, parts), group, plan.box(m), *residual_of(residual))
 
 
 def residual_of(residual: Tensor | None) -> tuple[int | None, int]:
@@ -555,25 +547,54 @@ def gemm(
     reason = unsupported(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, residual)
     if reason:
         raise ValueError(f"{reason}; use another backend")
-    (m, k), n = a.shape, b.shape[0]
-    c = torch.empty((m, n), dtype=out_dtype, device=a.device)
-    if m == 0:
-        return c
-    given, a, b, bias = b, aligned(a), aligned(b), aligned_bias(bias)
-    parts = parts or parts_of(n, k)
-    plan = plan or plan_for(m, n, k, parts, b_settled and b is given)
+    if len(a) == 0:
+        return torch.empty((0, b.shape[0]), dtype=out_dtype, device=a.device)
+    given: Any = a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, residual
+    return prepare(*given, b_settled=b_settled, plan=plan, parts=parts)(a, a_scale, residual)
+
+
+def prepare(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_block: tuple[int, int],
+    b_block: tuple[int, int],
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    b_settled: bool,
+    plan: Plan | None = None,
+    parts: int | None = None,
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """`gemm` of operands that it takes, as a function of a, its scales and residual: of any like these."""
+    (m, k), n, given = a.shape, b.shape[0], (b, bias)
+    b, bias, parts = aligned(b), aligned_bias(bias), parts or parts_of(n, k)
+    plan = plan or plan_for(m, n, k, parts, b_settled and b is given[0])
     device, segment, channel, add = a.get_device(), segment_of(k, parts), is_channel(b, b_block), residual is not None
     if add and not isinstance(plan, Decode):
         raise ValueError(f"plan: a {type(plan).__name__} adds no residual; give a Decode")
-    maps = [
-        nvrtc.tensor_map(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0) * x.itemsize, box, x.dtype)
-        for x, box in zip((a, b, c), plan.boxes(m), strict=False)
-    ]
-    values = _Arguments(args=arguments(a, a_scale, b, b_scale, c, a_block, b_block, bias, plan, parts, residual))
-    for field, value in zip("abc", maps, strict=False):
-        ctypes.memmove(getattr(values, field), value, 128)
-    bias_bytes = bias.itemsize if bias is not None else 0
+    made: Any = {"size": (m, n), "dtype": out_dtype, "device": a.device}
+    args = arguments(a, a_scale, b, b_scale, None, a_block, b_block, bias, plan, parts, residual)
+    values = _Arguments(args=args)
+    values.copies = [t for t in (b, bias) if t is not None and all(t is not g for g in given)]
+    boxes = {name: (*box, 128) for name, box in zip("abc", plan.boxes(m), strict=False)}
+    ctypes.memmove(values.b, nvrtc.matrix_map(b, boxes["b"]), 128)
+    bias_bytes, shared = bias.itemsize if bias is not None else 0, plan.shared_bytes(segment)
     function = _kernel(plan, parts, channel, out_dtype, bias_bytes, add, segment, device)
-    blocks = plan.grid(m, n, parts if isinstance(plan, Decode) else processors(device))
-    nvrtc.launch(function, (blocks,), plan.threads, plan.shared_bytes(segment), values, device, overlap=plan.overlap)
-    return c
+    grid = (plan.grid(m, n, parts if isinstance(plan, Decode) else processors(device)),)
+    launch = nvrtc.Launch(function, grid, plan.threads, shared, device, overlap=plan.overlap)
+
+    def run(a: Tensor, a_scale: Tensor, residual: Tensor | None) -> Tensor:
+        c, a, now = torch.empty(**made), aligned(a), _Arguments.from_buffer_copy(values)
+        ctypes.memmove(now.a, nvrtc.matrix_map(a, boxes["a"]), 128)
+        if "c" in boxes:
+            ctypes.memmove(now.c, nvrtc.matrix_map(c, boxes["c"]), 128)
+        now.args.a.data, now.args.c = a_scale.data_ptr(), c.data_ptr()
+        if residual is not None:
+            now.args.residual = residual.data_ptr()
+        launch(now)
+        return c
+
+    return run
