@@ -12,8 +12,8 @@ recipe "bf16" leaves the linears alone: what quantrot's attention does to them a
 
 Both are compiled with mode="reduce-overhead". Decode is one token after a prompt, in a static cache; the time is the
 mean of --steps consecutive tokens, synchronized at both ends. Prefill is a forward over a prompt that gives its keys
-and values and the last token's logits, the median of five. --eager times both without compilation too, where the host's
-share shows. --profile lists the kernels of each, and the gaps between them. The floor reads every weight once at copy
+and values and the last token's logits, the median of five. --eager times both without compilation instead, where the
+host sets the pace, and decodes into the growing cache that `generate` takes by itself. --profile lists the kernels of each, and the gaps between them. The floor reads every weight once at copy
 speed. `error` is the relative error of the logits to the bfloat16 model's: of random weights, so of interest to find
 broken modules only.
 """
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -174,7 +174,8 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
 def decode_us(model: Any, batch: int, asked: argparse.Namespace, step: Callable[..., Any]) -> float:
     """Microseconds a step: `batch` sequences, one token each."""
     device, prompt, steps = model.device, asked.prompt, asked.steps
-    cache = StaticCache(config=model.config, max_cache_len=prompt + WARM_TOKENS + steps + PROFILED)
+    most = prompt + WARM_TOKENS + steps + PROFILED
+    cache = DynamicCache(config=model.config) if asked.eager else StaticCache(config=model.config, max_cache_len=most)
     ids = torch.randint(0, model.config.vocab_size, (batch, prompt), device=device)
     held = {cache_name(model): cache}
     model(ids, **held, logits_to_keep=1)
@@ -235,13 +236,14 @@ def compiled(model: Any) -> Callable[..., Any]:
 
 
 def measure(model: Any, asked: argparse.Namespace) -> dict[tuple[str, int], float]:
-    """("decode", batch) and ("prefill", tokens), and both with "eager" before the phase -> microseconds."""
-    found = {("decode", batch): decode_us(model, batch, asked, compiled(model)) for batch in asked.batch}
-    found |= {("prefill", tokens): prefill_us(model, tokens, asked, compiled(model)) for tokens in asked.prefill}
-    if asked.eager:
-        found |= {("eager decode", batch): decode_us(model, batch, asked, model.forward) for batch in asked.batch}
-        found |= {("eager prefill", size): prefill_us(model, size, asked, model.forward) for size in asked.prefill}
-    return found
+    """("decode", batch) and ("prefill", tokens), of --eager "eager decode" and "eager prefill" -> microseconds."""
+
+    def step() -> Callable[..., Any]:
+        return model.forward if asked.eager else compiled(model)
+
+    how = "eager " if asked.eager else ""
+    found = {(f"{how}decode", batch): decode_us(model, batch, asked, step()) for batch in asked.batch}
+    return found | {(f"{how}prefill", tokens): prefill_us(model, tokens, asked, step()) for tokens in asked.prefill}
 
 
 # --- The table -------------------------------------------------------------------------------------------------------
@@ -308,7 +310,7 @@ if __name__ == "__main__":
     parser.add_argument("--recipe", action="append", help=f"a file, or one of {', '.join([WIDE, *shipped_recipes()])}")
     parser.add_argument("--batch", type=int, nargs="*", default=[1], help="sequences to decode together")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048, 8192], help="tokens")
-    parser.add_argument("--eager", action="store_true", help="both without compilation, too")
+    parser.add_argument("--eager", action="store_true", help="both without compilation")
     parser.add_argument("--profile", action="store_true", help="list the kernels that a token and a prompt take")
     parser.add_argument("--prompt", type=int, default=128, help="tokens in the cache before the first decoded one")
     parser.add_argument("--steps", type=int, default=64, help="tokens to decode")

@@ -2,11 +2,18 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantrot import convert
 from quantrot.kernels.fp8 import quantize_fp8_block
 from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.load import load
+from quantrot.modules.fp8 import Fp8TrainingLinear
+from quantrot.modules.mxfp4 import train_in_mxfp4
 
 RECIPES = ("fp8-block", "int8-weight-only", "hadamard-mxfp4", "quarot-w4a4kv4", "fp8-attention-rotated")
 TOKENS = 24
@@ -78,3 +85,67 @@ def test_kernels_run_on_the_device_of_their_tensors():
     for run in (hadamard_transform, lambda t: quantize_fp8_block(t)[1]):
         first, second = (run(x.to(f"cuda:{i}", torch.bfloat16)).cpu() for i in (0, 1))
         assert torch.equal(first, second)
+
+
+# --- Training --------------------------------------------------------------------------------------------------------
+
+
+def in_training(kind):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=512, **sizes)).to("cuda", torch.bfloat16)
+    if kind == "mxfp4":
+        train_in_mxfp4(model)
+        return model
+    for name, linear in list(model.model.named_modules()):
+        if isinstance(linear, torch.nn.Linear):
+            model.model.set_submodule(name, Fp8TrainingLinear.of(linear))
+    return model
+
+
+def texts(rank):
+    return (torch.arange(4 * 128).view(4, 128) * 7 + rank * 13).cuda() % 512
+
+
+def trained(run, model, ranks):
+    """The mean loss of five steps, each on the texts of these ranks."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for _ in range(5):
+        losses.append(0.0)
+        for rank in ranks:
+            loss = run(texts(rank), labels=texts(rank)).loss / len(ranks)
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.tensor(losses)
+
+
+def one_of_two(rank, kind, how, folder):
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
+    model = run = in_training(kind)
+    if how == "ddp":
+        run = DistributedDataParallel(model, device_ids=[rank])
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mp_policy=policy)
+    losses = trained(run, model, [rank]).cuda()
+    dist.all_reduce(losses, dist.ReduceOp.AVG)
+    if rank == 0:
+        torch.save(losses.cpu(), folder / "losses")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_two_gpus_train_as_one(tmp_path, kind, how):
+    """MXFP4's gradients are rounded by other random numbers on each rank."""
+    model = in_training(kind)
+    alone = trained(model, model, [0, 1])
+    processes.spawn(one_of_two, (kind, how, tmp_path), nprocs=2)
+    together = torch.load(tmp_path / "losses")
+    assert together[-1] < together[0] - 1
+    torch.testing.assert_close(together, alone, rtol=0.005 if kind == "fp8" else 0.05, atol=0)
