@@ -25,6 +25,7 @@ def unseen(*tensors: Tensor | None) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
     ) and all(t is None or type(t) in PLAIN for t in tensors)
 
 
@@ -47,7 +48,8 @@ class Ready(dict[Hashable, Callable[..., Any] | None]):
     """An operator's launches by what they were decided from; None for calls that have none. It holds no tensors: an
     address that another weight comes to have is one of the same shape and dtype, or another key."""
 
-    def keep(self, key: Hashable, again: Callable[..., Any] | None) -> None:
+    def keep(self, key: Hashable, again: Callable[..., Any] | None, *held: Tensor | None) -> None:
+        """again: that function, which has the addresses of the tensors `held`."""
         if len(self) >= KEPT:
             self.clear()
-        self[key] = again
+        self[key] = again if all(map(lies_well, held)) else None

@@ -35,6 +35,8 @@ def test_a_call_is_seen_by_graphs_modes_transforms_and_subclasses():
             assert not unseen(x)
         with torch.overrides.BaseTorchFunctionMode():
             assert not unseen(x)
+        with torch.autograd.forward_ad.dual_level():
+            assert not unseen(x)
         torch.func.vmap(lambda t: (found.append(unseen(t)), t)[1])(x)
         torch.compile(lambda t: (found.append(unseen(t)), t + 1)[1], backend="eager")(x)
     with torch.inference_mode():
@@ -52,10 +54,13 @@ def test_keys_have_what_plans_and_launches_look_at():
 
 
 def test_what_is_kept_is_bounded():
-    ready = Ready()
+    ready, x = Ready(), torch.zeros(8, 64)
     for i in range(KEPT + 3):
         ready.keep(i, None)
     assert len(ready) == 3 and KEPT + 2 in ready
+    for name, held in (("plain", x), ("turned", x.T), ("none", None)):
+        ready.keep(name, print, x, held)
+    assert (ready["plain"], ready["turned"], ready["none"]) == (print, None, print)
 
 
 def fp8(x, b, **around):

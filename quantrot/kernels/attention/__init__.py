@@ -187,7 +187,7 @@ def attend(
     known, q, q_scale = None, given.q, given.q_scale
     if q.is_cuda and q.shape[2:3] == (1,) and query_lengths is None and backend == "auto":
         if unseen(*given, mask, lengths):
-            known = _key(given, mask), like(lengths), bool(causal), scale, dtype
+            known = _key(given, mask), like(lengths), causal, scale, dtype
             if (again := READY.get(known)) is not None:
                 return again(q, q_scale, mask, lengths)
     _check_attend(given, mask, lengths, query_lengths, dtype, backend)
@@ -196,9 +196,11 @@ def attend(
     q, q_scale, k, k_scale, v, v_scale = given
     scale = q.shape[-1] ** -0.5 if scale is None else number("scale", scale, "positive, finite")
     if known is not None and known not in READY:
-        READY.keep(
-            known, _one_query(Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, None, causal, scale), dtype)
-        )
+        inputs = Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, None, causal, scale)
+        again = _one_query(inputs, dtype)
+        READY.keep(known, again, lengths)
+        if again is not None:
+            return again(q, q_scale, mask, lengths)
     codes = (t.view(torch.uint8) if t.dtype == E4M3 else t for t in (q, k, v))
     y = torch.ops.quantrot.fp8_attention(
         *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, dtype, backend
@@ -219,9 +221,9 @@ def _one_query(given: Inputs, dtype: torch.dtype) -> Callable[..., Tensor] | Non
     """That kernel, ready, where it takes these and all is where it can be read."""
     from quantrot.kernels.attention import decode
 
-    if given.q.dtype != given.k.dtype or not decode.supports(given, dtype):
+    if given.q.dtype != given.k.dtype or not lies_well(given.lengths) or not decode.supports(given, dtype):
         return None
-    return decode.prepare(given, dtype) if lies_well(given.lengths) else None
+    return decode.prepare(given, dtype)
 
 
 def rope_hadamard_quantize(

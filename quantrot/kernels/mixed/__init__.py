@@ -60,7 +60,7 @@ from quantrot.kernels.operators import (
     number,
     refuse_tangents,
 )
-from quantrot.kernels.ready import Ready, lies_well, like, same, unseen
+from quantrot.kernels.ready import Ready, like, same, unseen
 
 __all__ = [
     "dequantize_int8",
@@ -167,7 +167,9 @@ def mixed_linear(
     rest = norm, epsilon, None if residual is None else residual.reshape(-1, weight.shape[0]), gates, ready
     if key is not None and key not in READY:
         again = _few_tokens(flat, weight, scale, zero_point, bias, *rest)
-        READY.keep(key, again if all(map(lies_well, (*held, residual))) else None)
+        READY.keep(key, again, *held, residual)
+        if again is not None:
+            return again(flat, residual).view(*x.shape[:-1], -1)
     y = torch.ops.quantrot.mixed_linear(flat, weight, scale, zero_point, bias, *rest)
     return y.view(*x.shape[:-1], y.shape[1])
 

@@ -57,7 +57,7 @@ def mxfp4_fused(
     if unseen(x, packed, scale, norm, residual):
         key = like(x), same(packed), same(scale), same(norm), like(residual), asked
         if (again := READY.get(key)) is not None:
-            return again(x, None, residual).view(*x.shape[:-1], -1)
+            return again(x, None, residual).view(*x.shape[:-1], len(packed))
     n, k = len(packed), packed.shape[-1] * 2
     if gated and (norm is not None or x.shape[-1:] != (2 * k,)):
         found = f"x {list(x.shape)} by packed {list(packed.shape)}" + ("" if norm is None else ", with a norm")
@@ -72,11 +72,13 @@ def mxfp4_fused(
     if around and x.dtype == torch.bfloat16 and not grads and has_fused(tokens, n, k, x.device):
         flat = None if residual is None else residual.reshape(-1, n)
         rest = activations, activation_rule(activations, scale_rule), hadamard, norm, epsilon, flat, gated, settled
-        x_flat = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])
         if key is not None and key not in READY:
-            again = _one_or_two_kernels(x_flat, packed, scale, *rest)
-            READY.keep(key, again if all(map(lies_well, (packed, scale, norm, residual))) else None)
-        y = torch.ops.quantrot.mxfp4_fused(x_flat, packed, scale, *rest)
+            again = _one_or_two_kernels(rows, packed, scale, *rest)
+            READY.keep(key, again, packed, scale, norm, residual)
+            if again is not None:
+                return again(rows, None, residual).view(*x.shape[:-1], n)
+        y = torch.ops.quantrot.mxfp4_fused(rows, packed, scale, *rest)
         return y.view(*x.shape[:-1], n)
     product: dict[str, Any] = {
         "activations": activations,
