@@ -13,9 +13,9 @@ recipe "bf16" leaves the linears alone: what quantrot's attention does to them a
 Both are compiled with mode="reduce-overhead". Decode is one token after a prompt, in a static cache; the time is the
 mean of --steps consecutive tokens, synchronized at both ends. Prefill is a forward over a prompt that gives its keys
 and values and the last token's logits, the median of five. --eager times both without compilation instead, where the
-host sets the pace, and decodes into the growing cache that `generate` takes by itself. --profile lists the kernels of each, and the gaps between them. The floor reads every weight once at copy
-speed. `error` is the relative error of the logits to the bfloat16 model's: of random weights, so of interest to find
-broken modules only.
+host sets the pace, and decodes into the growing cache that `generate` takes by itself. --profile lists the kernels of
+each, and the gaps between them. The floor reads every weight once at copy speed. `error` is the relative error of the
+logits to the bfloat16 model's: of random weights, so of interest to find broken modules only.
 """
 
 import argparse

@@ -26,7 +26,8 @@ def unseen(*tensors: Tensor | None) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
-    ) and all(t is None or type(t) in PLAIN for t in tensors)
+        or torch._C._get_tracing_state() is not None
+    ) and all(t is None or (type(t) in PLAIN and not t.is_neg()) for t in tensors)
 
 
 def like(x: Tensor | None) -> Hashable:
