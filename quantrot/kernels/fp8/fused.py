@@ -115,29 +115,6 @@ def _has_fused(several: bool, n: int, k: int, device: torch.device) -> bool:
     return k % 16 == 0 and n % 8 == 0 and k <= blocks.MOST_COLUMNS if several else linear.takes_one(n, k)
 
 
-def _one_kernel(
-    x: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: tuple[int, int],
-    rule: str,
-    bias: Tensor | None,
-    b_settled: bool,
-    norm: Tensor | None,
-    epsilon: float,
-    residual: Tensor | None,
-    gates: bool,
-    gated: bool,
-) -> Run | None:
-    """All of it in the kernel of one or two tokens; None where these are not for it."""
-    from quantrot.kernels.fp8 import linear
-
-    if gated or not linear.supports(x, b, b_scale, b_block, bias, norm, residual, gates):
-        return None
-    around = bias, norm, epsilon, residual, gates
-    return linear.prepare(x, b, b_scale, b_block, rule, *around, b_settled=b_settled)
-
-
 def _few_tokens(
     x: Tensor,
     b: Tensor,
@@ -151,16 +128,20 @@ def _few_tokens(
     residual: Tensor | None,
     gates: bool,
     gated: bool,
+    *,
+    in_one: bool = False,
 ) -> Run | None:
-    """All of it in that kernel, or in the quantizer's and the product's of up to 64 tokens (more rows would take room
-    from each other: the second starts while the first ends)."""
-    from quantrot.kernels.fp8 import blocks
+    """All of it in the kernel of one or two tokens, or (not in_one) in the quantizer's and the product's of up to 64;
+    None where these are not for them. The second starts while the first ends: more rows would want its room."""
+    from quantrot.kernels.fp8 import blocks, linear
 
     if not has_kernels(x.device) or not 0 < len(x) <= hopper.DECODE_ROWS:
         return None
-    around = norm, epsilon, residual, gates, gated
-    if (run := _one_kernel(x, b, b_scale, b_block, rule, bias, b_settled, *around)) is not None:
-        return run
+    if not gated and linear.supports(x, b, b_scale, b_block, bias, norm, residual, gates):
+        around = bias, norm, epsilon, residual, gates
+        return linear.prepare(x, b, b_scale, b_block, rule, *around, b_settled=b_settled)
+    if in_one:
+        return None
     if not (blocks.supports(x, ROW, gated) if norm is None else blocks.supports_normed(x, norm)):
         return None
     q, scale = outputs(x, ROW, True, gated)
@@ -202,8 +183,8 @@ def _linear(
     if backend != "reference" and has_kernels(x.device):
         from quantrot.kernels.fp8 import prompt
 
-        find = _few_tokens if backend == "auto" else _one_kernel
-        if (run := find(x, b, b_scale, block, rule, bias, b_settled, *around)) is not None:
+        operands = x, b, b_scale, block, rule, bias, b_settled
+        if (run := _few_tokens(*operands, *around, in_one=backend == "hopper")) is not None:
             return run(x, residual)
         plain = norm is None and residual is None and not (gates or gated)
         if plain and prompt.supports(x, b, b_scale, block, bias):
