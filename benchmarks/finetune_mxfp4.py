@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from quantrot.evals.text import _read, python_topics  # noqa: E402
-from quantrot.modules.mxfp4 import train_in_mxfp4  # noqa: E402
+from quantrot.modules import train_in_mxfp4  # noqa: E402
 from quantrot.source import open_source  # noqa: E402
 from quantrot.tokenizer import windows  # noqa: E402
 

@@ -12,8 +12,7 @@ from quantrot import convert
 from quantrot.kernels.fp8 import quantize_fp8_block
 from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.load import load
-from quantrot.modules.fp8 import Fp8TrainingLinear
-from quantrot.modules.mxfp4 import train_in_mxfp4
+from quantrot.modules import train_in_fp8, train_in_mxfp4
 
 RECIPES = ("fp8-block", "int8-weight-only", "hadamard-mxfp4", "quarot-w4a4kv4", "fp8-attention-rotated")
 TOKENS = 24
@@ -94,12 +93,7 @@ def in_training(kind):
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=512, **sizes)).to("cuda", torch.bfloat16)
-    if kind == "mxfp4":
-        train_in_mxfp4(model)
-        return model
-    for name, linear in list(model.model.named_modules()):
-        if isinstance(linear, torch.nn.Linear):
-            model.model.set_submodule(name, Fp8TrainingLinear.of(linear))
+    (train_in_fp8 if kind == "fp8" else train_in_mxfp4)(model)
     return model
 
 

@@ -13,7 +13,8 @@ from quantrot.modules.int8 import Int8Linear
 from quantrot.modules.layer import few_tokens
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, RotatedLinear, quantize_dequantize
 from quantrot.modules.merged import QuantizedMLP
-from quantrot.modules.mxfp4 import Mxfp4Linear, Mxfp4TrainingLinear, train_in_mxfp4
+from quantrot.modules.mxfp4 import Mxfp4Linear, Mxfp4TrainingLinear
+from quantrot.modules.training import train_in_fp8, train_in_mxfp4
 
 LINEARS: dict[str, type[QuantizedLinear]] = {"fp8": Fp8Linear, "mxfp4": Mxfp4Linear, "int8": Int8Linear}
 
@@ -32,5 +33,6 @@ __all__ = [
     "RotatedLinear",
     "few_tokens",
     "quantize_dequantize",
+    "train_in_fp8",
     "train_in_mxfp4",
 ]

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from quantrot.load import merge_projections
-from quantrot.modules import QuantizedLinear
+from quantrot.modules import QuantizedLinear, train_in_mxfp4
 from quantrot.modules.fp8 import Fp8TrainingLinear
 from quantrot.modules.merged import Merging
-from quantrot.modules.mxfp4 import train_in_mxfp4
 from tests.modules.test_merged import kernels, model
 
 IDS = torch.arange(18).view(2, 9)
