@@ -4,7 +4,10 @@ In eager mode a few tokens go through a model at the pace of the host. An operat
 of a plan and a kernel's parameters take it some 60 us, the kernel 4; to find that all of it is known takes 5.
 
     unseen   whether a call may pass the dispatcher by
-    Ready    by what a call's checks and plans look at (`like`, `same`): the function that only launches
+    Again    a launch, but for the operands that are others in every call
+    Ready    such launches by what checks and plans look at (`like`, `same`)
+
+What the dispatcher does beside that is left out: versions of tensors that are written do not count up.
 """
 
 from collections.abc import Callable, Hashable
@@ -27,7 +30,13 @@ def unseen(*tensors: Tensor | None) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
-    ) and all(t is None or (type(t) in PLAIN and not t.is_neg()) for t in tensors)
+    ) and all(t is None or _is_memory(t) for t in tensors)
+
+
+def _is_memory(t: Tensor) -> bool:
+    """Whether its numbers are what lies at its address, in its strides."""
+    plain = type(t) in PLAIN and t.layout is torch.strided
+    return plain and not (t.is_neg() or t._is_zerotensor())
 
 
 def like(x: Tensor | None) -> Hashable:
@@ -41,16 +50,45 @@ def same(x: Tensor | None) -> Hashable:
 
 
 def lies_well(x: Tensor | None) -> bool:
-    """Whether kernels read it where it is: of a copy a launch would have the address, and not see what becomes of x."""
+    """Whether any kernel reads it where it is."""
     return x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0)
 
 
-class Ready(dict[Hashable, Callable[..., Any] | None]):
-    """An operator's launches by what they were decided from; None for calls that have none. It holds no tensors: an
-    address that another weight comes to have is one of the same shape and dtype, or another key."""
+def copied(*operands: tuple[Tensor | None, Tensor | None]) -> list[Tensor]:
+    """The copies among operands, each as it was given and as a kernel reads it."""
+    return [b for a, b in operands if a is not None and b is not None and a.data_ptr() != b.data_ptr()]
 
-    def keep(self, key: Hashable, again: Callable[..., Any] | None, *held: Tensor | None) -> None:
-        """again: that function, which has the addresses of the tensors `held`."""
+
+class Again:
+    """`run` of operands like those that it was made from, which are given to it; on its device, which it makes current.
+
+    copies: of operands whose addresses it has, made for it to read. A copy does not see what becomes of the operand, so
+    that such a launch is for one call.
+    """
+
+    def __init__(self, run: Callable[..., Any], device: int, copies: list[Tensor]) -> None:
+        self.run, self.device, self.copies = run, device, copies
+
+    def __call__(self, *operands: Any) -> Any:
+        if self.device < 0 or torch.cuda.current_device() == self.device:
+            return self.run(*operands)
+        with torch.cuda.device(self.device):
+            return self.run(*operands)
+
+
+class Ready(dict[Hashable, Again]):
+    """An operator's launches by what they were decided from. It holds no tensors: an address that another weight comes
+    to have is one of the same shape and dtype, or another key."""
+
+    def find(self, key: Hashable) -> Again | None:
+        try:
+            return self.get(key)
+        except TypeError:  # not hashable: no argument that an operator takes, which says so
+            return None
+
+    def keep(self, key: Hashable, again: Again) -> None:
+        if again.copies:
+            return
         if len(self) >= KEPT:
             self.clear()
-        self[key] = again if all(map(lies_well, held)) else None
+        self[key] = again

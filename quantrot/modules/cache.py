@@ -178,13 +178,12 @@ class KVLayer(CacheLayerMixin):
         at, limit = self._next()
         cache = (self.buffers[n] for n in ("key", "key_scale", "value_transposed", "value_scale"))
         given: Any = q, k, v, cos, sin, *cache, at
-        run = append.run_for(*given, limit=limit, order=order, signs=signs, advance=not keep)
-        if run is None:
+        made = append.try_append(*given, limit=limit, order=order, signs=signs, advance=not keep)
+        if made is None:
             return None
-        codes, scale, lengths = run(q, k, v, cos, sin, 0 if isinstance(at, Tensor) else at)
         self._count(keep)
         self.empty = False
-        return self._every(codes.view(E4M3), scale, self.buffers), lengths
+        return self._every(*made[:2], self.buffers), made[2]
 
     def _every(self, q: Tensor, q_scale: Tensor, stored: Buffers) -> Quantized:
         """Queries' codes with all keys and values."""

@@ -35,14 +35,14 @@ def used(monkeypatch):
 @pytest.fixture
 def counted(used, monkeypatch):
     """A list that grows with each token's kernel."""
-    calls, real = [], append.run_for
+    calls, real = [], append.try_append
 
     def called(*args, **kwargs):
-        if (run := real(*args, **kwargs)) is not None:
+        if (made := real(*args, **kwargs)) is not None:
             calls.append(kwargs["advance"])
-        return run
+        return made
 
-    monkeypatch.setattr(append, "run_for", called)
+    monkeypatch.setattr(append, "try_append", called)
     return calls
 
 

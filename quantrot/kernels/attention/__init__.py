@@ -27,7 +27,7 @@ it is the faster. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832
 
 import os
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -63,7 +63,7 @@ from quantrot.kernels.operators import (
     number,
     refuse_tangents,
 )
-from quantrot.kernels.ready import Ready, lies_well, like, same, unseen
+from quantrot.kernels.ready import Again, Ready, lies_well, like, same, unseen
 
 __all__ = [
     "BLOCK",
@@ -188,18 +188,17 @@ def attend(
     if q.is_cuda and q.shape[2:3] == (1,) and query_lengths is None and backend == "auto":
         if unseen(*given, mask, lengths):
             known = _key(given, mask), like(lengths), causal, scale, dtype
-            if (again := READY.get(known)) is not None:
+            if (again := READY.find(known)) is not None:
                 return again(q, q_scale, mask, lengths)
     _check_attend(given, mask, lengths, query_lengths, dtype, backend)
     if causal is None:  # which the operator would take for False
         raise ValueError("causal: None; allowed: True, False")
     q, q_scale, k, k_scale, v, v_scale = given
     scale = q.shape[-1] ** -0.5 if scale is None else number("scale", scale, "positive, finite")
-    if known is not None and known not in READY:
+    if known:
         inputs = Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, None, causal, scale)
-        again = _one_query(inputs, dtype)
-        READY.keep(known, again, lengths)
-        if again is not None:
+        if again := _one_query(inputs, dtype):
+            READY.keep(known, again)
             return again(q, q_scale, mask, lengths)
     codes = (t.view(torch.uint8) if t.dtype == E4M3 else t for t in (q, k, v))
     y = torch.ops.quantrot.fp8_attention(
@@ -217,11 +216,12 @@ def _key(given: Quantized, mask: Tensor | None) -> Hashable:
     return like(q), like(q_scale), *map(same, cache), like(mask), ends
 
 
-def _one_query(given: Inputs, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+def _one_query(given: Inputs, dtype: torch.dtype) -> Again | None:
     """That kernel, ready, where it takes these and all is where it can be read."""
     from quantrot.kernels.attention import decode
 
-    if given.q.dtype != given.k.dtype or not lies_well(given.lengths) or not decode.supports(given, dtype):
+    as_they_lie = given.q.numel() > 0 and given.q.dtype == given.k.dtype and lies_well(given.lengths)
+    if not as_they_lie or not decode.supports(given, dtype):
         return None
     return decode.prepare(given, dtype)
 

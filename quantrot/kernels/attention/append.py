@@ -17,7 +17,6 @@ stored, and the query's scale says that it is no number; where the host knows th
 """
 
 import ctypes
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -30,11 +29,10 @@ from quantrot.kernels.attention.reference import Granularity, rope_hadamard_quan
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import load_kernel
 from quantrot.kernels.operators import constant, implement
-from quantrot.kernels.ready import Ready, like, same, unseen
+from quantrot.kernels.ready import Again, Ready, copied, like, same, unseen
 
 HEADS = 8  # of a thread block
 MOVING = ("q", "k", "v", "cos", "sin", "q_out", "q_scale", "lengths")  # of the kernel's parameters, from call to call
-Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int], tuple[Tensor, Tensor, Tensor]]
 READY = Ready()
 ENTRY = """extern "C" __global__ void __launch_bounds__(32) append(const __grid_constant__ quantrot::AppendArgs args) {{
   quantrot::append<{call}>(args);
@@ -77,51 +75,47 @@ def rope_hadamard_append(
     """
     if reason := unsupported(q, k, v, cos, sin, key, key_scale, value, value_scale, length, order, signs):
         raise ValueError(f"rope_hadamard_append: {reason}")
-    if not 0 < limit <= key.shape[2]:
-        raise ValueError(f"rope_hadamard_append: limit {limit}; allowed: 1 to {key.shape[2]}, the cache's room")
+    _check_place(length, limit, key.shape[2])
     place: tuple[Tensor | None, Tensor | None, int]  # a length to read, one to count, a number
     if isinstance(length, Tensor):
         place = (None, length, 0) if advance else (length, None, 0)
-    elif 0 <= length < limit:
-        place = None, None, length
     else:
-        raise ValueError(f"rope_hadamard_append: length {length}; allowed: 0 to {limit - 1}, the limit is {limit}")
+        place = None, None, length
     cache = key, key_scale, value, value_scale
     codes, *rest = torch.ops.quantrot.rope_hadamard_append(q, k, v, cos, sin, signs, order, *cache, *place, limit)
     return codes.view(E4M3), *rest
 
 
-def run_for(
+def try_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, key: Tensor, key_scale: Tensor,
     value: Tensor, value_scale: Tensor, length: Tensor | int, *, limit: int, order: int, signs: Tensor | None,
     advance: bool,
-) -> Run | None:  # fmt: skip
-    """rope_hadamard_append of operands like these, as a function of q, k, v, cos, sin and the place (of a length on the
-    device: 0); None where they do not fit. Codes are uint8. Found again, it takes the host a fifth of the operator."""
-    known, cache, counted = None, (key, key_scale, value, value_scale), isinstance(length, Tensor)
-    tokens = length if isinstance(length, Tensor) else None
-    if q.is_cuda and unseen(q, k, v, cos, sin, signs, tokens, *cache):
-        held = map(same, (*cache, signs, tokens))
-        known = *map(like, (q, k, v, cos, sin)), *held, limit, order, advance
-        if known in READY:
-            return READY[known]
-    run: Run | None = None
-    if not unsupported(q, k, v, cos, sin, *cache, length, order, signs):
-        if known is not None and q.numel():
-            run = prepare(q, k, v, cos, sin, signs, order, *cache, length, advance, limit)
-        else:
-            rest: Any = {"limit": limit, "order": order, "signs": signs, "advance": advance}
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    """rope_hadamard_append, in eager mode found again; None where the operands do not fit."""
+    _check_place(length, limit, key.shape[2])
+    known, cache, moving = None, (key, key_scale, value, value_scale), (q, k, v, cos, sin)
+    tokens, at = (length, 0) if isinstance(length, Tensor) else (None, length)
+    if q.is_cuda and q.numel() and unseen(*moving, signs, tokens, *cache):
+        known = *map(like, moving), *map(same, (*cache, signs, tokens)), limit, order, advance
+        if again := READY.find(known):
+            codes, scale, lengths = again(*moving, at)
+            return codes.view(E4M3), scale, lengths
+    if unsupported(*moving, *cache, length, order, signs):
+        return None
+    if not known:
+        how: Any = {"limit": limit, "order": order, "signs": signs, "advance": advance}
+        return rope_hadamard_append(*moving, *cache, length, **how)
+    again = prepare(*moving, signs, order, *cache, length, advance, limit)
+    READY.keep(known, again)
+    codes, scale, lengths = again(*moving, at)
+    return codes.view(E4M3), scale, lengths
 
-            def run(
-                q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, at: int
-            ) -> tuple[Tensor, Tensor, Tensor]:
-                place = length if counted else at
-                codes, scale, lengths = rope_hadamard_append(q, k, v, cos, sin, *cache, place, **rest)
-                return codes.view(torch.uint8), scale, lengths
 
-    if known is not None and q.numel():
-        READY.keep(known, run, signs)
-    return run
+def _check_place(length: Tensor | int, limit: int, room: int) -> None:
+    if not 0 < limit <= room:
+        raise ValueError(f"rope_hadamard_append: limit {limit}; allowed: 1 to {room}, the cache's room")
+    if not isinstance(length, Tensor) and not 0 <= length < limit:
+        raise ValueError(f"rope_hadamard_append: length {length}; allowed: 0 to {limit - 1}, the limit is {limit}")
 
 
 @constant
@@ -271,19 +265,19 @@ def grid(batch: int, heads: int, groups: int) -> tuple[int, int]:
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
     key: Tensor, key_scale: Tensor, value: Tensor, value_scale: Tensor, place: Tensor | int, advance: bool, limit: int,
-) -> Run:  # fmt: skip
+) -> Again:  # fmt: skip
     """The kernel on operands like these, as a function of q, k, v, cos, sin and, of a number, the place."""
     (batch, _, heads, dim), groups, device = q.shape, k.shape[2], q.get_device()
     if key.data_ptr() % 16:  # of which Dynamo knows nothing
         raise ValueError("rope_hadamard_append: keys that do not start at a multiple of 16 bytes")
     cache, sizes = (key, key_scale, value, value_scale), ((batch, heads, 1, dim), (batch, heads, 1), (batch,))
     dtypes, on = (torch.uint8, torch.uint8, torch.int32), q.device
+    given = signs
     if signs is not None and not (signs.is_contiguous() and signs.data_ptr() % 8 == 0):
         signs = signs.clone(memory_format=torch.contiguous_format)
     made = tuple(torch.empty(size, device="meta") for size in sizes)
-    given: Any = (*_read_where_they_lie(q, k, v, cos, sin), signs, order, *cache, place, advance, limit, made)
-    values = _Parameters(arguments(*given))
-    values.signs = signs  # perhaps a copy, whose address it has
+    read: Any = (*_read_where_they_lie(q, k, v, cos, sin), signs, order, *cache, place, advance, limit, made)
+    values = _Parameters(arguments(*read))
     function = _kernel(dim, q.dtype, None if cos is None else cos.dtype, order > 0, device)
     launch = nvrtc.Launch(function, grid(batch, heads, groups), 32, 0, device, overlap=True)
 
@@ -298,14 +292,15 @@ def prepare(
         launch(now)
         return codes, scale, lengths
 
-    return run
+    return Again(run, device, copied((given, signs)))
 
 
 def _read_where_they_lie(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
     """The same, copied where the kernel cannot read them."""
-    q, k, v = (t if aligned(t) else t.contiguous() for t in (q, k, v))
+    plain = torch.contiguous_format
+    q, k, v = (t if aligned(t) else t.clone(memory_format=plain) for t in (q, k, v))
     if cos is not None and sin is not None and not (aligned(cos) and aligned(sin)):
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos, sin = cos.clone(memory_format=plain), sin.clone(memory_format=plain)
     return q, k, v, cos, sin
 
 

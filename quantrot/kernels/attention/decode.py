@@ -7,7 +7,6 @@ Head dimensions 64 and 128, up to 16 query heads a key head, a scale a token for
 """
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +17,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.attention.reference import BLOCK, LOG2E, Inputs, group_of, span
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import SM_SHARED, load_kernel, processors, tensor_map
+from quantrot.kernels.ready import Again
 
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 DIMS = (64, 128)
@@ -196,9 +196,7 @@ def attention(given: Inputs, dtype: torch.dtype, plan: Plan | None = None) -> Te
     return prepare(given, dtype, plan)(given.q, given.q_scale, given.mask, given.lengths)
 
 
-def prepare(
-    given: Inputs, dtype: torch.dtype, plan: Plan | None = None
-) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]:
+def prepare(given: Inputs, dtype: torch.dtype, plan: Plan | None = None) -> Again:
     """`attention` of operands like these, as a function of q, its scales, mask and lengths."""
     (batch, heads, _, dim), groups, device = given.q.shape, given.k.shape[1], given.q.get_device()
     share, made = heads // groups, ((batch, 1, heads, dim), dtype, given.q.device)
@@ -222,4 +220,4 @@ def prepare(
         launch(now)
         return out
 
-    return run
+    return Again(run, device, [])

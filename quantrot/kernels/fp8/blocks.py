@@ -239,14 +239,6 @@ def quantize(
     prepare(x, q, scale, block, rule, gated, plan)(x, q, scale)
 
 
-def quantize_normed(
-    x: Tensor, norm: Tensor, epsilon: float, q: Tensor, scale: Tensor, rule: str, settled: bool = False
-) -> None:
-    """x [M, K] / sqrt(mean(x^2) + epsilon), rounded, * norm [K], rounded -> codes q [M, K], contiguous, and scale, in
-    1 x 128 blocks. Operands for which `supports_normed` holds. settled: no kernel that may still run writes norm."""
-    prepare_normed(x, norm, epsilon, q, scale, rule, settled)(x, q, scale)
-
-
 def prepare(
     x: Tensor,
     q: Tensor,
@@ -273,7 +265,9 @@ def prepare(
 
 
 def prepare_normed(x: Tensor, norm: Tensor, epsilon: float, q: Tensor, scale: Tensor, rule: str, settled: bool) -> Run:
-    """`quantize_normed` of operands like these, as a function of x, q and scale."""
+    """x [M, K] / sqrt(mean(x^2) + epsilon), rounded, * norm [K], rounded -> codes q [M, K], contiguous, and scale, in
+    1 x 128 blocks, of operands like these, for which `supports_normed` holds, as a function of x, q and scale. settled:
+    no kernel that may still run writes norm."""
     (rows, columns), device = x.shape, x.get_device()
     plan = normed_plan(columns)
     args = Arguments(None, None, None, x.stride(0), *scale.stride(), rows, columns)

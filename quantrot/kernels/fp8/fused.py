@@ -1,6 +1,5 @@
 """Tokens quantized and multiplied by a weight, with what a decoder layer has before and behind the product."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ from quantrot.kernels.fp8.operators import (
 )
 from quantrot.kernels.fp8.reference import E4M3, Fp8ScaleRule, gate, rms_norm
 from quantrot.kernels.operators import check_around, constant, implement, number, register_no_gradient
-from quantrot.kernels.ready import Ready, like, same, unseen
+from quantrot.kernels.ready import Again, Ready, like, same, unseen
 
 ROW = (1, 128)
-Run = Callable[[Tensor, Tensor | None], Tensor]  # of x and residual
 READY = Ready()
 
 torch.library.define(
@@ -67,10 +65,11 @@ def fp8_linear(
     differentiable. ValueError for shapes or dtypes that do not fit, or for a backend that cannot run.
     """
     key = None
-    if backend == "auto" and unseen(x, b, b_scale, bias, norm, residual):
+    few = x.is_cuda and x.dim() == 2 and 0 < len(x) <= hopper.DECODE_ROWS
+    if few and backend == "auto" and unseen(x, b, b_scale, bias, norm, residual):
         held = same(b), same(b_scale), same(bias), same(norm)
         key = like(x), held, like(residual), tuple(b_block), scale_rule, epsilon, gates, gated, b_settled
-        if (again := READY.get(key)) is not None:
+        if (again := READY.find(key)) is not None:
             return again(x, residual)
     rule = check_input("fp8_linear", x, ROW, scale_rule, "auto")
     if gated and (norm is not None or x.shape[1] % 2):
@@ -88,11 +87,9 @@ def fp8_linear(
     if backend not in ("auto", "hopper", "reference"):
         raise ValueError(f"backend: {backend!r}; allowed: auto, hopper, reference")
     rest = norm, number("epsilon", epsilon, "non-negative, finite"), residual, gates, gated
-    if key is not None and key not in READY:
-        again = _few_tokens(x, b, b_scale, b_block, rule, bias, b_settled, *rest)
-        READY.keep(key, again, b, b_scale, bias, norm)
-        if again is not None:
-            return again(x, residual)
+    if key and (again := _few_tokens(x, b, b_scale, b_block, rule, bias, b_settled, *rest)):
+        READY.keep(key, again)
+        return again(x, residual)
     return torch.ops.quantrot.fp8_linear(x, b, b_scale, list(b_block), rule, bias, backend, b_settled, *rest)
 
 
@@ -130,7 +127,7 @@ def _few_tokens(
     gated: bool,
     *,
     in_one: bool = False,
-) -> Run | None:
+) -> Again | None:
     """All of it in the kernel of one or two tokens, or (not in_one) in the quantizer's and the product's of up to 64;
     None where these are not for them. The second starts while the first ends: more rows would want its room."""
     from quantrot.kernels.fp8 import blocks, linear
@@ -138,8 +135,8 @@ def _few_tokens(
     if not has_kernels(x.device) or not 0 < len(x) <= hopper.DECODE_ROWS:
         return None
     if not gated and linear.supports(x, b, b_scale, b_block, bias, norm, residual, gates):
-        around = bias, norm, epsilon, residual, gates
-        return linear.prepare(x, b, b_scale, b_block, rule, *around, b_settled=b_settled)
+        rest = bias, norm, epsilon, residual, gates
+        return linear.prepare(x, b, b_scale, b_block, rule, *rest, b_settled=b_settled)
     if in_one:
         return None
     if not (blocks.supports(x, ROW, gated) if norm is None else blocks.supports_normed(x, norm)):
@@ -160,7 +157,7 @@ def _few_tokens(
         y = product(q, scale, residual)
         return gate(y) if gates else y
 
-    return in_two
+    return Again(in_two, product.device, product.copies)
 
 
 @implement("quantrot::fp8_linear")
@@ -184,8 +181,8 @@ def _linear(
         from quantrot.kernels.fp8 import prompt
 
         operands = x, b, b_scale, block, rule, bias, b_settled
-        if (run := _few_tokens(*operands, *around, in_one=backend == "hopper")) is not None:
-            return run(x, residual)
+        if again := _few_tokens(*operands, *around, in_one=backend == "hopper"):
+            return again(x, residual)
         plain = norm is None and residual is None and not (gates or gated)
         if plain and prompt.supports(x, b, b_scale, block, bias):
             return prompt.linear(x, b, b_scale, block, rule, bias, b_settled=b_settled)

@@ -14,7 +14,6 @@ a_scale [M, K / 128] is read fastest with its rows adjacent (stride (1, M): a [K
 """
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel, processors
+from quantrot.kernels.ready import Again, copied
 
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 E4M3 = torch.float8_e4m3fn
@@ -567,7 +567,7 @@ def prepare(
     b_settled: bool,
     plan: Plan | None = None,
     parts: int | None = None,
-) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+) -> Again:
     """`gemm` of operands that it takes, as a function of a, its scales and residual: of any like these."""
     (m, k), n, given = a.shape, b.shape[0], (b, bias)
     b, bias, parts = aligned(b), aligned_bias(bias), parts or parts_of(n, k)
@@ -578,7 +578,6 @@ def prepare(
     made: Any = {"size": (m, n), "dtype": out_dtype, "device": a.device}
     args = arguments(a, a_scale, b, b_scale, None, a_block, b_block, bias, plan, parts, residual)
     values = _Arguments(args=args)
-    values.copies = [t for t in (b, bias) if t is not None and all(t is not g for g in given)]
     boxes = {name: (*box, 128) for name, box in zip("abc", plan.boxes(m), strict=False)}
     ctypes.memmove(values.b, nvrtc.matrix_map(b, boxes["b"]), 128)
     bias_bytes, shared = bias.itemsize if bias is not None else 0, plan.shared_bytes(segment)
@@ -597,4 +596,4 @@ def prepare(
         launch(now)
         return c
 
-    return run
+    return Again(run, device, copied(*zip(given, (b, bias), strict=True)))

@@ -11,7 +11,6 @@ product, an MLP's gate or the residual, at its end.
 """
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -23,6 +22,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import blocks, hopper
 from quantrot.kernels.fp8.hopper import Decode, GemmArgs
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel
+from quantrot.kernels.ready import Again, copied
 
 TOKENS = 8  # that a kernel takes at most, the columns of a tensor core's product
 FEW, MOST = 2, 14336  # tokens, and of M * K, up to which one kernel has been found faster than two
@@ -252,7 +252,7 @@ def prepare(
     b_settled: bool,
     plan: Held | None = None,
     parts: int | None = None,
-) -> Callable[[Tensor, Tensor | None], Tensor]:
+) -> Again:
     """`linear` of operands that it takes, as a function of x and residual: of any like these."""
     m, (n, k), normed, given = x.shape[0], b.shape, norm is not None, (b, bias)
     b, bias = hopper.aligned(b), bias.contiguous() if bias is not None else None
@@ -263,9 +263,6 @@ def prepare(
     box = nvrtc.tensor_map(b.data_ptr(), n, k, b.stride(0), (plan.columns // (1 + gates), 128), b.dtype)
     args, tokens = arguments(x, b, b_scale, None, b_block, bias, parts, norm, epsilon, residual)
     values = _Arguments(args=args, tokens=tokens)
-    values.copies = [
-        t for t in (b, bias) if t is not None and all(t is not g for g in given)
-    ]  # as long as their addresses
     ctypes.memmove(values.b, box, 128)
     bias_bytes = bias.itemsize if bias is not None else 0
     work = Work(parts, normed, x.dtype, rule, hopper.is_channel(b, b_block), bias_bytes, residual is not None, gates)
@@ -281,4 +278,4 @@ def prepare(
         launch(now)
         return c
 
-    return run
+    return Again(run, device, copied(*zip(given, (b, bias), strict=True)))

@@ -30,7 +30,6 @@ graphs see one opaque function, and so does autograd (with respect to the wide o
 
 import os
 import warnings
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -60,7 +59,7 @@ from quantrot.kernels.operators import (
     number,
     refuse_tangents,
 )
-from quantrot.kernels.ready import Ready, like, same, unseen
+from quantrot.kernels.ready import Again, Ready, copied, like, same, unseen
 
 __all__ = [
     "dequantize_int8",
@@ -111,9 +110,9 @@ def mixed_gemm(
     parameters: then, for a few tokens, reading them begins before the kernel before this one has ended.
     Raises ValueError for shapes, dtypes or devices that do not fit, or a backend that cannot run here.
     """
-    copied = not scale.is_contiguous() or not (zero_point is None or zero_point.is_contiguous())
+    copied_scale = not scale.is_contiguous() or not (zero_point is None or zero_point.is_contiguous())
     scale, zero_point = _check(x, weight, scale, zero_point, bias, backend)
-    flat, ready = x.reshape(-1, x.shape[-1]), weight_ready and not copied
+    flat, ready = x.reshape(-1, x.shape[-1]), weight_ready and not copied_scale
     y = torch.ops.quantrot.mixed_gemm(flat, weight, scale, zero_point, bias, backend, ready)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -143,10 +142,11 @@ def mixed_linear(
     torch.compile fuses those. Other arguments and errors as mixed_gemm's; weight_ready speaks of norm too.
     """
     key, held = None, (weight, scale, zero_point, bias, norm)
-    if unseen(x, residual, *held):
+    if x.is_cuda and unseen(x, residual, *held):
         key = like(x), *map(same, held), like(residual), epsilon, gates, weight_ready
-        if (again := READY.get(key)) is not None:
-            return again(x.reshape(-1, x.shape[-1]), residual).view(*x.shape[:-1], -1)
+        if (again := READY.find(key)) is not None:
+            flat = None if residual is None else residual.reshape(-1, len(weight))
+            return again(x.reshape(-1, x.shape[-1]), flat).view(*x.shape[:-1], -1)
     _check_matrices(x, weight)
     if gates and (weight.shape[0] % 2 or residual is not None):
         raise ValueError(f"gates: weight {_shape(weight)}; it takes an even number of rows, gate over up, no residual")
@@ -161,15 +161,13 @@ def mixed_linear(
         x = x if norm is None else rms_norm(x, norm, epsilon)
         y = mixed_gemm(x, weight, scale, zero_point, bias, weight_ready=weight_ready)
         return gate(y) if gates else y if residual is None else y + residual
-    copied = not scale.is_contiguous() or not (zero_point is None or zero_point.is_contiguous())
+    copied_scale = not scale.is_contiguous() or not (zero_point is None or zero_point.is_contiguous())
     scale, zero_point = _check(x, weight, scale, zero_point, bias, "auto")
-    flat, ready = x.reshape(-1, x.shape[-1]), weight_ready and not copied
+    flat, ready = x.reshape(-1, x.shape[-1]), weight_ready and not copied_scale
     rest = norm, epsilon, None if residual is None else residual.reshape(-1, weight.shape[0]), gates, ready
-    if key is not None and key not in READY:
-        again = _few_tokens(flat, weight, scale, zero_point, bias, *rest)
-        READY.keep(key, again, *held, residual)
-        if again is not None:
-            return again(flat, residual).view(*x.shape[:-1], -1)
+    if key and not copied_scale and (again := _few_tokens(flat, weight, scale, zero_point, bias, *rest)):
+        READY.keep(key, again)
+        return again(flat, rest[2]).view(*x.shape[:-1], -1)
     y = torch.ops.quantrot.mixed_linear(flat, weight, scale, zero_point, bias, *rest)
     return y.view(*x.shape[:-1], y.shape[1])
 
@@ -353,8 +351,8 @@ def _mixed_gemm(
         return mixed_reference(x, weight, scale, zero_point, bias, narrow_weight)
     if backend == "expand":
         expanded = _expand(codes, scale, zero_point, wide.shape[1], wide.dtype)
-        same = None if bias is None else bias.to(wide.dtype)
-        return F.linear(x, expanded, same) if narrow_weight else F.linear(expanded, weight, same)
+        as_wide = None if bias is None else bias.to(wide.dtype)
+        return F.linear(x, expanded, as_wide) if narrow_weight else F.linear(expanded, weight, as_wide)
     if backend == "hopper":
         from quantrot.kernels.mixed import hopper
 
@@ -380,9 +378,9 @@ def _few_tokens(
     residual: Tensor | None,
     gates: bool,
     weight_ready: bool,
-) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+) -> Again | None:
     """What is around a product with it in one kernel on Hopper, as a function of x [M, K] and residual, or None."""
-    fits = (not gates or weight.shape[0] % 16 == 0) and x.shape[0] <= DECODE_COLUMNS
+    fits = (not gates or weight.shape[0] % 16 == 0) and 0 < x.shape[0] <= DECODE_COLUMNS and len(weight) > 0
     around = gates or norm is not None or residual is not None
     if not (around and fits and _backend(weight, x, scale, True, "auto") == "hopper"):
         return None
@@ -393,7 +391,9 @@ def _few_tokens(
     codes = _bytes(weight)
     ready = weight_ready and codes.data_ptr() == weight.data_ptr()
     rest = None, ready, gates, norm, epsilon, residual
-    return hopper.prepare(x, codes, scale, zero_point, bias, KINDS[weight.dtype], True, *rest)
+    again = hopper.prepare(x, codes, scale, zero_point, bias, KINDS[weight.dtype], True, *rest)
+    again.copies += copied((weight, codes))
+    return again
 
 
 @implement("quantrot::mixed_linear")
@@ -410,12 +410,12 @@ def _mixed_linear(
     weight_ready: bool = False,
 ) -> Tensor:
     operands, behind = (weight, scale, zero_point, bias), (residual, gates, weight_ready)
-    run = _few_tokens(x, *operands, norm, epsilon, *behind)
-    if run is None and norm is not None:
+    again = _few_tokens(x, *operands, norm, epsilon, *behind)
+    if again is None and norm is not None:
         x, norm = rms_norm(x, norm, epsilon), None
-        run = _few_tokens(x, *operands, norm, epsilon, *behind)
-    if run is not None:
-        return run(x, residual)
+        again = _few_tokens(x, *operands, norm, epsilon, *behind)
+    if again is not None:
+        return again(x, residual)
     y = _mixed_gemm(x, *operands, "auto", weight_ready)
     return gate(y) if gates else y if residual is None else y + residual
 

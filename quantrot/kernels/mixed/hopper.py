@@ -14,7 +14,6 @@ the order of K, added in order. Plans for the same number of parts and teams giv
 """
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -29,6 +28,7 @@ from quantrot.kernels.mixed.norm import WIDE
 from quantrot.kernels.mixed.norm import prepare as prepare_norm
 from quantrot.kernels.mixed.norm import supports as supports_norm
 from quantrot.kernels.nvrtc import load_kernel, processors
+from quantrot.kernels.ready import Again, copied
 
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
@@ -229,14 +229,15 @@ def prepare(
     norm: Tensor | None = None,
     epsilon: float = 0.0,
     residual: Tensor | None = None,
-) -> Callable[[Tensor, Tensor | None], Tensor]:
+) -> Again:
     """`multiply` of operands that it takes, as a function of x and residual: of any like these."""
     wide, codes = (x, weight) if narrow_weight else (weight, x)
     (columns, depth), rows, device = wide.shape, codes.shape[0], x.get_device()
-    given = (codes, scale, bias, weight)
+    given = (weight, scale, bias)
     codes, wide, scale = _aligned(codes[:, :depth]), _aligned(wide), _numbers(scale)
     bias = None if bias is None else _numbers(bias)
-    early = ready and narrow_weight and all(map(_same_memory, given[:3], (codes, scale, bias)))
+    copies = copied(*zip(given, (codes if narrow_weight else wide, scale, bias), strict=True))
+    early = ready and narrow_weight and not copies
     kernel = kernel_of(wide, scale, zero, bias, kind, narrow_weight)
     first = None
     if norm is not None and columns > 1:
@@ -250,9 +251,6 @@ def prepare(
     made: Any = {"size": (x.shape[0], weight.shape[0] >> gated), "dtype": wide.dtype, "device": x.device}
     y = torch.empty(made["size"], device="meta")
     values = _Arguments(args=arguments(y, wide, scale, zero, bias, chosen, early, norm, epsilon, residual))
-    values.copies = [
-        t for t in (codes, wide, scale, bias) if t is not None and not any(_same_memory(t, g) for g in given)
-    ]
     boxes = dict(zip(("codes", "wide", "y"), chosen.boxes(columns, narrow_weight), strict=True))
     stays, moves = ("codes", "wide") if narrow_weight else ("wide", "codes")
     ctypes.memmove(getattr(values, stays), nvrtc.matrix_map(codes if narrow_weight else wide, boxes[stays]), 128)
@@ -275,8 +273,4 @@ def prepare(
         launch(now)
         return y
 
-    return run
-
-
-def _same_memory(a: Tensor | None, b: Tensor | None) -> bool:
-    return (a is None and b is None) or (a is not None and b is not None and a.data_ptr() == b.data_ptr())
+    return Again(run, device, copies)

@@ -1,7 +1,6 @@
 """Few tokens by a packed weight, with what a decoder layer has before and behind the product."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from quantrot.kernels.mxfp4.gemm import DECODE_ROWS, activation_rule, check_oper
 from quantrot.kernels.mxfp4.operators import has_kernels
 from quantrot.kernels.mxfp4.reference import ScaleRule
 from quantrot.kernels.operators import check_around, constant, implement, number
-from quantrot.kernels.ready import Ready, lies_well, like, same, unseen
+from quantrot.kernels.ready import Again, Ready, lies_well, like, same, unseen
 
 READY = Ready()
 
@@ -54,10 +53,12 @@ def mxfp4_fused(
     norm too.
     """
     key, asked = None, (activations, scale_rule, hadamard, epsilon, gated, settled)
-    if unseen(x, packed, scale, norm, residual):
+    if x.is_cuda and unseen(x, packed, scale, norm, residual):
         key = like(x), same(packed), same(scale), same(norm), like(residual), asked
-        if (again := READY.get(key)) is not None:
-            return again(x, None, residual).view(*x.shape[:-1], len(packed))
+        if (again := READY.find(key)) is not None:
+            n = len(packed)
+            flat = None if residual is None else residual.reshape(-1, n)
+            return again(x.reshape(-1, x.shape[-1]), None, flat).view(*x.shape[:-1], n)
     n, k = len(packed), packed.shape[-1] * 2
     if gated and (norm is not None or x.shape[-1:] != (2 * k,)):
         found = f"x {list(x.shape)} by packed {list(packed.shape)}" + ("" if norm is None else ", with a norm")
@@ -73,11 +74,9 @@ def mxfp4_fused(
         flat = None if residual is None else residual.reshape(-1, n)
         rest = activations, activation_rule(activations, scale_rule), hadamard, norm, epsilon, flat, gated, settled
         rows = x.reshape(-1, x.shape[-1])
-        if key is not None and key not in READY:
-            again = _one_or_two_kernels(rows, packed, scale, *rest)
-            READY.keep(key, again, packed, scale, norm, residual)
-            if again is not None:
-                return again(rows, None, residual).view(*x.shape[:-1], n)
+        if key and (again := _one_or_two_kernels(rows, packed, scale, *rest)):
+            READY.keep(key, again)
+            return again(rows, None, flat).view(*x.shape[:-1], n)
         y = torch.ops.quantrot.mxfp4_fused(rows, packed, scale, *rest)
         return y.view(*x.shape[:-1], n)
     product: dict[str, Any] = {
@@ -126,7 +125,7 @@ def batch_is_faster(tokens: int, n: int, k: int, activations: str, front: bool, 
     return activations != "none" and not few_is_faster(tokens, n, k, activations, FRONT * front + BEHIND * behind)
 
 
-def _on_hopper(x: Tensor, activations: str, hadamard: int, norm: Tensor | None, residual: Tensor | None) -> bool:
+def _read_as_they_lie(x: Tensor, activations: str, hadamard: int, norm: Tensor | None, residual: Tensor | None) -> bool:
     turns = activations == "mxfp4" or not hadamard  # what is turned and not quantized to MXFP4 has a kernel of its own
     return x.is_cuda and turns and lies_well(norm) and lies_well(residual)
 
@@ -143,9 +142,9 @@ def _one_or_two_kernels(
     residual: Tensor | None,
     gated: bool,
     settled: bool,
-) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor] | None:
+) -> Again | None:
     """All of it on Hopper, as a function of x, None and residual; None where there is none, or a batch's is faster."""
-    if not _on_hopper(x, activations, hadamard, norm, residual):
+    if not _read_as_they_lie(x, activations, hadamard, norm, residual):
         return None
     from quantrot.kernels.mxfp4 import hopper
 
@@ -172,9 +171,9 @@ def _fused(
     settled: bool,
 ) -> Tensor:
     around = norm, epsilon, residual, gated, settled
-    if (run := _one_or_two_kernels(x, packed, scale, activations, rule, hadamard, *around)) is not None:
-        return run(x, None, residual)
-    if (gated or norm is not None) and _on_hopper(x, activations, hadamard, norm, residual):
+    if again := _one_or_two_kernels(x, packed, scale, activations, rule, hadamard, *around):
+        return again(x, None, residual)
+    if (gated or norm is not None) and _read_as_they_lie(x, activations, hadamard, norm, residual):
         from quantrot.kernels.mxfp4 import hopper
 
         arranging = hopper.Arranging(None, False, "GATED" if gated else "NORMED")

@@ -22,6 +22,7 @@ from quantrot.kernels.fp8.reference import Fp8ScaleRule
 from quantrot.kernels.mxfp4 import tuned
 from quantrot.kernels.mxfp4.reference import GROUP, QUEST_SQUARE, ScaleRule, float32
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
+from quantrot.kernels.ready import Again, copied
 
 OUT = {torch.bfloat16: "OutBf16", torch.float16: "OutFp16", torch.float32: "OutFp32"}
 STEP = 128  # columns that are multiplied together, and the granule of K
@@ -477,26 +478,25 @@ def prepare(
     epsilon: float = 0.0,
     residual: Tensor | None = None,
     gated: bool = False,
-) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
+) -> Again:
     """`decode` of operands like these, as a function of tokens, token_scale and residual."""
     given = packed, scale
     packed, scale = aligned(packed), aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
     count, (rows, columns), device = len(tokens), (len(packed), packed.shape[1] * 2), tokens.get_device()
     plan = plan or plan_for(count, rows, columns)
-    arrange = None
+    first = None
     if arranging := before(plan, turn, norm is not None, gated):
-        arrange, norm = prepare_arranging(tokens, columns, arranging, norm, epsilon, settled), None
+        first, norm = prepare_arranging(tokens, columns, arranging, norm, epsilon, settled), None
     made: Any = {"size": (count, rows), "dtype": dtype, "device": tokens.device}
     sizes = torch.empty(count, rows, device="meta")
     values = _Arguments(args=arguments(plan, tokens, None, scale, sizes, turn, settled, norm, epsilon, residual))
-    values.copies = [new for new, old in zip((packed, scale), given, strict=True) if new is not old]
-    codes, wide, scales = plan.boxes
-    ctypes.memmove(values.codes, nvrtc.matrix_map(packed, codes), 128)
+    codes_box, wide_box, scale_box = plan.boxes
+    ctypes.memmove(values.codes, nvrtc.matrix_map(packed, codes_box), 128)
     if maps_scale(plan, scale):
-        ctypes.memmove(values.scale, nvrtc.matrix_map(scale, scales), 128)
+        ctypes.memmove(values.scale, nvrtc.matrix_map(scale, scale_box), 128)
     grid, shared = (plan.grid(rows, nvrtc.processors(device)),), plan.shared_bytes(columns)
-    if arrange:
+    if first:
         shared = max(shared, ALONE)
     flags = 0 if norm is None else norm_groups(plan, columns), residual is not None
     function = _kernel(plan, dtype, inside(plan, turn), shared, device, *flags)
@@ -504,14 +504,14 @@ def prepare(
 
     def run(tokens: Tensor, token_scale: Tensor | None, residual: Tensor | None) -> Tensor:
         read, y, now = aligned(tokens), torch.empty(**made), _Arguments.from_buffer_copy(values)
-        if arrange:
-            read, found = arrange(read)
+        if first:
+            read, found = first(read)
             token_scale = token_scale if found is None else found
         pointers = (None if t is None else t.data_ptr() for t in (token_scale, read, residual, y))
         now.args.token_scale, now.args.x, now.args.residual, now.args.y = pointers
         if not plan.held:
-            ctypes.memmove(now.wide, nvrtc.matrix_map(wide_matrix(plan, read), wide), 128)
+            ctypes.memmove(now.wide, nvrtc.matrix_map(wide_matrix(plan, read), wide_box), 128)
         launch(now)
         return y
 
-    return run
+    return Again(run, device, copied(*zip(given, (packed, scale), strict=True)))
