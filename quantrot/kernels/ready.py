@@ -22,7 +22,7 @@ KEPT = 8192  # of an operator: 128 linears by 64 numbers of tokens
 
 def unseen(*tensors: Tensor | None) -> bool:
     """Whether nobody but the caller sees a call with these tensors, so that it need not go through the dispatcher."""
-    return not (
+    if (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
         or torch._C._len_torch_dispatch_stack()
@@ -30,13 +30,14 @@ def unseen(*tensors: Tensor | None) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
-    ) and all(t is None or _is_memory(t) for t in tensors)
-
-
-def _is_memory(t: Tensor) -> bool:
-    """Whether its numbers are what lies at its address, in its strides."""
-    plain = type(t) in PLAIN and t.layout is torch.strided
-    return plain and not (t.is_neg() or t._is_zerotensor())
+    ):
+        return False
+    for t in tensors:  # whose numbers are what lies at their address, in their strides
+        if t is not None and (
+            type(t) not in PLAIN or t.layout is not torch.strided or t.is_neg() or t._is_zerotensor()
+        ):
+            return False
+    return True
 
 
 def like(x: Tensor | None) -> Hashable:
