@@ -328,9 +328,8 @@ class Launch:
         if error:
             from cuda.bindings import driver
 
-            if (
-                error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
-            ):  # this thread has done no CUDA work yet, as autograd's
+            # A thread that has done no CUDA work yet, such as autograd's, has no context.
+            if error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
                 checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(driver.CUdevice(device)))))
                 error = _launcher()(config, self.function, pointers, None)
             if error:

@@ -1,8 +1,9 @@
 """Quantization of 16-bit matrices in 1 x 128, 128 x 128 and 256 x 256 blocks on Hopper: CUDA C++ (blocks.cuh), compiled
 at first use.
 
-    quantize         a matrix, or what silu(gate) * up makes of one twice as wide
-    quantize_normed  a few rows behind RMSNorm, in 1 x 128 blocks
+    quantize        a matrix, or what silu(gate) * up makes of one twice as wide
+    prepare         the same as a function of matrices like it
+    prepare_normed  that of a few rows behind RMSNorm, in 1 x 128 blocks
 """
 
 import ctypes

@@ -97,9 +97,8 @@ def has_fused(tokens: int, n: int, k: int, device: torch.device) -> bool:
     """Whether fp8_linear of so many tokens of 16 bits and a weight [n, k], with a norm or gated and with a residual (of
     one token also: gates), is in one or two kernels there."""
     if tokens > 1:  # a branch: of torch.compile's numbers that are not known yet it is no constant
-        return (
-            _has_fused(True, n, k, device) and tokens <= hopper.DECODE_ROWS
-        )  # which a device without kernels does not ask
+        able = _has_fused(True, n, k, device)  # first: a device without kernels does not ask how many they are
+        return able and tokens <= hopper.DECODE_ROWS
     return tokens == 1 and _has_fused(False, n, k, device)
 
 
