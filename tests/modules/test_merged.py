@@ -2,6 +2,7 @@
 
 import copy
 import io
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -471,6 +472,28 @@ def test_only_equal_linears_are_merged():
     layer.self_attn.v_proj = nn.Linear(256, 128, bias=False)
     assert merge_projections(llama) == 2  # of the other layer
     assert not isinstance(layer.self_attn, QuantizedAttention) and not isinstance(layer.mlp, QuantizedMLP)
+
+
+def test_a_state_dict_takes_each_tensor_on_its_own_gpu(monkeypatch):
+    """from_dlpack refuses tensors of a GPU that is not the current one, as all but the first one's are."""
+    llama, current = model("int8"), []
+    merge_projections(llama)
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(tensor.untyped_storage().data_ptr())
+        yield
+        current.pop()
+
+    def from_dlpack(tensor):
+        taken.append(current == [tensor.untyped_storage().data_ptr()])
+        return real(tensor)
+
+    real, taken = torch.from_dlpack, []
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
+    llama.state_dict()
+    assert taken and all(taken)
 
 
 @pytest.mark.parametrize("bias", [False, True])

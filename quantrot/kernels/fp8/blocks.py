@@ -206,7 +206,7 @@ def supports(x: Tensor, block: tuple[int, int], gated: bool = False) -> bool:
 
 
 def supports_normed(x: Tensor, norm: Tensor) -> bool:
-    """Whether `quantize_normed` takes x [M, K] and norm [K] on this device and installation."""
+    """Whether `prepare_normed` takes x [M, K] and norm [K] on this device and installation."""
     read = norm.is_contiguous() and norm.dtype == x.dtype and norm.data_ptr() % 16 == 0
     return read and x.numel() > 0 and x.shape[1] <= MOST_COLUMNS and supports(x, (1, 128))
 
