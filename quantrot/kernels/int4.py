@@ -10,8 +10,9 @@ A group that holds a NaN or an infinity dequantizes to NaN. Keys and values are 
 symmetric code wastes a bit on some groups (docs/attention.md has what it costs). QuaRot (arXiv:2404.00456) quantizes
 its KV cache so.
 
-On a GPU each is one Triton kernel of the same bits: plain torch launches 25, and a cache's layer would take 2.3 ms of a
-token in eager mode. It stays plain where torch.compile fuses it with what is around it, and where there is a gradient.
+On a GPU each is one Triton kernel of the same bits, where plain torch launches some 25: without torch.compile a cache's
+layer would be mostly those. It stays plain where torch.compile fuses it with what is around it, and where there is a
+gradient.
 """
 
 import torch

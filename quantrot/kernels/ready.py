@@ -1,7 +1,7 @@
 """Calls like one before: what an operator decided once for such operands is launched again, and nothing else is done.
 
-In eager mode a few tokens go through a model at the pace of the host. An operator's checks, the dispatcher, the choice
-of a plan and a kernel's parameters take it some 60 us, the kernel 4; to find that all of it is known takes 5.
+In eager mode a few tokens go through a model at the pace of the host, which an operator's checks, the dispatcher, the
+choice of a plan and a kernel's parameters take longer than the kernel runs: `benchmarks/bench_model.py --eager`.
 
     unseen   whether a call may pass the dispatcher by
     Again    a launch, but for the operands that are others in every call

@@ -10,7 +10,8 @@ import itertools
 
 import torch
 
-from quantrot.kernels import mixed, nvrtc
+from quantrot.kernels import attention, mixed, nvrtc
+from quantrot.kernels.attention import Quantized, append, attend, decode
 from quantrot.kernels.fp8 import blocks as quantizer
 from quantrot.kernels.fp8 import fp8_linear, fused, hopper, linear
 from quantrot.kernels.mixed import hopper as mixed_hopper
@@ -60,6 +61,19 @@ def pretend():
         module.load_kernel, module.processors = lambda *what: digest(what)[:8], lambda device: 132
     nvrtc.encode_map = lambda data, *rest: digest(named(data), rest)
     nvrtc.counters_in_turn = lambda count: count
+    for module in (attention, append, decode):
+        module._best, module.tensor_map = lambda device: "triton", nvrtc.tensor_map
+        module.load_kernel, module.processors = nvrtc.load_kernel, nvrtc.processors
+    for structure in ctypes.Structure.__subclasses__():
+        if structure.__module__.startswith("quantrot"):
+            structure.__setattr__ = field_alone
+
+
+def field_alone(structure, name, value):
+    """ctypes would take any name for an attribute of its own."""
+    if not hasattr(type(structure), name):
+        raise AttributeError(f"{type(structure).__name__} has no field {name}")
+    ctypes.Structure.__setattr__(structure, name, value)
 
 
 def fp8(x, b, residual=None, **around):
@@ -120,9 +134,76 @@ def launched(run, b, given, x):
     return list(launches), tuple(y.shape)
 
 
+def noted(call, **given):
+    """What a call launches, and its results' shapes."""
+    names.clear()
+    names.update({t.data_ptr(): name for name, t in given.items() if isinstance(t, torch.Tensor)})
+    launches.clear()
+    made = call(**given)
+    return list(launches), [t.shape for t in ([made] if isinstance(made, torch.Tensor) else made)]
+
+
+def e4m3(*size):
+    return torch.zeros(*size, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def scales(*size):
+    return torch.zeros(*size, dtype=torch.uint8)
+
+
+def of_attention():
+    """One token's place in a cache, and its attention: by the operators, found, found again; and which of the operands
+    a launch has the addresses of."""
+    heads, groups, room = 8, 2, 256
+    for batch, dim, turned in itertools.product((1, 4), (64, 128), (False, True)):
+        caches = [
+            {
+                "key": scales(batch, groups, room, dim),
+                "key_scale": scales(batch, groups, room),
+                "value": scales(batch, groups, dim, room),
+                "value_scale": scales(batch, groups, room),
+            }
+            for _ in "12"
+        ]
+        signs, count = torch.ones(dim, dtype=torch.int8) if turned else None, torch.zeros((), dtype=torch.int64)
+        for cache, (length, advance) in itertools.product(caches, ((7, True), (count, True), (count, False))):
+            how = {"limit": 250, "order": dim * turned, "signs": signs, "advance": advance, "length": length}
+            found = []
+            for call in (append.rope_hadamard_append, append.try_append, append.try_append):
+                wide = torch.zeros(batch, 1, heads + 2 * groups, dim, dtype=torch.bfloat16)
+                moving = dict(zip("qkv", wide.split([heads, groups, groups], 2), strict=True))
+                moving |= {name: torch.zeros(1, 1, dim, dtype=torch.bfloat16) for name in ("cos", "sin")}
+                with torch.no_grad():
+                    found.append(noted(call, **moving, **cache, **how))
+            place = ("count", "length") if length is count else ("at", 7)
+            told = [*((name, name) for name in (*moving, *cache)), place, ("advance", int(length is count and advance))]
+            yield ("append", batch, dim, turned, place, advance), found, [*told, *[("signs", "signs")] * turned]
+    for batch, dim, masked, counted in itertools.product((1, 4), (64, 128), (False, True), (False, True)):
+        cache = {"k": e4m3(batch, groups, room, dim), "k_scale": scales(batch, groups, room)}
+        cache |= {"v": e4m3(batch, groups, dim, room), "v_scale": scales(batch, groups, room)}
+        found = []
+        for call in range(3):
+            moving = {"q": e4m3(batch, heads, 1, dim), "q_scale": scales(batch, heads, 1)}
+            moving["mask"] = torch.ones(batch, 1, 1, room, dtype=torch.bool) if masked else None
+            moving["lengths"] = torch.full((batch,), 9, dtype=torch.int32) if counted else None
+            with torch.enable_grad() if call == 0 else torch.no_grad():
+                found.append(noted(attended, **moving, **cache))
+        told = [(name, name if t is not None else None) for name, t in moving.items()]
+        yield ("attend", batch, dim, masked, counted), found, [*told, ("k_scale", "k_scale"), ("v_scale", "v_scale")]
+
+
+def attended(mask, lengths, **given):
+    return attend(Quantized(**given), causal=mask is None, mask=mask, lengths=lengths)
+
+
 def main():
     pretend()
     compared = again = 0
+    for what, found, told in of_attention():
+        compared += 1
+        if found[1:] != found[:1] * 2 or any(repr(each) not in repr(found[0]) for each in told):
+            print("differs:", what)
+    again += len(append.READY) + len(attention.READY)
     for name, (run, ready, weight) in OPERATORS.items():
         for (n, k), leading, kind in itertools.product([(512, 1024), (4096, 14336)], LEADING, AROUND):
             b, found = weight(n, k), []

@@ -77,7 +77,7 @@ def test_calls_that_are_found_again_launch_what_the_operator_does():
     done = subprocess.run([sys.executable, "-m", "tests.kernels.recorded"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "differs" not in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
     compared, again = map(int, re.findall(r"\d+", done.stdout))
-    assert compared == 550 and again > 500
+    assert compared == 614 and again > 550
 
 
 def fp8(x, b, **around):
@@ -114,11 +114,11 @@ def case(request):
     return run, ready, quantize
 
 
-def arounds(tokens, device, seed=0):
+def arounds(tokens, seed=0):
     """What may be around a product of so many tokens, each anew."""
     torch.manual_seed(seed)
-    norm = torch.rand(K, device=device).bfloat16() + 0.5
-    residual = torch.randn(tokens, N, device=device).bfloat16()
+    norm = torch.rand(K, device="cuda").bfloat16() + 0.5
+    residual = torch.randn(tokens, N, device="cuda").bfloat16()
     return (
         {},
         {"residual": residual},
@@ -127,27 +127,16 @@ def arounds(tokens, device, seed=0):
     )
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5, 16])
-def test_a_repeated_call_is_the_operators_on_a_cpu(case, tokens):
-    check(case, tokens, "cpu")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16, 40])
 def test_a_repeated_call_is_the_operators(case, tokens):
-    check(case, tokens, "cuda")
-    assert tokens > 2 or any(case[1].values())
-
-
-def check(case, tokens, device):
     run, ready, quantize = case
     torch.manual_seed(1)
-    w = torch.randn(N, K, device=device)
-    b, other = parts_of(quantize, w), parts_of(quantize, torch.randn(N, K, device=device))
+    b, other = (parts_of(quantize, torch.randn(N, K, device="cuda")) for _ in range(2))
     for kind in range(4):
         for seed in range(3):
-            around = arounds(tokens, device, seed)[kind]
-            x = torch.randn(tokens, K, device=device).bfloat16()
+            around = arounds(tokens, seed)[kind]
+            x = torch.randn(tokens, K, device="cuda").bfloat16()
             with torch.enable_grad():  # by the operator
                 expected = run(x, b, **around)
             with torch.no_grad():
@@ -162,6 +151,7 @@ def check(case, tokens, device):
             for t, old in zip(b, before, strict=True):
                 t.copy_(old)
             assert torch.equal(run(x, b, **around), expected)
+    assert ready or tokens > 2  # more may be a batch's product
 
 
 @pytest.mark.gpu
@@ -184,7 +174,7 @@ def test_threads_and_streams_repeat_it_at_once(case):
     run, _, quantize = case
     b = parts_of(quantize, torch.randn(N, K, device="cuda"))
     xs = [torch.randn(1, K, device="cuda").bfloat16() for _ in range(4)]
-    rest = arounds(1, "cuda")[3]
+    rest = arounds(1)[3]
     with torch.no_grad():
         expected = [run(x, b, **rest) for x in xs]
     torch.cuda.synchronize()
@@ -208,7 +198,7 @@ def test_threads_and_streams_repeat_it_at_once(case):
 def test_a_graph_records_it(case):
     run, _, quantize = case
     b = parts_of(quantize, torch.randn(N, K, device="cuda"))
-    x, rest = torch.randn(1, K, device="cuda").bfloat16(), arounds(1, "cuda")[3]
+    x, rest = torch.randn(1, K, device="cuda").bfloat16(), arounds(1)[3]
     with torch.no_grad():
         run(x, b, **rest)
         graph = torch.cuda.CUDAGraph()
@@ -227,6 +217,6 @@ def test_no_weight_is_held(case):
     for _ in range(3):
         b = parts_of(quantize, torch.randn(N, K, device="cuda"))
         with torch.no_grad():
-            run(x, b, **arounds(1, "cuda")[3])
+            run(x, b, **arounds(1)[3])
     del b
     assert torch.cuda.memory_allocated() <= before + 4096

@@ -221,7 +221,7 @@ def _one_query(given: Inputs, dtype: torch.dtype) -> Again | None:
     from quantrot.kernels.attention import decode
 
     as_they_lie = given.q.numel() > 0 and given.q.dtype == given.k.dtype and lies_well(given.lengths)
-    if not as_they_lie or not decode.supports(given, dtype):
+    if not as_they_lie or _best(given.q.device) == "reference" or not decode.supports(given, dtype):
         return None
     return decode.prepare(given, dtype)
 
