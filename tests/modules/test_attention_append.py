@@ -202,8 +202,8 @@ def test_a_cache_that_grows_is_read_by_hoppers_kernel(counted, monkeypatch, padd
     lengths, real = [], decode.prepare
 
     def prepare(given, dtype, plan=None):
-        run = real(given, dtype, plan)
-        return lambda *moving: (lengths.append(moving[-1].tolist()), run(*moving))[1]
+        again = real(given, dtype, plan)
+        return Again(lambda *moving: (lengths.append(moving[-1].tolist()), again(*moving))[1], again.device, again.copies)
 
     monkeypatch.setattr(decode, "prepare", prepare)
     attention.READY.clear()
