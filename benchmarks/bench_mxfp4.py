@@ -275,8 +275,8 @@ def tune() -> None:
             lambda x, p, s: hadamard_quantize_mxfp4(x, "absmax34", transpose=True, **signed),
         ),
     ]
-    codes = [(t, s, down) for t in (256, 320, 384, 448, 512) for s in (2, 3) for down in (False, True)]
-    codes = [c for c in codes if hopper_columns.shared_bytes(torch.uint8, c[1], c[0]) <= 226 << 10]
+    codes = [(t, s) for t in (256, 320, 352, 384, 448, 512) for s in (2, 3)]
+    codes = [c for c in codes if hopper_columns.shared_bytes(torch.uint8, c[1], c[0], dither=True) <= 226 << 10]
     for h in (32, 64, 128):
         for name, numbers in (("HOPPER_PACKED_COLUMNS", None), ("HOPPER_RANDOM_PACKED_COLUMNS", (1, 2))):
             again = partial(requantize_mxfp4, hadamard=h, random=numbers)

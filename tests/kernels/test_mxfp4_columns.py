@@ -1,6 +1,7 @@
 """The CUDA kernels that quantize a transpose to MXFP4: emulated on the host, compiled, on a GPU."""
 
 import ctypes
+import math
 
 import pytest
 import torch
@@ -24,7 +25,10 @@ CASES = {
     "codes": (CODES, "absmax34", 32, True, False, True),
     "codes_middle": (CODES, "absmax34", 64, True, False, True),
     "codes_wide": (CODES, "absmax34", 128, True, False, True),
-    "codes_nearest": (CODES, "mse", 64, False, False, False),
+    "codes_other": (CODES, "mse", 64, False, False, False),
+    "codes_nearest": (CODES, "absmax34", 32, True, False, False),
+    "codes_nearest_middle": (CODES, "absmax34", 64, False, False, False),
+    "codes_nearest_wide": (CODES, "absmax34", 128, True, False, False),
 }
 CODE_CASES = [name for name, case in CASES.items() if case[0] == CODES]
 ELEMENTS = [name for name in CASES if name not in CODE_CASES]
@@ -51,6 +55,19 @@ extern "C" const char* run_codes(int which, const quantrot::TransposeArgs* args,
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, WARPS * 32, shared, seed,
                              [&] { kernels[which](map, *args); });
   return message.c_str();
+}
+// Of numbers up to `most`, that one among them, in units: their codes' magnitudes and the field of the largest.
+template <int SPAN>
+int nearest(int most, int count, const int* numbers, unsigned char* codes) {
+  using Rounding = quantrot::Nearest<SPAN>;
+  const auto half = [](int n) { return quantrot::Fp16::pack(n / 256.f, n / 256.f); };
+  const unsigned fields = Rounding::fields(half(most));
+  for (int i = 0; i < count; i++)
+    codes[i] = quantrot::times_half(half(numbers[i]), Rounding::factors(fields)) + Rounding::ROUND >> 9 & 7;
+  return (fields >> 10 & 31) - Rounding::DOWN;
+}
+extern "C" int nearest_of(int span, int most, int count, const int* numbers, unsigned char* codes) {
+  return (span == 1 ? nearest<1> : span == 2 ? nearest<2> : nearest<4>)(most, count, numbers, codes);
 }
 """
 
@@ -83,6 +100,9 @@ def operands(case: str, rows: int, columns: int):
         x[:, 32:] = torch.randn(rows, columns - 32, generator=generator) * powers
         x[:, 256:] *= powers**4
     x[3] *= 20
+    if dtype == CODES:  # and near enough for float16
+        x[:, 64:192] = torch.randn(rows, len(x[0, 64:192]), generator=generator)
+        x[:, 64:192] *= 2.0 ** torch.randint(0, 3, (rows, 1), generator=generator)
     x[:, 1] = 0
     x[5, 2], x[7, 3] = float("nan"), float("inf")
     factors = torch.randint(0, 2, (hadamard,), generator=generator) * 2.0 - 1 if signs else None
@@ -106,7 +126,7 @@ def test_bits_are_the_references(library, name, rows, columns, down):
     scale, bits = torch.full((columns, rows // 32), 0xAA, dtype=CODES), torch.zeros(columns, rows // 8, dtype=CODES)
     a = hopper_columns.arguments(x, in_scale, factors, (packed, scale, bits), CASES[name][2], random, down)
     stages = hopper_columns.plan_of(x.dtype, random is not None, CASES[name][2])[1]
-    shared = hopper_columns.shared_bytes(x.dtype, stages, WARPS * 32)
+    shared = hopper_columns.shared_bytes(x.dtype, stages, WARPS * 32, random is not None)
     if name in CODE_CASES:
         message = library.run_codes(CODE_CASES.index(name), ctypes.byref(a), 2, shared, rows)
     else:
@@ -117,6 +137,28 @@ def test_bits_are_the_references(library, name, rows, columns, down):
     assert message == b"", message.decode()
     assert torch.equal(scale, scales) and torch.equal(packed, codes)
     assert kept is None or torch.equal(bits, kept)
+
+
+@pytest.mark.parametrize(("block", "limit"), [(32, 724), (64, 1023), (128, 724)])
+def test_float16_rounds_as_the_definition(library, block, limit):
+    """Every largest number of units, and every number beside the largest that has the same power of two."""
+    power = [math.floor(math.log2(n * block**-0.5)) for n in range(1, limit + 2)]
+    last = [n for n in range(1, limit + 1) if n == limit or power[n - 1] < power[n]]
+    groups = [[n] * 32 for n in range(1, limit + 1)]
+    groups += [[most, *(min(most, n + i) for i in range(31))] for most in last for n in range(0, most + 1, 31)]
+    matrix = torch.ones(1, 1, dtype=torch.float64)  # Sylvester's, which gives these numbers of what is turned here
+    for _ in range(block.bit_length() - 1):
+        matrix = torch.kron(torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64), matrix)
+    numbers = torch.tensor(groups, dtype=torch.int32)
+    turned = (numbers.double() @ matrix[:32] / block).float()
+    packed, scale, _ = quantize_reference(turned, ScaleRule.absmax34, hadamard=block)
+    expected = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    found = torch.empty(len(groups), 32, dtype=CODES)
+    for group, codes, byte in zip(numbers, found, scale[:, 0].tolist(), strict=True):
+        pointers = ctypes.c_void_p(group.data_ptr()), ctypes.c_void_p(codes.data_ptr())
+        field = library.nearest_of(block // 32, int(group[0]), 32, *pointers)
+        assert field + 128 == byte, group
+    assert torch.equal(found, expected[:, :32])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,7 +17,7 @@ THREADS = 64
 TILE = 128 * 128  # bytes
 SIGNS = 4 * 36 * 4
 CODE_BOX = (128, 32)  # rows and bytes of a warp's tile of codes
-SCRATCH = 8 * 80 + 32 * 80 + 1024  # bytes of a warp that turns codes
+SCRATCH, RANDOM = 8 * 80 + 32 * 64, 1024  # bytes of a warp that turns codes, and of its random numbers
 
 TRANSPOSE = """extern "C" __global__ void __launch_bounds__(64, {resident}) {name}(
     const void* x, const unsigned char* in_scale, const float* signs, unsigned char* packed, unsigned char* scale,
@@ -80,11 +80,11 @@ def entry(
     return TRANSPOSE.format(resident=resident, dtype=hopper_rows.IN[dtype], mask=str(mask).lower(), **fields)
 
 
-def shared_bytes(dtype: torch.dtype, stages: int, threads: int = THREADS) -> int:
+def shared_bytes(dtype: torch.dtype, stages: int, threads: int = THREADS, dither: bool = False) -> int:
     """Of a block: its tiles, and the signs of rows, or what its warps turn codes in, a counter and barriers."""
     if dtype != torch.uint8:
         return stages * TILE + SIGNS
-    return threads // 32 * (stages * (math.prod(CODE_BOX) + 8) + SCRATCH) + 16
+    return threads // 32 * (stages * (math.prod(CODE_BOX) + 8) + SCRATCH + RANDOM * dither) + 16
 
 
 def arguments(
@@ -118,9 +118,9 @@ def _kernel(source: str, shared: int, device: int) -> Any:
 
 def plan_of(dtype: torch.dtype, dither: bool, hadamard: int) -> tuple[int, int, bool]:
     """(thread blocks of a multiprocessor, of codes threads of its one, stages, whether tiles follow each other down the
-    rows)."""
+    rows: those of codes never do)."""
     if dtype == torch.uint8:
-        return (tuned.HOPPER_RANDOM_PACKED_COLUMNS if dither else tuned.HOPPER_PACKED_COLUMNS)[hadamard]
+        return *(tuned.HOPPER_RANDOM_PACKED_COLUMNS if dither else tuned.HOPPER_PACKED_COLUMNS)[hadamard], False
     return tuned.HOPPER_COLUMNS
 
 
@@ -149,10 +149,10 @@ def _run(
     threads, tiles = THREADS, -(-rows // 128) * -(-(wide * x.element_size()) // 128)
     blocks = min(tiles, nvrtc.processors(device) * resident)
     if in_scale is not None:
-        codes = nvrtc.tensor_map(x.data_ptr(), rows, wide, x.stride(0), CODE_BOX, torch.uint8, CODE_BOX[1])
+        codes = nvrtc.tensor_map(x.data_ptr(), rows, wide, x.stride(0), CODE_BOX, torch.uint8, CODE_BOX[1], 128)
         parameters = CodeArguments((ctypes.c_ubyte * 128).from_buffer_copy(codes), parameters)
         threads, blocks = resident, min(-(-rows // 128) * -(-wide // CODE_BOX[1]), nvrtc.processors(device))
-    shared = shared_bytes(x.dtype, stages, threads)
+    shared = shared_bytes(x.dtype, stages, threads, dither)
     nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device)
     return packed, scale, bits
 

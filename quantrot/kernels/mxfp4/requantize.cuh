@@ -5,15 +5,16 @@
 // are float16 numbers, and so are the codes times them. Sums of 128 of these have at most 24 bits: every order gives the
 // same float32 number, so that tensor cores give the bits of the butterfly. But for zeros' signs, which is why columns of
 // which a group is zero, like those of other powers, are turned by lanes, each a group. Rows past the last count as zeros.
+// Stochastic rounding is of such sums; rounding to nearest is of sums that are float16 numbers, too.
 
 namespace quantrot {
 
 constexpr int SPREAD = 12, LEAST_BYTE = 20, MOST_BYTE = 220;  // no power of two of a result is at float32's ends
 constexpr u32 RUN = 4;  // neighbouring tiles that warps of a block take, so that they share lines of codes and of scales
 constexpr u32 CODE_COLUMNS = 64, CODE_TILE = TALL * CODE_COLUMNS / 2;
-constexpr u32 COLUMN_PITCH = 80;  // bytes of a column's codes: eight lanes that write a word each meet no bank twice
+constexpr u32 COLUMN_PITCH = 64;  // bytes of a column's codes: 16 of each group, of group n at n ^ column / 2 % 4
 constexpr u32 POWER_PITCH = 80;   // bytes of 32 rows' powers of two: four lanes meet no bank twice
-constexpr u32 POWERS = 8 * POWER_PITCH, SCRATCH = POWERS + 32 * COLUMN_PITCH + 1024;  // bytes of a warp
+constexpr u32 POWERS = 8 * POWER_PITCH, SCRATCH = POWERS + 32 * COLUMN_PITCH;  // bytes of a warp, and 1024 of random numbers
 
 struct Columns {  // 32 of a tile
   u32 codes;      // 128 rows of 32 bytes: unit u of row r lies at u ^ (r / 4 % 2)
@@ -23,27 +24,50 @@ struct Columns {  // 32 of a tile
 
   // Four words: two neighbouring rows of four neighbouring columns each; the lane's address is of row r.
   __device__ __forceinline__ Words words(u32 r) const { return load_columns(codes + r * 32 + (unit ^ r / 4 % 2) * 16); }
+  __device__ __forceinline__ Words powers_of(u32 block) const {
+    return load_shared_words(powers + (unit * 4 + block) * POWER_PITCH + (lane_number() & 3) * 16);
+  }
+  // Where lane (g, q) puts eight codes of column 4 g + c, rows 8 q and on of a block.
+  __device__ __forceinline__ u32 codes_at(u32 c, u32 block) const {
+    const u32 g = lane_number() >> 2, q = lane_number() & 3;
+    return stage + (c * 8 + g) * COLUMN_PITCH + (block ^ g / 2) * 16 + q * 4;
+  }
+};
+
+struct Scales {  // of a tile, a lane's rows 32 j + lane: a byte of each half
+  u32 both[4];
+
+  __device__ __forceinline__ u32 byte(u32 j, u32 half) const { return half ? both[j] >> 8 : both[j] & 255; }
+  __device__ __forceinline__ Scales() {}
+  __device__ __forceinline__ Scales(const TransposeArgs& args, u32 row, u32 column) {  // of the tile
+    const u32 groups = args.rows / 32, pitch = args.columns / 32;
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) {  // past the last row: the last 32; past the last column: the last
+      const unsigned char* const from = args.in_scale + ((u64)min(row * 4 + j, groups - 1) * 32 + lane_number()) * pitch;
+      if ((pitch | (u32)(u64)args.in_scale) % 2 == 0) both[j] = __ldg((const unsigned short*)(from + column * 2));
+      else both[j] = __ldg(from + column * 2) | __ldg(from + min(column * 2 + 1, pitch - 1)) << 8;
+    }
+  }
 };
 
 // --- By tensor cores ---------------------------------------------------------------------------------------------------
 //
 // Products are [16 columns, 32 rows] by Sylvester's matrix. ldmatrix turns codes as it turns 16-bit elements: lane (g, q) has
-// rows 2 q and the next of columns 4 g ... 4 g + 3, which are four words of the operand. Sylvester's columns are ordered so
-// that the lane's eight results of a column lie side by side, a word of codes.
+// rows 2 q and the next of columns 4 g ... 4 g + 3, which are four words of the operand. Sylvester's columns are ordered so that
+// the lane's eight results of a column lie side by side, a word of codes: column c of product i is element 8 (c / 2) +
+// 4 (i / 2) + 2 (c % 2) + i % 2.
 
-// Sylvester's matrix of 32 in a lane: rows 8 t + 2 q and the next, column 8 (g / 2) + 2 n + g % 2.
+// Sylvester's matrix of 32 in a lane: rows 8 t + 2 q and the next, product i's column g.
 struct Sylvester {
   u32 words[4][4];
 
   __device__ __forceinline__ Sylvester() {
     const u32 g = lane_number() >> 2, q = lane_number() & 3;
 #pragma unroll
-    for (int n = 0; n < 4; n++)
+    for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int t = 0; t < 4; t++) {
-        const u32 both = __popc((8 * t + 2 * q) & (8 * (g / 2) + 2 * n)) & 1;
-        words[n][t] = 0x3C003C00u ^ both * 0x80008000u ^ (g & 1) << 31;
-      }
+      for (int t = 0; t < 4; t++)
+        words[i][t] = 0x3C003C00u ^ ((q & g ^ __popc(t & g >> 1) ^ (i & q) / 2) & 1) * 0x80008000u ^ (u32)(i & 1) << 31;
   }
 };
 
@@ -56,7 +80,58 @@ __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {  // of two 16-bit n
   asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+__device__ __forceinline__ u32 larger_magnitudes(u32 a, u32 b) {  // of two float16 numbers each, with some sign
+  u32 r;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+// Both numbers of a times the first or the second of b.
+template <int SECOND>
+__device__ __forceinline__ u32 times_one_half(u32 a, u32 b) {
+  u32 r;
+  if constexpr (SECOND)
+    asm("{.reg .b16 l, h;\n.reg .b32 twice;\nmov.b32 {l, h}, %2;\nmov.b32 twice, {h, h};\nmul.rn.f16x2 %0, %1, twice;\n}"
+        : "=r"(r) : "r"(a), "r"(b));
+  else
+    asm("{.reg .b16 l, h;\n.reg .b32 twice;\nmov.b32 {l, h}, %2;\nmov.b32 twice, {l, l};\nmul.rn.f16x2 %0, %1, twice;\n}"
+        : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+// product_warp<Fp16> with float16 sums: d[h] is row g + 8 h, columns 2 q and the next.
+__device__ __forceinline__ void product_halves(u32 (&d)[2], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%0,%1};"
+      : "+r"(d[0]), "+r"(d[1])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 #endif
+
+__device__ __forceinline__ void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product_warp<Fp16>(d, a, b0, b1); }
+__device__ __forceinline__ void product(u32 (&d)[2], const u32 (&a)[4], u32 b0, u32 b1) { product_halves(d, a, b0, b1); }
+
+// A word of two rows of four columns: s00eem00, a byte above, is float16's 2^-14 of the code.
+__device__ __forceinline__ void spread_codes(u32 word, u32& low, u32& high) {
+  low = select_bits(word << 1, word << 4, 0x80808080u), high = select_bits(word >> 3, word, 0x80808080u);
+}
+
+// 32 rows of columns 4 g + 2 p and the next by Sylvester's matrix, of products i, in float32 or float16.
+template <class T, int N>
+__device__ __forceinline__ void turn_rows(T (&v)[2][4][N], const Words& codes, const Words& power, const Sylvester& h) {
+  u32 a[2][4][2];
+#pragma unroll
+  for (int t = 0; t < 4; t++) {
+    u32 low, high;
+    spread_codes(codes.at(t), low, high);
+    const auto times = [&](u32 two) { return times_half(two & 0x8E008E00u, power.at(t)); };
+    a[0][t][0] = times(low << 8), a[0][t][1] = times(high << 8), a[1][t][0] = times(low), a[1][t][1] = times(high);
+  }
+#pragma unroll
+  for (int t = 0; t < 4; t += 2)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int p = 0; p < 2; p++)
+        product(v[p][i], {a[p][t][0], a[p][t][1], a[p][t + 1][0], a[p][t + 1][1]}, h.words[i][t], h.words[i][t + 1]);
+}
 
 __device__ __forceinline__ u32 other_word(u32 v, int across) {
   return __float_as_uint(other_lane(__uint_as_float(v), across));
@@ -85,61 +160,61 @@ struct Randoms {
   }
 };
 
-// Powers of two of a tile as float16, `top` as 2^15, as lanes (g, q) take them: of 32 rows, rows 8 t + 2 q and the next, t =
-// 0 ... 3, lie side by side; of blocks of 128 rows 32 q + 8 m + t and the next but three.
-template <int SPAN>
-__device__ __forceinline__ void store_powers(u32 powers, const u32 (&bytes)[8], u32 negative, int top) {
-  const u32 lane = lane_number();
+// Powers of two of a tile as float16, with this exponent for a byte of 0, as lanes (g, q) take them: of 32 rows, rows 8 t + 2 q
+// and the next, t = 0 ... 3, lie side by side; WIDE: of blocks of 128 rows 32 q + 8 m + t and the next but three.
+template <bool WIDE_BLOCK>
+__device__ __forceinline__ void store_powers(u32 powers, const Scales& scales, u32 negative, int exponent) {
+  const u32 r = lane_number();
+  const u32 at = WIDE_BLOCK ? r / 8 * POWER_PITCH + r % 4 * 4 + r / 4 % 2 * 2 : r % 8 / 2 * 16 + r / 8 * 4 + r % 2 * 2;
 #pragma unroll
-  for (u32 i = 0; i < 8; i++) {
-    const u32 r = i % 2 * 16 + lane / 2;
-    const u32 at = SPAN == 4 ? r / 8 * POWER_PITCH + i / 2 * 16 + r % 4 * 4 + r / 4 % 2 * 2
-                             : i / 2 * POWER_PITCH + r % 8 / 2 * 16 + r / 8 * 4 + r % 2 * 2;
-    store_shared16(powers + lane % 2 * 4 * POWER_PITCH + at,
-                   (u32)(30 - top + (int)bytes[i]) << 10 | (negative << (15 - i) & 0x8000));
-  }
+  for (u32 i = 0; i < 8; i++)
+    store_shared16(powers + i / 4 * 4 * POWER_PITCH + i % 4 * (WIDE_BLOCK ? 16 : POWER_PITCH) + at,
+                   (u32)(exponent + (int)scales.byte(i % 4, i / 4)) << 10 | (negative << (15 - i % 4) & 0x8000));
 }
 
-// Whether it was done, of blocks of 32 and 64: else nothing was written. top: the byte of the power of two that is 2^15.
-template <int SPAN, bool DITHER>
+// Codes of a lane's group of 32 columns and its exponents' byte `mine`, written; of column 4 g + i that of block q in `others`.
+__device__ __forceinline__ void write_columns(const TransposeArgs& args, const Columns& tile, u32 mine, u32 others) {
+  const u32 g = lane_number() >> 2, q = lane_number() & 3, groups = args.rows / 32;
+  const i64 group = (i64)(tile.column + 4 * g) * groups + tile.row / 32;
+  unsigned char *packed = args.packed + (group + q) * 16, *scale = args.scale + group + q;
+  const u32 from = tile.stage + g * COLUMN_PITCH + (q ^ g / 2) * 16;
+  warp_sync();
+  if (groups % 4 == 0) {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) store_words(packed + (i64)(i * groups) * 16, load_shared_words(from + i * (8 * COLUMN_PITCH)));
+    *(u32*)(args.scale + group + (i64)q * groups) = mine;
+  } else if (tile.row / 32 + q < groups) {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++, packed += (i64)groups * 16, scale += groups) {
+      store_words(packed, load_shared_words(from + i * (8 * COLUMN_PITCH)));
+      *scale = (unsigned char)(others >> 8 * i);
+    }
+  }
+  warp_sync();
+}
+
+// Of four words, a block's bytes of four columns each, a word of four blocks' bytes of column q.
+__device__ __forceinline__ u32 of_column(const u32 (&blocks)[4], u32 q) {
+  const u32 select = q | (q + 4) << 4;
+  return __byte_perm(__byte_perm(blocks[0], blocks[1], select), __byte_perm(blocks[2], blocks[3], select), 0x5410);
+}
+__device__ __forceinline__ u32 of_block(const u32 (&blocks)[4], u32 q) {
+  return q & 2 ? q & 1 ? blocks[3] : blocks[2] : q & 1 ? blocks[1] : blocks[0];
+}
+
+// Stochastic rounding. Whether it was done, of blocks of 32 and 64: else nothing was written. top: the byte of the power of two
+// that is 2^15.
+template <int SPAN>
 __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Sylvester& h, const Columns& tile, int top) {
   const u32 lane = lane_number(), g = lane >> 2, q = lane & 3, groups = args.rows / 32;
-  const u32 powers = tile.powers + tile.unit * 4 * POWER_PITCH, columns = tile.stage;
-  Words codes[SPAN], power[SPAN];
-  const auto load = [&](u32 block) {
-#pragma unroll
-    for (int n = 0; n < SPAN; n++)
-      power[n] = load_shared_words(powers + (block + n) * POWER_PITCH + q * 16),
-      codes[n] = tile.words((block + n) * 32 + lane);
-  };
-  constexpr bool LATE = DITHER && SPAN == 2;  // for want of registers
-  if constexpr (!LATE) load(0);
-  const Randoms randoms(columns + 32 * COLUMN_PITCH);
-  u32 fields[4] = {};  // exponents of a column's blocks of rows, as float32 has them, a byte each
+  const Randoms randoms(tile.stage + 32 * COLUMN_PITCH);
+  u32 fields[4];  // of a block each: its columns' exponents, as float32 has them, a byte each
   const u32 base = __float_as_uint(__fmul_rn(args.root, 0.75f * FINE)) + (129u << 23);
-  const auto step = [&](u32 block, bool more) {
-    if constexpr (LATE) load(block);
-    float v[2][SPAN][4][4] = {};  // by pairs of columns, 4 g + 2 p and the next
+#pragma unroll 1
+  for (u32 block = 0; block < 4; block += SPAN) {  // random numbers take the registers that steps at once would
+    float v[SPAN][2][4][4] = {};
 #pragma unroll
-    for (int n = 0; n < SPAN; n++) {
-      u32 a[2][4][2];  // s00eem00, a byte above, is float16's 2^-14 of the code
-#pragma unroll
-      for (int t = 0; t < 4; t++) {
-        const u32 word = codes[n].at(t), low = select_bits(word << 1, word << 4, 0x80808080u),
-                  high = select_bits(word >> 3, word, 0x80808080u);
-        const auto times = [&](u32 two) { return times_half(two & 0x8E008E00u, power[n].at(t)); };
-        a[0][t][0] = times(low << 8), a[0][t][1] = times(high << 8), a[1][t][0] = times(low), a[1][t][1] = times(high);
-      }
-#pragma unroll
-      for (int p = 0; p < 2; p++)
-#pragma unroll
-        for (int t = 0; t < 4; t += 2)
-#pragma unroll
-          for (int i = 0; i < 4; i++)
-            product_warp<Fp16>(v[p][n][i], {a[p][t][0], a[p][t][1], a[p][t + 1][0], a[p][t + 1][1]}, h.words[i][t],
-                               h.words[i][t + 1]);
-    }
-    if (more && !LATE) load(block + SPAN & 3);  // while the products are made
+    for (int n = 0; n < SPAN; n++) turn_rows(v[n], tile.words((block + n) * 32 + lane), tile.powers_of(block + n), h);
 #pragma unroll
     for (int half = SPAN / 2; half; half /= 2)
 #pragma unroll
@@ -147,16 +222,15 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
         if (!(n & half))
 #pragma unroll
           for (int i = 0; i < 32; i++) {
-            const float x = v[i / 16][n][i / 4 % 4][i % 4], y = v[i / 16][n + half][i / 4 % 4][i % 4];
-            v[i / 16][n][i / 4 % 4][i % 4] = __fadd_rn(x, y), v[i / 16][n + half][i / 4 % 4][i % 4] = __fsub_rn(x, y);
+            float &x = v[n][i / 16][i / 4 % 4][i % 4], &y = v[n + half][i / 16][i / 4 % 4][i % 4];
+            const float sum = __fadd_rn(x, y);
+            y = __fsub_rn(x, y), x = sum;
           }
 #pragma unroll
     for (int n = 0; n < SPAN; n++) {
       u32 random[4][2];
-      if constexpr (DITHER) {
-        randoms.make((u64)(tile.column + 4 * g + q) * groups + tile.row / 32 + block + n, args.key, random);
-      }
-      const auto value = [&](int column, int i) { return v[column / 2][n][i / 2][column % 2 * 2 + i % 2]; };
+      randoms.make((u64)(tile.column + 4 * g + q) * groups + tile.row / 32 + block + n, args.key, random);
+      const auto value = [&](int column, int i) { return v[n][column / 2][i / 2][column % 2 * 2 + i % 2]; };
       float amax[4];  // of a column each; all four at once, for each waits for other lanes
 #pragma unroll
       for (int c = 0; c < 4; c++) {
@@ -173,51 +247,25 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
       for (int across = 1; across < 4; across *= 2)
 #pragma unroll
         for (int p = 0; p < 2; p++) two[p] = larger_halves(two[p], other_word(two[p], across));
+      const u32 field = __byte_perm(two[0] << 1, two[1] << 1, 0x7531);
 #pragma unroll
-      for (int c = 0; c < 4; c++) fields[c] = __byte_perm(fields[c], two[c / 2] << 1, c % 2 ? 0x7321 : 0x5321);
+      for (int i = 0; i < 4; i++) fields[i] = i == block + n ? field : fields[i];
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         const float factor = __uint_as_float(base - ((c % 2 ? two[c / 2] : two[c / 2] << 16) & 0x7F800000u));
         u32 p[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const int first = i / 2 * 4 + i % 2;
-          p[i] = Fp16::pack(__fmul_rn(value(c, first), factor), __fmul_rn(value(c, first + 2), factor));
-          if constexpr (DITHER) p[i] = i % 2 ? with_bits<true>(p[i], random[c][i / 2]) : with_bits<false>(p[i], random[c][i / 2]);
-          else p[i] = to_nearest(p[i]);
+          p[i] = Fp16::pack(__fmul_rn(value(c, 2 * i), factor), __fmul_rn(value(c, 2 * i + 1), factor));
+          p[i] = i % 2 ? with_bits<true>(p[i], random[c][i / 2]) : with_bits<false>(p[i], random[c][i / 2]);
         }
-        store_shared32(columns + (c * 8 + g) * COLUMN_PITCH + (block + n) * 16 + q * 4, code_word(p[0], p[1], p[2], p[3]));
+        store_shared32(tile.codes_at(c, block + n), code_word(p[0], p[1], p[2], p[3]));
       }
     }
-  };
-  if constexpr (DITHER) {  // random numbers take the registers that steps at once would
-#pragma unroll 1
-    for (u32 block = 0; block < 4; block += SPAN) step(block, true);
-  } else {
-#pragma unroll
-    for (u32 block = 0; block < 4; block += SPAN) step(block, block + SPAN < 4);
   }
-  u32 zero = 0;  // a byte's top bit where it is 0
-#pragma unroll
-  for (int c = 0; c < 4; c++) zero |= (fields[c] - 0x01010101u) & ~fields[c];
-  if (__any_sync(0xFFFFFFFFu, (zero & 0x80808080u) != 0)) return false;
-  warp_sync();
-  const i64 group = (i64)(tile.column + 4 * g) * groups + tile.row / 32;
-  unsigned char *packed = args.packed + (group + q) * 16, *scale = args.scale + group + q;
-  const u32 from = columns + g * COLUMN_PITCH + q * 16, down = (u32)(top - 130) * 0x01010101u;
-  if (groups % 4 == 0) {
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) store_words(packed + (i64)(i * groups) * 16, load_shared_words(from + i * (8 * COLUMN_PITCH)));
-    const u32 a = q & 1 ? fields[1] : fields[0], b = q & 1 ? fields[3] : fields[2];
-    *(u32*)(args.scale + group + (i64)q * groups) = (q & 2 ? b : a) + down;
-  } else if (tile.row / 32 + q < groups) {
-#pragma unroll
-    for (u32 i = 0; i < 4; i++, packed += (i64)groups * 16, scale += groups) {
-      store_words(packed, load_shared_words(from + i * (8 * COLUMN_PITCH)));
-      *scale = (unsigned char)(fields[i] + down >> 8 * q);
-    }
-  }
-  warp_sync();
+  const u32 mine = of_column(fields, q), down = (u32)(top - 130);
+  if (__any_sync(0xFFFFFFFFu, ((mine - 0x01010101u) & ~mine & 0x80808080u) != 0)) return false;  // one is 0
+  write_columns(args, tile, mine + down * 0x01010101u, of_block(fields, q) + down * 0x01010101u);
   return true;
 }
 
@@ -238,23 +286,21 @@ struct SylvesterWord {
   __device__ __forceinline__ u32 at(int n, int t) const { return words[((n & t) ^ (n & t) >> 1) & 1]; }
 };
 
-// Whether all was done: else some was written that is to be written again. top: the byte of the power of two that is 2^15.
-template <bool DITHER>
-__device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, const SylvesterWord& h, const Columns& tile, int top) {
+// Stochastic rounding. Whether all was done: else some was written that is to be written again. top: the byte of the power of two
+// that is 2^15.
+__device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, const SylvesterWord& h, const Columns& tile,
+                                                 int top) {
   const u32 lane = lane_number(), g = lane >> 2, q = lane & 3, groups = args.rows / 32, group = tile.row / 32 + q;
   const u32 powers = tile.powers + tile.unit * 4 * POWER_PITCH + q * 16;
   const u32 base = __float_as_uint(__fmul_rn(args.root, 0.75f * FINE)) + (129u << 23);
   Words power[4];
-  u32 low[4][4], high[4][4];  // s00eem00, a byte above, is float16's 2^-14 of the code
+  u32 low[4][4], high[4][4];
 #pragma unroll
   for (int m = 0; m < 4; m++) {
     const Words codes = tile.words(lane % 8 / 2 * 32 + m * 8 + lane % 2 * 4 + lane / 8);
     power[m] = load_shared_words(powers + m * POWER_PITCH);
 #pragma unroll
-    for (int t = 0; t < 4; t++) {
-      const u32 word = codes.at(t);
-      low[m][t] = select_bits(word << 1, word << 4, 0x80808080u), high[m][t] = select_bits(word >> 3, word, 0x80808080u);
-    }
+    for (int t = 0; t < 4; t++) spread_codes(codes.at(t), low[m][t], high[m][t]);
   }
   u32 zero = 0;
 #pragma unroll
@@ -298,12 +344,8 @@ __device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, cons
     for (int c = 0; c < 2; c++) {
       const float factor = __uint_as_float(base - fields[c]);
       const i64 to = (i64)(tile.column + 4 * g + 2 * pair + c) * groups + group;
-      u32 random[8], words[4];
-      if constexpr (DITHER) {
-        const Random mine(to, args.key);
-#pragma unroll
-        for (int i = 0; i < 8; i++) random[i] = mine.words[i];
-      }
+      const Random random(to, args.key);
+      u32 words[4];
 #pragma unroll
       for (int m = 0; m < 4; m++) {
         u32 p[4];
@@ -311,8 +353,8 @@ __device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, cons
         for (int i = 0; i < 4; i++) {
           const int at = m * 8 + i / 2 * 4 + i % 2;
           p[i] = Fp16::pack(__fmul_rn(value(c, at), factor), __fmul_rn(value(c, at + 2), factor));
-          if constexpr (!DITHER) p[i] = to_nearest(p[i]);
-          else p[i] = i % 2 ? with_bits<true>(p[i], random[m * 2 + i / 2]) : with_bits<false>(p[i], random[m * 2 + i / 2]);
+          const u32 bits = random.words[m * 2 + i / 2];
+          p[i] = i % 2 ? with_bits<true>(p[i], bits) : with_bits<false>(p[i], bits);
         }
         words[m] = code_word(p[0], p[1], p[2], p[3]);
       }
@@ -325,16 +367,105 @@ __device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, cons
   return !__any_sync(0xFFFFFFFFu, zero);
 }
 
+// --- In float16 --------------------------------------------------------------------------------------------------------
+//
+// A unit is half a code of the tile's least power of two. Sums of less than 2048 units are float16 numbers, and each part of such
+// a sum that tensor cores or additions round is half the sum or the difference of two results, no larger than one.
+
+constexpr u32 UNIT_POWER = 22;  // float16's exponent of the tile's least power of two: a unit is 2^-8
+constexpr int HALF_SPREAD = 30 - UNIT_POWER;
+constexpr u32 LEAST_FIELD = 7, MOST_FIELD = 16;  // of a group's largest times the root: one unit; 724 units, of blocks of 64 1023
+
+// Rounding to nearest, of two numbers a word. The definition takes a float32 product, rounded to float16, ties to even; up to
+// MOST_FIELD a float16 product with one factor of 11 bits and an addition end there as well, which a test tries of all numbers.
+template <int SPAN>
+struct Nearest {
+  static constexpr u32 TWICE = 0x00010001, ROUND = (SPAN == 2 ? 256 : 255) * TWICE;
+  static constexpr u32 TIMES_ROOT = SPAN == 2 ? 0 : 599 * TWICE;  // to the exponent from 1.4142 on
+  static constexpr u32 FACTOR = (SPAN == 2 ? 17 << 10 | 511 : 18 << 10 | 63) * TWICE;
+  static constexpr int DOWN = SPAN == 4 ? 14 : 13;  // of a scale's byte: a field and the least byte less this
+
+  // float16's exponent fields, in their place, of groups' largest times the root; and what a group's elements are multiplied by.
+  __device__ __forceinline__ static u32 fields(u32 largest) { return (largest & 0x7FFF7FFFu) + TIMES_ROOT & 0x7C007C00u; }
+  __device__ __forceinline__ static u32 factors(u32 fields) { return FACTOR - fields; }
+};
+
+// Rounding to nearest. Whether it was done: else nothing was written. least: the byte of the tile's least power of two.
+template <int SPAN>
+__device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylvester& h, const Columns& tile, int least) {
+  using Rounding = Nearest<SPAN>;
+  const u32 lane = lane_number(), q = lane & 3, one = min(args.rows, 1);  // unknown to the compiler: rounding by IMAD
+  Words codes[SPAN], power[SPAN];
+  const auto load = [&](u32 block) {
+#pragma unroll
+    for (int n = 0; n < SPAN; n++) codes[n] = tile.words((block + n) * 32 + lane), power[n] = tile.powers_of(block + n);
+  };
+  load(0);
+  u32 fields[4];  // of a block each: its columns' exponents times 4, a byte each
+#pragma unroll
+  for (u32 block = 0; block < 4; block += SPAN) {
+    u32 v[SPAN][2][4][2] = {};
+#pragma unroll
+    for (int n = 0; n < SPAN; n++) turn_rows(v[n], codes[n], power[n], h);
+    if (block + SPAN < 4) load(block + SPAN);  // while the products are made
+#pragma unroll
+    for (int half = SPAN / 2; half; half /= 2)
+#pragma unroll
+      for (int n = 0; n < SPAN; n++)
+        if (!(n & half))
+#pragma unroll
+          for (int i = 0; i < 16; i++) {
+            u32 &x = v[n][i / 8][i / 2 % 4][i % 2], &y = v[n + half][i / 8][i / 2 % 4][i % 2];
+            const u32 sum = fma_half(y, 0x3C003C00u, x);
+            y = fma_half(y, 0xBC00BC00u, x), x = sum;
+          }
+#pragma unroll
+    for (int n = 0; n < SPAN; n++) {
+      u32 two[2];  // columns' largest, then their fields
+#pragma unroll
+      for (int p = 0; p < 2; p++) {
+        u32 most[2];
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+          most[e] = larger_magnitudes(larger_magnitudes(v[n][p][0][e], v[n][p][1][e]),
+                                      larger_magnitudes(v[n][p][2][e], v[n][p][3][e]));
+        two[p] = larger_magnitudes(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
+      }
+#pragma unroll
+      for (int across = 1; across < 4; across *= 2)
+#pragma unroll
+        for (int p = 0; p < 2; p++) two[p] = larger_magnitudes(two[p], other_word(two[p], across));
+#pragma unroll
+      for (int p = 0; p < 2; p++) two[p] = Rounding::fields(two[p]);
+      fields[block + n] = __byte_perm(two[0], two[1], 0x7531);
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        const u32 factors = Rounding::factors(two[c / 2]);
+        u32 p[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const u32 x = v[n][c / 2][i][c % 2];
+          p[i] = (c % 2 ? times_one_half<1>(x, factors) : times_one_half<0>(x, factors)) * one + Rounding::ROUND;
+        }
+        store_shared32(tile.codes_at(c, block + n), code_word(p[0], p[1], p[2], p[3]));
+      }
+    }
+  }
+  const u32 mine = of_column(fields, q), below = mine - LEAST_FIELD * 0x04040404u, above = mine + (31 - MOST_FIELD) * 0x04040404u;
+  if (__any_sync(0xFFFFFFFFu, ((below | above) & 0x80808080u) != 0)) return false;
+  const u32 up = (u32)(least - Rounding::DOWN) * 0x01010101u;
+  write_columns(args, tile, (mine >> 2) + up, (of_block(fields, q) >> 2) + up);
+  return true;
+}
+
 // --- By lanes ----------------------------------------------------------------------------------------------------------
 
 // Powers of two of a tile as bfloat16.
-__device__ __forceinline__ void store_wide_powers(u32 powers, const u32 (&bytes)[8], u32 negative) {
-  const u32 lane = lane_number();
+__device__ __forceinline__ void store_wide_powers(u32 powers, const Scales& scales, u32 negative) {
 #pragma unroll
   for (u32 i = 0; i < 8; i++) {
-    const u32 bits = bytes[i] == 255 ? 0x7FC0u : bytes[i] ? bytes[i] << 7 : 0x0040u;
-    store_shared16(powers + (lane % 2 * 4 + i / 2) * POWER_PITCH + (i % 2 * 16 + lane / 2) * 2,
-                   bits ^ (negative << (15 - i) & 0x8000));
+    const u32 byte = scales.byte(i % 4, i / 4), bits = byte == 255 ? 0x7FC0u : byte ? byte << 7 : 0x0040u;
+    store_shared16(powers + i * POWER_PITCH + lane_number() * 2, bits ^ (negative << (15 - i % 4) & 0x8000));
   }
 }
 
@@ -380,10 +511,10 @@ __device__ __forceinline__ void by_lanes(const TransposeArgs& args, const Column
 template <int SPAN, bool SIGNS, int RULE, bool DITHER, int STAGES>
 __device__ __forceinline__ void requantize(const TensorMap* map, const TransposeArgs& args) {
   const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32;
-  const u32 groups = args.rows / 32, pitch = args.columns / 32;
+  constexpr u32 MINE = SCRATCH + (DITHER ? 1024 : 0);
   const u32 ring_at = shared_memory() + warp * (STAGES * CODE_TILE);
-  const u32 scratch = shared_memory() + warps * (STAGES * CODE_TILE) + warp * SCRATCH;
-  const u32 counter = shared_memory() + warps * (STAGES * CODE_TILE + SCRATCH), full = counter + 16 + warp * (STAGES * 8);
+  const u32 scratch = shared_memory() + warps * (STAGES * CODE_TILE) + warp * MINE;
+  const u32 counter = shared_memory() + warps * (STAGES * CODE_TILE + MINE), full = counter + 16 + warp * (STAGES * 8);
   const u32 row_tiles = (args.rows + TALL - 1) / TALL, column_tiles = (args.columns + CODE_COLUMNS - 1) / CODE_COLUMNS;
   if (threadIdx.x == 0) store_shared32(counter, 0);
   if (lane == 0) {
@@ -391,91 +522,77 @@ __device__ __forceinline__ void requantize(const TensorMap* map, const Transpose
     barrier_init_done();
   }
   block_sync();
-  u32 negative = 0;  // bit i: sign of row 16 i + lane / 2, which its power takes
+  u32 negative = 0;  // bit j: sign of row 32 j + lane, which its power takes
   if constexpr (SIGNS)
 #pragma unroll
-    for (int i = 0; i < 8; i++) negative |= __float_as_uint(args.signs[(16 * i + lane / 2) % (32 * SPAN)]) >> 31 << i;
-  const Lines lines(args.down ? row_tiles : column_tiles);
+    for (int j = 0; j < 4; j++) negative |= __float_as_uint(args.signs[(32 * j + lane) % (32 * SPAN)]) >> 31 << j;
+  const Lines lines(column_tiles);
   const u32 in_runs = row_tiles * column_tiles / (RUN * gridDim.x) * RUN;
   const Sylvester h;
   const SylvesterWord word;
-  const u64 policy = cache_policy<FIRST>();
-  struct Taken {  // a tile, and scales of rows 16 i + lane / 2 of its half lane % 2
-    u32 row, column, bytes[8];
-  };
-  // A tile's scales until it is done. Random numbers want the registers: loading the scales again, which is rare, saves spills.
-  constexpr bool KEEPS = !DITHER;
-  const auto load_bytes = [&](u32 (&bytes)[8], u32 row, u32 column) {
-    const u32 mine = lane / 2 * pitch + min(lane % 2, pitch - 1 - column * 2);
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {  // past the last row: the last 32
-      const unsigned char* const from = args.in_scale + ((u64)min(row * 4 + i, groups - 1) * 32 * pitch + column * 2);
-      bytes[2 * i] = __ldg(from + mine), bytes[2 * i + 1] = __ldg(from + (mine + 16 * pitch));
-    }
+  const u64 policy = cache_policy<LAST>();  // a line's other tiles, too (57 us; NORMAL 62; FIRST 70)
+  struct Tile {
+    u32 row, column;
   };
   u32 into = 0;
   const auto start = [&] {
     const u32 next = next_number(counter);
     const u32 number = next < in_runs ? next / RUN * RUN * gridDim.x + blockIdx.x * RUN + next % RUN : next * gridDim.x + blockIdx.x;
-    u32 line, place;
-    lines.find(number, line, place);
-    Taken t = {args.down ? place : line, args.down ? line : place, {}};
-    if (t.row < row_tiles && t.column < column_tiles) {
+    Tile t;
+    lines.find(number, t.row, t.column);
+    if (t.row < row_tiles) {
       barrier_expect(full + into * 8, CODE_TILE);
       tensor_load(ring_at + into * CODE_TILE, map, t.column * 32, t.row * TALL, full + into * 8, policy);
-      load_bytes(t.bytes, t.row, t.column);
     }
     into = into == STAGES - 1 ? 0 : into + 1;
     return t;
   };
-  Taken taken[STAGES];
+  Tile taken[STAGES];
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) taken[s] = start();
+  Scales scales;
+  if (taken[0].row < row_tiles) scales = Scales(args, taken[0].row, taken[0].column);
   Ring<STAGES> ring;
-  while (taken[0].row < row_tiles && taken[0].column < column_tiles) {
+  while (taken[0].row < row_tiles) {
     warp_sync();  // all lanes have read what is overwritten now
     taken[STAGES - 1] = start();
-    const u32 (&b)[8] = taken[0].bytes;
-    u32 most = b[0], least = b[0];
+    const u32 row = taken[0].row, column = taken[0].column;
+    u32 most = scales.byte(0, 0), least = most;
 #pragma unroll
-    for (int i = 1; i < 8; i++) most = max(most, b[i]), least = min(least, b[i]);
+    for (int i = 1; i < 8; i++) {
+      const u32 byte = scales.byte(i % 4, i / 4);
+      most = max(most, byte), least = min(least, byte);
+    }
     const int top = warp_max((int)most), low = -warp_max(-(int)least);
-    const bool near = RULE == ABSMAX34 && top <= low + SPREAD && low >= LEAST_BYTE && top <= MOST_BYTE;
-    if (near) store_powers<SPAN>(scratch, b, negative, top);
-    else store_wide_powers(scratch, b, negative);
+    const bool near = RULE == ABSMAX34 && top <= low + (DITHER ? SPREAD : HALF_SPREAD) && low >= LEAST_BYTE && top <= MOST_BYTE;
+    const auto store_near = [&](const Scales& of) {
+      store_powers<DITHER && SPAN == 4>(scratch, of, negative, DITHER ? 30 - top : (int)UNIT_POWER - low);
+    };
+    if (near) store_near(scales);
+    else store_wide_powers(scratch, scales, negative);
+    if (taken[1].row < row_tiles) scales = Scales(args, taken[1].row, taken[1].column);
     barrier_wait(full + ring.stage * 8, ring.parity);
     warp_sync();
 #pragma unroll 1
     for (u32 half = 0; half < 2; half++) {
-      const Columns tile = {ring_at + ring.stage * CODE_TILE, half, scratch, scratch + POWERS, taken[0].row * TALL,
-                            taken[0].column * CODE_COLUMNS + half * 32};
+      const Columns tile = {ring_at + ring.stage * CODE_TILE, half, scratch, scratch + POWERS, row * TALL,
+                            column * CODE_COLUMNS + half * 32};
       if (tile.column >= (u32)args.columns) break;
       if constexpr (RULE == ABSMAX34)
         if (near) {
           bool done;
-          if constexpr (SPAN == 4) done = by_wide_products<DITHER>(args, word, tile, top);
-          else done = by_products<SPAN, DITHER>(args, h, tile, top);
+          if constexpr (!DITHER) done = by_halves<SPAN>(args, h, tile, low);
+          else if constexpr (SPAN == 4) done = by_wide_products(args, word, tile, top);
+          else done = by_products<SPAN>(args, h, tile, top);
           if (done) continue;
           warp_sync();
-          if constexpr (KEEPS) {
-            store_wide_powers(scratch, b, negative);
-          } else {
-            u32 again[8];
-            load_bytes(again, taken[0].row, taken[0].column);
-            store_wide_powers(scratch, again, negative);
-          }
+          store_wide_powers(scratch, Scales(args, row, column), negative);
           warp_sync();
         }
       by_lanes<SPAN, RULE, DITHER>(args, tile);
       if (near && half == 0) {
         warp_sync();
-        if constexpr (KEEPS) {
-          store_powers<SPAN>(scratch, b, negative, top);
-        } else {
-          u32 again[8];
-          load_bytes(again, taken[0].row, taken[0].column);
-          store_powers<SPAN>(scratch, again, negative, top);
-        }
+        store_near(Scales(args, row, column));
         warp_sync();
       }
     }

@@ -9,7 +9,7 @@ The CUDA kernels: HOPPER_ROWS, HOPPER_MASK_ROWS with a clip mask, HOPPER_RANDOM_
 thread blocks of a multiprocessor, stages), by block; HOPPER_EXPANDED, which writes e4m3: (threads of a multiprocessor,
 stages); HOPPER_COLUMNS, the transposes: (thread blocks of a multiprocessor, stages, whether tiles follow each other
 down the rows); HOPPER_PACKED_COLUMNS, from packed bytes, HOPPER_RANDOM_PACKED_COLUMNS with random rounding: (threads of
-the one block, stages, the same), by block; HOPPER_DECODE: the fields of hopper.Plan after its first, up to `grouped`,
+the one block, stages), by block; HOPPER_DECODE: the fields of hopper.Plan after its first, up to `grouped`,
 by (tokens, rows, columns). Shapes that are not there follow the rules of `plan_for`.
 """
 
@@ -22,8 +22,8 @@ HOPPER_MASK_ROWS = {32: (768, 1, 2), 64: (512, 1, 2), 128: (352, 1, 2)}
 HOPPER_RANDOM_ROWS = {32: (512, 1, 3), 64: (512, 1, 2), 128: (384, 1, 2)}
 HOPPER_EXPANDED = (896, 2)
 HOPPER_COLUMNS = (6, 2, True)
-HOPPER_PACKED_COLUMNS = {32: (384, 2, False), 64: (384, 2, False), 128: (384, 2, False)}
-HOPPER_RANDOM_PACKED_COLUMNS = {32: (448, 2, False), 64: (384, 2, False), 128: (256, 2, False)}
+HOPPER_PACKED_COLUMNS = {32: (384, 2), 64: (384, 2), 128: (384, 2)}
+HOPPER_RANDOM_PACKED_COLUMNS = {32: (448, 2), 64: (384, 2), 128: (384, 2)}
 HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, bool]] = {
     (1, 4096, 4096): (1, 2, 4, 16, 1, True, 1, False),
     (1, 4096, 14336): (1, 2, 7, 28, 1, True, 1, False),
