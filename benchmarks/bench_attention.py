@@ -1,7 +1,9 @@
-"""FP8 attention: prefill, decode over an e4m3 cache, and the kernel that prepares the operands, against their peers.
+"""FP8 attention: prefill, decode over an e4m3 cache, and the kernel that prepares the operands, against their peers; a
+token and an INT4 cache.
 
     python benchmarks/bench_attention.py [--out FILE]      # the table, and results/bench_attention-<gpu>.json
     python benchmarks/bench_attention.py --scores fp8 [--out FILE]  # prefill alone, queries and keys in e4m3
+    python benchmarks/bench_attention.py --int4 [--out FILE]        # a token and an INT4 cache alone
     python benchmarks/bench_attention.py --sweep           # every launch configuration of every kernel, best first
 
 32 query and 8 key and value heads. `prefill` is bfloat16 q, k, v to a bfloat16 result, the quantization counted,
@@ -9,6 +11,8 @@ replayed in turn with its peers, so that all have the same clocks; `attend_us` i
 quantization of k and v. Its peers are torch's SDPA by cuDNN and by FlashAttention-2 in bfloat16, and cuDNN's own FP8
 attention on operands that are e4m3 already (nvidia-cudnn-frontend; left out where it is not installed). The `decode`
 peer bf16_cache is the fastest of SDPA's implementations on a bfloat16 cache, with grouped heads packed as queries.
+`decode_int4` has that peer, too, and `dequantized`: the token quantized and copied, all of the cache dequantized, and
+SDPA. It is checked against that before it is timed.
 Floors: prefill, 2 x 2 S^2 D operations a head (half if causal) at PEAK; the others, the bytes that must move, at the
 speed of a copy in the same run. `error` is relative to float64, on normal data.
 """
@@ -35,10 +39,12 @@ from quantrot.kernels.attention import (  # noqa: E402
     append,
     attend,
     fp8_attention,
+    int4_token,
     quantize_heads,
     rope_hadamard_quantize,
     transposed_values,
 )
+from quantrot.kernels.int4 import dequantize_int4, quantize_int4  # noqa: E402
 
 HEADS, GROUPS = 32, 8
 PEAK = 1979e12  # e4m3 operations a second on an H200, dense, from its data sheet
@@ -46,6 +52,7 @@ PREFILL = [(d, s, c) for d, s, c in product((128, 64), (2048, 8192, 32768), (Tru
 ROWS = [(rows, d) for rows, d in product((1, 32, 2048, 8192, 32768), (128, 64))]
 STORED = [(b, d) for b, d in product((1, 8, 32, 128), (128, 64))]
 DECODE = [(b, t, d) for b, t, d in product((1, 32), (8192, 32768), (128, 64))]
+DECODE_INT4 = [(b, t, d) for b, t, d in product((1, 32), (1024, 8192, 32768), (128, 64))]
 Calls = list[Callable[[], Any]]
 
 
@@ -262,6 +269,42 @@ def decode(batch: int, tokens: int, dim: int, gbps: float) -> dict[str, Any]:
     }
 
 
+def decode_int4(batch: int, tokens: int, dim: int, gbps: float) -> dict[str, Any]:
+    """The last of `tokens` tokens is the new one."""
+    moved = 2 * batch * GROUPS * tokens * (dim // 2 + 4 * (dim // 64))
+    sets = []
+    for _ in range(max(2, min(8, (256 << 20) // moved))):
+        q = torch.randn(batch, HEADS, 1, dim, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(batch, GROUPS, tokens, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        narrow = *quantize_int4(k), *quantize_int4(v)
+        sets.append((q, k[:, :, -1:].clone(), v[:, :, -1:].clone(), narrow, (q, k, v)))
+
+    def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, narrow: Any, _: Any) -> torch.Tensor:
+        return int4_token.int4_attend_one(q, k, v, narrow, tokens - 1, limit=tokens)
+
+    def before(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, narrow: Any, _: Any) -> torch.Tensor:
+        for buffer, part in zip(narrow, (*quantize_int4(k), *quantize_int4(v)), strict=True):
+            buffer.narrow(2, tokens - 1, 1).copy_(part)
+        key, value = dequantize_int4(*narrow[:3], q.dtype), dequantize_int4(*narrow[3:], q.dtype)
+        return F.scaled_dot_product_attention(q, key, value, enable_gqa=True).transpose(1, 2).contiguous()
+
+    with torch.no_grad():
+        theirs, ours = before(*sets[0]).double(), one(*sets[0])
+        assert (ours - theirs).norm() <= 2**-7 * theirs.norm()
+        held = tuple(dequantize_int4(*sets[0][3][i : i + 3], torch.bfloat16) for i in (0, 3))
+        return {
+            "op": "decode_int4",
+            "case": {"batch": batch, "seq": tokens, "head_dim": dim},
+            "us": time_us([lambda s=s: one(*s) for s in sets]),
+            "floor_us": moved / gbps / 1e3,
+            "peers_us": {
+                "bf16_cache": bf16_cache([s[4] for s in sets]),
+                "dequantized": time_us([lambda s=s: before(*s) for s in sets[:2]], replays=3),
+            },
+            "error": error_of(sets[0][0], *held, False, ours.transpose(1, 2)),
+        }
+
+
 def line(row: dict[str, Any]) -> str:
     case = ", ".join(f"{k} {v}" for k, v in row["case"].items())
     peers = ", ".join(f"{name} {us / row['us']:.2f}x" for name, us in row["peers_us"].items() if us)
@@ -272,18 +315,20 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def main(out: Path | None, scores: str) -> None:
+def main(out: Path | None, scores: str, int4: bool) -> None:
     gbps = copy_gbps()
     rows = []
     jobs: list[tuple[Callable[..., dict[str, Any]], list[Any]]] = [(partial(prefill, scores=scores), PREFILL)]
     if scores == "int8":
-        jobs += [(prepare, ROWS), (store, STORED), (decode, DECODE)]
+        jobs += [(prepare, ROWS), (store, STORED), (decode, DECODE), (decode_int4, DECODE_INT4)]
+    if int4:
+        jobs = jobs[-1:]
     for function, cases in jobs:
         for case in cases:
             rows.append(function(*case, gbps))
             print(line(rows[-1]), flush=True)
             give_back()
-    if scores == "int8" or out:
+    if (scores == "int8" and not int4) or out:
         write_results("bench_attention", gbps, rows, out)
 
 
@@ -352,9 +397,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--scores", choices=("int8", "fp8"), default="int8")
+    parser.add_argument("--int4", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.sweep:
         sweep()
     else:
-        main(asked.out, asked.scores)
+        main(asked.out, asked.scores, asked.int4)

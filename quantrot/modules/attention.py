@@ -172,6 +172,8 @@ class QuantizedAttention(Merging):
             key = (key - self.key_center[:, None]).to(key.dtype)
         if self.R3 is not None:
             query, key = self.R3(query), self.R3(key)
+        if (token := self._int4_token(query, key, value, mask, cache, kwargs)) is not None:
+            return token, None
         wide = key, value
         if self.kv_cache != "bf16" and (cache is None or adopt(cache, self.layer_idx, self.kv_cache) is None):
             key, value = round_trip(self.kv_cache, key, value)
@@ -199,13 +201,9 @@ class QuantizedAttention(Merging):
         on a norm, or where gradients are recorded. The layer's count is transformers': `update` adds to it as the
         kernel does.
         """
-        if not isinstance(cache, Cache) or q.shape[1] != 1:  # a paged one is none
+        if q.shape[1] != 1 or not self._plain_sdpa(cache, kwargs):
             return None
-        if torch.is_grad_enabled() or (self.training and self.attention_dropout):
-            return None
-        if self.R3 is not None or self.kv_cache != "bf16" or self.window or kwargs.get("output_attentions"):
-            return None
-        if self.config._attn_implementation not in ("sdpa", IMPLEMENTATION) or cache.offloading:
+        if self.R3 is not None or self.kv_cache != "bf16":
             return None
         if not all(is_rms_norm(norm, q.dtype) for norm in (self.q_norm, self.k_norm) if norm is not None):
             return None
@@ -217,6 +215,24 @@ class QuantizedAttention(Merging):
         if not isinstance(length, Tensor) or one_token.unsupported(q, k, v, *position_embeddings, *stored):
             return None
         return layer
+
+    def _plain_sdpa(self, cache: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether attention to what is in this cache is no more than sdpa's output."""
+        if not isinstance(cache, Cache) or torch.is_grad_enabled() or (self.training and self.attention_dropout):
+            return False  # a paged cache is no Cache
+        plain = self.config._attn_implementation in ("sdpa", IMPLEMENTATION) and not cache.offloading
+        return plain and not self.window and not kwargs.get("output_attentions")
+
+    def _int4_token(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: Any, kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """Attention of one token [B, heads, 1, D] and an INT4 cache that is read in its codes, [B, 1, heads, D]; None
+        where there is no such kernel."""
+        if self.kv_cache != "int4" or q.shape[2] != 1 or not self._plain_sdpa(cache, kwargs):
+            return None
+        if (layer := adopt(cache, self.layer_idx, "int4")) is None:
+            return None
+        return layer.attend_one(q, k, v, mask, self.scaling, keep=self.layer_idx == 0)  # see _one_token for the count
 
     # --- In e4m3 ---
 

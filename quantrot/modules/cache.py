@@ -28,6 +28,7 @@ from quantrot.kernels.attention import (
     append,
     dequantize_heads,
     inference_only,
+    int4_token,
     quantize_heads,
     spread,
 )
@@ -40,6 +41,7 @@ INT4_GROUP = 64
 GROW = 256  # tokens of room added at least; a quarter of what there is, if that is more
 
 Buffers = dict[str, Tensor]
+INT4_BUFFERS = ("key", "key_scale", "key_low", "value", "value_scale", "value_low")
 TOKEN_AXIS = {"value_transposed": 3}  # [B, G, D, T], as the e4m3 attention reads it; all others have tokens third
 
 
@@ -184,6 +186,27 @@ class KVLayer(CacheLayerMixin):
         self._count(keep)
         self.empty = False
         return self._every(*made[:2], self.buffers), made[2]
+
+    @torch.no_grad()
+    def attend_one(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, keep: bool
+    ) -> Tensor | None:
+        """`update` of one token and attention to all there are, kind int4, [B, 1, H, D], in one operator that reads
+        codes; None where there is none. q [B, H, 1, D], k and v [B, G, 1, D]; mask as transformers' sdpa has it.
+
+        keep: a count on the device is added to behind the kernel, not in it.
+        """
+        if not self.is_initialized or not int4_token.runs_on(q.device):
+            return None
+        if mask is not None and mask.shape[-1] != self.get_mask_sizes(1)[0]:
+            return None
+        at, limit = self._next()
+        cache = tuple(self.buffers[name] for name in INT4_BUFFERS)
+        y = int4_token.try_attend_one(q, k, v, cache, at, limit=limit, mask=mask, scale=scale, advance=not keep)
+        if y is not None:
+            self._count(keep)
+            self.empty = False
+        return y
 
     def _every(self, q: Tensor, q_scale: Tensor, stored: Buffers) -> Quantized:
         """Queries' codes with all keys and values."""
