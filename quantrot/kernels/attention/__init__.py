@@ -63,7 +63,7 @@ from quantrot.kernels.operators import (
     number,
     refuse_tangents,
 )
-from quantrot.kernels.ready import Again, Ready, lies_well, like, same, unseen
+from quantrot.kernels.ready import Ready, Run, lies_well, like, same, unseen
 
 __all__ = [
     "BLOCK",
@@ -197,9 +197,8 @@ def attend(
     scale = q.shape[-1] ** -0.5 if scale is None else number("scale", scale, "positive, finite")
     if known:
         inputs = Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, None, causal, scale)
-        if again := _one_query(inputs, dtype):
-            READY.keep(known, again)
-            return again(q, q_scale, mask, lengths)
+        if run := _one_query(inputs, dtype):
+            return READY.keep(known, run, q.get_device())(q, q_scale, mask, lengths)
     codes = (t.view(torch.uint8) if t.dtype == E4M3 else t for t in (q, k, v))
     y = torch.ops.quantrot.fp8_attention(
         *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, dtype, backend
@@ -216,7 +215,7 @@ def _key(given: Quantized, mask: Tensor | None) -> Hashable:
     return like(q), like(q_scale), *map(same, cache), like(mask), ends
 
 
-def _one_query(given: Inputs, dtype: torch.dtype) -> Again | None:
+def _one_query(given: Inputs, dtype: torch.dtype) -> Run | None:
     """That kernel, ready, where it takes these and all is where it can be read."""
     from quantrot.kernels.attention import decode
 

@@ -446,7 +446,7 @@ def _expand_fake(packed, scale, backend):
 
 
 @implement("quantrot::mxfp4_quantize_expanded")
-def _quantize_expanded(
+def quantize_expanded(
     x: Tensor, signs: Tensor | None, rule: str, hadamard: int, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """expand(quantize(x)) without the packed form in between, x [M, K].
