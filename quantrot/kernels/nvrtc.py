@@ -156,7 +156,8 @@ def matrix_map(t: torch.Tensor, box: tuple[int, int, int]) -> bytes:
 
 def map_of(t: torch.Tensor, box: tuple[int, int, int]) -> Callable[[torch.Tensor], bytes]:
     """matrix_map of tensors like this one."""
-    sizes, pitch, dtype, (rows, columns, swizzle) = t.shape[::-1], t.stride(0) * t.element_size(), t.dtype, box
+    sizes, pitch, dtype = tuple(t.shape[::-1]), t.stride(0) * t.element_size(), t.dtype
+    rows, columns, swizzle = box
     return lambda t: encode_map(t.data_ptr(), sizes, (pitch,), (columns, rows), dtype, swizzle, 256)
 
 

@@ -1,5 +1,6 @@
 """What calls launch, recorded on a CPU that says it is a GPU: run as a program, it compares a call's launches in eager
-mode, found and found again, with the operator's, and prints where they differ and how many it compared and found again.
+mode, found and found again, with the operator's, and prints where they differ, how many it compared, and how many were
+kept for such operands.
 
 In a process of its own: what is remembered of a device would be wrong for other tests.
 """
@@ -7,17 +8,32 @@ In a process of its own: what is remembered of a device would be wrong for other
 import ctypes
 import hashlib
 import itertools
+import math
 
 import torch
+from triton.runtime.jit import JITFunction
 
 from quantrot.kernels import attention, mixed, nvrtc
 from quantrot.kernels.attention import Quantized, append, attend, decode
 from quantrot.kernels.fp8 import blocks as quantizer
-from quantrot.kernels.fp8 import fp8_linear, fused, hopper, linear
+from quantrot.kernels.fp8 import (
+    fp8_block_gemm,
+    fp8_linear,
+    fused,
+    gemm,
+    hadamard_quantize_fp8,
+    hopper,
+    linear,
+    operators,
+    prompt,
+    quantize_fp8_block,
+)
+from quantrot.kernels.hadamard import hopper as hadamard
 from quantrot.kernels.mixed import hopper as mixed_hopper
-from quantrot.kernels.mixed import mixed_linear
+from quantrot.kernels.mixed import mixed_gemm, mixed_linear
 from quantrot.kernels.mxfp4 import fused as mxfp4
-from quantrot.kernels.mxfp4 import mxfp4_fused
+from quantrot.kernels.mxfp4 import gemm as packed
+from quantrot.kernels.mxfp4 import mxfp4_fused, mxfp4_gemm, triton_gemm
 
 GPU = torch.device("cuda", 0)
 names = {}  # of tensors, by address
@@ -47,6 +63,19 @@ def record(self, arguments):
     launches.append((self.function, shape, *values(arguments)))
 
 
+def record_triton(kernel, grid):
+    def launch(*operands, **options):
+        told = (named(x.data_ptr()) if isinstance(x, torch.Tensor) else str(x) for x in operands)
+        launches.append((kernel.__name__, grid, *told, str(sorted(options.items()))))
+
+    return launch
+
+
+def scaled_mm(a, b, *scales, out_dtype, use_fast_accum):
+    launches.append((tuple(a.shape), tuple(b.shape), out_dtype, use_fast_accum))
+    return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+
 def pretend():
     """Tensors are on a GPU of Hopper's kind, whose driver notes what it is asked for."""
     empty = torch.empty
@@ -57,10 +86,13 @@ def pretend():
     torch.cuda.is_current_stream_capturing = lambda: False
     nvrtc.available = nvrtc.available.__wrapped__
     nvrtc.Launch.__call__ = record
-    for module in (nvrtc, quantizer, hopper, linear, mixed_hopper):
+    for module in (nvrtc, quantizer, hopper, linear, prompt, hadamard, mixed_hopper):
         module.load_kernel, module.processors = lambda *what: digest(what)[:8], lambda device: 132
     nvrtc.encode_map = lambda data, *rest: digest(named(data), rest)
-    nvrtc.counters_in_turn = lambda count: count
+    nvrtc.counters_in_turn, nvrtc.stream_number = lambda count: count, lambda device: 0
+    hadamard.tensor_map = nvrtc.tensor_map
+    JITFunction.__getitem__, torch._scaled_mm = record_triton, scaled_mm
+    triton_gemm.processors = nvrtc.processors
     for module in (attention, append, decode):
         module._best, module.tensor_map = lambda device: "triton", nvrtc.tensor_map
         module.load_kernel, module.processors = nvrtc.load_kernel, nvrtc.processors
@@ -76,41 +108,59 @@ def field_alone(structure, name, value):
     ctypes.Structure.__setattr__(structure, name, value)
 
 
-def fp8(x, b, residual=None, **around):
-    rows = None if residual is None else residual.reshape(-1, len(b[0]))
-    return fp8_linear(x.reshape(-1, x.shape[-1]), *b, b_settled=True, residual=rows, **around)
+def operator(function, **always):
+    """What a linear's module does with it: tokens of any dimensions, a product's operands by name."""
+    return lambda **given: function(**always, **given)
 
 
-def mxfp4_by(activations):
-    how = {"activations": activations, "hadamard": 32 if activations == "mxfp4" else 0, "settled": True}
-    return lambda x, b, **around: mxfp4_fused(x, *b, **how, **around)
+def fp8(x, residual=None, **given):
+    rows = None if residual is None else residual.reshape(-1, len(given["b"]))
+    return fp8_linear(x.reshape(-1, x.shape[-1]), residual=rows, b_settled=True, **given)
 
 
-def int8(x, b, **around):
-    return mixed_linear(x, *b, weight_ready=True, **around)
+def turned(x, signs):
+    return hadamard_quantize_fp8(x, block=128, signs=signs, transposed_scale=True)
 
 
 def blocks(n, k):
-    return torch.zeros(n, k, dtype=torch.float8_e4m3fn), torch.zeros(n // 128, k // 128)
+    return {"b": e4m3(n, k), "b_scale": torch.zeros(n // 128, k // 128)}
 
 
 def groups(n, k):
-    return torch.zeros(n, k // 2, dtype=torch.uint8), torch.zeros(n, k // 32, dtype=torch.uint8)
+    return {"packed": scales(n, k // 2), "scale": scales(n, k // 32)}
 
 
 def channels(n, k):
-    return torch.zeros(n, k, dtype=torch.int8), torch.zeros(n, 1)
+    return {"weight": torch.zeros(n, k // 4, dtype=torch.int32), "scale": torch.zeros(n, 1, dtype=torch.bfloat16)}
 
 
-OPERATORS = {
-    "fp8": (fp8, fused.READY, blocks),
-    "mxfp4": (mxfp4_by("mxfp4"), mxfp4.READY, groups),
-    "mxfp4 by fp8": (mxfp4_by("fp8"), mxfp4.READY, groups),
-    "mxfp4 by bf16": (mxfp4_by("none"), mxfp4.READY, groups),
-    "int8": (int8, mixed.READY, channels),
-}
-LEADING = ((1,), (1, 1), (2,), (3,), (8, 1), (1, 8), (2, 4), (16,), (32, 1), (40,), (0,))
+def zeros_of(n, k):
+    size = n, k // 128
+    offsets = torch.zeros(size, dtype=torch.int8)
+    return {"weight": torch.zeros(n, k, dtype=torch.int8), "scale": torch.zeros(size), "zero_point": offsets}
+
+
+def by(activations, hadamard=0):
+    return {"activations": activations, "hadamard": hadamard, "settled": True}
+
+
+READY = (fused.READY, gemm.READY, operators.READY, mxfp4.READY, packed.READY, mixed.READY)
 AROUND = ("", "residual", "residual turned", "norm", "norm, residual")
+LINEARS = {  # and what may be around each
+    "fp8": (fp8, blocks, (*AROUND, "gates")),
+    "mxfp4": (operator(mxfp4_fused, **by("mxfp4", 32)), groups, AROUND),
+    "mxfp4 by fp8": (operator(mxfp4_fused, **by("fp8")), groups, AROUND),
+    "mxfp4 by bf16": (operator(mxfp4_fused, **by("none")), groups, AROUND),
+    "mxfp4 alone": (operator(mxfp4_gemm, **by("mxfp4", 32)), groups, ("", "bias")),
+    "mxfp4 alone by fp8": (operator(mxfp4_gemm, **by("fp8")), groups, ("", "bias")),
+    "mxfp4 alone by bf16": (operator(mxfp4_gemm, **by("none")), groups, ("", "bias")),
+    "int8": (operator(mixed_linear, weight_ready=True), channels, (*AROUND, "gates")),
+    "int8 alone": (operator(mixed_gemm, weight_ready=True), zeros_of, ("", "bias")),
+}
+SMALL, LARGE, MANY = (512, 1024), (4096, 14336), 2048
+LEADING = ((1,), (1, 1), (2,), (8, 1), (2, 4), (16,), (32, 1), (40,), (0,), (65,), (3, 100), (1, MANY))
+FEWER = ((1,), (2, 4), (32, 1), (1, MANY))
+SHAPES = (*((SMALL, leading) for leading in LEADING), *((LARGE, leading) for leading in FEWER))
 
 
 def around_of(kind, leading, n, k):
@@ -121,17 +171,53 @@ def around_of(kind, leading, n, k):
         given["residual"] = torch.zeros(*leading, n, dtype=torch.bfloat16)
     if "turned" in kind and len(leading) == 2:
         given["residual"] = torch.zeros(*leading[::-1], n, dtype=torch.bfloat16).transpose(0, 1)
-    return given
+    if kind == "bias":
+        given["bias"] = torch.zeros(n, dtype=torch.bfloat16)
+    return given | ({"gates": True} if kind == "gates" else {})
 
 
-def launched(run, b, given, x):
-    """What a call launches, and its result's shape."""
-    names.clear()
-    names.update({t.data_ptr(): name for name, t in given.items() if isinstance(t, torch.Tensor)})
-    names.update({x.data_ptr(): "x", b[0].data_ptr(): "codes", b[1].data_ptr(): "scale"})
-    launches.clear()
-    y = run(x, b, **given)
-    return list(launches), tuple(y.shape)
+def moved(t):
+    """The same where not all kernels read it."""
+    room = torch.zeros(t.numel() + 1, dtype=torch.uint8 if t.itemsize == 1 else t.dtype)
+    return room[1:].view(t.dtype).view(t.shape)
+
+
+def apart(t):
+    """The same in rows that lie apart."""
+    return torch.zeros(*t.shape[:-1], t.shape[-1] + 64, dtype=t.dtype)[..., : t.shape[-1]]
+
+
+def of_linears():
+    """Calls of a linear, of operands that are others each time, also where they lie otherwise."""
+    for (name, (call, weight, kinds)), ((n, k), leading) in itertools.product(LINEARS.items(), SHAPES):
+        tokens = math.prod(leading)
+        for kind in kinds if tokens < MANY else ("", "residual") if "residual" in kinds else ("",):
+            same = [{"x": wide(*leading, k), **weight(n, k), **around_of(kind, leading, n, k)} for _ in "123"]
+            if not kind and tokens < 64 and (n, k) == SMALL:
+                for lies in (moved, apart):
+                    same.append(same[0] | {"x": lies(same[0]["x"])})
+                same += [same[1] | {key: moved(t)} for key, t in same[1].items() if key != "x"]
+                same.append(same[2])
+            yield (name, n, k, leading, kind), call, same
+
+
+def of_fp8():
+    """Its quantizers and products in other blocks."""
+    n, k = SMALL
+    for tokens in (1, 16, 65, 300, MANY):
+        for rows, turns, gated in ((1, True, False), (1, True, True), (1, False, False), (128, False, False)):
+            how = {"block": (rows, 128), "transposed_scale": turns, "gated": gated}
+            same = [{"x": x} for x in (wide(tokens, k), wide(tokens, k), apart(wide(tokens, k)))]
+            yield (rows, turns, gated, k, tokens), operator(quantize_fp8_block, **how), same
+        for kind, rows in itertools.product(("", "bias"), (1, 128)):
+            how, same = {"a_block": (rows, 128), "b_settled": True}, []
+            for _ in "12":
+                codes = {"a": e4m3(tokens, k), "a_scale": torch.zeros(-(-tokens // rows), k // 128)}
+                same.append(codes | blocks(n, k) | around_of(kind, (tokens,), n, k))
+            yield (kind, rows, n, k, tokens), operator(fp8_block_gemm, **how), same
+        for size in (0, 128, k):
+            signs = [torch.ones(size, dtype=torch.int8) if size else None for _ in "12"]
+            yield ("turned", size, k, tokens), turned, [{"x": wide(tokens, k), "signs": each} for each in signs]
 
 
 def noted(call, **given):
@@ -141,6 +227,10 @@ def noted(call, **given):
     launches.clear()
     made = call(**given)
     return list(launches), [t.shape for t in ([made] if isinstance(made, torch.Tensor) else made)]
+
+
+def wide(*size):
+    return torch.zeros(*size, dtype=torch.bfloat16)
 
 
 def e4m3(*size):
@@ -204,20 +294,18 @@ def main():
         if found[1:] != found[:1] * 2 or any(repr(each) not in repr(found[0]) for each in told):
             print("differs:", what)
     again += len(append.READY) + len(attention.READY)
-    for name, (run, ready, weight) in OPERATORS.items():
-        for (n, k), leading, kind in itertools.product([(512, 1024), (4096, 14336)], LEADING, AROUND):
-            b, found = weight(n, k), []
-            norm = around_of(kind, leading, n, k).get("norm")
-            for call in range(3):
-                x, given = torch.zeros(*leading, k, dtype=torch.bfloat16), around_of(kind, leading, n, k)
-                given |= {} if norm is None else {"norm": norm}
-                with torch.enable_grad() if call == 0 else torch.no_grad():  # by the operator first
-                    found.append(launched(run, b, given, x))
-            compared += 1
-            if found[1:] != found[:1] * 2:
-                print("differs:", name, (n, k), leading, kind)
-        again += len(ready)
-    print(f"compared {compared}, {again} of them found again")
+    for what, call, same in itertools.chain(of_linears(), of_fp8()):
+        for ready in READY:
+            ready.clear()
+        for place, given in enumerate(same):
+            with torch.enable_grad():  # by the operator
+                expected = noted(call, **given)
+            with torch.no_grad():
+                compared += 1
+                if noted(call, **given) != expected:
+                    print("differs:", what, place)
+        again += sum(len(ready) for ready in READY)
+    print(f"compared {compared}, {again} of them kept")
 
 
 if __name__ == "__main__":
