@@ -7,7 +7,6 @@ do, on Hopper, bfloat16 tokens in any number and e4m3 ones up to 1024.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.fp8.operators import SCALE_RULES
-from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, quantize_expanded, whole_rule
+from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, prepare_expanded, whole_rule
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.operators import check_backend, check_bias, check_device, has_triton, implement, refuse_tangents
 from quantrot.kernels.ready import Ready, Run, like, unseen
@@ -349,7 +348,7 @@ def _linear(
     elif _decoder(rows, activations, backend):
         y = _linear_triton(rows, packed, scale, activations, rule, hadamard)
     elif activations != "none" and _uses_cublas(x, packed.shape[0], backend):
-        y = _linear_fp8(rows, packed, scale, activations, rule, hadamard)
+        y = _prepare_fp8(rows, activations, rule, hadamard)(rows, packed, scale)
     else:
         y = _linear_wide(rows, packed, scale, activations, rule, hadamard)
     if bias is not None:
@@ -395,7 +394,7 @@ def _any_dimensions(
     lead, (n, k), rows = x.shape[:-1], (packed.shape[0], x.shape[-1]), x.reshape(-1, x.shape[-1])
     product = prepare(rows, packed, scale, activations, rule, hadamard, settled)
     if product is None and activations != "none" and _uses_cublas(x, n, "auto") and rows.numel():
-        product = partial(_linear_fp8, activations=activations, rule=rule, hadamard=hadamard)
+        product = _prepare_fp8(rows, activations, rule, hadamard)
     if product is None:
         return None
 
@@ -419,20 +418,26 @@ def _linear_triton(rows: Tensor, packed: Tensor, scale: Tensor, activations: str
     return triton_gemm.decode(tokens, token_scale, packed, scale, rows.dtype)
 
 
-def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
+def _prepare_fp8(rows: Tensor, activations: str, rule: str, hadamard: int) -> Run:
+    """The product of tokens [M, K] on FP8 tensor cores, as a function of tokens, packed and scale like these."""
     from quantrot.kernels.mxfp4 import triton_gemm
 
-    expand = expander(packed, scale)
-    codes: tuple[Tensor, Tensor, Tensor] | None = None
-    if activations == "fp8":
-        tokens, token_scale = _fp8_tokens(rows, rule)
-    else:  # exact in the rows that are inside, whose codes are not written
-        tokens, token_scale, outside, *written = quantize_expanded(rows, None, rule, hadamard, "auto")
-        codes = *written, outside
-    weight, weight_scale, weight_outside = expand()
-    y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
-    triton_gemm.repair(y, packed, scale, weight_outside, packed=codes, wide=(tokens, token_scale))
-    return y
+    quantize = prepare_expanded(rows, rule, hadamard) if activations == "mxfp4" else None
+
+    def run(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+        expand = expander(packed, scale)
+        codes: tuple[Tensor, Tensor, Tensor] | None = None
+        if quantize is None:
+            tokens, token_scale = _fp8_tokens(rows, rule)
+        else:  # exact in the rows that are inside, whose codes are not written
+            tokens, token_scale, outside, *written = quantize(rows)
+            codes = *written, outside
+        weight, weight_scale, weight_outside = expand()
+        y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
+        triton_gemm.repair(y, packed, scale, weight_outside, packed=codes, wide=(tokens, token_scale))
+        return y
+
+    return run
 
 
 def expander(packed: Tensor, scale: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:

@@ -191,7 +191,7 @@ def quantize_expanded(
     return prepare_expanded(x, rule, hadamard, signs, arranged=arranged)(x, signs)
 
 
-def prepare_expanded(x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, *, arranged: bool) -> Run:
+def prepare_expanded(x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, *, arranged: bool = False) -> Run:
     """`quantize_expanded` of an x and signs like these, as a function of them."""
     (rows, width), on = x.shape, x.device
     groups, (most, stages) = width // GROUP, tuned.HOPPER_EXPANDED

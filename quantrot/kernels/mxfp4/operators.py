@@ -26,6 +26,7 @@ from quantrot.kernels.operators import (
     refuse_tangents,
     uses_triton,
 )
+from quantrot.kernels.ready import Run
 from quantrot.orthogonal import hadamard_factors
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -446,7 +447,7 @@ def _expand_fake(packed, scale, backend):
 
 
 @implement("quantrot::mxfp4_quantize_expanded")
-def quantize_expanded(
+def _quantize_expanded(
     x: Tensor, signs: Tensor | None, rule: str, hadamard: int, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """expand(quantize(x)) without the packed form in between, x [M, K].
@@ -458,6 +459,17 @@ def quantize_expanded(
         return module.quantize_expanded(x, ScaleRule(rule), hadamard, signs)
     packed, scale, _ = quantize_reference(x, ScaleRule(rule), hadamard=hadamard, signs=signs)
     return *expand_reference(packed, scale), packed, scale
+
+
+def prepare_expanded(x: Tensor, rule: str, hadamard: int) -> Run:
+    """The operator, without signs, as a function of an x like this one."""
+    if uses_triton(x, "auto"):
+        from quantrot.kernels.mxfp4 import hopper_rows
+
+        if _rows_module(x, ScaleRule(rule), hadamard, "auto", row=True) is hopper_rows:
+            run = hopper_rows.prepare_expanded(x, ScaleRule(rule), hadamard, None)
+            return lambda x: run(x, None)
+    return lambda x: _quantize_expanded(x, None, rule, hadamard, "auto")
 
 
 @torch.library.register_fake("quantrot::mxfp4_quantize_expanded")
