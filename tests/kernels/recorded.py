@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import itertools
 import math
+import weakref
 
 import torch
 from triton.runtime.jit import JITFunction
@@ -226,21 +227,25 @@ def of_fp8():
             same = [{"x": x} for x in (wide(tokens, k), wide(tokens, k), apart(wide(tokens, k)))]
             yield (rows, turns, gated, k, tokens), operator(quantize_fp8_block, **how), same, ["x"]
         for kind, rows in itertools.product(("", "bias"), (1, 128)):
-            how, same = {"a_block": (rows, 128), "b_settled": True}, []
-            for _ in "12":
-                codes = {"a": e4m3(tokens, k), "a_scale": torch.zeros(-(-tokens // rows), k // 128)}
-                same.append(codes | blocks(n, k) | around_of(kind, (tokens,), n, k))
+            how, size = {"a_block": (rows, 128), "b_settled": True}, (-(-tokens // rows), k // 128)
+            held = ({"a": e4m3(tokens, k), "a_scale": torch.zeros(size)} for _ in "12")
+            same = [codes | blocks(n, k) | around_of(kind, (tokens,), n, k) for codes in held]
             yield (kind, rows, n, k, tokens), operator(fp8_block_gemm, **how), same, list(same[0])
         for size in (0, 128, k):
-            signs = [torch.ones(size, dtype=torch.int8) if size else None for _ in "12"]
-            same = [{"x": wide(tokens, k), "signs": each} for each in signs]
+            ones = (torch.ones(size, dtype=torch.int8) if size else None for _ in "12")
+            same = [{"x": wide(tokens, k), "signs": signs} for signs in ones]
             yield ("turned", size, k, tokens), turned, same, ["x", *["signs"] * bool(size)]
+
+
+def its(name):
+    """Of an operand; no field has it."""
+    return f"the {name}"
 
 
 def noted(call, **given):
     """What a call launches, and its results' shapes."""
     names.clear()
-    names.update({t.data_ptr(): name for name, t in given.items() if isinstance(t, torch.Tensor)})
+    names.update({t.data_ptr(): its(name) for name, t in given.items() if isinstance(t, torch.Tensor)})
     launches.clear()
     made = call(**given)
     return list(launches), [t.shape for t in ([made] if isinstance(made, torch.Tensor) else made)]
@@ -299,34 +304,32 @@ def of_attention():
         yield ("attend", batch, dim, masked, counted), found, [*told, ("k_scale", "k_scale"), ("v_scale", "v_scale")]
 
 
+def codes_of(batch, tokens, dim, angles):
+    q, k, v = wide(batch, tokens, 12, dim).split([8, 2, 2], 2)
+    return {"q": q, "k": k, "v": v} | {name: wide(1, tokens, dim) if angles else None for name in ("cos", "sin")}
+
+
+def quantized(batch, tokens, dim, counted, as_they_are):
+    """Of eight heads' queries, in codes or as they are, and two heads' keys and values."""
+    blocks = -(-tokens // 128)
+    given = {"q": e4m3(batch, 8, tokens, dim), "q_scale": scales(batch, 8, tokens)}
+    if as_they_are:
+        given = {"q": wide(batch, tokens, 8, dim).transpose(1, 2), "q_scale": scales(batch, 8, 0)}
+    given |= {"k": e4m3(batch, 2, key_rows(tokens), dim)[:, :, :tokens], "v": e4m3(batch, 2, dim, 128 * blocks)}
+    given |= {name: scales(batch, 2, blocks) for name in ("k_scale", "v_scale")}
+    return given | {"mask": None, "lengths": torch.full((batch,), 9, dtype=torch.int32) if counted else None}
+
+
 def of_prompts():
     """A prompt's codes, and its attention."""
-    heads, groups = 8, 2
     for batch, dim, tokens, turns in itertools.product((1, 2), (64, 128), (65, 300), (False, True)):
-        same = []
-        for angles, _ in itertools.product((True, False), "12"):
-            q, k, v = wide(batch, tokens, heads + 2 * groups, dim).split([heads, groups, groups], 2)
-            cos, sin = (wide(1, tokens, dim) if angles else None for _ in "12")
-            same.append({"q": q, "k": k, "v": v, "cos": cos, "sin": sin})
         call = operator(rope_hadamard_quantize, order=dim if turns else None)
-        yield ("codes", batch, dim, tokens, turns), call, same, ["q", "k", "v", "cos", "sin"]
-        same, blocks = [], -(-tokens // 128)
-        for counted, as_they_are in itertools.product((False, True), (False, True)):
-            for _ in "12":
-                given = {"q": e4m3(batch, heads, tokens, dim), "q_scale": scales(batch, heads, tokens)}
-                if as_they_are:
-                    given = {"q": wide(batch, tokens, heads, dim).transpose(1, 2), "q_scale": scales(batch, heads, 0)}
-                given |= {"k": e4m3(batch, groups, key_rows(tokens), dim)[:, :, :tokens]}
-                given |= {"v": e4m3(batch, groups, dim, 128 * blocks), "mask": None}
-                given |= {name: scales(batch, groups, blocks) for name in ("k_scale", "v_scale")}
-                given["lengths"] = torch.full((batch,), 9, dtype=torch.int32) if counted else None
-                same.append(given)
-        yield (
-            ("attention", batch, dim, tokens, turns),
-            attended,
-            same,
-            [name for name in same[0] if same[0][name] is not None],
-        )
+        same = [codes_of(batch, tokens, dim, angles) for angles in (True, True, False, False)]
+        yield ("codes", batch, dim, tokens, turns), call, same, list(same[0])
+        kinds = itertools.product((False, True), (False, True), "12")
+        same = [quantized(batch, tokens, dim, counted, as_they_are) for counted, as_they_are, _ in kinds]
+        told = ["q", "q_scale", "k", "k_scale", "v", "v_scale"]
+        yield ("attention", batch, dim, tokens, turns), attended, same, told
 
 
 def attended(mask, lengths, **given):
@@ -338,21 +341,27 @@ def main():
     compared = again = 0
     for what, found, told in of_attention():
         compared += 1
-        if found[1:] != found[:1] * 2 or any(repr(each) not in repr(found[0]) for each in told):
+        pairs = ((field, its(value) if isinstance(value, str) else value) for field, value in told)
+        if found[1:] != found[:1] * 2 or any(repr(each) not in repr(found[0]) for each in pairs):
             print("differs:", what)
     again += len(append.READY) + len(attention.READY)
+    before, seen = None, []
     for what, call, same, told in itertools.chain(of_linears(), of_fp8(), of_prompts()):
+        if any(ref() is not None for ref in seen):
+            print("differs:", before, "is held")
+        before, seen = what, [weakref.ref(t) for given in same for t in given.values() if isinstance(t, torch.Tensor)]
         for ready in READY:
             ready.clear()
         for place, given in enumerate(same):
             with torch.enable_grad():  # by the operator
                 expected = noted(call, **given)
-            if place == 0 and any(repr(name) not in repr(expected) for name in told):
+            if place == 0 and any(its(name) not in repr(expected) for name in told):
                 print("differs:", what, "launches nothing with one of", told)
             with torch.no_grad():
                 compared += 1
                 if noted(call, **given) != expected:
                     print("differs:", what, place)
+        del given
         again += sum(len(ready) for ready in READY)
     print(f"compared {compared}, {again} of them kept")
 
