@@ -259,7 +259,7 @@ def prepare(
     plan = plan or plan_for(m, n, k, parts, normed, gates, b_settled and read is b)
     assert plan is not None and m <= TOKENS and (norm is None or plan.holds_all(hopper.segment_of(k, parts), m))
     device, shared = x.get_device(), plan.held_bytes(hopper.segment_of(k, parts), m, normed, gates)
-    map_b = nvrtc.map_of(read, (plan.columns // (1 + gates), 128, 128))
+    map_b, lies = nvrtc.map_of(read, (plan.columns // (1 + gates), 128, 128)), read is b
     args, tokens = arguments(x, b, b_scale, None, b_block, bias, parts, norm, epsilon, residual)
     values = _Arguments(args=args, tokens=tokens)
     bias_bytes = bias.itemsize if bias is not None else 0
@@ -271,7 +271,8 @@ def prepare(
     def run(
         x: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, norm: Tensor | None, residual: Tensor | None
     ) -> Tensor:
-        c, b, bias = torch.empty(**made), hopper.aligned(b), bias if bias is None else bias.contiguous()
+        c, b = torch.empty(**made), b if lies else hopper.aligned(b)
+        bias = bias if bias is None else bias.contiguous()
         now = _Arguments.from_buffer_copy(values)
         ctypes.memmove(now.b, map_b(b), 128)
         args, tokens = now.args, now.tokens
