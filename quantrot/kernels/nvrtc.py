@@ -11,7 +11,7 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -152,6 +152,13 @@ def matrix_map(t: torch.Tensor, box: tuple[int, int, int]) -> bytes:
     """tensor_map of a tensor [rows, columns]; box: rows, columns, swizzle."""
     pitch = t.stride(0) * t.element_size()
     return tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
+
+
+def map_of(t: torch.Tensor, box: tuple[int, int, int]) -> Callable[[torch.Tensor], bytes]:
+    """matrix_map of tensors like this one."""
+    sizes, pitch, dtype = tuple(t.shape[::-1]), t.stride(0) * t.element_size(), t.dtype
+    rows, columns, swizzle = box
+    return lambda t: encode_map(t.data_ptr(), sizes, (pitch,), (columns, rows), dtype, swizzle, 256)
 
 
 @lru_cache(maxsize=4096)

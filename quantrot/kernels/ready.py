@@ -1,12 +1,14 @@
 """Calls like one before: what an operator decided once for such operands is launched again, and nothing else is done.
 
-In eager mode a few tokens go through a model at the pace of the host, which an operator's checks, the dispatcher, the
-choice of a plan and a kernel's parameters take longer than the kernel runs: `benchmarks/bench_model.py --eager`.
+In eager mode tokens, up to a thousand or two, go through a model at the pace of the host, which an operator's checks,
+the dispatcher, the choice of a plan and a kernel's parameters take longer than the kernel runs:
+`benchmarks/bench_model.py --eager`.
 
     unseen   whether a call may pass the dispatcher by
     Again    a launch, but for the operands that are others in every call
     Ready    such launches by what checks and plans look at (`like`, `same`)
 
+A linear's launch is for all weights of its shape: the first layer that sees so many tokens decides for the others.
 What the dispatcher does beside that is left out: versions of tensors that are written do not count up.
 """
 
@@ -16,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Run = Callable[..., Any]
 PLAIN = (Tensor, nn.Parameter)
-KEPT = 8192  # of an operator: 128 linears by 64 numbers of tokens
+KEPT = 1024  # of an operator, some KB each: four linears by 256 numbers of tokens
 
 
 def unseen(*tensors: Tensor | None) -> bool:
@@ -46,7 +49,7 @@ def like(x: Tensor | None) -> Hashable:
 
 
 def same(x: Tensor | None) -> Hashable:
-    """Of one that is the same in every call, such as a weight: also its address, which the launch has."""
+    """Of one that is the same in every call, such as a cache: also its address, which the launch has."""
     return None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device)
 
 
@@ -55,20 +58,16 @@ def lies_well(x: Tensor | None) -> bool:
     return x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0)
 
 
-def copied(*operands: tuple[Tensor | None, Tensor | None]) -> list[Tensor]:
-    """The copies among operands, each as it was given and as a kernel reads it."""
-    return [b for a, b in operands if a is not None and b is not None and a.data_ptr() != b.data_ptr()]
+def address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 class Again:
     """`run` of operands like those that it was made from, which are given to it; on its device, which it makes current.
+    It holds no tensors."""
 
-    copies: of operands whose addresses it has, made for it to read. A copy does not see what becomes of the operand, so
-    that such a launch is for one call.
-    """
-
-    def __init__(self, run: Callable[..., Any], device: int, copies: list[Tensor]) -> None:
-        self.run, self.device, self.copies = run, device, copies
+    def __init__(self, run: Run, device: int) -> None:
+        self.run, self.device = run, device
 
     def __call__(self, *operands: Any) -> Any:
         if self.device < 0 or torch.cuda.current_device() == self.device:
@@ -78,8 +77,8 @@ class Again:
 
 
 class Ready(dict[Hashable, Again]):
-    """An operator's launches by what they were decided from. It holds no tensors: an address that another weight comes
-    to have is one of the same shape and dtype, or another key."""
+    """An operator's launches by what they were decided from. Where they have an address (`same`), a tensor that comes
+    to be there is one of the same shape and dtype, or another key."""
 
     def find(self, key: Hashable) -> Again | None:
         try:
@@ -87,9 +86,8 @@ class Ready(dict[Hashable, Again]):
         except TypeError:  # not hashable: no argument that an operator takes, which says so
             return None
 
-    def keep(self, key: Hashable, again: Again) -> None:
-        if again.copies:
-            return
+    def keep(self, key: Hashable, run: Run, device: int) -> Again:
         if len(self) >= KEPT:
             self.clear()
-        self[key] = again
+        self[key] = again = Again(run, device)
+        return again

@@ -202,7 +202,7 @@ class QuantizedLinear(nn.Module):
 
     def transform(self) -> OnlineHadamard | None:
         """What turns x, or None."""
-        online = self.get_submodule(self.online_name) if self.online_name else None
+        online = child(self, self.online_name) if self.online_name else None
         assert online is None or isinstance(online, OnlineHadamard)
         return online
 

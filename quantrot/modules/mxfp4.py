@@ -31,8 +31,9 @@ class Mxfp4Linear(QuantizedLinear):
     def multiply(self, x: Tensor) -> Tensor:
         if not self.runs_packed(x.device):
             return super().multiply(x)
-        x = x if self.fused_hadamard() else self.turned(x)
-        return mxfp4_gemm(x, self.weight_packed, self.weight_scale, self.bias, **self._options())
+        options = self._options()
+        x = x if options["hadamard"] else self.turned(x)
+        return mxfp4_gemm(x, self.weight_packed, self.weight_scale, self.bias, **options)
 
     def _options(self) -> dict[str, Any]:
         activations = self.format.activations

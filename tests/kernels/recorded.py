@@ -1,5 +1,6 @@
 """What calls launch, recorded on a CPU that says it is a GPU: run as a program, it compares a call's launches in eager
-mode, found and found again, with the operator's, and prints where they differ and how many it compared and found again.
+mode, found and found again, with the operator's, and prints where they differ, how many it compared, and how many were
+kept for such operands.
 
 In a process of its own: what is remembered of a device would be wrong for other tests.
 """
@@ -7,20 +8,39 @@ In a process of its own: what is remembered of a device would be wrong for other
 import ctypes
 import hashlib
 import itertools
+import math
+import weakref
 
 import torch
+from triton.runtime.jit import JITFunction
 
 from quantrot.kernels import attention, mixed, nvrtc
-from quantrot.kernels.attention import Quantized, append, attend, decode
+from quantrot.kernels.attention import Quantized, append, attend, decode, prepare, rope_hadamard_quantize
+from quantrot.kernels.attention import hopper as attention_hopper
+from quantrot.kernels.attention.reference import key_rows
 from quantrot.kernels.fp8 import blocks as quantizer
-from quantrot.kernels.fp8 import fp8_linear, fused, hopper, linear
+from quantrot.kernels.fp8 import (
+    fp8_block_gemm,
+    fp8_linear,
+    fused,
+    gemm,
+    hadamard_quantize_fp8,
+    hopper,
+    linear,
+    operators,
+    prompt,
+    quantize_fp8_block,
+)
+from quantrot.kernels.hadamard import hopper as hadamard
 from quantrot.kernels.mixed import hopper as mixed_hopper
-from quantrot.kernels.mixed import mixed_linear
+from quantrot.kernels.mixed import mixed_gemm, mixed_linear
 from quantrot.kernels.mxfp4 import fused as mxfp4
-from quantrot.kernels.mxfp4 import mxfp4_fused
+from quantrot.kernels.mxfp4 import gemm as packed
+from quantrot.kernels.mxfp4 import mxfp4_fused, mxfp4_gemm, triton_gemm
 
 GPU = torch.device("cuda", 0)
 names = {}  # of tensors, by address
+encoded = {}  # what tensor maps are of
 launches = []
 
 
@@ -34,17 +54,40 @@ def named(address):
 
 def values(structure):
     """A structure's fields, addresses by name."""
-    for name, kind in structure._fields_:
+    fields = (field for of in reversed(type(structure).__mro__) for field in vars(of).get("_fields_", ()))
+    for name, kind in fields:
         value = getattr(structure, name)
         if isinstance(value, ctypes.Structure):
             yield name, *values(value)
         else:
-            yield name, named(value) if kind is ctypes.c_void_p else bytes(value) if "Array" in kind.__name__ else value
+            yield name, named(value) if kind is ctypes.c_void_p else read(value) if "Array" in kind.__name__ else value
+
+
+def read(array):
+    return encoded.get(bytes(array), bytes(array))
+
+
+def encode(data, *rest):
+    encoded[(made := digest(named(data), rest))] = named(data), rest
+    return made
 
 
 def record(self, arguments):
     shape = tuple(self.config.grid), tuple(self.config.block), self.config.shared, self.config.count
     launches.append((self.function, shape, *values(arguments)))
+
+
+def record_triton(kernel, grid):
+    def launch(*operands, **options):
+        told = (named(x.data_ptr()) if isinstance(x, torch.Tensor) else str(x) for x in operands)
+        launches.append((kernel.__name__, grid, *told, str(sorted(options.items()))))
+
+    return launch
+
+
+def scaled_mm(a, b, *scales, out_dtype, use_fast_accum):
+    launches.append((tuple(a.shape), tuple(b.shape), out_dtype, use_fast_accum))
+    return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
 def pretend():
@@ -57,13 +100,16 @@ def pretend():
     torch.cuda.is_current_stream_capturing = lambda: False
     nvrtc.available = nvrtc.available.__wrapped__
     nvrtc.Launch.__call__ = record
-    for module in (nvrtc, quantizer, hopper, linear, mixed_hopper):
+    for module in (nvrtc, quantizer, hopper, linear, prompt, hadamard, mixed_hopper):
         module.load_kernel, module.processors = lambda *what: digest(what)[:8], lambda device: 132
-    nvrtc.encode_map = lambda data, *rest: digest(named(data), rest)
-    nvrtc.counters_in_turn = lambda count: count
-    for module in (attention, append, decode):
+    nvrtc.encode_map = encode
+    nvrtc.counters_in_turn, nvrtc.stream_number = lambda count: count, lambda device: 0
+    hadamard.tensor_map = nvrtc.tensor_map
+    JITFunction.__getitem__, torch._scaled_mm = record_triton, scaled_mm
+    triton_gemm.processors = nvrtc.processors
+    for module in (attention, append, attention_hopper, decode, prepare):
         module._best, module.tensor_map = lambda device: "triton", nvrtc.tensor_map
-        module.load_kernel, module.processors = nvrtc.load_kernel, nvrtc.processors
+        module.encode_map, module.load_kernel, module.processors = nvrtc.encode_map, nvrtc.load_kernel, nvrtc.processors
     for structure in ctypes.Structure.__subclasses__():
         if structure.__module__.startswith("quantrot"):
             structure.__setattr__ = field_alone
@@ -76,41 +122,60 @@ def field_alone(structure, name, value):
     ctypes.Structure.__setattr__(structure, name, value)
 
 
-def fp8(x, b, residual=None, **around):
-    rows = None if residual is None else residual.reshape(-1, len(b[0]))
-    return fp8_linear(x.reshape(-1, x.shape[-1]), *b, b_settled=True, residual=rows, **around)
+def operator(function, **always):
+    """What a linear's module does with it: tokens of any dimensions, a product's operands by name."""
+    return lambda **given: function(**always, **given)
 
 
-def mxfp4_by(activations):
-    how = {"activations": activations, "hadamard": 32 if activations == "mxfp4" else 0, "settled": True}
-    return lambda x, b, **around: mxfp4_fused(x, *b, **how, **around)
+def fp8(x, residual=None, **given):
+    rows = None if residual is None else residual.reshape(-1, len(given["b"]))
+    return fp8_linear(x.reshape(-1, x.shape[-1]), residual=rows, b_settled=True, **given)
 
 
-def int8(x, b, **around):
-    return mixed_linear(x, *b, weight_ready=True, **around)
+def turned(x, signs):
+    return hadamard_quantize_fp8(x, block=128, signs=signs, transposed_scale=True)
 
 
 def blocks(n, k):
-    return torch.zeros(n, k, dtype=torch.float8_e4m3fn), torch.zeros(n // 128, k // 128)
+    return {"b": e4m3(n, k), "b_scale": torch.zeros(n // 128, k // 128)}
 
 
 def groups(n, k):
-    return torch.zeros(n, k // 2, dtype=torch.uint8), torch.zeros(n, k // 32, dtype=torch.uint8)
+    return {"packed": scales(n, k // 2), "scale": scales(n, k // 32)}
 
 
 def channels(n, k):
-    return torch.zeros(n, k, dtype=torch.int8), torch.zeros(n, 1)
+    return {"weight": torch.zeros(n, k // 4, dtype=torch.int32), "scale": torch.zeros(n, 1, dtype=torch.bfloat16)}
 
 
-OPERATORS = {
-    "fp8": (fp8, fused.READY, blocks),
-    "mxfp4": (mxfp4_by("mxfp4"), mxfp4.READY, groups),
-    "mxfp4 by fp8": (mxfp4_by("fp8"), mxfp4.READY, groups),
-    "mxfp4 by bf16": (mxfp4_by("none"), mxfp4.READY, groups),
-    "int8": (int8, mixed.READY, channels),
-}
-LEADING = ((1,), (1, 1), (2,), (3,), (8, 1), (1, 8), (2, 4), (16,), (32, 1), (40,), (0,))
+def zeros_of(n, k):
+    size = n, k // 128
+    offsets = torch.zeros(size, dtype=torch.int8)
+    return {"weight": torch.zeros(n, k, dtype=torch.int8), "scale": torch.zeros(size), "zero_point": offsets}
+
+
+def by(activations, hadamard=0):
+    return {"activations": activations, "hadamard": hadamard, "settled": True}
+
+
+LINEAR_READY = fused.READY, gemm.READY, operators.READY, mxfp4.READY, packed.READY, mixed.READY
+READY = attention.READY, attention.QUANTIZERS, *LINEAR_READY
 AROUND = ("", "residual", "residual turned", "norm", "norm, residual")
+LINEARS = {  # and what may be around each
+    "fp8": (fp8, blocks, (*AROUND, "gates")),
+    "mxfp4": (operator(mxfp4_fused, **by("mxfp4", 32)), groups, AROUND),
+    "mxfp4 by fp8": (operator(mxfp4_fused, **by("fp8")), groups, AROUND),
+    "mxfp4 by bf16": (operator(mxfp4_fused, **by("none")), groups, AROUND),
+    "mxfp4 alone": (operator(mxfp4_gemm, **by("mxfp4", 32)), groups, ("", "bias")),
+    "mxfp4 alone by fp8": (operator(mxfp4_gemm, **by("fp8")), groups, ("", "bias")),
+    "mxfp4 alone by bf16": (operator(mxfp4_gemm, **by("none")), groups, ("", "bias")),
+    "int8": (operator(mixed_linear, weight_ready=True), channels, (*AROUND, "gates")),
+    "int8 alone": (operator(mixed_gemm, weight_ready=True), zeros_of, ("", "bias")),
+}
+SMALL, LARGE, MANY = (512, 1024), (4096, 14336), 2048
+LEADING = ((1,), (1, 1), (2,), (8, 1), (2, 4), (16,), (32, 1), (40,), (0,), (65,), (3, 100), (1, MANY))
+FEWER = ((1,), (2, 4), (32, 1), (1, MANY))
+SHAPES = *((SMALL, leading) for leading in LEADING), *((LARGE, leading) for leading in FEWER), ((4096, 4096), (1,))
 
 
 def around_of(kind, leading, n, k):
@@ -121,26 +186,73 @@ def around_of(kind, leading, n, k):
         given["residual"] = torch.zeros(*leading, n, dtype=torch.bfloat16)
     if "turned" in kind and len(leading) == 2:
         given["residual"] = torch.zeros(*leading[::-1], n, dtype=torch.bfloat16).transpose(0, 1)
-    return given
+    if kind == "bias":
+        given["bias"] = torch.zeros(n, dtype=torch.bfloat16)
+    return given | ({"gates": True} if kind == "gates" else {})
 
 
-def launched(run, b, given, x):
-    """What a call launches, and its result's shape."""
-    names.clear()
-    names.update({t.data_ptr(): name for name, t in given.items() if isinstance(t, torch.Tensor)})
-    names.update({x.data_ptr(): "x", b[0].data_ptr(): "codes", b[1].data_ptr(): "scale"})
-    launches.clear()
-    y = run(x, b, **given)
-    return list(launches), tuple(y.shape)
+def moved(t):
+    """The same where not all kernels read it."""
+    room = torch.zeros(t.numel() + 1, dtype=torch.uint8 if t.itemsize == 1 else t.dtype)
+    return room[1:].view(t.dtype).view(t.shape)
+
+
+def apart(t):
+    """The same in rows that lie apart."""
+    return torch.zeros(*t.shape[:-1], t.shape[-1] + 64, dtype=t.dtype)[..., : t.shape[-1]]
+
+
+def of_linears():
+    """Calls of a linear, of operands that are others each time, also where they lie otherwise."""
+    for (name, (call, weight, kinds)), ((n, k), leading) in itertools.product(LINEARS.items(), SHAPES):
+        tokens = math.prod(leading)
+        for kind in kinds if tokens < MANY else ("", "residual") if "residual" in kinds else ("",):
+            weights = [weight(n, k) for _ in "123"]
+            same = [{"x": wide(*leading, k), **w, **around_of(kind, leading, n, k)} for w in weights]
+            if not kind and tokens < 64 and (n, k) == SMALL:
+                for lies in (moved, apart):
+                    same.append(same[0] | {"x": lies(same[0]["x"])})
+                same += [same[1] | {key: moved(t)} for key, t in same[1].items() if key != "x"]
+                same.append(same[2])
+            told = [*weights[0], *(["norm"] if "norm" in kind and tokens <= 16 else [])]
+            yield (name, n, k, leading, kind), call, same, told if tokens else []
+
+
+def of_fp8():
+    """Its quantizers and products in other blocks."""
+    n, k = SMALL
+    for tokens in (1, 16, 65, 300, MANY):
+        for rows, turns, gated in ((1, True, False), (1, True, True), (1, False, False), (128, False, False)):
+            how = {"block": (rows, 128), "transposed_scale": turns, "gated": gated}
+            same = [{"x": x} for x in (wide(tokens, k), wide(tokens, k), apart(wide(tokens, k)))]
+            yield (rows, turns, gated, k, tokens), operator(quantize_fp8_block, **how), same, ["x"]
+        for kind, rows in itertools.product(("", "bias"), (1, 128)):
+            how, size = {"a_block": (rows, 128), "b_settled": True}, (-(-tokens // rows), k // 128)
+            held = ({"a": e4m3(tokens, k), "a_scale": torch.zeros(size)} for _ in "12")
+            same = [codes | blocks(n, k) | around_of(kind, (tokens,), n, k) for codes in held]
+            yield (kind, rows, n, k, tokens), operator(fp8_block_gemm, **how), same, list(same[0])
+        for size in (0, 128, k):
+            ones = (torch.ones(size, dtype=torch.int8) if size else None for _ in "12")
+            same = [{"x": wide(tokens, k), "signs": signs} for signs in ones]
+            yield ("turned", size, k, tokens), turned, same, ["x", *["signs"] * bool(size)]
+
+
+def its(name):
+    """Of an operand; no field has it."""
+    return f"the {name}"
 
 
 def noted(call, **given):
     """What a call launches, and its results' shapes."""
     names.clear()
-    names.update({t.data_ptr(): name for name, t in given.items() if isinstance(t, torch.Tensor)})
+    names.update({t.data_ptr(): its(name) for name, t in given.items() if isinstance(t, torch.Tensor)})
     launches.clear()
     made = call(**given)
     return list(launches), [t.shape for t in ([made] if isinstance(made, torch.Tensor) else made)]
+
+
+def wide(*size):
+    return torch.zeros(*size, dtype=torch.bfloat16)
 
 
 def e4m3(*size):
@@ -192,6 +304,34 @@ def of_attention():
         yield ("attend", batch, dim, masked, counted), found, [*told, ("k_scale", "k_scale"), ("v_scale", "v_scale")]
 
 
+def codes_of(batch, tokens, dim, angles):
+    q, k, v = wide(batch, tokens, 12, dim).split([8, 2, 2], 2)
+    return {"q": q, "k": k, "v": v} | {name: wide(1, tokens, dim) if angles else None for name in ("cos", "sin")}
+
+
+def quantized(batch, tokens, dim, counted, as_they_are):
+    """Of eight heads' queries, in codes or as they are, and two heads' keys and values."""
+    blocks = -(-tokens // 128)
+    given = {"q": e4m3(batch, 8, tokens, dim), "q_scale": scales(batch, 8, tokens)}
+    if as_they_are:
+        given = {"q": wide(batch, tokens, 8, dim).transpose(1, 2), "q_scale": scales(batch, 8, 0)}
+    given |= {"k": e4m3(batch, 2, key_rows(tokens), dim)[:, :, :tokens], "v": e4m3(batch, 2, dim, 128 * blocks)}
+    given |= {name: scales(batch, 2, blocks) for name in ("k_scale", "v_scale")}
+    return given | {"mask": None, "lengths": torch.full((batch,), 9, dtype=torch.int32) if counted else None}
+
+
+def of_prompts():
+    """A prompt's codes, and its attention."""
+    for batch, dim, tokens, turns in itertools.product((1, 2), (64, 128), (65, 300), (False, True)):
+        call = operator(rope_hadamard_quantize, order=dim if turns else None)
+        same = [codes_of(batch, tokens, dim, angles) for angles in (True, True, False, False)]
+        yield ("codes", batch, dim, tokens, turns), call, same, list(same[0])
+        kinds = itertools.product((False, True), (False, True), "12")
+        same = [quantized(batch, tokens, dim, counted, as_they_are) for counted, as_they_are, _ in kinds]
+        told = ["q", "q_scale", "k", "k_scale", "v", "v_scale"]
+        yield ("attention", batch, dim, tokens, turns), attended, same, told
+
+
 def attended(mask, lengths, **given):
     return attend(Quantized(**given), causal=mask is None, mask=mask, lengths=lengths)
 
@@ -201,23 +341,29 @@ def main():
     compared = again = 0
     for what, found, told in of_attention():
         compared += 1
-        if found[1:] != found[:1] * 2 or any(repr(each) not in repr(found[0]) for each in told):
+        pairs = ((field, its(value) if isinstance(value, str) else value) for field, value in told)
+        if found[1:] != found[:1] * 2 or any(repr(each) not in repr(found[0]) for each in pairs):
             print("differs:", what)
     again += len(append.READY) + len(attention.READY)
-    for name, (run, ready, weight) in OPERATORS.items():
-        for (n, k), leading, kind in itertools.product([(512, 1024), (4096, 14336)], LEADING, AROUND):
-            b, found = weight(n, k), []
-            norm = around_of(kind, leading, n, k).get("norm")
-            for call in range(3):
-                x, given = torch.zeros(*leading, k, dtype=torch.bfloat16), around_of(kind, leading, n, k)
-                given |= {} if norm is None else {"norm": norm}
-                with torch.enable_grad() if call == 0 else torch.no_grad():  # by the operator first
-                    found.append(launched(run, b, given, x))
-            compared += 1
-            if found[1:] != found[:1] * 2:
-                print("differs:", name, (n, k), leading, kind)
-        again += len(ready)
-    print(f"compared {compared}, {again} of them found again")
+    before, seen = None, []
+    for what, call, same, told in itertools.chain(of_linears(), of_fp8(), of_prompts()):
+        if any(ref() is not None for ref in seen):
+            print("differs:", before, "is held")
+        before, seen = what, [weakref.ref(t) for given in same for t in given.values() if isinstance(t, torch.Tensor)]
+        for ready in READY:
+            ready.clear()
+        for place, given in enumerate(same):
+            with torch.enable_grad():  # by the operator
+                expected = noted(call, **given)
+            if place == 0 and any(repr(its(name)) not in repr(expected) for name in told):
+                print("differs:", what, "launches nothing with one of", told)
+            with torch.no_grad():
+                compared += 1
+                if noted(call, **given) != expected:
+                    print("differs:", what, place)
+        del given
+        again += sum(len(ready) for ready in READY)
+    print(f"compared {compared}, {again} of them kept")
 
 
 if __name__ == "__main__":

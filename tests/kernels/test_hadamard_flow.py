@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8.reference import hadamard_quantize_reference
-from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for, transform_codes
+from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for, prepare_codes
 from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR
 from quantrot.orthogonal import random_signs
 
@@ -179,7 +179,7 @@ def test_on_a_gpu_codes_wait_for_the_rows_that_the_kernel_before_them_writes(n):
         launch(x, y, None, n**-0.5, plan)
         if wait:
             torch.cuda.synchronize()
-        transform_codes(y, codes, scales, None, n, n**-0.5, "exact")
+        prepare_codes(y, codes, scales, None, n, n**-0.5, "exact")(y, codes, scales, None)
         y.zero_()  # not before they are read
         return codes.view(torch.uint8).clone(), scales.clone()
 

@@ -63,7 +63,7 @@ from quantrot.kernels.operators import (
     number,
     refuse_tangents,
 )
-from quantrot.kernels.ready import Again, Ready, lies_well, like, same, unseen
+from quantrot.kernels.ready import Ready, Run, lies_well, like, same, unseen
 
 __all__ = [
     "BLOCK",
@@ -85,8 +85,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
 SCORES = {"int8": torch.int8, "fp8": E4M3}  # what queries and keys are in
 WIDE = (torch.bfloat16, torch.float16)  # what q may be in, to be quantized on its way
-READY = Ready()  # of one query
-FEW = 64  # queries up to which the hopper kernel's tiles of 64 rows are mostly padding
+READY = Ready()  # of attention
+QUANTIZERS = Ready()
 
 # Operators pass codes as bytes: torch has no arithmetic on e4m3 for opcheck to compare with.
 torch.library.define(
@@ -184,22 +184,22 @@ def attend(
     With one query (S = 1) and no query_lengths the keys are split over programs, and their parts summed in a fixed
     order.
     """
-    known, q, q_scale = None, given.q, given.q_scale
-    if q.is_cuda and q.shape[2:3] == (1,) and query_lengths is None and backend == "auto":
-        if unseen(*given, mask, lengths):
-            known = _key(given, mask), like(lengths), causal, scale, dtype
+    known, one = None, given.q.shape[2:3] == (1,) and query_lengths is None
+    moving = (given.q, given.q_scale, mask, lengths) if one else (*given, lengths, query_lengths)
+    if given.q.is_cuda and backend == "auto" and (one or mask is None):
+        if unseen(*given, mask, lengths, query_lengths):
+            known = _key(given, mask, one), like(lengths), like(query_lengths), causal, scale, dtype
             if (again := READY.find(known)) is not None:
-                return again(q, q_scale, mask, lengths)
+                return again(*moving)
     _check_attend(given, mask, lengths, query_lengths, dtype, backend)
     if causal is None:  # which the operator would take for False
         raise ValueError("causal: None; allowed: True, False")
     q, q_scale, k, k_scale, v, v_scale = given
     scale = q.shape[-1] ** -0.5 if scale is None else number("scale", scale, "positive, finite")
     if known:
-        inputs = Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, None, causal, scale)
-        if again := _one_query(inputs, dtype):
-            READY.keep(known, again)
-            return again(q, q_scale, mask, lengths)
+        inputs = Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale)
+        if run := (_one_query if one else _many_queries)(inputs, dtype):
+            return READY.keep(known, run, q.get_device())(*moving)
     codes = (t.view(torch.uint8) if t.dtype == E4M3 else t for t in (q, k, v))
     y = torch.ops.quantrot.fp8_attention(
         *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, dtype, backend
@@ -207,16 +207,18 @@ def attend(
     return inference_only(y, *given)
 
 
-def _key(given: Quantized, mask: Tensor | None) -> Hashable:
-    """What the kernel of one query is chosen and launched by."""
+def _key(given: Quantized, mask: Tensor | None, one: bool) -> Hashable:
+    """What the kernel of one query, or that of many without a mask, is chosen and launched by."""
     from quantrot.kernels.attention import decode
 
+    if not one:
+        return *map(like, given), decode.left(given.k)
     q, q_scale, *cache = given
     ends = tuple(decode.left(t) for t in cache), 0 if mask is None else decode.left(mask)
     return like(q), like(q_scale), *map(same, cache), like(mask), ends
 
 
-def _one_query(given: Inputs, dtype: torch.dtype) -> Again | None:
+def _one_query(given: Inputs, dtype: torch.dtype) -> Run | None:
     """That kernel, ready, where it takes these and all is where it can be read."""
     from quantrot.kernels.attention import decode
 
@@ -224,6 +226,13 @@ def _one_query(given: Inputs, dtype: torch.dtype) -> Again | None:
     if not as_they_lie or _best(given.q.device) == "reference" or not decode.supports(given, dtype):
         return None
     return decode.prepare(given, dtype)
+
+
+def _many_queries(given: Inputs, dtype: torch.dtype) -> Run | None:
+    """The same of a prompt."""
+    from quantrot.kernels.attention import hopper
+
+    return None if _best(given.q.device) == "reference" else hopper.prepared(given, dtype)
 
 
 def rope_hadamard_quantize(
@@ -250,9 +259,16 @@ def rope_hadamard_quantize(
     RoPE's products and sum are rounded to float32 each and the result to q's dtype; the rotation sums in float32, and
     its result is quantized unrounded. ValueError for shapes, orders, dtypes or backends that do not fit.
     """
+    known, moving = None, (q, k, v, cos, sin)
+    if q.is_cuda and backend == "auto" and signs is None and unseen(*moving):
+        known = *map(like, moving), order, granularity, scores
+        if (again := QUANTIZERS.find(known)) is not None:
+            return Quantized(*again(*moving))
     granularity = granularity_of(granularity)
     _check_scores(scores)
     order, signs = _check_quantize(q, k, v, cos, sin, order, signs, granularity, backend)
+    if known and (run := _in_one_kernel(*moving, None, order, granularity.value, scores)):
+        return Quantized(*QUANTIZERS.keep(known, run, q.get_device())(*moving))
     options = (order, granularity.value, scores, backend)
     with torch.no_grad():
         made = torch.ops.quantrot.rope_hadamard_quantize(q, k, v, cos, sin, signs, *options)
@@ -458,7 +474,7 @@ def _fp8_attention(
     if (runs := _backend(q.device, backend)) != "reference":
         from quantrot.kernels.attention import decode, hopper
 
-        many = queries > FEW or query_lengths is not None
+        many = queries > hopper.FEW or query_lengths is not None
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
         lengths, query_lengths = (t if t is None else t.contiguous() for t in (lengths, query_lengths))
@@ -474,10 +490,6 @@ def _fp8_attention(
     return attention_reference(q, k, v, q_scale, k_scale, v_scale, seen, scale, dtype)
 
 
-def _many(queries: int, backend: str) -> bool:
-    return backend == "hopper" or (backend == "auto" and queries > FEW)
-
-
 @constant
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and nvrtc.available(device)
@@ -487,7 +499,7 @@ def _reads_wide(q: Tensor) -> bool:
     """Whether attention quantizes these queries [B, H, S, D] by itself."""
     from quantrot.kernels.attention import hopper
 
-    many = q.dtype in WIDE and q.shape[3] in hopper.DIMS and q.shape[2] > FEW
+    many = q.dtype in WIDE and q.shape[3] in hopper.DIMS and q.shape[2] > hopper.FEW
     return many and hopper.unreadable(q) is None and _is_hopper(q.device)
 
 
@@ -496,10 +508,11 @@ def _takes_wide(
     causal: bool, dtype: torch.dtype, backend: str,
 ) -> bool:  # fmt: skip
     """Whether the kernel that will run reads queries in 16 bits."""
-    if q.device.type != "cuda" or not _many(q.shape[2], backend):
-        return False
     from quantrot.kernels.attention import hopper
 
+    many = backend == "hopper" or (backend == "auto" and q.shape[2] > hopper.FEW)
+    if q.device.type != "cuda" or not many:
+        return False
     given = Inputs(q, k, v, q_scale, k_scale, v_scale, mask, None, None, causal, 1.0)
     return hopper.supports(given, dtype)
 
@@ -520,13 +533,13 @@ def _rope_hadamard_quantize(
     granularity: str, scores: str, backend: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     codes = SCORES[scores]
+    if backend in ("auto", "hopper") and (run := _in_one_kernel(q, k, v, cos, sin, signs, order, granularity, scores)):
+        return _as_bytes(run(q, k, v, cos, sin))
     if _backend(q.device, "auto" if backend == "hopper" else backend) == "triton":
-        from quantrot.kernels.attention import prepare, rope
+        from quantrot.kernels.attention import rope
 
         if _has_kernel(granularity, q.shape[3]):
             by_block = granularity == Granularity.block
-            if backend != "triton" and prepare.supports(q, k, v, cos, sin, signs, order):
-                return _as_bytes(prepare.quantize(q, k, v, cos, sin, order, by_block, codes))
             if backend == "triton" or rope.supports(q.shape[3], order, q.dtype, q.device):
                 return _as_bytes(rope.quantize(q, k, v, cos, sin, signs, order, by_block, codes))
         elif backend == "triton":
@@ -536,6 +549,20 @@ def _rope_hadamard_quantize(
             )
     made = rope_hadamard_quantize_reference(q, k, v, cos, sin, signs, order, Granularity(granularity), codes)
     return _as_bytes(made)
+
+
+def _in_one_kernel(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
+    granularity: str, scores: str,
+) -> Run | None:  # fmt: skip
+    """The quantizer for Hopper, as a function of q, k, v, cos and sin like these; None where it does not take them."""
+    if _backend(q.device, "auto") != "triton" or not _has_kernel(granularity, q.shape[3]):
+        return None
+    from quantrot.kernels.attention import prepare
+
+    if not prepare.supports(q, k, v, cos, sin, signs, order):
+        return None
+    return prepare.prepare(q, k, v, cos, sin, order, granularity == Granularity.block, SCORES[scores])
 
 
 def _has_kernel(granularity: str, dim: int) -> bool:

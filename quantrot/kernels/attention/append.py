@@ -29,7 +29,7 @@ from quantrot.kernels.attention.reference import Granularity, rope_hadamard_quan
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import load_kernel
 from quantrot.kernels.operators import constant, implement
-from quantrot.kernels.ready import Again, Ready, copied, like, same, unseen
+from quantrot.kernels.ready import Ready, Run, address, like, same, unseen
 
 HEADS = 8  # of a thread block
 MOVING = ("q", "k", "v", "cos", "sin", "q_out", "q_scale", "lengths")  # of the kernel's parameters, from call to call
@@ -96,18 +96,17 @@ def try_append(
     known, cache, moving = None, (key, key_scale, value, value_scale), (q, k, v, cos, sin)
     tokens, at = (length, 0) if isinstance(length, Tensor) else (None, length)
     if q.is_cuda and q.numel() and unseen(*moving, signs, tokens, *cache):
-        known = *map(like, moving), *map(same, (*cache, signs, tokens)), limit, order, advance
+        known = *map(like, (*moving, signs)), *map(same, (*cache, tokens)), limit, order, advance
         if again := READY.find(known):
-            codes, scale, lengths = again(*moving, at)
+            codes, scale, lengths = again(*moving, signs, at)
             return codes.view(E4M3), scale, lengths
     if unsupported(*moving, *cache, length, order, signs):
         return None
     if not known:
         how: Any = {"limit": limit, "order": order, "signs": signs, "advance": advance}
         return rope_hadamard_append(*moving, *cache, length, **how)
-    again = prepare(*moving, signs, order, *cache, length, advance, limit)
-    READY.keep(known, again)
-    codes, scale, lengths = again(*moving, at)
+    run = prepare(*moving, signs, order, *cache, length, advance, limit)
+    codes, scale, lengths = READY.keep(known, run, q.get_device())(*moving, signs, at)
     return codes.view(E4M3), scale, lengths
 
 
@@ -265,16 +264,13 @@ def grid(batch: int, heads: int, groups: int) -> tuple[int, int]:
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, order: int,
     key: Tensor, key_scale: Tensor, value: Tensor, value_scale: Tensor, place: Tensor | int, advance: bool, limit: int,
-) -> Again:  # fmt: skip
-    """The kernel on operands like these, as a function of q, k, v, cos, sin and, of a number, the place."""
+) -> Run:  # fmt: skip
+    """The kernel on operands like these, as a function of q, k, v, cos, sin, signs and, of a number, the place."""
     (batch, _, heads, dim), groups, device = q.shape, k.shape[2], q.get_device()
     if key.data_ptr() % 16:  # of which Dynamo knows nothing
         raise ValueError("rope_hadamard_append: keys that do not start at a multiple of 16 bytes")
     cache, sizes = (key, key_scale, value, value_scale), ((batch, heads, 1, dim), (batch, heads, 1), (batch,))
     dtypes, on = (torch.uint8, torch.uint8, torch.int32), q.device
-    given = signs
-    if signs is not None and not (signs.is_contiguous() and signs.data_ptr() % 8 == 0):
-        signs = signs.clone(memory_format=torch.contiguous_format)
     made = tuple(torch.empty(size, device="meta") for size in sizes)
     read: Any = (*_read_where_they_lie(q, k, v, cos, sin), signs, order, *cache, place, advance, limit, made)
     values = _Parameters(arguments(*read))
@@ -282,17 +278,19 @@ def prepare(
     launch = nvrtc.Launch(function, grid(batch, heads, groups), 32, 0, device, overlap=True)
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, at: int
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, at: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         now, moving = _Parameters.from_buffer_copy(values), _read_where_they_lie(q, k, v, cos, sin)
         codes, scale, lengths = (torch.empty(n, dtype=t, device=on) for n, t in zip(sizes, dtypes, strict=True))
         for name, t in zip(MOVING, (*moving, codes, scale, lengths), strict=True):
             setattr(now.args, name, None if t is None else t.data_ptr())
-        now.args.at = at
+        if signs is not None and not (signs.is_contiguous() and signs.data_ptr() % 8 == 0):
+            signs = signs.clone(memory_format=torch.contiguous_format)
+        now.args.signs, now.args.at = address(signs), at
         launch(now)
         return codes, scale, lengths
 
-    return Again(run, device, copied((given, signs)))
+    return run
 
 
 def _read_where_they_lie(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
@@ -314,7 +312,7 @@ def _rope_hadamard_append(
     place = at if tokens is None else tokens
     given = q, k, v, cos, sin, signs, order, key, key_scale, value, value_scale, place, length is not None, limit
     if q.is_cuda and runs_on(q.device) and q.numel():
-        return prepare(*given)(q, k, v, cos, sin, at)
+        return prepare(*given)(q, k, v, cos, sin, signs, at)
     return rope_hadamard_append_reference(*given)
 
 

@@ -17,7 +17,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.attention.reference import BLOCK, LOG2E, Inputs, group_of, span
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import SM_SHARED, load_kernel, processors, tensor_map
-from quantrot.kernels.ready import Again
+from quantrot.kernels.ready import Run
 
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 DIMS = (64, 128)
@@ -196,7 +196,7 @@ def attention(given: Inputs, dtype: torch.dtype, plan: Plan | None = None) -> Te
     return prepare(given, dtype, plan)(given.q, given.q_scale, given.mask, given.lengths)
 
 
-def prepare(given: Inputs, dtype: torch.dtype, plan: Plan | None = None) -> Again:
+def prepare(given: Inputs, dtype: torch.dtype, plan: Plan | None = None) -> Run:
     """`attention` of operands like these, as a function of q, its scales, mask and lengths."""
     (batch, heads, _, dim), groups, device = given.q.shape, given.k.shape[1], given.q.get_device()
     share, made = heads // groups, ((batch, 1, heads, dim), dtype, given.q.device)
@@ -220,4 +220,4 @@ def prepare(given: Inputs, dtype: torch.dtype, plan: Plan | None = None) -> Agai
         launch(now)
         return out
 
-    return Again(run, device, [])
+    return run

@@ -22,6 +22,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.attention.reference import BLOCK, LOG2E, Inputs, group_of, span
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import encode_map, load_kernel, processors
+from quantrot.kernels.ready import Run, address
 
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 CODES = {E4M3: "E4m3", torch.int8: "Int8"}
@@ -29,6 +30,7 @@ DIMS = (64, 128)
 STARTS, PLACES = 146, 512  # of AttentionArgs
 TURNS = 3  # from which a counter beats what the host deals out: with 3.9 54.7 us for 56.3, with 1.9 23.9 for 22.2
 COUNTERS = nvrtc.Counters()  # from which thread blocks take blocks of queries
+FEW = 64  # queries up to which tiles of 64 rows are mostly padding
 EACH = 2.0  # what a block of queries takes besides its tiles of keys, in tiles; with less, some get all the short ones
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, 1) attention(
     const __grid_constant__ quantrot::TensorMap q, const __grid_constant__ quantrot::TensorMap k,
@@ -251,22 +253,17 @@ def q_matrix(q: Tensor, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
     return q.data_ptr(), rows, columns * size, row * size, plan.rows, min(q.shape[3] * size, 128), 0
 
 
-def maps(given: Inputs, plan: Plan) -> list[bytes]:
-    """The tensor maps of q, k and v."""
+def maps(given: Inputs, plan: Plan) -> list[tuple[Any, ...]]:
+    """What encode_map takes of q, k and v, but their addresses."""
     k, v, dim = given.k, given.v, given.q.shape[3]
-    at, q_rows, columns, pitch, *box, _ = q_matrix(given.q, plan)
+    _, q_rows, columns, pitch, *box, _ = q_matrix(given.q, plan)
     v_rows = -(-span(v) // v.stride(2))
     folds = _folds(k) or 0
+    of_k = (dim, 2, 4, 2, folds), (dim, 4 * dim, 2 * dim, 16 * dim), (dim, 2, 4, 2, BLOCK // 16)
     return [
-        encode_map(at, (columns, q_rows), (pitch,), (box[1], box[0]), swizzle=box[1]),
-        encode_map(
-            k.data_ptr(),
-            (dim, 2, 4, 2, folds),
-            (dim, 4 * dim, 2 * dim, 16 * dim),
-            (dim, 2, 4, 2, BLOCK // 16),
-            swizzle=dim,
-        ),
-        encode_map(v.data_ptr(), (v.shape[3], v_rows), (v.stride(2),), (BLOCK, dim)),
+        ((columns, q_rows), (pitch,), (box[1], box[0]), torch.uint8, box[1]),
+        (*of_k, torch.uint8, dim),
+        ((v.shape[3], v_rows), (v.stride(2),), (BLOCK, dim)),
     ]
 
 
@@ -276,18 +273,50 @@ def attention(given: Inputs, dtype: torch.dtype, plan: Plan | None = None) -> Te
     if reason:
         raise ValueError(f"{reason}; use another backend")
     batch, heads, queries, dim = given.q.shape
-    out = torch.empty(batch, queries, heads, dim, dtype=dtype, device=given.q.device)
-    if not out.numel():
-        return out
+    if not given.q.numel():
+        return torch.empty(batch, queries, heads, dim, dtype=dtype, device=given.q.device)
+    operands = given.q, given.q_scale, given.k, given.k_scale, given.v, given.v_scale
+    made: Tensor = prepare(given, dtype, plan)(*operands, given.lengths, given.query_lengths)
+    return made
+
+
+def prepare(given: Inputs, dtype: torch.dtype, plan: Plan | None = None) -> Run:
+    """`attention` of operands like these, with as much memory behind k, as a function of q, q_scale, k, k_scale, v,
+    v_scale, lengths and query_lengths."""
+    batch, heads, queries, dim = given.q.shape
+    made: Any = {"size": (batch, queries, heads, dim), "dtype": dtype, "device": given.q.device}
     plan = plan or plan_for(dim)
     device = given.q.get_device()
     blocks = min(-(-queries // plan.rows) * batch * heads, processors(device))
     dealt = deal(queries, given.k.shape[2], given.causal, plan.rows, batch * heads, blocks)
-    counter = COUNTERS.first(device) if dealt is None else None
-    values = _Parameters(args=arguments(given, out, plan, dealt, counter))
-    for field, value in zip("qkv", maps(given, plan), strict=True):
-        ctypes.memmove(getattr(values, field), value, 128)
+    values = _Parameters(args=arguments(given, torch.empty(0, device="meta"), plan, dealt, None))
+    of_q, of_k, of_v = maps(given, plan)
     function = _kernel(plan, dim, given.causal, given.q.dtype, given.k.dtype, dtype, device)
-    shared = plan.shared_bytes(dim, given.q.dtype in OUT)
-    nvrtc.launch(function, (blocks,), plan.threads, shared, values, device, overlap=True)
-    return out
+    shared, counts = plan.shared_bytes(dim, given.q.dtype in OUT), dealt is None
+    launch = nvrtc.Launch(function, (blocks,), plan.threads, shared, device, overlap=True)
+
+    def run(
+        q: Tensor, q_scale: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, lengths: Tensor | None,
+        query_lengths: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        out, now = torch.empty(**made), _Parameters.from_buffer_copy(values)
+        args = now.args
+        args.q_scale, args.k_scale, args.v_scale = q_scale.data_ptr(), k_scale.data_ptr(), v_scale.data_ptr()
+        args.lengths, args.query_lengths, args.out = address(lengths), address(query_lengths), out.data_ptr()
+        if counts and (counter := COUNTERS.first(device)) is not None:
+            args.counter = counter
+        ctypes.memmove(now.q, encode_map(q.data_ptr(), *of_q), 128)
+        ctypes.memmove(now.k, encode_map(k.data_ptr(), *of_k), 128)
+        ctypes.memmove(now.v, encode_map(v.data_ptr(), *of_v), 128)
+        launch(now)
+        return out
+
+    return run
+
+
+def prepared(given: Inputs, dtype: torch.dtype) -> Run | None:
+    """The same where it is what "auto" takes and all lies where it is read, else None."""
+    counts = (t for t in (given.lengths, given.query_lengths) if t is not None)
+    if given.q.shape[2] <= FEW or not given.q.numel() or not all(t.is_contiguous() for t in counts):
+        return None
+    return prepare(given, dtype) if supports(given, dtype) else None

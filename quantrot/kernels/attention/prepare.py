@@ -18,9 +18,11 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.attention.reference import BLOCK, key_rows
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import load_kernel
+from quantrot.kernels.ready import Run, address
 
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32", E4M3: "E4m3", torch.int8: "Int8"}
 DIMS = (64, 128)
+OUT = tuple(f"{name}_{what}" for name in "qkv" for what in ("out", "scale"))
 THREADS = 256
 FEW = 16  # tokens up to which tiles of 128 are mostly padding
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {blocks}) prepare(
@@ -59,7 +61,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")),
-        *((f"{name}_{what}", ctypes.c_void_p) for name in "qkv" for what in ("out", "scale")),
+        *((name, ctypes.c_void_p) for name in OUT),
         *((f"{name}_{i}", ctypes.c_longlong) for name in "qkv" for i in ("batch", "token", "head")),
         ("cos_batch", ctypes.c_longlong),
         ("cos_token", ctypes.c_longlong),
@@ -179,14 +181,38 @@ def quantize(
     codes: torch.dtype = E4M3, plan: Plan | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """rope_hadamard_quantize_reference's result for granularity block or token. q may have no heads."""
-    out = outputs(q, k, by_block, codes)
+    made: tuple[Tensor, ...] = prepare(q, k, v, cos, sin, order, by_block, codes, plan)(q, k, v, cos, sin)
+    return made
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, by_block: bool,
+    codes: torch.dtype = E4M3, plan: Plan | None = None,
+) -> Run:  # fmt: skip
+    """`quantize` as a function of q, k, v, cos and sin like these."""
     if not k.numel():
-        return out
+        return lambda q, k, v, cos, sin: outputs(q, k, by_block, codes)
+    out, tokens = outputs(q, k, by_block, codes), k.shape[1]
+    made: Any = [{"size": t.shape, "dtype": t.dtype, "device": t.device} for t in out]
+    made[2]["size"] = *out[2].shape[:2], key_rows(tokens), out[2].shape[3]
     dim, device = k.shape[3], k.get_device()
     rows = -(-k.shape[1] // BLOCK) * k.shape[0] * max(q.shape[2], k.shape[2])
     angles = cos.dtype if cos is not None else None
     plan = plan or plan_for(dim, angles, order > 0, rows)
     values = _Parameters(arguments(q, k, v, cos, sin, order, out, by_block, plan))
     function = _kernel(plan, dim, k.dtype, angles, order > 0, by_block, codes, device)
-    nvrtc.launch(function, grid(values.args, k.shape[0]), THREADS, shared_bytes(dim), values, device, overlap=True)
-    return out
+    blocks = grid(values.args, k.shape[0])
+    launch = nvrtc.Launch(function, blocks, THREADS, shared_bytes(dim), device, overlap=True)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, ...]:
+        out, now = [torch.empty(**each) for each in made], _Parameters.from_buffer_copy(values)
+        args = now.args
+        args.q, args.k, args.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        args.cos, args.sin = address(cos), address(sin)
+        for name, t in zip(OUT, out, strict=True):
+            setattr(args, name, t.data_ptr())
+        launch(now)
+        out[2] = out[2][:, :, :tokens]
+        return tuple(out)
+
+    return run

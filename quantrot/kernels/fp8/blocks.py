@@ -8,7 +8,6 @@ at first use.
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.nvrtc import load_kernel
+from quantrot.kernels.ready import Run
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 SCALE_RULES = ("exact", "bf16", "pow2")  # 1, 2, 3 in the kernels
@@ -154,9 +154,6 @@ def device_functions() -> str:
     return nvrtc.sources("hopper", "hadamard/words", "fp8/blocks")
 
 
-Run = Callable[[Tensor, Tensor, Tensor], None]
-
-
 class Arguments(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p),
@@ -267,18 +264,19 @@ def prepare(
 
 def prepare_normed(x: Tensor, norm: Tensor, epsilon: float, q: Tensor, scale: Tensor, rule: str, settled: bool) -> Run:
     """x [M, K] / sqrt(mean(x^2) + epsilon), rounded, * norm [K], rounded -> codes q [M, K], contiguous, and scale, in
-    1 x 128 blocks, of operands like these, for which `supports_normed` holds, as a function of x, q and scale. settled:
-    no kernel that may still run writes norm."""
+    1 x 128 blocks, of operands like these, for which `supports_normed` holds, as a function of x, norm, q and scale.
+    settled: no kernel that may still run writes norm."""
     (rows, columns), device = x.shape, x.get_device()
     plan = normed_plan(columns)
     args = Arguments(None, None, None, x.stride(0), *scale.stride(), rows, columns)
-    values = NormedArguments(args, NormArgs(norm.data_ptr(), epsilon, settled))
+    values = NormedArguments(args, NormArgs(None, epsilon, settled))
     function = _kernel(plan, (1, 128), x.dtype, rule, False, device)
     launch = nvrtc.Launch(function, (rows,), plan.threads, plan.shared_bytes(), device, overlap=True)
 
-    def run(x: Tensor, q: Tensor, scale: Tensor) -> None:
+    def run(x: Tensor, norm: Tensor, q: Tensor, scale: Tensor) -> None:
         now = NormedArguments.from_buffer_copy(values)
-        now.args.x, now.args.q, now.args.scales = x.data_ptr(), q.data_ptr(), scale.data_ptr()
+        args, now.norm.weight = now.args, norm.data_ptr()
+        args.x, args.q, args.scales = x.data_ptr(), q.data_ptr(), scale.data_ptr()
         launch(now)
 
     return run

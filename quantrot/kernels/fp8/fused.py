@@ -19,7 +19,7 @@ from quantrot.kernels.fp8.operators import (
 )
 from quantrot.kernels.fp8.reference import E4M3, Fp8ScaleRule, gate, rms_norm
 from quantrot.kernels.operators import check_around, constant, implement, number, register_no_gradient
-from quantrot.kernels.ready import Again, Ready, like, same, unseen
+from quantrot.kernels.ready import Ready, Run, like, unseen
 
 ROW = (1, 128)
 READY = Ready()
@@ -64,13 +64,11 @@ def fp8_linear(
     b_settled: as fp8_block_gemm's, of b and norm. backend: "auto", "hopper" (one kernel), "reference". Not
     differentiable. ValueError for shapes or dtypes that do not fit, or for a backend that cannot run.
     """
-    key = None
-    few = x.is_cuda and x.dim() == 2 and 0 < len(x) <= hopper.DECODE_ROWS
-    if few and backend == "auto" and unseen(x, b, b_scale, bias, norm, residual):
-        held = same(b), same(b_scale), same(bias), same(norm)
-        key = like(x), held, like(residual), tuple(b_block), scale_rule, epsilon, gates, gated, b_settled
+    key, operands = None, (x, b, b_scale, bias, norm, residual)
+    if x.is_cuda and backend == "auto" and unseen(*operands):
+        key = *map(like, operands), tuple(b_block), scale_rule, epsilon, gates, gated, b_settled
         if (again := READY.find(key)) is not None:
-            return again(x, residual)
+            return again(*operands)
     rule = check_input("fp8_linear", x, ROW, scale_rule, "auto")
     if gated and (norm is not None or x.shape[1] % 2):
         found = f"x {tuple(x.shape)}" + ("" if norm is None else ", with a norm")
@@ -87,9 +85,8 @@ def fp8_linear(
     if backend not in ("auto", "hopper", "reference"):
         raise ValueError(f"backend: {backend!r}; allowed: auto, hopper, reference")
     rest = norm, number("epsilon", epsilon, "non-negative, finite"), residual, gates, gated
-    if key and (again := _few_tokens(x, b, b_scale, b_block, rule, bias, b_settled, *rest)):
-        READY.keep(key, again)
-        return again(x, residual)
+    if key and (run := _one_or_two_kernels(x, b, b_scale, b_block, rule, bias, b_settled, *rest)):
+        return READY.keep(key, run, x.get_device())(*operands)
     return torch.ops.quantrot.fp8_linear(x, b, b_scale, list(b_block), rule, bias, backend, b_settled, *rest)
 
 
@@ -111,7 +108,7 @@ def _has_fused(several: bool, n: int, k: int, device: torch.device) -> bool:
     return k % 16 == 0 and n % 8 == 0 and k <= blocks.MOST_COLUMNS if several else linear.takes_one(n, k)
 
 
-def _few_tokens(
+def _one_or_two_kernels(
     x: Tensor,
     b: Tensor,
     b_scale: Tensor,
@@ -126,17 +123,18 @@ def _few_tokens(
     gated: bool,
     *,
     in_one: bool = False,
-) -> Again | None:
-    """All of it in the kernel of one or two tokens, or (not in_one) in the quantizer's and the product's of up to 64;
-    None where these are not for them. The second starts while the first ends: more rows would want its room."""
-    from quantrot.kernels.fp8 import blocks, linear
+) -> Run | None:
+    """All of it in the kernel of one or two tokens, or (not in_one) in the quantizer's and the product's, as a function
+    of x, b, its scales, bias, norm and residual; None where these are not for them, as with a norm or a residual and
+    more than 64 tokens, and where `prompt` may be."""
+    from quantrot.kernels.fp8 import blocks, linear, prompt
 
-    if not has_kernels(x.device) or not 0 < len(x) <= hopper.DECODE_ROWS:
+    if not has_kernels(x.device) or not len(x):
         return None
     if not gated and linear.supports(x, b, b_scale, b_block, bias, norm, residual, gates):
         rest = bias, norm, epsilon, residual, gates
         return linear.prepare(x, b, b_scale, b_block, rule, *rest, b_settled=b_settled)
-    if in_one:
+    if in_one or prompt.pays(len(x), *b.shape) or (norm is not None and len(x) > hopper.DECODE_ROWS):
         return None
     if not (blocks.supports(x, ROW, gated) if norm is None else blocks.supports_normed(x, norm)):
         return None
@@ -150,13 +148,15 @@ def _few_tokens(
         quantize_x = blocks.prepare_normed(x, norm, epsilon, q, scale, rule, b_settled)
     product = hopper.prepare(*operands, b_settled=b_settled)
 
-    def in_two(x: Tensor, residual: Tensor | None) -> Tensor:
+    def in_two(
+        x: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, norm: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
         q, scale = outputs(x, ROW, True, gated)
-        quantize_x(x, q, scale)
-        y = product(q, scale, residual)
+        quantize_x(*((x,) if norm is None else (x, norm)), q, scale)
+        y = product(q, scale, b, b_scale, bias, residual)
         return gate(y) if gates else y
 
-    return Again(in_two, product.device, product.copies)
+    return in_two
 
 
 @implement("quantrot::fp8_linear")
@@ -180,8 +180,8 @@ def _linear(
         from quantrot.kernels.fp8 import prompt
 
         operands = x, b, b_scale, block, rule, bias, b_settled
-        if again := _few_tokens(*operands, *around, in_one=backend == "hopper"):
-            return again(x, residual)
+        if run := _one_or_two_kernels(*operands, *around, in_one=backend == "hopper"):
+            return run(x, b, b_scale, bias, norm, residual)
         plain = norm is None and residual is None and not (gates or gated)
         if plain and prompt.supports(x, b, b_scale, block, bias):
             return prompt.linear(x, b, b_scale, block, rule, bias, b_settled=b_settled)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel, processors
-from quantrot.kernels.ready import Again, copied
+from quantrot.kernels.ready import Run, address
 
 OUT = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 E4M3 = torch.float8_e4m3fn
@@ -550,7 +550,7 @@ def gemm(
     if len(a) == 0:
         return torch.empty((0, b.shape[0]), dtype=out_dtype, device=a.device)
     given: Any = a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, residual
-    return prepare(*given, b_settled=b_settled, plan=plan, parts=parts)(a, a_scale, residual)
+    return prepare(*given, b_settled=b_settled, plan=plan, parts=parts)(a, a_scale, b, b_scale, bias, residual)
 
 
 def prepare(
@@ -567,33 +567,34 @@ def prepare(
     b_settled: bool,
     plan: Plan | None = None,
     parts: int | None = None,
-) -> Again:
-    """`gemm` of operands that it takes, as a function of a, its scales and residual: of any like these."""
-    (m, k), n, given = a.shape, b.shape[0], (b, bias)
-    b, bias, parts = aligned(b), aligned_bias(bias), parts or parts_of(n, k)
-    plan = plan or plan_for(m, n, k, parts, b_settled and b is given[0])
+) -> Run:
+    """`gemm` of operands that it takes, as a function of a, b, with their scales, bias and residual like these."""
+    (m, k), n = a.shape, b.shape[0]
+    parts = parts or parts_of(n, k)
+    plan = plan or plan_for(m, n, k, parts, b_settled and aligned(b) is b)
     device, segment, channel, add = a.get_device(), segment_of(k, parts), is_channel(b, b_block), residual is not None
     if add and not isinstance(plan, Decode):
         raise ValueError(f"plan: a {type(plan).__name__} adds no residual; give a Decode")
     made: Any = {"size": (m, n), "dtype": out_dtype, "device": a.device}
-    args = arguments(a, a_scale, b, b_scale, None, a_block, b_block, bias, plan, parts, residual)
-    values = _Arguments(args=args)
-    boxes = {name: (*box, 128) for name, box in zip("abc", plan.boxes(m), strict=False)}
-    ctypes.memmove(values.b, nvrtc.matrix_map(b, boxes["b"]), 128)
+    values = _Arguments(args=arguments(a, a_scale, b, b_scale, None, a_block, b_block, bias, plan, parts, residual))
+    matrices = aligned(a), aligned(b), torch.empty(made["size"], dtype=out_dtype, device="meta")
+    map_a, map_b, *map_c = (nvrtc.map_of(t, (*box, 128)) for t, box in zip(matrices, plan.boxes(m), strict=False))
     bias_bytes, shared = bias.itemsize if bias is not None else 0, plan.shared_bytes(segment)
     function = _kernel(plan, parts, channel, out_dtype, bias_bytes, add, segment, device)
     grid = (plan.grid(m, n, parts if isinstance(plan, Decode) else processors(device)),)
     launch = nvrtc.Launch(function, grid, plan.threads, shared, device, overlap=plan.overlap)
 
-    def run(a: Tensor, a_scale: Tensor, residual: Tensor | None) -> Tensor:
-        c, a, now = torch.empty(**made), aligned(a), _Arguments.from_buffer_copy(values)
-        ctypes.memmove(now.a, nvrtc.matrix_map(a, boxes["a"]), 128)
-        if "c" in boxes:
-            ctypes.memmove(now.c, nvrtc.matrix_map(c, boxes["c"]), 128)
-        now.args.a.data, now.args.c = a_scale.data_ptr(), c.data_ptr()
-        if residual is not None:
-            now.args.residual = residual.data_ptr()
+    def run(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Any, residual: Tensor | None) -> Tensor:
+        c, a, b, bias = torch.empty(**made), aligned(a), aligned(b), aligned_bias(bias)
+        now = _Arguments.from_buffer_copy(values)
+        args = now.args
+        ctypes.memmove(now.a, map_a(a), 128)
+        ctypes.memmove(now.b, map_b(b), 128)
+        if map_c:
+            ctypes.memmove(now.c, map_c[0](c), 128)
+        args.a.data, args.b.data, args.c = a_scale.data_ptr(), b_scale.data_ptr(), c.data_ptr()
+        args.bias, args.residual = address(bias), address(residual)
         launch(now)
         return c
 
-    return Again(run, device, copied(*zip(given, (b, bias), strict=True)))
+    return run

@@ -22,7 +22,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import blocks, hopper
 from quantrot.kernels.fp8.hopper import Decode, GemmArgs
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED, load_kernel
-from quantrot.kernels.ready import Again, copied
+from quantrot.kernels.ready import Run, address
 
 TOKENS = 8  # that a kernel takes at most, the columns of a tensor core's product
 FEW, MOST = 2, 14336  # tokens, and of M * K, up to which one kernel has been found faster than two
@@ -234,7 +234,7 @@ def linear(
     if reason and (plan is None or "it takes up to" not in reason):
         raise ValueError(f"{reason}; use another backend")
     given = x, b, b_scale, b_block, rule, bias, norm, epsilon, residual, gates
-    return prepare(*given, b_settled=b_settled, plan=plan, parts=parts)(x, residual)
+    return prepare(*given, b_settled=b_settled, plan=plan, parts=parts)(x, b, b_scale, bias, norm, residual)
 
 
 def prepare(
@@ -252,30 +252,34 @@ def prepare(
     b_settled: bool,
     plan: Held | None = None,
     parts: int | None = None,
-) -> Again:
-    """`linear` of operands that it takes, as a function of x and residual: of any like these."""
-    m, (n, k), normed, given = x.shape[0], b.shape, norm is not None, (b, bias)
-    b, bias = hopper.aligned(b), bias.contiguous() if bias is not None else None
+) -> Run:
+    """`linear` of operands that it takes, as a function of x, b, its scales, bias, norm and residual like these."""
+    m, (n, k), normed, read = x.shape[0], b.shape, norm is not None, hopper.aligned(b)
     parts = parts or hopper.parts_of(n, k)
-    plan = plan or plan_for(m, n, k, parts, normed, gates, b_settled and b is given[0])
+    plan = plan or plan_for(m, n, k, parts, normed, gates, b_settled and read is b)
     assert plan is not None and m <= TOKENS and (norm is None or plan.holds_all(hopper.segment_of(k, parts), m))
     device, shared = x.get_device(), plan.held_bytes(hopper.segment_of(k, parts), m, normed, gates)
-    box = nvrtc.tensor_map(b.data_ptr(), n, k, b.stride(0), (plan.columns // (1 + gates), 128), b.dtype)
+    map_b, lies = nvrtc.map_of(read, (plan.columns // (1 + gates), 128, 128)), read is b
     args, tokens = arguments(x, b, b_scale, None, b_block, bias, parts, norm, epsilon, residual)
     values = _Arguments(args=args, tokens=tokens)
-    ctypes.memmove(values.b, box, 128)
     bias_bytes = bias.itemsize if bias is not None else 0
     work = Work(parts, normed, x.dtype, rule, hopper.is_channel(b, b_block), bias_bytes, residual is not None, gates)
     function = _kernel(plan, work, shared, device)
     launch = nvrtc.Launch(function, (plan.grid(m, n, parts),), plan.threads, shared, device, overlap=plan.overlap)
     made: Any = {"size": (m, n // (1 + gates)), "dtype": x.dtype, "device": x.device}
 
-    def run(x: Tensor, residual: Tensor | None) -> Tensor:
-        c, now = torch.empty(**made), _Arguments.from_buffer_copy(values)
-        now.tokens.x, now.args.c = x.data_ptr(), c.data_ptr()
-        if residual is not None:
-            now.args.residual = residual.data_ptr()
+    def run(
+        x: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, norm: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        c, b = torch.empty(**made), b if lies else hopper.aligned(b)
+        bias = bias if bias is None else bias.contiguous()
+        now = _Arguments.from_buffer_copy(values)
+        ctypes.memmove(now.b, map_b(b), 128)
+        args, tokens = now.args, now.tokens
+        args.b.data, args.bias = b_scale.data_ptr(), address(bias)
+        args.c, args.residual = c.data_ptr(), address(residual)
+        tokens.x, tokens.norm = x.data_ptr(), address(norm)
         launch(now)
         return c
 
-    return Again(run, device, copied(*zip(given, (b, bias), strict=True)))
+    return run

@@ -27,10 +27,12 @@ from quantrot.kernels.operators import (
     register_no_gradient,
     shared_bytes,
 )
+from quantrot.kernels.ready import Ready, Run, like, unseen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_RULES = tuple(rule.value for rule in Fp8ScaleRule)  # Dynamo of torch 2.11 cannot iterate over an Enum
 QUANTIZERS = ("auto", "triton", "reference")
+READY = Ready()  # of quantizers
 NO_GRADIENT = (
     "FP8 codes and scales have no gradient: detach them, or put Fp8TrainingLinear.of(linear) in a linear's place; "
     "under adapters with requires_grad_(False)"
@@ -73,8 +75,15 @@ def quantize_fp8_block(
     other than two dimensions, another dtype, a negative block, an odd number of gated columns, or a backend that cannot
     run here.
     """
+    key = None
+    if x.is_cuda and backend == "auto" and unseen(x):
+        key = like(x), tuple(block), scale_rule, transposed_scale, gated
+        if (again := READY.find(key)) is not None:
+            return again(x)
     rule = check_input("quantize_fp8_block", x, block, scale_rule, backend)
     _check_gated(x, gated)
+    if key and (run := _in_one_kernel(x, (block[0], block[1]), rule, transposed_scale, gated)):
+        return READY.keep(key, run, x.get_device())(x)
     return torch.ops.quantrot.quantize_fp8_block(x, block[0], block[1], rule, transposed_scale, backend, gated)
 
 
@@ -99,11 +108,19 @@ def hadamard_quantize_fp8(
     with x's dtype, and one rounding to it, in between. Sums in another order differ in their last bits, so a code near
     a tie may be its neighbour: within one step of the reference's.
     """
+    key = None
+    if x.is_cuda and backend == "auto" and unseen(x, signs):
+        key = "turned", like(x), order, block, like(signs), scale, tuple(block_size), scale_rule, transposed_scale
+        if (again := READY.find(key)) is not None:
+            return again(x, signs)
     rule = check_input("hadamard_quantize_fp8", x, block_size, scale_rule, backend)
-    size, signs, factor = check_transform(x, order, block, signs, scale, "auto")
+    size, read, factor = check_transform(x, order, block, signs, scale, "auto")
     rows, columns = block_size
+    how = size, factor, (rows, columns), rule, transposed_scale
+    if key and read is signs and (run := _turned_in_one(x, signs, *how)):
+        return READY.keep(key, run, x.get_device())(x, signs)
     return torch.ops.quantrot.hadamard_quantize_fp8(
-        x, signs, size, factor, rows, columns, rule, transposed_scale, backend
+        x, read, size, factor, rows, columns, rule, transposed_scale, backend
     )
 
 
@@ -242,6 +259,48 @@ def _columns_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def _in_one_kernel(x: Tensor, block: tuple[int, int], rule: str, transposed_scale: bool, gated: bool) -> Run | None:
+    """The quantizer that "auto" takes on Hopper, as a function of x; None where that has no kernel for it."""
+    from quantrot.kernels.fp8 import blocks
+
+    if not has_kernels(x.device) or not x.numel() or not blocks.supports(x, block, gated):
+        return None
+    quantize_x = blocks.prepare(x, *outputs(x, block, transposed_scale, gated), block, rule, gated)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        q, scale = outputs(x, block, transposed_scale, gated)
+        quantize_x(x, q, scale)
+        return q, scale
+
+    return run
+
+
+def _turned_in_one(
+    x: Tensor,
+    signs: Tensor | None,
+    order: int,
+    factor: float,
+    block: tuple[int, int],
+    rule: str,
+    transposed_scale: bool,
+) -> Run | None:
+    """The same behind a Hadamard transform, as a function of x and signs."""
+    if block != (1, 128) or not has_kernels(x.device) or not x.numel() or not _turns_on_hopper(x, order):
+        return None
+    from quantrot.kernels.hadamard import hopper
+
+    transform = hopper.prepare_codes(
+        _columns_contiguous(x), *outputs(x, block, transposed_scale), signs, order, factor, rule
+    )
+
+    def run(x: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, scale = outputs(x, block, transposed_scale)
+        transform(_columns_contiguous(x), q, scale, signs)
+        return q, scale
+
+    return run
+
+
 # --- Operators --------------------------------------------------------------------------------------------------------
 
 
@@ -252,16 +311,15 @@ def quantize(
     if not _quantizer(x, backend):
         q, scale = quantize_reference(gate(x) if gated else x, (rows, columns), rule)
         return q, _ordered(x, scale, transposed_scale)
-    from quantrot.kernels.fp8 import blocks, triton
+    from quantrot.kernels.fp8 import triton
 
     x, block = _columns_contiguous(x), (rows, columns)
-    in_one = backend == "auto" and x.numel() > 0 and blocks.supports(x, block, gated)
-    if gated and not in_one:
+    if backend == "auto" and (run := _in_one_kernel(x, block, rule, transposed_scale, gated)):
+        return run(x)
+    if gated:
         return quantize(gate(x), rows, columns, rule, transposed_scale, backend)
-    q, scale = outputs(x, block, transposed_scale, gated)
-    if in_one:
-        blocks.quantize(x, q, scale, block, rule, gated)
-    elif x.numel():
+    q, scale = outputs(x, block, transposed_scale)
+    if x.numel():
         triton.quantize(x, q, scale, whole(block, x.shape), rule)
     return q, scale
 
@@ -281,12 +339,9 @@ def _hadamard_quantize(
     if not _quantizer(x, backend):
         q, scale = hadamard_quantize_reference(x, signs, order, factor, (rows, columns), rule)
         return q, _ordered(x, scale, transposed_scale)
-    if backend == "auto" and (rows, columns) == (1, 128) and x.numel() and _turns_on_hopper(x, order):
-        from quantrot.kernels.hadamard import hopper
-
-        q, scale = outputs(x, (rows, columns), transposed_scale)
-        hopper.transform_codes(_columns_contiguous(x), q, scale, signs, order, factor, rule)
-        return q, scale
+    turned = x, signs, order, factor, (rows, columns), rule, transposed_scale
+    if backend == "auto" and (run := _turned_in_one(*turned)):
+        return run(x, signs)
     from quantrot.kernels.fp8 import triton_hadamard
 
     shape, shared = (order, x.shape[1], x.dtype.itemsize), shared_bytes(x.device)

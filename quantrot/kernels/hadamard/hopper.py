@@ -15,6 +15,7 @@ from torch import Tensor
 from quantrot.kernels import nvrtc
 from quantrot.kernels.hadamard import bases
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_REGISTERS, SM_SHARED, load_kernel, processors, tensor_map
+from quantrot.kernels.ready import Run, address
 from quantrot.orthogonal import hadamard_factors
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
@@ -391,38 +392,60 @@ def launch(
     axis: x and y are [rows, order, inner], contiguous and not the same. With a scale rule y holds e4m3 codes and
     scales [M, K / 128] theirs, K a multiple of the order.
     """
-    rows, order = x.shape[0], x.shape[1]
-    if rows == 0:
-        return
-    device = x.get_device()
-    counter = COUNTERS.first(device) if plan.kind == "flow" else None
+    if len(x):
+        prepare(x, y, signs, scale, plan, transpose=transpose, scales=scales, rule=rule)(x, y, signs, scales)
+
+
+def prepare(
+    x: Tensor,
+    y: Tensor,
+    signs: Tensor | None,
+    scale: float,
+    plan: Plan,
+    *,
+    transpose: bool = False,
+    scales: Tensor | None = None,
+    rule: str | None = None,
+) -> Run:
+    """`launch` of one row or more, as a function of x, y, signs and scales like these."""
+    rows, order, device, x_map, y_map = x.shape[0], x.shape[1], x.get_device(), None, None
     function = _kernel(plan, order, x.dtype, signs is not None, transpose, y.dtype, rule, device)
     inner = x.shape[2] if plan.kind == "axis" else 1
-    values = (
-        x.data_ptr(),
-        y.data_ptr(),
-        signs.data_ptr() if signs is not None else None,
+    numbers = (
+        None,
+        None,
+        None,
         rows,
         inner if plan.kind == "axis" else x.stride(0),
         y.stride(0),
         signs.numel() // order if signs is not None else 1,
         scale,
-        *((scales.data_ptr(), *scales.stride(), scales.shape[1]) if scales is not None else (None, 0, 0, 0)),
-        -1 if counter is None else counter,
+        *((None, *scales.stride(), scales.shape[1]) if scales is not None else (None, 0, 0, 0)),
+        -1,
     )
+    structure = _TwiceArguments if plan.kind == "twice" else _FlowArguments if plan.by_map else _Arguments
+    values = structure(**dict(zip((field[0] for field in _Arguments._fields_), numbers, strict=True)))
     if plan.by_map:
         base, columns = order // (8 * plan.tiles), 8 * plan.tiles
         tall = (rows - 1) * x.stride(0) // columns + base
-        maps = [tensor_map(x.data_ptr(), tall, columns, columns * x.itemsize, (base, 64), x.dtype)]
-        if plan.kind == "twice":
-            box = (plan.code_lines(order), GROUP)
-            maps.append(tensor_map(y.data_ptr(), rows * order // GROUP, GROUP, GROUP, box, torch.uint8))
-        structure = _TwiceArguments if plan.kind == "twice" else _FlowArguments
-        arguments: ctypes.Structure = structure(*map((ctypes.c_ubyte * 128).from_buffer_copy, maps), *values)
-    else:
-        arguments = _Arguments(*values)
-    grid = plan.grid(rows, inner, order, x.dtype, processors(device))
-    nvrtc.launch(function, (grid,), plan.warps * 32, plan.shared_bytes(order), arguments, device, overlap=plan.overlap)
+        x_map = tall, columns, columns * x.itemsize, (base, 64), x.dtype
+    if plan.kind == "twice":
+        y_map = rows * order // GROUP, GROUP, GROUP, (plan.code_lines(order), GROUP), torch.uint8
+    grid, counts = plan.grid(rows, inner, order, x.dtype, processors(device)), plan.kind == "flow"
+    launch = nvrtc.Launch(function, (grid,), plan.warps * 32, plan.shared_bytes(order), device, overlap=plan.overlap)
+
+    def run(x: Tensor, y: Tensor, signs: Tensor | None, scales: Tensor | None) -> None:
+        now = structure.from_buffer_copy(values)
+        now.x, now.y, now.signs, now.scales = x.data_ptr(), y.data_ptr(), address(signs), address(scales)
+        if counts and (counter := COUNTERS.first(device)) is not None:
+            now.counter = counter
+        if x_map:
+            ctypes.memmove(now.map, tensor_map(x.data_ptr(), *x_map), 128)
+        if y_map:
+            ctypes.memmove(now.codes, tensor_map(y.data_ptr(), *y_map), 128)
+        launch(now)
+
+    return run
 
 
 # Of tensors turned in place that L2 holds: rows need not be asked for, and persistent blocks with 16-byte stores win.
@@ -502,16 +525,24 @@ def _flow_plan(order: int) -> Plan | None:
     return None
 
 
-def transform_codes(
+def prepare_codes(
     x: Tensor, q: Tensor, scales: Tensor, signs: Tensor | None, order: int, factor: float, rule: str
-) -> None:
-    """x [M, K] -> e4m3 codes q [M, K], contiguous, and scales [M, K / 128]; `plan_for_codes` must have a plan."""
-    rows, plan = _rows(x, order), plan_for_codes(order, x.shape[1], x.dtype)
+) -> Run:
+    """x [M, K], not empty, -> e4m3 codes q [M, K], contiguous, and scales [M, K / 128], as a function of x, q, scales
+    and signs like these; `plan_for_codes` must have a plan."""
+    plan = plan_for_codes(order, x.shape[1], x.dtype)
     assert plan is not None, order
-    if not plan.takes(rows):
-        rows = rows.contiguous()
-    signs = None if signs is None else signs.contiguous()
-    launch(rows, q.view(-1, order), signs, factor, plan, scales=scales, rule=rule)
+
+    def read(x: Tensor) -> Tensor:
+        rows = _rows(x, order)
+        return rows if plan.takes(rows) else rows.contiguous()
+
+    transform = prepare(read(x), q.view(-1, order), signs, factor, plan, scales=scales, rule=rule)
+
+    def run(x: Tensor, q: Tensor, scales: Tensor, signs: Tensor | None) -> None:
+        transform(read(x), q.view(-1, order), None if signs is None else signs.contiguous(), scales)
+
+    return run
 
 
 def _rows(x: Tensor, order: int) -> Tensor:

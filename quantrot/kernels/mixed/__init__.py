@@ -31,6 +31,7 @@ graphs see one opaque function, and so does autograd (with respect to the wide o
 import os
 import warnings
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ from quantrot.kernels.operators import (
     number,
     refuse_tangents,
 )
-from quantrot.kernels.ready import Again, Ready, copied, like, same, unseen
+from quantrot.kernels.ready import Ready, Run, like, unseen
 
 __all__ = [
     "dequantize_int8",
@@ -110,9 +111,17 @@ def mixed_gemm(
     parameters: then, for a few tokens, reading them begins before the kernel before this one has ended.
     Raises ValueError for shapes, dtypes or devices that do not fit, or a backend that cannot run here.
     """
+    key, operands = None, (x, weight, scale, zero_point, bias, None, None)
+    if x.is_cuda and backend == "auto" and unseen(*operands):
+        key = *map(like, operands), 0.0, False, weight_ready
+        if (again := READY.find(key)) is not None:
+            return again(*operands)
     copied_scale = not scale.is_contiguous() or not (zero_point is None or zero_point.is_contiguous())
     scale, zero_point = _check(x, weight, scale, zero_point, bias, backend)
     flat, ready = x.reshape(-1, x.shape[-1]), weight_ready and not copied_scale
+    rest: Any = None, 0.0, None, False, ready
+    if key and not copied_scale and (run := _kernels(flat, weight, scale, zero_point, bias, *rest)):
+        return READY.keep(key, _of_any_dimensions(run, x, None), x.get_device())(*operands)
     y = torch.ops.quantrot.mixed_gemm(flat, weight, scale, zero_point, bias, backend, ready)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -141,12 +150,11 @@ def mixed_linear(
     neighbours in x's dtype. Otherwise, and where a gradient is wanted, operation by operation; for more rows
     torch.compile fuses those. Other arguments and errors as mixed_gemm's; weight_ready speaks of norm too.
     """
-    key, held = None, (weight, scale, zero_point, bias, norm)
-    if x.is_cuda and unseen(x, residual, *held):
-        key = like(x), *map(same, held), like(residual), epsilon, gates, weight_ready
+    key, operands = None, (x, weight, scale, zero_point, bias, norm, residual)
+    if x.is_cuda and unseen(*operands):
+        key = *map(like, operands), epsilon, gates, weight_ready
         if (again := READY.find(key)) is not None:
-            flat = None if residual is None else residual.reshape(-1, len(weight))
-            return again(x.reshape(-1, x.shape[-1]), flat).view(*x.shape[:-1], -1)
+            return again(*operands)
     _check_matrices(x, weight)
     if gates and (weight.shape[0] % 2 or residual is not None):
         raise ValueError(f"gates: weight {_shape(weight)}; it takes an even number of rows, gate over up, no residual")
@@ -157,17 +165,19 @@ def mixed_linear(
     tensors = x, weight, scale, bias, norm, residual
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     few = exporting() or x.numel() <= DECODE_COLUMNS * x.shape[-1]  # the operator takes any number
+    copied_scale = not scale.is_contiguous() or not (zero_point is None or zero_point.is_contiguous())
+    if key and not copied_scale:
+        held = weight, *_check(x, weight, scale, zero_point, bias, "auto"), bias
+        rows = None if residual is None else residual.reshape(-1, weight.shape[0])
+        if run := _kernels(x.reshape(-1, x.shape[-1]), *held, norm, epsilon, rows, gates, weight_ready):
+            return READY.keep(key, _of_any_dimensions(run, x, residual), x.get_device())(*operands)
     if grads or x.dtype not in WIDE or not few:
         x = x if norm is None else rms_norm(x, norm, epsilon)
         y = mixed_gemm(x, weight, scale, zero_point, bias, weight_ready=weight_ready)
         return gate(y) if gates else y if residual is None else y + residual
-    copied_scale = not scale.is_contiguous() or not (zero_point is None or zero_point.is_contiguous())
     scale, zero_point = _check(x, weight, scale, zero_point, bias, "auto")
     flat, ready = x.reshape(-1, x.shape[-1]), weight_ready and not copied_scale
     rest = norm, epsilon, None if residual is None else residual.reshape(-1, weight.shape[0]), gates, ready
-    if key and not copied_scale and (again := _few_tokens(flat, weight, scale, zero_point, bias, *rest)):
-        READY.keep(key, again)
-        return again(flat, rest[2]).view(*x.shape[:-1], -1)
     y = torch.ops.quantrot.mixed_linear(flat, weight, scale, zero_point, bias, *rest)
     return y.view(*x.shape[:-1], y.shape[1])
 
@@ -367,7 +377,21 @@ def _mixed_gemm(
         return triton.multiply(left, right, scale, zero_point, bias, KINDS[codes.dtype], narrow_weight)
 
 
-def _few_tokens(
+def _of_any_dimensions(run: Run, x: Tensor, residual: Tensor | None) -> Run:
+    """run, which takes x [M, K] and residual [M, N], of such as these."""
+    if x.dim() == 2:
+        return run
+    lead, k, n = x.shape[:-1], x.shape[-1], 0 if residual is None else residual.shape[-1]
+
+    def run_flat(x: Tensor, *operands: Any) -> Tensor:
+        *held, residual = operands
+        y: Tensor = run(x.reshape(-1, k), *held, None if residual is None else residual.reshape(-1, n))
+        return y.view(*lead, y.shape[1])
+
+    return run_flat
+
+
+def _kernels(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -378,22 +402,33 @@ def _few_tokens(
     residual: Tensor | None,
     gates: bool,
     weight_ready: bool,
-) -> Again | None:
-    """What is around a product with it in one kernel on Hopper, as a function of x [M, K] and residual, or None."""
-    fits = (not gates or weight.shape[0] % 16 == 0) and 0 < x.shape[0] <= DECODE_COLUMNS and len(weight) > 0
-    around = gates or norm is not None or residual is not None
-    if not (around and fits and _backend(weight, x, scale, True, "auto") == "hopper"):
+) -> Run | None:
+    """mixed_linear of an x [M, K] on Hopper, as a function of x, weight, scale, zero_point, bias, norm and residual:
+    what is around the product in its kernel, or operations behind it. None elsewhere, and of a norm that is neither."""
+    if x.dtype not in WIDE or not x.shape[0] * len(weight):
+        return None
+    if _backend(weight, x, scale, True, "auto") != "hopper":
         return None
     from quantrot.kernels.mixed import hopper
 
-    if not hopper.takes(x, weight.shape[0], scale.shape[1], norm, residual):
+    around = gates or norm is not None or residual is not None
+    fits = (not gates or weight.shape[0] % 16 == 0) and x.shape[0] <= DECODE_COLUMNS
+    inside = around and fits and hopper.takes(x, weight.shape[0], scale.shape[1], norm, residual)
+    if norm is not None and not inside:
         return None
     codes = _bytes(weight)
     ready = weight_ready and codes.data_ptr() == weight.data_ptr()
-    rest = None, ready, gates, norm, epsilon, residual
-    again = hopper.prepare(x, codes, scale, zero_point, bias, KINDS[weight.dtype], True, *rest)
-    again.copies += copied((weight, codes))
-    return again
+    rest = (gates, norm, epsilon, residual) if inside else ()
+    product = hopper.prepare(x, codes, scale, zero_point, bias, KINDS[weight.dtype], True, None, ready, *rest)
+
+    def run(x: Tensor, weight: Tensor, *operands: Tensor | None) -> Tensor:
+        *held, residual = operands
+        if inside:
+            return product(x, _bytes(weight), *held, residual)
+        y: Tensor = product(x, _bytes(weight), *held, None)
+        return gate(y) if gates else y if residual is None else y + residual
+
+    return run
 
 
 @implement("quantrot::mixed_linear")
@@ -410,12 +445,12 @@ def _mixed_linear(
     weight_ready: bool = False,
 ) -> Tensor:
     operands, behind = (weight, scale, zero_point, bias), (residual, gates, weight_ready)
-    again = _few_tokens(x, *operands, norm, epsilon, *behind)
-    if again is None and norm is not None:
+    run = _kernels(x, *operands, norm, epsilon, *behind)
+    if run is None and norm is not None:
         x, norm = rms_norm(x, norm, epsilon), None
-        again = _few_tokens(x, *operands, norm, epsilon, *behind)
-    if again is not None:
-        return again(x, residual)
+        run = _kernels(x, *operands, norm, epsilon, *behind)
+    if run is not None:
+        return run(x, *operands, norm, residual)
     y = _mixed_gemm(x, *operands, "auto", weight_ready)
     return gate(y) if gates else y if residual is None else y + residual
 

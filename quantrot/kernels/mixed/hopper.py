@@ -28,7 +28,7 @@ from quantrot.kernels.mixed.norm import WIDE
 from quantrot.kernels.mixed.norm import prepare as prepare_norm
 from quantrot.kernels.mixed.norm import supports as supports_norm
 from quantrot.kernels.nvrtc import load_kernel, processors
-from quantrot.kernels.ready import Again, copied
+from quantrot.kernels.ready import Run, address
 
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
@@ -171,9 +171,9 @@ def _kernel(plan: Plan | Decode, kernel: Kernel, device: int) -> Any:
     return load_kernel(device_functions() + entry(plan, kernel), "mixed", plan.shared_bytes(), device)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x with contiguous columns and rows that start at multiples of 16 bytes."""
-    size = x.element_size()
+def _aligned(x: Tensor, columns: int) -> Tensor:
+    """x's first columns, contiguous, with rows that start at multiples of 16 bytes."""
+    size, x = x.element_size(), x if x.shape[1] == columns else x[:, :columns]
     fits = x.stride(1) == 1 and x.stride(0) * size % 16 == 0 and x.stride(0) >= x.shape[1] and x.data_ptr() % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
@@ -212,7 +212,8 @@ def multiply(
     if not x.shape[0] * weight.shape[0]:
         return torch.empty(x.shape[0], weight.shape[0] >> gated, dtype=wide.dtype, device=x.device)
     rest = plan, ready, gated, norm, epsilon, residual
-    return prepare(x, weight, scale, zero, bias, kind, narrow_weight, *rest)(x, residual)
+    run = prepare(x, weight, scale, zero, bias, kind, narrow_weight, *rest)
+    return run(x, weight, scale, zero, bias, norm, residual)
 
 
 def prepare(
@@ -229,15 +230,15 @@ def prepare(
     norm: Tensor | None = None,
     epsilon: float = 0.0,
     residual: Tensor | None = None,
-) -> Again:
-    """`multiply` of operands that it takes, as a function of x and residual: of any like these."""
+) -> Run:
+    """`multiply` of operands that it takes, as a function of x, weight, scale, zero, bias, norm and residual like
+    these."""
     wide, codes = (x, weight) if narrow_weight else (weight, x)
     (columns, depth), rows, device = wide.shape, codes.shape[0], x.get_device()
-    given = (weight, scale, bias)
-    codes, wide, scale = _aligned(codes[:, :depth]), _aligned(wide), _numbers(scale)
+    given = codes, scale, bias
+    codes, wide, scale = _aligned(codes, depth), _aligned(wide, depth), _numbers(scale)
     bias = None if bias is None else _numbers(bias)
-    copies = copied(*zip(given, (codes if narrow_weight else wide, scale, bias), strict=True))
-    early = ready and narrow_weight and not copies
+    early = ready and narrow_weight and [*map(address, given)] == [*map(address, (codes, scale, bias))]
     kernel = kernel_of(wide, scale, zero, bias, kind, narrow_weight)
     first = None
     if norm is not None and columns > 1:
@@ -251,26 +252,30 @@ def prepare(
     made: Any = {"size": (x.shape[0], weight.shape[0] >> gated), "dtype": wide.dtype, "device": x.device}
     y = torch.empty(made["size"], device="meta")
     values = _Arguments(args=arguments(y, wide, scale, zero, bias, chosen, early, norm, epsilon, residual))
-    boxes = dict(zip(("codes", "wide", "y"), chosen.boxes(columns, narrow_weight), strict=True))
-    stays, moves = ("codes", "wide") if narrow_weight else ("wide", "codes")
-    ctypes.memmove(getattr(values, stays), nvrtc.matrix_map(codes if narrow_weight else wide, boxes[stays]), 128)
+    matrices = codes, wide, torch.empty(made["size"], dtype=wide.dtype, device="meta")
+    boxes = zip(matrices, chosen.boxes(columns, narrow_weight), strict=True)
+    map_codes, map_wide, map_y = (nvrtc.map_of(t, box) for t, box in boxes)
     grid = (chosen.grid(rows, columns, processors(device)),)
     function, shared = _kernel(chosen, kernel, device), chosen.shared_bytes()
     launch = nvrtc.Launch(function, grid, chosen.threads, shared, device, overlap=True)
 
-    def run(x: Tensor, residual: Tensor | None) -> Tensor:
-        read, y, now = _aligned(x[:, :depth]), torch.empty(**made), _Arguments.from_buffer_copy(values)
-        read = first(read) if first else read
-        parts = scratch(chosen, rows, columns, read.device)
-        if parts is not None:
-            now.args.parts, now.args.counter = parts.data_ptr(), nvrtc.counters_in_turn(len(parts))
-        if narrow_weight:
-            now.args.token = read.data_ptr()
-        now.args.y, now.args.residual = y.data_ptr(), None if residual is None else residual.data_ptr()
-        ctypes.memmove(getattr(now, moves), nvrtc.matrix_map(read, boxes[moves]), 128)
+    def run(x: Tensor, weight: Tensor, scale: Tensor, zero: Any, bias: Any, norm: Any, residual: Any) -> Tensor:
+        wide, codes = (x, weight) if narrow_weight else (weight, x)
+        codes, wide, y = _aligned(codes, depth), _aligned(wide, depth), torch.empty(**made)
+        if first:
+            wide, norm = first(wide, norm), None
+        scale, bias = _numbers(scale), None if bias is None else _numbers(bias)
+        now = _Arguments.from_buffer_copy(values)
+        args = now.args
+        args.scale, args.zero, args.bias, args.y = scale.data_ptr(), address(zero), address(bias), y.data_ptr()
+        args.token, args.norm, args.residual = wide.data_ptr(), address(norm), address(residual)
+        if (parts := scratch(chosen, rows, columns, y.device)) is not None:
+            args.parts, args.counter = parts.data_ptr(), nvrtc.counters_in_turn(len(parts))
+        ctypes.memmove(now.codes, map_codes(codes), 128)
+        ctypes.memmove(now.wide, map_wide(wide), 128)
         if isinstance(chosen, Plan):
-            ctypes.memmove(now.y, nvrtc.matrix_map(y, boxes["y"]), 128)
+            ctypes.memmove(now.y, map_y(y), 128)
         launch(now)
         return y
 
-    return Again(run, device, copies)
+    return run

@@ -64,20 +64,20 @@ def arguments(x: Tensor, norm: Tensor, epsilon: float, y: Tensor, early: bool) -
 def normed(x: Tensor, norm: Tensor, epsilon: float, early: bool = False) -> Tensor:
     """x [M, K] / sqrt(mean(x^2) + epsilon), rounded, * norm [K], rounded: [M, K], contiguous. early: no kernel that may
     still run writes norm. The next kernel may start at once: for few rows, beside which it has room."""
-    return prepare(x, norm, epsilon, early)(x)
+    return prepare(x, norm, epsilon, early)(x, norm)
 
 
-def prepare(x: Tensor, norm: Tensor, epsilon: float, early: bool) -> Callable[[Tensor], Tensor]:
-    """`normed` of tokens like these, as a function of them."""
+def prepare(x: Tensor, norm: Tensor, epsilon: float, early: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """`normed` of tokens and a norm like these, as a function of them."""
     device = x.get_device()
     values = arguments(x, norm, epsilon, torch.empty(x.shape, device="meta"), early)
     function = _kernel(vectors(x.shape[1]), x.dtype, device)
     launch = nvrtc.Launch(function, (len(x),), 32 * WARPS, 4 * WARPS, device, overlap=True)
     made: Any = {"size": x.shape, "dtype": x.dtype, "device": x.device}
 
-    def run(x: Tensor) -> Tensor:
+    def run(x: Tensor, norm: Tensor) -> Tensor:
         y, now = torch.empty(**made), NormArgs.from_buffer_copy(values)
-        now.x, now.x_stride, now.y = x.data_ptr(), x.stride(0), y.data_ptr()
+        now.x, now.x_stride, now.norm, now.y = x.data_ptr(), x.stride(0), norm.data_ptr(), y.data_ptr()
         launch(now)
         return y
 

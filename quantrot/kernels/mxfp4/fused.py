@@ -8,11 +8,11 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import Fp8ScaleRule, gate, rms_norm
-from quantrot.kernels.mxfp4.gemm import DECODE_ROWS, activation_rule, check_operands, few_is_faster, mxfp4_gemm
+from quantrot.kernels.mxfp4.gemm import DECODE_ROWS, activation_rule, check_operands, few_is_faster, mxfp4_gemm, prepare
 from quantrot.kernels.mxfp4.operators import has_kernels
 from quantrot.kernels.mxfp4.reference import ScaleRule
 from quantrot.kernels.operators import check_around, constant, implement, number
-from quantrot.kernels.ready import Again, Ready, lies_well, like, same, unseen
+from quantrot.kernels.ready import Ready, Run, lies_well, like, unseen
 
 READY = Ready()
 
@@ -52,13 +52,11 @@ def mxfp4_fused(
     a gradient is wanted, it is operation by operation. Other arguments and errors as mxfp4_gemm's; settled speaks of
     norm too.
     """
-    key, asked = None, (activations, scale_rule, hadamard, epsilon, gated, settled)
-    if x.is_cuda and unseen(x, packed, scale, norm, residual):
-        key = like(x), same(packed), same(scale), same(norm), like(residual), asked
+    key, operands = None, (x, packed, scale, norm, residual)
+    if x.is_cuda and unseen(*operands):
+        key = *map(like, operands), activations, scale_rule, hadamard, epsilon, gated, settled
         if (again := READY.find(key)) is not None:
-            n = len(packed)
-            flat = None if residual is None else residual.reshape(-1, n)
-            return again(x.reshape(-1, x.shape[-1]), None, flat).view(*x.shape[:-1], n)
+            return again(*operands)
     n, k = len(packed), packed.shape[-1] * 2
     if gated and (norm is not None or x.shape[-1:] != (2 * k,)):
         found = f"x {list(x.shape)} by packed {list(packed.shape)}" + ("" if norm is None else ", with a norm")
@@ -74,9 +72,8 @@ def mxfp4_fused(
         flat = None if residual is None else residual.reshape(-1, n)
         rest = activations, activation_rule(activations, scale_rule), hadamard, norm, epsilon, flat, gated, settled
         rows = x.reshape(-1, x.shape[-1])
-        if key and (again := _one_or_two_kernels(rows, packed, scale, *rest)):
-            READY.keep(key, again)
-            return again(rows, None, flat).view(*x.shape[:-1], n)
+        if key and (run := _kernels(rows, packed, scale, *rest)):
+            return READY.keep(key, _of_any_dimensions(run, x, n), x.get_device())(*operands)
         y = torch.ops.quantrot.mxfp4_fused(rows, packed, scale, *rest)
         return y.view(*x.shape[:-1], n)
     product: dict[str, Any] = {
@@ -130,7 +127,19 @@ def _read_as_they_lie(x: Tensor, activations: str, hadamard: int, norm: Tensor |
     return x.is_cuda and turns and lies_well(norm) and lies_well(residual)
 
 
-def _one_or_two_kernels(
+def _of_any_dimensions(run: Run, x: Tensor, n: int) -> Run:
+    """run, which takes x [M, K] and residual [M, N], of such as these."""
+    lead, width = x.shape[:-1], x.shape[-1]
+
+    def run_flat(x: Tensor, packed: Tensor, scale: Tensor, norm: Tensor | None, residual: Tensor | None) -> Tensor:
+        flat = None if residual is None else residual.reshape(-1, n)
+        y: Tensor = run(x.reshape(-1, width), packed, scale, norm, flat)
+        return y.view(*lead, n)
+
+    return run_flat
+
+
+def _kernels(
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
@@ -142,18 +151,32 @@ def _one_or_two_kernels(
     residual: Tensor | None,
     gated: bool,
     settled: bool,
-) -> Again | None:
-    """All of it on Hopper, as a function of x, None and residual; None where there is none, or a batch's is faster."""
+) -> Run | None:
+    """All of it on Hopper, as a function of x, packed, scale, norm and residual: in the kernels for few tokens, or in
+    a batch's where they are faster; None where there are none."""
     if not _read_as_they_lie(x, activations, hadamard, norm, residual):
         return None
     from quantrot.kernels.mxfp4 import hopper
 
-    kinds: dict[str, Any] = {"mxfp4": ScaleRule, "fp8": Fp8ScaleRule}
-    turn = hopper.Turn(kinds[activations](rule), hadamard) if activations in kinds else None
-    n, k = len(packed), packed.shape[1] * 2
-    if batch_is_faster(len(x), n, k, activations, gated or norm is not None, residual is not None):
+    n, k, front = len(packed), packed.shape[1] * 2, gated or norm is not None
+    if not batch_is_faster(len(x), n, k, activations, front, residual is not None):
+        turn = hopper.turn_of(activations, rule, hadamard)
+        few = hopper.prepare(x, packed, scale, x.dtype, None, turn, settled, norm, epsilon, residual, gated)
+        return lambda x, packed, scale, norm, residual: few(x, None, packed, scale, norm, residual)
+    first, tokens = None, x
+    if front:
+        arranging = hopper.Arranging(None, False, "GATED" if gated else "NORMED")
+        first = hopper.prepare_arranging(x, k, arranging, norm, epsilon, settled)
+        tokens = torch.empty(len(x), k, dtype=x.dtype, device=x.device)
+    product = prepare(tokens, packed, scale, activations, rule, hadamard, settled)
+    if product is None:
         return None
-    return hopper.prepare(x, packed, scale, x.dtype, None, turn, settled, norm, epsilon, residual, gated)
+
+    def run(x: Tensor, packed: Tensor, scale: Tensor, norm: Tensor | None, residual: Tensor | None) -> Tensor:
+        y: Tensor = product(first(hopper.aligned(x), norm)[0] if first else x, packed, scale)
+        return y if residual is None else y + residual
+
+    return run
 
 
 @implement("quantrot::mxfp4_fused")
@@ -171,14 +194,8 @@ def _fused(
     settled: bool,
 ) -> Tensor:
     around = norm, epsilon, residual, gated, settled
-    if again := _one_or_two_kernels(x, packed, scale, activations, rule, hadamard, *around):
-        return again(x, None, residual)
-    if (gated or norm is not None) and _read_as_they_lie(x, activations, hadamard, norm, residual):
-        from quantrot.kernels.mxfp4 import hopper
-
-        arranging = hopper.Arranging(None, False, "GATED" if gated else "NORMED")
-        x, _ = hopper.arrange(hopper.aligned(x), packed.shape[1] * 2, arranging, norm, epsilon, settled)
-        norm, gated = None, False
+    if run := _kernels(x, packed, scale, activations, rule, hadamard, *around):
+        return run(x, packed, scale, norm, residual)
     asked = None if activations == "none" else rule
     product = {"activations": activations, "scale_rule": asked, "hadamard": hadamard, "settled": settled}
     return _apart(x, packed, scale, norm, epsilon, residual, gated, product)

@@ -15,11 +15,13 @@ from torch.nn import functional as F
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.fp8.operators import SCALE_RULES
-from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, whole_rule
+from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, prepare_expanded, whole_rule
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.operators import check_backend, check_bias, check_device, has_triton, implement, refuse_tangents
+from quantrot.kernels.ready import Ready, Run, like, unseen
 
 ACTIVATIONS = ("none", "fp8", "mxfp4")
+READY = Ready()
 BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")
 DECODE_ROWS = 32  # tokens up to which the packed weight is read by one kernel
 
@@ -102,6 +104,11 @@ def mxfp4_gemm(
     W4A8 of up to 1024, also of float16 and with any scales, N a multiple of 8); "cublas" (CUDA, capability 8.9, N a
     multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
     """
+    key, operands = None, (x, packed, scale, bias)
+    if x.is_cuda and backend == "auto" and unseen(*operands):
+        key = *map(like, operands), activations, scale_rule, hadamard, settled
+        if (again := READY.find(key)) is not None:
+            return again(*operands)
     check_operands(x, packed, scale, activations, hadamard)
     check_bias(bias, packed.shape[0])
     check_device(x=x, bias=bias)
@@ -110,6 +117,8 @@ def mxfp4_gemm(
     if backend == "cublas" and activations == "none":
         raise ValueError("backend: 'cublas' multiplies e4m3, x stays wide; allowed: auto, hopper, triton, reference")
     rule = activation_rule(activations, scale_rule)
+    if key and (run := _any_dimensions(x, packed, scale, activations, rule, hadamard, settled)):
+        return READY.keep(key, run, x.get_device())(*operands)
     return torch.ops.quantrot.mxfp4_linear(x, packed, scale, bias, activations, rule, hadamard, settled, backend)
 
 
@@ -286,9 +295,9 @@ def _product_fake(a, a_scale, b, b_scale, dtype, exact, backend):
 # --- The linear ------------------------------------------------------------------------------------------------------
 
 
-def _fp8_tokens(rows: Tensor, rule: str, hadamard: int) -> tuple[Tensor, Tensor]:
+def _fp8_tokens(rows: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     """e4m3 [M, K] and a float32 scale a token."""
-    qdata, scale = quantize_fp8_block(_turned(rows, hadamard), (1, 0), rule)
+    qdata, scale = quantize_fp8_block(rows, (1, 0), rule)
     return qdata, scale.view(-1)
 
 
@@ -301,17 +310,18 @@ def _turned(x: Tensor, hadamard: int) -> Tensor:
 
 
 def _linear_wide(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
-    """The definition: dequantized operands in x's dtype, or float32 where that does not hold them."""
+    """The definition: dequantized operands in x's dtype, or float32 where that does not hold them. hadamard: of tokens
+    that become MXFP4."""
     dtype = rows.dtype
     work = torch.float32 if dtype == torch.float16 or activations == "fp8" else dtype
     if activations == "mxfp4":
         codes, scales, _ = quantize_reference(rows, ScaleRule(rule), hadamard=hadamard)
         rows = dequantize_reference(codes, scales, work)
     elif activations == "fp8":
-        qdata, token = _fp8_tokens(rows, rule, hadamard)
+        qdata, token = _fp8_tokens(rows, rule)
         rows = (qdata.to(torch.float32) * token.unsqueeze(1)).to(work)
     else:
-        rows = _turned(rows, hadamard).to(work)
+        rows = rows.to(work)
     return F.linear(rows, torch.ops.quantrot.mxfp4_dequantize(packed, scale, work, "auto")).to(dtype)
 
 
@@ -331,19 +341,14 @@ def _linear(
     if not rows.numel():  # what expands the weight relies on the quantizer's launch in front of it
         y = x.new_zeros((*x.shape[:-1], packed.shape[0]))
         return y if bias is None else y.add_(bias)
-    widens = _widens(rows, packed, activations, backend)
-    batches = _batches(rows, packed, activations, rule, hadamard, backend)
-    decoder = None if widens or batches else _decoder(rows, activations, backend)
-    if widens:
-        from quantrot.kernels.mxfp4 import hopper_prefill
-
-        y = hopper_prefill.multiply(_turned(rows, hadamard), packed, scale, settled=settled)
-    elif batches:
-        y = _linear_batch(rows, packed, scale, activations, rule, hadamard, settled)
-    elif decoder:
-        y = _linear_decode(decoder, rows, packed, scale, activations, rule, hadamard, settled)
+    if activations != "mxfp4":
+        rows, hadamard = _turned(rows, hadamard), 0
+    if run := prepare(rows, packed, scale, activations, rule, hadamard, settled, backend):
+        y = run(rows, packed, scale)
+    elif _decoder(rows, activations, backend):
+        y = _linear_triton(rows, packed, scale, activations, rule, hadamard)
     elif activations != "none" and _uses_cublas(x, packed.shape[0], backend):
-        y = _linear_fp8(rows, packed, scale, activations, rule, hadamard)
+        y = _prepare_fp8(rows, activations, rule, hadamard)(rows, packed, scale)
     else:
         y = _linear_wide(rows, packed, scale, activations, rule, hadamard)
     if bias is not None:
@@ -351,8 +356,7 @@ def _linear(
     return y.view(*x.shape[:-1], packed.shape[0])
 
 
-def _linear_decode(
-    decoder: str,
+def prepare(
     rows: Tensor,
     packed: Tensor,
     scale: Tensor,
@@ -360,43 +364,80 @@ def _linear_decode(
     rule: str,
     hadamard: int,
     settled: bool,
-) -> Tensor:
-    """bfloat16 holds every kind of tokens exactly, but for e4m3's scale, which multiplies the result."""
-    from quantrot.kernels.mxfp4 import hopper, triton_gemm, triton_rows
+    backend: str = "auto",
+) -> Run | None:
+    """The product of tokens [M, K] in the kernels for Hopper, as a function of tokens, packed and scale like these;
+    None where it is not for these kernels. hadamard: of tokens that become MXFP4."""
+    if not rows.numel() or backend not in ("auto", "hopper"):
+        return None
+    if _widens(rows, packed, activations, backend):
+        from quantrot.kernels.mxfp4 import hopper_prefill
 
-    tokens, token_scale, turn = rows, None, None
-    if activations == "fp8" and decoder == "hopper":
-        tokens, turn = _turned(rows, hadamard), hopper.Turn(Fp8ScaleRule(rule), 0)
-    elif activations == "fp8":
-        qdata, token_scale = _fp8_tokens(rows, rule, hadamard)
+        return hopper_prefill.prepare(rows, packed, scale, settled=settled)
+    if _batches(rows, packed, activations, rule, hadamard, backend):
+        return _prepare_batch(rows, packed, scale, activations, rule, hadamard, settled)
+    if _decoder(rows, activations, backend) != "hopper":
+        return None
+    from quantrot.kernels.mxfp4 import hopper
+
+    turn = hopper.turn_of(activations, rule, hadamard)
+    product = hopper.prepare(rows, packed, scale, rows.dtype, None, turn, settled)
+    return lambda rows, packed, scale: product(rows, None, packed, scale, None, None)
+
+
+def _any_dimensions(
+    x: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int, settled: bool
+) -> Run | None:
+    """The same of an x [..., K], as a function of x, packed, scale and bias; not of one that a kernel before turns."""
+    if hadamard and activations != "mxfp4":
+        return None
+    lead, (n, k), rows = x.shape[:-1], (packed.shape[0], x.shape[-1]), x.reshape(-1, x.shape[-1])
+    product = prepare(rows, packed, scale, activations, rule, hadamard, settled)
+    if product is None and activations != "none" and _uses_cublas(x, n, "auto") and rows.numel():
+        product = _prepare_fp8(rows, activations, rule, hadamard)
+    if product is None:
+        return None
+
+    def run(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = product(x.reshape(-1, k), packed, scale)
+        return (y if bias is None else y.add_(bias)).view(*lead, n)
+
+    return run
+
+
+def _linear_triton(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
+    """bfloat16 holds every kind of tokens exactly, but for e4m3's scale, which multiplies the result."""
+    from quantrot.kernels.mxfp4 import triton_gemm, triton_rows
+
+    tokens, token_scale = rows, None
+    if activations == "fp8":
+        qdata, token_scale = _fp8_tokens(rows, rule)
         tokens = qdata.to(torch.bfloat16)
-    elif activations == "mxfp4" and decoder == "hopper":
-        turn = hopper.Turn(ScaleRule(rule), hadamard)
     elif activations == "mxfp4":
         tokens = triton_rows.round_trip(rows, ScaleRule(rule), hadamard)
-    else:
-        tokens = _turned(rows, hadamard)
-    if decoder == "hopper":
-        return hopper.decode(tokens, token_scale, packed, scale, rows.dtype, turn=turn, settled=settled)
     return triton_gemm.decode(tokens, token_scale, packed, scale, rows.dtype)
 
 
-def _linear_fp8(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int) -> Tensor:
+def _prepare_fp8(rows: Tensor, activations: str, rule: str, hadamard: int) -> Run:
+    """The product of tokens [M, K] on FP8 tensor cores, as a function of tokens, packed and scale like these."""
     from quantrot.kernels.mxfp4 import triton_gemm
 
-    expand = expander(packed, scale)
-    codes: tuple[Tensor, Tensor, Tensor] | None = None
-    if activations == "fp8":
-        tokens, token_scale = _fp8_tokens(rows, rule, hadamard)
-    else:  # exact in the rows that are inside, whose codes are not written
-        tokens, token_scale, outside, *written = torch.ops.quantrot.mxfp4_quantize_expanded(
-            rows, None, rule, hadamard, "auto"
-        )
-        codes = *written, outside
-    weight, weight_scale, weight_outside = expand()
-    y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
-    triton_gemm.repair(y, packed, scale, weight_outside, packed=codes, wide=(tokens, token_scale))
-    return y
+    quantize = prepare_expanded(rows, rule, hadamard) if activations == "mxfp4" else None
+
+    def run(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+        expand = expander(packed, scale)
+        codes: tuple[Tensor, Tensor, Tensor] | None = None
+        if quantize is None:
+            tokens, token_scale = _fp8_tokens(rows, rule)
+        else:  # exact in the rows that are inside, whose codes are not written
+            tokens, token_scale, outside, *written = quantize(rows)
+            codes = *written, outside
+        weight, weight_scale, weight_outside = expand()
+        y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
+        triton_gemm.repair(y, packed, scale, weight_outside, packed=codes, wide=(tokens, token_scale))
+        return y
+
+    return run
 
 
 def expander(packed: Tensor, scale: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
@@ -410,18 +451,22 @@ def expander(packed: Tensor, scale: Tensor) -> Callable[[], tuple[Tensor, Tensor
     return lambda: hopper_rows.expand(packed, scale, room)
 
 
-def _linear_batch(
+def _prepare_batch(
     rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int, settled: bool
-) -> Tensor:
+) -> Run:
     from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
 
-    codes = None
+    multiply = hopper_batch.prepare(len(rows), packed, scale, rows.dtype, settled=settled)
     if activations == "fp8":
-        tokens, token_scale = hopper_batch.quantize(_turned(rows, hadamard), rule)
-    else:
-        quantized = hopper_rows.quantize_expanded(rows, ScaleRule(rule), hadamard, None, arranged=True)
-        tokens, token_scale, codes = *quantized[:2], quantized[2:]
-    return hopper_batch.multiply(tokens, token_scale, packed, scale, rows.dtype, codes, settled=settled)
+        quantize = hopper_batch.prepare_quantizer(rows, rule)
+        return lambda rows, packed, scale: multiply(*quantize(rows), packed, scale, None)
+    expand = hopper_rows.prepare_expanded(rows, ScaleRule(rule), hadamard, None, arranged=True)
+
+    def run(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+        tokens, token_scale, *codes = expand(rows, None)
+        return multiply(tokens, token_scale, packed, scale, codes)
+
+    return run
 
 
 @torch.library.register_fake("quantrot::mxfp4_linear")

@@ -22,7 +22,7 @@ from quantrot.kernels.fp8.reference import Fp8ScaleRule
 from quantrot.kernels.mxfp4 import tuned
 from quantrot.kernels.mxfp4.reference import GROUP, QUEST_SQUARE, ScaleRule, float32
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
-from quantrot.kernels.ready import Again, copied
+from quantrot.kernels.ready import Run, address
 
 OUT = {torch.bfloat16: "OutBf16", torch.float16: "OutFp16", torch.float32: "OutFp32"}
 STEP = 128  # columns that are multiplied together, and the granule of K
@@ -234,6 +234,12 @@ class Turn:
         return isinstance(self.rule, Fp8ScaleRule)
 
 
+def turn_of(activations: str, rule: str, hadamard: int) -> Turn | None:
+    """What tokens become for this kind of activations ("fp8", "mxfp4"; others are multiplied as they are)."""
+    kinds: dict[str, Any] = {"mxfp4": ScaleRule, "fp8": Fp8ScaleRule}
+    return Turn(kinds[activations](rule), hadamard) if activations in kinds else None
+
+
 @dataclass(frozen=True)
 class Arranging:
     """A kernel that tokens go through before the product: what they become there, whether in the order of wgmma's
@@ -406,13 +412,13 @@ def arrange(
 ) -> tuple[Tensor, Tensor | None]:
     """Tokens [M, columns], or gate and up side by side, as the product reads them, bfloat16 [M, columns]; of e4m3's
     codes, which a scale is to multiply, also the float32 scales [M]."""
-    return prepare_arranging(x, columns, arranging, norm, epsilon, settled)(x)
+    return prepare_arranging(x, columns, arranging, norm, epsilon, settled)(x, norm)
 
 
 def prepare_arranging(
     x: Tensor, columns: int, arranging: Arranging, norm: Tensor | None, epsilon: float, settled: bool
-) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
-    """`arrange` of tokens like these, as a function of them."""
+) -> Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    """`arrange` of tokens and a norm like these, as a function of them."""
     device, turn, count = x.get_device(), arranging.turn, len(x)
     made: Any = {"size": (count, columns), "dtype": torch.bfloat16, "device": x.device}
     its_scales: Any = {"size": (count,), "dtype": torch.float32, "device": x.device} if turn and turn.codes else None
@@ -420,10 +426,10 @@ def prepare_arranging(
     function, threads = _arrange_kernel(columns, arranging, device), arranging.shape(columns)[0]
     launch = nvrtc.Launch(function, (count * arranging.shares,), threads, REDUCED, device, overlap=True)
 
-    def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def run(x: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor | None]:
         y, now = torch.empty(**made), ArrangeArguments.from_buffer_copy(values)
         scales = torch.empty(**its_scales) if its_scales else None
-        now.x, now.y, now.scales = (None if t is None else t.data_ptr() for t in (x, y, scales))
+        now.x, now.norm, now.y, now.scales = x.data_ptr(), address(norm), y.data_ptr(), address(scales)
         launch(now)
         return y, scales
 
@@ -463,7 +469,8 @@ def decode(
     gated, without norm: tokens are [M, 2 K], gate and up side by side; silu(gate) * up is multiplied.
     """
     beside: Any = norm, epsilon, residual, gated
-    return prepare(tokens, packed, scale, dtype, plan, turn, settled, *beside)(tokens, token_scale, residual)
+    run = prepare(tokens, packed, scale, dtype, plan, turn, settled, *beside)
+    return run(tokens, token_scale, packed, scale, norm, residual)
 
 
 def prepare(
@@ -478,8 +485,8 @@ def prepare(
     epsilon: float = 0.0,
     residual: Tensor | None = None,
     gated: bool = False,
-) -> Again:
-    """`decode` of operands like these, as a function of tokens, token_scale and residual."""
+) -> Run:
+    """`decode` of operands like these, as a function of tokens, token_scale, packed, scale, norm and residual."""
     given = packed, scale
     packed, scale = aligned(packed), aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
@@ -492,9 +499,9 @@ def prepare(
     sizes = torch.empty(count, rows, device="meta")
     values = _Arguments(args=arguments(plan, tokens, None, scale, sizes, turn, settled, norm, epsilon, residual))
     codes_box, wide_box, scale_box = plan.boxes
-    ctypes.memmove(values.codes, nvrtc.matrix_map(packed, codes_box), 128)
-    if maps_scale(plan, scale):
-        ctypes.memmove(values.scale, nvrtc.matrix_map(scale, scale_box), 128)
+    map_codes, map_scale = nvrtc.map_of(packed, codes_box), nvrtc.map_of(scale, scale_box)
+    maps_its_scale, holds = maps_scale(plan, scale), plan.held
+    map_wide = nvrtc.map_of(wide_matrix(plan, torch.empty(count, columns, dtype=tokens.dtype, device="meta")), wide_box)
     grid, shared = (plan.grid(rows, nvrtc.processors(device)),), plan.shared_bytes(columns)
     if first:
         shared = max(shared, ALONE)
@@ -502,16 +509,23 @@ def prepare(
     function = _kernel(plan, dtype, inside(plan, turn), shared, device, *flags)
     launch = nvrtc.Launch(function, grid, plan.threads, shared, device, overlap=True)
 
-    def run(tokens: Tensor, token_scale: Tensor | None, residual: Tensor | None) -> Tensor:
-        read, y, now = aligned(tokens), torch.empty(**made), _Arguments.from_buffer_copy(values)
+    def run(
+        tokens: Tensor, token_scale: Any, packed: Tensor, scale: Tensor, norm: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        read, packed, scale = aligned(tokens), aligned(packed), aligned(scale)
+        y, now = torch.empty(**made), _Arguments.from_buffer_copy(values)
         if first:
-            read, found = first(read)
-            token_scale = token_scale if found is None else found
-        pointers = (None if t is None else t.data_ptr() for t in (token_scale, read, residual, y))
-        now.args.token_scale, now.args.x, now.args.residual, now.args.y = pointers
-        if not plan.held:
-            ctypes.memmove(now.wide, nvrtc.matrix_map(wide_matrix(plan, read), wide_box), 128)
+            read, found = first(read, norm)
+            norm, token_scale = None, token_scale if found is None else found
+        args = now.args
+        args.scale, args.token_scale, args.x = scale.data_ptr(), address(token_scale), read.data_ptr()
+        args.norm, args.residual, args.y = address(norm), address(residual), y.data_ptr()
+        ctypes.memmove(now.codes, map_codes(packed), 128)
+        if not holds:
+            ctypes.memmove(now.wide, map_wide(read), 128)
+        if maps_its_scale:
+            ctypes.memmove(now.scale, map_scale(scale), 128)
         launch(now)
         return y
 
-    return Again(run, device, copied(*zip(given, (packed, scale), strict=True)))
+    return run

@@ -6,8 +6,10 @@ the parts', two by two. A token's bits depend on the plan's parts alone.
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from quantrot.kernels.mixed import hopper_plans as plans
 from quantrot.kernels.mxfp4.hopper import aligned
 from quantrot.kernels.mxfp4.hopper_prefill import ScaledPlan
 from quantrot.kernels.mxfp4.reference import GROUP
+from quantrot.kernels.ready import Run, address
 
 WIDE = plans.WIDE
 Codes = tuple[Tensor, Tensor, Tensor]  # of tokens: outside, packed, scale
@@ -144,16 +147,32 @@ def arrange(tokens: Tensor) -> Tensor:
 
 def quantize(x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     """x [M, K], K a multiple of BLOCK -> e4m3, arranged, and a float32 scale a token by the rule (Fp8ScaleRule)."""
+    return prepare_quantizer(x, rule)(x)
+
+
+def prepare_quantizer(x: Tensor, rule: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """`quantize` of an x like this one."""
     x = x if x.stride(1) == 1 else x.contiguous()
     if not blocks.supports(x, (1, 0)):
-        qdata, scale = quantize_fp8_block(x, (1, 0), rule)
-        return arrange(qdata), scale.view(-1)
-    q, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
-    plan = replace(blocks.row_plan(x.shape[1]), arranged=True)
+
+        def run_in_two(x: Tensor) -> tuple[Tensor, Tensor]:
+            qdata, scale = quantize_fp8_block(x, (1, 0), rule)
+            return arrange(qdata), scale.view(-1)
+
+        return run_in_two
+    plan, shape, device = replace(blocks.row_plan(x.shape[1]), arranged=True), x.shape, x.device
     if len(x) <= 2 * plans.PROCESSORS:  # they run at once: rather more registers (64 by 4096 x 14336: 18.2 us for 19.0)
         plan = replace(plan, resident=1)
-    blocks.quantize(x, q, scale, (1, 0), rule, plan=plan)
-    return q, scale.view(-1)
+    sizes = torch.empty(shape, device="meta"), torch.empty(len(x), 1, device="meta")
+    quantize_x = blocks.prepare(x, *sizes, (1, 0), rule, plan=plan)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        q = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+        scale = torch.empty(shape[0], dtype=torch.float32, device=device)
+        quantize_x(x if x.stride(1) == 1 else x.contiguous(), q, scale)
+        return q, scale
+
+    return run
 
 
 class BatchArgs(mixed.MixedArgs):
@@ -222,17 +241,40 @@ def multiply(
     codes: of tokens that were MXFP4, times powers of two, where they are not in e4m3 as a whole: int32 [M], above zero
     there, packed and scale. settled: no kernel that may still run when this one is launched writes the weight.
     """
+    run = prepare(tokens.shape[0], packed, scale, dtype, plan, settled=settled)
+    return run(tokens, token_scale, packed, scale, codes)
+
+
+def prepare(
+    count: int, packed: Tensor, scale: Tensor, dtype: torch.dtype, plan: Plan | None = None, *, settled: bool = False
+) -> Run:
+    """`multiply` of so many tokens by a weight like this one, as a function of tokens, token_scale, packed, scale and
+    codes."""
     given = packed, scale
     packed, scale = aligned(packed), aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
-    (count, depth), rows, device = tokens.shape, packed.shape[0], packed.get_device()
+    rows, depth, device = packed.shape[0], packed.shape[1] * 2, packed.get_device()
     plan = plan or plan_for(count, rows, depth)
-    y = torch.empty(count, rows, dtype=dtype, device=packed.device)
-    values = _Arguments(args=arguments(tokens, token_scale, packed, scale, y, codes, plan, settled))
-    for field, t, box in zip(("codes", "wide", "y"), matrices(packed, tokens, y), plan.boxes(count, True), strict=True):
-        pitch = t.stride(0) * t.element_size()
-        encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
-        ctypes.memmove(getattr(values, field), encoded, 128)
+    made: Any = {"size": (count, rows), "dtype": dtype, "device": packed.device}
+    y = torch.empty(made["size"], dtype=dtype, device="meta")
+    tokens = torch.empty(count, depth, dtype=torch.float8_e4m3fn, device="meta")
+    values = _Arguments(args=arguments(tokens, tokens, packed, scale, y, None, plan, settled))
+    boxes = zip(matrices(packed, tokens, y), plan.boxes(count, True), strict=True)
+    map_codes, map_wide, map_y = (nvrtc.map_of(t, box) for t, box in boxes)
     grid, shared = (plan.grid(rows, count, nvrtc.processors(device)),), plan.bytes_for(depth)
-    nvrtc.launch(_kernel(plan, dtype, shared, device), grid, plan.threads, shared, values, device, overlap=True)
-    return y
+    launch = nvrtc.Launch(_kernel(plan, dtype, shared, device), grid, plan.threads, shared, device, overlap=True)
+
+    def run(tokens: Tensor, token_scale: Tensor, packed: Tensor, scale: Tensor, codes: Codes | None) -> Tensor:
+        packed, scale, y = aligned(packed), aligned(scale), torch.empty(**made)
+        now = _Arguments.from_buffer_copy(values)
+        args = now.args
+        args.scale, args.packed = scale.data_ptr(), packed.data_ptr()
+        args.token, args.token_scale = tokens.data_ptr(), token_scale.data_ptr()
+        args.outside, args.token_packed, args.token_bytes = map(address, codes or (None, None, None))
+        ctypes.memmove(now.codes, map_codes(packed), 128)
+        ctypes.memmove(now.wide, map_wide(tokens), 128)
+        ctypes.memmove(now.y, map_y(y), 128)
+        launch(now)
+        return y
+
+    return run

@@ -8,7 +8,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from quantrot.kernels.mixed import hopper as mixed
 from quantrot.kernels.mixed import hopper_plans as plans
 from quantrot.kernels.mxfp4.hopper import aligned
 from quantrot.kernels.mxfp4.reference import GROUP
+from quantrot.kernels.ready import Run
 
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
@@ -188,17 +189,32 @@ def multiply(x: Tensor, packed: Tensor, scale: Tensor, plan: Plan | None = None,
     Products are exact for group scales from 2^-62 to 2^65. settled: no kernel that may still run when this one is
     launched writes the weight.
     """
+    return prepare(x, packed, scale, plan, settled=settled)(x, packed, scale)
+
+
+def prepare(x: Tensor, packed: Tensor, scale: Tensor, plan: Plan | None = None, *, settled: bool = False) -> Run:
+    """`multiply` of operands like these, as a function of them."""
     given = packed, scale
     x, packed, scale = aligned(x), aligned(packed), aligned(scale)
     settled = settled and packed is given[0] and scale is given[1]
     assert scale.shape[1] * GROUP == x.shape[1]
     plan = plan or plan_for(len(x), len(packed), x.shape[1])
-    y = torch.empty(len(x), len(packed), dtype=x.dtype, device=x.device)
-    values, device = _Arguments(args=arguments(x, scale, y, plan, settled)), x.get_device()
-    for field, t, box in zip(("codes", "wide", "y"), (packed, x, y), plan.boxes(len(x)), strict=True):
-        pitch = t.stride(0) * t.element_size()
-        encoded = nvrtc.tensor_map(t.data_ptr(), t.shape[0], t.shape[1], pitch, box[:2], t.dtype, box[2])
-        ctypes.memmove(getattr(values, field), encoded, 128)
+    made: Any = {"size": (len(x), len(packed)), "dtype": x.dtype, "device": x.device}
+    y, device = torch.empty(made["size"], dtype=x.dtype, device="meta"), x.get_device()
+    values = _Arguments(args=arguments(x, scale, y, plan, settled))
+    boxes = zip((packed, x, y), plan.boxes(len(x)), strict=True)
+    map_codes, map_wide, map_y = (nvrtc.map_of(t, box) for t, box in boxes)
     grid, shared = (plan.grid(len(packed), len(x), nvrtc.processors(device)),), plan.bytes_for(x.shape[1])
-    nvrtc.launch(_kernel(plan, shared, device), grid, plan.threads, shared, values, device, overlap=True)
-    return y
+    launch = nvrtc.Launch(_kernel(plan, shared, device), grid, plan.threads, shared, device, overlap=True)
+
+    def run(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+        x, packed, scale, y = aligned(x), aligned(packed), aligned(scale), torch.empty(**made)
+        now = _Arguments.from_buffer_copy(values)
+        now.args.scale = scale.data_ptr()
+        ctypes.memmove(now.codes, map_codes(packed), 128)
+        ctypes.memmove(now.wide, map_wide(x), 128)
+        ctypes.memmove(now.y, map_y(y), 128)
+        launch(now)
+        return y
+
+    return run

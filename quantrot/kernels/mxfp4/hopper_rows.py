@@ -15,6 +15,7 @@ from quantrot.kernels.mxfp4 import hopper, tuned
 from quantrot.kernels.mxfp4.reference import GROUP, ScaleRule, float32
 from quantrot.kernels.mxfp4.triton import float_signs, key_of, outputs
 from quantrot.kernels.mxfp4.triton_rows import room
+from quantrot.kernels.ready import Run, address
 
 IN = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 MOST_THREADS = 1024  # of a block that holds a row whose e4m3 operand is written at once
@@ -187,10 +188,12 @@ def quantize_expanded(
 
     arranged: e4m3's columns in the order in which batch.cuh reads them.
     """
-    x = hopper.aligned(x)
-    rows, width = x.shape
-    packed, scale, _ = outputs(x, x.shape, False)
-    to = room(rows, width, x.device)
+    return prepare_expanded(x, rule, hadamard, signs, arranged=arranged)(x, signs)
+
+
+def prepare_expanded(x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, *, arranged: bool = False) -> Run:
+    """`quantize_expanded` of an x and signs like these, as a function of them."""
+    (rows, width), on = x.shape, x.device
     groups, (most, stages) = width // GROUP, tuned.HOPPER_EXPANDED
     threads = -(-groups // 32) * 32
     resident = max(1, min(16, most // threads))
@@ -199,11 +202,22 @@ def quantize_expanded(
         expanded=True, arranged=arranged, threads=threads, resident=resident, stages=stages,
     )  # fmt: skip
     device, shared = x.get_device(), shared_bytes(threads, stages, hadamard, expanded=True)
-    factors = None if signs is None else float_signs(signs, x)
-    parameters = arguments(x, factors, (packed, scale, *to), rows, groups, hadamard, None)
+    values = arguments(x, None, (None,) * 5, rows, groups, hadamard, None)
     blocks = min(rows, nvrtc.processors(device) * resident)
-    nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device, overlap=True)
-    return *to, packed, scale
+    launch = nvrtc.Launch(_kernel(source, shared, device), (blocks,), threads, shared, device, overlap=True)
+
+    def run(x: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        x, factors, now = hopper.aligned(x), signs, Arguments.from_buffer_copy(values)
+        if signs is not None:
+            factors = float_signs(signs, x)
+        packed = torch.empty((rows, width // 2), dtype=torch.uint8, device=on)
+        scale, to = torch.empty((rows, groups), dtype=torch.uint8, device=on), room(rows, width, on)
+        now.x, now.signs, now.packed, now.scale = x.data_ptr(), address(factors), packed.data_ptr(), scale.data_ptr()
+        now.mask, now.row_scale, now.outside = (t.data_ptr() for t in to)
+        launch(now)
+        return *to, packed, scale
+
+    return run
 
 
 @lru_cache(maxsize=8)
@@ -222,8 +236,8 @@ def expand(
     """
     weight = hopper.aligned(packed), scale.contiguous()
     beside = to is not None and weight[0] is packed and weight[1] is scale
-    to = to or room(len(packed), 2 * packed.shape[1], packed.device)
     rows, groups = scale.shape
+    to = to or room(rows, GROUP * groups, packed.device)
     pointers = (t.data_ptr() for t in (*weight, *to))
     parameters = ExpandArguments(*pointers, rows, groups)
     device, blocks = packed.get_device(), -(-rows // (EXPAND_THREADS // 32))

@@ -26,6 +26,7 @@ from quantrot.kernels.operators import (
     refuse_tangents,
     uses_triton,
 )
+from quantrot.kernels.ready import Run
 from quantrot.orthogonal import hadamard_factors
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -458,6 +459,17 @@ def _quantize_expanded(
         return module.quantize_expanded(x, ScaleRule(rule), hadamard, signs)
     packed, scale, _ = quantize_reference(x, ScaleRule(rule), hadamard=hadamard, signs=signs)
     return *expand_reference(packed, scale), packed, scale
+
+
+def prepare_expanded(x: Tensor, rule: str, hadamard: int) -> Run:
+    """The operator, without signs, as a function of an x like this one."""
+    if uses_triton(x, "auto"):
+        from quantrot.kernels.mxfp4 import hopper_rows
+
+        if _rows_module(x, ScaleRule(rule), hadamard, "auto", row=True) is hopper_rows:
+            run = hopper_rows.prepare_expanded(x, ScaleRule(rule), hadamard, None)
+            return lambda x: run(x, None)
+    return lambda x: _quantize_expanded(x, None, rule, hadamard, "auto")
 
 
 @torch.library.register_fake("quantrot::mxfp4_quantize_expanded")
