@@ -125,7 +125,7 @@ def arounds(tokens, seed=0):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 40])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 40, 65, 300, 2048])
 def test_a_repeated_call_is_the_operators(case, tokens):
     run, ready, quantize = case
     torch.manual_seed(1)

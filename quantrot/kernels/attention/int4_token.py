@@ -96,9 +96,8 @@ def try_attend_one(
         return int4_attend_one(q, k, v, cache, length, limit=limit, mask=mask, scale=scale, advance=advance)
     from quantrot.kernels.attention import int4_triton
 
-    again = int4_triton.prepare(q, cache, counted, advance and counted, limit, mask, scale)
-    READY.keep(known, again)
-    return again(q, k, v, cache, count, at, mask)
+    run = int4_triton.prepare(q, cache, counted, advance and counted, limit, mask, scale)
+    return READY.keep(known, run, q.get_device())(q, k, v, cache, count, at, mask)
 
 
 @constant
@@ -192,8 +191,8 @@ def _int4_attend_one(
     if q.is_cuda and runs_on(q.device):
         from quantrot.kernels.attention import int4_triton
 
-        again = int4_triton.prepare(q, cache, count is not None, length is not None, limit, mask, scale)
-        return again(q, k, v, cache, count, at, mask)
+        run = int4_triton.prepare(q, cache, count is not None, length is not None, limit, mask, scale)
+        return run(q, k, v, cache, count, at, mask)
     place = at if count is None else count
     return int4_attend_one_reference(q, k, v, cache, place, length is not None, limit, mask, scale)
 

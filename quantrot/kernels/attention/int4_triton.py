@@ -23,7 +23,7 @@ from torch import Tensor
 from quantrot.kernels.attention.reference import LOG2E
 from quantrot.kernels.int4_triton import _FIFTEENTH, _MAGIC, _bfloat16, _padded, _rounded, _wide
 from quantrot.kernels.nvrtc import processors
-from quantrot.kernels.ready import Again
+from quantrot.kernels.ready import Run
 
 PTX = not triton.knobs.runtime.interpret
 LARGEST_SPLIT = 128  # programs of a key head, whose sums one program adds
@@ -295,7 +295,7 @@ def splits_for(pairs: int, tokens: int, config: Config, units: int) -> int:
 def prepare(
     q: Tensor, cache: tuple[Tensor, ...], counted: bool, advance: bool, limit: int, mask: Tensor | None, scale: float,
     config: Config | None = None, splits: int | None = None,
-) -> Again:  # fmt: skip
+) -> Run:  # fmt: skip
     """The kernels on operands like these, as a function of q, k, v, the cache, the count or None, the place where there
     is none, and the mask; checked by the caller. config, splits: instead of the rule's (to measure)."""
     (batch, heads, _, dim), (kv_heads, room), groups = q.shape, cache[0].shape[1:3], cache[1].shape[3]
@@ -332,4 +332,4 @@ def prepare(
         )  # fmt: skip
         return out
 
-    return Again(run, q.get_device(), [])
+    return run
