@@ -186,6 +186,18 @@ def model(result: Result) -> list[str]:
     return [*grid(head, rows), "", source(result)]
 
 
+def eager(result: Result) -> list[str]:
+    """A recipe a row: milliseconds a token of so many sequences, and a prompt of so many tokens."""
+    places = list(dict.fromkeys(map(place, result["rows"])))
+    ms: dict[str, dict[tuple[str, int], float]] = {"transformers, bfloat16": {}}
+    for row in result["rows"]:
+        ms["transformers, bfloat16"][place(row)] = row["peers_us"]["bf16"] / 1e3
+        ms.setdefault(f"`{row['case']['recipe']}`", {})[place(row)] = row["us"] / 1e3
+    lines = ([name, *(f"{found[at]:.1f}" for at in places)] for name, found in ms.items())
+    head = (f"a prompt of {size}" if phase.endswith("prefill") else f"a token of {size}" for phase, size in places)
+    return [*grid(["ms", *head], lines), "", source(result)]
+
+
 def cpu(result: Result) -> list[str]:
     """A recipe and phase a row: milliseconds, and how many times the original's in bfloat16 that is."""
     rows = []
@@ -453,6 +465,7 @@ def attention(result: Result) -> list[str]:
 
 FILES = {  # a kind of table: its results file, without the name; the others are bench_<kind>
     "recipes": "bench_accuracy",
+    "eager": "bench_model",
     "conversion": "bench_convert",
     "hadamard_summary": "bench_hadamard",
     "fp8_quantize": "bench_fp8",
@@ -464,7 +477,7 @@ FILES = {  # a kind of table: its results file, without the name; the others are
     "mxfp4_training": "bench_mxfp4",
     "finetune": "finetune_mxfp4",
 }
-KINDS = (accuracy, recipes, fp8_accuracy, conversion, mmlu, attention_error, finetune, model, cpu, tokens)
+KINDS = (accuracy, recipes, fp8_accuracy, conversion, mmlu, attention_error, finetune, model, eager, cpu, tokens)
 KINDS += (hadamard_summary, hadamard, fp8_quantize, fp8_hadamard, fp8_gemm, fp8_layer)
 KINDS += (mxfp4_quantize, mxfp4_gemm, mxfp4_training, mixed)
 TABLES: dict[str, Callable[[Result], list[str]]] = {kind.__name__: kind for kind in (*KINDS, attention)}
