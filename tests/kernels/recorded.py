@@ -237,6 +237,16 @@ def of_fp8():
             yield ("turned", size, k, tokens), turned, same, ["x", *["signs"] * bool(size)]
 
 
+def behind_norms():
+    """What linears launch behind a kernel of the norm's own, of tokens in adjacent rows and in others."""
+    n, k = SMALL
+    for (name, (call, weight, kinds)), tokens in itertools.product(LINEARS.items(), (2, 8, 20)):
+        if "norm" in kinds:
+            given = weight(n, k) | around_of("norm", (tokens,), n, k)
+            of_both = (noted(call, x=x, **given)[0] for x in (wide(tokens, k), apart(wide(tokens, k))))
+            yield name, tokens, *(launched[1:] for launched in of_both)
+
+
 def its(name):
     """Of an operand; no field has it."""
     return f"the {name}"
@@ -345,6 +355,9 @@ def main():
         if found[1:] != found[:1] * 2 or any(repr(each) not in repr(found[0]) for each in pairs):
             print("differs:", what)
     again += len(append.READY) + len(attention.READY)
+    for name, tokens, of_adjacent, of_others in behind_norms():
+        if of_adjacent != of_others:
+            print("differs:", name, tokens, "behind a norm of rows that lie apart")
     before, seen = None, []
     for what, call, same, told in itertools.chain(of_linears(), of_fp8(), of_prompts()):
         if any(ref() is not None for ref in seen):

@@ -243,6 +243,7 @@ def prepare(
     first = None
     if norm is not None and columns > 1:
         first, norm = prepare_norm(wide, norm, epsilon, ready), None
+        wide = torch.empty(wide.shape, dtype=wide.dtype, device="meta")  # as it gives them, contiguous
     if norm is not None:
         plan = plan or token_plan(rows, depth, kernel.group, True, gated, residual is not None)
     chosen = plan or plan_for(rows, columns, depth, kernel.group, narrow_weight)
