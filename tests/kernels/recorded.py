@@ -218,6 +218,15 @@ def of_linears():
             yield (name, n, k, leading, kind), call, same, told if tokens else []
 
 
+def of_nothing():
+    """Calls of weights without columns or rows, which launch nothing."""
+    narrow = ((name, 512, 0, "") for name in LINEARS if "mxfp4" in name)
+    for name, n, k, kind in (*narrow, ("int8", 0, 1024, "residual")):
+        call, weight, _ = LINEARS[name]
+        given = {"x": wide(3, 100, k)} | weight(n, k) | around_of(kind, (3, 100), n, k)
+        yield (name, n, k), call, [given] * 2, []
+
+
 def of_fp8():
     """Its quantizers and products in other blocks."""
     n, k = SMALL
@@ -359,7 +368,7 @@ def main():
         if of_adjacent != of_others:
             print("differs:", name, tokens, "behind a norm of rows that lie apart")
     before, seen = None, []
-    for what, call, same, told in itertools.chain(of_linears(), of_fp8(), of_prompts()):
+    for what, call, same, told in itertools.chain(of_linears(), of_nothing(), of_fp8(), of_prompts()):
         if any(ref() is not None for ref in seen):
             print("differs:", before, "is held")
         before, seen = what, [weakref.ref(t) for given in same for t in given.values() if isinstance(t, torch.Tensor)]

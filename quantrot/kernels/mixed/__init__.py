@@ -166,7 +166,7 @@ def mixed_linear(
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     few = exporting() or x.numel() <= DECODE_COLUMNS * x.shape[-1]  # the operator takes any number
     copied_scale = not scale.is_contiguous() or not (zero_point is None or zero_point.is_contiguous())
-    if key and not copied_scale:
+    if key and not copied_scale and len(weight):
         held = weight, *_check(x, weight, scale, zero_point, bias, "auto"), bias
         rows = None if residual is None else residual.reshape(-1, weight.shape[0])
         if run := _kernels(x.reshape(-1, x.shape[-1]), *held, norm, epsilon, rows, gates, weight_ready):

@@ -389,11 +389,11 @@ def _any_dimensions(
     x: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int, settled: bool
 ) -> Run | None:
     """The same of an x [..., K], as a function of x, packed, scale and bias; not of one that a kernel before turns."""
-    if hadamard and activations != "mxfp4":
+    if not x.numel() or (hadamard and activations != "mxfp4"):
         return None
     lead, (n, k), rows = x.shape[:-1], (packed.shape[0], x.shape[-1]), x.reshape(-1, x.shape[-1])
     product = prepare(rows, packed, scale, activations, rule, hadamard, settled)
-    if product is None and activations != "none" and _uses_cublas(x, n, "auto") and rows.numel():
+    if product is None and activations != "none" and _uses_cublas(x, n, "auto"):
         product = _prepare_fp8(rows, activations, rule, hadamard)
     if product is None:
         return None
