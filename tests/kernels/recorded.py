@@ -159,7 +159,7 @@ def by(activations, hadamard=0):
 
 
 LINEAR_READY = fused.READY, gemm.READY, operators.READY, mxfp4.READY, packed.READY, mixed.READY
-READY = attention.READY, attention.QUANTIZERS, *LINEAR_READY
+READY = attention.READY, attention.PROMPTS, attention.QUANTIZERS, *LINEAR_READY
 AROUND = ("", "residual", "residual turned", "norm", "norm, residual")
 LINEARS = {  # and what may be around each
     "fp8": (fp8, blocks, (*AROUND, "gates")),
@@ -363,7 +363,7 @@ def main():
         pairs = ((field, its(value) if isinstance(value, str) else value) for field, value in told)
         if found[1:] != found[:1] * 2 or any(repr(each) not in repr(found[0]) for each in pairs):
             print("differs:", what)
-    again += len(append.READY) + len(attention.READY)
+    again += len(append.READY) + len(attention.READY) + len(attention.PROMPTS)
     for name, tokens, of_adjacent, of_others in behind_norms():
         if of_adjacent != of_others:
             print("differs:", name, tokens, "behind a norm of rows that lie apart")

@@ -85,8 +85,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
 SCORES = {"int8": torch.int8, "fp8": E4M3}  # what queries and keys are in
 WIDE = (torch.bfloat16, torch.float16)  # what q may be in, to be quantized on its way
-READY = Ready()  # of attention
-QUANTIZERS = Ready()
+READY = Ready()  # of one query, by the addresses of the cache's tensors
+PROMPTS, QUANTIZERS = Ready(), Ready()
 
 # Operators pass codes as bytes: torch has no arithmetic on e4m3 for opcheck to compare with.
 torch.library.define(
@@ -186,10 +186,11 @@ def attend(
     """
     known, one = None, given.q.shape[2:3] == (1,) and query_lengths is None
     moving = (given.q, given.q_scale, mask, lengths) if one else (*given, lengths, query_lengths)
+    ready = READY if one else PROMPTS
     if given.q.is_cuda and backend == "auto" and (one or mask is None):
         if unseen(*given, mask, lengths, query_lengths):
             known = _key(given, mask, one), like(lengths), like(query_lengths), causal, scale, dtype
-            if (again := READY.find(known)) is not None:
+            if (again := ready.find(known)) is not None:
                 return again(*moving)
     _check_attend(given, mask, lengths, query_lengths, dtype, backend)
     if causal is None:  # which the operator would take for False
@@ -199,7 +200,7 @@ def attend(
     if known:
         inputs = Inputs(q, k, v, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale)
         if run := (_one_query if one else _many_queries)(inputs, dtype):
-            return READY.keep(known, run, q.get_device())(*moving)
+            return ready.keep(known, run, q.get_device())(*moving)
     codes = (t.view(torch.uint8) if t.dtype == E4M3 else t for t in (q, k, v))
     y = torch.ops.quantrot.fp8_attention(
         *codes, q_scale, k_scale, v_scale, mask, lengths, query_lengths, causal, scale, dtype, backend
