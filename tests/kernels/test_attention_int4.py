@@ -250,6 +250,16 @@ def test_what_it_does_not_take_is_an_error():
         int4_token.int4_attend_one(**given, scale=0)
 
 
+def test_a_tangent_is_refused():
+    q, k, v, cache = operands(2, 2, 2, 64, 9, 16, BF16)
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        for i in range(3):
+            given = [q, k, v]
+            given[i] = torch.autograd.forward_ad.make_dual(given[i], torch.ones_like(given[i]))
+            with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+                by_the_short_way(*given, cache, torch.tensor(9), 9, None)
+
+
 def test_processors_are_filled_and_no_program_is_without_a_tile():
     pytest.importorskip("triton", reason="triton is not installed")
     from quantrot.kernels.attention import int4_triton

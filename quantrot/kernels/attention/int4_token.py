@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quantrot.kernels.int4 import dequantize_int4, quantize_int4
-from quantrot.kernels.operators import constant, has_triton, implement, number
+from quantrot.kernels.operators import constant, has_triton, implement, number, refuse_tangents
 from quantrot.kernels.ready import Ready, like, unseen
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -59,6 +59,7 @@ def int4_attend_one(
     """
     if reason := unsupported(q, k, v, cache, length, limit, mask):
         raise ValueError(f"int4_attend_one: {reason}")
+    refuse_tangents(q, k, v)
     scale = q.shape[3] ** -0.5 if scale is None else number("scale", scale, "positive, finite")
     place: tuple[Tensor | None, Tensor | None, int]  # a length to read, one to count, a number
     if isinstance(length, Tensor):
