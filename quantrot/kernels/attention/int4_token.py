@@ -14,9 +14,9 @@ Contract, with B sequences, H query heads, G key heads (G divides H), room for L
 
 The cached tokens and the new one are what dequantize_int4 makes of their codes in q's dtype; but a kernel rounds those
 of the cache to bfloat16 once, without float32 in between, and where a low is less than some 2^-24 of a number, its last
-bit may be another. Softmax and sums are float32, its weights rounded to the dtype for the product with values.
-A query that sees nothing gets 0; where the cache
-is full (`limit` tokens), the output is NaN and nothing is stored; where the host knows that, it is an error.
+bit may be another. Softmax and sums are float32, its weights rounded to the dtype for the product with values. A query
+that sees nothing gets 0; where the cache is full (`limit` tokens), the output is NaN and nothing is stored; where the
+host knows that, it is an error.
 """
 
 import torch
