@@ -46,12 +46,12 @@ def counted(used, monkeypatch):
     return calls
 
 
-def model_of(device, layers=3, kind="llama", **attention):
-    """bfloat16, head_dim 64, FP8 attention and cache."""
+def model_of(device, layers=3, kind="llama", implementation="sdpa", head_dim=64, **attention):
+    """bfloat16, FP8 attention and cache."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         kind, hidden_size=256, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64, head_dim=64, attn_implementation="sdpa", pad_token_id=0,
+        num_key_value_heads=2, vocab_size=64, head_dim=head_dim, attn_implementation=implementation, pad_token_id=0,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     for p in model.parameters():

@@ -6,22 +6,17 @@ import re
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from quantrot.kernels.attention import int4_token
-from quantrot.modules import KVCache, QuantizedAttention
+from quantrot.modules import KVCache
 from quantrot.modules.cache import DynamicKVLayer, StaticKVLayer
 from quantrot.modules.masks import leave_masks_out
-from quantrot.rotation import Rotation
+from tests.modules import test_attention_append
+from tests.modules.test_attention_append import HADAMARD, ROOM, decoded
+from tests.modules.test_attention_append import device as device  # a fixture
 
 gpu = pytest.mark.gpu
-ROOM = 40
-HADAMARD = Rotation("R3", "hadamard", 64, 64, 0)
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)])
-def device(request):
-    return request.param
 
 
 @pytest.fixture
@@ -44,33 +39,9 @@ def counted(used, monkeypatch):
     return calls
 
 
-def model_of(device, layers=3, kind="llama", implementation="sdpa", head_dim=64, **attention):
+def model_of(device, **rest):
     """bfloat16, an INT4 cache."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        kind, hidden_size=256, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64, head_dim=head_dim, attn_implementation=implementation, pad_token_id=0,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
-    for p in model.parameters():
-        p.data.normal_(std=p.shape[-1] ** -0.5) if p.dim() > 1 else p.data.uniform_(0.5, 1.5)
-    for layer in model.model.layers:
-        layer.self_attn = QuantizedAttention(layer.self_attn, **({"kv_cache": "int4"} | attention))
-    return model.to(device)
-
-
-@torch.no_grad()
-def decoded(model, ids, mask=None, forward=None, cache=None):
-    """Logits of the last 5 of the ids, one at a time after a prompt, and the cache. mask: of padding, [B, ids]."""
-    cache = StaticCache(config=model.config, max_cache_len=ROOM) if cache is None else cache
-    room = ROOM if isinstance(cache, StaticCache) else 0
-    prompt, given = ids.shape[1] - 5, {"past_key_values": cache}
-    model(ids[:, :prompt], attention_mask=None if mask is None else mask[:, :prompt], **given)
-    logits = []
-    for i in range(prompt, ids.shape[1]):
-        seen = None if mask is None else torch.nn.functional.pad(mask[:, : i + 1], (0, max(0, room - i - 1)))
-        logits.append((forward or model)(ids[:, i : i + 1], attention_mask=seen, **given).logits.clone())
-    return torch.cat(logits, 1), cache
+    return test_attention_append.model_of(device, **({"arithmetic": "bf16", "kv_cache": "int4"} | rest))
 
 
 def close(got, expected, steps=6):
