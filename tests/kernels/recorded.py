@@ -15,7 +15,16 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from quantrot.kernels import attention, mixed, nvrtc
-from quantrot.kernels.attention import Quantized, append, attend, decode, prepare, rope_hadamard_quantize
+from quantrot.kernels.attention import (
+    Quantized,
+    append,
+    attend,
+    decode,
+    int4_token,
+    int4_triton,
+    prepare,
+    rope_hadamard_quantize,
+)
 from quantrot.kernels.attention import hopper as attention_hopper
 from quantrot.kernels.attention.reference import key_rows
 from quantrot.kernels.fp8 import blocks as quantizer
@@ -106,7 +115,7 @@ def pretend():
     nvrtc.counters_in_turn, nvrtc.stream_number = lambda count: count, lambda device: 0
     hadamard.tensor_map = nvrtc.tensor_map
     JITFunction.__getitem__, torch._scaled_mm = record_triton, scaled_mm
-    triton_gemm.processors = nvrtc.processors
+    triton_gemm.processors = int4_triton.processors = nvrtc.processors
     for module in (attention, append, attention_hopper, decode, prepare):
         module._best, module.tensor_map = lambda device: "triton", nvrtc.tensor_map
         module.encode_map, module.load_kernel, module.processors = nvrtc.encode_map, nvrtc.load_kernel, nvrtc.processors
@@ -159,7 +168,7 @@ def by(activations, hadamard=0):
 
 
 LINEAR_READY = fused.READY, gemm.READY, operators.READY, mxfp4.READY, packed.READY, mixed.READY
-READY = attention.READY, attention.PROMPTS, attention.QUANTIZERS, *LINEAR_READY
+READY = attention.READY, attention.PROMPTS, attention.QUANTIZERS, int4_token.READY, *LINEAR_READY
 AROUND = ("", "residual", "residual turned", "norm", "norm, residual")
 LINEARS = {  # and what may be around each
     "fp8": (fp8, blocks, (*AROUND, "gates")),
@@ -351,6 +360,32 @@ def of_prompts():
         yield ("attention", batch, dim, tokens, turns), attended, same, told
 
 
+def of_int4():
+    """A token and an INT4 cache."""
+    for batch, dim, counted, advance in itertools.product((1, 3), (64, 128), (False, True), (False, True)):
+        same = [token_and_int4(batch, dim, counted, *how) for how in ((9, 0), (100, 0), (9, 1), (100, 3), (9, batch))]
+        yield ("int4", batch, dim, counted), operator(int4_attended, advance=advance), same, ["q", "k", "v", *INT4]
+
+
+INT4 = ("key", "key_scale", "key_low", "value", "value_scale", "value_low")
+
+
+def token_and_int4(batch, dim, counted, at, rows):
+    """rows: of the mask; 3: one that lies once for all sequences."""
+    given = dict(zip("qkv", (t.transpose(1, 2) for t in wide(batch, 1, 12, dim).split((8, 2, 2), 2)), strict=True))
+    for name in INT4:
+        size = batch, 2, 256
+        given[name] = wide(*size, dim // 64) if "_" in name else torch.zeros(*size, dim // 2, dtype=torch.uint8)
+    mask = torch.ones(1 if rows == 3 else rows, 1, 1, 256 if counted else at + 1, dtype=torch.bool) if rows else None
+    given["mask"] = mask.expand(batch, -1, -1, -1) if rows == 3 else mask
+    return given | {"length": torch.tensor(at) if counted else at}
+
+
+def int4_attended(q, k, v, mask, length, advance, **cache):
+    how = {"limit": 256, "mask": mask, "scale": 0.1, "advance": advance}
+    return int4_token.try_attend_one(q, k, v, tuple(cache.values()), length, **how)
+
+
 def attended(mask, lengths, **given):
     return attend(Quantized(**given), causal=mask is None, mask=mask, lengths=lengths)
 
@@ -368,7 +403,7 @@ def main():
         if of_adjacent != of_others:
             print("differs:", name, tokens, "behind a norm of rows that lie apart")
     before, seen = None, []
-    for what, call, same, told in itertools.chain(of_linears(), of_nothing(), of_fp8(), of_prompts()):
+    for what, call, same, told in itertools.chain(of_linears(), of_nothing(), of_fp8(), of_prompts(), of_int4()):
         if any(ref() is not None for ref in seen):
             print("differs:", before, "is held")
         before, seen = what, [weakref.ref(t) for given in same for t in given.values() if isinstance(t, torch.Tensor)]
