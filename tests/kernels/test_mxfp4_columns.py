@@ -100,9 +100,9 @@ def operands(case: str, rows: int, columns: int):
         x[:, 32:] = torch.randn(rows, columns - 32, generator=generator) * powers
         x[:, 256:] *= powers**4
     x[3] *= 20
-    if dtype == CODES:  # and near enough for float16
+    if dtype == CODES:  # and near enough for float16, of blocks of 128 also only the first
         x[:, 64:192] = torch.randn(rows, len(x[0, 64:192]), generator=generator)
-        x[:, 64:192] *= 2.0 ** torch.randint(0, 3, (rows, 1), generator=generator)
+        x[:, 128:192] *= 2.0 ** torch.randint(0, 3, (rows, 1), generator=generator)
     x[:, 1] = 0
     x[5, 2], x[7, 3] = float("nan"), float("inf")
     factors = torch.randint(0, 2, (hadamard,), generator=generator) * 2.0 - 1 if signs else None

@@ -1,4 +1,4 @@
-"""MXFP4 of a transpose on Hopper: CUDA C++ (columns.cuh), compiled at first use."""
+"""MXFP4 of a transpose on Hopper: CUDA C++ (columns.cuh, requantize.cuh), compiled at first use."""
 
 import ctypes
 import math
@@ -51,7 +51,7 @@ class CodeArguments(ctypes.Structure):
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return hopper_rows.device_functions() + nvrtc.sources("mxfp4/columns", "mxfp4/requantize")
+    return hopper_rows.device_functions() + nvrtc.sources("mxfp4/columns", "mxfp4/code_columns", "mxfp4/requantize")
 
 
 def entry(
