@@ -203,6 +203,14 @@ __device__ __forceinline__ void warm_bytes(const void* at, u32 bytes) {
   asm volatile(QR_ONE_LANE "cp.async.bulk.prefetch.L2.global [%0], %1;\n}" ::"l"(at), "r"(bytes) : "memory");
 }
 
+// A multiple of 16 bytes from a multiple of 16, by one lane of a whole warp, as tensor_load.
+__device__ __forceinline__ void line_load(u32 to, const void* from, u32 bytes, u32 bar) {
+  asm volatile(QR_ONE_LANE
+               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(bar)
+               : "memory");
+}
+
 // Shared memory -> the map's box; nothing is written past the edges.
 __device__ __forceinline__ void tensor_store(const TensorMap* map, int x, int y, u32 from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
@@ -323,6 +331,10 @@ __device__ __forceinline__ void store_shared2(u32 address, u32 a, u32 b) {
 
 __device__ __forceinline__ void store_shared4(u32 address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+__device__ __forceinline__ void store_two_bytes(u32 address, u32 a) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((unsigned short)a) : "memory");
 }
 
 __device__ __forceinline__ u32 load_shared_u16(u32 address) {  // two bytes, zeros above

@@ -20,6 +20,7 @@ from quantrot.kernels.attention import (
     append,
     attend,
     decode,
+    int4_hopper,
     int4_token,
     int4_triton,
     prepare,
@@ -109,7 +110,7 @@ def pretend():
     torch.cuda.is_current_stream_capturing = lambda: False
     nvrtc.available = nvrtc.available.__wrapped__
     nvrtc.Launch.__call__ = record
-    for module in (nvrtc, quantizer, hopper, linear, prompt, hadamard, mixed_hopper):
+    for module in (nvrtc, quantizer, hopper, linear, prompt, hadamard, mixed_hopper, int4_hopper):
         module.load_kernel, module.processors = lambda *what: digest(what)[:8], lambda device: 132
     nvrtc.encode_map = encode
     nvrtc.counters_in_turn, nvrtc.stream_number = lambda count: count, lambda device: 0
@@ -362,7 +363,7 @@ def of_prompts():
 
 def of_int4():
     """A token and an INT4 cache."""
-    for batch, dim, counted, advance in itertools.product((1, 3), (64, 128), (False, True), (False, True)):
+    for batch, dim, counted, advance in itertools.product((1, 3), (64, 96, 128), (False, True), (False, True)):
         same = [token_and_int4(batch, dim, counted, *how) for how in ((9, 0), (100, 0), (9, 1), (100, 3), (9, batch))]
         yield ("int4", batch, dim, counted), operator(int4_attended, advance=advance), same, ["q", "k", "v", *INT4]
 

@@ -25,14 +25,14 @@ CASES = [  # batch, query heads a key head, key heads, head_dim, tokens before t
     (2, 1, 2, 16, 63, 96, BF16),
 ]
 
-def operands(batch, share, groups, dim, tokens, room, dtype, device="cpu", seed=0):
+def operands(batch, share, groups, dim, tokens, room, dtype, device="cpu", seed=0, group=64):
     """(q, k, v, the cache, as a model has them: heads behind tokens, one-sided keys, nothing behind the tokens.)"""
     g = torch.Generator().manual_seed(seed)
     cache = []
     for _ in range(2):
         x = torch.randn(batch, groups, room, dim, generator=g) + torch.randn(1, groups, 1, dim, generator=g)
         x[:, :, ::7] *= 4
-        parts = quantize_int4(x.to(dtype), group_for(dim, 64))
+        parts = quantize_int4(x.to(dtype), group_for(dim, group))
         for part in parts:
             part[:, :, tokens:] = 0
         cache += parts
@@ -60,9 +60,9 @@ def exact(q, cache, tokens, mask=None):
     weights = torch.where(seen.any(-1, keepdim=True), scores.softmax(-1), 0.0)
     return (weights @ value).transpose(1, 2)
 
-def check(attend, case, masked=False, counted=True, device="cpu", seed=0):
+def check(attend, case, masked=False, counted=True, device="cpu", seed=0, group=64):
     """attend(q, k, v, cache, count or None, place, mask) -> y, on operands of this case."""
-    q, k, v, cache = operands(*case, device=device, seed=seed)
+    q, k, v, cache = operands(*case, device=device, seed=seed, group=group)
     tokens, room, dtype = case[4:]
     mask = None
     if masked:

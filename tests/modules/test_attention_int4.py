@@ -216,7 +216,7 @@ def test_compiled_a_growing_place_is_no_constant(device, used):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
-@torch._inductor.config.patch(force_disable_caches=True)
+@torch._inductor.config.patch(force_disable_caches=True, emulate_precision_casts=True)
 def test_compiled_it_writes_the_cache_in_place_and_no_wide_one(device, used):
     model = model_of(device, layers=2, rotation=HADAMARD)
     leave_masks_out(model)

@@ -44,20 +44,8 @@ struct DecodeShape {
 };
 
 #ifndef QUANTROT_EMULATED
-// A multiple of 16 bytes from a multiple of 16, by one lane of a whole warp, as tensor_load.
-__device__ __forceinline__ void line_load(u32 to, const void* from, u32 bytes, u32 bar) {
-  asm volatile(QR_ONE_LANE
-               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(bar)
-               : "memory");
-}
-
 __device__ __forceinline__ void store_byte(u32 address, u32 a) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(a) : "memory");
-}
-
-__device__ __forceinline__ void store_two_bytes(u32 address, u32 a) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((unsigned short)a) : "memory");
 }
 
 // Numbers that other blocks are writing, asked for every time.

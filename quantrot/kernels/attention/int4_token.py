@@ -19,9 +19,12 @@ that sees nothing gets 0; where the cache is full (`limit` tokens), the output i
 host knows that, it is an error.
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
+from quantrot.kernels.attention import int4_hopper
 from quantrot.kernels.int4 import dequantize_int4, quantize_int4
 from quantrot.kernels.operators import constant, has_triton, implement, number, refuse_tangents
 from quantrot.kernels.ready import Ready, like, unseen
@@ -97,9 +100,7 @@ def try_attend_one(
         return None
     if not known or not runs_on(q.device):
         return int4_attend_one(q, k, v, cache, length, limit=limit, mask=mask, scale=scale, advance=advance)
-    from quantrot.kernels.attention import int4_triton
-
-    run = int4_triton.prepare(q, cache, counted, advance and counted, limit, mask, scale)
+    run = _backend(q, cache).prepare(q, cache, counted, advance and counted, limit, mask, scale)
     return READY.keep(known, run, q.get_device())(q, k, v, cache, count, at, mask)
 
 
@@ -183,6 +184,15 @@ def int4_attend_one_reference(
 # --- The operator ----------------------------------------------------------------------------------------------------
 
 
+def _backend(q: Tensor, cache: tuple[Tensor, ...]) -> ModuleType:
+    """The module that has these operands' kernel."""
+    if int4_hopper.supports(q, cache):
+        return int4_hopper
+    from quantrot.kernels.attention import int4_triton
+
+    return int4_triton
+
+
 @implement("quantrot::int4_attend_one")
 def _int4_attend_one(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor, key_scale: Tensor, key_low: Tensor, value: Tensor,
@@ -192,9 +202,7 @@ def _int4_attend_one(
     cache = key, key_scale, key_low, value, value_scale, value_low
     count = position if length is None else length
     if q.is_cuda and runs_on(q.device):
-        from quantrot.kernels.attention import int4_triton
-
-        run = int4_triton.prepare(q, cache, count is not None, length is not None, limit, mask, scale)
+        run = _backend(q, cache).prepare(q, cache, count is not None, length is not None, limit, mask, scale)
         return run(q, k, v, cache, count, at, mask)
     place = at if count is None else count
     return int4_attend_one_reference(q, k, v, cache, place, length is not None, limit, mask, scale)

@@ -185,6 +185,58 @@ struct Parts {
   }
 };
 
+// Warps of a cluster's block that have one of `steps`.
+template <int WARPS, int SPLIT>
+__device__ __forceinline__ int with_steps(int steps, u32 rank) {
+  return min(max((steps - (int)rank + SPLIT - 1) / SPLIT, 0), WARPS);
+}
+
+// What those warps have left in shared memory, added up over the block and the cluster and divided: out [SHARE, D]. NaN where the
+// cache was full.
+template <int D, int SHARE, int WARPS, int SPLIT, class T>
+__device__ __forceinline__ void add_warps(u32 base, u32 rank, int steps, bool full, unsigned short* out) {
+  using Shape = TokenShape<D, SHARE, WARPS, SPLIT>;
+  const int active = with_steps<WARPS, SPLIT>(steps, rank);
+  if constexpr (SPLIT > 1) {  // what the blocks that had a step will send here
+    const int mine = min(max(Shape::PAIRS - (int)rank * Shape::OWN, 0), Shape::OWN);
+    if (threadIdx.x < 32) barrier_expect(base + Shape::BARRIER, min(steps, SPLIT) * (mine + SHARE) * 8);
+  }
+  block_sync();
+  auto write = [&](int pair, float2 y, float sum) {
+    const float inverse = full ? __uint_as_float(0x7FC00000u) : sum == 0.f ? 0.f : 1.f / sum;
+    *(u32*)(out + pair * 2) = T::pack(y.x * inverse, y.y * inverse);
+  };
+  const u32 stats = base + Shape::STATS;
+  if (active > 0) {
+    for (int at = threadIdx.x; at < Shape::PAIRS; at += WARPS * 32) {
+      const int head = at / (D / 2), column = at % (D / 2) * 2;
+      const Parts<WARPS> parts(stats + head * 8, SHARE * 8, active);
+      const float2 y = parts.add(base + (head * Shape::PITCH + column) * 4, SHARE * Shape::PITCH * 4, active);
+      if constexpr (SPLIT == 1) {
+        write(at, y, parts.sum);
+      } else {
+        const u32 to = at / Shape::OWN, landed = base + Shape::LANDED + (rank * Shape::OWN + at % Shape::OWN) * 8;
+        send2(in_block(landed, to), in_block(base + Shape::BARRIER, to), y.x, y.y);
+        if (column == 0) {  // each block gets all heads' numbers
+          const u32 numbers = base + Shape::NUMBERS + (rank * SHARE + head) * 8;
+#pragma unroll 1
+          for (u32 i = 0; i < SPLIT; i++)
+            send2(in_block(numbers, i), in_block(base + Shape::BARRIER, i), parts.highest, parts.sum);
+        }
+      }
+    }
+  }
+  if constexpr (SPLIT > 1) {
+    barrier_wait(base + Shape::BARRIER, 0);
+    for (int i = threadIdx.x; i < Shape::OWN; i += WARPS * 32) {
+      const int at = rank * Shape::OWN + i;
+      if (at >= Shape::PAIRS) break;
+      const Parts<SPLIT> parts(base + Shape::NUMBERS + at / (D / 2) * 8, SHARE * 8, steps);
+      write(at, parts.add(base + Shape::LANDED + i * 8, Shape::OWN * 8, steps), parts.sum);
+    }
+  }
+}
+
 template <int D, int SHARE, int WARPS, int SPLIT, bool NORM, class T>
 __device__ __forceinline__ void attend_token(const TokenArgs& args) {
   using Shape = TokenShape<D, SHARE, WARPS, SPLIT>;
@@ -368,8 +420,7 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
     if (more) load_v(step - STRIDE);
   }
   // The warps' sums. Those that had no step leave nothing.
-  const int active = min(max((steps - (int)rank + SPLIT - 1) / SPLIT, 0), WARPS);
-  if ((int)warp < active) {
+  if ((int)warp < with_steps<WARPS, SPLIT>(steps, rank)) {
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
@@ -394,45 +445,7 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
       }
     }
   }
-  if constexpr (SPLIT > 1) {  // what the blocks that had a step will send here
-    const int mine = min(max(Shape::PAIRS - (int)rank * Shape::OWN, 0), Shape::OWN);
-    if (warp == 0) barrier_expect(base + Shape::BARRIER, min(steps, SPLIT) * (mine + SHARE) * 8);
-  }
-  block_sync();
-  unsigned short* const out = args.out + ((i64)batch * args.heads + group * SHARE) * D;
-  auto write = [&](int pair, float2 y, float sum) {
-    const float inverse = full ? __uint_as_float(0x7FC00000u) : sum == 0.f ? 0.f : 1.f / sum;
-    *(u32*)(out + pair * 2) = T::pack(y.x * inverse, y.y * inverse);
-  };
-  const u32 stats = base + Shape::STATS;
-  if (active > 0) {
-    for (int at = threadIdx.x; at < Shape::PAIRS; at += THREADS) {
-      const int head = at / (D / 2), column = at % (D / 2) * 2;
-      const Parts<WARPS> parts(stats + head * 8, SHARE * 8, active);
-      const float2 y = parts.add(base + (head * Shape::PITCH + column) * 4, SHARE * Shape::PITCH * 4, active);
-      if constexpr (SPLIT == 1) {
-        write(at, y, parts.sum);
-      } else {
-        const u32 to = at / Shape::OWN, landed = base + Shape::LANDED + (rank * Shape::OWN + at % Shape::OWN) * 8;
-        send2(in_block(landed, to), in_block(base + Shape::BARRIER, to), y.x, y.y);
-        if (column == 0) {  // each block gets all heads' numbers
-          const u32 numbers = base + Shape::NUMBERS + (rank * SHARE + head) * 8;
-#pragma unroll 1
-          for (u32 i = 0; i < SPLIT; i++)
-            send2(in_block(numbers, i), in_block(base + Shape::BARRIER, i), parts.highest, parts.sum);
-        }
-      }
-    }
-  }
-  if constexpr (SPLIT > 1) {
-    barrier_wait(base + Shape::BARRIER, 0);
-    for (int i = threadIdx.x; i < Shape::OWN; i += THREADS) {
-      const int at = rank * Shape::OWN + i;
-      if (at >= Shape::PAIRS) break;
-      const Parts<SPLIT> parts(base + Shape::NUMBERS + at / (D / 2) * 8, SHARE * 8, steps);
-      write(at, parts.add(base + Shape::LANDED + i * 8, Shape::OWN * 8, steps), parts.sum);
-    }
-  }
+  add_warps<D, SHARE, WARPS, SPLIT, T>(base, rank, steps, full, args.out + ((i64)batch * args.heads + group * SHARE) * D);
   // Every block has read the count: the last to say so sets it.
   if (counting && arrivals >> 32 == gridDim.x * gridDim.y - 1) *args.count = counted + 1ull;
 }

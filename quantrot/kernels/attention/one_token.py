@@ -245,6 +245,11 @@ def _kernel(plan: Plan, dim: int, share: int, dtype: torch.dtype, norms: bool, d
     """The function, ready to launch on this device."""
     source = device_functions() + entry(plan, dim, share, dtype, norms)
     kernel = load_kernel(source, "attend_token", plan.shared_bytes(dim, share, norms), device)
+    return allow_large_clusters(kernel, plan, device)
+
+
+def allow_large_clusters(kernel: int, plan: Plan, device: int) -> int:
+    """The kernel, which may be launched in this plan's clusters from now on."""
     if plan.split > PORTABLE_CLUSTER:
         from cuda.bindings import driver
 
@@ -277,7 +282,7 @@ def arguments(
     )
 
 
-def _aligned(t: Tensor) -> Tensor:
+def aligned(t: Tensor) -> Tensor:
     """t, or a copy, with its last dimension contiguous and rows that start at multiples of 16 bytes."""
     steps = (s * t.itemsize for s, n in zip(t.stride()[:-1], t.shape, strict=False) if n > 1)
     fits = t.stride(-1) == 1 and not any(n % 16 for n in (*steps, t.data_ptr()))
@@ -291,10 +296,10 @@ def launch(
 ) -> Tensor:  # fmt: skip
     """rope_attend_one's kernel. plan: instead of the rule's (to measure)."""
     (batch, _, heads, dim), (groups, room), device = q.shape, keys.shape[1:3], q.get_device()
-    if any(t.stride()[2:] != (dim, 1) or _aligned(t) is not t for t in (keys, values)):
+    if any(t.stride()[2:] != (dim, 1) or aligned(t) is not t for t in (keys, values)):
         raise ValueError("rope_attend_one: keys or values whose tokens are not adjacent, or not at 16 bytes")
-    q, k, v, cos, sin = (_aligned(t) for t in (q, k, v, cos, sin))
-    norms = None if norms is None else (_aligned(norms[0]), _aligned(norms[1]))
+    q, k, v, cos, sin = (aligned(t) for t in (q, k, v, cos, sin))
+    norms = None if norms is None else (aligned(norms[0]), aligned(norms[1]))
     mask = mask if mask is None or mask.stride(3) == 1 else mask.contiguous()
     out = torch.empty(batch, 1, heads, dim, dtype=q.dtype, device=q.device)
     share = heads // groups

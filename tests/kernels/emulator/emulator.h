@@ -392,6 +392,18 @@ inline void tensor_load_folded(u32 to, const TensorMap* map, int y, u32 bar, u64
   tensor_load(to, map, 0, 16 * y, bar, policy);
 }
 
+inline void line_load(u32 to, const void* from, u32 bytes, u32 bar) {
+  if (!elect_one()) return;
+  if ((u64)from % 16 || bytes % 16 || to % 16) fail("a copy that the hardware does not take");
+  emulator::Block* block = self().block;
+  emulator::scheduler.events.push_back([=] {
+    memcpy(block->at(to, bytes), from, bytes);
+    emulator::Barrier& barrier = block->barrier(bar);
+    barrier.bytes -= bytes;
+    barrier.settle();
+  });
+}
+
 inline void tensor_store(const TensorMap* map, int x, int y, u32 from) {
   check_map(*map, from);
   emulator::Block* block = self().block;
@@ -507,6 +519,7 @@ inline void store_shared2(u32 address, u32 a, u32 b) {
   const u32 v[2] = {a, b};
   emulator::ordinary_write(address, v, 8);
 }
+inline void store_two_bytes(u32 address, u32 a) { emulator::ordinary_write(address, &a, 2); }
 inline u32 load_shared_u16(u32 address) {
   unsigned short v;
   memcpy(&v, self().block->at(address, 2), 2);
