@@ -291,7 +291,7 @@ def decode_int4(batch: int, tokens: int, dim: int, gbps: float) -> dict[str, Any
     with torch.no_grad():
         theirs, ours = before(*sets[0]).double(), one(*sets[0])
         assert (ours - theirs).norm() <= 2**-7 * theirs.norm()
-        held = tuple(dequantize_int4(*sets[0][3][i : i + 3], torch.bfloat16) for i in (0, 3))
+        held = tuple(dequantize_int4(*sets[0][3][i : i + 3], torch.float32) for i in (0, 3))
         return {
             "op": "decode_int4",
             "case": {"batch": batch, "seq": tokens, "head_dim": dim},
