@@ -1,7 +1,7 @@
 """Attention of one new token a sequence with an INT4 KV cache, which is read in its codes.
 
     int4_attend_one   q, k, v behind RoPE and rotation, the cache -> [B, 1, H, D]; the cache has a token more
-    runs_on           whether that is a kernel on a device (Triton, int4_triton.py)
+    runs_on           whether that is a kernel on a device: CUDA C++ on Hopper (int4_hopper.py), Triton (int4_triton.py)
 
 Contract, with B sequences, H query heads, G key heads (G divides H), room for L tokens:
 
@@ -12,11 +12,12 @@ Contract, with B sequences, H query heads, G key heads (G divides H), room for L
         afterwards (`advance`), or a number, which the host counts
     mask bool [1 or B, 1, 1, T] or None: False where a token is not seen; T > length, or `limit` where the device counts
 
-The cached tokens and the new one are what dequantize_int4 makes of their codes in q's dtype; but a kernel rounds those
-of the cache to bfloat16 once, without float32 in between, and where a low is less than some 2^-24 of a number, its last
-bit may be another. Softmax and sums are float32, its weights rounded to the dtype for the product with values. A query
-that sees nothing gets 0; where the cache is full (`limit` tokens), the output is NaN and nothing is stored; where the
-host knows that, it is an error.
+The cached tokens and the new one are what dequantize_int4 makes of their codes in q's dtype; but the kernels round
+less. Triton's rounds those of the cache to bfloat16 once, without float32 in between, and where a low is less than some
+2^-24 of a number, its last bit may be another; Hopper's takes code * scale + low as it is, in float32. Softmax and sums
+are float32, its weights rounded to the dtype for the product with values (on Hopper weight * scale, to float16's 11
+bits). A query that sees nothing gets 0; where the cache is full (`limit` tokens), the output is NaN and nothing is
+stored; where the host knows that, it is an error.
 """
 
 from types import ModuleType
