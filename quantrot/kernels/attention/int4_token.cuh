@@ -227,7 +227,7 @@ __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
   // Queries, in the order of codes, 16 times as large where codes do not lie four bits up; 16 times the sum of a query's columns;
   // what a product of codes of 0 gives, negated; what a score is multiplied by.
   u32 b[GROUPS][KW][4];
-  float sums[GROUPS][4] = {}, from[GROUPS][4] = {}, factor[2];
+  float sums[GROUPS][4] = {}, origin[GROUPS][4] = {}, factor[2];
   if (step >= 0) {
     const auto value = [&](int i, int w, int c) {
       return T::value((unsigned short)(queries[i][w].w[c / 2] >> c % 2 * 16));
@@ -253,7 +253,7 @@ __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
 #pragma unroll
         for (int n = 0; n < 4; n += 2) {
           product_warp<Fp16>(sums[i], {0x3C003C00u, 0x3C003C00u, 0x4C004C00u, 0x4C004C00u}, b[i][w][n], b[i][w][n + 1]);
-          product_warp<Fp16>(from[i], {0xE400E400u, 0xE400E400u, 0xE400E400u, 0xE400E400u}, b[i][w][n], b[i][w][n + 1]);
+          product_warp<Fp16>(origin[i], {0xE400E400u, 0xE400E400u, 0xE400E400u, 0xE400E400u}, b[i][w][n], b[i][w][n + 1]);
         }
       }
     }
@@ -300,7 +300,7 @@ __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
         u32 a[2][KW];
         load_row(a[0], at_k + i * (GROUP / 2)), load_row(a[1], at_k + 4 * D + i * (GROUP / 2));
 #pragma unroll
-        for (int e = 0; e < 4; e++) x[i][e] = from[i][e];
+        for (int e = 0; e < 4; e++) x[i][e] = origin[i][e];
 #pragma unroll
         for (int w = 0; w < KW; w++) {
 #pragma unroll
