@@ -116,15 +116,14 @@ def test_the_window_that_every_layer_has_is_calibrated_with(tiny, tmp_path):
     assert first != second
 
 
-def test_the_callers_default_dtype_and_inference_mode_do_not_matter(source, tmp_path):
-    convert(source, MIXED, tmp_path / "float32", calibration=CALIBRATION)
+def test_the_callers_default_dtype_and_inference_mode_do_not_matter(source, whole, tmp_path):
     code = f"""import torch
-from tests.test_hessians import CALIBRATION, MIXED, convert
+from quantrot import Calibration, convert
 torch.set_default_dtype(torch.bfloat16)
 with torch.inference_mode():
-    convert({str(source)!r}, MIXED, {str(tmp_path / "bfloat16")!r}, calibration=CALIBRATION)"""
+    convert({str(source)!r}, {MIXED!r}, {str(tmp_path / "bfloat16")!r}, calibration=Calibration({TEXT!r}, 7, 48))"""
     subprocess.run([sys.executable, "-c", code], check=True)
-    first, second = ((tmp_path / d / "model.safetensors").read_bytes() for d in ("float32", "bfloat16"))
+    first, second = ((d / "model.safetensors").read_bytes() for d in (whole, tmp_path / "bfloat16"))
     assert first == second
 
 
@@ -145,9 +144,9 @@ def test_no_token_counts_for_more_than_the_middle_one():
 @pytest.mark.parametrize("model_type", SUPPORTED)
 @pytest.mark.parametrize("recipe", [PLAIN, ROTATED, MIXED], ids=["plain", "rotated", "mixed"])
 def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, monkeypatch, recipe, model_type):
-    """Of layer 2's first linears and of the head; the others follow linears of their own layer, which are exact."""
+    """Of layer 1's first linears and of the head; the others follow linears of their own layer, which are exact."""
     biases = {} if model_type == "llama" else {"attention_bias": False, "mlp_bias": False}  # what is Llama's to choose
-    source = tiny(tmp_path / "model", **SHAPE | biases, model_type=model_type)
+    source = tiny(tmp_path / "model", **SHAPE | biases | {"layers": 2}, model_type=model_type)
     seen, real = [], sys.modules["quantrot.gptq"].feedback
     monkeypatch.setattr(sys.modules["quantrot.gptq"], "feedback", lambda *of: seen.append(of[0].clone()) or real(*of))
     done = convert(source, recipe, tmp_path / "out", calibration=CALIBRATION, threads=1)
@@ -155,8 +154,8 @@ def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, mon
     model = load(tmp_path / "out", device_map="cpu", dtype=torch.float32, merge=False)
     names = sorted(names, key=lambda fqn: (fqn == "lm_head", fqn))  # by layer, within one by name
     hessians = dict(zip(names, seen, strict=True))
-    first = next(n for n in ("q_proj", "v_proj") if f"model.layers.2.self_attn.{n}" in hessians)
-    for fqn in {f"model.layers.2.self_attn.{first}", "lm_head"} & hessians.keys():
+    first = next(n for n in ("q_proj", "v_proj") if f"model.layers.1.self_attn.{n}" in hessians)
+    for fqn in {f"model.layers.1.self_attn.{first}", "lm_head"} & hessians.keys():
         module, total = model.get_submodule(fqn), 0.0
 
         def note(module, args, fqn=fqn):

@@ -17,16 +17,16 @@ FUSED = {"R1": {"kind": "random-hadamard"}, "R2": {"kind": "hadamard"}}
 ONLINE = {"R3": {"kind": "random-hadamard", "seed": 3}, "R4": {"kind": "random-hadamard", "seed": 4}}
 TOLERANCE = 1e-4  # of the largest logit; float32 rounding alone measures 2e-6 to 2e-5
 
-# Every hidden and intermediate size of the families, each once, at a size that a laptop converts in a second
+# Every hidden and intermediate size of the families, each once, beside small ones
 SHAPES = [
-    dict(hidden=576, intermediate=28672, heads=9, kv_heads=3, tied=True),
+    dict(hidden=192, intermediate=28672, heads=3, kv_heads=1, tied=True),
     dict(hidden=2048, intermediate=1536, heads=8, kv_heads=2, head_dim=64, tied=True),
-    dict(hidden=3072, intermediate=1536, heads=6, kv_heads=2, head_dim=128),
-    dict(hidden=5120, intermediate=1536, heads=10, kv_heads=2, head_dim=128, attention_bias=True),
+    dict(hidden=3072, intermediate=384, heads=6, kv_heads=2, head_dim=128),
+    dict(hidden=5120, intermediate=384, heads=10, kv_heads=2, head_dim=128, attention_bias=True),
     dict(hidden=576, intermediate=11008, heads=9, kv_heads=9, mlp_bias=True),
-    dict(hidden=576, intermediate=13824, heads=9, kv_heads=3, attention_bias=True, mlp_bias=True),
-    dict(hidden=576, intermediate=14336, heads=9, kv_heads=1),
-    dict(hidden=576, intermediate=18944, heads=4, kv_heads=2, head_dim=96, attention_bias=True, tied=True),
+    dict(hidden=192, intermediate=13824, heads=6, kv_heads=2, attention_bias=True, mlp_bias=True),
+    dict(hidden=192, intermediate=14336, heads=3, kv_heads=1),
+    dict(hidden=192, intermediate=18944, heads=4, kv_heads=2, head_dim=96, attention_bias=True, tied=True),
 ]
 
 

@@ -40,12 +40,13 @@ def keep(self):
     if getattr(self, "kept", False):
         return
     self.kept = True
+    ptx = self.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(self.asm["cubin"]); file.flush()
-        dump = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        code = ["-sass"] if "wgmma" in ptx else []  # takes half a second
+        dump = [knobs.nvidia.cuobjdump.path, "-res-usage", *code, file.name]
         usage = subprocess.run(dump, capture_output=True, text=True)
     numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\\d+)", usage.stdout)}
-    ptx = self.asm["ptx"]
     found.append({"name": self.metadata.name, "shared": self.metadata.shared, "warps": self.metadata.num_warps,
                   "registers": numbers["REG"], "local": numbers["STACK"] + numbers["LOCAL"],
                   "wgmma": ptx.count("wgmma.mma_async"), "waits": usage.stdout.count("WARPGROUP.DEPBAR"),
@@ -68,9 +69,12 @@ atexit.register(lambda: print(json.dumps(found)))
 '''
 
 AS_COMPILED = """
+import gc
 import numpy
 from triton.language import semantic
 from triton.runtime import interpreter
+
+gc.set_threshold(20000, 20, 20)  # a tenth less time
 
 def fma(self, x, y, z):
     exact = x.data.astype(numpy.longdouble) * y.data + z.data
@@ -204,6 +208,7 @@ def emulated(once):
         pytest.skip("the emulator of Hopper kernels needs g++")
     include = [f"-I{ROOT / 'quantrot/kernels'}", f"-I{ROOT / 'tests/kernels/emulator'}"]
     flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-DQUANTROT_EMULATED"]
+    flags += ["-finline-functions", "-finline-small-functions"]  # as -O2 has them, which compiles half as long again
     flags.append("-U_FORTIFY_SOURCE")  # Ubuntu's default, whose longjmp refuses to enter a fiber's stack
 
     def compile(folder: Path, *files: str | Path) -> None:
@@ -213,13 +218,14 @@ def emulated(once):
     def precompile(folder: Path) -> None:
         (folder / "first.h").write_text('#include "emulator.h"\n')
         compile(folder, "-x", "c++-header", "first.h")
+        compile(folder, "-c", "-include", folder / "first.h", ROOT / "tests/kernels/emulator/launch.cpp")
 
-    first = once("first.h", precompile) / "first.h"  # a third of each kernel's time
+    common = once("first.h", precompile)  # half of a small kernel's time
 
     def build(source: str) -> ctypes.CDLL:
         def make(folder: Path) -> None:
             (folder / "kernel.cpp").write_text(source)
-            compile(folder, "-include", first, "kernel.cpp", "-o", "kernel.so")
+            compile(folder, "-include", common / "first.h", "kernel.cpp", common / "launch.o", "-o", "kernel.so")
 
         return ctypes.CDLL(str(once(source, make) / "kernel.so"))
 

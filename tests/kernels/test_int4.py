@@ -157,16 +157,20 @@ INTERPRETED = (
 from quantrot.kernels import int4_triton
 from quantrot.kernels.int4 import dequantize_int4, quantize_int4
 
-for shape, group in CASES:
-    for dtype in FLOATS:
-        for x in layouts(hard(shape, group, dtype)):
+for i, (shape, group) in enumerate(CASES):
+    for j, dtype in enumerate(FLOATS):
+        for k, x in enumerate(layouts(hard(shape, group, dtype))):
+            if k and (i + j) % 3:
+                continue  # each shape has all layouts with one dtype, another one than the shape before
             expected = quantize_int4(x, group)
             got = int4_triton.quantize(x, group)
             assert all(map(same, got, expected)), (shape, group, dtype, x.stride())
-    for kind in FLOATS:  # of scale and low, whose infinities are in no cache
+    for j, kind in enumerate(FLOATS):  # of scale and low, whose infinities are in no cache
         parts = [t if t.dtype == torch.uint8 else t.to(kind) for t in expected]
         parts[1].view(-1)[:3] = torch.tensor([3e38, 1e-38, INF]).to(kind)[: parts[1].numel()]
-        for codes, scale, low in zip(*map(layouts, parts), strict=True):
+        for k, (codes, scale, low) in enumerate(zip(*map(layouts, parts), strict=True)):
+            if k and (i + j) % 3:
+                continue
             for dtype in FLOATS[:2]:  # the interpreter (Triton 3.9) cuts off what it makes bfloat16, the GPU rounds
                 got = int4_triton.dequantize(codes, scale, low, dtype)
                 assert same(got, dequantize_int4(codes, scale, low, dtype)), (shape, group, kind, dtype, codes.stride())

@@ -1,5 +1,6 @@
 """INT8 weights, and the laws of the mixed-input product: on the CPU and, where there is a GPU, on every backend."""
 
+import inspect
 from itertools import product
 from types import SimpleNamespace
 
@@ -387,12 +388,9 @@ def test_errors_name_the_field_and_the_remedy(args, kwargs, says):
 # --- The kernels, without a GPU --------------------------------------------------------------------------------------
 
 INTERPRETED = """
-import sys
-sys.path.insert(0, "tests/kernels")
 import torch
 from itertools import product
-from test_mixed import operands
-from quantrot.kernels.mixed import mixed_gemm, mixed_ref
+from quantrot.kernels.mixed import mixed_gemm, mixed_ref, pack_int8
 from quantrot.kernels.mixed import KINDS, _bytes
 from quantrot.kernels.mixed.plans import Prefill
 from quantrot.kernels.mixed.triton import multiply
@@ -432,7 +430,8 @@ print("agrees")
 
 
 def test_the_triton_kernels_agree_when_interpreted(interpreted):
-    assert interpreted(INTERPRETED).strip() == "agrees"
+    helpers = inspect.getsource(codes_of) + inspect.getsource(operands)  # to import them takes three seconds
+    assert interpreted("import torch\n" + helpers + INTERPRETED).strip() == "agrees"
 
 
 COMPILED = """

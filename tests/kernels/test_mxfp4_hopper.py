@@ -280,14 +280,23 @@ def test_a_norm_is_read_before_the_kernel_in_front_has_ended_only_where_it_is_se
             call(seed=1)
 
 
-@pytest.mark.parametrize("front", ["NO_FRONT", "NORMED", "GATED"])
-@pytest.mark.parametrize("turn", [None, Turn(ScaleRule.quest, 64), Turn(Fp8ScaleRule.bf16, 0)])
-def test_wide_tokens_are_arranged_by_blocks_of_several_turns(emulated, front, turn):
-    """33024 columns: a thread has two words of its share."""
-    columns, kind = 33024, Arranging(turn, False, front)
-    arranger = Arranger([kind], [columns])
+FRONTS = ["NO_FRONT", "NORMED", "GATED"]
+WIDE_TURNS = [None, Turn(ScaleRule.quest, 64), Turn(Fp8ScaleRule.bf16, 0)]
+
+
+@pytest.fixture(scope="module")
+def wide(emulated):
+    """What arranges 33024 columns, a library."""
+    arranger = Arranger([Arranging(turn, False, front) for turn in WIDE_TURNS for front in FRONTS], [33024])
     source = DRIVER[: DRIVER.index("// Matrices")].replace("ARRANGE", arranger.names)
-    library = emulated(hopper.device_functions() + arranger.source + source)
+    return arranger, emulated(hopper.device_functions() + arranger.source + source)
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("turn", WIDE_TURNS)
+def test_wide_tokens_are_arranged_by_blocks_of_several_turns(wide, front, turn):
+    """33024 columns: a thread has two words of its share."""
+    columns, kind, (arranger, library) = 33024, Arranging(turn, False, front), wide
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-8, 9, (2, columns * (2 if front == "GATED" else 1)), generator=generator).to(BF16)
     norm = torch.rand(columns, generator=generator).to(BF16) if front == "NORMED" else None
@@ -347,15 +356,23 @@ def test_codes_of_a_special_token_are_the_quantizers(emulator, name, special):
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", [*CASES, *BESIDE, "even_32", "mse_64", "fp8"])
-def test_every_kernel_compiles_for_sm_90a_without_spills(name, compiled_cuda):
-    if name in BESIDE:
-        plan, turn, _, adds, *groups = BESIDE[name]
-        case = plan, BF16, turn, *(groups or [0]), adds
-    else:
-        case = CASES[name] if name in CASES else (TURNS[name][0], BF16, TURNS[name][1])
-    made = compiled_cuda(hopper.device_functions() + hopper.entry(*case))
-    assert made.spilled == [0], made.log
+@pytest.fixture(scope="module")
+def compiled_cases(compiled_cuda):
+    """CASES for sm_90a, in one file."""
+    entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in CASES.items())
+    return compiled_cuda(hopper.device_functions() + entries)
+
+
+def test_every_plan_compiles_for_sm_90a_without_spills(compiled_cases):
+    assert compiled_cases.spilled == [0] * len(CASES), compiled_cases.log
+
+
+def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda):
+    cases = [(TURNS[name][0], BF16, TURNS[name][1]) for name in ("even_32", "mse_64", "fp8")]
+    cases += [(plan, BF16, turn, *(groups or [0]), adds) for plan, turn, _, adds, *groups in BESIDE.values()]
+    entries = "".join(hopper.entry(*case, name=f"decode_{i}") for i, case in enumerate(cases))
+    made = compiled_cuda(hopper.device_functions() + entries)
+    assert made.spilled == [0] * len(cases), made.log
 
 
 def test_what_arranges_tokens_compiles_for_sm_90a_without_spills(compiled_cuda):
@@ -369,6 +386,7 @@ def test_what_arranges_tokens_compiles_for_sm_90a_without_spills(compiled_cuda):
         hopper.arrange_entry(columns, Arranging(turn, grouped, front), f"arrange_{i}_{columns}")
         for i, (turn, grouped, (front, most)) in enumerate(itertools.product(turns, (False, True), fronts))
         for columns in (128, most)
+        if columns > 128 or not grouped
     ]
     made = compiled_cuda(hopper.device_functions() + "".join(entries))
     assert made.spilled == [0] * len(entries), made.log
@@ -409,7 +427,7 @@ def test_few_columns_are_not_shared_by_a_cluster():
     assert all(hopper.plan_for(tokens, 2048, 8192).split == 1 for tokens in range(1, 17))
 
 
-def test_an_arrival_waits_for_the_reads_before_it(compiled_cuda):
+def test_an_arrival_waits_for_the_reads_before_it(compiled_cases):
     """Nothing read from shared memory is on its way when a warp hands its stage back, where copies land next.
 
     Seen in the machine code, by the scoreboards that a load sets and an instruction waits for.
@@ -418,11 +436,12 @@ def test_an_arrival_waits_for_the_reads_before_it(compiled_cuda):
     tool = shutil.which("cuobjdump") or Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not Path(tool).exists():
         pytest.skip("needs cuobjdump, which comes with Triton")
-    for name, case in CASES.items():
-        made = compiled_cuda(hopper.device_functions() + hopper.entry(*case))
-        command = [str(tool), "-sass", str(made.file)]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        pattern = r"/\*[0-9a-f]{4,}\*/ +([^;]+);.*\n +/\* 0x([0-9a-f]{16}) \*/"
+    command = [str(tool), "-sass", str(compiled_cases.file)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    functions = re.split(r"Function : decode_(\w+)", text)[1:]
+    assert {*functions[::2]} == {*CASES}
+    pattern = r"/\*[0-9a-f]{4,}\*/ +([^;]+);.*\n +/\* 0x([0-9a-f]{16}) \*/"
+    for name, code in zip(functions[::2], functions[1::2], strict=True):
         on_their_way: set[int] = set()
         arrivals = 0
         for text, word in re.findall(pattern, code):

@@ -20,7 +20,7 @@ inline Words load_columns(u32 from) {
   Words mine;
   if (from % 16) emulator::fail("a row of 16 bytes that is not aligned");
   memcpy(&mine, self().block->at(from, 16), 16);
-  const std::vector<u32> rows[4] = {exchange(mine.x), exchange(mine.y), exchange(mine.z), exchange(mine.w)};
+  const auto rows = exchange({mine.x, mine.y, mine.z, mine.w});
   const u32 column = lane_number() / 4, row = lane_number() % 4 * 2;
   u32 words[4];
   for (u32 tile = 0; tile < 4; tile++) {

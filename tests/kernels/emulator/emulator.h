@@ -66,19 +66,17 @@ using std::min;
 
 namespace emulator {
 
-inline float from_e4m3(unsigned char c) {
-  static const auto table = [] {
-    std::vector<float> t(256);
-    for (int i = 0; i < 256; i++) {
-      const int exponent = i >> 3 & 15, fraction = i & 7;
-      float v = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
-      if ((i & 127) == 127) v = NAN;
-      t[i] = i & 128 ? -v : v;
-    }
-    return t;
-  }();
-  return table[c];
-}
+inline const auto e4m3_numbers = [] {
+  std::vector<float> t(256);
+  for (int i = 0; i < 256; i++) {
+    const int exponent = i >> 3 & 15, fraction = i & 7;
+    float v = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+    if ((i & 127) == 127) v = NAN;
+    t[i] = i & 128 ? -v : v;
+  }
+  return t;
+}();
+inline float from_e4m3(unsigned char c) { return e4m3_numbers[c]; }
 
 inline u32 to_bf16(float f) {
   u32 b;
@@ -139,16 +137,32 @@ inline void read_operand(const Product& p, u64 descriptor, u32 row, float (&out)
     const u32 address = operand_at(descriptor, row, half * 16);
     block.must_be_fenced(address, 16, "wgmma");
     const unsigned char* at = block.at(address, 16);
-    for (u32 k = 0; k < 16 && !p.wide; k++) out[half * 16 + k] = from_code(at[k], p.whole);
-    for (u32 k = 0; k < 8 && p.wide; k++) out[half * 8 + k] = p.wide(at[2 * k] | at[2 * k + 1] << 8);
+    if (p.wide) {
+      p.wide(at, out + half * 8);
+    } else {
+      for (u32 k = 0; k < 16; k++) out[half * 16 + k] = from_code(at[k], p.whole);
+    }
   }
+}
+
+// Four sums, of T: two rows of a by two of b, one k after another.
+template <class T>
+inline void add_products(double* d, bool add, const float (&a)[2][32], const float (&b)[2][32], u32 depth) {
+  typedef T Four __attribute__((vector_size(4 * sizeof(T))));
+  Four sums = {};
+  for (u32 j = 0; j < 4 && add; j++) sums[j] = d[j];
+  for (u32 k = 0; k < depth; k++) {
+    const Four left = {a[0][k], a[0][k], a[1][k], a[1][k]}, right = {b[0][k], b[1][k], b[0][k], b[1][k]};
+    sums += left * right;
+  }
+  for (u32 j = 0; j < 4; j++) d[j] = sums[j];
 }
 
 // This thread's part of a product, from shared memory as it is now.
 inline void execute(Product& p) {
   Thread& t = self();
   const u32 g = t.lane() / 4, q = t.lane() % 4, first = t.warp() % 4 * 16;
-  float a[2][32], b[32];
+  float a[2][32], b[2][32];
   for (u32 h = 0; h < 2; h++) {
     if (p.a_given) {
       memcpy(a[h], p.rows[h], sizeof a[h]);
@@ -158,13 +172,11 @@ inline void execute(Product& p) {
   }
   std::vector<double>& d = t.results[p.d].sums;
   for (u32 i = 0; i < (u32)p.width; i += 4) {
-    for (u32 e = 0; e < 2; e++) {
-      read_operand(p, p.b, i * 2 + 2 * q + e, b);
-      for (u32 h = 0; h < 2; h++) {
-        double sum = p.add ? d[i + 2 * h + e] : 0;
-        for (u32 k = 0; k < (p.wide ? 16 : 32); k++) sum = p.whole ? sum + a[h][k] * b[k] : (float)sum + a[h][k] * b[k];
-        d[i + 2 * h + e] = sum;
-      }
+    for (u32 e = 0; e < 2; e++) read_operand(p, p.b, i * 2 + 2 * q + e, b[e]);
+    if (p.whole) {
+      add_products<double>(&d[i], p.add, a, b, 32);
+    } else {
+      add_products<float>(&d[i], p.add, a, b, p.wide ? 16 : 32);
     }
   }
   p.executed = true;
@@ -298,14 +310,32 @@ inline void cluster_start() { cluster_sync(); }
 inline void named_sync(u32 id, u32 threads) { self().block->named[id].meet(threads, "a named barrier"); }
 inline void named_arrive(u32 id, u32 threads) { self().block->named[id].arrive(threads); }
 
-// What every lane of the warp gave.
-inline std::vector<u32> exchange(u32 value) {
+// What every lane of the warp gave: of each of N values, 32.
+struct Lanes {
+  u32 values[32];
+  u32 operator[](u32 lane) const { return values[lane]; }
+  const u32* begin() const { return values; }
+  const u32* end() const { return values + 32; }
+  operator std::vector<u32>() const { return {begin(), end()}; }
+};
+template <int N>
+struct Exchanged {
+  Lanes of[N];
+  const Lanes& operator[](u32 i) const { return of[i]; }
+};
+template <int N>
+inline Exchanged<N> exchange(const u32 (&mine)[N]) {
   emulator::Warp& warp = self().block->warps[self().warp()];
-  warp.values[self().lane()] = value;
+  auto& values = warp.values[warp.meeting.round % 2];
+  for (u32 i = 0; i < N; i++) values[i][self().lane()] = mine[i];
   warp.meeting.meet(32, "the warp");
-  std::vector<u32> values(warp.values, warp.values + 32);
-  warp.meeting.meet(32, "the warp");
-  return values;
+  Exchanged<N> all;
+  memcpy(&all, values, sizeof all);
+  return all;
+}
+inline Lanes exchange(u32 value) {
+  const u32 one[1] = {value};
+  return exchange(one)[0];
 }
 
 // Lane 0's, so that all lanes must ask: under a branch that some do not take it would wait for ever.
@@ -561,12 +591,12 @@ inline float2 load_shared2(u32 address) {
   return v;
 }
 inline void store_matrices(u32 row, u32 a, u32 b, u32 c, u32 d) {
-  const std::vector<u32> all[4] = {exchange(a), exchange(b), exchange(c), exchange(d)};
+  const auto all = exchange({a, b, c, d});
   const u32 lane = self().lane();
-  emulator::ordinary_write(row, &all[lane / 8][lane % 8 * 4], 16);
+  emulator::ordinary_write(row, &all[lane / 8].values[lane % 8 * 4], 16);
 }
 inline void store_matrices_turned(u32 row, u32 a, u32 b, u32 c, u32 d) {
-  const std::vector<u32> all[4] = {exchange(a), exchange(b), exchange(c), exchange(d)};
+  const auto all = exchange({a, b, c, d});
   const u32 lane = self().lane(), column = lane % 8;
   unsigned short turned[8];
   for (u32 i = 0; i < 8; i++) turned[i] = all[lane / 8][i * 4 + column / 2] >> 16 * (column % 2);
@@ -576,7 +606,7 @@ inline void load_matrices(u32 (&r)[4], u32 row) {
   if (row % 16) emulator::fail("a row of 16 bytes that is not aligned");
   u32 mine[4];
   memcpy(mine, self().block->at(row, 16), 16);
-  const std::vector<u32> rows[4] = {exchange(mine[0]), exchange(mine[1]), exchange(mine[2]), exchange(mine[3])};
+  const auto rows = exchange(mine);
   const u32 lane = self().lane();
   for (u32 tile = 0; tile < 4; tile++) r[tile] = rows[lane % 4][tile * 8 + lane / 4];
 }
@@ -645,12 +675,11 @@ inline void product(float (&d)[W], u64 a, u64 b, bool add) {
 
 inline void issue_codes(float* d, int width, const u32 (&a)[4], u64 b, bool add, bool whole) {
   emulator::Product p{d, width, 0, b, add, true, {}, 0, false, nullptr, whole};
-  for (u32 i = 0; i < 4; i++) {
-    const std::vector<u32> all = exchange(a[i]);
+  const auto all = exchange(a);
+  for (u32 i = 0; i < 4; i++)
     for (u32 byte = 0; byte < 16; byte++)
       p.rows[i % 2][i / 2 * 16 + byte] =
-          emulator::from_code(all[lane_number() / 4 * 4 + byte / 4] >> byte % 4 * 8 & 255, whole);
-  }
+          emulator::from_code(all[i][lane_number() / 4 * 4 + byte / 4] >> byte % 4 * 8 & 255, whole);
   emulator::issue(p);
 }
 
@@ -660,21 +689,24 @@ inline void product(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
 }
 inline void product(int (&d)[64], const u32 (&a)[4], u64 b, bool add) { issue_codes((float*)d, 64, a, b, add, true); }
 
+template <class T>
+inline void eight_values(const unsigned char* at, float* out) {
+  for (u32 k = 0; k < 8; k++) out[k] = T::value(at[2 * k] | at[2 * k + 1] << 8);
+}
 template <class T, int W>
 inline void product16(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
-  emulator::Product p{d, W, 0, b, add, true, {}, 0, false, &T::value};
-  for (u32 i = 0; i < 4; i++) {
-    const std::vector<u32> all = exchange(a[i]);
+  emulator::Product p{d, W, 0, b, add, true, {}, 0, false, &eight_values<T>};
+  const auto all = exchange(a);
+  for (u32 i = 0; i < 4; i++)
     for (u32 k = 0; k < 8; k++)
-      p.rows[i % 2][i / 2 * 8 + k] = T::value(all[lane_number() / 4 * 4 + k / 2] >> 16 * (k % 2));
-  }
+      p.rows[i % 2][i / 2 * 8 + k] = T::value(all[i][lane_number() / 4 * 4 + k / 2] >> 16 * (k % 2));
   emulator::issue(p);
 }
 
 // 16-bit operands, b contiguous across the product: at once, since nothing but the wait may look at d.
 template <class T, int W>
 inline void product_across(float (&d)[W], const u32 (&a)[4], u64 b, bool add) {
-  const std::vector<u32> all[4] = {exchange(a[0]), exchange(a[1]), exchange(a[2]), exchange(a[3])};
+  const auto all = exchange(a);
   const u32 g = lane_number() / 4, q = lane_number() % 4;
   const u32 start = (b & 0x3FFF) << 4, piece = (b >> 16 & 0x3FFF) << 4, group = (b >> 32 & 0x3FFF) << 4;
   if (b >> 62 != 1) fail("product_across wants the 128-byte swizzle");
@@ -711,12 +743,11 @@ inline void product_tf32(float (&d)[4], const float (&a)[4], float b0, float b1)
     memcpy(&f, &bits, 4);
     return f;
   };
-  std::vector<u32> all[4], b[2] = {exchange(bits_of(b0)), exchange(bits_of(b1))};
-  for (int i = 0; i < 4; i++) all[i] = exchange(bits_of(a[i]));
+  const auto all = exchange({bits_of(a[0]), bits_of(a[1]), bits_of(a[2]), bits_of(a[3]), bits_of(b0), bits_of(b1)});
   const u32 g = lane_number() / 4, q = lane_number() % 4;
   for (u32 i = 0; i < 4; i++)
     for (u32 k = 0; k < 8; k++)
-      d[i] += cut(all[i / 2 + k / 4 * 2][4 * g + k % 4]) * cut(b[k / 4][4 * (2 * q + i % 2) + k % 4]);
+      d[i] += cut(all[i / 2 + k / 4 * 2][4 * g + k % 4]) * cut(all[4 + k / 4][4 * (2 * q + i % 2) + k % 4]);
 }
 
 // --- Numbers ---------------------------------------------------------------------------------------------------------
@@ -737,16 +768,19 @@ inline void unpack_e4m3(u32 codes, u32& low, u32& high) {
   for (int i = 0; i < 4; i++) halves[i] = emulator::to_fp16(emulator::from_e4m3(codes >> 8 * i & 255));
   low = halves[0] | halves[1] << 16, high = halves[2] | halves[3] << 16;
 }
+// By mma.m16n8k16, whose operands are gathered from the lanes that hold them.
 template <class T>
 inline void product_warp(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  const std::vector<u32> left[4] = {exchange(a[0]), exchange(a[1]), exchange(a[2]), exchange(a[3])};
-  const std::vector<u32> right[2] = {exchange(b0), exchange(b1)};
-  for (u32 i = 0; i < 4; i++) {
-    const u32 row = lane_number() / 4 + i / 2 * 8, column = lane_number() % 4 * 2 + i % 2;
-    for (u32 k = 0; k < 16; k++) {
-      const u32 x = left[row / 8 + k / 8 * 2][row % 8 * 4 + k % 8 / 2], y = right[k / 8][column * 4 + k % 8 / 2];
-      d[i] += T::value(x >> k % 2 * 16) * T::value(y >> k % 2 * 16);
+  const auto all = exchange({a[0], a[1], a[2], a[3], b0, b1});
+  const u32 g = lane_number() / 4, q = lane_number() % 4;
+  for (u32 k = 0; k < 16; k++) {
+    const u32 half = k / 8, lane = k % 8 / 2, shift = k % 2 * 16;
+    float x[2], y[2];
+    for (u32 i = 0; i < 2; i++) {
+      x[i] = T::value(all[i + half * 2][g * 4 + lane] >> shift);
+      y[i] = T::value(all[4 + half][(q * 2 + i) * 4 + lane] >> shift);
     }
+    for (u32 i = 0; i < 4; i++) d[i] += x[i / 2] * y[i % 2];
   }
 }
 
@@ -773,10 +807,12 @@ struct Fp16 {
   static constexpr int BYTES = 2;
   static u32 pack(float lo, float hi) { return emulator::to_fp16(lo) | emulator::to_fp16(hi) << 16; }
   static float value(unsigned short bits) {
-    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    float m = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
-    if (exponent == 31) m = fraction ? NAN : INFINITY;
-    return bits >> 15 ? -m : m;
+    const u32 sign = (u32)(bits >> 15) << 31, exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const float least = (float)fraction * 0x1p-24f;
+    const u32 wide = sign | (exponent ? (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13 : bits_of(least));
+    float f;
+    memcpy(&f, &wide, 4);
+    return f;
   }
 };
 

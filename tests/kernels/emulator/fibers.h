@@ -3,14 +3,13 @@
 #pragma once
 
 #include <setjmp.h>
-#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <functional>
 #include <map>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -38,8 +37,21 @@ struct Fiber {
   const char* what = "";
 };
 
+struct Random {  // splitmix64
+  typedef uint32_t result_type;
+  uint64_t state = 0;
+  static constexpr uint32_t min() { return 0; }
+  static constexpr uint32_t max() { return ~0u; }
+  void seed(uint64_t s) { state = s; }
+  uint32_t operator()() {
+    uint64_t x = state += 0x9E3779B97F4A7C15;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
+    return (x ^ x >> 27) * 0x94D049BB133111EB >> 32;
+  }
+};
+
 struct Scheduler {
-  std::mt19937 random;
+  Random random;
   std::vector<Fiber*> unfinished;
   std::vector<Fiber*> able[2];  // of these, what may be able to run: the prompt and the lazy; the rest is `waiting`
   std::vector<std::function<void()>> events;
@@ -51,7 +63,7 @@ struct Scheduler {
 
 inline Scheduler scheduler;
 
-inline unsigned pick(unsigned n) { return scheduler.random() % n; }
+inline unsigned pick(unsigned n) { return (uint64_t)scheduler.random() * n >> 32; }
 
 __attribute__((noinline)) inline void yield() {
   Fiber* self = scheduler.current;
@@ -80,105 +92,6 @@ inline void wait_until(Awaited& on, const char* what, F condition) {
   self->what = what;
   if (!condition() || pick(2)) yield();
   self->ready = nullptr;
-}
-
-inline void enter() {
-  Fiber* self = scheduler.current;
-  self->body();
-  self->done = true;
-  yield();
-}
-
-__attribute__((noinline)) inline void resume(Fiber* fiber) {
-  scheduler.current = fiber;
-  if (!_setjmp(scheduler.home)) {
-    if (fiber->started) _longjmp(fiber->here, 1);
-    fiber->started = true;
-    setcontext(&fiber->entry);
-  }
-  scheduler.current = nullptr;
-}
-
-constexpr size_t STACK = 128 << 10;
-
-inline char* stack(size_t i) {
-  static std::vector<char*> stacks;
-  while (stacks.size() <= i)
-    stacks.push_back((char*)mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  return stacks[i];
-}
-
-inline void start(Fiber* fiber) {
-  getcontext(&fiber->entry);
-  fiber->entry.uc_stack.ss_sp = stack(scheduler.unfinished.size());
-  fiber->entry.uc_stack.ss_size = STACK;
-  fiber->entry.uc_link = nullptr;
-  makecontext(&fiber->entry, enter, 0);
-  scheduler.unfinished.push_back(fiber);
-  scheduler.able[fiber->lazy].push_back(fiber);
-}
-
-inline void happen() {
-  const unsigned i = pick(scheduler.events.size());
-  auto event = std::move(scheduler.events[i]);
-  scheduler.events[i] = std::move(scheduler.events.back());
-  scheduler.events.pop_back();
-  try {
-    event();
-  } catch (const std::runtime_error&) {  // kept in scheduler.error
-  }
-}
-
-inline std::string stuck() {
-  std::map<std::string, int> waits;
-  for (Fiber* f : scheduler.unfinished) waits[f->what]++;
-  std::string text = "deadlock:";
-  for (auto& [what, count] : waits) text += " " + std::to_string(count) + " threads wait for " + what + ";";
-  return text;
-}
-
-// One that can run, null if there is none; those that turn out to wait are asked again after a change.
-inline Fiber* choose(std::vector<Fiber*>& able) {
-  while (!able.empty()) {
-    Fiber*& place = able[pick(able.size())];
-    Fiber* fiber = place;
-    if (!fiber->ready || fiber->ready(fiber->condition)) return fiber;
-    fiber->on->waiting.push_back(fiber);
-    place = able.back();
-    able.pop_back();
-  }
-  return nullptr;
-}
-
-inline Fiber* choose() {
-  auto& [prompt, lazy] = scheduler.able;
-  const bool fair = pick(64) == 0, lazy_first = fair && pick(prompt.size() + lazy.size() + 1) < lazy.size();
-  Fiber* fiber = choose(lazy_first ? lazy : prompt);
-  return fiber ? fiber : choose(lazy_first ? prompt : lazy);
-}
-
-template <class T>
-inline void drop(std::vector<T*>& all, T* one) {
-  *std::find(all.begin(), all.end(), one) = all.back();
-  all.pop_back();
-}
-
-// Until every fiber has ended and every event has happened, or something failed.
-inline void run() {
-  auto& unfinished = scheduler.unfinished;
-  while (scheduler.error.empty() && (!unfinished.empty() || !scheduler.events.empty())) {
-    if (!scheduler.events.empty() && pick(scheduler.delay) == 0) happen();
-    if (Fiber* fiber = choose()) {
-      resume(fiber);
-      if (fiber->done) drop(unfinished, fiber), drop(scheduler.able[fiber->lazy], fiber);
-    } else if (!scheduler.events.empty()) {
-      happen();
-    } else if (!unfinished.empty()) {
-      scheduler.error = stuck();
-    }
-  }
-  unfinished.clear(), scheduler.events.clear();
-  for (auto& able : scheduler.able) able.clear();
 }
 
 }  // namespace emulator

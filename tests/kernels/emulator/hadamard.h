@@ -1,5 +1,5 @@
-// What kernels/hadamard/common.cuh and stream.cuh take beside words.cuh, for the host: products by a warp, whose operands are
-// gathered from the lanes that hold them, and shared memory by ordinary loads and stores.
+// What kernels/hadamard/common.cuh and stream.cuh take beside words.cuh, for the host: products by a warp,
+// and shared memory by ordinary loads and stores.
 #pragma once
 
 struct longlong2 {
@@ -13,14 +13,7 @@ using std::min;
 
 template <int D>
 inline void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  const auto value = [](u32 bits) { return D == BF16 ? Bf16::value(bits) : Fp16::value(bits); };
-  const std::vector<u32> a[4] = {exchange(a0), exchange(a1), exchange(a2), exchange(a3)};
-  const std::vector<u32> b[2] = {exchange(b0), exchange(b1)};
-  const u32 g = lane_number() / 4, q = lane_number() % 4;
-  for (u32 i = 0; i < 4; i++)
-    for (u32 k = 0; k < 16; k++)
-      d[i] += value(a[i / 2 + k / 8 * 2][g * 4 + k % 8 / 2] >> k % 2 * 16) *
-              value(b[k / 8][(q * 2 + i % 2) * 4 + k % 8 / 2] >> k % 2 * 16);
+  product_warp<std::conditional_t<D == BF16, Bf16, Fp16>>(d, {a0, a1, a2, a3}, b0, b1);
 }
 
 inline void mma_tf32(float (&d)[4], const u32 (&a)[4], float b0, float b1) {

@@ -62,7 +62,7 @@ struct Meeting : Awaited {  // of the threads of a block, a cluster or a warp, a
 
 struct Warp {
   Meeting meeting;
-  u32 values[32];
+  u32 values[2][8][32];  // what its lanes give each other, by turns: who is late still reads those before
 };
 
 struct Cluster;
@@ -116,7 +116,7 @@ struct Product {  // one wgmma that a thread takes part in
   float rows[2][32];  // of a, where it comes from registers
   u32 group;
   bool executed;
-  float (*wide)(unsigned short);  // what 16-bit elements stand for; null: the operands are e4m3, or int8 (`whole`)
+  void (*wide)(const unsigned char*, float*);  // 16 bytes of 16-bit elements; null: the operands are e4m3, or int8 (`whole`)
   bool whole = false;             // d are int32, at the same address
 };
 
@@ -151,50 +151,6 @@ struct Dim3 {
 
 inline Dim3 block_size, grid_size;
 
-// Blocks of a cluster run at once, clusters one after another in random order.
-inline std::string launch(Dim3 grid, u32 cluster_size, u32 threads, u32 shared, u32 seed,
-                          const std::function<void()>& kernel) {
-  scheduler.random.seed(seed);
-  scheduler.error.clear();
-  scheduler.delay = 1 << (seed % 3 * 8);  // copies that land at once, late, when everything waits for them
-  block_size = {threads, 1, 1}, grid_size = grid;
-  std::vector<u32> order(grid.x * grid.y * grid.z / cluster_size);
-  for (u32 i = 0; i < order.size(); i++) order[i] = i;
-  std::shuffle(order.begin(), order.end(), scheduler.random);
-  for (u32 number : order) {
-    Cluster cluster;
-    std::vector<std::unique_ptr<Thread>> all;
-    for (u32 rank = 0; rank < cluster_size; rank++) {
-      cluster.blocks.push_back(std::make_unique<Block>());
-      Block& block = *cluster.blocks.back();
-      const u32 flat = number * cluster_size + rank;
-      block.cluster = &cluster, block.rank = rank, block.running = threads;
-      block.index[0] = flat % grid.x, block.index[1] = flat / grid.x % grid.y, block.index[2] = flat / grid.x / grid.y;
-      block.memory.assign(shared, 0xFF);
-      block.unfenced.assign(shared / 4 + 1, 0);
-      block.warps.resize((threads + 31) / 32);
-      block.products.resize((threads + 127) / 128);
-      bool lazy_warp = false;
-      for (u32 i = 0; i < threads; i++) {
-        if (i % 32 == 0) lazy_warp = pick(8) == 0;
-        all.push_back(std::make_unique<Thread>());
-        Thread& thread = *all.back();
-        thread.block = &block, thread.index = i, thread.lazy = lazy_warp || pick(64) == 0;
-        thread.body = [&kernel] {
-          kernel();
-          if (!self().products.empty()) fail("a thread ended before its products");
-          for (auto& group : self().stores)
-            if (*group) fail("a thread ended before its stores had read shared memory");
-          if (!self().open.empty()) fail("a thread ended with stores that it did not commit");
-          self().block->running--;
-        };
-        start(&thread);
-      }
-    }
-    run();
-    if (!scheduler.error.empty()) break;
-  }
-  return scheduler.error;
-}
+std::string launch(Dim3 grid, u32 cluster_size, u32 threads, u32 shared, u32 seed, const std::function<void()>& kernel);
 
 }  // namespace emulator

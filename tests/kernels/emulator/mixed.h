@@ -1,5 +1,5 @@
 // What kernels/mixed takes beside hopper.cuh, for the host: a code's value, 16 bytes of shared memory, of this block and
-// another one's, and mma.m16n8k16, whose operands are gathered from the lanes that hold them.
+// another one's, and mma.m16n8k16.
 #pragma once
 
 namespace quantrot {
@@ -48,16 +48,7 @@ inline void send(u32 to, const float (&v)[4], u32 bar) {
 
 template <class T>
 inline void multiply16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  const std::vector<u32> left[4] = {exchange(a[0]), exchange(a[1]), exchange(a[2]), exchange(a[3])};
-  const std::vector<u32> right[2] = {exchange(b0), exchange(b1)};
-  const u32 g = lane_number() / 4, q = lane_number() % 4;
-  for (u32 i = 0; i < 4; i++) {
-    const u32 row = g + i / 2 * 8, column = q * 2 + i % 2;
-    for (u32 k = 0; k < 16; k++) {
-      const u32 pair = left[row / 8 + k / 8 * 2][row % 8 * 4 + k % 8 / 2], other = right[k / 8][column * 4 + k % 8 / 2];
-      d[i] += T::value(pair >> k % 2 * 16) * T::value(other >> k % 2 * 16);
-    }
-  }
+  product_warp<T>(d, a, b0, b1);
 }
 
 }  // namespace quantrot

@@ -26,7 +26,7 @@ inline void send2(u32 mapped, u32 bar, float a, float b) {
 }
 
 inline u32 matrix_turned(u32 x) {
-  const std::vector<u32> all = exchange(x);
+  const auto all = exchange(x);
   const u32 g = lane_number() / 4, q = lane_number() % 4;
   auto at = [&](u32 row) { return all[row * 4 + g / 2] >> g % 2 * 16 & 0xFFFF; };
   return at(2 * q) | at(2 * q + 1) << 16;
