@@ -107,7 +107,7 @@ void run() {
 
 // Blocks of a cluster run at once, clusters one after another in random order.
 std::string launch(Dim3 grid, u32 cluster_size, u32 threads, u32 shared, u32 seed,
-                          const std::function<void()>& kernel) {
+                   const std::function<void()>& kernel) {
   scheduler.random.seed(seed);
   scheduler.error.clear();
   scheduler.delay = 1 << (seed % 3 * 8);  // copies that land at once, late, when everything waits for them
