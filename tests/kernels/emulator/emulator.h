@@ -3,8 +3,8 @@
 // its issue and the wait for it, and until then its registers hold NaN. So a missing wait, a buffer handed back too
 // soon, a missing fence or a wrong parity shows as a wrong result, a message or a deadlock, for some seed.
 //
-// Use: compile a kernel that keeps to hopper.cuh with -DQUANTROT_EMULATED (the fixture `emulated`), make TensorMaps of
-// pointers and sizes, call emulator::launch(grid, cluster, threads, shared bytes, seed, [&] { kernel(...); }); it
+// Use: compile a kernel that keeps to hopper.cuh, and launch.cpp, with -DQUANTROT_EMULATED (the fixture `emulated`), make
+// TensorMaps of pointers and sizes, call emulator::launch(grid, cluster, threads, shared bytes, seed, [&] { kernel(...); }); it
 // returns what went wrong, or "". Try several seeds: they differ in order, in delays and in who lags behind.
 //
 // Not modelled: instruction order within a thread, and the hardware's 14-bit sums. Ordinary races between threads show
@@ -325,6 +325,7 @@ struct Exchanged {
 };
 template <int N>
 inline Exchanged<N> exchange(const u32 (&mine)[N]) {
+  static_assert(N <= 8);  // as many as a warp has room for
   emulator::Warp& warp = self().block->warps[self().warp()];
   auto& values = warp.values[warp.meeting.round % 2];
   for (u32 i = 0; i < N; i++) values[i][self().lane()] = mine[i];
