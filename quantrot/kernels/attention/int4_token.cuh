@@ -1,16 +1,16 @@
 // One new token a sequence and an INT4 KV cache, for sm_90a: the token's codes and their place in the cache, and its attention
 // to all that is cached, in one launch. Follows one_token.cuh, whose clusters and sums of warps these are.
 //
-// A warp takes 32 tokens at a time, on its own: their codes, scales and lows lie one after another, and the copy engine brings them
-// to its ring of STAGES tiles. No number of the cache is made of them. Tensor cores add up queries times codes, and weights
-// times codes less 8, which are exact in float16; what a number is beside that is the same for all of a token's group. So a score is
-// scale * (its sum) + low * (the sum of the query's columns), and an output has weight * (low + 8 scale) beside it, in float32. A
-// query is multiplied by a power of two, so that it is exact in float16 (of bfloat16, what is some 2^25 times less than its largest
-// number is cut off); so are weights times scales, by one of the largest scale of a group so far, which leaves them
-// float16's 11 bits down to 2^-21 of that.
+// A warp takes 32 tokens at a time, on its own: their codes, scales and lows lie one after another, and the copy engine brings
+// them to its ring of STAGES tiles. No number of the cache is made of them. Tensor cores add up queries times codes, and
+// weights times codes less 8, which are exact in float16; what a number is beside that is the same for all of a token's group.
+// So a score is scale * (its sum) + low * (the sum of the query's columns), and an output has weight * (low + 8 scale) beside
+// it, in float32. A query is multiplied by a power of two, so that it is exact in float16 (of bfloat16, what is some 2^25
+// times less than its largest number is cut off); so are weights times scales, by one of the largest scale of a group so far,
+// which leaves them float16's 11 bits down to 2^-21 of that.
 //
-// A score may be LAZY above what the weights so far are counted from: only then are its sums made smaller, and is the largest one
-// of a tile looked for.
+// A score may be LAZY above what the weights so far are counted from: only then are its sums made smaller, and is the largest
+// one of a tile looked for.
 //
 // A lane (g = lane / 4, q = lane % 4) has words of eight codes: of K's rows, two tokens of 16, quarter q of every group's
 // columns; of V's, four tokens, eighth g.
@@ -49,9 +49,9 @@ __device__ __forceinline__ u32 times_plus(u32 a, u32 b, u32 c) {
 
 constexpr float LAZY = 8.f;
 
-// What takes codes out of words, as float16: of codes i and i + 4 of the eight the bits, below those of 1024; where i is odd they lie
-// four bits up. Constants in registers, for of one that the compiler knows it makes a copy for each use, since an instruction
-// takes one (105 of 890 instructions a tile).
+// What takes codes out of words, as float16: of codes i and i + 4 of the eight the bits, below those of 1024; where i is odd
+// they lie four bits up. Constants in registers, for of one that the compiler knows it makes a copy for each use, since an
+// instruction takes one (105 of 890 instructions a tile).
 struct Codes {
   u32 low, high;
 
@@ -224,8 +224,8 @@ __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
     if (ahead >= 0) start(ahead, i, min(args.room - ahead * TOKENS, TOKENS));
   }
   load_mask(step);
-  // Queries, in the order of codes, 16 times as large where codes do not lie four bits up; 16 times the sum of a query's columns;
-  // what a product of codes of 0 gives, negated; what a score is multiplied by.
+  // Queries, in the order of codes, 16 times as large where codes do not lie four bits up; 16 times the sum of a query's
+  // columns; what a product of codes of 0 gives, negated; what a score is multiplied by.
   u32 b[GROUPS][KW][4];
   float sums[GROUPS][4] = {}, origin[GROUPS][4] = {}, factor[2];
   if (step >= 0) {
