@@ -16,7 +16,7 @@ import torch
 
 from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.fp8.reference import gate, rms_norm
-from quantrot.kernels.mxfp4 import dequantize_mxfp4, has_fused, hopper, mxfp4_fused, mxfp4_gemm, quantize_mxfp4, tuned
+from quantrot.kernels.mxfp4 import dequantize_mxfp4, has_fused, hopper, mxfp4_fused, mxfp4_gemm, quantize_mxfp4
 from quantrot.kernels.mxfp4.fused import batch_is_faster
 from quantrot.kernels.mxfp4.hopper import Arranging, Plan, Turn
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
@@ -390,41 +390,6 @@ def test_what_arranges_tokens_compiles_for_sm_90a_without_spills(compiled_cuda):
     ]
     made = compiled_cuda(hopper.device_functions() + "".join(entries))
     assert made.spilled == [0] * len(entries), made.log
-
-
-def test_plans_fit_the_multiprocessor():
-    """The rule's and the measured ones."""
-    small = [
-        (32, 128),
-        (1000, 384),
-        (1024, 8192),
-        (2112, 4096),
-        (6144, 4096),
-        (8320, 2048),
-        (10240, 8192),
-        (14336, 4096),
-    ]
-    large = [(16384, 2048), (57344, 8192), (128256, 4096)]
-    for tokens in range(1, 33):
-        for rows, columns in [*small, *large, *(key[1:] for key in tuned.HOPPER_DECODE)]:
-            plan = hopper.plan_for(tokens, rows, columns)
-            assert plan.tokens >= tokens and (plan.tiles > 0) == (tokens > 1)
-            assert plan.split == 1 or plan.once
-            shared = plan.shared_bytes(columns)
-            assert plan.threads <= 1024 and shared <= 227 << 10 and plan.stages % plan.teams == 0
-            assert plan.resident * (shared + 1024) <= 228 << 10 and plan.resident * plan.threads <= 2048
-            if plan.once:
-                assert plan.grid(rows, 132) * plan.rows >= rows * plan.split
-                ring = plan.stages * (plan.rows * 144 + 4096 * plan.tiles)
-                assert plan.teams * plan.tokens * (plan.rows + 4) * 4 <= ring
-
-
-def test_few_columns_are_not_shared_by_a_cluster():
-    """What a cluster costs, however few columns it shares, is more than such a product takes in one block."""
-    for columns in (128, 2048, 3968, 4096, 8192):
-        plan = hopper.plan_for(32, 2048, columns)
-        assert plan.split == (2 if columns >= 4096 else 1)
-    assert all(hopper.plan_for(tokens, 2048, 8192).split == 1 for tokens in range(1, 17))
 
 
 def test_an_arrival_waits_for_the_reads_before_it(compiled_cases):
