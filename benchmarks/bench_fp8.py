@@ -376,7 +376,7 @@ def block_candidates(block: tuple[int, int]) -> list[RowPlan | BlockPlan]:
 def triton_orders() -> list[int]:
     """Those that no CUDA kernel turns and quantizes, and the Triton kernel does."""
     from quantrot.kernels.fp8 import triton_hadamard
-    from quantrot.kernels.hadamard.hopper import plan_for_codes
+    from quantrot.kernels.hadamard.codes import plan_for_codes
 
     return [
         n

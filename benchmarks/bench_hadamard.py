@@ -329,7 +329,8 @@ def tune(orders: list[int], table: str) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     from quantrot.kernels.hadamard import tuned
-    from quantrot.kernels.hadamard.hopper import plan_for, plan_for_codes
+    from quantrot.kernels.hadamard.codes import plan_for_codes
+    from quantrot.kernels.hadamard.hopper import plan_for
 
     tables = {name: dict(getattr(tuned, name)) for name in PROPOSE}
     chosen, rule = tables[table], "exact" if table == "CODE_PLANS" else None

@@ -1,6 +1,7 @@
 """Every tile of the MXFP4 batch's product: what kernels/mxfp4/hopper_batch.py should choose, and gemm.py with --choice.
 
-    python benchmarks/tune_mxfp4_batch.py [--tokens M ...] [--shapes NxK ...] [--compile-only | --choice [PLACE]]
+    python benchmarks/tune_mxfp4_batch.py [--tokens M ...] [--shapes NxK ...]
+        [--compile-only | --choice [PLACE] | --cublas]
 
 Tokens in e4m3 by a packed weight, without the kernel that quantizes them. A line a case: tokens, N x K, the rule's us,
 its time over the fastest tile's, the model's time over the measured one, and the tiles, fastest first, all replayed in
@@ -13,6 +14,10 @@ in a decoder layer, where PLACE is what is around the product there: norm, add (
 weight settled. A line a case: tokens, N x K, and for each of both: us of few, of the batch, by how much the models find
 few slower, and the time of what gemm.py (fused.py) chooses over the faster one's. The last line: their geometric means,
 and the largest.
+
+--cublas: W4A8 and W4A4 by the batch's product and by cuBLAS behind an expanded weight, each with its quantizer, in
+turn. A line a case: tokens, N x K, and for both: us of the batch, of cuBLAS, and of the choice over the faster one's;
+results are compared (relative, at most 6e-3). The last line as above.
 """
 
 import argparse
@@ -126,16 +131,42 @@ def choose(cases: list[tuple[int, int, int]], place: str) -> None:
     print("  ".join(f"{key}: {geometric_mean(found):.4f}, {max(found):.3f}" for key, found in over_best.items()))
 
 
+def against_cublas(cases: list[tuple[int, int, int]]) -> None:
+    """The table of --cublas."""
+    over_best: dict[str, list[float]] = {activations: [] for activations in gemm.QUANTIZING}
+    for case in cases:
+        x, ws = around("alone", *case)["x"], weights(*case[1:])
+        ways = list(itertools.product(over_best, ("hopper", "cublas")))
+
+        def call(way: tuple[str, str], weight: list[torch.Tensor], x: torch.Tensor = x) -> torch.Tensor:
+            options: dict[str, Any] = {"activations": way[0], "hadamard": 32 * (way[0] == "mxfp4"), "settled": True}
+            return gemm.mxfp4_gemm(x, *weight, backend=way[1], **options)
+
+        line = f"{case[0]:5} {f'{case[1]} x {case[2]}':14}"
+        us = race_us({way: [partial(call, way, weight) for weight in ws] for way in ways}, 5)
+        for activations, found in over_best.items():
+            y, expected = (call((activations, backend), ws[0]).float() for backend in ("hopper", "cublas"))
+            assert (y - expected).norm() <= 6e-3 * expected.norm(), (case, activations)
+            batch, cublas = us[activations, "hopper"], us[activations, "cublas"]
+            found.append((batch if gemm.batch_beats_cublas(*case) else cublas) / min(batch, cublas))
+            line += f"   {activations} {batch:8.2f} {cublas:8.2f} {found[-1]:6.3f}"
+        print(line, flush=True)
+    print("  ".join(f"{key}: {geometric_mean(found):.4f}, {max(found):.3f}" for key, found in over_best.items()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--shapes", nargs="+", default=f"{LLAMA} {QWEN} {SMALL}".split())
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--choice", nargs="?", const="alone", choices=["alone", "norm", "add", "gate"])
+    parser.add_argument("--cublas", action="store_true")
     args = parser.parse_args()
     cases = [(m, *map(int, shape.split("x"))) for shape in args.shapes for m in args.tokens]
     if args.choice:
         return choose(cases, args.choice)
+    if args.cublas:
+        return against_cublas(cases)
     kernels = sorted({plan.entry(torch.bfloat16) for case in cases for plan in plans(*case).values()})
     sources = [hopper_batch.device_functions() + kernel for kernel in kernels]
     in_processes(nvrtc.compile_cubin, sources, os.cpu_count() or 1)

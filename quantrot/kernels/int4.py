@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from quantrot.kernels.operators import check_device, eager_inference, implement, uses_triton
+from quantrot.kernels.ready import Ready, like, unseen
 
+READY = Ready()
 LEVELS = 15
 LARGEST_GROUP = 1024  # of the kernels
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,12 +39,21 @@ def group_for(width: int, group: int) -> int:
 
 def quantize_int4(x: Tensor, group: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize [..., D], D even and a multiple of `group`, any float dtype, any strides. ValueError if D does not."""
+    key = None
+    if x.is_cuda and unseen(x):
+        key = like(x), group
+        if (again := READY.find(key)) is not None:
+            return again(x)
     if x.dim() < 1 or not x.is_floating_point():
         raise ValueError(f"x: {x.dtype} {list(x.shape)}; a float tensor with a last dimension is needed")
     width = x.shape[-1]
     if width % 2 or group < 1 or width % group:
         raise ValueError(f"x has {width} columns and groups of {group}; an even width and a divisor of it are needed")
     if x.is_cuda and eager_inference(x):
+        if key and _kernel_takes(x, x.numel() // group, group, x.dtype):
+            from quantrot.kernels import int4_triton
+
+            return READY.keep(key, int4_triton.prepare_quantize(x, group), x.get_device())(x)
         return torch.ops.quantrot.quantize_int4(x, group)
     return _plain_quantize(x, group)
 
@@ -70,6 +81,11 @@ def _rounded(x: Tensor) -> Tensor:
 
 def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """[..., D] in `dtype`: the float32 product and sum, rounded once. ValueError for what does not belong together."""
+    key, operands = None, (codes, scale, low)
+    if codes.is_cuda and unseen(*operands):
+        key = *map(like, operands), dtype
+        if (again := READY.find(key)) is not None:
+            return again(*operands)
     fits = codes.dtype == torch.uint8 and codes.dim() == scale.dim() > 0 and codes.shape[:-1] == scale.shape[:-1]
     groups = scale.shape[-1] if fits else 0
     if not groups or 2 * codes.shape[-1] % groups or low.shape != scale.shape or not scale.is_floating_point():
@@ -78,7 +94,11 @@ def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtyp
             f"{list(low.shape)}; allowed: torch.uint8 [..., D/2], and floating-point numbers [..., D/group] for both"
         )
     check_device(codes=codes, scale=scale, low=low)
-    if codes.is_cuda and eager_inference(codes, scale, low):
+    if codes.is_cuda and eager_inference(*operands):
+        if key and _kernel_takes(codes, scale.numel(), _group_of(codes, scale), scale.dtype, low.dtype, dtype):
+            from quantrot.kernels import int4_triton
+
+            return READY.keep(key, int4_triton.prepare_dequantize(*operands, dtype), codes.get_device())(*operands)
         return torch.ops.quantrot.dequantize_int4(codes, scale, low, dtype)
     return _plain_dequantize(codes, scale, low, dtype)
 
@@ -87,6 +107,10 @@ def _plain_dequantize(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dt
     code = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).unflatten(-1, (scale.shape[-1], -1))
     x = code.to(torch.float32) * scale.to(torch.float32).unsqueeze(-1) + low.to(torch.float32).unsqueeze(-1)
     return x.flatten(-2).to(dtype)
+
+
+def _group_of(codes: Tensor, scale: Tensor) -> int:
+    return 2 * codes.shape[-1] // scale.shape[-1]
 
 
 def _kernel_takes(x: Tensor, groups: int, group: int, *dtypes: torch.dtype) -> bool:
@@ -99,7 +123,7 @@ def _quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     if _kernel_takes(x, x.numel() // group, group, x.dtype):
         from quantrot.kernels import int4_triton
 
-        return int4_triton.quantize(x, group)
+        return int4_triton.prepare_quantize(x, group)(x)
     codes, scale, low = _plain_quantize(x, group)
     return codes.contiguous(), scale.contiguous(), low.contiguous()
 
@@ -113,11 +137,10 @@ def _quantize_fake(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @implement("quantrot::dequantize_int4")
 def _dequantize(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
-    group = 2 * codes.shape[-1] // scale.shape[-1]
-    if _kernel_takes(codes, scale.numel(), group, scale.dtype, low.dtype, dtype):
+    if _kernel_takes(codes, scale.numel(), _group_of(codes, scale), scale.dtype, low.dtype, dtype):
         from quantrot.kernels import int4_triton
 
-        return int4_triton.dequantize(codes, scale, low, dtype)
+        return int4_triton.prepare_dequantize(codes, scale, low, dtype)(codes, scale, low)
     return _plain_dequantize(codes, scale, low, dtype).contiguous()
 
 

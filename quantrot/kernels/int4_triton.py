@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantrot.kernels.ready import Run
+
 EXACT = {"enable_fp_fusion": False}  # code * scale + low is two roundings
 ELEMENTS = 2048  # of a program, in 4 warps
 
@@ -111,31 +113,41 @@ def _padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., D] -> codes, scale, low. Checked by the caller."""
-    *rows, width = x.shape
-    codes = torch.empty((*rows, width // 2), dtype=torch.uint8, device=x.device)
-    scale = torch.empty((*rows, width // group), dtype=torch.bfloat16, device=x.device)
-    low = torch.empty_like(scale)
-    groups, padded = scale.numel(), _padded(group)
+def prepare_quantize(x: Tensor, group: int) -> Run:
+    """An x [..., D] like this one -> codes, scale, low. Checked by the caller."""
+    (*rows, width), device, lies = x.shape, x.device, _rows(x)
+    groups, padded = x.numel() // group, _padded(group)
     tile = ELEMENTS // padded
-    _quantize_kernel[(-(-groups // tile),)](
-        x, codes, scale, low, groups, *_rows(x), GROUPS=width // group, GROUP=group, PADDED=padded, TILE=tile,
-        num_warps=4, **EXACT,
-    )  # fmt: skip
-    return codes, scale, low
+    kernel = _quantize_kernel[(-(-groups // tile),)]
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        codes = torch.empty((*rows, width // 2), dtype=torch.uint8, device=device)
+        scale = torch.empty((*rows, width // group), dtype=torch.bfloat16, device=device)
+        low = torch.empty_like(scale)
+        kernel(
+            x, codes, scale, low, groups, *lies, GROUPS=width // group, GROUP=group, PADDED=padded, TILE=tile,
+            num_warps=4, **EXACT,
+        )  # fmt: skip
+        return codes, scale, low
+
+    return run
 
 
-def dequantize(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., D] in `dtype`. Checked by the caller."""
-    *rows, half = codes.shape
-    x = torch.empty((*rows, 2 * half), dtype=dtype, device=codes.device)
-    groups, across = scale.numel(), scale.shape[-1]
+def prepare_dequantize(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> Run:
+    """codes, scale and low like these -> [..., D] in `dtype`. Checked by the caller."""
+    (*rows, half), device, groups, across = codes.shape, codes.device, scale.numel(), scale.shape[-1]
     each = half // across
     padded = _padded(each)
     tile = ELEMENTS // (2 * padded)
-    _dequantize_kernel[(-(-groups // tile),)](
-        codes, scale, low, x, groups, *_rows(codes), *_rows(scale)[2:], *_rows(low)[2:], GROUPS=across, BYTES=each,
-        PADDED=padded, TILE=tile, num_warps=4, **EXACT,
-    )  # fmt: skip
-    return x
+    lie = *_rows(codes), *_rows(scale)[2:], *_rows(low)[2:]
+    kernel = _dequantize_kernel[(-(-groups // tile),)]
+
+    def run(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+        x = torch.empty((*rows, 2 * half), dtype=dtype, device=device)
+        kernel(
+            codes, scale, low, x, groups, *lie, GROUPS=across, BYTES=each, PADDED=padded, TILE=tile, num_warps=4,
+            **EXACT,
+        )  # fmt: skip
+        return x
+
+    return run

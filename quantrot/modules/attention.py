@@ -170,8 +170,8 @@ class QuantizedAttention(Merging):
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if self.key_center is not None:
             key = (key - self.key_center[:, None]).to(key.dtype)
-        if self.R3 is not None:
-            query, key = self.R3(query), self.R3(key)
+        if self.R3 is not None:  # where heads lie beside each other, as RoPE leaves them: a prompt is not copied
+            query, key = (self.R3(t.transpose(1, 2)).transpose(1, 2) for t in (query, key))
         if (token := self._int4_token(query, key, value, mask, cache, kwargs)) is not None:
             return token, None
         wide = key, value

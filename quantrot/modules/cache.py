@@ -276,15 +276,15 @@ class DynamicKVLayer(KVLayer):
         super().__init__(kind)
         self.length = 0
 
-    def _allocate(self, parts: Buffers, dtype: torch.dtype) -> None:
-        self.buffers = _room(parts, 0)
+    def _allocate(self, parts: Buffers, dtype: torch.dtype, tokens: int = 0) -> None:
+        self.buffers = _room(parts, tokens)
         self.dtype, self.device = dtype, parts["key"].device
         self.is_initialized = True
 
     def _store(self, parts: Buffers, dtype: torch.dtype) -> Buffers:
-        if not self.is_initialized:
-            self._allocate(parts, dtype)
         new = parts["key"].shape[2]
+        if not self.is_initialized:
+            self._allocate(parts, dtype, _padded(new))
         self._make_room(new)
         for name, part in parts.items():
             self.buffers[name].narrow(TOKEN_AXIS.get(name, 2), self.length, new).copy_(part.detach())

@@ -14,7 +14,8 @@ import weakref
 import torch
 from triton.runtime.jit import JITFunction
 
-from quantrot.kernels import attention, mixed, nvrtc
+from quantrot.kernels import attention, int4, mixed, nvrtc
+from quantrot.kernels import hadamard as transforms
 from quantrot.kernels.attention import (
     Quantized,
     append,
@@ -41,7 +42,9 @@ from quantrot.kernels.fp8 import (
     prompt,
     quantize_fp8_block,
 )
+from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.kernels.hadamard import hopper as hadamard
+from quantrot.kernels.int4 import dequantize_int4, quantize_int4
 from quantrot.kernels.mixed import hopper as mixed_hopper
 from quantrot.kernels.mixed import mixed_gemm, mixed_linear
 from quantrot.kernels.mxfp4 import fused as mxfp4
@@ -169,7 +172,8 @@ def by(activations, hadamard=0):
 
 
 LINEAR_READY = fused.READY, gemm.READY, operators.READY, mxfp4.READY, packed.READY, mixed.READY
-READY = attention.READY, attention.PROMPTS, attention.QUANTIZERS, int4_token.READY, *LINEAR_READY
+OF_HEADS = attention.READY, attention.PROMPTS, attention.QUANTIZERS, int4_token.READY, int4.READY, transforms.READY
+READY = *OF_HEADS, *LINEAR_READY
 AROUND = ("", "residual", "residual turned", "norm", "norm, residual")
 LINEARS = {  # and what may be around each
     "fp8": (fp8, blocks, (*AROUND, "gates")),
@@ -182,7 +186,7 @@ LINEARS = {  # and what may be around each
     "int8": (operator(mixed_linear, weight_ready=True), channels, (*AROUND, "gates")),
     "int8 alone": (operator(mixed_gemm, weight_ready=True), zeros_of, ("", "bias")),
 }
-SMALL, LARGE, MANY = (512, 1024), (4096, 14336), 2048
+SMALL, LARGE, MANY = (512, 1024), (4096, 14336), 4100
 LEADING = ((1,), (1, 1), (2,), (8, 1), (2, 4), (16,), (32, 1), (40,), (0,), (65,), (3, 100), (1, MANY))
 FEWER = ((1,), (2, 4), (32, 1), (1, MANY))
 SHAPES = *((SMALL, leading) for leading in LEADING), *((LARGE, leading) for leading in FEWER), ((4096, 4096), (1,))
@@ -254,6 +258,52 @@ def of_fp8():
             ones = (torch.ones(size, dtype=torch.int8) if size else None for _ in "12")
             same = [{"x": wide(tokens, k), "signs": signs} for signs in ones]
             yield ("turned", size, k, tokens), turned, same, ["x", *["signs"] * bool(size)]
+
+
+def of_transforms():
+    """Rows turned: heads where they lie, blocks of a row, orders of one kernel and of several."""
+    for width, block, dtype in (
+        *itertools.product((64, 128, 512, 4096, 14336), (None,), (torch.bfloat16, torch.float16, torch.float32)),
+        *((14336, block, torch.bfloat16) for block in (32, 128, 512, 1792)),
+        (172 * 64, None, torch.bfloat16),
+        (12, None, torch.bfloat16),
+    ):
+        for signs, rest in ((None, {}), (torch.int8, {}), (torch.float32, {}), (None, {"scale": 0.5})):
+            x = torch.zeros(1, 40, 8, width, dtype=dtype)
+            places = [x, torch.zeros_like(x), x.transpose(1, 2), moved(x), apart(x), x[:, :0]]
+            del x
+            same = [{"x": t, "signs": signs and torch.ones(width, dtype=signs)} for t in places]
+            del places
+            call = operator(hadamard_transform, block=block, **rest)
+            several = (width, dtype) in ((14336, torch.float32), (12, torch.bfloat16))  # kernels, of another copy
+            told = ["x", "signs"] if signs == torch.int8 and not several else []
+            yield (width, block, dtype, signs, rest), call, same, told
+
+
+def of_int4_groups():
+    """Keys quantized and back, where heads lie beside tokens, in a part of a cache's room, and apart."""
+    for width, group in ((64, 64), (128, 64), (96, 32), (160, 80)):
+        heads = 2, 3, 40
+        same = [{"x": place(wide(*heads, width))} for place in (torch.clone, apart, moved, swapped, room_of)]
+        yield ("to int4", width, group), operator(quantize_int4, group=group), same, ["x"]
+        names = dict(zip(("codes", "scale", "low"), (width // 2, width // group, width // group), strict=True))
+        kinds = [dict(zip(names, (torch.uint8, kind, kind), strict=True)) for kind in (torch.bfloat16, torch.float32)]
+        for dtype in (torch.bfloat16, torch.float32):
+            same = [
+                {name: place(torch.zeros(*heads, names[name], dtype=kind[name])) for name in names}
+                for kind, place in itertools.product(kinds, (torch.clone, swapped, room_of))
+            ]
+            yield ("from int4", width, group, dtype), operator(dequantize_int4, dtype=dtype), same, list(names)
+
+
+def swapped(t):
+    """The same, of which tokens are outside and heads inside."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def room_of(t):
+    """The same with room for more tokens behind."""
+    return torch.zeros(*t.shape[:2], 100, t.shape[3], dtype=t.dtype)[:, :, : t.shape[2]]
 
 
 def behind_norms():
@@ -391,6 +441,9 @@ def attended(mask, lengths, **given):
     return attend(Quantized(**given), causal=mask is None, mask=mask, lengths=lengths)
 
 
+CALLS = of_linears, of_nothing, of_fp8, of_transforms, of_prompts, of_int4, of_int4_groups
+
+
 def main():
     pretend()
     compared = again = 0
@@ -404,7 +457,7 @@ def main():
         if of_adjacent != of_others:
             print("differs:", name, tokens, "behind a norm of rows that lie apart")
     before, seen = None, []
-    for what, call, same, told in itertools.chain(of_linears(), of_nothing(), of_fp8(), of_prompts(), of_int4()):
+    for what, call, same, told in itertools.chain(*(of() for of in CALLS)):
         if any(ref() is not None for ref in seen):
             print("differs:", before, "is held")
         before, seen = what, [weakref.ref(t) for given in same for t in given.values() if isinstance(t, torch.Tensor)]

@@ -443,7 +443,8 @@ def test_no_triton_program_spills_registers_on_hopper(compiled_for_hopper):
 def _programs() -> list[tuple[str, str]]:
     from dataclasses import replace
 
-    from quantrot.kernels.hadamard.hopper import IN_PLACE, Plan, plan_for, plan_for_codes
+    from quantrot.kernels.hadamard.codes import plan_for_codes
+    from quantrot.kernels.hadamard.hopper import IN_PLACE, Plan, plan_for
 
     found = []
     powers = [2, 8, 32, 64, 128, 256, 1024, 2048, 4096, 8192, 16384, 32768]
@@ -487,7 +488,7 @@ def test_the_plans_of_an_order_give_a_row_the_same_bits():
 
 def test_codes_have_a_plan_in_both_16_bit_types_or_in_neither():
     """Where one had none, hadamard_quantize_fp8 would run as two operators in that type only."""
-    from quantrot.kernels.hadamard.hopper import plan_for_codes
+    from quantrot.kernels.hadamard.codes import plan_for_codes
     from quantrot.kernels.hadamard.tuned import CODE_PLANS, PLANS
 
     orders = {n for _, n in (*PLANS, *CODE_PLANS)}

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quantrot.kernels.fp8.reference import hadamard_quantize_reference
-from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for, prepare_codes
+from quantrot.kernels.hadamard.codes import prepare_codes
+from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for
 from quantrot.kernels.hadamard.reference import MAX_RELATIVE_ERROR
 from quantrot.orthogonal import random_signs
 

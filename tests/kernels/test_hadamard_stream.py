@@ -7,7 +7,8 @@ import torch
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import hadamard_quantize_reference
-from quantrot.kernels.hadamard.hopper import Plan, launch, plan_for_codes
+from quantrot.kernels.hadamard.codes import plan_for_codes
+from quantrot.kernels.hadamard.hopper import Plan, launch
 from quantrot.orthogonal import random_signs
 
 INF, NAN = float("inf"), float("nan")

@@ -163,7 +163,7 @@ for i, (shape, group) in enumerate(CASES):
             if k and (i + j) % 3:
                 continue  # each shape has all layouts with one dtype, another one than the shape before
             expected = quantize_int4(x, group)
-            got = int4_triton.quantize(x, group)
+            got = int4_triton.prepare_quantize(x, group)(x)
             assert all(map(same, got, expected)), (shape, group, dtype, x.stride())
     for j, kind in enumerate(FLOATS):  # of scale and low, whose infinities are in no cache
         parts = [t if t.dtype == torch.uint8 else t.to(kind) for t in expected]
@@ -172,7 +172,7 @@ for i, (shape, group) in enumerate(CASES):
             if k and (i + j) % 3:
                 continue
             for dtype in FLOATS[:2]:  # the interpreter (Triton 3.9) cuts off what it makes bfloat16, the GPU rounds
-                got = int4_triton.dequantize(codes, scale, low, dtype)
+                got = int4_triton.prepare_dequantize(codes, scale, low, dtype)(codes, scale, low)
                 assert same(got, dequantize_int4(codes, scale, low, dtype)), (shape, group, kind, dtype, codes.stride())
 print("agrees")
 """
@@ -186,7 +186,8 @@ def test_the_kernels_give_the_plain_definitions_bits_when_interpreted(interprete
 COMPILED = """
 from quantrot.kernels import int4_triton
 x = torch.zeros(1, 64, 8, 128, dtype=torch.bfloat16).transpose(1, 2)
-int4_triton.dequantize(*int4_triton.quantize(x, 64), torch.bfloat16)
+parts = int4_triton.prepare_quantize(x, 64)(x)
+int4_triton.prepare_dequantize(*parts, torch.bfloat16)(*parts)
 """
 
 

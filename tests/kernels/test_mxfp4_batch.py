@@ -184,7 +184,7 @@ def test_bits_do_not_depend_on_what_runs_first_or_on_neighbours(emulator, name):
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (200, 384), (8, 128)])
-@pytest.mark.parametrize("tokens", [1, 16, 32, 33, 64, 65, 128, 200, 256, 300, 512, 1024])
+@pytest.mark.parametrize("tokens", [1, 16, 32, 33, 64, 65, 128, 200, 256, 300, 512, 1024, 4096])
 def test_every_plan_fits(shape, tokens):
     plan = hopper_batch.plan_for(tokens, *shape)
     assert plan.stages >= 2 and plan.bytes_for(shape[1]) <= 227 << 10 and plan.splits(shape[1])
@@ -208,7 +208,7 @@ def test_a_gpu_gives_the_product_of_the_dequantized_operands(shape, activations)
     torch.manual_seed(0)
     packed, scale = quantize_mxfp4(torch.randn(rows, columns, device="cuda") * 0.05)
     wide = dequantize_mxfp4(packed, scale, torch.float32).double()
-    for tokens in (33, 64, 96, 128, 192, 256, 320, 512, 1024):
+    for tokens in (33, 64, 96, 128, 192, 256, 320, 512, 1024, 1600, 4096):
         x = torch.randn(tokens, columns, device="cuda").to(BF16)
         operand = dequantize_mxfp4(*quantize_mxfp4(x), torch.float32).double()
         if activations == "fp8":
@@ -301,7 +301,7 @@ def test_rows_and_tokens_outside_of_a_window_are_exact_on_a_gpu():
 
 
 @gpu
-@pytest.mark.parametrize("tokens", [8, 64, 1024, 2048])
+@pytest.mark.parametrize("tokens", [8, 64, 1024, 5000])
 @pytest.mark.parametrize("activations", ["none", "fp8", "mxfp4"])
 def test_a_gpu_takes_tokens_whose_columns_are_not_adjacent(tokens, activations):
     weight = quantize_mxfp4(torch.randn(512, 1024, device="cuda"))

@@ -20,7 +20,7 @@ from quantrot.kernels.mxfp4 import (
     unpack_bits,
 )
 from quantrot.kernels.mxfp4.fused import batch_is_faster
-from quantrot.kernels.mxfp4.gemm import few_is_faster
+from quantrot.kernels.mxfp4.gemm import batch_beats_cublas, few_is_faster
 from quantrot.kernels.mxfp4.reference import ScaleRule
 
 gpu = pytest.mark.gpu
@@ -137,6 +137,15 @@ def test_few_tokens_take_their_own_kernel_where_the_models_say_that_it_is_faster
         assert few_is_faster(32, 4096, 4096, activations) and not few_is_faster(24, 28672, 4096, activations)
         assert not few_is_faster(33, 1536, 1536, activations)
     assert few_is_faster(32, 4096, 14336, "mxfp4") and not few_is_faster(32, 4096, 14336, "fp8")
+
+
+def test_cublas_multiplies_many_tokens_where_the_models_say_that_it_is_faster():
+    """Cases where one was a tenth faster and more (H200)."""
+    assert all(batch_beats_cublas(1024, *shape) for shape in ((4096, 4096), (8192, 8192), (57344, 8192), (2048, 8192)))
+    assert batch_beats_cublas(1280, 6144, 4096) and batch_beats_cublas(1536, 2048, 8192)
+    assert not any(batch_beats_cublas(2048, *shape) for shape in ((3072, 2048), (16384, 2048), (8192, 28672)))
+    assert not any(batch_beats_cublas(4096, *shape) for shape in SHAPES)
+    assert all(batch_beats_cublas(tokens, *shape) for tokens in (33, 64, 256, 512) for shape in SHAPES)
 
 
 def test_what_is_around_a_product_in_a_layer_must_be_made_up_for_by_the_batchs():

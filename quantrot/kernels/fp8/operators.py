@@ -226,9 +226,9 @@ def _quantizer(x: Tensor, asked: str) -> bool:
 def _turns_on_hopper(x: Tensor, order: int) -> bool:
     """Whether one CUDA kernel turns and quantizes."""
     from quantrot.kernels import nvrtc
-    from quantrot.kernels.hadamard import hopper
+    from quantrot.kernels.hadamard import codes
 
-    return nvrtc.available(x.device) and hopper.plan_for_codes(order, x.shape[1], x.dtype) is not None
+    return nvrtc.available(x.device) and codes.plan_for_codes(order, x.shape[1], x.dtype) is not None
 
 
 def _empty_scale(x: Tensor, shape: tuple[int, int], transposed: bool) -> Tensor:
@@ -287,9 +287,9 @@ def _turned_in_one(
     """The same behind a Hadamard transform, as a function of x and signs."""
     if block != (1, 128) or not has_kernels(x.device) or not x.numel() or not _turns_on_hopper(x, order):
         return None
-    from quantrot.kernels.hadamard import hopper
+    from quantrot.kernels.hadamard import codes
 
-    transform = hopper.prepare_codes(
+    transform = codes.prepare_codes(
         _columns_contiguous(x), *outputs(x, block, transposed_scale), signs, order, factor, rule
     )
 

@@ -466,23 +466,15 @@ def transform(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
     if x.numel() == 0:
         return y
-    rows = _rows(x, order)
-    stays = (2 if into is None else 1) * x.nbytes <= STREAM_BYTES  # in L2, input and output
-    small = x.numel() <= SMALL_ELEMENTS
-    plan = _plan_of(order, x.dtype, small, stays)
-    if plan is not None and into is not None and stays and not small:
-        plan = IN_PLACE.get((x.dtype, order), replace(plan, ahead=0, later=0))
-    if plan is not None and not plan.takes(rows):
-        rows = rows.contiguous()
+    plan = _one_pass(x, order, into is not None)
+    rows = read_rows(x, order, plan)
     if into is not None and rows.data_ptr() == x.data_ptr():
         out = rows
     else:
         out = (y if into is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)).view(-1, order)
     after = signs if transpose else None
     before = None if transpose or signs is None else signs.contiguous()
-    if plan is not None and (order * x.dtype.itemsize % 16 == 0 or rows.numel() * x.dtype.itemsize % 16 == 0):
-        marked = not stays and (into is None or plan.kind == "held")  # block 10240 in place 165.6 us marked, 163.2 not
-        plan = plan if marked else replace(plan, stream=False)
+    if plan is not None:
         launch(rows, out, before, scale, plan, transpose=transpose)
     else:
         _passes(rows, out, before, order, scale, transpose)
@@ -493,56 +485,44 @@ def transform(
     return y
 
 
-@lru_cache(maxsize=1024)
-def plan_for_codes(order: int, columns: int, dtype: torch.dtype) -> Plan | None:
-    """The plan that quantizes what it has turned, None where there is none: groups of 128 must lie in a warp."""
-    from quantrot.kernels.hadamard.tuned import CODE_PLANS
-
-    if dtype.itemsize != 2 or columns % GROUP or (order % GROUP and order not in (32, 64)):
+def prepare_transform(x: Tensor, signs: Tensor | None, order: int, scale: float) -> Run | None:
+    """`transform` of an x and contiguous signs like these into a new tensor, as a function of them; None where it takes
+    more than one kernel."""
+    plan = _one_pass(x, order, False) if x.numel() else None
+    if plan is None:
         return None
-    if plan := CODE_PLANS.get(("bfloat16", order)):  # the same instructions in float16
-        return plan
-    plan = plan_for(order, dtype)
-    if plan is None or not plan.by_map or plan.tiles < 16:
-        plan = _flow_plan(order)
-    return plan and replace(plan, cluster=1, paced=False, shift=False, overlap=False)
+    made: Any = {"size": x.shape, "dtype": x.dtype, "device": x.device}
+    like_y = torch.empty(x.shape, dtype=x.dtype, device="meta").view(-1, order)
+    turn = prepare(read_rows(x, order, plan), like_y, signs, scale, plan)
 
-
-def _flow_plan(order: int) -> Plan | None:
-    """Tiles of 256 columns where a row of registers holds them, else of 128."""
-    *bases, _ = hadamard_factors(order)
-    for columns in (256, 128):
-        tall = order // columns
-        if (
-            order % columns == 0
-            and len(bases) < 2
-            and tall % (bases or [2])[0] == 0
-            and 2 <= tall <= 16384 // columns * 2
-        ):
-            tiles = -(-tall // 64)
-            plan = Plan("flow", 4 * (3 if tiles == 3 else 2) + 4, 1, tiles=columns // 8, stages=2)
-            return plan if plan.shared_bytes(order) <= MAX_SHARED else None
-    return None
-
-
-def prepare_codes(
-    x: Tensor, q: Tensor, scales: Tensor, signs: Tensor | None, order: int, factor: float, rule: str
-) -> Run:
-    """x [M, K], not empty, -> e4m3 codes q [M, K], contiguous, and scales [M, K / 128], as a function of x, q, scales
-    and signs like these; `plan_for_codes` must have a plan."""
-    plan = plan_for_codes(order, x.shape[1], x.dtype)
-    assert plan is not None, order
-
-    def read(x: Tensor) -> Tensor:
-        rows = _rows(x, order)
-        return rows if plan.takes(rows) else rows.contiguous()
-
-    transform = prepare(read(x), q.view(-1, order), signs, factor, plan, scales=scales, rule=rule)
-
-    def run(x: Tensor, q: Tensor, scales: Tensor, signs: Tensor | None) -> None:
-        transform(read(x), q.view(-1, order), None if signs is None else signs.contiguous(), scales)
+    def run(x: Tensor, signs: Tensor | None) -> Tensor:
+        y = torch.empty(**made)
+        turn(read_rows(x, order, plan), y.view(-1, order), signs, None)
+        return y
 
     return run
+
+
+def _one_pass(x: Tensor, order: int, in_place: bool) -> Plan | None:
+    """The plan of one kernel for an x that is not empty, None where there is none."""
+    size = x.dtype.itemsize
+    if order * size % 16 and x.numel() * size % 16:
+        return None
+    stays = (1 if in_place else 2) * x.nbytes <= STREAM_BYTES  # in L2, input and output
+    small = x.numel() <= SMALL_ELEMENTS
+    plan = _plan_of(order, x.dtype, small, stays)
+    if plan is None:
+        return None
+    if in_place and stays and not small:
+        plan = IN_PLACE.get((x.dtype, order), replace(plan, ahead=0, later=0))
+    marked = not stays and (not in_place or plan.kind == "held")  # block 10240 in place 165.6 us marked, 163.2 not
+    return plan if marked else replace(plan, stream=False)
+
+
+def read_rows(x: Tensor, order: int, plan: Plan | None) -> Tensor:
+    """x as [rows, order], as the plan's kernel takes it."""
+    rows = _rows(x, order)
+    return rows if plan is None or plan.takes(rows) else rows.contiguous()
 
 
 def _rows(x: Tensor, order: int) -> Tensor:

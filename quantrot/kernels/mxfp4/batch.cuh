@@ -1,4 +1,4 @@
-// Some ten to 1024 tokens in e4m3 by a packed weight: parts of kernels/mixed (multiply.cuh, gemm.cuh, parts.cuh), whose
+// Some ten to 4096 tokens in e4m3 by a packed weight: parts of kernels/mixed (multiply.cuh, gemm.cuh, parts.cuh), whose
 // codes are MXFP4's and whose products are e4m3's.
 //
 // A block of K is 128 columns: 64 bytes of codes a row, 128 of a token. Lane q of a row takes group q of the block, whose

@@ -3,7 +3,7 @@
 On FP8 tensor cores an MXFP4 product is an FP8 product: `expand_mxfp4` writes each operand as e4m3 with one power of two
 a row, cuBLAS multiplies them with row scales, and where a row does not fit e4m3's window its outputs are computed once
 more from the packed operands. A few tokens by a packed weight run in one kernel that reads the packed bytes once; so
-do, on Hopper, bfloat16 tokens in any number and e4m3 ones up to 1024.
+do, on Hopper, bfloat16 tokens in any number and e4m3 ones up to 4096.
 """
 
 from collections.abc import Callable
@@ -101,7 +101,7 @@ def mxfp4_gemm(
     backend: "hopper" and "triton" read the packed weight once, for at most 32 tokens of bfloat16 ("hopper", which
     "auto" takes where it can: capability 9.0, cuda.core, K a multiple of 128; group scales of the weight from 2^-62
     to 2^65, numbers of a single token up to 2^65; W4A16 of any number of tokens, K a multiple of 64, N of 8; W4A4 and
-    W4A8 of up to 1024, also of float16 and with any scales, N a multiple of 8); "cublas" (CUDA, capability 8.9, N a
+    W4A8 of up to 4096, also of float16 and with any scales, N a multiple of 8); "cublas" (CUDA, capability 8.9, N a
     multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
     """
     key, operands = None, (x, packed, scale, bias)
@@ -204,6 +204,24 @@ def few_is_faster(tokens: int, rows: int, columns: int, activations: str, around
     return few <= batch + at_least + a_column * columns + around
 
 
+# Microseconds of cuBLAS behind the kernel that expands the weight, less what both need for the tokens: at least, a
+# number of the weight, one of the result, and a column where each multiprocessor has a tile of 128 x 128 (H200, 384 to
+# 4096 tokens by 23 weights: the choice then takes 0.5% longer than the faster one in the mean, at most 22%; a batch up
+# to 1024 tokens 2.2%; benchmarks/tune_mxfp4_batch.py --cublas).
+EXPANDING, A_NUMBER, A_RESULT, A_COLUMN = 3.2, 0.43e-6, 0.49e-6, 2.33e-3
+AS_FAST = 1.03  # a batch as fast is taken: two launches for four (56 us of the host for 168), and no wide weight
+
+
+def batch_beats_cublas(tokens: int, rows: int, columns: int) -> bool:
+    """Whether many tokens take a batch's product, by the models of both."""
+    from quantrot.kernels.mixed.hopper_plans import PROCESSORS
+    from quantrot.kernels.mxfp4 import hopper_batch
+
+    turns = -(-(-(-tokens // 128) * -(-rows // 128)) // PROCESSORS)
+    cublas = EXPANDING + A_NUMBER * rows * columns + A_RESULT * tokens * rows + A_COLUMN * turns * columns
+    return hopper_batch.rule(tokens, rows, columns)[0] <= AS_FAST * cublas
+
+
 def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
     """Whether one kernel multiplies a batch of tokens in e4m3 by the packed weight."""
     asked = activations != "none" and rows.numel() > 0 and backend in ("auto", "hopper")
@@ -215,7 +233,11 @@ def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard
     from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
 
     quantized = activations == "fp8" or hopper_rows.fits(rows, ScaleRule(rule), hadamard, row=True)
-    return quantized and hopper_batch.fits(rows, packed.shape[0])
+    if not quantized or not hopper_batch.fits(rows, packed.shape[0]):
+        return False
+    if backend == "hopper" or rows.dtype != torch.bfloat16 or not _uses_cublas(rows, packed.shape[0], backend):
+        return True  # in another dtype cuBLAS' float32 sums take three kernels more
+    return batch_beats_cublas(*shape)
 
 
 def _decoder(rows: Tensor, activations: str, backend: str) -> str | None:
@@ -231,7 +253,7 @@ def _decoder(rows: Tensor, activations: str, backend: str) -> str | None:
     if backend not in ("hopper", "triton"):
         return None
     if not (streams if backend == "hopper" else able):
-        more = ", more where N is a multiple of 8 (quantized ones up to 1024)" if backend == "hopper" else ""
+        more = ", more where N is a multiple of 8 (quantized ones up to 4096)" if backend == "hopper" else ""
         needs = "of capability 9.0, with cuda.core, K a multiple of 128" if backend == "hopper" else "with Triton"
         raise ValueError(
             f"backend: {backend!r} multiplies 1 to {DECODE_ROWS} tokens of bfloat16{more} on a CUDA device {needs}; "

@@ -1,4 +1,4 @@
-"""Some ten to 1024 tokens in e4m3 by a packed MXFP4 weight on Hopper: CUDA C++ (batch.cuh, on kernels/mixed), compiled
+"""Some ten to 4096 tokens in e4m3 by a packed MXFP4 weight on Hopper: CUDA C++ (batch.cuh, on kernels/mixed), compiled
 at first use.
 
 Order of sums: the tensor core's in float32 along a part of K, times the row's power of two and the token's scale; then
@@ -59,7 +59,7 @@ class Plan(ScaledPlan):
         return ENTRY.format(cluster=cluster, threads=self.threads, name=name, tile=tile, out=WIDE[out])
 
 
-MOST = 1024  # tokens
+MOST = 4096  # tokens
 MOST_DEPTH = 1 << 17  # no plan has room for the scales of more
 # Tiles, and microseconds of a block of K of one (64 to 512 tokens by 4096 x 14336, 8192 x 8192, 28672 x 4096; H200).
 TILES = (
