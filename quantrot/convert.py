@@ -61,7 +61,7 @@ def convert(
     recipe: RecipeLike,
     out: str | Path,
     *,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     resume: bool = False,
     overwrite: bool = False,
     max_shard_size: int = 5_000_000_000,
@@ -80,8 +80,8 @@ def convert(
     started = time.monotonic()
     target = _target(out)
     plan = make_plan(model, recipe, device, max_shard_size, calibration)
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads is {threads}; a positive integer is needed")
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise ValueError(f"threads is {threads!r}; a positive integer is needed")
     workers = threads or cpus()
     known_device(device)  # a plan needs none
     partial = _prepare(target, plan, resume, overwrite)
@@ -299,6 +299,8 @@ def _run(plan: Plan, partial: Path, journal: BinaryIO, workers: int, progress: P
                 report(step.name)
         for handle in handles.values():
             os.fsync(handle.fileno())
+    except ValueError as error:
+        raise ValueError(f"{error}\n(once that is mended, start again with overwrite, --overwrite)") from None
     finally:
         for handle in handles.values():
             handle.close()

@@ -7,8 +7,9 @@ import torch
 NAMES = re.compile(r"cpu|cuda(:\d+)?")
 
 
-def known_device(name: str) -> str:
+def known_device(name: str | torch.device) -> str:
     """The device of this name, for "auto" a GPU where there is one. ValueError where PyTorch has none such."""
+    name = str(name)
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if not NAMES.fullmatch(name):
@@ -20,8 +21,9 @@ def known_device(name: str) -> str:
     return name
 
 
-def device_type(name: str) -> str:
+def device_type(name: str | torch.device) -> str:
     """cpu or cuda, of a name that a conversion may run on, whether or not this machine has it; else ValueError."""
+    name = str(name)
     if not NAMES.fullmatch(name):
         raise ValueError(f"device is {name!r}; allowed: cpu, cuda, cuda:N")
     return name.partition(":")[0]

@@ -86,6 +86,8 @@ def from_config(config: dict[str, Any]) -> Llama:
         _check_windows(config)
         if config.get("head_dim", 1) is None:
             raise ValueError("config.json: head_dim is null, which transformers cannot read; drop it, or give a number")
+    if kind == "mistral":
+        _check_layers(config)
     config = DEFAULTS.get(kind, {}) | config
     heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
     if not config.get("head_dim") and hidden % heads:
@@ -164,6 +166,18 @@ def _check_windows(config: dict[str, Any]) -> None:
         raise ValueError(
             "config.json: use_sliding_window and layer_types say that some layers attend to a window, which is not "
             "supported; for texts within the window, set use_sliding_window to false and drop layer_types"
+        )
+
+
+def _check_layers(config: dict[str, Any]) -> None:
+    """Every layer of a Mistral attends alike: of one that says otherwise transformers makes a Ministral."""
+    types, window = config.get("layer_types"), config.get("sliding_window", 4096)
+    alike = "full_attention" if window is None else "sliding_attention"
+    if types is not None and (not isinstance(types, list) or any(kind != alike for kind in types)):
+        raise ValueError(
+            f"config.json: sliding_window is {window!r:.40} and layer_types are not all {alike!r} (Ministral), which "
+            "is not supported; where all layers attend to all tokens, set sliding_window to null; for texts within the "
+            "window, drop layer_types"
         )
 
 

@@ -62,6 +62,10 @@ def load(
     ValueError for a directory that is incomplete, altered or newer than this version.
     """
     root = open_source(path).path
+    if not (root / MANIFEST).exists():
+        raise ValueError(
+            f"{path}: no {MANIFEST}, so it is no converted model; convert it, or load it with transformers"
+        )
     manifest = read_manifest(root)
     if check_hashes:
         check_files(root, manifest.data)
@@ -146,15 +150,38 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
             read_json(source.path / "config.json")
         try:
             with _no_bars():
-                model = AutoModelForCausalLM.from_pretrained(
-                    source.path, dtype=_dtype(dtype) or "auto", use_safetensors=True, trust_remote_code=False
+                opened: Any = AutoModelForCausalLM.from_pretrained(
+                    source.path,
+                    dtype=_dtype(dtype) or "auto",
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # which are refused below, as what is missing is
                 )
-                model = model.to(where).eval()
         except (SafetensorError, ImportError, OSError) as error:
             if isinstance(error, OSError):
                 open_checkpoint(source.path)  # which names the weights that there are instead
             raise ValueError(f"model {str(name)!r}: transformers cannot load it: {error}") from None
+        model, found = opened
+        _check_complete(source.path, found)
+        model = model.to(where).eval()
     return model, open_tokenizer(source.path)
+
+
+def _check_complete(path: Path, found: dict[str, Any]) -> None:
+    """ValueError where transformers has drawn numbers of its own for weights that it did not find, or not of the
+    config's shape."""
+    if missing := sorted(found["missing_keys"]):
+        several = f"{len(missing)} tensors are" if len(missing) > 1 else "a tensor is"
+        raise ValueError(
+            f"{path}: {several} missing that config.json implies: {', '.join(missing[:3])}; download again"
+        )
+    if other := sorted(found["mismatched_keys"]):
+        name, stored, implied = other[0]
+        raise ValueError(
+            f"{path}: {name} has shape {tuple(stored)}; config.json implies {tuple(implied)}; give the config of these "
+            "weights"
+        )
 
 
 @contextmanager

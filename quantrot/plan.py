@@ -32,6 +32,7 @@ from quantrot.checkpoint import (
     lay_out,
     not_finite,
     open_checkpoint,
+    read_json,
     read_rows,
 )
 from quantrot.device import device_type
@@ -40,6 +41,7 @@ from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
 from quantrot.recipe import ONLINE, ROTATIONS, Recipe, RecipeLike, Rule, load_recipe
 from quantrot.rotation import Rotation, by_gain, checksum, of_heads, rotation_from_spec
 from quantrot.source import Source, copied_files, open_source
+from quantrot.tokenizer import TOKENIZERS
 from quantrot.version import __version__
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements: 1 MB in float32 stays in cache; smaller ones wait for Python
@@ -163,13 +165,18 @@ class Plan:
 def plan(
     model: str | Path,
     recipe: RecipeLike,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     max_shard_size: int = 5_000_000_000,
     calibration: Calibration | None = None,
 ) -> Plan:
     """Plan a conversion. ValueError lists every error that the headers and the recipe can show, one a line."""
     recipe = load_recipe(recipe)
     chunk = CHUNK[device_type(device)]
+    if calibration is not None and not isinstance(calibration, Calibration):
+        raise ValueError(
+            f"calibration is a {type(calibration).__name__}; give quantrot.Calibration(text), of the text itself or "
+            "a tuple of texts, no paths"
+        )
     if not isinstance(max_shard_size, int) or max_shard_size < 1:
         raise ValueError(f"max_shard_size is {max_shard_size!r}; allowed: a positive number of bytes, as 5_000_000_000")
     source = open_source(model)
@@ -186,6 +193,7 @@ def plan(
         if r1.turned < r1.width:
             notes.append(f"R1 in {r1.extent}: in the other blocks, norms' gains are not alike (channels: by-gain)")
     linears = _assign(recipe, arch, rotations, errors, notes)
+    _check_copied(source.path, errors, notes)
     calibration, windows = _calibrated(recipe, linears, calibration, source.path, arch, errors, notes)
     if errors:
         raise ValueError("\n".join(errors))
@@ -206,7 +214,7 @@ def plan(
         checkpoint=checkpoint,
         llama=arch,
         recipe=recipe,
-        device=device,
+        device=str(device),
         rotations=rotations,
         linears=linears,
         online=online,
@@ -250,6 +258,17 @@ def _check_attention(recipe: Recipe, arch: Llama, errors: list[str], notes: list
         notes.append(
             f"the model has a sliding window: values pass through {recipe.kv_cache}, the cache holds them wide"
         )
+
+
+def _check_copied(path: Path, errors: list[str], notes: list[str]) -> None:
+    """What is copied unread and needed behind a conversion: `load` reads the first, all others the second."""
+    if (path / "generation_config.json").exists():
+        try:
+            read_json(path / "generation_config.json")
+        except ValueError as error:
+            errors.append(str(error))
+    if not any((path / name).exists() for name in TOKENIZERS):
+        notes.append(f"no tokenizer beside the weights ({', '.join(TOKENIZERS)}): verify, eval and servers need one")
 
 
 def _learned(recipe: Recipe, errors: list[str]) -> learned.Learned | None:

@@ -108,6 +108,13 @@ class Rounded(Strict):
     rounding: Literal["nearest", "gptq"] = Field("nearest", description="gptq: calibrated, needs a text")
 
 
+REQUIRED: dict[str, list[Any]] = {  # fields that have no default
+    "weights.block": ["channel", (128, 128), (256, 256)],
+    "weights.group": ["channel", 64, 128],
+    "activations.block": ["token", (1, 128), (1, 256), (128, 128), (256, 256)],
+}
+
+
 class Fp8Weights(Rounded):
     """e4m3 with one float32 scale a block; `channel` is one scale an output feature and fits any shape."""
 
@@ -119,7 +126,7 @@ class Fp8Weights(Rounded):
     @field_validator("block", mode="before")
     @classmethod
     def _known_block(cls, block: Any) -> Any:
-        return _one_of("block", block, ["channel", (128, 128), (256, 256)])
+        return _one_of("block", block, REQUIRED["weights.block"])
 
 
 class Mxfp4Weights(Rounded):
@@ -161,7 +168,7 @@ class Fp8Activations(Strict):
     @field_validator("block", mode="before")
     @classmethod
     def _known_block(cls, block: Any) -> Any:
-        return _one_of("block", block, ["token", (1, 128), (1, 256), (128, 128), (256, 256)])
+        return _one_of("block", block, REQUIRED["activations.block"])
 
 
 class Mxfp4Activations(Strict):
@@ -251,10 +258,14 @@ class Recipe(Strict):
 
 def _one_of(field: str, value: Any, allowed: list[Any]) -> Any:
     if (tuple(value) if isinstance(value, list) else value) not in allowed:
-        shown = ", ".join(str(list(a) if isinstance(a, tuple) else a) for a in allowed)
+        shown = _listed(allowed)
         hint = did_you_mean(value, [a for a in allowed if isinstance(a, str)]) if isinstance(value, str) else ""
         raise ValueError(f"{field} is {_shown(value)}; allowed: {shown}{hint}")
     return value
+
+
+def _listed(allowed: list[Any]) -> str:
+    return ", ".join(str(list(a) if isinstance(a, tuple) else a) for a in allowed)
 
 
 def _shown(value: Any) -> str:
@@ -418,7 +429,8 @@ def _explain(error: Any, file: str, tree: Any) -> str:
     if error["type"] == "union_tag_not_found":
         return f"{place}: {field} needs a format; write e.g. {{format: fp8, ...}}"
     if error["type"] == "missing":
-        return f"{place}: {field} is missing; it has no default"
+        kinds = REQUIRED.get(".".join([*outer, str(loc[-1])][-2:]))
+        return f"{place}: {field} is missing; it has no default" + (f"; allowed: {_listed(kinds)}" if kinds else "")
     if error["type"] in NEEDED:
         return f"{place}: {field} is {_shown(error['input'])}; {NEEDED[error['type']]}"
     message = error["msg"].removeprefix("Value error, ")

@@ -74,7 +74,7 @@ CASES = [
     ("fp8-block-of-three", rule(b"weights: {format: fp8, block: [128, 128, 1]}"), r"r\.yaml:3: linear\.0\.weights\.block: block is \[128, 128, 1\]; allowed: channel, \[128, 128\], \[256, 256\]$"),
     ("fp8-block-a-number", rule(b"weights: {format: fp8, block: 128}"), r"r\.yaml:3: linear\.0\.weights\.block: block is 128; allowed: channel, "),
     ("fp8-block-misspelt", rule(b"weights: {format: fp8, block: chanel}"), r"r\.yaml:3: linear\.0\.weights\.block: block is 'chanel'; allowed: .* \(did you mean 'channel'\?\)$"),
-    ("fp8-block-missing", rule(b"weights: {format: fp8}"), r"r\.yaml:3: linear\.0\.weights\.block is missing; it has no default$"),
+    ("fp8-block-missing", rule(b"weights: {format: fp8}"), r"r\.yaml:3: linear\.0\.weights\.block is missing; it has no default; allowed: channel, \[128, 128\], \[256, 256\]$"),
     ("fp8-activation-block", rule(FP8 + b"\nactivations: {format: fp8, block: [1, 64]}"), r"r\.yaml:4: linear\.0\.activations\.block: block is \[1, 64\]; allowed: token, \[1, 128\], \[1, 256\], \[128, 128\], \[256, 256\]$"),
     *((f"block-{name}", spec(b"{kind: hadamard, block: %s}" % text), rf"r\.yaml:3: rotations\.R1\.block: block is {shown}; {ANY_BLOCK}") for name, text, shown in [
         ("zero", b"0", "0"), ("negative", b"-4", "-4"), ("half", b"half", "'half'"), ("float", b"32.0", r"32\.0"),

@@ -109,7 +109,7 @@ def test_the_window_that_every_layer_has_is_calibrated_with(tiny, tmp_path):
     model = tiny(tmp_path / "model", model_type="mistral")
     config = json.loads((model / "config.json").read_text())
     for name, window in {"without": None, "with": 8}.items():
-        fields = {"sliding_window": window, "use_sliding_window": False, "layer_types": ["full_attention"] * 2}
+        fields = {"sliding_window": window, "use_sliding_window": False}
         (model / "config.json").write_text(json.dumps(config | fields))
         convert(model, PLAIN, tmp_path / name, calibration=CALIBRATION)
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("without", "with"))

@@ -5,13 +5,14 @@ import gc
 import json
 import shutil
 from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
@@ -266,6 +267,21 @@ def test_a_model_that_is_none_or_is_cut_off_is_named(source, tmp_path):
     cut.write_bytes(cut.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"model '.*cut': transformers cannot load it: .*header"):
         open_model(cut.parent, device="cpu")
+
+
+def test_a_model_of_which_a_part_would_be_drawn_at_random_is_not_evaluated(source, tmp_path):
+    lacking, other = (Path(shutil.copytree(source, tmp_path / name)) for name in ("lacking", "other"))
+    stored = load_file(lacking / "model.safetensors")
+    del stored["model.layers.1.mlp.up_proj.weight"], stored["model.norm.weight"]
+    save_file(stored, lacking / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacking: 2 tensors are missing .*: model\.layers\.1\.mlp\.up_proj\."):
+        open_model(lacking, device="cpu")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 7}))
+    with pytest.raises(ValueError, match=r"other: .* has shape \(\d+, \d+\); config\.json implies \(\d+, \d+\)"):
+        open_model(other, device="cpu")
+    with pytest.raises(ValueError, match=r"no quantrot\.json, so it is no converted model; convert it, or load"):
+        load(source)
 
 
 def test_evaluated_models_run_no_code_and_no_pickles(source, tmp_path, monkeypatch):

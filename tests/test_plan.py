@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -185,6 +187,24 @@ def test_predicted_memory_is_its_parts(single, monkeypatch):
     assert planned.peak_bytes(1) == planned.peak_bytes(7) == least + 2 * chunk
     monkeypatch.setattr(MODULE, "BUDGET", 0)
     assert planned.peak_bytes(7) == least + chunk
+
+
+def test_a_checkpoint_without_a_tokenizer_is_noted(single, tmp_path):
+    root = Path(shutil.copytree(single, tmp_path / "model"))
+    for there in (True, False):
+        notes = [line for line in plan(root, "mxfp4").notes if line.startswith("no tokenizer beside the weights")]
+        assert bool(notes) != there
+        (root / "tokenizer.json").unlink(missing_ok=True)
+
+
+def test_arguments_of_other_types_are_taken_or_named(single, tmp_path):
+    assert plan(single, "mxfp4", torch.device("cuda", 1)).device == "cuda:1"
+    with pytest.raises(
+        ValueError, match=r"calibration is a str; give quantrot\.Calibration\(text\), of the text itself"
+    ):
+        plan(single, "mxfp4-w4a8-gptq", calibration="words")
+    with pytest.raises(ValueError, match=r"threads is '2'; a positive integer is needed"):
+        convert(single, "mxfp4", tmp_path / "out", threads="2")
 
 
 def test_predicted_memory_of_calibration_is_its_parts(single, monkeypatch):

@@ -76,8 +76,8 @@ def mmlu(
     (see mmlu_data.read_data), used without any network; without it the data comes from the hub or its cache.
     `progress(done, total)` counts questions. `tokens`, a dict that is empty at first, keeps prompts' tokens for the
     next run of a model with the same tokenizer. Process-wide state (random generators, offline flags, loggers) is
-    restored. Raises ValueError for a bad option, incomplete data, an unreachable hub, or a tokenizer that ends all
-    answers alike.
+    restored. Raises ValueError for a bad option, incomplete data, an unreachable hub, a tokenizer that ends all
+    answers alike, or a model that computes NaN.
     """
     check_options(fewshot, limit, batch_size)
     from lm_eval.models.huggingface import HFLM
@@ -97,6 +97,7 @@ def mmlu(
         if progress:
             harness.report_progress(lm, sum(min(limit or len(t.eval_docs), len(t.eval_docs)) for t in tasks), progress)
         results = _simple_evaluate(lm, group, manager, fewshot, limit)
+        _check_scores(results["samples"], lm.model)
         found = [resolved, *lm.batch_sizes.values()]  # the last one was measured, where lm-eval had to find it
         return _result(results, fewshot, limit, int(found[-1]), truncated())
 
@@ -121,6 +122,18 @@ def _check_answers(lm: Any) -> None:
             f"tokenizer {lm.tokenizer.name_or_path}: prompts with MMLU's answers end in its tokens {shown}, which must "
             "differ, or all choices score alike; take what it appends to every text, such as EOS, out of "
             "post_processor in tokenizer.json, or set add_eos_token to false in tokenizer_config.json"
+        )
+
+
+def _check_scores(samples: dict[str, list[dict[str, Any]]], model: Any) -> None:
+    """Raise ValueError where a choice's score is NaN: the first choice would count as the answer, a share of right ones
+    as good as chance's."""
+    rows = [row for subject in samples.values() for row in subject]
+    broken = sum(any(math.isnan(score) for score, *_ in row["filtered_resps"]) for row in rows)
+    if broken:
+        raise ValueError(
+            f"model {model.config._name_or_path}: {broken} of {len(rows)} questions have no score, for it computes NaN "
+            "or infinity; give dtype bfloat16 or float32, or repair the checkpoint"
         )
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quantrot.evals import harness, hub
 from quantrot.evals.mmlu import Score, check_data, check_options, compare, mmlu
+from tests.evals.conftest import make_model
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +164,14 @@ def test_answers_that_end_alike_are_refused(model, tokenizer, mmlu_dir, part, ma
     shown = ", ".join(f"{answer} [{ends}]" for answer in "ABCD")
     with pytest.raises(ValueError, match=re.escape(f"answers end in its tokens {shown}, which must differ")):
         mmlu(model, alike, fewshot=0, limit=1, data=mmlu_dir)
+
+
+def test_a_model_that_computes_nan_has_no_score(tokenizer, mmlu_dir):
+    broken = make_model(seed=0)
+    with torch.no_grad():
+        broken.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"57 of 57 questions have no score, for it computes NaN or infinity; "):
+        mmlu(broken, tokenizer, fewshot=0, limit=1, data=mmlu_dir)
 
 
 def test_a_tokenizer_needs_neither_bos_nor_eos(model, tokenizer, mmlu_dir, result):
