@@ -41,16 +41,24 @@ class FewTokens:
         tokens = math.prod(x.shape[:-1])
         if not (isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)):
             return False
+
+        def fuse(*linears: Any) -> bool:
+            return all(
+                isinstance(each, QuantizedLinear) and not hooked(each) and each.fuses(x.device, tokens)
+                for each in linears
+            )
+
+        if not fuse(child(attention, "o_proj"), child(mlp, "down_proj")):  # first, for a prompt's cost no more to ask
+            return False
         if autocast_dtype(x) != x.dtype:  # each linear would cast
             return False
         if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
             return False
         if not all(is_rms_norm(norm, x.dtype) for norm in norms):
             return False
-        for each in (attention.current(), child(attention, "o_proj"), mlp.current(), child(mlp, "down_proj")):
-            if not isinstance(each, QuantizedLinear) or hooked(each) or not each.fuses(x.device, tokens):
-                return False
-        return is_silu(mlp.act_fn) and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+        if not is_silu(mlp.act_fn) or x.dtype not in (torch.bfloat16, torch.float16) or torch.is_grad_enabled():
+            return False
+        return fuse(attention.current(), mlp.current())
 
 
 class FewTokensLlama(FewTokens, LlamaDecoderLayer):  # type: ignore[misc]
