@@ -104,6 +104,8 @@ def begun(out: str | Path) -> bool:
 
 
 def _target(out: str | Path) -> Path:
+    if not isinstance(out, str | os.PathLike):
+        raise ValueError(f"out is {out!r:.80}; give a directory to create")
     return Path(os.path.realpath(os.path.expanduser(out)))  # where a link points: a rename would replace the link
 
 

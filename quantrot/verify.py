@@ -95,8 +95,9 @@ def verify(
     for a source that has other tensors than those that were converted.
     """
     for name, value in (("max_kl", max_kl), ("min_top1", min_top1)):
-        if value is not None and not 0 <= value <= (1 if name == "min_top1" else math.inf):
-            raise ValueError(f"{name} is {value}; a number from 0 {'to 1' if name == 'min_top1' else 'up'} is needed")
+        most = 1 if name == "min_top1" else math.inf
+        if value is not None and not (isinstance(value, int | float) and 0 <= value <= most):
+            raise ValueError(f"{name} is {value!r}; a number from 0 {'to 1' if name == 'min_top1' else 'up'} is needed")
     root = Path(os.path.expanduser(path))
     manifest = read_manifest(root)
     source = str(against) if against is not None else _source_name(manifest.data)

@@ -205,6 +205,8 @@ def test_arguments_of_other_types_are_taken_or_named(single, tmp_path):
         plan(single, "mxfp4-w4a8-gptq", calibration="words")
     with pytest.raises(ValueError, match=r"threads is '2'; a positive integer is needed"):
         convert(single, "mxfp4", tmp_path / "out", threads="2")
+    with pytest.raises(ValueError, match=r"out is None; give a directory to create"):
+        convert(single, "mxfp4", None)
 
 
 def test_predicted_memory_of_calibration_is_its_parts(single, monkeypatch):
