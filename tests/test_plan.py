@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantrot import Calibration
+from quantrot import Calibration, verify
 from quantrot.convert import convert
 from quantrot.learned import COPY
 from quantrot.manifest import MANIFEST
@@ -207,6 +207,8 @@ def test_arguments_of_other_types_are_taken_or_named(single, tmp_path):
         convert(single, "mxfp4", tmp_path / "out", threads="2")
     with pytest.raises(ValueError, match=r"out is None; give a directory to create"):
         convert(single, "mxfp4", None)
+    with pytest.raises(ValueError, match=r"max_kl is '1'; a number from 0 up is needed"):
+        verify(tmp_path, max_kl="1")
 
 
 def test_predicted_memory_of_calibration_is_its_parts(single, monkeypatch):
