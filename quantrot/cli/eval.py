@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -212,6 +213,7 @@ def ppl(
     ]
     with _then_written(output, "ppl", entry, settings, {"ppl": result}):
         table(f"{model}, {_extent(result)}", ["", "value", "± stderr"], rows)
+        _note_nan(result.ppl)
 
 
 @app.command()
@@ -249,6 +251,12 @@ def compare(
     ]
     with _then_written(output, "compare", entries[0], settings, {"divergence": result}, entries[1]):
         table(f"{model} against {baseline}, {_extent(result)}", ["", "value", "± stderr"], rows)
+        _note_nan(result.ppl, result.baseline_ppl)
+
+
+def _note_nan(*perplexities: float) -> None:
+    if any(map(math.isnan, perplexities)):
+        note("nan: a model computes NaN or infinity; give --dtype bfloat16 or float32, or repair its checkpoint")
 
 
 @contextmanager

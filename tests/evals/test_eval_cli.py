@@ -57,6 +57,16 @@ def test_ppl_prints_and_writes_the_same_number(run, tmp_path):
     assert "t.txt" in report["settings"]["text"]
 
 
+def test_what_is_nan_is_said_with_what_to_do(run, model, tmp_path, monkeypatch):
+    (tmp_path / "t.txt").write_text("some words, " * 100)
+    args = ["--text", tmp_path / "t.txt", "--seq-len", 32, "--windows", 1]
+    for command in (["ppl", "one"], ["compare", "two", "--baseline", "one"]):
+        assert "nan: a model computes NaN" not in run(*command, *args)[0].stderr
+    monkeypatch.setattr(model.model.norm, "variance_epsilon", float("nan"))
+    for command in (["ppl", "one"], ["compare", "two", "--baseline", "one"]):
+        assert "nan: a model computes NaN or infinity; give --dtype" in run(*command, *args)[0].stderr
+
+
 def test_a_log_file_gets_a_line_a_tenth(run, tmp_path):
     (tmp_path / "t.txt").write_text("some words, " * 100)
     result, _ = run("ppl", "one", "--text", tmp_path / "t.txt", "--seq-len", 32, "--windows", 4)
