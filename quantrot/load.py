@@ -64,7 +64,8 @@ def load(
     root = open_source(path).path
     if not (root / MANIFEST).exists():
         raise ValueError(
-            f"{path}: no {MANIFEST}, so it is no converted model; convert it, or load it with transformers"
+            f"{root / MANIFEST}: missing, so this is no whole converted model; convert it (again); one that never was "
+            "is loaded with transformers"
         )
     manifest = read_manifest(root)
     if check_hashes:

@@ -280,7 +280,7 @@ def test_a_model_of_which_a_part_would_be_drawn_at_random_is_not_evaluated(sourc
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 7}))
     with pytest.raises(ValueError, match=r"other: .* has shape \(\d+, \d+\); config\.json implies \(\d+, \d+\)"):
         open_model(other, device="cpu")
-    with pytest.raises(ValueError, match=r"no quantrot\.json, so it is no converted model; convert it, or load"):
+    with pytest.raises(ValueError, match=r"quantrot\.json: missing, so this is no whole converted model; convert it"):
         load(source)
 
 
