@@ -134,6 +134,9 @@ def _shards(root: Path) -> list[Path]:
             f"{root}: holds only pickle weights ({', '.join(pickles[:3])}), which can run code and are never loaded; "
             "save the model as safetensors first (model.save_pretrained(...) in transformers does)"
         )
+    for path in (root / SINGLE, root / INDEX):
+        if path.is_symlink():
+            raise ValueError(f"{path}: links to {os.readlink(path)}, which is not there; download it again")
     _refuse_other_kinds(root)
     raise ValueError(f"{root}: no {SINGLE} and no {INDEX}; give a checkpoint that was saved as safetensors")
 

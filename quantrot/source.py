@@ -85,4 +85,7 @@ def _from_hub(text: str) -> Source:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise ValueError(f"model {name!r}: no such directory, and the hub did not give it{offline}: {reason}") from None
+    if not any(path.glob("*.safetensors")) and os.environ.get("HF_HUB_OFFLINE"):
+        held = f"no safetensors of it in the cache, {path} (HF_HUB_OFFLINE is set)"
+        raise ValueError(f"model {name!r}: {held}; download it")
     return Source(name, path.name, path)

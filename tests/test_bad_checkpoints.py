@@ -105,6 +105,7 @@ BROKEN = [
     # the bytes of a safetensors file
     ("file-empty", weights_bytes(lambda raw: b""), r"model\.safetensors: not a safetensors file, or truncated: header of 0 bytes in a file of 0$"),
     ("file-a-git-lfs-pointer", weights_bytes(lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"), r"model\.safetensors: a Git LFS pointer, not the file itself; run git lfs pull, or download it again$"),
+    ("weights-a-link-to-nothing", lambda root: [(root / "model.safetensors").unlink(), (root / "model.safetensors").symlink_to("/nowhere/blob")], r"model/model\.safetensors: links to /nowhere/blob, which is not there; download it again$"),
     ("tokenizer-a-link-to-nothing", lambda root: [(root / "tokenizer.json").unlink(), (root / "tokenizer.json").symlink_to("/nowhere/blob")], r"model/tokenizer\.json: links to /nowhere/blob, which is not there; download it again$"),
     ("file-of-seven-bytes", weights_bytes(lambda raw: raw[:7]), r"model\.safetensors: not a safetensors file, or truncated"),
     ("file-cut-in-the-header", weights_bytes(lambda raw: raw[:100]), r"not a safetensors file, or truncated: header of \d+ bytes in a file of 100$"),
@@ -251,6 +252,14 @@ def test_hub_that_does_not_answer(monkeypatch):
     with pytest.raises(
         ValueError, match=r"^model 'owner/name': no such directory, and the hub did not give it.*: connection refused$"
     ):
+        plan("owner/name", ROTATE)
+
+
+def test_a_cache_that_holds_only_a_part_is_said_so(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"^model 'owner/name': no safetensors of it in the cache, .*; download it$"):
         plan("owner/name", ROTATE)
 
 
