@@ -48,7 +48,7 @@ class FewTokens:
                 for each in linears
             )
 
-        if not fuse(child(attention, "o_proj"), child(mlp, "down_proj")):  # first, for a prompt's cost no more to ask
+        if not fuse(child(attention, "o_proj"), child(mlp, "down_proj")):  # the cheapest to ask, and prompts end here
             return False
         if autocast_dtype(x) != x.dtype:  # each linear would cast
             return False
