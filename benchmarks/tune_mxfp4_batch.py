@@ -16,8 +16,8 @@ few slower, and the time of what gemm.py (fused.py) chooses over the faster one'
 and the largest.
 
 --cublas: W4A8 and W4A4 by the batch's product and by cuBLAS behind an expanded weight, each with its quantizer, in
-turn. A line a case: tokens, N x K, and for both: us of the batch, of cuBLAS, and of the choice over the faster one's;
-results are compared (relative, at most 6e-3). The last line as above.
+turn; more than 32 tokens, by default from 384 to 4096. A line a case: tokens, N x K, and for both: us of the batch, of
+cuBLAS, and of the choice over the faster one's; results are compared (relative, at most 6e-3). The last line as above.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from quantrot.kernels.mxfp4.hopper_batch import Plan
 LLAMA = "4096x4096 6144x4096 14336x4096 28672x4096 4096x14336 8192x8192 10240x8192 57344x8192 8192x28672"
 QWEN = "3584x3584 4608x3584 37888x3584 3584x18944 7168x5120 5120x5120 55296x5120 5120x27648"
 SMALL = "2048x2048 3072x2048 16384x2048 2048x8192 17920x1536 1536x8960"
+MANY = [384, 640, 1024, 1152, 1280, 1536, 1792, 2048, 2560, 3072, 4096]
 TURNS = 4  # of a multiprocessor at most: tiles that take more are left out
 
 
@@ -156,13 +157,14 @@ def against_cublas(cases: list[tuple[int, int, int]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 32])
+    parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--shapes", nargs="+", default=f"{LLAMA} {QWEN} {SMALL}".split())
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--choice", nargs="?", const="alone", choices=["alone", "norm", "add", "gate"])
     parser.add_argument("--cublas", action="store_true")
     args = parser.parse_args()
-    cases = [(m, *map(int, shape.split("x"))) for shape in args.shapes for m in args.tokens]
+    tokens = args.tokens or (MANY if args.cublas else [16, 32])
+    cases = [(m, *map(int, shape.split("x"))) for shape in args.shapes for m in tokens]
     if args.choice:
         return choose(cases, args.choice)
     if args.cublas:

@@ -2,10 +2,11 @@
 # ruff: noqa: E501 (one case a line)
 
 import re
+from typing import get_args
 
 import pytest
 
-from quantrot.recipe import MAX_BYTES, load_recipe, parse_recipe
+from quantrot.recipe import MAX_BYTES, REQUIRED, Int8Weights, load_recipe, parse_recipe
 
 HEAD = b"description: x\n"
 RULE = b"linear:\n  - match: down_proj\n"
@@ -74,6 +75,7 @@ CASES = [
     ("fp8-block-of-three", rule(b"weights: {format: fp8, block: [128, 128, 1]}"), r"r\.yaml:3: linear\.0\.weights\.block: block is \[128, 128, 1\]; allowed: channel, \[128, 128\], \[256, 256\]$"),
     ("fp8-block-a-number", rule(b"weights: {format: fp8, block: 128}"), r"r\.yaml:3: linear\.0\.weights\.block: block is 128; allowed: channel, "),
     ("fp8-block-misspelt", rule(b"weights: {format: fp8, block: chanel}"), r"r\.yaml:3: linear\.0\.weights\.block: block is 'chanel'; allowed: .* \(did you mean 'channel'\?\)$"),
+    ("int8-group-missing", rule(b"weights: {format: int8}"), r"r\.yaml:3: linear\.0\.weights\.group is missing; it has no default; allowed: channel, 64, 128$"),
     ("fp8-block-missing", rule(b"weights: {format: fp8}"), r"r\.yaml:3: linear\.0\.weights\.block is missing; it has no default; allowed: channel, \[128, 128\], \[256, 256\]$"),
     ("fp8-activation-block", rule(FP8 + b"\nactivations: {format: fp8, block: [1, 64]}"), r"r\.yaml:4: linear\.0\.activations\.block: block is \[1, 64\]; allowed: token, \[1, 128\], \[1, 256\], \[128, 128\], \[256, 256\]$"),
     *((f"block-{name}", spec(b"{kind: hadamard, block: %s}" % text), rf"r\.yaml:3: rotations\.R1\.block: block is {shown}; {ANY_BLOCK}") for name, text, shown in [
@@ -178,6 +180,17 @@ def test_recipe_without_a_file_names_the_field_and_not_a_line():
 def test_recipe_that_does_not_exist_offers_the_shipped_ones(name, message):
     with pytest.raises(ValueError, match=message):
         load_recipe(name)
+
+
+def test_what_a_missing_field_may_be_is_taken():
+    assert set(REQUIRED["weights.group"]) == set(get_args(Int8Weights.model_fields["group"].annotation))
+    for field, allowed in REQUIRED.items():
+        where, name = field.split(".")
+        for value in allowed:
+            shown = list(value) if isinstance(value, tuple) else value
+            given = {"format": "int8" if name == "group" else "fp8", name: shown}
+            weights = {"weights": {"format": "fp8", "block": "channel"}}
+            load_recipe({"linear": [{"match": "*", **weights, where: given}]})
 
 
 def test_directory_is_no_recipe(tmp_path):

@@ -85,9 +85,8 @@ def mmlu(
         open_source(baseline)  # what is not there is said before the first model's hours
     if recipes is not None:
         how = {**settings, "data": data, "batch": batch_size, "device": device, "dtype": dtype}
-        return _recipes(
-            model, [name.strip() for name in recipes.split(",")], calibration, work, output, settings, how, run
-        )
+        names = [name.strip() for name in recipes.split(",")]
+        return _recipes(model, names, calibration, work, output, settings, how, run)
     result, entry = run(model)
     against, against_entry = run(baseline) if baseline else (None, None)  # the first model is freed by now
     difference = evals.compare(result, against) if against else None

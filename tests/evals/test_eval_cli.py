@@ -144,7 +144,7 @@ def test_a_result_that_cannot_be_kept_stops_no_recipe(run, mmlu_dir, model_dir, 
     monkeypatch.setattr(recipes, "converted", lambda *given: "two")
     monkeypatch.setattr(os, "fsync", full)
     args = ["--data", mmlu_dir, "--fewshot", 0, "--limit", 1, "--work", tmp_path / "work"]
-    result, opened = run("mmlu", "one", "--recipes", "bf16,mxfp4", *args)
+    result, opened = run("mmlu", "one", "--recipes", "bf16, mxfp4", *args)
     assert [name for name, _, _ in opened] == ["one", "two"] and "McNemar p" in result.stdout
     notes = [line for line in result.stderr.splitlines() if "No space left on device" in line]
     assert [line.partition(": its result is not kept for another run: ")[0] for line in notes] == ["bf16", "mxfp4"]
