@@ -297,6 +297,22 @@ __device__ __forceinline__ u64 count_arrival(u64* p) {
   return before;
 }
 
+// Numbers that other blocks are writing, asked for every time.
+__device__ __forceinline__ float4 load_fresh4(const float* p) {
+  float4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(p)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ float2 load_fresh2(const float* p) {
+  float2 x;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(p) : "memory");
+  return x;
+}
+
 // What other blocks have written: from L2, whatever this multiprocessor has read before.
 __device__ __forceinline__ float fresh1(const float* p) { return __ldcg(p); }
 __device__ __forceinline__ float2 fresh2(const float* p) { return __ldcg((const float2*)p); }
@@ -527,6 +543,8 @@ struct Reciprocal {
   __device__ __forceinline__ Reciprocal(float high, float low) : high(high), low(low) {}
   __device__ __forceinline__ float times(float x) const { return fmaf(x, high, x * low); }
 };
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 
 struct alignas(16) Quad {
   u32 w[4];

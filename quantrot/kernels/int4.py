@@ -2,6 +2,7 @@
 
     quantize_int4    x [..., D] float -> codes uint8 [..., D/2], scale bfloat16 [..., D/group], low bfloat16 (as scale)
     dequantize_int4  codes, scale, low -> [..., D] float
+    try_store_int4   both of a prompt's keys and values, the codes straight to a cache's room, in one kernel
 
 x ~= code * scale + low, codes 0 to 15: low is the group's minimum and scale its range times 1/15, both rounded to
 bfloat16 before they divide; rounding is to nearest, ties to even, in float32. Byte j holds column 2j in its low nibble
@@ -107,6 +108,30 @@ def _plain_dequantize(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dt
     code = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).unflatten(-1, (scale.shape[-1], -1))
     x = code.to(torch.float32) * scale.to(torch.float32).unsqueeze(-1) + low.to(torch.float32).unsqueeze(-1)
     return x.flatten(-2).to(dtype)
+
+
+def try_store_int4(k: Tensor, v: Tensor, cache: tuple[Tensor, ...], at: int) -> tuple[Tensor, Tensor] | None:
+    """quantize_int4 of k and v [B, G, S, D] to places `at` ... of a cache, and what dequantize_int4 makes of that in
+    their dtype, as one kernel; None where there is none: on a CPU, under torch.compile, with gradients. Nothing is
+    stored then.
+
+    cache: of keys, then of values, codes uint8 [B, G, L, D / 2], scales and lows bfloat16 [B, G, L, D / group],
+    contiguous, at + S <= L.
+    """
+    if not k.is_cuda or not unseen(k, v, *cache):
+        return None
+    key = *map(like, (k, v, *cache)), "store"
+    if (again := READY.find(key)) is not None:
+        return again(k, v, cache, at)
+    group = k.shape[-1] // cache[1].shape[-1]
+    if not _kernel_takes(k, k.numel() // group, group, k.dtype, v.dtype) or v.shape != k.shape or v.dtype != k.dtype:
+        return None
+    if not all(t.is_contiguous() for t in cache):
+        return None
+    from quantrot.kernels import int4_triton
+
+    run = int4_triton.prepare_store(k, v, group, cache[0].shape[2])
+    return READY.keep(key, run, k.get_device())(k, v, cache, at)
 
 
 def _group_of(codes: Tensor, scale: Tensor) -> int:

@@ -64,22 +64,71 @@ def _quantize_kernel(
     start = _offset(group, n1, n2, s0, s1, s2, s3, GROUPS, GROUP)[:, None]
     inside = (group < groups)[:, None] & (column < GROUP)
     x = _wide(tl.load(x_ptr + start + column.to(tl.int64) * s3, mask=inside, other=0.0))
+    code, scale, low = _coded(x, column < GROUP)
+    _store_codes(codes_ptr, scale_ptr, low_ptr, code, scale, low, group.to(tl.int64), group < groups, GROUP)
+
+
+@triton.jit(do_not_specialize=["groups", "n1", "n2", "at", "room"])
+def _store_kernel(
+    k_ptr, v_ptr, key_ptr, key_scale_ptr, key_low_ptr, value_ptr, value_scale_ptr, value_low_ptr, k_out_ptr, v_out_ptr,
+    groups, n1, n2, k0, k1, k2, k3, v0, v1, v2, v3, at, room,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(1) == 0:
+        _store_numbers(
+            k_ptr, key_ptr, key_scale_ptr, key_low_ptr, k_out_ptr, groups, n1, n2, k0, k1, k2, k3, at, room, GROUPS,
+            GROUP, PADDED, TILE,
+        )  # fmt: skip
+    else:
+        _store_numbers(
+            v_ptr, value_ptr, value_scale_ptr, value_low_ptr, v_out_ptr, groups, n1, n2, v0, v1, v2, v3, at, room,
+            GROUPS, GROUP, PADDED, TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_numbers(
+    x_ptr, codes_ptr, scale_ptr, low_ptr, out_ptr, groups, n1, n2, s0, s1, s2, s3, at, room,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of n2 tokens a head: codes to place `at` of the head's room and on, what they stand for to out."""
+    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, PADDED)[None, :]
+    start = _offset(group, n1, n2, s0, s1, s2, s3, GROUPS, GROUP)[:, None]
+    inside = (group < groups)[:, None] & (column < GROUP)
+    x = _wide(tl.load(x_ptr + start + column.to(tl.int64) * s3, mask=inside, other=0.0))
+    code, scale, low = _coded(x, column < GROUP)
+    row = group // GROUPS
+    place = ((row // n2).to(tl.int64) * room + at + row % n2) * GROUPS + group % GROUPS
+    _store_codes(codes_ptr, scale_ptr, low_ptr, code, scale, low, place, group < groups, GROUP)
+    y = code.to(tl.float32) * scale[:, None] + low[:, None]
+    tl.store(out_ptr + group.to(tl.int64)[:, None] * GROUP + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _coded(x, real):
+    """Groups [TILE, PADDED] of float32, of which the real columns count: codes, scales, lows."""
     nan = tl.max((x != x).to(tl.int32), 1) > 0
-    least = tl.min(tl.where(column < GROUP, x, float("inf")), 1)
-    most = tl.max(tl.where(column < GROUP, x, float("-inf")), 1)
+    least = tl.min(tl.where(real, x, float("inf")), 1)
+    most = tl.max(tl.where(real, x, float("-inf")), 1)
     low = _rounded(tl.where(nan, float("nan"), least)) + 0.0
     scale = _rounded((most - low) * _FIFTEENTH)
     scale = tl.where(scale == 0.0, 1.0, scale)
     finite = tl.abs(scale) < float("inf")
     steps = tl.math.div_rn(x - low[:, None], scale[:, None])
     steps = tl.minimum(tl.maximum(tl.where(finite[:, None], steps, 0.0), 0.0), 15.0)
-    code = (steps + _MAGIC).to(tl.int32, bitcast=True) & 15
-    even, odd = tl.split(tl.reshape(code, (TILE, PADDED // 2, 2)))
-    byte = tl.arange(0, PADDED // 2)[None, :]
-    at = group.to(tl.int64)[:, None] * (GROUP // 2) + byte
-    tl.store(codes_ptr + at, (even | (odd << 4)).to(tl.uint8), mask=(group < groups)[:, None] & (byte < GROUP // 2))
-    tl.store(scale_ptr + group, _bfloat16(tl.where(finite, scale, float("nan"))), mask=group < groups)
-    tl.store(low_ptr + group, _bfloat16(low), mask=group < groups)
+    return (steps + _MAGIC).to(tl.int32, bitcast=True) & 15, tl.where(finite, scale, float("nan")), low
+
+
+@triton.jit
+def _store_codes(codes_ptr, scale_ptr, low_ptr, code, scale, low, place, real, GROUP: tl.constexpr):
+    """Groups to their places, int64 [TILE]."""
+    even, odd = tl.split(tl.reshape(code, (code.shape[0], code.shape[1] // 2, 2)))
+    byte = tl.arange(0, code.shape[1] // 2)[None, :]
+    at = place[:, None] * (GROUP // 2) + byte
+    tl.store(codes_ptr + at, (even | (odd << 4)).to(tl.uint8), mask=real[:, None] & (byte < GROUP // 2))
+    tl.store(scale_ptr + place, _bfloat16(scale), mask=real)
+    tl.store(low_ptr + place, _bfloat16(low), mask=real)
 
 
 @triton.jit(do_not_specialize=["groups", "n1", "n2"])
@@ -129,6 +178,25 @@ def prepare_quantize(x: Tensor, group: int) -> Run:
             num_warps=4, **EXACT,
         )  # fmt: skip
         return codes, scale, low
+
+    return run
+
+
+def prepare_store(k: Tensor, v: Tensor, group: int, room: int) -> Run:
+    """k, v [B, G, S, D] like these, a cache with room for `room` tokens, the first one's place -> k and v as they are
+    dequantized. Checked by the caller."""
+    across, groups, padded = k.shape[3] // group, k.numel() // group, _padded(group)
+    tile = ELEMENTS // padded
+    lie = *_rows(k), *_rows(v)[2:]
+    kernel = _store_kernel[-(-groups // tile), 2]
+
+    def run(k: Tensor, v: Tensor, cache: tuple[Tensor, ...], at: int) -> tuple[Tensor, Tensor]:
+        key, value = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+        kernel(
+            k, v, *cache, key, value, groups, *lie, at, room, GROUPS=across, GROUP=group, PADDED=padded, TILE=tile,
+            num_warps=4, **EXACT,
+        )  # fmt: skip
+        return key, value
 
     return run
 

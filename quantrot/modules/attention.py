@@ -29,6 +29,7 @@ from quantrot.kernels.attention import (
     rope_hadamard_quantize,
     transposed_values,
 )
+from quantrot.kernels.attention.reference import Turn
 from quantrot.modules.cache import StaticLayer, adopt, round_trip, update
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.modules.masks import IMPLEMENTATION
@@ -167,13 +168,16 @@ class QuantizedAttention(Merging):
                 layer.cumulative_length.add_(1)
             return y, None
         query, key, value = (t.transpose(1, 2) for t in (*self._normed(q, k), v))
+        if self.key_center is None:
+            if (token := self._int4_token(query, key, value, position_embeddings, mask, cache, kwargs)) is not None:
+                return token, None
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if self.key_center is not None:
             key = (key - self.key_center[:, None]).to(key.dtype)
+            if (token := self._int4_token(query, key, value, (None, None), mask, cache, kwargs)) is not None:
+                return token, None
         if self.R3 is not None:  # where heads lie beside each other, as RoPE leaves them: a prompt is not copied
             query, key = (self.R3(t.transpose(1, 2)).transpose(1, 2) for t in (query, key))
-        if (token := self._int4_token(query, key, value, mask, cache, kwargs)) is not None:
-            return token, None
         wide = key, value
         if self.kv_cache != "bf16" and (cache is None or adopt(cache, self.layer_idx, self.kv_cache) is None):
             key, value = round_trip(self.kv_cache, key, value)
@@ -224,15 +228,24 @@ class QuantizedAttention(Merging):
         return plain and not self.window and not kwargs.get("output_attentions")
 
     def _int4_token(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: Any, kwargs: dict[str, Any]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: tuple[Tensor | None, Tensor | None],
+        mask: Tensor | None,
+        cache: Any,
+        kwargs: dict[str, Any],
     ) -> Tensor | None:
-        """Attention of one token [B, heads, 1, D] and an INT4 cache that is read in its codes, [B, 1, heads, D]; None
-        where there is no such kernel."""
+        """Attention of one token [B, heads, 1, D], before RoPE and R3, and an INT4 cache that is read in its codes,
+        [B, 1, heads, D]; None where there is no such kernel."""
         if self.kv_cache != "int4" or q.shape[2] != 1 or not self._plain_sdpa(cache, kwargs):
             return None
         if (layer := adopt(cache, self.layer_idx, "int4")) is None:
             return None
-        return layer.attend_one(q, k, v, mask, self.scaling, keep=self.layer_idx == 0)  # see _one_token for the count
+        turn = Turn(*angles) if self.R3 is None else Turn(*angles, self.R3.block, self.R3.signs)
+        keep = self.layer_idx == 0  # see _one_token for the count
+        return layer.attend_one(q, k, v, turn, mask, self.scaling, keep=keep)
 
     # --- In e4m3 ---
 

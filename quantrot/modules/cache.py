@@ -32,8 +32,10 @@ from quantrot.kernels.attention import (
     quantize_heads,
     spread,
 )
+from quantrot.kernels.attention.reference import Turn
 from quantrot.kernels.fp8 import E4M3
-from quantrot.kernels.int4 import dequantize_int4, group_for, quantize_int4
+from quantrot.kernels.int4 import dequantize_int4, group_for, quantize_int4, try_store_int4
+from quantrot.kernels.ready import unseen
 
 Kind = Literal["fp8", "int4"]
 KINDS: tuple[Kind, ...] = ("fp8", "int4")
@@ -80,6 +82,14 @@ def _encode_int4(k: Tensor, v: Tensor) -> Buffers:
         codes, scale, low = quantize_int4(x, group_for(x.shape[-1], INT4_GROUP))
         named |= {name: codes, f"{name}_scale": scale, f"{name}_low": low}
     return named
+
+
+def _empty_int4(k: Tensor) -> Buffers:
+    """What _encode_int4 makes of no tokens of keys like these."""
+    *heads, _, width = k.shape
+    groups = width // group_for(width, INT4_GROUP)
+    codes, scale = k.new_empty((*heads, 0, width // 2), dtype=torch.uint8), k.new_empty((*heads, 0, groups))
+    return {name: scale.to(torch.bfloat16) if "_" in name else codes for name in INT4_BUFFERS}
 
 
 def _decode_int4(buffers: Buffers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -140,6 +150,8 @@ class KVLayer(CacheLayerMixin):
 
         What is stored has no gradient: a backward pass through keys or values that want one raises.
         """
+        if (every := self._store_at_once(key_states, value_states)) is not None:
+            return every
         stored = self._store(FORMATS[self.kind].encode(key_states, value_states), key_states.dtype)
         self.empty = False
         key, value = FORMATS[self.kind].decode(stored, key_states.dtype)
@@ -189,10 +201,11 @@ class KVLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def attend_one(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, keep: bool
+        self, q: Tensor, k: Tensor, v: Tensor, turn: Turn, mask: Tensor | None, scale: float, *, keep: bool
     ) -> Tensor | None:
         """`update` of one token and attention to all there are, kind int4, [B, 1, H, D], in one operator that reads
-        codes; None where there is none. q [B, H, 1, D], k and v [B, G, 1, D]; mask as transformers' sdpa has it.
+        codes; None where there is none. q [B, H, 1, D], k and v [B, G, 1, D], before their turn; mask as transformers'
+        sdpa has it.
 
         keep: a count on the device is added to behind the kernel, not in it.
         """
@@ -202,7 +215,8 @@ class KVLayer(CacheLayerMixin):
             return None
         at, limit = self._next()
         cache = tuple(self.buffers[name] for name in INT4_BUFFERS)
-        y = int4_token.try_attend_one(q, k, v, cache, at, limit=limit, mask=mask, scale=scale, advance=not keep)
+        how: Any = {"limit": limit, "turn": turn, "mask": mask, "scale": scale, "advance": not keep}
+        y = int4_token.try_attend_one(q, k, v, cache, at, **how)
         if y is not None:
             self._count(keep)
             self.empty = False
@@ -220,6 +234,10 @@ class KVLayer(CacheLayerMixin):
     @abstractmethod
     def _store(self, parts: Buffers, dtype: torch.dtype) -> Buffers:
         """Write the parts after what is there; views of all tokens."""
+
+    def _store_at_once(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """`update` where one kernel stores new tokens and gives them back."""
+        return None
 
     @abstractmethod
     def _next(self) -> tuple[Tensor | int, int]:
@@ -290,6 +308,21 @@ class DynamicKVLayer(KVLayer):
             self.buffers[name].narrow(TOKEN_AXIS.get(name, 2), self.length, new).copy_(part.detach())
         self.length += new
         return {name: b if name in TOKEN_AXIS else b.narrow(2, 0, self.length) for name, b in self.buffers.items()}
+
+    def _store_at_once(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        new, before = k.shape[2], self.length
+        if self.kind != "int4" or not k.is_cuda or not unseen(k, v):
+            return None
+        if not self.is_initialized:
+            self._allocate(_empty_int4(k), k.dtype, _padded(new))
+        self._make_room(new)
+        made = try_store_int4(k, v, tuple(self.buffers[name] for name in INT4_BUFFERS), before)
+        if made is None:
+            return None
+        self.length, self.empty = before + new, False
+        if before == 0:
+            return made
+        return _decode_int4({name: b.narrow(2, 0, self.length) for name, b in self.buffers.items()}, k.dtype)
 
     def _make_room(self, new: int) -> None:
         """For so many tokens more."""

@@ -28,7 +28,7 @@ from quantrot.kernels.attention import (
     rope_hadamard_quantize,
 )
 from quantrot.kernels.attention import hopper as attention_hopper
-from quantrot.kernels.attention.reference import key_rows
+from quantrot.kernels.attention.reference import Turn, key_rows
 from quantrot.kernels.fp8 import blocks as quantizer
 from quantrot.kernels.fp8 import (
     fp8_block_gemm,
@@ -415,7 +415,8 @@ def of_int4():
     """A token and an INT4 cache."""
     for batch, dim, counted, advance in itertools.product((1, 3), (64, 96, 128), (False, True), (False, True)):
         same = [token_and_int4(batch, dim, counted, *how) for how in ((9, 0), (100, 0), (9, 1), (100, 3), (9, batch))]
-        yield ("int4", batch, dim, counted), operator(int4_attended, advance=advance), same, ["q", "k", "v", *INT4]
+        told = ["q", "k", "v", *(("cos", "sin") if dim != 96 else ()), *INT4]
+        yield ("int4", batch, dim, counted), operator(int4_attended, advance=advance), same, told
 
 
 INT4 = ("key", "key_scale", "key_low", "value", "value_scale", "value_low")
@@ -424,6 +425,8 @@ INT4 = ("key", "key_scale", "key_low", "value", "value_scale", "value_low")
 def token_and_int4(batch, dim, counted, at, rows):
     """rows: of the mask; 3: one that lies once for all sequences."""
     given = dict(zip("qkv", (t.transpose(1, 2) for t in wide(batch, 1, 12, dim).split((8, 2, 2), 2)), strict=True))
+    turned = dim != 96  # whose kernel is Triton's
+    given |= {name: wide(batch if rows == 1 else 1, 1, dim) if turned else None for name in ("cos", "sin")}
     for name in INT4:
         size = batch, 2, 256
         given[name] = wide(*size, dim // 64) if "_" in name else torch.zeros(*size, dim // 2, dtype=torch.uint8)
@@ -432,8 +435,9 @@ def token_and_int4(batch, dim, counted, at, rows):
     return given | {"length": torch.tensor(at) if counted else at}
 
 
-def int4_attended(q, k, v, mask, length, advance, **cache):
-    how = {"limit": 256, "mask": mask, "scale": 0.1, "advance": advance}
+def int4_attended(q, k, v, cos, sin, mask, length, advance, **cache):
+    turn = Turn(cos, sin, 0 if cos is None else q.shape[-1])
+    how = {"limit": 256, "turn": turn, "mask": mask, "scale": 0.1, "advance": advance}
     return int4_token.try_attend_one(q, k, v, tuple(cache.values()), length, **how)
 
 

@@ -3,13 +3,18 @@
 import pytest
 import torch
 
-from quantrot.kernels.attention import int4_token
+from quantrot.kernels.attention import int4_hopper, int4_token
+from quantrot.kernels.attention.int4_token import NO_TURN
+from quantrot.kernels.attention.reference import Turn
 
 gpu = pytest.mark.gpu
 
 CASES = '''
 import torch
 
+from quantrot.kernels.attention.one_token import rotate_half
+from quantrot.kernels.attention.reference import Turn
+from quantrot.kernels.hadamard import hadamard_ref
 from quantrot.kernels.int4 import dequantize_int4, group_for, quantize_int4
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -41,6 +46,22 @@ def operands(batch, share, groups, dim, tokens, room, dtype, device="cpu", seed=
     q, k, v = (t.to(device).transpose(1, 2) for t in new)
     return q, k, v, tuple(t.to(device).contiguous() for t in cache)
 
+def turn_of(q, kind, device="cpu", seed=0):
+    """Of q [B, H, 1, D]: "" none, "rope", "rotated" with signs, "both" without, angles of one sequence."""
+    (batch, _, _, dim), g = q.shape, torch.Generator().manual_seed(seed)
+    angles = torch.rand(1 if kind == "both" else batch, 1, dim // 2, generator=g).repeat(1, 1, 2) * 6.3
+    cos, sin = (t.to(q.dtype).to(device) for t in (angles.cos(), angles.sin()))
+    signs = (torch.randint(2, (dim,), generator=g, dtype=torch.int8) * 2 - 1).to(device)
+    if kind == "rotated":
+        return Turn(None, None, dim, signs)
+    return Turn(cos, sin, dim if kind == "both" else 0) if kind else Turn()
+
+def behind(x, turn):
+    """x [B, heads, 1, D] behind its turn, by the definition."""
+    if turn.cos is not None:
+        x = x * turn.cos[:, None] + rotate_half(x) * turn.sin[:, None]
+    return hadamard_ref(x, order=turn.order, signs=turn.signs) if turn.order else x
+
 def stored(k, v, cache, tokens):
     """The cache with the new token."""
     made = [t.clone() for t in cache]
@@ -60,9 +81,10 @@ def exact(q, cache, tokens, mask=None):
     weights = torch.where(seen.any(-1, keepdim=True), scores.softmax(-1), 0.0)
     return (weights @ value).transpose(1, 2)
 
-def check(attend, case, masked=False, counted=True, device="cpu", seed=0, group=64):
-    """attend(q, k, v, cache, count or None, place, mask) -> y, on operands of this case."""
+def check(attend, case, masked=False, counted=True, device="cpu", seed=0, group=64, turned=""):
+    """attend(q, k, v, cache, count or None, place, mask, turn) -> y, on operands of this case."""
     q, k, v, cache = operands(*case, device=device, seed=seed, group=group)
+    turn = turn_of(q, turned, device, seed)
     tokens, room, dtype = case[4:]
     mask = None
     if masked:
@@ -73,11 +95,11 @@ def check(attend, case, masked=False, counted=True, device="cpu", seed=0, group=
         if not counted:
             mask = mask[..., : tokens + 1]
     count = torch.tensor(tokens, device=device) if counted else None
-    wanted = stored(k, v, cache, tokens)
-    y = attend(q, k, v, cache, count, tokens, mask)
+    wanted = stored(behind(k, turn), v, cache, tokens)
+    y = attend(q, k, v, cache, count, tokens, mask, turn)
     for name, mine, its in zip(("key", "scale", "low") * 2, cache, wanted):
         assert torch.equal(mine, its), (case, name)
-    expected = exact(q, wanted, tokens, mask)
+    expected = exact(behind(q, turn), wanted, tokens, mask)
     error = ((y.double() - expected).norm() / expected.norm()).item()
     assert y.shape == (case[0], 1, case[1] * case[2], case[3]) and y.dtype == dtype and y.is_contiguous()
     assert error <= TOLERANCE[dtype], (case, masked, counted, error)
@@ -90,10 +112,10 @@ INTERPRETED = (
 from quantrot.kernels.attention import int4_triton
 
 def kernel(config=None, splits=None, advance=True):
-    def attend(q, k, v, cache, count, at, mask):
+    def attend(q, k, v, cache, count, at, mask, turn=Turn()):
         counted, limit, scale = count is not None, cache[0].shape[2], q.shape[3] ** -0.5
         again = int4_triton.prepare(q, cache, counted, advance and counted, limit, mask, scale, config, splits)
-        y = again(q, k, v, cache, count, at, mask)
+        y = again(q, k, v, turn, cache, count, at, mask)
         assert not counted or int(count) == at + advance
         return y
     return attend
@@ -101,7 +123,7 @@ def kernel(config=None, splits=None, advance=True):
 Config = int4_triton.Config
 for i, case in enumerate(CASES):
     check(kernel(), case, masked=i % 2 == 0, counted=i % 3 > 0)
-    check(kernel(), case, masked=i % 2 > 0, counted=i % 3 == 0)
+    check(kernel(), case, masked=i % 2 > 0, counted=i % 3 == 0, turned=("rope", "rotated", "both")[i % 3])
 for config, splits in ((Config(128, 4, 2, 2), 1), (Config(32, 1, 2, 2), 5), (Config(16, 4, 2, 2), 20)):
     check(kernel(config, splits, advance=False), CASES[0], masked=True)
     check(kernel(config, splits), CASES[1])
@@ -143,6 +165,7 @@ def test_the_kernels_agree_when_interpreted(interpreted):
 COMPILED = """
 import torch
 from quantrot.kernels.attention import int4_triton
+from quantrot.kernels.attention.reference import Turn
 
 def launch(dim, share, mask=False, counted=True, batch=1, dtype=torch.bfloat16, room=4096):
     groups = dim // 64 if dim % 64 == 0 else 1
@@ -151,7 +174,7 @@ def launch(dim, share, mask=False, counted=True, batch=1, dtype=torch.bfloat16, 
     steps = torch.zeros(batch, 2, room, groups, dtype=torch.bfloat16)
     mask = torch.ones(batch, 1, 1, room, dtype=torch.bool) if mask else None
     cache, count = (codes, steps, steps) * 2, torch.tensor(100) if counted else None
-    int4_triton.prepare(q, cache, counted, counted, room, mask, 0.1)(q, k, k, cache, count, 100, mask)
+    int4_triton.prepare(q, cache, counted, counted, room, mask, 0.1)(q, k, k, Turn(), cache, count, 100, mask)
 
 for dim in (64, 96, 128, 256):
     launch(dim, 4)
@@ -191,27 +214,28 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def by_operator(advance=True):
-    def attend(q, k, v, cache, count, at, mask):
+    def attend(q, k, v, cache, count, at, mask, turn=NO_TURN):
         length = at if count is None else count
-        y = int4_token.int4_attend_one(q, k, v, cache, length, limit=cache[0].shape[2], mask=mask, advance=advance)
+        how = {"limit": cache[0].shape[2], "turn": turn, "mask": mask, "advance": advance}
+        y = int4_token.int4_attend_one(q, k, v, cache, length, **how)
         assert count is None or int(count) == at + advance
         return y
 
     return attend
 
 
-def by_the_short_way(q, k, v, cache, count, at, mask):
+def by_the_short_way(q, k, v, cache, count, at, mask, turn=NO_TURN):
     length = at if count is None else count
-    options = {"limit": cache[0].shape[2], "mask": mask, "scale": q.shape[3] ** -0.5, "advance": True}
+    options = {"limit": cache[0].shape[2], "turn": turn, "mask": mask, "scale": q.shape[3] ** -0.5, "advance": True}
     with torch.no_grad():
         return int4_token.try_attend_one(q, k, v, cache, length, **options)
 
 
 @pytest.mark.parametrize("case", SPACE["CASES"], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("counted", [False, True])
-def test_plain_torch_is_the_definition(case, masked, counted):
-    check(by_operator(advance=counted), case, masked, counted)
+@pytest.mark.parametrize("turned", ["", "rope", "rotated", "both"])
+def test_plain_torch_is_the_definition(case, masked, turned):
+    check(by_operator(advance=masked), case, masked, masked, turned=turned)
 
 
 def test_the_operator_is_sound():
@@ -220,7 +244,9 @@ def test_the_operator_is_sound():
     mask, name = torch.ones(1, 1, 1, 16, dtype=torch.bool), torch.ops.quantrot.int4_attend_one.default
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for place in ((None, torch.tensor(9), 0), (torch.tensor(9), None, 0), (None, None, 9)):
-        torch.library.opcheck(name, (q, k, v, *cache, *place, 16, mask, 0.125), test_utils=checks)
+        for kind in ("", "both"):
+            turn = SPACE["turn_of"](q, kind)
+            torch.library.opcheck(name, (q, k, v, *turn, *cache, *place, 16, mask, 0.125), test_utils=checks)
 
 
 def test_what_it_does_not_take_is_an_error():
@@ -238,6 +264,12 @@ def test_what_it_does_not_take_is_an_error():
         ({"cache": (codes.transpose(1, 2).contiguous().transpose(1, 2), *others)}, "not contiguous"),
         ({"cache": (codes, *(t.float() for t in others[:2]), *others[2:])}, "no bfloat16"),
         ({"length": 16}, "length 16, limit 16"),
+        ({"turn": Turn(q[:, 0], None)}, "cos and sin torch.bfloat16 .*, None"),
+        ({"turn": Turn(*[torch.ones(1, 1, 64)] * 2)}, "torch.float32 .1, 1, 64.*1 or 2, 1, 64"),
+        ({"turn": Turn(*[q[:1, 0, :, :32]] * 2)}, "1 or 2, 1, 64"),
+        ({"turn": Turn(order=32)}, "order 32; allowed: 0, 64"),
+        ({"turn": Turn(signs=torch.ones(64, dtype=torch.int8))}, "signs torch.int8 .*, order 0"),
+        ({"turn": Turn(order=64, signs=torch.ones(32, dtype=torch.int8))}, "int8 .64."),
         ({"limit": 17}, "limit 17, room 16"),
         ({"length": torch.tensor([9])}, "an int64 without dimensions"),
         ({"mask": mask}, "all tokens"),
@@ -292,9 +324,11 @@ CUDA_CASES = [
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("counted", [False, True])
 def test_the_kernel_meets_float64(case, masked, counted):
-    y = check(by_operator(), case, masked, counted, "cuda")
-    for _ in range(2):  # not seen before, and again
-        assert torch.equal(check(by_the_short_way, case, masked, counted, "cuda"), y)
+    turned = ("rope", "both")[masked] if int4_hopper.GROUPS.get(case[3]) and case[1] <= 8 else ""  # to the last bit
+    for kind in ("", turned):
+        y = check(by_operator(), case, masked, counted, "cuda", turned=kind)
+        for _ in range(2):  # not seen before, and again
+            assert torch.equal(check(by_the_short_way, case, masked, counted, "cuda", turned=kind), y)
 
 
 @gpu
@@ -307,9 +341,10 @@ def test_every_launch_meets_float64(config, dtype):
 
     for splits in (1, 7, 128):
 
-        def attend(q, k, v, cache, count, at, mask, splits=splits):
+        def attend(q, k, v, cache, count, at, mask, turn, splits=splits):
             how = mask, q.shape[3] ** -0.5, int4_triton.Config(*config), splits
-            return int4_triton.prepare(q, cache, True, True, cache[0].shape[2], *how)(q, k, v, cache, count, at, mask)
+            run = int4_triton.prepare(q, cache, True, True, cache[0].shape[2], *how)
+            return run(q, k, v, turn, cache, count, at, mask)
 
         for masked in (False, True):
             check(attend, (2, 4, 2, 128, 4001, 4096, dtype), masked, device="cuda")
@@ -324,7 +359,7 @@ def test_a_sequence_alone_is_what_it_is_among_others():
     def attend(rows):
         own = tuple(t[rows].clone() for t in cache)
         again = int4_triton.prepare(q[rows], own, False, False, 2048, None, 0.1, splits=6)
-        return again(q[rows], k[rows], v[rows], own, None, 2000, None)
+        return again(q[rows], k[rows], v[rows], NO_TURN, own, None, 2000, None)
 
     every = attend(slice(None))
     for i in range(5):

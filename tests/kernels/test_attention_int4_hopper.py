@@ -7,6 +7,7 @@ import torch
 
 from quantrot.kernels.attention import int4_hopper
 from quantrot.kernels.attention.int4_hopper import Plan
+from quantrot.kernels.attention.int4_token import NO_TURN
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
 from tests.kernels.test_attention_int4 import BF16, FP16, SPACE, check, exact, operands
 
@@ -19,10 +20,11 @@ KERNELS = [
     (Plan(4, 1, 2), 128, 8, 1, BF16),
     (Plan(1, 2, 1, 1), 256, 1, 4, BF16),
     (Plan(2, 1), 256, 7, 2, FP16),
-    (Plan(8, 8, 2), 128, 4, 2, BF16),
+    (Plan(8, 3), 128, 4, 2, BF16),
 ]
 OTHERS = [  # that are launched, too
-    (Plan(16, 8), 128, 4, 2, BF16),
+    (Plan(8, 3, 2), 128, 4, 2, BF16),
+    (Plan(8, 16), 64, 4, 1, FP16),
     (Plan(4, 1, 4), 128, 8, 2, FP16),
     (Plan(4, 1, 4), 64, 8, 1, BF16),
     (Plan(8, 1, 2), 64, 4, 1, BF16),
@@ -34,8 +36,10 @@ static std::string message;
 using Args = quantrot::CodedTokenArgs;
 extern "C" const char* run(int which, const Args* args, int split, int rows, int threads, int shared, int seed) {
   static void (*const kernels[])(Args) = {NAMES};
-  message = emulator::launch({(unsigned)split, (unsigned)rows, 1}, split, threads, shared, seed,
+  message = emulator::launch({(unsigned)split, (unsigned)rows, 1}, 1, threads, shared, seed,
                              [&] { kernels[which](*args); });
+  for (const unsigned counter : counters)
+    if (counter) message = "a counter that is not zero again";
   return message.c_str();
 }
 """
@@ -66,13 +70,14 @@ def emulator(emulated):
     def attend_by(number, seed=0, advance=True):
         plan, dim, share, groups, _ = KERNELS[number]
 
-        def attend(q, k, v, cache, count, at, mask):
+        def attend(q, k, v, cache, count, at, mask, turn=NO_TURN):
             assert int4_hopper.unsupported(q, cache) is None
             out = torch.full((len(q), 1, q.shape[1], dim), float("nan"), dtype=q.dtype)
             counted, scale = count is not None, dim**-0.5
-            given = q, k, v, cache, count, at, cache[0].shape[2], mask, scale, counted and advance, out
             shared, rows = plan.bytes_of(dim, share, groups), len(q) * cache[0].shape[1]
-            args = int4_hopper.arguments(*given)
+            parts = torch.full((rows * share * plan.split * (dim + 4),), float("nan"))
+            rest = cache[0].shape[2], mask, scale, counted and advance, out, parts, number
+            args = int4_hopper.arguments(q, k, v, turn, cache, count, at, *rest)
             message = library.run(number, ctypes.byref(args), plan.split, rows, plan.threads, shared, seed)
             assert message == b"", message.decode()
             assert not counted or int(count) == at + advance
@@ -91,7 +96,8 @@ def test_the_kernel_in_the_emulator_meets_float64(emulator, number, tokens):
     _, dim, share, groups, dtype = KERNELS[number]
     case = 2, share, 2, dim, tokens, tokens // 8 * 8 + 8, dtype
     for i in range(2):
-        check(emulator(number, i, advance=i == 0), case, i == 0, tokens % 3 > 0 or i == 0, group=dim // groups)
+        how = {"group": dim // groups, "turned": ("", "rope", "rotated", "both")[tokens % 2 + 2 * i]}
+        check(emulator(number, i, advance=i == 0), case, i == 0, tokens % 3 > 0 or i == 0, **how)
 
 
 def test_what_is_hidden_or_behind_may_be_nan_and_a_nan_that_is_seen_is_its_heads(emulator):
@@ -173,10 +179,10 @@ def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
 
 
 def by_plan(plan=None):
-    def attend(q, k, v, cache, count, at, mask):
+    def attend(q, k, v, cache, count, at, mask, turn=NO_TURN):
         counted = count is not None
         given = q, cache, counted, counted, cache[0].shape[2], mask, q.shape[3] ** -0.5
-        return int4_hopper.prepare(*given, plan)(q, k, v, cache, count, at, mask)
+        return int4_hopper.prepare(*given, plan)(q, k, v, turn, cache, count, at, mask)
 
     return attend
 
@@ -191,11 +197,14 @@ def test_the_kernel_meets_float64(dim, group, share, dtype):
         (2, 4, 9000, 9216),
     ):  # fmt: skip
         for masked in (False, True):
-            check(by_plan(), (batch, share, heads, dim, tokens, room, dtype), masked, masked, "cuda", group=group)
+            how = {"group": group, "turned": "both" if masked else "rotated" if tokens % 2 else "rope"}
+            check(by_plan(), (batch, share, heads, dim, tokens, room, dtype), masked, masked, "cuda", **how)
 
 
 @gpu
-@pytest.mark.parametrize("plan", [(8, 16, 2), (16, 8, 1), (8, 8, 2, 1), (4, 4, 4, 3), (8, 2, 2), (4, 1, 4), (8, 1, 2)])
+@pytest.mark.parametrize(
+    "plan", [(8, 16, 2), (16, 8, 1), (8, 16), (8, 33, 2, 1), (4, 4, 4, 3), (8, 2, 2), (4, 1, 4), (8, 1, 2)]
+)
 def test_each_launch_meets_float64(plan):
     for tokens, room in ((0, 104), (200, 304), (5001, 8192), (32767, 32768)):
         check(by_plan(Plan(*plan)), (1, 4, 8, 128, tokens, room, BF16), tokens > 0, device="cuda")
@@ -220,5 +229,5 @@ def test_compute_sanitizer_finds_nothing(sanitized):
     sanitized(
         "import sys; sys.path.insert(0, 'tests/kernels'); import test_attention_int4_hopper as t\n"
         "for c in ((2, 4, 1, 64, 99, 128, t.BF16), (1, 3, 2, 128, 300, 304, t.FP16), (1, 1, 1, 128, 0, 8, t.BF16)):\n"
-        "    t.check(t.by_plan(), c, masked=True, device='cuda')\n"
+        "    t.check(t.by_plan(), c, masked=True, device='cuda', turned='both')\n"
     )

@@ -6,7 +6,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
-from quantrot.kernels.int4 import dequantize_int4, quantize_int4
+from quantrot.kernels.int4 import dequantize_int4, quantize_int4, try_store_int4
 from quantrot.kernels.operators import eager_inference
 from quantrot.modules.cache import KVCache
 
@@ -107,6 +107,8 @@ def test_a_zero_low_has_no_sign_whichever_zero_is_read_last():
 CASES = '''
 import torch
 
+from quantrot.kernels.int4 import dequantize_int4, quantize_int4
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 INF, NAN = float("inf"), float("nan")
@@ -149,13 +151,28 @@ def same(got, expected):
     nan = expected.isnan()
     numbers = [t.masked_fill(nan, 0).contiguous().view(kind) for t in (got, expected)]
     return got.dtype == expected.dtype and torch.equal(got.isnan(), nan) and torch.equal(*numbers)
+
+def check_stored(store, k, v, group, at, device):
+    """store(k, v, cache, at) -> their numbers: the codes are in a cache of 40 places, and nothing else has changed."""
+    *heads, tokens, width = k.shape
+    cache, wanted, numbers = [], [], []
+    for x in (k, v):
+        parts = quantize_int4(x, group)
+        numbers.append(dequantize_int4(*parts, x.dtype))
+        for part in parts:
+            full = torch.full((*heads, 40, part.shape[-1]), 7, dtype=part.dtype)
+            cache.append(full.clone().to(device))
+            full[:, :, at : at + tokens] = part
+            wanted.append(full)
+    made = store(k.to(device), v.to(device), tuple(cache), at)
+    for name, got, expected in zip(("k", "v", *"cslcsl"), (*made, *cache), (*numbers, *wanted)):
+        assert same(got, expected), (k.shape, k.dtype, k.stride(), group, at, name)
 '''
 
 INTERPRETED = (
     CASES
     + """
 from quantrot.kernels import int4_triton
-from quantrot.kernels.int4 import dequantize_int4, quantize_int4
 
 for i, (shape, group) in enumerate(CASES):
     for j, dtype in enumerate(FLOATS):
@@ -174,6 +191,10 @@ for i, (shape, group) in enumerate(CASES):
             for dtype in FLOATS[:2]:  # the interpreter (Triton 3.9) cuts off what it makes bfloat16, the GPU rounds
                 got = int4_triton.prepare_dequantize(codes, scale, low, dtype)(codes, scale, low)
                 assert same(got, dequantize_int4(codes, scale, low, dtype)), (shape, group, kind, dtype, codes.stride())
+for (shape, group), at, dtype in zip([case for case in CASES if len(case[0]) == 4], (0, 3, 24, 0, 39), FLOATS[:2] * 3):
+    for k in layouts(hard(shape, group, dtype)):  # see above for bfloat16
+        v = hard(shape, group, dtype).flip(2)
+        check_stored(int4_triton.prepare_store(k, v, group, 40), k, v, group, at, "cpu")
 print("agrees")
 """
 )
@@ -188,12 +209,14 @@ from quantrot.kernels import int4_triton
 x = torch.zeros(1, 64, 8, 128, dtype=torch.bfloat16).transpose(1, 2)
 parts = int4_triton.prepare_quantize(x, 64)(x)
 int4_triton.prepare_dequantize(*parts, torch.bfloat16)(*parts)
+cache = tuple(torch.cat([t, t], 2) for t in parts)
+int4_triton.prepare_store(x, x, 64, 128)(x, x, cache * 2, 3)
 """
 
 
 def test_the_kernels_compile_for_hopper_without_spills(compiled_for_hopper):
     found = {entry["name"]: entry for entry in compiled_for_hopper(COMPILED)}
-    assert len(found) == 2 and not any(entry["local"] for entry in found.values()), found
+    assert len(found) == 3 and not any(entry["local"] for entry in found.values()), found
     assert found["_quantize_kernel"]["loads128"] == 2  # all of a program's 2048 numbers, 16 a thread
 
 
@@ -308,6 +331,21 @@ def test_each_is_one_operator_in_eager_mode():
 
 
 @gpu
+@pytest.mark.parametrize("dtype", SPACE["FLOATS"], ids=str)
+def test_a_prompt_is_stored_and_dequantized_at_once(dtype):
+    for (shape, group), at in zip([case for case in CUDA_CASES if len(case[0]) == 4], (0, 3, 24, 0, 39), strict=True):
+        for k in layouts(hard(shape, group, dtype)):
+            for _ in range(2):  # and found again
+                with torch.no_grad():
+                    SPACE["check_stored"](try_store_int4, k, hard(shape, group, dtype).flip(2), group, at, "cuda")
+    k = torch.randn(2, 3, 5, 64, device="cuda")
+    cache = [t.new_zeros(2, 3, 8, n) for t, n in zip(quantize_int4(k) * 2, (32, 1, 1) * 2, strict=True)]
+    assert try_store_int4(k, k, tuple(cache), 0) is None  # gradients are recorded
+    assert not any(t.any() for t in cache)
+
+
+@gpu
+@torch.no_grad()
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("room", [None, 40], ids=["growing", "static"])
 def test_a_cache_holds_and_gives_the_same_bits(head_dim, room):

@@ -9,6 +9,7 @@ from torch._inductor.utils import run_and_get_code
 from transformers import DynamicCache
 
 from quantrot.kernels.attention import int4_token
+from quantrot.kernels.attention.int4_token import NO_TURN
 from quantrot.modules import KVCache
 from quantrot.modules.cache import DynamicKVLayer, StaticKVLayer
 from quantrot.modules.masks import leave_masks_out
@@ -124,9 +125,9 @@ def test_a_layer_that_grows_stores_and_attends_as_others_do(device, used):
         layer.crop(-4)
     for step in range(135):
         q, k, v = heads(3, 1, device)
-        y = mine.attend_one(q, k, v, None, 0.125, keep=step % 2 == 0)
+        y = mine.attend_one(q, k, v, NO_TURN, None, 0.125, keep=step % 2 == 0)
         key, value = its.update(k, v)
-        other = static.attend_one(q, k, v, None, 0.125, keep=step % 2 == 0)
+        other = static.attend_one(q, k, v, NO_TURN, None, 0.125, keep=step % 2 == 0)
         assert mine.get_seq_length() == its.get_seq_length() == int(static.get_seq_length()) == 127 + step
         assert mine.get_mask_sizes(1) == its.get_mask_sizes(1)
         if step % 20 == 0:
@@ -164,7 +165,7 @@ def test_a_static_cache_that_is_full_gives_no_number_and_stays(device, used):
     layer = StaticKVLayer("int4", 8)
     layer.update(*heads(2, 8, device)[1:])
     before = {name: buffer.clone() for name, buffer in layer.buffers.items()}
-    assert layer.attend_one(*heads(2, 1, device), None, 0.125, keep=False).isnan().all()
+    assert layer.attend_one(*heads(2, 1, device), NO_TURN, None, 0.125, keep=False).isnan().all()
     assert all(torch.equal(buffer, before[name]) for name, buffer in layer.buffers.items())
 
 
@@ -174,11 +175,11 @@ def test_a_mask_of_another_width_and_an_offloaded_layer_have_no_kernel(device, u
     q, k, v = heads(2, 1, device)
     for width in (6, 8):
         mask = torch.ones(1, 1, 1, width, dtype=torch.bool, device=device)
-        assert layer.attend_one(q, k, v, mask, 0.125, keep=False) is None
+        assert layer.attend_one(q, k, v, NO_TURN, mask, 0.125, keep=False) is None
     kept, layer.buffers = layer.buffers, {name: buffer.to("meta") for name, buffer in layer.buffers.items()}
-    assert layer.attend_one(q, k, v, None, 0.125, keep=False) is None and layer.get_seq_length() == 6
+    assert layer.attend_one(q, k, v, NO_TURN, None, 0.125, keep=False) is None and layer.get_seq_length() == 6
     layer.buffers = kept
-    assert layer.attend_one(q, k, v, None, 0.125, keep=False) is not None and layer.get_seq_length() == 7
+    assert layer.attend_one(q, k, v, NO_TURN, None, 0.125, keep=False) is not None and layer.get_seq_length() == 7
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}])

@@ -4,8 +4,6 @@ namespace quantrot {
 
 constexpr int P_BITS = 8;  // probabilities are in e4m3 times 2^8
 
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
-
 // 2^(byte - 127), NaN for 255.
 __device__ __forceinline__ float power_of(int byte) {
   return byte == 255 ? __uint_as_float(0x7FC00000u) : __uint_as_float((u32)byte << 23);

@@ -130,7 +130,8 @@ def supports(given: Inputs, dtype: torch.dtype) -> bool:
 
 def device_functions() -> str:
     """What every kernel is built on."""
-    return nvrtc.IN_TURN.declaration + nvrtc.sources("hopper", "products", "attention/codes", "attention/decode")
+    files = ("hopper", "products", "attention/codes", "attention/gather", "attention/decode")
+    return nvrtc.IN_TURN.declaration + nvrtc.sources(*files)
 
 
 def entry(plan: Plan, dim: int, share: int, mask: bool, dtype: torch.dtype) -> str:

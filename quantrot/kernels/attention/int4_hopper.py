@@ -15,14 +15,14 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.attention import one_token
-from quantrot.kernels.attention.one_token import DTYPES, PORTABLE_CLUSTER, aligned, allow_large_clusters
-from quantrot.kernels.attention.reference import LOG2E
+from quantrot.kernels.attention.one_token import DTYPES, aligned
+from quantrot.kernels.attention.reference import LOG2E, Turn
 from quantrot.kernels.nvrtc import load_kernel, processors
 from quantrot.kernels.ready import Run
 
 GROUPS = {64: (1,), 128: (1, 2), 256: (2, 4)}  # of a head
 LARGEST_SHARE = 8  # query heads of a key head
-ENTRY = """extern "C" __global__ void {cluster} __launch_bounds__({threads}, {blocks}) attend_codes(
+ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {blocks}) attend_codes(
     const __grid_constant__ quantrot::CodedTokenArgs args) {{
   quantrot::attend_codes<{call}>(args);
 }}
@@ -30,27 +30,37 @@ ENTRY = """extern "C" __global__ void {cluster} __launch_bounds__({threads}, {bl
 
 
 @dataclass(frozen=True)
-class Plan(one_token.Plan):
-    """A launch: also tiles of 32 tokens that each warp has in shared memory."""
+class Plan:
+    """A launch: warps of a thread block, blocks of a key head, blocks a multiprocessor has room for, tiles of 32 tokens
+    that each warp has in shared memory."""
 
+    warps: int
+    split: int
+    blocks: int = 1
     stages: int = 2
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
 
     def bytes_of(self, dim: int, share: int, groups: int) -> int:
         """As CodedShape of int4_token.cuh has it."""
         ring = self.warps * self.stages * (32 * (dim + 8 * groups) + 8)
-        return self.shared_bytes(dim, share) + ring + dim + 32
+        new = one_token.Plan(self.warps, 1).shared_bytes(dim, share) + ring + dim + 32
+        return -(-new // 16) * 16 + share * (2 * dim + 16)
 
 
 class Arguments(ctypes.Structure):
     """CodedTokenArgs of int4_token.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "key", "value", "key_scale", "key_low")),
-        *((name, ctypes.c_void_p) for name in ("value_scale", "value_low", "count", "mask", "out")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "signs")),
+        *((name, ctypes.c_void_p) for name in ("key", "value", "key_scale", "key_low")),
+        *((name, ctypes.c_void_p) for name in ("value_scale", "value_low", "count", "mask", "out", "parts")),
         *((f"{name}_{i}", ctypes.c_longlong) for name in "qkv" for i in ("batch", "head")),
-        ("mask_batch", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("heads", "groups", "room", "limit", "at", "advance")),
-        ("scale", ctypes.c_float),
+        *((f"{name}_batch", ctypes.c_longlong) for name in ("cos", "sin", "mask")),
+        *((name, ctypes.c_int) for name in ("heads", "groups", "room", "limit", "at", "advance", "counter")),
+        *((name, ctypes.c_float) for name in ("scale", "factor")),
     ]
 
 
@@ -62,17 +72,15 @@ class _Parameters(ctypes.Structure):
 def plan_for(dim: int, pairs: int, room: int, units: int) -> Plan:
     """The launch for `pairs` key heads of all sequences, with room for `room` tokens each, on `units` processors.
 
-    By a sweep on an H200 (docs/measured/attention.md): a block of 8 warps on each processor, or two where that is too
-    few. Clusters of four do not all fit at once: 32 key heads take 23.3 us in eight, 26.1 in four.
+    By a sweep on an H200 (docs/measured/attention.md): a block of 8 warps on each processor, or two where less than two
+    thirds would have one (10 sequences of 4096 tokens 24.7 us for 27.1). With registers for two 0.2 to 0.4 us more.
     """
     if pairs > units:
         return Plan(4, 1, 4) if room <= 2048 and dim <= 128 else Plan(8, 1, 2 if dim <= 128 else 1)
-    split = 1 << min(3, (units // pairs).bit_length() - 1)
-    if dim > 128:
-        return Plan(8, split)
-    if pairs * 2 * PORTABLE_CLUSTER <= units and room > 8192:
-        return Plan(16, PORTABLE_CLUSTER)
-    return Plan(8, PORTABLE_CLUSTER if split == 4 else split, 2)
+    split = units // pairs
+    if 3 * pairs * split < 2 * units and dim <= 128:
+        return Plan(8, 2 * units // pairs, 2)
+    return Plan(8, split)
 
 
 def unsupported(q: Tensor, cache: tuple[Tensor, ...]) -> str | None:
@@ -94,41 +102,43 @@ def supports(q: Tensor, cache: tuple[Tensor, ...]) -> bool:
 
 def device_functions() -> str:
     """What every kernel is built on."""
-    return nvrtc.sources("hopper", "products", "attention/one_token", "attention/int4_token")
+    files = ("hopper", "products", "attention/gather", "attention/one_token", "attention/int4_token")
+    return nvrtc.IN_TURN.declaration + nvrtc.sources(*files)
 
 
 def entry(plan: Plan, dim: int, share: int, groups: int, dtype: torch.dtype) -> str:
     """The source of one kernel, after device_functions."""
-    call = f"{dim}, {groups}, {share}, {plan.warps}, {plan.split}, {plan.stages}, quantrot::{DTYPES[dtype]}"
-    cluster = f"__cluster_dims__({plan.split}, 1, 1)" if plan.split > 1 else ""
-    return ENTRY.format(cluster=cluster, threads=plan.threads, blocks=plan.blocks, call=call)
+    call = f"{dim}, {groups}, {share}, {plan.warps}, {plan.stages}, quantrot::{DTYPES[dtype]}"
+    return ENTRY.format(threads=plan.threads, blocks=plan.blocks, call=call)
 
 
 @lru_cache(maxsize=256)
 def _kernel(plan: Plan, dim: int, share: int, groups: int, dtype: torch.dtype, device: int) -> int:
     """The function, ready to launch on this device."""
     source = device_functions() + entry(plan, dim, share, groups, dtype)
-    kernel = load_kernel(source, "attend_codes", plan.bytes_of(dim, share, groups), device)
-    return allow_large_clusters(kernel, plan, device)
+    return load_kernel(source, "attend_codes", plan.bytes_of(dim, share, groups), device)
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, ...], count: Tensor | None, at: int, limit: int,
-    mask: Tensor | None, scale: float, advance: bool, out: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: tuple[Tensor, ...], count: Tensor | None, at: int, limit: int,
+    mask: Tensor | None, scale: float, advance: bool, out: Tensor, parts: Tensor | None, counter: int,
 ) -> Arguments:  # fmt: skip
     """The kernel's parameter."""
     key, key_scale, key_low, value, value_scale, value_low = cache
-    every = q, k, v, key, value, key_scale, key_low, value_scale, value_low, count, mask, out
+    new = q, k, v, turn.cos, turn.sin, turn.signs
+    every = *new, key, value, key_scale, key_low, value_scale, value_low, count, mask, out, parts
     return Arguments(
         *(None if t is None else t.data_ptr() for t in every),
         *(stride for t in (q, k, v) for stride in t.stride()[:2]),
-        mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0,
+        *(t.stride(0) if t is not None and t.shape[0] > 1 else 0 for t in (turn.cos, turn.sin, mask)),
         q.shape[1],
         *key.shape[1:3],
         limit,
         at,
         int(advance),
+        counter,
         scale * LOG2E,
+        turn.order**-0.5 if turn.order else 0.0,
     )
 
 
@@ -143,14 +153,19 @@ def prepare(
     function = _kernel(chosen, dim, share, groups, q.dtype, device)
     shared, grid = chosen.bytes_of(dim, share, groups), (chosen.split, pairs)
     launch = nvrtc.Launch(function, grid, chosen.threads, shared, device, overlap=True)
+    parts_of = pairs * share * chosen.split * (dim + 4)
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, ...], count: Tensor | None, at: int, mask: Tensor | None
-    ) -> Tensor:
-        q, k, v = aligned(q), aligned(k), aligned(v)
+        q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: tuple[Tensor, ...], count: Tensor | None, at: int,
+        mask: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        q, k, v, turn = aligned(q), aligned(k), aligned(v), turn.each(aligned)
         mask = mask if mask is None or mask.stride(3) == 1 else mask.contiguous()
         out = torch.empty(batch, 1, heads, dim, dtype=q.dtype, device=q.device)
-        launch(_Parameters(arguments(q, k, v, cache, count, at, limit, mask, scale, advance, out)))
+        parts = None if chosen.split == 1 else torch.empty(parts_of, dtype=torch.float32, device=q.device)
+        counter = 0 if parts is None else nvrtc.counters_in_turn(pairs)
+        rest = limit, mask, scale, advance, out, parts, counter
+        launch(_Parameters(arguments(q, k, v, turn, cache, count, at, *rest)))
         return out
 
     return run

@@ -1,5 +1,6 @@
-// One new token a sequence and an INT4 KV cache, for sm_90a: the token's codes and their place in the cache, and its attention
-// to all that is cached, in one launch. Follows one_token.cuh, whose clusters and sums of warps these are.
+// One new token a sequence and an INT4 KV cache, for sm_90a: RoPE and rotation of its queries and key, its codes and their
+// place in the cache, and its attention to all that is cached, in one launch. Follows one_token.cuh, whose sums of warps these are; a key head's blocks meet as
+// gather.cuh has it.
 //
 // A warp takes 32 tokens at a time, on its own: their codes, scales and lows lie one after another, and the copy engine brings
 // them to its ring of STAGES tiles. No number of the cache is made of them. Tensor cores add up queries times codes, and
@@ -18,24 +19,28 @@
 namespace quantrot {
 
 struct CodedTokenArgs {
-  const unsigned short *q, *k, *v;                                // the new token's, 16 bits
+  const unsigned short *q, *k, *v, *cos, *sin;                    // the new token's, 16 bits; cos null: no RoPE
+  const signed char* signs;                                       // +-1 [D] before the rotation, or null
   unsigned char *key, *value;                                     // codes [batch, groups, room, D / 2]
   unsigned short *key_scale, *key_low, *value_scale, *value_low;  // bfloat16 [batch, groups, room, GROUPS]
   u64* count;                 // tokens in the cache, 2^32 and up is 0 between launches; or null
   const unsigned char* mask;  // [batch, tokens] or null: 0 where a token is not seen
   unsigned short* out;        // [batch, heads, D]
-  i64 q_batch, q_head, k_batch, k_head, v_batch, v_head, mask_batch;  // elements
+  float* parts;               // [batch * groups, blocks, SHARE, D + 4] for several blocks: see gather.cuh
+  i64 q_batch, q_head, k_batch, k_head, v_batch, v_head, cos_batch, sin_batch, mask_batch;  // elements
   int heads, groups, room, limit, at, advance;  // at: tokens in the cache, where there is no count
-  float scale;                                  // of the scores, times log2(e)
+  int counter;                                  // the first of [batch * groups] counters for several blocks
+  float scale, factor;                          // of the scores, times log2(e); of the rotation, 0 for none
 };
 
 // Shared memory behind TokenShape's: [WARPS][STAGES] tiles, each of K's codes, V's, K's scales and lows, V's; barriers; a new
-// token's rows, each codes, then 8 bytes of scales and 8 of lows.
-template <int D, int GROUPS, int SHARE, int WARPS, int SPLIT, int STAGES>
-struct CodedShape : TokenShape<D, SHARE, WARPS, SPLIT> {
+// token's rows, each codes, then 8 bytes of scales and 8 of lows; queries, [SHARE][Q_ROW].
+template <int D, int GROUPS, int SHARE, int WARPS, int STAGES>
+struct CodedShape : TokenShape<D, SHARE, WARPS, 1> {
   static constexpr int TOKENS = 32, CODES = TOKENS * D / 2, STEPS = TOKENS * GROUPS * 2, TILE = 2 * CODES + 4 * STEPS;
-  static constexpr int RING = TokenShape<D, SHARE, WARPS, SPLIT>::GAINS, BARRIERS = RING + WARPS * STAGES * TILE;
+  static constexpr int RING = TokenShape<D, SHARE, WARPS, 1>::GAINS, BARRIERS = RING + WARPS * STAGES * TILE;
   static constexpr int NEW_ROW = D / 2 + 16, NEW = BARRIERS + WARPS * STAGES * 8;
+  static constexpr int Q_ROW = D * 2 + 16, QUERIES = (NEW + 2 * NEW_ROW + 15) / 16 * 16;
 };
 
 #ifndef QUANTROT_EMULATED
@@ -109,16 +114,65 @@ __device__ __forceinline__ float nearest_bf16(float x) {  // infinities and NaN 
   return fabsf(x) < -minus_infinity() ? __uint_as_float(bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000u) : x;
 }
 
-// A row of numbers, D / 32 neighbours a lane, as quantize_int4 has it: to shared memory, and if `kept` to the cache.
+// A row of 16-bit numbers, D / 32 neighbours a lane: as they lie, behind RoPE (each operation rounded), behind the rotation.
+template <int D>
+struct Neighbours {
+  static constexpr int EACH = D / 32;
+  u32 x[EACH / 2];
+
+  __device__ __forceinline__ void load(const unsigned short* row) {
+#pragma unroll
+    for (int i = 0; i < EACH / 2; i++) x[i] = ((const u32*)row)[lane_number() * (EACH / 2) + i];
+  }
+  template <class T>
+  __device__ __forceinline__ void turn(const Neighbours& cos, const Neighbours& sin) {
+#pragma unroll
+    for (int i = 0; i < EACH / 2; i++) {
+      const u32 half = __shfl_xor_sync(0xFFFFFFFFu, x[i], 16) ^ (lane_number() < 16 ? 0x80008000u : 0u);
+      x[i] = plus<T>(times<T>(x[i], cos.x[i]), times<T>(half, sin.x[i]));
+    }
+  }
+  // By Sylvester's matrix times factor, behind signs; the sums of hadamard/reference.py.
+  template <class T>
+  __device__ __forceinline__ void rotate(const signed char* signs, float factor) {
+    float v[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      v[i] = T::value((unsigned short)(x[i / 2] >> i % 2 * 16));
+      if (signs && signs[lane_number() * EACH + i] < 0) v[i] = -v[i];
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], lanes);
+        v[i] = lane_number() & lanes ? other - v[i] : v[i] + other;
+      }
+    }
+#pragma unroll
+    for (int apart = EACH / 2; apart > 0; apart /= 2) {
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        if (i & apart) continue;
+        const float a = v[i], b = v[i + apart];
+        v[i] = a + b, v[i + apart] = a - b;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < EACH / 2; i++) x[i] = T::pack(v[2 * i] * factor, v[2 * i + 1] * factor);
+  }
+};
+
+// A row of numbers, as quantize_int4 has it: to shared memory, and if `kept` to the cache.
 template <int D, int GROUPS, class T>
-__device__ __forceinline__ void code_row(const u32 (&x)[D / 64], unsigned char* codes, unsigned short* scales,
+__device__ __forceinline__ void code_row(const Neighbours<D>& row, unsigned char* codes, unsigned short* scales,
                                          unsigned short* lows, bool kept, u32 to) {
   constexpr int EACH = D / 32, LANES = 32 / GROUPS;  // columns of a lane, lanes of a group
   const u32 lane = lane_number();
   float v[EACH];
   bool nan = false;
 #pragma unroll
-  for (int i = 0; i < EACH; i++) v[i] = T::value((unsigned short)(x[i / 2] >> i % 2 * 16));
+  for (int i = 0; i < EACH; i++) v[i] = T::value((unsigned short)(row.x[i / 2] >> i % 2 * 16));
   float least = v[0], most = v[0];
 #pragma unroll
   for (int i = 0; i < EACH; i++) least = fminf(least, v[i]), most = fmaxf(most, v[i]), nan |= v[i] != v[i];
@@ -156,38 +210,35 @@ __device__ __forceinline__ void code_row(const u32 (&x)[D / 64], unsigned char* 
   }
 }
 
-template <int D, int GROUPS, int SHARE, int WARPS, int SPLIT, int STAGES, class T>
+template <int D, int GROUPS, int SHARE, int WARPS, int STAGES, class T>
 __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
-  using Shape = CodedShape<D, GROUPS, SHARE, WARPS, SPLIT, STAGES>;
+  using Shape = CodedShape<D, GROUPS, SHARE, WARPS, STAGES>;
   constexpr int GROUP = D / GROUPS, KW = GROUP / 32, VW = GROUP / 64;  // columns of a group, a lane's words of one
-  constexpr int TOKENS = Shape::TOKENS, STRIDE = SPLIT * WARPS;
+  constexpr int TOKENS = Shape::TOKENS, ROW = D + 4, ROWS = (SHARE + WARPS - 1) / WARPS;
   const u32 lane = lane_number(), g = lane / 4, q = lane % 4, warp = warp_number(), base = shared_memory();
-  const u32 rank = SPLIT > 1 ? cluster_rank() : 0, ring_at = base + Shape::RING + warp * (STAGES * Shape::TILE);
+  const int split = gridDim.x, rank = blockIdx.x, stride = split * WARPS;
+  const u32 ring_at = base + Shape::RING + warp * (STAGES * Shape::TILE);
   const u32 landed = base + Shape::BARRIERS + warp * (STAGES * 8), new_k = base + Shape::NEW, new_v = new_k + Shape::NEW_ROW;
   const int batch = blockIdx.y / args.groups, group = blockIdx.y % args.groups;
-  if (SPLIT > 1 && threadIdx.x == 0) barrier_init(base + Shape::BARRIER, 1);
   if (lane == 0) {
     for (u32 i = 0; i < STAGES; i++) barrier_init(landed + i * 8, 1);
     barrier_init_done();
   }
   grid_wait();
   const bool first = rank == 0 && warp == 0;  // it has the new token
-  Quad queries[GROUPS][KW];
-  u32 k[D / 64] = {}, v[D / 64] = {};
+  Neighbours<D> rows[ROWS], k = {}, v = {}, cos, sin;
   if (threadIdx.x == 0) store_shared(base + Shape::WORD, args.count ? load_count(args.count) : (u32)args.at);
-  {  // heads past the share are the last one again, and are not kept
-    const int head = group * SHARE + min((int)g, SHARE - 1);
-    const unsigned short* const from = args.q + batch * args.q_batch + head * args.q_head + q * (GROUP / 4);
+  // Queries are turned by a warp each, the last first: the first one has the new token.
 #pragma unroll
-    for (int i = 0; i < GROUPS * KW; i++) queries[i / KW][i % KW] = load_plain(from + i / KW * GROUP + i % KW * 8);
+  for (int i = 0; i < ROWS; i++) {
+    const int head = min(i * WARPS + WARPS - 1 - (int)warp, SHARE - 1);
+    rows[i].load(args.q + batch * args.q_batch + (group * SHARE + head) * args.q_head);
   }
+  if (args.cos) cos.load(args.cos + batch * args.cos_batch), sin.load(args.sin + batch * args.sin_batch);
   if (first) {
-    const u32* const k_row = (const u32*)(args.k + batch * args.k_batch + group * args.k_head) + lane * (D / 64);
-    const u32* const v_row = (const u32*)(args.v + batch * args.v_batch + group * args.v_head) + lane * (D / 64);
-#pragma unroll
-    for (int i = 0; i < D / 64; i++) k[i] = k_row[i], v[i] = v_row[i];
+    k.load(args.k + batch * args.k_batch + group * args.k_head);
+    v.load(args.v + batch * args.v_batch + group * args.v_head);
   }
-  if constexpr (SPLIT > 1) cluster_start();  // the others' barriers are there
   block_sync();
   const u32 counted = load_shared1(base + Shape::WORD);
   const bool full = counted >= (u32)args.limit;  // no place for the token
@@ -216,14 +267,35 @@ __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
 #pragma unroll
     for (int r = 0; r < 4; r++) open[r] = mask[min(step * TOKENS + (int)own + 8 * r, position)];
   };
-  int step = steps - 1 - (int)(rank + SPLIT * warp);
+  int step = steps - 1 - (rank + split * (int)warp);
   const bool counting = args.advance && warp == WARPS - 1;
 #pragma unroll
   for (int i = 0; i < STAGES; i++) {  // of a tile that ends the room, what is there
-    const int ahead = step - i * STRIDE;
+    const int ahead = step - i * stride;
     if (ahead >= 0) start(ahead, i, min(args.room - ahead * TOKENS, TOKENS));
   }
   load_mask(step);
+  const auto turn = [&](Neighbours<D>& row) {
+    if (args.cos) row.template turn<T>(cos, sin);
+    if (args.factor != 0.f) row.template rotate<T>(args.signs, args.factor);
+  };
+#pragma unroll
+  for (int i = 0; i < ROWS; i++) {
+    const int head = i * WARPS + WARPS - 1 - (int)warp;
+    if (head >= SHARE) continue;
+    turn(rows[i]);
+#pragma unroll
+    for (int n = 0; n < D / 64; n++)
+      store_shared(base + Shape::QUERIES + head * Shape::Q_ROW + (lane * (D / 64) + n) * 4, rows[i].x[n]);
+  }
+  if (first) turn(k);
+  block_sync();
+  Quad queries[GROUPS][KW];  // heads past the share are the last one again, and are not kept
+#pragma unroll
+  for (int i = 0; i < GROUPS * KW; i++) {
+    const int column = i / KW * GROUP + q * (GROUP / 4) + i % KW * 8;
+    load_row(queries[i / KW][i % KW].w, base + Shape::QUERIES + min((int)g, SHARE - 1) * Shape::Q_ROW + column * 2);
+  }
   // Queries, in the order of codes, 16 times as large where codes do not lie four bits up; 16 times the sum of a query's
   // columns; what a product of codes of 0 gives, negated; what a score is multiplied by.
   u32 b[GROUPS][KW][4];
@@ -260,6 +332,15 @@ __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
   }
   u64 arrivals = 0;
   if (counting) arrivals = count_arrival(args.count);  // after this block has read it, while the tiles are on their way
+  const int others = min(split, steps) - 1;            // blocks that have a step, but one
+  float* const all_parts = args.parts + (i64)blockIdx.y * split * SHARE * ROW;
+  float* const parts = all_parts + rank * SHARE * ROW;
+  bool adds = false;
+  if (warp == WARPS - 1 && others > 0 && rank <= others) {
+    for (int i = lane; i < SHARE * ROW / 4; i += 32) ((float4*)parts)[i] = {0.f, 0.f, 0.f, 0.f};
+    warp_sync();
+    adds = lane == 0 && count_in_turn(counters + args.counter + blockIdx.y, others) == (u32)others;
+  }
   bool last = first;  // the next tile is the new token's
   if (first) {
     code_row<D, GROUPS, T>(k, keys + position * (D / 2), key_scale + position * GROUPS, key_low + position * GROUPS, !full,
@@ -273,7 +354,7 @@ __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
   const Codes code(counted & 0x80000000u);
   Ring<STAGES> at;
 #pragma unroll 1
-  for (; step >= 0; step -= STRIDE) {
+  for (; step >= 0; step -= stride) {
     const u32 tile = ring_at + at.stage * Shape::TILE, steps_at = tile + 2 * Shape::CODES;
     barrier_wait(landed + at.stage * 8, at.parity);
     if (last) {
@@ -323,7 +404,7 @@ __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
         }
       }
     }
-    load_mask(step - STRIDE);
+    load_mask(step - stride);
     float scale[4][GROUPS], middle[4][GROUPS], largest[2];
     u32 most[GROUPS] = {};
     bool moved = false;
@@ -407,10 +488,11 @@ __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
     }
     fence_async();
     warp_sync();
-    if (step >= STAGES * STRIDE) start(step - STAGES * STRIDE, at.stage, TOKENS);
+    if (step >= STAGES * stride) start(step - STAGES * stride, at.stage, TOKENS);
     at.next();
   }
-  if ((int)warp < with_steps<WARPS, SPLIT>(steps, rank)) {  // those that had no step leave nothing
+  const int active = with_steps(steps, rank, split, WARPS);
+  if ((int)warp < active) {  // those that had no step leave nothing
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int head = 2 * q + h;
@@ -436,7 +518,19 @@ __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
       }
     }
   }
-  add_warps<D, SHARE, WARPS, SPLIT, T>(base, rank, steps, full, args.out + ((i64)batch * args.heads + group * SHARE) * D);
+  unsigned short* const out = args.out + ((i64)batch * args.heads + group * SHARE) * D;
+  if (others == 0) {
+    if (active > 0) add_warps<D, SHARE, WARPS, 1, T>(base, 0, active, full, out);
+  } else if (active > 0) {
+    block_sync();
+    add_block<D, SHARE, WARPS>(base, active, [&](int at, float2 y, float highest, float sum) {
+      float* const to = parts + at / (D / 2) * ROW;
+      ((float2*)to)[at % (D / 2)] = {no_zero(y.x), no_zero(y.y)};
+      if (full) sum = __uint_as_float(0x7FC00000u);
+      if (at % (D / 2) == 0) ((float2*)to)[D / 2] = {no_zero(highest), no_zero(sum)};
+    });
+    if (block_any(adds)) add_parts<D, SHARE, WARPS * 32, T>(all_parts, others + 1, out, base + Shape::RING);  // all tiles have been read
+  }
   // Every block has read the count: the last to say so sets it.
   if (counting && arrivals >> 32 == gridDim.x * gridDim.y - 1) *args.count = counted + 1ull;
 }

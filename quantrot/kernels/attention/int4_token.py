@@ -1,11 +1,12 @@
 """Attention of one new token a sequence with an INT4 KV cache, which is read in its codes.
 
-    int4_attend_one   q, k, v behind RoPE and rotation, the cache -> [B, 1, H, D]; the cache has a token more
+    int4_attend_one   q, k, v, RoPE's angles, the cache -> [B, 1, H, D]; the cache has a token more
     runs_on           whether that is a kernel on a device: CUDA C++ on Hopper (int4_hopper.py), Triton (int4_triton.py)
 
 Contract, with B sequences, H query heads, G key heads (G divides H), room for L tokens:
 
-    q [B, H, 1, D], k and v [B, G, 1, D] in bfloat16 or float16
+    q [B, H, 1, D], k and v [B, G, 1, D] in bfloat16 or float16; q and k go through a Turn (reference.py): RoPE, each
+        operation rounded to the dtype, and a Hadamard matrix, sums in float32 and rounded
     cache codes uint8 [B, G, L, D / 2], scales and lows bfloat16 [B, G, L, D / group] of keys, then of values, as
         quantize_int4 has them, contiguous, all changed: the new token goes to place `length`
     length: how many tokens are in the cache, the same of every sequence; int64 [], read on the device and one more
@@ -26,6 +27,9 @@ import torch
 from torch import Tensor
 
 from quantrot.kernels.attention import int4_hopper
+from quantrot.kernels.attention.one_token import rotate_half
+from quantrot.kernels.attention.reference import Turn
+from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.kernels.int4 import dequantize_int4, quantize_int4
 from quantrot.kernels.operators import constant, has_triton, implement, number, refuse_tangents
 from quantrot.kernels.ready import Ready, like, unseen
@@ -34,13 +38,14 @@ DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 GROUPS = (1, 2, 4)  # of a head, whose scales are one load
 LARGEST_SHARE = 64  # query heads of a key head
+NO_TURN = Turn()
 READY = Ready()
 
 torch.library.define(
     "quantrot::int4_attend_one",
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) key, Tensor(b!) key_scale, Tensor(c!) key_low, Tensor(d!) value, "
-    "Tensor(e!) value_scale, Tensor(f!) value_low, Tensor? position, Tensor(g!)? length, SymInt at, SymInt limit, "
-    "Tensor? mask, float scale) -> Tensor",
+    "(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, int order, Tensor? signs, Tensor(a!) key, "
+    "Tensor(b!) key_scale, Tensor(c!) key_low, Tensor(d!) value, Tensor(e!) value_scale, Tensor(f!) value_low, "
+    "Tensor? position, Tensor(g!)? length, SymInt at, SymInt limit, Tensor? mask, float scale) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 
@@ -53,17 +58,19 @@ def int4_attend_one(
     length: Tensor | int,
     *,
     limit: int,
+    turn: Turn = NO_TURN,
     mask: Tensor | None = None,
     scale: float | None = None,
     advance: bool = True,
 ) -> Tensor:
-    """[B, 1, H, D] in q's dtype, contiguous; see the top of this file. scale: of the scores, 1 / sqrt(D) if None.
+    """[B, 1, H, D] in q's dtype, contiguous; see the top of this file. turn: of q and k, by default none. scale: of the
+    scores, 1 / sqrt(D) if None.
 
     advance: a length on the device becomes one more. Not to be asked for, under torch.compile, of a length from which
     operands of this or a later call are computed: see rope_attend_one. No backward. ValueError for shapes and dtypes
     that do not fit, and for a number that is no place below the limit.
     """
-    if reason := unsupported(q, k, v, cache, length, limit, mask):
+    if reason := unsupported(q, k, v, turn, cache, length, limit, mask):
         raise ValueError(f"int4_attend_one: {reason}")
     refuse_tangents(q, k, v)
     scale = q.shape[3] ** -0.5 if scale is None else number("scale", scale, "positive, finite")
@@ -72,7 +79,7 @@ def int4_attend_one(
         place = (None, length, 0) if advance else (length, None, 0)
     else:
         place = None, None, length
-    return torch.ops.quantrot.int4_attend_one(q, k, v, *cache, *place, limit, mask, scale)
+    return torch.ops.quantrot.int4_attend_one(q, k, v, *turn, *cache, *place, limit, mask, scale)
 
 
 def try_attend_one(
@@ -83,6 +90,7 @@ def try_attend_one(
     length: Tensor | int,
     *,
     limit: int,
+    turn: Turn,
     mask: Tensor | None,
     scale: float,
     advance: bool,
@@ -90,19 +98,20 @@ def try_attend_one(
     """int4_attend_one, or None for operands that it does not take; a call like one before is not checked again."""
     known, counted = None, isinstance(length, Tensor)
     count, at = (length, 0) if isinstance(length, Tensor) else (None, length)
-    if q.is_cuda and unseen(q, k, v, *cache, count, mask):
+    if q.is_cuda and unseen(q, k, v, turn.cos, turn.sin, turn.signs, *cache, count, mask):
         enough = mask is None or mask.shape[-1] >= (limit if counted else at + 1)  # it is longer in every call
         rows = None if mask is None else (mask.shape[:-1], mask.dtype, mask.device)
         if enough and (counted or 0 <= at < limit):
-            known = *map(like, (q, k, v, *cache, count)), rows, limit, scale, advance
+            moving = q, k, v, turn.cos, turn.sin, turn.signs, *cache, count
+            known = *map(like, moving), turn.order, rows, limit, scale, advance
             if again := READY.find(known):
-                return again(q, k, v, cache, count, at, mask)
-    if unsupported(q, k, v, cache, length, limit, mask):
+                return again(q, k, v, turn, cache, count, at, mask)
+    if unsupported(q, k, v, turn, cache, length, limit, mask):
         return None
     if not known or not runs_on(q.device):
-        return int4_attend_one(q, k, v, cache, length, limit=limit, mask=mask, scale=scale, advance=advance)
+        return int4_attend_one(q, k, v, cache, length, limit=limit, turn=turn, mask=mask, scale=scale, advance=advance)
     run = _backend(q, cache).prepare(q, cache, counted, advance and counted, limit, mask, scale)
-    return READY.keep(known, run, q.get_device())(q, k, v, cache, count, at, mask)
+    return READY.keep(known, run, q.get_device())(q, k, v, turn, cache, count, at, mask)
 
 
 @constant
@@ -113,8 +122,9 @@ def runs_on(device: torch.device) -> bool:
 
 
 def unsupported(
-    q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, ...], length: Tensor | int, limit: int, mask: Tensor | None
-) -> str | None:
+    q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: tuple[Tensor, ...], length: Tensor | int, limit: int,
+    mask: Tensor | None,
+) -> str | None:  # fmt: skip
     """Why these are not operands of int4_attend_one, or None."""
     key, key_scale, *_ = cache
     if any(t.dim() != 4 for t in (q, k, v, *cache)) or q.dtype not in DTYPES:
@@ -124,6 +134,17 @@ def unsupported(
         return f"q {tuple(q.shape)}; one token, an even head_dim from 16 to {LARGEST_HEAD} are needed"
     if k.shape != (batch, kv_heads, 1, dim) or v.shape != k.shape or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)}; q's dtype, [{batch}, {kv_heads}, 1, {dim}]"
+    angles = turn.cos, turn.sin
+    if (turn.cos is None) != (turn.sin is None) or any(
+        t is not None and (t.dtype != q.dtype or t.shape not in ((1, 1, dim), (batch, 1, dim))) for t in angles
+    ):
+        kinds = ", ".join("None" if t is None else f"{t.dtype} {tuple(t.shape)}" for t in angles)
+        return f"cos and sin {kinds}; None, or q's dtype, [1 or {batch}, 1, {dim}]"
+    if turn.order not in (0, dim):
+        return f"order {turn.order}; allowed: 0, {dim}"
+    if turn.signs is not None and (not turn.order or turn.signs.shape != (dim,) or turn.signs.dtype != torch.int8):
+        found = f"signs {turn.signs.dtype} {tuple(turn.signs.shape)}, order {turn.order}"
+        return f"{found}; int8 [{dim}] and a matrix of order {dim} are needed"
     if not kv_heads or heads % kv_heads or heads // kv_heads > LARGEST_SHARE or batch * kv_heads > 1 << 20:
         return f"{heads} query heads, {kv_heads} key heads; up to {LARGEST_SHARE} of the first for each of the second"
     if groups not in GROUPS or (groups > 1 and dim & (dim - 1)):
@@ -147,7 +168,7 @@ def unsupported(
         or mask.shape[3] < (limit if isinstance(length, Tensor) else length + 1)
     ):
         return f"mask {mask.dtype} {tuple(mask.shape)}; bool [1 or {batch}, 1, 1, all tokens] is needed"
-    if any(isinstance(t, Tensor) and t.device != q.device for t in (k, v, *cache, length, mask)):
+    if any(isinstance(t, Tensor) and t.device != q.device for t in (k, v, *turn, *cache, length, mask)):
         return f"operands on several devices, q on {q.device}"
     return None
 
@@ -155,11 +176,22 @@ def unsupported(
 # --- Plain torch -----------------------------------------------------------------------------------------------------
 
 
+def turned(q: Tensor, k: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+    """Queries and keys [B, heads, 1, D] behind RoPE and the rotation."""
+    if turn.cos is not None and turn.sin is not None:
+        cos, sin = turn.cos.unsqueeze(1), turn.sin.unsqueeze(1)
+        q, k = (t * cos + rotate_half(t) * sin for t in (q, k))
+    if turn.order:
+        q, k = (hadamard_transform(t, order=turn.order, signs=turn.signs) for t in (q, k))
+    return q, k
+
+
 def int4_attend_one_reference(
-    q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, ...], length: Tensor | int, advance: bool, limit: int,
-    mask: Tensor | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: tuple[Tensor, ...], length: Tensor | int, advance: bool,
+    limit: int, mask: Tensor | None, scale: float,
 ) -> Tensor:  # fmt: skip
-    """The definition: the token is quantized and stored, all are dequantized, and torch attends to them."""
+    """The definition: the token is turned, quantized and stored, all are dequantized, and torch attends to them."""
+    q, k = turned(q, k, turn)
     batch, dim, room = len(q), q.shape[3], cache[0].shape[2]
     group, counted = dim // cache[1].shape[3], advance and isinstance(length, Tensor)
     length = torch.as_tensor(length, device=q.device)
@@ -196,17 +228,18 @@ def _backend(q: Tensor, cache: tuple[Tensor, ...]) -> ModuleType:
 
 @implement("quantrot::int4_attend_one")
 def _int4_attend_one(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor, key_scale: Tensor, key_low: Tensor, value: Tensor,
-    value_scale: Tensor, value_low: Tensor, position: Tensor | None, length: Tensor | None, at: int, limit: int,
-    mask: Tensor | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, order: int, signs: Tensor | None,
+    key: Tensor, key_scale: Tensor, key_low: Tensor, value: Tensor, value_scale: Tensor, value_low: Tensor,
+    position: Tensor | None, length: Tensor | None, at: int, limit: int, mask: Tensor | None, scale: float,
 ) -> Tensor:  # fmt: skip
+    turn = Turn(cos, sin, order, signs)
     cache = key, key_scale, key_low, value, value_scale, value_low
     count = position if length is None else length
     if q.is_cuda and runs_on(q.device):
         run = _backend(q, cache).prepare(q, cache, count is not None, length is not None, limit, mask, scale)
-        return run(q, k, v, cache, count, at, mask)
+        return run(q, k, v, turn, cache, count, at, mask)
     place = at if count is None else count
-    return int4_attend_one_reference(q, k, v, cache, place, length is not None, limit, mask, scale)
+    return int4_attend_one_reference(q, k, v, turn, cache, place, length is not None, limit, mask, scale)
 
 
 @torch.library.register_fake("quantrot::int4_attend_one")

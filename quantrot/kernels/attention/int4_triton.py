@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantrot.kernels.attention.reference import LOG2E
+from quantrot.kernels.attention.int4_token import turned
+from quantrot.kernels.attention.reference import LOG2E, Turn
 from quantrot.kernels.int4_triton import _FIFTEENTH, _MAGIC, _bfloat16, _padded, _rounded, _wide
 from quantrot.kernels.nvrtc import processors
 from quantrot.kernels.ready import Run
@@ -297,8 +298,8 @@ def prepare(
     q: Tensor, cache: tuple[Tensor, ...], counted: bool, advance: bool, limit: int, mask: Tensor | None, scale: float,
     config: Config | None = None, splits: int | None = None,
 ) -> Run:  # fmt: skip
-    """The kernels on operands like these, as a function of q, k, v, the cache, the count or None, the place where there
-    is none, and the mask; checked by the caller. config, splits: instead of the rule's (to measure)."""
+    """The kernels on operands like these, as a function of q, k, v, their turn, the cache, the count or None, the place
+    where there is none, and the mask; checked by the caller. config, splits: instead of the rule's (to measure)."""
     (batch, heads, _, dim), (kv_heads, room), groups = q.shape, cache[0].shape[1:3], cache[1].shape[3]
     if any(t.data_ptr() % 8 for t in cache):  # of which Dynamo knows nothing
         raise ValueError("int4_attend_one: a cache that does not start at a multiple of 8 bytes")
@@ -312,8 +313,10 @@ def prepare(
     }  # fmt: skip
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, ...], count: Tensor | None, at: int, mask: Tensor | None
-    ) -> Tensor:
+        q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: tuple[Tensor, ...], count: Tensor | None, at: int,
+        mask: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        q, k = turned(q, k, turn)
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
         if mask is not None:
             mask = (mask if mask.stride(3) == 1 else mask.contiguous()).view(torch.uint8)

@@ -76,13 +76,6 @@ __device__ __forceinline__ u32 plus(u32 a, u32 b) {
 }
 #endif
 
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
-
-// What a part whose largest score is `top` counts.
-__device__ __forceinline__ float weight_of(float top, float highest) {
-  return exp2_fast(top - (highest == minus_infinity() ? 0.f : highest));
-}
-
 // Columns 32 j + 8 q ... + 7 of a row, and of what goes with them in rotate_half.
 template <int D>
 struct Row {
@@ -185,10 +178,21 @@ struct Parts {
   }
 };
 
-// Warps of a cluster's block that have one of `steps`.
-template <int WARPS, int SPLIT>
-__device__ __forceinline__ int with_steps(int steps, u32 rank) {
-  return min(max((steps - (int)rank + SPLIT - 1) / SPLIT, 0), WARPS);
+// Warps of `warps` that have one of `steps`, in a block that is one of `split`.
+__device__ __forceinline__ int with_steps(int steps, int rank, int split, int warps) {
+  return min(max((steps - rank + split - 1) / split, 0), warps);
+}
+
+// What `active` warps, one at least, have left in shared memory, added up over the block: put(pair of columns, their sums, the
+// largest score that these are counted from, the weights' sum).
+template <int D, int SHARE, int WARPS, class Put>
+__device__ __forceinline__ void add_block(u32 base, int active, const Put& put) {
+  using Shape = TokenShape<D, SHARE, WARPS, 1>;
+  for (int at = threadIdx.x; at < Shape::PAIRS; at += WARPS * 32) {
+    const int head = at / (D / 2), column = at % (D / 2) * 2;
+    const Parts<WARPS> parts(base + Shape::STATS + head * 8, SHARE * 8, active);
+    put(at, parts.add(base + (head * Shape::PITCH + column) * 4, SHARE * Shape::PITCH * 4, active), parts.highest, parts.sum);
+  }
 }
 
 // What those warps have left in shared memory, added up over the block and the cluster and divided: out [SHARE, D]. NaN where the
@@ -196,7 +200,7 @@ __device__ __forceinline__ int with_steps(int steps, u32 rank) {
 template <int D, int SHARE, int WARPS, int SPLIT, class T>
 __device__ __forceinline__ void add_warps(u32 base, u32 rank, int steps, bool full, unsigned short* out) {
   using Shape = TokenShape<D, SHARE, WARPS, SPLIT>;
-  const int active = with_steps<WARPS, SPLIT>(steps, rank);
+  const int active = with_steps(steps, rank, SPLIT, WARPS);
   if constexpr (SPLIT > 1) {  // what the blocks that had a step will send here
     const int mine = min(max(Shape::PAIRS - (int)rank * Shape::OWN, 0), Shape::OWN);
     if (threadIdx.x < 32) barrier_expect(base + Shape::BARRIER, min(steps, SPLIT) * (mine + SHARE) * 8);
@@ -206,25 +210,20 @@ __device__ __forceinline__ void add_warps(u32 base, u32 rank, int steps, bool fu
     const float inverse = full ? __uint_as_float(0x7FC00000u) : sum == 0.f ? 0.f : 1.f / sum;
     *(u32*)(out + pair * 2) = T::pack(y.x * inverse, y.y * inverse);
   };
-  const u32 stats = base + Shape::STATS;
   if (active > 0) {
-    for (int at = threadIdx.x; at < Shape::PAIRS; at += WARPS * 32) {
-      const int head = at / (D / 2), column = at % (D / 2) * 2;
-      const Parts<WARPS> parts(stats + head * 8, SHARE * 8, active);
-      const float2 y = parts.add(base + (head * Shape::PITCH + column) * 4, SHARE * Shape::PITCH * 4, active);
+    add_block<D, SHARE, WARPS>(base, active, [&](int at, float2 y, float highest, float sum) {
       if constexpr (SPLIT == 1) {
-        write(at, y, parts.sum);
+        write(at, y, sum);
       } else {
         const u32 to = at / Shape::OWN, landed = base + Shape::LANDED + (rank * Shape::OWN + at % Shape::OWN) * 8;
         send2(in_block(landed, to), in_block(base + Shape::BARRIER, to), y.x, y.y);
-        if (column == 0) {  // each block gets all heads' numbers
-          const u32 numbers = base + Shape::NUMBERS + (rank * SHARE + head) * 8;
+        if (at % (D / 2) == 0) {  // each block gets all heads' numbers
+          const u32 numbers = base + Shape::NUMBERS + (rank * SHARE + at / (D / 2)) * 8;
 #pragma unroll 1
-          for (u32 i = 0; i < SPLIT; i++)
-            send2(in_block(numbers, i), in_block(base + Shape::BARRIER, i), parts.highest, parts.sum);
+          for (u32 i = 0; i < SPLIT; i++) send2(in_block(numbers, i), in_block(base + Shape::BARRIER, i), highest, sum);
         }
       }
-    }
+    });
   }
   if constexpr (SPLIT > 1) {
     barrier_wait(base + Shape::BARRIER, 0);
@@ -420,7 +419,7 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
     if (more) load_v(step - STRIDE);
   }
   // The warps' sums. Those that had no step leave nothing.
-  if ((int)warp < with_steps<WARPS, SPLIT>(steps, rank)) {
+  if ((int)warp < with_steps(steps, rank, SPLIT, WARPS)) {
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll

@@ -230,7 +230,7 @@ def plan_for(dim: int, share: int, pairs: int, room: int, units: int) -> Plan:
 
 def device_functions() -> str:
     """What every kernel is built on."""
-    return nvrtc.sources("hopper", "products", "attention/one_token")
+    return nvrtc.sources("hopper", "products", "attention/gather", "attention/one_token")
 
 
 def entry(plan: Plan, dim: int, share: int, dtype: torch.dtype, norms: bool = False) -> str:

@@ -14,8 +14,10 @@ int8 has no exponent of its own: its scale is the group's largest magnitude (2^-
 float32, and a code is the nearest integer, ties to even, to x times that scale's reciprocal. NaN and codes 0 as above.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +69,21 @@ class Inputs:
     query_lengths: Tensor | None
     causal: bool
     scale: float
+
+
+class Turn(NamedTuple):
+    """What a token's queries and keys go through on their way to a cache: RoPE, as transformers has it, then a Hadamard
+    matrix."""
+
+    cos: Tensor | None = None  # [1 or B, 1, D] in their dtype; None: no RoPE
+    sin: Tensor | None = None
+    order: int = 0  # of the matrix, D, or 0 for none
+    signs: Tensor | None = None  # +-1 int8 [D], multiply what it multiplies
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Turn":
+        """Of changed tensors."""
+        cos, sin, signs = (None if t is None else change(t) for t in (self.cos, self.sin, self.signs))
+        return Turn(cos, sin, self.order, signs)
 
 
 def scale_byte(largest: Tensor) -> Tensor:

@@ -526,6 +526,8 @@ inline u64 count_arrival(u64* p) { return elect_one() ? (*p += 1ull << 32) - (1u
 inline float fresh1(const float* p) { return *p; }
 inline float2 fresh2(const float* p) { return {p[0], p[1]}; }
 inline float4 fresh4(const float* p) { return {p[0], p[1], p[2], p[3]}; }
+inline float2 load_fresh2(const float* p) { return fresh2(p); }
+inline float4 load_fresh4(const float* p) { return fresh4(p); }
 inline void store_fresh4(float* p, float4 v) { p[0] = v.x, p[1] = v.y, p[2] = v.z, p[3] = v.w; }
 inline int load_fresh(const int* p) { return *p; }
 
