@@ -305,9 +305,11 @@ def named(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all: nobody reads half of it, and an old one survives a failure."""
+    """Write a file, the one that a link is to, whole or not at all: nobody reads half of it, and an old one survives a
+    failure."""
     with named(path):  # not the temporary file
-        descriptor, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+        path = path.resolve()
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)

@@ -86,7 +86,7 @@ def learn(
     text: cut into windows of `seq_len` tokens, the first `windows` of them are used, and of these the last `held_out`
     only to choose the best matrices with; the others are run one a step, in the seed's order. rate: how far an entry of
     A may go in the first step, in radians; it falls to 0 along a cosine. ValueError for what a user can mend.
-    KeyboardInterrupt passes through when what was better than the start by then is written.
+    What ends it early, KeyboardInterrupt too, passes through when what was better than the start by then is written.
     """
     target = Path(os.path.expanduser(out))
     _check_options(target, steps, held_out, rate, seed)
@@ -103,20 +103,19 @@ def learn(
     turns = Turns(plan, network.device)
     make_turned(network, plan, turns)
     train = (ids[order[i % len(order)]] for i in range(steps))
-    kl, best, step, interrupted = _descend(
-        network, turns, train, steps, ids[-held_out:], rate, progress or (lambda *_: None)
-    )
+    checkpoint = digest(plan.checkpoint, plan.llama)  # which may be gone in hours
+    kl, best, step, ended = _descend(network, turns, train, steps, ids[-held_out:], rate, progress or (lambda *_: None))
     about = {
         "quantrot": __version__,
         "model": plan.source.base_model,
         "revision": plan.source.revision,
-        "digest": digest(plan.checkpoint, plan.llama),
+        "digest": checkpoint,
         "recipe": purpose(plan.recipe),
         "start": {name: plan.rotations[name].kind for name in turns.matrices},
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "steps": steps,
         "best_step": step,
-        "interrupted": interrupted,
+        "interrupted": ended is not None,
         "seq_len": seq_len,
         "windows": len(ids),
         "held_out": held_out,
@@ -126,14 +125,19 @@ def learn(
         "kl_after": kl[1],
     }
     _keep(target, {name: matrices.float().cpu().contiguous() for name, matrices in best.items()}, about)
-    if interrupted:
+    if isinstance(ended, KeyboardInterrupt):
         raise KeyboardInterrupt(f"interrupted; {target} holds the best matrices until then, those of step {step}")
+    if ended is not None:
+        ended.add_note(f"{target} holds the best matrices until this error, those of step {step}")
+        raise ended
     return Learning(target, tuple(best), *kl, step, held_out, seq_len)
 
 
 def _keep(target: Path, matrices: dict[str, Tensor], about: dict[str, Any]) -> None:
     """Write the file, or where the disk refuses, another one that the error names: what was learned took hours."""
     try:
+        if target.exists():
+            raise OSError(f"{target} was made by another meanwhile")
         write(target, matrices, about)
     except OSError as error:
         saved = Path(tempfile.mkdtemp(prefix="quantrot-learn-")) / target.name
@@ -171,35 +175,47 @@ def _check_plan(plan: Plan) -> None:
 
 def _descend(
     network: Any, turns: "Turns", train: Iterator[Tensor], steps: int, held: Tensor, rate: float, progress: Progress
-) -> tuple[tuple[float, float], dict[str, Tensor], int, bool]:
-    """((KL of the start, of the best), the best matrices, their step, whether an interrupt ended it)."""
+) -> tuple[tuple[float, float], dict[str, Tensor], int, BaseException | None]:
+    """((KL of the start, of the best), the best matrices, their step, what ended it early). Raises that where the start
+    is the best."""
     first = lowest = held_out_kl(network, turns, held)
     if not math.isfinite(first):  # nothing is less than NaN: all steps would be for nothing
         raise ValueError(f"KL at the start is {first}: the model computes NaN or infinity; repair its checkpoint")
-    best, best_step, done = turns.copy(), 0, 0
+    best, best_step, done, checked = turns.copy(), 0, 0, 0
     optimizer = Cayley(list(turns.matrices.values()))
-    interrupted = False
+    ended: BaseException | None = None
+
+    def check() -> None:
+        nonlocal lowest, best, best_step, checked
+        reached, checked = held_out_kl(network, turns, held), done
+        if reached < lowest:
+            lowest, best, best_step = reached, turns.copy(), done
+
     try:
         for i, ids in enumerate(train):
             turns.refresh()
             loss = kl(network, turns, ids)
+            if not math.isfinite(loss.item()):
+                raise ValueError(f"KL is {loss.item()} in step {done + 1} of {steps}; give a lower rate than {rate:g}")
             loss.backward()
             optimizer.step(rate * 0.5 * (1 + math.cos(math.pi * i / steps)))
             done = i + 1
             progress(f"KL {loss.item():.4f}, held out {lowest:.4f}", done, steps)
             if (i + 1) * CHECKS // steps > i * CHECKS // steps:
-                reached = held_out_kl(network, turns, held)
-                if reached < lowest:
-                    lowest, best, best_step = reached, turns.copy(), done
-    except KeyboardInterrupt:
-        if done and best_step == 0 and (reached := held_out_kl(network, turns, held)) < lowest:
-            lowest, best, best_step = reached, turns.copy(), done
+                check()
+    except KeyboardInterrupt as error:
+        ended = error
+        if done > checked:
+            check()
         if best_step == 0:
             raise KeyboardInterrupt(
                 f"interrupted; nothing was written: until step {done} the held-out windows prefer the start"
             ) from None
-        interrupted = True
-    return (first, lowest), best, best_step, interrupted
+    except Exception as error:  # such as memory that is full: hours may lie behind it
+        if best_step == 0:
+            raise
+        ended = error
+    return (first, lowest), best, best_step, ended
 
 
 def kl(network: Any, turns: "Turns", ids: Tensor) -> Tensor:

@@ -242,6 +242,18 @@ def test_without_a_narrow_format_nothing_changes(source, tmp_path):
         assert torch.equal(model.generate(IDS, **options), base.generate(IDS, **options))
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_another_number_of_sequences_is_an_error_and_changes_nothing(model, kind):
+    cache = KVCache(kind, model.config)
+    cache.update(*kv(5), 0)
+    before = {name: buffer.clone() for name, buffer in cache.layers[0].buffers.items()}
+    for batch in (1, 3):
+        with pytest.raises(ValueError, match=f"keys of {batch} sequences for a cache that holds 2; take the same"):
+            cache.update(*kv(2, batch), 0)
+    assert cache.get_seq_length() == 5
+    assert all(torch.equal(buffer, before[name]) for name, buffer in cache.layers[0].buffers.items())
+
+
 def test_continuous_batching_gives_the_tokens_of_generate(model):
     paged = pytest.importorskip("transformers.generation.continuous_batching.cache").PagedAttentionCache
     if "kwargs" not in inspect.signature(paged.update).parameters:

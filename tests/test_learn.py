@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -367,6 +369,49 @@ def test_an_interrupt_keeps_the_best_until_then(source, tmp_path, monkeypatch, s
         assert not about_learned(plan(source, using(out)))
 
 
+@pytest.mark.parametrize(("step", "kept"), [(2, False), (9, True)])
+@pytest.mark.parametrize("kind", ["memory", "nan"])
+def test_an_error_keeps_the_best_until_then(source, tmp_path, monkeypatch, kind, step, kept):
+    module, out, seen = sys.modules[learn.__module__], tmp_path / "r.safetensors", []
+    real = module.kl
+
+    def failing(network, turns, ids):
+        if torch.is_grad_enabled():
+            seen.append(ids)
+            if len(seen) == step and kind == "memory":
+                raise torch.OutOfMemoryError("memory is full")
+        return real(network, turns, ids) * (math.nan if len(seen) == step and torch.is_grad_enabled() else 1)
+
+    monkeypatch.setattr(module, "kl", failing)
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "start.yaml").write_text(json.dumps(START))
+    run = ["learn", str(source), "-r", str(tmp_path / "start.yaml"), "-o", str(out), "--steps", "10", "--rate", "0.02"]
+    run += ["--text", str(tmp_path / "text.txt"), "--seq-len", "32", "--held-out", "2", "--device", "cpu"]
+    result = CliRunner().invoke(app, run)
+    if kind == "nan":
+        assert result.exit_code == 2 and f"error: KL is nan in step {step} of 10; give a lower rate" in result.stderr
+    else:
+        assert isinstance(result.exception, torch.OutOfMemoryError)
+    assert out.exists() == kept and (f"{out} holds the best matrices until this error" in result.stderr) == kept
+    if kept:
+        about = read(out).about
+        assert about["interrupted"] and about["best_step"] in (3, 5, 8) and about["kl_after"] < about["kl_before"]
+
+
+def test_a_file_that_came_meanwhile_stays(source, tmp_path):
+    out = tmp_path / "r.safetensors"
+
+    def other(what, done, total):
+        out.write_text("mine")
+
+    how = {"text": TEXT, "steps": 4, "seq_len": 32, "held_out": 2, "device": "cpu", "progress": other}
+    with pytest.raises(OSError, match="was made by another meanwhile\nwhat was learned is in") as error:
+        learn(source, START, out, **how)
+    saved = Path(str(error.value).partition("learned is in ")[2].partition(" instead")[0])
+    assert out.read_text() == "mine" and read(saved).matrices
+    shutil.rmtree(saved.parent)
+
+
 TERMINATED = """
 import os, signal, sys
 from quantrot.cli.main import app
@@ -374,21 +419,23 @@ from quantrot.learn import Cayley
 real = Cayley.step
 def terminated(optimizer, rate):
     if optimizer.count == 8:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.NAME)
     real(optimizer, rate)
 Cayley.step = terminated
 app(sys.argv[1:])
 """
 
 
-def test_a_termination_keeps_the_best_until_then(source, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_termination_keeps_the_best_until_then(source, tmp_path, number):
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "start.yaml").write_text(json.dumps(START))
     out = tmp_path / "r.safetensors"
     args = ["learn", str(source), "-r", str(tmp_path / "start.yaml"), "-o", str(out), "--steps", "10", "--rate", "0.02"]
     args += ["--text", str(tmp_path / "text.txt"), "--seq-len", "32", "--held-out", "2", "--device", "cpu"]
-    done = subprocess.run([sys.executable, "-c", TERMINATED, *args], capture_output=True, text=True)
-    assert done.returncode == 128 + signal.SIGTERM and f"interrupted; {out} holds the best" in done.stderr, done.stderr
+    script = TERMINATED.replace("NAME", number.name)
+    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True)
+    assert done.returncode == 128 + number and f"interrupted; {out} holds the best" in done.stderr, done.stderr
     assert read(out).about["interrupted"] and not about_learned(plan(source, using(out)))
 
 

@@ -84,18 +84,29 @@ def mmlu(
     if baseline is not None:
         open_source(baseline)  # what is not there is said before the first model's hours
     if recipes is not None:
-        how = {**settings, "data": data, "batch": batch_size, "device": device, "dtype": dtype}
+        from quantrot.device import known_device
+
+        on = known_device(device)
+        how = {**settings, "data": data and data.resolve(), "batch": batch_size, "device": on, "dtype": dtype}
         names = [name.strip() for name in recipes.split(",")]
         return _recipes(model, names, calibration, work, output, settings, how, run)
     result, entry = run(model)
-    against, against_entry = run(baseline) if baseline else (None, None)  # the first model is freed by now
-    difference = evals.compare(result, against) if against else None
+    against = against_entry = difference = None
+    failed: BaseException | None = None
+    if baseline is not None:
+        try:
+            against, against_entry = run(baseline)  # the first model is freed by now
+            difference = evals.compare(result, against)
+        except (Exception, KeyboardInterrupt) as error:  # the first one's hours are not lost
+            failed = error
     results = {"mmlu": result, "baseline": against, "difference": difference}
     with _then_written(output, "mmlu", entry, settings | {"seed": result.seed}, results, against_entry):
         _print_mmlu(model, result, against, difference)
         for name, seen in {model: result, baseline: against}.items():
             if seen is not None and seen.truncated:
                 note(f"{name}: {seen.cut}")
+    if failed is not None:
+        raise failed
 
 
 def _check_mmlu(
@@ -112,7 +123,7 @@ def _check_mmlu(
         raise ValueError("baseline: not with --recipes, whose first entry is what the others are compared with")
     if recipes is not None and output is not None and output.suffix in (".md", ".svg"):
         raise ValueError(f"output: {output} is where the table or the plot goes; name a .json file")
-    if recipes is not None and output is not None and not output.exists():
+    if recipes is not None and output is not None and not report.compares_recipes(output):
         for taken in (report.beside(output, suffix) for suffix in (".md", ".svg")):
             if taken.exists():
                 raise ValueError(f"output: {taken}, which goes with {output}, is there; move it, or name another")
@@ -135,7 +146,6 @@ def _recipes(
     """
     import tempfile
 
-    from quantrot.device import known_device
     from quantrot.evals import recipes as table
     from quantrot.recipe import load_recipe
 
@@ -143,7 +153,7 @@ def _recipes(
     others = [name for name in names if name != table.ORIGINAL]
     if calibration is not None and not any(load_recipe(name).calibrated for name in others):
         raise ValueError(f"calibration: none of {', '.join(others)} has rounding: gptq; leave the text out")
-    on = known_device(how["device"])
+    on = how["device"]
     with tempfile.TemporaryDirectory(prefix="quantrot-recipes-") as temporary:
         place = work or Path(temporary)
         for name in others:  # all recipes' errors before the first conversion, which may take hours, as evaluations do
@@ -170,7 +180,15 @@ def _recipes(
                 note(f"{name}: its result is not kept for another run: {error}")
             return result
 
-        rows = table.compared(names, evaluate)
+        rows: list[Any] = []
+        failed: BaseException | None = None
+        try:
+            for row in table.compared(names, evaluate):
+                rows.append(row)
+        except (Exception, KeyboardInterrupt) as error:  # what is done is not lost, with or without --work
+            if not rows:
+                raise
+            failed = error
     settings["models"] = entries
     beside = {".md": lambda: table.markdown(model, rows), ".svg": lambda: table.svg(model, rows)}
     with _then_written(output, "mmlu", entries[rows[0].recipe], settings, table.summary(rows), beside=beside):
@@ -182,6 +200,8 @@ def _recipes(
         for row in rows:
             if row.mmlu.truncated:
                 note(f"{row.recipe}: {row.mmlu.cut}")
+    if failed is not None:
+        raise failed
 
 
 @app.command()

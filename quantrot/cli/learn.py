@@ -35,6 +35,8 @@ def command(
     start = load_recipe(recipe)
     content, origin = evaluation_text(text, "train")
     note(f"text: {origin}")
+    if start.kv_cache != "bf16" or start.attention != "bf16":
+        note("attention and the KV cache are in float32 while it learns: the converted model's KL is larger")
     try:
         with count_progress() as progress:
             found = learn(
@@ -53,6 +55,10 @@ def command(
             )
     except KeyboardInterrupt as interrupt:
         for what in interrupt.args:  # none before the first step
+            note(what)
+        raise
+    except Exception as error:
+        for what in getattr(error, "__notes__", ()):  # what was kept
             note(what)
         raise
     rows = [

@@ -1,7 +1,8 @@
 """The command line. One file a command; each parses, calls the library and prints.
 
 A `ValueError` or `OSError` is the user's to mend and becomes one message and exit status 2; anything else is a bug and
-keeps its traceback. SIGTERM ends a command as Ctrl-C does, with exit status 143.
+keeps its traceback. SIGTERM and SIGHUP (a terminal that is closed) end a command as Ctrl-C does, with exit status 143
+or 129.
 """
 
 import io
@@ -21,29 +22,29 @@ from quantrot.cli import convert, eval, inspect, learn, plan, recipes, verify
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM (of timeout, Slurm, docker stop) raises KeyboardInterrupt, so that it keeps and clears what Ctrl-C does.
-    A handler that somebody else set stays, and only the main thread can set one."""
-    came = False
+    """SIGTERM (of timeout, Slurm, docker stop) and SIGHUP raise KeyboardInterrupt, so that it keeps and clears what
+    Ctrl-C does. A handler that somebody else set stays (nohup's), and only the main thread can set one."""
+    came: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    mine = [s for s in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(s) == signal.SIG_DFL]
 
-    def interrupt(*_: Any) -> None:
-        nonlocal came
-        came = True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # timeout sends two, and the first is being heeded
+    def interrupt(number: int, _: Any) -> None:
+        came.append(number)
+        for s in mine:
+            signal.signal(s, signal.SIG_IGN)  # timeout sends two, and the first is being heeded
         raise KeyboardInterrupt
 
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, interrupt)
+    for s in mine:
+        signal.signal(s, interrupt)
     try:
         yield
     except KeyboardInterrupt:
         if came:
-            raise typer.Exit(128 + signal.SIGTERM) from None
+            raise typer.Exit(128 + came[0]) from None
         raise
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for s in mine:
+            signal.signal(s, signal.SIG_DFL)
 
 
 class Commands(TyperGroup):

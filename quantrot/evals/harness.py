@@ -168,12 +168,13 @@ def templates_kept() -> Iterator[None]:
         yield
 
 
-def tokenize_together(lm: Any, kept: Tokens | None = None) -> None:
+def tokenize_together(lm: Any, kept: Tokens | None = None, vocab_size: int | None = None) -> None:
     """Have `lm` tokenize all prompts of a run in batches, on every core: it encodes two texts a choice, one by one, a
     question's prompt eight times (3732 choices, 5 shots: 3.2 s; 2.1 on two cores so).
 
-    kept: what earlier runs left, for tokenizers that are alike: 0.2 GB of a whole MMLU. (Of the 84 s that it took 1.5
-    billion weights on an H100 44 had passed at its first tenth, mostly with tokenizing.)
+    vocab_size: of the model; ValueError for a prompt with a token that it has not. kept: what earlier runs left, for
+    tokenizers that are alike: 0.2 GB of a whole MMLU. (Of the 84 s that it took 1.5 billion weights on an H100 44 had
+    passed at its first tenth, mostly with tokenizing.)
     """
     prompts: dict[str, None] = {}
     tokenizer, loglikelihood = lm.tokenizer, lm.loglikelihood
@@ -194,6 +195,11 @@ def tokenize_together(lm: Any, kept: Tokens | None = None) -> None:
             for start in range(0, len(texts), TOKENIZED):
                 batch = texts[start : start + TOKENIZED]
                 for one, ids in zip(batch, tokenizer(batch, **options)["input_ids"], strict=True):
+                    if vocab_size is not None and max(ids, default=0) >= vocab_size:
+                        raise ValueError(
+                            f"{tokenizer.name_or_path}: its tokenizer gives token {max(ids)}; config.json has "
+                            f"{vocab_size} of them"
+                        )
                     known[place(one, asked)] = np.array(ids, dtype=np.int32)
         return known[place(text, asked)].tolist()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,13 @@ def kept_result(file: Path) -> tuple[Mmlu, dict[str, Any]]:
     return Mmlu(**mmlu | scores | {"overall": Score(**mmlu["overall"])}), content["model"]
 
 
-def compared(names: list[str], run: Callable[[str], Mmlu]) -> list[Row]:
+def compared(names: list[str], run: Callable[[str], Mmlu]) -> Iterator[Row]:
     """Run each recipe and compare it with the first. ValueError where they did not see the same questions."""
-    rows: list[Row] = []
+    first: Mmlu | None = None
     for name in names:
         result = run(name)
-        rows.append(Row(label(name), result, compare(result, rows[0].mmlu) if rows else None))
-    return rows
+        yield Row(label(name), result, compare(result, first) if first else None)
+        first = first or result
 
 
 COLUMNS = ["recipe", "accuracy", "± stderr", "difference", "± stderr", "only it", "only the first", "McNemar p"]

@@ -82,10 +82,22 @@ def check_output(path: Path | None) -> None:
         return
     if path.is_dir():
         raise ValueError(f"output: {path} is a directory; name a file, such as {path / 'report.json'}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"output: {path.absolute().parent} does not exist; create it first")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise ValueError(f"output: no permission to write in {path.absolute().parent}")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"output: {path} is a device or a pipe, which a report cannot take the place of; name a file")
+    parent = path.resolve().parent  # of what a link is to
+    if not parent.is_dir():
+        raise ValueError(f"output: {parent} does not exist; create it first")
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"output: no permission to write in {parent}")
+
+
+def compares_recipes(path: Path) -> bool:
+    """Whether this file is the report of several recipes, which has a table and a plot beside it."""
+    try:
+        settings = read_json(path)["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return isinstance(settings, dict) and "models" in settings
 
 
 def beside(path: Path, suffix: str) -> Path:

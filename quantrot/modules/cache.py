@@ -303,6 +303,7 @@ class DynamicKVLayer(KVLayer):
         new = parts["key"].shape[2]
         if not self.is_initialized:
             self._allocate(parts, dtype, _padded(new))
+        self._check_batch(parts["key"])
         self._make_room(new)
         for name, part in parts.items():
             self.buffers[name].narrow(TOKEN_AXIS.get(name, 2), self.length, new).copy_(part.detach())
@@ -315,6 +316,7 @@ class DynamicKVLayer(KVLayer):
             return None
         if not self.is_initialized:
             self._allocate(_empty_int4(k), k.dtype, _padded(new))
+        self._check_batch(k)
         self._make_room(new)
         made = try_store_int4(k, v, tuple(self.buffers[name] for name in INT4_BUFFERS), before)
         if made is None:
@@ -323,6 +325,14 @@ class DynamicKVLayer(KVLayer):
         if before == 0:
             return made
         return _decode_int4({name: b.narrow(2, 0, self.length) for name, b in self.buffers.items()}, k.dtype)
+
+    def _check_batch(self, k: Tensor) -> None:
+        held = self.buffers["key"].shape[0]
+        if k.shape[0] != held:  # one would be stored for all
+            raise ValueError(
+                f"keys of {k.shape[0]} sequences for a cache that holds {held}; take the same ones, select them "
+                "(batch_select_indices), or begin with a new cache"
+            )
 
     def _make_room(self, new: int) -> None:
         """For so many tokens more."""

@@ -1,6 +1,7 @@
 """Linears that turn their input, and what all quantized linears share: tensors as on disk, and a forward."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -256,7 +257,10 @@ class QuantizedLinear(nn.Module):
         """The product in x's dtype from a weight dequantized to it."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         operand = self.operand(x)
-        return F.linear(operand, weight.to(operand.dtype), bias if bias is None else bias.to(operand.dtype)).to(x.dtype)
+        widened = operand.dtype != x.dtype  # which autocast would undo: infinities in float16
+        with torch.autocast(x.device.type, enabled=False) if widened else nullcontext():
+            y = F.linear(operand, weight.to(operand.dtype), bias if bias is None else bias.to(operand.dtype))
+        return y.to(x.dtype)
 
     def operand(self, x: Tensor) -> Tensor:
         """x [..., in_features], turned and quantized, as the product sees it, in x's dtype; MXFP4 of float16 in

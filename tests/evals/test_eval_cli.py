@@ -98,6 +98,32 @@ def test_mmlu_with_a_baseline_reports_the_paired_difference(run, mmlu_dir, tmp_p
     assert "McNemar p" in result.stdout and "high_school_government_and_politics" in result.stdout
 
 
+@pytest.mark.parametrize("stop", [ValueError("no score"), KeyboardInterrupt()])
+@pytest.mark.parametrize("recipes", [False, True])
+def test_what_was_measured_before_an_error_is_printed_and_written(run, mmlu_dir, tmp_path, monkeypatch, recipes, stop):
+    from quantrot.evals import mmlu as evals
+    from quantrot.evals import recipes as table
+
+    real, left = evals.mmlu, [1]
+
+    def measured(*args, **options):
+        if not left:
+            raise stop
+        left.pop()
+        return real(*args, **options)
+
+    monkeypatch.setattr(evals, "mmlu", measured)
+    monkeypatch.setattr(table, "planned", lambda *given: None)
+    monkeypatch.setattr(table, "converted", lambda *given: "two")
+    args = ["--fewshot", 0, "--limit", 1, "--data", mmlu_dir, "--output", tmp_path / "r.json"]
+    args += ["--recipes", "bf16,mxfp4"] if recipes else ["--baseline", "two"]
+    result, _ = run("mmlu", "one", *args, fails=(type(stop), SystemExit))
+    assert result.exit_code and not left and ("bf16" if recipes else "overall") in result.stdout
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    found = results["mmlu"]["bf16"] if recipes else results["mmlu"]
+    assert found["overall"]["n"] == 57 and (tmp_path / "r.md").exists() == recipes
+
+
 @pytest.mark.parametrize("command", ["mmlu", "ppl", "compare"])
 def test_a_result_that_cannot_be_written_is_printed(run, mmlu_dir, tmp_path, monkeypatch, command):
     monkeypatch.setattr(os, "fsync", full)
@@ -191,6 +217,11 @@ def test_a_table_takes_no_other_files_place(run, mmlu_dir, model_dir, tmp_path):
     with pytest.raises(ValueError, match=r"output: .*report\.v2\.md, .* with .*report\.v2\.json, is there; move"):
         run("mmlu", model_dir, *args, tmp_path / "report.v2.json")
     assert [path.name for path in tmp_path.iterdir()] == ["report.v2.md"]
+    report.write({"settings": {"text": "t"}}, tmp_path / "report.v2.json")  # of another command
+    with pytest.raises(ValueError, match=r"report\.v2\.md, which goes with"):
+        run("mmlu", model_dir, *args, tmp_path / "report.v2.json")
+    report.write({"settings": {"models": {}}}, tmp_path / "report.v2.json")
+    assert report.compares_recipes(tmp_path / "report.v2.json") and not report.compares_recipes(tmp_path / "none")
     assert [report.beside(Path(name), ".md").name for name in ("a.json", "a-1.5b")] == ["a.md", "a-1.5b.md"]
 
 

@@ -174,6 +174,14 @@ def test_a_model_that_computes_nan_has_no_score(tokenizer, mmlu_dir):
         mmlu(broken, tokenizer, fewshot=0, limit=1, data=mmlu_dir)
 
 
+def test_a_token_that_the_model_has_not_is_named(tokenizer, mmlu_dir):
+    small = make_model(seed=0)
+    most = len(tokenizer) // 2
+    small.resize_token_embeddings(most)
+    with pytest.raises(ValueError, match=rf"its tokenizer gives token \d+; config.json has {most} of them"):
+        mmlu(small, tokenizer, fewshot=0, limit=1, data=mmlu_dir)
+
+
 def test_a_tokenizer_needs_neither_bos_nor_eos(model, tokenizer, mmlu_dir, result):
     neither = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     size = len(neither)

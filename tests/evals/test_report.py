@@ -81,6 +81,21 @@ def test_an_impossible_output_is_refused_before_the_work(tmp_path):
         report.check_output(tmp_path)
     with pytest.raises(ValueError, match="does not exist; create it first"):
         report.check_output(tmp_path / "missing" / "r.json")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is a device or a pipe, which a report cannot take the place of"):
+        report.check_output(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "r.json")
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        report.check_output(tmp_path / "link")
+
+
+def test_what_a_link_is_to_is_written(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "r.json").symlink_to(tmp_path / "there" / "r.json")
+    for content in ({"a": 1}, {"a": 2}):
+        report.write(content, tmp_path / "r.json")
+        assert json.loads((tmp_path / "there" / "r.json").read_text()) == content
+    assert (tmp_path / "r.json").is_symlink() and len(list((tmp_path / "there").iterdir())) == 1
 
 
 @pytest.mark.parametrize(

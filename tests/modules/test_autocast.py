@@ -38,6 +38,16 @@ def test_a_quantized_linear_takes_and_gives_autocasts_dtype(kind, decoded):
     assert torch.equal(y, expected) and y.dtype == torch.bfloat16
 
 
+def test_a_number_that_rounds_past_float16_is_none_infinite():
+    """60000 is 65536 in MXFP4, which float16 has not."""
+    module, x = linear("mxfp4"), torch.zeros(2, 256, dtype=torch.float16)
+    x[0, 3], x[0, 40] = 60000, 1
+    expected = module(x)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(module(x), expected) and expected.isfinite().all()
+        assert torch.equal(torch.compile(module, fullgraph=True, backend="aot_eager")(x), expected)
+
+
 def test_what_nn_linear_does_not_cast_is_not_cast():
     codes, wide = torch.ones(3, 256, dtype=torch.int64), torch.randn(3, 256, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
