@@ -7,6 +7,7 @@ one     fp8_linear; behind the gate, in the quantizer, the two operators
 inside  fp8_linear with the norm, the gate and the residual: four kernels of one token, eight of more
 """
 
+import argparse
 from functools import partial
 
 import torch
@@ -65,4 +66,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -5,6 +5,7 @@
 Weights that differ: a quotient near a tie, which sums in another order round the other way.
 """
 
+import argparse
 import statistics
 import time
 
@@ -49,4 +50,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

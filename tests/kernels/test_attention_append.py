@@ -177,6 +177,15 @@ def test_what_does_not_fit_is_an_error(at, value, said):
         rope_hadamard_append(*given, limit=40, order=128)
 
 
+@pytest.mark.parametrize("at", range(5))
+def test_a_tangent_is_refused(at):
+    given = [*operands(KERNELS[0], 1, 4, 2, 7)]
+    with torch.autograd.forward_ad.dual_level():
+        given[at] = torch.autograd.forward_ad.make_dual(given[at], torch.ones_like(given[at]))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            rope_hadamard_append(*given, limit=40, order=128)
+
+
 def test_other_orders_and_limits_are_errors():
     given = operands(KERNELS[0], 1, 4, 2, 7)
     with pytest.raises(ValueError, match="order 64; allowed: 0, 128"):

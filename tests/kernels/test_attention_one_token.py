@@ -201,6 +201,15 @@ def test_what_does_not_fit_is_refused(change, message):
         one_token.rope_attend_one(*given[:8], **options(given))
 
 
+@pytest.mark.parametrize("at", range(5))
+def test_a_tangent_is_refused(at):
+    given = [*operands(2, 2, 4, 50, 64, 64, BF16)]
+    with torch.autograd.forward_ad.dual_level():
+        given[at] = torch.autograd.forward_ad.make_dual(given[at], torch.ones_like(given[at]))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            one_token.rope_attend_one(*given[:8], **options(given))
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 @pytest.mark.parametrize(("advance", "norms"), [(False, False), (True, False), (True, True)])
 def test_the_operator_says_what_it_changes(device, advance, norms):

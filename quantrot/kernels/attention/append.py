@@ -28,7 +28,7 @@ from quantrot.kernels.attention.prepare import DIMS, TYPES, aligned
 from quantrot.kernels.attention.reference import Granularity, rope_hadamard_quantize_reference
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.nvrtc import load_kernel
-from quantrot.kernels.operators import constant, implement
+from quantrot.kernels.operators import constant, implement, refuse_tangents
 from quantrot.kernels.ready import Ready, Run, address, like, same, unseen
 
 HEADS = 8  # of a thread block
@@ -75,6 +75,7 @@ def rope_hadamard_append(
     """
     if reason := unsupported(q, k, v, cos, sin, key, key_scale, value, value_scale, length, order, signs):
         raise ValueError(f"rope_hadamard_append: {reason}")
+    refuse_tangents(q, k, v, cos, sin)
     _check_place(length, limit, key.shape[2])
     place: tuple[Tensor | None, Tensor | None, int]  # a length to read, one to count, a number
     if isinstance(length, Tensor):

@@ -72,7 +72,7 @@ def int4_attend_one(
     """
     if reason := unsupported(q, k, v, turn, cache, length, limit, mask):
         raise ValueError(f"int4_attend_one: {reason}")
-    refuse_tangents(q, k, v)
+    refuse_tangents(q, k, v, turn.cos, turn.sin)
     scale = q.shape[3] ** -0.5 if scale is None else number("scale", scale, "positive, finite")
     place: tuple[Tensor | None, Tensor | None, int]  # a length to read, one to count, a number
     if isinstance(length, Tensor):

@@ -32,7 +32,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.attention.reference import LOG2E
 from quantrot.kernels.fp8.reference import rms_norm
 from quantrot.kernels.nvrtc import checked, load_kernel, processors
-from quantrot.kernels.operators import constant, implement, number
+from quantrot.kernels.operators import constant, implement, number, refuse_tangents
 
 DTYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 DIMS = {64: 16, 96: 16, 128: 16, 256: 8}  # head_dim: how many query heads of a key head, at most
@@ -78,6 +78,7 @@ def rope_attend_one(
     """
     if reason := unsupported(q, k, v, cos, sin, keys, values, length, mask, norms):
         raise ValueError(f"rope_attend_one: {reason}")
+    refuse_tangents(q, k, v, cos, sin)
     scale = q.shape[3] ** -0.5 if scale is None else number("scale", scale, "positive, finite")
     epsilon = number("epsilon", epsilon, "non-negative, finite")
     counts = (None, length) if advance else (length, None)
