@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantrot import formats, llama
+from quantrot.checkpoint import DTYPES
 from quantrot.device import known_device
 from quantrot.formats import ActivationFormat, WeightFormat
 from quantrot.learned import digest, purpose, write
@@ -305,13 +306,20 @@ def turn(x: Tensor, blocks: Tensor | None) -> Tensor:
     return turned if n * b == x.shape[-1] else torch.cat([turned, x[..., n * b :]], -1)
 
 
+def kept_in(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as a checkpoint of this dtype holds it; the gradient goes straight through."""
+    return x.to(dtype).to(x.dtype).detach() + (x - x.detach())
+
+
 class TurnedEmbedding(nn.Module):
-    def __init__(self, weight: Tensor, turns: Turns) -> None:
+    """stored: the dtype of the table on disk."""
+
+    def __init__(self, weight: Tensor, turns: Turns, stored: torch.dtype) -> None:
         super().__init__()
-        self.weight, self.turns = weight, turns
+        self.weight, self.turns, self.stored = weight, turns, stored
 
     def forward(self, ids: Tensor) -> Tensor:
-        return turn(F.embedding(ids, self.weight), self.turns.blocks("R1", 0))
+        return kept_in(turn(F.embedding(ids, self.weight), self.turns.blocks("R1", 0)), self.stored)
 
 
 class TurnedLinear(nn.Module):
@@ -321,6 +329,8 @@ class TurnedLinear(nn.Module):
         super().__init__()
         plan, self.turns, self.weight, self.bias = turns.plan, turns, weight, bias
         self.format, self.online = plan.linears[place.fqn], plan.online.get(place.fqn)
+        info = plan.checkpoint.tensors.get(f"{place.fqn}.bias")
+        self.stored = torch.float32 if info is None else DTYPES[info.dtype]
         layer = int(place.fqn.split(".")[2]) if place.fqn != llama.HEAD else 0
         self.inside = partial(turns.blocks, place.input_side, layer, plan.llama.heads // plan.llama.kv_heads)
         self.outside = partial(turns.blocks, place.output_side, layer)
@@ -337,7 +347,7 @@ class TurnedLinear(nn.Module):
         weight = turn(weight.T, outside).T.contiguous()
         x = _RoundedInput.apply(x, plain if hadamard else x, activations, hadamard)
         y: Tensor = _RoundedProduct.apply(x, weight, self.format.weights)
-        return y if self.bias is None else y + turn(self.bias, outside)
+        return y if self.bias is None else y + kept_in(turn(self.bias, outside), self.stored)
 
 
 @torch.no_grad()
@@ -359,7 +369,8 @@ def make_turned(network: Any, plan: Plan, turns: Turns) -> None:
             gain = network.get_submodule(name).weight
             gain.data = split_gain(gain.data, r1)[1]
     table = network.get_submodule(llama.EMBEDDING).weight.data
-    network.set_submodule(llama.EMBEDDING, TurnedEmbedding(table[:, order], turns))
+    stored = DTYPES[plan.checkpoint.tensors[f"{llama.EMBEDDING}.weight"].dtype]
+    network.set_submodule(llama.EMBEDDING, TurnedEmbedding(table[:, order], turns, stored))
     network.requires_grad_(False)
 
 

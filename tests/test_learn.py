@@ -109,13 +109,27 @@ def test_what_is_measured_while_learning_is_what_the_conversion_has(source, tmp_
 def test_the_start_is_measured_as_the_conversion_runs_it(source, tmp_path, online):
     """An online Hadamard in front of MXFP4 is the quantizer's, which rounds what it makes of x less than x's dtype."""
     recipe = {"rotations": {"R2": R2}, "linear": [{"match": "*", **MXFP4, **online}]}
+    measured, converted = start_of(source, recipe, tmp_path)
+    assert measured == pytest.approx(converted, rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_narrow_table_and_biases_are_rounded_behind_their_turn(tiny, tmp_path, seed):
+    """As the conversion writes them (else 6 to 25% off here); the head, which it rounds alike, is left in float32."""
+    narrow = tiny(tmp_path / "narrow", dtype=torch.bfloat16, seed=seed, **SHAPE)
+    measured, converted = start_of(narrow, START, tmp_path)
+    assert measured == pytest.approx(converted, rel=2e-2)
+
+
+def start_of(source, recipe, tmp_path):
+    """(KL of the start as `learn` has it, of what is converted)."""
     found = learn(source, recipe, tmp_path / "learned", **{**SHORT, "steps": 1})
     model = load(convert(source, recipe, tmp_path / "out").out, device_map="cpu", dtype="float32")
     original, tokenizer = open_model(source, "cpu", "float32")
     ids = windows(tokenizer, TEXT, 32)[-2:]
     with torch.no_grad():
         p, q = (each(input_ids=ids).logits.log_softmax(-1) for each in (original, model))
-    assert (p.exp() * (p - q)).sum(-1).mean().item() == pytest.approx(found.kl_before, rel=1e-4)
+    return found.kl_before, (p.exp() * (p - q)).sum(-1).mean().item()
 
 
 def test_unquantized_the_logits_stay(source, learned, tmp_path):
