@@ -1,6 +1,6 @@
 // One new token a sequence and an INT4 KV cache, for sm_90a: RoPE and rotation of its queries and key, its codes and their
-// place in the cache, and its attention to all that is cached, in one launch. Follows one_token.cuh, whose sums of warps these are; a key head's blocks meet as
-// gather.cuh has it.
+// place in the cache, and its attention to all that is cached, in one launch. Follows one_token.cuh, whose sums of warps these
+// are; a key head's blocks meet as gather.cuh has it.
 //
 // A warp takes 32 tokens at a time, on its own: their codes, scales and lows lie one after another, and the copy engine brings
 // them to its ring of STAGES tiles. No number of the cache is made of them. Tensor cores add up queries times codes, and
@@ -529,7 +529,8 @@ __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
       if (full) sum = __uint_as_float(0x7FC00000u);
       if (at % (D / 2) == 0) ((float2*)to)[D / 2] = {no_zero(highest), no_zero(sum)};
     });
-    if (block_any(adds)) add_parts<D, SHARE, WARPS * 32, T>(all_parts, others + 1, out, base + Shape::RING);  // all tiles have been read
+    static_assert(WARPS * 32 * 24 <= WARPS * STAGES * Shape::TILE, "all tiles have been read: add_parts takes their place");
+    if (block_any(adds)) add_parts<D, SHARE, WARPS * 32, T>(all_parts, others + 1, out, base + Shape::RING);
   }
   // Every block has read the count: the last to say so sets it.
   if (counting && arrivals >> 32 == gridDim.x * gridDim.y - 1) *args.count = counted + 1ull;
