@@ -6,7 +6,7 @@ config carries a guard that makes every loader which does not know the rotation 
 
 import shlex
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -153,8 +153,8 @@ def support(
     0.5.23's own code chooses for such configs.
     """
     quantized = {fqn: fmt for fqn, fmt in linears.items() if fmt is not None}
-    emulated = any(map(_has_no_kernels, quantized.values()))
-    where = "on a CPU" + ", and MXFP4 by FP8 activations in blocks on a GPU," * emulated
+    without = [name for name, found in NO_KERNELS.items() if any(map(found, quantized.values()))]
+    where = "on a CPU" + f", and {' and '.join(without)} on a GPU," * bool(without)
     rows = [Support("quantrot", "yes", f"every format and rotation; {where} with dequantized weights")]
     if attention is not None or not all(is_stored(r) for r in online.values()):
         why = "the online rotation is quantrot's own: the file is refused, on purpose"
@@ -172,10 +172,16 @@ def support(
     }
     notes = {
         "vLLM": f"--tensor-parallel-size 1 only; needs its hadacore kernel{own}" if online else precision + again + own,
-        "transformers": ("emulated, dequantized weights" if quantized else "as the original") + _package(linears) + own,
+        "transformers": _in_transformers(linears, bool(online)) + _package(linears) + own,
         "SGLang": precision + ("; INT8 in shapes that are multiples of 64 x 128" if "int8" in kinds else "") + own,
     }
     return rows + [Support(name, "no" if why else "yes", why or notes[name]) for name, why in refusals.items()]
+
+
+def _in_transformers(linears: dict[str, LinearFormat | None], has_online: bool) -> str:
+    if is_native(linears, has_online):  # FineGrainedFP8HfQuantizer
+        return "FP8 kernels on GPUs of capability 8.9 and later; elsewhere dequantized weights, wide activations"
+    return "emulated, dequantized weights" if any(linears.values()) else "as the original"
 
 
 def _precision(fmt: LinearFormat) -> str:
@@ -196,9 +202,13 @@ def _precision(fmt: LinearFormat) -> str:
     return precision + ("" if block == theirs else other)
 
 
-def _has_no_kernels(fmt: LinearFormat) -> bool:
-    """Whether quantrot multiplies this weight dequantized on every device: of e4m3 its MXFP4 kernels take tokens."""
-    return fmt.weights.kind == "mxfp4" and fmt.activations.kind == "fp8" and fmt.activations.block != (1, 0)
+# What quantrot multiplies dequantized on every device: of e4m3 its MXFP4 kernels take tokens.
+NO_KERNELS: dict[str, Callable[[LinearFormat], bool]] = {
+    "MXFP4 by FP8 activations in blocks": lambda fmt: (
+        fmt.weights.kind == "mxfp4" and fmt.activations.kind == "fp8" and fmt.activations.block != (1, 0)
+    ),
+    "FP8 by wide activations": lambda fmt: fmt.weights.kind == "fp8" and fmt.activations.kind == "none",
+}
 
 
 def _rounded_again(fmt: LinearFormat) -> bool:

@@ -1,7 +1,7 @@
 """Recipes: one YAML tree that says which rotations, formats and exceptions a conversion uses.
 
-Everything is checked when it is read: an unknown key, a wrong value or a malformed file is a `ValueError` that gives
-the file, the line, what is allowed and, where one is close, the word that was probably meant.
+All that needs no model is checked when it is read: an unknown key, a wrong value or a malformed file is a `ValueError`
+that gives the file, the line, what is allowed and, where one is close, the word that was probably meant.
 """
 
 import difflib
@@ -47,7 +47,8 @@ class RotationSpec(Strict):
     )
     block: int | str = Field(
         "full",
-        description="full width, a block's width (1 only folds norms), or '<=32': the largest up to 32 that divides it",
+        description="full width, a block's width (1 only folds norms), or '<=32': the largest up to 32 that divides it "
+        "and has a Hadamard matrix",
     )
     seed: Annotated[int, Field(ge=0, lt=1 << 63, strict=True)] = Field(0, description="of the random kinds")
     channels: Literal["natural", "by-gain"] = Field(

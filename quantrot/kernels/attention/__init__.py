@@ -18,11 +18,11 @@ Contract of every backend, with B sequences, H query heads, G key and value head
     causal: query i sees keys up to i + lengths - query_lengths: the last query sees the last key
     a query that sees nothing gets 0; a NaN reaches the queries that see a token of its scale and no other
 
-The softmax weights are rounded to e4m3 (times 2^8, relative to their row's maximum rounded up to a power of two), their
-sum is not. attention_reference has the formula. Backends: "hopper" (CUDA C++ for sm_90; what it takes is said there,
-operands that its preparing kernel does not take are prepared by Triton's), "triton" (CUDA with e4m3, capability 8.9 and
-up), "reference" (plain torch); "auto" takes the first that can run, and "hopper" for many queries and for one, where
-it is the faster. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
+The softmax weights are rounded to e4m3 (times 2^8, relative to their row's maximum rounded up to a power of two), and
+their sum is of the rounded ones. attention_reference has the formula. Backends: "hopper" (CUDA C++ for sm_90; what it
+takes is said there, operands that its preparing kernel does not take are prepared by Triton's), "triton" (CUDA with
+e4m3, capability 8.9 and up), "reference" (plain torch); "auto" takes the first that can run, and "hopper" for many
+queries and for one, where it is the faster. FlashAttention-3, arXiv:2407.08608; HadaCore, arXiv:2412.08832.
 """
 
 import os
