@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
@@ -30,6 +29,7 @@ from quantrot.calibration import lanes
 from quantrot.checkpoint import read_rows
 from quantrot.formats import WIDE
 from quantrot.gptq import Feedback
+from quantrot.meta import parameters_on_meta
 from quantrot.modules.linear import fused_hadamard, quantize_dequantize
 from quantrot.plan import Plan, Step, network_order
 from quantrot.rotation import turn_input
@@ -171,7 +171,7 @@ def _decoder(config: dict[str, Any]) -> Any:
     with which it says what it likes."""
     described = {key: value for key, value in config.items() if key not in DESCRIBED}
     try:
-        with init_empty_weights(include_buffers=False):
+        with parameters_on_meta():
             made = AutoConfig.for_model(**described | {"num_hidden_layers": 1})
             decoder = AutoModel.from_config(made, dtype=torch.float32, attn_implementation="sdpa")
     except Exception as error:

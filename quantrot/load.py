@@ -5,15 +5,17 @@ accelerate, so `device_map`, several GPUs and offloading work as they do in tran
 file's hash, an online rotation's checksum or the set of tensors is not what the manifest says.
 """
 
+import difflib
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import psutil
 import torch
-from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
+from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory, load_checkpoint_in_model
 from safetensors import SafetensorError
 from torch import nn
@@ -23,8 +25,9 @@ from transformers.utils import logging
 from quantrot import engines
 from quantrot.checkpoint import DTYPES, open_checkpoint, read_json
 from quantrot.device import known_device
-from quantrot.llama import EMBEDDING
+from quantrot.llama import EMBEDDING, HEAD
 from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest, weights_of
+from quantrot.meta import parameters_on_meta
 from quantrot.modules import (
     LINEARS,
     OnlineHadamard,
@@ -39,6 +42,7 @@ from quantrot.source import open_source
 from quantrot.tokenizer import open_tokenizer
 
 NOT_DESCRIBED = ("quantization_config", "attn_implementation", "_attn_implementation")  # what this loader decides
+_OFFLOADED: WeakValueDictionary[Path, nn.Module] = WeakValueDictionary()  # models by the folder with tensors of them
 DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
 
 
@@ -97,6 +101,8 @@ def load(
     model._ddp_params_and_buffers_to_ignore = _StoredNames(model._modules)
     for each in (model, model.model):
         each.save_pretrained = each.push_to_hub = _refuse_to_save
+    if offload_folder is not None and "disk" in placed.values():
+        _OFFLOADED[Path(offload_folder).resolve()] = model
     return dispatch_model(model, placed, offload_dir=offload_folder) if len(placed) > 1 else model
 
 
@@ -224,12 +230,12 @@ def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any
         dtype: Any = wanted or config.dtype or _stored_dtype(root)
         if dtype == torch.float64 and _narrows(manifest):
             dtype = torch.float32
-        with init_empty_weights(include_buffers=False):
+        with parameters_on_meta():
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # of many classes, some its own
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"{root / 'config.json'}: transformers cannot build the model: {what:.300}") from None
-    with init_empty_weights(include_buffers=False):
+    with parameters_on_meta():
         native = engines.is_native(manifest.linears, bool(manifest.online) or manifest.attention is not None)
         modules = dict(model.named_modules())
         for fqn, fmt in manifest.linears.items():
@@ -291,21 +297,31 @@ def _place(model: Any, device_map: str | int | torch.device | dict[str, Any] | N
 def _check_disk(root: Path, model: Any, folder: str | Path | None) -> None:
     if folder is None:
         raise ValueError("offload_folder: None, but device_map sends modules to disk; give a folder to keep them in")
+    if Path(folder).resolve() in _OFFLOADED:  # whose tensors would be overwritten
+        raise ValueError(f"offload_folder: {folder} holds tensors of a model that is in use; give each its own folder")
     stored, asked = _stored_dtype(root), model.get_input_embeddings().weight.dtype
     if asked != stored:  # accelerate writes tensors there as the files have them
         raise ValueError(f"dtype: {asked}; modules on disk stay {stored}, as {root} has them; give that, or no disk")
 
 
 def _check_map(model: Any, placed: dict[str, Any]) -> None:
-    """Every parameter has a place, and an embedding that is the head, too, one that both can read."""
+    """Every parameter has a place, an embedding that is the head, too, one that both can read; no name is unknown."""
     for name, _ in model.named_parameters(remove_duplicate=False):
         places = [device for prefix, device in placed.items() if _holds(prefix, name)]
         if not places:
             raise ValueError(f"device_map has no place for {name}; name its module, or one that holds it ('' is all)")
         if len(set(places)) > 1 and "disk" in places:
             raise ValueError(f"device_map has several places for {name}, one of them disk; name modules apart")
-    if model.config.tie_word_embeddings and _offloaded(f"{EMBEDDING}.weight", placed):
-        raise ValueError(f"device_map sends {EMBEDDING} to disk, and it is the head, too; keep both on a device")
+    if model.config.tie_word_embeddings:
+        for name, other in ((EMBEDDING, "head"), (HEAD, "embedding")):
+            if _offloaded(f"{name}.weight", placed):
+                raise ValueError(f"device_map sends {name} to disk, and it is the {other}, too; keep both on a device")
+    known = {"", *(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())}
+    for name in placed:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"device_map: {name} is no module of this model{hint}")
 
 
 def _holds(prefix: str, name: str) -> bool:

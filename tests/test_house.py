@@ -27,7 +27,7 @@ LAYERS = [
     {"llama"},
     {"kernels", "checkpoint", "source", "tokenizer"},
     {"demo"},
-    {"orthogonal", "device", "process", "version"},
+    {"orthogonal", "device", "process", "version", "meta"},
 ]
 
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import shutil
+import threading
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,37 @@ def test_accelerate_device_map_with_offload(converted, tmp_path):
     model = load(converted, device_map=split, offload_folder=tmp_path)
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, whole(IDS).logits)
+        with pytest.raises(ValueError, match="holds tensors of a model that is in use; give each its own folder"):
+            load(converted, device_map=split, offload_folder=tmp_path / "." / "")
+        other = load(converted, device_map=split, offload_folder=tmp_path / "other")
+        assert torch.equal(model(IDS).logits, other(IDS).logits)
+    with pytest.raises(ValueError, match="device_map: modle is no module of this model; did you mean model?"):
+        load(converted, device_map={"model": "cpu", "lm_head": "cpu", "modle": "cpu"})
+
+
+def test_threads_load_and_others_build_their_modules_meanwhile(converted):
+    """What has no memory is the model that is loaded, in the thread that loads it."""
+    registers, stop, elsewhere, loaded = nn.Module.register_parameter, threading.Event(), set(), []
+
+    def build():
+        while not stop.is_set():
+            elsewhere.add(nn.Linear(4, 4).weight.device.type)
+
+    def read():
+        for _ in range(3):
+            loaded.append(load(converted, device_map="cpu"))
+
+    builder, readers = threading.Thread(target=build), [threading.Thread(target=read) for _ in range(3)]
+    for thread in (builder, *readers):
+        thread.start()
+    for thread in readers:
+        thread.join()
+    stop.set()
+    builder.join()
+    assert elsewhere == {"cpu"} and nn.Linear(2, 2).weight.device.type == "cpu" and len(loaded) == 9
+    assert nn.Module.register_parameter is registers and torch.get_default_dtype() == torch.float32
+    with torch.no_grad():
+        assert all(torch.equal(model(IDS).logits, loaded[0](IDS).logits) for model in loaded)
 
 
 def test_a_map_names_a_place_for_every_parameter_that_can_read_it(tiny, tmp_path):
@@ -158,6 +190,8 @@ def test_a_map_names_a_place_for_every_parameter_that_can_read_it(tiny, tmp_path
     for within in ({"": "cpu", "model.norm": "disk"}, places | {"model": "disk", "lm_head": "cpu"}):
         with pytest.raises(ValueError, match="has several places for model.*, one of them disk; name modules apart"):
             load(out, device_map=within, offload_folder=tmp_path / "offloaded")
+    with pytest.raises(ValueError, match="sends lm_head to disk, and it is the embedding, too; keep both on a device"):
+        load(out, device_map=places | {"model.embed_tokens": "cpu", "lm_head": "disk"}, offload_folder=tmp_path)
     model = load(out, device_map=apart | {"model.embed_tokens": "cpu"}, offload_folder=tmp_path / "offloaded")
     assert model(IDS).logits.isfinite().all()
 
