@@ -22,6 +22,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -207,7 +208,8 @@ def _descend(
     except KeyboardInterrupt as error:
         ended = error
         if done > checked:
-            check()
+            with suppress(KeyboardInterrupt):  # whoever is in a hurry gets what was best before
+                check()
         if best_step == 0:
             raise KeyboardInterrupt(
                 f"interrupted; nothing was written: until step {done} the held-out windows prefer the start"

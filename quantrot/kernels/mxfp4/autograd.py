@@ -141,9 +141,10 @@ def _check(x: Tensor, weight: Tensor, hadamard: int, random: tuple[int, int] | N
         raise ValueError(f"random: {random}; allowed: (seed below 2^63, offset below 2^61), or None")
     _check_operands(x, weight, FLOATS, outside)
     if weight.shape[0] % hadamard or weight.shape[1] % hadamard:
+        smaller = "use a smaller one, or " if hadamard > FUSED[0] else ""
         raise ValueError(
-            f"weight: shape {tuple(weight.shape)}; both dimensions must be multiples of hadamard = {hadamard}; use a "
-            "smaller one, or leave this layer in its own dtype"
+            f"weight: shape {tuple(weight.shape)}; both dimensions must be multiples of hadamard = {hadamard}; "
+            f"{smaller}leave this layer in its own dtype"
         )
 
 
