@@ -523,7 +523,7 @@ __device__ __forceinline__ void attend_codes(const CodedTokenArgs& args) {
     if (active > 0) add_warps<D, SHARE, WARPS, 1, T>(base, 0, active, full, out);
   } else if (active > 0) {
     block_sync();
-    add_block<D, SHARE, WARPS>(base, active, [&](int at, float2 y, float highest, float sum) {
+    add_block<D, SHARE, WARPS>(base, active, [&](int at, int, int, float2 y, float highest, float sum) {
       float* const to = parts + at / (D / 2) * ROW;
       ((float2*)to)[at % (D / 2)] = {no_zero(y.x), no_zero(y.y)};
       if (full) sum = __uint_as_float(0x7FC00000u);

@@ -183,15 +183,16 @@ __device__ __forceinline__ int with_steps(int steps, int rank, int split, int wa
   return min(max((steps - rank + split - 1) / split, 0), warps);
 }
 
-// What `active` warps, one at least, have left in shared memory, added up over the block: put(pair of columns, their sums, the
-// largest score that these are counted from, the weights' sum).
+// What `active` warps, one at least, have left in shared memory, added up over the block: put(pair of columns of all heads, its
+// head, its first column there, the two sums, the largest score that these are counted from, the weights' sum).
 template <int D, int SHARE, int WARPS, class Put>
 __device__ __forceinline__ void add_block(u32 base, int active, const Put& put) {
   using Shape = TokenShape<D, SHARE, WARPS, 1>;
   for (int at = threadIdx.x; at < Shape::PAIRS; at += WARPS * 32) {
     const int head = at / (D / 2), column = at % (D / 2) * 2;
     const Parts<WARPS> parts(base + Shape::STATS + head * 8, SHARE * 8, active);
-    put(at, parts.add(base + (head * Shape::PITCH + column) * 4, SHARE * Shape::PITCH * 4, active), parts.highest, parts.sum);
+    const float2 y = parts.add(base + (head * Shape::PITCH + column) * 4, SHARE * Shape::PITCH * 4, active);
+    put(at, head, column, y, parts.highest, parts.sum);
   }
 }
 
@@ -211,14 +212,14 @@ __device__ __forceinline__ void add_warps(u32 base, u32 rank, int steps, bool fu
     *(u32*)(out + pair * 2) = T::pack(y.x * inverse, y.y * inverse);
   };
   if (active > 0) {
-    add_block<D, SHARE, WARPS>(base, active, [&](int at, float2 y, float highest, float sum) {
+    add_block<D, SHARE, WARPS>(base, active, [&](int at, int head, int column, float2 y, float highest, float sum) {
       if constexpr (SPLIT == 1) {
         write(at, y, sum);
       } else {
         const u32 to = at / Shape::OWN, landed = base + Shape::LANDED + (rank * Shape::OWN + at % Shape::OWN) * 8;
         send2(in_block(landed, to), in_block(base + Shape::BARRIER, to), y.x, y.y);
-        if (at % (D / 2) == 0) {  // each block gets all heads' numbers
-          const u32 numbers = base + Shape::NUMBERS + (rank * SHARE + at / (D / 2)) * 8;
+        if (column == 0) {  // each block gets all heads' numbers
+          const u32 numbers = base + Shape::NUMBERS + (rank * SHARE + head) * 8;
 #pragma unroll 1
           for (u32 i = 0; i < SPLIT; i++) send2(in_block(numbers, i), in_block(base + Shape::BARRIER, i), highest, sum);
         }
