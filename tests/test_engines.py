@@ -251,7 +251,11 @@ def test_what_other_engines_do_is_said(source, given, vllm, sglang):
         assert re.search(says or "refused|does not|takes|runs", found[engine].note)
     assert bool(vllm) != any(note.startswith("vLLM will not load the result") for note in planned.notes)
     blocks = given["weights"]["format"] == "mxfp4" and given.get("activations", TOKEN).get("block", "token") != "token"
-    assert ("MXFP4 by FP8 activations in blocks on a GPU" in found["quantrot"].note) == blocks
+    wide = given["weights"]["format"] == "fp8" and "activations" not in given
+    for what, said in (("MXFP4 by FP8 activations in blocks", blocks), ("FP8 by wide activations", wide)):
+        assert (f", and {what} on a GPU, with dequantized" in found["quantrot"].note) == said
+    native = given in (rule(BLOCKS, GROUPS), rule(BLOCKS | {"scale_rule": "pow2"}, GROUPS))
+    assert found["transformers"].note.startswith("FP8 kernels on GPUs of capability 8.9") == native
 
 
 SPLITS = [

@@ -412,6 +412,17 @@ def test_an_error_keeps_the_best_until_then(source, tmp_path, monkeypatch, kind,
         assert about["interrupted"] and about["best_step"] in (3, 5, 8) and about["kl_after"] < about["kl_before"]
 
 
+def test_a_source_that_is_gone_at_the_end_costs_nothing(tiny, tmp_path):
+    root = tiny(tmp_path / "source", **SHAPE)
+
+    def gone(what, done, total):
+        shutil.rmtree(root, ignore_errors=True)
+
+    how = {"text": TEXT, "steps": 4, "seq_len": 32, "held_out": 2, "device": "cpu", "progress": gone}
+    learn(root, START, tmp_path / "r.safetensors", **how)
+    assert not root.exists() and read(tmp_path / "r.safetensors").about["digest"]
+
+
 def test_a_file_that_came_meanwhile_stays(source, tmp_path):
     out = tmp_path / "r.safetensors"
 

@@ -285,6 +285,24 @@ def test_bad_options_are_refused_before_a_model_is_opened(run, tmp_path):
         run("mmlu", "missing", "--batch-size", "x")
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_kept_result_is_of_one_device_and_of_files_wherever_they_are_named_from(
+    run, mmlu_dir, model_dir, tmp_path, monkeypatch, gpu
+):
+    from quantrot.evals import recipes
+
+    def file(work, recipe, model, how):
+        raise RuntimeError(f"{how['device']} {how['data']}")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr(recipes, "planned", lambda *given: None)
+    monkeypatch.setattr(recipes, "converted", lambda *given: "two")
+    monkeypatch.setattr(recipes, "result_file", file)
+    monkeypatch.chdir(mmlu_dir.parent)
+    with pytest.raises(RuntimeError, match=f"^{'cuda' if gpu else 'cpu'} {mmlu_dir.resolve()}$"):
+        run("mmlu", model_dir, "--recipes", "bf16,mxfp4", "--data", mmlu_dir.name, "--work", tmp_path, "--fewshot", 2)
+
+
 @pytest.mark.parametrize("command", ["mmlu", "compare"])
 def test_a_baseline_that_is_not_there_is_said_before_the_model_is_measured(run, monkeypatch, command):
     monkeypatch.setattr("quantrot.cli.eval._open", lambda *args: pytest.fail("a model was opened"))

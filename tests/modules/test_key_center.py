@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantrot import convert, load
+from quantrot.kernels.attention import int4_token
 from quantrot.modules import QuantizedAttention, attention
 from quantrot.rotation import Rotation
 
@@ -55,6 +56,24 @@ def test_a_bias_of_all_keys_costs_no_accuracy(biased, kind, turned):
     for layer in model.model.layers:
         layer.self_attn.center_keys(model.model.rotary_emb)
     assert error() < before / 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_token_by_the_operator_of_int4_is_turned_once(biased, monkeypatch, turned):
+    """Centered keys have been through RoPE when the operator, which would turn them, gets them."""
+    model = narrow(biased, rotation=Rotation("R3", "hadamard", 32, 32, 0) if turned else None, kv_cache="int4")
+    for layer in model.model.layers:
+        layer.self_attn.center_keys(model.model.rotary_emb)
+    monkeypatch.setattr(int4_token, "DTYPES", (torch.float32,))
+    calls, real, logits = [], int4_token.try_attend_one, []
+    monkeypatch.setattr(int4_token, "try_attend_one", lambda *a, **k: calls.append(k["turn"]) or real(*a, **k))
+    for used in (True, False):
+        monkeypatch.setattr(int4_token, "runs_on", lambda device, used=used: used)
+        steps = model(IDS[:, :20], use_cache=True)
+        logits.append(model(IDS[:, 20:21], past_key_values=steps.past_key_values).logits)
+    assert [(turn.cos, turn.order) for turn in calls] == [(None, 32 * turned)] * 2
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()

@@ -73,13 +73,15 @@ def plan_for(dim: int, pairs: int, room: int, units: int) -> Plan:
     """The launch for `pairs` key heads of all sequences, with room for `room` tokens each, on `units` processors.
 
     By a sweep on an H200 (docs/measured/attention.md): a block of 8 warps on each processor, or two where less than two
-    thirds would have one (10 sequences of 4096 tokens 24.7 us for 27.1). With registers for two 0.2 to 0.4 us more.
+    thirds would have one (10 sequences of 4096 tokens 24.7 us for 27.1). Where a head has several blocks, registers for
+    two on a processor cost 0.2 to 0.4 us.
     """
     if pairs > units:
         return Plan(4, 1, 4) if room <= 2048 and dim <= 128 else Plan(8, 1, 2 if dim <= 128 else 1)
     split = units // pairs
-    if 3 * pairs * split < 2 * units and dim <= 128:
-        return Plan(8, 2 * units // pairs, 2)
+    few = 3 * pairs * split < 2 * units
+    if dim <= 128 and (few or split == 1):
+        return Plan(8, 2 * units // pairs if few else 1, 2)
     return Plan(8, split)
 
 
