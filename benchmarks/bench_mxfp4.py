@@ -45,6 +45,7 @@ from quantrot.kernels.mxfp4 import (  # noqa: E402
     expand_mxfp4,
     hadamard_quantize_mxfp4,
     hopper_batch,  # noqa: E402
+    masked_hadamard,
     mxfp4_gemm,
     quantize_mxfp4,
     requantize_mxfp4,
@@ -101,9 +102,18 @@ def quantizers() -> list[tuple[str, dict[str, Any], float, Callable]]:
         found.append(("quantize_backward", case, 2 + PACKED, partial(turned, transpose=False)))
         found.append(("quantize_transpose", case, 2 + PACKED, partial(turned, transpose=True)))
         found.append(("requantize_transpose", case, 2 * PACKED, again))
+    for dtype, h in itertools.product((torch.bfloat16, torch.float32), HADAMARD):
+        back = partial(masked_hadamard, hadamard=h, dtype=dtype)
+        case = {"hadamard": h, "to": str(dtype).removeprefix("torch.")}
+        found.append(("masked_hadamard", case, 2.125 + dtype.itemsize, lambda x, p, s, q=back: q(x, mask_of(x, p))))
     found.append(("expand", {}, PACKED + 1, lambda x, p, s: expand_mxfp4(p, s)))
     found.append(("dequantize", {}, PACKED + 2, lambda x, p, s: dequantize_mxfp4(p, s)))
     return found
+
+
+def mask_of(x: Tensor, packed: Tensor) -> Tensor:
+    """Some random bytes as a clip mask of x."""
+    return packed.view(-1)[: x.numel() // 8].view(len(x), -1)
 
 
 def differing(call: Callable, part: tuple) -> float:
@@ -261,6 +271,8 @@ def tune() -> None:
         trials.append(("HOPPER_ROWS", h, here, lambda x, p, s, q=quest: q(x)))
         trials.append(("HOPPER_MASK_ROWS", h, here, lambda x, p, s, q=quest: q(x, clip_mask=True)))
         trials.append(("HOPPER_RANDOM_ROWS", h, here, lambda x, p, s, q=random: q(x)))
+        back = partial(masked_hadamard, hadamard=h, dtype=torch.float32)
+        trials.append(("HOPPER_MASKED", h, here, lambda x, p, s, q=back: q(x, mask_of(x, p))))
     trials += [
         (
             "HOPPER_EXPANDED",

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from quantrot import formats
 from quantrot.kernels.fp8 import (
+    Fp8ScaleRule,
     fp8_block_gemm,
     fp8_linear,
     hadamard_quantize_fp8,
@@ -159,9 +160,10 @@ class _Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        q, scale, x_t, x_t_scale = quantize_fp8_both_ways(x, ROW, transposed_scale=True)
-        w, w_scale, w_t, w_t_scale = quantize_fp8_both_ways(weight, SQUARE)
-        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale)
+        wants_dx, wants_dw, _ = ctx.needs_input_grad
+        q, scale, *x_t = _rows(x, both_ways=wants_dw)
+        w, w_scale, *w_t = _squares(weight, both_ways=wants_dx)
+        ctx.save_for_backward(*(x_t or (None, None)), *(w_t or (None, None)))
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return fp8_block_gemm(q, scale, w, w_scale, out_dtype=x.dtype, bias=bias, backend="fastest")
 
@@ -170,14 +172,27 @@ class _Fp8Product(torch.autograd.Function):
         refuse_create_graph()
         x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        g, g_scale, g_t, g_t_scale = quantize_fp8_both_ways(grad, ROW, transposed_scale=True)
+        g, g_scale, *g_t = _rows(grad, both_ways=ctx.needs_input_grad[1])
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             w_t = w_t[:, : grad.shape[1]]
             dx = fp8_block_gemm(g, g_scale, w_t, w_t_scale, out_dtype=x_dtype, backend="fastest")
         if ctx.needs_input_grad[1]:
-            operands = g_t, g_t_scale, x_t, x_t_scale
+            operands: Any = *g_t, x_t, x_t_scale
             dw = fp8_block_gemm(*operands, a_block=ROW, b_block=ROW, out_dtype=weight_dtype, backend="fastest")
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             db = grad.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, db
+
+
+def _rows(x: Tensor, both_ways: bool) -> tuple[Tensor, ...]:
+    """Codes and scales of x, and of its transpose, whose product is the gradient of a weight that is not frozen."""
+    if both_ways:
+        return quantize_fp8_both_ways(x, ROW, transposed_scale=True)
+    return quantize_fp8_block(x, ROW, Fp8ScaleRule.exact, transposed_scale=True)
+
+
+def _squares(weight: Tensor, both_ways: bool) -> tuple[Tensor, ...]:
+    """The same of a weight, whose transpose gives x's gradient."""
+    quantize: Any = quantize_fp8_both_ways if both_ways else quantize_fp8_block
+    return quantize(weight, SQUARE, Fp8ScaleRule.exact)

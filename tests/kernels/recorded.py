@@ -41,6 +41,7 @@ from quantrot.kernels.fp8 import (
     operators,
     prompt,
     quantize_fp8_block,
+    quantize_fp8_both_ways,
 )
 from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.kernels.hadamard import hopper as hadamard
@@ -49,7 +50,16 @@ from quantrot.kernels.mixed import hopper as mixed_hopper
 from quantrot.kernels.mixed import mixed_gemm, mixed_linear
 from quantrot.kernels.mxfp4 import fused as mxfp4
 from quantrot.kernels.mxfp4 import gemm as packed
-from quantrot.kernels.mxfp4 import mxfp4_fused, mxfp4_gemm, triton_gemm
+from quantrot.kernels.mxfp4 import (
+    hadamard_quantize_mxfp4,
+    masked_hadamard,
+    mxfp4_fused,
+    mxfp4_gemm,
+    mxfp4_product,
+    requantize_mxfp4,
+    triton_gemm,
+)
+from quantrot.kernels.mxfp4 import operators as making
 
 GPU = torch.device("cuda", 0)
 names = {}  # of tensors, by address
@@ -173,7 +183,8 @@ def by(activations, hadamard=0):
 
 LINEAR_READY = fused.READY, gemm.READY, operators.READY, mxfp4.READY, packed.READY, mixed.READY
 OF_HEADS = attention.READY, attention.PROMPTS, attention.QUANTIZERS, int4_token.READY, int4.READY, transforms.READY
-READY = *OF_HEADS, *LINEAR_READY
+TRAINING = making.QUANTIZERS, making.REQUANTIZERS, making.MASKED, packed.PRODUCTS
+READY = *OF_HEADS, *LINEAR_READY, *TRAINING
 AROUND = ("", "residual", "residual turned", "norm", "norm, residual")
 LINEARS = {  # and what may be around each
     "fp8": (fp8, blocks, (*AROUND, "gates")),
@@ -260,6 +271,60 @@ def of_fp8():
             yield ("turned", size, k, tokens), turned, same, ["x", *["signs"] * bool(size)]
 
 
+def of_training():
+    """What a linear that trains calls: quantizers of x and of gradients, forth and turned, masks, products."""
+    n, k = SMALL
+    random, other = (3, 1 << 40), (1 << 40, 7)
+    sizes = itertools.product(((32, 32), (96, 32), (256, 128)), (torch.bfloat16, torch.float32))
+    for (tokens, width), dtype in sizes:
+        what, how = (tokens, width, dtype), {"hadamard": width}
+
+        def rows(**given):
+            """x where it lies in one way and another, as often as what else is given."""
+            places = itertools.cycle((torch.clone, apart, moved, torch.clone))  # noqa: B023
+            each = [dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True)] or [{}] * 4
+            return [{"x": place(wide(tokens, k).to(dtype))} | more for more, place in zip(each, places)]  # noqa: B023, B905
+
+        quest = operator(hadamard_quantize_mxfp4, scale_rule="quest", clip_mask=True, **how)
+        yield ("quest", what), quest, rows(), ["x"]
+        for turned in (False, True):
+            halves = operator(hadamard_quantize_mxfp4, scale_rule="absmax34", transpose=turned, **how)
+            yield ("random", what, turned), halves, rows(random=[random, other, other, None, None]), ["x"]
+            signs = [torch.ones(width) for _ in "1234"]
+            yield ("signs", what, turned), halves, rows(signs=signs, random=[random] * 4), ["x", "signs"]
+            del signs
+        masks = [place(scales(tokens, k // 8)) for place in (torch.clone, apart, torch.clone)]
+        yield (
+            ("masked", what),
+            operator(masked_hadamard, **how),
+            rows(mask=masks, factor=[1.0, 1.0, 2.0]),
+            ["x", "mask"],
+        )
+        del masks
+        kinds = itertools.product((torch.clone, apart, moved), (torch.clone, moved), (random, other, None))
+        same = [
+            {"packed": a(scales(tokens, k // 2)), "scale": b(scales(tokens, k // 32)), "random": c} for a, b, c in kinds
+        ]
+        yield ("requantize", what), operator(requantize_mxfp4, **how), same, ["packed", "scale"]
+        del same
+        for exact in (False, True):
+            of_both = (groups(tokens, k) | {f"b_{name}": t for name, t in groups(n, k).items()} for _ in "123")
+            same = [dict(zip(("a", "a_scale", "b", "b_scale"), both.values(), strict=True)) for both in of_both]
+            same += [same[0] | {name: moved(t)} for name, t in same[0].items()]
+            yield ("product", what, exact), operator(mxfp4_product, exact=exact, dtype=dtype), same, list(same[0])
+            del same
+        for block, turned in (((1, 128), True), ((128, 128), False)):
+            both_ways = operator(quantize_fp8_both_ways, block=block, transposed_scale=turned)
+            yield ("both ways", what, block), both_ways, rows(), ["x"]
+    for kind, tokens, width in itertools.product(("", "bias"), (64, 300), (128, 1024)):  # cuBLAS' and Triton's
+        fastest = operator(fp8_block_gemm, a_block=(1, 128), b_block=(1, 128), backend="fastest")
+        of_both = ({"a": e4m3(tokens, width), "b": e4m3(n, width)} | around_of(kind, (tokens,), n, width) for _ in "12")
+        steps = {"a_scale": (tokens, width // 128), "b_scale": (n, width // 128)}
+        same = [codes | {name: torch.zeros(size) for name, size in steps.items()} for codes in of_both]
+        yield ("fastest", kind, tokens, width), fastest, same, []
+        del same
+
+
 def of_transforms():
     """Rows turned: heads where they lie, blocks of a row, orders of one kernel and of several."""
     for width, block, dtype in (
@@ -327,7 +392,8 @@ def noted(call, **given):
     names.update({t.data_ptr(): its(name) for name, t in given.items() if isinstance(t, torch.Tensor)})
     launches.clear()
     made = call(**given)
-    return list(launches), [t.shape for t in ([made] if isinstance(made, torch.Tensor) else made)]
+    made = [made] if isinstance(made, torch.Tensor) else made
+    return list(launches), [None if t is None else t.shape for t in made]
 
 
 def wide(*size):
@@ -445,7 +511,7 @@ def attended(mask, lengths, **given):
     return attend(Quantized(**given), causal=mask is None, mask=mask, lengths=lengths)
 
 
-CALLS = of_linears, of_nothing, of_fp8, of_transforms, of_prompts, of_int4, of_int4_groups
+CALLS = of_linears, of_nothing, of_fp8, of_training, of_transforms, of_prompts, of_int4, of_int4_groups
 
 
 def main():

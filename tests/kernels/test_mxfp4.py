@@ -516,7 +516,7 @@ def test_the_operators_are_functional_and_registered(device):
         (ops.mxfp4_round_trip, (x, "even", 32, "auto")),
         (ops.mxfp4_expand, (packed, scale, "auto")),
         (ops.mxfp4_quantize_expanded, (x, None, "even", 32, "auto")),
-        (ops.masked_hadamard, (x, mask, 32, 0.5, "auto")),
+        (ops.masked_hadamard, (x, mask, 32, 0.5, torch.float32, "auto")),
     ]
     for op, arguments in calls:
         torch.library.opcheck(

@@ -11,6 +11,7 @@ from quantrot.kernels.mxfp4.reference import (
     dequantize_reference,
     expand_reference,
     float32,
+    masked_hadamard_reference,
     quantize_reference,
 )
 
@@ -34,6 +35,12 @@ CASES = {
     "expanded_mse": (BF16, "mse", 0, False, False, False, True),
     "expanded_arranged": (BF16, "even", 0, False, False, False, True),
 }
+BACK = {  # of a gradient: dtype, Hadamard, whether to float32
+    f"back_{hadamard}_{hopper_rows.IN[dtype]}{'_wide' if wide else ''}": (dtype, hadamard, wide)
+    for dtype in (BF16, FP16)
+    for hadamard in (32, 64, 128)
+    for wide in (False, True)
+}
 RANDOM = (0x1234567890ABCDE, 3)
 DRIVER = """
 static std::string message;
@@ -54,10 +61,14 @@ extern "C" const char* dequantize(const unsigned* packed, const unsigned char* s
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, 0, 0, [&] { wide(packed, scale, y, words); });
   return message.c_str();
 }
-extern "C" const char* expand(const unsigned long long* packed, const unsigned char* scale, void* e4m3,
-                              float* row_scale, int* outside, int rows, int groups, int blocks) {
-  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, 0, 0,
-                             [&] { expanded(packed, scale, e4m3, row_scale, outside, rows, groups); });
+extern "C" const char* expand(const quantrot::ExpandArgs* two, int blocks) {
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, 0, 0, [&] { expanded(two[0], two[1]); });
+  return message.c_str();
+}
+extern "C" const char* masked(int which, const quantrot::MaskedArgs* args, int blocks, int threads, int shared,
+                              int seed) {
+  static void (*const kernels[])(quantrot::MaskedArgs) = {MASKED};
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, shared, seed, [&] { kernels[which](*args); });
   return message.c_str();
 }
 """
@@ -74,14 +85,23 @@ def source(case: str, **more) -> str:
     return hopper_rows.entry(dtype, ScaleRule(rule), hadamard, signs, **more)
 
 
+def back(case: str, **more) -> str:
+    dtype, hadamard, wide = BACK[case]
+    return hopper_rows.masked_entry(tuned.HOPPER_MASKED[hadamard], dtype, hadamard, wide, **more)
+
+
 @pytest.fixture(scope="module")
 def library(emulated):
     entries = "".join(source(name, name=f"rows_{name}") for name in CASES)
     entries += hopper_rows.DEQUANTIZE.format(name="wide", each=hopper_rows.EACH)
     entries += hopper_rows.EXPAND.format(name="expanded", threads=hopper_rows.EXPAND_THREADS)
-    driver = DRIVER.replace("NAMES", ", ".join(f"rows_{name}" for name in CASES))
+    entries += "".join(
+        hopper_rows.masked_entry(tuned.HOPPER_MASKED[case[1]], *case, name=name) for name, case in BACK.items()
+    )
+    driver = DRIVER.replace("NAMES", ", ".join(f"rows_{name}" for name in CASES)).replace("MASKED", ", ".join(BACK))
     library = emulated(hopper_rows.device_functions() + entries + driver)
-    library.run.restype = library.dequantize.restype = library.expand.restype = ctypes.c_char_p
+    for function in (library.run, library.dequantize, library.expand, library.masked):
+        function.restype = ctypes.c_char_p
     return library
 
 
@@ -178,24 +198,55 @@ def some_packed(rows: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     return packed, scale
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(9, 1), (13, 44), (6, 300)])
-def test_every_code_and_scale_is_expanded(library, rows, groups):
-    packed, scale = some_packed(rows, groups)
-    out, row_scale = torch.zeros(rows, groups * 32, dtype=torch.float8_e4m3fn), torch.zeros(rows)
-    outside = torch.full((rows,), -1, dtype=torch.int32)
-    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (packed, scale, out, row_scale, outside))
-    message = library.expand(*pointers, rows, groups, -(-rows // 8))
+@pytest.mark.parametrize("shapes", [((9, 1), (0, 0)), ((13, 44), (0, 0)), ((6, 300), (11, 2)), ((8, 3), (8, 3))])
+def test_every_code_and_scale_is_expanded(library, shapes):
+    """Of one matrix, or of two by one kernel."""
+    given, made, blocks = (hopper_rows.ExpandArguments * 2)(), [], 0
+    for i, (rows, groups) in enumerate(shape for shape in shapes if shape[0]):
+        packed, scale = some_packed(rows, groups)
+        out, row_scale = torch.zeros(rows, groups * 32, dtype=torch.float8_e4m3fn), torch.zeros(rows)
+        outside = torch.full((rows,), -1, dtype=torch.int32)
+        made.append((packed, scale, out, row_scale, outside))
+        given[i] = hopper_rows.ExpandArguments(*(t.data_ptr() for t in made[-1]), rows, groups)
+        blocks += -(-rows // 8)
+    message = library.expand(given, blocks)
     assert message == b"", message.decode()
-    values, tops, counts = expand_reference(packed, scale)
-    assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(row_scale, tops) and torch.equal(outside, counts)
+    for packed, scale, out, row_scale, outside in made:
+        values, tops, counts = expand_reference(packed, scale)
+        assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(row_scale, tops) and torch.equal(outside, counts)
 
 
-@pytest.mark.parametrize("name", [*CASES, "expand", "dequantize"])
+def gradient(rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of different sizes, and what is not finite, once where the mask has a zero, and the mask."""
+    x, mask = data(rows, width, dtype), torch.randint(0, 256, (rows, width // 8), dtype=torch.uint8)
+    mask[1], mask[2] = 0, 255
+    mask[3 % rows, 0] |= 1 << 5
+    mask[4 % rows, 0] &= ~(1 << 7)
+    return x, mask
+
+
+@pytest.mark.parametrize("name", BACK)
+@pytest.mark.parametrize(("rows", "width"), [(5, 128), (7, 1408)])
+def test_a_clipped_gradient_is_turned_back(library, name, rows, width):
+    dtype, hadamard, wide = BACK[name]
+    x, mask = gradient(rows, width, dtype)
+    y = torch.full((rows, width), 7.0, dtype=FP32 if wide else dtype)
+    threads, _, stages = tuned.HOPPER_MASKED[hadamard]
+    a = hopper_rows.MaskedArguments(x.data_ptr(), mask.data_ptr(), y.data_ptr(), rows * width // 32, float32(0.3))
+    shared = hopper_rows.shared_bytes(threads, stages, hadamard)
+    message = library.masked(list(BACK).index(name), ctypes.byref(a), 2, threads, shared, rows)
+    assert message == b"", message.decode()
+    assert same_nan(y, masked_hadamard_reference(x, mask, hadamard, float32(0.3), y.dtype))
+    assert y.isnan().any() and y.isfinite().any()
+
+
+@pytest.mark.parametrize("name", [*CASES, *BACK, "expand", "dequantize"])
 def test_every_kernel_compiles_for_sm_90a_without_spills(name, compiled_cuda):
     sources = {
         "expand": hopper_rows.EXPAND.format(name="expanded", threads=hopper_rows.EXPAND_THREADS),
         "dequantize": hopper_rows.DEQUANTIZE.format(name="wide", each=hopper_rows.EACH),
+        **{name: back(name) for name in BACK},
     }
     made = compiled_cuda(hopper_rows.device_functions() + (sources.get(name) or source(name)))
     assert made.spilled == [0], made.log
@@ -244,9 +295,25 @@ def test_expand_on_the_gpu(rows, groups):
         room = triton_rows.room(rows, groups * 32, given.device)
         quantized = hopper_rows.quantize_expanded(given, ScaleRule.even, 32, None)
         beside = hopper_rows.expand(*weight, room)
-        for got, wanted in ((alone, expected), (beside, expected), (quantized, tokens)):
+        both = hopper_rows.expand_both(packed.cuda(), scale.cuda(), codes.cuda(), scales.cuda())
+        found = (alone, expected), (beside, expected), (quantized, tokens), (both[0], expected), (both[1], tokens)
+        for got, wanted in found:
             assert torch.equal(got[0].view(torch.uint8).cpu(), wanted[0].view(torch.uint8))
             assert torch.equal(got[1].cpu(), wanted[1]) and torch.equal(got[2].cpu(), wanted[2])
+
+
+@gpu
+@pytest.mark.parametrize("name", BACK)
+@pytest.mark.parametrize(("rows", "width"), [(5, 128), (1000, 1408), (300, 14336)])
+def test_a_clipped_gradient_is_turned_back_on_the_gpu(name, rows, width):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    dtype, hadamard, wide = BACK[name]
+    x, mask = gradient(rows, width, dtype)
+    expected = masked_hadamard_reference(x, mask, hadamard, 0.3, FP32 if wide else dtype)
+    for _ in range(3):
+        got = hopper_rows.masked_hadamard(x.cuda(), mask.cuda(), hadamard, 0.3, expected.dtype)
+        assert same_nan(got.cpu(), expected)
 
 
 @gpu

@@ -1,6 +1,7 @@
 """What puts training linears in the places of a model's linears."""
 
 import pytest
+import torch
 from torch import nn
 
 from quantrot.modules import Fp8TrainingLinear, Mxfp4TrainingLinear, train_in_fp8, train_in_mxfp4
@@ -94,3 +95,26 @@ def test_a_linear_in_two_places_stays_one(train_in):
 def test_a_linear_itself_is_an_error(train_in):
     with pytest.raises(ValueError, match="model: a linear itself; give a module that holds it"):
         train_in(nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize("linear", [Fp8TrainingLinear, Mxfp4TrainingLinear])
+def test_of_a_frozen_weight_nothing_is_kept_that_only_its_gradient_reads(linear):
+    torch.manual_seed(0)
+    layer = linear(512, 256)
+    x, grad = torch.randn(300, 512, requires_grad=True), torch.randn(300, 256)
+
+    def step(frozen):
+        """The bytes that are kept for the backward pass, and the gradient of x."""
+        kept = []
+        layer.weight.requires_grad_(not frozen)
+        torch.manual_seed(1)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.nbytes), t)[1], lambda t: t):
+            y = layer(x)
+        return sum(kept), y, torch.autograd.grad(y, x, grad)[0]
+
+    (trained, y, dx), (frozen, again, same) = step(False), step(True)
+    assert torch.equal(y, again) and torch.equal(dx, same)
+    assert frozen <= 0.75 * trained  # of x one byte or 5/8 of one a number, which the weight's gradient needs
+    layer.weight.requires_grad_(True)
+    dw = torch.autograd.grad(layer(x.detach()), layer.weight, grad)[0]  # and an x without a gradient needs no weight
+    assert (dw - grad.T @ x.detach()).norm() < 0.5 * (grad.T @ x.detach()).norm()

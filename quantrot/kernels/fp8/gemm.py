@@ -59,12 +59,12 @@ def fp8_block_gemm(
     dtypes that do not fit, or a backend that cannot run.
     """
     key, operands = None, (a, a_scale, b, b_scale, bias)
-    if a.is_cuda and backend == "auto" and unseen(*operands):
-        key = *map(like, operands), tuple(a_block), tuple(b_block), out_dtype, b_settled
+    if a.is_cuda and backend in CHOICES and unseen(*operands):
+        key = *map(like, operands), tuple(a_block), tuple(b_block), out_dtype, b_settled, backend
         if (again := READY.find(key)) is not None:
             return again(*operands, None)
     _check_product(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend)
-    if key and (run := _on_hopper(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, b_settled)):
+    if key and (run := _chosen(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend, b_settled)):
         return READY.keep(key, run, a.get_device())(*operands, None)
     return torch.ops.quantrot.fp8_block_gemm(
         a, a_scale, b, b_scale, list(a_block), list(b_block), out_dtype, bias, backend, b_settled
@@ -113,7 +113,7 @@ def _multiplier(asked: str, *operands) -> ModuleType | None:
     return module
 
 
-def _on_hopper(
+def _chosen(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -122,13 +122,17 @@ def _on_hopper(
     b_block: tuple[int, int],
     out_dtype: torch.dtype,
     bias: Tensor | None,
+    choice: str,
     b_settled: bool,
 ) -> Run | None:
-    """The product that "auto" takes first, as `hopper.prepare`; None where that does not take it."""
-    operands: Any = a, a_scale, b, b_scale, (a_block[0], a_block[1]), (b_block[0], b_block[1]), out_dtype, bias, None
-    if not (a.numel() and b.numel()) or _multiplier("auto", *operands[:-1]) is not hopper:
+    """The product as `hopper.prepare` has it, by what this choice takes first; None where no module does."""
+    how: Any = (a_block[0], a_block[1]), (b_block[0], b_block[1]), out_dtype
+    if not (a.numel() and b.numel()) or not (module := _multiplier(choice, a, a_scale, b, b_scale, *how, bias)):
         return None
-    return hopper.prepare(*operands, b_settled=b_settled)
+    if module is hopper:
+        operands: Any = a, a_scale, b, b_scale, *how, bias, None
+        return hopper.prepare(*operands, b_settled=b_settled)
+    return lambda a, a_scale, b, b_scale, bias, residual: module.gemm(a, a_scale, b, b_scale, *how, bias)
 
 
 def _needs(module: ModuleType) -> str:

@@ -89,7 +89,9 @@ class Mxfp4Gemm(torch.autograd.Function):
         turn: Any = {"hadamard": hadamard, "clip_mask": True}
         xq, x_scale, x_mask = hadamard_quantize_mxfp4(rows, ScaleRule.quest, **turn)
         wq, w_scale, w_mask = hadamard_quantize_mxfp4(weight, ScaleRule.quest, **turn)
-        ctx.save_for_backward(xq, x_scale, x_mask, wq, w_scale, w_mask)
+        dx, dw = ctx.needs_input_grad[:2]  # a frozen weight has none: of x nothing but the mask is read again
+        for_dx, for_dw = (x_mask, wq, w_scale), (w_mask, xq, x_scale)
+        ctx.save_for_backward(*(for_dx if dx else (None,) * 3), *(for_dw if dw else (None,) * 3))
         ctx.options = hadamard, random, outside, weight.dtype
         y = mxfp4_product(xq, x_scale, wq, w_scale, dtype=x.dtype, exact=False, outside=outside)
         return y.view(*x.shape[:-1], weight.shape[0])
@@ -97,7 +99,7 @@ class Mxfp4Gemm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_create_graph()
-        xq, x_scale, x_mask, wq, w_scale, w_mask = ctx.saved_tensors
+        x_mask, wq, w_scale, w_mask, xq, x_scale = ctx.saved_tensors
         hadamard, random, outside, weight_dtype = ctx.options
         g = grad.reshape(-1, grad.shape[-1])
         seed, offset = random or (0, 0)
@@ -121,7 +123,7 @@ class Mxfp4Gemm(torch.autograd.Function):
             gt, gt_scale, _ = hadamard_quantize_mxfp4(g, ScaleRule.absmax34, transpose=True, **stream(2))
             xt, xt_scale = requantize_mxfp4(xq, x_scale, **stream(3))
             dw = mxfp4_product(gt, gt_scale, xt, xt_scale, **product)
-            dw = masked_hadamard(dw, w_mask, hadamard=hadamard, factor=FACTOR).to(weight_dtype)
+            dw = masked_hadamard(dw, w_mask, hadamard=hadamard, factor=FACTOR, dtype=weight_dtype)
         return dx, dw, None, None, None
 
 

@@ -7,6 +7,7 @@ do, on Hopper, bfloat16 tokens in any number and e4m3 ones up to 4096.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,13 +16,13 @@ from torch.nn import functional as F
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.fp8.operators import SCALE_RULES
-from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, prepare_expanded, whole_rule
+from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, expand, expand_both, prepare_expanded, whole_rule
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.operators import check_backend, check_bias, check_device, has_triton, implement, refuse_tangents
 from quantrot.kernels.ready import Ready, Run, like, unseen
 
 ACTIVATIONS = ("none", "fp8", "mxfp4")
-READY = Ready()
+READY, PRODUCTS = Ready(), Ready()
 BACKENDS = ("auto", "hopper", "triton", "cublas", "reference")
 DECODE_ROWS = 32  # tokens up to which the packed weight is read by one kernel
 
@@ -56,6 +57,11 @@ def mxfp4_product(
     (CUDA, capability 8.9, N a multiple of 16), "reference", which has no window: always exact, none outside. ValueError
     for shapes, `outside` or a backend that do not fit.
     """
+    key, operands = None, (a, a_scale, b, b_scale)
+    if a.is_cuda and backend == "auto" and unseen(*operands, outside):
+        key = *map(like, operands), like(outside), dtype, exact
+        if (again := PRODUCTS.find(key)) is not None:
+            return _counted(again(*operands), outside)
     check_packed("a", a, a_scale)
     check_packed("b", b, b_scale)
     check_device(a=a, a_scale=a_scale, b=b, b_scale=b_scale, outside=outside)
@@ -68,7 +74,15 @@ def mxfp4_product(
     counts = outside is None or not (outside.is_floating_point() or outside.is_complex() or outside.dtype == torch.bool)
     if outside is not None and (outside.numel() != 1 or not counts):
         raise ValueError(f"outside: {outside.dtype} {tuple(outside.shape)}; allowed: an integer tensor of one element")
-    y, left, right = torch.ops.quantrot.mxfp4_product(a, a_scale, b, b_scale, dtype, exact, backend)
+    if key and a.numel() and b.numel() and _uses_cublas(a, len(b), backend):
+        run = partial(_by_cublas, dtype=dtype, exact=exact)
+        return _counted(PRODUCTS.keep(key, run, a.get_device())(*operands), outside)
+    return _counted(torch.ops.quantrot.mxfp4_product(*operands, dtype, exact, backend), outside)
+
+
+def _counted(product: tuple[Tensor, Tensor, Tensor], outside: Tensor | None) -> Tensor:
+    """The first, the sum of the others added to `outside`."""
+    y, left, right = product
     if outside is not None:
         outside += left.sum() + right.sum()
     return y
@@ -277,9 +291,22 @@ def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype
     left, right = a_scale.unsqueeze(1), b_scale.unsqueeze(0)
     if dtype == torch.bfloat16:
         return torch._scaled_mm(a, b.t(), left, right, out_dtype=dtype, use_fast_accum=True)
-    one = torch.ones((), dtype=torch.float32, device=a.device)
+    one = a_scale.new_ones(())
     y = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=False)
     return y.mul_(left).mul_(right).to(dtype)
+
+
+def _by_cublas(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, exact: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The product, and how many groups of each row of a and b are outside the window."""
+    (left, left_scale, left_outside), (right, right_scale, right_outside) = expand_both(a, a_scale, b, b_scale)
+    y = scaled_product(left, left_scale, right, right_scale, dtype)
+    if exact:
+        from quantrot.kernels.mxfp4 import triton_gemm
+
+        triton_gemm.repair(y, b, b_scale, right_outside, packed=(a, a_scale, left_outside))
+    return y, left_outside, right_outside
 
 
 @implement("quantrot::mxfp4_product")
@@ -293,14 +320,7 @@ def _product(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _uses_cublas(a, b.shape[0], backend):
-        left, left_scale, left_outside = torch.ops.quantrot.mxfp4_expand(a, a_scale, "auto")
-        right, right_scale, right_outside = torch.ops.quantrot.mxfp4_expand(b, b_scale, "auto")
-        y = scaled_product(left, left_scale, right, right_scale, dtype)
-        if exact:
-            from quantrot.kernels.mxfp4 import triton_gemm
-
-            triton_gemm.repair(y, b, b_scale, right_outside, packed=(a, a_scale, left_outside))
-        return y, left_outside, right_outside
+        return _by_cublas(a, a_scale, b, b_scale, dtype, exact)
     # bfloat16 holds e2m1 times a power of two exactly, and its products sum in float32
     wide = torch.float32 if dtype != torch.bfloat16 else torch.bfloat16
     y = F.linear(dequantize_reference(a, a_scale, wide), dequantize_reference(b, b_scale, wide))
@@ -447,14 +467,14 @@ def _prepare_fp8(rows: Tensor, activations: str, rule: str, hadamard: int) -> Ru
     quantize = prepare_expanded(rows, rule, hadamard) if activations == "mxfp4" else None
 
     def run(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-        expand = expander(packed, scale)
+        weight_expanded = expander(packed, scale)
         codes: tuple[Tensor, Tensor, Tensor] | None = None
         if quantize is None:
             tokens, token_scale = _fp8_tokens(rows, rule)
         else:  # exact in the rows that are inside, whose codes are not written
             tokens, token_scale, outside, *written = quantize(rows)
             codes = *written, outside
-        weight, weight_scale, weight_outside = expand()
+        weight, weight_scale, weight_outside = weight_expanded()
         y = scaled_product(tokens, token_scale, weight, weight_scale, rows.dtype)
         triton_gemm.repair(y, packed, scale, weight_outside, packed=codes, wide=(tokens, token_scale))
         return y
@@ -466,7 +486,7 @@ def expander(packed: Tensor, scale: Tensor) -> Callable[[], tuple[Tensor, Tensor
     """mxfp4_expand of a weight, to be made before the tokens' quantizer and called right after it: on Hopper they then
     run at the same time."""
     if not packed.numel() or not nvrtc.available(packed.device):
-        return lambda: torch.ops.quantrot.mxfp4_expand(packed, scale, "auto")
+        return lambda: expand(packed, scale)
     from quantrot.kernels.mxfp4 import hopper_rows, triton_rows
 
     room = triton_rows.room(packed.shape[0], 2 * packed.shape[1], packed.device)

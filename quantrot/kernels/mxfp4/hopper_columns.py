@@ -133,28 +133,37 @@ def _run(
     random: tuple[int, int] | None,
     mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, wide = x.shape
+    (rows, wide), of_codes = x.shape, in_scale is not None
     if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    columns = 2 * wide if in_scale is not None else wide
-    packed, scale, bits = outputs(x, (columns, rows), mask)
-    dither = random is not None
-    resident, stages, down = plan_of(x.dtype, dither, hadamard)
-    source = entry(
-        x.dtype, rule, hadamard, signs is not None, mask=mask, dither=dither, resident=resident, stages=stages
-    )
-    device = x.get_device()
+    packed, scale, bits = outputs(x, (2 * wide if of_codes else wide, rows), mask)
     factors = None if signs is None else float_signs(signs, x)
-    parameters: ctypes.Structure = arguments(x, in_scale, factors, (packed, scale, bits), hadamard, random, down)
-    threads, tiles = THREADS, -(-rows // 128) * -(-(wide * x.element_size()) // 128)
-    blocks = min(tiles, nvrtc.processors(device) * resident)
-    if in_scale is not None:
+    plan = plan_of(x.dtype, random is not None, hadamard)
+    kind = x.dtype, rule, hadamard, signs is not None, mask, random is not None
+    launch = _launch(plan, rows, wide, *kind, x.get_device())
+    now = arguments(x, in_scale, factors, (packed, scale, bits), hadamard, random, plan[2])
+    if of_codes:
         codes = nvrtc.tensor_map(x.data_ptr(), rows, wide, x.stride(0), CODE_BOX, torch.uint8, CODE_BOX[1], 128)
-        parameters = CodeArguments((ctypes.c_ubyte * 128).from_buffer_copy(codes), parameters)
-        threads, blocks = resident, min(-(-rows // 128) * -(-wide // CODE_BOX[1]), nvrtc.processors(device))
-    shared = shared_bytes(x.dtype, stages, threads, dither)
-    nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device)
+        launch(CodeArguments((ctypes.c_ubyte * 128).from_buffer_copy(codes), now))
+    else:
+        launch(now)
     return packed, scale, bits
+
+
+@lru_cache(maxsize=256)
+def _launch(
+    plan: tuple[int, int, bool], rows: int, wide: int, dtype: torch.dtype, rule: ScaleRule, hadamard: int, signs: bool,
+    mask: bool, dither: bool, device: int,
+) -> nvrtc.Launch:  # fmt: skip
+    """Of such a matrix."""
+    resident, stages, _ = plan
+    source = entry(dtype, rule, hadamard, signs, mask=mask, dither=dither, resident=resident, stages=stages)
+    threads, blocks = THREADS, nvrtc.processors(device) * resident
+    tiles = -(-rows // 128) * -(-(wide * dtype.itemsize) // 128)
+    if dtype == torch.uint8:
+        threads, blocks, tiles = resident, nvrtc.processors(device), -(-rows // 128) * -(-wide // CODE_BOX[1])
+    shared = shared_bytes(dtype, stages, threads, dither)
+    return nvrtc.Launch(_kernel(source, shared, device), (min(tiles, blocks),), threads, shared, device)
 
 
 def quantize_columns(

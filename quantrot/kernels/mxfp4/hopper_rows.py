@@ -37,9 +37,12 @@ DEQUANTIZE = """extern "C" __global__ void __launch_bounds__(256) {name}(
 }}
 """
 EXPAND = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
-    const unsigned long long* packed, const unsigned char* scale, void* e4m3, float* row_scale, int* outside, int rows,
-    int groups) {{
-  quantrot::expand({{packed, scale, (quantrot::Words*)e4m3, row_scale, outside, rows, groups}});
+    quantrot::ExpandArgs first, quantrot::ExpandArgs second) {{
+  quantrot::expand_both(first, second);
+}}
+"""
+MASKED = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {name}(quantrot::MaskedArgs args) {{
+  quantrot::masked_hadamard<quantrot::{dtype}, {wide}, {groups}, {stages}>(args);
 }}
 """
 
@@ -62,16 +65,36 @@ class DequantizeArguments(ctypes.Structure):
 
 
 class ExpandArguments(ctypes.Structure):
+    """ExpandArgs of rows.cuh."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("packed", "scale", "e4m3", "row_scale", "outside")),
         *((name, ctypes.c_int) for name in ("rows", "groups")),
     ]
 
 
+class _Both(ctypes.Structure):
+    _fields_ = [("first", ExpandArguments), ("second", ExpandArguments)]
+
+
+class MaskedArguments(ctypes.Structure):
+    """MaskedArgs of masked.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "mask", "y")),
+        ("groups", ctypes.c_longlong),
+        ("factor", ctypes.c_float),
+    ]
+
+
+class _Masked(ctypes.Structure):
+    _fields_ = [("args", MaskedArguments)]
+
+
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return hopper.group_functions() + nvrtc.sources("mxfp4/rows")
+    return hopper.group_functions() + nvrtc.sources("mxfp4/rows", "mxfp4/masked")
 
 
 def entry(
@@ -123,7 +146,7 @@ def _kernel(source: str, shared: int, device: int) -> Any:
 
 
 def arguments(
-    x: Tensor,
+    x: Tensor | None,
     signs: Tensor | None,
     outputs: tuple[Tensor | None, ...],
     rows: int,
@@ -165,20 +188,35 @@ def quantize(
     mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [..., K] bfloat16 or float16 -> packed, scale, mask (empty unless asked for). Checked by the caller."""
-    x = hopper.aligned(x)
+    x, factors = hopper.aligned(x), signs
+    if signs is not None:
+        factors = float_signs(signs, x)
     packed, scale, bits = outputs(x, x.shape, mask)
-    dither = random is not None
-    threads, resident, stages = plan_of(hadamard, mask, dither)
-    source = entry(
-        x.dtype, rule, hadamard, signs is not None, mask=mask, dither=dither,
-        threads=threads, resident=resident, stages=stages,
-    )  # fmt: skip
-    device, shared, groups = x.get_device(), shared_bytes(threads, stages, hadamard), x.numel() // GROUP
-    factors = None if signs is None else float_signs(signs, x)
-    parameters = arguments(x, factors, (packed, scale, bits, None, None), 1, groups, hadamard, random)
-    blocks = min(-(-groups // (threads * lane_groups(hadamard))), nvrtc.processors(device) * resident)
-    nvrtc.launch(_kernel(source, shared, device), (blocks,), threads, shared, parameters, device)
+    plan = plan_of(hadamard, mask, random is not None)
+    kind = x.dtype, rule, hadamard, signs is not None, mask, random is not None
+    launch, values = _launch(plan, x.numel() // GROUP, *kind, x.get_device())
+    now = Arguments.from_buffer_copy(values)
+    now.x, now.signs, now.packed, now.scale = x.data_ptr(), address(factors), packed.data_ptr(), scale.data_ptr()
+    now.mask = bits.data_ptr()
+    now.s0, now.s1, now.o0, now.o1 = key_of(random)
+    launch(now)
     return packed, scale, bits
+
+
+@lru_cache(maxsize=256)
+def _launch(
+    plan: tuple[int, int, int], groups: int, dtype: torch.dtype, rule: ScaleRule, hadamard: int, signs: bool,
+    mask: bool, dither: bool, device: int,
+) -> tuple[nvrtc.Launch, Arguments]:  # fmt: skip
+    """Of so many groups, and its parameters but for addresses and random numbers."""
+    threads, resident, stages = plan
+    source = entry(
+        dtype, rule, hadamard, signs, mask=mask, dither=dither, threads=threads, resident=resident, stages=stages
+    )
+    shared = shared_bytes(threads, stages, hadamard)
+    blocks = min(-(-groups // (threads * lane_groups(hadamard))), nvrtc.processors(device) * resident)
+    launch = nvrtc.Launch(_kernel(source, shared, device), (blocks,), threads, shared, device)
+    return launch, arguments(None, None, (None,) * 5, 1, groups, hadamard, None)
 
 
 def quantize_expanded(
@@ -236,13 +274,61 @@ def expand(
     """
     weight = hopper.aligned(packed), scale.contiguous()
     beside = to is not None and weight[0] is packed and weight[1] is scale
-    rows, groups = scale.shape
+    (rows, groups), device = scale.shape, packed.get_device()
     to = to or room(rows, GROUP * groups, packed.device)
-    pointers = (t.data_ptr() for t in (*weight, *to))
-    parameters = ExpandArguments(*pointers, rows, groups)
-    device, blocks = packed.get_device(), -(-rows // (EXPAND_THREADS // 32))
-    nvrtc.launch(_expand_kernel(device), (blocks,), EXPAND_THREADS, 0, parameters, device, overlap=beside)
+    first = ExpandArguments(*(t.data_ptr() for t in (*weight, *to)), rows, groups)
+    _expand_launch(rows, 0, device, beside)(_Both(first, ExpandArguments()))
     return to
+
+
+def expand_both(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
+    """`expand` of two matrices by one kernel."""
+    given, made = [], []
+    for packed, scale in ((hopper.aligned(a), a_scale.contiguous()), (hopper.aligned(b), b_scale.contiguous())):
+        rows, groups = scale.shape
+        to = room(rows, GROUP * groups, a.device)
+        given.append(ExpandArguments(*(t.data_ptr() for t in (packed, scale, *to)), rows, groups))
+        made.append(to)
+    _expand_launch(len(a), len(b), a.get_device(), False)(_Both(*given))
+    return tuple(made)
+
+
+@lru_cache(maxsize=256)
+def _expand_launch(first: int, second: int, device: int, overlap: bool) -> nvrtc.Launch:
+    """Of so many rows of one matrix, and of another."""
+    blocks = sum(-(-rows // (EXPAND_THREADS // 32)) for rows in (first, second))
+    return nvrtc.Launch(_expand_kernel(device), (blocks,), EXPAND_THREADS, 0, device, overlap=overlap)
+
+
+def masked_hadamard(x: Tensor, mask: Tensor, hadamard: int, factor: float, dtype: torch.dtype) -> Tensor:
+    """x [..., K] bfloat16 or float16, not empty, where mask [..., K/8] is set, turned, times a factor, as dtype: x's or
+    float32."""
+    x, mask = hopper.aligned(x), hopper.aligned(mask)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    plan, wide = tuned.HOPPER_MASKED[hadamard], dtype != x.dtype
+    launch = _masked_launch(plan, x.numel() // GROUP, x.dtype, hadamard, wide, x.get_device())
+    launch(_Masked(MaskedArguments(x.data_ptr(), mask.data_ptr(), y.data_ptr(), x.numel() // GROUP, factor)))
+    return y
+
+
+def masked_entry(
+    plan: tuple[int, int, int], dtype: torch.dtype, hadamard: int, wide: bool, name: str = "masked_hadamard"
+) -> str:
+    """C++ of the kernel `name` for gradients of this dtype; wide: to float32."""
+    threads, resident, stages = plan
+    sizes = {"threads": threads, "resident": resident, "groups": lane_groups(hadamard), "stages": stages}
+    return MASKED.format(name=name, dtype=IN[dtype], wide=str(wide).lower(), **sizes)
+
+
+@lru_cache(maxsize=256)
+def _masked_launch(
+    plan: tuple[int, int, int], groups: int, dtype: torch.dtype, hadamard: int, wide: bool, device: int
+) -> nvrtc.Launch:
+    threads, resident, stages = plan
+    shared, source = shared_bytes(threads, stages, hadamard), masked_entry(plan, dtype, hadamard, wide)
+    function = nvrtc.load_kernel(device_functions() + source, "masked_hadamard", shared, device)
+    blocks = min(-(-groups // (threads * lane_groups(hadamard))), nvrtc.processors(device) * resident)
+    return nvrtc.Launch(function, (blocks,), threads, shared, device)
 
 
 @lru_cache(maxsize=8)

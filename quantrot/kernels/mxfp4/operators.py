@@ -26,13 +26,14 @@ from quantrot.kernels.operators import (
     refuse_tangents,
     uses_triton,
 )
-from quantrot.kernels.ready import Run
+from quantrot.kernels.ready import Ready, Run, like, unseen
 from quantrot.orthogonal import hadamard_factors
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FUSED = (32, 64, 128)  # Hadamard widths that one program turns and quantizes
 RULES = tuple(rule.value for rule in ScaleRule)  # Dynamo of torch 2.11 cannot iterate over an Enum
 BACKENDS = ("auto", "triton", "reference")
+QUANTIZERS, REQUANTIZERS, MASKED = Ready(), Ready(), Ready()
 _RANDOM = "bool stochastic, int seed, int offset"
 
 torch.library.define(
@@ -54,7 +55,8 @@ torch.library.define(
     "(Tensor x, Tensor? signs, str rule, int hadamard, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
-    "quantrot::masked_hadamard", "(Tensor x, Tensor mask, int hadamard, float scale, str backend) -> Tensor"
+    "quantrot::masked_hadamard",
+    "(Tensor x, Tensor mask, int hadamard, float scale, ScalarType dtype, str backend) -> Tensor",
 )
 
 
@@ -115,21 +117,30 @@ def hadamard_quantize_mxfp4(
     Returns (packed uint8 [..., K/2], scale uint8 [..., K/32], mask uint8 [..., K/8] or None); bit j of the mask's byte
     i is set where |element 8i + j| <= 6 scales. ValueError for sizes, options or a backend that do not fit.
     """
+    key, rule = None, _rule(scale_rule, random)
+    if x.is_cuda and backend == "auto" and unseen(x, signs):
+        key = like(x), like(signs), rule, hadamard, transpose, random is not None, clip_mask
+        if (again := QUANTIZERS.find(key)) is not None:
+            packed, scale, mask = again(x, signs, random)
+            return packed, scale, mask if clip_mask else None
     if transpose and x.dim() != 2:
         raise ValueError(f"x: shape {tuple(x.shape)}; transpose takes [M, K]: flatten the leading dimensions")
     if hadamard < 1:
         raise ValueError(f"hadamard: {hadamard}; allowed: multiples of 32; quantize_mxfp4 turns nothing")
     _check(x, x.shape[0 if transpose else -1] if x.dim() else 0, hadamard, signs, backend)
-    rule, (seed, offset) = _rule(scale_rule, random), random or (0, 0)
     if hadamard not in FUSED:
         from quantrot.kernels.hadamard import hadamard_transform
 
         hadamard_factors(hadamard)
         x = hadamard_transform(x.T if transpose else x, block=hadamard, signs=signs)
-        hadamard, signs, transpose = 0, None, False
-    packed, scale, mask = torch.ops.quantrot.mxfp4_quantize(
-        x, signs, rule, hadamard, transpose, random is not None, seed, offset, clip_mask, backend
-    )
+        key, hadamard, signs, transpose = None, 0, None, False
+    if key and uses_triton(x, backend):
+        run = _quantizer(x, ScaleRule(rule), hadamard, transpose, clip_mask, backend)
+        packed, scale, mask = QUANTIZERS.keep(key, run, x.get_device())(x, signs, random)
+    else:
+        packed, scale, mask = torch.ops.quantrot.mxfp4_quantize(
+            x, signs, rule, hadamard, transpose, random is not None, *(random or (0, 0)), clip_mask, backend
+        )
     return packed, scale, mask if clip_mask else None
 
 
@@ -163,6 +174,12 @@ def requantize_mxfp4(
     and groups along M; hadamard is 32, 64 or 128 and divides M. The other arguments and errors are
     `hadamard_quantize_mxfp4`'s.
     """
+    key, rule = None, _rule(scale_rule, random)
+    if packed.is_cuda and backend == "auto" and unseen(packed, scale, signs):
+        key = like(packed), like(scale), like(signs), rule, hadamard, random is not None
+        if (again := REQUANTIZERS.find(key)) is not None:
+            made: tuple[Tensor, Tensor] = again(packed, scale, signs, random)
+            return made
     check_packed("packed", packed, scale)
     if packed.dim() != 2:
         raise ValueError(f"packed: shape {tuple(packed.shape)}; requantize_mxfp4 takes [M, K/2]")
@@ -170,10 +187,12 @@ def requantize_mxfp4(
     _check_width("packed", packed.shape[0], hadamard, "rows")
     _check_signs(signs, hadamard, packed)
     check_backend(backend, BACKENDS)
-    rule = _rule(scale_rule, random)
-    seed, offset = random or (0, 0)
+    if key and uses_triton(packed, backend):
+        run = _requantizer(packed, ScaleRule(rule), hadamard, backend)
+        made = REQUANTIZERS.keep(key, run, packed.get_device())(packed, scale, signs, random)
+        return made
     return torch.ops.quantrot.mxfp4_requantize(
-        packed, scale, signs, rule, hadamard, random is not None, seed, offset, backend
+        packed, scale, signs, rule, hadamard, random is not None, *(random or (0, 0)), backend
     )
 
 
@@ -194,22 +213,39 @@ def expand_mxfp4(packed: Tensor, scale: Tensor, *, backend: str = "auto") -> tup
 
 
 def masked_hadamard(
-    x: Tensor, mask: Tensor, *, hadamard: int = GROUP, factor: float = 1.0, backend: str = "auto"
+    x: Tensor,
+    mask: Tensor,
+    *,
+    hadamard: int = GROUP,
+    factor: float = 1.0,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """factor * x where the mask is set, 0 elsewhere, times H / sqrt(hadamard): a clipped gradient turned back.
 
     x: [..., K] float32, float16 or bfloat16; mask: uint8 [..., K/8] of `hadamard_quantize_mxfp4`; hadamard: 32, 64 or
-    128. Returns x's shape and dtype, contiguous; sums in float32, rounded once.
+    128. Returns x's shape, contiguous, in `dtype`, x's when left out; sums in float32, rounded once.
     """
+    key, factor, dtype = None, number("factor", factor), dtype or x.dtype
+    if x.is_cuda and backend == "auto" and unseen(x, mask):
+        key = like(x), like(mask), hadamard, dtype
+        if (again := MASKED.find(key)) is not None:
+            y: Tensor = again(x, mask, factor * hadamard**-0.5)
+            return y
     _check(x, x.shape[-1] if x.dim() else 0, hadamard, None, backend)
     check_fused(hadamard)
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError("x: requires a gradient, which masked_hadamard has not; detach it")
     if mask.dtype != torch.uint8 or mask.shape != (*x.shape[:-1], x.shape[-1] // 8):
         raise ValueError(f"mask: {mask.dtype} {tuple(mask.shape)}; x {tuple(x.shape)} needs uint8 with K/8 columns")
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype: {dtype}; allowed: {', '.join(map(str, FLOATS))}")
     check_device(x=x, mask=mask)
-    scale = number("factor", factor) * hadamard**-0.5
-    return torch.ops.quantrot.masked_hadamard(x, mask, hadamard, scale, backend)
+    scale = factor * hadamard**-0.5
+    if key and uses_triton(x, backend):
+        y = MASKED.keep(key, _turner(x, hadamard, dtype, backend), x.get_device())(x, mask, scale)
+        return y
+    return torch.ops.quantrot.masked_hadamard(x, mask, hadamard, scale, dtype, backend)
 
 
 # --- Checks ----------------------------------------------------------------------------------------------------------
@@ -329,6 +365,19 @@ def _rows_module(x: Tensor, rule: ScaleRule, hadamard: int, backend: str, row: b
     return triton_rows
 
 
+def _quantizer(x: Tensor, rule: ScaleRule, hadamard: int, transpose: bool, mask: bool, backend: str) -> Run:
+    """The kernel for an x like this, when `uses_triton`, as a function of x, signs and random numbers."""
+    call = x, rule, hadamard, backend
+    run = _columns_module(*call).quantize_columns if transpose else _rows_module(*call).quantize
+    return lambda x, signs, random: run(x, rule, hadamard, signs, random, mask)
+
+
+def _requantizer(packed: Tensor, rule: ScaleRule, hadamard: int, backend: str) -> Run:
+    """The same of codes, as a function of packed, scale, signs and random numbers."""
+    run = _columns_module(packed, rule, hadamard, backend).requantize
+    return lambda packed, scale, signs, random: run(packed, scale, rule, hadamard, signs, random)
+
+
 def _random(stochastic: bool, seed: int, offset: int) -> tuple[int, int] | None:
     return (seed, offset) if stochastic else None
 
@@ -348,9 +397,9 @@ def _quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     random = _random(stochastic, seed, offset)
     if uses_triton(x, backend):
-        call = x, ScaleRule(rule), hadamard
-        run = _columns_module(*call, backend).quantize_columns if transpose else _rows_module(*call, backend).quantize
-        return run(*call, signs, random, mask)
+        made: tuple[Tensor, Tensor, Tensor]
+        made = _quantizer(x, ScaleRule(rule), hadamard, transpose, mask, backend)(x, signs, random)
+        return made
     source = x.T if transpose else x
     packed, scale, bits = quantize_reference(
         source, ScaleRule(rule), hadamard=hadamard, signs=signs, random=random, mask=mask
@@ -380,8 +429,10 @@ def _requantize(
 ) -> tuple[Tensor, Tensor]:
     random = _random(stochastic, seed, offset)
     if uses_triton(packed, backend):
-        module = _columns_module(packed, ScaleRule(rule), hadamard, backend)
-        return module.requantize(packed, scale, ScaleRule(rule), hadamard, signs, random)
+        made: tuple[Tensor, Tensor] = _requantizer(packed, ScaleRule(rule), hadamard, backend)(
+            packed, scale, signs, random
+        )
+        return made
     wide = dequantize_reference(packed, scale, torch.float32).T
     codes, scales, _ = quantize_reference(wide, ScaleRule(rule), hadamard=hadamard, signs=signs, random=random)
     return codes, scales
@@ -423,7 +474,8 @@ def _round_trip_fake(x, rule, hadamard, backend):
 
 
 @implement("quantrot::mxfp4_expand")
-def _expand(packed: Tensor, scale: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+def expand(packed: Tensor, scale: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
+    """expand_mxfp4 of what is checked, past the dispatcher."""
     if uses_triton(packed, backend):
         from quantrot.kernels.mxfp4 import hopper_rows, triton_rows
 
@@ -431,6 +483,15 @@ def _expand(packed: Tensor, scale: Tensor, backend: str) -> tuple[Tensor, Tensor
             return hopper_rows.expand(packed, scale)
         return triton_rows.expand(packed, scale)
     return expand_reference(packed, scale)
+
+
+def expand_both(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
+    """`expand` of two matrices."""
+    if uses_triton(a, "auto") and a.numel() and b.numel() and nvrtc.available(a.device):
+        from quantrot.kernels.mxfp4 import hopper_rows
+
+        return hopper_rows.expand_both(a, a_scale, b, b_scale)
+    return expand(a, a_scale), expand(b, b_scale)
 
 
 def _expanded_fake(rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -479,15 +540,23 @@ def _quantize_expanded_fake(x, signs, rule, hadamard, backend):
     return *_expanded_fake(rows, width, x), packed, packed.new_empty((rows, width // GROUP))
 
 
-@implement("quantrot::masked_hadamard")
-def _masked_hadamard(x: Tensor, mask: Tensor, hadamard: int, scale: float, backend: str) -> Tensor:
-    if uses_triton(x, backend):
-        from quantrot.kernels.mxfp4 import triton_rows
+def _turner(x: Tensor, hadamard: int, dtype: torch.dtype, backend: str) -> Run:
+    """The kernel of masked_hadamard for an x like this, when `uses_triton`, as a function of x, mask and scale."""
+    from quantrot.kernels.mxfp4 import hopper_rows, triton_rows
 
-        return triton_rows.masked_hadamard(x, mask, hadamard, scale)
-    return masked_hadamard_reference(x, mask, hadamard, scale)
+    fits = x.dtype in hopper_rows.IN and dtype in (x.dtype, torch.float32) and x.numel() > 0
+    module: Any = hopper_rows if backend == "auto" and fits and nvrtc.available(x.device) else triton_rows
+    return lambda x, mask, scale: module.masked_hadamard(x, mask, hadamard, scale, dtype)
+
+
+@implement("quantrot::masked_hadamard")
+def _masked_hadamard(x: Tensor, mask: Tensor, hadamard: int, scale: float, dtype: torch.dtype, backend: str) -> Tensor:
+    if uses_triton(x, backend):
+        y: Tensor = _turner(x, hadamard, dtype, backend)(x, mask, scale)
+        return y
+    return masked_hadamard_reference(x, mask, hadamard, scale, dtype)
 
 
 @torch.library.register_fake("quantrot::masked_hadamard")
-def _masked_hadamard_fake(x, mask, hadamard, scale, backend):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _masked_hadamard_fake(x, mask, hadamard, scale, dtype, backend):
+    return torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -428,11 +428,11 @@ def expand_reference(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Ten
 # --- Gradients --------------------------------------------------------------------------------------------------------
 
 
-def masked_hadamard_reference(x: Tensor, mask: Tensor, hadamard: int, scale: float) -> Tensor:
+def masked_hadamard_reference(x: Tensor, mask: Tensor, hadamard: int, scale: float, dtype: torch.dtype) -> Tensor:
     """x [..., K] where the packed mask is set, 0 elsewhere, times scale * blocks of H; float32, rounded once."""
     blocks = x.reshape(-1, hadamard)
     bits = mask.reshape(-1, hadamard // 8)
-    out = torch.empty_like(blocks, memory_format=torch.contiguous_format)
+    out = torch.empty(blocks.shape, dtype=dtype, device=x.device)
     for start in range(0, blocks.shape[0], CHUNK // hadamard):
         here = slice(start, start + CHUNK // hadamard)
         kept = torch.where(unpack_bits(bits[here]), blocks[here].to(torch.float32), 0.0)

@@ -438,9 +438,9 @@ __device__ __forceinline__ Words expand_codes(u64 codes, u32 byte, int top) {
 
 // A packed weight as e4m3, a warp a row. Launched as a programmatic dependent of a kernel that has waited for all before
 // it, and whose results this one does not read, it runs beside that kernel, and ends after it.
-__device__ __forceinline__ void expand(const ExpandArgs& args) {
+__device__ __forceinline__ void expand(const ExpandArgs& args, int block) {
   constexpr int EACH = 8;
-  const int lane = lane_number(), row = blockIdx.x * (blockDim.x / 32) + warp_number(), units = args.groups * 2;
+  const int lane = lane_number(), row = block * (blockDim.x / 32) + warp_number(), units = args.groups * 2;
   if (row < args.rows) {
     const u64* const packed = args.packed + (i64)row * units;
     const unsigned char* const scale = args.scale + (i64)row * args.groups;
@@ -475,6 +475,12 @@ __device__ __forceinline__ void expand(const ExpandArgs& args) {
     if (lane == 0) args.row_scale[row] = power(top - TOP), args.outside[row] = outside;
   }
   if (blockIdx.x == gridDim.x - 1) grid_wait();
+}
+
+// One matrix, or the second by the blocks behind the first's.
+__device__ __forceinline__ void expand_both(const ExpandArgs& first, const ExpandArgs& second) {
+  const int each = blockDim.x / 32, blocks = (first.rows + each - 1) / each, block = blockIdx.x;
+  block < blocks ? expand(first, block) : expand(second, block - blocks);
 }
 
 // --- Dequantization ----------------------------------------------------------------------------------------------------

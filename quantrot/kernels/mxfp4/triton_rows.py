@@ -380,10 +380,10 @@ def _masked_hadamard_kernel(
     _store_block(y_ptr + first * BLOCK, y, thread, inside, BLOCK)
 
 
-def masked_hadamard(x: Tensor, mask: Tensor, hadamard: int, scale: float) -> Tensor:
-    """x where the mask is set, turned: a thread a block."""
+def masked_hadamard(x: Tensor, mask: Tensor, hadamard: int, scale: float, dtype: torch.dtype) -> Tensor:
+    """x where the mask is set, turned, in dtype: a thread a block."""
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
     threads, tile = x.numel() // hadamard, tuned.ROW_THREADS[hadamard]
     if threads:
         _masked_hadamard_kernel[(triton.cdiv(threads, tile),)](
