@@ -152,13 +152,13 @@ def finetune(result: Result) -> list[str]:
         first, last = run["validation"][0][1], run["validation"][-1]
         tail = sum(run["loss"][-20:]) / len(run["loss"][-20:])
         pace = run["seconds"] / len(run["loss"])
-        rows.append([f"{run['kind']}, {last[0]} steps", f"{first:.3f}", f"{last[1]:.3f}", f"{tail:.3f}", f"{pace:.1f}"])
+        rows.append([f"{run['kind']}, {last[0]} steps", f"{first:.3f}", f"{last[1]:.3f}", f"{tail:.3f}", f"{pace:.2f}"])
     head = ["run", "validation loss, first", "last", "mean of the last 20 training losses", "seconds a step"]
     text = (
         f"{Path(result['model']).name}, {result['batch']} x {result['seq_len']} tokens a step of {result['text']}, "
         f"AdamW, learning rate {result['lr']:g}; {run['trained_parameters'] / 1e6:.1f} million parameters of "
-        f"{run['mxfp4_linears']} linears and the norms train, embeddings stay. {result['device']}, {result['threads']} "
-        f"thread of a shared machine, torch {result['torch']}."
+        f"{run['mxfp4_linears']} linears and the norms train, embeddings stay. {result['device']}, torch "
+        f"{result['torch']}."
     )
     lines = [*grid(head, rows), "", text]
     if found := result.get("evaluations"):
