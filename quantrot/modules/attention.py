@@ -30,6 +30,7 @@ from quantrot.kernels.attention import (
     transposed_values,
 )
 from quantrot.kernels.attention.reference import Turn
+from quantrot.kernels.attention.turn import try_turn
 from quantrot.modules.cache import StaticLayer, adopt, round_trip, update
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.modules.masks import IMPLEMENTATION
@@ -167,16 +168,23 @@ class QuantizedAttention(Merging):
             if first:
                 layer.cumulative_length.add_(1)
             return y, None
-        query, key, value = (t.transpose(1, 2) for t in (*self._normed(q, k), v))
+        q, k = self._normed(q, k)
+        query, key, value = (t.transpose(1, 2) for t in (q, k, v))
         if self.key_center is None:
             if (token := self._int4_token(query, key, value, position_embeddings, mask, cache, kwargs)) is not None:
                 return token, None
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        centered = self.key_center is not None
+        turned = try_turn(q, k, Turn(*position_embeddings) if centered else self._turn(*position_embeddings))
+        if turned is not None:
+            query, key = (t.transpose(1, 2) for t in turned)
+        else:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if self.key_center is not None:
             key = (key - self.key_center[:, None]).to(key.dtype)
             if (token := self._int4_token(query, key, value, (None, None), mask, cache, kwargs)) is not None:
                 return token, None
-        if self.R3 is not None:  # where heads lie beside each other, as RoPE leaves them: a prompt is not copied
+        if self.R3 is not None and (centered or turned is None):
+            # where heads lie beside each other, as RoPE leaves them: a prompt is not copied
             query, key = (self.R3(t.transpose(1, 2)).transpose(1, 2) for t in (query, key))
         wide = key, value
         if self.kv_cache != "bf16" and (cache is None or adopt(cache, self.layer_idx, self.kv_cache) is None):
@@ -243,9 +251,12 @@ class QuantizedAttention(Merging):
             return None
         if (layer := adopt(cache, self.layer_idx, "int4")) is None:
             return None
-        turn = Turn(*angles) if self.R3 is None else Turn(*angles, self.R3.block, self.R3.signs)
         keep = self.layer_idx == 0  # see _one_token for the count
-        return layer.attend_one(q, k, v, turn, mask, self.scaling, keep=keep)
+        return layer.attend_one(q, k, v, self._turn(*angles), mask, self.scaling, keep=keep)
+
+    def _turn(self, cos: Tensor | None, sin: Tensor | None) -> Turn:
+        """RoPE by these angles, and R3."""
+        return Turn(cos, sin) if self.R3 is None else Turn(cos, sin, self.R3.block, self.R3.signs)
 
     # --- In e4m3 ---
 

@@ -104,7 +104,7 @@ def supports(q: Tensor, cache: tuple[Tensor, ...]) -> bool:
 
 def device_functions() -> str:
     """What every kernel is built on."""
-    files = ("hopper", "products", "attention/gather", "attention/one_token", "attention/int4_token")
+    files = ("hopper", "products", "attention/gather", "attention/one_token", "attention/turn", "attention/int4_token")
     return nvrtc.IN_TURN.declaration + nvrtc.sources(*files)
 
 

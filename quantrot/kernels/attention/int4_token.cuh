@@ -114,55 +114,6 @@ __device__ __forceinline__ float nearest_bf16(float x) {  // infinities and NaN 
   return fabsf(x) < -minus_infinity() ? __uint_as_float(bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000u) : x;
 }
 
-// A row of 16-bit numbers, D / 32 neighbours a lane: as they lie, behind RoPE (each operation rounded), behind the rotation.
-template <int D>
-struct Neighbours {
-  static constexpr int EACH = D / 32;
-  u32 x[EACH / 2];
-
-  __device__ __forceinline__ void load(const unsigned short* row) {
-#pragma unroll
-    for (int i = 0; i < EACH / 2; i++) x[i] = ((const u32*)row)[lane_number() * (EACH / 2) + i];
-  }
-  template <class T>
-  __device__ __forceinline__ void turn(const Neighbours& cos, const Neighbours& sin) {
-#pragma unroll
-    for (int i = 0; i < EACH / 2; i++) {
-      const u32 half = __shfl_xor_sync(0xFFFFFFFFu, x[i], 16) ^ (lane_number() < 16 ? 0x80008000u : 0u);
-      x[i] = plus<T>(times<T>(x[i], cos.x[i]), times<T>(half, sin.x[i]));
-    }
-  }
-  // By Sylvester's matrix times factor, behind signs; the sums of hadamard/reference.py.
-  template <class T>
-  __device__ __forceinline__ void rotate(const signed char* signs, float factor) {
-    float v[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      v[i] = T::value((unsigned short)(x[i / 2] >> i % 2 * 16));
-      if (signs && signs[lane_number() * EACH + i] < 0) v[i] = -v[i];
-    }
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-#pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], lanes);
-        v[i] = lane_number() & lanes ? other - v[i] : v[i] + other;
-      }
-    }
-#pragma unroll
-    for (int apart = EACH / 2; apart > 0; apart /= 2) {
-#pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        if (i & apart) continue;
-        const float a = v[i], b = v[i + apart];
-        v[i] = a + b, v[i + apart] = a - b;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < EACH / 2; i++) x[i] = T::pack(v[2 * i] * factor, v[2 * i + 1] * factor);
-  }
-};
-
 // A row of numbers, as quantize_int4 has it: to shared memory, and if `kept` to the cache.
 template <int D, int GROUPS, class T>
 __device__ __forceinline__ void code_row(const Neighbours<D>& row, unsigned char* codes, unsigned short* scales,
