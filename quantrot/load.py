@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from quantrot import engines
-from quantrot.checkpoint import DTYPES, open_checkpoint, read_json
+from quantrot.checkpoint import DTYPES, INDEX, SINGLE, open_checkpoint, read_json
 from quantrot.device import known_device
 from quantrot.llama import EMBEDDING, HEAD
 from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest, weights_of
@@ -155,6 +155,7 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
     else:
         if not (source.path / "adapter_config.json").exists():
             read_json(source.path / "config.json")
+        _check_index(source.path)
         try:
             with _no_bars():
                 opened: Any = AutoModelForCausalLM.from_pretrained(
@@ -173,6 +174,18 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
         _check_complete(source.path, found)
         model = model.to(where).eval()
     return model, open_tokenizer(source.path)
+
+
+def _check_index(path: Path) -> None:
+    """ValueError for an index without metadata, which transformers writes to and nothing else looks at."""
+    index = path / INDEX
+    if (path / SINGLE).exists() or not index.exists():
+        return
+    if not isinstance(metadata := read_json(index).get("metadata"), dict):
+        raise ValueError(
+            f"{index}: metadata is {metadata!r:.80}; transformers needs an object there, {{}} is enough: add "
+            '"metadata": {} beside weight_map'
+        )
 
 
 def _check_complete(path: Path, found: dict[str, Any]) -> None:

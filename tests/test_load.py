@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-from quantrot import convert, load
+from quantrot import convert, load, verify
+from quantrot.checkpoint import INDEX
 from quantrot.load import open_model
 from quantrot.modules import Fp8Linear, Fp8TrainingLinear, Int8Linear, Mxfp4Linear, QuantizedLinear, RotatedLinear
 
@@ -301,6 +302,18 @@ def test_a_model_that_is_none_or_is_cut_off_is_named(source, tmp_path):
     cut.write_bytes(cut.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"model '.*cut': transformers cannot load it: .*header"):
         open_model(cut.parent, device="cpu")
+
+
+@pytest.mark.parametrize("metadata", [{}, {"metadata": None}, {"metadata": []}])
+def test_an_index_without_metadata_is_converted_and_named_where_transformers_reads_it(tiny, tmp_path, metadata):
+    model = tiny(tmp_path / "model", max_shard_size="150KB")
+    index = json.loads((model / INDEX).read_text())
+    (model / INDEX).write_text(json.dumps({"weight_map": index["weight_map"]} | metadata))
+    out = convert(model, "int8-weight-only", tmp_path / "out").out
+    with pytest.raises(ValueError, match=r'index\.json: metadata is .*: add "metadata": {} beside weight_map$'):
+        verify(out, device="cpu")
+    (model / INDEX).write_text(json.dumps({"weight_map": index["weight_map"], "metadata": {}}))
+    assert not verify(out, device="cpu", seq_len=64, count=1).failures
 
 
 def test_a_model_of_which_a_part_would_be_drawn_at_random_is_not_evaluated(source, tmp_path):
