@@ -5,6 +5,7 @@ resident set: a conversion's memory is then what it allocates. Headers are check
 is used. Format: https://github.com/huggingface/safetensors (8-byte little-endian header size, JSON, data).
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -295,6 +296,18 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
+def resolved(path: str | Path) -> Path:
+    """Where links lead; OSError for a loop of them, of which Path.resolve makes a RuntimeError or, since Python 3.13,
+    nothing."""
+    found = Path(os.path.realpath(path))
+    try:
+        found.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise
+    return found
+
+
 @contextmanager
 def named(path: Path) -> Iterator[None]:
     """An error of the file system with the file that it is about."""
@@ -308,7 +321,7 @@ def write_whole(path: Path, data: bytes) -> None:
     """Write a file, the one that a link is to, whole or not at all: nobody reads half of it, and an old one survives a
     failure."""
     with named(path):  # not the temporary file
-        path = path.resolve()
+        path = resolved(path)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "wb") as file:

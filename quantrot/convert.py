@@ -28,7 +28,17 @@ import torch
 
 from quantrot.calibration import Calibration
 from quantrot.card import CARD, model_card
-from quantrot.checkpoint import INDEX, TensorInfo, index_json, named, read_json, sha256_of, sha256_range, tensor_bytes
+from quantrot.checkpoint import (
+    INDEX,
+    TensorInfo,
+    index_json,
+    named,
+    read_json,
+    resolved,
+    sha256_of,
+    sha256_range,
+    tensor_bytes,
+)
 from quantrot.device import known_device
 from quantrot.gptq import Feedback
 from quantrot.learned import COPY
@@ -106,7 +116,7 @@ def begun(out: str | Path) -> bool:
 def _target(out: str | Path) -> Path:
     if not isinstance(out, str | os.PathLike):
         raise ValueError(f"out is {out!r:.80}; give a directory to create")
-    return Path(os.path.realpath(os.path.expanduser(out)))  # where a link points: a rename would replace the link
+    return resolved(os.path.expanduser(out))  # where a link points: a rename would replace the link
 
 
 def _partial(target: Path) -> Path:
@@ -118,11 +128,11 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
     if not target.name:
         raise ValueError(f"output {target} has no name of its own; give a directory to create")
     partial = _partial(target)
-    source = plan.source.path.resolve()
-    if target.resolve() == source or source in target.resolve().parents:
+    source = resolved(plan.source.path)
+    if target == source or source in target.parents:
         raise ValueError(f"output {target} is inside the source {source}; choose another directory")
     for taken in (target, partial, _replaced(target)):  # all three may be deleted
-        if taken.resolve() == source or taken.resolve() in source.parents:
+        if resolved(taken) in (source, *source.parents):
             raise ValueError(f"the source {source} is in {taken}, which would be replaced; choose another output")
     if target.suffix in (partial.suffix, _replaced(target).suffix):
         raise ValueError(f"output {target}: names that end so are of unfinished and older outputs; choose another")

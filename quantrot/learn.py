@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantrot import formats, llama
-from quantrot.checkpoint import DTYPES
+from quantrot.checkpoint import DTYPES, resolved
 from quantrot.device import known_device
 from quantrot.formats import ActivationFormat, WeightFormat
 from quantrot.learned import digest, purpose, write
@@ -156,10 +156,11 @@ def _check_options(target: Path, steps: int, held_out: int, rate: float, seed: i
         raise ValueError(f"seed is {seed}; a whole number from 0 to 2^63 - 1 is needed")
     if not 0 < rate < 1:
         raise ValueError(f"rate is {rate}; a number of radians between 0 and 1 is needed, such as 0.003")
-    if target.exists() or not target.parent.is_dir():
-        what = "exists; choose another name" if target.exists() else "is in no directory; make that first"
+    place = resolved(target)  # of what a link is to
+    if place.exists() or not place.parent.is_dir():
+        what = "exists; choose another name" if place.exists() else "is in no directory; make that first"
         raise ValueError(f"output {target} {what}")
-    if not os.access(target.parent, os.W_OK):
+    if not os.access(place.parent, os.W_OK):
         raise ValueError(f"output {target} is in a directory that cannot be written to; choose another")
 
 

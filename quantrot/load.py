@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from quantrot import engines
-from quantrot.checkpoint import DTYPES, INDEX, SINGLE, open_checkpoint, read_json
+from quantrot.checkpoint import DTYPES, INDEX, SINGLE, open_checkpoint, read_json, resolved
 from quantrot.device import known_device
 from quantrot.llama import EMBEDDING, HEAD
 from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest, weights_of
@@ -102,7 +102,7 @@ def load(
     for each in (model, model.model):
         each.save_pretrained = each.push_to_hub = _refuse_to_save
     if offload_folder is not None and "disk" in placed.values():
-        _OFFLOADED[Path(offload_folder).resolve()] = model
+        _OFFLOADED[resolved(offload_folder)] = model
     return dispatch_model(model, placed, offload_dir=offload_folder) if len(placed) > 1 else model
 
 
@@ -310,7 +310,7 @@ def _place(model: Any, device_map: str | int | torch.device | dict[str, Any] | N
 def _check_disk(root: Path, model: Any, folder: str | Path | None) -> None:
     if folder is None:
         raise ValueError("offload_folder: None, but device_map sends modules to disk; give a folder to keep them in")
-    if Path(folder).resolve() in _OFFLOADED:  # whose tensors would be overwritten
+    if resolved(folder) in _OFFLOADED:  # whose tensors would be overwritten
         raise ValueError(f"offload_folder: {folder} holds tensors of a model that is in use; give each its own folder")
     stored, asked = _stored_dtype(root), model.get_input_embeddings().weight.dtype
     if asked != stored:  # accelerate writes tensors there as the files have them

@@ -9,8 +9,10 @@ from collections import namedtuple
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from quantrot.cli.common import parse_size
+from quantrot.cli.main import app
 from quantrot.convert import convert
 from quantrot.device import known_device
 from quantrot.manifest import MANIFEST
@@ -241,6 +243,16 @@ def test_an_output_that_is_a_link_is_where_it_points(single, tmp_path, exists):
         convert(single, FP8, link, overwrite=True)
         assert link.is_symlink() and contents(place) and sorted(p.name for p in tmp_path.iterdir()) == ["disk", "out"]
     assert [p.name for p in place.parent.iterdir()] == ["place"]
+
+
+@pytest.mark.parametrize("place", ["loop", "loop/out", "to.partial"])
+def test_an_output_in_a_loop_of_links_is_named(single, tmp_path, place):
+    (tmp_path / place.partition("/")[0]).symlink_to(place.partition("/")[0])
+    done = CliRunner().invoke(
+        app, ["convert", str(single), "-r", "mxfp4", "-o", str(tmp_path / place.replace(".partial", ""))]
+    )
+    assert done.exit_code == 2 and f"Too many levels of symbolic links: '{tmp_path / place}'" in done.stderr
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])

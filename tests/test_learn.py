@@ -290,6 +290,15 @@ def test_what_cannot_be_learned(source, tmp_path, recipe, options, message):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_learned_goes_where_a_link_is_to(source, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="Too many levels of symbolic links: .*loop"):
+        learn(source, START, tmp_path / "loop", **SHORT)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "file")
+    with pytest.raises(ValueError, match="link is in no directory; make that first"):
+        learn(source, START, tmp_path / "link", **SHORT)
+
+
 def test_a_model_that_is_not_finite_is_refused(source, tmp_path):
     root = copy(source, tmp_path)
     poison(Q_PROJ, float("nan"), (0, 0))(root)

@@ -146,6 +146,9 @@ def test_accelerate_device_map_with_offload(converted, tmp_path):
         assert torch.equal(model(IDS).logits, whole(IDS).logits)
         with pytest.raises(ValueError, match="holds tensors of a model that is in use; give each its own folder"):
             load(converted, device_map=split, offload_folder=tmp_path / "." / "")
+        (tmp_path / "loop").symlink_to("loop")
+        with pytest.raises(OSError, match="Too many levels of symbolic links: .*loop"):
+            load(converted, device_map=split, offload_folder=tmp_path / "loop")
         other = load(converted, device_map=split, offload_folder=tmp_path / "other")
         assert torch.equal(model(IDS).logits, other(IDS).logits)
     with pytest.raises(ValueError, match="device_map: modle is no module of this model; did you mean model?"):

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from quantrot.checkpoint import read_json, write_whole
+from quantrot.checkpoint import read_json, resolved, write_whole
 from quantrot.manifest import MANIFEST
 from quantrot.version import __version__
 
@@ -84,7 +84,7 @@ def check_output(path: Path | None) -> None:
         raise ValueError(f"output: {path} is a directory; name a file, such as {path / 'report.json'}")
     if path.exists() and not path.is_file():
         raise ValueError(f"output: {path} is a device or a pipe, which a report cannot take the place of; name a file")
-    parent = path.resolve().parent  # of what a link is to
+    parent = resolved(path).parent  # of what a link is to
     if not parent.is_dir():
         raise ValueError(f"output: {parent} does not exist; create it first")
     if not os.access(parent, os.W_OK):

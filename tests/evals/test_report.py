@@ -87,6 +87,10 @@ def test_an_impossible_output_is_refused_before_the_work(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "r.json")
     with pytest.raises(ValueError, match="nowhere does not exist"):
         report.check_output(tmp_path / "link")
+    (tmp_path / "loop").symlink_to("loop")
+    for refused in (report.check_output, lambda path: report.write({}, path)):
+        with pytest.raises(OSError, match="Too many levels of symbolic links: .*loop"):
+            refused(tmp_path / "loop")
 
 
 def test_what_a_link_is_to_is_written(tmp_path):
