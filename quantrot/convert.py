@@ -178,6 +178,11 @@ def _check_free(target: Path, overwrite: bool) -> None:
         )
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]) and not (target / MANIFEST).is_file():
         raise ValueError(f"output {target} was not written by quantrot and is not replaced; choose another directory")
+    if target.exists() and not os.access(target, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"output {target}: no permission to write in it, and overwrite deletes what it holds; change that (chmod), "
+            "or choose another directory"
+        )
     if others := _others(target):
         raise ValueError(
             f"output {target} also holds {', '.join(others[:5])}{', ...' if others[5:] else ''}, which overwrite would "

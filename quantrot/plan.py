@@ -193,7 +193,7 @@ def plan(
         if r1.turned < r1.width:
             notes.append(f"R1 in {r1.extent}: in the other blocks, norms' gains are not alike (channels: by-gain)")
     linears = _assign(recipe, arch, rotations, errors, notes)
-    _check_copied(source.path, errors, notes)
+    copied = _copied(source.path, errors, notes)
     calibration, windows = _calibrated(recipe, linears, calibration, source.path, arch, errors, notes)
     if errors:
         raise ValueError("\n".join(errors))
@@ -221,7 +221,7 @@ def plan(
         steps=tuple(steps),
         shards=tuple(shards),
         config=_config(checkpoint.config, untied, linears, online, rotations.get("R3")),
-        copied=copied_files(source.path),
+        copied=copied,
         notes=tuple(notes),
         learned=file,
         calibration=calibration,
@@ -260,15 +260,18 @@ def _check_attention(recipe: Recipe, arch: Llama, errors: list[str], notes: list
         )
 
 
-def _check_copied(path: Path, errors: list[str], notes: list[str]) -> None:
-    """What is copied unread and needed behind a conversion: `load` reads the first, all others the second."""
-    if (path / "generation_config.json").exists():
-        try:
+def _copied(path: Path, errors: list[str], notes: list[str]) -> tuple[Path, ...]:
+    """What is copied unread, and of it needed behind a conversion: `load` reads the first, all others the second."""
+    copied: tuple[Path, ...] = ()
+    try:
+        copied = copied_files(path)
+        if (path / "generation_config.json").exists():
             read_json(path / "generation_config.json")
-        except ValueError as error:
-            errors.append(str(error))
+    except ValueError as error:
+        errors.append(str(error))
     if not any((path / name).exists() for name in TOKENIZERS):
         notes.append(f"no tokenizer beside the weights ({', '.join(TOKENIZERS)}): verify, eval and servers need one")
+    return copied
 
 
 def _learned(recipe: Recipe, errors: list[str]) -> learned.Learned | None:

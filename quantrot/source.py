@@ -64,12 +64,14 @@ def open_source(model: str | Path) -> Source:
 
 def copied_files(root: Path) -> tuple[Path, ...]:
     """Tokenizer, chat template, generation config and licence files: copied byte for byte. ValueError for a link to
-    nothing, as a cache that was cleared has them."""
+    nothing, as a cache that was cleared has them, and for what may not be read."""
     names = [p for p in root.iterdir() if p.name.startswith(COPIED) or p.name.upper().startswith(LICENCES)]
     names += (root / TEMPLATES).glob("*.jinja")
     for path in names:
         if not path.exists():
             raise ValueError(f"{path}: links to {os.readlink(path)}, which is not there; download it again")
+        if path.is_file() and not os.access(path, os.R_OK):
+            raise ValueError(f"{path}: no permission to read it, and it is copied; change that (chmod), or move it")
     return tuple(sorted(path for path in names if path.is_file()))
 
 

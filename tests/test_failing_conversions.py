@@ -268,6 +268,15 @@ def test_overwrite_replaces_only_what_quantrot_wrote(single, tmp_path, kind):
     assert precious.read_text() == "mine"
 
 
+def test_an_output_that_may_not_be_written_in_is_said_before_the_work(single, tmp_path, monkeypatch):
+    out = convert(single, FP8, tmp_path / "out").out
+    before = contents(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: not (path == out and mode & os.W_OK))  # root may do all
+    with pytest.raises(ValueError, match=r"^output .*out: no permission to write in it, and overwrite deletes"):
+        convert(single, FP8, out, overwrite=True)
+    assert contents(tmp_path) == before
+
+
 def test_overwrite_deletes_nothing_that_was_put_into_an_output(single, tmp_path):
     out = tmp_path / "out"
     convert(single, FP8, out)

@@ -1,6 +1,7 @@
 """A plan says everything beforehand: which linear gets what, what falls back, how large, and why not."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -195,6 +196,22 @@ def test_a_checkpoint_without_a_tokenizer_is_noted(single, tmp_path):
         notes = [line for line in plan(root, "mxfp4").notes if line.startswith("no tokenizer beside the weights")]
         assert bool(notes) != there
         (root / "tokenizer.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("broken", ["link", "permission"])
+def test_what_cannot_be_copied_is_among_the_errors(single, tmp_path, monkeypatch, broken):
+    root = Path(shutil.copytree(single, tmp_path / "model"))
+    config = root / "tokenizer_config.json"
+    if broken == "link":
+        config.unlink(), config.symlink_to("/nowhere")
+    else:
+        monkeypatch.setattr(os, "access", lambda path, mode: path != config or mode != os.R_OK)  # root may read all
+    with pytest.raises(ValueError) as caught:
+        plan(root, {"linear": [{"match": "q_porj", **MXFP4}]})
+    pattern, file = str(caught.value).splitlines()
+    assert "q_porj" in pattern
+    what = "links to /nowhere, which is not there" if broken == "link" else "no permission to read it, and it is copied"
+    assert file.startswith(f"{config}: {what}; ")
 
 
 def test_arguments_of_other_types_are_taken_or_named(single, tmp_path):
