@@ -39,6 +39,8 @@ class Learned:
 
 def read(path: Path) -> Learned:
     """Read a file of learned rotations; ValueError where it is none."""
+    if path.is_dir():
+        raise ValueError(f"{path}: a directory; name the file that `quantrot learn` wrote")
     if not path.is_file():
         raise ValueError(f"{path}: no such file; `quantrot learn` writes one")
     read_header(path)

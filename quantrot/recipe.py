@@ -97,7 +97,8 @@ class Rotations(Strict):
                     f"{name} runs online, where {kind} is a dense product; use hadamard or random-hadamard"
                 )
         if self.learned and not self.path:
-            raise ValueError(f"{self.learned[0]} is learned and path is missing; name the file of `quantrot learn`")
+            given = "empty" if "path" in self.model_fields_set else "missing"
+            raise ValueError(f"{self.learned[0]} is learned and path is {given}; name the file of `quantrot learn`")
         if self.path and not self.learned:
             raise ValueError(f"path is {_shown(self.path)} and no rotation is of kind learned; give one that kind")
         return self

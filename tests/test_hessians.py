@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -284,18 +285,55 @@ def test_learned_rotations_and_gptq_from_the_command_line(source, tmp_path, monk
     [
         (PLAIN, None, "recipe: 21 linears have rounding: gptq, as model.layers.0.self_attn.q_proj, and no text to"),
         ("mxfp4", CALIBRATION, "nothing has rounding: gptq, and calibration gives a text for it"),
-        (PLAIN, Calibration("short"), "text: 5 tokens, one window needs 512"),
+        (PLAIN, Calibration("short"), "calibration: text: 5 tokens, one window needs 512"),
         (PLAIN, Calibration((TEXT, "short")), "calibration, text 2 of 2: text: 5 tokens, one window needs 512"),
-        (PLAIN, Calibration(()), "there is no text in it; give at least one"),
-        (PLAIN, Calibration(TEXT, seq_len=1000), "seq_len is 1000; the model takes at most 512"),
-        (PLAIN, Calibration(TEXT, windows=0, seq_len=48), "windows is 0; give at least 1"),
-        (PLAIN, Calibration((TEXT, *MORE[:2]), 2, 48), "windows is 2 of 3 texts, which take turns; give at least 3"),
+        (PLAIN, Calibration((TEXT, "short"), names=("a", "b")), "calibration, b: text: 5 tokens, one window needs 512"),
+        (PLAIN, Calibration(__file__), f"({__file__!r} is a file: give what is in it, its read_text())"),
+        (PLAIN, Calibration(TEXT, seq_len=1000), "calibration: seq_len is 1000; the model takes at most 512"),
     ],
 )
 def test_texts_that_do_not_fit_are_errors_of_the_plan(source, tmp_path, recipe, calibration, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         convert(source, recipe, tmp_path / "out", calibration=calibration)
     assert not list(tmp_path.iterdir())
+
+
+WINDOWS, SEQ_LEN = "a whole number from 1 up, or None for all is needed", "a whole number from 2 up is needed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text": ()}, "there is no text in it; give at least one"),
+        *(
+            (
+                {"text": text},
+                f"text is {text!r}; a text itself or a tuple of texts is needed, of a file its read_text()",
+            )
+            for text in (Path("text.txt"), b"text", None, ["text"], ("text", Path("text.txt")))
+        ),
+        ({"text": "a\udce8"}, "character 1 is '\\udce8', half of a surrogate pair; read the file as UTF-8"),
+        *(({"windows": windows}, f"windows is {windows!r}; {WINDOWS}") for windows in ("4", 2.0, True, 0, -1)),
+        *(({"seq_len": seq_len}, f"seq_len is {seq_len!r}; {SEQ_LEN}") for seq_len in ("4", 64.0, True, None, 1)),
+        ({"text": ("a", "b", "c"), "windows": 2}, "windows is 2 of 3 texts, which take turns; give at least 3 windows"),
+        ({"names": ("a", "b")}, "names has 2 for 1 texts; give one for each"),
+    ],
+)
+def test_fields_of_a_calibration_that_cannot_be(fields, message):
+    with pytest.raises(ValueError, match=f"^calibration: {re.escape(message)}"):
+        Calibration(**{"text": TEXT} | fields)
+
+
+def test_a_calibration_text_of_the_command_is_named(source, tmp_path):
+    (tmp_path / "a").write_text(TEXT), (tmp_path / "b").write_text("abc")
+    for names, named in ((["b"], "b"), (["a", "b"], "b")):
+        words = [word for name in names for word in ("--calibration", str(tmp_path / name))]
+        result = CliRunner().invoke(app, ["plan", str(source), "-r", "mxfp4-weight-only-gptq", *words])
+        told = f"error: calibration, {tmp_path / named}: text: 3 tokens, one window needs 512; "
+        assert result.exit_code == 2 and told in result.stderr
+    result = CliRunner().invoke(app, ["plan", str(source), "-r", "mxfp4-weight-only-gptq", "--calibration", ""])
+    assert result.exit_code == 2
+    assert result.stderr == "error: text .: a directory (as an empty name is); name a UTF-8 file\n"
 
 
 def test_a_text_that_no_linear_is_left_to_need_is_noted(tiny, tmp_path):

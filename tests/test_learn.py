@@ -191,6 +191,7 @@ def test_every_wrong_file_is_an_error_of_the_plan(source, learned, tmp_path):
     path, r1 = learned[0], read(learned[0]).matrices["R1"]
     cases = [
         (tmp_path / "none", {}, r"recipe: .*none: no such file; `quantrot learn` writes one"),
+        (tmp_path, {}, rf"recipe: {tmp_path}: a directory; name the file that `quantrot learn` wrote"),
         (edited(path, tmp_path / "half", R1=r1.half()), {}, r"R1 as float16 \[4, 16, 16\]; .*needs float32 \[4,"),
         (path, {"block": 32}, r"R1 as float32 \[4, 16, 16\]; this model, in blocks of 32, needs float32 \[2, 32, 32\]"),
         (edited(path, tmp_path / "skewed", R1=r1 * 1.001), {}, r"R1 of .* is not orthogonal: .* reaches 2.0e-03"),
@@ -256,6 +257,7 @@ def test_what_learning_does_not_run_is_no_other_recipe(source, learned, more):
     ("rotations", "message"),
     [
         ({"R1": {"kind": "learned"}}, "R1 is learned and path is missing; name the file of `quantrot learn`"),
+        ({"R1": {"kind": "learned"}, "path": ""}, "R1 is learned and path is empty; name the file of `quantrot learn`"),
         ({"path": "a"}, "path is 'a' and no rotation is of kind learned; give one that kind"),
         ({"path": "a", "R4": {"kind": "learned"}}, "R4 runs online, where learned is a dense product"),
     ],

@@ -53,7 +53,7 @@ def calibration(texts: list[Path] | None, windows: int | None, seq_len: int | No
     from quantrot.calibration import Calibration
     from quantrot.evals.text import evaluation_text
 
-    return Calibration(tuple(evaluation_text(text)[0] for text in texts), **asked)
+    return Calibration(tuple(evaluation_text(text)[0] for text in texts), names=tuple(map(str, texts)), **asked)
 
 
 def console(stderr: bool = False) -> Any:

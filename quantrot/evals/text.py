@@ -44,6 +44,8 @@ def python_topics() -> str:
 
 
 def _read(path: Path) -> str:
+    if path.is_dir():
+        raise ValueError(f"text {path}: a directory{' (as an empty name is)' * (path == Path())}; name a UTF-8 file")
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,4 +1,6 @@
+import re
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,6 +40,12 @@ def test_an_unreachable_hub_is_asked_once(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "reachable", lambda: False)
     with hub.offline():
         assert text._wikitext_file("test") is None
+
+
+def test_a_directory_is_no_text(tmp_path):
+    for path, told in ((tmp_path, f"text {tmp_path}: a directory;"), (Path(""), "text .: a directory (as an empty")):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            text.evaluation_text(path)
 
 
 def test_python_topics_are_in_alphabetical_order(monkeypatch):
