@@ -51,6 +51,7 @@ from quantrot.transform import Chunk, one_threaded, starts, transform
 from quantrot.version import __version__
 
 JOURNAL = "journal.jsonl"
+REST = 2048  # bytes a step of config, index, card, manifest (together 440 to 930) and journal (400)
 SET_ASIDE = ".set-aside"  # in an output that is being overwritten, until the new one has its name
 
 
@@ -96,7 +97,7 @@ def convert(
     known_device(device)  # a plan needs none
     partial = _prepare(target, plan, resume, overwrite)
     if partial is not None:  # None: resumed after the last rename, nothing is left to do
-        with (partial / JOURNAL).open("a+b") as journal:
+        with (partial / JOURNAL).open("a+b", buffering=0) as journal:  # closing it writes nothing that could fail
             _lock(journal, partial)
             if not (partial / MANIFEST).exists():
                 _write_rest(plan, partial, _run(plan, partial, journal, workers, progress))
@@ -160,14 +161,20 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
         raise ValueError(_other_conversion(partial))
     there = partial if partial.exists() else next(path for path in partial.parents if path.exists())
     written = sum(f.stat().st_blocks * 512 for f in partial.iterdir()) if there == partial else 0
-    free = shutil.disk_usage(there).free
-    if free + written < plan.output_bytes:
+    free, needed = shutil.disk_usage(there).free, _needed(plan)
+    if free + written < needed:
         raise ValueError(
-            f"output {target}: the disk has {size(free)} free and the conversion writes "
-            f"{size(plan.output_bytes)}; free some space or choose another disk"
+            f"output {target}: the disk has {size(free)} free and the conversion writes {size(needed)}; free some "
+            "space or choose another disk"
         )
     partial.mkdir(parents=True, exist_ok=True)
     return partial
+
+
+def _needed(plan: Plan) -> int:
+    """Bytes that a conversion writes, rounded up."""
+    copied = sum(path.stat().st_size for path in plan.copied) + (len(plan.learned.data) if plan.learned else 0)
+    return plan.output_bytes + copied + REST * len(plan.steps)
 
 
 def _check_free(target: Path, overwrite: bool) -> None:
@@ -266,7 +273,8 @@ def _finish(partial: Path, target: Path, overwrite: bool) -> None:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with named(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -311,11 +319,11 @@ def _run(plan: Plan, partial: Path, journal: BinaryIO, workers: int, progress: P
                 hashes = {place.name: digest.hexdigest() for place, digest in zip(outputs, state.digests, strict=True)}
                 records[i] = {"step": i, "sha256": hashes, "source": state.source.hexdigest()}
                 records[i] |= {"signal": state.signal, "error": state.error}
-                journal.write(json.dumps(records[i]).encode() + b"\n")
-                journal.flush()
+                _note(journal, records[i])
                 report(step.name)
         for handle in handles.values():
-            os.fsync(handle.fileno())
+            with named(Path(handle.name)):
+                os.fsync(handle.fileno())
     except ValueError as error:
         raise ValueError(f"{error}\n(once that is mended, start again with overwrite, --overwrite)") from None
     finally:
@@ -333,8 +341,7 @@ def _resume(plan: Plan, partial: Path, journal: BinaryIO, places: dict[str, Tens
     whole = [line for line in journal.read().splitlines(keepends=True) if line.endswith(b"\n")]
     journal.truncate(sum(map(len, whole)))  # drops a torn last line
     if not whole:
-        journal.write(json.dumps(first).encode() + b"\n")
-        journal.flush()
+        _note(journal, first)
         return {}
     try:
         head, *lines = (json.loads(line) for line in whole)
@@ -351,6 +358,14 @@ def _resume(plan: Plan, partial: Path, journal: BinaryIO, places: dict[str, Tens
     if head != first:
         raise ValueError(_other_conversion(partial))
     return done
+
+
+def _note(journal: BinaryIO, what: dict[str, Any]) -> None:
+    """Append a line to the journal."""
+    line = json.dumps(what).encode() + b"\n"
+    with named(Path(journal.name)):
+        while line:
+            line = line[journal.write(line) :]
 
 
 def _intact(partial: Path, hashes: dict[str, str], places: dict[str, TensorInfo]) -> bool:
@@ -443,15 +458,16 @@ def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> Non
             path.unlink()  # what the source had when this conversion was begun
     for name, path in _copies(plan).items():
         (partial / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, partial / name)
-    (partial / "config.json").write_bytes((json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode())
+        with path.open("rb") as file, named(partial / name), (partial / name).open("wb") as copy:
+            shutil.copyfileobj(file, copy)
+    _write(partial / "config.json", (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode())
     if len(plan.shards) > 1:
-        (partial / INDEX).write_bytes(index_json(list(plan.shards)))
+        _write(partial / INDEX, index_json(list(plan.shards)))
     if plan.learned is not None:
-        (partial / COPY).write_bytes(plan.learned.data)
+        _write(partial / COPY, plan.learned.data)
     manifest = _manifest(plan, records)
     # a path's bytes that are no character to this locale are written as they are
-    (partial / CARD).write_text(model_card(plan, manifest), encoding="utf-8", errors="surrogateescape")
+    _write(partial / CARD, model_card(plan, manifest).encode(errors="surrogateescape"))
     for name in (*names, CARD):
         _sync(partial / name)  # the manifest must not reach the disk before what it lists
     manifest["files"] = {
@@ -459,9 +475,14 @@ def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> Non
         for name in sorted(names)
     }
     temporary = partial / (MANIFEST + ".tmp")
-    temporary.write_bytes(dump(manifest))
+    _write(temporary, dump(manifest))
     _sync(temporary)
     temporary.replace(partial / MANIFEST)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with named(path):
+        path.write_bytes(data)
 
 
 def _copies(plan: Plan) -> dict[str, Path]:

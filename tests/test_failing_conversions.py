@@ -1,19 +1,21 @@
 """Conversions that fail half way, and outputs that are in the way: nothing is lost or half-written."""
 
 import errno
+import io
 import os
 import re
 import shutil
 import sys
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from quantrot.cli.common import parse_size
+from quantrot.cli.common import parse_size, size
 from quantrot.cli.main import app
-from quantrot.convert import convert
+from quantrot.convert import _sync, convert
 from quantrot.device import known_device
 from quantrot.manifest import MANIFEST
 from tests.damage import FP8, GAIN, Q_PROJ, ROTATE, contents, copy, poison
@@ -114,6 +116,55 @@ def test_disk_that_is_too_small(single, tmp_path, monkeypatch):
     ):
         convert(single, FP8, tmp_path / "new" / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("recipe", ["quarot-mxfp4-online", "int8-weight-only"])
+def test_a_disk_has_room_for_all_that_is_written(single, tmp_path, monkeypatch, recipe):
+    out = convert(single, recipe, tmp_path / "whole").out
+    needed = sum(len(data) for data in contents(out).values())
+    used = namedtuple("usage", "total used free")(1 << 20, 0, needed - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: used)
+    with pytest.raises(
+        ValueError, match=rf"the disk has {size(needed)} free and the conversion writes \d\d\d KB; free"
+    ):
+        convert(single, recipe, tmp_path / "out")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: used._replace(free=needed + (64 << 10)))
+    convert(single, recipe, tmp_path / "out")
+
+
+class Full(io.FileIO):
+    def write(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "README.md", "quantrot.json.tmp", "journal.jsonl"])
+def test_a_disk_that_is_full_beside_the_weights_is_an_error_with_the_file(single, tmp_path, monkeypatch, name):
+    """Also where only the closing of a file writes to it."""
+    real = Path.open
+
+    def opened(path, mode="r", buffering=-1, **how):
+        if path != tmp_path / "out.partial" / name or mode == "rb":
+            return real(path, mode, buffering, **how)
+        raw = Full(path, mode)
+        return raw if buffering == 0 else io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", opened)
+        with pytest.raises(OSError, match=rf"No space left on device: '.*out\.partial/{name}'"):
+            convert(single, FP8, tmp_path / "out")
+    convert(single, FP8, tmp_path / "out", resume=True)
+    assert contents(tmp_path / "out") == contents(convert(single, FP8, tmp_path / "whole").out)
+
+
+def test_what_cannot_be_synced_is_named(single, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*out\.partial/model\.safetensors'"):
+        convert(single, FP8, tmp_path / "out")
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}'"):
+        _sync(tmp_path)
 
 
 def test_output_that_exists_is_kept(single, tmp_path):
