@@ -26,7 +26,7 @@ from quantrot.evals.divergence import Divergence, divergence
 from quantrot.evals.text import python_topics
 from quantrot.formats import LinearFormat
 from quantrot.load import load, open_model
-from quantrot.manifest import MANIFEST, read_manifest
+from quantrot.manifest import MANIFEST, check_files, read_manifest
 from quantrot.modules import QuantizedLinear, quantize_dequantize
 from quantrot.plan import Plan
 from quantrot.plan import plan as make_plan
@@ -112,8 +112,10 @@ def verify(
     seq_len, remedy = min(seq_len, arch.max_positions), "a longer text"  # all that the command can be given
     tokenizer = open_tokenizer(plan.source.path)
     ids = windows(tokenizer, text, seq_len, count, vocab_size=arch.vocab_size, remedy=remedy)
+    where = known_device(device)
+    check_files(root, manifest.data)  # before the source, which is larger, is read
     _check_same(manifest.data, plan, source, report)
-    model = load(root, device_map=known_device(device), dtype=torch.float32, merge=False)  # each linear is looked at
+    model = load(root, device_map=where, dtype=torch.float32, check_hashes=False, merge=False)  # linears as they are
     baseline, _ = open_model(source, device, "float32")
     found = divergence(model, baseline, ids, lambda done, total: report("logits", done, total))
     layers = _layers(plan, model, baseline, ids[:1], report)

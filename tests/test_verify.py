@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 
 import pytest
 import torch
@@ -183,6 +184,25 @@ def test_a_source_that_was_trained_on_since_is_not_compared_with(tiny, tmp_path)
     parts, seen = tiny(tmp_path / "parts", max_shard_size="50KB"), []
     assert not verify(out, parts, progress=lambda *step: seen.append(step), **OPTIONS).failures
     assert seen[:22] == [("source", done, 21) for done in range(22)]
+
+
+def test_a_damaged_output_is_said_before_its_source_is_read(source, tmp_path, monkeypatch):
+    def unread(*args):
+        raise AssertionError("read")
+
+    out = convert(source, "int8-weight-only", tmp_path / "out").out
+    monkeypatch.setattr(sys.modules["quantrot.verify"], "sha256_of", unread)  # the package has the function
+    raw = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(ValueError, match="model.safetensors: differs from what quantrot.json lists"):
+        verify(out, **OPTIONS)
+    monkeypatch.setattr("quantrot.manifest.sha256_range", unread)  # sizes come before any hash
+    (out / "tokenizer_config.json").write_text("")
+    with pytest.raises(ValueError, match="tokenizer_config.json: differs from what quantrot.json lists"):
+        verify(out, **OPTIONS)
+    (out / "config.json").unlink()
+    with pytest.raises(ValueError, match="config.json: missing, although quantrot.json lists it"):
+        verify(out, **OPTIONS)
 
 
 def test_an_output_that_is_nan_is_the_worst_there_is():
