@@ -81,6 +81,16 @@ def test_recipes_list_show_schema():
     assert unknown.exit_code == 2 and "called 'mxfp' (did you mean 'mxfp4'?); there are fp8-" in unknown.stderr
 
 
+@pytest.mark.parametrize("command", ["plan", "convert"])
+def test_errors_of_the_recipe_come_before_those_of_the_text(source, tmp_path, command):
+    (tmp_path / "recipe.yaml").write_text("skipp: []")
+    output = ["-o", str(tmp_path / "out")] * (command == "convert")
+    words = ["-r", str(tmp_path / "recipe.yaml"), "--calibration", str(tmp_path / "nope.txt")]
+    done = run(app, [command, source, *words, *output])
+    assert done.exit_code == 2 and done.stderr.startswith(f"error: {tmp_path / 'recipe.yaml'}:1: unknown key 'skipp'")
+    assert "nope" in run(app, [command, source, "-r", "mxfp4-w4a8-gptq", *words[2:], *output]).stderr
+
+
 def test_missing_output_says_what_to_do(source):
     result = run(app, ["convert", source, "-r", "mxfp4"])
     assert result.exit_code == 2 and "--output is missing" in result.output

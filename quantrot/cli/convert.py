@@ -53,12 +53,13 @@ def command(
     if output is None:
         raise ValueError("--output is missing; give the directory to write, or --dry-run")
     from quantrot.convert import begun, convert
+    from quantrot.recipe import load_recipe
 
     try:
         with byte_progress() as progress:
             done = convert(
                 model,
-                recipe,
+                load_recipe(recipe),  # whose errors come before the text's
                 output,
                 device=device,
                 resume=resume,

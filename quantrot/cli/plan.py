@@ -36,8 +36,10 @@ def command(
 ) -> None:
     """Show what convert would do, and every error at once, before any weight is read."""
     from quantrot.plan import plan
+    from quantrot.recipe import load_recipe
 
-    planned = plan(model, recipe, device, parse_size(max_shard_size), calibration(texts, windows, seq_len))
+    wanted = load_recipe(recipe)  # its errors come before the text's
+    planned = plan(model, wanted, device, parse_size(max_shard_size), calibration(texts, windows, seq_len))
     show(planned, threads or cpus())
 
 
