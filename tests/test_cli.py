@@ -220,6 +220,23 @@ def test_a_handler_of_sigterm_is_left_and_put_back(source, monkeypatch):
     assert seen[0] not in (signal.SIG_DFL, None) and seen[1:] == [signal.SIG_IGN, mine]
 
 
+def test_inspect_says_which_file_is_not_as_converted(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert run(app, ["convert", source, "-r", "fp8-dynamic", "-o", str(out)]).exit_code == 0
+    monkeypatch.setattr("quantrot.cli.inspect.HASHED", 10_000)  # bytes, which the weights have more of
+    raw, whole = (out / "model.safetensors").read_bytes(), "sizes, and hashes of files up to 10 KB, are as converted;"
+    (out / "model.safetensors").write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    shown = run(app, ["inspect", str(out)]).stdout
+    assert f"\n{whole} `quantrot verify` checks all hashes\n" in shown and "warning" not in shown
+    config = (out / "config.json").read_text()
+    (out / "config.json").write_text(config.replace('"silu"', '"relu"'))
+    done = run(app, ["inspect", str(out)])
+    assert done.exit_code == 0 and whole not in done.stdout and f"\nwarning: {out}/config.json: differs" in done.stdout
+    (out / "config.json").write_text(config)
+    (out / "tokenizer.json").unlink()
+    assert f"\nwarning: {out}/tokenizer.json: missing, although" in run(app, ["inspect", str(out)]).stdout
+
+
 def test_inspect_of_another_directory_says_what_it_needs(source):
     done = run(app, ["inspect", str(source)])
     assert "quantrot.json: missing; give a directory that `quantrot convert` wrote" in done.stderr

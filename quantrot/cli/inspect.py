@@ -1,4 +1,4 @@
-"""quantrot inspect: what a converted directory is, from its manifest and headers alone."""
+"""quantrot inspect: what a converted directory is, from its manifest and headers, and whether its files look whole."""
 
 from collections import Counter
 from pathlib import Path
@@ -8,12 +8,14 @@ import typer
 
 from quantrot.cli.common import console, line, size, table
 
+HASHED = 50_000_000  # bytes of a file that is hashed for this: 0.1 s
+
 
 def command(output: Annotated[Path, typer.Argument(help="A directory that convert wrote.", metavar="OUT")]) -> None:
     """Formats, rotations, bits per weight, and what each engine can do with it."""
     from quantrot import engines, formats
     from quantrot.checkpoint import open_checkpoint
-    from quantrot.manifest import read_manifest
+    from quantrot.manifest import check_files, read_manifest
     from quantrot.rotation import Rotation
 
     manifest = read_manifest(output)
@@ -46,6 +48,12 @@ def command(output: Annotated[Path, typer.Argument(help="A directory that conver
         out.print(f"attention: {manifest.arithmetic}; KV cache: {_cache(manifest.kv_cache, checkpoint.config)}")
     support = engines.support(manifest.linears, manifest.online, manifest.attention, checkpoint.biased, narrow)
     table("Engines", ["engine", "runs it", "as"], [[s.engine, s.runs, s.note] for s in support])
+    try:
+        check_files(output, data, HASHED)
+    except ValueError as error:
+        line(f"warning: {error}")
+    else:
+        line(f"sizes, and hashes of files up to {size(HASHED)}, are as converted; `quantrot verify` checks all hashes")
     line(engines.serve_command(support, manifest.linears, manifest.online, str(output)))
 
 
