@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import psutil
 import torch
@@ -100,7 +100,8 @@ def load(
     leave_masks_out(model)
     model._ddp_params_and_buffers_to_ignore = _StoredNames(model._modules)
     for each in (model, model.model):
-        each.save_pretrained = each.push_to_hub = _refuse_to_save
+        for name in ("save_pretrained", "push_to_hub"):
+            setattr(each, name, _Saving(each, name))
     if offload_folder is not None and "disk" in placed.values():
         _OFFLOADED[resolved(offload_folder)] = model
     return dispatch_model(model, placed, offload_dir=offload_folder) if len(placed) > 1 else model
@@ -136,13 +137,29 @@ class _StoredNames:
                     yield from (f"{name}.{tensor}" for tensor in module.tensor_names)
 
 
-def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
-    """transformers would write a config that says nothing of formats and rotations: what loads it computes nonsense."""
-    raise ValueError(
-        "save_pretrained, push_to_hub: a converted model has no other files than those it was loaded from; copy its "
-        "directory (model.config._name_or_path) or upload it (hf upload), or keep model.state_dict(); of transformers' "
-        "Trainer give save_strategy='no'"
-    )
+class _Saving:
+    """save_pretrained or push_to_hub of a loaded model: transformers' own as soon as nothing in it is quantrot's.
+
+    Before, that would write a config that says nothing of formats and rotations: what loads it computes nonsense.
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.model, self.name = ref(model), name  # the model itself would hold what holds it
+
+    def __reduce__(self) -> Any:
+        return _Saving, (self.model(), self.name)  # of a copy it is the copy's
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.model()
+        converted = (QuantizedLinear, RotatedLinear, QuantizedAttention)
+        if found := sorted({type(x).__name__ for x in model.modules() if isinstance(x, converted)}):
+            raise ValueError(
+                f"save_pretrained, push_to_hub: {', '.join(found)} in this model have no other files than those it was "
+                "loaded from; copy its directory (model.config._name_or_path) or upload it (hf upload), or keep "
+                "model.state_dict(); of transformers' Trainer give save_strategy='no'; a model loaded with merge=False "
+                "is saved once dense linears have taken their places"
+            )
+        return getattr(type(model), self.name)(model, *args, **kwargs)
 
 
 def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:

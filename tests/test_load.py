@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import pickle
 import shutil
 import threading
 from inspect import signature
@@ -385,6 +386,30 @@ def test_save_pretrained_is_an_error_and_not_a_directory_of_nonsense(converted, 
             with pytest.raises(ValueError, match="save_pretrained, push_to_hub: .* copy its directory"):
                 save(str(tmp_path / "saved"))
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), copy.copy])
+def test_a_model_whose_linears_are_dense_again_is_saved_and_converted(source, copied, tmp_path):
+    """As peft's merge_and_unload leaves it: W + B A in the place of what was trained on."""
+    first = convert(source, "int8-weight-only", tmp_path / "first").out
+    loaded = load(first, device_map="cpu", merge=False)
+    model = copied(loaded)
+    names = [name for name, module in model.named_modules() if isinstance(module, Int8Linear)]
+    for name in names:
+        old = model.get_submodule(name)
+        new = nn.Linear(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16)
+        new.weight.data = old.dequantized(torch.bfloat16) + 0.1 * torch.randn_like(new.weight)
+        with pytest.raises(ValueError, match="save_pretrained, push_to_hub: Int8Linear in this model have no other"):
+            model.save_pretrained(tmp_path / "saved")
+        model.set_submodule(name, new)
+    model.save_pretrained(tmp_path / "saved")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-2, atol=1e-2)
+    again = load(convert(tmp_path / "saved", "int8-weight-only", tmp_path / "again").out, device_map="cpu", merge=False)
+    for name in names:
+        wanted, found = model.get_submodule(name).weight.float(), again.get_submodule(name).dequantized(torch.float32)
+        assert (found - wanted).abs().max() <= wanted.abs().max() / 127
 
 
 @pytest.mark.parametrize("recipe", ["int8-weight-only", "quarot-mxfp4", "fp8-block", "quarot-w4a4kv4"])
