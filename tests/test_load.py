@@ -363,6 +363,22 @@ def test_a_model_that_is_cast_is_the_model_loaded_in_that_dtype(source, tmp_path
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("merge", [False, True])
+def test_scales_that_were_only_widened_are_the_same_numbers(source, merge, tmp_path):
+    """As peft's prepare_model_for_kbit_training leaves every parameter of 16 bits."""
+    out = convert(source, "int8-weight-only", tmp_path / "out").out
+    model, expected = load(out, device_map="cpu", merge=merge), load(out, device_map="cpu", dtype="float32")
+    for p in model.parameters():
+        if p.dtype == torch.bfloat16:
+            p.data = p.data.to(torch.float32)
+    assert model.model.layers[0].mlp.down_proj.weight_scale.dtype == torch.float32
+    torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-5, atol=1e-5)
+    model.model.layers[0].mlp.down_proj.weight_scale.data *= 1.001
+    with pytest.raises(ValueError, match=r"weight_scale is torch\.float32, not .*or by p\.data = p\.data\.to\(dtype\)"):
+        model(IDS)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("assign", [False, True])
 def test_tensors_loaded_into_a_model_are_the_ones_that_count(converted, assign):
     model = load(converted, device_map="cpu")

@@ -186,19 +186,23 @@ class QuantizedLinear(nn.Module):
         return [listed[name] if name in listed else getattr(self, name) for name in self.tensor_names]
 
     def uncast(self) -> list[Tensor]:
-        """stored(), for a product. ValueError for what was cast."""
+        """stored(), for a product. ValueError for what was cast, but for scales that were only widened, as peft's
+        prepare_model_for_kbit_training leaves bfloat16's: their numbers are the same."""
         tensors = self.stored()
         if [tensor.dtype for tensor in tensors] != self.tensor_dtypes:
+            tensors = [_narrowed(*each) for each in zip(tensors, self.tensor_dtypes, strict=True)]
             found = ", ".join(
                 f"{name} is {tensor.dtype}, not {dtype}"
                 for name, tensor, dtype in zip(self.tensor_names, tensors, self.tensor_dtypes, strict=True)
                 if tensor.dtype != dtype
             )
-            raise ValueError(
-                f"{type(self).__name__}: its {found}: parameters were cast, as fully_shard's mp_policy does; give it "
-                "ignored_params={p for x in model.modules() if isinstance(x, QuantizedLinear) for p in x.parameters() "
-                "if not p.requires_grad}"
-            )
+            if found:
+                raise ValueError(
+                    f"{type(self).__name__}: its {found}: parameters were cast, as fully_shard's mp_policy does; give "
+                    "it ignored_params={p for x in model.modules() if isinstance(x, QuantizedLinear) for p in "
+                    "x.parameters() if not p.requires_grad}; or by p.data = p.data.to(dtype); load the model again, "
+                    "and cast it by model.to(dtype), which leaves these as they are"
+                )
         return tensors
 
     def transform(self) -> OnlineHadamard | None:
@@ -357,6 +361,15 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {formats.label(self.format)}"
+
+
+def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor that was widened from bfloat16 to float32, as it was; any other one as it is. Nothing is kept: FSDP's
+    are its own."""
+    if (tensor.dtype, dtype) != (torch.float32, torch.bfloat16):
+        return tensor
+    narrow = tensor.to(dtype)
+    return narrow if torch.equal(narrow.float(), tensor) else tensor
 
 
 def sharded(weight: Tensor) -> str:
