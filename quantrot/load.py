@@ -7,6 +7,7 @@ file's hash, an online rotation's checksum or the set of tensors is not what the
 
 import difflib
 import gc
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,7 @@ from quantrot.tokenizer import open_tokenizer
 
 NOT_DESCRIBED = ("quantization_config", "attn_implementation", "_attn_implementation")  # what this loader decides
 _OFFLOADED: WeakValueDictionary[Path, nn.Module] = WeakValueDictionary()  # models by the folder with tensors of them
+ADAPTER = "adapter_config.json"  # of peft
 DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
 
 
@@ -163,14 +165,18 @@ class _Saving:
 
 
 def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:
-    """(model, tokenizer) of a converted directory, any transformers directory, a hub id, or `demo`."""
+    """(model, tokenizer) of a converted directory, any transformers directory, a hub id, `demo`, or peft's adapter for
+    one of these."""
     source = open_source(name)
     where = known_device(device)
     model: Any
     if (source.path / MANIFEST).exists():
         model = load(source.path, device_map=where, dtype=dtype)
+    elif (base := _adapted(source.path)) is not None:
+        model = load(base, device_map=where, dtype=dtype)
+        _add_adapter(model, source.path, base)
     else:
-        if not (source.path / "adapter_config.json").exists():
+        if not (source.path / ADAPTER).exists():
             read_json(source.path / "config.json")
         _check_index(source.path)
         try:
@@ -205,18 +211,49 @@ def _check_index(path: Path) -> None:
         )
 
 
+def _adapted(path: Path) -> Path | None:
+    """The converted model that the adapter in this directory is for, if transformers does not run all of it: its online
+    rotations it refuses, quantized attention it leaves out without a word."""
+    if not (path / ADAPTER).exists() or (path / "config.json").exists():
+        return None
+    name = read_json(path / ADAPTER).get("base_model_name_or_path")
+    base = open_source(name).path if name else path
+    if not (base / MANIFEST).exists():
+        return None
+    manifest = read_manifest(base)
+    attention = manifest.attention is not None or (manifest.arithmetic, manifest.kv_cache) != ("bf16", "bf16")
+    if not (manifest.online or attention):
+        return None
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError(f"{path}: an adapter of peft, which is not installed; pip install peft")
+    if not (path / "adapter_model.safetensors").exists():  # transformers would take a pickle
+        raise ValueError(f"{path / 'adapter_model.safetensors'}: missing; save the adapter as safetensors")
+    return base
+
+
+def _add_adapter(model: Any, path: Path, base: Path) -> None:
+    """Have peft put the adapter in `path` on this model, which was loaded from `base`."""
+    try:
+        with _no_bars():
+            found = model.load_adapter(str(path), ignore_mismatched_sizes=True)  # which are refused, as above
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: peft cannot put this adapter on {base}: {error!s:.200}; in Python peft.PeftModel.from_pretrained("
+            "quantrot.load(base), adapter, config=config) takes a config that knows the linears it was trained on"
+        ) from None
+    _check_complete(path, {"missing_keys": found.missing_keys, "mismatched_keys": found.mismatched_keys})
+
+
 def _check_complete(path: Path, found: dict[str, Any]) -> None:
     """ValueError where transformers has drawn numbers of its own for weights that it did not find, or not of the
     config's shape."""
     if missing := sorted(found["missing_keys"]):
         several = f"{len(missing)} tensors are" if len(missing) > 1 else "a tensor is"
-        raise ValueError(
-            f"{path}: {several} missing that config.json implies: {', '.join(missing[:3])}; download again"
-        )
+        raise ValueError(f"{path}: {several} missing that its config implies: {', '.join(missing[:3])}; download again")
     if other := sorted(found["mismatched_keys"]):
         name, stored, implied = other[0]
         raise ValueError(
-            f"{path}: {name} has shape {tuple(stored)}; config.json implies {tuple(implied)}; give the config of these "
+            f"{path}: {name} has shape {tuple(stored)}; its config implies {tuple(implied)}; give the config of these "
             "weights"
         )
 

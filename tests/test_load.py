@@ -5,6 +5,7 @@ import gc
 import json
 import pickle
 import shutil
+import sys
 import threading
 from inspect import signature
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from quantrot import convert, load, verify
@@ -329,10 +330,43 @@ def test_a_model_of_which_a_part_would_be_drawn_at_random_is_not_evaluated(sourc
         open_model(lacking, device="cpu")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 7}))
-    with pytest.raises(ValueError, match=r"other: .* has shape \(\d+, \d+\); config\.json implies \(\d+, \d+\)"):
+    with pytest.raises(ValueError, match=r"other: .* has shape \(\d+, \d+\); its config implies \(\d+, \d+\)"):
         open_model(other, device="cpu")
     with pytest.raises(ValueError, match=r"quantrot\.json: missing, so this is no whole converted model; convert it"):
         load(source)
+
+
+@pytest.mark.parametrize("recipe", ["quarot-mxfp4-online", {"attention": "fp8"}])
+def test_an_adapter_for_what_transformers_does_not_run_is_put_on_our_model(source, recipe, tmp_path, monkeypatch):
+    out, adapter = convert(source, recipe, tmp_path / "out").out, tmp_path / "adapter"
+    adapter.mkdir()
+    shutil.copy(source / "tokenizer.json", adapter)
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(out)}))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"adapter: an adapter of peft, which is not installed; pip install peft"):
+        open_model(adapter, device="cpu")
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(__spec__=object()))
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors: missing; save the adapter as safetensors"):
+        open_model(adapter, device="cpu")
+    save_file({"b": torch.ones(1)}, adapter / "adapter_model.safetensors")
+    missing: list[str] = []
+
+    def load_adapter(model, path, **options):
+        if missing == ["all"]:
+            raise ValueError("Target module is not supported")
+        model.lm_head.weight.data += load_file(Path(path) / "adapter_model.safetensors")["b"]
+        return SimpleNamespace(missing_keys=missing, mismatched_keys=[])
+
+    monkeypatch.setattr(LlamaForCausalLM, "load_adapter", load_adapter)
+    model, _ = open_model(adapter, device="cpu")
+    base = load(out, device_map="cpu")
+    base.lm_head.weight.data += 1
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, base(IDS).logits)
+    for name, said in ("lora_A", "a tensor is missing that its config implies: lora_A"), ("all", "not supported"):
+        missing[:] = [name]
+        with pytest.raises(ValueError, match=f"adapter: .*{said}"):
+            open_model(adapter, device="cpu")
 
 
 def test_evaluated_models_run_no_code_and_no_pickles(source, tmp_path, monkeypatch):
