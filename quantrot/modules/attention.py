@@ -31,6 +31,7 @@ from quantrot.kernels.attention import (
 )
 from quantrot.kernels.attention.reference import Turn
 from quantrot.kernels.attention.turn import try_turn
+from quantrot.kernels.operators import exporting
 from quantrot.modules.cache import StaticLayer, adopt, round_trip, update
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.modules.masks import IMPLEMENTATION
@@ -47,7 +48,7 @@ class QuantizedAttention(Merging):
 
     Under "fp8" keys and values are in e4m3 whatever the cache: one of the model's dtype holds the same values, exactly,
     and they are quantized again at every step. A prompt's keys and values share a scale per 128 tokens and head
-    (`granularity`), tokens that are added one by one have their own.
+    (`granularity`), tokens that are added one by one have their own, as all have in what torch.export makes.
 
     key_center [G, D], float32: what `center_keys` takes off every key before it is quantized.
     """
@@ -278,7 +279,8 @@ class QuantizedAttention(Merging):
         rotation: dict[str, Any] = {}
         if self.R3 is not None:
             rotation = {"order": self.R3.block, "signs": self.R3.signs}
-        granularity = self.granularity if prompt and q.shape[1] > 1 else Granularity.token
+        by_block = prompt and q.shape[1] > 1 and not exporting()  # whose number of blocks would be the example's
+        granularity = self.granularity if by_block else Granularity.token
         angles: tuple[Tensor | None, Tensor | None] = position_embeddings
         if self.key_center is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)

@@ -13,10 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from quantrot.kernels.attention import Granularity
 from quantrot.load import merge_projections
-from quantrot.modules import QuantizedLinear, train_in_mxfp4
+from quantrot.modules import QuantizedAttention, QuantizedLinear, train_in_mxfp4
 from quantrot.modules.fp8 import Fp8TrainingLinear
 from quantrot.modules.merged import Merging
+from quantrot.rotation import Rotation
 from tests.modules.test_merged import kernels, model
 
 IDS = torch.arange(18).view(2, 9)
@@ -186,3 +188,27 @@ def test_an_exported_model_takes_other_numbers_of_tokens(pair):
         )
         found = exported.module()(input_ids=IDS[:1, :5], use_cache=False).logits
         torch.testing.assert_close(found, llama(IDS[:1, :5]).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "cache, tokens", [("fp8", torch.export.Dim.AUTO), ("bf16", torch.export.Dim("tokens", min=2, max=128))]
+)
+def test_exported_fp8_attention_takes_other_numbers_of_tokens(cache, tokens):
+    """With the numbers of a scale a token. Multiples of 16 have other strides, more than 128 tokens another block."""
+    llama = model("int8")
+    for layer in llama.model.layers:
+        rotation = Rotation("R3", "hadamard", 64, 64, 0)
+        layer.self_attn = QuantizedAttention(layer.self_attn, arithmetic="fp8", kv_cache=cache, rotation=rotation)
+    given, sizes = {"input_ids": IDS, "use_cache": False}, {0: torch.export.Dim.AUTO, 1: tokens}
+    with torch.no_grad():
+        exported = torch.export.export(
+            llama, (), given, strict=False, dynamic_shapes={"input_ids": sizes, "use_cache": None}
+        )
+        for layer in llama.model.layers:
+            layer.self_attn.granularity = Granularity.token
+        for program in (exported, exported.run_decompositions()):
+            for length in (5, 16, 20, 128, *([130, 256] if tokens is torch.export.Dim.AUTO else [])):
+                ids = torch.arange(3 * length).view(3, length) % 64
+                found = program.module()(input_ids=ids, use_cache=False).logits
+                expected = llama(ids, use_cache=False).logits
+                assert (found - expected).norm() <= 1e-3 * expected.norm()  # sums' last bits may choose other codes

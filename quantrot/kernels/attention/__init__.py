@@ -58,6 +58,7 @@ from quantrot.kernels.operators import (
     check_device,
     check_signs,
     constant,
+    exporting,
     implement,
     no_gradients,
     number,
@@ -586,6 +587,9 @@ def _rope_hadamard_quantize_fake(
     fine = {"tensor": 1, "head": 1, "block": padded // BLOCK, "token": tokens}[granularity]
     queries = tokens if granularity in ("block", "token") else 1
 
+    # An exported program is for all lengths, whose strides' guards would leave out some; it runs on any strides.
+    rows = tokens if exporting() else key_rows(tokens)
+
     def new(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
@@ -593,7 +597,7 @@ def _rope_hadamard_quantize_fake(
     return (
         new(batch, heads, tokens, dim, dtype=codes),
         new(batch, heads, queries, dtype=scale),
-        new(batch, groups, key_rows(tokens), dim, dtype=codes)[:, :, :tokens],
+        new(batch, groups, rows, dim, dtype=codes)[:, :, :tokens],
         new(batch, groups, fine, dtype=scale),
         new(batch, groups, dim, padded),
         new(batch, groups, fine),
