@@ -13,7 +13,7 @@ from quantrot.modules.fp8 import Fp8TrainingLinear
 from quantrot.modules.linear import hooked, sharded
 from quantrot.modules.mxfp4 import Mxfp4TrainingLinear
 
-SKIP = ("lm_head", "lora_*")  # and peft's adapters: small, and what is to be learned exactly
+SKIP = ("lm_head", "score", "lora_*")  # heads (transformers' of classes) and peft's adapters: small, learned exactly
 FP8_STEP = 16  # the kernels read rows of e4m3 by 16 bytes
 
 
@@ -21,9 +21,10 @@ def train_in_fp8(model: nn.Module, *, skip: str | tuple[str, ...] = SKIP) -> lis
     """Replace the model's linears by Fp8TrainingLinear on the same parameters; the names of those that it replaced.
 
     skip: patterns as a recipe's, or of any component of a name ("mlp", "*.layers.0.*"), of what stays; given ones take
-    the place of "lm_head" and "lora_*", peft's adapters. Linears whose dimensions are no multiples of 16 stay, too. A
-    linear in two places stays one in both. ValueError for a model that is a linear or has none to replace, a linear
-    with hooks or a weight that is sharded already, or a pattern that matches no module; no linear is replaced then.
+    the place of "lm_head", "score" (a classifier's head) and "lora_*", peft's adapters. Linears whose dimensions are no
+    multiples of 16 stay, too. A linear in two places stays one in both. ValueError for a model that is a linear or has
+    none to replace, a linear with hooks or a weight that is sharded already, or a pattern that matches no module; no
+    linear is replaced then.
     """
     return _replace(model, skip, FP8_STEP, Fp8TrainingLinear.of)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from quantrot.modules import Fp8TrainingLinear, Mxfp4TrainingLinear, train_in_fp8, train_in_mxfp4
 
@@ -42,6 +43,13 @@ def test_replacing_keeps_the_parameters_and_the_state_dict(train_in):
 def test_what_does_not_fit_or_is_named_stays(train_in):
     net = nn.ModuleDict({"a": nn.Linear(64, 40), "b": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)})
     assert train_in(net) == ["b"] and type(net["a"]) is nn.Linear and type(net["lm_head"]) is nn.Linear
+
+
+def test_the_head_of_a_classifier_stays(train_in):
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=32)
+    net = LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=64))
+    assert len(train_in(net)) == 7 and type(net.score) is nn.Linear
+    assert train_in(LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=64)), skip=())[-1] == "score"
 
 
 def block(**linears: nn.Module) -> nn.ModuleDict:
