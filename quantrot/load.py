@@ -136,7 +136,8 @@ class _StoredNames:
         for prefix, child in self.children.items():
             for name, module in child.named_modules(prefix=prefix):
                 if isinstance(module, QuantizedLinear):
-                    yield from (f"{name}.{tensor}" for tensor in module.tensor_names)
+                    for around in ("", "base_model.", "base_model.model."):  # peft's, which pass this list on as theirs
+                        yield from (f"{around}{name}.{tensor}" for tensor in module.tensor_names)
 
 
 class _Saving:

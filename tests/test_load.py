@@ -138,6 +138,35 @@ def test_ddp_sends_no_quantized_weights(source, tmp_path, alone):
         assert each.model.layers[1].mlp.down_proj.weight.grad is not None
 
 
+class Around(nn.Module):
+    """As peft's modules, whose attributes are those of what they hold, too."""
+
+    def __init__(self, **held):
+        super().__init__()
+        for name, module in held.items():
+            self.add_module(name, module)
+
+    def __getattr__(self, name):
+        if name != "_ddp_params_and_buffers_to_ignore":
+            return super().__getattr__(name)
+        return getattr(next(self.children()), name)
+
+    def forward(self, *args):
+        return next(self.children())(*args)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: Around(base_model=m), lambda m: Around(base_model=Around(model=m))])
+def test_ddp_sends_none_of_those_in_pefts_wrappers(source, tmp_path, wrap, alone):
+    """Of prompt tuning and of LoRA."""
+    model = load(convert(source, "fp8-block", tmp_path / "out").out, device_map="cpu").requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    wrapped = wrap(model)
+    ddp = DistributedDataParallel(wrapped)
+    assert len({name for name, _ in wrapped.named_parameters()} & ddp.parameters_to_ignore) == 2 * 14
+    ddp(IDS).logits.sum().backward()
+    assert model.lm_head.weight.grad is not None
+
+
 def test_accelerate_device_map_with_offload(converted, tmp_path):
     """A map of several devices goes through accelerate's hooks; the disk is the second device a CPU has."""
     whole = load(converted, device_map="cpu")
