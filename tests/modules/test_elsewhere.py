@@ -191,7 +191,7 @@ def test_an_exported_model_takes_other_numbers_of_tokens(pair):
 
 
 @pytest.mark.parametrize(
-    "cache, tokens", [("fp8", torch.export.Dim.AUTO), ("bf16", torch.export.Dim("tokens", min=2, max=128))]
+    "cache, tokens", [("fp8", torch.export.Dim.AUTO), ("bf16", torch.export.Dim("tokens", min=2, max=500))]
 )
 def test_exported_fp8_attention_takes_other_numbers_of_tokens(cache, tokens):
     """With the numbers of a scale a token. Multiples of 16 have other strides, more than 128 tokens another block."""
@@ -207,7 +207,7 @@ def test_exported_fp8_attention_takes_other_numbers_of_tokens(cache, tokens):
         for layer in llama.model.layers:
             layer.self_attn.granularity = Granularity.token
         for program in (exported, exported.run_decompositions()):
-            for length in (5, 16, 20, 128, *([130, 256] if tokens is torch.export.Dim.AUTO else [])):
+            for length in (5, 16, 20, 128, 130, 256):
                 ids = torch.arange(3 * length).view(3, length) % 64
                 found = program.module()(input_ids=ids, use_cache=False).logits
                 expected = llama(ids, use_cache=False).logits

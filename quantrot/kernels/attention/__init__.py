@@ -328,7 +328,7 @@ def _check_attend(
             f"shapes: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; q [B, H, S, D], k [B, G, T, D] and v "
             "[B, G, D, T'] are needed, G a divisor of H"
         )
-    if v.shape[3] % BLOCK or v.shape[3] < tokens:
+    if v.shape[3] % BLOCK or v.shape[3] // BLOCK < (tokens + BLOCK - 1) // BLOCK:  # torch.export knows both
         raise ValueError(f"v: {v.shape[3]} tokens of storage for {tokens}; pad it with zeros to a multiple of {BLOCK}")
     _check_head_dim(dim)
     scales = (
@@ -337,7 +337,7 @@ def _check_attend(
         ("v_scale", v_scale, groups, tokens),
     )
     for name, t, rows, count in scales:
-        allowed = (0,) if name == "q_scale" and q.dtype in DTYPES else (1, -(-count // BLOCK), count)
+        allowed = (0,) if name == "q_scale" and q.dtype in DTYPES else (count, 1, -(-count // BLOCK))
         kind = torch.float32 if k.dtype == torch.int8 and name != "v_scale" else torch.uint8
         if t.dtype != kind or t.shape[:-1] != (batch, rows) or t.shape[-1] not in allowed:
             raise ValueError(
