@@ -5,48 +5,29 @@ kept for such operands.
 In a process of its own: what is remembered of a device would be wrong for other tests.
 """
 
-import ctypes
-import hashlib
 import itertools
 import math
 import weakref
+from functools import partial
 
 import torch
-from triton.runtime.jit import JITFunction
 
-from quantrot.kernels import attention, int4, mixed, nvrtc
+from quantrot.kernels import attention, int4, mixed
 from quantrot.kernels import hadamard as transforms
-from quantrot.kernels.attention import (
-    Quantized,
-    append,
-    attend,
-    decode,
-    int4_hopper,
-    int4_token,
-    int4_triton,
-    prepare,
-    rope_hadamard_quantize,
-)
-from quantrot.kernels.attention import hopper as attention_hopper
+from quantrot.kernels.attention import Quantized, append, attend, int4_token, rope_hadamard_quantize, turn
 from quantrot.kernels.attention.reference import Turn, key_rows
-from quantrot.kernels.fp8 import blocks as quantizer
 from quantrot.kernels.fp8 import (
     fp8_block_gemm,
     fp8_linear,
     fused,
     gemm,
     hadamard_quantize_fp8,
-    hopper,
-    linear,
     operators,
-    prompt,
     quantize_fp8_block,
     quantize_fp8_both_ways,
 )
 from quantrot.kernels.hadamard import hadamard_transform
-from quantrot.kernels.hadamard import hopper as hadamard
 from quantrot.kernels.int4 import dequantize_int4, quantize_int4
-from quantrot.kernels.mixed import hopper as mixed_hopper
 from quantrot.kernels.mixed import mixed_gemm, mixed_linear
 from quantrot.kernels.mxfp4 import fused as mxfp4
 from quantrot.kernels.mxfp4 import gemm as packed
@@ -57,92 +38,9 @@ from quantrot.kernels.mxfp4 import (
     mxfp4_gemm,
     mxfp4_product,
     requantize_mxfp4,
-    triton_gemm,
 )
 from quantrot.kernels.mxfp4 import operators as making
-
-GPU = torch.device("cuda", 0)
-names = {}  # of tensors, by address
-encoded = {}  # what tensor maps are of
-launches = []
-
-
-def digest(*what):
-    return hashlib.sha512(repr(what).encode()).digest() * 2
-
-
-def named(address):
-    return names.get(address, "made here") if address else None
-
-
-def values(structure):
-    """A structure's fields, addresses by name."""
-    fields = (field for of in reversed(type(structure).__mro__) for field in vars(of).get("_fields_", ()))
-    for name, kind in fields:
-        value = getattr(structure, name)
-        if isinstance(value, ctypes.Structure):
-            yield name, *values(value)
-        else:
-            yield name, named(value) if kind is ctypes.c_void_p else read(value) if "Array" in kind.__name__ else value
-
-
-def read(array):
-    return encoded.get(bytes(array), bytes(array))
-
-
-def encode(data, *rest):
-    encoded[(made := digest(named(data), rest))] = named(data), rest
-    return made
-
-
-def record(self, arguments):
-    shape = tuple(self.config.grid), tuple(self.config.block), self.config.shared, self.config.count
-    launches.append((self.function, shape, *values(arguments)))
-
-
-def record_triton(kernel, grid):
-    def launch(*operands, **options):
-        told = (named(x.data_ptr()) if isinstance(x, torch.Tensor) else str(x) for x in operands)
-        launches.append((kernel.__name__, grid, *told, str(sorted(options.items()))))
-
-    return launch
-
-
-def scaled_mm(a, b, *scales, out_dtype, use_fast_accum):
-    launches.append((tuple(a.shape), tuple(b.shape), out_dtype, use_fast_accum))
-    return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype)
-
-
-def pretend():
-    """Tensors are on a GPU of Hopper's kind, whose driver notes what it is asked for."""
-    empty = torch.empty
-    torch.empty = lambda *size, device=None, **rest: empty(*size, device="meta" if device == "meta" else None, **rest)
-    torch.Tensor.is_cuda, torch.Tensor.device = property(lambda t: True), property(lambda t: GPU)
-    torch.Tensor.get_device = lambda t: 0
-    torch.cuda.get_device_capability, torch.cuda.current_device = lambda *device: (9, 0), lambda: 0
-    torch.cuda.is_current_stream_capturing = lambda: False
-    nvrtc.available = nvrtc.available.__wrapped__
-    nvrtc.Launch.__call__ = record
-    for module in (nvrtc, quantizer, hopper, linear, prompt, hadamard, mixed_hopper, int4_hopper):
-        module.load_kernel, module.processors = lambda *what: digest(what)[:8], lambda device: 132
-    nvrtc.encode_map = encode
-    nvrtc.counters_in_turn, nvrtc.stream_number = lambda count: count, lambda device: 0
-    hadamard.tensor_map = nvrtc.tensor_map
-    JITFunction.__getitem__, torch._scaled_mm = record_triton, scaled_mm
-    triton_gemm.processors = int4_triton.processors = nvrtc.processors
-    for module in (attention, append, attention_hopper, decode, prepare):
-        module._best, module.tensor_map = lambda device: "triton", nvrtc.tensor_map
-        module.encode_map, module.load_kernel, module.processors = nvrtc.encode_map, nvrtc.load_kernel, nvrtc.processors
-    for structure in ctypes.Structure.__subclasses__():
-        if structure.__module__.startswith("quantrot"):
-            structure.__setattr__ = field_alone
-
-
-def field_alone(structure, name, value):
-    """ctypes would take any name for an attribute of its own."""
-    if not hasattr(type(structure), name):
-        raise AttributeError(f"{type(structure).__name__} has no field {name}")
-    ctypes.Structure.__setattr__(structure, name, value)
+from tests.kernels.pretended import its, noted, pretend
 
 
 def operator(function, **always):
@@ -155,12 +53,20 @@ def fp8(x, residual=None, **given):
     return fp8_linear(x.reshape(-1, x.shape[-1]), residual=rows, b_settled=True, **given)
 
 
+def fp8_codes(turned=False, **given):
+    return (quantize_fp8_both_ways if turned else quantize_fp8_block)(**given)
+
+
 def turned(x, signs):
     return hadamard_quantize_fp8(x, block=128, signs=signs, transposed_scale=True)
 
 
 def blocks(n, k):
     return {"b": e4m3(n, k), "b_scale": torch.zeros(n // 128, k // 128)}
+
+
+def e4m3_by_row(rows, k, name="a"):
+    return {name: e4m3(rows, k), f"{name}_scale": torch.zeros(rows, k // 128)}
 
 
 def groups(n, k):
@@ -271,20 +177,20 @@ def of_fp8():
             yield ("turned", size, k, tokens), turned, same, ["x", *["signs"] * bool(size)]
 
 
+def placed(rows, columns, dtype, **given):
+    """x where it lies in one way and another, as often as what else is given."""
+    places = itertools.cycle((torch.clone, apart, moved, torch.clone))
+    each = [dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True)] or [{}] * 4
+    return [{"x": place(wide(rows, columns).to(dtype))} | more for more, place in zip(each, places, strict=False)]
+
+
 def of_training():
     """What a linear that trains calls: quantizers of x and of gradients, forth and turned, masks, products."""
     n, k = SMALL
     random, other = (3, 1 << 40), (1 << 40, 7)
     sizes = itertools.product(((32, 32), (96, 32), (256, 128)), (torch.bfloat16, torch.float32))
     for (tokens, width), dtype in sizes:
-        what, how = (tokens, width, dtype), {"hadamard": width}
-
-        def rows(**given):
-            """x where it lies in one way and another, as often as what else is given."""
-            places = itertools.cycle((torch.clone, apart, moved, torch.clone))  # noqa: B023
-            each = [dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True)] or [{}] * 4
-            return [{"x": place(wide(tokens, k).to(dtype))} | more for more, place in zip(each, places)]  # noqa: B023, B905
-
+        what, how, rows = (tokens, width, dtype), {"hadamard": width}, partial(placed, tokens, k, dtype)
         quest = operator(hadamard_quantize_mxfp4, scale_rule="quest", clip_mask=True, **how)
         yield ("quest", what), quest, rows(), ["x"]
         for turned in (False, True):
@@ -323,6 +229,55 @@ def of_training():
         same = [codes | {name: torch.zeros(size) for name, size in steps.items()} for codes in of_both]
         yield ("fastest", kind, tokens, width), fastest, same, []
         del same
+
+
+def options(**each):
+    """All combinations of options, by name."""
+    return [dict(zip(each, chosen, strict=True)) for chosen in itertools.product(*each.values())]
+
+
+def of_options():
+    """The same operands in calls that differ in an option: none finds what another was decided for."""
+    n, k = SMALL
+    flags, dtypes = (False, True), (torch.bfloat16, torch.float32)
+
+    def calls(call, make, *kinds):
+        operands = make()
+        given = [operands | how for kind in kinds for how in kind]
+        return call.__name__, call, given + given[::-1], []
+
+    def x():
+        return {"x": wide(256, k)}
+
+    def both():
+        parts = *groups(256, k).values(), *groups(n, k).values()
+        return dict(zip(("a", "a_scale", "b", "b_scale"), parts, strict=True))
+
+    turns = {"hadamard": (32, 64, 128), "transpose": flags}
+    quest = options(scale_rule=("quest", "even"), clip_mask=flags, **turns)
+    yield calls(hadamard_quantize_mxfp4, x, quest, options(scale_rule=("absmax34",), random=(None, (1, 2)), **turns))
+    turned = options(scale_rule=("absmax34", "floor"), hadamard=(32, 64), random=(None,))
+    yield calls(requantize_mxfp4, lambda: groups(256, k), turned, options(hadamard=(32, 64), random=((1, 2),)))
+    back = options(hadamard=(32, 64), factor=(1.0, 0.5), dtype=(None, *dtypes))
+    yield calls(masked_hadamard, lambda: x() | {"mask": scales(256, k // 8)}, back)
+    yield calls(mxfp4_product, both, options(exact=flags, dtype=dtypes))
+    ways = options(block=((1, 128), (128, 128)), scale_rule=("exact", "bf16"), transposed_scale=flags, turned=flags)
+    yield calls(fp8_codes, x, ways, options(gated=flags), options(block=((1, 0),)))
+    sizes = options(block=(128, k), scale=(None, 0.5), scale_rule=("exact", "bf16"), transposed_scale=flags)
+    yield calls(hadamard_quantize_fp8, x, sizes)
+    product = options(backend=("auto", "fastest"), out_dtype=dtypes, b_settled=flags)
+    yield calls(fp8_block_gemm, lambda: e4m3_by_row(256, k) | blocks(n, k), product)
+    by_rows = options(backend=("auto", "fastest"), a_block=((1, 128),), b_block=((1, 128),))
+    yield calls(fp8_block_gemm, lambda: e4m3_by_row(256, k) | e4m3_by_row(n, k, "b"), by_rows)
+    yield calls(hadamard_transform, x, options(block=(32, 128, None), scale=(None, 0.5)))
+    codes = options(order=(None, 64), granularity=("block", "token"), scores=("fp8", "int8"))
+    yield calls(rope_hadamard_quantize, lambda: codes_of(1, 300, 64, True), codes)
+    yield calls(quantize_int4, lambda: {"x": wide(2, 3, 40, 128)}, options(group=(32, 64, 128)))
+    kinds = options(activations=("mxfp4",), scale_rule=("even", "quest"), hadamard=(0, 32), settled=flags)
+    kinds += options(activations=("fp8",), scale_rule=("exact", "bf16"), settled=flags)
+    kinds += options(activations=("none",), settled=flags)
+    yield calls(mxfp4_gemm, lambda: {"x": wide(1, k)} | groups(n, k), kinds)
+    yield calls(mxfp4_gemm, lambda: {"x": wide(300, k)} | groups(n, k), kinds)
 
 
 def of_transforms():
@@ -381,21 +336,6 @@ def behind_norms():
             yield name, tokens, *(launched[1:] for launched in of_both)
 
 
-def its(name):
-    """Of an operand; no field has it."""
-    return f"the {name}"
-
-
-def noted(call, **given):
-    """What a call launches, and its results' shapes."""
-    names.clear()
-    names.update({t.data_ptr(): its(name) for name, t in given.items() if isinstance(t, torch.Tensor)})
-    launches.clear()
-    made = call(**given)
-    made = [made] if isinstance(made, torch.Tensor) else made
-    return list(launches), [None if t is None else t.shape for t in made]
-
-
 def wide(*size):
     return torch.zeros(*size, dtype=torch.bfloat16)
 
@@ -447,6 +387,24 @@ def of_attention():
                 found.append(noted(attended, **moving, **cache))
         told = [(name, name if t is not None else None) for name, t in moving.items()]
         yield ("attend", batch, dim, masked, counted), found, [*told, ("k_scale", "k_scale"), ("v_scale", "v_scale")]
+
+
+def of_turns():
+    """RoPE and R3 of heads: of others each time, and which of them the launch has the addresses of."""
+    for batch, tokens, dim, rope, signs in itertools.product((1, 3), (1, 40), (64, 128), (False, True), (False, True)):
+        found = []
+        for _ in "123":
+            given = dict(zip("qkv", wide(batch, tokens, 12, dim).split([8, 2, 2], 2), strict=True))
+            given |= {name: wide(1, tokens, dim) if rope else None for name in ("cos", "sin")}
+            given["signs"] = torch.ones(dim, dtype=torch.int8) if signs else None
+            with torch.no_grad():
+                found.append(noted(turned_heads, **given))
+        told = [(name, name if given[name] is not None else None) for name in ("q", "k", "cos", "sin", "signs")]
+        yield ("turn", batch, tokens, dim, rope, signs), found, told
+
+
+def turned_heads(q, k, v, cos, sin, signs):
+    return turn.try_turn(q, k, Turn(cos, sin, q.shape[-1], signs))
 
 
 def codes_of(batch, tokens, dim, angles):
@@ -502,8 +460,13 @@ def token_and_int4(batch, dim, counted, at, rows):
 
 
 def int4_attended(q, k, v, cos, sin, mask, length, advance, **cache):
-    turn = Turn(cos, sin, 0 if cos is None else q.shape[-1])
-    how = {"limit": 256, "turn": turn, "mask": mask, "scale": 0.1, "advance": advance}
+    how = {
+        "limit": 256,
+        "turn": Turn(cos, sin, 0 if cos is None else q.shape[-1]),
+        "mask": mask,
+        "scale": 0.1,
+        "advance": advance,
+    }
     return int4_token.try_attend_one(q, k, v, tuple(cache.values()), length, **how)
 
 
@@ -511,18 +474,18 @@ def attended(mask, lengths, **given):
     return attend(Quantized(**given), causal=mask is None, mask=mask, lengths=lengths)
 
 
-CALLS = of_linears, of_nothing, of_fp8, of_training, of_transforms, of_prompts, of_int4, of_int4_groups
+CALLS = of_linears, of_nothing, of_fp8, of_training, of_options, of_transforms, of_prompts, of_int4, of_int4_groups
 
 
 def main():
     pretend()
     compared = again = 0
-    for what, found, told in of_attention():
+    for what, found, told in itertools.chain(of_attention(), of_turns()):
         compared += 1
         pairs = ((field, its(value) if isinstance(value, str) else value) for field, value in told)
         if found[1:] != found[:1] * 2 or any(repr(each) not in repr(found[0]) for each in pairs):
             print("differs:", what)
-    again += len(append.READY) + len(attention.READY) + len(attention.PROMPTS)
+    again += len(append.READY) + len(attention.READY) + len(attention.PROMPTS) + len(turn.READY)
     for name, tokens, of_adjacent, of_others in behind_norms():
         if of_adjacent != of_others:
             print("differs:", name, tokens, "behind a norm of rows that lie apart")
