@@ -120,16 +120,18 @@ def test_disk_that_is_too_small(single, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["quarot-mxfp4-online", "int8-weight-only"])
 def test_a_disk_has_room_for_all_that_is_written(single, tmp_path, monkeypatch, recipe):
-    out = convert(single, recipe, tmp_path / "whole").out
+    root = copy(single, tmp_path)
+    (root / "LICENSE").write_bytes(bytes(200_000))  # is copied
+    out = convert(root, recipe, tmp_path / "whole").out
     needed = sum(len(data) for data in contents(out).values())
     used = namedtuple("usage", "total used free")(1 << 20, 0, needed - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: used)
     with pytest.raises(
         ValueError, match=rf"the disk has {size(needed)} free and the conversion writes \d\d\d KB; free"
     ):
-        convert(single, recipe, tmp_path / "out")
+        convert(root, recipe, tmp_path / "out")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: used._replace(free=needed + (64 << 10)))
-    convert(single, recipe, tmp_path / "out")
+    convert(root, recipe, tmp_path / "out")
 
 
 class Full(io.FileIO):

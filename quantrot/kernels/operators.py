@@ -65,6 +65,31 @@ def no_gradients(ctx: Any, grads: tuple[torch.Tensor | None, ...], why: str) -> 
     return tuple(torch.ops.quantrot.no_gradient(grad, shape, why) if needed else None for shape, needed in wanted)
 
 
+NO_BACKWARD = (
+    "quantized attention and KV caches are for inference and have no backward; train with attention: bf16 and "
+    "kv_cache: bf16"
+)
+
+
+class _InferenceOnly(torch.autograd.Function):
+    """y, as if the inputs had a gradient, and an error where it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.shapes = [x.shape for x in (y, *inputs)]
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return no_gradients(ctx, grads, NO_BACKWARD)
+
+
+def inference_only(y: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """y, computed from the inputs without a gradient: a backward through it raises instead of missing a term."""
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    return _InferenceOnly.apply(y, *inputs) if wanted else y
+
+
 def register_no_gradient(name: str, why: str) -> None:
     """Have a backward through this operator raise. Its forward keeps nothing: a model in eval mode builds a graph that
     nobody runs backward."""

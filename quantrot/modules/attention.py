@@ -23,7 +23,6 @@ from quantrot.kernels.attention import (
     Quantized,
     attend,
     dequantize_heads,
-    inference_only,
     one_token,
     quantize_heads,
     rope_hadamard_quantize,
@@ -31,7 +30,7 @@ from quantrot.kernels.attention import (
 )
 from quantrot.kernels.attention.reference import Turn
 from quantrot.kernels.attention.turn import try_turn
-from quantrot.kernels.operators import exporting
+from quantrot.kernels.operators import exporting, inference_only
 from quantrot.modules.cache import StaticLayer, adopt, round_trip, update
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.modules.masks import IMPLEMENTATION

@@ -27,7 +27,6 @@ from quantrot.kernels.attention import (
     Quantized,
     append,
     dequantize_heads,
-    inference_only,
     int4_token,
     quantize_heads,
     spread,
@@ -35,6 +34,7 @@ from quantrot.kernels.attention import (
 from quantrot.kernels.attention.reference import Turn
 from quantrot.kernels.fp8 import E4M3
 from quantrot.kernels.int4 import dequantize_int4, group_for, quantize_int4, try_store_int4
+from quantrot.kernels.operators import inference_only
 from quantrot.kernels.ready import unseen
 
 Kind = Literal["fp8", "int4"]

@@ -112,8 +112,9 @@ class Fp8TrainingLinear(nn.Linear):
     x and dY are scaled per 1 x 128 along whichever dimension is summed over, the weight per 128 x 128 (DeepSeek-V3,
     arXiv:2412.19437, section 3.3): each is read once and written in both orders. Each e4m3 operand is off by 2.6% in
     the mean square, so a product of two by about 3.7%, which averages out over steps like the noise of a mini-batch.
-    The backward pass keeps one byte an element of x and of the weight. x [..., in_features] float32, float16 or
-    bfloat16; the result and dx have x's dtype, the other gradients the weight's. Under autocast x and y are its dtype.
+    The backward pass keeps one byte an element of x, unless the weight is frozen, and of the weight. x [...,
+    in_features] float32, float16 or bfloat16; the result and dx have x's dtype, the other gradients the weight's. Under
+    autocast x and y are its dtype.
     """
 
     @classmethod

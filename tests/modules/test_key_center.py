@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quantrot import convert, load
 from quantrot.kernels.attention import int4_token
+from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.modules import QuantizedAttention, attention
 from quantrot.rotation import Rotation
 
@@ -74,6 +76,33 @@ def test_a_token_by_the_operator_of_int4_is_turned_once(biased, monkeypatch, tur
         logits.append(model(IDS[:, 20:21], past_key_values=steps.past_key_values).logits)
     assert [(turn.cos, turn.order) for turn in calls] == [(None, 32 * turned)] * 2
     torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "int4"])
+def test_heads_that_one_kernel_turns_are_turned_once(biased, monkeypatch, kind, centered, turned):
+    """What that kernel gives, by torch: no bit of a prompt's logits, or of a token's behind it, is another."""
+    model = narrow(biased, rotation=Rotation("R3", "random-hadamard", 32, 32, 0) if turned else None, kv_cache=kind)
+    if centered:
+        for layer in model.model.layers:
+            layer.self_attn.center_keys(model.model.rotary_emb)
+    calls, logits = [], []
+
+    def try_turn(q, k, turn):
+        calls.append(turn)
+        q, k = apply_rotary_pos_emb(q, k, turn.cos, turn.sin, unsqueeze_dim=2)
+        return (hadamard_transform(t, order=turn.order, signs=turn.signs) for t in (q, k)) if turn.order else (q, k)
+
+    for replaced in (lambda *_: None, try_turn):
+        monkeypatch.setattr(attention, "try_turn", replaced)
+        steps = model(IDS[:, :20], use_cache=True)
+        token = model(IDS[:, 20:21], past_key_values=steps.past_key_values)
+        logits.append(torch.cat([steps.logits, token.logits], 1))
+    by_one = turned and model.model.layers[0].self_attn.key_center is None
+    assert len(calls) == 4 and all(turn.order == 32 * by_one for turn in calls)
+    assert torch.equal(*logits)
 
 
 @torch.no_grad()

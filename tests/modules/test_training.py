@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from quantrot.modules import Fp8TrainingLinear, Mxfp4TrainingLinear, train_in_fp8, train_in_mxfp4
+from quantrot.modules import Fp8TrainingLinear, Mxfp4TrainingLinear, fp8, train_in_fp8, train_in_mxfp4
 
 KINDS = {train_in_fp8: Fp8TrainingLinear, train_in_mxfp4: Mxfp4TrainingLinear}
 
@@ -126,3 +126,21 @@ def test_of_a_frozen_weight_nothing_is_kept_that_only_its_gradient_reads(linear)
     layer.weight.requires_grad_(True)
     dw = torch.autograd.grad(layer(x.detach()), layer.weight, grad)[0]  # and an x without a gradient needs no weight
     assert (dw - grad.T @ x.detach()).norm() < 0.5 * (grad.T @ x.detach()).norm()
+
+
+def test_a_frozen_weights_gradient_is_not_prepared_for(monkeypatch):
+    """Of x and of what comes back no transpose is quantized, which only the weight's gradient is a product of."""
+    layer, real, shapes = Fp8TrainingLinear(512, 256), fp8.quantize_fp8_both_ways, []
+    monkeypatch.setattr(fp8, "quantize_fp8_both_ways", lambda x, *a, **k: shapes.append(x.shape) or real(x, *a, **k))
+    for trained in (True, False):
+        layer.weight.requires_grad_(trained)
+        layer(torch.randn(300, 512, requires_grad=True)).sum().backward()
+    assert shapes == [(300, 512), (256, 512), (300, 256), (256, 512)]
+
+
+def test_a_weights_gradient_is_rounded_to_its_own_dtype_alone():
+    torch.manual_seed(0)
+    layer = Mxfp4TrainingLinear(128, 64)
+    layer(torch.randn(96, 128).bfloat16()).float().square().sum().backward()
+    assert layer.weight.grad.dtype == torch.float32 and layer.weight.grad.isfinite().all()
+    assert (layer.weight.grad != layer.weight.grad.bfloat16()).float().mean() > 0.5

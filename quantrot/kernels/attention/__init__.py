@@ -60,7 +60,7 @@ from quantrot.kernels.operators import (
     constant,
     exporting,
     implement,
-    no_gradients,
+    inference_only,
     number,
     refuse_tangents,
 )
@@ -74,7 +74,6 @@ __all__ = [
     "dequantize_heads",
     "fp8_attention",
     "group_of",
-    "inference_only",
     "quantize_heads",
     "rope_hadamard_quantize",
     "spread",
@@ -276,31 +275,6 @@ def rope_hadamard_quantize(
         made = torch.ops.quantrot.rope_hadamard_quantize(q, k, v, cos, sin, signs, *options)
     typed = (t if i % 2 or t.dtype == torch.int8 else t.view(E4M3) for i, t in enumerate(made))
     return Quantized(*(inference_only(t, q, k, v) if t.is_floating_point() else t for t in typed))
-
-
-NO_BACKWARD = (
-    "quantized attention and KV caches are for inference and have no backward; train with attention: bf16 and "
-    "kv_cache: bf16"
-)
-
-
-class _InferenceOnly(torch.autograd.Function):
-    """y, as if the inputs had a gradient, and an error where it is asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.shapes = [x.shape for x in (y, *inputs)]
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return no_gradients(ctx, grads, NO_BACKWARD)
-
-
-def inference_only(y: Tensor, *inputs: Tensor) -> Tensor:
-    """y, computed from the inputs without a gradient: a backward through it raises instead of missing a term."""
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    return _InferenceOnly.apply(y, *inputs) if wanted else y
 
 
 # --- Checks ----------------------------------------------------------------------------------------------------------

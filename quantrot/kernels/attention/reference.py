@@ -72,10 +72,10 @@ class Inputs:
 
 
 class Turn(NamedTuple):
-    """What a token's queries and keys go through on their way to a cache: RoPE, as transformers has it, then a Hadamard
-    matrix."""
+    """What queries and keys of S tokens go through on their way to a cache: RoPE, as transformers has it, then a
+    Hadamard matrix."""
 
-    cos: Tensor | None = None  # [1 or B, 1, D] in their dtype; None: no RoPE
+    cos: Tensor | None = None  # [1 or B, S, D] in their dtype; None: no RoPE
     sin: Tensor | None = None
     order: int = 0  # of the matrix, D, or 0 for none
     signs: Tensor | None = None  # +-1 int8 [D], multiply what it multiplies

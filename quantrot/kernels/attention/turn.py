@@ -3,8 +3,8 @@
     try_turn     queries and keys as the projections leave them -> behind a Turn, or None where torch has to do it
     unsupported  why these operands are not for the kernel, or None
 
-Eager mode's RoPE is ten kernels a layer and R3 two, which take the host longer than the GPU. What torch.compile makes
-of them is one kernel anyway, and a gradient is not recorded here.
+Eager mode's RoPE is ten kernels a layer and R3 two, which take the host longer than the GPU. torch.compile makes one
+kernel of RoPE by itself; where a gradient may be recorded, torch does it.
 """
 
 import ctypes
