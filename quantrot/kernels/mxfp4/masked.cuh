@@ -56,30 +56,14 @@ template <class IN, bool WIDE, int N, int STAGES>
 __device__ __forceinline__ void masked_hadamard(const MaskedArgs& args) {
   constexpr u32 PIECE = N * TILE;
   const u32 lane = lane_number(), warps = blockDim.x / 32, ring = shared_memory() + warp_number() * (STAGES * PIECE);
-  const u32 counter = shared_memory() + warps * (STAGES * PIECE);
-  const u32 groups = (u32)args.groups, tiles = (groups + 32 * N - 1) / (32 * N);
+  const u32 groups = (u32)args.groups, counter = shared_memory() + warps * (STAGES * PIECE);
   if (threadIdx.x == 0) store_shared32(counter, 0);
   block_sync();
-  u32 taken[STAGES];  // the tile in hand, and those on their way
-  u32 into = 0, slot = 0;
-  const auto start = [&] {
-    const u32 tile = blockIdx.x + next_number(counter) * gridDim.x;
-    if (tile < tiles) start_tile<N>(ring + into, args.x, (i64)tile * (32 * N), groups);
-    copies_commit();
-    into = into == (STAGES - 1) * PIECE ? 0 : into + PIECE;
-    return tile;
-  };
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) taken[s] = start();
-  while (taken[0] < tiles) {
-    warp_sync();  // all lanes have read what is overwritten now
-    taken[STAGES - 1] = start();
-    u32 kept[N];
-    load_each(kept, args.mask + min((taken[0] * 32 + lane) * N, groups - N));
-    copies_wait<STAGES - 1>();
-    warp_sync();
+  u32 kept[N];
+  const auto ahead = [&](u32 number) { load_each(kept, args.mask + min((number * 32 + lane) * N, groups - N)); };
+  const auto work = [&](u32 number, u32 tile) {
     Group x[N];
-    read_groups<IN, N, false>(x, ring + slot, 0);
+    read_groups<IN, N, false>(x, tile, 0);
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
@@ -87,13 +71,11 @@ __device__ __forceinline__ void masked_hadamard(const MaskedArgs& args) {
     turn_groups<N>(x);
 #pragma unroll
     for (int n = 0; n < N; n++) x[n].turn_within();
-    const u32 first = taken[0] * (32 * N);
+    const u32 first = number * (32 * N);
     char* const to = (char*)args.y + (i64)first * (WIDE ? 128 : 64);
-    write_groups<IN, WIDE, N>(x, args.factor, ring + slot, to, groups - first);
-    slot = slot == (STAGES - 1) * PIECE ? 0 : slot + PIECE;
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) taken[s] = taken[s + 1];
-  }
+    write_groups<IN, WIDE, N>(x, args.factor, tile, to, groups - first);
+  };
+  each_tile<N, STAGES>(args.x, groups, ring, counter, ahead, work);
 }
 
 }  // namespace quantrot

@@ -255,23 +255,18 @@ __device__ __forceinline__ void turn_groups(Group (&x)[N]) {
         }
 }
 
-// A block's warps take its tiles in turn, each the next when it is ready for one: where every warp had its own from the
-// start, 12 of a multiprocessor's 16 were active on average.
-template <class IN, int SPAN, bool SIGNS, int RULE, bool MASK, bool DITHER, int STAGES>
-__device__ __forceinline__ void quantize(const QuantizeArgs& args) {
-  constexpr int N = SPAN ? SPAN : 1;
+// Tiles of 32 N of x's groups, by the warps of all blocks: work(number, where it lies in shared memory), after ahead(number), while
+// it is on its way. A block's warps take its tiles in turn, each the next when it is ready for one: where every warp had its own
+// from the start, 12 of a multiprocessor's 16 were active on average. ring: of this warp; counter: zero.
+template <int N, int STAGES, class Ahead, class Work>
+__device__ __forceinline__ void each_tile(const void* x, u32 groups, u32 ring, u32 counter, const Ahead& ahead, const Work& work) {
   constexpr u32 PIECE = N * TILE;
-  const u32 lane = lane_number(), warps = blockDim.x / 32, ring = shared_memory() + warp_number() * (STAGES * PIECE);
-  const u32 flips = shared_memory() + warps * (STAGES * PIECE), counter = flips + N * SIGN_PITCH * 4;
-  const u32 groups = (u32)(args.rows * args.row_groups), tiles = (groups + 32 * N - 1) / (32 * N);
-  if constexpr (SIGNS) store_signs(flips, args.signs, SPAN);
-  if (threadIdx.x == 0) store_shared32(counter, 0);
-  block_sync();
+  const u32 tiles = (groups + 32 * N - 1) / (32 * N);
   u32 taken[STAGES];  // the tile in hand, and those on their way
   u32 into = 0, slot = 0;
   const auto start = [&] {
     const u32 tile = blockIdx.x + next_number(counter) * gridDim.x;
-    if (tile < tiles) start_tile<N>(ring + into, args.x, (i64)tile * (32 * N), groups);
+    if (tile < tiles) start_tile<N>(ring + into, x, (i64)tile * (32 * N), groups);
     copies_commit();
     into = into == (STAGES - 1) * PIECE ? 0 : into + PIECE;
     return tile;
@@ -281,12 +276,31 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
   while (taken[0] < tiles) {
     warp_sync();  // all lanes have read what is overwritten now
     taken[STAGES - 1] = start();
+    ahead(taken[0]);
     copies_wait<STAGES - 1>();
     warp_sync();
+    work(taken[0], ring + slot);
+    slot = slot == (STAGES - 1) * PIECE ? 0 : slot + PIECE;
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) taken[s] = taken[s + 1];
+  }
+}
+
+template <class IN, int SPAN, bool SIGNS, int RULE, bool MASK, bool DITHER, int STAGES>
+__device__ __forceinline__ void quantize(const QuantizeArgs& args) {
+  constexpr int N = SPAN ? SPAN : 1;
+  constexpr u32 PIECE = N * TILE;
+  const u32 lane = lane_number(), warps = blockDim.x / 32, ring = shared_memory() + warp_number() * (STAGES * PIECE);
+  const u32 flips = shared_memory() + warps * (STAGES * PIECE), counter = flips + N * SIGN_PITCH * 4;
+  const u32 groups = (u32)(args.rows * args.row_groups);
+  if constexpr (SIGNS) store_signs(flips, args.signs, SPAN);
+  if (threadIdx.x == 0) store_shared32(counter, 0);
+  block_sync();
+  const auto work = [&](u32 tile_number, u32 tile) {
     Group x[N];
-    read_groups<IN, N, SIGNS>(x, ring + slot, flips);
+    read_groups<IN, N, SIGNS>(x, tile, flips);
     turn_groups<N>(x);
-    const u32 group = (taken[0] * 32 + lane) * N;
+    const u32 group = (tile_number * 32 + lane) * N;
     u32 kept[N];
     const auto number = [&](int n) { return group | n; };
     const auto keep = [&](int n, const Words& codes) {
@@ -294,13 +308,13 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
         if (group < groups) store_words(args.packed + (i64)group * 16 + n * 16, codes);
       } else {
         if (n == 0) warp_sync();
-        store_shared_words(ring + slot + lane * 64 ^ (n ^ lane / 2 % 4) * 16, codes);
+        store_shared_words(tile + lane * 64 ^ (n ^ lane / 2 % 4) * 16, codes);
       }
     };
     const u32 scales = quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, number, args.key, kept, keep);
     if constexpr (N == 4) {  // so that whole lines are written: 106 us for 112 (bulk copies of what lanes left in a row 101 for 97)
       warp_sync();
-      const u32 first = taken[0] * (32 * N), left = groups - first, from = ring + slot + (lane ^ lane / 8) * 16;
+      const u32 first = tile_number * (32 * N), left = groups - first, from = tile + (lane ^ lane / 8) * 16;
       unsigned char* const to = args.packed + (u64)(first + lane) * 16;
       if (left >= 32 * N) {
 #pragma unroll
@@ -315,10 +329,8 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
       store_part<N>(args.scale + group, scales);
       if constexpr (MASK) store_each<N>((u32*)args.mask + group, kept);
     }
-    slot = slot == (STAGES - 1) * PIECE ? 0 : slot + PIECE;
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) taken[s] = taken[s + 1];
-  }
+  };
+  each_tile<N, STAGES>(args.x, groups, ring, counter, [](u32) {}, work);
 }
 
 // --- As e4m3 -----------------------------------------------------------------------------------------------------------
