@@ -387,19 +387,31 @@ def _both_ways_kernel(
         tl.store(turned_at, tl.trans(q), mask=(column < columns)[:, None])
 
 
+@triton.jit
+def _turn_kernel(q_ptr, turned_ptr, rows, columns, padded, SIZE: tl.constexpr):
+    """The transpose of bytes, SIZE x SIZE a program, and zeros up to `padded`."""
+    across = tl.cdiv(columns, SIZE)
+    row = (tl.program_id(0) // across).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    column = tl.program_id(0) % across * SIZE + tl.arange(0, SIZE)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    q = tl.load(q_ptr + row[:, None] * columns + column[None, :], mask=mask, other=0)
+    turned_at = turned_ptr + column[:, None].to(tl.int64) * padded + row[None, :]
+    tl.store(turned_at, tl.trans(q), mask=(column < columns)[:, None])
+
+
 def quantize_both_ways(
     x: Tensor, q: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, square: bool, rule: str
 ) -> None:
     """x [M, K] -> q [M, K] in 1 x 128 or 128 x 128 blocks and, the same of the transpose, turned [K, M to 128s]."""
     rows, columns = x.shape
-    if square and x.dtype.itemsize == 4:  # Triton 3.6 turns these codes wrongly on Hopper: they are turned by a copy
+    tiles = triton.cdiv(rows, 128) * triton.cdiv(columns, 128)
+    if square and x.dtype.itemsize == 4:  # Triton 3.6 turns these codes wrongly on Hopper: another kernel turns them
         quantize(x, q, scale, (128, 128), rule)
-        codes_of = turned.view(torch.uint8)
-        codes_of[:, :rows] = q.view(torch.uint8).T
-        codes_of[:, rows:] = 0
+        sizes = rows, columns, turned.shape[1]
+        _turn_kernel[(tiles,)](q.view(torch.uint8), turned.view(torch.uint8), *sizes, 128, num_warps=8)
         turned_scale.copy_(scale.T)
         return
-    _both_ways_kernel[(triton.cdiv(rows, 128) * triton.cdiv(columns, 128),)](
+    _both_ways_kernel[(tiles,)](
         x, q, scale, turned, turned_scale, rows, columns, turned.shape[1], x.stride(0), *scale.stride(),
         *turned_scale.stride(), 128, square, rule, NATIVE, num_warps=16,
     )  # fmt: skip
