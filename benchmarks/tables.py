@@ -198,6 +198,23 @@ def eager(result: Result) -> list[str]:
     return [*grid(["ms", *head], lines), "", source(result)]
 
 
+def train(result: Result) -> list[str]:
+    """A shape and an arithmetic a row: milliseconds a step, and how much of bfloat16's compiled that is."""
+    found: dict[tuple[Any, ...], dict[bool, Row]] = {}
+    for row in result["rows"]:
+        case = row["case"]
+        found.setdefault((case["shape"], case["arithmetic"]), {})[case["compiled"]] = row
+    rows = []
+    for (shape, arithmetic), row in found.items():
+        eager, compiled = row[False], row[True]
+        what = f"{shape.upper()}, {compiled['case']['layers']} layers, {compiled['case']['tokens']} tokens"
+        ms = [f"{each['us'] / 1e3:.1f}" for each in (eager, compiled)]
+        off = ["" if arithmetic == "bf16" else f"{each['error']:.3f}" for each in (eager, compiled)]
+        rows.append([what, arithmetic, *ms, f"{compiled['us'] / compiled['peers_us']['bf16']:.2f}", *off])
+    head = ["model", "arithmetic", "eager, ms", "compiled, ms", "of bfloat16 compiled", "gradients off", "compiled"]
+    return [*grid(head, rows), "", source(result)]
+
+
 def cpu(result: Result) -> list[str]:
     """A recipe and phase a row: milliseconds, and how many times the original's in bfloat16 that is."""
     rows = []
@@ -477,7 +494,8 @@ FILES = {  # a kind of table: its results file, without the name; the others are
     "mxfp4_training": "bench_mxfp4",
     "finetune": "finetune_mxfp4",
 }
-KINDS = (accuracy, recipes, fp8_accuracy, conversion, mmlu, attention_error, finetune, model, eager, cpu, tokens)
+KINDS = (accuracy, recipes, fp8_accuracy, conversion, mmlu, attention_error, finetune, train, model, eager)
+KINDS += (cpu, tokens)
 KINDS += (hadamard_summary, hadamard, fp8_quantize, fp8_hadamard, fp8_gemm, fp8_layer)
 KINDS += (mxfp4_quantize, mxfp4_gemm, mxfp4_training, mixed)
 TABLES: dict[str, Callable[[Result], list[str]]] = {kind.__name__: kind for kind in (*KINDS, attention)}

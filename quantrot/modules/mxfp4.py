@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, has_fused, has_kernels, mxfp4_fused, mxfp4_gemm
+from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, drawn_numbers, has_fused, has_kernels, mxfp4_fused, mxfp4_gemm
 from quantrot.kernels.mxfp4.operators import check_fused
 from quantrot.modules.linear import QuantizedLinear, as_autocast
 
@@ -61,8 +61,8 @@ class Mxfp4TrainingLinear(nn.Linear):
     signs; without it, to nearest. The state dict is nn.Linear's. Under autocast x and y are its dtype.
 
     Each forward in training mode, or of which a gradient is recorded, draws from torch's CPU generator: training goes
-    on bit for bit where that is put back, as Trainer does. Ranks of torch.distributed turn one draw into different
-    numbers.
+    on bit for bit where that is put back, as Trainer does. Under torch.compile and where a CUDA graph is recorded it
+    draws from the device's, by the graph itself. Ranks of torch.distributed turn one draw into different numbers.
     """
 
     def __init__(
@@ -80,14 +80,13 @@ class Mxfp4TrainingLinear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.hadamard, self.stochastic = hadamard, stochastic
 
-    @torch.compiler.disable  # numbers that the host draws are no part of a graph
     def forward(self, x: Tensor) -> Tensor:
         x = as_autocast(x)
         y = Mxfp4Gemm.apply(x, self.weight, self.hadamard, self._draw(x))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def _draw(self, x: Tensor) -> tuple[int, int] | None:
-        """(seed, offset) of this forward's gradients, None where they are rounded to nearest or not recorded.
+    def _draw(self, x: Tensor) -> tuple[int, int] | Tensor | None:
+        """The random numbers of this forward's gradients, None where they are rounded to nearest or not recorded.
 
         Not under no_grad alone: the first forward of a reentrant checkpoint is under it, and if that drew nothing, the
         one whose gradient is recorded would begin with the same generator at every step.
@@ -95,8 +94,10 @@ class Mxfp4TrainingLinear(nn.Linear):
         recorded = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if not self.stochastic or not (self.training or recorded):
             return None
-        seed, offset = torch.randint(1 << 61, (2,), device="cpu").tolist()  # 2^122 pairs: none comes twice
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return drawn_numbers(x, self.weight, self.hadamard, rank)  # a graph draws others each time it runs
+        seed, offset = torch.randint(1 << 61, (2,), device="cpu").tolist()  # 2^122 pairs: none comes twice
         return (seed + rank * RANK_STEP) % (1 << 63), offset
 
     def extra_repr(self) -> str:

@@ -254,10 +254,11 @@ def of_options():
         return dict(zip(("a", "a_scale", "b", "b_scale"), parts, strict=True))
 
     turns = {"hadamard": (32, 64, 128), "transpose": flags}
+    random = None, (1, 2), (1, 2, torch.zeros(2, dtype=torch.int64))
     quest = options(scale_rule=("quest", "even"), clip_mask=flags, **turns)
-    yield calls(hadamard_quantize_mxfp4, x, quest, options(scale_rule=("absmax34",), random=(None, (1, 2)), **turns))
+    yield calls(hadamard_quantize_mxfp4, x, quest, options(scale_rule=("absmax34",), random=random, **turns))
     turned = options(scale_rule=("absmax34", "floor"), hadamard=(32, 64), random=(None,))
-    yield calls(requantize_mxfp4, lambda: groups(256, k), turned, options(hadamard=(32, 64), random=((1, 2),)))
+    yield calls(requantize_mxfp4, lambda: groups(256, k), turned, options(hadamard=(32, 64), random=random[1:]))
     back = options(hadamard=(32, 64), factor=(1.0, 0.5), dtype=(None, *dtypes))
     yield calls(masked_hadamard, lambda: x() | {"mask": scales(256, k // 8)}, back)
     yield calls(mxfp4_product, both, options(exact=flags, dtype=dtypes))

@@ -1,6 +1,7 @@
 """MXFP4 codes and scales, bitwise: one table of named blocks that every implementation must meet."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -369,6 +370,26 @@ def test_random_rounding_picks_a_neighbour_and_is_reproducible():
     assert torch.equal(low >> 3, nearest_codes >> 3) and ((low & 7) - (nearest_codes & 7)).abs().max() <= 1
 
 
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_drawn_numbers_are_added_to_the_seed_and_the_offset(device, dtype):
+    """Of 64 bits, with what they carry; the definition of all is a CPU's of the sums."""
+    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    packed = quantize_mxfp4(x)
+    seed, offset, high = 0xFEDCBA987, 5, torch.tensor([(1 << 61) - 1, (1 << 32) - 3])
+    sums = seed + (1 << 61) - 1, offset + (1 << 32) - 3
+    for hadamard in (32, 64, 128) if dtype != torch.float32 or device == "cpu" else (32,):  # minutes in Triton
+        for call, operands in (
+            (partial(hadamard_quantize_mxfp4, scale_rule="absmax34"), (x,)),
+            (partial(hadamard_quantize_mxfp4, scale_rule="absmax34", transpose=True), (x,)),
+            (requantize_mxfp4, packed),
+        ):
+            expected = call(*operands, hadamard=hadamard, random=sums)
+            for _ in range(2):
+                got = call(*(t.to(device) for t in operands), hadamard=hadamard, random=(seed, offset, high.to(device)))
+                assert all(torch.equal(a.cpu(), b) for a, b in zip(got[:2], expected[:2], strict=True))
+
+
 def test_random_rounding_does_not_depend_on_how_the_work_is_cut(monkeypatch):
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
     whole = hadamard_quantize_mxfp4(x, "absmax34", hadamard=64, random=(7, 9))
@@ -484,6 +505,12 @@ Z = torch.zeros
         (lambda: hadamard_quantize_mxfp4(Z(2, 64), signs=torch.ones(64)), r"allowed: \[32\]"),
         (lambda: hadamard_quantize_mxfp4(Z(2, 64), random=(0, 0)), "even saturates.*allowed: absmax34"),
         (lambda: hadamard_quantize_mxfp4(Z(2, 64), "absmax34", random=(-1, 0)), "from 0 to 2"),
+        (lambda: hadamard_quantize_mxfp4(Z(2, 64), "absmax34", random=(1, 2, Z(2))), r"float32 \(2,\); allowed: int64"),
+        (lambda: hadamard_quantize_mxfp4(Z(2, 64), "absmax34", random=(1, 2, Z(3).long())), r"\(3,\); allowed: int64"),
+        (
+            lambda: hadamard_quantize_mxfp4(Z(2, 64), "absmax34", random=(1, 2, Z(2, device="meta").long())),
+            "random: on meta, x is on cpu",
+        ),
         (lambda: round_trip_mxfp4(Z(2, 48)), "48 columns; MXFP4 needs a multiple of 32"),
         (lambda: round_trip_mxfp4(Z(2, 256), hadamard=256), "hadamard: 256; allowed: 32, 64, 128"),
         (lambda: round_trip_mxfp4(Z(2, 96), "evn", hadamard=32), "scale_rule: 'evn'; allowed: floor, even"),
@@ -509,9 +536,12 @@ def test_the_operators_are_functional_and_registered(device):
     ops, x, signs = torch.ops.quantrot, torch.randn(32, 64, device=device), signs_of(32, device)
     packed, scale, mask = hadamard_quantize_mxfp4(x, "quest", clip_mask=True)
     calls = [
-        (ops.mxfp4_quantize, (x, signs, "absmax34", 32, True, True, 1, 2, False, "auto")),
-        (ops.mxfp4_quantize, (x, None, "quest", 32, False, False, 0, 0, True, "auto")),
-        (ops.mxfp4_requantize, (packed, scale, signs, "absmax34", 32, True, 1, 2, "auto")),
+        (ops.mxfp4_quantize, (x, signs, "absmax34", 32, True, True, 1, 2, None, False, "auto")),
+        (ops.mxfp4_quantize, (x, None, "quest", 32, False, False, 0, 0, None, True, "auto")),
+        (
+            ops.mxfp4_requantize,
+            (packed, scale, signs, "absmax34", 32, True, 1, 2, torch.arange(2, device=device), "auto"),
+        ),
         (ops.mxfp4_dequantize, (packed, scale, torch.bfloat16, "auto")),
         (ops.mxfp4_round_trip, (x, "even", 32, "auto")),
         (ops.mxfp4_expand, (packed, scale, "auto")),

@@ -8,27 +8,31 @@ import torch
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4 import hopper_columns, hopper_rows, operators, triton_columns, triton_rows
-from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
+from quantrot.kernels.mxfp4.reference import Random, ScaleRule, dequantize_reference, quantize_reference
 
 gpu = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed")
 BF16, FP16, FP32, CODES = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 RANDOM = (0x1234567890ABCDE, 3)
-# dtype (uint8: packed), rule, Hadamard, signs, mask, dither
+DRAWN = (*RANDOM, torch.tensor([(1 << 63) - 1, (1 << 61) - 2]))
+# dtype (uint8: packed), rule, Hadamard, signs, mask, random numbers
 CASES = {
-    "plain": (BF16, "even", 0, False, False, False),
-    "quest": (FP16, "quest", 32, False, True, False),
-    "nearest": (BF16, "absmax34", 32, True, False, False),
-    "random": (BF16, "absmax34", 32, True, False, True),
-    "wide": (BF16, "absmax34", 128, True, False, True),
-    "middle": (FP16, "rceil", 64, True, True, False),
-    "codes": (CODES, "absmax34", 32, True, False, True),
-    "codes_middle": (CODES, "absmax34", 64, True, False, True),
-    "codes_wide": (CODES, "absmax34", 128, True, False, True),
-    "codes_other": (CODES, "mse", 64, False, False, False),
-    "codes_nearest": (CODES, "absmax34", 32, True, False, False),
-    "codes_nearest_middle": (CODES, "absmax34", 64, False, False, False),
-    "codes_nearest_wide": (CODES, "absmax34", 128, True, False, False),
+    "plain": (BF16, "even", 0, False, False, None),
+    "quest": (FP16, "quest", 32, False, True, None),
+    "nearest": (BF16, "absmax34", 32, True, False, None),
+    "random": (BF16, "absmax34", 32, True, False, RANDOM),
+    "wide": (BF16, "absmax34", 128, True, False, RANDOM),
+    "middle": (FP16, "rceil", 64, True, True, None),
+    "drawn": (BF16, "absmax34", 64, True, False, DRAWN),
+    "codes": (CODES, "absmax34", 32, True, False, RANDOM),
+    "codes_middle": (CODES, "absmax34", 64, True, False, RANDOM),
+    "codes_wide": (CODES, "absmax34", 128, True, False, RANDOM),
+    "codes_drawn": (CODES, "absmax34", 64, True, False, DRAWN),
+    "codes_drawn_wide": (CODES, "absmax34", 128, True, False, DRAWN),
+    "codes_other": (CODES, "mse", 64, False, False, None),
+    "codes_nearest": (CODES, "absmax34", 32, True, False, None),
+    "codes_nearest_middle": (CODES, "absmax34", 64, False, False, None),
+    "codes_nearest_wide": (CODES, "absmax34", 128, True, False, None),
 }
 CODE_CASES = [name for name, case in CASES.items() if case[0] == CODES]
 ELEMENTS = [name for name in CASES if name not in CODE_CASES]
@@ -38,12 +42,15 @@ static std::string message;
 extern "C" const char* run(int which, const void* x, const unsigned char* in_scale, const float* signs,
                            unsigned char* packed, unsigned char* scale, unsigned* mask, long long pitch,
                            int rows, int columns, float root, unsigned s0, unsigned s1, unsigned o0,
-                           unsigned o1, int down, int blocks, int shared, int seed) {
+                           unsigned o1, int down, const unsigned long long* drawn, int blocks, int shared,
+                           int seed) {
   using Kernel = void(const void*, const unsigned char*, const float*, unsigned char*, unsigned char*, unsigned*,
-                      long long, int, int, float, unsigned, unsigned, unsigned, unsigned, int);
+                      long long, int, int, float, unsigned, unsigned, unsigned, unsigned, int,
+                      const unsigned long long*);
   static Kernel* const kernels[] = {ELEMENTS};
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 64, shared, seed, [&] {
-    kernels[which](x, in_scale, signs, packed, scale, mask, pitch, rows, columns, root, s0, s1, o0, o1, down);
+    kernels[which](x, in_scale, signs, packed, scale, mask, pitch, rows, columns, root, s0, s1, o0, o1, down,
+                   drawn);
   });
   return message.c_str();
 }
@@ -73,10 +80,10 @@ extern "C" int nearest_of(int span, int most, int count, const int* numbers, uns
 
 
 def source(case: str, name: str = "mxfp4_columns") -> str:
-    dtype, rule, hadamard, signs, mask, dither = CASES[case]
-    resident, stages, _ = hopper_columns.plan_of(dtype, dither, hadamard)
-    more = {"resident": resident, "stages": stages, "name": name}
-    return hopper_columns.entry(dtype, ScaleRule(rule), hadamard, signs, mask=mask, dither=dither, **more)
+    dtype, rule, hadamard, signs, mask, random = CASES[case]
+    resident, stages, _ = hopper_columns.plan_of(dtype, bool(random), hadamard)
+    more = {"dither": bool(random), "drawn": random is DRAWN, "resident": resident, "stages": stages, "name": name}
+    return hopper_columns.entry(dtype, ScaleRule(rule), hadamard, signs, mask=mask, **more)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +99,7 @@ def library(emulated):
 
 def operands(case: str, rows: int, columns: int):
     """(x or codes, their scale or None, signs, random, what the reference makes of the transpose)."""
-    dtype, rule, hadamard, signs, mask, dither = CASES[case]
+    dtype, rule, hadamard, signs, mask, numbers = CASES[case]
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, columns, generator=generator) * 2.0 ** torch.randint(-4, 5, (1, columns), generator=generator)
     if dtype == CODES:  # columns of zeros, as above, and powers of two further apart than tensor cores can add exactly
@@ -112,7 +119,7 @@ def operands(case: str, rows: int, columns: int):
     if dtype == CODES:
         x, scale, _ = quantize_reference(x, ScaleRule.even)
         wide = dequantize_reference(x, scale, FP32)
-    random = RANDOM if dither else None
+    random = Random(*numbers) if numbers else None
     expected = quantize_reference(wide.T, ScaleRule(rule), hadamard=hadamard, signs=factors, random=random, mask=mask)
     return x, scale, factors, random, expected
 
@@ -132,7 +139,7 @@ def test_bits_are_the_references(library, name, rows, columns, down):
     else:
         pointers = [ctypes.c_void_p(getattr(a, field)) for field, _ in a._fields_[:6]]
         sizes = [ctypes.c_longlong(a.pitch), a.rows, a.columns]
-        numbers = [ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1, a.down]
+        numbers = [ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1, a.down, ctypes.c_void_p(a.drawn)]
         message = library.run(ELEMENTS.index(name), *pointers, *sizes, *numbers, 2, shared, rows)
     assert message == b"", message.decode()
     assert torch.equal(scale, scales) and torch.equal(packed, codes)
@@ -194,14 +201,15 @@ def test_on_the_gpu(name, rows, columns):
     _, rule, hadamard, _, mask, _ = CASES[name]
     x, in_scale, factors, random, (codes, scales, kept) = operands(name, rows, columns)
     signs = None if factors is None else factors.cuda()
+    moved = random and Random(*(n.cuda() if isinstance(n, torch.Tensor) else n for n in random))
     for _ in range(3):
         if in_scale is not None:
             packed, scale = hopper_columns.requantize(
-                x.cuda(), in_scale.cuda(), ScaleRule(rule), hadamard, signs, random
+                x.cuda(), in_scale.cuda(), ScaleRule(rule), hadamard, signs, moved
             )
         else:
             packed, scale, bits = hopper_columns.quantize_columns(
-                x.cuda(), ScaleRule(rule), hadamard, signs, random, mask
+                x.cuda(), ScaleRule(rule), hadamard, signs, moved, mask
             )
             assert kept is None or torch.equal(bits.cpu(), kept)
         assert torch.equal(scale.cpu(), scales) and torch.equal(packed.cpu(), codes)

@@ -1,5 +1,8 @@
 """MXFP4 products and training: exact operands, the notebook's accuracy, gradients."""
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -10,6 +13,7 @@ from quantrot.kernels.mxfp4 import (
     HadamardGemm,
     Mxfp4Gemm,
     dequantize_mxfp4,
+    drawn_numbers,
     expand_mxfp4,
     hadamard_quantize_mxfp4,
     masked_hadamard,
@@ -17,6 +21,7 @@ from quantrot.kernels.mxfp4 import (
     mxfp4_gemm,
     mxfp4_product,
     quantize_mxfp4,
+    requantize_mxfp4,
     unpack_bits,
 )
 from quantrot.kernels.mxfp4.fused import batch_is_faster
@@ -313,8 +318,9 @@ def test_the_notebooks_accuracy(device):
     exact = gradients(F.linear(x, w), x, w, g)
     for y, expected in zip(gradients(HadamardGemm.apply(x, w, 32), x, w, g), exact, strict=True):
         assert squared(y, expected) < 1e-4
-    for hadamard in (32, 64, 128):
-        y, dx, dw = gradients(Mxfp4Gemm.apply(x, w, hadamard, (3, 5)), x, w, g)
+    for hadamard, drawn in itertools.product((32, 64, 128), (False, True)):
+        random = drawn_numbers(x, w, hadamard) if drawn else (3, 5)
+        y, dx, dw = gradients(Mxfp4Gemm.apply(x, w, hadamard, random), x, w, g)
         assert 2e-2 < squared(y, exact[0]) < 6e-2
         assert 6e-2 < squared(dx, exact[1]) < 15e-2 and 6e-2 < squared(dw, exact[2]) < 15e-2
 
@@ -333,6 +339,59 @@ def test_the_backward_pass_is_the_products_of_its_quantized_operands():
         assert relative(dx, expected) < 1e-5
         assert relative(dw, hadamard_ref(inner * unpack_bits(wq[2]), block=32)) < 1e-5
     assert not unpack_bits(xq[2]).all()
+
+
+def test_a_backward_pass_rounds_and_turns_by_the_drawn_numbers():
+    """Both operands of a product with the same signs and numbers of their own; ranks have others."""
+    x, w, g = normal(64, 128), normal(96, 128, seed=1) * 0.1, normal(64, 96, seed=2)
+    torch.manual_seed(5)
+    numbers = drawn_numbers(x, w, 32)
+    torch.manual_seed(5)
+    assert not (numbers == drawn_numbers(x, w, 32, rank=1)).any() and numbers.shape == (34,)
+    seed, offset = numbers[:2].tolist()
+    signs = 1.0 - 2 * (numbers[2:] >> 32 & 1)
+    assert 4 < (signs > 0).sum() < 28
+    _, dx, dw = gradients(Mxfp4Gemm.apply(x.requires_grad_(), w.requires_grad_(), 32, numbers), x, w, g)
+    turn, again = (
+        partial(hadamard_quantize_mxfp4, scale_rule="absmax34", signs=signs),
+        partial(requantize_mxfp4, signs=signs),
+    )
+    with torch.no_grad():
+        xq, wq = (hadamard_quantize_mxfp4(t, "quest", clip_mask=True) for t in (x, w))
+        back, turned = turn(g, random=(seed, offset)), again(*wq[:2], random=(seed, offset + 1))
+        inner = wide(back[:2]) @ wide(turned).T * 16 / 9
+        assert relative(dx, hadamard_ref(inner * unpack_bits(xq[2]), block=32)) < 1e-5
+        back, turned = turn(g.T, random=(seed, offset + 2)), again(*xq[:2], random=(seed, offset + 3))
+        inner = wide(back[:2]) @ wide(turned).T * 16 / 9
+        assert relative(dw, hadamard_ref(inner * unpack_bits(wq[2]), block=32)) < 1e-5
+
+
+@gpu
+def test_a_recorded_step_draws_anew_at_each_replay():
+    """Their mean nears what they round as 1 / replays; no two linears of one draw are the same."""
+    x, w = (normal(*size, device="cuda").requires_grad_() for size in ((64, 128), (96, 128)))
+    g = normal(64, 96, device="cuda", seed=2)
+
+    def step():
+        return gradients(Mxfp4Gemm.apply(x, w, 32, drawn_numbers(x, w, 32)), x, w, g)[1:]
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first, second = step(), step()
+    runs = []
+    for _ in range(64):
+        graph.replay()
+        runs += [[t.clone() for t in first], [t.clone() for t in second]]
+    assert not any(torch.equal(a[1], b[1]) for a, b in itertools.combinations(runs, 2))
+    with torch.no_grad():
+        xq, wq = (hadamard_quantize_mxfp4(t.detach().cpu(), "quest", clip_mask=True) for t in (x, w))
+        dx = hadamard_ref(g.cpu().double() @ wide(wq[:2]) * unpack_bits(xq[2]), block=32)
+    one = sum(squared(run[0].cpu(), dx) for run in runs) / len(runs)
+    mean = squared(sum(run[0].cpu().double() for run in runs) / len(runs), dx)
+    assert one / len(runs) / 1.5 < mean < one / len(runs) * 1.5
 
 
 def test_random_gradients_are_unbiased():
@@ -418,7 +477,8 @@ def test_the_operators_are_functional_and_registered(device):
         rule = "bf16" if activations == "fp8" else "even"
         arguments = (x.requires_grad_(), *w, None, activations, rule, 32, True, "auto")
         torch.library.opcheck(ops.mxfp4_linear, arguments, test_utils=tests)
-    torch.library.opcheck(ops.mxfp4_product, (*w, *w, torch.bfloat16, True, "auto"), test_utils=tests)
+    torch.library.opcheck(ops.mxfp4_product, (*w, *w, x, torch.bfloat16, True, "auto"), test_utils=tests)
+    torch.library.opcheck(ops.mxfp4_draw, (x, x, 34, 1), test_utils=tests[:1] + tests[2:])
 
 
 @devices
@@ -464,7 +524,7 @@ def test_float16_tokens_by_weights_that_float16_does_not_hold(token, weight):
 
 def test_random_numbers_out_of_range_are_refused_before_the_forward():
     x, w = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32)
-    for random in ((1, 1 << 61), (-1, 0), (1,)):
+    for random in ((1, 1 << 61), (-1, 0), (1,), torch.zeros(34), torch.zeros(2, dtype=torch.int64)):
         with pytest.raises(ValueError, match="random: .*; allowed:"):
             Mxfp4Gemm.apply(x, w, 32, random)
 

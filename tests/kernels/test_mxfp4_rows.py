@@ -7,6 +7,7 @@ import torch
 
 from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows, triton_rows, tuned
 from quantrot.kernels.mxfp4.reference import (
+    Random,
     ScaleRule,
     dequantize_reference,
     expand_reference,
@@ -18,22 +19,26 @@ from quantrot.kernels.mxfp4.reference import (
 gpu = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# dtype, rule, Hadamard, signs, mask, dither, expanded
+SEED, OFFSET = 0x1234567890ABCDE, 3
+DRAWN = (SEED, OFFSET, torch.tensor([(1 << 63) - 1, (1 << 61) - 2]))
+# dtype, rule, Hadamard, signs, mask, random numbers, expanded
 CASES = {
-    "even": (BF16, "even", 0, False, False, False, False),
-    "even_32": (FP16, "even", 32, False, True, False, False),
-    "quest_32": (BF16, "quest", 32, False, True, False, False),
-    "quest_128": (FP16, "quest", 128, True, True, False, False),
-    "mse_64": (BF16, "mse", 64, False, False, False, False),
-    "rceil_32": (BF16, "rceil", 32, True, False, False, False),
-    "floor": (BF16, "floor", 0, False, True, False, False),
-    "random_32": (BF16, "absmax34", 32, True, False, True, False),
-    "random_128": (BF16, "absmax34", 128, True, False, True, False),
-    "nearest_64": (FP16, "absmax34", 64, False, False, False, False),
-    "expanded_even": (BF16, "even", 32, False, False, False, True),
-    "expanded_quest": (FP16, "quest", 128, True, False, False, True),
-    "expanded_mse": (BF16, "mse", 0, False, False, False, True),
-    "expanded_arranged": (BF16, "even", 0, False, False, False, True),
+    "even": (BF16, "even", 0, False, False, None, False),
+    "even_32": (FP16, "even", 32, False, True, None, False),
+    "quest_32": (BF16, "quest", 32, False, True, None, False),
+    "quest_128": (FP16, "quest", 128, True, True, None, False),
+    "mse_64": (BF16, "mse", 64, False, False, None, False),
+    "rceil_32": (BF16, "rceil", 32, True, False, None, False),
+    "floor": (BF16, "floor", 0, False, True, None, False),
+    "random_32": (BF16, "absmax34", 32, True, False, (SEED, OFFSET), False),
+    "random_128": (BF16, "absmax34", 128, True, False, (SEED, OFFSET), False),
+    "drawn_32": (BF16, "absmax34", 32, True, False, DRAWN, False),
+    "drawn_64": (FP16, "absmax34", 64, True, False, DRAWN, False),
+    "nearest_64": (FP16, "absmax34", 64, False, False, None, False),
+    "expanded_even": (BF16, "even", 32, False, False, None, True),
+    "expanded_quest": (FP16, "quest", 128, True, False, None, True),
+    "expanded_mse": (BF16, "mse", 0, False, False, None, True),
+    "expanded_arranged": (BF16, "even", 0, False, False, None, True),
 }
 BACK = {  # of a gradient: dtype, Hadamard, whether to float32
     f"back_{hadamard}_{hopper_rows.IN[dtype]}{'_wide' if wide else ''}": (dtype, hadamard, wide)
@@ -41,18 +46,17 @@ BACK = {  # of a gradient: dtype, Hadamard, whether to float32
     for hadamard in (32, 64, 128)
     for wide in (False, True)
 }
-RANDOM = (0x1234567890ABCDE, 3)
 DRIVER = """
 static std::string message;
 extern "C" const char* run(int which, const void* x, const float* signs, unsigned char* packed, unsigned char* scale,
                            void* mask, float* row_scale, int* outside, long long rows, long long row_groups, float root,
-                           unsigned s0, unsigned s1, unsigned o0, unsigned o1, int blocks, int threads, int shared,
-                           int seed) {
+                           unsigned s0, unsigned s1, unsigned o0, unsigned o1,
+                           const unsigned long long* drawn, int blocks, int threads, int shared, int seed) {
   using Kernel = void(const void*, const float*, unsigned char*, unsigned char*, void*, float*, int*, long long,
-                      long long, float, unsigned, unsigned, unsigned, unsigned);
+                      long long, float, unsigned, unsigned, unsigned, unsigned, const unsigned long long*);
   static Kernel* const kernels[] = {NAMES};
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, shared, seed, [&] {
-    kernels[which](x, signs, packed, scale, mask, row_scale, outside, rows, row_groups, root, s0, s1, o0, o1);
+    kernels[which](x, signs, packed, scale, mask, row_scale, outside, rows, row_groups, root, s0, s1, o0, o1, drawn);
   });
   return message.c_str();
 }
@@ -75,11 +79,12 @@ extern "C" const char* masked(int which, const quantrot::MaskedArgs* args, int b
 
 
 def source(case: str, **more) -> str:
-    dtype, rule, hadamard, signs, mask, dither, expanded = CASES[case]
-    plan = hopper_rows.plan_of(hadamard, mask, dither)
+    dtype, rule, hadamard, signs, mask, random, expanded = CASES[case]
+    plan = hopper_rows.plan_of(hadamard, mask, bool(random))
     most, expanded_stages = tuned.HOPPER_EXPANDED
     threads, resident, stages = (128, most // 128, expanded_stages) if expanded else plan
-    more = {"mask": mask, "dither": dither, "expanded": expanded, "threads": threads, "resident": resident} | more
+    more = {"mask": mask, "expanded": expanded, "threads": threads, "resident": resident} | more
+    more |= {"dither": bool(random), "drawn": random is DRAWN}
     more["stages"] = stages
     more["arranged"] = case == "expanded_arranged"
     return hopper_rows.entry(dtype, ScaleRule(rule), hadamard, signs, **more)
@@ -121,10 +126,10 @@ def data(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
 
 def arguments_of(name: str, x: torch.Tensor):
     """(expected by the reference, what the kernel writes, its signs) of a case."""
-    dtype, rule, hadamard, signs, mask, dither, expanded = CASES[name]
+    dtype, rule, hadamard, signs, mask, numbers, expanded = CASES[name]
     generator = torch.Generator().manual_seed(1)
     factors = torch.randint(0, 2, (hadamard,), generator=generator) * 2.0 - 1 if signs else None
-    random = RANDOM if dither else None
+    random = Random(*numbers) if numbers else None
     expected = quantize_reference(x, ScaleRule(rule), hadamard=hadamard, signs=factors, random=random, mask=mask)
     return expected, factors, random
 
@@ -141,7 +146,7 @@ def same_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("rows", "width"), [(5, 128), (7, 1408)])
 def test_bits_are_the_references(library, name, rows, width):
-    dtype, _, hadamard, _, mask, dither, expanded = CASES[name]
+    dtype, _, hadamard, _, mask, _, expanded = CASES[name]
     x = data(rows, width, dtype)
     (codes, scales, kept), factors, random = arguments_of(name, x)
     groups = width // 32
@@ -151,13 +156,14 @@ def test_bits_are_the_references(library, name, rows, width):
     outside = torch.full((rows,), -1, dtype=torch.int32)
     written = (packed, scale, out if expanded else bits, row_scale, outside)
     shape = (rows, groups) if expanded else (1, rows * groups)
-    threads, _, stages = hopper_rows.plan_of(hadamard, mask, dither)
+    threads, _, stages = hopper_rows.plan_of(hadamard, mask, random is not None)
     if expanded:
         threads, stages = -(-groups // 32) * 32, tuned.HOPPER_EXPANDED[1]
     a = hopper_rows.arguments(x, factors, written, *shape, hadamard, random)
     pointers = [ctypes.c_void_p(getattr(a, field)) for field, _ in a._fields_[:7]]
     numbers = [
         ctypes.c_longlong(a.rows), ctypes.c_longlong(a.row_groups), ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1,
+        ctypes.c_void_p(a.drawn),
     ]  # fmt: skip
     shared = hopper_rows.shared_bytes(threads, stages, hadamard, expanded=expanded)
     message = library.run(list(CASES).index(name), *pointers, *numbers, 2, threads, shared, rows)
@@ -262,6 +268,7 @@ def test_on_the_gpu(name, rows, width):
     x = data(rows, width, dtype)
     (codes, scales, kept), factors, random = arguments_of(name, x)
     signs = None if factors is None else factors.cuda()
+    moved = random and Random(*(n.cuda() if isinstance(n, torch.Tensor) else n for n in random))
     for _ in range(3):
         if expanded:
             arranged = name == "expanded_arranged"
@@ -273,7 +280,7 @@ def test_on_the_gpu(name, rows, width):
             needed = counts > 0
             assert torch.equal(packed[needed], codes[needed]) and torch.equal(scale[needed], scales[needed])
         else:
-            got = hopper_rows.quantize(x.cuda(), ScaleRule(rule), hadamard, signs, random, mask)
+            got = hopper_rows.quantize(x.cuda(), ScaleRule(rule), hadamard, signs, moved, mask)
             packed, scale, bits = (t.cpu() for t in got)
             assert torch.equal(scale, scales) and torch.equal(packed, codes)
             assert not mask or torch.equal(bits, kept)

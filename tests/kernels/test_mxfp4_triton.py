@@ -69,6 +69,13 @@ for dtype in (torch.float32, torch.float16):
     assert torch.equal(a.nan_to_num(nan=9), b.nan_to_num(nan=9))
 run = lambda b: requantize_mxfp4(packed, scale, hadamard=64, signs=signs_of(64), random=(1, 2), backend=b)
 assert same(run("triton"), run("reference"))
+x, drawn = hard(64, 128, torch.float32), (1 << 40, 7, torch.tensor([(1 << 63) - 1, (1 << 61) - 2]))
+for transpose in (False, True):
+    options = dict(hadamard=64, signs=signs_of(64), random=drawn, transpose=transpose)
+    run = lambda b: hadamard_quantize_mxfp4(x, "absmax34", backend=b, **options)
+    assert same(run("triton"), run("reference")), transpose
+run = lambda b: requantize_mxfp4(packed, scale, hadamard=32, random=drawn, backend=b)
+assert same(run("triton"), run("reference"))
 
 def bits(result):
     return [result[0].view(torch.uint8), *result[1:]]

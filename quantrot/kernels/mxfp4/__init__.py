@@ -27,7 +27,7 @@ Sources: OCP Microscaling Formats v1.0 section 6.3 (floor); QuEST, arXiv:2502.05
 (absmax34, the backward pass); Salmon et al., SC 2011 (Philox).
 """
 
-from quantrot.kernels.mxfp4.autograd import HadamardGemm, Mxfp4Gemm
+from quantrot.kernels.mxfp4.autograd import HadamardGemm, Mxfp4Gemm, drawn_numbers
 from quantrot.kernels.mxfp4.fused import has_fused, mxfp4_fused
 from quantrot.kernels.mxfp4.gemm import mxfp4_gemm, mxfp4_product
 from quantrot.kernels.mxfp4.operators import (
@@ -52,6 +52,7 @@ __all__ = [
     "Mxfp4Gemm",
     "ScaleRule",
     "dequantize_mxfp4",
+    "drawn_numbers",
     "expand_mxfp4",
     "hadamard_quantize_mxfp4",
     "has_kernels",

@@ -27,11 +27,12 @@ from quantrot.kernels.mxfp4.operators import (
     requantize_mxfp4,
 )
 from quantrot.kernels.mxfp4.reference import ScaleRule
-from quantrot.kernels.operators import check_device, refuse_create_graph
+from quantrot.kernels.operators import check_device, implement, refuse_create_graph
 from quantrot.orthogonal import random_signs
 
 SIGN_VECTORS = 1024
 FACTOR = 16 / 9  # both operands of a backward product hold 3/4 of their values
+RANK_FACTOR = 2 * 0x9E3779B9  # times a rank, and one: odd, below 2^63
 STREAMS = 4  # random numbers of one backward pass: offsets 4 * offset ... 4 * offset + 3
 
 
@@ -70,9 +71,9 @@ class Mxfp4Gemm(torch.autograd.Function):
 
     x [..., K] and weight [N, K] in bfloat16, float16 or float32 (they may differ); y is x's dtype. hadamard: 32, 64 or
     128, dividing K and N (tokens are padded with zeros). random: (seed, offset) of the backward pass's signs and
-    rounding, each pair to be used once, offset below 2^61; None rounds to nearest, without signs. outside: an integer
-    tensor of one element that counts groups outside e4m3's window (they are rounded to its floor; a CPU has no window),
-    or None.
+    rounding, each pair to be used once, offset below 2^61; or those of `drawn_numbers`, which a step that is compiled
+    or recorded in a CUDA graph draws anew; None rounds to nearest, without signs. outside: an integer tensor of one
+    element that counts groups outside e4m3's window (they are rounded to its floor; a CPU has no window), or None.
     """
 
     @staticmethod
@@ -81,7 +82,7 @@ class Mxfp4Gemm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         hadamard: int = 32,
-        random: tuple[int, int] | None = None,
+        random: tuple[int, int] | Tensor | None = None,
         outside: Tensor | None = None,
     ) -> Tensor:
         _check(x, weight, hadamard, random, outside)
@@ -91,23 +92,31 @@ class Mxfp4Gemm(torch.autograd.Function):
         wq, w_scale, w_mask = hadamard_quantize_mxfp4(weight, ScaleRule.quest, **turn)
         dx, dw = ctx.needs_input_grad[:2]  # a frozen weight has none: of x nothing but the mask is read again
         for_dx, for_dw = (x_mask, wq, w_scale), (w_mask, xq, x_scale)
-        ctx.save_for_backward(*(for_dx if dx else (None,) * 3), *(for_dw if dw else (None,) * 3))
-        ctx.options = hadamard, random, outside, weight.dtype
-        y = mxfp4_product(xq, x_scale, wq, w_scale, dtype=x.dtype, exact=False, outside=outside)
+        drawn, pair = (random, None) if isinstance(random, Tensor) else (None, random)
+        ctx.save_for_backward(*(for_dx if dx else (None,) * 3), *(for_dw if dw else (None,) * 3), drawn)
+        ctx.options = hadamard, pair, outside, weight.dtype
+        y = mxfp4_product(xq, x_scale, wq, w_scale, dtype=x.dtype, exact=False, outside=outside, after=drawn)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_create_graph()
-        x_mask, wq, w_scale, w_mask, xq, x_scale = ctx.saved_tensors
-        hadamard, random, outside, weight_dtype = ctx.options
+        x_mask, wq, w_scale, w_mask, xq, x_scale, drawn = ctx.saved_tensors
+        hadamard, pair, outside, weight_dtype = ctx.options
         g = grad.reshape(-1, grad.shape[-1])
-        seed, offset = random or (0, 0)
-        signs = sign_vector(seed, offset, hadamard, g.device) if random else None
+        signs = None
+        if drawn is not None:
+            signs = (1 - 2 * (drawn[2:] >> 32 & 1)).to(torch.float32)
+        elif pair is not None:
+            signs = sign_vector(pair[0], pair[1], hadamard, g.device)
 
         def stream(i: int) -> dict[str, Any]:
-            pair = (seed, STREAMS * offset + i) if random else None
-            return {"hadamard": hadamard, "signs": signs, "random": pair}
+            random: Any = None
+            if drawn is not None:
+                random = 0, i, drawn[:2]
+            elif pair is not None:
+                random = pair[0], STREAMS * pair[1] + i
+            return {"hadamard": hadamard, "signs": signs, "random": random}
 
         product: Any = {"dtype": grad.dtype, "exact": False, "outside": outside}
         dx = dw = None
@@ -137,9 +146,42 @@ def _check_operands(x: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, ...], 
     check_device(x=x, weight=weight, outside=outside)
 
 
-def _check(x: Tensor, weight: Tensor, hadamard: int, random: tuple[int, int] | None, outside: Tensor | None) -> None:
+def drawn_numbers(x: Tensor, weight: Tensor, hadamard: int, rank: int = 0) -> Tensor:
+    """Random numbers of the backward pass of this product, int64 [2 + hadamard], by the generator of x's device:
+    Philox's two, and a bit each for the signs. Ranks make different ones of the same draw."""
+    return torch.ops.quantrot.mxfp4_draw(x, weight, 2 + hadamard, rank * RANK_FACTOR + 1)
+
+
+# What a forward's outputs do not need torch.compile may make in the forward and again in the backward, here of other
+# numbers: the forward's product comes after them. Two draws with the same arguments would be one to it.
+torch.library.define(
+    "quantrot::mxfp4_draw",
+    "(Tensor x, Tensor weight, int count, int factor) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+@implement("quantrot::mxfp4_draw")
+def _draw(x: Tensor, weight: Tensor, count: int, factor: int) -> Tensor:
+    return torch.randint(1 << 61, (count,), device=x.device).mul_(factor)
+
+
+@torch.library.register_fake("quantrot::mxfp4_draw")
+def _draw_fake(x, weight, count, factor):
+    return x.new_empty(count, dtype=torch.int64)
+
+
+def _check(
+    x: Tensor, weight: Tensor, hadamard: int, random: tuple[int, int] | Tensor | None, outside: Tensor | None
+) -> None:
     check_fused(hadamard)
-    if random is not None and not (len(random) == 2 and 0 <= random[0] < 1 << 63 and 0 <= random[1] < 1 << 61):
+    if isinstance(random, Tensor):
+        if random.dtype != torch.int64 or random.shape != (2 + hadamard,):
+            raise ValueError(
+                f"random: {random.dtype} {tuple(random.shape)}; allowed: int64 [2 + hadamard], of drawn_numbers"
+            )
+        check_device(x=x, random=random)
+    elif random is not None and not (len(random) == 2 and 0 <= random[0] < 1 << 63 and 0 <= random[1] < 1 << 61):
         raise ValueError(f"random: {random}; allowed: (seed below 2^63, offset below 2^61), or None")
     _check_operands(x, weight, FLOATS, outside)
     if weight.shape[0] % hadamard or weight.shape[1] % hadamard:

@@ -18,6 +18,14 @@ struct TransposeArgs {
   float root;
   Key key;
   int down;                       // whether one tile follows another down the rows, not along them
+  const u64* drawn;               // of a kernel that adds them to the key
+
+  // The same with drawn numbers added to the key.
+  __device__ __forceinline__ TransposeArgs with_drawn() const {
+    TransposeArgs now = *this;
+    now.key = key.with(drawn);
+    return now;
+  }
 };
 
 constexpr u32 TALL = 128, WIDE = 128, TRANSPOSE_TILE = TALL * WIDE;  // bytes

@@ -28,7 +28,7 @@ DECODE_ROWS = 32  # tokens up to which the packed weight is read by one kernel
 
 torch.library.define(
     "quantrot::mxfp4_product",
-    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, ScalarType dtype, bool exact, str backend)"
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? after, ScalarType dtype, bool exact, str backend)"
     " -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
@@ -47,15 +47,17 @@ def mxfp4_product(
     dtype: torch.dtype = torch.bfloat16,
     exact: bool = True,
     outside: Tensor | None = None,
+    after: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """a b^T of two MXFP4 matrices, [M, K] by [N, K]: [M, N] in `dtype`, products exact, float32 sums.
 
     a, b: packed uint8 [M, K/2], [N, K/2]; their scales uint8 [., K/32]. exact: rows outside e4m3's window (see
     `expand_mxfp4`) are multiplied once more from the packed operands; without it they are rounded to the window's
-    floor. outside: an integer tensor of one element, to which the number of groups outside is added. backend: "cublas"
-    (CUDA, capability 8.9, N a multiple of 16), "reference", which has no window: always exact, none outside. ValueError
-    for shapes, `outside` or a backend that do not fit.
+    floor. outside: an integer tensor of one element, to which the number of groups outside is added. after: what
+    torch.compile has to make before the product, which does not read it. backend: "cublas" (CUDA, capability 8.9, N a
+    multiple of 16), "reference", which has no window: always exact, none outside. ValueError for shapes, `outside` or a
+    backend that do not fit.
     """
     key, operands = None, (a, a_scale, b, b_scale)
     if a.is_cuda and backend == "auto" and unseen(*operands, outside):
@@ -77,7 +79,7 @@ def mxfp4_product(
     if key and a.numel() and b.numel() and _uses_cublas(a, len(b), backend):
         run = partial(_by_cublas, dtype=dtype, exact=exact)
         return _counted(PRODUCTS.keep(key, run, a.get_device())(*operands), outside)
-    return _counted(torch.ops.quantrot.mxfp4_product(*operands, dtype, exact, backend), outside)
+    return _counted(torch.ops.quantrot.mxfp4_product(*operands, after, dtype, exact, backend), outside)
 
 
 def _counted(product: tuple[Tensor, Tensor, Tensor], outside: Tensor | None) -> Tensor:
@@ -315,6 +317,7 @@ def _product(
     a_scale: Tensor,
     b: Tensor,
     b_scale: Tensor,
+    after: Tensor | None,
     dtype: torch.dtype,
     exact: bool,
     backend: str,
@@ -329,7 +332,7 @@ def _product(
 
 
 @torch.library.register_fake("quantrot::mxfp4_product")
-def _product_fake(a, a_scale, b, b_scale, dtype, exact, backend):
+def _product_fake(a, a_scale, b, b_scale, after, dtype, exact, backend):
     y = a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
     return y, *(a.new_empty(n.shape[0], dtype=torch.int32) for n in (a, b))
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4 import hopper_rows, tuned
-from quantrot.kernels.mxfp4.reference import GROUP, ScaleRule, float32
-from quantrot.kernels.mxfp4.triton import float_signs, key_of, outputs
+from quantrot.kernels.mxfp4.reference import GROUP, Random, ScaleRule, float32
+from quantrot.kernels.mxfp4.triton import float_signs, key_of, kind_of, outputs
+from quantrot.kernels.ready import address
 
 THREADS = 64
 TILE = 128 * 128  # bytes
@@ -22,14 +23,14 @@ SCRATCH, RANDOM = 8 * 80 + 32 * 64, 1024  # bytes of a warp that turns codes, an
 TRANSPOSE = """extern "C" __global__ void __launch_bounds__(64, {resident}) {name}(
     const void* x, const unsigned char* in_scale, const float* signs, unsigned char* packed, unsigned char* scale,
     unsigned* mask, long long pitch, int rows, int columns, float root, unsigned s0, unsigned s1, unsigned o0,
-    unsigned o1, int down) {{
+    unsigned o1, int down, const unsigned long long* drawn) {{
   quantrot::transpose<quantrot::{dtype}, {span}, {signs}, quantrot::{rule}, {mask}, {dither}, {stages}>(
-      {{x, in_scale, signs, packed, scale, mask, pitch, rows, columns, root, {{s0, s1, o0, o1}}, down}});
+      {{x, in_scale, signs, packed, scale, mask, pitch, rows, columns, root, {key}, down}});
 }}
 """
 REQUANTIZE = """extern "C" __global__ void __launch_bounds__({threads}, 1) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TransposeArgs args) {{
-  quantrot::requantize<{span}, {signs}, quantrot::{rule}, {dither}, {stages}>(&codes, args);
+  quantrot::requantize<{span}, {signs}, quantrot::{rule}, {dither}, {stages}>(&codes, {args});
 }}
 """
 
@@ -41,6 +42,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("rows", "columns")),
         ("root", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("s0", "s1", "o0", "o1", "down")),
+        ("drawn", ctypes.c_void_p),
     ]
 
 
@@ -62,6 +64,7 @@ def entry(
     *,
     mask: bool = False,
     dither: bool = False,
+    drawn: bool = False,
     resident: int = 6,
     stages: int = 2,
     name: str = "mxfp4_columns",
@@ -76,8 +79,9 @@ def entry(
         "stages": stages,
     }
     if dtype == torch.uint8:
-        return REQUANTIZE.format(threads=resident, **fields)
-    return TRANSPOSE.format(resident=resident, dtype=hopper_rows.IN[dtype], mask=str(mask).lower(), **fields)
+        return REQUANTIZE.format(threads=resident, args="args.with_drawn()" if drawn else "args", **fields)
+    key = hopper_rows.DRAWN if drawn else hopper_rows.KEY
+    return TRANSPOSE.format(resident=resident, dtype=hopper_rows.IN[dtype], mask=str(mask).lower(), key=key, **fields)
 
 
 def shared_bytes(dtype: torch.dtype, stages: int, threads: int = THREADS, dither: bool = False) -> int:
@@ -93,14 +97,15 @@ def arguments(
     signs: Tensor | None,
     outputs: tuple[Tensor | None, ...],
     hadamard: int,
-    random: tuple[int, int] | None,
+    random: Random | None,
     down: bool,
 ) -> Arguments:
     """The kernel's parameters; x: elements, or packed with its scale; outputs: packed, scale, mask."""
     pointers = (None if t is None else t.data_ptr() for t in (x, in_scale, signs, *outputs))
     columns = x.shape[1] * (2 if in_scale is not None else 1)
     root = float32((hadamard or 1) ** -0.5)
-    return Arguments(*pointers, x.stride(0) * x.element_size(), x.shape[0], columns, root, *key_of(random), down)
+    numbers = *key_of(random), down, address(random and random.drawn)
+    return Arguments(*pointers, x.stride(0) * x.element_size(), x.shape[0], columns, root, *numbers)
 
 
 def fits(x: Tensor, rule: ScaleRule, hadamard: int) -> bool:
@@ -130,7 +135,7 @@ def _run(
     rule: ScaleRule,
     hadamard: int,
     signs: Tensor | None,
-    random: tuple[int, int] | None,
+    random: Random | None,
     mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (rows, wide), of_codes = x.shape, in_scale is not None
@@ -139,7 +144,7 @@ def _run(
     packed, scale, bits = outputs(x, (2 * wide if of_codes else wide, rows), mask)
     factors = None if signs is None else float_signs(signs, x)
     plan = plan_of(x.dtype, random is not None, hadamard)
-    kind = x.dtype, rule, hadamard, signs is not None, mask, random is not None
+    kind = x.dtype, rule, hadamard, signs is not None, mask, *kind_of(random).values()
     launch = _launch(plan, rows, wide, *kind, x.get_device())
     now = arguments(x, in_scale, factors, (packed, scale, bits), hadamard, random, plan[2])
     if of_codes:
@@ -153,11 +158,13 @@ def _run(
 @lru_cache(maxsize=256)
 def _launch(
     plan: tuple[int, int, bool], rows: int, wide: int, dtype: torch.dtype, rule: ScaleRule, hadamard: int, signs: bool,
-    mask: bool, dither: bool, device: int,
+    mask: bool, dither: bool, drawn: bool, device: int,
 ) -> nvrtc.Launch:  # fmt: skip
     """Of such a matrix."""
     resident, stages, _ = plan
-    source = entry(dtype, rule, hadamard, signs, mask=mask, dither=dither, resident=resident, stages=stages)
+    source = entry(
+        dtype, rule, hadamard, signs, mask=mask, dither=dither, drawn=drawn, resident=resident, stages=stages
+    )
     threads, blocks = THREADS, nvrtc.processors(device) * resident
     tiles = -(-rows // 128) * -(-(wide * dtype.itemsize) // 128)
     if dtype == torch.uint8:
@@ -167,14 +174,14 @@ def _launch(
 
 
 def quantize_columns(
-    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, random: tuple[int, int] | None, mask: bool
+    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, random: Random | None, mask: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, K] -> packed [K, M/2], scale [K, M/32], mask [K, M/8] or empty, of its transpose."""
     return _run(x, None, rule, hadamard, signs, random, mask)
 
 
 def requantize(
-    packed: Tensor, scale: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, random: tuple[int, int] | None
+    packed: Tensor, scale: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, random: Random | None
 ) -> tuple[Tensor, Tensor]:
     """packed [M, K/2], scale [M, K/32] -> packed [K, M/2], scale [K, M/32] of the transpose, transformed."""
     out, out_scale, _ = _run(packed, scale.contiguous(), rule, hadamard, signs, random, False)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4 import hopper, tuned
-from quantrot.kernels.mxfp4.reference import GROUP, ScaleRule, float32
-from quantrot.kernels.mxfp4.triton import float_signs, key_of, outputs
+from quantrot.kernels.mxfp4.reference import GROUP, Random, ScaleRule, float32
+from quantrot.kernels.mxfp4.triton import float_signs, key_of, kind_of, outputs
 from quantrot.kernels.mxfp4.triton_rows import room
 from quantrot.kernels.ready import Run, address
 
@@ -26,11 +26,13 @@ EXPAND_THREADS = 256  # a warp a row
 ROWS = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {name}(
     const void* x, const float* signs, unsigned char* packed, unsigned char* scale, void* mask, float* row_scale,
     int* outside, long long rows, long long row_groups, float root, unsigned s0, unsigned s1, unsigned o0,
-    unsigned o1) {{
+    unsigned o1, const unsigned long long* drawn) {{
   quantrot::{call}<quantrot::{dtype}, {span}, {signs}, quantrot::{rule}, {more}{stages}>(
-      {{x, signs, packed, scale, mask, row_scale, outside, rows, row_groups, root, {{s0, s1, o0, o1}}}});
+      {{x, signs, packed, scale, mask, row_scale, outside, rows, row_groups, root, {key}}});
 }}
 """
+KEY = "quantrot::Key{s0, s1, o0, o1}"
+DRAWN = f"{KEY}.with(drawn)"
 DEQUANTIZE = """extern "C" __global__ void __launch_bounds__(256) {name}(
     const unsigned* packed, const unsigned char* scale, void* y, long long words) {{
   quantrot::dequantize<{each}>(packed, scale, y, words);
@@ -54,6 +56,7 @@ class Arguments(ctypes.Structure):
         ("row_groups", ctypes.c_longlong),
         ("root", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("s0", "s1", "o0", "o1")),
+        ("drawn", ctypes.c_void_p),
     ]
 
 
@@ -107,6 +110,7 @@ def entry(
     arranged: bool = False,
     mask: bool = False,
     dither: bool = False,
+    drawn: bool = False,
     threads: int = 128,
     resident: int = 6,
     stages: int = 3,
@@ -122,6 +126,7 @@ def entry(
         span=hadamard // GROUP,
         signs=str(signs).lower(),
         rule=str(rule).upper(),
+        key=DRAWN if drawn else KEY,
         more="".join(f"{str(flag).lower()}, " for flag in ((arranged,) if expanded else (mask, dither))),
         stages=stages,
     )
@@ -152,11 +157,13 @@ def arguments(
     rows: int,
     row_groups: int,
     hadamard: int,
-    random: tuple[int, int] | None,
+    random: Random | None,
 ) -> Arguments:
     """The kernel's parameters; outputs: packed, scale, mask or the e4m3 operand, row scale, outside."""
     pointers = (None if t is None else t.data_ptr() for t in (x, signs, *outputs))
-    return Arguments(*pointers, rows, row_groups, float32((hadamard or 1) ** -0.5), *key_of(random))
+    return Arguments(
+        *pointers, rows, row_groups, float32((hadamard or 1) ** -0.5), *key_of(random), address(random and random.drawn)
+    )
 
 
 def rounds_exactly(dtype: torch.dtype, rule: ScaleRule, hadamard: int) -> bool:
@@ -184,7 +191,7 @@ def quantize(
     rule: ScaleRule,
     hadamard: int,
     signs: Tensor | None,
-    random: tuple[int, int] | None,
+    random: Random | None,
     mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [..., K] bfloat16 or float16 -> packed, scale, mask (empty unless asked for). Checked by the caller."""
@@ -193,12 +200,13 @@ def quantize(
         factors = float_signs(signs, x)
     packed, scale, bits = outputs(x, x.shape, mask)
     plan = plan_of(hadamard, mask, random is not None)
-    kind = x.dtype, rule, hadamard, signs is not None, mask, random is not None
+    kind = x.dtype, rule, hadamard, signs is not None, mask, *kind_of(random).values()
     launch, values = _launch(plan, x.numel() // GROUP, *kind, x.get_device())
     now = Arguments.from_buffer_copy(values)
     now.x, now.signs, now.packed, now.scale = x.data_ptr(), address(factors), packed.data_ptr(), scale.data_ptr()
     now.mask = bits.data_ptr()
     now.s0, now.s1, now.o0, now.o1 = key_of(random)
+    now.drawn = address(random and random.drawn)
     launch(now)
     return packed, scale, bits
 
@@ -206,13 +214,14 @@ def quantize(
 @lru_cache(maxsize=256)
 def _launch(
     plan: tuple[int, int, int], groups: int, dtype: torch.dtype, rule: ScaleRule, hadamard: int, signs: bool,
-    mask: bool, dither: bool, device: int,
+    mask: bool, dither: bool, drawn: bool, device: int,
 ) -> tuple[nvrtc.Launch, Arguments]:  # fmt: skip
     """Of so many groups, and its parameters but for addresses and random numbers."""
     threads, resident, stages = plan
     source = entry(
-        dtype, rule, hadamard, signs, mask=mask, dither=dither, threads=threads, resident=resident, stages=stages
-    )
+        dtype, rule, hadamard, signs, mask=mask, dither=dither, drawn=drawn, threads=threads, resident=resident,
+        stages=stages,
+    )  # fmt: skip
     shared = shared_bytes(threads, stages, hadamard)
     blocks = min(-(-groups // (threads * lane_groups(hadamard))), nvrtc.processors(device) * resident)
     launch = nvrtc.Launch(_kernel(source, shared, device), (blocks,), threads, shared, device)

@@ -8,6 +8,7 @@ from torch import Tensor
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4.reference import (
     GROUP,
+    Random,
     ScaleRule,
     dequantize_reference,
     expand_reference,
@@ -34,7 +35,7 @@ FUSED = (32, 64, 128)  # Hadamard widths that one program turns and quantizes
 RULES = tuple(rule.value for rule in ScaleRule)  # Dynamo of torch 2.11 cannot iterate over an Enum
 BACKENDS = ("auto", "triton", "reference")
 QUANTIZERS, REQUANTIZERS, MASKED = Ready(), Ready(), Ready()
-_RANDOM = "bool stochastic, int seed, int offset"
+_RANDOM = "bool stochastic, int seed, int offset, Tensor? drawn"
 
 torch.library.define(
     "quantrot::mxfp4_quantize",
@@ -74,7 +75,7 @@ def quantize_mxfp4(
     """
     _check(x, x.shape[-1] if x.dim() else 0, 0, None, backend)
     packed, scale, _ = torch.ops.quantrot.mxfp4_quantize(
-        x, None, rule_name(scale_rule), 0, False, False, 0, 0, False, backend
+        x, None, rule_name(scale_rule), 0, False, False, 0, 0, None, False, backend
     )
     return packed, scale
 
@@ -101,7 +102,7 @@ def hadamard_quantize_mxfp4(
     hadamard: int = GROUP,
     signs: Tensor | None = None,
     transpose: bool = False,
-    random: tuple[int, int] | None = None,
+    random: tuple[int, int] | tuple[int, int, Tensor] | None = None,
     clip_mask: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -112,16 +113,19 @@ def hadamard_quantize_mxfp4(
     to x's dtype, then the quantization). signs: +-1 of any dtype, [hadamard], or None. transpose: x is [M, K], and what
     is transformed and quantized is its transpose, in groups along M. random: (seed, offset), 64-bit numbers, for
     stochastic rounding: uniform 9-bit dither from Philox4x32-7 of (the group's number in the result, offset) under
-    the key `seed`; only with absmax34, which never saturates. clip_mask: also return which elements were not clipped.
+    the key `seed`; only with absmax34, which never saturates. (seed, offset, drawn): int64 [2] on x's device is added
+    to the two when the kernel runs, so that replays of a CUDA graph can round by other numbers. clip_mask: also return
+    which elements were not clipped.
 
     Returns (packed uint8 [..., K/2], scale uint8 [..., K/32], mask uint8 [..., K/8] or None); bit j of the mask's byte
     i is set where |element 8i + j| <= 6 scales. ValueError for sizes, options or a backend that do not fit.
     """
-    key, rule = None, _rule(scale_rule, random)
-    if x.is_cuda and backend == "auto" and unseen(x, signs):
-        key = like(x), like(signs), rule, hadamard, transpose, random is not None, clip_mask
+    key, rule, numbers = None, rule_name(scale_rule), _numbers(scale_rule, random, x)
+    drawn = numbers and numbers.drawn
+    if x.is_cuda and backend == "auto" and unseen(x, signs, drawn):
+        key = like(x), like(signs), rule, hadamard, transpose, numbers is not None, drawn is not None, clip_mask
         if (again := QUANTIZERS.find(key)) is not None:
-            packed, scale, mask = again(x, signs, random)
+            packed, scale, mask = again(x, signs, numbers)
             return packed, scale, mask if clip_mask else None
     if transpose and x.dim() != 2:
         raise ValueError(f"x: shape {tuple(x.shape)}; transpose takes [M, K]: flatten the leading dimensions")
@@ -136,10 +140,10 @@ def hadamard_quantize_mxfp4(
         key, hadamard, signs, transpose = None, 0, None, False
     if key and uses_triton(x, backend):
         run = _quantizer(x, ScaleRule(rule), hadamard, transpose, clip_mask, backend)
-        packed, scale, mask = QUANTIZERS.keep(key, run, x.get_device())(x, signs, random)
+        packed, scale, mask = QUANTIZERS.keep(key, run, x.get_device())(x, signs, numbers)
     else:
         packed, scale, mask = torch.ops.quantrot.mxfp4_quantize(
-            x, signs, rule, hadamard, transpose, random is not None, *(random or (0, 0)), clip_mask, backend
+            x, signs, rule, hadamard, transpose, *_flat(numbers), clip_mask, backend
         )
     return packed, scale, mask if clip_mask else None
 
@@ -165,7 +169,7 @@ def requantize_mxfp4(
     *,
     hadamard: int = GROUP,
     signs: Tensor | None = None,
-    random: tuple[int, int] | None = None,
+    random: tuple[int, int] | tuple[int, int, Tensor] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The transpose of an MXFP4 matrix, transformed and quantized again: one read, one write.
@@ -174,11 +178,12 @@ def requantize_mxfp4(
     and groups along M; hadamard is 32, 64 or 128 and divides M. The other arguments and errors are
     `hadamard_quantize_mxfp4`'s.
     """
-    key, rule = None, _rule(scale_rule, random)
-    if packed.is_cuda and backend == "auto" and unseen(packed, scale, signs):
-        key = like(packed), like(scale), like(signs), rule, hadamard, random is not None
+    key, rule, numbers = None, rule_name(scale_rule), _numbers(scale_rule, random, packed)
+    drawn = numbers and numbers.drawn
+    if packed.is_cuda and backend == "auto" and unseen(packed, scale, signs, drawn):
+        key = like(packed), like(scale), like(signs), rule, hadamard, numbers is not None, drawn is not None
         if (again := REQUANTIZERS.find(key)) is not None:
-            made: tuple[Tensor, Tensor] = again(packed, scale, signs, random)
+            made: tuple[Tensor, Tensor] = again(packed, scale, signs, numbers)
             return made
     check_packed("packed", packed, scale)
     if packed.dim() != 2:
@@ -189,11 +194,9 @@ def requantize_mxfp4(
     check_backend(backend, BACKENDS)
     if key and uses_triton(packed, backend):
         run = _requantizer(packed, ScaleRule(rule), hadamard, backend)
-        made = REQUANTIZERS.keep(key, run, packed.get_device())(packed, scale, signs, random)
+        made = REQUANTIZERS.keep(key, run, packed.get_device())(packed, scale, signs, numbers)
         return made
-    return torch.ops.quantrot.mxfp4_requantize(
-        packed, scale, signs, rule, hadamard, random is not None, *(random or (0, 0)), backend
-    )
+    return torch.ops.quantrot.mxfp4_requantize(packed, scale, signs, rule, hadamard, *_flat(numbers), backend)
 
 
 def expand_mxfp4(packed: Tensor, scale: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
@@ -307,15 +310,36 @@ def whole_rule(scale_rule: ScaleRule | str) -> str:
     return rule
 
 
-def _rule(scale_rule: ScaleRule | str, random: tuple[int, int] | None) -> str:
-    rule = rule_name(scale_rule)
+def _numbers(scale_rule: ScaleRule | str, random: Any, x: Tensor) -> Random | None:
+    """What `random` gives for rounding an x at random by this rule."""
     if random is None:
-        return rule
-    if rule != ScaleRule.absmax34:
-        raise ValueError(f"scale_rule: {rule} saturates, so rounding at random would be biased; allowed: absmax34")
-    if not isinstance(random, tuple | list) or len(random) != 2 or any(not 0 <= n < 1 << 63 for n in random):
-        raise ValueError(f"random: {random}; allowed: (seed, offset), both from 0 to 2^63 - 1")
-    return rule
+        return None
+    if scale_rule != ScaleRule.absmax34:
+        raise ValueError(
+            f"scale_rule: {scale_rule} saturates, so rounding at random would be biased; allowed: absmax34"
+        )
+    if (
+        not isinstance(random, tuple | list)
+        or not 2 <= len(random) <= 3
+        or any(not 0 <= n < 1 << 63 for n in random[:2])
+    ):
+        raise ValueError(f"random: {random}; allowed: (seed, offset), both from 0 to 2^63 - 1, and drawn numbers")
+    numbers = Random(*random)
+    if numbers.drawn is not None:
+        check_drawn(numbers.drawn, x)
+    return numbers
+
+
+def check_drawn(drawn: Tensor, x: Tensor) -> None:
+    """ValueError for random numbers that kernels on x's device cannot read."""
+    if drawn.dtype != torch.int64 or drawn.shape != (2,) or not drawn.is_contiguous():
+        raise ValueError(f"random: drawn numbers {drawn.dtype} {tuple(drawn.shape)}; allowed: int64 [2], contiguous")
+    check_device(x=x, random=drawn)
+
+
+def _flat(numbers: Random | None) -> tuple[bool, int, int, Tensor | None]:
+    """The same as arguments of an operator, which `_random` takes back."""
+    return (False, 0, 0, None) if numbers is None else (True, *numbers)
 
 
 def check_packed(name: str, packed: Tensor, scale: Tensor) -> None:
@@ -378,8 +402,8 @@ def _requantizer(packed: Tensor, rule: ScaleRule, hadamard: int, backend: str) -
     return lambda packed, scale, signs, random: run(packed, scale, rule, hadamard, signs, random)
 
 
-def _random(stochastic: bool, seed: int, offset: int) -> tuple[int, int] | None:
-    return (seed, offset) if stochastic else None
+def _random(stochastic: bool, seed: int, offset: int, drawn: Tensor | None) -> Random | None:
+    return Random(seed, offset, drawn) if stochastic else None
 
 
 @implement("quantrot::mxfp4_quantize")
@@ -392,10 +416,11 @@ def _quantize(
     stochastic: bool,
     seed: int,
     offset: int,
+    drawn: Tensor | None,
     mask: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    random = _random(stochastic, seed, offset)
+    random = _random(stochastic, seed, offset, drawn)
     if uses_triton(x, backend):
         made: tuple[Tensor, Tensor, Tensor]
         made = _quantizer(x, ScaleRule(rule), hadamard, transpose, mask, backend)(x, signs, random)
@@ -408,7 +433,7 @@ def _quantize(
 
 
 @torch.library.register_fake("quantrot::mxfp4_quantize")
-def _quantize_fake(x, signs, rule, hadamard, transpose, stochastic, seed, offset, mask, backend):
+def _quantize_fake(x, signs, rule, hadamard, transpose, stochastic, seed, offset, drawn, mask, backend):
     *lead, width = reversed(x.shape) if transpose else x.shape
     packed = x.new_empty((*lead, width // 2), dtype=torch.uint8)
     bits = packed.new_empty((*lead, width // 8) if mask else 0)
@@ -425,9 +450,10 @@ def _requantize(
     stochastic: bool,
     seed: int,
     offset: int,
+    drawn: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    random = _random(stochastic, seed, offset)
+    random = _random(stochastic, seed, offset, drawn)
     if uses_triton(packed, backend):
         made: tuple[Tensor, Tensor] = _requantizer(packed, ScaleRule(rule), hadamard, backend)(
             packed, scale, signs, random
@@ -439,7 +465,7 @@ def _requantize(
 
 
 @torch.library.register_fake("quantrot::mxfp4_requantize")
-def _requantize_fake(packed, scale, signs, rule, hadamard, stochastic, seed, offset, backend):
+def _requantize_fake(packed, scale, signs, rule, hadamard, stochastic, seed, offset, drawn, backend):
     rows, width = packed.shape
     return packed.new_empty(2 * width, rows // 2), packed.new_empty(2 * width, rows // GROUP)
 
@@ -464,7 +490,7 @@ def _dequantize_fake(packed, scale, dtype, backend):
 def _round_trip(x: Tensor, rule: str, hadamard: int, backend: str) -> Tensor:
     if not uses_triton(x, backend):
         return round_trip_reference(x, ScaleRule(rule), hadamard=hadamard)
-    packed, scale, _ = _quantize(x, None, rule, hadamard, False, False, 0, 0, False, backend)
+    packed, scale, _ = _quantize(x, None, rule, hadamard, False, False, 0, 0, None, False, backend)
     return _dequantize(packed, scale, x.dtype, backend)
 
 

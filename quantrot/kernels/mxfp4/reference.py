@@ -56,6 +56,22 @@ class ScaleRule(StrEnum):
     mse = "mse"
 
 
+class Random(NamedTuple):
+    """Of stochastic rounding: the key of Philox and the upper half of its counters, 64-bit numbers.
+
+    drawn: int64 [2], added to them where they are used, so that what a CUDA graph replays finds other numbers there.
+    """
+
+    seed: int
+    offset: int
+    drawn: Tensor | None = None
+
+    def numbers(self) -> tuple[int, int]:
+        """(seed, offset) with the drawn ones."""
+        seed, offset = (0, 0) if self.drawn is None else self.drawn.tolist()
+        return (self.seed + seed) % (1 << 64), (self.offset + offset) % (1 << 64)
+
+
 def power_of_two(exponent: Tensor) -> Tensor:
     """2.0^exponent as float32, exact, for int32 exponents in [-127, 127]: the bits are built, no libm is called."""
     if exponent.dtype != torch.int32:
@@ -251,12 +267,13 @@ def _round_groups(
 
 
 def _pieces(
-    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, random: tuple[int, int] | None, mask: bool
+    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, random: Random | None, mask: bool
 ) -> Iterator[tuple[slice, _Rounded, Tensor]]:
     """(which of x's groups, these rounded, a spare buffer), piece by piece."""
     block, root = hadamard or GROUP, float32((hadamard or 1) ** -0.5)
     blocks = x.detach().reshape(-1, block)
     column = None if signs is None else signs.to(torch.float32).unsqueeze(1)
+    numbers = None if random is None else random.numbers()
     for start in range(0, blocks.shape[0], CHUNK // block):
         rows = blocks[start : start + CHUNK // block]
         first, n = start * (block // GROUP), rows.numel() // GROUP
@@ -269,8 +286,8 @@ def _pieces(
             groups = turning.view(block // GROUP, GROUP, -1).permute(1, 2, 0)
             part, spare[0] = other.view(groups.shape).copy_(groups).view(GROUP, n), turning.view(GROUP, n)
         dither = None
-        if random is not None:
-            dither = dither_of(first * GROUP, n * GROUP, *random, x.device).view(-1, GROUP).T.contiguous()
+        if numbers is not None:
+            dither = dither_of(first * GROUP, n * GROUP, *numbers, x.device).view(-1, GROUP).T.contiguous()
         yield slice(first, first + n), _round_groups(part, spare, rule, root, hadamard > 0, dither, mask), spare[3]
 
 
@@ -280,14 +297,14 @@ def quantize_reference(
     *,
     hadamard: int = 0,
     signs: Tensor | None = None,
-    random: tuple[int, int] | None = None,
+    random: Random | None = None,
     mask: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """x [..., K] -> packed [..., K/2], scale [..., K/32], mask [..., K/8] or None. No checks.
 
     hadamard: the width of the block transform before it, (x * signs) H / sqrt(hadamard) in float32; 0 for none. The
     root and the group's power of two are one factor.
-    random: (seed, offset) of stochastic rounding.
+    random: of stochastic rounding.
     """
     groups, (*lead, width) = x.numel() // GROUP, x.shape
     packed = torch.empty(groups, GROUP // 2, dtype=torch.uint8, device=x.device)

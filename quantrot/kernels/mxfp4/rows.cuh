@@ -10,6 +10,12 @@ namespace quantrot {
 
 struct Key {  // of the random numbers: seed and offset, low words first
   u32 s0, s1, o0, o1;
+
+  // With the two numbers added that `drawn` points to: a CUDA graph's replay finds others there.
+  __device__ __forceinline__ Key with(const u64* drawn) const {
+    const u64 seed = ((u64)s1 << 32 | s0) + drawn[0], offset = ((u64)o1 << 32 | o0) + drawn[1];
+    return {(u32)seed, (u32)(seed >> 32), (u32)offset, (u32)(offset >> 32)};
+  }
 };
 
 struct QuantizeArgs {

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantrot.kernels.mxfp4.reference import FINE, GROUP, QUEST_SQUARE, TURNED_LIMIT
+from quantrot.kernels.mxfp4.reference import FINE, GROUP, QUEST_SQUARE, TURNED_LIMIT, Random
 
 EXACT = {"enable_fp_fusion": False}  # x * y + z is two roundings, as in the reference
 
@@ -245,6 +245,22 @@ def _philox(low, high, o0, o1, s0, s1):
 
 
 @triton.jit
+def _key(s0, s1, o0, o1, drawn_ptr, DRAWN: tl.constexpr):
+    """Seed and offset as four int32 words; DRAWN: with the two int64 numbers at drawn_ptr added."""
+    if DRAWN:
+        seed = tl.add(_long(s0, s1), tl.load(drawn_ptr), sanitize_overflow=False)
+        offset = tl.add(_long(o0, o1), tl.load(drawn_ptr + 1), sanitize_overflow=False)
+        s0, s1 = seed.to(tl.int32), (seed >> 32).to(tl.int32)
+        o0, o1 = offset.to(tl.int32), (offset >> 32).to(tl.int32)
+    return s0, s1, o0, o1
+
+
+@triton.jit
+def _long(low, high):
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
 def _dither(group, key):
     """A tuple of 32 uniform vectors in (-1/2, 1/2) for group number `group` (int64) of the result."""
     u = ()
@@ -395,10 +411,20 @@ def float_signs(signs: Tensor | None, like: Tensor) -> Tensor:
     return like if signs is None else signs.to(torch.float32).contiguous()
 
 
-def key_of(random: tuple[int, int] | None) -> list[int]:
+def key_of(random: Random | None) -> list[int]:
     """seed and offset as four signed 32-bit words, low ones first."""
-    words = [n >> shift & 0xFFFFFFFF for n in random or (0, 0) for shift in (0, 32)]
+    words = [n >> shift & 0xFFFFFFFF for n in (random or (0, 0))[:2] for shift in (0, 32)]
     return [word - (1 << 32) if word >> 31 else word for word in words]
+
+
+def drawn_of(random: Random | None, like: Tensor) -> Tensor:
+    """What a kernel adds to those, or any tensor for one that does not."""
+    return like if random is None or random.drawn is None else random.drawn
+
+
+def kind_of(random: Random | None) -> dict[str, bool]:
+    """The kernel that takes such numbers: whether it rounds at random, and whether it adds drawn ones to its key."""
+    return {"DITHER": random is not None, "DRAWN": random is not None and random.drawn is not None}
 
 
 def floats(x: Tensor) -> Tensor:

@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quantrot.kernels.mxfp4 import triton_rows, tuned
-from quantrot.kernels.mxfp4.reference import GROUP, ScaleRule
+from quantrot.kernels.mxfp4.reference import GROUP, Random, ScaleRule
 from quantrot.kernels.mxfp4.triton import (
     EXACT,
     _fine,
     _kept,
+    _key,
     _matrix4,
     _part,
     _quantize,
@@ -25,8 +26,10 @@ from quantrot.kernels.mxfp4.triton import (
     _turn_across,
     _turned,
     _value,
+    drawn_of,
     float_signs,
     key_of,
+    kind_of,
     outputs,
 )
 
@@ -66,10 +69,11 @@ def _signed(x, signs_ptr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["root", "s0", "s1", "o0", "o1"])
 def _quantize_columns_kernel(
-    x_ptr, signs_ptr, packed_ptr, scale_ptr, mask_ptr, blocks, columns, stride, root, s0, s1, o0, o1,
+    x_ptr, signs_ptr, packed_ptr, scale_ptr, mask_ptr, blocks, columns, stride, root, s0, s1, o0, o1, drawn_ptr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HADAMARD: tl.constexpr, SIGNS: tl.constexpr,
-    RULE: tl.constexpr, DITHER: tl.constexpr, MASK: tl.constexpr,
+    RULE: tl.constexpr, DITHER: tl.constexpr, DRAWN: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
+    key = _key(s0, s1, o0, o1, drawn_ptr, DRAWN)
     block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (block < blocks) & (column < columns)
@@ -86,12 +90,12 @@ def _quantize_columns_kernel(
     for g in tl.static_range(GROUPS):
         _store_group(
             _part(x, g * 32, 32), packed_ptr, scale_ptr, mask_ptr, tl.program_id(1) * COLUMNS, tl.program_id(0) * ROWS,
-            columns, blocks, root, (s0, s1, o0, o1), ROWS, COLUMNS, 1, GROUPS, g, RULE, DITHER, MASK, HADAMARD,
+            columns, blocks, root, key, ROWS, COLUMNS, 1, GROUPS, g, RULE, DITHER, MASK, HADAMARD,
         )  # fmt: skip
 
 
 def quantize_columns(
-    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, random: tuple[int, int] | None, mask: bool
+    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, random: Random | None, mask: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, K] -> packed [K, M/2], scale [K, M/32], mask [K, M/8] or empty, of its transpose."""
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -102,20 +106,21 @@ def quantize_columns(
         blocks, (tall, wide, warps) = rows // block, (tuned.COLUMNS if random is None else tuned.RANDOM_COLUMNS)[block]
         _quantize_columns_kernel[(triton.cdiv(blocks, tall), triton.cdiv(columns, wide))](
             x, float_signs(signs, x), packed.view(torch.int32), scale, bits.view(torch.int32) if mask else scale,
-            blocks, columns, x.stride(0), float(hadamard or 1) ** -0.5, *key_of(random), BLOCK=block, ROWS=tall,
-            COLUMNS=wide, HADAMARD=hadamard > 0, SIGNS=signs is not None, RULE=str(rule), DITHER=random is not None,
-            MASK=mask, num_warps=warps, **EXACT,
+            blocks, columns, x.stride(0), float(hadamard or 1) ** -0.5, *key_of(random), drawn_of(random, scale),
+            BLOCK=block, ROWS=tall, COLUMNS=wide, HADAMARD=hadamard > 0, SIGNS=signs is not None, RULE=str(rule),
+            MASK=mask, num_warps=warps, **kind_of(random), **EXACT,
         )  # fmt: skip
     return packed, scale, bits
 
 
 @triton.jit(do_not_specialize=["root", "s0", "s1", "o0", "o1"])
 def _requantize_kernel(
-    in_ptr, in_scale_ptr, signs_ptr, packed_ptr, scale_ptr, blocks, columns, root, s0, s1, o0, o1,
+    in_ptr, in_scale_ptr, signs_ptr, packed_ptr, scale_ptr, blocks, columns, root, s0, s1, o0, o1, drawn_ptr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIGNS: tl.constexpr, RULE: tl.constexpr,
-    DITHER: tl.constexpr,
+    DITHER: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
     """One nibble of COLUMNS bytes a program: both at once hold 240 registers, in a loop too (of their addresses)."""
+    key = _key(s0, s1, o0, o1, drawn_ptr, DRAWN)
     nibble, first_block = tl.program_id(0) % 2, tl.program_id(0) // 2 * ROWS
     first_byte = tl.program_id(1) * COLUMNS
     byte = first_byte + tl.arange(0, COLUMNS)[None, :]
@@ -136,12 +141,12 @@ def _requantize_kernel(
     for g in tl.static_range(GROUPS):
         _store_group(
             _part(x, g * 32, 32), packed_ptr, scale_ptr, scale_ptr, first_byte * 2 + nibble, first_block, columns,
-            blocks, root, (s0, s1, o0, o1), ROWS, COLUMNS, 2, GROUPS, g, RULE, DITHER, False, True,
+            blocks, root, key, ROWS, COLUMNS, 2, GROUPS, g, RULE, DITHER, False, True,
         )  # fmt: skip
 
 
 def requantize(
-    packed: Tensor, scale: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, random: tuple[int, int] | None
+    packed: Tensor, scale: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, random: Random | None
 ) -> tuple[Tensor, Tensor]:
     """packed [M, K/2], scale [M, K/32] -> packed [K, M/2], scale [K, M/32] of the transpose, transformed.
 
@@ -157,7 +162,7 @@ def requantize(
         blocks, (tall, wide, warps) = rows // hadamard, tuned.PACKED_COLUMNS[hadamard]
         _requantize_kernel[(2 * triton.cdiv(blocks, tall), triton.cdiv(columns // 2, wide))](
             packed, scale, float_signs(signs, scale), out.view(torch.int32), out_scale, blocks, columns,
-            float(hadamard) ** -0.5, *key_of(random), BLOCK=hadamard, ROWS=tall, COLUMNS=wide, SIGNS=signs is not None,
-            RULE=str(rule), DITHER=random is not None, num_warps=warps, **EXACT,
+            float(hadamard) ** -0.5, *key_of(random), drawn_of(random, scale), BLOCK=hadamard, ROWS=tall, COLUMNS=wide,
+            SIGNS=signs is not None, RULE=str(rule), num_warps=warps, **kind_of(random), **EXACT,
         )  # fmt: skip
     return out, out_scale

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantrot.kernels.mxfp4 import tuned
-from quantrot.kernels.mxfp4.reference import GROUP, LEAST_TOP, TOP, WINDOW, ScaleRule
+from quantrot.kernels.mxfp4.reference import GROUP, LEAST_TOP, TOP, WINDOW, Random, ScaleRule
 from quantrot.kernels.mxfp4.triton import (
     EXACT,
     _clamps,
@@ -18,6 +18,7 @@ from quantrot.kernels.mxfp4.triton import (
     _factor,
     _fine,
     _kept,
+    _key,
     _load_block,
     _matrix4,
     _part,
@@ -30,9 +31,11 @@ from quantrot.kernels.mxfp4.triton import (
     _turn_within,
     _turned,
     _value,
+    drawn_of,
     float_signs,
     floats,
     key_of,
+    kind_of,
     outputs,
     vector_of,
 )
@@ -47,10 +50,11 @@ _WINDOW = tl.constexpr(WINDOW)
 
 @triton.jit(do_not_specialize=["threads", "root", "s0", "s1", "o0", "o1"])
 def _quantize_rows_kernel(
-    x_ptr, signs_ptr, packed_ptr, scale_ptr, mask_ptr, threads, root, s0, s1, o0, o1,
+    x_ptr, signs_ptr, packed_ptr, scale_ptr, mask_ptr, threads, root, s0, s1, o0, o1, drawn_ptr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr, HADAMARD: tl.constexpr, SIGNS: tl.constexpr,
-    RULE: tl.constexpr, DITHER: tl.constexpr, MASK: tl.constexpr,
+    RULE: tl.constexpr, DITHER: tl.constexpr, DRAWN: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
+    key = _key(s0, s1, o0, o1, drawn_ptr, DRAWN)
     first = tl.program_id(0).to(tl.int64) * TILE
     thread = tl.arange(0, TILE)
     inside = thread < threads - first
@@ -63,7 +67,6 @@ def _quantize_rows_kernel(
     for g in tl.static_range(GROUPS):
         part = _turned(_part(x, g * _GROUP, _GROUP), RULE, HADAMARD)
         local = thread * GROUPS + g
-        key = (s0, s1, o0, o1)
         words, scale, factor, finite = _quantize(part, first * GROUPS + local, root, key, RULE, DITHER, HADAMARD)
         codes = _matrix4(words[0], words[1], words[2], words[3])
         at = local[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -79,7 +82,7 @@ def quantize(
     rule: ScaleRule,
     hadamard: int,
     signs: Tensor | None,
-    random: tuple[int, int] | None,
+    random: Random | None,
     mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [..., K] -> packed, scale, mask (empty unless asked for). Checked by the caller."""
@@ -90,9 +93,9 @@ def quantize(
         threads, tile = x.numel() // block, tuned.ROW_THREADS[block]
         _quantize_rows_kernel[(triton.cdiv(threads, tile),)](
             x, float_signs(signs, x), packed.view(torch.int32), scale, bits.view(torch.int32) if mask else scale,
-            threads, float(hadamard or 1) ** -0.5, *key_of(random), BLOCK=block, TILE=tile, VECTOR=vector_of(x),
-            HADAMARD=hadamard > 0, SIGNS=signs is not None, RULE=str(rule), DITHER=random is not None, MASK=mask,
-            num_warps=tile // 32, **EXACT,
+            threads, float(hadamard or 1) ** -0.5, *key_of(random), drawn_of(random, scale), BLOCK=block, TILE=tile,
+            VECTOR=vector_of(x), HADAMARD=hadamard > 0, SIGNS=signs is not None, RULE=str(rule), MASK=mask,
+            num_warps=tile // 32, **kind_of(random), **EXACT,
         )  # fmt: skip
     return packed, scale, bits
 
