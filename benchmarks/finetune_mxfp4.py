@@ -4,8 +4,9 @@
 
 Master weights and AdamW are float32, activations bfloat16 (autocast) in both runs; embeddings and the language model
 head stay frozen; in the MXFP4 run every other linear is `Mxfp4TrainingLinear`: QuEST forward, randomised Hadamard and
-stochastic rounding backward. The validation loss is that of the arithmetic that trains, on windows held out from the
-end of the text. --save keeps both models as transformers directories, which convert and evaluate like any other:
+stochastic rounding backward. --compile has torch.compile make CUDA graphs of forward and backward. The validation loss
+is that of the arithmetic that trains, on windows held out from the end of the text. --save keeps both models as
+transformers directories, which convert and evaluate like any other:
 
     quantrot convert DIR/mxfp4 -r trained-mxfp4 -o OUT
     quantrot eval ppl OUT --text FILE --output RESULT
@@ -15,6 +16,7 @@ end of the text. --save keeps both models as transformers directories, which con
 import argparse
 import json
 import math
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -75,6 +77,7 @@ def train(kind: str, source: Path, batches: torch.Tensor, held: torch.Tensor, as
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         module.requires_grad_(False)
     parameters = [p for p in model.parameters() if p.requires_grad]
+    step_model = torch.compile(model, mode="reduce-overhead") if asked.compile else model
     optimizer = torch.optim.AdamW(parameters, lr=asked.lr, betas=(0.9, 0.95), weight_decay=0.0)
     run: dict[str, Any] = {
         "kind": kind,
@@ -83,7 +86,9 @@ def train(kind: str, source: Path, batches: torch.Tensor, held: torch.Tensor, as
         "loss": [],
         "validation": [],
         "seconds": 0.0,
+        "median_seconds": 0.0,
     }
+    times = []
     batches, held = batches.to(asked.device), held.to(asked.device)
     for step, ids in enumerate(batches):
         if step % asked.eval_every == 0:
@@ -91,16 +96,18 @@ def train(kind: str, source: Path, batches: torch.Tensor, held: torch.Tensor, as
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = rate(step, asked)
-        loss = loss_of(model, ids)
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = loss_of(step_model, ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         run["loss"].append(loss.item())
-        run["seconds"] += time.perf_counter() - start
+        times.append(time.perf_counter() - start)
+        run["seconds"], run["median_seconds"] = sum(times), statistics.median(times)
         if step % 10 == 0:
-            spent = run["seconds"] / (step + 1)
-            print(f"{kind} {step:4d} {run['loss'][-1]:.4f} {run['validation'][-1]} {spent:.2f} s/step", flush=True)
+            pace = f"{run['median_seconds']:.3f} s/step"
+            print(f"{kind} {step:4d} {run['loss'][-1]:.4f} {run['validation'][-1]} {pace}", flush=True)
         keep(run)
     run["validation"].append([asked.steps, validate(model, held)])
     keep(run)
@@ -118,7 +125,7 @@ def main(asked: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source)
     text = _read(asked.text) if asked.text else python_topics()
     batches, held = data(tokenizer, text, asked)
-    options = {k: getattr(asked, k) for k in ("steps", "batch", "seq_len", "lr", "seed", "validation")}
+    options = {k: getattr(asked, k) for k in ("steps", "batch", "seq_len", "lr", "seed", "validation", "compile")}
     device = asked.device if asked.device == "cpu" else torch.cuda.get_device_name()
     result: dict[str, Any] = {
         "model": asked.model,
@@ -172,6 +179,7 @@ if __name__ == "__main__":
     parser.add_argument("--validation", type=int, default=32, help="windows held out")
     parser.add_argument("--eval-every", type=int, default=25)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--compile", action="store_true", help="the training steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--name", default="smollm2-135m")
     parser.add_argument("--save", type=Path, help="directory for the trained models")

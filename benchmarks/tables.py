@@ -151,8 +151,8 @@ def finetune(result: Result) -> list[str]:
     for run in result["runs"]:
         first, last = run["validation"][0][1], run["validation"][-1]
         tail = sum(run["loss"][-20:]) / len(run["loss"][-20:])
-        pace = run["seconds"] / len(run["loss"])
-        rows.append([f"{run['kind']}, {last[0]} steps", f"{first:.3f}", f"{last[1]:.3f}", f"{tail:.3f}", f"{pace:.2f}"])
+        pace = run.get("median_seconds", run["seconds"] / len(run["loss"]))
+        rows.append([f"{run['kind']}, {last[0]} steps", f"{first:.3f}", f"{last[1]:.3f}", f"{tail:.3f}", f"{pace:.2g}"])
     head = ["run", "validation loss, first", "last", "mean of the last 20 training losses", "seconds a step"]
     text = (
         f"{Path(result['model']).name}, {result['batch']} x {result['seq_len']} tokens a step of {result['text']}, "
