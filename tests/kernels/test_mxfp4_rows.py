@@ -180,6 +180,22 @@ def test_bits_are_the_references(library, name, rows, width):
         assert not mask or torch.equal(bits, kept)
 
 
+@pytest.mark.parametrize("numbers", [None, (SEED, OFFSET), DRAWN])
+def test_a_launch_has_the_random_numbers_and_where_more_are_drawn(monkeypatch, numbers):
+    random, seen = numbers and Random(*numbers), []
+
+    def launch(plan, groups, dtype, rule, hadamard, signs, mask, dither, drawn, device):
+        seen.append((dither, drawn))
+        return seen.append, hopper_rows.Arguments()
+
+    monkeypatch.setattr(hopper_rows, "_launch", launch)
+    hopper_rows.quantize(torch.zeros(4, 64, dtype=BF16), ScaleRule.absmax34, 32, None, random, False)
+    kind, now = seen
+    assert kind == (random is not None, numbers is DRAWN)
+    assert now.drawn == (DRAWN[2].data_ptr() if numbers is DRAWN else None)
+    assert [now.s0, now.s1, now.o0, now.o1] == hopper_rows.key_of(random)
+
+
 def test_every_code_and_scale_is_dequantized(library):
     packed = torch.randint(0, 256, (256, 48), dtype=torch.uint8)
     packed[:, :16] = torch.arange(0, 256, 17).to(torch.uint8)  # the sixteen codes

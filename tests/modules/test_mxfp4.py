@@ -185,9 +185,11 @@ def test_checkpointing_changes_no_gradient_and_repeats_no_number(reentrant):
     assert all(torch.equal(step(), expected) for expected in plain) and not torch.equal(*plain)
 
 
-def test_ranks_have_random_numbers_of_their_own(monkeypatch):
+@pytest.mark.parametrize("graph", [False, True])
+def test_ranks_have_random_numbers_of_their_own(monkeypatch, graph):
     """With one seed for all, as Trainer sets it: what the mean over ranks is to take away would else stay."""
     net, x = model(), torch.randn(40, 64)
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: graph)
     train_in_mxfp4(net)
     found = []
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
@@ -196,6 +198,15 @@ def test_ranks_have_random_numbers_of_their_own(monkeypatch):
         torch.manual_seed(7)
         found.append(gradients(copy.deepcopy(net), x)[0])
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
+
+
+def test_a_step_that_a_cuda_graph_records_draws_on_the_device(monkeypatch):
+    linear, x = Mxfp4TrainingLinear(64, 32), torch.randn(4, 64)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    for recording in (False, True):
+        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda recording=recording: recording)
+        assert isinstance(linear._draw(x), torch.Tensor) == recording
+    assert linear.eval()._draw(x) is not None and linear.requires_grad_(False)._draw(x) is None
 
 
 class Attention(nn.Module):

@@ -121,9 +121,8 @@ def hadamard_quantize_mxfp4(
     i is set where |element 8i + j| <= 6 scales. ValueError for sizes, options or a backend that do not fit.
     """
     key, rule, numbers = None, rule_name(scale_rule), _numbers(scale_rule, random, x)
-    drawn = numbers and numbers.drawn
-    if x.is_cuda and backend == "auto" and unseen(x, signs, drawn):
-        key = like(x), like(signs), rule, hadamard, transpose, numbers is not None, drawn is not None, clip_mask
+    if x.is_cuda and backend == "auto" and unseen(x, signs, numbers and numbers.drawn):
+        key = like(x), like(signs), rule, hadamard, transpose, clip_mask
         if (again := QUANTIZERS.find(key)) is not None:
             packed, scale, mask = again(x, signs, numbers)
             return packed, scale, mask if clip_mask else None
@@ -179,9 +178,8 @@ def requantize_mxfp4(
     `hadamard_quantize_mxfp4`'s.
     """
     key, rule, numbers = None, rule_name(scale_rule), _numbers(scale_rule, random, packed)
-    drawn = numbers and numbers.drawn
-    if packed.is_cuda and backend == "auto" and unseen(packed, scale, signs, drawn):
-        key = like(packed), like(scale), like(signs), rule, hadamard, numbers is not None, drawn is not None
+    if packed.is_cuda and backend == "auto" and unseen(packed, scale, signs, numbers and numbers.drawn):
+        key = like(packed), like(scale), like(signs), rule, hadamard
         if (again := REQUANTIZERS.find(key)) is not None:
             made: tuple[Tensor, Tensor] = again(packed, scale, signs, numbers)
             return made
