@@ -190,8 +190,9 @@ def _recipes(
                 raise
             failed = error
     settings["models"] = entries
-    beside = {".md": lambda: table.markdown(model, rows), ".svg": lambda: table.svg(model, rows)}
-    with _then_written(output, "mmlu", entries[rows[0].recipe], settings, table.summary(rows), beside=beside):
+    left = [table.label(name) for name in names[len(rows) :]]
+    beside = {".md": lambda: table.markdown(model, rows, left), ".svg": lambda: table.svg(model, rows)}
+    with _then_written(output, "mmlu", entries[rows[0].recipe], settings, table.summary(rows, left), beside=beside):
         common.table(
             f"MMLU, {rows[0].mmlu.fewshot}-shot, {rows[0].mmlu.overall.n} questions, {model}",
             table.COLUMNS,
@@ -200,6 +201,8 @@ def _recipes(
         for row in rows:
             if row.mmlu.truncated:
                 note(f"{row.recipe}: {row.mmlu.cut}")
+        if left:
+            note(table.unmeasured(left))
     if failed is not None:
         raise failed
 

@@ -140,14 +140,20 @@ def cells(rows: list[Row]) -> list[list[str]]:
     return found
 
 
-def markdown(model: str, rows: list[Row]) -> str:
-    """The table with a line that says what was asked."""
+def unmeasured(left: list[str]) -> str:
+    """What a table says of recipes that a run that was stopped or failed did not come to."""
+    return f"The run ended before it had measured {', '.join(left)}."
+
+
+def markdown(model: str, rows: list[Row], left: list[str]) -> str:
+    """The table with a line that says what was asked; left: recipes that it lacks."""
     first = rows[0].mmlu
     asked = f"MMLU of {model}: {first.overall.n} questions, {first.fewshot}-shot, lm-eval {first.lm_eval}."
     note = f"Differences are to {rows[0].recipe}, on the same questions."
     lines = ["| " + " | ".join(line) + " |" for line in (COLUMNS, ["---"] * len(COLUMNS), *cells(rows))]
     cut = [f"{row.recipe}: {row.mmlu.cut}." for row in rows if row.mmlu.truncated]
-    return "\n".join([asked, "", *lines, "", note, *cut, ""])
+    lacks = [unmeasured(left)] if left else []
+    return "\n".join([asked, "", *lines, "", note, *cut, *lacks, ""])
 
 
 LEFT, WIDTH, LINE = 220, 640, 34  # pixels: labels, the axis' end, a row's height
@@ -191,10 +197,11 @@ def _escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def summary(rows: list[Row]) -> dict[str, Any]:
-    """What the JSON report holds: the results and differences by recipe, in order."""
+def summary(rows: list[Row], left: list[str]) -> dict[str, Any]:
+    """What the JSON report holds: the results and differences by recipe, in order; left: recipes that it lacks."""
     return {
         "recipes": [row.recipe for row in rows],
+        "unmeasured": left,
         "mmlu": {row.recipe: row.mmlu for row in rows},
         "differences": {row.recipe: row.difference for row in rows if row.difference is not None},
     }

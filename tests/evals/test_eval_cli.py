@@ -122,6 +122,9 @@ def test_what_was_measured_before_an_error_is_printed_and_written(run, mmlu_dir,
     results = json.loads((tmp_path / "r.json").read_text())["results"]
     found = results["mmlu"]["bf16"] if recipes else results["mmlu"]
     assert found["overall"]["n"] == 57 and (tmp_path / "r.md").exists() == recipes
+    if recipes:  # nor is a part taken for the whole
+        says = "The run ended before it had measured mxfp4."
+        assert says in (tmp_path / "r.md").read_text() and says in result.stderr and results["unmeasured"] == ["mxfp4"]
 
 
 @pytest.mark.parametrize("command", ["mmlu", "ppl", "compare"])
@@ -377,8 +380,8 @@ def test_a_table_says_whose_prompts_were_cut():
     whole, cut = (
         Mmlu(**{f.name: 0 for f in fields(Mmlu)} | {"overall": Score(57, 0.5, 0.1), "truncated": n}) for n in (0, 114)
     )
-    text = markdown("m", [Row("bf16", whole, None), Row("mxfp4", cut, None)])
-    assert "mxfp4: 114 prompts were cut from the left" in text and "bf16: " not in text
+    text = markdown("m", [Row("bf16", whole, None), Row("mxfp4", cut, None)], [])
+    assert "mxfp4: 114 prompts were cut from the left" in text and "bf16: " not in text and "ended" not in text
 
 
 def test_options_of_recipes_alone(run, mmlu_dir, model_dir, tmp_path):
