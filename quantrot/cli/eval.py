@@ -119,6 +119,8 @@ def _check_mmlu(
         raise ValueError("calibration: only with --recipes, which converts; an evaluation needs no such text")
     if recipes is None and work is not None:
         raise ValueError("work: only with --recipes, whose conversions it keeps; leave it out")
+    if work is not None and work.exists() and not work.is_dir():
+        raise ValueError(f"work: {work} is not a directory; name one, or what is to become one")
     if recipes is not None and baseline is not None:
         raise ValueError("baseline: not with --recipes, whose first entry is what the others are compared with")
     if recipes is not None and output is not None and output.suffix in (".md", ".svg"):

@@ -49,6 +49,9 @@ def check_names(names: list[str]) -> None:
         raise ValueError(
             f"recipes is {','.join(names)!r}; give at least two of different names, {ORIGINAL} for the original"
         )
+    for name in names:
+        if label(name) == ORIGINAL != name:
+            raise ValueError(f"recipes: {name} would be called {ORIGINAL}, as the original is; rename the file")
 
 
 def planned(model: str, recipe: str, device: str = "cpu", calibration: Calibration | None = None) -> Plan:
@@ -91,10 +94,15 @@ def _stamps(files: Iterable[Path], root: Path) -> list[tuple[str, int, int]]:
 def result_file(work: Path, recipe: str, model: str, settings: dict[str, Any]) -> Path:
     """Where the result of this model is kept: a name for what it depends on, so that any change asks anew.
 
-    settings: what was asked; of `data`, a directory, and of the model's, each file's name, size and time count.
+    settings: what was asked; of `data`, a directory, and of the model's, each file's name, size and time count, but for
+    those under `work`, which the run itself writes.
     """
     places = [open_source(model).path, *([Path(settings["data"])] if settings["data"] else [])]
-    files = [stamp for p in places for stamp in _stamps((f for f in sorted(p.rglob("*")) if f.is_file()), p)]
+    kept, files = work.resolve(), []
+    for place in places:
+        inside = place.resolve().is_relative_to(kept)  # a conversion, whose files count
+        found = (f for f in sorted(place.rglob("*")) if f.is_file() and (inside or kept not in f.absolute().parents))
+        files += _stamps(found, place)
     depends = json.dumps([files, settings, versions()], sort_keys=True, default=str)
     stem = re.sub(r"[^\w.-]", "-", label(recipe))
     return work / f"{stem}-{hashlib.sha256(depends.encode()).hexdigest()[:12]}.mmlu.json"

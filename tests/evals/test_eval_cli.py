@@ -230,7 +230,13 @@ def test_a_table_takes_no_other_files_place(run, mmlu_dir, model_dir, tmp_path):
 
 def test_a_recipe_that_is_wrong_stops_before_anything_is_converted(run, mmlu_dir, model_dir, tmp_path):
     args = ["--data", mmlu_dir, "--fewshot", 2, "--work", tmp_path]
-    wrong = {"bf16": "at least two", "a/bf16.yaml,bf16": "different names", "bf16,fp9": "fp9", "mxfp4,fp9": "fp9"}
+    wrong = {
+        "bf16": "at least two",
+        "a/bf16.yaml,bf16": "different names",
+        "a/bf16.yaml,mxfp4": "rename the file",
+        "bf16,fp9": "fp9",
+        "mxfp4,fp9": "fp9",
+    }
     for recipes, says in wrong.items():
         with pytest.raises(ValueError, match=says):
             run("mmlu", model_dir, "--recipes", recipes, *args)
@@ -390,3 +396,24 @@ def test_options_of_recipes_alone(run, mmlu_dir, model_dir, tmp_path):
         run("mmlu", model_dir, "--recipes", "bf16,mxfp4", *args, "--output", tmp_path / "r.md")
     with pytest.raises(ValueError, match="work: only with --recipes"):
         run("mmlu", model_dir, *args, "--work", tmp_path)
+    with pytest.raises(ValueError, match=r"work: .*config\.json is not a directory"):
+        run("mmlu", model_dir, "--recipes", "bf16,mxfp4", *args, "--work", model_dir / "config.json")
+
+
+def test_what_is_kept_beside_the_questions_is_found_again(tmp_path, model_dir):
+    from quantrot.evals.recipes import result_file
+
+    data, work = tmp_path / "data", tmp_path / "data" / "work"
+    (work / "mxfp4").mkdir(parents=True)
+    (work / "mxfp4" / "config.json").write_text("{}")
+
+    def names():
+        return [result_file(work, "mxfp4", str(m), {"data": data}) for m in (model_dir, work / "mxfp4")]
+
+    before = names()
+    (work / "bf16.mmlu.json").write_text("{}")
+    assert names() == before
+    (work / "mxfp4" / "config.json").write_text("{} ")
+    assert [a == b for a, b in zip(names(), before, strict=True)] == [True, False]
+    (data / "test.csv").write_text("")
+    assert names()[0] != before[0]
