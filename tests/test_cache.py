@@ -242,9 +242,10 @@ def test_without_a_narrow_format_nothing_changes(source, tmp_path):
         assert torch.equal(model.generate(IDS, **options), base.generate(IDS, **options))
 
 
+@pytest.mark.parametrize("room", [None, 16])
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
-def test_another_number_of_sequences_is_an_error_and_changes_nothing(model, kind):
-    cache = KVCache(kind, model.config)
+def test_another_number_of_sequences_is_an_error_and_changes_nothing(model, kind, room):
+    cache = KVCache(kind, model.config, room)
     cache.update(*kv(5), 0)
     before = {name: buffer.clone() for name, buffer in cache.layers[0].buffers.items()}
     for batch in (1, 3):

@@ -251,6 +251,14 @@ class KVLayer(CacheLayerMixin):
     def _lengths(self, batch: int) -> Tensor | None:
         """How many tokens each sequence has, int32 [B], None for all that the tensors have."""
 
+    def _check_batch(self, k: Tensor) -> None:
+        held = self.buffers["key"].shape[0]
+        if k.shape[0] != held:  # one would be stored for all
+            raise ValueError(
+                f"keys of {k.shape[0]} sequences for a cache that holds {held}; take the same ones, select them "
+                "(batch_select_indices), or begin with a new cache"
+            )
+
     def offload(self) -> None:
         self.buffers = {name: buffer.to("cpu", non_blocking=True) for name, buffer in self.buffers.items()}
 
@@ -326,14 +334,6 @@ class DynamicKVLayer(KVLayer):
             return made
         return _decode_int4({name: b.narrow(2, 0, self.length) for name, b in self.buffers.items()}, k.dtype)
 
-    def _check_batch(self, k: Tensor) -> None:
-        held = self.buffers["key"].shape[0]
-        if k.shape[0] != held:  # one would be stored for all
-            raise ValueError(
-                f"keys of {k.shape[0]} sequences for a cache that holds {held}; take the same ones, select them "
-                "(batch_select_indices), or begin with a new cache"
-            )
-
     def _make_room(self, new: int) -> None:
         """For so many tokens more."""
         tokens, capacity = self.length, self.buffers["key"].shape[2]
@@ -406,6 +406,7 @@ class StaticKVLayer(KVLayer):
     def _store(self, parts: Buffers, dtype: torch.dtype) -> Buffers:
         if not self.is_initialized:
             self._allocate(parts, dtype)
+        self._check_batch(parts["key"])
         new = parts["key"].shape[2]
         self._check_room(new)
         at = torch.arange(new, device=self.device) + self.cumulative_length
