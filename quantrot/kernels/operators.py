@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, wraps
@@ -13,7 +12,6 @@ import torch
 
 HOPPER_SHARED = 227 << 10  # bytes of shared memory that a program may have on Hopper
 NUMBERS = (float, int, torch.SymFloat, torch.SymInt, Real)  # numpy's are Real, by the slow way
-LEAST = {"finite": -sys.float_info.max, "non-negative, finite": 0.0, "positive, finite": math.ulp(0.0)}
 
 
 def implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -153,8 +151,10 @@ def number(
 ) -> float:
     """value as a float, or ValueError for what is no number of this kind. A tensor is none: a GPU's would be waited
     for, and its gradient be lost."""
-    if isinstance(value, NUMBERS) and LEAST[kind] <= (found := float(value)) < math.inf:
-        return found
+    if isinstance(value, NUMBERS) and -math.inf < (found := float(value)) < math.inf:
+        # literals: torch.compile(dynamic=True) makes symbols of a module's floats, and fails on them in a backward
+        if kind == "finite" or found > 0 or (found == 0 and kind == "non-negative, finite"):
+            return found
     raise ValueError(f"{name}: {value!r:.80}; a {kind} number is needed")
 
 

@@ -252,6 +252,18 @@ def test_a_compiled_step_is_one_graph_that_draws_anew(device, kind):
         assert name.endswith("bias") or not torch.equal(a[i], b[i])
 
 
+def test_a_step_compiles_with_sizes_and_numbers_as_symbols():
+    net = model()
+    train_in_mxfp4(net)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (40, 7, 64):
+        x = torch.randn(tokens, 64)
+        reference = gradients(net, x)
+        found = gradients(run, x)
+        for a, b in zip(found, reference, strict=True):
+            assert a.norm() > 0 and (a - b).norm() < b.norm()  # of other random numbers
+
+
 def test_what_was_trained_is_served_by_nearly_the_codes_it_was_trained_with(tiny, tmp_path):
     model = tiny(tmp_path / "model", hidden=256, intermediate=512, dtype=torch.bfloat16)
     convert(model, "trained-mxfp4", tmp_path / "out")

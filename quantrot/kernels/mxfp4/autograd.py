@@ -31,7 +31,6 @@ from quantrot.kernels.operators import check_device, implement, refuse_create_gr
 from quantrot.orthogonal import random_signs
 
 SIGN_VECTORS = 1024
-FACTOR = 16 / 9  # both operands of a backward product hold 3/4 of their values
 RANK_FACTOR = 2 * 0x9E3779B9  # times a rank, and one: odd, below 2^63
 STREAMS = 4  # random numbers of one backward pass: offsets 4 * offset ... 4 * offset + 3
 
@@ -119,12 +118,13 @@ class Mxfp4Gemm(torch.autograd.Function):
             return {"hadamard": hadamard, "signs": signs, "random": random}
 
         product: Any = {"dtype": grad.dtype, "exact": False, "outside": outside}
+        factor = 16 / 9  # both operands hold 3/4 of their values; a global's a symbol to torch.compile(dynamic=True)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             gq, g_scale, _ = hadamard_quantize_mxfp4(g, ScaleRule.absmax34, **stream(0))
             wt, wt_scale = requantize_mxfp4(wq, w_scale, **stream(1))
             dx = mxfp4_product(gq, g_scale, wt, wt_scale, **product)
-            dx = masked_hadamard(dx, x_mask, hadamard=hadamard, factor=FACTOR)
+            dx = masked_hadamard(dx, x_mask, hadamard=hadamard, factor=factor)
             dx = dx.view(*grad.shape[:-1], dx.shape[1])
         if ctx.needs_input_grad[1]:
             rows = -g.shape[0] % hadamard
@@ -132,7 +132,7 @@ class Mxfp4Gemm(torch.autograd.Function):
             gt, gt_scale, _ = hadamard_quantize_mxfp4(g, ScaleRule.absmax34, transpose=True, **stream(2))
             xt, xt_scale = requantize_mxfp4(xq, x_scale, **stream(3))
             dw = mxfp4_product(gt, gt_scale, xt, xt_scale, **product)
-            dw = masked_hadamard(dw, w_mask, hadamard=hadamard, factor=FACTOR, dtype=weight_dtype)
+            dw = masked_hadamard(dw, w_mask, hadamard=hadamard, factor=factor, dtype=weight_dtype)
         return dx, dw, None, None, None
 
 
