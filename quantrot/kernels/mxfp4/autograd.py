@@ -163,7 +163,8 @@ torch.library.define(
 
 @implement("quantrot::mxfp4_draw")
 def _draw(x: Tensor, weight: Tensor, count: int, factor: int) -> Tensor:
-    return torch.randint(1 << 61, (count,), device=x.device).mul_(factor)
+    numbers = torch.randint(1 << 61, (count,), device=x.device)
+    return numbers if factor == 1 else numbers.mul_(factor)
 
 
 @torch.library.register_fake("quantrot::mxfp4_draw")

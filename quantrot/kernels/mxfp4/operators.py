@@ -323,16 +323,12 @@ def _numbers(scale_rule: ScaleRule | str, random: Any, x: Tensor) -> Random | No
     ):
         raise ValueError(f"random: {random}; allowed: (seed, offset), both from 0 to 2^63 - 1, and drawn numbers")
     numbers = Random(*random)
-    if numbers.drawn is not None:
-        check_drawn(numbers.drawn, x)
+    if (drawn := numbers.drawn) is not None:
+        if drawn.dtype != torch.int64 or drawn.shape != (2,) or not drawn.is_contiguous():
+            found = f"{drawn.dtype} {tuple(drawn.shape)}"
+            raise ValueError(f"random: drawn numbers {found}; allowed: int64 [2], contiguous")
+        check_device(x=x, random=drawn)
     return numbers
-
-
-def check_drawn(drawn: Tensor, x: Tensor) -> None:
-    """ValueError for random numbers that kernels on x's device cannot read."""
-    if drawn.dtype != torch.int64 or drawn.shape != (2,) or not drawn.is_contiguous():
-        raise ValueError(f"random: drawn numbers {drawn.dtype} {tuple(drawn.shape)}; allowed: int64 [2], contiguous")
-    check_device(x=x, random=drawn)
 
 
 def _flat(numbers: Random | None) -> tuple[bool, int, int, Tensor | None]:
