@@ -62,11 +62,11 @@ def turned(x, signs):
 
 
 def blocks(n, k):
-    return {"b": e4m3(n, k), "b_scale": torch.zeros(n // 128, k // 128)}
+    return {"b": e4m3(n, k), "b_scale": torch.empty(n // 128, k // 128)}
 
 
 def e4m3_by_row(rows, k, name="a"):
-    return {name: e4m3(rows, k), f"{name}_scale": torch.zeros(rows, k // 128)}
+    return {name: e4m3(rows, k), f"{name}_scale": torch.empty(rows, k // 128)}
 
 
 def groups(n, k):
@@ -74,13 +74,13 @@ def groups(n, k):
 
 
 def channels(n, k):
-    return {"weight": torch.zeros(n, k // 4, dtype=torch.int32), "scale": torch.zeros(n, 1, dtype=torch.bfloat16)}
+    return {"weight": torch.empty(n, k // 4, dtype=torch.int32), "scale": torch.empty(n, 1, dtype=torch.bfloat16)}
 
 
 def zeros_of(n, k):
     size = n, k // 128
-    offsets = torch.zeros(size, dtype=torch.int8)
-    return {"weight": torch.zeros(n, k, dtype=torch.int8), "scale": torch.zeros(size), "zero_point": offsets}
+    offsets = torch.empty(size, dtype=torch.int8)
+    return {"weight": torch.empty(n, k, dtype=torch.int8), "scale": torch.empty(size), "zero_point": offsets}
 
 
 def by(activations, hadamard=0):
@@ -114,23 +114,23 @@ def around_of(kind, leading, n, k):
     if "norm" in kind:
         given |= {"norm": torch.ones(k, dtype=torch.bfloat16), "epsilon": 1e-5}
     if "residual" in kind:
-        given["residual"] = torch.zeros(*leading, n, dtype=torch.bfloat16)
+        given["residual"] = torch.empty(*leading, n, dtype=torch.bfloat16)
     if "turned" in kind and len(leading) == 2:
-        given["residual"] = torch.zeros(*leading[::-1], n, dtype=torch.bfloat16).transpose(0, 1)
+        given["residual"] = torch.empty(*leading[::-1], n, dtype=torch.bfloat16).transpose(0, 1)
     if kind == "bias":
-        given["bias"] = torch.zeros(n, dtype=torch.bfloat16)
+        given["bias"] = torch.empty(n, dtype=torch.bfloat16)
     return given | ({"gates": True} if kind == "gates" else {})
 
 
 def moved(t):
     """The same where not all kernels read it."""
-    room = torch.zeros(t.numel() + 1, dtype=torch.uint8 if t.itemsize == 1 else t.dtype)
+    room = torch.empty(t.numel() + 1, dtype=torch.uint8 if t.itemsize == 1 else t.dtype)
     return room[1:].view(t.dtype).view(t.shape)
 
 
 def apart(t):
     """The same in rows that lie apart."""
-    return torch.zeros(*t.shape[:-1], t.shape[-1] + 64, dtype=t.dtype)[..., : t.shape[-1]]
+    return torch.empty(*t.shape[:-1], t.shape[-1] + 64, dtype=t.dtype)[..., : t.shape[-1]]
 
 
 def of_linears():
@@ -168,7 +168,7 @@ def of_fp8():
             yield (rows, turns, gated, k, tokens), operator(quantize_fp8_block, **how), same, ["x"]
         for kind, rows in itertools.product(("", "bias"), (1, 128)):
             how, size = {"a_block": (rows, 128), "b_settled": True}, (-(-tokens // rows), k // 128)
-            held = ({"a": e4m3(tokens, k), "a_scale": torch.zeros(size)} for _ in "12")
+            held = ({"a": e4m3(tokens, k), "a_scale": torch.empty(size)} for _ in "12")
             same = [codes | blocks(n, k) | around_of(kind, (tokens,), n, k) for codes in held]
             yield (kind, rows, n, k, tokens), operator(fp8_block_gemm, **how), same, list(same[0])
         for size in (0, 128, k):
@@ -226,7 +226,7 @@ def of_training():
         fastest = operator(fp8_block_gemm, a_block=(1, 128), b_block=(1, 128), backend="fastest")
         of_both = ({"a": e4m3(tokens, width), "b": e4m3(n, width)} | around_of(kind, (tokens,), n, width) for _ in "12")
         steps = {"a_scale": (tokens, width // 128), "b_scale": (n, width // 128)}
-        same = [codes | {name: torch.zeros(size) for name, size in steps.items()} for codes in of_both]
+        same = [codes | {name: torch.empty(size) for name, size in steps.items()} for codes in of_both]
         yield ("fastest", kind, tokens, width), fastest, same, []
         del same
 
@@ -290,7 +290,7 @@ def of_transforms():
         (12, None, torch.bfloat16),
     ):
         for signs, rest in ((None, {}), (torch.int8, {}), (torch.float32, {}), (None, {"scale": 0.5})):
-            x = torch.zeros(1, 40, 8, width, dtype=dtype)
+            x = torch.empty(1, 40, 8, width, dtype=dtype)
             places = [x, torch.zeros_like(x), x.transpose(1, 2), moved(x), apart(x), x[:, :0]]
             del x
             same = [{"x": t, "signs": signs and torch.ones(width, dtype=signs)} for t in places]
@@ -311,7 +311,7 @@ def of_int4_groups():
         kinds = [dict(zip(names, (torch.uint8, kind, kind), strict=True)) for kind in (torch.bfloat16, torch.float32)]
         for dtype in (torch.bfloat16, torch.float32):
             same = [
-                {name: place(torch.zeros(*heads, names[name], dtype=kind[name])) for name in names}
+                {name: place(torch.empty(*heads, names[name], dtype=kind[name])) for name in names}
                 for kind, place in itertools.product(kinds, (torch.clone, swapped, room_of))
             ]
             yield ("from int4", width, group, dtype), operator(dequantize_int4, dtype=dtype), same, list(names)
@@ -324,7 +324,7 @@ def swapped(t):
 
 def room_of(t):
     """The same with room for more tokens behind."""
-    return torch.zeros(*t.shape[:2], 100, t.shape[3], dtype=t.dtype)[:, :, : t.shape[2]]
+    return torch.empty(*t.shape[:2], 100, t.shape[3], dtype=t.dtype)[:, :, : t.shape[2]]
 
 
 def behind_norms():
@@ -338,15 +338,15 @@ def behind_norms():
 
 
 def wide(*size):
-    return torch.zeros(*size, dtype=torch.bfloat16)
+    return torch.empty(*size, dtype=torch.bfloat16)
 
 
 def e4m3(*size):
-    return torch.zeros(*size, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return torch.empty(*size, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
 def scales(*size):
-    return torch.zeros(*size, dtype=torch.uint8)
+    return torch.empty(*size, dtype=torch.uint8)
 
 
 def of_attention():
@@ -368,9 +368,9 @@ def of_attention():
             how = {"limit": 250, "order": dim * turned, "signs": signs, "advance": advance, "length": length}
             found = []
             for call in (append.rope_hadamard_append, append.try_append, append.try_append):
-                wide = torch.zeros(batch, 1, heads + 2 * groups, dim, dtype=torch.bfloat16)
+                wide = torch.empty(batch, 1, heads + 2 * groups, dim, dtype=torch.bfloat16)
                 moving = dict(zip("qkv", wide.split([heads, groups, groups], 2), strict=True))
-                moving |= {name: torch.zeros(1, 1, dim, dtype=torch.bfloat16) for name in ("cos", "sin")}
+                moving |= {name: torch.empty(1, 1, dim, dtype=torch.bfloat16) for name in ("cos", "sin")}
                 with torch.no_grad():
                     found.append(noted(call, **moving, **cache, **how))
             place = ("count", "length") if length is count else ("at", 7)
@@ -454,7 +454,7 @@ def token_and_int4(batch, dim, counted, at, rows):
     given |= {name: wide(batch if rows == 1 else 1, 1, dim) if turned else None for name in ("cos", "sin")}
     for name in INT4:
         size = batch, 2, 256
-        given[name] = wide(*size, dim // 64) if "_" in name else torch.zeros(*size, dim // 2, dtype=torch.uint8)
+        given[name] = wide(*size, dim // 64) if "_" in name else torch.empty(*size, dim // 2, dtype=torch.uint8)
     mask = torch.ones(1 if rows == 3 else rows, 1, 1, 256 if counted else at + 1, dtype=torch.bool) if rows else None
     given["mask"] = mask.expand(batch, -1, -1, -1) if rows == 3 else mask
     return given | {"length": torch.tensor(at) if counted else at}
