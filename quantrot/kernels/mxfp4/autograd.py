@@ -70,9 +70,10 @@ class Mxfp4Gemm(torch.autograd.Function):
 
     x [..., K] and weight [N, K] in bfloat16, float16 or float32 (they may differ); y is x's dtype. hadamard: 32, 64 or
     128, dividing K and N (tokens are padded with zeros). random: (seed, offset) of the backward pass's signs and
-    rounding, each pair to be used once, offset below 2^61; or those of `drawn_numbers`, which a step that is compiled
-    or recorded in a CUDA graph draws anew; None rounds to nearest, without signs. outside: an integer tensor of one
-    element that counts groups outside e4m3's window (they are rounded to its floor; a CPU has no window), or None.
+    rounding, each pair to be used once, offset below 2^61, not under torch.compile; or those of `drawn_numbers`, which
+    a step that is compiled or recorded in a CUDA graph draws anew; None rounds to nearest, without signs. outside: an
+    integer tensor of one element that counts groups outside e4m3's window (they are rounded to its floor; a CPU has no
+    window), or None.
     """
 
     @staticmethod
@@ -103,18 +104,15 @@ class Mxfp4Gemm(torch.autograd.Function):
         x_mask, wq, w_scale, w_mask, xq, x_scale, drawn = ctx.saved_tensors
         hadamard, pair, outside, weight_dtype = ctx.options
         g = grad.reshape(-1, grad.shape[-1])
-        signs = None
+        signs: Tensor | None = None
+        first: Any = None  # of the four streams' numbers
         if drawn is not None:
-            signs = (1 - 2 * (drawn[2:] >> 32 & 1)).to(torch.float32)
+            signs, first = (1 - 2 * (drawn[2:] >> 32 & 1)).to(torch.float32), (0, 0, drawn[:2])
         elif pair is not None:
-            signs = sign_vector(pair[0], pair[1], hadamard, g.device)
+            signs, first = sign_vector(pair[0], pair[1], hadamard, g.device), (pair[0], STREAMS * pair[1])
 
         def stream(i: int) -> dict[str, Any]:
-            random: Any = None
-            if drawn is not None:
-                random = 0, i, drawn[:2]
-            elif pair is not None:
-                random = pair[0], STREAMS * pair[1] + i
+            random = None if first is None else (first[0], first[1] + i, *first[2:])
             return {"hadamard": hadamard, "signs": signs, "random": random}
 
         product: Any = {"dtype": grad.dtype, "exact": False, "outside": outside}
