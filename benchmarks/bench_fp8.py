@@ -1,17 +1,19 @@
 """FP8 quantization and products against what else runs on the same GPU, in the same run.
 
-    python benchmarks/bench_fp8.py [--only quantize hadamard_quantize gemm layer]   # results/bench_fp8-<gpu>.json
+    python benchmarks/bench_fp8.py [--only quantize both_ways gemm ...]   # results/bench_fp8-<gpu>.json
     python benchmarks/bench_fp8.py --tune [--only ...]   # times every candidate plan, prints lines for tuned.py
     python benchmarks/bench_fp8.py --bars FILE           # no GPU: what a results file says about each aim
 
 op "quantize" reads n x n bfloat16 and writes e4m3 and scales; its floor is 3 bytes an element at the copy's speed.
 Peers: two_pass, GridQuant's scheme (a 256 x 256 block in 32 x 32 pieces, read for the maximum and again for the codes),
-and read_twice, our other plan of that block. op "hadamard_quantize" has the same floor; two_ops is the transform and
-then the quantization. op "gemm" multiplies quantized operands; its floor is reading the weight. Peers: bf16 (F.linear),
-cuBLAS with one scale a tensor and fast accumulation, cuBLAS with 1 x 128 by 128 x 128 scales, every backend of ours, of
-which triton_splitk is the decode scheme of GridQuant's authors. op "layer" quantizes the activations and multiplies, as
-Fp8Linear does. Peers: bf16, two kernels, cuBLAS behind the same quantizer, and the parts alone, all replayed in turn.
-`error` is relative, to float64 of the dequantized operands (quantize: 0 if the bits are the reference's, else 1).
+and read_twice, our other plan of that block. op "both_ways" writes the transpose's codes, too: 4 bytes an element.
+Peers: Triton's kernel, and two of "quantize", the second of a transpose that lies ready. op "hadamard_quantize" has the
+floor of "quantize"; two_ops is the transform and then the quantization. op "gemm" multiplies quantized operands; its
+floor is reading the weight. Peers: bf16 (F.linear), cuBLAS with one scale a tensor and fast accumulation, cuBLAS with 1
+x 128 by 128 x 128 scales, every backend of ours, of which triton_splitk is the decode scheme of GridQuant's authors. op
+"layer" quantizes the activations and multiplies, as Fp8Linear does. Peers: bf16, two kernels, cuBLAS behind the same
+quantizer, and the parts alone, all replayed in turn. `error` is relative, to float64 of the dequantized operands
+(quantize: 0 if the bits are the reference's, else 1).
 """
 
 import argparse
@@ -40,15 +42,20 @@ from quantrot.kernels.fp8 import (  # noqa: E402
     fp8_linear,
     hadamard_quantize_fp8,
     quantize_fp8_block,
+    quantize_fp8_both_ways,
 )
 from quantrot.kernels.fp8.gemm import GEMMS  # noqa: E402
 from quantrot.kernels.fp8.reference import scale_shape  # noqa: E402
 from quantrot.kernels.fp8.tuned import BlockPlan, GemmPlan, RowPlan, TurnPlan, gemm_plan, turn_plan, up  # noqa: E402
 from quantrot.kernels.hadamard import hadamard_transform  # noqa: E402
 
-OPS = ("quantize", "hadamard_quantize", "gemm", "layer")
+OPS = ("quantize", "both_ways", "hadamard_quantize", "gemm", "layer")
 SIZES = (4096, 8192, 16384)
 BLOCKS = ((256, 256), (128, 128), (1, 128), (1, 0))
+BOTH_WAYS = {  # tokens' and gradients' matrices, and weights'
+    (1, 128): ((2048, 2048), (2048, 8192), (8192, 1024), (8192, 4096), (8192, 14336)),
+    (128, 128): ((4096, 4096), (14336, 4096)),
+}
 ORDERS = (128, 256, 512, 1024, 2048, 4096, 8192, 14336, 28672)
 BLOCK_ORDERS = (32, 64, 128)
 WEIGHTS = ((4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336))  # N, K
@@ -65,6 +72,9 @@ def cases(ops: list[str]) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     if "quantize" in ops:
         found += [("quantize", {"rows": n, "cols": n, "block": list(b)}) for b in BLOCKS for n in SIZES]
+    if "both_ways" in ops:
+        for block, shapes in BOTH_WAYS.items():
+            found += [("both_ways", {"rows": rows, "cols": cols, "block": list(block)}) for rows, cols in shapes]
     if "hadamard_quantize" in ops:
         found += [("hadamard_quantize", {"rows": (1 << 25) // n, "cols": n, "n": n, "block": [1, 128]}) for n in ORDERS]
         found += [("hadamard_quantize", {"rows": 8192, "cols": 4096, "n": n, "block": [1, 128]}) for n in BLOCK_ORDERS]
@@ -127,6 +137,28 @@ def run_quantize(case: dict[str, Any]) -> dict[str, Any]:
     same = all(torch.equal(g.view(torch.uint8), e.view(torch.uint8)) for g, e in zip(got, expected, strict=True))
     us = time_us([lambda x=x: quantize_fp8_block(x, block, "exact", transposed_scale=block == (1, 128)) for x in xs])
     return {"us": us, "floor_bytes": 3 * xs[0].numel(), "peers_us": peers, "error": float(not same)}
+
+
+def run_both_ways(case: dict[str, Any]) -> dict[str, Any]:
+    block, how = tuple(case["block"]), {"transposed_scale": case["block"] == [1, 128]}
+    xs = random_tensors((case["rows"], case["cols"]), torch.bfloat16)
+    small = xs[0][:1024, :1024]
+    got, expected = (quantize_fp8_both_ways(small, block, backend=b) for b in ("auto", "reference"))
+    same = all(torch.equal(g.view(torch.uint8), e.view(torch.uint8)) for g, e in zip(got, expected, strict=True))
+
+    def twice(x: torch.Tensor, turned: torch.Tensor) -> None:
+        for each in (x, turned):
+            quantize_fp8_block(each, block, "exact", **how)
+
+    pairs = [(x, x.T.contiguous()) for x in xs]
+    us = race_us(
+        {
+            "ours": [lambda x=x: quantize_fp8_both_ways(x, block, **how) for x in xs],
+            "triton": [lambda x=x: quantize_fp8_both_ways(x, block, backend="triton", **how) for x in xs],
+            "two_kernels": [lambda pair=pair: twice(*pair) for pair in pairs],
+        }
+    )
+    return {"us": us.pop("ours"), "floor_bytes": 4 * xs[0].numel(), "peers_us": us, "error": float(not same)}
 
 
 def run_hadamard_quantize(case: dict[str, Any]) -> dict[str, Any]:
@@ -233,6 +265,7 @@ def product_error(data: tuple, blocks: dict[str, Any]) -> float:
 
 RUN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "quantize": run_quantize,
+    "both_ways": run_both_ways,
     "hadamard_quantize": run_hadamard_quantize,
     "gemm": run_gemm,
     "layer": run_layer,

@@ -324,6 +324,18 @@ def fp8_quantize(result: Result) -> list[str]:
     return [*table, "", source(result)]
 
 
+def fp8_both_ways(result: Result) -> list[str]:
+    """A matrix a row."""
+    rows = []
+    for row in _of(result, "both_ways"):
+        case = row["case"]
+        block = " x ".join(map(str, case["block"]))
+        times = _times(row, "triton"), _times(row, "two_kernels")
+        rows.append([f"{case['rows']} x {case['cols']}", block, f"{row['us']:.1f}", _floor(row), *times])
+    head = ["matrix", "block", "us", "of the floor", "Triton / ours", "two kernels / ours"]
+    return [*grid(head, rows), "", source(result)]
+
+
 def fp8_hadamard(result: Result) -> list[str]:
     """An order a row: 2^25 elements, whole rows or blocks of 4096 columns."""
     rows = []
@@ -486,6 +498,7 @@ FILES = {  # a kind of table: its results file, without the name; the others are
     "conversion": "bench_convert",
     "hadamard_summary": "bench_hadamard",
     "fp8_quantize": "bench_fp8",
+    "fp8_both_ways": "bench_fp8",
     "fp8_hadamard": "bench_fp8",
     "fp8_gemm": "bench_fp8",
     "fp8_layer": "bench_fp8",
@@ -496,6 +509,6 @@ FILES = {  # a kind of table: its results file, without the name; the others are
 }
 KINDS = (accuracy, recipes, fp8_accuracy, conversion, mmlu, attention_error, finetune, train, model, eager)
 KINDS += (cpu, tokens)
-KINDS += (hadamard_summary, hadamard, fp8_quantize, fp8_hadamard, fp8_gemm, fp8_layer)
+KINDS += (hadamard_summary, hadamard, fp8_quantize, fp8_both_ways, fp8_hadamard, fp8_gemm, fp8_layer)
 KINDS += (mxfp4_quantize, mxfp4_gemm, mxfp4_training, mixed)
 TABLES: dict[str, Callable[[Result], list[str]]] = {kind.__name__: kind for kind in (*KINDS, attention)}

@@ -7,6 +7,7 @@ import torch
 
 from quantrot.kernels.fp8 import (
     E4M3,
+    cublas,
     dequantize_fp8_block,
     fp8_block_gemm,
     hadamard_quantize_fp8,
@@ -218,6 +219,18 @@ def test_gpu_error_at_long_k_with_outliers(backend, a_block, b_block):
         data, exact = operands(m, 512, 16384, a_block, b_block, "cuda", outliers=True)
         y = fp8_block_gemm(*data, a_block=a_block, b_block=b_block, backend=backend)
         assert relative(y, exact) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("a_block", "b_block"), cublas.PAIRS)
+def test_gpu_cublas_multiplies_what_it_supports_in_both_dtypes(a_block, b_block, dtype):
+    data, exact = operands(512, 384, 2048, a_block, b_block, "cuda", outliers=True)
+    how = {"a_block": a_block, "b_block": b_block, "out_dtype": dtype}
+    if not cublas.supports(*data, *how.values(), None):
+        pytest.skip("needs Hopper and CUDA 12.9")
+    y = fp8_block_gemm(*data, **how, backend="cublas")
+    assert y.dtype == dtype and relative(y, exact) <= MAX_RELATIVE_ERROR[dtype]
 
 
 @gpu

@@ -147,8 +147,7 @@ def quantize_fp8_both_ways(
         raise ValueError(f"block: {tuple(block)}; allowed: (1, 128), (128, 128)")
     rule = check_input("quantize_fp8_both_ways", x, block, scale_rule, backend)
     if key and _quantizer(x, backend):
-        run = partial(_both_ways, rows=block[0], columns=block[1], rule=rule, transposed_scale=transposed_scale)
-        return READY.keep(key, run, x.get_device())(x)
+        return READY.keep(key, _read_once(x, (block[0], block[1]), rule, transposed_scale, backend), x.get_device())(x)
     return torch.ops.quantrot.quantize_fp8_both_ways(x, block[0], block[1], rule, transposed_scale, backend)
 
 
@@ -283,6 +282,28 @@ def _in_one_kernel(x: Tensor, block: tuple[int, int], rule: str, transposed_scal
     return run
 
 
+def _read_once(x: Tensor, block: tuple[int, int], rule: str, transposed_scale: bool, backend: str) -> Run:
+    """`quantize_fp8_both_ways` of matrices like x on a GPU, as a function of them: by "auto" in CUDA if it can."""
+    from quantrot.kernels.fp8 import blocks, both_ways, triton
+
+    def made(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return *outputs(x, block, transposed_scale), *_turned_outputs(x, block, transposed_scale)
+
+    x = _columns_contiguous(x)
+    if backend == "auto" and x.numel() and blocks.supports(x, block):
+        quantize_x = both_ways.prepare(x, *made(x), block, rule)
+    else:
+        quantize_x = partial(triton.quantize_both_ways, square=block[0] == 128, rule=rule)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        codes = made(x)
+        if x.numel():
+            quantize_x(_columns_contiguous(x), *codes)
+        return codes
+
+    return run
+
+
 def _turned_in_one(
     x: Tensor,
     signs: Tensor | None,
@@ -370,19 +391,13 @@ def _hadamard_quantize(
 
 @implement("quantrot::quantize_fp8_both_ways")
 def _both_ways(
-    x: Tensor, rows: int, columns: int, rule: str, transposed_scale: bool, backend: str = "auto"
+    x: Tensor, rows: int, columns: int, rule: str, transposed_scale: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     block = rows, columns
     if not _quantizer(x, backend):
         q, scale, turned, turned_scale = both_ways_reference(x, block, rule)
         return q, _ordered(x, scale, transposed_scale), turned, _ordered(x, turned_scale, transposed_scale)
-    from quantrot.kernels.fp8 import triton
-
-    q, scale = outputs(x, block, transposed_scale)
-    turned, turned_scale = _turned_outputs(x, block, transposed_scale)
-    if x.numel():
-        triton.quantize_both_ways(_columns_contiguous(x), q, scale, turned, turned_scale, rows == 128, rule)
-    return q, scale, turned, turned_scale
+    return _read_once(x, block, rule, transposed_scale, backend)(x)
 
 
 @torch.library.register_fake("quantrot::quantize_fp8_block")

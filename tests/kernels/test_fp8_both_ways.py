@@ -1,0 +1,141 @@
+"""A matrix and its transpose quantized by one CUDA kernel: emulated on the host, and run on a GPU, against the
+reference's bits."""
+
+import ctypes
+
+import pytest
+import torch
+
+from quantrot.kernels.fp8 import E4M3, blocks, both_ways, quantize_fp8_both_ways
+from quantrot.kernels.fp8.both_ways import Arguments
+from quantrot.kernels.fp8.reference import both_ways_reference, scale_shape
+from tests.kernels.test_fp8_blocks import bits, blocks_of_everything, every_quotient, large_matrix
+
+ROW, SQUARE = (1, 128), (128, 128)
+gpu = pytest.mark.gpu
+RUN = """
+static std::string message;
+extern "C" const char* run(const quantrot::BothWaysArgs* args, unsigned tiles, unsigned seed) {{
+  const emulator::Dim3 grid{{tiles, 1, 1}};
+  message = emulator::launch(grid, 1, {threads}, {shared}, seed, [&] {{ quantrot::{call}(*args); }});
+  return message.c_str();
+}}
+"""
+
+
+def library_of(emulated, block, dtype, rule, edit=str):
+    source = edit(both_ways.source(block, dtype, rule))
+    run = RUN.format(call=both_ways.call(block, dtype), threads=both_ways.THREADS, shared=both_ways.SHARED)
+    library = emulated(source[: source.index('extern "C" __global__')] + run)
+    library.run.restype = ctypes.c_char_p
+    return library
+
+
+def emulate(library, x, block, seed=0, turned_scales=True):
+    """(what the emulator says, the outputs), which held something else before; x's rows may lie apart."""
+    padded = torch.Size((x.shape[1], -(-x.shape[0] // 128) * 128))
+    q, turned = (torch.full(shape, 0.5).to(E4M3) for shape in (x.shape, padded))
+    scale, turned_scale = (torch.full(scale_shape(t.shape, block), 7.0) for t in (q, turned))
+    if turned_scales:
+        scale, turned_scale = (t.T.contiguous().T for t in (scale, turned_scale))
+    strides = *scale.stride(), *turned_scale.stride()
+    places = (t.data_ptr() for t in (x, q, turned, scale, turned_scale))
+    args = Arguments(*places, x.stride(0), *strides, *x.shape, padded[1])
+    says = library.run(ctypes.byref(args), blocks.squares(*x.shape, (128, 128)), seed)
+    return says, (q, scale, turned, turned_scale)
+
+
+def same(got, expected):
+    return all(torch.equal(bits(a.contiguous()), bits(b.contiguous())) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype", "rule"),
+    [
+        (ROW, torch.bfloat16, "exact"),
+        (ROW, torch.float16, "bf16"),
+        (ROW, torch.bfloat16, "pow2"),
+        (SQUARE, torch.bfloat16, "exact"),
+        (SQUARE, torch.float16, "exact"),
+    ],
+)
+def test_emulated_bits_are_the_references(emulated, block, dtype, rule):
+    library, x = library_of(emulated, block, dtype, rule), blocks_of_everything(128, dtype)
+    apart = torch.full((x.shape[0], x.shape[1] + 16), float("nan"), dtype=dtype)
+    apart[:, : x.shape[1]] = x
+    for part, seed in ((apart[:, : x.shape[1]], 0), (apart[120:263, :136], 1), (x[3:4], 2)):
+        says, got = emulate(library, part, block, seed, turned_scales=seed != 1)
+        assert says == b"" and same(got, both_ways_reference(part, block, rule))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_emulated_codes_of_every_quotient_down_the_columns_are_the_references(emulated, dtype):
+    """128 largest numbers of columns, and below each, in blocks of their own, all that decides codes."""
+    found = every_quotient(dtype, 0)[:128]
+    below = found[:, : found.shape[1] // 127 * 127].T.reshape(-1, 127, 128)
+    x = torch.cat([torch.cat([found[:, :1].T, block]) for block in below])
+    says, got = emulate(library_of(emulated, ROW, dtype, "exact"), x, ROW)
+    assert says == b"" and same(got, both_ways_reference(x, ROW, "exact"))
+
+
+def test_nothing_is_read_before_the_kernel_in_front_has_ended(emulated, loads_that_wait):
+    x, reads = torch.ones(128, 128).bfloat16(), "grid_wait();\n  Vec v[8]"
+    assert both_ways.source(ROW, x.dtype, "exact").count(reads) == 1
+    early = library_of(emulated, ROW, x.dtype, "exact", lambda s: loads_that_wait(s.replace(reads, "Vec v[8]")))
+    assert emulate(library_of(emulated, ROW, x.dtype, "exact", loads_that_wait), x, ROW)[0] == b""
+    assert b"before grid_wait" in emulate(early, x, ROW)[0]
+
+
+@pytest.mark.parametrize(("dtype", "rule"), [(torch.bfloat16, "exact"), (torch.float16, "bf16")])
+def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda, dtype, rule):
+    for block in (ROW, SQUARE):
+        made = compiled_cuda(both_ways.source(block, dtype, rule))
+        assert made.spilled == [0], made.log
+
+
+def on_gpu(t):
+    return t.contiguous().view(torch.uint8)
+
+
+@gpu
+@pytest.mark.parametrize("rule", ["exact", "bf16", "pow2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [ROW, SQUARE])
+def test_gpu_bits_are_the_references(block, dtype, rule):
+    x = large_matrix(dtype)
+    apart = torch.full((x.shape[0], x.shape[1] + 24), float("nan"), dtype=dtype, device="cuda")
+    part = apart[:, 8 : 8 + x.shape[1]].copy_(x)
+    if not blocks.supports(part, block):
+        pytest.skip("needs sm_90 and cuda.core")
+    expected = both_ways_reference(x, block, rule)
+    for given in (x.cuda(), part):
+        for turned in (False, True):
+            first = quantize_fp8_both_ways(given, block, rule, transposed_scale=turned)
+            assert same(first, expected)
+            for _ in range(20):
+                again = quantize_fp8_both_ways(given, block, rule, transposed_scale=turned)
+                assert all(torch.equal(on_gpu(a), on_gpu(b)) for a, b in zip(again, first, strict=True))
+
+
+@gpu
+def test_gpu_waits_for_the_kernel_that_writes_its_input_and_the_one_that_reads_its_codes():
+    given = [large_matrix().cuda().roll(i, 0) for i in range(8)]
+    if not blocks.supports(given[0], ROW):
+        pytest.skip("needs sm_90 and cuda.core")
+    expected = [quantize_fp8_both_ways(x) for x in given]
+    x, codes = torch.empty_like(given[0]), [torch.empty_like(t) for t in expected[0]]
+    kept, run = [[torch.empty_like(t) for t in codes] for _ in given], both_ways.prepare(x, *codes, ROW, "exact")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for source, copies in zip(given, kept, strict=True):
+            x.copy_(source)
+            run(x, *codes)
+            for copy, made in zip(copies, codes, strict=True):
+                copy.view(torch.uint8).copy_(made.view(torch.uint8))
+            run(source, *codes)
+    for _ in range(10):
+        graph.replay()
+        for got, want in zip(kept, expected, strict=True):
+            for g, e in zip(got, want, strict=True):
+                assert torch.equal(on_gpu(g), on_gpu(e))
+                g.view(torch.uint8).fill_(1)
