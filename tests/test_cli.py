@@ -50,6 +50,27 @@ def test_the_surface_is_frozen(command):
     assert options == set(OPTIONS[command].split())
 
 
+@pytest.mark.parametrize("command", OPTIONS)
+def test_an_option_of_one_value_is_given_once(command):
+    import typer.main
+
+    found = typer.main.get_command(app)
+    for word in command.split():
+        found = found.commands[word]
+    options = [p for p in found.params if p.param_type_name == "option"]
+    model = ["x"] * (len(found.params) - len(options))
+    for option in (p for p in options if not (p.is_flag or p.multiple)):
+        others = [word for p in options if p.required and p is not option for word in (p.opts[0], "1")]
+        name, short = option.opts[0], option.opts[-1]
+        done = run(app, [*command.split(), *model, *others, name, "1", short, "1"])
+        assert done.exit_code == 2 and done.stderr == f"error: {name} is given 2 times; give it once\n"
+
+
+def test_an_option_of_several_values_is_given_again(source, tmp_path):
+    words = [word for _ in range(2) for word in ("--calibration", str(tmp_path / "no.txt"))]
+    assert "no.txt: cannot be read" in run(app, ["plan", source, "-r", "mxfp4-w4a8-gptq", *words]).stderr
+
+
 def test_convert_inspect_verify(source, tmp_path):
     out = str(tmp_path / "out")
     result = run(app, ["convert", source, "-r", "quarot-mxfp4", "-o", out])

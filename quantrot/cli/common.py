@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from quantrot.process import Progress, size
 
@@ -29,6 +30,22 @@ Texts = Annotated[
 Windows = Annotated[int | None, typer.Option("--windows", help="Windows of --calibration's text; 32 by default.")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in one of them; 512 by default.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Chunks at a time; all CPUs by default.")]
+
+
+class Command(TyperCommand):
+    """Refuses an option of one value that is given twice, of which the parser takes the last."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)  # parsing empties it
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            _, _, given = self.make_parser(ctx).parse_args(words)
+            for param in given:
+                single = isinstance(param, TyperOption) and not (param.multiple or param.is_flag)
+                if single and given.count(param) > 1:
+                    raise ValueError(f"{param.opts[0]} is given {given.count(param)} times; give it once")
+        return rest
+
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

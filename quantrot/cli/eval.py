@@ -28,7 +28,7 @@ Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bflo
 Output = Annotated[Path | None, typer.Option("--output", help="Write the whole result to this JSON file.")]
 
 
-@app.command()
+@app.command(cls=common.Command)
 def mmlu(
     model: Model,
     fewshot: Annotated[int, typer.Option(help="Examples before each question, 0 to 5.")] = 5,
@@ -209,7 +209,7 @@ def _recipes(
         raise failed
 
 
-@app.command()
+@app.command(cls=common.Command)
 def ppl(
     model: Model,
     text: Text = None,
@@ -240,7 +240,7 @@ def ppl(
         _note_nan(result.ppl)
 
 
-@app.command()
+@app.command(cls=common.Command)
 def compare(
     model: Model,
     baseline: Annotated[str, typer.Option(help="The model to compare with, usually the unconverted one.")],

@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from quantrot.cli import convert, eval, inspect, learn, plan, recipes, verify
+from quantrot.cli.common import Command
 
 
 @contextmanager
@@ -72,11 +73,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-app.command("convert")(convert.command)
-app.command("plan")(plan.command)
-app.command("learn")(learn.command)
-app.command("verify")(verify.command)
-app.command("inspect")(inspect.command)
+app.command("convert", cls=Command)(convert.command)
+app.command("plan", cls=Command)(plan.command)
+app.command("learn", cls=Command)(learn.command)
+app.command("verify", cls=Command)(verify.command)
+app.command("inspect", cls=Command)(inspect.command)
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(eval.app, name="eval")
 

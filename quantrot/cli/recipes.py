@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from quantrot.cli.common import table
+from quantrot.cli.common import Command, table
 
 app = typer.Typer(help="Recipes: list them, show one, or print the JSON schema.", invoke_without_command=True)
 
@@ -19,7 +19,7 @@ def main(context: typer.Context) -> None:
         table("Shipped recipes", ["name", "what it does (engines)"], rows)
 
 
-@app.command()
+@app.command(cls=Command)
 def show(name: Annotated[str, typer.Argument(help="A shipped recipe.")]) -> None:
     """Print a shipped recipe: a good start for your own."""
     from quantrot.recipe import SHIPPED, did_you_mean, shipped_recipes
@@ -32,7 +32,7 @@ def show(name: Annotated[str, typer.Argument(help="A shipped recipe.")]) -> None
     print((SHIPPED / f"{name}.yaml").read_text(encoding="utf-8"), end="")
 
 
-@app.command()
+@app.command(cls=Command)
 def schema() -> None:
     """Print the JSON schema, for completion in editors (yaml-language-server: $schema=...)."""
     import json

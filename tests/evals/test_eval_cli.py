@@ -211,7 +211,7 @@ def test_recipes_are_compared_with_the_first_on_the_same_questions(run, mmlu_dir
     assert json.loads((tmp_path / "r.json").read_text())["results"] == report["results"]
     (tmp_path / "two" / "config.json").write_text("{} ")
     assert [name for name, _, _ in run("mmlu", one, "--recipes", "bf16,fp8-attention", *args)[1]] == [two]
-    assert len(run("mmlu", one, "--recipes", "bf16,fp8-attention", *args, "--limit", 1)[1]) == 2
+    assert len(run("mmlu", one, "--recipes", "bf16,fp8-attention", *args[:2], "--limit", 1, *args[4:])[1]) == 2
 
 
 def test_a_table_takes_no_other_files_place(run, mmlu_dir, model_dir, tmp_path):
