@@ -42,7 +42,7 @@ from quantrot.modules import quantize_dequantize
 from quantrot.modules.linear import fused_hadamard
 from quantrot.plan import Plan
 from quantrot.plan import plan as make_plan
-from quantrot.process import Progress
+from quantrot.process import Progress, counted
 from quantrot.recipe import RecipeLike, load_recipe
 from quantrot.rotation import block_matrices, permutation, split_gain, turn_input
 from quantrot.tokenizer import windows as cut
@@ -66,6 +66,7 @@ class Learning:
     best_step: int
     held_out: int
     seq_len: int
+    windows: int  # of the text, those held out among them
 
 
 def learn(
@@ -99,7 +100,8 @@ def learn(
     if len(ids) <= held_out:
         remedy = "a longer text" if windows is None or len(ids) < windows else "more windows"
         raise ValueError(
-            f"text: {len(ids)} windows of {seq_len} tokens, {held_out} are held out; give {remedy} or less held_out"
+            f"text: {counted(len(ids), 'window')} of {seq_len} tokens, {held_out} are held out; give {remedy} or less "
+            "held_out"
         )
     order = torch.randperm(len(ids) - held_out, generator=torch.Generator().manual_seed(seed)).tolist()
     turns = Turns(plan, network.device)
@@ -132,7 +134,7 @@ def learn(
     if ended is not None:
         ended.add_note(f"{target} holds the best matrices until this error, those of step {step}")
         raise ended
-    return Learning(target, tuple(best), *kl, step, held_out, seq_len)
+    return Learning(target, tuple(best), *kl, step, held_out, seq_len, len(ids))
 
 
 def _keep(target: Path, matrices: dict[str, Tensor], about: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ from quantrot.modules import (
     few_tokens,
 )
 from quantrot.modules.masks import leave_masks_out
+from quantrot.process import counted
 from quantrot.source import open_source
 from quantrot.tokenizer import open_tokenizer
 
@@ -88,7 +89,7 @@ def load(
         raise ValueError(f"{weights}: its tensors are not those of {MANIFEST}: {error!s:.300}; convert again") from None
     missing = [name for name, p in model.named_parameters() if p.device.type == "meta" and not _offloaded(name, placed)]
     if missing:
-        raise ValueError(f"{root}: {len(missing)} tensors are not in its shards, e.g. {missing[0]}; convert again")
+        raise ValueError(f"{root}: its shards lack {counted(len(missing), 'tensor')}, e.g. {missing[0]}; convert again")
     model.tie_weights()
     for layer in model.model.layers:
         if isinstance(layer.self_attn, QuantizedAttention):

@@ -38,6 +38,7 @@ from quantrot.checkpoint import (
 from quantrot.device import device_type
 from quantrot.formats import LinearFormat
 from quantrot.llama import EMBEDDING, HEAD, Linear, Llama
+from quantrot.process import counted
 from quantrot.recipe import ONLINE, ROTATIONS, Recipe, RecipeLike, Rule, load_recipe
 from quantrot.rotation import Rotation, by_gain, checksum, of_heads, rotation_from_spec
 from quantrot.source import Source, copied_files, open_source
@@ -327,7 +328,9 @@ def _calibrated(
         errors.append(str(error))
         return None, None
     if len(windows) < (calibration.windows or 0):
-        notes.append(f"calibration: its text has {len(windows)} windows, {calibration.windows} were asked for")
+        notes.append(
+            f"calibration: its text has {counted(len(windows), 'window')}, {calibration.windows} were asked for"
+        )
     return replace(calibration, windows=len(windows)), windows
 
 

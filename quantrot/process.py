@@ -1,5 +1,5 @@
 """The process that works: the CPUs it may use, the memory it has taken, whom it tells how far it is, and how it writes
-sizes."""
+sizes and counts."""
 
 import os
 import resource
@@ -27,3 +27,8 @@ def size(nbytes: float) -> str:
             break
         nbytes, unit = nbytes / 1000, larger
     return f"{nbytes:.3g} {unit}" if nbytes < 999.5 else f"{nbytes:.0f} {unit}"
+
+
+def counted(number: int, what: str) -> str:
+    """1 window, 2 windows."""
+    return f"{number} {what}{'s' * (number != 1)}"

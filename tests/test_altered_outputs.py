@@ -134,6 +134,6 @@ def test_output_without_a_tensor_is_not_loaded(converted, tmp_path):
     out = shutil.copytree(converted, tmp_path / "out")
     tensors(lambda found: found.pop(Q_PROJ))(out)
     with pytest.raises(
-        ValueError, match=r"out: 1 tensors are not in its shards, e\.g\. model\.layers\.0\.self_attn\.q_proj\."
+        ValueError, match=r"out: its shards lack 1 tensor, e\.g\. model\.layers\.0\.self_attn\.q_proj\."
     ):
         quantrot.load(out, device_map="cpu", check_hashes=False)

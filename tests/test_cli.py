@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from quantrot.cli.common import parse_size, size
 from quantrot.cli.main import app
+from quantrot.process import counted
 
 run = CliRunner().invoke
 
@@ -140,6 +141,12 @@ def test_numbers_of_a_text_that_is_not_there_are_refused(source, tmp_path, comma
 def test_sizes_are_written():
     shown = {12: "12 bytes", 34_500: "34.5 KB", 999.7e6: "1 GB", 1.5e9: "1.5 GB", 1.5e12: "1.5 TB", 1.5e15: "1500 TB"}
     assert [size(n) for n in shown] == list(shown.values())
+
+
+def test_one_of_something_is_one(source):
+    assert [counted(n, "window") for n in (0, 1, 2)] == ["0 windows", "1 window", "2 windows"]
+    planned = run(app, ["plan", source, "-r", "fp8-block", "--threads", "1"]).stdout
+    assert " steps, 1 shard: " in planned and "with 1 thread\n" in planned
 
 
 @pytest.mark.parametrize("command", [["recipes"], ["recipes", "show", "mxfp4"]])

@@ -352,8 +352,9 @@ def test_from_the_command_line(source, tmp_path):
     (tmp_path / "start.yaml").write_text(json.dumps(START))
     run = ["learn", str(source), "-r", str(tmp_path / "start.yaml"), "-o", str(tmp_path / "r #1.safetensors")]
     run += ["--text", str(tmp_path / "text.txt"), "--steps", "2", "--seq-len", "32", "--held-out", "2"]
-    result = CliRunner().invoke(app, run)
+    result = CliRunner().invoke(app, [*run, "--windows", "100000"])
     assert result.exit_code == 0 and "KL of what was learned" in result.output, result.output
+    assert "the text has 20 windows, 100000 were asked for\n" in result.stderr
     fragment = result.output.partition("in the recipe:\n")[2]
     assert "  R1: {kind: learned, block: 16, channels: by-gain}\n" in fragment
     (tmp_path / "use.yaml").write_text(fragment + "linear: " + json.dumps(START["linear"]))

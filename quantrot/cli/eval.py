@@ -12,6 +12,7 @@ import typer
 
 from quantrot.cli import common
 from quantrot.cli.common import count_progress, note, table
+from quantrot.process import counted
 from quantrot.source import open_source
 
 if TYPE_CHECKING:
@@ -323,7 +324,7 @@ def _windows(model: Any, tokenizer: Any, text: str, seq_len: int, limit: int | N
 
 
 def _extent(result: Any) -> str:
-    return f"{result.windows} windows of {result.seq_len} tokens"
+    return f"{counted(result.windows, 'window')} of {result.seq_len} tokens"
 
 
 def _print_mmlu(name: str, result: Mmlu, against: Mmlu | None, difference: Paired | None) -> None:

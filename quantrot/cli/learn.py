@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantrot.cli.common import Model, Recipe, count_progress, line, note, table
+from quantrot.process import counted
 
 if TYPE_CHECKING:
     from quantrot.learn import Learning
@@ -61,13 +62,17 @@ def command(
         for what in getattr(error, "__notes__", ()):  # what was kept
             note(what)
         raise
+    if found.windows < (windows or 0):
+        note(f"the text has {counted(found.windows, 'window')}, {windows} were asked for")
     rows = [
         ["text", origin],
         ["KL of the start, nats per token", f"{found.kl_before:.4f}"],
         ["KL of what was learned", f"{found.kl_after:.4f}"],
         ["best step", f"{found.best_step} of {steps}"],
     ]
-    title = f"{', '.join(found.names)} -> {output}, {found.held_out} held-out windows of {found.seq_len} tokens"
+    title = (
+        f"{', '.join(found.names)} -> {output}, {counted(found.held_out, 'held-out window')} of {found.seq_len} tokens"
+    )
     table(title, ["", ""], rows)
     line("in the recipe:\n" + _fragment(found, start))
 

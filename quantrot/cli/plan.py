@@ -18,7 +18,7 @@ from quantrot.cli.common import (
     size,
     table,
 )
-from quantrot.process import cpus
+from quantrot.process import counted, cpus
 
 if TYPE_CHECKING:
     from quantrot.plan import Plan
@@ -55,9 +55,9 @@ def show(planned: "Plan", threads: int) -> None:
     if (planned.recipe.attention, planned.recipe.kv_cache) != ("bf16", "bf16"):
         out.print(f"attention: {planned.recipe.attention}; KV cache: {planned.recipe.kv_cache}; both at run time")
     sizes = f"{size(planned.source_bytes)} -> {size(planned.output_bytes)}"
-    out.print(f"{len(planned.steps)} steps, {len(planned.shards)} shard(s): {sizes}")
+    out.print(f"{counted(len(planned.steps), 'step')}, {counted(len(planned.shards), 'shard')}: {sizes}")
     held = f", {size(planned.calibration_bytes(threads))} of it for calibration" if planned.calibration else ""
-    out.print(f"predicted peak memory {size(planned.peak_bytes(threads))} with {threads} threads{held}")
+    out.print(f"predicted peak memory {size(planned.peak_bytes(threads))} with {counted(threads, 'thread')}{held}")
     for note in planned.notes:
         line(f"note: {note}")
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from quantrot.cli.common import count_progress, line, table
+from quantrot.process import counted
 
 WORST = 10
 
@@ -38,7 +39,7 @@ def command(
         ["perplexity, source -> converted", f"{d.baseline_ppl:.3f} -> {d.ppl:.3f}"],
         ["largest logit error / largest logit", f"{d.max_logit_error:.2e}"],
     ]
-    table(f"{output}, {d.windows} windows of {d.seq_len} tokens, float32", ["", ""], rows)
+    table(f"{output}, {counted(d.windows, 'window')} of {d.seq_len} tokens, float32", ["", ""], rows)
     worst = sorted(found.layers, key=lambda layer: layer.sqnr_db)[:WORST]
     if worst:
         rows = [

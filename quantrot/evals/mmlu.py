@@ -15,6 +15,7 @@ from quantrot.evals.beginnings import share_beginnings
 from quantrot.evals.logits import Count, text_config
 from quantrot.evals.mmlu_data import read_data
 from quantrot.evals.statistics import Paired, paired
+from quantrot.process import counted
 
 SEED = 1234  # lm-eval's own default; MMLU draws nothing at random, so it changes no number
 
@@ -55,7 +56,8 @@ class Mmlu:
     @property
     def cut(self) -> str:
         """What `truncated` says, in words. A question is one prompt or several."""
-        return f"{self.truncated} prompts were cut from the left: the model's context is shorter than they are"
+        some = f"{counted(self.truncated, 'prompt')} {'was' if self.truncated == 1 else 'were'} cut from the left"
+        return f"{some}: the model's context is shorter"
 
 
 def mmlu(

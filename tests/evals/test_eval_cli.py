@@ -378,7 +378,7 @@ def test_a_terminated_comparison_leaves_no_conversions(mmlu_dir, model_dir, tmp_
 
 
 def test_a_table_says_whose_prompts_were_cut():
-    from dataclasses import fields
+    from dataclasses import fields, replace
 
     from quantrot.evals.mmlu import Mmlu, Score
     from quantrot.evals.recipes import Row, markdown
@@ -388,6 +388,7 @@ def test_a_table_says_whose_prompts_were_cut():
     )
     text = markdown("m", [Row("bf16", whole, None), Row("mxfp4", cut, None)], [])
     assert "mxfp4: 114 prompts were cut from the left" in text and "bf16: " not in text and "ended" not in text
+    assert replace(cut, truncated=1).cut.startswith("1 prompt was cut from the left: ")
 
 
 def test_options_of_recipes_alone(run, mmlu_dir, model_dir, tmp_path):
