@@ -480,6 +480,9 @@ class KVCache(Cache):
 
     config: of the model; the number of layers is read from it. ValueError for a kind that does not exist, or a model
     with a sliding window or layers that are no attention, whose states transformers' own caches know.
+
+    A static cache that is full raises on a CPU. On a GPU, where its count would have to be waited for, a decoding
+    kernel stores nothing and gives NaN, and a prompt that is too long fails in torch: make room for all tokens.
     """
 
     def __init__(self, kind: Kind, config: Any, max_cache_len: int | None = None) -> None:
