@@ -7,8 +7,8 @@ from torch import Tensor
 
 NEEDS = (
     "Hopper, CUDA 12.9 or later, blocks 1 x 128 by 128 x 128, 1 x 128 by 1 x 128, 128 x 128 by 1 x 128 or (1, 0) by "
-    "(1, 0), 16-byte aligned rows, K a multiple of 512 (16 for (1, 0)), N of 16, a bfloat16 or float16 result and a "
-    "bias of its dtype, or with blocks a float32 result without one; M a multiple of 4 with 1 x 128 blocks"
+    "(1, 0), 16-byte aligned rows, M a multiple of 4 with 1 x 128 blocks, N of 16, K of 512 (128 for 1 x 128 by 1 x "
+    "128, 16 for (1, 0)), a bfloat16 or float16 result and a bias of its dtype, or with blocks float32 and no bias"
 )
 BLOCK = 128
 ROW, SQUARE = (1, BLOCK), (BLOCK, BLOCK)
@@ -40,8 +40,9 @@ def supports(
     by_row = all(block[0] == 1 and (block[1] == 0 or block[1] >= k) for block in (a_block, b_block))
     if out_dtype == torch.float32 and (by_row or bias is not None):
         return False
-    if k % (16 if by_row else 4 * BLOCK) or b.shape[0] % 16 or not (by_row or (a_block, b_block) in PAIRS):
-        return False  # 4 blocks: the scales' rows are 16-byte aligned
+    step = 16 if by_row else 4 * BLOCK if SQUARE in (a_block, b_block) else BLOCK
+    if k % step or b.shape[0] % 16 or not (by_row or (a_block, b_block) in PAIRS):
+        return False  # 4 blocks: the scales' rows are 16-byte aligned, or cuBLAS reads wrong ones
     if a_block == ROW and a.shape[0] % 4:  # likewise: cuBLAS 13.0 answers "not supported"
         return False
     return all(x.stride() == (k, 1) and x.data_ptr() % 16 == 0 for x in (a, b))
