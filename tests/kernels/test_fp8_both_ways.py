@@ -8,7 +8,7 @@ import torch
 
 from quantrot.kernels.fp8 import E4M3, blocks, both_ways, quantize_fp8_both_ways
 from quantrot.kernels.fp8.both_ways import Arguments
-from quantrot.kernels.fp8.reference import both_ways_reference, scale_shape
+from quantrot.kernels.fp8.reference import both_ways_reference, quantize_reference, scale_shape
 from tests.kernels.test_fp8_blocks import bits, blocks_of_everything, every_quotient, large_matrix
 
 ROW, SQUARE = (1, 128), (128, 128)
@@ -57,6 +57,8 @@ def same(got, expected):
         (ROW, torch.bfloat16, "pow2"),
         (SQUARE, torch.bfloat16, "exact"),
         (SQUARE, torch.float16, "exact"),
+        (SQUARE, torch.float32, "exact"),
+        (SQUARE, torch.float32, "pow2"),
     ],
 )
 def test_emulated_bits_are_the_references(emulated, block, dtype, rule):
@@ -78,18 +80,48 @@ def test_emulated_codes_of_every_quotient_down_the_columns_are_the_references(em
     assert says == b"" and same(got, both_ways_reference(x, ROW, "exact"))
 
 
+def around_every_tie() -> torch.Tensor:
+    """float32 blocks of 128 x 128, of normal and of the least numbers: beside a largest, what its scale makes of every
+    middle of two codes, and the numbers next to that."""
+    codes = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
+    middles = (codes[:-1] + codes[1:]) / 2
+    tiles = []
+    for i, exponent in enumerate((0, 100, -100, -117, -126)):
+        largest = (1 + torch.rand(1, generator=torch.Generator().manual_seed(i))) * 2.0**exponent
+        scale = quantize_reference(largest[:, None], (1, 1), "exact")[1][0]
+        at = middles * scale
+        near = torch.cat([at, at.nextafter(torch.tensor(torch.inf)), at.nextafter(torch.tensor(0.0)), -at])
+        tile = near.clamp(-largest, largest).repeat(33)[: 128 * 128]
+        tiles.append(torch.cat([largest, tile[1:]]).view(128, 128))
+    return torch.cat(tiles)
+
+
+def test_emulated_float32_codes_around_every_tie_are_the_references(emulated):
+    x = around_every_tie()
+    says, got = emulate(library_of(emulated, SQUARE, x.dtype, "exact"), x, SQUARE)
+    assert says == b"" and same(got, both_ways_reference(x, SQUARE, "exact"))
+
+
+@gpu
+def test_gpu_float32_codes_around_every_tie_are_the_references():
+    x = around_every_tie()
+    if not both_ways.supports(x.cuda(), SQUARE):
+        pytest.skip("needs sm_90 and cuda.core")
+    assert same(quantize_fp8_both_ways(x.cuda(), SQUARE), both_ways_reference(x, SQUARE, "exact"))
+
+
 def test_nothing_is_read_before_the_kernel_in_front_has_ended(emulated, loads_that_wait):
-    x, reads = torch.ones(128, 128).bfloat16(), "grid_wait();\n  Vec v[8]"
+    x, reads = torch.ones(128, 128).bfloat16(), "grid_wait();\n  Vec x[8][1]"
     assert both_ways.source(ROW, x.dtype, "exact").count(reads) == 1
-    early = library_of(emulated, ROW, x.dtype, "exact", lambda s: loads_that_wait(s.replace(reads, "Vec v[8]")))
+    early = library_of(emulated, ROW, x.dtype, "exact", lambda s: loads_that_wait(s.replace(reads, "Vec x[8][1]")))
     assert emulate(library_of(emulated, ROW, x.dtype, "exact", loads_that_wait), x, ROW)[0] == b""
     assert b"before grid_wait" in emulate(early, x, ROW)[0]
 
 
 @pytest.mark.parametrize(("dtype", "rule"), [(torch.bfloat16, "exact"), (torch.float16, "bf16")])
 def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda, dtype, rule):
-    for block in (ROW, SQUARE):
-        made = compiled_cuda(both_ways.source(block, dtype, rule))
+    for block, of in ((ROW, dtype), (SQUARE, dtype), (SQUARE, torch.float32)):
+        made = compiled_cuda(both_ways.source(block, of, rule))
         assert made.spilled == [0], made.log
 
 
@@ -99,13 +131,14 @@ def on_gpu(t):
 
 @gpu
 @pytest.mark.parametrize("rule", ["exact", "bf16", "pow2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block", [ROW, SQUARE])
+@pytest.mark.parametrize(
+    ("block", "dtype"), [(b, d) for b in (ROW, SQUARE) for d in both_ways.DTYPES if b == SQUARE or d != torch.float32]
+)
 def test_gpu_bits_are_the_references(block, dtype, rule):
     x = large_matrix(dtype)
     apart = torch.full((x.shape[0], x.shape[1] + 24), float("nan"), dtype=dtype, device="cuda")
     part = apart[:, 8 : 8 + x.shape[1]].copy_(x)
-    if not blocks.supports(part, block):
+    if not both_ways.supports(part, block):
         pytest.skip("needs sm_90 and cuda.core")
     expected = both_ways_reference(x, block, rule)
     for given in (x.cuda(), part):
@@ -120,7 +153,7 @@ def test_gpu_bits_are_the_references(block, dtype, rule):
 @gpu
 def test_gpu_waits_for_the_kernel_that_writes_its_input_and_the_one_that_reads_its_codes():
     given = [large_matrix().cuda().roll(i, 0) for i in range(8)]
-    if not blocks.supports(given[0], ROW):
+    if not both_ways.supports(given[0], ROW):
         pytest.skip("needs sm_90 and cuda.core")
     expected = [quantize_fp8_both_ways(x) for x in given]
     x, codes = torch.empty_like(given[0]), [torch.empty_like(t) for t in expected[0]]
@@ -139,3 +172,16 @@ def test_gpu_waits_for_the_kernel_that_writes_its_input_and_the_one_that_reads_i
             for g, e in zip(got, want, strict=True):
                 assert torch.equal(on_gpu(g), on_gpu(e))
                 g.view(torch.uint8).fill_(1)
+
+
+@gpu
+def test_the_sanitizer_finds_nothing(sanitized):
+    """Ragged tiles: their maxima, reciprocals and turned codes are other threads'."""
+    sanitized(
+        "import torch\n"
+        "from quantrot.kernels.fp8 import quantize_fp8_both_ways\n"
+        "x = torch.ones(300, 200, device='cuda')\n"
+        "for dtype, block in ((torch.bfloat16, (1, 128)), (torch.bfloat16, (128, 128)), (torch.float32, (128, 128))):\n"
+        "    quantize_fp8_both_ways(x.to(dtype), block)\n"
+        "torch.cuda.synchronize()\n"
+    )

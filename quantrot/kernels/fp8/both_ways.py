@@ -14,9 +14,10 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8 import blocks
 from quantrot.kernels.ready import Run
 
+DTYPES = blocks.DTYPES | {torch.float32: "FP32"}
 TILE, THREADS = 128, 256
 SHARED = THREADS // 32 * TILE * 2 + TILE * 8 + TILE * TILE  # largest magnitudes, reciprocals, codes
-RESIDENT = 3  # thread blocks that a multiprocessor must have room for
+RESIDENT = {2: 3, 4: 2}  # thread blocks that a multiprocessor must have room for, by an element's bytes
 ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) both_ways(
     const __grid_constant__ quantrot::BothWaysArgs args) {{
   quantrot::{call}(args);
@@ -43,14 +44,24 @@ class Arguments(ctypes.Structure):
 
 
 def call(block: tuple[int, int], dtype: torch.dtype) -> str:
-    """The device function, with its template arguments."""
-    return f"both_ways_kernel<quantrot::{blocks.DTYPES[dtype]}, {str(block[0] == TILE).lower()}>"
+    """The device function, with its template argument."""
+    return f"{'squares' if block[0] == TILE else 'rows'}_both_ways<quantrot::{DTYPES[dtype]}>"
 
 
-def source(block: tuple[int, int], dtype: torch.dtype, rule: str, resident: int = RESIDENT) -> str:
+def source(block: tuple[int, int], dtype: torch.dtype, rule: str) -> str:
     shared = nvrtc.sources("hopper", "hadamard/words", "fp8/blocks", "fp8/both_ways")
-    entry = ENTRY.format(threads=THREADS, resident=resident, call=call(block, dtype))
+    entry = ENTRY.format(threads=THREADS, resident=RESIDENT[dtype.itemsize], call=call(block, dtype))
     return f"#define SCALE_RULE {blocks.SCALE_RULES.index(rule) + 1}\n{blocks.CACHE_HINTS}{shared}{entry}"
+
+
+def supports(x: Tensor, block: tuple[int, int]) -> bool:
+    """Whether `prepare` takes x [M, K] on this device and installation."""
+    if x.dtype != torch.float32:
+        return x.numel() > 0 and blocks.supports(x, block)
+    lies_so = (
+        x.numel() > 0 and x.shape[1] % 8 == 0 and x.stride(1) == 1 and blocks.supports(x.view(torch.bfloat16), block)
+    )
+    return lies_so and block == (TILE, TILE)
 
 
 @lru_cache(maxsize=64)
@@ -61,8 +72,8 @@ def _kernel(block: tuple[int, int], dtype: torch.dtype, rule: str, device: int) 
 def prepare(
     x: Tensor, q: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, block: tuple[int, int], rule: str
 ) -> Run:
-    """x [M, K], not empty, for which `blocks.supports` holds -> codes q [M, K] and turned [K, M to 128s], contiguous,
-    and their scales; of operands like these, as a function of them."""
+    """x [M, K], for which `supports` holds -> codes q [M, K] and turned [K, M to 128s], contiguous, and their scales;
+    of operands like these, as a function of them."""
     (rows, columns), device = x.shape, x.get_device()
     strides = *scale.stride(), *turned_scale.stride()
     values = Arguments(None, None, None, None, None, x.stride(0), *strides, rows, columns, turned.shape[1])

@@ -284,13 +284,13 @@ def _in_one_kernel(x: Tensor, block: tuple[int, int], rule: str, transposed_scal
 
 def _read_once(x: Tensor, block: tuple[int, int], rule: str, transposed_scale: bool, backend: str) -> Run:
     """`quantize_fp8_both_ways` of matrices like x on a GPU, as a function of them: by "auto" in CUDA if it can."""
-    from quantrot.kernels.fp8 import blocks, both_ways, triton
+    from quantrot.kernels.fp8 import both_ways, triton
 
     def made(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return *outputs(x, block, transposed_scale), *_turned_outputs(x, block, transposed_scale)
 
     x = _columns_contiguous(x)
-    if backend == "auto" and x.numel() and blocks.supports(x, block):
+    if backend == "auto" and both_ways.supports(x, block):
         quantize_x = both_ways.prepare(x, *made(x), block, rule)
     else:
         quantize_x = partial(triton.quantize_both_ways, square=block[0] == 128, rule=rule)
