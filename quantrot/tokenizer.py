@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantrot.process import counted
+
 LETTERS = 8  # of a text for each token that is asked for, at first; English has four
 SPARE = 64  # tokens beside a cut that may not be the whole text's
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -69,7 +71,7 @@ def windows(
     ids = torch.tensor(_ids(tokenizer, text, None if limit is None else limit * seq_len), dtype=torch.int64)
     count = len(ids) // seq_len
     if count == 0:
-        raise ValueError(f"text: {len(ids)} tokens, one window needs {seq_len}; give {remedy}")
+        raise ValueError(f"text: {counted(len(ids), 'token')}, one window needs {seq_len}; give {remedy}")
     found = ids[: count * seq_len].view(count, seq_len)[:limit]
     if vocab_size is not None and found.max() >= vocab_size:
         raise ValueError(

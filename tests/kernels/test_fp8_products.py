@@ -13,7 +13,7 @@ from quantrot.kernels.fp8 import (
     hadamard_quantize_fp8,
     quantize_fp8_block,
 )
-from quantrot.kernels.fp8.reference import MAX_RELATIVE_ERROR
+from quantrot.kernels.fp8.reference import MAX_RELATIVE_ERROR, scale_shape
 from quantrot.orthogonal import random_signs
 
 PAIRS = [
@@ -138,6 +138,32 @@ def test_product_errors_name_the_field_and_the_remedy(change, says):
     arguments = dict(zip(("a", "a_scale", "b", "b_scale"), data, strict=True)) | change
     with pytest.raises(ValueError, match=says):
         fp8_block_gemm(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("a_block", "b_block", "m", "n", "k", "dtype", "bias", "takes"),
+    [
+        ((1, 128), (1, 128), 4, 16, 1920, torch.float32, None, True),
+        ((1, 128), (1, 128), 4, 16, 1920, torch.bfloat16, torch.bfloat16, True),
+        ((1, 128), (1, 128), 4, 16, 1920, torch.bfloat16, torch.float32, False),
+        ((1, 128), (1, 128), 4, 16, 1920, torch.float32, torch.float32, False),  # torch: no bias with float32
+        ((1, 128), (1, 128), 4, 16, 1904, torch.bfloat16, None, False),
+        ((1, 128), (1, 128), 6, 16, 1920, torch.bfloat16, None, False),
+        ((1, 128), (1, 128), 4, 24, 1920, torch.bfloat16, None, False),
+        ((1, 128), (128, 128), 4, 16, 2048, torch.float32, None, True),
+        ((1, 128), (128, 128), 4, 16, 1920, torch.bfloat16, None, False),  # it would read other scales
+        ((128, 128), (1, 128), 4, 16, 1920, torch.bfloat16, None, False),
+        ((128, 128), (128, 128), 4, 16, 2048, torch.bfloat16, None, False),
+        ((1, 0), (1, 0), 3, 16, 1904, torch.bfloat16, None, True),
+        ((1, 0), (1, 0), 4, 16, 2048, torch.float32, None, False),
+    ],
+)
+def test_cublas_is_given_what_it_multiplies_rightly(monkeypatch, a_block, b_block, m, n, k, dtype, bias, takes):
+    monkeypatch.setattr(cublas, "_available", lambda device: True)
+    a, b = (torch.zeros(rows, k, dtype=torch.uint8).view(E4M3) for rows in (m, n))
+    scales = (torch.ones(scale_shape(x.shape, block)) for x, block in ((a, a_block), (b, b_block)))
+    operands = (part for pair in zip((a, b), scales, strict=True) for part in pair)
+    assert cublas.supports(*operands, a_block, b_block, dtype, bias and torch.zeros(n, dtype=bias)) == takes
 
 
 def test_auto_takes_no_backend_whose_bits_depend_on_the_batch(monkeypatch):
