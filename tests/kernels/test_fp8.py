@@ -171,7 +171,7 @@ def test_a_row_does_not_know_its_neighbours(device):
 
 @devices
 @pytest.mark.parametrize("block", [(1, 128), (128, 128)])
-@pytest.mark.parametrize("shape", [(1, 128), (5, 130), (130, 200), (256, 256)])
+@pytest.mark.parametrize("shape", [(1, 128), (5, 130), (9, 132), (130, 200), (256, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_both_ways_is_the_quantization_of_x_and_of_its_padded_transpose(device, block, shape, dtype):
     x = randn(*shape, device=device, dtype=dtype)

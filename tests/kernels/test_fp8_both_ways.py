@@ -6,7 +6,7 @@ import ctypes
 import pytest
 import torch
 
-from quantrot.kernels.fp8 import E4M3, blocks, both_ways, quantize_fp8_both_ways
+from quantrot.kernels.fp8 import E4M3, blocks, both_ways, operators, quantize_fp8_both_ways, triton
 from quantrot.kernels.fp8.both_ways import Arguments
 from quantrot.kernels.fp8.reference import both_ways_reference, quantize_reference, scale_shape
 from tests.kernels.test_fp8_blocks import bits, blocks_of_everything, every_quotient, large_matrix
@@ -116,6 +116,31 @@ def test_nothing_is_read_before_the_kernel_in_front_has_ended(emulated, loads_th
     early = library_of(emulated, ROW, x.dtype, "exact", lambda s: loads_that_wait(s.replace(reads, "Vec x[8][1]")))
     assert emulate(library_of(emulated, ROW, x.dtype, "exact", loads_that_wait), x, ROW)[0] == b""
     assert b"before grid_wait" in emulate(early, x, ROW)[0]
+
+
+def test_float32_is_taken_in_squares_of_whole_units(monkeypatch):
+    seen = []
+    monkeypatch.setattr(blocks, "supports", lambda x, block: bool(seen.append(x.shape[1]) or True))
+    x = torch.zeros(16, 136)
+    assert both_ways.supports(x, SQUARE) and seen == [272]  # asked as of 16 bits, whose rows lie alike
+    others = (x, ROW), (x[:, :132], SQUARE), (torch.zeros(136, 16).T, SQUARE), (x[:0], SQUARE), (x[:0].half(), ROW)
+    assert not any(both_ways.supports(*other) for other in others)
+    assert both_ways.supports(x.half(), ROW) and seen[-1] == 136
+
+
+def test_auto_takes_cuda_and_kernels_are_given_rows(monkeypatch):
+    taken = []
+
+    def quantizer(*what):
+        return lambda x, *codes, **how: taken.append((*what, x.stride()))
+
+    monkeypatch.setattr(both_ways, "supports", lambda x, block: True)
+    monkeypatch.setattr(both_ways, "prepare", lambda x, *rest: quantizer("cuda", x.stride()))
+    monkeypatch.setattr(triton, "quantize_both_ways", quantizer("triton"))
+    x = torch.zeros(16, 8).bfloat16().T
+    for given, backend in ((x, "auto"), (x[:0], "auto"), (x, "triton"), (x[:0], "triton")):
+        operators._read_once(given, ROW, "exact", True, backend)(given)
+    assert taken == [("cuda", (16, 1), (16, 1)), ("triton", (16, 1))]
 
 
 @pytest.mark.parametrize(("dtype", "rule"), [(torch.bfloat16, "exact"), (torch.float16, "bf16")])

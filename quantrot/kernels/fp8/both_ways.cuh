@@ -87,7 +87,7 @@ template <int D>
 __device__ __forceinline__ void rows_both_ways(const BothWaysArgs& a) {
   const TilePart tile(a);
   grid_wait();
-  Vec x[8][1], v[8];
+  Vec x[8][1], v[8];  // as group_codes has them
   tile.load(x, a);
 #pragma unroll
   for (int i = 0; i < 8; i++) v[i] = x[i][0];
@@ -152,7 +152,7 @@ __device__ __forceinline__ void turn_bytes(u32 (&w)[4]) {
   w[2] = bytes_of(b, d, 0x5410), w[3] = bytes_of(b, d, 0x7632);
 }
 
-// Eight elements over their scale, as codes: of float32 by a division.
+// Eight elements over their scale, as codes: of float32 by a division, for there are too many to try each by every scale.
 template <int D, int W>
 __device__ __forceinline__ void square_codes(u32 (&codes)[2], const Vec (&v)[W], float scale, const Reciprocal& by) {
   if constexpr (D != FP32) {
