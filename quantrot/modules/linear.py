@@ -352,6 +352,14 @@ class QuantizedLinear(nn.Module):
         return self
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        if changed := [name for name in self.tensor_names if _changes(state.get(prefix + name), getattr(self, name))]:
+            found = ", ".join(f"{prefix}{name} is {state[prefix + name].dtype}" for name in changed)
+            stored = ", ".join(str(getattr(self, name).dtype) for name in changed)
+            rest[-1].append(  # load_state_dict's errors
+                f"{found}, not {stored}, and a cast changes its numbers; give the state_dict of a converted model as "
+                "it is, or convert the weights first"
+            )
+            return
         decoded = self.decoded()  # which assigning ends
         super()._load_from_state_dict(state, prefix, metadata, *rest)
         self._apart = self._apart or bool(metadata.get("assign_to_params_buffers"))
@@ -361,6 +369,16 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {formats.label(self.format)}"
+
+
+def _changes(given: Any, held: Tensor) -> bool:
+    """Whether numbers of a state dict would be others in the dtype that is held. Codes that became floating-point may
+    have lost bits, which does not show."""
+    if not isinstance(given, Tensor) or given.dtype == held.dtype or given.device.type == "meta":
+        return False
+    if given.is_floating_point() != held.is_floating_point():
+        return True
+    return not torch.equal(given.to(held.dtype).double(), given.double())
 
 
 def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:

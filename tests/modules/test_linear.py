@@ -156,6 +156,26 @@ def test_a_state_dict_is_decoded_again(assign):
     assert module._decoded is not None and torch.equal(module._decoded, module.dequantized(torch.float32))
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_whose_codes_were_cast_is_an_error(assign):
+    module = linear("int8", torch.float32)
+    before, state = module.dequantized(torch.float32), module.state_dict()
+    state = {name: value.float() for name, value in state.items()}  # of four bytes in an int32 the last goes
+    with pytest.raises(RuntimeError, match="weight_packed is torch.float32, not torch.int32"):
+        module.load_state_dict(state, assign=assign)
+    assert torch.equal(module.dequantized(torch.float32), before)
+
+
+def test_a_state_dict_of_wide_weights_is_an_error_and_one_of_widened_scales_none():
+    module, wide = linear("fp8", torch.float32), torch.randn(128, 256)
+    with pytest.raises(RuntimeError, match="weight is torch.float32, not torch.float8_e4m3fn"):
+        module.load_state_dict({"weight": wide}, strict=False)
+    module = linear("int8", torch.float32)
+    before, state = module.dequantized(torch.float32), module.state_dict()
+    module.load_state_dict(state | {"weight_scale": state["weight_scale"].float()})
+    assert torch.equal(module.dequantized(torch.float32), before)
+
+
 @pytest.mark.parametrize("kind", LINEARS)
 @pytest.mark.parametrize("decoded", [False, True])
 def test_type_casts_no_stored_tensor(kind, decoded):
