@@ -8,10 +8,9 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.installed
 	$(BIN)/python benchmarks/demo.py
 
-test: $(VENV)/.installed
+test: $(VENV)/.installed  # mypy takes a minute of one core: beside the tests
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/pytest -n logical --maxprocesses 8 --dist worksteal
+	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n logical --maxprocesses 8 --dist worksteal && wait $$types
 
 # The tests on the oldest versions that pyproject.toml allows, in an environment of their own (5 GB).
 oldest:
