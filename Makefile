@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.installed
 	$(BIN)/python benchmarks/demo.py
 
-test: $(VENV)/.installed  # mypy takes a minute of one core: beside the tests
+test: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n logical --maxprocesses 8 --dist worksteal && wait $$types
 

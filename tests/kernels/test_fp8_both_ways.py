@@ -110,12 +110,13 @@ def test_gpu_float32_codes_around_every_tie_are_the_references():
     assert same(quantize_fp8_both_ways(x.cuda(), SQUARE), both_ways_reference(x, SQUARE, "exact"))
 
 
-def test_nothing_is_read_before_the_kernel_in_front_has_ended(emulated, loads_that_wait):
-    x, reads = torch.ones(128, 128).bfloat16(), "grid_wait();\n  Vec x[8][1]"
-    assert both_ways.source(ROW, x.dtype, "exact").count(reads) == 1
-    early = library_of(emulated, ROW, x.dtype, "exact", lambda s: loads_that_wait(s.replace(reads, "Vec x[8][1]")))
-    assert emulate(library_of(emulated, ROW, x.dtype, "exact", loads_that_wait), x, ROW)[0] == b""
-    assert b"before grid_wait" in emulate(early, x, ROW)[0]
+@pytest.mark.parametrize(("block", "reads"), [(ROW, "Vec x[8][1]"), (SQUARE, "Vec v[8][W]")])
+def test_nothing_is_read_before_the_kernel_in_front_has_ended(emulated, loads_that_wait, block, reads):
+    x, waits = torch.ones(128, 128).bfloat16(), f"grid_wait();\n  {reads}"
+    assert both_ways.source(block, x.dtype, "exact").count(waits) == 1
+    early = library_of(emulated, block, x.dtype, "exact", lambda s: loads_that_wait(s.replace(waits, reads)))
+    assert emulate(library_of(emulated, block, x.dtype, "exact", loads_that_wait), x, block)[0] == b""
+    assert b"before grid_wait" in emulate(early, x, block)[0]
 
 
 def test_float32_is_taken_in_squares_of_whole_units(monkeypatch):

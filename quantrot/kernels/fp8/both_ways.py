@@ -1,6 +1,8 @@
-"""A 16-bit matrix and its transpose quantized from one read on Hopper: CUDA C++ (both_ways.cuh), compiled at first use.
+"""A matrix and its transpose quantized from one read on Hopper: CUDA C++ (both_ways.cuh), compiled at first use. In
+1 x 128 blocks it takes 16 bits, in 128 x 128 float32, too.
 
-prepare   in 1 x 128 or 128 x 128 blocks, as a function of matrices like one; blocks.supports says of which
+    supports   whether it takes a matrix
+    prepare    the quantization of matrices like one, as a function of them and of what it writes
 """
 
 import ctypes
@@ -56,12 +58,11 @@ def source(block: tuple[int, int], dtype: torch.dtype, rule: str) -> str:
 
 def supports(x: Tensor, block: tuple[int, int]) -> bool:
     """Whether `prepare` takes x [M, K] on this device and installation."""
-    if x.dtype != torch.float32:
-        return x.numel() > 0 and blocks.supports(x, block)
-    lies_so = (
-        x.numel() > 0 and x.shape[1] % 8 == 0 and x.stride(1) == 1 and blocks.supports(x.view(torch.bfloat16), block)
-    )
-    return lies_so and block == (TILE, TILE)
+    if x.dtype == torch.float32:
+        if block != (TILE, TILE) or x.shape[1] % 8 or x.stride(1) != 1:
+            return False
+        x = x.view(torch.bfloat16)  # whose rows lie alike
+    return x.numel() > 0 and blocks.supports(x, block)
 
 
 @lru_cache(maxsize=64)
