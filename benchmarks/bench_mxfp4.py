@@ -83,6 +83,8 @@ def quantizers() -> list[tuple[str, dict[str, Any], float, Callable]]:
         quest = partial(hadamard_quantize_mxfp4, scale_rule="quest", hadamard=h, clip_mask=True)
         case = {"hadamard": h, "rule": "quest", "mask": True}
         found.append(("quantize_forward", case, 2 + PACKED + 0.125, lambda x, p, s, call=quest: call(x)))
+        wide = case | {"of": "float32", "cols": COLUMNS // 2}
+        found.append(("quantize_forward", wide, 2 + (PACKED + 0.125) / 2, lambda x, p, s, call=quest: call(floats(x))))
     for rule in ("even", "quest", "mse"):
         plain = partial(hadamard_quantize_mxfp4, scale_rule=rule)
         case = {"hadamard": 32, "rule": rule, "mask": False}
@@ -109,6 +111,11 @@ def quantizers() -> list[tuple[str, dict[str, Any], float, Callable]]:
     found.append(("expand", {}, PACKED + 1, lambda x, p, s: expand_mxfp4(p, s)))
     found.append(("dequantize", {}, PACKED + 2, lambda x, p, s: dequantize_mxfp4(p, s)))
     return found
+
+
+def floats(x: Tensor) -> Tensor:
+    """Random float32 numbers: two of bfloat16 are one."""
+    return x.view(torch.float32)
 
 
 def mask_of(x: Tensor, packed: Tensor) -> Tensor:
@@ -271,6 +278,8 @@ def tune() -> None:
         trials.append(("HOPPER_ROWS", h, here, lambda x, p, s, q=quest: q(x)))
         trials.append(("HOPPER_MASK_ROWS", h, here, lambda x, p, s, q=quest: q(x, clip_mask=True)))
         trials.append(("HOPPER_RANDOM_ROWS", h, here, lambda x, p, s, q=random: q(x)))
+        wide = [c for c in rows if c[1] * hopper_rows.shared_bytes(c[0], c[2], h, wide=True) <= 226 << 10]
+        trials.append(("HOPPER_WIDE_ROWS", h, wide, lambda x, p, s, q=quest: q(floats(x), clip_mask=True)))
         back = partial(masked_hadamard, hadamard=h, dtype=torch.float32)
         trials.append(("HOPPER_MASKED", h, here, lambda x, p, s, q=back: q(x, mask_of(x, p))))
     trials += [
@@ -361,8 +370,8 @@ def write_tuned() -> None:
     from quantrot.kernels.mxfp4 import tuned
 
     text = TUNED.read_text().split("HOPPER_ROWS = ")[0]
-    tables = ("ROWS", "MASK_ROWS", "RANDOM_ROWS", "EXPANDED", "COLUMNS", "PACKED_COLUMNS", "RANDOM_PACKED_COLUMNS")
-    for name in (f"HOPPER_{table}" for table in tables):
+    tables = "ROWS MASK_ROWS RANDOM_ROWS WIDE_ROWS MASKED EXPANDED COLUMNS PACKED_COLUMNS RANDOM_PACKED_COLUMNS"
+    for name in (f"HOPPER_{table}" for table in tables.split()):
         text += f"{name} = {getattr(tuned, name)}\n"
     lines = "".join(f"\n    {key}: {plan}," for key, plan in sorted(tuned.HOPPER_DECODE.items()))
     fields = "int, int, int, int, int, bool, int, bool"

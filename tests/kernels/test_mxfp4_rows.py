@@ -35,6 +35,10 @@ CASES = {
     "drawn_32": (BF16, "absmax34", 32, True, False, DRAWN, False),
     "drawn_64": (FP16, "absmax34", 64, True, False, DRAWN, False),
     "nearest_64": (FP16, "absmax34", 64, False, False, None, False),
+    "wide_quest_32": (FP32, "quest", 32, False, True, None, False),
+    "wide_mse_64": (FP32, "mse", 64, True, False, None, False),
+    "wide_quest_128": (FP32, "quest", 128, True, True, None, False),
+    "wide_random": (FP32, "absmax34", 0, False, False, (SEED, OFFSET), False),
     "expanded_even": (BF16, "even", 32, False, False, None, True),
     "expanded_quest": (FP16, "quest", 128, True, False, None, True),
     "expanded_mse": (BF16, "mse", 0, False, False, None, True),
@@ -80,7 +84,7 @@ extern "C" const char* masked(int which, const quantrot::MaskedArgs* args, int b
 
 def source(case: str, **more) -> str:
     dtype, rule, hadamard, signs, mask, random, expanded = CASES[case]
-    plan = hopper_rows.plan_of(hadamard, mask, bool(random))
+    plan = hopper_rows.plan_of(dtype, hadamard, mask, bool(random))
     most, expanded_stages = tuned.HOPPER_EXPANDED
     threads, resident, stages = (128, most // 128, expanded_stages) if expanded else plan
     more = {"mask": mask, "expanded": expanded, "threads": threads, "resident": resident} | more
@@ -156,7 +160,7 @@ def test_bits_are_the_references(library, name, rows, width):
     outside = torch.full((rows,), -1, dtype=torch.int32)
     written = (packed, scale, out if expanded else bits, row_scale, outside)
     shape = (rows, groups) if expanded else (1, rows * groups)
-    threads, _, stages = hopper_rows.plan_of(hadamard, mask, random is not None)
+    threads, _, stages = hopper_rows.plan_of(dtype, hadamard, mask, random is not None)
     if expanded:
         threads, stages = -(-groups // 32) * 32, tuned.HOPPER_EXPANDED[1]
     a = hopper_rows.arguments(x, factors, written, *shape, hadamard, random)
@@ -165,7 +169,7 @@ def test_bits_are_the_references(library, name, rows, width):
         ctypes.c_longlong(a.rows), ctypes.c_longlong(a.row_groups), ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1,
         ctypes.c_void_p(a.drawn),
     ]  # fmt: skip
-    shared = hopper_rows.shared_bytes(threads, stages, hadamard, expanded=expanded)
+    shared = hopper_rows.shared_bytes(threads, stages, hadamard, expanded=expanded, wide=dtype == FP32)
     message = library.run(list(CASES).index(name), *pointers, *numbers, 2, threads, shared, rows)
     assert message == b"", message.decode()
     if expanded:

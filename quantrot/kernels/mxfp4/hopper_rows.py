@@ -1,4 +1,4 @@
-"""MXFP4 along rows on Hopper: CUDA C++ (rows.cuh), compiled at first use, for 16-bit elements.
+"""MXFP4 along rows on Hopper: CUDA C++ (rows.cuh), compiled at first use, for 16-bit elements and, to pack, float32.
 
 Persistent kernels: as many thread blocks as fit, every warp with the next tiles of its data on their way.
 """
@@ -18,8 +18,9 @@ from quantrot.kernels.mxfp4.triton_rows import room
 from quantrot.kernels.ready import Run, address
 
 IN = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+PACKED_IN = IN | {torch.float32: "Fp32"}  # of `quantize`
 MOST_THREADS = 1024  # of a block that holds a row whose e4m3 operand is written at once
-TILE = 2048  # bytes of a warp's groups, one a lane
+TILE = 2048  # bytes of a warp's groups, one a lane, of 16 bits
 EACH = 4  # words of eight codes that a thread of `dequantize` reads
 EXPAND_THREADS = 256  # a warp a row
 
@@ -122,7 +123,7 @@ def entry(
         resident=resident,
         name=name,
         call="quantize_expanded" if expanded else "quantize",
-        dtype=IN[dtype],
+        dtype=PACKED_IN[dtype],
         span=hadamard // GROUP,
         signs=str(signs).lower(),
         rule=str(rule).upper(),
@@ -137,12 +138,13 @@ def lane_groups(hadamard: int) -> int:
     return max(hadamard // GROUP, 1)
 
 
-def shared_bytes(threads: int, stages: int, hadamard: int, *, expanded: bool = False) -> int:
-    """Of a block: its warps' tiles, signs, and what the warps tell each other of a row, or a counter of tiles."""
+def shared_bytes(threads: int, stages: int, hadamard: int, *, expanded: bool = False, wide: bool = False) -> int:
+    """Of a block: its warps' tiles, signs, and what the warps tell each other of a row, or a counter of tiles. wide: of
+    float32."""
     warps, signs = threads // 32, lane_groups(hadamard) * 36 * 4
     if expanded:
         return warps * (stages * TILE + 36) + signs
-    return warps * stages * lane_groups(hadamard) * TILE + signs + 16
+    return warps * stages * lane_groups(hadamard) * TILE * (1 + wide) + signs + 16
 
 
 @lru_cache(maxsize=256)
@@ -169,19 +171,21 @@ def arguments(
 def rounds_exactly(dtype: torch.dtype, rule: ScaleRule, hadamard: int) -> bool:
     """Whether rounding to float16 first, which is how the kernels reach e2m1, is the definition or changes no code.
 
-    It changes none of bfloat16's: eight significant bits. Of float16 elements with eleven it would, near a quarter.
+    It changes none of bfloat16's: eight significant bits. Of elements with more, float16's eleven, it would.
     """
-    return dtype != torch.float16 or hadamard > 0 or rule is ScaleRule.absmax34
+    return dtype == torch.bfloat16 or hadamard > 0 or rule is ScaleRule.absmax34
 
 
 def fits(x: Tensor, rule: ScaleRule, hadamard: int, row: bool = False) -> bool:
     """Whether the kernels take this tensor; row: whole rows of it at a time."""
     whole = x.numel() > 0 and not (row and x.shape[-1] > MOST_THREADS * GROUP)
-    return x.dtype in IN and rounds_exactly(x.dtype, rule, hadamard) and whole
+    return x.dtype in (IN if row else PACKED_IN) and rounds_exactly(x.dtype, rule, hadamard) and whole
 
 
-def plan_of(hadamard: int, mask: bool, dither: bool) -> tuple[int, int, int]:
+def plan_of(dtype: torch.dtype, hadamard: int, mask: bool, dither: bool) -> tuple[int, int, int]:
     """(threads, thread blocks of a multiprocessor, stages) of `quantize`."""
+    if dtype == torch.float32:
+        return tuned.HOPPER_WIDE_ROWS[hadamard or GROUP]
     plans = tuned.HOPPER_RANDOM_ROWS if dither else tuned.HOPPER_MASK_ROWS if mask else tuned.HOPPER_ROWS
     return plans[hadamard or GROUP]
 
@@ -194,12 +198,12 @@ def quantize(
     random: Random | None,
     mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., K] bfloat16 or float16 -> packed, scale, mask (empty unless asked for). Checked by the caller."""
+    """x [..., K] -> packed, scale, mask (empty unless asked for). Checked by the caller."""
     x, factors = hopper.aligned(x), signs
     if signs is not None:
         factors = float_signs(signs, x)
     packed, scale, bits = outputs(x, x.shape, mask)
-    plan = plan_of(hadamard, mask, random is not None)
+    plan = plan_of(x.dtype, hadamard, mask, random is not None)
     kind = x.dtype, rule, hadamard, signs is not None, mask, *kind_of(random).values()
     launch, values = _launch(plan, x.numel() // GROUP, *kind, x.get_device())
     now = Arguments.from_buffer_copy(values)
@@ -222,7 +226,7 @@ def _launch(
         dtype, rule, hadamard, signs, mask=mask, dither=dither, drawn=drawn, threads=threads, resident=resident,
         stages=stages,
     )  # fmt: skip
-    shared = shared_bytes(threads, stages, hadamard)
+    shared = shared_bytes(threads, stages, hadamard, wide=dtype == torch.float32)
     blocks = min(-(-groups // (threads * lane_groups(hadamard))), nvrtc.processors(device) * resident)
     launch = nvrtc.Launch(_kernel(source, shared, device), (blocks,), threads, shared, device)
     return launch, arguments(None, None, (None,) * 5, 1, groups, hadamard, None)

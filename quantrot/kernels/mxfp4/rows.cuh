@@ -1,8 +1,8 @@
 // MXFP4 along rows, on Hopper: quantization (packed, or as e4m3 with one power of two a row) and dequantization.
 //
 // A lane owns a Hadamard block, one, two or four groups of 32 columns; or a group, where neighbouring lanes exchange the
-// widest stages (as e4m3). A warp's 32 groups are 2 KiB of 16-bit elements: they come through shared memory, copied asynchronously some
-// tiles ahead, 16 coalesced bytes a lane, and laid down so that the lanes' own reads meet no bank twice.
+// widest stages (as e4m3). A warp's 32 groups are 2 KiB of 16-bit elements, or 4 of float32: they come through shared memory, copied
+// asynchronously some tiles ahead, 16 coalesced bytes a lane, and laid down so that the lanes' own reads meet no bank twice.
 //
 // Every sum and product is rounded on its own, in the order of the reference: the bits are the reference's.
 
@@ -19,7 +19,7 @@ struct Key {  // of the random numbers: seed and offset, low words first
 };
 
 struct QuantizeArgs {
-  const void* x;           // [groups, 32], 16-bit elements
+  const void* x;           // [groups, 32], 16-bit elements; packed: or float32
   const float* signs;      // [32 * SPAN], +-1
   unsigned char* packed;   // [groups, 16]
   unsigned char* scale;    // [groups]
@@ -186,6 +186,12 @@ __device__ __forceinline__ void store_each(u32* p, const u32 (&words)[N]) {
 
 constexpr u32 TILE = 2048;  // bytes: 32 groups of 16-bit elements
 
+struct Fp32 {
+  static constexpr int BYTES = 4;
+};
+template <class IN>
+constexpr int HALVES = IN::BYTES / 2;  // 64 bytes each, of a group: below, float32's are two groups' worth of 16-bit elements
+
 // Where a lane's 16-byte units are turned to, so that eight lanes that read one each meet no bank twice.
 template <int N>
 __device__ __forceinline__ u32 turned_by(u32 lane) { return N == 1 ? lane / 2 % 4 : lane % 8; }
@@ -223,27 +229,36 @@ __device__ __forceinline__ float signed_value(u32 two, u32 flip) {
   return __uint_as_float(__float_as_uint(IN::value((unsigned short)(HIGH ? two >> 16 : two))) ^ flip);
 }
 
-// A lane's N groups of a tile; flips: sign bits of the first (see store_signs).
-template <class IN, int N, bool SIGNS>
-__device__ __forceinline__ void read_groups(Group (&x)[N], u32 tile, u32 flips) {
-  const u32 lane = lane_number(), at = tile + lane * (64 * N) + turned_by<N>(lane) * 16;
+// Elements from `first` on of 16 bytes of them; flips: sign bits of the group's (see store_signs).
+template <class IN, bool SIGNS>
+__device__ __forceinline__ void take_unit(Group& x, int first, const Words& unit, u32 flips) {
 #pragma unroll
-  for (int p = 0; p < 4; p++) {
+  for (int i = 0; i < 16 / IN::BYTES; i += 4) {
+    float* const v = x.v + first + i;
+    const Words flip = SIGNS ? load_shared_words(flips + (first + i) * 4) : Words{};
+    if constexpr (IN::BYTES == 4) {
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-      const int unit = n * 4 + p;
-      const Words w = load_shared_words((at ^ unit % 8 * 16) + unit / 8 * 128);
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const int first = p * 8 + i * 2;
-        const Words flip = SIGNS ? load_shared_words(flips + (n * SIGN_PITCH + first) * 4) : Words{};
-        x[n].v[first] = signed_value<IN, false>(w.at(i), flip.x);
-        x[n].v[first + 1] = signed_value<IN, true>(w.at(i), flip.y);
-        x[n].v[first + 2] = signed_value<IN, false>(w.at(i + 1), flip.z);
-        x[n].v[first + 3] = signed_value<IN, true>(w.at(i + 1), flip.w);
-      }
+      for (int k = 0; k < 4; k++) v[k] = __uint_as_float(unit.at(k) ^ flip.at(k));
+    } else {
+      v[0] = signed_value<IN, false>(unit.at(i / 2), flip.x), v[1] = signed_value<IN, true>(unit.at(i / 2), flip.y);
+      v[2] = signed_value<IN, false>(unit.at(i / 2 + 1), flip.z), v[3] = signed_value<IN, true>(unit.at(i / 2 + 1), flip.w);
     }
   }
+}
+
+// A lane's N groups of a tile; flips: of the first.
+template <class IN, int N, bool SIGNS>
+__device__ __forceinline__ void read_groups(Group (&x)[N], u32 tile, u32 flips) {
+  constexpr int M = HALVES<IN> * N, UNITS = 4 * HALVES<IN>;
+  const u32 at = tile + lane_number() * (64 * M) + turned_by<M>(lane_number()) * 16;
+#pragma unroll
+  for (int p = 0; p < UNITS; p++)
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const int unit = n * UNITS + p;
+      const Words words = load_shared_words((at ^ unit % 8 * 16) + unit / 8 * 128);
+      take_unit<IN, SIGNS>(x[n], p * (16 / IN::BYTES), words, flips + n * (SIGN_PITCH * 4));
+    }
 }
 
 // Sylvester's matrix of N groups of a lane.
@@ -294,8 +309,8 @@ __device__ __forceinline__ void each_tile(const void* x, u32 groups, u32 ring, u
 
 template <class IN, int SPAN, bool SIGNS, int RULE, bool MASK, bool DITHER, int STAGES>
 __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
-  constexpr int N = SPAN ? SPAN : 1;
-  constexpr u32 PIECE = N * TILE;
+  constexpr int N = SPAN ? SPAN : 1, M = HALVES<IN> * N;
+  constexpr u32 PIECE = M * TILE;
   const u32 lane = lane_number(), warps = blockDim.x / 32, ring = shared_memory() + warp_number() * (STAGES * PIECE);
   const u32 flips = shared_memory() + warps * (STAGES * PIECE), counter = flips + N * SIGN_PITCH * 4;
   const u32 groups = (u32)(args.rows * args.row_groups);
@@ -336,7 +351,7 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
       if constexpr (MASK) store_each<N>((u32*)args.mask + group, kept);
     }
   };
-  each_tile<N, STAGES>(args.x, groups, ring, counter, [](u32) {}, work);
+  each_tile<M, STAGES>(args.x, HALVES<IN> * groups, ring, counter, [](u32) {}, work);
 }
 
 // --- As e4m3 -----------------------------------------------------------------------------------------------------------
