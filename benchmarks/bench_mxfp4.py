@@ -178,7 +178,7 @@ def ready_tokens(x: Tensor, activations: str) -> tuple[Tensor, Tensor]:
 def ready_product(tokens: tuple[Tensor, Tensor], packed: Tensor, scale: Tensor) -> Tensor:
     """W4A4 or W4A8 of a prompt that is quantized already: the weight's expansion, and the product."""
     weight, weight_scale, _ = expand_mxfp4(packed, scale)
-    return scaled_product(*tokens, weight, weight_scale, torch.bfloat16)
+    return scaled_product(tokens[0], tokens[1][:, None], weight, weight_scale[None], torch.bfloat16)
 
 
 def product(x: Tensor, activations: str) -> Callable[[Tensor, Tensor], Tensor]:

@@ -304,8 +304,11 @@ def _launcher() -> Any:
 
 
 @lru_cache(maxsize=64)
-def _offsets(structure: type[ctypes.Structure]) -> tuple[int, ...]:
-    return tuple(getattr(structure, field[0]).offset for field in structure._fields_)
+def _fields(structure: type[ctypes.Structure]) -> tuple[Any, list[int]]:
+    """The type of pointers to a kernel's parameters, and where these are in the structure."""
+    whole = getattr(structure, "whole", False)
+    offsets = [0] if whole else [getattr(structure, field[0]).offset for field in structure._fields_]
+    return ctypes.c_void_p * len(offsets), offsets
 
 
 class Launch:
@@ -322,9 +325,10 @@ class Launch:
         self.config = _Launch((*grid, 1, 1)[:3], (threads, 1, 1), shared, None, ctypes.pointer(_OVERLAP), int(overlap))
 
     def __call__(self, arguments: ctypes.Structure) -> None:
-        """On the device's current stream; the structure's fields are the kernel's parameters, in order."""
-        start, offsets, device = ctypes.addressof(arguments), _offsets(type(arguments)), self.device
-        pointers = (ctypes.c_void_p * len(offsets))(*[start + offset for offset in offsets])
+        """On the device's current stream; the structure's fields are the kernel's parameters, in order; or it is the
+        only one, handed over 2 us sooner than fifteen: its class then says so, `whole = True`."""
+        start, (pointers_to, offsets), device = ctypes.addressof(arguments), _fields(type(arguments)), self.device
+        pointers = pointers_to(*[start + offset for offset in offsets])
         config = _Launch.from_buffer_copy(self.config)  # threads may launch it at the same time, in streams of theirs
         config.stream = torch._C._cuda_getCurrentRawStream(device)
         if torch.cuda.current_device() == device:

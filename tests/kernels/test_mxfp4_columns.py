@@ -9,6 +9,7 @@ import torch
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4 import hopper_columns, hopper_rows, operators, triton_columns, triton_rows
 from quantrot.kernels.mxfp4.reference import Random, ScaleRule, dequantize_reference, quantize_reference
+from quantrot.kernels.ready import address
 
 gpu = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed")
@@ -39,19 +40,9 @@ ELEMENTS = [name for name in CASES if name not in CODE_CASES]
 WARPS = 3  # of a block that turns codes
 DRIVER = """
 static std::string message;
-extern "C" const char* run(int which, const void* x, const unsigned char* in_scale, const float* signs,
-                           unsigned char* packed, unsigned char* scale, unsigned* mask, long long pitch,
-                           int rows, int columns, float root, unsigned s0, unsigned s1, unsigned o0,
-                           unsigned o1, int down, const unsigned long long* drawn, int blocks, int shared,
-                           int seed) {
-  using Kernel = void(const void*, const unsigned char*, const float*, unsigned char*, unsigned char*, unsigned*,
-                      long long, int, int, float, unsigned, unsigned, unsigned, unsigned, int,
-                      const unsigned long long*);
-  static Kernel* const kernels[] = {ELEMENTS};
-  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 64, shared, seed, [&] {
-    kernels[which](x, in_scale, signs, packed, scale, mask, pitch, rows, columns, root, s0, s1, o0, o1, down,
-                   drawn);
-  });
+extern "C" const char* run(int which, const quantrot::TransposeArgs* args, int blocks, int shared, int seed) {
+  static void (*const kernels[])(quantrot::TransposeArgs) = {ELEMENTS};
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 64, shared, seed, [&] { kernels[which](*args); });
   return message.c_str();
 }
 extern "C" const char* run_codes(int which, const quantrot::TransposeArgs* args, int blocks, int shared, int seed) {
@@ -131,16 +122,15 @@ def test_bits_are_the_references(library, name, rows, columns, down):
     x, in_scale, factors, random, (codes, scales, kept) = operands(name, rows, columns)
     packed = torch.full((columns, rows // 2), 0xAA, dtype=CODES)
     scale, bits = torch.full((columns, rows // 32), 0xAA, dtype=CODES), torch.zeros(columns, rows // 8, dtype=CODES)
-    a = hopper_columns.arguments(x, in_scale, factors, (packed, scale, bits), CASES[name][2], random, down)
+    pitch, width = x.stride(0) * x.element_size(), x.shape[1] * (2 if in_scale is not None else 1)
+    a = hopper_columns.arguments(len(x), width, pitch, CASES[name][2], down)
+    a.x, a.in_scale, a.signs, a.packed, a.scale, a.mask = map(address, (x, in_scale, factors, packed, scale, bits))
+    a.s0, a.s1, a.o0, a.o1 = hopper_columns.key_of(random)
+    a.drawn = address(random and random.drawn)
     stages = hopper_columns.plan_of(x.dtype, random is not None, CASES[name][2])[1]
     shared = hopper_columns.shared_bytes(x.dtype, stages, WARPS * 32, random is not None)
-    if name in CODE_CASES:
-        message = library.run_codes(CODE_CASES.index(name), ctypes.byref(a), 2, shared, rows)
-    else:
-        pointers = [ctypes.c_void_p(getattr(a, field)) for field, _ in a._fields_[:6]]
-        sizes = [ctypes.c_longlong(a.pitch), a.rows, a.columns]
-        numbers = [ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1, a.down, ctypes.c_void_p(a.drawn)]
-        message = library.run(ELEMENTS.index(name), *pointers, *sizes, *numbers, 2, shared, rows)
+    run, names = (library.run_codes, CODE_CASES) if name in CODE_CASES else (library.run, ELEMENTS)
+    message = run(names.index(name), ctypes.byref(a), 2, shared, rows)
     assert message == b"", message.decode()
     assert torch.equal(scale, scales) and torch.equal(packed, codes)
     assert kept is None or torch.equal(bits, kept)

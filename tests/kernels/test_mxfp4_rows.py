@@ -52,16 +52,10 @@ BACK = {  # of a gradient: dtype, Hadamard, whether to float32
 }
 DRIVER = """
 static std::string message;
-extern "C" const char* run(int which, const void* x, const float* signs, unsigned char* packed, unsigned char* scale,
-                           void* mask, float* row_scale, int* outside, long long rows, long long row_groups, float root,
-                           unsigned s0, unsigned s1, unsigned o0, unsigned o1,
-                           const unsigned long long* drawn, int blocks, int threads, int shared, int seed) {
-  using Kernel = void(const void*, const float*, unsigned char*, unsigned char*, void*, float*, int*, long long,
-                      long long, float, unsigned, unsigned, unsigned, unsigned, const unsigned long long*);
-  static Kernel* const kernels[] = {NAMES};
-  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, shared, seed, [&] {
-    kernels[which](x, signs, packed, scale, mask, row_scale, outside, rows, row_groups, root, s0, s1, o0, o1, drawn);
-  });
+extern "C" const char* run(int which, const quantrot::QuantizeArgs* args, int blocks, int threads, int shared,
+                           int seed) {
+  static void (*const kernels[])(quantrot::QuantizeArgs) = {NAMES};
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, shared, seed, [&] { kernels[which](*args); });
   return message.c_str();
 }
 extern "C" const char* dequantize(const unsigned* packed, const unsigned char* scale, void* y, long long words,
@@ -164,13 +158,8 @@ def test_bits_are_the_references(library, name, rows, width):
     if expanded:
         threads, stages = -(-groups // 32) * 32, tuned.HOPPER_EXPANDED[1]
     a = hopper_rows.arguments(x, factors, written, *shape, hadamard, random)
-    pointers = [ctypes.c_void_p(getattr(a, field)) for field, _ in a._fields_[:7]]
-    numbers = [
-        ctypes.c_longlong(a.rows), ctypes.c_longlong(a.row_groups), ctypes.c_float(a.root), a.s0, a.s1, a.o0, a.o1,
-        ctypes.c_void_p(a.drawn),
-    ]  # fmt: skip
     shared = hopper_rows.shared_bytes(threads, stages, hadamard, expanded=expanded, wide=dtype == FP32)
-    message = library.run(list(CASES).index(name), *pointers, *numbers, 2, threads, shared, rows)
+    message = library.run(list(CASES).index(name), ctypes.byref(a), 2, threads, shared, rows)
     assert message == b"", message.decode()
     if expanded:
         values, tops, counts = expand_reference(codes, scales)
@@ -187,15 +176,13 @@ def test_bits_are_the_references(library, name, rows, width):
 @pytest.mark.parametrize("numbers", [None, (SEED, OFFSET), DRAWN])
 def test_a_launch_has_the_random_numbers_and_where_more_are_drawn(monkeypatch, numbers):
     random, seen = numbers and Random(*numbers), []
-
-    def launch(plan, groups, dtype, rule, hadamard, signs, mask, dither, drawn, device):
-        seen.append((dither, drawn))
-        return seen.append, hopper_rows.Arguments()
-
-    monkeypatch.setattr(hopper_rows, "_launch", launch)
+    monkeypatch.setattr(hopper_rows, "launched", hopper_rows.launched.__wrapped__)
+    monkeypatch.setattr(hopper_rows, "_kernel", lambda source, *rest: seen.append(source))
+    monkeypatch.setattr(hopper_rows.nvrtc, "Launch", lambda *how: seen.append)
     hopper_rows.quantize(torch.zeros(4, 64, dtype=BF16), ScaleRule.absmax34, 32, None, random, False)
-    kind, now = seen
-    assert kind == (random is not None, numbers is DRAWN)
+    text, now = seen
+    kind = "false, true" if random else "false, false"  # mask, dither
+    assert f"quantrot::ABSMAX34, {kind}, " in text and ("with_drawn()" in text) == (numbers is DRAWN)
     assert now.drawn == (DRAWN[2].data_ptr() if numbers is DRAWN else None)
     assert [now.s0, now.s1, now.o0, now.o1] == hopper_rows.key_of(random)
 
@@ -224,8 +211,9 @@ def some_packed(rows: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     return packed, scale
 
 
+@pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("shapes", [((9, 1), (0, 0)), ((13, 44), (0, 0)), ((6, 300), (11, 2)), ((8, 3), (8, 3))])
-def test_every_code_and_scale_is_expanded(library, shapes):
+def test_every_code_and_scale_is_expanded(library, shapes, counted):
     """Of one matrix, or of two by one kernel."""
     given, made, blocks = (hopper_rows.ExpandArguments * 2)(), [], 0
     for i, (rows, groups) in enumerate(shape for shape in shapes if shape[0]):
@@ -234,13 +222,14 @@ def test_every_code_and_scale_is_expanded(library, shapes):
         outside = torch.full((rows,), -1, dtype=torch.int32)
         made.append((packed, scale, out, row_scale, outside))
         given[i] = hopper_rows.ExpandArguments(*(t.data_ptr() for t in made[-1]), rows, groups)
+        given[i].outside = given[i].outside if counted else None
         blocks += -(-rows // 8)
     message = library.expand(given, blocks)
     assert message == b"", message.decode()
     for packed, scale, out, row_scale, outside in made:
         values, tops, counts = expand_reference(packed, scale)
         assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
-        assert torch.equal(row_scale, tops) and torch.equal(outside, counts)
+        assert torch.equal(row_scale, tops) and torch.equal(outside, counts if counted else outside * 0 - 1)
 
 
 def gradient(rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -177,3 +177,23 @@ def test_a_thread_without_a_context_gets_the_devices(monkeypatch):
 
     nvrtc.launch(0, (1,), 32, 0, Nothing(), 3)
     assert made == ["of 3"] and not answers
+
+
+def test_a_structure_is_handed_over_by_its_fields_or_as_a_whole(monkeypatch):
+    class Fields(ctypes.Structure):
+        _fields_ = [("a", ctypes.c_longlong), ("b", ctypes.c_int), ("c", ctypes.c_int)]
+
+    class Whole(ctypes.Structure):
+        whole = True
+        _fields_ = Fields._fields_
+
+    def driver(config, function, parameters, extra):
+        given.append([parameters[i] - ctypes.addressof(now) for i in range(len(parameters))])
+
+    given = []
+    monkeypatch.setattr(nvrtc, "_launcher", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    for now in (Fields(), Whole()):
+        nvrtc.launch(11, (1,), 32, 0, now, 3)
+    assert given == [[0, 8, 12], [0]]

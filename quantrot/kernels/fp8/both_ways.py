@@ -28,6 +28,7 @@ ENTRY = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) b
 
 
 class Arguments(ctypes.Structure):
+    whole = True
     _fields_ = [
         ("x", ctypes.c_void_p),
         ("q", ctypes.c_void_p),

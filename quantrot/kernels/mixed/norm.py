@@ -23,6 +23,7 @@ ENTRY = """extern "C" __global__ void __launch_bounds__({threads}) normed(
 
 
 class NormArgs(ctypes.Structure):
+    whole = True
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "norm", "y")),
         ("x_stride", ctypes.c_longlong),

@@ -19,9 +19,9 @@ bits on every backend.
 
 Backends: "triton" (CUDA), "reference" (plain torch), and for the products "cublas" (FP8 tensor cores, capability 8.9
 and later) and "hopper" (CUDA C++, few tokens, and bfloat16 ones in any number). "auto" takes CUDA C++ on capability
-9.0 with cuda.core installed, to quantize 16-bit elements along rows, too, else the first that the device, the shapes
-and the installation have. The operators are torch.library's, `quantrot::mxfp4_*`: torch.compile and CUDA graphs see
-opaque functions, with the same bits.
+9.0 with cuda.core installed, to quantize, too, else the first that the device, the shapes and the installation have.
+The operators are torch.library's, `quantrot::mxfp4_*`: torch.compile and CUDA graphs see opaque functions, with the
+same bits.
 
 Sources: OCP Microscaling Formats v1.0 section 6.3 (floor); QuEST, arXiv:2502.05003 (quest); Quartet, arXiv:2505.14669
 (absmax34, the backward pass); Salmon et al., SC 2011 (Philox).

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantrot.kernels.hadamard import hadamard_transform
+from quantrot.kernels.mxfp4 import steps
 from quantrot.kernels.mxfp4.gemm import mxfp4_product
 from quantrot.kernels.mxfp4.operators import (
     FLOATS,
@@ -26,7 +27,7 @@ from quantrot.kernels.mxfp4.operators import (
     masked_hadamard,
     requantize_mxfp4,
 )
-from quantrot.kernels.mxfp4.reference import ScaleRule
+from quantrot.kernels.mxfp4.reference import Random, ScaleRule
 from quantrot.kernels.operators import check_device, implement, refuse_create_graph
 from quantrot.orthogonal import random_signs
 
@@ -87,22 +88,29 @@ class Mxfp4Gemm(torch.autograd.Function):
     ) -> Tensor:
         _check(x, weight, hadamard, random, outside)
         rows = x.reshape(-1, x.shape[-1])
-        turn: Any = {"hadamard": hadamard, "clip_mask": True}
-        xq, x_scale, x_mask = hadamard_quantize_mxfp4(rows, ScaleRule.quest, **turn)
-        wq, w_scale, w_mask = hadamard_quantize_mxfp4(weight, ScaleRule.quest, **turn)
-        dx, dw = ctx.needs_input_grad[:2]  # a frozen weight has none: of x nothing but the mask is read again
-        for_dx, for_dw = (x_mask, wq, w_scale), (w_mask, xq, x_scale)
         drawn, pair = (random, None) if isinstance(random, Tensor) else (None, random)
-        ctx.save_for_backward(*(for_dx if dx else (None,) * 3), *(for_dw if dw else (None,) * 3), drawn)
-        ctx.options = hadamard, pair, outside, weight.dtype
-        y = mxfp4_product(xq, x_scale, wq, w_scale, dtype=x.dtype, exact=False, outside=outside, after=drawn)
+        at_once = steps.forward(rows, weight, hadamard) if drawn is None and outside is None else None
+        for_dx: tuple[Tensor, ...]
+        for_dw: tuple[Tensor, ...]
+        if at_once is not None:
+            y, for_dx, for_dw = at_once[0], at_once[1:2], at_once[2:]
+        else:
+            (x_mask, *x_codes), (w_mask, *w_codes) = (_quantized(t, hadamard) for t in (rows, weight))
+            y = mxfp4_product(*x_codes, *w_codes, dtype=x.dtype, exact=False, outside=outside, after=drawn)
+            for_dx, for_dw = (x_mask, *w_codes), (w_mask, *x_codes)
+        dx, dw = ctx.needs_input_grad[:2]  # a frozen weight has none: of x nothing but the mask is read again
+        ctx.save_for_backward(drawn, *(for_dx if dx else ()), *(for_dw if dw else ()))
+        ctx.options = hadamard, pair, outside, weight.shape, weight.dtype, at_once is not None
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_create_graph()
-        x_mask, wq, w_scale, w_mask, xq, x_scale, drawn = ctx.saved_tensors
-        hadamard, pair, outside, weight_dtype = ctx.options
+        drawn, *saved = ctx.saved_tensors
+        hadamard, pair, outside, shape, weight_dtype, at_once = ctx.options
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        count = 1 if at_once else 3
+        for_dx, for_dw = saved[:count] if wants_dx else None, saved[-count:] if wants_dw else None
         g = grad.reshape(-1, grad.shape[-1])
         signs: Tensor | None = None
         first: Any = None  # of the four streams' numbers
@@ -110,28 +118,62 @@ class Mxfp4Gemm(torch.autograd.Function):
             signs, first = (1 - 2 * (drawn[2:] >> 32 & 1)).to(torch.float32), (0, 0, drawn[:2])
         elif pair is not None:
             signs, first = sign_vector(pair[0], pair[1], hadamard, g.device), (pair[0], STREAMS * pair[1])
+        made = None
+        if at_once:
+            random = first and Random(*first)
+            kept = for_dx and for_dx[0], for_dw and for_dw[0]
+            made = steps.backward(g, *kept, shape, weight_dtype, hadamard, signs, random)
+            if made is None:
+                m, (n, k) = len(g), shape
+                for_dx = for_dx and steps.operands(for_dx[0], m, n, k)
+                for_dw = for_dw and steps.operands(for_dw[0], n, m, k)
+        dx, dw = made or _gradients(g, for_dx, for_dw, weight_dtype, hadamard, signs, first, outside)
+        return None if dx is None else dx.view(*grad.shape[:-1], shape[1]), dw, None, None, None
 
-        def stream(i: int) -> dict[str, Any]:
-            random = None if first is None else (first[0], first[1] + i, *first[2:])
-            return {"hadamard": hadamard, "signs": signs, "random": random}
 
-        product: Any = {"dtype": grad.dtype, "exact": False, "outside": outside}
-        factor = 16 / 9  # both operands hold 3/4 of their values; a global's a symbol to torch.compile(dynamic=True)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            gq, g_scale, _ = hadamard_quantize_mxfp4(g, ScaleRule.absmax34, **stream(0))
-            wt, wt_scale = requantize_mxfp4(wq, w_scale, **stream(1))
-            dx = mxfp4_product(gq, g_scale, wt, wt_scale, **product)
-            dx = masked_hadamard(dx, x_mask, hadamard=hadamard, factor=factor)
-            dx = dx.view(*grad.shape[:-1], dx.shape[1])
-        if ctx.needs_input_grad[1]:
-            rows = -g.shape[0] % hadamard
-            g, xq, x_scale = (F.pad(t, (0, 0, 0, rows)) if rows else t for t in (g, xq, x_scale))
-            gt, gt_scale, _ = hadamard_quantize_mxfp4(g, ScaleRule.absmax34, transpose=True, **stream(2))
-            xt, xt_scale = requantize_mxfp4(xq, x_scale, **stream(3))
-            dw = mxfp4_product(gt, gt_scale, xt, xt_scale, **product)
-            dw = masked_hadamard(dw, w_mask, hadamard=hadamard, factor=factor, dtype=weight_dtype)
-        return dx, dw, None, None, None
+Operand = tuple[Tensor, Tensor, Tensor]  # a clip mask, packed codes and their scale
+
+
+def _quantized(x: Tensor, hadamard: int) -> Operand:
+    packed, scale, mask = hadamard_quantize_mxfp4(x, ScaleRule.quest, hadamard=hadamard, clip_mask=True)
+    assert mask is not None
+    return mask, packed, scale
+
+
+def _gradients(
+    g: Tensor,
+    for_dx: Operand | None,
+    for_dw: Operand | None,
+    weight_dtype: torch.dtype,
+    hadamard: int,
+    signs: Tensor | None,
+    first: Any,
+    outside: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx [M, K] by x's mask and the weight's codes, and dw by the weight's mask and x's, of g [M, N]."""
+
+    def stream(i: int) -> dict[str, Any]:
+        random = None if first is None else (first[0], first[1] + i, *first[2:])
+        return {"hadamard": hadamard, "signs": signs, "random": random}
+
+    product: Any = {"dtype": g.dtype, "exact": False, "outside": outside}
+    factor = 16 / 9  # both operands hold 3/4 of their values; a global's a symbol to torch.compile(dynamic=True)
+    dx = dw = None
+    if for_dx:
+        x_mask, wq, w_scale = for_dx
+        gq, g_scale, _ = hadamard_quantize_mxfp4(g, ScaleRule.absmax34, **stream(0))
+        wt, wt_scale = requantize_mxfp4(wq, w_scale, **stream(1))
+        dx = mxfp4_product(gq, g_scale, wt, wt_scale, **product)
+        dx = masked_hadamard(dx, x_mask, hadamard=hadamard, factor=factor)
+    if for_dw:
+        w_mask, xq, x_scale = for_dw
+        rows = -g.shape[0] % hadamard
+        g, xq, x_scale = (F.pad(t, (0, 0, 0, rows)) if rows else t for t in (g, xq, x_scale))
+        gt, gt_scale, _ = hadamard_quantize_mxfp4(g, ScaleRule.absmax34, transpose=True, **stream(2))
+        xt, xt_scale = requantize_mxfp4(xq, x_scale, **stream(3))
+        dw = mxfp4_product(gt, gt_scale, xt, xt_scale, **product)
+        dw = masked_hadamard(dw, w_mask, hadamard=hadamard, factor=factor, dtype=weight_dtype)
+    return dx, dw
 
 
 def _check_operands(x: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, ...], outside: Tensor | None = None) -> None:

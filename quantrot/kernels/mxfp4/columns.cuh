@@ -20,7 +20,6 @@ struct TransposeArgs {
   int down;                       // whether one tile follows another down the rows, not along them
   const u64* drawn;               // of a kernel that adds them to the key
 
-  // The same with drawn numbers added to the key.
   __device__ __forceinline__ TransposeArgs with_drawn() const {
     TransposeArgs now = *this;
     now.key = key.with(drawn);

@@ -382,6 +382,7 @@ def _arrange_kernel(columns: int, arranging: Arranging, device: int) -> int:
 
 
 class ArrangeArguments(ctypes.Structure):
+    whole = True
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "norm", "y", "scales")),
         *((name, ctypes.c_float) for name in ("root", "epsilon")),

@@ -12,7 +12,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4 import hopper_rows, tuned
 from quantrot.kernels.mxfp4.reference import GROUP, Random, ScaleRule, float32
 from quantrot.kernels.mxfp4.triton import float_signs, key_of, kind_of, outputs
-from quantrot.kernels.ready import address
+from quantrot.kernels.ready import Run, address
 
 THREADS = 64
 TILE = 128 * 128  # bytes
@@ -21,11 +21,8 @@ CODE_BOX = (128, 32)  # rows and bytes of a warp's tile of codes
 SCRATCH, RANDOM = 8 * 80 + 32 * 64, 1024  # bytes of a warp that turns codes, and of its random numbers
 
 TRANSPOSE = """extern "C" __global__ void __launch_bounds__(64, {resident}) {name}(
-    const void* x, const unsigned char* in_scale, const float* signs, unsigned char* packed, unsigned char* scale,
-    unsigned* mask, long long pitch, int rows, int columns, float root, unsigned s0, unsigned s1, unsigned o0,
-    unsigned o1, int down, const unsigned long long* drawn) {{
-  quantrot::transpose<quantrot::{dtype}, {span}, {signs}, quantrot::{rule}, {mask}, {dither}, {stages}>(
-      {{x, in_scale, signs, packed, scale, mask, pitch, rows, columns, root, {key}, down}});
+    const __grid_constant__ quantrot::TransposeArgs args) {{
+  quantrot::transpose<quantrot::{dtype}, {span}, {signs}, quantrot::{rule}, {mask}, {dither}, {stages}>({args});
 }}
 """
 REQUANTIZE = """extern "C" __global__ void __launch_bounds__({threads}, 1) {name}(
@@ -36,6 +33,9 @@ REQUANTIZE = """extern "C" __global__ void __launch_bounds__({threads}, 1) {name
 
 
 class Arguments(ctypes.Structure):
+    """TransposeArgs of columns.cuh."""
+
+    whole = True
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "in_scale", "signs", "packed", "scale", "mask")),
         ("pitch", ctypes.c_longlong),
@@ -77,11 +77,11 @@ def entry(
         "rule": str(rule).upper(),
         "dither": str(dither).lower(),
         "stages": stages,
+        "args": hopper_rows.args_of(drawn),
     }
     if dtype == torch.uint8:
-        return REQUANTIZE.format(threads=resident, args="args.with_drawn()" if drawn else "args", **fields)
-    key = hopper_rows.DRAWN if drawn else hopper_rows.KEY
-    return TRANSPOSE.format(resident=resident, dtype=hopper_rows.IN[dtype], mask=str(mask).lower(), key=key, **fields)
+        return REQUANTIZE.format(threads=resident, **fields)
+    return TRANSPOSE.format(resident=resident, dtype=hopper_rows.IN[dtype], mask=str(mask).lower(), **fields)
 
 
 def shared_bytes(dtype: torch.dtype, stages: int, threads: int = THREADS, dither: bool = False) -> int:
@@ -91,21 +91,9 @@ def shared_bytes(dtype: torch.dtype, stages: int, threads: int = THREADS, dither
     return threads // 32 * (stages * (math.prod(CODE_BOX) + 8) + SCRATCH + RANDOM * dither) + 16
 
 
-def arguments(
-    x: Tensor,
-    in_scale: Tensor | None,
-    signs: Tensor | None,
-    outputs: tuple[Tensor | None, ...],
-    hadamard: int,
-    random: Random | None,
-    down: bool,
-) -> Arguments:
-    """The kernel's parameters; x: elements, or packed with its scale; outputs: packed, scale, mask."""
-    pointers = (None if t is None else t.data_ptr() for t in (x, in_scale, signs, *outputs))
-    columns = x.shape[1] * (2 if in_scale is not None else 1)
-    root = float32((hadamard or 1) ** -0.5)
-    numbers = *key_of(random), down, address(random and random.drawn)
-    return Arguments(*pointers, x.stride(0) * x.element_size(), x.shape[0], columns, root, *numbers)
+def arguments(rows: int, columns: int, pitch: int, hadamard: int, down: bool) -> Arguments:
+    """The kernel's parameters of a matrix, its pitch in bytes, but for addresses and random numbers."""
+    return Arguments(*[None] * 6, pitch, rows, columns, float32((hadamard or 1) ** -0.5), 0, 0, 0, 0, down)
 
 
 def fits(x: Tensor, rule: ScaleRule, hadamard: int) -> bool:
@@ -145,23 +133,20 @@ def _run(
     factors = None if signs is None else float_signs(signs, x)
     plan = plan_of(x.dtype, random is not None, hadamard)
     kind = x.dtype, rule, hadamard, signs is not None, mask, *kind_of(random).values()
-    launch = _launch(plan, rows, wide, *kind, x.get_device())
-    now = arguments(x, in_scale, factors, (packed, scale, bits), hadamard, random, plan[2])
-    if of_codes:
-        codes = nvrtc.tensor_map(x.data_ptr(), rows, wide, x.stride(0), CODE_BOX, torch.uint8, CODE_BOX[1], 128)
-        launch(CodeArguments((ctypes.c_ubyte * 128).from_buffer_copy(codes), now))
-    else:
-        launch(now)
+    run = launched(plan, rows, wide, x.stride(0), *kind, x.get_device())
+    given = (t.data_ptr() for t in (packed, scale, bits))
+    run(x.data_ptr(), address(in_scale), address(factors), *given, random)
     return packed, scale, bits
 
 
 @lru_cache(maxsize=256)
-def _launch(
-    plan: tuple[int, int, bool], rows: int, wide: int, dtype: torch.dtype, rule: ScaleRule, hadamard: int, signs: bool,
-    mask: bool, dither: bool, drawn: bool, device: int,
-) -> nvrtc.Launch:  # fmt: skip
-    """Of such a matrix."""
-    resident, stages, _ = plan
+def launched(
+    plan: tuple[int, int, bool], rows: int, wide: int, pitch: int, dtype: torch.dtype, rule: ScaleRule, hadamard: int,
+    signs: bool, mask: bool, dither: bool, drawn: bool, device: int,
+) -> Run:  # fmt: skip
+    """The kernel for rows of so many elements or bytes of codes, `pitch` from one to the next, as a function of where x
+    and its scale, signs, packed, scale and mask lie and of random numbers."""
+    resident, stages, down = plan
     source = entry(
         dtype, rule, hadamard, signs, mask=mask, dither=dither, drawn=drawn, resident=resident, stages=stages
     )
@@ -169,8 +154,26 @@ def _launch(
     tiles = -(-rows // 128) * -(-(wide * dtype.itemsize) // 128)
     if dtype == torch.uint8:
         threads, blocks, tiles = resident, nvrtc.processors(device), -(-rows // 128) * -(-wide // CODE_BOX[1])
-    shared = shared_bytes(dtype, stages, threads, dither)
-    return nvrtc.Launch(_kernel(source, shared, device), (min(tiles, blocks),), threads, shared, device)
+    shared, of_codes = shared_bytes(dtype, stages, threads, dither), dtype == torch.uint8
+    launch = nvrtc.Launch(_kernel(source, shared, device), (min(tiles, blocks),), threads, shared, device)
+    args = arguments(rows, wide * (1 + of_codes), pitch * dtype.itemsize, hadamard, down)
+    values: CodeArguments | Arguments = CodeArguments(args=args) if of_codes else args
+
+    def run(
+        x: int, in_scale: int | None, signs: int | None, packed: int, scale: int, mask: int | None,
+        random: Random | None,
+    ) -> None:  # fmt: skip
+        now = type(values).from_buffer_copy(values)
+        args = now.args if isinstance(now, CodeArguments) else now
+        args.x, args.in_scale, args.signs, args.packed, args.scale, args.mask = x, in_scale, signs, packed, scale, mask
+        args.s0, args.s1, args.o0, args.o1 = key_of(random)
+        args.drawn = address(random and random.drawn)
+        if isinstance(now, CodeArguments):
+            codes = nvrtc.tensor_map(x, rows, wide, pitch, CODE_BOX, dtype, CODE_BOX[1], 128)
+            ctypes.memmove(now.codes, codes, 128)
+        launch(now)
+
+    return run
 
 
 def quantize_columns(

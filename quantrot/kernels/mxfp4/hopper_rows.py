@@ -25,15 +25,10 @@ EACH = 4  # words of eight codes that a thread of `dequantize` reads
 EXPAND_THREADS = 256  # a warp a row
 
 ROWS = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {name}(
-    const void* x, const float* signs, unsigned char* packed, unsigned char* scale, void* mask, float* row_scale,
-    int* outside, long long rows, long long row_groups, float root, unsigned s0, unsigned s1, unsigned o0,
-    unsigned o1, const unsigned long long* drawn) {{
-  quantrot::{call}<quantrot::{dtype}, {span}, {signs}, quantrot::{rule}, {more}{stages}>(
-      {{x, signs, packed, scale, mask, row_scale, outside, rows, row_groups, root, {key}}});
+    const __grid_constant__ quantrot::QuantizeArgs args) {{
+  quantrot::{call}<quantrot::{dtype}, {span}, {signs}, quantrot::{rule}, {more}{stages}>({args});
 }}
 """
-KEY = "quantrot::Key{s0, s1, o0, o1}"
-DRAWN = f"{KEY}.with(drawn)"
 DEQUANTIZE = """extern "C" __global__ void __launch_bounds__(256) {name}(
     const unsigned* packed, const unsigned char* scale, void* y, long long words) {{
   quantrot::dequantize<{each}>(packed, scale, y, words);
@@ -51,6 +46,9 @@ MASKED = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) 
 
 
 class Arguments(ctypes.Structure):
+    """QuantizeArgs of rows.cuh."""
+
+    whole = True
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "signs", "packed", "scale", "mask", "row_scale", "outside")),
         ("rows", ctypes.c_longlong),
@@ -69,7 +67,7 @@ class DequantizeArguments(ctypes.Structure):
 
 
 class ExpandArguments(ctypes.Structure):
-    """ExpandArgs of rows.cuh."""
+    """ExpandArgs of rows.cuh; `outside` may be None."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("packed", "scale", "e4m3", "row_scale", "outside")),
@@ -77,22 +75,19 @@ class ExpandArguments(ctypes.Structure):
     ]
 
 
-class _Both(ctypes.Structure):
+class Both(ctypes.Structure):
     _fields_ = [("first", ExpandArguments), ("second", ExpandArguments)]
 
 
 class MaskedArguments(ctypes.Structure):
     """MaskedArgs of masked.cuh."""
 
+    whole = True
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "mask", "y")),
         ("groups", ctypes.c_longlong),
         ("factor", ctypes.c_float),
     ]
-
-
-class _Masked(ctypes.Structure):
-    _fields_ = [("args", MaskedArguments)]
 
 
 @lru_cache(maxsize=1)
@@ -127,10 +122,15 @@ def entry(
         span=hadamard // GROUP,
         signs=str(signs).lower(),
         rule=str(rule).upper(),
-        key=DRAWN if drawn else KEY,
+        args=args_of(drawn),
         more="".join(f"{str(flag).lower()}, " for flag in ((arranged,) if expanded else (mask, dither))),
         stages=stages,
     )
+
+
+def args_of(drawn: bool) -> str:
+    """A kernel's parameters, with drawn numbers added to its key."""
+    return "args.with_drawn()" if drawn else "args"
 
 
 def lane_groups(hadamard: int) -> int:
@@ -205,22 +205,17 @@ def quantize(
     packed, scale, bits = outputs(x, x.shape, mask)
     plan = plan_of(x.dtype, hadamard, mask, random is not None)
     kind = x.dtype, rule, hadamard, signs is not None, mask, *kind_of(random).values()
-    launch, values = _launch(plan, x.numel() // GROUP, *kind, x.get_device())
-    now = Arguments.from_buffer_copy(values)
-    now.x, now.signs, now.packed, now.scale = x.data_ptr(), address(factors), packed.data_ptr(), scale.data_ptr()
-    now.mask = bits.data_ptr()
-    now.s0, now.s1, now.o0, now.o1 = key_of(random)
-    now.drawn = address(random and random.drawn)
-    launch(now)
+    run = launched(plan, x.numel() // GROUP, *kind, x.get_device())
+    run(x.data_ptr(), address(factors), packed.data_ptr(), scale.data_ptr(), bits.data_ptr(), random)
     return packed, scale, bits
 
 
 @lru_cache(maxsize=256)
-def _launch(
+def launched(
     plan: tuple[int, int, int], groups: int, dtype: torch.dtype, rule: ScaleRule, hadamard: int, signs: bool,
     mask: bool, dither: bool, drawn: bool, device: int,
-) -> tuple[nvrtc.Launch, Arguments]:  # fmt: skip
-    """Of so many groups, and its parameters but for addresses and random numbers."""
+) -> Run:  # fmt: skip
+    """`quantize` of so many groups, as a function of where x, signs, packed, scale, mask lie and of random numbers."""
     threads, resident, stages = plan
     source = entry(
         dtype, rule, hadamard, signs, mask=mask, dither=dither, drawn=drawn, threads=threads, resident=resident,
@@ -229,7 +224,16 @@ def _launch(
     shared = shared_bytes(threads, stages, hadamard, wide=dtype == torch.float32)
     blocks = min(-(-groups // (threads * lane_groups(hadamard))), nvrtc.processors(device) * resident)
     launch = nvrtc.Launch(_kernel(source, shared, device), (blocks,), threads, shared, device)
-    return launch, arguments(None, None, (None,) * 5, 1, groups, hadamard, None)
+    values = arguments(None, None, (None,) * 5, 1, groups, hadamard, None)
+
+    def run(x: int, signs: int | None, packed: int, scale: int, mask: int | None, random: Random | None) -> None:
+        now = Arguments.from_buffer_copy(values)
+        now.x, now.signs, now.packed, now.scale, now.mask = x, signs, packed, scale, mask
+        now.s0, now.s1, now.o0, now.o1 = key_of(random)
+        now.drawn = address(random and random.drawn)
+        launch(now)
+
+    return run
 
 
 def quantize_expanded(
@@ -253,7 +257,7 @@ def prepare_expanded(x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | 
         expanded=True, arranged=arranged, threads=threads, resident=resident, stages=stages,
     )  # fmt: skip
     device, shared = x.get_device(), shared_bytes(threads, stages, hadamard, expanded=True)
-    values = arguments(x, None, (None,) * 5, rows, groups, hadamard, None)
+    values = arguments(None, None, (None,) * 5, rows, groups, hadamard, None)
     blocks = min(rows, nvrtc.processors(device) * resident)
     launch = nvrtc.Launch(_kernel(source, shared, device), (blocks,), threads, shared, device, overlap=True)
 
@@ -263,8 +267,8 @@ def prepare_expanded(x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | 
             factors = float_signs(signs, x)
         packed = torch.empty((rows, width // 2), dtype=torch.uint8, device=on)
         scale, to = torch.empty((rows, groups), dtype=torch.uint8, device=on), room(rows, width, on)
-        now.x, now.signs, now.packed, now.scale = x.data_ptr(), address(factors), packed.data_ptr(), scale.data_ptr()
-        now.mask, now.row_scale, now.outside = (t.data_ptr() for t in to)
+        now.x, now.signs, now.packed, now.scale = map(address, (x, factors, packed, scale))
+        now.mask, now.row_scale, now.outside = map(address, to)
         launch(now)
         return *to, packed, scale
 
@@ -290,7 +294,7 @@ def expand(
     (rows, groups), device = scale.shape, packed.get_device()
     to = to or room(rows, GROUP * groups, packed.device)
     first = ExpandArguments(*(t.data_ptr() for t in (*weight, *to)), rows, groups)
-    _expand_launch(rows, 0, device, beside)(_Both(first, ExpandArguments()))
+    expand_launch(rows, 0, device, beside)(Both(first, ExpandArguments()))
     return to
 
 
@@ -302,13 +306,13 @@ def expand_both(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple
         to = room(rows, GROUP * groups, a.device)
         given.append(ExpandArguments(*(t.data_ptr() for t in (packed, scale, *to)), rows, groups))
         made.append(to)
-    _expand_launch(len(a), len(b), a.get_device(), False)(_Both(*given))
+    expand_launch(len(a), len(b), a.get_device())(Both(*given))
     return tuple(made)
 
 
 @lru_cache(maxsize=256)
-def _expand_launch(first: int, second: int, device: int, overlap: bool) -> nvrtc.Launch:
-    """Of so many rows of one matrix, and of another."""
+def expand_launch(first: int, second: int, device: int, overlap: bool = False) -> nvrtc.Launch:
+    """Of so many rows of one matrix, and of another, of Both."""
     blocks = sum(-(-rows // (EXPAND_THREADS // 32)) for rows in (first, second))
     return nvrtc.Launch(_expand_kernel(device), (blocks,), EXPAND_THREADS, 0, device, overlap=overlap)
 
@@ -319,8 +323,8 @@ def masked_hadamard(x: Tensor, mask: Tensor, hadamard: int, factor: float, dtype
     x, mask = hopper.aligned(x), hopper.aligned(mask)
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     plan, wide = tuned.HOPPER_MASKED[hadamard], dtype != x.dtype
-    launch = _masked_launch(plan, x.numel() // GROUP, x.dtype, hadamard, wide, x.get_device())
-    launch(_Masked(MaskedArguments(x.data_ptr(), mask.data_ptr(), y.data_ptr(), x.numel() // GROUP, factor)))
+    run = masked(plan, x.numel() // GROUP, x.dtype, hadamard, wide, x.get_device())
+    run(x.data_ptr(), mask.data_ptr(), y.data_ptr(), factor)
     return y
 
 
@@ -334,14 +338,14 @@ def masked_entry(
 
 
 @lru_cache(maxsize=256)
-def _masked_launch(
-    plan: tuple[int, int, int], groups: int, dtype: torch.dtype, hadamard: int, wide: bool, device: int
-) -> nvrtc.Launch:
+def masked(plan: tuple[int, int, int], groups: int, dtype: torch.dtype, hadamard: int, wide: bool, device: int) -> Run:
+    """`masked_hadamard` of so many groups, as a function of where x, mask and y lie and of the factor."""
     threads, resident, stages = plan
     shared, source = shared_bytes(threads, stages, hadamard), masked_entry(plan, dtype, hadamard, wide)
     function = nvrtc.load_kernel(device_functions() + source, "masked_hadamard", shared, device)
     blocks = min(-(-groups // (threads * lane_groups(hadamard))), nvrtc.processors(device) * resident)
-    return nvrtc.Launch(function, (blocks,), threads, shared, device)
+    launch = nvrtc.Launch(function, (blocks,), threads, shared, device)
+    return lambda x, mask, y, factor: launch(MaskedArguments(x, mask, y, groups, factor))
 
 
 @lru_cache(maxsize=8)

@@ -29,6 +29,13 @@ struct QuantizeArgs {
   i64 rows, row_groups;    // packed: one row of all groups
   float root;              // Hadamard's 1 / sqrt
   Key key;
+  const u64* drawn;        // of a kernel that adds them to the key
+
+  __device__ __forceinline__ QuantizeArgs with_drawn() const {
+    QuantizeArgs now = *this;
+    now.key = key.with(drawn);
+    return now;
+  }
 };
 
 #ifdef QUANTROT_EMULATED
@@ -449,7 +456,7 @@ struct ExpandArgs {
   const unsigned char* scale;  // [rows, groups]
   Words* e4m3;                 // [rows, groups, 2]
   float* row_scale;            // [rows]
-  int* outside;                // [rows]
+  int* outside;                // [rows], or null: they are not counted
   int rows, groups;
 };
 
@@ -505,7 +512,8 @@ __device__ __forceinline__ void expand(const ExpandArgs& args, int block) {
       }
       outside = warp_sum(outside);
     }
-    if (lane == 0) args.row_scale[row] = power(top - TOP), args.outside[row] = outside;
+    float* const count = args.outside ? (float*)args.outside : args.row_scale;  // there overwritten: around a branch 12 bytes spill
+    if (lane == 0) count[row] = __int_as_float(outside), args.row_scale[row] = power(top - TOP);
   }
   if (blockIdx.x == gridDim.x - 1) grid_wait();
 }
