@@ -15,6 +15,7 @@ from quantrot.kernels.fp8 import (
     has_kernels,
     quantize_fp8_block,
     quantize_fp8_both_ways,
+    steps,
 )
 from quantrot.kernels.operators import refuse_create_graph
 from quantrot.modules.linear import QuantizedLinear, as_autocast, hooked, sharded
@@ -162,26 +163,37 @@ class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         wants_dx, wants_dw, _ = ctx.needs_input_grad
-        q, scale, *x_t = _rows(x, both_ways=wants_dw)
-        w, w_scale, *w_t = _squares(weight, both_ways=wants_dx)
+        x_t: Any
+        w_t: Any
+        if (made := steps.forward(x, weight, bias, wants_dx, wants_dw)) is not None:
+            y, w_t, x_t = made
+        else:
+            q, scale, *x_t = _rows(x, both_ways=wants_dw)
+            w, w_scale, *w_t = _squares(weight, both_ways=wants_dx)
+            y = fp8_block_gemm(q, scale, w, w_scale, out_dtype=x.dtype, bias=bias, backend="fastest")
         ctx.save_for_backward(*(x_t or (None, None)), *(w_t or (None, None)))
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return fp8_block_gemm(q, scale, w, w_scale, out_dtype=x.dtype, bias=bias, backend="fastest")
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_create_graph()
         x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        g, g_scale, *g_t = _rows(grad, both_ways=ctx.needs_input_grad[1])
+        wants_dx, wants_dw, wants_db = ctx.needs_input_grad
+        for_dx, for_dw = (w_t, w_t_scale) if wants_dx else None, (x_t, x_t_scale) if wants_dw else None
         dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            w_t = w_t[:, : grad.shape[1]]
-            dx = fp8_block_gemm(g, g_scale, w_t, w_t_scale, out_dtype=x_dtype, backend="fastest")
-        if ctx.needs_input_grad[1]:
-            operands: Any = *g_t, x_t, x_t_scale
-            dw = fp8_block_gemm(*operands, a_block=ROW, b_block=ROW, out_dtype=weight_dtype, backend="fastest")
-        if bias_dtype is not None and ctx.needs_input_grad[2]:
+        if (made := steps.backward(grad, for_dx, for_dw, x_dtype, weight_dtype)) is not None:
+            dx, dw = made
+        else:
+            g, g_scale, *g_t = _rows(grad, both_ways=wants_dw)
+            if wants_dx:
+                w_t = w_t[:, : grad.shape[1]]
+                dx = fp8_block_gemm(g, g_scale, w_t, w_t_scale, out_dtype=x_dtype, backend="fastest")
+            if wants_dw:
+                operands: Any = *g_t, x_t, x_t_scale
+                dw = fp8_block_gemm(*operands, a_block=ROW, b_block=ROW, out_dtype=weight_dtype, backend="fastest")
+        if bias_dtype is not None and wants_db:
             db = grad.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, db
 

@@ -140,7 +140,7 @@ def test_auto_takes_cuda_and_kernels_are_given_rows(monkeypatch):
     monkeypatch.setattr(triton, "quantize_both_ways", quantizer("triton"))
     x = torch.zeros(16, 8).bfloat16().T
     for given, backend in ((x, "auto"), (x[:0], "auto"), (x, "triton"), (x[:0], "triton")):
-        operators._read_once(given, ROW, "exact", True, backend)(given)
+        operators.read_once(given, ROW, "exact", True, backend)(given)
     assert taken == [("cuda", (16, 1), (16, 1)), ("triton", (16, 1))]
 
 

@@ -63,15 +63,15 @@ def fp8_block_gemm(
         key = *map(like, operands), tuple(a_block), tuple(b_block), out_dtype, b_settled, backend
         if (again := READY.find(key)) is not None:
             return again(*operands, None)
-    _check_product(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend)
-    if key and (run := _chosen(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend, b_settled)):
+    check_product(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend)
+    if key and (run := chosen(a, a_scale, b, b_scale, a_block, b_block, out_dtype, bias, backend, b_settled)):
         return READY.keep(key, run, a.get_device())(*operands, None)
     return torch.ops.quantrot.fp8_block_gemm(
         a, a_scale, b, b_scale, list(a_block), list(b_block), out_dtype, bias, backend, b_settled
     )
 
 
-def _check_product(
+def check_product(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -113,7 +113,7 @@ def _multiplier(asked: str, *operands) -> ModuleType | None:
     return module
 
 
-def _chosen(
+def chosen(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,

@@ -82,7 +82,7 @@ def quantize_fp8_block(
             return again(x)
     rule = check_input("quantize_fp8_block", x, block, scale_rule, backend)
     _check_gated(x, gated)
-    if key and (run := _in_one_kernel(x, (block[0], block[1]), rule, transposed_scale, gated)):
+    if key and (run := in_one_kernel(x, (block[0], block[1]), rule, transposed_scale, gated)):
         return READY.keep(key, run, x.get_device())(x)
     return torch.ops.quantrot.quantize_fp8_block(x, block[0], block[1], rule, transposed_scale, backend, gated)
 
@@ -147,7 +147,7 @@ def quantize_fp8_both_ways(
         raise ValueError(f"block: {tuple(block)}; allowed: (1, 128), (128, 128)")
     rule = check_input("quantize_fp8_both_ways", x, block, scale_rule, backend)
     if key and _quantizer(x, backend):
-        return READY.keep(key, _read_once(x, (block[0], block[1]), rule, transposed_scale, backend), x.get_device())(x)
+        return READY.keep(key, read_once(x, (block[0], block[1]), rule, transposed_scale, backend), x.get_device())(x)
     return torch.ops.quantrot.quantize_fp8_both_ways(x, block[0], block[1], rule, transposed_scale, backend)
 
 
@@ -266,7 +266,7 @@ def _columns_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _in_one_kernel(x: Tensor, block: tuple[int, int], rule: str, transposed_scale: bool, gated: bool) -> Run | None:
+def in_one_kernel(x: Tensor, block: tuple[int, int], rule: str, transposed_scale: bool, gated: bool) -> Run | None:
     """The quantizer that "auto" takes on Hopper, as a function of x; None where that has no kernel for it."""
     from quantrot.kernels.fp8 import blocks
 
@@ -282,7 +282,7 @@ def _in_one_kernel(x: Tensor, block: tuple[int, int], rule: str, transposed_scal
     return run
 
 
-def _read_once(x: Tensor, block: tuple[int, int], rule: str, transposed_scale: bool, backend: str) -> Run:
+def read_once(x: Tensor, block: tuple[int, int], rule: str, transposed_scale: bool, backend: str) -> Run:
     """`quantize_fp8_both_ways` of matrices like x on a GPU, as a function of them: by "auto" in CUDA if it can."""
     from quantrot.kernels.fp8 import both_ways, triton
 
@@ -343,7 +343,7 @@ def quantize(
     from quantrot.kernels.fp8 import triton
 
     x, block = _columns_contiguous(x), (rows, columns)
-    if backend == "auto" and (run := _in_one_kernel(x, block, rule, transposed_scale, gated)):
+    if backend == "auto" and (run := in_one_kernel(x, block, rule, transposed_scale, gated)):
         return run(x)
     if gated:
         return quantize(gate(x), rows, columns, rule, transposed_scale, backend)
@@ -397,7 +397,7 @@ def _both_ways(
     if not _quantizer(x, backend):
         q, scale, turned, turned_scale = both_ways_reference(x, block, rule)
         return q, _ordered(x, scale, transposed_scale), turned, _ordered(x, turned_scale, transposed_scale)
-    return _read_once(x, block, rule, transposed_scale, backend)(x)
+    return read_once(x, block, rule, transposed_scale, backend)(x)
 
 
 @torch.library.register_fake("quantrot::quantize_fp8_block")
