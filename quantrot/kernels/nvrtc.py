@@ -156,12 +156,11 @@ def matrix_map(t: torch.Tensor, box: tuple[int, int, int]) -> bytes:
 
 def map_of(t: torch.Tensor, box: tuple[int, int, int]) -> Callable[[torch.Tensor], bytes]:
     """matrix_map of tensors like this one."""
-    sizes, pitch, dtype = tuple(t.shape[::-1]), t.stride(0) * t.element_size(), t.dtype
     rows, columns, swizzle = box
-    return lambda t: encode_map(t.data_ptr(), sizes, (pitch,), (columns, rows), dtype, swizzle, 256)
+    encode = maps_of(tuple(t.shape[::-1]), (t.stride(0) * t.element_size(),), (columns, rows), t.dtype, swizzle, 256)
+    return lambda t: encode(t.data_ptr())
 
 
-@lru_cache(maxsize=4096)
 def encode_map(
     data: int,
     sizes: tuple[int, ...],
@@ -177,27 +176,54 @@ def encode_map(
     edges; promotion: bytes that L2 fetches at once.
     RuntimeError with the driver's number for what it refuses.
     """
+    return maps_of(sizes, strides, box, dtype, swizzle, promotion)(data)
+
+
+@lru_cache(maxsize=1024)
+def maps_of(
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    dtype: torch.dtype,
+    swizzle: int,
+    promotion: int,
+) -> Callable[[int], bytes]:
+    """encode_map of such tensors, as a function of where one lies."""
     rank, kind = len(sizes), {torch.float16: 6, torch.bfloat16: 9}.get(dtype, 0)  # CUtensorMapDataType; or bytes
+    of_sizes, of_strides = (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides)
+    of_box, every_element = (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank)
+    swizzles, promotions = {0: 0, 32: 1, 64: 2, 128: 3}[swizzle], {0: 0, 64: 1, 128: 2, 256: 3}[promotion]
     no_interleave, fill_zeros = 0, 0
-    room = ctypes.create_string_buffer(128 + 64)
-    start = -ctypes.addressof(room) % 64  # the driver wants it aligned, which cuda.bindings' object is not
-    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.byref(room, start),
-        kind,
-        rank,
-        ctypes.c_void_p(data),
-        (ctypes.c_uint64 * rank)(*sizes),
-        (ctypes.c_uint64 * (rank - 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank),
-        no_interleave,
-        {0: 0, 32: 1, 64: 2, 128: 3}[swizzle],
-        {0: 0, 64: 1, 128: 2, 256: 3}[promotion],
-        fill_zeros,
-    )
-    if error:
-        raise RuntimeError(f"CUDA driver: error {error} for a tensor map of {sizes}, strides {strides}")
-    return room.raw[start : start + 128]
+
+    @lru_cache(maxsize=256)
+    def encode(data: int) -> bytes:
+        room = ctypes.create_string_buffer(128 + 64)
+        start = -ctypes.addressof(room) % 64  # the driver wants it aligned, which cuda.bindings' object is not
+        error = _driver().cuTensorMapEncodeTiled(
+            ctypes.byref(room, start),
+            kind,
+            rank,
+            ctypes.c_void_p(data),
+            of_sizes,
+            of_strides,
+            of_box,
+            every_element,
+            no_interleave,
+            swizzles,
+            promotions,
+            fill_zeros,
+        )
+        if error:
+            raise RuntimeError(f"CUDA driver: error {error} for a tensor map of {sizes}, strides {strides}")
+        return room.raw[start : start + 128]
+
+    return encode
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    """CUDA's; to open it again for each tensor map took 30 us of the map's 35."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 class _Attribute(ctypes.Structure):
@@ -298,7 +324,7 @@ def counters_in_turn(count: int) -> int:
 
 @lru_cache(maxsize=1)
 def _launcher() -> Any:
-    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function = _driver().cuLaunchKernelEx
     function.argtypes = [ctypes.POINTER(_Launch), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
     return function
 

@@ -81,7 +81,7 @@ def pretend():
     nvrtc.Launch.__call__ = record
     for module in (nvrtc, quantizer, hopper, linear, prompt, hadamard, mixed_hopper, int4_hopper, turn):
         module.load_kernel, module.processors = lambda *what: digest(what)[:8], lambda device: 132
-    nvrtc.encode_map = encode
+    nvrtc.maps_of = lambda *how: lambda data: encode(data, *how)
     nvrtc.counters_in_turn, nvrtc.stream_number = lambda count: count, lambda device: 0
     hadamard.tensor_map = nvrtc.tensor_map
     JITFunction.__getitem__, torch._scaled_mm = record_triton, scaled_mm

@@ -22,6 +22,25 @@ def test_launch_structures_lie_as_in_cuda_h():
     assert attribute.value.offset == 8 and ctypes.sizeof(attribute) == 72
 
 
+def test_a_tensor_map_is_encoded_once_for_an_address(monkeypatch):
+    class Driver:
+        def cuTensorMapEncodeTiled(self, room, kind, rank, data, *arrays):
+            at = ctypes.cast(room, ctypes.c_void_p).value
+            given.append((at % 64, kind, rank, data.value, *(list(a) for a in arrays[:4]), *arrays[4:]))
+            ctypes.memset(at, data.value % 251, 128)
+            return 7 if data.value == 13 else 0
+
+    given = []
+    monkeypatch.setattr(nvrtc, "_driver", Driver)
+    sizes, strides, box = (48, 100), (96,), (16, 8)
+    find = nvrtc.maps_of.__wrapped__(sizes, strides, box, torch.bfloat16, 64, 128)
+    assert [find(data) for data in (4096, 8192, 4096)] == [bytes([data % 251]) * 128 for data in (4096, 8192, 4096)]
+    rest = [48, 100], [96], [16, 8], [1, 1], 0, 2, 2, 0
+    assert given == [(0, 9, 2, 4096, *rest), (0, 9, 2, 8192, *rest)]
+    with pytest.raises(RuntimeError, match=r"error 7 for a tensor map of \(48, 100\), strides \(96,\)"):
+        find(13)
+
+
 def test_launches_take_turns_at_counters(monkeypatch):
     last, recording = nvrtc.TURNS, False
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
