@@ -183,7 +183,7 @@ class _Fp8Product(torch.autograd.Function):
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad
         for_dx, for_dw = (w_t, w_t_scale) if wants_dx else None, (x_t, x_t_scale) if wants_dw else None
         dx = dw = db = None
-        if (made := steps.backward(grad, for_dx, for_dw, x_dtype, weight_dtype)) is not None:
+        if (made := steps.backward(grad, for_dx, for_dw, weight_dtype)) is not None:
             dx, dw = made
         else:
             g, g_scale, *g_t = _rows(grad, both_ways=wants_dw)

@@ -1,9 +1,13 @@
 """A training linear's quantizers and products found at once, against its operators."""
 
+import itertools
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantrot.kernels.fp8 import fp8_block_gemm, quantize_fp8_block, quantize_fp8_both_ways, steps
+from quantrot.kernels.ready import Ready
 from quantrot.modules.fp8 import Fp8TrainingLinear
 
 gpu = pytest.mark.gpu
@@ -12,29 +16,29 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    """Forwards and backwards go to the steps, by the reference; how many did."""
-    went = []
+    """Forwards and backwards go to the steps, by the reference: the ways in which each matrix was quantized."""
+    ways = []
 
     def quantizer(x, block, both_ways):
         quantize = quantize_fp8_both_ways if both_ways else quantize_fp8_block
-        return lambda x: quantize(x, block, "exact", transposed_scale=block == steps.ROW)
+        return lambda x: (ways.append(both_ways), quantize(x, block, "exact", transposed_scale=block == steps.ROW))[1]
 
     def product(a, b, b_block, dtype, bias=None):
         how = {"a_block": steps.ROW, "b_block": b_block, "out_dtype": dtype}
-        return lambda a, a_scale, b, b_scale, bias, residual: fp8_block_gemm(a, a_scale, b, b_scale, bias=bias, **how)
+        biased = bias is not None
 
-    def step(prepare, numbers):
-        def run(*given):
-            went.append(prepare.__name__)
-            return prepare(*given)(*given[:numbers])
+        def run(a, a_scale, b, b_scale, bias, residual):
+            assert biased == (bias is not None) and residual is None
+            return fp8_block_gemm(a, a_scale, b, b_scale, bias=bias, **how)
 
         return run
 
     monkeypatch.setattr(steps, "_quantizer", quantizer)
     monkeypatch.setattr(steps, "_product", product)
-    monkeypatch.setattr(steps, "forward", step(steps._forward, 3))
-    monkeypatch.setattr(steps, "backward", step(steps._backward, 3))
-    return went
+    monkeypatch.setattr(steps, "FORWARD", Ready())
+    monkeypatch.setattr(steps, "BACKWARD", Ready())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True))
+    return ways
 
 
 def linear(k, n, dtype, bias, device="cpu"):
@@ -79,18 +83,48 @@ def operands(tokens, k, n, dtype, weight_dtype, bias, frozen, device="cpu"):
 def test_its_results_are_the_operators(request, case):
     given = operands(*case)
     expected = gradients(*given)
-    went = request.getfixturevalue("on_a_cpu")
-    assert equal(gradients(*given), expected) and went == ["_forward", "_backward"]
+    ways = request.getfixturevalue("on_a_cpu")
+    assert equal(gradients(*given), expected) and len(steps.FORWARD) == len(steps.BACKWARD) == 1
+    dx, dw = case[-1] != "x", case[-1] != "weight"
+    assert ways == [dw, dx, dw, dx, dw, dw]  # x and the weight, once more to choose their product; the gradient so
+    ways.clear()
+    assert equal(gradients(*given), expected) and ways == [dw, dx, dw]  # found again
+    assert len(steps.FORWARD) == len(steps.BACKWARD) == 1
+
+
+def test_what_is_found_again_is_for_such_operands(request):
+    """One after the other, of one shape: others dtypes, a bias, what is frozen."""
+    cases = [(48, 128, 128, *how) for how in itertools.product((BF16, FP16), (BF16, FP32), (False, True), (None, "x"))]
+    given = [operands(*case) for case in cases]
+    expected = [gradients(*each) for each in given]
+    request.getfixturevalue("on_a_cpu")
+    for _ in range(2):
+        assert all(equal(gradients(*each), one) for each, one in zip(given, expected, strict=True))
 
 
 @pytest.mark.parametrize("one", ["forward", "backward"])
 def test_operators_and_steps_pass_on_what_they_kept(request, monkeypatch, one):
-    """Where somebody wants to see every operator of one of the two: a mode of torch's, say."""
     given = operands(*CASES[1])
     expected = gradients(*given)
-    went = request.getfixturevalue("on_a_cpu")
+    request.getfixturevalue("on_a_cpu")
     monkeypatch.setattr(steps, one, lambda *given: None)
-    assert equal(gradients(*given), expected) and len(went) == 1
+    assert equal(gradients(*given), expected) and len(steps.FORWARD) + len(steps.BACKWARD) == 1
+
+
+def test_a_mode_that_sees_operators_sees_them(request):
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.add(function.name())
+            return function(*args, **kwargs or {})
+
+    seen, (module, x, g) = set(), operands(*CASES[0])
+    request.getfixturevalue("on_a_cpu")
+    with Seeing():
+        y = module(x)
+    with Seeing():
+        y.backward(g)
+    assert {"quantrot::quantize_fp8_both_ways", "quantrot::fp8_block_gemm"} <= seen
+    assert not steps.FORWARD and not steps.BACKWARD
 
 
 @gpu

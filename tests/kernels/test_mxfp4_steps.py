@@ -1,12 +1,14 @@
 """A training linear's kernels launched one behind the other: on a CPU by the reference on the same addresses."""
 
 import ctypes
+import itertools
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantrot.kernels.mxfp4 import Mxfp4Gemm, steps
+from quantrot.kernels.mxfp4 import Mxfp4Gemm, drawn_numbers, steps
 from quantrot.kernels.mxfp4.reference import (
     Random,
     dequantize_reference,
@@ -14,6 +16,7 @@ from quantrot.kernels.mxfp4.reference import (
     masked_hadamard_reference,
     quantize_reference,
 )
+from quantrot.kernels.ready import Ready
 
 gpu = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed")
@@ -90,21 +93,21 @@ def scaled_product(a, a_scale, b, b_scale, dtype):
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    """Forwards go to the steps, whose kernels are the reference; how many did."""
-    forwards = []
-
-    def forward(x, weight, hadamard):
-        forwards.append(x.shape)
-        return steps.prepare_forward(x, weight, hadamard)(x, weight)
-
+    """Forwards and backwards go to the steps, whose kernels are the reference."""
     monkeypatch.setattr(hopper_rows, "launched", along_rows)
     monkeypatch.setattr(hopper_columns, "launched", along_columns)
     monkeypatch.setattr(hopper_rows, "expand_launch", expand_launch)
     monkeypatch.setattr(hopper_rows, "masked", masked)
     monkeypatch.setattr(steps, "scaled_product", scaled_product)
-    monkeypatch.setattr(steps, "forward", forward)
-    monkeypatch.setattr(steps, "BACKWARD", type(steps.BACKWARD)())
-    return forwards
+    monkeypatch.setattr(steps.nvrtc, "available", lambda device: True)
+    monkeypatch.setattr(steps, "FORWARD", Ready())
+    monkeypatch.setattr(steps, "BACKWARD", Ready())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True))
+
+
+def went():
+    """How many kinds of forwards and of backwards went there."""
+    return len(steps.FORWARD), len(steps.BACKWARD)
 
 
 def operands(m, n, k, dtype, weight_dtype, device="cpu"):
@@ -133,19 +136,29 @@ def equal(a, b):
 def test_its_results_are_the_operators(request, m, hadamard, dtype, weight_dtype, random):
     given = operands(m, 128, 256, dtype, weight_dtype)
     expected = step(*given, hadamard, random)
-    forwards = request.getfixturevalue("on_a_cpu")
-    assert equal(step(*given, hadamard, random), expected) and len(forwards) == 1
-    assert len(steps.BACKWARD) == 1
-    assert equal(step(*given, hadamard, random), expected) and len(steps.BACKWARD) == 1  # found again
+    request.getfixturevalue("on_a_cpu")
+    for _ in range(2):  # then found again
+        assert equal(step(*given, hadamard, random), expected) and went() == (1, 1)
+
+
+def test_what_is_found_again_is_for_such_operands(request):
+    """One after the other, of one shape: other blocks, dtypes, numbers, and what is frozen."""
+    kinds = itertools.product((32, 64), (BF16, FP32), (None, PAIR), (None, "x", "weight"))
+    cases = []
+    for hadamard, weight_dtype, random, frozen in kinds:
+        x, w, g = operands(64, 128, 192, BF16, weight_dtype)
+        cases.append((x.requires_grad_(frozen != "x"), w.requires_grad_(frozen != "weight"), g, hadamard, random))
+    expected = [step(*case) for case in cases]
+    request.getfixturevalue("on_a_cpu")
+    for _ in range(2):
+        assert all(equal(step(*case), one) for case, one in zip(cases, expected, strict=True))
+    assert went() == (4, 24)
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_a_gradient_that_is_not_wanted_keeps_and_computes_nothing(request, frozen):
-    x, w, g = operands(64, 96, 128, BF16, FP32)
+def test_a_gradient_that_is_not_wanted_keeps_nothing(on_a_cpu, frozen):
+    x, w, _ = operands(64, 96, 128, BF16, FP32)
     (x if frozen == "x" else w).requires_grad_(False)
-    expected = step(x, w, g, 32, PAIR)
-    request.getfixturevalue("on_a_cpu")
-    assert equal(step(x, w, g, 32, PAIR), expected)
     kept = [t.numel() for t in Mxfp4Gemm.apply(x, w, 32, PAIR).grad_fn.saved_tensors if t is not None]
     assert kept == ([64 * 4 * 17 + 96 * 16] if frozen == "x" else [96 * 4 * 17 + 64 * 16])
 
@@ -156,17 +169,55 @@ def test_gradients_of_any_strides_and_leading_dimensions(request):
     expected = step(x, w, g, 32, PAIR), step(x, w, torch.ones(()).to(BF16).expand(4, 16, 96), 32, None)
     request.getfixturevalue("on_a_cpu")
     found = step(x, w, g, 32, PAIR), step(x, w, torch.ones(()).to(BF16).expand(4, 16, 96), 32, None)
-    assert all(map(equal, found, expected))
+    assert all(map(equal, found, expected)) and went() == (1, 2)
 
 
 @pytest.mark.parametrize("m", [96, 100])
 def test_operators_take_what_it_kept(request, monkeypatch, m):
-    """Where somebody wants to see every operator of a backward: a mode of torch's, say."""
     given = operands(m, 128, 192, BF16, FP32)
     expected = step(*given, 64, PAIR)
-    forwards = request.getfixturevalue("on_a_cpu")
+    request.getfixturevalue("on_a_cpu")
     monkeypatch.setattr(steps, "backward", lambda *given: None)
-    assert equal(step(*given, 64, PAIR), expected) and len(forwards) == 1
+    assert equal(step(*given, 64, PAIR), expected) and went() == (1, 0)
+
+
+def test_groups_outside_and_drawn_numbers_are_operators(on_a_cpu):
+    x, w, g = operands(64, 96, 128, BF16, FP32)
+    step(x, w, g, 32, PAIR, torch.zeros(1, dtype=torch.int32))
+    step(x, w, g, 32, drawn_numbers(x, w, 32))
+    assert went() == (0, 0)
+
+
+def test_a_mode_that_sees_operators_sees_them(on_a_cpu):
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.add(function.name())
+            return function(*args, **kwargs or {})
+
+    seen, (x, w, g) = set(), operands(64, 96, 128, BF16, FP32)
+    with Seeing():
+        y = Mxfp4Gemm.apply(x, w, 32, PAIR)
+    with Seeing():
+        y.backward(g)
+    assert {"quantrot::mxfp4_quantize", "quantrot::mxfp4_requantize", "quantrot::mxfp4_product"} <= seen
+    assert went() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "fits"),
+    [
+        (torch.empty(4, 64, dtype=BF16), torch.empty(32, 64), True),
+        (torch.empty(4, 64, dtype=FP16), torch.empty(32, 64, dtype=FP16), True),
+        (torch.empty(4, 64, dtype=FP16), torch.empty(32, 64, dtype=BF16), False),
+        (torch.empty(4, 64), torch.empty(32, 64), False),
+        (torch.empty(0, 64, dtype=BF16), torch.empty(32, 64), False),
+        (torch.empty(4, 128, dtype=BF16)[:, :64], torch.empty(32, 64), False),
+        (torch.empty(4, 64, dtype=BF16), torch.empty(64, 32).T, False),
+        (torch.empty(4, 64, dtype=BF16), torch.empty(32 * 64 + 1)[1:].view(32, 64), False),
+    ],
+)
+def test_operands_that_its_kernels_read_where_they_lie(on_a_cpu, x, weight, fits):
+    assert steps._fits(x, weight) == fits
 
 
 def test_a_random_number_is_used_once(on_a_cpu, monkeypatch):

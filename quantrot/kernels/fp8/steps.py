@@ -36,15 +36,16 @@ def forward(
 
 
 def backward(
-    grad: Tensor, for_dx: Codes | None, for_dw: Codes | None, x_dtype: torch.dtype, dtype: torch.dtype
+    grad: Tensor, for_dx: Codes | None, for_dw: Codes | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None] | None:
-    """dx and dw of grad [M, N], of these dtypes, each if what it reads is given; None where operators do it."""
+    """dx and dw of grad [M, N], in grad's dtype and this one, each if what it reads is given; None where operators do
+    it."""
     kept = *(for_dx or (None, None)), *(for_dw or (None, None))
     if not grad.is_cuda or not unseen(grad, *kept):
         return None
-    key = like(grad), *map(like, kept), x_dtype, dtype
+    key = like(grad), *map(like, kept), dtype
     if (again := BACKWARD.find(key)) is None:
-        if (run := _backward(grad, for_dx, for_dw, x_dtype, dtype)) is None:
+        if (run := _backward(grad, for_dx, for_dw, dtype)) is None:
             return None
         again = BACKWARD.keep(key, run, grad.get_device())
     made: tuple[Tensor | None, Tensor | None] = again(grad, for_dx, for_dw)
@@ -87,14 +88,12 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, wants_dx: bool, wan
     return run
 
 
-def _backward(
-    grad: Tensor, for_dx: Codes | None, for_dw: Codes | None, x_dtype: torch.dtype, dtype: torch.dtype
-) -> Run | None:
+def _backward(grad: Tensor, for_dx: Codes | None, for_dw: Codes | None, dtype: torch.dtype) -> Run | None:
     """`backward` of such gradients and codes, as a function of them."""
     if not (quantize_g := _quantizer(grad, ROW, both_ways=for_dw is not None)):
         return None
     columns, (g, scale, *g_t) = grad.shape[1], quantize_g(grad)
-    to_dx = for_dx and _product((g, scale), (for_dx[0][:, :columns], for_dx[1]), SQUARE, x_dtype)
+    to_dx = for_dx and _product((g, scale), (for_dx[0][:, :columns], for_dx[1]), SQUARE, grad.dtype)
     to_dw = for_dw and _product((g_t[0], g_t[1]), for_dw, ROW, dtype)
     if (for_dx and not to_dx) or (for_dw and not to_dw):
         return None
