@@ -93,8 +93,9 @@ def test_its_results_are_the_operators(request, case):
 
 
 def test_what_is_found_again_is_for_such_operands(request):
-    """One after the other, of one shape: others dtypes, a bias, what is frozen."""
-    cases = [(48, 128, 128, *how) for how in itertools.product((BF16, FP16), (BF16, FP32), (False, True), (None, "x"))]
+    """One after the other: other widths, dtypes, a bias, what is frozen."""
+    kinds = itertools.product((128, 144), (BF16, FP16), (BF16, FP32), (False, True), (None, "x"))
+    cases = [(48, k, 128, *how) for k, *how in kinds]
     given = [operands(*case) for case in cases]
     expected = [gradients(*each) for each in given]
     request.getfixturevalue("on_a_cpu")

@@ -136,6 +136,27 @@ def test_bits_are_the_references(library, name, rows, columns, down):
     assert kept is None or torch.equal(bits, kept)
 
 
+@pytest.mark.parametrize("dtype", [BF16, CODES])
+def test_a_launch_has_what_the_matrix_is(monkeypatch, dtype):
+    seen = []
+    monkeypatch.setattr(hopper_columns, "launched", hopper_columns.launched.__wrapped__)
+    monkeypatch.setattr(hopper_columns, "_kernel", lambda *how: 0)
+    monkeypatch.setattr(nvrtc, "Launch", lambda *how: seen.append)
+    monkeypatch.setattr(nvrtc, "tensor_map", lambda *how: seen.append(how) or bytes(128))
+    x, scale = torch.zeros(64, 96, dtype=dtype)[:, :64], torch.zeros(64, 4, dtype=CODES)
+    how = ScaleRule.absmax34, 32, None, Random(*RANDOM)
+    if dtype == CODES:
+        made = hopper_columns.requantize(x, scale, *how)
+        assert seen.pop(0)[:4] == (x.data_ptr(), 64, 64, 96)
+    else:
+        made = hopper_columns.quantize_columns(x, *how, False)[:2]
+    args = seen[0].args if dtype == CODES else seen[0]
+    assert (args.rows, args.columns, args.pitch) == ((64, 128, 96) if dtype == CODES else (64, 64, 192))
+    assert (args.x, args.packed, args.scale) == (x.data_ptr(), *map(address, made))
+    assert args.in_scale == (scale.data_ptr() if dtype == CODES else None)
+    assert [args.s0, args.s1, args.o0, args.o1] == hopper_columns.key_of(Random(*RANDOM))
+
+
 @pytest.mark.parametrize(("block", "limit"), [(32, 724), (64, 1023), (128, 724)])
 def test_float16_rounds_as_the_definition(library, block, limit):
     """Every largest number of units, and every number beside the largest that has the same power of two."""

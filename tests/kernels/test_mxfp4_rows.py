@@ -173,6 +173,22 @@ def test_bits_are_the_references(library, name, rows, width):
         assert not mask or torch.equal(bits, kept)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rule", "hadamard", "row", "fits"),
+    [
+        (BF16, "even", 0, True, True),
+        (FP16, "even", 0, False, False),  # of more significant bits than the kernels' float16 keeps
+        (FP16, "even", 32, True, True),
+        (FP32, "even", 0, False, False),
+        (FP32, "even", 32, False, True),
+        (FP32, "absmax34", 0, False, True),
+        (FP32, "even", 32, True, False),  # to e4m3
+    ],
+)
+def test_what_the_kernels_take(dtype, rule, hadamard, row, fits):
+    assert hopper_rows.fits(torch.zeros(2, 64, dtype=dtype), ScaleRule(rule), hadamard, row) == fits
+
+
 @pytest.mark.parametrize("numbers", [None, (SEED, OFFSET), DRAWN])
 def test_a_launch_has_the_random_numbers_and_where_more_are_drawn(monkeypatch, numbers):
     random, seen = numbers and Random(*numbers), []

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -143,16 +144,16 @@ def test_its_results_are_the_operators(request, m, hadamard, dtype, weight_dtype
 
 def test_what_is_found_again_is_for_such_operands(request):
     """One after the other, of one shape: other blocks, dtypes, numbers, and what is frozen."""
-    kinds = itertools.product((32, 64), (BF16, FP32), (None, PAIR), (None, "x", "weight"))
+    kinds = itertools.product((32, 64), (BF16, FP32), (None, PAIR), (None, "x", "weight"), (64, 192))
     cases = []
-    for hadamard, weight_dtype, random, frozen in kinds:
-        x, w, g = operands(64, 128, 192, BF16, weight_dtype)
+    for hadamard, weight_dtype, random, frozen, k in kinds:
+        x, w, g = operands(64, 128, k, BF16, weight_dtype)
         cases.append((x.requires_grad_(frozen != "x"), w.requires_grad_(frozen != "weight"), g, hadamard, random))
     expected = [step(*case) for case in cases]
     request.getfixturevalue("on_a_cpu")
     for _ in range(2):
         assert all(equal(step(*case), one) for case, one in zip(cases, expected, strict=True))
-    assert went() == (4, 24)
+    assert went() == (8, 48)
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])
@@ -188,19 +189,22 @@ def test_groups_outside_and_drawn_numbers_are_operators(on_a_cpu):
     assert went() == (0, 0)
 
 
-def test_a_mode_that_sees_operators_sees_them(on_a_cpu):
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_a_mode_that_sees_operators_sees_them(request, all_of_it):
     class Seeing(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             seen.add(function.name())
             return function(*args, **kwargs or {})
 
     seen, (x, w, g) = set(), operands(64, 96, 128, BF16, FP32)
-    with Seeing():
+    _, *expected = step(x, w, g, 32, PAIR)
+    request.getfixturevalue("on_a_cpu")
+    with Seeing() if all_of_it else nullcontext():
         y = Mxfp4Gemm.apply(x, w, 32, PAIR)
     with Seeing():
-        y.backward(g)
+        assert equal(torch.autograd.grad(y, (x, w), g), expected)
     assert {"quantrot::mxfp4_quantize", "quantrot::mxfp4_requantize", "quantrot::mxfp4_product"} <= seen
-    assert went() == (0, 0)
+    assert went() == (0 if all_of_it else 1, 0)
 
 
 @pytest.mark.parametrize(
