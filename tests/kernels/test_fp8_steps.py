@@ -25,10 +25,10 @@ def on_a_cpu(monkeypatch):
 
     def product(a, b, b_block, dtype, bias=None):
         how = {"a_block": steps.ROW, "b_block": b_block, "out_dtype": dtype}
-        biased = bias is not None
+        like = [t.shape for t in (*a, *b)], bias is not None
 
         def run(a, a_scale, b, b_scale, bias, residual):
-            assert biased == (bias is not None) and residual is None
+            assert like == ([t.shape for t in (a, a_scale, b, b_scale)], bias is not None) and residual is None
             return fp8_block_gemm(a, a_scale, b, b_scale, bias=bias, **how)
 
         return run
