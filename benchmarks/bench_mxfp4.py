@@ -114,7 +114,7 @@ def quantizers() -> list[tuple[str, dict[str, Any], float, Callable]]:
 
 
 def floats(x: Tensor) -> Tensor:
-    """Random float32 numbers: two of bfloat16 are one."""
+    """Random float32 numbers, each the bits of two in bfloat16."""
     return x.view(torch.float32)
 
 

@@ -182,6 +182,21 @@ def test_operators_take_what_it_kept(request, monkeypatch, m):
     assert equal(step(*given, 64, PAIR), expected) and went() == (1, 0)
 
 
+def unaligned(t):
+    room = torch.empty(len(t) + 1, dtype=t.dtype)
+    return room[1:].copy_(t)
+
+
+@pytest.mark.parametrize("how", [lambda t: t.repeat_interleave(2)[::2], unaligned])
+def test_what_hooks_put_in_the_place_of_saved_tensors(request, how):
+    """Strided, or elsewhere than at 16 bytes: operators read it."""
+    given = operands(96, 128, 192, BF16, FP32)
+    expected = step(*given, 64, PAIR)
+    request.getfixturevalue("on_a_cpu")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, how):
+        assert equal(step(*given, 64, PAIR), expected) and went() == (1, 0)
+
+
 def test_groups_outside_and_drawn_numbers_are_operators(on_a_cpu):
     x, w, g = operands(64, 96, 128, BF16, FP32)
     step(x, w, g, 32, PAIR, torch.zeros(1, dtype=torch.int32))
@@ -254,4 +269,4 @@ def test_bits_are_the_operators_on_the_gpu(m, n, k, hadamard, dtype, weight_dtyp
         expected = step(*given, hadamard, random, counter)  # groups outside are counted by operators
         for _ in range(3):
             assert equal(step(*given, hadamard, random), expected)
-    assert len(steps.FORWARD) >= before[0] and len(steps.BACKWARD) > before[1]
+    assert len(steps.FORWARD) > before[0] and len(steps.BACKWARD) > before[1]

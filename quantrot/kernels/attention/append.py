@@ -198,6 +198,7 @@ def rope_hadamard_append_reference(
 class Arguments(ctypes.Structure):
     """AppendArgs of append.cuh."""
 
+    whole = True
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "signs", "q_out", "q_scale")),
         *((name, ctypes.c_void_p) for name in ("key", "key_scale", "value", "value_scale", "count", "lengths")),
@@ -209,10 +210,6 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("heads", "groups", "at", "limit", "advance")),
         ("factor", ctypes.c_float),
     ]
-
-
-class _Parameters(ctypes.Structure):
-    _fields_ = [("args", Arguments)]
 
 
 def device_functions() -> str:
@@ -274,20 +271,20 @@ def prepare(
     dtypes, on = (torch.uint8, torch.uint8, torch.int32), q.device
     made = tuple(torch.empty(size, device="meta") for size in sizes)
     read: Any = (*_read_where_they_lie(q, k, v, cos, sin), signs, order, *cache, place, advance, limit, made)
-    values = _Parameters(arguments(*read))
+    values = arguments(*read)
     function = _kernel(dim, q.dtype, None if cos is None else cos.dtype, order > 0, device)
     launch = nvrtc.Launch(function, grid(batch, heads, groups), 32, 0, device, overlap=True)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, signs: Tensor | None, at: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        now, moving = _Parameters.from_buffer_copy(values), _read_where_they_lie(q, k, v, cos, sin)
+        now, moving = Arguments.from_buffer_copy(values), _read_where_they_lie(q, k, v, cos, sin)
         codes, scale, lengths = (torch.empty(n, dtype=t, device=on) for n, t in zip(sizes, dtypes, strict=True))
         for name, t in zip(MOVING, (*moving, codes, scale, lengths), strict=True):
-            setattr(now.args, name, None if t is None else t.data_ptr())
+            setattr(now, name, None if t is None else t.data_ptr())
         if signs is not None and not (signs.is_contiguous() and signs.data_ptr() % 8 == 0):
             signs = signs.clone(memory_format=torch.contiguous_format)
-        now.args.signs, now.args.at = address(signs), at
+        now.signs, now.at = address(signs), at
         launch(now)
         return codes, scale, lengths
 

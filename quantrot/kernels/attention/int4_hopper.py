@@ -53,6 +53,7 @@ class Plan:
 class Arguments(ctypes.Structure):
     """CodedTokenArgs of int4_token.cuh."""
 
+    whole = True
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "signs")),
         *((name, ctypes.c_void_p) for name in ("key", "value", "key_scale", "key_low")),
@@ -62,10 +63,6 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("heads", "groups", "room", "limit", "at", "advance", "counter")),
         *((name, ctypes.c_float) for name in ("scale", "factor")),
     ]
-
-
-class _Parameters(ctypes.Structure):
-    _fields_ = [("args", Arguments)]
 
 
 @lru_cache(maxsize=256)
@@ -167,7 +164,7 @@ def prepare(
         parts = None if chosen.split == 1 else torch.empty(parts_of, dtype=torch.float32, device=q.device)
         counter = 0 if parts is None else nvrtc.counters_in_turn(pairs)
         rest = limit, mask, scale, advance, out, parts, counter
-        launch(_Parameters(arguments(q, k, v, turn, cache, count, at, *rest)))
+        launch(arguments(q, k, v, turn, cache, count, at, *rest))
         return out
 
     return run

@@ -196,6 +196,7 @@ class Plan:
 class Arguments(ctypes.Structure):
     """TokenArgs of one_token.cuh."""
 
+    whole = True
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "keys", "values", "count", "mask")),
         *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "out")),
@@ -206,10 +207,6 @@ class Arguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("epsilon", ctypes.c_float),
     ]
-
-
-class _Parameters(ctypes.Structure):
-    _fields_ = [("args", Arguments)]
 
 
 @lru_cache(maxsize=256)
@@ -306,7 +303,7 @@ def launch(
     share = heads // groups
     plan = plan or plan_for(dim, share, batch * groups, room, processors(device))
     rest = advance, mask, norms, epsilon, scale, settled, out
-    values_ = _Parameters(arguments(q, k, v, cos, sin, keys, values, length, *rest))
+    values_ = arguments(q, k, v, cos, sin, keys, values, length, *rest)
     normed = norms is not None
     function, shared = _kernel(plan, dim, share, q.dtype, normed, device), plan.shared_bytes(dim, share, normed)
     nvrtc.launch(function, (plan.split, batch * groups), plan.threads, shared, values_, device, overlap=True)

@@ -59,6 +59,7 @@ def plan_for(dim: int, angles: torch.dtype | None, rotate: bool, rows: int) -> P
 class Arguments(ctypes.Structure):
     """PrepareArgs of prepare.cuh."""
 
+    whole = True
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in OUT),
@@ -68,10 +69,6 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("tokens", "k_rows", "padded", "heads", "groups", "q_parts", "k_parts")),
         ("factor", ctypes.c_float),
     ]
-
-
-class _Parameters(ctypes.Structure):
-    _fields_ = [("args", Arguments)]
 
 
 def unsupported(
@@ -199,18 +196,17 @@ def prepare(
     rows = -(-k.shape[1] // BLOCK) * k.shape[0] * max(q.shape[2], k.shape[2])
     angles = cos.dtype if cos is not None else None
     plan = plan or plan_for(dim, angles, order > 0, rows)
-    values = _Parameters(arguments(q, k, v, cos, sin, order, out, by_block, plan))
+    values = arguments(q, k, v, cos, sin, order, out, by_block, plan)
     function = _kernel(plan, dim, k.dtype, angles, order > 0, by_block, codes, device)
-    blocks = grid(values.args, k.shape[0])
+    blocks = grid(values, k.shape[0])
     launch = nvrtc.Launch(function, blocks, THREADS, shared_bytes(dim), device, overlap=True)
 
     def run(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, ...]:
-        out, now = [torch.empty(**each) for each in made], _Parameters.from_buffer_copy(values)
-        args = now.args
-        args.q, args.k, args.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        args.cos, args.sin = address(cos), address(sin)
+        out, now = [torch.empty(**each) for each in made], Arguments.from_buffer_copy(values)
+        now.q, now.k, now.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        now.cos, now.sin = address(cos), address(sin)
         for name, t in zip(OUT, out, strict=True):
-            setattr(args, name, t.data_ptr())
+            setattr(now, name, t.data_ptr())
         launch(now)
         out[2] = out[2][:, :, :tokens]
         return tuple(out)

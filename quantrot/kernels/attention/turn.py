@@ -32,6 +32,7 @@ ENTRY = """extern "C" __global__ void __launch_bounds__({threads}) turn_heads(qu
 class Arguments(ctypes.Structure):
     """TurnArgs of turn.cuh."""
 
+    whole = True
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "cos", "sin", "signs", "q_out", "k_out")),
         *((f"{name}_{i}", ctypes.c_longlong) for name in "qk" for i in ("batch", "token", "head")),
@@ -39,10 +40,6 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("tokens", "heads", "groups")),
         ("factor", ctypes.c_float),
     ]
-
-
-class _Parameters(ctypes.Structure):
-    _fields_ = [("args", Arguments)]
 
 
 def try_turn(q: Tensor, k: Tensor, turn: Turn) -> tuple[Tensor, Tensor] | None:
@@ -118,14 +115,13 @@ def prepare(q: Tensor, k: Tensor, turn: Turn) -> Run:
     """try_turn's kernel as a function of operands like these."""
     device, sizes = q.get_device(), (q.shape, k.shape)
     launch = nvrtc.Launch(_kernel(q.shape[3], q.dtype, device), grid(q, k), 32 * WARPS, 0, device, overlap=True)
-    values = _Parameters(arguments(q, k, turn, q, k))
+    values = arguments(q, k, turn, q, k)
 
     def run(q: Tensor, k: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
         q_out, k_out = (torch.empty(size, dtype=q.dtype, device=q.device) for size in sizes)
-        now = _Parameters.from_buffer_copy(values)
-        args = now.args
-        args.q, args.k, args.q_out, args.k_out = q.data_ptr(), k.data_ptr(), q_out.data_ptr(), k_out.data_ptr()
-        args.cos, args.sin, args.signs = address(turn.cos), address(turn.sin), address(turn.signs)
+        now = Arguments.from_buffer_copy(values)
+        now.q, now.k, now.q_out, now.k_out = q.data_ptr(), k.data_ptr(), q_out.data_ptr(), k_out.data_ptr()
+        now.cos, now.sin, now.signs = address(turn.cos), address(turn.sin), address(turn.signs)
         launch(now)
         return q_out, k_out
 

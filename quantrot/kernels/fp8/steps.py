@@ -1,7 +1,6 @@
 """The quantizers and products of a training linear, found at once: what its operators launch, one behind the other.
 
-In eager mode the host sets the pace of a small training step, and a third of what a linear adds to it is how each of
-six operators looks for what to launch.
+In eager mode the host sets the pace of a small training step, and six operators a linear each look for what to launch.
 
     forward    y, and what each gradient reads
     backward   dx and dw of those
@@ -72,7 +71,7 @@ def _product(
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, wants_dx: bool, wants_dw: bool) -> Run | None:
-    """`forward` of operands like these, as a function of them."""
+    """`forward` of operands like these, as a function of them. They are quantized to choose their product, too."""
     quantize_x, quantize_w = _quantizer(x, ROW, wants_dw), _quantizer(weight, SQUARE, wants_dx)
     if not quantize_x or not quantize_w:
         return None

@@ -197,14 +197,14 @@ struct Fp32 {
   static constexpr int BYTES = 4;
 };
 template <class IN>
-constexpr int HALVES = IN::BYTES / 2;  // 64 bytes each, of a group: below, float32's are two groups' worth of 16-bit elements
+constexpr int HALVES = IN::BYTES / 2;  // pieces of 64 bytes that a group is: one of 16-bit elements, two of float32
 
 // Where a lane's 16-byte units are turned to, so that eight lanes that read one each meet no bank twice.
 template <int N>
 __device__ __forceinline__ u32 turned_by(u32 lane) { return N == 1 ? lane / 2 % 4 : lane % 8; }
 
-// Start copying 32 N groups from `first` on, N to a lane, those past `end` from the last one. Unit u of a lane's 4 N goes to
-// u ^ turned_by(lane).
+// Start copying 32 N pieces of 64 bytes (see HALVES) from `first` on, N to a lane, those past `end` from the last one. Unit u of a
+// lane's 4 N goes to u ^ turned_by(lane).
 template <int N>
 __device__ __forceinline__ void start_tile(u32 to, const void* x, i64 first, i64 end) {
   const u32 lane = lane_number(), at = to | (lane ^ (N == 1 ? lane / 8 : lane / (4 * N))) * 16;
@@ -283,7 +283,7 @@ __device__ __forceinline__ void turn_groups(Group (&x)[N]) {
         }
 }
 
-// Tiles of 32 N of x's groups, by the warps of all blocks: work(number, where it lies in shared memory), after ahead(number), while
+// Tiles of 32 N of x's pieces of 64 bytes, by the warps of all blocks: work(number, where it lies in shared memory), after ahead(number), while
 // it is on its way. A block's warps take its tiles in turn, each the next when it is ready for one: where every warp had its own
 // from the start, 12 of a multiprocessor's 16 were active on average. ring: of this warp; counter: zero.
 template <int N, int STAGES, class Ahead, class Work>
@@ -512,7 +512,7 @@ __device__ __forceinline__ void expand(const ExpandArgs& args, int block) {
       }
       outside = warp_sum(outside);
     }
-    float* const count = args.outside ? (float*)args.outside : args.row_scale;  // there overwritten: around a branch 12 bytes spill
+    float* const count = args.outside ? (float*)args.outside : args.row_scale;  // or where the scale goes next: a branch spills
     if (lane == 0) count[row] = __int_as_float(outside), args.row_scale[row] = power(top - TOP);
   }
   if (blockIdx.x == gridDim.x - 1) grid_wait();

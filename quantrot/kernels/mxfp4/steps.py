@@ -1,8 +1,8 @@
 """Mxfp4Gemm's kernels on Hopper, one behind the other on addresses: what its operators do, with the same bits.
 
-In eager mode the host sets the pace of a small training step, and eleven operators a linear, each of which looks for
-its launch and makes tensors of what only the next one reads, take eight times as long as bfloat16's three products.
-Here a forward, and a backward, is looked for once, and what passes between its kernels is parts of one buffer.
+In eager mode the host sets the pace of a small training step: eleven operators a linear, each of which looks for its
+launch and makes tensors of what only the next one reads, took it 1.2 ms where bfloat16's products take 0.14. Here a
+forward, and a backward, is looked for once, and what passes between its kernels is parts of one buffer.
 
     forward    y, and what each gradient reads
     backward   dx and dw of those
@@ -29,7 +29,7 @@ E4M3, BYTES = torch.float8_e4m3fn, torch.uint8
 
 
 def forward(x: Tensor, weight: Tensor, hadamard: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """y of x [M, K] and the weight [N, K], and what dx and dw read; None where these are no operands for it."""
+    """y of x [M, K] and the weight [N, K], and what dx and dw read; None where operators do it."""
     if not x.is_cuda or not unseen(x, weight):
         return None
     key = like(x), like(weight), hadamard
@@ -52,12 +52,12 @@ def backward(
     random: Random | None,
 ) -> tuple[Tensor | None, Tensor | None] | None:
     """dx and dw of grad [M, N], for a weight of this shape, [N, K], and dtype, each if what it reads is given; None
-    where somebody wants to see operators.
+    where operators do it.
 
     signs: float32 [hadamard], with random numbers. random: of the first of the four that are rounded at random.
     """
-    if not unseen(grad):
-        return None
+    if not unseen(grad, for_dx, for_dw) or not (lies_well(for_dx) and lies_well(for_dw)):
+        return None  # hooks may have put other tensors in the place of those that were saved
     grad = grad if lies_well(grad) else grad.clone(memory_format=torch.contiguous_format)
     wanted = for_dx is not None, for_dw is not None
     key = like(grad), wanted, shape, dtype, hadamard, random is None
@@ -69,11 +69,11 @@ def backward(
 
 
 def operands(kept: Tensor, masked: int, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What a gradient reads as its mask [masked, k/8], packed [rows, k/2] and scale [rows, k/32]: codes may be of more
-    rows, of zeros."""
+    """What a gradient reads as its mask [masked, k/8], packed [rows, k/2] and scale [rows, k/32], without the rows of
+    zeros that may stand behind these."""
     groups = k // GROUP
-    each = (len(kept) - 4 * groups * masked) // 17
-    packed, mask, scale = kept.split([16 * each, 4 * groups * masked, each])
+    codes = (len(kept) - 4 * groups * masked) // 17
+    packed, mask, scale = kept.contiguous().split([16 * codes, 4 * groups * masked, codes])
     return mask.view(masked, -1), packed.view(-1, k // 2)[:rows], scale.view(-1, groups)[:rows]
 
 
@@ -97,7 +97,7 @@ def prepare_forward(x: Tensor, weight: Tensor, hadamard: int) -> Run:
 
     (m, k), n, on = x.shape, len(weight), x.device
     groups, padded = k // GROUP, _padded(m, hadamard)
-    room = torch.empty if padded == m else torch.zeros
+    room = torch.empty if padded == m else torch.zeros  # rows behind x's are zeros
     multiply = _product(m, n, k, x)
 
     def quantizer(x: Tensor) -> Run:
@@ -164,7 +164,7 @@ def prepare_backward(
             codes, a = kept.data_ptr(), room.data_ptr()
             b = a + 16 * groups_a
             b_scale = b + 16 * groups_b
-            a_scale, mask = b_scale + groups_b, codes + 16 * groups  # groups_b: of 32s, as stores of four scales need
+            a_scale, mask = b_scale + groups_b, codes + 16 * groups  # groups_b is of 32s: a_scale takes stores of four
             quantize(grad.data_ptr(), signs, a, a_scale, None, numbers[0])
             requantize(codes, mask + rows * k // 8, signs, b, b_scale, None, numbers[1])
             y = multiply(a, a_scale, b, b_scale)
