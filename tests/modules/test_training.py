@@ -144,3 +144,16 @@ def test_a_weights_gradient_is_rounded_to_its_own_dtype_alone():
     layer(torch.randn(96, 128).bfloat16()).float().square().sum().backward()
     assert layer.weight.grad.dtype == torch.float32 and layer.weight.grad.isfinite().all()
     assert (layer.weight.grad != layer.weight.grad.bfloat16()).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("lead", [(32,), (2, 16)])
+def test_a_result_may_be_written_in_place(train_in, lead):
+    torch.manual_seed(0)
+    net, x, gradients = nn.Sequential(nn.Linear(64, 96, bias=False)), torch.randn(*lead, 64), []
+    train_in(net)
+    for relu in (nn.ReLU(), nn.ReLU(inplace=True)):
+        torch.manual_seed(1)
+        y = relu(net(x))
+        assert y.shape == (*lead, 96) and y.min() == 0
+        gradients += torch.autograd.grad(y.sum(), net[0].weight)
+    assert torch.equal(*gradients)

@@ -101,7 +101,8 @@ class Mxfp4Gemm(torch.autograd.Function):
         dx, dw = ctx.needs_input_grad[:2]  # a frozen weight has none: of x nothing but the mask is read again
         ctx.save_for_backward(drawn, *(for_dx if dx else ()), *(for_dw if dw else ()))
         ctx.options = hadamard, pair, outside, weight.shape, weight.dtype, at_once is not None
-        return y.view(*x.shape[:-1], weight.shape[0])
+        # what a Function returns as a view cannot be written, as nn.ReLU(inplace=True) does
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
