@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 Run = Callable[..., Any]
 PLAIN = (Tensor, nn.Parameter)
@@ -29,7 +31,7 @@ def unseen(*tensors: Tensor | None) -> bool:
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+        or (torch._C._len_torch_function_stack() and _functions_are_seen())
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
@@ -41,6 +43,11 @@ def unseen(*tensors: Tensor | None) -> bool:
         ):
             return False
     return True
+
+
+def _functions_are_seen() -> bool:
+    """By a mode other than torch.device's and torch.set_default_device's: launches say where they make tensors."""
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def like(x: Tensor | None) -> Hashable:

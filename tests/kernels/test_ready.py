@@ -38,8 +38,10 @@ def test_a_call_is_seen_by_graphs_modes_transforms_and_subclasses():
         assert not unseen(x, x.as_subclass(Mine))
         with Mode():
             assert not unseen(x)
-        with torch.overrides.BaseTorchFunctionMode():
+        with torch.overrides.BaseTorchFunctionMode(), torch.device("cpu"):
             assert not unseen(x)
+        with torch.device("meta"):
+            assert unseen(x)  # launches say where they make tensors
         with torch.autograd.forward_ad.dual_level():
             assert not unseen(x)
         assert not unseen(torch.zeros(2, dtype=torch.complex64).conj().imag)  # negative by a bit of the tensor's
