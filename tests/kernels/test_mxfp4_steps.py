@@ -187,13 +187,19 @@ def unaligned(t):
     return room[1:].copy_(t)
 
 
-@pytest.mark.parametrize("how", [lambda t: t.repeat_interleave(2)[::2], unaligned])
-def test_what_hooks_put_in_the_place_of_saved_tensors(request, how):
-    """Strided, or elsewhere than at 16 bytes: operators read it."""
+class Mine(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("how", [lambda t: t.repeat_interleave(2)[::2], unaligned, lambda t: t.as_subclass(Mine)])
+@pytest.mark.parametrize("put", [[True, False], [False, True]])
+def test_what_hooks_put_in_the_place_of_saved_tensors(request, how, put):
+    """Strided, elsewhere than at 16 bytes, or with rules of its own: operators read it."""
     given = operands(96, 128, 192, BF16, FP32)
     expected = step(*given, 64, PAIR)
     request.getfixturevalue("on_a_cpu")
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, how):
+    turns = iter(put)  # of what dx and what dw reads
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: how(t) if next(turns) else t):
         assert equal(step(*given, 64, PAIR), expected) and went() == (1, 0)
 
 

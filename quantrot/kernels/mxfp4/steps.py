@@ -73,7 +73,7 @@ def operands(kept: Tensor, masked: int, rows: int, k: int) -> tuple[Tensor, Tens
     zeros that may stand behind these."""
     groups = k // GROUP
     codes = (len(kept) - 4 * groups * masked) // 17
-    packed, mask, scale = kept.contiguous().split([16 * codes, 4 * groups * masked, codes])
+    packed, mask, scale = kept.split([16 * codes, 4 * groups * masked, codes])
     return mask.view(masked, -1), packed.view(-1, k // 2)[:rows], scale.view(-1, groups)[:rows]
 
 
