@@ -103,6 +103,28 @@ def test_what_is_found_again_is_for_such_operands(request):
         assert all(equal(gradients(*each), one) for each, one in zip(given, expected, strict=True))
 
 
+def test_what_is_asked_of_the_kernels(monkeypatch):
+    """Scales are exact; those of rows lie side by side in memory, as products read them."""
+    monkeypatch.setattr(steps, "has_kernels", lambda device: True)
+    for name in ("read_once", "quantize", "chosen"):
+        monkeypatch.setattr(steps, name, lambda *asked: asked)
+    x, w = torch.randn(48, 128).to(BF16), torch.randn(128, 128)
+    for t, block, turned in ((x, steps.ROW, True), (w, steps.SQUARE, False)):
+        assert steps._quantizer(t, block, True) == (t, block, "exact", turned, "auto")
+        monkeypatch.setattr(steps, "in_one_kernel", lambda *asked, gated: [*asked, gated])
+        assert steps._quantizer(t, block, False) == [t, block, "exact", turned, False]
+        monkeypatch.setattr(steps, "in_one_kernel", lambda *asked, gated: None)
+        assert steps._quantizer(t, block, False)(t) == (t, *block, "exact", turned, "auto")
+    a, b = quantize_fp8_block(x, steps.ROW), quantize_fp8_block(w, steps.SQUARE)
+    asked = steps._product(a, b, steps.SQUARE, FP32)
+    assert asked == (*a, *b, steps.ROW, steps.SQUARE, FP32, None, "fastest", False)
+    assert steps._quantizer(x[:0], steps.ROW, True) is None
+    with pytest.raises(ValueError, match="float64"):
+        steps._quantizer(x.double(), steps.ROW, True)
+    with pytest.raises(ValueError, match="columns"):
+        steps._product(a, quantize_fp8_block(torch.randn(128, 256), steps.SQUARE), steps.SQUARE, FP32)
+
+
 @pytest.mark.parametrize("one", ["forward", "backward"])
 def test_operators_and_steps_pass_on_what_they_kept(request, monkeypatch, one):
     given = operands(*CASES[1])

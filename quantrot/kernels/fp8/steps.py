@@ -27,7 +27,7 @@ def forward(
         return None
     key = like(x), like(weight), like(bias), wants_dx, wants_dw
     if (again := FORWARD.find(key)) is None:
-        if (run := _forward(x, weight, bias, wants_dx, wants_dw)) is None:
+        if (run := prepare_forward(x, weight, bias, wants_dx, wants_dw)) is None:
             return None
         again = FORWARD.keep(key, run, x.get_device())
     made: tuple[Tensor, Codes | None, Codes | None] = again(x, weight, bias)
@@ -44,7 +44,7 @@ def backward(
         return None
     key = like(grad), *map(like, kept), dtype
     if (again := BACKWARD.find(key)) is None:
-        if (run := _backward(grad, for_dx, for_dw, dtype)) is None:
+        if (run := prepare_backward(grad, for_dx, for_dw, dtype)) is None:
             return None
         again = BACKWARD.keep(key, run, grad.get_device())
     made: tuple[Tensor | None, Tensor | None] = again(grad, for_dx, for_dw)
@@ -70,7 +70,7 @@ def _product(
     return chosen(*operands, False)
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, wants_dx: bool, wants_dw: bool) -> Run | None:
+def prepare_forward(x: Tensor, weight: Tensor, bias: Tensor | None, wants_dx: bool, wants_dw: bool) -> Run | None:
     """`forward` of operands like these, as a function of them. They are quantized to choose their product, too."""
     quantize_x, quantize_w = _quantizer(x, ROW, wants_dw), _quantizer(weight, SQUARE, wants_dx)
     if not quantize_x or not quantize_w:
@@ -87,7 +87,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, wants_dx: bool, wan
     return run
 
 
-def _backward(grad: Tensor, for_dx: Codes | None, for_dw: Codes | None, dtype: torch.dtype) -> Run | None:
+def prepare_backward(grad: Tensor, for_dx: Codes | None, for_dw: Codes | None, dtype: torch.dtype) -> Run | None:
     """`backward` of such gradients and codes, as a function of them."""
     if not (quantize_g := _quantizer(grad, ROW, both_ways=for_dw is not None)):
         return None
