@@ -1,7 +1,8 @@
-"""Decoder layers of few tokens: their norms, gate and residuals belong to the linears' kernels.
+"""Decoder layers in fewer kernels.
 
-Each would be a kernel of its own that takes 3 us to start, read 8 KB a token, and end; four linears and the attention
-are left.
+Of few tokens, norms, gate and residuals belong to the linears' kernels: each would be a kernel of its own that takes
+3 us to start, read 8 KB a token, and end; four linears and the attention are left. Of more, in eager mode, a norm and
+the addition before it are one kernel.
 """
 
 import math
@@ -14,6 +15,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from quantrot.kernels.between import try_norm
 from quantrot.kernels.operators import exporting
 from quantrot.modules.attention import QuantizedAttention
 from quantrot.modules.linear import QuantizedLinear, autocast_dtype, child, hooked
@@ -23,18 +25,25 @@ PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
 
 class FewTokens:
-    """In front of a decoder layer's class: what that does, in fewer kernels for few tokens, where each linear's run
-    what is before and behind it. Numbers change as the order of a norm's sum does."""
+    """In front of a decoder layer's class: what that does, in fewer kernels. Numbers change as the order of a norm's
+    sum does."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or not self.fuses(hidden_states):
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         attention, mlp, before, between = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
-        hidden_states, _ = attention(hidden_states, norm=before, residual=hidden_states, **kwargs)
-        return mlp(hidden_states, norm=between, residual=hidden_states)
+        if not args and self.fuses(hidden_states):
+            hidden_states, _ = attention(hidden_states, norm=before, residual=hidden_states, **kwargs)
+            return mlp(hidden_states, norm=between, residual=hidden_states)
+        if args or (first := normed(before, hidden_states)) is None:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        attended, _ = attention(hidden_states=first[0], **kwargs)
+        if (second := normed(between, hidden_states, attended)) is None:
+            hidden_states = hidden_states + attended
+            second = between(hidden_states), hidden_states
+        return second[1] + mlp(second[0])
 
     def fuses(self, x: Tensor) -> bool:
-        """Whether the layer as it is now can be run so, for x's dtype and device."""
+        """Whether each linear's kernel runs what is before and behind it, of the layer as it is now, for x's dtype and
+        device, and so many tokens."""
         if exporting():
             return False
         attention, mlp, *norms = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
@@ -59,6 +68,13 @@ class FewTokens:
         if not is_silu(mlp.act_fn) or x.dtype not in (torch.bfloat16, torch.float16) or torch.is_grad_enabled():
             return False
         return fuse(attention.current(), mlp.current())
+
+
+def normed(norm: nn.Module, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """(norm(x + added), x + added) in one kernel, where there is one and nobody watches the norm."""
+    if autocast_dtype(x) != x.dtype or not is_rms_norm(norm, x.dtype):
+        return None
+    return try_norm(x, norm.weight, norm.variance_epsilon, added)  # type: ignore[arg-type]
 
 
 class FewTokensLlama(FewTokens, LlamaDecoderLayer):  # type: ignore[misc]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from quantrot import formats
 from quantrot.checkpoint import DTYPES
 from quantrot.formats import ActivationFormat, LinearFormat
+from quantrot.kernels.between import try_gate
 from quantrot.kernels.fp8.reference import gate
 from quantrot.kernels.fp8.round_trip import round_trip_fp8
 from quantrot.kernels.hadamard import hadamard_transform
@@ -280,8 +281,10 @@ class QuantizedLinear(nn.Module):
 
         Subclasses may have kernels that do all of it, for the same bits.
         """
-        gate, up = x.chunk(2, -1)
-        return self(F.silu(gate) * up)
+        if (middle := try_gate(x)) is None:
+            gate, up = x.chunk(2, -1)
+            middle = F.silu(gate) * up
+        return self(middle)
 
     def gated(self, x: Tensor) -> Tensor | None:
         """silu(gate) * up, [..., out_features / 2], where self(x) is gate and up, side by side; rounded in between.

@@ -1,4 +1,4 @@
-"""RMSNorm in front of a few tokens' mixed product: emulated on the host, compiled for sm_90a, run on a GPU."""
+"""RMSNorm, in front of a few tokens' mixed product or by itself: emulated, compiled for sm_90a, on a GPU."""
 
 import ctypes
 
@@ -34,13 +34,15 @@ def emulator(emulated):
     library = emulated(source() + DRIVER.replace("NAMES", names))
     library.run.restype = ctypes.c_char_p
 
-    def run(x, weight, epsilon, seed=0):
-        y = torch.full(x.shape, float("nan"), dtype=x.dtype)
+    def run(x, weight, epsilon, seed=0, added=None):
+        y, total = (torch.full(x.shape, float("nan"), dtype=x.dtype) for _ in range(2))
         args, launch = norm.arguments(x, weight, epsilon, y, seed == 1), (len(x), 32 * norm.WARPS, 4 * norm.WARPS)
+        if added is not None:
+            args.added, args.total = added.data_ptr(), total.data_ptr()
         which = CASES.index((norm.vectors(x.shape[1]), x.dtype))
         message = library.run(which, ctypes.byref(args), *launch, seed)
         assert message == b"", message.decode()
-        return y
+        return y if added is None else (y, total)
 
     return run
 
@@ -62,6 +64,16 @@ def test_tokens_meet_float64_and_are_the_same_alone(emulator, k, dtype):
     assert relative(y, wide * weight.double()) <= 2 * torch.finfo(dtype).eps  # two roundings
     assert all(torch.equal(emulator(x, weight, 1e-5, seed), y) for seed in (1, 2))
     assert torch.equal(torch.cat([emulator(row[None], weight, 1e-5) for row in x]), y)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("k", [16, 1000, 4096])
+def test_a_sum_is_torchs_and_is_normed_as_it_would_be_alone(emulator, k, dtype):
+    torch.manual_seed(k)
+    x, weight = operands(3, k, dtype)
+    x, added = x.contiguous(), operands(3, k, dtype)[0].flip(0).contiguous()
+    y, total = emulator(x, weight, 1e-5, added=added)
+    assert torch.equal(total, x + added) and torch.equal(y, emulator(x + added, weight, 1e-5))
 
 
 def test_what_is_not_taken():

@@ -9,6 +9,7 @@ from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
 from quantrot.load import _decode_where_memory_allows
 from quantrot.modules import LINEARS, Fp8Linear, Fp8TrainingLinear, OnlineHadamard, RotatedLinear
 from quantrot.modules import fp8 as modules_fp8
+from quantrot.modules import linear as modules_linear
 from quantrot.rotation import Rotation
 
 ROW, SQUARE, WHOLE = (1, 128), (128, 128), (1, 0)
@@ -61,6 +62,9 @@ def test_a_gate_in_front_is_silu_times_up(monkeypatch, packed, activations, onli
     assert torch.equal(module.multiply_gated(x), module(nn.functional.silu(gate) * up))
     module.decode(torch.bfloat16)
     assert torch.equal(module.multiply_gated(x), module(nn.functional.silu(gate) * up))
+    middle = torch.randn_like(gate)
+    monkeypatch.setattr(modules_linear, "try_gate", lambda given: middle if given is x else None)  # one kernel of both
+    assert torch.equal(module.multiply_gated(x), module(middle))
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from quantrot import formats
 from quantrot.formats import WIDE, ActivationFormat, LinearFormat, WeightFormat
 from quantrot.kernels import mixed
 from quantrot.kernels.fp8 import fused as fp8_fused
+from quantrot.kernels.fp8.reference import rms_norm
 from quantrot.kernels.mxfp4 import fused as mxfp4_fused
 from quantrot.load import merge_projections
 from quantrot.modules import LINEARS, QuantizedMLP
 from quantrot.modules import fp8 as modules_fp8
 from quantrot.modules import int8 as modules_int8
+from quantrot.modules import layer as modules_layer
 from quantrot.modules import mxfp4 as modules_mxfp4
 from quantrot.modules.layer import FewTokens
 
@@ -137,6 +139,56 @@ def test_few_tokens_are_fused_in_compiled_code_and_any_number_exported(fmt):
     with torch.no_grad():
         assert Fuses()(x).all() and torch.compile(Fuses(), backend="eager", fullgraph=True)(x).all()
         assert not torch.export.export(Fuses(), (x,)).module()(x).any()
+
+
+@pytest.fixture
+def normed(monkeypatch):
+    """What a layer asks of the kernel of norms, with the reference behind it on any device."""
+    calls = []
+
+    def try_norm(x, weight, epsilon, added=None):
+        calls.append(added)
+        total = x if added is None else x + added
+        return rms_norm(total, weight, epsilon), total
+
+    monkeypatch.setattr(modules_layer, "try_norm", try_norm)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_norms_with_the_addition_before_them_have_the_bits_of_the_layer(monkeypatch, normed, kind):
+    whole, x = model(kind), torch.randn(2, 9, 256).bfloat16()
+    rope, mask = whole.model.rotary_emb(x, torch.arange(9)[None]), torch.randn(2, 1, 9, 9).bfloat16()
+    with torch.no_grad():
+        expected = [layer(x, position_embeddings=rope, attention_mask=mask) for layer in whole.model.layers]
+        merge_projections(whole)
+        for layer, want in zip(whole.model.layers, expected, strict=True):
+            assert torch.equal(layer(x, position_embeddings=rope, attention_mask=mask), want)
+            assert [added is None for added in normed] == [True, False] * (len(normed) // 2)
+        assert len(normed) == 4
+        first = modules_layer.try_norm
+        monkeypatch.setattr(
+            modules_layer, "try_norm", lambda *a: None if len(a) > 3 and a[3] is not None else first(*a)
+        )
+        assert torch.equal(layer(x, position_embeddings=rope, attention_mask=mask), want)
+
+
+@pytest.mark.parametrize("change", ["norm hook", "norm dtype", "norm kind", "autocast"])
+def test_norms_that_are_watched_or_not_known_run_themselves(normed, change):
+    whole, x, seen = model(), torch.randn(1, 9, 256).bfloat16(), []
+    merge_projections(whole)
+    layer = whole.model.layers[0]
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        if change == "norm hook":
+            getattr(layer, name).register_forward_hook(lambda module, *values: seen.append(module))
+        if change == "norm dtype":
+            getattr(layer, name).float()
+        if change == "norm kind":
+            setattr(layer, name, nn.RMSNorm(256).bfloat16())
+    rope = whole.model.rotary_emb(x, torch.arange(9)[None])
+    with torch.no_grad(), torch.autocast("cpu", torch.float16, enabled=change == "autocast"):
+        assert layer(x, position_embeddings=rope).shape == x.shape
+    assert not normed and len(seen) == 2 * (change == "norm hook")
 
 
 @pytest.mark.usefixtures("packed")

@@ -1,4 +1,4 @@
-// Quantization in blocks of ROWS x COLUMNS with one scale, of 16-bit matrices (after hopper.cuh and hadamard/words.cuh).
+// Quantization in blocks of ROWS x COLUMNS with one scale, of 16-bit matrices (after gate.cuh).
 //
 // A block is shared by the CLUSTER thread blocks of a cluster, each of which keeps its rows in registers: small enough
 // that several are resident and one loads while another stores. Their largest magnitudes meet in each other's shared
@@ -203,22 +203,6 @@ __device__ __forceinline__ void group_codes(u32 (&codes)[V][2], const Vec (&v)[V
   }
 }
 
-// x / (1 + exp(-x)), rounded to 16 bits as torch's is. Of a bfloat16 by three fast operations, which a test compares for every
-// one (2048 x 14336: 44 us for 64): the divisor, and with it x, by 16, as long as exp(-x) is finite its reciprocal is no
-// subnormal. A float16 is nearer to a tie. There the quotient is correctly rounded without a branch: two corrections by the exact
-// remainder. Where x or the divisor is infinite there is none, and -0 minus a remainder of nothing would be +0.
-template <int D>
-__device__ __forceinline__ float silu(float x) {
-  if constexpr (D == BF16) return x * 0.0625f * reciprocal(fmaf(exp2_fast(x * -1.44269504f), 0.0625f, 0.0625f));
-  const float below = 1.f + expf(-x), by = below > 0x1p64f ? 0x1p-64f : 1.f;
-  const float top = x * by, bottom = below * by, rough = reciprocal(bottom);
-  const float inverse = fmaf(fmaf(-bottom, rough, 1.f), rough, rough);
-  float q = top * inverse;
-#pragma unroll
-  for (int i = 0; i < 2; i++) q = fmaf(fmaf(-bottom, q, top), inverse, q);
-  return q == q ? copysignf(q, x) : top * rough;
-}
-
 // Holds arithmetic on v back until all of v and w is there: the compiler would start on the first of it, and ask for the rest
 // in between.
 template <int V, int W>
@@ -231,21 +215,6 @@ __device__ __forceinline__ void all_loaded(Vec (&v)[V], const Vec (&w)[W]) {
   const u32 zero = zero_after(seen);
 #pragma unroll
   for (int i = 0; i < V * 4; i++) v[i / 4].w[i % 4] ^= zero;
-}
-
-// silu(gate) * up, each rounded to 16 bits.
-template <int D>
-__device__ __forceinline__ Vec gated(const Vec& gate, const Vec& up) {
-  Vec y;
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    float a, b, c, d;
-    unpack<D>(gate.w[j], a, b);
-    unpack<D>(up.w[j], c, d);
-    unpack<D>(pack<D>(silu<D>(a), silu<D>(b)), a, b);
-    y.w[j] = pack<D>(a * c, b * d);
-  }
-  return y;
 }
 
 // GATED: x has 2 * columns columns, gate and up, and gated(gate, up) is quantized. The first WARM

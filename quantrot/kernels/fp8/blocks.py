@@ -151,7 +151,7 @@ MOST_COLUMNS = 1 << 15  # of a row that a thread block has
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return nvrtc.sources("hopper", "hadamard/words", "fp8/blocks")
+    return nvrtc.sources("hopper", "hadamard/words", "gate", "fp8/blocks")
 
 
 class Arguments(ctypes.Structure):

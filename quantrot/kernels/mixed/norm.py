@@ -1,4 +1,5 @@
-"""RMSNorm in front of a few tokens' product, on Hopper: CUDA C++ (norm.cuh), compiled at first use."""
+"""RMSNorm on Hopper, of a few tokens in front of their product or of any number: CUDA C++ (norm.cuh), compiled at first
+use."""
 
 import ctypes
 from collections.abc import Callable
@@ -25,7 +26,7 @@ ENTRY = """extern "C" __global__ void __launch_bounds__({threads}) normed(
 class NormArgs(ctypes.Structure):
     whole = True
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "norm", "y")),
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "y", "added", "total")),
         ("x_stride", ctypes.c_longlong),
         ("depth", ctypes.c_int),
         ("epsilon", ctypes.c_float),
@@ -46,8 +47,8 @@ def _kernel(vectors: int, dtype: torch.dtype, device: int) -> Any:
 
 
 def supports(x: Tensor, norm: Tensor) -> bool:
-    """Whether `normed` takes norm [K] with an x [M, K] of 16 bits whose rows are aligned to 16 bytes, there."""
-    k = x.shape[1]
+    """Whether `normed` takes norm [K] with an x [..., K] of 16 bits whose rows are aligned to 16 bytes, there."""
+    k = x.shape[-1]
     read = norm.is_contiguous() and norm.data_ptr() % 16 == 0
     return read and norm.dtype == x.dtype and x.dtype in WIDE and k % 8 == 0 and k <= MOST_COLUMNS
 
@@ -58,8 +59,8 @@ def vectors(depth: int) -> int:
 
 
 def arguments(x: Tensor, norm: Tensor, epsilon: float, y: Tensor, early: bool) -> NormArgs:
-    """The kernel's parameter."""
-    return NormArgs(x.data_ptr(), norm.data_ptr(), y.data_ptr(), x.stride(0), x.shape[1], epsilon, early)
+    """The kernel's parameter, without an addition."""
+    return NormArgs(x.data_ptr(), norm.data_ptr(), y.data_ptr(), None, None, x.stride(-2), x.shape[-1], epsilon, early)
 
 
 def normed(x: Tensor, norm: Tensor, epsilon: float, early: bool = False) -> Tensor:
@@ -68,18 +69,25 @@ def normed(x: Tensor, norm: Tensor, epsilon: float, early: bool = False) -> Tens
     return prepare(x, norm, epsilon, early)(x, norm)
 
 
-def prepare(x: Tensor, norm: Tensor, epsilon: float, early: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """`normed` of tokens and a norm like these, as a function of them."""
+def prepare(x: Tensor, norm: Tensor, epsilon: float, early: bool) -> Callable[..., Any]:
+    """`normed` of tokens and a norm like these, as a function of them; or of tokens and what is added to them first,
+    both contiguous, [..., K]: run(x, norm, added) returns (what is normed, the sum)."""
     device = x.get_device()
     values = arguments(x, norm, epsilon, torch.empty(x.shape, device="meta"), early)
-    function = _kernel(vectors(x.shape[1]), x.dtype, device)
-    launch = nvrtc.Launch(function, (len(x),), 32 * WARPS, 4 * WARPS, device, overlap=True)
+    function, rows = _kernel(vectors(x.shape[-1]), x.dtype, device), x.numel() // x.shape[-1]
+    launch = nvrtc.Launch(function, (rows,), 32 * WARPS, 4 * WARPS, device, overlap=True)
     made: Any = {"size": x.shape, "dtype": x.dtype, "device": x.device}
 
-    def run(x: Tensor, norm: Tensor) -> Tensor:
+    def run(x: Tensor, norm: Tensor, added: Tensor | None = None) -> Any:
         y, now = torch.empty(**made), NormArgs.from_buffer_copy(values)
-        now.x, now.x_stride, now.norm, now.y = x.data_ptr(), x.stride(0), norm.data_ptr(), y.data_ptr()
+        now.x, now.norm, now.y = x.data_ptr(), norm.data_ptr(), y.data_ptr()
+        if added is None:
+            now.x_stride = x.stride(-2)
+            launch(now)
+            return y
+        total = torch.empty(**made)
+        now.added, now.total = added.data_ptr(), total.data_ptr()
         launch(now)
-        return y
+        return y, total
 
     return run
