@@ -13,14 +13,16 @@ recipe "bf16" leaves the linears alone: what quantrot's attention does to them a
 Both are compiled with mode="reduce-overhead". Decode is one token after a prompt, in a static cache; the time is the
 mean of --steps consecutive tokens, synchronized at both ends (--eager: the least of three). Prefill is a forward over a
 prompt that gives its keys and values and the last token's logits, the median of five. --eager times both without
-compilation instead, where the host sets the pace, and decodes into the growing cache that `generate` takes by itself.
---profile lists the kernels of each, and the gaps between them. The floor reads every weight once at copy speed. `error`
-is the relative error of the logits to the bfloat16 model's: of random weights, so of interest to find broken modules
-only.
+compilation instead, where the host sets the pace, and decodes into the growing cache that `generate` takes by itself:
+tokens and prompts of lengths that the process has seen, and "new" ones of lengths that it has not, for each of which
+cuDNN's attention makes a plan. --profile lists the kernels of each, and the gaps between them. The floor reads every
+weight once at copy speed. `error` is the relative error of the logits to the bfloat16 model's: of random weights, so of
+interest to find broken modules only.
 """
 
 import argparse
 import copy
+import itertools
 import json
 import statistics
 import sys
@@ -42,7 +44,7 @@ from quantrot import engines, formats, llama  # noqa: E402
 from quantrot.load import merge_projections  # noqa: E402
 from quantrot.modules import LINEARS, OnlineHadamard, QuantizedAttention, QuantizedLinear, RotatedLinear  # noqa: E402
 from quantrot.modules.cache import cache_name  # noqa: E402
-from quantrot.modules.masks import leave_masks_out  # noqa: E402
+from quantrot.modules.sdpa import leave_masks_out  # noqa: E402
 from quantrot.plan import _assign, _online, _rotations  # noqa: E402
 from quantrot.recipe import load_recipe, shipped_recipes  # noqa: E402
 from quantrot.rotation import Rotation, turn_input  # noqa: E402
@@ -71,6 +73,7 @@ WIDE = "bf16"  # no recipe: wide linears in quantrot's attention
 QUANTIZED_ROWS = 4096  # quantized at a time: the reference quantizers make float32 copies
 WARM_TOKENS = 8  # compilation, recording, and the caches
 PROFILED = 4  # tokens, or prompts
+NEW = itertools.count(1)  # of lengths
 KERNELS_SHOWN = 24
 
 
@@ -172,9 +175,10 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 @torch.no_grad()
-def decode_us(model: Any, batch: int, asked: argparse.Namespace, step: Callable[..., Any]) -> float:
-    """Microseconds a step: `batch` sequences, one token each."""
+def decode_us(model: Any, batch: int, asked: argparse.Namespace, step: Callable[..., Any], new: bool = False) -> float:
+    """Microseconds a step: `batch` sequences, one token each. new: behind a prompt of a length of its own."""
     device, prompt, steps = model.device, asked.prompt, asked.steps
+    prompt += new * next(NEW) * (WARM_TOKENS + 3 * steps + PROFILED)
     most = prompt + WARM_TOKENS + steps + PROFILED  # of a static cache, which has one trial
     cache = DynamicCache(config=model.config) if asked.eager else StaticCache(config=model.config, max_cache_len=most)
     ids = torch.randint(0, model.config.vocab_size, (batch, prompt), device=device)
@@ -195,10 +199,13 @@ def decode_us(model: Any, batch: int, asked: argparse.Namespace, step: Callable[
 
 
 @torch.no_grad()
-def prefill_us(model: Any, tokens: int, asked: argparse.Namespace, forward: Callable[..., Any]) -> float:
-    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=model.device)
+def prefill_us(
+    model: Any, tokens: int, asked: argparse.Namespace, forward: Callable[..., Any], new: bool = False
+) -> float:
+    """Microseconds a prompt. new: each some tokens longer, so that none was seen before."""
 
     def run() -> None:
+        ids = torch.randint(0, model.config.vocab_size, (1, tokens + new * next(NEW)), device=model.device)
         forward(ids, use_cache=True, logits_to_keep=1)
 
     for _ in range(3):  # compiles, records, replays
@@ -245,13 +252,22 @@ def measure(model: Any, asked: argparse.Namespace) -> dict[tuple[str, int], floa
 
     how = "eager " if asked.eager else ""
     found = {(f"{how}decode", batch): decode_us(model, batch, asked, step()) for batch in asked.batch}
-    return found | {(f"{how}prefill", tokens): prefill_us(model, tokens, asked, step()) for tokens in asked.prefill}
+    found |= {(f"{how}prefill", tokens): prefill_us(model, tokens, asked, step()) for tokens in asked.prefill}
+    if asked.eager:
+        found["eager new decode", 1] = decode_us(model, 1, asked, step(), new=True)
+        new = {
+            ("eager new prefill", tokens): prefill_us(model, tokens, asked, step(), new=True)
+            for tokens in asked.prefill
+        }
+        found |= new
+    return found
 
 
 # --- The table -------------------------------------------------------------------------------------------------------
 
 HEADER = (
-    "recipe                   phase      batch/tokens           us      bf16        x     floor     error\n" + "-" * 98
+    "recipe                   phase          batch/tokens           us      bf16        x     floor     error\n"
+    + "-" * 102
 )
 
 
@@ -264,7 +280,7 @@ def main(asked: argparse.Namespace) -> list[dict[str, Any]]:
     probe = torch.randint(0, config["vocab_size"], (1, 64), device=device)
     with torch.no_grad():
         exact = model(probe, use_cache=False).logits.float()
-    if asked.eager:  # for some 20 s of a process the host was at a third of its pace (seen on rented machines)
+    if asked.eager:  # cuDNN makes its plans for the lengths that are seen again
         measure(model, asked)
     wide = measure(model, asked)
     rows = []
@@ -291,7 +307,7 @@ def main(asked: argparse.Namespace) -> list[dict[str, Any]]:
             }
             rows.append(row)
             print(
-                f"{recipe:24s} {phase:13s} {size:9d} {us:12.1f} {wide[phase, size]:9.1f} {wide[phase, size] / us:8.2f} "
+                f"{recipe:24s} {phase:17s} {size:9d} {us:12.1f} {wide[phase, size]:9.1f} {wide[phase, size] / us:8.2f} "
                 f"{row['floor_us']:9.1f} {error:9.2e}",
                 flush=True,
             )

@@ -194,7 +194,9 @@ def eager(result: Result) -> list[str]:
         ms["transformers, bfloat16"][place(row)] = row["peers_us"]["bf16"] / 1e3
         ms.setdefault(f"`{row['case']['recipe']}`", {})[place(row)] = row["us"] / 1e3
     lines = ([name, *(f"{found[at]:.1f}" for at in places)] for name, found in ms.items())
-    head = (f"a prompt of {size}" if phase.endswith("prefill") else f"a token of {size}" for phase, size in places)
+    new = (", new" if "new" in phase else "" for phase, _ in places)
+    what = (f"a prompt of {size}" if phase.endswith("prefill") else f"a token of {size}" for phase, size in places)
+    head = map("".join, zip(what, new, strict=True))
     return [*grid(["ms", *head], lines), "", source(result)]
 
 

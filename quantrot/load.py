@@ -38,7 +38,7 @@ from quantrot.modules import (
     RotatedLinear,
     few_tokens,
 )
-from quantrot.modules.masks import leave_masks_out
+from quantrot.modules.sdpa import leave_masks_out
 from quantrot.process import counted
 from quantrot.source import open_source
 from quantrot.tokenizer import open_tokenizer

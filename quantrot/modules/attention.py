@@ -33,8 +33,8 @@ from quantrot.kernels.attention.turn import try_turn
 from quantrot.kernels.operators import exporting, inference_only
 from quantrot.modules.cache import StaticLayer, adopt, round_trip, update
 from quantrot.modules.linear import OnlineHadamard
-from quantrot.modules.masks import IMPLEMENTATION
 from quantrot.modules.merged import Merging, is_rms_norm
+from quantrot.modules.sdpa import IMPLEMENTATION
 from quantrot.rotation import Rotation
 
 CENTERED = 1024  # positions of the mean; with Qwen2's RoPE 256 do as well as 4096, with a faster one fewer are better

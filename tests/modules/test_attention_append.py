@@ -12,7 +12,7 @@ from quantrot.kernels import attention
 from quantrot.kernels.attention import append, attend, decode, rope_hadamard_quantize
 from quantrot.modules import KVCache, QuantizedAttention
 from quantrot.modules.cache import DynamicKVLayer, StaticKVLayer
-from quantrot.modules.masks import leave_masks_out
+from quantrot.modules.sdpa import leave_masks_out
 from quantrot.rotation import Rotation
 
 gpu = pytest.mark.gpu

@@ -12,7 +12,7 @@ from quantrot.kernels.attention import int4_token
 from quantrot.kernels.attention.int4_token import NO_TURN
 from quantrot.modules import KVCache
 from quantrot.modules.cache import DynamicKVLayer, StaticKVLayer
-from quantrot.modules.masks import leave_masks_out
+from quantrot.modules.sdpa import leave_masks_out
 from tests.modules import test_attention_append
 from tests.modules.test_attention_append import HADAMARD, ROOM, decoded
 from tests.modules.test_attention_append import device as device  # a fixture

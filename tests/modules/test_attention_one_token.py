@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from quantrot.kernels.attention import one_token
 from quantrot.modules import QuantizedAttention, attention
-from quantrot.modules.masks import leave_masks_out
+from quantrot.modules.sdpa import leave_masks_out
 from quantrot.rotation import Rotation
 
 gpu = pytest.mark.gpu
