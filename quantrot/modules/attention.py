@@ -1,12 +1,13 @@
 """Llama's attention with what a conversion adds to it: turned queries and keys, e4m3 arithmetic, a narrow KV cache."""
 
 import copy
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -31,9 +32,11 @@ from quantrot.kernels.attention import (
 from quantrot.kernels.attention.reference import Turn
 from quantrot.kernels.attention.turn import try_turn
 from quantrot.kernels.operators import exporting, inference_only
-from quantrot.modules.cache import StaticLayer, adopt, round_trip, update
+from quantrot.kernels.ready import unseen
+from quantrot.modules.cache import adopt, round_trip, update
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.modules.merged import Merging, is_rms_norm
+from quantrot.modules.room import append_one
 from quantrot.modules.sdpa import IMPLEMENTATION
 from quantrot.rotation import Rotation
 
@@ -158,16 +161,8 @@ class QuantizedAttention(Merging):
     ) -> tuple[Tensor, Tensor | None]:
         """q, k, v [B, S, heads, D] -> [B, S, heads, D] and the weights, by the model's attention implementation, or in
         one kernel where there is one."""
-        if (layer := self._one_token(q, k, v, position_embeddings, mask, cache, kwargs)) is not None:
-            first = self.layer_idx == 0  # from its count the model has computed the positions and the mask
-            stored: Any = layer.keys, layer.values, layer.cumulative_length
-            options: dict[str, Any] = {"mask": mask, "scale": self.scaling, "advance": not first, "settled": True}
-            if (gains := self._gains()) is not None:
-                options |= {"norms": gains, "epsilon": self.q_norm.variance_epsilon}
-            y = one_token.rope_attend_one(q, k, v, *position_embeddings, *stored, **options)
-            if first:
-                layer.cumulative_length.add_(1)
-            return y, None
+        if (token := self._one_token(q, k, v, position_embeddings, mask, cache, kwargs)) is not None:
+            return token, None
         q, k = self._normed(q, k)
         query, key, value = (t.transpose(1, 2) for t in (q, k, v))
         if self.key_center is None:
@@ -206,11 +201,12 @@ class QuantizedAttention(Merging):
         mask: Tensor | None,
         cache: Any,
         kwargs: dict[str, Any],
-    ) -> StaticLayer | None:
-        """The cache's layer where one kernel turns, stores and attends: a token in a static cache of the model's dtype.
+    ) -> Tensor | None:
+        """Attention of a token to transformers' own cache of the model's dtype, [B, 1, heads, D], where one kernel
+        turns, stores and attends: to a static one, and in eager mode to one that grows.
 
         Not with R3 or a narrow cache, with another implementation than sdpa, whose weights nobody asks for, with hooks
-        on a norm, or where gradients are recorded. The layer's count is transformers': `update` adds to it as the
+        on a norm, or where gradients are recorded. A static layer's count is transformers': `update` adds to it as the
         kernel does.
         """
         if q.shape[1] != 1 or not self._plain_sdpa(cache, kwargs):
@@ -219,14 +215,28 @@ class QuantizedAttention(Merging):
             return None
         if not all(is_rms_norm(norm, q.dtype) for norm in (self.q_norm, self.k_norm) if norm is not None):
             return None
-        layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
-        if type(layer) is not StaticLayer or not layer.is_initialized or not one_token.runs_on(q.device):
+        layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+        kind = type(layer)
+        if kind not in (StaticLayer, DynamicLayer) or not layer.is_initialized or not one_token.runs_on(q.device):
             return None
+        given: Any = q, k, v, *position_embeddings
+        gains = self._gains()
+        options: dict[str, Any] = {"mask": mask, "norms": gains, "epsilon": 0.0, "scale": self.scaling}
+        if gains is not None:
+            options["epsilon"] = self.q_norm.variance_epsilon
+        if kind is DynamicLayer:
+            if not unseen(*given, mask, layer.keys, layer.values) or layer.keys.dim() != 4:
+                return None
+            return append_one(layer, partial(one_token.try_attend_one, *given, **options))
         length = getattr(layer, "cumulative_length", None)  # a tensor in every version that quantrot knows
-        stored: Any = layer.keys, layer.values, length, mask, self._gains()
-        if not isinstance(length, Tensor) or one_token.unsupported(q, k, v, *position_embeddings, *stored):
+        given = *given, layer.keys, layer.values, length
+        if not isinstance(length, Tensor) or one_token.unsupported(*given, mask, gains):  # type: ignore[call-arg]
             return None
-        return layer
+        first = self.layer_idx == 0  # from its count the model has computed the positions and the mask
+        y = one_token.rope_attend_one(*given, **options, advance=not first, settled=True)
+        if first:
+            length.add_(1)
+        return y
 
     def _plain_sdpa(self, cache: Any, kwargs: dict[str, Any]) -> bool:
         """Whether attention to what is in this cache is no more than sdpa's output."""

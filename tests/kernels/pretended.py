@@ -8,7 +8,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from quantrot.kernels import attention, nvrtc
-from quantrot.kernels.attention import append, decode, int4_hopper, int4_triton, prepare, turn
+from quantrot.kernels.attention import append, decode, int4_hopper, int4_triton, one_token, prepare, turn
 from quantrot.kernels.attention import hopper as attention_hopper
 from quantrot.kernels.fp8 import blocks as quantizer
 from quantrot.kernels.fp8 import hopper, linear, prompt
@@ -79,7 +79,7 @@ def pretend():
     torch.cuda.is_current_stream_capturing, torch.version.cuda = lambda: False, "13.0"
     nvrtc.available = nvrtc.available.__wrapped__
     nvrtc.Launch.__call__ = record
-    for module in (nvrtc, quantizer, hopper, linear, prompt, hadamard, mixed_hopper, int4_hopper, turn):
+    for module in (nvrtc, quantizer, hopper, linear, prompt, hadamard, mixed_hopper, int4_hopper, one_token, turn):
         module.load_kernel, module.processors = lambda *what: digest(what)[:8], lambda device: 132
     nvrtc.maps_of = lambda *how: lambda data: encode(data, *how)
     nvrtc.counters_in_turn, nvrtc.stream_number = lambda count: count, lambda device: 0

@@ -12,9 +12,17 @@ from functools import partial
 
 import torch
 
-from quantrot.kernels import attention, int4, mixed
+from quantrot.kernels import attention, between, int4, mixed
 from quantrot.kernels import hadamard as transforms
-from quantrot.kernels.attention import Quantized, append, attend, int4_token, rope_hadamard_quantize, turn
+from quantrot.kernels.attention import (
+    Quantized,
+    append,
+    attend,
+    int4_token,
+    one_token,
+    rope_hadamard_quantize,
+    turn,
+)
 from quantrot.kernels.attention.reference import Turn, key_rows
 from quantrot.kernels.fp8 import (
     fp8_block_gemm,
@@ -408,6 +416,47 @@ def turned_heads(q, k, v, cos, sin, signs):
     return turn.try_turn(q, k, Turn(cos, sin, q.shape[-1], signs))
 
 
+def of_between():
+    """Norms and gates: of others each time."""
+    for tokens, columns, added in itertools.product((1, 70), (256, 4096), (False, True)):
+        found = []
+        for _ in "123":
+            given = {"x": wide(2, tokens, columns), "weight": wide(columns)}
+            given["added"] = wide(2, tokens, columns) if added else None
+            with torch.no_grad():
+                found.append(noted(partial(between.try_norm, epsilon=1e-5), **given))
+        yield (
+            ("norm", tokens, columns, added),
+            found,
+            [("x", "x"), ("norm", "weight"), ("added", added and "added" or None)],
+        )
+        with torch.no_grad():
+            found = [noted(between.try_gate, x=wide(tokens, columns)) for _ in "123"]
+        yield ("gate", tokens, columns), found, [("x", "x")]
+
+
+def of_growing():
+    """A token and a cache that grows: others each time."""
+    for batch, dim, masked, norms, at in itertools.product((1, 3), (64, 128), (False, True), (False, True), (0, 99)):
+        found = []
+        for _ in "123":
+            given = dict(zip("qkv", wide(batch, 1, 12, dim).split([8, 2, 2], 2), strict=True))
+            given |= {name: wide(1, 1, dim) for name in ("cos", "sin")}
+            given |= {name: wide(batch, 2, 256, dim) for name in ("keys", "values")}
+            given |= {name: wide(dim) if norms else None for name in ("q_norm", "k_norm")}
+            given["mask"] = torch.ones(batch, 1, 1, at + 1, dtype=torch.bool) if masked else None
+            with torch.no_grad():
+                found.append(noted(partial(grown, at=at), **given))
+        told = [(name, name if given[name] is not None else None) for name in given]
+        yield ("growing", batch, dim, masked, norms, at), found, [*told, ("at", at), ("count", None)]
+
+
+def grown(q, k, v, cos, sin, keys, values, q_norm, k_norm, mask, at):
+    norms = None if q_norm is None else (q_norm, k_norm)
+    how = {"mask": mask, "norms": norms, "epsilon": 1e-5, "scale": 0.1, "settled": True}
+    return one_token.try_attend_one(q, k, v, cos, sin, keys, values, at, **how)
+
+
 def codes_of(batch, tokens, dim, angles):
     q, k, v = wide(batch, tokens, 12, dim).split([8, 2, 2], 2)
     return {"q": q, "k": k, "v": v} | {name: wide(1, tokens, dim) if angles else None for name in ("cos", "sin")}
@@ -481,12 +530,13 @@ CALLS = of_linears, of_nothing, of_fp8, of_training, of_options, of_transforms, 
 def main():
     pretend()
     compared = again = 0
-    for what, found, told in itertools.chain(of_attention(), of_turns()):
+    for what, found, told in itertools.chain(of_attention(), of_turns(), of_between(), of_growing()):
         compared += 1
         pairs = ((field, its(value) if isinstance(value, str) else value) for field, value in told)
         if found[1:] != found[:1] * 2 or any(repr(each) not in repr(found[0]) for each in pairs):
             print("differs:", what)
-    again += len(append.READY) + len(attention.READY) + len(attention.PROMPTS) + len(turn.READY)
+    apart_from_calls = append.READY, attention.READY, attention.PROMPTS, turn.READY, one_token.READY
+    again += sum(map(len, (*apart_from_calls, between.NORMS, between.GATES)))
     for name, tokens, of_adjacent, of_others in behind_norms():
         if of_adjacent != of_others:
             print("differs:", name, tokens, "behind a norm of rows that lie apart")

@@ -55,12 +55,19 @@ def emulator(emulated):
     library = emulated(source + RUN.replace("NAMES", ", ".join(names)))
     library.run.restype = ctypes.c_char_p
 
-    def run(number, operands, *, seed):
+    def run(number, operands, *, seed, at=None):
         plan, dim, share, dtype, norms = KERNELS[number]
         assert one_token.unsupported(*operands) is None
         q = operands[0]
         out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
         args = one_token.arguments(*operands[:8], True, *operands[8:], EPSILON, dim**-0.5, seed % 2 == 0, out)
+        if at is not None:  # the host knows how many, and the mask is of no more than there are
+            count, mask = operands[7], operands[8]
+            assert count.item() == at
+            narrow = None if mask is None else mask[..., : at + 1].contiguous()
+            assert one_token.unsupported(*operands[:7], at, narrow, operands[9]) is None
+            given = *operands[:7], at, False, narrow, operands[9], EPSILON, dim**-0.5, seed % 2 == 0, out
+            args = one_token.arguments(*given)
         rows, shared = q.shape[0] * q.shape[2] // share, plan.shared_bytes(dim, share, norms)
         message = library.run(number, ctypes.byref(args), plan.split, rows, plan.threads, shared, seed)
         assert message == b"", message.decode()
@@ -81,6 +88,11 @@ def options(given):
 def cloned(given):
     """Operands of which what is changed, the cache and its length, is a copy."""
     return [t.clone() if i in (5, 6, 7) else t for i, t in enumerate(given)]
+
+
+def same_cache(one, other):
+    """Whether keys and values have the same bits, NaN too."""
+    return all(torch.equal(one[i].view(torch.int16), other[i].view(torch.int16)) for i in (5, 6))
 
 
 def operands(batch, groups, share, length, room, dim, dtype, mask=None, device="cpu", norms=False):
@@ -150,6 +162,9 @@ def test_the_kernel_in_the_emulator_is_exact_but_for_two_roundings(emulator, num
     for seed in range(2):
         y = check(given, partial(emulator, number, seed=seed))
         check(given, lambda each: one_token.rope_attend_one(*each[:8], **options(each)))
+    kept, counted = cloned(given), cloned(given)
+    assert torch.equal(emulator(number, kept, seed=1, at=length), emulator(number, counted, seed=1))
+    assert kept[7] == length and same_cache(kept, counted)
     if mask is None and length:
         given[5][:, 0, length // 2], given[6][:, 0, length // 3] = float("nan"), float("inf")
         y = emulator(number, cloned(given), seed=0)
@@ -199,6 +214,15 @@ def test_what_does_not_fit_is_refused(change, message):
         given[i] = how(given[i])
     with pytest.raises(ValueError, match=message):
         one_token.rope_attend_one(*given[:8], **options(given))
+
+
+def test_where_the_host_counts_a_mask_ends_with_the_new_token():
+    given = operands(2, 2, 4, 50, 64, 64, BF16)[:7]
+    mask = torch.ones(2, 1, 1, 51, dtype=torch.bool)
+    assert one_token.unsupported(*given, 50, mask) is None
+    assert "mask" in one_token.unsupported(*given, 49, mask) and "length 64" in one_token.unsupported(*given, 64, None)
+    rest = {"mask": mask, "norms": None, "epsilon": 0.0, "scale": 0.125, "settled": False}
+    assert one_token.try_attend_one(*given, 50, **rest) is None  # on a CPU
 
 
 @pytest.mark.parametrize("at", range(5))
@@ -261,6 +285,29 @@ def test_the_kernel_is_exact_but_for_two_roundings(dim, share, mask, norms):
         (1, 1, 0, 16, FP16), (2, 3, 16, 17, BF16),
     ):  # fmt: skip
         check(operands(batch, groups, share, length, room, dim, dtype, mask, "cuda", norms), launched())
+
+
+@gpu
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [None, "padded"])
+@pytest.mark.parametrize("norms", [False, True])
+def test_tokens_that_the_host_counts_have_the_bits_of_those_that_the_gpu_counts(norms, mask):
+    torch.manual_seed(0)
+    for settled in (False, True):
+        for batch, groups, length, room in ((1, 8, 127, 160), (40, 8, 33, 64), (2, 3, 0, 17)):
+            given = operands(batch, groups, 4, length, room, 128, BF16, mask, "cuda", norms)
+            ours, theirs = cloned(given), cloned(given)
+            for at in range(length, length + 9):  # launched, and launched again
+                narrow = None if mask is None else given[8][..., : at + 1].contiguous()
+                how = {"mask": narrow, "norms": given[9], "epsilon": EPSILON, "scale": 128**-0.5, "settled": settled}
+                y = one_token.try_attend_one(*ours[:7], at, **how)
+                assert torch.equal(y, launched(settled=settled)(theirs))
+                assert same_cache(ours, theirs)
+            assert one_token.try_attend_one(*ours[:7], room, **how | {"mask": None}) is None  # full
+            two_bytes_on = torch.cat([ours[0].flatten(), ours[0].flatten()[:1]])[1:].view_as(ours[0])
+            assert one_token.try_attend_one(two_bytes_on, *ours[1:7], length, **how | {"mask": None}) is None
+    with torch.enable_grad():
+        assert one_token.try_attend_one(*ours[:7], length, **how | {"mask": None}) is None
 
 
 @gpu

@@ -16,13 +16,13 @@ namespace quantrot {
 struct TokenArgs {
   const unsigned short *q, *k, *v, *cos, *sin;  // the new token's, 16 bits
   unsigned short *keys, *values;                // [batch, groups, room, D], tokens adjacent
-  u64* count;                                   // tokens in the cache; 2^32 and up is 0 between launches
-  const unsigned char* mask;                    // [batch, room] or null: 0 where a token is not seen
+  u64* count;                                   // tokens in the cache, 2^32 and up is 0 between launches; or null
+  const unsigned char* mask;                    // [batch, room], without a count [batch, at + 1], or null: 0: not seen
   const unsigned short *q_norm, *k_norm;        // [D], if NORM: gains of queries and of the key
   unsigned short* out;                          // [batch, heads, D]
   i64 q_batch, q_head, k_batch, k_head, v_batch, v_head, cos_batch, sin_batch;  // elements
   i64 keys_batch, keys_head, values_batch, values_head, mask_batch;
-  int heads, groups, room, advance, settled;
+  int heads, groups, room, at, advance, settled;  // at: tokens in the cache, where there is no count
   float scale;  // of the scores, times log2(e)
   float epsilon;  // of the norms
 };
@@ -247,7 +247,7 @@ __device__ __forceinline__ void attend_token(const TokenArgs& args) {
   const int batch = blockIdx.y / args.groups, group = blockIdx.y % args.groups;
   if (SPLIT > 1 && threadIdx.x == 0) barrier_init(base + Shape::BARRIER, 1), barrier_init_done();
   if (!args.settled) grid_wait();
-  if (threadIdx.x == 0) store_shared(base + Shape::WORD, load_count(args.count));
+  if (threadIdx.x == 0) store_shared(base + Shape::WORD, args.count ? load_count(args.count) : (u32)args.at);
   if constexpr (NORM)
     for (int i = threadIdx.x; i < D; i += THREADS)
       store_shared(base + Shape::GAINS + i * 4, ((const u32*)(i < D / 2 ? args.q_norm : args.k_norm))[i % (D / 2)]);

@@ -1,6 +1,7 @@
-"""Attention of one new token a sequence with a static KV cache of 16 bits: norms, RoPE, the next place, attention.
+"""Attention of one new token a sequence with a KV cache of 16 bits: norms, RoPE, the next place, attention.
 
     rope_attend_one   q, k, v as the projections leave them, the cache -> [B, 1, H, D]; the cache has a token more
+    try_attend_one    the same in eager mode, where the host knows how many tokens there are; None where torch does it
     runs_on           whether that is one kernel on a device (CUDA C++ for Hopper, one_token.cuh)
 
 Contract, with B sequences, H query heads, G key heads (G divides H), room for L tokens, all in bfloat16 or float16:
@@ -33,10 +34,12 @@ from quantrot.kernels.attention.reference import LOG2E
 from quantrot.kernels.fp8.reference import rms_norm
 from quantrot.kernels.nvrtc import checked, load_kernel, processors
 from quantrot.kernels.operators import constant, implement, number, refuse_tangents
+from quantrot.kernels.ready import Ready, Run, address, like, unseen
 
 DTYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 DIMS = {64: 16, 96: 16, 128: 16, 256: 8}  # head_dim: how many query heads of a key head, at most
 PORTABLE_CLUSTER = 8
+READY = Ready()
 ENTRY = """extern "C" __global__ void {cluster} __launch_bounds__({threads}, {blocks}) attend_token(
     const __grid_constant__ quantrot::TokenArgs args) {{
   quantrot::attend_token<{call}>(args);
@@ -86,6 +89,40 @@ def rope_attend_one(
     return torch.ops.quantrot.rope_attend_one(q, k, v, cos, sin, keys, values, *counts, *rest)
 
 
+def try_attend_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: int,
+    *,
+    mask: Tensor | None,
+    norms: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+    scale: float,
+    settled: bool,
+) -> Tensor | None:
+    """rope_attend_one with `length` tokens in the cache, and a mask [1 or B, 1, 1, length + 1]. None where this is no
+    eager inference on Hopper, or operands that the kernel does not take where they are."""
+    gains = norms or (None, None)
+    if not q.is_cuda or not unseen(q, k, v, cos, sin, keys, values, mask, *gains):
+        return None
+    rows = None if mask is None else (mask.shape[:-1], mask.stride(3), mask.dtype, mask.device)
+    known = *map(like, (q, k, v, cos, sin, keys, values, *gains)), rows, epsilon, scale, settled
+    fits = 0 <= length < keys.shape[2] and (mask is None or mask.shape[3] == length + 1)
+    if not fits or (again := READY.find(known)) is None:
+        if not runs_on(q.device) or unsupported(q, k, v, cos, sin, keys, values, length, mask, norms):
+            return None
+        if (run := prepare(q, k, v, cos, sin, keys, values, mask, norms, epsilon, scale, settled)) is None:
+            return None
+        again = READY.keep(known, run, q.get_device())
+    made: Tensor = again(q, k, v, cos, sin, keys, values, length, mask, *gains)
+    return made
+
+
 @constant
 def runs_on(device: torch.device) -> bool:
     """Whether rope_attend_one is one kernel on this device; elsewhere it is plain torch, of no use but to compare."""
@@ -100,11 +137,11 @@ def unsupported(
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
-    length: Tensor,
+    length: Tensor | int,
     mask: Tensor | None,
     norms: tuple[Tensor, Tensor] | None = None,
 ) -> str | None:
-    """Why these are not operands of rope_attend_one, or None."""
+    """Why these are not operands of rope_attend_one, or of try_attend_one, which has an int for length; or None."""
     for name, t in (("q", q), ("k", k), ("v", v), ("keys", keys), ("values", values)):
         if t.dim() != 4 or q.dtype not in DTYPES:
             return f"{name} {tuple(t.shape)}, {t.dtype}; four dimensions in {', '.join(map(str, DTYPES))} are needed"
@@ -123,10 +160,15 @@ def unsupported(
         return f"dtypes {', '.join(str(t.dtype) for t in wide)} or devices that differ"
     if any(t.shape not in ((1, 1, dim), (batch, 1, dim)) for t in (cos, sin)):
         return f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; [1 or {batch}, 1, {dim}] are needed"
-    if length.dtype != torch.int64 or length.dim() or length.device != q.device:
+    if not isinstance(length, Tensor):
+        if not 0 <= length < room:
+            return f"length {length}; 0 to {room - 1}, for the new token"
+    elif length.dtype != torch.int64 or length.dim() or length.device != q.device:
         return f"length {length.dtype} {tuple(length.shape)}; an int64 without dimensions, on {q.device}, is needed"
-    if mask is not None and (mask.dtype != torch.bool or mask.shape not in ((1, 1, 1, room), (batch, 1, 1, room))):
-        return f"mask {mask.dtype} {tuple(mask.shape)}; bool [1 or {batch}, 1, 1, {room}] is needed"
+    keys_seen = room if isinstance(length, Tensor) else length + 1
+    allowed = (1, 1, 1, keys_seen), (batch, 1, 1, keys_seen)
+    if mask is not None and (mask.dtype != torch.bool or mask.shape not in allowed):
+        return f"mask {mask.dtype} {tuple(mask.shape)}; bool [1 or {batch}, 1, 1, {keys_seen}] is needed"
     if mask is not None and mask.device != q.device:
         return f"a mask on {mask.device}, q on {q.device}"
     if norms is not None and len(norms) != 2:
@@ -203,7 +245,7 @@ class Arguments(ctypes.Structure):
         *((f"{name}_{i}", ctypes.c_longlong) for name in "qkv" for i in ("batch", "head")),
         *((name, ctypes.c_longlong) for name in ("cos_batch", "sin_batch", "keys_batch", "keys_head")),
         *((name, ctypes.c_longlong) for name in ("values_batch", "values_head", "mask_batch")),
-        *((name, ctypes.c_int) for name in ("heads", "groups", "room", "advance", "settled")),
+        *((name, ctypes.c_int) for name in ("heads", "groups", "room", "at", "advance", "settled")),
         ("scale", ctypes.c_float),
         ("epsilon", ctypes.c_float),
     ]
@@ -257,14 +299,14 @@ def allow_large_clusters(kernel: int, plan: Plan, device: int) -> int:
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor | int,
     advance: bool, mask: Tensor | None, norms: tuple[Tensor, Tensor] | None, epsilon: float, scale: float,
     settled: bool, out: Tensor,
 ) -> Arguments:  # fmt: skip
     """The kernel's parameter."""
-    every = (q, k, v, cos, sin, keys, values, length, mask, *(norms or (None, None)), out)
+    count, at = (length, 0) if isinstance(length, Tensor) else (None, length)
     return Arguments(
-        *(None if t is None else t.data_ptr() for t in every),
+        *map(address, (q, k, v, cos, sin, keys, values, count, mask, *(norms or (None, None)), out)),
         *(stride for t in (q, k, v) for stride in (t.stride(0), t.stride(2))),
         *(t.stride(0) if t.shape[0] > 1 else 0 for t in (cos, sin)),
         *keys.stride()[:2],
@@ -273,6 +315,7 @@ def arguments(
         q.shape[2],
         keys.shape[1],
         keys.shape[2],
+        at,
         int(advance),
         int(settled),
         scale * LOG2E,
@@ -304,10 +347,48 @@ def launch(
     plan = plan or plan_for(dim, share, batch * groups, room, processors(device))
     rest = advance, mask, norms, epsilon, scale, settled, out
     values_ = arguments(q, k, v, cos, sin, keys, values, length, *rest)
-    normed = norms is not None
-    function, shared = _kernel(plan, dim, share, q.dtype, normed, device), plan.shared_bytes(dim, share, normed)
-    nvrtc.launch(function, (plan.split, batch * groups), plan.threads, shared, values_, device, overlap=True)
+    launch_of(plan, q, keys, norms is not None)(values_)
     return out
+
+
+def launch_of(plan: Plan, q: Tensor, keys: Tensor, normed: bool) -> nvrtc.Launch:
+    """The kernel of queries and a cache like these."""
+    (batch, _, heads, dim), groups, device = q.shape, keys.shape[1], q.get_device()
+    share = heads // groups
+    function, shared = _kernel(plan, dim, share, q.dtype, normed, device), plan.shared_bytes(dim, share, normed)
+    return nvrtc.Launch(function, (plan.split, batch * groups), plan.threads, shared, device, overlap=True)
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
+    norms: tuple[Tensor, Tensor] | None, epsilon: float, scale: float, settled: bool,
+) -> Run | None:  # fmt: skip
+    """try_attend_one's kernel as a function of operands like these; None where one would have to be copied."""
+    tokens = (q, k, v, cos, sin, keys, values, *(norms or ()))
+    adjacent = all(t.stride()[2:] == (q.shape[3], 1) for t in (keys, values))
+    if not adjacent or any(aligned(t) is not t for t in tokens) or (mask is not None and mask.stride(3) != 1):
+        return None
+    (batch, _, heads, dim), (groups, room), device = q.shape, keys.shape[1:3], q.get_device()
+    made = torch.empty(q.shape, dtype=q.dtype, device="meta")
+    first = arguments(q, k, v, cos, sin, keys, values, 0, False, mask, norms, epsilon, scale, settled, made)
+    launch = launch_of(
+        plan_for(dim, heads // groups, batch * groups, room, processors(device)), q, keys, norms is not None
+    )
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int,
+        mask: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        out, now = torch.empty(made.shape, dtype=q.dtype, device=q.device), Arguments.from_buffer_copy(first)
+        now.q, now.k, now.v, now.cos, now.sin = q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        now.keys, now.values, now.out, now.at = keys.data_ptr(), values.data_ptr(), out.data_ptr(), length
+        now.q_norm, now.k_norm = address(q_norm), address(k_norm)
+        if mask is not None:  # its rows are longer in every call
+            now.mask, now.mask_batch = mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0
+        launch(now)
+        return out
+
+    return run
 
 
 @implement("quantrot::rope_attend_one")
