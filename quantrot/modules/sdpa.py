@@ -71,15 +71,14 @@ def attend(
 
 
 def leaves_cudnn_out(module: Any, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Whether one token attends, or a plan for these shapes takes longer than all layers gain by it; not where somebody
-    has turned off what would be left."""
+    """Whether a plan for these shapes takes longer than all layers gain by it, as for one token it always does; not
+    where somebody has turned off what would be left."""
     left = cuda.flash_sdp_enabled() if mask is None else cuda.mem_efficient_sdp_enabled()
     if not left or not cuda.cudnn_sdp_enabled():
         return False
     batch, heads, queries, dim = query.shape
     operations = 4 * batch * heads * queries * key.shape[2] * dim / (2 if mask is None else 1)
-    gained = module.config.num_hidden_layers * operations * SLOWER[mask is not None]
-    return queries == 1 or gained < PLAN
+    return module.config.num_hidden_layers * operations * SLOWER[mask is not None] < PLAN
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

@@ -90,6 +90,7 @@ CHANGES = {
     "several": lambda cache, model: model(torch.tensor([[3, 4]], device=model.device), past_key_values=cache),
     "order": lambda cache, model: cache.reorder_cache(torch.tensor([0], device=model.device)),
     "repeat": lambda cache, model: (cache.batch_repeat_interleave(2), cache.batch_select_indices([1])),
+    "values": lambda cache, model: [setattr(layer, "values", layer.values * 2) for layer in cache.layers],
     "copy": lambda cache, model: copy.deepcopy(cache),
     "pickle": lambda cache, model: pickle.loads(pickle.dumps(cache)),
 }
