@@ -96,6 +96,7 @@ def test_a_gpus_norms_are_torchs_but_for_a_few_neighbours(size, dtype):
         x, added = (torch.randn(size, device="cuda").to(dtype) for _ in range(2))
         with torch.no_grad():
             alone, same = try_norm(x, weight, 1e-5)
+            assert try_norm(x, weight, 1e-5, added[..., : size[-1] // 2]) is None
             summed, total = try_norm(x, weight, 1e-5, added)
         assert same is x and torch.equal(total, x + added)
         for y, wanted in ((alone, rms_norm(x, weight, 1e-5)), (summed, rms_norm(x + added, weight, 1e-5))):

@@ -82,7 +82,6 @@ def prepare(x: Tensor, norm: Tensor, epsilon: float, early: bool) -> Callable[..
         y, now = torch.empty(**made), NormArgs.from_buffer_copy(values)
         now.x, now.norm, now.y = x.data_ptr(), norm.data_ptr(), y.data_ptr()
         if added is None:
-            now.x_stride = x.stride(-2)
             launch(now)
             return y
         total = torch.empty(**made)
