@@ -115,3 +115,25 @@ def test_long_prompts_in_any_order_of_launches():
             y, _ = try_norm(try_gate(x), weight, 1e-5)
             wanted = rms_norm(F.silu(x[:, :2048]) * x[:, 2048:], weight, 1e-5)
             assert (y != wanted).double().mean() <= 1e-3
+
+
+SANITIZED = """
+from torch.nn.functional import silu
+from quantrot.kernels.between import try_gate, try_norm
+from quantrot.kernels.fp8.reference import rms_norm
+torch.set_grad_enabled(False)
+for rows, columns in ((1, 8), (1021, 64), (3, 1000), (33, 4104)):
+    x, added = (torch.randn(rows, columns).bfloat16() for _ in range(2))
+    weight, both = torch.rand(columns).bfloat16(), torch.randn(rows, 2 * columns).bfloat16()
+    gate, up = both.chunk(2, 1)
+    y, total = (t.cpu() for t in try_norm(x.cuda(), weight.cuda(), 1e-5, added.cuda()))
+    alone, _ = try_norm(x.cuda(), weight.cuda(), 1e-5)
+    for got, wanted in ((total, x + added), (y, rms_norm(x + added, weight, 1e-5)), (alone.cpu(), rms_norm(x, weight, 1e-5)),
+                        (try_gate(both.cuda()).cpu(), silu(gate) * up)):
+        torch.testing.assert_close(got, wanted, rtol=2**-7, atol=1e-6)
+"""
+
+
+@gpu
+def test_compute_sanitizer_finds_nothing(sanitized):
+    sanitized(SANITIZED)
