@@ -128,8 +128,8 @@ for rows, columns in ((1, 8), (1021, 64), (3, 1000), (33, 4104)):
     gate, up = both.chunk(2, 1)
     y, total = (t.cpu() for t in try_norm(x.cuda(), weight.cuda(), 1e-5, added.cuda()))
     alone, _ = try_norm(x.cuda(), weight.cuda(), 1e-5)
-    for got, wanted in ((total, x + added), (y, rms_norm(x + added, weight, 1e-5)), (alone.cpu(), rms_norm(x, weight, 1e-5)),
-                        (try_gate(both.cuda()).cpu(), silu(gate) * up)):
+    pairs = [(total, x + added), (y, rms_norm(x + added, weight, 1e-5)), (alone.cpu(), rms_norm(x, weight, 1e-5))]
+    for got, wanted in (*pairs, (try_gate(both.cuda()).cpu(), silu(gate) * up)):
         torch.testing.assert_close(got, wanted, rtol=2**-7, atol=1e-6)
 """
 
