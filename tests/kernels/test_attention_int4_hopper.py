@@ -9,6 +9,7 @@ from quantrot.kernels.attention import int4_hopper
 from quantrot.kernels.attention.int4_hopper import Plan
 from quantrot.kernels.attention.int4_token import NO_TURN
 from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
+from tests.kernels.covering import few_or_every
 from tests.kernels.test_attention_int4 import BF16, FP16, SPACE, check, exact, operands
 
 gpu = pytest.mark.gpu
@@ -169,8 +170,9 @@ def test_plans_fit_the_processors():
                 assert plan.split == 1 or pairs * plan.split <= 2 * 132
 
 
-def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda):
-    kernels = KERNELS + OTHERS
+@few_or_every
+def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda, chosen):
+    kernels = chosen(KERNELS + OTHERS)
     made = compiled_cuda(int4_hopper.device_functions() + entries(kernels)[0])
     assert made.spilled == made.stacks == [0] * len(kernels), made.log
 

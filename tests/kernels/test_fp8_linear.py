@@ -11,6 +11,7 @@ from quantrot.kernels.fp8 import fp8_block_gemm, fp8_linear, fused, hopper, line
 from quantrot.kernels.fp8.linear import Held, Work
 from quantrot.kernels.fp8.reference import gate as gated
 from quantrot.kernels.fp8.reference import gemm_reference, quantize_reference, rms_norm
+from tests.kernels.covering import few_or_every
 
 gpu = pytest.mark.gpu
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -363,7 +364,8 @@ def test_errors_say_what_is_allowed():
 # --- Compiled for sm_90a ---------------------------------------------------------------------------------------------
 
 
-def test_no_kernel_spills_or_serializes_its_products(compiled_cuda):
+@few_or_every
+def test_no_kernel_spills_or_serializes_its_products(compiled_cuda, chosen):
     works = {
         (1, 6144, 4096): Work(norm=True),
         (1, 4096, 4096): Work(add=True),
@@ -372,7 +374,7 @@ def test_no_kernel_spills_or_serializes_its_products(compiled_cuda):
         (2, 28672, 4096): Work(),
     }
     plans = [(linear.plan_for(*size, 1, work.norm, work.gates, True), work) for size, work in works.items()]
-    kernels = plans + list(CASES.values())
+    kernels = chosen(plans + list(CASES.values()), ("stages", "early"))
     entries = "".join(plan.entry(work, f"linear{i}") for i, (plan, work) in enumerate(kernels))
     made = compiled_cuda(linear.device_functions("bf16") + entries)
     assert "warning" not in made.log and "C75" not in made.log, made.log  # C7510: products one after another

@@ -12,6 +12,7 @@ from quantrot.kernels.mixed import KINDS, hopper, hopper_plans, mixed_gemm
 from quantrot.kernels.mixed.hopper_plans import Decode, Kernel, Plan
 from quantrot.kernels.mixed.reference import MAX_RELATIVE_ERROR
 from quantrot.kernels.mixed.tuned import DECODE
+from tests.kernels.covering import few_or_every
 from tests.kernels.test_mixed import exact_product, relative
 from tests.kernels.test_mixed import operands as random_operands
 
@@ -451,8 +452,9 @@ def one_of_a_kind(kernels):
     return list(found.values())
 
 
-@pytest.mark.parametrize("part", range(3))  # of a minute in one
-def test_no_kernel_spills_or_serializes_its_products(compiled_cuda, part):
+@few_or_every
+@pytest.mark.parametrize("part", range(2))
+def test_no_kernel_spills_or_serializes_its_products(compiled_cuda, chosen, part):
     kernels = {}
     tokens = [(1, 24, 48, 128, 384, 1024), (1, 64, 4096), (1, 16, 32, 64, 256, 512, 4096)]
     for group, some in enumerate(tokens):  # a scale a channel, or in groups of 64 or 128: most tiles with one of them
@@ -478,7 +480,7 @@ def test_no_kernel_spills_or_serializes_its_products(compiled_cuda, part):
         kernel = Kernel("packed", BF16, True, group // 64, False, BF16, None)
         kernels[hopper_plans.plan_for(n, m, k, group // 64, True), kernel] = None
     kernels[hopper_plans.plan_for(3456, 4096, 2048, 0, False), Kernel("int8", BF16, False, 0, False, BF16, None)] = None
-    ours = one_of_a_kind([*kernels, *CASES.values(), *AROUND.values()])[part::3]
+    ours = chosen(one_of_a_kind([*kernels, *CASES.values(), *AROUND.values()]), ("stages", "keep"))[part::2]
     entries = "".join(hopper.entry(*kernel, name=f"mixed{i}") for i, kernel in enumerate(ours))
     made = compiled_cuda(hopper.device_functions() + entries)
     assert "warning" not in made.log and "C75" not in made.log, made.log  # C7510 and others: products one after another

@@ -20,6 +20,7 @@ from quantrot.kernels.mxfp4 import dequantize_mxfp4, has_fused, hopper, mxfp4_fu
 from quantrot.kernels.mxfp4.fused import batch_is_faster
 from quantrot.kernels.mxfp4.hopper import Arranging, Plan, Turn
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
+from tests.kernels.covering import few_or_every
 
 gpu = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -356,43 +357,51 @@ def test_codes_of_a_special_token_are_the_quantizers(emulator, name, special):
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.fixture(scope="module")
-def compiled_cases(compiled_cuda):
-    """CASES for sm_90a, in one file."""
-    entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in CASES.items())
-    return compiled_cuda(hopper.device_functions() + entries)
+def compiled_cases(compiled_cuda, chosen):
+    """The names of CASES that are chosen, and these for sm_90a in one file."""
+    cases = chosen(CASES.values())
+    names = [name for name, case in CASES.items() if case in cases]
+    entries = "".join(hopper.entry(*CASES[name], name=f"decode_{name}") for name in names)
+    return names, compiled_cuda(hopper.device_functions() + entries)
 
 
-def test_every_plan_compiles_for_sm_90a_without_spills(compiled_cases):
-    assert compiled_cases.spilled == [0] * len(CASES), compiled_cases.log
+@few_or_every
+def test_every_plan_compiles_for_sm_90a_without_spills(compiled_cuda, chosen):
+    names, made = compiled_cases(compiled_cuda, chosen)
+    assert made.spilled == [0] * len(names), made.log
 
 
-def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda):
+@few_or_every
+def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda, chosen):
     cases = [(TURNS[name][0], BF16, TURNS[name][1]) for name in ("even_32", "mse_64", "fp8")]
     cases += [(plan, BF16, turn, *(groups or [0]), adds) for plan, turn, _, adds, *groups in BESIDE.values()]
+    cases = chosen(cases)
     entries = "".join(hopper.entry(*case, name=f"decode_{i}") for i, case in enumerate(cases))
     made = compiled_cuda(hopper.device_functions() + entries)
     assert made.spilled == [0] * len(cases), made.log
 
 
-def test_what_arranges_tokens_compiles_for_sm_90a_without_spills(compiled_cuda):
+@few_or_every
+def test_what_arranges_tokens_compiles_for_sm_90a_without_spills(compiled_cuda, chosen):
     turns = (None, Turn(ScaleRule.quest, 32), Turn(ScaleRule.mse, 64), *(Turn(rule, 0) for rule in Fp8ScaleRule))
     fronts = (
         ("NO_FRONT", 53248),
         ("NORMED", 16384),
         ("GATED", 53248),
     )  # hidden and intermediate size of Llama 3.1 405B
-    entries = [
-        hopper.arrange_entry(columns, Arranging(turn, grouped, front), f"arrange_{i}_{columns}")
-        for i, (turn, grouped, (front, most)) in enumerate(itertools.product(turns, (False, True), fronts))
+    cases = chosen(
+        (Arranging(turn, grouped, front), columns)
+        for turn, grouped, (front, most) in itertools.product(turns, (False, True), fronts)
         for columns in (128, most)
         if columns > 128 or not grouped
-    ]
+    )
+    entries = [hopper.arrange_entry(columns, kind, f"arrange_{i}") for i, (kind, columns) in enumerate(cases)]
     made = compiled_cuda(hopper.device_functions() + "".join(entries))
     assert made.spilled == [0] * len(entries), made.log
 
 
-def test_an_arrival_waits_for_the_reads_before_it(compiled_cases):
+@few_or_every
+def test_an_arrival_waits_for_the_reads_before_it(compiled_cuda, chosen):
     """Nothing read from shared memory is on its way when a warp hands its stage back, where copies land next.
 
     Seen in the machine code, by the scoreboards that a load sets and an instruction waits for.
@@ -401,10 +410,11 @@ def test_an_arrival_waits_for_the_reads_before_it(compiled_cases):
     tool = shutil.which("cuobjdump") or Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not Path(tool).exists():
         pytest.skip("needs cuobjdump, which comes with Triton")
-    command = [str(tool), "-sass", str(compiled_cases.file)]
+    names, made = compiled_cases(compiled_cuda, chosen)
+    command = [str(tool), "-sass", str(made.file)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     functions = re.split(r"Function : decode_(\w+)", text)[1:]
-    assert {*functions[::2]} == {*CASES}
+    assert {*functions[::2]} == {*names}
     pattern = r"/\*[0-9a-f]{4,}\*/ +([^;]+);.*\n +/\* 0x([0-9a-f]{16}) \*/"
     for name, code in zip(functions[::2], functions[1::2], strict=True):
         on_their_way: set[int] = set()
