@@ -71,10 +71,18 @@ atexit.register(lambda: print(json.dumps(found)))
 AS_COMPILED = """
 import gc
 import numpy
+from triton import language
 from triton.language import semantic
 from triton.runtime import interpreter
 
 gc.set_threshold(20000, 20, 20)  # a tenth less time
+
+def patch_lang(fn, patch=interpreter._patch_lang):
+    languages = [value for value in fn.__globals__.values() if value is language or value is language.core]
+    if any(language.core.is_builtin(module.load) for module in languages):
+        return patch(fn)
+
+interpreter._patch_lang = patch_lang  # not anew in every function that a kernel calls: a third of the time
 
 def fma(self, x, y, z):
     exact = x.data.astype(numpy.longdouble) * y.data + z.data
