@@ -23,9 +23,9 @@ from quantrot.kernels.attention import fp8_attention, rope_hadamard_quantize
 from quantrot.orthogonal import random_signs
 torch.manual_seed(0)
 
-def prepared(dim, tokens, order, granularity, dtype, signs=None, scores="fp8"):
-    q, k, v = (torch.randn(2, tokens, n, dim).to(dtype) for n in (5, 2, 2))
-    k[0, 0], v[1] = 0, v[1] * 1e-3
+def prepared(dim, tokens, order, granularity, dtype, signs=None, scores="fp8", batch=1):
+    q, k, v = (torch.randn(batch, tokens, n, dim).to(dtype) for n in (5, 2, 2))
+    k[0, 0], v[1:] = 0, v[1:] * 1e-3
     v[0, -1, 0, 0] = float("nan")
     theta = torch.randn(1, tokens, dim // 2)
     args = q, k, v, theta.cos().to(dtype), theta.sin().to(dtype)
@@ -45,10 +45,12 @@ F16, F32 = torch.float16, torch.float32
 for case in ((64, 131, 64, "block", F16), (128, 20, 128, "token", F16), (128, 1, 128, "token", F32),
              (80, 17, 20, "block", F32), (96, 5, 96, "block", F16), (256, 3, None, "token", F16)):
     prepared(*case)
+prepared(64, 3, 64, "block", F16, batch=2)
 prepared(64, 20, 16, "token", F16, random_signs(64, 3))
 
 def attended(dim, queries, keys, heads, groups, causal, granularity, **kwargs):
-    q, k, v = torch.randn(2, heads, queries, dim), torch.randn(2, groups, keys, dim), torch.randn(2, groups, keys, dim)
+    batch = 2 if kwargs.keys() & {"lengths", "query_lengths", "mask"} else 1
+    q, k, v = (torch.randn(batch, *shape, dim) for shape in ((heads, queries), (groups, keys), (groups, keys)))
     v[:, :, ::7] *= 10
     v *= 2 ** torch.linspace(-6, 6, keys).view(-1, 1)  # the scales rise from tile to tile
     k[:, :, ::5] *= 0.1
