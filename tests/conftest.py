@@ -14,7 +14,9 @@ LEFT_OUT: list[int] = []  # gpu tests that do not run here, as each process foun
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*:UserWarning")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    torch.set_num_threads(max(1, torch.get_num_threads() // workers))  # more would wait for each other, busily
+    threads = max(1, torch.get_num_threads() // workers)  # more would wait for each other, busily
+    torch.set_num_threads(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of the processes that tests start
 
 
 @pytest.hookimpl(trylast=True)  # of those that -k and -m leave
