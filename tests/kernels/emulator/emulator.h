@@ -108,15 +108,7 @@ inline Block& block_of(u32& address) {
   return block;
 }
 
-inline void ordinary_write(u32 address, const void* from, u32 bytes) {
-  Block& block = *self().block;
-  memcpy(block.at(address, bytes), from, bytes);
-  for (u32 w = (address - SHARED_START) / 4; w <= (address - SHARED_START + bytes - 1) / 4; w++) {
-    if (!block.unfenced[w]) block.unfenced_words++;
-    block.unfenced[w] = self().index + 1;
-    self().written.push_back(w);
-  }
-}
+void ordinary_write(u32 address, const void* from, u32 bytes);
 
 // The address of byte k of row `row` of an operand: K-major, 128-byte, 64-byte or no swizzle, the layouts that are used.
 inline u32 operand_at(u64 descriptor, u32 row, u32 k) {
@@ -130,88 +122,10 @@ inline u32 operand_at(u64 descriptor, u32 row, u32 k) {
 
 inline float from_code(unsigned char c, bool whole) { return whole ? (signed char)c : from_e4m3(c); }
 
-// 32 bytes of a row: of e4m3 or int8, or of 16-bit elements (`wide`), of which there are 16.
-inline void read_operand(const Product& p, u64 descriptor, u32 row, float (&out)[32]) {
-  Block& block = *self().block;
-  for (u32 half = 0; half < 2; half++) {
-    const u32 address = operand_at(descriptor, row, half * 16);
-    block.must_be_fenced(address, 16, "wgmma");
-    const unsigned char* at = block.at(address, 16);
-    if (p.wide) {
-      p.wide(at, out + half * 8);
-    } else {
-      for (u32 k = 0; k < 16; k++) out[half * 16 + k] = from_code(at[k], p.whole);
-    }
-  }
-}
+void execute_before(u32 group);
 
-// Four sums, of T: two rows of a by two of b, one k after another.
-template <class T>
-inline void add_products(double* d, bool add, const float (&a)[2][32], const float (&b)[2][32], u32 depth) {
-  typedef T Four __attribute__((vector_size(4 * sizeof(T))));
-  Four sums = {};
-  for (u32 j = 0; j < 4 && add; j++) sums[j] = d[j];
-  for (u32 k = 0; k < depth; k++) {
-    const Four left = {a[0][k], a[0][k], a[1][k], a[1][k]}, right = {b[0][k], b[1][k], b[0][k], b[1][k]};
-    sums += left * right;
-  }
-  for (u32 j = 0; j < 4; j++) d[j] = sums[j];
-}
-
-// This thread's part of a product, from shared memory as it is now.
-inline void execute(Product& p) {
-  Thread& t = self();
-  const u32 g = t.lane() / 4, q = t.lane() % 4, first = t.warp() % 4 * 16;
-  float a[2][32], b[2][32];
-  for (u32 h = 0; h < 2; h++) {
-    if (p.a_given) {
-      memcpy(a[h], p.rows[h], sizeof a[h]);
-    } else {
-      read_operand(p, p.a, first + g + 8 * h, a[h]);
-    }
-  }
-  std::vector<double>& d = t.results[p.d].sums;
-  for (u32 i = 0; i < (u32)p.width; i += 4) {
-    for (u32 e = 0; e < 2; e++) read_operand(p, p.b, i * 2 + 2 * q + e, b[e]);
-    if (p.whole) {
-      add_products<double>(&d[i], p.add, a, b, 32);
-    } else {
-      add_products<float>(&d[i], p.add, a, b, p.wide ? 16 : 32);
-    }
-  }
-  p.executed = true;
-}
-
-inline void execute_before(u32 group) {
-  for (Product& p : self().products)
-    if (!p.executed && p.group < group) execute(p);
-}
-
-// A register of a product's and its later content: the former's goes into the latter's place, and `x` into it.
-inline void exchange_sum(float* at, Result& result, int i, double x) {
-  int bits, whole = x == x ? (int)x : 0x7FC00000;
-  float before, part = x;
-  memcpy(&bits, at, 4), memcpy(&before, at, 4);
-  result.sums[i] = result.whole ? bits : before;
-  memcpy(at, result.whole ? (void*)&whole : (void*)&part, 4);
-}
-
-inline void issue(Product p) {
-  Thread& t = self();
-  if (!t.fenced) fail("a product without a fence before it");
-  auto& sequence = t.block->products[t.index / 128];
-  const u32 mine = t.issued++;
-  if (mine == sequence.size()) sequence.push_back({p.a, p.b});
-  if (sequence[mine] != std::pair(p.a, p.b)) fail("the threads of a warpgroup multiply different operands");
-  p.group = t.group, p.executed = false;
-  auto [result, fresh] = t.results.try_emplace(p.d);
-  if (fresh) {
-    result->second = {std::vector<double>(p.width), p.whole};
-    for (int i = 0; i < p.width; i++) exchange_sum(p.d + i, result->second, i, NAN);
-  }
-  t.products.push_back(p);
-  if (pick(2)) execute_before(t.group + 1);
-}
+void issue(Product p);
+void settle(u32 left);
 
 }  // namespace emulator
 
@@ -273,19 +187,7 @@ inline void barrier_expect_in(u32 mapped, u32 bytes) {
   barrier.arrive();
 }
 // At a random moment later.
-inline void send_word(u32 mapped, u32 word, u32 bar) {
-  if (!elect_one()) return;
-  emulator::Block& block = emulator::block_of(mapped);
-  if (&block != &emulator::block_of(bar)) emulator::fail("sent to one block, counted on another's barrier");
-  if (block.cluster->meeting.round == 0 && block.cluster->blocks.size() > 1) emulator::fail("sent to a block that may not have started");
-  emulator::scheduler.events.push_back([=, &block] {
-    block.must_run();
-    memcpy(block.at(mapped, 4), &word, 4);
-    emulator::Barrier& barrier = block.barrier(bar);
-    barrier.bytes -= 4;
-    barrier.settle();
-  });
-}
+void send_word(u32 mapped, u32 word, u32 bar);
 inline void barrier_wait(u32 bar, u32 parity) {
   emulator::Barrier& b = self().block->barrier(bar);
   emulator::wait_until(b, "a barrier", [&] { return b.ended(parity); });
@@ -360,53 +262,9 @@ inline u64 cache_policy() {
   return 0;
 }
 
-// Calls f(pointer in the matrix or null past its edges, address in shared memory) for each 16 bytes of a box.
-template <class F>
-inline void each_unit(const TensorMap& map, int x, int y, u32 address, F f) {
-  const u32 line = map.box_columns * map.element;
-  for (u32 r = 0; r < map.box_rows; r++) {
-    for (u32 byte = 0; byte < line; byte += 16) {
-      const u32 inside16 = r & 16 - 1, b = inside16 >> 3, q = inside16 >> 1 & 3;
-      const i64 row = y + (i64)(map.folded ? r - inside16 + 4 * q + 2 * b + r % 2 : r), at = (i64)x * map.element + byte;
-      const bool inside = row >= 0 && row < (i64)map.rows && at >= 0 && at < (i64)(map.columns * map.element);
-      u32 to = address + r * line + byte;
-      if (map.swizzled) to ^= (to >> 7 & (line <= 32 ? 1 : line <= 64 ? 3 : 7)) << 4;
-      f(inside ? map.base + row * map.pitch + at : nullptr, to);
-    }
-  }
-}
+void check_map(const TensorMap& map, u32 address);
 
-inline void check_map(const TensorMap& map, u32 address) {
-  const u32 line = map.box_columns * map.element;
-  if (map.pitch % 16 || (u64)map.base % 16 || line % 16 || map.box_rows > 256 || map.box_columns > 256 ||
-      (map.swizzled && line > (map.swizzled == 64 ? 64 : 128)) || address % 128 || map.columns * map.element % 16)
-    fail("a copy that the hardware does not take");
-}
-
-inline void tensor_load_all(u32 to, const TensorMap* map, int x, int y, u32 bar, u64, unsigned short blocks) {
-  if (!elect_one()) return;
-  check_map(*map, to);
-  if (map->fresh && !self().waited) fail("a copy before grid_wait of what the kernel before writes");
-  for (auto& owner : self().block->cluster->blocks) {
-    emulator::Block* block = owner.get();
-    if (!(blocks >> block->rank & 1)) continue;
-    emulator::scheduler.events.push_back([=, map = *map] {
-      u32 bytes = 0;
-      each_unit(map, x, y, to, [&](const unsigned char* from, u32 address) {
-        unsigned char* p = block->at(address, 16);
-        if (from) {
-          memcpy(p, from, 16);
-        } else {
-          memset(p, 0, 16);
-        }
-        bytes += 16;
-      });
-      emulator::Barrier& barrier = block->barrier(bar);
-      barrier.bytes -= bytes;
-      barrier.settle();
-    });
-  }
-}
+void tensor_load_all(u32 to, const TensorMap* map, int x, int y, u32 bar, u64, unsigned short blocks);
 
 inline void tensor_load(u32 to, const TensorMap* map, int x, int y, u32 bar, u64 policy) {
   tensor_load_all(to, map, x, y, bar, policy, 1 << cluster_rank());
@@ -423,41 +281,11 @@ inline void tensor_load_folded(u32 to, const TensorMap* map, int y, u32 bar, u64
   tensor_load(to, map, 0, 16 * y, bar, policy);
 }
 
-inline void line_load(u32 to, const void* from, u32 bytes, u32 bar) {
-  if (!elect_one()) return;
-  if ((u64)from % 16 || bytes % 16 || to % 16) fail("a copy that the hardware does not take");
-  emulator::Block* block = self().block;
-  emulator::scheduler.events.push_back([=] {
-    memcpy(block->at(to, bytes), from, bytes);
-    emulator::Barrier& barrier = block->barrier(bar);
-    barrier.bytes -= bytes;
-    barrier.settle();
-  });
-}
+void line_load(u32 to, const void* from, u32 bytes, u32 bar);
 
-inline void tensor_store(const TensorMap* map, int x, int y, u32 from) {
-  check_map(*map, from);
-  emulator::Block* block = self().block;
-  self().open.push_back([=, map = *map] {
-    each_unit(map, x, y, from, [&](unsigned char* to, u32 address) {
-      block->must_be_fenced(address, 16, "a store");
-      if (to) memcpy(to, block->at(address, 16), 16);
-    });
-  });
-}
+void tensor_store(const TensorMap* map, int x, int y, u32 from);
 
-inline void tensor_store_commit() {
-  auto left = std::make_shared<int>(self().open.size());
-  for (auto& store : self().open) {
-    emulator::scheduler.events.push_back([store, left, stored = &self().stored] {
-      store();
-      --*left;
-      stored->changed();
-    });
-  }
-  self().open.clear();
-  self().stores.push_back(left);
-}
+void tensor_store_commit();
 
 template <int N>
 inline void tensor_store_wait() {
@@ -641,28 +469,7 @@ inline void product_commit() { self().group++; }
 
 template <int N>
 inline void product_wait() {
-  emulator::Thread& t = self();
-  warp_sync();
-  const u32 before = t.group < N ? 0 : t.group - N;
-  if (emulator::pick(32) == 0)  // a late part: others run far ahead
-    for (int i = 0; i < 256; i++) emulator::yield();
-  emulator::execute_before(before);
-  warp_sync();
-  std::set<float*> busy;
-  for (auto& p : t.products)
-    if (p.group >= before) busy.insert(p.d);
-  for (auto result = t.results.begin(); result != t.results.end();) {
-    if (busy.count(result->first)) {
-      ++result;
-      continue;
-    }
-    const std::vector<double> sums = result->second.sums;
-    for (size_t i = 0; i < sums.size(); i++) emulator::exchange_sum(result->first + i, result->second, i, sums[i]);
-    result = t.results.erase(result);
-  }
-  t.products.erase(t.products.begin(), std::find_if(t.products.begin(), t.products.end(),
-                                                    [&](auto& p) { return p.group >= before; }));
-  t.fenced = false;
+  emulator::settle(N);
 }
 
 template <int W>

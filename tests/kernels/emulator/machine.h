@@ -79,28 +79,17 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<std::vector<std::pair<u64, u64>>> products;  // of each warpgroup: the operands in order
 
+  [[noreturn]] void outside(u32 address, u32 bytes) const;
   unsigned char* at(u32 address, u32 bytes) {
     if (address < SHARED_START || address + bytes > SHARED_START + memory.size() || address % std::min(bytes, 16u))
-      fail("shared memory: address " + std::to_string(address) + " for " + std::to_string(bytes) + " bytes");
+      outside(address, bytes);
     return memory.data() + (address - SHARED_START);
   }
   void must_run() const {
     if (running == 0) fail("shared memory of a block that has ended");
   }
-  Barrier& barrier(u32 address) {
-    must_run();
-    auto found = barriers.find(address);
-    if (found == barriers.end()) fail("no barrier was made at " + std::to_string(address));
-    return found->second;
-  }
-  // The copy engine and wgmma read these bytes: ordinary writes must have been fenced by their writers.
-  void must_be_fenced(u32 address, u32 bytes, const char* reader) {
-    if (unfenced_words == 0) return;
-    for (u32 w = (address - SHARED_START) / 4; w <= (address - SHARED_START + bytes - 1) / 4; w++)
-      if (unfenced[w])
-        fail(std::string(reader) + " reads what thread " + std::to_string(unfenced[w] - 1) +
-             " wrote to shared memory without a fence");
-  }
+  Barrier& barrier(u32 address);
+  void must_be_fenced(u32 address, u32 bytes, const char* reader) const;
 };
 
 struct Cluster {
