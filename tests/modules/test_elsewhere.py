@@ -196,6 +196,7 @@ def test_an_exported_model_takes_other_numbers_of_tokens(pair):
 def test_exported_fp8_attention_takes_other_numbers_of_tokens(cache, tokens):
     """With the numbers of a scale a token. Multiples of 16 have other strides, more than 128 tokens another block."""
     llama = model("int8")
+    llama.model.layers = llama.model.layers[:1]
     for layer in llama.model.layers:
         rotation = Rotation("R3", "hadamard", 64, 64, 0)
         layer.self_attn = QuantizedAttention(layer.self_attn, arithmetic="fp8", kv_cache=cache, rotation=rotation)
@@ -207,8 +208,9 @@ def test_exported_fp8_attention_takes_other_numbers_of_tokens(cache, tokens):
         for layer in llama.model.layers:
             layer.self_attn.granularity = Granularity.token
         for program in (exported, exported.run_decompositions()):
+            run = program.module()
             for length in (5, 16, 20, 128, 130, 256):
                 ids = torch.arange(3 * length).view(3, length) % 64
-                found = program.module()(input_ids=ids, use_cache=False).logits
+                found = run(input_ids=ids, use_cache=False).logits
                 expected = llama(ids, use_cache=False).logits
                 assert (found - expected).norm() <= 1e-3 * expected.norm()  # sums' last bits may choose other codes
