@@ -81,10 +81,10 @@ def bits(result):
     return [result[0].view(torch.uint8), *result[1:]]
 
 scale[1, 1] = 100  # the interpreter's e4m3 has no NaN, and does not round to what lies outside the window
-run = lambda b: bits(expand_mxfp4(packed, scale, backend=b))
+run = lambda b: bits(expand_mxfp4(packed[:21], scale[:21], backend=b))
 assert same(run("triton"), run("reference"))
 scale[5, 0], packed[5, :16] = 40, 0x08  # outside, but zeros
-run = lambda b: bits(expand_mxfp4(packed, scale, backend=b))
+run = lambda b: bits(expand_mxfp4(packed[:21], scale[:21], backend=b))
 assert same(run("triton"), run("reference"))
 x = torch.randn(3, 160, generator=torch.Generator().manual_seed(1))
 x *= torch.tensor([1.0, 64, 0, 1, 2]).repeat_interleave(32)
