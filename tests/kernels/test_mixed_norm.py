@@ -39,7 +39,7 @@ def emulator(emulated):
         args, launch = norm.arguments(x, weight, epsilon, y, seed == 1), (len(x), 32 * norm.WARPS, 4 * norm.WARPS)
         if added is not None:
             args.added, args.total = added.data_ptr(), total.data_ptr()
-        which = CASES.index((norm.vectors(x.shape[1]), x.dtype))
+        which = CASES.index((norm.vectors(x.shape[-1]), x.dtype))
         message = library.run(which, ctypes.byref(args), *launch, seed)
         assert message == b"", message.decode()
         return y if added is None else (y, total)
@@ -74,6 +74,13 @@ def test_a_sum_is_torchs_and_is_normed_as_it_would_be_alone(emulator, k, dtype):
     x, added = x.contiguous(), operands(3, k, dtype)[0].flip(0).contiguous()
     y, total = emulator(x, weight, 1e-5, added=added)
     assert torch.equal(total, x + added) and torch.equal(y, emulator(x + added, weight, 1e-5))
+
+
+def test_a_token_of_each_sequence_may_have_any_stride(emulator):
+    torch.manual_seed(0)
+    weight, x = torch.rand(256).bfloat16(), torch.randn(1, 4, 256).bfloat16().transpose(0, 1)
+    assert x.is_contiguous() and x.stride(1) == 1024
+    assert torch.equal(emulator(x, weight, 1e-5), emulator(x[:, 0], weight, 1e-5)[:, None])
 
 
 def test_what_is_not_taken():

@@ -60,7 +60,9 @@ def vectors(depth: int) -> int:
 
 def arguments(x: Tensor, norm: Tensor, epsilon: float, y: Tensor, early: bool) -> NormArgs:
     """The kernel's parameter, without an addition."""
-    return NormArgs(x.data_ptr(), norm.data_ptr(), y.data_ptr(), None, None, x.stride(-2), x.shape[-1], epsilon, early)
+    depth = x.shape[-1]
+    apart = depth if x.is_contiguous() else x.stride(-2)  # a dimension of one may have any stride
+    return NormArgs(x.data_ptr(), norm.data_ptr(), y.data_ptr(), None, None, apart, depth, epsilon, early)
 
 
 def normed(x: Tensor, norm: Tensor, epsilon: float, early: bool = False) -> Tensor:
