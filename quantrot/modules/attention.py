@@ -227,6 +227,8 @@ class QuantizedAttention(Merging):
         if kind is DynamicLayer:
             if not unseen(*given, mask, layer.keys, layer.values) or layer.keys.dim() != 4:
                 return None
+            if not _updates_are(Cache, cache) or not _updates_are(DynamicLayer, layer):
+                return None
             return append_one(layer, partial(one_token.try_attend_one, *given, **options))
         length = getattr(layer, "cumulative_length", None)  # a tensor in every version that quantrot knows
         given = *given, layer.keys, layer.values, length
@@ -332,6 +334,11 @@ class QuantizedAttention(Merging):
             key, value = key[:, :, :tokens], value[:, :, :tokens]  # a static cache that was empty: the rest is unused
         (k, k_scale), (v, v_scale) = quantize_heads(key), quantize_heads(value)
         return Quantized(given.q, given.q_scale, k, k_scale, transposed_values(v), v_scale)
+
+
+def _updates_are(kind: type, one: Any) -> bool:
+    """Whether what `one` is given goes into it as into this kind of cache or layer: users override `update`."""
+    return getattr(one.update, "__func__", None) is kind.update  # type: ignore[attr-defined]
 
 
 def _boolean(mask: Any) -> Tensor:

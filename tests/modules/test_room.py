@@ -169,6 +169,25 @@ def test_what_the_kernel_is_not_for_goes_the_old_way_and_is_not_asked_again(devi
     assert not calls and cache.get_seq_length() == 6
 
 
+class Halved(DynamicCache):
+    def update(self, key, value, *rest, **options):
+        return super().update(key / 2, value / 2, *rest, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("of", ["class", "cache", "layer"])
+def test_an_update_of_somebodys_own_is_called(device, calls, of):
+    made, ids = [], torch.randint(1, 64, (1, 9), device=device)
+    for model in models(device):
+        cache = (Halved if of == "class" else DynamicCache)(config=model.config)
+        for one in {"class": [], "cache": [cache], "layer": cache.layers}[of]:
+            plain = one.update
+            one.update = lambda key, value, *rest, to=plain, **options: to(key / 2, value / 2, *rest, **options)
+        made.append((decoded(model, ids, cache), cache))
+    (expected, theirs), (logits, mine) = made
+    assert torch.equal(logits, expected) and same(mine, theirs, 9) and not calls
+
+
 @torch.no_grad()
 def test_generate_gives_transformers_tokens(device, calls):
     plain, ours = models(device)
