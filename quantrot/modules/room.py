@@ -1,46 +1,65 @@
 """Room for more tokens behind the keys and values of transformers' own growing cache.
 
 Its layers copy all that they hold for each token (torch.cat). Here it lies in front of free places, into which a kernel
-puts a token; `layer.keys` and `layer.values` are views of what is there. Other tensors in their place, as transformers
-puts there for several tokens, a crop or another order of the sequences, are copied once more.
+puts a token; `layer.keys` and `layer.values` are views of what is there, and all that keeps it: a room is gone with
+them. Other tensors in their place, as transformers puts there for several tokens, a crop or another order of the
+sequences, are copied once more; so are a copied or loaded layer's, which knows nothing of a room.
 """
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor
 
-NONE = "none"  # in place of a layer's room
 GROW = 256  # tokens of room at least; a quarter of what there is, if that is more
 
 
 class Room:
-    """Keys and values [B, G, capacity, D], of which a layer has views."""
+    """Where the views of a layer lie: in keys and values [B, G, capacity, D]."""
 
     def __init__(self, layer: Any) -> None:
         batch, groups, tokens, dim = layer.keys.shape
-        size = batch, groups, tokens + max(GROW, tokens // 4), dim
-        self.keys, self.values = layer.keys.new_empty(size), layer.values.new_empty(size)
-        self.keys[:, :, :tokens], self.values[:, :, :tokens] = layer.keys, layer.values
-        self.show(layer, tokens)
+        self.size = batch, groups, tokens + max(GROW, tokens // 4), dim
+        keys, values = layer.keys.new_empty(self.size), layer.values.new_empty(self.size)
+        keys[:, :, :tokens], values[:, :, :tokens] = layer.keys, layer.values
+        self.show(layer, keys, values, tokens)
 
-    def show(self, layer: Any, tokens: int) -> None:
+    def show(self, layer: Any, keys: Tensor, values: Tensor, tokens: int) -> None:
         """Have the layer hold so many."""
-        layer.keys, layer.values = self.views = self.keys[:, :, :tokens], self.values[:, :, :tokens]
+        layer.keys, layer.values = keys[:, :, :tokens], values[:, :, :tokens]
+        self.views = ref(layer.keys), ref(layer.values)
+
+    def holds(self, layer: Any, tokens: int) -> bool:
+        """Whether the layer has what it was shown last, so many, and there is a place for one more."""
+        keys, values = self.views
+        return keys() is layer.keys and values() is layer.values and tokens < self.size[2]
+
+    def whole(self, layer: Any) -> tuple[Tensor, Tensor]:
+        """What is shown in part: keys, values."""
+        keys, values = (torch.as_strided(t, self.size, t.stride()) for t in (layer.keys, layer.values))
+        return keys, values
+
+
+NONE = "none"  # in place of a layer's room
+ROOMS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of layers, which are not changed: they are saved and copied
 
 
 def append_one(layer: Any, attend: Callable[..., Tensor | None]) -> Tensor | None:
     """What attend(keys, values, tokens, settled=...) gives, which puts a token behind `tokens` of keys and values
     [B, G, capacity, D]; the layer, a DynamicLayer, then has one more. None, and nothing is tried again, where attend
     gave None. settled: no copy into the room is on its way."""
-    room, tokens = layer.__dict__.get("room"), layer.keys.shape[2]
-    if room == NONE:
+    known, tokens = ROOMS.get(layer), layer.keys.shape[2]
+    if known == NONE:
         return None
-    settled = room is not None and room.views[0] is layer.keys and room.views[1] is layer.values
-    if not settled or tokens == room.keys.shape[2]:
-        room, settled = Room(layer), False
-    y = attend(room.keys, room.values, tokens, settled=settled)
-    layer.room = NONE if y is None else room
-    if y is not None:
-        room.show(layer, tokens + 1)
+    room: Room = known if (settled := known is not None and known.holds(layer, tokens)) else Room(layer)
+    keys, values = room.whole(layer)
+    y = attend(keys, values, tokens, settled=settled)
+    if y is None:
+        ROOMS[layer] = NONE
+        return None
+    room.show(layer, keys, values, tokens + 1)
+    if room is not known:
+        ROOMS[layer] = room
     return y

@@ -1,11 +1,15 @@
 """transformers' growing cache, where a kernel puts a token behind the others: its numbers, and what is done to it."""
 
 import copy
+import gc
+import io
 import pickle
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from quantrot.kernels.attention import one_token
 from quantrot.modules import QuantizedAttention, attention, room
@@ -167,6 +171,42 @@ def test_what_the_kernel_is_not_for_goes_the_old_way_and_is_not_asked_again(devi
     compiled(ids[:, :5], past_key_values=cache)
     compiled(ids[:, 5:6], past_key_values=cache)
     assert not calls and cache.get_seq_length() == 6
+
+
+@torch.no_grad()
+def test_a_saved_cache_is_transformers_own_and_what_is_put_into_it_in_place_is_seen(device, calls):
+    made, ids = [], torch.randint(1, 64, (1, 8), device=device)
+    for model in models(device):
+        cache, file = DynamicCache(config=model.config), io.BytesIO()
+        decoded(model, ids, cache)
+        torch.save(cache, file)
+        file.seek(0)
+        with torch.serialization.safe_globals([DynamicCache, DynamicLayer, torch.device]):
+            loaded = torch.load(file, weights_only=True)
+        assert loaded.get_seq_length() == 8
+        cache = pickle.loads(pickle.dumps(cache))
+        for layer in cache.layers:
+            layer.values.mul_(2)
+        made.append(decoded(model, ids, cache, prompt=1))
+    torch.testing.assert_close(made[1], made[0], rtol=0, atol=2**-5 * made[0].abs().max().item())
+    assert len(calls) == 4 * (3 + 8)
+
+
+@torch.no_grad()
+def test_a_room_goes_with_what_was_in_it(device, calls):
+    _, ours = models(device, layers=1)
+    cache, ids = DynamicCache(config=ours.config), torch.randint(1, 64, (1, 8), device=device)
+    for leave in (
+        lambda: ours(ids[:, :3], past_key_values=cache),  # several tokens
+        lambda: cache.reorder_cache(torch.tensor([0], device=device)),
+        lambda: cache.reset(),
+    ):
+        decoded(ours, ids, cache, prompt=2)
+        held = [StorageWeakRef(t.untyped_storage()) for t in (cache.layers[0].keys, cache.layers[0].values)]
+        assert calls and not any(each.expired() for each in held)
+        leave()
+        gc.collect()
+        assert all(each.expired() for each in held)
 
 
 class Halved(DynamicCache):
