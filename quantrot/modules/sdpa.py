@@ -24,10 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 IMPLEMENTATION = "quantrot_sdpa"
 PLAN = 0.05  # seconds
-SLOWER = {
-    False: 1.5e-15,
-    True: 5.4e-15,
-}  # seconds a multiplication or addition, other kernels than cuDNN's; with a mask
+SLOWER = {False: 1.5e-15, True: 5.4e-15}  # what others than cuDNN's take more, seconds an operation; with a mask: True
 
 
 def prompt_mask(**asked: Any) -> Tensor | None:
