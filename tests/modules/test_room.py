@@ -131,13 +131,13 @@ def test_two_layers_that_share_a_room_do_not_write_over_each_other(device, calls
     shared = copy.copy(cache)
     shared.layers = [copy.copy(cache.layers[0])]
     kept = cache.layers[0].keys
-    first, second = (ours(ids[:, i : i + 1], past_key_values=each) for i, each in ((0, cache), (1, shared)))
+    for i, each in enumerate((cache, shared)):
+        ours(ids[:, i : i + 1], past_key_values=each)
     assert not torch.equal(cache.layers[0].values[:, :, 8], shared.layers[0].values[:, :, 8])
     assert torch.equal(kept, cache.layers[0].keys[:, :, :8]) and torch.equal(kept, shared.layers[0].keys[:, :, :8])
     again = DynamicCache(config=ours.config)
     decoded(ours, torch.cat([ids, ids[:, :1]], 1), again, prompt=5)
     assert torch.equal(again.layers[0].keys, cache.layers[0].keys)
-    assert first.logits.shape == second.logits.shape
 
 
 @torch.no_grad()
@@ -154,7 +154,7 @@ def test_what_the_kernel_is_not_for_goes_the_old_way_and_is_not_asked_again(devi
     calls.clear()
     for model in (models(device, "eager")[1], models(device)[1].to(torch.float32)):
         decoded(model, ids, DynamicCache(config=model.config))
-    assert all(call is None for call in calls)
+    assert calls == [None] * 4  # of float32, once a layer
     calls.clear()
     for kind in ({"rotation": Rotation("R3", "hadamard", 64, 64, 0)}, {"kv_cache": "fp8"}):
         turned = models(device)[0]
