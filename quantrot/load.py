@@ -36,7 +36,7 @@ from quantrot.modules import (
     QuantizedLinear,
     QuantizedMLP,
     RotatedLinear,
-    few_tokens,
+    fuse_layer,
 )
 from quantrot.modules.sdpa import leave_masks_out
 from quantrot.process import counted
@@ -417,7 +417,7 @@ def merge_projections(model: Any) -> int:
                     setattr(layer, name, new.train(old.training))
                     count += 1
         if isinstance(layer.self_attn, QuantizedAttention) and isinstance(layer.mlp, QuantizedMLP):
-            few_tokens(layer)
+            fuse_layer(layer)
     return count
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from quantrot import convert, load, plan
 from quantrot.learn import learn
 from quantrot.llama import SUPPORTED, from_config, tensors
-from quantrot.modules.layer import FewTokens
+from quantrot.modules.layer import FusedLayer
 
 IDS = 1 + torch.arange(24).view(2, 12) * 7 % 255
 R3 = {"rotations": {"R3": {"kind": "hadamard"}}, "linear": []}
@@ -66,7 +66,7 @@ def test_merged_layers_change_nothing(tiny, tmp_path, model_type):
     source = tiny(tmp_path / "model", model_type=model_type, hidden=128, intermediate=256)
     out = convert(source, "hadamard-mxfp4", tmp_path / "out").out
     merged, apart = (load(out, device_map="cpu", merge=merge) for merge in (True, False))
-    assert all(isinstance(layer, FewTokens) for layer in merged.model.layers)
+    assert all(isinstance(layer, FusedLayer) for layer in merged.model.layers)
     assert merged.state_dict().keys() == apart.state_dict().keys()
     torch.testing.assert_close(logits(merged), logits(apart))
 

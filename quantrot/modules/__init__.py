@@ -10,7 +10,7 @@ from quantrot.modules.attention import QuantizedAttention
 from quantrot.modules.cache import KVCache
 from quantrot.modules.fp8 import Fp8Linear, Fp8TrainingLinear
 from quantrot.modules.int8 import Int8Linear
-from quantrot.modules.layer import few_tokens
+from quantrot.modules.layer import fuse_layer
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, RotatedLinear, quantize_dequantize
 from quantrot.modules.merged import QuantizedMLP
 from quantrot.modules.mxfp4 import Mxfp4Linear, Mxfp4TrainingLinear
@@ -31,7 +31,7 @@ __all__ = [
     "QuantizedLinear",
     "QuantizedMLP",
     "RotatedLinear",
-    "few_tokens",
+    "fuse_layer",
     "quantize_dequantize",
     "train_in_fp8",
     "train_in_mxfp4",

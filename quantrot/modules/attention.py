@@ -120,7 +120,7 @@ class QuantizedAttention(Merging):
         """As in transformers: hidden_states [B, S, hidden] -> (the same, attention weights or None).
 
         past_key_values: the cache, by the name that transformers 5.17 calls this with; 5.24 has `cache`.
-        norm: of hidden_states first; residual: added to the result; both in the linears' kernels (see FewTokens).
+        norm: of hidden_states first; residual: added to the result; both in the linears' kernels (see FusedLayer).
         """
         cache = past_key_values if cache is None else cache
         tokens = hidden_states.shape[:-1]

@@ -24,7 +24,7 @@ from quantrot.modules.merged import QuantizedMLP, is_rms_norm, is_silu
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
 
-class FewTokens:
+class FusedLayer:
     """In front of a decoder layer's class: what that does, in fewer kernels. Numbers change as the order of a norm's
     sum does."""
 
@@ -77,30 +77,30 @@ def normed(norm: nn.Module, x: Tensor, added: Tensor | None = None) -> tuple[Ten
     return try_norm(x, norm.weight, norm.variance_epsilon, added)  # type: ignore[arg-type]
 
 
-class FewTokensLlama(FewTokens, LlamaDecoderLayer):  # type: ignore[misc]
+class FusedLlamaLayer(FusedLayer, LlamaDecoderLayer):  # type: ignore[misc]
     pass
 
 
-class FewTokensMistral(FewTokens, MistralDecoderLayer):  # type: ignore[misc]
+class FusedMistralLayer(FusedLayer, MistralDecoderLayer):  # type: ignore[misc]
     pass
 
 
-class FewTokensQwen2(FewTokens, Qwen2DecoderLayer):  # type: ignore[misc]
+class FusedQwen2Layer(FusedLayer, Qwen2DecoderLayer):  # type: ignore[misc]
     pass
 
 
-class FewTokensQwen3(FewTokens, Qwen3DecoderLayer):  # type: ignore[misc]
+class FusedQwen3Layer(FusedLayer, Qwen3DecoderLayer):  # type: ignore[misc]
     pass
 
 
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {
-    LlamaDecoderLayer: FewTokensLlama,
-    MistralDecoderLayer: FewTokensMistral,
-    Qwen2DecoderLayer: FewTokensQwen2,
-    Qwen3DecoderLayer: FewTokensQwen3,
+    LlamaDecoderLayer: FusedLlamaLayer,
+    MistralDecoderLayer: FusedMistralLayer,
+    Qwen2DecoderLayer: FusedQwen2Layer,
+    Qwen3DecoderLayer: FusedQwen3Layer,
 }
 
 
-def few_tokens(layer: nn.Module) -> None:
-    """Make this decoder layer, its modules and tensors, a FewTokens one, if it is of a class that is known here."""
+def fuse_layer(layer: nn.Module) -> None:
+    """Make this decoder layer, its modules and tensors, a FusedLayer, if it is of a class that is known here."""
     layer.__class__ = LAYERS.get(type(layer), type(layer))

@@ -49,7 +49,7 @@ class Merging(nn.Module):
 
     def outputs(self, x: Tensor, norm: nn.Module | None = None) -> Sequence[Tensor]:
         """What each linear makes of x [..., in_features], in their order; merged, slices of one tensor. norm: of x
-        first, in the same kernel: FewTokens has found them merged."""
+        first, in the same kernel: FusedLayer has found them merged."""
         merged: Any = self.current() if norm is None else self.merged
         if merged is None:
             return [linear(x) for linear in self.linears()]
@@ -146,7 +146,7 @@ class QuantizedMLP(Merging):
         self.act_fn = mlp.act_fn
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
-        """norm: of x first; residual: added to the result; both in the linears' kernels (see FewTokens)."""
+        """norm: of x first; residual: added to the result; both in the linears' kernels (see FusedLayer)."""
         merged: Any = self.current() if norm is None else self.merged  # as in `outputs`
         down = child(self, "down_proj")
         if norm is not None:

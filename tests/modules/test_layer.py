@@ -19,7 +19,7 @@ from quantrot.modules import fp8 as modules_fp8
 from quantrot.modules import int8 as modules_int8
 from quantrot.modules import layer as modules_layer
 from quantrot.modules import mxfp4 as modules_mxfp4
-from quantrot.modules.layer import FewTokens
+from quantrot.modules.layer import FusedLayer
 
 FORMATS = {
     "fp8": LinearFormat(WeightFormat("fp8", (128, 128), "bf16"), ActivationFormat("fp8", (1, 128), "bf16")),
@@ -116,7 +116,7 @@ def test_few_tokens_have_the_bits_of_the_layer(monkeypatch, kind, fmt, dtype, to
     with torch.no_grad():
         expected = [layer(x, position_embeddings=rope) for layer in whole.model.layers]
         merge_projections(whole)
-        assert all(isinstance(layer, FewTokens) for layer in whole.model.layers)
+        assert all(isinstance(layer, FusedLayer) for layer in whole.model.layers)
         calls = count_fused(monkeypatch)
         for layer, want in zip(whole.model.layers, expected, strict=True):
             assert torch.equal(layer(x, position_embeddings=rope), want)
@@ -301,7 +301,7 @@ def test_gpu_a_model_decodes_as_its_layers_always_did(fmt, dtype, tokens):
         expected = [layer(x, position_embeddings=rope) for layer in whole.model.layers]
         merge_projections(whole)
         for layer, want in zip(whole.model.layers, expected, strict=True):
-            assert isinstance(layer, FewTokens) and layer.fuses(x) and isinstance(layer.mlp, QuantizedMLP)
+            assert isinstance(layer, FusedLayer) and layer.fuses(x) and isinstance(layer.mlp, QuantizedMLP)
             compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
             for run in (layer, compiled, compiled, compiled):
                 y = run(x, position_embeddings=rope)
