@@ -219,23 +219,22 @@ class QuantizedAttention(Merging):
         kind = type(layer)
         if kind not in (StaticLayer, DynamicLayer) or not layer.is_initialized or not one_token.runs_on(q.device):
             return None
-        given: Any = q, k, v, *position_embeddings
-        gains = self._gains()
+        if not torch.compiler.is_compiling() and not (_updates_are(Cache, cache) and _updates_are(kind, layer)):
+            return None
+        given, gains = (q, k, v, *position_embeddings), self._gains()
         options: dict[str, Any] = {"mask": mask, "norms": gains, "epsilon": 0.0, "scale": self.scaling}
         if gains is not None:
             options["epsilon"] = self.q_norm.variance_epsilon
         if kind is DynamicLayer:
             if not unseen(*given, mask, layer.keys, layer.values) or layer.keys.dim() != 4:
                 return None
-            if not _updates_are(Cache, cache) or not _updates_are(DynamicLayer, layer):
-                return None
             return append_one(layer, partial(one_token.try_attend_one, *given, **options))
-        length = getattr(layer, "cumulative_length", None)  # a tensor in every version that quantrot knows
-        given = *given, layer.keys, layer.values, length
-        if not isinstance(length, Tensor) or one_token.unsupported(*given, mask, gains):  # type: ignore[call-arg]
+        length: Any = getattr(layer, "cumulative_length", None)  # a tensor in every version that quantrot knows
+        stored = layer.keys, layer.values, length
+        if not isinstance(length, Tensor) or one_token.unsupported(*given, *stored, mask, gains):
             return None
         first = self.layer_idx == 0  # from its count the model has computed the positions and the mask
-        y = one_token.rope_attend_one(*given, **options, advance=not first, settled=True)
+        y = one_token.rope_attend_one(*given, *stored, **options, advance=not first, settled=True)
         if first:
             length.add_(1)
         return y

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 GROW = 256  # tokens of room at least; a quarter of what there is, if that is more
+REFUSED = object()  # in place of a room
+ROOMS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by layer: in a layer they would be saved and copied with it
 
 
 class Room:
@@ -42,22 +44,18 @@ class Room:
         return keys, values
 
 
-NONE = "none"  # in place of a layer's room
-ROOMS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of layers, which are not changed: they are saved and copied
-
-
 def append_one(layer: Any, attend: Callable[..., Tensor | None]) -> Tensor | None:
     """What attend(keys, values, tokens, settled=...) gives, which puts a token behind `tokens` of keys and values
     [B, G, capacity, D]; the layer, a DynamicLayer, then has one more. None, and nothing is tried again, where attend
     gave None. settled: no copy into the room is on its way."""
     known, tokens = ROOMS.get(layer), layer.keys.shape[2]
-    if known == NONE:
+    if known is REFUSED:
         return None
     room: Room = known if (settled := known is not None and known.holds(layer, tokens)) else Room(layer)
     keys, values = room.whole(layer)
     y = attend(keys, values, tokens, settled=settled)
     if y is None:
-        ROOMS[layer] = NONE
+        ROOMS[layer] = REFUSED
         return None
     room.show(layer, keys, values, tokens + 1)
     if room is not known:

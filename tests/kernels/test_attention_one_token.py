@@ -225,6 +225,18 @@ def test_where_the_host_counts_a_mask_ends_with_the_new_token():
     assert one_token.try_attend_one(*given, 50, **rest) is None  # on a CPU
 
 
+def test_a_mask_of_other_dimensions_is_left_to_torch(monkeypatch):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    for name in ("unseen", "runs_on"):
+        monkeypatch.setattr(one_token, name, lambda *given: True)
+    q, *rest = operands(2, 2, 4, 50, 64, 64, BF16)[:7]
+    how = {"norms": None, "epsilon": 0.0, "scale": 0.125, "settled": False}
+    for mask in (torch.ones(51, dtype=torch.bool), torch.ones(2, 51, dtype=torch.bool), torch.zeros(2, 1, 1, 51)):
+        assert one_token.try_attend_one(q.as_subclass(OnGpu), *rest, 50, mask=mask, **how) is None
+
+
 @pytest.mark.parametrize("at", range(5))
 def test_a_tangent_is_refused(at):
     given = [*operands(2, 2, 4, 50, 64, 64, BF16)]

@@ -4,11 +4,12 @@ import copy
 import gc
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from quantrot.kernels.attention import one_token
@@ -209,17 +210,20 @@ def test_a_room_goes_with_what_was_in_it(device, calls):
         assert all(each.expired() for each in held)
 
 
-class Halved(DynamicCache):
+class Halving:
     def update(self, key, value, *rest, **options):
         return super().update(key / 2, value / 2, *rest, **options)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("of", ["class", "cache", "layer"])
-def test_an_update_of_somebodys_own_is_called(device, calls, of):
+@pytest.mark.parametrize("kind", [DynamicCache, partial(StaticCache, max_cache_len=9)], ids=["growing", "static"])
+def test_an_update_of_somebodys_own_is_called(device, calls, kind, of):
     made, ids = [], torch.randint(1, 64, (1, 9), device=device)
     for model in models(device):
-        cache = (Halved if of == "class" else DynamicCache)(config=model.config)
+        cache = kind(config=model.config)
+        if of == "class":
+            cache.__class__ = type("Halved", (Halving, type(cache)), {})
         for one in {"class": [], "cache": [cache], "layer": cache.layers}[of]:
             plain = one.update
             one.update = lambda key, value, *rest, to=plain, **options: to(key / 2, value / 2, *rest, **options)

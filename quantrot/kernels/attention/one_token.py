@@ -110,9 +110,9 @@ def try_attend_one(
     gains = norms or (None, None)
     if not q.is_cuda or not unseen(q, k, v, cos, sin, keys, values, mask, *gains):
         return None
-    rows = None if mask is None else (mask.shape[:-1], mask.stride(3), mask.dtype, mask.device)
+    rows = None if mask is None else (mask.shape[:-1], mask.stride(-1), mask.dtype, mask.device)
     known = *map(like, (q, k, v, cos, sin, keys, values, *gains)), rows, epsilon, scale, settled
-    fits = 0 <= length < keys.shape[2] and (mask is None or mask.shape[3] == length + 1)
+    fits = 0 <= length < keys.shape[2] and (mask is None or mask.shape[-1] == length + 1)
     if not fits or (again := READY.find(known)) is None:
         if not runs_on(q.device) or unsupported(q, k, v, cos, sin, keys, values, length, mask, norms):
             return None
