@@ -1,7 +1,8 @@
 """MXFP4 codes and scales, bitwise: one table of named blocks that every implementation must meet."""
 
+import functools
 import itertools
-from functools import partial
+import operator
 
 import pytest
 import torch
@@ -380,8 +381,8 @@ def test_drawn_numbers_are_added_to_the_seed_and_the_offset(device, dtype):
     sums = seed + (1 << 61) - 1, offset + (1 << 32) - 3
     for hadamard in (32, 64, 128) if dtype != torch.float32 or device == "cpu" else (32,):  # minutes in Triton
         for call, operands in (
-            (partial(hadamard_quantize_mxfp4, scale_rule="absmax34"), (x,)),
-            (partial(hadamard_quantize_mxfp4, scale_rule="absmax34", transpose=True), (x,)),
+            (functools.partial(hadamard_quantize_mxfp4, scale_rule="absmax34"), (x,)),
+            (functools.partial(hadamard_quantize_mxfp4, scale_rule="absmax34", transpose=True), (x,)),
             (requantize_mxfp4, packed),
         ):
             expected = call(*operands, hadamard=hadamard, random=sums)
@@ -411,31 +412,35 @@ def test_each_fraction_of_a_step_is_rounded_up_by_as_many_random_numbers():
 
 
 def test_dither_is_uniform():
-    """Each of a group's 32 on the 512 numbers, by chi squared (z = 5); two that share bits, one's highest and the
+    """Each of two groups' 64 on the 512 numbers, by chi squared (z = 5); two that share bits, one's highest and the
     other's lowest, are correlated by 160 of 21845, and others are not."""
     n = 1 << 16
-    u = reference.dither_of(32 * 12345, 32 * n, 5, 6).double().mul(512).add(255.5).view(n, 32)
+    u = reference.dither_of(64 * 12345, 64 * n, 5, 6).double().mul(512).add(255.5).view(n, 64)
     assert torch.equal(u, u.round()) and u.min() == 0 and u.max() == 511
     for numbers in u.T:
         counts = torch.bincount(numbers.long(), minlength=512)
         assert ((counts - n / 512).square() / (n / 512)).sum() < 511 + 5 * (2 * 511) ** 0.5
-    expected = torch.eye(32, dtype=torch.float64)
-    for first in range(0, 32, 2):
+    expected = torch.eye(64, dtype=torch.float64)
+    for first in range(0, 64, 2):
         expected[first, first + 1] = expected[first + 1, first] = 160 / ((512**2 - 1) / 12)
     assert (torch.corrcoef(u.T) - expected).abs().max() < 5 / n**0.5
-    assert (torch.corrcoef(torch.stack((u[:-1, 31], u[1:, 0])))[0, 1]).abs() < 5 / n**0.5
+    assert (torch.corrcoef(torch.stack((u[:-1, 63], u[1:, 0])))[0, 1]).abs() < 5 / n**0.5
 
 
-def test_any_three_random_words_of_a_group_are_independent():
-    """Bits of eight words by 256 counters: no word, nor the sum of two or three, is the same in all of them."""
-    u = reference.dither_of(0, 32 * 256, 7, 8).double().mul(512).add(255.5).long().view(256, 8, 4)
-    words = u[..., 0] | (u[..., 2] << 16)
+def test_any_three_random_halves_of_words_of_a_pair_of_groups_are_independent():
+    """Bits of both halves of sixteen words by 256 counters: no half, nor the sum of two or three, is the same in all of
+    them."""
+    u = reference.dither_of(0, 64 * 256, 7, 8).double().mul(512).add(255.5).long().view(256, 16, 4)
+    halves = torch.cat((u[..., 0] | (u[..., 1] << 7), u[..., 2] | (u[..., 3] << 7)), 1)
     for count in (1, 2, 3):
-        for chosen in itertools.combinations(range(8), count):
-            total = words[:, chosen[0]]
-            for other in chosen[1:]:
-                total = total ^ words[:, other]
-            assert len(total.unique()) > 200
+        for chosen in itertools.combinations(halves.T, count):
+            assert len(functools.reduce(operator.xor, chosen).unique()) > 200
+
+
+def test_a_dither_starts_at_any_group():
+    whole = reference.dither_of(0, 32 * 7, 7, 8)
+    for first in range(6):
+        assert torch.equal(reference.dither_of(32 * first, 64, 7, 8), whole[32 * first : 32 * first + 64])
 
 
 # --- The window ------------------------------------------------------------------------------------------------------

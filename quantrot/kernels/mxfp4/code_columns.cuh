@@ -142,8 +142,7 @@ struct Randoms {
     };
     store = at + unit(q, 0) * 16, load = at + unit(0, q / 2) * 16 + q % 2 * 8;
   }
-  __device__ __forceinline__ void make(u64 counter, const Key& key, u32 (&words)[4][2]) const {
-    const Random mine(counter, key);
+  __device__ __forceinline__ void share(const Random& mine, u32 (&words)[4][2]) const {
     warp_sync();
     store_shared_words(store, {mine.words[0], mine.words[1], mine.words[2], mine.words[3]});
     store_shared_words((store ^ 64) + 512, {mine.words[4], mine.words[5], mine.words[6], mine.words[7]});

@@ -139,6 +139,7 @@ __device__ __forceinline__ void transpose(const TransposeArgs& args) {
     block_sync();  // both have copied this tile, and are done with the one that is overwritten next
     u32 scales = 0, kept[4];
     Words codes[4];
+    Philox pair;
 #pragma unroll
     for (int first = 0; first < 4; first += N) {
       Group x[N];
@@ -150,7 +151,8 @@ __device__ __forceinline__ void transpose(const TransposeArgs& args) {
         codes[first + n] = c;
         if (first + n == 0) start_ahead(ring + into);  // with registers free: 100 us for 101, random 118 for 131 (blocks of 128)
       };
-      scales |= quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, number, args.key, bits, keep) << 8 * first;
+      const bool fresh = first % 2 == 0 || groups % 2;
+      scales |= quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, number, args.key, bits, keep, pair, fresh) << 8 * first;
 #pragma unroll
       for (int n = 0; n < N; n++) kept[first + n] = bits[n];
     }

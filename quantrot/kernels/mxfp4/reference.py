@@ -413,14 +413,19 @@ def dither_of(start: int, count: int, seed: int, offset: int, device: torch.devi
     """float32 [count], uniform on the 2^9 odd multiples of 2^-10 in (-1/2, 1/2), of elements start, start + 1, ...
 
     Element e takes nine bits of word e // 4 % 8 of a group's eight, from bit 0, 7, 16 or 23 on (e % 4 = 0, 1, 2, 3):
-    Philox's four at counter e // 32, and each sum (xor) of three of them. Of these eight any three are independent.
-    start and count are multiples of 32.
+    Philox's four at counter e // 64, and each sum (xor) of three of them; in an odd group, each with b ^ c added, its
+    halves exchanged. Of a pair's sixteen words, and their halves, any three are independent. start and count are
+    multiples of 32.
     """
-    counter = torch.arange(start // 32, (start + count) // 32, dtype=torch.int64, device=device)
+    counter = torch.arange(start // 64, -(-(start + count) // 64), dtype=torch.int64, device=device)
     a, b, c, d = philox(counter, offset, seed)
     words = torch.stack((a, b, c, d, a ^ b ^ c, a ^ b ^ d, a ^ c ^ d, b ^ c ^ d), -1).unsqueeze(-1)
+    both = b ^ c
+    more = ((both >> 16) & 0xFFFF) | (both << 16)
+    words = torch.stack((words, words ^ more[:, None, None]), 1)
     bits = (words >> torch.tensor(NINE_BITS_FROM, device=device)) & 511
-    return bits.flatten().to(torch.float32).sub_(255.5).mul_(2.0**-9)
+    first = start % 64
+    return bits.flatten()[first : first + count].to(torch.float32).sub_(255.5).mul_(2.0**-9)
 
 
 # --- The e4m3 operand ------------------------------------------------------------------------------------------------

@@ -78,12 +78,12 @@ __device__ __forceinline__ int* block_numbers(int at) {
 }
 #endif
 
-// Nine bits for each of a group's 32 elements, for four elements of each word from bit 0, 7, 16 and 23 on, which is where
-// pairs of elements take them: Philox4x32-7 of (counter, offset) under the key, and the sums of three of its words.
-struct Random {
-  u32 words[8];
+// Philox4x32-7 of (counter, offset) under the key.
+struct Philox {
+  u32 words[4];
 
-  __device__ __forceinline__ Random(u64 counter, const Key& key) {
+  __device__ __forceinline__ Philox() {}
+  __device__ __forceinline__ Philox(u64 counter, const Key& key) {
     u32 c0 = (u32)counter, c1 = (u32)(counter >> 32), c2 = key.o0, c3 = key.o1, k0 = key.s0, k1 = key.s1;
 #pragma unroll
     for (int i = 0; i < 7; i++) {
@@ -92,8 +92,23 @@ struct Random {
       k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
     words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
-    words[4] = c0 ^ c1 ^ c2, words[5] = c0 ^ c1 ^ c3, words[6] = c0 ^ c2 ^ c3, words[7] = c1 ^ c2 ^ c3;
   }
+};
+
+// Nine bits for each of a group's 32 elements, for four elements of each word from bit 0, 7, 16 and 23 on, which is where
+// pairs of elements take them: the words that Philox made of a pair of groups, and the sums of three of them; of the pair's
+// second group (odd: all ones) each with the sum of two words, their halves exchanged.
+struct Random {
+  u32 words[8];
+
+  __device__ __forceinline__ Random() {}
+  __device__ __forceinline__ Random(const Philox& pair, u32 odd) {
+    const u32 both = pair.words[1] ^ pair.words[2], more = __byte_perm(both, both, 0x1032) & odd;
+    const u32 a = pair.words[0] ^ more, b = pair.words[1] ^ more, c = pair.words[2] ^ more, d = pair.words[3] ^ more;
+    words[0] = a, words[1] = b, words[2] = c, words[3] = d;
+    words[4] = a ^ b ^ c, words[5] = a ^ b ^ d, words[6] = a ^ c ^ d, words[7] = b ^ c ^ d;
+  }
+  __device__ __forceinline__ static u32 odd(u64 group) { return 0u - ((u32)group & 1); }
 };
 
 // A pair of elements, with the word's bits from 0 and 16 on added, or (ODD) from 7 and 23 on: two instructions each.
@@ -104,16 +119,11 @@ __device__ __forceinline__ u32 with_bits(u32 pair, u32 word) {
 
 // Codes of a group and, of MASK, which elements are within 6 scales (bit i: element i); factor: see factor_of.
 template <int RULE, bool MASK, bool DITHER>
-__device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 number, const Key& key, u32& within) {
+__device__ __forceinline__ Words codes_of(const Group& x, float factor, const Random& random, u32& within) {
   // Bits are collected as sums of float16's subnormals, of eight elements a word, on a pipe that has room (91.7 us for 93.8 with
   // ors, blocks of 64): bit 4 k + r of a word's lower half is element 4 k + r, bit 4 k + 2 + r of its upper one that element.
   constexpr u32 BIT[4] = {0x00040001u, 0x00080002u, 0x00400010u, 0x00800020u};
-  u32 words[4], kept[4] = {}, random[8];
-  if constexpr (DITHER) {
-    const Random found(number, key);
-#pragma unroll
-    for (int i = 0; i < 8; i++) random[i] = found.words[i];
-  }
+  u32 words[4], kept[4] = {};
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     u32 p[8];
@@ -127,8 +137,8 @@ __device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 numb
     if constexpr (DITHER) {
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
-        p[i] = with_bits<false>(p[i], random[half * 4 + i / 2]);
-        p[i + 1] = with_bits<true>(p[i + 1], random[half * 4 + i / 2]);
+        p[i] = with_bits<false>(p[i], random.words[half * 4 + i / 2]);
+        p[i + 1] = with_bits<true>(p[i + 1], random.words[half * 4 + i / 2]);
       }
     } else {
 #pragma unroll
@@ -142,10 +152,11 @@ __device__ __forceinline__ Words codes_of(const Group& x, float factor, u64 numb
 }
 
 // N groups of a lane, the nth of number(n), as codes, which `keep` takes, clip bits, and their scales' bytes. TURN: after
-// Sylvester's matrix of 32.
+// Sylvester's matrix of 32. DITHER: of several groups the first has an even number; of one that is not `fresh`, `pair` holds what
+// was made for its neighbour.
 template <int RULE, bool TURN, bool MASK, bool DITHER, int N, class Number, class Keep>
 __device__ __forceinline__ u32 quantize_groups(Group (&x)[N], float root, const Number& number, const Key& key, u32 (&kept)[N],
-                                               const Keep& keep) {
+                                               const Keep& keep, Philox& pair, bool fresh = true) {
   constexpr bool ESTIMATES = RULE == QUEST && TURN;
   u32 squares[N], lost = 0, scales = 0;  // lost: ones in the bytes of groups that are not finite
   if constexpr (ESTIMATES) lost = quest_squares(x, squares, root);
@@ -164,7 +175,12 @@ __device__ __forceinline__ u32 quantize_groups(Group (&x)[N], float root, const 
       if (!found.finite) x[n] = {}, lost |= 255u << 8 * n;
     }
     const float factor = fine_factor<RULE>(exponent, root);
-    const Words codes = codes_of<RULE, MASK, DITHER>(x[n], factor, number(n), key, kept[n]);
+    Random random;
+    if constexpr (DITHER) {
+      if (n % 2 == 0 && fresh) pair = Philox(number(n) >> 1, key);
+      random = Random(pair, N == 1 ? Random::odd(number(n)) : Random::odd(n));
+    }
+    const Words codes = codes_of<RULE, MASK, DITHER>(x[n], factor, random, kept[n]);
     scales |= (u32)(exponent + 127) << 8 * n;
     keep(n, codes);
   }
@@ -330,6 +346,7 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
     turn_groups<N>(x);
     const u32 group = (tile_number * 32 + lane) * N;
     u32 kept[N];
+    Philox pair;
     const auto number = [&](int n) { return group | n; };
     const auto keep = [&](int n, const Words& codes) {
       if constexpr (N < 4) {
@@ -339,7 +356,7 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
         store_shared_words(tile + lane * 64 ^ (n ^ lane / 2 % 4) * 16, codes);
       }
     };
-    const u32 scales = quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, number, args.key, kept, keep);
+    const u32 scales = quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, number, args.key, kept, keep, pair);
     if constexpr (N == 4) {  // so that whole lines are written: 106 us for 112 (bulk copies of what lanes left in a row 101 for 97)
       warp_sync();
       const u32 first = tile_number * (32 * N), left = groups - first, from = tile + (lane ^ lane / 8) * 16;
@@ -435,7 +452,7 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
     int outside = 0;
     if (-bottom <= top - WINDOW) {  // the same for all threads
       u32 within;
-      Words codes = codes_of<RULE, false, false>(x, factor, 0, args.key, within);
+      Words codes = codes_of<RULE, false, false>(x, factor, Random(), within);
       if (!exponent.finite) codes = {};
       if (inside) {
         store_words(args.packed + group * 16, codes);
