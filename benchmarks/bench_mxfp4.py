@@ -38,13 +38,16 @@ from timing import (  # noqa: E402
 )
 
 from quantrot.kernels.fp8 import quantize_fp8_block  # noqa: E402
+from quantrot.kernels.fp8.reference import gate  # noqa: E402
 from quantrot.kernels.mxfp4 import (  # noqa: E402
     HadamardGemm,
     Mxfp4Gemm,
+    ScaleRule,
     dequantize_mxfp4,
     expand_mxfp4,
     hadamard_quantize_mxfp4,
     hopper_batch,  # noqa: E402
+    hopper_rows,
     masked_hadamard,
     mxfp4_gemm,
     quantize_mxfp4,
@@ -92,6 +95,7 @@ def quantizers() -> list[tuple[str, dict[str, Any], float, Callable]]:
     found.append(("quantize_forward", {"hadamard": 0, "rule": "even"}, 2 + PACKED, lambda x, p, s: quantize_mxfp4(x)))
     expanded = {"hadamard": 32, "rule": "even", "to": "e4m3"}
     found.append(("quantize_forward", expanded, 3, lambda x, p, s: ready_tokens(x, "mxfp4")))
+    found.append(("gate_quantize", expanded | {"cols": COLUMNS // 2}, 2 + 0.5, lambda x, p, s: gated_tokens(x)))
     for random, h in itertools.product((False, True), HADAMARD):
         case = {"rounding": "stochastic" if random else "nearest", "hadamard": h}
 
@@ -111,6 +115,13 @@ def quantizers() -> list[tuple[str, dict[str, Any], float, Callable]]:
     found.append(("expand", {}, PACKED + 1, lambda x, p, s: expand_mxfp4(p, s)))
     found.append(("dequantize", {}, PACKED + 2, lambda x, p, s: dequantize_mxfp4(p, s)))
     return found
+
+
+def gated_tokens(x: Tensor) -> Any:
+    """silu(gate) * up of x, gate and up side by side, as e4m3, on a GPU by one kernel."""
+    if not x.is_cuda:
+        return ready_tokens(gate(x), "mxfp4")
+    return hopper_rows.quantize_expanded(x, ScaleRule.even, 32, None, gated=True)
 
 
 def floats(x: Tensor) -> Tensor:

@@ -35,6 +35,12 @@ class Mxfp4Linear(QuantizedLinear):
         x = x if options["hadamard"] else self.turned(x)
         return mxfp4_gemm(x, self.weight_packed, self.weight_scale, self.bias, **options)
 
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        options, turns = self._options(), bool(self.online_name) and not self.fused_hadamard()
+        if self._decoded is not None or turns or options["activations"] != "mxfp4" or not self.runs_packed(x.device):
+            return super().multiply_gated(x)
+        return mxfp4_gemm(x, self.weight_packed, self.weight_scale, self.bias, gated=True, **options)
+
     def _options(self) -> dict[str, Any]:
         activations = self.format.activations
         return {

@@ -105,7 +105,7 @@ LINEARS = {  # and what may be around each
     "mxfp4": (operator(mxfp4_fused, **by("mxfp4", 32)), groups, AROUND),
     "mxfp4 by fp8": (operator(mxfp4_fused, **by("fp8")), groups, AROUND),
     "mxfp4 by bf16": (operator(mxfp4_fused, **by("none")), groups, AROUND),
-    "mxfp4 alone": (operator(mxfp4_gemm, **by("mxfp4", 32)), groups, ("", "bias")),
+    "mxfp4 alone": (operator(mxfp4_gemm, **by("mxfp4", 32)), groups, ("", "bias", "gated")),
     "mxfp4 alone by fp8": (operator(mxfp4_gemm, **by("fp8")), groups, ("", "bias")),
     "mxfp4 alone by bf16": (operator(mxfp4_gemm, **by("none")), groups, ("", "bias")),
     "int8": (operator(mixed_linear, weight_ready=True), channels, (*AROUND, "gates")),
@@ -127,7 +127,7 @@ def around_of(kind, leading, n, k):
         given["residual"] = torch.empty(*leading[::-1], n, dtype=torch.bfloat16).transpose(0, 1)
     if kind == "bias":
         given["bias"] = torch.empty(n, dtype=torch.bfloat16)
-    return given | ({"gates": True} if kind == "gates" else {})
+    return given | ({kind: True} if kind in ("gates", "gated") else {})
 
 
 def moved(t):
@@ -147,7 +147,8 @@ def of_linears():
         tokens = math.prod(leading)
         for kind in kinds if tokens < MANY else ("", "residual") if "residual" in kinds else ("",):
             weights = [weight(n, k) for _ in "123"]
-            same = [{"x": wide(*leading, k), **w, **around_of(kind, leading, n, k)} for w in weights]
+            width = k << (kind == "gated")
+            same = [{"x": wide(*leading, width), **w, **around_of(kind, leading, n, k)} for w in weights]
             if not kind and tokens < 64 and (n, k) == SMALL:
                 for lies in (moved, apart):
                     same.append(same[0] | {"x": lies(same[0]["x"])})

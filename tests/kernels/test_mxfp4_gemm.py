@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
+from quantrot.kernels.fp8.reference import gate
 from quantrot.kernels.hadamard import hadamard_ref
 from quantrot.kernels.mxfp4 import (
     HadamardGemm,
@@ -232,9 +233,44 @@ def test_gradients_of_the_linear_are_those_of_the_dequantized_weight(hadamard):
     torch.testing.assert_close(db, g.sum(0))
 
 
+@pytest.mark.parametrize("activations", ["none", "fp8", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("device", "tokens", "shape"),
+    [
+        ("cpu", 3, (96, 256)),
+        pytest.param("cuda", 3, (96, 256), marks=gpu),
+        pytest.param("cuda", 100, (1024, 1408), marks=gpu),
+        pytest.param("cuda", 5000, (2048, 2048), marks=gpu),
+    ],
+)
+def test_gate_and_up_side_by_side_are_what_their_product_is(device, activations, dtype, tokens, shape):
+    """In the same bits, by whatever kernels, with a bias and without."""
+    n, k = shape
+    x, packed = normal(tokens, 2 * k, device=device).to(dtype), quantize_mxfp4(normal(n, k, device=device, seed=1))
+    bias = normal(n, device=device, seed=2).to(dtype)
+    options = {"activations": activations, "hadamard": 32 if activations == "mxfp4" else 0}
+    for rest in ((), (bias,)):
+        got = mxfp4_gemm(x.view(1, tokens, 2 * k), *packed, *rest, gated=True, **options)
+        assert torch.equal(got, mxfp4_gemm(gate(x), *packed, *rest, **options)[None])
+
+
+def test_gate_and_up_have_gradients():
+    x, packed = normal(3, 128).requires_grad_(), quantize_mxfp4(normal(48, 64, seed=1))
+    g, bias = normal(3, 48, seed=2), normal(48, seed=3).requires_grad_()
+    made = [
+        torch.autograd.grad(y, (x, bias), g)
+        for y in (mxfp4_gemm(x, *packed, bias, gated=True), mxfp4_gemm(gate(x), *packed, bias))
+    ]
+    assert all(map(torch.equal, *made)) and made[0][0].abs().min() > 0
+    with pytest.raises(RuntimeError, match="gated: the operator has no gradient; call mxfp4_gemm"):
+        torch.ops.quantrot.mxfp4_linear(x, *packed, None, "none", "even", 0, True, "auto", True).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
+        (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, gated=True), r"gated: x \[2, 64\] .*; .* x \[..., 128\]"),
         (lambda p, s: mxfp4_gemm(torch.zeros(2, 32), p, s), r"needs \[..., K\] by \[N, K/2\]"),
         (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, torch.zeros(3)), r"bias: \S+ \[3\]; allowed: \[48\]"),
         (lambda p, s: mxfp4_gemm(torch.zeros(2, 64), p, s, torch.zeros(48).int()), r"bias: torch.int32 \[48\]"),
@@ -475,8 +511,9 @@ def test_the_operators_are_functional_and_registered(device):
     ops, tests = torch.ops.quantrot, ("test_schema", "test_faketensor", "test_autograd_registration")
     for activations in ("none", "fp8", "mxfp4"):
         rule = "bf16" if activations == "fp8" else "even"
-        arguments = (x.requires_grad_(), *w, None, activations, rule, 32, True, "auto")
-        torch.library.opcheck(ops.mxfp4_linear, arguments, test_utils=tests)
+        arguments = *w, None, activations, rule, 32, True, "auto"
+        torch.library.opcheck(ops.mxfp4_linear, (x.requires_grad_(), *arguments, False), test_utils=tests)
+        torch.library.opcheck(ops.mxfp4_linear, (torch.cat((x, x), -1).detach(), *arguments, True), test_utils=tests)
     torch.library.opcheck(ops.mxfp4_product, (*w, *w, x, torch.bfloat16, True, "auto"), test_utils=tests)
     torch.library.opcheck(ops.mxfp4_draw, (x, x, 34, 1), test_utils=tests[:1] + tests[2:])
 

@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 
+from quantrot.kernels.fp8.reference import gate
 from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows, triton_rows, tuned
 from quantrot.kernels.mxfp4.reference import (
     Random,
@@ -43,7 +44,10 @@ CASES = {
     "expanded_quest": (FP16, "quest", 128, True, False, None, True),
     "expanded_mse": (BF16, "mse", 0, False, False, None, True),
     "expanded_arranged": (BF16, "even", 0, False, False, None, True),
+    "gated": (BF16, "quest", 128, True, False, None, True),
+    "gated_arranged": (BF16, "even", 32, False, False, None, True),
 }
+ARRANGED, GATED = ("expanded_arranged", "gated_arranged"), ("gated", "gated_arranged")  # of CASES
 BACK = {  # of a gradient: dtype, Hadamard, whether to float32
     f"back_{hadamard}_{hopper_rows.IN[dtype]}{'_wide' if wide else ''}": (dtype, hadamard, wide)
     for dtype in (BF16, FP16)
@@ -83,8 +87,7 @@ def source(case: str, **more) -> str:
     threads, resident, stages = (128, most // 128, expanded_stages) if expanded else plan
     more = {"mask": mask, "expanded": expanded, "threads": threads, "resident": resident} | more
     more |= {"dither": bool(random), "drawn": random is DRAWN}
-    more["stages"] = stages
-    more["arranged"] = case == "expanded_arranged"
+    more |= {"stages": stages, "arranged": case in ARRANGED, "gated": case in GATED}
     return hopper_rows.entry(dtype, ScaleRule(rule), hadamard, signs, **more)
 
 
@@ -125,6 +128,7 @@ def data(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
 def arguments_of(name: str, x: torch.Tensor):
     """(expected by the reference, what the kernel writes, its signs) of a case."""
     dtype, rule, hadamard, signs, mask, numbers, expanded = CASES[name]
+    x = gate(x) if name in GATED else x
     generator = torch.Generator().manual_seed(1)
     factors = torch.randint(0, 2, (hadamard,), generator=generator) * 2.0 - 1 if signs else None
     random = Random(*numbers) if numbers else None
@@ -134,7 +138,7 @@ def arguments_of(name: str, x: torch.Tensor):
 
 def laid(name: str, e4m3: torch.Tensor) -> torch.Tensor:
     """e4m3 as the case has it."""
-    return hopper_batch.arrange(e4m3) if name == "expanded_arranged" else e4m3
+    return hopper_batch.arrange(e4m3) if name in ARRANGED else e4m3
 
 
 def same_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -145,7 +149,7 @@ def same_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize(("rows", "width"), [(5, 128), (7, 1408)])
 def test_bits_are_the_references(library, name, rows, width):
     dtype, _, hadamard, _, mask, _, expanded = CASES[name]
-    x = data(rows, width, dtype)
+    x = data(rows, width << (name in GATED), dtype)
     (codes, scales, kept), factors, random = arguments_of(name, x)
     groups = width // 32
     packed = torch.full((rows, width // 2), 0xAA, dtype=torch.uint8)
@@ -158,7 +162,9 @@ def test_bits_are_the_references(library, name, rows, width):
     if expanded:
         threads, stages = -(-groups // 32) * 32, tuned.HOPPER_EXPANDED[1]
     a = hopper_rows.arguments(x, factors, written, *shape, hadamard, random)
-    shared = hopper_rows.shared_bytes(threads, stages, hadamard, expanded=expanded, wide=dtype == FP32)
+    shared = hopper_rows.shared_bytes(
+        threads, stages, hadamard, expanded=expanded, gated=name in GATED, wide=dtype == FP32
+    )
     message = library.run(list(CASES).index(name), ctypes.byref(a), 2, threads, shared, rows)
     assert message == b"", message.decode()
     if expanded:
@@ -187,6 +193,15 @@ def test_bits_are_the_references(library, name, rows, width):
 )
 def test_what_the_kernels_take(dtype, rule, hadamard, row, fits):
     assert hopper_rows.fits(torch.zeros(2, 64, dtype=dtype), ScaleRule(rule), hadamard, row) == fits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "gates"),
+    [(BF16, 14336, True), (BF16, 28672, True), (BF16, 32768, False), (BF16, 65536, False), (FP16, 4096, False)],
+)
+def test_what_is_gated_where_it_is_quantized(dtype, width, gates):
+    """Twice a row's tiles in shared memory, in bfloat16."""
+    assert hopper_rows.gates(dtype, width, 32) == gates
 
 
 @pytest.mark.parametrize("numbers", [None, (SEED, OFFSET), DRAWN])
@@ -290,14 +305,14 @@ def test_on_the_gpu(name, rows, width):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
     dtype, rule, hadamard, _, mask, _, expanded = CASES[name]
-    x = data(rows, width, dtype)
+    x = data(rows, width << (name in GATED), dtype)
     (codes, scales, kept), factors, random = arguments_of(name, x)
     signs = None if factors is None else factors.cuda()
     moved = random and Random(*(n.cuda() if isinstance(n, torch.Tensor) else n for n in random))
     for _ in range(3):
         if expanded:
-            arranged = name == "expanded_arranged"
-            got = hopper_rows.quantize_expanded(x.cuda(), ScaleRule(rule), hadamard, signs, arranged=arranged)
+            how = {"arranged": name in ARRANGED, "gated": name in GATED}
+            got = hopper_rows.quantize_expanded(x.cuda(), ScaleRule(rule), hadamard, signs, **how)
             out, row_scale, outside, packed, scale = (t.cpu() for t in got)
             values, tops, counts = expand_reference(codes, scales)
             assert torch.equal(out.view(torch.uint8), laid(name, values).view(torch.uint8))

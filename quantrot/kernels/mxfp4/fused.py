@@ -8,7 +8,15 @@ from torch import Tensor
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import Fp8ScaleRule, gate, rms_norm
-from quantrot.kernels.mxfp4.gemm import DECODE_ROWS, activation_rule, check_operands, few_is_faster, mxfp4_gemm, prepare
+from quantrot.kernels.mxfp4.gemm import (
+    DECODE_ROWS,
+    activation_rule,
+    check_operands,
+    few_is_faster,
+    inner_of,
+    mxfp4_gemm,
+    prepare,
+)
 from quantrot.kernels.mxfp4.operators import has_kernels
 from quantrot.kernels.mxfp4.reference import ScaleRule
 from quantrot.kernels.operators import check_around, constant, implement, number
@@ -57,11 +65,7 @@ def mxfp4_fused(
         key = *map(like, operands), activations, scale_rule, hadamard, epsilon, gated, settled
         if (again := READY.find(key)) is not None:
             return again(*operands)
-    n, k = len(packed), packed.shape[-1] * 2
-    if gated and (norm is not None or x.shape[-1:] != (2 * k,)):
-        found = f"x {list(x.shape)} by packed {list(packed.shape)}" + ("" if norm is None else ", with a norm")
-        raise ValueError(f"gated: {found}; allowed: x [..., {2 * k}], and no norm")
-    inner = x.chunk(2, -1)[0] if gated else x
+    n, k, inner = len(packed), packed.shape[-1] * 2, inner_of(x, packed, gated, norm)
     check_operands(inner, packed, scale, activations, hadamard)
     check_around(inner, n, norm, residual)
     epsilon = number("epsilon", epsilon, "non-negative, finite")

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
+from quantrot.kernels.between import try_gate
 from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.fp8.operators import SCALE_RULES
+from quantrot.kernels.fp8.reference import gate
 from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, expand, expand_both, prepare_expanded, whole_rule
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.operators import check_backend, check_bias, check_device, has_triton, implement, refuse_tangents
@@ -34,7 +36,7 @@ torch.library.define(
 torch.library.define(
     "quantrot::mxfp4_linear",
     "(Tensor x, Tensor packed, Tensor scale, Tensor? bias, str activations, str rule, int hadamard, bool settled,"
-    " str backend) -> Tensor",
+    " str backend, bool gated) -> Tensor",
 )
 
 
@@ -100,6 +102,7 @@ def mxfp4_gemm(
     scale_rule: ScaleRule | Fp8ScaleRule | str | None = None,
     hadamard: int = 0,
     settled: bool = False,
+    gated: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """x [..., K] times the transpose of an MXFP4 weight [N, K]: [..., N] in x's dtype, float32 sums, rounded once,
@@ -110,6 +113,9 @@ def mxfp4_gemm(
     `even` for "mxfp4" (ScaleRule); "none" takes none. hadamard: 32, 64 or 128: x is turned in blocks of this width
     first. Operands are multiplied exactly whatever the backend; sums of W4A8 on FP8 tensor cores keep some 14 bits.
     Differentiable in x and bias; quantization passes gradients unchanged.
+
+    gated: x is gate and up side by side, [..., 2 K], and what is multiplied is silu(gate) * up, each rounded to x's
+    dtype. On Hopper many tokens of W4A4 in bfloat16 are gated, turned and quantized in one kernel.
 
     settled: no kernel that may still run when this is called writes packed or scale (weights that were loaded, not such
     as the kernel before makes), so that a few tokens' product may read them before the kernel before it has ended.
@@ -122,10 +128,10 @@ def mxfp4_gemm(
     """
     key, operands = None, (x, packed, scale, bias)
     if x.is_cuda and backend == "auto" and unseen(*operands):
-        key = *map(like, operands), activations, scale_rule, hadamard, settled
+        key = *map(like, operands), activations, scale_rule, hadamard, settled, gated
         if (again := READY.find(key)) is not None:
             return again(*operands)
-    check_operands(x, packed, scale, activations, hadamard)
+    check_operands(inner_of(x, packed, gated), packed, scale, activations, hadamard)
     check_bias(bias, packed.shape[0])
     check_device(x=x, bias=bias)
     refuse_tangents(bias)
@@ -133,12 +139,26 @@ def mxfp4_gemm(
     if backend == "cublas" and activations == "none":
         raise ValueError("backend: 'cublas' multiplies e4m3, x stays wide; allowed: auto, hopper, triton, reference")
     rule = activation_rule(activations, scale_rule)
-    if key and (run := _any_dimensions(x, packed, scale, activations, rule, hadamard, settled)):
+    if gated and torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        x, gated, key = gate(x), False, None
+    rest = activations, rule, hadamard, settled
+    if key and (run := _any_dimensions(x, packed, scale, *rest, gated)):
         return READY.keep(key, run, x.get_device())(*operands)
-    return torch.ops.quantrot.mxfp4_linear(x, packed, scale, bias, activations, rule, hadamard, settled, backend)
+    return torch.ops.quantrot.mxfp4_linear(x, packed, scale, bias, *rest, backend, gated)
 
 
 # --- Checks and choices ----------------------------------------------------------------------------------------------
+
+
+def inner_of(x: Tensor, packed: Tensor, gated: bool, norm: Tensor | None = None) -> Tensor:
+    """What has the shape of an x that is multiplied: gated, half of it. ValueError for another width, or a norm."""
+    if not gated:
+        return x
+    k = packed.shape[-1] * 2
+    if norm is not None or x.shape[-1:] != (2 * k,):
+        found = f"x {list(x.shape)} by packed {list(packed.shape)}" + ("" if norm is None else ", with a norm")
+        raise ValueError(f"gated: {found}; allowed: x [..., {2 * k}], and no norm")
+    return x[..., :k]
 
 
 def check_operands(x: Tensor, packed: Tensor, scale: Tensor, activations: str, hadamard: int) -> None:
@@ -254,6 +274,19 @@ def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard
     if backend == "hopper" or rows.dtype != torch.bfloat16 or not _uses_cublas(rows, packed.shape[0], backend):
         return True  # in another dtype cuBLAS' float32 sums take three kernels more
     return batch_beats_cublas(*shape)
+
+
+def _quantizes_gated(x: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
+    """Whether the quantizer of tokens like x, [M, K], whose product this is takes gate and up as they are."""
+    if activations != "mxfp4" or not x.numel() or not x.is_cuda or not has_triton() or not nvrtc.available(x.device):
+        return False
+    from quantrot.kernels.mxfp4 import hopper_rows
+
+    if not (hopper_rows.gates(x.dtype, x.shape[1], hadamard) and hopper_rows.fits(x, ScaleRule(rule), hadamard, True)):
+        return False
+    if _batches(x, packed, activations, rule, hadamard, backend):
+        return True
+    return _decoder(x, activations, backend) is None and _uses_cublas(x, packed.shape[0], backend)
 
 
 def _decoder(rows: Tensor, activations: str, backend: str) -> str | None:
@@ -380,19 +413,24 @@ def _linear(
     hadamard: int,
     settled: bool,
     backend: str,
+    gated: bool,
 ) -> Tensor:
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    if gated and not _quantizes_gated(inner_of(rows, packed, True), packed, activations, rule, hadamard, backend):
+        with torch.no_grad():  # an operator's is not recorded
+            made = try_gate(rows)
+        rows, gated = gate(rows) if made is None else made, False
     if not rows.numel():  # what expands the weight relies on the quantizer's launch in front of it
         y = x.new_zeros((*x.shape[:-1], packed.shape[0]))
         return y if bias is None else y.add_(bias)
     if activations != "mxfp4":
         rows, hadamard = _turned(rows, hadamard), 0
-    if run := prepare(rows, packed, scale, activations, rule, hadamard, settled, backend):
+    if run := prepare(rows, packed, scale, activations, rule, hadamard, settled, backend, gated):
         y = run(rows, packed, scale)
     elif _decoder(rows, activations, backend):
         y = _linear_triton(rows, packed, scale, activations, rule, hadamard)
     elif activations != "none" and _uses_cublas(x, packed.shape[0], backend):
-        y = _prepare_fp8(rows, activations, rule, hadamard)(rows, packed, scale)
+        y = _prepare_fp8(rows, activations, rule, hadamard, gated)(rows, packed, scale)
     else:
         y = _linear_wide(rows, packed, scale, activations, rule, hadamard)
     if bias is not None:
@@ -409,18 +447,19 @@ def prepare(
     hadamard: int,
     settled: bool,
     backend: str = "auto",
+    gated: bool = False,
 ) -> Run | None:
     """The product of tokens [M, K] in the kernels for Hopper, as a function of tokens, packed and scale like these;
-    None where it is not for these kernels. hadamard: of tokens that become MXFP4."""
+    None where it is not for these kernels. hadamard: of tokens that become MXFP4. gated: see `_quantizes_gated`."""
     if not rows.numel() or backend not in ("auto", "hopper"):
         return None
     if _widens(rows, packed, activations, backend):
         from quantrot.kernels.mxfp4 import hopper_prefill
 
         return hopper_prefill.prepare(rows, packed, scale, settled=settled)
-    if _batches(rows, packed, activations, rule, hadamard, backend):
-        return _prepare_batch(rows, packed, scale, activations, rule, hadamard, settled)
-    if _decoder(rows, activations, backend) != "hopper":
+    if _batches(inner_of(rows, packed, gated), packed, activations, rule, hadamard, backend):
+        return _prepare_batch(rows, packed, scale, activations, rule, hadamard, settled, gated)
+    if gated or _decoder(rows, activations, backend) != "hopper":
         return None
     from quantrot.kernels.mxfp4 import hopper
 
@@ -430,15 +469,19 @@ def prepare(
 
 
 def _any_dimensions(
-    x: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int, settled: bool
+    x: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int, settled: bool, gated: bool
 ) -> Run | None:
-    """The same of an x [..., K], as a function of x, packed, scale and bias; not of one that a kernel before turns."""
+    """The same of an x [..., K], as a function of x, packed, scale and bias; not of one that a kernel before turns or
+    gates."""
     if not x.numel() or (hadamard and activations != "mxfp4"):
         return None
     lead, (n, k), rows = x.shape[:-1], (packed.shape[0], x.shape[-1]), x.reshape(-1, x.shape[-1])
-    product = prepare(rows, packed, scale, activations, rule, hadamard, settled)
+    inner = inner_of(rows, packed, gated)
+    if gated and not _quantizes_gated(inner, packed, activations, rule, hadamard, "auto"):
+        return None
+    product = prepare(rows, packed, scale, activations, rule, hadamard, settled, gated=gated)
     if product is None and activations != "none" and _uses_cublas(x, n, "auto"):
-        product = _prepare_fp8(rows, activations, rule, hadamard)
+        product = _prepare_fp8(rows, activations, rule, hadamard, gated)
     if product is None:
         return None
 
@@ -462,11 +505,11 @@ def _linear_triton(rows: Tensor, packed: Tensor, scale: Tensor, activations: str
     return triton_gemm.decode(tokens, token_scale, packed, scale, rows.dtype)
 
 
-def _prepare_fp8(rows: Tensor, activations: str, rule: str, hadamard: int) -> Run:
+def _prepare_fp8(rows: Tensor, activations: str, rule: str, hadamard: int, gated: bool) -> Run:
     """The product of tokens [M, K] on FP8 tensor cores, as a function of tokens, packed and scale like these."""
     from quantrot.kernels.mxfp4 import triton_gemm
 
-    quantize = prepare_expanded(rows, rule, hadamard) if activations == "mxfp4" else None
+    quantize = prepare_expanded(rows, rule, hadamard, gated) if activations == "mxfp4" else None
 
     def run(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
         weight_expanded = expander(packed, scale)
@@ -496,7 +539,7 @@ def expander(packed: Tensor, scale: Tensor) -> Callable[[], tuple[Tensor, Tensor
 
 
 def _prepare_batch(
-    rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int, settled: bool
+    rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int, settled: bool, gated: bool
 ) -> Run:
     from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
 
@@ -504,7 +547,7 @@ def _prepare_batch(
     if activations == "fp8":
         quantize = hopper_batch.prepare_quantizer(rows, rule)
         return lambda rows, packed, scale: multiply(*quantize(rows), packed, scale, None)
-    expand = hopper_rows.prepare_expanded(rows, ScaleRule(rule), hadamard, None, arranged=True)
+    expand = hopper_rows.prepare_expanded(rows, ScaleRule(rule), hadamard, None, arranged=True, gated=gated)
 
     def run(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
         tokens, token_scale, *codes = expand(rows, None)
@@ -514,22 +557,24 @@ def _prepare_batch(
 
 
 @torch.library.register_fake("quantrot::mxfp4_linear")
-def _linear_fake(x, packed, scale, bias, activations, rule, hadamard, settled, backend):
+def _linear_fake(x, packed, scale, bias, activations, rule, hadamard, settled, backend, gated):
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    _, packed, scale, bias, _, _, ctx.hadamard, *_ = inputs
+    _, packed, scale, bias, _, _, ctx.hadamard, *_, ctx.gated = inputs
     ctx.save_for_backward(packed, scale)
     ctx.has_bias = bias is not None
 
 
 def _backward(ctx, grad: Tensor):
+    if ctx.gated:
+        raise RuntimeError("gated: the operator has no gradient; call mxfp4_gemm, which takes the gate apart")
     packed, scale = ctx.saved_tensors
     weight = torch.ops.quantrot.mxfp4_dequantize(packed, scale, grad.dtype, "auto")
     dx = _turned(grad @ weight, ctx.hadamard)  # Sylvester's matrix is symmetric
     bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
-    return dx, None, None, bias, *(None,) * 5
+    return dx, None, None, bias, *(None,) * 6
 
 
 torch.library.register_autograd("quantrot::mxfp4_linear", _backward, setup_context=_save_for_backward)

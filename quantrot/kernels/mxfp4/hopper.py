@@ -293,7 +293,7 @@ def group_functions() -> str:
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return group_functions() + nvrtc.sources("mxfp4/tokens", "mxfp4/decode")
+    return group_functions() + nvrtc.sources("mxfp4/gated", "mxfp4/tokens", "mxfp4/decode")
 
 
 def entry(

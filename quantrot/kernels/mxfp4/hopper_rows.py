@@ -93,7 +93,7 @@ class MaskedArguments(ctypes.Structure):
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return hopper.group_functions() + nvrtc.sources("mxfp4/rows", "mxfp4/masked")
+    return hopper.group_functions() + nvrtc.sources("mxfp4/gated", "mxfp4/rows", "mxfp4/masked")
 
 
 def entry(
@@ -104,6 +104,7 @@ def entry(
     *,
     expanded: bool = False,
     arranged: bool = False,
+    gated: bool = False,
     mask: bool = False,
     dither: bool = False,
     drawn: bool = False,
@@ -123,7 +124,7 @@ def entry(
         signs=str(signs).lower(),
         rule=str(rule).upper(),
         args=args_of(drawn),
-        more="".join(f"{str(flag).lower()}, " for flag in ((arranged,) if expanded else (mask, dither))),
+        more="".join(f"{str(flag).lower()}, " for flag in ((arranged, gated) if expanded else (mask, dither))),
         stages=stages,
     )
 
@@ -138,12 +139,14 @@ def lane_groups(hadamard: int) -> int:
     return max(hadamard // GROUP, 1)
 
 
-def shared_bytes(threads: int, stages: int, hadamard: int, *, expanded: bool = False, wide: bool = False) -> int:
+def shared_bytes(
+    threads: int, stages: int, hadamard: int, *, expanded: bool = False, gated: bool = False, wide: bool = False
+) -> int:
     """Of a block: its warps' tiles, signs, and what the warps tell each other of a row, or a counter of tiles. wide: of
     float32."""
     warps, signs = threads // 32, lane_groups(hadamard) * 36 * 4
     if expanded:
-        return warps * (stages * TILE + 36) + signs
+        return warps * (stages * TILE * (1 + gated) + 36) + signs
     return warps * stages * lane_groups(hadamard) * TILE * (1 + wide) + signs + 16
 
 
@@ -180,6 +183,13 @@ def fits(x: Tensor, rule: ScaleRule, hadamard: int, row: bool = False) -> bool:
     """Whether the kernels take this tensor; row: whole rows of it at a time."""
     whole = x.numel() > 0 and not (row and x.shape[-1] > MOST_THREADS * GROUP)
     return x.dtype in (IN if row else PACKED_IN) and rounds_exactly(x.dtype, rule, hadamard) and whole
+
+
+def gates(dtype: torch.dtype, width: int, hadamard: int) -> bool:
+    """Whether `quantize_expanded` takes gate and up of this width, which are twice the tiles."""
+    threads = -(-width // (32 * GROUP)) * 32
+    shared = shared_bytes(threads, tuned.HOPPER_EXPANDED[1], hadamard, expanded=True, gated=True)
+    return dtype == torch.bfloat16 and threads <= MOST_THREADS and shared <= nvrtc.MAX_SHARED
 
 
 def plan_of(dtype: torch.dtype, hadamard: int, mask: bool, dither: bool) -> tuple[int, int, int]:
@@ -237,26 +247,28 @@ def launched(
 
 
 def quantize_expanded(
-    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, *, arranged: bool = False
+    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, *, arranged: bool = False, gated: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x [M, K] -> e4m3, row scale, outside; packed and scale, written where a row has a group below the window.
 
-    arranged: e4m3's columns in the order in which batch.cuh reads them.
+    arranged: e4m3's columns in the order in which batch.cuh reads them. gated: of silu(gate) * up, x [M, 2 K] bfloat16.
     """
-    return prepare_expanded(x, rule, hadamard, signs, arranged=arranged)(x, signs)
+    return prepare_expanded(x, rule, hadamard, signs, arranged=arranged, gated=gated)(x, signs)
 
 
-def prepare_expanded(x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, *, arranged: bool = False) -> Run:
+def prepare_expanded(
+    x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, *, arranged: bool = False, gated: bool = False
+) -> Run:
     """`quantize_expanded` of an x and signs like these, as a function of them."""
-    (rows, width), on = x.shape, x.device
+    rows, width, on = len(x), x.shape[1] >> gated, x.device
     groups, (most, stages) = width // GROUP, tuned.HOPPER_EXPANDED
     threads = -(-groups // 32) * 32
     resident = max(1, min(16, most // threads))
     source = entry(
         x.dtype, rule, hadamard, signs is not None,
-        expanded=True, arranged=arranged, threads=threads, resident=resident, stages=stages,
+        expanded=True, arranged=arranged, gated=gated, threads=threads, resident=resident, stages=stages,
     )  # fmt: skip
-    device, shared = x.get_device(), shared_bytes(threads, stages, hadamard, expanded=True)
+    device, shared = x.get_device(), shared_bytes(threads, stages, hadamard, expanded=True, gated=gated)
     values = arguments(None, None, (None,) * 5, rows, groups, hadamard, None)
     blocks = min(rows, nvrtc.processors(device) * resident)
     launch = nvrtc.Launch(_kernel(source, shared, device), (blocks,), threads, shared, device, overlap=True)

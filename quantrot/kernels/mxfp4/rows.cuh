@@ -269,8 +269,8 @@ __device__ __forceinline__ void take_unit(Group& x, int first, const Words& unit
   }
 }
 
-// A lane's N groups of a tile; flips: of the first.
-template <class IN, int N, bool SIGNS>
+// A lane's N groups of a tile; flips: of the first. GATED: of silu(tile) * the tile behind it, in bfloat16.
+template <class IN, int N, bool SIGNS, bool GATED = false>
 __device__ __forceinline__ void read_groups(Group (&x)[N], u32 tile, u32 flips) {
   constexpr int M = HALVES<IN> * N, UNITS = 4 * HALVES<IN>;
   const u32 at = tile + lane_number() * (64 * M) + turned_by<M>(lane_number()) * 16;
@@ -279,7 +279,9 @@ __device__ __forceinline__ void read_groups(Group (&x)[N], u32 tile, u32 flips) 
 #pragma unroll
     for (int n = 0; n < N; n++) {
       const int unit = n * UNITS + p;
-      const Words words = load_shared_words((at ^ unit % 8 * 16) + unit / 8 * 128);
+      const u32 from = (at ^ unit % 8 * 16) + unit / 8 * 128;
+      Words words = load_shared_words(from);
+      if constexpr (GATED) words = gated(words, load_shared_words(from + M * TILE));
       take_unit<IN, SIGNS>(x[n], p * (16 / IN::BYTES), words, flips + n * (SIGN_PITCH * 4));
     }
 }
@@ -384,12 +386,13 @@ constexpr int TOP = 6, WINDOW = 15, LEAST_TOP = -120;
 
 // A thread block a row at a time. Where a group lies below e4m3's window (or is zero) the packed row is written too. The kernel
 // after this one may start when its blocks have: see `expand`. ARRANGED: the words of 128 columns as batch.cuh reads them, word
-// w of group q at 4 w + q.
-template <class IN, int SPAN, bool SIGNS, int RULE, bool ARRANGED, int STAGES>
+// w of group q at 4 w + q. GATED: a row of x is gate and up side by side, and what is quantized silu(gate) * up.
+template <class IN, int SPAN, bool SIGNS, int RULE, bool ARRANGED, bool GATED, int STAGES>
 __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
+  constexpr u32 SLOT = GATED ? 2 * TILE : TILE;
   const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32;
-  const u32 ring = shared_memory() + warp * (STAGES * TILE);
-  const u32 signs_at = warps * (STAGES * TILE), flips = shared_memory() + signs_at;
+  const u32 ring = shared_memory() + warp * (STAGES * SLOT);
+  const u32 signs_at = warps * (STAGES * SLOT), flips = shared_memory() + signs_at;
   int* numbers = block_numbers(signs_at + (SPAN ? SPAN : 1) * (SIGN_PITCH * 4));  // three sets of [top, -least, count][warps], in turn
   const i64 row_groups = args.row_groups, mine = (i64)warp * 32;
   if constexpr (ARRANGED) launch_dependents();
@@ -398,23 +401,28 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
     store_signs(flips, args.signs, SPAN);
     block_sync();
   }
-  i64 ahead = blockIdx.x;
-  u32 into = 0, slot = 0, turn = 0;
+  const u32 rows = (u32)args.rows;  // less than 2^31
+  u32 ahead = blockIdx.x, into = 0, slot = 0, turn = 0;
+  const auto start = [&] {
+    if (ahead < rows) {
+      const i64 first = ahead * row_groups * (GATED ? 2 : 1), second = first + row_groups;
+      start_tile<1>(ring + into, args.x, first + mine, second);
+      if constexpr (GATED) start_tile<1>(ring + into + TILE, args.x, second + mine, second + row_groups);
+    }
+    copies_commit();
+    ahead += gridDim.x, into = into == (STAGES - 1) * SLOT ? 0 : into + SLOT;
+  };
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; s++, ahead += gridDim.x, into += TILE) {
-    if (ahead < args.rows) start_tile<1>(ring + into, args.x, ahead * row_groups + mine, (ahead + 1) * row_groups);
-    copies_commit();
-  }
+  for (int s = 0; s < STAGES - 1; s++) start();
   const bool inside = mine + lane < row_groups;
-  for (i64 row = blockIdx.x; row < args.rows; row += gridDim.x, ahead += gridDim.x) {
+  for (u32 row = blockIdx.x; row < rows; row += gridDim.x) {
     warp_sync();
-    if (ahead < args.rows) start_tile<1>(ring + into, args.x, ahead * row_groups + mine, (ahead + 1) * row_groups);
-    copies_commit();
+    start();
     copies_wait<STAGES - 1>();
     warp_sync();
     Group groups[1], &x = groups[0];
-    read_groups<IN, 1, SIGNS>(groups, ring + slot, flips + lane % (SPAN ? SPAN : 1) * (SIGN_PITCH * 4));
-    into = into == (STAGES - 1) * TILE ? 0 : into + TILE, slot = slot == (STAGES - 1) * TILE ? 0 : slot + TILE;
+    read_groups<IN, 1, SIGNS, GATED>(groups, ring + slot, flips + lane % (SPAN ? SPAN : 1) * (SIGN_PITCH * 4));
+    slot = slot == (STAGES - 1) * SLOT ? 0 : slot + SLOT;
     x.turn_across<SPAN>();
     const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, args.root);
     const bool counts = exponent.finite && inside;

@@ -1,5 +1,5 @@
 // Tokens in the order in which a product reads them (see decode.cuh): as they are, or turned, quantized to MXFP4 and back,
-// or as e4m3's codes, all of which bfloat16 holds exactly. Follows group.cuh.
+// or as e4m3's codes, all of which bfloat16 holds exactly. Follows gated.cuh.
 //
 // One token a thread block keeps in its shared memory for as long as it multiplies by it (hold). Every block does this for
 // itself: 32 columns are some five hundred instructions of one lane, done while the weight's first stages are on their
@@ -26,11 +26,6 @@ __device__ __forceinline__ Words load_fresh_words(const void* p) {
 }
 __device__ __forceinline__ void store_shared_words(u32 to, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ float reciprocal(float a) {  // to 1 ulp
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
-  return r;
 }
 #endif
 
@@ -184,21 +179,6 @@ __device__ __forceinline__ Words normed(const Words& x, float factor, const Word
     const float low = Bf16::value((unsigned short)x.at(k)), high = Bf16::value((unsigned short)(x.at(k) >> 16));
     y[k] = times_bf16(Bf16::pack(__fmul_rn(low, factor), __fmul_rn(high, factor)), weight.at(k));
   }
-  return {y[0], y[1], y[2], y[3]};
-}
-
-// x / (1 + exp(-x)) of a bfloat16, to be rounded to one: divisor and x by 16, for as long as exp(-x) is finite the divisor's
-// reciprocal then is no subnormal.
-__device__ __forceinline__ float silu(u32 bits) {
-  const float x = Bf16::value((unsigned short)bits);
-  return x * 0.0625f * reciprocal(fmaf(exp2_fast(x * -1.44269504f), 0.0625f, 0.0625f));
-}
-
-// silu(gate) * up, each rounded.
-__device__ __forceinline__ Words gated(const Words& gate, const Words& up) {
-  u32 y[4];
-#pragma unroll
-  for (int k = 0; k < 4; k++) y[k] = times_bf16(Bf16::pack(silu(gate.at(k)), silu(gate.at(k) >> 16)), up.at(k));
   return {y[0], y[1], y[2], y[3]};
 }
 

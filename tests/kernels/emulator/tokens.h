@@ -12,4 +12,3 @@ inline void store_shared_words(u32 to, const Words& v) {
   if (to % 16) emulator::fail("a store of 16 bytes that is not aligned");
   emulator::ordinary_write(to, &v, 16);
 }
-inline float reciprocal(float a) { return 1 / a; }
