@@ -38,10 +38,9 @@ def test_the_even_column_is_the_low_nibble():
     assert torch.equal(dequantize_int4(codes, scale, low, torch.float32).flatten(), torch.arange(16.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_it_has_the_same_bits(dtype):
+def test_compiled_it_has_the_same_bits():
     """Inductor leaves out roundings to bfloat16 between float32 numbers; scale and low are rounded all the same."""
-    x = torch.randn(64, 128).to(dtype)
+    x = torch.randn(64, 128).bfloat16()
     x[0, 3], x[1, 4], x[2] = torch.inf, torch.nan, 0.1
     torch._dynamo.reset()
     for a, b in zip(torch.compile(quantize_int4, fullgraph=True)(x), quantize_int4(x), strict=True):

@@ -125,7 +125,7 @@ def test_what_it_is_not_for_goes_the_old_way(device, monkeypatch):
     assert len(calls) == 4 * 5
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.gpu), "qwen3"])
 @torch._inductor.config.patch(force_disable_caches=True)
 def test_compiled_it_writes_the_cache_in_place(device, kind):
     _, ours = models(device, layers=2, kind=kind)
