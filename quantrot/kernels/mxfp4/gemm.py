@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.between import try_gate
 from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
 from quantrot.kernels.fp8.operators import SCALE_RULES
 from quantrot.kernels.fp8.reference import gate
@@ -417,6 +416,8 @@ def _linear(
 ) -> Tensor:
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     if gated and not _quantizes_gated(inner_of(rows, packed, True), packed, activations, rule, hadamard, backend):
+        from quantrot.kernels.between import try_gate
+
         with torch.no_grad():  # an operator's is not recorded
             made = try_gate(rows)
         rows, gated = gate(rows) if made is None else made, False
