@@ -26,14 +26,13 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 def watched(module: nn.Module) -> bool:
     """Whether somebody wants to see this module being called, or has it do something else."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks or _replaced(module))
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return has_own(module, "forward") and _replaced(module)
 
 
 def _replaced(module: nn.Module) -> bool:
-    """Whether it has a forward that is not its class's. accelerate's hook that only moves tensors is none."""
-    if not has_own(module, "forward"):
-        return False
+    """Whether the forward that it has is not its class's. accelerate's hook that only moves tensors is none."""
     own: Any = module.forward  # not of __dict__, where torch.compile would not see one that came later
     if isinstance(own, partial) and type(getattr(module, "_hf_hook", None)).__name__ == "AlignDevicesHook":
         return not isinstance(module._old_forward, MethodType)

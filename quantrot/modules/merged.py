@@ -62,7 +62,8 @@ class Merging(nn.Module):
         if self.merged is None:
             return None
         parts: list[Any] = self._merged_of
-        if not torch.compiler.is_compiling():
+        eager = not torch.compiler.is_compiling()
+        if eager and self.merged._decoded is not None:
             # Where they were written, anew into their slices, all before one runs: apart, autograd keeps slices, and
             # counts a write into one as one into each.
             for part in parts:
@@ -70,7 +71,7 @@ class Merging(nn.Module):
         for now, before in zip(self.linears(), parts, strict=True):
             if now is not before or before._apart or watched(before):
                 return None
-        if not torch.compiler.is_compiling():
+        if eager:
             if replaced(tensors := _tensors(parts), self._merged_tensors):
                 if all(isinstance(tensor, nn.Parameter) for tensor in tensors):
                     self.merged = None
