@@ -142,7 +142,8 @@ def test_few_tokens_take_their_own_kernel_where_the_models_say_that_it_is_faster
         assert few_is_faster(8, 10240, 8192, activations) and not few_is_faster(32, 10240, 8192, activations)
         assert few_is_faster(32, 4096, 4096, activations) and not few_is_faster(24, 28672, 4096, activations)
         assert not few_is_faster(33, 1536, 1536, activations)
-    assert few_is_faster(32, 4096, 14336, "mxfp4") and not few_is_faster(32, 4096, 14336, "fp8")
+        assert not few_is_faster(32, 4096, 14336, activations)
+    assert few_is_faster(16, 4096, 14336, "mxfp4") and not few_is_faster(16, 4096, 14336, "fp8")
 
 
 def test_cublas_multiplies_many_tokens_where_the_models_say_that_it_is_faster():

@@ -47,6 +47,14 @@ CASES = {
     "gated": (BF16, "quest", 128, True, False, None, True),
     "gated_arranged": (BF16, "even", 32, False, False, None, True),
 }
+# of few rows: dtype, rule, Hadamard, gated, width, threads and what each has
+FEW = {
+    "few_even": (BF16, "even", 32, False, 1408, (192, 1)),
+    "few_quest": (FP16, "quest", 128, False, 1408, (64, 3)),
+    "few_mse": (BF16, "mse", 0, False, 384, (64, 1)),
+    "few_gated": (BF16, "rceil", 64, True, 1408, (96, 2)),
+    "few_floor": (FP16, "floor", 32, False, 128, (32, 1)),
+}
 ARRANGED, GATED = ("expanded_arranged", "gated_arranged"), ("gated", "gated_arranged")  # of CASES
 BACK = {  # of a gradient: dtype, Hadamard, whether to float32
     f"back_{hadamard}_{hopper_rows.IN[dtype]}{'_wide' if wide else ''}": (dtype, hadamard, wide)
@@ -91,6 +99,11 @@ def source(case: str, **more) -> str:
     return hopper_rows.entry(dtype, ScaleRule(rule), hadamard, signs, **more)
 
 
+def few(case: str, plan: tuple[int, int], **more) -> str:
+    dtype, rule, hadamard, gated, *_ = FEW[case]
+    return hopper_rows.few_entry(dtype, ScaleRule(rule), hadamard, gated, plan, **more)
+
+
 def back(case: str, **more) -> str:
     dtype, hadamard, wide = BACK[case]
     return hopper_rows.masked_entry(tuned.HOPPER_MASKED[hadamard], dtype, hadamard, wide, **more)
@@ -99,12 +112,15 @@ def back(case: str, **more) -> str:
 @pytest.fixture(scope="module")
 def library(emulated):
     entries = "".join(source(name, name=f"rows_{name}") for name in CASES)
+    entries += "".join(few(name, case[5], name=name) for name, case in FEW.items())
     entries += hopper_rows.DEQUANTIZE.format(name="wide", each=hopper_rows.EACH)
     entries += hopper_rows.EXPAND.format(name="expanded", threads=hopper_rows.EXPAND_THREADS)
     entries += "".join(
         hopper_rows.masked_entry(tuned.HOPPER_MASKED[case[1]], *case, name=name) for name, case in BACK.items()
     )
-    driver = DRIVER.replace("NAMES", ", ".join(f"rows_{name}" for name in CASES)).replace("MASKED", ", ".join(BACK))
+    driver = DRIVER.replace("NAMES", ", ".join([*(f"rows_{name}" for name in CASES), *FEW])).replace(
+        "MASKED", ", ".join(BACK)
+    )
     library = emulated(hopper_rows.device_functions() + entries + driver)
     for function in (library.run, library.dequantize, library.expand, library.masked):
         function.restype = ctypes.c_char_p
@@ -177,6 +193,33 @@ def test_bits_are_the_references(library, name, rows, width):
     else:
         assert torch.equal(scale, scales) and torch.equal(packed, codes)
         assert not mask or torch.equal(bits, kept)
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_few_rows_have_the_references_bits(library, name, rows):
+    dtype, rule, hadamard, gated, width, (threads, _) = FEW[name]
+    x = data(rows, width << gated, dtype) if rows > 4 else data(7, width << gated, dtype)[2:3].contiguous()
+    codes, scales, _ = quantize_reference(gate(x) if gated else x, ScaleRule(rule), hadamard=hadamard)
+    packed, scale = (torch.full_like(t, 0xAA) for t in (codes, scales))
+    out, row_scale = torch.zeros(rows, width, dtype=torch.float8_e4m3fn), torch.zeros(rows)
+    outside = torch.full((rows,), -1, dtype=torch.int32)
+    written = packed, scale, out, row_scale, outside
+    a = hopper_rows.arguments(x, None, written, rows, width // 32, hadamard, None)
+    which, shared = len(CASES) + list(FEW).index(name), threads // 32 * 12
+    message = library.run(which, ctypes.byref(a), rows, threads, shared, rows)
+    assert message == b"", message.decode()
+    values, tops, counts = expand_reference(codes, scales)
+    assert torch.equal(out.view(torch.uint8), hopper_batch.arrange(values).view(torch.uint8))
+    assert torch.equal(row_scale, tops) and torch.equal(outside, counts)
+    needed = counts > 0
+    assert needed.any() or hadamard > 32
+    assert torch.equal(packed[needed], codes[needed]) and torch.equal(scale[needed], scales[needed])
+
+
+@pytest.mark.parametrize(("width", "plan"), [(128, (32, 1)), (4096, (512, 1)), (14336, (896, 2)), (32768, (1024, 4))])
+def test_a_block_has_a_row_of_eight_columns_a_thread_or_a_multiple(width, plan):
+    assert hopper_rows.few_plan(width) == plan
 
 
 @pytest.mark.parametrize(
@@ -287,12 +330,13 @@ def test_a_clipped_gradient_is_turned_back(library, name, rows, width):
     assert y.isnan().any() and y.isfinite().any()
 
 
-@pytest.mark.parametrize("name", [*CASES, *BACK, "expand", "dequantize"])
+@pytest.mark.parametrize("name", [*CASES, *FEW, *BACK, "expand", "dequantize"])
 def test_every_kernel_compiles_for_sm_90a_without_spills(name, compiled_cuda):
     sources = {
         "expand": hopper_rows.EXPAND.format(name="expanded", threads=hopper_rows.EXPAND_THREADS),
         "dequantize": hopper_rows.DEQUANTIZE.format(name="wide", each=hopper_rows.EACH),
         **{name: back(name) for name in BACK},
+        **{name: few(name, hopper_rows.few_plan(14336)) for name in FEW},
     }
     made = compiled_cuda(hopper_rows.device_functions() + (sources.get(name) or source(name)))
     assert made.spilled == [0], made.log

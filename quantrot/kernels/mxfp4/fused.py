@@ -16,6 +16,7 @@ from quantrot.kernels.mxfp4.gemm import (
     inner_of,
     mxfp4_gemm,
     prepare,
+    quantizes_gated,
 )
 from quantrot.kernels.mxfp4.operators import has_kernels
 from quantrot.kernels.mxfp4.reference import ScaleRule
@@ -168,11 +169,12 @@ def _kernels(
         few = hopper.prepare(x, packed, scale, x.dtype, None, turn, settled, norm, epsilon, residual, gated)
         return lambda x, packed, scale, norm, residual: few(x, None, packed, scale, norm, residual)
     first, tokens = None, x
-    if front:
-        arranging = hopper.Arranging(None, False, "GATED" if gated else "NORMED")
+    gated = gated and quantizes_gated(x[:, :k], packed, activations, rule, hadamard, "auto")
+    if front and not gated:
+        arranging = hopper.Arranging(None, False, "GATED" if norm is None else "NORMED")
         first = hopper.prepare_arranging(x, k, arranging, norm, epsilon, settled)
         tokens = torch.empty(len(x), k, dtype=x.dtype, device=x.device)
-    product = prepare(tokens, packed, scale, activations, rule, hadamard, settled)
+    product = prepare(tokens, packed, scale, activations, rule, hadamard, settled, gated=gated)
     if product is None:
         return None
 

@@ -222,7 +222,7 @@ def _widens(rows: Tensor, packed: Tensor, activations: str, backend: str) -> boo
 # Microseconds, and more a column of the tokens, that a batch's quantizer takes longer than what few tokens need before
 # their product, with what both models are wrong by (H200, 8 to 32 tokens by 23 weights: the choice then takes 0.2 and
 # 0.1% longer than the faster one in the mean, at most 6 and 5%; benchmarks/tune_mxfp4_batch.py --choice).
-QUANTIZING = {"fp8": (3.9, -12e-5), "mxfp4": (4.4, 8e-5)}
+QUANTIZING = {"fp8": (3.9, -12e-5), "mxfp4": (4.6, 0.0)}
 
 
 def few_is_faster(tokens: int, rows: int, columns: int, activations: str, around: float = 0.0) -> bool:
@@ -275,7 +275,7 @@ def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard
     return batch_beats_cublas(*shape)
 
 
-def _quantizes_gated(x: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
+def quantizes_gated(x: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
     """Whether the quantizer of tokens like x, [M, K], whose product this is takes gate and up as they are."""
     if activations != "mxfp4" or not x.numel() or not x.is_cuda or not has_triton() or not nvrtc.available(x.device):
         return False
@@ -415,7 +415,7 @@ def _linear(
     gated: bool,
 ) -> Tensor:
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    if gated and not _quantizes_gated(inner_of(rows, packed, True), packed, activations, rule, hadamard, backend):
+    if gated and not quantizes_gated(inner_of(rows, packed, True), packed, activations, rule, hadamard, backend):
         from quantrot.kernels.between import try_gate
 
         with torch.no_grad():  # an operator's is not recorded
@@ -451,7 +451,7 @@ def prepare(
     gated: bool = False,
 ) -> Run | None:
     """The product of tokens [M, K] in the kernels for Hopper, as a function of tokens, packed and scale like these;
-    None where it is not for these kernels. hadamard: of tokens that become MXFP4. gated: see `_quantizes_gated`."""
+    None where it is not for these kernels. hadamard: of tokens that become MXFP4. gated: see `quantizes_gated`."""
     if not rows.numel() or backend not in ("auto", "hopper"):
         return None
     if _widens(rows, packed, activations, backend):
@@ -478,7 +478,7 @@ def _any_dimensions(
         return None
     lead, (n, k), rows = x.shape[:-1], (packed.shape[0], x.shape[-1]), x.reshape(-1, x.shape[-1])
     inner = inner_of(rows, packed, gated)
-    if gated and not _quantizes_gated(inner, packed, activations, rule, hadamard, "auto"):
+    if gated and not quantizes_gated(inner, packed, activations, rule, hadamard, "auto"):
         return None
     product = prepare(rows, packed, scale, activations, rule, hadamard, settled, gated=gated)
     if product is None and activations != "none" and _uses_cublas(x, n, "auto"):

@@ -20,6 +20,7 @@ from quantrot.kernels.ready import Run, address
 IN = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 PACKED_IN = IN | {torch.float32: "Fp32"}  # of `quantize`
 MOST_THREADS = 1024  # of a block that holds a row whose e4m3 operand is written at once
+ROWS_AT_ONCE = 132  # multiprocessors
 TILE = 2048  # bytes of a warp's groups, one a lane, of 16 bits
 EACH = 4  # words of eight codes that a thread of `dequantize` reads
 EXPAND_THREADS = 256  # a warp a row
@@ -27,6 +28,11 @@ EXPAND_THREADS = 256  # a warp a row
 ROWS = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::QuantizeArgs args) {{
   quantrot::{call}<quantrot::{dtype}, {span}, {signs}, quantrot::{rule}, {more}{stages}>({args});
+}}
+"""
+FEW_ROWS = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
+    const __grid_constant__ quantrot::QuantizeArgs args) {{
+  quantrot::quantize_few<quantrot::{dtype}, {span}, quantrot::{rule}, {gated}, {units}>(args);
 }}
 """
 DEQUANTIZE = """extern "C" __global__ void __launch_bounds__(256) {name}(
@@ -93,7 +99,7 @@ class MaskedArguments(ctypes.Structure):
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return hopper.group_functions() + nvrtc.sources("mxfp4/gated", "mxfp4/rows", "mxfp4/masked")
+    return hopper.group_functions() + nvrtc.sources("mxfp4/gated", "mxfp4/rows", "mxfp4/few_rows", "mxfp4/masked")
 
 
 def entry(
@@ -127,6 +133,28 @@ def entry(
         more="".join(f"{str(flag).lower()}, " for flag in ((arranged, gated) if expanded else (mask, dither))),
         stages=stages,
     )
+
+
+def few_entry(
+    dtype: torch.dtype, rule: ScaleRule, hadamard: int, gated: bool, plan: tuple[int, int], name: str = "mxfp4_rows"
+) -> str:
+    """C++ of the kernel `name` for few rows, in the order in which batch.cuh reads them; plan: see `few_plan`."""
+    sizes = {"threads": plan[0], "units": plan[1], "span": hadamard // GROUP}
+    kind = {"dtype": IN[dtype], "rule": str(rule).upper(), "gated": str(gated).lower()}
+    return FEW_ROWS.format(name=name, **sizes, **kind)
+
+
+def few_plan(width: int) -> tuple[int, int]:
+    """(threads, eight columns of a row that each has) of the kernel for few rows."""
+    units = -(-width // (8 * MOST_THREADS))
+    return -(-width // (8 * units * 32)) * 32, units
+
+
+def few_rows(rows: int, width: int) -> bool:
+    """Whether rows as the batch's product reads them take the kernel for few: one a multiprocessor (32 x 14336 3.0 us
+    for 3.8, 128 3.8 for 4.9). Up to 32 narrow ones leave more room to the product that starts beside them without it
+    (behind 32 x 4096, 4096 x 4096 takes 9.2 us for 10.0)."""
+    return rows <= ROWS_AT_ONCE and (rows > 32 or width > 4096)
 
 
 def args_of(drawn: bool) -> str:
@@ -260,17 +288,22 @@ def prepare_expanded(
     x: Tensor, rule: ScaleRule, hadamard: int, signs: Tensor | None, *, arranged: bool = False, gated: bool = False
 ) -> Run:
     """`quantize_expanded` of an x and signs like these, as a function of them."""
-    rows, width, on = len(x), x.shape[1] >> gated, x.device
+    rows, width, on, device = len(x), x.shape[1] >> gated, x.device, x.get_device()
     groups, (most, stages) = width // GROUP, tuned.HOPPER_EXPANDED
-    threads = -(-groups // 32) * 32
-    resident = max(1, min(16, most // threads))
-    source = entry(
-        x.dtype, rule, hadamard, signs is not None,
-        expanded=True, arranged=arranged, gated=gated, threads=threads, resident=resident, stages=stages,
-    )  # fmt: skip
-    device, shared = x.get_device(), shared_bytes(threads, stages, hadamard, expanded=True, gated=gated)
+    if arranged and signs is None and few_rows(rows, width):
+        plan = threads, _ = few_plan(width)
+        source, blocks = few_entry(x.dtype, rule, hadamard, gated, plan), rows
+        shared = threads // 32 * 12
+    else:
+        threads = -(-groups // 32) * 32
+        resident = max(1, min(16, most // threads))
+        source = entry(
+            x.dtype, rule, hadamard, signs is not None,
+            expanded=True, arranged=arranged, gated=gated, threads=threads, resident=resident, stages=stages,
+        )  # fmt: skip
+        blocks = min(rows, nvrtc.processors(device) * resident)
+        shared = shared_bytes(threads, stages, hadamard, expanded=True, gated=gated)
     values = arguments(None, None, (None,) * 5, rows, groups, hadamard, None)
-    blocks = min(rows, nvrtc.processors(device) * resident)
     launch = nvrtc.Launch(_kernel(source, shared, device), (blocks,), threads, shared, device, overlap=True)
 
     def run(x: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -18,12 +18,6 @@ __device__ __forceinline__ constexpr bool is_fp8() { return RULE <= FP8_EXACT; }
 #ifdef QUANTROT_EMULATED
 #include "tokens.h"
 #else
-// Of what a kernel before may have written: stays behind grid_wait.
-__device__ __forceinline__ Words load_fresh_words(const void* p) {
-  Words v;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
 __device__ __forceinline__ void store_shared_words(u32 to, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
