@@ -130,6 +130,10 @@ __device__ __forceinline__ u32 other_word(u32 v, int across) {
   return __float_as_uint(other_lane(__uint_as_float(v), across));
 }
 
+__device__ __forceinline__ u32 word_of(u32 v, u32 lane) {
+  return __float_as_uint(__shfl_sync(0xFFFFFFFFu, __uint_as_float(v), lane));
+}
+
 // Random words of a lane's eight rows of columns 4 g ... 4 g + 3: four lanes make a column's each, and hand them out
 // through shared memory, laid down so that neither stores nor loads meet a bank twice.
 struct Randoms {

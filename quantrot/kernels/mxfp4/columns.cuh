@@ -139,20 +139,23 @@ __device__ __forceinline__ void transpose(const TransposeArgs& args) {
     block_sync();  // both have copied this tile, and are done with the one that is overwritten next
     u32 scales = 0, kept[4];
     Words codes[4];
-    Philox pair;
+    Philox four;
+    const bool whole = SPAN == 4 || groups % 4 == 0;  // the lane's groups are four that share a call
 #pragma unroll
     for (int first = 0; first < 4; first += N) {
       Group x[N];
       u32 bits[N];
       read_columns<IN, N, SIGNS>(x, ring + slot + rows_at, first * 32, flips);
       turn_groups<N>(x);
-      const auto number = [&](int n) { return group + first + n; };
+      const auto random = [&](int n) {
+        if (first + n == 0 || !whole) four = Philox((u64)(group + first + n) / 4, args.key);
+        return Random(four, SPAN == 4 ? first + n : group + first + n);
+      };
       const auto keep = [&](int n, const Words& c) {
         codes[first + n] = c;
         if (first + n == 0) start_ahead(ring + into);  // with registers free: 100 us for 101, random 118 for 131 (blocks of 128)
       };
-      const bool fresh = first % 2 == 0 || groups % 2;
-      scales |= quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, number, args.key, bits, keep, pair, fresh) << 8 * first;
+      scales |= quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, random, bits, keep) << 8 * first;
 #pragma unroll
       for (int n = 0; n < N; n++) kept[first + n] = bits[n];
     }

@@ -112,10 +112,10 @@ def hadamard_quantize_mxfp4(
     hadamard: 32, 64 or 128 (fused), or any order of `hadamard_factors` that is a multiple of 32 (the transform, rounded
     to x's dtype, then the quantization). signs: +-1 of any dtype, [hadamard], or None. transpose: x is [M, K], and what
     is transformed and quantized is its transpose, in groups along M. random: (seed, offset), 64-bit numbers, for
-    stochastic rounding: uniform 9-bit dither from Philox4x32-7 of (half the group's number in the result, offset)
-    under the key `seed`; only with absmax34, which never saturates. (seed, offset, drawn): int64 [2] on x's device is
-    added to the two when the kernel runs, so that replays of a CUDA graph can round by other numbers. clip_mask: also
-    return which elements were not clipped.
+    stochastic rounding: uniform 9-bit dither from Philox4x32-7 of (a quarter of the group's number in the result,
+    offset) under the key `seed`; only with absmax34, which never saturates. (seed, offset, drawn): int64 [2] on x's
+    device is added to the two when the kernel runs, so that replays of a CUDA graph can round by other numbers.
+    clip_mask: also return which elements were not clipped.
 
     Returns (packed uint8 [..., K/2], scale uint8 [..., K/32], mask uint8 [..., K/8] or None); bit j of the mask's byte
     i is set where |element 8i + j| <= 6 scales. ValueError for sizes, options or a backend that do not fit.

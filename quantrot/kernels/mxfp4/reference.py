@@ -413,18 +413,18 @@ def dither_of(start: int, count: int, seed: int, offset: int, device: torch.devi
     """float32 [count], uniform on the 2^9 odd multiples of 2^-10 in (-1/2, 1/2), of elements start, start + 1, ...
 
     Element e takes nine bits of word e // 4 % 8 of a group's eight, from bit 0, 7, 16 or 23 on (e % 4 = 0, 1, 2, 3):
-    Philox's four at counter e // 64, and each sum (xor) of three of them; in an odd group, each with b ^ c added, its
-    halves exchanged. Of a pair's sixteen words, and their halves, any three are independent. start and count are
-    multiples of 32.
+    Philox's four at counter e // 128, and each sum (xor) of three of them; in groups 1, 2 and 3 of four with b ^ c, a ^
+    b and a ^ c added to each, its halves exchanged. Of the 32 words of four groups, and their halves, any three are
+    independent. start and count are multiples of 32.
     """
-    counter = torch.arange(start // 64, -(-(start + count) // 64), dtype=torch.int64, device=device)
+    four = 4 * GROUP
+    counter = torch.arange(start // four, -(-(start + count) // four), dtype=torch.int64, device=device)
     a, b, c, d = philox(counter, offset, seed)
     words = torch.stack((a, b, c, d, a ^ b ^ c, a ^ b ^ d, a ^ c ^ d, b ^ c ^ d), -1).unsqueeze(-1)
-    both = b ^ c
-    more = ((both >> 16) & 0xFFFF) | (both << 16)
-    words = torch.stack((words, words ^ more[:, None, None]), 1)
+    two = torch.stack((torch.zeros_like(a), b ^ c, a ^ b, a ^ c), 1)
+    words = words[:, None] ^ (((two >> 16) & 0xFFFF) | (two << 16))[:, :, None, None]
     bits = (words >> torch.tensor(NINE_BITS_FROM, device=device)) & 511
-    first = start % 64
+    first = start % four
     return bits.flatten()[first : first + count].to(torch.float32).sub_(255.5).mul_(2.0**-9)
 
 

@@ -18,7 +18,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
   const u32 lane = lane_number(), g = lane >> 2, q = lane & 3, groups = args.rows / 32;
   const Randoms randoms(tile.stage + 32 * COLUMN_PITCH);
   u32 fields[4];  // of a block each: its columns' exponents, as float32 has them, a byte each
-  Philox pair;
+  Philox four;
   const u32 base = __float_as_uint(__fmul_rn(args.root, 0.75f * FINE)) + (129u << 23);
 #pragma unroll 1
   for (u32 block = 0; block < 4; block += SPAN) {  // random numbers take the registers that steps at once would
@@ -40,8 +40,8 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
     for (int n = 0; n < SPAN; n++) {
       u32 random[4][2];
       const u64 number = (u64)(tile.column + 4 * g + q) * groups + tile.row / 32 + block + n;
-      if (n == 0 && (SPAN > 1 || block % 2 == 0 || groups % 2)) pair = Philox(number >> 1, args.key);
-      randoms.share(Random(pair, SPAN > 1 ? Random::odd(n) : Random::odd(number)), random);
+      if (SPAN > 1 ? n == 0 : block == 0 || groups % 4) four = Philox(number / 4, args.key);  // of two for both: kept it spills
+      randoms.share(Random(four, number), random);
       const auto value = [&](int column, int i) { return v[n][column / 2][i / 2][column % 2 * 2 + i % 2]; };
       float amax[4];  // of a column each; all four at once, for each waits for other lanes
 #pragma unroll
@@ -114,6 +114,8 @@ __device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, cons
 #pragma unroll
     for (int t = 0; t < 4; t++) spread_codes(codes.at(t), low[m][t], high[m][t]);
   }
+  // Four lanes have the four groups of each of four columns: each makes the words of one.
+  const Philox mine(((u64)(tile.column + 4 * g + q) * groups + tile.row / 32) / 4, args.key);
   u32 zero = 0;
 #pragma unroll
   for (int pair = 0; pair < 2; pair++) {  // of columns, 4 g + 2 pair and the next
@@ -152,20 +154,15 @@ __device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, cons
       for (int i = 2; i < 32; i++) most[i % 2] = fmaxf(most[i % 2], fabsf(value(c, i)));
       fields[c] = __float_as_uint(__fmul_rn(fmaxf(most[0], most[1]), args.root)) & INFINITE, zero |= fields[c] == 0;
     }
-    // Two lanes have a pair of groups of both columns: each makes the random words of one.
-    const auto number = [&](u32 c) { return (i64)(tile.column + 4 * g + 2 * pair + c) * groups + group; };
-    const Philox mine(number(q & 1) >> 1, args.key);
-    Philox found[2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const u32 other = other_word(mine.words[i], 1);
-      found[0].words[i] = q & 1 ? other : mine.words[i], found[1].words[i] = q & 1 ? mine.words[i] : other;
-    }
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       const float factor = __uint_as_float(base - fields[c]);
-      const i64 to = number(c);
-      const Random random(found[c], Random::odd(q));
+      const u32 from = 2 * pair + c;
+      const i64 to = (i64)(tile.column + 4 * g + from) * groups + group;
+      Philox four;
+#pragma unroll
+      for (int i = 0; i < 4; i++) four.words[i] = word_of(mine.words[i], lane & 28 | from);
+      const Random random(four, q);
       u32 words[4];
 #pragma unroll
       for (int m = 0; m < 4; m++) {
@@ -299,7 +296,7 @@ __device__ __forceinline__ void write_column(Group& x, const TransposeArgs& args
   const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, args.root);
   u32 within;
   Random random;
-  if constexpr (DITHER) random = Random(Philox(group >> 1, args.key), Random::odd(group));
+  if constexpr (DITHER) random = Random(Philox((u64)group / 4, args.key), group);
   Words codes = codes_of<RULE, false, DITHER>(x, fine_factor<RULE>(exponent.value, args.root), random, within);
   if (!exponent.finite) codes = {};
   if (column < (u32)args.columns && row_group < groups) {

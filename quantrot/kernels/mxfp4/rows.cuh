@@ -96,19 +96,20 @@ struct Philox {
 };
 
 // Nine bits for each of a group's 32 elements, for four elements of each word from bit 0, 7, 16 and 23 on, which is where
-// pairs of elements take them: the words that Philox made of a pair of groups, and the sums of three of them; of the pair's
-// second group (odd: all ones) each with the sum of two words, their halves exchanged.
+// pairs of elements take them: the words that Philox made of four groups, and the sums of three of them; of all but the first
+// group each with the sum of two words, their halves exchanged.
 struct Random {
   u32 words[8];
 
   __device__ __forceinline__ Random() {}
-  __device__ __forceinline__ Random(const Philox& pair, u32 odd) {
-    const u32 both = pair.words[1] ^ pair.words[2], more = __byte_perm(both, both, 0x1032) & odd;
-    const u32 a = pair.words[0] ^ more, b = pair.words[1] ^ more, c = pair.words[2] ^ more, d = pair.words[3] ^ more;
+  __device__ __forceinline__ Random(const Philox& four, u64 group) {
+    u32 a = four.words[0], b = four.words[1], c = four.words[2], d = four.words[3];
+    const u32 odd = 0u - ((u32)group & 1), second = 0u - ((u32)group >> 1 & 1);  // all ones, or none
+    const u32 two = (b ^ c) & odd ^ (a ^ b) & second, more = __byte_perm(two, two, 0x1032);
+    a ^= more, b ^= more, c ^= more, d ^= more;
     words[0] = a, words[1] = b, words[2] = c, words[3] = d;
     words[4] = a ^ b ^ c, words[5] = a ^ b ^ d, words[6] = a ^ c ^ d, words[7] = b ^ c ^ d;
   }
-  __device__ __forceinline__ static u32 odd(u64 group) { return 0u - ((u32)group & 1); }
 };
 
 // A pair of elements, with the word's bits from 0 and 16 on added, or (ODD) from 7 and 23 on: two instructions each.
@@ -151,12 +152,10 @@ __device__ __forceinline__ Words codes_of(const Group& x, float factor, const Ra
   return {words[0], words[1], words[2], words[3]};
 }
 
-// N groups of a lane, the nth of number(n), as codes, which `keep` takes, clip bits, and their scales' bytes. TURN: after
-// Sylvester's matrix of 32. DITHER: of several groups the first has an even number; of one that is not `fresh`, `pair` holds what
-// was made for its neighbour.
-template <int RULE, bool TURN, bool MASK, bool DITHER, int N, class Number, class Keep>
-__device__ __forceinline__ u32 quantize_groups(Group (&x)[N], float root, const Number& number, const Key& key, u32 (&kept)[N],
-                                               const Keep& keep, Philox& pair, bool fresh = true) {
+// N groups of a lane as codes, which `keep` takes, clip bits, and their scales' bytes. TURN: after Sylvester's matrix of 32.
+// DITHER: with random(n) of the nth.
+template <int RULE, bool TURN, bool MASK, bool DITHER, int N, class Numbers, class Keep>
+__device__ __forceinline__ u32 quantize_groups(Group (&x)[N], float root, const Numbers& random, u32 (&kept)[N], const Keep& keep) {
   constexpr bool ESTIMATES = RULE == QUEST && TURN;
   u32 squares[N], lost = 0, scales = 0;  // lost: ones in the bytes of groups that are not finite
   if constexpr (ESTIMATES) lost = quest_squares(x, squares, root);
@@ -175,12 +174,9 @@ __device__ __forceinline__ u32 quantize_groups(Group (&x)[N], float root, const 
       if (!found.finite) x[n] = {}, lost |= 255u << 8 * n;
     }
     const float factor = fine_factor<RULE>(exponent, root);
-    Random random;
-    if constexpr (DITHER) {
-      if (n % 2 == 0 && fresh) pair = Philox(number(n) >> 1, key);
-      random = Random(pair, N == 1 ? Random::odd(number(n)) : Random::odd(n));
-    }
-    const Words codes = codes_of<RULE, MASK, DITHER>(x[n], factor, random, kept[n]);
+    Random numbers;
+    if constexpr (DITHER) numbers = random(n);
+    const Words codes = codes_of<RULE, MASK, DITHER>(x[n], factor, numbers, kept[n]);
     scales |= (u32)(exponent + 127) << 8 * n;
     keep(n, codes);
   }
@@ -348,8 +344,11 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
     turn_groups<N>(x);
     const u32 group = (tile_number * 32 + lane) * N;
     u32 kept[N];
-    Philox pair;
-    const auto number = [&](int n) { return group | n; };
+    Philox four;
+    const auto random = [&](int n) {
+      if (n == 0) four = Philox(group / 4, args.key);
+      return Random(four, group | n);
+    };
     const auto keep = [&](int n, const Words& codes) {
       if constexpr (N < 4) {
         if (group < groups) store_words(args.packed + (i64)group * 16 + n * 16, codes);
@@ -358,7 +357,7 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
         store_shared_words(tile + lane * 64 ^ (n ^ lane / 2 % 4) * 16, codes);
       }
     };
-    const u32 scales = quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, number, args.key, kept, keep, pair);
+    const u32 scales = quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, random, kept, keep);
     if constexpr (N == 4) {  // so that whole lines are written: 106 us for 112 (bulk copies of what lanes left in a row 101 for 97)
       warp_sync();
       const u32 first = tile_number * (32 * N), left = groups - first, from = tile + (lane ^ lane / 8) * 16;

@@ -268,9 +268,9 @@ def _dither(group, key):
     s1 = key[1].to(tl.uint32, bitcast=True)
     o0 = key[2].to(tl.uint32, bitcast=True)
     o1 = key[3].to(tl.uint32, bitcast=True)
-    a, b, c, d = _philox((group >> 1).to(tl.uint32), (group >> 33).to(tl.uint32), o0, o1, s0, s1)
-    both = b ^ c
-    more = tl.where(group % 2 == 1, (both >> 16) | (both << 16), 0)
+    a, b, c, d = _philox((group >> 2).to(tl.uint32), (group >> 34).to(tl.uint32), o0, o1, s0, s1)
+    two = tl.where((group & 1) != 0, b ^ c, 0) ^ tl.where((group & 2) != 0, a ^ b, 0)
+    more = (two >> 16) | (two << 16)
     a, b, c, d = a ^ more, b ^ more, c ^ more, d ^ more
     words = (a, b, c, d, a ^ b ^ c, a ^ b ^ d, a ^ c ^ d, b ^ c ^ d)
     for i in tl.static_range(8):
