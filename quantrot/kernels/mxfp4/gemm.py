@@ -220,8 +220,8 @@ def _widens(rows: Tensor, packed: Tensor, activations: str, backend: str) -> boo
 
 
 # Microseconds, and more a column of the tokens, that a batch's quantizer takes longer than what few tokens need before
-# their product, with what both models are wrong by (H200, 8 to 32 tokens by 23 weights: the choice then takes 0.2 and
-# 0.1% longer than the faster one in the mean, at most 6 and 5%; benchmarks/tune_mxfp4_batch.py --choice).
+# their product, with what both models are wrong by (H200, 16 to 32 tokens by 23 weights: the choice then takes 0.1 and
+# 0.2% longer than the faster one in the mean, at most 5 and 6%; benchmarks/tune_mxfp4_batch.py --choice).
 QUANTIZING = {"fp8": (3.9, -12e-5), "mxfp4": (4.6, 0.0)}
 
 
