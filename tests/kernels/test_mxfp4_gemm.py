@@ -264,6 +264,8 @@ def test_gate_and_up_have_gradients():
         for y in (mxfp4_gemm(x, *packed, bias, gated=True), mxfp4_gemm(gate(x), *packed, bias))
     ]
     assert all(map(torch.equal, *made)) and made[0][0].abs().min() > 0
+    (alone,) = torch.autograd.grad(mxfp4_gemm(x.detach(), *packed, bias, gated=True), bias, g)
+    assert torch.equal(alone, made[0][1])
     with pytest.raises(RuntimeError, match="gated: the operator has no gradient; call mxfp4_gemm"):
         torch.ops.quantrot.mxfp4_linear(x, *packed, None, "none", "even", 0, True, "auto", True).sum().backward()
 

@@ -128,7 +128,7 @@ def library(emulated):
 
 
 def data(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Rows of different sizes, outliers, zeros, ties, what is not finite, and groups far below the others."""
+    """Rows of different sizes, outliers, zeros, ties, what is not finite, and groups far, or just, below the others."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=generator)
     x *= 2.0 ** torch.randint(-4, 5, (rows, 1), generator=generator)
@@ -136,6 +136,12 @@ def data(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
     x[0] = torch.randint(-12, 13, (width,), generator=generator) / 2  # ties
     x[1, :32] = 0
     x[2, -32:] *= 2.0**-20
+    x[2, 40] = float("nan")
+    if rows > 6:  # 15 exponents less, the first below the window, and 14
+        x[5] = x[5, :32].repeat(width // 32)
+        x[5, -32:] *= 2.0**-15
+        x[6] = x[5]
+        x[6, -32:] *= 2
     x[3 % rows, 5] = float("nan")
     x[4 % rows, 7] = -float("inf")
     return x.to(dtype)
@@ -215,6 +221,14 @@ def test_few_rows_have_the_references_bits(library, name, rows):
     needed = counts > 0
     assert needed.any() or hadamard > 32
     assert torch.equal(packed[needed], codes[needed]) and torch.equal(scale[needed], scales[needed])
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "few"),
+    [(1, 4096, False), (32, 4096, False), (33, 128, True), (8, 4224, True), (132, 14336, True), (133, 14336, False)],
+)
+def test_which_rows_are_few(rows, width, few):
+    assert hopper_rows.few_rows(rows, width) == few
 
 
 @pytest.mark.parametrize(("width", "plan"), [(128, (32, 1)), (4096, (512, 1)), (14336, (896, 2)), (32768, (1024, 4))])

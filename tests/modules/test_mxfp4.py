@@ -71,6 +71,34 @@ def test_an_online_rotation_rides_along(monkeypatch, rotation, fused, activation
     assert error < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("activations", "rotation", "decoded", "in_one"),
+    [
+        (MXFP4, Rotation("R4", "hadamard", 256, 64, 0), False, True),
+        (MXFP4, None, False, True),
+        (MXFP4, Rotation("R4", "hadamard", 256, 256, 0), False, False),
+        (MXFP4, None, True, False),
+        (TOKEN, None, False, False),
+        (NONE, None, False, False),
+    ],
+)
+def test_gate_and_up_are_left_to_a_quantizer_of_mxfp4(monkeypatch, activations, rotation, decoded, in_one):
+    online = None if rotation is None else OnlineHadamard(rotation)
+    module, x = linear(activations, online), torch.randn(5, 512, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(modules_mxfp4, "has_kernels", lambda device: True)
+    if decoded:
+        module.decode(torch.float32)
+    expected, calls = module(F.silu(x[:, :256]) * x[:, 256:]), []
+
+    def product(x, *rest, of=modules_mxfp4.mxfp4_gemm, **options):
+        calls.append(options.get("gated", False))
+        return of(x, *rest, **options)
+
+    monkeypatch.setattr(modules_mxfp4, "mxfp4_gemm", product)
+    assert torch.equal(module.multiply_gated(x), expected)
+    assert calls == ([] if decoded else [in_one])
+
+
 def test_fp8_activations_in_blocks_take_the_wide_path(monkeypatch):
     monkeypatch.setattr(modules_mxfp4, "has_kernels", lambda device: True)
     module = linear(ActivationFormat("fp8", (1, 128), "bf16"))

@@ -460,7 +460,7 @@ def prepare(
         return hopper_prefill.prepare(rows, packed, scale, settled=settled)
     if _batches(inner_of(rows, packed, gated), packed, activations, rule, hadamard, backend):
         return _prepare_batch(rows, packed, scale, activations, rule, hadamard, settled, gated)
-    if gated or _decoder(rows, activations, backend) != "hopper":
+    if _decoder(rows, activations, backend) != "hopper":
         return None
     from quantrot.kernels.mxfp4 import hopper
 
