@@ -65,6 +65,7 @@ def record_triton(kernel, grid):
 
 def scaled_mm(a, b, *scales, out_dtype, use_fast_accum, bias=None):
     told = (named(t.data_ptr()) for t in (a, b, bias) if t is not None)
+    assert a.shape[1] == b.shape[0], (a.shape, b.shape)
     launches.append((*told, tuple(a.shape), tuple(b.shape), out_dtype, use_fast_accum))
     return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype)
 

@@ -288,6 +288,8 @@ def of_options():
     kinds += options(activations=("none",), settled=flags)
     yield calls(mxfp4_gemm, lambda: {"x": wide(1, k)} | groups(n, k), kinds)
     yield calls(mxfp4_gemm, lambda: {"x": wide(300, k)} | groups(n, k), kinds)
+    gated = options(activations=("mxfp4", "fp8"), gated=(True,))
+    yield calls(mxfp4_gemm, lambda: {"x": wide(MANY, 2 * 28672)} | groups(n, 28672), gated)
 
 
 def of_transforms():

@@ -181,6 +181,22 @@ def test_decoded_weights_are_merged_where_there_are_no_kernels(monkeypatch, chan
 
 
 @torch.no_grad()
+def test_a_decoded_part_that_is_written_in_place_is_decoded_anew(monkeypatch):
+    monkeypatch.undo()
+    llama, x = model("mxfp4"), torch.randn(3, 256)
+    for linear in llama.model.layers[0].self_attn.children():
+        linear.decode(torch.float32)
+    merge_projections(llama)
+    attention = llama.model.layers[0].self_attn
+    q, k, v = attention.outputs(x)
+    attention.k_proj.weight_scale.add_(1)  # exponents
+    got = attention.outputs(x)
+    assert attention.current() is not None
+    for y, want in zip(got, (q, 2 * k, v), strict=True):
+        torch.testing.assert_close(y, want)
+
+
+@torch.no_grad()
 def test_a_whole_that_alone_was_decoded_is_not_used_for_other_tensors():
     mlp, x = QuantizedMLP(model("int8").model.layers[0].mlp), torch.randn(3, 256)
     assert mlp.merge()

@@ -35,7 +35,7 @@ torch.library.define(
 torch.library.define(
     "quantrot::mxfp4_linear",
     "(Tensor x, Tensor packed, Tensor scale, Tensor? bias, str activations, str rule, int hadamard, bool settled,"
-    " str backend, bool gated) -> Tensor",
+    " str backend, bool gated=False) -> Tensor",
 )
 
 
@@ -138,8 +138,6 @@ def mxfp4_gemm(
     if backend == "cublas" and activations == "none":
         raise ValueError("backend: 'cublas' multiplies e4m3, x stays wide; allowed: auto, hopper, triton, reference")
     rule = activation_rule(activations, scale_rule)
-    if gated and torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        x, gated, key = gate(x), False, None
     rest = activations, rule, hadamard, settled
     if key and (run := _any_dimensions(x, packed, scale, *rest, gated)):
         return READY.keep(key, run, x.get_device())(*operands)
@@ -412,7 +410,7 @@ def _linear(
     hadamard: int,
     settled: bool,
     backend: str,
-    gated: bool,
+    gated: bool = False,
 ) -> Tensor:
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     if gated and not quantizes_gated(inner_of(rows, packed, True), packed, activations, rule, hadamard, backend):
@@ -558,22 +556,23 @@ def _prepare_batch(
 
 
 @torch.library.register_fake("quantrot::mxfp4_linear")
-def _linear_fake(x, packed, scale, bias, activations, rule, hadamard, settled, backend, gated):
+def _linear_fake(x, packed, scale, bias, activations, rule, hadamard, settled, backend, gated=False):
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    _, packed, scale, bias, _, _, ctx.hadamard, *_, ctx.gated = inputs
-    ctx.save_for_backward(packed, scale)
+    x, packed, scale, bias, _, _, ctx.hadamard, *_, gated = inputs
+    ctx.save_for_backward(packed, scale, x if gated else None)
     ctx.has_bias = bias is not None
 
 
 def _backward(ctx, grad: Tensor):
-    if ctx.gated:
-        raise RuntimeError("gated: the operator has no gradient; call mxfp4_gemm, which takes the gate apart")
-    packed, scale = ctx.saved_tensors
+    packed, scale, x = ctx.saved_tensors
     weight = torch.ops.quantrot.mxfp4_dequantize(packed, scale, grad.dtype, "auto")
     dx = _turned(grad @ weight, ctx.hadamard)  # Sylvester's matrix is symmetric
+    if x is not None:
+        left, up = x.chunk(2, -1)
+        dx = torch.cat((torch.ops.aten.silu_backward(dx * up, left), dx * F.silu(left)), -1)
     bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
     return dx, None, None, bias, *(None,) * 6
 

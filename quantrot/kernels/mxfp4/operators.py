@@ -543,11 +543,12 @@ def _quantize_expanded(
 
 
 def prepare_expanded(x: Tensor, rule: str, hadamard: int, gated: bool = False) -> Run:
-    """The operator, without signs, as a function of an x like this one. gated: see hopper_rows, which has to fit."""
+    """The operator, without signs, as a function of an x like this one. gated: of gate and up, which hopper_rows takes
+    (see quantizes_gated)."""
     if uses_triton(x, "auto"):
         from quantrot.kernels.mxfp4 import hopper_rows
 
-        if _rows_module(x, ScaleRule(rule), hadamard, "auto", row=True) is hopper_rows:
+        if gated or _rows_module(x, ScaleRule(rule), hadamard, "auto", row=True) is hopper_rows:
             run = hopper_rows.prepare_expanded(x, ScaleRule(rule), hadamard, None, gated=gated)
             return lambda x: run(x, None)
     return lambda x: _quantize_expanded(x, None, rule, hadamard, "auto")
