@@ -154,7 +154,7 @@ class Fp8TrainingLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         x = as_autocast(x)
         y = _Fp8Product.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
-        return y.view(*x.shape[:-1], self.out_features)
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.out_features))  # fully_shard refuses views
 
 
 class _Fp8Product(torch.autograd.Function):

@@ -161,6 +161,7 @@ class QuantizedLinear(nn.Module):
         if online is not None:
             self.add_module(online_name, online)
         self._apart = True  # its tensors are no slices of a merged linear's (see merged.py)
+        self.register_state_dict_post_hook(_each_in_its_memory)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Also what an assignment does: a weight that was decoded from other tensors is so no longer."""
@@ -408,6 +409,19 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+def _each_in_its_memory(module: Any, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    """A linear's tensors in a state dict, slices of a merged one's memory, each in a storage that begins and ends with
+    it, over the same memory: who writes safetensors (accelerate's `save_state`, say) takes slices of one storage for
+    one tensor, and leaves out all but one. Wherever the linear is: an adapter may hold it."""
+    for key in (f"{prefix}{name}" for name in (*module.tensor_names, "bias")):
+        tensor = state.get(key)
+        if type(tensor) is not Tensor or tensor.device.type == "meta":  # keep_vars', or FSDP's
+            continue
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            with torch.cuda.device_of(tensor):  # from_dlpack takes tensors of the current GPU alone
+                state[key] = torch.from_dlpack(tensor.view(torch.uint8)).view(tensor.dtype)
+
+
 def fused_hadamard(rotation: Rotation, activations: ActivationFormat) -> int:
     """The width of this online transform where the quantizer of these activations does it on its way, else 0."""
     fuses = activations.kind == "mxfp4" and rotation.kind == "hadamard" and rotation.block in FUSED
@@ -439,12 +453,17 @@ class _RoundTrip(torch.autograd.Function):
     """x, turned by blocks of `hadamard` columns (0: as it is), quantized and back; the gradient is the transform's,
     straight through the rounding."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activations: ActivationFormat, hadamard: int) -> Tensor:
-        ctx.hadamard = hadamard
+    def forward(x: Tensor, activations: ActivationFormat, hadamard: int) -> Tensor:  # type: ignore[override]
         if activations.kind == "fp8":
             return _round_trip_fp8(x, activations)
         return round_trip_mxfp4(x, activations.scale_rule, hadamard=hadamard)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # type: ignore[override]
+        ctx.hadamard = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

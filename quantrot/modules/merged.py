@@ -34,7 +34,6 @@ class Merging(nn.Module):
         self._merged_of: list[nn.Module] = []
         self._merged_tensors: list[Tensor] = []  # theirs
         self.register_load_state_dict_post_hook(_merge_again)
-        self.register_state_dict_post_hook(_each_in_its_memory)
 
     def linears(self) -> list[nn.Module]:
         return [child(self, name) for name in self.parts]
@@ -120,20 +119,6 @@ def _merge_again(module: Merging, keys: Any = None) -> None:
         if any(piece is None or not _share_memory(piece, getattr(whole, name)) for piece in pieces):
             module.merge()
             return
-
-
-def _each_in_its_memory(module: Merging, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
-    """The parts' tensors in a state dict, each in a storage that begins and ends with it, over the same memory: who
-    writes safetensors (accelerate's `save_state`, say) takes slices of one storage for one tensor, and leaves out all
-    but one."""
-    for name, part in zip(module.parts, module._merged_of, strict=False):
-        if not isinstance(part, QuantizedLinear) or getattr(module, name) is not part:
-            continue
-        for key in (f"{prefix}{name}.{tensor}" for tensor in (*part.tensor_names, "bias")):
-            tensor = state.get(key)
-            if type(tensor) is Tensor and tensor.device.type != "meta":  # not keep_vars', nor FSDP's
-                with torch.cuda.device_of(tensor):  # from_dlpack takes tensors of the current GPU alone
-                    state[key] = torch.from_dlpack(tensor.view(torch.uint8)).view(tensor.dtype)
 
 
 class QuantizedMLP(Merging):

@@ -142,6 +142,13 @@ def test_gradients_of_gradients_are_refused(compiles):
     assert layer.weight.grad is None
 
 
+def test_what_a_training_linear_returns_is_no_view():
+    """fully_shard warns of one, and an in-place operator on it breaks the backward."""
+    x = torch.randn(2, 3, 256, requires_grad=True)
+    y = Fp8TrainingLinear(256, 128, bias=False)(x)
+    assert y.shape == (2, 3, 128) and not y._is_view()
+
+
 def test_an_fp8_linear_can_be_trained_further():
     module, x = linear(), torch.randn(7, 512)
     trained = Fp8TrainingLinear.of(module)

@@ -537,6 +537,34 @@ def test_who_writes_safetensors_finds_every_tensor(tmp_path, kind, bias):
         assert torch.equal(other(ids).logits, llama(ids).logits)
 
 
+class Adapted(nn.Module):
+    """As LoRA's: the linear, and what is learned beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("names", [("q_proj",), ("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")])
+def test_who_writes_safetensors_finds_every_tensor_that_an_adapter_holds(tmp_path, kind, names):
+    llama = model(kind)
+    merge_projections(llama)
+    for layer in llama.model.layers:
+        for name in names:
+            setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
+    state = llama.state_dict()
+    save_model(llama, str(tmp_path / "model.safetensors"))
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), state[name].view(torch.uint8)) for name in state)
+
+
 def test_a_state_dict_leaves_alone_what_is_not_the_merged_parts_own():
     llama = model("mxfp4", bias=True)
     assert merge_projections(llama) == 4

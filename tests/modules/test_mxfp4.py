@@ -50,6 +50,15 @@ def test_packed_is_the_dequantized_product(monkeypatch, activations, shape):
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("activations", [NONE, TOKEN, MXFP4], ids=lambda a: a.kind)
+def test_vmap_is_one_after_another(activations):
+    module, x = linear(activations), torch.randn(3, 4, 256, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(torch.vmap(module)(x), torch.stack([module(each) for each in x]))
+    x.requires_grad_()
+    (given,) = torch.autograd.grad(module(x).square().sum(), x)
+    torch.testing.assert_close(torch.func.grad(lambda t: module(t).square().sum())(x.detach()), given)
+
+
 @pytest.mark.parametrize(
     ("rotation", "fused"),
     [
