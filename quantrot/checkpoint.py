@@ -5,6 +5,7 @@ resident set: a conversion's memory is then what it allocates. Headers are check
 is used. Format: https://github.com/huggingface/safetensors (8-byte little-endian header size, JSON, data).
 """
 
+import codecs
 import errno
 import hashlib
 import json
@@ -98,7 +99,10 @@ def open_checkpoint(root: Path) -> Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or a ValueError that names the file."""
     try:
-        data = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        if text.startswith(codecs.BOM_UTF8):
+            raise ValueError("it begins with a byte order mark, which transformers does not read; save it without one")
+        data = json.loads(text)
     except FileNotFoundError:
         raise ValueError(f"{path}: missing; a Hugging Face checkpoint directory has a {path.name}") from None
     except (ValueError, RecursionError) as error:

@@ -312,7 +312,7 @@ def load_recipe(recipe: RecipeLike, file: str = "recipe") -> Recipe:
         path = SHIPPED / f"{text}.yaml"
     else:
         path = Path(os.path.expanduser(text))
-        if not path.is_file():
+        if path.is_dir() or not path.exists():  # a pipe is read
             raise ValueError(
                 f"recipe {text!r} is neither a file nor a shipped recipe"
                 f"{did_you_mean(text, shipped_recipes())}; shipped: {', '.join(shipped_recipes())}"

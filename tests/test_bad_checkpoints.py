@@ -51,6 +51,7 @@ BROKEN = [
     # config.json
     ("config-missing", remove("config.json"), r"config\.json: missing; a Hugging Face checkpoint directory has a config\.json$"),
     ("config-empty", config_bytes(b""), r"config\.json: not valid JSON: Expecting value"),
+    ("config-byte-order-mark", config_bytes(b'\xef\xbb\xbf{"model_type": "llama"}'), r"config\.json: not valid JSON: it begins with a byte order mark"),
     ("config-cut-off", config_bytes(b'{"model_type": "lla'), r"config\.json: not valid JSON: Unterminated string"),
     ("config-not-utf8", config_bytes(b'{"model_type": "\xff"}'), r"config\.json: not valid JSON: .*can't decode"),
     ("config-nested-deeply", config_bytes(b"[" * 100_000), r"config\.json: not valid JSON: .*recursion"),

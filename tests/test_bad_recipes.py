@@ -1,12 +1,14 @@
 """Malformed recipes: each is a ValueError that says where, what and what is allowed."""
 # ruff: noqa: E501 (one case a line)
 
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 import pytest
 
-from quantrot.recipe import MAX_BYTES, REQUIRED, Int8Weights, load_recipe, parse_recipe
+from quantrot.recipe import MAX_BYTES, REQUIRED, SHIPPED, Int8Weights, load_recipe, parse_recipe
 
 HEAD = b"description: x\n"
 RULE = b"linear:\n  - match: down_proj\n"
@@ -191,6 +193,15 @@ def test_what_a_missing_field_may_be_is_taken():
             given = {"format": "int8" if name == "group" else "fp8", name: shown}
             weights = {"weights": {"format": "fp8", "block": "channel"}}
             load_recipe({"linear": [{"match": "*", **weights, where: given}]})
+
+
+def test_a_recipe_comes_through_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "recipe")
+    text = (SHIPPED / "fp8-block.yaml").read_bytes()
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit((tmp_path / "recipe").write_bytes, text)
+        assert load_recipe(tmp_path / "recipe").description == load_recipe("fp8-block").description
+        writing.result()
 
 
 def test_directory_is_no_recipe(tmp_path):
