@@ -312,14 +312,17 @@ def load_recipe(recipe: RecipeLike, file: str = "recipe") -> Recipe:
         path = SHIPPED / f"{text}.yaml"
     else:
         path = Path(os.path.expanduser(text))
-        if path.is_dir() or not path.exists():  # a pipe is read
+        if path.is_dir() or not path.exists():
             raise ValueError(
                 f"recipe {text!r} is neither a file nor a shipped recipe"
                 f"{did_you_mean(text, shipped_recipes())}; shipped: {', '.join(shipped_recipes())}"
             )
-    if path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes; a recipe has at most {MAX_BYTES}")
-    return parse_recipe(path.read_bytes(), str(path), path.stem)
+    with path.open("rb") as stream:  # a pipe has no size
+        read = stream.read(MAX_BYTES + 1)
+    if len(read) > MAX_BYTES:
+        size = max(path.stat().st_size, len(read))
+        raise ValueError(f"{path}: {size} bytes; a recipe has at most {MAX_BYTES}")
+    return parse_recipe(read, str(path), path.stem)
 
 
 def parse_recipe(text: bytes, file: str = "recipe", name: str = "recipe") -> Recipe:

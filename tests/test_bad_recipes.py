@@ -200,7 +200,11 @@ def test_a_recipe_comes_through_a_pipe(tmp_path):
     text = (SHIPPED / "fp8-block.yaml").read_bytes()
     with ThreadPoolExecutor(1) as thread:
         writing = thread.submit((tmp_path / "recipe").write_bytes, text)
-        assert load_recipe(tmp_path / "recipe").description == load_recipe("fp8-block").description
+        assert load_recipe(tmp_path / "recipe").model_dump() == load_recipe("fp8-block").model_dump()
+        writing.result()
+        writing = thread.submit((tmp_path / "recipe").write_bytes, b" " * (MAX_BYTES + 1))
+        with pytest.raises(ValueError, match=f"recipe: {MAX_BYTES + 1} bytes; a recipe has at most {MAX_BYTES}"):
+            load_recipe(tmp_path / "recipe")
         writing.result()
 
 

@@ -29,8 +29,8 @@ class FusedLayer:
     sum does."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        parts = attention, mlp, before, between = [child(self, name) for name in PARTS]  # type: ignore[arg-type]
-        if not args and fuses(hidden_states, *parts):
+        attention, mlp, before, between = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
+        if not args and self.fuses(hidden_states):
             hidden_states, _ = attention(hidden_states, norm=before, residual=hidden_states, **kwargs)
             return mlp(hidden_states, norm=between, residual=hidden_states)
         if args or (first := normed(before, hidden_states)) is None:
@@ -44,31 +44,30 @@ class FusedLayer:
     def fuses(self, x: Tensor) -> bool:
         """Whether each linear's kernel runs what is before and behind it, of the layer as it is now, for x's dtype and
         device, and so many tokens."""
-        return fuses(x, *(child(self, name) for name in PARTS))  # type: ignore[arg-type]
+        if exporting():
+            return False
+        attention, mlp, *norms = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
+        tokens = math.prod(x.shape[:-1])
+        if not (isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)):
+            return False
 
+        def fuse(*linears: Any) -> bool:
+            return all(
+                isinstance(each, QuantizedLinear) and not hooked(each) and each.fuses(x.device, tokens)
+                for each in linears
+            )
 
-def fuses(x: Tensor, attention: Any, mlp: Any, *norms: nn.Module) -> bool:
-    """FusedLayer.fuses of a layer of these parts."""
-    if exporting() or not (isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)):
-        return False
-    tokens, device = math.prod(x.shape[:-1]), x.device
-
-    def fuse(*linears: Any) -> bool:
-        return all(
-            isinstance(each, QuantizedLinear) and not hooked(each) and each.fuses(device, tokens) for each in linears
-        )
-
-    if not fuse(child(attention, "o_proj"), child(mlp, "down_proj")):  # the cheapest to ask, and prompts end here
-        return False
-    if autocast_dtype(x) != x.dtype:  # each linear would cast
-        return False
-    if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
-        return False
-    if not all(is_rms_norm(norm, x.dtype) for norm in norms):
-        return False
-    if not is_silu(mlp.act_fn) or x.dtype not in (torch.bfloat16, torch.float16) or torch.is_grad_enabled():
-        return False
-    return fuse(attention.current(), mlp.current())
+        if not fuse(child(attention, "o_proj"), child(mlp, "down_proj")):  # the cheapest to ask, and prompts end here
+            return False
+        if autocast_dtype(x) != x.dtype:  # each linear would cast
+            return False
+        if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
+            return False
+        if not all(is_rms_norm(norm, x.dtype) for norm in norms):
+            return False
+        if not is_silu(mlp.act_fn) or x.dtype not in (torch.bfloat16, torch.float16) or torch.is_grad_enabled():
+            return False
+        return fuse(attention.current(), mlp.current())
 
 
 def normed(norm: nn.Module, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor] | None:

@@ -36,10 +36,15 @@ class Mxfp4Linear(QuantizedLinear):
         return mxfp4_gemm(x, self.weight_packed, self.weight_scale, self.bias, **options)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
-        options, turns = self._options(), bool(self.online_name) and not self.fused_hadamard()
-        if self._decoded is not None or turns or options["activations"] != "mxfp4" or not self.runs_packed(x.device):
+        options = self._options()
+        apart = self._decoded is not None or self._turns_apart() or options["activations"] != "mxfp4"
+        if apart or not self.runs_packed(x.device):
             return super().multiply_gated(x)
         return mxfp4_gemm(x, self.weight_packed, self.weight_scale, self.bias, gated=True, **options)
+
+    def _turns_apart(self) -> bool:
+        """Whether its input is turned by a kernel of its own."""
+        return bool(self.online_name) and not self.fused_hadamard()
 
     def _options(self) -> dict[str, Any]:
         activations = self.format.activations
@@ -51,8 +56,7 @@ class Mxfp4Linear(QuantizedLinear):
         }
 
     def fuses(self, device: torch.device, tokens: int) -> bool:
-        turns = bool(self.online_name) and not self.fused_hadamard()
-        if self._decoded is not None or self.bias is not None or turns:
+        if self._decoded is not None or self.bias is not None or self._turns_apart():
             return False
         return self.runs_packed(device) and has_fused(tokens, self.out_features, self.in_features, device)
 

@@ -358,7 +358,7 @@ def test_every_kernel_compiles_for_sm_90a_without_spills(name, compiled_cuda):
 
 @gpu
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("rows", "width"), [(5, 128), (1000, 1408), (300, 14336)])
+@pytest.mark.parametrize(("rows", "width"), [(5, 128), (40, 1408), (9, 14336), (1000, 1408), (300, 14336)])
 def test_on_the_gpu(name, rows, width):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")

@@ -48,7 +48,7 @@ __device__ __forceinline__ void quantize_few(const QuantizeArgs& args) {
   for (int i = 0; i < UNITS; i++) {
     const int shift = exponents[i] - top + TOP;
     const float factor = fine_factor<RULE>(exponents[i], args.root);
-    const u32 scale = finite[i] ? half_power(max(shift, -14)) : 0x7FFF7FFFu;  // from -13 on all are zero
+    const u32 unit = window_unit(shift, finite[i]);
     const u32 group = unit_of(i) / 4, part = unit_of(i) % 4;
     const i64 number = row * row_groups + group;
     const auto rounded = [&](int first, int second) {
@@ -62,8 +62,7 @@ __device__ __forceinline__ void quantize_few(const QuantizeArgs& args) {
       for (int w = 0; w < 2; w++) {
         u32 e[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++)
-          e[h] = half_to_e4m3(times_half(times_half(rounded(w * 4 + 2 * h, w * 4 + 2 * h + 1) & 0x8E008E00u, half_power(14)), scale));
+        for (int h = 0; h < 2; h++) e[h] = codes_to_e4m3(rounded(w * 4 + 2 * h, w * 4 + 2 * h + 1), unit);
         to[w * 4] = e[0] | e[1] << 16;
       }
     }

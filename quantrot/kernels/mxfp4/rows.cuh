@@ -383,6 +383,14 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
 
 constexpr int TOP = 6, WINDOW = 15, LEAST_TOP = -120;
 
+// What a group's codes are multiplied by, twice, as float16: from -13 on all are zero; NaN.
+__device__ __forceinline__ u32 window_unit(int shift, bool finite) { return finite ? half_power(max(shift, -14)) : 0x7FFF7FFFu; }
+
+// Two elements, rounded, times such a unit.
+__device__ __forceinline__ u32 codes_to_e4m3(u32 rounded, u32 unit) {
+  return half_to_e4m3(times_half(times_half(rounded & 0x8E008E00u, half_power(14)), unit));
+}
+
 // A thread block a row at a time. Where a group lies below e4m3's window (or is zero) the packed row is written too. The kernel
 // after this one may start when its blocks have: see `expand`. ARRANGED: the words of 128 columns as batch.cuh reads them, word
 // w of group q at 4 w + q. GATED: a row of x is gate and up side by side, and what is quantized silu(gate) * up.
@@ -434,7 +442,7 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
     const int bottom = warp_max(lane < warps ? set[warps + lane] : -127);
     const int shift = exponent.value - top + TOP;
     const float factor = fine_factor<RULE>(exponent.value, args.root);
-    const u32 unit = exponent.finite ? half_power(max(shift, -14)) : 0x7FFF7FFFu;  // from -13 on all are zero
+    const u32 unit = window_unit(shift, exponent.finite);
     const i64 group = row * row_groups + mine + lane;
     u32 words[8];
 #pragma unroll
@@ -444,7 +452,7 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
       for (int i = 0; i < 2; i++) {
         u32 p = Fp16::pack(__fmul_rn(x.v[w * 4 + 2 * i], factor), __fmul_rn(x.v[w * 4 + 2 * i + 1], factor));
         if constexpr (clamps<RULE>()) p = clamp_half(p, SIX);
-        e[i] = half_to_e4m3(times_half(times_half(to_nearest(p) & 0x8E008E00u, half_power(14)), unit));
+        e[i] = codes_to_e4m3(to_nearest(p), unit);
       }
       words[w] = e[0] | e[1] << 16;
     }
@@ -487,7 +495,7 @@ struct ExpandArgs {
 // Sixteen codes. A group's eight magnitudes are two words of bytes, from which codes pick theirs.
 __device__ __forceinline__ Words expand_codes(u64 codes, u32 byte, int top) {
   const bool finite = byte != 255;
-  const u32 unit = finite ? half_power(max((int)byte - 127 - top + TOP, -14)) : 0x7FFF7FFFu;  // from -13 on all are zero
+  const u32 unit = window_unit((int)byte - 127 - top + TOP, finite);
   const auto two = [&](u32 halves) { return half_to_e4m3(times_half(halves, unit)); };
   const u32 low = two(0x38000000u) | two(0x3E003C00u) << 16, high = two(0x42004000u) | two(0x46004400u) << 16;
   u32 e4m3[4];
