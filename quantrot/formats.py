@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantrot.checkpoint import DTYPES
+from quantrot.kernels import halves
 from quantrot.kernels.fp8 import dequantize_fp8_block, quantize_fp8_block
 from quantrot.kernels.fp8.reference import E4M3
 from quantrot.kernels.mixed import dequantize_int8, pack_int8, quantize_int8, unpack_int8
@@ -112,7 +113,7 @@ def stored_tensors(
     if weights.kind == "mxfp4":
         return [("weight_packed", "U8", (n, k // 2)), ("weight_scale", "U8", (n, k // GROUP))]
     if weights.kind == "int8":
-        groups = k // (weights.block[1] or k)
+        groups = k // _group(weights, k)
         return [("weight_packed", "I32", (n, -(-k // 4))), ("weight_scale", "BF16", (n, groups))]
     scale = (n, 1) if weights.block == (1, 0) else (n // STORED_BLOCK, k // STORED_BLOCK)
     return [("weight", "F8_E4M3", (n, k)), ("weight_scale_inv" if native_fp8 else "weight_scale", "F32", scale)]
@@ -155,6 +156,30 @@ def dequantize(weights: WeightFormat, stored: list[Tensor], in_features: int, dt
     if weights.kind == "int8":
         return dequantize_int8(unpack_int8(data, in_features), scale, dtype)
     return dequantize_fp8_block(data, scale, stored_block(weights), dtype)
+
+
+def has_halves(weights: WeightFormat, out_features: int, in_features: int) -> bool:
+    """Whether `halves` of such a weight multiply few tokens fast on this machine's CPU."""
+    return weights.kind != "fp8" and halves.has_halves(out_features, in_features, _group(weights, in_features))
+
+
+def halves_bytes(weights: WeightFormat, out_features: int, in_features: int) -> int:
+    """What they take."""
+    return halves.halves_bytes(out_features, in_features, _group(weights, in_features))
+
+
+def halve(weights: WeightFormat, stored: list[Tensor], in_features: int) -> tuple[Tensor, Tensor] | None:
+    """What `kernels.halves` multiplies by, of a weight's tensors on disk, or None."""
+    data, scale = stored
+    if weights.kind == "mxfp4":  # whose values are multiples of a half
+        doubled = dequantize_mxfp4(data, torch.full_like(scale, 128), torch.bfloat16)
+        return halves.halve(doubled.to(torch.int8), scale_value(scale) / 2)
+    return halves.halve(unpack_int8(data, in_features), scale.float())
+
+
+def _group(weights: WeightFormat, in_features: int) -> int:
+    """How many columns share a scale, of weights that are no fp8."""
+    return GROUP if weights.kind == "mxfp4" else weights.block[1] or in_features
 
 
 def stored_block(weights: WeightFormat) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from quantrot import engines
+from quantrot import engines, formats
 from quantrot.checkpoint import DTYPES, INDEX, SINGLE, open_checkpoint, read_json, resolved
 from quantrot.device import known_device
 from quantrot.llama import EMBEDDING, HEAD
@@ -38,6 +38,7 @@ from quantrot.modules import (
     RotatedLinear,
     fuse_layer,
 )
+from quantrot.modules.merged import Merging
 from quantrot.modules.sdpa import leave_masks_out
 from quantrot.process import counted
 from quantrot.source import open_source
@@ -96,10 +97,13 @@ def load(
             layer.self_attn.center_keys(model.model.rotary_emb)
     if (root / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(root)
+    halves = False
     if len(set(map(str, placed.values()))) == 1:
-        _decode_where_memory_allows(model)
+        halves = _decode_where_memory_allows(model)
     if merge:
         merge_projections(model)
+    if halves:
+        _halve(model)
     leave_masks_out(model)
     model._ddp_params_and_buffers_to_ignore = _StoredNames(model._modules)
     for each in (model, model.model):
@@ -421,19 +425,37 @@ def merge_projections(model: Any) -> int:
     return count
 
 
-def _decode_where_memory_allows(model: nn.Module) -> None:
+def _decode_where_memory_allows(model: nn.Module) -> bool:
     """Keep dequantized weights if half of the device's free memory holds them all: a forward then only multiplies.
 
-    Not of linears whose kernels read the stored tensors.
+    Not of linears whose kernels read the stored tensors. Returns whether `_halve` may keep, within the same half, what
+    a few bfloat16 tokens are multiplied by on a CPU; it comes first where there is no room for both.
     """
     device = next(model.parameters()).device
     quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear) and not m.runs_packed(device)]
     if not quantized:
-        return
+        return False
     wide = (p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16, torch.float32))
     dtype = next(wide, torch.float32)
-    needed = sum(m.in_features * m.out_features for m in quantized) * dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if needed <= DECODE_FRACTION * free:
+    room = DECODE_FRACTION * free
+    narrow = 0
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        shapes = [(m.format.weights, m.out_features, m.in_features) for m in quantized]
+        narrow = sum(formats.halves_bytes(*shape) for shape in shapes if formats.has_halves(*shape))
+    if not 0 < narrow <= room:
+        narrow = 0
+    if narrow + sum(m.in_features * m.out_features for m in quantized) * dtype.itemsize <= room:
         for module in quantized:
             module.decode(dtype)
+    return narrow > 0
+
+
+def _halve(model: nn.Module) -> None:
+    merged = [m for m in model.modules() if isinstance(m, Merging) and m.merged is not None]
+    done: set[Any] = {linear for m in merged for linear in (m.merged, *m.linears())}
+    for each in merged:
+        each.halve()
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear) and module not in done:
+            module.halve()

@@ -23,8 +23,11 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from quantrot import convert, load, verify
 from quantrot.checkpoint import INDEX
+from quantrot.kernels.halves import halves_gemm
 from quantrot.load import open_model
 from quantrot.modules import Fp8Linear, Fp8TrainingLinear, Int8Linear, Mxfp4Linear, QuantizedLinear, RotatedLinear
+from quantrot.modules.attention import QuantizedAttention
+from quantrot.modules.merged import QuantizedMLP
 
 IDS = torch.arange(2, 26).view(2, 12)  # without 0, which generate would take for padding
 
@@ -108,14 +111,58 @@ def test_decoding_ahead_changes_nothing(converted):
         assert torch.equal(model(IDS).logits, ahead)
 
 
-@pytest.mark.parametrize("enough", [False, True])
-def test_decoded_weights_take_half_of_the_free_memory_at_most(converted, monkeypatch, enough):
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX512"])
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("enough", range(5))
+def test_what_is_kept_of_weights_takes_half_of_the_free_memory_at_most(
+    converted, monkeypatch, capability, merge, enough
+):
+    """Where there is no room for both, halves come before a decoded weight."""
     numbers = 2 * (4 * 128 * 128 + 3 * 128 * 256)
-    free = SimpleNamespace(available=2 * 2 * numbers - (not enough))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    limits = [numbers * 5 // 4, 2 * numbers, numbers * 13 // 4]
+    free = SimpleNamespace(available=2 * [limits[0] - 1, limits[0], limits[1], limits[2] - 1, limits[2]][enough])
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    model = load(converted, device_map="cpu", merge=False)
-    linears = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
-    assert len(linears) == 14 and all((m._decoded is not None) == enough for m in linears)
+    model = load(converted, device_map="cpu", merge=merge)
+    fast = capability != "DEFAULT"
+    dense, halved = (enough == 4, enough >= 1) if fast else (enough >= 2, False)
+    modules = list(model.modules())
+    wholes = [m.merged for m in modules if isinstance(m, QuantizedMLP | QuantizedAttention)]
+    linears = [m for m in modules if isinstance(m, QuantizedLinear)]
+    assert len(linears) == 14 + 4 * merge and all((m._decoded is not None) == dense for m in linears)
+    parts = [m for m in linears if not m._apart]
+    assert len(wholes) == 4 * merge and len(parts) == 10 * merge and all(m._halves is None for m in parts)
+    assert all((m._halves is not None) == halved for m in linears if m._apart)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", ["int8-weight-only", "mxfp4-weight-only", "mxfp4-w4a8", "hadamard-mxfp4"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_few_tokens_are_multiplied_by_halves(source, tmp_path, monkeypatch, recipe, dense):
+    """Of a bfloat16 model on a CPU: as near to float32's logits as a decoded weight's are."""
+    monkeypatch.setattr("quantrot.kernels.halves.CAPABILITIES", (torch.backends.cpu.get_cpu_capability(),))
+    out = convert(source, recipe, tmp_path / "out").out
+    exact = load(out, device_map="cpu", dtype="float32")(IDS[:1, :3]).logits
+    model = load(out, device_map="cpu", dtype="bfloat16")
+    halved = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m._halves is not None]
+    assert len(halved) == 8
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear) and not dense:
+            module._decoded = None
+    calls = []
+    monkeypatch.setattr(
+        "quantrot.modules.linear.halves_gemm", lambda x, *rest: calls.append(x) or halves_gemm(x, *rest)
+    )
+    few = model(IDS[:1, :3]).logits.float()
+    assert len(calls) == 8
+    long = IDS[:1].repeat(1, 9)[:, : 5 if dense else 65]
+    model(long)
+    assert len(calls) == 8
+    for module in halved:
+        module._halves = None
+    wide = model(IDS[:1, :3]).logits.float()
+    assert len(calls) == 8
+    assert (few - exact).norm() <= 1.5 * (wide - exact).norm()
 
 
 @pytest.fixture

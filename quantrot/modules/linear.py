@@ -17,8 +17,10 @@ from quantrot.kernels.between import try_gate
 from quantrot.kernels.fp8.reference import gate
 from quantrot.kernels.fp8.round_trip import round_trip_fp8
 from quantrot.kernels.hadamard import hadamard_transform
+from quantrot.kernels.halves import FEW, FEW_ALONE, halves_gemm
 from quantrot.kernels.mxfp4 import round_trip_mxfp4
 from quantrot.kernels.mxfp4.operators import FUSED
+from quantrot.kernels.operators import eager_inference
 from quantrot.rotation import Rotation, signs
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -150,8 +152,9 @@ class QuantizedLinear(nn.Module):
         self.tensor_names: list[str] = []
         self.tensor_dtypes: list[torch.dtype] = []
         self._decoded: Tensor | None = None
-        self._decoded_from: list[Tensor] = []
-        self._decoded_at: list[int] = []
+        self._halves: tuple[Tensor, Tensor] | None = None
+        self._kept_from: list[Tensor] = []  # what both are made of
+        self._kept_at: list[int] = []
         for suffix, stored, shape in formats.stored_tensors(fmt.weights, out_features, in_features, native_fp8):
             self.register_parameter(suffix, nn.Parameter(torch.empty(shape, dtype=DTYPES[stored]), requires_grad=False))
             self.tensor_names.append(suffix)
@@ -168,7 +171,7 @@ class QuantizedLinear(nn.Module):
         super().register_parameter(name, param)
         self._apart = True
         if name in self.tensor_names:
-            self._decoded = None
+            self._decoded = self._halves = None
 
     def hold(self, name: str, tensor: Tensor) -> None:
         """Make it an attribute that neither state_dict nor parameters() lists. A Parameter all the same: sizes of other
@@ -229,26 +232,45 @@ class QuantizedLinear(nn.Module):
             self._apart = True
         else:
             kept.copy_(weight)  # which may be a slice of a merged linear's
-        self.decoded_from(self.stored())
+        self.kept_from(self.stored())
+        if self._halves is not None:
+            self.halve()
 
-    def decoded_from(self, tensors: list[Tensor]) -> None:
-        """Remember what the kept weight was made of."""
-        self._decoded_from, self._decoded_at = tensors, versions(tensors)
+    def halve(self) -> None:
+        """Keep what a few bfloat16 tokens are multiplied by on a CPU (`kernels.halves`), if there is a product for this
+        weight; as long and as current as a decoded weight."""
+        made = None
+        if formats.has_halves(self.format.weights, self.out_features, self.in_features):
+            made = formats.halve(self.format.weights, self.uncast(), self.in_features)
+        self._halves = made and (nn.Parameter(made[0], requires_grad=False), nn.Parameter(made[1], requires_grad=False))
+        if self._decoded is None:
+            self.kept_from(self.stored())
+
+    def kept_from(self, tensors: list[Tensor]) -> None:
+        """Remember what is kept was made of."""
+        self._kept_from, self._kept_at = tensors, versions(tensors)
 
     def decoded(self) -> Tensor | None:
-        """The weight that was kept, if it was decoded from the tensors that are here now. Other parameters than those,
-        which accelerate and FSDP put here where no assignment is seen, end it; where these were written in place, other
-        than through their `data`, it is decoded anew. Compiled code does not look."""
-        if self._decoded is None or torch.compiler.is_compiling():
-            return self._decoded
+        """The weight that was kept, if it was decoded from the tensors that are here now."""
+        return self._decoded if self._decoded is not None and self.up_to_date() else None
+
+    def up_to_date(self) -> bool:
+        """Whether what is kept was made of the tensors that are here now. Other parameters than those, which accelerate
+        and FSDP put here where no assignment is seen, end it; where these were written in place, other than through
+        their `data`, it is made anew. Compiled code does not look."""
+        if torch.compiler.is_compiling():
+            return True
         now = self.stored()
-        if replaced(now, self._decoded_from):
+        if replaced(now, self._kept_from):
             if all(isinstance(tensor, nn.Parameter) for tensor in now):  # or they are functional_call's, for a while
-                self._decoded = None
-            return None
-        if versions(now) != self._decoded_at:
-            self.decode(self._decoded.dtype)
-        return self._decoded
+                self._decoded = self._halves = None
+            return False
+        if versions(now) != self._kept_at:
+            if self._decoded is None:
+                self.halve()
+            else:
+                self.decode(self._decoded.dtype)
+        return True
 
     def turned(self, x: Tensor) -> Tensor:
         """x after the online rotation, or x."""
@@ -266,6 +288,23 @@ class QuantizedLinear(nn.Module):
         with torch.autocast(x.device.type, enabled=False) if widened else nullcontext():
             y = F.linear(operand, weight.to(operand.dtype), bias if bias is None else bias.to(operand.dtype))
         return y.to(x.dtype)
+
+    def _takes_halves(self, x: Tensor) -> bool:
+        """Whether x is few enough tokens for a product by halves, which has no derivative."""
+        few = FEW if self._decoded is not None else FEW_ALONE
+        if torch.compiler.is_exporting() or x.dtype != torch.bfloat16:  # a program for any number of tokens
+            return False
+        if not 0 < x.numel() <= few * self.in_features:
+            return False
+        if torch.compiler.is_compiling():
+            return not (x.requires_grad and torch.is_grad_enabled())
+        return eager_inference(x)
+
+    def multiply_halves(self, x: Tensor) -> Tensor:
+        """The product by what `halve` kept, in bfloat16."""
+        assert self._halves is not None
+        y = halves_gemm(self.operand(x), *self._halves)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def operand(self, x: Tensor) -> Tensor:
         """x [..., in_features], turned and quantized, as the product sees it, in x's dtype; MXFP4 of float16 in
@@ -324,7 +363,10 @@ class QuantizedLinear(nn.Module):
         if x.dtype not in (*FLOATS, torch.float64):  # the last of which formats with wide activations take
             raise ValueError(f"x: {x.dtype}; allowed: {', '.join(map(str, FLOATS))}; convert it")
         x = as_autocast(x)
-        decoded = self.decoded()
+        kept = (self._decoded is not None or self._halves is not None) and self.up_to_date()
+        if kept and self._halves is not None and self._takes_halves(x):
+            return self.multiply_halves(x)
+        decoded = self._decoded if kept else None
         if decoded is None or decoded.dtype not in (x.dtype, torch.float32):  # a narrower one has lost bits
             return self.multiply(x)
         return self.multiply_wide(x, decoded.to(x.dtype))
@@ -333,7 +375,8 @@ class QuantizedLinear(nn.Module):
         """Stored tensors are moved but never cast: what `model.to(torch.float16)` means is the rest of the model.
 
         As bytes they are none of the floating-point tensors that a cast looks for, and `type`, which casts everything,
-        only moves them. A weight that was decoded is decoded anew, where it is now and in the dtype of now.
+        only moves them. A weight that was decoded is decoded anew, where it is now and in the dtype of now; halved
+        anew, while it is a CPU's and bfloat16's.
         """
 
         def keep(tensor: Tensor) -> Tensor:
@@ -341,6 +384,7 @@ class QuantizedLinear(nn.Module):
             return made if tensor.dtype != torch.uint8 or made.dtype == torch.uint8 else tensor.to(made.device)
 
         wide, self._decoded = None if self._decoded is None else fn(self._decoded[:0]).dtype, None
+        halved, self._halves = self._halves is not None and halves_stay(fn), None
         self._apart = True
         stored = {name: getattr(self, name).dtype for name in self.tensor_names}
         for name in stored:
@@ -352,6 +396,8 @@ class QuantizedLinear(nn.Module):
                 getattr(self, name).data = getattr(self, name).data.view(dtype)
         if wide is not None and not self.runs_packed(self.stored()[0].device):
             self.decode(wide if wide in (torch.bfloat16, torch.float16) else torch.float32)
+        if halved:
+            self.halve()
         return self
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
@@ -363,12 +409,14 @@ class QuantizedLinear(nn.Module):
                 "it is, or convert the weights first"
             )
             return
-        decoded = self.decoded()  # which assigning ends
+        decoded, halved = self.decoded(), self._halves is not None  # which assigning ends
         super()._load_from_state_dict(state, prefix, metadata, *rest)
         self._apart = self._apart or bool(metadata.get("assign_to_params_buffers"))
         loaded = any(prefix + name in state for name in self.tensor_names)  # of a merged linear the parts' are
         if decoded is not None and loaded:
             self.decode(decoded.dtype)
+        if halved and loaded:
+            self.halve()
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {formats.label(self.format)}"
@@ -391,6 +439,12 @@ def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor
     narrow = tensor.to(dtype)
     return narrow if torch.equal(narrow.float(), tensor) else tensor
+
+
+def halves_stay(fn: Callable[[Tensor], Tensor]) -> bool:
+    """Whether what `nn.Module._apply` does to its tensors leaves bfloat16's on a CPU."""
+    made = fn(torch.empty(0, dtype=torch.bfloat16))
+    return made.dtype == torch.bfloat16 and made.device.type == "cpu"
 
 
 def sharded(weight: Tensor) -> str:
@@ -439,12 +493,14 @@ def quantize_dequantize(
     """
     if activations.kind == "none":
         return x
-    if activations.kind == "mxfp4" or passes_fp8:
+    if (activations.kind == "mxfp4" or passes_fp8) and not eager_inference(x):  # a Function takes 28 us to call
         return _RoundTrip.apply(x, activations, hadamard)
-    return _round_trip_fp8(x, activations)
+    return _round_trip(x, activations, hadamard)
 
 
-def _round_trip_fp8(x: Tensor, activations: ActivationFormat) -> Tensor:
+def _round_trip(x: Tensor, activations: ActivationFormat, hadamard: int) -> Tensor:
+    if activations.kind == "mxfp4":
+        return round_trip_mxfp4(x, activations.scale_rule, hadamard=hadamard)
     flat = x.reshape(-1, x.shape[-1])
     return round_trip_fp8(flat, activations.block, activations.scale_rule).view(x.shape)
 
@@ -457,9 +513,7 @@ class _RoundTrip(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, activations: ActivationFormat, hadamard: int) -> Tensor:  # type: ignore[override]
-        if activations.kind == "fp8":
-            return _round_trip_fp8(x, activations)
-        return round_trip_mxfp4(x, activations.scale_rule, hadamard=hadamard)
+        return _round_trip(x, activations, hadamard)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # type: ignore[override]

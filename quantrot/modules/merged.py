@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from quantrot import formats
-from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, child, hooked, replaced, watched
+from quantrot.modules.linear import (
+    OnlineHadamard,
+    QuantizedLinear,
+    child,
+    halves_stay,
+    hooked,
+    replaced,
+    versions,
+    watched,
+)
 
 # transformers' names; all are kernels.fp8.reference.rms_norm
 RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
@@ -33,6 +42,7 @@ class Merging(nn.Module):
         self.merged: QuantizedLinear | None = None
         self._merged_of: list[nn.Module] = []
         self._merged_tensors: list[Tensor] = []  # theirs
+        self._halved_at: list[int] = []
         self.register_load_state_dict_post_hook(_merge_again)
 
     def linears(self) -> list[nn.Module]:
@@ -40,11 +50,24 @@ class Merging(nn.Module):
 
     def merge(self) -> bool:
         """Make one product of them if they differ in out_features only; whether they are one now."""
+        before = [each for each in (self.merged, *self.linears()) if isinstance(each, QuantizedLinear)]
+        halved = any(each._halves is not None for each in before)
         self.merged, self._merged_of = joined(self.linears()), self.linears()
         self._merged_tensors = _tensors(self._merged_of) if self.merged else []
+        if halved and self.merged is not None:
+            self.halve()
         for device in {tensor.device for tensor in self.merged.stored() if tensor.is_cuda} if self.merged else ():
             torch.cuda.synchronize(device)  # a product may read its weight before the kernel before it has ended
         return self.merged is not None
+
+    def halve(self) -> None:
+        """QuantizedLinear.halve of what is merged; its parts have none, should they run apart."""
+        merged, parts = self.merged, [part for part in self._merged_of if isinstance(part, QuantizedLinear)]
+        assert merged is not None
+        merged.halve()
+        self._halved_at = versions(self._merged_tensors)
+        for part in parts:
+            part._halves = None
 
     def outputs(self, x: Tensor, norm: nn.Module | None = None) -> Sequence[Tensor]:
         """What each linear makes of x [..., in_features], in their order; merged, slices of one tensor. norm: of x
@@ -75,15 +98,17 @@ class Merging(nn.Module):
                 if all(isinstance(tensor, nn.Parameter) for tensor in tensors):
                     self.merged = None
                 return None
+            if self.merged._halves is not None and versions(tensors) != self._halved_at:
+                self.halve()  # the whole's own tensors do not count what is written into a part's
         bias = self.merged.bias
         return None if bias is not None and any(_alone(part.bias, bias) for part in parts) else self.merged
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Merging":
         """Moved or cast, each tensor gets memory of its own: they are merged again."""
-        again, self.merged = self.merged is not None, None
+        whole, self.merged = self.merged, None
         super()._apply(fn, recurse)
-        if again:
-            self.merge()
+        if whole is not None and self.merge() and whole._halves is not None and halves_stay(fn):
+            self.halve()
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -188,7 +213,7 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
         whole.hold("_decoded", memory)
         for part, piece in zip(alike, pieces, strict=True):
             part._decoded = piece
-        whole.decoded_from([getattr(whole, name) for name in first.tensor_names])
+        whole.kept_from([getattr(whole, name) for name in first.tensor_names])
     for part in alike:
         part._apart = False
     whole.tensor_names = first.tensor_names

@@ -72,7 +72,7 @@ def unpack_int8(packed: Tensor, columns: int) -> Tensor:
         raise ValueError(
             f"packed: {packed.dtype} {list(packed.shape)}; {columns} columns need torch.int32, four a word"
         )
-    return (packed.contiguous().view(torch.uint8)[..., :columns].to(torch.int16) - 128).to(torch.int8)
+    return (packed.contiguous().view(torch.uint8)[..., :columns] ^ 128).view(torch.int8)  # that is: less 128
 
 
 # --- The product -----------------------------------------------------------------------------------------------------
