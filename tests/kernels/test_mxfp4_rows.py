@@ -136,7 +136,7 @@ def data(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
     x[0] = torch.randint(-12, 13, (width,), generator=generator) / 2  # ties
     x[1, :32] = 0
     x[2, -32:] *= 2.0**-20
-    x[2, 40] = float("nan")
+    x[2, min(40, width - 1)] = float("nan")
     if rows > 6:  # 15 exponents less, the first below the window, and 14
         x[5] = x[5, :32].repeat(width // 32)
         x[5, -32:] *= 2.0**-15
