@@ -107,6 +107,10 @@ def quantizers() -> list[tuple[str, dict[str, Any], float, Callable]]:
 
         found.append(("quantize_backward", case, 2 + PACKED, partial(turned, transpose=False)))
         found.append(("quantize_transpose", case, 2 + PACKED, partial(turned, transpose=True)))
+        wide = case | {"of": "float32", "cols": COLUMNS // 2}
+        found.append(
+            ("quantize_transpose", wide, 2 + PACKED / 2, lambda x, p, s, call=turned: call(floats(x), p, s, True))
+        )
         found.append(("requantize_transpose", case, 2 * PACKED, again))
     for dtype, h in itertools.product((torch.bfloat16, torch.float32), HADAMARD):
         back = partial(masked_hadamard, hadamard=h, dtype=dtype)
@@ -280,7 +284,7 @@ def tune() -> None:
     signed: Any = {"signs": torch.ones(32, device="cuda")}
     rows = [(128, 4, 4), (128, 5, 3), (256, 2, 3), (256, 2, 4), (256, 2, 5), (256, 3, 2), (512, 1, 4)]
     rows += [(t, 1, s) for t in (192, 256, 320, 352, 384, 512, 768) for s in (2, 3)]
-    columns = [(b, s, down) for b, s in ((3, 4), (4, 2), (4, 3), (5, 2), (6, 2)) for down in (False, True)]
+    columns = [(b, s, down) for b, s in ((2, 3), (3, 2), (3, 4), (4, 2), (4, 3), (5, 2), (6, 2)) for down in (False, True)]
     # table, block (None: one entry for all), candidates, call
     trials: list[tuple[str, int | None, list[tuple], Callable]] = []
     for h in (32, 64, 128):
@@ -306,6 +310,12 @@ def tune() -> None:
             None,
             columns,
             lambda x, p, s: hadamard_quantize_mxfp4(x, "absmax34", transpose=True, **signed),
+        ),
+        (
+            "HOPPER_WIDE_COLUMNS",
+            None,
+            [c for c in columns if c[0] * hopper_columns.shared_bytes(torch.float32, c[1]) <= 226 << 10],
+            lambda x, p, s: hadamard_quantize_mxfp4(floats(x), "absmax34", transpose=True, **signed),
         ),
     ]
     codes = [(t, s) for t in (256, 320, 352, 384, 448, 512) for s in (2, 3)]

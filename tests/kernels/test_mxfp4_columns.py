@@ -25,6 +25,10 @@ CASES = {
     "wide": (BF16, "absmax34", 128, True, False, RANDOM),
     "middle": (FP16, "rceil", 64, True, True, None),
     "drawn": (BF16, "absmax34", 64, True, False, DRAWN),
+    "float": (FP32, "absmax34", 32, True, False, DRAWN),
+    "float_middle": (FP32, "quest", 64, False, True, None),
+    "float_wide": (FP32, "absmax34", 128, True, False, RANDOM),
+    "float_plain": (FP32, "absmax34", 0, False, False, None),
     "codes": (CODES, "absmax34", 32, True, False, RANDOM),
     "codes_middle": (CODES, "absmax34", 64, True, False, RANDOM),
     "codes_wide": (CODES, "absmax34", 128, True, False, RANDOM),
@@ -105,7 +109,7 @@ def operands(case: str, rows: int, columns: int):
     x[5, 2], x[7, 3] = float("nan"), float("inf")
     factors = torch.randint(0, 2, (hadamard,), generator=generator) * 2.0 - 1 if signs else None
     scale = None
-    x = x.to(FP16 if dtype == FP16 else BF16)
+    x = x.to(BF16 if dtype == CODES else dtype)
     wide = x
     if dtype == CODES:
         x, scale, _ = quantize_reference(x, ScaleRule.even)
@@ -136,7 +140,7 @@ def test_bits_are_the_references(library, name, rows, columns, down):
     assert kept is None or torch.equal(bits, kept)
 
 
-@pytest.mark.parametrize("dtype", [BF16, CODES])
+@pytest.mark.parametrize("dtype", [BF16, FP32, CODES])
 def test_a_launch_has_what_the_matrix_is(monkeypatch, dtype):
     seen = []
     monkeypatch.setattr(hopper_columns, "launched", hopper_columns.launched.__wrapped__)
@@ -151,7 +155,7 @@ def test_a_launch_has_what_the_matrix_is(monkeypatch, dtype):
     else:
         made = hopper_columns.quantize_columns(x, *how, False)[:2]
     args = seen[0].args if dtype == CODES else seen[0]
-    assert (args.rows, args.columns, args.pitch) == ((64, 128, 96) if dtype == CODES else (64, 64, 192))
+    assert (args.rows, args.columns, args.pitch) == (64, 128, 96) if dtype == CODES else (64, 64, 96 * dtype.itemsize)
     assert (args.x, args.packed, args.scale) == (x.data_ptr(), *map(address, made))
     assert args.in_scale == (scale.data_ptr() if dtype == CODES else None)
     assert [args.s0, args.s1, args.o0, args.o1] == hopper_columns.key_of(Random(*RANDOM))
@@ -190,7 +194,9 @@ def test_auto_takes_these_kernels_where_they_can_run(monkeypatch, on, module):
     monkeypatch.setattr(nvrtc, "available", lambda device: on)
     even = ScaleRule.even
     assert operators._columns_module(torch.zeros(32, 64, dtype=BF16), even, 0, "auto") is module
-    assert operators._columns_module(torch.zeros(32, 64), even, 0, "auto") is triton_columns  # float32
+    assert operators._columns_module(torch.zeros(32, 64), even, 32, "auto") is module
+    assert operators._columns_module(torch.zeros(32, 64), even, 0, "auto") is triton_columns  # float16 would round it
+    assert operators._columns_module(torch.zeros(32, 62), even, 32, "auto") is triton_columns  # no units of 16 bytes
 
 
 def test_float16_that_is_not_turned_goes_to_triton(monkeypatch):

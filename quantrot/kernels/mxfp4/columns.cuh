@@ -1,13 +1,14 @@
-// MXFP4 of a transpose, on Hopper: groups along the rows of 16-bit elements. Follows rows.cuh.
+// MXFP4 of a transpose, on Hopper: groups along the rows of 16-bit elements, or of float32. Follows rows.cuh.
 //
-// A thread block of two warps copies tiles of 128 rows by 128 bytes, whole lines, ahead; a warp takes 64 bytes of every row.
-// A lane owns the 128 rows of a column, and with them a Hadamard block of up to 128. 16-byte unit u of row r lies at
-// u ^ 4 (r % 2), so that the two rows of each of four units that ldmatrix reads and turns at once meet no bank twice.
+// A thread block of two warps copies tiles of 128 rows by 64 columns, whole lines, ahead; a warp takes half of every row. A
+// lane owns the 128 rows of a column, and with them a Hadamard block of up to 128. 16-byte unit u of row r, of 16-bit
+// elements, lies at u ^ 4 (r % 2), so that the two rows of each of four units that ldmatrix reads and turns at once meet no
+// bank twice; float32 is read column beside column.
 
 namespace quantrot {
 
 struct TransposeArgs {
-  const void* x;                  // [rows, columns] 16-bit elements, or codes [rows, columns / 2]
+  const void* x;                  // [rows, columns] elements, or codes [rows, columns / 2]
   const unsigned char* in_scale;  // of codes: [rows, columns / 32]
   const float* signs;             // [32 * SPAN], +-1
   unsigned char* packed;          // [columns, rows / 2]
@@ -27,7 +28,9 @@ struct TransposeArgs {
   }
 };
 
-constexpr u32 TALL = 128, WIDE = 128, TRANSPOSE_TILE = TALL * WIDE;  // bytes
+constexpr u32 TALL = 128;
+template <class IN>
+constexpr u32 WIDE = 64 * IN::BYTES;  // bytes of a tile's row
 
 // A tile's place, carried along: dividing by a number that the compiler does not know takes some twenty instructions, which
 // wait for each other.
@@ -71,44 +74,58 @@ struct Lines {
   }
 };
 
+template <class IN>
 __device__ __forceinline__ void start_transpose(u32 to, const TransposeArgs& args, u32 row, u32 byte, u32 width) {
-  const u32 unit = threadIdx.x % 8, r = threadIdx.x / 8, at = min(byte + unit * 16, width - 16), last = args.rows - 1;
-  to += r * WIDE + (unit ^ r % 2 * 4) * 16;
+  constexpr u32 UNITS = WIDE<IN> / 16, AT_ONCE = 64 / UNITS;  // rows that the block copies in one go
+  const u32 unit = threadIdx.x % UNITS, r = threadIdx.x / UNITS;
+  const u32 at = min(byte + unit * 16, width - 16), last = args.rows - 1;
+  to += r * WIDE<IN> + (IN::BYTES == 2 ? unit ^ r % 2 * 4 : unit) * 16;
   if (row + TALL <= args.rows) {
     const char* const from = (const char*)args.x + (row + r) * args.pitch + at;
 #pragma unroll
-    for (u32 i = 0; i < 16; i++) copy16(to + i * (8 * WIDE), from + i * 8 * args.pitch);
+    for (u32 i = 0; i < TALL; i += AT_ONCE) copy16(to + i * WIDE<IN>, from + i * args.pitch);
   } else {
 #pragma unroll
-    for (u32 i = 0; i < 16; i++) copy16(to + i * (8 * WIDE), (const char*)args.x + min(row + r + i * 8, last) * args.pitch + at);
+    for (u32 i = 0; i < TALL; i += AT_ONCE)
+      copy16(to + i * WIDE<IN>, (const char*)args.x + min(row + r + i, last) * args.pitch + at);
   }
 }
 
-// A lane's 32 N rows of a column from the tile's row `first` on, of which `at` is the address that ldmatrix takes of the lane.
+// A lane's 32 N rows of a column from the tile's row `first` on, of which `at` is the address that ldmatrix takes of the lane,
+// or that of its column.
 template <class IN, int N, bool SIGNS>
 __device__ __forceinline__ void read_columns(Group (&x)[N], u32 at, u32 first, u32 flips) {
+  constexpr int ROWS = IN::BYTES == 2 ? 8 : 4;  // at once
 #pragma unroll
-  for (int i = 0; i < 32; i += 8)
+  for (int i = 0; i < 32; i += ROWS)
 #pragma unroll
     for (int n = 0; n < N; n++) {
-      const Words rows = load_columns(at + (first + n * 32 + i) * WIDE);
+      const u32 from = at + (first + n * 32 + i) * WIDE<IN>;
+      float* const v = x[n].v + i;
+      const auto flip = [&](int j) { return SIGNS ? load_shared_words(flips + (n * SIGN_PITCH + i + j) * 4) : Words{}; };
+      if constexpr (IN::BYTES == 2) {
+        const Words rows = load_columns(from);
 #pragma unroll
-      for (int j = 0; j < 4; j += 2) {
-        const Words flip = SIGNS ? load_shared_words(flips + (n * SIGN_PITCH + i + j * 2) * 4) : Words{};
-        x[n].v[i + j * 2] = signed_value<IN, false>(rows.at(j), flip.x);
-        x[n].v[i + j * 2 + 1] = signed_value<IN, true>(rows.at(j), flip.y);
-        x[n].v[i + j * 2 + 2] = signed_value<IN, false>(rows.at(j + 1), flip.z);
-        x[n].v[i + j * 2 + 3] = signed_value<IN, true>(rows.at(j + 1), flip.w);
+        for (int j = 0; j < 8; j += 4) {
+          const Words f = flip(j);
+          v[j] = signed_value<IN, false>(rows.at(j / 2), f.x), v[j + 1] = signed_value<IN, true>(rows.at(j / 2), f.y);
+          v[j + 2] = signed_value<IN, false>(rows.at(j / 2 + 1), f.z), v[j + 3] = signed_value<IN, true>(rows.at(j / 2 + 1), f.w);
+        }
+      } else {
+        const Words f = flip(0);
+#pragma unroll
+        for (int j = 0; j < 4; j++) v[j] = __uint_as_float(load_shared32(from + j * WIDE<IN>) ^ f.at(j));
       }
     }
 }
 
 template <class IN, int SPAN, bool SIGNS, int RULE, bool MASK, bool DITHER, int STAGES>
 __device__ __forceinline__ void transpose(const TransposeArgs& args) {
-  constexpr u32 COLUMNS = 64;  // of a tile
+  constexpr u32 COLUMNS = 64, LINE = WIDE<IN>, TRANSPOSE_TILE = TALL * LINE;  // of a tile; bytes
+  constexpr bool HALF = IN::BYTES == 2;
   constexpr int N = SPAN ? SPAN : 1;
-  const u32 lane = lane_number(), warp = warp_number(), mine = lane % 4 * 8 + lane / 4;  // column of the warp's 32
-  const u32 ring = shared_memory(), groups = args.rows / 32, width = args.columns * 2;
+  const u32 lane = lane_number(), warp = warp_number(), mine = HALF ? lane % 4 * 8 + lane / 4 : lane;  // of the warp's 32
+  const u32 ring = shared_memory(), groups = args.rows / 32, width = args.columns * IN::BYTES;
   const u32 row_tiles = (args.rows + TALL - 1) / TALL, column_tiles = (args.columns + COLUMNS - 1) / COLUMNS;
   const u32 flips = ring + STAGES * TRANSPOSE_TILE;
   if constexpr (SIGNS) {
@@ -119,17 +136,19 @@ __device__ __forceinline__ void transpose(const TransposeArgs& args) {
   Place here(blockIdx.x, row_tiles, column_tiles, args.down), there = here;
   const auto inside = [&](const Place& p) { return p.row < row_tiles && p.column < column_tiles; };
   const auto start_ahead = [&](u32 to) {
-    if (inside(there)) start_transpose(to, args, there.row * TALL, there.column * WIDE, width);
+    if (inside(there)) start_transpose<IN>(to, args, there.row * TALL, there.column * LINE, width);
     copies_commit();
     there.advance(by, row_tiles, column_tiles, args.down);
   };
   u32 into = 0, slot = 0;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++, into += TRANSPOSE_TILE) start_ahead(ring + into);
-  const u32 r = lane / 8 * 2 + lane % 2, rows_at = r * WIDE + (warp * 4 + lane % 8 / 2 ^ r % 2 * 4) * 16;
+  const u32 r = lane / 8 * 2 + lane % 2;
+  const u32 rows_at = HALF ? r * LINE + (warp * 4 + lane % 8 / 2 ^ r % 2 * 4) * 16 : (warp * 32 + lane) * 4;
   // A column's codes come to lie in a row of the tile, in the warp's half of it.
   const auto unit_at = [&](u32 column, u32 unit) {
-    return slot + column * WIDE + (warp * 4 + (unit ^ column / 2 % 4) ^ column % 2 * 4) * 16;
+    const u32 turned = unit ^ column / 2 % 4, other = column % 2 * 4;
+    return slot + column * LINE + (HALF ? warp * 4 + turned ^ other : warp * 8 + turned + other) * 16;
   };
   while (inside(here)) {
     const u32 first_column = here.column * COLUMNS + warp * 32, column = first_column + mine, row_group = here.row * 4;

@@ -15,7 +15,7 @@ from quantrot.kernels.mxfp4.triton import float_signs, key_of, kind_of, outputs
 from quantrot.kernels.ready import Run, address
 
 THREADS = 64
-TILE = 128 * 128  # bytes
+TILE = 128, 64  # rows and columns
 SIGNS = 4 * 36 * 4
 CODE_BOX = (128, 32)  # rows and bytes of a warp's tile of codes
 SCRATCH, RANDOM = 8 * 80 + 32 * 64, 1024  # bytes of a warp that turns codes, and of its random numbers
@@ -81,13 +81,13 @@ def entry(
     }
     if dtype == torch.uint8:
         return REQUANTIZE.format(threads=resident, **fields)
-    return TRANSPOSE.format(resident=resident, dtype=hopper_rows.IN[dtype], mask=str(mask).lower(), **fields)
+    return TRANSPOSE.format(resident=resident, dtype=hopper_rows.PACKED_IN[dtype], mask=str(mask).lower(), **fields)
 
 
 def shared_bytes(dtype: torch.dtype, stages: int, threads: int = THREADS, dither: bool = False) -> int:
     """Of a block: its tiles, and the signs of rows, or what its warps turn codes in, a counter and barriers."""
     if dtype != torch.uint8:
-        return stages * TILE + SIGNS
+        return stages * math.prod(TILE) * dtype.itemsize + SIGNS
     return threads // 32 * (stages * (math.prod(CODE_BOX) + 8) + SCRATCH + RANDOM * dither) + 16
 
 
@@ -97,9 +97,9 @@ def arguments(rows: int, columns: int, pitch: int, hadamard: int, down: bool) ->
 
 
 def fits(x: Tensor, rule: ScaleRule, hadamard: int) -> bool:
-    """Whether the kernel takes these rows: 16-bit elements or packed bytes, whole units of 16 bytes of them."""
+    """Whether the kernel takes these rows: elements or packed bytes, whole units of 16 bytes of them."""
     dtypes = x.dtype == torch.uint8 or (
-        x.dtype in hopper_rows.IN and hopper_rows.rounds_exactly(x.dtype, rule, hadamard)
+        x.dtype in hopper_rows.PACKED_IN and hopper_rows.rounds_exactly(x.dtype, rule, hadamard)
     )
     return dtypes and x.shape[1] * x.element_size() % 16 == 0 < x.numel()
 
@@ -114,7 +114,7 @@ def plan_of(dtype: torch.dtype, dither: bool, hadamard: int) -> tuple[int, int, 
     rows: those of codes never do)."""
     if dtype == torch.uint8:
         return *(tuned.HOPPER_RANDOM_PACKED_COLUMNS if dither else tuned.HOPPER_PACKED_COLUMNS)[hadamard], False
-    return tuned.HOPPER_COLUMNS
+    return tuned.HOPPER_COLUMNS if dtype.itemsize == 2 else tuned.HOPPER_WIDE_COLUMNS
 
 
 def _run(
@@ -151,7 +151,7 @@ def launched(
         dtype, rule, hadamard, signs, mask=mask, dither=dither, drawn=drawn, resident=resident, stages=stages
     )
     threads, blocks = THREADS, nvrtc.processors(device) * resident
-    tiles = -(-rows // 128) * -(-(wide * dtype.itemsize) // 128)
+    tiles = -(-rows // TILE[0]) * -(-wide // TILE[1])
     if dtype == torch.uint8:
         threads, blocks, tiles = resident, nvrtc.processors(device), -(-rows // 128) * -(-wide // CODE_BOX[1])
     shared, of_codes = shared_bytes(dtype, stages, threads, dither), dtype == torch.uint8

@@ -8,10 +8,10 @@ layout of their own, and the compiler then carries every load through shared mem
 The CUDA kernels: HOPPER_ROWS, HOPPER_MASK_ROWS with a clip mask, HOPPER_RANDOM_ROWS with random rounding,
 HOPPER_WIDE_ROWS of float32, and HOPPER_MASKED, clipped gradients turned back: (threads, thread blocks of a
 multiprocessor, stages), by block; HOPPER_EXPANDED, which writes e4m3: (threads of a multiprocessor, stages);
-HOPPER_COLUMNS, the transposes: (thread blocks of a multiprocessor, stages, whether tiles follow each other down the
-rows); HOPPER_PACKED_COLUMNS, from packed bytes, HOPPER_RANDOM_PACKED_COLUMNS with random rounding: (threads of the one
-block, stages), by block; HOPPER_DECODE: the fields of hopper.Plan after its first, up to `grouped`, by (tokens, rows,
-columns). Shapes that are not there follow the rules of `plan_for`.
+HOPPER_COLUMNS, the transposes, HOPPER_WIDE_COLUMNS of float32: (thread blocks of a multiprocessor, stages, whether
+tiles follow each other down the rows); HOPPER_PACKED_COLUMNS, from packed bytes, HOPPER_RANDOM_PACKED_COLUMNS with
+random rounding: (threads of the one block, stages), by block; HOPPER_DECODE: the fields of hopper.Plan after its first,
+up to `grouped`, by (tokens, rows, columns). Shapes that are not there follow the rules of `plan_for`.
 """
 
 ROW_THREADS = {32: 128, 64: 128, 128: 128}
@@ -25,6 +25,7 @@ HOPPER_WIDE_ROWS = {32: (512, 1, 3), 64: (320, 1, 2), 128: (192, 1, 2)}
 HOPPER_MASKED = {32: (512, 1, 3), 64: (384, 1, 2), 128: (384, 1, 2)}
 HOPPER_EXPANDED = (896, 2)
 HOPPER_COLUMNS = (6, 2, True)
+HOPPER_WIDE_COLUMNS = (3, 2, True)
 HOPPER_PACKED_COLUMNS = {32: (384, 2), 64: (384, 2), 128: (384, 2)}
 HOPPER_RANDOM_PACKED_COLUMNS = {32: (448, 2), 64: (384, 2), 128: (384, 2)}
 HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, bool]] = {
