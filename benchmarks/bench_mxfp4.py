@@ -284,7 +284,8 @@ def tune() -> None:
     signed: Any = {"signs": torch.ones(32, device="cuda")}
     rows = [(128, 4, 4), (128, 5, 3), (256, 2, 3), (256, 2, 4), (256, 2, 5), (256, 3, 2), (512, 1, 4)]
     rows += [(t, 1, s) for t in (192, 256, 320, 352, 384, 512, 768) for s in (2, 3)]
-    columns = [(b, s, down) for b, s in ((2, 3), (3, 2), (3, 4), (4, 2), (4, 3), (5, 2), (6, 2)) for down in (False, True)]
+    resident = (2, 3), (3, 2), (3, 4), (4, 2), (4, 3), (5, 2), (6, 2)  # and stages
+    columns = [(*each, down) for each in resident for down in (False, True)]
     # table, block (None: one entry for all), candidates, call
     trials: list[tuple[str, int | None, list[tuple], Callable]] = []
     for h in (32, 64, 128):
