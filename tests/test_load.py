@@ -142,7 +142,9 @@ def test_few_tokens_are_multiplied_by_halves(source, tmp_path, monkeypatch, reci
     """Of a bfloat16 model on a CPU: as near to float32's logits as a decoded weight's are."""
     monkeypatch.setattr("quantrot.kernels.halves.CAPABILITIES", (torch.backends.cpu.get_cpu_capability(),))
     out = convert(source, recipe, tmp_path / "out").out
-    exact = load(out, device_map="cpu", dtype="float32")(IDS[:1, :3]).logits
+    single = load(out, device_map="cpu", dtype="float32")
+    assert all(m._halves is None for m in single.modules() if isinstance(m, QuantizedLinear))
+    exact = single(IDS[:1, :3]).logits
     model = load(out, device_map="cpu", dtype="bfloat16")
     halved = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m._halves is not None]
     assert len(halved) == 8

@@ -100,6 +100,7 @@ def test_halves_are_of_the_tensors_that_are_there(decoded, change):
     y, expected = module(x), exact(module, x)
     torch.testing.assert_close(y.double(), expected, rtol=2**-6, atol=2**-6 * expected.abs().mean().item())
     assert not torch.equal(y, before) and bool(counted) == (change != "assign")
+    assert (module._halves is None) == (change == "assign")
 
 
 @torch.no_grad()
