@@ -38,7 +38,6 @@ from quantrot.modules import (
     RotatedLinear,
     fuse_layer,
 )
-from quantrot.modules.merged import Merging
 from quantrot.modules.sdpa import leave_masks_out
 from quantrot.process import counted
 from quantrot.source import open_source
@@ -50,6 +49,7 @@ ADAPTER = "adapter_config.json"  # of peft
 DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
 
 
+@torch.inference_mode(False)  # whose tensors could not be cast outside of it
 def load(
     path: str | Path,
     *,
@@ -448,14 +448,14 @@ def _decode_where_memory_allows(model: nn.Module) -> bool:
     if narrow + sum(m.in_features * m.out_features for m in quantized) * dtype.itemsize <= room:
         for module in quantized:
             module.decode(dtype)
+    if narrow:
+        for module in quantized:
+            module._halves_for = dtype  # which merging looks at
     return narrow > 0
 
 
 def _halve(model: nn.Module) -> None:
-    merged = [m for m in model.modules() if isinstance(m, Merging) and m.merged is not None]
-    done: set[Any] = {linear for m in merged for linear in (m.merged, *m.linears())}
-    for each in merged:
-        each.halve()
+    """Now, and not when they are first needed, for compiled code takes what it finds."""
     for module in model.modules():
-        if isinstance(module, QuantizedLinear) and module not in done:
+        if isinstance(module, QuantizedLinear) and module._apart:  # a merged linear's parts have none
             module.halve()

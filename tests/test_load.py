@@ -132,7 +132,7 @@ def test_what_is_kept_of_weights_takes_half_of_the_free_memory_at_most(
     assert len(linears) == 14 + 4 * merge and all((m._decoded is not None) == dense for m in linears)
     parts = [m for m in linears if not m._apart]
     assert len(wholes) == 4 * merge and len(parts) == 10 * merge and all(m._halves is None for m in parts)
-    assert all((m._halves is not None) == halved for m in linears if m._apart)
+    assert all(bool(m._halves) == halved for m in linears if m._apart)
 
 
 @torch.no_grad()
@@ -143,10 +143,10 @@ def test_few_tokens_are_multiplied_by_halves(source, tmp_path, monkeypatch, reci
     monkeypatch.setattr("quantrot.kernels.halves.CAPABILITIES", (torch.backends.cpu.get_cpu_capability(),))
     out = convert(source, recipe, tmp_path / "out").out
     single = load(out, device_map="cpu", dtype="float32")
-    assert all(m._halves is None for m in single.modules() if isinstance(m, QuantizedLinear))
+    assert all(m._halves_for is None for m in single.modules() if isinstance(m, QuantizedLinear))
     exact = single(IDS[:1, :3]).logits
     model = load(out, device_map="cpu", dtype="bfloat16")
-    halved = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m._halves is not None]
+    halved = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m._halves]
     assert len(halved) == 8
     for module in model.modules():
         if isinstance(module, QuantizedLinear) and not dense:
@@ -157,11 +157,11 @@ def test_few_tokens_are_multiplied_by_halves(source, tmp_path, monkeypatch, reci
     )
     few = model(IDS[:1, :3]).logits.float()
     assert len(calls) == 8
-    long = IDS[:1].repeat(1, 9)[:, : 5 if dense else 65]
+    long = IDS[:1].repeat(1, 9)[:, : 5 if dense else 33]
     model(long)
     assert len(calls) == 8
     for module in halved:
-        module._halves = None
+        module._halves_for = None
     wide = model(IDS[:1, :3]).logits.float()
     assert len(calls) == 8
     assert (few - exact).norm() <= 1.5 * (wide - exact).norm()
@@ -472,6 +472,17 @@ def test_a_model_that_is_cast_is_the_model_loaded_in_that_dtype(source, tmp_path
     cast, loaded = load(out, device_map="cpu").to(torch.float32), load(out, device_map="cpu", dtype="float32")
     assert any(m._decoded is not None for m in cast.modules() if isinstance(m, QuantizedLinear))
     assert torch.equal(cast(IDS).logits, loaded(IDS).logits)
+
+
+@pytest.mark.parametrize("recipe", ["int8-weight-only", "fp8-block"])
+def test_a_model_loaded_in_inference_mode_is_of_use_outside(source, tmp_path, recipe):
+    out = convert(source, recipe, tmp_path / "out").out
+    with torch.inference_mode():
+        model = load(out, device_map="cpu")
+    assert not any(p.is_inference() for p in model.parameters())
+    cast, loaded = model.to(torch.float32), load(out, device_map="cpu", dtype="float32")
+    with torch.no_grad():
+        assert torch.equal(cast(IDS).logits, loaded(IDS).logits)
 
 
 @torch.no_grad()

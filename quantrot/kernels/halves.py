@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 FEW = 4  # tokens that are faster so than by a bfloat16 weight; PyTorch's kernel takes four at once
-FEW_ALONE = 64  # where the weight would be dequantized for them first
+FEW_ALONE = 32  # where the weight would be dequantized for them first
 GROUPS = (256, 128, 64, 32)  # the kernel's
 ROWS = 16  # of which it takes multiples
 CAPABILITIES = ("AVX2", "AVX512")  # elsewhere its loop is plain, 6 times slower than bfloat16
+LARGEST_STEP = 2.0**100  # beyond, the sums of all a and of all b may overflow where theirs does not
 CHUNK = 256  # rows that are widened at once: what they take stays in a cache; a multiple of the kernel's order's 64
 
 
@@ -37,15 +38,16 @@ def halves_bytes(rows: int, columns: int, group: int) -> int:
 def halve(codes: Tensor, steps: Tensor) -> tuple[Tensor, Tensor] | None:
     """codes int8 [N, K] by steps float32 [N, G] -> (uint8 [N, K], bfloat16 [2 K / group, N, 2]) in the kernel's order.
 
-    None where a step, or 16 of it, is no bfloat16 number.
+    None where a step, or 16 of it, is no bfloat16 number, or is so large that sums might overflow.
     """
     rows, columns = codes.shape
     group = _kernel_group(columns, columns // steps.shape[1])
     wide = steps.T.repeat_interleave(columns // steps.shape[1] // group, 0)
-    exact = torch.zeros(2, *wide.shape, 2)  # a scale and an offset; the kernel's nibbles are -8 to 7
+    # A scale and an offset, for the kernel's nibbles are -8 to 7.
+    exact = torch.zeros(2, *wide.shape, 2, dtype=torch.float32)
     exact[0, ..., 0], exact[1, ..., 0], exact[1, ..., 1] = 16 * wide, wide, 8 * wide
     scales = exact.bfloat16()
-    if not (exact.isfinite().all() and torch.equal(scales.float(), exact)):
+    if not ((exact <= LARGEST_STEP).all() and torch.equal(scales.float(), exact)):
         return None
     packed = torch.empty(rows, columns, dtype=torch.uint8)
     for start in range(0, rows, CHUNK):
@@ -56,7 +58,8 @@ def halve(codes: Tensor, steps: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def halves_gemm(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    """x bfloat16 [..., K] by the transpose of what was halved: bfloat16 [..., N]. It has no derivative."""
+    """x bfloat16 [..., K] by the transpose of what was halved: bfloat16 [..., N]. It has no derivative; of an infinity
+    in x it makes more NaN than a product by the weight."""
     tokens = x.reshape(-1, x.shape[-1])
     group = 2 * x.shape[-1] // len(scales)
     y = torch._weight_int4pack_mm_for_cpu(torch.cat([tokens, tokens], -1), packed, group, scales)

@@ -152,7 +152,8 @@ class QuantizedLinear(nn.Module):
         self.tensor_names: list[str] = []
         self.tensor_dtypes: list[torch.dtype] = []
         self._decoded: Tensor | None = None
-        self._halves: tuple[Tensor, Tensor] | None = None
+        self._halves: tuple[Tensor, ...] | None = None  # () where there are none; made when they are needed
+        self._halves_for: torch.dtype | None = None  # where `halve` was asked for: the model's dtype, as casts leave it
         self._kept_from: list[Tensor] = []  # what both are made of
         self._kept_at: list[int] = []
         for suffix, stored, shape in formats.stored_tensors(fmt.weights, out_features, in_features, native_fp8):
@@ -233,18 +234,20 @@ class QuantizedLinear(nn.Module):
         else:
             kept.copy_(weight)  # which may be a slice of a merged linear's
         self.kept_from(self.stored())
-        if self._halves is not None:
-            self.halve()
+        self._halves = None
 
     def halve(self) -> None:
         """Keep what a few bfloat16 tokens are multiplied by on a CPU (`kernels.halves`), if there is a product for this
-        weight; as long and as current as a decoded weight."""
-        made = None
-        if formats.has_halves(self.format.weights, self.out_features, self.in_features):
+        weight, and from now on whenever it is gone: as other tensors, casts and copies make it."""
+        made, tensors = None, self.stored()
+        if tensors[0].device.type == "cpu" and formats.has_halves(
+            self.format.weights, self.out_features, self.in_features
+        ):
             made = formats.halve(self.format.weights, self.uncast(), self.in_features)
-        self._halves = made and (nn.Parameter(made[0], requires_grad=False), nn.Parameter(made[1], requires_grad=False))
+        self._halves = tuple(nn.Parameter(tensor, requires_grad=False) for tensor in made or ())
+        self._halves_for = torch.bfloat16
         if self._decoded is None:
-            self.kept_from(self.stored())
+            self.kept_from(tensors)
 
     def kept_from(self, tensors: list[Tensor]) -> None:
         """Remember what is kept was made of."""
@@ -263,12 +266,11 @@ class QuantizedLinear(nn.Module):
         now = self.stored()
         if replaced(now, self._kept_from):
             if all(isinstance(tensor, nn.Parameter) for tensor in now):  # or they are functional_call's, for a while
-                self._decoded = self._halves = None
+                self._decoded = self._halves = self._halves_for = None
             return False
         if versions(now) != self._kept_at:
-            if self._decoded is None:
-                self.halve()
-            else:
+            self._halves = None
+            if self._decoded is not None:
                 self.decode(self._decoded.dtype)
         return True
 
@@ -290,20 +292,32 @@ class QuantizedLinear(nn.Module):
         return y.to(x.dtype)
 
     def _takes_halves(self, x: Tensor) -> bool:
-        """Whether x is few enough tokens for a product by halves, which has no derivative."""
-        few = FEW if self._decoded is not None else FEW_ALONE
-        if torch.compiler.is_exporting() or x.dtype != torch.bfloat16:  # a program for any number of tokens
+        """Whether x is few enough tokens for a product by halves, which has no derivative: in training a checkpoint
+        would run another forward than it differentiates. Not in programs that may be saved for other machines."""
+        if self._halves_for != torch.bfloat16 or x.dtype != torch.bfloat16 or self.training:
             return False
-        if not 0 < x.numel() <= few * self.in_features:
+        most = (FEW if self._decoded is not None else FEW_ALONE) * self.in_features
+        if x.shape[-1] != self.in_features or torch.compiler.is_exporting() or torch.jit.is_tracing():
             return False
         if torch.compiler.is_compiling():
-            return not (x.requires_grad and torch.is_grad_enabled())
-        return eager_inference(x)
+            from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    def multiply_halves(self, x: Tensor) -> Tensor:
-        """The product by what `halve` kept, in bfloat16."""
-        assert self._halves is not None
-        y = halves_gemm(self.operand(x), *self._halves)
+            few = statically_known_true(0 < x.numel()) and statically_known_true(x.numel() <= most)
+            return few and not (x.requires_grad and torch.is_grad_enabled())
+        return 0 < x.numel() <= most and eager_inference(x)
+
+    def halves(self) -> tuple[Tensor, ...]:
+        """What `halve` keeps, of the tensors that are here now, or nothing. Compiled code takes what there is."""
+        if not torch.compiler.is_compiling():
+            if self._halves is not None and not self.up_to_date():
+                return ()
+            if self._halves is None and all(isinstance(tensor, nn.Parameter) for tensor in self.stored()):
+                self.halve()
+        return self._halves or ()
+
+    def multiply_halves(self, x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+        """The product by `halves`, in bfloat16."""
+        y = halves_gemm(self.operand(x), packed, scales)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def operand(self, x: Tensor) -> Tensor:
@@ -363,10 +377,9 @@ class QuantizedLinear(nn.Module):
         if x.dtype not in (*FLOATS, torch.float64):  # the last of which formats with wide activations take
             raise ValueError(f"x: {x.dtype}; allowed: {', '.join(map(str, FLOATS))}; convert it")
         x = as_autocast(x)
-        kept = (self._decoded is not None or self._halves is not None) and self.up_to_date()
-        if kept and self._halves is not None and self._takes_halves(x):
-            return self.multiply_halves(x)
-        decoded = self._decoded if kept else None
+        decoded = self.decoded()
+        if self._takes_halves(x) and (halves := self.halves()):
+            return self.multiply_halves(x, *halves)
         if decoded is None or decoded.dtype not in (x.dtype, torch.float32):  # a narrower one has lost bits
             return self.multiply(x)
         return self.multiply_wide(x, decoded.to(x.dtype))
@@ -375,8 +388,7 @@ class QuantizedLinear(nn.Module):
         """Stored tensors are moved but never cast: what `model.to(torch.float16)` means is the rest of the model.
 
         As bytes they are none of the floating-point tensors that a cast looks for, and `type`, which casts everything,
-        only moves them. A weight that was decoded is decoded anew, where it is now and in the dtype of now; halved
-        anew, while it is a CPU's and bfloat16's.
+        only moves them. A weight that was decoded is decoded anew, where it is now and in the dtype of now.
         """
 
         def keep(tensor: Tensor) -> Tensor:
@@ -384,7 +396,8 @@ class QuantizedLinear(nn.Module):
             return made if tensor.dtype != torch.uint8 or made.dtype == torch.uint8 else tensor.to(made.device)
 
         wide, self._decoded = None if self._decoded is None else fn(self._decoded[:0]).dtype, None
-        halved, self._halves = self._halves is not None and halves_stay(fn), None
+        if self._halves_for is not None:
+            self._halves, self._halves_for = None, fn(torch.empty(0, dtype=self._halves_for)).dtype
         self._apart = True
         stored = {name: getattr(self, name).dtype for name in self.tensor_names}
         for name in stored:
@@ -396,9 +409,17 @@ class QuantizedLinear(nn.Module):
                 getattr(self, name).data = getattr(self, name).data.view(dtype)
         if wide is not None and not self.runs_packed(self.stored()[0].device):
             self.decode(wide if wide in (torch.bfloat16, torch.float16) else torch.float32)
-        if halved:
-            self.halve()
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Halves are in the order of this machine's kernel: they are made anew. What is decoded is of the tensors as
+        they are, for a copy's count writes anew."""
+        self.decoded()
+        return self.__dict__ | {"_halves": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._kept_at = versions(self._kept_from)
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
         if changed := [name for name in self.tensor_names if _changes(state.get(prefix + name), getattr(self, name))]:
@@ -409,14 +430,12 @@ class QuantizedLinear(nn.Module):
                 "it is, or convert the weights first"
             )
             return
-        decoded, halved = self.decoded(), self._halves is not None  # which assigning ends
+        decoded = self.decoded()  # which assigning ends
         super()._load_from_state_dict(state, prefix, metadata, *rest)
-        self._apart = self._apart or bool(metadata.get("assign_to_params_buffers"))
         loaded = any(prefix + name in state for name in self.tensor_names)  # of a merged linear the parts' are
+        self._apart = self._apart or (loaded and bool(metadata.get("assign_to_params_buffers")))
         if decoded is not None and loaded:
             self.decode(decoded.dtype)
-        if halved and loaded:
-            self.halve()
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {formats.label(self.format)}"
@@ -439,12 +458,6 @@ def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor
     narrow = tensor.to(dtype)
     return narrow if torch.equal(narrow.float(), tensor) else tensor
-
-
-def halves_stay(fn: Callable[[Tensor], Tensor]) -> bool:
-    """Whether what `nn.Module._apply` does to its tensors leaves bfloat16's on a CPU."""
-    made = fn(torch.empty(0, dtype=torch.bfloat16))
-    return made.dtype == torch.bfloat16 and made.device.type == "cpu"
 
 
 def sharded(weight: Tensor) -> str:

