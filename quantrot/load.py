@@ -97,13 +97,10 @@ def load(
             layer.self_attn.center_keys(model.model.rotary_emb)
     if (root / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(root)
-    halves = False
     if len(set(map(str, placed.values()))) == 1:
-        halves = _decode_where_memory_allows(model)
+        _keep_what_memory_allows(model)
     if merge:
         merge_projections(model)
-    if halves:
-        _halve(model)
     leave_masks_out(model)
     model._ddp_params_and_buffers_to_ignore = _StoredNames(model._modules)
     for each in (model, model.model):
@@ -425,16 +422,15 @@ def merge_projections(model: Any) -> int:
     return count
 
 
-def _decode_where_memory_allows(model: nn.Module) -> bool:
-    """Keep dequantized weights if half of the device's free memory holds them all: a forward then only multiplies.
-
-    Not of linears whose kernels read the stored tensors. Returns whether `_halve` may keep, within the same half, what
-    a few bfloat16 tokens are multiplied by on a CPU; it comes first where there is no room for both.
+def _keep_what_memory_allows(model: nn.Module) -> None:
+    """Keep dequantized weights if half of the device's free memory holds them all: a forward then only multiplies; and
+    have linears halve their weights at the first few bfloat16 tokens on a CPU, within the same half, which comes first
+    where there is no room for both. Not those whose kernels read the stored tensors.
     """
     device = next(model.parameters()).device
     quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear) and not m.runs_packed(device)]
     if not quantized:
-        return False
+        return
     wide = (p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16, torch.float32))
     dtype = next(wide, torch.float32)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
@@ -450,12 +446,4 @@ def _decode_where_memory_allows(model: nn.Module) -> bool:
             module.decode(dtype)
     if narrow:
         for module in quantized:
-            module._halves_for = dtype  # which merging looks at
-    return narrow > 0
-
-
-def _halve(model: nn.Module) -> None:
-    """Now, and not when they are first needed, for compiled code takes what it finds."""
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear) and module._apart:  # a merged linear's parts have none
-            module.halve()
+            module._halves_for = dtype

@@ -152,7 +152,7 @@ class QuantizedLinear(nn.Module):
         self.tensor_names: list[str] = []
         self.tensor_dtypes: list[torch.dtype] = []
         self._decoded: Tensor | None = None
-        self._halves: tuple[Tensor, ...] | None = None  # () where there are none; made when they are needed
+        self._halves: tuple[Tensor, ...] | None = None  # () where there are none; made at the first few tokens
         self._halves_for: torch.dtype | None = None  # where `halve` was asked for: the model's dtype, as casts leave it
         self._kept_from: list[Tensor] = []  # what both are made of
         self._kept_at: list[int] = []
@@ -238,16 +238,16 @@ class QuantizedLinear(nn.Module):
 
     def halve(self) -> None:
         """Keep what a few bfloat16 tokens are multiplied by on a CPU (`kernels.halves`), if there is a product for this
-        weight, and from now on whenever it is gone: as other tensors, casts and copies make it."""
+        weight; in code that is not compiled. After an assignment, a cast or a copy it is made again when it is needed,
+        unless `up_to_date` ends it."""
         made, tensors = None, self.stored()
         if tensors[0].device.type == "cpu" and formats.has_halves(
             self.format.weights, self.out_features, self.in_features
         ):
             made = formats.halve(self.format.weights, self.uncast(), self.in_features)
-        self._halves = tuple(nn.Parameter(tensor, requires_grad=False) for tensor in made or ())
-        self._halves_for = torch.bfloat16
         if self._decoded is None:
             self.kept_from(tensors)
+        self._halves_for, self._halves = torch.bfloat16, made or ()
 
     def kept_from(self, tensors: list[Tensor]) -> None:
         """Remember what is kept was made of."""
@@ -293,26 +293,21 @@ class QuantizedLinear(nn.Module):
 
     def _takes_halves(self, x: Tensor) -> bool:
         """Whether x is few enough tokens for a product by halves, which has no derivative: in training a checkpoint
-        would run another forward than it differentiates. Not in programs that may be saved for other machines."""
+        would run another forward than it differentiates. Nor in compiled code, which sees no writes, and may be saved
+        for other machines."""
         if self._halves_for != torch.bfloat16 or x.dtype != torch.bfloat16 or self.training:
             return False
-        most = (FEW if self._decoded is not None else FEW_ALONE) * self.in_features
-        if x.shape[-1] != self.in_features or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or x.shape[-1] != self.in_features:
             return False
-        if torch.compiler.is_compiling():
-            from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-            few = statically_known_true(0 < x.numel()) and statically_known_true(x.numel() <= most)
-            return few and not (x.requires_grad and torch.is_grad_enabled())
-        return 0 < x.numel() <= most and eager_inference(x)
+        few = FEW if self._decoded is not None else FEW_ALONE
+        return 0 < x.numel() <= few * self.in_features and eager_inference(x)
 
     def halves(self) -> tuple[Tensor, ...]:
-        """What `halve` keeps, of the tensors that are here now, or nothing. Compiled code takes what there is."""
-        if not torch.compiler.is_compiling():
-            if self._halves is not None and not self.up_to_date():
-                return ()
-            if self._halves is None and all(isinstance(tensor, nn.Parameter) for tensor in self.stored()):
-                self.halve()
+        """What `halve` keeps, of the tensors that are here now, or nothing."""
+        if self._halves is not None and not self.up_to_date():
+            return ()
+        if self._halves is None and all(isinstance(tensor, nn.Parameter) for tensor in self.stored()):
+            self.halve()
         return self._halves or ()
 
     def multiply_halves(self, x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:

@@ -71,17 +71,27 @@ class Merging(nn.Module):
                 part.decoded()
         for now, before in zip(self.linears(), parts, strict=True):
             if now is not before or before._apart or watched(before):
+                self.merged._halves = None  # they make their own
                 return None
         if eager:
             if replaced(tensors := _tensors(parts), self._merged_tensors):
                 if all(isinstance(tensor, nn.Parameter) for tensor in tensors):
                     self.merged = None
                 return None
-            if self.merged._halves_for is not None and (at := versions(tensors)) != self._merged_at:
-                self.merged._halves = None  # its own tensors do not count what is written into a part's
-                self._merged_at = at
+            if self.merged._halves_for is not None:
+                self._keep_halves_of(versions(tensors))
         bias = self.merged.bias
         return None if bias is not None and any(_alone(part.bias, bias) for part in parts) else self.merged
+
+    def _keep_halves_of(self, at: list[int]) -> None:
+        """The whole's alone, of parts that were written so often: its own tensors do not count that."""
+        merged: Any = self.merged
+        parts: list[Any] = self._merged_of
+        if at != self._merged_at:
+            merged._halves, self._merged_at = None, at
+        if merged._halves is None:
+            for part in parts:
+                part._halves = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Merging":
         """Moved or cast, each tensor gets memory of its own: they are merged again."""
@@ -201,7 +211,7 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
         whole.kept_from([getattr(whole, name) for name in first.tensor_names])
     whole._halves_for = first._halves_for
     for part in alike:
-        part._apart, part._halves = False, None
+        part._apart, part._halves = False, None  # which the whole has from now on
     whole.tensor_names = first.tensor_names
     whole.train(first.training)
     if online is not None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from quantrot import formats
 from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
-from quantrot.load import _decode_where_memory_allows
+from quantrot.load import _keep_what_memory_allows
 from quantrot.modules import LINEARS, Fp8Linear, Fp8TrainingLinear, OnlineHadamard, RotatedLinear
 from quantrot.modules import fp8 as modules_fp8
 from quantrot.modules import linear as modules_linear
@@ -80,7 +80,7 @@ def test_an_online_rotation_rides_along(monkeypatch, rotation):
 def test_nothing_is_decoded_where_kernels_read_the_stored_tensors(monkeypatch):
     packed, wide = linear(), linear(kind="none")
     monkeypatch.setattr(modules_fp8, "has_kernels", lambda device: True)
-    _decode_where_memory_allows(nn.Sequential(packed, wide))
+    _keep_what_memory_allows(nn.Sequential(packed, wide))
     assert packed._decoded is None and wide._decoded is not None
     assert not wide.runs_packed(torch.device("cpu"))
 

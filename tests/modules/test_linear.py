@@ -146,6 +146,14 @@ def test_an_assigned_weight_is_the_one_that_is_multiplied(kind):
     assert torch.equal(module(x), expected)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_a_scale_that_is_trained_has_a_gradient(kind):
+    module = linear(kind, torch.float32)
+    scale = getattr(module, module.tensor_names[1]).requires_grad_()
+    module.dequantized(torch.float32).sum().backward()
+    assert scale.grad.norm() > 0
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_state_dict_is_decoded_again(assign):
     module = linear("int8", torch.float32)
