@@ -39,6 +39,11 @@ def calls(module: QuantizedLinear) -> list[int]:
     return counted
 
 
+def near(y: torch.Tensor, expected: torch.Tensor) -> None:
+    """A few roundings to bfloat16 of numbers of the largest's size."""
+    torch.testing.assert_close(y.double(), expected.double(), rtol=0, atol=2**-6 * expected.abs().max().item())
+
+
 def exact(module: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
     weight = module.dequantized(torch.float32).double()
     return module.operand(x).double() @ weight.T + module.bias.double()
@@ -53,7 +58,7 @@ def test_few_tokens_are_multiplied_by_halves(kind, fmt, decoded, most):
         x = torch.randn(shape, dtype=BF16)
         y, expected = module(x), exact(module, x)
         assert y.dtype == BF16 and y.shape == expected.shape and counted.pop() == x.numel()
-        torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2**-7 * expected.abs().mean().item())
+        near(y.double(), expected)
     module(torch.randn(most + 1, 256, dtype=BF16)), module(torch.randn(0, 256, dtype=BF16))
     for dtype in (torch.float32, torch.float16):
         module(torch.randn(1, 256, dtype=dtype))
@@ -77,10 +82,10 @@ def test_gradients_and_transforms_of_few_tokens_are_those_of_the_whole_weight(de
     counted, x = calls(module), torch.randn(2, 256, dtype=BF16, requires_grad=True)
     module(x).sum().backward()
     expected = module.dequantized(BF16).float().sum(0).expand(2, -1)
-    torch.testing.assert_close(x.grad.float(), expected, rtol=2**-6, atol=2**-6)
+    near(x.grad.float(), expected)
     assert torch.equal(grad(lambda x: module(x).sum())(x.detach()), x.grad)
     rows = vmap(grad(lambda x: module(x).sum()))(x.detach())
-    torch.testing.assert_close(rows, x.grad)
+    near(rows, x.grad)
     assert not counted
     with torch.no_grad():
         module(x)
@@ -104,7 +109,7 @@ def test_halves_are_of_the_tensors_that_are_there(decoded, change):
         module.load_state_dict(module.state_dict() | state, assign="assign" in change)
     counted = calls(module)
     y, expected = module(x), exact(module, x)
-    torch.testing.assert_close(y.double(), expected, rtol=2**-6, atol=2**-6 * expected.abs().mean().item())
+    near(y.double(), expected)
     assert not torch.equal(y, before) and counted
 
 
@@ -116,7 +121,7 @@ def test_a_functional_calls_tensors_are_used_for_a_while():
     counted = calls(module)
     for halves in (module._halves, None):
         module._halves = halves
-        torch.testing.assert_close(functional_call(module, other, (x,)), before * 2, rtol=2**-6, atol=2**-6)
+        near(functional_call(module, other, (x,)), before * 2)
         assert not counted and torch.equal(module(x), before) and counted.pop()
 
 
@@ -127,7 +132,7 @@ def test_tensors_that_others_put_there_end_them():
     for _ in range(3):
         module._parameters["weight_scale"] = torch.nn.Parameter(module.weight_scale * 2, requires_grad=False)
         module(x)
-    torch.testing.assert_close(module(x) - module.bias, 8 * (before - module.bias), rtol=2**-5, atol=2**-5)
+    near(module(x) - module.bias, 8 * (before - module.bias))
     assert len(counted) == 1 and module._halves is None
 
 
@@ -148,7 +153,7 @@ def test_halves_go_with_casts_and_copies(decoded, written):
             counted = calls(same)
             for tokens in (4, 2):  # of which more than four are multiplied by what is decoded
                 y = same(x.repeat(tokens, 1))[:2]
-                torch.testing.assert_close(y - same.bias, times * before, rtol=2**-5, atol=2**-5)
+                near(y - same.bias, times * before)
             assert counted
             same.weight_scale.add_(1)
     module.weight_scale.copy_(copy.deepcopy(module).weight_scale)
@@ -157,7 +162,7 @@ def test_halves_go_with_casts_and_copies(decoded, written):
     fresh.weight_scale.add_(1)  # before it runs: its count may be the one that the original had
     for tokens in (4, 2):
         y, expected = fresh(x.repeat(tokens, 1)), module(x.repeat(tokens, 1))
-        torch.testing.assert_close(y - fresh.bias, 2 * (expected - module.bias), rtol=2**-5, atol=2**-5)
+        near(y - fresh.bias, 2 * (expected - module.bias))
     wide = copy.deepcopy(module).to(torch.float32)
     counted = calls(wide)
     wide(x.float())
@@ -186,10 +191,10 @@ def test_compiled_code_and_programs_have_none(decoded):
     traced = [torch.jit.trace(module, x)] if decoded else []  # which fails where bytes are viewed as others
     counted.clear()
     for program in (compiled, exported, *traced):
-        torch.testing.assert_close(program(x), module(x), rtol=2**-6, atol=2**-6)
+        near(program(x), module(x))
         assert counted.pop() and not counted
     module.load_state_dict({name: t * 2 if "scale" in name else t for name, t in module.state_dict().items()})
-    torch.testing.assert_close(compiled(x), module(x), rtol=2**-6, atol=2**-5)
+    near(compiled(x), module(x))
 
 
 @torch.no_grad()
@@ -233,7 +238,7 @@ def test_merged_linears_have_them_together(decoded, change):
     for given in (x.repeat(2, 1), x):
         for name, y in zip(attention.parts, attention.outputs(given), strict=True):
             expected = getattr(before, name)(given)
-            torch.testing.assert_close(y, expected, rtol=2**-6, atol=2**-7 * y.abs().max().item())
+            near(y, expected)
     assert bool(counted) == (change != "widen")
 
 
@@ -253,7 +258,7 @@ def test_parts_that_run_apart_have_them_when_they_are_needed(decoded):
     hook = attention.q_proj.register_forward_hook(lambda *of: None)
     counted = [calls(getattr(attention, name)) for name in attention.parts]
     for y, want in zip(attention.outputs(x), expected, strict=True):
-        torch.testing.assert_close(y, want)
+        near(y, want)
     parts = [getattr(attention, name) for name in attention.parts]
     assert all(counted) and attention.merged._halves is None and all(part._halves for part in parts)
     hook.remove()
