@@ -297,7 +297,7 @@ class QuantizedLinear(nn.Module):
         for other machines."""
         if self._halves_for != torch.bfloat16 or x.dtype != torch.bfloat16 or self.training:
             return False
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or x.shape[-1] != self.in_features:
+        if torch.jit.is_tracing() or x.shape[-1] != self.in_features:
             return False
         few = FEW if self._decoded is not None else FEW_ALONE
         return 0 < x.numel() <= few * self.in_features and eager_inference(x)

@@ -43,7 +43,6 @@ class Merging(nn.Module):
         """Make one product of them if they differ in out_features only; whether they are one now."""
         self.merged, self._merged_of = joined(self.linears()), self.linears()
         self._merged_tensors = _tensors(self._merged_of) if self.merged else []
-        self._merged_at = versions(self._merged_tensors)
         for device in {tensor.device for tensor in self.merged.stored() if tensor.is_cuda} if self.merged else ():
             torch.cuda.synchronize(device)  # a product may read its weight before the kernel before it has ended
         return self.merged is not None

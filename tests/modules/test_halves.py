@@ -156,11 +156,19 @@ def test_halves_go_with_casts_and_copies(decoded, written):
                 near(y - same.bias, times * before)
             assert counted
             same.weight_scale.add_(1)
-    module.weight_scale.copy_(copy.deepcopy(module).weight_scale)
-    module(x)
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_a_copy_counts_writes_anew(decoded):
+    """Written once before it runs, its count is the one at which the original made what it keeps."""
+    module, x = linear("mxfp4", BF16).eval(), torch.randn(2, 256, dtype=BF16)
+    module.weight_scale.add_(1)
+    if decoded:
+        module.decode(BF16)
+    module.halve()
     fresh = copy.deepcopy(module)
-    fresh.weight_scale.add_(1)  # before it runs: its count may be the one that the original had
-    for tokens in (4, 2):
+    fresh.weight_scale.add_(1)
+    for tokens in (4, 2):  # of which more than four are multiplied by what is decoded
         y, expected = fresh(x.repeat(tokens, 1)), module(x.repeat(tokens, 1))
         near(y - fresh.bias, 2 * (expected - module.bias))
     wide = copy.deepcopy(module).to(torch.float32)
@@ -189,6 +197,7 @@ def test_compiled_code_and_programs_have_none(decoded):
     compiled = torch.compile(lambda x: module(x), backend="aot_eager", fullgraph=True)
     exported = torch.export.export(module, (x,), strict=False).module()
     traced = [torch.jit.trace(module, x)] if decoded else []  # which fails where bytes are viewed as others
+    assert not any("int4pack" in str(each.inlined_graph) for each in traced)
     counted.clear()
     for program in (compiled, exported, *traced):
         near(program(x), module(x))
