@@ -250,7 +250,7 @@ class QuantizedLinear(nn.Module):
         self._halves_for, self._halves = torch.bfloat16, made or ()
 
     def kept_from(self, tensors: list[Tensor]) -> None:
-        """Remember what is kept was made of."""
+        """Remember what these tensors were when what is kept was made of them."""
         self._kept_from, self._kept_at = tensors, versions(tensors)
 
     def decoded(self) -> Tensor | None:
@@ -300,7 +300,7 @@ class QuantizedLinear(nn.Module):
         if torch.jit.is_tracing() or x.shape[-1] != self.in_features:
             return False
         few = FEW if self._decoded is not None else FEW_ALONE
-        return 0 < x.numel() <= few * self.in_features and eager_inference(x)
+        return eager_inference(x) and 0 < x.numel() <= few * self.in_features  # no question of compiled code's sizes
 
     def halves(self) -> tuple[Tensor, ...]:
         """What `halve` keeps, of the tensors that are here now, or nothing."""

@@ -202,6 +202,9 @@ def test_compiled_code_and_programs_have_none(decoded):
     for program in (compiled, exported, *traced):
         near(program(x), module(x))
         assert counted.pop() and not counted
+    ranged = torch.randn(8, 256, dtype=BF16)
+    torch._dynamo.mark_dynamic(ranged, 0, min=2, max=100)  # an error, were one program not enough
+    near(compiled(ranged), module(ranged))
     module.load_state_dict({name: t * 2 if "scale" in name else t for name, t in module.state_dict().items()})
     near(compiled(x), module(x))
 
