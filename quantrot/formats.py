@@ -150,7 +150,8 @@ def store(weights: WeightFormat, values: Tensor, scale: Tensor) -> list[Tensor]:
 
 def dequantize(weights: WeightFormat, stored: list[Tensor], in_features: int, dtype: torch.dtype) -> Tensor:
     """The weight [N, K] in `dtype` from its tensors on disk."""
-    data, scale = (tensor if tensor.requires_grad else tensor.detach() for tensor in stored)  # no parameters
+    # Detached, for pieces are of ordinary tensors alone (eager_inference): parameters would be dequantized at once.
+    data, scale = (tensor if tensor.requires_grad else tensor.detach() for tensor in stored)
     if weights.kind == "mxfp4":
         return dequantize_mxfp4(data, scale, dtype)
     if weights.kind == "int8":

@@ -46,7 +46,7 @@ from quantrot.tokenizer import open_tokenizer
 NOT_DESCRIBED = ("quantization_config", "attn_implementation", "_attn_implementation")  # what this loader decides
 _OFFLOADED: WeakValueDictionary[Path, nn.Module] = WeakValueDictionary()  # models by the folder with tensors of them
 ADAPTER = "adapter_config.json"  # of peft
-DECODE_FRACTION = 0.5  # of the free memory that dequantized weights may take
+KEEP_FRACTION = 0.5  # of the free memory that what is made of weights may take
 
 
 @torch.inference_mode(False)  # whose tensors could not be cast outside of it
@@ -434,7 +434,7 @@ def _keep_what_memory_allows(model: nn.Module) -> None:
     wide = (p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16, torch.float32))
     dtype = next(wide, torch.float32)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    room = DECODE_FRACTION * free
+    room = KEEP_FRACTION * free
     narrow = 0
     if device.type == "cpu" and dtype == torch.bfloat16:
         shapes = [(m.format.weights, m.out_features, m.in_features) for m in quantized]

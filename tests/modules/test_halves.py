@@ -11,7 +11,7 @@ from quantrot import formats
 from quantrot.load import merge_projections
 from quantrot.modules import QuantizedLinear
 from tests.modules.test_linear import FORMATS, W4A8, linear
-from tests.modules.test_merged import model
+from tests.modules.test_merged import changed, model
 
 BF16 = torch.bfloat16
 
@@ -156,6 +156,10 @@ def test_halves_go_with_casts_and_copies(decoded, written):
                 near(y - same.bias, times * before)
             assert counted
             same.weight_scale.add_(1)
+    wide = copy.deepcopy(module).to(torch.float32)
+    counted = calls(wide)
+    wide(x.float())
+    assert not counted and wide._halves is None
 
 
 @pytest.mark.parametrize("decoded", [False, True])
@@ -171,10 +175,6 @@ def test_a_copy_counts_writes_anew(decoded):
     for tokens in (4, 2):  # of which more than four are multiplied by what is decoded
         y, expected = fresh(x.repeat(tokens, 1)), module(x.repeat(tokens, 1))
         near(y - fresh.bias, 2 * (expected - module.bias))
-    wide = copy.deepcopy(module).to(torch.float32)
-    counted = calls(wide)
-    wide(x.float())
-    assert not counted and wide._halves is None
 
 
 @pytest.mark.parametrize("decoded", [False, True])
@@ -229,20 +229,7 @@ def test_merged_linears_have_them_together(decoded, change):
     if change.startswith("write"):
         for each in (llama, alone):
             each.model.layers[0].self_attn.k_proj.weight_scale.add_(1)
-    if "copy" in change:
-        llama = copy.deepcopy(llama)
-    if change == "save":
-        torch.save(llama, file := io.BytesIO())
-        llama = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    if change == "cast":
-        llama = llama.to(BF16)
-    if change == "widen":
-        llama, alone = llama.to(torch.float32), alone.to(torch.float32)
-    if change in ("load", "assign"):
-        state = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
-        state["model.layers.0.self_attn.k_proj.weight_scale"] += 1
-        for each in (llama, alone):
-            each.load_state_dict(copy.deepcopy(state), assign=change == "assign")
+    llama = changed(change, llama, alone)
     attention, before = llama.model.layers[0].self_attn, alone.model.layers[0].self_attn
     whole, x = attention.current(), torch.randn(3, 256).to(llama.dtype)
     assert whole is not None

@@ -145,6 +145,24 @@ def test_the_parts_stay_slices_of_the_whole(change):
     assert torch.equal(q, expected[0]) and torch.equal(k, expected[1]) and torch.equal(v, expected[2] * 2)
 
 
+def changed(change: str, llama: LlamaForCausalLM, alone: LlamaForCausalLM) -> LlamaForCausalLM:
+    """llama, or what takes its place; alone, of the same numbers, has them changed as they are."""
+    if "copy" in change:
+        return copy.deepcopy(llama)
+    if change == "save":
+        torch.save(llama, file := io.BytesIO())
+        return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    if change in ("cast", "widen"):
+        for each in (llama, alone):
+            each.to(torch.bfloat16 if change == "cast" else torch.float32)
+    if change in ("load", "assign"):
+        state = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
+        state["model.layers.0.self_attn.k_proj.weight_scale"] += 1
+        for each in (llama, alone):
+            each.load_state_dict(copy.deepcopy(state), assign=change == "assign")
+    return llama
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("change", ["none", "deepcopy", "save", "cast", "load", "assign"])
 def test_decoded_weights_are_merged_where_there_are_no_kernels(monkeypatch, change):
@@ -156,18 +174,7 @@ def test_decoded_weights_are_merged_where_there_are_no_kernels(monkeypatch, chan
             linear.decode(torch.float32)
     alone = copy.deepcopy(llama)
     assert merge_projections(llama) == 4
-    if change == "deepcopy":
-        llama = copy.deepcopy(llama)
-    if change == "save":
-        torch.save(llama, file := io.BytesIO())
-        llama = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    if change == "cast":
-        llama, alone = llama.to(torch.bfloat16), alone.to(torch.bfloat16)
-    if change in ("load", "assign"):
-        state = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
-        state["model.layers.0.self_attn.k_proj.weight_scale"] += 1
-        for each in (llama, alone):
-            each.load_state_dict(copy.deepcopy(state), assign=change == "assign")
+    llama = changed(change, llama, alone)
     for layer, before in zip(llama.model.layers, alone.model.layers, strict=True):
         for module, old in ((layer.self_attn, before.self_attn), (layer.mlp, before.mlp)):
             whole, x = module.current(), torch.randn(5, 256).to(llama.dtype)
