@@ -339,13 +339,21 @@ def fp8_both_ways(result: Result) -> list[str]:
 
 
 def fp8_hadamard(result: Result) -> list[str]:
-    """An order a row: 2^25 elements, whole rows or blocks of 4096 columns."""
-    rows = []
+    """An order a row, whole rows or blocks of 4096 columns; numbers of elements, about powers of two, side by side."""
+    found: dict[tuple[int, int], dict[int, Row]] = {}
     for row in _of(result, "hadamard_quantize"):
         case = row["case"]
-        order = str(case["n"]) if case["n"] == case["cols"] else f"{case['n']}, in blocks of {case['cols']} columns"
-        rows.append([order, f"{row['us']:.1f}", _floor(row), _times(row, "two_ops"), f"{row['error']:.1e}"])
-    return [*grid(["n", "us", "of the floor", "two kernels / ours", "error"], rows), "", source(result)]
+        found.setdefault((case["n"], case["cols"]), {})[round(math.log2(case["rows"] * case["cols"]))] = row
+    sizes = sorted({size for by_size in found.values() for size in by_size})
+    shown = {"us": lambda row: f"{row['us']:.1f}", "of the floor": _floor}
+    shown["two kernels / ours"] = lambda row: _times(row, "two_ops")
+    rows = []
+    for (n, columns), by_size in found.items():
+        order = str(n) if n == columns else f"{n}, in blocks of {columns} columns"
+        cells = (cell(by_size[size]) for cell in shown.values() for size in sizes)
+        rows.append([order, *cells, f"{by_size[sizes[0]]['error']:.1e}"])
+    head = [f"{what}, 2^{size}" for what in shown for size in sizes]
+    return [*grid(["n", *head, "error"], rows), "", source(result)]
 
 
 def fp8_gemm(result: Result) -> list[str]:

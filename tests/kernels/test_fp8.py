@@ -200,6 +200,16 @@ def test_turned_codes_are_those_of_the_float32_transform(device, n, block):
     expected = quantize_fp8_block(turned, (1, 128), "exact", backend="reference")
     if device == "cpu":
         assert same_bits(got, expected)
+    if (
+        device == "cuda" and n >= 3072
+    ):  # rounded to bfloat16 once between two products: test_hadamard_twice.py has the bits
+        torch.testing.assert_close(got[1].cpu(), expected[1], rtol=5e-3, atol=0)
+        ours, best = (
+            (dequantize_fp8_block(q.cpu(), scale.cpu(), (1, 128), torch.float32) - turned).norm()
+            for q, scale in (got, expected)
+        )
+        assert ours < 1.005 * best
+        return
     fused = n % 128 == 0 or n == 576  # else a bfloat16 tensor lies between two operators
     torch.testing.assert_close(got[1].cpu(), expected[1], rtol=1e-5 if fused else 5e-3, atol=0)
     steps = (_order(got[0]) - _order(expected[0])).abs()  # sums in another order: a tie may fall to its other side

@@ -1,4 +1,5 @@
-"""Long Hadamard rows as codes by two asynchronous products: run by the emulator, against the float32 definition."""
+"""Long Hadamard rows as codes by two asynchronous products: run by the emulator, against the definition with the one
+rounding to bfloat16 that lies between the products."""
 
 import ctypes
 
@@ -6,9 +7,10 @@ import pytest
 import torch
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.fp8.reference import hadamard_quantize_reference
+from quantrot.kernels.fp8.reference import quantize_reference
 from quantrot.kernels.hadamard.codes import plan_for_codes
 from quantrot.kernels.hadamard.hopper import Plan, launch
+from quantrot.kernels.hadamard.reference import hadamard_reference
 from quantrot.orthogonal import random_signs
 
 INF, NAN = float("inf"), float("nan")
@@ -34,9 +36,19 @@ def twice(columns: int, groups: int = 1, stages: int = 2, rows: int = 1) -> Plan
     return Plan("twice", 4 * groups, 1, tiles=columns // 8, vectors=rows, stages=stages)
 
 
+def codes_of(x, signs, n, columns, rule):
+    """Codes and scales of rows [_, n], of which x's consist: H_(n / columns) exactly, rounded, and H_columns."""
+    rows = x.reshape(-1, n).double()
+    rows = (rows if signs is None else rows * signs.double()).view(-1, n // columns, columns)
+    first = hadamard_reference(rows.mT.contiguous(), None, n // columns, 1.0).mT.bfloat16()
+    turned = hadamard_reference(first.double().contiguous(), None, columns, n**-0.5)
+    return quantize_reference(turned.view(x.shape).float(), (1, 128), rule)
+
+
 @pytest.mark.parametrize(
     ("n", "rows", "across", "plan", "dtype", "rule", "signed"),
     [
+        (24 * 64, 19, 1, twice(64, rows=2), torch.float16, "bf16", False),
         (48 * 64, 21, 1, twice(64, stages=1, rows=2), torch.bfloat16, "exact", True),  # rows of zeros, an odd number
         (64 * 64, 40, 2, twice(64, rows=2), torch.bfloat16, "exact", False),
         (64 * 128, 19, 1, twice(128, stages=1), torch.float16, "pow2", True),  # two turns of eight, and some
@@ -44,9 +56,19 @@ def twice(columns: int, groups: int = 1, stages: int = 2, rows: int = 1) -> Plan
         (56 * 256, 11, 1, twice(256), torch.bfloat16, "exact", True),
         (112 * 256, 9, 1, twice(256, groups=2), torch.bfloat16, "exact", False),  # one warpgroup after the other
         (108 * 128, 7, 1, twice(128, groups=2, stages=3), torch.bfloat16, "exact", True),  # boxes of four rows
+        (
+            76 * 64,
+            9,
+            1,
+            twice(64, groups=2, rows=2),
+            torch.bfloat16,
+            "exact",
+            True,
+        ),  # the same, two rows of x at a time
+        (148 * 128, 6, 1, twice(128, groups=3, stages=1), torch.bfloat16, "exact", False),
     ],
 )
-def test_emulated_codes_are_those_of_the_float32_transform(emulated, n, rows, across, plan, dtype, rule, signed):
+def test_emulated_codes_are_those_of_two_products(emulated, n, rows, across, plan, dtype, rule, signed):
     torch.manual_seed(n)
     columns, width = 8 * plan.tiles, n * across  # of a row of x, of which the kernel sees rows of n
     source = plan.source(n, dtype, signed, rule=rule)
@@ -59,9 +81,7 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, n, rows, ac
     x[1], x[2, 7], x[3, 9], x[4, 3], x[4, 35] = 0, INF, NAN, INF, INF
     x = x[: rows // across * across]
     rows, signs = x.shape[0], random_signs(n, 1)
-    expected, expected_scales = hadamard_quantize_reference(
-        x.view(-1, width), signs if signed else None, n, n**-0.5, (1, 128), rule
-    )
+    expected, expected_scales = codes_of(x.view(-1, width), signs if signed else None, n, columns, rule)
     for seed in range(2):
         q = torch.full((rows // across, width), 0.5).to(torch.float8_e4m3fn)
         scales = torch.zeros(width // 128, rows // across).T
@@ -78,10 +98,8 @@ def test_emulated_codes_are_those_of_the_float32_transform(emulated, n, rows, ac
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("n", "dtype"),
-    [(n, torch.bfloat16) for n in (3072, 4096, 8192, 13824, 14336, 28672)] + [(n, torch.float16) for n in (4096, 8192)],
-)
+@pytest.mark.parametrize("n", [1536, 3072, 4096, 4864, 8192, 13824, 14336, 17408, 28672])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gpu_codes_where_a_block_has_more_rows_than_buffers(n, dtype):
     if not (torch.cuda.is_available() and nvrtc.available(torch.device("cuda"))):
         pytest.skip("needs sm_90 and cuda.core")
@@ -91,10 +109,13 @@ def test_gpu_codes_where_a_block_has_more_rows_than_buffers(n, dtype):
     x = torch.randn(9 * 132 * plan.resident + 3, n, device="cuda").to(dtype)
     x[1], x[-2, 7], x[-3, 9] = 0, INF, NAN
     signs = random_signs(n, 1).cuda()
-    expected, expected_scales = hadamard_quantize_reference(x, signs, n, n**-0.5, (1, 128), "exact")
+    expected, expected_scales = codes_of(x, signs, n, 8 * plan.tiles, "exact")
     for _ in range(5):
         q, scales = torch.full_like(expected, 0.5), torch.zeros_like(expected_scales.T).T
         launch(x, q, signs, n**-0.5, plan, scales=scales, rule="exact")
-        torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
+        torch.testing.assert_close(scales, expected_scales, rtol=2e-3, atol=0, equal_nan=True)
+        other = ~torch.isclose(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
+        # A sum near the middle of two bfloat16 may have gone to the other; float16's are not exact in the tensor core.
+        assert other.float().mean() < (1e-4 if dtype == torch.bfloat16 else 1e-3)
         wrong = q.view(torch.uint8) != expected.view(torch.uint8)
         assert wrong.float().mean() < 1e-3 and not wrong[[1, -2, -3]].any()

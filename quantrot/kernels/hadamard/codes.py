@@ -21,10 +21,28 @@ def plan_for_codes(order: int, columns: int, dtype: torch.dtype) -> Plan | None:
         return None
     if plan := CODE_PLANS.get(("bfloat16", order)):  # the same instructions in float16
         return plan
+    if plans := twice_plans(order):
+        return plans[0]
     plan = plan_for(order, dtype)
     if plan is None or not plan.by_map or plan.tiles < 16:
         plan = _flow_plan(order)
     return plan and replace(plan, cluster=1, paced=False, shift=False, overlap=False)
+
+
+def twice_plans(order: int) -> list[Plan]:
+    """The plans of two asynchronous products, first those that multiply the fewest empty rows by the fewest warps."""
+    *bases, _ = hadamard_factors(order)
+    found = []
+    for tiles, rows, resident in ((8, 2, 4), (16, 1, 4), (32, 1, 2)):
+        tall, rest = divmod(order, 8 * tiles)
+        groups = -(-tall // 64)
+        if order < 1024 or rest or len(bases) > 1 or tall % (bases or [2])[0] or tall % 4:
+            continue
+        if groups > (2 if tiles == 32 else 3):  # registers
+            continue
+        plan = Plan("twice", 4 * groups, max(resident // groups, 1), vectors=rows, tiles=tiles, overlap=True)
+        found += [(groups * 64 / tall, groups, -stages, replace(plan, stages=stages)) for stages in (1, 2)]
+    return [plan for *_, plan in sorted(found, key=lambda way: way[:3]) if plan.shared_bytes(order) <= MAX_SHARED]
 
 
 def _flow_plan(order: int) -> Plan | None:

@@ -125,18 +125,29 @@ CODE_PLANS: dict[tuple[str, int], Plan] = {
     ("bfloat16", 256): Plan("stream", 4, 5, vectors=4, stages=2, overlap=True),  # 0.95, 0.91
     ("bfloat16", 512): Plan("stream", 4, 5, vectors=4, stages=2, overlap=True),  # 0.94, 0.91
     ("bfloat16", 1024): Plan("stream", 4, 3, vectors=8, stages=2, overlap=True),  # 0.93, 0.87
+    ("bfloat16", 1536): Plan("twice", 4, 4, vectors=2, stages=2, overlap=True),  # 0.62, 0.62
     ("bfloat16", 2048): Plan("stream", 4, 3, vectors=8, stages=2, overlap=True),  # 0.91, 0.87
-    ("bfloat16", 3072): Plan("twice", 4, 4, vectors=2, stages=1, overlap=True),  # 0.83
-    ("bfloat16", 4096): Plan("twice", 4, 4, vectors=2, stages=1, overlap=True),  # 0.91, 0.92
-    ("bfloat16", 5120): Plan("twice", 4, 4, stages=1, tiles=16, overlap=True),  # 0.69
-    ("bfloat16", 8192): Plan("twice", 4, 4, stages=1, tiles=16, overlap=True),  # 0.90, 0.91
-    ("bfloat16", 12288): Plan("twice", 4, 2, stages=1, tiles=32, overlap=True),  # 0.73
-    ("bfloat16", 13824): Plan("twice", 8, 2, stages=1, tiles=16, overlap=True),  # 0.72
-    ("bfloat16", 14336): Plan("twice", 4, 2, stages=2, tiles=32, overlap=True),  # 0.81, 0.82
-    ("bfloat16", 16384): Plan("twice", 4, 2, stages=1, tiles=32, overlap=True),  # 0.86
-    ("bfloat16", 17408): Plan("flow", 16, 1, stages=4, tiles=16, overlap=True),  # 0.49
-    ("bfloat16", 18944): Plan("flow", 16, 1, stages=4, tiles=16, overlap=True),  # 0.49
-    ("bfloat16", 25600): Plan("flow", 12, 1, stages=2, tiles=32, overlap=True),  # 0.57
-    ("bfloat16", 28672): Plan("twice", 8, 1, stages=2, tiles=32, overlap=True),  # 0.75, 0.74
-    ("bfloat16", 32768): Plan("flow", 12, 1, stages=2, tiles=32, overlap=True),  # 0.61
+    ("bfloat16", 2560): Plan("twice", 4, 4, vectors=2, stages=2, overlap=True),  # 0.88, 0.92
+    ("bfloat16", 3072): Plan("twice", 4, 4, vectors=2, stages=1, overlap=True),  # 0.92, 0.96
+    ("bfloat16", 4096): Plan("twice", 4, 4, vectors=2, stages=1, overlap=True),  # 0.91, 0.90
+    ("bfloat16", 4864): Plan("twice", 8, 2, vectors=2, stages=2, overlap=True),  # 0.74, 0.77
+    ("bfloat16", 5120): Plan("twice", 4, 4, stages=2, tiles=16, overlap=True),  # 0.86, 0.88
+    ("bfloat16", 5632): Plan("twice", 4, 4, stages=1, tiles=16, overlap=True),  # 0.89, 0.92
+    ("bfloat16", 6144): Plan("twice", 4, 4, stages=1, tiles=16, overlap=True),  # 0.90, 0.94
+    ("bfloat16", 8192): Plan("twice", 4, 4, stages=1, tiles=16, overlap=True),  # 0.91, 0.88
+    ("bfloat16", 9728): Plan("twice", 12, 1, vectors=2, stages=2, overlap=True),  # 0.74, 0.80
+    ("bfloat16", 10240): Plan("twice", 12, 1, vectors=2, stages=2, overlap=True),  # 0.77, 0.85
+    ("bfloat16", 11008): Plan("twice", 12, 1, vectors=2, stages=2, overlap=True),  # 0.77, 0.82
+    ("bfloat16", 12288): Plan("twice", 8, 2, stages=2, tiles=16, overlap=True),  # 0.84, 0.89
+    ("bfloat16", 13824): Plan("twice", 8, 2, stages=2, tiles=16, overlap=True),  # 0.85, 0.91
+    ("bfloat16", 14336): Plan("twice", 4, 2, stages=1, tiles=32, overlap=True),  # 0.85, 0.92
+    ("bfloat16", 16384): Plan("twice", 4, 2, stages=1, tiles=32, overlap=True),  # 0.88, 0.91
+    ("bfloat16", 17408): Plan("twice", 12, 1, stages=2, tiles=16, overlap=True),  # 0.70, 0.74
+    ("bfloat16", 18944): Plan("twice", 12, 1, stages=2, tiles=16, overlap=True),  # 0.70, 0.75
+    ("bfloat16", 20480): Plan("twice", 12, 1, stages=2, tiles=16, overlap=True),  # 0.75, 0.82
+    ("bfloat16", 24576): Plan("twice", 12, 1, stages=2, tiles=16, overlap=True),  # 0.76, 0.85
+    ("bfloat16", 25600): Plan("twice", 8, 1, stages=2, tiles=32, overlap=True),  # 0.76, 0.83
+    ("bfloat16", 27648): Plan("twice", 8, 1, stages=2, tiles=32, overlap=True),  # 0.76, 0.87
+    ("bfloat16", 28672): Plan("twice", 8, 1, stages=2, tiles=32, overlap=True),  # 0.83, 0.89
+    ("bfloat16", 32768): Plan("twice", 8, 1, stages=2, tiles=32, overlap=True),  # 0.83, 0.88
 }

@@ -1,8 +1,10 @@
 // Long rows of 16-bit elements as codes, by two asynchronous products (see flow.cuh, whose first one this shares).
 //
 // H = H_K (x) S_H (x) S_2 (x) S_32: 64 rows of H_K^T multiply a row where the copy engine has put it, exactly; the sums then are
-// the register operand of a product with S_32, in two bfloat16 parts, which keeps 17 bits. S_H and S_2 are additions between a
-// lane's own results, S_2 within the quantization: the larger of |x + y| and |x - y| is |x| + |y|, and f (x +- y) is f x +- f y.
+// the register operand of a product with S_32, rounded to bfloat16 once: an error of 1.7e-3, as that of a transform which leaves
+// in bfloat16, where codes of four bits have 2.6e-2. (In two parts, which keep 17 bits, 5120 took 37.5 us for 30.0, 14336 32.3
+// for 29.1.) S_H and S_2 are additions between a lane's own results, S_2 within the quantization: the larger of |x + y| and
+// |x - y| is |x| + |y|, and f (x +- y) is f x +- f y.
 // Codes leave through shared memory, by the copy engine, in whole lines (8192 28.0 us; stored 8 bytes a lane 28.9, and 28.3 even
 // without the second product). A thread block is one warpgroup (or one for each 64 rows of H_K, one multiplying after the other),
 // and what one waits for the others of its multiprocessor hide.
@@ -23,17 +25,6 @@ __device__ __forceinline__ void write_turn(u32 to) {
       v.w[j] = 0x3F803F80u ^ (odd & 1) * 0x80008000u ^ (column & 1) << 31;
     }
     store_vector(to + swizzled(n, unit * 16), v);
-  }
-}
-
-// 16 columns of a lane's sums as two operands whose sum they are to 17 bits. Of an infinity the first is the largest number, which
-// leaves an infinity.
-__device__ __forceinline__ void parts(u32 (&high)[4], u32 (&low)[4], const float* d) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    high[i] = pack_finite(d[2 * i], d[2 * i + 1]);
-    const float a = __uint_as_float(high[i] << 16), b = __uint_as_float(high[i] & 0xFFFF0000u);
-    low[i] = Bf16::pack(d[2 * i] - a, d[2 * i + 1] - b);
   }
 }
 
@@ -76,10 +67,10 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
   using S = Shape<K, 64 * H>;
   constexpr int L = H * T, INPUT = L * S::CHUNK, THREADS = 128 * GROUPS, N = K * 64 * H, IN_ROW = N / 128;
   constexpr int W = H == 1 ? 4 : 2, LANES = 2 * W;    // groups of two chunks of 16 rows, and the lanes that hold one
-  constexpr int UNIT = K % 16 == 0 ? 16 : K % 8 == 0 ? 8 : 4, COPIES = H == 1 ? T : 16 / UNIT;  // rows of a box of codes, a warp's
+  constexpr int UNIT = K % 16 == 0 ? 16 : K % 8 == 0 ? 8 : 4, BOXES = 16 / UNIT;  // rows of a box of codes, a warp's
   constexpr u32 FEEDER = 4 * (GROUPS - 1);            // of the warpgroup that multiplies last
   constexpr u32 OWN = H == 1 ? 8 : 8 * H;             // a warp's groups of 128 in a row
-  static_assert(GROUPS == S::TILES && L % 2 == 0 && (H == 1 || T == 1) && K % (H > 1 ? 4 : 16) == 0, "how rows are divided");
+  static_assert(GROUPS == S::TILES && L % 2 == 0 && (H == 1 || T == 1) && K % 4 == 0, "how rows are divided");
   const u32 warp = warp_number();
   const u32 inputs = shared_memory(), out = inputs + STAGES * INPUT, turn = out + THREADS * 32 * L, kept = turn + 4096;
   const u32 full = kept + 32 * IN_ROW, empty = full + 8 * STAGES, order = empty + 8 * STAGES;
@@ -162,22 +153,13 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
       fetch(coming, stage);
       coming = mine.after(coming);
     }
+    u32 rounded[2 * L][2][4];                         // 16 columns each
 #pragma unroll
-    for (int j = 0; j < 2 * L; j++) {
-      u32 high[2][4], low[2][4];
+    for (int i = 0; i < 16 * L; i++) rounded[i / 8][i / 4 % 2][i % 4] = Bf16::pack(sums[2 * i], sums[2 * i + 1]);
+    product_fence();
 #pragma unroll
-      for (int s = 0; s < 2; s++) parts(high[s], low[s], sums + 16 * j + 8 * s);
-      product_fence();
-#pragma unroll
-      for (int s = 0; s < 4; s++)
-        product16<Bf16>(y[j / 2][j % 2], s < 2 ? low[s] : high[s - 2], turned + 2 * (s % 2), s > 0);
-      product_commit();
-      if constexpr (L > 2) {                          // where there are registers for two
-        product_wait<1>();
-      } else {
-        product_wait<0>();
-      }
-    }
+    for (int j = 0; j < 4 * L; j++) product16<Bf16>(y[j / 4][j / 2 % 2], rounded[j / 2][j % 2], turned + 2 * (j % 2), j % 2);
+    product_commit();
     product_wait<0>();
 #pragma unroll
     for (int j = 0; j < L; j++) product_done(y[j][0]), product_done(y[j][1]);
@@ -223,8 +205,8 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
     warp_sync();
     if (lane == 0)                                    // with numbers that all lanes share: the assembler takes them as they are
 #pragma unroll
-      for (int c = 0; c < COPIES; c++) {
-        const u32 to = row + (H == 1 ? c : 0), m = warp * 16 + (H == 1 ? 0 : c * UNIT);
+      for (int c = 0; c < T * BOXES; c++) {
+        const u32 to = row + c / BOXES, m = warp * 16 + c % BOXES * UNIT;
         if (m < K && to < a.rows) tensor_store(&codes, 0, (int)(to * IN_ROW + m * H / 2), leaving + c * UNIT * 64 * H);
       }
     tensor_store_commit();

@@ -62,7 +62,7 @@ struct Pieces {
 };
 
 // With a SCALE_RULE, results leave as e4m3 codes of 128 neighbours and their scale amax / 448: 1 exact, 2 as the nearest
-// bfloat16, 3 as the next power of two. They are quantized from float32: nothing is rounded to 16 bits on the way.
+// bfloat16, 3 as the next power of two. They are quantized from float32.
 #ifndef SCALE_RULE
 #define SCALE_RULE 0
 #endif
