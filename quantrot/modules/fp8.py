@@ -13,8 +13,10 @@ from quantrot.kernels.fp8 import (
     hadamard_quantize_fp8,
     has_fused,
     has_kernels,
+    has_normed,
     quantize_fp8_block,
     quantize_fp8_both_ways,
+    quantize_fp8_normed,
     steps,
 )
 from quantrot.kernels.operators import refuse_create_graph
@@ -68,10 +70,20 @@ class Fp8Linear(QuantizedLinear):
     def _quantizes_rows(self) -> bool:
         return self.format.activations.block == ROW and not self.online_name
 
+    def _packed_rows(self, device: torch.device) -> bool:
+        return self._decoded is None and self._quantizes_rows() and self.runs_packed(device)
+
     def fuses(self, device: torch.device, tokens: int) -> bool:
-        if self._decoded is not None or not self._quantizes_rows() or not self.runs_packed(device):
-            return False
-        return has_fused(tokens, self.out_features, self.in_features, device)
+        return self._packed_rows(device) and has_fused(tokens, self.out_features, self.in_features, device)
+
+    def norms(self, device: torch.device) -> bool:
+        return self._packed_rows(device) and has_normed(self.in_features, device)
+
+    def normed(self, x: Tensor, norm: Any, added: Tensor) -> tuple[Tensor, Tensor]:
+        rows, rest = (t.reshape(-1, self.in_features) for t in (x, added))
+        rule = self.format.activations.scale_rule
+        codes, scale, total = quantize_fp8_normed(rows, norm.weight, norm.variance_epsilon, added=rest, scale_rule=rule)
+        return self._product(x, codes, scale), total.view(x.shape)
 
     def _fused(self, x: Tensor, *, residual: Tensor | None = None, **rest: Any) -> Tensor:
         weight, scale = self.uncast()

@@ -1,8 +1,8 @@
 """Decoder layers in fewer kernels.
 
 Of few tokens, norms, gate and residuals belong to the linears' kernels: each would be a kernel of its own that takes
-3 us to start, read 8 KB a token, and end; four linears and the attention are left. Of more, in eager mode, a norm and
-the addition before it are one kernel.
+3 us to start, read 8 KB a token, and end; four linears and the attention are left. Of more, the norms and the addition
+between them belong to FP8's quantizers; before other linears, in eager mode, a norm and the addition are one kernel.
 """
 
 import math
@@ -33,6 +33,10 @@ class FusedLayer:
         if not args and self.fuses(hidden_states):
             hidden_states, _ = attention(hidden_states, norm=before, residual=hidden_states, **kwargs)
             return mlp(hidden_states, norm=between, residual=hidden_states)
+        if not args and self.norms(hidden_states):
+            attended, _ = attention(hidden_states, norm=before, **kwargs)
+            made, hidden_states = mlp.normed(attended, between, hidden_states)
+            return hidden_states + made
         if args or (first := normed(before, hidden_states)) is None:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         attended, _ = attention(hidden_states=first[0], **kwargs)
@@ -44,30 +48,50 @@ class FusedLayer:
     def fuses(self, x: Tensor) -> bool:
         """Whether each linear's kernel runs what is before and behind it, of the layer as it is now, for x's dtype and
         device, and so many tokens."""
-        if exporting():
+        if not self._has_ours():
             return False
-        attention, mlp, *norms = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
+        attention, mlp, *_ = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
         tokens = math.prod(x.shape[:-1])
-        if not (isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)):
-            return False
 
         def fuse(*linears: Any) -> bool:
-            return all(
-                isinstance(each, QuantizedLinear) and not hooked(each) and each.fuses(x.device, tokens)
-                for each in linears
-            )
+            return all(quantized(each) and each.fuses(x.device, tokens) for each in linears)
 
         if not fuse(child(attention, "o_proj"), child(mlp, "down_proj")):  # the cheapest to ask, and prompts end here
             return False
+        return self._alone(x) and fuse(attention.current(), mlp.current())
+
+    def norms(self, x: Tensor) -> bool:
+        """The same of any number of tokens, of the norms and the addition between them alone."""
+        if not self._has_ours():
+            return False
+        attention, mlp, *_ = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
+
+        def norm(*linears: Any) -> bool:
+            return all(quantized(each) and each.norms(x.device) for each in linears)
+
+        if not norm(attention.merged, mlp.merged) or not quantized(child(mlp, "down_proj")):
+            return False
+        return self._alone(x) and norm(attention.current(), mlp.current())
+
+    def _has_ours(self) -> bool:
+        attention, mlp, *_ = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
+        return not exporting() and isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)
+
+    def _alone(self, x: Tensor) -> bool:
+        """Whether nobody sees or changes what lies between the layer's parts: hooks, autocast, gradients."""
+        attention, mlp, *norms = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
         if autocast_dtype(x) != x.dtype:  # each linear would cast
             return False
         if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
             return False
         if not all(is_rms_norm(norm, x.dtype) for norm in norms):
             return False
-        if not is_silu(mlp.act_fn) or x.dtype not in (torch.bfloat16, torch.float16) or torch.is_grad_enabled():
-            return False
-        return fuse(attention.current(), mlp.current())
+        return is_silu(mlp.act_fn) and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+
+
+def quantized(linear: Any) -> bool:
+    """Whether this is a linear of ours that nobody watches."""
+    return isinstance(linear, QuantizedLinear) and not hooked(linear)
 
 
 def normed(norm: nn.Module, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor] | None:

@@ -347,6 +347,15 @@ class QuantizedLinear(nn.Module):
         """Whether this linear has `fused`, and what that does for so many tokens is one kernel there, or two."""
         return False
 
+    def norms(self, device: torch.device) -> bool:
+        """Whether this linear has `normed`, which on this device is one kernel before the product for any number of
+        tokens of 16 bits, as then is `fused` of a norm alone."""
+        return False
+
+    def normed(self, x: Tensor, norm: Any, added: Tensor) -> tuple[Tensor, Tensor]:
+        """(The product of norm(x + added), x + added)."""
+        raise AssertionError(f"{type(self).__name__} has no `normed`: see `norms`")
+
     def fused(
         self,
         x: Tensor,

@@ -150,6 +150,12 @@ class QuantizedMLP(Merging):
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         self.act_fn = mlp.act_fn
 
+    def normed(self, x: Tensor, norm: nn.Module, added: Tensor) -> tuple[Tensor, Tensor]:
+        """(What this makes of norm(x + added), x + added): FusedLayer has found that the merged linear `norms`."""
+        merged: Any = self.merged
+        y, total = merged.normed(x, norm, added)
+        return child(self, "down_proj").multiply_gated(y), total
+
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
         """norm: of x first; residual: added to the result; both in the linears' kernels (see FusedLayer)."""
         merged: Any = self.current() if norm is None else self.merged  # as in `outputs`

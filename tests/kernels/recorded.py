@@ -33,6 +33,7 @@ from quantrot.kernels.fp8 import (
     operators,
     quantize_fp8_block,
     quantize_fp8_both_ways,
+    quantize_fp8_normed,
 )
 from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.kernels.int4 import dequantize_int4, quantize_int4
@@ -63,6 +64,10 @@ def fp8(x, residual=None, **given):
 
 def fp8_codes(turned=False, **given):
     return (quantize_fp8_both_ways if turned else quantize_fp8_block)(**given)
+
+
+def normed(x, norm, epsilon, beside, added, **how):
+    return quantize_fp8_normed(x, norm, epsilon, added=beside if added else None, **how)
 
 
 def turned(x, signs):
@@ -273,6 +278,8 @@ def of_options():
     yield calls(mxfp4_product, both, options(exact=flags, dtype=dtypes))
     ways = options(block=((1, 128), (128, 128)), scale_rule=("exact", "bf16"), transposed_scale=flags, turned=flags)
     yield calls(fp8_codes, x, ways, options(gated=flags), options(block=((1, 0),)))
+    added = options(added=flags, epsilon=(1e-5, 1e-6), scale_rule=("exact", "bf16"))
+    yield calls(normed, lambda: {"x": wide(256, k), "norm": wide(k), "beside": wide(256, k)}, added)
     sizes = options(block=(128, k), scale=(None, 0.5), scale_rule=("exact", "bf16"), transposed_scale=flags)
     yield calls(hadamard_quantize_fp8, x, sizes)
     product = options(backend=("auto", "fastest"), out_dtype=dtypes, b_settled=flags)

@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -167,6 +168,8 @@ extern "C" const char* run(const quantrot::BlockArgs* a, const quantrot::NormArg
         (torch.bfloat16, "bf16", 1056, blocks.normed_plan(1056)),
         (torch.float16, "exact", 1056, Normed(1, 96, units=2)),
         (torch.bfloat16, "pow2", 2184, Normed(1, 64, units=8)),
+        (torch.bfloat16, "bf16", 1056, blocks.many_plan(5000, 1056, False)),
+        (torch.float16, "exact", 2184, Normed(1, 96, units=4, many=True)),
     ],
 )
 def test_emulated_codes_behind_a_norm(emulated, dtype, rule, columns, plan):
@@ -178,15 +181,21 @@ def test_emulated_codes_behind_a_norm(emulated, dtype, rule, columns, plan):
     norm = blocks_of_everything(128, dtype)[[5, 131, 256, 300]].flatten()[:columns].contiguous()
     norm = torch.cat([norm, torch.randn(columns - len(norm)).to(dtype)])
     signs, others = torch.randint(0, 2, (5, columns + 8)) * 2 - 1, torch.randn(5, columns + 8)
-    for x in (t.to(dtype)[:, :columns] for t in (signs, others)):
-        turned = rms_norm(x, norm, 1e-9)
-        expected, expected_scale = quantize_reference(turned, (1, 128), rule)
-        for seed in range(2):
+    sums_of = ((signs, signs * 2), (others, torch.randn(5, columns))) if plan.many else ()
+    for x, added in ((signs, None), (others, None), *sums_of):
+        x = x.to(dtype)[:, :columns]
+        if added is not None:
+            x, added = x.contiguous(), added[:, :columns].to(dtype).contiguous()
+        total, sums = x if added is None else x + added, torch.empty(x.shape, dtype=dtype)
+        expected, expected_scale = quantize_reference(rms_norm(total, norm, 1e-9), (1, 128), rule)
+        for seed, grid in enumerate((len(x), 2 if plan.many else len(x))):
             q, scale = torch.full(x.shape, 0.5).to(E4M3), torch.zeros(scale_shape(x.shape, (1, 128))[::-1]).T
             args = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), *x.shape)
-            by = blocks.NormArgs(norm.data_ptr(), 1e-9, seed)
-            assert library.run(ctypes.byref(args), ctypes.byref(by), len(x), seed) == b""
-            if x[0, 0].abs() == 1:
+            beside = (None, None) if added is None else (added.data_ptr(), sums.data_ptr())
+            by = blocks.NormArgs(norm.data_ptr(), *beside, 1e-9, seed)
+            assert library.run(ctypes.byref(args), ctypes.byref(by), grid, seed) == b""
+            assert added is None or torch.equal(bits(sums), bits(total))
+            if total[0, 0].abs() in (1, 3):
                 assert torch.equal(bits(scale.contiguous()), bits(expected_scale))
                 assert torch.equal(bits(q), bits(expected))
             else:
@@ -204,7 +213,7 @@ def test_a_norm_is_read_before_the_kernel_in_front_has_ended_only_where_it_is_se
     q, scale = torch.empty(2, 512).to(E4M3), torch.empty(2, 4)
     args = Arguments(x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), *scale.stride(), *x.shape)
     for settled, says in ((0, b""), (1, b"before grid_wait")):
-        by = blocks.NormArgs(norm.data_ptr(), 1e-9, settled)
+        by = blocks.NormArgs(norm.data_ptr(), None, None, 1e-9, settled)
         message = library.run(ctypes.byref(args), ctypes.byref(by), len(x), 0)
         assert says in message and bool(says) == bool(message)
 
@@ -215,6 +224,11 @@ def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda, dtype, r
     plans += [((1, 128), plan, gated) for gated, plan in ((False, blocks.FEW_ROWS), *((True, g) for g in blocks.GATED))]
     plans += [((1, 0), blocks.row_plan(columns), False) for columns in (1024, 4096, 14336, 32768)]
     plans += [((1, 128), blocks.normed_plan(columns), False) for columns in (64, 4096, 8192, 14336, 32768)]
+    plans += [
+        ((1, 128), plan, False)
+        for columns in (64, 2048, 4096, 5120, 8192, 16384)
+        for plan in dict.fromkeys(blocks.many_plan(*how) for how in product((100, 5000), (columns,), (False, True)))
+    ]
     start = 'extern "C" __global__'
     sources = [plan.source(block, dtype, rule, gated) for block, plan, gated in plans]
     entries = (

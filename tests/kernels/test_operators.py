@@ -13,7 +13,13 @@ import torch
 from quantrot.kernels import mixed, mxfp4
 from quantrot.kernels.attention import fp8_attention, rope_hadamard_quantize
 from quantrot.kernels.attention.one_token import rope_attend_one
-from quantrot.kernels.fp8 import dequantize_fp8_block, fp8_linear, hadamard_quantize_fp8, quantize_fp8_block
+from quantrot.kernels.fp8 import (
+    dequantize_fp8_block,
+    fp8_linear,
+    hadamard_quantize_fp8,
+    quantize_fp8_block,
+    quantize_fp8_normed,
+)
 from quantrot.kernels.hadamard import hadamard_ref, hadamard_transform, hadamard_transform_
 from quantrot.kernels.mixed import dequantize_int8, mixed_gemm, mixed_linear, quantize_int8
 from quantrot.kernels.mxfp4 import masked_hadamard, mxfp4_fused, mxfp4_gemm, mxfp4_product, quantize_mxfp4
@@ -27,12 +33,17 @@ def _heads(w):
     return w.view(1, 2, 8, -1)
 
 
+def _values(given):
+    return dequantize_fp8_block(*given[:2], (1, 128), torch.float32)
+
+
 CALLS = {  # of x [4, 344] and w [16, 256], float32
     "hadamard": lambda x, w: hadamard_transform(x, block=172),
     "mxfp4_gemm": lambda x, w: mxfp4_gemm(x[:, :256], *quantize_mxfp4(w), activations="mxfp4"),
     "mixed_gemm": lambda x, w: mixed_gemm(x[:, :256], *quantize_int8(w, 128)),
     "mixed_linear": lambda x, w: mixed_linear(x[:, :256], *quantize_int8(w, 128), gates=True),
     "fp8_linear": lambda x, w: fp8_linear(x[:, :256], *quantize_fp8_block(w, (128, 128))),
+    "quantize_fp8_normed": lambda x, w: _values(quantize_fp8_normed(x, w.view(-1)[:344], 1e-5, added=x)),
     "fp8_attention": lambda x, w: fp8_attention(_heads(w), _heads(w), _heads(w), causal=True, backend="reference"),
 }
 

@@ -75,6 +75,26 @@ def packed(monkeypatch, request):
             monkeypatch.setattr(modules, "_has_fused", there)
 
 
+def changed(layer, change, hook):
+    """A layer in one way or another not the one that is known."""
+    if change == "norm hook":
+        layer.post_attention_layernorm.register_forward_hook(hook)
+    if change == "linear hook":
+        layer.self_attn.o_proj.register_forward_pre_hook(hook)
+    if change == "down hook":
+        layer.mlp.down_proj.register_forward_pre_hook(hook)
+    if change == "attention hook":
+        layer.self_attn.register_forward_hook(hook)
+    if change == "act":
+        layer.mlp.act_fn = nn.GELU()
+    if change == "replaced":
+        layer.mlp.up_proj = nn.Linear(256, 384, bias=False).bfloat16()
+    if change == "norm dtype":
+        layer.input_layernorm.float()
+    if change == "norm kind":
+        layer.input_layernorm = nn.RMSNorm(256).bfloat16()
+
+
 def count_fused(monkeypatch) -> list[dict]:
     """What `fused` is called with, but for what is also called for many tokens."""
     calls: list[dict] = []
@@ -173,6 +193,54 @@ def test_norms_with_the_addition_before_them_have_the_bits_of_the_layer(monkeypa
         assert torch.equal(layer(x, position_embeddings=rope, attention_mask=mask), want)
 
 
+@pytest.fixture
+def quantizers_norm(monkeypatch, packed):
+    """FP8's quantizers are said to take norms, with the reference behind them; how often they were asked to."""
+    calls = []
+
+    def quantize(*given, of=modules_fp8.quantize_fp8_normed, **options):
+        calls.append(options)
+        return of(*given, **options)
+
+    monkeypatch.setattr(modules_fp8, "has_normed", torch.compiler.assume_constant_result(lambda k, device: True))
+    monkeypatch.setattr(modules_fp8, "quantize_fp8_normed", quantize)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_many_tokens_have_norms_and_the_addition_in_the_quantizers(monkeypatch, quantizers_norm, kind):
+    whole, x = model(kind), torch.randn(2, 70, 256).bfloat16()
+    rope = whole.model.rotary_emb(x, torch.arange(70)[None])
+    with torch.no_grad():
+        expected = [layer(x, position_embeddings=rope) for layer in whole.model.layers]
+        merge_projections(whole)
+        calls = count_fused(monkeypatch)
+        for layer, want in zip(whole.model.layers, expected, strict=True):
+            assert torch.equal(layer(x, position_embeddings=rope), want)
+        assert len(quantizers_norm) == 2 and sum(call.get("norm") is not None for call in calls) == 2
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        for several in (1, 2, 3):
+            inputs = x[:1].repeat(several, 1, 1)
+            assert torch.equal(compiled(inputs, position_embeddings=rope), layer(inputs, position_embeddings=rope))
+
+
+@pytest.mark.parametrize("change", [c for c in CHANGES if c not in ("tokens", "batch")])
+def test_many_tokens_of_a_layer_that_is_watched_run_as_they_always_did(monkeypatch, quantizers_norm, change):
+    whole, x, seen = model(), torch.randn(1, 70, 256).bfloat16(), []
+    merge_projections(whole)
+    layer = whole.model.layers[0]
+    changed(layer, change if change != "linear hook" else "down hook", lambda module, *values: seen.append(module))
+    if change == "wide":
+        layer.mlp.up_proj.decode(torch.bfloat16)
+    calls = count_fused(monkeypatch)
+    rope = whole.model.rotary_emb(x, torch.arange(70)[None])
+    half = torch.autocast("cpu", torch.float16, enabled=change == "autocast")
+    with torch.set_grad_enabled(change == "grad"), half:
+        assert layer(x, position_embeddings=rope).shape == x.shape
+    taken = bool(quantizers_norm) or any(call.get("norm") is not None for call in calls)
+    assert not taken and len(seen) == ("hook" in change)
+
+
 @pytest.mark.parametrize("change", ["norm hook", "norm dtype", "norm kind", "autocast"])
 def test_norms_that_are_watched_or_not_known_run_themselves(normed, change):
     whole, x, seen = model(), torch.randn(1, 9, 256).bfloat16(), []
@@ -224,21 +292,7 @@ def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change,
     few = {"fp8": 64, "int8": 16, "mxfp4": 32}[fmt]
     shape = {"tokens": (1, few + 1, 256), "batch": (few + 1, 1, 256)}.get(change, (1, 1, 256))
     x, seen = torch.randn(shape).bfloat16(), []
-    hook = lambda module, *values: seen.append(module)  # noqa: E731
-    if change == "norm hook":
-        layer.post_attention_layernorm.register_forward_hook(hook)
-    if change == "linear hook":
-        layer.self_attn.o_proj.register_forward_pre_hook(hook)
-    if change == "attention hook":
-        layer.self_attn.register_forward_hook(hook)
-    if change == "act":
-        layer.mlp.act_fn = nn.GELU()
-    if change == "replaced":
-        layer.mlp.up_proj = nn.Linear(256, 384, bias=False).bfloat16()
-    if change == "norm dtype":
-        layer.input_layernorm.float()
-    if change == "norm kind":
-        layer.input_layernorm = nn.RMSNorm(256).bfloat16()
+    changed(layer, change, lambda module, *values: seen.append(module))
     if change == "wide":
         layer.mlp.down_proj.decode(torch.bfloat16)
     calls = count_fused(monkeypatch)
@@ -302,6 +356,24 @@ def test_gpu_a_model_decodes_as_its_layers_always_did(fmt, dtype, tokens):
         merge_projections(whole)
         for layer, want in zip(whole.model.layers, expected, strict=True):
             assert isinstance(layer, FusedLayer) and layer.fuses(x) and isinstance(layer.mlp, QuantizedMLP)
+            compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+            for run in (layer, compiled, compiled, compiled):
+                y = run(x, position_embeddings=rope)
+                assert (y.float() - want.float()).norm() < 1e-2 * want.float().norm()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gpu_many_tokens_as_the_layers_always_did(dtype):
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8}
+    whole = model(dtype=dtype, **sizes).cuda()
+    x = torch.randn(3, 100, 1024, device="cuda").to(dtype)
+    with torch.no_grad():
+        rope = whole.model.rotary_emb(x, torch.arange(100, device="cuda")[None])
+        expected = [layer(x, position_embeddings=rope) for layer in whole.model.layers]
+        merge_projections(whole)
+        for layer, want in zip(whole.model.layers, expected, strict=True):
+            assert layer.norms(x) and not layer.fuses(x)
             compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
             for run in (layer, compiled, compiled, compiled):
                 y = run(x, position_embeddings=rope)

@@ -3,6 +3,7 @@
     quantize_fp8_block       x [M, K] float -> qdata e4m3 [M, K], scale float32 [ceil(M / bm), ceil(K / bn)]
     hadamard_quantize_fp8    the same of x turned by an online Hadamard, in one kernel
     quantize_fp8_both_ways   x and its transpose, in one read: what training multiplies
+    quantize_fp8_normed      RMSNorm of x, or of a sum, in one kernel
     dequantize_fp8_block     qdata, scale   -> [M, K] float
     fp8_block_gemm           a [M, K] by the transpose of b [N, K], both quantized -> [M, N]
     fp8_linear               x [M, K] quantized in 1 x 128 blocks, by the transpose of b [N, K], quantized -> [M, N]
@@ -27,6 +28,7 @@ arXiv:2404.00456 (the Hadamard).
 
 from quantrot.kernels.fp8.fused import fp8_linear, has_fused
 from quantrot.kernels.fp8.gemm import fp8_block_gemm
+from quantrot.kernels.fp8.normed import has_normed, quantize_fp8_normed
 from quantrot.kernels.fp8.operators import (
     hadamard_quantize_fp8,
     has_kernels,
@@ -45,6 +47,8 @@ __all__ = [
     "hadamard_quantize_fp8",
     "has_fused",
     "has_kernels",
+    "has_normed",
     "quantize_fp8_block",
     "quantize_fp8_both_ways",
+    "quantize_fp8_normed",
 ]

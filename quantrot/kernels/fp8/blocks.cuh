@@ -265,13 +265,16 @@ __device__ __forceinline__ void groups_kernel(const BlockArgs& a) {
 
 // --- 1 x 128 behind RMSNorm ------------------------------------------------------------------------------------------
 //
-// Few rows: each by a thread block, V units of eight elements a thread. x / sqrt(mean(x^2) + epsilon), rounded, times the norm's
-// weight, rounded, is quantized: the bits of linear.cuh, which does the same for one token.
+// Each row by a thread block, V units of eight elements a thread. x / sqrt(mean(x^2) + epsilon), rounded, times the norm's
+// weight, rounded, is quantized: the bits of linear.cuh, which does the same for one token. MANY: a block takes rows in turns,
+// the next one on its way, and x may be x + added, rounded, which is kept.
 
 struct NormArgs {
   const void* weight;  // [columns]
+  const void* added;   // as x, which then is contiguous, or null
+  void* total;         // x + added
   float epsilon;
-  int settled;  // whether no kernel that may still run writes it
+  int settled;         // whether no kernel that may still run writes the weight
 };
 
 // The sum over 16 lanes, in the same order in each.
@@ -316,44 +319,77 @@ __device__ __forceinline__ Vec normed(const Vec& x, float factor, const Vec& wei
   return y;
 }
 
-template <int D, int V, int THREADS>
+template <int D>
+__device__ __forceinline__ Vec sum_of(const Vec& x, const Vec& y) {
+  Vec z;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    float a, b, c, d;
+    unpack<D>(x.w[j], a, b);
+    unpack<D>(y.w[j], c, d);
+    z.w[j] = pack<D>(a + c, b + d);
+  }
+  return z;
+}
+
+template <int D, int V, int THREADS, bool MANY>
 __device__ __forceinline__ void normed_kernel(const BlockArgs& a, const NormArgs& by) {
   constexpr int STEP = THREADS * 8;
-  const u32 column = threadIdx.x * 8, lane = lane_number(), sums = shared_memory();
+  const u32 column = threadIdx.x * 8, lane = lane_number(), groups = V * THREADS / 16;
   const int left = column < a.columns ? a.columns - column : 0;
-  const char* const from = (const char*)a.x + (blockIdx.x * a.x_stride + column) * 2;
   launch_dependents();
   if (!by.settled) grid_wait();
-  Vec weight[V], v[V];
+  Vec weight[V], coming[V], added[V];
 #pragma unroll
   for (int i = 0; i < V; i++) {
     weight[i] = Vec{{0, 0, 0, 0}};
     if (i * STEP < left) weight[i] = load16((const char*)by.weight + (i64)(column + i * STEP) * 2);
   }
+  auto fetch = [&](u32 row) {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      coming[i] = Vec{{0, 0, 0, 0}};
+      if (row >= a.rows || i * STEP >= left) continue;
+      const i64 at = row * a.x_stride + column + i * STEP;
+      coming[i] = load16((const char*)a.x + at * 2);
+      if (MANY && by.added) added[i] = load16((const char*)by.added + at * 2);
+    }
+  };
   grid_wait();
+  fetch(blockIdx.x);
+  const u32 sums = shared_memory();                   // of two rows in turn
+  u32 row = blockIdx.x, odd = 0;
+  do {
+    const i64 at = (i64)row * a.columns + column;
+    Vec v[V];
 #pragma unroll
-  for (int i = 0; i < V; i++) {
-    v[i] = Vec{{0, 0, 0, 0}};
-    if (i * STEP < left) v[i] = load16(from + i * STEP * 2);
-  }
+    for (int i = 0; i < V; i++) {
+      v[i] = coming[i];
+      if (MANY && by.added && i * STEP < left) {
+        v[i] = sum_of<D>(v[i], added[i]);
+        store16((char*)by.total + (at + i * STEP) * 2, v[i]);
+      }
+    }
+    if constexpr (MANY) fetch(row + gridDim.x);
 #pragma unroll
-  for (int i = 0; i < V; i++) {
-    const float sum = sum_of_half(square_sum<D>(v[i]));
-    if (lane % 16 == 0) store_shared(sums + (column + i * STEP) / 128 * 4, sum);
-  }
-  block_sync();
-  const float factor = norm_factor(sums, (a.columns + 127) / 128, 4, a.columns, by.epsilon);
+    for (int i = 0; i < V; i++) {
+      const float sum = sum_of_half(square_sum<D>(v[i]));
+      if (lane % 16 == 0) store_shared(sums + (odd * groups + (column + i * STEP) / 128) * 4, sum);
+    }
+    block_sync();
+    const float factor = norm_factor(sums + odd * groups * 4, (a.columns + 127) / 128, 4, a.columns, by.epsilon);
 #pragma unroll
-  for (int i = 0; i < V; i++) v[i] = normed<D>(v[i], factor, weight[i]);
-  u32 codes[V][2];
-  group_codes<D>(codes, v, [&](float scale) {
-    const u32 own = column / 128 * 128 + group_of<V, 16>() * STEP;
-    if (lane % 16 < V && own < a.columns) a.scales[blockIdx.x * a.scale_row + own / 128 * a.scale_column] = scale;
-  });
-  char* const to = (char*)a.q + (i64)blockIdx.x * a.columns + column;
+    for (int i = 0; i < V; i++) v[i] = normed<D>(v[i], factor, weight[i]);
+    u32 codes[V][2];
+    group_codes<D>(codes, v, [&](float scale) {
+      const u32 own = column / 128 * 128 + group_of<V, 16>() * STEP;
+      if (lane % 16 < V && own < a.columns) a.scales[row * a.scale_row + own / 128 * a.scale_column] = scale;
+    });
 #pragma unroll
-  for (int i = 0; i < V; i++)
-    if (i * STEP < left) store8(to + i * STEP, codes[i][0], codes[i][1]);
+    for (int i = 0; i < V; i++)
+      if (i * STEP < left) store8((char*)a.q + at + i * STEP, codes[i][0], codes[i][1]);
+    odd ^= 1;
+  } while (MANY && (row += gridDim.x) < a.rows);
 }
 
 }  // namespace quantrot

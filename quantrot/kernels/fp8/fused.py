@@ -59,7 +59,7 @@ def fp8_linear(
     side, [M, 2 K], and silu(gate) * up is what is quantized. residual [M, N], of x's dtype, is added to the rounded
     result. gates: b is of gate and up, one above the other, and the result is silu(gate) * up, [M, N / 2]. On Hopper up
     to 64 tokens take one or two kernels with all of these, but for gates of more than one token, of an N that is no
-    multiple of 128, and of channel scales.
+    multiple of 128, and of channel scales; more take two with a norm, of at most 16384 columns.
 
     b_settled: as fp8_block_gemm's, of b and norm. backend: "auto", "hopper" (one kernel), "reference". Not
     differentiable. ValueError for shapes or dtypes that do not fit, or for a backend that cannot run.
@@ -125,8 +125,8 @@ def _one_or_two_kernels(
     in_one: bool = False,
 ) -> Run | None:
     """All of it in the kernel of one or two tokens, or (not in_one) in the quantizer's and the product's, as a function
-    of x, b, its scales, bias, norm and residual; None where these are not for them, as with a norm or a residual and
-    more than 64 tokens, and where `prompt` may be."""
+    of x, b, its scales, bias, norm and residual; None where these are not for them, as with a residual and more than 64
+    tokens, and where `prompt` may be."""
     from quantrot.kernels.fp8 import blocks, linear, prompt
 
     if not has_kernels(x.device) or not len(x):
@@ -134,9 +134,10 @@ def _one_or_two_kernels(
     if not gated and linear.supports(x, b, b_scale, b_block, bias, norm, residual, gates):
         rest = bias, norm, epsilon, residual, gates
         return linear.prepare(x, b, b_scale, b_block, rule, *rest, b_settled=b_settled)
-    if in_one or prompt.pays(len(x), *b.shape) or (norm is not None and len(x) > hopper.DECODE_ROWS):
+    if in_one or (norm is None and prompt.pays(len(x), *b.shape)):
         return None
-    if not (blocks.supports(x, ROW, gated) if norm is None else blocks.supports_normed(x, norm)):
+    many = len(x) > hopper.DECODE_ROWS
+    if not (blocks.supports(x, ROW, gated) if norm is None else blocks.supports_normed(x, norm, many=many)):
         return None
     q, scale = outputs(x, ROW, True, gated)
     operands: Any = q, scale, b, b_scale, ROW, b_block, x.dtype, bias, residual
@@ -145,7 +146,7 @@ def _one_or_two_kernels(
     if norm is None:
         quantize_x = blocks.prepare(x, q, scale, ROW, rule, gated)
     else:
-        quantize_x = blocks.prepare_normed(x, norm, epsilon, q, scale, rule, b_settled)
+        quantize_x = blocks.prepare_normed(x, norm, epsilon, q, scale, rule, b_settled, many)
     product = hopper.prepare(*operands, b_settled=b_settled)
 
     def in_two(
