@@ -35,6 +35,7 @@ from quantrot.kernels.fp8 import (
     quantize_fp8_both_ways,
     quantize_fp8_normed,
 )
+from quantrot.kernels.fp8 import normed as fp8_norms
 from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.kernels.int4 import dequantize_int4, quantize_int4
 from quantrot.kernels.mixed import mixed_gemm, mixed_linear
@@ -100,7 +101,7 @@ def by(activations, hadamard=0):
     return {"activations": activations, "hadamard": hadamard, "settled": True}
 
 
-LINEAR_READY = fused.READY, gemm.READY, operators.READY, mxfp4.READY, packed.READY, mixed.READY
+LINEAR_READY = fused.READY, gemm.READY, operators.READY, fp8_norms.READY, mxfp4.READY, packed.READY, mixed.READY
 OF_HEADS = attention.READY, attention.PROMPTS, attention.QUANTIZERS, int4_token.READY, int4.READY, transforms.READY
 TRAINING = making.QUANTIZERS, making.REQUANTIZERS, making.MASKED, packed.PRODUCTS
 READY = *OF_HEADS, *LINEAR_READY, *TRAINING

@@ -347,6 +347,8 @@ for m in (1, 63, 257):
     for order in (32, 128, 704):
         hadamard_quantize_fp8(x, block=order)
     quantize_fp8_both_ways(x)
+    for added in (None, x):
+        quantize_fp8_normed(x, x[0], 1e-5, added=added)
     for pair in (((1, 128), (128, 128)), ((1, 0), (1, 0)), ((1, 128), (1, 128))):
         a = quantize_fp8_block(x, pair[0])
         b = quantize_fp8_block(torch.randn(130, 1408, device="cuda"), pair[1])

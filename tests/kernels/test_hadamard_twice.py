@@ -8,7 +8,7 @@ import torch
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import quantize_reference
-from quantrot.kernels.hadamard.codes import plan_for_codes
+from quantrot.kernels.hadamard.codes import plan_for_codes, twice_plans
 from quantrot.kernels.hadamard.hopper import Plan, launch
 from quantrot.kernels.hadamard.reference import hadamard_reference
 from quantrot.orthogonal import random_signs
@@ -95,6 +95,23 @@ def test_emulated_codes_are_those_of_two_products(emulated, n, rows, across, pla
         torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
         wrong = (q.view(torch.uint8) != expected.view(torch.uint8)).view(rows, n)
         assert wrong.float().mean() < 1e-3 and not wrong[1:5].any()
+
+
+def test_plans_divide_rows_as_the_kernel_asks():
+    """The first multiplies the fewest empty rows; two bases, and more than 192 rows of one, have none."""
+    for n in (1536, 2560, 3072, 4864, 5632, 9728, 11008, 14336, 18944, 24576, 27648, 28672, 32768):
+        plans = twice_plans(n)
+        waste = [plan.warps * 16 * 8 * plan.tiles / n for plan in plans]
+        assert plans and waste == sorted(waste)
+        for plan in plans:
+            tall, rest = divmod(n, 8 * plan.tiles)
+            assert not rest and tall % 4 == 0 and plan.warps == 4 * -(-tall // 64)
+            registers = {8: 122, 16: 122, 32: 218}[plan.tiles] * 32 * plan.warps * plan.resident
+            room = (plan.shared_bytes(n) + 1024) * plan.resident
+            assert (
+                registers <= nvrtc.SM_REGISTERS and room <= nvrtc.SM_SHARED and plan.shared_bytes(n) <= nvrtc.MAX_SHARED
+            )
+    assert not any(map(twice_plans, (512, 8960, 17920, 29568, 53248)))
 
 
 @pytest.mark.gpu

@@ -77,6 +77,17 @@ def test_an_online_rotation_rides_along(monkeypatch, rotation):
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-4)
 
 
+def test_norms_belong_to_the_quantizer_of_rows_alone(monkeypatch):
+    monkeypatch.setattr(modules_fp8, "has_kernels", lambda device: True)
+    monkeypatch.setattr(modules_fp8, "has_normed", lambda k, device: k == 512)
+    here, decoded = torch.device("cpu"), linear()
+    decoded.decode(torch.bfloat16)
+    turned = linear(online=OnlineHadamard(Rotation("R4", "hadamard", 512, 32, 0)))
+    assert linear().norms(here) and linear(weights=WHOLE).norms(here)
+    others = linear(activations=SQUARE), linear(activations=WHOLE), linear(kind="none"), turned, decoded, linear(k=384)
+    assert not any(other.norms(here) for other in others)
+
+
 def test_nothing_is_decoded_where_kernels_read_the_stored_tensors(monkeypatch):
     packed, wide = linear(), linear(kind="none")
     monkeypatch.setattr(modules_fp8, "has_kernels", lambda device: True)

@@ -36,13 +36,11 @@ def twice_plans(order: int) -> list[Plan]:
     for tiles, rows, resident in ((8, 2, 4), (16, 1, 4), (32, 1, 2)):
         tall, rest = divmod(order, 8 * tiles)
         groups = -(-tall // 64)
-        if order < 1024 or rest or len(bases) > 1 or tall % (bases or [2])[0] or tall % 4:
-            continue
-        if groups > (2 if tiles == 32 else 3):  # registers
+        if order < 1024 or rest or len(bases) > 1 or tall % (bases or [4])[0] or groups > (2 if tiles == 32 else 3):
             continue
         plan = Plan("twice", 4 * groups, max(resident // groups, 1), vectors=rows, tiles=tiles, overlap=True)
         found += [(groups * 64 / tall, groups, -stages, replace(plan, stages=stages)) for stages in (1, 2)]
-    return [plan for *_, plan in sorted(found, key=lambda way: way[:3]) if plan.shared_bytes(order) <= MAX_SHARED]
+    return [plan for *_, plan in sorted(found, key=lambda way: way[:3])]
 
 
 def _flow_plan(order: int) -> Plan | None:
