@@ -68,7 +68,8 @@ def fp8_codes(turned=False, **given):
 
 
 def normed(x, norm, epsilon, beside, added, **how):
-    return quantize_fp8_normed(x, norm, epsilon, added=beside if added else None, **how)
+    given = {"": None, "added": beside, "turned": beside.T.contiguous().T}[added]
+    return quantize_fp8_normed(x, norm, epsilon, added=given, **how)
 
 
 def turned(x, signs):
@@ -279,7 +280,7 @@ def of_options():
     yield calls(mxfp4_product, both, options(exact=flags, dtype=dtypes))
     ways = options(block=((1, 128), (128, 128)), scale_rule=("exact", "bf16"), transposed_scale=flags, turned=flags)
     yield calls(fp8_codes, x, ways, options(gated=flags), options(block=((1, 0),)))
-    added = options(added=flags, epsilon=(1e-5, 1e-6), scale_rule=("exact", "bf16"))
+    added = options(added=("", "added", "turned"), epsilon=(1e-5, 1e-6), scale_rule=("exact", "bf16"))
     yield calls(normed, lambda: {"x": wide(256, k), "norm": wide(k), "beside": wide(256, k)}, added)
     sizes = options(block=(128, k), scale=(None, 0.5), scale_rule=("exact", "bf16"), transposed_scale=flags)
     yield calls(hadamard_quantize_fp8, x, sizes)

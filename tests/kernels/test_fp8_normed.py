@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantrot.kernels.fp8 import fp8_linear, quantize_fp8_block, quantize_fp8_normed
+from quantrot.kernels.fp8 import fp8_linear, fused, quantize_fp8_block, quantize_fp8_normed
 from quantrot.kernels.fp8.reference import rms_norm
 
 gpu = pytest.mark.gpu
@@ -81,9 +81,12 @@ def test_gpu_a_row_has_the_bits_that_it_has_among_few(k, dtype):
 
 @gpu
 def test_gpu_a_product_of_many_tokens_is_that_of_what_is_quantized():
-    x, _, norm = tokens(300, 1024, torch.bfloat16, "cuda")
-    b = quantize_fp8_block(torch.randn(512, 1024, device="cuda").bfloat16(), (128, 128))
-    whole = fp8_linear(x, *b, norm=norm, epsilon=1e-5)
-    assert torch.equal(whole[17:18], fp8_linear(x[17:18], *b, norm=norm, epsilon=1e-5))
-    expected = fp8_linear(rms_norm(x, norm, 1e-5), *b)
-    assert (whole.float() - expected.float()).norm() < 4e-3 * expected.float().norm()
+    for m, n, k in ((300, 512, 1024), (4096, 4096, 4096)):  # the second without a norm is one kernel
+        x, _, norm = tokens(m, k, torch.bfloat16, "cuda")
+        b = quantize_fp8_block(torch.randn(n, k, device="cuda").bfloat16(), (128, 128))
+        around = norm, 1e-5, None, False, False
+        assert fused._one_or_two_kernels(x, *b, (128, 128), "bf16", None, False, *around)
+        whole = fp8_linear(x, *b, norm=norm, epsilon=1e-5)
+        assert torch.equal(whole[17:18], fp8_linear(x[17:18], *b, norm=norm, epsilon=1e-5))
+        expected = fp8_linear(rms_norm(x, norm, 1e-5), *b)
+        assert (whole.float() - expected.float()).norm() < 4e-3 * expected.float().norm()
