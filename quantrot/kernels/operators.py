@@ -192,11 +192,13 @@ def check_around(
     norm: torch.Tensor | None,
     residual: torch.Tensor | None,
     dtype: torch.dtype | None = None,
+    residual_name: str = "residual",
 ) -> None:
     """ValueError for a norm [K] or a residual [..., features] of another shape, dtype or device than x [..., K] asks
-    for; dtype: of the residual, x's if None."""
+    for; dtype: of the residual, x's if None; residual_name: what the caller's argument is called."""
     refuse_tangents(norm, residual)
-    asked = (("norm", norm, x.shape[-1:], x.dtype), ("residual", residual, (*x.shape[:-1], features), dtype or x.dtype))
+    behind = residual_name, residual, (*x.shape[:-1], features), dtype or x.dtype
+    asked = (("norm", norm, x.shape[-1:], x.dtype), behind)
     for name, given, shape, kind in asked:
         if given is not None and (given.shape != shape or given.dtype != kind or given.device != x.device):
             found = f"{given.dtype} {list(given.shape)} on {given.device}"

@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from quantrot.kernels.between import try_norm
 from quantrot.kernels.operators import exporting
 from quantrot.modules.attention import QuantizedAttention
-from quantrot.modules.linear import QuantizedLinear, autocast_dtype, child, hooked
+from quantrot.modules.linear import QuantizedLinear, autocast_dtype, child, hooked, hooked_everywhere
 from quantrot.modules.merged import QuantizedMLP, is_rms_norm, is_silu
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -69,22 +69,23 @@ class FusedLayer:
         def norm(*linears: Any) -> bool:
             return all(quantized(each) and each.norms(x.device) for each in linears)
 
-        if not norm(attention.merged, mlp.merged) or not quantized(child(mlp, "down_proj")):
+        between = child(attention, "o_proj"), child(mlp, "down_proj")  # which run nothing but themselves
+        if not norm(attention.merged, mlp.merged) or not all(map(quantized, between)):
             return False
         return self._alone(x) and norm(attention.current(), mlp.current())
 
     def _has_ours(self) -> bool:
         attention, mlp, *_ = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
-        return not exporting() and isinstance(attention, QuantizedAttention) and isinstance(mlp, QuantizedMLP)
+        return not exporting() and type(attention) is QuantizedAttention and type(mlp) is QuantizedMLP
 
     def _alone(self, x: Tensor) -> bool:
         """Whether nobody sees or changes what lies between the layer's parts: hooks, autocast, gradients."""
         attention, mlp, *norms = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
         if autocast_dtype(x) != x.dtype:  # each linear would cast
             return False
-        if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
+        if hooked(attention) or hooked(mlp) or hooked_everywhere():  # who would see them without norm and residual
             return False
-        if not all(is_rms_norm(norm, x.dtype) for norm in norms):
+        if not all(is_rms_norm(norm, x.dtype) and norm.weight.shape == x.shape[-1:] for norm in norms):
             return False
         return is_silu(mlp.act_fn) and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
 
@@ -96,7 +97,7 @@ def quantized(linear: Any) -> bool:
 
 def normed(norm: nn.Module, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
     """(norm(x + added), x + added) in one kernel, where there is one and nobody watches the norm."""
-    if autocast_dtype(x) != x.dtype or not is_rms_norm(norm, x.dtype):
+    if autocast_dtype(x) != x.dtype or not is_rms_norm(norm, x.dtype) or hooked_everywhere():
         return None
     return try_norm(x, norm.weight, norm.variance_epsilon, added)  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from quantrot import formats
 from quantrot.checkpoint import DTYPES
@@ -45,6 +46,11 @@ def _replaced(module: nn.Module) -> bool:
 def hooked(module: nn.Module) -> bool:
     """Or accelerate moves it, or its input, as it is called."""
     return watched(module) or has_own(module, "_hf_hook")
+
+
+def hooked_everywhere() -> bool:
+    """Whether somebody sees every module being called (register_module_forward_hook); compiled code does not ask."""
+    return not torch.compiler.is_compiling() and _has_any_global_hook()
 
 
 def has_own(module: nn.Module, name: str) -> bool:

@@ -181,7 +181,9 @@ def is_silu(act: Any) -> bool:
 
 def is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
     """Whether kernels may take this norm's gain, beside numbers of this dtype, and leave out its forward."""
-    return type(norm).__name__ in RMS_NORMS and norm.weight.dtype == dtype and not hooked(norm)
+    kind, epsilon = type(norm), getattr(norm, "variance_epsilon", None)
+    known = kind.__name__ in RMS_NORMS and kind.__module__.startswith("transformers.") and isinstance(epsilon, float)
+    return known and norm.weight.dtype == dtype and not hooked(norm)
 
 
 def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:

@@ -40,15 +40,18 @@ def test_no_tokens_are_no_codes():
 @pytest.mark.parametrize("with_added", [False, True])
 def test_operator_registration(with_added):
     x, added, norm = tokens(3, 256, torch.bfloat16)
-    given = (x, norm, 1e-5, added if with_added else None, "bf16")
-    torch.library.opcheck(torch.ops.quantrot.quantize_fp8_normed, given)
+    for lie in (lambda t: t, lambda t: t.T.contiguous().T):
+        given = (lie(x), norm, 1e-5, lie(added) if with_added else None, "bf16")
+        torch.library.opcheck(torch.ops.quantrot.quantize_fp8_normed, given)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"norm": torch.ones(255)}, "norm"),
-        ({"added": torch.ones(3, 128)}, "residual"),
+        ({"norm": None}, "norm: None; allowed"),
+        ({"added": torch.ones(3, 128)}, "added"),
+        ({"added": 1.0}, "added: 1.0; allowed"),
         ({"epsilon": -1.0}, "epsilon"),
         ({"scale_rule": "half"}, "scale_rule"),
     ],

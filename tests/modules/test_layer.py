@@ -32,7 +32,7 @@ CLOSE = [name for name in FORMATS if name != "mxfp4"]  # where a neighbour in bf
 gpu = pytest.mark.gpu
 CHANGES = [
     *("tokens", "batch", "norm hook", "linear hook", "attention hook", "act", "replaced", "norm dtype", "norm kind"),
-    *("grad", "wide", "autocast"),
+    *("grad", "wide", "autocast", "norm shape", "norm epsilon", "another norm", "mlp kind", "every hook"),
 ]
 SIZES = {
     "hidden_size": 256,
@@ -93,6 +93,23 @@ def changed(layer, change, hook):
         layer.input_layernorm.float()
     if change == "norm kind":
         layer.input_layernorm = nn.RMSNorm(256).bfloat16()
+    if change == "norm shape":
+        layer.input_layernorm.weight.data = torch.ones(1).bfloat16()
+    if change == "norm epsilon":
+        layer.input_layernorm.variance_epsilon = torch.tensor(1e-5)
+    if change == "another norm":
+        layer.input_layernorm.__class__ = type("LlamaRMSNorm", (type(layer.input_layernorm),), {})
+    if change == "mlp kind":
+        layer.mlp.__class__ = type("Another", (QuantizedMLP,), {})
+
+
+@pytest.fixture
+def every_hook():
+    """Registers one for all modules, until the test is over."""
+    kept = []
+    yield lambda hook: kept.append(nn.modules.module.register_module_forward_hook(hook))
+    for handle in kept:
+        handle.remove()
 
 
 def count_fused(monkeypatch) -> list[dict]:
@@ -224,16 +241,20 @@ def test_many_tokens_have_norms_and_the_addition_in_the_quantizers(monkeypatch, 
             assert torch.equal(compiled(inputs, position_embeddings=rope), layer(inputs, position_embeddings=rope))
 
 
-@pytest.mark.parametrize("change", [c for c in CHANGES if c not in ("tokens", "batch")])
-def test_many_tokens_of_a_layer_that_is_watched_run_as_they_always_did(monkeypatch, quantizers_norm, change):
+@pytest.mark.parametrize("change", [*(c for c in CHANGES if c not in ("tokens", "batch")), "down hook"])
+def test_many_tokens_of_a_layer_that_is_watched_run_as_they_always_did(
+    monkeypatch, quantizers_norm, every_hook, change
+):
     whole, x, seen = model(), torch.randn(1, 70, 256).bfloat16(), []
     merge_projections(whole)
     layer = whole.model.layers[0]
-    changed(layer, change if change != "linear hook" else "down hook", lambda module, *values: seen.append(module))
+    changed(layer, change, lambda module, *values: seen.append(module))
     if change == "wide":
         layer.mlp.up_proj.decode(torch.bfloat16)
     calls = count_fused(monkeypatch)
     rope = whole.model.rotary_emb(x, torch.arange(70)[None])
+    if change == "every hook":
+        every_hook(lambda module, *values: seen.append(module) if module is layer.mlp else None)
     half = torch.autocast("cpu", torch.float16, enabled=change == "autocast")
     with torch.set_grad_enabled(change == "grad"), half:
         assert layer(x, position_embeddings=rope).shape == x.shape
@@ -285,7 +306,7 @@ def test_tokens_one_by_one_through_a_cache_and_compiled(fmt):
 @pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("fmt", ["fp8", "int8", "mxfp4"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change, fmt):
+def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, every_hook, change, fmt):
     whole = model(fmt=fmt)
     merge_projections(whole)
     layer = whole.model.layers[0]
@@ -297,6 +318,8 @@ def test_whatever_is_not_known_runs_as_the_layer_always_did(monkeypatch, change,
         layer.mlp.down_proj.decode(torch.bfloat16)
     calls = count_fused(monkeypatch)
     rope = whole.model.rotary_emb(x, torch.arange(shape[1])[None])
+    if change == "every hook":
+        every_hook(lambda module, *values: seen.append(module) if module is layer.mlp else None)
     half = torch.autocast("cpu", torch.float16, enabled=change == "autocast")
     with torch.set_grad_enabled(change == "grad"), half:
         assert layer(x, position_embeddings=rope).shape == x.shape

@@ -40,7 +40,10 @@ def quantize_fp8_normed(
         if (again := READY.find(key)) is not None:
             return again(*operands)
     rule = check_input("quantize_fp8_normed", x, ROW, scale_rule, "auto")
-    check_around(x, x.shape[1], norm, added)
+    for name, given in (("norm", norm), ("added", x if added is None else added)):
+        if not isinstance(given, Tensor):
+            raise ValueError(f"{name}: {given!r}; allowed: a tensor of x's dtype, {x.dtype}, on {x.device}")
+    check_around(x, x.shape[1], norm, added, residual_name="added")
     epsilon = number("epsilon", epsilon, "non-negative, finite")
     if key and (run := _in_one_kernel(x, norm, epsilon, added, rule)):
         return READY.keep(key, run, x.get_device())(*operands)
@@ -82,7 +85,7 @@ def _normed(x: Tensor, norm: Tensor, epsilon: float, added: Tensor | None, rule:
     if run := _in_one_kernel(x, norm, epsilon, added, rule):
         codes, scale, total = run(x, norm, added)
     else:
-        total = x if added is None else x + added
+        total = x if added is None else (x + added).contiguous()
         codes, scale = quantize(rms_norm(total, norm, epsilon), *ROW, rule, True, "auto")
     return codes, scale, x.new_empty(0) if added is None else total  # an operator returns no argument
 

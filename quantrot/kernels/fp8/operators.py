@@ -102,12 +102,13 @@ def hadamard_quantize_fp8(
     """quantize_fp8_block of hadamard_transform(x), x [M, K]: order, block, signs and scale are the transform's,
     block_size is the scaled block.
 
-    The transform's float32 sums are quantized as they are. "auto" does both in one CUDA kernel on Hopper for 1 x 128
-    blocks and 16-bit orders 32, 64 and multiples of 128 (where there is a kernel for them), and "triton" in one
-    for many others of at most 14336; where neither can, "auto" on a GPU runs the two operators one after the other,
-    with x's dtype, and one rounding to it, in between. Orders past 1024 (but 2048) round once to bfloat16 inside the
-    one kernel, which is as much. Sums in another order differ in their last bits, so a code near a tie may be its
-    neighbour: within one step of the reference's, but behind such a rounding.
+    The transform's float32 sums are quantized as they are, but where CUDA's kernel for orders past 1024 (not 2048, nor
+    a few of large bases) rounds once to bfloat16 inside, which is as much as leaving in bfloat16. "auto" does both in
+    one CUDA kernel on Hopper for 1 x 128 blocks and 16-bit orders 32, 64 and multiples of 128 (where there is a kernel
+    for them), and "triton" in one for many others of at most 14336; where neither can, "auto" on a GPU runs the two
+    operators one after the other, with x's dtype, and one rounding to it, in between. Sums in another order differ in
+    their last bits, so a code near a tie may be its neighbour: within one step of the reference's, but behind such a
+    rounding.
     """
     key = None
     if x.is_cuda and backend == "auto" and unseen(x, signs):
