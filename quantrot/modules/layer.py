@@ -6,6 +6,7 @@ between them belong to FP8's quantizers; before other linears, in eager mode, a 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,9 +49,9 @@ class FusedLayer:
     def fuses(self, x: Tensor) -> bool:
         """Whether each linear's kernel runs what is before and behind it, of the layer as it is now, for x's dtype and
         device, and so many tokens."""
-        if not self._has_ours():
+        if (parts := self._ours()) is None:
             return False
-        attention, mlp, *_ = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
+        attention, mlp, *norms = parts
         tokens = math.prod(x.shape[:-1])
 
         def fuse(*linears: Any) -> bool:
@@ -58,36 +59,38 @@ class FusedLayer:
 
         if not fuse(child(attention, "o_proj"), child(mlp, "down_proj")):  # the cheapest to ask, and prompts end here
             return False
-        return self._alone(x) and fuse(attention.current(), mlp.current())
+        return unseen_between(x, attention, mlp, norms) and fuse(attention.current(), mlp.current())
 
     def norms(self, x: Tensor) -> bool:
         """The same of any number of tokens, of the norms and the addition between them alone."""
-        if not self._has_ours():
+        if (parts := self._ours()) is None:
             return False
-        attention, mlp, *_ = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
+        attention, mlp, *norms = parts
 
         def norm(*linears: Any) -> bool:
             return all(quantized(each) and each.norms(x.device) for each in linears)
 
-        between = child(attention, "o_proj"), child(mlp, "down_proj")  # which run nothing but themselves
-        if not norm(attention.merged, mlp.merged) or not all(map(quantized, between)):
+        others = child(attention, "o_proj"), child(mlp, "down_proj")  # which run nothing but themselves
+        if not norm(attention.merged, mlp.merged) or not all(map(quantized, others)):
             return False
-        return self._alone(x) and norm(attention.current(), mlp.current())
+        return unseen_between(x, attention, mlp, norms) and norm(attention.current(), mlp.current())
 
-    def _has_ours(self) -> bool:
-        attention, mlp, *_ = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
-        return not exporting() and type(attention) is QuantizedAttention and type(mlp) is QuantizedMLP
+    def _ours(self) -> tuple[Any, ...] | None:
+        """PARTS, where attention and MLP are those of this package and nothing is exported."""
+        parts = tuple(child(self, name) for name in PARTS)  # type: ignore[arg-type]
+        ours = type(parts[0]) is QuantizedAttention and type(parts[1]) is QuantizedMLP
+        return parts if ours and not exporting() else None
 
-    def _alone(self, x: Tensor) -> bool:
-        """Whether nobody sees or changes what lies between the layer's parts: hooks, autocast, gradients."""
-        attention, mlp, *norms = (child(self, name) for name in PARTS)  # type: ignore[arg-type]
-        if autocast_dtype(x) != x.dtype:  # each linear would cast
-            return False
-        if hooked(attention) or hooked(mlp) or hooked_everywhere():  # who would see them without norm and residual
-            return False
-        if not all(is_rms_norm(norm, x.dtype) and norm.weight.shape == x.shape[-1:] for norm in norms):
-            return False
-        return is_silu(mlp.act_fn) and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+
+def unseen_between(x: Tensor, attention: Any, mlp: Any, norms: Sequence[Any]) -> bool:
+    """Whether nobody sees or changes what lies between a layer's parts: hooks, autocast, gradients."""
+    if autocast_dtype(x) != x.dtype:  # each linear would cast
+        return False
+    if hooked(attention) or hooked(mlp) or hooked_everywhere():  # who would see them without norm and residual
+        return False
+    if not all(is_rms_norm(norm, x.dtype) and norm.weight.shape == x.shape[-1:] for norm in norms):
+        return False
+    return is_silu(mlp.act_fn) and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
 
 
 def quantized(linear: Any) -> bool:

@@ -200,9 +200,8 @@ def test_turned_codes_are_those_of_the_float32_transform(device, n, block):
     expected = quantize_fp8_block(turned, (1, 128), "exact", backend="reference")
     if device == "cpu":
         assert same_bits(got, expected)
-    if (
-        device == "cuda" and n >= 3072
-    ):  # rounded to bfloat16 once between two products: test_hadamard_twice.py has the bits
+    # Rounded to bfloat16 once between two products: test_hadamard_twice.py has the bits.
+    if device == "cuda" and n >= 3072:
         torch.testing.assert_close(got[1].cpu(), expected[1], rtol=5e-3, atol=0)
         ours, best = (
             (dequantize_fp8_block(q.cpu(), scale.cpu(), (1, 128), torch.float32) - turned).norm()

@@ -3,7 +3,7 @@ at first use.
 
     quantize        a matrix, or what silu(gate) * up makes of one twice as wide
     prepare         the same as a function of matrices like it
-    prepare_normed  that of a few rows behind RMSNorm, in 1 x 128 blocks
+    prepare_normed  that of rows behind RMSNorm, in 1 x 128 blocks
 """
 
 import ctypes
@@ -134,7 +134,7 @@ class Normed(Plan):
         return min(rows, PROCESSORS * self.resident) if self.many else rows
 
     def shared_bytes(self) -> int:
-        return 2 * self.units * self.threads // 16 * 4  # a sum of each 128 columns, of two rows
+        return (1 + self.many) * self.units * self.threads // 16 * 4  # a sum of each 128 columns, of two rows in turn
 
 
 # In parentheses what each has of the byte floor at 4096, 8192 and 16384 squared.
@@ -284,22 +284,13 @@ def prepare(
 
 
 def prepare_normed(
-    x: Tensor,
-    norm: Tensor,
-    epsilon: float,
-    q: Tensor,
-    scale: Tensor,
-    rule: str,
-    settled: bool,
-    many: bool = False,
-    added: bool = False,
+    x: Tensor, norm: Tensor, epsilon: float, q: Tensor, scale: Tensor, rule: str, settled: bool, plan: Normed
 ) -> Run:
     """x [M, K] / sqrt(mean(x^2) + epsilon), rounded, * norm [K], rounded -> codes q [M, K], contiguous, and scale, in
     1 x 128 blocks, of operands like these, for which `supports_normed` holds, as a function of x, norm, q and scale,
-    and where they are said to be many of what is added to x first and of the sum, [M, K] (added: expected). settled: no
-    kernel that may still run writes norm."""
+    and by a plan of many rows of what is added to x first and of the sum, [M, K]. settled: no kernel that may still run
+    writes norm."""
     (rows, columns), device = x.shape, x.get_device()
-    plan = many_plan(rows, columns, added) if many else normed_plan(columns)
     args = Arguments(None, None, None, x.stride(0), *scale.stride(), rows, columns)
     values = NormedArguments(args, NormArgs(None, None, None, epsilon, settled))
     function = _kernel(plan, (1, 128), x.dtype, rule, False, device)

@@ -59,7 +59,7 @@ def fp8_linear(
     side, [M, 2 K], and silu(gate) * up is what is quantized. residual [M, N], of x's dtype, is added to the rounded
     result. gates: b is of gate and up, one above the other, and the result is silu(gate) * up, [M, N / 2]. On Hopper up
     to 64 tokens take one or two kernels with all of these, but for gates of more than one token, of an N that is no
-    multiple of 128, and of channel scales; more take two with a norm, of at most 16384 columns.
+    multiple of 128, and of channel scales; more take two with a norm alone, of at most 16384 columns.
 
     b_settled: as fp8_block_gemm's, of b and norm. backend: "auto", "hopper" (one kernel), "reference". Not
     differentiable. ValueError for shapes or dtypes that do not fit, or for a backend that cannot run.
@@ -146,7 +146,9 @@ def _one_or_two_kernels(
     if norm is None:
         quantize_x = blocks.prepare(x, q, scale, ROW, rule, gated)
     else:
-        quantize_x = blocks.prepare_normed(x, norm, epsilon, q, scale, rule, b_settled, many)
+        rows, columns = x.shape
+        plan = blocks.many_plan(rows, columns, False) if many else blocks.normed_plan(columns)
+        quantize_x = blocks.prepare_normed(x, norm, epsilon, q, scale, rule, b_settled, plan)
     product = hopper.prepare(*operands, b_settled=b_settled)
 
     def in_two(

@@ -1,4 +1,4 @@
-"""Many tokens, or what a layer adds to them, through RMSNorm and quantized in one kernel."""
+"""RMSNorm of tokens, or of a sum, and its quantization in one kernel, for any number of tokens."""
 
 import torch
 from torch import Tensor
@@ -68,8 +68,9 @@ def _in_one_kernel(x: Tensor, norm: Tensor, epsilon: float, added: Tensor | None
 
     if not has_kernels(x.device) or not blocks.supports_normed(x, norm, added, many=True):
         return None
-    q, scale = outputs(x, ROW, True)
-    quantize_x = blocks.prepare_normed(x, norm, epsilon, q, scale, rule, True, True, added is not None)
+    (q, scale), (rows, columns) = outputs(x, ROW, True), x.shape
+    plan = blocks.many_plan(rows, columns, added is not None)
+    quantize_x = blocks.prepare_normed(x, norm, epsilon, q, scale, rule, True, plan)
 
     def run(x: Tensor, norm: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         q, scale = outputs(x, ROW, True)
