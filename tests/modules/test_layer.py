@@ -14,7 +14,7 @@ from quantrot.kernels.fp8 import fused as fp8_fused
 from quantrot.kernels.fp8.reference import rms_norm
 from quantrot.kernels.mxfp4 import fused as mxfp4_fused
 from quantrot.load import merge_projections
-from quantrot.modules import LINEARS, QuantizedMLP
+from quantrot.modules import LINEARS, QuantizedAttention, QuantizedMLP
 from quantrot.modules import fp8 as modules_fp8
 from quantrot.modules import int8 as modules_int8
 from quantrot.modules import layer as modules_layer
@@ -32,7 +32,8 @@ CLOSE = [name for name in FORMATS if name != "mxfp4"]  # where a neighbour in bf
 gpu = pytest.mark.gpu
 CHANGES = [
     *("tokens", "batch", "norm hook", "linear hook", "attention hook", "act", "replaced", "norm dtype", "norm kind"),
-    *("grad", "wide", "autocast", "norm shape", "norm epsilon", "another norm", "mlp kind", "every hook"),
+    *("grad", "wide", "autocast", "norm shape", "norm epsilon", "another norm"),
+    *("mlp kind", "attention kind", "every hook"),
 ]
 SIZES = {
     "hidden_size": 256,
@@ -99,6 +100,8 @@ def changed(layer, change, hook):
         layer.input_layernorm.variance_epsilon = torch.tensor(1e-5)
     if change == "another norm":
         layer.input_layernorm.__class__ = type("LlamaRMSNorm", (type(layer.input_layernorm),), {})
+    if change == "attention kind":
+        layer.self_attn.__class__ = type("Another", (QuantizedAttention,), {})
     if change == "mlp kind":
         layer.mlp.__class__ = type("Another", (QuantizedMLP,), {})
 
@@ -262,8 +265,8 @@ def test_many_tokens_of_a_layer_that_is_watched_run_as_they_always_did(
     assert not taken and len(seen) == ("hook" in change)
 
 
-@pytest.mark.parametrize("change", ["norm hook", "norm dtype", "norm kind", "autocast"])
-def test_norms_that_are_watched_or_not_known_run_themselves(normed, change):
+@pytest.mark.parametrize("change", ["norm hook", "norm dtype", "norm kind", "autocast", "every hook"])
+def test_norms_that_are_watched_or_not_known_run_themselves(normed, every_hook, change):
     whole, x, seen = model(), torch.randn(1, 9, 256).bfloat16(), []
     merge_projections(whole)
     layer = whole.model.layers[0]
@@ -274,10 +277,12 @@ def test_norms_that_are_watched_or_not_known_run_themselves(normed, change):
             getattr(layer, name).float()
         if change == "norm kind":
             setattr(layer, name, nn.RMSNorm(256).bfloat16())
+    if change == "every hook":
+        every_hook(lambda module, *values: seen.append(module) if "RMSNorm" in type(module).__name__ else None)
     rope = whole.model.rotary_emb(x, torch.arange(9)[None])
     with torch.no_grad(), torch.autocast("cpu", torch.float16, enabled=change == "autocast"):
         assert layer(x, position_embeddings=rope).shape == x.shape
-    assert not normed and len(seen) == 2 * (change == "norm hook")
+    assert not normed and len(seen) == 2 * ("hook" in change)
 
 
 @pytest.mark.usefixtures("packed")
