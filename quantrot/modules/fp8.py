@@ -76,8 +76,8 @@ class Fp8Linear(QuantizedLinear):
     def fuses(self, device: torch.device, tokens: int) -> bool:
         return self._packed_rows(device) and has_fused(tokens, self.out_features, self.in_features, device)
 
-    def norms(self, device: torch.device) -> bool:
-        return self._packed_rows(device) and has_normed(self.in_features, device)
+    def norms(self, x: Tensor) -> bool:
+        return self._packed_rows(x.device) and has_normed(self.in_features, x.device)
 
     def normed(self, x: Tensor, norm: Any, added: Tensor) -> tuple[Tensor, Tensor]:
         rows, rest = (t.reshape(-1, self.in_features) for t in (x, added))

@@ -2,7 +2,8 @@
 
 Of few tokens, norms, gate and residuals belong to the linears' kernels: each would be a kernel of its own that takes
 3 us to start, read 8 KB a token, and end; four linears and the attention are left. Of more, the norms and the addition
-between them belong to FP8's quantizers; before other linears, in eager mode, a norm and the addition are one kernel.
+between them belong to the quantizers of FP8 and MXFP4; before other linears, in eager mode, a norm and the addition are
+one kernel.
 """
 
 import math
@@ -68,7 +69,7 @@ class FusedLayer:
         attention, mlp, *norms = parts
 
         def norm(*linears: Any) -> bool:
-            return all(quantized(each) and each.norms(x.device) for each in linears)
+            return all(quantized(each) and each.norms(x) for each in linears)
 
         others = child(attention, "o_proj"), child(mlp, "down_proj")  # which run nothing but themselves
         if not norm(attention.merged, mlp.merged) or not all(map(quantized, others)):

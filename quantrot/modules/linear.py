@@ -353,9 +353,9 @@ class QuantizedLinear(nn.Module):
         """Whether this linear has `fused`, and what that does for so many tokens is one kernel there, or two."""
         return False
 
-    def norms(self, device: torch.device) -> bool:
-        """Whether this linear has `normed`, which on this device is one kernel before the product for any number of
-        tokens of 16 bits, as then is `fused` of a norm alone."""
+    def norms(self, x: Tensor) -> bool:
+        """Whether this linear has `normed`, which of x, 16 bits a number, is one kernel before the product, as then is
+        `fused` of a norm alone."""
         return False
 
     def normed(self, x: Tensor, norm: Any, added: Tensor) -> tuple[Tensor, Tensor]:

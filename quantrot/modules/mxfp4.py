@@ -6,7 +6,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quantrot.kernels.mxfp4 import GROUP, Mxfp4Gemm, drawn_numbers, has_fused, has_kernels, mxfp4_fused, mxfp4_gemm
+from quantrot.kernels.mxfp4 import (
+    GROUP,
+    Mxfp4Gemm,
+    drawn_numbers,
+    has_fused,
+    has_kernels,
+    has_normed,
+    mxfp4_fused,
+    mxfp4_gemm,
+    mxfp4_normed,
+)
+from quantrot.kernels.mxfp4.gemm import DECODE_ROWS
 from quantrot.kernels.mxfp4.operators import check_fused
 from quantrot.modules.linear import QuantizedLinear, as_autocast
 
@@ -60,7 +71,26 @@ class Mxfp4Linear(QuantizedLinear):
             return False
         return self.runs_packed(device) and has_fused(tokens, self.out_features, self.in_features, device)
 
+    def norms(self, x: Tensor) -> bool:
+        if self._decoded is not None or self._turns_apart() or self.format.activations.kind == "none":
+            return False
+        has = self.runs_packed(x.device) and has_normed(self.out_features, self.in_features, x.device)
+        return has and x.dtype == torch.bfloat16 and self._many(x)  # of compiled code's sizes last
+
+    def _many(self, x: Tensor) -> bool:
+        """Whether x is more tokens than the kernels of `fused` take: then a norm is in their quantizer."""
+        return x.numel() > DECODE_ROWS * self.in_features
+
+    def normed(self, x: Tensor, norm: Any, added: Tensor) -> tuple[Tensor, Tensor]:
+        return self._normed(x, norm.weight, norm.variance_epsilon, added)
+
+    def _normed(self, x: Tensor, norm: Tensor, epsilon: float, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        options = self._options()
+        return mxfp4_normed(x, norm, epsilon, self.weight_packed, self.weight_scale, self.bias, added=added, **options)
+
     def _fused(self, x: Tensor, **rest: Any) -> Tensor:
+        if rest["norm"] is not None and self._many(x):
+            return self._normed(x, rest["norm"], rest["epsilon"], None)[0]
         return mxfp4_fused(x, self.weight_packed, self.weight_scale, **rest, **self._options())
 
 

@@ -46,9 +46,11 @@ from quantrot.kernels.mxfp4 import (
     masked_hadamard,
     mxfp4_fused,
     mxfp4_gemm,
+    mxfp4_normed,
     mxfp4_product,
     requantize_mxfp4,
 )
+from quantrot.kernels.mxfp4 import normed as mxfp4_norms
 from quantrot.kernels.mxfp4 import operators as making
 from tests.kernels.pretended import its, noted, pretend
 
@@ -67,9 +69,10 @@ def fp8_codes(turned=False, **given):
     return (quantize_fp8_both_ways if turned else quantize_fp8_block)(**given)
 
 
-def normed(x, norm, epsilon, beside, added, **how):
+def normed(x, norm, epsilon, beside, added, weight=(), biased=False, **how):
     given = {"": None, "added": beside, "turned": beside.T.contiguous().T}[added]
-    return quantize_fp8_normed(x, norm, epsilon, added=given, **how)
+    rest = weight if biased else weight[:2]
+    return (mxfp4_normed if rest else quantize_fp8_normed)(x, norm, epsilon, *rest, added=given, **how)
 
 
 def turned(x, signs):
@@ -88,6 +91,10 @@ def groups(n, k):
     return {"packed": scales(n, k // 2), "scale": scales(n, k // 32)}
 
 
+def weighted(n, k):
+    return *groups(n, k).values(), wide(n)
+
+
 def channels(n, k):
     return {"weight": torch.empty(n, k // 4, dtype=torch.int32), "scale": torch.empty(n, 1, dtype=torch.bfloat16)}
 
@@ -102,10 +109,11 @@ def by(activations, hadamard=0):
     return {"activations": activations, "hadamard": hadamard, "settled": True}
 
 
-LINEAR_READY = fused.READY, gemm.READY, operators.READY, fp8_norms.READY, mxfp4.READY, packed.READY, mixed.READY
+LINEAR_READY = fused.READY, gemm.READY, operators.READY, mxfp4.READY, packed.READY, mixed.READY
+NORMS_READY = fp8_norms.READY, mxfp4_norms.READY
 OF_HEADS = attention.READY, attention.PROMPTS, attention.QUANTIZERS, int4_token.READY, int4.READY, transforms.READY
 TRAINING = making.QUANTIZERS, making.REQUANTIZERS, making.MASKED, packed.PRODUCTS
-READY = *OF_HEADS, *LINEAR_READY, *TRAINING
+READY = *OF_HEADS, *LINEAR_READY, *NORMS_READY, *TRAINING
 AROUND = ("", "residual", "residual turned", "norm", "norm, residual")
 LINEARS = {  # and what may be around each
     "fp8": (fp8, blocks, (*AROUND, "gates")),
@@ -163,6 +171,22 @@ def of_linears():
                 same.append(same[2])
             told = [*weights[0], *(["norm"] if "norm" in kind and tokens <= 16 else [])]
             yield (name, n, k, leading, kind), call, same, told if tokens else []
+
+
+def of_normed():
+    """Products behind a norm and an addition, of operands that are others each time and lie otherwise."""
+    for (n, k), leading, kind, activations in itertools.product(
+        (SMALL, (512, 4096)), ((40,), (3, 100), (1, MANY)), ("", "bias"), ("mxfp4", "fp8")
+    ):
+        call = operator(mxfp4_normed, epsilon=1e-5, activations=activations, settled=True)
+        for adds in (False, True):
+            same = []
+            for _ in "12":
+                given = {"x": wide(*leading, k), "norm": wide(k), **groups(n, k), **around_of(kind, leading, n, k)}
+                same.append(given | ({"added": wide(*leading, k)} if adds else {}))
+            same += [same[0] | {name: moved(same[0][name])} for name in same[0] if name != "bias"]
+            told = [name for name in same[0] if name != "bias"]
+            yield ("normed", n, k, leading, kind, activations, adds), call, same, told
 
 
 def of_nothing():
@@ -282,6 +306,14 @@ def of_options():
     yield calls(fp8_codes, x, ways, options(gated=flags), options(block=((1, 0),)))
     added = options(added=("", "added", "turned"), epsilon=(1e-5, 1e-6), scale_rule=("exact", "bf16"))
     yield calls(normed, lambda: {"x": wide(256, k), "norm": wide(k), "beside": wide(256, k)}, added)
+    into = options(activations=("mxfp4",), hadamard=(0, 32), added=("", "added", "turned"), epsilon=(1e-5, 1e-6))
+    into += options(activations=("fp8",), scale_rule=("exact", "bf16"), added=("", "added"), epsilon=(1e-5,))
+    into = [how | more for how in into for more in options(biased=flags, settled=flags)]
+    for m in (256, MANY):
+        behind = partial(
+            lambda m: {"x": wide(m, k), "norm": wide(k), "beside": wide(m, k), "weight": weighted(n, k)}, m
+        )
+        yield calls(normed, behind, into)
     sizes = options(block=(128, k), scale=(None, 0.5), scale_rule=("exact", "bf16"), transposed_scale=flags)
     yield calls(hadamard_quantize_fp8, x, sizes)
     product = options(backend=("auto", "fastest"), out_dtype=dtypes, b_settled=flags)
@@ -536,7 +568,18 @@ def attended(mask, lengths, **given):
     return attend(Quantized(**given), causal=mask is None, mask=mask, lengths=lengths)
 
 
-CALLS = of_linears, of_nothing, of_fp8, of_training, of_options, of_transforms, of_prompts, of_int4, of_int4_groups
+CALLS = (
+    of_linears,
+    of_normed,
+    of_nothing,
+    of_fp8,
+    of_training,
+    of_options,
+    of_transforms,
+    of_prompts,
+    of_int4,
+    of_int4_groups,
+)
 
 
 def main():

@@ -80,12 +80,12 @@ def test_an_online_rotation_rides_along(monkeypatch, rotation):
 def test_norms_belong_to_the_quantizer_of_rows_alone(monkeypatch):
     monkeypatch.setattr(modules_fp8, "has_kernels", lambda device: True)
     monkeypatch.setattr(modules_fp8, "has_normed", lambda k, device: k == 512)
-    here, decoded = torch.device("cpu"), linear()
+    x, decoded = torch.zeros(3, 512, dtype=torch.bfloat16), linear()
     decoded.decode(torch.bfloat16)
     turned = linear(online=OnlineHadamard(Rotation("R4", "hadamard", 512, 32, 0)))
-    assert linear().norms(here) and linear(weights=WHOLE).norms(here)
+    assert linear().norms(x) and linear(weights=WHOLE).norms(x)
     others = linear(activations=SQUARE), linear(activations=WHOLE), linear(kind="none"), turned, decoded, linear(k=384)
-    assert not any(other.norms(here) for other in others)
+    assert not any(other.norms(x) for other in others)
 
 
 def test_nothing_is_decoded_where_kernels_read_the_stored_tensors(monkeypatch):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from quantrot import convert, formats
 from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
@@ -106,6 +107,25 @@ def test_gate_and_up_are_left_to_a_quantizer_of_mxfp4(monkeypatch, activations, 
     monkeypatch.setattr(modules_mxfp4, "mxfp4_gemm", product)
     assert torch.equal(module.multiply_gated(x), expected)
     assert calls == ([] if decoded else [in_one])
+
+
+def test_norms_belong_to_the_quantizers_of_many_bfloat16_tokens(monkeypatch):
+    """As `fused` asks them to, with a bias; what is decoded, turned apart or not quantized has none."""
+    monkeypatch.setattr(modules_mxfp4, "has_kernels", lambda device: True)
+    monkeypatch.setattr(modules_mxfp4, "has_normed", lambda n, k, device: (n, k) == (96, 256))
+    generator, norm = torch.Generator().manual_seed(1), LlamaRMSNorm(256, 1e-5).bfloat16()
+    x, added = (torch.randn(2, 20, 256, generator=generator).bfloat16() for _ in "12")
+    norm.weight.data.uniform_(0.5, 1.5, generator=generator)
+    decoded, apart = linear(), OnlineHadamard(Rotation("R4", "hadamard", 256, 256, 0))
+    decoded.decode(torch.bfloat16)
+    assert not any(other.norms(x) for other in (decoded, linear(online=apart), linear(NONE), linear(n=48)))
+    for module in (linear(), linear(TOKEN), linear(online=OnlineHadamard(Rotation("R4", "hadamard", 256, 64, 0)))):
+        module.bias.data = module.bias.data.bfloat16()
+        assert module.norms(x) and not module.norms(x[:, :16]) and not module.norms(x.half())
+        with torch.no_grad():
+            y, total = module.normed(x, norm, added)
+            assert torch.equal(total, x + added) and torch.equal(y, module(norm(x + added)))
+            assert torch.equal(module.fused(x, norm=norm), module(norm(x)))
 
 
 def test_fp8_activations_in_blocks_take_the_wide_path(monkeypatch):

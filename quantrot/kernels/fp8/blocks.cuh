@@ -277,13 +277,6 @@ struct NormArgs {
   int settled;         // whether no kernel that may still run writes the weight
 };
 
-// The sum over 16 lanes, in the same order in each.
-__device__ __forceinline__ float sum_of_half(float a) {
-#pragma unroll
-  for (int s = 1; s < 16; s *= 2) a += __shfl_xor_sync(0xFFFFFFFFu, a, s);
-  return a;
-}
-
 template <int D>
 __device__ __forceinline__ float square_sum(const Vec& v) {
   float sum = 0.f;
@@ -294,14 +287,6 @@ __device__ __forceinline__ float square_sum(const Vec& v) {
     sum = fmaf(b, b, fmaf(a, a, sum));
   }
   return sum;
-}
-
-// What RMSNorm multiplies a row of so many columns by, from the sums of squares of its `count` groups of 128, which lie `step`
-// bytes apart at `sums`; by each half-warp, in one order.
-__device__ __forceinline__ float norm_factor(u32 sums, int count, int step, int columns, float epsilon) {
-  float sum = 0.f;
-  for (int k = threadIdx.x % 16; k < count; k += 16) sum += load_shared(sums + k * step);
-  return inverse_root(sum_of_half(sum) * (1.f / columns) + epsilon);
 }
 
 // x * factor, rounded to 16 bits, times weight, rounded.

@@ -154,7 +154,7 @@ MOST_NORMED = 1 << 14  # where the next row is on its way
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return nvrtc.sources("hopper", "hadamard/words", "gate", "fp8/blocks")
+    return nvrtc.sources("hopper", "hadamard/words", "gate", "rms", "fp8/blocks")
 
 
 class Arguments(ctypes.Structure):

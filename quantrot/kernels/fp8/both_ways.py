@@ -52,7 +52,7 @@ def call(block: tuple[int, int], dtype: torch.dtype) -> str:
 
 
 def source(block: tuple[int, int], dtype: torch.dtype, rule: str) -> str:
-    shared = nvrtc.sources("hopper", "hadamard/words", "gate", "fp8/blocks", "fp8/both_ways")
+    shared = nvrtc.sources("hopper", "hadamard/words", "gate", "rms", "fp8/blocks", "fp8/both_ways")
     entry = ENTRY.format(threads=THREADS, resident=RESIDENT[dtype.itemsize], call=call(block, dtype))
     return f"#define SCALE_RULE {blocks.SCALE_RULES.index(rule) + 1}\n{blocks.CACHE_HINTS}{shared}{entry}"
 

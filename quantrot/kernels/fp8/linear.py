@@ -90,7 +90,7 @@ class Held(Decode):
 def device_functions(rule: str) -> str:
     """The C++ that every kernel starts with."""
     shared = nvrtc.sources("hopper", "products", "hadamard/words", "gate")
-    text = shared + nvrtc.sources("fp8/blocks", "fp8/gemm", "fp8/decode", "fp8/linear")
+    text = shared + nvrtc.sources("rms", "fp8/blocks", "fp8/gemm", "fp8/decode", "fp8/linear")
     return f"#define SCALE_RULE {blocks.SCALE_RULES.index(rule) + 1}\n{blocks.CACHE_HINTS}{text}"
 
 

@@ -39,7 +39,7 @@ ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {
 def device_functions(rule: str) -> str:
     """The C++ that every kernel starts with."""
     shared = nvrtc.sources("hopper", "products", "hadamard/words", "gate")
-    text = shared + nvrtc.sources("fp8/blocks", "fp8/gemm", "fp8/prefill", "fp8/prompt")
+    text = shared + nvrtc.sources("rms", "fp8/blocks", "fp8/gemm", "fp8/prefill", "fp8/prompt")
     rule_number = blocks.SCALE_RULES.index(rule) + 1
     return f"#define SCALE_RULE {rule_number}\n{blocks.CACHE_HINTS}{COUNTERS.declaration}{text}"
 

@@ -9,6 +9,7 @@
     mxfp4_product             packed by packed       -> [M, N], exact in its operands
     mxfp4_gemm                x by a packed weight   -> [..., N], x as it is, in e4m3, or in MXFP4
     mxfp4_fused               the same with a norm or a gate before it, a residual behind it
+    mxfp4_normed              the same behind a norm and an addition before it, for many tokens
 
 A code is sign << 3 | index into E2M1; byte j holds column 2j in its low nibble and column 2j + 1 in its high one. A
 scale byte e means 2^(e - 127). Rounding is to nearest, ties to the even code; values past 6 scales saturate. -0 keeps
@@ -30,6 +31,7 @@ Sources: OCP Microscaling Formats v1.0 section 6.3 (floor); QuEST, arXiv:2502.05
 from quantrot.kernels.mxfp4.autograd import HadamardGemm, Mxfp4Gemm, drawn_numbers
 from quantrot.kernels.mxfp4.fused import has_fused, mxfp4_fused
 from quantrot.kernels.mxfp4.gemm import mxfp4_gemm, mxfp4_product
+from quantrot.kernels.mxfp4.normed import has_normed, mxfp4_normed
 from quantrot.kernels.mxfp4.operators import (
     dequantize_mxfp4,
     expand_mxfp4,
@@ -55,11 +57,13 @@ __all__ = [
     "drawn_numbers",
     "expand_mxfp4",
     "hadamard_quantize_mxfp4",
-    "has_kernels",
     "has_fused",
+    "has_kernels",
+    "has_normed",
     "masked_hadamard",
     "mxfp4_fused",
     "mxfp4_gemm",
+    "mxfp4_normed",
     "mxfp4_product",
     "power_of_two",
     "quantize_mxfp4",

@@ -6,7 +6,6 @@ more from the packed operands. A few tokens by a packed weight run in one kernel
 do, on Hopper, bfloat16 tokens in any number and e4m3 ones up to 4096.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.fp8 import Fp8ScaleRule, quantize_fp8_block
+from quantrot.kernels.fp8 import Fp8ScaleRule
 from quantrot.kernels.fp8.operators import SCALE_RULES
 from quantrot.kernels.fp8.reference import gate
-from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, expand, expand_both, prepare_expanded, whole_rule
+from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, expand_both, whole_rule
+from quantrot.kernels.mxfp4.quantized import by_batch, by_cublas, fp8_tokens, quantizer, scaled_product
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.operators import check_backend, check_bias, check_device, has_triton, implement, refuse_tangents
 from quantrot.kernels.ready import Ready, Run, like, unseen
@@ -255,7 +255,7 @@ def batch_beats_cublas(tokens: int, rows: int, columns: int) -> bool:
     return hopper_batch.rule(tokens, rows, columns)[0] <= AS_FAST * cublas
 
 
-def _batches(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
+def takes_batch(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
     """Whether one kernel multiplies a batch of tokens in e4m3 by the packed weight."""
     asked = activations != "none" and rows.numel() > 0 and backend in ("auto", "hopper")
     if not asked or not rows.is_cuda or not has_triton() or not nvrtc.available(rows.device):
@@ -281,7 +281,7 @@ def quantizes_gated(x: Tensor, packed: Tensor, activations: str, rule: str, hada
 
     if not (hopper_rows.gates(x.dtype, x.shape[1], hadamard) and hopper_rows.fits(x, ScaleRule(rule), hadamard, True)):
         return False
-    if _batches(x, packed, activations, rule, hadamard, backend):
+    if takes_batch(x, packed, activations, rule, hadamard, backend):
         return True
     return _decoder(x, activations, backend) is None and _uses_cublas(x, packed.shape[0], backend)
 
@@ -309,22 +309,6 @@ def _decoder(rows: Tensor, activations: str, backend: str) -> str | None:
 
 
 # --- FP8 tensor cores ------------------------------------------------------------------------------------------------
-
-
-def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """(a a_scale) (b b_scale)^T, e4m3 [M, K] and [N, K] with float32 scales [M, 1] and [1, N], by cuBLAS.
-
-    bfloat16 results take the fast accumulation: 1223 against 1119 TFLOP/s at 4096^3, with the same error, the
-    rounding's own, where both are e2m1, and 2.3e-3 for 1.7e-3 where a is e4m3 with 14336 columns. The others sum in
-    float32 and are scaled after, which powers of two make exact.
-    """
-    if 0 in (a.shape[0], b.shape[0], a.shape[1]):
-        return torch.zeros(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
-    if dtype == torch.bfloat16:
-        return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=True)
-    one = a_scale.new_ones(())
-    y = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=False)
-    return y.mul_(a_scale).mul_(b_scale).to(dtype)
 
 
 def _by_cublas(
@@ -369,12 +353,6 @@ def _product_fake(a, a_scale, b, b_scale, after, dtype, exact, backend):
 # --- The linear ------------------------------------------------------------------------------------------------------
 
 
-def _fp8_tokens(rows: Tensor, rule: str) -> tuple[Tensor, Tensor]:
-    """e4m3 [M, K] and a float32 scale a token."""
-    qdata, scale = quantize_fp8_block(rows, (1, 0), rule)
-    return qdata, scale.view(-1)
-
-
 def _turned(x: Tensor, hadamard: int) -> Tensor:
     if not hadamard:
         return x
@@ -392,7 +370,7 @@ def _linear_wide(rows: Tensor, packed: Tensor, scale: Tensor, activations: str, 
         codes, scales, _ = quantize_reference(rows, ScaleRule(rule), hadamard=hadamard)
         rows = dequantize_reference(codes, scales, work)
     elif activations == "fp8":
-        qdata, token = _fp8_tokens(rows, rule)
+        qdata, token = fp8_tokens(rows, rule)
         rows = (qdata.to(torch.float32) * token.unsqueeze(1)).to(work)
     else:
         rows = rows.to(work)
@@ -429,7 +407,7 @@ def _linear(
     elif _decoder(rows, activations, backend):
         y = _linear_triton(rows, packed, scale, activations, rule, hadamard)
     elif activations != "none" and _uses_cublas(x, packed.shape[0], backend):
-        y = _prepare_fp8(rows, activations, rule, hadamard, gated)(rows, packed, scale)
+        y = by_cublas(quantizer(rows, activations, rule, hadamard, gated=gated), rows.dtype)(packed, scale, rows)[0]
     else:
         y = _linear_wide(rows, packed, scale, activations, rule, hadamard)
     if bias is not None:
@@ -456,8 +434,10 @@ def prepare(
         from quantrot.kernels.mxfp4 import hopper_prefill
 
         return hopper_prefill.prepare(rows, packed, scale, settled=settled)
-    if _batches(inner_of(rows, packed, gated), packed, activations, rule, hadamard, backend):
-        return _prepare_batch(rows, packed, scale, activations, rule, hadamard, settled, gated)
+    if takes_batch(inner_of(rows, packed, gated), packed, activations, rule, hadamard, backend):
+        quantize = quantizer(rows, activations, rule, hadamard, gated=gated, arranged=True)
+        batch = by_batch(quantize, len(rows), packed, scale, rows.dtype, settled)
+        return lambda rows, packed, scale: batch(packed, scale, rows)[0]
     if _decoder(rows, activations, backend) != "hopper":
         return None
     from quantrot.kernels.mxfp4 import hopper
@@ -480,7 +460,12 @@ def _any_dimensions(
         return None
     product = prepare(rows, packed, scale, activations, rule, hadamard, settled, gated=gated)
     if product is None and activations != "none" and _uses_cublas(x, n, "auto"):
-        product = _prepare_fp8(rows, activations, rule, hadamard, gated)
+        cublas = by_cublas(quantizer(rows, activations, rule, hadamard, gated=gated), rows.dtype)
+
+        def product(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+            y: Tensor = cublas(packed, scale, rows)[0]
+            return y
+
     if product is None:
         return None
 
@@ -497,62 +482,11 @@ def _linear_triton(rows: Tensor, packed: Tensor, scale: Tensor, activations: str
 
     tokens, token_scale = rows, None
     if activations == "fp8":
-        qdata, token_scale = _fp8_tokens(rows, rule)
+        qdata, token_scale = fp8_tokens(rows, rule)
         tokens = qdata.to(torch.bfloat16)
     elif activations == "mxfp4":
         tokens = triton_rows.round_trip(rows, ScaleRule(rule), hadamard)
     return triton_gemm.decode(tokens, token_scale, packed, scale, rows.dtype)
-
-
-def _prepare_fp8(rows: Tensor, activations: str, rule: str, hadamard: int, gated: bool) -> Run:
-    """The product of tokens [M, K] on FP8 tensor cores, as a function of tokens, packed and scale like these."""
-    from quantrot.kernels.mxfp4 import triton_gemm
-
-    quantize = prepare_expanded(rows, rule, hadamard, gated) if activations == "mxfp4" else None
-
-    def run(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-        weight_expanded = expander(packed, scale)
-        codes: tuple[Tensor, Tensor, Tensor] | None = None
-        if quantize is None:
-            tokens, token_scale = _fp8_tokens(rows, rule)
-        else:  # exact in the rows that are inside, whose codes are not written
-            tokens, token_scale, outside, *written = quantize(rows)
-            codes = *written, outside
-        weight, weight_scale, weight_outside = weight_expanded()
-        y = scaled_product(tokens, token_scale[:, None], weight, weight_scale[None], rows.dtype)
-        triton_gemm.repair(y, packed, scale, weight_outside, packed=codes, wide=(tokens, token_scale))
-        return y
-
-    return run
-
-
-def expander(packed: Tensor, scale: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """mxfp4_expand of a weight, to be made before the tokens' quantizer and called right after it: on Hopper they then
-    run at the same time."""
-    if not packed.numel() or not nvrtc.available(packed.device):
-        return lambda: expand(packed, scale)
-    from quantrot.kernels.mxfp4 import hopper_rows, triton_rows
-
-    room = triton_rows.room(packed.shape[0], 2 * packed.shape[1], packed.device)
-    return lambda: hopper_rows.expand(packed, scale, room)
-
-
-def _prepare_batch(
-    rows: Tensor, packed: Tensor, scale: Tensor, activations: str, rule: str, hadamard: int, settled: bool, gated: bool
-) -> Run:
-    from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
-
-    multiply = hopper_batch.prepare(len(rows), packed, scale, rows.dtype, settled=settled)
-    if activations == "fp8":
-        quantize = hopper_batch.prepare_quantizer(rows, rule)
-        return lambda rows, packed, scale: multiply(*quantize(rows), packed, scale, None)
-    expand = hopper_rows.prepare_expanded(rows, ScaleRule(rule), hadamard, None, arranged=True, gated=gated)
-
-    def run(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-        tokens, token_scale, *codes = expand(rows, None)
-        return multiply(tokens, token_scale, packed, scale, codes)
-
-    return run
 
 
 @torch.library.register_fake("quantrot::mxfp4_linear")

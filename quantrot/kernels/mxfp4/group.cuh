@@ -21,6 +21,9 @@ __device__ __forceinline__ Words load_shared_words(u32 from) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
   return v;
 }
+__device__ __forceinline__ void store_shared_words(u32 to, const Words& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 // Of what a kernel before may have written: stays behind grid_wait.
 __device__ __forceinline__ Words load_fresh_words(const void* p) {
   Words v;

@@ -1,4 +1,5 @@
-"""MXFP4 along rows on Hopper: CUDA C++ (rows.cuh), compiled at first use, for 16-bit elements and, to pack, float32.
+"""MXFP4 along rows on Hopper: CUDA C++ (rows.cuh and its followers), compiled at first use, for 16-bit elements and, to
+pack, float32.
 
 Persistent kernels: as many thread blocks as fit, every warp with the next tiles of its data on their way.
 """
@@ -73,7 +74,7 @@ class DequantizeArguments(ctypes.Structure):
 
 
 class ExpandArguments(ctypes.Structure):
-    """ExpandArgs of rows.cuh; `outside` may be None."""
+    """ExpandArgs of expand.cuh; `outside` may be None."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("packed", "scale", "e4m3", "row_scale", "outside")),
@@ -99,7 +100,8 @@ class MaskedArguments(ctypes.Structure):
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return hopper.group_functions() + nvrtc.sources("mxfp4/gated", "mxfp4/rows", "mxfp4/few_rows", "mxfp4/masked")
+    rows = nvrtc.sources("mxfp4/gated", "mxfp4/rows", "mxfp4/expanded_rows", "mxfp4/few_rows")
+    return hopper.group_functions() + rows + nvrtc.sources("mxfp4/expand", "mxfp4/masked")
 
 
 def entry(
@@ -306,7 +308,7 @@ def prepare_expanded(
     values = arguments(None, None, (None,) * 5, rows, groups, hadamard, None)
     launch = nvrtc.Launch(_kernel(source, shared, device), (blocks,), threads, shared, device, overlap=True)
 
-    def run(x: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def run(x: Tensor, signs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         x, factors, now = hopper.aligned(x), signs, Arguments.from_buffer_copy(values)
         if signs is not None:
             factors = float_signs(signs, x)

@@ -549,8 +549,7 @@ def prepare_expanded(x: Tensor, rule: str, hadamard: int, gated: bool = False) -
         from quantrot.kernels.mxfp4 import hopper_rows
 
         if gated or _rows_module(x, ScaleRule(rule), hadamard, "auto", row=True) is hopper_rows:
-            run = hopper_rows.prepare_expanded(x, ScaleRule(rule), hadamard, None, gated=gated)
-            return lambda x: run(x, None)
+            return hopper_rows.prepare_expanded(x, ScaleRule(rule), hadamard, None, gated=gated)
     return lambda x: _quantize_expanded(x, None, rule, hadamard, "auto")
 
 

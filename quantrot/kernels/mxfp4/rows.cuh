@@ -1,4 +1,4 @@
-// MXFP4 along rows, on Hopper: quantization (packed, or as e4m3 with one power of two a row) and dequantization.
+// MXFP4 along rows, on Hopper: quantization. expanded_rows.cuh makes e4m3 of a row.
 //
 // A lane owns a Hadamard block, one, two or four groups of 32 columns; or a group, where neighbouring lanes exchange the
 // widest stages (as e4m3). A warp's 32 groups are 2 KiB of 16-bit elements, or 4 of float32: they come through shared memory, copied
@@ -54,9 +54,6 @@ __device__ __forceinline__ void store_shared32(u32 to, u32 v) {
 }
 __device__ __forceinline__ void store_shared16(u32 to, u32 v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"((unsigned short)v) : "memory");
-}
-__device__ __forceinline__ void store_shared_words(u32 to, const Words& v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 __device__ __forceinline__ u32 half_to_e4m3(u32 pair) {
   unsigned short r;
@@ -265,9 +262,13 @@ __device__ __forceinline__ void take_unit(Group& x, int first, const Words& unit
   }
 }
 
-// A lane's N groups of a tile; flips: of the first. GATED: of silu(tile) * the tile behind it, in bfloat16.
-template <class IN, int N, bool SIGNS, bool GATED = false>
-__device__ __forceinline__ void read_groups(Group (&x)[N], u32 tile, u32 flips) {
+struct AsTheyAre {
+  __device__ __forceinline__ Words operator()(const Words& words, u32) const { return words; }
+};
+
+// A lane's N groups of a tile; flips: of the first. made(words, from): what is taken of the 16 bytes that lie at `from`.
+template <class IN, int N, bool SIGNS, class Made = AsTheyAre>
+__device__ __forceinline__ void read_groups(Group (&x)[N], u32 tile, u32 flips, const Made& made = {}) {
   constexpr int M = HALVES<IN> * N, UNITS = 4 * HALVES<IN>;
   const u32 at = tile + lane_number() * (64 * M) + turned_by<M>(lane_number()) * 16;
 #pragma unroll
@@ -276,9 +277,7 @@ __device__ __forceinline__ void read_groups(Group (&x)[N], u32 tile, u32 flips) 
     for (int n = 0; n < N; n++) {
       const int unit = n * UNITS + p;
       const u32 from = (at ^ unit % 8 * 16) + unit / 8 * 128;
-      Words words = load_shared_words(from);
-      if constexpr (GATED) words = gated(words, load_shared_words(from + M * TILE));
-      take_unit<IN, SIGNS>(x[n], p * (16 / IN::BYTES), words, flips + n * (SIGN_PITCH * 4));
+      take_unit<IN, SIGNS>(x[n], p * (16 / IN::BYTES), made(load_shared_words(from), from), flips + n * (SIGN_PITCH * 4));
     }
 }
 
@@ -377,216 +376,6 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
     }
   };
   each_tile<M, STAGES>(args.x, HALVES<IN> * groups, ring, counter, [](u32) {}, work);
-}
-
-// --- As e4m3 -----------------------------------------------------------------------------------------------------------
-
-constexpr int TOP = 6, WINDOW = 15, LEAST_TOP = -120;
-
-// What a group's codes are multiplied by, twice, as float16: from -13 on all are zero; NaN.
-__device__ __forceinline__ u32 window_unit(int shift, bool finite) { return finite ? half_power(max(shift, -14)) : 0x7FFF7FFFu; }
-
-// Two elements, rounded, times such a unit.
-__device__ __forceinline__ u32 codes_to_e4m3(u32 rounded, u32 unit) {
-  return half_to_e4m3(times_half(times_half(rounded & 0x8E008E00u, half_power(14)), unit));
-}
-
-// A thread block a row at a time. Where a group lies below e4m3's window (or is zero) the packed row is written too. The kernel
-// after this one may start when its blocks have: see `expand`. ARRANGED: the words of 128 columns as batch.cuh reads them, word
-// w of group q at 4 w + q. GATED: a row of x is gate and up side by side, and what is quantized silu(gate) * up.
-template <class IN, int SPAN, bool SIGNS, int RULE, bool ARRANGED, bool GATED, int STAGES>
-__device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
-  constexpr u32 SLOT = GATED ? 2 * TILE : TILE;
-  const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32;
-  const u32 ring = shared_memory() + warp * (STAGES * SLOT);
-  const u32 signs_at = warps * (STAGES * SLOT), flips = shared_memory() + signs_at;
-  int* numbers = block_numbers(signs_at + (SPAN ? SPAN : 1) * (SIGN_PITCH * 4));  // three sets of [top, -least, count][warps], in turn
-  const i64 row_groups = args.row_groups, mine = (i64)warp * 32;
-  if constexpr (ARRANGED) launch_dependents();
-  grid_wait();
-  if constexpr (SIGNS) {
-    store_signs(flips, args.signs, SPAN);
-    block_sync();
-  }
-  const u32 rows = (u32)args.rows;  // less than 2^31
-  u32 ahead = blockIdx.x, into = 0, slot = 0, turn = 0;
-  const auto start = [&] {
-    if (ahead < rows) {
-      const i64 first = ahead * row_groups * (GATED ? 2 : 1), second = first + row_groups;
-      start_tile<1>(ring + into, args.x, first + mine, second);
-      if constexpr (GATED) start_tile<1>(ring + into + TILE, args.x, second + mine, second + row_groups);
-    }
-    copies_commit();
-    ahead += gridDim.x, into = into == (STAGES - 1) * SLOT ? 0 : into + SLOT;
-  };
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) start();
-  const bool inside = mine + lane < row_groups;
-  for (u32 row = blockIdx.x; row < rows; row += gridDim.x) {
-    warp_sync();
-    start();
-    copies_wait<STAGES - 1>();
-    warp_sync();
-    Group groups[1], &x = groups[0];
-    read_groups<IN, 1, SIGNS, GATED>(groups, ring + slot, flips + lane % (SPAN ? SPAN : 1) * (SIGN_PITCH * 4));
-    slot = slot == (STAGES - 1) * SLOT ? 0 : slot + SLOT;
-    x.turn_across<SPAN>();
-    const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, args.root);
-    const bool counts = exponent.finite && inside;
-    int* const set = numbers + turn * warps * 3;
-    turn = turn == 2 ? 0 : turn + 1;
-    const int most = warp_max(counts ? max(exponent.value, LEAST_TOP) : LEAST_TOP), least = warp_max(counts ? -exponent.value : -127);
-    if (lane == 0) set[warp] = most, set[warps + warp] = least;
-    block_sync();
-    const int top = warp_max(lane < warps ? set[lane] : LEAST_TOP);
-    const int bottom = warp_max(lane < warps ? set[warps + lane] : -127);
-    const int shift = exponent.value - top + TOP;
-    const float factor = fine_factor<RULE>(exponent.value, args.root);
-    const u32 unit = window_unit(shift, exponent.finite);
-    const i64 group = row * row_groups + mine + lane;
-    u32 words[8];
-#pragma unroll
-    for (int w = 0; w < 8; w++) {
-      u32 e[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        u32 p = Fp16::pack(__fmul_rn(x.v[w * 4 + 2 * i], factor), __fmul_rn(x.v[w * 4 + 2 * i + 1], factor));
-        if constexpr (clamps<RULE>()) p = clamp_half(p, SIX);
-        e[i] = codes_to_e4m3(to_nearest(p), unit);
-      }
-      words[w] = e[0] | e[1] << 16;
-    }
-    if (ARRANGED && inside) {
-      u32* const to = (u32*)args.mask + group / 4 * 32 + group % 4;
-#pragma unroll
-      for (int w = 0; w < 8; w++) to[w * 4] = words[w];
-    } else if (inside) {
-      store_words((char*)args.mask + group * 32, {words[0], words[1], words[2], words[3]});
-      store_words((char*)args.mask + group * 32 + 16, {words[4], words[5], words[6], words[7]});
-    }
-    int outside = 0;
-    if (-bottom <= top - WINDOW) {  // the same for all threads
-      u32 within;
-      Words codes = codes_of<RULE, false, false>(x, factor, Random(), within);
-      if (!exponent.finite) codes = {};
-      if (inside) {
-        store_words(args.packed + group * 16, codes);
-        args.scale[group] = exponent.byte();
-      }
-      const bool used = ((codes.x | codes.y | codes.z | codes.w) & 0x77777777u) != 0;
-      const int count = warp_sum(counts && used && shift <= TOP - WINDOW);
-      if (lane == 0) set[2 * warps + warp] = count;
-      block_sync();
-      outside = warp_sum(lane < warps ? set[2 * warps + lane] : 0);
-    }
-    if (threadIdx.x == 0) args.row_scale[row] = power(top - TOP), args.outside[row] = outside;
-  }
-}
-
-struct ExpandArgs {
-  const u64* packed;           // [rows, groups, 2]
-  const unsigned char* scale;  // [rows, groups]
-  Words* e4m3;                 // [rows, groups, 2]
-  float* row_scale;            // [rows]
-  int* outside;                // [rows], or null: they are not counted
-  int rows, groups;
-};
-
-// Sixteen codes. A group's eight magnitudes are two words of bytes, from which codes pick theirs.
-__device__ __forceinline__ Words expand_codes(u64 codes, u32 byte, int top) {
-  const bool finite = byte != 255;
-  const u32 unit = window_unit((int)byte - 127 - top + TOP, finite);
-  const auto two = [&](u32 halves) { return half_to_e4m3(times_half(halves, unit)); };
-  const u32 low = two(0x38000000u) | two(0x3E003C00u) << 16, high = two(0x42004000u) | two(0x46004400u) << 16;
-  u32 e4m3[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const u32 four = finite ? (u32)(codes >> 16 * i) : 0;
-    const u32 signs = pick_bytes(0x80808080u, 0x80808080u, four);  // 0xFF of negative codes
-    e4m3[i] = select_bits(pick_bytes(low, high, four & 0x7777u), signs << 7, 0x80808080u);
-  }
-  return {e4m3[0], e4m3[1], e4m3[2], e4m3[3]};
-}
-
-// A packed weight as e4m3, a warp a row. Launched as a programmatic dependent of a kernel that has waited for all before
-// it, and whose results this one does not read, it runs beside that kernel, and ends after it.
-__device__ __forceinline__ void expand(const ExpandArgs& args, int block) {
-  constexpr int EACH = 8;
-  const int lane = lane_number(), row = block * (blockDim.x / 32) + warp_number(), units = args.groups * 2;
-  if (row < args.rows) {
-    const u64* const packed = args.packed + (i64)row * units;
-    const unsigned char* const scale = args.scale + (i64)row * args.groups;
-    u64 codes[EACH];
-    const auto load = [&](int first) {
-#pragma unroll
-      for (int i = 0; i < EACH; i++) codes[i] = __ldg(packed + min(first + i * 32 + lane, units - 1));
-    };
-    load(0);
-    int most = 0, least = 254;
-    for (int g = lane; g < args.groups; g += 32) {
-      const int byte = scale[g];
-      if (byte != 255) most = max(most, byte), least = min(least, byte);
-    }
-    const int top = max(warp_max(most) - 127, LEAST_TOP), bottom = -warp_max(-least) - 127;
-    for (int first = 0; first < units; first += 32 * EACH) {
-      if (first) load(first);
-#pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        const int unit = first + i * 32 + lane;
-        if (unit < units) store_words(args.e4m3 + (i64)row * units + unit, expand_codes(codes[i], scale[unit / 2], top));
-      }
-    }
-    int outside = 0;
-    if (bottom <= top - WINDOW) {
-      for (int g = lane; g < args.groups; g += 32) {
-        const bool used = ((packed[2 * g] | packed[2 * g + 1]) & 0x7777777777777777u) != 0;
-        outside += used && scale[g] != 255 && scale[g] - 127 <= top - WINDOW;
-      }
-      outside = warp_sum(outside);
-    }
-    float* const count = args.outside ? (float*)args.outside : args.row_scale;  // or where the scale goes next: a branch spills
-    if (lane == 0) count[row] = __int_as_float(outside), args.row_scale[row] = power(top - TOP);
-  }
-  if (blockIdx.x == gridDim.x - 1) grid_wait();
-}
-
-// One matrix, or the second by the blocks behind the first's.
-__device__ __forceinline__ void expand_both(const ExpandArgs& first, const ExpandArgs& second) {
-  const int each = blockDim.x / 32, blocks = (first.rows + each - 1) / each, block = blockIdx.x;
-  block < blocks ? expand(first, block) : expand(second, block - blocks);
-}
-
-// --- Dequantization ----------------------------------------------------------------------------------------------------
-
-// Codes P and P + 4 of a word (P: 0, 1), as bfloat16 times 2^-126: see decode.cuh.
-template <int P>
-__device__ __forceinline__ u32 pair(u32 word) {
-  return (word & (0x000F000Fu << 4 * P)) * ((64u + 4096u) >> 4 * P) & 0x81C081C0u;
-}
-
-// Words of eight codes [words], and their groups' scales, to bfloat16 [words, 8]; EACH words a thread.
-template <int EACH>
-__device__ __forceinline__ void dequantize(const u32* packed, const unsigned char* scale, void* y, i64 words) {
-  const i64 first = (i64)blockIdx.x * (blockDim.x * EACH) + threadIdx.x;
-  u32 word[EACH], byte[EACH];
-#pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    const i64 at = min(first + i * (i64)blockDim.x, words - 1);
-    word[i] = __ldg(packed + at), byte[i] = __ldg(scale + at / 4);
-  }
-#pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    const i64 at = first + i * (i64)blockDim.x;
-    const u32 factor = byte[i] == 255 ? 0x7FFF7FFFu : max(byte[i] << 7, 0x40u) * 0x00010001u, high = word[i] >> 8;
-    constexpr u32 UNIT = 0x7E807E80u;  // 2^126
-    const u32 a = times_bf16(times_bf16(pair<0>(word[i]), UNIT), factor);
-    const u32 b = times_bf16(times_bf16(pair<1>(word[i]), UNIT), factor);
-    const u32 c = times_bf16(times_bf16(pair<0>(high), UNIT), factor);
-    const u32 d = times_bf16(times_bf16(pair<1>(high), UNIT), factor);
-    if (at < words)
-      store_words((char*)y + at * 16, {__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410), __byte_perm(a, b, 0x7632),
-                                       __byte_perm(c, d, 0x7632)});
-  }
 }
 
 }  // namespace quantrot

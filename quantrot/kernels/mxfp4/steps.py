@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4 import tuned
-from quantrot.kernels.mxfp4.gemm import scaled_product
+from quantrot.kernels.mxfp4.quantized import scaled_product
 from quantrot.kernels.mxfp4.reference import GROUP, Random, ScaleRule
 from quantrot.kernels.operators import has_triton
 from quantrot.kernels.ready import Ready, Run, lies_well, like, unseen

@@ -15,14 +15,6 @@ constexpr int FP8_EXACT = -2, FP8_BF16 = -3, FP8_POW2 = -4;
 template <int RULE>
 __device__ __forceinline__ constexpr bool is_fp8() { return RULE <= FP8_EXACT; }
 
-#ifdef QUANTROT_EMULATED
-#include "tokens.h"
-#else
-__device__ __forceinline__ void store_shared_words(u32 to, const Words& v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-#endif
-
 // What a lane multiplies by word j of its group: of each half of 8 columns, k and k + 4 for k = 0, 1, 2, 3.
 __device__ __forceinline__ Words arranged(const Words& v) {
   return {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
@@ -129,14 +121,21 @@ __device__ __forceinline__ float token_scale_of(u32 most, u32 maxima) {
   return scale;
 }
 
-// Eight columns as e4m3's codes, which the scale does not multiply yet.
+// The first or last (HALF: 0, 1) four of eight columns as e4m3's codes.
+template <int HALF>
+__device__ __forceinline__ u32 four_codes(const Words& x, const TokenScale& by) {
+  const u32 one = x.at(2 * HALF), two = x.at(2 * HALF + 1);
+  return to_e4m3(by.over(one), by.over(one >> 16), by.over(two), by.over(two >> 16));
+}
+
+// Eight columns as e4m3's codes in bfloat16, which the scale does not multiply yet.
 __device__ __forceinline__ Words codes_of(const Words& x, const TokenScale& by) {
+  const u32 fours[2] = {four_codes<0>(x, by), four_codes<1>(x, by)};
   u32 y[4];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const u32 one = x.at(2 * h), two = x.at(2 * h + 1);
     u32 low, high;
-    unpack_e4m3(to_e4m3(by.over(one), by.over(one >> 16), by.over(two), by.over(two >> 16)), low, high);
+    unpack_e4m3(fours[h], low, high);
     y[2 * h] = Bf16::pack(Fp16::value((unsigned short)low), Fp16::value((unsigned short)(low >> 16)));
     y[2 * h + 1] = Bf16::pack(Fp16::value((unsigned short)high), Fp16::value((unsigned short)(high >> 16)));
   }
@@ -149,15 +148,21 @@ __device__ __forceinline__ float sum_of_warp(float a) {  // in the same order in
   return a;
 }
 
-// What RMSNorm multiplies a token of `columns` by, of which a thread has these; `squares`: room for a number of each warp.
-template <int THREADS, int WORDS>
-__device__ __forceinline__ float norm_factor(const Words (&words)[WORDS], int columns, float epsilon, u32 squares) {
+template <int WORDS>
+__device__ __forceinline__ float square_sum(const Words (&words)[WORDS]) {
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < WORDS * 8; i++) {
     const float a = Bf16::value((unsigned short)(words[i / 8].at(i / 2 % 4) >> i % 2 * 16));
     sum = __fmaf_rn(a, a, sum);
   }
+  return sum;
+}
+
+// What RMSNorm multiplies a token of `columns` by, of which a thread has these; `squares`: room for a number of each warp.
+template <int THREADS, int WORDS>
+__device__ __forceinline__ float norm_factor(const Words (&words)[WORDS], int columns, float epsilon, u32 squares) {
+  float sum = square_sum(words);
   sum = sum_of_warp(sum);
   if (lane_number() == 0) store_shared(squares + threadIdx.x / 32 * 4, sum);
   named_sync(1, THREADS);

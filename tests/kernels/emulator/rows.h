@@ -11,10 +11,6 @@ inline u32 load_shared32(u32 from) {
   memcpy(&v, self().block->at(from, 4), 4);
   return v;
 }
-inline void store_shared_words(u32 to, const Words& v) {
-  if (to % 16) emulator::fail("a store of 16 bytes that is not aligned");
-  memcpy(self().block->at(to, 16), &v, 16);
-}
 inline u32 next_number(u32 counter) {
   u32 number = 0;
   if (lane_number() == 0) {
