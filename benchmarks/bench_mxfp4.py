@@ -37,6 +37,7 @@ from timing import (  # noqa: E402
     write_results,
 )
 
+from quantrot.kernels.between import try_norm  # noqa: E402
 from quantrot.kernels.fp8 import quantize_fp8_block  # noqa: E402
 from quantrot.kernels.fp8.reference import gate  # noqa: E402
 from quantrot.kernels.mxfp4 import (  # noqa: E402
@@ -46,14 +47,16 @@ from quantrot.kernels.mxfp4 import (  # noqa: E402
     dequantize_mxfp4,
     expand_mxfp4,
     hadamard_quantize_mxfp4,
-    hopper_batch,  # noqa: E402
+    hopper,
+    hopper_batch,
+    hopper_normed,
     hopper_rows,
     masked_hadamard,
     mxfp4_gemm,
     quantize_mxfp4,
     requantize_mxfp4,
 )
-from quantrot.kernels.mxfp4.gemm import scaled_product  # noqa: E402
+from quantrot.kernels.mxfp4.quantized import quantizer, scaled_product  # noqa: E402
 
 TUNED = ROOT / "quantrot" / "kernels" / "mxfp4" / "tuned.py"
 ROWS, COLUMNS = 32768, 4096
@@ -61,6 +64,8 @@ SHAPES = [(4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336)]  # (N, K)
 HADAMARD = (32, 64, 128)
 DECODE, PREFILL = [1, 8, 16, 32], [1024, 4096, 8192]
 TOKENS = [*DECODE, 64, 96, 128, 256, 512, *PREFILL]
+NORMED = [(64, 4096), (256, 4096), (1024, 4096), (2048, 4096), (8192, 4096), (2048, 2048), (2048, 8192), (2048, 16384)]
+BEHIND_NORMS = [("mxfp4", "even", 32), ("fp8", "bf16", 0)]  # activations, rule, Hadamard
 PACKED = 0.5 + 1 / 32  # bytes an element
 
 Row = dict[str, Any]
@@ -153,6 +158,32 @@ def bench_quantizers() -> Iterator[Row]:
         us = time_us([partial(call, *each) for each in ready])
         error = differing(call, part)
         yield measured(op, {"rows": ROWS, "cols": COLUMNS, **case}, us, size * ROWS * COLUMNS, {}, error)
+
+
+def bench_normed(m: int, k: int) -> Iterator[Row]:
+    """Tokens behind RMSNorm, and behind an addition, to e4m3; the peer is a norm's kernel and the quantizer's, `error`
+    the share of e4m3 that differs from theirs, by the order of the norm's sum."""
+    xs, others = (random_tensors((m, k), torch.bfloat16) for _ in "12")
+    norm, arranged = torch.rand(k, device="cuda", dtype=torch.bfloat16), m <= 1024  # as the products of so many take it
+    for (activations, rule, hadamard), adds in itertools.product(BEHIND_NORMS, (False, True)):
+        turn = hopper.turn_of(activations, rule, hadamard)
+        assert turn is not None
+        one = hopper_normed.prepare(xs[0], 1e-5, turn, adds, arranged=arranged, settled=True)
+        quantize = quantizer(xs[0], activations, rule, hadamard, arranged=arranged)
+
+        def two(x: Tensor, added: Tensor | None, quantize: Callable = quantize) -> Any:
+            made = try_norm(x, norm, 1e-5, added)
+            assert made is not None
+            return *quantize(made[0]), made[1]
+
+        beside = others if adds else [None] * len(xs)
+        with torch.no_grad():
+            calls: dict[Any, Calls] = {"two": [partial(two, x, a) for x, a in zip(xs, beside, strict=True)]}
+            calls["one"] = [partial(one, x, norm, a) for x, a in zip(xs, beside, strict=True)]
+            us, codes = race_us(calls), [each[0]()[0].view(torch.uint8) for each in calls.values()]
+        case = {"tokens": m, "k": k, "activations": activations, "added": adds}
+        error = (codes[0] != codes[1]).float().mean().item()
+        yield measured("normed", case, us["one"], (7 if adds else 3) * m * k, {"two": us["two"]}, error)
 
 
 # --- Products --------------------------------------------------------------------------------------------------------
@@ -278,7 +309,7 @@ def bench_training(m: int, n: int, k: int) -> Iterator[Row]:
 
 def tune() -> None:
     """Time the candidates of every table of the CUDA kernels in tuned.py, keep the fastest, and write the file."""
-    from quantrot.kernels.mxfp4 import hopper, hopper_columns, hopper_rows, tuned
+    from quantrot.kernels.mxfp4 import hopper_columns, tuned
 
     ready = [(x, *quantize_mxfp4(x)) for x in random_tensors((ROWS // 4, COLUMNS), torch.bfloat16)]
     signed: Any = {"signs": torch.ones(32, device="cuda")}
@@ -346,8 +377,6 @@ def tune() -> None:
 
 def decode_plans(m: int, n: int, k: int) -> list[tuple]:
     """Fields of hopper.Plan after its first that are worth a try: blocks that fill the device, rings that fit."""
-    from quantrot.kernels.mxfp4 import hopper
-
     found = []
     for fields in itertools.product(
         (1, 2, 4), (1, 2, 4, 7, 8), (1, 2, 4, 7, 8), (1, 2, 3, 4), (1, 2), (False, True), (1, 2), (False, True)
@@ -434,6 +463,7 @@ def main(out: Path | None) -> None:
     rows = []
     parts = [
         bench_quantizers,
+        *(partial(bench_normed, *shape) for shape in NORMED),
         *(partial(bench_gemm, *shape) for shape in shapes),
         partial(bench_training, ROWS, 4096, 4096),
     ]

@@ -408,6 +408,18 @@ def mxfp4_quantize(result: Result) -> list[str]:
     return [*grid(["op", "", "us", "of the byte floor"], rows), "", source(result)]
 
 
+def mxfp4_normed(result: Result) -> list[str]:
+    """Tokens and their numbers a row; in one kernel and in two, without an addition and with one."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row in _of(result, "normed"):
+        case = row["case"]
+        cells = found.setdefault((ACTIVATIONS[case["activations"]], str(case["tokens"]), str(case["k"])), [])
+        cells += [f"{row['us']:.1f} ({_floor(row)})", f"{row['peers_us']['two']:.1f}"]
+    head = ["", "tokens", "numbers", "one kernel", "two", "added: one kernel", "two"]
+    rows = [[*key, *cells] for key, cells in found.items()]
+    return [*grid(head, sorted(rows, key=lambda row: row[0] == "W4A8")), "", source(result)]
+
+
 def mxfp4_gemm(result: Result) -> list[str]:
     """Each type of activations, then products of activations that are ready, and what PyTorch's int4 takes."""
     rows = _of(result, "gemm")
@@ -513,6 +525,7 @@ FILES = {  # a kind of table: its results file, without the name; the others are
     "fp8_gemm": "bench_fp8",
     "fp8_layer": "bench_fp8",
     "mxfp4_quantize": "bench_mxfp4",
+    "mxfp4_normed": "bench_mxfp4",
     "mxfp4_gemm": "bench_mxfp4",
     "mxfp4_training": "bench_mxfp4",
     "finetune": "finetune_mxfp4",
@@ -520,5 +533,5 @@ FILES = {  # a kind of table: its results file, without the name; the others are
 KINDS = (accuracy, recipes, fp8_accuracy, conversion, mmlu, attention_error, finetune, train, model, eager)
 KINDS += (cpu, tokens)
 KINDS += (hadamard_summary, hadamard, fp8_quantize, fp8_both_ways, fp8_hadamard, fp8_gemm, fp8_layer)
-KINDS += (mxfp4_quantize, mxfp4_gemm, mxfp4_training, mixed)
+KINDS += (mxfp4_quantize, mxfp4_normed, mxfp4_gemm, mxfp4_training, mixed)
 TABLES: dict[str, Callable[[Result], list[str]]] = {kind.__name__: kind for kind in (*KINDS, attention)}
