@@ -19,10 +19,12 @@ from quantrot.kernels.mxfp4 import (
     expand_mxfp4,
     hadamard_quantize_mxfp4,
     masked_hadamard,
+    operators,
     power_of_two,
     quantize_mxfp4,
     reference,
     requantize_mxfp4,
+    round_trip,
     round_trip_mxfp4,
     unpack_bits,
 )
@@ -172,7 +174,8 @@ def test_odd_shapes_and_strides(shape):
 )
 def test_a_round_trip_is_the_two_steps(device, dtype, rule, hadamard, monkeypatch):
     """Signs of zeros, NaN, both ends of float32 and the cut into pieces included."""
-    monkeypatch.setattr(reference, "CHUNK", 1 << 11)
+    for module in (reference, round_trip):
+        monkeypatch.setattr(module, "CHUNK", 1 << 11)
     x = torch.randn(3, 7, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[0, 0, :40], x[0, 1, 3], x[0, 2, 200], x[1, 0] = -0.0, NAN, INF, x[1, 0] * 2.0**-16
     if dtype != torch.float16:
@@ -184,6 +187,11 @@ def test_a_round_trip_is_the_two_steps(device, dtype, rule, hadamard, monkeypatc
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     number = ~expected.isnan()
     assert torch.equal(got[number].view(bits), expected[number].view(bits))
+    with torch.no_grad():
+        for most in (1 << 17, 0):  # past the dispatcher; turned by rows, and by the reference
+            monkeypatch.setattr(operators, "MOST_TURNED", most)
+            again = round_trip_mxfp4(x, rule, hadamard=hadamard)
+            assert torch.equal(again[number].view(bits), got[number].view(bits))
     strided = torch.cat((x, x), -1)[..., : x.shape[-1]].requires_grad_()
     assert not round_trip_mxfp4(strided, rule, hadamard=hadamard).requires_grad
     assert torch.equal(round_trip_mxfp4(strided, rule, hadamard=hadamard).nan_to_num(), got.nan_to_num())

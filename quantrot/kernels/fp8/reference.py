@@ -16,6 +16,7 @@ from quantrot.kernels.scratch import LARGEST
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+LEAST_SCALE = torch.finfo(torch.float32).tiny
 NAN_CODE = 0x7F
 MAX_RELATIVE_ERROR = {  # of a product; right: one rounding alone
     torch.bfloat16: 2e-3,  # 1.66e-3
@@ -39,8 +40,11 @@ class Fp8ScaleRule(StrEnum):
 
 def round_scale(amax: Tensor, rule: Fp8ScaleRule) -> Tensor:
     most = amax.new_full((), E4M3_MAX)  # a tensor: on a GPU torch multiplies by a number's reciprocal instead
-    scale = torch.where(amax == 0, 1.0, amax / most)
-    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
+    return rounded(torch.where(amax == 0, 1.0, amax / most).clamp(min=LEAST_SCALE), rule)
+
+
+def rounded(scale: Tensor, rule: Fp8ScaleRule) -> Tensor:
+    """Scales of LEAST_SCALE and more as the rule stores them."""
     if rule is Fp8ScaleRule.bf16:
         return scale.to(torch.bfloat16).to(torch.float32)
     if rule is Fp8ScaleRule.pow2:

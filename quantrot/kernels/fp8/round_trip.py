@@ -1,7 +1,8 @@
 """What a product of FP8 sees of its activations, in their own dtype: quantized and dequantized in one step.
 
 On a CPU no code is made: an addition rounds to e4m3's grid, in buffers that stay (512 x 1536 elements: 1.5 ms, by the
-two steps 4.5).
+two steps 4.5). Of few numbers each operation takes its microsecond whatever it computes, so blocks of one row that
+divide it take fewer (1536: 28 us for 46).
 """
 
 import torch
@@ -10,16 +11,20 @@ from torch import Tensor
 from quantrot.kernels.fp8.operators import NO_GRADIENT, check_input, quantize_fp8_block
 from quantrot.kernels.fp8.reference import (
     E4M3_MAX,
+    LEAST_SCALE,
     Fp8ScaleRule,
     dequantize_fp8_block,
     round_scale,
+    rounded,
     tiles,
     whole,
 )
 from quantrot.kernels.operators import register_no_gradient
+from quantrot.kernels.ready import unseen
 from quantrot.kernels.scratch import LARGEST, scratch
 
 CHUNK = LARGEST  # elements at a time
+FEW = 1 << 16
 LEAST = 2.0**-6  # e4m3's least normal number: the step is the same below it
 
 torch.library.define("quantrot::fp8_round_trip", "(Tensor x, int rows, int columns, str rule) -> Tensor")
@@ -33,15 +38,29 @@ def round_trip_fp8(x: Tensor, block: tuple[int, int], rule: Fp8ScaleRule | str) 
     """
     if x.device.type != "cpu":
         return dequantize_fp8_block(*quantize_fp8_block(x, block, rule), block, x.dtype)
-    return torch.ops.quantrot.fp8_round_trip(x, *block, check_input("round_trip_fp8", x, block, rule, "auto"))
+    rule = check_input("round_trip_fp8", x, block, rule, "auto")
+    if unseen(x):
+        return _round_trip(x, *block, rule)
+    return torch.ops.quantrot.fp8_round_trip(x, *block, rule)
 
 
 def _round_trip(x: Tensor, rows: int, columns: int, rule: str) -> Tensor:
     block, scale_rule = whole((rows, columns), x.shape), Fp8ScaleRule(rule)
+    if block[0] == 1 and x.numel() <= FEW and x.shape[1] % block[1] == 0:
+        return _few(x.reshape(-1, block[1]), scale_rule).view(x.shape)
     out, step = torch.empty(x.shape, dtype=x.dtype), max(CHUNK // max(x.shape[1], 1) // block[0], 1) * block[0]
     for start in range(0, x.shape[0], step):
         _piece(x[start : start + step], block, scale_rule, out[start : start + step])
     return out
+
+
+def _few(blocks: Tensor, rule: Fp8ScaleRule) -> Tensor:
+    """The same of blocks [n, columns], as _piece rounds them; numbers keep their signs."""
+    wide = blocks.float()
+    scale = rounded(wide.abs().amax(1, keepdim=True).div_(E4M3_MAX).clamp_(min=LEAST_SCALE), rule)  # zeros stay zeros
+    y = (wide / scale).clamp_(-E4M3_MAX, E4M3_MAX)
+    magic = y.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=LEAST).mul_(1.5 * 2.0**20)
+    return y.add_(magic).sub_(magic).mul_(scale).to(blocks.dtype)
 
 
 def _piece(x: Tensor, block: tuple[int, int], rule: Fp8ScaleRule, out: Tensor) -> None:

@@ -16,6 +16,7 @@ from quantrot.kernels.mxfp4.reference import (
     quantize_reference,
     round_trip_reference,
 )
+from quantrot.kernels.mxfp4.round_trip import MOST_TURNED, round_trip_even
 from quantrot.kernels.operators import (
     check_backend,
     check_device,
@@ -158,7 +159,10 @@ def round_trip_mxfp4(
     _check(x, x.shape[-1] if x.dim() else 0, hadamard, None, backend)
     if hadamard:
         check_fused(hadamard)
-    return torch.ops.quantrot.mxfp4_round_trip(x.detach(), rule_name(scale_rule), hadamard, backend)
+    rule = rule_name(scale_rule)
+    if x.device.type == "cpu" and unseen(x):  # which takes a token a third of the time
+        return _round_trip(x, rule, hadamard, backend)
+    return torch.ops.quantrot.mxfp4_round_trip(x.detach(), rule, hadamard, backend)
 
 
 def requantize_mxfp4(
@@ -483,6 +487,8 @@ def _dequantize_fake(packed, scale, dtype, backend):
 @implement("quantrot::mxfp4_round_trip")
 def _round_trip(x: Tensor, rule: str, hadamard: int, backend: str) -> Tensor:
     if not uses_triton(x, backend):
+        if x.device.type == "cpu" and rule == ScaleRule.even and not (hadamard and x.numel() > MOST_TURNED):
+            return round_trip_even(x, hadamard)
         return round_trip_reference(x, ScaleRule(rule), hadamard=hadamard)
     packed, scale, _ = _quantize(x, None, rule, hadamard, False, False, 0, 0, None, False, backend)
     return _dequantize(packed, scale, x.dtype, backend)
