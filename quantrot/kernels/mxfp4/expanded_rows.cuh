@@ -69,6 +69,29 @@ __device__ __forceinline__ void expand_by_group(const QuantizeArgs& args, Group&
   if (threadIdx.x == 0) args.row_scale[row] = power(top - TOP), args.outside[row] = outside;
 }
 
+// Rows of a thread block in turns, STAGES of them on their way or in hand, SLOT bytes of a ring each: copy(row, to) starts a row's
+// copies of this warp, work(row, where it lies).
+template <u32 SLOT, int STAGES, class Copy, class Work>
+__device__ __forceinline__ void each_row(u32 rows, u32 ring, const Copy& copy, const Work& work) {
+  u32 ahead = blockIdx.x, into = 0, slot = 0;
+  const auto start = [&] {
+    if (ahead < rows) copy(ahead, ring + into);
+    copies_commit();
+    ahead += gridDim.x, into = into == (STAGES - 1) * SLOT ? 0 : into + SLOT;
+  };
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) start();
+  for (u32 row = blockIdx.x; row < rows; row += gridDim.x) {
+    warp_sync();
+    start();
+    copies_wait<STAGES - 1>();
+    warp_sync();
+    const u32 at = ring + slot;
+    slot = slot == (STAGES - 1) * SLOT ? 0 : slot + SLOT;
+    work(row, at);
+  }
+}
+
 // A thread block a row at a time. The kernel after this one may start when its blocks have: see `expand`. GATED: a row of
 // x is gate and up side by side, and what is quantized silu(gate) * up.
 template <class IN, int SPAN, bool SIGNS, int RULE, bool ARRANGED, bool GATED, int STAGES>
@@ -85,31 +108,19 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
     store_signs(flips, args.signs, SPAN);
     block_sync();
   }
-  const u32 rows = (u32)args.rows;  // less than 2^31
-  u32 ahead = blockIdx.x, into = 0, slot = 0, turn = 0;
-  const auto start = [&] {
-    if (ahead < rows) {
-      const i64 first = ahead * row_groups * (GATED ? 2 : 1), second = first + row_groups;
-      start_tile<1>(ring + into, args.x, first + mine, second);
-      if constexpr (GATED) start_tile<1>(ring + into + TILE, args.x, second + mine, second + row_groups);
-    }
-    copies_commit();
-    ahead += gridDim.x, into = into == (STAGES - 1) * SLOT ? 0 : into + SLOT;
+  u32 turn = 0;
+  const auto copy = [&](u32 row, u32 to) {
+    const i64 first = row * row_groups * (GATED ? 2 : 1), second = first + row_groups;
+    start_tile<1>(to, args.x, first + mine, second);
+    if constexpr (GATED) start_tile<1>(to + TILE, args.x, second + mine, second + row_groups);
   };
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) start();
-  for (u32 row = blockIdx.x; row < rows; row += gridDim.x) {
-    warp_sync();
-    start();
-    copies_wait<STAGES - 1>();
-    warp_sync();
+  each_row<SLOT, STAGES>((u32)args.rows, ring, copy, [&](u32 row, u32 tile) {  // rows: less than 2^31
     Group x[1];
     const auto made = [](const Words& words, u32 from) { return GATED ? gated(words, load_shared_words(from + TILE)) : words; };
-    read_groups<IN, 1, SIGNS>(x, ring + slot, flips + lane % (SPAN ? SPAN : 1) * (SIGN_PITCH * 4), made);
-    slot = slot == (STAGES - 1) * SLOT ? 0 : slot + SLOT;
+    read_groups<IN, 1, SIGNS>(x, tile, flips + lane % (SPAN ? SPAN : 1) * (SIGN_PITCH * 4), made);
     expand_by_group<SPAN, RULE, ARRANGED>(args, x[0], row, numbers + turn * warps * 3);
     turn = turn == 2 ? 0 : turn + 1;
-  }
+  });
 }
 
 }  // namespace quantrot

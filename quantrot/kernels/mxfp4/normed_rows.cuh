@@ -93,7 +93,7 @@ __device__ __forceinline__ void quantize_few_normed(const NormedArgs& args) {
 template <int THREADS, int SPAN, int RULE, bool ARRANGED, bool ADDED, int STAGES>
 __device__ __forceinline__ void quantize_normed(const NormedArgs& args) {
   constexpr u32 SLOT = ADDED ? 2 * TILE : TILE, WARPS = THREADS / 32, NUMBERS = WARPS * (STAGES * SLOT + TILE);
-  const u32 lane = lane_number(), warp = warp_number(), units = (u32)args.to.row_groups * 4, rows = (u32)args.to.rows;
+  const u32 lane = lane_number(), warp = warp_number(), units = (u32)args.to.row_groups * 4;
   const u32 ring = shared_memory() + warp * (STAGES * SLOT), gain = shared_memory() + WARPS * (STAGES * SLOT) + warp * TILE;
   const u32 sums = shared_memory() + NUMBERS + WARPS * 12, own = (lane ^ lane / 8) * 16;  // see start_tile
   const i64 row_groups = args.to.row_groups, mine = (i64)warp * 32;
@@ -103,25 +103,12 @@ __device__ __forceinline__ void quantize_normed(const NormedArgs& args) {
   start_tile<1>(gain, args.norm, mine, row_groups);
   copies_commit();
   grid_wait();
-  u32 ahead = blockIdx.x, into = 0, slot = 0;
-  const auto start = [&] {
-    if (ahead < rows) {
-      const i64 first = ahead * row_groups;
-      start_tile<1>(ring + into, args.to.x, first + mine, first + row_groups);
-      if constexpr (ADDED) start_tile<1>(ring + into + TILE, args.added, first + mine, first + row_groups);
-    }
-    copies_commit();
-    ahead += gridDim.x, into = into == (STAGES - 1) * SLOT ? 0 : into + SLOT;
+  const auto copy = [&](u32 row, u32 to) {
+    const i64 first = row * row_groups;
+    start_tile<1>(to, args.to.x, first + mine, first + row_groups);
+    if constexpr (ADDED) start_tile<1>(to + TILE, args.added, first + mine, first + row_groups);
   };
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) start();
-  for (u32 row = blockIdx.x; row < rows; row += gridDim.x) {
-    warp_sync();
-    start();
-    copies_wait<STAGES - 1>();
-    warp_sync();
-    const u32 tile = ring + slot;
-    slot = slot == (STAGES - 1) * SLOT ? 0 : slot + SLOT;
+  each_row<SLOT, STAGES>((u32)args.to.rows, ring, copy, [&](u32 row, u32 tile) {
     Words v[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -144,7 +131,7 @@ __device__ __forceinline__ void quantize_normed(const NormedArgs& args) {
       read_groups<Bf16, 1, false>(x, tile, 0, made);
       expand_by_group<SPAN, RULE, ARRANGED>(args.to, x[0], row, block_numbers(NUMBERS));
     }
-  }
+  });
 }
 
 }  // namespace quantrot
