@@ -241,6 +241,8 @@ def test_a_round_trip_is_the_two_steps(monkeypatch, device, block, rule, dtype):
         x = torch.cat((x, x), 1).to(dtype)[:, : shape[1]]  # strided
         if shape[0] > 1:
             x[3], x[9, 7], x[50:60, 5] = -0.0, NAN, INF
+            if dtype != torch.float16:
+                x[20:24] *= 2.0**-118  # by the least scale
         expected = dequantize_fp8_block(*quantize_fp8_block(x, block, rule), block, dtype)
         for few in (1 << 16, 0):
             monkeypatch.setattr(round_trip, "FEW", few)

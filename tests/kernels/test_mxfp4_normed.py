@@ -160,10 +160,11 @@ def test_bits_are_those_of_what_is_normed(library, name, rows, blocks, adds):
 def test_the_norm_is_read_before_the_kernel_in_front_has_ended_only_where_it_is_settled(emulated):
     """The loads of norm become such as the emulator refuses before the wait."""
     functions = hopper_normed.device_functions()
-    load = "((const Words*)args.norm)[unit_of(i)]"
-    assert functions.count(f"? {load} :") == 1
-    strict = built(emulated, functions.replace(load, "load_fresh_words((const char*)args.norm + unit_of(i) * 16)"))
-    for name in (name for name in CASES if CASES[name][5].units):
+    load, copies = "((const Words*)args.norm)[unit_of(i)]", "start_tile<1>(gain, args.norm,"
+    assert functions.count(f"? {load} :") == functions.count(copies) == 1
+    functions = functions.replace(load, "load_fresh_words((const char*)args.norm + unit_of(i) * 16)")
+    strict = built(emulated, functions.replace(copies, f"load_fresh_words(args.norm), {copies}"))
+    for name in CASES:
         x, _, norm = tokens(2, CASES[name][4])
         assert "grid_wait" in emulate(strict, name, x, norm, None, 2)[0]
         assert emulate(strict, name, x, norm, None, 2, settled=False)[0] == ""
