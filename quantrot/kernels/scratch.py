@@ -13,8 +13,8 @@ _KEPT = threading.local()
 def scratch(count: int, elements: int) -> Tensor:
     """Float32 [count, elements], whatever was in it; overwritten by the next caller in this thread. Fresh if larger."""
     if elements > LARGEST:
-        return torch.empty(count, elements, dtype=torch.float32)
+        return torch.empty(count, elements, dtype=torch.float32, device="cpu")
     if not hasattr(_KEPT, "memory") or len(_KEPT.memory) < count:
         with torch.inference_mode(False):  # else it could only be written in inference mode
-            _KEPT.memory = torch.empty(count, LARGEST, dtype=torch.float32)
+            _KEPT.memory = torch.empty(count, LARGEST, dtype=torch.float32, device="cpu")
     return _KEPT.memory[:count, :elements]

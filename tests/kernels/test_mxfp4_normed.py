@@ -205,6 +205,12 @@ def test_without_a_kernel_it_is_the_operators_one_after_the_other(dtype, activat
         torch.testing.assert_close(kept, total.view(2, 20, 256), rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_wide_bias_does_not_widen_the_result():
+    x, _, norm = tokens(3, 256)
+    y, _ = mxfp4_normed(x, norm, EPSILON, *quantize_mxfp4(torch.randn(96, 256)), torch.randn(96))
+    assert y.dtype == BF16
+
+
 def test_no_tokens_are_no_products():
     x, added, norm = tokens(0, 256)
     y, total = mxfp4_normed(x, norm, EPSILON, *quantize_mxfp4(torch.randn(96, 256)), added=added)

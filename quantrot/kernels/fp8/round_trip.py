@@ -20,7 +20,6 @@ from quantrot.kernels.fp8.reference import (
     whole,
 )
 from quantrot.kernels.operators import register_no_gradient
-from quantrot.kernels.ready import unseen
 from quantrot.kernels.scratch import LARGEST, scratch
 
 CHUNK = LARGEST  # elements at a time
@@ -38,24 +37,22 @@ def round_trip_fp8(x: Tensor, block: tuple[int, int], rule: Fp8ScaleRule | str) 
     """
     if x.device.type != "cpu":
         return dequantize_fp8_block(*quantize_fp8_block(x, block, rule), block, x.dtype)
-    rule = check_input("round_trip_fp8", x, block, rule, "auto")
-    if unseen(x):
-        return _round_trip(x, *block, rule)
-    return torch.ops.quantrot.fp8_round_trip(x, *block, rule)
+    return torch.ops.quantrot.fp8_round_trip(x, *block, check_input("round_trip_fp8", x, block, rule, "auto"))
 
 
 def _round_trip(x: Tensor, rows: int, columns: int, rule: str) -> Tensor:
     block, scale_rule = whole((rows, columns), x.shape), Fp8ScaleRule(rule)
     if block[0] == 1 and x.numel() <= FEW and x.shape[1] % block[1] == 0:
-        return _few(x.reshape(-1, block[1]), scale_rule).view(x.shape)
-    out, step = torch.empty(x.shape, dtype=x.dtype), max(CHUNK // max(x.shape[1], 1) // block[0], 1) * block[0]
+        return _few(x.reshape(-1, block[1]).contiguous(), scale_rule).view(x.shape)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    step = max(CHUNK // max(x.shape[1], 1) // block[0], 1) * block[0]
     for start in range(0, x.shape[0], step):
         _piece(x[start : start + step], block, scale_rule, out[start : start + step])
     return out
 
 
 def _few(blocks: Tensor, rule: Fp8ScaleRule) -> Tensor:
-    """The same of blocks [n, columns], as _piece rounds them; numbers keep their signs."""
+    """The same of blocks [n, columns], as _piece rounds them. Adding rounds numbers of both signs alike."""
     wide = blocks.float()
     scale = rounded(wide.abs().amax(1, keepdim=True).div_(E4M3_MAX).clamp_(min=LEAST_SCALE), rule)  # zeros stay zeros
     y = wide / scale  # at most 448.9, by a scale that bfloat16 rounds down, which becomes 448

@@ -79,7 +79,7 @@ def mxfp4_normed(
     if key and (run := _in_two_kernels(rows, norm, epsilon, rest, packed, scale, *options)):
         return READY.keep(key, _of_any_dimensions(run, x), x.get_device())(*operands)
     y, total = torch.ops.quantrot.mxfp4_normed(rows, norm, epsilon, rest, packed, scale, *options)
-    y = y if bias is None else y + bias
+    y = y if bias is None else (y + bias).to(x.dtype)
     return y.view(*x.shape[:-1], len(packed)), x if added is None else total.view(x.shape)
 
 

@@ -159,10 +159,7 @@ def round_trip_mxfp4(
     _check(x, x.shape[-1] if x.dim() else 0, hadamard, None, backend)
     if hadamard:
         check_fused(hadamard)
-    rule = rule_name(scale_rule)
-    if x.device.type == "cpu" and unseen(x):  # which takes a token a third of the time
-        return _round_trip(x, rule, hadamard, backend)
-    return torch.ops.quantrot.mxfp4_round_trip(x.detach(), rule, hadamard, backend)
+    return torch.ops.quantrot.mxfp4_round_trip(x.detach(), rule_name(scale_rule), hadamard, backend)
 
 
 def requantize_mxfp4(

@@ -13,12 +13,12 @@ from quantrot.kernels.mxfp4.reference import E2M1_MAX, FINE, GROUP, TURNED_LIMIT
 from quantrot.kernels.scratch import LARGEST
 
 CHUNK = LARGEST  # numbers at a time
-MOST_TURNED = 1 << 17  # numbers up to which turning by rows is faster than the reference's by columns
+MOST_TURNED = 1 << 16  # numbers up to which turning by rows is faster than the reference's by columns
 
 
 def round_trip_even(x: Tensor, hadamard: int) -> Tensor:
     """round_trip_reference(x, ScaleRule.even, hadamard=hadamard)."""
-    rows = x.detach().reshape(-1, hadamard or GROUP)
+    rows = x.detach().reshape(-1, hadamard or GROUP).contiguous()
     each = CHUNK // rows.shape[1]
     if len(rows) <= each:
         return _of(rows, hadamard).view(x.shape)
@@ -37,17 +37,18 @@ def _of(rows: Tensor, hadamard: int) -> Tensor:
     groups, root = groups.view(-1, GROUP), float32((hadamard or 1) ** -0.5)
     amax = groups.abs().amax(1, keepdim=True).mul_(root)
     half = (1 << 21) + ((1 << 12) if hadamard else 0)  # of the one mantissa bit that is kept, and of float16's last
-    scale = (amax.view(torch.int32) + half).bitwise_and_(0x7F800000).sub_(2 << 23).clamp_(min=1 << 22)
-    scale = scale.view(torch.float32)
+    # Twice the scale: no subnormal, which torch.set_flush_denormal makes zero.
+    unit = (amax.view(torch.int32) + half).bitwise_and_(0x7F800000).sub_(1 << 23).clamp_(min=1 << 23)
+    unit = unit.view(torch.float32)
     if hadamard:
-        y = groups.mul(scale.reciprocal().mul_(root).mul_(FINE)).half().float().mul_(1 / FINE)
+        y = groups.mul(unit.reciprocal().mul_(root).mul_(2 * FINE)).half().float().mul_(0.5 / FINE)
     else:
-        y = groups / scale
-    y.clamp_(-E2M1_MAX, E2M1_MAX)
-    magic = y.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=0x3F800000)  # the binade, 1, 2 or 4: two steps
+        y = groups / unit
+    y.clamp_(-E2M1_MAX / 2, E2M1_MAX / 2)
+    magic = y.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=0x3F000000)  # the binade, 0.5, 1 or 2: two steps
     magic = magic.view(torch.float32).mul_(0.75 * 2**23)
-    scale.masked_fill_(~(amax < (TURNED_LIMIT if hadamard else torch.inf)), torch.nan)
-    return y.add_(magic).sub_(magic).mul_(scale).copysign_(groups).to(rows.dtype)
+    unit.masked_fill_(~(amax < (TURNED_LIMIT if hadamard else torch.inf)), torch.nan)
+    return y.add_(magic).sub_(magic).mul_(unit).copysign_(groups).to(rows.dtype)
 
 
 @cache
@@ -55,4 +56,4 @@ def _stages(hadamard: int) -> list[tuple[Tensor, Tensor]]:
     """Of Sylvester's matrix, from the widest stride down: which column is added to each, and the column's own sign."""
     with torch.inference_mode(False), torch.device("cpu"):  # what is kept is of use in every mode
         columns, strides = torch.arange(hadamard), [1 << i for i in reversed(range(hadamard.bit_length() - 1))]
-        return [(columns ^ stride, 1.0 - 2.0 * (columns & stride > 0)) for stride in strides]
+        return [(columns ^ stride, 1.0 - 2.0 * (columns & stride > 0).float()) for stride in strides]
