@@ -1,7 +1,7 @@
 """What a product of MXFP4 sees of its activations on a CPU, by the rule `even`, in as few operations as it takes.
 
 One token is so few numbers that each of torch's operations takes its microsecond whatever it computes: 1536 numbers
-take 32 us here and 75 by `round_trip_reference`, turned in blocks of 32 58 and 122 (two threads).
+take 39 us here and 75 by `round_trip_reference`, turned in blocks of 32 61 and 119 (two threads).
 """
 
 from functools import cache
