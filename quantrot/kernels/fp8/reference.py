@@ -139,7 +139,7 @@ def dequantize_fp8_block(
     step = max(LARGEST // max(qdata.shape[1] * block[0], 1), 1)  # blocks
     if qdata.device.type != "cpu" or len(scale) <= step or not eager_inference(qdata, scale):
         return _dequantized(qdata, scale, block, dtype)
-    out = torch.empty(qdata.shape, dtype=dtype)
+    out = torch.empty(qdata.shape, dtype=dtype, device=qdata.device)
     for start in range(0, len(scale), step):  # 4096 x 4096: 27 ms, all at once 150
         rows = slice(start * block[0], (start + step) * block[0])
         out[rows] = _dequantized(qdata[rows], scale[start : start + step], block, dtype)

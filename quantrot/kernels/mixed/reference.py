@@ -59,7 +59,8 @@ def dequantize_int8(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfl
     if qdata.device.type != "cpu" or qdata.dim() != 2 or not eager_inference(qdata, scale):
         groups = qdata.to(torch.float32).unflatten(-1, (scale.shape[-1], -1))
         return groups.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
-    out, step = torch.empty(qdata.shape, dtype=dtype), max(LARGEST // max(qdata.shape[1], 1), 1)
+    out = torch.empty(qdata.shape, dtype=dtype, device=qdata.device)
+    step = max(LARGEST // max(qdata.shape[1], 1), 1)
     for start in range(0, len(qdata), step):  # 4096 x 4096: 15 ms, all at once 58
         codes, by = qdata[start : start + step], scale[start : start + step]
         wide = scratch(1, codes.numel()).view(codes.shape).copy_(codes)

@@ -17,7 +17,7 @@ from quantrot.kernels.fp8 import Fp8ScaleRule
 from quantrot.kernels.fp8.operators import SCALE_RULES
 from quantrot.kernels.fp8.reference import gate
 from quantrot.kernels.mxfp4.operators import FLOATS, check_packed, expand_both, whole_rule
-from quantrot.kernels.mxfp4.quantized import by_batch, by_cublas, fp8_tokens, quantizer, scaled_product
+from quantrot.kernels.mxfp4.quantized import alone, by_batch, by_cublas, fp8_tokens, quantizer, scaled_product
 from quantrot.kernels.mxfp4.reference import ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.operators import check_backend, check_bias, check_device, has_triton, implement, refuse_tangents
 from quantrot.kernels.ready import Ready, Run, like, unseen
@@ -407,7 +407,8 @@ def _linear(
     elif _decoder(rows, activations, backend):
         y = _linear_triton(rows, packed, scale, activations, rule, hadamard)
     elif activations != "none" and _uses_cublas(x, packed.shape[0], backend):
-        y = by_cublas(quantizer(rows, activations, rule, hadamard, gated=gated), rows.dtype)(packed, scale, rows)[0]
+        quantize = quantizer(rows, activations, rule, hadamard, gated=gated)
+        y = alone(by_cublas(quantize, rows.dtype))(rows, packed, scale)
     else:
         y = _linear_wide(rows, packed, scale, activations, rule, hadamard)
     if bias is not None:
@@ -436,8 +437,7 @@ def prepare(
         return hopper_prefill.prepare(rows, packed, scale, settled=settled)
     if takes_batch(inner_of(rows, packed, gated), packed, activations, rule, hadamard, backend):
         quantize = quantizer(rows, activations, rule, hadamard, gated=gated, arranged=True)
-        batch = by_batch(quantize, len(rows), packed, scale, rows.dtype, settled)
-        return lambda rows, packed, scale: batch(packed, scale, rows)[0]
+        return alone(by_batch(quantize, len(rows), packed, scale, rows.dtype, settled))
     if _decoder(rows, activations, backend) != "hopper":
         return None
     from quantrot.kernels.mxfp4 import hopper
@@ -460,12 +460,7 @@ def _any_dimensions(
         return None
     product = prepare(rows, packed, scale, activations, rule, hadamard, settled, gated=gated)
     if product is None and activations != "none" and _uses_cublas(x, n, "auto"):
-        cublas = by_cublas(quantizer(rows, activations, rule, hadamard, gated=gated), rows.dtype)
-
-        def product(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-            y: Tensor = cublas(packed, scale, rows)[0]
-            return y
-
+        product = alone(by_cublas(quantizer(rows, activations, rule, hadamard, gated=gated), rows.dtype))
     if product is None:
         return None
 

@@ -45,12 +45,14 @@ def quantizer(
 ) -> Run:
     """As a function of rows [M, K] like these (gated: [M, 2 K]), turned in blocks of `hadamard` and quantized to MXFP4,
     or as they are to FP8. arranged: for `by_batch`."""
-    from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
-
     if activations == "fp8":
+        from quantrot.kernels.mxfp4 import hopper_batch
+
         quantize = hopper_batch.prepare_quantizer(rows, rule) if arranged else lambda rows: fp8_tokens(rows, rule)
         return lambda rows: (*quantize(rows), None)
     if arranged:
+        from quantrot.kernels.mxfp4 import hopper_rows
+
         expanded = hopper_rows.prepare_expanded(rows, ScaleRule(rule), hadamard, None, arranged=True, gated=gated)
     else:
         expanded = prepare_expanded(rows, rule, hadamard, gated)
@@ -92,6 +94,11 @@ def by_cublas(quantize: Run, dtype: torch.dtype) -> Run:
         return y, *rest
 
     return run
+
+
+def alone(product: Run) -> Run:
+    """Such a product of tokens that the quantizer takes by themselves, as a function of tokens, packed and scale."""
+    return lambda rows, packed, scale: product(packed, scale, rows)[0]
 
 
 def expander(packed: Tensor, scale: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
