@@ -2,6 +2,7 @@
 rounding to bfloat16 that lies between the products."""
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,22 +19,22 @@ RUN = """
 static std::string message;
 extern "C" const char* run(const void* x, void* y, const signed char* signs, long long rows, long long x_stride,
                            long long y_stride, float scale, unsigned blocks, unsigned seed, float* scales,
-                           long long scale_row, long long scale_group, unsigned in_row) {{
+                           long long scale_row, long long scale_group, unsigned in_row, unsigned* taken) {{
   const unsigned long long tall = (rows - 1) * x_stride / {columns} + {base};
   const quantrot::TensorMap map{{(unsigned char*)x, {columns}, tall, 2 * {columns}, 64, {base}, 2, 1}};
   const unsigned long long all = rows * {columns} * {base} / 128;
   const quantrot::TensorMap codes{{(unsigned char*)y, 128, all, 128, 128, {lines}, 1, 1}};
   message = emulator::launch({{blocks, 1, 1}}, 1, {threads}, {shared}, seed, [&] {{
     quantrot::{call}(map, codes, {{x, y, signs, rows, x_stride, y_stride, 1, scale, scales, scale_row, scale_group,
-        in_row}});
+        in_row, taken}});
   }});
   return message.c_str();
 }}
 """
 
 
-def twice(columns: int, groups: int = 1, stages: int = 2, rows: int = 1) -> Plan:
-    return Plan("twice", 4 * groups, 1, tiles=columns // 8, vectors=rows, stages=stages)
+def twice(columns: int, groups: int = 1, stages: int = 2, rows: int = 1, **options: bool) -> Plan:
+    return Plan("twice", 4 * groups, 1, tiles=columns // 8, vectors=rows, stages=stages, **options)
 
 
 def codes_of(x, signs, n, columns, rule):
@@ -66,6 +67,11 @@ def codes_of(x, signs, n, columns, rule):
             True,
         ),  # the same, two rows of x at a time
         (148 * 128, 6, 1, twice(128, groups=3, stages=1), torch.bfloat16, "exact", False),
+        (64 * 64, 41, 1, twice(64, stages=1, rows=2, counted=True), torch.bfloat16, "exact", False),  # turns, pairs
+        (64 * 128, 37, 1, twice(128, stages=1, counted=True), torch.float16, "bf16", True),
+        (40 * 128, 13, 1, twice(128, stages=2, counted=True), torch.bfloat16, "exact", False),  # pairs alone
+        (56 * 256, 7, 1, twice(256, stages=3, counted=True), torch.bfloat16, "exact", True),  # one row each
+        (112 * 256, 9, 3, twice(256, groups=2, counted=True), torch.bfloat16, "exact", False),
     ],
 )
 def test_emulated_codes_are_those_of_two_products(emulated, n, rows, across, plan, dtype, rule, signed):
@@ -82,7 +88,8 @@ def test_emulated_codes_are_those_of_two_products(emulated, n, rows, across, pla
     x = x[: rows // across * across]
     rows, signs = x.shape[0], random_signs(n, 1)
     expected, expected_scales = codes_of(x.view(-1, width), signs if signed else None, n, columns, rule)
-    for seed in range(2):
+    taken = torch.zeros(1, dtype=torch.int32)
+    for seed in range(3):
         q = torch.full((rows // across, width), 0.5).to(torch.float8_e4m3fn)
         scales = torch.zeros(width // 128, rows // across).T
         if across == 3:  # scales in rows
@@ -90,8 +97,10 @@ def test_emulated_codes_are_those_of_two_products(emulated, n, rows, across, pla
         sizes = [ctypes.c_longlong(v) for v in (rows, n, n)]
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, q, signs)]
         where = [ctypes.c_void_p(scales.data_ptr()), *map(ctypes.c_longlong, scales.stride()), width // 128]
-        blocks = plan.grid(rows, 1, n, dtype, 1 + seed)
-        assert library.run(*pointers, *sizes, ctypes.c_float(n**-0.5), blocks, seed, *where) == b""
+        blocks, counter = plan.grid(rows, 1, n, dtype, 1 + seed % 2), None if seed == 2 else taken.data_ptr()
+        given = *pointers, *sizes, ctypes.c_float(n**-0.5), blocks, seed, *where, ctypes.c_void_p(counter)
+        assert library.run(*given) == b""
+        assert taken.item() == 0  # as it was: the next launch finds it so
         torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
         wrong = (q.view(torch.uint8) != expected.view(torch.uint8)).view(rows, n)
         assert wrong.float().mean() < 1e-3 and not wrong[1:5].any()
@@ -123,7 +132,7 @@ def test_gpu_codes_where_a_block_has_more_rows_than_buffers(n, dtype):
     plan = plan_for_codes(n, n, dtype)
     assert plan.kind == "twice"
     torch.manual_seed(n)
-    x = torch.randn(9 * 132 * plan.resident + 3, n, device="cuda").to(dtype)
+    x = torch.randn(19 * 132 * plan.resident + 3, n, device="cuda").to(dtype)  # counted: turns, and what is left
     x[1], x[-2, 7], x[-3, 9] = 0, INF, NAN
     signs = random_signs(n, 1).cuda()
     expected, expected_scales = codes_of(x, signs, n, 8 * plan.tiles, "exact")
@@ -136,3 +145,40 @@ def test_gpu_codes_where_a_block_has_more_rows_than_buffers(n, dtype):
         assert other.float().mean() < (1e-4 if dtype == torch.bfloat16 else 1e-3)
         wrong = q.view(torch.uint8) != expected.view(torch.uint8)
         assert wrong.float().mean() < 1e-3 and not wrong[[1, -2, -3]].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [4096, 8192])
+def test_gpu_rows_are_taken_once_by_launches_at_once_and_in_graphs(n):
+    if not (torch.cuda.is_available() and nvrtc.available(torch.device("cuda"))):
+        pytest.skip("needs sm_90 and cuda.core")
+    plan = plan_for_codes(n, n, torch.bfloat16)
+    assert plan.counted
+    torch.manual_seed(n)
+    x = torch.randn(19 * 132 * plan.resident + 3, n, device="cuda").bfloat16()
+
+    def run(q, scales, plan=plan):
+        launch(x, q, None, n**-0.5, plan, scales=scales, rule="bf16")
+
+    def empty():
+        return torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty(n // 128, len(x), device="cuda").T
+
+    expected = empty()
+    run(*expected, replace(plan, counted=False))
+    streams, results = [torch.cuda.Stream() for _ in range(3)], [empty() for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=streams[2]):
+        for _ in range(3):
+            run(*results[2])
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for q, scales in results:
+            q.view(torch.uint8).fill_(1), scales.fill_(-1.0)
+        torch.cuda.synchronize()
+        for stream, result in zip(streams[:2], results, strict=False):
+            with torch.cuda.stream(stream):
+                run(*result)
+        graph.replay()
+        torch.cuda.synchronize()
+        for q, scales in results:
+            assert torch.equal(q.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scales, expected[1])

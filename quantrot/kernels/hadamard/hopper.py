@@ -79,6 +79,7 @@ class Plan:
     precision: Literal["CUT", "SPLIT", "PAIR"] = "SPLIT"  # of the float32 product (warp, share, held): columns.cuh
     cluster: int = 1  # thread blocks that share a row (flow)
     paced: bool = False  # warpgroups multiply one after the other (flow)
+    counted: bool = False  # thread blocks take rows as they come to them (twice)
     shift: bool = False  # the next row's tiles go to other warps (flow)
     overlap: bool = False  # launched while the kernel before it ends
     ahead: int = 0  # rows of so many thread blocks a multiprocessor further on come to L2 (held, lanes, share; overlap)
@@ -89,6 +90,11 @@ class Plan:
     def by_map(self) -> bool:
         """Whether the copy engine brings the rows by a tensor map."""
         return self.kind in ("flow", "twice")
+
+    @property
+    def counts(self) -> bool:
+        """Whether thread blocks take rows from a counter."""
+        return self.kind == "flow" or self.counted
 
     @property
     def maps(self) -> tuple[str, ...]:
@@ -129,7 +135,7 @@ class Plan:
             return f"flow_kernel<{d}, {shape}, {extra}{str(self.shift).lower()}, {flag}>"
         if self.kind == "twice":
             shape = f"{order // (8 * self.tiles)}, {self.tiles // 8}, {self.vectors}, {self.warps // 4}"
-            return f"twice_kernel<{d}, {shape}, {self.stages}, {flag}>"
+            return f"twice_kernel<{d}, {shape}, {self.stages}, {str(self.counted).lower()}, {flag}>"
         if self.kind == "held":
             return f"held_kernel<{d}, {order // (8 * self.tiles)}, {8 * self.tiles}, {self.warps}, {precision}, {flag}>"
         if self.kind == "block":
@@ -189,8 +195,8 @@ class Plan:
                 wait=self.wait(order, dtype),
                 map_type="".join(f"const __grid_constant__ quantrot::TensorMap {name}," for name in self.maps),
                 map="".join(f"{name}, " for name in self.maps),
-                counters=COUNTERS.declaration if self.kind == "flow" else "",
-                taken="counter < 0 ? nullptr : counters + counter" if self.kind == "flow" else "nullptr",
+                counters=COUNTERS.declaration if self.counts else "",
+                taken="counter < 0 ? nullptr : counters + counter" if self.counts else "nullptr",
             )
         )
 
@@ -228,7 +234,7 @@ class Plan:
         if self.kind == "twice":
             depth = -(-order // (8 * self.tiles) // 16) * 16
             a_column = self.stages * depth * 2 + self.warps * 16  # of the input and of codes
-            barriers = 16 * self.stages + 2 * self.warps
+            barriers = 20 * self.stages + 2 * self.warps
             return a_column * self.vectors * 8 * self.tiles + 4096 + order // 4 + barriers
         if self.by_map:
             depth = -(-order // (8 * self.tiles) // 16) * 16
@@ -431,7 +437,7 @@ def prepare(
         x_map = tall, columns, columns * x.itemsize, (base, 64), x.dtype
     if plan.kind == "twice":
         y_map = rows * order // GROUP, GROUP, GROUP, (plan.code_lines(order), GROUP), torch.uint8
-    grid, counts = plan.grid(rows, inner, order, x.dtype, processors(device)), plan.kind == "flow"
+    grid, counts = plan.grid(rows, inner, order, x.dtype, processors(device)), plan.counts
     launch = nvrtc.Launch(function, (grid,), plan.warps * 32, plan.shared_bytes(order), device, overlap=plan.overlap)
 
     def run(x: Tensor, y: Tensor, signs: Tensor | None, scales: Tensor | None) -> None:

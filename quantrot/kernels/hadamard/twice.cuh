@@ -60,9 +60,42 @@ __device__ __forceinline__ void magnitudes(float (&amax)[W], const float (&y)[2]
   }
 }
 
+// A thread block's tiles: CHUNK neighbours in its turn, and in place of the last turn of all and what is left, GRAIN neighbours that
+// no other has taken, each time anew. Multiprocessors differ in how soon they get their rows: 8192 101.2 us, with fixed shares 105.3;
+// 4096 99.2 and 103.1. No counter: at a fixed distance.
+template <u32 CHUNK, u32 GRAIN>
+struct Counted {
+  u32* taken;
+  u32 tiles, in_turns, grain, number = blockIdx.x - gridDim.x;
+
+  __device__ __forceinline__ Counted(u32* taken, u32 tiles) : taken(taken), tiles(tiles) {
+    const u32 turn = gridDim.x * CHUNK;
+    in_turns = tiles < 2 * turn ? 0 : (tiles / turn - 1) * turn;
+    grain = tiles < 4 * gridDim.x ? 1 : GRAIN;        // or few rows would leave blocks without any
+  }
+
+  __device__ __forceinline__ u32 first() const { return blockIdx.x * (in_turns ? CHUNK : grain); }
+
+  // For a whole warp. What begins asks for what comes after it; a block that finds none left has counted, too.
+  __device__ __forceinline__ u32 begun(u32 tile) {
+    if (tile >= in_turns && tile < tiles)
+      number = taken ? count_one(taken, (tiles - in_turns - 1) / grain) : number + gridDim.x;
+    return tile;
+  }
+
+  __device__ __forceinline__ u32 after(u32 tile) {
+    const bool turns = tile < in_turns;
+    if (++tile % (turns ? CHUNK : grain)) return tile;
+    if (!turns) return begun(in_turns + (gridDim.x + largest_of_warp(number)) * grain);
+    tile += (gridDim.x - 1) * CHUNK;
+    return begun(tile < in_turns ? tile : in_turns + blockIdx.x * grain);
+  }
+};
+
 // H: 64 columns of a row, or (H = 1) of each of T rows, make a tile of 64 * L columns. `codes` is of lines of 128 bytes, a box is
-// UNIT rows of H_K.
-template <int D, int K, int H, int T, int GROUPS, int STAGES, bool SIGNS>
+// UNIT rows of H_K. COUNTED: tiles are taken as blocks come to them; which it is lies beside each (where additions bound it, waiting
+// for that costs 2 to 4%: 14336, 28672).
+template <int D, int K, int H, int T, int GROUPS, int STAGES, bool COUNTED, bool SIGNS>
 __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorMap& codes, const Args& a) {
   using S = Shape<K, 64 * H>;
   constexpr int L = H * T, INPUT = L * S::CHUNK, THREADS = 128 * GROUPS, N = K * 64 * H, IN_ROW = N / 128;
@@ -73,9 +106,11 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
   static_assert(GROUPS == S::TILES && L % 2 == 0 && (H == 1 || T == 1) && K % 4 == 0, "how rows are divided");
   const u32 warp = warp_number();
   const u32 inputs = shared_memory(), out = inputs + STAGES * INPUT, turn = out + THREADS * 32 * L, kept = turn + 4096;
-  const u32 full = kept + 32 * IN_ROW, empty = full + 8 * STAGES, order = empty + 8 * STAGES;
+  const u32 full = kept + 32 * IN_ROW, empty = full + 8 * STAGES, order = empty + 8 * STAGES, tile_at = order + 8 * GROUPS;
   const u32 leaving = out + warp * 1024 * L;
-  const Pieces<8 / T> mine((u32)((a.rows + T - 1) / T), gridDim.x, blockIdx.x);  // eight rows in turn: see stream.cuh
+  const u32 tiles = (u32)((a.rows + T - 1) / T);
+  const Pieces<8 / T> mine(tiles, gridDim.x, blockIdx.x);  // eight rows in turn: see stream.cuh
+  Counted<8 / T, 2 / T> counted(a.taken, tiles);      // of the feeder
   const int pitch = (int)(a.x_stride / (64 * H));
 
   Operand<D, K, 64, 168, false> base;
@@ -93,25 +128,31 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
   auto fetch = [&](u32 tile, u32 stage) {
     const u32 to = inputs + stage * INPUT, bar = full + 8 * stage;
     const u64 policy = cache_policy<NORMAL>();
-    barrier_expect(bar, L * K * 128);
+    if constexpr (COUNTED) store_one(tile_at + 4 * stage, tile);
+    barrier_expect(bar, !COUNTED || tile < tiles ? L * K * 128 : 0);
+    if (COUNTED && tile >= tiles) return;
 #pragma unroll
     for (int j = 0; j < L; j++)
       tensor_load(to + j * S::CHUNK, &map, 64 * (j % H), (int)(tile * T + j / H) * pitch, bar, policy);
   };
-  if (warp == FEEDER && mine.count > 0)
+  u32 coming = COUNTED ? counted.first() : mine.first;  // of the feeder: the tile that it asked for last
+  if (warp == FEEDER && coming < tiles)
 #pragma unroll
-    for (int j = 0; j < L; j++) tensor_warm(&map, 64 * (j % H), (int)(mine.first * T + j / H) * pitch);
+    for (int j = 0; j < L; j++) tensor_warm(&map, 64 * (j % H), (int)(coming * T + j / H) * pitch);
   grid_wait();
-  u32 coming = mine.first;                            // of the feeder
-  if (warp == FEEDER)
-    for (u32 i = 0; i < STAGES && i < mine.count; i++, coming = mine.after(coming)) fetch(coming, i);
+  auto more = [&](u32 i) { return COUNTED ? coming < tiles : i < mine.count; };
+  if (warp == FEEDER) {
+    if constexpr (COUNTED) counted.begun(coming);
+    fetch(coming, 0);
+    for (u32 i = 1; i < STAGES && more(i); i++) fetch(coming = COUNTED ? counted.after(coming) : mine.after(coming), i);
+  }
 
-  auto put_scales = [&](u32 end) {                    // this warp's, of the rows before, of the same eight
-    const u32 start = (end - 1) / 8 * 8, least = start < mine.in_turns * T ? start : mine.rest * T;
+  u32 since = 0, end = 0;                             // rows whose scales are kept, of the same eight
+  auto put_scales = [&] {                             // this warp's
     warp_sync();
     for (u32 i = lane_number(); i < 8 * OWN; i += 32) {
-      const u32 row = start + i % 8, group = warp * OWN + i / 8;
-      if (row < least || row >= end || row >= a.rows || group >= IN_ROW) continue;
+      const u32 row = since / 8 * 8 + i % 8, group = warp * OWN + i / 8;
+      if (row < since || row >= end || row >= a.rows || group >= IN_ROW) continue;
       const float scale = load_shared(kept + (group * 8 + i % 8) * 4);
       if (a.in_row == IN_ROW) {
         a.scales[row * a.scale_row + group * a.scale_group] = scale;
@@ -124,10 +165,16 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
 
   const u64 turned = operand(turn, 0);
   u32 tile = mine.first;
-  for (u32 i = 0; i < mine.count; i++) {
-    const u32 row = tile * T;
+  for (u32 i = 0; COUNTED || i < mine.count; i++) {
     const u32 stage = i % STAGES, input = inputs + stage * INPUT;
     barrier_wait(full + 8 * stage, i / STAGES & 1);
+    if constexpr (COUNTED) {
+      tile = __shfl_sync(0xFFFFFFFFu, lane_number() == 0 ? load_shared1(tile_at + 4 * stage) : 0, 0);  // who arrives has read
+      if (since < end && (tile >= tiles || tile * T != end || end % 8 == 0)) put_scales();
+      if (tile >= tiles) break;
+    }
+    const u32 row = tile * T;
+    since = row != end || row % 8 == 0 ? row : since, end = row + T;
     if constexpr (SIGNS)
       for (int j = 0; j < T; j++) turn_signs<K, 64 * H, THREADS>(a, input + j * S::CHUNK, row + j, 1);
     float sums[32 * L], y[L][2][16];                  // y: lower and upper 32 columns of each 64
@@ -148,10 +195,9 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
       barrier_arrive(empty + 8 * stage);
       if constexpr (GROUPS > 1) barrier_arrive(order + 8 * (warp / 4 + 1 == GROUPS ? 0 : warp / 4 + 1));
     }
-    if (warp == FEEDER && i + STAGES < mine.count) {
+    if (warp == FEEDER && more(i + STAGES)) {
       barrier_wait(empty + 8 * stage, i / STAGES & 1);
-      fetch(coming, stage);
-      coming = mine.after(coming);
+      fetch(coming = COUNTED ? counted.after(coming) : mine.after(coming), stage);
     }
     u32 rounded[2 * L][2][4];                         // 16 columns each
 #pragma unroll
@@ -210,8 +256,10 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
         if (m < K && to < a.rows) tensor_store(&codes, 0, (int)(to * IN_ROW + m * H / 2), leaving + c * UNIT * 64 * H);
       }
     tensor_store_commit();
-    tile = mine.after(tile);
-    if (tile * T % 8 == 0 || tile * T != row + T || i + 1 == mine.count) put_scales(row + T);
+    if constexpr (!COUNTED) {
+      tile = mine.after(tile);
+      if (tile * T % 8 == 0 || tile * T != end || i + 1 == mine.count) put_scales();
+    }
   }
   tensor_store_wait<0>();
 }
