@@ -1,4 +1,4 @@
-// A few tokens by a packed MXFP4 weight: y[token, row] = sum over k of x[token, k] * w[row, k]. Follows tokens.cuh.
+// A few tokens by a packed MXFP4 weight: y[token, row] = sum over k of x[token, k] * w[row, k]. Follows held.cuh.
 //
 // Thread blocks take tiles of rows. One warp keeps a ring of stages of 256 columns full (by the copy engine), so
 // that what is on its way needs no registers. TEAMS of ROW_WARPS take turns at the stages, and a warp of a team multiplies
@@ -13,7 +13,7 @@
 // is free, as long as the tokens agree. A pair is two neighbours, as the tokens lie; or, PAIRED, the codes p and p + 4 of a
 // 32-bit word, whose bits then move by the same shift in both halves. That takes 17 instructions in place of 19 for eight
 // codes, and tokens in that order: they are put in it as they are read, by four instructions for 16 bytes, where that is
-// less; for products by warpgroups by a kernel before (arrange); one token by each block for itself (hold). Row g of a
+// less; for products by warpgroups by a kernel before (arrange). Row g of a
 // product is row `turned(g)` of eight in the tile, so that the eight lanes which shared memory serves at once meet
 // different banks under the swizzle.
 //
@@ -22,10 +22,11 @@
 // and what is not wanted of them is masked. One packed product by 2^(e + 62) makes it the value times 2^(e - 64),
 // exactly; the sums are multiplied by 2^64 at the end. A group's scale past 2^65 acts as infinity, a value below 2^-62 as zero.
 //
-// One token leaves seven of a product's eight columns free. They are used to keep groups apart: their sums come out one by
-// one, and a sum is multiplied by its group's scale in place of 32 codes (13 instructions for eight codes, 8192 x 8192 in 11.6
-// us in place of 11.9 in one race, 11.55 and 12.34 in another). Codes then stay at 2^-126 of their values, which the tensor core
-// takes as they are, and the token is multiplied by 2^62: a number of it past 2^65 is infinite.
+// One token that is held as integers (held.cuh) is multiplied by mma.m16n8k32 of bytes, exactly, with the positive and with the
+// negative part of the codes: a permutation that picks magnitudes by codes puts zeros where a code is negative, so that of a word and
+// of the same with all signs turned come both, 8 instructions for eight codes with the products. The seven columns of a product that
+// one token leaves free keep groups apart: a group's sum is multiplied by its scale in place of 32 codes. (In bfloat16, 14
+// instructions: 28672 x 4096 18.1 us for 16.9, 4096 x 14336 11.3 for 10.3.)
 
 namespace quantrot {
 
@@ -50,12 +51,9 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, 
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// prmt: nibble i of SELECT says which of the eight bytes of a and b is byte i of the result; past 7, its sign, eight times.
-template <u32 SELECT>
-__device__ __forceinline__ u32 select_bytes(u32 a, u32 b) {
-  u32 v;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "n"(SELECT));
-  return v;
+__device__ __forceinline__ void multiply_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ u32 load_shared_byte(u32 from) {
   u32 v;
@@ -77,7 +75,7 @@ __device__ __forceinline__ u32 pair(u32 word) {
 // Codes 2 I and 2 I + 1: byte I of the words of even and of odd codes.
 template <int I>
 __device__ __forceinline__ u32 neighbours(u32 even, u32 odd) {
-  return tiny(select_bytes<(I | (8 + I) << 4 | (4 + I) << 8 | (12 + I) << 12)>(even, odd));
+  return tiny(pick_bytes(even, odd, I | (8 + I) << 4 | (4 + I) << 8 | (12 + I) << 12));
 }
 
 // 2^(e + 62) of a scale byte, twice.
@@ -131,7 +129,7 @@ template <int TILES_, bool HELD_, int TALL_, int ROW_WARPS_, int TEAMS_, int STA
 struct Plan {
   static constexpr bool ONE = TILES_ == 0, HELD = HELD_, ONCE = ONCE_, GROUPED = GROUPED_;
   static constexpr int TILES = ONE ? 1 : TILES_, TOKENS = ONE ? 1 : 8 * TILES;
-  static constexpr bool PAIRED = GROUPED || HELD || TALL_ >= TILES;
+  static constexpr bool PAIRED = GROUPED || TALL_ >= TILES;
   static constexpr int TALL = TALL_, ROW_WARPS = ROW_WARPS_, TEAMS = TEAMS_, STAGES = STAGES_, SPLIT = SPLIT_;
   static constexpr int ROWS = 16 * TALL * ROW_WARPS, WARPS = ROW_WARPS * TEAMS;
   static constexpr int BOX = TILES * 1024 + (GROUPED ? 0 : 256);  // bytes from 64 columns of tokens to the next: other banks
@@ -145,8 +143,7 @@ struct Plan {
   static constexpr int ZEROS_AT = BARRIERS + STAGES * 16 + (ONCE ? 0 : TEAMS * TOKENS * PITCH * 4);  // 256 bytes
   static constexpr int SQUARES_AT = ZEROS_AT + 256, MAXIMA_AT = SQUARES_AT + 64;  // a warp's share of a norm, of a scale
   static constexpr int HELD_AT = MAXIMA_AT + 64;                                  // the token
-  static constexpr int CHUNK = 512;  // bytes of a held token
-  static constexpr int CHAINS = TALL * TILES <= 2 && !GROUPED && !ONE ? 2 : 1;  // of products that wait for each other, in turn
+  static constexpr int CHAINS = TALL * TILES <= 2 && !GROUPED && !HELD ? 2 : 1;  // of products that wait for each other, in turn
   static_assert(STAGES % TEAMS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
   static_assert(SPLIT == 1 || ONCE, "blocks that share a tile have one");
   static_assert(!HELD || ONE, "one token is held");
@@ -167,12 +164,13 @@ struct Sums {
       v[i / (4 * P::TILES * P::TALL)][i / (4 * P::TILES) % P::TALL][i / 4 % P::TILES][i % 4] = 0.f;
   }
 
-  // Of one token, whose group is all that its column of the second operand has: lanes (column, q) hold it where column = q for
-  // the first four groups, where column = q + 4 for the others, and zeros elsewhere.
-  __device__ __forceinline__ u32 add_one(u32 codes, u32 scales, u32 wide, u32 zeros) {
+  // Add a stage to the sums of a token that is held, of which 256 columns and their powers of two lie at `held`. LIMBS: bytes of a
+  // number of it. Of one, group j has column 2 j of the second operand, group 4 + j column 2 j + 1; of two, group j, and then group
+  // 4 + j, has both. Returns bits of what was read last.
+  template <int LIMBS>
+  __device__ __forceinline__ u32 add_held(u32 codes, u32 scales, u32 held, u32 zeros, u32 small) {
     const u32 lane = lane_number(), q = lane & 3, column = lane >> 2;
-    float part[P::TALL][4] = {};
-    u32 seen = 0;
+    int plus[LIMBS][P::TALL][4] = {}, minus[LIMBS][P::TALL][4] = {};
     codes ^= q << 4;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -182,37 +180,46 @@ struct Sums {
         const u32 row = (codes ^ h << 6) + r * 2048;
         a[r] = load_shared_words(row), b[r] = load_shared_words(row + 1024);
       }
-      u32 token = P::HELD ? wide + h * 256 + q * 16 : wide + h * 256 + q * 64;
-      if constexpr (!P::HELD) token ^= (token >> 7 & 7) << 4;
-      if (column != q + h * 4) token = zeros + 63 & ~63u;
+      const u32 unit = (LIMBS == 2 ? column % 2 * 2 : 0) ^ (h * 2 + q / 2), group = held + (h * 4 + q) * 64;
+      const bool mine = LIMBS == 2 ? column / 2 == q : column == 2 * q + h;
+      const Words x[2] = {load_shared_words(mine ? group + unit * 16 : zeros), load_shared_words(mine ? group + (unit ^ 1) * 16 : zeros)};
+      auto &up = plus[LIMBS == 2 ? h : 0], &down = minus[LIMBS == 2 ? h : 0];
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        Words x = load_shared_words(P::HELD ? token + j * 64 : token ^ j << 4);
-        if constexpr (!P::HELD) x = raised(arranged(x));
-        if (j == 3) seen |= x.x;
+      for (int j = 0; j < 4; j++)
 #pragma unroll
         for (int r = 0; r < P::TALL; r++) {
-          const Pairs<true> above(a[r].at(j)), below(b[r].at(j));
-          multiply(part[r], above.v[0], below.v[0], above.v[1], below.v[1], x.x, x.y);
-          multiply(part[r], above.v[2], below.v[2], above.v[3], below.v[3], x.z, x.w);
+          const u32 first = x[j / 2].at(j % 2 * 2), second = x[j / 2].at(j % 2 * 2 + 1);
+          u32 above = a[r].at(j), below = b[r].at(j);
+          multiply_bytes(up[r], positive(above, small), positive(below, small), positive(above >> 16, small), positive(below >> 16, small), first, second);
+          above ^= SIGNS_OF_CODES, below ^= SIGNS_OF_CODES;
+          multiply_bytes(down[r], positive(above, small), positive(below, small), positive(above >> 16, small), positive(below >> 16, small), first, second);
         }
-      }
     }
+    const u32 powers = held + HELD_POWERS + q * 8;
+    u32 seen = 0;
 #pragma unroll
-    for (int r = 0; r < P::TALL; r++)
+    for (int h = 0; h < 2; h++) {
+      const float2 power = load_shared2(powers + h * 32);
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const u32 two = load_shared_u16(scales + r * 256 + i * 128 + q * 2);
-        float& sum = v[0][r][0][i];
-        sum = __fmaf_rn(part[r][2 * i], __uint_as_float((two & 255) << 23), sum);
-        sum = __fmaf_rn(part[r][2 * i + 1], __uint_as_float(two >> 8 << 23), sum);
-        seen |= two;
-      }
+      for (int r = 0; r < P::TALL; r++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const u32 byte = load_shared_byte(scales + r * 256 + i * 128 + q + h * 4);
+          float& sum = v[0][r][0][i];
+#pragma unroll
+          for (int l = 0; l < LIMBS; l++) {
+            const int from = LIMBS == 2 ? h : 0, at = 2 * i + (LIMBS == 2 ? l : h);
+            const int part = plus[from][r][at] - minus[from][r][at] + 0x4B400000;  // and 1.5 * 2^23, as a float32
+            const float scaled = __fmul_rn(__fsub_rn(__uint_as_float((u32)part), 12582912.f), l ? power.y : power.x);
+            sum = __fmaf_rn(scaled, __uint_as_float(byte << 23), sum);
+          }
+          seen |= byte;
+        }
+    }
     return seen;
   }
 
-  // Add a stage; addresses of its codes and scales at the lane's first row, of its tokens. Returns bits of what was
-  // read last.
+  // Add a stage; addresses of its codes and scales at the lane's first row, of its tokens.
   __device__ __forceinline__ u32 add(u32 codes, u32 scales, u32 wide) {
     const u32 lane = lane_number(), q = lane & 3;
     u32 seen = 0;
@@ -228,18 +235,15 @@ struct Sums {
         a_factor[r] = multiplier(load_shared_byte(scale));
         b_factor[r] = multiplier(load_shared_byte(scale + 128));
       }
-      u32 token = wide + h * 256 + q * 16;
-      if constexpr (!P::HELD) {
-        token = wide + (P::ONE ? h * 256 + q * 64 : (h * 2 + q / 2) * P::BOX + (lane >> 2) * 128 + q % 2 * 64);
-        token ^= (token >> 7 & 7) << 4;
-      }
+      u32 token = wide + (P::ONE ? h * 256 + q * 64 : (h * 2 + q / 2) * P::BOX + (lane >> 2) * 128 + q % 2 * 64);
+      token ^= (token >> 7 & 7) << 4;
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         Words x[P::TILES];
 #pragma unroll
         for (int t = 0; t < P::TILES; t++)
-          x[t] = load_shared_words(P::HELD ? token + j * 64 : (token ^ j << 4) + t * 1024);
-        if constexpr (P::PAIRED && !P::HELD)
+          x[t] = load_shared_words((token ^ j << 4) + t * 1024);
+        if constexpr (P::PAIRED)
 #pragma unroll
           for (int t = 0; t < P::TILES; t++) x[t] = arranged(x[t]);
         if (h == 1 && j == 3)
@@ -306,10 +310,10 @@ struct Sums {
     return seen;
   }
 
-  // To [tokens][PITCH] at `to`, the warp's first row.
-  __device__ __forceinline__ void store(u32 to) const {
+  // To [tokens][PITCH] at `to`, the warp's first row, times a power of two.
+  __device__ __forceinline__ void store(u32 to, float power) const {
     const u32 g = lane_number() >> 2, q = lane_number() & 3;
-    if constexpr (P::ONE) {
+    if constexpr (P::HELD) {
 #pragma unroll
       for (int r = 0; r < P::TALL; r++)
 #pragma unroll
@@ -317,7 +321,7 @@ struct Sums {
           float sum = v[0][r][0][i];
           sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
           sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
-          if (q == 0) store_shared(to + (r * 16 + turned(g) + i * 8) * 4, sum * 18446744073709551616.0f);
+          if (q == 0) store_shared(to + (r * 16 + turned(g) + i * 8) * 4, sum * power);
         }
       return;
     }
@@ -330,7 +334,7 @@ struct Sums {
           const u32 token = t * 8 + q * 2 + i % 2, row = r * 16 + turned(g) + i / 2 * 8;
           float sum = v[0][r][t][i];
           if constexpr (P::CHAINS == 2) sum += v[P::CHAINS - 1][r][t][i];
-          if (token < P::TOKENS) store_shared(to + (token * P::PITCH + row) * 4, sum * 18446744073709551616.0f);
+          if (token < P::TOKENS) store_shared(to + (token * P::PITCH + row) * 4, sum * power);
         }
   }
 };
@@ -473,6 +477,8 @@ struct Asks {
 template <class P, class OUT, int SPAN, int RULE, int NORM = 0, bool ADD = false>
 __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* wide, const TensorMap* scale,
                                        const DecodeArgs& args) {
+  constexpr int LIMBS = RULE >= 0 ? 1 : 2;  // bytes of a held token's number
+  constexpr float POWER = !P::HELD ? 0x1p64f : LIMBS == 1 ? 0.25f : 0.5f;  // the weight's integers are twice its values, too
   static_assert(!NORM || (P::HELD && P::SPLIT == 1), "each thread block norms all of a token that it holds");
   static_assert(!is_fp8<RULE>() || (P::HELD && P::SPLIT == 1), "each thread block has all of a token that it gives a scale");
   const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8, zeros = base + P::ZEROS_AT, held = base + P::HELD_AT;
@@ -542,6 +548,8 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
     const u32 team = warp / P::ROW_WARPS, row_warp = warp % P::ROW_WARPS;
     const u32 row = row_warp * 16 * P::TALL, mine = row + turned(lane_number() >> 2);
     const u32 codes_at = base + swizzled(mine, 0), scales_at = base + P::SCALES_AT + mine * 16;
+    // Always this, but not for the compiler, who would put a constant into a register for each permutation.
+    const u32 small = __shfl_sync(0xFFFFFFFFu, (int)lane_number() + args.columns > 0 ? 0x03020100u : 0, 0);
     ring.stage = team;
     for (int tile = first; tile < tiles; tile += step) {
       Sums<P> sums;
@@ -550,11 +558,11 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       if constexpr (ADD && P::SPLIT == 1) addends.load(args, tile * P::ROWS, 0);
       for (int c = team; c < chunks; c += P::TEAMS) {
         barrier_wait(full + ring.stage * 8, ring.parity);
-        const u32 tokens = P::HELD ? held + c * P::CHUNK : base + P::WIDE_AT + ring.stage * P::WIDE;
+        const u32 tokens = P::HELD ? held + c * HELD_STEP : base + P::WIDE_AT + ring.stage * P::WIDE;
         const u32 codes_here = codes_at + ring.stage * P::CODES, scales_here = scales_at + ring.stage * P::SCALES + (first_chunk + c) % 2 * 8;
         u32 seen;
-        if constexpr (P::ONE) {
-          seen = sums.add_one(codes_here, scales_here, tokens, zeros);
+        if constexpr (P::HELD) {
+          seen = sums.template add_held<LIMBS>(codes_here, scales_here, tokens, zeros, small);
         } else if constexpr (P::GROUPED) {
           seen = sums.add_grouped(codes_here, scales_here, tokens);
         } else {
@@ -565,7 +573,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
         if (ring.stage >= P::STAGES) ring.stage = team, ring.parity ^= 1;
       }
       if constexpr (P::ONCE) named_sync(1, 32 * P::WARPS);  // the ring has been read
-      sums.store(base + P::SUMS + (team * P::TOKENS * P::PITCH + row) * 4);
+      sums.store(base + P::SUMS + (team * P::TOKENS * P::PITCH + row) * 4, POWER);
       if constexpr (P::SPLIT == 1) {
         named_sync(1, 32 * P::WARPS);
         store_tile<P, OUT, ADD, is_fp8<RULE>()>(args, tile * P::ROWS, 0, base + P::SUMS, addends, token_scale);

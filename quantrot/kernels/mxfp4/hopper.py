@@ -27,6 +27,7 @@ from quantrot.kernels.ready import Run, address
 OUT = {torch.bfloat16: "OutBf16", torch.float16: "OutFp16", torch.float32: "OutFp32"}
 STEP = 128  # columns that are multiplied together, and the granule of K
 CHUNK = 256  # columns of K in a stage
+HELD = 576  # bytes of CHUNK columns of a token that is held: two for each, and powers of two of its groups
 ZEROS, SQUARES = 256, 128  # bytes of shared memory that one token takes beside itself: zeros, and for norm and scale
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
@@ -84,7 +85,7 @@ class Plan:
         wide = 4096 * self.tiles + (0 if self.grouped else 1024) if self.tiles else 512
         ring = self.stages * (self.rows * 144 + (0 if self.held else wide) + 16)
         sums = 0 if self.once else self.teams * self.tokens * (self.rows + 4) * 4
-        held = self.chunks(columns) * CHUNK * 2 if self.held else 0
+        held = self.chunks(columns) * HELD if self.held else 0
         held += 0 if self.tiles else ZEROS + SQUARES
         return ring + sums + held
 
@@ -293,7 +294,7 @@ def group_functions() -> str:
 @lru_cache(maxsize=1)
 def device_functions() -> str:
     """The C++ that every kernel starts with."""
-    return group_functions() + nvrtc.sources("mxfp4/gated", "mxfp4/tokens", "mxfp4/decode")
+    return group_functions() + nvrtc.sources("mxfp4/gated", "mxfp4/tokens", "mxfp4/held", "mxfp4/decode")
 
 
 def entry(

@@ -1,11 +1,8 @@
 // Tokens in the order in which a product reads them (see decode.cuh): as they are, or turned, quantized to MXFP4 and back,
 // or as e4m3's codes, all of which bfloat16 holds exactly. Follows gated.cuh.
 //
-// One token a thread block keeps in its shared memory for as long as it multiplies by it (hold). Every block does this for
-// itself: 32 columns are some five hundred instructions of one lane, done while the weight's first stages are on their
-// way, and a kernel of its own costs its launch and a trip through memory. For more, there is such a kernel (arrange).
-//
-// Either may begin with what a decoder layer has in front of the product: RMSNorm; arrange also with silu(gate) * up.
+// A kernel may begin with what a decoder layer has in front of the product: RMSNorm, or silu(gate) * up. One token is made ready by
+// each block of the product for itself: held.cuh.
 
 namespace quantrot {
 
@@ -19,12 +16,6 @@ __device__ __forceinline__ constexpr bool is_fp8() { return RULE <= FP8_EXACT; }
 __device__ __forceinline__ Words arranged(const Words& v) {
   return {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
           __byte_perm(v.y, v.w, 0x7632)};
-}
-
-// Times 2^62.
-__device__ __forceinline__ Words raised(const Words& v) {
-  constexpr u32 by = 0x5E805E80u;
-  return {times_bf16(v.x, by), times_bf16(v.y, by), times_bf16(v.z, by), times_bf16(v.w, by)};
 }
 
 // 2^exponent twice, or NaN, in bfloat16.
@@ -65,25 +56,6 @@ __device__ __forceinline__ void take(Words (&words)[WORDS], float root) {
       words[j] = {pairs[0], pairs[1], pairs[2], pairs[3]};
     }
   }
-}
-
-// 32 columns of x [.., columns], or zeros.
-__device__ __forceinline__ void load_group(Words (&words)[4], const void* x, int columns, int token, int column, bool inside) {
-  const char* const from = (const char*)x + ((u64)token * columns + column) * 2;
-#pragma unroll
-  for (int p = 0; p < 4; p++) words[p] = inside ? load_fresh_words(from + p * 16) : Words{};
-}
-
-// Where word 0 of a token's group lies; the others follow 64 bytes apart.
-__device__ __forceinline__ u32 place_of(int group, u32 to) { return to + group / 4 * 256 + group % 4 * 16; }
-
-// Group number `group` of a token to its place, if it is one; all lanes of a warp.
-template <int SPAN, int RULE>
-__device__ __forceinline__ void keep_group(Words (&words)[4], int group, int groups, float root, u32 to) {
-  take<SPAN, RULE, true>(words, root);
-  if (group < groups)
-#pragma unroll
-    for (int j = 0; j < 4; j++) store_shared_words(place_of(group, to) + j * 64, raised(words[j]));
 }
 
 // The larger magnitude, as bits: they order like the numbers and put NaN above infinity.
@@ -179,85 +151,6 @@ __device__ __forceinline__ Words normed(const Words& x, float factor, const Word
     y[k] = times_bf16(Bf16::pack(__fmul_rn(low, factor), __fmul_rn(high, factor)), weight.at(k));
   }
   return {y[0], y[1], y[2], y[3]};
-}
-
-// The same as keep_group, of e4m3's codes.
-__device__ __forceinline__ void keep_codes(const Words (&words)[4], const TokenScale& by, int group, int groups, u32 to) {
-  if (group >= groups) return;
-#pragma unroll
-  for (int j = 0; j < 4; j++) store_shared_words(place_of(group, to) + j * 64, raised(arranged(codes_of(words[j], by))));
-}
-
-// `groups` groups, a multiple of 4, of a token x [columns] from column `first` on -> [step of 128 columns][word][group] of
-// 16 bytes at `to`; zeros where there is no column. By THREADS threads, whole warps.
-template <int THREADS, int SPAN, int RULE>
-__device__ __forceinline__ void hold(const void* x, int columns, int first, int groups, float root, u32 to) {
-  Words next[4];
-  const auto fetch = [&](int group) {
-    load_group(next, x, columns, 0, first + group * 32, group < groups && first + group * 32 < columns);
-  };
-  fetch(threadIdx.x);
-  for (int group = threadIdx.x; group - (int)lane_number() < groups; group += THREADS) {
-    Words words[4] = {next[0], next[1], next[2], next[3]};
-    if (group + THREADS - (int)lane_number() < groups) fetch(group + THREADS);
-    keep_group<SPAN, RULE>(words, group, groups, root, to);
-  }
-}
-
-// The same of e4m3's codes, of all of a token; its scale. Until that is known the token lies there as it came, each
-// group by the thread that will make codes of it.
-template <int THREADS, int RULE>
-__device__ __forceinline__ float hold_codes(const void* x, int columns, int groups, u32 to, u32 maxima) {
-  u32 most = 0;
-  for (int group = threadIdx.x; group < groups; group += THREADS) {
-    Words words[4];
-    load_group(words, x, columns, 0, group * 32, group * 32 < columns);
-    most = larger_magnitude(most, words);
-#pragma unroll
-    for (int j = 0; j < 4; j++) store_shared_words(place_of(group, to) + j * 64, words[j]);
-  }
-  const TokenScale by(token_scale_of<THREADS, RULE>(most, maxima));
-  for (int group = threadIdx.x; group < groups; group += THREADS) {
-    Words words[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) words[j] = load_shared_words(place_of(group, to) + j * 64);
-    keep_codes(words, by, group, groups, to);
-  }
-  return by.scale;
-}
-
-// The same of all of x, which first goes through RMSNorm: x / sqrt(mean(x^2) + epsilon), rounded, times norm, rounded. A
-// thread has at most NORM groups. `squares`, `maxima`: room for a number of each warp. Waits for the kernel before behind its
-// loads of norm. The scale of e4m3's codes, else 1.
-template <int THREADS, int SPAN, int RULE, int NORM>
-__device__ __forceinline__ float hold_normed(const void* x, const void* norm, float epsilon, int columns, int groups, float root,
-                                             u32 to, u32 squares, u32 maxima) {
-  Words weight[NORM][4], v[NORM][4];
-  const auto group = [](int i) { return (int)(i * THREADS + threadIdx.x); };
-#pragma unroll
-  for (int i = 0; i < NORM; i++)
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      weight[i][j] = group(i) * 32 < columns ? ((const Words*)norm)[group(i) * 4 + j] : Words{};
-  grid_wait();
-#pragma unroll
-  for (int i = 0; i < NORM; i++) load_group(v[i], x, columns, 0, group(i) * 32, group(i) * 32 < columns);
-  const float factor = norm_factor<THREADS>(reinterpret_cast<Words(&)[NORM * 4]>(v), columns, epsilon, squares);
-  u32 most = 0;
-#pragma unroll
-  for (int i = 0; i < NORM; i++) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) v[i][j] = normed(v[i][j], factor, weight[i][j]);
-    if constexpr (is_fp8<RULE>())
-      most = larger_magnitude(most, v[i]);
-    else
-      keep_group<SPAN, RULE>(v[i], group(i), groups, root, to);
-  }
-  if constexpr (!is_fp8<RULE>()) return 1.f;
-  const TokenScale by(token_scale_of<THREADS, RULE>(most, maxima));
-#pragma unroll
-  for (int i = 0; i < NORM; i++) keep_codes(v[i], by, group(i), groups, to);
-  return by.scale;
 }
 
 struct ArrangeArgs {

@@ -5,15 +5,16 @@ inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
   product_warp<Bf16>(d, {a0, a1, a2, a3}, b0, b1);
 }
 
-inline u32 load_shared_byte(u32 from) { return *self().block->at(from, 1); }
-
-template <u32 SELECT>
-inline u32 select_bytes(u32 a, u32 b) {
-  const u64 bytes = (u64)b << 32 | a;
-  u32 v = 0;
-  for (int i = 0; i < 4; i++) {
-    const u32 which = SELECT >> 4 * i & 15, byte = bytes >> (which & 7) * 8 & 255;
-    v |= (which < 8 ? byte : byte >> 7 ? 255u : 0u) << 8 * i;
+inline void multiply_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const auto all = exchange({a0, a1, a2, a3, b0, b1});
+  const u32 g = lane_number() / 4, q = lane_number() % 4;
+  for (u32 k = 0; k < 32; k++) {
+    const u32 half = k / 16, lane = k % 16 / 4, shift = k % 4 * 8;
+    for (u32 i = 0; i < 4; i++) {
+      const u32 a = all[i / 2 + half * 2][g * 4 + lane] >> shift, b = all[4 + half][(q * 2 + i % 2) * 4 + lane] >> shift;
+      d[i] += (signed char)a * (signed char)b;
+    }
   }
-  return v;
 }
+
+inline u32 load_shared_byte(u32 from) { return *self().block->at(from, 1); }
