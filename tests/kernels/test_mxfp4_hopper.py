@@ -69,13 +69,13 @@ TURNS = {
     "even_32_of_a_ring": (CASES["one"][0], Turn(ScaleRule.even, 32)),
 }
 # plan, what the tokens become, what is before that, whether a residual is added; of one token that the product norms:
-# for how many groups a thread
+# for how many parts a thread
 BESIDE = {
-    "normed": (CASES["one_held"][0], None, "NORMED", False, 1),
-    "normed_twice": (CASES["one_held_once"][0], TURNS["even_32"][1], "NORMED", False, 2),
+    "normed": (CASES["one_held"][0], None, "NORMED", False, 3),
+    "normed_twice": (CASES["one_held_once"][0], TURNS["even_32"][1], "NORMED", False, 5),
     "added": (CASES["one_held_once"][0], TURNS["rceil_128"][1], "NO_FRONT", True),
-    "normed_and_added": (CASES["one_held"][0], TURNS["quest_128"][1], "NORMED", True, 1),
-    "normed_in_fp8": (CASES["one_held_once"][0], TURNS["fp8"][1], "NORMED", True, 2),
+    "normed_and_added": (CASES["one_held"][0], TURNS["quest_128"][1], "NORMED", True, 3),
+    "normed_in_fp8": (CASES["one_held_once"][0], TURNS["fp8"][1], "NORMED", True, 5),
     "added_in_fp8": (CASES["one_held"][0], TURNS["fp8"][1], "NO_FRONT", True),
     "one_gated": (CASES["one_held"][0], TURNS["even_32"][1], "GATED", True),
     "eight_normed": (CASES["eight"][0], TURNS["even_32"][1], "NORMED", True),
@@ -241,9 +241,8 @@ def test_tokens_turned_by_the_product_are_those_turned_before_it(emulator, name,
 @pytest.mark.parametrize(("rows", "columns"), [(40, 1152), (132, 2560)])
 def test_what_a_layer_has_around_a_product_has_the_bits_of_the_operations(emulator, name, rows, columns):
     """Norms or gates before it, residuals behind it; the squares' sum is exact in any order."""
-    plan, turn, front, adds, *groups = BESIDE[name]
-    if groups and hopper.norm_groups(plan, columns) > groups[0]:
-        pytest.skip("a thread would norm more")
+    plan, turn, front, adds, *parts = BESIDE[name]
+    assert not parts or hopper.norm_parts(plan, columns) <= parts[0]
     generator = torch.Generator().manual_seed(0)
     tokens = counts(plan)[-1] - (plan.tokens > 1)
     x = torch.randint(-8, 9, (tokens, columns * (2 if front == "GATED" else 1)), generator=generator).to(BF16)
@@ -262,7 +261,7 @@ def test_a_norm_is_read_before_the_kernel_in_front_has_ended_only_where_it_is_se
     """Its loads are made ones that the emulator refuses before the wait."""
     functions = hopper.device_functions()
     for load, at in (
-        ("((const Words*)norm)[", "group(i) * 4 + j"),
+        ("((const Words*)norm)[", "part(i)"),
         ("((const Words*)args.norm)[", "column(first + i) / 8"),
     ):
         assert functions.count(f"{load}{at}]") == 1

@@ -60,9 +60,9 @@ __device__ __forceinline__ void magnitudes(float (&amax)[W], const float (&y)[2]
   }
 }
 
-// A thread block's tiles: CHUNK neighbours in its turn, and in place of the last turn of all and what is left, GRAIN neighbours that
-// no other has taken, each time anew. Multiprocessors differ in how soon they get their rows: 8192 101.2 us, with fixed shares 105.3;
-// 4096 99.2 and 103.1. No counter: at a fixed distance.
+// A thread block's tiles: CHUNK neighbours in its turn, and in place of the last turn of all and what is left, GRAIN neighbours
+// that no other has taken, each time anew. Multiprocessors differ in how soon they get their rows: 8192 101.2 us, with fixed
+// shares 105.3; 4096 99.2 and 103.1. No counter: at a fixed distance.
 template <u32 CHUNK, u32 GRAIN>
 struct Counted {
   u32* taken;
@@ -93,8 +93,8 @@ struct Counted {
 };
 
 // H: 64 columns of a row, or (H = 1) of each of T rows, make a tile of 64 * L columns. `codes` is of lines of 128 bytes, a box is
-// UNIT rows of H_K. COUNTED: tiles are taken as blocks come to them; which it is lies beside each (where additions bound it, waiting
-// for that costs 2 to 4%: 14336, 28672).
+// UNIT rows of H_K. COUNTED: tiles are taken as blocks come to them; which it is lies beside each (where additions bound it,
+// waiting for that costs 2 to 4%: 14336, 28672).
 template <int D, int K, int H, int T, int GROUPS, int STAGES, bool COUNTED, bool SIGNS>
 __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorMap& codes, const Args& a) {
   using S = Shape<K, 64 * H>;

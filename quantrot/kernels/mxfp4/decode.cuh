@@ -22,11 +22,11 @@
 // and what is not wanted of them is masked. One packed product by 2^(e + 62) makes it the value times 2^(e - 64),
 // exactly; the sums are multiplied by 2^64 at the end. A group's scale past 2^65 acts as infinity, a value below 2^-62 as zero.
 //
-// One token that is held as integers (held.cuh) is multiplied by mma.m16n8k32 of bytes, exactly, with the positive and with the
-// negative part of the codes: a permutation that picks magnitudes by codes puts zeros where a code is negative, so that of a word and
-// of the same with all signs turned come both, 8 instructions for eight codes with the products. The seven columns of a product that
-// one token leaves free keep groups apart: a group's sum is multiplied by its scale in place of 32 codes. (In bfloat16, 14
-// instructions: 28672 x 4096 18.1 us for 16.9, 4096 x 14336 11.3 for 10.3.)
+// One token that is held as integers (held.cuh) is multiplied by mma.m16n8k32 of bytes, exactly, with the positive and with
+// the negative part of the codes: a permutation that picks magnitudes by codes puts zeros where a code is negative, so that of
+// a word and of the same with all signs turned come both, 8 instructions for eight codes with the products. The seven columns
+// of a product that one token leaves free keep groups apart: a group's sum is multiplied by its scale in place of 32 codes. (In
+// bfloat16, 14 instructions: 28672 x 4096 19.1 us for 17.9, 4096 x 14336 11.5 for 10.5.)
 
 namespace quantrot {
 
@@ -164,13 +164,13 @@ struct Sums {
       v[i / (4 * P::TILES * P::TALL)][i / (4 * P::TILES) % P::TALL][i / 4 % P::TILES][i % 4] = 0.f;
   }
 
-  // Add a stage to the sums of a token that is held, of which 256 columns and their powers of two lie at `held`. LIMBS: bytes of a
-  // number of it. Of one, group j has column 2 j of the second operand, group 4 + j column 2 j + 1; of two, group j, and then group
-  // 4 + j, has both. Returns bits of what was read last.
+  // Add a stage to the sums of a token that is held, of which 256 columns and their powers of two lie at `held`. LIMBS: bytes
+  // of a number of it. Of one, group j has column 2 j of the second operand, group 4 + j column 2 j + 1; of two, group j, and
+  // then group 4 + j, has both. Returns bits of what was read last.
   template <int LIMBS>
   __device__ __forceinline__ u32 add_held(u32 codes, u32 scales, u32 held, u32 zeros, u32 small) {
     const u32 lane = lane_number(), q = lane & 3, column = lane >> 2;
-    int plus[LIMBS][P::TALL][4] = {}, minus[LIMBS][P::TALL][4] = {};
+    int parts[2][LIMBS][P::TALL][4] = {};  // of the codes that are positive, and of those that are negative
     codes ^= q << 4;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -180,19 +180,22 @@ struct Sums {
         const u32 row = (codes ^ h << 6) + r * 2048;
         a[r] = load_shared_words(row), b[r] = load_shared_words(row + 1024);
       }
-      const u32 unit = (LIMBS == 2 ? column % 2 * 2 : 0) ^ (h * 2 + q / 2), group = held + (h * 4 + q) * 64;
+      const u32 unit = (LIMBS == 2 ? column % 2 * 2 : 0) ^ q & 2, group = held + (h * 4 + q) * 64;
       const bool mine = LIMBS == 2 ? column / 2 == q : column == 2 * q + h;
-      const Words x[2] = {load_shared_words(mine ? group + unit * 16 : zeros), load_shared_words(mine ? group + (unit ^ 1) * 16 : zeros)};
-      auto &up = plus[LIMBS == 2 ? h : 0], &down = minus[LIMBS == 2 ? h : 0];
+      const u32 low = mine ? group + unit * 16 : zeros, high = mine ? group + (unit ^ 1) * 16 : zeros;
+      const Words x[2] = {load_shared_words(low), load_shared_words(high)};
 #pragma unroll
       for (int j = 0; j < 4; j++)
 #pragma unroll
         for (int r = 0; r < P::TALL; r++) {
           const u32 first = x[j / 2].at(j % 2 * 2), second = x[j / 2].at(j % 2 * 2 + 1);
           u32 above = a[r].at(j), below = b[r].at(j);
-          multiply_bytes(up[r], positive(above, small), positive(below, small), positive(above >> 16, small), positive(below >> 16, small), first, second);
-          above ^= SIGNS_OF_CODES, below ^= SIGNS_OF_CODES;
-          multiply_bytes(down[r], positive(above, small), positive(below, small), positive(above >> 16, small), positive(below >> 16, small), first, second);
+#pragma unroll
+          for (int sign = 0; sign < 2; sign++) {
+            multiply_bytes(parts[sign][LIMBS == 2 ? h : 0][r], positive(above, small), positive(below, small),
+                           positive(above >> 16, small), positive(below >> 16, small), first, second);
+            above ^= SIGNS_OF_CODES, below ^= SIGNS_OF_CODES;
+          }
         }
     }
     const u32 powers = held + HELD_POWERS + q * 8;
@@ -200,6 +203,7 @@ struct Sums {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const float2 power = load_shared2(powers + h * 32);
+      seen |= __float_as_uint(power.x);
 #pragma unroll
       for (int r = 0; r < P::TALL; r++)
 #pragma unroll
@@ -209,7 +213,7 @@ struct Sums {
 #pragma unroll
           for (int l = 0; l < LIMBS; l++) {
             const int from = LIMBS == 2 ? h : 0, at = 2 * i + (LIMBS == 2 ? l : h);
-            const int part = plus[from][r][at] - minus[from][r][at] + 0x4B400000;  // and 1.5 * 2^23, as a float32
+            const int part = parts[0][from][r][at] - parts[1][from][r][at] + 0x4B400000;  // and 1.5 * 2^23, as a float32
             const float scaled = __fmul_rn(__fsub_rn(__uint_as_float((u32)part), 12582912.f), l ? power.y : power.x);
             sum = __fmaf_rn(scaled, __uint_as_float(byte << 23), sum);
           }
@@ -535,14 +539,14 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
     float token_scale = 1.f;  // of e4m3's codes
     if constexpr (NORM > 0) {
       if (!args.settled) grid_wait();
-      token_scale = hold_normed<32 * P::WARPS, SPAN, RULE, NORM>(args.x, args.norm, args.epsilon, args.columns, chunks * 8, args.root,
-                                                                 held, base + P::SQUARES_AT, base + P::MAXIMA_AT);
+      token_scale = hold_normed<32 * P::WARPS, SPAN, RULE, NORM>(args.x, args.norm, args.epsilon, args.columns, chunks * 32,
+                                                                 args.root, held, base + P::SQUARES_AT, base + P::MAXIMA_AT);
     } else {
       grid_wait();
       if constexpr (is_fp8<RULE>())
-        token_scale = hold_codes<32 * P::WARPS, RULE>(args.x, args.columns, chunks * 8, held, base + P::MAXIMA_AT);
+        token_scale = hold_codes<32 * P::WARPS, RULE>(args.x, args.columns, chunks * 32, held, base + P::MAXIMA_AT);
       else if constexpr (P::HELD)
-        hold<32 * P::WARPS, SPAN, RULE>(args.x, args.columns, first_chunk * 256, chunks * 8, args.root, held);
+        hold<32 * P::WARPS, SPAN, RULE>(args.x, args.columns, first_chunk * 256, chunks * 32, args.root, held);
     }
     if constexpr (P::HELD) named_sync(1, 32 * P::WARPS);
     const u32 team = warp / P::ROW_WARPS, row_warp = warp % P::ROW_WARPS;

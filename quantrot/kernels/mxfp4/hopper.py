@@ -51,7 +51,7 @@ class Plan:
     warps, which take turns along K; stages of CHUNK columns in shared memory, a multiple of the teams; thread blocks of
     a cluster that share a tile's K; whether a thread block has one tile only; thread blocks of a multiprocessor;
     whether four warps multiply at once (wgmma) by tokens that a kernel before lays down for that; whether each thread
-    block turns one token for itself and keeps it."""
+    block turns one token for itself and keeps it as integers."""
 
     tiles: int
     tall: int
@@ -107,25 +107,25 @@ ROOM, DEEP = 220 << 10, 6  # most bytes of shared memory, and stages a team, by 
 # tiles, of a cluster's exchange. Fitted to the 29 linears of seven models (Llama 3, Qwen2.5) on an H200, where the
 # model's choice takes 2 % longer than the fastest plan, in the mean.
 TILES: dict[Shape, tuple[float, float, float, float]] = {
-    (1, 1, 8): (0.150, 0.220, 0.227, 0.264),
-    (2, 1, 8): (0.176, 0.243, 0.288, 0.345),
+    (1, 1, 8): (0.158, 0.220, 0.227, 0.264),
+    (2, 1, 8): (0.171, 0.243, 0.288, 0.345),
     (1, 2, 4): (0.171, 0.239, 0.261, 0.307),
-    (1, 2, 7): (0.162, 0.225, 0.250, 0.341),
-    (1, 3, 4): (0.231, 0.337, 0.366, 0.431),
-    (1, 4, 2): (0.279, 0.364, 0.408, 0.519),
-    (2, 2, 4): (0.261, 0.345, 0.380, 0.595),
-    (1, 5, 2): (0.371, 0.473, 0.530, 0.692),
-    (1, 6, 2): (0.378, 0.470, 0.531, 0.698),
-    (2, 3, 4): (0.375, 0.434, 0.512, 0.837),
-    (2, 4, 2): (0.472, 0.575, 0.666, 0.919),
-    (2, 7, 2): (0.838, 1.052, 1.259, 2.0),
+    (1, 2, 7): (0.165, 0.225, 0.250, 0.341),
+    (1, 3, 4): (0.230, 0.337, 0.366, 0.431),
+    (1, 4, 2): (0.275, 0.364, 0.408, 0.519),
+    (2, 2, 4): (0.255, 0.345, 0.380, 0.595),
+    (1, 5, 2): (0.362, 0.473, 0.530, 0.692),
+    (1, 6, 2): (0.375, 0.470, 0.531, 0.698),
+    (2, 3, 4): (0.349, 0.434, 0.512, 0.837),
+    (2, 4, 2): (0.458, 0.575, 0.666, 0.919),
+    (2, 7, 2): (0.810, 1.052, 1.259, 2.0),
 }
-STARTING, ROW, SPLITTING = (1.2, 2.0, 1.5, 1.95), 0.025, 1.0
+STARTING, ROW, SPLITTING = (1.25, 2.0, 1.5, 1.95), (0.0, 0.025, 0.025, 0.025), 1.0
 # Bytes with which no two thread blocks share a multiprocessor. Behind a kernel that turns tokens they else meet on one:
 # 8 tokens by 10240 x 8192 took 31 us, and take 19 alone.
 ALONE = SM_SHARED // 2
 MAPPED_ROWS = 64  # of a tile whose scales the copy engine takes
-NORM_GROUPS = 2  # of a token that a thread may norm: they stay in registers
+NORM_PARTS = 8  # of eight numbers of a token that a thread may norm: they stay in registers
 MOST_THREADS, REDUCED = 1024, 256  # of a block that arranges; bytes of its warps' sums and largest numbers
 
 
@@ -155,8 +155,9 @@ def plan_of(tiles: int, rows: int, columns: int, shape: Shape, split: int = 1) -
 def microseconds(plan: Plan, rows: int, columns: int) -> float:
     """The model's time of a plan of TILES."""
     turns = 1 if plan.once else -(-rows // (plan.rows * PROCESSORS))
-    each = TILES[plan.tall, plan.row_warps, plan.teams][plan.tiles.bit_length()]
-    beside = STARTING[plan.tiles.bit_length()] + ROW * plan.rows + SPLITTING * (plan.split - 1)
+    tokens = plan.tiles.bit_length()
+    each = TILES[plan.tall, plan.row_warps, plan.teams][tokens]
+    beside = STARTING[tokens] + ROW[tokens] * plan.rows + SPLITTING * (plan.split - 1)
     return beside + turns * plan.chunks(columns) * each
 
 
@@ -184,15 +185,15 @@ def plan_for(tokens: int, rows: int, columns: int) -> Plan:
 
 
 def held(plan: Plan, columns: int) -> Plan | None:
-    """The plan of one token with fewer stages, if need be, and room for the token; it gives the same bits."""
+    """The plan of one token with fewer stages, if need be, and room for the token."""
     room = MAX_SHARED if plan.resident == 1 else SM_SHARED // plan.resident - 1024
     fewer = (replace(plan, held=True, stages=n) for n in range(plan.stages, 0, -plan.teams))
     return next((p for p in fewer if p.shared_bytes(columns) <= room), None)
 
 
-def norm_groups(plan: Plan, columns: int) -> int:
-    """Groups of a token that a thread of the plan norms."""
-    return -(-plan.chunks(columns) * CHUNK // (GROUP * (plan.threads - 32)))
+def norm_parts(plan: Plan, columns: int) -> int:
+    """Parts of a token that a thread of the plan norms."""
+    return -(-plan.chunks(columns) * CHUNK // (8 * (plan.threads - 32)))
 
 
 def takes(tokens: int, rows: int, columns: int) -> bool:
@@ -202,7 +203,7 @@ def takes(tokens: int, rows: int, columns: int) -> bool:
     if tokens > 1:
         return True
     plan = plan_for(1, rows, columns)
-    return plan.held and plan.split == 1 and norm_groups(plan, columns) <= NORM_GROUPS
+    return plan.held and plan.split == 1 and norm_parts(plan, columns) <= NORM_PARTS
 
 
 class DecodeArgs(ctypes.Structure):
@@ -300,7 +301,7 @@ def device_functions() -> str:
 def entry(
     plan: Plan, out: torch.dtype, turn: Turn | None = None, norm: int = 0, add: bool = False, name: str = "mxfp4_decode"
 ) -> str:
-    """C++ of the kernel `name`. norm: groups of the token that a thread norms, 0: none; add: a residual."""
+    """C++ of the kernel `name`. norm: parts of the token that a thread norms, 0: none; add: a residual."""
     held, once, grouped = (str(flag).lower() for flag in (plan.held, plan.once, plan.grouped))
     warps = plan.tall, plan.row_warps, plan.teams, plan.stages
     shape = (plan.tiles, held, *warps, plan.split, once, grouped)
@@ -462,7 +463,7 @@ def decode(
     """tokens bfloat16 [M, K] by a packed weight [N, K/2]: [M, N] in dtype; M from 1 to 32, K a multiple of 128.
 
     token_scale: float32 [M], multiplies each token's result, or None. Products are exact for group scales from 2^-62
-    to 2^65; numbers of a single token past 2^65 are infinite.
+    to 2^65. A single token that is not MXFP4 is rounded: a number of it loses less than 2^-15 of the largest of its 32.
     turn: what the tokens become first; in e4m3 their scales, which are made with them, take token_scale's place.
     settled: no kernel that may still run when this one is launched writes the weight, so that it is read before the
     kernel before this one has ended.
@@ -507,7 +508,7 @@ def prepare(
     grid, shared = (plan.grid(rows, nvrtc.processors(device)),), plan.shared_bytes(columns)
     if first:
         shared = max(shared, ALONE)
-    flags = 0 if norm is None else norm_groups(plan, columns), residual is not None
+    flags = 0 if norm is None else norm_parts(plan, columns), residual is not None
     function = _kernel(plan, dtype, inside(plan, turn), shared, device, *flags)
     launch = nvrtc.Launch(function, grid, plan.threads, shared, device, overlap=True)
 

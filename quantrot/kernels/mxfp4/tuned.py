@@ -29,12 +29,16 @@ HOPPER_WIDE_COLUMNS = (3, 2, True)
 HOPPER_PACKED_COLUMNS = {32: (384, 2), 64: (384, 2), 128: (384, 2)}
 HOPPER_RANDOM_PACKED_COLUMNS = {32: (448, 2), 64: (384, 2), 128: (384, 2)}
 HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, bool]] = {
-    (1, 4096, 4096): (1, 2, 4, 16, 1, True, 1, False),
-    (1, 4096, 14336): (1, 2, 7, 28, 1, True, 1, False),
+    (1, 1536, 8960): (1, 2, 7, 35, 1, True, 1, False),
+    (1, 3072, 2048): (2, 1, 8, 8, 1, True, 1, False),
+    (1, 16384, 2048): (1, 4, 4, 8, 1, False, 1, False),
+    (1, 4096, 4096): (2, 1, 8, 16, 1, True, 1, False),
+    (1, 4096, 14336): (2, 1, 7, 28, 1, True, 1, False),
+    (1, 6144, 4096): (3, 1, 4, 16, 1, True, 1, False),
     (1, 8192, 8192): (2, 2, 4, 12, 1, True, 1, False),
     (1, 10240, 8192): (2, 3, 4, 12, 1, True, 1, False),
     (1, 28672, 4096): (2, 2, 4, 16, 1, False, 1, False),
-    (1, 57344, 8192): (2, 2, 4, 16, 1, False, 1, False),
+    (1, 57344, 8192): (2, 2, 4, 12, 1, False, 1, False),
     (1, 128256, 4096): (2, 2, 8, 16, 1, False, 1, False),
     (8, 4096, 4096): (1, 2, 4, 12, 1, True, 1, False),
     (8, 8192, 8192): (2, 2, 4, 12, 1, True, 1, False),
