@@ -16,14 +16,15 @@ from quantrot.version import __version__
 if TYPE_CHECKING:
     from quantrot.calibration import Calibration as Calibration
     from quantrot.convert import convert as convert
+    from quantrot.learn import learn as learn
     from quantrot.load import load as load
     from quantrot.plan import plan as plan
     from quantrot.recipe import Recipe as Recipe
     from quantrot.verify import verify as verify
 
-__all__ = ["Calibration", "Recipe", "__version__", "convert", "load", "plan", "verify"]
+__all__ = ["Calibration", "Recipe", "__version__", "convert", "learn", "load", "plan", "verify"]
 
-_FUNCTIONS = ("plan", "convert", "load", "verify")  # each lives in the module of its own name
+_FUNCTIONS = ("plan", "convert", "learn", "load", "verify")  # each lives in the module of its own name
 
 
 class _Package(ModuleType):

@@ -86,7 +86,7 @@ def load(
     try:
         with _uncollected():
             load_checkpoint_in_model(model, str(weights), device_map=placed, offload_folder=offload_folder, strict=True)
-    except (AttributeError, LookupError, ValueError) as error:
+    except (AttributeError, LookupError, SafetensorError, ValueError) as error:
         raise ValueError(f"{weights}: its tensors are not those of {MANIFEST}: {error!s:.300}; convert again") from None
     missing = [name for name, p in model.named_parameters() if p.device.type == "meta" and not _offloaded(name, placed)]
     if missing:

@@ -262,12 +262,13 @@ def _check_attention(recipe: Recipe, arch: Llama, errors: list[str], notes: list
 
 
 def _copied(path: Path, errors: list[str], notes: list[str]) -> tuple[Path, ...]:
-    """What is copied unread, and of it needed behind a conversion: `load` reads the first, all others the second."""
+    """What is copied as it is; two files of it are looked into: `load` reads the first, all others the second."""
     copied: tuple[Path, ...] = ()
     try:
         copied = copied_files(path)
-        if (path / "generation_config.json").exists():
-            read_json(path / "generation_config.json")
+        for name in ("generation_config.json", "tokenizer.json"):
+            if (path / name).exists():
+                read_json(path / name)
     except ValueError as error:
         errors.append(str(error))
     if not any((path / name).exists() for name in TOKENIZERS):

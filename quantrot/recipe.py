@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -117,6 +118,21 @@ REQUIRED: dict[str, list[Any]] = {  # fields that have no default
 }
 
 
+STORED = [rule.value for rule in ScaleRule if rule is not ScaleRule.absmax34]
+
+
+def _storable(rule: Any) -> Any:
+    if rule == ScaleRule.absmax34:
+        raise ValueError(
+            "scale_rule absmax34 holds 3/4 of each value and is for the backward pass of training: no checkpoint "
+            f"format records the factor 4/3. Allowed: {', '.join(STORED)}"
+        )
+    return _one_of("scale_rule", rule, STORED)
+
+
+StoredRule = Annotated[ScaleRule, BeforeValidator(_storable), WithJsonSchema({"type": "string", "enum": STORED})]
+
+
 class Fp8Weights(Rounded):
     """e4m3 with one float32 scale a block; `channel` is one scale an output feature and fits any shape."""
 
@@ -135,13 +151,8 @@ class Mxfp4Weights(Rounded):
     """MXFP4: groups of 32 along in_features share an e8m0 scale."""
 
     format: Literal["mxfp4"]
-    scale_rule: ScaleRule = ScaleRule.mse
+    scale_rule: StoredRule = ScaleRule.mse
     fallback: Literal["keep"] = Field("keep", description="for in_features that are no multiple of 32")
-
-    @field_validator("scale_rule")
-    @classmethod
-    def _storable(cls, rule: ScaleRule) -> ScaleRule:
-        return _stored_rule(rule)
 
 
 class Int8Weights(Rounded):
@@ -177,12 +188,7 @@ class Mxfp4Activations(Strict):
     """MXFP4, scaled at run time per token and group of 32 features."""
 
     format: Literal["mxfp4"]
-    scale_rule: ScaleRule = ScaleRule.even
-
-    @field_validator("scale_rule")
-    @classmethod
-    def _storable(cls, rule: ScaleRule) -> ScaleRule:
-        return _stored_rule(rule)
+    scale_rule: StoredRule = ScaleRule.even
 
 
 Weights = Annotated[Union[Fp8Weights, Mxfp4Weights, Int8Weights], Field(discriminator="format")]  # noqa: UP007
@@ -276,15 +282,6 @@ def _shown(value: Any) -> str:
         return f"{value!r:.80}"
     except ValueError:  # Python prints no integer of more than 4300 digits
         return "a number of thousands of digits"
-
-
-def _stored_rule(rule: ScaleRule) -> ScaleRule:
-    if rule is ScaleRule.absmax34:
-        raise ValueError(
-            "scale_rule absmax34 holds 3/4 of each value and is for the backward pass of training: no checkpoint "
-            "format records the factor 4/3. Allowed: floor, even, rceil, quest, mse"
-        )
-    return rule
 
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
@@ -398,6 +395,7 @@ def _validate(data: dict[str, Any], file: str, name: str, tree: Any) -> Recipe:
 
 SEED = "a whole number from 0 to 2^63 - 1 is needed"  # of the only numbers whose errors are pydantic's
 MAPPING = "a mapping (key: value) is needed"
+ACTIVATIONS = "none or a mapping (key: value) is needed"  # off is False in YAML, nothing None
 NEEDED = {  # by pydantic's names of errors
     "int_type": SEED,
     "greater_than_equal": SEED,
@@ -437,7 +435,8 @@ def _explain(error: Any, file: str, tree: Any) -> str:
         kinds = REQUIRED.get(".".join([*outer, str(loc[-1])][-2:]))
         return f"{place}: {field} is missing; it has no default" + (f"; allowed: {_listed(kinds)}" if kinds else "")
     if error["type"] in NEEDED:
-        return f"{place}: {field} is {_shown(error['input'])}; {NEEDED[error['type']]}"
+        needed = ACTIVATIONS if loc[-1] == "activations" else NEEDED[error["type"]]
+        return f"{place}: {field} is {_shown(error['input'])}; {needed}"
     message = error["msg"].removeprefix("Value error, ")
     got = "" if error["type"] == "value_error" else f" (got {_shown(error['input'])})"
     return f"{place}: {field}: {message}{got}"

@@ -98,6 +98,10 @@ def verify(
         most = 1 if name == "min_top1" else math.inf
         if value is not None and not (isinstance(value, int | float) and 0 <= value <= most):
             raise ValueError(f"{name} is {value!r}; a number from 0 {'to 1' if name == 'min_top1' else 'up'} is needed")
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path is {path!r:.80}; the directory of a conversion is needed")
+    if not (text is None or isinstance(text, str)):
+        raise ValueError(f"text is {text!r:.80}; a string is needed, of a file what is in it, its read_text()")
     root = Path(os.path.expanduser(path))
     manifest = read_manifest(root)
     source = str(against) if against is not None else _source_name(manifest.data)

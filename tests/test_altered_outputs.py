@@ -123,6 +123,13 @@ def test_tensors_that_the_manifest_does_not_describe_are_named(converted, tmp_pa
         quantrot.load(out, device_map="cpu", check_hashes=False)
 
 
+def test_a_file_that_is_cut_off_is_named_without_its_hash(converted, tmp_path):
+    out = shutil.copytree(converted, tmp_path / "out")
+    os.truncate(out / SINGLE, (out / SINGLE).stat().st_size - 100)
+    with pytest.raises(ValueError, match=r"model\.safetensors: its tensors are not those of quantrot\.json"):
+        quantrot.load(out, device_map="cpu", check_hashes=False)
+
+
 def test_no_pickle_beside_the_weights_is_read(converted, tmp_path):
     out, ids = shutil.copytree(converted, tmp_path / "out"), torch.tensor([[1, 2]])
     (out / "pytorch_model.bin").write_bytes(b"no pickle")

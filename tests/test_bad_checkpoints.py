@@ -63,6 +63,7 @@ BROKEN = [
     ("layers-unlike-mistral", config(model_type="mistral", sliding_window=8, layer_types=["full_attention", "sliding_attention"]), r"config\.json: sliding_window is 8 and layer_types are not all 'sliding_attention' \(Ministral\), which is not supported; .* drop layer_types$"),
     ("layers-slide-nowhere", config(model_type="mistral", sliding_window=None, layer_types=["sliding_attention"] * 2), r"config\.json: sliding_window is None and layer_types are not all 'full_attention'"),
     ("generation-config", file("generation_config.json", b"{"), r"generation_config\.json: not valid JSON"),
+    ("tokenizer", file("tokenizer.json", b"{"), r"tokenizer\.json: not valid JSON"),
     ("already-quantized", config(quantization_config={"quant_method": "fp8"}), r"config\.json: the checkpoint is already quantized \(quantization_config\); convert its original$"),
     ("heads-do-not-divide", config(num_attention_heads=5, drop=["head_dim"]), r"config\.json: hidden_size 64 is not a multiple of num_attention_heads 5; set head_dim$"),
     ("kv-heads-do-not-divide", config(num_key_value_heads=3), r"config\.json: num_attention_heads 4 is not a multiple of num_key_value_heads 3$"),
@@ -85,6 +86,7 @@ BROKEN = [
         ("unknown", "rope_parameters", {"rope_type": "nonsense", "rope_theta": 1e4}, "'nonsense'"), ("older-key", "rope_scaling", {"type": "su", "factor": 2.0}, "'su'"),
         ("null", "rope_parameters", {"rope_type": None}, "None"), ("a-list", "rope_parameters", {"rope_type": ["yarn"]}, r"\['yarn'\]"),
     ]),
+    ("rope-without-its-numbers", config(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}), r"config\.json: rope_parameters: Missing required keys .*low_freq_factor.*; give the model's own$"),
     ("rope-a-word", config(rope_parameters="yarn"), r"config\.json: rope_parameters is 'yarn'; an object or null is needed$"),
     # which files
     ("no-weights", remove(SINGLE), r"model: no model\.safetensors and no model\.safetensors\.index\.json; give a checkpoint that was saved as safetensors$"),

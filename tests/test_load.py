@@ -232,7 +232,6 @@ def test_float64_is_loaded_as_float32_where_more_than_weights_is_quantized(tiny,
     ("field", "value", "fails"),
     [
         ("attention_dropout", "much", True),
-        ("rope_scaling", {"type": "linear"}, True),
         ("_attn_implementation", "flash_attention_2", False),
     ],
 )

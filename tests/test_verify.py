@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,18 @@ def test_limits_are_the_callers(source, tmp_path):
     assert not verify(tmp_path / "out", **OPTIONS).failures
     found = verify(tmp_path / "out", max_kl=0.0, min_top1=1.0, **OPTIONS)
     assert [f.split(" with")[0].split(" to")[0] for f in found.failures] == ["KL", "top-1 agreement"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(path=None), r"path is None; the directory of a conversion is needed$"),
+        (dict(path="out", text=Path("text.txt")), r"text is PosixPath\('text\.txt'\); a string is needed, of a file"),
+    ],
+)
+def test_wrong_types_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        verify(**arguments)
 
 
 def test_an_empty_text_is_not_exchanged_for_another(source, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,25 +103,23 @@ def _checked(record: Row, subject: str, where: str) -> Row:
         choices = _list(choices)
     if not isinstance(choices, list) or len(choices) != 4 or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(
-            f"data: {where}: choices must be four texts (a JSON list, or columns A, B, C, D), got {choices!r}"
+            f"data: {where}: choices must be four texts (a JSON list, or columns A, B, C, D), got {choices!r:.200}"
         )
     answer: Any = record.get("answer")
     if isinstance(answer, str):
-        answer = CSV_CHOICES.index(answer) if answer in CSV_CHOICES else int(answer) if answer.isdecimal() else answer
+        answer = next((i for i, letter in enumerate(CSV_CHOICES) if answer in (letter, str(i))), answer)
     if answer not in range(4):
-        raise ValueError(f"data: {where}: answer must be 0 to 3 or A to D, got {answer!r}")
-    if not isinstance(record.get("question"), str):
+        raise ValueError(f"data: {where}: answer must be 0 to 3 or A to D, got {answer!r:.80}")
+    if not isinstance(record.get("question"), str) or not record["question"].strip():
         raise ValueError(f"data: {where}: no question")
+    if not any(choice.strip() for choice in choices):
+        raise ValueError(f"data: {where}: all choices are empty")
     return {"question": record["question"], "subject": subject, "choices": choices, "answer": int(answer)}
 
 
 def _list(text: str) -> Any:
     """A JSON or Python list; what numpy prints ("['a' 'b']") becomes one joined text, which the caller refuses."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        pass
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return read(text)
+    return text

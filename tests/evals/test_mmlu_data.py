@@ -97,8 +97,14 @@ HEAD = "question,choices,answer\n"
         (HEAD + "q,\"['a' 'b' 'c' 'd']\",0\n", r"row 1: choices must be four texts"),  # as numpy prints a list
         (HEAD + 'q,"[""a"", ""b"", ""c""]",0\n', r"row 1: choices must be four texts"),
         (HEAD + "q,\"['a', 'b', 'c', 4]\",0\n", r"row 1: choices must be four texts"),
-        (HEAD + "q,\"['a', 'b', 'c', 'd']\",4\n", r"row 1: answer must be 0 to 3 or A to D, got 4"),
+        (HEAD + "q,\"['a', 'b', 'c', 'd']\",4\n", r"row 1: answer must be 0 to 3 or A to D, got '4'"),
         (HEAD + "q,\"['a', 'b', 'c', 'd']\",E\n", r"row 1: answer must be 0 to 3 or A to D, got 'E'"),
+        (HEAD + 'q,"{[""a""]: 1}",0\n', r"row 1: choices must be four texts"),  # no literal: a list is no key
+        (HEAD + f"q,{'[' * 60000},0\n", r"row 1: choices must be four texts"),
+        (HEAD + f"q,\"['a', 'b', 'c', 'd']\",{'1' * 5000}\n", r"row 1: answer must be 0 to 3 or A to D, got '1"),
+        (HEAD + "q,\"['a', 'b', 'c', 'd']\",\n", r"row 1: answer must be 0 to 3 or A to D, got ''"),
+        (HEAD + "\" \",\"['a', 'b', 'c', 'd']\",1\n", r"row 1: no question"),
+        ("q,,,, ,A\n", r"row 1: all choices are empty"),
         ("q,a,b,c,d,A\nq,a,b,c,A\n", r"row 2: 5 columns instead of 6"),
         ("", "has 0 dev rows"),
     ],
