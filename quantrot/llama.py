@@ -151,12 +151,13 @@ def _check_rope(config: dict[str, Any]) -> None:
     if not isinstance(kind, str) or kind not in ROPE_INIT_FUNCTIONS:
         known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
         raise ValueError(f"config.json: rope_type of {key} is {kind!r:.80}; allowed: {known}; give the model's own")
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    beside = "model_type", "rope_theta", "max_position_embeddings", "hidden_size", "num_attention_heads", "head_dim"
+    beside = "model_type", "rope_theta", "max_position_embeddings"
     try:
         AutoConfig.for_model(**{name: config[name] for name in (key, *beside) if name in config})
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"config.json: {key}: {error.args[0]!s:.300}; give the model's own") from None
 
 
