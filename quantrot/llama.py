@@ -154,10 +154,12 @@ def _check_rope(config: dict[str, Any]) -> None:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    beside = "model_type", "rope_theta", "max_position_embeddings"
+    beside = "max_position_embeddings", "hidden_size", "num_attention_heads", "head_dim"  # where they are numbers
+    given = {name: config[name] for name in beside if isinstance(config.get(name), int)}
+    given |= {name: config[name] for name in (key, "model_type", "rope_theta") if name in config}
     try:
-        AutoConfig.for_model(**{name: config[name] for name in (key, *beside) if name in config})
-    except (LookupError, TypeError, ValueError, StrictDataclassError) as error:
+        AutoConfig.for_model(**given)
+    except (ArithmeticError, LookupError, TypeError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"config.json: {key}: {error.args[0]!s:.300}; give the model's own") from None
 
 

@@ -101,7 +101,7 @@ def verify(
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"path is {path!r:.80}; the directory of a conversion is needed")
     if not (text is None or isinstance(text, str)):
-        raise ValueError(f"text is {text!r:.80}; a string is needed, of a file what is in it, its read_text()")
+        raise ValueError(f"text is {text!r:.80}; a string is needed; of a file, what its read_text() gives")
     root = Path(os.path.expanduser(path))
     manifest = read_manifest(root)
     source = str(against) if against is not None else _source_name(manifest.data)

@@ -144,16 +144,3 @@ def test_tensors_loaded_into_a_model_are_the_ones_that_count(made, assign):
         if isinstance(module, QuantizedLinear):
             module._decoded = module._halves_for = None
     assert torch.equal(model(IDS).logits, after)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("merge", [False, True])
-def test_weights_whose_data_is_assigned_are_decoded_anew(made, merge):
-    model, other = (load(made("int8-weight-only"), device_map="cpu", merge=merge) for _ in range(2))
-    before = model(IDS).logits
-    for given in other.parameters():
-        given.copy_(given.flip(0))
-    for name, parameter in model.named_parameters():
-        parameter.data = other.get_parameter(name).data
-    got = model(IDS).logits
-    assert torch.equal(got, other(IDS).logits) and not torch.equal(got, before)

@@ -63,7 +63,7 @@ def test_limits_are_the_callers(source, tmp_path):
     ("arguments", "message"),
     [
         (dict(path=None), r"path is None; the directory of a conversion is needed$"),
-        (dict(path="out", text=Path("text.txt")), r"text is PosixPath\('text\.txt'\); a string is needed, of a file"),
+        (dict(path="out", text=Path("text.txt")), r"text is PosixPath\('text\.txt'\); a string is needed; of a file, "),
     ],
 )
 def test_wrong_types_are_named(arguments, message):

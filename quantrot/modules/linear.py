@@ -161,7 +161,7 @@ class QuantizedLinear(nn.Module):
         self._halves: tuple[Tensor, ...] | None = None  # () where there are none; made at the first few tokens
         self._halves_for: torch.dtype | None = None  # where `halve` was asked for: the model's dtype, as casts leave it
         self._kept_from: list[Tensor] = []  # what both are made of
-        self._kept_at: list[tuple[int, int]] = []
+        self._kept_at: list[int] = []
         for suffix, stored, shape in formats.stored_tensors(fmt.weights, out_features, in_features, native_fp8):
             self.register_parameter(suffix, nn.Parameter(torch.empty(shape, dtype=DTYPES[stored]), requires_grad=False))
             self.tensor_names.append(suffix)
@@ -266,7 +266,7 @@ class QuantizedLinear(nn.Module):
     def up_to_date(self) -> bool:
         """Whether what is kept was made of the tensors that are here now. Other parameters than those, which accelerate
         and FSDP put here where no assignment is seen, end it; where these were written in place, other than through
-        their `data`, or given other `data`, it is made anew. Compiled code does not look."""
+        their `data`, it is made anew. Compiled code does not look."""
         if torch.compiler.is_compiling():
             return True
         now = self.stored()
@@ -481,12 +481,9 @@ def replaced(now: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
     return any(a is not b for a, b in zip(now, before, strict=True))
 
 
-def versions(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """How often each has been written, which tensors of inference mode do not know, and where it lies: elsewhere once
-    its `data` was assigned."""
-    written = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-    places = [tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0 for tensor in tensors]
-    return list(zip(written, places, strict=True))
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each has been written, which tensors of inference mode do not know."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _each_in_its_memory(module: Any, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:

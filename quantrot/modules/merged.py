@@ -33,7 +33,7 @@ class Merging(nn.Module):
         self.merged: QuantizedLinear | None = None
         self._merged_of: list[nn.Module] = []
         self._merged_tensors: list[Tensor] = []  # theirs
-        self._merged_at: list[tuple[int, int]] = []  # how often they were written before the whole was halved
+        self._merged_at: list[int] = []  # how often they were written before the whole was halved
         self.register_load_state_dict_post_hook(_merge_again)
 
     def linears(self) -> list[nn.Module]:
@@ -82,7 +82,7 @@ class Merging(nn.Module):
         bias = self.merged.bias
         return None if bias is not None and any(_alone(part.bias, bias) for part in parts) else self.merged
 
-    def _keep_halves_of(self, at: list[tuple[int, int]]) -> None:
+    def _keep_halves_of(self, at: list[int]) -> None:
         """The whole's alone, of parts that were written so often: its own tensors do not count that."""
         merged: Any = self.merged
         parts: list[Any] = self._merged_of

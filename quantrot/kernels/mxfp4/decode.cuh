@@ -81,12 +81,12 @@ __device__ __forceinline__ u32 neighbours(u32 even, u32 odd) {
 // 2^(e + 62) of a scale byte, twice.
 __device__ __forceinline__ u32 multiplier(u32 byte) { return (min(byte, 193u) + 62) * 0x00800080u; }
 
-// A word of a group as four pairs: times 2^-126, or times the group's scale.
+// A word of a group as four pairs, times the group's scale.
 template <bool PAIRED>
 struct Pairs {
   u32 v[4];
 
-  __device__ __forceinline__ explicit Pairs(u32 word) {
+  __device__ __forceinline__ Pairs(u32 word, u32 factor) {
     if constexpr (PAIRED) {
       const u32 high = word >> 8;
       v[0] = pair<0>(word), v[1] = pair<1>(word), v[2] = pair<0>(high), v[3] = pair<1>(high);
@@ -95,8 +95,6 @@ struct Pairs {
       v[0] = neighbours<0>(even, odd), v[1] = neighbours<1>(even, odd);
       v[2] = neighbours<2>(even, odd), v[3] = neighbours<3>(even, odd);
     }
-  }
-  __device__ __forceinline__ Pairs(u32 word, u32 factor) : Pairs(word) {
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i] = times_bf16(v[i], factor);
   }
@@ -140,8 +138,8 @@ struct Plan {
   static constexpr int BARRIERS = SCALES_AT + STAGES * SCALES;
   static constexpr int PITCH = ROWS + 4;  // of a team's sums, floats: lanes meet different banks
   static constexpr int SUMS = ONCE ? 0 : BARRIERS + STAGES * 16;
-  static constexpr int ZEROS_AT = BARRIERS + STAGES * 16 + (ONCE ? 0 : TEAMS * TOKENS * PITCH * 4);  // 256 bytes
-  static constexpr int SQUARES_AT = ZEROS_AT + 256, MAXIMA_AT = SQUARES_AT + 64;  // a warp's share of a norm, of a scale
+  static constexpr int ZEROS_AT = BARRIERS + STAGES * 16 + (ONCE ? 0 : TEAMS * TOKENS * PITCH * 4);  // 16 bytes
+  static constexpr int SQUARES_AT = ZEROS_AT + 16, MAXIMA_AT = SQUARES_AT + 64;  // a warp's share of a norm, of a scale
   static constexpr int HELD_AT = MAXIMA_AT + 64;                                  // the token
   static constexpr int CHAINS = TALL * TILES <= 2 && !GROUPED && !HELD ? 2 : 1;  // of products that wait for each other, in turn
   static_assert(STAGES % TEAMS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
@@ -474,7 +472,7 @@ struct Asks {
 // codes: a map of bytes [rows, columns / 2], boxes [ROWS, 128] in the 128-byte swizzle. wide, of bfloat16, where
 // no token is held: one token as [columns / 64, 64], boxes [4, 64] in the swizzle; more as they are, boxes
 // [8 * TILES, 64] in the swizzle. scale, where it is mapped: bytes [rows, columns / 32], boxes [ROWS, 16]. SPAN, RULE: of a
-// token that is held, see `take`.
+// token that is held, see `keep_part`.
 //
 // Before the kernel before this one has ended, the ring is asked for as much of the weight as it holds, if that is settled;
 // else the first codes are asked for, into L2.
@@ -503,7 +501,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
     }
     warp_sync();
   }
-  if (P::ONE && warp == 0 && lane_number() < 16) store_shared_words(zeros + lane_number() * 16, Words{});
+  if (P::HELD && threadIdx.x == 0) store_shared_words(zeros, Words{});
   block_sync();
   Ring<P::STAGES> ring;
   if (warp == P::WARPS) {

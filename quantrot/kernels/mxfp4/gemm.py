@@ -111,9 +111,8 @@ def mxfp4_gemm(
     MXFP4 (W4A4). scale_rule: what the activations' scales are rounded to, by default `bf16` for "fp8" (Fp8ScaleRule),
     `even` for "mxfp4" (ScaleRule); "none" takes none. hadamard: 32, 64 or 128: x is turned in blocks of this width
     first. Operands are multiplied exactly whatever the backend, but for a single token of W4A16 and W4A8 on Hopper, a
-    number of which loses less than 2^-15 of the largest of its group of 32; sums of W4A8 on FP8 tensor cores keep some
-    14 bits.
-    Differentiable in x and bias; quantization passes gradients unchanged.
+    number of which loses at most 1/32640 of the largest of its group of 32; sums of W4A8 on FP8 tensor cores keep some
+    14 bits. Differentiable in x and bias; quantization passes gradients unchanged.
 
     gated: x is gate and up side by side, [..., 2 K], and what is multiplied is silu(gate) * up, each rounded to x's
     dtype. On Hopper many tokens of W4A4 in bfloat16 are gated, turned and quantized in one kernel.
@@ -123,9 +122,9 @@ def mxfp4_gemm(
 
     backend: "hopper" and "triton" read the packed weight once, for at most 32 tokens of bfloat16 ("hopper", which
     "auto" takes where it can: capability 9.0, cuda.core, K a multiple of 128; group scales of the weight from 2^-62
-    to 2^65; W4A16 of any number of tokens, K a multiple of 64, N of 8; W4A4 and W4A8 of up to 4096, also of float16 and
-    with any scales, N a multiple of 8); "cublas" (CUDA, capability 8.9, N a multiple of 16); "reference". ValueError
-    for sizes, names or a backend that do not fit.
+    to 2^65, numbers of a single token up to 2^118; W4A16 of any number of tokens, K a multiple of 64, N of 8; W4A4 and
+    W4A8 of up to 4096, also of float16 and with any scales, N a multiple of 8); "cublas" (CUDA, capability 8.9, N a
+    multiple of 16); "reference". ValueError for sizes, names or a backend that do not fit.
     """
     key, operands = None, (x, packed, scale, bias)
     if x.is_cuda and backend == "auto" and unseen(*operands):

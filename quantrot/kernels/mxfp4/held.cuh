@@ -2,7 +2,7 @@
 //
 // MXFP4's numbers are halves of integers up to 12 times a power of two a group: a byte each. Others, bfloat16 as it comes or
 // e4m3's codes, become integers of 16 bits, of which the group's largest takes 15 or more, times a power of two a group of 32:
-// two bytes, high * 256 + low, both with a sign. What is lost of a number is less than 2^-15 of the group's largest one.
+// two bytes, high * 256 + low, both with a sign. What is lost of a number is at most 1/32640 of the group's largest one.
 //
 // Every block does this for itself, four lanes a group, while the weight's first stages are on their way: a kernel of its own
 // costs its launch and a trip through memory.
@@ -70,7 +70,8 @@ __device__ __forceinline__ void keep_mxfp4(const Words& words, int part, float r
 
 __device__ __forceinline__ float two_to(int exponent) { return __fmul_rn(power(exponent / 2), power(exponent - exponent / 2)); }
 
-// The same of numbers as they are. Infinities become ones times infinity, the others beside them zeros; beside a NaN all is NaN.
+// The same of numbers as they are. Infinities become ones times infinity, the others beside them zeros (of two in a group,
+// infinity may come where NaN should); beside a NaN all is NaN.
 __device__ __forceinline__ void keep_numbers(const Words& words, int part, u32 to) {
   u32 most = larger_magnitude(0, {words});
 #pragma unroll

@@ -1,10 +1,9 @@
 """Few tokens by a packed MXFP4 weight on Hopper: CUDA C++ (decode.cuh), compiled at first use.
 
-Order of sums: the tensor core's in float32 along the columns that a team takes, 256 at a time in turn (of one token,
-those of a group, which are multiplied by its scale and added up); then the teams' and the cluster's blocks' in their
-order. A token's bits do not depend on its neighbours, as long as the plan is the same; nor on stages, or on where the
-tokens lie (held or not), so that a token which is quantized on its way has the bits of one that a kernel before
-quantized.
+Order of sums: the tensor core's in float32 along the columns that a team takes, 256 at a time in turn (of one token
+that is held exact ones of a group, which are multiplied by its scale and added up); then the teams' and the cluster's
+blocks' in their order. A token's bits do not depend on its neighbours, as long as the plan is the same; nor on stages,
+nor on which kernel quantized it.
 """
 
 import ctypes
@@ -28,7 +27,7 @@ OUT = {torch.bfloat16: "OutBf16", torch.float16: "OutFp16", torch.float32: "OutF
 STEP = 128  # columns that are multiplied together, and the granule of K
 CHUNK = 256  # columns of K in a stage
 HELD = 576  # bytes of CHUNK columns of a token that is held: two for each, and powers of two of its groups
-ZEROS, SQUARES = 256, 128  # bytes of shared memory that one token takes beside itself: zeros, and for norm and scale
+ZEROS, SQUARES = 16, 128  # bytes of shared memory that one token takes beside itself: zeros, and for norm and scale
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
     const __grid_constant__ quantrot::TensorMap scale, const __grid_constant__ quantrot::DecodeArgs args) {{
@@ -463,7 +462,8 @@ def decode(
     """tokens bfloat16 [M, K] by a packed weight [N, K/2]: [M, N] in dtype; M from 1 to 32, K a multiple of 128.
 
     token_scale: float32 [M], multiplies each token's result, or None. Products are exact for group scales from 2^-62
-    to 2^65. A single token that is not MXFP4 is rounded: a number of it loses less than 2^-15 of the largest of its 32.
+    to 2^65, numbers of a single token up to 2^118. A single token that is not MXFP4 is rounded: a number of it loses at
+    most 1/32640 of the largest of its group of 32.
     turn: what the tokens become first; in e4m3 their scales, which are made with them, take token_scale's place.
     settled: no kernel that may still run when this one is launched writes the weight, so that it is read before the
     kernel before this one has ended.

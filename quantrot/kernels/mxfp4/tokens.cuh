@@ -23,38 +23,33 @@ __device__ __forceinline__ u32 power_pair(int exponent, bool finite) {
   return finite ? max((u32)(exponent + 127) << 7, 0x40u) * 0x00010001u : 0x7FFF7FFFu;
 }
 
-// A group of one token, or a lane's share of it: WORDS of 8 columns, PAIRED as `arranged` or as they follow each other.
-template <int SPAN, int RULE, bool PAIRED, int WORDS>
-__device__ __forceinline__ void take(Words (&words)[WORDS], float root) {
+// A lane's eight columns of a group that four lanes have, PAIRED as `arranged` or as they follow each other.
+template <int SPAN, int RULE, bool PAIRED>
+__device__ __forceinline__ void take(Words& words, float root) {
   static_assert(!is_fp8<RULE>(), "whose scale needs all of the token");
   if constexpr (RULE == AS_IS) {
-    if constexpr (PAIRED)
-#pragma unroll
-      for (int j = 0; j < WORDS; j++) words[j] = arranged(words[j]);
+    if constexpr (PAIRED) words = arranged(words);
   } else {
-    GroupOf<4 / WORDS> x;
+    GroupOf<4> x;
 #pragma unroll
-    for (int i = 0; i < 4 * WORDS; i++) {
-      const u32 two = words[i / 4].at(i % 4);
+    for (int i = 0; i < 4; i++) {
+      const u32 two = words.at(i);
       x.v[2 * i] = Bf16::value((unsigned short)two), x.v[2 * i + 1] = Bf16::value((unsigned short)(two >> 16));
     }
     x.template turn_across<SPAN>();
     const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, root);
     const float factor = fine_factor<RULE>(exponent.value, root);
     const u32 power = power_pair(exponent.value, exponent.finite);
+    u32 pairs[4];
 #pragma unroll
-    for (int j = 0; j < WORDS; j++) {
-      u32 pairs[4];
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const int low = 8 * j + (PAIRED ? k : 2 * k), high = low + (PAIRED ? 4 : 1);
-        u32 p = Fp16::pack(__fmul_rn(x.v[low], factor), __fmul_rn(x.v[high], factor));
-        if constexpr (clamps<RULE>()) p = clamp_half(p, SIX);
-        p = to_nearest(p);
-        pairs[k] = times_bf16(times_bf16((p >> 3 & 0x01C001C0u) | (p & 0x80008000u), 0x7E807E80u), power);  // 2^-126 times it
-      }
-      words[j] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    for (int k = 0; k < 4; k++) {
+      const int low = PAIRED ? k : 2 * k, high = low + (PAIRED ? 4 : 1);
+      u32 p = Fp16::pack(__fmul_rn(x.v[low], factor), __fmul_rn(x.v[high], factor));
+      if constexpr (clamps<RULE>()) p = clamp_half(p, SIX);
+      p = to_nearest(p);
+      pairs[k] = times_bf16(times_bf16((p >> 3 & 0x01C001C0u) | (p & 0x80008000u), 0x7E807E80u), power);  // 2^-126 times it
     }
+    words = {pairs[0], pairs[1], pairs[2], pairs[3]};
   }
 }
 
@@ -204,14 +199,14 @@ __device__ __forceinline__ void arrange(const ArrangeArgs& args) {
   if (is_fp8<RULE>() && threadIdx.x == 0 && share == 0) args.scales[token] = scale;
 #pragma unroll
   for (int i = 0; i < MINE; i++) {
-    Words mine[1] = {words[i]};
+    Words mine = words[i];
     if constexpr (READ > MINE)
 #pragma unroll
       for (int s = 1; s < SHARES; s++)
-        if (s == share) mine[0] = words[s * MINE + i];
+        if (s == share) mine = words[s * MINE + i];
     if constexpr (is_fp8<RULE>()) {
-      mine[0] = codes_of(mine[0], by);
-      if constexpr (GROUPED) mine[0] = arranged(mine[0]);
+      mine = codes_of(mine, by);
+      if constexpr (GROUPED) mine = arranged(mine);
     } else {
       take<SPAN, RULE, GROUPED>(mine, args.root);
     }
@@ -220,9 +215,9 @@ __device__ __forceinline__ void arrange(const ArrangeArgs& args) {
     Words* const to = args.y + (u64)token * (args.columns / 8);
     if constexpr (GROUPED) {
 #pragma unroll
-      for (int k = 0; k < 4; k++) ((u32*)(to + at / 128 * 16))[(quarter * 4 + k) * 4 + group] = mine[0].at(k);
+      for (int k = 0; k < 4; k++) ((u32*)(to + at / 128 * 16))[(quarter * 4 + k) * 4 + group] = mine.at(k);
     } else {
-      store_words(to + at / 8, mine[0]);
+      store_words(to + at / 8, mine);
     }
   }
 }
