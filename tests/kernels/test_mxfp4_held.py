@@ -10,7 +10,7 @@ from tests.kernels.test_mxfp4_hopper import BF16, FP32, built, exact
 @pytest.fixture(scope="module")
 def product(emulated):
     """product(case, x, packed, scale) -> y in float32, by the emulator."""
-    run = built(emulated, hopper.device_functions(), ("one_held", "even_32"))
+    run = built(emulated, hopper.device_functions(), ("one", "even_32"))
     return lambda name, x, packed, scale: run(name, x, None, packed, scale)
 
 
@@ -22,7 +22,7 @@ def test_a_number_loses_at_most_a_32640th_of_its_groups_largest(product, power):
     x = (torch.randn(1, 1152, generator=generator) * sizes).mul(2.0**power).to(BF16)
     x[0, 64:96] = 0
     x[0, 96:128] = torch.tensor(255.0 * 2**power)  # all bits of bfloat16: the largest integer there is
-    y = torch.cat([product("one_held", x, *quantize_mxfp4(part)) for part in torch.eye(1152).split(128)], 1)[0]
+    y = torch.cat([product("one", x, *quantize_mxfp4(part)) for part in torch.eye(1152).split(128)], 1)[0]
     largest = x.abs().view(36, 32).amax(1, keepdim=True).expand(36, 32).reshape(-1)
     error = (y.double() - x[0].double()).abs()
     assert (error <= largest.double() / 32640).all() and error.sum() > 0
@@ -36,5 +36,5 @@ def test_what_is_not_finite_is_so_in_the_result(product, special):
     packed, scale = quantize_mxfp4(torch.randn(40, 256, generator=generator))
     assert {0.0} < {*dequantize_mxfp4(packed, scale, FP32, backend="reference")[:, 37].tolist()}  # times infinity NaN
     expected = exact(x, packed, scale)
-    torch.testing.assert_close(product("one_held", x, packed, scale).double(), expected, equal_nan=True)
+    torch.testing.assert_close(product("one", x, packed, scale).double(), expected, equal_nan=True)
     assert product("even_32", x, packed, scale).isnan().all()  # the group's scale is

@@ -1,6 +1,7 @@
 """The rule of MXFP4 products of few tokens on Hopper: its launches fit the device."""
 
 from quantrot.kernels.mxfp4 import hopper, tuned
+from quantrot.kernels.nvrtc import MAX_SHARED
 
 
 def test_plans_fit_the_multiprocessor():
@@ -36,3 +37,9 @@ def test_few_columns_are_not_shared_by_a_cluster():
         plan = hopper.plan_for(32, 2048, columns)
         assert plan.split == (2 if columns >= 4096 else 1)
     assert all(hopper.plan_for(tokens, 2048, 8192).split == 1 for tokens in range(1, 17))
+
+
+def test_a_token_for_which_no_block_has_room_takes_the_plan_of_eight():
+    held, long = (hopper.plan_for(1, 4096, columns) for columns in (1 << 16, 1 << 17))
+    assert (held.tiles, long.tiles) == (0, 1) and long == hopper.plan_for(8, 4096, 1 << 17)
+    assert all(plan.shared_bytes(columns) <= MAX_SHARED for plan, columns in ((held, 1 << 16), (long, 1 << 17)))

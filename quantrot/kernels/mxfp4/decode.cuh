@@ -22,8 +22,8 @@
 // and what is not wanted of them is masked. One packed product by 2^(e + 62) makes it the value times 2^(e - 64),
 // exactly; the sums are multiplied by 2^64 at the end. A group's scale past 2^65 acts as infinity, a value below 2^-62 as zero.
 //
-// One token that is held as integers (held.cuh) is multiplied by mma.m16n8k32 of bytes, exactly, with the positive and with
-// the negative part of the codes: a permutation that picks magnitudes by codes puts zeros where a code is negative, so that of
+// One token, which each block holds as integers (held.cuh), is multiplied by mma.m16n8k32 of bytes, exactly, with the positive
+// and with the negative part of the codes: a permutation that picks magnitudes by codes puts zeros where a code is negative, so that of
 // a word and of the same with all signs turned come both, 8 instructions for eight codes with the products. The seven columns
 // of a product that one token leaves free keep groups apart: a group's sum is multiplied by its scale in place of 32 codes. (In
 // bfloat16, 14 instructions: 28672 x 4096 19.1 us for 17.9, 4096 x 14336 11.5 for 10.5.)
@@ -33,8 +33,8 @@ namespace quantrot {
 struct DecodeArgs {
   const unsigned char* scale;  // [rows, columns / 32]
   const float* token_scale;    // [tokens], or null
-  const void* x;               // of a token that is held: bfloat16 [columns]
-  const void* norm;            // of a token that goes through RMSNorm first: bfloat16 [columns], its weight
+  const void* x;               // of one token: bfloat16 [columns]
+  const void* norm;            // of one token that goes through RMSNorm first: bfloat16 [columns], its weight
   const void* residual;        // bfloat16 [tokens, rows], what is added to y
   void* y;                     // OUT [tokens, rows]
   float root;                  // of a Hadamard transform: 1 / sqrt
@@ -119,20 +119,19 @@ struct OutFp32 {
   __device__ __forceinline__ static void store(void* y, u64 at, float v) { ((float*)y)[at] = v; }
 };
 
-// TILES_: of eight tokens; 0: one token. HELD: beside the ring there is room for one token. ONCE: a block has one tile, and
+// TILES_: of eight tokens; 0: one token, for which there is room beside the ring. ONCE: a block has one tile, and
 // its sums take the ring's place. GROUPED: four warps multiply at once, by wgmma: their codes from registers, the tokens,
 // which a kernel before has laid down for that, from shared memory, once for the four.
-template <int TILES_, bool HELD_, int TALL_, int ROW_WARPS_, int TEAMS_, int STAGES_, int SPLIT_, bool ONCE_,
+template <int TILES_, int TALL_, int ROW_WARPS_, int TEAMS_, int STAGES_, int SPLIT_, bool ONCE_,
           bool GROUPED_ = false>
 struct Plan {
-  static constexpr bool ONE = TILES_ == 0, HELD = HELD_, ONCE = ONCE_, GROUPED = GROUPED_;
+  static constexpr bool ONE = TILES_ == 0, ONCE = ONCE_, GROUPED = GROUPED_;
   static constexpr int TILES = ONE ? 1 : TILES_, TOKENS = ONE ? 1 : 8 * TILES;
   static constexpr bool PAIRED = GROUPED || TALL_ >= TILES;
   static constexpr int TALL = TALL_, ROW_WARPS = ROW_WARPS_, TEAMS = TEAMS_, STAGES = STAGES_, SPLIT = SPLIT_;
   static constexpr int ROWS = 16 * TALL * ROW_WARPS, WARPS = ROW_WARPS * TEAMS;
   static constexpr int BOX = TILES * 1024 + (GROUPED ? 0 : 256);  // bytes from 64 columns of tokens to the next: other banks
-  static constexpr int BOXES = HELD ? 0 : ONE ? 1 : 4;
-  static constexpr int LOADED = HELD ? 0 : ONE ? 512 : TILES * 4096, WIDE = BOXES > 1 ? BOXES * BOX : LOADED;
+  static constexpr int BOXES = ONE ? 0 : 4, LOADED = BOXES * TILES * 1024, WIDE = BOXES * BOX;
   static constexpr int CODES = ROWS * 128, SCALES = ROWS * 16;  // of a stage; the scales of two, where they are mapped
   static constexpr int WIDE_AT = STAGES * CODES, SCALES_AT = WIDE_AT + STAGES * WIDE;
   static constexpr int BARRIERS = SCALES_AT + STAGES * SCALES;
@@ -141,10 +140,9 @@ struct Plan {
   static constexpr int ZEROS_AT = BARRIERS + STAGES * 16 + (ONCE ? 0 : TEAMS * TOKENS * PITCH * 4);  // 16 bytes
   static constexpr int SQUARES_AT = ZEROS_AT + 16, MAXIMA_AT = SQUARES_AT + 64;  // a warp's share of a norm, of a scale
   static constexpr int HELD_AT = MAXIMA_AT + 64;                                  // the token
-  static constexpr int CHAINS = TALL * TILES <= 2 && !GROUPED && !HELD ? 2 : 1;  // of products that wait for each other, in turn
+  static constexpr int CHAINS = TALL * TILES <= 2 && !GROUPED && !ONE ? 2 : 1;  // of products that wait for each other, in turn
   static_assert(STAGES % TEAMS == 0, "a stage is always the same team's, who so never misses a phase of its barrier");
   static_assert(SPLIT == 1 || ONCE, "blocks that share a tile have one");
-  static_assert(!HELD || ONE, "one token is held");
   static_assert(!GROUPED || (!ONE && ROW_WARPS % 4 == 0), "warpgroups multiply tokens that are laid down for them");
   static_assert(!ONCE || TEAMS * TOKENS * PITCH * 4 <= BARRIERS, "the sums fit where the ring was");
 };
@@ -162,7 +160,7 @@ struct Sums {
       v[i / (4 * P::TILES * P::TALL)][i / (4 * P::TILES) % P::TALL][i / 4 % P::TILES][i % 4] = 0.f;
   }
 
-  // Add a stage to the sums of a token that is held, of which 256 columns and their powers of two lie at `held`. LIMBS: bytes
+  // Add a stage to the sums of one token, of which 256 columns and their powers of two lie at `held`. LIMBS: bytes
   // of a number of it. Of one, group j has column 2 j of the second operand, group 4 + j column 2 j + 1; of two, group j, and
   // then group 4 + j, has both. Returns bits of what was read last.
   template <int LIMBS>
@@ -237,7 +235,7 @@ struct Sums {
         a_factor[r] = multiplier(load_shared_byte(scale));
         b_factor[r] = multiplier(load_shared_byte(scale + 128));
       }
-      u32 token = wide + (P::ONE ? h * 256 + q * 64 : (h * 2 + q / 2) * P::BOX + (lane >> 2) * 128 + q % 2 * 64);
+      u32 token = wide + (h * 2 + q / 2) * P::BOX + (lane >> 2) * 128 + q % 2 * 64;
       token ^= (token >> 7 & 7) << 4;
 #pragma unroll
       for (int j = 0; j < 4; j++) {
@@ -315,7 +313,7 @@ struct Sums {
   // To [tokens][PITCH] at `to`, the warp's first row, times a power of two.
   __device__ __forceinline__ void store(u32 to, float power) const {
     const u32 g = lane_number() >> 2, q = lane_number() & 3;
-    if constexpr (P::HELD) {
+    if constexpr (P::ONE) {
 #pragma unroll
       for (int r = 0; r < P::TALL; r++)
 #pragma unroll
@@ -450,13 +448,7 @@ struct Asks {
   __device__ __forceinline__ void tokens(int stage, int c) const {
     const u32 to = base + P::WIDE_AT + stage * P::WIDE;
 #pragma unroll
-    for (int b = 0; b < P::BOXES; b++) {
-      if constexpr (P::BOXES > 1) {
-        tensor_load(to + b * P::BOX, wide, c * 256 + b * 64, 0, bar(stage), keep);
-      } else {
-        tensor_load(to, wide, 0, c * 4, bar(stage), keep);
-      }
-    }
+    for (int b = 0; b < P::BOXES; b++) tensor_load(to + b * P::BOX, wide, c * 256 + b * 64, 0, bar(stage), keep);
   }
   __device__ __forceinline__ void scales(int stage, int row, int c) const {
     const u32 to = base + P::SCALES_AT + stage * P::SCALES;
@@ -469,20 +461,19 @@ struct Asks {
   }
 };
 
-// codes: a map of bytes [rows, columns / 2], boxes [ROWS, 128] in the 128-byte swizzle. wide, of bfloat16, where
-// no token is held: one token as [columns / 64, 64], boxes [4, 64] in the swizzle; more as they are, boxes
-// [8 * TILES, 64] in the swizzle. scale, where it is mapped: bytes [rows, columns / 32], boxes [ROWS, 16]. SPAN, RULE: of a
-// token that is held, see `keep_part`.
+// codes: a map of bytes [rows, columns / 2], boxes [ROWS, 128] in the 128-byte swizzle. wide, of more than one token:
+// bfloat16 [tokens, columns], boxes [8 * TILES, 64] in the swizzle. scale, where it is mapped: bytes [rows, columns / 32], boxes
+// [ROWS, 16]. SPAN, RULE: of one token, see `keep_part`.
 //
 // Before the kernel before this one has ended, the ring is asked for as much of the weight as it holds, if that is settled;
 // else the first codes are asked for, into L2.
 template <class P, class OUT, int SPAN, int RULE, int NORM = 0, bool ADD = false>
 __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* wide, const TensorMap* scale,
                                        const DecodeArgs& args) {
-  constexpr int LIMBS = RULE >= 0 ? 1 : 2;  // bytes of a held token's number
-  constexpr float POWER = !P::HELD ? 0x1p64f : LIMBS == 1 ? 0.25f : 0.5f;  // the weight's integers are twice its values, too
-  static_assert(!NORM || (P::HELD && P::SPLIT == 1), "each thread block norms all of a token that it holds");
-  static_assert(!is_fp8<RULE>() || (P::HELD && P::SPLIT == 1), "each thread block has all of a token that it gives a scale");
+  constexpr int LIMBS = RULE >= 0 ? 1 : 2;  // bytes of a number of one token
+  constexpr float POWER = !P::ONE ? 0x1p64f : LIMBS == 1 ? 0.25f : 0.5f;  // the weight's integers are twice its values, too
+  static_assert(!NORM || (P::ONE && P::SPLIT == 1), "each thread block norms all of a token that it holds");
+  static_assert(!is_fp8<RULE>() || (P::ONE && P::SPLIT == 1), "each thread block has all of a token that it gives a scale");
   const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8, zeros = base + P::ZEROS_AT, held = base + P::HELD_AT;
   const u32 warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
   const int tiles = (args.rows + P::ROWS - 1) / P::ROWS, step = gridDim.x / P::SPLIT;
@@ -491,7 +482,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
   if (warp == P::WARPS) {
     if (lane_number() == 0) {
       tensor_prefetch(codes);
-      if (!P::HELD) tensor_prefetch(wide);
+      if (!P::ONE) tensor_prefetch(wide);
       if (args.mapped) tensor_prefetch(scale);
       for (int s = 0; s < P::STAGES; s++) {
         barrier_init(full + s * 8, args.mapped ? 1 : 1 + 32);
@@ -501,7 +492,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
     }
     warp_sync();
   }
-  if (P::HELD && threadIdx.x == 0) store_shared_words(zeros, Words{});
+  if (P::ONE && threadIdx.x == 0) store_shared_words(zeros, Words{});
   block_sync();
   Ring<P::STAGES> ring;
   if (warp == P::WARPS) {
@@ -522,7 +513,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       for (int s = 0; s < min(chunks, P::STAGES); s++) tensor_warm(codes, (first_chunk + s) * 128, first * P::ROWS);
     }
     grid_wait();
-    if (!P::HELD && args.settled) {
+    if (!P::ONE && args.settled) {
       const int asked = (tile - first) / step * chunks + c;
 #pragma unroll 1
       for (int s = 0; s < asked; s++) ask.tokens(s, first_chunk + s % chunks);
@@ -543,10 +534,10 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       grid_wait();
       if constexpr (is_fp8<RULE>())
         token_scale = hold_codes<32 * P::WARPS, RULE>(args.x, args.columns, chunks * 32, held, base + P::MAXIMA_AT);
-      else if constexpr (P::HELD)
+      else if constexpr (P::ONE)
         hold<32 * P::WARPS, SPAN, RULE>(args.x, args.columns, first_chunk * 256, chunks * 32, args.root, held);
     }
-    if constexpr (P::HELD) named_sync(1, 32 * P::WARPS);
+    if constexpr (P::ONE) named_sync(1, 32 * P::WARPS);
     const u32 team = warp / P::ROW_WARPS, row_warp = warp % P::ROW_WARPS;
     const u32 row = row_warp * 16 * P::TALL, mine = row + turned(lane_number() >> 2);
     const u32 codes_at = base + swizzled(mine, 0), scales_at = base + P::SCALES_AT + mine * 16;
@@ -560,10 +551,10 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       if constexpr (ADD && P::SPLIT == 1) addends.load(args, tile * P::ROWS, 0);
       for (int c = team; c < chunks; c += P::TEAMS) {
         barrier_wait(full + ring.stage * 8, ring.parity);
-        const u32 tokens = P::HELD ? held + c * HELD_STEP : base + P::WIDE_AT + ring.stage * P::WIDE;
+        const u32 tokens = P::ONE ? held + c * HELD_STEP : base + P::WIDE_AT + ring.stage * P::WIDE;
         const u32 codes_here = codes_at + ring.stage * P::CODES, scales_here = scales_at + ring.stage * P::SCALES + (first_chunk + c) % 2 * 8;
         u32 seen;
-        if constexpr (P::HELD) {
+        if constexpr (P::ONE) {
           seen = sums.template add_held<LIMBS>(codes_here, scales_here, tokens, zeros, small);
         } else if constexpr (P::GROUPED) {
           seen = sums.add_grouped(codes_here, scales_here, tokens);

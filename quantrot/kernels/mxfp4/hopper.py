@@ -1,9 +1,9 @@
 """Few tokens by a packed MXFP4 weight on Hopper: CUDA C++ (decode.cuh), compiled at first use.
 
 Order of sums: the tensor core's in float32 along the columns that a team takes, 256 at a time in turn (of one token
-that is held exact ones of a group, which are multiplied by its scale and added up); then the teams' and the cluster's
-blocks' in their order. A token's bits do not depend on its neighbours, as long as the plan is the same; nor on stages,
-nor on which kernel quantized it.
+exact ones of a group, which are multiplied by its scale and added up); then the teams' and the cluster's blocks' in
+their order. A token's bits do not depend on its neighbours, as long as the plan is the same; nor on stages, nor on
+which kernel quantized it.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.fp8.reference import Fp8ScaleRule
 from quantrot.kernels.mxfp4 import tuned
 from quantrot.kernels.mxfp4.reference import GROUP, QUEST_SQUARE, ScaleRule, float32
-from quantrot.kernels.nvrtc import MAX_SHARED, SM_SHARED
+from quantrot.kernels.nvrtc import SM_SHARED
 from quantrot.kernels.ready import Run, address
 
 OUT = {torch.bfloat16: "OutBf16", torch.float16: "OutFp16", torch.float32: "OutFp32"}
 STEP = 128  # columns that are multiplied together, and the granule of K
 CHUNK = 256  # columns of K in a stage
-HELD = 576  # bytes of CHUNK columns of a token that is held: two for each, and powers of two of its groups
+HELD = 576  # bytes of CHUNK columns of one token: two for each, and powers of two of its groups
 ZEROS, SQUARES = 16, 128  # bytes of shared memory that one token takes beside itself: zeros, and for norm and scale
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, {resident}) {name}(
     const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap wide,
@@ -61,7 +61,6 @@ class Plan:
     once: bool = False
     resident: int = 1
     grouped: bool = False
-    held: bool = False
 
     @property
     def threads(self) -> int:
@@ -81,12 +80,10 @@ class Plan:
         return -(-columns // (CHUNK * self.split * self.teams)) * self.teams
 
     def shared_bytes(self, columns: int) -> int:
-        wide = 4096 * self.tiles + (0 if self.grouped else 1024) if self.tiles else 512
-        ring = self.stages * (self.rows * 144 + (0 if self.held else wide) + 16)
+        wide = 4096 * self.tiles + (0 if self.grouped else 1024) if self.tiles else 0
+        ring = self.stages * (self.rows * 144 + wide + 16)
         sums = 0 if self.once else self.teams * self.tokens * (self.rows + 4) * 4
-        held = self.chunks(columns) * HELD if self.held else 0
-        held += 0 if self.tiles else ZEROS + SQUARES
-        return ring + sums + held
+        return ring + sums + (0 if self.tiles else self.chunks(columns) * HELD + ZEROS + SQUARES)
 
     def grid(self, rows: int, processors: int) -> int:
         tiles = -(-rows // self.rows)
@@ -94,8 +91,8 @@ class Plan:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Rows, columns and swizzle in bytes of what the copy engine moves: codes, tokens that are not held, scales."""
-        return (self.rows, 128, 128), (8 * self.tiles or 4, 64, 128), (self.rows, 16, 0)
+        """Rows, columns and swizzle in bytes of what the copy engine moves: codes, more tokens than one, scales."""
+        return (self.rows, 128, 128), (8 * self.tiles, 64, 128), (self.rows, 16, 0)
 
 
 PROCESSORS = 132  # of the device that the rule is for
@@ -170,24 +167,17 @@ def rule(tokens: int, rows: int, columns: int) -> tuple[float, Plan]:
     tiles = tiles_of(tokens)
     splits = (1, 2) if tiles == 4 and rows <= 32 * PROCESSORS and columns >= SPLIT_COLUMNS else (1,)
     plans = [plan_of(tiles, rows, columns, shape, split) for shape in TILES for split in splits]
+    if not any(plans):  # no block has room for so long a token
+        return rule(8, rows, columns)
     return min(((microseconds(plan, rows, columns), plan) for plan in plans if plan), key=lambda found: found[0])
 
 
 @lru_cache(maxsize=4096)
 def plan_for(tokens: int, rows: int, columns: int) -> Plan:
-    """The measured plan (kept for 1, 8, 16 and 32 tokens; others take the next of these), else one by rule. One token
-    is held, if there is room for it."""
+    """The measured plan (kept for 1, 8, 16 and 32 tokens; others take the next of these), else one by rule."""
     tiles = tiles_of(tokens)
     measured = tuned.HOPPER_DECODE.get((8 * tiles or 1, rows, columns))
-    plan = Plan(tiles, *measured) if measured else rule(tokens, rows, columns)[1]
-    return plan if tiles else held(plan, columns) or plan
-
-
-def held(plan: Plan, columns: int) -> Plan | None:
-    """The plan of one token with fewer stages, if need be, and room for the token."""
-    room = MAX_SHARED if plan.resident == 1 else SM_SHARED // plan.resident - 1024
-    fewer = (replace(plan, held=True, stages=n) for n in range(plan.stages, 0, -plan.teams))
-    return next((p for p in fewer if p.shared_bytes(columns) <= room), None)
+    return Plan(tiles, *measured) if measured else rule(tokens, rows, columns)[1]
 
 
 def norm_parts(plan: Plan, columns: int) -> int:
@@ -199,10 +189,8 @@ def takes(tokens: int, rows: int, columns: int) -> bool:
     """Whether so many tokens by such a weight can have a norm or a gate in front of them and a residual behind them."""
     if not fits(columns) or rows % 4:
         return False
-    if tokens > 1:
-        return True
-    plan = plan_for(1, rows, columns)
-    return plan.held and plan.split == 1 and norm_parts(plan, columns) <= NORM_PARTS
+    plan = plan_for(tokens, rows, columns)
+    return plan.tiles > 0 or (plan.split == 1 and norm_parts(plan, columns) <= NORM_PARTS)
 
 
 class DecodeArgs(ctypes.Structure):
@@ -265,7 +253,7 @@ class Arranging:
 
 def inside(plan: Plan, turn: Turn | None) -> Turn | None:
     """What the product's thread blocks make of one token, each for itself: where they hold it, in e4m3 all of it."""
-    return turn if turn and plan.held and (plan.split == 1 or not turn.codes) else None
+    return turn if turn and not plan.tiles and (plan.split == 1 or not turn.codes) else None
 
 
 def before(plan: Plan, turn: Turn | None, normed: bool = False, gated: bool = False) -> Arranging | None:
@@ -301,9 +289,9 @@ def entry(
     plan: Plan, out: torch.dtype, turn: Turn | None = None, norm: int = 0, add: bool = False, name: str = "mxfp4_decode"
 ) -> str:
     """C++ of the kernel `name`. norm: parts of the token that a thread norms, 0: none; add: a residual."""
-    held, once, grouped = (str(flag).lower() for flag in (plan.held, plan.once, plan.grouped))
+    once, grouped = (str(flag).lower() for flag in (plan.once, plan.grouped))
     warps = plan.tall, plan.row_warps, plan.teams, plan.stages
-    shape = (plan.tiles, held, *warps, plan.split, once, grouped)
+    shape = (plan.tiles, *warps, plan.split, once, grouped)
     return ENTRY.format(
         cluster=f"__cluster_dims__({plan.split}, 1, 1) " if plan.split > 1 else "",
         threads=plan.threads,
@@ -345,13 +333,8 @@ def arguments(
 
 
 def matrices(plan: Plan, packed: Tensor, tokens: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
-    """What the copy engine reads, in the order of the plan's boxes, None where it does not: one token as rows of 64."""
-    return packed, None if plan.held else wide_matrix(plan, tokens), scale if maps_scale(plan, scale) else None
-
-
-def wide_matrix(plan: Plan, tokens: Tensor) -> Tensor:
-    """The tokens as the copy engine reads them."""
-    return tokens.view(-1, 64) if plan.tiles == 0 else tokens
+    """What the copy engine reads, in the order of the plan's boxes, None where it does not: one token."""
+    return packed, tokens if plan.tiles else None, scale if maps_scale(plan, scale) else None
 
 
 @lru_cache(maxsize=1024)
@@ -503,8 +486,9 @@ def prepare(
     values = _Arguments(args=arguments(plan, tokens, None, scale, sizes, turn, settled, norm, epsilon, residual))
     codes_box, wide_box, scale_box = plan.boxes
     map_codes, map_scale = nvrtc.map_of(packed, codes_box), nvrtc.map_of(scale, scale_box)
-    maps_its_scale, holds = maps_scale(plan, scale), plan.held
-    map_wide = nvrtc.map_of(wide_matrix(plan, torch.empty(count, columns, dtype=tokens.dtype, device="meta")), wide_box)
+    maps_its_scale = maps_scale(plan, scale)
+    like_wide = torch.empty(count, columns, dtype=tokens.dtype, device="meta")
+    map_wide = nvrtc.map_of(like_wide, wide_box) if plan.tiles else None
     grid, shared = (plan.grid(rows, nvrtc.processors(device)),), plan.shared_bytes(columns)
     if first:
         shared = max(shared, ALONE)
@@ -524,7 +508,7 @@ def prepare(
         args.scale, args.token_scale, args.x = scale.data_ptr(), address(token_scale), read.data_ptr()
         args.norm, args.residual, args.y = address(norm), address(residual), y.data_ptr()
         ctypes.memmove(now.codes, map_codes(packed), 128)
-        if not holds:
+        if map_wide:
             ctypes.memmove(now.wide, map_wide(read), 128)
         if maps_its_scale:
             ctypes.memmove(now.scale, map_scale(scale), 128)
