@@ -141,10 +141,11 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
     for (int j = 0; j < L; j++) tensor_warm(&map, 64 * (j % H), (int)(coming * T + j / H) * pitch);
   grid_wait();
   auto more = [&](u32 i) { return COUNTED ? coming < tiles : i < mine.count; };
+  auto fetch_next = [&](u32 stage) { fetch(coming = COUNTED ? counted.after(coming) : mine.after(coming), stage); };
   if (warp == FEEDER) {
     if constexpr (COUNTED) counted.begun(coming);
     fetch(coming, 0);
-    for (u32 i = 1; i < STAGES && more(i); i++) fetch(coming = COUNTED ? counted.after(coming) : mine.after(coming), i);
+    for (u32 i = 1; i < STAGES && more(i); i++) fetch_next(i);
   }
 
   u32 since = 0, end = 0;                             // rows whose scales are kept, of the same eight
@@ -197,7 +198,7 @@ __device__ __forceinline__ void twice_kernel(const TensorMap& map, const TensorM
     }
     if (warp == FEEDER && more(i + STAGES)) {
       barrier_wait(empty + 8 * stage, i / STAGES & 1);
-      fetch(coming = COUNTED ? counted.after(coming) : mine.after(coming), stage);
+      fetch_next(stage);
     }
     u32 rounded[2 * L][2][4];                         // 16 columns each
 #pragma unroll

@@ -13,9 +13,8 @@
 // is free, as long as the tokens agree. A pair is two neighbours, as the tokens lie; or, PAIRED, the codes p and p + 4 of a
 // 32-bit word, whose bits then move by the same shift in both halves. That takes 17 instructions in place of 19 for eight
 // codes, and tokens in that order: they are put in it as they are read, by four instructions for 16 bytes, where that is
-// less; for products by warpgroups by a kernel before (arrange). Row g of a
-// product is row `turned(g)` of eight in the tile, so that the eight lanes which shared memory serves at once meet
-// different banks under the swizzle.
+// less; for products by warpgroups by a kernel before (arrange). Row g of a product is row `turned(g)` of eight in the tile,
+// so that the eight lanes which shared memory serves at once meet different banks under the swizzle.
 //
 // A code becomes bfloat16 by its bits: sign to bit 15, the three others to bits 8 ... 6, which is the value times 2^-126
 // (e2m1's subnormal is bfloat16's). One integer product moves both: the two copies of a code that it adds do not touch,
@@ -23,10 +22,10 @@
 // exactly; the sums are multiplied by 2^64 at the end. A group's scale past 2^65 acts as infinity, a value below 2^-62 as zero.
 //
 // One token, which each block holds as integers (held.cuh), is multiplied by mma.m16n8k32 of bytes, exactly, with the positive
-// and with the negative part of the codes: a permutation that picks magnitudes by codes puts zeros where a code is negative, so that of
-// a word and of the same with all signs turned come both, 8 instructions for eight codes with the products. The seven columns
-// of a product that one token leaves free keep groups apart: a group's sum is multiplied by its scale in place of 32 codes. (In
-// bfloat16, 14 instructions: 28672 x 4096 19.1 us for 17.9, 4096 x 14336 11.5 for 10.5.)
+// and with the negative part of the codes: a permutation that picks magnitudes by codes puts zeros where a code is negative, so
+// that of a word and of the same with all signs turned come both, 8 instructions for eight codes with the product. The seven
+// columns of a product that one token leaves free keep groups apart: a group's sum is multiplied by its scale in place of 32
+// codes. (In bfloat16, 14 instructions: 28672 x 4096 19.1 us for 17.9, 4096 x 14336 11.5 for 10.5.)
 
 namespace quantrot {
 

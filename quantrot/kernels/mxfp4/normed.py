@@ -139,30 +139,15 @@ def _in_two_kernels(
 
 @implement("quantrot::mxfp4_normed")
 def _normed(
-    x: Tensor,
-    norm: Tensor,
-    epsilon: float,
-    added: Tensor | None,
-    packed: Tensor,
-    scale: Tensor,
-    activations: str,
-    rule: str,
-    hadamard: int,
-    settled: bool,
+    x: Tensor, norm: Tensor, epsilon: float, added: Tensor | None, packed: Tensor, scale: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    options = activations, rule, hadamard, settled
     if run := _in_two_kernels(x, norm, epsilon, added, packed, scale, *options):
         y, total = run(packed, scale, x, norm, added)
     else:
         total = x if added is None else (x + added).contiguous()
-        asked = None if activations == "none" else rule
-        product: dict[str, Any] = {
-            "activations": activations,
-            "scale_rule": asked,
-            "hadamard": hadamard,
-            "settled": settled,
-        }
-        y = mxfp4_gemm(rms_norm(total, norm, epsilon), packed, scale, **product)
+        activations, rule, hadamard, settled = options
+        asked = {"activations": activations, "scale_rule": None if activations == "none" else rule}
+        y = mxfp4_gemm(rms_norm(total, norm, epsilon), packed, scale, hadamard=hadamard, settled=settled, **asked)
     return y, x.new_empty(0) if added is None else total  # an operator returns no argument
 
 
