@@ -19,7 +19,7 @@ from quantrot.kernels.fp8 import (
     quantize_fp8_normed,
     steps,
 )
-from quantrot.kernels.operators import refuse_create_graph
+from quantrot.kernels.operators import constant, refuse_create_graph
 from quantrot.modules.linear import QuantizedLinear, as_autocast, hooked, sharded
 
 ROW, SQUARE = (1, 128), (128, 128)
@@ -36,19 +36,23 @@ class Fp8Linear(QuantizedLinear):
     gates_before, gates_behind = True, True
 
     def runs_packed(self, device: torch.device) -> bool:
-        return self.format.activations.kind == "fp8" and has_kernels(device)
+        return self._takes_packed(self.spec) and has_kernels(device)
+
+    @constant
+    def _takes_packed(self, spec: str) -> bool:
+        return self.format.activations.kind == "fp8"
 
     def multiply(self, x: Tensor) -> Tensor:
         if not self.runs_packed(x.device):
             return super().multiply(x)
-        if self._quantizes_rows():
+        if self._quantizes_rows(self.spec):
             return self.fused(x)
         return self._product(x, *self.quantized_input(x.reshape(-1, self.in_features)))
 
     def multiply_gated(self, x: Tensor) -> Tensor:
-        if self._decoded is not None or not self._quantizes_rows() or not self.runs_packed(x.device):
+        if not self._packed_rows(x.device):
             return super().multiply_gated(x)
-        rows, rule = x.reshape(-1, x.shape[-1]), self.format.activations.scale_rule
+        rows, rule = x.reshape(-1, x.shape[-1]), self._rule(self.spec)
         return self._product(x, *quantize_fp8_block(rows, ROW, rule, transposed_scale=True, gated=True))
 
     def _product(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -60,18 +64,27 @@ class Fp8Linear(QuantizedLinear):
             weight,
             weight_scale,
             a_block=self.format.activations.block,
-            b_block=formats.stored_block(self.format.weights),
+            b_block=self._block(self.spec),
             out_dtype=x.dtype,
             bias=self.bias,
             b_settled=True,  # parameters: who writes them on the device waits before a forward
         )
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _quantizes_rows(self) -> bool:
+    @constant
+    def _quantizes_rows(self, spec: str) -> bool:
         return self.format.activations.block == ROW and not self.online_name
 
+    @constant
+    def _rule(self, spec: str) -> str:
+        return self.format.activations.scale_rule
+
+    @constant
+    def _block(self, spec: str) -> tuple[int, int]:
+        return formats.stored_block(self.format.weights)
+
     def _packed_rows(self, device: torch.device) -> bool:
-        return self._decoded is None and self._quantizes_rows() and self.runs_packed(device)
+        return self._decoded is None and self._quantizes_rows(self.spec) and self.runs_packed(device)
 
     def fuses(self, device: torch.device, tokens: int) -> bool:
         return self._packed_rows(device) and has_fused(tokens, self.out_features, self.in_features, device)
@@ -81,7 +94,7 @@ class Fp8Linear(QuantizedLinear):
 
     def normed(self, x: Tensor, norm: Any, added: Tensor) -> tuple[Tensor, Tensor]:
         rows, rest = (t.reshape(-1, self.in_features) for t in (x, added))
-        rule = self.format.activations.scale_rule
+        rule = self._rule(self.spec)
         codes, scale, total = quantize_fp8_normed(rows, norm.weight, norm.variance_epsilon, added=rest, scale_rule=rule)
         return self._product(x, codes, scale), total.view(x.shape)
 
@@ -91,8 +104,8 @@ class Fp8Linear(QuantizedLinear):
             x.reshape(-1, x.shape[-1]),
             weight,
             scale,
-            b_block=formats.stored_block(self.format.weights),
-            scale_rule=self.format.activations.scale_rule,
+            b_block=self._block(self.spec),
+            scale_rule=self._rule(self.spec),
             bias=self.bias,
             residual=None if residual is None else residual.reshape(-1, self.out_features),
             b_settled=True,  # as in _product

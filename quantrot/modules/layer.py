@@ -7,7 +7,6 @@ one kernel.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from quantrot.kernels.between import try_norm
-from quantrot.kernels.operators import exporting
+from quantrot.kernels.operators import constant, exporting
 from quantrot.modules.attention import QuantizedAttention
-from quantrot.modules.linear import QuantizedLinear, autocast_dtype, child, hooked, hooked_everywhere
+from quantrot.modules.linear import QuantizedLinear, autocast_dtype, child, hooked, hooked_everywhere, look_again
 from quantrot.modules.merged import QuantizedMLP, is_rms_norm, is_silu
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -52,7 +51,7 @@ class FusedLayer:
         device, and so many tokens."""
         if (parts := self._ours()) is None:
             return False
-        attention, mlp, *norms = parts
+        attention, mlp, *_ = parts
         tokens = math.prod(x.shape[:-1])
 
         def fuse(*linears: Any) -> bool:
@@ -60,13 +59,13 @@ class FusedLayer:
 
         if not fuse(child(attention, "o_proj"), child(mlp, "down_proj")):  # the cheapest to ask, and prompts end here
             return False
-        return unseen_between(x, attention, mlp, norms) and fuse(attention.current(), mlp.current())
+        return self._unseen(x, *parts) and fuse(attention.current(), mlp.current())
 
     def norms(self, x: Tensor) -> bool:
         """The same of any number of tokens, of the norms and the addition between them alone."""
         if (parts := self._ours()) is None:
             return False
-        attention, mlp, *norms = parts
+        attention, mlp, *_ = parts
 
         def norm(*linears: Any) -> bool:
             return all(quantized(each) and each.norms(x) for each in linears)
@@ -74,24 +73,36 @@ class FusedLayer:
         others = child(attention, "o_proj"), child(mlp, "down_proj")  # which run nothing but themselves
         if not norm(attention.merged, mlp.merged) or not all(map(quantized, others)):
             return False
-        return unseen_between(x, attention, mlp, norms) and norm(attention.current(), mlp.current())
+        return self._unseen(x, *parts) and norm(attention.current(), mlp.current())
 
     def _ours(self) -> tuple[Any, ...] | None:
         """PARTS, where attention and MLP are those of this package and nothing is exported."""
-        parts = tuple(child(self, name) for name in PARTS)  # type: ignore[arg-type]
-        ours = type(parts[0]) is QuantizedAttention and type(parts[1]) is QuantizedMLP
-        return parts if ours and not exporting() else None
+        ours = self._has_ours() and not exporting()
+        return tuple(child(self, name) for name in PARTS) if ours else None  # type: ignore[arg-type]
 
+    @constant
+    def _has_ours(self) -> bool:
+        parts = self._modules  # type: ignore[attr-defined]
+        return type(parts["self_attn"]) is QuantizedAttention and type(parts["mlp"]) is QuantizedMLP
 
-def unseen_between(x: Tensor, attention: Any, mlp: Any, norms: Sequence[Any]) -> bool:
-    """Whether nobody sees or changes what lies between a layer's parts: hooks, autocast, gradients."""
-    if autocast_dtype(x) != x.dtype:  # each linear would cast
-        return False
-    if hooked(attention) or hooked(mlp) or hooked_everywhere():  # who would see them without norm and residual
-        return False
-    if not all(is_rms_norm(norm, x.dtype) and norm.weight.shape == x.shape[-1:] for norm in norms):
-        return False
-    return is_silu(mlp.act_fn) and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+    def _unseen(self, x: Tensor, attention: Any, mlp: Any, *norms: Any) -> bool:
+        """Whether nobody sees or changes what lies between a layer's parts: hooks, autocast, gradients."""
+        if autocast_dtype(x) != x.dtype:  # each linear would cast
+            return False
+        look_again(*norms, mlp.act_fn)
+        if not self._is_plain(x.dtype) or hooked_everywhere():
+            return False
+        if not all(norm.weight.shape == x.shape[-1:] for norm in norms):
+            return False
+        return x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+
+    @constant
+    def _is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether norms and the activation are what kernels make of such numbers, and nobody watches a part."""
+        attention, mlp, *norms = (self._modules[name] for name in PARTS)  # type: ignore[attr-defined]
+        if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
+            return False
+        return is_silu(mlp.act_fn) and all(is_rms_norm(norm, dtype) for norm in norms)
 
 
 def quantized(linear: Any) -> bool:

@@ -21,7 +21,7 @@ from quantrot.kernels.hadamard import hadamard_transform
 from quantrot.kernels.halves import FEW, FEW_ALONE, halves_gemm
 from quantrot.kernels.mxfp4 import round_trip_mxfp4
 from quantrot.kernels.mxfp4.operators import FUSED
-from quantrot.kernels.operators import eager_inference
+from quantrot.kernels.operators import constant, eager_inference
 from quantrot.rotation import Rotation, signs
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -31,12 +31,12 @@ def watched(module: nn.Module) -> bool:
     """Whether somebody wants to see this module being called, or has it do something else."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    return has_own(module, "forward") and _replaced(module)
+    own = module.forward  # asked for in any case: compiled code sees in no dict that another one came later
+    return "forward" in module.__dict__ and _replaced(module, own)
 
 
-def _replaced(module: nn.Module) -> bool:
+def _replaced(module: nn.Module, own: Any) -> bool:
     """Whether the forward that it has is not its class's. accelerate's hook that only moves tensors is none."""
-    own: Any = module.forward  # not of __dict__, where torch.compile would not see one that came later
     if isinstance(own, partial) and type(getattr(module, "_hf_hook", None)).__name__ == "AlignDevicesHook":
         return not isinstance(module._old_forward, MethodType)
     # By the code: a hook leaves a bound one there as it goes, and torch.compile finds every other comparison unequal.
@@ -45,7 +45,7 @@ def _replaced(module: nn.Module) -> bool:
 
 def hooked(module: nn.Module) -> bool:
     """Or accelerate moves it, or its input, as it is called."""
-    return watched(module) or has_own(module, "_hf_hook")
+    return watched(module) or "_hf_hook" in module.__dict__
 
 
 def hooked_everywhere() -> bool:
@@ -53,10 +53,11 @@ def hooked_everywhere() -> bool:
     return not torch.compiler.is_compiling() and _has_any_global_hook()
 
 
-def has_own(module: nn.Module, name: str) -> bool:
-    """Whether it has this attribute itself, not from its class. nn.Module takes 1 us to say no; torch.compile sees in
-    no dict what came later."""
-    return hasattr(module, name) if torch.compiler.is_compiling() else name in module.__dict__
+def look_again(*modules: nn.Module) -> None:
+    """Have compiled code look at each call whether these have other classes or forwards: what is `constant` of them it
+    does not ask again. A question that it asks takes it 0.05 to 1 us, for each of all layers."""
+    for module in modules:
+        module.forward  # noqa: B018
 
 
 def child(module: nn.Module, name: str) -> Any:
@@ -170,6 +171,8 @@ class QuantizedLinear(nn.Module):
         self.online_name = online_name if online is not None else ""
         if online is not None:
             self.add_module(online_name, online)
+        # All that `constant` methods tell, which take it: compiled code then compares it alone, and not each field.
+        self.spec = repr((fmt, self.tensor_names, online and online.rotation))
         self._apart = True  # its tensors are no slices of a merged linear's (see merged.py)
         self.register_state_dict_post_hook(_each_in_its_memory)
 
@@ -192,15 +195,23 @@ class QuantizedLinear(nn.Module):
     def stored(self) -> list[Tensor]:
         """The tensors that are the quantized weight, in the order of formats.stored_tensors."""
         if torch.compiler.is_compiling():
-            return [getattr(self, name) for name in self.tensor_names]
+            return [getattr(self, name) for name in self._names(self.spec)]
         listed: Any = self._parameters  # nn.Module takes 0.5 us to look there; a merged linear lists none
         return [listed[name] if name in listed else getattr(self, name) for name in self.tensor_names]
+
+    @constant
+    def _names(self, spec: str) -> tuple[str, ...]:
+        return tuple(self.tensor_names)
+
+    @constant
+    def _dtypes(self, spec: str) -> tuple[torch.dtype, ...]:
+        return tuple(self.tensor_dtypes)
 
     def uncast(self) -> list[Tensor]:
         """stored(), for a product. ValueError for what was cast, but for scales that were only widened, as peft's
         prepare_model_for_kbit_training leaves bfloat16's: their numbers are the same."""
         tensors = self.stored()
-        if [tensor.dtype for tensor in tensors] != self.tensor_dtypes:
+        if any(now.dtype != dtype for now, dtype in zip(tensors, self._dtypes(self.spec), strict=True)):
             tensors = [_narrowed(*each) for each in zip(tensors, self.tensor_dtypes, strict=True)]
             found = ", ".join(
                 f"{name} is {tensor.dtype}, not {dtype}"

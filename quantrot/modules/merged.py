@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantrot import formats
+from quantrot.kernels.operators import constant
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, child, hooked, replaced, versions, watched
 
 # transformers' names; all are kernels.fp8.reference.rms_norm
@@ -54,22 +55,22 @@ class Merging(nn.Module):
         if merged is None:
             return [linear(x) for linear in self.linears()]
         y = merged(x) if norm is None else merged.fused(x, norm=norm)
-        return y.split([part.out_features for part in self._merged_of], dim=-1)
+        return y.split([part.out_features for part in self.linears()], dim=-1)
 
     def current(self) -> QuantizedLinear | None:
         """The one linear, while its parts are those that it was made of, with slices of its tensors, and nobody watches
         them or trains their biases. Other parameters in their place end it, as QuantizedLinear.decoded."""
         if self.merged is None:
             return None
-        parts: list[Any] = self._merged_of
         eager = not torch.compiler.is_compiling()
+        parts: list[Any] = self._merged_of if eager else self._known_parts()
         if eager and self.merged._decoded is not None:
             # Where they were written, anew into their slices, all before one runs: apart, autograd keeps slices, and
             # counts a write into one as one into each.
             for part in parts:
                 part.decoded()
         for now, before in zip(self.linears(), parts, strict=True):
-            if now is not before or before._apart or watched(before):
+            if now is not before or now._apart or watched(now):
                 self.merged._halves = None  # they make their own
                 return None
         if eager:
@@ -81,6 +82,15 @@ class Merging(nn.Module):
                 self._keep_halves_of(versions(tensors))
         bias = self.merged.bias
         return None if bias is not None and any(_alone(part.bias, bias) for part in parts) else self.merged
+
+    def _known_parts(self) -> list[Any]:
+        """For compiled code, which would ask at each call whether they are the same: the linears of now, if those are
+        what was merged. One that comes later has another class, or is `_apart`."""
+        return self.linears() if self._has_its_parts() else self._merged_of
+
+    @constant
+    def _has_its_parts(self) -> bool:
+        return all(now is before for now, before in zip(self.linears(), self._merged_of, strict=True))
 
     def _keep_halves_of(self, at: list[int]) -> None:
         """The whole's alone, of parts that were written so often: its own tensors do not count that."""
@@ -219,7 +229,7 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
     whole._halves_for = first._halves_for
     for part in alike:
         part._apart, part._halves = False, None  # which the whole has from now on
-    whole.tensor_names = first.tensor_names
+    whole.tensor_names, whole.spec = first.tensor_names, first.spec
     whole.train(first.training)
     if online is not None:
         whole.online_name = first.online_name

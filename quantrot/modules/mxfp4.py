@@ -19,6 +19,7 @@ from quantrot.kernels.mxfp4 import (
 )
 from quantrot.kernels.mxfp4.gemm import DECODE_ROWS
 from quantrot.kernels.mxfp4.operators import check_fused
+from quantrot.kernels.operators import constant
 from quantrot.modules.linear import QuantizedLinear, as_autocast
 
 RANK_STEP = 0x9E3779B97F4A7C15  # odd: no two ranks have the same seed
@@ -36,8 +37,12 @@ class Mxfp4Linear(QuantizedLinear):
     weight_scale: Tensor
 
     def runs_packed(self, device: torch.device) -> bool:
+        return has_kernels(device) and self._takes_packed(self.spec)
+
+    @constant
+    def _takes_packed(self, spec: str) -> bool:
         activations = self.format.activations
-        return has_kernels(device) and (activations.kind != "fp8" or activations.block == (1, 0))
+        return activations.kind != "fp8" or activations.block == (1, 0)
 
     def multiply(self, x: Tensor) -> Tensor:
         if not self.runs_packed(x.device):
@@ -55,16 +60,19 @@ class Mxfp4Linear(QuantizedLinear):
 
     def _turns_apart(self) -> bool:
         """Whether its input is turned by a kernel of its own."""
-        return bool(self.online_name) and not self.fused_hadamard()
+        return self._turn(self.spec)[3]
 
     def _options(self) -> dict[str, Any]:
-        activations = self.format.activations
-        return {
-            "activations": activations.kind,
-            "scale_rule": activations.scale_rule or None,
-            "hadamard": self.fused_hadamard(),
-            "settled": True,  # parameters: who writes them on the device waits before a forward
-        }
+        kind, rule, hadamard, _ = self._turn(self.spec)
+        # settled: parameters: who writes them on the device waits before a forward
+        return {"activations": kind, "scale_rule": rule or None, "hadamard": hadamard, "settled": True}
+
+    @constant
+    def _turn(self, spec: str) -> tuple[str, str, int, bool]:
+        """What activations become, by which rule, in blocks of how many columns they are turned on the way, and whether
+        they are before."""
+        activations, hadamard = self.format.activations, self.fused_hadamard()
+        return activations.kind, activations.scale_rule, hadamard, bool(self.online_name) and not hadamard
 
     def fuses(self, device: torch.device, tokens: int) -> bool:
         if self._decoded is not None or self.bias is not None or self._turns_apart():
@@ -72,7 +80,8 @@ class Mxfp4Linear(QuantizedLinear):
         return self.runs_packed(device) and has_fused(tokens, self.out_features, self.in_features, device)
 
     def norms(self, x: Tensor) -> bool:
-        if self._decoded is not None or self._turns_apart() or self.format.activations.kind == "none":
+        kind, _, _, apart = self._turn(self.spec)
+        if self._decoded is not None or apart or kind == "none":
             return False
         has = self.runs_packed(x.device) and has_normed(self.out_features, self.in_features, x.device)
         return has and x.dtype == torch.bfloat16 and self._many(x)  # of compiled code's sizes last
