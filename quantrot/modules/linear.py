@@ -172,7 +172,7 @@ class QuantizedLinear(nn.Module):
         if online is not None:
             self.add_module(online_name, online)
         # All that `constant` methods tell, which take it: compiled code then compares it alone, and not each field.
-        self.spec = repr((fmt, self.tensor_names, online and online.rotation))
+        self.spec = repr((fmt, self.tensor_names, self.online_name, self.fused_hadamard()))
         self._apart = True  # its tensors are no slices of a merged linear's (see merged.py)
         self.register_state_dict_post_hook(_each_in_its_memory)
 

@@ -19,6 +19,8 @@ from quantrot.modules import LINEARS
 from quantrot.modules import fp8 as modules_fp8
 from quantrot.modules import int8 as modules_int8
 from quantrot.modules import mxfp4 as modules_mxfp4
+from quantrot.modules.linear import OnlineHadamard
+from quantrot.rotation import Rotation
 
 MXFP4 = WeightFormat("mxfp4", (1, 32), "mse")
 FORMATS = {
@@ -52,21 +54,24 @@ def packed(monkeypatch):
         yield
 
 
-def llama(*each_layers_format: str):
+def llama(*each_layers_format: str, block: int = 0):
+    """Layers of linears of these formats, behind a Hadamard in such blocks, if any."""
     torch.manual_seed(0)
     whole = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).bfloat16().eval()
     for layer, fmt in zip(whole.model.layers, each_layers_format, strict=False):
         for parent in (layer.self_attn, layer.mlp):
             for name, old in list(parent.named_children()):
                 if isinstance(old, nn.Linear):
-                    setattr(parent, name, quantized(old.weight, FORMATS[fmt]))
+                    setattr(parent, name, quantized(old.weight, FORMATS[fmt], block))
     if each_layers_format:
         merge_projections(whole)
     return whole
 
 
-def quantized(weight, fmt):
-    new = LINEARS[fmt.weights.kind](weight.shape[1], weight.shape[0], False, torch.bfloat16, fmt)
+def quantized(weight, fmt, block=0):
+    rows, columns = weight.shape
+    online = OnlineHadamard(Rotation("online", "hadamard", columns, block, 0)) if block else None
+    new = LINEARS[fmt.weights.kind](columns, rows, False, torch.bfloat16, fmt, online=online)
     for name, value in zip(new.tensor_names, formats.quantize_rows(fmt.weights, weight.data), strict=True):
         getattr(new, name).data = value
     return new
@@ -110,14 +115,16 @@ def test_compiled_layers_ask_little_more_than_transformers_own(fmt):
     assert len(by_python(ours)) <= len(by_python(theirs)) + 2
 
 
-def test_layers_that_share_compiled_code_have_their_own_arithmetic():
-    names = "mxfp4", "mxfp4 by floor", "mxfp4 A8", "mxfp4 A16", "mxfp4"
-    layers = [llama(name).model.layers[0] for name in names]
+@torch._dynamo.config.patch(recompile_limit=64)
+@pytest.mark.parametrize("fmt", ["fp8", "mxfp4"])
+def test_layers_that_share_compiled_code_have_their_own_arithmetic(fmt):
+    names = [name for name in FORMATS if name.startswith(fmt)]
+    layers = [llama(name, block=block).model.layers[0] for name in names for block in (0, 32, 128)]
     x, given = token(llama())
     results = [torch.compile(layer, fullgraph=True, backend="eager")(x, **given) for layer in layers]
     for layer, y in zip(layers, results, strict=True):
         assert torch.equal(y, layer(x, **given))
-    assert len({tuple(y.flatten().tolist()) for y in results}) == 4
+    assert len({tuple(y.flatten().tolist()) for y in results}) == len(layers)
 
 
 class Twice(ModelHook):
@@ -159,7 +166,7 @@ CHANGES = {
 def test_compiled_code_sees_other_parts_and_other_forwards(change):
     whole = llama("mxfp4")
     layer, (x, given) = whole.model.layers[0], token(whole)
-    compiled = torch.compile(layer, backend="eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
     before = compiled(x, **given)
     assert torch.equal(before, layer(x, **given))
     CHANGES[change](layer)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
@@ -34,9 +35,9 @@ MODELS = ["llama", "mistral", "qwen2", "qwen3"]
 CLOSE = [name for name in FORMATS if name not in ("mxfp4", "mxfp4 A8")]
 gpu = pytest.mark.gpu
 CHANGES = [
-    *("tokens", "batch", "norm hook", "linear hook", "attention hook", "act", "replaced", "norm dtype", "norm kind"),
-    *("grad", "wide", "autocast", "norm shape", "norm epsilon", "another norm"),
-    *("mlp kind", "attention kind", "every hook"),
+    *("tokens", "batch", "norm hook", "linear hook", "attention hook", "mlp hook", "act", "replaced", "norm dtype"),
+    *("norm kind", "grad", "wide", "autocast", "norm shape", "norm epsilon", "another norm"),
+    *("mlp kind", "attention kind", "every hook", "moved"),
 ]
 SIZES = {
     "hidden_size": 256,
@@ -89,6 +90,10 @@ def changed(layer, change, hook):
         layer.mlp.down_proj.register_forward_pre_hook(hook)
     if change == "attention hook":
         layer.self_attn.register_forward_hook(hook)
+    if change == "mlp hook":
+        layer.mlp.register_forward_hook(hook)
+    if change == "moved":
+        add_hook_to_module(layer.self_attn.o_proj, AlignDevicesHook(execution_device="cpu"))
     if change == "act":
         layer.mlp.act_fn = nn.GELU()
     if change == "replaced":
