@@ -10,45 +10,21 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantrot import formats
-from quantrot.formats import WIDE, ActivationFormat, LinearFormat, WeightFormat
-from quantrot.kernels import mixed
-from quantrot.kernels.fp8 import fused as fp8_fused
-from quantrot.kernels.mxfp4 import fused as mxfp4_fused
+from quantrot.formats import ActivationFormat, LinearFormat
 from quantrot.load import merge_projections
 from quantrot.modules import LINEARS
-from quantrot.modules import fp8 as modules_fp8
-from quantrot.modules import int8 as modules_int8
-from quantrot.modules import mxfp4 as modules_mxfp4
 from quantrot.modules.linear import OnlineHadamard
 from quantrot.rotation import Rotation
+from tests.modules import test_layer
+from tests.modules.test_layer import SIZES
+from tests.modules.test_layer import packed as packed  # a fixture
 
-MXFP4 = WeightFormat("mxfp4", (1, 32), "mse")
-FORMATS = {
-    "fp8": LinearFormat(WeightFormat("fp8", (128, 128), "bf16"), ActivationFormat("fp8", (1, 128), "bf16")),
-    "int8": LinearFormat(WeightFormat("int8", (1, 0), "bf16"), WIDE),
-    "mxfp4": LinearFormat(MXFP4, ActivationFormat("mxfp4", (1, 32), "even")),
-    "mxfp4 by floor": LinearFormat(MXFP4, ActivationFormat("mxfp4", (1, 32), "floor")),
-    "mxfp4 A8": LinearFormat(MXFP4, ActivationFormat("fp8", (1, 0), "bf16")),
-    "mxfp4 A16": LinearFormat(MXFP4, WIDE),
-}
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
+FLOOR = LinearFormat(test_layer.FORMATS["mxfp4"].weights, ActivationFormat("mxfp4", (1, 32), "floor"))
+FORMATS = test_layer.FORMATS | {"mxfp4 by floor": FLOOR}
 
 
 @pytest.fixture(autouse=True)
-def packed(monkeypatch):
-    """Said to have kernels, with the references behind them."""
-    there = torch.compiler.assume_constant_result(lambda *sizes_device: True)
-    for modules in (modules_fp8, modules_int8, modules_mxfp4):
-        monkeypatch.setattr(modules, "has_kernels", there)
-    for modules in (fp8_fused, mixed, mxfp4_fused):
-        monkeypatch.setattr(modules, "_has_fused", there)
+def compiles_anew(packed):
     torch.compiler.reset()
     with torch.no_grad():
         yield
