@@ -31,14 +31,15 @@ def compiles_anew(packed):
 
 
 def llama(*each_layers_format: str, block: int = 0):
-    """Layers of linears of these formats, behind a Hadamard in such blocks, if any."""
+    """Layers of linears of these formats; what is merged behind a Hadamard in such blocks, if any."""
     torch.manual_seed(0)
     whole = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).bfloat16().eval()
     for layer, fmt in zip(whole.model.layers, each_layers_format, strict=False):
         for parent in (layer.self_attn, layer.mlp):
             for name, old in list(parent.named_children()):
                 if isinstance(old, nn.Linear):
-                    setattr(parent, name, quantized(old.weight, FORMATS[fmt], block))
+                    turned = name not in ("o_proj", "down_proj")
+                    setattr(parent, name, quantized(old.weight, FORMATS[fmt], block * turned))
     if each_layers_format:
         merge_projections(whole)
     return whole
