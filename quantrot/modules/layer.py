@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from quantrot.kernels.between import try_norm
 from quantrot.kernels.operators import constant, exporting
 from quantrot.modules.attention import QuantizedAttention
-from quantrot.modules.linear import QuantizedLinear, autocast_dtype, child, hooked, hooked_everywhere, look_again
+from quantrot.modules.linear import QuantizedLinear, autocast_dtype, child, hooked, hooked_everywhere
 from quantrot.modules.merged import QuantizedMLP, is_rms_norm, is_silu
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -89,20 +89,16 @@ class FusedLayer:
         """Whether nobody sees or changes what lies between a layer's parts: hooks, autocast, gradients."""
         if autocast_dtype(x) != x.dtype:  # each linear would cast
             return False
-        look_again(*norms, mlp.act_fn)
-        if not self._is_plain(x.dtype) or hooked_everywhere():
+        if any(map(hooked, (attention, mlp, *norms))) or hooked_everywhere():  # would see no norm and residual
             return False
-        if not all(norm.weight.shape == x.shape[-1:] for norm in norms):
+        if not self._has_rms_norms(x.dtype) or not all(norm.weight.shape == x.shape[-1:] for norm in norms):
             return False
-        return x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+        return is_silu(mlp.act_fn) and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
 
     @constant
-    def _is_plain(self, dtype: torch.dtype) -> bool:
-        """Whether norms and the activation are what kernels make of such numbers, and nobody watches a part."""
-        attention, mlp, *norms = (self._modules[name] for name in PARTS)  # type: ignore[attr-defined]
-        if hooked(attention) or hooked(mlp):  # who would see them without norm and residual
-            return False
-        return is_silu(mlp.act_fn) and all(is_rms_norm(norm, dtype) for norm in norms)
+    def _has_rms_norms(self, dtype: torch.dtype) -> bool:
+        parts = self._modules  # type: ignore[attr-defined]
+        return all(is_rms_norm(parts[name], dtype) for name in PARTS[2:])
 
 
 def quantized(linear: Any) -> bool:

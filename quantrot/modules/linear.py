@@ -53,13 +53,6 @@ def hooked_everywhere() -> bool:
     return not torch.compiler.is_compiling() and _has_any_global_hook()
 
 
-def look_again(*modules: nn.Module) -> None:
-    """Have compiled code look at each call whether these have other classes or forwards: what is `constant` of them it
-    does not ask again. A question that it asks takes it 0.05 to 1 us, for each of all layers."""
-    for module in modules:
-        module.forward  # noqa: B018
-
-
 def child(module: nn.Module, name: str) -> Any:
     """Its module of this name, which nn.Module takes 0.6 us to find."""
     return module._modules[name]
@@ -171,10 +164,19 @@ class QuantizedLinear(nn.Module):
         self.online_name = online_name if online is not None else ""
         if online is not None:
             self.add_module(online_name, online)
-        # All that `constant` methods tell, which take it: compiled code then compares it alone, and not each field.
-        self.spec = repr((fmt, self.tensor_names, self.online_name, self.fused_hadamard()))
+        self._describe()
         self._apart = True  # its tensors are no slices of a merged linear's (see merged.py)
         self.register_state_dict_post_hook(_each_in_its_memory)
+
+    def _describe(self) -> None:
+        """Say in one string, `spec`, what the `constant` methods that take it depend on: compiled code then compares
+        that at each call, and none of the fields, of which each takes up to 1 us."""
+        self.spec = repr((self.format, self.tensor_names, self.online_name, self.fused_hadamard()))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if "spec" in self.__dict__ and name in ("format", self.online_name):
+            self._describe()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Also what an assignment does: a weight that was decoded from other tensors is so no longer."""
@@ -440,6 +442,7 @@ class QuantizedLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._describe()  # which a pickle of an earlier version lacks
         self._kept_at = versions(self._kept_from)
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:

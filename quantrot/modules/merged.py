@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from quantrot import formats
-from quantrot.kernels.operators import constant
 from quantrot.modules.linear import OnlineHadamard, QuantizedLinear, child, hooked, replaced, versions, watched
 
 # transformers' names; all are kernels.fp8.reference.rms_norm
@@ -35,6 +34,7 @@ class Merging(nn.Module):
         self._merged_of: list[nn.Module] = []
         self._merged_tensors: list[Tensor] = []  # theirs
         self._merged_at: list[int] = []  # how often they were written before the whole was halved
+        self._given = False  # whether a part was assigned since
         self.register_load_state_dict_post_hook(_merge_again)
 
     def linears(self) -> list[nn.Module]:
@@ -42,7 +42,7 @@ class Merging(nn.Module):
 
     def merge(self) -> bool:
         """Make one product of them if they differ in out_features only; whether they are one now."""
-        self.merged, self._merged_of = joined(self.linears()), self.linears()
+        self.merged, self._merged_of, self._given = joined(self.linears()), self.linears(), False
         self._merged_tensors = _tensors(self._merged_of) if self.merged else []
         for device in {tensor.device for tensor in self.merged.stored() if tensor.is_cuda} if self.merged else ():
             torch.cuda.synchronize(device)  # a product may read its weight before the kernel before it has ended
@@ -83,14 +83,15 @@ class Merging(nn.Module):
         bias = self.merged.bias
         return None if bias is not None and any(_alone(part.bias, bias) for part in parts) else self.merged
 
-    def _known_parts(self) -> list[Any]:
-        """For compiled code, which would ask at each call whether they are the same: the linears of now, if those are
-        what was merged. One that comes later has another class, or is `_apart`."""
-        return self.linears() if self._has_its_parts() else self._merged_of
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.parts:
+            self._given = True
 
-    @constant
-    def _has_its_parts(self) -> bool:
-        return all(now is before for now, before in zip(self.linears(), self._merged_of, strict=True))
+    def _known_parts(self) -> list[Any]:
+        """What was merged, for compiled code: the linears of now, where none was assigned. Of a part that it finds in
+        two places it would ask at each call whether both are the same."""
+        return self._merged_of if self._given else self.linears()
 
     def _keep_halves_of(self, at: list[int]) -> None:
         """The whole's alone, of parts that were written so often: its own tensors do not count that."""

@@ -7,6 +7,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantrot import formats
@@ -118,17 +119,32 @@ def another(linear):
     return quantized(torch.randn(linear.out_features, linear.in_features), linear.format)
 
 
+def scaled(linear):
+    linear.weight_scale.data -= 3
+    return linear
+
+
+def swapped(mlp):
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+    return mlp
+
+
 CHANGES = {
     "norm": lambda layer: setattr(layer, "input_layernorm", nn.LayerNorm(256).bfloat16()),
     "norm's forward": lambda layer: doubles(layer.post_attention_layernorm),
     "act": lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()),
+    "act, a function": lambda layer: (delattr(layer.mlp, "act_fn"), setattr(layer.mlp, "act_fn", F.gelu)),
     "act's forward": lambda layer: doubles(layer.mlp.act_fn),
     "mlp's hook": lambda layer: add_hook_to_module(layer.mlp, Twice()),
     "o_proj": lambda layer: setattr(layer.self_attn, "o_proj", another(layer.self_attn.o_proj)),
     "o_proj's forward": lambda layer: doubles(layer.self_attn.o_proj),
     "o_proj's hook": lambda layer: add_hook_to_module(layer.self_attn.o_proj, Twice()),
+    "o_proj's arithmetic": lambda layer: setattr(layer.self_attn.o_proj, "format", FORMATS["mxfp4 A16"]),
     "v_proj": lambda layer: setattr(layer.self_attn, "v_proj", another(layer.self_attn.v_proj)),
     "up_proj": lambda layer: setattr(layer.mlp, "up_proj", another(layer.mlp.up_proj)),
+    "up_proj, another's": lambda layer: setattr(layer.mlp, "up_proj", llama("mxfp4").model.layers[0].mlp.gate_proj),
+    "up_proj, a copy": lambda layer: setattr(layer.mlp, "up_proj", scaled(copy.deepcopy(layer.mlp.up_proj))),
+    "gate and up": lambda layer: swapped(layer.mlp),
     "up_proj, wide": lambda layer: setattr(layer.mlp, "up_proj", nn.Linear(256, 384, bias=False).bfloat16()),
     "up_proj's forward": lambda layer: doubles(layer.mlp.up_proj),
     "down_proj, wide": lambda layer: setattr(layer.mlp, "down_proj", nn.Linear(384, 256, bias=False).bfloat16()),
@@ -149,3 +165,11 @@ def test_compiled_code_sees_other_parts_and_other_forwards(change):
     CHANGES[change](layer)
     after = layer(x, **given)
     assert not torch.equal(after, before) and torch.equal(compiled(x, **given), after)
+
+
+def test_compiled_code_sees_another_rotation():
+    linear, x = quantized(torch.randn(256, 256), FORMATS["mxfp4"], 32), token(llama())[0]
+    compiled = torch.compile(linear, fullgraph=True, backend="eager")
+    before = compiled(x)
+    linear.online = OnlineHadamard(Rotation("online", "hadamard", 256, 128, 0))
+    assert not torch.equal(linear(x), before) and torch.equal(compiled(x), linear(x))
