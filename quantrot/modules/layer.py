@@ -80,7 +80,7 @@ class FusedLayer:
         ours = self._has_ours() and not exporting()
         return tuple(child(self, name) for name in PARTS) if ours else None  # type: ignore[arg-type]
 
-    @constant
+    @constant  # compiled code would ask at each call whether the classes are those of another layer's parts
     def _has_ours(self) -> bool:
         parts = self._modules  # type: ignore[attr-defined]
         return type(parts["self_attn"]) is QuantizedAttention and type(parts["mlp"]) is QuantizedMLP
@@ -95,7 +95,7 @@ class FusedLayer:
             return False
         return is_silu(mlp.act_fn) and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
 
-    @constant
+    @constant  # as above
     def _has_rms_norms(self, dtype: torch.dtype) -> bool:
         parts = self._modules  # type: ignore[attr-defined]
         return all(is_rms_norm(parts[name], dtype) for name in PARTS[2:])

@@ -21,6 +21,8 @@ from quantrot.modules import int8 as modules_int8
 from quantrot.modules import layer as modules_layer
 from quantrot.modules import mxfp4 as modules_mxfp4
 from quantrot.modules.layer import FusedLayer
+from quantrot.modules.linear import OnlineHadamard
+from quantrot.rotation import Rotation
 
 FORMATS = {
     "fp8": LinearFormat(WeightFormat("fp8", (128, 128), "bf16"), ActivationFormat("fp8", (1, 128), "bf16")),
@@ -49,10 +51,20 @@ SIZES = {
 }
 
 
-def model(kind: str = "llama", fmt: str = "fp8", dtype: torch.dtype = torch.bfloat16, **sizes: int):
-    """Every linear of the layers in a format, norms that do something."""
+def quantized(weight, fmt, dtype=torch.bfloat16, block=0):
+    """A linear of this weight, behind a Hadamard in such blocks, if any."""
+    rows, columns = weight.shape
+    online = OnlineHadamard(Rotation("online", "hadamard", columns, block, 0)) if block else None
+    new = LINEARS[fmt.weights.kind](columns, rows, False, dtype, fmt, online=online)
+    for name, value in zip(new.tensor_names, formats.quantize_rows(fmt.weights, weight.data), strict=True):
+        getattr(new, name).data = value
+    return new
+
+
+def model(kind="llama", fmt="fp8", dtype=torch.bfloat16, block=0, **sizes):
+    """Every linear of the layers in a format, by name or itself, norms that do something. block: of a Hadamard in front
+    of the linears that can be merged."""
     torch.manual_seed(0)
-    chosen = FORMATS[fmt]
     whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | sizes))).to(dtype).eval()
     for layer in whole.model.layers:
         for name, gain in layer.named_parameters():
@@ -61,11 +73,8 @@ def model(kind: str = "llama", fmt: str = "fp8", dtype: torch.dtype = torch.bflo
         for parent in (layer.self_attn, layer.mlp):
             for name, old in list(parent.named_children()):
                 if isinstance(old, nn.Linear):
-                    new = LINEARS[chosen.weights.kind](old.in_features, old.out_features, False, dtype, chosen)
-                    stored = formats.quantize_rows(chosen.weights, old.weight.data)
-                    for tensor, value in zip(new.tensor_names, stored, strict=True):
-                        getattr(new, tensor).data = value
-                    setattr(parent, name, new)
+                    turned = block * (name not in ("o_proj", "down_proj"))
+                    setattr(parent, name, quantized(old.weight, FORMATS.get(fmt, fmt), dtype, turned))
     return whole
 
 
