@@ -37,6 +37,7 @@ from timing import (  # noqa: E402
     write_results,
 )
 
+from quantrot.kernels import nvrtc  # noqa: E402
 from quantrot.kernels.between import try_norm  # noqa: E402
 from quantrot.kernels.fp8 import quantize_fp8_block  # noqa: E402
 from quantrot.kernels.fp8.reference import gate  # noqa: E402
@@ -350,12 +351,13 @@ def tune() -> None:
             lambda x, p, s: hadamard_quantize_mxfp4(floats(x), "absmax34", transpose=True, **signed),
         ),
     ]
-    codes = [(t, s) for t in (256, 320, 352, 384, 448, 512) for s in (2, 3)]
-    codes = [c for c in codes if hopper_columns.shared_bytes(torch.uint8, c[1], c[0], dither=True) <= 226 << 10]
-    for h in (32, 64, 128):
-        for name, numbers in (("HOPPER_PACKED_COLUMNS", None), ("HOPPER_RANDOM_PACKED_COLUMNS", (1, 2))):
+    codes = list(itertools.product((256, 384, 512), (2, 3)))
+    for name, numbers in (("HOPPER_PACKED_COLUMNS", None), ("HOPPER_RANDOM_PACKED_COLUMNS", (1, 2))):
+        room = partial(hopper_columns.shared_bytes, torch.uint8, dither=numbers is not None)
+        fit = [(t, s) for t, s in codes if room(stages=s, threads=t) <= nvrtc.MAX_SHARED]
+        for h in (32, 64, 128):
             again = partial(requantize_mxfp4, hadamard=h, random=numbers)
-            trials.append((name, h, codes, lambda x, p, s, q=again: q(p, s)))
+            trials.append((name, h, fit, lambda x, p, s, q=again: q(p, s)))
     for name, block, candidates, call in trials:
         found: dict[tuple, float] = {}
         before = getattr(tuned, name)

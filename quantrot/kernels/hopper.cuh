@@ -218,6 +218,14 @@ __device__ __forceinline__ void tensor_store(const TensorMap* map, int x, int y,
                : "memory");
 }
 
+// A map of three dimensions that deals rows out by fours: [4, rows / 4, columns]. The box of 32 rows from row 4 y on has row
+// 4 g + c of them at 8 c + g.
+__device__ __forceinline__ void tensor_store_dealt(const TensorMap* map, int x, int y, u32 from) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from), "r"(x),
+               "r"(y), "r"(0)
+               : "memory");
+}
+
 __device__ __forceinline__ void tensor_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Until all but the last N of this thread's committed stores have read their shared memory.

@@ -41,7 +41,7 @@ CASES = {
 }
 CODE_CASES = [name for name, case in CASES.items() if case[0] == CODES]
 ELEMENTS = [name for name in CASES if name not in CODE_CASES]
-WARPS = 3  # of a block that turns codes
+WARPS = 8  # of a block that turns codes: two teams
 DRIVER = """
 static std::string message;
 extern "C" const char* run(int which, const quantrot::TransposeArgs* args, int blocks, int shared, int seed) {
@@ -50,12 +50,16 @@ extern "C" const char* run(int which, const quantrot::TransposeArgs* args, int b
   return message.c_str();
 }
 extern "C" const char* run_codes(int which, const quantrot::TransposeArgs* args, int blocks, int shared, int seed) {
-  using Kernel = void(quantrot::TensorMap, quantrot::TransposeArgs);
+  using Kernel = void(quantrot::TensorMap, quantrot::TensorMap, quantrot::TensorMap, quantrot::TransposeArgs);
   static Kernel* const kernels[] = {CODES};
   const unsigned long long columns = args->columns / 2, rows = args->rows, pitch = args->pitch;
-  const quantrot::TensorMap map{(unsigned char*)args->x, columns, rows, pitch, 32, 128, 1, 1};
+  const quantrot::TensorMap map{(unsigned char*)args->x, columns, rows, pitch, 128, 128, 1, 1};
+  const unsigned long long staged = args->staged ? args->staged : 1, groups = columns / 16 * staged;
+  const quantrot::TensorMap scales{(unsigned char*)args->in_scale, groups, rows / staged, groups, 16,
+                                   unsigned(128 / staged), 1, 0};
+  const quantrot::TensorMap packed{args->packed, rows / 2, 2 * columns, rows / 2, 64, 32, 1, 64, 0, 1};
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, WARPS * 32, shared, seed,
-                             [&] { kernels[which](map, *args); });
+                             [&] { kernels[which](map, scales, packed, *args); });
   return message.c_str();
 }
 // Of numbers up to `most`, that one among them, in units: their codes' magnitudes and the field of the largest.
@@ -120,7 +124,18 @@ def operands(case: str, rows: int, columns: int):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("rows", "columns", "down"), [(128, 64, True), (384, 288, False), (160, 544, True)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "down"),
+    [
+        (128, 64, True),
+        (384, 288, False),
+        (160, 544, True),
+        (416, 512, False),
+        (288, 768, True),
+        (1184, 64, False),
+        (1184, 64, True),
+    ],
+)
 def test_bits_are_the_references(library, name, rows, columns, down):
     rows = -(-rows // max(32, CASES[name][2])) * max(32, CASES[name][2])
     x, in_scale, factors, random, (codes, scales, kept) = operands(name, rows, columns)
@@ -128,6 +143,7 @@ def test_bits_are_the_references(library, name, rows, columns, down):
     scale, bits = torch.full((columns, rows // 32), 0xAA, dtype=CODES), torch.zeros(columns, rows // 8, dtype=CODES)
     pitch, width = x.stride(0) * x.element_size(), x.shape[1] * (2 if in_scale is not None else 1)
     a = hopper_columns.arguments(len(x), width, pitch, CASES[name][2], down)
+    a.staged, a.run = {0: 1, 8: 2}.get(columns // 32 % 16, 0), 8 if down else 1
     a.x, a.in_scale, a.signs, a.packed, a.scale, a.mask = map(address, (x, in_scale, factors, packed, scale, bits))
     a.s0, a.s1, a.o0, a.o1 = hopper_columns.key_of(random)
     a.drawn = address(random and random.drawn)
@@ -147,11 +163,13 @@ def test_a_launch_has_what_the_matrix_is(monkeypatch, dtype):
     monkeypatch.setattr(hopper_columns, "_kernel", lambda *how: 0)
     monkeypatch.setattr(nvrtc, "Launch", lambda *how: seen.append)
     monkeypatch.setattr(nvrtc, "tensor_map", lambda *how: seen.append(how) or bytes(128))
+    monkeypatch.setattr(nvrtc, "encode_map", lambda *how: seen.append(how) or bytes(128))
     x, scale = torch.zeros(64, 96, dtype=dtype)[:, :64], torch.zeros(64, 4, dtype=CODES)
     how = ScaleRule.absmax34, 32, None, Random(*RANDOM)
     if dtype == CODES:
         made = hopper_columns.requantize(x, scale, *how)
         assert seen.pop(0)[:4] == (x.data_ptr(), 64, 64, 96)
+        assert seen.pop(0)[:4] == (made[0].data_ptr(), (32, 32, 4), (128, 32), (64, 8, 4))
     else:
         made = hopper_columns.quantize_columns(x, *how, False)[:2]
     args = seen[0].args if dtype == CODES else seen[0]
@@ -159,6 +177,30 @@ def test_a_launch_has_what_the_matrix_is(monkeypatch, dtype):
     assert (args.x, args.packed, args.scale) == (x.data_ptr(), *map(address, made))
     assert args.in_scale == (scale.data_ptr() if dtype == CODES else None)
     assert [args.s0, args.s1, args.o0, args.o1] == hopper_columns.key_of(Random(*RANDOM))
+
+
+@pytest.mark.parametrize(("wide", "at", "staged"), [(256, 0, 1), (256, 8, 0), (240, 0, 0), (384, 0, 2)])
+def test_scales_come_as_boxes_where_the_copy_engine_takes_them(monkeypatch, wide, at, staged):
+    maps, seen = [], []
+    monkeypatch.setattr(hopper_columns, "_kernel", lambda *how: 0)
+    monkeypatch.setattr(nvrtc, "processors", lambda device: 132)
+    monkeypatch.setattr(nvrtc, "Launch", lambda *how: seen.append)
+    monkeypatch.setattr(nvrtc, "tensor_map", lambda data, *how: maps.append((data, *how[:4])) or bytes(128))
+    monkeypatch.setattr(nvrtc, "encode_map", lambda *how: bytes(128))
+    run = hopper_columns.launched.__wrapped__(
+        (512, 2, False), 256, wide, wide, CODES, ScaleRule.absmax34, 32, False, False, False, False, 0
+    )
+    run(4096, 8192 + at, None, 0, 0, None, None)
+    assert seen[0].args.staged == staged
+    sizes = [(256 // n, wide // 16 * n, wide // 16 * n, (128 // n, 16)) for n in (staged,) if n]
+    assert maps[1:] == [(8192, *size) for size in sizes]
+
+
+def test_tiles_come_in_eights_where_no_team_has_more_for_it():
+    assert hopper_columns.run_of(4096, 528) == 8  # 7.8 each
+    assert hopper_columns.run_of(1792, 528) == 4  # 3.4
+    assert hopper_columns.run_of(4096, 396) == 1  # 10.3
+    assert hopper_columns.run_of(1, 528) == 1
 
 
 @pytest.mark.parametrize(("block", "limit"), [(32, 724), (64, 1023), (128, 724)])

@@ -3,70 +3,69 @@
 namespace quantrot {
 
 constexpr int SPREAD = 12, LEAST_BYTE = 20, MOST_BYTE = 220;  // no power of two of a result is at float32's ends
-constexpr u32 RUN = 4;  // neighbouring tiles that warps of a block take, so that they share lines of codes and of scales
-constexpr u32 CODE_COLUMNS = 64, CODE_TILE = TALL * CODE_COLUMNS / 2;
-constexpr u32 COLUMN_PITCH = 64;  // bytes of a column's codes: 16 of each group, of group n at n ^ column / 2 % 4
+constexpr u32 TEAM = 4;  // warps that share a tile: of 128 rows a line of codes and 16 bytes of scales, half of them the tile's
+constexpr u32 STRIP = 64, CODE_TILE = TALL * TEAM * STRIP / 2, SCALE_TILE = TALL * 16;  // columns of a warp; bytes
+constexpr u32 COLUMN_PITCH = 64;  // bytes of a column's codes, column 4 g + c the 8 c + g-th: 16 of each group, group n's at n ^ g / 2
 constexpr u32 POWER_PITCH = 80;   // bytes of 32 rows' powers of two: four lanes meet no bank twice
-constexpr u32 POWERS = 8 * POWER_PITCH, SCRATCH = POWERS + 32 * COLUMN_PITCH;  // bytes of a warp, and 1024 of random numbers
+
+// A warp's own memory: codes on their way out, scales, powers of two, random numbers.
+constexpr u32 TO_SCALES = 32 * COLUMN_PITCH, TO_POWERS = TO_SCALES + STRIP * 32, TO_RANDOM = TO_POWERS + 1024;
 
 struct Columns {  // 32 of a tile
-  u32 codes;      // 128 rows of 32 bytes: unit u of row r lies at u ^ (r / 4 % 2)
-  u32 unit;       // which half
-  u32 powers, stage;
+  u32 codes;      // 128 rows of 128 bytes: unit u of row r lies at u ^ r % 8
+  u32 unit;       // theirs
+  u32 mine, powers;  // the warp's memory, and in it these columns' powers of two
   u32 row, column;  // the first
 
-  // Four words: two neighbouring rows of four neighbouring columns each; the lane's address is of row r.
-  __device__ __forceinline__ Words words(u32 r) const { return load_columns(codes + r * 32 + (unit ^ r / 4 % 2) * 16); }
+  // Four words: two rows of four neighbouring columns each; the lane's address is of row r.
+  __device__ __forceinline__ Words words(u32 r) const { return load_columns(codes + r * 128 + (unit ^ r % 8) * 16); }
+  __device__ __forceinline__ Words words_of(u32 block) const {  // of 32 rows, in the order of products
+    const u32 lane = lane_number();
+    return words(block * 32 + lane / 8 % 2 * 16 + lane % 8 / 4 * 8 + lane / 16 * 4 + lane % 4);
+  }
   __device__ __forceinline__ Words powers_of(u32 block) const {
-    return load_shared_words(powers + (unit * 4 + block) * POWER_PITCH + (lane_number() & 3) * 16);
+    return load_shared_words(powers + block * POWER_PITCH + (lane_number() & 3) * 16);
   }
-  // Where lane (g, q) puts eight codes of column 4 g + c, rows 8 q and on of a block.
+  // Where the scales of column c go, a byte of each block; all columns of a strip have words of eight tiles.
+  __device__ __forceinline__ u32 scale_word(u32 c) const {
+    c += column % STRIP;
+    return mine + TO_SCALES + (c * 8 + (row / TALL ^ c / 4) % 8) * 4;
+  }
+  // Where the codes of column 4 g + c go, of the lane's g, of a block's rows.
   __device__ __forceinline__ u32 codes_at(u32 c, u32 block) const {
-    const u32 g = lane_number() >> 2, q = lane_number() & 3;
-    return stage + (c * 8 + g) * COLUMN_PITCH + (block ^ g / 2) * 16 + q * 4;
-  }
-};
-
-struct Scales {  // of a tile, a lane's rows 32 j + lane: a byte of each half
-  u32 both[4];
-
-  __device__ __forceinline__ u32 byte(u32 j, u32 half) const { return half ? both[j] >> 8 : both[j] & 255; }
-  __device__ __forceinline__ Scales() {}
-  __device__ __forceinline__ Scales(const TransposeArgs& args, u32 row, u32 column) {  // of the tile
-    const u32 groups = args.rows / 32, pitch = args.columns / 32;
-#pragma unroll
-    for (u32 j = 0; j < 4; j++) {  // past the last row: the last 32; past the last column: the last
-      const unsigned char* const from = args.in_scale + ((u64)min(row * 4 + j, groups - 1) * 32 + lane_number()) * pitch;
-      if ((pitch | (u32)(u64)args.in_scale) % 2 == 0) both[j] = __ldg((const unsigned short*)(from + column * 2));
-      else both[j] = __ldg(from + column * 2) | __ldg(from + min(column * 2 + 1, pitch - 1)) << 8;
-    }
+    const u32 g = lane_number() >> 2;
+    return mine + (c * 8 + g) * COLUMN_PITCH + (block ^ g / 2) * 16;
   }
 };
 
 // --- On tensor cores ---------------------------------------------------------------------------------------------------
 //
-// Products are [16 columns, 32 rows] by Sylvester's matrix. ldmatrix turns codes as it turns 16-bit elements: lane (g, q) has
-// rows 2 q and the next of columns 4 g ... 4 g + 3, which are four words of the operand. Sylvester's columns are ordered so that
-// the lane's eight results of a column lie side by side, a word of codes: column c of product i is element 8 (c / 2) +
-// 4 (i / 2) + 2 (c % 2) + i % 2.
+// Products are [16 columns, 16 rows] by Sylvester's matrix of 16, by four of a row's five bits; an addition and a subtraction
+// are the fifth, for a product keeps the pipe of multiplications for eight cycles, an addition for one. ldmatrix turns codes as it turns 16-bit elements: lane
+// (g, q) has two rows of columns 4 g ... 4 g + 3, which are four words of the operand: in word t, at half b, row 16 (t % 2) +
+// 8 (q / 2) + 4 (t / 2) + 2 (q % 2) + b. The matrix's columns are ordered so that the lane's eight results of a column lie side by
+// side, a word of codes: column 2 q + b of product i is element 8 q + 4 (i / 2) + 2 b + i % 2. Rows' powers of two and signs
+// are the matrix's: there are less of its words than of the codes'.
 
-// Sylvester's matrix of 32 in a lane: rows 8 t + 2 q and the next, product i's column g.
+// Sylvester's matrix in a lane, of products i and words t. Multiplications take its signs: half of an exclusive or's time.
 struct Sylvester {
-  u32 words[4][4];
+  u32 words[2][2];
 
   __device__ __forceinline__ Sylvester() {
-    const u32 g = lane_number() >> 2, q = lane_number() & 3;
+    const u32 g = lane_number() >> 2, q = lane_number() & 3, odd = __popc(g & q) & 1;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-      for (int t = 0; t < 4; t++)
-        words[i][t] = 0x3C003C00u ^ ((q & g ^ __popc(t & g >> 1) ^ (i & q) / 2) & 1) * 0x80008000u ^ (u32)(i & 1) << 31;
+    for (u32 i = 0; i < 2; i++)
+      words[i][0] = 0x3C003C00u ^ odd * 0x80008000u ^ i << 31, words[i][1] = words[i][0] ^ (g >> 2) * 0x80008000u;
   }
+  __device__ __forceinline__ u32 times(int i, int t, u32 power) const { return times_half(power, words[i % 2][t % 2]); }
 };
 
 #ifndef QUANTROT_EMULATED
 __device__ __forceinline__ void load_shared_two(u32 from, u32 (&words)[2]) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void store_shared_byte(u32 to, u32 v) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {  // of two 16-bit numbers each
   u32 r;
@@ -101,9 +100,70 @@ __device__ __forceinline__ void product_halves(u32 (&d)[2], const u32 (&a)[4], u
 __device__ __forceinline__ void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product_warp<Fp16>(d, a, b0, b1); }
 __device__ __forceinline__ void product(u32 (&d)[2], const u32 (&a)[4], u32 b0, u32 b1) { product_halves(d, a, b0, b1); }
 
-// A word of two rows of four columns: s00eem00, a byte above, is float16's 2^-14 of the code.
+// Where a tile's scales of 8 groups begin in a row of the map; the copy engine takes multiples of 16.
+__device__ __forceinline__ u32 staged_at(u32 odd, u32 pitch, u32 tile) { return odd * pitch + tile * 8; }
+
+struct Scales {  // of a strip, a lane's rows 32 j + lane: a byte of each half, in 16 bits
+  u32 both[4];
+
+  __device__ __forceinline__ u32 byte(u32 j, u32 half) const { return half ? both[j] >> 16 : both[j] & 255; }
+  __device__ __forceinline__ int most() const { return most_of(both[0], both[1], both[2], both[3]); }
+  __device__ __forceinline__ int least() const { return 255 - most_of(~both[0], ~both[1], ~both[2], ~both[3]); }
+  // Of eight bytes of each lane, all above them alike.
+  __device__ __forceinline__ static int most_of(u32 a, u32 b, u32 c, u32 d) {
+    const u32 most = larger_halves(larger_halves(a, b), larger_halves(c, d));
+    return warp_max(max(most & 255, most >> 16 & 255));
+  }
+  // From row and column on. Past the last row: the last 32; past the last column: the last. If staged, 16 bytes a row lie at `tile`,
+  // those of odd rows, if two are together, behind those of even ones.
+  __device__ __forceinline__ Scales(const TransposeArgs& args, u32 row, u32 column, u32 tile) {
+    const u32 last = args.rows - 32 - row, lane = lane_number(), staged = args.staged, group = column / 32;
+    const u32 next = column + 32 < (u32)args.columns;
+    if (staged) {
+      const u32 down = staged - 1, odd = lane & down, within = staged_at(odd, args.columns / 32, group / 8) % 16 + group % 8;
+      const u32 from = tile + odd * (SCALE_TILE / 2) + (lane >> down) * 16 + within;
+#pragma unroll
+      for (u32 j = 0; j < 4; j++)
+        both[j] = __byte_perm(load_shared_u16(from + (min(32 * j, last) >> down) * 16), 0, next ? 0x4140 : 0x4040);
+    } else {
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) {
+        const unsigned char* const from = args.in_scale + (u64)(row + min(32 * j, last) + lane) * (args.columns / 32) + group;
+        both[j] = __ldg(from) | __ldg(from + next) << 16;
+      }
+    }
+  }
+};
+
+// A word of two rows of four columns: s000eem0, a byte above, is float16's 2^-14 of the code.
 __device__ __forceinline__ void spread_codes(u32 word, u32& low, u32& high) {
   low = select_bits(word << 1, word << 4, 0x80808080u), high = select_bits(word >> 3, word, 0x80808080u);
+}
+
+// A sum and a difference, of a number or of two float16 numbers, which each holds.
+__device__ __forceinline__ void add_subtract(float& x, float& y) {
+  const float sum = __fadd_rn(x, y);
+  y = __fsub_rn(x, y), x = sum;
+}
+__device__ __forceinline__ void add_subtract(u32& x, u32& y) {
+  const u32 sum = fma_half(y, 0x3C003C00u, x);
+  y = fma_half(y, 0xBC00BC00u, x), x = sum;
+}
+
+// Sums and differences of products of words 0 and 1 and of words 2 and 3, which add(to, word, sign) adds. In float32 a product
+// more is less than so many additions.
+template <class T, int N, class F>
+__device__ __forceinline__ void fifth_bit(T (&x)[N], T (&y)[N], const F& add) {
+  add(x, 0, 0);
+  if constexpr (N == 4) {
+#pragma unroll
+    for (int e = 0; e < N; e++) y[e] = x[e];
+    add(x, 2, 0), add(y, 2, 0x80008000u);
+  } else {
+    add(y, 2, 0);
+#pragma unroll
+    for (int e = 0; e < N; e++) add_subtract(x[e], y[e]);
+  }
 }
 
 // 32 rows of columns 4 g + 2 p and the next by Sylvester's matrix, of products i, in float32 or float16.
@@ -114,16 +174,19 @@ __device__ __forceinline__ void turn_rows(T (&v)[2][4][N], const Words& codes, c
   for (int t = 0; t < 4; t++) {
     u32 low, high;
     spread_codes(codes.at(t), low, high);
-    const auto times = [&](u32 two) { return times_half(two & 0x8E008E00u, power.at(t)); };
-    a[0][t][0] = times(low << 8), a[0][t][1] = times(high << 8), a[1][t][0] = times(low), a[1][t][1] = times(high);
+    a[0][t][0] = low << 8 & 0x8E008E00u, a[0][t][1] = high << 8 & 0x8E008E00u;
+    a[1][t][0] = low & 0x8E008E00u, a[1][t][1] = high & 0x8E008E00u;
   }
 #pragma unroll
-  for (int t = 0; t < 4; t += 2)
+  for (int i = 0; i < 2; i++)
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-      for (int p = 0; p < 2; p++)
-        product(v[p][i], {a[p][t][0], a[p][t][1], a[p][t + 1][0], a[p][t + 1][1]}, h.words[i][t], h.words[i][t + 1]);
+    for (int p = 0; p < 2; p++) {
+      const auto add = [&](T (&to)[N], int t, u32 sign) {
+        product(to, {a[p][t][0], a[p][t][1], a[p][t + 1][0], a[p][t + 1][1]}, h.times(i, t, power.at(t) ^ sign),
+                h.times(i, t + 1, power.at(t + 1) ^ sign));
+      };
+      fifth_bit(v[p][i], v[p][2 + i], add);
+    }
 }
 
 __device__ __forceinline__ u32 other_word(u32 v, int across) {
@@ -156,37 +219,35 @@ struct Randoms {
   }
 };
 
-// Powers of two of a tile as float16, with this exponent for a byte of 0, as lanes (g, q) take them: of 32 rows, rows 8 t + 2 q
-// and the next, t = 0 ... 3, lie side by side; WIDE: of blocks of 128 rows 32 q + 8 m + t and the next but three.
+// Powers of two of a tile as float16, with this exponent for a byte of 0, in the order in which lanes (g, q) take rows: 32 of a
+// block; WIDE_BLOCK: of blocks of 128 rows 32 q + 8 m + t and the next but three.
 template <bool WIDE_BLOCK>
-__device__ __forceinline__ void store_powers(u32 powers, const Scales& scales, u32 negative, int exponent) {
+__device__ __forceinline__ void store_powers(u32 powers, const Scales& scales, const u32 (&signs)[4], int exponent) {
   const u32 r = lane_number();
-  const u32 at = WIDE_BLOCK ? r / 8 * POWER_PITCH + r % 4 * 4 + r / 4 % 2 * 2 : r % 8 / 2 * 16 + r / 8 * 4 + r % 2 * 2;
+  const u32 at = WIDE_BLOCK ? r / 8 * POWER_PITCH + r % 4 * 4 + r / 4 % 2 * 2
+                            : r / 8 % 2 * 32 + r / 2 % 2 * 16 + r / 4 % 2 * 8 + r / 16 * 4 + r % 2 * 2;
 #pragma unroll
-  for (u32 i = 0; i < 8; i++)
-    store_shared16(powers + i / 4 * 4 * POWER_PITCH + i % 4 * (WIDE_BLOCK ? 16 : POWER_PITCH) + at,
-                   (u32)(exponent + (int)scales.byte(i % 4, i / 4)) << 10 | (negative << (15 - i % 4) & 0x8000));
+  for (u32 j = 0; j < 4; j++) {
+    const u32 both = scales.both[j] * 1024 + (u32)exponent * 0x04000400u ^ signs[j];
+    store_shared16(powers + j * (WIDE_BLOCK ? 16 : POWER_PITCH) + at, both);
+    store_shared16(powers + 4 * POWER_PITCH + j * (WIDE_BLOCK ? 16 : POWER_PITCH) + at, both >> 16);
+  }
 }
 
-// Codes of a lane's group of 32 columns and its exponents' byte `mine`, written; of column 4 g + i that of block q in `others`.
-__device__ __forceinline__ void write_columns(const TransposeArgs& args, const Columns& tile, u32 mine, u32 others) {
-  const u32 g = lane_number() >> 2, q = lane_number() & 3, groups = args.rows / 32;
-  const i64 group = (i64)(tile.column + 4 * g) * groups + tile.row / 32;
-  unsigned char *packed = args.packed + (group + q) * 16, *scale = args.scale + group + q;
-  const u32 from = tile.stage + g * COLUMN_PITCH + (q ^ g / 2) * 16;
+// Until the codes of 32 columns that were written last have been read.
+__device__ __forceinline__ void codes_free() {
+  if (lane_number() == 0) tensor_store_wait<0>();
   warp_sync();
-  if (groups % 4 == 0) {
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) store_words(packed + (i64)(i * groups) * 16, load_shared_words(from + i * (8 * COLUMN_PITCH)));
-    *(u32*)(args.scale + group + (i64)q * groups) = mine;
-  } else if (tile.row / 32 + q < groups) {
-#pragma unroll
-    for (u32 i = 0; i < 4; i++, packed += (i64)groups * 16, scale += groups) {
-      store_words(packed, load_shared_words(from + i * (8 * COLUMN_PITCH)));
-      *scale = (unsigned char)(others >> 8 * i);
-    }
+}
+
+// The codes of 32 columns, written.
+__device__ __forceinline__ void write_codes(const TensorMap* packed, const Columns& tile) {
+  fence_async();
+  warp_sync();
+  if (lane_number() == 0) {
+    tensor_store_dealt(packed, tile.row / 2, tile.column / 4, tile.mine);
+    tensor_store_commit();
   }
-  warp_sync();
 }
 
 // Of four words, a block's bytes of four columns each, a word of four blocks' bytes of column q.
@@ -194,8 +255,25 @@ __device__ __forceinline__ u32 of_column(const u32 (&blocks)[4], u32 q) {
   const u32 select = q | (q + 4) << 4;
   return __byte_perm(__byte_perm(blocks[0], blocks[1], select), __byte_perm(blocks[2], blocks[3], select), 0x5410);
 }
-__device__ __forceinline__ u32 of_block(const u32 (&blocks)[4], u32 q) {
-  return q & 2 ? q & 1 ? blocks[3] : blocks[2] : q & 1 ? blocks[1] : blocks[0];
+
+// Scales of a strip's tiles `from` ... `to` - 1 of eight that follow each other down the rows, written: if all, 32 bytes a column, a
+// sector, of which L2 takes parts so slowly that they were a tenth of the time.
+__device__ __forceinline__ void write_scales(const TransposeArgs& args, const Columns& strip, u32 from, u32 to) {
+  const u32 groups = args.rows / 32, n = lane_number() % 8, c = lane_number() / 8, first = strip.row / 32 + n * 4;
+  const u32 columns = min(STRIP, args.columns - strip.column), some = groups % 4 ? min(4u, groups - first) : 0;
+  unsigned char* scale = args.scale + (u64)(strip.column + c) * groups + first;
+  const auto word = [&](u32 i) { return load_shared32(strip.mine + TO_SCALES + (4 * i + c) * 32 + (n ^ i % 8) * 4); };
+  const bool own = n >= from && n < to;
+  warp_sync();
+  if (own && some)
+#pragma unroll 1
+    for (u32 i = 0; i < columns / 4; i++, scale += 4 * groups)
+      for (u32 j = 0; j < some; j++) scale[j] = (unsigned char)(word(i) >> 8 * j);
+  if (own && !some)
+#pragma unroll
+    for (u32 i = 0; i < STRIP / 4; i++, scale += 4 * groups)
+      if (i < 8 || columns == STRIP) *(u32*)scale = word(i);
+  warp_sync();
 }
 
 }  // namespace quantrot

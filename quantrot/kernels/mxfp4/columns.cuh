@@ -18,7 +18,9 @@ struct TransposeArgs {
   int rows, columns;
   float root;
   Key key;
-  int down;                       // whether one tile follows another down the rows, not along them
+  int down;                       // of elements: whether one tile follows another down the rows, not along them
+  int staged;                     // of codes: one or two rows of in_scale are whole units of 16 bytes, a row of a map; 0: none
+  int run;                        // of codes: tiles that come together
   const u64* drawn;               // of a kernel that adds them to the key
 
   __device__ __forceinline__ TransposeArgs with_drawn() const {
@@ -37,6 +39,7 @@ constexpr u32 WIDE = 64 * IN::BYTES;  // bytes of a tile's row
 struct Place {
   u32 row, column;
 
+  __device__ __forceinline__ Place(u32 row, u32 column) : row(row), column(column) {}
   __device__ __forceinline__ Place(u32 tile, u32 row_tiles, u32 column_tiles, bool down)
       : row(down ? tile % row_tiles : tile / column_tiles), column(down ? tile / row_tiles : tile % column_tiles) {}
   __device__ __forceinline__ void advance(const Place& by, u32 row_tiles, u32 column_tiles, bool down) {

@@ -17,8 +17,8 @@ from quantrot.kernels.ready import Run, address
 THREADS = 64
 TILE = 128, 64  # rows and columns
 SIGNS = 4 * 36 * 4
-CODE_BOX = (128, 32)  # rows and bytes of a warp's tile of codes
-SCRATCH, RANDOM = 8 * 80 + 32 * 64, 1024  # bytes of a warp that turns codes, and of its random numbers
+CODE_BOX, SCALE_BOX = (128, 128), (128, 16)  # rows and bytes of a tile of codes, for four warps, and of their scales
+SCRATCH, RANDOM = 32 * 64 + 64 * 32 + 1024, 1024  # bytes of a warp that turns codes, and of its random numbers
 
 TRANSPOSE = """extern "C" __global__ void __launch_bounds__(64, {resident}) {name}(
     const __grid_constant__ quantrot::TransposeArgs args) {{
@@ -26,8 +26,9 @@ TRANSPOSE = """extern "C" __global__ void __launch_bounds__(64, {resident}) {nam
 }}
 """
 REQUANTIZE = """extern "C" __global__ void __launch_bounds__({threads}, 1) {name}(
-    const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TransposeArgs args) {{
-  quantrot::requantize<{span}, {signs}, quantrot::{rule}, {dither}, {stages}>(&codes, {args});
+    const __grid_constant__ quantrot::TensorMap codes, const __grid_constant__ quantrot::TensorMap scales,
+    const __grid_constant__ quantrot::TensorMap packed, const __grid_constant__ quantrot::TransposeArgs args) {{
+  quantrot::requantize<{span}, {signs}, quantrot::{rule}, {dither}, {stages}>(&codes, &scales, &packed, {args});
 }}
 """
 
@@ -41,13 +42,13 @@ class Arguments(ctypes.Structure):
         ("pitch", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("rows", "columns")),
         ("root", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("s0", "s1", "o0", "o1", "down")),
+        *((name, ctypes.c_int) for name in ("s0", "s1", "o0", "o1", "down", "staged", "run")),
         ("drawn", ctypes.c_void_p),
     ]
 
 
 class CodeArguments(ctypes.Structure):
-    _fields_ = [("codes", ctypes.c_ubyte * 128), ("args", Arguments)]
+    _fields_ = [*((name, ctypes.c_ubyte * 128) for name in ("codes", "scales", "packed")), ("args", Arguments)]
 
 
 @lru_cache(maxsize=1)
@@ -88,12 +89,20 @@ def shared_bytes(dtype: torch.dtype, stages: int, threads: int = THREADS, dither
     """Of a block: its tiles, and the signs of rows, or what its warps turn codes in, a counter and barriers."""
     if dtype != torch.uint8:
         return stages * math.prod(TILE) * dtype.itemsize + SIGNS
-    return threads // 32 * (stages * (math.prod(CODE_BOX) + 8) + SCRATCH + RANDOM * dither) + 16
+    ring = stages * (math.prod(CODE_BOX) + math.prod(SCALE_BOX) + 16)  # of four warps, with barriers
+    return threads // 128 * ring + threads // 32 * (SCRATCH + RANDOM * dither)
 
 
 def arguments(rows: int, columns: int, pitch: int, hadamard: int, down: bool) -> Arguments:
     """The kernel's parameters of a matrix, its pitch in bytes, but for addresses and random numbers."""
-    return Arguments(*[None] * 6, pitch, rows, columns, float32((hadamard or 1) ** -0.5), 0, 0, 0, 0, down)
+    return Arguments(*[None] * 6, pitch, rows, columns, float32((hadamard or 1) ** -0.5), 0, 0, 0, 0, down, 0, 1)
+
+
+def run_of(tiles: int, teams: int) -> int:
+    """How many tiles of codes come together, one below the other: up to eight, whose scales are 32 bytes a column,
+    while no team has more of them than it must."""
+    most = -(-tiles // teams)
+    return next(run for run in (8, 4, 2, 1) if -(-tiles // run // teams) * run <= most)
 
 
 def fits(x: Tensor, rule: ScaleRule, hadamard: int) -> bool:
@@ -150,13 +159,15 @@ def launched(
     source = entry(
         dtype, rule, hadamard, signs, mask=mask, dither=dither, drawn=drawn, resident=resident, stages=stages
     )
-    threads, blocks = THREADS, nvrtc.processors(device) * resident
+    groups, threads, blocks = wide // 16, THREADS, nvrtc.processors(device) * resident  # groups: of codes
     tiles = -(-rows // TILE[0]) * -(-wide // TILE[1])
     if dtype == torch.uint8:
         threads, blocks, tiles = resident, nvrtc.processors(device), -(-rows // 128) * -(-wide // CODE_BOX[1])
     shared, of_codes = shared_bytes(dtype, stages, threads, dither), dtype == torch.uint8
     launch = nvrtc.Launch(_kernel(source, shared, device), (min(tiles, blocks),), threads, shared, device)
     args = arguments(rows, wide * (1 + of_codes), pitch * dtype.itemsize, hadamard, down)
+    if of_codes:
+        args.run = run_of(tiles, min(tiles, blocks) * threads // 128)
     values: CodeArguments | Arguments = CodeArguments(args=args) if of_codes else args
 
     def run(
@@ -169,8 +180,18 @@ def launched(
         args.s0, args.s1, args.o0, args.o1 = key_of(random)
         args.drawn = address(random and random.drawn)
         if isinstance(now, CodeArguments):
-            codes = nvrtc.tensor_map(x, rows, wide, pitch, CODE_BOX, dtype, CODE_BOX[1], 128)
-            ctypes.memmove(now.codes, codes, 128)
+            ctypes.memmove(now.codes, nvrtc.tensor_map(x, rows, wide, pitch, CODE_BOX, dtype, 128, 128), 128)
+            dealt = (rows // 2, wide // 2, 4), (2 * rows, rows // 2), (64, 8, 4)  # of packed: rows 4 g + c at 8 c + g
+            ctypes.memmove(now.packed, nvrtc.encode_map(packed, *dealt, dtype, 64), 128)
+            if in_scale and in_scale % 16 == 0 == groups % 8:
+                args.staged = together = 1 if groups % 16 == 0 else 2
+                of_rows = (
+                    rows // together,
+                    groups * together,
+                    groups * together,
+                    (SCALE_BOX[0] // together, SCALE_BOX[1]),
+                )
+                ctypes.memmove(now.scales, nvrtc.tensor_map(in_scale, *of_rows, dtype, 0, 128), 128)
         launch(now)
 
     return run

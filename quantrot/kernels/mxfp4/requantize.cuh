@@ -1,8 +1,8 @@
 // MXFP4 of a transpose of MXFP4, on Hopper. Follows code_columns.cuh.
 //
-// A warp has tiles of 128 rows by 64 columns' codes, 32 bytes a row, on their way by the copy engine; it works on 32 columns,
-// which have one power of two a row, and then on the others. Where a tile's powers of two lie within SPREAD binades, they
-// are float16 numbers, and so are the codes times them. Sums of 128 of these have at most 24 bits: every order gives the
+// Four warps share tiles of 128 rows by 256 columns' codes, whole lines, which come with their scales by the copy engine; each
+// works on 32 columns, which have one power of two a row, and then on 32 others. Where 64 columns' powers of two lie within
+// SPREAD binades, they are float16 numbers, and so are the codes times them. Sums of 128 of these have at most 24 bits: every order gives the
 // same float32 number, so that tensor cores give the bits of the butterfly. But for zeros' signs, which is why columns of
 // which a group is zero, like those of other powers, are turned by lanes, each a group. Rows past the last count as zeros.
 // Stochastic rounding is of such sums; rounding to nearest is of sums that are float16 numbers, too.
@@ -16,26 +16,24 @@ namespace quantrot {
 template <int SPAN>
 __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Sylvester& h, const Columns& tile, int top) {
   const u32 lane = lane_number(), g = lane >> 2, q = lane & 3, groups = args.rows / 32;
-  const Randoms randoms(tile.stage + 32 * COLUMN_PITCH);
+  const Randoms randoms(tile.mine + TO_RANDOM);
   u32 fields[4];  // of a block each: its columns' exponents, as float32 has them, a byte each
   Philox four;
   const u32 base = __float_as_uint(__fmul_rn(args.root, 0.75f * FINE)) + (129u << 23);
-#pragma unroll 1
-  for (u32 block = 0; block < 4; block += SPAN) {  // random numbers take the registers that steps at once would
+#pragma unroll SPAN == 1 ? 4 : 1
+  for (u32 block = 0; block < 4; block += SPAN) {  // of two blocks random numbers take the registers that steps at once would
     float v[SPAN][2][4][4] = {};
 #pragma unroll
-    for (int n = 0; n < SPAN; n++) turn_rows(v[n], tile.words((block + n) * 32 + lane), tile.powers_of(block + n), h);
+    for (int n = 0; n < SPAN; n++) turn_rows(v[n], tile.words_of(block + n), tile.powers_of(block + n), h);
 #pragma unroll
     for (int half = SPAN / 2; half; half /= 2)
 #pragma unroll
       for (int n = 0; n < SPAN; n++)
         if (!(n & half))
 #pragma unroll
-          for (int i = 0; i < 32; i++) {
-            float &x = v[n][i / 16][i / 4 % 4][i % 4], &y = v[n + half][i / 16][i / 4 % 4][i % 4];
-            const float sum = __fadd_rn(x, y);
-            y = __fsub_rn(x, y), x = sum;
-          }
+          for (int i = 0; i < 32; i++)
+            add_subtract(v[n][i / 16][i / 4 % 4][i % 4], v[n + half][i / 16][i / 4 % 4][i % 4]);
+    if (block == 0) codes_free();
 #pragma unroll
     for (int n = 0; n < SPAN; n++) {
       u32 random[4][2];
@@ -71,13 +69,13 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
           p[i] = Fp16::pack(__fmul_rn(value(c, 2 * i), factor), __fmul_rn(value(c, 2 * i + 1), factor));
           p[i] = i % 2 ? with_bits<true>(p[i], random[c][i / 2]) : with_bits<false>(p[i], random[c][i / 2]);
         }
-        store_shared32(tile.codes_at(c, block + n), code_word(p[0], p[1], p[2], p[3]));
+        store_shared32(tile.codes_at(c, block + n) + q * 4, code_word(p[0], p[1], p[2], p[3]));
       }
     }
   }
   const u32 mine = of_column(fields, q), down = (u32)(top - 130);
   if (__any_sync(0xFFFFFFFFu, ((mine - 0x01010101u) & ~mine & 0x80808080u) != 0)) return false;  // one is 0
-  write_columns(args, tile, mine + down * 0x01010101u, of_block(fields, q) + down * 0x01010101u);
+  store_shared32(tile.scale_word(4 * g + q), mine + down * 0x01010101u);
   return true;
 }
 
@@ -87,23 +85,12 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
 // 32 q + 8 m + 4 b + t of a block, lane (g, q) has half b of word t of product m; results lie alike. So a lane comes to hold a
 // whole group of a column: it finds its power of two, its random numbers and its 16 bytes by itself.
 
-// The words of Sylvester's matrix that such products take: but for signs of popcount(n & t), which the compiler knows, one.
-struct SylvesterWord {
-  u32 words[2];
-
-  __device__ __forceinline__ SylvesterWord() {
-    const u32 g = lane_number() >> 2, q = lane_number() & 3;
-    words[0] = 0x3C003C00u ^ (__popc(g / 2 & q) & 1) * 0x80008000u ^ (g & 1) << 31, words[1] = words[0] ^ 0x80008000u;
-  }
-  __device__ __forceinline__ u32 at(int n, int t) const { return words[((n & t) ^ (n & t) >> 1) & 1]; }
-};
-
 // Stochastic rounding. Whether all was done: else some was written that is to be written again. top: the byte of the power of two
 // that is 2^15.
-__device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, const SylvesterWord& h, const Columns& tile,
-                                                 int top) {
-  const u32 lane = lane_number(), g = lane >> 2, q = lane & 3, groups = args.rows / 32, group = tile.row / 32 + q;
-  const u32 powers = tile.powers + tile.unit * 4 * POWER_PITCH + q * 16;
+__device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, const Columns& tile, int top) {
+  const u32 lane = lane_number(), g = lane >> 2, q = lane & 3, groups = args.rows / 32;
+  const u32 powers = tile.powers + q * 16;
+  const u32 signs = 0x3C003C00u ^ (__popc(g / 2 & q) & 1) * 0x80008000u ^ (g & 1) << 31;  // Sylvester's, of products but of odd words
   const u32 base = __float_as_uint(__fmul_rn(args.root, 0.75f * FINE)) + (129u << 23);
   Words power[4];
   u32 low[4][4], high[4][4];
@@ -126,14 +113,16 @@ __device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, cons
 #pragma unroll
       for (int t = 0; t < 4; t++) {
         const u32 up = pair ? 0 : 8;
-        a[t][0] = times_half(low[m][t] << up & 0x8E008E00u, power[m].at(t));
-        a[t][1] = times_half(high[m][t] << up & 0x8E008E00u, power[m].at(t));
+        a[t][0] = low[m][t] << up & 0x8E008E00u, a[t][1] = high[m][t] << up & 0x8E008E00u;
       }
 #pragma unroll
-      for (int t = 0; t < 4; t += 2)
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-          product_warp<Fp16>(v[m][n], {a[t][0], a[t][1], a[t + 1][0], a[t + 1][1]}, h.at(n, t), h.at(n, t + 1));
+      for (int n = 0; n < 2; n++) {
+        const auto add = [&](float (&to)[4], int t, u32 sign) {
+          product(to, {a[t][0], a[t][1], a[t + 1][0], a[t + 1][1]}, times_half(power[m].at(t), signs ^ sign),
+                  times_half(power[m].at(t + 1), signs ^ sign ^ n * 0x80008000u));
+        };
+        fifth_bit(v[m][n], v[m][2 + n], add);
+      }
     }
 #pragma unroll
     for (int half = 2; half; half /= 2)
@@ -141,11 +130,9 @@ __device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, cons
       for (int m = 0; m < 4; m++)
         if (!(m & half))
 #pragma unroll
-          for (int i = 0; i < 16; i++) {
-            const float x = v[m][i / 4][i % 4], y = v[m + half][i / 4][i % 4];
-            v[m][i / 4][i % 4] = __fadd_rn(x, y), v[m + half][i / 4][i % 4] = __fsub_rn(x, y);
-          }
+          for (int i = 0; i < 16; i++) add_subtract(v[m][i / 4][i % 4], v[m + half][i / 4][i % 4]);
     const auto value = [&](int c, int i) { return v[i / 8][i % 4][c * 2 + i / 4 % 2]; };
+    if (pair == 0) codes_free();
     u32 fields[2];  // columns' exponents, as float32 has them
 #pragma unroll
     for (int c = 0; c < 2; c++) {
@@ -158,7 +145,6 @@ __device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, cons
     for (int c = 0; c < 2; c++) {
       const float factor = __uint_as_float(base - fields[c]);
       const u32 from = 2 * pair + c;
-      const i64 to = (i64)(tile.column + 4 * g + from) * groups + group;
       Philox four;
 #pragma unroll
       for (int i = 0; i < 4; i++) four.words[i] = word_of(mine.words[i], lane & 28 | from);
@@ -176,10 +162,8 @@ __device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, cons
         }
         words[m] = code_word(p[0], p[1], p[2], p[3]);
       }
-      if (group < groups) {  // always; without the branch the compiler mixes columns, and spills
-        store_words(args.packed + to * 16, {words[0], words[1], words[2], words[3]});
-        args.scale[to] = (unsigned char)((fields[c] >> 23) + top - 130);
-      }
+      store_shared_words(tile.codes_at(from, q), {words[0], words[1], words[2], words[3]});
+      store_shared_byte(tile.scale_word(4 * g + from) + q, (fields[c] >> 23) + top - 130);
     }
   }
   return !__any_sync(0xFFFFFFFFu, zero);
@@ -204,7 +188,7 @@ struct Nearest {
   static constexpr int DOWN = SPAN == 4 ? 14 : 13;  // of a scale's byte: a field and the least byte less this
 
   // float16's exponent fields, in their place, of groups' largest times the root; and what a group's elements are multiplied by.
-  __device__ __forceinline__ static u32 fields(u32 largest) { return (largest & 0x7FFF7FFFu) + TIMES_ROOT & 0x7C007C00u; }
+  __device__ __forceinline__ static u32 fields(u32 largest) { return largest + TIMES_ROOT & 0x7C007C00u; }
   __device__ __forceinline__ static u32 factors(u32 fields) { return FACTOR - fields; }
 };
 
@@ -212,11 +196,11 @@ struct Nearest {
 template <int SPAN>
 __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylvester& h, const Columns& tile, int least) {
   using Rounding = Nearest<SPAN>;
-  const u32 lane = lane_number(), q = lane & 3, one = min(args.rows, 1);  // unknown to the compiler: rounding by IMAD
+  const u32 g = lane_number() >> 2, q = lane_number() & 3, one = min(args.rows, 1);  // unknown to the compiler: rounding by IMAD
   Words codes[SPAN], power[SPAN];
   const auto load = [&](u32 block) {
 #pragma unroll
-    for (int n = 0; n < SPAN; n++) codes[n] = tile.words((block + n) * 32 + lane), power[n] = tile.powers_of(block + n);
+    for (int n = 0; n < SPAN; n++) codes[n] = tile.words_of(block + n), power[n] = tile.powers_of(block + n);
   };
   load(0);
   u32 fields[4];  // of a block each: its columns' exponents times 4, a byte each
@@ -232,11 +216,9 @@ __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylve
       for (int n = 0; n < SPAN; n++)
         if (!(n & half))
 #pragma unroll
-          for (int i = 0; i < 16; i++) {
-            u32 &x = v[n][i / 8][i / 2 % 4][i % 2], &y = v[n + half][i / 8][i / 2 % 4][i % 2];
-            const u32 sum = fma_half(y, 0x3C003C00u, x);
-            y = fma_half(y, 0xBC00BC00u, x), x = sum;
-          }
+          for (int i = 0; i < 16; i++)
+            add_subtract(v[n][i / 8][i / 2 % 4][i % 2], v[n + half][i / 8][i / 2 % 4][i % 2]);
+    if (block == 0) codes_free();
 #pragma unroll
     for (int n = 0; n < SPAN; n++) {
       u32 two[2];  // columns' largest, then their fields
@@ -265,161 +247,161 @@ __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylve
           const u32 x = v[n][c / 2][i][c % 2];
           p[i] = (c % 2 ? times_one_half<1>(x, factors) : times_one_half<0>(x, factors)) * one + Rounding::ROUND;
         }
-        store_shared32(tile.codes_at(c, block + n), code_word(p[0], p[1], p[2], p[3]));
+        store_shared32(tile.codes_at(c, block + n) + q * 4, code_word(p[0], p[1], p[2], p[3]));
       }
     }
   }
   const u32 mine = of_column(fields, q), below = mine - LEAST_FIELD * 0x04040404u, above = mine + (31 - MOST_FIELD) * 0x04040404u;
   if (__any_sync(0xFFFFFFFFu, ((below | above) & 0x80808080u) != 0)) return false;
-  const u32 up = (u32)(least - Rounding::DOWN) * 0x01010101u;
-  write_columns(args, tile, (mine >> 2) + up, (of_block(fields, q) >> 2) + up);
+  store_shared32(tile.scale_word(4 * g + q), (mine >> 2) + (u32)(least - Rounding::DOWN) * 0x01010101u);
   return true;
 }
 
 // --- By lanes ----------------------------------------------------------------------------------------------------------
 
 // Powers of two of a tile as bfloat16.
-__device__ __forceinline__ void store_wide_powers(u32 powers, const Scales& scales, u32 negative) {
+__device__ __forceinline__ void store_wide_powers(u32 powers, const Scales& scales, const u32 (&signs)[4]) {
 #pragma unroll
   for (u32 i = 0; i < 8; i++) {
     const u32 byte = scales.byte(i % 4, i / 4), bits = byte == 255 ? 0x7FC0u : byte ? byte << 7 : 0x0040u;
-    store_shared16(powers + i * POWER_PITCH + lane_number() * 2, bits ^ (negative << (15 - i % 4) & 0x8000));
+    store_shared16(powers + i * POWER_PITCH + lane_number() * 2, bits ^ (signs[i % 4] & 0x8000));
   }
 }
 
-// A lane's group of a column, lane % 4 of the column's four from `first_row` on, turned, quantized and written.
+// A lane's group of column 4 g + c, lane % 4 of its four, turned, quantized and written to shared memory.
 template <int SPAN, int RULE, bool DITHER>
-__device__ __forceinline__ void write_column(Group& x, const TransposeArgs& args, u32 first_row, u32 column) {
-  const u32 groups = args.rows / 32, row_group = first_row / 32 + lane_number() % 4;
-  const i64 group = (i64)column * groups + row_group;
+__device__ __forceinline__ void write_column(Group& x, const TransposeArgs& args, const Columns& tile, u32 c) {
+  const u32 column = lane_number() / 4 * 4 + c, block = lane_number() % 4;
   x.turn_across<SPAN>();
   const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, args.root);
   u32 within;
   Random random;
-  if constexpr (DITHER) random = Random(Philox((u64)group / 4, args.key), group);
+  if constexpr (DITHER) {
+    const u64 group = (u64)(tile.column + column) * (args.rows / 32) + tile.row / 32 + block;
+    random = Random(Philox(group / 4, args.key), group);
+  }
   Words codes = codes_of<RULE, false, DITHER>(x, fine_factor<RULE>(exponent.value, args.root), random, within);
   if (!exponent.finite) codes = {};
-  if (column < (u32)args.columns && row_group < groups) {
-    store_words(args.packed + group * 16, codes);
-    args.scale[group] = exponent.byte();
-  }
+  store_shared_words(tile.codes_at(c, block), codes);
+  store_shared_byte(tile.scale_word(column) + block, exponent.byte());
 }
 
 // Lane (c, s) has rows 32 s ... 32 s + 31 of columns 4 c ... 4 c + 3, one after another.
 template <int SPAN, int RULE, bool DITHER>
 __device__ __forceinline__ void by_lanes(const TransposeArgs& args, const Columns& tile) {
-  const u32 lane = lane_number(), c = lane >> 2, s = lane & 3, r = lane % 8 / 2 * 32 + lane / 8 * 2 + lane % 2;
+  const u32 lane = lane_number(), s = lane & 3, r = lane % 8 / 2 * 32 + lane / 8 * 2 + lane % 2;
+  codes_free();
 #pragma unroll 1
   for (int pass = 0; pass < 4; pass++) {
     Group x;
 #pragma unroll
     for (int i = 0; i < 32; i += 8) {
       const Words rows = tile.words(r + i);
-      const Words power = load_shared_words(tile.powers + (tile.unit * 4 + s) * POWER_PITCH + i * 2);
+      const Words power = load_shared_words(tile.powers + s * POWER_PITCH + i * 2);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const u32 two = times_bf16(times_bf16(pair<0>(rows.at(j) >> 4 * pass), 0x7E807E80u), power.at(j));  // 2^126
         x.v[i + j * 2] = __uint_as_float(two << 16), x.v[i + j * 2 + 1] = __uint_as_float(two & 0xFFFF0000u);
       }
     }
-    write_column<SPAN, RULE, DITHER>(x, args, tile.row, tile.column + c * 4 + pass);
+    write_column<SPAN, RULE, DITHER>(x, args, tile, pass);
   }
 }
 
 // --- The kernel --------------------------------------------------------------------------------------------------------
 
 template <int SPAN, bool SIGNS, int RULE, bool DITHER, int STAGES>
-__device__ __forceinline__ void requantize(const TensorMap* map, const TransposeArgs& args) {
-  const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32;
-  constexpr u32 MINE = SCRATCH + (DITHER ? 1024 : 0);
-  const u32 ring_at = shared_memory() + warp * (STAGES * CODE_TILE);
-  const u32 scratch = shared_memory() + warps * (STAGES * CODE_TILE) + warp * MINE;
-  const u32 counter = shared_memory() + warps * (STAGES * CODE_TILE + MINE), full = counter + 16 + warp * (STAGES * 8);
-  const u32 row_tiles = (args.rows + TALL - 1) / TALL, column_tiles = (args.columns + CODE_COLUMNS - 1) / CODE_COLUMNS;
-  if (threadIdx.x == 0) store_shared32(counter, 0);
-  if (lane == 0) {
-    for (u32 i = 0; i < STAGES; i++) barrier_init(full + i * 8, 1);
+__device__ __forceinline__ void requantize(const TensorMap* code_map, const TensorMap* scale_map, const TensorMap* packed,
+                                           const TransposeArgs& args) {
+  const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32, team = warp / TEAM, strip = warp % TEAM;
+  constexpr u32 MINE = TO_RANDOM + (DITHER ? 1024 : 0);
+  const u32 all_scales = shared_memory() + warps / TEAM * (STAGES * CODE_TILE);
+  const u32 all_scratch = all_scales + warps / TEAM * (STAGES * SCALE_TILE);
+  const u32 codes_at = shared_memory() + team * (STAGES * CODE_TILE), scales_at = all_scales + team * (STAGES * SCALE_TILE);
+  const u32 mine = all_scratch + warp * MINE, powers = mine + TO_POWERS;
+  const u32 full = all_scratch + warps * MINE + team * (STAGES * 16), empty = full + STAGES * 8;
+  if (strip == 0 && lane == 0) {
+    for (u32 i = 0; i < STAGES; i++) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, TEAM);
     barrier_init_done();
   }
   block_sync();
-  u32 negative = 0;  // bit j: sign of row 32 j + lane, which its power takes
+  u32 signs[4] = {};  // of rows 32 j + lane, which their powers take
   if constexpr (SIGNS)
 #pragma unroll
-    for (int j = 0; j < 4; j++) negative |= __float_as_uint(args.signs[(32 * j + lane) % (32 * SPAN)]) >> 31 << j;
-  const Lines lines(column_tiles);
-  const u32 in_runs = row_tiles * column_tiles / (RUN * gridDim.x) * RUN;
+    for (int j = 0; j < 4; j++) signs[j] = (__float_as_uint(args.signs[(32 * j + lane) % (32 * SPAN)]) >> 31) * 0x80008000u;
+  const u32 row_tiles = (args.rows + TALL - 1) / TALL, tiles = row_tiles * ((args.columns + TEAM * STRIP - 1) / (TEAM * STRIP));
+  const u32 teams = gridDim.x * (warps / TEAM), me = blockIdx.x * (warps / TEAM) + team, runs = (tiles + args.run - 1) / args.run;
+  const auto start_of = [&](u32 team) { return min((u32)((u64)runs * team / teams) * args.run, tiles); };
+  const u32 end = start_of(me + 1);
+  u32 number = start_of(me), first = number % row_tiles % 8;  // of eight tiles whose scales are written at once
   const Sylvester h;
-  const SylvesterWord word;
-  const u64 policy = cache_policy<LAST>();  // a line's other tiles, too (57 us; NORMAL 62; FIRST 70)
-  struct Tile {
-    u32 row, column;
-  };
-  u32 into = 0;
+  const u64 policy = cache_policy<LAST>();
+  Place there(number, row_tiles, 1, true), next = there;
+  Ring<STAGES> ahead, ring;
   const auto start = [&] {
-    const u32 next = next_number(counter);
-    const u32 number = next < in_runs ? next / RUN * RUN * gridDim.x + blockIdx.x * RUN + next % RUN : next * gridDim.x + blockIdx.x;
-    Tile t;
-    lines.find(number, t.row, t.column);
-    if (t.row < row_tiles) {
-      barrier_expect(full + into * 8, CODE_TILE);
-      tensor_load(ring_at + into * CODE_TILE, map, t.column * 32, t.row * TALL, full + into * 8, policy);
-    }
-    into = into == STAGES - 1 ? 0 : into + 1;
-    return t;
-  };
-  Tile taken[STAGES];
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) taken[s] = start();
-  Scales scales;
-  if (taken[0].row < row_tiles) scales = Scales(args, taken[0].row, taken[0].column);
-  Ring<STAGES> ring;
-  while (taken[0].row < row_tiles) {
-    warp_sync();  // all lanes have read what is overwritten now
-    taken[STAGES - 1] = start();
-    const u32 row = taken[0].row, column = taken[0].column;
-    u32 most = scales.byte(0, 0), least = most;
-#pragma unroll
-    for (int i = 1; i < 8; i++) {
-      const u32 byte = scales.byte(i % 4, i / 4);
-      most = max(most, byte), least = min(least, byte);
-    }
-    const int top = warp_max((int)most), low = -warp_max(-(int)least);
-    const bool near = RULE == ABSMAX34 && top <= low + (DITHER ? SPREAD : HALF_SPREAD) && low >= LEAST_BYTE && top <= MOST_BYTE;
-    const auto store_near = [&](const Scales& of) {
-      store_powers<DITHER && SPAN == 4>(scratch, of, negative, DITHER ? 30 - top : (int)UNIT_POWER - low);
-    };
-    if (near) store_near(scales);
-    else store_wide_powers(scratch, scales, negative);
-    if (taken[1].row < row_tiles) scales = Scales(args, taken[1].row, taken[1].column);
-    barrier_wait(full + ring.stage * 8, ring.parity);
-    warp_sync();
+    const u32 bar = full + ahead.stage * 8;
+    barrier_wait(empty + ahead.stage * 8, ahead.parity ^ 1);
+    barrier_expect(bar, CODE_TILE + (args.staged ? SCALE_TILE : 0));
+    tensor_load(codes_at + ahead.stage * CODE_TILE, code_map, next.column * (TEAM * STRIP / 2), next.row * TALL, bar, policy);
 #pragma unroll 1
-    for (u32 half = 0; half < 2; half++) {
-      const Columns tile = {ring_at + ring.stage * CODE_TILE, half, scratch, scratch + POWERS, row * TALL,
-                            column * CODE_COLUMNS + half * 32};
-      if (tile.column >= (u32)args.columns) break;
-      if constexpr (RULE == ABSMAX34)
-        if (near) {
-          bool done;
-          if constexpr (!DITHER) done = by_halves<SPAN>(args, h, tile, low);
-          else if constexpr (SPAN == 4) done = by_wide_products(args, word, tile, top);
-          else done = by_products<SPAN>(args, h, tile, top);
-          if (done) continue;
+    for (u32 odd = 0; odd < (u32)args.staged; odd++)
+      tensor_load(scales_at + ahead.stage * SCALE_TILE + odd * (SCALE_TILE / 2), scale_map,
+                  staged_at(odd, args.columns / 32, next.column) / 16 * 16, next.row * TALL / args.staged, bar, policy);
+    next.advance({1, 0}, row_tiles, 1, true), ahead.next();
+  };
+  if (strip == 0 && number < end) start();
+  for (; number < end; number++, ring.next(), there.advance({1, 0}, row_tiles, 1, true)) {
+    if (strip == 0 && number + 1 < end) start();
+    const u32 row = there.row * TALL, column = there.column * (TEAM * STRIP) + strip * STRIP;
+    barrier_wait(full + ring.stage * 8, ring.parity);
+    if (column < (u32)args.columns) {
+      const auto of_strip = [&] { return Scales(args, row, column, scales_at + ring.stage * SCALE_TILE); };
+      const Scales scales = of_strip();
+      const int top = scales.most(), low = scales.least();
+      const bool near = RULE == ABSMAX34 && top <= low + (DITHER ? SPREAD : HALF_SPREAD) && low >= LEAST_BYTE && top <= MOST_BYTE;
+      const auto store_near = [&](const Scales& of) {
+        store_powers<DITHER && SPAN == 4>(powers, of, signs, DITHER ? 30 - top : (int)UNIT_POWER - low);
+      };
+      if (near) store_near(scales);
+      else store_wide_powers(powers, scales, signs);
+      warp_sync();
+#pragma unroll 1
+      for (u32 half = 0; half < 2; half++) {
+        const Columns tile = {codes_at + ring.stage * CODE_TILE, strip * 2 + half, mine, powers + half * (4 * POWER_PITCH), row,
+                              column + half * 32};
+        if (tile.column >= (u32)args.columns) break;
+        if constexpr (RULE == ABSMAX34)
+          if (near) {
+            bool done;
+            if constexpr (!DITHER) done = by_halves<SPAN>(args, h, tile, low);
+            else if constexpr (SPAN == 4) done = by_wide_products(args, tile, top);
+            else done = by_products<SPAN>(args, h, tile, top);
+            if (done) {
+              write_codes(packed, tile);
+              continue;
+            }
+            warp_sync();
+            store_wide_powers(powers, of_strip(), signs);
+            warp_sync();
+          }
+        by_lanes<SPAN, RULE, DITHER>(args, tile);
+        write_codes(packed, tile);
+        if (near && half == 0) {
           warp_sync();
-          store_wide_powers(scratch, Scales(args, row, column), negative);
+          store_near(of_strip());
           warp_sync();
         }
-      by_lanes<SPAN, RULE, DITHER>(args, tile);
-      if (near && half == 0) {
-        warp_sync();
-        store_near(Scales(args, row, column));
-        warp_sync();
       }
     }
-    ring.next();
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) taken[s] = taken[s + 1];
+    warp_sync();
+    if (lane == 0) barrier_arrive(empty + ring.stage * 8);
+    if (column < (u32)args.columns && (there.row % 8 == 7 || there.row + 1 == row_tiles || number + 1 == end)) {
+      const Columns eight = {0, 0, mine, 0, row / (8 * TALL) * (8 * TALL), column};
+      write_scales(args, eight, first, there.row % 8 + 1);
+      first = 0;
+    }
   }
+  codes_free();  // a block's shared memory ends with it
 }
 
 }  // namespace quantrot

@@ -29,4 +29,5 @@ inline Words load_columns(u32 from) {
   }
   return {words[0], words[1], words[2], words[3]};
 }
+inline void store_shared_byte(u32 to, u32 v) { *self().block->at(to, 1) = (unsigned char)v; }
 inline void load_shared_two(u32 from, u32 (&words)[2]) { memcpy(words, self().block->at(from, 8), 8); }

@@ -143,6 +143,7 @@ struct TensorMap {  // a matrix [rows, columns] of elements, copied in boxes
   u32 box_columns, box_rows, element;  // bytes of an element
   u32 swizzled;                        // by 128 bytes (64, 32 where a line of the box is no longer), or not at all
   u32 folded = 0;                      // for tensor_load_folded
+  u32 dealt = 0;                       // for tensor_store_dealt
   u32 fresh = 0;                       // written by the kernel before: copied after grid_wait only
 };
 
@@ -284,6 +285,11 @@ inline void tensor_load_folded(u32 to, const TensorMap* map, int y, u32 bar, u64
 void line_load(u32 to, const void* from, u32 bytes, u32 bar);
 
 void tensor_store(const TensorMap* map, int x, int y, u32 from);
+
+inline void tensor_store_dealt(const TensorMap* map, int x, int y, u32 from) {
+  if (!map->dealt) fail("a map that does not deal rows out");
+  tensor_store(map, x, 4 * y, from);
+}
 
 void tensor_store_commit();
 

@@ -319,7 +319,7 @@ inline void each_unit(const TensorMap& map, int x, int y, u32 address, F f) {
   for (u32 r = 0; r < map.box_rows; r++) {
     for (u32 byte = 0; byte < line; byte += 16) {
       const u32 inside16 = r & 16 - 1, b = inside16 >> 3, q = inside16 >> 1 & 3;
-      const i64 row = y + (i64)(map.folded ? r - inside16 + 4 * q + 2 * b + r % 2 : r), at = (i64)x * map.element + byte;
+      const i64 row = y + (i64)(map.folded ? r - inside16 + 4 * q + 2 * b + r % 2 : map.dealt ? r % 8 * 4 + r / 8 : r), at = (i64)x * map.element + byte;
       const bool inside = row >= 0 && row < (i64)map.rows && at >= 0 && at < (i64)(map.columns * map.element);
       u32 to = address + r * line + byte;
       if (map.swizzled) to ^= (to >> 7 & (line <= 32 ? 1 : line <= 64 ? 3 : 7)) << 4;
@@ -338,6 +338,7 @@ void check_map(const TensorMap& map, u32 address) {
 void tensor_load_all(u32 to, const TensorMap* map, int x, int y, u32 bar, u64, unsigned short blocks) {
   if (!elect_one()) return;
   check_map(*map, to);
+  if (x * (int)map->element % 16) fail("a copy from the midst of 16 bytes, an illegal instruction");
   if (map->fresh && !self().waited) fail("a copy before grid_wait of what the kernel before writes");
   for (auto& owner : self().block->cluster->blocks) {
     emulator::Block* block = owner.get();
