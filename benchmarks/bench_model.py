@@ -312,10 +312,10 @@ def main(asked: argparse.Namespace) -> list[dict[str, Any]]:
                 flush=True,
             )
         del quantized
-    if device.type == "cuda":
-        write_results("bench_model", gbps, rows, asked.out)
-    elif asked.out:
-        asked.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        if device.type == "cuda":  # after each: what ends a long run loses the others alone
+            write_results("bench_model", gbps, rows, asked.out)
+        elif asked.out:
+            asked.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     return rows
 
 

@@ -5,7 +5,7 @@ namespace quantrot {
 constexpr int SPREAD = 12, LEAST_BYTE = 20, MOST_BYTE = 220;  // no power of two of a result is at float32's ends
 constexpr u32 TEAM = 4;  // warps that share a tile: of 128 rows a line of codes and 16 bytes of scales, half of them the tile's
 constexpr u32 STRIP = 64, CODE_TILE = TALL * TEAM * STRIP / 2, SCALE_TILE = TALL * 16;  // columns of a warp; bytes
-constexpr u32 COLUMN_PITCH = 64;  // bytes of a column's codes, column 4 g + c the 8 c + g-th: 16 of each group, group n's at n ^ g / 2
+constexpr u32 COLUMN_PITCH = 64;  // bytes of a column's codes, 4 g + c is the 8 c + g-th: 16 of each group, group n's at n ^ g / 2
 constexpr u32 POWER_PITCH = 80;   // bytes of 32 rows' powers of two: four lanes meet no bank twice
 
 // A warp's own memory: codes on their way out, scales, powers of two, random numbers.
@@ -13,8 +13,9 @@ constexpr u32 TO_SCALES = 32 * COLUMN_PITCH, TO_POWERS = TO_SCALES + STRIP * 32,
 
 struct Columns {  // 32 of a tile
   u32 codes;      // 128 rows of 128 bytes: unit u of row r lies at u ^ r % 8
-  u32 unit;       // theirs
-  u32 mine, powers;  // the warp's memory, and in it these columns' powers of two
+  u32 unit;       // that of these columns
+  u32 mine;       // the warp's own memory
+  u32 powers;     // in it, of these columns
   u32 row, column;  // the first
 
   // Four words: two rows of four neighbouring columns each; the lane's address is of row r.
@@ -40,14 +41,16 @@ struct Columns {  // 32 of a tile
 
 // --- On tensor cores ---------------------------------------------------------------------------------------------------
 //
-// Products are [16 columns, 16 rows] by Sylvester's matrix of 16, by four of a row's five bits; an addition and a subtraction
-// are the fifth, for a product keeps the pipe of multiplications for eight cycles, an addition for one. ldmatrix turns codes as it turns 16-bit elements: lane
-// (g, q) has two rows of columns 4 g ... 4 g + 3, which are four words of the operand: in word t, at half b, row 16 (t % 2) +
-// 8 (q / 2) + 4 (t / 2) + 2 (q % 2) + b. The matrix's columns are ordered so that the lane's eight results of a column lie side by
-// side, a word of codes: column 2 q + b of product i is element 8 q + 4 (i / 2) + 2 b + i % 2. Rows' powers of two and signs
-// are the matrix's: there are less of its words than of the codes'.
+// Products are [16 columns, 16 rows] by Sylvester's matrix of 16: of a row's five bits they turn by four. An addition and a
+// subtraction are the fifth, for a product keeps the pipe of multiplications for eight cycles, an addition for one. ldmatrix turns
+// codes as it turns 16-bit elements: lane (g, q) has two rows of columns 4 g ... 4 g + 3, four words of the operand. At half b
+// of word t is row 16 (t % 2) + 8 (q / 2) + 4 (t / 2) + 2 (q % 2) + b (eight rows of a word that meet two by two in a bank). The
+// matrix's columns are ordered so that the lane's eight results of a column lie side by side, a word of codes: column 2 q + b of
+// product i is element 8 q + 4 (i / 2) + 2 b + i % 2. The matrix is multiplied by the rows' powers of two and signs, since a lane
+// has fewer words of it than of codes.
 
-// Sylvester's matrix in a lane, of products i and words t. Multiplications take its signs: half of an exclusive or's time.
+// Sylvester's matrix in a lane, of products i and words t: ones and signs, taken by multiplications, in half of an exclusive or's
+// time.
 struct Sylvester {
   u32 words[2][2];
 
@@ -100,22 +103,22 @@ __device__ __forceinline__ void product_halves(u32 (&d)[2], const u32 (&a)[4], u
 __device__ __forceinline__ void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { product_warp<Fp16>(d, a, b0, b1); }
 __device__ __forceinline__ void product(u32 (&d)[2], const u32 (&a)[4], u32 b0, u32 b1) { product_halves(d, a, b0, b1); }
 
-// Where a tile's scales of 8 groups begin in a row of the map; the copy engine takes multiples of 16.
+// Where a tile's scales of 8 groups begin in a row of the map; boxes begin at multiples of 16 (others are illegal instructions).
 __device__ __forceinline__ u32 staged_at(u32 odd, u32 pitch, u32 tile) { return odd * pitch + tile * 8; }
 
-struct Scales {  // of a strip, a lane's rows 32 j + lane: a byte of each half, in 16 bits
+struct Scales {  // of a strip's rows, a lane's 32 j + lane: a byte of each 32 columns, in 16 bits
   u32 both[4];
 
   __device__ __forceinline__ u32 byte(u32 j, u32 half) const { return half ? both[j] >> 16 : both[j] & 255; }
   __device__ __forceinline__ int most() const { return most_of(both[0], both[1], both[2], both[3]); }
   __device__ __forceinline__ int least() const { return 255 - most_of(~both[0], ~both[1], ~both[2], ~both[3]); }
-  // Of eight bytes of each lane, all above them alike.
+  // Of eight bytes of each lane; what is above them is the same in all.
   __device__ __forceinline__ static int most_of(u32 a, u32 b, u32 c, u32 d) {
     const u32 most = larger_halves(larger_halves(a, b), larger_halves(c, d));
     return warp_max(max(most & 255, most >> 16 & 255));
   }
-  // From row and column on. Past the last row: the last 32; past the last column: the last. If staged, 16 bytes a row lie at `tile`,
-  // those of odd rows, if two are together, behind those of even ones.
+  // From row and column on. Past the last row: the last 32; past the last column: the last. If staged, the tile's lie at `tile`,
+  // 16 bytes a row; if two rows are one of the map, the odd ones behind the even ones.
   __device__ __forceinline__ Scales(const TransposeArgs& args, u32 row, u32 column, u32 tile) {
     const u32 last = args.rows - 32 - row, lane = lane_number(), staged = args.staged, group = column / 32;
     const u32 next = column + 32 < (u32)args.columns;
@@ -234,13 +237,13 @@ __device__ __forceinline__ void store_powers(u32 powers, const Scales& scales, c
   }
 }
 
-// Until the codes of 32 columns that were written last have been read.
+// Until the copy engine has read the codes that were written last.
 __device__ __forceinline__ void codes_free() {
   if (lane_number() == 0) tensor_store_wait<0>();
   warp_sync();
 }
 
-// The codes of 32 columns, written.
+// Codes of 32 columns, from the warp's memory to [columns, rows / 2].
 __device__ __forceinline__ void write_codes(const TensorMap* packed, const Columns& tile) {
   fence_async();
   warp_sync();
@@ -256,8 +259,8 @@ __device__ __forceinline__ u32 of_column(const u32 (&blocks)[4], u32 q) {
   return __byte_perm(__byte_perm(blocks[0], blocks[1], select), __byte_perm(blocks[2], blocks[3], select), 0x5410);
 }
 
-// Scales of a strip's tiles `from` ... `to` - 1 of eight that follow each other down the rows, written: if all, 32 bytes a column, a
-// sector, of which L2 takes parts so slowly that they were a tenth of the time.
+// Scales of a strip's tiles `from` ... `to` - 1 of eight that follow each other down the rows, written: if all, 32 bytes a column,
+// a sector, of which L2 takes parts so slowly that they were a tenth of the time.
 __device__ __forceinline__ void write_scales(const TransposeArgs& args, const Columns& strip, u32 from, u32 to) {
   const u32 groups = args.rows / 32, n = lane_number() % 8, c = lane_number() / 8, first = strip.row / 32 + n * 4;
   const u32 columns = min(STRIP, args.columns - strip.column), some = groups % 4 ? min(4u, groups - first) : 0;
