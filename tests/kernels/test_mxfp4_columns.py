@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.mxfp4 import hopper_columns, hopper_rows, operators, triton_columns, triton_rows
+from quantrot.kernels.mxfp4 import hopper_columns, hopper_rows, operators, triton_columns, triton_rows, tuned
 from quantrot.kernels.mxfp4.reference import Random, ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.ready import address
 
@@ -72,6 +72,14 @@ int nearest(int most, int count, const int* numbers, unsigned char* codes) {
     codes[i] = quantrot::times_half(half(numbers[i]), Rounding::factors(fields)) + Rounding::ROUND >> 9 & 7;
   return (fields >> 10 & 31) - Rounding::DOWN;
 }
+template <int SPAN>
+int in_float16(int most) {
+  const unsigned field = quantrot::Nearest<SPAN>::fields(quantrot::Fp16::pack(most / 256.f, most / 256.f)) >> 10 & 31;
+  return field >= quantrot::LEAST_FIELD && field <= quantrot::MOST_FIELD;
+}
+extern "C" int in_float16(int span, int most) {
+  return (span == 1 ? in_float16<1> : span == 2 ? in_float16<2> : in_float16<4>)(most);
+}
 extern "C" int nearest_of(int span, int most, int count, const int* numbers, unsigned char* codes) {
   return (span == 1 ? nearest<1> : span == 2 ? nearest<2> : nearest<4>)(most, count, numbers, codes);
 }
@@ -117,43 +125,73 @@ def operands(case: str, rows: int, columns: int):
     wide = x
     if dtype == CODES:
         x, scale, _ = quantize_reference(x, ScaleRule.even)
+        scale[:, 16:17] = torch.randint(0, 2, scale[:, 16:17].shape, generator=generator)  # the least powers of two
         wide = dequantize_reference(x, scale, FP32)
     random = Random(*numbers) if numbers else None
     expected = quantize_reference(wide.T, ScaleRule(rule), hadamard=hadamard, signs=factors, random=random, mask=mask)
     return x, scale, factors, random, expected
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    ("rows", "columns", "down"),
-    [
-        (128, 64, True),
-        (384, 288, False),
-        (160, 544, True),
-        (416, 512, False),
-        (288, 768, True),
-        (1184, 64, False),
-        (1184, 64, True),
-    ],
-)
-def test_bits_are_the_references(library, name, rows, columns, down):
-    rows = -(-rows // max(32, CASES[name][2])) * max(32, CASES[name][2])
-    x, in_scale, factors, random, (codes, scales, kept) = operands(name, rows, columns)
-    packed = torch.full((columns, rows // 2), 0xAA, dtype=CODES)
-    scale, bits = torch.full((columns, rows // 32), 0xAA, dtype=CODES), torch.zeros(columns, rows // 8, dtype=CODES)
-    pitch, width = x.stride(0) * x.element_size(), x.shape[1] * (2 if in_scale is not None else 1)
-    a = hopper_columns.arguments(len(x), width, pitch, CASES[name][2], down)
-    a.staged, a.run = {0: 1, 8: 2}.get(columns // 32 % 16, 0), 8 if down else 1
+def emulated_run(library, name, operand, down=False, staged=0):
+    """(packed, scale, mask) of the kernel of a case, of what `operands` gives."""
+    x, in_scale, factors, random, (codes, scales, _) = operand
+    hadamard, rows, columns = CASES[name][2], len(x), len(codes)
+    packed, scale, bits = (
+        torch.full_like(codes, 0xAA),
+        torch.full_like(scales, 0xAA),
+        codes.new_zeros(columns, rows // 8),
+    )
+    a = hopper_columns.arguments(rows, columns, x.stride(0) * x.element_size(), hadamard, down)
+    a.staged, a.run = staged, 8 if down else 1
     a.x, a.in_scale, a.signs, a.packed, a.scale, a.mask = map(address, (x, in_scale, factors, packed, scale, bits))
     a.s0, a.s1, a.o0, a.o1 = hopper_columns.key_of(random)
     a.drawn = address(random and random.drawn)
-    stages = hopper_columns.plan_of(x.dtype, random is not None, CASES[name][2])[1]
+    stages = hopper_columns.plan_of(x.dtype, random is not None, hadamard)[1]
     shared = hopper_columns.shared_bytes(x.dtype, stages, WARPS * 32, random is not None)
     run, names = (library.run_codes, CODE_CASES) if name in CODE_CASES else (library.run, ELEMENTS)
     message = run(names.index(name), ctypes.byref(a), 2, shared, rows)
     assert message == b"", message.decode()
+    return packed, scale, bits
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "down", "staged"),
+    [
+        (128, 64, True, 0),
+        (384, 288, False, 0),
+        (160, 544, True, 0),
+        (416, 512, False, 1),
+        (288, 768, True, 2),
+        (160, 256, True, 0),
+        (1184, 64, False, 0),
+        (1184, 64, True, 0),
+    ],
+)
+def test_bits_are_the_references(library, name, rows, columns, down, staged):
+    rows = -(-rows // max(32, CASES[name][2])) * max(32, CASES[name][2])
+    operand = operands(name, rows, columns)
+    packed, scale, bits = emulated_run(library, name, operand, down, staged)
+    codes, scales, kept = operand[-1]
     assert torch.equal(scale, scales) and torch.equal(packed, codes)
     assert kept is None or torch.equal(bits, kept)
+
+
+@pytest.mark.parametrize("name", [name for name in CODE_CASES if CASES[name][1] == "absmax34"])
+def test_zeros_lose_their_sign_where_half_of_the_rows_are_and_the_others_cancel(library, name):
+    _, rule, hadamard, signs, _, numbers = CASES[name]
+    kinds = [4, 10, 2, 12], [5, 11, 3, 13], [6, 12, 4, 14], [4, 10, 2, 12]  # 2, -1, 1, -2, and 1.5 and 2 times that
+    odd = torch.tensor([row for kind in kinds for row in kind * 4] * 2, dtype=CODES)
+    codes = torch.stack((torch.full_like(odd, 8), odd), 1).flatten()[:, None].expand(256, 32)  # behind a -0 each
+    packed, scale = codes | codes << 4, torch.full((256, 2), 127, dtype=CODES)
+    random, ones = Random(*numbers) if numbers else None, torch.ones(hadamard) if signs else None
+    wide = dequantize_reference(packed, scale, FP32)
+    expected = quantize_reference(wide.T, ScaleRule(rule), hadamard=hadamard, signs=ones, random=random)
+    found, scales, _ = emulated_run(library, name, (packed, scale, ones, random, expected))
+    unlike = [nibbles[found != expected[0]] for byte in (found, expected[0]) for nibbles in (byte & 15, byte >> 4)]
+    assert torch.equal(scales, expected[1]) and len(unlike[0])
+    for ours, theirs in zip(unlike[:2], unlike[2:], strict=True):
+        assert torch.equal(ours, torch.where(theirs == 8, 0, theirs))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32, CODES])
@@ -162,14 +200,13 @@ def test_a_launch_has_what_the_matrix_is(monkeypatch, dtype):
     monkeypatch.setattr(hopper_columns, "launched", hopper_columns.launched.__wrapped__)
     monkeypatch.setattr(hopper_columns, "_kernel", lambda *how: 0)
     monkeypatch.setattr(nvrtc, "Launch", lambda *how: seen.append)
-    monkeypatch.setattr(nvrtc, "tensor_map", lambda *how: seen.append(how) or bytes(128))
-    monkeypatch.setattr(nvrtc, "encode_map", lambda *how: seen.append(how) or bytes(128))
+    monkeypatch.setattr(nvrtc, "maps_of", lambda *how: lambda data: seen.append((data, *how)) or bytes(128))
     x, scale = torch.zeros(64, 96, dtype=dtype)[:, :64], torch.zeros(64, 4, dtype=CODES)
     how = ScaleRule.absmax34, 32, None, Random(*RANDOM)
     if dtype == CODES:
         made = hopper_columns.requantize(x, scale, *how)
-        assert seen.pop(0)[:4] == (x.data_ptr(), 64, 64, 96)
-        assert seen.pop(0)[:4] == (made[0].data_ptr(), (32, 32, 4), (128, 32), (64, 8, 4))
+        assert seen.pop(0) == (x.data_ptr(), (64, 64), (96,), (128, 128), CODES, 128, 128)
+        assert seen.pop(0) == (made[0].data_ptr(), (32, 32, 4), (128, 32), (64, 8, 4), CODES, 64, 256)
     else:
         made = hopper_columns.quantize_columns(x, *how, False)[:2]
     args = seen[0].args if dtype == CODES else seen[0]
@@ -181,19 +218,25 @@ def test_a_launch_has_what_the_matrix_is(monkeypatch, dtype):
 
 @pytest.mark.parametrize(("wide", "at", "staged"), [(256, 0, 1), (256, 8, 0), (240, 0, 0), (384, 0, 2)])
 def test_scales_come_as_boxes_where_the_copy_engine_takes_them(monkeypatch, wide, at, staged):
-    maps, seen = [], []
+    maps, launches, seen = [], [], []
     monkeypatch.setattr(hopper_columns, "_kernel", lambda *how: 0)
     monkeypatch.setattr(nvrtc, "processors", lambda device: 132)
-    monkeypatch.setattr(nvrtc, "Launch", lambda *how: seen.append)
-    monkeypatch.setattr(nvrtc, "tensor_map", lambda data, *how: maps.append((data, *how[:4])) or bytes(128))
-    monkeypatch.setattr(nvrtc, "encode_map", lambda *how: bytes(128))
+    monkeypatch.setattr(nvrtc, "Launch", lambda *how: launches.append(how) or seen.append)
+    monkeypatch.setattr(nvrtc, "maps_of", lambda *how: lambda data: maps.append((data, *how)) or bytes(128))
     run = hopper_columns.launched.__wrapped__(
-        (512, 2, False), 256, wide, wide, CODES, ScaleRule.absmax34, 32, False, False, False, False, 0
+        (384, 2, False), 2048, wide, wide, CODES, ScaleRule.absmax34, 32, False, False, True, False, 0
     )
     run(4096, 8192 + at, None, 0, 0, None, None)
-    assert seen[0].args.staged == staged
-    sizes = [(256 // n, wide // 16 * n, wide // 16 * n, (128 // n, 16)) for n in (staged,) if n]
-    assert maps[1:] == [(8192, *size) for size in sizes]
+    tiles = 16 * -(-wide // 128)
+    assert launches == [(0, (tiles,), 384, hopper_columns.shared_bytes(CODES, 2, 384, True), 0)]
+    assert (seen[0].args.staged, seen[0].args.run) == (staged, 1)
+    rows = [(8192, (wide // 16 * n, 2048 // n), (wide // 16 * n,), (16, 128 // n), CODES, 0, 128) for n in (1, 2)]
+    assert maps[2:] == rows[staged - 1 : staged] * (staged > 0)
+
+
+def test_plans_of_codes_are_whole_teams():
+    plans = *tuned.HOPPER_PACKED_COLUMNS.values(), *tuned.HOPPER_RANDOM_PACKED_COLUMNS.values()
+    assert all(threads % 128 == 0 for threads, _ in plans)
 
 
 def test_tiles_come_in_eights_where_no_team_has_more_for_it():
@@ -206,6 +249,7 @@ def test_tiles_come_in_eights_where_no_team_has_more_for_it():
 @pytest.mark.parametrize(("block", "limit"), [(32, 724), (64, 1023), (128, 724)])
 def test_float16_rounds_as_the_definition(library, block, limit):
     """Every largest number of units, and every number beside the largest that has the same power of two."""
+    assert [bool(library.in_float16(block // 32, n)) for n in (0, 1, limit, limit + 1)] == [False, True, True, False]
     power = [math.floor(math.log2(n * block**-0.5)) for n in range(1, limit + 2)]
     last = [n for n in range(1, limit + 1) if n == limit or power[n - 1] < power[n]]
     groups = [[n] * 32 for n in range(1, limit + 1)]

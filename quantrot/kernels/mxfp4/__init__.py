@@ -16,7 +16,8 @@ scale byte e means 2^(e - 127). Rounding is to nearest, ties to the even code; v
 its sign. A group that holds a NaN or an infinity, or (quest) whose squares overflow float32, gets the scale byte 255,
 which dequantizes to NaN, and codes 0. An all-zero group gets the rule's least scale byte, 0 (2^-127), of mse 1.
 Arithmetic is float32 whatever the input type, in the fixed order of the reference: codes, scales and masks are the same
-bits on every backend.
+bits on every backend. But for one: a transform's result that is -0, because half of its rows are -0 and the others
+cancel, may be 0 where codes are quantized again on Hopper.
 
 Backends: "triton" (CUDA), "reference" (plain torch), and for the products "cublas" (FP8 tensor cores, capability 8.9
 and later) and "hopper" (CUDA C++, few tokens, and bfloat16 ones in any number). "auto" takes CUDA C++ on capability

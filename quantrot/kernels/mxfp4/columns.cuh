@@ -64,19 +64,6 @@ __device__ __forceinline__ Words load_columns(u32 from) {
 }
 #endif
 
-// Tiles in lines of `each`, by number (less than 2^24): a division by a number that the compiler does not know, in ten instructions.
-struct Lines {
-  u32 each;
-  float inverse;
-
-  __device__ __forceinline__ Lines(u32 each) : each(each), inverse(__fdividef(1.0f, (float)each)) {}
-  __device__ __forceinline__ void find(u32 number, u32& line, u32& place) const {
-    line = (u32)__fmul_rn((float)number, inverse), place = number - line * each;
-    if ((int)place < 0) line--, place += each;
-    else if (place >= each) line++, place -= each;
-  }
-};
-
 template <class IN>
 __device__ __forceinline__ void start_transpose(u32 to, const TransposeArgs& args, u32 row, u32 byte, u32 width) {
   constexpr u32 UNITS = WIDE<IN> / 16, AT_ONCE = 64 / UNITS;  // rows that the block copies in one go

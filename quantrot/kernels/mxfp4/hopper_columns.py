@@ -86,7 +86,7 @@ def entry(
 
 
 def shared_bytes(dtype: torch.dtype, stages: int, threads: int = THREADS, dither: bool = False) -> int:
-    """Of a block: its tiles, and the signs of rows, or what its warps turn codes in, a counter and barriers."""
+    """Of a block: its tiles, and the signs of rows, or what its warps turn codes in, and barriers."""
     if dtype != torch.uint8:
         return stages * math.prod(TILE) * dtype.itemsize + SIGNS
     ring = stages * (math.prod(CODE_BOX) + math.prod(SCALE_BOX) + 16)  # of four warps, with barriers
@@ -119,8 +119,8 @@ def _kernel(source: str, shared: int, device: int) -> Any:
 
 
 def plan_of(dtype: torch.dtype, dither: bool, hadamard: int) -> tuple[int, int, bool]:
-    """(thread blocks of a multiprocessor, of codes threads of its one, stages, whether tiles follow each other down the
-    rows: those of codes never do)."""
+    """(thread blocks of a multiprocessor, of codes threads of its one, a multiple of 128; stages; whether tiles of
+    elements follow each other down the rows: those of codes always do)."""
     if dtype == torch.uint8:
         return *(tuned.HOPPER_RANDOM_PACKED_COLUMNS if dither else tuned.HOPPER_PACKED_COLUMNS)[hadamard], False
     return tuned.HOPPER_COLUMNS if dtype.itemsize == 2 else tuned.HOPPER_WIDE_COLUMNS
@@ -168,6 +168,12 @@ def launched(
     args = arguments(rows, wide * (1 + of_codes), pitch * dtype.itemsize, hadamard, down)
     if of_codes:
         args.run = run_of(tiles, min(tiles, blocks) * threads // 128)
+        code_map = nvrtc.maps_of((wide, rows), (pitch,), CODE_BOX[::-1], dtype, 128, 128)
+        dealt = (rows // 2, wide // 2, 4), (2 * rows, rows // 2), (64, 8, 4)  # rows 4 g + c at 8 c + g
+        packed_map = nvrtc.maps_of(*dealt, dtype, 64, 256)
+        staged = {0: 1, 8: 2}.get(groups % 16, 0)  # rows of scales that are whole units of 16 bytes
+        together = groups * staged, rows // max(staged, 1)
+        scale_map = nvrtc.maps_of(together, together[:1], (16, 128 // max(staged, 1)), dtype, 0, 128)
     values: CodeArguments | Arguments = CodeArguments(args=args) if of_codes else args
 
     def run(
@@ -180,18 +186,11 @@ def launched(
         args.s0, args.s1, args.o0, args.o1 = key_of(random)
         args.drawn = address(random and random.drawn)
         if isinstance(now, CodeArguments):
-            ctypes.memmove(now.codes, nvrtc.tensor_map(x, rows, wide, pitch, CODE_BOX, dtype, 128, 128), 128)
-            dealt = (rows // 2, wide // 2, 4), (2 * rows, rows // 2), (64, 8, 4)  # of packed: rows 4 g + c at 8 c + g
-            ctypes.memmove(now.packed, nvrtc.encode_map(packed, *dealt, dtype, 64), 128)
-            if in_scale and in_scale % 16 == 0 == groups % 8:
-                args.staged = together = 1 if groups % 16 == 0 else 2
-                of_rows = (
-                    rows // together,
-                    groups * together,
-                    groups * together,
-                    (SCALE_BOX[0] // together, SCALE_BOX[1]),
-                )
-                ctypes.memmove(now.scales, nvrtc.tensor_map(in_scale, *of_rows, dtype, 0, 128), 128)
+            ctypes.memmove(now.codes, code_map(x), 128)
+            ctypes.memmove(now.packed, packed_map(packed), 128)
+            if in_scale and staged and in_scale % 16 == 0:
+                args.staged = staged
+                ctypes.memmove(now.scales, scale_map(in_scale), 128)
         launch(now)
 
     return run

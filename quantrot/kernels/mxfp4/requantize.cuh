@@ -2,16 +2,17 @@
 //
 // A team of four warps has tiles of 128 rows by 256 columns' codes, whole lines, brought with their scales by the copy engine.
 // Each warp works on a strip of 64 columns: on 32, which have one power of two a row, then on the others. Where a strip's powers
-// of two lie within SPREAD binades, they are float16 numbers, and so are the codes times them. Sums of 128 of these have at most 24
-// bits: every order gives the same float32 number, so that tensor cores give the bits of the butterfly. But for zeros' signs,
-// which is why columns of which a group is zero, like those of other powers, are turned by lanes, each a group. Rows past the
-// last count as zeros. Stochastic rounding is of such sums; rounding to nearest is of sums that are float16 numbers, too.
+// of two lie within SPREAD binades (to nearest HALF_SPREAD), they are float16 numbers, and so are the codes times them. Sums of 128 of these have at most 24
+// bits: every order gives the same float32 number, so that tensor cores give the bits of the butterfly, but for zeros' signs.
+// So columns of which a group is zero are turned by lanes, each a group, like those of other powers; what is left are zeros in
+// groups that are not, of which the butterfly makes -0 where half of their rows are -0 and the others cancel: here they are 0.
+// Rows past the last count as zeros. Stochastic rounding is of such sums; rounding to nearest is of sums that are float16 numbers, too.
 
 namespace quantrot {
 
 // --- By tensor cores ---------------------------------------------------------------------------------------------------
 
-// Stochastic rounding. Whether it was done, of blocks of 32 and 64: else nothing was written. top: the byte of the power of two
+// Stochastic rounding. Whether it was done, of blocks of 32 and 64: else codes are to be written again. top: the byte of the power of two
 // that is 2^15.
 template <int SPAN>
 __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Sylvester& h, const Columns& tile, int top) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
 // 32 q + 8 m + 4 b + t of a block, lane (g, q) has half b of word t of product m; results lie alike. So a lane comes to hold a
 // whole group of a column: it finds its power of two, its random numbers and its 16 bytes by itself.
 
-// Stochastic rounding. Whether it was done: else what was written is to be written again. top: the byte of the power of two that
+// Stochastic rounding. Whether it was done: else codes are to be written again. top: the byte of the power of two that
 // is 2^15.
 __device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, const Columns& tile, int top) {
   const u32 lane = lane_number(), g = lane >> 2, q = lane & 3, groups = args.rows / 32;
@@ -193,7 +194,7 @@ struct Nearest {
   __device__ __forceinline__ static u32 factors(u32 fields) { return FACTOR - fields; }
 };
 
-// Rounding to nearest. Whether it was done: else nothing was written. least: the byte of the tile's least power of two.
+// Rounding to nearest. Whether it was done: else codes are to be written again. least: the byte of the tile's least power of two.
 template <int SPAN>
 __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylvester& h, const Columns& tile, int least) {
   using Rounding = Nearest<SPAN>;

@@ -1,7 +1,6 @@
 // What kernels/mxfp4/columns.cuh takes beside rows.cuh, for the host: ldmatrix of four tiles, turned.
 #pragma once
 
-inline float __fdividef(float a, float b) { return a / b; }
 inline u32 larger_halves(u32 a, u32 b) { return std::max(a & 0xFFFF, b & 0xFFFF) | std::max(a >> 16, b >> 16) << 16; }
 template <int SECOND>
 inline u32 times_one_half(u32 a, u32 b) {
