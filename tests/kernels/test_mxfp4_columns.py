@@ -57,7 +57,7 @@ extern "C" const char* run_codes(int which, const quantrot::TransposeArgs* args,
   const unsigned long long staged = args->staged ? args->staged : 1, groups = columns / 16 * staged;
   const quantrot::TensorMap scales{(unsigned char*)args->in_scale, groups, rows / staged, groups, 16,
                                    unsigned(128 / staged), 1, 0};
-  const quantrot::TensorMap packed{args->packed, rows / 2, 2 * columns, rows / 2, 64, 32, 1, 64, 0, 1};
+  const quantrot::TensorMap packed{args->packed, rows / 2, 2 * columns, rows / 2, 64, 32, 1, 64, 0, 0, 1};
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, WARPS * 32, shared, seed,
                              [&] { kernels[which](map, scales, packed, *args); });
   return message.c_str();

@@ -143,8 +143,8 @@ struct TensorMap {  // a matrix [rows, columns] of elements, copied in boxes
   u32 box_columns, box_rows, element;  // bytes of an element
   u32 swizzled;                        // by 128 bytes (64, 32 where a line of the box is no longer), or not at all
   u32 folded = 0;                      // for tensor_load_folded
-  u32 dealt = 0;                       // for tensor_store_dealt
   u32 fresh = 0;                       // written by the kernel before: copied after grid_wait only
+  u32 dealt = 0;                       // for tensor_store_dealt
 };
 
 inline u32 lane_number() { return self().lane(); }
