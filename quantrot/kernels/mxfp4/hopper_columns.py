@@ -171,9 +171,11 @@ def launched(
         code_map = nvrtc.maps_of((wide, rows), (pitch,), CODE_BOX[::-1], dtype, 128, 128)
         dealt = (rows // 2, wide // 2, 4), (2 * rows, rows // 2), (64, 8, 4)  # rows 4 g + c at 8 c + g
         packed_map = nvrtc.maps_of(*dealt, dtype, 64, 256)
+        tall, narrow = SCALE_BOX
         staged = {0: 1, 8: 2}.get(groups % 16, 0)  # rows of scales that are whole units of 16 bytes
-        together = groups * staged, rows // max(staged, 1)
-        scale_map = nvrtc.maps_of(together, together[:1], (16, 128 // max(staged, 1)), dtype, 0, 128)
+        if staged:
+            sizes, box = (groups * staged, rows // staged), (narrow, tall // staged)
+            scale_map = nvrtc.maps_of(sizes, sizes[:1], box, dtype, 0, 128)
     values: CodeArguments | Arguments = CodeArguments(args=args) if of_codes else args
 
     def run(
