@@ -26,6 +26,7 @@ from quantrot.kernels.mxfp4 import (
     requantize_mxfp4,
     round_trip,
     round_trip_mxfp4,
+    stored_share,
     unpack_bits,
 )
 
@@ -134,6 +135,13 @@ def test_absmax34_stores_three_quarters_and_never_saturates():
     assert (x.amax(-1) * 0.75 <= 6 * power_of_two(scale[:, 0].int() - 127)).all()
 
 
+@pytest.mark.parametrize("hadamard", [0, 32, 64, 128])
+def test_the_stored_share_times_the_root_has_eleven_bits(hadamard):
+    factor = stored_share(hadamard) * (hadamard or 1) ** -0.5
+    assert torch.tensor(factor, dtype=torch.float64).half().double().item() == pytest.approx(factor, rel=1e-15)
+    assert stored_share(hadamard) == pytest.approx(0.75, rel=1.1e-4)
+
+
 def test_mse_is_never_worse_than_the_rules_it_searches():
     x = torch.randn(512, 32, generator=torch.Generator().manual_seed(3))
     error = {r: (dequantize_mxfp4(*quantize_mxfp4(x, r), torch.float32) - x).square().sum(-1) for r in RULES}
@@ -240,7 +248,7 @@ def test_turned_numbers_are_rounded_to_512ths_of_a_step_and_then_to_nearest(hada
         assert ((exponent - expected) * (exponent - expected - 1) == 0).all()
     else:
         assert torch.equal(exponent, expected)
-    factor = root * 0.75 if rule is ScaleRule.absmax34 else root
+    factor = (root * 0.75).half().float() if rule is ScaleRule.absmax34 else root
     y = (turned.unflatten(-1, (-1, 32)) * factor.double()).float().double() * 2.0 ** -exponent.unsqueeze(-1)
     assert torch.equal(codes(packed).long() & 7, nearest(to_512ths(y.abs())).flatten(-2))
     assert torch.equal((codes(packed) >> 3 == 1) & (turned != 0), turned < 0)
@@ -372,7 +380,7 @@ def test_random_rounding_is_unbiased():
     draws = 4096
     packed, scale, _ = hadamard_quantize_mxfp4(x.repeat(draws, 1), "absmax34", hadamard=32, random=(11, 0))
     turned = hadamard_ref(x.double(), block=32)
-    got = dequantize_mxfp4(packed, scale, torch.float32).double().view(draws, 2, 32) * 4 / 3
+    got = dequantize_mxfp4(packed, scale, torch.float32).double().view(draws, 2, 32) / stored_share(32)
     error = got.mean(0) - turned
     spread = got.std(0).clamp_min(2.0**-24)
     assert (error.abs() <= 5 * spread / draws**0.5 + 1e-6).all()

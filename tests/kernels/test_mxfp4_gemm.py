@@ -22,6 +22,7 @@ from quantrot.kernels.mxfp4 import (
     mxfp4_product,
     quantize_mxfp4,
     requantize_mxfp4,
+    stored_share,
     unpack_bits,
 )
 from quantrot.kernels.mxfp4.fused import batch_is_faster
@@ -335,9 +336,9 @@ def test_the_backward_pass_is_the_products_of_its_quantized_operands():
     with torch.no_grad():
         xq, wq = (hadamard_quantize_mxfp4(t, "quest", clip_mask=True) for t in (x, w))
         turn = lambda t: wide(hadamard_quantize_mxfp4(t, "absmax34")[:2])  # noqa: E731
-        inner = turn(g) @ turn(wide(wq[:2]).float().T).T * 16 / 9
+        inner = turn(g) @ turn(wide(wq[:2]).float().T).T / stored_share(32) ** 2
         expected = hadamard_ref(inner * unpack_bits(xq[2]), block=32)
-        inner = turn(g.T) @ turn(wide(xq[:2]).float().T).T * 16 / 9
+        inner = turn(g.T) @ turn(wide(xq[:2]).float().T).T / stored_share(32) ** 2
         assert relative(dx, expected) < 1e-5
         assert relative(dw, hadamard_ref(inner * unpack_bits(wq[2]), block=32)) < 1e-5
     assert not unpack_bits(xq[2]).all()
@@ -361,10 +362,10 @@ def test_a_backward_pass_rounds_and_turns_by_the_drawn_numbers():
     with torch.no_grad():
         xq, wq = (hadamard_quantize_mxfp4(t, "quest", clip_mask=True) for t in (x, w))
         back, turned = turn(g, random=(seed, offset)), again(*wq[:2], random=(seed, offset + 1))
-        inner = wide(back[:2]) @ wide(turned).T * 16 / 9
+        inner = wide(back[:2]) @ wide(turned).T / stored_share(32) ** 2
         assert relative(dx, hadamard_ref(inner * unpack_bits(xq[2]), block=32)) < 1e-5
         back, turned = turn(g.T, random=(seed, offset + 2)), again(*xq[:2], random=(seed, offset + 3))
-        inner = wide(back[:2]) @ wide(turned).T * 16 / 9
+        inner = wide(back[:2]) @ wide(turned).T / stored_share(32) ** 2
         assert relative(dw, hadamard_ref(inner * unpack_bits(wq[2]), block=32)) < 1e-5
 
 

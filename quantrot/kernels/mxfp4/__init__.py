@@ -43,7 +43,17 @@ from quantrot.kernels.mxfp4.operators import (
     requantize_mxfp4,
     round_trip_mxfp4,
 )
-from quantrot.kernels.mxfp4.reference import E2M1, E2M1_MAX, GROUP, TOP, WINDOW, ScaleRule, power_of_two, unpack_bits
+from quantrot.kernels.mxfp4.reference import (
+    E2M1,
+    E2M1_MAX,
+    GROUP,
+    TOP,
+    WINDOW,
+    ScaleRule,
+    power_of_two,
+    stored_share,
+    unpack_bits,
+)
 
 __all__ = [
     "E2M1",
@@ -70,5 +80,6 @@ __all__ = [
     "quantize_mxfp4",
     "requantize_mxfp4",
     "round_trip_mxfp4",
+    "stored_share",
     "unpack_bits",
 ]

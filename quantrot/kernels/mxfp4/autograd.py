@@ -1,12 +1,12 @@
 """Linear layers that train in MXFP4: QuEST forward, randomised Hadamard and stochastic rounding backward (Quartet).
 
     forward     y  = Q(x H) Q(w H)^T                    Q: QuEST's rule, nearest, with a clip mask
-    backward    dx = 16/9 S(g D H) S(Q(w H)^T D H)^T    masked by x's clip mask, times H
-                dw = 16/9 S(g^T D H) S(Q(x H)^T D H)^T  masked by w's clip mask, times H
+    backward    dx = c S(g D H) S(Q(w H)^T D H)^T    masked by x's clip mask, times H
+                dw = c S(g^T D H) S(Q(x H)^T D H)^T  masked by w's clip mask, times H
 
 H is the block Hadamard transform along the dimension that is summed over, D random signs, S the absmax34 rule (3/4 of
-the value, hence 16/9) with stochastic rounding. Every operand is MXFP4; what is saved for backward is 4.25 bits a value
-and one bit of mask. QuEST, arXiv:2502.05003; Quartet, arXiv:2505.14669, algorithm 1.
+the value, hence c, 16/9 or what `stored_share` makes it) with stochastic rounding. Every operand is MXFP4; what is
+saved for backward is 4.25 bits a value and one bit of mask. QuEST, arXiv:2502.05003; Quartet, arXiv:2505.14669, algorithm 1.
 """
 
 from functools import lru_cache
@@ -27,7 +27,7 @@ from quantrot.kernels.mxfp4.operators import (
     masked_hadamard,
     requantize_mxfp4,
 )
-from quantrot.kernels.mxfp4.reference import Random, ScaleRule
+from quantrot.kernels.mxfp4.reference import Random, ScaleRule, stored_share
 from quantrot.kernels.operators import check_device, implement, refuse_create_graph
 from quantrot.orthogonal import random_signs
 
@@ -158,7 +158,7 @@ def _gradients(
         return {"hadamard": hadamard, "signs": signs, "random": random}
 
     product: Any = {"dtype": g.dtype, "exact": False, "outside": outside}
-    factor = 16 / 9  # both operands hold 3/4 of their values; a global's a symbol to torch.compile(dynamic=True)
+    factor = stored_share(hadamard) ** -2
     dx = dw = None
     if for_dx:
         x_mask, wq, w_scale = for_dx

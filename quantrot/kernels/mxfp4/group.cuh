@@ -75,6 +75,11 @@ __device__ __forceinline__ float opaque(float v) {  // v, but the compiler does 
   asm volatile("mov.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
+__device__ __forceinline__ u32 opaque(u32 v) {
+  u32 r;
+  asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
+}
 __device__ __forceinline__ float other_lane(float v, int across) { return __shfl_xor_sync(0xFFFFFFFFu, v, across); }
 #endif
 
@@ -279,10 +284,15 @@ __device__ __forceinline__ u32 quest_squares(Group (&x)[N], u32 (&squares)[N], f
 constexpr float FINE = 0x1p-14f;
 constexpr u32 SIX = 0x0E000E00u;  // 6 * FINE, twice
 
+// 3/4 of a number, to the eleven bits of a float16.
+__device__ __forceinline__ float three_quarters(float x) {
+  return __uint_as_float(__float_as_uint(__fmul_rn(x, 0.75f)) + 0x1000u & 0xFFFFE000u);
+}
+
 // What an element is multiplied by before it is rounded.
 template <int RULE>
 __device__ __forceinline__ float fine_factor(int exponent, float root) {
-  return __fmul_rn(power(-exponent), __fmul_rn(root, RULE == ABSMAX34 ? 0.75f * FINE : FINE));
+  return __fmul_rn(power(-exponent), __fmul_rn(RULE == ABSMAX34 ? three_quarters(root) : root, FINE));
 }
 
 // 2^exponent twice, for exponents from -14 to 15.

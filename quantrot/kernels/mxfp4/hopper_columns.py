@@ -18,7 +18,7 @@ THREADS = 64
 TILE = 128, 64  # rows and columns
 SIGNS = 4 * 36 * 4
 CODE_BOX, SCALE_BOX = (128, 128), (128, 16)  # rows and bytes of a tile of codes, for four warps, and of their scales
-SCRATCH, RANDOM = 32 * 64 + 64 * 32 + 1024, 1024  # bytes of a warp that turns codes, and of its random numbers
+SCRATCH, RANDOM = 32 * 64 + 64 * 32 + 8 * 80, 512  # bytes of a warp that turns codes, and of its random numbers
 
 TRANSPOSE = """extern "C" __global__ void __launch_bounds__(64, {resident}) {name}(
     const __grid_constant__ quantrot::TransposeArgs args) {{

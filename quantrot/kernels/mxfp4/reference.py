@@ -43,7 +43,7 @@ class ScaleRule(StrEnum):
     rceil     the least power of two with amax / scale <= 6: nothing saturates
     quest     2^floor(log2(2.92247856 / 6 * std)): for training on Gaussian data
     absmax34  floor's power of two, and 3/4 of the value is stored: nothing saturates, which unbiased stochastic
-              rounding needs; the consumer multiplies by 4/3
+              rounding needs; the consumer divides by `stored_share`
     mse       floor's power of two or twice it, whichever leaves the least squared error (half of it never did on
               normal or heavy-tailed data)
     """
@@ -88,6 +88,17 @@ def _floor_log2(x: Tensor) -> Tensor:
 def float32(x: float) -> float:
     """The nearest float32 number, so that a Python float multiplies as one."""
     return struct.unpack("f", struct.pack("f", x))[0]
+
+
+def float16(x: float) -> float:
+    """The nearest float16 number."""
+    return struct.unpack("e", struct.pack("e", x))[0]
+
+
+def stored_share(hadamard: int) -> float:
+    """What absmax34 stores of each value, behind a Hadamard in blocks of 32, 64 or 128, or of 0, none: 3/4, but so that
+    times the transform's root it is a float16 number, whose product with another one is exact in float32."""
+    return 0.75 if hadamard in (0, 64) else 543 / 512 * 0.5**0.5  # numbers here: torch.compile makes symbols of globals
 
 
 def tree_sum(x: Tensor) -> Tensor:
@@ -256,7 +267,7 @@ def _round_groups(
         groups, magnitude = _butterfly(groups, magnitude, GROUP // 2, 1)
     torch.abs(groups, out=magnitude)
     exponents, finite = _exponents(magnitude, rule, root, spread, turned, work)
-    factor = power_of_two(-exponents).mul_(float32(root * 0.75) if rule is ScaleRule.absmax34 else root)
+    factor = power_of_two(-exponents).mul_(float16(root * 0.75) if rule is ScaleRule.absmax34 else root)
     if turned or rule is ScaleRule.absmax34:
         magnitude.copy_(magnitude.mul_(factor.mul_(FINE)).to(torch.float16)).mul_(1 / FINE)
     else:

@@ -2,191 +2,35 @@
 //
 // A team of four warps has tiles of 128 rows by 256 columns' codes, whole lines, brought with their scales by the copy engine.
 // Each warp works on a strip of 64 columns: on 32, which have one power of two a row, then on the others. Where a strip's powers
-// of two lie within SPREAD binades (to nearest HALF_SPREAD), they are float16 numbers, and so are the codes times them. Sums of 128 of these have at most 24
-// bits: every order gives the same float32 number, so that tensor cores give the bits of the butterfly, but for zeros' signs.
+// of two lie within SPREAD binades, they are float16 numbers, and so are the codes times them. Sums of 128 of these have at most
+// 24 bits: every order gives the same float32 number, so that tensor cores give the bits of the butterfly, but for zeros' signs.
 // So columns of which a group is zero are turned by lanes, each a group, like those of other powers; what is left are zeros in
 // groups that are not, of which the butterfly makes -0 where half of their rows are -0 and the others cancel: here they are 0.
-// Rows past the last count as zeros. Stochastic rounding is of such sums; rounding to nearest is of sums that are float16 numbers, too.
+// Where most rows are near the least one, sums are tried in float16. Rows past the last count as zeros.
 
 namespace quantrot {
 
-// --- By tensor cores ---------------------------------------------------------------------------------------------------
+// --- By tensor cores, in float16 -----------------------------------------------------------------------------------------
+//
+// A unit is half a code of the strip's least power of two. Sums of less than 2048 units are float16 numbers, and each part of
+// such a sum that tensor cores or additions round is half the sum or the difference of two results, no larger than one.
 
-// Stochastic rounding. Whether it was done, of blocks of 32 and 64: else codes are to be written again. top: the byte of the power of two
-// that is 2^15.
+constexpr u32 UNIT_POWER = 22;  // float16's exponent of the strip's least power of two: a unit is 2^-8
+// Up to so many binades, and such a sum of a strip's powers of two in the least one, sums are tried in float16: of SmolLM2's
+// activations and weights nearly all of these fit, and few of the others.
+constexpr int NARROW = 5;
 template <int SPAN>
-__device__ __forceinline__ bool by_products(const TransposeArgs& args, const Sylvester& h, const Columns& tile, int top) {
-  const u32 lane = lane_number(), g = lane >> 2, q = lane & 3, groups = args.rows / 32;
-  const Randoms randoms(tile.mine + TO_RANDOM);
-  u32 fields[4];  // of a block each: its columns' exponents, as float32 has them, a byte each
-  Philox four;
-  const u32 base = __float_as_uint(__fmul_rn(args.root, 0.75f * FINE)) + (129u << 23);
-#pragma unroll SPAN == 1 ? 4 : 1
-  for (u32 block = 0; block < 4; block += SPAN) {  // four at once 77 us for 82; with two blocks a step there are no registers
-    float v[SPAN][2][4][4] = {};
-#pragma unroll
-    for (int n = 0; n < SPAN; n++) turn_rows(v[n], tile.words_of(block + n), tile.powers_of(block + n), h);
-#pragma unroll
-    for (int half = SPAN / 2; half; half /= 2)
-#pragma unroll
-      for (int n = 0; n < SPAN; n++)
-        if (!(n & half))
-#pragma unroll
-          for (int i = 0; i < 32; i++)
-            add_subtract(v[n][i / 16][i / 4 % 4][i % 4], v[n + half][i / 16][i / 4 % 4][i % 4]);
-    if (block == 0) codes_free();
-#pragma unroll
-    for (int n = 0; n < SPAN; n++) {
-      u32 random[4][2];
-      const u64 number = (u64)(tile.column + 4 * g + q) * groups + tile.row / 32 + block + n;
-      if (SPAN > 1 ? n == 0 : block == 0 || groups % 4) four = Philox(number / 4, args.key);  // of two for both: kept it spills
-      randoms.share(Random(four, number), random);
-      const auto value = [&](int column, int i) { return v[n][column / 2][i / 2][column % 2 * 2 + i % 2]; };
-      float amax[4];  // of a column each; all four at once, for each waits for other lanes
-#pragma unroll
-      for (int c = 0; c < 4; c++) {
-        amax[c] = fabsf(value(c, 0));
-#pragma unroll
-        for (int i = 1; i < 8; i++) amax[c] = fmaxf(amax[c], fabsf(value(c, i)));
-      }
-      u32 two[2];  // columns' exponents, with what is below them in half a word
-#pragma unroll
-      for (int p = 0; p < 2; p++)
-        two[p] = __byte_perm(__float_as_uint(__fmul_rn(amax[2 * p], args.root)),
-                             __float_as_uint(__fmul_rn(amax[2 * p + 1], args.root)), 0x7632);
-#pragma unroll
-      for (int across = 1; across < 4; across *= 2)
-#pragma unroll
-        for (int p = 0; p < 2; p++) two[p] = larger_halves(two[p], other_word(two[p], across));
-      const u32 field = __byte_perm(two[0] << 1, two[1] << 1, 0x7531);
-#pragma unroll
-      for (int i = 0; i < 4; i++) fields[i] = i == block + n ? field : fields[i];
-#pragma unroll
-      for (int c = 0; c < 4; c++) {
-        const float factor = __uint_as_float(base - ((c % 2 ? two[c / 2] : two[c / 2] << 16) & 0x7F800000u));
-        u32 p[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          p[i] = Fp16::pack(__fmul_rn(value(c, 2 * i), factor), __fmul_rn(value(c, 2 * i + 1), factor));
-          p[i] = i % 2 ? with_bits<true>(p[i], random[c][i / 2]) : with_bits<false>(p[i], random[c][i / 2]);
-        }
-        store_shared32(tile.codes_at(c, block + n) + q * 4, code_word(p[0], p[1], p[2], p[3]));
-      }
-    }
-  }
-  const u32 mine = of_column(fields, q), down = (u32)(top - 130);
-  if (__any_sync(0xFFFFFFFFu, ((mine - 0x01010101u) & ~mine & 0x80808080u) != 0)) return false;  // one is 0
-  store_shared32(tile.scale_word(4 * g + q), mine + down * 0x01010101u);
-  return true;
-}
-
-// --- Blocks of 128 by tensor cores ---------------------------------------------------------------------------------------
-//
-// Products turn by five of a row's seven bits, two of which tell a block's groups apart, and additions by the other two. Of row
-// 32 q + 8 m + 4 b + t of a block, lane (g, q) has half b of word t of product m; results lie alike. So a lane comes to hold a
-// whole group of a column: it finds its power of two, its random numbers and its 16 bytes by itself.
-
-// Stochastic rounding. Whether it was done: else codes are to be written again. top: the byte of the power of two that
-// is 2^15.
-__device__ __forceinline__ bool by_wide_products(const TransposeArgs& args, const Columns& tile, int top) {
-  const u32 lane = lane_number(), g = lane >> 2, q = lane & 3, groups = args.rows / 32;
-  const u32 powers = tile.powers + q * 16;
-  // Sylvester's matrix: of odd words and odd products times -1.
-  const u32 signs = 0x3C003C00u ^ (__popc(g / 2 & q) & 1) * 0x80008000u ^ (g & 1) << 31;
-  const u32 base = __float_as_uint(__fmul_rn(args.root, 0.75f * FINE)) + (129u << 23);
-  Words power[4];
-  u32 low[4][4], high[4][4];
-#pragma unroll
-  for (int m = 0; m < 4; m++) {
-    const Words codes = tile.words(lane % 8 / 2 * 32 + m * 8 + lane % 2 * 4 + lane / 8);
-    power[m] = load_shared_words(powers + m * POWER_PITCH);
-#pragma unroll
-    for (int t = 0; t < 4; t++) spread_codes(codes.at(t), low[m][t], high[m][t]);
-  }
-  // Four lanes have the four groups of each of four columns: each makes the words of one.
-  const Philox mine(((u64)(tile.column + 4 * g + q) * groups + tile.row / 32) / 4, args.key);
-  u32 zero = 0;
-#pragma unroll
-  for (int pair = 0; pair < 2; pair++) {  // of columns, 4 g + 2 pair and the next
-    float v[4][4][4] = {};
-#pragma unroll
-    for (int m = 0; m < 4; m++) {
-      u32 a[4][2];
-#pragma unroll
-      for (int t = 0; t < 4; t++) {
-        const u32 up = pair ? 0 : 8;
-        a[t][0] = low[m][t] << up & 0x8E008E00u, a[t][1] = high[m][t] << up & 0x8E008E00u;
-      }
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-        const auto add = [&](float (&to)[4], int t, u32 sign) {
-          product(to, {a[t][0], a[t][1], a[t + 1][0], a[t + 1][1]}, times_half(power[m].at(t), signs ^ sign),
-                  times_half(power[m].at(t + 1), signs ^ sign ^ n * 0x80008000u));
-        };
-        fifth_bit(v[m][n], v[m][2 + n], add);
-      }
-    }
-#pragma unroll
-    for (int half = 2; half; half /= 2)
-#pragma unroll
-      for (int m = 0; m < 4; m++)
-        if (!(m & half))
-#pragma unroll
-          for (int i = 0; i < 16; i++) add_subtract(v[m][i / 4][i % 4], v[m + half][i / 4][i % 4]);
-    const auto value = [&](int c, int i) { return v[i / 8][i % 4][c * 2 + i / 4 % 2]; };
-    if (pair == 0) codes_free();
-    u32 fields[2];  // columns' exponents, as float32 has them
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      float most[2] = {fabsf(value(c, 0)), fabsf(value(c, 1))};
-#pragma unroll
-      for (int i = 2; i < 32; i++) most[i % 2] = fmaxf(most[i % 2], fabsf(value(c, i)));
-      fields[c] = __float_as_uint(__fmul_rn(fmaxf(most[0], most[1]), args.root)) & INFINITE, zero |= fields[c] == 0;
-    }
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      const float factor = __uint_as_float(base - fields[c]);
-      const u32 from = 2 * pair + c;
-      Philox four;
-#pragma unroll
-      for (int i = 0; i < 4; i++) four.words[i] = word_of(mine.words[i], lane & 28 | from);
-      const Random random(four, q);
-      u32 words[4];
-#pragma unroll
-      for (int m = 0; m < 4; m++) {
-        u32 p[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int at = m * 8 + i / 2 * 4 + i % 2;
-          p[i] = Fp16::pack(__fmul_rn(value(c, at), factor), __fmul_rn(value(c, at + 2), factor));
-          const u32 bits = random.words[m * 2 + i / 2];
-          p[i] = i % 2 ? with_bits<true>(p[i], bits) : with_bits<false>(p[i], bits);
-        }
-        words[m] = code_word(p[0], p[1], p[2], p[3]);
-      }
-      store_shared_words(tile.codes_at(from, q), {words[0], words[1], words[2], words[3]});
-      store_shared_byte(tile.scale_word(4 * g + from) + q, (fields[c] >> 23) + top - 130);
-    }
-  }
-  return !__any_sync(0xFFFFFFFFu, zero);
-}
-
-// --- In float16 --------------------------------------------------------------------------------------------------------
-//
-// A unit is half a code of the tile's least power of two. Sums of less than 2048 units are float16 numbers, and each part of such
-// a sum that tensor cores or additions round is half the sum or the difference of two results, no larger than one.
-
-constexpr u32 UNIT_POWER = 22;  // float16's exponent of the tile's least power of two: a unit is 2^-8
-constexpr int HALF_SPREAD = 30 - UNIT_POWER;
+constexpr u32 NARROW_SUM = 2 * TALL * (SPAN == 4 ? 2.2f : 4.6f);
 constexpr u32 LEAST_FIELD = 7, MOST_FIELD = 16;  // of a group's largest times the root: one unit; 724 units, of blocks of 64 1023
 
-// Rounding to nearest, of two numbers a word. The definition takes a float32 product, rounded to float16, ties to even; up to
-// MOST_FIELD a float16 product with one factor of 11 bits and an addition end there as well, which a test tries of all numbers.
-template <int SPAN>
-struct Nearest {
-  static constexpr u32 TWICE = 0x00010001, ROUND = (SPAN == 2 ? 256 : 255) * TWICE;
+// Of two numbers a word. The factor has 11 bits: its product, rounded once, is the definition's. To nearest the definition sends
+// ties to even: up to MOST_FIELD there are none but of blocks of 64, where a factor that is less by its last bit and an addition
+// end there as well, which a test tries of all numbers.
+template <int SPAN, bool DITHER>
+struct HalfRounding {
+  static constexpr u32 TWICE = 0x00010001, ROUND = 256 * TWICE;
   static constexpr u32 TIMES_ROOT = SPAN == 2 ? 0 : 599 * TWICE;  // to the exponent from 1.4142 on
-  static constexpr u32 FACTOR = (SPAN == 2 ? 17 << 10 | 511 : 18 << 10 | 63) * TWICE;
+  static constexpr u32 FACTOR = (SPAN == 2 ? 17 << 10 | (DITHER ? 512 : 511) : 18 << 10 | 62) * TWICE;
   static constexpr int DOWN = SPAN == 4 ? 14 : 13;  // of a scale's byte: a field and the least byte less this
 
   // float16's exponent fields, in their place, of groups' largest times the root; and what a group's elements are multiplied by.
@@ -194,11 +38,14 @@ struct Nearest {
   __device__ __forceinline__ static u32 factors(u32 fields) { return FACTOR - fields; }
 };
 
-// Rounding to nearest. Whether it was done: else codes are to be written again. least: the byte of the tile's least power of two.
-template <int SPAN>
-__device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylvester& h, const Columns& tile, int least) {
-  using Rounding = Nearest<SPAN>;
+// Whether it was done: else codes are to be written again.
+template <int SPAN, bool DITHER>
+__device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylvester& h, const Columns& tile) {
+  using Rounding = HalfRounding<SPAN, DITHER>;
   const u32 g = lane_number() >> 2, q = lane_number() & 3, one = min(args.rows, 1);  // unknown to the compiler: rounding by IMAD
+  const u64 number = tile.group_of(4 * g + q, args.rows);  // whose random numbers this lane makes
+  const Randoms randoms(tile);
+  Philox four;
   Words codes[SPAN], power[SPAN];
   const auto load = [&](u32 block) {
 #pragma unroll
@@ -210,7 +57,9 @@ __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylve
   for (u32 block = 0; block < 4; block += SPAN) {
     u32 v[SPAN][2][4][2] = {};
 #pragma unroll
-    for (int n = 0; n < SPAN; n++) turn_rows(v[n], codes[n], power[n], h);
+    for (int n = 0; n < SPAN; n++)
+#pragma unroll
+      for (int p = 0; p < 2; p++) turn_rows(v[n][p], codes[n], power[n], h, p);
     if (block + SPAN < 4) load(block + SPAN);  // while the products are made
 #pragma unroll
     for (int half = SPAN / 2; half; half /= 2)
@@ -223,6 +72,11 @@ __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylve
     if (block == 0) codes_free();
 #pragma unroll
     for (int n = 0; n < SPAN; n++) {
+      u32 random[4][2];
+      if constexpr (DITHER) {
+        if (block + n == 0 || args.rows % TALL) four = Philox((number + block + n) / 4, args.key);
+        randoms.share(Random(four, number + block + n), 0, random);
+      }
       u32 two[2];  // columns' largest, then their fields
 #pragma unroll
       for (int p = 0; p < 2; p++) {
@@ -247,7 +101,9 @@ __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylve
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const u32 x = v[n][c / 2][i][c % 2];
-          p[i] = (c % 2 ? times_one_half<1>(x, factors) : times_one_half<0>(x, factors)) * one + Rounding::ROUND;
+          p[i] = c % 2 ? times_one_half<1>(x, factors) : times_one_half<0>(x, factors);
+          if constexpr (!DITHER) p[i] = p[i] * one + Rounding::ROUND;
+          else p[i] = i % 2 ? with_bits<true>(p[i], random[c][i / 2]) : with_bits<false>(p[i], random[c][i / 2]);
         }
         store_shared32(tile.codes_at(c, block + n) + q * 4, code_word(p[0], p[1], p[2], p[3]));
       }
@@ -255,7 +111,91 @@ __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylve
   }
   const u32 mine = of_column(fields, q), below = mine - LEAST_FIELD * 0x04040404u, above = mine + (31 - MOST_FIELD) * 0x04040404u;
   if (__any_sync(0xFFFFFFFFu, ((below | above) & 0x80808080u) != 0)) return false;
+  const int least = (int)UNIT_POWER - tile.exponent;  // the byte of the least power of two
   store_shared32(tile.scale_word(4 * g + q), (mine >> 2) + (u32)(least - Rounding::DOWN) * 0x01010101u);
+  return true;
+}
+
+// --- By tensor cores, in float32 -----------------------------------------------------------------------------------------
+
+// Whether it was done: else codes are to be written again.
+template <int SPAN, bool DITHER>
+__device__ __forceinline__ bool by_products(const TransposeArgs& args, const Sylvester& h, const Columns& tile) {
+  constexpr int AT_ONCE = SPAN == 4 ? 2 : 4;  // columns of a lane: there are no registers for more
+  const u32 g = lane_number() >> 2, q = lane_number() & 3;
+  const u32 base = __float_as_uint(__fmul_rn(three_quarters(args.root), FINE)) + (129u << 23);
+  u32 fields[4] = {};  // of a block each: its columns' exponents, as float32 has them, a byte each
+#pragma unroll 1
+  for (u32 first = 0; first < 4; first += AT_ONCE) {
+    Philox four;
+#pragma unroll 1
+    for (u32 block = 0; block < 4; block += SPAN) {  // four at once: 77 us for 80, but 85 for 73 beside float16's code
+      float v[SPAN][AT_ONCE / 2][4][4] = {};
+#pragma unroll
+      for (int n = 0; n < SPAN; n++) {
+        const Words codes = tile.words_of(block + n), power = tile.powers_of(block + n);
+#pragma unroll
+        for (int p = 0; p < AT_ONCE / 2; p++) turn_rows(v[n][p], codes, power, h, first / 2 + p);
+      }
+#pragma unroll
+      for (int half = SPAN / 2; half; half /= 2)
+#pragma unroll
+        for (int n = 0; n < SPAN; n++)
+          if (!(n & half))
+#pragma unroll
+            for (int i = 0; i < AT_ONCE * 8; i++)
+              add_subtract(v[n][i / 16][i / 4 % 4][i % 4], v[n + half][i / 16][i / 4 % 4][i % 4]);
+      if (block == 0 && first == 0) codes_free();
+#pragma unroll
+      for (int n = 0; n < SPAN; n++) {
+        u32 random[AT_ONCE][2];
+        if constexpr (DITHER) {
+          const u64 number = tile.group_of(opaque(4 * g + q), args.rows);  // opaque: kept for all blocks it would spill
+          const Randoms randoms(tile);
+          if (block + n == 0 || args.rows % TALL) four = Philox((number + block + n) / 4, args.key);
+          randoms.share(Random(four, number + block + n), first, random);
+        }
+        const auto value = [&](int c, int i) { return v[n][c / 2][i / 2][c % 2 * 2 + i % 2]; };
+        float amax[AT_ONCE];
+#pragma unroll
+        for (int c = 0; c < AT_ONCE; c++) {
+          amax[c] = fabsf(value(c, 0));
+#pragma unroll
+          for (int i = 1; i < 8; i++) amax[c] = fmaxf(amax[c], fabsf(value(c, i)));
+        }
+        u32 two[AT_ONCE / 2];  // columns' exponents, with what is below them in half a word
+#pragma unroll
+        for (int p = 0; p < AT_ONCE / 2; p++)
+          two[p] = __byte_perm(__float_as_uint(__fmul_rn(amax[2 * p], args.root)),
+                               __float_as_uint(__fmul_rn(amax[2 * p + 1], args.root)), 0x7632);
+#pragma unroll
+        for (int across = 1; across < 4; across *= 2)
+#pragma unroll
+          for (int p = 0; p < AT_ONCE / 2; p++) two[p] = larger_halves(two[p], other_word(two[p], across));
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+          const u32 now = AT_ONCE == 4 ? __byte_perm(two[0] << 1, two[1] << 1, 0x7531)
+                                       : __byte_perm(fields[i], two[0] << 1, first ? 0x7510 : 0x3275);
+          fields[i] = i == block + n ? now : fields[i];
+        }
+#pragma unroll
+        for (int c = 0; c < AT_ONCE; c++) {
+          const float factor = __uint_as_float(base - ((c % 2 ? two[c / 2] : two[c / 2] << 16) & INFINITE));
+          u32 p[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            p[i] = Fp16::pack(__fmul_rn(value(c, 2 * i), factor), __fmul_rn(value(c, 2 * i + 1), factor));
+            if constexpr (!DITHER) p[i] = to_nearest(p[i]);
+            else p[i] = i % 2 ? with_bits<true>(p[i], random[c][i / 2]) : with_bits<false>(p[i], random[c][i / 2]);
+          }
+          store_shared32(tile.codes_at(first + c, block + n) + q * 4, code_word(p[0], p[1], p[2], p[3]));
+        }
+      }
+    }
+  }
+  const u32 mine = of_column(fields, q);
+  if (__any_sync(0xFFFFFFFFu, ((mine - 0x01010101u) & ~mine & 0x80808080u) != 0)) return false;  // one is 0
+  store_shared32(tile.scale_word(4 * g + q), mine - (u32)(tile.exponent + 100) * 0x01010101u);
   return true;
 }
 
@@ -279,7 +219,7 @@ __device__ __forceinline__ void write_column(Group& x, const TransposeArgs& args
   u32 within;
   Random random;
   if constexpr (DITHER) {
-    const u64 group = (u64)(tile.column + column) * (args.rows / 32) + tile.row / 32 + block;
+    const u64 group = tile.group_of(column, args.rows) + block;
     random = Random(Philox(group / 4, args.key), group);
   }
   Words codes = codes_of<RULE, false, DITHER>(x, fine_factor<RULE>(exponent.value, args.root), random, within);
@@ -316,12 +256,12 @@ template <int SPAN, bool SIGNS, int RULE, bool DITHER, int STAGES>
 __device__ __forceinline__ void requantize(const TensorMap* code_map, const TensorMap* scale_map, const TensorMap* packed,
                                            const TransposeArgs& args) {
   const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32, team = warp / TEAM, strip = warp % TEAM;
-  constexpr u32 MINE = TO_RANDOM + (DITHER ? 1024 : 0);
+  constexpr u32 MINE = TO_RANDOM + (DITHER ? HALF_RANDOM : 0);
   const u32 all_scales = shared_memory() + warps / TEAM * (STAGES * CODE_TILE);
   const u32 all_scratch = all_scales + warps / TEAM * (STAGES * SCALE_TILE);
   const u32 codes_at = shared_memory() + team * (STAGES * CODE_TILE), scales_at = all_scales + team * (STAGES * SCALE_TILE);
-  const u32 mine = all_scratch + warp * MINE, powers = mine + TO_POWERS;
-  const u32 full = all_scratch + warps * MINE + team * (STAGES * 16), empty = full + STAGES * 8;
+  const u32 written = all_scratch + warp * WRITTEN, mine = all_scratch + warps * WRITTEN + warp * MINE;
+  const u32 full = all_scratch + warps * (WRITTEN + MINE) + team * (STAGES * 16), empty = full + STAGES * 8;
   if (strip == 0 && lane == 0) {
     for (u32 i = 0; i < STAGES; i++) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, TEAM);
     barrier_init_done();
@@ -337,6 +277,7 @@ __device__ __forceinline__ void requantize(const TensorMap* code_map, const Tens
   const u32 end = start_of(me + 1);
   u32 number = start_of(me), first = number % row_tiles % 8;  // of eight tiles whose scales are written at once
   const Sylvester h;
+  const u32 staged = staged_at(args);
   const u64 policy = cache_policy<LAST>();  // of scales, lines are other teams', too; of codes (53.5 us; NORMAL 55.2; FIRST 57.8)
   Place there(number, row_tiles, 1, true), next = there;
   Ring<STAGES> ahead, ring;
@@ -348,7 +289,7 @@ __device__ __forceinline__ void requantize(const TensorMap* code_map, const Tens
 #pragma unroll 1
     for (u32 odd = 0; odd < (u32)args.staged; odd++)
       tensor_load(scales_at + ahead.stage * SCALE_TILE + odd * (SCALE_TILE / 2), scale_map,
-                  staged_at(odd, args.columns / 32, next.column) / 16 * 16, next.row * TALL / args.staged, bar, policy);
+                  staged_from(odd, args.columns / 32, next.column) / 16 * 16, next.row * TALL / args.staged, bar, policy);
     next.advance({1, 0}, row_tiles, 1, true), ahead.next();
   };
   if (strip == 0 && number < end) start();
@@ -357,49 +298,44 @@ __device__ __forceinline__ void requantize(const TensorMap* code_map, const Tens
     const u32 row = there.row * TALL, column = there.column * (TEAM * STRIP) + strip * STRIP;
     barrier_wait(full + ring.stage * 8, ring.parity);
     if (column < (u32)args.columns) {
-      const auto of_strip = [&] { return Scales(args, row, column, scales_at + ring.stage * SCALE_TILE); };
-      const Scales scales = of_strip();
+      const u32 staged_scales = scales_at + ring.stage * SCALE_TILE + (staged ^ there.column % 2 * 8) + strip * 2;
+      const Scales scales(args, row, column, staged_scales);
+      // Or the compiler makes addresses, for the few that read again, in any case: 48.4 us for 47.2.
+      const auto again = [&] { return Scales(args, opaque(row), opaque(column), opaque(staged_scales)); };
       const int top = scales.most(), low = scales.least();
-      const bool near = RULE == ABSMAX34 && top <= low + (DITHER ? SPREAD : HALF_SPREAD) && low >= LEAST_BYTE && top <= MOST_BYTE;
-      const auto store_near = [&](const Scales& of) {
-        store_powers<DITHER && SPAN == 4>(powers, of, signs, DITHER ? 30 - top : (int)UNIT_POWER - low);
+      const bool near = RULE == ABSMAX34 && top <= low + SPREAD && low >= LEAST_BYTE && top <= MOST_BYTE;
+      const int exponent = min((int)UNIT_POWER - low, 30 - top);
+      u32 sum = 0;  // of powers of two
+      const auto store = [&](const Scales& of, bool near) {
+        if (near) sum = store_powers(mine + TO_POWERS, of, signs, exponent);
+        else store_wide_powers(mine + TO_POWERS, of, signs);
+        warp_sync();
       };
-      if (near) store_near(scales);
-      else store_wide_powers(powers, scales, signs);
-      warp_sync();
+      store(scales, near);
 #pragma unroll 1
-      for (u32 half = 0; half < 2; half++) {
-        const Columns tile = {codes_at + ring.stage * CODE_TILE, strip * 2 + half, mine, powers + half * (4 * POWER_PITCH), row,
-                              column + half * 32};
-        if (tile.column >= (u32)args.columns) break;
+      for (u32 half = 0; half < 2 && column + half * 32 < (u32)args.columns; half++) {
+        const u32 codes = codes_at + ring.stage * CODE_TILE, powers = mine + TO_POWERS + half * (4 * POWER_PITCH);
+        const Columns tile = {codes, strip * 2 + half, written, mine, powers, exponent, row, column + half * 32};
         if constexpr (RULE == ABSMAX34)
           if (near) {
-            bool done;
-            if constexpr (!DITHER) done = by_halves<SPAN>(args, h, tile, low);
-            else if constexpr (SPAN == 4) done = by_wide_products(args, tile, top);
-            else done = by_products<SPAN>(args, h, tile, top);
+            bool done = top <= low + NARROW && sum <= NARROW_SUM<SPAN> && by_halves<SPAN, DITHER>(args, h, tile);
+            if (!done) warp_sync(), done = by_products<SPAN, DITHER>(args, h, tile);
             if (done) {
-              write_codes(packed, tile);
+              write_codes(packed, tile);  // here and below: one for both costs Hadamard 128 3%
               continue;
             }
             warp_sync();
-            store_wide_powers(powers, of_strip(), signs);
-            warp_sync();
+            store(again(), false);
           }
         by_lanes<SPAN, RULE, DITHER>(args, tile);
         write_codes(packed, tile);
-        if (near && half == 0) {
-          warp_sync();
-          store_near(of_strip());
-          warp_sync();
-        }
+        if (near && half == 0) warp_sync(), store(again(), true);
       }
     }
     warp_sync();
     if (lane == 0) barrier_arrive(empty + ring.stage * 8);  // what is left is in the warp's own memory
     if (column < (u32)args.columns && (there.row % 8 == 7 || there.row + 1 == row_tiles || number + 1 == end)) {
-      const Columns eight = {0, 0, mine, 0, row / (8 * TALL) * (8 * TALL), column};
-      write_scales(args, eight, first, there.row % 8 + 1);
+      write_scales(args, mine, row / (8 * TALL) * (8 * TALL), column, first, there.row % 8 + 1);
       first = 0;
     }
   }

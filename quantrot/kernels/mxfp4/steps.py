@@ -19,12 +19,11 @@ from torch.nn import functional as F
 from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4 import tuned
 from quantrot.kernels.mxfp4.quantized import scaled_product
-from quantrot.kernels.mxfp4.reference import GROUP, Random, ScaleRule
+from quantrot.kernels.mxfp4.reference import GROUP, Random, ScaleRule, stored_share
 from quantrot.kernels.operators import has_triton
 from quantrot.kernels.ready import Ready, Run, lies_well, like, unseen
 
 FORWARD, BACKWARD = Ready(), Ready()
-FACTOR = 16 / 9  # both operands of a gradient hold 3/4 of their values
 E4M3, BYTES = torch.float8_e4m3fn, torch.uint8
 
 
@@ -155,7 +154,7 @@ def prepare_backward(
     def gradient(quantize: Run, rows: int, depth: int, to: torch.dtype) -> Run:
         """Of grad, quantized to [rows, depth], by codes of [depth, k], requantized to [k, depth]: [rows, k]."""
         requantize, multiply = columns(depth, k // 2, BYTES), _product(rows, k, depth, grad)
-        plan, factor = tuned.HOPPER_MASKED[hadamard], FACTOR * hadamard**-0.5
+        plan, factor = tuned.HOPPER_MASKED[hadamard], stored_share(hadamard) ** -2 * hadamard**-0.5
         turn = hopper_rows.masked(plan, rows * k // GROUP, grad.dtype, hadamard, to != grad.dtype, device)
         groups, groups_a, groups_b = depth * k // GROUP, rows * depth // GROUP, k * depth // GROUP
 

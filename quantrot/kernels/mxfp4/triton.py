@@ -345,7 +345,7 @@ def _kept(x, factor, FINE: tl.constexpr):
 def _factor(exponent, root, RULE: tl.constexpr):
     """What an element is multiplied by before it is rounded."""
     if RULE == "absmax34":
-        return _power(-exponent) * (root * 0.75)
+        return _power(-exponent) * tl.cast(tl.cast(root * 0.75, tl.float16), tl.float32)
     else:
         return _power(-exponent) * root
 

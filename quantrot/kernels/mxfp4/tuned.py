@@ -27,7 +27,7 @@ HOPPER_EXPANDED = (896, 2)
 HOPPER_COLUMNS = (6, 2, True)
 HOPPER_WIDE_COLUMNS = (3, 2, True)
 HOPPER_PACKED_COLUMNS = {32: (512, 2), 64: (512, 2), 128: (512, 2)}
-HOPPER_RANDOM_PACKED_COLUMNS = {32: (384, 2), 64: (384, 2), 128: (384, 2)}
+HOPPER_RANDOM_PACKED_COLUMNS = {32: (512, 2), 64: (512, 2), 128: (512, 2)}
 HOPPER_DECODE: dict[tuple[int, int, int], tuple[int, int, int, int, int, bool, int, bool]] = {
     (1, 1536, 8960): (1, 2, 7, 35, 1, True, 1, False),
     (1, 3072, 2048): (2, 1, 8, 8, 1, True, 1, False),

@@ -66,3 +66,4 @@ inline float other_lane(float v, int across) {
   return __uint_as_float(exchange(__float_as_uint(v))[lane_number() ^ across]);
 }
 inline float opaque(float v) { return v; }
+inline u32 opaque(u32 v) { return v; }
