@@ -6,7 +6,8 @@
 
 H is the block Hadamard transform along the dimension that is summed over, D random signs, S the absmax34 rule (3/4 of
 the value, hence c, 16/9 or what `stored_share` makes it) with stochastic rounding. Every operand is MXFP4; what is
-saved for backward is 4.25 bits a value and one bit of mask. QuEST, arXiv:2502.05003; Quartet, arXiv:2505.14669, algorithm 1.
+saved for backward is 4.25 bits a value and one bit of mask. QuEST, arXiv:2502.05003; Quartet, arXiv:2505.14669,
+algorithm 1.
 """
 
 from functools import lru_cache

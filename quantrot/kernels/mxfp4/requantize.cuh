@@ -124,7 +124,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
   constexpr int AT_ONCE = SPAN == 4 ? 2 : 4;  // columns of a lane: there are no registers for more
   const u32 g = lane_number() >> 2, q = lane_number() & 3;
   const u32 base = __float_as_uint(__fmul_rn(three_quarters(args.root), FINE)) + (129u << 23);
-  u32 fields[4] = {};  // of a block each: its columns' exponents, as float32 has them, a byte each
+  bool zero = false;
 #pragma unroll 1
   for (u32 first = 0; first < 4; first += AT_ONCE) {
     Philox four;
@@ -150,7 +150,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
       for (int n = 0; n < SPAN; n++) {
         u32 random[AT_ONCE][2];
         if constexpr (DITHER) {
-          const u64 number = tile.group_of(opaque(4 * g + q), args.rows);  // opaque: kept for all blocks it would spill
+          const u64 number = tile.group_of(4 * opaque(g) + q, args.rows);  // opaque: kept for all blocks it would spill
           const Randoms randoms(tile);
           if (block + n == 0 || args.rows % TALL) four = Philox((number + block + n) / 4, args.key);
           randoms.share(Random(four, number + block + n), first, random);
@@ -173,14 +173,11 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
 #pragma unroll
           for (int p = 0; p < AT_ONCE / 2; p++) two[p] = larger_halves(two[p], other_word(two[p], across));
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-          const u32 now = AT_ONCE == 4 ? __byte_perm(two[0] << 1, two[1] << 1, 0x7531)
-                                       : __byte_perm(fields[i], two[0] << 1, first ? 0x7510 : 0x3275);
-          fields[i] = i == block + n ? now : fields[i];
-        }
-#pragma unroll
         for (int c = 0; c < AT_ONCE; c++) {
-          const float factor = __uint_as_float(base - ((c % 2 ? two[c / 2] : two[c / 2] << 16) & INFINITE));
+          const u32 field = (c % 2 ? two[c / 2] : two[c / 2] << 16) & INFINITE;
+          zero |= field == 0;
+          if (q == c) store_shared_byte(tile.scale_word(4 * g + first + c) + block + n, (field >> 23) - tile.exponent - 100);
+          const float factor = __uint_as_float(base - field);
           u32 p[4];
 #pragma unroll
           for (int i = 0; i < 4; i++) {
@@ -193,10 +190,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
       }
     }
   }
-  const u32 mine = of_column(fields, q);
-  if (__any_sync(0xFFFFFFFFu, ((mine - 0x01010101u) & ~mine & 0x80808080u) != 0)) return false;  // one is 0
-  store_shared32(tile.scale_word(4 * g + q), mine - (u32)(tile.exponent + 100) * 0x01010101u);
-  return true;
+  return !__any_sync(0xFFFFFFFFu, zero);
 }
 
 // --- By lanes ----------------------------------------------------------------------------------------------------------
