@@ -80,7 +80,8 @@ def measured(op: str, case: dict[str, Any], us: float, floor_bytes: float, peers
 
 
 def quantizers() -> list[tuple[str, dict[str, Any], float, Callable]]:
-    """(op, case beside rows and columns, bytes an element, function of (x, packed, scale))."""
+    """(op, case beside rows and columns, bytes an element, function of (x, packed, scale)). binades: the deviation of
+    codes' rows from each other."""
     drawn = torch.randint(0, 2, (128,)).float() * 2 - 1
     signs = {"cpu": drawn, "cuda": drawn.cuda()}
 
@@ -118,6 +119,7 @@ def quantizers() -> list[tuple[str, dict[str, Any], float, Callable]]:
             ("quantize_transpose", wide, 2 + PACKED / 2, lambda x, p, s, call=turned: call(floats(x), p, s, True))
         )
         found.append(("requantize_transpose", case, 2 * PACKED, again))
+        found.append(("requantize_transpose", case | {"binades": 1}, 2 * PACKED, again))
     for dtype, h in itertools.product((torch.bfloat16, torch.float32), HADAMARD):
         back = partial(masked_hadamard, hadamard=h, dtype=dtype)
         case = {"hadamard": h, "to": str(dtype).removeprefix("torch.")}
@@ -153,11 +155,13 @@ def differing(call: Callable, part: tuple) -> float:
 
 
 def bench_quantizers() -> Iterator[Row]:
-    ready = [(x, *quantize_mxfp4(x)) for x in random_tensors((ROWS, COLUMNS), torch.bfloat16)]
-    part = tuple(t[:256].cpu() for t in ready[0])
+    alike = [(x, *quantize_mxfp4(x)) for x in random_tensors((ROWS, COLUMNS), torch.bfloat16)]
+    powers = torch.randn(ROWS, 1, device="cuda").round().to(torch.int8).view(torch.uint8)  # modulo 256
+    apart = [(x, packed, scale + powers) for x, packed, scale in alike]
     for op, case, size, call in quantizers():
+        ready = apart if "binades" in case else alike
         us = time_us([partial(call, *each) for each in ready])
-        error = differing(call, part)
+        error = differing(call, tuple(t[:256].cpu() for t in ready[0]))
         yield measured(op, {"rows": ROWS, "cols": COLUMNS, **case}, us, size * ROWS * COLUMNS, {}, error)
 
 

@@ -161,7 +161,7 @@ def _prepare(target: Path, plan: Plan, resume: bool, overwrite: bool) -> Path | 
         raise ValueError(_other_conversion(partial))
     there = partial if partial.exists() else next(path for path in partial.parents if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"output {target}: no permission to write in {there}; change that, or choose another directory")
+        raise ValueError(f"output {target}: no permission to write in {there}; change it, or choose another directory")
     written = sum(f.stat().st_blocks * 512 for f in partial.iterdir()) if there == partial else 0
     free, needed = shutil.disk_usage(there).free, _needed(plan)
     if free + written < needed:

@@ -328,7 +328,7 @@ def test_an_output_that_may_not_be_written_in_is_said_before_the_work(single, tm
     with pytest.raises(ValueError, match=r"^output .*out: no permission to write in it, and overwrite deletes"):
         convert(single, FP8, out, overwrite=True)
     monkeypatch.setattr(os, "access", lambda path, mode: not (path == tmp_path and mode & os.W_OK))
-    with pytest.raises(ValueError, match=rf"^output .*other: no permission to write in {tmp_path}; change that, or"):
+    with pytest.raises(ValueError, match=rf"^output .*other: no permission to write in {tmp_path}; change it, or"):
         convert(single, FP8, tmp_path / "new" / "other")
     assert contents(tmp_path) == before
 
