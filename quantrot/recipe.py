@@ -125,7 +125,7 @@ def _storable(rule: Any) -> Any:
     if rule == ScaleRule.absmax34:
         raise ValueError(
             "scale_rule absmax34 holds 3/4 of each value and is for the backward pass of training: no checkpoint "
-            f"format records the factor 4/3. Allowed: {', '.join(STORED)}"
+            f"format records the factor that makes up for it. Allowed: {', '.join(STORED)}"
         )
     return _one_of("scale_rule", rule, STORED)
 

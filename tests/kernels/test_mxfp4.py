@@ -135,11 +135,17 @@ def test_absmax34_stores_three_quarters_and_never_saturates():
     assert (x.amax(-1) * 0.75 <= 6 * power_of_two(scale[:, 0].int() - 127)).all()
 
 
-@pytest.mark.parametrize("hadamard", [0, 32, 64, 128])
-def test_the_stored_share_times_the_root_has_eleven_bits(hadamard):
-    factor = stored_share(hadamard) * (hadamard or 1) ** -0.5
+@pytest.mark.parametrize("hadamard", [0, 32, 64, 96, 128, 256])
+def test_the_stored_share_is_what_is_stored_in_eleven_bits(hadamard):
+    root = (hadamard or 1) ** -0.5 if hadamard <= 128 and hadamard != 96 else 1  # others are turned before
+    factor = stored_share(hadamard) * root
     assert torch.tensor(factor, dtype=torch.float64).half().double().item() == pytest.approx(factor, rel=1e-15)
     assert stored_share(hadamard) == pytest.approx(0.75, rel=1.1e-4)
+    x = torch.randn(64, 768, generator=torch.Generator().manual_seed(4)) + 0.25
+    if hadamard:  # without, there is only rounding to nearest, which is not unbiased
+        packed, scale, _ = hadamard_quantize_mxfp4(x, "absmax34", hadamard=hadamard, random=(1, 2))
+        stored, turned = dequantize_mxfp4(packed, scale, torch.float32), hadamard_ref(x.double(), block=hadamard)
+        assert (stored * turned).sum() / turned.square().sum() == pytest.approx(stored_share(hadamard), rel=2e-3)
 
 
 def test_mse_is_never_worse_than_the_rules_it_searches():

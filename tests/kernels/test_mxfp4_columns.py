@@ -41,6 +41,7 @@ CASES = {
 }
 CODE_CASES = [name for name, case in CASES.items() if case[0] == CODES]
 ELEMENTS = [name for name in CASES if name not in CODE_CASES]
+TENSOR_CORES = [name for name in CODE_CASES if CASES[name][1] == "absmax34"]
 WARPS = 8  # of a block that turns codes: two teams
 DRIVER = """
 static std::string message;
@@ -61,6 +62,12 @@ extern "C" const char* run_codes(int which, const quantrot::TransposeArgs* args,
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, WARPS * 32, shared, seed,
                              [&] { kernels[which](map, scales, packed, *args); });
   return message.c_str();
+}
+// Products since the last call: all, or those in float16 first.
+extern "C" unsigned products(int in_float16) {
+  unsigned& products = in_float16 ? quantrot::products_in_float16 : quantrot::products_by_warps;
+  const unsigned before = products;
+  return products = 0, before;
 }
 // Of numbers up to `most`, that one among them, in units: their codes' magnitudes and the field of the largest.
 template <int SPAN>
@@ -182,7 +189,7 @@ def test_bits_are_the_references(library, name, rows, columns, down, staged):
     assert kept is None or torch.equal(bits, kept)
 
 
-@pytest.mark.parametrize("name", [name for name in CODE_CASES if CASES[name][1] == "absmax34"])
+@pytest.mark.parametrize("name", TENSOR_CORES)
 def test_zeros_lose_their_sign_where_half_of_the_rows_are_and_the_others_cancel(library, name):
     _, rule, hadamard, signs, _, numbers = CASES[name]
     kinds = [4, 10, 2, 12], [5, 11, 3, 13], [6, 12, 4, 14], [4, 10, 2, 12]  # 2, -1, 1, -2, and 1.5 and 2 times that
@@ -197,6 +204,63 @@ def test_zeros_lose_their_sign_where_half_of_the_rows_are_and_the_others_cancel(
     assert torch.equal(scales, expected[1]) and len(unlike[0])
     for ours, theirs in zip(unlike[:2], unlike[2:], strict=True):
         assert torch.equal(ours, torch.where(theirs == 8, 0, theirs))
+
+
+def strips(rows: int, scales, codes=None):
+    """Operands of a matrix of strips of 64 columns, one for each list of a strip's scale bytes, which rows repeat."""
+    generator = torch.Generator().manual_seed(7)
+    wide = torch.randint(0, 256, (rows, 32 * len(scales)), generator=generator).to(CODES) if codes is None else codes
+    kinds = torch.tensor([(kind * rows)[:rows] for kind in scales], dtype=CODES)
+    return wide, kinds.T.repeat_interleave(2, 1).contiguous()
+
+
+def run_strips(library, name, packed, scale):
+    """How many products it takes in float16 and in float32; the bits are the reference's, but for zeros' signs."""
+    _, rule, hadamard, signs, _, numbers = CASES[name]
+    factors = torch.randint(0, 2, (hadamard,), generator=torch.Generator().manual_seed(1)) * 2.0 - 1 if signs else None
+    random = Random(*numbers) if numbers else None
+    wide = dequantize_reference(packed, scale, FP32)
+    expected = quantize_reference(wide.T, ScaleRule(rule), hadamard=hadamard, signs=factors, random=random)
+    library.products(0), library.products(1)
+    found, scales, _ = emulated_run(library, name, (packed, scale, factors, random, expected))
+    in_float16 = library.products(1)
+    assert torch.equal(scales, expected[1])
+    unlike = [(byte & 15, byte >> 4) for byte in (found, expected[0])]
+    for ours, theirs in zip(*unlike, strict=True):
+        assert ((ours == theirs) | (ours & 7 == 0) & (theirs & 7 == 0)).all()
+    return in_float16, library.products(0) - in_float16
+
+
+@pytest.mark.parametrize("name", TENSOR_CORES)
+def test_sums_are_in_float16_where_they_fit_and_in_float32_where_they_are_exact(library, name):
+    tall = CASES[name][2] == 128  # sums of four times as many
+    for scales, in_float16, in_float32 in (
+        ([120], True, False),
+        ([120, 120, 121], True, False),
+        ([120] * 15 + [121, 122, 124, 124], not tall, None),  # that may not fit
+        ([120, 122, 123, 124], False, True),
+        ([120] * 31 + [126], False, True),
+        ([120, 125, 125, 125], False, True),
+        ([120, 132], False, True),
+        ([120, 133], False, False),
+        ([20], True, False),
+        ([19], False, False),
+        ([220], True, False),
+        ([221], False, False),
+        ([243, 255], False, False),
+    ):
+        took = run_strips(library, name, *strips(128, [scales]))
+        assert (took[0] > 0) == in_float16, scales
+        assert in_float32 is None or (took[1] > 0) == in_float32, scales
+
+
+@pytest.mark.parametrize("name", TENSOR_CORES)
+def test_scales_to_the_ends_and_columns_of_zeros(library, name):
+    for byte in (0, 1, 19, 20, 219, 220, 221, 240, 245, 250, 254):
+        packed, scale = strips(256, [[byte], [byte, 255], [127], [127, 127, 139]])
+        packed[:, 70], packed[:128, 80], packed[96:, 110], packed[:, 120] = 0, 0, 0, 0x77
+        packed[64:, 32] = 0
+        run_strips(library, name, packed, scale)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32, CODES])

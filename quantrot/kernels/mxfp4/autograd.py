@@ -1,6 +1,6 @@
 """Linear layers that train in MXFP4: QuEST forward, randomised Hadamard and stochastic rounding backward (Quartet).
 
-    forward     y  = Q(x H) Q(w H)^T                    Q: QuEST's rule, nearest, with a clip mask
+    forward     y  = Q(x H) Q(w H)^T                 Q: QuEST's rule, nearest, with a clip mask
     backward    dx = c S(g D H) S(Q(w H)^T D H)^T    masked by x's clip mask, times H
                 dw = c S(g^T D H) S(Q(x H)^T D H)^T  masked by w's clip mask, times H
 

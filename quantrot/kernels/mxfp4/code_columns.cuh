@@ -109,7 +109,7 @@ __device__ __forceinline__ void product(u32 (&d)[2], const u32 (&a)[4], u32 b0, 
 __device__ __forceinline__ u32 staged_from(u32 odd, u32 pitch, u32 tile) { return odd * pitch + tile * 8; }
 // Those of a lane's first row, in tiles of an even number; in the others the other half of the unit.
 __device__ __forceinline__ u32 staged_at(const TransposeArgs& args) {
-  const u32 lane = lane_number(), down = args.staged - 1, odd = lane & down;
+  const u32 lane = lane_number(), down = args.staged == 2, odd = lane & down;
   return odd * (SCALE_TILE / 2) + (lane >> down) * 16 + staged_from(odd, args.columns / 32, 0) % 16;
 }
 
@@ -124,13 +124,14 @@ struct Scales {  // of a strip's rows, a lane's 32 j + lane: a byte of each 32 c
     const u32 most = larger_halves(larger_halves(a, b), larger_halves(c, d));
     return warp_max(max(most & 255, most >> 16 & 255));
   }
-  // From row and column on, or if staged from `at` on. Past the last row: the last 32; past the last column: the last.
+  // From row and column on, or if staged from `at` on. Past the last row: the last 32; past the last column, which staged ones
+  // are not: the last.
   __device__ __forceinline__ Scales(const TransposeArgs& args, u32 row, u32 column, u32 at) {
     const u32 last = args.rows - 32 - row, next = column + 32 < (u32)args.columns;
     if (args.staged) {
 #pragma unroll
       for (u32 j = 0; j < 4; j++)
-        both[j] = __byte_perm(load_shared_u16(at + (min(32 * j, last) * 16 >> args.staged - 1)), 0, next ? 0x4140 : 0x4040);
+        both[j] = __byte_perm(load_shared_u16(at + (min(32 * j, last) * 16 >> args.staged - 1)), 0, 0x4140);
     } else {
 #pragma unroll
       for (u32 j = 0; j < 4; j++) {

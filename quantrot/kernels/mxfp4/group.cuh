@@ -284,7 +284,7 @@ __device__ __forceinline__ u32 quest_squares(Group (&x)[N], u32 (&squares)[N], f
 constexpr float FINE = 0x1p-14f;
 constexpr u32 SIX = 0x0E000E00u;  // 6 * FINE, twice
 
-// 3/4 of a number, to the eleven bits of a float16.
+// 3/4 of a transform's root (of 1, 32, 64 or 128), as a float16 number.
 __device__ __forceinline__ float three_quarters(float x) {
   return __uint_as_float(__float_as_uint(__fmul_rn(x, 0.75f)) + 0x1000u & 0xFFFFE000u);
 }

@@ -96,9 +96,9 @@ def float16(x: float) -> float:
 
 
 def stored_share(hadamard: int) -> float:
-    """What absmax34 stores of each value, behind a Hadamard in blocks of 32, 64 or 128, or of 0, none: 3/4, but so that
-    times the transform's root it is a float16 number, whose product with another one is exact in float32."""
-    return 0.75 if hadamard in (0, 64) else 543 / 512 * 0.5**0.5  # numbers here: torch.compile makes symbols of globals
+    """What absmax34 stores of each value, behind a Hadamard in blocks of `hadamard` (0: none): 3/4; in blocks of 32 and
+    128 so that times the root it is a float16 number, whose product with another one is exact in float32."""
+    return 543 / 512 * 0.5**0.5 if hadamard in (32, 128) else 0.75  # numbers: of globals torch.compile makes symbols
 
 
 def tree_sum(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@
 // 24 bits: every order gives the same float32 number, so that tensor cores give the bits of the butterfly, but for zeros' signs.
 // So columns of which a group is zero are turned by lanes, each a group, like those of other powers; what is left are zeros in
 // groups that are not, of which the butterfly makes -0 where half of their rows are -0 and the others cancel: here they are 0.
-// Where most rows are near the least one, sums are tried in float16. Rows past the last count as zeros.
+// Where most rows are near the least one, sums are tried in float16. Rows past the last count as zeros: lanes have their tiles.
 
 namespace quantrot {
 
@@ -297,7 +297,8 @@ __device__ __forceinline__ void requantize(const TensorMap* code_map, const Tens
       // Or the compiler makes addresses, for the few that read again, in any case: 48.4 us for 47.2.
       const auto again = [&] { return Scales(args, opaque(row), opaque(column), opaque(staged_scales)); };
       const int top = scales.most(), low = scales.least();
-      const bool near = RULE == ABSMAX34 && top <= low + SPREAD && low >= LEAST_BYTE && top <= MOST_BYTE;
+      const bool near = RULE == ABSMAX34 && top <= low + SPREAD && low >= LEAST_BYTE && top <= MOST_BYTE &&
+                        row + TALL <= (u32)args.rows;
       const int exponent = min((int)UNIT_POWER - low, 30 - top);
       u32 sum = 0;  // of powers of two
       const auto store = [&](const Scales& of, bool near) {

@@ -9,7 +9,9 @@ inline u32 times_one_half(u32 a, u32 b) {
 inline u32 larger_magnitudes(u32 a, u32 b) {  // float16's bits are in the order of magnitudes
   return larger_halves(a & 0x7FFF7FFF, b & 0x7FFF7FFF) | ((a ^ b) & 0x80008000);
 }
+inline unsigned products_in_float16 = 0;
 inline void product(u32 (&d)[2], const u32 (&a)[4], u32 b0, u32 b1) {
+  products_in_float16++;
   float sums[4] = {Fp16::value(d[0]), Fp16::value(d[0] >> 16), Fp16::value(d[1]), Fp16::value(d[1] >> 16)};
   product_warp<Fp16>(sums, a, b0, b1);
   d[0] = Fp16::pack(sums[0], sums[1]), d[1] = Fp16::pack(sums[2], sums[3]);

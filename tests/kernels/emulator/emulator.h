@@ -585,8 +585,10 @@ inline void unpack_e4m3(u32 codes, u32& low, u32& high) {
   low = halves[0] | halves[1] << 16, high = halves[2] | halves[3] << 16;
 }
 // By mma.m16n8k16, whose operands are gathered from the lanes that hold them.
+inline unsigned products_by_warps = 0;
 template <class T>
 inline void product_warp(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  products_by_warps++;
   const auto all = exchange({a[0], a[1], a[2], a[3], b0, b1});
   const u32 g = lane_number() / 4, q = lane_number() % 4;
   for (u32 k = 0; k < 16; k++) {
