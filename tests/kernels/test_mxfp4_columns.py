@@ -73,20 +73,22 @@ extern "C" unsigned products(int in_float16) {
 template <int SPAN>
 int nearest(int most, int count, const int* numbers, unsigned char* codes) {
   using Rounding = quantrot::HalfRounding<SPAN, false>;
-  const auto half = [](int n) { return quantrot::Fp16::pack(n / 256.f, n / 256.f); };
+  const auto half = [](int n) { return quantrot::Fp16::pack(n / 512.f, n / 512.f); };
   const unsigned fields = Rounding::fields(half(most));
   for (int i = 0; i < count; i++)
     codes[i] = quantrot::times_half(half(numbers[i]), Rounding::factors(fields)) + Rounding::ROUND >> 9 & 7;
   return (fields >> 10 & 31) - Rounding::DOWN;
 }
-template <int SPAN>
+template <int SPAN, bool DITHER>
 int in_float16(int most) {
-  using Rounding = quantrot::HalfRounding<SPAN, false>;
-  const unsigned field = Rounding::fields(quantrot::Fp16::pack(most / 256.f, most / 256.f)) >> 10 & 31;
-  return field >= quantrot::LEAST_FIELD && field <= quantrot::MOST_FIELD;
+  using Rounding = quantrot::HalfRounding<SPAN, DITHER>;
+  const unsigned field = Rounding::fields(quantrot::Fp16::pack(most / 512.f, most / 512.f)) >> 10 & 31;
+  return field >= quantrot::LEAST_FIELD && field <= Rounding::MOST_FIELD;
 }
-extern "C" int in_float16(int span, int most) {
-  return (span == 1 ? in_float16<1> : span == 2 ? in_float16<2> : in_float16<4>)(most);
+extern "C" int in_float16(int span, int dither, int most) {
+  static int (*const kinds[])(int) = {in_float16<1, false>, in_float16<1, true>, in_float16<2, false>,
+                                      in_float16<2, true>,  in_float16<4, false>, in_float16<4, true>};
+  return kinds[span / 2 * 2 + dither](most);
 }
 extern "C" int nearest_of(int span, int most, int count, const int* numbers, unsigned char* codes) {
   return (span == 1 ? nearest<1> : span == 2 ? nearest<2> : nearest<4>)(most, count, numbers, codes);
@@ -233,13 +235,15 @@ def run_strips(library, name, packed, scale):
 
 @pytest.mark.parametrize("name", TENSOR_CORES)
 def test_sums_are_in_float16_where_they_fit_and_in_float32_where_they_are_exact(library, name):
-    tall = CASES[name][2] == 128  # sums of four times as many
+    tall, random = CASES[name][2] == 128, CASES[name][5] is not None  # sums of four times as many; up to twice as large
     for scales, in_float16, in_float32 in (
         ([120], True, False),
         ([120, 120, 121], True, False),
-        ([120] * 15 + [121, 122, 124, 124], not tall, None),  # that may not fit
-        ([120, 122, 123, 124], False, True),
-        ([120] * 31 + [126], False, True),
+        ([120] * 15 + [121, 122, 124, 124], random or not tall, None),  # that may not fit
+        ([120, 122, 123, 124], random and not tall, None if random else True),
+        ([120] * 31 + [126], random, None if random else True),
+        ([120] * 63 + [127], False, True),
+        ([120, 124, 124], False, True),
         ([120, 125, 125, 125], False, True),
         ([120, 132], False, True),
         ([120, 133], False, False),
@@ -318,7 +322,9 @@ def test_tiles_come_in_eights_where_no_team_has_more_for_it():
 @pytest.mark.parametrize(("block", "limit"), [(32, 724), (64, 1023), (128, 724)])
 def test_float16_rounds_as_the_definition(library, block, limit):
     """Every largest number of units, and every number beside the largest that has the same power of two."""
-    assert [bool(library.in_float16(block // 32, n)) for n in (0, 1, limit, limit + 1)] == [False, True, True, False]
+    for dither, most in ((0, limit), (1, 1448 if limit == 724 else 2047)):
+        fits = [bool(library.in_float16(block // 32, dither, n)) for n in (0, 1, most, most + 1)]
+        assert fits == [False, True, True, False]
     power = [math.floor(math.log2(n * block**-0.5)) for n in range(1, limit + 2)]
     last = [n for n in range(1, limit + 1) if n == limit or power[n - 1] < power[n]]
     groups = [[n] * 32 for n in range(1, limit + 1)]

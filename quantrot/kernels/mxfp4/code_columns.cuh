@@ -206,7 +206,7 @@ struct Randoms {
 };
 
 // Powers of two of a strip as float16, with this exponent for a byte of 0, in the order in which lanes (g, q) take a block's
-// rows. What is returned is their sum in 2^7, if each lane's is below 1024; else more.
+// rows. What is returned is their sum in 2^6, if each lane's is below 1024; else more.
 __device__ __forceinline__ u32 store_powers(u32 powers, const Scales& scales, const u32 (&signs)[4], int exponent) {
   const u32 r = lane_number();
   u32 sum = 0;
@@ -214,7 +214,7 @@ __device__ __forceinline__ u32 store_powers(u32 powers, const Scales& scales, co
 #pragma unroll
   for (u32 j = 0; j < 4; j++) {
     const u32 power = scales.both[j] * 1024 + (u32)exponent * 0x04000400u, both = power ^ signs[j];
-    sum = fma_half(power, 0x20002000u, sum);  // 2^-7
+    sum = fma_half(power, 0x24002400u, sum);  // 2^-6
     store_shared16(powers + j * POWER_PITCH + at, both);
     store_shared16(powers + (4 + j) * POWER_PITCH + at, both >> 16);
   }

@@ -15,13 +15,8 @@ namespace quantrot {
 // A unit is half a code of the strip's least power of two. Sums of less than 2048 units are float16 numbers, and each part of
 // such a sum that tensor cores or additions round is half the sum or the difference of two results, no larger than one.
 
-constexpr u32 UNIT_POWER = 22;  // float16's exponent of the strip's least power of two: a unit is 2^-8
-// Up to so many binades, and such a sum of a strip's powers of two in the least one, sums are tried in float16: of SmolLM2's
-// activations and weights nearly all of these fit, and few of the others.
-constexpr int NARROW = 5;
-template <int SPAN>
-constexpr u32 NARROW_SUM = 2 * TALL * (SPAN == 4 ? 2.2f : 4.6f);
-constexpr u32 LEAST_FIELD = 7, MOST_FIELD = 16;  // of a group's largest times the root: one unit; 724 units, of blocks of 64 1023
+constexpr u32 UNIT_POWER = 21;  // float16's exponent of the strip's least power of two: a unit is 2^-9
+constexpr u32 LEAST_FIELD = 6;  // of a group's largest times the root: one unit
 
 // Of two numbers a word. The factor has 11 bits: its product, rounded once, is the definition's. To nearest the definition sends
 // ties to even: up to MOST_FIELD there are none but of blocks of 64, where a factor that is less by its last bit and an addition
@@ -31,7 +26,12 @@ struct HalfRounding {
   static constexpr u32 TWICE = 0x00010001, ROUND = 256 * TWICE;
   static constexpr u32 TIMES_ROOT = SPAN == 2 ? 0 : 599 * TWICE;  // to the exponent from 1.4142 on
   static constexpr u32 FACTOR = (SPAN == 2 ? 17 << 10 | (DITHER ? 512 : 511) : 18 << 10 | 62) * TWICE;
-  static constexpr int DOWN = SPAN == 4 ? 14 : 13;  // of a scale's byte: a field and the least byte less this
+  static constexpr int DOWN = SPAN == 4 ? 13 : 12;  // of a scale's byte: a field and the least byte less this
+  static constexpr u32 MOST_FIELD = DITHER ? 16 : 15;  // 1448 units, of blocks of 64 2047; to nearest 724 and 1023
+  // Up to so many binades, and such a sum of a strip's powers of two in the least one, sums are tried: of SmolLM2's activations
+  // and weights nearly all of these fit, and few of the others.
+  static constexpr int BINADES = DITHER ? 6 : 5;
+  static constexpr u32 POWERS = 2 * TALL * (SPAN == 4 ? 2.2f : 4.6f) * (DITHER ? 2 : 1);
 
   // float16's exponent fields, in their place, of groups' largest times the root; and what a group's elements are multiplied by.
   __device__ __forceinline__ static u32 fields(u32 largest) { return largest + TIMES_ROOT & 0x7C007C00u; }
@@ -109,7 +109,8 @@ __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylve
       }
     }
   }
-  const u32 mine = of_column(fields, q), below = mine - LEAST_FIELD * 0x04040404u, above = mine + (31 - MOST_FIELD) * 0x04040404u;
+  const u32 mine = of_column(fields, q);
+  const u32 below = mine - LEAST_FIELD * 0x04040404u, above = mine + (31 - Rounding::MOST_FIELD) * 0x04040404u;
   if (__any_sync(0xFFFFFFFFu, ((below | above) & 0x80808080u) != 0)) return false;
   const int least = (int)UNIT_POWER - tile.exponent;  // the byte of the least power of two
   store_shared32(tile.scale_word(4 * g + q), (mine >> 2) + (u32)(least - Rounding::DOWN) * 0x01010101u);
@@ -313,7 +314,8 @@ __device__ __forceinline__ void requantize(const TensorMap* code_map, const Tens
         const Columns tile = {codes, strip * 2 + half, written, mine, powers, exponent, row, column + half * 32};
         if constexpr (RULE == ABSMAX34)
           if (near) {
-            bool done = top <= low + NARROW && sum <= NARROW_SUM<SPAN> && by_halves<SPAN, DITHER>(args, h, tile);
+            using Halves = HalfRounding<SPAN, DITHER>;
+            bool done = top <= low + Halves::BINADES && sum <= Halves::POWERS && by_halves<SPAN, DITHER>(args, h, tile);
             if (!done) warp_sync(), done = by_products<SPAN, DITHER>(args, h, tile);
             if (done) {
               write_codes(packed, tile);  // here and below: one for both costs Hadamard 128 3%
