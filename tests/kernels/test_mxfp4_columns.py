@@ -208,12 +208,12 @@ def test_zeros_lose_their_sign_where_half_of_the_rows_are_and_the_others_cancel(
         assert torch.equal(ours, torch.where(theirs == 8, 0, theirs))
 
 
-def strips(rows: int, scales, codes=None):
+def strips(rows: int, scales):
     """Operands of a matrix of strips of 64 columns, one for each list of a strip's scale bytes, which rows repeat."""
     generator = torch.Generator().manual_seed(7)
-    wide = torch.randint(0, 256, (rows, 32 * len(scales)), generator=generator).to(CODES) if codes is None else codes
+    packed = torch.randint(0, 256, (rows, 32 * len(scales)), generator=generator).to(CODES)
     kinds = torch.tensor([(kind * rows)[:rows] for kind in scales], dtype=CODES)
-    return wide, kinds.T.repeat_interleave(2, 1).contiguous()
+    return packed, kinds.T.repeat_interleave(2, 1).contiguous()
 
 
 def run_strips(library, name, packed, scale):
