@@ -160,7 +160,8 @@ def test_what_is_found_again_is_for_such_operands(request):
 def test_a_gradient_that_is_not_wanted_keeps_nothing(on_a_cpu, frozen):
     x, w, _ = operands(64, 96, 128, BF16, FP32)
     (x if frozen == "x" else w).requires_grad_(False)
-    kept = [t.numel() for t in Mxfp4Gemm.apply(x, w, 32, PAIR).grad_fn.saved_tensors if t is not None]
+    y = Mxfp4Gemm.apply(x, w, 32, PAIR)  # of a result that is gone torch 2.11 has freed them
+    kept = [t.numel() for t in y.grad_fn.saved_tensors if t is not None]
     assert kept == ([64 * 4 * 17 + 96 * 16] if frozen == "x" else [96 * 4 * 17 + 64 * 16])
 
 
