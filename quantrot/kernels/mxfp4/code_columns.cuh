@@ -175,6 +175,19 @@ __device__ __forceinline__ void turn_rows(T (&v)[4][N], const Words& codes, cons
   }
 }
 
+// Sylvester's matrix between blocks of 32 rows.
+template <class T, int SPAN, int P, int N>
+__device__ __forceinline__ void turn_blocks(T (&v)[SPAN][P][4][N]) {
+#pragma unroll
+  for (int half = SPAN / 2; half; half /= 2)
+#pragma unroll
+    for (int n = 0; n < SPAN; n++)
+      if (!(n & half))
+#pragma unroll
+        for (int i = 0; i < P * 4 * N; i++)
+          add_subtract(v[n][i / (4 * N)][i / N % 4][i % N], v[n + half][i / (4 * N)][i / N % 4][i % N]);
+}
+
 __device__ __forceinline__ u32 other_word(u32 v, int across) {
   return __float_as_uint(other_lane(__uint_as_float(v), across));
 }

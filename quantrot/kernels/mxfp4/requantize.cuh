@@ -61,14 +61,7 @@ __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylve
 #pragma unroll
       for (int p = 0; p < 2; p++) turn_rows(v[n][p], codes[n], power[n], h, p);
     if (block + SPAN < 4) load(block + SPAN);  // while the products are made
-#pragma unroll
-    for (int half = SPAN / 2; half; half /= 2)
-#pragma unroll
-      for (int n = 0; n < SPAN; n++)
-        if (!(n & half))
-#pragma unroll
-          for (int i = 0; i < 16; i++)
-            add_subtract(v[n][i / 8][i / 2 % 4][i % 2], v[n + half][i / 8][i / 2 % 4][i % 2]);
+    turn_blocks(v);
     if (block == 0) codes_free();
 #pragma unroll
     for (int n = 0; n < SPAN; n++) {
@@ -138,14 +131,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
 #pragma unroll
         for (int p = 0; p < AT_ONCE / 2; p++) turn_rows(v[n][p], codes, power, h, first / 2 + p);
       }
-#pragma unroll
-      for (int half = SPAN / 2; half; half /= 2)
-#pragma unroll
-        for (int n = 0; n < SPAN; n++)
-          if (!(n & half))
-#pragma unroll
-            for (int i = 0; i < AT_ONCE * 8; i++)
-              add_subtract(v[n][i / 16][i / 4 % 4][i % 4], v[n + half][i / 16][i / 4 % 4][i % 4]);
+      turn_blocks(v);
       if (block == 0 && first == 0) codes_free();
 #pragma unroll
       for (int n = 0; n < SPAN; n++) {
