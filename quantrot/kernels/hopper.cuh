@@ -472,6 +472,13 @@ __device__ __forceinline__ u32 pick_bytes(u32 a, u32 b, u32 which) {
   return r;
 }
 
+// word >> 16 by the pipe that multiplies, where the one that shifts and permutes is full.
+__device__ __forceinline__ u32 high_half(u32 word) {
+  u32 high;
+  asm("dp2a.lo.u32.u32 %0, %1, 256, 0;" : "=r"(high) : "r"(word));  // the low half by 0, the high one by 1
+  return high;
+}
+
 // To nearest even, in order from the lowest byte; past 448 saturated, NaN is 0x7F.
 __device__ __forceinline__ u32 to_e4m3(float a, float b, float c, float d) {
   u32 r;

@@ -73,6 +73,8 @@ BESIDE = {
     "normed_in_fp8": (CASES["one_once"][0], TURNS["fp8"][1], "NORMED", True, 5),
     "added_in_fp8": (CASES["one"][0], TURNS["fp8"][1], "NO_FRONT", True),
     "one_gated": (CASES["one"][0], TURNS["even_32"][1], "GATED", True),
+    "one_once_gated": (CASES["one_once"][0], TURNS["mse_64"][1], "GATED", True),
+    "one_gated_in_fp8": (CASES["one_once"][0], TURNS["fp8"][1], "GATED", True),
     "eight_normed": (CASES["eight"][0], TURNS["even_32"][1], "NORMED", True),
     "eight_gated": (CASES["eight"][0], None, "GATED", False),
     "sixteen_gated_in_fp8": (CASES["sixteen"][0], TURNS["fp8_exact"][1], "GATED", True),
@@ -121,8 +123,9 @@ class Arranger:
         self.names = ", ".join(f"arrange_{i}" for i in range(len(self.keys)))
 
     def run(self, library, x, columns: int, kind: Arranging, norm=None, epsilon: float = 0.0, settled: bool = False):
-        y, scales = torch.full((len(x), columns), float("nan"), dtype=BF16), torch.full((len(x),), float("nan"))
-        arguments = hopper.arrange_arguments(x, y, scales, kind.turn, norm, epsilon, settled)
+        width, dtype = kind.result(columns)
+        y, scales = torch.full((len(x), width), 255).to(dtype), torch.full((len(x),), float("nan"))
+        arguments = hopper.arrange_arguments(x, columns, y, scales, kind.turn, norm, epsilon, settled)
         shape = kind.shape(columns)
         sizes = len(x) * kind.shares, shape[0], hopper.REDUCED
         library.arranged.restype = ctypes.c_char_p
@@ -147,7 +150,9 @@ def built(emulated, functions: str, names: Iterable[str] = ()):
     fronts = {name: (front == "NORMED", front == "GATED") for name, (_, _, front, *_) in BESIDE.items()}
     before = {name: hopper.before(plan, turn, *fronts.get(name, ())) for name, (plan, _, turn, *_) in cases.items()}
     arranger = Arranger([kind for kind in before.values() if kind], WIDTHS)
-    entries = "".join(hopper.entry(*case, name=f"decode_{name}") for name, case in cases.items()) + arranger.source
+    held = {name for name, kind in before.items() if kind and kind.laid == "HELD"}
+    made = (hopper.entry(*case, held=name in held, name=f"decode_{name}") for name, case in cases.items())
+    entries = "".join(made) + arranger.source
     driver = DRIVER.replace("NAMES", ", ".join(f"decode_{name}" for name in cases))
     library = emulated(functions + entries + driver.replace("ARRANGE", arranger.names))
     library.run.restype = ctypes.c_char_p
@@ -275,6 +280,13 @@ def test_a_norm_is_read_before_the_kernel_in_front_has_ended_only_where_it_is_se
             call(seed=1)
 
 
+def test_a_gated_token_is_laid_down_for_products_whose_blocks_hold_all_of_it():
+    laid = {
+        name: hopper.before(CASES[name][0], Turn(ScaleRule.even, 32), gated=True).laid for name in ("one", "one_split")
+    }
+    assert laid == {"one": "HELD", "one_split": "PLAIN"}
+
+
 FRONTS = ["NO_FRONT", "NORMED", "GATED"]
 WIDE_TURNS = [None, Turn(ScaleRule.quest, 64), Turn(Fp8ScaleRule.bf16, 0)]
 
@@ -282,7 +294,7 @@ WIDE_TURNS = [None, Turn(ScaleRule.quest, 64), Turn(Fp8ScaleRule.bf16, 0)]
 @pytest.fixture(scope="module")
 def wide(emulated):
     """What arranges 33024 columns, a library."""
-    arranger = Arranger([Arranging(turn, False, front) for turn in WIDE_TURNS for front in FRONTS], [33024])
+    arranger = Arranger([Arranging(turn, "PLAIN", front) for turn in WIDE_TURNS for front in FRONTS], [33024])
     source = DRIVER[: DRIVER.index("// Matrices")].replace("ARRANGE", arranger.names)
     return arranger, emulated(hopper.device_functions() + arranger.source + source)
 
@@ -291,7 +303,7 @@ def wide(emulated):
 @pytest.mark.parametrize("turn", WIDE_TURNS)
 def test_wide_tokens_are_arranged_by_blocks_of_several_turns(wide, front, turn):
     """33024 columns: a thread has two words of its share."""
-    columns, kind, (arranger, library) = 33024, Arranging(turn, False, front), wide
+    columns, kind, (arranger, library) = 33024, Arranging(turn, "PLAIN", front), wide
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-8, 9, (2, columns * (2 if front == "GATED" else 1)), generator=generator).to(BF16)
     norm = torch.rand(columns, generator=generator).to(BF16) if front == "NORMED" else None
@@ -369,7 +381,9 @@ def test_every_plan_compiles_for_sm_90a_without_spills(compiled_cuda, chosen):
 @few_or_every
 def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda, chosen):
     cases = [(TURNS[name][0], BF16, TURNS[name][1]) for name in ("even_32", "mse_64", "fp8")]
-    cases += [(plan, BF16, turn, *(groups or [0]), adds) for plan, turn, _, adds, *groups in BESIDE.values()]
+    for plan, turn, front, adds, *groups in BESIDE.values():
+        first = hopper.before(plan, turn, front == "NORMED", front == "GATED")
+        cases.append((plan, BF16, turn, *(groups or [0]), adds, first is not None and first.laid == "HELD"))
     cases = chosen(cases)
     entries = "".join(hopper.entry(*case, name=f"decode_{i}") for i, case in enumerate(cases))
     made = compiled_cuda(hopper.device_functions() + entries)
@@ -385,10 +399,10 @@ def test_what_arranges_tokens_compiles_for_sm_90a_without_spills(compiled_cuda, 
         ("GATED", 53248),
     )  # hidden and intermediate size of Llama 3.1 405B
     cases = chosen(
-        (Arranging(turn, grouped, front), columns)
-        for turn, grouped, (front, most) in itertools.product(turns, (False, True), fronts)
+        (Arranging(turn, laid, front), columns)
+        for turn, laid, (front, most) in itertools.product(turns, ("PLAIN", "GROUPED", "HELD"), fronts)
         for columns in (128, most)
-        if columns > 128 or not grouped
+        if (columns > 128 or laid != "GROUPED") and (laid != "HELD" or (front == "GATED" and turn and not turn.codes))
     )
     entries = [hopper.arrange_entry(columns, kind, f"arrange_{i}") for i, (kind, columns) in enumerate(cases)]
     made = compiled_cuda(hopper.device_functions() + "".join(entries))
@@ -501,7 +515,7 @@ def test_every_gate_is_torchs_on_the_gpu():
     on_hopper()
     every = torch.arange(1 << 16, device="cuda", dtype=torch.int32).to(torch.int16).view(BF16).view(32, -1)
     x = torch.cat([every, torch.ones_like(every)], 1)
-    y, _ = hopper.arrange(x, every.shape[1], Arranging(None, False, "GATED"))
+    y, _ = hopper.arrange(x, every.shape[1], Arranging(None, "PLAIN", "GATED"))
     torch.testing.assert_close(y, torch.nn.functional.silu(every), rtol=0, atol=0, equal_nan=True)
 
 

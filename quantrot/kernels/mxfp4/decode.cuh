@@ -23,7 +23,8 @@
 //
 // One token, which each block holds as integers (held.cuh), is multiplied by mma.m16n8k32 of bytes, exactly, with the positive
 // and with the negative part of the codes: a permutation that picks magnitudes by codes puts zeros where a code is negative, so
-// that of a word and of the same with all signs turned come both, 8 instructions for eight codes with the product. The seven
+// that of a word and of the same with all signs turned come both, 8 instructions for eight codes with the product. Permutations
+// fill their pipe, which is that of shifts: the upper half of a word comes by another (high_half, 141 cycles for 167). The seven
 // columns of a product that one token leaves free keep groups apart: a group's sum is multiplied by its scale in place of 32
 // codes. (In bfloat16, 14 instructions: 28672 x 4096 19.1 us for 17.9, 4096 x 14336 11.5 for 10.5.)
 
@@ -32,7 +33,7 @@ namespace quantrot {
 struct DecodeArgs {
   const unsigned char* scale;  // [rows, columns / 32]
   const float* token_scale;    // [tokens], or null
-  const void* x;               // of one token: bfloat16 [columns]
+  const void* x;               // of one token: bfloat16 [columns], or as it is LAID_DOWN
   const void* norm;            // of one token that goes through RMSNorm first: bfloat16 [columns], its weight
   const void* residual;        // bfloat16 [tokens, rows], what is added to y
   void* y;                     // OUT [tokens, rows]
@@ -120,7 +121,7 @@ struct OutFp32 {
 
 // TILES_: of eight tokens; 0: one token, for which there is room beside the ring. ONCE: a block has one tile, and
 // its sums take the ring's place. GROUPED: four warps multiply at once, by wgmma: their codes from registers, the tokens,
-// which a kernel before has laid down for that, from shared memory, once for the four.
+// which a kernel before (arrange.cuh) has laid down for that, from shared memory, once for the four.
 template <int TILES_, int TALL_, int ROW_WARPS_, int TEAMS_, int STAGES_, int SPLIT_, bool ONCE_,
           bool GROUPED_ = false>
 struct Plan {
@@ -188,7 +189,7 @@ struct Sums {
 #pragma unroll
           for (int sign = 0; sign < 2; sign++) {
             multiply_bytes(parts[sign][LIMBS == 2 ? h : 0][r], positive(above, small), positive(below, small),
-                           positive(above >> 16, small), positive(below >> 16, small), first, second);
+                           positive(high_half(above), small), positive(high_half(below), small), first, second);
             above ^= SIGNS_OF_CODES, below ^= SIGNS_OF_CODES;
           }
         }
@@ -473,6 +474,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
   constexpr float POWER = !P::ONE ? 0x1p64f : LIMBS == 1 ? 0.25f : 0.5f;  // the weight's integers are twice its values, too
   static_assert(!NORM || (P::ONE && P::SPLIT == 1), "each thread block norms all of a token that it holds");
   static_assert(!is_fp8<RULE>() || (P::ONE && P::SPLIT == 1), "each thread block has all of a token that it gives a scale");
+  static_assert(RULE != LAID_DOWN || (P::ONE && P::SPLIT == 1), "each thread block takes all of a token that is laid down");
   const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8, zeros = base + P::ZEROS_AT, held = base + P::HELD_AT;
   const u32 warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
   const int tiles = (args.rows + P::ROWS - 1) / P::ROWS, step = gridDim.x / P::SPLIT;
@@ -483,12 +485,12 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       tensor_prefetch(codes);
       if (!P::ONE) tensor_prefetch(wide);
       if (args.mapped) tensor_prefetch(scale);
-      for (int s = 0; s < P::STAGES; s++) {
-        barrier_init(full + s * 8, args.mapped ? 1 : 1 + 32);
-        barrier_init(empty + s * 8, P::ROW_WARPS);
-      }
-      barrier_init_done();
     }
+    for (int s = lane_number(); s < P::STAGES; s += 32) {  // by one lane: a layer of one token 41.7 us for 40.3
+      barrier_init(full + s * 8, args.mapped ? 1 : 1 + 32);
+      barrier_init(empty + s * 8, P::ROW_WARPS);
+    }
+    barrier_init_done();
     warp_sync();
   }
   if (P::ONE && threadIdx.x == 0) store_shared_words(zeros, Words{});
@@ -533,6 +535,8 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       grid_wait();
       if constexpr (is_fp8<RULE>())
         token_scale = hold_codes<32 * P::WARPS, RULE>(args.x, args.columns, chunks * 32, held, base + P::MAXIMA_AT);
+      else if constexpr (RULE == LAID_DOWN)
+        hold_laid<32 * P::WARPS>(args.x, args.columns, chunks * 32, held);
       else if constexpr (P::ONE)
         hold<32 * P::WARPS, SPAN, RULE>(args.x, args.columns, first_chunk * 256, chunks * 32, args.root, held);
     }

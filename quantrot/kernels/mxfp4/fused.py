@@ -171,7 +171,7 @@ def _kernels(
     first, tokens = None, x
     gated = gated and quantizes_gated(x[:, :k], packed, activations, rule, hadamard, "auto")
     if front and not gated:
-        arranging = hopper.Arranging(None, False, "GATED" if norm is None else "NORMED")
+        arranging = hopper.Arranging(None, "PLAIN", "GATED" if norm is None else "NORMED")
         first = hopper.prepare_arranging(x, k, arranging, norm, epsilon, settled)
         tokens = torch.empty(len(x), k, dtype=x.dtype, device=x.device)
     product = prepare(tokens, packed, scale, activations, rule, hadamard, settled, gated=gated)

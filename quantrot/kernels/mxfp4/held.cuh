@@ -5,7 +5,7 @@
 // two bytes, high * 256 + low, both with a sign. What is lost of a number is at most 1/32640 of the group's largest one.
 //
 // Every block does this for itself, four lanes a group, while the weight's first stages are on their way: a kernel of its own
-// costs its launch and a trip through memory.
+// costs its launch and a trip through memory. Where there is one anyway, for silu(gate) * up, it does this, too (arrange.cuh).
 
 namespace quantrot {
 
@@ -40,16 +40,23 @@ __device__ __forceinline__ float number(const Words& part, int i) {
   return Bf16::value((unsigned short)(part.at(i / 2) >> i % 2 * 16));
 }
 
-// Part number `part` of a token, turned and quantized, to its place; by whole warps.
+// Eight columns of a token, turned and quantized: twice their values, a byte each, and the group's power of two.
+struct HeldPart {
+  u32 bytes[2];
+  float power;
+};
+
+// By whole warps.
 template <int SPAN, int RULE>
-__device__ __forceinline__ void keep_mxfp4(const Words& words, int part, float root, u32 to) {
+__device__ __forceinline__ HeldPart held_part(const Words& words, float root) {
   GroupOf<4> x;
 #pragma unroll
   for (int i = 0; i < 8; i++) x.v[i] = number(words, i);
   x.template turn_across<SPAN>();
   const Exponent exponent = exponent_of<RULE, SPAN != 0>(x, root);
   const float factor = fine_factor<RULE>(exponent.value, root);
-  u32 p[4], bytes[2];
+  HeldPart part;
+  u32 p[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int at = i / 2 * 4 + i % 2;
@@ -61,12 +68,22 @@ __device__ __forceinline__ void keep_mxfp4(const Words& words, int part, float r
 #pragma unroll
   for (int half = 0; half < 2; half++) {  // no byte borrows from the next
     const u32 plus = positive(codes >> 16 * half, 0x03020100u), minus = positive(turned >> 16 * half, 0x03020100u);
-    bytes[half] = ((plus | 0x80808080u) - minus) ^ 0x80808080u;
+    part.bytes[half] = ((plus | 0x80808080u) - minus) ^ 0x80808080u;
   }
-  store_shared2(held_unit(to, part / 4, part % 4 / 2) + part % 2 * 8, bytes[0], bytes[1]);
-  const u32 power = exponent.finite ? max((u32)(exponent.value + 127) << 23, 0x00400000u) : 0x7FC00000u;
-  if (part % 4 == 0) keep_powers(to, part / 4, __uint_as_float(power), 0.f);
+  part.power = __uint_as_float(exponent.finite ? max((u32)(exponent.value + 127) << 23, 0x00400000u) : 0x7FC00000u);
+  return part;
 }
+
+// Part number `part` of a token, turned and quantized, to its place; by whole warps.
+template <int SPAN, int RULE>
+__device__ __forceinline__ void keep_mxfp4(const Words& words, int part, float root, u32 to) {
+  const HeldPart held = held_part<SPAN, RULE>(words, root);
+  store_shared2(held_unit(to, part / 4, part % 4 / 2) + part % 2 * 8, held.bytes[0], held.bytes[1]);
+  if (part % 4 == 0) keep_powers(to, part / 4, held.power, 0.f);
+}
+
+constexpr int LAID_DOWN = 100;  // the rule of a token that is held_parts in memory: bytes [columns], then powers [columns / 32]
+__device__ __forceinline__ u32 held_bytes(int columns) { return columns + columns / 8; }
 
 __device__ __forceinline__ float two_to(int exponent) { return __fmul_rn(power(exponent / 2), power(exponent - exponent / 2)); }
 
@@ -118,6 +135,30 @@ __device__ __forceinline__ void hold(const void* x, int columns, int first, int 
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++)
       if (part + i * THREADS < parts) keep_part<SPAN, RULE>(words[i], part + i * THREADS, root, to);
+  }
+}
+
+// The same of a token that is LAID_DOWN, all of it.
+template <int THREADS>
+__device__ __forceinline__ void hold_laid(const void* x, int columns, int parts, u32 to) {
+  const char* const bytes = (const char*)x;
+  for (int half = threadIdx.x; half < parts / 2; half += AT_ONCE * THREADS) {  // of a group
+    Words words[AT_ONCE];
+    float power[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int at = half + i * THREADS;
+      const bool inside = at < parts / 2 && at * 16 < columns;
+      words[i] = inside ? load_fresh_words(bytes + at * 16) : Words{};
+      power[i] = inside && at % 2 == 0 ? fresh1((const float*)(bytes + columns) + at / 2) : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int at = half + i * THREADS;
+      if (at >= parts / 2) break;
+      store_shared_words(held_unit(to, at / 2, at % 2), words[i]);
+      if (at % 2 == 0) keep_powers(to, at / 2, power[i], 0.f);
+    }
   }
 }
 

@@ -1,8 +1,6 @@
-// Tokens in the order in which a product reads them (see decode.cuh): as they are, or turned, quantized to MXFP4 and back,
-// or as e4m3's codes, all of which bfloat16 holds exactly. Follows gated.cuh.
-//
-// A kernel may begin with what a decoder layer has in front of the product: RMSNorm, or silu(gate) * up. One token is made ready by
-// each block of the product for itself: held.cuh.
+// What a product of few tokens reads of them (see decode.cuh): as they are, or turned, quantized to MXFP4 and back, or as
+// e4m3's codes, all of which bfloat16 holds exactly. Follows gated.cuh. Several are made so by a kernel in front
+// (arrange.cuh), one by each block of the product for itself (held.cuh).
 
 namespace quantrot {
 
@@ -146,80 +144,6 @@ __device__ __forceinline__ Words normed(const Words& x, float factor, const Word
     y[k] = times_bf16(Bf16::pack(__fmul_rn(low, factor), __fmul_rn(high, factor)), weight.at(k));
   }
   return {y[0], y[1], y[2], y[3]};
-}
-
-struct ArrangeArgs {
-  const void* x;     // bfloat16 [tokens, columns], [tokens, 2 * columns] where gated; columns: a multiple of 128
-  const void* norm;  // bfloat16 [columns]
-  Words* y;          // bfloat16 [tokens, columns]
-  float* scales;     // [tokens], of e4m3's codes, which they do not multiply yet
-  float root, epsilon;
-  int columns;
-  int settled;       // whether no kernel that may still run writes norm
-};
-
-enum Front { NO_FRONT, NORMED, GATED };
-
-// SHARES thread blocks a token. A token is WORDS times 8 columns of each of THREADS threads: that much of it each block reads
-// where it needs all of it, for e4m3's scale or the norm's sum, and WORDS / SHARES it writes. GROUPED, for products by a
-// warpgroup: 16 columns of each product's side by side.
-template <int THREADS, int WORDS, int SHARES, int SPAN, int RULE, bool GROUPED, int FRONT>
-__device__ __forceinline__ void arrange(const ArrangeArgs& args) {
-  constexpr int MINE = WORDS / SHARES;
-  constexpr int READ = is_fp8<RULE>() || FRONT == NORMED ? WORDS : MINE;  // words
-  const int token = blockIdx.x / SHARES, share = blockIdx.x % SHARES;
-  const auto column = [&](int word) { return (int)(word * THREADS + threadIdx.x) * 8; };
-  const auto inside = [&](int word) { return column(word) < args.columns; };
-  const int first = READ == WORDS ? 0 : share * MINE;
-  launch_dependents();
-  Words words[READ], beside[FRONT == NO_FRONT ? 1 : READ];
-  if (FRONT == NORMED && !args.settled) grid_wait();
-  if constexpr (FRONT == NORMED)
-#pragma unroll
-    for (int i = 0; i < READ; i++) beside[i] = inside(first + i) ? ((const Words*)args.norm)[column(first + i) / 8] : Words{};
-  grid_wait();
-  const char* const from = (const char*)args.x + (u64)token * args.columns * (FRONT == GATED ? 4 : 2);
-#pragma unroll
-  for (int i = 0; i < READ; i++) words[i] = inside(first + i) ? load_fresh_words(from + column(first + i) * 2) : Words{};
-  if constexpr (FRONT == GATED) {
-#pragma unroll
-    for (int i = 0; i < READ; i++)
-      beside[i] = inside(first + i) ? load_fresh_words(from + (column(first + i) + args.columns) * 2) : Words{};
-#pragma unroll
-    for (int i = 0; i < READ; i++) words[i] = gated(words[i], beside[i]);
-  }
-  if constexpr (FRONT == NORMED) {
-    const float factor = norm_factor<THREADS>(words, args.columns, args.epsilon, shared_memory() + 128);
-#pragma unroll
-    for (int i = 0; i < READ; i++) words[i] = normed(words[i], factor, beside[i]);
-  }
-  float scale = 1.f;
-  if constexpr (is_fp8<RULE>()) scale = token_scale_of<THREADS, RULE>(larger_magnitude(0, words), shared_memory());
-  const TokenScale by(scale);
-  if (is_fp8<RULE>() && threadIdx.x == 0 && share == 0) args.scales[token] = scale;
-#pragma unroll
-  for (int i = 0; i < MINE; i++) {
-    Words mine = words[i];
-    if constexpr (READ > MINE)
-#pragma unroll
-      for (int s = 1; s < SHARES; s++)
-        if (s == share) mine = words[s * MINE + i];
-    if constexpr (is_fp8<RULE>()) {
-      mine = codes_of(mine, by);
-      if constexpr (GROUPED) mine = arranged(mine);
-    } else {
-      take<SPAN, RULE, GROUPED>(mine, args.root);
-    }
-    const int at = column(share * MINE + i), group = at / 32 % 4, quarter = at / 8 % 4;
-    if (at >= args.columns) continue;
-    Words* const to = args.y + (u64)token * (args.columns / 8);
-    if constexpr (GROUPED) {
-#pragma unroll
-      for (int k = 0; k < 4; k++) ((u32*)(to + at / 128 * 16))[(quarter * 4 + k) * 4 + group] = mine.at(k);
-    } else {
-      store_words(to + at / 8, mine);
-    }
-  }
 }
 
 }  // namespace quantrot

@@ -392,6 +392,7 @@ inline u32 load_shared_u16(u32 address) {
   memcpy(&v, self().block->at(address, 2), 2);
   return v;
 }
+inline u32 high_half(u32 word) { return word >> 16; }
 inline u32 pick_bytes(u32 a, u32 b, u32 which) {
   const u64 both = (u64)b << 32 | a;
   u32 picked = 0;
