@@ -385,12 +385,12 @@ def decode_plans(m: int, n: int, k: int) -> list[tuple]:
     """Fields of hopper.Plan after its first that are worth a try: blocks that fill the device, rings that fit."""
     found = []
     for fields in itertools.product(
-        (1, 2, 4), (1, 2, 4, 7, 8), (1, 2, 4, 7, 8), (1, 2, 3, 4), (1, 2), (False, True), (1, 2), (False, True)
+        (1, 2, 3, 4), (1, 2, 4, 7, 8), (1, 2, 4, 7, 8), (1, 2, 3, 4, 5), (1, 2), (False, True), (1, 2), (False, True)
     ):
         tall, row_warps, teams, deep, split, once, resident, grouped = fields
         stages, slots = teams * deep, hopper.PROCESSORS * resident
         rest = tall, row_warps, teams, stages, split, once, resident, grouped
-        plan = hopper.Plan(hopper.tiles_of(m), *rest, held=m == 1)
+        plan = hopper.Plan(hopper.tiles_of(m), *rest)
         blocks = -(-n // plan.rows) * split
         sums = teams * plan.tokens * (plan.rows + 4) * 4
         if (
@@ -402,7 +402,7 @@ def decode_plans(m: int, n: int, k: int) -> list[tuple]:
             and (not grouped or (m >= 16 and row_warps % 4 == 0))
             and plan.shared_bytes(k) <= (226 if resident == 1 else 112) << 10
             and (not once or sums <= plan.shared_bytes(k) - 16 * stages)
-            and stages < -(-k // 256 // split) + teams
+            and (not once or stages < -(-k // 256 // split) + teams)
         ):
             found.append(rest)
     return found
@@ -410,11 +410,11 @@ def decode_plans(m: int, n: int, k: int) -> list[tuple]:
 
 def fastest(candidates: list[tuple], module: Any, x: torch.Tensor, packed: list) -> tuple:
     """The fields, after the first, of the plan that decodes fastest."""
-    tiles, held = module.tiles_of(len(x)), len(x) == 1
+    tiles = module.tiles_of(len(x))
     found: dict[tuple, float] = {}
     for plan in candidates:
-        plan_of = partial(module.Plan, tiles, *plan, held=held)
-        calls = [lambda w=w, p=plan_of(): module.decode(x, None, *w, torch.bfloat16, p, settled=True) for w in packed]
+        made = module.Plan(tiles, *plan)
+        calls = [partial(module.decode, x, None, *w, torch.bfloat16, made, settled=True) for w in packed]
         try:
             found[plan] = time_us(calls, 3)
         except Exception as error:

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from quantrot.kernels.mxfp4 import dequantize_mxfp4, hopper, quantize_mxfp4
-from tests.kernels.test_mxfp4_hopper import BF16, FP32, built, exact
+from quantrot.kernels.fp8.reference import gate
+from quantrot.kernels.mxfp4 import ScaleRule, dequantize_mxfp4, hopper, quantize_mxfp4
+from quantrot.kernels.mxfp4.hopper import Turn
+from tests.kernels.test_mxfp4_hopper import BESIDE, BF16, CASES, FP32, built, exact, turned
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +40,32 @@ def test_what_is_not_finite_is_so_in_the_result(product, special):
     expected = exact(x, packed, scale)
     torch.testing.assert_close(product("one", x, packed, scale).double(), expected, equal_nan=True)
     assert product("even_32", x, packed, scale).isnan().all()  # the group's scale is
+
+
+@pytest.fixture(scope="module")
+def gated(emulated):
+    """gated(case, x, ...) -> y, by the emulator; the kernel in front quantizes in one_gated and one_once_gated."""
+    names, widths = ("one", "one_once", "one_gated", "one_once_gated"), (8448, 33024)
+    return built(emulated, hopper.device_functions(), names, widths)
+
+
+@pytest.mark.parametrize("special", [1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("columns", [8448, 33024])
+@pytest.mark.parametrize("name", ["one_gated", "one_once_gated"])
+def test_a_token_that_its_gates_kernel_quantizes_has_the_bits_of_the_operations(gated, name, columns, special):
+    """Groups of zeros, of subnormals, of large numbers. Threads take several turns, of 33024 in both kernels."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2 * columns, generator=generator).to(BF16)
+    x[:, 128:256] *= torch.tensor([0.0, 2.0**-120, 2.0**-30, 2.0**40]).repeat_interleave(32).to(BF16)
+    x[0, 300] *= special
+    packed, scale = quantize_mxfp4(torch.randn(16, columns, generator=generator))
+    expected = gated(name.removesuffix("_gated"), *turned(gate(x), BESIDE[name][1]), packed, scale).to(BF16)
+    for seed in range(2):
+        y = gated(name, x, None, packed, scale, seed, residual=torch.zeros(1, 16, dtype=BF16))
+        torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_gated_token_is_laid_down_for_products_whose_blocks_hold_all_of_it():
+    turn = Turn(ScaleRule.even, 32)
+    laid = {name: hopper.before(CASES[name][0], turn, gated=True).laid for name in ("one", "one_split")}
+    assert laid == {"one": "HELD", "one_split": "PLAIN"}

@@ -6,7 +6,7 @@ namespace quantrot {
 struct ArrangeArgs {
   const void* x;     // bfloat16 [tokens, columns], [tokens, 2 * columns] where gated; columns: a multiple of 128
   const void* norm;  // bfloat16 [columns]
-  Words* y;          // OUT, bfloat16 [tokens, columns], or as HELD
+  Words* y;          // written: bfloat16 [tokens, columns], or one token as HELD
   float* scales;     // [tokens], of e4m3's codes, which they do not multiply yet
   float root, epsilon;
   int columns;
@@ -14,14 +14,15 @@ struct ArrangeArgs {
 };
 
 enum Front { NO_FRONT, NORMED, GATED };
-// How tokens lie: as they were; GROUPED, for products by a warpgroup, 16 columns of each product's side by side; HELD, one that
-// is turned and quantized, as hold_laid takes it.
+// How tokens lie: as they were; GROUPED, for products by a warpgroup, 16 columns of each product's side by side; HELD, one token
+// that is turned and quantized, which a product takes AS_HELD.
 enum Laid { PLAIN, GROUPED, HELD };
 
 // SHARES thread blocks a token. A token is WORDS times 8 columns of each of THREADS threads: that much of it each block reads
 // where it needs all of it, for e4m3's scale or the norm's sum, and WORDS / SHARES it writes.
 template <int THREADS, int WORDS, int SHARES, int SPAN, int RULE, int LAID, int FRONT>
 __device__ __forceinline__ void arrange(const ArrangeArgs& args) {
+  static_assert(LAID != HELD || RULE >= 0, "bytes of MXFP4");
   constexpr int MINE = WORDS / SHARES;
   constexpr int READ = is_fp8<RULE>() || FRONT == NORMED ? WORDS : MINE;  // words
   const int token = blockIdx.x / SHARES, share = blockIdx.x % SHARES;
@@ -64,9 +65,8 @@ __device__ __forceinline__ void arrange(const ArrangeArgs& args) {
     const int at = column(share * MINE + i), group = at / 32 % 4, quarter = at / 8 % 4;
     if constexpr (LAID == HELD) {
       const HeldPart part = held_part<SPAN, RULE>(mine, args.root);
-      char* const to = (char*)args.y + (u64)token * held_bytes(args.columns);
-      if (at < args.columns) ((uint2*)to)[at / 8] = {part.bytes[0], part.bytes[1]};
-      if (at < args.columns && quarter == 0) ((float*)(to + args.columns))[at / 32] = part.power;
+      if (at < args.columns) ((uint2*)args.y)[at / 8] = {part.bytes[0], part.bytes[1]};
+      if (at < args.columns && quarter == 0) ((float*)((char*)args.y + args.columns))[at / 32] = part.power;
       continue;
     } else if constexpr (is_fp8<RULE>()) {
       mine = codes_of(mine, by);

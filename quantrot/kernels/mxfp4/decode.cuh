@@ -26,14 +26,14 @@
 // that of a word and of the same with all signs turned come both, 8 instructions for eight codes with the product. Permutations
 // fill their pipe, which is that of shifts: the upper half of a word comes by another (high_half, 141 cycles for 167). The seven
 // columns of a product that one token leaves free keep groups apart: a group's sum is multiplied by its scale in place of 32
-// codes. (In bfloat16, 14 instructions: 28672 x 4096 19.1 us for 17.9, 4096 x 14336 11.5 for 10.5.)
+// codes. (In bfloat16, 14 instructions: before high_half 28672 x 4096 19.1 us for 17.9, 4096 x 14336 11.5 for 10.5.)
 
 namespace quantrot {
 
 struct DecodeArgs {
   const unsigned char* scale;  // [rows, columns / 32]
   const float* token_scale;    // [tokens], or null
-  const void* x;               // of one token: bfloat16 [columns], or as it is LAID_DOWN
+  const void* x;               // of one token: bfloat16 [columns], or AS_HELD
   const void* norm;            // of one token that goes through RMSNorm first: bfloat16 [columns], its weight
   const void* residual;        // bfloat16 [tokens, rows], what is added to y
   void* y;                     // OUT [tokens, rows]
@@ -463,7 +463,7 @@ struct Asks {
 
 // codes: a map of bytes [rows, columns / 2], boxes [ROWS, 128] in the 128-byte swizzle. wide, of more than one token:
 // bfloat16 [tokens, columns], boxes [8 * TILES, 64] in the swizzle. scale, where it is mapped: bytes [rows, columns / 32], boxes
-// [ROWS, 16]. SPAN, RULE: of one token, see `keep_part`.
+// [ROWS, 16]. SPAN, RULE: of one token, see `keep_part`; AS_HELD, see `hold_laid`.
 //
 // Before the kernel before this one has ended, the ring is asked for as much of the weight as it holds, if that is settled;
 // else the first codes are asked for, into L2.
@@ -474,7 +474,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
   constexpr float POWER = !P::ONE ? 0x1p64f : LIMBS == 1 ? 0.25f : 0.5f;  // the weight's integers are twice its values, too
   static_assert(!NORM || (P::ONE && P::SPLIT == 1), "each thread block norms all of a token that it holds");
   static_assert(!is_fp8<RULE>() || (P::ONE && P::SPLIT == 1), "each thread block has all of a token that it gives a scale");
-  static_assert(RULE != LAID_DOWN || (P::ONE && P::SPLIT == 1), "each thread block takes all of a token that is laid down");
+  static_assert(RULE != AS_HELD || (P::ONE && P::SPLIT == 1 && !NORM), "each thread block takes all of a token, as it is");
   const u32 base = shared_memory(), full = base + P::BARRIERS, empty = full + P::STAGES * 8, zeros = base + P::ZEROS_AT, held = base + P::HELD_AT;
   const u32 warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
   const int tiles = (args.rows + P::ROWS - 1) / P::ROWS, step = gridDim.x / P::SPLIT;
@@ -539,7 +539,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
       grid_wait();
       if constexpr (is_fp8<RULE>())
         token_scale = hold_codes<32 * P::WARPS, RULE>(args.x, args.columns, chunks * 32, held, base + P::MAXIMA_AT);
-      else if constexpr (RULE == LAID_DOWN)
+      else if constexpr (RULE == AS_HELD)
         hold_laid<32 * P::WARPS>(args.x, args.columns, chunks * 32, held);
       else if constexpr (P::ONE)
         hold<32 * P::WARPS, SPAN, RULE>(args.x, args.columns, first_chunk * 256, chunks * 32, args.root, held);

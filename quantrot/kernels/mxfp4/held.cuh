@@ -5,7 +5,7 @@
 // two bytes, high * 256 + low, both with a sign. What is lost of a number is at most 1/32640 of the group's largest one.
 //
 // Every block does this for itself, four lanes a group, while the weight's first stages are on their way: a kernel of its own
-// costs its launch and a trip through memory. Where there is one anyway, for silu(gate) * up, it does this, too (arrange.cuh).
+// costs its launch and a trip through memory. Where there is one anyway, for silu(gate) * up, it makes MXFP4's bytes, too (arrange.cuh).
 
 namespace quantrot {
 
@@ -82,8 +82,8 @@ __device__ __forceinline__ void keep_mxfp4(const Words& words, int part, float r
   if (part % 4 == 0) keep_powers(to, part / 4, held.power, 0.f);
 }
 
-constexpr int LAID_DOWN = 100;  // the rule of a token that is held_parts in memory: bytes [columns], then powers [columns / 32]
-__device__ __forceinline__ u32 held_bytes(int columns) { return columns + columns / 8; }
+// The rule of a token that is held_parts in memory: bytes [columns], then powers [columns / 32]. Like MXFP4's, not negative.
+constexpr int AS_HELD = 100;
 
 __device__ __forceinline__ float two_to(int exponent) { return __fmul_rn(power(exponent / 2), power(exponent - exponent / 2)); }
 
@@ -138,7 +138,7 @@ __device__ __forceinline__ void hold(const void* x, int columns, int first, int 
   }
 }
 
-// The same of a token that is LAID_DOWN, all of it.
+// The same of a token that comes AS_HELD, all of it.
 template <int THREADS>
 __device__ __forceinline__ void hold_laid(const void* x, int columns, int parts, u32 to) {
   const char* const bytes = (const char*)x;

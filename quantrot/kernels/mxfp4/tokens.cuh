@@ -1,6 +1,7 @@
 // What a product of few tokens reads of them (see decode.cuh): as they are, or turned, quantized to MXFP4 and back, or as
 // e4m3's codes, all of which bfloat16 holds exactly. Follows gated.cuh. Several are made so by a kernel in front
-// (arrange.cuh), one by each block of the product for itself (held.cuh).
+// (arrange.cuh), one by each block of the product for itself (held.cuh), but in front where that has a gate to do (W4A4) or the
+// blocks have a part of it each (W4A8).
 
 namespace quantrot {
 

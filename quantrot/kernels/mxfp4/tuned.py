@@ -11,7 +11,8 @@ multiprocessor, stages), by block; HOPPER_EXPANDED, which writes e4m3: (threads 
 HOPPER_COLUMNS, the transposes, HOPPER_WIDE_COLUMNS of float32: (thread blocks of a multiprocessor, stages, whether
 tiles follow each other down the rows); HOPPER_PACKED_COLUMNS, from packed bytes, HOPPER_RANDOM_PACKED_COLUMNS with
 random rounding: (threads of the one block, stages), by block; HOPPER_DECODE: the fields of hopper.Plan after its first,
-up to `grouped`, by (tokens, rows, columns). Shapes that are not there follow the rules of `plan_for`.
+up to `grouped`, by (tokens, rows, columns); one token by 6144 and 28672 x 4096 has those of bench_mxfp4_layer.py's
+chain, not of products alone. Shapes that are not there follow the rules of `plan_for`.
 """
 
 ROW_THREADS = {32: 128, 64: 128, 128: 128}

@@ -357,7 +357,10 @@ inline u32 count_in_turn(u32* p, u32 last) {
 inline u32 count_one(u32* p, u32 last) { return elect_one() ? count_in_turn(p, last) : 0; }
 inline u32 load_count(const u64* p) { return (u32)*p; }
 inline u64 count_arrival(u64* p) { return elect_one() ? (*p += 1ull << 32) - (1ull << 32) : 0; }
-inline float fresh1(const float* p) { return *p; }
+inline float fresh1(const float* p) {
+  if (!self().waited) emulator::fail("a load before grid_wait of what the kernel before writes");
+  return *p;
+}
 inline float2 fresh2(const float* p) { return {p[0], p[1]}; }
 inline float4 fresh4(const float* p) { return {p[0], p[1], p[2], p[3]}; }
 inline float2 load_fresh2(const float* p) { return fresh2(p); }
