@@ -5,7 +5,8 @@
 // two bytes, high * 256 + low, both with a sign. What is lost of a number is at most 1/32640 of the group's largest one.
 //
 // Every block does this for itself, four lanes a group, while the weight's first stages are on their way: a kernel of its own
-// costs its launch and a trip through memory. Where there is one anyway, for silu(gate) * up, it makes MXFP4's bytes, too (arrange.cuh).
+// costs its launch and a trip through memory. Where there is one anyway, for silu(gate) * up, it makes MXFP4's bytes, too
+// (arrange.cuh).
 
 namespace quantrot {
 
