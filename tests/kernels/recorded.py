@@ -112,9 +112,9 @@ READY = *recorded_heads.READY, *LINEAR_READY, *NORMS_READY, *TRAINING
 AROUND = ("", "residual", "residual turned", "norm", "norm, residual")
 LINEARS = {  # and what may be around each
     "fp8": (fp8, blocks, (*AROUND, "gates")),
-    "mxfp4": (operator(mxfp4_fused, **by("mxfp4", 32)), groups, AROUND),
-    "mxfp4 by fp8": (operator(mxfp4_fused, **by("fp8")), groups, AROUND),
-    "mxfp4 by bf16": (operator(mxfp4_fused, **by("none")), groups, AROUND),
+    "mxfp4": (operator(mxfp4_fused, **by("mxfp4", 32)), groups, (*AROUND, "gated")),
+    "mxfp4 by fp8": (operator(mxfp4_fused, **by("fp8")), groups, (*AROUND, "gated")),
+    "mxfp4 by bf16": (operator(mxfp4_fused, **by("none")), groups, (*AROUND, "gated")),
     "mxfp4 alone": (operator(mxfp4_gemm, **by("mxfp4", 32)), groups, ("", "bias", "gated")),
     "mxfp4 alone by fp8": (operator(mxfp4_gemm, **by("fp8")), groups, ("", "bias")),
     "mxfp4 alone by bf16": (operator(mxfp4_gemm, **by("none")), groups, ("", "bias")),

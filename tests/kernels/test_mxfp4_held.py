@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from quantrot.kernels.fp8.reference import gate
+from quantrot.kernels import nvrtc
+from quantrot.kernels.fp8.reference import Fp8ScaleRule, gate
 from quantrot.kernels.mxfp4 import ScaleRule, dequantize_mxfp4, hopper, quantize_mxfp4
 from quantrot.kernels.mxfp4.hopper import Turn
 from tests.kernels.test_mxfp4_hopper import BESIDE, BF16, CASES, FP32, built, exact, turned
@@ -69,3 +70,27 @@ def test_a_gated_token_is_laid_down_for_products_whose_blocks_hold_all_of_it():
     turn = Turn(ScaleRule.even, 32)
     laid = {name: hopper.before(CASES[name][0], turn, gated=True).laid for name in ("one", "one_split")}
     assert laid == {"one": "HELD", "one_split": "PLAIN"}
+
+
+@pytest.mark.parametrize(
+    ("turn", "laid", "rule"),
+    [
+        (Turn(ScaleRule.even, 32), "0, quantrot::AS_HELD, 0", "1, quantrot::EVEN, quantrot::HELD, quantrot::GATED"),
+        (
+            Turn(Fp8ScaleRule.bf16, 0),
+            "0, quantrot::FP8_BF16, 0",
+            "0, quantrot::AS_IS, quantrot::PLAIN, quantrot::GATED",
+        ),
+    ],
+)
+def test_a_product_takes_a_gated_token_as_the_kernel_in_front_lays_it_down(monkeypatch, turn, laid, rule):
+    """Seen in the kernels that are asked for, in the order of that."""
+    asked = []
+    monkeypatch.setattr(nvrtc, "load_kernel", lambda source, *rest: asked.append(source.rpartition("extern")[2]) or 1)
+    monkeypatch.setattr(nvrtc, "processors", lambda device: hopper.PROCESSORS)
+    packed, scale = quantize_mxfp4(torch.randn(64, 512))
+    hopper._kernel.cache_clear(), hopper._arrange_kernel.cache_clear()
+    hopper.prepare(torch.zeros(1, 1024, dtype=BF16), packed, scale, BF16, turn=turn, gated=True)
+    hopper._kernel.cache_clear(), hopper._arrange_kernel.cache_clear()
+    front, product = asked
+    assert rule in front and laid in product
