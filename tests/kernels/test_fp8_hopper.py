@@ -293,7 +293,9 @@ def test_some_tokens_take_the_tiles_of_least_time(m, n, k, plan):
 @pytest.mark.parametrize(
     ("m", "n", "k", "columns", "early"),
     [
-        (1, 4096, 4096, 32, 8),  # a quarter of K
+        (1, 4096, 4096, 64, 10),  # half as many thread blocks, and a third of K
+        (8, 4096, 4096, 32, 8),  # a quarter of K
+        (1, 4096, 8192, 32, 16),
         (8, 6144, 4096, 64, 12),  # more where a quarter of the multiprocessors is free
         (16, 4096, 4096, 64, 10),
         (1, 4096, 14336, 32, 16),

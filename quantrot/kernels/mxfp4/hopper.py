@@ -119,7 +119,7 @@ STARTING, ROW, SPLITTING = (1.25, 2.0, 1.5, 1.95), (0.0, 0.025, 0.025, 0.025), 1
 # Bytes with which no two thread blocks share a multiprocessor. Behind a kernel that turns tokens they else meet on one:
 # 8 tokens by 10240 x 8192 took 31 us, and take 19 alone.
 ALONE = SM_SHARED // 2
-MAPPED_ROWS = 64  # of a tile whose scales the copy engine takes
+MAPPED_ROWS = 64  # of a tile of more than one token whose scales the copy engine takes
 NORM_PARTS = 8  # of eight numbers of a token that a thread may norm: they stay in registers
 MOST_THREADS, REDUCED = 1024, 256  # of a block that arranges; bytes of its warps' sums and largest numbers
 
@@ -322,10 +322,11 @@ def entry(
 def maps_scale(plan: Plan, scale: Tensor) -> bool:
     """Whether the copy engine takes the scales, which it can from rows that are multiples of 16 bytes.
 
-    It takes 16 bytes of a row for each stage. Where rows are few, copies by a warp cost less: 16 tokens by 4096 x 14336
-    in tiles of 32 rows take 14.6 us in place of 17.2. 32 tokens by 28672 x 4096, tiles of 128, take 31.1 and 29.2.
+    It takes 16 bytes of a row for each stage. Where rows are few, copies by a warp cost less, if tokens come the same
+    way: 16 tokens by 4096 x 14336 in tiles of 32 rows take 14.6 us in place of 17.2. 32 tokens by 28672 x 4096, tiles
+    of 128, take 31.1 and 29.2. A layer of one token takes 36.5 with the copy engine, 36.8.
     """
-    return scale.shape[1] % 16 == 0 and plan.rows >= MAPPED_ROWS
+    return scale.shape[1] % 16 == 0 and (plan.tiles == 0 or plan.rows >= MAPPED_ROWS)
 
 
 def arguments(
