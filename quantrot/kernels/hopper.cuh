@@ -64,6 +64,8 @@ __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontr
 // A barrier's phase ends when as many arrivals as it was made for and all the expected bytes have come. Waiting on
 // parity p returns once a phase of that parity has ended: the first phase is 0, so a wait on 1 passes at first.
 
+// By one lane, in straight code: where lanes make one each, or a loop is not unrolled, every one waits for a fence, and 48 take
+// 2.4 us for 0.45.
 __device__ __forceinline__ void barrier_init(u32 bar, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }

@@ -485,8 +485,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
     if (!P::ONE) tensor_prefetch(wide);
     if (args.mapped) tensor_prefetch(scale);
   }
-  // By every warp's first lane. By 32 lanes, of which each waits for a fence of the one before it, 48 barriers take 2.4 us, and a
-  // layer of one token 40.2 for 36.8.
+  // By 32 lanes of a warp (see barrier_init) a layer of one token takes 40.2 us for 36.8.
   if (lane_number() == 0) {
 #pragma unroll
     for (int s = 0; s < P::STAGES; s += P::WARPS + 1) {
