@@ -432,6 +432,7 @@ def test_an_arrival_waits_for_the_reads_before_it(compiled_cuda, chosen):
             if re.match(r"(@!?U?P\w+ )?LDS", text) and (control >> 5 & 7) < 6:
                 on_their_way.add(control >> 5 & 7)
         assert arrivals, name
+        assert "BRA.U.ANY" not in code, name  # a loop over lanes, as barriers become that 32 of them make
 
 
 def on_hopper() -> None:
