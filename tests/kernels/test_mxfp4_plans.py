@@ -1,5 +1,7 @@
 """The rule of MXFP4 products of few tokens on Hopper: its launches fit the device."""
 
+import torch
+
 from quantrot.kernels.mxfp4 import hopper, tuned
 from quantrot.kernels.nvrtc import MAX_SHARED
 
@@ -43,3 +45,10 @@ def test_a_token_for_which_no_block_has_room_takes_the_plan_of_eight():
     held, long = (hopper.plan_for(1, 4096, columns) for columns in (1 << 16, 1 << 17))
     assert (held.tiles, long.tiles) == (0, 1) and long == hopper.plan_for(8, 4096, 1 << 17)
     assert all(plan.shared_bytes(columns) <= MAX_SHARED for plan, columns in ((held, 1 << 16), (long, 1 << 17)))
+
+
+def test_the_copy_engine_takes_one_tokens_scales_and_those_of_tall_tiles():
+    one, few, tall = hopper.Plan(0, 2, 1, 8, 16), hopper.Plan(1, 2, 1, 8, 16), hopper.Plan(1, 2, 2, 4, 12)
+    for groups, taken in ((48, [True, False, True]), (36, [False, False, False])):  # rows of 36 bytes it cannot take
+        scale = torch.empty(64, groups, dtype=torch.uint8)
+        assert [hopper.maps_scale(plan, scale) for plan in (one, few, tall)] == taken
