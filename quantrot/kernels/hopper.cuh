@@ -567,6 +567,21 @@ struct alignas(16) Quad {
   u32 w[4];
 };
 
+// The barriers of a ring, whose phases take so many arrivals, by the first lane of each of the block's WARPS warps. A block or
+// cluster barrier follows.
+template <int STAGES, int WARPS>
+__device__ __forceinline__ void ring_init(u32 warp, u32 full, u32 empty, u32 fills, u32 empties) {
+  if (lane_number() == 0) {
+#pragma unroll
+    for (int i = 0; i < STAGES; i += WARPS) {
+      if (i + WARPS > STAGES && i + warp >= STAGES) break;
+      barrier_init(full + (i + warp) * 8, fills);
+      barrier_init(empty + (i + warp) * 8, empties);
+    }
+    barrier_init_done();
+  }
+}
+
 // A ring of buffers: `stage` of STAGES, and the parity of its next phase.
 template <int STAGES>
 struct Ring {

@@ -299,27 +299,10 @@ struct DecodePart {
     rank = SPLIT > 1 ? cluster_rank() : 0;
     const int unit = blockIdx.x / SPLIT, blocks = blocks_of(args.k, 128);
     token_tiles = blocks_of(args.m, TOKENS);
-    const int across = token_tiles == 1 ? unit : unit / token_tiles;  // a division takes 1% of 4096 x 4096
-    token = start_of((unit - across * token_tiles) * TOKENS, args.m, TOKENS), column = across * (Shape::COLUMNS / (Shape::GATES ? 2 : 1));
+    token = start_of(unit % token_tiles * TOKENS, args.m, TOKENS), column = unit / token_tiles * (Shape::COLUMNS / (Shape::GATES ? 2 : 1));
     first = min((int)rank * args.segment, blocks), count = min(args.segment, blocks - first);
   }
 };
-
-// A barrier is made by one thread at a time of a warp, so every warp makes some of them.
-template <int STAGES, int WARPS, int ARRIVALS>
-__device__ __forceinline__ void decode_start(u32 full, u32 empty) {
-  const u32 warp = warp_number();
-  if (lane_number() == 0) {
-#pragma unroll
-    for (int i = 0; i < STAGES; i += WARPS) {
-      if (i + WARPS > STAGES && i + warp >= STAGES) break;
-      barrier_init(full + (i + warp) * 8, 1);
-      barrier_init(empty + (i + warp) * 8, ARRIVALS);
-    }
-    barrier_init_done();
-  }
-  block_sync();
-}
 
 // Of the warps that multiply: the products -> sum.
 template <class Shape, int TOKENS, int STAGES, int SPLIT>
@@ -423,7 +406,8 @@ __device__ __forceinline__ void decode(const TensorMap* a, const TensorMap* b, c
   const DecodePart<Shape, TOKENS, STAGES, SPLIT> part(args);
   Addends<Shape, TOKENS, SPLIT> addends{};  // but for ROWS
   if (warp_number() == WARPS && lane_number() == 0) tensor_prefetch(a), tensor_prefetch(b);
-  decode_start<STAGES, WARPS + 1, WARPS>(part.full, part.empty);
+  ring_init<STAGES, WARPS + 1>(warp_number(), part.full, part.empty, 1, WARPS);
+  block_sync();
   if (warp_number() == WARPS) {
     decode_load<Shape, STAGES, EARLY>(a, b, part.token, part.column, part.first, part.count, part.token_tiles == 1,
                                       part.base, part.full, part.empty, Shape::B_BYTES + args.box * 128);

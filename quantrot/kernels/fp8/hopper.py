@@ -183,9 +183,11 @@ class Across:
         return min(self.tiles(m, n), processors // self.cluster) * self.cluster
 
     def box(self, m: int) -> int:
+        """Rows of a that one copy brings."""
         return min(self.tokens // self.cluster, _ceil(_ceil(m, self.cluster), 8) * 8 if self.pair else m)
 
     def boxes(self, m: int) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of what the copy engine moves of a, b and c."""
         return (self.box(m), 128), (self.columns, 128), (self.tokens, 64)
 
 
@@ -237,7 +239,7 @@ def segment_of(k: int, parts: int) -> int:
 
 SHORT = 64  # blocks of K of a product whose start and end count. With 112 `late` is 8% slower or (32 tokens) 6% faster
 EARLY_BYTES = 64 << 10  # of b, a multiprocessor: enough to keep the memory busy
-HALVED = 5120  # of K: one token that lies ready then has half as many thread blocks, 4096 x 4096 5.5 us for 5.9
+HALVED = 5120  # of K, up to which one token that lies ready has tiles of 64 columns: 4096 x 4096 5.5 us for 5.9
 
 
 def decode_plan(m: int, n: int, k: int, parts: int, columns: int = 0) -> Decode:
@@ -321,7 +323,7 @@ def _prefill_plan(m: int, n: int) -> Prefill:
 @lru_cache(maxsize=4096)
 def plan_for(m: int, n: int, k: int, parts: int, settled: bool = False) -> Plan:
     """The plan of these sizes, by rule. settled: b may be read before the kernel before this one has ended."""
-    plan: Plan = decode_plan(m, n, k, parts, columns=64 if m == 1 and k <= HALVED and n * parts >= 32 * BUSY else 0)
+    plan: Plan = decode_plan(m, n, k, parts, columns=64 if m == 1 and k <= HALVED and n >= 32 * BUSY else 0)
     if m > DECODE_ROWS and parts == 1:
         few = (decode_plan(m, n, k, parts, columns) for columns in (64, 128))
         plan = min((_prefill_plan(m, n), plan, *few, *ACROSS), key=lambda plan: microseconds(plan, m, n, k))

@@ -118,7 +118,8 @@ __device__ __forceinline__ void linear(const TensorMap* b, const GemmArgs& args,
   const int m = args.m;
   Addends<Shape, TOKENS, SPLIT> addends{};
   if (warp == WARPS && lane_number() == 0) tensor_prefetch(b);
-  decode_start<STAGES, WARPS + 1, WARPS>(part.full, part.empty);
+  ring_init<STAGES, WARPS + 1>(warp_number(), part.full, part.empty, 1, WARPS);
+  block_sync();
   if (warp == WARPS) {
     decode_load<Shape, STAGES, EARLY>(nullptr, b, part.token, part.column, part.first, part.count, true, part.base,
                                       part.full, part.empty, Shape::STAGE, args.n / 2);

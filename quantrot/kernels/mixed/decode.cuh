@@ -342,16 +342,8 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
   const u32 tokens = base + P::TOKENS_AT, warp = warp_number(), rank = P::SPLIT > 1 ? cluster_rank() : 0;
   const int tiles = parts_of(P::GATED ? args.rows / 2 : args.rows, P::OUT), first = blockIdx.x / P::SPLIT, step = gridDim.x / P::SPLIT;
   const int chunks = args.segment, first_chunk = rank * chunks;  // past the end, zeros from the copy engine
-  if (warp == P::WARPS) {
-    if (lane_number() == 0) {
-      tensor_prefetch(codes), tensor_prefetch(wide);
-      for (int s = 0; s < P::STAGES; s++) {
-        barrier_init(full + s * 8, 1);
-        barrier_init(empty + s * 8, P::ROW_WARPS);
-      }
-      barrier_init_done();
-    }
-  }
+  if (warp == P::WARPS && lane_number() == 0) tensor_prefetch(codes), tensor_prefetch(wide);
+  ring_init<P::STAGES, P::WARPS + 1>(warp, full, empty, 1, P::ROW_WARPS);
   block_sync();
   if (!args.early) grid_wait();
   Ring<P::STAGES> ring;

@@ -485,16 +485,7 @@ __device__ __forceinline__ void decode(const TensorMap* codes, const TensorMap* 
     if (!P::ONE) tensor_prefetch(wide);
     if (args.mapped) tensor_prefetch(scale);
   }
-  // By 32 lanes of a warp (see barrier_init) a layer of one token takes 40.2 us for 36.8.
-  if (lane_number() == 0) {
-#pragma unroll
-    for (int s = 0; s < P::STAGES; s += P::WARPS + 1) {
-      if (s + P::WARPS + 1 > P::STAGES && s + warp >= P::STAGES) break;
-      barrier_init(full + (s + warp) * 8, args.mapped ? 1 : 1 + 32);
-      barrier_init(empty + (s + warp) * 8, P::ROW_WARPS);
-    }
-    barrier_init_done();
-  }
+  ring_init<P::STAGES, P::WARPS + 1>(warp, full, empty, args.mapped ? 1 : 1 + 32, P::ROW_WARPS);
   if (P::ONE && threadIdx.x == 0) store_shared_words(zeros, Words{});
   block_sync();
   Ring<P::STAGES> ring;
