@@ -75,8 +75,11 @@ int nearest(int most, int count, const int* numbers, unsigned char* codes) {
   using Rounding = quantrot::HalfRounding<SPAN, false>;
   const auto half = [](int n) { return quantrot::Fp16::pack(n / 512.f, n / 512.f); };
   const unsigned fields = Rounding::fields(half(most));
-  for (int i = 0; i < count; i++)
-    codes[i] = quantrot::times_half(half(numbers[i]), Rounding::factors(fields)) + Rounding::ROUND >> 9 & 7;
+  for (int i = 0; i < count; i++) {
+    const unsigned x = quantrot::times_half(half(numbers[i]), Rounding::factors(fields)), four[] = {x, x, x, x};
+    const unsigned word = quantrot::rounded_word(four, 1), code = word & 7;
+    codes[i] = word == code * 0x11111111u ? code : 255;
+  }
   return (fields >> 10 & 31) - Rounding::DOWN;
 }
 template <int SPAN, bool DITHER>
@@ -272,7 +275,7 @@ def test_a_launch_has_what_the_matrix_is(monkeypatch, dtype):
     seen = []
     monkeypatch.setattr(hopper_columns, "launched", hopper_columns.launched.__wrapped__)
     monkeypatch.setattr(hopper_columns, "_kernel", lambda *how: 0)
-    monkeypatch.setattr(nvrtc, "Launch", lambda *how: seen.append)
+    monkeypatch.setattr(nvrtc, "Launch", lambda *how, overlap: seen.append)
     monkeypatch.setattr(nvrtc, "maps_of", lambda *how: lambda data: seen.append((data, *how)) or bytes(128))
     x, scale = torch.zeros(64, 96, dtype=dtype)[:, :64], torch.zeros(64, 4, dtype=CODES)
     how = ScaleRule.absmax34, 32, None, Random(*RANDOM)
@@ -294,14 +297,14 @@ def test_scales_come_as_boxes_where_the_copy_engine_takes_them(monkeypatch, wide
     maps, launches, seen = [], [], []
     monkeypatch.setattr(hopper_columns, "_kernel", lambda *how: 0)
     monkeypatch.setattr(nvrtc, "processors", lambda device: 132)
-    monkeypatch.setattr(nvrtc, "Launch", lambda *how: launches.append(how) or seen.append)
+    monkeypatch.setattr(nvrtc, "Launch", lambda *how, overlap: launches.append((*how, overlap)) or seen.append)
     monkeypatch.setattr(nvrtc, "maps_of", lambda *how: lambda data: maps.append((data, *how)) or bytes(128))
     run = hopper_columns.launched.__wrapped__(
         (384, 2, False), 2048, wide, wide, CODES, ScaleRule.absmax34, 32, False, False, True, False, 0
     )
     run(4096, 8192 + at, None, 0, 0, None, None)
     tiles = 16 * -(-wide // 128)
-    assert launches == [(0, (tiles,), 384, hopper_columns.shared_bytes(CODES, 2, 384, True), 0)]
+    assert launches == [(0, (tiles,), 384, hopper_columns.shared_bytes(CODES, 2, 384, True), 0, True)]
     assert (seen[0].args.staged, seen[0].args.run) == (staged, 1)
     rows = [(8192, (wide // 16 * n, 2048 // n), (wide // 16 * n,), (16, 128 // n), CODES, 0, 128) for n in (1, 2)]
     assert maps[2:] == rows[staged - 1 : staged] * (staged > 0)

@@ -36,10 +36,10 @@ struct Columns {  // 32 of a tile
   __device__ __forceinline__ u64 group_of(u32 c, u32 rows) const { return (u64)(column + c) * (rows / 32) + row / 32; }
   // Where the scales of column c go, a byte of each block.
   __device__ __forceinline__ u32 scale_word(u32 c) const { return word_of_scales(scales, column % STRIP + c, row / TALL); }
-  // Where the codes of column 4 g + c go, of the lane's g, of a block's rows.
-  __device__ __forceinline__ u32 codes_at(u32 c, u32 block) const {
+  // Where word q of the codes of column 4 g + c goes, of the lane's g, of a block's rows.
+  __device__ __forceinline__ u32 codes_at(u32 c, u32 block, u32 q) const {
     const u32 g = lane_number() >> 2;
-    return written + (c * 8 + g) * COLUMN_PITCH + (block ^ g / 2) * 16;
+    return (written + g * COLUMN_PITCH + g / 2 * 16 + q * 4 ^ block * 16) + c * 8 * COLUMN_PITCH;
   }
 };
 
@@ -82,6 +82,12 @@ __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {  // of two 16-bit n
 __device__ __forceinline__ u32 larger_magnitudes(u32 a, u32 b) {  // of two float16 numbers each, with some sign
   u32 r;
   asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+// The larger of the magnitudes of a + b and a - b, of two float16 numbers each.
+__device__ __forceinline__ u32 sum_of_magnitudes(u32 a, u32 b) {
+  u32 r;
+  asm("{.reg .b32 x, y;\nabs.f16x2 x, %1;\nabs.f16x2 y, %2;\nadd.rn.f16x2 %0, x, y;\n}" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
 // Both numbers of a times the first or the second of b.
@@ -154,7 +160,8 @@ __device__ __forceinline__ void add_subtract(u32& x, u32& y) {
   y = fma_half(y, 0xBC00BC00u, x), x = sum;
 }
 
-// 32 rows of columns 4 g + 2 p and the next by Sylvester's matrix, of four products, each two float16 words or four float32.
+// 32 rows of columns 4 g + 2 p and the next by Sylvester's matrix, but for the fifth bit, of four products, each two float16
+// words or four float32.
 template <class T, int N>
 __device__ __forceinline__ void turn_rows(T (&v)[4][N], const Words& codes, const Words& power, const Sylvester& h, int p) {
   u32 a[4][2];
@@ -170,9 +177,15 @@ __device__ __forceinline__ void turn_rows(T (&v)[4][N], const Words& codes, cons
     for (int t = 0; t < 4; t += 2)
       product(v[t + i], {a[t][0], a[t][1], a[t + 1][0], a[t + 1][1]}, h.times(i, t, power.at(t)),
               h.times(i, t + 1, power.at(t + 1)));
+  }
+}
+
+template <class T, int N>
+__device__ __forceinline__ void turn_fifth(T (&v)[4][N]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
 #pragma unroll
     for (int e = 0; e < N; e++) add_subtract(v[i][e], v[2 + i][e]);
-  }
 }
 
 // Sylvester's matrix between blocks of 32 rows.

@@ -24,6 +24,7 @@ struct TransposeArgs {
   const u64* drawn;               // of a kernel that adds them to the key
 
   __device__ __forceinline__ TransposeArgs with_drawn() const {
+    grid_wait();
     TransposeArgs now = *this;
     now.key = key.with(drawn);
     return now;

@@ -164,7 +164,8 @@ def launched(
     if dtype == torch.uint8:
         threads, blocks, tiles = resident, nvrtc.processors(device), -(-rows // 128) * -(-wide // CODE_BOX[1])
     shared, of_codes = shared_bytes(dtype, stages, threads, dither), dtype == torch.uint8
-    launch = nvrtc.Launch(_kernel(source, shared, device), (min(tiles, blocks),), threads, shared, device)
+    grid = (min(tiles, blocks),)
+    launch = nvrtc.Launch(_kernel(source, shared, device), grid, threads, shared, device, overlap=of_codes)
     args = arguments(rows, wide * (1 + of_codes), pitch * dtype.itemsize, hadamard, down)
     if of_codes:
         args.run = run_of(tiles, min(tiles, blocks) * threads // 128)

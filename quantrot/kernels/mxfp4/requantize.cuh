@@ -23,7 +23,7 @@ constexpr u32 LEAST_FIELD = 6;  // of a group's largest times the root: one unit
 // end there as well, which a test tries of all numbers.
 template <int SPAN, bool DITHER>
 struct HalfRounding {
-  static constexpr u32 TWICE = 0x00010001, ROUND = 256 * TWICE;
+  static constexpr u32 TWICE = 0x00010001;
   static constexpr u32 TIMES_ROOT = SPAN == 2 ? 0 : 599 * TWICE;  // to the exponent from 1.4142 on
   static constexpr u32 FACTOR = (SPAN == 2 ? 17 << 10 | (DITHER ? 512 : 511) : 18 << 10 | 62) * TWICE;
   static constexpr int DOWN = SPAN == 4 ? 13 : 12;  // of a scale's byte: a field and the least byte less this
@@ -38,11 +38,19 @@ struct HalfRounding {
   __device__ __forceinline__ static u32 factors(u32 fields) { return FACTOR - fields; }
 };
 
+// code_word's of products that are rounded here, to nearest: half of the last place is the lowest bit of a byte s000cccx, so that
+// four are rounded at once. By multiplications with one, which the compiler must not know: the other pipe is full.
+__device__ __forceinline__ u32 rounded_word(const u32 (&p)[4], u32 one) {
+  const u32 even = __byte_perm(p[0], p[2], 0x7531) * one + 0x01010101u, odd = __byte_perm(p[1], p[3], 0x7531);
+  return select_bits(select_bits(even >> 1, even >> 4, 0x08080808u), select_bits(odd * (8 * one) + 0x08080808u, odd, 0x80808080u),
+                     0xF0F0F0F0u);
+}
+
 // Whether it was done: else codes are to be written again.
 template <int SPAN, bool DITHER>
 __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylvester& h, const Columns& tile) {
   using Rounding = HalfRounding<SPAN, DITHER>;
-  const u32 g = lane_number() >> 2, q = lane_number() & 3, one = min(args.rows, 1);  // unknown to the compiler: rounding by IMAD
+  const u32 g = lane_number() >> 2, q = lane_number() & 3, one = min(args.rows, 1);
   const u64 number = tile.group_of(4 * g + q, args.rows);  // whose random numbers this lane makes
   const Randoms randoms(tile);
   Philox four;
@@ -61,14 +69,20 @@ __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylve
 #pragma unroll
       for (int p = 0; p < 2; p++) turn_rows(v[n][p], codes[n], power[n], h, p);
     if (block + SPAN < 4) load(block + SPAN);  // while the products are made
-    turn_blocks(v);
+    turn_blocks(v);  // before the fifth bit, whose larger results are sums of magnitudes
     if (block == 0) codes_free();
 #pragma unroll
     for (int n = 0; n < SPAN; n++) {
       u32 random[4][2];
       if constexpr (DITHER) {
-        if (block + n == 0 || args.rows % TALL) four = Philox((number + block + n) / 4, args.key);
-        randoms.share(Random(four, number + block + n), 0, random);
+        Random mine;
+        if (args.rows % TALL) {
+          mine = Random(Philox((number + block + n) / 4, args.key), number + block + n);
+        } else {  // number is a multiple of four
+          if (block + n == 0) four = Philox(number / 4, args.key);
+          mine = Random(four, block + n);
+        }
+        randoms.share(mine, 0, random);
       }
       u32 two[2];  // columns' largest, then their fields
 #pragma unroll
@@ -76,8 +90,9 @@ __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylve
         u32 most[2];
 #pragma unroll
         for (int e = 0; e < 2; e++)
-          most[e] = larger_magnitudes(larger_magnitudes(v[n][p][0][e], v[n][p][1][e]),
-                                      larger_magnitudes(v[n][p][2][e], v[n][p][3][e]));
+          most[e] = larger_magnitudes(sum_of_magnitudes(v[n][p][0][e], v[n][p][2][e]),
+                                      sum_of_magnitudes(v[n][p][1][e], v[n][p][3][e]));
+        turn_fifth(v[n][p]);
         two[p] = larger_magnitudes(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
       }
 #pragma unroll
@@ -95,10 +110,10 @@ __device__ __forceinline__ bool by_halves(const TransposeArgs& args, const Sylve
         for (int i = 0; i < 4; i++) {
           const u32 x = v[n][c / 2][i][c % 2];
           p[i] = c % 2 ? times_one_half<1>(x, factors) : times_one_half<0>(x, factors);
-          if constexpr (!DITHER) p[i] = p[i] * one + Rounding::ROUND;
-          else p[i] = i % 2 ? with_bits<true>(p[i], random[c][i / 2]) : with_bits<false>(p[i], random[c][i / 2]);
+          if constexpr (DITHER) p[i] = i % 2 ? with_bits<true>(p[i], random[c][i / 2]) : with_bits<false>(p[i], random[c][i / 2]);
         }
-        store_shared32(tile.codes_at(c, block + n) + q * 4, code_word(p[0], p[1], p[2], p[3]));
+        const u32 word = DITHER ? code_word(p[0], p[1], p[2], p[3]) : rounded_word(p, one);
+        store_shared32(tile.codes_at(c, block + n, q), word);
       }
     }
   }
@@ -129,7 +144,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
       for (int n = 0; n < SPAN; n++) {
         const Words codes = tile.words_of(block + n), power = tile.powers_of(block + n);
 #pragma unroll
-        for (int p = 0; p < AT_ONCE / 2; p++) turn_rows(v[n][p], codes, power, h, first / 2 + p);
+        for (int p = 0; p < AT_ONCE / 2; p++) turn_rows(v[n][p], codes, power, h, first / 2 + p), turn_fifth(v[n][p]);
       }
       turn_blocks(v);
       if (block == 0 && first == 0) codes_free();
@@ -172,7 +187,7 @@ __device__ __forceinline__ bool by_products(const TransposeArgs& args, const Syl
             if constexpr (!DITHER) p[i] = to_nearest(p[i]);
             else p[i] = i % 2 ? with_bits<true>(p[i], random[c][i / 2]) : with_bits<false>(p[i], random[c][i / 2]);
           }
-          store_shared32(tile.codes_at(first + c, block + n) + q * 4, code_word(p[0], p[1], p[2], p[3]));
+          store_shared32(tile.codes_at(first + c, block + n, q), code_word(p[0], p[1], p[2], p[3]));
         }
       }
     }
@@ -205,7 +220,7 @@ __device__ __forceinline__ void write_column(Group& x, const TransposeArgs& args
   }
   Words codes = codes_of<RULE, false, DITHER>(x, fine_factor<RULE>(exponent.value, args.root), random, within);
   if (!exponent.finite) codes = {};
-  store_shared_words(tile.codes_at(c, block), codes);
+  store_shared_words(tile.codes_at(c, block, 0), codes);
   store_shared_byte(tile.scale_word(column) + block, exponent.byte());
 }
 
@@ -248,13 +263,10 @@ __device__ __forceinline__ void requantize(const TensorMap* code_map, const Tens
     barrier_init_done();
   }
   block_sync();
-  u32 signs[4] = {};  // of rows 32 j + lane, which their powers take
-  if constexpr (SIGNS)
-#pragma unroll
-    for (int j = 0; j < 4; j++) signs[j] = (__float_as_uint(args.signs[(32 * j + lane) % (32 * SPAN)]) >> 31) * 0x80008000u;
   const u32 row_tiles = (args.rows + TALL - 1) / TALL, tiles = row_tiles * ((args.columns + TEAM * STRIP - 1) / (TEAM * STRIP));
   const u32 teams = gridDim.x * (warps / TEAM), me = blockIdx.x * (warps / TEAM) + team, runs = (tiles + args.run - 1) / args.run;
-  const auto start_of = [&](u32 team) { return min((u32)((u64)runs * team / teams) * args.run, tiles); };
+  const u32 each = runs / teams, left = runs % teams;  // left times a team's number has 32 bits
+  const auto start_of = [&](u32 team) { return min((each * team + left * team / teams) * args.run, tiles); };
   const u32 end = start_of(me + 1);
   u32 number = start_of(me), first = number % row_tiles % 8;  // of eight tiles whose scales are written at once
   const Sylvester h;
@@ -273,7 +285,12 @@ __device__ __forceinline__ void requantize(const TensorMap* code_map, const Tens
                   staged_from(odd, args.columns / 32, next.column) / 16 * 16, next.row * TALL / args.staged, bar, policy);
     next.advance({1, 0}, row_tiles, 1, true), ahead.next();
   };
+  grid_wait();
   if (strip == 0 && number < end) start();
+  u32 signs[4] = {};  // of rows 32 j + lane, which their powers take
+  if constexpr (SIGNS)
+#pragma unroll
+    for (int j = 0; j < 4; j++) signs[j] = (__float_as_uint(args.signs[(32 * j + lane) % (32 * SPAN)]) >> 31) * 0x80008000u;
   for (; number < end; number++, ring.next(), there.advance({1, 0}, row_tiles, 1, true)) {
     if (strip == 0 && number + 1 < end) start();
     const u32 row = there.row * TALL, column = there.column * (TEAM * STRIP) + strip * STRIP;

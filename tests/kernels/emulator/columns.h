@@ -9,6 +9,7 @@ inline u32 times_one_half(u32 a, u32 b) {
 inline u32 larger_magnitudes(u32 a, u32 b) {  // float16's bits are in the order of magnitudes
   return larger_halves(a & 0x7FFF7FFF, b & 0x7FFF7FFF) | ((a ^ b) & 0x80008000);
 }
+inline u32 sum_of_magnitudes(u32 a, u32 b) { return fma_half(a & 0x7FFF7FFF, 0x3C003C00, b & 0x7FFF7FFF); }
 inline unsigned products_in_float16 = 0;
 inline void product(u32 (&d)[2], const u32 (&a)[4], u32 b0, u32 b1) {
   products_in_float16++;
