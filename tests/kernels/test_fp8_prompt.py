@@ -166,9 +166,9 @@ def test_what_it_does_not_take_is_named():
 
 
 def test_one_kernel_is_for_many_tokens_and_weights_neither_wide_nor_narrow():
-    assert prompt.pays(4096, 4096, 4096) and prompt.pays(2048, 4096, 14336) and prompt.pays(4096, 8192, 8192)
+    assert prompt.pays(4096, 4096, 4096) and prompt.pays(2048, 4096, 14336) and prompt.pays(8192, 6144, 4096)
     assert not prompt.pays(2048, 4096, 4096) and not prompt.pays(1024, 4096, 16384)
-    assert not prompt.pays(4096, 28672, 4096) and not prompt.pays(8192, 2560, 2560)
+    assert not prompt.pays(4096, 8192, 8192) and not prompt.pays(8192, 2560, 2560)
 
 
 # --- Compiled for sm_90a ---------------------------------------------------------------------------------------------

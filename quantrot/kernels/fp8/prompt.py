@@ -24,7 +24,7 @@ from quantrot.kernels.nvrtc import load_kernel, processors
 PLAN = replace(hopper.PAIRED, tile_group=4)  # fewer rows at once: the first products wait for fewer codes
 CHUNK, PIECE, QUANTIZERS = 8, 2048, 3  # as in prompt.cuh: blocks of K of a patch; bytes; warps
 FEWEST, LEAST = 2048, 1 << 24  # tokens, and elements of x, from which one kernel has been found faster than two
-ROWS = range(4096, 8192 + 1)  # of b: with 2560 the products wait for codes (78 us for 70), with 28672 it is as fast
+ROWS = range(4096, 6144 + 1)  # of b: with 2560 the products wait for codes (78 us for 70), with 8192 two are as fast
 COUNTERS = nvrtc.Counters(1 << 20, 1 << 12)
 ENTRY = """extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1) {name}(
     const __grid_constant__ quantrot::TensorMap a, const __grid_constant__ quantrot::TensorMap b,
