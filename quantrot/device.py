@@ -1,6 +1,7 @@
 """Devices as users name them."""
 
 import re
+from typing import Any
 
 import torch
 
@@ -19,6 +20,13 @@ def known_device(name: str | torch.device) -> str:
         found = f"only CUDA GPUs 0 to {gpus - 1}" if gpus > 1 else "only CUDA GPU 0" if gpus else "no CUDA GPU"
         raise ValueError(f"device is {name!r}, and there is {found} that this PyTorch can use; use another, or cpu")
     return name
+
+
+def devices_of(model: Any) -> str:
+    """Where a model is, in words: its device, or all of those that accelerate has dealt it out to."""
+    places = getattr(model, "hf_device_map", {}).values()
+    names = dict.fromkeys(f"cuda:{place}" if isinstance(place, int) else str(place) for place in places)
+    return ", ".join(names) or str(model.device)
 
 
 def device_type(name: str | torch.device) -> str:

@@ -8,6 +8,7 @@ file's hash, an online rotation's checksum or the set of tensors is not what the
 import difflib
 import gc
 import importlib.util
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -169,9 +170,15 @@ class _Saving:
 
 def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:
     """(model, tokenizer) of a converted directory, any transformers directory, a hub id, `demo`, or peft's adapter for
-    one of these."""
+    one of these.
+
+    device: "auto" is a GPU, if there is one; a model that it has no room for accelerate deals out, to all GPUs and then
+    to the CPU's memory, from where what is needed is brought.
+    """
     source = open_source(name)
     where = known_device(device)
+    if device == "auto" and where == "cuda" and (source.path / "config.json").exists():
+        where = where if _has_room(_bytes_of(source.path, _dtype(dtype))) else "auto"
     model: Any
     if (source.path / MANIFEST).exists():
         model = load(source.path, device_map=where, dtype=dtype)
@@ -189,6 +196,7 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
                     dtype=_dtype(dtype) or "auto",
                     use_safetensors=True,
                     trust_remote_code=False,
+                    device_map="auto" if where == "auto" else None,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # which are refused below, as what is missing is
                 )
@@ -198,8 +206,23 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
             raise ValueError(f"model {str(name)!r}: transformers cannot load it: {error}") from None
         model, found = opened
         _check_complete(source.path, found)
-        model = model.to(where).eval()
+        model = (model if where == "auto" else model.to(where)).eval()
     return model, open_tokenizer(source.path)
+
+
+def _bytes_of(path: Path, dtype: torch.dtype | None) -> int:
+    """Of the weights in this directory, those in floats of two bytes and more as this dtype."""
+    floats = ("F64", "F32", "F16", "BF16") if dtype else ()
+    tensors = open_checkpoint(path).tensors.values()
+    return sum(math.prod(t.shape) * dtype.itemsize if dtype and t.dtype in floats else t.nbytes for t in tensors)
+
+
+def _has_room(needed: int) -> bool:
+    """Whether the GPU takes so many bytes and has a fifth of what is free left."""
+    if needed >= 0.8 * torch.cuda.mem_get_info()[0]:
+        gc.collect()  # a model that was there before
+        torch.cuda.empty_cache()
+    return needed < 0.8 * torch.cuda.mem_get_info()[0]
 
 
 def _check_index(path: Path) -> None:
@@ -357,7 +380,7 @@ def _place(model: Any, device_map: str | int | torch.device | dict[str, Any] | N
         needed = sum(p.numel() * p.element_size() for p in model.parameters())
         if not torch.cuda.is_available():
             return {"": "cpu"}
-        if needed < 0.8 * torch.cuda.mem_get_info()[0]:
+        if _has_room(needed):
             return {"": 0}
     whole = model._no_split_modules
     memory = get_balanced_memory(model, no_split_module_classes=whole) if device_map != "sequential" else None

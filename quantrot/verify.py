@@ -120,7 +120,7 @@ def verify(
     check_files(root, manifest.data)  # before the source, which is larger, is read
     _check_same(manifest.data, plan, source, report)
     model = load(root, device_map=where, dtype=torch.float32, check_hashes=False, merge=False)  # linears as they are
-    baseline, _ = open_model(source, device, "float32")
+    baseline, _ = open_model(source, where, "float32")
     found = divergence(model, baseline, ids, lambda done, total: report("logits", done, total))
     layers = _layers(plan, model, baseline, ids[:1], report)
     exact = not any(manifest.linears.values()) and (manifest.arithmetic, manifest.kv_cache) == ("bf16", "bf16")

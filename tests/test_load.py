@@ -22,6 +22,8 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from quantrot import convert, load, verify
 from quantrot.checkpoint import INDEX
+from quantrot.device import devices_of
+from quantrot.evals.logits import next_token_logits
 from quantrot.load import open_model
 from quantrot.modules import Fp8Linear, Fp8TrainingLinear, Int8Linear, Mxfp4Linear, QuantizedLinear, RotatedLinear
 
@@ -495,3 +497,49 @@ def test_a_model_cast_to_a_dtype_that_its_format_does_not_have_can_be_cast_back(
     with pytest.raises(ValueError, match="x: dtype torch.float64; allowed"):
         model.double()(ids)
     assert torch.equal(model.float()(ids).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("kind", ["source", "converted"])
+def test_auto_is_a_gpu_or_of_a_model_without_room_there_all_that_there_is(request, monkeypatch, kind, dtype):
+    path, seen = request.getfixturevalue(kind), []
+    tensors = [t for file in path.glob("*.safetensors") for t in load_file(file).values()]
+    wide = sum(t.numel() for t in tensors if t.is_floating_point() and t.itemsize > 1) * (4 if dtype != "auto" else 2)
+    needed = wide + sum(t.nbytes for t in tensors if not t.is_floating_point() or t.itemsize == 1)
+
+    def plain(path, **options):
+        seen.append(options["device_map"])
+        model = SimpleNamespace(eval=lambda: None, to=lambda where: seen.append(where) or model)
+        return model, {"missing_keys": [], "mismatched_keys": []}
+
+    monkeypatch.setattr(sys.modules["quantrot.load"], "load", lambda path, device_map, dtype: seen.append(device_map))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", plain)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for free, device, placed in (
+        (10 * needed // 8 + 2, "auto", "cuda"),
+        (10 * needed // 8, "auto", "auto"),
+        (0, "cuda:1", "cuda:1"),
+    ):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1 << 40))
+        open_model(path, device, dtype)
+        assert seen == ([placed] if placed == "auto" or kind == "converted" else [None, placed])
+        seen.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["source", "converted"])
+def test_gpu_a_model_that_it_has_no_room_for_computes_the_same(request, monkeypatch, kind):
+    path = request.getfixturevalue(kind)
+    whole, _ = open_model(path)
+    total = torch.cuda.mem_get_info()[1]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (100_000, total))
+    monkeypatch.setattr(
+        torch.cuda, "memory_reserved", torch.cuda.memory_allocated
+    )  # else transformers adds what is left
+    spread, _ = open_model(path)
+    assert devices_of(whole) == "cuda:0" and "cpu" in devices_of(spread).split(", ")
+    ids = IDS[0].cuda()
+    with torch.no_grad():
+        expected, found = (torch.cat([*next_token_logits(model, ids)]) for model in (whole, spread))
+    assert torch.allclose(found.cpu(), expected.cpu(), atol=2e-2)

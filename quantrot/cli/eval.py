@@ -24,7 +24,9 @@ app = typer.Typer(help="Measure a model: MMLU, perplexity, divergence from a bas
 
 Model = Annotated[str, typer.Argument(help="A converted directory, any local or hub model, or demo.", metavar="MODEL")]
 Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 file; without it WikiText-2, or Python's own topics.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, cuda:N, or auto: a GPU, of a model that it has no room for all, then the CPU.")
+]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")]
 Output = Annotated[Path | None, typer.Option("--output", help="Write the whole result to this JSON file.")]
 
@@ -302,9 +304,13 @@ def _then_written(
 
 
 def _open(name: str, device: str, dtype: str) -> tuple[Any, Any]:
+    from quantrot.device import devices_of
     from quantrot.load import open_model
 
-    return open_model(name, device=device, dtype=dtype)
+    model, tokenizer = open_model(name, device=device, dtype=dtype)
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        note(f"{name}: no room on one GPU; it is on {devices_of(model)}")
+    return model, tokenizer
 
 
 def _text(path: Path | None) -> tuple[str, str]:

@@ -24,7 +24,7 @@ def next_token_logits(model: Any, ids: torch.Tensor, chunk: int | None = None) -
     piece by piece where the architecture allows, else once, and only the conversion to float32 is in pieces.
     """
     assert ids.dim() == 1 and len(ids) >= 2
-    inputs = ids[None].to(_input_device(model))
+    inputs = ids[None].to(input_device(model))
     if model.config.model_type in PLAIN_HEADS:
         head = model.get_output_embeddings()
         states = model.get_decoder()(input_ids=inputs, use_cache=False).last_hidden_state[0, :-1]
@@ -46,6 +46,7 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def _input_device(model: Any) -> torch.device:
-    device = model.device
+def input_device(model: Any) -> torch.device:
+    """Where a model's tokens go."""
+    device: torch.device = model.device
     return torch.device("cpu") if device.type == "meta" else device  # offloaded: accelerate's hooks move the inputs

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantrot.evals import harness
 from quantrot.evals.beginnings import share_beginnings
-from quantrot.evals.logits import Count, text_config
+from quantrot.evals.logits import Count, input_device, text_config
 from quantrot.evals.mmlu_data import read_data
 from quantrot.evals.statistics import Paired, paired
 from quantrot.process import counted
@@ -92,6 +92,7 @@ def mmlu(
         stack.enter_context(harness.templates_kept())
         stack.enter_context(harness.without_quantization_config(model))
         lm = HFLM(pretrained=model, tokenizer=harness.private_tokenizer(tokenizer), batch_size=resolved)
+        lm._device = input_device(model)
         _check_answers(lm)
         harness.tokenize_together(lm, tokens, getattr(text_config(model), "vocab_size", None))
         share_beginnings(lm)

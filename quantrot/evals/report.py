@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantrot.checkpoint import read_json, resolved, write_whole
+from quantrot.device import devices_of
 from quantrot.manifest import MANIFEST
 from quantrot.version import __version__
 
@@ -52,7 +53,7 @@ def model_entry(name: str, model: Any) -> dict[str, Any]:
     return {
         "name": name,
         "revision": getattr(model.config, "_commit_hash", None),
-        "device": str(model.device),
+        "device": devices_of(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "manifest": manifest(getattr(model.config, "_name_or_path", "") or name),  # where a hub's model lies
     }

@@ -57,6 +57,17 @@ def test_ppl_prints_and_writes_the_same_number(run, tmp_path):
     assert "t.txt" in report["settings"]["text"]
 
 
+def test_where_a_model_is_that_one_gpu_has_no_room_for_is_said_and_written(run, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        model, "hf_device_map", {"model.embed_tokens": 0, "model.layers": 0, "lm_head": "cpu"}, raising=False
+    )
+    (tmp_path / "t.txt").write_text("some words, " * 100)
+    args = ["--text", tmp_path / "t.txt", "--seq-len", 32, "--windows", 4, "--output", tmp_path / "r.json"]
+    result, _ = run("ppl", "one", *args)
+    assert "one: no room on one GPU; it is on cuda:0, cpu" in result.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["model"]["device"] == "cuda:0, cpu"
+
+
 def test_what_is_nan_is_said_with_what_to_do(run, model, tmp_path, monkeypatch):
     (tmp_path / "t.txt").write_text("some words, " * 100)
     args = ["--text", tmp_path / "t.txt", "--seq-len", 32, "--windows", 1]

@@ -13,7 +13,7 @@ import yaml
 from tokenizers import Regex
 from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from quantrot.evals import harness, hub
 from quantrot.evals.mmlu import Score, check_data, check_options, compare, mmlu
@@ -67,6 +67,20 @@ def test_prompts_and_answers_are_lm_evals_own(result, lm_evals_own):
 
 def test_the_batch_size_changes_nothing_in_float32(result, model, tokenizer, mmlu_dir):
     assert mmlu(model, tokenizer, fewshot=2, data=mmlu_dir, batch_size=8).answers == result.answers
+
+
+@pytest.mark.parametrize(
+    ("kept", "brought"), [("cpu", "disk"), pytest.param(0, "cpu", marks=pytest.mark.gpu)], ids=["disk", "gpu"]
+)
+def test_a_model_whose_parts_accelerate_brings_answers_alike(
+    result, model_dir, tokenizer, mmlu_dir, tmp_path, kept, brought
+):
+    places = dict.fromkeys(("model.embed_tokens", "model.layers"), brought)
+    places |= dict.fromkeys(("model.norm", "model.rotary_emb", "lm_head"), kept)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, device_map=places, offload_folder=tmp_path)
+    assert model.device.type == "meta"
+    found = mmlu(model, tokenizer, fewshot=2, limit=1, data=mmlu_dir)
+    assert found.answers == {subject: answers[:1] for subject, answers in result.answers.items()}
 
 
 def test_a_batch_size_that_lm_eval_had_to_find_is_recorded(result, model, tokenizer, mmlu_dir, monkeypatch, capfd):
