@@ -534,9 +534,8 @@ def test_gpu_a_model_that_it_has_no_room_for_computes_the_same(request, monkeypa
     whole, _ = open_model(path)
     total = torch.cuda.mem_get_info()[1]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (100_000, total))
-    monkeypatch.setattr(
-        torch.cuda, "memory_reserved", torch.cuda.memory_allocated
-    )  # else transformers adds what is left
+    # Else transformers adds what the allocator keeps.
+    monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)
     spread, _ = open_model(path)
     assert devices_of(whole) == "cuda:0" and "cpu" in devices_of(spread).split(", ")
     ids = IDS[0].cuda()
