@@ -519,6 +519,7 @@ def test_auto_is_a_gpu_or_of_a_model_without_room_there_all_that_there_is(reques
     for free, device, placed in (
         (10 * needed // 8 + 2, "auto", "cuda"),
         (10 * needed // 8, "auto", "auto"),
+        (0, "cuda", "cuda"),
         (0, "cuda:1", "cuda:1"),
     ):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1 << 40))
