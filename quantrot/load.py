@@ -177,8 +177,8 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
     """
     source = open_source(name)
     where = known_device(device)
-    if device == "auto" and where == "cuda" and (source.path / "config.json").exists():
-        where = where if _has_room(_bytes_of(source.path, _dtype(dtype))) else "auto"
+    if device == "auto" and where == "cuda" and not _has_room(_needed(source.path, _dtype(dtype))):
+        where = "auto"
     model: Any
     if (source.path / MANIFEST).exists():
         model = load(source.path, device_map=where, dtype=dtype)
@@ -210,19 +210,23 @@ def open_model(name: str | Path, device: str = "auto", dtype: str = "auto") -> t
     return model, open_tokenizer(source.path)
 
 
-def _bytes_of(path: Path, dtype: torch.dtype | None) -> int:
-    """Of the weights in this directory, those in floats of two bytes and more as this dtype."""
+def _needed(path: Path, dtype: torch.dtype | None) -> int:
+    """Bytes of the weights in this directory, those in floats of two bytes and more as this dtype. 0 of what cannot be
+    read here, such as an adapter alone or a dtype that only transformers knows: who loads it says what is wrong."""
     floats = ("F64", "F32", "F16", "BF16") if dtype else ()
-    tensors = open_checkpoint(path).tensors.values()
+    try:
+        tensors = open_checkpoint(path).tensors.values()
+    except ValueError:
+        return 0
     return sum(math.prod(t.shape) * dtype.itemsize if dtype and t.dtype in floats else t.nbytes for t in tensors)
 
 
 def _has_room(needed: int) -> bool:
     """Whether the GPU takes so many bytes and has a fifth of what is free left."""
-    if needed >= 0.8 * torch.cuda.mem_get_info()[0]:
+    if needed > 0.8 * torch.cuda.mem_get_info()[0]:
         gc.collect()  # a model that was there before
         torch.cuda.empty_cache()
-    return needed < 0.8 * torch.cuda.mem_get_info()[0]
+    return needed <= 0.8 * torch.cuda.mem_get_info()[0]
 
 
 def _check_index(path: Path) -> None:
