@@ -53,10 +53,14 @@ def mmlu(
     windows: common.Windows = None,
     seq_len: common.SeqLen = None,
     output: Output = None,
-    device: Device = "auto",
+    device: Annotated[
+        str,
+        typer.Option(help="As for ppl; of several, cuda:0,cuda:1, each has the model and a share of the questions."),
+    ] = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """MMLU by lm-eval's own task: 57 subjects, accuracy and standard errors."""
+    from quantrot.device import known_device
     from quantrot.evals import harness, report
     from quantrot.evals import mmlu as evals
 
@@ -69,28 +73,24 @@ def mmlu(
     settings = {"data": str(data) if data else "hub", "fewshot": fewshot, "limit": limit}
     tokens: harness.Tokens | None = None if recipes is None and baseline is None else {}
 
+    devices = [known_device(each.strip()) for each in device.split(",")]
+    asked: dict[str, Any] = {"fewshot": fewshot, "limit": limit, "batch_size": batch_size, "data": data}
+
     def run(name: str) -> tuple[Mmlu, dict[str, Any]]:
+        if len(devices) > 1:
+            from quantrot.evals.spread import mmlu_on
+
+            with _progress("MMLU") as progress:
+                return mmlu_on(name, devices, dtype=dtype, progress=progress, **asked)
         loaded, tokenizer = _open(name, device, dtype)
         with _progress("MMLU") as progress:
-            result = evals.mmlu(
-                loaded,
-                tokenizer,
-                fewshot=fewshot,
-                limit=limit,
-                batch_size=batch_size,
-                data=data,
-                progress=progress,
-                tokens=tokens,
-            )
+            result = evals.mmlu(loaded, tokenizer, progress=progress, tokens=tokens, **asked)
         return result, report.model_entry(name, loaded)
 
     if baseline is not None:
         open_source(baseline)  # what is not there is said before the first model's hours
     if recipes is not None:
-        from quantrot.device import known_device
-
-        on = known_device(device)
-        how = {**settings, "data": data and data.resolve(), "batch": batch_size, "device": on, "dtype": dtype}
+        how = {**settings, "data": data and data.resolve(), "batch": batch_size, "device": devices[0], "dtype": dtype}
         names = [name.strip() for name in recipes.split(",")]
         return _recipes(model, names, calibration, work, output, settings, how, run)
     result, entry = run(model)

@@ -21,6 +21,7 @@ from quantrot.evals.logits import Count
 from quantrot.evals.mmlu_data import as_dataset, read_data
 
 Tokens = dict[bytes, Any]  # int32 arrays of texts, by a hash of tokenizer and text
+CHOICES = 4  # of a question, each a request
 TOKENIZED = 1024  # prompts at a time: the tokenizer's own record of one is a hundred times its tokens
 
 
@@ -106,15 +107,13 @@ def report_progress(lm: Any, questions: int, progress: Count) -> None:
 class _Listener:
     """lm-eval's CacheHook: add_partial is called once for each choice of each question."""
 
-    CHOICES = 4
-
     def __init__(self, questions: int, progress: Count) -> None:
         self.questions, self.progress, self.scored = questions, progress, 0
 
     def add_partial(self, attribute: str, request: Any, answer: Any) -> None:
         self.scored += 1
-        if self.scored % self.CHOICES == 0:
-            self.progress(self.scored // self.CHOICES, self.questions)
+        if self.scored % CHOICES == 0:
+            self.progress(self.scored // CHOICES, self.questions)
 
 
 @contextlib.contextmanager

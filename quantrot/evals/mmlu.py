@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -82,27 +83,42 @@ def mmlu(
     answers alike, or a model that computes NaN.
     """
     check_options(fewshot, limit, batch_size)
-    from lm_eval.models.huggingface import HFLM
-
-    resolved = _batch_size(batch_size, model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(harness.random_state_restored())
         group, manager = stack.enter_context(harness.mmlu_task(data, fewshot))
         truncated = stack.enter_context(harness.quiet())
         stack.enter_context(harness.templates_kept())
-        stack.enter_context(harness.without_quantization_config(model))
-        lm = HFLM(pretrained=model, tokenizer=harness.private_tokenizer(tokenizer), batch_size=resolved)
+        lm = stack.enter_context(asked(model, tokenizer, batch_size, tokens))
+        if progress:
+            harness.report_progress(lm, questions(group, limit), progress)
+        results = evaluate(lm, group, manager, fewshot, limit)
+        check_scores(results["samples"], lm.model.config._name_or_path)
+        return result_of(results, fewshot, limit, batch_of(lm), truncated())
+
+
+@contextlib.contextmanager
+def asked(model: Any, tokenizer: Any, batch_size: int | str, tokens: harness.Tokens | None = None) -> Iterator[Any]:
+    """The model as lm-eval asks one: prompts are tokenized together, and those that begin alike share that."""
+    from lm_eval.models.huggingface import HFLM
+
+    with harness.without_quantization_config(model):
+        size = _batch_size(batch_size, model)
+        lm = HFLM(pretrained=model, tokenizer=harness.private_tokenizer(tokenizer), batch_size=size)
         lm._device = input_device(model)
         _check_answers(lm)
         harness.tokenize_together(lm, tokens, getattr(text_config(model), "vocab_size", None))
         share_beginnings(lm)
-        tasks = group.get_all_tasks()
-        if progress:
-            harness.report_progress(lm, sum(min(limit or len(t.eval_docs), len(t.eval_docs)) for t in tasks), progress)
-        results = _simple_evaluate(lm, group, manager, fewshot, limit)
-        _check_scores(results["samples"], lm.model)
-        found = [resolved, *lm.batch_sizes.values()]  # the last one was measured, where lm-eval had to find it
-        return _result(results, fewshot, limit, int(found[-1]), truncated())
+        yield lm
+
+
+def batch_of(lm: Any) -> int:
+    """The size of its batches: the last one was measured, where lm-eval had to find it."""
+    return int([lm.batch_size_per_gpu, *lm.batch_sizes.values()][-1])
+
+
+def questions(group: Any, limit: int | None) -> int:
+    """How many lm-eval will ask."""
+    return sum(min(limit or len(task.eval_docs), len(task.eval_docs)) for task in group.get_all_tasks())
 
 
 def check_options(fewshot: int, limit: int | None, batch_size: int | str) -> None:
@@ -128,14 +144,14 @@ def _check_answers(lm: Any) -> None:
         )
 
 
-def _check_scores(samples: dict[str, list[dict[str, Any]]], model: Any) -> None:
+def check_scores(samples: dict[str, list[dict[str, Any]]], name: str) -> None:
     """Raise ValueError where a choice's score is NaN: the first choice would count as the answer, a share of right ones
     as good as chance's."""
     rows = [row for subject in samples.values() for row in subject]
     broken = sum(any(math.isnan(score) for score, *_ in row["filtered_resps"]) for row in rows)
     if broken:
         raise ValueError(
-            f"model {model.config._name_or_path}: {broken} of {len(rows)} questions have no score, for it computes NaN "
+            f"model {name}: {broken} of {len(rows)} questions have no score, for it computes NaN "
             "or infinity; give dtype bfloat16 or float32, or repair the checkpoint"
         )
 
@@ -174,7 +190,8 @@ def _batch_size(batch_size: int | str, model: Any) -> int | str:
     return "auto" if model.device.type == "cuda" else 1
 
 
-def _simple_evaluate(lm: Any, group: Any, manager: Any, fewshot: int, limit: int | None) -> Any:
+def evaluate(lm: Any, group: Any, manager: Any, fewshot: int, limit: int | None) -> Any:
+    """What lm-eval finds of a group of tasks."""
     import lm_eval
 
     with contextlib.redirect_stdout(sys.stderr):  # the batch-size search prints
@@ -192,7 +209,8 @@ def _simple_evaluate(lm: Any, group: Any, manager: Any, fewshot: int, limit: int
         )
 
 
-def _result(results: Any, fewshot: int, limit: int | None, batch_size: int, truncated: int) -> Mmlu:
+def result_of(results: Any, fewshot: int, limit: int | None, batch_size: int, truncated: int) -> Mmlu:
+    """What lm-eval found, in our words."""
     scores = {name: _score(values) for name, values in results["results"].items()}
     samples = {_subject(name): rows for name, rows in results["samples"].items()}
     members = {g: results["group_subtasks"][g] for g in results["group_subtasks"]["mmlu"]}

@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from quantrot.cli.eval import _windows, app
-from quantrot.evals import report
+from quantrot.evals import report, spread
+from quantrot.evals.mmlu import mmlu
 
 
 def full(descriptor):
@@ -55,6 +56,21 @@ def test_ppl_prints_and_writes_the_same_number(run, tmp_path):
     assert f"{report['results']['ppl']['ppl']:.4f}" in result.stdout
     assert report["results"]["ppl"]["windows"] == 4 and report["model"]["name"] == "one"
     assert "t.txt" in report["settings"]["text"]
+
+
+def test_several_devices_have_a_share_of_the_questions_each(run, model, tokenizer, mmlu_dir, tmp_path, monkeypatch):
+    def mmlu_on(name, devices, *, dtype, progress, **asked):
+        seen.append((name, devices, dtype))
+        return mmlu(model, tokenizer, progress=progress, **asked), report.model_entry(name, model) | {"device": "both"}
+
+    seen: list = []
+    monkeypatch.setattr(spread, "mmlu_on", mmlu_on)
+    args = ["--data", mmlu_dir, "--fewshot", 0, "--limit", 1, "--output", tmp_path / "r.json"]
+    result, opened = run("mmlu", "one", *args, "--device", "cpu, cpu", "--dtype", "float32")
+    assert seen == [("one", ["cpu", "cpu"], "float32")] and opened == []
+    assert json.loads((tmp_path / "r.json").read_text())["model"]["device"] == "both" and "overall" in result.stdout
+    result, _ = run("mmlu", "one", *args[:-1], tmp_path / "s.json", "--device", "cpu,gpu", fails=ValueError)
+    assert "device is 'gpu'" in str(result.exception)
 
 
 def test_where_a_model_is_that_one_gpu_has_no_room_for_is_said_and_written(run, model, tmp_path, monkeypatch):
