@@ -108,8 +108,7 @@ class _Workers:
 
 def _pieces(requests: list[Any]) -> list[tuple[int, list[tuple[str, str]]]]:
     """(number of the first request, requests' texts) of one subject each, those with the most text first."""
-    found = []
-    first = 0
+    found, first = [], 0
     for _, of_subject in itertools.groupby(requests, key=lambda request: request.task_name):
         pairs = [request.args for request in of_subject]
         found += [(first + start, pairs[start : start + PIECE]) for start in range(0, len(pairs), PIECE)]
@@ -126,8 +125,9 @@ def _started(name: str, devices: list[str], dtype: str, batch_size: int | str) -
     for label, device in zip(workers.processes, devices, strict=True):
         how = name, device, dtype, batch_size, share, workers.asked, workers.answered
         workers.processes[label] = context.Process(target=_work, args=how, daemon=True)
-        workers.processes[label].start()
     try:
+        for process in workers.processes.values():
+            process.start()
         yield workers
         for _ in devices:
             workers.asked.put(None)
@@ -135,9 +135,10 @@ def _started(name: str, devices: list[str], dtype: str, batch_size: int | str) -
             process.join(LONG)
     finally:
         workers.asked.cancel_join_thread()  # what nobody takes any more
-        for process in workers.processes.values():
+        started = [process for process in workers.processes.values() if process.pid]
+        for process in started:
             process.terminate()
-        for process in workers.processes.values():
+        for process in started:
             process.join(LONG)
             process.kill()
 
