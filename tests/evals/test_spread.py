@@ -36,7 +36,7 @@ def test_what_a_process_says_is_wrong_is_said(mmlu_dir, tmp_path):
 
 def test_a_process_that_is_ended_is_named(model_dir, mmlu_dir, monkeypatch):
     monkeypatch.setattr(spread, "_work", ends)
-    with pytest.raises(ValueError, match=r"^device cpu \(0\): its process was ended \(exit code 9\)"):
+    with pytest.raises(ValueError, match=r"^device cpu \([01]\): its process was ended \(exit code 9\)"):
         spread.mmlu_on(str(model_dir), ["cpu", "cpu"], fewshot=0, limit=1, data=mmlu_dir)
 
 
