@@ -126,8 +126,9 @@ def _started(name: str, devices: list[str], dtype: str, batch_size: int | str) -
         how = name, device, dtype, batch_size, share, workers.asked, workers.answered
         workers.processes[label] = context.Process(target=_work, args=how, daemon=True)
     try:
-        for process in workers.processes.values():
-            process.start()
+        with _interrupts_later():  # which the processes keep from the start: who started them ends them
+            for process in workers.processes.values():
+                process.start()
         yield workers
         for _ in devices:
             workers.asked.put(None)
@@ -143,13 +144,22 @@ def _started(name: str, devices: list[str], dtype: str, batch_size: int | str) -
             process.kill()
 
 
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C comes behind the block, and never to processes that are started in it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _work(name: str, device: str, dtype: str, batch_size: int | str, share: int, asked_of: Any, answered: Any) -> None:
     """A process: scores what it is asked until that is nothing."""
     from lm_eval.api.instance import Instance
 
     from quantrot.load import open_model
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it ends it,
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that it takes with it what it made
     torch.set_num_threads(share)
     try:

@@ -1,6 +1,7 @@
 """MMLU by several processes: one's answers, whoever scores what; and what is said where one fails."""
 
 import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,10 @@ from quantrot.evals.mmlu import mmlu
 def ends(*how):
     """In place of a process's work: as the kernel ends one that takes too much memory."""
     os._exit(9)
+
+
+def tells_whether_ctrl_c_is_blocked(*how):
+    os._exit(7 if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()) else 8)
 
 
 def test_two_processes_answer_as_one_model(model, model_dir, tokenizer, mmlu_dir):
@@ -27,6 +32,14 @@ def test_two_processes_answer_as_one_model(model, model_dir, tokenizer, mmlu_dir
     assert found == mmlu(model, tokenizer, fewshot=2, limit=2, data=mmlu_dir)
     assert seen == [(i + 1, 114) for i in range(114)]
     assert entry["device"] == "cpu, cpu" and entry["name"] == str(model_dir)
+
+
+def test_ctrl_c_is_not_for_the_processes(model_dir, mmlu_dir, monkeypatch):
+    """They would say so, each in a traceback, while they are still being imported into."""
+    monkeypatch.setattr(spread, "_work", tells_whether_ctrl_c_is_blocked)
+    with pytest.raises(ValueError, match=r"exit code 7"):
+        spread.mmlu_on(str(model_dir), ["cpu", "cpu"], fewshot=0, limit=1, data=mmlu_dir)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_what_a_process_says_is_wrong_is_said(mmlu_dir, tmp_path):
