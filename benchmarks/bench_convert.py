@@ -1,10 +1,12 @@
-"""Conversion: time and peak memory of whole processes, quantrot beside llm-compressor, on checkpoints of real shapes.
+"""Conversion and `verify` of its result: time and peak memory of whole processes, quantrot beside llm-compressor, on
+checkpoints of real shapes.
 
     python benchmarks/bench_convert.py --work DIR [--peer-python PYTHON] [--runs 3] [--shapes 1b 8b-8-layers]
 
 PYTHON is the interpreter of an environment that has llmcompressor. quantrot rotates (R1, R2) and quantizes to MXFP4
 with the `mse` search; llm-compressor quantizes to MXFP4 without rotation, by `oneshot` and by its model-free path. The
-runs alternate. Weights are random (a conversion's time does not depend on them); files are in the page cache.
+runs alternate. Weights are random (a conversion's time does not depend on them); files are in the page cache. With
+--verify each of quantrot's conversions is verified once, by the tokenizer of the model that is embedded.
 """
 
 import argparse
@@ -55,6 +57,8 @@ def make_checkpoint(path: Path, shape: str) -> Path:
 
     from quantrot import llama
     from quantrot.checkpoint import index_json, lay_out, tensor_bytes
+    from quantrot.source import open_source
+    from quantrot.tokenizer import open_tokenizer
 
     path.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
@@ -79,7 +83,8 @@ def make_checkpoint(path: Path, shape: str) -> Path:
                     tensor = torch.randn(info.shape, generator=generator).mul_(0.02).to(torch.bfloat16)
                 file.write(tensor_bytes(tensor))
     (path / "model.safetensors.index.json").write_bytes(index_json(shards))
-    config.save_pretrained(path)
+    open_tokenizer(open_source("demo").path).save_pretrained(path)
+    config.save_pretrained(path)  # last: it says that the rest is there
     return path
 
 
@@ -112,6 +117,7 @@ def main() -> None:
     parser.add_argument("--peer-runs", type=int, default=1)
     parser.add_argument("--shapes", nargs="+", default=["1b"], choices=list(SHAPES))
     parser.add_argument("--recipes", nargs="+", default=["quarot-mxfp4", "quarot-mxfp4-full"])
+    parser.add_argument("--verify", action="store_true", help="verify each conversion of quantrot's")
     parser.add_argument("--only-make", action="store_true", help="write the checkpoints and stop")
     parser.add_argument("--name", default="cpu", help="of the results file")
     options = parser.parse_args()
@@ -132,9 +138,14 @@ def main() -> None:
                     shutil.rmtree(out, ignore_errors=True)
                     timings.setdefault(name, []).append(run(command))
                     print(name, shape, [round(x, 1) for x in timings[name][-1][:3]], flush=True)
+                    if options.verify and turn == 0 and name.startswith("quantrot"):
+                        check = name.replace("quantrot", "quantrot verify")
+                        command = [sys.executable, "-m", "quantrot", "verify", str(out), "--device", "cpu"]
+                        timings[check] = [run(command)]
+                        print(check, shape, [round(x, 1) for x in timings[check][-1][:3]], flush=True)
         for name, taken in timings.items():
             row = {
-                "op": "convert",
+                "op": "verify" if "verify" in name else "convert",
                 "case": {"shape": shape, "tool": name},
                 "seconds": statistics.median(t[0] for t in taken),
                 "cpu_seconds": statistics.median(t[1] for t in taken),
@@ -142,7 +153,7 @@ def main() -> None:
                 "bound_mb": 0.9e9 / 2**20 + 2 * largest,
                 "runs": len(taken),
             }
-            if name.startswith("quantrot"):
+            if name.startswith("quantrot") and row["op"] == "convert":
                 row["predicted_mb"] = _predicted(source, name.split()[1])
             rows.append(row)
     shutil.rmtree(options.work / "out", ignore_errors=True)

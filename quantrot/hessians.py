@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModel
 
 from quantrot import formats, gptq, llama
 from quantrot.calibration import lanes
-from quantrot.checkpoint import read_rows
+from quantrot.checkpoint import look_up, read_rows
 from quantrot.formats import WIDE
 from quantrot.gptq import Feedback
 from quantrot.meta import parameters_on_meta
@@ -132,10 +132,8 @@ class Network:
 
     def _embedded(self) -> list[Tensor]:
         assert self.plan.windows is not None
-        info = self.written[f"{llama.EMBEDDING}.weight"]
-        tokens, where = self.plan.windows.unique(return_inverse=True)
-        rows = torch.cat([read_rows(info, token, token + 1) for token in tokens.tolist()])
-        return list(F.embedding(where, rows.to(torch.float32)).to(self.plan.device).split(self.together))
+        rows = look_up(self.written[f"{llama.EMBEDDING}.weight"], self.plan.windows)
+        return list(rows.to(self.plan.device, torch.float32).split(self.together))
 
     def _place(self, step: Step) -> None:
         plan = self.plan

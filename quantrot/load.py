@@ -79,7 +79,7 @@ def load(
     manifest = read_manifest(root)
     if check_hashes:
         check_files(root, manifest.data)
-    model = _skeleton(root, manifest, _dtype(dtype))
+    model = skeleton(root, manifest, _dtype(dtype))
     placed = _place(model, device_map)
     if "disk" in placed.values():
         _check_disk(root, model, offload_folder)
@@ -315,8 +315,9 @@ def _stored_dtype(root: Path) -> torch.dtype:
     return DTYPES[open_checkpoint(root).tensors[f"{EMBEDDING}.weight"].dtype]
 
 
-def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any:
-    """The model on the meta device, with the manifest's modules in place. Buffers (RoPE) are real."""
+def architecture(root: Path, wanted: torch.dtype | None, *, narrow: bool = False) -> Any:
+    """transformers' model of a directory's config.json, on the meta device but for its buffers (RoPE). narrow: float64
+    is taken for float32."""
     described = {key: value for key, value in read_json(root / "config.json").items() if key not in NOT_DESCRIBED}
     for key in ("dtype", "torch_dtype"):  # "auto", which transformers' own configs may say, is no dtype
         if described.get(key) == "auto":
@@ -325,13 +326,19 @@ def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any
         config = AutoConfig.for_model(**described)
         config._name_or_path = str(root)
         dtype: Any = wanted or config.dtype or _stored_dtype(root)
-        if dtype == torch.float64 and _narrows(manifest):
-            dtype = torch.float32
+        dtype = torch.float32 if narrow and dtype == torch.float64 else dtype
         with parameters_on_meta():
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # of many classes, some its own
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"{root / 'config.json'}: transformers cannot build the model: {what:.300}") from None
+    return model.eval()
+
+
+def skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any:
+    """The same of a converted directory, with the manifest's modules in place."""
+    model = architecture(root, wanted, narrow=_narrows(manifest))
+    dtype = model.dtype
     with parameters_on_meta():
         native = engines.is_native(manifest.linears, bool(manifest.online) or manifest.attention is not None)
         modules = dict(model.named_modules())
@@ -357,7 +364,7 @@ def _skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any
             for layer in model.model.layers:
                 layer.self_attn = QuantizedAttention(layer.self_attn, rotation=manifest.attention, **kind)
     model.tie_weights()
-    return model.eval()
+    return model
 
 
 def _narrows(manifest: Manifest) -> bool:

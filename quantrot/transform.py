@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantrot import formats
 from quantrot.checkpoint import DTYPES, TensorInfo, not_finite, read_rows, tensor_bytes
-from quantrot.device import device_type
+from quantrot.formats import WeightFormat
 from quantrot.gptq import Feedback, round_rows
 from quantrot.orthogonal import sylvester
 from quantrot.plan import CHUNK, Plan, Step
@@ -71,7 +71,7 @@ def transform(plan: Plan, step: Step, start: int, feedback: Feedback | None = No
     w = turned_rows(plan, step, rows, start)
     if step.format is None:
         return Chunk([w.cpu()], source)
-    return _quantize(step, info, w, source, CHUNK[device_type(plan.device)], feedback)
+    return _quantize(step, info, w, source, feedback)
 
 
 def _is_finite(values: Tensor) -> bool:
@@ -103,17 +103,18 @@ def _overflow(info: TensorInfo, dtype: torch.dtype) -> ValueError:
     return ValueError(f"{what}; repair the checkpoint, or convert without rotations")
 
 
-def _quantize(
-    step: Step, info: TensorInfo, w: Tensor, source: memoryview, elements: int, feedback: Feedback | None
-) -> Chunk:
-    """Quantize rows piece by piece, each small enough for the cache, and add up what it costs. (GPTQ rounds a column of
-    all at a time.)"""
+def in_pieces(weights: WeightFormat, w: Tensor) -> tuple[Tensor, ...]:
+    """w [N, K] as some of its rows at a time, each piece small enough for the cache and of whole blocks."""
+    unit = weights.block[0] or 1
+    return w.split(unit * max(1, CHUNK[w.device.type] // (unit * w.shape[1])))
+
+
+def _quantize(step: Step, info: TensorInfo, w: Tensor, source: memoryview, feedback: Feedback | None) -> Chunk:
+    """Quantize rows piece by piece, and add up what it costs. (GPTQ rounds a column of all at a time.)"""
     assert step.format is not None
     weights = step.format.weights
-    unit = weights.block[0] or 1
-    size = unit * max(1, elements // (unit * w.shape[1])) if feedback is None else len(w)
     pieces, signal, error = [], 0.0, 0.0
-    for piece in w.split(size):
+    for piece in in_pieces(weights, w) if feedback is None else (w,):
         if feedback is None:
             stored = formats.quantize_rows(weights, piece)
         else:

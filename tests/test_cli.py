@@ -24,7 +24,7 @@ OPTIONS = {
     "--threads --dry-run",
     "plan": "--recipe --device --max-shard-size --calibration --windows --seq-len --threads",
     "learn": "--recipe --output --text --steps --seq-len --windows --held-out --rate --seed --device",
-    "verify": "--against --text --max-kl --min-top1 --device",
+    "verify": "--against --text --seq-len --windows --max-kl --min-top1 --device",
     "inspect": "",
     "eval mmlu": "--fewshot --limit --batch-size --data --baseline --recipes --work --calibration --windows --seq-len "
     "--output --device --dtype",

@@ -15,7 +15,7 @@ LAYERS = [
     {"cli"},
     {"verify", "learn"},
     {"evals"},
-    {"load", "convert"},
+    {"load", "convert", "streamed"},
     {"card", "hessians"},
     {"transform"},
     {"plan", "manifest"},

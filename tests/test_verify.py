@@ -52,6 +52,22 @@ def test_a_wrong_weight_fails(source, tmp_path):
     assert len(found.failures) == 1 and "nats per token, above 0.01" in found.failures[0]
 
 
+def test_tensors_that_are_not_the_manifests_are_named(source, tmp_path):
+    """In files that are as the manifest lists them: another tool's work, or a later version's."""
+    out = convert(source, "int8-weight-only", tmp_path / "out").out
+    name = "model.layers.1.self_attn.q_proj.weight_scale"
+    damage(out, name, lambda scale: scale[:64].contiguous())
+    with pytest.raises(
+        ValueError, match=rf"out: its tensors are not those of quantrot\.json: {name} is \(64, 1\), and"
+    ):
+        verify(out, **OPTIONS)
+    stored = load_file(out / "model.safetensors")
+    save_file(stored | {"unknown": torch.ones(1)}, out / "model.safetensors", metadata={"format": "pt"})
+    damage(out, name, lambda scale: scale.repeat(2, 1))
+    with pytest.raises(ValueError, match=r"unknown is \(1,\), and not known there; convert again$"):
+        verify(out, **OPTIONS)
+
+
 def test_limits_are_the_callers(source, tmp_path):
     convert(source, "int8-weight-only", tmp_path / "out")
     assert not verify(tmp_path / "out", **OPTIONS).failures
@@ -63,6 +79,8 @@ def test_limits_are_the_callers(source, tmp_path):
     ("arguments", "message"),
     [
         (dict(path=None), r"path is None; the directory of a conversion is needed$"),
+        (dict(path="out", seq_len=64.0), r"seq_len is 64\.0; a whole number is needed$"),
+        (dict(path="out", count=None), r"count is None; a whole number is needed$"),
         (dict(path="out", text=Path("text.txt")), r"text is PosixPath\('text\.txt'\); a string is needed; of a file, "),
     ],
 )
@@ -77,11 +95,49 @@ def test_an_empty_text_is_not_exchanged_for_another(source, tmp_path):
         verify(tmp_path / "out", **{**OPTIONS, "text": ""})
 
 
+def test_linears_are_measured_in_the_first_window(source, tmp_path):
+    out = convert(source, "quarot-mxfp4", tmp_path / "out").out
+    first, both = (verify(out, **{**OPTIONS, "count": count}) for count in (1, 2))
+    assert first.layers == both.layers and first.divergence.kl != both.divergence.kl
+
+
+def test_progress_is_of_layers_and_windows(source, tmp_path):
+    seen = []
+    convert(source, "mxfp4", tmp_path / "out")
+    verify(tmp_path / "out", progress=lambda *step: seen.append(step), **OPTIONS)
+    steps = [step for step in seen if step[0] != "source"]
+    assert steps == [(what, done, 2) for what in ("original", "converted", "logits") for done in (1, 2)]
+
+
+def test_a_window_is_as_long_as_it_is_asked_for(source, tmp_path):
+    """By default no longer than the model takes, of which there are 512 here; asked for more, it is said."""
+    out = convert(source, "int8-weight-only", tmp_path / "out").out
+    for options, tokens in (({}, 255), (dict(seq_len=300), 299), (dict(seq_len=300, count=2), 598)):
+        found = verify(out, text=TEXT, device="cpu", **{"count": 1, **options}).divergence
+        assert found.tokens == tokens
+    with pytest.raises(ValueError, match="seq_len is 513; the model takes at most 512"):
+        verify(out, text=TEXT, seq_len=513, device="cpu")
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    arguments = ["verify", str(out), "--text", str(text), "--device", "cpu", "--seq-len", "100", "--windows", "3"]
+    assert ", 3 windows of 100 tokens, float32\n" in CliRunner().invoke(app, arguments).stdout
+
+
+def test_a_model_of_few_positions_takes_shorter_windows(tiny, tmp_path):
+    source = tiny(tmp_path / "model")
+    config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 80}
+    (source / "config.json").write_text(json.dumps(config))
+    out = convert(source, "int8-weight-only", tmp_path / "out").out
+    assert verify(out, text=TEXT, device="cpu").divergence.seq_len == 80
+
+
 def test_what_a_short_text_is_answered_with_can_be_given(source, tmp_path):
     convert(source, "int8-weight-only", tmp_path / "out")
     (tmp_path / "short.txt").write_text("short")
     result = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--text", str(tmp_path / "short.txt")])
-    assert result.exit_code == 2 and result.stderr.endswith("one window needs 256; give a longer text\n")
+    assert result.exit_code == 2 and result.stderr.endswith(
+        "one window needs 256; give a longer text or less seq_len\n"
+    )
 
 
 def test_limits_that_are_none_are_refused_before_the_work(tmp_path):

@@ -17,6 +17,10 @@ def command(
         str | None, typer.Option(help="The unconverted model; the manifest's source by default.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to run; Python's help topics by default.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens in a window; 256 by default, or as many as the model takes.")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="At most N windows; linears are measured in the first.")] = 4,
     max_kl: Annotated[
         float | None, typer.Option(help="Fail above this KL (nats per token); 4, or 0.01 if nothing is quantized.")
     ] = None,
@@ -30,7 +34,15 @@ def command(
     content = evaluation_text(text)[0] if text is not None else None
     with count_progress() as progress:
         found = verify(
-            output, against, text=content, max_kl=max_kl, min_top1=min_top1, device=device, progress=progress
+            output,
+            against,
+            text=content,
+            seq_len=seq_len,
+            count=windows,
+            max_kl=max_kl,
+            min_top1=min_top1,
+            device=device,
+            progress=progress,
         )
     d = found.divergence
     rows = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +74,24 @@ def divergence(
             f"baseline: its vocabulary has {sizes[0]} tokens, the model's {sizes[1]}; "
             "compare a model with the checkpoint that it was made from"
         )
+    rows = chunk or default_chunk(model, baseline)  # one for both: pieces must hold the same tokens
+    pairs = (
+        zip(next_token_logits(baseline, ids, rows), next_token_logits(model, ids, rows), strict=True) for ids in windows
+    )
+    return mean_divergence(pairs, windows, progress)
+
+
+@torch.no_grad()
+def mean_divergence(
+    pairs: Iterable[Iterable[tuple[torch.Tensor, torch.Tensor]]], windows: torch.Tensor, progress: Count | None = None
+) -> Divergence:
+    """The same of logits that are there: for each of the windows int64 [n, seq_len], pieces of (baseline's, model's)
+    float32 logits [tokens, vocab] that predict all but its first token, in order."""
     seen = []
-    for done, ids in enumerate(windows, start=1):
-        seen.append(_window(model, baseline, ids, chunk))
+    for ids, pieces in zip(windows, pairs, strict=True):
+        seen.append(_window(pieces, ids))
         if progress:
-            progress(done, len(windows))
+            progress(len(seen), len(windows))
     kl, kl_stderr = mean_and_stderr([w.kl for w in seen])
     top1, top1_stderr = mean_and_stderr([w.agree for w in seen])
     log_ratio, log_ratio_stderr = mean_and_stderr([w.nll - w.baseline_nll for w in seen])
@@ -111,11 +125,9 @@ class _Window:
     max_baseline: float
 
 
-def _window(model: Any, baseline: Any, ids: torch.Tensor, chunk: int | None) -> _Window:
+def _window(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], ids: torch.Tensor) -> _Window:
     sums = torch.zeros(4, dtype=torch.float64)
     max_error, max_baseline, start = [], [], 1
-    rows = chunk or default_chunk(model, baseline)  # one for both: pieces must hold the same tokens
-    pieces = zip(next_token_logits(baseline, ids, rows), next_token_logits(model, ids, rows), strict=True)
     for expected, actual in pieces:
         piece = logit_divergence(expected, actual)
         targets = ids[start : start + len(expected)]
