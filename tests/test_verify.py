@@ -1,5 +1,6 @@
 """verify tells a good conversion from a broken one."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -11,12 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from quantrot import Calibration, convert, verify
+from quantrot import Calibration, convert, plan, verify
 from quantrot.checkpoint import sha256_range
 from quantrot.cli.main import app
+from quantrot.formats import WeightFormat
 from quantrot.load import load, merge_projections
 from quantrot.modules import LINEARS
-from quantrot.verify import Layer, _sqnr, _warnings
+from quantrot.transform import in_pieces
+from quantrot.verify import Layer, _sqnr, _turned, _warnings
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 OPTIONS = dict(text=TEXT, seq_len=64, count=2, device="cpu")
@@ -99,6 +102,31 @@ def test_linears_are_measured_in_the_first_window(source, tmp_path):
     out = convert(source, "quarot-mxfp4", tmp_path / "out").out
     first, both = (verify(out, **{**OPTIONS, "count": count}) for count in (1, 2))
     assert first.layers == both.layers and first.divergence.kl != both.divergence.kl
+
+
+def test_a_head_that_is_turned_and_quantized_is_measured_in_both_models(source, tmp_path):
+    """Of the original's head rows are read as they are needed, but where somebody looks on."""
+    rule = {"match": "*", "weights": {"format": "mxfp4"}, "activations": {"format": "mxfp4"}}
+    recipe = {"rotations": {"R1": {"kind": "hadamard"}}, "linear": [rule], "skip": []}
+    layers = verify(convert(source, recipe, tmp_path / "out").out, **OPTIONS).layers
+    assert layers[-1].fqn == "lm_head" and 12 < layers[-1].unrotated_db < 22 and 12 < layers[-1].sqnr_db < 22
+
+
+def test_rows_are_turned_alike_however_many_at_a_time(source):
+    kinds = {name: {"kind": "random-hadamard", "block": 32, "seed": 0} for name in ("R1", "R2")}
+    whole = plan(source, {"rotations": kinds, "linear": [{"match": "*", "weights": {"format": "mxfp4"}}]})
+    turned = [step for step in whole.steps if step.format is not None]
+    assert sum(step.output_turn is not None for step in turned) == 6  # v_proj, o_proj and down_proj of two layers
+    for step in turned:
+        few = _turned(whole, dataclasses.replace(step, rows=32))
+        torch.testing.assert_close(few, _turned(whole, step), rtol=1e-5, atol=1e-6)
+
+
+def test_pieces_that_are_quantized_are_of_whole_blocks(monkeypatch):
+    monkeypatch.setattr("quantrot.transform.CHUNK", {"cpu": 200 * 64})
+    for block, rows in (((128, 128), [128, 128, 44]), ((1, 32), [200, 100])):
+        pieces = in_pieces(WeightFormat("fp8", block, "exact"), torch.zeros(300, 64))
+        assert [len(piece) for piece in pieces] == rows
 
 
 def test_progress_is_of_layers_and_windows(source, tmp_path):
