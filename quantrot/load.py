@@ -364,7 +364,7 @@ def skeleton(root: Path, manifest: Manifest, wanted: torch.dtype | None) -> Any:
             for layer in model.model.layers:
                 layer.self_attn = QuantizedAttention(layer.self_attn, rotation=manifest.attention, **kind)
     model.tie_weights()
-    return model
+    return model.eval()
 
 
 def _narrows(manifest: Manifest) -> bool:

@@ -48,6 +48,8 @@ def test_a_conversion_says_what_it_says_when_loaded(tiny, tmp_path, case):
     source = tiny(tmp_path / "model", hidden=128, intermediate=256, dtype=torch.bfloat16, **made)
     out = convert(source, recipe, tmp_path / "out").out
     loaded = load(out, device_map="cpu", dtype=torch.float32)
+    assert not any(part.training for part in loaded.modules())
+    assert not any(part.training for part in skeleton(out, read_manifest(out), torch.float32).modules())
     with torch.no_grad():
         for ids, logits in zip(WINDOWS, streamed(out), strict=True):
             torch.testing.assert_close(logits, loaded(ids[None]).logits[0, :-1], rtol=1e-5, atol=1e-5)
