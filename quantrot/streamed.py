@@ -39,7 +39,8 @@ def streamed_logits(
     plain = type(head) is nn.Linear
     name = EMBEDDING if plain and f"{HEAD}.weight" not in tensors else HEAD
     if plain and not watched(head):
-        yield from (_by_rows(tensors[f"{name}.weight"], x[:-1]) for x in states)
+        multiply = _by_rows(tensors[f"{name}.weight"], device)
+        yield from (multiply(x[:-1]) for x in states)
     else:
         _fill(head, name, tensors, device)
         yield from (head(x[:-1]) for x in states)
@@ -67,13 +68,20 @@ def _final_states(
     return [norm(h) for h in hidden]
 
 
-def _by_rows(info: TensorInfo, x: Tensor) -> Tensor:
-    """x [n, K] by a matrix of this file [N, K], of which ROWS rows are read at a time."""
-    y = torch.empty(len(x), info.shape[0], device=x.device)
-    for start in range(0, info.shape[0], ROWS):
-        stop = min(start + ROWS, info.shape[0])
-        y[:, start:stop] = F.linear(x, read_rows(info, start, stop).to(x.device).float())
-    return y
+def _by_rows(info: TensorInfo, device: str) -> Callable[[Tensor], Tensor]:
+    """The product of x [n, K] and a matrix of this file [N, K], ROWS of it at a time in float32. A GPU keeps what was
+    read; of a file that a CPU reads again there is a copy in memory already."""
+    places = [(start, min(start + ROWS, info.shape[0])) for start in range(0, info.shape[0], ROWS)]
+    kept = None if device == "cpu" else [read_rows(info, *place).to(device) for place in places]
+
+    def multiply(x: Tensor) -> Tensor:
+        y = torch.empty(len(x), info.shape[0], device=x.device)
+        for i, (start, stop) in enumerate(places):
+            part = read_rows(info, start, stop) if kept is None else kept[i]
+            y[:, start:stop] = F.linear(x, part.float())
+        return y
+
+    return multiply
 
 
 def _fill(module: nn.Module, prefix: str, tensors: Mapping[str, TensorInfo], device: str) -> None:

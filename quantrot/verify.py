@@ -115,8 +115,9 @@ def verify(
     root = Path(os.path.expanduser(path))
     manifest = read_manifest(root)
     source = str(against) if against is not None else _source_name(manifest.data)
+    where = known_device(device)
     try:
-        plan = make_plan(source, load_recipe(manifest.data["recipe"], str(root / MANIFEST)).nearest(), "cpu")
+        plan = make_plan(source, load_recipe(manifest.data["recipe"], str(root / MANIFEST)).nearest(), where)
     except ValueError as error:
         raise ValueError(
             f"{error}\n(the source to compare with; if it has moved, give its place as against, --against)"
@@ -125,7 +126,6 @@ def verify(
     arch, text = plan.llama, python_topics() if text is None else text
     seq_len = min(SEQ_LEN, arch.max_positions) if seq_len is None else seq_len
     ids = windows(open_tokenizer(plan.source.path), text, seq_len, count, arch.max_positions, arch.vocab_size)
-    where = known_device(device)
     check_files(root, manifest.data)  # before the source, which is larger, is read
     _check_same(manifest.data, plan, source, report)
     model, baseline = skeleton(root, manifest, torch.float32), architecture(plan.source.path, torch.float32)

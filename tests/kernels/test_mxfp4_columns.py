@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantrot.kernels import nvrtc
-from quantrot.kernels.mxfp4 import hopper_columns, hopper_rows, operators, triton_columns, triton_rows, tuned
+from quantrot.kernels.mxfp4 import hopper_columns, hopper_rows, operators, triton_columns, tuned
 from quantrot.kernels.mxfp4.reference import Random, ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.ready import address
 
@@ -29,6 +29,8 @@ CASES = {
     "float_middle": (FP32, "quest", 64, False, True, None),
     "float_wide": (FP32, "absmax34", 128, True, False, RANDOM),
     "float_plain": (FP32, "absmax34", 0, False, False, None),
+    "float_fine": (FP32, "even", 0, False, True, None),
+    "half_fine": (FP16, "mse", 0, False, False, None),
     "codes": (CODES, "absmax34", 32, True, False, RANDOM),
     "codes_middle": (CODES, "absmax34", 64, True, False, RANDOM),
     "codes_wide": (CODES, "absmax34", 128, True, False, RANDOM),
@@ -142,6 +144,9 @@ def operands(case: str, rows: int, columns: int):
         x[:, 512:] = 3 * 2.0 ** torch.randint(0, 3, (rows, 1), generator=generator)
         x[:, 576:] = 3 * 2.0 ** torch.randint(0, 2, (rows, 1), generator=generator)
         x[:, 512:] *= 1 if factors is None else factors.repeat(rows // hadamard)[:, None]
+    if dtype != CODES:  # ties, and what is next to them
+        x[:, 4] = torch.randint(-24, 25, (rows,), generator=generator) / 4
+        x[:, 4] *= 1 + torch.randint(-1, 2, (rows,), generator=generator) * torch.finfo(dtype).eps
     scale = None
     x = x.to(BF16 if dtype == CODES else dtype)
     wide = x
@@ -361,21 +366,21 @@ def test_every_kernel_compiles_for_sm_90a_and_keeps_to_its_registers(name, compi
 @pytest.mark.parametrize(("on", "module"), [(False, triton_columns), (True, hopper_columns)])
 def test_auto_takes_these_kernels_where_they_can_run(monkeypatch, on, module):
     monkeypatch.setattr(nvrtc, "available", lambda device: on)
-    even = ScaleRule.even
-    assert operators._columns_module(torch.zeros(32, 64, dtype=BF16), even, 0, "auto") is module
-    assert operators._columns_module(torch.zeros(32, 64), even, 32, "auto") is module
-    assert operators._columns_module(torch.zeros(32, 64), even, 0, "auto") is triton_columns  # float16 would round it
-    assert operators._columns_module(torch.zeros(32, 62), even, 32, "auto") is triton_columns  # no units of 16 bytes
+    for dtype in (BF16, FP16, torch.float32, torch.uint8):
+        assert operators._columns_module(torch.zeros(32, 64, dtype=dtype), "auto") is module
+    assert operators._columns_module(torch.zeros(32, 62), "auto") is triton_columns  # no units of 16 bytes
 
 
-def test_float16_that_is_not_turned_goes_to_triton(monkeypatch):
-    """Near a quarter float16 has more bits than the kernels' rounding, which ends at a 512th of the step."""
+@pytest.mark.parametrize(("dtype", "width", "packs"), [(BF16, 64, False), (FP32, 64, True), (BF16, 32800, True)])
+def test_rows_that_no_thread_block_has_are_packed_before_they_are_expanded(monkeypatch, dtype, width, packs):
     monkeypatch.setattr(nvrtc, "available", lambda device: True)
-    x = torch.zeros(32, 64, dtype=FP16)
-    for rule, hadamard, fits in ((ScaleRule.even, 0, False), (ScaleRule.even, 32, True), (ScaleRule.absmax34, 0, True)):
-        rows, columns = (triton_rows, triton_columns) if not fits else (hopper_rows, hopper_columns)
-        assert operators._rows_module(x, rule, hadamard, "auto") is rows
-        assert operators._columns_module(x, rule, hadamard, "auto") is columns
+    monkeypatch.setattr(operators, "uses_triton", lambda *call: True)
+    monkeypatch.setattr(hopper_rows, "quantize_expanded", lambda *call: ("at once",))
+    packed, scale = torch.ones(2), torch.ones(2)
+    monkeypatch.setattr(hopper_rows, "quantize", lambda *call: (packed, scale, None))
+    monkeypatch.setattr(hopper_rows, "expand", lambda *call: (*call, "outside"))
+    made = operators._quantize_expanded(torch.zeros(2, width, dtype=dtype), None, "even", 32, "auto")
+    assert made == ((packed, scale, "outside", packed, scale) if packs else ("at once",))
 
 
 @gpu

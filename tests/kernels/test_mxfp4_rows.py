@@ -40,9 +40,14 @@ CASES = {
     "wide_mse_64": (FP32, "mse", 64, True, False, None, False),
     "wide_quest_128": (FP32, "quest", 128, True, True, None, False),
     "wide_random": (FP32, "absmax34", 0, False, False, (SEED, OFFSET), False),
+    "wide_quest": (FP32, "quest", 0, False, True, None, False),
+    "wide_even": (FP32, "even", 0, False, False, None, False),
+    "wide_mse": (FP32, "mse", 0, False, False, None, False),
+    "fine_rceil": (FP16, "rceil", 0, False, True, None, False),
     "expanded_even": (BF16, "even", 32, False, False, None, True),
     "expanded_quest": (FP16, "quest", 128, True, False, None, True),
     "expanded_mse": (BF16, "mse", 0, False, False, None, True),
+    "expanded_fine": (FP16, "floor", 0, False, False, None, True),
     "expanded_arranged": (BF16, "even", 0, False, False, None, True),
     "gated": (BF16, "quest", 128, True, False, None, True),
     "gated_arranged": (BF16, "even", 32, False, False, None, True),
@@ -54,6 +59,7 @@ FEW = {
     "few_mse": (BF16, "mse", 0, False, 384, (64, 1)),
     "few_gated": (BF16, "rceil", 64, True, 1408, (96, 2)),
     "few_floor": (FP16, "floor", 32, False, 128, (32, 1)),
+    "few_fine": (FP16, "even", 0, False, 1408, (192, 1)),
 }
 ARRANGED, GATED = ("expanded_arranged", "gated_arranged"), ("gated", "gated_arranged")  # of CASES
 BACK = {  # of a gradient: dtype, Hadamard, whether to float32
@@ -70,9 +76,10 @@ extern "C" const char* run(int which, const quantrot::QuantizeArgs* args, int bl
   message = emulator::launch({(unsigned)blocks, 1, 1}, 1, threads, shared, seed, [&] { kernels[which](*args); });
   return message.c_str();
 }
-extern "C" const char* dequantize(const unsigned* packed, const unsigned char* scale, void* y, long long words,
-                                  int blocks) {
-  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, 0, 0, [&] { wide(packed, scale, y, words); });
+extern "C" const char* dequantize(int which, const void* packed, const unsigned char* scale, void* y,
+                                  long long units, int blocks) {
+  static void (*const kernels[])(const void*, const unsigned char*, void*, long long) = {TYPES};
+  message = emulator::launch({(unsigned)blocks, 1, 1}, 1, 256, 0, 0, [&] { kernels[which](packed, scale, y, units); });
   return message.c_str();
 }
 extern "C" const char* expand(const quantrot::ExpandArgs* two, int blocks) {
@@ -104,6 +111,10 @@ def few(case: str, plan: tuple[int, int], **more) -> str:
     return hopper_rows.few_entry(dtype, ScaleRule(rule), hadamard, gated, plan, **more)
 
 
+def back_to(dtype: torch.dtype, name: str) -> str:
+    return hopper_rows.DEQUANTIZE.format(name=name, dtype=hopper_rows.PACKED_IN[dtype], each=hopper_rows.EACH)
+
+
 def back(case: str, **more) -> str:
     dtype, hadamard, wide = BACK[case]
     return hopper_rows.masked_entry(tuned.HOPPER_MASKED[hadamard], dtype, hadamard, wide, **more)
@@ -113,14 +124,14 @@ def back(case: str, **more) -> str:
 def library(emulated):
     entries = "".join(source(name, name=f"rows_{name}") for name in CASES)
     entries += "".join(few(name, case[5], name=name) for name, case in FEW.items())
-    entries += hopper_rows.DEQUANTIZE.format(name="wide", each=hopper_rows.EACH)
+    entries += "".join(back_to(dtype, name) for dtype, name in hopper_rows.PACKED_IN.items())
     entries += hopper_rows.EXPAND.format(name="expanded", threads=hopper_rows.EXPAND_THREADS)
     entries += "".join(
         hopper_rows.masked_entry(tuned.HOPPER_MASKED[case[1]], *case, name=name) for name, case in BACK.items()
     )
-    driver = DRIVER.replace("NAMES", ", ".join([*(f"rows_{name}" for name in CASES), *FEW])).replace(
-        "MASKED", ", ".join(BACK)
-    )
+    driver, kernels = DRIVER, [*(f"rows_{name}" for name in CASES), *FEW]
+    for word, names in (("NAMES", kernels), ("MASKED", BACK), ("TYPES", hopper_rows.PACKED_IN.values())):
+        driver = driver.replace(word, ", ".join(names))
     library = emulated(hopper_rows.device_functions() + entries + driver)
     for function in (library.run, library.dequantize, library.expand, library.masked):
         function.restype = ctypes.c_char_p
@@ -133,7 +144,8 @@ def data(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
     x = torch.randn(rows, width, generator=generator)
     x *= 2.0 ** torch.randint(-4, 5, (rows, 1), generator=generator)
     x[:, 3] *= 20
-    x[0] = torch.randint(-12, 13, (width,), generator=generator) / 2  # ties
+    x[0] = torch.randint(-24, 25, (width,), generator=generator) / 4  # ties, and what is next to them
+    x[0] *= 1 + torch.randint(-1, 2, (width,), generator=generator) * torch.finfo(dtype).eps
     x[1, :32] = 0
     x[2, -32:] *= 2.0**-20
     x[2, min(40, width - 1)] = float("nan")
@@ -237,19 +249,19 @@ def test_a_block_has_a_row_of_eight_columns_a_thread_or_a_multiple(width, plan):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rule", "hadamard", "row", "fits"),
+    ("dtype", "width", "row", "fits"),
     [
-        (BF16, "even", 0, True, True),
-        (FP16, "even", 0, False, False),  # of more significant bits than the kernels' float16 keeps
-        (FP16, "even", 32, True, True),
-        (FP32, "even", 0, False, False),
-        (FP32, "even", 32, False, True),
-        (FP32, "absmax34", 0, False, True),
-        (FP32, "even", 32, True, False),  # to e4m3
+        (FP16, 64, True, True),
+        (FP32, 64, False, True),
+        (FP32, 64, True, False),  # to e4m3
+        (torch.float64, 64, False, False),
+        (BF16, 0, False, False),
+        (BF16, 32768 + 32, True, False),
+        (BF16, 32768 + 32, False, True),
     ],
 )
-def test_what_the_kernels_take(dtype, rule, hadamard, row, fits):
-    assert hopper_rows.fits(torch.zeros(2, 64, dtype=dtype), ScaleRule(rule), hadamard, row) == fits
+def test_what_the_kernels_take(dtype, width, row, fits):
+    assert hopper_rows.fits(torch.zeros(2, width, dtype=dtype), row) == fits
 
 
 @pytest.mark.parametrize(
@@ -275,16 +287,18 @@ def test_a_launch_has_the_random_numbers_and_where_more_are_drawn(monkeypatch, n
     assert [now.s0, now.s1, now.o0, now.o1] == hopper_rows.key_of(random)
 
 
-def test_every_code_and_scale_is_dequantized(library):
+@pytest.mark.parametrize("dtype", hopper_rows.PACKED_IN)
+def test_every_code_and_scale_is_dequantized(library, dtype):
     packed = torch.randint(0, 256, (256, 48), dtype=torch.uint8)
     packed[:, :16] = torch.arange(0, 256, 17).to(torch.uint8)  # the sixteen codes
     scale = torch.arange(256).to(torch.uint8)[:, None].expand(256, 3).contiguous()
-    y = torch.zeros(256, 96, dtype=BF16)
-    words = packed.numel() // 4
+    y = torch.zeros(256, 96, dtype=dtype)
+    units = y.numel() * y.itemsize // 16
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (packed, scale, y))
-    message = library.dequantize(*pointers, ctypes.c_longlong(words), -(-words // (256 * hopper_rows.EACH)))
+    which = list(hopper_rows.PACKED_IN).index(dtype)
+    message = library.dequantize(which, *pointers, ctypes.c_longlong(units), -(-units // (256 * hopper_rows.EACH)))
     assert message == b"", message.decode()
-    assert same_nan(y, dequantize_reference(packed, scale, BF16))
+    assert same_nan(y, dequantize_reference(packed, scale, dtype))
 
 
 def some_packed(rows: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -344,11 +358,11 @@ def test_a_clipped_gradient_is_turned_back(library, name, rows, width):
     assert y.isnan().any() and y.isfinite().any()
 
 
-@pytest.mark.parametrize("name", [*CASES, *FEW, *BACK, "expand", "dequantize"])
+@pytest.mark.parametrize("name", [*CASES, *FEW, *BACK, "expand", *hopper_rows.PACKED_IN.values()])
 def test_every_kernel_compiles_for_sm_90a_without_spills(name, compiled_cuda):
     sources = {
         "expand": hopper_rows.EXPAND.format(name="expanded", threads=hopper_rows.EXPAND_THREADS),
-        "dequantize": hopper_rows.DEQUANTIZE.format(name="wide", each=hopper_rows.EACH),
+        **{name: back_to(dtype, name) for dtype, name in hopper_rows.PACKED_IN.items()},
         **{name: back(name) for name in BACK},
         **{name: few(name, hopper_rows.few_plan(14336)) for name in FEW},
     }
@@ -422,12 +436,14 @@ def test_a_clipped_gradient_is_turned_back_on_the_gpu(name, rows, width):
 
 
 @gpu
-def test_dequantize_on_the_gpu():
+@pytest.mark.parametrize("dtype", hopper_rows.PACKED_IN)
+def test_dequantize_on_the_gpu(dtype):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
     packed = torch.randint(0, 256, (1000, 208), dtype=torch.uint8)
     scale = torch.randint(0, 256, (1000, 13), dtype=torch.uint8)
-    assert same_nan(hopper_rows.dequantize(packed.cuda(), scale.cuda()).cpu(), dequantize_reference(packed, scale))
+    got = hopper_rows.dequantize(packed.cuda(), scale.cuda(), dtype)
+    assert same_nan(got.cpu(), dequantize_reference(packed, scale, dtype))
 
 
 def test_roots_are_float32_numbers():

@@ -221,7 +221,7 @@ def test_requantized_bits_are_the_references(rows, random):
 
 
 @gpu
-@pytest.mark.parametrize("width", [32, 96, 576, 4096, 14336, 28672])
+@pytest.mark.parametrize("width", [32, 96, 576, 4096, 14336, 28672, 32800])
 def test_expansions_are_the_references_bits(width):
     x = SPACE["hard"](63, width, torch.bfloat16)
     packed, scale = quantize_mxfp4(x)
@@ -231,10 +231,13 @@ def test_expansions_are_the_references_bits(width):
         return [t.cpu().view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t.cpu() for t in result]
 
     assert same(bits(expand_mxfp4(packed.cuda(), scale.cuda())), bits(expand_mxfp4(packed, scale)))
-    got, expected = (torch.ops.quantrot.mxfp4_quantize_expanded(t, None, "even", 32, "auto") for t in (x.cuda(), x))
-    assert same(bits(got[:3]), bits(expected[:3]))
-    outside = expected[2] > 0
-    assert same([t[outside.cuda()] for t in got[3:]], [t[outside] for t in expected[3:]])
+    for tokens in (x, x.half(), x.float()):
+        got, expected = (
+            torch.ops.quantrot.mxfp4_quantize_expanded(t, None, "even", 32, "auto") for t in (tokens.cuda(), tokens)
+        )
+        assert same(bits(got[:3]), bits(expected[:3]))
+        outside = expected[2] > 0
+        assert same([t[outside.cuda()] for t in got[3:]], [t[outside] for t in expected[3:]])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         a, b = dequantize_mxfp4(packed.cuda(), scale.cuda(), dtype).cpu(), dequantize_mxfp4(packed, scale, dtype)
         assert torch.equal(a.nan_to_num(nan=9), b.nan_to_num(nan=9))

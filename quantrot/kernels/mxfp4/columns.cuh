@@ -165,7 +165,7 @@ __device__ __forceinline__ void transpose(const TransposeArgs& args) {
         codes[first + n] = c;
         if (first + n == 0) start_ahead(ring + into);  // with registers free: 100 us for 101, random 118 for 131 (blocks of 128)
       };
-      scales |= quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, random, bits, keep) << 8 * first;
+      scales |= quantize_groups<IN, SPAN, RULE, MASK, DITHER>(x, args.root, random, bits, keep) << 8 * first;
 #pragma unroll
       for (int n = 0; n < N; n++) kept[first + n] = bits[n];
     }

@@ -83,28 +83,38 @@ __device__ __forceinline__ u32 pair(u32 word) {
   return (word & (0x000F000Fu << 4 * P)) * ((64u + 4096u) >> 4 * P) & 0x81C081C0u;
 }
 
-// Words of eight codes [words], and their groups' scales, to bfloat16 [words, 8]; EACH words a thread.
-template <int EACH>
-__device__ __forceinline__ void dequantize(const u32* packed, const unsigned char* scale, void* y, i64 words) {
+// Codes, and their groups' scales, to 16 bytes of numbers at a time, EACH a thread. bfloat16 has every value that float32 has.
+template <class OUT, int EACH>
+__device__ __forceinline__ void dequantize(const void* packed, const unsigned char* scale, void* y, i64 units) {
+  constexpr int CODES = 16 / OUT::BYTES;
   const i64 first = (i64)blockIdx.x * (blockDim.x * EACH) + threadIdx.x;
   u32 word[EACH], byte[EACH];
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    const i64 at = min(first + i * (i64)blockDim.x, words - 1);
-    word[i] = __ldg(packed + at), byte[i] = __ldg(scale + at / 4);
+    const i64 at = min(first + i * (i64)blockDim.x, units - 1);
+    word[i] = CODES == 8 ? __ldg((const u32*)packed + at) : __ldg((const unsigned short*)packed + at);
+    byte[i] = __ldg(scale + at / (32 / CODES));
   }
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const i64 at = first + i * (i64)blockDim.x;
     const u32 factor = byte[i] == 255 ? 0x7FFF7FFFu : max(byte[i] << 7, 0x40u) * 0x00010001u, high = word[i] >> 8;
     constexpr u32 UNIT = 0x7E807E80u;  // 2^126
-    const u32 a = times_bf16(times_bf16(pair<0>(word[i]), UNIT), factor);
+    const u32 a = times_bf16(times_bf16(pair<0>(word[i]), UNIT), factor);  // numbers 0 and 4
     const u32 b = times_bf16(times_bf16(pair<1>(word[i]), UNIT), factor);
     const u32 c = times_bf16(times_bf16(pair<0>(high), UNIT), factor);
     const u32 d = times_bf16(times_bf16(pair<1>(high), UNIT), factor);
-    if (at < words)
-      store_words((char*)y + at * 16, {__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410), __byte_perm(a, b, 0x7632),
-                                       __byte_perm(c, d, 0x7632)});
+    if (at >= units) continue;
+    if constexpr (CODES == 4) {
+      store_words((char*)y + at * 16, {a << 16, b << 16, c << 16, d << 16});
+    } else {
+      Words v = {__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632)};
+      const auto narrow = [](u32 two) {
+        return OUT::pack(__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u));
+      };
+      if constexpr (!OUT::BRAIN) v = {narrow(v.x), narrow(v.y), narrow(v.z), narrow(v.w)};
+      store_words((char*)y + at * 16, v);
+    }
   }
 }
 

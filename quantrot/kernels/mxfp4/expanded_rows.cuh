@@ -15,7 +15,7 @@ __device__ __forceinline__ u32 codes_to_e4m3(u32 rounded, u32 unit) {
 
 // A row of which each lane has a group: as e4m3, or ARRANGED, the words of 128 columns as batch.cuh reads them, word w of group
 // q at 4 w + q; where a group lies below e4m3's window (or is zero) the packed row, too. set: [top, -least, count][warps].
-template <int SPAN, int RULE, bool ARRANGED>
+template <class IN, int SPAN, int RULE, bool ARRANGED>
 __device__ __forceinline__ void expand_by_group(const QuantizeArgs& args, Group& x, i64 row, int* set) {
   const u32 lane = lane_number(), warp = warp_number(), warps = blockDim.x / 32;
   const bool inside = (i64)warp * 32 + lane < args.row_groups;
@@ -37,7 +37,7 @@ __device__ __forceinline__ void expand_by_group(const QuantizeArgs& args, Group&
     u32 e[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      u32 p = Fp16::pack(__fmul_rn(x.v[w * 4 + 2 * i], factor), __fmul_rn(x.v[w * 4 + 2 * i + 1], factor));
+      u32 p = fine_pair<IN, SPAN, RULE>(x.v[w * 4 + 2 * i], x.v[w * 4 + 2 * i + 1], factor);
       if constexpr (clamps<RULE>()) p = clamp_half(p, SIX);
       e[i] = codes_to_e4m3(to_nearest(p), unit);
     }
@@ -54,7 +54,7 @@ __device__ __forceinline__ void expand_by_group(const QuantizeArgs& args, Group&
   int outside = 0;
   if (-bottom <= top - WINDOW) {  // the same for all threads
     u32 within;
-    Words codes = codes_of<RULE, false, false>(x, factor, Random(), within);
+    Words codes = codes_of<IN, SPAN, RULE, false, false>(x, factor, Random(), within);
     if (!exponent.finite) codes = {};
     if (inside) {
       store_words(args.packed + group * 16, codes);
@@ -118,7 +118,7 @@ __device__ __forceinline__ void quantize_expanded(const QuantizeArgs& args) {
     Group x[1];
     const auto made = [](const Words& words, u32 from) { return GATED ? gated(words, load_shared_words(from + TILE)) : words; };
     read_groups<IN, 1, SIGNS>(x, tile, flips + lane % (SPAN ? SPAN : 1) * (SIGN_PITCH * 4), made);
-    expand_by_group<SPAN, RULE, ARRANGED>(args, x[0], row, numbers + turn * warps * 3);
+    expand_by_group<IN, SPAN, RULE, ARRANGED>(args, x[0], row, numbers + turn * warps * 3);
     turn = turn == 2 ? 0 : turn + 1;
   });
 }

@@ -54,7 +54,7 @@ __device__ __forceinline__ void expand_by_unit(const QuantizeArgs& args, i64 row
     const u32 group = unit_of(i) / 4, part = unit_of(i) % 4;
     const i64 number = row * row_groups + group;
     const auto rounded = [&](int first, int second) {
-      u32 p = Fp16::pack(__fmul_rn(x[i].v[first], factor), __fmul_rn(x[i].v[second], factor));
+      u32 p = fine_pair<IN, SPAN, RULE>(x[i].v[first], x[i].v[second], factor);
       if constexpr (clamps<RULE>()) p = clamp_half(p, SIX);
       return to_nearest(p);
     };

@@ -266,7 +266,7 @@ def takes_batch(rows: Tensor, packed: Tensor, activations: str, rule: str, hadam
         return False
     from quantrot.kernels.mxfp4 import hopper_batch, hopper_rows
 
-    quantized = activations == "fp8" or hopper_rows.fits(rows, ScaleRule(rule), hadamard, row=True)
+    quantized = activations == "fp8" or hopper_rows.fits(rows, row=True)
     if not quantized or not hopper_batch.fits(rows, packed.shape[0]):
         return False
     if backend == "hopper" or rows.dtype != torch.bfloat16 or not _uses_cublas(rows, packed.shape[0], backend):
@@ -280,7 +280,7 @@ def quantizes_gated(x: Tensor, packed: Tensor, activations: str, rule: str, hada
         return False
     from quantrot.kernels.mxfp4 import hopper_rows
 
-    if not (hopper_rows.gates(x.dtype, x.shape[1], hadamard) and hopper_rows.fits(x, ScaleRule(rule), hadamard, True)):
+    if not (hopper_rows.gates(x.dtype, x.shape[1], hadamard) and hopper_rows.fits(x, row=True)):
         return False
     if takes_batch(x, packed, activations, rule, hadamard, backend):
         return True

@@ -70,6 +70,11 @@ __device__ __forceinline__ u32 select_bits(u32 a, u32 b, u32 mask) {
   asm("lop3.b32 %0, %1, %2, %3, 0xD8;" : "=r"(r) : "r"(a), "r"(b), "r"(mask));
   return r;
 }
+__device__ __forceinline__ u32 truncated_halves(float low, float high) {  // float16, towards zero
+  u32 r;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
 __device__ __forceinline__ float opaque(float v) {  // v, but the compiler does not know it
   float r;
   asm volatile("mov.f32 %0, %1;" : "=f"(r) : "f"(v));
@@ -293,6 +298,18 @@ __device__ __forceinline__ float three_quarters(float x) {
 template <int RULE>
 __device__ __forceinline__ float fine_factor(int exponent, float root) {
   return __fmul_rn(power(-exponent), __fmul_rn(RULE == ABSMAX34 ? three_quarters(root) : root, FINE));
+}
+
+// Two elements times such a factor as float16 numbers, which are rounded again. The definition has one rounding of what no
+// transform made, but for absmax34: bfloat16 numbers are float16 ones, of others an inexact one gets an odd last bit, so that it
+// is no tie, nor any other that it was not.
+template <class IN, int SPAN, int RULE>
+__device__ __forceinline__ u32 fine_pair(float low, float high, float factor) {
+  low = __fmul_rn(low, factor), high = __fmul_rn(high, factor);
+  if constexpr (IN::BRAIN || SPAN || RULE == ABSMAX34) return Fp16::pack(low, high);
+  const u32 two = truncated_halves(low, high);
+  const bool rests[2] = {Fp16::value((unsigned short)two) != low, Fp16::value((unsigned short)(two >> 16)) != high};
+  return two | (rests[0] ? 1u : 0u) | (rests[1] ? 0x10000u : 0u);
 }
 
 // 2^exponent twice, for exponents from -14 to 15.

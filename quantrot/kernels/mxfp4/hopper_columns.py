@@ -105,12 +105,9 @@ def run_of(tiles: int, teams: int) -> int:
     return next(run for run in (8, 4, 2, 1) if -(-tiles // run // teams) * run <= most)
 
 
-def fits(x: Tensor, rule: ScaleRule, hadamard: int) -> bool:
+def fits(x: Tensor) -> bool:
     """Whether the kernel takes these rows: elements or packed bytes, whole units of 16 bytes of them."""
-    dtypes = x.dtype == torch.uint8 or (
-        x.dtype in hopper_rows.PACKED_IN and hopper_rows.rounds_exactly(x.dtype, rule, hadamard)
-    )
-    return dtypes and x.shape[1] * x.element_size() % 16 == 0 < x.numel()
+    return x.dtype in (torch.uint8, *hopper_rows.PACKED_IN) and x.shape[1] * x.element_size() % 16 == 0 < x.numel()
 
 
 @lru_cache(maxsize=256)

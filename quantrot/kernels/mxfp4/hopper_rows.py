@@ -1,5 +1,5 @@
-"""MXFP4 along rows on Hopper: CUDA C++ (rows.cuh and its followers), compiled at first use, for 16-bit elements and, to
-pack, float32.
+"""MXFP4 along rows on Hopper: CUDA C++ (rows.cuh and its followers), compiled at first use, for elements of 16 bits
+and, but for e4m3, float32.
 
 Persistent kernels: as many thread blocks as fit, every warp with the next tiles of its data on their way.
 """
@@ -19,11 +19,11 @@ from quantrot.kernels.mxfp4.triton_rows import room
 from quantrot.kernels.ready import Run, address
 
 IN = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-PACKED_IN = IN | {torch.float32: "Fp32"}  # of `quantize`
+PACKED_IN = IN | {torch.float32: "Fp32"}  # of `quantize` and `dequantize`
 MOST_THREADS = 1024  # of a block that holds a row whose e4m3 operand is written at once
 ROWS_AT_ONCE = 132  # multiprocessors
 TILE = 2048  # bytes of a warp's groups, one a lane, of 16 bits
-EACH = 4  # words of eight codes that a thread of `dequantize` reads
+EACH = 4  # units of 16 bytes that a thread of `dequantize` writes
 EXPAND_THREADS = 256  # a warp a row
 
 ROWS = """extern "C" __global__ void __launch_bounds__({threads}, {resident}) {name}(
@@ -37,8 +37,8 @@ FEW_ROWS = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
 }}
 """
 DEQUANTIZE = """extern "C" __global__ void __launch_bounds__(256) {name}(
-    const unsigned* packed, const unsigned char* scale, void* y, long long words) {{
-  quantrot::dequantize<{each}>(packed, scale, y, words);
+    const void* packed, const unsigned char* scale, void* y, long long units) {{
+  quantrot::dequantize<quantrot::{dtype}, {each}>(packed, scale, y, units);
 }}
 """
 EXPAND = """extern "C" __global__ void __launch_bounds__({threads}) {name}(
@@ -69,7 +69,7 @@ class Arguments(ctypes.Structure):
 class DequantizeArguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("packed", "scale", "y")),
-        ("words", ctypes.c_longlong),
+        ("units", ctypes.c_longlong),
     ]
 
 
@@ -201,18 +201,10 @@ def arguments(
     )
 
 
-def rounds_exactly(dtype: torch.dtype, rule: ScaleRule, hadamard: int) -> bool:
-    """Whether rounding to float16 first, which is how the kernels reach e2m1, is the definition or changes no code.
-
-    It changes none of bfloat16's: eight significant bits. Of elements with more, float16's eleven, it would.
-    """
-    return dtype == torch.bfloat16 or hadamard > 0 or rule is ScaleRule.absmax34
-
-
-def fits(x: Tensor, rule: ScaleRule, hadamard: int, row: bool = False) -> bool:
+def fits(x: Tensor, row: bool = False) -> bool:
     """Whether the kernels take this tensor; row: whole rows of it at a time."""
     whole = x.numel() > 0 and not (row and x.shape[-1] > MOST_THREADS * GROUP)
-    return x.dtype in (IN if row else PACKED_IN) and rounds_exactly(x.dtype, rule, hadamard) and whole
+    return x.dtype in (IN if row else PACKED_IN) and whole
 
 
 def gates(dtype: torch.dtype, width: int, hadamard: int) -> bool:
@@ -395,17 +387,17 @@ def masked(plan: tuple[int, int, int], groups: int, dtype: torch.dtype, hadamard
     return lambda x, mask, y, factor: launch(MaskedArguments(x, mask, y, groups, factor))
 
 
-@lru_cache(maxsize=8)
-def _dequantize_kernel(device: int) -> Any:
-    source = device_functions() + DEQUANTIZE.format(name="mxfp4_dequantize", each=EACH)
+@lru_cache(maxsize=16)
+def _dequantize_kernel(dtype: torch.dtype, device: int) -> Any:
+    source = device_functions() + DEQUANTIZE.format(name="mxfp4_dequantize", dtype=PACKED_IN[dtype], each=EACH)
     return nvrtc.load_kernel(source, "mxfp4_dequantize", 0, device)
 
 
-def dequantize(packed: Tensor, scale: Tensor) -> Tensor:
-    """[..., K] bfloat16 from packed uint8 [..., K/2] and scale uint8 [..., K/32], not empty."""
+def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., K] in `dtype`, of 16 bits or float32: packed uint8 [..., K/2] and scale uint8 [..., K/32], not empty."""
     packed, scale = hopper.aligned(packed), scale.contiguous()
-    out = torch.empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=torch.bfloat16, device=packed.device)
-    words, device = packed.numel() // 4, packed.get_device()
-    parameters = DequantizeArguments(packed.data_ptr(), scale.data_ptr(), out.data_ptr(), words)
-    nvrtc.launch(_dequantize_kernel(device), (-(-words // (256 * EACH)),), 256, 0, parameters, device)
+    out = torch.empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype, device=packed.device)
+    units, device = out.numel() * out.element_size() // 16, packed.get_device()
+    parameters = DequantizeArguments(packed.data_ptr(), scale.data_ptr(), out.data_ptr(), units)
+    nvrtc.launch(_dequantize_kernel(dtype, device), (-(-units // (256 * EACH)),), 256, 0, parameters, device)
     return out

@@ -129,7 +129,7 @@ __device__ __forceinline__ void quantize_normed(const NormedArgs& args) {
       Group x[1];
       const auto made = [&](const Words& words, u32 from) { return normed(words, factor, load_shared_words(from - tile + gain)); };
       read_groups<Bf16, 1, false>(x, tile, 0, made);
-      expand_by_group<SPAN, RULE, ARRANGED>(args.to, x[0], row, block_numbers(NUMBERS));
+      expand_by_group<Bf16, SPAN, RULE, ARRANGED>(args.to, x[0], row, block_numbers(NUMBERS));
     }
   });
 }

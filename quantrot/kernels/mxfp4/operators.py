@@ -360,40 +360,39 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and has_triton()
 
 
-def _columns_module(x: Tensor, rule: ScaleRule, hadamard: int, backend: str) -> Any:
+def _columns_module(x: Tensor, backend: str) -> Any:
     """The kernels of a transpose that run this call, when `uses_triton`; x: elements or packed bytes, [M, ...]."""
     from quantrot.kernels.mxfp4 import triton_columns
 
     if backend == "auto" and nvrtc.available(x.device):
         from quantrot.kernels.mxfp4 import hopper_columns
 
-        if hopper_columns.fits(x, rule, hadamard):
+        if hopper_columns.fits(x):
             return hopper_columns
     return triton_columns
 
 
-def _rows_module(x: Tensor, rule: ScaleRule, hadamard: int, backend: str, row: bool = False) -> Any:
+def _rows_module(x: Tensor, backend: str, row: bool = False) -> Any:
     """The kernels along rows that run this call, when `uses_triton`; row: whole rows of x at a time."""
     from quantrot.kernels.mxfp4 import triton_rows
 
     if backend == "auto" and nvrtc.available(x.device):
         from quantrot.kernels.mxfp4 import hopper_rows
 
-        if hopper_rows.fits(x, rule, hadamard, row):
+        if hopper_rows.fits(x, row):
             return hopper_rows
     return triton_rows
 
 
 def _quantizer(x: Tensor, rule: ScaleRule, hadamard: int, transpose: bool, mask: bool, backend: str) -> Run:
     """The kernel for an x like this, when `uses_triton`, as a function of x, signs and random numbers."""
-    call = x, rule, hadamard, backend
-    run = _columns_module(*call).quantize_columns if transpose else _rows_module(*call).quantize
+    run = _columns_module(x, backend).quantize_columns if transpose else _rows_module(x, backend).quantize
     return lambda x, signs, random: run(x, rule, hadamard, signs, random, mask)
 
 
 def _requantizer(packed: Tensor, rule: ScaleRule, hadamard: int, backend: str) -> Run:
     """The same of codes, as a function of packed, scale, signs and random numbers."""
-    run = _columns_module(packed, rule, hadamard, backend).requantize
+    run = _columns_module(packed, backend).requantize
     return lambda packed, scale, signs, random: run(packed, scale, rule, hadamard, signs, random)
 
 
@@ -470,9 +469,8 @@ def _dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype, backend: str)
     if uses_triton(packed, backend):
         from quantrot.kernels.mxfp4 import hopper_rows, triton_rows
 
-        if backend == "auto" and dtype == torch.bfloat16 and packed.numel() and nvrtc.available(packed.device):
-            return hopper_rows.dequantize(packed, scale)
-        return triton_rows.dequantize(packed, scale, dtype)
+        hopper = backend == "auto" and packed.numel() and nvrtc.available(packed.device)
+        return (hopper_rows if hopper else triton_rows).dequantize(packed, scale, dtype)
     return dequantize_reference(packed, scale, dtype)
 
 
@@ -539,10 +537,11 @@ def _quantize_expanded(
     Returns (e4m3, row scale, outside, packed, scale); the last two are written only in rows with outside > 0.
     """
     if uses_triton(x, backend):
-        module = _rows_module(x, ScaleRule(rule), hadamard, backend, row=True)
-        return module.quantize_expanded(x, ScaleRule(rule), hadamard, signs)
-    packed, scale, _ = quantize_reference(x, ScaleRule(rule), hadamard=hadamard, signs=signs)
-    return *expand_reference(packed, scale), packed, scale
+        module = _rows_module(x, backend, row=True)
+        if _rows_module(x, backend) is module:  # else it is Hopper that has no rows of float32, or so long, at once
+            return module.quantize_expanded(x, ScaleRule(rule), hadamard, signs)
+    packed, scale, _ = _quantize(x, signs, rule, hadamard, False, False, 0, 0, None, False, backend)
+    return *expand(packed, scale, backend), packed, scale
 
 
 def prepare_expanded(x: Tensor, rule: str, hadamard: int, gated: bool = False) -> Run:
@@ -551,7 +550,7 @@ def prepare_expanded(x: Tensor, rule: str, hadamard: int, gated: bool = False) -
     if uses_triton(x, "auto"):
         from quantrot.kernels.mxfp4 import hopper_rows
 
-        if gated or _rows_module(x, ScaleRule(rule), hadamard, "auto", row=True) is hopper_rows:
+        if gated or _rows_module(x, "auto", row=True) is hopper_rows:
             return hopper_rows.prepare_expanded(x, ScaleRule(rule), hadamard, None, gated=gated)
     return lambda x: _quantize_expanded(x, None, rule, hadamard, "auto")
 

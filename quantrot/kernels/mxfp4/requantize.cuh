@@ -218,7 +218,7 @@ __device__ __forceinline__ void write_column(Group& x, const TransposeArgs& args
     const u64 group = tile.group_of(column, args.rows) + block;
     random = Random(Philox(group / 4, args.key), group);
   }
-  Words codes = codes_of<RULE, false, DITHER>(x, fine_factor<RULE>(exponent.value, args.root), random, within);
+  Words codes = codes_of<Bf16, SPAN, RULE, false, DITHER>(x, fine_factor<RULE>(exponent.value, args.root), random, within);
   if (!exponent.finite) codes = {};
   store_shared_words(tile.codes_at(c, block, 0), codes);
   store_shared_byte(tile.scale_word(column) + block, exponent.byte());

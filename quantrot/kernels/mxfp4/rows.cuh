@@ -115,8 +115,8 @@ __device__ __forceinline__ u32 with_bits(u32 pair, u32 word) {
   return ODD ? pair + (select_bits(0, word, 0xFF80FF80u) >> 7) : pair + (word & 0x01FF01FFu);
 }
 
-// Codes of a group and, of MASK, which elements are within 6 scales (bit i: element i); factor: see factor_of.
-template <int RULE, bool MASK, bool DITHER>
+// Codes of a group and, of MASK, which elements are within 6 scales (bit i: element i); factor: see fine_factor.
+template <class IN, int SPAN, int RULE, bool MASK, bool DITHER>
 __device__ __forceinline__ Words codes_of(const Group& x, float factor, const Random& random, u32& within) {
   // Bits are collected as sums of float16's subnormals, of eight elements a word, on a pipe that has room (91.7 us for 93.8 with
   // ors, blocks of 64): bit 4 k + r of a word's lower half is element 4 k + r, bit 4 k + 2 + r of its upper one that element.
@@ -128,7 +128,7 @@ __device__ __forceinline__ Words codes_of(const Group& x, float factor, const Ra
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const int low = half * 16 + i / 2 * 4 + i % 2;
-      p[i] = Fp16::pack(__fmul_rn(x.v[low], factor), __fmul_rn(x.v[low + 2], factor));
+      p[i] = fine_pair<IN, SPAN, RULE>(x.v[low], x.v[low + 2], factor);
       if constexpr (MASK) kept[low / 8] = fma_half(within_half(p[i], SIX), BIT[i % 4], kept[low / 8]);
       if constexpr (clamps<RULE>()) p[i] = clamp_half(p[i], SIX);
     }
@@ -149,11 +149,11 @@ __device__ __forceinline__ Words codes_of(const Group& x, float factor, const Ra
   return {words[0], words[1], words[2], words[3]};
 }
 
-// N groups of a lane as codes, which `keep` takes, clip bits, and their scales' bytes. TURN: after Sylvester's matrix of 32.
-// DITHER: with random(n) of the nth.
-template <int RULE, bool TURN, bool MASK, bool DITHER, int N, class Numbers, class Keep>
+// N groups of a lane as codes, which `keep` takes, clip bits, and their scales' bytes. SPAN: if not 0, after Sylvester's matrix
+// of 32. DITHER: with random(n) of the nth.
+template <class IN, int SPAN, int RULE, bool MASK, bool DITHER, int N, class Numbers, class Keep>
 __device__ __forceinline__ u32 quantize_groups(Group (&x)[N], float root, const Numbers& random, u32 (&kept)[N], const Keep& keep) {
-  constexpr bool ESTIMATES = RULE == QUEST && TURN;
+  constexpr bool ESTIMATES = RULE == QUEST && SPAN != 0;
   u32 squares[N], lost = 0, scales = 0;  // lost: ones in the bytes of groups that are not finite
   if constexpr (ESTIMATES) lost = quest_squares(x, squares, root);
   if constexpr (ESTIMATES && N == 4)  // 96 us; each before its codes, which is faster with fewer of them, 98
@@ -166,14 +166,14 @@ __device__ __forceinline__ u32 quantize_groups(Group (&x)[N], float root, const 
       if constexpr (N < 4) x[n].turn_within();
       exponent = quest_exponent(squares[n]);
     } else {
-      const Exponent found = exponent_of<RULE, TURN>(x[n], root);
+      const Exponent found = exponent_of<RULE, SPAN != 0>(x[n], root);
       exponent = found.value;
       if (!found.finite) x[n] = {}, lost |= 255u << 8 * n;
     }
     const float factor = fine_factor<RULE>(exponent, root);
     Random numbers;
     if constexpr (DITHER) numbers = random(n);
-    const Words codes = codes_of<RULE, MASK, DITHER>(x[n], factor, numbers, kept[n]);
+    const Words codes = codes_of<IN, SPAN, RULE, MASK, DITHER>(x[n], factor, numbers, kept[n]);
     scales |= (u32)(exponent + 127) << 8 * n;
     keep(n, codes);
   }
@@ -203,6 +203,7 @@ __device__ __forceinline__ void store_each(u32* p, const u32 (&words)[N]) {
 constexpr u32 TILE = 2048;  // bytes: 32 groups of 16-bit elements
 
 struct Fp32 {
+  static constexpr bool BRAIN = false;
   static constexpr int BYTES = 4;
 };
 template <class IN>
@@ -356,7 +357,7 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
         store_shared_words(tile + lane * 64 ^ (n ^ lane / 2 % 4) * 16, codes);
       }
     };
-    const u32 scales = quantize_groups<RULE, SPAN != 0, MASK, DITHER>(x, args.root, random, kept, keep);
+    const u32 scales = quantize_groups<IN, SPAN, RULE, MASK, DITHER>(x, args.root, random, kept, keep);
     if constexpr (N == 4) {  // so that whole lines are written: 106 us for 112 (bulk copies of what lanes left in a row 101 for 97)
       warp_sync();
       const u32 first = tile_number * (32 * N), left = groups - first, from = tile + (lane ^ lane / 8) * 16;

@@ -65,5 +65,10 @@ inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline float other_lane(float v, int across) {
   return __uint_as_float(exchange(__float_as_uint(v))[lane_number() ^ across]);
 }
+inline u32 truncated_halves(float low, float high) {
+  u32 halves[2] = {Fp16::pack(low, 0), Fp16::pack(high, 0)};
+  for (int i = 0; i < 2; i++) halves[i] -= std::fabs(Fp16::value(halves[i])) > std::fabs(i ? high : low);
+  return halves[0] | halves[1] << 16;
+}
 inline float opaque(float v) { return v; }
 inline u32 opaque(u32 v) { return v; }
