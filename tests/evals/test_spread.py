@@ -1,6 +1,5 @@
 """MMLU by several processes: one's answers, whoever scores what; and what is said where one fails."""
 
-import os
 import signal
 from types import SimpleNamespace
 
@@ -8,15 +7,7 @@ import pytest
 
 from quantrot.evals import spread
 from quantrot.evals.mmlu import mmlu
-
-
-def ends(*how):
-    """In place of a process's work: as the kernel ends one that takes too much memory."""
-    os._exit(9)
-
-
-def tells_whether_ctrl_c_is_blocked(*how):
-    os._exit(7 if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()) else 8)
+from tests.evals.in_place import ends, tells_whether_ctrl_c_is_blocked
 
 
 def test_two_processes_answer_as_one_model(model, model_dir, tokenizer, mmlu_dir):
