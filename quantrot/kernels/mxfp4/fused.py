@@ -169,7 +169,7 @@ def _kernels(
         few = hopper.prepare(x, packed, scale, x.dtype, None, turn, settled, norm, epsilon, residual, gated)
         return lambda x, packed, scale, norm, residual: few(x, None, packed, scale, norm, residual)
     first, tokens = None, x
-    gated = gated and quantizes_gated(x[:, :k], packed, activations, rule, hadamard, "auto")
+    gated = gated and quantizes_gated(x[:, :k], packed, activations, hadamard, "auto")
     if front and not gated:
         arranging = hopper.Arranging(None, "PLAIN", "GATED" if norm is None else "NORMED")
         first = hopper.prepare_arranging(x, k, arranging, norm, epsilon, settled)

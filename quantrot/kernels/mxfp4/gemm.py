@@ -256,7 +256,7 @@ def batch_beats_cublas(tokens: int, rows: int, columns: int) -> bool:
     return hopper_batch.rule(tokens, rows, columns)[0] <= AS_FAST * cublas
 
 
-def takes_batch(rows: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
+def takes_batch(rows: Tensor, packed: Tensor, activations: str, backend: str) -> bool:
     """Whether one kernel multiplies a batch of tokens in e4m3 by the packed weight."""
     asked = activations != "none" and rows.numel() > 0 and backend in ("auto", "hopper")
     if not asked or not rows.is_cuda or not has_triton() or not nvrtc.available(rows.device):
@@ -274,15 +274,15 @@ def takes_batch(rows: Tensor, packed: Tensor, activations: str, rule: str, hadam
     return batch_beats_cublas(*shape)
 
 
-def quantizes_gated(x: Tensor, packed: Tensor, activations: str, rule: str, hadamard: int, backend: str) -> bool:
+def quantizes_gated(x: Tensor, packed: Tensor, activations: str, hadamard: int, backend: str) -> bool:
     """Whether the quantizer of tokens like x, [M, K], whose product this is takes gate and up as they are."""
     if activations != "mxfp4" or not x.numel() or not x.is_cuda or not has_triton() or not nvrtc.available(x.device):
         return False
     from quantrot.kernels.mxfp4 import hopper_rows
 
-    if not (hopper_rows.gates(x.dtype, x.shape[1], hadamard) and hopper_rows.fits(x, row=True)):
+    if not hopper_rows.gates(x.dtype, x.shape[1], hadamard):
         return False
-    if takes_batch(x, packed, activations, rule, hadamard, backend):
+    if takes_batch(x, packed, activations, backend):
         return True
     return _decoder(x, activations, backend) is None and _uses_cublas(x, packed.shape[0], backend)
 
@@ -392,7 +392,7 @@ def _linear(
     gated: bool = False,
 ) -> Tensor:
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    if gated and not quantizes_gated(inner_of(rows, packed, True), packed, activations, rule, hadamard, backend):
+    if gated and not quantizes_gated(inner_of(rows, packed, True), packed, activations, hadamard, backend):
         from quantrot.kernels.between import try_gate
 
         with torch.no_grad():  # an operator's is not recorded
@@ -436,7 +436,7 @@ def prepare(
         from quantrot.kernels.mxfp4 import hopper_prefill
 
         return hopper_prefill.prepare(rows, packed, scale, settled=settled)
-    if takes_batch(inner_of(rows, packed, gated), packed, activations, rule, hadamard, backend):
+    if takes_batch(inner_of(rows, packed, gated), packed, activations, backend):
         quantize = quantizer(rows, activations, rule, hadamard, gated=gated, arranged=True)
         return alone(by_batch(quantize, len(rows), packed, scale, rows.dtype, settled))
     if _decoder(rows, activations, backend) != "hopper":
@@ -457,7 +457,7 @@ def _any_dimensions(
         return None
     lead, (n, k), rows = x.shape[:-1], (packed.shape[0], x.shape[-1]), x.reshape(-1, x.shape[-1])
     inner = inner_of(rows, packed, gated)
-    if gated and not quantizes_gated(inner, packed, activations, rule, hadamard, "auto"):
+    if gated and not quantizes_gated(inner, packed, activations, hadamard, "auto"):
         return None
     product = prepare(rows, packed, scale, activations, rule, hadamard, settled, gated=gated)
     if product is None and activations != "none" and _uses_cublas(x, n, "auto"):

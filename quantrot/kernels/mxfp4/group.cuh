@@ -300,9 +300,9 @@ __device__ __forceinline__ float fine_factor(int exponent, float root) {
   return __fmul_rn(power(-exponent), __fmul_rn(RULE == ABSMAX34 ? three_quarters(root) : root, FINE));
 }
 
-// Two elements times such a factor as float16 numbers, which are rounded again. The definition has one rounding of what no
-// transform made, but for absmax34: bfloat16 numbers are float16 ones, of others an inexact one gets an odd last bit, so that it
-// is no tie, nor any other that it was not.
+// Two elements times such a factor as float16 numbers, which are rounded again. Of what no transform made the definition, but
+// for absmax34, has one rounding: float16 takes no bfloat16 to a tie, and of elements with more bits those that it cuts get an
+// odd last bit, which leaves them on their side of every tie.
 template <class IN, int SPAN, int RULE>
 __device__ __forceinline__ u32 fine_pair(float low, float high, float factor) {
   low = __fmul_rn(low, factor), high = __fmul_rn(high, factor);

@@ -130,7 +130,7 @@ def _in_two_kernels(
 
     if not hopper_normed.fits(x, norm, added):
         return None
-    batches = takes_batch(x, packed, activations, rule, hadamard, "auto")
+    batches = takes_batch(x, packed, activations, "auto")
     turn = hopper.turn_of(activations, rule, hadamard)
     assert turn is not None
     quantize = hopper_normed.prepare(x, epsilon, turn, added is not None, arranged=batches, settled=settled)
