@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from quantrot import convert, load
 from quantrot import streamed as module
-from quantrot.checkpoint import look_up, open_checkpoint
+from quantrot.checkpoint import look_up, open_checkpoint, read_rows
 from quantrot.load import architecture, skeleton
 from quantrot.manifest import read_manifest
 from quantrot.streamed import streamed_logits
@@ -105,3 +105,17 @@ def test_rows_are_looked_up_by_their_numbers(tiny, tmp_path):
     info = open_checkpoint(source).tensors["model.embed_tokens.weight"]
     table = AutoModelForCausalLM.from_pretrained(source).model.embed_tokens.weight
     assert torch.equal(look_up(info, WINDOWS), table[WINDOWS])
+
+
+def test_a_device_that_keeps_the_head_reads_it_once(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ROWS", 96)  # of 256: twice 96 and a rest
+    source = tiny(tmp_path / "model", dtype=torch.float16)
+    info, read, x = open_checkpoint(source).tensors["lm_head.weight"], [], torch.randn(2, 7, 64)
+    monkeypatch.setattr(module, "read_rows", lambda *place: read.append(place) or read_rows(*place))
+    made = {}
+    for device in ("cpu", "cpu:0"):  # the second as a GPU is: not the CPU whose memory the file is in
+        multiply = module._by_rows(info, device)
+        made[device] = [multiply(part) for part in x]
+        assert len(read) == (6 if device == "cpu" else 3)
+        read.clear()
+    assert all(torch.equal(a, b) for a, b in zip(*made.values(), strict=True))

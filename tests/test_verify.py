@@ -313,3 +313,15 @@ def test_a_linear_of_no_decibels_is_compared_too():
     layers = [Layer("b", "f", 1.0, 1.6), Layer("a", "f", -1.0, 0.0)]
     (warning,) = _warnings(layers)
     assert "2 of 2 linears" in warning and "most: a, 0.0 dB without, -1.0 dB with" in warning
+
+
+def test_weights_are_turned_where_the_models_run(source, tmp_path, monkeypatch):
+    out, module = convert(source, "rotate-only", tmp_path / "out").out, sys.modules["quantrot.verify"]
+
+    def planned(model, recipe, device):
+        raise ValueError(f"planned for {device}")
+
+    monkeypatch.setattr(module, "known_device", lambda name: f"the device of {name}")
+    monkeypatch.setattr(module, "make_plan", planned)
+    with pytest.raises(ValueError, match="planned for the device of cuda:1"):
+        verify(out, device="cuda:1")
