@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.scripts import scripts
+
 LEFT_OUT: list[int] = []  # gpu tests that do not run here, as each process found
 
 
@@ -136,6 +138,13 @@ def save_tiny(
     model.save_pretrained(path, max_shard_size=max_shard_size)
     save_tokenizer(path, vocab)
     return path
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory):
+    """`alone(code, *args)` -> what became of a script with these arguments, in a process of its own."""
+    with scripts("import torch, quantrot.convert, quantrot.cli.main\n", tmp_path_factory.mktemp("alone")) as run:
+        yield run
 
 
 @pytest.fixture(scope="session")

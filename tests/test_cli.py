@@ -224,10 +224,10 @@ app(sys.argv[1:])
 """
 
 
-def test_a_terminated_conversion_says_how_to_go_on(source, tmp_path):
+def test_a_terminated_conversion_says_how_to_go_on(source, tmp_path, alone):
     """As an interrupted one does. timeout sends the signal to the process, and to its group."""
     args = ["convert", source, "-r", "fp8-block", "-o", str(tmp_path / "out")]
-    done = subprocess.run([sys.executable, "-c", TERMINATED, *args], capture_output=True, text=True)
+    done = alone(TERMINATED, *args)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert "interrupted; the same command with --resume goes on from here\n" in done.stderr and not done.stdout
     assert run(app, [*args, "--resume"]).exit_code == 0

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -174,13 +173,13 @@ convert(source, recipe, out, resume="--resume" in sys.argv, overwrite="--overwri
 """
 
 
-def run_killed(source, out, call, moment, *flags):
-    command = [sys.executable, "-c", KILLED, source, out, RECIPE, call, str(moment), *flags]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=os.getcwd())
+@pytest.fixture
+def run_killed(alone):
+    return lambda source, out, call, moment, *flags: alone(KILLED, source, out, RECIPE, call, moment, *flags)
 
 
 @pytest.mark.parametrize("call, moment", [("pwrite", 1), ("pwrite", 40), ("fsync", 1), ("fsync", 2), ("rename", 1)])
-def test_killed_and_resumed_is_the_same_to_the_byte(source, tmp_path, call, moment):
+def test_killed_and_resumed_is_the_same_to_the_byte(source, tmp_path, call, moment, run_killed):
     convert(source, RECIPE, tmp_path / "unbroken")
     died = run_killed(source, tmp_path / "out", call, moment)
     assert died.returncode == -9, died.stderr
@@ -190,7 +189,7 @@ def test_killed_and_resumed_is_the_same_to_the_byte(source, tmp_path, call, mome
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "unbroken"]
 
 
-def test_resume_does_only_what_is_left_and_mends_what_was_damaged(source, tmp_path):
+def test_resume_does_only_what_is_left_and_mends_what_was_damaged(source, tmp_path, run_killed):
     convert(source, RECIPE, tmp_path / "unbroken")
     assert run_killed(source, tmp_path / "out", "pwrite", 60).returncode == -9
     partial = tmp_path / "out.partial"
@@ -208,7 +207,7 @@ def test_resume_does_only_what_is_left_and_mends_what_was_damaged(source, tmp_pa
     assert tree(tmp_path / "out") == tree(tmp_path / "unbroken")
 
 
-def test_overwrite_keeps_the_old_output_until_the_new_one_is_done(source, tmp_path):
+def test_overwrite_keeps_the_old_output_until_the_new_one_is_done(source, tmp_path, run_killed):
     convert(source, "int8-weight-only", tmp_path / "out")
     old = tree(tmp_path / "out")
     assert run_killed(source, tmp_path / "out", "pwrite", 30, "--overwrite").returncode == -9
@@ -275,7 +274,7 @@ def test_a_bias_that_overflows_when_it_is_turned_is_an_error(tiny, tmp_path):
         convert(source, {"rotations": {"R1": {"kind": "hadamard"}}}, tmp_path / "out")
 
 
-def test_two_conversions_into_one_place_are_refused(source, tmp_path):
+def test_two_conversions_into_one_place_are_refused(source, tmp_path, run_killed):
     import fcntl
 
     assert run_killed(source, tmp_path / "out", "pwrite", 5).returncode == -9
@@ -286,7 +285,7 @@ def test_two_conversions_into_one_place_are_refused(source, tmp_path):
                 convert(source, RECIPE, tmp_path / "out", **way)
 
 
-def test_a_changed_source_is_noticed_on_resume(tiny, tmp_path):
+def test_a_changed_source_is_noticed_on_resume(tiny, tmp_path, run_killed):
     source = tiny(tmp_path / "model", hidden=128, intermediate=384, layers=3, tied=True)
     assert run_killed(source, tmp_path / "out", "pwrite", 5).returncode == -9
     file = source / "model.safetensors"

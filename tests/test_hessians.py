@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -117,13 +116,13 @@ def test_the_window_that_every_layer_has_is_calibrated_with(tiny, tmp_path):
     assert first != second
 
 
-def test_the_callers_default_dtype_and_inference_mode_do_not_matter(source, whole, tmp_path):
+def test_the_callers_default_dtype_and_inference_mode_do_not_matter(source, whole, tmp_path, alone):
     code = f"""import torch
 from quantrot import Calibration, convert
 torch.set_default_dtype(torch.bfloat16)
 with torch.inference_mode():
     convert({str(source)!r}, {MIXED!r}, {str(tmp_path / "bfloat16")!r}, calibration=Calibration({TEXT!r}, 7, 48))"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert alone(code).returncode == 0
     first, second = ((d / "model.safetensors").read_bytes() for d in (whole, tmp_path / "bfloat16"))
     assert first == second
 

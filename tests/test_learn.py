@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -464,14 +463,14 @@ app(sys.argv[1:])
 """
 
 
-def test_a_termination_keeps_the_best_until_then(source, tmp_path):
+def test_a_termination_keeps_the_best_until_then(source, tmp_path, alone):
     """By SIGHUP; every command takes SIGTERM the same way, and a conversion's test sends it."""
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "start.yaml").write_text(json.dumps(START))
     out = tmp_path / "r.safetensors"
     args = ["learn", str(source), "-r", str(tmp_path / "start.yaml"), "-o", str(out), "--steps", "10", "--rate", "0.02"]
     args += ["--text", str(tmp_path / "text.txt"), "--seq-len", "32", "--held-out", "2", "--device", "cpu"]
-    done = subprocess.run([sys.executable, "-c", TERMINATED, *args], capture_output=True, text=True)
+    done = alone(TERMINATED, *args)
     assert done.returncode == 128 + signal.SIGHUP and f"interrupted; {out} holds the best" in done.stderr, done.stderr
     assert read(out).about["interrupted"] and not about_learned(plan(source, using(out)))
 

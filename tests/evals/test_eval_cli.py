@@ -385,21 +385,20 @@ def test_recipes_are_converted_where_they_are_evaluated(run, mmlu_dir, model_dir
 
 
 TERMINATED = """
-import os, signal, sys
+import os, signal, sys, tempfile
 from quantrot.cli.main import app
 from quantrot.evals import recipes
+tempfile.tempdir = sys.argv[1]
 def terminated(*args, **options):
     os.kill(os.getpid(), signal.SIGTERM)
 recipes.compared = terminated
-app(sys.argv[1:])
+app(sys.argv[2:])
 """
 
 
-def test_a_terminated_comparison_leaves_no_conversions(mmlu_dir, model_dir, tmp_path):
+def test_a_terminated_comparison_leaves_no_conversions(mmlu_dir, model_dir, tmp_path, alone):
     args = ["eval", "mmlu", model_dir, "--recipes", "bf16,mxfp4", "--data", mmlu_dir, "--fewshot", 2, "--device", "cpu"]
-    command = [sys.executable, "-c", TERMINATED, *map(str, args)]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = alone(TERMINATED, tmp_path, *args)
     assert done.returncode == 128 + signal.SIGTERM and "after" in done.stderr, done.stderr
     assert not list(tmp_path.glob("quantrot-recipes-*"))
 

@@ -35,7 +35,7 @@ def test_ctrl_c_is_not_for_the_processes(model_dir, mmlu_dir, monkeypatch):
 
 def test_what_a_process_says_is_wrong_is_said(mmlu_dir, tmp_path):
     with pytest.raises(ValueError, match=r"config\.json: missing"):
-        spread.mmlu_on(str(tmp_path), ["cpu", "cpu"], fewshot=0, limit=1, data=mmlu_dir)
+        spread.mmlu_on(str(tmp_path), ["cpu"], fewshot=0, limit=1, data=mmlu_dir)
 
 
 def test_a_process_that_is_ended_is_named(model_dir, mmlu_dir, monkeypatch):

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from quantrot.kernels import nvrtc
-
-ROOT = Path(__file__).parents[2]
+from tests.scripts import ROOT, scripts
 
 COMPILE_ONLY = '''
 """A driver that names an H200, keeps what is compiled for it, and launches nothing."""
@@ -71,6 +70,7 @@ atexit.register(lambda: print(json.dumps(found)))
 AS_COMPILED = """
 import gc
 import numpy
+import torch
 from triton import language
 from triton.language import semantic
 from triton.runtime import interpreter
@@ -113,22 +113,21 @@ if not hasattr(interpreter.InterpreterBuilder, "create_dot_scaled"):  # before 3
 """
 
 
-def _run(code: str, **env: str) -> str:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout
+def _output(done: subprocess.CompletedProcess) -> str:
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="session")
-def interpreted():
+def interpreted(tmp_path_factory):
     """`interpreted(code) -> stdout` of a script that runs Triton kernels on CPU tensors, in Triton's interpreter."""
     pytest.importorskip("triton", reason="triton is not installed")
-    return lambda code: _run(AS_COMPILED + code, TRITON_INTERPRET="1")
+    with scripts(AS_COMPILED, tmp_path_factory.mktemp("interpreted"), TRITON_INTERPRET="1") as run:
+        yield lambda code: _output(run(code))
 
 
 @pytest.fixture(scope="session")
-def compiled_for_hopper():
+def compiled_for_hopper(tmp_path_factory):
     """`compiled_for_hopper(code) -> [{name, registers, local, shared, warps, wgmma, mma, loads128, ...}]`.
 
     The script launches Triton kernels on CPU tensors, or on fake ones; each is compiled for sm_90 and not run, so its
@@ -137,7 +136,8 @@ def compiled_for_hopper():
     assembler added to those of the program.
     """
     pytest.importorskip("triton", reason="triton is not installed")
-    return lambda code: json.loads(_run(COMPILE_ONLY + code).splitlines()[-1])
+    with scripts(COMPILE_ONLY, tmp_path_factory.mktemp("compiled")) as run:
+        yield lambda code: json.loads(_output(run(code)).splitlines()[-1])
 
 
 @pytest.fixture(scope="session")
@@ -215,8 +215,7 @@ def emulated(once):
     if not shutil.which("g++"):
         pytest.skip("the emulator of Hopper kernels needs g++")
     include = [f"-I{ROOT / 'quantrot/kernels'}", f"-I{ROOT / 'tests/kernels/emulator'}"]
-    flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-DQUANTROT_EMULATED"]
-    flags += ["-finline-functions", "-finline-small-functions"]  # as -O2 has them, which compiles half as long again
+    flags = ["-Og", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-DQUANTROT_EMULATED"]
     flags.append("-U_FORTIFY_SOURCE")  # Ubuntu's default, whose longjmp refuses to enter a fiber's stack
 
     def compile(folder: Path, *files: str | Path) -> None:

@@ -7,14 +7,16 @@ import hashlib
 import torch
 from triton.runtime.jit import JITFunction
 
-from quantrot.kernels import attention, nvrtc
+from quantrot.kernels import attention, mixed, nvrtc
 from quantrot.kernels.attention import append, decode, int4_hopper, int4_triton, one_token, prepare, turn
 from quantrot.kernels.attention import hopper as attention_hopper
 from quantrot.kernels.fp8 import blocks as quantizer
+from quantrot.kernels.fp8 import fused as fp8_fused
 from quantrot.kernels.fp8 import hopper, linear, prompt
+from quantrot.kernels.fp8 import normed as fp8_normed
 from quantrot.kernels.hadamard import hopper as hadamard
 from quantrot.kernels.mixed import hopper as mixed_hopper
-from quantrot.kernels.mxfp4 import triton_gemm
+from quantrot.kernels.mxfp4 import fused, normed, triton_gemm
 
 GPU = torch.device("cuda", 0)
 names = {}  # of tensors, by address
@@ -87,6 +89,8 @@ def pretend():
     hadamard.tensor_map = nvrtc.tensor_map
     JITFunction.__getitem__, torch._scaled_mm = record_triton, scaled_mm
     triton_gemm.processors = int4_triton.processors = nvrtc.processors
+    for module in (mixed, fp8_normed, fp8_fused, normed, fused):
+        module.rms_norm = lambda x, *rest: torch.empty_like(x)  # in torch's operations, half of the time of all calls
     for module in (attention, append, attention_hopper, decode, prepare):
         module._best, module.tensor_map = lambda device: "triton", nvrtc.tensor_map
         module.encode_map, module.load_kernel, module.processors = nvrtc.encode_map, nvrtc.load_kernel, nvrtc.processors

@@ -261,10 +261,11 @@ def test_many_tokens_have_norms_and_the_addition_in_the_quantizers(monkeypatch, 
             assert torch.equal(layer(x, position_embeddings=rope), want)
         assert sum(call["added"] is not None for call in quantizers_norm) == 2
         assert sum(call.get("norm") is not None for call in calls) == 2
-        compiled = torch.compile(layer, fullgraph=True, backend="eager")
-        for several in (1, 2, 3):
-            inputs = x[:1].repeat(several, 1, 1)
-            assert torch.equal(compiled(inputs, position_embeddings=rope), layer(inputs, position_embeddings=rope))
+        if (kind, fmt) in (("llama", "fp8"), ("qwen3", "mxfp4")):  # five seconds each
+            compiled = torch.compile(layer, fullgraph=True, backend="eager")
+            for several in (1, 2, 3):
+                inputs = x[:1].repeat(several, 1, 1)
+                assert torch.equal(compiled(inputs, position_embeddings=rope), layer(inputs, position_embeddings=rope))
 
 
 @pytest.mark.parametrize("change", [*(c for c in CHANGES if c not in ("tokens", "batch")), "down hook"])
