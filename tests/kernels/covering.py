@@ -30,4 +30,10 @@ def every(cases: Iterable[tuple], without: tuple[str, ...] = ()) -> list[tuple]:
     return list(cases)
 
 
+def names(chosen, cases: dict[str, tuple]) -> list[str]:
+    """Of the cases that few or every chooses."""
+    kept = chosen(cases.values())
+    return [name for name, case in cases.items() if case in kept]
+
+
 few_or_every = pytest.mark.parametrize("chosen", [few, pytest.param(every, marks=pytest.mark.gpu)])

@@ -11,6 +11,7 @@ from quantrot.kernels.fp8 import E4M3, blocks, quantize_fp8_block
 from quantrot.kernels.fp8.blocks import Arguments, Groups, Normed, Rows, Squares
 from quantrot.kernels.fp8.reference import gate, quantize_reference, rms_norm, scale_shape
 from quantrot.kernels.mxfp4 import hopper_batch
+from tests.kernels.covering import few_or_every
 
 INF, NAN = float("inf"), float("nan")
 gpu = pytest.mark.gpu
@@ -218,8 +219,9 @@ def test_a_norm_is_read_before_the_kernel_in_front_has_ended_only_where_it_is_se
         assert says in message and bool(says) == bool(message)
 
 
+@few_or_every
 @pytest.mark.parametrize(("dtype", "rule"), [(torch.bfloat16, "bf16"), (torch.float16, "exact")])
-def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda, dtype, rule):
+def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda, dtype, rule, chosen):
     plans = [(block, plan, False) for block, plan in blocks.PLANS.items()]
     plans += [((1, 128), plan, gated) for gated, plan in ((False, blocks.FEW_ROWS), *((True, g) for g in blocks.GATED))]
     plans += [((1, 0), blocks.row_plan(columns), False) for columns in (1024, 4096, 14336, 32768)]
@@ -229,6 +231,7 @@ def test_every_kernel_compiles_for_sm_90a_without_spills(compiled_cuda, dtype, r
         for columns in (64, 2048, 4096, 5120, 8192, 16384)
         for plan in dict.fromkeys(blocks.many_plan(*how) for how in product((100, 5000), (columns,), (False, True)))
     ]
+    plans = chosen(plans)
     start = 'extern "C" __global__'
     sources = [plan.source(block, dtype, rule, gated) for block, plan, gated in plans]
     entries = (

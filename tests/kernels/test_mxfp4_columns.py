@@ -10,6 +10,7 @@ from quantrot.kernels import nvrtc
 from quantrot.kernels.mxfp4 import hopper_columns, hopper_rows, operators, triton_columns, tuned
 from quantrot.kernels.mxfp4.reference import Random, ScaleRule, dequantize_reference, quantize_reference
 from quantrot.kernels.ready import address
+from tests.kernels.covering import few_or_every, names
 
 gpu = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed")
@@ -113,8 +114,8 @@ def source(case: str, name: str = "mxfp4_columns") -> str:
 def library(emulated):
     entries = "".join(source(name, f"columns_{name}") for name in CASES)
     driver = DRIVER.replace("WARPS", str(WARPS))
-    for word, names in (("ELEMENTS", ELEMENTS), ("CODES", CODE_CASES)):
-        driver = driver.replace(word, ", ".join(f"columns_{name}" for name in names))
+    for word, kind in (("ELEMENTS", ELEMENTS), ("CODES", CODE_CASES)):
+        driver = driver.replace(word, ", ".join(f"columns_{name}" for name in kind))
     # Numbers are drawn by a kernel that may still run: this load fails before grid_wait.
     made, drawn = "TransposeArgs now = *this;\n", "    load_fresh_words(drawn);\n"
     functions = hopper_columns.device_functions()
@@ -357,10 +358,13 @@ def test_float16_rounds_as_the_definition(library, block, limit):
     assert torch.equal(found, expected[:, :32])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_kernel_compiles_for_sm_90a_and_keeps_to_its_registers(name, compiled_cuda):
-    made = compiled_cuda(hopper_columns.device_functions() + source(name))
-    assert made.spilled == [0], made.log
+@few_or_every
+@pytest.mark.parametrize("kind", [ELEMENTS, CODE_CASES], ids=["elements", "codes"])
+def test_the_kernels_compile_for_sm_90a_and_keep_to_their_registers(compiled_cuda, chosen, kind):
+    ours = names(chosen, {name: CASES[name] for name in kind})
+    sources = [source(name, name=f"columns_{name}") for name in ours]
+    made = compiled_cuda(hopper_columns.device_functions() + "".join(sources))
+    assert made.spilled == [0] * len(ours), made.log
 
 
 @pytest.mark.parametrize(("on", "module"), [(False, triton_columns), (True, hopper_columns)])

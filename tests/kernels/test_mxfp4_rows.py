@@ -16,6 +16,7 @@ from quantrot.kernels.mxfp4.reference import (
     masked_hadamard_reference,
     quantize_reference,
 )
+from tests.kernels.covering import few_or_every, names
 
 gpu = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed")
@@ -130,8 +131,8 @@ def library(emulated):
         hopper_rows.masked_entry(tuned.HOPPER_MASKED[case[1]], *case, name=name) for name, case in BACK.items()
     )
     driver, kernels = DRIVER, [*(f"rows_{name}" for name in CASES), *FEW]
-    for word, names in (("NAMES", kernels), ("MASKED", BACK), ("TYPES", hopper_rows.PACKED_IN.values())):
-        driver = driver.replace(word, ", ".join(names))
+    for word, named in (("NAMES", kernels), ("MASKED", BACK), ("TYPES", hopper_rows.PACKED_IN.values())):
+        driver = driver.replace(word, ", ".join(named))
     library = emulated(hopper_rows.device_functions() + entries + driver)
     for function in (library.run, library.dequantize, library.expand, library.masked):
         function.restype = ctypes.c_char_p
@@ -358,16 +359,15 @@ def test_a_clipped_gradient_is_turned_back(library, name, rows, width):
     assert y.isnan().any() and y.isfinite().any()
 
 
-@pytest.mark.parametrize("name", [*CASES, *FEW, *BACK, "expand", *hopper_rows.PACKED_IN.values()])
-def test_every_kernel_compiles_for_sm_90a_without_spills(name, compiled_cuda):
-    sources = {
-        "expand": hopper_rows.EXPAND.format(name="expanded", threads=hopper_rows.EXPAND_THREADS),
-        **{name: back_to(dtype, name) for dtype, name in hopper_rows.PACKED_IN.items()},
-        **{name: back(name) for name in BACK},
-        **{name: few(name, hopper_rows.few_plan(14336)) for name in FEW},
-    }
-    made = compiled_cuda(hopper_rows.device_functions() + (sources.get(name) or source(name)))
-    assert made.spilled == [0], made.log
+@few_or_every
+def test_the_kernels_compile_for_sm_90a_without_spills(compiled_cuda, chosen):
+    sources = [hopper_rows.EXPAND.format(name="expanded", threads=hopper_rows.EXPAND_THREADS)]
+    sources += [back_to(dtype, name) for dtype, name in hopper_rows.PACKED_IN.items()]
+    sources += [back(name, name=name) for name in names(chosen, BACK)]
+    sources += [few(name, hopper_rows.few_plan(14336), name=name) for name in names(chosen, FEW)]
+    sources += [source(name, name=f"rows_{name}") for name in names(chosen, CASES)]
+    made = compiled_cuda(hopper_rows.device_functions() + "".join(sources))
+    assert made.spilled == [0] * len(sources), made.log
 
 
 @gpu
