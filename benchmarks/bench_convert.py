@@ -6,7 +6,8 @@ checkpoints of real shapes.
 PYTHON is the interpreter of an environment that has llmcompressor. quantrot rotates (R1, R2) and quantizes to MXFP4
 with the `mse` search; llm-compressor quantizes to MXFP4 without rotation, by `oneshot` and by its model-free path. The
 runs alternate. Weights are random (a conversion's time does not depend on them); files are in the page cache. With
---verify each of quantrot's conversions is verified once, by the tokenizer of the model that is embedded.
+--verify each of quantrot's conversions is verified. On a GPU (--device cuda --name h200) the first run, which compiles
+its kernels, is a row of its own.
 """
 
 import argparse
@@ -26,11 +27,14 @@ SHAPES = {
     "1b-32-layers": dict(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32, head_dim=64
     ),
+    "8b-3-layers": dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=3, num_attention_heads=32, head_dim=128
+    ),
     "8b-8-layers": dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, num_attention_heads=32, head_dim=128
     ),
 }
-TIED = {"1b": True, "1b-32-layers": True, "8b-8-layers": False}
+TIED = {"1b": True, "1b-32-layers": True, "8b-3-layers": False, "8b-8-layers": False}
 
 ONESHOT = """
 import sys
@@ -48,8 +52,8 @@ model_free_ptq(sys.argv[1], sys.argv[2], scheme="MXFP4", ignore=["lm_head"], max
 """
 
 
-def make_checkpoint(path: Path, shape: str) -> Path:
-    """A random Llama of this shape in bfloat16, sharded, written a tensor at a time."""
+def make_checkpoint(path: Path, shape: str, tokenizer: Path | None = None) -> Path:
+    """A random Llama of this shape in bfloat16, sharded, written a tensor at a time; tokenizer: else the demo's."""
     if (path / "config.json").exists():
         return path
     import torch
@@ -83,7 +87,7 @@ def make_checkpoint(path: Path, shape: str) -> Path:
                     tensor = torch.randn(info.shape, generator=generator).mul_(0.02).to(torch.bfloat16)
                 file.write(tensor_bytes(tensor))
     (path / "model.safetensors.index.json").write_bytes(index_json(shards))
-    open_tokenizer(open_source("demo").path).save_pretrained(path)
+    open_tokenizer(tokenizer or open_source("demo").path).save_pretrained(path)
     config.save_pretrained(path)  # last: it says that the rest is there
     return path
 
@@ -100,9 +104,9 @@ def run(command: list[str]) -> tuple[float, float, float, str]:
     return time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, output
 
 
-def commands(source: Path, out: Path, recipes: list[str], peer: str | None) -> dict[str, list[str]]:
-    quantrot = [sys.executable, "-m", "quantrot", "convert", str(source), "-o", str(out), "--overwrite", "-r"]
-    found = {f"quantrot {name}": [*quantrot, name] for name in recipes}
+def commands(source: Path, out: Path, recipes: list[str], device: str, peer: str | None) -> dict[str, list[str]]:
+    quantrot = [sys.executable, "-m", "quantrot", "convert", str(source), "-o", str(out), "--overwrite"]
+    found = {f"quantrot {name}": [*quantrot, "--device", device, "-r", name] for name in recipes}
     if peer:
         found["llm-compressor oneshot"] = [peer, "-c", ONESHOT, str(source), str(out)]
         found["llm-compressor model-free"] = [peer, "-c", MODEL_FREE, str(source), str(out)]
@@ -118,12 +122,15 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["1b"], choices=list(SHAPES))
     parser.add_argument("--recipes", nargs="+", default=["quarot-mxfp4", "quarot-mxfp4-full"])
     parser.add_argument("--verify", action="store_true", help="verify each conversion of quantrot's")
+    parser.add_argument("--device", default="cpu", help="of quantrot's commands")
+    parser.add_argument("--tokenizer", type=Path, help="a directory's, where the demo is not installed")
     parser.add_argument("--only-make", action="store_true", help="write the checkpoints and stop")
     parser.add_argument("--name", default="cpu", help="of the results file")
+    parser.add_argument("--out", type=Path, help="the results file itself")
     options = parser.parse_args()
     if options.only_make:
         for shape in options.shapes:
-            make_checkpoint(options.work / shape, shape)
+            make_checkpoint(options.work / shape, shape, options.tokenizer)
         return
     # In a process of its own: a child's peak memory starts from its parent's.
     subprocess.run([sys.executable, __file__, "--only-make", *sys.argv[1:]], check=True)
@@ -133,16 +140,19 @@ def main() -> None:
         largest = max(dims[0] * dims[1] * 2 for dims in _shapes(source).values() if len(dims) == 2) / 2**20
         timings: dict[str, list[tuple[float, float, float, str]]] = {}
         for turn in range(max(options.runs, options.peer_runs)):
-            for name, command in commands(source, out, options.recipes, options.peer_python).items():
+            for name, command in commands(source, out, options.recipes, options.device, options.peer_python).items():
                 if turn < (options.peer_runs if "llm-compressor" in name else options.runs):
                     shutil.rmtree(out, ignore_errors=True)
                     timings.setdefault(name, []).append(run(command))
                     print(name, shape, [round(x, 1) for x in timings[name][-1][:3]], flush=True)
-                    if options.verify and turn == 0 and name.startswith("quantrot"):
+                    if options.verify and name.startswith("quantrot"):
                         check = name.replace("quantrot", "quantrot verify")
-                        command = [sys.executable, "-m", "quantrot", "verify", str(out), "--device", "cpu"]
-                        timings[check] = [run(command)]
+                        command = [sys.executable, "-m", "quantrot", "verify", str(out), "--device", options.device]
+                        timings.setdefault(check, []).append(run(command))
                         print(check, shape, [round(x, 1) for x in timings[check][-1][:3]], flush=True)
+        if options.device != "cpu":
+            again = {name: taken[1:] for name, taken in timings.items() if taken[1:]}
+            timings = {f"{name}, first": taken[:1] for name, taken in timings.items()} | again
         for name, taken in timings.items():
             row = {
                 "op": "verify" if "verify" in name else "convert",
@@ -153,7 +163,7 @@ def main() -> None:
                 "bound_mb": 0.9e9 / 2**20 + 2 * largest,
                 "runs": len(taken),
             }
-            if name.startswith("quantrot") and row["op"] == "convert":
+            if name.startswith("quantrot") and row["op"] == "convert" and options.device == "cpu":
                 row["predicted_mb"] = _predicted(source, name.split()[1])
             rows.append(row)
     shutil.rmtree(options.work / "out", ignore_errors=True)
@@ -163,7 +173,12 @@ def main() -> None:
         "command": "python benchmarks/bench_convert.py " + " ".join(sys.argv[1:]),
         "rows": rows,
     }
-    (RESULTS / f"bench_convert-{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    if options.device != "cpu":
+        import torch
+
+        result["gpu"] = torch.cuda.get_device_name(options.device)
+    out = options.out or RESULTS / f"bench_convert-{options.name}.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
     for row in rows:
         print(json.dumps(row))
 

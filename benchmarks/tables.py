@@ -111,7 +111,8 @@ def conversion(result: Result) -> list[str]:
         predicted = f"{row['predicted_mb']:.0f}" if "predicted_mb" in row else ""
         rows.append([row["case"]["shape"], row["case"]["tool"], *measured, predicted])
     head = ["checkpoint", "tool", "seconds", "CPU seconds", "peak MB", "predicted MB"]
-    return [*grid(head, rows), "", f"Whole processes on {result['cores']} cores: `{result['command']}`"]
+    machine = f"{result['cores']} cores" + (f" and an {result['gpu']}" if "gpu" in result else "")
+    return [*grid(head, rows), "", f"Whole processes on {machine}: `{result['command']}`"]
 
 
 def mmlu(result: Result) -> list[str]:

@@ -141,8 +141,11 @@ def test_no_token_counts_for_more_than_the_middle_one():
     assert torch.equal(counted[4:], x[4:])
 
 
-@pytest.mark.parametrize("model_type", SUPPORTED)
-@pytest.mark.parametrize("recipe", [PLAIN, ROTATED, MIXED], ids=["plain", "rotated", "mixed"])
+@pytest.mark.parametrize(
+    ("recipe", "model_type"),
+    [(PLAIN, "llama"), (MIXED, "llama"), *((ROTATED, model_type) for model_type in SUPPORTED)],
+    ids=["plain", "mixed", *SUPPORTED],
+)
 def test_hessians_are_of_what_the_converted_linears_multiply(tiny, tmp_path, monkeypatch, recipe, model_type):
     """Of layer 1's first linears and of the head; the others follow linears of their own layer, which are exact."""
     biases = {} if model_type == "llama" else {"attention_bias": False, "mlp_bias": False}  # what is Llama's to choose

@@ -217,6 +217,7 @@ def emulated(once):
     include = [f"-I{ROOT / 'quantrot/kernels'}", f"-I{ROOT / 'tests/kernels/emulator'}"]
     flags = ["-Og", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-DQUANTROT_EMULATED"]
     flags.append("-U_FORTIFY_SOURCE")  # Ubuntu's default, whose longjmp refuses to enter a fiber's stack
+    flags += ["-fuse-ld=gold"] * bool(shutil.which("ld.gold"))  # a tenth of a second less for each
 
     def compile(folder: Path, *files: str | Path) -> None:
         run = subprocess.run(["g++", *flags, *include, *files], cwd=folder, capture_output=True, text=True)
