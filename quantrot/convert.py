@@ -18,7 +18,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from heapq import nlargest
 from pathlib import Path
@@ -29,8 +29,11 @@ import torch
 from quantrot.calibration import Calibration
 from quantrot.card import CARD, model_card
 from quantrot.checkpoint import (
+    HASHED_AT_ONCE,
     INDEX,
     TensorInfo,
+    first_differing,
+    hashed,
     index_json,
     named,
     read_json,
@@ -221,8 +224,8 @@ def _is_done(directory: Path, plan: Plan) -> bool:
             return False
         if any(files[name]["sha256"] != sha256_range(path) for name, path in copies.items()):
             return False
-        tensors = plan.checkpoint.tensors
-        return all(sha256_of(tensors[name]) == sha256 for name, sha256 in data["source"]["tensors"].items())
+        wanted = {plan.checkpoint.tensors[name]: sha256 for name, sha256 in data["source"]["tensors"].items()}
+        return first_differing(sha256_of, wanted) is None
     except (ValueError, LookupError, TypeError, AttributeError, OSError):
         return False
 
@@ -307,6 +310,8 @@ def _run(plan: Plan, partial: Path, journal: BinaryIO, workers: int, progress: P
         if progress is not None:
             progress(name, done, total)
 
+    # 3.4 GB on a GPU and 16 CPUs took 15.1 s for 18.0; where both CPUs of two are at work already, 29 for 26.
+    hash_threads = ThreadPoolExecutor(HASHED_AT_ONCE) if cpus() >= 2 * HASHED_AT_ONCE else None
     try:
         for i, chunk, last in _chunks(plan, set(records), partial, workers, report):
             step = plan.steps[i]
@@ -315,7 +320,7 @@ def _run(plan: Plan, partial: Path, journal: BinaryIO, workers: int, progress: P
                 records[i] = {}
                 state = _Open([place.start for place in outputs], [hashlib.sha256() for _ in outputs])
                 report(step.name)
-            _write_chunk(chunk, outputs, handles, state)
+            _write_chunk(chunk, outputs, handles, state, hash_threads)
             done += len(chunk.source)
             if last:
                 hashes = {place.name: digest.hexdigest() for place, digest in zip(outputs, state.digests, strict=True)}
@@ -329,6 +334,8 @@ def _run(plan: Plan, partial: Path, journal: BinaryIO, workers: int, progress: P
     except ValueError as error:
         raise ValueError(f"{error}\n(once that is mended, start again with overwrite, --overwrite)") from None
     finally:
+        if hash_threads:
+            hash_threads.shutdown()
         for handle in handles.values():
             handle.close()
     return [records[i] for i in range(len(plan.steps))]
@@ -386,18 +393,21 @@ def _open_shard(path: Path, header: bytes, nbytes: int) -> BinaryIO:
     return handle
 
 
-def _write_chunk(chunk: Chunk, outputs: list[TensorInfo], handles: dict[str, BinaryIO], state: _Open) -> None:
+def _write_chunk(
+    chunk: Chunk, outputs: list[TensorInfo], handles: dict[str, BinaryIO], state: _Open, hash_threads: Executor | None
+) -> None:
     """Write a chunk's rows where the ones before it ended, and bring the step's hashes and energies up to date."""
-    for k, (tensor, place) in enumerate(zip(chunk.outputs, outputs, strict=True)):
-        data = tensor_bytes(tensor)
-        state.digests[k].update(data)
+    written = [tensor_bytes(tensor) for tensor in chunk.outputs]
+    each = hash_threads.map if hash_threads else map  # which starts when it is asked
+    hashing = each(lambda digest, data: digest.update(data), [state.source, *state.digests], [chunk.source, *written])
+    for k, (data, place) in enumerate(zip(written, outputs, strict=True)):
         handle = handles[place.file.name]
         with named(Path(handle.name)):
             while data:
                 count = os.pwrite(handle.fileno(), data, state.offsets[k])
                 state.offsets[k] += count
                 data = data[count:]
-    state.source.update(chunk.source)
+    list(hashing)
     state.signal += chunk.signal
     state.error += chunk.error
 
@@ -472,9 +482,11 @@ def _write_rest(plan: Plan, partial: Path, records: list[dict[str, Any]]) -> Non
     _write(partial / CARD, model_card(plan, manifest).encode(errors="surrogateescape"))
     for name in (*names, CARD):
         _sync(partial / name)  # the manifest must not reach the disk before what it lists
+    names = sorted(names)
+    hashes = hashed(sha256_range, [partial / name for name in names])
     manifest["files"] = {
-        name: {"size": (partial / name).stat().st_size, "sha256": sha256_range(partial / name)}
-        for name in sorted(names)
+        name: {"size": (partial / name).stat().st_size, "sha256": sha256}
+        for name, sha256 in zip(names, hashes, strict=True)
     }
     temporary = partial / (MANIFEST + ".tmp")
     _write(temporary, dump(manifest))

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from quantrot.checkpoint import INDEX, SINGLE, read_json, sha256_range
+from quantrot.checkpoint import INDEX, SINGLE, first_differing, read_json, sha256_range
 from quantrot.formats import ActivationFormat, LinearFormat, WeightFormat
 from quantrot.recipe import Arithmetic, KVCache
 from quantrot.rotation import Rotation, checksum
@@ -163,9 +163,9 @@ def check_files(root: Path, data: dict[str, Any], largest: float = math.inf) -> 
             raise ValueError(
                 f"{root / name}: {MANIFEST} does not list it, and loaders take it for the weights; move it"
             )
-    for name, (size, sha256) in listed.items():
-        if size <= largest and sha256_range(root / name) != sha256:
-            raise ValueError(_differs(root / name))
+    wanted = {root / name: sha256 for name, (size, sha256) in listed.items() if size <= largest}
+    if differing := first_differing(sha256_range, wanted):
+        raise ValueError(_differs(differing))
 
 
 def _differs(path: Path) -> str:

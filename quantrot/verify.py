@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantrot import formats, llama
-from quantrot.checkpoint import Checkpoint, open_checkpoint, read_rows, sha256_of
+from quantrot.checkpoint import Checkpoint, first_differing, open_checkpoint, read_rows, sha256_of
 from quantrot.convert import sqnr_db
 from quantrot.device import known_device
 from quantrot.evals.divergence import Divergence, mean_divergence
@@ -167,16 +167,14 @@ def _check_same(data: dict[str, Any], plan: Plan, source: str, report: Progress)
             f"{source}: not the model that was converted: {fqn} is {shapes.get(fqn, 'missing')} there and "
             f"{converted.get(fqn, 'missing')} here; give that model as against"
         )
-    hashes = data["source"]["tensors"]
-    for done, (name, sha256) in enumerate(hashes.items()):
-        report("source", done, len(hashes))
-        info = plan.checkpoint.tensors.get(name)
-        if info is None or sha256_of(info) != sha256:
-            raise ValueError(
-                f"{source}: not the model that was converted: {name} is {'missing' if info is None else 'another'} "
-                "there; give that model as against, or convert this one"
-            )
-    report("source", len(hashes), len(hashes))
+    hashes, tensors = data["source"]["tensors"], plan.checkpoint.tensors
+    wrong = next((f"{name} is missing" for name in hashes if name not in tensors), None)
+    wanted = {} if wrong else {tensors[name]: sha256 for name, sha256 in hashes.items()}
+    if other := first_differing(sha256_of, wanted, lambda done: report("source", done, len(hashes))):
+        wrong = f"{other.name} is another"
+    if wrong:
+        what = f"not the model that was converted: {wrong} there"
+        raise ValueError(f"{source}: {what}; give that model as against, or convert this one")
 
 
 def _check_stored(model: nn.Module, written: Checkpoint) -> None:

@@ -4,12 +4,13 @@
 import json
 import os
 import shutil
+import threading
 
 import pytest
 import torch
 
 import quantrot
-from quantrot.checkpoint import INDEX, SINGLE
+from quantrot.checkpoint import INDEX, SINGLE, first_differing
 from quantrot.convert import convert
 from quantrot.manifest import MANIFEST, VERSION, read_manifest
 from tests.damage import FP8, Q_PROJ, config, remove, tensors
@@ -144,3 +145,16 @@ def test_output_without_a_tensor_is_not_loaded(converted, tmp_path):
         ValueError, match=r"out: its shards lack 1 tensor, e\.g\. model\.layers\.0\.self_attn\.q_proj\."
     ):
         quantrot.load(out, device_map="cpu", check_hashes=False)
+
+
+def test_files_are_hashed_at_once_and_the_first_that_differs_is_found(monkeypatch):
+    monkeypatch.setattr("quantrot.checkpoint.cpus", lambda: 2)
+    both, seen = threading.Barrier(2, timeout=60), []
+
+    def sha256(name):
+        both.wait()  # alone it fails
+        return name.lower()
+
+    assert first_differing(sha256, {"A": "a", "B": "b"}, seen.append) is None and seen == [0, 1, 2]
+    assert first_differing(str.lower, {"A": "a", "B": "x", "C": "x", "D": "d"}, seen.append) == "B"
+    assert seen == [0, 1, 2, 0, 1]

@@ -255,6 +255,7 @@ def test_another_number_of_sequences_is_an_error_and_changes_nothing(model, kind
     assert all(torch.equal(buffer, before[name]) for name, buffer in cache.layers[0].buffers.items())
 
 
+@pytest.mark.parametrize("model", ["kv int4, R3", "attention fp8", "attention fp8, wide cache"], indirect=True)
 def test_continuous_batching_gives_the_tokens_of_generate(model):
     paged = pytest.importorskip("transformers.generation.continuous_batching.cache").PagedAttentionCache
     if "kwargs" not in inspect.signature(paged.update).parameters:

@@ -16,7 +16,7 @@ from quantrot.llama import Llama, from_config
 from quantrot.manifest import MANIFEST, Manifest, check_files, read_manifest
 from quantrot.recipe import SHIPPED, Recipe, parse_recipe
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
 fuzz = settings(
     max_examples=EXAMPLES,
     deadline=None,

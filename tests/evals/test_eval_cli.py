@@ -2,7 +2,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import types
@@ -384,22 +383,20 @@ def test_recipes_are_converted_where_they_are_evaluated(run, mmlu_dir, model_dir
         run("mmlu", model_dir, "--recipes", "bf16,mxfp4", "--data", mmlu_dir, "--fewshot", 2, "--device", asked)
 
 
-TERMINATED = """
-import os, signal, sys, tempfile
-from quantrot.cli.main import app
-from quantrot.evals import recipes
-tempfile.tempdir = sys.argv[1]
-def terminated(*args, **options):
-    os.kill(os.getpid(), signal.SIGTERM)
-recipes.compared = terminated
-app(sys.argv[2:])
-"""
+def test_an_interrupted_comparison_leaves_no_conversions(mmlu_dir, model_dir, tmp_path, monkeypatch):
+    """As a terminated one: every command takes SIGTERM the same way, and a conversion's test sends it."""
+    from quantrot.cli import main
+    from quantrot.evals import recipes
 
+    def interrupted(*args, **options):
+        assert list(tmp_path.glob("quantrot-recipes-*"))
+        raise KeyboardInterrupt
 
-def test_a_terminated_comparison_leaves_no_conversions(mmlu_dir, model_dir, tmp_path, alone):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(recipes, "compared", interrupted)
     args = ["eval", "mmlu", model_dir, "--recipes", "bf16,mxfp4", "--data", mmlu_dir, "--fewshot", 2, "--device", "cpu"]
-    done = alone(TERMINATED, tmp_path, *args)
-    assert done.returncode == 128 + signal.SIGTERM and "after" in done.stderr, done.stderr
+    done = CliRunner().invoke(main.app, list(map(str, args)))
+    assert done.exit_code and "after" in done.stderr, done.stderr
     assert not list(tmp_path.glob("quantrot-recipes-*"))
 
 

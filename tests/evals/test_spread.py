@@ -1,5 +1,6 @@
 """MMLU by several processes: one's answers, whoever scores what; and what is said where one fails."""
 
+import multiprocessing
 import signal
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ from quantrot.evals.mmlu import mmlu
 from tests.evals.in_place import ends, tells_whether_ctrl_c_is_blocked
 
 
-def test_two_processes_answer_as_one_model(model, model_dir, tokenizer, mmlu_dir):
+def test_two_processes_answer_as_one_model(model, model_dir, tokenizer, mmlu_dir, monkeypatch):
+    """Copies of this one, which has the imports; the next are started as they are elsewhere."""
+    monkeypatch.setattr(spread.multiprocessing, "get_context", lambda kind: multiprocessing.context.ForkContext())
     seen = []
     found, entry = spread.mmlu_on(
         str(model_dir),

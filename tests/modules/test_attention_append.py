@@ -246,7 +246,7 @@ def test_compiled_a_growing_place_is_no_constant(device, used):
 
 @torch._inductor.config.patch(force_disable_caches=True)
 def test_compiled_it_writes_the_cache_in_place(device, used):
-    model = model_of(device, layers=2, rotation=HADAMARD)
+    model = model_of(device, layers=1, rotation=HADAMARD)
     leave_masks_out(model)
     ids = torch.randint(1, 64, (2, 16), device=device)
     torch._dynamo.reset()
@@ -268,7 +268,7 @@ def test_compiled_it_writes_the_cache_in_place(device, used):
     assert all(layer.cumulative_length == 16 for layer in cache.layers)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     (source,) = sources
-    assert len(re.findall(r"quantrot\.rope_hadamard_append\.default\(", source)) == 2
+    assert len(re.findall(r"quantrot\.rope_hadamard_append\.default\(", source)) == 1
     allocated = "".join(re.findall(r"empty_strided.*", source))
     assert "(2, 2, 128, 64), " not in allocated and "(2, 2, 64, 128), " not in allocated  # no tensor like the cache
 

@@ -219,7 +219,7 @@ def test_compiled_a_growing_place_is_no_constant(device, used):
 
 @torch._inductor.config.patch(force_disable_caches=True, emulate_precision_casts=True)
 def test_compiled_it_writes_the_cache_in_place_and_no_wide_one(device, used):
-    model = model_of(device, layers=2, rotation=HADAMARD)
+    model = model_of(device, layers=1, rotation=HADAMARD)
     leave_masks_out(model)
     ids = torch.randint(1, 64, (2, 16), device=device)
     torch._dynamo.reset()
@@ -240,6 +240,6 @@ def test_compiled_it_writes_the_cache_in_place_and_no_wide_one(device, used):
     assert all(int(layer.cumulative_length) == 16 for layer in cache.layers)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     (source,) = sources
-    assert len(re.findall(r"quantrot\.int4_attend_one\.default\(", source)) == 2
+    assert len(re.findall(r"quantrot\.int4_attend_one\.default\(", source)) == 1
     made = "".join(re.findall(r"empty_strided.*", source))
     assert f"(2, 2, {ROOM}, 64)" not in made and "(2, 2, 128, " not in made  # neither wide keys nor a copy of the room
