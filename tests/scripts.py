@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 FORKED = """
-import json, os, sys
+import json, os, signal, sys
 
 for line in sys.stdin:
     files, code, *sys.argv[1:] = json.loads(line)
@@ -20,6 +20,7 @@ for line in sys.stdin:
         continue
     for stream, name in enumerate(files, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    signal.alarm(600)  # who hangs is ended
     exec(code)
     break
 """

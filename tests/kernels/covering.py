@@ -1,7 +1,7 @@
 """Few of many kernels: all are compiled on machines with a GPU, elsewhere so many that every value of every field is
 among them, which takes a third of the time."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 
 import pytest
@@ -30,8 +30,8 @@ def every(cases: Iterable[tuple], without: tuple[str, ...] = ()) -> list[tuple]:
     return list(cases)
 
 
-def names(chosen, cases: dict[str, tuple]) -> list[str]:
-    """Of the cases that few or every chooses."""
+def names(chosen: Callable[[Iterable[tuple]], list[tuple]], cases: dict[str, tuple]) -> list[str]:
+    """Of the cases that `few` or `every` chooses."""
     kept = chosen(cases.values())
     return [name for name, case in cases.items() if case in kept]
 
